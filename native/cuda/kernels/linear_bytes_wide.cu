@@ -7,7 +7,10 @@
 // adjacent tiles of rows and of columns are a cluster: each copies a part of what they share for all. Pieces of K
 // (tiles.h) are computed one after the other and added in registers; or, where tiles are too few for all processors,
 // by as many blocks of a cluster, which then add them up out of each other's memory.
+#include <algorithm>
 #include <cstdint>
+#include <type_traits>
+#include <utility>
 
 #include "cuda/kernels/linear_integer.h"
 #include "cuda/kernels/row_sums.cuh"
@@ -40,14 +43,20 @@ struct Shape {
   static constexpr bool kBeside = kSums == Sums::beside;
   static constexpr int kSharers = kDown * kAcross, kTileRows = kRows, kBand = kBandRows / (kDown * kRows);
   static constexpr int kRowBytes = kStep * kRows * kByteRow, kStageBytes = kRowBytes + kStep * kColumns * kByteRow;
-  // What the end of a tile reads beside sums, in words: scales of its columns, of a warpgroup's rows, and of integers
-  // sums of these rows. A warpgroup has two, as some of its warps may still read that of the tile before.
+  // What the end of a tile reads beside sums, in words: scales and biases of its columns, scales of a warpgroup's rows,
+  // and of integers sums of these rows. A warpgroup has two, as some of its warps may still read that of the tile
+  // before.
   static constexpr int kRowSums = kFloats ? 0 : kSums == Sums::chained ? kMostPieces : 1;
-  static constexpr int kEndWords = kFloats && kBeside ? 0 : kColumns + (1 + kRowSums) * kBlock;
+  static constexpr int kEndWords = kFloats && kBeside ? 0 : 2 * kColumns + (1 + kRowSums) * kBlock;
   static constexpr int kEndBytes = kGroups * 2 * kEndWords * 4;
-  static constexpr int kStages = (kMostShared - kEndBytes) / kStageBytes;
-  static constexpr int kStagesBytes = kStages * kStageBytes, kShared = kStagesBytes + kEndBytes;
-  static_assert(kEndWords <= 4 * 128);  // a piece of 16 bytes of a thread
+  // Of sums of pieces what a thread keeps in registers; the others are in shared memory.
+  static constexpr int kTotals = kSums == Sums::chained ? kColumns / 2 : 0;
+  static constexpr int kKept = kColumns / 2 + kTotals <= 192 ? kTotals : 192 - kColumns / 2;
+  static constexpr int kTotalsBytes = kGroups * 128 * (kTotals - kKept) * 4;
+  static constexpr int kStages = (kMostShared - kEndBytes - kTotalsBytes) / kStageBytes;
+  static constexpr int kStagesBytes = kStages * kStageBytes, kShared = kStagesBytes + kEndBytes + kTotalsBytes;
+  // How many steps one warpgroup is ahead of the other: it writes while that one multiplies.
+  static constexpr int kAhead = kStages > 3 ? 2 : 1;
   // Whole blocks of rows, and groups of eight columns, are what each block of a cluster copies.
   static_assert(kGroups % kAcross == 0 && kColumns % (8 * kDown) == 0 && kColumns % 16 == 0);
   static_assert(!kBeside || kRows * sums_stride(kColumns) * 4 <= kStagesBytes);
@@ -62,8 +71,6 @@ Walk walk_of(int rows, const Pieces& k, int columns) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 constexpr int kCopiers = 4;  // threads that copy
 constexpr int kPlaces = 16;
-// How many steps one warpgroup is ahead of the other: it writes while that one multiplies.
-constexpr int kAhead = 2;
 
 constexpr int gcd(int a, int b) { return b ? gcd(b, a % b) : a; }
 
@@ -140,17 +147,21 @@ __device__ inline void warps_meet(int group) { asm volatile("bar.sync %0, 128;" 
 template <typename S>
 __device__ void ask_for_end(const Product& p, int rows, int first_row, int first_column, const Pieces& k,
                             int first_block, uint32_t to) {
-  const int word = threadIdx.x % 128 * 4, of_row = word - S::kColumns, row = first_row + of_row % kBlock;
-  if (word >= S::kEndWords) return;
-  const void* from = p.w.codes.scales + scale_of(first_column, 0, 1) + word;
-  bool there = first_column + word < blocks_of(p.w.n) * kBlock;
-  if (of_row >= 0) {
-    const int last = min(first_block + of_row / kBlock * k.length, k.blocks) - 1;
-    there = true;
-    if (of_row < kBlock) from = p.bytes.scales + row;
-    else from = p.bytes.sums + (size_t)last * (blocks_of(rows) * kBlock) + row;
+  for (int word = threadIdx.x % 128 * 4; word < S::kEndWords; word += 4 * 128) {
+    const int of_bias = word - S::kColumns, of_row = of_bias - S::kColumns;
+    const void* from = p.w.codes.scales + scale_of(first_column, 0, 1) + word;
+    bool there = first_column + word < blocks_of(p.w.n) * kBlock;
+    if (of_row >= 0) {
+      const int row = first_row + of_row % kBlock, last = min(first_block + of_row / kBlock * k.length, k.blocks) - 1;
+      there = true;
+      if (of_row < kBlock) from = p.bytes.scales + row;
+      else from = p.bytes.sums + (size_t)last * (blocks_of(rows) * kBlock) + row;
+    } else if (of_bias >= 0) {
+      there = p.bias && first_column + of_bias < p.w.n;
+      from = there ? p.bias + first_column + of_bias : nullptr;
+    }
+    copy_16(to + word * 4, from, there);
   }
-  copy_16(to + word * 4, from, there);
 }
 __device__ void await_end(int group) {
   asm volatile("cp.async.wait_all;" ::: "memory");
@@ -163,11 +174,11 @@ __device__ inline void read_scales(uint32_t end, int column, uint32_t (&scales)[
   const uint4 four = load_16(end + (column + threadIdx.x % 4 * 4) * 4);
   scales[0] = four.x, scales[1] = four.z, scales[2] = four.y, scales[3] = four.w;
 }
-// Of a thread's two rows what there is in that many places behind the columns' scales.
+// Of a thread's two rows what there is in that many places behind what is of columns.
 template <typename S>
 __device__ void read_of_rows(uint32_t end, int place, float (&of_rows)[2]) {
   const int thread = afresh(threadIdx.x % 128), row = thread / 32 * 16 + thread % 32 / 4;
-  const uint32_t at = end + (S::kColumns + place * kBlock + row) * 4;
+  const uint32_t at = end + (2 * S::kColumns + place * kBlock + row) * 4;
 #pragma unroll
   for (int h = 0; h < 2; h++) asm volatile("ld.shared.f32 %0, [%1];" : "=f"(of_rows[h]) : "r"(at + h * 32));
 }
@@ -186,22 +197,47 @@ __device__ inline void sums_of_integers(uint32_t end, int column, const int* d, 
   }
 }
 
+// Of a thread the sums of pieces so far, some of them in shared memory: from that address on.
+template <typename S>
+class Totals {
+ public:
+  static constexpr int kCount = S::kTotals;
+
+  __device__ explicit Totals(uint32_t shared) : shared_(shared) {}
+  __device__ void set(int i, float x) {
+    if (i < S::kKept) kept_[i] = x;
+    else asm volatile("st.shared.f32 [%0], %1;" ::"r"(place(i)), "f"(x) : "memory");
+  }
+  __device__ float get(int i) const {
+    float x = 0;
+    if (i < S::kKept) x = kept_[i];
+    else asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(place(i)) : "memory");
+    return x;
+  }
+  __device__ float operator[](int i) const { return get(i); }
+  __device__ void add(int i, float x) { set(i, __fadd_rn(get(i), x)); }
+
+ private:
+  __device__ uint32_t place(int i) const { return shared_ + (i - S::kKept) * (kGroups * 128 * 4); }
+  float kept_[S::kKept > 0 ? S::kKept : 1];
+  uint32_t shared_;
+};
+
 // What a thread's sums of a tile are in the end, as write_sums() and write_gated() ask for them: of 16 columns, of its
 // first or its second row, columns 2 q, 2 q + 1, 8 + 2 q, 9 + 2 q.
-template <typename S, typename Sum>
+template <typename S, typename Sums>
 class Results {
  public:
-  __device__ Results(const Sum* sums, uint32_t end) : sums_(sums), end_(end) {
+  __device__ Results(const Sums& sums, uint32_t end) : sums_(sums), end_(end) {
     read_of_rows<S>(end, 0, scales_);
     if constexpr (kConverts) read_of_rows<S>(end, 1, of_rows_);
   }
   __device__ void operator()(int sixteen, int h, float (&v)[4]) const {
-    const Sum* d = sums_ + sixteen * 8 + h * 2;
     uint32_t scales[4];
     if constexpr (S::kFloats || kConverts) read_scales(end_, sixteen * 16, scales);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const Sum sum = d[i / 2 * 4 + i % 2];
+      const Sum sum = sums_[sixteen * 8 + h * 2 + i / 2 * 4 + i % 2];
       if constexpr (kConverts) {
         v[i] = 0;
         add_segment(v[i], scales[i], sum - 128 * (int)of_rows_[h], of_rows_[h]);
@@ -213,8 +249,9 @@ class Results {
   }
 
  private:
+  using Sum = std::decay_t<decltype(std::declval<Sums>()[0])>;
   static constexpr bool kConverts = std::is_same_v<Sum, int>;
-  const Sum* sums_;
+  const Sums& sums_;
   uint32_t end_;
   float scales_[2], of_rows_[2];
 };
@@ -360,7 +397,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     await_previous();
     constexpr bool kChained = S::kSums == Sums::chained;
     typename S::Sum d[kColumns / 2];
-    float total[kChained ? kColumns / 2 : 1];
+    Totals<S> total(stages + S::kStagesBytes + S::kEndBytes + (threadIdx.x - 128) * 4);
     // All blocks that share are told, by a thread each: if only those were that copy for this one, one with nothing
     // to wait for (a tile beyond the last) could tell twice what another has not told once.
     const int teller = threadIdx.x % 128;
@@ -371,7 +408,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     };
     barrier_wait(&full[0], 0);
     const int begun = places[0].begin, steps = (places[0].end - begun) / kStep;
-    const bool apart = !S::kBeside && steps > kAhead;
+    const bool apart = !S::kBeside && steps > S::kAhead;
     if (group == 1 && apart) asm volatile("bar.sync 1, 256;" ::: "memory");
     for (int number = 0; number < count; number++) {
       barrier_wait(&full[ring.stage], ring.parity);
@@ -387,7 +424,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           go_on_from(scratch, blockIdx.x - cluster, group, 2 + group, total);
         } else {
 #pragma unroll
-          for (int i = 0; i < kColumns / 2; i++) total[i] = -0.0f;  // with which a sum is what is added
+          for (int i = 0; i < kColumns / 2; i++) total.set(i, -0.0f);  // with which a sum is what is added
         }
       }
       for (int b = at.begin; b < at.end;) {
@@ -416,7 +453,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           }
           if (b > first) release(last);
           last = ring.stage;
-          if (group == 0 && b == begun + kAhead * kStep && number == 0 && apart)
+          if (group == 0 && b == begun + S::kAhead * kStep && number == 0 && apart)
             asm volatile("bar.arrive 1, 256;" ::: "memory");
         }
         wait_products<0>();
@@ -435,7 +472,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         if constexpr (kChained) {
           if constexpr (S::kFloats) {
 #pragma unroll
-            for (int i = 0; i < kColumns / 2; i++) total[i] = __fadd_rn(total[i], d[i]);
+            for (int i = 0; i < kColumns / 2; i++) total.add(i, d[i]);
           } else {
             if (first == at.begin) await_end(group);
             float of_rows[2];
@@ -445,7 +482,7 @@ __global__ void __launch_bounds__(kThreads, 1)
               float part[8];
               sums_of_integers(end_now, c, d + c / 2, of_rows, part);
 #pragma unroll
-              for (int i = 0; i < 8; i++) total[c / 2 + i] = __fadd_rn(total[c / 2 + i], part[i]);
+              for (int i = 0; i < 8; i++) total.add(c / 2 + i, part[i]);
             }
           }
         }
@@ -480,12 +517,14 @@ __global__ void __launch_bounds__(kThreads, 1)
             continue;
           }
         }
+        constexpr int kAsked = kChained ? kColumns == 128 ? 8 : 6 : 4;  // there are registers for so many
         const TilePart end = places[afresh(number) % kPlaces];
         const int first_row = end.row + group * kBlock;
         if constexpr (S::kFloats || !kChained) await_end(group);
         const auto& sums = of_pieces<kChained>(total, d);
-        const Results<S, std::decay_t<decltype(sums[0])>> results(sums, end_now);
-        if constexpr (!kGated) write_sums<kColumns>(p, rows, first_row, end.column, results);
+        const Results<S, std::decay_t<decltype(sums)>> results(sums, end_now);
+        if constexpr (!kGated)
+          write_sums<kColumns, kAsked>(p, rows, first_row, end.column, results, end_now + kColumns * 4);
         else if (p.bias) write_gated<true, kColumns>(p, rows, first_row, end.column / 2, results);
         else write_gated<false, kColumns>(p, rows, first_row, end.column / 2, results);
       }
@@ -504,7 +543,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 bool tells_late[3] = {false, false, true};
 // Nanoseconds that the end of a tile takes, by its pieces; and that a cluster waits for sums which it goes on from and
 // leaves others.
-constexpr int kEndOf[3] = {2500, 2500, 5000}, kHandOver = 4000;
+constexpr int kEndOf[3] = {2000, 4000, 5000}, kHandOver = 4000;
 
 template <typename S>
 struct Kernel {
@@ -559,8 +598,7 @@ struct Kernel {
   }
 };
 
-// A kernel, and the nanoseconds that it takes for a step on an H200: what tensor cores need, and what the second-level
-// cache does.
+// A kernel, and the nanoseconds that it takes for a step on an H200.
 struct Choice {
   int columns;
   Sums sums;
@@ -568,22 +606,29 @@ struct Choice {
   int64_t (*cost)(const Matrix& w, int rows, int nanoseconds);
   void (*start)(const Product&, int rows, int nanoseconds, const Queue&);
 };
+// Cycles of 0.67 ns, which is what power allows: of tensor cores, of shared memory, which gives or takes 128 bytes in
+// one, and of the second-level cache, which gives a processor 38.
 template <bool kFloats, int kColumns, Sums kSums, int kDown, int kAcross>
 constexpr Choice choice() {
-  using K = Kernel<Shape<kFloats, kColumns, kSums, kDown, kAcross>>;
-  constexpr int kMultiply = kColumns * 27 / 10, kCopy = (kRows / kAcross + kColumns / kDown) * kStep * kByteRow / 42;
-  return {kColumns, kSums, kDown, kAcross, kMultiply > kCopy ? kMultiply : kCopy, K::cost, K::start};
+  using S = Shape<kFloats, kColumns, kSums, kDown, kAcross>;
+  constexpr int kOwn = kStep * kGroups * kByteBlock * (kColumns > 256 ? 2 : 1), kTheirs = kStep * kColumns * kByteRow;
+  constexpr int kCycles[] = {kStep * 2 * kColumns, (kOwn + kGroups * kTheirs + S::kStageBytes) / 128,
+                             (S::kRowBytes / kAcross + kTheirs / kDown) / 38};
+  constexpr int kMost = std::max({kCycles[0], kCycles[1], kCycles[2]});
+  return {kColumns, kSums, kDown, kAcross, kMost * 67 / 100, Kernel<S>::cost, Kernel<S>::start};
 }
 constexpr Choice kOfFloats[] = {
     choice<true, 256, Sums::whole, 2, 1>(),   choice<true, 192, Sums::whole, 2, 1>(),
-    choice<true, 288, Sums::whole, 1, 1>(),   choice<true, 192, Sums::chained, 2, 1>(),
-    choice<true, 128, Sums::chained, 2, 1>(), choice<true, 144, Sums::beside, 1, 1>(),
-    choice<true, 160, Sums::beside, 1, 1>(),  choice<true, 144, Sums::beside, 2, 1>(),
+    choice<true, 288, Sums::whole, 1, 1>(),   choice<true, 224, Sums::chained, 2, 1>(),
+    choice<true, 192, Sums::chained, 2, 1>(), choice<true, 128, Sums::chained, 2, 1>(),
+    choice<true, 144, Sums::beside, 1, 1>(),  choice<true, 160, Sums::beside, 1, 1>(),
+    choice<true, 144, Sums::beside, 2, 1>(),
 };
 constexpr Choice kOfIntegers[] = {
     choice<false, 256, Sums::whole, 2, 1>(),   choice<false, 192, Sums::whole, 2, 1>(),
-    choice<false, 192, Sums::chained, 2, 1>(), choice<false, 128, Sums::chained, 2, 1>(),
-    choice<false, 144, Sums::beside, 1, 1>(),  choice<false, 192, Sums::beside, 1, 1>(),
+    choice<false, 224, Sums::chained, 2, 1>(), choice<false, 192, Sums::chained, 2, 1>(),
+    choice<false, 128, Sums::chained, 2, 1>(), choice<false, 144, Sums::beside, 1, 1>(),
+    choice<false, 192, Sums::beside, 1, 1>(),
 };
 
 template <int kCount>

@@ -22,9 +22,10 @@ struct TilePart {
 };
 
 // The parts of tiles that a cluster has, in the order in which it computes them. Of tiles that are shared that which
-// another goes on with comes first, and that which goes on from another's sums last. S: of what shape tiles are
-// (kTileRows x kColumns), kDown x kAcross in a cluster; in their order kBand tiles of rows take one of columns after
-// the other. down, across: the block's place in its cluster.
+// another goes on with comes first of all, and that which goes on from another's sums last: so clusters do not end
+// their tiles, and write, all at the same time. S: of what shape tiles are (kTileRows x kColumns), kDown x kAcross in a
+// cluster; in their order kBand tiles of rows take one of columns after the other. down, across: the block's place in
+// its cluster.
 template <typename S>
 class Parts {
  public:
@@ -44,9 +45,9 @@ class Parts {
     return turns_ + (end_ % units_ != 0) + end_ / units_ - (begin_ + units_ - 1) / units_ + (begin_ % units_ != 0);
   }
   __device__ TilePart operator[](int i) const {
+    if (end_ % units_ && i-- == 0) return part(walk_.whole + end_ / units_, 0, end_ % units_);
     if (i < turns_) return part(i * clusters_ + cluster_, 0, units_);
     i -= turns_;
-    if (end_ % units_ && i-- == 0) return part(walk_.whole + end_ / units_, 0, end_ % units_);
     const int whole = (begin_ + units_ - 1) / units_ + i;
     if (whole < end_ / units_) return part(walk_.whole + whole, 0, units_);
     return part(walk_.whole + begin_ / units_, begin_ % units_, units_);
@@ -66,17 +67,19 @@ class Parts {
 
 // Of a warpgroup, in that place of its block of threads': sums that another goes on with, and those to go on from.
 // barrier: a named one of its own. One by one: else the compiler keeps sums in fours, which costs registers.
-template <int kCount>
-__device__ void hand_over(const Scratch& scratch, int group, int barrier, const float (&sums)[kCount]) {
+template <typename Sums>
+__device__ void hand_over(const Scratch& scratch, int group, int barrier, const Sums& sums) {
+  constexpr int kCount = Sums::kCount;
   const int thread = threadIdx.x % 128;
   float* to = scratch.sums + blockIdx.x * kScratchFloats + group * 128 * kCount + thread;
 #pragma unroll
-  for (int i = 0; i < kCount; i++) __stcg(to + i * 128, sums[i]);
+  for (int i = 0; i < kCount; i++) __stcg(to + i * 128, sums.get(i));
   asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
   if (thread == 0) set_flag(scratch.flags + blockIdx.x * kScratchFlags + group, 1);
 }
-template <int kCount>
-__device__ void go_on_from(const Scratch& scratch, int block, int group, int barrier, float (&sums)[kCount]) {
+template <typename Sums>
+__device__ void go_on_from(const Scratch& scratch, int block, int group, int barrier, Sums& sums) {
+  constexpr int kCount = Sums::kCount;
   const int thread = threadIdx.x % 128;
   if (thread == 0) {
     int* flag = scratch.flags + block * kScratchFlags + group;
@@ -86,7 +89,7 @@ __device__ void go_on_from(const Scratch& scratch, int block, int group, int bar
   asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
   const float* from = scratch.sums + block * kScratchFloats + group * 128 * kCount + thread;
 #pragma unroll
-  for (int i = 0; i < kCount; i++) sums[i] = __ldcg(from + i * 128);
+  for (int i = 0; i < kCount; i++) sums.set(i, __ldcg(from + i * 128));
 }
 #endif
 
