@@ -158,6 +158,20 @@ def test_products_whose_tiles_are_shared(n, k, form, group):
             assert gpu.multiply(handle, x[:rows], n, None, by).tobytes() == every[:rows].tobytes(), (rows, by)
 
 
+@pytest.mark.parametrize("form", ["float8", "w8a8"])
+@pytest.mark.parametrize("n, k, rows", [(3700, 1100, 2900), (3584, 900, 1700), (4100, 132, 4200), (17000, 320, 1500)])
+def test_wide_tiles_in_several_turns(n, k, rows, form):
+    """Blocks of threads have a tile, and then one beyond the last row or column, and share those that are left for the
+    end."""
+    rng, gpu = np.random.default_rng(SEED), executor()
+    handle = gpu.add_matrix(n, k, form, 0)
+    gpu.fill_matrix(handle, (rng.normal(size=(n, k)) * k**-0.5 + 0.01).astype(np.float32), "F32")
+    x, bias = rng.normal(size=(rows, k)).astype(np.float32), rng.normal(size=n).astype(np.float32)
+    every = gpu.multiply(handle, x, n, bias, "stream")
+    for some in (rows, rows - 70, rows * 2 // 3):
+        assert gpu.multiply(handle, x[:some], n, bias, "wide").tobytes() == every[:some].tobytes(), some
+
+
 @pytest.mark.parametrize("form", ["w8a8", "w4a8", "float8"])
 def test_rows_of_activations_that_are_no_numbers(form):
     """A row of zeros is zeros; one with a NaN or an infinity is NaN, and no other."""
