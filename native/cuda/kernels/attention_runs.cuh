@@ -8,8 +8,9 @@ namespace few {
 
 constexpr int kTokens = 64,
               kBlocks = kRunTokens / kTokens;  // of a stage; stages of keys of a run, and as many of values
-constexpr int kConsumers = 8, kProducers = 4;  // warps
-constexpr int kThreads = 32 * (kConsumers + kProducers);
+constexpr int kConsumers = 8, kCopiers = 1, kPreparers = 3;  // warps
+constexpr int kThreads = 32 * (kConsumers + kCopiers + kPreparers);
+constexpr int kPrepared = 2;  // tiles' queries ahead
 constexpr int kShortStages = 6, kMostStages = 24;
 
 // Of the runs that a block of threads has: where they begin, and how many.
@@ -18,11 +19,11 @@ struct Begin {
 };
 
 struct Shared {
-  uint64_t full[kMostStages], empty[kMostStages];
+  uint64_t full[kMostStages], empty[kMostStages], prepared[kPrepared], released[kPrepared];
   uint4 weights[kRunTokens / 16][32];  // of 16 positions each, as mma.sync's first operand; or factors of a merge
   float maxima[kFewPairs][kConsumers], sums[kConsumers][kFewPairs][4];  // of a warp's positions
   float most[kFewPairs];                                                // of what is merged
-  float own_scales[4][kFewPairs];  // of the tile's own rows: keys' scales and minimums, and values'
+  float own_scales[kPrepared][4][kFewPairs];  // of the tile's own rows: keys' scales and minimums, and values'
   int runs[kThreads / 32];
   Begin begin;
   bool last;
@@ -86,8 +87,11 @@ class Runs {
   __device__ int kv_head() const { return kv_head_; }
   __device__ int run() const { return run_; }
   __device__ const TileRows& rows() const { return rows_; }
-  // Of this tile and KV head, the last that the block has.
+  // Of this tile and KV head, the last that the block has; and on to what comes after it.
   __device__ int last_own() const { return min(rows_.last_run, run_ + left_ - 1); }
+  __device__ void next_tile() {
+    for (int i = last_own() - run_; i >= 0; i--) next();
+  }
   __device__ void next() {
     if (!--left_) return;
     if (!several_) return take(tile_ * a_.cache.kv_heads + kv_head_ + gridDim.x);
