@@ -31,9 +31,11 @@ template <int kDim, CacheType kType>
 __device__ void copy_runs(const Attention& a, Runs runs, bool own, uint32_t full, uint32_t empty, uint32_t ring,
                           int stages) {
   using S = Shape<kDim, kType>;
-  constexpr int kPieces = S::kBytes / 16, kCopiers = 32 * kProducers;
+  // Positions that are adjacent in the cache: no span is smaller. So a copy's addresses are those of the first and what
+  // is known to the compiler.
+  constexpr int kAdjacent = 16, kPieces = S::kBytes / 16, kCopies = (kAdjacent * kPieces + 31) / 32;
   static_assert(S::kBytes % 16 == 0);
-  const int thread = threadIdx.x - 32 * kConsumers, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32 - kConsumers, lane = threadIdx.x % 32;
   const int size = a.cache.span_size, shift = 31 - __clz(size), within = size - 1;
   const size_t span_bytes = a.cache.span_bytes();
   if (!own) await_previous();  // the tile's own rows entered the cache there
@@ -53,17 +55,21 @@ __device__ void copy_runs(const Attention& a, Runs runs, bool own, uint32_t full
       const int begin = extent.begin + (value ? tensor - extent.blocks : tensor) * kTokens;
       wait_barrier(empty + 8 * place.stage, place.parity ^ 1);
       const uint32_t to = ring + place.stage * S::kTensor;
-#pragma unroll
-      for (int i = 0; i < (kTokens * kPieces + kCopiers - 1) / kCopiers; i++) {
-        const int each = i * kCopiers + thread, token = each / kPieces, piece = each % kPieces, at = begin + token;
-        if (kTokens * kPieces % kCopiers && each >= kTokens * kPieces) continue;  // whole warps
-        const int span = __shfl_sync(0xffffffffu, spans, (at >> shift) - first_span);
-        const bool there = at < known;
+#pragma unroll 1
+      for (int first = warp * kAdjacent; first < kTokens; first += kCopiers * kAdjacent) {
+        const int at = begin + first, span = __shfl_sync(0xffffffffu, spans, (at >> shift) - first_span);
+        const int there = min(max(known - at, 0), kAdjacent) * kPieces;
         const char* from = head;
-        if (there) from += span * span_bytes + ((value ? size : 0) + (at & within)) * S::kBytes + piece * 16;
-        copy_16(to + token * S::kRow + piece * 16, from, there);
+        if (there) from += span * span_bytes + ((value ? size : 0) + (at & within)) * S::kBytes;
+        from += lane * 16;
+#pragma unroll
+        for (int i = 0; i < kCopies; i++) {
+          const int each = i * 32 + lane;
+          if (kAdjacent * kPieces % 32 && each >= kAdjacent * kPieces) continue;
+          copy_16(to + (first + each / kPieces) * S::kRow + each % kPieces * 16, from + i * 512, each < there);
+        }
       }
-      if (S::kScaled && thread < 32) {  // scales and minimums, of four positions each
+      if (S::kScaled && warp == 0) {  // scales and minimums, of four positions each
         const int which = lane / 16, token = lane % 16 * 4, at = begin + token;
         const int span = __shfl_sync(0xffffffffu, spans, (at >> shift) - first_span),
                   count = min(max(known - at, 0), 4);
@@ -79,16 +85,16 @@ __device__ void copy_runs(const Attention& a, Runs runs, bool own, uint32_t full
   commit_copies(), wait_copies<0>();
 }
 
-// A head of a row, rotated if it is to be: a lane has every 32nd feature.
+// A head of a row, rotated if it is to be: a lane has every 32nd feature. It is read first, of several heads together,
+// so that they need not wait for each other.
 template <int kDim>
 struct TurnedHead {
   static constexpr int kEach = (kDim + 31) / 32;
-  float x[kEach];
+  float x[kEach], partner[kEach], cosine[kEach], sine[kEach];
 
   __device__ void read(const float* head, int row, const Turn& turn, bool rotates) {
     const RotaryTable& t = turn.table;
     const int lane = threadIdx.x % 32, half = rotates ? t.dim / 2 : 0;
-    float partner[kEach], cosine[kEach], sine[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; i++) {
       const int f = i * 32 + lane;
@@ -98,6 +104,9 @@ struct TurnedHead {
       partner[i] = head[turn.interleaved ? f ^ 1 : f < half ? f + half : f - half];
       cosine[i] = t.cosine[(size_t)row * half + angle], sine[i] = t.sine[(size_t)row * half + angle];
     }
+  }
+  __device__ void rotate(const Turn& turn, bool rotates) {
+    const int lane = threadIdx.x % 32, half = rotates ? turn.table.dim / 2 : 0;
 #pragma unroll
     for (int i = 0; i < kEach; i++) {
       const int f = i * 32 + lane;
@@ -164,66 +173,111 @@ __device__ inline float widened(uint32_t codes, int i, float scale, float minimu
   }
 }
 
+// What is prepared of a tile and a KV head: queries, and its own rows as they are in the cache.
+template <int kDim, CacheType kType>
+struct Prepared {
+  using S = Shape<kDim, kType>;
+  uint16_t* queries;
+  char *keys, *values;
+  float (*scales)[kFewPairs];
+
+  // memory: of all that are ahead; rows: of a tile, at most.
+  __device__ Prepared(char* memory, Shared& shared, int which, int rows)
+      : queries(reinterpret_cast<uint16_t*>(memory + which * bytes(rows))),
+        keys(reinterpret_cast<char*>(queries + kFewPairs * S::kStride)),
+        values(keys + rows * S::kRow),
+        scales(shared.own_scales[which]) {}
+  static __host__ __device__ constexpr int bytes(int rows) { return kFewPairs * 2 * S::kStride + 2 * rows * S::kRow; }
+};
+
+// The warps that prepare tiles: queries, and what enters the cache where the block's runs have it. rotates: both.
+template <int kDim, CacheType kType>
+__device__ void prepare_tiles(const Attention& a, Runs runs, char* memory, Shared& shared, int own_rows, bool own,
+                              bool rotates, const Turn& turn) {
+  using S = Shape<kDim, kType>;
+  constexpr int kAtOnce = kDim > 128 ? 2 : 4;
+  const int warp = threadIdx.x / 32 - kConsumers - kCopiers;
+  const uint32_t prepared = shared_address(shared.prepared), released = shared_address(shared.released);
+  await_previous();
+  RingPlace place;
+  while (runs.left()) {
+    const TileRows& rows = runs.rows();
+    const int kv_head = runs.kv_head(), start = rows.tile.start;
+    if (!rows.count) {
+      runs.next();
+      continue;
+    }
+    wait_barrier(released + 8 * place.stage, place.parity ^ 1);
+    const Prepared<kDim, kType> to(memory, shared, place.stage, own_rows);
+    const int chunks = (rows.count + kAtOnce - 1) / kAtOnce;
+#pragma unroll 1
+    for (int chunk = warp; chunk < chunks; chunk += kPreparers) {
+      TurnedHead<kDim> heads[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; i++) {
+        const int pair = chunk * kAtOnce + i, row = rows.row(pair);
+        if (pair >= rows.count || !rows.has(pair, kv_head)) continue;
+        heads[i].read(a.qkv + (size_t)row * a.width + (size_t)rows.head(pair, kv_head) * kDim, row, turn, rotates);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; i++) {
+        const int pair = chunk * kAtOnce + i;
+        if (pair >= rows.count || !rows.has(pair, kv_head)) continue;
+        heads[i].rotate(turn, rotates), heads[i].write(to.queries + pair * S::kStride);
+      }
+    }
+    const int entering = own ? rows.tile.count : 0;
+#pragma unroll 1
+    for (int i = (warp + kPreparers - chunks % kPreparers) % kPreparers; i < entering; i += kPreparers) {
+      const int at = start + i, row = rows.tile.row + i, run = at / kRunTokens;
+      if (run < runs.run() || run > runs.last_own()) continue;  // another block's
+      const int size = a.cache.span_size, span = a.tables[rows.tile.table + at / size], at_span = at % size;
+      const float* from =
+          a.qkv + (size_t)row * a.width + (size_t)(a.width / kDim - 2 * a.cache.kv_heads + kv_head) * kDim;
+      TurnedHead<kDim> key, value;
+      key.read(from, row, turn, rotates), value.read(from + a.cache.kv_heads * kDim, row, turn, false);
+      key.rotate(turn, rotates);
+      char* head = const_cast<char*>(head_of(a.cache, span, kv_head));
+      if constexpr (S::kCodes) {
+        float* scales = reinterpret_cast<float*>(head + a.cache.scales_at()) + at_span;
+        key.template quantize<kType>(head + at_span * S::kBytes, to.keys + i * S::kRow, scales, size, &to.scales[0][i],
+                                     kFewPairs);
+        value.template quantize<kType>(head + (size + at_span) * S::kBytes, to.values + i * S::kRow, scales + 2 * size,
+                                       size, &to.scales[2][i], kFewPairs);
+      } else {
+        uint16_t* rows_there = reinterpret_cast<uint16_t*>(head) + at_span * kDim;
+        key.write(rows_there), value.write(rows_there + size * kDim);
+        key.write(reinterpret_cast<uint16_t*>(to.keys + i * S::kRow));
+        value.write(reinterpret_cast<uint16_t*>(to.values + i * S::kRow));
+      }
+    }
+    arrive(prepared + 8 * place.stage);
+    place.advance(1, kPrepared);
+    runs.next_tile();
+  }
+}
+
 // What the warps that compute have of a run.
 template <int kDim, CacheType kType>
 class Attender {
  public:
-  // own_keys, own_values: of the tile's own rows.
-  __device__ Attender(const Attention& a, Shared& shared, uint16_t* queries, char* own_keys, char* own_values,
-                      uint32_t ring, int stages)
+  __device__ Attender(const Attention& a, Shared& shared, uint32_t ring, int stages)
       : a_(a),
         shared_(shared),
-        queries_(queries),
-        own_keys_(own_keys),
-        own_values_(own_values),
         ring_(ring),
         full_(shared_address(shared.full)),
         empty_(shared_address(shared.empty)),
         stages_(stages),
         factor_(score_factor(a)) {}
 
-  // Of a tile and a KV head: queries, and what enters the cache where the block's runs have it. rotates: both.
-  __device__ void begin_tile(const Runs& runs, bool own, bool rotates, const Turn& turn) {
+  __device__ void begin_tile(const Runs& runs, const Prepared<kDim, kType>& tile) {
     const TileRows& rows = runs.rows();
-    const int kv_head = runs.kv_head(), start = rows.tile.start;
-    const int items = rows.count + (own ? rows.tile.count : 0);
-#pragma unroll 1
-    for (int item = warp_; item < items; item += kConsumers) {
-      TurnedHead<kDim> head;
-      if (item < rows.count) {
-        if (!rows.has(item, kv_head)) continue;
-        const int row = rows.row(item);
-        head.read(a_.qkv + (size_t)row * a_.width + (size_t)rows.head(item, kv_head) * kDim, row, turn, rotates);
-        head.write(queries_ + item * S::kStride);
-        continue;
-      }
-      const int i = item - rows.count, at = start + i, row = rows.tile.row + i, run = at / kRunTokens;
-      if (run < runs.run() || run > runs.last_own()) continue;  // another block's
-      const int span = a_.tables[rows.tile.table + at / a_.cache.span_size], place = at % a_.cache.span_size;
-      const int key = a_.width / kDim - 2 * a_.cache.kv_heads + kv_head;
-      const float* from = a_.qkv + (size_t)row * a_.width + (size_t)key * kDim;
-      TurnedHead<kDim> value;
-      value.read(from + a_.cache.kv_heads * kDim, row, turn, false);
-      head.read(from, row, turn, rotates);
-      char* to = const_cast<char*>(head_of(a_.cache, span, kv_head));
-      if constexpr (S::kCodes) {
-        const int size = a_.cache.span_size;
-        float* scales = reinterpret_cast<float*>(to + a_.cache.scales_at()) + place;
-        head.template quantize<kType>(to + place * S::kBytes, own_keys_ + i * S::kRow, scales, size,
-                                      &shared_.own_scales[0][i], kFewPairs);
-        value.template quantize<kType>(to + (size + place) * S::kBytes, own_values_ + i * S::kRow, scales + 2 * size,
-                                       size, &shared_.own_scales[2][i], kFewPairs);
-      } else {
-        uint16_t* rows_there = reinterpret_cast<uint16_t*>(to) + place * kDim;
-        head.write(rows_there), value.write(rows_there + a_.cache.span_size * kDim);
-        head.write(reinterpret_cast<uint16_t*>(own_keys_ + i * S::kRow));
-        value.write(reinterpret_cast<uint16_t*>(own_values_ + i * S::kRow));
-      }
-    }
-    consumers_meet();
+    const int kv_head = runs.kv_head();
+    own_keys_ = shared_address(tile.keys), own_values_ = shared_address(tile.values);
+    own_scales_ = shared_address(tile.scales);
 #pragma unroll
     for (int s = 0; s < kSteps; s++)
-      load_cores(query_[s], shared_address(queries_ + (lane_ % 16) * S::kStride + s * 16 + lane_ / 16 * 8));
+      load_cores(query_[s], shared_address(tile.queries + (lane_ % 16) * S::kStride + s * 16 + lane_ / 16 * 8));
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int pair = lane_ / 4 + 8 * h;
@@ -236,7 +290,6 @@ class Attender {
   // place: of the run's first stage in the ring.
   __device__ void attend(const Extent& extent, bool own, RingPlace place) {
     const int from_rows = own ? extent.start : extent.last + 1;  // positions from there on are the tile's own rows
-    const uint32_t keys = shared_address(own_keys_), values = shared_address(own_values_);
     // Where a position is; and its scale.
     const auto is_own = [&](int at) { return at >= from_rows && at <= extent.last; };
     const auto row_of = [&](int at, int token, uint32_t stage, uint32_t rows) {
@@ -244,7 +297,7 @@ class Attender {
     };
     const auto scale_of = [&](int at, int token, uint32_t stage, int tensor, float& scale, float& minimum) {
       const uint32_t from =
-          is_own(at) ? shared_address(&shared_.own_scales[tensor][at - extent.start]) : stage + S::kScales + token * 4;
+          is_own(at) ? own_scales_ + (tensor * kFewPairs + at - extent.start) * 4 : stage + S::kScales + token * 4;
       scale = load_shared_float(from);
       minimum = load_shared_float(from + (is_own(at) ? kFewPairs : kTokens) * 4);
     };
@@ -260,7 +313,7 @@ class Attender {
 #pragma unroll
         for (int t = 0; t < 4; t++) {
           const int token = first + t * 8 + lane_ / 4, at = extent.begin + block * kTokens + token;
-          from[t] = row_of(at, token, stage, keys) + lane_ % 4 * 2 * S::kBits / 8;
+          from[t] = row_of(at, token, stage, own_keys_) + lane_ % 4 * 2 * S::kBits / 8;
           if (S::kScaled) scale_of(at, token, stage, 0, scale[t], minimum[t]);
         }
 #pragma unroll
@@ -281,7 +334,7 @@ class Attender {
 #pragma unroll
         for (int j = 0; j < 2; j++) {
           const int token = first + j * 16 + lane_ / 16 * 8 + lane_ % 8;
-          from[j] = row_of(extent.begin + block * kTokens + token, token, stage, keys) + lane_ / 8 % 2 * 16;
+          from[j] = row_of(extent.begin + block * kTokens + token, token, stage, own_keys_) + lane_ / 8 % 2 * 16;
         }
         wait_barrier(full_ + 8 * own_place.stage, own_place.parity);
 #pragma unroll
@@ -358,10 +411,7 @@ class Attender {
           two_bf16(scores[2 * j][0], scores[2 * j][1]), two_bf16(scores[2 * j][2], scores[2 * j][3]),
           two_bf16(scores[2 * j + 1][0], scores[2 * j + 1][1]), two_bf16(scores[2 * j + 1][2], scores[2 * j + 1][3]));
     consumers_meet();
-#pragma unroll
-    for (int v = 0; v < kOwn; v++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) out_[v][i] = 0;
+    clear(out_);
     sum_[0] = sum_[1] = 0;
     place.advance(extent.blocks, stages_);
 #pragma unroll
@@ -398,8 +448,9 @@ class Attender {
 #pragma unroll
           for (int i = 0; i < 4; i++) {
             const int token = s * 16 + i / 2 * 8 + lane_ % 4 * 2 + i % 2;
-            codes[i] = load_shared<kCodeBytes>(row_of(begin + token, token, stage, values) + feature * S::kBits / 8) >>
-                       shifted;
+            codes[i] =
+                load_shared<kCodeBytes>(row_of(begin + token, token, stage, own_values_) + feature * S::kBits / 8) >>
+                shifted;
             if (S::kScaled) scale_of(begin + token, token, stage, 2, scale[i], minimum[i]);
           }
 #pragma unroll
@@ -413,7 +464,7 @@ class Attender {
       } else {
 #pragma unroll
         for (int j = 0; j < 2; j++) {
-          const uint32_t from = row_of(begin + j * 32 + lane_, j * 32 + lane_, stage, values) + warp_ * kOwn * 16;
+          const uint32_t from = row_of(begin + j * 32 + lane_, j * 32 + lane_, stage, own_values_) + warp_ * kOwn * 16;
 #pragma unroll
           for (int v = 0; v < kOwn; v++) {
             uint32_t x[4];
@@ -434,45 +485,39 @@ class Attender {
     }
   }
 
-  // The result, if there is no other run; else what it leaves for the merge.
-  __device__ void end_run(const Runs& runs) const {
+  __device__ void begin_part() {
+    clear(total_);
+#pragma unroll
+    for (int h = 0; h < 2; h++) total_most_[h] = -INFINITY, total_sum_[h] = 0;
+  }
+  // The run becomes part of the total.
+  __device__ void add_run() {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const float now = fmaxf(total_most_[h], most_[h]), by = shrunk(total_most_[h], now),
+                  run_by = shrunk(most_[h], now);
+      total_most_[h] = now, total_sum_[h] = merged(total_sum_[h], by, sum_[h], run_by);
+#pragma unroll
+      for (int v = 0; v < kOwn; v++)
+#pragma unroll
+        for (int i = 2 * h; i < 2 * h + 2; i++) total_[v][i] = merged(total_[v][i], by, out_[v][i], run_by);
+    }
+  }
+  __device__ void leave_run(const Runs& runs) const { leave(runs, out_, most_, sum_); }
+  __device__ void leave_total(const Runs& runs) const { leave(runs, total_, total_most_, total_sum_); }
+  __device__ void write_total(const Runs& runs) const {
     const TileRows& rows = runs.rows();
-    const bool alone = rows.first_run == rows.last_run;
-    float* to = alone ? nullptr : partial_of(a_, runs.tile(), runs.kv_head(), runs.run());
+    if (!has_features()) return;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int pair = lane_ / 4 + 8 * h;
       if (pair >= rows.count || !rows.has(pair, runs.kv_head())) continue;
-      if (!alone && warp_ == 0 && lane_ % 4 == 0) to[pair] = most_[h], to[kFewPairs + pair] = sum_[h];
       const int row = rows.row(pair), column = rows.head(pair, runs.kv_head()) * kDim;
-      // The lane's features in order: columns of a product, or of all products a column (attend()).
-      const auto value = [&](int i) {
-        return S::kCodes ? out_[i % kOwn][2 * h + i / kOwn] : out_[i / 2][2 * h + i % 2];
-      };
-      if (!has_features()) continue;
-      const float sum = alone ? with_sink(a_, heads_[h], sum_[h], most_[h]) : 0;
-#pragma unroll
-      for (int i = 0; i < 2 * kOwn; i += 2) {
-        const int feature = warp_ * kOwn * 8 + (S::kCodes ? lane_ % 4 * 2 * kOwn + i : i / 2 * 8 + lane_ % 4 * 2);
-        const float first = value(i), second = value(i + 1);
-        if (alone) put_two(a_.out, row, column + feature, share(first, sum), share(second, sum));
-        else *reinterpret_cast<float2*>(to + 2 * kFewPairs + pair * kDim + feature) = make_float2(first, second);
-      }
+      const float sum = with_sink(a_, heads_[h], total_sum_[h], total_most_[h]);
+      each_two(total_, h, [&](int feature, float first, float second) {
+        put_two(a_.out, row, column + feature, share(first, sum), share(second, sum));
+      });
     }
-  }
-
-  // Of a tile and a KV head `count` runs of this block are done: whoever is the last merges all of them.
-  __device__ void end_runs(const Runs& runs, int count) {
-    consumers_meet();
-    if (threadIdx.x == 0) {
-      int* arrivals = a_.arrivals + runs.tile() * a_.cache.kv_heads + runs.kv_head();
-      __threadfence();
-      shared_.last = atomicAdd(arrivals, count) + count == runs.rows().last_run - runs.rows().first_run + 1;
-      if (shared_.last) *arrivals = 0;
-      __threadfence();
-    }
-    consumers_meet();
-    if (shared_.last) merge_runs<kDim>(a_, runs, shared_);
   }
 
  private:
@@ -480,8 +525,42 @@ class Attender {
   // Of 16 features for the scores; a warp's products of eight features for the values.
   static constexpr int kSteps = kDim / 16, kEights = kDim / 8, kOwn = (kEights + kConsumers - 1) / kConsumers;
   static_assert(kEights % kOwn == 0);
+  using Values = float[kOwn][4];
 
   __device__ bool has_features() const { return kEights % kConsumers == 0 || warp_ * kOwn < kEights; }
+
+  __device__ static void clear(Values& values) {
+#pragma unroll
+    for (int v = 0; v < kOwn; v++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) values[v][i] = 0;
+  }
+  // Of a thread's pair its features in order, two by two: columns of a product, or of all products a column (attend()).
+  template <typename Each>
+  __device__ void each_two(const Values& values, int h, Each each) const {
+    const auto value = [&](int i) {
+      return S::kCodes ? values[i % kOwn][2 * h + i / kOwn] : values[i / 2][2 * h + i % 2];
+    };
+#pragma unroll
+    for (int i = 0; i < 2 * kOwn; i += 2)
+      each(warp_ * kOwn * 8 + (S::kCodes ? lane_ % 4 * 2 * kOwn + i : i / 2 * 8 + lane_ % 4 * 2), value(i),
+           value(i + 1));
+  }
+  // For the merge, in the place of the run.
+  __device__ void leave(const Runs& runs, const Values& values, const float (&most)[2], const float (&sum)[2]) const {
+    const TileRows& rows = runs.rows();
+    float* to = partial_of(a_, runs.tile(), runs.kv_head(), runs.run());
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int pair = lane_ / 4 + 8 * h;
+      if (pair >= rows.count || !rows.has(pair, runs.kv_head())) continue;
+      if (warp_ == 0 && lane_ % 4 == 0) to[pair] = most[h], to[kFewPairs + pair] = sum[h];
+      if (!has_features()) continue;
+      each_two(values, h, [&](int feature, float first, float second) {
+        *reinterpret_cast<float2*>(to + 2 * kFewPairs + pair * kDim + feature) = make_float2(first, second);
+      });
+    }
+  }
 
   __device__ static void put_two(const Rows& out, int row, int column, float first, float second) {
     if (out.tiles)
@@ -493,14 +572,14 @@ class Attender {
 
   const Attention& a_;
   Shared& shared_;
-  uint16_t* const queries_;
-  char *const own_keys_, *const own_values_;
   const uint32_t ring_, full_, empty_;
+  uint32_t own_keys_, own_values_, own_scales_;  // where the tile's own rows are
   const int stages_, lane_ = threadIdx.x % 32, warp_ = threadIdx.x / 32;
   const float factor_;
   uint32_t query_[kSteps][4];
   int positions_[2], least_[2], heads_[2];
-  float out_[kOwn][4], most_[2], sum_[2];
+  Values out_, total_;
+  float most_[2], sum_[2], total_most_[2], total_sum_[2];
 };
 
 // own: tiles' rows enter the cache here, too (rotated, if rotates), as store_cache() has it. several: tiles may have
@@ -513,38 +592,63 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(128) char memory[];
   let_next_begin();
   Shared& shared = *reinterpret_cast<Shared*>(memory);
-  uint16_t* queries = reinterpret_cast<uint16_t*>(memory + sizeof(Shared));
-  char *own_keys = reinterpret_cast<char*>(queries + kFewPairs * S::kStride),
-       *own_values = own_keys + own_rows * S::kRow;
-  const uint32_t ring = shared_address(own_values + own_rows * S::kRow);
+  char* prepared = memory + sizeof(Shared);
+  const uint32_t ring = shared_address(prepared + kPrepared * Prepared<kDim, kType>::bytes(own_rows));
   const uint32_t full = shared_address(shared.full), empty = shared_address(shared.empty);
   if (threadIdx.x < stages)
-    init_barrier(full + 8 * threadIdx.x, 32 * kProducers), init_barrier(empty + 8 * threadIdx.x, kConsumers);
+    init_barrier(full + 8 * threadIdx.x, 32 * kCopiers), init_barrier(empty + 8 * threadIdx.x, kConsumers);
+  if (threadIdx.x < kPrepared)
+    init_barrier(shared_address(shared.prepared + threadIdx.x), 32 * kPreparers),
+        init_barrier(shared_address(shared.released + threadIdx.x), kConsumers);
   // What a step is has been there since before its first kernel, and so have positions before its rows' in the cache.
   if (several) share_out(a, tiles, count, shared);
   else __syncthreads();
   Runs runs(a, tiles, count, several, shared);
   if (!runs.left()) return;
-  if (threadIdx.x >= 32 * kConsumers) return copy_runs<kDim, kType>(a, runs, own, full, empty, ring, stages);
+  const int warp = threadIdx.x / 32 - kConsumers;
+  if (warp >= 0 && warp < kCopiers) return copy_runs<kDim, kType>(a, runs, own, full, empty, ring, stages);
+  if (warp >= kCopiers) return prepare_tiles<kDim, kType>(a, runs, prepared, shared, own_rows, own, rotates, turn);
 
-  Attender<kDim, kType> attender(a, shared, queries, own_keys, own_values, ring, stages);
+  Attender<kDim, kType> attender(a, shared, ring, stages);
   await_previous();
-  RingPlace place;
-  int done = 0;  // of the tile's runs, by this block of threads
-  for (bool first = true; runs.left(); runs.next()) {
+  RingPlace place, tile;
+  bool begins = true;  // a tile and a KV head; or what this block of threads has of them
+  for (bool merges = false; runs.left(); runs.next()) {
     const TileRows& rows = runs.rows();
     if (!rows.count) continue;
-    if (!done) {
-      if (!first) consumers_meet();  // nobody reads the rows before any more
-      attender.begin_tile(runs, own, rotates, turn), first = false;
+    if (begins) {
+      wait_barrier(shared_address(shared.prepared + tile.stage), tile.parity);
+      attender.begin_tile(runs, Prepared<kDim, kType>(prepared, shared, tile.stage, own_rows));
+      attender.begin_part();
+      begins = false, merges = runs.run() == rows.first_run;
     }
     const Extent extent(rows, runs.run());
     attender.attend(extent, own, place);
     place.advance(2 * extent.blocks, stages);
-    attender.end_run(runs), done++;
+    if (merges) attender.add_run();
+    else attender.leave_run(runs);
     if (runs.run() < runs.last_own()) continue;
-    if (rows.first_run < rows.last_run) attender.end_runs(runs, done);
-    done = 0;
+    begins = true;
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(shared_address(shared.released + tile.stage));
+    tile.advance(1, kPrepared);
+    if (merges && runs.run() == rows.last_run) {
+      attender.write_total(runs);
+    } else {
+      if (merges) attender.leave_total(runs);
+      leave_part(a, runs);
+    }
+  }
+  if (!several) return;
+  // Others may have something of what this block began with, and of what it ended with.
+  const Begin begin = shared.begin;
+#pragma unroll 1
+  for (int end = 0; end < 2; end++) {
+    const bool same = begin.tile == runs.tile() && begin.kv_head == runs.kv_head();
+    if (!end && same) continue;
+    const Part part(a, tiles, end ? runs.tile() : begin.tile, end ? runs.kv_head() : begin.kv_head,
+                    end ? runs.run() : begin.run, end ? runs.number() : begin.number, begin);
+    if (part.blocks > 1) merge_part<kDim>(a, part);
   }
 }
 
@@ -553,7 +657,7 @@ void start_few(const Attention& a, const AttentionTile* tiles, int count, bool s
                const Queue& queue) {
   using S = Shape<kDim, kType>;
   const int rows = own ? kFewPairs / a.group : 0, all = count * a.cache.kv_heads * (several ? a.most_runs : 1);
-  const int fixed = sizeof(Shared) + kFewPairs * 2 * S::kStride + 2 * rows * S::kRow;
+  const int fixed = sizeof(Shared) + kPrepared * Prepared<kDim, kType>::bytes(rows);
   const int wanted = several || all > processors() ? kMostStages : kShortStages;
   const int stages = std::min((most_shared() - fixed) / S::kTensor, wanted), bytes = fixed + stages * S::kTensor;
   const auto kernel = attend_few_kernel<kDim, kType>;
