@@ -1,6 +1,6 @@
 """Where the time of a step goes, kernel by kernel, as CUPTI records it (torch's profiler sees all of its process):
 `python step_kernels.py [7b] [decode=1,8] [lines=14] [prefill=1x1024] [format=float8] [cache=int8]`, as bench_cuda.py
-has these. Steps are timed without it first.
+has these. Steps, and prompts of prefill, are timed without it first.
 
 A kernel's time is from the end of the one before to its own: so those that begin early do not count twice. Kernels that
 are told apart by what came before them (the product after a norm, after attention ...) have lines of their own."""
@@ -12,6 +12,7 @@ import re
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -30,21 +31,41 @@ def short(name: str) -> str:
     return re.sub(r"_kernel|StreamShape|\((?:int|bool|unsigned int)\)|\s", "", name)[:44]
 
 
-def kernels_of(model: Model, batch: int) -> list[tuple[float, float, str]]:
+def kernels_of(run: Callable[[], object]) -> list[tuple[float, float, str]]:
     """Of some steps: start and end in us, and name."""
-    plan = StepPlan(work=[WorkItem(s, 1, DRAW) for s in range(batch)]).encode()
-    model.e.step(model.start(batch, 129, 128 // SPAN * SPAN))
-    for _ in range(5):
-        model.e.step(plan)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(STEPS):
-            model.e.step(plan)
+        run()
         torch.cuda.synchronize()
-    model.free(batch)
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profiler.export_chrome_trace(file.name)
         events = json.loads(Path(file.name).read_text())["traceEvents"]
     return sorted((e["ts"], e["ts"] + e["dur"], short(e["name"])) for e in events if e.get("cat") == "kernel")
+
+
+def kernels_of_decode(model: Model, batch: int) -> list[tuple[float, float, str]]:
+    plan = StepPlan(work=[WorkItem(s, 1, DRAW) for s in range(batch)]).encode()
+    model.e.step(model.start(batch, 129, 128 // SPAN * SPAN))
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            model.e.step(plan)
+
+    steps(5)
+    kernels = kernels_of(lambda: steps(STEPS))
+    model.free(batch)
+    return kernels
+
+
+def show(kernels: list[tuple[float, float, str]], steps: int, most: int, head: str) -> None:
+    times, before, ended = defaultdict(list), ("", ""), None
+    for begin, end, kernel in kernels:
+        if ended is not None and begin - ended < 200:
+            times[before, kernel].append(max(end - max(ended, begin - 5), 0))
+        before, ended = (before[1], kernel), max(end, ended or end)
+    print(f"{head}; {len(kernels) / steps:.0f} kernels a step, {sum(map(sum, times.values())) / steps:.0f} us")
+    for (earlier, kernel), each in sorted(times.items(), key=lambda item: -sum(item[1]))[:most]:
+        print(f"{sum(each) / steps:6.0f} us = {len(each) / steps:5.1f} x {sum(each) / len(each):6.1f}  {kernel} "
+              f"after {earlier[1][:16]}")
 
 
 def main(arguments: list[str]) -> None:
@@ -57,23 +78,17 @@ def main(arguments: list[str]) -> None:
     torch.cuda.init()
     model = Model(name, 8192, max([*batches, *(b for b, _ in prefill)]), length, 0, 1, "",
                   asked.get("format", "bfloat16"), asked.get("cache", "bfloat16"))
+    lines = int(asked.get("lines", 14))
     for batch, tokens in prefill:
-        print(f"prefill {batch} x {tokens}: {batch * tokens / model.prefill(batch, tokens, 8192):,.0f} tokens/s")
+        seconds = model.prefill(batch, tokens, 8192)
+        kernels = kernels_of(lambda batch=batch, tokens=tokens: model.prefill(batch, tokens, 8192, 2))
+        show(kernels, 2, lines, f"-- prefill {batch} x {tokens}: {batch * tokens / seconds:,.0f} tokens/s")
     for batch in batches:
         seconds = model.decode(batch)
         floor = model.step_bytes(batch, 128) / BANDWIDTH
-        kernels = kernels_of(model, batch)
-        times, before, ended = defaultdict(list), ("", ""), None
-        for begin, end, kernel in kernels:
-            if ended is not None and begin - ended < 200:
-                times[before, kernel].append(max(end - max(ended, begin - 5), 0))
-            before, ended = (before[1], kernel), max(end, ended or end)
-        print(f"-- batch {batch}: {1e3 * seconds:.3f} ms, {batch / seconds:,.0f} tokens/s, {floor / seconds:.2f} of "
-              f"bandwidth; {len(kernels) / STEPS:.0f} kernels a step, {sum(map(sum, times.values())) / STEPS:.0f} us")
-        lines = sorted(times.items(), key=lambda item: -sum(item[1]))[:int(asked.get("lines", 14))]
-        for (earlier, kernel), each in lines:
-            print(f"{sum(each) / STEPS:6.0f} us = {len(each) / STEPS:5.1f} x {sum(each) / len(each):6.1f}  {kernel} "
-                  f"after {earlier[1][:16]}")
+        show(kernels_of_decode(model, batch), STEPS, lines,
+             f"-- batch {batch}: {1e3 * seconds:.3f} ms, {batch / seconds:,.0f} tokens/s, {floor / seconds:.2f} of "
+             "bandwidth")
 
 
 if __name__ == "__main__":
