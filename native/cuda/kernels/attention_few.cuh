@@ -10,6 +10,7 @@
 #include "cuda/kernels/attention_runs.cuh"
 #include "cuda/kernels/copy_ring.cuh"
 #include "cuda/kernels/quantized.cuh"
+#include "cuda/kernels/wgmma.cuh"
 
 namespace as {
 namespace cuda {
@@ -20,19 +21,32 @@ template <int kDim, CacheType kType>
 struct Shape {
   static constexpr bool kCodes = kType != CacheType::bf16, kScaled = kCodes && kType != CacheType::float8;
   static constexpr int kBits = kType == CacheType::bf16 ? 16 : kType == CacheType::uint4 ? 4 : 8;
-  static constexpr int kBytes = kDim * kBits / 8, kRow = kBytes + 16;  // of a position: rows lie in different banks
-  static constexpr int kScales = kTokens * kRow;                       // where they are, and then minimums
+  // Of a position: rows lie in different banks, or their pieces do.
+  static constexpr bool kSwizzled = !kCodes && kDim % 64 == 0;
+  static constexpr int kBytes = kDim * kBits / 8, kRow = kBytes + (kSwizzled ? 0 : 16);
+  static constexpr int kScales = kTokens * kRow;  // where they are, and then minimums
   static constexpr int kTensor = kScales + (kScaled ? 2 * kTokens * 4 : 0);
   static constexpr int kStride = kDim + 8;  // of queries, in bfloat16
 };
 
+// Whether one thread asks for all that a span has of a stage.
+template <int kDim, CacheType kType>
+__device__ constexpr bool in_bulk() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  return Shape<kDim, kType>::kSwizzled;
+#else
+  return false;
+#endif
+}
+
 // The ring's part of a warp that copies.
 template <int kDim, CacheType kType>
-__device__ void copy_runs(const Attention& a, Runs runs, bool own, uint32_t full, uint32_t empty, uint32_t ring,
-                          int stages) {
+__device__ void copy_runs(const Attention& a, Runs runs, bool own, Shared& shared, uint32_t ring, int stages) {
   using S = Shape<kDim, kType>;
   // Positions that are adjacent in the cache: no span is smaller. So a copy's addresses are those of the first and what
   // is known to the compiler.
+  constexpr bool kBulk = in_bulk<kDim, kType>();
+  uint64_t* const full = shared.full;
   constexpr int kAdjacent = 16, kPieces = S::kBytes / 16, kCopies = (kAdjacent * kPieces + 31) / 32;
   static_assert(S::kBytes % 16 == 0);
   const int warp = threadIdx.x / 32 - kConsumers, lane = threadIdx.x % 32;
@@ -53,36 +67,55 @@ __device__ void copy_runs(const Attention& a, Runs runs, bool own, uint32_t full
     for (int tensor = 0; tensor < 2 * extent.blocks; tensor++) {
       const bool value = tensor >= extent.blocks;
       const int begin = extent.begin + (value ? tensor - extent.blocks : tensor) * kTokens;
-      wait_barrier(empty + 8 * place.stage, place.parity ^ 1);
+      wait_barrier(shared_address(shared.empty + place.stage), place.parity ^ 1);
       const uint32_t to = ring + place.stage * S::kTensor;
-#pragma unroll 1
-      for (int first = warp * kAdjacent; first < kTokens; first += kCopiers * kAdjacent) {
-        const int at = begin + first, span = __shfl_sync(0xffffffffu, spans, (at >> shift) - first_span);
-        const int there = min(max(known - at, 0), kAdjacent) * kPieces;
-        const char* from = head;
-        if (there) from += span * span_bytes + ((value ? size : 0) + (at & within)) * S::kBytes;
-        from += lane * 16;
-#pragma unroll
-        for (int i = 0; i < kCopies; i++) {
-          const int each = i * 32 + lane;
-          if (kAdjacent * kPieces % 32 && each >= kAdjacent * kPieces) continue;
-          copy_16(to + (first + each / kPieces) * S::kRow + each % kPieces * 16, from + i * 512, each < there);
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+      if constexpr (kBulk) {  // of each span one copy; values that are not there are zeros, as they weigh nothing
+        const int there = min(max(known - begin, 0), kTokens), adjacent = min(size, kTokens);
+        if (value && there < kTokens) {
+          for (int i = there * kPieces + lane; i < kTokens * kPieces; i += 32) store_zeros(to + i * 16);
+          asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         }
+        __syncwarp();
+        if (elected()) barrier_expect(full + place.stage, there * S::kBytes);
+        for (int first = 0; first < there; first += adjacent) {
+          const int at = begin + first, span = __shfl_sync(0xffffffffu, spans, (at >> shift) - first_span);
+          const char* from = head + span * span_bytes + ((value ? size : 0) + (at & within)) * S::kBytes;
+          if (elected())
+            copy_bulk(to + first * S::kBytes, from, min(there - first, adjacent) * S::kBytes, full + place.stage);
+        }
+      } else
+#endif
+      {
+#pragma unroll 1
+        for (int first = warp * kAdjacent; first < kTokens; first += kCopiers * kAdjacent) {
+          const int at = begin + first, span = __shfl_sync(0xffffffffu, spans, (at >> shift) - first_span);
+          const int there = min(max(known - at, 0), kAdjacent) * kPieces;
+          const char* from = head;
+          if (there) from += span * span_bytes + ((value ? size : 0) + (at & within)) * S::kBytes;
+          from += lane * 16;
+#pragma unroll
+          for (int i = 0; i < kCopies; i++) {
+            const int each = i * 32 + lane;
+            if (kAdjacent * kPieces % 32 && each >= kAdjacent * kPieces) continue;
+            copy_16(to + (first + each / kPieces) * S::kRow + each % kPieces * 16, from + i * 512, each < there);
+          }
+        }
+        if (S::kScaled && warp == 0) {  // scales and minimums, of four positions each
+          const int which = lane / 16, token = lane % 16 * 4, at = begin + token;
+          const int span = __shfl_sync(0xffffffffu, spans, (at >> shift) - first_span),
+                    count = min(max(known - at, 0), 4);
+          const char* from = head;
+          if (count)
+            from += span * span_bytes + a.cache.scales_at() + (((value ? 2 : 0) + which) * size + (at & within)) * 4;
+          copy_up_to_16(to + S::kScales + (which * kTokens + token) * 4, from, count * 4);
+        }
+        arrive_with_copies(shared_address(full + place.stage));
       }
-      if (S::kScaled && warp == 0) {  // scales and minimums, of four positions each
-        const int which = lane / 16, token = lane % 16 * 4, at = begin + token;
-        const int span = __shfl_sync(0xffffffffu, spans, (at >> shift) - first_span),
-                  count = min(max(known - at, 0), 4);
-        const char* from = head;
-        if (count)
-          from += span * span_bytes + a.cache.scales_at() + (((value ? 2 : 0) + which) * size + (at & within)) * 4;
-        copy_up_to_16(to + S::kScales + (which * kTokens + token) * 4, from, count * 4);
-      }
-      arrive_with_copies(full + 8 * place.stage);
       place.advance(1, stages);
     }
   }
-  commit_copies(), wait_copies<0>();
+  if (!kBulk) commit_copies(), wait_copies<0>();
 }
 
 // A head of a row, rotated if it is to be: a lane has every 32nd feature. It is read first, of several heads together,
@@ -115,10 +148,10 @@ struct TurnedHead {
       x[i] = (turn.interleaved ? f % 2 : f >= half) ? own + other : own - other;
     }
   }
-  __device__ void write(uint16_t* to) const {
+  __device__ void write(uint16_t* to, int swizzle = 0) const {
 #pragma unroll
     for (int i = 0; i < kEach; i++)
-      if (const int f = i * 32 + threadIdx.x % 32; f < kDim) to[f] = to_bf16(x[i]);
+      if (const int f = i * 32 + threadIdx.x % 32; f < kDim) to[f ^ swizzle] = to_bf16(x[i]);
   }
   // As it enters a quantized cache: codes to either place, scale and minimum in order there, `apart` floats apart.
   template <CacheType kType>
@@ -246,9 +279,10 @@ __device__ void prepare_tiles(const Attention& a, Runs runs, char* memory, Share
                                        size, &to.scales[2][i], kFewPairs);
       } else {
         uint16_t* rows_there = reinterpret_cast<uint16_t*>(head) + at_span * kDim;
-        key.write(rows_there), value.write(rows_there + size * kDim);
-        key.write(reinterpret_cast<uint16_t*>(to.keys + i * S::kRow));
-        value.write(reinterpret_cast<uint16_t*>(to.values + i * S::kRow));
+        const int swizzle = a.cache.feature_at(at_span, 0);
+        key.write(rows_there, swizzle), value.write(rows_there + size * kDim, swizzle);
+        key.write(reinterpret_cast<uint16_t*>(to.keys + i * S::kRow), swizzle);
+        value.write(reinterpret_cast<uint16_t*>(to.values + i * S::kRow), swizzle);
       }
     }
     arrive(prepared + 8 * place.stage);
@@ -334,7 +368,7 @@ class Attender {
 #pragma unroll
         for (int j = 0; j < 2; j++) {
           const int token = first + j * 16 + lane_ / 16 * 8 + lane_ % 8;
-          from[j] = row_of(extent.begin + block * kTokens + token, token, stage, own_keys_) + lane_ / 8 % 2 * 16;
+          from[j] = row_of(extent.begin + block * kTokens + token, token, stage, own_keys_);
         }
         wait_barrier(full_ + 8 * own_place.stage, own_place.parity);
 #pragma unroll
@@ -342,7 +376,7 @@ class Attender {
 #pragma unroll
           for (int j = 0; j < 2; j++) {
             uint32_t k[4];
-            load_cores(k, from[j] + s * 32);
+            load_cores(k, from[j] + piece_at(2 * s + lane_ / 8 % 2) * 16);
             multiply_add(scores[2 * j], query_[s], k[0], k[1]);
             multiply_add(scores[2 * j + 1], query_[s], k[2], k[3]);
           }
@@ -464,11 +498,11 @@ class Attender {
       } else {
 #pragma unroll
         for (int j = 0; j < 2; j++) {
-          const uint32_t from = row_of(begin + j * 32 + lane_, j * 32 + lane_, stage, own_values_) + warp_ * kOwn * 16;
+          const uint32_t from = row_of(begin + j * 32 + lane_, j * 32 + lane_, stage, own_values_);
 #pragma unroll
           for (int v = 0; v < kOwn; v++) {
             uint32_t x[4];
-            load_cores_transposed(x, from + v * 16);
+            load_cores_transposed(x, from + piece_at(warp_ * kOwn + v) * 16);
             multiply_add(out_[v], weights[2 * j], x[0], x[1]);
             multiply_add(out_[v], weights[2 * j + 1], x[2], x[3]);
           }
@@ -527,6 +561,8 @@ class Attender {
   static_assert(kEights % kOwn == 0);
   using Values = float[kOwn][4];
 
+  // A piece of 16 bytes of a row whose number in eight is that of the lane.
+  __device__ int piece_at(int piece) const { return S::kSwizzled ? piece ^ lane_ % 8 : piece; }
   __device__ bool has_features() const { return kEights % kConsumers == 0 || warp_ * kOwn < kEights; }
 
   __device__ static void clear(Values& values) {
@@ -596,17 +632,21 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t ring = shared_address(prepared + kPrepared * Prepared<kDim, kType>::bytes(own_rows));
   const uint32_t full = shared_address(shared.full), empty = shared_address(shared.empty);
   if (threadIdx.x < stages)
-    init_barrier(full + 8 * threadIdx.x, 32 * kCopiers), init_barrier(empty + 8 * threadIdx.x, kConsumers);
+    init_barrier(full + 8 * threadIdx.x, in_bulk<kDim, kType>() ? 1 : 32 * kCopiers),
+        init_barrier(empty + 8 * threadIdx.x, kConsumers);
   if (threadIdx.x < kPrepared)
     init_barrier(shared_address(shared.prepared + threadIdx.x), 32 * kPreparers),
         init_barrier(shared_address(shared.released + threadIdx.x), kConsumers);
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  barriers_are_there();
+#endif
   // What a step is has been there since before its first kernel, and so have positions before its rows' in the cache.
   if (several) share_out(a, tiles, count, shared);
   else __syncthreads();
   Runs runs(a, tiles, count, several, shared);
-  if (!runs.left()) return;
+  if (!runs.left()) return await_previous();  // so that this kernel does not end before it
   const int warp = threadIdx.x / 32 - kConsumers;
-  if (warp >= 0 && warp < kCopiers) return copy_runs<kDim, kType>(a, runs, own, full, empty, ring, stages);
+  if (warp >= 0 && warp < kCopiers) return copy_runs<kDim, kType>(a, runs, own, shared, ring, stages);
   if (warp >= kCopiers) return prepare_tiles<kDim, kType>(a, runs, prepared, shared, own_rows, own, rotates, turn);
 
   Attender<kDim, kType> attender(a, shared, ring, stages);
