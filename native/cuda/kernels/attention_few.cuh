@@ -1,38 +1,38 @@
 // Attention for few rows of a sequence, as when it decodes: up to 16 pairs of a row and a query head. Blocks of threads
-// stay, and share out the runs of all tiles and KV heads evenly. Of a block's warps four copy keys and values through a
-// ring in shared memory, ahead of what is computed, from one run to the next; eight compute: each has 32 of a run's
-// positions for the scores, and some of the features for the values. Which block is the last to have come with runs of
-// a tile merges them. Bits are those of WarpPairs: every score and every sum is the same chain, and what a quantized
-// cache has is rounded to bfloat16.
+// stay, and share out the runs of all tiles and KV heads evenly. Of a block's warps one copies keys and values through
+// a ring in shared memory, ahead of what is computed, from one run to the next; three prepare tiles
+// (attention_prepare.cuh) ahead, too; eight compute: each has 32 of a run's positions for the scores, and some of the
+// features for the values. Runs are merged by the block that has a tile's first ones, as it goes, and those after them,
+// when all have come, by all that have a part. Bits are those of WarpPairs: every score and every sum is the same
+// chain, and what a quantized cache has is rounded to bfloat16.
 #pragma once
 #include <algorithm>
 
-#include "cuda/kernels/attention_runs.cuh"
-#include "cuda/kernels/copy_ring.cuh"
-#include "cuda/kernels/quantized.cuh"
+#include "cuda/kernels/attention_prepare.cuh"
+#include "cuda/kernels/wgmma.cuh"
 
 namespace as {
 namespace cuda {
 namespace few {
 
-// Keys, or values, of 64 positions in shared memory, as they are in the cache.
+// Whether one thread asks for all that a span has of a stage.
 template <int kDim, CacheType kType>
-struct Shape {
-  static constexpr bool kCodes = kType != CacheType::bf16, kScaled = kCodes && kType != CacheType::float8;
-  static constexpr int kBits = kType == CacheType::bf16 ? 16 : kType == CacheType::uint4 ? 4 : 8;
-  static constexpr int kBytes = kDim * kBits / 8, kRow = kBytes + 16;  // of a position: rows lie in different banks
-  static constexpr int kScales = kTokens * kRow;                       // where they are, and then minimums
-  static constexpr int kTensor = kScales + (kScaled ? 2 * kTokens * 4 : 0);
-  static constexpr int kStride = kDim + 8;  // of queries, in bfloat16
-};
+__device__ constexpr bool in_bulk() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  return Shape<kDim, kType>::kSwizzled;
+#else
+  return false;
+#endif
+}
 
 // The ring's part of a warp that copies.
 template <int kDim, CacheType kType>
-__device__ void copy_runs(const Attention& a, Runs runs, bool own, uint32_t full, uint32_t empty, uint32_t ring,
-                          int stages) {
+__device__ void copy_runs(const Attention& a, Runs runs, bool own, Shared& shared, uint32_t ring, int stages) {
   using S = Shape<kDim, kType>;
   // Positions that are adjacent in the cache: no span is smaller. So a copy's addresses are those of the first and what
   // is known to the compiler.
+  constexpr bool kBulk = in_bulk<kDim, kType>();
+  uint64_t* const full = shared.full;
   constexpr int kAdjacent = 16, kPieces = S::kBytes / 16, kCopies = (kAdjacent * kPieces + 31) / 32;
   static_assert(S::kBytes % 16 == 0);
   const int warp = threadIdx.x / 32 - kConsumers, lane = threadIdx.x % 32;
@@ -53,102 +53,56 @@ __device__ void copy_runs(const Attention& a, Runs runs, bool own, uint32_t full
     for (int tensor = 0; tensor < 2 * extent.blocks; tensor++) {
       const bool value = tensor >= extent.blocks;
       const int begin = extent.begin + (value ? tensor - extent.blocks : tensor) * kTokens;
-      wait_barrier(empty + 8 * place.stage, place.parity ^ 1);
+      wait_barrier(shared_address(shared.empty + place.stage), place.parity ^ 1);
       const uint32_t to = ring + place.stage * S::kTensor;
-#pragma unroll 1
-      for (int first = warp * kAdjacent; first < kTokens; first += kCopiers * kAdjacent) {
-        const int at = begin + first, span = __shfl_sync(0xffffffffu, spans, (at >> shift) - first_span);
-        const int there = min(max(known - at, 0), kAdjacent) * kPieces;
-        const char* from = head;
-        if (there) from += span * span_bytes + ((value ? size : 0) + (at & within)) * S::kBytes;
-        from += lane * 16;
-#pragma unroll
-        for (int i = 0; i < kCopies; i++) {
-          const int each = i * 32 + lane;
-          if (kAdjacent * kPieces % 32 && each >= kAdjacent * kPieces) continue;
-          copy_16(to + (first + each / kPieces) * S::kRow + each % kPieces * 16, from + i * 512, each < there);
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+      if constexpr (kBulk) {  // of each span one copy; values that are not there are zeros, as they weigh nothing
+        const int there = min(max(known - begin, 0), kTokens), adjacent = min(size, kTokens);
+        if (value && there < kTokens) {
+          for (int i = there * kPieces + lane; i < kTokens * kPieces; i += 32) store_zeros(to + i * 16);
+          asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         }
+        __syncwarp();
+        if (elected()) barrier_expect(full + place.stage, there * S::kBytes);
+        for (int first = 0; first < there; first += adjacent) {
+          const int at = begin + first, span = __shfl_sync(0xffffffffu, spans, (at >> shift) - first_span);
+          const char* from = head + span * span_bytes + ((value ? size : 0) + (at & within)) * S::kBytes;
+          if (elected())
+            copy_bulk(to + first * S::kBytes, from, min(there - first, adjacent) * S::kBytes, full + place.stage);
+        }
+      } else
+#endif
+      {
+#pragma unroll 1
+        for (int first = warp * kAdjacent; first < kTokens; first += kCopiers * kAdjacent) {
+          const int at = begin + first, span = __shfl_sync(0xffffffffu, spans, (at >> shift) - first_span);
+          const int there = min(max(known - at, 0), kAdjacent) * kPieces;
+          const char* from = head;
+          if (there) from += span * span_bytes + ((value ? size : 0) + (at & within)) * S::kBytes;
+          from += lane * 16;
+#pragma unroll
+          for (int i = 0; i < kCopies; i++) {
+            const int each = i * 32 + lane;
+            if (kAdjacent * kPieces % 32 && each >= kAdjacent * kPieces) continue;
+            copy_16(to + (first + each / kPieces) * S::kRow + each % kPieces * 16, from + i * 512, each < there);
+          }
+        }
+        if (S::kScaled && warp == 0) {  // scales and minimums, of four positions each
+          const int which = lane / 16, token = lane % 16 * 4, at = begin + token;
+          const int span = __shfl_sync(0xffffffffu, spans, (at >> shift) - first_span),
+                    count = min(max(known - at, 0), 4);
+          const char* from = head;
+          if (count)
+            from += span * span_bytes + a.cache.scales_at() + (((value ? 2 : 0) + which) * size + (at & within)) * 4;
+          copy_up_to_16(to + S::kScales + (which * kTokens + token) * 4, from, count * 4);
+        }
+        arrive_with_copies(shared_address(full + place.stage));
       }
-      if (S::kScaled && warp == 0) {  // scales and minimums, of four positions each
-        const int which = lane / 16, token = lane % 16 * 4, at = begin + token;
-        const int span = __shfl_sync(0xffffffffu, spans, (at >> shift) - first_span),
-                  count = min(max(known - at, 0), 4);
-        const char* from = head;
-        if (count)
-          from += span * span_bytes + a.cache.scales_at() + (((value ? 2 : 0) + which) * size + (at & within)) * 4;
-        copy_up_to_16(to + S::kScales + (which * kTokens + token) * 4, from, count * 4);
-      }
-      arrive_with_copies(full + 8 * place.stage);
       place.advance(1, stages);
     }
   }
-  commit_copies(), wait_copies<0>();
+  if (!kBulk) commit_copies(), wait_copies<0>();
 }
-
-// A head of a row, rotated if it is to be: a lane has every 32nd feature. It is read first, of several heads together,
-// so that they need not wait for each other.
-template <int kDim>
-struct TurnedHead {
-  static constexpr int kEach = (kDim + 31) / 32;
-  float x[kEach], partner[kEach], cosine[kEach], sine[kEach];
-
-  __device__ void read(const float* head, int row, const Turn& turn, bool rotates) {
-    const RotaryTable& t = turn.table;
-    const int lane = threadIdx.x % 32, half = rotates ? t.dim / 2 : 0;
-#pragma unroll
-    for (int i = 0; i < kEach; i++) {
-      const int f = i * 32 + lane;
-      x[i] = f < kDim ? head[f] : 0.0f;
-      if (f >= 2 * half) continue;
-      const int angle = turn.interleaved ? f / 2 : f < half ? f : f - half;
-      partner[i] = head[turn.interleaved ? f ^ 1 : f < half ? f + half : f - half];
-      cosine[i] = t.cosine[(size_t)row * half + angle], sine[i] = t.sine[(size_t)row * half + angle];
-    }
-  }
-  __device__ void rotate(const Turn& turn, bool rotates) {
-    const int lane = threadIdx.x % 32, half = rotates ? turn.table.dim / 2 : 0;
-#pragma unroll
-    for (int i = 0; i < kEach; i++) {
-      const int f = i * 32 + lane;
-      if (f >= 2 * half) continue;
-      const float own = __fmul_rn(x[i], cosine[i]), other = __fmul_rn(partner[i], sine[i]);
-      x[i] = (turn.interleaved ? f % 2 : f >= half) ? own + other : own - other;
-    }
-  }
-  __device__ void write(uint16_t* to) const {
-#pragma unroll
-    for (int i = 0; i < kEach; i++)
-      if (const int f = i * 32 + threadIdx.x % 32; f < kDim) to[f] = to_bf16(x[i]);
-  }
-  // As it enters a quantized cache: codes to either place, scale and minimum in order there, `apart` floats apart.
-  template <CacheType kType>
-  __device__ void quantize(char* to, char* also, float* scales, int apart, float* also_scales, int also_apart) const {
-    constexpr int kBits = kType == CacheType::uint4 ? 4 : 8;
-    const int lane = threadIdx.x % 32;
-    float low = INFINITY, high = -INFINITY;
-    bool bad = false;
-    if (kType != CacheType::float8) {
-#pragma unroll
-      for (int i = 0; i < kEach; i++)
-        if (i * 32 + lane < kDim) low = fminf(low, x[i]), high = fmaxf(high, x[i]), bad |= !isfinite(x[i]);
-      low = -warp_max(-low), high = warp_max(high), bad = __any_sync(0xffffffffu, bad);
-    }
-    const Levels<kBits> levels(low, high, bad);
-#pragma unroll
-    for (int i = 0; i < kEach; i++) {
-      const int f = i * 32 + lane;
-      int code = kType == CacheType::float8 ? to_e4m3(x[i]) : levels.code(x[i]);
-      if (kBits == 4) {
-        code |= __shfl_down_sync(0xffffffffu, code, 1) << 4;
-        if (f < kDim && f % 2 == 0) to[f / 2] = also[f / 2] = (char)code;
-      } else if (f < kDim) {
-        to[f] = also[f] = (char)code;
-      }
-    }
-    if (lane || kType == CacheType::float8) return;
-    scales[0] = also_scales[0] = levels.scale(), scales[apart] = also_scales[also_apart] = levels.minimum();
-  }
-};
 
 template <int kBytes>
 __device__ inline uint32_t load_shared(uint32_t address) {
@@ -170,90 +124,6 @@ __device__ inline float widened(uint32_t codes, int i, float scale, float minimu
     const uint32_t code =
         kType == CacheType::int8 ? __byte_perm(codes, 0x4b000000u, 0x7540u + i) : (codes >> 4 * i & 15u) | 0x4b000000u;
     return fmaf(__uint_as_float(code) - 8388608.0f, scale, minimum);
-  }
-}
-
-// What is prepared of a tile and a KV head: queries, and its own rows as they are in the cache.
-template <int kDim, CacheType kType>
-struct Prepared {
-  using S = Shape<kDim, kType>;
-  uint16_t* queries;
-  char *keys, *values;
-  float (*scales)[kFewPairs];
-
-  // memory: of all that are ahead; rows: of a tile, at most.
-  __device__ Prepared(char* memory, Shared& shared, int which, int rows)
-      : queries(reinterpret_cast<uint16_t*>(memory + which * bytes(rows))),
-        keys(reinterpret_cast<char*>(queries + kFewPairs * S::kStride)),
-        values(keys + rows * S::kRow),
-        scales(shared.own_scales[which]) {}
-  static __host__ __device__ constexpr int bytes(int rows) { return kFewPairs * 2 * S::kStride + 2 * rows * S::kRow; }
-};
-
-// The warps that prepare tiles: queries, and what enters the cache where the block's runs have it. rotates: both.
-template <int kDim, CacheType kType>
-__device__ void prepare_tiles(const Attention& a, Runs runs, char* memory, Shared& shared, int own_rows, bool own,
-                              bool rotates, const Turn& turn) {
-  using S = Shape<kDim, kType>;
-  constexpr int kAtOnce = kDim > 128 ? 2 : 4;
-  const int warp = threadIdx.x / 32 - kConsumers - kCopiers;
-  const uint32_t prepared = shared_address(shared.prepared), released = shared_address(shared.released);
-  await_previous();
-  RingPlace place;
-  while (runs.left()) {
-    const TileRows& rows = runs.rows();
-    const int kv_head = runs.kv_head(), start = rows.tile.start;
-    if (!rows.count) {
-      runs.next();
-      continue;
-    }
-    wait_barrier(released + 8 * place.stage, place.parity ^ 1);
-    const Prepared<kDim, kType> to(memory, shared, place.stage, own_rows);
-    const int chunks = (rows.count + kAtOnce - 1) / kAtOnce;
-#pragma unroll 1
-    for (int chunk = warp; chunk < chunks; chunk += kPreparers) {
-      TurnedHead<kDim> heads[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; i++) {
-        const int pair = chunk * kAtOnce + i, row = rows.row(pair);
-        if (pair >= rows.count || !rows.has(pair, kv_head)) continue;
-        heads[i].read(a.qkv + (size_t)row * a.width + (size_t)rows.head(pair, kv_head) * kDim, row, turn, rotates);
-      }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; i++) {
-        const int pair = chunk * kAtOnce + i;
-        if (pair >= rows.count || !rows.has(pair, kv_head)) continue;
-        heads[i].rotate(turn, rotates), heads[i].write(to.queries + pair * S::kStride);
-      }
-    }
-    const int entering = own ? rows.tile.count : 0;
-#pragma unroll 1
-    for (int i = (warp + kPreparers - chunks % kPreparers) % kPreparers; i < entering; i += kPreparers) {
-      const int at = start + i, row = rows.tile.row + i, run = at / kRunTokens;
-      if (run < runs.run() || run > runs.last_own()) continue;  // another block's
-      const int size = a.cache.span_size, span = a.tables[rows.tile.table + at / size], at_span = at % size;
-      const float* from =
-          a.qkv + (size_t)row * a.width + (size_t)(a.width / kDim - 2 * a.cache.kv_heads + kv_head) * kDim;
-      TurnedHead<kDim> key, value;
-      key.read(from, row, turn, rotates), value.read(from + a.cache.kv_heads * kDim, row, turn, false);
-      key.rotate(turn, rotates);
-      char* head = const_cast<char*>(head_of(a.cache, span, kv_head));
-      if constexpr (S::kCodes) {
-        float* scales = reinterpret_cast<float*>(head + a.cache.scales_at()) + at_span;
-        key.template quantize<kType>(head + at_span * S::kBytes, to.keys + i * S::kRow, scales, size, &to.scales[0][i],
-                                     kFewPairs);
-        value.template quantize<kType>(head + (size + at_span) * S::kBytes, to.values + i * S::kRow, scales + 2 * size,
-                                       size, &to.scales[2][i], kFewPairs);
-      } else {
-        uint16_t* rows_there = reinterpret_cast<uint16_t*>(head) + at_span * kDim;
-        key.write(rows_there), value.write(rows_there + size * kDim);
-        key.write(reinterpret_cast<uint16_t*>(to.keys + i * S::kRow));
-        value.write(reinterpret_cast<uint16_t*>(to.values + i * S::kRow));
-      }
-    }
-    arrive(prepared + 8 * place.stage);
-    place.advance(1, kPrepared);
-    runs.next_tile();
   }
 }
 
@@ -334,7 +204,7 @@ class Attender {
 #pragma unroll
         for (int j = 0; j < 2; j++) {
           const int token = first + j * 16 + lane_ / 16 * 8 + lane_ % 8;
-          from[j] = row_of(extent.begin + block * kTokens + token, token, stage, own_keys_) + lane_ / 8 % 2 * 16;
+          from[j] = row_of(extent.begin + block * kTokens + token, token, stage, own_keys_);
         }
         wait_barrier(full_ + 8 * own_place.stage, own_place.parity);
 #pragma unroll
@@ -342,7 +212,7 @@ class Attender {
 #pragma unroll
           for (int j = 0; j < 2; j++) {
             uint32_t k[4];
-            load_cores(k, from[j] + s * 32);
+            load_cores(k, from[j] + piece_at(2 * s + lane_ / 8 % 2) * 16);
             multiply_add(scores[2 * j], query_[s], k[0], k[1]);
             multiply_add(scores[2 * j + 1], query_[s], k[2], k[3]);
           }
@@ -464,11 +334,11 @@ class Attender {
       } else {
 #pragma unroll
         for (int j = 0; j < 2; j++) {
-          const uint32_t from = row_of(begin + j * 32 + lane_, j * 32 + lane_, stage, own_values_) + warp_ * kOwn * 16;
+          const uint32_t from = row_of(begin + j * 32 + lane_, j * 32 + lane_, stage, own_values_);
 #pragma unroll
           for (int v = 0; v < kOwn; v++) {
             uint32_t x[4];
-            load_cores_transposed(x, from + v * 16);
+            load_cores_transposed(x, from + piece_at(warp_ * kOwn + v) * 16);
             multiply_add(out_[v], weights[2 * j], x[0], x[1]);
             multiply_add(out_[v], weights[2 * j + 1], x[2], x[3]);
           }
@@ -527,6 +397,8 @@ class Attender {
   static_assert(kEights % kOwn == 0);
   using Values = float[kOwn][4];
 
+  // A piece of 16 bytes of a row whose number in eight is that of the lane.
+  __device__ int piece_at(int piece) const { return S::kSwizzled ? piece ^ lane_ % 8 : piece; }
   __device__ bool has_features() const { return kEights % kConsumers == 0 || warp_ * kOwn < kEights; }
 
   __device__ static void clear(Values& values) {
@@ -596,17 +468,21 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t ring = shared_address(prepared + kPrepared * Prepared<kDim, kType>::bytes(own_rows));
   const uint32_t full = shared_address(shared.full), empty = shared_address(shared.empty);
   if (threadIdx.x < stages)
-    init_barrier(full + 8 * threadIdx.x, 32 * kCopiers), init_barrier(empty + 8 * threadIdx.x, kConsumers);
+    init_barrier(full + 8 * threadIdx.x, in_bulk<kDim, kType>() ? 1 : 32 * kCopiers),
+        init_barrier(empty + 8 * threadIdx.x, kConsumers);
   if (threadIdx.x < kPrepared)
     init_barrier(shared_address(shared.prepared + threadIdx.x), 32 * kPreparers),
         init_barrier(shared_address(shared.released + threadIdx.x), kConsumers);
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  barriers_are_there();
+#endif
   // What a step is has been there since before its first kernel, and so have positions before its rows' in the cache.
   if (several) share_out(a, tiles, count, shared);
   else __syncthreads();
   Runs runs(a, tiles, count, several, shared);
-  if (!runs.left()) return;
+  if (!runs.left()) return await_previous();  // so that this kernel does not end before it
   const int warp = threadIdx.x / 32 - kConsumers;
-  if (warp >= 0 && warp < kCopiers) return copy_runs<kDim, kType>(a, runs, own, full, empty, ring, stages);
+  if (warp >= 0 && warp < kCopiers) return copy_runs<kDim, kType>(a, runs, own, shared, ring, stages);
   if (warp >= kCopiers) return prepare_tiles<kDim, kType>(a, runs, prepared, shared, own_rows, own, rotates, turn);
 
   Attender<kDim, kType> attender(a, shared, ring, stages);
