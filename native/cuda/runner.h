@@ -139,6 +139,10 @@ class CudaRunner : public QueuedRunner {
   // Where what ops_[i] makes goes at once if the next op adds that up over ranks.
   std::optional<Rows> partial_of(size_t i) const;
   bool is_gated(const std::vector<OpNode>& ops, size_t linear) const;
+  // Whether ops_[rope] rotates all queries and keys of the next op, an attention; and whether ops_[norm] and the next
+  // one norm all of an attention that comes then, and nobody else wants them.
+  bool turns_in_attention(size_t rope) const;
+  bool norms_in_attention(size_t norm) const;
   bool quantizes_next(size_t i) const;
   ByteRows byte_rows_of(const OpNode& linear) const;
   void copy_hidden(const Batch& batch);
@@ -173,7 +177,9 @@ class CudaRunner : public QueuedRunner {
   };
   std::map<int, Routed> routed_;  // by row set
   std::vector<Memory> routing_memory_;
-  std::optional<Turn> turn_;  // of the attention that comes next
+  // Of the attention that comes next: how heads are rotated, and before that normed, queries and keys.
+  std::optional<Turn> turn_;
+  std::optional<std::pair<HeadNorm, HeadNorm>> head_norms_;
   int group_ = 1, most_runs_ = 1;
   std::optional<StepData> data_;
   std::optional<Draws> draws_;     // none: of a part of the vocabulary

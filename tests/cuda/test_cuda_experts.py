@@ -121,10 +121,10 @@ def test_sigmoid_mul(width):
     compare(toys.gated_by_one(toy(), width))
 
 
-def layers(form: str) -> Toy:
-    """A model of two layers with experts, one that all rows go to beside them."""
+def layers(form: str, dim: int) -> Toy:
+    """A model of two layers with norms of heads and experts, one that all rows go to beside them."""
     own = toy()
-    x, dim, wide = embedded(own, 64), 16, 64
+    x, wide = embedded(own, 64), 64
 
     def linear(x, n, k, form=form):
         matrix = own.program.add_matrix(n, k, form, 0)
@@ -136,6 +136,8 @@ def layers(form: str) -> Toy:
     for layer in range(2):
         normed = own.op("rms_norm", (x,), wide, (own.vector(wide),), eps=1e-6)
         qkv = linear(normed, 5 * dim, wide)
+        for offset, heads in ((0, 3), (3 * dim, 1)):
+            own.op("head_norm", (qkv,), None, (own.vector(dim),), eps=1e-6, heads=heads, head_dim=dim, offset=offset)
         own.op("rope", (qkv,), offset=0, heads=4, head_dim=dim)
         own.op("add", (x, linear(own.attention(qkv, 3, 1, dim, layer=layer), wide, 3 * dim)))
         normed = own.op("rms_norm", (x,), wide, (own.vector(wide),), eps=1e-6)
@@ -150,17 +152,17 @@ def layers(form: str) -> Toy:
     return own
 
 
-@pytest.mark.parametrize("form", ["float32", "bfloat16"])
-def test_same_request_same_bytes(form):
+@pytest.mark.parametrize("form, dim", [("float32", 16), ("bfloat16", 16), ("bfloat16", 64), ("bfloat16", 128)])
+def test_same_request_same_bytes(form, dim):
     """Alone, in a batch that is padded, in chunks, recorded or not."""
     cache, rng = form, np.random.default_rng(SEED)
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 5, 17, 33, 40, 2, 3)]
     expected = []
     for prompt in prompts:
-        expected += tokens_of(compiled(layers(form), cache, graphs=False), [prompt])
+        expected += tokens_of(compiled(layers(form, dim), cache, graphs=False), [prompt])
     for graphs in (True, False):
-        assert tokens_of(compiled(layers(form), cache, graphs=graphs), prompts) == expected
-        assert tokens_of(compiled(layers(form), cache, graphs=graphs), prompts, chunk=7) == expected
+        assert tokens_of(compiled(layers(form, dim), cache, graphs=graphs), prompts) == expected
+        assert tokens_of(compiled(layers(form, dim), cache, graphs=graphs), prompts, chunk=7) == expected
 
 
 def test_rows_that_are_no_numbers():
