@@ -96,6 +96,41 @@ def test_one_row_has_the_bits_of_many(experts, top, width, inner, first, count, 
         np.testing.assert_array_equal(compiled(own).step(step_of([prompt]), True).logits[0], expected)
 
 
+@pytest.mark.parametrize("experts, top, width, inner, first, count, heads, kv, dim", [
+    (3, 2, 64, 40, 0, 3, 2, 1, 16), (33, 8, 96, 48, 0, 33, 3, 1, 16), (40, 12, 200, 72, 0, 40, 5, 1, 24),
+    (64, 32, 96, 16, 0, 64, 4, 2, 64), (128, 6, 1028, 130, 0, 128, 6, 2, 64), (10, 4, 96, 48, 3, 5, 4, 4, 64),
+    (200, 3, 320, 64, 0, 200, 8, 1, 64), (4, 2, 4096, 72, 0, 4, 9, 3, 128), (7, 2, 1025, 64, 0, 7, 2, 1, 64),
+    (5, 5, 2048, 300, 0, 5, 32, 4, 128)])
+@pytest.mark.parametrize("normalized, spread", [(True, 3.0), (False, 3.0), (True, 0.0)])
+def test_one_row_of_whole_layers_has_the_bits_of_many(experts, top, width, inner, first, count, heads, kv, dim,
+                                                      normalized, spread):
+    """And where all logits are equal."""
+    own = toy()
+    x = embedded(own, width)
+
+    def linear(x, n, k):
+        matrix = own.program.add_matrix(n, k, "bfloat16", 0)
+        own.weights[matrix] = own.rng.normal(size=(n, k)) * k**-0.5
+        return own.op("linear", (x,), n, (matrix,))
+
+    own.rotary(dim)
+    for layer in range(2):
+        normed = own.op("rms_norm", (x,), width, (own.vector(width),), eps=1e-6)
+        qkv = linear(normed, (heads + 2 * kv) * dim, width)
+        for offset, number in ((0, heads), (heads * dim, kv)):
+            own.op("head_norm", (qkv,), None, (own.vector(dim),), eps=1e-6, heads=number, head_dim=dim, offset=offset)
+        own.op("rope", (qkv,), offset=0, heads=heads + kv, head_dim=dim)
+        own.op("add", (x, linear(own.attention(qkv, heads, kv, dim, layer=layer), width, heads * dim)))
+        normed = own.op("rms_norm", (x,), width, (own.vector(width),), eps=1e-6)
+        rows, scores = routed(own, normed, experts, top, spread=spread, normalized=normalized)
+        own.op("add", (x, mlp(own, normed, rows, scores, count, inner, "bfloat16", 0, first)))
+    own.finish(own.op("rms_norm", (x,), width, (own.vector(width),), eps=1e-6))
+    prompts = [[token] for token in range(5)]
+    together = compiled(own, "bfloat16").step(step_of(prompts), True).logits
+    for prompt, expected in zip(prompts, together):
+        np.testing.assert_array_equal(compiled(own, "bfloat16").step(step_of([prompt]), True).logits[0], expected)
+
+
 def test_all_rows_to_one_expert_and_experts_without_rows():
     compare(toys.all_to_one(toy()))
 
