@@ -37,6 +37,7 @@ struct Layer {
   int stages, row_bytes;
 };
 
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 // 16 columns, or 8, and a piece of K, of the blocks' own columns of a product beside the experts'.
 struct Dense {
   int half, there, first, blocks;
@@ -116,7 +117,6 @@ struct Ring {
   // By the warp that asks for its weights: blocks from these two places on, of 8 columns each, or of those of the
   // first alone.
   __device__ void fetch(const char* low, const char* high, int blocks) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     const bool together = high == low + kHalfBytes, both = high != low;
     for (int b = 0; b < blocks; b++, advance(), low += kBlockBytes, high += kBlockBytes) {
       wait_barrier(empty + 8 * stage, parity ^ 1);
@@ -129,7 +129,6 @@ struct Ring {
       }
       __syncwarp();
     }
-#endif
   }
 
  private:
@@ -235,8 +234,10 @@ __device__ void norm_row(const float* x, const Norm& norm, const float (&scales)
   }
   workers_meet();
 }
+#endif
 
 __global__ void __launch_bounds__(kThreads, 1) layer_row_kernel(const __grid_constant__ Layer layer) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(128) char shared[];
   __shared__ Chosen chosen_by[kWarps], all_chosen;
   __shared__ float made[(kMostTop > 2 * kMostHalves ? kMostTop : 2 * kMostHalves) * kTileRows];
@@ -253,7 +254,7 @@ __global__ void __launch_bounds__(kThreads, 1) layer_row_kernel(const __grid_con
     init_barrier(come, kWorkers), init_barrier(open, 1), init_barrier(known, 1), init_barrier(listed, 1);
   for (int i = threadIdx.x; i < 2 * kWarps * kMostStages; i += kThreads)
     init_barrier(shared_address(&rings[0][0]) + 8 * i, 1);
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  barriers_are_there();
   __syncthreads();
   const Routing& routing = l.up.routing;
   if (warp == 2 * kWarps) {
@@ -410,6 +411,7 @@ __global__ void __launch_bounds__(kThreads, 1) layer_row_kernel(const __grid_con
   meet();
   norm_row(x, l.next_norm, next_scales, width, l.next_normed, row, nullptr, squares);
   multiply(l.next, layer.next_k, layer.next_halves);
+#endif
 }
 
 // How many columns of eight of a product beside the experts' a block of threads has.
