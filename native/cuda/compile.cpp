@@ -273,6 +273,10 @@ int CudaRunner::bind(size_t i) {
     };
     const bool both = next.is("head_norm") && next.inputs[0] == op.inputs[0] && out(next).values() == y.values() &&
                       (end(op) <= next.integer("offset") || end(next) <= op.integer("offset"));
+    if (both && norms_in_attention(i)) {
+      head_norms_ = {norm_at(op), norm_at(next)};
+      return 1;
+    }
     add_launch([=, first = norm_at(op), second = both ? norm_at(next) : HeadNorm{}](
                    const Size& size) { head_norm(x.values(), x.rows.width, first, second, count(x, size), queue); },
                x.row_set);
@@ -282,10 +286,7 @@ int CudaRunner::bind(size_t i) {
     const auto table = rotary_.find(op.integer("table"));
     if (table == rotary_.end()) throw std::invalid_argument("no rotary table " + std::to_string(op.integer("table")));
     const Turn turn{table->second, std::string(op.choice("pairs")) == "interleaved"};
-    const OpNode& next = ops_[i + 1];
-    if (next.is("span_attention") && next.inputs[0] == op.inputs[0] && !op.integer("offset") &&
-        op.integer("head_dim") == next.integer("head_dim") &&
-        op.integer("heads") == next.integer("q_heads") + next.integer("kv_heads")) {
+    if (turns_in_attention(i)) {
       turn_ = turn;  // heads are rotated as they enter the cache
       return 0;
     }
@@ -297,6 +298,28 @@ int CudaRunner::bind(size_t i) {
     refuse(std::string("op ") + op.spec->name);
   }
   return 0;
+}
+
+bool CudaRunner::turns_in_attention(size_t i) const {
+  const OpNode &op = ops_[i], &next = ops_[i + 1];
+  return op.is("rope") && next.is("span_attention") && next.inputs[0] == op.inputs[0] && !op.integer("offset") &&
+         op.integer("head_dim") == next.integer("head_dim") &&
+         op.integer("heads") == next.integer("q_heads") + next.integer("kv_heads");
+}
+
+bool CudaRunner::norms_in_attention(size_t i) const {
+  const OpNode &queries = ops_[i], &keys = ops_[i + 1];
+  const size_t at = turns_in_attention(i + 2) ? i + 3 : i + 2;
+  if (at + 1 >= ops_.size()) return false;
+  const OpNode& attention = ops_[at];
+  const auto norms = [&](const OpNode& op, int first, int count) {
+    const int dim = attention.integer("head_dim");
+    return op.inputs[0] == attention.inputs[0] && op.integer("head_dim") == dim &&
+           op.integer("offset") == first * dim && op.integer("heads") == count;
+  };
+  return attention.is("span_attention") && norms(queries, 0, attention.integer("q_heads")) &&
+         norms(keys, attention.integer("q_heads"), attention.integer("kv_heads")) && !attention.number("logn") &&
+         !read_from(ops_, at + 1, attention.inputs[0]);
 }
 
 bool CudaRunner::read_from(const std::vector<OpNode>& ops, size_t first, int tensor) {
@@ -476,7 +499,10 @@ void CudaRunner::bind_attention(const OpNode& op) {
   if (op.flag("alibi")) a.slopes = vector(op, op.flag("sinks"));
   const double logn = op.number("logn");
   const std::optional<Turn> turn = turn_;
-  turn_.reset();
+  const std::optional<std::pair<HeadNorm, HeadNorm>> norms = head_norms_;
+  turn_.reset(), head_norms_.reset();
+  Attention whole = a;
+  if (norms) whole.query_norm = norms->first.norm, whole.key_norm = norms->second.norm;
   const int* where = data_->where(op.integer("cache_group"));
   const int at_once = a.cache.type == CacheType::bf16 ? 2 : 3;  // blocks of threads that attend on a processor
   const int wanted = at_once * device_.processors(), most = most_runs_;
@@ -486,7 +512,8 @@ void CudaRunner::bind_attention(const OpNode& op) {
     if (logn) scale_queries(a, data->positions(), logn, size.rows, queue);
     const int tiles = std::max(size.few * a.cache.kv_heads, 1);
     const int splits = size.runs > 1 ? std::clamp(wanted / tiles, 2, std::max(most, 2)) : 1;
-    if (size.few && !size.many && store_and_attend(a, turned, data->few(), size.few, splits, queue)) return;
+    if (size.few && !size.many && store_and_attend(whole, turned, data->few(), size.few, splits, queue)) return;
+    if (norms) head_norm(const_cast<float*>(a.qkv), a.width, norms->first, norms->second, size.rows, queue);
     const bool turns = turned && !size.few && attend_turns(a, *turned, queue);
     store_cache(a, where, turned, !turns, size.rows, queue);
     attend_few(a, data->few(), size.few, splits, queue);

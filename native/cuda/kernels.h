@@ -321,6 +321,7 @@ struct Attention {
   float* partials = nullptr;    // of runs of tiles that are split
   int most_runs = 0;            // of any sequence
   int* arrivals = nullptr;      // of tiles and KV heads: runs that are done; zero between launches
+  Norm query_norm, key_norm;    // of store_and_attend() alone: of each head, before it is rotated; weight null: none
 };
 constexpr int kRunTokens = 256;  // context is attended to in runs of so many tokens, and these merged in order
 constexpr int kFewPairs = 16;    // pairs of a tile whose runs are shared out

@@ -22,8 +22,8 @@ struct Shape {
   static constexpr int kStride = kDim + 8;  // of queries, in bfloat16
 };
 
-// A head of a row, rotated if it is to be: a lane has every 32nd feature. It is read first, of several heads together,
-// so that they need not wait for each other.
+// A head of a row, normed (as head_norm() has it) and rotated if it is to be: a lane has every 32nd feature. It is read
+// first, of several heads together, so that they need not wait for each other.
 template <int kDim>
 struct TurnedHead {
   static constexpr int kEach = (kDim + 31) / 32;
@@ -42,8 +42,22 @@ struct TurnedHead {
       cosine[i] = t.cosine[(size_t)row * half + angle], sine[i] = t.sine[(size_t)row * half + angle];
     }
   }
-  __device__ void rotate(const Turn& turn, bool rotates) {
+  __device__ void turn_by(const Norm& norm, const Turn& turn, bool rotates) {
     const int lane = threadIdx.x % 32, half = rotates ? turn.table.dim / 2 : 0;
+    if (norm.weight) {
+      float sum = 0;
+#pragma unroll
+      for (int i = 0; i < kEach; i++) sum = fmaf(x[i], x[i], sum);
+      const float factor = 1.0f / sqrtf(warp_sum(sum) / kDim + norm.eps), one = norm.unit_offset ? 1.0f : 0.0f;
+#pragma unroll
+      for (int i = 0; i < kEach; i++) {
+        const int f = i * 32 + lane;
+        if (f < kDim) x[i] = x[i] * factor * (norm.weight[f] + one);
+        if (f >= 2 * half) continue;
+        const int other = turn.interleaved ? f ^ 1 : f < half ? f + half : f - half;
+        partner[i] = partner[i] * factor * (norm.weight[other] + one);
+      }
+    }
 #pragma unroll
     for (int i = 0; i < kEach; i++) {
       const int f = i * 32 + lane;
@@ -137,7 +151,7 @@ __device__ void prepare_tiles(const Attention& a, Runs runs, char* memory, Share
       for (int i = 0; i < kAtOnce; i++) {
         const int pair = chunk * kAtOnce + i;
         if (pair >= rows.count || !rows.has(pair, kv_head)) continue;
-        heads[i].rotate(turn, rotates), heads[i].write(to.queries + pair * S::kStride);
+        heads[i].turn_by(a.query_norm, turn, rotates), heads[i].write(to.queries + pair * S::kStride);
       }
     }
     const int entering = own ? rows.tile.count : 0;
@@ -150,7 +164,7 @@ __device__ void prepare_tiles(const Attention& a, Runs runs, char* memory, Share
           a.qkv + (size_t)row * a.width + (size_t)(a.width / kDim - 2 * a.cache.kv_heads + kv_head) * kDim;
       TurnedHead<kDim> key, value;
       key.read(from, row, turn, rotates), value.read(from + a.cache.kv_heads * kDim, row, turn, false);
-      key.rotate(turn, rotates);
+      key.turn_by(a.key_norm, turn, rotates);
       char* head = const_cast<char*>(head_of(a.cache, span, kv_head));
       if constexpr (S::kCodes) {
         float* scales = reinterpret_cast<float*>(head + a.cache.scales_at()) + at_span;
