@@ -227,9 +227,7 @@ struct AdaptedSums {
   const float* bias = nullptr;
   float* added = nullptr;
 };
-// In two steps: what is made of x alone, which need not wait for y, and the rest.
-void shrink_low_rank(const AdaptedSums& a, int rows, const Queue& queue);
-void expand_low_rank(const AdaptedSums& a, int rows, const Queue& queue);
+void add_low_rank(const AdaptedSums& a, int rows, const Queue& queue);
 // silu_mul of sums whose columns lie as pair_rows() has them; bias: null, or to be added first, as it is without.
 void silu_mul_pairs(const float* in, const float* bias, int rows, const Rows& out, const Queue& queue);
 
