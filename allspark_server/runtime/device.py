@@ -177,7 +177,9 @@ class Gpu:
             self._first = self._executor()  # it says whether there is a GPU, and which; the first model has it
         except (ValueError, RuntimeError) as error:
             unit = ",".join(map(str, self._group))
-            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"compute_unit='CUDA:{unit}': {error}") from error
+            full = "cannot allocate" in str(error) or "out of memory" in str(error)
+            raise AllSparkError(AsStatus.ALLSPARK_MEMORY_ERROR if full else AsStatus.ALLSPARK_PARAM_ERROR,
+                                f"compute_unit='CUDA:{unit}': {error}") from error
         capability = self._first.capability
         self.isa = f"sm_{capability} ({self._first.device_name})"
 
@@ -243,7 +245,7 @@ class Gpu:
         widest = max(model.slice_of(weight).inputs for weight in model.graph.weights.values() if weight.is_matrix)
         rotary = rows * net.head_dim * 4
         dtype = "float32" if model.weight_dtype == "float32" else "bfloat16"
-        shared = self._library.exchange_bytes(rows, net.hidden_size, dtype) if model.world > 1 else 0
+        shared = self._library.exchange_bytes(model.world, rows, net.hidden_size, dtype) if model.world > 1 else 0
         lora = self._library.lora_bytes(rows, config.lora_max_rank) if model.targets else 0
         return (tensor_bytes(model, rows, outputs) + partials + 2 * widest * (rows + 64) + rotary + shared + lora
                 + model.span_bytes(self)  # of zeros: what windows have left behind

@@ -167,6 +167,7 @@ int CudaRunner::bind(size_t i) {
     });
   };
   if (op.is("linear")) return bind_linear(i);
+  if (norms_for_next(i)) return bind_linear(i + 1, true) + 1;
   if (op.is("lora")) return bind_lora(i);
   if (op.is("span_attention")) return bind_attention(op), 0;
   if (op.is("router")) return bind_router(i, false), 0;
@@ -272,6 +273,10 @@ int CudaRunner::bind(size_t i) {
     };
     const bool both = next.is("head_norm") && next.inputs[0] == op.inputs[0] && out(next).values() == y.values() &&
                       (end(op) <= next.integer("offset") || end(next) <= op.integer("offset"));
+    if (both && norms_in_attention(i)) {
+      head_norms_ = {norm_at(op), norm_at(next)};
+      return 1;
+    }
     add_launch([=, first = norm_at(op), second = both ? norm_at(next) : HeadNorm{}](
                    const Size& size) { head_norm(x.values(), x.rows.width, first, second, count(x, size), queue); },
                x.row_set);
@@ -281,10 +286,7 @@ int CudaRunner::bind(size_t i) {
     const auto table = rotary_.find(op.integer("table"));
     if (table == rotary_.end()) throw std::invalid_argument("no rotary table " + std::to_string(op.integer("table")));
     const Turn turn{table->second, std::string(op.choice("pairs")) == "interleaved"};
-    const OpNode& next = ops_[i + 1];
-    if (next.is("span_attention") && next.inputs[0] == op.inputs[0] && !op.integer("offset") &&
-        op.integer("head_dim") == next.integer("head_dim") &&
-        op.integer("heads") == next.integer("q_heads") + next.integer("kv_heads")) {
+    if (turns_in_attention(i)) {
       turn_ = turn;  // heads are rotated as they enter the cache
       return 0;
     }
@@ -296,6 +298,28 @@ int CudaRunner::bind(size_t i) {
     refuse(std::string("op ") + op.spec->name);
   }
   return 0;
+}
+
+bool CudaRunner::turns_in_attention(size_t i) const {
+  const OpNode &op = ops_[i], &next = ops_[i + 1];
+  return op.is("rope") && next.is("span_attention") && next.inputs[0] == op.inputs[0] && !op.integer("offset") &&
+         op.integer("head_dim") == next.integer("head_dim") &&
+         op.integer("heads") == next.integer("q_heads") + next.integer("kv_heads");
+}
+
+bool CudaRunner::norms_in_attention(size_t i) const {
+  const OpNode &queries = ops_[i], &keys = ops_[i + 1];
+  const size_t at = turns_in_attention(i + 2) ? i + 3 : i + 2;
+  if (at + 1 >= ops_.size()) return false;
+  const OpNode& attention = ops_[at];
+  const auto norms = [&](const OpNode& op, int first, int count) {
+    const int dim = attention.integer("head_dim");
+    return op.inputs[0] == attention.inputs[0] && op.integer("head_dim") == dim &&
+           op.integer("offset") == first * dim && op.integer("heads") == count;
+  };
+  return attention.is("span_attention") && norms(queries, 0, attention.integer("q_heads")) &&
+         norms(keys, attention.integer("q_heads"), attention.integer("kv_heads")) && !attention.number("logn") &&
+         !read_from(ops_, at + 1, attention.inputs[0]);
 }
 
 bool CudaRunner::read_from(const std::vector<OpNode>& ops, size_t first, int tensor) {
@@ -332,6 +356,14 @@ std::optional<Rows> CudaRunner::partial_of(size_t i) const {
   return ranks_->exchange.partial(next_call_, out(op).rows.width, sums_in_bf16(ops_, weights_, i + 1));
 }
 
+Exchange::Places CudaRunner::places_of(size_t i) const {
+  if (!ops_[i].is("linear")) return {};
+  const Matrix& m = weights_.matrix(ops_[i].weights[0]);
+  const std::optional<Rows> partial = partial_of(i);
+  if (!partial || m.kind != Kind::bf16 || m.most_pieces == 1) return {};
+  return ranks_->exchange.places(next_call_, partial->width);
+}
+
 // The sum, what it is added to, and its norm, where these come next.
 int CudaRunner::bind_all_reduce(size_t i) {
   const auto& ops = ops_;
@@ -351,10 +383,12 @@ int CudaRunner::bind_all_reduce(size_t i) {
     last++, sum.norm = norm_of(next, vector(next, 0)), sum.normed = out(next).rows;
   const bool there = i > 0 && !ops[i - 1].outputs.empty() && ops[i - 1].outputs[0] == tensor &&
                      (ops[i - 1].is("linear") || ops[i - 1].is("embedding") || ops[i - 1].is("combine_experts"));
+  sum.on_its_way = there && places_of(i - 1).other;
   const Rows partial = ranks_->exchange.partial(next_call_++, x.rows.width, sum.bf16);
-  launches_.push_back([=, queue = device_.queue()](const Size& size) {
+  launches_.push_back([=, queue = device_.queue()](const Size& size) mutable {
     const int rows = count(x, size);
     if (!there && rows) to_tiles(x.values(), rows, partial, queue);
+    sum.own_too = sum.on_its_way && is_placed(rows, x.rows.width);
     sum_ranks(sum, rows, queue);
   });
   return (int)(last - i);
@@ -388,11 +422,21 @@ bool CudaRunner::quantizes_next(size_t i) const {
   return true;
 }
 
+// Whether what ops[i], a norm, makes is for the next op alone, and that may norm a step's one row itself.
+bool CudaRunner::norms_for_next(size_t i) const {
+  const OpNode& op = ops_[i];
+  if (!op.is("rms_norm") || !ops_[i + 1].is("linear")) return false;
+  const OpNode& next = ops_[i + 1];
+  const int made = op.outputs[0];
+  return next.inputs[0] == made && made != op.inputs[0] && weights_.matrix(next.weights[0]).kind == Kind::codes &&
+         !read_from(ops_, i + 2, made);
+}
+
 ByteRows CudaRunner::byte_rows_of(const OpNode& linear) const {
   return byte_rows(byte_rows_.as(), max_rows(linear.inputs[0]), weights_.matrix(linear.weights[0]).k);
 }
 
-int CudaRunner::bind_linear(size_t i) {
+int CudaRunner::bind_linear(size_t i, bool norms) {
   const OpNode& op = ops_[i];
   const Tensor x = in(op);
   const Queue queue = device_.queue();
@@ -416,9 +460,18 @@ int CudaRunner::bind_linear(size_t i) {
   if (converts) p.x = {nullptr, tiles_.as<uint16_t>(), x.rows.width};
   const bool quantizes = p.w.takes_bytes() && (i == 0 || !quantizes_next(i - 1));
   const bool few = has_few_columns(p.w) && is_routing(op.outputs[0]);
-  launches_.push_back([=](const Size& size) {
+  Product norming = p;
+  if (norms) norming.unnormed = in(ops_[i - 1]).values(), norming.norm = norm_of(ops_[i - 1], vector(ops_[i - 1], 0));
+  const Exchange::Places places = sum ? Exchange::Places() : places_of(i);
+  launches_.push_back([=, y = p.y](const Size& size) mutable {
     const int rows = count(x, size);
     if (!rows) return;
+    if (norms) {
+      if (linear_quantized_norms(norming, rows, queue)) return linear_quantized(norming, rows, queue);
+      rms_norm(norming.unnormed, norming.norm, rows, x.rows, queue);
+    }
+    p.y.copy = rows <= kPushedRows ? places.other : nullptr;
+    p.y.tiles = places.own && is_placed(rows, y.width) ? places.own : y.tiles;
     if (converts) to_tiles(x.values(), rows, p.x, queue);
     if (quantizes) quantize_activations(p, rows, queue);
     if (few) linear_few(p, rows, queue);
@@ -446,7 +499,10 @@ void CudaRunner::bind_attention(const OpNode& op) {
   if (op.flag("alibi")) a.slopes = vector(op, op.flag("sinks"));
   const double logn = op.number("logn");
   const std::optional<Turn> turn = turn_;
-  turn_.reset();
+  const std::optional<std::pair<HeadNorm, HeadNorm>> norms = head_norms_;
+  turn_.reset(), head_norms_.reset();
+  Attention whole = a;
+  if (norms) whole.query_norm = norms->first.norm, whole.key_norm = norms->second.norm;
   const int* where = data_->where(op.integer("cache_group"));
   const int at_once = a.cache.type == CacheType::bf16 ? 2 : 3;  // blocks of threads that attend on a processor
   const int wanted = at_once * device_.processors(), most = most_runs_;
@@ -456,7 +512,8 @@ void CudaRunner::bind_attention(const OpNode& op) {
     if (logn) scale_queries(a, data->positions(), logn, size.rows, queue);
     const int tiles = std::max(size.few * a.cache.kv_heads, 1);
     const int splits = size.runs > 1 ? std::clamp(wanted / tiles, 2, std::max(most, 2)) : 1;
-    if (size.few && !size.many && store_and_attend(a, turned, data->few(), size.few, splits, queue)) return;
+    if (size.few && !size.many && store_and_attend(whole, turned, data->few(), size.few, splits, queue)) return;
+    if (norms) head_norm(const_cast<float*>(a.qkv), a.width, norms->first, norms->second, size.rows, queue);
     const bool turns = turned && !size.few && attend_turns(a, *turned, queue);
     store_cache(a, where, turned, !turns, size.rows, queue);
     attend_few(a, data->few(), size.few, splits, queue);

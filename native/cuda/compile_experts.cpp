@@ -84,6 +84,84 @@ bool CudaRunner::norms_with_router(size_t norm) const {
          has_row_kernels_at(norm + 2) && norms_with_logits(logits_of(norm + 1));
 }
 
+std::optional<CudaRunner::RowLayerOps> CudaRunner::row_layer_at(size_t router) const {
+  if (ranks_ || router < 5 || !has_row_kernels_at(router) || !norms_with_router(router - 2)) return {};
+  const size_t norm = router - 2, sum = router + 4;
+  const int x = ops_[norm].inputs[0];
+  const auto sums_into = [&](size_t op, size_t add) {
+    return ops_[add].is("add") && sum_at(op + (ops_[op + 1].is("all_reduce") ? 2 : 1), ops_[op].outputs[0]) == add &&
+           ops_[add].inputs[0] == x;
+  };
+  const auto is_plain = [&](size_t linear) {
+    const OpNode& op = ops_[linear];
+    return op.is("linear") && weights_.matrix(op.weights[0]).kind == Kind::bf16 && in(op).rows.tiles &&
+           in(op).row_set == kAllRows && !is_gated(ops_, linear) && !paired_.count(op.weights[0]);
+  };
+  RowLayerOps found{norm - (ops_[norm - 2].is("all_reduce") ? 3 : 2), router, 0, false, {}};
+  const size_t last = sum + (ops_[sum + 1].is("all_reduce") ? 2 : 1), next = last + 2;
+  if (in(ops_[norm]).row_set != kAllRows || !sums_into(found.before, norm - 1) || !is_plain(found.before) ||
+      !sums_into(sum, last))
+    return {};
+  if (next >= ops_.size()) return found;
+  const OpNode &after = ops_[last + 1], &linear = ops_[next];
+  found.has_next = after.is("rms_norm") && after.inputs[0] == x && after.outputs[0] != x && linear.is("linear") &&
+                   linear.inputs[0] == after.outputs[0] && is_plain(next) && !sum_at(next + 1, linear.outputs[0]) &&
+                   !ops_[next + 1].is("router");
+  found.next = found.has_next ? next : last;
+  return found;
+}
+
+void CudaRunner::find_row_layers() {
+  row_layers_.clear();
+  for (size_t i = 0; i < ops_.size(); i++) {
+    if (!ops_[i].is("router")) continue;
+    const std::optional<RowLayerOps> found = row_layer_at(i);
+    if (!found) continue;
+    const auto shared = std::make_shared<RowLayerOps>(*found);
+    for (size_t op = found->before; op <= found->next; op++)
+      if (op != i + 4 || found->has_next) row_layers_[op] = shared;  // combine_experts starts a norm that comes then
+  }
+}
+
+RowLayer CudaRunner::row_layer_of(const RowLayerOps& o) const {
+  const auto product_of = [&](size_t i) {
+    Product p = logits_of(i);
+    p.adds = ops_[i + 1].is("add") || ops_[i + 1].is("all_reduce");
+    return p;
+  };
+  const OpNode &norm = ops_[o.router - 2], &up = ops_[o.router + 1];
+  const Routed& routed = routed_.at(out(up).row_set);
+  RowLayer l;
+  l.before = product_of(o.before), l.before.y = in(norm).rows;
+  l.norm = norm_of(norm, vector(norm, 0)), l.normed = out(norm).rows;
+  l.logits = logits_of(o.router - 1), l.row = *routed.row;
+  l.up.product = logits_of(o.router + 1), l.up.product.gated = true, l.up.product.y = out(ops_[o.router + 2]).rows;
+  l.up.routing = routed.routing, l.up.gathers = true, l.up.gating = gating_of(ops_[o.router + 2]);
+  l.down.product = logits_of(o.router + 3), l.down.routing = routed.routing;
+  l.adds = true, l.y = in(norm).rows;
+  if (!o.has_next) return l;
+  const OpNode& after = ops_[o.next - 1];
+  l.next_norm = norm_of(after, vector(after, 0)), l.next_normed = out(after).rows, l.next = logits_of(o.next);
+  return l;
+}
+
+void CudaRunner::bind_row_layer(size_t first, size_t before) {
+  const auto found = row_layers_.find(first);
+  if (found == row_layers_.end()) return;
+  const std::shared_ptr<RowLayerOps> ops = found->second;
+  for (size_t i = before; i < launches_.size(); i++)
+    launches_[i] = [ops, launch = std::move(launches_[i])](const Size& size) {
+      if (size.rows != 1 || !ops->layer) launch(size);
+    };
+  if (first != ops->router + 3) return;
+  const RowLayer layer = row_layer_of(*ops);
+  if (!has_row_layer(layer, device_.queue())) return;
+  ops->layer = layer;
+  launches_.push_back([layer, queue = device_.queue()](const Size& size) {
+    if (size.rows == 1) layer_of_row(layer, queue);
+  });
+}
+
 void CudaRunner::bind_router(size_t i, bool logits) {
   const OpNode& op = ops_[i];
   const Tensor x = in(op), y = out(op);

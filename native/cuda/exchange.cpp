@@ -21,10 +21,10 @@ struct Address {
   char magic[8];
   int64_t process;
   int32_t rank, world, device;
-  uint64_t base, half;
+  uint64_t base, half, pushed;
   cudaIpcMemHandle_t handle;
 };
-constexpr char kMagic[8] = {'A', 'S', 'P', 'E', 'E', 'R', '0', '1'};
+constexpr char kMagic[8] = {'A', 'S', 'P', 'E', 'E', 'R', '0', '2'};
 
 size_t rounded(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
@@ -34,18 +34,24 @@ size_t partial_bytes(int rows, int width, bool bf16) {
   return bf16 ? tiles_bytes(rows, width) : (size_t)rows * width * sizeof(float);
 }
 
-size_t exchange_bytes(size_t half) { return rounded(kHeader + 2 * rounded(half, kHeader), kGranule); }
+size_t exchange_bytes(int world, size_t half, size_t pushed) {
+  return rounded(kHeader + 2 * rounded(half, kHeader) + 2 * world * rounded(pushed, kHeader), kGranule);
+}
 
-Exchange::Exchange(const Device& device, int rank, int world, size_t half, double seconds)
+Exchange::Exchange(const Device& device, int rank, int world, size_t half, size_t pushed, double seconds)
     : device_(device), seconds_(seconds) {
   if (world < 2 || world > kMostRanks || rank < 0 || rank >= world)
     throw std::invalid_argument("rank " + std::to_string(rank) + " of " + std::to_string(world) +
                                 ": a group has up to " + std::to_string(kMostRanks) + " GPUs");
   device_.use();
-  memory_ = Memory(exchange_bytes(half), "what GPUs exchange");
+  memory_ = Memory(exchange_bytes(world, half, pushed), "what GPUs exchange");
   failed_ = Memory(sizeof(int), "a flag", Memory::Where::host);
   peers_.rank = rank, peers_.world = world, peers_.half = rounded(half, kHeader);
+  peers_.pushed_bytes = rounded(pushed, kHeader);
   peers_.failed = failed_.as<int>(), peers_.limit = (uint64_t)(seconds * 1e9);
+  char* places = memory_.as() + kHeader + 2 * peers_.half;
+  check(cudaMemset(places, kNotYet & 0xff, 2 * world * peers_.pushed_bytes), "marking memory");
+  check(cudaStreamSynchronize(nullptr), "marking memory");
 }
 
 Exchange::~Exchange() {
@@ -59,6 +65,7 @@ std::string Exchange::address() const {
   std::memcpy(own.magic, kMagic, sizeof kMagic);
   own.process = getpid(), own.rank = peers_.rank, own.world = peers_.world, own.device = device_.index();
   own.base = reinterpret_cast<uint64_t>(memory_.as()), own.half = peers_.half;
+  own.pushed = peers_.pushed_bytes;
   device_.use();
   check(cudaIpcGetMemHandle(&own.handle, memory_.as()), "sharing memory with other ranks");
   return std::string(reinterpret_cast<const char*>(&own), sizeof own);
@@ -73,7 +80,7 @@ void Exchange::connect(const std::vector<std::string>& addresses) {
     if (addresses[r].size() != sizeof other) throw std::invalid_argument("the address of a rank is not whole");
     std::memcpy(&other, addresses[r].data(), sizeof other);
     if (std::memcmp(other.magic, kMagic, sizeof kMagic) || other.rank != r || other.world != peers_.world ||
-        other.half != peers_.half)
+        other.half != peers_.half || other.pushed != peers_.pushed_bytes)
       throw std::invalid_argument("the address of rank " + std::to_string(r) + " is of another build, group or model");
     char* base = memory_.as();
     if (r != peers_.rank) {
@@ -97,6 +104,7 @@ void Exchange::connect(const std::vector<std::string>& addresses) {
       }
     }
     peers_.partials[r] = base + kHeader, peers_.flags[r] = reinterpret_cast<uint32_t*>(base);
+    peers_.pushed[r] = base + kHeader + 2 * peers_.half;
   }
   connected_ = true;
 }
@@ -105,6 +113,13 @@ Rows Exchange::partial(int call, int width, bool bf16) const {
   char* data = memory_.as() + kHeader + call % 2 * peers_.half;
   if (bf16) return {nullptr, reinterpret_cast<uint16_t*>(data), width};
   return {reinterpret_cast<float*>(data), nullptr, width};
+}
+
+Exchange::Places Exchange::places(int call, int width) const {
+  // Padding would be waited for: it is pushed by sum_ranks() alone.
+  if (peers_.world != 2 || !peers_.pushed_bytes || width % 8) return {};
+  const auto place = [&](int on) { return reinterpret_cast<uint16_t*>(peers_.place(on, peers_.rank, call)); };
+  return {place(1 - peers_.rank), place(peers_.rank)};
 }
 
 void Exchange::check_waits() const {

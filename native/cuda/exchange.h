@@ -1,6 +1,6 @@
 // What the ranks of several GPUs have of each other: memory of each GPU that the others read and write, by CUDA's IPC
-// between processes (over NVLink, or PCIe). It holds two buffers for the rank's partial sums, and the flags by which
-// kernels wait for each other (kernels/sum_ranks.cu).
+// between processes (over NVLink, or PCIe). It holds two buffers for the rank's partial sums, places for those that the
+// others push, and the flags by which kernels wait for each other (kernels/sum_ranks.cu).
 #pragma once
 #include <string>
 #include <vector>
@@ -13,8 +13,9 @@ namespace cuda {
 
 class Exchange {
  public:
-  // half: bytes of the largest partial sum. seconds: how long a kernel waits for another rank.
-  Exchange(const Device& device, int rank, int world, size_t half, double seconds);
+  // half: bytes of the largest partial sum; pushed: of the largest one that is pushed, or 0. seconds: how long a kernel
+  // waits for another rank.
+  Exchange(const Device& device, int rank, int world, size_t half, size_t pushed, double seconds);
   // Gives the memory back once no other rank has it open.
   ~Exchange();
   Exchange(const Exchange&) = delete;
@@ -31,6 +32,12 @@ class Exchange {
   size_t bytes() const { return memory_.size(); }
   // Where this rank's partial sums of a call of a step go.
   Rows partial(int call, int width, bool bf16) const;
+  // Where few rows of them are pushed to by what makes them, and go on this rank then; null where sum_ranks() does
+  // that.
+  struct Places {
+    uint16_t *other = nullptr, *own = nullptr;
+  };
+  Places places(int call, int width) const;
   // After a step: throws std::runtime_error if a kernel has waited for another rank in vain.
   void check_waits() const;
 
@@ -48,7 +55,7 @@ class Exchange {
 // Of a partial sum.
 size_t partial_bytes(int rows, int width, bool bf16);
 // Of all that an exchange takes.
-size_t exchange_bytes(size_t half);
+size_t exchange_bytes(int world, size_t half, size_t pushed);
 
 }  // namespace cuda
 }  // namespace as

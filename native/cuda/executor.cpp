@@ -1,5 +1,6 @@
 #include "cuda/executor.h"
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 
@@ -32,7 +33,8 @@ int CudaExecutor::add_vector(const std::vector<float>& values) {
 std::string CudaExecutor::share(int max_rows, double seconds) {
   if (!window_) return "";
   exchange_ = std::make_unique<Exchange>(device_, window_->rank(), window_->size(),
-                                         largest_partial(program_, weights_, max_rows), seconds);
+                                         largest_partial(program_, weights_, max_rows),
+                                         largest_partial(program_, weights_, std::min(max_rows, kPushedRows)), seconds);
   shared_rows_ = max_rows;
   return exchange_->address();
 }
@@ -260,12 +262,13 @@ std::vector<std::pair<int, int>> CudaExecutor::expert_tiles(int row_set) const {
 }
 
 void CudaExecutor::sum_ranks(const float* parts, int ranks, int rows, int width, const float* norm, bool bf16,
-                             bool adds, float* y, float* normed) {
+                             bool adds, bool pushed, float* y, float* normed) {
   if (ranks < 1 || ranks > kMostRanks || rows < 1 || width < 1)
     throw std::invalid_argument("sum_ranks: 1 to " + std::to_string(kMostRanks) + " ranks, and rows that are some");
   device_.use();
   const size_t count = (size_t)rows * width, bytes = count * sizeof(float), half = partial_bytes(rows, width, bf16);
-  Memory in(bytes, "partial sums"), all(ranks * half, "partial sums"), flags(kMostRanks * sizeof(uint32_t), "flags"),
+  Memory in(bytes, "partial sums"), all(ranks * half, "partial sums"),
+      others(pushed ? ranks * half : 0, "places of partial sums"), flags((kMostRanks + 1) * sizeof(uint32_t), "flags"),
       step(sizeof(int), "a step"), failed(sizeof(int), "a flag", Memory::Where::host),
       weight(width * sizeof(float), ""), total(bytes, "a sum"), result(bytes, "its norm");
   const auto copy = [](const Memory& to, const void* from, size_t size) {
@@ -275,7 +278,7 @@ void CudaExecutor::sum_ranks(const float* parts, int ranks, int rows, int width,
   RankSum sum;
   sum.peers.world = ranks, sum.peers.step = step.as<int>(), sum.peers.failed = failed.as<int>();
   const std::vector<uint32_t> come(kMostRanks, 1);
-  copy(flags, come.data(), flags.size()), copy(weight, norm, weight.size()), copy(total, y, bytes);
+  copy(flags, come.data(), come.size() * sizeof(uint32_t)), copy(weight, norm, weight.size()), copy(total, y, bytes);
   for (int r = 0; r < ranks; r++) {
     char* own = all.as() + r * half;
     copy(in, parts + r * count, bytes);
@@ -284,7 +287,10 @@ void CudaExecutor::sum_ranks(const float* parts, int ranks, int rows, int width,
     to_tiles(in.as<float>(), rows, rows_of, device_.queue());
     device_.wait();
     sum.peers.partials[r] = own, sum.peers.flags[r] = flags.as<uint32_t>();
+    sum.peers.pushed[r] = r ? others.as() : all.as();
   }
+  if (pushed) sum.peers.pushed_bytes = half;
+  if (pushed && ranks == 2 && width % 8 == 0) sum.on_its_way = true, sum.own_too = is_placed(rows, width);
   sum.calls = 2, sum.bf16 = bf16, sum.adds = adds;
   sum.y = {total.as<float>(), nullptr, width}, sum.normed = {result.as<float>(), nullptr, width};
   sum.norm = {weight.as<float>(), 1e-6f, false};

@@ -72,8 +72,9 @@ class CudaExecutor : public StepModel {
   std::vector<float> multiply_experts(int id, const float* x, const int* chosen, int rows, int top, By by,
                                       int tile_rows);
   // y [rows, width] = the sum of parts [ranks, rows, width] (+ y), and normed: the same normed; with all on this GPU.
-  void sum_ranks(const float* parts, int ranks, int rows, int width, const float* norm, bool bf16, bool adds, float* y,
-                 float* normed);
+  // pushed: the parts of ranks from 1 on have been, and those of rank 0 are placed, where that is done.
+  void sum_ranks(const float* parts, int ranks, int rows, int width, const float* norm, bool bf16, bool adds,
+                 bool pushed, float* y, float* normed);
 
  private:
   std::vector<LayerCache> layers() const;  // of this model, and of the draft model

@@ -18,6 +18,7 @@ struct Rows {
   float* values = nullptr;
   uint16_t* tiles = nullptr;
   int width = 0;
+  uint16_t* copy = nullptr;  // of the tiles, in another GPU's memory: of bfloat16's products in pieces alone
 };
 
 // A matrix [n, k]: float32 row by row, or bfloat16 in tiles, or codes.
@@ -158,8 +159,10 @@ struct Product {
   const float* bias = nullptr;
   bool adds = false, gated = false;
   Rows x, y;
-  uint16_t* widened = nullptr;  // of codes: widened_bytes() to work in
-  ByteRows bytes = {};          // of activations of 8 bits: what x has been quantized into
+  uint16_t* widened = nullptr;      // of codes: widened_bytes() to work in
+  ByteRows bytes = {};              // of activations of 8 bits: what x has been quantized into
+  const float* unnormed = nullptr;  // if any: the one row whose norm x would be, which the product norms itself
+  Norm norm = {};
 };
 // Puts rows of gates and of what they gate side by side: in each 16 rows of `to` 8 of the first half of `from`, and the
 // 8 of the second that belong to them. Both in tiles or codes; `to` has paired_rows(from.n).
@@ -172,6 +175,8 @@ enum class By { any, mma, split, stream, wide };
 void linear_bf16(const Product& p, int rows, const Queue& queue, By by = By::any);
 // Of codes, with activations in bfloat16.
 void linear_quantized(const Product& p, int rows, const Queue& queue, By by = By::any);
+// Whether it norms such rows itself, if asked to.
+bool linear_quantized_norms(const Product& p, int rows, const Queue& queue);
 // What that takes for a matrix [n, k] and so many rows at most; gated: n as pair_rows() makes it.
 size_t widened_bytes(int n, int k, bool gated, int rows);
 // Of integers: what is multiplied is p.bytes.
@@ -310,6 +315,7 @@ struct Attention {
   float* partials = nullptr;    // of runs of tiles that are split
   int most_runs = 0;            // of any sequence
   int* arrivals = nullptr;      // of tiles and KV heads: runs that are done; zero between launches
+  Norm query_norm, key_norm;    // of store_and_attend() alone: of each head, before it is rotated; weight null: none
 };
 constexpr int kRunTokens = 256;  // context is attended to in runs of so many tokens, and these merged in order
 constexpr int kFewPairs = 16;    // pairs of a tile whose runs are shared out
@@ -339,15 +345,28 @@ bool store_and_attend(const Attention& a, const Turn* turn, const AttentionTile*
 
 // ---- ranks of several GPUs
 constexpr int kMostRanks = 8;
+// Partial sums in bfloat16 of so many rows at most are pushed into the other ranks' memory; of more the others read
+// them. What has not come yet has all bits set, in each value's place: no product or sum rounds to that.
+constexpr int kPushedRows = 256;
+// Of so few, and of so many columns at most, the sum waits for its own rank's as well as they come, and not until what
+// makes them has ended.
+constexpr int kPlacedRows = 8, kPlacedColumns = 4096;
+constexpr int kNotYet = 0xffff;
 // What kernels have of a group's ranks: memory of each one's GPU, which all read and write (exchange.h).
 struct Peers {
   int rank = 0, world = 1;
   size_t half = 0;                   // bytes: of either buffer of partial sums
   const char* partials[kMostRanks];  // of each rank, two buffers: those of a step's even calls, and of its odd ones
-  uint32_t* flags[kMostRanks];       // on each rank, of each rank: the last call that it has come to
+  uint32_t* flags[kMostRanks];       // on each rank, of each rank: the last call that it has come to; then whether
+                                     // one has not come within the limit
+  char* pushed[kMostRanks];          // on each rank, of even and of odd calls, of each rank: what it has pushed
+  size_t pushed_bytes = 0;           // of one rank and call, or 0: nothing is
   const int* step = nullptr;         // how many steps came before; the same on all ranks
   int* failed = nullptr;             // of the host: 0, or 1 + the rank that has not come within the limit
   uint64_t limit = 0;                // ns
+
+  // On rank `on`, of rank `of`.
+  AS_BOTH char* place(int on, int of, int call) const { return pushed[on] + (call % 2 * world + of) * pushed_bytes; }
 };
 // y [rows, y.width] = the sum of the ranks' partial sums, in rank order: ((0 + 1) + 2) + ..., or that added to what y
 // has; and if there is a norm with a weight, rows of y normed, too. One of the `calls` that every step makes on all
@@ -356,11 +375,16 @@ struct RankSum {
   Peers peers;
   int call = 0, calls = 0;
   bool bf16 = false, adds = false;
+  // Of few rows: what makes the partial sums pushes them; own_too: and its own into this rank's place.
+  bool on_its_way = false, own_too = false;
   Rows y;
   Norm norm;
   Rows normed;
 };
 void sum_ranks(const RankSum& sum, int rows, const Queue& queue);
+// Whether partial sums in bfloat16 of so many rows are pushed; and, if what makes them does that, its own are placed.
+inline bool pushes(const Peers& peers, int rows) { return peers.pushed_bytes && rows > 0 && rows <= kPushedRows; }
+inline bool is_placed(int rows, int width) { return rows <= kPlacedRows && width <= kPlacedColumns; }
 
 // ---- sampling
 // Of the model's own logits.

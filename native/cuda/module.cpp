@@ -253,17 +253,18 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
           "[rows, experts of each, n]: x times the matrices of a stack that are chosen for each row, for tests.")
       .def(
           "sum_ranks",
-          [](CudaExecutor& e, const Floats& parts, const Floats& y, const Floats& norm, bool bf16, bool adds) {
+          [](CudaExecutor& e, const Floats& parts, const Floats& y, const Floats& norm, bool bf16, bool adds,
+             bool pushed) {
             if (parts.ndim() != 3 || y.ndim() != 2 || norm.ndim() != 1 || parts.shape(1) != y.shape(0) ||
                 parts.shape(2) != y.shape(1) || norm.shape(0) != y.shape(1))
               throw std::invalid_argument("sum_ranks: parts [ranks, rows, width], y [rows, width], norm [width]");
             py::array_t<float> total({y.shape(0), y.shape(1)}), normed({y.shape(0), y.shape(1)});
             std::copy_n(y.data(), y.size(), total.mutable_data());
             e.sum_ranks(parts.data(), (int)parts.shape(0), (int)y.shape(0), (int)y.shape(1), norm.data(), bf16, adds,
-                        total.mutable_data(), normed.mutable_data());
+                        pushed, total.mutable_data(), normed.mutable_data());
             return py::make_tuple(total, normed);
           },
-          py::arg("parts"), py::arg("y"), py::arg("norm"), py::arg("bf16"), py::arg("adds"),
+          py::arg("parts"), py::arg("y"), py::arg("norm"), py::arg("bf16"), py::arg("adds"), py::arg("pushed") = false,
           "(The sum over ranks of what their parts are, or that added to y; the same normed, eps 1e-6), with all "
           "ranks' "
           "parts on this GPU, for tests.");
@@ -332,11 +333,13 @@ PYBIND11_MODULE(_cuda, m) {
         "ValueError that says what to do unless GPU `device` can reach the memory of GPU `other`.");
   m.def(
       "exchange_bytes",
-      [](int rows, int width, const std::string& dtype) {
-        return exchange_bytes(partial_bytes(rows, width, dtype != "float32"));
+      [](int world, int rows, int width, const std::string& dtype) {
+        const auto bytes = [&](int rows) { return partial_bytes(rows, width, dtype != "float32"); };
+        return exchange_bytes(world, bytes(rows), bytes(std::min(rows, kPushedRows)));
       },
-      py::arg("rows"), py::arg("width"), py::arg("dtype"),
-      "Memory that a rank shares with others, for sums of so many rows of this width, of weights of that type.");
+      py::arg("world"), py::arg("rows"), py::arg("width"), py::arg("dtype"),
+      "Memory that a rank of so many shares with the others, for sums of so many rows of this width, of weights of "
+      "that type.");
   py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecutor>> executor(
       m, "Executor", "A model's op list, weights and KV cache on one GPU.");
   executor.def(py::init([](int device, std::shared_ptr<LogitSampler> sampler, std::shared_ptr<Communicator> window) {

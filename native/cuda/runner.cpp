@@ -244,14 +244,20 @@ void CudaRunner::replay(const Size& size) {
     check(cudaStreamEndCapture(device_.stream(), &graph), "recording a step");
     const cudaError_t made = cudaGraphInstantiate(&replay.graph, graph, 0);
     cudaGraphDestroy(graph);
-    if (made == cudaErrorMemoryAllocation) {  // steps go on without more graphs
-      cudaGetLastError();
-      graphs_ = false, replays_.erase(found);
-      return launch(size, true);
-    }
+    if (made == cudaErrorMemoryAllocation) return launch_instead(found, size);
     check(made, "making a graph of a step");
   }
-  check(cudaGraphLaunch(replay.graph, device_.stream()), "replaying a step");
+  const cudaError_t replayed = cudaGraphLaunch(replay.graph, device_.stream());
+  if (replayed == cudaErrorMemoryAllocation) return launch_instead(found, size);  // the first one may want some, too
+  check(replayed, "replaying a step");
+}
+
+// Where there is no memory for a graph: steps go on without more of them.
+void CudaRunner::launch_instead(std::map<Size, Replay>::iterator replay, const Size& size) {
+  cudaGetLastError();
+  if (replay->second.graph) cudaGraphExecDestroy(replay->second.graph);
+  graphs_ = false, replays_.erase(replay);
+  launch(size, true);
 }
 
 }  // namespace cuda

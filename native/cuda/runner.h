@@ -2,6 +2,7 @@
 #pragma once
 #include <functional>
 #include <map>
+#include <memory>
 #include <optional>
 #include <set>
 #include <vector>
@@ -113,7 +114,8 @@ class CudaRunner : public QueuedRunner {
   void name_launches(size_t first, std::vector<int>& parts, std::vector<OpTime>& named) const;
   // Adds what starts ops_[i]; returns how many further ops it does, too.
   int bind(size_t i);
-  int bind_linear(size_t i);
+  // norms: whether ops_[i - 1], a norm, is started here, too.
+  int bind_linear(size_t i, bool norms = false);
   int bind_lora(size_t i);
   void bind_attention(const OpNode& op);
   void allocate_routings();
@@ -123,6 +125,18 @@ class CudaRunner : public QueuedRunner {
   bool has_row_kernels_at(size_t router) const;
   bool norms_with_router(size_t norm) const;
   Product logits_of(size_t linear) const;
+  // Layers that a step of one row computes in one launch, where that can be: their ops are known before any of them is
+  // bound, and are not started one by one for such a step once the layer has been found to be possible.
+  struct RowLayerOps {
+    size_t before, router, next;  // the ops beside the router that it begins and ends with
+    bool has_next;
+    std::optional<RowLayer> layer;
+  };
+  void find_row_layers();
+  std::optional<RowLayerOps> row_layer_at(size_t router) const;
+  // Of ops [first, last], whose launches are those from `before` on.
+  void bind_row_layer(size_t first, size_t before);
+  RowLayer row_layer_of(const RowLayerOps& ops) const;
   // logits: whether ops_[i - 1], the linear that makes them, is started here, too.
   void bind_router(size_t i, bool logits);
   int bind_expert_linear(size_t i);
@@ -138,13 +152,21 @@ class CudaRunner : public QueuedRunner {
   std::optional<size_t> sum_at(size_t next, int tensor) const;
   // Where what ops_[i] makes goes at once if the next op adds that up over ranks.
   std::optional<Rows> partial_of(size_t i) const;
+  // And where it pushes that, of few rows; null if it does not.
+  Exchange::Places places_of(size_t i) const;
   bool is_gated(const std::vector<OpNode>& ops, size_t linear) const;
+  // Whether ops_[rope] rotates all queries and keys of the next op, an attention; and whether ops_[norm] and the next
+  // one norm all of an attention that comes then, and nobody else wants them.
+  bool turns_in_attention(size_t rope) const;
+  bool norms_in_attention(size_t norm) const;
   bool quantizes_next(size_t i) const;
+  bool norms_for_next(size_t i) const;
   ByteRows byte_rows_of(const OpNode& linear) const;
   void copy_hidden(const Batch& batch);
   void launch(const Size& size, bool heads, bool timed = false);
   void add_times(const Batch& batch);
   void replay(const Size& size);
+  void launch_instead(std::map<Size, Replay>::iterator replay, const Size& size);
   bool decodes(const Batch& batch) const;
   void share_draws(const Batch& batch);
   void copy_logits(const Batch& batch, bool all);
@@ -171,9 +193,12 @@ class CudaRunner : public QueuedRunner {
     int shares;                    // the tensor of weights
     std::optional<ChosenRow> row;  // where the router's layer has kernels for a step of one
   };
-  std::map<int, Routed> routed_;  // by row set
+  std::map<int, Routed> routed_;                               // by row set
+  std::map<size_t, std::shared_ptr<RowLayerOps>> row_layers_;  // of ops_, by each of theirs
   std::vector<Memory> routing_memory_;
-  std::optional<Turn> turn_;  // of the attention that comes next
+  // Of the attention that comes next: how heads are rotated, and before that normed, queries and keys.
+  std::optional<Turn> turn_;
+  std::optional<std::pair<HeadNorm, HeadNorm>> head_norms_;
   int group_ = 1, most_runs_ = 1;
   std::optional<StepData> data_;
   std::optional<Draws> draws_;     // none: of a part of the vocabulary

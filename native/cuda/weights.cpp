@@ -301,12 +301,16 @@ void Weights::unload() {
   size_t bytes = 0;
   for (Weight& w : weights_)
     if (w.memory.lent()) w.copy = bytes, bytes += (w.memory.size() + kCopyAlign - 1) / kCopyAlign * kCopyAlign;
-  HostCopy copy(bytes, "weights that the GPU has not");
-  for (const Weight& w : weights_)
-    if (w.memory.lent())
-      check(
-          cudaMemcpyAsync(copy.as() + w.copy, w.memory.as(), w.memory.size(), cudaMemcpyDeviceToHost, device_.stream()),
-          "unloading weights");
+  HostCopy copy(bytes, "weights that the GPU has not", [&](char* data, size_t begin, size_t end) {
+    for (const Weight& w : weights_) {
+      if (!w.memory.lent()) continue;
+      const size_t first = std::max(begin, w.copy), last = std::min(end, w.copy + w.memory.size());
+      if (first < last)
+        check(cudaMemcpyAsync(data + first, w.memory.as() + (first - w.copy), last - first, cudaMemcpyDeviceToHost,
+                              device_.stream()),
+              "unloading weights");
+    }
+  });
   device_.wait();
   for (Weight& w : weights_) w.memory.give_back();
   copy_ = std::move(copy);
@@ -322,9 +326,11 @@ void Weights::load() {
   }
   for (const Weight& w : weights_)
     if (w.memory.lent())
-      check(cudaMemcpyAsync(w.memory.as(), copy_.as() + w.copy, w.memory.size(), cudaMemcpyHostToDevice,
-                            device_.stream()),
-            "loading weights");
+      HostCopy::each_part(w.copy, w.copy + w.memory.size(), [&](size_t at, size_t some) {
+        check(cudaMemcpyAsync(w.memory.as() + (at - w.copy), copy_.as() + at, some, cudaMemcpyHostToDevice,
+                              device_.stream()),
+              "loading weights");
+      });
   device_.wait();
   freeing_ =
       std::thread([copy = std::move(copy_)]() mutable { HostCopy gone(std::move(copy)); });  // that takes a while

@@ -15,13 +15,13 @@ def executor(threads: int = 2):
 
 
 def compiled(own: Toy, cache: str = "float32", masks: int = 0, graphs: bool = True, long: bool = False,
-             outputs: int = 64, **more):
+             outputs: int = 64, slots: int = 8, **more):
     """long: for contexts beyond a thousand; more: of allocate(). The toy's matrices become what the backend recovers
-    of them."""
-    found = executor()
+    of them: each time of what they were first, as what was recovered may be quantized to other values."""
+    found, given = executor(), own.__dict__.setdefault("given", {})
     stacks = {op["weights"][0]: op["attributes"]["experts"] for op in own.program.ops if op["name"] == "expert_linear"}
     for handle, (n, k, form, group) in enumerate(own.program.weights):
-        values = own.weights[handle].astype(np.float32)
+        values = given.setdefault(handle, own.weights[handle]).astype(np.float32)
         if not k:
             assert found.add_vector(values) == handle
             continue
@@ -36,7 +36,7 @@ def compiled(own: Toy, cache: str = "float32", masks: int = 0, graphs: bool = Tr
         found.add_tensor(width, rows)
     for op in own.program.ops:
         found.add_op(op["name"], op["inputs"], op["outputs"], op["weights"], op["attributes"])
-    found.allocate(max_rows=2048 if long else 256, max_slots=8, max_length=2048 if long else 128, span_size=16,
-                   num_spans=256 if long else 64, cache_dtype=cache, max_outputs=outputs, masks=masks, graphs=graphs,
-                   **more)
+    found.allocate(max_rows=2048 if long else 256, max_slots=slots, max_length=2048 if long else 128,
+                   span_size=16, num_spans=max(256 if long else 64, 8 * slots), cache_dtype=cache, max_outputs=outputs,
+                   masks=masks, graphs=graphs, **more)
     return found

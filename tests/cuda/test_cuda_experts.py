@@ -96,6 +96,41 @@ def test_one_row_has_the_bits_of_many(experts, top, width, inner, first, count, 
         np.testing.assert_array_equal(compiled(own).step(step_of([prompt]), True).logits[0], expected)
 
 
+@pytest.mark.parametrize("experts, top, width, inner, first, count, heads, kv, dim", [
+    (3, 2, 64, 40, 0, 3, 2, 1, 16), (33, 8, 96, 48, 0, 33, 3, 1, 16), (40, 12, 200, 72, 0, 40, 5, 1, 24),
+    (64, 32, 96, 16, 0, 64, 4, 2, 64), (128, 6, 1028, 130, 0, 128, 6, 2, 64), (10, 4, 96, 48, 3, 5, 4, 4, 64),
+    (200, 3, 320, 64, 0, 200, 8, 1, 64), (4, 2, 4096, 72, 0, 4, 9, 3, 128), (7, 2, 1025, 64, 0, 7, 2, 1, 64),
+    (5, 5, 2048, 300, 0, 5, 32, 4, 128)])
+@pytest.mark.parametrize("normalized, spread", [(True, 3.0), (False, 3.0), (True, 0.0)])
+def test_one_row_of_whole_layers_has_the_bits_of_many(experts, top, width, inner, first, count, heads, kv, dim,
+                                                      normalized, spread):
+    """And where all logits are equal."""
+    own = toy()
+    x = embedded(own, width)
+
+    def linear(x, n, k):
+        matrix = own.program.add_matrix(n, k, "bfloat16", 0)
+        own.weights[matrix] = own.rng.normal(size=(n, k)) * k**-0.5
+        return own.op("linear", (x,), n, (matrix,))
+
+    own.rotary(dim)
+    for layer in range(2):
+        normed = own.op("rms_norm", (x,), width, (own.vector(width),), eps=1e-6)
+        qkv = linear(normed, (heads + 2 * kv) * dim, width)
+        for offset, number in ((0, heads), (heads * dim, kv)):
+            own.op("head_norm", (qkv,), None, (own.vector(dim),), eps=1e-6, heads=number, head_dim=dim, offset=offset)
+        own.op("rope", (qkv,), offset=0, heads=heads + kv, head_dim=dim)
+        own.op("add", (x, linear(own.attention(qkv, heads, kv, dim, layer=layer), width, heads * dim)))
+        normed = own.op("rms_norm", (x,), width, (own.vector(width),), eps=1e-6)
+        rows, scores = routed(own, normed, experts, top, spread=spread, normalized=normalized)
+        own.op("add", (x, mlp(own, normed, rows, scores, count, inner, "bfloat16", 0, first)))
+    own.finish(own.op("rms_norm", (x,), width, (own.vector(width),), eps=1e-6))
+    prompts = [[token] for token in range(5)]
+    together = compiled(own, "bfloat16").step(step_of(prompts), True).logits
+    for prompt, expected in zip(prompts, together):
+        np.testing.assert_array_equal(compiled(own, "bfloat16").step(step_of([prompt]), True).logits[0], expected)
+
+
 def test_all_rows_to_one_expert_and_experts_without_rows():
     compare(toys.all_to_one(toy()))
 
@@ -121,10 +156,10 @@ def test_sigmoid_mul(width):
     compare(toys.gated_by_one(toy(), width))
 
 
-def layers(form: str) -> Toy:
-    """A model of two layers with experts, one that all rows go to beside them."""
+def layers(form: str, dim: int) -> Toy:
+    """A model of two layers with norms of heads and experts, one that all rows go to beside them."""
     own = toy()
-    x, dim, wide = embedded(own, 64), 16, 64
+    x, wide = embedded(own, 64), 64
 
     def linear(x, n, k, form=form):
         matrix = own.program.add_matrix(n, k, form, 0)
@@ -136,6 +171,8 @@ def layers(form: str) -> Toy:
     for layer in range(2):
         normed = own.op("rms_norm", (x,), wide, (own.vector(wide),), eps=1e-6)
         qkv = linear(normed, 5 * dim, wide)
+        for offset, heads in ((0, 3), (3 * dim, 1)):
+            own.op("head_norm", (qkv,), None, (own.vector(dim),), eps=1e-6, heads=heads, head_dim=dim, offset=offset)
         own.op("rope", (qkv,), offset=0, heads=4, head_dim=dim)
         own.op("add", (x, linear(own.attention(qkv, 3, 1, dim, layer=layer), wide, 3 * dim)))
         normed = own.op("rms_norm", (x,), wide, (own.vector(wide),), eps=1e-6)
@@ -150,17 +187,17 @@ def layers(form: str) -> Toy:
     return own
 
 
-@pytest.mark.parametrize("form", ["float32", "bfloat16"])
-def test_same_request_same_bytes(form):
+@pytest.mark.parametrize("form, dim", [("float32", 16), ("bfloat16", 16), ("bfloat16", 64), ("bfloat16", 128)])
+def test_same_request_same_bytes(form, dim):
     """Alone, in a batch that is padded, in chunks, recorded or not."""
     cache, rng = form, np.random.default_rng(SEED)
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 5, 17, 33, 40, 2, 3)]
     expected = []
     for prompt in prompts:
-        expected += tokens_of(compiled(layers(form), cache, graphs=False), [prompt])
+        expected += tokens_of(compiled(layers(form, dim), cache, graphs=False), [prompt])
     for graphs in (True, False):
-        assert tokens_of(compiled(layers(form), cache, graphs=graphs), prompts) == expected
-        assert tokens_of(compiled(layers(form), cache, graphs=graphs), prompts, chunk=7) == expected
+        assert tokens_of(compiled(layers(form, dim), cache, graphs=graphs), prompts) == expected
+        assert tokens_of(compiled(layers(form, dim), cache, graphs=graphs), prompts, chunk=7) == expected
 
 
 def test_rows_that_are_no_numbers():

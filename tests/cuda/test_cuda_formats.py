@@ -153,9 +153,23 @@ def test_products_whose_tiles_are_shared(n, k, form, group):
     gpu.fill_matrix(handle, (rng.normal(size=(n, k)) * k**-0.5).astype(np.float32), "F32")
     x = rng.normal(size=(300, k)).astype(np.float32)
     every = gpu.multiply(handle, x, n, None, "wide" if form in ("float8", "int4", "int8") else "mma")
-    for rows in (1, 9, 20, 40, 100, 130, 300):
-        for by in ("stream", "wide") if form in ("float8", "w8a8") else ("stream",):
+    for rows in (1, 3, 9, 20, 40, 100, 130, 300):
+        for by in ("any", "stream", "wide") if form in ("float8", "w8a8") else ("any", "stream"):
             assert gpu.multiply(handle, x[:rows], n, None, by).tobytes() == every[:rows].tobytes(), (rows, by)
+
+
+@pytest.mark.parametrize("form", ["float8", "w8a8"])
+@pytest.mark.parametrize("n, k, rows", [(3700, 1100, 2900), (3584, 900, 1700), (4100, 132, 4200), (17000, 320, 1500)])
+def test_wide_tiles_in_several_turns(n, k, rows, form):
+    """Blocks of threads have a tile, and then one beyond the last row or column, and share those that are left for the
+    end."""
+    rng, gpu = np.random.default_rng(SEED), executor()
+    handle = gpu.add_matrix(n, k, form, 0)
+    gpu.fill_matrix(handle, (rng.normal(size=(n, k)) * k**-0.5 + 0.01).astype(np.float32), "F32")
+    x, bias = rng.normal(size=(rows, k)).astype(np.float32), rng.normal(size=n).astype(np.float32)
+    every = gpu.multiply(handle, x, n, bias, "stream")
+    for some in (rows, rows - 70, rows * 2 // 3):
+        assert gpu.multiply(handle, x[:some], n, bias, "wide").tobytes() == every[:some].tobytes(), some
 
 
 @pytest.mark.parametrize("form", ["w8a8", "w4a8", "float8"])
@@ -170,6 +184,31 @@ def test_rows_of_activations_that_are_no_numbers(form):
         y = gpu.multiply(handle, x, 70, None, by)
         assert not y[3].any() and np.isnan(y[[7, 30]]).all()
         assert np.isfinite(np.delete(y, [7, 30], 0)).all()
+
+
+@pytest.mark.parametrize("form, group", [("int4", 64), ("int4", 32), ("int4", 192), ("int8", 0), ("int8", 16)])
+@pytest.mark.parametrize("hidden, inner", [(1, 3), (7, 40), (130, 8), (257, 70), (1025, 200), (3584, 130), (4100, 70)])
+def test_one_row_has_the_bits_of_many(hidden, inner, form, group):
+    """Where products norm it themselves, too."""
+    own = toy()
+
+    def matrix(n, k):
+        handle = own.program.add_matrix(n, k, form, group)
+        own.weights[handle] = own.rng.normal(size=(n, k)) * k**-0.5
+        return handle
+
+    def normed(x):
+        return own.op("rms_norm", (x,), hidden, (own.vector(hidden),), eps=1e-6, unit_offset=True)
+
+    x = embedded(own, hidden)
+    both = own.op("linear", (normed(x),), 2 * inner, (matrix(2 * inner, hidden),))
+    own.op("add", (x, own.op("linear", (own.op("silu_mul", (both,), inner),), hidden, (matrix(hidden, inner),))))
+    own.op("add", (x, own.op("linear", (normed(x),), hidden, (matrix(hidden, hidden), own.vector(hidden)))))
+    own.finish(x)
+    prompts = [[token] for token in range(5)]
+    together = compiled(own).step(step_of(prompts), True).logits
+    for prompt, expected in zip(prompts, together):
+        np.testing.assert_array_equal(compiled(own).step(step_of([prompt]), True).logits[0], expected)
 
 
 def test_a_matrix_that_is_widened_in_parts():

@@ -28,9 +28,10 @@ def begin(slot: int, history: list[int], cached: int, spans: list[int], sections
                     work=[WorkItem(slot, len(history) - cached, DRAW, spans=spans)], sections=list(sections)).encode()
 
 
-def test_spans_that_come_back():
+@pytest.mark.parametrize("cache", ["float32", "bfloat16", "int8", "uint4", "float8"])
+def test_spans_that_come_back(cache):
     rng = np.random.default_rng(0)
-    head = Head(VOCAB, rng, 1.0, False)
+    head = Head(VOCAB, rng, 1.0, False, cache=cache)
     head.e.allocate_host_cache(40)
     assert head.e.host_cache_bytes(40) > 0
     prompt, other = rng.integers(1, VOCAB, 100).tolist(), rng.integers(1, VOCAB, 110).tolist()

@@ -101,6 +101,50 @@ def test_memory_that_others_have_taken():
     assert gpu.step(plan([item(0, 1, DRAW, spans=[0])], [start(0, [7])])).tokens.tolist() == [0]
 
 
+def all_of_it() -> list:
+    """Who has all of the GPU's memory as long as this is kept, but for a few MiB."""
+    found = [executor()]
+    for wanted in (1 << 30, 64 << 20, 4 << 20):
+        while free() > 2 * wanted:
+            found[0].add_matrix(1 << 11, wanted >> 12, "bfloat16")
+    return found
+
+
+@pytest.mark.skipif(not ALONE, reason="ALLSPARK_TEST_WHOLE_GPU=1 says that nobody else needs the GPU's memory")
+def test_without_memory_models_go_on_and_others_are_refused():
+    """In batches that they have not had, too; what was refused is there once there is room."""
+    lora = pytest.importorskip("test_lora")
+    from allspark_client import AllSparkError, AsModelConfig, AsStatus
+    from allspark_server import Engine
+
+    base, prompt = lora.checkpoints.checkpoint(lora.NAME), lora.checkpoints.prompt_of(70)
+
+    def refused(call, *arguments) -> None:
+        with pytest.raises(AllSparkError) as caught:
+            call(*arguments)
+        assert caught.value.status is AsStatus.ALLSPARK_MEMORY_ERROR, caught.value
+
+    with Engine() as engine:
+        engine.install_model(AsModelConfig("m", base, cache_memory=1 << 28, engine_max_batch=64, **UNIT))
+        engine.start_model("m")
+        others = all_of_it()
+        refused(engine.install_model, AsModelConfig("n", base, cache_memory=1 << 28, **UNIT))
+        ways = [{}, {"n": 9}, {"n": 30, "top_p": 0.9, "seed": 3}, {"do_sample": False}]
+        crowded = [lora.run(engine, prompt, **way)[:2] for way in ways]
+        engine.stop_model("m")
+        engine.unload_device_mem("m")
+        more = all_of_it()
+        refused(engine.load_device_mem, "m")
+        refused(engine.load_device_mem, "m")
+        del others, more
+        engine.load_device_mem("m")
+        engine.start_model("m")
+        engine.install_model(AsModelConfig("n", base, cache_memory=1 << 28, engine_max_batch=64, **UNIT))
+        engine.start_model("n")
+        for name in ("m", "n"):
+            assert [lora.run(engine, prompt, name=name, **way)[:2] for way in ways] == crowded
+
+
 def test_a_draft_model_goes_and_comes_back_too():
     """And the second tier has both models' spans."""
     lora = pytest.importorskip("test_lora")

@@ -58,8 +58,8 @@ def bf16(x: np.ndarray) -> np.ndarray:
 # -- the sum -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 8])
 @pytest.mark.parametrize("width", [1, 7, 8, 53, 200, 3584, 4100, 8192])
-@pytest.mark.parametrize("rounded", [False, True])
-def test_ranks_are_added_in_order(ranks, width, rounded):
+@pytest.mark.parametrize("rounded, pushed", [(False, False), (True, False), (True, True)])
+def test_ranks_are_added_in_order(ranks, width, rounded, pushed):
     """To the bit; a row's bits are its own; normed as it should be."""
     gpu, rng = executor(), np.random.default_rng(SEED)
     parts = (rng.normal(size=(ranks, 67, width)) * 10.0 ** rng.integers(-3, 3, (ranks, 67, 1))).astype(np.float32)
@@ -68,12 +68,12 @@ def test_ranks_are_added_in_order(ranks, width, rounded):
     for part in bf16(parts) if rounded else parts:
         total = total + part
     for adds, expected in ((False, total), (True, y + total)):
-        found, normed = gpu.sum_ranks(parts, y, norm, rounded, adds)
+        found, normed = gpu.sum_ranks(parts, y, norm, rounded, adds, pushed)
         assert found.tobytes() == expected.tobytes()
         exact = expected.astype(float)
         exact = exact / np.sqrt(np.mean(exact**2, axis=1, keepdims=True) + 1e-6) * norm
         np.testing.assert_allclose(normed, exact, rtol=2e-5, atol=1e-6)
-        few, few_normed = gpu.sum_ranks(parts[:, 5:8], y[5:8], norm, rounded, adds)
+        few, few_normed = gpu.sum_ranks(parts[:, 5:8], y[5:8], norm, rounded, adds, pushed)
         assert few.tobytes() == found[5:8].tobytes() and few_normed.tobytes() == normed[5:8].tobytes()
 
 
@@ -145,12 +145,13 @@ def test_bits_do_not_depend_on_chunks_and_others(dtype):
     assert found[0] == found[1] == found[2] == alone
 
 
-def test_a_rank_that_does_not_come_is_told_of(monkeypatch):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_rank_that_does_not_come_is_told_of(monkeypatch, dtype):
     """The step of one rank alone ends with an error, not never."""
     from allspark_server.runtime.device import Gpu
 
     monkeypatch.setattr(Gpu, "share", lambda self, e, rows: e.share(rows, 1.5).hex())
-    with on_gpus(2, weight_dtype="float32") as gpu:
+    with on_gpus(2, weight_dtype=dtype) as gpu:
         from allspark_server.runtime.plan import DRAW, NewSlot, StepPlan, WorkItem
 
         plan = StepPlan(new=[NewSlot(0, [1, 2, 3], SamplingParams(do_sample=False, prompt_len=3).encode())],
@@ -175,6 +176,52 @@ def test_addresses_are_checked():
         gpu.connect([address, address])
     with pytest.raises(ValueError, match="there is no GPU 99"):
         _cuda.check_peer(0, 99)
+
+
+@pytest.mark.parametrize("fields", [{"weight_dtype": "int4", "weight_group_size": 32}, {"weight_dtype": "int8"},
+                                    {"weight_dtype": "w8a8"}, {"weight_dtype": "float8"},
+                                    {"cache_mode": "AsCacheQuantI8"}, {"cache_mode": "AsCacheQuantU4"},
+                                    {"cache_dtype": "float8"}], ids=lambda fields: "-".join(map(str, fields.values())))
+def test_formats_and_caches(fields):
+    """The same bits alone, in a batch and in chunks; and near those of one rank."""
+    pytest.importorskip("transformers")
+    from checkpoints import checkpoint
+
+    directory, prompts = checkpoint("qwen2-gqa-tied"), [prompt_of(n) for n in (1, 70, 129, 33)]
+    found = []
+    with on_gpus(2, directory, engine_max_batch=8, **fields) as gpu:
+        for chunk in (64, 9):
+            found.append([row.tobytes() for row in together(gpu, prompts, chunk)])
+        alone = [together(gpu, [prompt], 64)[0] for prompt in prompts]
+    assert found[0] == found[1] == [row.tobytes() for row in alone]
+    with on_gpus(1, directory, engine_max_batch=8, **fields) as one:
+        for row, other in zip(alone, together(one, prompts, 64)):
+            assert np.sqrt(np.mean((row - other)**2)) < 0.4 * other.std()
+
+
+def test_bits_with_graphs_and_without(monkeypatch):
+    from allspark_server.runtime.device import Gpu
+
+    def allocate(self, executor, rows, sizes, cache_dtype, outputs, draft, masks, adapters):
+        executor.allocate(rows, *sizes, cache_dtype, outputs, masks, draft=draft, graphs=False, **adapters)
+
+    found = []
+    for _ in range(2):
+        with on_gpus(2) as gpu:
+            ids, logits = gpu.generate(prompt_of(70), 20)
+            found.append((ids, [row.tobytes() for row in logits]))
+        monkeypatch.setattr(Gpu, "allocate", allocate)
+    assert found[0] == found[1]
+
+
+def test_ranks_have_the_gpus_in_the_order_given():
+    found = []
+    for unit_ in ("CUDA:0,1", "CUDA:1,0"):
+        with on_gpus(2, compute_unit=unit_) as gpu:
+            assert [runner._device._index for runner in gpu.runners] == gpu.config.device_ids
+            ids, logits = gpu.generate(prompt_of(33), 5)
+            found.append((ids, [row.tobytes() for row in logits]))
+    assert found[0] == found[1]
 
 
 # -- groups of processes -----------------------------------------------------------------------------------------------
@@ -221,7 +268,8 @@ def test_a_group_of_two_processes_and_a_killed_rank():
         assert collect(ask(engine, 0, CONFIGS[0])) == alone[0]
 
 
-@pytest.mark.parametrize("ranks, dtype", [(2, "bfloat16"), (3, "float32"), (3, "bfloat16"), (4, "float32")])
+@pytest.mark.parametrize("ranks, dtype", [(2, "bfloat16"), (3, "float32"), (3, "bfloat16"), (4, "float32"),
+                                          (3, "float8"), (3, "w8a8")])
 def test_processes_share_gpus(ranks, dtype):
     """However many GPUs there are; heads and features do not divide evenly by three. Same bytes alone and together, and
     in float32 the greedy ids are those of as many ranks of CPUs, up to near-ties."""

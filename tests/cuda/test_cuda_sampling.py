@@ -19,7 +19,8 @@ class Head:
     """Logits of any vocabulary: a step's are a row of the embeddings, with some attention, times a matrix. ties: of
     many ids they are the same."""
 
-    def __init__(self, vocab: int, rng: np.random.Generator, spread: float, ties: bool, masks: int = SLOTS):
+    def __init__(self, vocab: int, rng: np.random.Generator, spread: float, ties: bool, masks: int = SLOTS,
+                 cache: str = "float32"):
         self.vocab = vocab
         self.e = e = executor()
         qkv, out, last = e.add_tensor(3 * DIM), e.add_tensor(DIM), e.add_tensor(DIM, 1)
@@ -37,7 +38,7 @@ class Head:
         e.add_op("select_rows", [out], [last], [], {})
         e.add_op("linear", [last], [logits], [head], {})
         e.add_op("sample", [logits], [], [], {"vocab_begin": 0, "vocab_size": vocab})
-        e.allocate(SLOTS * LONGEST, SLOTS, LONGEST, SPAN, SLOTS * LONGEST // SPAN, "float32", SLOTS * LONGEST, masks)
+        e.allocate(SLOTS * LONGEST, SLOTS, LONGEST, SPAN, SLOTS * LONGEST // SPAN, cache, SLOTS * LONGEST, masks)
 
     def draws(self, cases: list[tuple[Params, np.ndarray, np.ndarray | None]], flags: int = DRAW, outputs: int = 1):
         """A step of sequences (parameters, history, mask) of their own, and its logits."""

@@ -72,6 +72,49 @@ __global__ void store_kernel(Attention a, const int* where, bool rotates, Rotary
   else to[feature] = (char)to_e4m3(x);
 }
 
+// The same of bfloat16 caches whose keys turn halves with halves, if at all, all features of a head: a thread has eight
+// features of a head and those half a head further on. first: of the heads in `qkv`; count: of a row.
+__global__ void __launch_bounds__(256) store_pieces_kernel(Attention a, const int* where, bool rotates, RotaryTable t,
+                                                           unsigned rows, unsigned first, unsigned count) {
+  after_previous();
+  const unsigned dim = a.cache.head_dim, half = dim / 2, pieces = half / 8, kv_heads = a.cache.kv_heads;
+  const unsigned i = blockIdx.x * blockDim.x + threadIdx.x, of_row = i / pieces, column = i % pieces * 8;
+  const unsigned row = of_row / count, head = first + of_row % count, queries = a.width / dim - 2 * kv_heads;
+  if (row >= rows) return;
+  float* in = const_cast<float*>(a.qkv) + (size_t)row * a.width + head * dim;
+  float x[8], y[8];
+  read_eight(in, column, dim, x), read_eight(in, half + column, dim, y);
+  const int at = where[row];
+  if (rotates && head < queries + kv_heads) {
+    float cosine[8], sine[8];
+    read_eight(t.cosine + (size_t)row * half, column, half, cosine);
+    read_eight(t.sine + (size_t)row * half, column, half, sine);
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      const float was = x[j];
+      x[j] = __fmul_rn(was, cosine[j]) - __fmul_rn(y[j], sine[j]);
+      y[j] = __fmul_rn(y[j], cosine[j]) + __fmul_rn(was, sine[j]);
+    }
+  }
+  const auto put_floats = [&](float* to, const float(&values)[8]) {
+    reinterpret_cast<float4*>(to)[0] = make_float4(values[0], values[1], values[2], values[3]);
+    reinterpret_cast<float4*>(to)[1] = make_float4(values[4], values[5], values[6], values[7]);
+  };
+  const auto put_piece = [](char* to, const float(&values)[8]) {
+    *reinterpret_cast<uint4*>(to) = make_uint4(two_bf16(values[0], values[1]), two_bf16(values[2], values[3]),
+                                               two_bf16(values[4], values[5]), two_bf16(values[6], values[7]));
+  };
+  if (head < queries) {
+    put_floats(in + column, x), put_floats(in + half + column, y);
+  } else if (at >= 0) {
+    const bool value = head >= queries + kv_heads;
+    const int size = a.cache.span_size, shift = __ffs(size) - 1;
+    char* to = const_cast<char*>(head_of(a.cache, at >> shift, head - queries - value * kv_heads)) +
+               (value * size + (at & (size - 1))) * a.cache.row_bytes();
+    put_piece(to + column * 2, x), put_piece(to + (half + column) * 2, y);
+  }
+}
+
 // A warp for each key and value, which is in its place in `qkv` already: quantized as the CPU backend does
 // (cpu/cache.cpp).
 template <int kBits>
@@ -243,6 +286,13 @@ void scale_queries(const Attention& a, const int* positions, double beyond, int 
   launched("scaling of queries");
 }
 
+// Whether keys turn halves with halves, all features, eight values at a time.
+static bool turns_pieces(const Attention& a, const Turn& turn) {
+  const auto aligned = [](const float* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
+  const RotaryTable& t = turn.table;
+  return !turn.interleaved && t.dim == a.cache.head_dim && aligned(t.cosine) && aligned(t.sine);
+}
+
 size_t partial_floats(int head_dim) { return kFewPairs * (2 + (size_t)head_dim); }
 
 void store_cache(const Attention& a, const int* where, const Turn* turn, bool queries, int rows, const Queue& queue) {
@@ -255,6 +305,14 @@ void store_cache(const Attention& a, const int* where, const Turn* turn, bool qu
            rows, queue);
     const auto kernel = a.cache.type == CacheType::int8 ? store_quantized_kernel<8> : store_quantized_kernel<4>;
     start(queue, kernel, dim3(rows, 2 * a.cache.kv_heads), 32, 0, a, where);
+    launched("store_cache");
+    return;
+  }
+  if (a.cache.type == CacheType::bf16 && a.cache.head_dim % 16 == 0 && (!turn || turns_pieces(a, *turn))) {
+    const int first = turn && queries ? 0 : heads, count = heads + 2 * a.cache.kv_heads - first;
+    const size_t pieces = (size_t)rows * count * (a.cache.head_dim / 16);
+    start(queue, store_pieces_kernel, ceil_div(pieces, 256), 256, 0, a, where, turn != nullptr, table, rows, first,
+          count);
     launched("store_cache");
     return;
   }
@@ -311,10 +369,7 @@ void attend_many(const Attention& a, const AttentionTile* tiles, int count, cons
 }
 
 bool attend_turns(const Attention& a, const Turn& turn, const Queue& queue) {
-  const RotaryTable& t = turn.table;
-  const auto aligned = [](const float* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
-  return has_attend_wgmma(a, queue) && !turn.interleaved && t.dim == a.cache.head_dim && aligned(t.cosine) &&
-         aligned(t.sine);
+  return has_attend_wgmma(a, queue) && turns_pieces(a, turn);
 }
 
 bool store_and_attend(const Attention& a, const Turn* turn, const AttentionTile* tiles, int count, int splits,

@@ -79,24 +79,38 @@ __device__ void copy_runs(const Attention& a, Runs runs, bool own, uint32_t full
   commit_copies(), wait_copies<0>();
 }
 
-// A head of a row, rotated if it is to be: a lane has every 32nd feature.
+// A head of a row, normed (as head_norm() has it) and rotated if it is to be: a lane has every 32nd feature.
 template <int kDim>
 struct TurnedHead {
   static constexpr int kEach = (kDim + 31) / 32;
   float x[kEach];
 
-  __device__ void read(const float* head, int row, const Turn& turn, bool rotates) {
+  __device__ void read(const float* head, const Norm& norm, int row, const Turn& turn, bool rotates) {
     const RotaryTable& t = turn.table;
     const int lane = threadIdx.x % 32, half = rotates ? t.dim / 2 : 0;
-    float partner[kEach], cosine[kEach], sine[kEach];
+    float partner[kEach], cosine[kEach], sine[kEach], weights[kEach], partner_weights[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; i++) {
       const int f = i * 32 + lane;
       x[i] = f < kDim ? head[f] : 0.0f;
+      if (norm.weight) weights[i] = f < kDim ? norm.weight[f] : 0.0f;
       if (f >= 2 * half) continue;
       const int angle = turn.interleaved ? f / 2 : f < half ? f : f - half;
-      partner[i] = head[turn.interleaved ? f ^ 1 : f < half ? f + half : f - half];
+      const int other = turn.interleaved ? f ^ 1 : f < half ? f + half : f - half;
+      partner[i] = head[other];
+      if (norm.weight) partner_weights[i] = norm.weight[other];
       cosine[i] = t.cosine[(size_t)row * half + angle], sine[i] = t.sine[(size_t)row * half + angle];
+    }
+    if (norm.weight) {
+      float sum = 0;
+#pragma unroll
+      for (int i = 0; i < kEach; i++) sum = fmaf(x[i], x[i], sum);
+      const float factor = 1.0f / sqrtf(warp_sum(sum) / kDim + norm.eps), one = norm.unit_offset ? 1.0f : 0.0f;
+#pragma unroll
+      for (int i = 0; i < kEach; i++) {
+        x[i] = x[i] * factor * (weights[i] + one);
+        if (i * 32 + lane < 2 * half) partner[i] = partner[i] * factor * (partner_weights[i] + one);
+      }
     }
 #pragma unroll
     for (int i = 0; i < kEach; i++) {
@@ -193,7 +207,8 @@ class Attender {
       if (item < rows.count) {
         if (!rows.has(item, kv_head)) continue;
         const int row = rows.row(item);
-        head.read(a_.qkv + (size_t)row * a_.width + (size_t)rows.head(item, kv_head) * kDim, row, turn, rotates);
+        head.read(a_.qkv + (size_t)row * a_.width + (size_t)rows.head(item, kv_head) * kDim, a_.query_norm, row, turn,
+                  rotates);
         head.write(queries_ + item * S::kStride);
         continue;
       }
@@ -203,8 +218,8 @@ class Attender {
       const int key = a_.width / kDim - 2 * a_.cache.kv_heads + kv_head;
       const float* from = a_.qkv + (size_t)row * a_.width + (size_t)key * kDim;
       TurnedHead<kDim> value;
-      value.read(from + a_.cache.kv_heads * kDim, row, turn, false);
-      head.read(from, row, turn, rotates);
+      value.read(from + a_.cache.kv_heads * kDim, Norm(), row, turn, false);
+      head.read(from, a_.key_norm, row, turn, rotates);
       char* to = const_cast<char*>(head_of(a_.cache, span, kv_head));
       if constexpr (S::kCodes) {
         const int size = a_.cache.span_size;

@@ -83,38 +83,50 @@ __device__ void copy_context(const Attention& a, const int* table, int kv_head, 
   }
 }
 
-__device__ void put_piece(char* to, int pair, int piece, const float (&x)[8]) {
+// kept: all ones, or zero, which such a piece then is.
+__device__ void put_piece(char* to, int pair, int piece, const float (&x)[8], uint32_t kept) {
   *reinterpret_cast<uint4*>(to + piece / 8 * kBlockBytes + piece_offset(pair, piece % 8)) =
-      make_uint4(two_bf16(x[0], x[1]), two_bf16(x[2], x[3]), two_bf16(x[4], x[5]), two_bf16(x[6], x[7]));
+      make_uint4(two_bf16(x[0], x[1]) & kept, two_bf16(x[2], x[3]) & kept, two_bf16(x[4], x[5]) & kept,
+                 two_bf16(x[6], x[7]) & kept);
 }
 
 // Queries of 64 pairs from `first` on, by a warpgroup; turns: rotated, halves with halves, as store_cache() does it.
-template <int kDim>
-__device__ void copy_queries(const Attention& a, const TileRows& rows, int first, int kv_head, bool turns,
-                             const RotaryTable& t, char* to) {
-  constexpr int kHalf = kDim / 2, kPieces = kHalf / 8;
+// All are on their way before the first is needed: nobody multiplies meanwhile.
+template <int kDim, bool turns>
+__device__ void copy_queries(const Attention& a, const TileRows& rows, int first, int kv_head, const RotaryTable& t,
+                             char* to) {
+  constexpr int kHalf = kDim / 2, kPieces = kHalf / 8, kTurns = kBlock * kPieces / 128;
+  const int piece = threadIdx.x % kPieces, own = threadIdx.x % 128 / kPieces;
+  float x[kTurns][8], y[kTurns][8], cosine[kTurns][8], sine[kTurns][8];
+  uint32_t kept[kTurns];
+  const auto eight = [](const float* from, float(&values)[8]) {
+    const float4 low = reinterpret_cast<const float4*>(from)[0], high = reinterpret_cast<const float4*>(from)[1];
+    values[0] = low.x, values[1] = low.y, values[2] = low.z, values[3] = low.w;
+    values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
+  };
 #pragma unroll
-  for (int turn = 0; turn < kBlock * kPieces / 128; turn++) {
-    const unsigned i = turn * 128 + threadIdx.x % 128;
-    const int pair = i / kPieces, piece = i % kPieces;
-    float x[8] = {}, y[8] = {};
-    if (first + pair < rows.count && rows.has(first + pair, kv_head)) {
-      const int row = rows.row(first + pair);
-      const float* head = a.qkv + (size_t)row * a.width + rows.head(first + pair, kv_head) * kDim;
-      read_eight(head, piece * 8, kDim, x), read_eight(head, kHalf + piece * 8, kDim, y);
-      if (turns) {
-        float cosine[8], sine[8];
-        read_eight(t.cosine + (size_t)row * kHalf, piece * 8, kHalf, cosine);
-        read_eight(t.sine + (size_t)row * kHalf, piece * 8, kHalf, sine);
+  for (int turn = 0; turn < kTurns; turn++) {
+    const int pair = first + own + turn * (128 / kPieces);
+    const bool there = pair < rows.count && rows.has(pair, kv_head);
+    const int row = there ? rows.row(pair) : rows.tile.row, column = there ? rows.head(pair, kv_head) * kDim : 0;
+    kept[turn] = there ? ~0u : 0;
+    const float* head = a.qkv + (size_t)row * a.width + column;
+    eight(head + piece * 8, x[turn]), eight(head + kHalf + piece * 8, y[turn]);
+    if (!turns) continue;
+    const size_t at = (size_t)row * kHalf + piece * 8;
+    eight(t.cosine + at, cosine[turn]), eight(t.sine + at, sine[turn]);
+  }
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
-          const float was = x[j];
-          x[j] = __fmul_rn(was, cosine[j]) - __fmul_rn(y[j], sine[j]);
-          y[j] = __fmul_rn(y[j], cosine[j]) + __fmul_rn(was, sine[j]);
-        }
-      }
+  for (int turn = 0; turn < kTurns; turn++) {
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      if (!turns) continue;
+      const float was = x[turn][j];
+      x[turn][j] = __fmul_rn(was, cosine[turn][j]) - __fmul_rn(y[turn][j], sine[turn][j]);
+      y[turn][j] = __fmul_rn(y[turn][j], cosine[turn][j]) + __fmul_rn(was, sine[turn][j]);
     }
-    put_piece(to, pair, piece, x), put_piece(to, pair, kPieces + piece, y);
+    const int pair = own + turn * (128 / kPieces);
+    put_piece(to, pair, piece, x[turn], kept[turn]), put_piece(to, pair, kPieces + piece, y[turn], kept[turn]);
   }
   written_for_products();
 }
@@ -148,7 +160,7 @@ class Attender {
     commit_products();
   }
   // Scores become weights, while products with the weights before may be under way: what was seen before in the run
-  // is made relative to the new maximum afterwards, by take_weights(). first: of a run; the one before may not have
+  // is made relative to the new maximum afterwards, by shrink_values(). first: of a run; the one before may not have
   // ended yet.
   __device__ void weigh(int begin, bool first) {
     const bool whole = begin + kTokens - 1 <= min(positions_[0], positions_[1]) && begin >= max(least_[0], least_[1]);
@@ -186,12 +198,14 @@ class Attender {
 #pragma unroll
     for (int h = 0; h < 2; h++) sum_[h] = summed(sum_[h], by_[h], halves[h]);
   }
-  // Once no products with the weights before are under way. first: of a run, whose values begin anew.
-  __device__ void take_weights(bool first) {
-    if (!first && __any_sync(0xffffffffu, by_[0] != 1 || by_[1] != 1)) {
+  // What was seen before in the run is made relative to its maximum now. Once no products with weights are under way.
+  __device__ void shrink_values() {
+    if (!__any_sync(0xffffffffu, by_[0] != 1 || by_[1] != 1)) return;
 #pragma unroll
-      for (int i = 0; i < kValues; i++) values_[i] *= by_[i % 4 / 2];
-    }
+    for (int i = 0; i < kValues; i++) values_[i] *= by_[i % 4 / 2];
+  }
+  // Likewise.
+  __device__ void take_weights() {
 #pragma unroll
     for (int i = 0; i < kScores / 2; i++) weights_[i / 4][i % 4] = two_bf16(scores_[2 * i], scores_[2 * i + 1]);
   }
@@ -236,13 +250,14 @@ class Attender {
       const int pair = pair_ + 8 * h;
       const bool there = pair < rows_.count && rows_.has(pair, kv_head);
       const int row = there ? rows_.row(pair) : 0, column = rows_.head(pair, kv_head) * kDim;
+      const float inverse = inverse_of(total_sum_[h]);
 #pragma unroll
       for (int v = 0; v < kDim / 8; v += 4) {
         uint32_t words[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           const float* values = total_ + (v + i) * 4 + 2 * h;
-          const float first = share(values[0], total_sum_[h]), second = share(values[1], total_sum_[h]);
+          const float first = __fmul_rn(values[0], inverse), second = __fmul_rn(values[1], inverse);
           words[i] = two_bf16(first, second);
           if (there && !a_.out.tiles)
             *reinterpret_cast<float2*>(a_.out.values + (size_t)row * a_.out.width + column + (v + i) * 8 +
@@ -336,31 +351,36 @@ __global__ void __launch_bounds__(kThreads, 1)
   const auto release = [&](int stage) {
     if (threadIdx.x % 128 == 0) barrier_arrive(&barriers.empty[stage]);
   };
-  const auto await = [&] {
-    barrier_wait(&barriers.full[ring.stage], ring.parity);
+  const auto await = [&](const Ring<kStages>& at) {
+    barrier_wait(&barriers.full[at.stage], at.parity);
     written_for_products();
   };
+  const auto all_here = [&] { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); };
   for (int number = 0;; number++) {
-    await();
+    await(ring);
     const Item item = barriers.items[number % kItems];
     if (item.kv_head < 0) return;
     const TileRows rows(a, item.tile, kManyPairs);
     const int last = rows.position(rows.count - 1);
     int begin = rows.first_run * kRunTokens;
     if (group * kBlock >= rows.count) {
+      // No products here make warps wait for each other; one that the others leave more than a turn of the ring behind
+      // would wait for a stage that has long been full, and without end.
       for (; begin <= last; begin += kTokens, ring.next()) {
         barrier_wait(&barriers.full[ring.stage], ring.parity);
+        all_here();
         release(ring.stage);
       }
       continue;
     }
-    const auto all_here = [&] { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); };
     all_here();  // nobody computes with the queries before any more
-    copy_queries<kDim>(a, rows, group * kBlock, item.kv_head, turns, table, shared + group * S::kTensorBytes);
+    char* own = shared + group * S::kTensorBytes;
+    if (turns) copy_queries<kDim, true>(a, rows, group * kBlock, item.kv_head, table, own);
+    else copy_queries<kDim, false>(a, rows, group * kBlock, item.kv_head, table, own);
     all_here();
     Attender<kDim, kCapped> attender(a, rows, group * kBlock, queries + group * S::kTensorBytes);
-    // Warpgroups, if both have pairs, begin products by turns: so that weights of one are computed while products of
-    // the other are.
+    // Warpgroups, if both have pairs, begin to compute scores by turns: so that weights of one are computed while
+    // products of the other are.
     const bool both = rows.count > kBlock;
     const auto await_turn = [&] {
       if (both) asm volatile("bar.sync %0, 256;" ::"r"(3 + group) : "memory");
@@ -368,34 +388,50 @@ __global__ void __launch_bounds__(kThreads, 1)
     const auto give_turn = [&] {
       if (both) asm volatile("bar.arrive %0, 256;" ::"r"(4 - group) : "memory");
     };
-    if (group == 1) give_turn();
-    attender.begin_scores(stages + ring.stage * S::kStageBytes);
+    const auto next_of = [](Ring<kStages> at) {
+      at.next();
+      return at;
+    };
+    const auto place = [&] { return stages + ring.stage * S::kStageBytes; };
+    attender.begin_scores(place());
+    if (begin + kTokens <= last) {
+      if (group == 1) give_turn();
+      await(next_of(ring));
+    }
     attender.template wait_scores<false>();
     attender.weigh(begin, true);
-    while (begin <= last) {
-      const bool first = begin % kRunTokens == 0;
-      attender.take_weights(first);
-      const int stage = ring.stage;
-      const uint32_t values = stages + stage * S::kStageBytes + S::kTensorBytes;
-      begin += kTokens, ring.next();
-      const bool goes_on = begin <= last, ends = begin % kRunTokens == 0 || !goes_on;
-      if (goes_on) {
-        await();
-        await_turn();
-        attender.begin_scores(stages + ring.stage * S::kStageBytes);
-        attender.begin_values(values, first);
-        give_turn();
-        attender.template wait_scores<true>();
-        attender.weigh(begin, ends);
-      } else {
-        await_turn();
-        attender.begin_values(values, first);
-        if (group == 0) give_turn();
-      }
+    int before = -1;  // the stage of the values before
+    const auto take_weights = [&] {
       attender.wait_values();
-      release(stage);
-      if (ends) attender.end_run(goes_on);
+      if (before >= 0) release(before);
+      attender.take_weights();
+    };
+    const auto go_on = [&](int stage) {
+      const bool first = begin % kRunTokens == 0;
+      if (!first) attender.shrink_values();
+      else if (before >= 0) attender.end_run(true);
+      attender.begin_values(stages + stage * S::kStageBytes + S::kTensorBytes, first);
+      before = stage;
+    };
+    for (; begin + kTokens <= last; begin += kTokens) {
+      const bool goes_further = begin + 2 * kTokens <= last;
+      const int stage = ring.stage;
+      take_weights();
+      ring.next();
+      await_turn();
+      attender.begin_scores(place());
+      if (group == 0 || goes_further) give_turn();
+      go_on(stage);  // while scores are computed
+      if (goes_further) await(next_of(ring));
+      attender.template wait_scores<true>();
+      attender.weigh(begin + kTokens, (begin + kTokens) % kRunTokens == 0);
     }
+    take_weights();
+    go_on(ring.stage);
+    ring.next();
+    attender.wait_values();
+    release(before);
+    attender.end_run(false);
     attender.write(item.kv_head);
   }
 #endif

@@ -138,16 +138,33 @@ __global__ void __launch_bounds__(kThreads)
     const int block = piece / 4;
     *reinterpret_cast<uint4*>(out.values + ((size_t)(row / kBlock) * segments.blocks + block) * kByteBlock +
                               byte_piece(row % kBlock, piece % 4)) = make_uint4(words[0], words[1], words[2], words[3]);
-    if (!kFloats) atomicAdd(&sums[segments.end(block)], sum);
+    return sum;
+  };
+  // A warp's pieces are most often all of one segment: then it adds once.
+  const auto add = [&](int piece, int sum) {
+    const int first = segments.end(min(piece - lane, pieces - 1) / 4),
+              last = segments.end(min(piece - lane + 31, pieces - 1) / 4);
+    if (first == last) {
+      sum = __reduce_add_sync(0xffffffffu, sum);
+      if (lane == 0) atomicAdd(&sums[first], sum);
+    } else if (piece < pieces) {
+      atomicAdd(&sums[segments.end(piece / 4)], sum);
+    }
   };
 #pragma unroll
-  for (int i = 0; i < kKept; i++)
-    if (const int piece = piece_of(i); piece < pieces) store(piece, kept[i]);
+  for (int i = 0; i < kKept; i++) {
+    const int piece = piece_of(i), sum = piece < pieces ? store(piece, kept[i]) : 0;
+    if constexpr (!kFloats) add(piece, sum);
+  }
   if constexpr (!kNorms)
-    for (int piece = piece_of(kKept); piece < pieces; piece += kThreads) {
-      Piece<kTiles> x;
-      x.read(in, row, piece * kPieceColumns);
-      store(piece, x);
+    for (int piece = piece_of(kKept); piece - lane < pieces; piece += kThreads) {
+      int sum = 0;
+      if (piece < pieces) {
+        Piece<kTiles> x;
+        x.read(in, row, piece * kPieceColumns);
+        sum = store(piece, x);
+      }
+      if constexpr (!kFloats) add(piece, sum);
     }
   if (kFloats) return;
   __syncthreads();

@@ -164,9 +164,22 @@ __device__ inline void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint3
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Where a value of a row of an op's output goes; of norms perhaps both.
+// Into another GPU's memory, which looks for them there (sum_ranks.cu).
+__device__ inline void push(uint16_t* to, uint16_t value) {
+  asm volatile("st.relaxed.sys.global.u16 [%0], %1;" ::"l"(to), "h"(value) : "memory");
+}
+__device__ inline void push(uint16_t* to, const uint2& values) {
+  asm volatile("st.relaxed.sys.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(values.x), "r"(values.y) : "memory");
+}
+
+// Where a value of a row of an op's output goes; of norms perhaps both. kPushes: and perhaps to another GPU.
+template <bool kPushes = false>
 __device__ inline void put(const Rows& out, int row, int column, float value) {
-  if (out.tiles) out.tiles[tile_offset(row, column, blocks_of(out.width))] = to_bf16(value);
+  if (out.tiles) {
+    const size_t at = tile_offset(row, column, blocks_of(out.width));
+    out.tiles[at] = to_bf16(value);
+    if (kPushes && out.copy) push(out.copy + at, to_bf16(value));
+  }
   if (out.values) out.values[(size_t)row * out.width + column] = value;
 }
 
@@ -176,7 +189,7 @@ __device__ inline void put(const Rows& out, int row, int column, float value) {
 struct Place {
   int row, column;
 };
-template <int kCount, typename Where>
+template <int kCount, bool kPushes = false, typename Where>
 __device__ inline void finish(const Product& p, int rows, int width, const float* sums, Where where) {
   float before[kCount], bias[kCount];
 #pragma unroll
@@ -193,7 +206,7 @@ __device__ inline void finish(const Product& p, int rows, int width, const float
     float sum = sums[i];
     if (p.bias) sum = __fadd_rn(sum, bias[i]);
     if (p.adds) sum = __fadd_rn(before[i], sum);
-    put(p.y, at.row, at.column, sum);
+    put<kPushes>(p.y, at.row, at.column, sum);
   }
 }
 
@@ -218,23 +231,27 @@ __device__ inline float4 sum_of(const float4& a, const float4& b) {
   return make_float4(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w));
 }
 // Where they are of the row's width: at once, where they are aligned.
+template <bool kPushes = false>
 __device__ inline void put_four(const Rows& out, int row, int column, int width, const float4& x) {
   const float values[4] = {x.x, x.y, x.z, x.w};
   if (column + 4 > width || (!out.tiles && out.width % 4)) {
 #pragma unroll
     for (int i = 0; i < 4; i++)
-      if (column + i < width) put(out, row, column + i, values[i]);
+      if (column + i < width) put<kPushes>(out, row, column + i, values[i]);
   } else if (out.tiles) {
-    *reinterpret_cast<uint2*>(out.tiles + tile_offset(row, column, blocks_of(out.width))) =
-        make_uint2(two_bf16(x.x, x.y), two_bf16(x.z, x.w));
+    const size_t at = tile_offset(row, column, blocks_of(out.width));
+    const uint2 four = make_uint2(two_bf16(x.x, x.y), two_bf16(x.z, x.w));
+    *reinterpret_cast<uint2*>(out.tiles + at) = four;
+    if (kPushes && out.copy) push(out.copy + at, four);
   } else {
     *reinterpret_cast<float4*>(out.values + (size_t)row * out.width + column) = x;
   }
 }
+template <bool kPushes = false>
 __device__ inline void finish_four(const Product& p, int row, int column, float4 sums, const Added& added) {
   if (p.bias) sums = sum_of(sums, added.bias);
   if (p.adds) sums = sum_of(added.before, sums);
-  put_four(p.y, row, column, p.w.n, sums);
+  put_four<kPushes>(p.y, row, column, p.w.n, sums);
 }
 
 // To a few units in the last place, which products' rounding hides: six instructions, as many kernels wait for them.

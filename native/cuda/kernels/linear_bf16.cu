@@ -139,10 +139,10 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(Product p, int 
         if (i == threadIdx.x && tile == blockIdx.x) {
           if (p.bias) total = __fadd_rn(total, bias);
           if (p.adds) total = __fadd_rn(before, total);
-          if (is_own) put(p.y, own.row, own.column, total);
+          if (is_own) put<true>(p.y, own.row, own.column, total);
         } else {
-          finish<1>(p, rows, p.w.n, &total,
-                    [&](int) { return Place{first_row + i / kColumns, tile * kColumns + i % kColumns}; });
+          finish<1, true>(p, rows, p.w.n, &total,
+                          [&](int) { return Place{first_row + i / kColumns, tile * kColumns + i % kColumns}; });
         }
       }
       __syncthreads();
@@ -193,7 +193,7 @@ void linear_bf16(const Product& p, int rows, const Queue& queue, By by) {
   const bool stream = p.w.most_pieces == 1;
   if (by == By::any) {
     constexpr int64_t kSmall = 10 << 20;  // values of a matrix that is there before clusters have begun
-    if (rows > 256 || (rows > 128 && wide_is_best(p, rows))) by = By::wide;
+    if (rows > 256 || (rows > 128 && !p.y.copy && wide_is_best(p, rows))) by = By::wide;
     else if (stream) by = By::stream;
     else by = rows <= 8 && (int64_t)p.w.n * p.w.k < kSmall ? By::mma : By::split;
   }

@@ -7,10 +7,14 @@
 // adjacent tiles of rows and of columns are a cluster: each copies a part of what they share for all. Pieces of K
 // (tiles.h) are computed one after the other and added in registers; or, where tiles are too few for all processors,
 // by as many blocks of a cluster, which then add them up out of each other's memory.
+#include <algorithm>
 #include <cstdint>
+#include <type_traits>
+#include <utility>
 
 #include "cuda/kernels/linear_integer.h"
 #include "cuda/kernels/row_sums.cuh"
+#include "cuda/kernels/tile_parts.cuh"
 #include "cuda/kernels/wgmma_registers.cuh"
 
 namespace as {
@@ -20,6 +24,8 @@ namespace {
 constexpr int kMostShared = 226 << 10;
 constexpr int kGroups = 2, kRows = kGroups * kBlock, kThreads = 128 * (1 + kGroups);  // warpgroups that multiply
 constexpr int kStep = 2;                                                              // blocks of K
+// How many rows' tiles are shared by blocks that are at work at the same time: they stay in the cache.
+constexpr int kBandRows = 2048;
 // From one row of sums in shared memory to the next: two adjacent ones of each of eight rows lie in different banks.
 AS_BOTH constexpr int sums_stride(int columns) { return columns + 8; }
 
@@ -35,31 +41,36 @@ struct Shape {
   static constexpr int kColumns = kColumns_, kDown = kDown_, kAcross = kAcross_;
   static constexpr Sums kSums = kSums_;
   static constexpr bool kBeside = kSums == Sums::beside;
-  static constexpr int kSharers = kDown * kAcross;
+  static constexpr int kSharers = kDown * kAcross, kTileRows = kRows, kBand = kBandRows / (kDown * kRows);
   static constexpr int kRowBytes = kStep * kRows * kByteRow, kStageBytes = kRowBytes + kStep * kColumns * kByteRow;
-  static constexpr int kStages = kMostShared / kStageBytes, kShared = kStages * kStageBytes;
+  // What the end of a tile reads beside sums, in words: scales and biases of its columns, scales of a warpgroup's rows,
+  // and of integers sums of these rows. A warpgroup has two, as some of its warps may still read that of the tile
+  // before.
+  static constexpr int kRowSums = kFloats ? 0 : kSums == Sums::chained ? kMostPieces : 1;
+  static constexpr int kEndWords = kFloats && kBeside ? 0 : 2 * kColumns + (1 + kRowSums) * kBlock;
+  static constexpr int kEndBytes = kGroups * 2 * kEndWords * 4;
+  // Of sums of pieces what a thread keeps in registers; the others are in shared memory.
+  static constexpr int kTotals = kSums == Sums::chained ? kColumns / 2 : 0;
+  static constexpr int kKept = kColumns / 2 + kTotals <= 192 ? kTotals : 192 - kColumns / 2;
+  static constexpr int kTotalsBytes = kGroups * 128 * (kTotals - kKept) * 4;
+  static constexpr int kStages = (kMostShared - kEndBytes - kTotalsBytes) / kStageBytes;
+  static constexpr int kStagesBytes = kStages * kStageBytes, kShared = kStagesBytes + kEndBytes + kTotalsBytes;
+  // How many steps one warpgroup is ahead of the other: it writes while that one multiplies.
+  static constexpr int kAhead = kStages > 3 ? 2 : 1;
   // Whole blocks of rows, and groups of eight columns, are what each block of a cluster copies.
   static_assert(kGroups % kAcross == 0 && kColumns % (8 * kDown) == 0 && kColumns % 16 == 0);
-  static_assert(!kBeside || kRows * sums_stride(kColumns) * 4 <= kShared);
+  static_assert(!kBeside || kRows * sums_stride(kColumns) * 4 <= kStagesBytes);
 };
 
-// The tiles of a product, cluster by cluster.
-struct Walk {
-  int down, across;  // clusters' tiles
-
-  AS_BOTH int count() const { return down * across; }
-};
 template <typename S>
-Walk walk_of(int rows, int columns) {
-  return {ceil_div(rows, S::kDown * kRows), ceil_div(columns, S::kAcross * S::kColumns)};
+Walk walk_of(int rows, const Pieces& k, int columns) {
+  const int down = ceil_div(rows, S::kDown * kRows), across = ceil_div(columns, S::kAcross * S::kColumns);
+  return {down, across, down * across, S::kBeside ? k.blocks : k.length};
 }
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 constexpr int kCopiers = 4;  // threads that copy
-// How many steps one warpgroup is ahead of the other: it writes while that one multiplies.
-constexpr int kAhead = 2;
-// How many rows' tiles are shared by blocks that are at work at the same time: they stay in the cache.
-constexpr int kBandRows = 2048;
+constexpr int kPlaces = 16;
 
 constexpr int gcd(int a, int b) { return b ? gcd(b, a % b) : a; }
 
@@ -70,19 +81,6 @@ struct Own {
   static constexpr int kRows = kGroups / S::kAcross, kColumns = S::kColumns / S::kDown;
   static constexpr int kParts = (kBlock - gcd(kColumns, kBlock) + kColumns - 1) / kBlock + 1;
   static constexpr int kCopies = kRows + kStep * kParts;
-};
-
-// A block's tile among a cluster's: in their order some tiles of rows take one of columns after the other.
-struct TilePlace {
-  int row, column;
-
-  template <typename S>
-  __device__ static TilePlace of(const Walk& walk, int tile, int down, int across) {
-    constexpr int kBand = kBandRows / (S::kDown * kRows);
-    const int first = tile / (kBand * walk.across) * kBand, there = min(kBand, walk.down - first);
-    const int within = tile - first * walk.across;
-    return {((first + within % there) * S::kDown + down) * kRows, (within / there * S::kAcross + across) * S::kColumns};
-  }
 };
 
 // A copy that a thread asks for in each step: of some rows of one block, for a block of K or for all of a step.
@@ -96,7 +94,7 @@ struct Copy {
 
 // Number n of the copies of a block of threads; first: block of K.
 template <typename S>
-__device__ Copy copy_of(const Product& p, int rows, const TilePlace& at, int blocks, int first, int down, int across,
+__device__ Copy copy_of(const Product& p, int rows, const TilePart& at, int blocks, int first, int down, int across,
                         int n) {
   Copy copy;
   if (n < Own<S>::kRows) {
@@ -121,16 +119,12 @@ __device__ Copy copy_of(const Product& p, int rows, const TilePlace& at, int blo
   return copy;
 }
 
-// The next products begin anew: what is there need not be kept until then.
-template <int kValues>
-__device__ void forget(float (&d)[kValues]) {
+// The next products begin anew: nothing of the last ones need stay in registers until then. Their first does not read
+// these zeros, but the compiler counts with a value.
+template <typename Sum, int kValues>
+__device__ void forget(Sum (&d)[kValues]) {
 #pragma unroll
-  for (int i = 0; i < kValues; i++) asm volatile("" : "=f"(d[i]));
-}
-template <int kValues>
-__device__ void forget(int (&d)[kValues]) {
-#pragma unroll
-  for (int i = 0; i < kValues; i++) asm volatile("" : "=r"(d[i]));
+  for (int i = 0; i < kValues; i++) d[i] = 0;
 }
 
 template <int kColumns>
@@ -146,63 +140,133 @@ __device__ void multiply(int (&d)[kColumns / 2], uint32_t own, uint32_t theirs, 
   IntegerTile<kColumns>::multiply(d, byte_descriptor(own), byte_descriptor(theirs), adds);
 }
 
-// Of 16 columns from `column` on what a thread's scales are, in the order of its sums of a row: columns 2 q, 2 q + 1,
-// 8 + 2 q, 9 + 2 q.
-__device__ inline void read_scales(const Product& p, int column, uint32_t (&scales)[4]) {
-  uint4 four = make_uint4(0, 0, 0, 0);
-  if (column < p.w.n)
-    four = *reinterpret_cast<const uint4*>(p.w.codes.scales + scale_of(column + threadIdx.x % 4 * 2, 0, 1));
+__device__ inline void warps_meet(int group) { asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory"); }
+
+// What the end of a warpgroup's tile reads (kEndWords) is on its way into shared memory. k: of the pieces that are
+// computed here; first_block: of K.
+template <typename S>
+__device__ void ask_for_end(const Product& p, int rows, int first_row, int first_column, const Pieces& k,
+                            int first_block, uint32_t to) {
+  for (int word = threadIdx.x % 128 * 4; word < S::kEndWords; word += 4 * 128) {
+    const int of_bias = word - S::kColumns, of_row = of_bias - S::kColumns;
+    const void* from = p.w.codes.scales + scale_of(first_column, 0, 1) + word;
+    bool there = first_column + word < blocks_of(p.w.n) * kBlock;
+    if (of_row >= 0) {
+      const int row = first_row + of_row % kBlock, last = min(first_block + of_row / kBlock * k.length, k.blocks) - 1;
+      there = true;
+      if (of_row < kBlock) from = p.bytes.scales + row;
+      else from = p.bytes.sums + (size_t)last * (blocks_of(rows) * kBlock) + row;
+    } else if (of_bias >= 0) {
+      there = p.bias && first_column + of_bias < p.w.n;
+      from = there ? p.bias + first_column + of_bias : nullptr;
+    }
+    copy_16(to + word * 4, from, there);
+  }
+}
+__device__ void await_end(int group) {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  warps_meet(group);
+}
+
+// Of 16 columns from `column` of a tile on what a thread's scales are, in the order of its sums of a row: columns 2 q,
+// 2 q + 1, 8 + 2 q, 9 + 2 q. end: where what ask_for_end() asked for is.
+__device__ inline void read_scales(uint32_t end, int column, uint32_t (&scales)[4]) {
+  const uint4 four = load_16(end + (column + threadIdx.x % 4 * 4) * 4);
   scales[0] = four.x, scales[1] = four.z, scales[2] = four.y, scales[3] = four.w;
 }
-
-// What sums of a piece, whose last block of K is `last`, are as floats: of floats themselves.
-template <int kColumns>
-__device__ void sums_of_piece(const Product&, int, int, int, int, const float* d, float (&sums)[kColumns / 2]) {
+// Of a thread's two rows what there is in that many places behind what is of columns.
+template <typename S>
+__device__ void read_of_rows(uint32_t end, int place, float (&of_rows)[2]) {
+  const int thread = afresh(threadIdx.x % 128), row = thread / 32 * 16 + thread % 32 / 4;
+  const uint32_t at = end + (2 * S::kColumns + place * kBlock + row) * 4;
 #pragma unroll
-  for (int i = 0; i < kColumns / 2; i++) sums[i] = d[i];
+  for (int h = 0; h < 2; h++) asm volatile("ld.shared.f32 %0, [%1];" : "=f"(of_rows[h]) : "r"(at + h * 32));
 }
-template <int kColumns>
-__device__ void sums_of_piece(const Product& p, int rows, int first_row, int first_column, int last, const int* d,
-                              float (&sums)[kColumns / 2]) {
-  const int thread = afresh(threadIdx.x % 128), row = first_row + thread / 32 * 16 + thread % 32 / 4;
-  const float* activations = p.bytes.sums + (size_t)last * blocks_of(rows) * kBlock + row;
-  const float of_rows[2] = {row < rows ? activations[0] : 0, row + 8 < rows ? activations[8] : 0};
+
+// What integers' sums of 16 columns are as floats; d: a thread's; of_rows: sums of its rows.
+__device__ inline void sums_of_integers(uint32_t end, int column, const int* d, const float (&of_rows)[2],
+                                        float (&sums)[8]) {
+  uint32_t scales[4];
+  read_scales(end, column, scales);
 #pragma unroll
-  for (int i = 0; i < kColumns / 16; i++) {
-    uint32_t scales[4];
-    read_scales(p, first_column + 16 * i, scales);
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-      const float of_row = of_rows[j % 4 / 2];
-      float total = 0;
-      add_segment(total, scales[j / 4 * 2 + j % 2], d[8 * i + j] - 128 * (int)of_row, of_row);
-      sums[8 * i + j] = total;
-    }
+  for (int j = 0; j < 8; j++) {
+    const float of_row = of_rows[j % 4 / 2];
+    float total = 0;
+    add_segment(total, scales[j / 4 * 2 + j % 2], d[j] - 128 * (int)of_row, of_row);
+    sums[j] = total;
   }
 }
 
-// Sums times the scales of their columns, if these are floats, and then of their rows.
-template <bool kFloats, int kColumns>
-__device__ void scale_sums(const Product& p, int rows, int first_row, int first_column, float (&sums)[kColumns / 2]) {
-  const int thread = afresh(threadIdx.x % 128), row = first_row + thread / 32 * 16 + thread % 32 / 4;
-  const float of_rows[2] = {row < rows ? p.bytes.scales[row] : 0, row + 8 < rows ? p.bytes.scales[row + 8] : 0};
-#pragma unroll
-  for (int i = 0; i < kColumns / 16; i++) {
+// Of a thread the sums of pieces so far, some of them in shared memory: from that address on.
+template <typename S>
+class Totals {
+ public:
+  static constexpr int kCount = S::kTotals;
+
+  __device__ explicit Totals(uint32_t shared) : shared_(shared) {}
+  __device__ void set(int i, float x) {
+    if (i < S::kKept) kept_[i] = x;
+    else asm volatile("st.shared.f32 [%0], %1;" ::"r"(place(i)), "f"(x) : "memory");
+  }
+  __device__ float get(int i) const {
+    float x = 0;
+    if (i < S::kKept) x = kept_[i];
+    else asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(place(i)) : "memory");
+    return x;
+  }
+  __device__ float operator[](int i) const { return get(i); }
+  __device__ void add(int i, float x) { set(i, __fadd_rn(get(i), x)); }
+
+ private:
+  __device__ uint32_t place(int i) const { return shared_ + (i - S::kKept) * (kGroups * 128 * 4); }
+  float kept_[S::kKept > 0 ? S::kKept : 1];
+  uint32_t shared_;
+};
+
+// What a thread's sums of a tile are in the end, as write_sums() and write_gated() ask for them: of 16 columns, of its
+// first or its second row, columns 2 q, 2 q + 1, 8 + 2 q, 9 + 2 q.
+template <typename S, typename Sums>
+class Results {
+ public:
+  __device__ Results(const Sums& sums, uint32_t end) : sums_(sums), end_(end) {
+    read_of_rows<S>(end, 0, scales_);
+    if constexpr (kConverts) read_of_rows<S>(end, 1, of_rows_);
+  }
+  __device__ void operator()(int sixteen, int h, float (&v)[4]) const {
     uint32_t scales[4];
-    if (kFloats) read_scales(p, first_column + 16 * i, scales);
+    if constexpr (S::kFloats || kConverts) read_scales(end_, sixteen * 16, scales);
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
-      float& sum = sums[8 * i + j];
-      if (kFloats) sum = __fmul_rn(sum, __uint_as_float(scales[j / 4 * 2 + j % 2]));
-      sum = __fmul_rn(sum, of_rows[j % 4 / 2]);
+    for (int i = 0; i < 4; i++) {
+      const Sum sum = sums_[sixteen * 8 + h * 2 + i / 2 * 4 + i % 2];
+      if constexpr (kConverts) {
+        v[i] = 0;
+        add_segment(v[i], scales[i], sum - 128 * (int)of_rows_[h], of_rows_[h]);
+      } else {
+        v[i] = S::kFloats ? __fmul_rn(sum, __uint_as_float(scales[i])) : sum;
+      }
+      v[i] = __fmul_rn(v[i], scales_[h]);
     }
   }
+
+ private:
+  using Sum = std::decay_t<decltype(std::declval<Sums>()[0])>;
+  static constexpr bool kConverts = std::is_same_v<Sum, int>;
+  const Sums& sums_;
+  uint32_t end_;
+  float scales_[2], of_rows_[2];
+};
+
+// Sums of all pieces, or of the one that there is.
+template <bool kChained, typename Totals, typename Sums>
+__device__ const auto& of_pieces(const Totals& total, const Sums& d) {
+  if constexpr (kChained) return total;
+  else return d;
 }
 
 // The end of a tile whose pieces are in the shared memories of a cluster: every thread of it has every so many fours
 // of columns.
 template <typename S, bool kGated>
-__device__ void add_beside(const Product& p, int rows, const TilePlace& at, uint32_t sums, int piece, int pieces,
+__device__ void add_beside(const Product& p, int rows, const TilePart& at, uint32_t sums, int piece, int pieces,
                            int first_rank) {
   constexpr int kColumns = S::kColumns;
   const int fours = (kGated ? kColumns / 2 : kColumns) / 4, first_column = kGated ? at.column / 2 : at.column;
@@ -250,18 +314,24 @@ __device__ void add_beside(const Product& p, int rows, const TilePlace& at, uint
 
 template <typename S, bool kGated>
 __global__ void __launch_bounds__(kThreads, 1)
-    linear_wide_kernel(const __grid_constant__ Product p, int rows, Pieces k, Walk walk, bool late) {
+    linear_wide_kernel(const __grid_constant__ Product p, int rows, Pieces k, const __grid_constant__ Walk walk,
+                       bool late, Scratch scratch) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kColumns = S::kColumns, kDown = S::kDown, kAcross = S::kAcross, kSharers = S::kSharers,
                 kStages = S::kStages;
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64_t full[kStages], empty[kStages];
+  // Where tiles are is said by who copies: that takes divisions, and nobody multiplies meanwhile.
+  __shared__ TilePart places[kPlaces];
+  static_assert(kPlaces >= kStages + 2);  // each that is on its way has a stage at least
   // Of a cluster's blocks of threads those of a tile are adjacent, and then those of a row of tiles.
   const int pieces = S::kBeside ? k.count : 1, cluster = kSharers * pieces;
   const int rank = blockIdx.x % cluster, piece = rank % pieces, down = rank / pieces / kAcross,
             across = rank / pieces % kAcross;
-  const int first_tile = blockIdx.x / cluster, stride = gridDim.x / cluster, tiles = walk.count();
-  const int first_block = piece * k.length, blocks = S::kBeside ? min(k.length, k.blocks - first_block) : k.blocks;
+  const Parts<S> parts(walk, k.blocks, blockIdx.x / cluster, gridDim.x / cluster, down, across);
+  const int count = parts.count();
+  // Of a part of a tile what is computed here.
+  const int first_block = piece * k.length, end_block = S::kBeside ? min(first_block + k.length, k.blocks) : k.blocks;
   const uint32_t stages = shared_address(shared);
   if (!late) let_next_begin();
   if (threadIdx.x == 0) {
@@ -272,7 +342,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   if (kSharers > 1) cluster_barrier();
-  const int group = threadIdx.x / 128 - 1;
+  const int group = warpgroup() - 1;
   Ring<kStages> ring;
   if (group < 0) {
     if constexpr (!S::kBeside) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
@@ -284,20 +354,22 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int i = 0; i < kAcross; i++) beside |= 1 << ((down * kAcross + i) * pieces + piece);
       for (int i = 0; i < kDown; i++) above |= 1 << ((i * kAcross + across) * pieces + piece);
       bool waited = false;
-      for (int tile = first_tile; tile < tiles; tile += stride) {
-        const TilePlace at = TilePlace::of<S>(walk, tile, down, across);
+      for (int number = 0; number < count; number++) {
+        TilePart at = parts[number];
+        if (S::kBeside) at.begin = first_block, at.end = end_block;
+        if (warp == 0) places[number % kPlaces] = at;
         const int there = max(0, min(kRows, blocks_of(rows) * kBlock - at.row)) +
                           max(0, min(kColumns, blocks_of(p.w.n) * kBlock - at.column));
         Copy copies[kCopies];
 #pragma unroll
         for (int i = 0; i < kCopies; i++) {
           const int n = warp + i * kCopiers;
-          if (n < Own<S>::kCopies) copies[i] = copy_of<S>(p, rows, at, k.blocks, first_block, down, across, n);
+          if (n < Own<S>::kCopies) copies[i] = copy_of<S>(p, rows, at, k.blocks, at.begin, down, across, n);
           // Weights are on their way before the kernel before this one has made the rows.
-          if (!waited && (copies[i].of_rows || tile != first_tile)) await_previous(), waited = true;
+          if (!waited && (copies[i].of_rows || number > 0)) await_previous(), waited = true;
         }
-        for (int b = 0; b < blocks; b += kStep, ring.next()) {
-          const int now = min(kStep, blocks - b);
+        for (int b = at.begin; b < at.end; b += kStep, ring.next()) {
+          const int now = min(kStep, at.end - b);
           uint64_t* barrier = &full[ring.stage];
           barrier_wait(&empty[ring.stage], ring.parity ^ 1);
           // All of them are needed for a stage, whatever they copy: so none is ever a turn of the ring ahead or behind.
@@ -325,7 +397,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     await_previous();
     constexpr bool kChained = S::kSums == Sums::chained;
     typename S::Sum d[kColumns / 2];
-    float total[kChained ? kColumns / 2 : 1];
+    Totals<S> total(stages + S::kStagesBytes + S::kEndBytes + (threadIdx.x - 128) * 4);
     // All blocks that share are told, by a thread each: if only those were that copy for this one, one with nothing
     // to wait for (a tile beyond the last) could tell twice what another has not told once.
     const int teller = threadIdx.x % 128;
@@ -334,19 +406,29 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (kSharers == 1) barrier_arrive(&empty[stage]);
       else barrier_arrive_at(&empty[stage], teller * pieces + piece);
     };
-    const bool apart = !S::kBeside && blocks > kAhead * kStep + 1;
+    barrier_wait(&full[0], 0);
+    const int begun = places[0].begin, steps = (places[0].end - begun) / kStep;
+    const bool apart = !S::kBeside && steps > S::kAhead;
     if (group == 1 && apart) asm volatile("bar.sync 1, 256;" ::: "memory");
-    for (int tile = first_tile; tile < tiles; tile += stride) {
-      const TilePlace at = TilePlace::of<S>(walk, tile, down, across);
+    for (int number = 0; number < count; number++) {
+      barrier_wait(&full[ring.stage], ring.parity);
+      const TilePart at = places[number % kPlaces];
       const bool there = at.row + group * kBlock < rows && at.column < p.w.n;
-      if (!kGated && !S::kBeside && p.adds && there)
+      const uint32_t end_now = stages + S::kStagesBytes + (group * 2 + number % 2) * S::kEndWords * 4;
+      if (S::kEndWords > 0 && there)
+        ask_for_end<S>(p, rows, at.row + group * kBlock, at.column, k, first_block, end_now);
+      if (!kGated && !S::kBeside && p.adds && there && at.end == k.blocks)
         ask_for_added<kColumns>(p, rows, at.row + group * kBlock, at.column);
       if constexpr (kChained) {
+        if (at.begin > 0 && there) {
+          go_on_from(scratch, blockIdx.x - cluster, group, 2 + group, total);
+        } else {
 #pragma unroll
-        for (int i = 0; i < kColumns / 2; i++) total[i] = -0.0f;  // with which a sum is what is added
+          for (int i = 0; i < kColumns / 2; i++) total.set(i, -0.0f);  // with which a sum is what is added
+        }
       }
-      for (int b = 0; b < blocks;) {
-        const int first = b, end = min(b + k.length, blocks);
+      for (int b = at.begin; b < at.end;) {
+        const int first = b, end = min(b + k.length, at.end);
         int last = 0;
         // A block of a stage; nothing may branch between products that are under way.
         const auto multiply_block = [&](int block, bool adds) {
@@ -366,10 +448,12 @@ __global__ void __launch_bounds__(kThreads, 1)
             multiply_block(0, b > first), multiply_block(1, true);
             commit_products();
             wait_products<1>();
+          } else {  // one thread tells for all, and a warp that still writes the tile before must not miss a turn
+            warps_meet(group);
           }
           if (b > first) release(last);
           last = ring.stage;
-          if (group == 0 && b == kAhead * kStep && tile == first_tile && apart)
+          if (group == 0 && b == begun + S::kAhead * kStep && number == 0 && apart)
             asm volatile("bar.arrive 1, 256;" ::: "memory");
         }
         wait_products<0>();
@@ -388,27 +472,36 @@ __global__ void __launch_bounds__(kThreads, 1)
         if constexpr (kChained) {
           if constexpr (S::kFloats) {
 #pragma unroll
-            for (int i = 0; i < kColumns / 2; i++) total[i] = __fadd_rn(total[i], d[i]);
+            for (int i = 0; i < kColumns / 2; i++) total.add(i, d[i]);
           } else {
+            if (first == at.begin) await_end(group);
+            float of_rows[2];
+            read_of_rows<S>(end_now, 1 + first / k.length, of_rows);
 #pragma unroll
             for (int c = 0; c < kColumns; c += 16) {
               float part[8];
-              sums_of_piece<16>(p, rows, at.row + group * kBlock, at.column + c, end - 1, d + c / 2, part);
+              sums_of_integers(end_now, c, d + c / 2, of_rows, part);
 #pragma unroll
-              for (int i = 0; i < 8; i++) total[c / 2 + i] = __fadd_rn(total[c / 2 + i], part[i]);
+              for (int i = 0; i < 8; i++) total.add(c / 2 + i, part[i]);
             }
           }
         }
       }
-      constexpr int kPart = kColumns % 64 == 0 ? 64 : kColumns % 48 == 0 ? 48 : kColumns;  // columns
       if constexpr (S::kBeside) {
         asm volatile("bar.sync 1, 256;" ::: "memory");  // nobody reads the stages any more
         const int lane = threadIdx.x % 32, row = group * kBlock + threadIdx.x % 128 / 32 * 16 + lane / 4;
         float* sums = reinterpret_cast<float*>(shared) + row * sums_stride(kColumns) + lane % 4 * 2;
+        float of_rows[2];
+        if constexpr (!S::kFloats) await_end(group), read_of_rows<S>(end_now, 1, of_rows);
 #pragma unroll
         for (int c = 0; c < kColumns; c += 16) {
           float part[8];
-          sums_of_piece<16>(p, rows, at.row + group * kBlock, at.column + c, first_block + blocks - 1, d + c / 2, part);
+          if constexpr (S::kFloats) {
+#pragma unroll
+            for (int i = 0; i < 8; i++) part[i] = d[c / 2 + i];
+          } else {
+            sums_of_integers(end_now, c, d + c / 2, of_rows, part);
+          }
 #pragma unroll
           for (int i = 0; i < 8; i += 4) {
             float* to = sums + c + i * 2;
@@ -418,32 +511,29 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       } else {
         if (!there) continue;
-        const TilePlace end = TilePlace::of<S>(walk, afresh(tile), down, across);
-        const int first_row = end.row + group * kBlock;
-        // Some columns at a time: their scales stay in registers beside all sums.
-#pragma unroll
-        for (int c = 0; c < kColumns; c += kPart) {
-          const int column = end.column + c;
-          float part[kPart / 2];
-          if constexpr (kChained) {
-#pragma unroll
-            for (int i = 0; i < kPart / 2; i++) part[i] = total[c / 2 + i];
-          } else {
-            sums_of_piece<kPart>(p, rows, first_row, column, k.blocks - 1, d + c / 2, part);
+        if constexpr (kChained) {
+          if (places[afresh(number) % kPlaces].end < k.blocks) {
+            hand_over(scratch, group, 2 + group, total);
+            continue;
           }
-          scale_sums<S::kFloats, kPart>(p, rows, first_row, column, part);
-          if constexpr (!kGated) write_sums<kPart>(p, rows, first_row, column, part);
-          else if (p.bias) write_gated<true, kPart>(p, rows, first_row, column / 2, part);
-          else write_gated<false, kPart>(p, rows, first_row, column / 2, part);
         }
+        constexpr int kAsked = kChained ? kColumns == 128 ? 8 : 6 : 4;  // there are registers for so many
+        const TilePart end = places[afresh(number) % kPlaces];
+        const int first_row = end.row + group * kBlock;
+        if constexpr (S::kFloats || !kChained) await_end(group);
+        const auto& sums = of_pieces<kChained>(total, d);
+        const Results<S, std::decay_t<decltype(sums)>> results(sums, end_now);
+        if constexpr (!kGated)
+          write_sums<kColumns, kAsked>(p, rows, first_row, end.column, results, end_now + kColumns * 4);
+        else if (p.bias) write_gated<true, kColumns>(p, rows, first_row, end.column / 2, results);
+        else write_gated<false, kColumns>(p, rows, first_row, end.column / 2, results);
       }
     }
   }
   __syncwarp();
   if constexpr (S::kBeside) {
     cluster_barrier();
-    const TilePlace at = TilePlace::of<S>(walk, first_tile, down, across);
-    add_beside<S, kGated>(p, rows, at, stages, piece, pieces, rank - piece);
+    add_beside<S, kGated>(p, rows, parts[0], stages, piece, pieces, rank - piece);
   }
   // Other blocks may still tell this one's barriers, or read its sums.
   if (kSharers > 1 || S::kBeside) cluster_barrier();
@@ -451,6 +541,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 bool tells_late[3] = {false, false, true};
+// Nanoseconds that the end of a tile takes, by its pieces; and that a cluster waits for sums which it goes on from and
+// leaves others.
+constexpr int kEndOf[3] = {2000, 4000, 5000}, kHandOver = 4000;
 
 template <typename S>
 struct Kernel {
@@ -472,49 +565,71 @@ struct Kernel {
     return count = found > 0 ? found : std::max(1, processors() / (S::kSharers * pieces));
   }
   static int pieces_of(const Matrix& w) { return S::kBeside ? Pieces(w.k, w.most_pieces).count : 1; }
-  // How often all clusters have a tile.
-  static int turns(const Matrix& w, int rows) {
-    return ceil_div(walk_of<S>(rows, w.n).count(), clusters(pieces_of(w)));
+  // How tiles are shared out, and how many nanoseconds that takes if a step takes so many. Where the last turn of all
+  // clusters would leave many idle, its tiles and those of the one before are shared, if they are of several pieces.
+  static int64_t plan(const Matrix& w, int rows, int nanoseconds, Walk* walk) {
+    const Pieces k(w.k, w.most_pieces);
+    *walk = walk_of<S>(rows, k, w.n);
+    const int most = clusters(pieces_of(w)), count = walk->count(), over = count % most, turns = ceil_div(count, most);
+    const int64_t steps = ceil_div(S::kBeside ? k.length : k.blocks, kStep),
+                  tile = steps * nanoseconds + kEndOf[(int)S::kSums], whole = turns * tile;
+    if (S::kSums != Sums::chained || count < most || over == 0 || most * S::kSharers > kScratchBlocks) return whole;
+    const int units = ceil_div(k.blocks, walk->unit), part = ceil_div((most + over) * units, most);
+    const int64_t shared =
+        (turns - 2) * tile + (int64_t)part * ceil_div(walk->unit, kStep) * nanoseconds + 2 * kEndOf[1] + kHandOver;
+    if (shared >= whole) return whole;
+    walk->whole = count - most - over;
+    return shared;
   }
-  static void start(const Product& p, int rows, const Queue& queue) {
-    const Walk walk = walk_of<S>(rows, p.w.n);
+  static int64_t cost(const Matrix& w, int rows, int nanoseconds) {
+    Walk walk;
+    return plan(w, rows, nanoseconds, &walk);
+  }
+  static void start(const Product& p, int rows, int nanoseconds, const Queue& queue) {
+    Walk walk;
+    plan(p.w, rows, nanoseconds, &walk);
     const int pieces = pieces_of(p.w), cluster = S::kSharers * pieces;
     const auto kernel = p.gated ? linear_wide_kernel<S, true> : linear_wide_kernel<S, false>;
     allow_shared(kernel, S::kShared);
     const int count = S::kBeside ? walk.count() : std::min(walk.count(), clusters(pieces));
     start_clusters(queue, kernel, dim3(count * cluster), dim3(cluster), kThreads, S::kShared, p, rows,
-                   Pieces(p.w.k, p.w.most_pieces), walk, tells_late[(int)S::kSums]);
+                   Pieces(p.w.k, p.w.most_pieces), walk, tells_late[(int)S::kSums], queue.scratch);
     launched("linear in 8 bits, many rows");
   }
 };
 
-// A kernel, and the nanoseconds that it takes for a step on an H200: what tensor cores need, and what the second-level
-// cache does.
+// A kernel, and the nanoseconds that it takes for a step on an H200.
 struct Choice {
   int columns;
   Sums sums;
   int down, across, nanoseconds;
-  int (*turns)(const Matrix& w, int rows);
-  void (*start)(const Product&, int, const Queue&);
+  int64_t (*cost)(const Matrix& w, int rows, int nanoseconds);
+  void (*start)(const Product&, int rows, int nanoseconds, const Queue&);
 };
+// Cycles of 0.67 ns, which is what power allows: of tensor cores, of shared memory, which gives or takes 128 bytes in
+// one, and of the second-level cache, which gives a processor 38.
 template <bool kFloats, int kColumns, Sums kSums, int kDown, int kAcross>
 constexpr Choice choice() {
-  using K = Kernel<Shape<kFloats, kColumns, kSums, kDown, kAcross>>;
-  constexpr int kMultiply = kColumns * 27 / 10, kCopy = (kRows / kAcross + kColumns / kDown) * kStep * kByteRow / 42;
-  return {kColumns, kSums, kDown, kAcross, kMultiply > kCopy ? kMultiply : kCopy, K::turns, K::start};
+  using S = Shape<kFloats, kColumns, kSums, kDown, kAcross>;
+  constexpr int kOwn = kStep * kGroups * kByteBlock * (kColumns > 256 ? 2 : 1), kTheirs = kStep * kColumns * kByteRow;
+  constexpr int kCycles[] = {kStep * 2 * kColumns, (kOwn + kGroups * kTheirs + S::kStageBytes) / 128,
+                             (S::kRowBytes / kAcross + kTheirs / kDown) / 38};
+  constexpr int kMost = std::max({kCycles[0], kCycles[1], kCycles[2]});
+  return {kColumns, kSums, kDown, kAcross, kMost * 67 / 100, Kernel<S>::cost, Kernel<S>::start};
 }
 constexpr Choice kOfFloats[] = {
     choice<true, 256, Sums::whole, 2, 1>(),   choice<true, 192, Sums::whole, 2, 1>(),
-    choice<true, 288, Sums::whole, 1, 1>(),   choice<true, 192, Sums::chained, 2, 1>(),
-    choice<true, 128, Sums::chained, 2, 1>(), choice<true, 144, Sums::beside, 1, 1>(),
-    choice<true, 160, Sums::beside, 1, 1>(),  choice<true, 144, Sums::beside, 2, 1>(),
+    choice<true, 288, Sums::whole, 1, 1>(),   choice<true, 224, Sums::chained, 2, 1>(),
+    choice<true, 192, Sums::chained, 2, 1>(), choice<true, 128, Sums::chained, 2, 1>(),
+    choice<true, 144, Sums::beside, 1, 1>(),  choice<true, 160, Sums::beside, 1, 1>(),
+    choice<true, 144, Sums::beside, 2, 1>(),
 };
 constexpr Choice kOfIntegers[] = {
     choice<false, 256, Sums::whole, 2, 1>(),   choice<false, 192, Sums::whole, 2, 1>(),
-    choice<false, 192, Sums::chained, 2, 1>(), choice<false, 128, Sums::chained, 2, 1>(),
-    choice<false, 144, Sums::beside, 1, 1>(),  choice<false, 192, Sums::beside, 1, 1>(),
+    choice<false, 224, Sums::chained, 2, 1>(), choice<false, 192, Sums::chained, 2, 1>(),
+    choice<false, 128, Sums::chained, 2, 1>(), choice<false, 144, Sums::beside, 1, 1>(),
+    choice<false, 192, Sums::beside, 1, 1>(),
 };
-constexpr int kEnd = 2500, kEndBeside = 5000;  // nanoseconds that the end of a tile takes
 
 template <int kCount>
 bool start_best(const Choice (&choices)[kCount], const Product& p, int rows, const Queue& queue) {
@@ -526,11 +641,10 @@ bool start_best(const Choice (&choices)[kCount], const Product& p, int rows, con
   for (const Choice& choice : choices) {
     const bool beside = choice.sums == Sums::beside;
     if ((choice.sums == Sums::whole) != (k.count == 1) || (beside && k.count > kMostPieces)) continue;
-    const int64_t steps = (beside ? k.length : k.blocks) / kStep, end = beside ? kEndBeside : kEnd,
-                  cost = choice.turns(p.w, rows) * (steps * choice.nanoseconds + end);
+    const int64_t cost = choice.cost(p.w, rows, choice.nanoseconds);
     if (cost < least) best = &choice, least = cost;
   }
-  best->start(p, rows, queue);
+  best->start(p, rows, best->nanoseconds, queue);
   return true;
 }
 

@@ -298,7 +298,10 @@ void linear_quantized_mma(const Product& p, int rows, const Queue& queue) {
 }
 
 void linear_quantized(const Product& p, int rows, const Queue& queue, By by) {
-  if (by == By::any) by = rows > kMostFused ? By::wide : By::stream;
+  if (by == By::any) {
+    if (queue.capability == 90 && linear_quantized_few(p, rows, queue)) return;
+    by = rows > kMostFused ? By::wide : By::stream;
+  }
   // linear_wide() writes whole pieces of 16 bytes at a time.
   const bool fits = queue.capability != 90 || (p.gated ? p.y.tiles != nullptr : p.y.width % 4 == 0 && p.w.n % 4 == 0);
   if (by == By::wide && fits) return linear_widened(p, rows, queue);

@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kAlone ? 1 : 2)
   const auto end = [&](int i, const Added& added) {
     const int row = i / fours, c = i % fours * 4, column = first_column + c;
     if (column >= width) return;
-    if (!p.gated) return finish_four(p, first_row + row, column, total(row, c), added);
+    if (!p.gated) return finish_four<true>(p, first_row + row, column, total(row, c), added);
     const int at = c / 8 * 16 + c % 8;
     const float4 gates = total(row, at), ups = total(row, at + 8);
     const auto value = [&](int j, float gate, float up) {

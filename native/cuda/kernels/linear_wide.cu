@@ -112,6 +112,8 @@ struct Barriers {
   TilePart parts[kParts];
 };
 
+__device__ void warps_meet(int group) { asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory"); }
+
 // Of a warpgroup: sums that another goes on with, and those to go on from.
 template <int kCount>
 __device__ void hand_over(const Scratch& scratch, int group, const float (&sums)[kCount]) {
@@ -121,7 +123,7 @@ __device__ void hand_over(const Scratch& scratch, int group, const float (&sums)
 #pragma unroll
   for (int i = 0; i < kCount / 4; i++)
     __stcg(to + i * 128, make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]));
-  asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory");
+  warps_meet(group);
   if (thread == 0) set_flag(scratch.flags + blockIdx.x * kScratchFlags + group, 1);
 }
 template <int kCount>
@@ -132,7 +134,7 @@ __device__ void go_on_from(const Scratch& scratch, int block, int group, float (
     while (!get_flag(flag)) {}
     set_flag(flag, 0);
   }
-  asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory");
+  warps_meet(group);
   const float4* from =
       reinterpret_cast<const float4*>(scratch.sums + block * kScratchFloats + group * 128 * kCount) + thread;
 #pragma unroll
@@ -324,8 +326,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (group < 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     // A thread of each warp copies some parts of a tile: one alone would take longer to ask for them than they take.
-    if (threadIdx.x % 32 == 0) {
-      const int warp = threadIdx.x / 32;
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    if (elected()) {
       // The blocks that take part in a row of a cluster are adjacent.
       const uint16_t beside = ((1 << kAcross) - 1) << (down * kAcross);
       uint16_t above = 0;
@@ -388,6 +390,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (number == 0) let_other_begin();
         for (; b < last_block; b++, ring.next()) {
           barrier_wait(&barriers.full[ring.stage], ring.parity);
+          warps_meet(
+              group);  // one thread tells for all, and a warp that still writes the tile before must not miss a turn
           release(ring.stage);
         }
         continue;

@@ -56,37 +56,44 @@ __global__ void read_row_kernel(Matrix m, int row, float* out) {
 }
 
 // kNormThreads: of a row; sums are as those of more threads, which would have nothing to add. kEights: how many times
-// eight values of its row a thread keeps in registers.
+// eight values of its row a thread keeps in registers. Of many rows a block of threads has several, and what is next on
+// its way.
 template <int kNormThreads, int kEights>
-__global__ void __launch_bounds__(kNormThreads) rms_norm_kernel(const float* x, Norm norm, Rows out) {
-  const int row = blockIdx.x, width = out.width;
-  const float* in = x + (size_t)row * width;
+__global__ void __launch_bounds__(kNormThreads) rms_norm_kernel(const float* x, Norm norm, int rows, Rows out) {
+  const int width = out.width;
   float kept[kEights][8], weights[kEights][8];
   const auto at = [](int i) { return (i * kNormThreads + (int)threadIdx.x) * 8; };
-  float sum = 0;
   let_next_begin();
 #pragma unroll
   for (int i = 0; i < kEights; i++)  // nobody makes these: no need to wait for the kernel before
     read_eight(norm.weight, at(i), width, weights[i]);
   await_previous();
+  const auto read = [&](int row) {
 #pragma unroll
-  for (int i = 0; i < kEights; i++) read_eight(in, at(i), width, kept[i]);
+    for (int i = 0; i < kEights; i++) read_eight(x + (size_t)row * width, at(i), width, kept[i]);
+  };
+  read(blockIdx.x);
+  for (int row = blockIdx.x; row < rows; row += gridDim.x) {
+    const float* in = x + (size_t)row * width;
+    float sum = 0, now[kEights][8];
 #pragma unroll
-  for (int i = 0; i < kEights; i++)
+    for (int i = 0; i < kEights; i++)
 #pragma unroll
-    for (int j = 0; j < 8; j++) sum = fmaf(kept[i][j], kept[i][j], sum);
-  constexpr int kAll = kEights * kNormThreads * 8;
-  for (int i = kAll + threadIdx.x; i < width; i += kNormThreads) sum = fmaf(in[i], in[i], sum);
-  const float factor = 1.0f / sqrtf(block_sum<kNormThreads>(sum, kNormThreads) / width + norm.eps);
-  const float one = norm.unit_offset ? 1.0f : 0.0f;
+      for (int j = 0; j < 8; j++) now[i][j] = kept[i][j], sum = fmaf(now[i][j], now[i][j], sum);
+    if (const int next = row + gridDim.x; next < rows) read(next);
+    constexpr int kAll = kEights * kNormThreads * 8;
+    for (int i = kAll + threadIdx.x; i < width; i += kNormThreads) sum = fmaf(in[i], in[i], sum);
+    const float factor = 1.0f / sqrtf(block_sum<kNormThreads>(sum, kNormThreads) / width + norm.eps);
+    const float one = norm.unit_offset ? 1.0f : 0.0f;
 #pragma unroll
-  for (int i = 0; i < kEights; i++) {
+    for (int i = 0; i < kEights; i++) {
 #pragma unroll
-    for (int j = 0; j < 8; j++) kept[i][j] = kept[i][j] * factor * (weights[i][j] + one);
-    put_eight(out, row, at(i), width, kept[i]);
+      for (int j = 0; j < 8; j++) now[i][j] = now[i][j] * factor * (weights[i][j] + one);
+      put_eight(out, row, at(i), width, now[i]);
+    }
+    for (int i = kAll + threadIdx.x; i < width; i += kNormThreads)
+      put(out, row, i, in[i] * factor * (norm.weight[i] + one));
   }
-  for (int i = kAll + threadIdx.x; i < width; i += kNormThreads)
-    put(out, row, i, in[i] * factor * (norm.weight[i] + one));
 }
 
 __global__ void add_kernel(float* x, const float* y, size_t count) {
@@ -197,7 +204,10 @@ void read_row(const Matrix& matrix, int row, float* out, const Queue& queue) {
 }
 
 void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Queue& queue) {
-  const auto start_threads = [&](auto kernel, int threads) { start(queue, kernel, rows, threads, 0, x, norm, out); };
+  const auto start_threads = [&](auto kernel, int threads) {
+    const int most = processors() * (1024 / threads);  // that run at once
+    start(queue, kernel, rows < most ? rows : most, threads, 0, x, norm, rows, out);
+  };
   if (out.width <= 8 * 128) start_threads(rms_norm_kernel<128, 1>, 128);
   else if (out.width <= 8 * 256) start_threads(rms_norm_kernel<256, 1>, 256);
   else if (out.width <= 8 * 512) start_threads(rms_norm_kernel<512, 1>, 512);

@@ -1,8 +1,10 @@
 // Products of quantized weights with 16-bit activations at Qwen2.5-7B's shapes: microseconds and the part of what
-// reading codes and scales takes, and bits against products of the same values in bfloat16.
+// reading codes and scales takes, and bits against products of the same values in bfloat16. norm: of a row that a
+// kernel norms before; norms: that the product norms itself.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/codes.cu -o codes
-//        native/cuda/kernels/linear_{quantized,quantized_stream,bf16,split,stream,wide,f32}.cu
-//   codes [check] [rows=1,8,16,32] [forms=4:64,4:128,4:0,8:64] [shapes=qkv,o,gate_up,down,head]
+//        native/cuda/kernels/{linear_{quantized,quantized_few,quantized_stream,bf16,split,stream,wide,f32},rows}.cu
+//   codes [check] [by=stream|mma] [norm|norms] [rows=1,8,16,32] [forms=4:64,4:128,4:0,8:64]
+//   [shapes=qkv,o,gate_up,down,head]
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -43,6 +45,10 @@ static __global__ void fill_rows(uint16_t* tiles, int rows, int columns) {
   if (i < (size_t)rows * columns)
     tiles[tile_offset(i / columns, i % columns, blocks_of(columns))] = to_bf16((int)(noise(i) >> 8) * 0x1p-24f - 0.5f);
 }
+static __global__ void fill_floats(float* values, int count, float size) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < count) values[i] = ((int)(noise(i + 77) >> 8) * 0x1p-24f - 0.5f) * size;
+}
 static __global__ void widen(Codes codes, int n, int k, uint16_t* tiles) {
   const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
   if (i < (size_t)n * k)
@@ -69,9 +75,14 @@ int main(int argc, char** argv) {
                 {"head", 152064, 3584, false, false},  {"odd", 1036, 900, false, true},
                 {"small", 2 * 328, 1000, true, false}, {"uneven", 3700, 2944, false, false}};
   const char *rows_asked = "1,8,16,32", *forms = "4:64,4:128,4:0,8:64", *asked = "qkv,o,gate_up,down,head";
-  bool checks = false;
+  bool checks = false, normed = false, norms = false;
+  By by = By::any;
   for (int i = 1; i < argc; i++) {
     if (!std::strcmp(argv[i], "check")) checks = true;
+    else if (!std::strcmp(argv[i], "norm")) normed = true;
+    else if (!std::strcmp(argv[i], "norms")) normed = norms = true;
+    else if (!std::strcmp(argv[i], "by=stream")) by = By::stream;
+    else if (!std::strcmp(argv[i], "by=mma")) by = By::mma;
     else if (!std::strncmp(argv[i], "rows=", 5)) rows_asked = argv[i] + 5;
     else if (!std::strncmp(argv[i], "forms=", 6)) forms = argv[i] + 6;
     else if (!std::strncmp(argv[i], "shapes=", 7)) asked = argv[i] + 7;
@@ -85,6 +96,9 @@ int main(int argc, char** argv) {
   constexpr int kMostRows = 128;
   constexpr size_t kResult = (size_t)kMostRows * 152064 * 4;
   uint16_t* x = memory<uint16_t>(tiles_bytes(kMostRows, 18944));
+  float *unnormed = memory<float>(18944 * 4), *ones = memory<float>(18944 * 4);
+  fill_floats<<<74, 256>>>(unnormed, 18944, 3.0f), fill_floats<<<74, 256>>>(ones, 18944, 2.0f);
+  check(cudaDeviceSynchronize());
   float *y = memory<float>(kResult), *expected = memory<float>(kResult);
   auto* found = memory<unsigned long long>(8);
   cudaEvent_t begin, end;
@@ -112,6 +126,10 @@ int main(int argc, char** argv) {
         p.w = {shape.n, shape.k, Kind::codes, nullptr, nullptr, weights[0], pieces_of_codes(shape.n, shape.k)};
         p.adds = shape.adds, p.gated = shape.gated, p.x = {nullptr, x, shape.k};
         p.y = shape.gated ? Rows{nullptr, reinterpret_cast<uint16_t*>(y), shape.n / 2} : Rows{y, nullptr, shape.n};
+        const Norm norm{ones, 1e-6f, false};
+        const auto norm_rows = [&] {
+          if (normed) rms_norm(unnormed, norm, 1, {nullptr, x, shape.k}, queue);
+        };
         const size_t result = shape.gated ? tiles_bytes(kMostRows, shape.n / 2) : (size_t)kMostRows * shape.n * 4;
         uint16_t* tiles = checks ? memory<uint16_t>(tiles_bytes(shape.n, shape.k)) : nullptr;
         if (checks)
@@ -121,17 +139,21 @@ int main(int argc, char** argv) {
           const int rows = std::atoi(text.c_str());
           if (rows < 1 || rows > kMostRows) continue;
           if (checks) {
+            norm_rows();
             Product other = p;
             other.w.kind = Kind::bf16, other.w.tiles = tiles, other.w.codes = {};
             check(cudaMemsetAsync(y, 0, result, stream)), check(cudaMemsetAsync(found, 0, 8, stream));
             linear_bf16(other, rows, queue, By::mma);
             check(cudaMemcpyAsync(expected, y, result, cudaMemcpyDeviceToDevice, stream));
-            // Differences by the stream, and by mma.sync.
+            // Differences by the stream, by mma.sync, and by what is best.
             unsigned long long before = 0, count;
             std::printf("  %d:", rows);
-            for (By by : {By::stream, By::mma}) {
+            for (By by : {By::stream, By::mma, By::any}) {
               check(cudaMemsetAsync(y, 0, result, stream));
-              linear_quantized(p, rows, queue, by);
+              Product own = p;
+              if (norms && by == By::any && linear_quantized_norms(p, rows, queue))
+                check(cudaMemsetAsync(x, 0xff, (size_t)shape.k * 2, stream)), own.unnormed = unnormed, own.norm = norm;
+              linear_quantized(own, rows, queue, by);
               differ<<<blocks(result / 4), 256, 0, stream>>>((uint32_t*)y, (uint32_t*)expected, result / 4, found);
               check(cudaMemcpyAsync(&count, found, 8, cudaMemcpyDeviceToHost, stream));
               check(cudaStreamSynchronize(stream));
@@ -143,7 +165,9 @@ int main(int argc, char** argv) {
           const auto run = [&] {
             for (int i = 0; i < launches; i++) {
               p.w.codes = weights[i % copies];
-              linear_quantized(p, rows, queue, By::any);
+              if (norms && linear_quantized_norms(p, rows, queue)) p.unnormed = unnormed, p.norm = norm;
+              else norm_rows();
+              linear_quantized(p, rows, queue, by);
             }
           };
           run();

@@ -1,7 +1,7 @@
 // Products of Qwen2.5-7B's shapes by every kernel, alone: microseconds and the part of what reading the weights takes.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/linears.cu
 //        native/cuda/kernels/linear_{bf16,split,stream,wide,f32}.cu native/cuda/kernels/pack.cu -o linears
-//   linears [rows,rows...]
+//   linears [rows,rows... [ranks]]
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -24,7 +24,7 @@ static T* memory(size_t bytes) {
 }
 
 int main(int argc, char** argv) {
-  const struct {
+  struct {
     const char* name;
     int n, k;
     bool gated, adds;
@@ -41,6 +41,7 @@ int main(int argc, char** argv) {
                  {"split", By::split, 8, 256},
                  {"stream", By::stream, 1, 512},
                  {"wide", By::wide, 128, 4096}};
+  const int ranks = argc > 2 ? std::atoi(argv[2]) : 1;  // of which one's part is multiplied
   std::vector<int> all;
   for (char* at = std::strtok(argc > 1 ? argv[1] : strdup("1,8,16,32,64,128,256"), ","); at;
        at = std::strtok(nullptr, ","))
@@ -55,7 +56,8 @@ int main(int argc, char** argv) {
   uint16_t* gated = memory<uint16_t>(tiles_bytes(most_rows, 18944));
   cudaEvent_t begin, end;
   check(cudaEventCreate(&begin)), check(cudaEventCreate(&end));
-  for (const auto& shape : shapes) {
+  for (auto& shape : shapes) {
+    (shape.adds ? shape.k : shape.n) /= ranks;
     const size_t bytes = tiles_bytes(shape.n, shape.k);
     const int copies = bytes > (200 << 20) ? 1 : (int)((400 << 20) / bytes) + 1,
               launches = bytes > (200 << 20) ? 10 : 32;

@@ -1,6 +1,6 @@
 """Where the time of a step goes, kernel by kernel, as CUPTI records it (torch's profiler sees all of its process):
 `python step_kernels.py [7b] [decode=1,8] [lines=14] [prefill=1x1024] [format=float8] [cache=int8]`, as bench_cuda.py
-has these. Steps are timed without it first.
+has these. Steps are timed without it first. Prompts are one step, of all their rows.
 
 A kernel's time is from the end of the one before to its own: so those that begin early do not count twice. Kernels that
 are told apart by what came before them (the product after a norm, after attention ...) have lines of their own."""
@@ -30,21 +30,29 @@ def short(name: str) -> str:
     return re.sub(r"_kernel|StreamShape|\((?:int|bool|unsigned int)\)|\s", "", name)[:44]
 
 
-def kernels_of(model: Model, batch: int) -> list[tuple[float, float, str]]:
+def kernels_of(step, times: int) -> list[tuple[float, float, str]]:
     """Of some steps: start and end in us, and name."""
-    plan = StepPlan(work=[WorkItem(s, 1, DRAW) for s in range(batch)]).encode()
-    model.e.step(model.start(batch, 129, 128 // SPAN * SPAN))
-    for _ in range(5):
-        model.e.step(plan)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(STEPS):
-            model.e.step(plan)
+        for _ in range(times):
+            step()
         torch.cuda.synchronize()
-    model.free(batch)
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profiler.export_chrome_trace(file.name)
         events = json.loads(Path(file.name).read_text())["traceEvents"]
     return sorted((e["ts"], e["ts"] + e["dur"], short(e["name"])) for e in events if e.get("cat") == "kernel")
+
+
+def show(step, times: int, title: str, most: int) -> None:
+    kernels = kernels_of(step, times)
+    spent, before, ended = defaultdict(list), ("", ""), None
+    for begin, end, kernel in kernels:
+        if ended is not None and begin - ended < 200:
+            spent[before, kernel].append(max(end - max(ended, begin - 5), 0))
+        before, ended = (before[1], kernel), max(end, ended or end)
+    print(f"-- {title}; {len(kernels) / times:.0f} kernels a step, {sum(map(sum, spent.values())) / times:.0f} us")
+    for (earlier, kernel), each in sorted(spent.items(), key=lambda item: -sum(item[1]))[:most]:
+        print(f"{sum(each) / times:6.0f} us = {len(each) / times:5.1f} x {sum(each) / len(each):6.1f}  {kernel} "
+              f"after {earlier[1][:16]}")
 
 
 def main(arguments: list[str]) -> None:
@@ -52,28 +60,30 @@ def main(arguments: list[str]) -> None:
     asked = dict(a.split("=") for a in arguments if "=" in a)
     batches = [int(b) for b in asked.get("decode", "1").split(",") if b]
     prefill = [tuple(map(int, c.split("x"))) for c in asked.get("prefill", "").split(",") if c]
-    length = max([512, *(n for _, n in prefill)]) + 128
+    length, lines = max([512, *(n for _, n in prefill)]) + 128, int(asked.get("lines", 14))
+    rows = max([8192, *(b * n for b, n in prefill)])
     sys.stdout.reconfigure(line_buffering=True)  # what is known is there when a limit of time ends the rest
     torch.cuda.init()
-    model = Model(name, 8192, max([*batches, *(b for b, _ in prefill)]), length, 0, 1, "",
+    model = Model(name, rows, max([1, *batches, *(b for b, _ in prefill)]), length, 0, 1, "",
                   asked.get("format", "bfloat16"), asked.get("cache", "bfloat16"))
     for batch, tokens in prefill:
-        print(f"prefill {batch} x {tokens}: {batch * tokens / model.prefill(batch, tokens, 8192):,.0f} tokens/s")
+        speed = batch * tokens / model.prefill(batch, tokens, rows)
+
+        def prompts():
+            model.e.step(model.start(batch, tokens))
+            model.free(batch)
+
+        show(prompts, 3, f"prefill {batch} x {tokens}: {speed:,.0f} tokens/s", lines)
     for batch in batches:
         seconds = model.decode(batch)
         floor = model.step_bytes(batch, 128) / BANDWIDTH
-        kernels = kernels_of(model, batch)
-        times, before, ended = defaultdict(list), ("", ""), None
-        for begin, end, kernel in kernels:
-            if ended is not None and begin - ended < 200:
-                times[before, kernel].append(max(end - max(ended, begin - 5), 0))
-            before, ended = (before[1], kernel), max(end, ended or end)
-        print(f"-- batch {batch}: {1e3 * seconds:.3f} ms, {batch / seconds:,.0f} tokens/s, {floor / seconds:.2f} of "
-              f"bandwidth; {len(kernels) / STEPS:.0f} kernels a step, {sum(map(sum, times.values())) / STEPS:.0f} us")
-        lines = sorted(times.items(), key=lambda item: -sum(item[1]))[:int(asked.get("lines", 14))]
-        for (earlier, kernel), each in lines:
-            print(f"{sum(each) / STEPS:6.0f} us = {len(each) / STEPS:5.1f} x {sum(each) / len(each):6.1f}  {kernel} "
-                  f"after {earlier[1][:16]}")
+        plan = StepPlan(work=[WorkItem(s, 1, DRAW) for s in range(batch)]).encode()
+        model.e.step(model.start(batch, 129, 128 // SPAN * SPAN))
+        for _ in range(5):
+            model.e.step(plan)
+        show(lambda: model.e.step(plan), STEPS, f"batch {batch}: {1e3 * seconds:.3f} ms, {batch / seconds:,.0f} "
+             f"tokens/s, {floor / seconds:.2f} of bandwidth", lines)
+        model.free(batch)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,71 @@
+"""Many rows: blocks of threads have several tiles, one after the other; each row has the bits that it has among few."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from gpu_toys import compiled, executor
+from reference.toy import Toy
+from test_cuda_ops import SEED, VOCAB, embedded, logits_of_rows, seed, small_model, tokens_of  # noqa: F401
+
+pytestmark = pytest.mark.cuda
+FORMS = [("bfloat16", 0), ("float8", 0), ("w8a8", 0), ("w4a8", 128), ("int4", 64)]
+ROWS, COLUMNS = 997, 251  # that differ; they come again and again, at distances that no tile has
+
+
+def again(values: np.ndarray, count: int) -> np.ndarray:
+    return values[np.arange(count) % len(values)]
+
+
+# Shapes of a model of 7 billion weights: sums in pieces and in one, and tiles beyond the last column and the last row.
+@pytest.mark.parametrize("n, k, rows", [(3584, 3584, 8300), (3584, 18944, 1100), (37888, 896, 2100),
+                                        (17004, 1000, 4100)])
+@pytest.mark.parametrize("form, group", FORMS)
+def test_products(form, group, n, k, rows):
+    rng, gpu = np.random.default_rng(SEED), executor()
+    handle = gpu.add_matrix(n, k, form, group)
+    weights = rng.standard_normal((COLUMNS, k), np.float32) * np.float32(k**-0.5)
+    assert gpu.fill_matrix(handle, again(weights, n), "F32") == 0
+    x, bias = rng.standard_normal((ROWS, k), np.float32), rng.standard_normal(n, np.float32)
+    few = gpu.multiply(handle, x, n, bias, "stream" if form == "float8" else "mma")
+    many = gpu.multiply(handle, again(x, rows), n, bias)
+    for first in range(0, rows, ROWS):
+        part = many[first:first + ROWS]
+        assert np.array_equal(part.view(np.uint32), few[:len(part)].view(np.uint32)), first
+
+
+@pytest.mark.parametrize("form, group", FORMS)
+def test_gates_and_sums(form, group):
+    """Of four prompts in a step: rows are normed, and what is gated is added to them."""
+    own, rng, inner = Toy(SEED), np.random.default_rng(SEED), 8520
+
+    def matrix(n, k):
+        handle = own.program.add_matrix(n, k, form, group)
+        own.weights[handle] = again(rng.normal(size=(COLUMNS, k)) * k**-0.5, n)
+        return handle
+
+    x = embedded(own, 384)
+    normed = own.op("rms_norm", (x,), 384, (own.vector(384),), eps=1e-6)
+    both = own.op("linear", (normed,), 2 * inner, (matrix(2 * inner, 384),))
+    down = own.op("linear", (own.op("silu_mul", (both,), inner),), 384, (matrix(384, inner),))
+    own.op("add", (x, down))
+    own.finish(x)
+    prompts = [rng.integers(0, VOCAB, length).tolist() for length in (1025, 700, 257, 60)]
+    found = [logits_of_rows(compiled(own, long=True, outputs=2048), prompts, lambda: rows) for rows in (2048, 129, 31)]
+    assert [len(each) for each in found[0]] == [len(prompt) * 384 * 4 for prompt in prompts]
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("form, cache", [("bfloat16", "bfloat16"), ("float8", "float8"), ("w8a8", "int8"),
+                                         ("int4", "uint4")])
+def test_a_batch_of_512(form, cache):
+    """Decoding by recorded steps, or not: who is in it has the bits that it has among eight."""
+    rng = np.random.default_rng(SEED)
+    prompts = [rng.integers(0, VOCAB, length).tolist() for length in rng.integers(1, 20, 512)]
+    found = [tokens_of(compiled(small_model(form, 64), cache, graphs=graphs, long=True, outputs=512, slots=512),
+                       prompts, chunk=4, steps=8) for graphs in (True, False)]
+    assert found[0] == found[1]
+    for first in (0, 8, 248, 504):
+        some = slice(first, first + 8)
+        assert tokens_of(compiled(small_model(form, 64), cache), prompts[some], steps=8) == found[0][some]
