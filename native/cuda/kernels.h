@@ -348,9 +348,6 @@ constexpr int kMostRanks = 8;
 // Partial sums in bfloat16 of so many rows at most are pushed into the other ranks' memory; of more the others read
 // them. What has not come yet has all bits set, in each value's place: no product or sum rounds to that.
 constexpr int kPushedRows = 256;
-// Of so few, and of so many columns at most, the sum waits for its own rank's as well as they come, and not until what
-// makes them has ended.
-constexpr int kPlacedRows = 8, kPlacedColumns = 4096;
 constexpr int kNotYet = 0xffff;
 // What kernels have of a group's ranks: memory of each one's GPU, which all read and write (exchange.h).
 struct Peers {
@@ -375,16 +372,14 @@ struct RankSum {
   Peers peers;
   int call = 0, calls = 0;
   bool bf16 = false, adds = false;
-  // Of few rows: what makes the partial sums pushes them; own_too: and its own into this rank's place.
-  bool on_its_way = false, own_too = false;
+  bool on_its_way = false;  // what made the partial sums of few rows has pushed them
   Rows y;
   Norm norm;
   Rows normed;
 };
 void sum_ranks(const RankSum& sum, int rows, const Queue& queue);
-// Whether partial sums in bfloat16 of so many rows are pushed; and, if what makes them does that, its own are placed.
+// Whether partial sums in bfloat16 of so many rows are pushed.
 inline bool pushes(const Peers& peers, int rows) { return peers.pushed_bytes && rows > 0 && rows <= kPushedRows; }
-inline bool is_placed(int rows, int width) { return rows <= kPlacedRows && width <= kPlacedColumns; }
 
 // ---- sampling
 // Of the model's own logits.
