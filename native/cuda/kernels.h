@@ -33,9 +33,9 @@ struct Matrix {
   int experts = 1;                // a stack of so many such matrices, one after the other
 
   bool takes_bytes() const { return kind == Kind::integers || kind == Kind::float8; }
-  // Of its products' rows of activations: they must be in tiles; or they may, as floats of 8 bits are rounded anyway.
+  // Of its products' rows of activations: they must be in tiles; or they may, as they are rounded to 8 bits anyway.
   bool takes_tiles() const { return kind == Kind::bf16 || kind == Kind::codes; }
-  bool reads_tiles() const { return takes_tiles() || kind == Kind::float8; }
+  bool reads_tiles() const { return takes_tiles() || takes_bytes(); }
 };
 
 // Where blocks of threads of one launch leave sums for each other: kScratchFloats and kScratchFlags each; and all of
