@@ -33,9 +33,9 @@ struct Matrix {
   int experts = 1;                // a stack of so many such matrices, one after the other
 
   bool takes_bytes() const { return kind == Kind::integers || kind == Kind::float8; }
-  // Of its products' rows of activations: they must be in tiles; or they may, as floats of 8 bits are rounded anyway.
+  // Of its products' rows of activations: they must be in tiles; or they may, as they are rounded to 8 bits anyway.
   bool takes_tiles() const { return kind == Kind::bf16 || kind == Kind::codes; }
-  bool reads_tiles() const { return takes_tiles() || kind == Kind::float8; }
+  bool reads_tiles() const { return takes_tiles() || takes_bytes(); }
 };
 
 // Where blocks of threads of one launch leave sums for each other: kScratchFloats and kScratchFlags each; and all of
@@ -232,9 +232,7 @@ struct AdaptedSums {
   const float* bias = nullptr;
   float* added = nullptr;
 };
-// In two steps: what is made of x alone, which need not wait for y, and the rest.
-void shrink_low_rank(const AdaptedSums& a, int rows, const Queue& queue);
-void expand_low_rank(const AdaptedSums& a, int rows, const Queue& queue);
+void add_low_rank(const AdaptedSums& a, int rows, const Queue& queue);
 // silu_mul of sums whose columns lie as pair_rows() has them; bias: null, or to be added first, as it is without.
 void silu_mul_pairs(const float* in, const float* bias, int rows, const Rows& out, const Queue& queue);
 
@@ -266,9 +264,7 @@ void rope(float* x, int width, const Heads& heads, const RotaryTable& table, boo
 // The cache of a layer: spans, in each its KV heads, of each keys and then values [span_size, padded_dim]. Quantized as
 // the CPU backend does (cpu/kernels/span_layout.h): a value is q * scale + minimum, of uint4 two features in a byte,
 // the even one in the lower half; behind keys and values lie, each [span_size] floats, scales and minimums of the keys,
-// then of the values. float8: e4m3 as it is, larger values cut to 448. bf16: eight rows after each other have their
-// pieces of 16 bytes in other orders (feature_at()), where rows are of whole 128 bytes: so spans are copied to shared
-// memory as they are, and read there without conflicts.
+// then of the values. float8: e4m3 as it is, larger values cut to 448.
 enum class CacheType { f32, bf16, int8, uint4, float8 };
 struct LayerCache {
   char* data = nullptr;
@@ -279,8 +275,6 @@ struct LayerCache {
   AS_BOTH int bits() const {
     return type == CacheType::f32 ? 32 : type == CacheType::bf16 ? 16 : type == CacheType::uint4 ? 4 : 8;
   }
-  AS_BOTH bool swizzled() const { return type == CacheType::bf16 && padded_dim % 64 == 0; }
-  AS_BOTH int feature_at(int place, int feature) const { return swizzled() ? feature ^ place % 8 * 8 : feature; }
   AS_BOTH size_t row_bytes() const { return (size_t)padded_dim * bits() / 8; }
   AS_BOTH size_t scales_at() const { return 2 * span_size * row_bytes(); }  // of a head
   AS_BOTH size_t head_bytes() const { return scales_at() + (quantized() ? 4 * sizeof(float) * span_size : 0); }
@@ -354,9 +348,6 @@ constexpr int kMostRanks = 8;
 // Partial sums in bfloat16 of so many rows at most are pushed into the other ranks' memory; of more the others read
 // them. What has not come yet has all bits set, in each value's place: no product or sum rounds to that.
 constexpr int kPushedRows = 256;
-// Of so few, and of so many columns at most, the sum waits for its own rank's as well as they come, and not until what
-// makes them has ended.
-constexpr int kPlacedRows = 8, kPlacedColumns = 4096;
 constexpr int kNotYet = 0xffff;
 // What kernels have of a group's ranks: memory of each one's GPU, which all read and write (exchange.h).
 struct Peers {
@@ -381,16 +372,14 @@ struct RankSum {
   Peers peers;
   int call = 0, calls = 0;
   bool bf16 = false, adds = false;
-  // Of few rows: what makes the partial sums pushes them; own_too: and its own into this rank's place.
-  bool on_its_way = false, own_too = false;
+  bool on_its_way = false;  // what made the partial sums of few rows has pushed them
   Rows y;
   Norm norm;
   Rows normed;
 };
 void sum_ranks(const RankSum& sum, int rows, const Queue& queue);
-// Whether partial sums in bfloat16 of so many rows are pushed; and, if what makes them does that, its own are placed.
+// Whether partial sums in bfloat16 of so many rows are pushed.
 inline bool pushes(const Peers& peers, int rows) { return peers.pushed_bytes && rows > 0 && rows <= kPushedRows; }
-inline bool is_placed(int rows, int width) { return rows <= kPlacedRows && width <= kPlacedColumns; }
 
 // ---- sampling
 // Of the model's own logits.
