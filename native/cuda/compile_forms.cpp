@@ -19,13 +19,11 @@ void CudaRunner::bind_form(bool adapted) {
   for (int i = 0; i < (int)program_.ops().size(); i++)
     if (adapted || !program_.ops()[i].is("lora")) numbers.push_back(i);
   std::vector<OpTime> named;
-  find_row_layers();
   if (ranks_) bind_first_call();
   named.resize(launches_.size());
   for (size_t i = 0; i < ops_.size(); i++) {
     const size_t first = i, before = launches_.size();
     i += bind(i);
-    bind_row_layer(first, before);
     parts.insert(parts.end(), numbers.begin() + first, numbers.begin() + i + 1);
     if (launches_.size() > before) name_launches(before, parts, named);
     else if (!ops_[i].is("rope") && !ops_[i].is("head_norm")) parts.clear();  // it is not computed

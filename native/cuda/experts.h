@@ -31,8 +31,7 @@ struct Routing {
   int* row_of = nullptr;    // [entries]
   ExpertTile* tiles = nullptr;
   int* tile_count = nullptr;
-  int* ended = nullptr;    // blocks of the kernel that makes this; 0 between launches
-  int* arrived = nullptr;  // two counts of layer_of_row()'s blocks; 0 between launches
+  int* ended = nullptr;  // blocks of the kernel that makes this; 0 between launches
 };
 // Memory of a routing of so many rows, and that split up; its numbers are the caller's.
 size_t routing_bytes(int rows, int top, int experts);
@@ -93,25 +92,6 @@ bool has_row_kernels(const Matrix& up, const Matrix& down, const Queue& queue);
 // linear_experts(), and combine_experts() but for the norm. The second follows the first on the stream.
 void gate_row(const ExpertProduct& e, const ChosenRow& row, const Queue& queue);
 void combine_row(const ExpertProduct& e, const ChosenRow& row, const Combination& c, const Queue& queue);
-
-// All of a layer between two attentions, of a step of one row. before: what attention leaves is multiplied and added to
-// y; next: what is multiplied for the next one; w.n 0: there is none.
-struct RowLayer {
-  Product before;
-  Norm norm;
-  Rows normed;
-  Product logits;
-  ChosenRow row;
-  ExpertProduct up, down;
-  bool adds = false;
-  Rows y;
-  Norm next_norm;
-  Rows next_normed;
-  Product next;
-};
-bool has_row_layer(const RowLayer& l, const Queue& queue);
-// As linear_bf16(), norm_and_logits(), gate_row(), combine_row(), rms_norm() and linear_bf16() one after the other.
-void layer_of_row(const RowLayer& l, const Queue& queue);
 
 // x [rows, width] *= sigmoid(gate [rows])
 void sigmoid_mul(float* x, const float* gate, int rows, int width, const Queue& queue);

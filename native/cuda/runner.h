@@ -2,7 +2,6 @@
 #pragma once
 #include <functional>
 #include <map>
-#include <memory>
 #include <optional>
 #include <set>
 #include <vector>
@@ -125,18 +124,6 @@ class CudaRunner : public QueuedRunner {
   bool has_row_kernels_at(size_t router) const;
   bool norms_with_router(size_t norm) const;
   Product logits_of(size_t linear) const;
-  // Layers that a step of one row computes in one launch, where that can be: their ops are known before any of them is
-  // bound, and are not started one by one for such a step once the layer has been found to be possible.
-  struct RowLayerOps {
-    size_t before, router, next;  // the ops beside the router that it begins and ends with
-    bool has_next;
-    std::optional<RowLayer> layer;
-  };
-  void find_row_layers();
-  std::optional<RowLayerOps> row_layer_at(size_t router) const;
-  // Of ops [first, last], whose launches are those from `before` on.
-  void bind_row_layer(size_t first, size_t before);
-  RowLayer row_layer_of(const RowLayerOps& ops) const;
   // logits: whether ops_[i - 1], the linear that makes them, is started here, too.
   void bind_router(size_t i, bool logits);
   int bind_expert_linear(size_t i);
@@ -194,7 +181,6 @@ class CudaRunner : public QueuedRunner {
     std::optional<ChosenRow> row;  // where the router's layer has kernels for a step of one
   };
   std::map<int, Routed> routed_;                               // by row set
-  std::map<size_t, std::shared_ptr<RowLayerOps>> row_layers_;  // of ops_, by each of theirs
   std::vector<Memory> routing_memory_;
   // Of the attention that comes next: how heads are rotated, and before that normed, queries and keys.
   std::optional<Turn> turn_;

@@ -192,7 +192,7 @@ int most_tiles(int entries, int experts) {
 
 size_t routing_bytes(int rows, int top, int experts) {
   const size_t entries = (size_t)rows * top;
-  return 3 * whole(entries * 4) + whole(most_tiles((int)entries, experts) * sizeof(ExpertTile)) + 3 * whole(8);
+  return 3 * whole(entries * 4) + whole(most_tiles((int)entries, experts) * sizeof(ExpertTile)) + 2 * whole(4);
 }
 
 void place_routing(char* memory, int rows, int experts, Routing& r) {
@@ -206,7 +206,6 @@ void place_routing(char* memory, int rows, int experts, Routing& r) {
   r.row_of = reinterpret_cast<int*>(take(entries * 4));
   r.tiles = reinterpret_cast<ExpertTile*>(take(most_tiles((int)entries, experts) * sizeof(ExpertTile)));
   r.tile_count = reinterpret_cast<int*>(take(4)), r.ended = reinterpret_cast<int*>(take(4));
-  r.arrived = reinterpret_cast<int*>(take(8));
 }
 
 void group_entries(const Routing& routing, int rows, int tile_rows, const Queue& queue) {

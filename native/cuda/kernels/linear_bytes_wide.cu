@@ -45,8 +45,8 @@ struct Shape {
   static constexpr int kColumns = kColumns_, kDown = kDown_, kAcross = kAcross_;
   static constexpr Sums kSums = kSums_;
   static constexpr bool kBeside = kSums == Sums::beside;
-  static constexpr int kSharers = kDown * kAcross, kTileRows = kRows, kWorkers = kGroups * 128,
-                       kBand = kBandRows / (kDown * kRows);
+  static constexpr int kSharers = kDown * kAcross;
+  static constexpr int kTileRows = kRows, kBand = kBandRows / (kDown * kRows), kWorkers = kGroups * 128;
   static constexpr int kRowBytes = kStep * kRows * kByteRow, kStageBytes = kRowBytes + kStep * kColumns * kByteRow;
   // What the end of a tile reads beside sums, in words: scales and biases of its columns, scales of a warpgroup's rows,
   // and of integers sums of these rows. A warpgroup has two, as some of its warps may still read that of the tile
@@ -67,11 +67,12 @@ struct Shape {
   // Whole blocks of rows, and groups of eight columns, are what each block of a cluster copies.
   static_assert(kGroups % kAcross == 0 && kColumns % (8 * kDown) == 0 && kColumns % 16 == 0);
   static_assert(!kBeside || kRows * sums_stride(kColumns) * 4 <= kStagesBytes);
+  static_assert(kAhead < kStages && kBand > 0 && kWorkers * kTotals <= (int)kScratchFloats);
 };
 
 template <typename S>
 Walk walk_of(int rows, const Pieces& k, int columns) {
-  const int down = ceil_div(rows, S::kDown * kRows), across = ceil_div(columns, S::kAcross * S::kColumns);
+  const int down = ceil_div(rows, S::kDown * S::kTileRows), across = ceil_div(columns, S::kAcross * S::kColumns);
   return {down, across, down * across, S::kBeside ? k.blocks : k.length};
 }
 

@@ -299,7 +299,7 @@ void linear_quantized_mma(const Product& p, int rows, const Queue& queue) {
 
 void linear_quantized(const Product& p, int rows, const Queue& queue, By by) {
   if (by == By::any) {
-    if (queue.capability == 90 && linear_quantized_few(p, rows, queue)) return;
+    if (queue.capability == 90 && rows == 1 && linear_quantized_row(p, queue)) return;
     by = rows > kMostFused ? By::wide : By::stream;
   }
   // linear_wide() writes whole pieces of 16 bytes at a time.

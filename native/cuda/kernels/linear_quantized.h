@@ -8,9 +8,9 @@ namespace cuda {
 // By mma.sync: any chip. By wgmma: chips of capability 9.0.
 void linear_quantized_mma(const Product& p, int rows, const Queue& queue);
 void linear_quantized_stream(const Product& p, int rows, const Queue& queue);
-// By mma.sync, of few rows, which it may norm itself; false: they are too many for a processor's shared memory. Chips
-// of capability 9.0.
-bool linear_quantized_few(const Product& p, int rows, const Queue& queue);
+// By mma.sync, of one row, which it may norm itself; false: it is too long for a processor's shared memory. Chips of
+// capability 9.0.
+bool linear_quantized_row(const Product& p, const Queue& queue);
 
 }  // namespace cuda
 }  // namespace as

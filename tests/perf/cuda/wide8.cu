@@ -1,6 +1,6 @@
 // Products of floats of 8 bits (native/cuda/kernels/linear_bytes_wide.cu) by each tile: their bits against the
 // stream's, their error against float64, and their speed at the shapes of Qwen2.5-7B.
-// `./wide8 [integers] [check] [error] [tiles | layer] [rows=128,8192] [only=gate_up]`, integers being w8a8's
+// `./wide8 [integers] [check] [error] [tiles | layer | bytes] [rows=128,8192] [only=gate_up]`, integers being w8a8's
 // nvcc -O3 -std=c++17 -I../../../native -gencode arch=compute_90a,code=sm_90a wide8.cu
 //   ../../../native/cuda/kernels/byte_rows.cu -o wide8
 #include <algorithm>
@@ -54,6 +54,10 @@ __global__ void fill(Codes codes, size_t rows, int columns, uint64_t seed) {
 __global__ void fill_floats(float* x, size_t count, uint64_t seed) {
   const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
   if (i < count) x[i] = noise(i + seed);
+}
+__global__ void fill_pairs(uint32_t* x, size_t count) {  // of bfloat16
+  const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
+  if (i < count) x[i] = two_bf16(noise(2 * i), noise(2 * i + 1));
 }
 __global__ void differ(const uint32_t* a, const uint32_t* b, size_t count, unsigned long long* n) {
   const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
@@ -291,6 +295,32 @@ void layer(int rows) {
   for (Problem* p : all) delete p;
 }
 
+// Rows become 8 bits: normed ones, attention's, gated ones.
+void bytes(int rows) {
+  const Problem down(3584, 18944, rows, false, true, false), o(3584, 3584, rows, false, true, false);
+  float* weight = memory<float>(3584 * 4);
+  fill_floats<<<14, 256>>>(weight, 3584, 3);
+  const auto show = [&](const char* name, double bytes, const auto& run) {
+    const float t = seconds([&](const Queue& on) {
+      for (int i = 0; i < 10; i++) run(on);
+    });
+    printf(" %s %.1f us, %.2f TB/s", name, t * 1e5, bytes / t * 10 / 1e12);
+  };
+  printf("%d rows:", rows);
+  show("normed", rows * 3584. * 5,
+       [&](const Queue& on) { rms_norm_into_bytes(o.p.x.values, {weight, 1e-6f, false}, o.p, rows, on); });
+  for (const Problem* a : {&o, &down}) {
+    const size_t pairs = (size_t)rows * a->p.w.k / 2;
+    fill_pairs<<<ceil_div(pairs, 256), 256>>>((uint32_t*)a->x, pairs);
+    Product p = a->p;
+    p.x = {nullptr, (uint16_t*)a->x, a->p.w.k};
+    show(a == &o ? "attention's" : "gated", rows * 3. * p.w.k,
+         [&](const Queue& on) { quantize_activations(p, rows, on); });
+  }
+  printf("\n");
+  CHECK(cudaFree(weight));
+}
+
 int main(int argc, char** argv) {
   setvbuf(stdout, nullptr, _IOLBF, 0);
   CHECK(cudaMalloc(&counter, 8));
@@ -320,6 +350,10 @@ int main(int argc, char** argv) {
     check(3584, 3584, 8300, false, true, false), check(2 * 9000, 896, 4200, true, false, false);
   }
   if (asked("error")) error(3584, 3584), error(17408, 3584), error(3584, 18944), error(17408, 18944);
+  if (asked("bytes")) {
+    for (int rows : sizes) bytes(rows);
+    return 0;
+  }
   if (asked("layer")) {
     for (int rows : sizes) layer(rows);
     return 0;

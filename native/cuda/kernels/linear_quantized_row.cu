@@ -1,9 +1,9 @@
-// Products of quantized weights with few rows of activations in bfloat16, by mma.sync: what one sequence decodes with.
+// Products of quantized weights with one row of activations in bfloat16, by mma.sync: what a single sequence decodes
+// with.
 //
 // A warp has 16 columns of the result (a tile of the weights) and one piece of K (tiles.h) at a time, and copies the
 // codes that it needs itself, some blocks ahead; so warps wait for nobody. A block of threads has all pieces of its
-// tiles, and adds them up in shared memory; the rows are there as a whole. Two blocks of threads fit a processor: the
-// next kernel's have their first weights on their way while this one's end.
+// tiles, and adds them up in shared memory; the row is there as a whole, and may be normed on its way.
 #include <algorithm>
 
 #include "cuda/kernels/code_fragments.cuh"
@@ -14,21 +14,19 @@ namespace as {
 namespace cuda {
 namespace {
 
-constexpr int kMostRows = 8, kMostWarps = 20;
+constexpr int kMostWarps = 20;
 constexpr int kNormed = 3, kMostNormed = 512;  // eights of a row that is normed: of a thread, of all
 bool is_fine(const Codes& codes) { return codes.groups > 1 && codes.group < kBlock; }
 
 // kFine: scales change within a block of K. A stage is some blocks of a tile: codes, and then each one's scales.
-template <int kBits_, bool kFine_, int kStages_, bool kOne_>
+template <int kBits_, bool kFine_, int kStages_>
 struct Shape {
-  static constexpr bool kOne = kOne_;  // row
   static constexpr int kBits = kBits_, kStages = kStages_, kBlocks = 16 / kBits, kSets = kFine_ ? 4 : 1;
   static constexpr int kTileBytes = code_bytes(kBits) / 4, kSetBytes = kTileRows * 4;
   static constexpr int kCodesBytes = kBlocks * kTileBytes, kStageBytes = kCodesBytes + kBlocks * kSets * kSetBytes;
-  static constexpr int kSums = kTileRows * kMostRows;  // of a warp
 
-  static size_t shared(int warps, int rows, int k_blocks) {
-    return (size_t)warps * (kStages * kStageBytes + kSums * 4) + (size_t)rows * k_blocks * kRowBytes;
+  static size_t shared(int warps, int k_blocks) {
+    return (size_t)warps * (kStages * kStageBytes + kTileRows * 4) + (size_t)k_blocks * kRowBytes;
   }
 };
 
@@ -155,24 +153,23 @@ class Copies {
   const char *from_, *scales_;
 };
 
-// The rows, as they lie: sixteen bytes a thread, all asked for before any are put down.
-__device__ __forceinline__ void copy_rows(const Product& p, int rows, int blocks, char* x) {
+// The row, as it lies: sixteen bytes a thread, all asked for before any are put down.
+__device__ __forceinline__ void copy_row(const Product& p, int blocks, char* x) {
   const char* from = reinterpret_cast<const char*>(p.x.tiles) + threadIdx.x % 8 * 16;
-  for (int row = 0; row < rows; row++)
-    for (int first = threadIdx.x / 8; first < blocks; first += blockDim.x) {
-      uint4 v[8];
+  for (int first = threadIdx.x / 8; first < blocks; first += blockDim.x) {
+    uint4 v[8];
 #pragma unroll
-      for (int i = 0; i < 8; i++)
-        if (const int b = first + i * (blockDim.x / 8); b < blocks)
-          v[i] = __ldcg(reinterpret_cast<const uint4*>(from + (size_t)b * kBlockBytes + row * kRowBytes));
+    for (int i = 0; i < 8; i++)
+      if (const int b = first + i * (blockDim.x / 8); b < blocks)
+        v[i] = __ldcg(reinterpret_cast<const uint4*>(from + (size_t)b * kBlockBytes));
 #pragma unroll
-      for (int i = 0; i < 8; i++)
-        if (const int b = first + i * (blockDim.x / 8); b < blocks)
-          *reinterpret_cast<uint4*>(x + (b * rows + row) * kRowBytes + threadIdx.x % 8 * 16) = v[i];
-    }
+    for (int i = 0; i < 8; i++)
+      if (const int b = first + i * (blockDim.x / 8); b < blocks)
+        *reinterpret_cast<uint4*>(x + b * kRowBytes + threadIdx.x % 8 * 16) = v[i];
+  }
 }
 
-// One row, normed on the way with the bits of rms_norm(), whose threads (eight columns each) are here several of a
+// The row, normed on the way with the bits of rms_norm(), whose threads (eight columns each) are here several of a
 // thread's.
 __device__ __forceinline__ void read_row(const float* row, int width, float (&values)[kNormed][8]) {
 #pragma unroll
@@ -212,60 +209,51 @@ __device__ __forceinline__ void norm_row(const Product& p, const float (&weights
 // block.
 template <class S>
 __global__ void __launch_bounds__(32 * kMostWarps)
-    few_kernel(const __grid_constant__ Product p, int given_rows, int tiles, int together, Pieces k,
+    row_kernel(const __grid_constant__ Product p, int tiles, int together, Pieces k,
                const __grid_constant__ Divisor set_blocks, int each) {
   extern __shared__ __align__(128) char shared[];
-  const int rows = S::kOne ? 1 : given_rows;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
   const int beside = warp / k.count, piece = warp - beside * k.count;
   const int begin = piece * k.length, end = min(begin + k.length, k.blocks);
   const int whole_end = min(end, p.w.k / kBlock);  // blocks with all columns
   float* const sums = reinterpret_cast<float*>(shared);
-  char* const x = shared + warps * S::kSums * 4;
-  const uint32_t ring = shared_address(x) + rows * k.blocks * kRowBytes + warp * S::kStages * S::kStageBytes;
-#ifndef LATE
+  char* const x = shared + warps * kTileRows * 4;
+  const uint32_t ring = shared_address(x) + k.blocks * kRowBytes + warp * S::kStages * S::kStageBytes;
   let_next_begin();
-#endif
   // Weights are on their way before the kernel before this one has made the rows.
   Copies<S> copies(p.w, ring, blockIdx.x * together + beside, tiles, gridDim.x * together, k, begin, end, set_blocks,
                    each);
 #pragma unroll
   for (int i = 0; i < S::kStages - 1; i++) copies.fetch(i * S::kStageBytes);
-#ifdef LATE
-  let_next_begin();
-#endif
   float norm_weights[kNormed][8];
-  if (S::kOne && p.unnormed) read_row(p.norm.weight, p.w.k, norm_weights);  // nobody makes these
+  if (p.unnormed) read_row(p.norm.weight, p.w.k, norm_weights);  // nobody makes these
   await_previous();
-  if (S::kOne && p.unnormed) norm_row(p, norm_weights, sums, x);
-  else copy_rows(p, rows, k.blocks, x);
+  if (p.unnormed) norm_row(p, norm_weights, sums, x);
+  else copy_row(p, k.blocks, x);
   __syncthreads();
-  // Of rows that are not there a lane reads one that is.
-  const int own_row = min(lane % 8, rows - 1);
-  const uint32_t block_x = rows * kRowBytes;
+  // Where products want more rows, there is this one again.
   uint32_t codes_at = ring + lane * 16, scales_at = ring + S::kCodesBytes + lane / 4 * 8,
-           first_x = shared_address(x) + begin * block_x + piece_offset(own_row, lane / 8),
-           second_x = shared_address(x) + begin * block_x + piece_offset(own_row, 4 + lane / 8);
-  keep(codes_at), keep(scales_at), keep(first_x), keep(second_x);
+           row_at = shared_address(x) + begin * kRowBytes + lane / 8 * 16;
+  keep(codes_at), keep(scales_at), keep(row_at);
 
-  // Of pieces' sums in shared memory a thread adds up every so many, and asks ahead for what is added to the first.
+  // Of what pieces' sums in shared memory make, which a thread may have one of and asks ahead for what that is added
+  // to.
   struct Value {
-    int beside, row, place, column;  // place: of the column in its tile
+    int beside, place, column;  // place: of the column in its tile
     bool there;
   };
   struct Before {
     float bias, value;
   };
-  const int columns = p.gated ? kTileRows / 2 : kTileRows, values = kMostRows * columns;  // of a tile
+  const int shift = p.gated ? 3 : 4;  // of a tile's columns
   const auto value_at = [&](int i, int first) {
-    const int shift = p.gated ? 3 : 4, beside = i >> (shift + 3);
-    Value v{beside, i >> shift & (kMostRows - 1), i & (columns - 1)};
-    v.column = (first + beside) * columns + v.place;
-    v.there = beside < together && v.row < rows && v.column < (p.gated ? p.y.width : p.w.n);
+    Value v{i >> shift, i & ((1 << shift) - 1)};
+    v.column = ((first + v.beside) << shift) + v.place;
+    v.there = v.beside < together && v.column < (p.gated ? p.y.width : p.w.n);
     return v;
   };
   const auto before_of = [&](const Value& v) {
-    return Before{p.bias ? p.bias[v.column] : 0.0f, p.adds ? p.y.values[(size_t)v.row * p.y.width + v.column] : 0.0f};
+    return Before{p.bias ? p.bias[v.column] : 0.0f, p.adds ? p.y.values[v.column] : 0.0f};
   };
 
   uint32_t stage = (S::kStages - 1) * S::kStageBytes;  // what was computed with last
@@ -280,7 +268,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
       for (int i = 0; i < 4; i++) multiply_add(d, a[i], y[i / 2][i % 2 * 2], y[i / 2][i % 2 * 2 + 1]);
     };
     const auto load_rows = [&](uint32_t(&y)[2][4], int j) {
-      load_cores(y[0], first_x + x_at + j * block_x), load_cores(y[1], second_x + x_at + j * block_x);
+      load_cores(y[0], row_at + x_at + j * kRowBytes), load_cores(y[1], row_at + x_at + j * kRowBytes + 64);
     };
     for (int b = begin; tile < tiles && b < end; b += S::kBlocks) {
       wait_copies<S::kStages - 2>();
@@ -314,67 +302,59 @@ __global__ void __launch_bounds__(32 * kMostWarps)
           multiply(y, a);
         }
       }
-      x_at += S::kBlocks * block_x;
+      x_at += S::kBlocks * kRowBytes;
     }
-    // Number i of a lane is of row lane % 4 * 2 + i % 2, column lane / 4 + i / 2 * 8; gates and what they gate are side
-    // by side.
+    // The row's two values are of the first of four lanes, columns lane / 4 and eight further; gates and what they gate
+    // are side by side.
+    const bool has_values = lane % 4 == 0;
     if (k.count == 1) {
-      if (tile >= tiles) continue;
+      if (tile >= tiles || !has_values) continue;
       if (p.gated) {
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-          if (const int row = lane % 4 * 2 + i, column = tile * 8 + lane / 4; row < rows && column < p.y.width)
-            finish_gated(p, row, column, d[i], d[2 + i]);
+        if (const int column = tile * 8 + lane / 4; column < p.y.width) finish_gated(p, 0, column, d[0], d[2]);
       } else {
-        finish<4>(p, rows, p.w.n, d,
-                  [&](int i) { return Place{lane % 4 * 2 + i % 2, tile * kTileRows + lane / 4 + i / 2 * 8}; });
+        const float two[2] = {d[0], d[2]};
+        finish<2>(p, 1, p.w.n, two, [&](int i) { return Place{0, tile * kTileRows + lane / 4 + i * 8}; });
       }
       continue;
     }
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-      sums[warp * S::kSums + (lane % 4 * 2 + i % 2) * kTileRows + lane / 4 + i / 2 * 8] = d[i];
+    if (has_values) sums[warp * kTileRows + lane / 4] = d[0], sums[warp * kTileRows + lane / 4 + 8] = d[2];
     __syncthreads();
-    const auto total = [&](const Value& v, int column) {
-      const float* at = sums + v.beside * k.count * S::kSums + v.row * kTileRows + column;
+    const auto total = [&](const Value& v, int place) {
+      const float* at = sums + v.beside * k.count * kTileRows + place;
       float all[kMostCodePieces];
 #pragma unroll
       for (int i = 0; i < kMostCodePieces; i++)
-        if (i < k.count) all[i] = at[i * S::kSums];
+        if (i < k.count) all[i] = at[i * kTileRows];
 #pragma unroll
       for (int i = 1; i < kMostCodePieces; i++)
         if (i < k.count) all[0] = __fadd_rn(all[0], all[i]);
       return all[0];
     };
-    for (int i = threadIdx.x; i < together * values; i += blockDim.x) {
-      const Value v = value_at(i, first);
-      if (!v.there) continue;
+    if (const Value v = value_at(threadIdx.x, first); v.there) {
       if (p.gated) {
-        finish_gated(p, v.row, v.column, total(v, v.place), total(v, v.place + 8));
-        continue;
+        finish_gated(p, 0, v.column, total(v, v.place), total(v, v.place + 8));
+      } else {
+        float sum = total(v, v.place);
+        if (p.bias) sum = __fadd_rn(sum, before.bias);
+        if (p.adds) sum = __fadd_rn(before.value, sum);
+        put(p.y, 0, v.column, sum);
       }
-      const Before old = i == threadIdx.x ? before : before_of(v);
-      float sum = total(v, v.place);
-      if (p.bias) sum = __fadd_rn(sum, old.bias);
-      if (p.adds) sum = __fadd_rn(old.value, sum);
-      put(p.y, v.row, v.column, sum);
     }
     __syncthreads();
   }
 }
 
-// How blocks of threads share a product, if they can: so that none has more tiles than it must, and rows are read by as
-// few of them as can be.
+// How blocks of threads share a product, if they can: so that none has more tiles than it must, and the row is read
+// by as few of them as can be.
 struct Plan {
-  int together = 0, warps, stages = 0;  // stages: 0 if rows are too many for a processor's shared memory
+  int together = 0, warps, stages = 0;  // stages: 0 if the row is too long for a processor's shared memory
 
   template <int kBits, bool kFine>
-  static size_t shared(int stages, int warps, int rows, int k_blocks) {
-    return stages == 4 ? Shape<kBits, kFine, 4, false>::shared(warps, rows, k_blocks)
-                       : Shape<kBits, kFine, 3, false>::shared(warps, rows, k_blocks);
+  static size_t shared(int stages, int warps, int k_blocks) {
+    return stages == 4 ? Shape<kBits, kFine, 4>::shared(warps, k_blocks)
+                       : Shape<kBits, kFine, 3>::shared(warps, k_blocks);
   }
-  Plan(const Product& p, int rows) {
-    if (rows > kMostRows) return;
+  explicit Plan(const Product& p) {
     const Pieces k(p.w.k, p.w.most_pieces);
     const int tiles = ceil_div(p.w.n, kTileRows), processors = cuda::processors();
     const auto tiles_of_one = [&](int together) {  // that a processor has
@@ -387,54 +367,51 @@ struct Plan {
                         : is_fine(p.w.codes) ? shared<8, true>
                                             : shared<8, false>;
     for (int depth : {4, 3})
-      if (!stages && bytes(depth, warps, rows, k.blocks) <= (size_t)most_shared()) stages = depth;
+      if (!stages && bytes(depth, warps, k.blocks) <= (size_t)most_shared()) stages = depth;
   }
 };
 
-template <int kBits, bool kFine, int kStages, bool kOne>
-void start_few(const Product& p, int rows, const Plan& plan, const Queue& queue) {
-  using S = Shape<kBits, kFine, kStages, kOne>;
+template <int kBits, bool kFine, int kStages>
+void start_row(const Product& p, const Plan& plan, const Queue& queue) {
+  using S = Shape<kBits, kFine, kStages>;
   const Pieces k(p.w.k, p.w.most_pieces);
-  const size_t shared = S::shared(plan.warps, rows, k.blocks);
+  const size_t shared = S::shared(plan.warps, k.blocks);
   const Codes& codes = p.w.codes;
   const int tiles = ceil_div(p.w.n, kTileRows), groups = ceil_div(tiles, plan.together);
   const int each = kFine ? kBlock / codes.group : 1;
   const Divisor set_blocks(codes.groups == 1 ? std::max(k.blocks, 1) : std::max(codes.group / kBlock, 1));
-  allow_shared(few_kernel<S>, shared);
+  allow_shared(row_kernel<S>, shared);
   int at_once = 0;
-  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&at_once, few_kernel<S>, 32 * plan.warps, shared);
+  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&at_once, row_kernel<S>, 32 * plan.warps, shared);
   // As many turns for every block of threads, if there are several.
   const int most = processors() * std::max(at_once, 1), turns = (groups + most - 1) / most;
-  start(queue, few_kernel<S>, dim3((groups + turns - 1) / turns), 32 * plan.warps, shared, p, rows, tiles,
-        plan.together, k, set_blocks, each);
-  launched("linear with quantized weights, few rows");
+  start(queue, row_kernel<S>, dim3((groups + turns - 1) / turns), 32 * plan.warps, shared, p, tiles, plan.together, k,
+        set_blocks, each);
+  launched("linear with quantized weights, one row");
 }
 
 template <int kBits, bool kFine>
-void start_rows(const Product& p, int rows, const Plan& plan, const Queue& queue) {
-  if (rows == 1 && plan.stages == 4) start_few<kBits, kFine, 4, true>(p, rows, plan, queue);
-  else if (rows == 1) start_few<kBits, kFine, 3, true>(p, rows, plan, queue);
-  else if (plan.stages == 4) start_few<kBits, kFine, 4, false>(p, rows, plan, queue);
-  else start_few<kBits, kFine, 3, false>(p, rows, plan, queue);
+void start_stages(const Product& p, const Plan& plan, const Queue& queue) {
+  if (plan.stages == 4) start_row<kBits, kFine, 4>(p, plan, queue);
+  else start_row<kBits, kFine, 3>(p, plan, queue);
 }
 
 }  // namespace
 
-bool linear_quantized_few(const Product& p, int rows, const Queue& queue) {
-  const Plan plan(p, rows);
+bool linear_quantized_row(const Product& p, const Queue& queue) {
+  const Plan plan(p);
   if (!plan.stages) return false;
   const bool fine = is_fine(p.w.codes);
-  if (p.w.codes.bits == 4)
-    fine ? start_rows<4, true>(p, rows, plan, queue) : start_rows<4, false>(p, rows, plan, queue);
-  else fine ? start_rows<8, true>(p, rows, plan, queue) : start_rows<8, false>(p, rows, plan, queue);
+  if (p.w.codes.bits == 4) fine ? start_stages<4, true>(p, plan, queue) : start_stages<4, false>(p, plan, queue);
+  else fine ? start_stages<8, true>(p, plan, queue) : start_stages<8, false>(p, plan, queue);
   return true;
 }
 
 bool linear_quantized_norms(const Product& p, int rows, const Queue& queue) {
-  const Plan plan(p, rows);
+  if (queue.capability != 90 || rows != 1 || p.w.kind != Kind::codes) return false;
+  const Plan plan(p);
   const int eights = blocks_of(p.w.k) * 8;
-  return queue.capability == 90 && rows == 1 && p.w.kind == Kind::codes && plan.stages && eights <= kMostNormed &&
-         eights <= kNormed * 32 * plan.warps;
+  return plan.stages && eights <= kMostNormed && eights <= kNormed * 32 * plan.warps;
 }
 
 }  // namespace cuda
