@@ -141,6 +141,7 @@ def test_matrices_that_cannot_be_are_refused():
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-3), ("bfloat16", 0.2)])
 @pytest.mark.parametrize("name", ["qwen2-gqa-tied", "llama-biases", "phi3-window", "glm4"])
 def test_logits_are_the_cpus(tmp_path, name, dtype, tolerance):
+    """In float32; or as near to these as the CPU's own of that type, which adapters of random matrices take far away."""
     lora = pytest.importorskip("test_lora")
     if name not in lora.EVERY:
         pytest.skip("no such checkpoint")
@@ -148,12 +149,13 @@ def test_logits_are_the_cpus(tmp_path, name, dtype, tolerance):
     directory = lora.adapters.write_adapter(tmp_path / "one", lora.checkpoints.checkpoint(name), targets, rank=5)
     new = 4 if dtype == "float32" else 1
     with lora.Adapted(name, directory, weight_dtype=dtype, compute_unit="CUDA:0") as gpu, \
-            lora.Adapted(name, directory, weight_dtype="float32") as cpu:
+            lora.Adapted(name, directory, weight_dtype="float32") as cpu, \
+            lora.Adapted(name, directory, weight_dtype=dtype) as alike:
         for length in (1, 7, 129):
             prompt = lora.checkpoints.prompt_of(length)
-            found, expected = gpu.generate(prompt, new)[1], cpu.generate(prompt, new)[1]
-            for row, other in zip(found, expected):
-                assert np.abs(row - other).max() < tolerance * other.std()
+            found, expected, cpus = (each.generate(prompt, new)[1] for each in (gpu, cpu, alike))
+            for row, other, rough in zip(found, expected, cpus):
+                assert np.abs(row - other).max() < max(tolerance * other.std(), 2 * np.abs(rough - other).max())
 
 
 @pytest.mark.parametrize("fields", [

@@ -1,8 +1,9 @@
 // Attention for few rows of a sequence, as when it decodes: up to 16 pairs of a row and a query head. Blocks of threads
 // stay, and share out the runs of all tiles and KV heads evenly. Of a block's warps four copy keys and values through a
 // ring in shared memory, ahead of what is computed, from one run to the next; eight compute: each has 32 of a run's
-// positions for the scores, and some of the features for the values. Which block is the last to have come with runs of
-// a tile merges them. Bits are those of WarpPairs: every score and every sum is the same chain, and what a quantized
+// positions for the scores, and some of the features for the values. Runs are merged
+// by the block that has a tile's first ones, as it goes, and those after them, when all have come, by all that have a
+// part. Bits are those of WarpPairs: every score and every sum is the same chain, and what a quantized
 // cache has is rounded to bfloat16.
 #pragma once
 #include <algorithm>
@@ -39,7 +40,7 @@ __device__ void copy_runs(const Attention& a, Runs runs, bool own, uint32_t full
   if (!own) await_previous();  // the tile's own rows entered the cache there
   RingPlace place;
   for (; runs.left(); runs.next()) {
-    const TileRows& rows = runs.rows();
+    const FewRows& rows = runs.rows();
     if (!rows.count) continue;
     const Extent extent(rows, runs.run());
     const int known = own ? min(extent.start, extent.last + 1) : extent.last + 1;  // positions before are in the cache
@@ -198,7 +199,7 @@ class Attender {
 
   // Of a tile and a KV head: queries, and what enters the cache where the block's runs have it. rotates: both.
   __device__ void begin_tile(const Runs& runs, bool own, bool rotates, const Turn& turn) {
-    const TileRows& rows = runs.rows();
+    const FewRows& rows = runs.rows();
     const int kv_head = runs.kv_head(), start = rows.tile.start;
     const int items = rows.count + (own ? rows.tile.count : 0);
 #pragma unroll 1
@@ -449,45 +450,39 @@ class Attender {
     }
   }
 
-  // The result, if there is no other run; else what it leaves for the merge.
-  __device__ void end_run(const Runs& runs) const {
-    const TileRows& rows = runs.rows();
-    const bool alone = rows.first_run == rows.last_run;
-    float* to = alone ? nullptr : partial_of(a_, runs.tile(), runs.kv_head(), runs.run());
+  __device__ void begin_part() {
+    clear(total_);
+#pragma unroll
+    for (int h = 0; h < 2; h++) total_most_[h] = -INFINITY, total_sum_[h] = 0;
+  }
+  // The run becomes part of the total.
+  __device__ void add_run() {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const float now = fmaxf(total_most_[h], most_[h]), by = shrunk(total_most_[h], now),
+                  run_by = shrunk(most_[h], now);
+      total_most_[h] = now, total_sum_[h] = merged(total_sum_[h], by, sum_[h], run_by);
+#pragma unroll
+      for (int v = 0; v < kOwn; v++)
+#pragma unroll
+        for (int i = 2 * h; i < 2 * h + 2; i++) total_[v][i] = merged(total_[v][i], by, out_[v][i], run_by);
+    }
+  }
+  __device__ void leave_run(const Runs& runs) const { leave(runs, out_, most_, sum_); }
+  __device__ void leave_total(const Runs& runs) const { leave(runs, total_, total_most_, total_sum_); }
+  __device__ void write_total(const Runs& runs) const {
+    const FewRows& rows = runs.rows();
+    if (!has_features()) return;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int pair = lane_ / 4 + 8 * h;
       if (pair >= rows.count || !rows.has(pair, runs.kv_head())) continue;
-      if (!alone && warp_ == 0 && lane_ % 4 == 0) to[pair] = most_[h], to[kFewPairs + pair] = sum_[h];
       const int row = rows.row(pair), column = rows.head(pair, runs.kv_head()) * kDim;
-      // The lane's features in order: columns of a product, or of all products a column (attend()).
-      const auto value = [&](int i) {
-        return S::kCodes ? out_[i % kOwn][2 * h + i / kOwn] : out_[i / 2][2 * h + i % 2];
-      };
-      if (!has_features()) continue;
-      const float sum = alone ? with_sink(a_, heads_[h], sum_[h], most_[h]) : 0;
-#pragma unroll
-      for (int i = 0; i < 2 * kOwn; i += 2) {
-        const int feature = warp_ * kOwn * 8 + (S::kCodes ? lane_ % 4 * 2 * kOwn + i : i / 2 * 8 + lane_ % 4 * 2);
-        const float first = value(i), second = value(i + 1);
-        if (alone) put_two(a_.out, row, column + feature, share(first, sum), share(second, sum));
-        else *reinterpret_cast<float2*>(to + 2 * kFewPairs + pair * kDim + feature) = make_float2(first, second);
-      }
+      const float sum = with_sink(a_, heads_[h], total_sum_[h], total_most_[h]);
+      each_two(total_, h, [&](int feature, float first, float second) {
+        put_two(a_.out, row, column + feature, share(first, sum), share(second, sum));
+      });
     }
-  }
-
-  // Of a tile and a KV head `count` runs of this block are done: whoever is the last merges all of them.
-  __device__ void end_runs(const Runs& runs, int count) {
-    consumers_meet();
-    if (threadIdx.x == 0) {
-      int* arrivals = a_.arrivals + runs.tile() * a_.cache.kv_heads + runs.kv_head();
-      __threadfence();
-      shared_.last = atomicAdd(arrivals, count) + count == runs.rows().last_run - runs.rows().first_run + 1;
-      if (shared_.last) *arrivals = 0;
-      __threadfence();
-    }
-    consumers_meet();
-    if (shared_.last) merge_runs<kDim>(a_, runs, shared_);
   }
 
  private:
@@ -495,8 +490,42 @@ class Attender {
   // Of 16 features for the scores; a warp's products of eight features for the values.
   static constexpr int kSteps = kDim / 16, kEights = kDim / 8, kOwn = (kEights + kConsumers - 1) / kConsumers;
   static_assert(kEights % kOwn == 0);
+  using Values = float[kOwn][4];
 
   __device__ bool has_features() const { return kEights % kConsumers == 0 || warp_ * kOwn < kEights; }
+
+  __device__ static void clear(Values& values) {
+#pragma unroll
+    for (int v = 0; v < kOwn; v++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) values[v][i] = 0;
+  }
+  // Of a thread's pair its features in order, two by two: columns of a product, or of all products a column (attend()).
+  template <typename Each>
+  __device__ void each_two(const Values& values, int h, Each each) const {
+    const auto value = [&](int i) {
+      return S::kCodes ? values[i % kOwn][2 * h + i / kOwn] : values[i / 2][2 * h + i % 2];
+    };
+#pragma unroll
+    for (int i = 0; i < 2 * kOwn; i += 2)
+      each(warp_ * kOwn * 8 + (S::kCodes ? lane_ % 4 * 2 * kOwn + i : i / 2 * 8 + lane_ % 4 * 2), value(i),
+           value(i + 1));
+  }
+  // For the merge, in the place of the run.
+  __device__ void leave(const Runs& runs, const Values& values, const float (&most)[2], const float (&sum)[2]) const {
+    const FewRows& rows = runs.rows();
+    float* to = partial_of(a_, runs.tile(), runs.kv_head(), runs.run());
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int pair = lane_ / 4 + 8 * h;
+      if (pair >= rows.count || !rows.has(pair, runs.kv_head())) continue;
+      if (warp_ == 0 && lane_ % 4 == 0) to[pair] = most[h], to[kFewPairs + pair] = sum[h];
+      if (!has_features()) continue;
+      each_two(values, h, [&](int feature, float first, float second) {
+        *reinterpret_cast<float2*>(to + 2 * kFewPairs + pair * kDim + feature) = make_float2(first, second);
+      });
+    }
+  }
 
   __device__ static void put_two(const Rows& out, int row, int column, float first, float second) {
     if (out.tiles)
@@ -515,7 +544,8 @@ class Attender {
   const float factor_;
   uint32_t query_[kSteps][4];
   int positions_[2], least_[2], heads_[2];
-  float out_[kOwn][4], most_[2], sum_[2];
+  Values out_, total_;
+  float most_[2], sum_[2], total_most_[2], total_sum_[2];
 };
 
 // own: tiles' rows enter the cache here, too (rotated, if rotates), as store_cache() has it. several: tiles may have
@@ -545,21 +575,41 @@ __global__ void __launch_bounds__(kThreads, 1)
   Attender<kDim, kType> attender(a, shared, queries, own_keys, own_values, ring, stages);
   await_previous();
   RingPlace place;
-  int done = 0;  // of the tile's runs, by this block of threads
+  bool begins = true, merges = false;
   for (bool first = true; runs.left(); runs.next()) {
-    const TileRows& rows = runs.rows();
+    const FewRows& rows = runs.rows();
     if (!rows.count) continue;
-    if (!done) {
+    if (begins) {
       if (!first) consumers_meet();  // nobody reads the rows before any more
       attender.begin_tile(runs, own, rotates, turn), first = false;
+      attender.begin_part();
+      begins = false, merges = runs.run() == rows.first_run;
     }
     const Extent extent(rows, runs.run());
     attender.attend(extent, own, place);
     place.advance(2 * extent.blocks, stages);
-    attender.end_run(runs), done++;
+    if (merges) attender.add_run();
+    else attender.leave_run(runs);
     if (runs.run() < runs.last_own()) continue;
-    if (rows.first_run < rows.last_run) attender.end_runs(runs, done);
-    done = 0;
+    begins = true;
+    if (merges && runs.run() == rows.last_run) {
+      attender.write_total(runs);
+    } else {
+      if (merges) attender.leave_total(runs);
+      leave_part(a, runs);
+    }
+  }
+  if (!several) return;
+  // Others may have something of what this block began with, and of what it ended with.
+  const Begin begin = shared.begin;
+  consumers_meet();  // nobody reads the ring any more
+#pragma unroll 1
+  for (int end = 0; end < 2; end++) {
+    const bool same = begin.tile == runs.tile() && begin.kv_head == runs.kv_head();
+    if (!end && same) continue;
+    const Part part(a, tiles, end ? runs.tile() : begin.tile, end ? runs.kv_head() : begin.kv_head,
+                    end ? runs.run() : begin.run, end ? runs.number() : begin.number, begin);
+    if (part.blocks > 1) merge_part<kDim>(a, part, ring);
   }
 }
 
@@ -570,6 +620,7 @@ void start_few(const Attention& a, const AttentionTile* tiles, int count, bool s
   const int rows = own ? kFewPairs / a.group : 0, all = count * a.cache.kv_heads * (several ? a.most_runs : 1);
   const int fixed = sizeof(Shared) + kFewPairs * 2 * S::kStride + 2 * rows * S::kRow;
   const int wanted = several || all > processors() ? kMostStages : kShortStages;
+  static_assert(kMostStages * S::kTensor >= kConsumers * kMergeBytes);
   const int stages = std::min((most_shared() - fixed) / S::kTensor, wanted), bytes = fixed + stages * S::kTensor;
   const auto kernel = attend_few_kernel<kDim, kType>;
   allow_shared(kernel, bytes);

@@ -192,10 +192,12 @@ void linear_bf16(const Product& p, int rows, const Queue& queue, By by) {
   // Pieces, if there are several, need a cluster of blocks of threads each, or a warp; a stream has one.
   const bool stream = p.w.most_pieces == 1;
   if (by == By::any) {
-    constexpr int64_t kSmall = 10 << 20;  // values of a matrix that is there before clusters have begun
+    // Values of a matrix that is there before clusters have begun, and of one whose pieces are long for its size.
+    constexpr int64_t kSmall = 10 << 20, kSmallAndLong = 40 << 20;
+    const bool is_long = Pieces(p.w.k, p.w.most_pieces).length >= 32;
     if (rows > 256 || (rows > 128 && !p.y.copy && wide_is_best(p, rows))) by = By::wide;
     else if (stream) by = By::stream;
-    else by = rows <= 8 && (int64_t)p.w.n * p.w.k < kSmall ? By::mma : By::split;
+    else by = rows <= 8 && (int64_t)p.w.n * p.w.k < (is_long ? kSmallAndLong : kSmall) ? By::mma : By::split;
   }
   if (by == By::split && stream) by = By::stream;
   if (by == By::stream && !stream) by = By::split;
