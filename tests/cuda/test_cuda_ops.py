@@ -134,7 +134,7 @@ def test_products_of_any_number_of_rows_have_the_same_bits(n, k, form):
     rounded = x.astype(float) if form == "float32" else as_bf16(x)
     expected = rounded @ used.T + bias
     error = np.abs(every - expected).max() / np.sqrt(np.mean(expected**2))
-    assert error < 2e-5, error
+    assert error < 3e-5, error
     for first, rows in ((0, 1), (3, 1), (7, 2), (6, 5), (1, 8), (2, 9), (5, 16), (4, 17), (0, 32), (9, 33), (0, 64),
                         (20, 65), (100, 128), (3, 129), (11, 190), (40, 256)):
         for by in ("mma", "split", "stream", "wide") if form == "bfloat16" else ("any",):
