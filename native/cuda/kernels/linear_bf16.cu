@@ -56,8 +56,6 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(Product p, int 
   const char* x = reinterpret_cast<const char*>(p.x.tiles) + (size_t)(first_row / kBlock) * k.blocks * kBlockBytes +
                   first_row % kBlock / kRowTile * kStageRows;
 
-  const uint64_t policy = gridDim.y == 1 ? evicted_first() : evicted_as_others();  // is it read once?
-
   Walk ahead{(int)blockIdx.x, warp, 0, 0};
   ahead.begin_piece(k);
   const auto fetch_weights = [&](const Walk& at, int stage) {
@@ -66,8 +64,7 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(Product p, int 
     const char* from =
         weights + ((size_t)(at.tile / 4) * k.blocks + at.block) * kBlockBytes + at.tile % 4 * kStageWeights;
 #pragma unroll
-    for (int i = 0; i < kStageWeights / 512; i++)
-      copy_16_with(policy, to + i * 512 + lane * 16, from + i * 512 + lane * 16);
+    for (int i = 0; i < kStageWeights / 512; i++) copy_16(to + i * 512 + lane * 16, from + i * 512 + lane * 16);
   };
   const auto fetch_rows = [&](const Walk& at, int stage) {
     if (at.tile >= tiles) return;
@@ -195,10 +192,12 @@ void linear_bf16(const Product& p, int rows, const Queue& queue, By by) {
   // Pieces, if there are several, need a cluster of blocks of threads each, or a warp; a stream has one.
   const bool stream = p.w.most_pieces == 1;
   if (by == By::any) {
-    constexpr int64_t kSmall = 10 << 20;  // values of a matrix that is there before clusters have begun
+    // Values of a matrix that is there before clusters have begun, and of one whose pieces are long for its size.
+    constexpr int64_t kSmall = 10 << 20, kSmallAndLong = 40 << 20;
+    const bool is_long = Pieces(p.w.k, p.w.most_pieces).length >= 32;
     if (rows > 256 || (rows > 128 && !p.y.copy && wide_is_best(p, rows))) by = By::wide;
     else if (stream) by = By::stream;
-    else by = rows <= 8 && (int64_t)p.w.n * p.w.k < kSmall ? By::mma : By::split;
+    else by = rows <= 8 && (int64_t)p.w.n * p.w.k < (is_long ? kSmallAndLong : kSmall) ? By::mma : By::split;
   }
   if (by == By::split && stream) by = By::stream;
   if (by == By::stream && !stream) by = By::split;
