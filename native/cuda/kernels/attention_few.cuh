@@ -1,10 +1,9 @@
 // Attention for few rows of a sequence, as when it decodes: up to 16 pairs of a row and a query head. Blocks of threads
 // stay, and share out the runs of all tiles and KV heads evenly. Of a block's warps four copy keys and values through a
 // ring in shared memory, ahead of what is computed, from one run to the next; eight compute: each has 32 of a run's
-// positions for the scores, and some of the features for the values. Runs are merged
-// by the block that has a tile's first ones, as it goes, and those after them, when all have come, by all that have a
-// part. Bits are those of WarpPairs: every score and every sum is the same chain, and what a quantized
-// cache has is rounded to bfloat16.
+// positions for the scores, and some of the features for the values. Runs are merged by the block that has a tile's
+// first ones, as it goes, and those after them, when all have come, by all that have a part. Bits are those of
+// WarpPairs: every score and every sum is the same chain, and what a quantized cache has is rounded to bfloat16.
 #pragma once
 #include <algorithm>
 
