@@ -178,7 +178,7 @@ def test_addresses_are_checked():
         _cuda.check_peer(0, 99)
 
 
-@pytest.mark.parametrize("fields", [{"weight_dtype": "int4", "weight_group_size": 32}, {"weight_dtype": "int8"},
+@pytest.mark.parametrize("fields", [{"weight_dtype": "int4"}, {"weight_dtype": "int8"},
                                     {"weight_dtype": "w8a8"}, {"weight_dtype": "float8"},
                                     {"cache_mode": "AsCacheQuantI8"}, {"cache_mode": "AsCacheQuantU4"},
                                     {"cache_dtype": "float8"}], ids=lambda fields: "-".join(map(str, fields.values())))
