@@ -29,8 +29,8 @@ SHARED_GPUS = "ALLSPARK_TEST_SHARED_GPUS"
 class Device(Protocol):
     """isa: its kernels, as users are told. step_tokens: rows of a step unless told otherwise. cache_share,
     largest_cache_share: of the memory that is left beside the weights, what a cache of unspecified size takes at most;
-    and what it may take if that is needed for even one request of full length. host_memory: whether it is the host's, of
-    which a second tier of the cache takes its part."""
+    and what it may take if that is needed for even one request of full length. host_memory: whether it is the host's,
+    of which a second tier of the cache takes its part."""
 
     isa: str
     step_tokens: int

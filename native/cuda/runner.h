@@ -180,7 +180,7 @@ class CudaRunner : public QueuedRunner {
     int shares;                    // the tensor of weights
     std::optional<ChosenRow> row;  // where the router's layer has kernels for a step of one
   };
-  std::map<int, Routed> routed_;                               // by row set
+  std::map<int, Routed> routed_;  // by row set
   std::vector<Memory> routing_memory_;
   // Of the attention that comes next: how heads are rotated, and before that normed, queries and keys.
   std::optional<Turn> turn_;

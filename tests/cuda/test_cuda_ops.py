@@ -1,5 +1,5 @@
-"""Every op of the CUDA backend against the reference backend, as tests/reference/test_cpu_ops.py has the CPU's; and that
-the bits of a row are its own."""
+"""Every op of the CUDA backend against the reference backend, as tests/reference/test_cpu_ops.py has the CPU's; and
+that the bits of a row are its own."""
 
 from __future__ import annotations
 

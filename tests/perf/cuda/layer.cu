@@ -3,7 +3,7 @@
 // [whole] [half] [split]` (whole: nothing is left out; half: a rank's part of two, without their sums; split: small
 // products by clusters, too)
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/layer.cu
-//        native/cuda/kernels/{linear_bf16,linear_split,linear_stream,linear_wide,linear_f32,rows,attention_few,ceilings}.cu
+//        native/cuda/kernels/{linear_{bf16,split,stream,wide,f32},rows,attention_few,ceilings}.cu
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
