@@ -8,24 +8,31 @@ namespace few {
 
 constexpr int kTokens = 64,
               kBlocks = kRunTokens / kTokens;  // of a stage; stages of keys of a run, and as many of values
-constexpr int kConsumers = 8, kProducers = 4;  // warps
-constexpr int kThreads = 32 * (kConsumers + kProducers);
+constexpr int kConsumers = 8, kCopiers = 1, kPreparers = 3;  // warps
+constexpr int kThreads = 32 * (kConsumers + kCopiers + kPreparers);
+constexpr int kPrepared = 2;  // tiles' queries ahead
 constexpr int kShortStages = 6, kMostStages = 24;
 
-// Of the runs that a block of threads has: where they begin, and how many.
+// Of the runs that a block of threads has: where they begin, how many, and the number of the first among all. Each
+// block has so many, the first ones one more.
 struct Begin {
-  int tile, kv_head, run, count;
+  int tile, kv_head, run, count, number;
+  int each, more;
+
+  __device__ int begin_of(int block) const { return block * each + min(block, more); }
+  __device__ int block_of(int number) const {
+    const int larger = more * (each + 1);
+    return number < larger ? number / (each + 1) : more + (number - larger) / each;
+  }
 };
 
 struct Shared {
-  uint64_t full[kMostStages], empty[kMostStages];
-  uint4 weights[kRunTokens / 16][32];  // of 16 positions each, as mma.sync's first operand; or factors of a merge
+  uint64_t full[kMostStages], empty[kMostStages], prepared[kPrepared], released[kPrepared];
+  uint4 weights[kRunTokens / 16][32];  // of 16 positions each, as mma.sync's first operand
   float maxima[kFewPairs][kConsumers], sums[kConsumers][kFewPairs][4];  // of a warp's positions
-  float most[kFewPairs];                                                // of what is merged
-  float own_scales[4][kFewPairs];  // of the tile's own rows: keys' scales and minimums, and values'
+  float own_scales[kPrepared][4][kFewPairs];  // of the tile's own rows: keys' scales and minimums, and values'
   int runs[kThreads / 32];
   Begin begin;
-  bool last;
 };
 
 // All threads: shares out the runs of all tiles, KV head by KV head.
@@ -59,7 +66,9 @@ __device__ inline void share_out(const Attention& a, const AttentionTile* tiles,
     int tile = first, within = begin, runs = runs_of(tile);
     for (; within >= runs * heads; runs = runs_of(++tile)) within -= runs * heads;
     const TileRows rows(a, tiles[tile], kFewPairs);
-    shared.begin = {tile, within / runs, rows.first_run + within % runs, each_block + (block < more)};
+    shared.begin = {
+        tile,       within / runs, rows.first_run + within % runs, each_block + (block < more), begin + before * heads,
+        each_block, more};
   } else if (threadIdx.x == 0 && all * heads <= block) {
     shared.begin.count = 0;
   }
@@ -73,6 +82,7 @@ class Runs {
       : a_(a), tiles_(tiles), several_(several) {
     if (several) {
       tile_ = shared.begin.tile, kv_head_ = shared.begin.kv_head, run_ = shared.begin.run, left_ = shared.begin.count;
+      number_ = shared.begin.number;
       if (left_) rows_ = TileRows(a, tiles[tile_], kFewPairs);
     } else {
       const int all = count * a.cache.kv_heads, block = blockIdx.x;
@@ -85,11 +95,16 @@ class Runs {
   __device__ int tile() const { return tile_; }
   __device__ int kv_head() const { return kv_head_; }
   __device__ int run() const { return run_; }
+  __device__ int number() const { return number_; }  // of this run among all
   __device__ const TileRows& rows() const { return rows_; }
-  // Of this tile and KV head, the last that the block has.
+  // Of this tile and KV head, the last that the block has; and on to what comes after it.
   __device__ int last_own() const { return min(rows_.last_run, run_ + left_ - 1); }
+  __device__ void next_tile() {
+    for (int i = last_own() - run_; i >= 0; i--) next();
+  }
   __device__ void next() {
     if (!--left_) return;
+    number_++;
     if (!several_) return take(tile_ * a_.cache.kv_heads + kv_head_ + gridDim.x);
     if (run_ < rows_.last_run) {
       run_++;
@@ -111,7 +126,7 @@ class Runs {
   const Attention& a_;
   const AttentionTile* const tiles_;
   const bool several_;
-  int tile_ = 0, kv_head_ = 0, run_ = 0, left_ = 0;
+  int tile_ = 0, kv_head_ = 0, run_ = 0, left_ = 0, number_ = 0;
   TileRows rows_;
 };
 
@@ -128,71 +143,86 @@ struct Extent {
 
 __device__ inline void consumers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(32 * kConsumers) : "memory"); }
 
-// By the warps that compute: what all runs of a tile and a KV head have left becomes the result.
-// 32 runs at a time. What each is worth in the sum is found by a warp for a pair, a lane for a run; then threads have
-// four features each.
+// What a block of threads has of a tile and a KV head. The block that has the first runs merges them as it goes; what
+// these are together lies where the last of them has its place.
+struct Part {
+  int tile, kv_head;
+  TileRows rows;
+  int blocks, own;  // that have a part; this one's number among them
+  int merged;       // the last run that is merged
+
+  // run: one of the block's; number: of this run among all.
+  __device__ Part(const Attention& a, const AttentionTile* tiles, int tile, int kv_head, int run, int number,
+                  const Begin& begin)
+      : tile(tile), kv_head(kv_head), rows(a, tiles[tile], kFewPairs) {
+    const int first = number - (run - rows.first_run), last = first + rows.last_run - rows.first_run;
+    const int block = begin.block_of(first);
+    blocks = begin.block_of(last) - block + 1, own = blockIdx.x - block;
+    merged = rows.first_run + min(begin.begin_of(block + 1) - 1, last) - first;
+  }
+};
+
+__device__ inline int arrived(const int* arrivals) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(arrivals) : "memory");
+  return value;
+}
+// A warp has left its part of a tile and a KV head for the merge.
+__device__ inline void leave_part(const Attention& a, const Runs& runs) {
+  __syncwarp();
+  if (threadIdx.x % 32) return;
+  __threadfence();
+  atomicAdd(a.arrivals + runs.tile() * a.cache.kv_heads + runs.kv_head(), 1);
+}
+
+// By a warp that computes, of each block that shares a tile and a KV head: some of the results. It waits for all of
+// these blocks, which are there: there are no more than processors, and none waits before it has left its own parts.
 template <int kDim>
-__device__ void merge_runs(const Attention& a, const Runs& runs, Shared& shared) {
-  constexpr int kAtOnce = 16, kFours = kDim / 4, kItems = (kFewPairs * kFours - 1) / (32 * kConsumers) + 1;
-  const TileRows& rows = runs.rows();
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  float4* factors = reinterpret_cast<float4*>(shared.weights);  // [pair][run]: of the sum before, of the run; its sum
-  if (threadIdx.x < kFewPairs) shared.most[threadIdx.x] = -INFINITY;
-  float4 totals[kItems];
-  float sums[kItems];
+__device__ void merge_part(const Attention& a, const Part& part) {
+  constexpr int kChunks = (kDim + 31) / 32, kLeaving = 1 << 16;
+  const TileRows& rows = part.rows;
+  const int lane = threadIdx.x % 32, kv_head = part.kv_head, warps = kConsumers * part.blocks;
+  const int chunks = rows.count * kChunks;
+  int* arrivals = a.arrivals + part.tile * a.cache.kv_heads + kv_head;
+  int chunk = threadIdx.x / 32 * part.blocks + part.own;
+  if (chunk >= chunks) return;
+  while ((arrived(arrivals) & (kLeaving - 1)) != warps) {}
+  __syncwarp();
+  if (lane == 0 && atomicAdd(arrivals, kLeaving) == (min(warps, chunks) - 1) * kLeaving + warps) *arrivals = 0;
+  for (; chunk < chunks; chunk += warps) {
+    const int pair = chunk / kChunks, feature = chunk % kChunks * 32 + lane;
+    const auto read = [&](int run, int at) { return __ldcg(partial_of(a, part.tile, kv_head, run) + at); };
+    const int at = 2 * kFewPairs + pair * kDim + min(feature, kDim - 1);
+    float most = read(part.merged, pair), sum = read(part.merged, kFewPairs + pair), total = read(part.merged, at);
+#pragma unroll 1
+    for (int first = part.merged + 1; first <= rows.last_run; first += 32) {
+      const int own = min(first + lane, rows.last_run), count = min(32, rows.last_run - first + 1);
+      const float own_most = read(own, pair), own_sum = read(own, kFewPairs + pair);
+      float values[32];
 #pragma unroll
-  for (int i = 0; i < kItems; i++) totals[i] = make_float4(0, 0, 0, 0), sums[i] = 0;
-  for (int first = rows.first_run; first <= rows.last_run; first += 32) {
-    consumers_meet();
-    for (int pair = warp; pair < rows.count; pair += kConsumers) {
-      const float* from = partial_of(a, runs.tile(), runs.kv_head(), min(first + lane, rows.last_run));
-      const float most = __ldcg(from + pair), sum = __ldcg(from + kFewPairs + pair);
-      const float before = shared.most[pair];
-      float now = fmaxf(before, most);
+      for (int i = 0; i < 32; i++)
+        if (i < count) values[i] = read(first + i, at);
+      // A lane has the factors of a run.
+      float now = fmaxf(most, own_most);
 #pragma unroll
       for (int step = 1; step < 32; step *= 2) {
         const float other = __shfl_up_sync(0xffffffffu, now, step);
         if (lane >= step) now = fmaxf(now, other);
       }
       const float earlier = __shfl_up_sync(0xffffffffu, now, 1);
-      factors[pair * 32 + lane] = make_float4(shrunk(lane ? earlier : before, now), shrunk(most, now), sum, 0);
-      if (lane == 31) shared.most[pair] = now;
-    }
-    consumers_meet();
-    const int count = min(32, rows.last_run - first + 1);
+      const float own_by = shrunk(lane ? earlier : most, now), own_run_by = shrunk(own_most, now);
+      most = __shfl_sync(0xffffffffu, now, 31);
 #pragma unroll
-    for (int i = 0; i < kItems; i++) {
-      const int item = i * 32 * kConsumers + threadIdx.x, pair = item / kFours;
-      if (pair >= rows.count) continue;
-      for (int begin = 0; begin < count; begin += kAtOnce) {
-        float4 values[kAtOnce];
-#pragma unroll
-        for (int j = 0; j < kAtOnce; j++)
-          values[j] = __ldcg(reinterpret_cast<const float4*>(
-              partial_of(a, runs.tile(), runs.kv_head(), min(first + begin + j, rows.last_run)) + 2 * kFewPairs +
-              item * 4));
-#pragma unroll
-        for (int j = 0; j < kAtOnce; j++) {
-          if (begin + j >= count) break;
-          const float4 by = factors[pair * 32 + begin + j];
-          sums[i] = merged(sums[i], by.x, by.z, by.y);
-          totals[i].x = merged(totals[i].x, by.x, values[j].x, by.y);
-          totals[i].y = merged(totals[i].y, by.x, values[j].y, by.y);
-          totals[i].z = merged(totals[i].z, by.x, values[j].z, by.y);
-          totals[i].w = merged(totals[i].w, by.x, values[j].w, by.y);
-        }
+      for (int i = 0; i < 32; i++) {
+        const float by = __shfl_sync(0xffffffffu, own_by, i), run_by = __shfl_sync(0xffffffffu, own_run_by, i),
+                    run_sum = __shfl_sync(0xffffffffu, own_sum, i);
+        if (i >= count) continue;
+        sum = merged(sum, by, run_sum, run_by), total = merged(total, by, values[i], run_by);
       }
     }
-  }
-#pragma unroll
-  for (int i = 0; i < kItems; i++) {
-    const int item = i * 32 * kConsumers + threadIdx.x, pair = item / kFours;
-    if (pair >= rows.count || !rows.has(pair, runs.kv_head())) continue;
-    const float4& x = totals[i];
-    const int head = rows.head(pair, runs.kv_head());
-    const float sum = with_sink(a, head, sums[i], shared.most[pair]);
-    put_four(a.out, rows.row(pair), head * kDim + item % kFours * 4, a.out.width,
-             make_float4(share(x.x, sum), share(x.y, sum), share(x.z, sum), share(x.w, sum)));
+    if (feature >= kDim || !rows.has(pair, kv_head)) continue;
+    const int head = rows.head(pair, kv_head);
+    put(a.out, rows.row(pair), head * kDim + feature, share(total, with_sink(a, head, sum, most)));
   }
 }
 
