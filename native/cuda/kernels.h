@@ -266,7 +266,9 @@ void rope(float* x, int width, const Heads& heads, const RotaryTable& table, boo
 // The cache of a layer: spans, in each its KV heads, of each keys and then values [span_size, padded_dim]. Quantized as
 // the CPU backend does (cpu/kernels/span_layout.h): a value is q * scale + minimum, of uint4 two features in a byte,
 // the even one in the lower half; behind keys and values lie, each [span_size] floats, scales and minimums of the keys,
-// then of the values. float8: e4m3 as it is, larger values cut to 448.
+// then of the values. float8: e4m3 as it is, larger values cut to 448. bf16: eight rows after each other have their
+// pieces of 16 bytes in other orders (feature_at()), where rows are of whole 128 bytes: so spans are copied to shared
+// memory as they are, and read there without conflicts.
 enum class CacheType { f32, bf16, int8, uint4, float8 };
 struct LayerCache {
   char* data = nullptr;
@@ -277,6 +279,8 @@ struct LayerCache {
   AS_BOTH int bits() const {
     return type == CacheType::f32 ? 32 : type == CacheType::bf16 ? 16 : type == CacheType::uint4 ? 4 : 8;
   }
+  AS_BOTH bool swizzled() const { return type == CacheType::bf16 && padded_dim % 64 == 0; }
+  AS_BOTH int feature_at(int place, int feature) const { return swizzled() ? feature ^ place % 8 * 8 : feature; }
   AS_BOTH size_t row_bytes() const { return (size_t)padded_dim * bits() / 8; }
   AS_BOTH size_t scales_at() const { return 2 * span_size * row_bytes(); }  // of a head
   AS_BOTH size_t head_bytes() const { return scales_at() + (quantized() ? 4 * sizeof(float) * span_size : 0); }

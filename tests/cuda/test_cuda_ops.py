@@ -224,7 +224,7 @@ def test_rotary_table_and_rope(dim, rotary_dim, table, pairs):
 
 CACHES = [("float32", EXACT), ("bfloat16", 5e-2)]
 HEADS = [(1, 1, 2), (3, 1, 5), (6, 2, 24), (5, 5, 33), (4, 2, 64), (7, 1, 64), (6, 6, 96), (4, 2, 128), (2, 1, 256),
-         (40, 2, 64), (3, 1, 80)]
+         (40, 2, 64), (3, 1, 80), (2, 1, 192)]
 
 
 @pytest.mark.parametrize("cache, tolerance", CACHES)
@@ -312,9 +312,11 @@ def logits_of_rows(gpu, prompts, rows_of_chunk) -> list[bytes]:
     return found
 
 
-@pytest.mark.parametrize("group, dim", [*((group, dim) for group in range(1, 9) for dim in (64, 128)),
-                                        (1, 80), (3, 96), (4, 256), (9, 64), (16, 128)])
-def test_rows_attend_alike_in_chunks_of_any_size(group, dim):
+@pytest.mark.parametrize("group, dim, cache", [
+    *((group, dim, "bfloat16") for group in range(1, 9) for dim in (64, 128)),
+    *((group, dim, "bfloat16") for group, dim in ((1, 80), (3, 96), (4, 256), (9, 64), (16, 128))),
+    *((group, dim, cache) for cache in ("int8", "uint4", "float8") for group, dim in ((7, 128), (2, 64), (3, 96)))])
+def test_rows_attend_alike_in_chunks_of_any_size(group, dim, cache):
     """Several requests in a step; rotated queries; from a row or two at a time to tiles and one row past them."""
     own, rng = Toy(SEED), np.random.default_rng(SEED)
     kv = 1 + group % 2
@@ -325,9 +327,9 @@ def test_rows_attend_alike_in_chunks_of_any_size(group, dim):
     tile = -(-128 // group)  # rows of 128 pairs
     lengths = (700, 1, tile, tile + 1, 64, 257, 18, int(rng.integers(1, 700)))
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in lengths]
-    expected = logits_of_rows(compiled(own, "bfloat16", long=True, outputs=2048), prompts, lambda: 16 // group)
+    expected = logits_of_rows(compiled(own, cache, long=True, outputs=2048), prompts, lambda: 16 // group)
     for rows in (lambda: 700, lambda: 47, lambda: int(rng.integers(1, 150))):
-        found = logits_of_rows(compiled(own, "bfloat16", long=True, outputs=2048), prompts, rows)
+        found = logits_of_rows(compiled(own, cache, long=True, outputs=2048), prompts, rows)
         assert [len(f) for f in found] == [len(e) for e in expected]
         assert found == expected
 

@@ -16,9 +16,13 @@ template <CacheType kType>
 struct Cached {
   const char* row;
   float scale, minimum;  // of quantized ones
+  int swizzle;           // of bf16
 
   __device__ Cached(const LayerCache& cache, const char* head, bool value, int place)
-      : row(head + ((value ? cache.span_size : 0) + place) * cache.row_bytes()), scale(0), minimum(0) {
+      : row(head + ((value ? cache.span_size : 0) + place) * cache.row_bytes()),
+        scale(0),
+        minimum(0),
+        swizzle(cache.feature_at(place, 0)) {
     if constexpr (kType == CacheType::int8 || kType == CacheType::uint4) {
       const float* scales = reinterpret_cast<const float*>(head + cache.scales_at()) + place;
       scale = scales[value ? 2 * cache.span_size : 0], minimum = scales[value ? 3 * cache.span_size : cache.span_size];
@@ -26,7 +30,8 @@ struct Cached {
   }
   __device__ float operator[](int feature) const {
     if constexpr (kType == CacheType::f32) return reinterpret_cast<const float*>(row)[feature];
-    else if constexpr (kType == CacheType::bf16) return from_bf16(reinterpret_cast<const uint16_t*>(row)[feature]);
+    else if constexpr (kType == CacheType::bf16)
+      return from_bf16(reinterpret_cast<const uint16_t*>(row)[feature ^ swizzle]);
     else if constexpr (kType == CacheType::float8) return from_e4m3((uint8_t)row[feature]);
     else if constexpr (kType == CacheType::int8) return fmaf((uint8_t)row[feature], scale, minimum);
     else return fmaf((uint8_t)row[feature / 2] >> feature % 2 * 4 & 15, scale, minimum);
@@ -68,7 +73,8 @@ __global__ void store_kernel(Attention a, const int* where, bool rotates, Rotary
   char* to =
       const_cast<char*>(head_of(a.cache, span, head)) + (value * a.cache.span_size + place) * a.cache.row_bytes();
   if constexpr (kType == CacheType::f32) reinterpret_cast<float*>(to)[feature] = x;
-  else if constexpr (kType == CacheType::bf16) reinterpret_cast<uint16_t*>(to)[feature] = to_bf16(x);
+  else if constexpr (kType == CacheType::bf16)
+    reinterpret_cast<uint16_t*>(to)[a.cache.feature_at(place, feature)] = to_bf16(x);
   else to[feature] = (char)to_e4m3(x);
 }
 

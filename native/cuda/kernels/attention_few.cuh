@@ -1,39 +1,41 @@
 // Attention for few rows of a sequence, as when it decodes: up to 16 pairs of a row and a query head. Blocks of threads
-// stay, and share out the runs of all tiles and KV heads evenly. Of a block's warps four copy keys and values through a
-// ring in shared memory, ahead of what is computed, from one run to the next; eight compute: each has 32 of a run's
-// positions for the scores, and some of the features for the values. Which block is the last to have come with runs of
-// a tile merges them. Bits are those of WarpPairs: every score and every sum is the same chain, and what a quantized
-// cache has is rounded to bfloat16.
+// stay, and share out the runs of all tiles and KV heads evenly. Of a block's warps one copies keys and values through
+// a ring in shared memory, ahead of what is computed, from one run to the next; three prepare tiles
+// (attention_prepare.cuh) ahead, too; eight compute: each has 32 of a run's positions for the scores, and some of the
+// features for the values. Runs are merged by the block that has a tile's first ones, as it goes, and those after them,
+// when all have come, by all that have a part. Bits are those of WarpPairs: every score and every sum is the same
+// chain, and what a quantized cache has is rounded to bfloat16.
 #pragma once
 #include <algorithm>
 
-#include "cuda/kernels/attention_runs.cuh"
-#include "cuda/kernels/copy_ring.cuh"
-#include "cuda/kernels/quantized.cuh"
+#include "cuda/kernels/attention_prepare.cuh"
+#include "cuda/kernels/wgmma.cuh"
 
 namespace as {
 namespace cuda {
 namespace few {
 
-// Keys, or values, of 64 positions in shared memory, as they are in the cache.
+// Whether one thread asks for all that a span has of a stage.
 template <int kDim, CacheType kType>
-struct Shape {
-  static constexpr bool kCodes = kType != CacheType::bf16, kScaled = kCodes && kType != CacheType::float8;
-  static constexpr int kBits = kType == CacheType::bf16 ? 16 : kType == CacheType::uint4 ? 4 : 8;
-  static constexpr int kBytes = kDim * kBits / 8, kRow = kBytes + 16;  // of a position: rows lie in different banks
-  static constexpr int kScales = kTokens * kRow;                       // where they are, and then minimums
-  static constexpr int kTensor = kScales + (kScaled ? 2 * kTokens * 4 : 0);
-  static constexpr int kStride = kDim + 8;  // of queries, in bfloat16
-};
+__device__ constexpr bool in_bulk() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  return Shape<kDim, kType>::kSwizzled;
+#else
+  return false;
+#endif
+}
 
 // The ring's part of a warp that copies.
 template <int kDim, CacheType kType>
-__device__ void copy_runs(const Attention& a, Runs runs, bool own, uint32_t full, uint32_t empty, uint32_t ring,
-                          int stages) {
+__device__ void copy_runs(const Attention& a, Runs runs, bool own, Shared& shared, uint32_t ring, int stages) {
   using S = Shape<kDim, kType>;
-  constexpr int kPieces = S::kBytes / 16, kCopiers = 32 * kProducers;
+  // Positions that are adjacent in the cache: no span is smaller. So a copy's addresses are those of the first and what
+  // is known to the compiler.
+  constexpr bool kBulk = in_bulk<kDim, kType>();
+  uint64_t* const full = shared.full;
+  constexpr int kAdjacent = 16, kPieces = S::kBytes / 16, kCopies = (kAdjacent * kPieces + 31) / 32;
   static_assert(S::kBytes % 16 == 0);
-  const int thread = threadIdx.x - 32 * kConsumers, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32 - kConsumers, lane = threadIdx.x % 32;
   const int size = a.cache.span_size, shift = 31 - __clz(size), within = size - 1;
   const size_t span_bytes = a.cache.span_bytes();
   if (!own) await_previous();  // the tile's own rows entered the cache there
@@ -51,109 +53,56 @@ __device__ void copy_runs(const Attention& a, Runs runs, bool own, uint32_t full
     for (int tensor = 0; tensor < 2 * extent.blocks; tensor++) {
       const bool value = tensor >= extent.blocks;
       const int begin = extent.begin + (value ? tensor - extent.blocks : tensor) * kTokens;
-      wait_barrier(empty + 8 * place.stage, place.parity ^ 1);
+      wait_barrier(shared_address(shared.empty + place.stage), place.parity ^ 1);
       const uint32_t to = ring + place.stage * S::kTensor;
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+      if constexpr (kBulk) {  // of each span one copy; values that are not there are zeros, as they weigh nothing
+        const int there = min(max(known - begin, 0), kTokens), adjacent = min(size, kTokens);
+        if (value && there < kTokens) {
+          for (int i = there * kPieces + lane; i < kTokens * kPieces; i += 32) store_zeros(to + i * 16);
+          asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        }
+        __syncwarp();
+        if (elected()) barrier_expect(full + place.stage, there * S::kBytes);
+        for (int first = 0; first < there; first += adjacent) {
+          const int at = begin + first, span = __shfl_sync(0xffffffffu, spans, (at >> shift) - first_span);
+          const char* from = head + span * span_bytes + ((value ? size : 0) + (at & within)) * S::kBytes;
+          if (elected())
+            copy_bulk(to + first * S::kBytes, from, min(there - first, adjacent) * S::kBytes, full + place.stage);
+        }
+      } else
+#endif
+      {
+#pragma unroll 1
+        for (int first = warp * kAdjacent; first < kTokens; first += kCopiers * kAdjacent) {
+          const int at = begin + first, span = __shfl_sync(0xffffffffu, spans, (at >> shift) - first_span);
+          const int there = min(max(known - at, 0), kAdjacent) * kPieces;
+          const char* from = head;
+          if (there) from += span * span_bytes + ((value ? size : 0) + (at & within)) * S::kBytes;
+          from += lane * 16;
 #pragma unroll
-      for (int i = 0; i < (kTokens * kPieces + kCopiers - 1) / kCopiers; i++) {
-        const int each = i * kCopiers + thread, token = each / kPieces, piece = each % kPieces, at = begin + token;
-        if (kTokens * kPieces % kCopiers && each >= kTokens * kPieces) continue;  // whole warps
-        const int span = __shfl_sync(0xffffffffu, spans, (at >> shift) - first_span);
-        const bool there = at < known;
-        const char* from = head;
-        if (there) from += span * span_bytes + ((value ? size : 0) + (at & within)) * S::kBytes + piece * 16;
-        copy_16(to + token * S::kRow + piece * 16, from, there);
+          for (int i = 0; i < kCopies; i++) {
+            const int each = i * 32 + lane;
+            if (kAdjacent * kPieces % 32 && each >= kAdjacent * kPieces) continue;
+            copy_16(to + (first + each / kPieces) * S::kRow + each % kPieces * 16, from + i * 512, each < there);
+          }
+        }
+        if (S::kScaled && warp == 0) {  // scales and minimums, of four positions each
+          const int which = lane / 16, token = lane % 16 * 4, at = begin + token;
+          const int span = __shfl_sync(0xffffffffu, spans, (at >> shift) - first_span),
+                    count = min(max(known - at, 0), 4);
+          const char* from = head;
+          if (count)
+            from += span * span_bytes + a.cache.scales_at() + (((value ? 2 : 0) + which) * size + (at & within)) * 4;
+          copy_up_to_16(to + S::kScales + (which * kTokens + token) * 4, from, count * 4);
+        }
+        arrive_with_copies(shared_address(full + place.stage));
       }
-      if (S::kScaled && thread < 32) {  // scales and minimums, of four positions each
-        const int which = lane / 16, token = lane % 16 * 4, at = begin + token;
-        const int span = __shfl_sync(0xffffffffu, spans, (at >> shift) - first_span),
-                  count = min(max(known - at, 0), 4);
-        const char* from = head;
-        if (count)
-          from += span * span_bytes + a.cache.scales_at() + (((value ? 2 : 0) + which) * size + (at & within)) * 4;
-        copy_up_to_16(to + S::kScales + (which * kTokens + token) * 4, from, count * 4);
-      }
-      arrive_with_copies(full + 8 * place.stage);
       place.advance(1, stages);
     }
   }
-  commit_copies(), wait_copies<0>();
+  if (!kBulk) commit_copies(), wait_copies<0>();
 }
-
-// A head of a row, normed (as head_norm() has it) and rotated if it is to be: a lane has every 32nd feature.
-template <int kDim>
-struct TurnedHead {
-  static constexpr int kEach = (kDim + 31) / 32;
-  float x[kEach];
-
-  __device__ void read(const float* head, const Norm& norm, int row, const Turn& turn, bool rotates) {
-    const RotaryTable& t = turn.table;
-    const int lane = threadIdx.x % 32, half = rotates ? t.dim / 2 : 0;
-    float partner[kEach], cosine[kEach], sine[kEach], weights[kEach], partner_weights[kEach];
-#pragma unroll
-    for (int i = 0; i < kEach; i++) {
-      const int f = i * 32 + lane;
-      x[i] = f < kDim ? head[f] : 0.0f;
-      if (norm.weight) weights[i] = f < kDim ? norm.weight[f] : 0.0f;
-      if (f >= 2 * half) continue;
-      const int angle = turn.interleaved ? f / 2 : f < half ? f : f - half;
-      const int other = turn.interleaved ? f ^ 1 : f < half ? f + half : f - half;
-      partner[i] = head[other];
-      if (norm.weight) partner_weights[i] = norm.weight[other];
-      cosine[i] = t.cosine[(size_t)row * half + angle], sine[i] = t.sine[(size_t)row * half + angle];
-    }
-    if (norm.weight) {
-      float sum = 0;
-#pragma unroll
-      for (int i = 0; i < kEach; i++) sum = fmaf(x[i], x[i], sum);
-      const float factor = 1.0f / sqrtf(warp_sum(sum) / kDim + norm.eps), one = norm.unit_offset ? 1.0f : 0.0f;
-#pragma unroll
-      for (int i = 0; i < kEach; i++) {
-        x[i] = x[i] * factor * (weights[i] + one);
-        if (i * 32 + lane < 2 * half) partner[i] = partner[i] * factor * (partner_weights[i] + one);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kEach; i++) {
-      const int f = i * 32 + lane;
-      if (f >= 2 * half) continue;
-      const float own = __fmul_rn(x[i], cosine[i]), other = __fmul_rn(partner[i], sine[i]);
-      x[i] = (turn.interleaved ? f % 2 : f >= half) ? own + other : own - other;
-    }
-  }
-  __device__ void write(uint16_t* to) const {
-#pragma unroll
-    for (int i = 0; i < kEach; i++)
-      if (const int f = i * 32 + threadIdx.x % 32; f < kDim) to[f] = to_bf16(x[i]);
-  }
-  // As it enters a quantized cache: codes to either place, scale and minimum in order there, `apart` floats apart.
-  template <CacheType kType>
-  __device__ void quantize(char* to, char* also, float* scales, int apart, float* also_scales, int also_apart) const {
-    constexpr int kBits = kType == CacheType::uint4 ? 4 : 8;
-    const int lane = threadIdx.x % 32;
-    float low = INFINITY, high = -INFINITY;
-    bool bad = false;
-    if (kType != CacheType::float8) {
-#pragma unroll
-      for (int i = 0; i < kEach; i++)
-        if (i * 32 + lane < kDim) low = fminf(low, x[i]), high = fmaxf(high, x[i]), bad |= !isfinite(x[i]);
-      low = -warp_max(-low), high = warp_max(high), bad = __any_sync(0xffffffffu, bad);
-    }
-    const Levels<kBits> levels(low, high, bad);
-#pragma unroll
-    for (int i = 0; i < kEach; i++) {
-      const int f = i * 32 + lane;
-      int code = kType == CacheType::float8 ? to_e4m3(x[i]) : levels.code(x[i]);
-      if (kBits == 4) {
-        code |= __shfl_down_sync(0xffffffffu, code, 1) << 4;
-        if (f < kDim && f % 2 == 0) to[f / 2] = also[f / 2] = (char)code;
-      } else if (f < kDim) {
-        to[f] = also[f] = (char)code;
-      }
-    }
-    if (lane || kType == CacheType::float8) return;
-    scales[0] = also_scales[0] = levels.scale(), scales[apart] = also_scales[also_apart] = levels.minimum();
-  }
-};
 
 template <int kBytes>
 __device__ inline uint32_t load_shared(uint32_t address) {
@@ -182,63 +131,23 @@ __device__ inline float widened(uint32_t codes, int i, float scale, float minimu
 template <int kDim, CacheType kType>
 class Attender {
  public:
-  // own_keys, own_values: of the tile's own rows.
-  __device__ Attender(const Attention& a, Shared& shared, uint16_t* queries, char* own_keys, char* own_values,
-                      uint32_t ring, int stages)
+  __device__ Attender(const Attention& a, Shared& shared, uint32_t ring, int stages)
       : a_(a),
         shared_(shared),
-        queries_(queries),
-        own_keys_(own_keys),
-        own_values_(own_values),
         ring_(ring),
         full_(shared_address(shared.full)),
         empty_(shared_address(shared.empty)),
         stages_(stages),
         factor_(score_factor(a)) {}
 
-  // Of a tile and a KV head: queries, and what enters the cache where the block's runs have it. rotates: both.
-  __device__ void begin_tile(const Runs& runs, bool own, bool rotates, const Turn& turn) {
+  __device__ void begin_tile(const Runs& runs, const Prepared<kDim, kType>& tile) {
     const TileRows& rows = runs.rows();
-    const int kv_head = runs.kv_head(), start = rows.tile.start;
-    const int items = rows.count + (own ? rows.tile.count : 0);
-#pragma unroll 1
-    for (int item = warp_; item < items; item += kConsumers) {
-      TurnedHead<kDim> head;
-      if (item < rows.count) {
-        if (!rows.has(item, kv_head)) continue;
-        const int row = rows.row(item);
-        head.read(a_.qkv + (size_t)row * a_.width + (size_t)rows.head(item, kv_head) * kDim, a_.query_norm, row, turn,
-                  rotates);
-        head.write(queries_ + item * S::kStride);
-        continue;
-      }
-      const int i = item - rows.count, at = start + i, row = rows.tile.row + i, run = at / kRunTokens;
-      if (run < runs.run() || run > runs.last_own()) continue;  // another block's
-      const int span = a_.tables[rows.tile.table + at / a_.cache.span_size], place = at % a_.cache.span_size;
-      const int key = a_.width / kDim - 2 * a_.cache.kv_heads + kv_head;
-      const float* from = a_.qkv + (size_t)row * a_.width + (size_t)key * kDim;
-      TurnedHead<kDim> value;
-      value.read(from + a_.cache.kv_heads * kDim, Norm(), row, turn, false);
-      head.read(from, a_.key_norm, row, turn, rotates);
-      char* to = const_cast<char*>(head_of(a_.cache, span, kv_head));
-      if constexpr (S::kCodes) {
-        const int size = a_.cache.span_size;
-        float* scales = reinterpret_cast<float*>(to + a_.cache.scales_at()) + place;
-        head.template quantize<kType>(to + place * S::kBytes, own_keys_ + i * S::kRow, scales, size,
-                                      &shared_.own_scales[0][i], kFewPairs);
-        value.template quantize<kType>(to + (size + place) * S::kBytes, own_values_ + i * S::kRow, scales + 2 * size,
-                                       size, &shared_.own_scales[2][i], kFewPairs);
-      } else {
-        uint16_t* rows_there = reinterpret_cast<uint16_t*>(to) + place * kDim;
-        head.write(rows_there), value.write(rows_there + a_.cache.span_size * kDim);
-        head.write(reinterpret_cast<uint16_t*>(own_keys_ + i * S::kRow));
-        value.write(reinterpret_cast<uint16_t*>(own_values_ + i * S::kRow));
-      }
-    }
-    consumers_meet();
+    const int kv_head = runs.kv_head();
+    own_keys_ = shared_address(tile.keys), own_values_ = shared_address(tile.values);
+    own_scales_ = shared_address(tile.scales);
 #pragma unroll
     for (int s = 0; s < kSteps; s++)
-      load_cores(query_[s], shared_address(queries_ + (lane_ % 16) * S::kStride + s * 16 + lane_ / 16 * 8));
+      load_cores(query_[s], shared_address(tile.queries + (lane_ % 16) * S::kStride + s * 16 + lane_ / 16 * 8));
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int pair = lane_ / 4 + 8 * h;
@@ -251,7 +160,6 @@ class Attender {
   // place: of the run's first stage in the ring.
   __device__ void attend(const Extent& extent, bool own, RingPlace place) {
     const int from_rows = own ? extent.start : extent.last + 1;  // positions from there on are the tile's own rows
-    const uint32_t keys = shared_address(own_keys_), values = shared_address(own_values_);
     // Where a position is; and its scale.
     const auto is_own = [&](int at) { return at >= from_rows && at <= extent.last; };
     const auto row_of = [&](int at, int token, uint32_t stage, uint32_t rows) {
@@ -259,7 +167,7 @@ class Attender {
     };
     const auto scale_of = [&](int at, int token, uint32_t stage, int tensor, float& scale, float& minimum) {
       const uint32_t from =
-          is_own(at) ? shared_address(&shared_.own_scales[tensor][at - extent.start]) : stage + S::kScales + token * 4;
+          is_own(at) ? own_scales_ + (tensor * kFewPairs + at - extent.start) * 4 : stage + S::kScales + token * 4;
       scale = load_shared_float(from);
       minimum = load_shared_float(from + (is_own(at) ? kFewPairs : kTokens) * 4);
     };
@@ -275,7 +183,7 @@ class Attender {
 #pragma unroll
         for (int t = 0; t < 4; t++) {
           const int token = first + t * 8 + lane_ / 4, at = extent.begin + block * kTokens + token;
-          from[t] = row_of(at, token, stage, keys) + lane_ % 4 * 2 * S::kBits / 8;
+          from[t] = row_of(at, token, stage, own_keys_) + lane_ % 4 * 2 * S::kBits / 8;
           if (S::kScaled) scale_of(at, token, stage, 0, scale[t], minimum[t]);
         }
 #pragma unroll
@@ -296,7 +204,7 @@ class Attender {
 #pragma unroll
         for (int j = 0; j < 2; j++) {
           const int token = first + j * 16 + lane_ / 16 * 8 + lane_ % 8;
-          from[j] = row_of(extent.begin + block * kTokens + token, token, stage, keys) + lane_ / 8 % 2 * 16;
+          from[j] = row_of(extent.begin + block * kTokens + token, token, stage, own_keys_);
         }
         wait_barrier(full_ + 8 * own_place.stage, own_place.parity);
 #pragma unroll
@@ -304,7 +212,7 @@ class Attender {
 #pragma unroll
           for (int j = 0; j < 2; j++) {
             uint32_t k[4];
-            load_cores(k, from[j] + s * 32);
+            load_cores(k, from[j] + piece_at(2 * s + lane_ / 8 % 2) * 16);
             multiply_add(scores[2 * j], query_[s], k[0], k[1]);
             multiply_add(scores[2 * j + 1], query_[s], k[2], k[3]);
           }
@@ -373,10 +281,7 @@ class Attender {
           two_bf16(scores[2 * j][0], scores[2 * j][1]), two_bf16(scores[2 * j][2], scores[2 * j][3]),
           two_bf16(scores[2 * j + 1][0], scores[2 * j + 1][1]), two_bf16(scores[2 * j + 1][2], scores[2 * j + 1][3]));
     consumers_meet();
-#pragma unroll
-    for (int v = 0; v < kOwn; v++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) out_[v][i] = 0;
+    clear(out_);
     sum_[0] = sum_[1] = 0;
     place.advance(extent.blocks, stages_);
 #pragma unroll
@@ -413,8 +318,9 @@ class Attender {
 #pragma unroll
           for (int i = 0; i < 4; i++) {
             const int token = s * 16 + i / 2 * 8 + lane_ % 4 * 2 + i % 2;
-            codes[i] = load_shared<kCodeBytes>(row_of(begin + token, token, stage, values) + feature * S::kBits / 8) >>
-                       shifted;
+            codes[i] =
+                load_shared<kCodeBytes>(row_of(begin + token, token, stage, own_values_) + feature * S::kBits / 8) >>
+                shifted;
             if (S::kScaled) scale_of(begin + token, token, stage, 2, scale[i], minimum[i]);
           }
 #pragma unroll
@@ -428,11 +334,11 @@ class Attender {
       } else {
 #pragma unroll
         for (int j = 0; j < 2; j++) {
-          const uint32_t from = row_of(begin + j * 32 + lane_, j * 32 + lane_, stage, values) + warp_ * kOwn * 16;
+          const uint32_t from = row_of(begin + j * 32 + lane_, j * 32 + lane_, stage, own_values_);
 #pragma unroll
           for (int v = 0; v < kOwn; v++) {
             uint32_t x[4];
-            load_cores_transposed(x, from + v * 16);
+            load_cores_transposed(x, from + piece_at(warp_ * kOwn + v) * 16);
             multiply_add(out_[v], weights[2 * j], x[0], x[1]);
             multiply_add(out_[v], weights[2 * j + 1], x[2], x[3]);
           }
@@ -449,45 +355,39 @@ class Attender {
     }
   }
 
-  // The result, if there is no other run; else what it leaves for the merge.
-  __device__ void end_run(const Runs& runs) const {
+  __device__ void begin_part() {
+    clear(total_);
+#pragma unroll
+    for (int h = 0; h < 2; h++) total_most_[h] = -INFINITY, total_sum_[h] = 0;
+  }
+  // The run becomes part of the total.
+  __device__ void add_run() {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const float now = fmaxf(total_most_[h], most_[h]), by = shrunk(total_most_[h], now),
+                  run_by = shrunk(most_[h], now);
+      total_most_[h] = now, total_sum_[h] = merged(total_sum_[h], by, sum_[h], run_by);
+#pragma unroll
+      for (int v = 0; v < kOwn; v++)
+#pragma unroll
+        for (int i = 2 * h; i < 2 * h + 2; i++) total_[v][i] = merged(total_[v][i], by, out_[v][i], run_by);
+    }
+  }
+  __device__ void leave_run(const Runs& runs) const { leave(runs, out_, most_, sum_); }
+  __device__ void leave_total(const Runs& runs) const { leave(runs, total_, total_most_, total_sum_); }
+  __device__ void write_total(const Runs& runs) const {
     const TileRows& rows = runs.rows();
-    const bool alone = rows.first_run == rows.last_run;
-    float* to = alone ? nullptr : partial_of(a_, runs.tile(), runs.kv_head(), runs.run());
+    if (!has_features()) return;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int pair = lane_ / 4 + 8 * h;
       if (pair >= rows.count || !rows.has(pair, runs.kv_head())) continue;
-      if (!alone && warp_ == 0 && lane_ % 4 == 0) to[pair] = most_[h], to[kFewPairs + pair] = sum_[h];
       const int row = rows.row(pair), column = rows.head(pair, runs.kv_head()) * kDim;
-      // The lane's features in order: columns of a product, or of all products a column (attend()).
-      const auto value = [&](int i) {
-        return S::kCodes ? out_[i % kOwn][2 * h + i / kOwn] : out_[i / 2][2 * h + i % 2];
-      };
-      if (!has_features()) continue;
-      const float sum = alone ? with_sink(a_, heads_[h], sum_[h], most_[h]) : 0;
-#pragma unroll
-      for (int i = 0; i < 2 * kOwn; i += 2) {
-        const int feature = warp_ * kOwn * 8 + (S::kCodes ? lane_ % 4 * 2 * kOwn + i : i / 2 * 8 + lane_ % 4 * 2);
-        const float first = value(i), second = value(i + 1);
-        if (alone) put_two(a_.out, row, column + feature, share(first, sum), share(second, sum));
-        else *reinterpret_cast<float2*>(to + 2 * kFewPairs + pair * kDim + feature) = make_float2(first, second);
-      }
+      const float sum = with_sink(a_, heads_[h], total_sum_[h], total_most_[h]);
+      each_two(total_, h, [&](int feature, float first, float second) {
+        put_two(a_.out, row, column + feature, share(first, sum), share(second, sum));
+      });
     }
-  }
-
-  // Of a tile and a KV head `count` runs of this block are done: whoever is the last merges all of them.
-  __device__ void end_runs(const Runs& runs, int count) {
-    consumers_meet();
-    if (threadIdx.x == 0) {
-      int* arrivals = a_.arrivals + runs.tile() * a_.cache.kv_heads + runs.kv_head();
-      __threadfence();
-      shared_.last = atomicAdd(arrivals, count) + count == runs.rows().last_run - runs.rows().first_run + 1;
-      if (shared_.last) *arrivals = 0;
-      __threadfence();
-    }
-    consumers_meet();
-    if (shared_.last) merge_runs<kDim>(a_, runs, shared_);
   }
 
  private:
@@ -495,8 +395,44 @@ class Attender {
   // Of 16 features for the scores; a warp's products of eight features for the values.
   static constexpr int kSteps = kDim / 16, kEights = kDim / 8, kOwn = (kEights + kConsumers - 1) / kConsumers;
   static_assert(kEights % kOwn == 0);
+  using Values = float[kOwn][4];
 
+  // A piece of 16 bytes of a row whose number in eight is that of the lane.
+  __device__ int piece_at(int piece) const { return S::kSwizzled ? piece ^ lane_ % 8 : piece; }
   __device__ bool has_features() const { return kEights % kConsumers == 0 || warp_ * kOwn < kEights; }
+
+  __device__ static void clear(Values& values) {
+#pragma unroll
+    for (int v = 0; v < kOwn; v++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) values[v][i] = 0;
+  }
+  // Of a thread's pair its features in order, two by two: columns of a product, or of all products a column (attend()).
+  template <typename Each>
+  __device__ void each_two(const Values& values, int h, Each each) const {
+    const auto value = [&](int i) {
+      return S::kCodes ? values[i % kOwn][2 * h + i / kOwn] : values[i / 2][2 * h + i % 2];
+    };
+#pragma unroll
+    for (int i = 0; i < 2 * kOwn; i += 2)
+      each(warp_ * kOwn * 8 + (S::kCodes ? lane_ % 4 * 2 * kOwn + i : i / 2 * 8 + lane_ % 4 * 2), value(i),
+           value(i + 1));
+  }
+  // For the merge, in the place of the run.
+  __device__ void leave(const Runs& runs, const Values& values, const float (&most)[2], const float (&sum)[2]) const {
+    const TileRows& rows = runs.rows();
+    float* to = partial_of(a_, runs.tile(), runs.kv_head(), runs.run());
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int pair = lane_ / 4 + 8 * h;
+      if (pair >= rows.count || !rows.has(pair, runs.kv_head())) continue;
+      if (warp_ == 0 && lane_ % 4 == 0) to[pair] = most[h], to[kFewPairs + pair] = sum[h];
+      if (!has_features()) continue;
+      each_two(values, h, [&](int feature, float first, float second) {
+        *reinterpret_cast<float2*>(to + 2 * kFewPairs + pair * kDim + feature) = make_float2(first, second);
+      });
+    }
+  }
 
   __device__ static void put_two(const Rows& out, int row, int column, float first, float second) {
     if (out.tiles)
@@ -508,14 +444,14 @@ class Attender {
 
   const Attention& a_;
   Shared& shared_;
-  uint16_t* const queries_;
-  char *const own_keys_, *const own_values_;
   const uint32_t ring_, full_, empty_;
+  uint32_t own_keys_, own_values_, own_scales_;  // where the tile's own rows are
   const int stages_, lane_ = threadIdx.x % 32, warp_ = threadIdx.x / 32;
   const float factor_;
   uint32_t query_[kSteps][4];
   int positions_[2], least_[2], heads_[2];
-  float out_[kOwn][4], most_[2], sum_[2];
+  Values out_, total_;
+  float most_[2], sum_[2], total_most_[2], total_sum_[2];
 };
 
 // own: tiles' rows enter the cache here, too (rotated, if rotates), as store_cache() has it. several: tiles may have
@@ -528,38 +464,67 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(128) char memory[];
   let_next_begin();
   Shared& shared = *reinterpret_cast<Shared*>(memory);
-  uint16_t* queries = reinterpret_cast<uint16_t*>(memory + sizeof(Shared));
-  char *own_keys = reinterpret_cast<char*>(queries + kFewPairs * S::kStride),
-       *own_values = own_keys + own_rows * S::kRow;
-  const uint32_t ring = shared_address(own_values + own_rows * S::kRow);
+  char* prepared = memory + sizeof(Shared);
+  const uint32_t ring = shared_address(prepared + kPrepared * Prepared<kDim, kType>::bytes(own_rows));
   const uint32_t full = shared_address(shared.full), empty = shared_address(shared.empty);
   if (threadIdx.x < stages)
-    init_barrier(full + 8 * threadIdx.x, 32 * kProducers), init_barrier(empty + 8 * threadIdx.x, kConsumers);
+    init_barrier(full + 8 * threadIdx.x, in_bulk<kDim, kType>() ? 1 : 32 * kCopiers),
+        init_barrier(empty + 8 * threadIdx.x, kConsumers);
+  if (threadIdx.x < kPrepared)
+    init_barrier(shared_address(shared.prepared + threadIdx.x), 32 * kPreparers),
+        init_barrier(shared_address(shared.released + threadIdx.x), kConsumers);
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  barriers_are_there();
+#endif
   // What a step is has been there since before its first kernel, and so have positions before its rows' in the cache.
   if (several) share_out(a, tiles, count, shared);
   else __syncthreads();
   Runs runs(a, tiles, count, several, shared);
-  if (!runs.left()) return;
-  if (threadIdx.x >= 32 * kConsumers) return copy_runs<kDim, kType>(a, runs, own, full, empty, ring, stages);
+  if (!runs.left()) return await_previous();  // so that this kernel does not end before it
+  const int warp = threadIdx.x / 32 - kConsumers;
+  if (warp >= 0 && warp < kCopiers) return copy_runs<kDim, kType>(a, runs, own, shared, ring, stages);
+  if (warp >= kCopiers) return prepare_tiles<kDim, kType>(a, runs, prepared, shared, own_rows, own, rotates, turn);
 
-  Attender<kDim, kType> attender(a, shared, queries, own_keys, own_values, ring, stages);
+  Attender<kDim, kType> attender(a, shared, ring, stages);
   await_previous();
-  RingPlace place;
-  int done = 0;  // of the tile's runs, by this block of threads
-  for (bool first = true; runs.left(); runs.next()) {
+  RingPlace place, tile;
+  bool begins = true;  // a tile and a KV head; or what this block of threads has of them
+  for (bool merges = false; runs.left(); runs.next()) {
     const TileRows& rows = runs.rows();
     if (!rows.count) continue;
-    if (!done) {
-      if (!first) consumers_meet();  // nobody reads the rows before any more
-      attender.begin_tile(runs, own, rotates, turn), first = false;
+    if (begins) {
+      wait_barrier(shared_address(shared.prepared + tile.stage), tile.parity);
+      attender.begin_tile(runs, Prepared<kDim, kType>(prepared, shared, tile.stage, own_rows));
+      attender.begin_part();
+      begins = false, merges = runs.run() == rows.first_run;
     }
     const Extent extent(rows, runs.run());
     attender.attend(extent, own, place);
     place.advance(2 * extent.blocks, stages);
-    attender.end_run(runs), done++;
+    if (merges) attender.add_run();
+    else attender.leave_run(runs);
     if (runs.run() < runs.last_own()) continue;
-    if (rows.first_run < rows.last_run) attender.end_runs(runs, done);
-    done = 0;
+    begins = true;
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(shared_address(shared.released + tile.stage));
+    tile.advance(1, kPrepared);
+    if (merges && runs.run() == rows.last_run) {
+      attender.write_total(runs);
+    } else {
+      if (merges) attender.leave_total(runs);
+      leave_part(a, runs);
+    }
+  }
+  if (!several) return;
+  // Others may have something of what this block began with, and of what it ended with.
+  const Begin begin = shared.begin;
+#pragma unroll 1
+  for (int end = 0; end < 2; end++) {
+    const bool same = begin.tile == runs.tile() && begin.kv_head == runs.kv_head();
+    if (!end && same) continue;
+    const Part part(a, tiles, end ? runs.tile() : begin.tile, end ? runs.kv_head() : begin.kv_head,
+                    end ? runs.run() : begin.run, end ? runs.number() : begin.number, begin);
+    if (part.blocks > 1) merge_part<kDim>(a, part);
   }
 }
 
@@ -568,7 +533,7 @@ void start_few(const Attention& a, const AttentionTile* tiles, int count, bool s
                const Queue& queue) {
   using S = Shape<kDim, kType>;
   const int rows = own ? kFewPairs / a.group : 0, all = count * a.cache.kv_heads * (several ? a.most_runs : 1);
-  const int fixed = sizeof(Shared) + kFewPairs * 2 * S::kStride + 2 * rows * S::kRow;
+  const int fixed = sizeof(Shared) + kPrepared * Prepared<kDim, kType>::bytes(rows);
   const int wanted = several || all > processors() ? kMostStages : kShortStages;
   const int stages = std::min((most_shared() - fixed) / S::kTensor, wanted), bytes = fixed + stages * S::kTensor;
   const auto kernel = attend_few_kernel<kDim, kType>;

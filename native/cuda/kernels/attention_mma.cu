@@ -46,8 +46,9 @@ __global__ void __launch_bounds__(32 * kWarps) attend_mma_kernel(Attention a, co
       const int token = i / kPieces, at = begin + token, piece = i % kPieces;
       const bool there = at <= last;
       const int span = __shfl_sync(0xffffffffu, spans, at / size - first);
+      const int stored = kDim % 64 == 0 ? piece ^ at % 8 : piece;
       const char* from = a.cache.data;
-      if (there) from = head_of(a.cache, span, kv_head) + ((size_t)(at % size) * kDim + piece * 8) * 2;
+      if (there) from = head_of(a.cache, span, kv_head) + ((size_t)(at % size) * kDim + stored * 8) * 2;
       const uint32_t to = base + stage * 2 * kTensor + (token * kStride + piece * 8) * 2;
       copy_16(to, from, there);
       copy_16(to + kTensor, there ? from + (size_t)size * kDim * 2 : from, there);

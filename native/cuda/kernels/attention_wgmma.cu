@@ -55,7 +55,8 @@ __device__ void copy_context(const Attention& a, const int* table, int kv_head, 
   const int size = a.cache.span_size, shift = __ffs(size) - 1, within = size - 1, lane = threadIdx.x % 32;
   const int piece = threadIdx.x % kPieces, own = threadIdx.x / kPieces;
   static_assert(kStep % 8 == 0);  // so that a thread's pieces are all at the same place of their rows
-  const int place = piece / 8 * kBlockBytes + piece_offset(own, piece % 8);
+  const int place = piece / 8 * kBlockBytes + piece_offset(own, piece % 8), stored = piece ^ own % 8;
+  static_assert(kDim % 64 == 0);  // so that the cache is swizzled
   const char* head = a.cache.data + kv_head * a.cache.head_bytes();
   const size_t span_bytes = a.cache.span_bytes(), values_behind = (size_t)size * kDim * 2;
   // Where the spans are of 64 positions, which begin with one or in the middle of one: each found by a lane, ahead of
@@ -73,7 +74,7 @@ __device__ void copy_context(const Attention& a, const int* table, int kv_head, 
     for (int i = 0; i < kTokens / kStep; i++) {
       const int token = own + i * kStep, at = begin + token;
       const char* from = reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, spans, token >> shift)) +
-                         ((at & within) * kDim + piece * 8) * 2;
+                         ((at & within) * kDim + stored * 8) * 2;
       copy_16(to + i * kStep * kRowBytes, from, at <= last);
       copy_16(to + i * kStep * kRowBytes + Shape<kDim>::kTensorBytes, from + values_behind, at <= last);
     }

@@ -30,6 +30,10 @@ __device__ inline void wait_barrier(uint32_t barrier, int parity) {
       : "memory");
 }
 
+__device__ inline void store_zeros(uint32_t to) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+}
+
 // Some of 16 bytes, and zeros behind them.
 __device__ inline void copy_up_to_16(uint32_t to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
