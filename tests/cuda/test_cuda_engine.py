@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 pytest.importorskip("torch")
@@ -17,11 +19,11 @@ REQUESTS = [({"do_sample": False}, 30), ({"seed": 3, "temperature": 1.2, "top_k"
             ({"seed": 4, "top_p": 0.9, "repetition_penalty": 1.2, "top_logprobs": 3, "logprobs": True}, 7)]
 
 
-def answers(engine, name: str) -> list:
+def answers(engine, name: str, requests=REQUESTS) -> list:
     """Of all requests at once: ids and logprobs."""
     started = [engine.start_request(name, {"input_ids": prompt_of(length)},
                                     {"max_new_tokens": 40, "eos_token_id": -1, **config})[2]
-               for config, length in REQUESTS]
+               for config, length in requests]
     found = []
     for results in started:
         ids, logprobs = [], []
@@ -50,3 +52,19 @@ def test_engine_and_client_give_the_same_bytes():
         assert client.get_model_info("m").isa == info.isa
         assert answers(client, "m") == expected
     assert fingerprint
+
+
+def test_models_beside_each_other():
+    """Kernels of one may run while those of the other do, and none waits for what the other keeps from beginning: each
+    has the bytes that it has alone."""
+    names = {"dense": "qwen3-bf16-sharded", "experts": "qwen3-moe"}
+    fields = {**FIELDS, "weight_dtype": "bfloat16", "cache_memory": 64 << 20}
+    with Engine() as engine:
+        for name, directory in names.items():
+            engine.install_model(AsModelConfig(model_name=name, model_path=str(checkpoint(directory)), **fields))
+            engine.start_model(name)
+        alone = {name: answers(engine, name) for name in names}
+        one = {name: answers(engine, name, REQUESTS[:1]) for name in names}
+        with ThreadPoolExecutor(2) as pool:
+            for requests, expected in ((REQUESTS, alone), (REQUESTS[:1], one)) * 3:
+                assert dict(zip(names, pool.map(lambda name: answers(engine, name, requests), names))) == expected
