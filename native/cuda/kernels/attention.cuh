@@ -13,29 +13,40 @@ namespace cuda {
 
 constexpr float kLog2E = 1.44269504088896341f;
 
-// A tile, as a block of threads finds it.
-struct TileRows {
+// A tile, as a block of threads finds it. kFew: it is of few pairs, and what rows these are of is counted: a division
+// would take longer.
+template <bool kFew>
+struct RowsOfTile {
   AttentionTile tile;
   int group, count;         // query heads of a KV head; pairs that there are
   int first_run, last_run;  // that any of the pairs sees
   int first_head, heads;    // of the first KV head those that others have; this rank's
 
-  TileRows() = default;
-  __device__ TileRows(const Attention& a, const AttentionTile& t, int most)
+  RowsOfTile() = default;
+  __device__ RowsOfTile(const Attention& a, const AttentionTile& t, int most)
       : tile(t), group(a.group), first_head(a.first), heads(a.queries) {
     count = max(0, min(most, t.count * a.group - t.first));
-    const int least = t.start + t.first / group, greatest = t.start + (t.first + max(count, 1) - 1) / group;
+    const int least = t.start + rows_before(t.first), greatest = t.start + rows_before(t.first + max(count, 1) - 1);
     first_run = a.window ? max(0, least - a.window + 1) / kRunTokens : 0;
     last_run = greatest / kRunTokens;
   }
-  __device__ int row(int pair) const { return tile.row + (tile.first + pair) / group; }
+  __device__ int rows_before(int pair) const {
+    if (!kFew) return pair / group;
+    int rows = 0;
+    for (; pair >= group; pair -= group) rows++;
+    return rows;
+  }
+  __device__ int row(int pair) const { return tile.row + rows_before(tile.first + pair); }
   // Of this rank's query heads; without one, the pair is another rank's.
   __device__ int head(int pair, int kv_head) const {
-    return kv_head * group + (tile.first + pair) % group - first_head;
+    pair += tile.first;
+    return kv_head * group + pair - rows_before(pair) * group - first_head;
   }
   __device__ bool has(int pair, int kv_head) const { return (unsigned)head(pair, kv_head) < (unsigned)heads; }
-  __device__ int position(int pair) const { return tile.start + (tile.first + pair) / group; }
+  __device__ int position(int pair) const { return tile.start + rows_before(tile.first + pair); }
 };
+using TileRows = RowsOfTile<false>;
+using FewRows = RowsOfTile<true>;
 
 __device__ inline const char* head_of(const LayerCache& cache, int span, int kv_head) {
   return cache.data + span * cache.span_bytes() + kv_head * cache.head_bytes();

@@ -41,7 +41,7 @@ __device__ void copy_runs(const Attention& a, Runs runs, bool own, Shared& share
   if (!own) await_previous();  // the tile's own rows entered the cache there
   RingPlace place;
   for (; runs.left(); runs.next()) {
-    const TileRows& rows = runs.rows();
+    const FewRows& rows = runs.rows();
     if (!rows.count) continue;
     const Extent extent(rows, runs.run());
     const int known = own ? min(extent.start, extent.last + 1) : extent.last + 1;  // positions before are in the cache
@@ -141,7 +141,7 @@ class Attender {
         factor_(score_factor(a)) {}
 
   __device__ void begin_tile(const Runs& runs, const Prepared<kDim, kType>& tile) {
-    const TileRows& rows = runs.rows();
+    const FewRows& rows = runs.rows();
     const int kv_head = runs.kv_head();
     own_keys_ = shared_address(tile.keys), own_values_ = shared_address(tile.values);
     own_scales_ = shared_address(tile.scales);
@@ -220,13 +220,13 @@ class Attender {
       __syncwarp();
       if (lane_ < kConsumers / 2) arrive(empty_ + 8 * own_place.stage);  // for all warps, with the block's other one
     }
-    if (a_.soft_cap > 0) {
+    if (__builtin_expect(a_.soft_cap > 0, 0)) {
 #pragma unroll
       for (int t = 0; t < 4; t++)
 #pragma unroll
         for (int i = 0; i < 4; i++) scores[t][i] = capped(a_, scores[t][i]);
     }
-    if (a_.slopes) {
+    if (__builtin_expect(a_.slopes != nullptr, 0)) {
 #pragma unroll
       for (int t = 0; t < 4; t++)
 #pragma unroll
@@ -376,7 +376,7 @@ class Attender {
   __device__ void leave_run(const Runs& runs) const { leave(runs, out_, most_, sum_); }
   __device__ void leave_total(const Runs& runs) const { leave(runs, total_, total_most_, total_sum_); }
   __device__ void write_total(const Runs& runs) const {
-    const TileRows& rows = runs.rows();
+    const FewRows& rows = runs.rows();
     if (!has_features()) return;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -420,7 +420,7 @@ class Attender {
   }
   // For the merge, in the place of the run.
   __device__ void leave(const Runs& runs, const Values& values, const float (&most)[2], const float (&sum)[2]) const {
-    const TileRows& rows = runs.rows();
+    const FewRows& rows = runs.rows();
     float* to = partial_of(a_, runs.tile(), runs.kv_head(), runs.run());
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -490,7 +490,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   RingPlace place, tile;
   bool begins = true;  // a tile and a KV head; or what this block of threads has of them
   for (bool merges = false; runs.left(); runs.next()) {
-    const TileRows& rows = runs.rows();
+    const FewRows& rows = runs.rows();
     if (!rows.count) continue;
     if (begins) {
       wait_barrier(shared_address(shared.prepared + tile.stage), tile.parity);
@@ -518,13 +518,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (!several) return;
   // Others may have something of what this block began with, and of what it ended with.
   const Begin begin = shared.begin;
+  consumers_meet();  // nobody reads the ring any more
 #pragma unroll 1
   for (int end = 0; end < 2; end++) {
     const bool same = begin.tile == runs.tile() && begin.kv_head == runs.kv_head();
     if (!end && same) continue;
     const Part part(a, tiles, end ? runs.tile() : begin.tile, end ? runs.kv_head() : begin.kv_head,
                     end ? runs.run() : begin.run, end ? runs.number() : begin.number, begin);
-    if (part.blocks > 1) merge_part<kDim>(a, part);
+    if (part.blocks > 1) merge_part<kDim>(a, part, ring);
   }
 }
 
@@ -535,6 +536,7 @@ void start_few(const Attention& a, const AttentionTile* tiles, int count, bool s
   const int rows = own ? kFewPairs / a.group : 0, all = count * a.cache.kv_heads * (several ? a.most_runs : 1);
   const int fixed = sizeof(Shared) + kPrepared * Prepared<kDim, kType>::bytes(rows);
   const int wanted = several || all > processors() ? kMostStages : kShortStages;
+  static_assert(kMostStages * S::kTensor >= kConsumers * kMergeBytes);
   const int stages = std::min((most_shared() - fixed) / S::kTensor, wanted), bytes = fixed + stages * S::kTensor;
   const auto kernel = attend_few_kernel<kDim, kType>;
   allow_shared(kernel, bytes);

@@ -118,18 +118,89 @@ struct Prepared {
   static __host__ __device__ constexpr int bytes(int rows) { return kFewPairs * 2 * S::kStride + 2 * rows * S::kRow; }
 };
 
+// A warp's part of the usual case: whole heads are rotated, halves with halves, so a lane has both of what is turned
+// together. Several heads are read at once, as few instructions as may be (they are not in the processor's cache at
+// first), and none divides. Queries, and, of bfloat16 caches, what enters them, keys and values by turns.
+template <int kDim, CacheType kType>
+__device__ void prepare_simply(const Attention& a, const Runs& runs, int entering, const RotaryTable& t,
+                               const Prepared<kDim, kType>& to, int warp) {
+  using S = Shape<kDim, kType>;
+  constexpr int kEach = kDim / 32, kHalf = kEach / 2, kAtOnce = kDim > 128 ? 2 : 3;
+  const FewRows& rows = runs.rows();
+  const int lane = threadIdx.x % 32, kv_head = runs.kv_head(), heads = a.width / kDim, kv_heads = a.cache.kv_heads;
+  const int items = rows.count + (S::kCodes ? 0 : 2 * entering);
+#pragma unroll 1
+  for (int first = warp; first < items; first += kPreparers * kAtOnce) {
+    float x[kAtOnce][kEach], cosine[kAtOnce][kHalf], sine[kAtOnce][kHalf];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; j++) {
+      const int item = min(first + j * kPreparers, items - 1), entry = item - rows.count;
+      const int row = entry < 0 ? rows.row(item) : rows.tile.row + entry / 2;
+      const int head = entry < 0 ? min(max(rows.head(item, kv_head), 0), rows.heads - 1)
+                                 : heads - (entry % 2 ? kv_heads : 2 * kv_heads) + kv_head;
+      const float* from = a.qkv + (size_t)row * a.width + head * kDim + lane;
+      const float *cosines = t.cosine + (size_t)row * (kDim / 2) + lane,
+                  *sines = t.sine + (size_t)row * (kDim / 2) + lane;
+#pragma unroll
+      for (int i = 0; i < kEach; i++) x[j][i] = from[i * 32];
+#pragma unroll
+      for (int i = 0; i < kHalf; i++) cosine[j][i] = cosines[i * 32], sine[j][i] = sines[i * 32];
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; j++) {
+      const int item = first + j * kPreparers, entry = item - rows.count;
+      if (item >= items || (entry < 0 && !rows.has(item, kv_head))) continue;
+      const bool value = entry >= 0 && entry % 2;
+      if (const Norm& norm = entry < 0 ? a.query_norm : a.key_norm; norm.weight && !value) {
+        float sum = 0;
+#pragma unroll
+        for (int i = 0; i < kEach; i++) sum = fmaf(x[j][i], x[j][i], sum);
+        const float factor = 1.0f / sqrtf(warp_sum(sum) / kDim + norm.eps), one = norm.unit_offset ? 1.0f : 0.0f;
+#pragma unroll
+        for (int i = 0; i < kEach; i++) x[j][i] = x[j][i] * factor * (norm.weight[i * 32 + lane] + one);
+      }
+      if (!value) {
+#pragma unroll
+        for (int i = 0; i < kHalf; i++) {
+          const float low = x[j][i], high = x[j][i + kHalf], c = cosine[j][i], s = sine[j][i];
+          x[j][i] = __fmul_rn(low, c) - __fmul_rn(high, s), x[j][i + kHalf] = __fmul_rn(high, c) + __fmul_rn(low, s);
+        }
+      }
+      uint16_t *near = to.queries + item * S::kStride, *far = nullptr;
+      int swizzle = 0;
+      if (entry >= 0) {
+        const int i = entry / 2, at = rows.tile.start + i, run = at / kRunTokens;
+        if (run < runs.run() || run > runs.last_own()) continue;  // another block's
+        const int size = a.cache.span_size, shift = 31 - __clz(size), at_span = at & (size - 1);
+        const int span = a.tables[rows.tile.table + (at >> shift)];
+        near = reinterpret_cast<uint16_t*>((value ? to.values : to.keys) + i * S::kRow);
+        far = reinterpret_cast<uint16_t*>(const_cast<char*>(head_of(a.cache, span, kv_head))) +
+              (at_span + (value ? size : 0)) * kDim;
+        swizzle = a.cache.feature_at(at_span, 0);
+      }
+#pragma unroll
+      for (int i = 0; i < kEach; i++) {
+        const uint16_t y = to_bf16(x[j][i]);
+        const int f = (i * 32 + lane) ^ swizzle;
+        near[f] = y;
+        if (far) far[f] = y;
+      }
+    }
+  }
+}
+
 // The warps that prepare tiles: queries, and what enters the cache where the block's runs have it. rotates: both.
 template <int kDim, CacheType kType>
 __device__ void prepare_tiles(const Attention& a, Runs runs, char* memory, Shared& shared, int own_rows, bool own,
                               bool rotates, const Turn& turn) {
   using S = Shape<kDim, kType>;
-  constexpr int kAtOnce = kDim > 128 ? 2 : 4;
+  constexpr bool kSimple = kDim % 64 == 0;
   const int warp = threadIdx.x / 32 - kConsumers - kCopiers;
   const uint32_t prepared = shared_address(shared.prepared), released = shared_address(shared.released);
   await_previous();
   RingPlace place;
   while (runs.left()) {
-    const TileRows& rows = runs.rows();
+    const FewRows& rows = runs.rows();
     const int kv_head = runs.kv_head(), start = rows.tile.start;
     if (!rows.count) {
       runs.next();
@@ -137,27 +208,24 @@ __device__ void prepare_tiles(const Attention& a, Runs runs, char* memory, Share
     }
     wait_barrier(released + 8 * place.stage, place.parity ^ 1);
     const Prepared<kDim, kType> to(memory, shared, place.stage, own_rows);
-    const int chunks = (rows.count + kAtOnce - 1) / kAtOnce;
-#pragma unroll 1
-    for (int chunk = warp; chunk < chunks; chunk += kPreparers) {
-      TurnedHead<kDim> heads[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; i++) {
-        const int pair = chunk * kAtOnce + i, row = rows.row(pair);
-        if (pair >= rows.count || !rows.has(pair, kv_head)) continue;
-        heads[i].read(a.qkv + (size_t)row * a.width + (size_t)rows.head(pair, kv_head) * kDim, row, turn, rotates);
-      }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; i++) {
-        const int pair = chunk * kAtOnce + i;
-        if (pair >= rows.count || !rows.has(pair, kv_head)) continue;
-        heads[i].turn_by(a.query_norm, turn, rotates), heads[i].write(to.queries + pair * S::kStride);
-      }
-    }
     const int entering = own ? rows.tile.count : 0;
+    const bool simple = kSimple && rotates && !turn.interleaved && turn.table.dim == kDim;
+    if constexpr (kSimple) {
+      if (simple) prepare_simply<kDim, kType>(a, runs, entering, turn.table, to, warp);
+    }
+    // Of pairs, and of rows that enter the cache.
+    const int pairs = simple ? 0 : rows.count, items = pairs + entering;
 #pragma unroll 1
-    for (int i = (warp + kPreparers - chunks % kPreparers) % kPreparers; i < entering; i += kPreparers) {
-      const int at = start + i, row = rows.tile.row + i, run = at / kRunTokens;
+    for (int item = warp; item < items && !(simple && !S::kCodes); item += kPreparers) {
+      if (item < pairs) {
+        if (!rows.has(item, kv_head)) continue;
+        const int row = rows.row(item);
+        TurnedHead<kDim> head;
+        head.read(a.qkv + (size_t)row * a.width + (size_t)rows.head(item, kv_head) * kDim, row, turn, rotates);
+        head.turn_by(a.query_norm, turn, rotates), head.write(to.queries + item * S::kStride);
+        continue;
+      }
+      const int i = item - pairs, at = start + i, row = rows.tile.row + i, run = at / kRunTokens;
       if (run < runs.run() || run > runs.last_own()) continue;  // another block's
       const int size = a.cache.span_size, span = a.tables[rows.tile.table + at / size], at_span = at % size;
       const float* from =

@@ -38,7 +38,7 @@ struct Shared {
 // All threads: shares out the runs of all tiles, KV head by KV head.
 __device__ inline void share_out(const Attention& a, const AttentionTile* tiles, int count, Shared& shared) {
   const auto runs_of = [&](int tile) {
-    const TileRows rows(a, tiles[tile], kFewPairs);
+    const FewRows rows(a, tiles[tile], kFewPairs);
     return rows.count ? rows.last_run - rows.first_run + 1 : 0;
   };
   const int each = (count + kThreads - 1) / kThreads, first = threadIdx.x * each, end = min(first + each, count);
@@ -65,7 +65,7 @@ __device__ inline void share_out(const Attention& a, const AttentionTile* tiles,
   if (begin >= 0 && begin < own * heads) {
     int tile = first, within = begin, runs = runs_of(tile);
     for (; within >= runs * heads; runs = runs_of(++tile)) within -= runs * heads;
-    const TileRows rows(a, tiles[tile], kFewPairs);
+    const FewRows rows(a, tiles[tile], kFewPairs);
     shared.begin = {
         tile,       within / runs, rows.first_run + within % runs, each_block + (block < more), begin + before * heads,
         each_block, more};
@@ -83,11 +83,14 @@ class Runs {
     if (several) {
       tile_ = shared.begin.tile, kv_head_ = shared.begin.kv_head, run_ = shared.begin.run, left_ = shared.begin.count;
       number_ = shared.begin.number;
-      if (left_) rows_ = TileRows(a, tiles[tile_], kFewPairs);
+      if (left_) rows_ = FewRows(a, tiles[tile_], kFewPairs);
     } else {
       const int all = count * a.cache.kv_heads, block = blockIdx.x;
       left_ = block < all ? (all - block + gridDim.x - 1) / gridDim.x : 0;
-      if (left_) take(block);
+      if (!left_) return;
+      tile_ = block / a.cache.kv_heads, kv_head_ = block % a.cache.kv_heads;
+      tiles_further_ = gridDim.x / a.cache.kv_heads, heads_further_ = gridDim.x % a.cache.kv_heads;
+      take();
     }
   }
 
@@ -96,7 +99,7 @@ class Runs {
   __device__ int kv_head() const { return kv_head_; }
   __device__ int run() const { return run_; }
   __device__ int number() const { return number_; }  // of this run among all
-  __device__ const TileRows& rows() const { return rows_; }
+  __device__ const FewRows& rows() const { return rows_; }
   // Of this tile and KV head, the last that the block has; and on to what comes after it.
   __device__ int last_own() const { return min(rows_.last_run, run_ + left_ - 1); }
   __device__ void next_tile() {
@@ -105,29 +108,30 @@ class Runs {
   __device__ void next() {
     if (!--left_) return;
     number_++;
-    if (!several_) return take(tile_ * a_.cache.kv_heads + kv_head_ + gridDim.x);
+    if (!several_) {
+      tile_ += tiles_further_, kv_head_ += heads_further_;
+      if (kv_head_ >= a_.cache.kv_heads) tile_++, kv_head_ -= a_.cache.kv_heads;
+      return take();
+    }
     if (run_ < rows_.last_run) {
       run_++;
       return;
     }
     if (++kv_head_ == a_.cache.kv_heads) {
       kv_head_ = 0;
-      do rows_ = TileRows(a_, tiles_[++tile_], kFewPairs);
+      do rows_ = FewRows(a_, tiles_[++tile_], kFewPairs);
       while (!rows_.count);
     }
     run_ = rows_.first_run;
   }
 
  private:
-  __device__ void take(int number) {
-    tile_ = number / a_.cache.kv_heads, kv_head_ = number % a_.cache.kv_heads;
-    rows_ = TileRows(a_, tiles_[tile_], kFewPairs), run_ = rows_.first_run;
-  }
+  __device__ void take() { rows_ = FewRows(a_, tiles_[tile_], kFewPairs), run_ = rows_.first_run; }
   const Attention& a_;
   const AttentionTile* const tiles_;
   const bool several_;
-  int tile_ = 0, kv_head_ = 0, run_ = 0, left_ = 0, number_ = 0;
-  TileRows rows_;
+  int tile_ = 0, kv_head_ = 0, run_ = 0, left_ = 0, number_ = 0, tiles_further_ = 0, heads_further_ = 0;
+  FewRows rows_;
 };
 
 // Of a run: its positions, in blocks of 64, and which of them are in the cache: those of the tile's own rows are not
@@ -135,7 +139,7 @@ class Runs {
 struct Extent {
   int begin, last, start, blocks;
 
-  __device__ Extent(const TileRows& rows, int run) : begin(run * kRunTokens), start(rows.tile.start) {
+  __device__ Extent(const FewRows& rows, int run) : begin(run * kRunTokens), start(rows.tile.start) {
     last = min(rows.position(rows.count - 1), begin + kRunTokens - 1);
     blocks = (last - begin) / kTokens + 1;
   }
@@ -147,7 +151,7 @@ __device__ inline void consumers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(3
 // these are together lies where the last of them has its place.
 struct Part {
   int tile, kv_head;
-  TileRows rows;
+  FewRows rows;
   int blocks, own;  // that have a part; this one's number among them
   int merged;       // the last run that is merged
 
@@ -162,6 +166,8 @@ struct Part {
   }
 };
 
+constexpr int kMergeBytes = 32 * 32 * 4;  // of 32 runs 32 features
+
 __device__ inline int arrived(const int* arrivals) {
   int value;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(arrivals) : "memory");
@@ -175,17 +181,29 @@ __device__ inline void leave_part(const Attention& a, const Runs& runs) {
   atomicAdd(a.arrivals + runs.tile() * a.cache.kv_heads + runs.kv_head(), 1);
 }
 
+__device__ inline void copy_4(uint32_t to, const float* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ inline uint32_t load_shared_word(uint32_t address) {
+  uint32_t x;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
+
 // By a warp that computes, of each block that shares a tile and a KV head: some of the results. It waits for all of
 // these blocks, which are there: there are no more than processors, and none waits before it has left its own parts.
+// memory: shared, kMergeBytes of each warp. Loops are not unrolled far: a kernel's instructions are not in the
+// processor's cache when they are first wanted.
 template <int kDim>
-__device__ void merge_part(const Attention& a, const Part& part) {
+__device__ void merge_part(const Attention& a, const Part& part, uint32_t memory) {
   constexpr int kChunks = (kDim + 31) / 32, kLeaving = 1 << 16;
-  const TileRows& rows = part.rows;
+  const FewRows& rows = part.rows;
   const int lane = threadIdx.x % 32, kv_head = part.kv_head, warps = kConsumers * part.blocks;
   const int chunks = rows.count * kChunks;
   int* arrivals = a.arrivals + part.tile * a.cache.kv_heads + kv_head;
   int chunk = threadIdx.x / 32 * part.blocks + part.own;
   if (chunk >= chunks) return;
+  memory += threadIdx.x / 32 * kMergeBytes + lane * 4;
   while ((arrived(arrivals) & (kLeaving - 1)) != warps) {}
   __syncwarp();
   if (lane == 0 && atomicAdd(arrivals, kLeaving) == (min(warps, chunks) - 1) * kLeaving + warps) *arrivals = 0;
@@ -198,10 +216,9 @@ __device__ void merge_part(const Attention& a, const Part& part) {
     for (int first = part.merged + 1; first <= rows.last_run; first += 32) {
       const int own = min(first + lane, rows.last_run), count = min(32, rows.last_run - first + 1);
       const float own_most = read(own, pair), own_sum = read(own, kFewPairs + pair);
-      float values[32];
-#pragma unroll
-      for (int i = 0; i < 32; i++)
-        if (i < count) values[i] = read(first + i, at);
+#pragma unroll 4
+      for (int i = 0; i < count; i++) copy_4(memory + i * 128, partial_of(a, part.tile, kv_head, first + i) + at);
+      commit_copies();
       // A lane has the factors of a run.
       float now = fmaxf(most, own_most);
 #pragma unroll
@@ -212,12 +229,13 @@ __device__ void merge_part(const Attention& a, const Part& part) {
       const float earlier = __shfl_up_sync(0xffffffffu, now, 1);
       const float own_by = shrunk(lane ? earlier : most, now), own_run_by = shrunk(own_most, now);
       most = __shfl_sync(0xffffffffu, now, 31);
-#pragma unroll
-      for (int i = 0; i < 32; i++) {
+      wait_copies<0>();
+#pragma unroll 4
+      for (int i = 0; i < count; i++) {
         const float by = __shfl_sync(0xffffffffu, own_by, i), run_by = __shfl_sync(0xffffffffu, own_run_by, i),
                     run_sum = __shfl_sync(0xffffffffu, own_sum, i);
-        if (i >= count) continue;
-        sum = merged(sum, by, run_sum, run_by), total = merged(total, by, values[i], run_by);
+        sum = merged(sum, by, run_sum, run_by);
+        total = merged(total, by, __uint_as_float(load_shared_word(memory + i * 128)), run_by);
       }
     }
     if (feature >= kDim || !rows.has(pair, kv_head)) continue;
