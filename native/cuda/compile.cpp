@@ -356,12 +356,12 @@ std::optional<Rows> CudaRunner::partial_of(size_t i) const {
   return ranks_->exchange.partial(next_call_, out(op).rows.width, sums_in_bf16(ops_, weights_, i + 1));
 }
 
-Exchange::Places CudaRunner::places_of(size_t i) const {
-  if (!ops_[i].is("linear")) return {};
+uint16_t* CudaRunner::place_of(size_t i) const {
+  if (!ops_[i].is("linear")) return nullptr;
   const Matrix& m = weights_.matrix(ops_[i].weights[0]);
   const std::optional<Rows> partial = partial_of(i);
-  if (!partial || m.kind != Kind::bf16 || m.most_pieces == 1) return {};
-  return ranks_->exchange.places(next_call_, partial->width);
+  if (!partial || m.kind != Kind::bf16 || m.most_pieces == 1) return nullptr;
+  return ranks_->exchange.place(next_call_, partial->width);
 }
 
 // The sum, what it is added to, and its norm, where these come next.
@@ -383,12 +383,11 @@ int CudaRunner::bind_all_reduce(size_t i) {
     last++, sum.norm = norm_of(next, vector(next, 0)), sum.normed = out(next).rows;
   const bool there = i > 0 && !ops[i - 1].outputs.empty() && ops[i - 1].outputs[0] == tensor &&
                      (ops[i - 1].is("linear") || ops[i - 1].is("embedding") || ops[i - 1].is("combine_experts"));
-  sum.on_its_way = there && places_of(i - 1).other;
+  sum.on_its_way = there && place_of(i - 1);
   const Rows partial = ranks_->exchange.partial(next_call_++, x.rows.width, sum.bf16);
-  launches_.push_back([=, queue = device_.queue()](const Size& size) mutable {
+  launches_.push_back([=, queue = device_.queue()](const Size& size) {
     const int rows = count(x, size);
     if (!there && rows) to_tiles(x.values(), rows, partial, queue);
-    sum.own_too = sum.on_its_way && is_placed(rows, x.rows.width);
     sum_ranks(sum, rows, queue);
   });
   return (int)(last - i);
@@ -462,16 +461,15 @@ int CudaRunner::bind_linear(size_t i, bool norms) {
   const bool few = has_few_columns(p.w) && is_routing(op.outputs[0]);
   Product norming = p;
   if (norms) norming.unnormed = in(ops_[i - 1]).values(), norming.norm = norm_of(ops_[i - 1], vector(ops_[i - 1], 0));
-  const Exchange::Places places = sum ? Exchange::Places() : places_of(i);
-  launches_.push_back([=, y = p.y](const Size& size) mutable {
+  uint16_t* const place = sum ? nullptr : place_of(i);
+  launches_.push_back([=](const Size& size) mutable {
     const int rows = count(x, size);
     if (!rows) return;
     if (norms) {
       if (linear_quantized_norms(norming, rows, queue)) return linear_quantized(norming, rows, queue);
       rms_norm(norming.unnormed, norming.norm, rows, x.rows, queue);
     }
-    p.y.copy = rows <= kPushedRows ? places.other : nullptr;
-    p.y.tiles = places.own && is_placed(rows, y.width) ? places.own : y.tiles;
+    p.y.copy = rows <= kPushedRows ? place : nullptr;
     if (converts) to_tiles(x.values(), rows, p.x, queue);
     if (quantizes) quantize_activations(p, rows, queue);
     if (few) linear_few(p, rows, queue);

@@ -67,23 +67,12 @@ int CudaRunner::bind_lora(size_t i) {
   } else if (sums.bf16 && sum && last == i && is_part(op, 0, y.rows.width)) {
     last = *sum, sums.added = in(ops_[*sum]).values();
   }
-  const Queue queue = device_.queue();
-  // What is made of x comes before the linear, while whose weights are on their way, if there is room for all of it.
-  const bool before = end - i <= kMostTargets && i > 0 && ops_[i - 1].is("linear") && has(ops_[i - 1].outputs, made);
   for (size_t next = i; next < end; sums.count = 0) {
     for (; next < end && sums.count < kMostTargets; next++)
       sums.columns[sums.count++] = {ops_[next].integer("target"), ops_[next].integer("offset"),
                                     ops_[next].integer("columns")};
-    if (before)
-      launches_.back() = [=, linear = std::move(launches_.back())](const Size& size) {
-        if (const int rows = count(y, size)) shrink_low_rank(sums, rows, queue);
-        linear(size);
-      };
-    launches_.push_back([=](const Size& size) {
-      const int rows = count(y, size);
-      if (!rows) return;
-      if (!before) shrink_low_rank(sums, rows, queue);
-      expand_low_rank(sums, rows, queue);
+    launches_.push_back([=, queue = device_.queue()](const Size& size) {
+      if (const int rows = count(y, size)) add_low_rank(sums, rows, queue);
     });
   }
   return (int)(last - i);

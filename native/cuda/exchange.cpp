@@ -115,11 +115,10 @@ Rows Exchange::partial(int call, int width, bool bf16) const {
   return {reinterpret_cast<float*>(data), nullptr, width};
 }
 
-Exchange::Places Exchange::places(int call, int width) const {
+uint16_t* Exchange::place(int call, int width) const {
   // Padding would be waited for: it is pushed by sum_ranks() alone.
-  if (peers_.world != 2 || !peers_.pushed_bytes || width % 8) return {};
-  const auto place = [&](int on) { return reinterpret_cast<uint16_t*>(peers_.place(on, peers_.rank, call)); };
-  return {place(1 - peers_.rank), place(peers_.rank)};
+  if (peers_.world != 2 || !peers_.pushed_bytes || width % 8) return nullptr;
+  return reinterpret_cast<uint16_t*>(peers_.place(1 - peers_.rank, peers_.rank, call));
 }
 
 void Exchange::check_waits() const {

@@ -32,12 +32,8 @@ class Exchange {
   size_t bytes() const { return memory_.size(); }
   // Where this rank's partial sums of a call of a step go.
   Rows partial(int call, int width, bool bf16) const;
-  // Where few rows of them are pushed to by what makes them, and go on this rank then; null where sum_ranks() does
-  // that.
-  struct Places {
-    uint16_t *other = nullptr, *own = nullptr;
-  };
-  Places places(int call, int width) const;
+  // Where few rows of them are pushed to by what makes them; null where sum_ranks() does that.
+  uint16_t* place(int call, int width) const;
   // After a step: throws std::runtime_error if a kernel has waited for another rank in vain.
   void check_waits() const;
 

@@ -290,7 +290,6 @@ void CudaExecutor::sum_ranks(const float* parts, int ranks, int rows, int width,
     sum.peers.pushed[r] = r ? others.as() : all.as();
   }
   if (pushed) sum.peers.pushed_bytes = half;
-  if (pushed && ranks == 2 && width % 8 == 0) sum.on_its_way = true, sum.own_too = is_placed(rows, width);
   sum.calls = 2, sum.bf16 = bf16, sum.adds = adds;
   sum.y = {total.as<float>(), nullptr, width}, sum.normed = {result.as<float>(), nullptr, width};
   sum.norm = {weight.as<float>(), 1e-6f, false};

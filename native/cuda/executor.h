@@ -72,7 +72,7 @@ class CudaExecutor : public StepModel {
   std::vector<float> multiply_experts(int id, const float* x, const int* chosen, int rows, int top, By by,
                                       int tile_rows);
   // y [rows, width] = the sum of parts [ranks, rows, width] (+ y), and normed: the same normed; with all on this GPU.
-  // pushed: the parts of ranks from 1 on have been, and those of rank 0 are placed, where that is done.
+  // pushed: the parts of ranks from 1 on have been.
   void sum_ranks(const float* parts, int ranks, int rows, int width, const float* norm, bool bf16, bool adds,
                  bool pushed, float* y, float* normed);
 

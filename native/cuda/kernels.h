@@ -33,9 +33,9 @@ struct Matrix {
   int experts = 1;                // a stack of so many such matrices, one after the other
 
   bool takes_bytes() const { return kind == Kind::integers || kind == Kind::float8; }
-  // Of its products' rows of activations: they must be in tiles; or they may, as floats of 8 bits are rounded anyway.
+  // Of its products' rows of activations: they must be in tiles; or they may, as they are rounded to 8 bits anyway.
   bool takes_tiles() const { return kind == Kind::bf16 || kind == Kind::codes; }
-  bool reads_tiles() const { return takes_tiles() || kind == Kind::float8; }
+  bool reads_tiles() const { return takes_tiles() || takes_bytes(); }
 };
 
 // Where blocks of threads of one launch leave sums for each other: kScratchFloats and kScratchFlags each; and all of
@@ -232,9 +232,7 @@ struct AdaptedSums {
   const float* bias = nullptr;
   float* added = nullptr;
 };
-// In two steps: what is made of x alone, which need not wait for y, and the rest.
-void shrink_low_rank(const AdaptedSums& a, int rows, const Queue& queue);
-void expand_low_rank(const AdaptedSums& a, int rows, const Queue& queue);
+void add_low_rank(const AdaptedSums& a, int rows, const Queue& queue);
 // silu_mul of sums whose columns lie as pair_rows() has them; bias: null, or to be added first, as it is without.
 void silu_mul_pairs(const float* in, const float* bias, int rows, const Rows& out, const Queue& queue);
 
@@ -354,9 +352,6 @@ constexpr int kMostRanks = 8;
 // Partial sums in bfloat16 of so many rows at most are pushed into the other ranks' memory; of more the others read
 // them. What has not come yet has all bits set, in each value's place: no product or sum rounds to that.
 constexpr int kPushedRows = 256;
-// Of so few, and of so many columns at most, the sum waits for its own rank's as well as they come, and not until what
-// makes them has ended.
-constexpr int kPlacedRows = 8, kPlacedColumns = 4096;
 constexpr int kNotYet = 0xffff;
 // What kernels have of a group's ranks: memory of each one's GPU, which all read and write (exchange.h).
 struct Peers {
@@ -381,16 +376,14 @@ struct RankSum {
   Peers peers;
   int call = 0, calls = 0;
   bool bf16 = false, adds = false;
-  // Of few rows: what makes the partial sums pushes them; own_too: and its own into this rank's place.
-  bool on_its_way = false, own_too = false;
+  bool on_its_way = false;  // what made the partial sums of few rows has pushed them
   Rows y;
   Norm norm;
   Rows normed;
 };
 void sum_ranks(const RankSum& sum, int rows, const Queue& queue);
-// Whether partial sums in bfloat16 of so many rows are pushed; and, if what makes them does that, its own are placed.
+// Whether partial sums in bfloat16 of so many rows are pushed.
 inline bool pushes(const Peers& peers, int rows) { return peers.pushed_bytes && rows > 0 && rows <= kPushedRows; }
-inline bool is_placed(int rows, int width) { return rows <= kPlacedRows && width <= kPlacedColumns; }
 
 // ---- sampling
 // Of the model's own logits.

@@ -153,7 +153,7 @@ class CudaRunner : public QueuedRunner {
   // Where what ops_[i] makes goes at once if the next op adds that up over ranks.
   std::optional<Rows> partial_of(size_t i) const;
   // And where it pushes that, of few rows; null if it does not.
-  Exchange::Places places_of(size_t i) const;
+  uint16_t* place_of(size_t i) const;
   bool is_gated(const std::vector<OpNode>& ops, size_t linear) const;
   // Whether ops_[rope] rotates all queries and keys of the next op, an attention; and whether ops_[norm] and the next
   // one norm all of an attention that comes then, and nobody else wants them.

@@ -114,10 +114,11 @@ __global__ void __launch_bounds__(256) store_pieces_kernel(Attention a, const in
     put_floats(in + column, x), put_floats(in + half + column, y);
   } else if (at >= 0) {
     const bool value = head >= queries + kv_heads;
-    const int size = a.cache.span_size, shift = __ffs(size) - 1;
+    const int size = a.cache.span_size, shift = __ffs(size) - 1, place = at & (size - 1);
     char* to = const_cast<char*>(head_of(a.cache, at >> shift, head - queries - value * kv_heads)) +
-               (value * size + (at & (size - 1))) * a.cache.row_bytes();
-    put_piece(to + column * 2, x), put_piece(to + (half + column) * 2, y);
+               (value * size + place) * a.cache.row_bytes();
+    put_piece(to + a.cache.feature_at(place, column) * 2, x);
+    put_piece(to + a.cache.feature_at(place, half + column) * 2, y);
   }
 }
 

@@ -42,45 +42,61 @@ struct Barriers {
 // that are under way.
 __device__ void written_for_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Arrives once all that this thread has asked for is there.
-__device__ void arrive_with_copies(uint64_t* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+__device__ void arrive_with_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
+// Where barriers of stages are: as the compiler need not find out again for each.
+struct Stages {
+  uint32_t full, empty;
+
+  __device__ explicit Stages(const Barriers& barriers)
+      : full(shared_address(barriers.full)), empty(shared_address(barriers.empty)) {
+    asm volatile("" : "+r"(full), "+r"(empty));
+  }
+  __device__ uint32_t full_at(int stage) const { return full + stage * (int)sizeof(uint64_t); }
+  __device__ uint32_t empty_at(int stage) const { return empty + stage * (int)sizeof(uint64_t); }
+};
 
 // Positions from `begin` to `last`, by a warpgroup.
 template <int kDim>
 __device__ void copy_context(const Attention& a, const int* table, int kv_head, int begin, int last, uint32_t stages,
-                             Barriers& barriers, Ring<kStages>& ring) {
+                             const Stages& barriers, Ring<kStages>& ring) {
   constexpr int kPieces = kDim / 8, kStep = 128 / kPieces;  // pieces of 16 bytes of a head; positions copied at once
-  constexpr int kSpans = kTokens / 16;                      // at most, of 64 positions
-  const int size = a.cache.span_size, shift = __ffs(size) - 1, within = size - 1, lane = threadIdx.x % 32;
+  constexpr int kSide = 16;                                 // positions that lie side by side: spans have as many
+  constexpr int kBytes = kDim * 2;                          // of a position
+  const int shift = __ffs(a.cache.span_size) - 1, within = a.cache.span_size - 1, lane = threadIdx.x % 32;
   const int piece = threadIdx.x % kPieces, own = threadIdx.x / kPieces;
-  static_assert(kStep % 8 == 0);  // so that a thread's pieces are all at the same place of their rows
-  const int place = piece / 8 * kBlockBytes + piece_offset(own, piece % 8), stored = piece ^ own % 8;
+  static_assert(kStep % 8 == 0 && kSide % kStep == 0);  // so that a thread's pieces are at the same place of their rows
+  const int place = piece / 8 * kBlockBytes + piece_offset(own, piece % 8),
+            own_bytes = own * kBytes + (piece ^ own % 8) * 16;
   static_assert(kDim % 64 == 0);  // so that the cache is swizzled
   const char* head = a.cache.data + kv_head * a.cache.head_bytes();
-  const size_t span_bytes = a.cache.span_bytes(), values_behind = (size_t)size * kDim * 2;
-  // Where the spans are of 64 positions, which begin with one or in the middle of one: each found by a lane, ahead of
-  // its use.
-  const auto spans_from = [&](int position) {
-    const int span = (position >> shift) + min(lane, kSpans - 1);
-    return reinterpret_cast<uint64_t>(head + (span << shift <= last ? table[span] : 0) * span_bytes);
+  const size_t span_bytes = a.cache.span_bytes(), values_behind = (size_t)a.cache.span_size * kBytes;
+  // Where 64 positions are, 16 by 16: each found by a lane, ahead of its use.
+  const auto find = [&](int position) {
+    const int at = position + min(lane, kTokens / kSide - 1) * kSide;
+    return reinterpret_cast<uint64_t>(head + (at <= last ? table[at >> shift] : 0) * span_bytes +
+                                      (at & within) * kBytes);
   };
-  for (uint64_t spans = spans_from(begin); begin <= last; begin += kTokens, ring.next()) {
-    const uint64_t next = spans_from(begin + kTokens);
-    barrier_wait(&barriers.empty[ring.stage], ring.parity ^ 1);
+  for (uint64_t found = find(begin); begin <= last; begin += kTokens, ring.next()) {
+    const uint64_t next = find(begin + kTokens);
+    barrier_wait(barriers.empty_at(ring.stage), ring.parity ^ 1);
     __syncwarp();
     const uint32_t to = stages + ring.stage * Shape<kDim>::kStageBytes + place;
 #pragma unroll
-    for (int i = 0; i < kTokens / kStep; i++) {
-      const int token = own + i * kStep, at = begin + token;
-      const char* from = reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, spans, token >> shift)) +
-                         ((at & within) * kDim + stored * 8) * 2;
-      copy_16(to + i * kStep * kRowBytes, from, at <= last);
-      copy_16(to + i * kStep * kRowBytes + Shape<kDim>::kTensorBytes, from + values_behind, at <= last);
+    for (int side = 0; side < kTokens; side += kSide) {
+      const char* keys = reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, found, side / kSide)) + own_bytes;
+      const char* values = keys + values_behind;
+#pragma unroll
+      for (int i = 0; i < kSide; i += kStep) {
+        const bool there = begin + side + i + own <= last;
+        copy_16(to + (side + i) * kRowBytes, keys + i * kBytes, there);
+        copy_16(to + (side + i) * kRowBytes + Shape<kDim>::kTensorBytes, values + i * kBytes, there);
+      }
     }
-    arrive_with_copies(&barriers.full[ring.stage]);
-    if (threadIdx.x == 0) barrier_arrive(&barriers.full[ring.stage]);
-    spans = next;
+    arrive_with_copies(barriers.full_at(ring.stage));
+    if (threadIdx.x == 0) barrier_arrive(barriers.full_at(ring.stage));
+    found = next;
   }
 }
 
@@ -321,6 +337,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   await_previous();
   const int group = warpgroup() - 1;
   const uint32_t queries = shared_address(shared), stages = queries + kGroups * S::kTensorBytes;
+  const Stages at_stage(barriers);
   Ring<kStages> ring;
   if (group < 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
@@ -339,21 +356,21 @@ __global__ void __launch_bounds__(kThreads, 1)
       put(item);
       if (turn) ask_for_queries<kDim>(a, rows, item.kv_head);
       copy_context<kDim>(a, a.tables + rows.tile.table, item.kv_head, rows.first_run * kRunTokens,
-                         rows.position(rows.count - 1), stages, barriers, ring);
+                         rows.position(rows.count - 1), stages, at_stage, ring);
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
-    barrier_wait(&barriers.empty[ring.stage], ring.parity ^ 1);
+    barrier_wait(at_stage.empty_at(ring.stage), ring.parity ^ 1);
     put({{}, -1});
-    barrier_arrive(&barriers.full[ring.stage]);
-    if (threadIdx.x == 0) barrier_arrive(&barriers.full[ring.stage]);
+    barrier_arrive(at_stage.full_at(ring.stage));
+    if (threadIdx.x == 0) barrier_arrive(at_stage.full_at(ring.stage));
     return;
   }
   asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
   const auto release = [&](int stage) {
-    if (threadIdx.x % 128 == 0) barrier_arrive(&barriers.empty[stage]);
+    if (threadIdx.x % 128 == 0) barrier_arrive(at_stage.empty_at(stage));
   };
   const auto await = [&](const Ring<kStages>& at) {
-    barrier_wait(&barriers.full[at.stage], at.parity);
+    barrier_wait(at_stage.full_at(at.stage), at.parity);
     written_for_products();
   };
   const auto all_here = [&] { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); };
@@ -368,7 +385,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       // No products here make warps wait for each other; one that the others leave more than a turn of the ring behind
       // would wait for a stage that has long been full, and without end.
       for (; begin <= last; begin += kTokens, ring.next()) {
-        barrier_wait(&barriers.full[ring.stage], ring.parity);
+        barrier_wait(at_stage.full_at(ring.stage), ring.parity);
         all_here();
         release(ring.stage);
       }
@@ -380,8 +397,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     else copy_queries<kDim, false>(a, rows, group * kBlock, item.kv_head, table, own);
     all_here();
     Attender<kDim, kCapped> attender(a, rows, group * kBlock, queries + group * S::kTensorBytes);
-    // Warpgroups, if both have pairs, begin to compute scores by turns: so that weights of one are computed while
-    // products of the other are.
+    // Warpgroups, if both have pairs, begin products by turns, scores and values at a time: so that weights of one are
+    // computed while products of the other are.
     const bool both = rows.count > kBlock;
     const auto await_turn = [&] {
       if (both) asm volatile("bar.sync %0, 256;" ::"r"(3 + group) : "memory");
@@ -421,8 +438,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       ring.next();
       await_turn();
       attender.begin_scores(place());
-      if (group == 0 || goes_further) give_turn();
       go_on(stage);  // while scores are computed
+      if (group == 0 || goes_further) give_turn();
       if (goes_further) await(next_of(ring));
       attender.template wait_scores<true>();
       attender.weigh(begin + kTokens, (begin + kTokens) % kRunTokens == 0);

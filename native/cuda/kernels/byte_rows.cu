@@ -1,4 +1,6 @@
 // Rows of activations become rows of 8 bits, integers or floats, on their way from a norm where there is one.
+#include <algorithm>
+
 #include "cuda/kernels/linear_integer.h"
 
 namespace as {
@@ -31,6 +33,12 @@ struct Piece<false> {
     read(in.values + (size_t)row * in.width, column, in.width);
   }
   __device__ float operator[](int i) const { return values[i]; }
+  // The greatest of that and of what there is, without signs, as bits: of what is not finite these are the greatest.
+  __device__ uint32_t top(uint32_t least) const {
+#pragma unroll
+    for (int i = 0; i < kPieceColumns; i++) least = max(least, __float_as_uint(values[i]) & 0x7fffffffu);
+    return least;
+  }
 };
 template <>
 struct Piece<true> {
@@ -52,23 +60,34 @@ struct Piece<true> {
   __device__ float operator[](int i) const {
     return __uint_as_float(i % 2 ? pairs[i / 2] & 0xffff0000u : pairs[i / 2] << 16);
   }
+  __device__ uint32_t top(uint32_t least) const {
+    uint32_t two = 0;
+#pragma unroll
+    for (int i = 0; i < kPieceColumns / 2; i++) two = __vmaxu2(two, pairs[i] & 0x7fff7fffu);
+    return max(least, max(two << 16, two & 0xffff0000u));
+  }
 };
 
-// A block of threads for each row. a = x / scale to nearest, scale = the greatest / 127, as the CPU backend has them,
-// or / 448 of floats: a NaN or an infinity makes the scale NaN, and so the row's results; a row of (nearly) zeros is
-// zeros. kTiles: `in` is in tiles. kKept: pieces that a thread keeps in registers; kNorms: the row is normed first, and
-// there are no others.
+// A block of threads has a row at a time, and asks for its next one before it computes, if rows are short. a = x /
+// scale to nearest, scale = the greatest / 127, as the CPU backend has them, or / 448 of floats: a NaN or an infinity
+// makes the scale NaN, and so the row's results; a row of (nearly) zeros is zeros. kTiles: `in` is in tiles. kKept:
+// pieces that a thread keeps in registers; kNorms: the row is normed first, and there are no others.
 template <bool kFloats, bool kNorms, bool kTiles, int kThreads, int kKept>
-__global__ void __launch_bounds__(kThreads)
-    bytes_kernel(Rows in, int stride, Segments segments, ByteRows out, Norm norm) {
+__global__ void __launch_bounds__(kThreads, kKept > 2 && kTiles ? 1024 / kThreads : 1)
+    bytes_kernel(Rows in, int rows, Segments segments, ByteRows out, Norm norm) {
   constexpr float kMost = kFloats ? kLargestFloat8 : 127.0f;
   constexpr int kWarps = kThreads / 32;
-  __shared__ float squares[kNorms ? kWarps : 1], tops[kWarps];
+  __shared__ float squares[kNorms ? kWarps : 1];
+  __shared__ uint32_t tops[2][kWarps];  // by turns: some warps may still read those of the row before
   __shared__ int sums[kFloats ? 1 : kMostBlocks];
-  const int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, pieces = segments.blocks * 4;
-  const int k = in.width;
-  Piece<kTiles> kept[kKept], weights[kNorms ? kKept : 1];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pieces = segments.blocks * 4, k = in.width;
+  constexpr bool kAhead = kKept <= 2;
+  Piece<kTiles> kept[kKept], next[kAhead ? kKept : 1], weights[kNorms ? kKept : 1];
   const auto piece_of = [](int i) { return i * kThreads + (int)threadIdx.x; };
+  const auto read = [&](int row, Piece<kTiles>* to) {
+#pragma unroll
+    for (int i = 0; i < kKept; i++) to[i].read(in, row, piece_of(i) * kPieceColumns);
+  };
   let_next_begin();
   if constexpr (kNorms) {
 #pragma unroll
@@ -76,118 +95,142 @@ __global__ void __launch_bounds__(kThreads)
       weights[i].read(norm.weight, piece_of(i) * kPieceColumns, k);
   }
   await_previous();
+  if (kAhead) read(blockIdx.x, next);
+  for (int row = blockIdx.x, turn = 0; row < rows; row += gridDim.x, turn ^= 1) {
+    if constexpr (kAhead) {
 #pragma unroll
-  for (int i = 0; i < kKept; i++) kept[i].read(in, row, piece_of(i) * kPieceColumns);
-  if (!kFloats)
-    for (int i = threadIdx.x; i < segments.blocks; i += kThreads) sums[i] = 0;
-  if constexpr (kNorms) {
-    float square = 0;
-#pragma unroll
-    for (int i = 0; i < kKept; i++)
-#pragma unroll
-      for (int j = 0; j < kPieceColumns; j++) square = fmaf(kept[i][j], kept[i][j], square);
-    square = warp_sum(square);
-    if (lane == 0) squares[warp] = square;
-    __syncthreads();
-    square = 0;
-    for (int w = 0; w < kWarps; w++) square += squares[w];
-    const float factor = 1.0f / sqrtf(square / k + norm.eps), one = norm.unit_offset ? 1.0f : 0.0f;
-#pragma unroll
-    for (int i = 0; i < kKept; i++)
-#pragma unroll
-      for (int j = 0; j < kPieceColumns; j++) kept[i].values[j] = kept[i][j] * factor * (weights[i][j] + one);
-  }
-  float top = 0;  // infinite if there is anything that is not finite
-  const auto look = [&](const Piece<kTiles>& x) {
-#pragma unroll
-    for (int i = 0; i < kPieceColumns; i++) top = isfinite(x[i]) ? fmaxf(top, fabsf(x[i])) : INFINITY;
-  };
-#pragma unroll
-  for (int i = 0; i < kKept; i++) look(kept[i]);
-  if constexpr (!kNorms)
-    for (int piece = piece_of(kKept); piece < pieces; piece += kThreads) {
-      Piece<kTiles> x;
-      x.read(in, row, piece * kPieceColumns);
-      look(x);
+      for (int i = 0; i < kKept; i++) kept[i] = next[i];
+      if (row + (int)gridDim.x < rows) read(row + gridDim.x, next);
+    } else {
+      read(row, kept);
     }
-  top = __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(top)));  // it has no sign
-  if (lane == 0) tops[warp] = top;
-  __syncthreads();
-  for (int w = 0; w < kWarps; w++) top = fmaxf(top, tops[w]);
-  float scale = __fdiv_rn(top, kMost), inverse = __fdiv_rn(kMost, top);
-  if (!isfinite(top)) scale = NAN, inverse = 0;
-  else if (!(top > 1e-34f)) scale = inverse = 0;
-  if (threadIdx.x == 0) out.scales[row] = scale;
-  const auto store = [&](int piece, const Piece<kTiles>& x) {
-    uint32_t words[4] = {};
-    int sum = 0;
-    if (inverse != 0) {
+    if (!kFloats)
+      for (int i = threadIdx.x; i < segments.blocks; i += kThreads) sums[i] = 0;
+    if constexpr (kNorms) {
+      float square = 0;
 #pragma unroll
-      for (int t = 0; t < 4; t++)
+      for (int i = 0; i < kKept; i++)
 #pragma unroll
-        for (int j = 0; j < 4; j += 2) {
-          const float low = __fmul_rn(x[j * 4 + t * 2], inverse), high = __fmul_rn(x[j * 4 + t * 2 + 1], inverse);
-          if constexpr (kFloats) {
-            words[t] |= (uint32_t)two_e4m3(low, high) << j * 8;
-          } else {
-            const int a = __float2int_rn(low), b = __float2int_rn(high);
-            words[t] |= (uint32_t)((a & 0xff) | (b & 0xff) << 8) << j * 8, sum += a + b;
-          }
-        }
+        for (int j = 0; j < kPieceColumns; j++) square = fmaf(kept[i][j], kept[i][j], square);
+      square = warp_sum(square);
+      if (lane == 0) squares[warp] = square;
+      __syncthreads();
+      square = 0;
+      for (int w = 0; w < kWarps; w++) square += squares[w];
+      const float factor = 1.0f / sqrtf(square / k + norm.eps), one = norm.unit_offset ? 1.0f : 0.0f;
+#pragma unroll
+      for (int i = 0; i < kKept; i++)
+#pragma unroll
+        for (int j = 0; j < kPieceColumns; j++) kept[i].values[j] = kept[i][j] * factor * (weights[i][j] + one);
     }
-    const int block = piece / 4;
-    *reinterpret_cast<uint4*>(out.values + ((size_t)(row / kBlock) * segments.blocks + block) * kByteBlock +
-                              byte_piece(row % kBlock, piece % 4)) = make_uint4(words[0], words[1], words[2], words[3]);
-    return sum;
-  };
-  // A warp's pieces are most often all of one segment: then it adds once.
-  const auto add = [&](int piece, int sum) {
-    const int first = segments.end(min(piece - lane, pieces - 1) / 4),
-              last = segments.end(min(piece - lane + 31, pieces - 1) / 4);
-    if (first == last) {
-      sum = __reduce_add_sync(0xffffffffu, sum);
-      if (lane == 0) atomicAdd(&sums[first], sum);
-    } else if (piece < pieces) {
-      atomicAdd(&sums[segments.end(piece / 4)], sum);
-    }
-  };
+    uint32_t most = 0;
 #pragma unroll
-  for (int i = 0; i < kKept; i++) {
-    const int piece = piece_of(i), sum = piece < pieces ? store(piece, kept[i]) : 0;
-    if constexpr (!kFloats) add(piece, sum);
-  }
-  if constexpr (!kNorms)
-    for (int piece = piece_of(kKept); piece - lane < pieces; piece += kThreads) {
-      int sum = 0;
-      if (piece < pieces) {
+    for (int i = 0; i < kKept; i++) most = kept[i].top(most);
+    if constexpr (!kNorms)
+      for (int piece = piece_of(kKept); piece < pieces; piece += kThreads) {
         Piece<kTiles> x;
         x.read(in, row, piece * kPieceColumns);
-        sum = store(piece, x);
+        most = x.top(most);
       }
+    most = __reduce_max_sync(0xffffffffu, most);
+    if (lane == 0) tops[turn][warp] = most;
+    __syncthreads();
+    for (int w = 0; w < kWarps; w++) most = max(most, tops[turn][w]);
+    const float top = __uint_as_float(most);
+    float scale = __fdiv_rn(top, kMost), inverse = __fdiv_rn(kMost, top);
+    if (!isfinite(top)) scale = NAN, inverse = 0;
+    else if (!(top > 1e-34f)) scale = inverse = 0;
+    if (threadIdx.x == 0) out.scales[row] = scale;
+    const auto store = [&](int piece, const Piece<kTiles>& x) {
+      uint32_t words[4] = {};
+      int sum = 0;
+      if (inverse != 0) {
+#pragma unroll
+        for (int t = 0; t < 4; t++)
+#pragma unroll
+          for (int j = 0; j < 4; j += 2) {
+            const float low = __fmul_rn(x[j * 4 + t * 2], inverse), high = __fmul_rn(x[j * 4 + t * 2 + 1], inverse);
+            if constexpr (kFloats) {
+              words[t] |= (uint32_t)two_e4m3(low, high) << j * 8;
+            } else {
+              const int a = __float2int_rn(low), b = __float2int_rn(high);
+              words[t] |= (uint32_t)((a & 0xff) | (b & 0xff) << 8) << j * 8, sum += a + b;
+            }
+          }
+      }
+      const int block = piece / 4;
+      *reinterpret_cast<uint4*>(out.values + ((size_t)(row / kBlock) * segments.blocks + block) * kByteBlock +
+                                byte_piece(row % kBlock, piece % 4)) =
+          make_uint4(words[0], words[1], words[2], words[3]);
+      return sum;
+    };
+    // A warp's pieces are most often all of one segment: then it adds once.
+    const auto add = [&](int piece, int sum) {
+      const int first = segments.end(min(piece - lane, pieces - 1) / 4),
+                last = segments.end(min(piece - lane + 31, pieces - 1) / 4);
+      if (first == last) {
+        sum = __reduce_add_sync(0xffffffffu, sum);
+        if (lane == 0) atomicAdd(&sums[first], sum);
+      } else if (piece < pieces) {
+        atomicAdd(&sums[segments.end(piece / 4)], sum);
+      }
+    };
+#pragma unroll
+    for (int i = 0; i < kKept; i++) {
+      const int piece = piece_of(i), sum = piece < pieces ? store(piece, kept[i]) : 0;
       if constexpr (!kFloats) add(piece, sum);
     }
-  if (kFloats) return;
-  __syncthreads();
-  for (int block = threadIdx.x; block < segments.blocks; block += kThreads)
-    if (segments.end(block) == block) out.sums[(size_t)block * stride + row] = (float)sums[block];
+    if constexpr (!kNorms)
+      for (int piece = piece_of(kKept); piece - lane < pieces; piece += kThreads) {
+        int sum = 0;
+        if (piece < pieces) {
+          Piece<kTiles> x;
+          x.read(in, row, piece * kPieceColumns);
+          sum = store(piece, x);
+        }
+        if constexpr (!kFloats) add(piece, sum);
+      }
+    if (kFloats) continue;
+    __syncthreads();
+    for (int block = threadIdx.x; block < segments.blocks; block += kThreads)
+      if (segments.end(block) == block) out.sums[(size_t)block * (blocks_of(rows) * kBlock) + row] = (float)sums[block];
+  }
 }
 
+// So many blocks of threads that each processor has as many as it can.
 template <bool kNorms, bool kTiles, int kThreads, int kKept>
 void quantize(const Rows& x, const Norm& norm, const Product& p, int rows, const Queue& queue) {
   const Pieces k(p.w.k, p.w.most_pieces);
-  const auto kernel = p.w.codes.floats ? bytes_kernel<true, kNorms, kTiles, kThreads, kKept>
-                                       : bytes_kernel<false, kNorms, kTiles, kThreads, kKept>;
-  start(queue, kernel, rows, kThreads, 0, x, blocks_of(rows) * kBlock, Segments(p.w, k), p.bytes, norm);
+  const bool floats = p.w.codes.floats;
+  const auto kernel = floats ? bytes_kernel<true, kNorms, kTiles, kThreads, kKept>
+                             : bytes_kernel<false, kNorms, kTiles, kThreads, kKept>;
+  static int at_once[2] = {};
+  int& blocks = at_once[floats];
+  if (!blocks) {
+    if (cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0) != cudaSuccess) cudaGetLastError();
+    blocks = std::max(blocks, 1) * processors();
+  }
+  start(queue, kernel, std::min(rows, blocks), kThreads, 0, x, rows, Segments(p.w, k), p.bytes, norm);
   launched("quantizing activations");
 }
 
-constexpr int kFewThreads = 256, kManyThreads = 512;
+// As few threads as keep a row in registers.
+template <bool kTiles>
+void quantize_rows(const Product& p, int rows, const Queue& queue) {
+  const int pieces = (p.w.k + kPieceColumns - 1) / kPieceColumns;
+  if (pieces <= 128) quantize<false, kTiles, 128, 1>(p.x, {}, p, rows, queue);
+  else if (pieces <= 2 * 128) quantize<false, kTiles, 128, 2>(p.x, {}, p, rows, queue);
+  else if (pieces <= 3 * 256) quantize<false, kTiles, 256, 3>(p.x, {}, p, rows, queue);
+  else if (pieces <= 4 * 320) quantize<false, kTiles, 320, 4>(p.x, {}, p, rows, queue);
+  else quantize<false, kTiles, 512, 3>(p.x, {}, p, rows, queue);
+}
+
+constexpr int kFewThreads = 256, kManyThreads = 512;  // that norm a row: sums are by threads
 
 }  // namespace
 
 void quantize_activations(const Product& p, int rows, const Queue& queue) {
-  if (p.x.tiles) quantize<false, true, kManyThreads, 3>(p.x, {}, p, rows, queue);
-  else quantize<false, false, kManyThreads, 3>(p.x, {}, p, rows, queue);
+  p.x.tiles ? quantize_rows<true>(p, rows, queue) : quantize_rows<false>(p, rows, queue);
 }
 
 bool norms_into_bytes(int width) { return width <= kManyThreads * kPieceColumns; }

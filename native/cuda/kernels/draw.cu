@@ -79,30 +79,30 @@ constexpr int kNothing = -3;  // everything is banned
 // comparisons, do not wait for sums then, which do for each other.
 constexpr int kAtOnce = 8;
 template <typename Sum>
-__device__ void next_sums(const float* weights, int from, int count, double& sum, const Sum& sum_of,
-                          float (&w)[kAtOnce], double (&before)[kAtOnce]) {
+__device__ void next_sums(int from, int count, double& sum, const Sum& sum_of, float (&w)[kAtOnce],
+                          double (&before)[kAtOnce]) {
 #pragma unroll
-  for (int j = 0; j < kAtOnce; j++) w[j] = from + j < count ? weights[from + j] : 0.0f;
+  for (int j = 0; j < kAtOnce; j++) w[j] = from + j < count ? s.weights[from + j] : 0.0f;
 #pragma unroll
   for (int j = 0; j < kAtOnce; j++) before[j] = sum, sum = sum_of(sum, w[j]);
 }
 
 // The sum of the first that there are.
-__device__ __noinline__ double sum_in_order(const float* weights, int count) {
+__device__ __noinline__ double sum_in_order(int count) {
   double sum = 0.0, before[kAtOnce];
   float w[kAtOnce];
   for (int from = 0; from < count; from += kAtOnce)
-    next_sums(weights, from, count, sum, [](double sum, float w) { return sum + w; }, w, before);
+    next_sums(from, count, sum, [](double sum, float w) { return sum + w; }, w, before);
   return sum;
 }
 
 // How many of the first there are until their sum reaches `need`: at least one, at most `count`.
-__device__ int count_to(const float* weights, int count, double need, double& sum) {
+__device__ int count_to(int count, double need, double& sum) {
   double before[kAtOnce];
   float w[kAtOnce];
   sum = 0.0;
   for (int from = 0; from < count; from += kAtOnce) {
-    next_sums(weights, from, count, sum, [](double sum, float w) { return sum + w; }, w, before);
+    next_sums(from, count, sum, [](double sum, float w) { return sum + w; }, w, before);
 #pragma unroll
     for (int j = 0; j < kAtOnce; j++)
       if (from + j && from + j < count && !(before[j] < need)) return sum = before[j], from + j;
@@ -110,13 +110,13 @@ __device__ int count_to(const float* weights, int count, double need, double& su
   return count;
 }
 
-// The place in `weights` where their running sum passes uniform * sum. By one thread.
-__device__ __noinline__ int inverse_cdf(const float* weights, int count, double sum, double uniform) {
+// The place in s.weights where their running sum passes uniform * sum. By one thread.
+__device__ __noinline__ int inverse_cdf(int count, double sum, double uniform) {
   double left = uniform * sum, before[kAtOnce];
   float w[kAtOnce];
   int pick = 0;
   for (int from = 0; from < count; from += kAtOnce) {
-    next_sums(weights, from, count, left, [](double left, float w) { return left - w; }, w, before);
+    next_sums(from, count, left, [](double left, float w) { return left - w; }, w, before);
 #pragma unroll
     for (int j = 0; j < kAtOnce; j++) {
       if (!(w[j] > 0.0f)) continue;
@@ -127,19 +127,18 @@ __device__ __noinline__ int inverse_cdf(const float* weights, int count, double 
   return pick;
 }
 
-__device__ __noinline__ int first_best(Shared& s, const DrawTask& task, const Logits& x, const RowSums& row,
-                                       float top) {
+__device__ __noinline__ int first_best(const DrawTask& task, const Logits& x, const RowSums& row, float top) {
   int found = INT_MAX;
   for (int c = threadIdx.x; c < row.chunks; c += kThreads)
     if (row.maxima[c] >= top) found = min(found, c);
-  const int begin = block_min(s.ids, found) * task.chunk, i = begin + (int)threadIdx.x;
-  return block_min(s.ids, (int)threadIdx.x < task.chunk && i < task.width && x(i) >= top ? i : INT_MAX);
+  const int begin = block_min(found) * task.chunk, i = begin + (int)threadIdx.x;
+  return block_min((int)threadIdx.x < task.chunk && i < task.width && x(i) >= top ? i : INT_MAX);
 }
 
 // Without filters: the chunk whose log(weight) plus noise is the greatest, then one of its tokens.
 template <typename Values>
-__device__ __noinline__ int draw_chunk(Shared& s, const DrawTask& task, const RowDraw& draw, const Values& x,
-                                       const RowSums& row, float top) {
+__device__ __noinline__ int draw_chunk(const DrawTask& task, const RowDraw& draw, const Values& x, const RowSums& row,
+                                       float top) {
   double best = 0.0;
   int winner = INT_MAX;
   const auto take = [&](double key, int chunk) {
@@ -170,8 +169,8 @@ __device__ __noinline__ int draw_chunk(Shared& s, const DrawTask& task, const Ro
     s.weights[threadIdx.x] = exp_nonpositive((x(begin + threadIdx.x) - row.maxima[winner]) * draw.scale);
   __syncthreads();
   if (threadIdx.x == 0) {
-    const double sum = sum_in_order(s.weights, count);
-    s.token = begin + inverse_cdf(s.weights, count, sum, uniforms_of(draw.random).second);
+    const double sum = sum_in_order(count);
+    s.token = begin + inverse_cdf(count, sum, uniforms_of(draw.random).second);
   }
   __syncthreads();
   return s.token;
@@ -179,7 +178,7 @@ __device__ __noinline__ int draw_chunk(Shared& s, const DrawTask& task, const Ro
 
 // Among the best `size` that are listed; kWider: these are not enough. need: the weight to reach, if it is not a
 // part of theirs. whole: there are no others.
-__device__ __noinline__ int draw_listed(Shared& s, const RowDraw& draw, int size, float top, double need, bool whole) {
+__device__ __noinline__ int draw_listed(const RowDraw& draw, int size, float top, double need, bool whole) {
   const double steps = steps_of(draw.scale);
   int behind = size;  // the first that min_p leaves out
   for (int i = threadIdx.x; i < size; i += kThreads) {
@@ -187,14 +186,14 @@ __device__ __noinline__ int draw_listed(Shared& s, const RowDraw& draw, int size
     s.weights[i] = exp_nonpositive((logit - top) * draw.scale);
     if (draw.deepest >= 0 && depth_of(logit, top, steps) > draw.deepest) behind = min(behind, i);
   }
-  behind = block_min(s.ids, behind);
+  behind = block_min(behind);
   if (threadIdx.x == 0) {
-    if (draw.kind == Draw::top_k && draw.top_p < 1.0f) need = sum_in_order(s.weights, size) * (double)draw.top_p;
+    if (draw.kind == Draw::top_k && draw.top_p < 1.0f) need = sum_in_order(size) * (double)draw.top_p;
     double sum;
-    const int kept = count_to(s.weights, behind, need, sum);
+    const int kept = count_to(behind, need, sum);
     s.token = kWider;
     if (kept < size || sum >= need || whole)
-      s.token = id_of(s.list[inverse_cdf(s.weights, kept, sum, uniforms_of(draw.random).first)]);
+      s.token = id_of(s.list[inverse_cdf(kept, sum, uniforms_of(draw.random).first)]);
   }
   __syncthreads();
   const int token = s.token;
@@ -226,7 +225,7 @@ __device__ uint64_t mass_of(float weight) {
 }
 
 // Adds up the bins of a search's level.
-__device__ void fill_bins(Shared& s, const DrawTask& task, const RowDraw& draw, const Kept& x, int level) {
+__device__ void fill_bins(const DrawTask& task, const RowDraw& draw, const Kept& x, int level) {
   for (int b = threadIdx.x; b < kBins; b += kThreads) s.bins.counts[b] = s.bins.low[b] = s.bins.high[b] = 0;
   __syncthreads();
   const int shift = shift_of(level);
@@ -254,8 +253,7 @@ __device__ void fill_bins(Shared& s, const DrawTask& task, const RowDraw& draw, 
 }
 
 // From a set that is wider than what can be listed: the rounds of merge_narrowed(), and the draw.
-__device__ __noinline__ int draw_wide(Shared& s, const DrawTask& task, const RowDraw& draw, const Logits& logits,
-                                      float top) {
+__device__ __noinline__ int draw_wide(const DrawTask& task, const RowDraw& draw, const Logits& logits, float top) {
   static_assert(kBins == kThreads, "each thread has a bin");
   Kept x{logits, top, steps_of(draw.scale), 0};
   bool by_count = draw.kind == Draw::top_k;
@@ -274,11 +272,11 @@ __device__ __noinline__ int draw_wide(Shared& s, const DrawTask& task, const Row
   };
   if (!by_count && draw.top_p == 1.0f) end_search(true, 0);
   while (level < kLevels) {
-    fill_bins(s, task, draw, x, level);
+    fill_bins(task, draw, x, level);
     const int bin = threadIdx.x, own = (int)s.bins.counts[bin];
     const Key own_mass = (Key)s.bins.high[bin] << 32 | s.bins.low[bin];
-    const Key up_to = block_scan(s.masses, own_mass);
-    const int counted = block_scan(s.ids, own);
+    const Key up_to = block_scan(own_mass);
+    const int counted = block_scan(own);
     if (target < 0.0) {
       if (bin == kBins - 1) s.mass = up_to;
       __syncthreads();
@@ -286,7 +284,7 @@ __device__ __noinline__ int draw_wide(Shared& s, const DrawTask& task, const Row
       __syncthreads();
     }
     const uint64_t reached = by_count ? count + counted : mass + up_to;
-    const int found = block_min(s.ids, own && !((double)reached < target) ? bin : INT_MAX);
+    const int found = block_min(own && !((double)reached < target) ? bin : INT_MAX);
     if (bin == min(found, kBins - 1)) s.found = {up_to, own_mass, counted, own};
     __syncthreads();
     const FoundBin in = s.found;
@@ -323,50 +321,49 @@ __device__ __noinline__ int draw_wide(Shared& s, const DrawTask& task, const Row
       sum_small_chunk(x, c * task.chunk, min((c + 1) * task.chunk, task.width), draw.scale, maxima[c], sums[c]);
   }
   __syncthreads();
-  return draw_chunk(s, task, draw, x, row_sums(task, to, blockIdx.x), top);
+  return draw_chunk(task, draw, x, row_sums(task, to, blockIdx.x), top);
 }
 
-__device__ int draw_token(Shared& s, const DrawTask& task, const RowDraw& draw, const Logits& x, const RowSums& row) {
-  const float top = block_max(s, row.maxima, row.chunks);
+__device__ int draw_token(const DrawTask& task, const RowDraw& draw, const Logits& x, const RowSums& row) {
+  const float top = block_max(row.maxima, row.chunks);
   if (top == -INFINITY) return kNothing;
-  if (draw.kind == Draw::greedy) return first_best(s, task, x, row, top);
-  if (draw.kind == Draw::all) return draw_chunk(s, task, draw, x, row, top);
+  if (draw.kind == Draw::greedy) return first_best(task, x, row, top);
+  if (draw.kind == Draw::all) return draw_chunk(task, draw, x, row, top);
   const bool by_count = draw.kind == Draw::top_k;
   const int most = by_count ? min(draw.top_k, kCandidates) : kCandidates;
   double need = INFINITY;
-  if (!by_count && draw.top_p < 1.0f) need = total_weight(s, row, top, draw.scale) * (double)draw.top_p;
+  if (!by_count && draw.top_p < 1.0f) need = total_weight(row, top, draw.scale) * (double)draw.top_p;
   // No weight is above 1, but for rounding: so many cannot be enough.
-  if (need > kCandidates + 1 && need < INFINITY && draw.deepest < 0) return draw_wide(s, task, draw, x, top);
+  if (need > kCandidates + 1 && need < INFINITY && draw.deepest < 0) return draw_wide(task, draw, x, top);
   for (int want = by_count ? most : kFew;; want = kCandidates) {
-    Key limit = limit_of_groups(s, row, want);
-    int count = list_best(s, task, x, row, limit, want + 1);
+    Key limit = limit_of_groups(row, want);
+    int count = list_best(task, x, row, limit, want + 1);
     if (want == kCandidates && count == most && limit != ~0ull)  // are those all?
-      limit = ~0ull, count = list_best(s, task, x, row, limit, want + 1);
+      limit = ~0ull, count = list_best(task, x, row, limit, want + 1);
     const bool whole = (by_count && draw.top_k <= kCandidates) || (limit == ~0ull && count <= most);
     int token = kWider;
-    if (whole || !by_count) token = draw_listed(s, draw, min(count, most), top, need, whole);
-    if (token == kWider && want == kCandidates) token = draw_wide(s, task, draw, x, top);
+    if (whole || !by_count) token = draw_listed(draw, min(count, most), top, need, whole);
+    if (token == kWider && want == kCandidates) token = draw_wide(task, draw, x, top);
     if (token != kWider) return token;
   }
 }
 
-__device__ Key best_key(Shared& s, const DrawTask& task, const Logits& x) {
+__device__ Key best_key(const DrawTask& task, const Logits& x) {
   Key best = ~0ull;
   for (int id = threadIdx.x; id < task.width; id += kThreads)
     if (const float value = x(id); value > -INFINITY) best = min(best, key_of(value, id));
-  return block_min(s.masses, best);
+  return block_min(best);
 }
 
 // The best that the mask allows; without one, the first end-of-sequence id, or the best of all.
-__device__ __noinline__ int fallback(Shared& s, const DrawTask& task, const RowDraw& draw, const Logits& x) {
-  const Key allowed = best_key(s, task, x);
+__device__ __noinline__ int fallback(const DrawTask& task, const RowDraw& draw, const Logits& x) {
+  const Key allowed = best_key(task, x);
   if (allowed != ~0ull) return id_of(allowed);
-  return draw.end >= 0 ? draw.end : id_of(best_key(s, task, {x.values, nullptr}));
+  return draw.end >= 0 ? draw.end : id_of(best_key(task, {x.values, nullptr}));
 }
 
-__global__ void __launch_bounds__(kThreads) draw_kernel(DrawTask task) {
+__global__ void __launch_bounds__(kThreads) draw_kernel(const __grid_constant__ DrawTask task) {
   after_previous();
-  __shared__ Shared s;
   if (threadIdx.x < 256) s.histogram[threadIdx.x] = 0;
   __syncthreads();
   const RowDraw& draw = task.draws[blockIdx.x];
@@ -378,21 +375,21 @@ __global__ void __launch_bounds__(kThreads) draw_kernel(DrawTask task) {
   const bool numbers = !bad && most > -INFINITY;
   int token = draw.target;
   if (token < 0 && numbers)
-    token = draw_token(s, task, draw, processed_of(task, draw), row_sums(task, task.processed, blockIdx.x));
+    token = draw_token(task, draw, processed_of(task, draw), row_sums(task, task.processed, blockIdx.x));
   __syncthreads();
   const Edit* edits = task.edits + draw.first_edit;
   for (int i = threadIdx.x; i < draw.edits(); i += kThreads) logits[edits[i].id] = edits[i].before;
   __syncthreads();
 
-  if (token == kNothing) token = fallback(s, task, draw, processed_of(task, draw));
+  if (token == kNothing) token = fallback(task, draw, processed_of(task, draw));
   double log_norm = 0.0;
   int tops = 0;
   if (numbers && draw.top_logprobs >= 0) {
     const RowSums row = row_sums(task, draw.sums_apart() ? task.raw : task.processed, blockIdx.x);
-    log_norm = most + exact::log(total_weight(s, row, most, 1.0f));
+    log_norm = most + exact::log(total_weight(row, most, 1.0f));
     if (draw.top_logprobs > 0) {
-      Key limit = limit_of_groups(s, row, draw.top_logprobs);
-      tops = min(list_best(s, task, {logits, nullptr}, row, limit, draw.top_logprobs), draw.top_logprobs);
+      Key limit = limit_of_groups(row, draw.top_logprobs);
+      tops = min(list_best(task, {logits, nullptr}, row, limit, draw.top_logprobs), draw.top_logprobs);
     }
   }
   SampleOutput& to = task.drawn[blockIdx.x];

@@ -42,6 +42,8 @@ struct Shared {
   FoundBin found;
   int count, token, digit;
 };
+// Not handed on: functions would not know that it is shared memory.
+__shared__ Shared s;
 
 // Ascending keys are descending logits, and among equal ones ascending ids.
 __device__ inline uint32_t rank_of(float x) {
@@ -64,7 +66,7 @@ __device__ T of_lanes(T value, const Take& take) {
 }
 static_assert(kWarps == 32, "a lane takes the value of each warp");
 
-__device__ __noinline__ float block_max(Shared& s, const float* x, int n) {
+__device__ __noinline__ float block_max(const float* x, int n) {
   const auto take = [](float a, float b) { return greater(a, b); };
   float top = -INFINITY;
   for (int i = threadIdx.x; i < n; i += kThreads) top = greater(top, x[i]);
@@ -76,35 +78,38 @@ __device__ __noinline__ float block_max(Shared& s, const float* x, int n) {
   return top;
 }
 
+__device__ inline int* of_warps(int) { return s.ids; }
+__device__ inline Key* of_warps(Key) { return s.masses; }
+
 template <typename T>
-__device__ __noinline__ T block_min(T* of_warps, T value) {
+__device__ __noinline__ T block_min(T value) {
   const auto take = [](T a, T b) { return min(a, b); };
   value = of_lanes(value, take);
-  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = value;
+  if (threadIdx.x % 32 == 0) of_warps(value)[threadIdx.x / 32] = value;
   __syncthreads();
-  value = of_lanes(of_warps[threadIdx.x % 32], take);
+  value = of_lanes(of_warps(value)[threadIdx.x % 32], take);
   __syncthreads();
   return value;
 }
 
 // Of values of all threads: the sum of those up to this one.
 template <typename T>
-__device__ __noinline__ T block_scan(T* of_warps, T value) {
+__device__ __noinline__ T block_scan(T value) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll 1
   for (int step = 1; step < 32; step *= 2) {
     const T other = __shfl_up_sync(kAll, value, step);
     if (lane >= step) value += other;
   }
-  if (lane == 31) of_warps[warp] = value;
+  if (lane == 31) of_warps(value)[warp] = value;
   __syncthreads();
-  value += of_lanes(lane < warp ? of_warps[lane] : (T)0, [](T a, T b) { return a + b; });
+  value += of_lanes(lane < warp ? of_warps(value)[lane] : (T)0, [](T a, T b) { return a + b; });
   __syncthreads();
   return value;
 }
 
 // The weight of all, relative to `top`: chunk by chunk.
-__device__ __noinline__ double total_weight(Shared& s, const RowSums& row, float top, float scale) {
+__device__ __noinline__ double total_weight(const RowSums& row, float top, float scale) {
   double sum = 0.0;
   for (int from = 0; from < row.chunks; from += kListed) {
     const int count = min(kListed, row.chunks - from);
@@ -127,7 +132,7 @@ __device__ __noinline__ double total_weight(Shared& s, const RowSums& row, float
 
 // Among digits that s.histogram counts, ascending: the one of number `left` (from 1 on), and its number among those of
 // that digit. Clears the histogram.
-__device__ __noinline__ int digit_of(Shared& s, int& left) {
+__device__ __noinline__ int digit_of(int& left) {
   __syncthreads();
   if (threadIdx.x < 32) {
     int counts[8], own = 0;
@@ -156,7 +161,7 @@ __device__ __noinline__ int digit_of(Shared& s, int& left) {
 
 // A key that at least `want` groups' best have or are before, about the least such; ~0 if there are fewer. All finite
 // logits are before that.
-__device__ __noinline__ Key limit_of_groups(Shared& s, const RowSums& row, int want) {
+__device__ __noinline__ Key limit_of_groups(const RowSums& row, int want) {
   if (want >= row.group_count) return ~0ull;
   uint32_t prefix = 0;
   for (int shift = 24; shift >= 8; shift -= 8) {
@@ -164,7 +169,7 @@ __device__ __noinline__ Key limit_of_groups(Shared& s, const RowSums& row, int w
       const uint32_t digits = ~rank_of(row.groups[g]);
       if (shift == 24 || (digits ^ prefix) >> (shift + 8) == 0) atomicAdd(&s.histogram[digits >> shift & 255], 1);
     }
-    prefix |= (uint32_t)digit_of(s, want) << shift;
+    prefix |= (uint32_t)digit_of(want) << shift;
   }
   const uint32_t last = prefix | 255;
   return last >= ~rank_of(-INFINITY) ? ~0ull : (Key)last << 32 | 0xffffffffu;
@@ -200,8 +205,8 @@ __device__ void visit_best(const DrawTask& task, const Logits& x, const RowSums&
 }
 
 // A limit that at least `want` logits, and no more than kListed, have or are before, given one of which more are.
-__device__ __noinline__ Key limit_of_logits(Shared& s, const DrawTask& task, const Logits& x, const RowSums& row,
-                                            Key limit, int want) {
+__device__ __noinline__ Key limit_of_logits(const DrawTask& task, const Logits& x, const RowSums& row, Key limit,
+                                            int want) {
   Key prefix = 0;
   int before = 0;
   for (int shift = 56;; shift -= 8) {
@@ -213,7 +218,7 @@ __device__ __noinline__ Key limit_of_logits(Shared& s, const DrawTask& task, con
     // With all of its digit there may be few enough.
     const int mine = threadIdx.x < 256 ? s.histogram[threadIdx.x] : 0, asked = left;
     __syncthreads();
-    const int digit = digit_of(s, left);
+    const int digit = digit_of(left);
     if ((int)threadIdx.x == digit) s.count = mine;
     __syncthreads();
     const int same = s.count;
@@ -226,8 +231,7 @@ __device__ __noinline__ Key limit_of_logits(Shared& s, const DrawTask& task, con
 
 // Lists the finite logits up to the limit, in order, and returns how many there are. If they are more than kListed,
 // only some are listed, at least `want`, and the limit becomes theirs.
-__device__ __noinline__ int list_best(Shared& s, const DrawTask& task, const Logits& x, const RowSums& row, Key& limit,
-                                      int want) {
+__device__ __noinline__ int list_best(const DrawTask& task, const Logits& x, const RowSums& row, Key& limit, int want) {
   for (;;) {
     if (threadIdx.x == 0) s.count = 0;
     __syncthreads();
@@ -238,7 +242,7 @@ __device__ __noinline__ int list_best(Shared& s, const DrawTask& task, const Log
     __syncthreads();
     if (s.count <= kListed) break;
     __syncthreads();
-    limit = limit_of_logits(s, task, x, row, limit, want);
+    limit = limit_of_logits(task, x, row, limit, want);
   }
   const int count = s.count;
   int size = 2;  // bitonic sort

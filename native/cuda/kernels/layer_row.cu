@@ -34,7 +34,7 @@ struct Layer {
   int up_tiles, down_tiles;        // of 16 columns
   int each, at_once;  // warps that share the experts of a tile of the second product, and such tiles of a block
   int logits;         // of a block of threads
-  int stages, row_bytes;
+  int stages, row_bytes, near, turns;
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -63,8 +63,14 @@ struct Items {
 
   __device__ Items(const Layer& layer, int count, int warp) : up_tiles(layer.up_tiles), each(layer.each) {
     const int own = warp / each;
-    first_gate = warp * gridDim.x + blockIdx.x, gate_step = gridDim.x * kWarps;
-    gates = max(count * up_tiles - first_gate + gate_step - 1, 0) / gate_step;
+    if (layer.near) {  // a block has adjacent tiles
+      first_gate = warp < layer.turns ? blockIdx.x * layer.turns + warp : 1 << 30;
+      gate_step = gridDim.x * layer.turns;
+      gates = first_gate < count * up_tiles ? (count * up_tiles - first_gate + gate_step - 1) / gate_step : 0;
+    } else {
+      first_gate = warp * gridDim.x + blockIdx.x, gate_step = gridDim.x * kWarps;
+      gates = max(count * up_tiles - first_gate + gate_step - 1, 0) / gate_step;
+    }
     entry = warp % each, per = own < layer.at_once ? max(count - entry + each - 1, 0) / each : 0;
     first_tile = blockIdx.x * layer.at_once + own, tile_step = gridDim.x * layer.at_once;
     sums = max(layer.down_tiles - first_tile + tile_step - 1, 0) / tile_step * per;
@@ -92,27 +98,19 @@ struct Ring {
   __device__ uint32_t at() const { return memory + stage * kStageBytes; }
 
   // By the worker: row, in bfloat16, times the columns of the next so many blocks, of which a lane that is a multiple
-  // of four has lane / 4, and 8 + lane / 4 in number 2.
+  // of four has lane / 4, and 8 + lane / 4 in number 2. What is multiplied next is read before.
   __device__ void multiply(float (&d)[4], const char* row, int blocks) {
-    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < 4; i++) d[i] = 0;
-    for (int b = 0; b < blocks; b++, advance()) {
-      const uint32_t* values =
-          reinterpret_cast<const uint32_t*>(row + b * kRowBytes) + lane;  // of the first four lanes
-      uint32_t y[8];
-#pragma unroll
-      for (int i = 0; i < 8; i++) y[i] = lane < 4 ? values[i * 4] : 0;
-      wait_barrier(full + 8 * stage, parity);
-#pragma unroll
-      for (int step = 0; step < 4; step++) {
-        uint32_t a[4];
-        load_cores(a, at() + piece_offset(lane % 16, 2 * step + lane / 16));
-        multiply_add(d, a, y[2 * step], y[2 * step + 1]);
-      }
-      __syncwarp();
-      if (lane == 0) arrive(empty + 8 * stage);
+    Operands now, then;
+    now.read(*this, row);
+    for (int b = 1; b < blocks; b += 2) {
+      then.read(*this, row + b * kRowBytes);
+      now.multiply(d);
+      if (b + 1 < blocks) now.read(*this, row + (b + 1) * kRowBytes);
+      then.multiply(d);
     }
+    if (blocks % 2) now.multiply(d);
   }
   // By the warp that asks for its weights: blocks from these two places on, of 8 columns each, or of those of the
   // first alone.
@@ -132,6 +130,28 @@ struct Ring {
   }
 
  private:
+  struct Operands {
+    uint32_t a[4][4], y[8];
+
+    __device__ void read(Ring& ring, const char* row) {
+      const int lane = threadIdx.x % 32;
+      const uint32_t* values = reinterpret_cast<const uint32_t*>(row) + lane;  // of the first four lanes
+#pragma unroll
+      for (int i = 0; i < 8; i++) y[i] = lane < 4 ? values[i * 4] : 0;
+      wait_barrier(ring.full + 8 * ring.stage, ring.parity);
+#pragma unroll
+      for (int step = 0; step < 4; step++)
+        load_cores(a[step], ring.at() + piece_offset(lane % 16, 2 * step + lane / 16));
+      __syncwarp();
+      if (lane == 0) arrive(ring.empty + 8 * ring.stage);
+      ring.advance();
+    }
+    __device__ void multiply(float (&d)[4]) const {
+#pragma unroll
+      for (int step = 0; step < 4; step++) multiply_add(d, a[step], y[2 * step], y[2 * step + 1]);
+    }
+  };
+
   __device__ void copy(uint32_t to, const char* from, int bytes) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                  "l"(from), "r"(bytes), "r"(full + 8 * stage)
@@ -242,16 +262,18 @@ __global__ void __launch_bounds__(kThreads, 1) layer_row_kernel(const __grid_con
   __shared__ Chosen chosen_by[kWarps], all_chosen;
   __shared__ float made[(kMostTop > 2 * kMostHalves ? kMostTop : 2 * kMostHalves) * kTileRows];
   __shared__ float squares[kNormTurns * kWarps];
-  __shared__ uint64_t barriers[4], rings[2 * kWarps][kMostStages];
+  __shared__ uint64_t barriers[5], rings[2 * kWarps][kMostStages];
   const RowLayer& l = layer.l;
   const uint32_t come = shared_address(&barriers[0]), open = shared_address(&barriers[1]),
-                 known = shared_address(&barriers[2]), listed = shared_address(&barriers[3]);
+                 known = shared_address(&barriers[2]), picked = shared_address(&barriers[3]),
+                 listed = shared_address(&barriers[4]);
   const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0), width = l.logits.w.k;
   char *row = shared + kWarps * layer.stages * kStageBytes, *others = row + layer.row_bytes;
   float *wide = reinterpret_cast<float*>(others), *router = wide + padded_columns(width);
   const bool has_before = l.before.w.n > 0, has_next = l.next.w.n > 0;
   if (threadIdx.x == 0)
-    init_barrier(come, kWorkers), init_barrier(open, 1), init_barrier(known, 1), init_barrier(listed, 1);
+    init_barrier(come, kWorkers), init_barrier(open, 1), init_barrier(known, 1), init_barrier(picked, kWarps),
+        init_barrier(listed, 1);
   for (int i = threadIdx.x; i < 2 * kWarps * kMostStages; i += kThreads)
     init_barrier(shared_address(&rings[0][0]) + 8 * i, 1);
   barriers_are_there();
@@ -273,18 +295,20 @@ __global__ void __launch_bounds__(kThreads, 1) layer_row_kernel(const __grid_con
     if (has_next) meeting.meet();
     return meeting.leave();
   }
-  const auto choose = [&](Chosen& own) -> const Chosen& {
-    if (has_quick_choice(l.row.router) && choose_quickly(l.row, routing, own)) return own;
-    wait_barrier(listed, 0);
-    return all_chosen;
-  };
   Ring ring(shared, rings, warp % kWarps, layer.stages);
   if (warp >= kWarps) {
     const int worker = warp - kWarps;
     if (has_before) fetch_dense(ring, l.before, layer.before_k, layer.before_halves, worker);
     await_previous();  // of itself, before it reads what others have made
     wait_barrier(known, 0);
-    const Chosen& chosen = choose(chosen_by[worker]);
+    Chosen& chosen = chosen_by[worker];
+    if (!has_quick_choice(l.row.router) || !choose_quickly(l.row, routing, chosen)) {
+      wait_barrier(listed, 0);
+      if (lane < all_chosen.count) chosen.experts[lane] = all_chosen.experts[lane];
+      if (lane == 0) chosen.count = all_chosen.count;
+      __syncwarp();
+    }
+    if (lane == 0) arrive(picked);
     const Items items(layer, chosen.count, worker);
     for (int i = 0; i < items.gates; i++) {
       const Item item = items.gate(i);
@@ -311,12 +335,9 @@ __global__ void __launch_bounds__(kThreads, 1) layer_row_kernel(const __grid_con
             ? *reinterpret_cast<const float4*>(l.logits.w.values + (size_t)expert * width + column)
             : make_float4(0, 0, 0, 0);
   }
-  float scales[kNormTurns][kEight], next_scales[kNormTurns][kEight];
+  float scales[kNormTurns][kEight];
 #pragma unroll
-  for (int i = 0; i < kNormTurns; i++) {
-    read_eight(l.norm.weight, eights_at(i), width, scales[i]);
-    if (has_next) read_eight(l.next_norm.weight, eights_at(i), width, next_scales[i]);
-  }
+  for (int i = 0; i < kNormTurns; i++) read_eight(l.norm.weight, eights_at(i), width, scales[i]);
   float* x = l.y.values;
   float d[4];
   // A product beside the experts': of columns from the block's first on all pieces are added up in ascending order.
@@ -359,8 +380,8 @@ __global__ void __launch_bounds__(kThreads, 1) layer_row_kernel(const __grid_con
   meet();
 
   const Product &up = l.up.product, &down = l.down.product;
-  wait_barrier(listed, 0);
-  const Chosen& chosen = all_chosen;
+  wait_barrier(picked, 0);
+  const Chosen& chosen = chosen_by[warp];
   const Items items(layer, chosen.count, warp);
   for (int i = 0; i < items.gates; i++) {
     ring.multiply(d, row, blocks_of(up.w.k));
@@ -401,15 +422,17 @@ __global__ void __launch_bounds__(kThreads, 1) layer_row_kernel(const __grid_con
       for (int i = 0; i < chosen.count; i++) {
         const float* bias = bias_of(l.down, chosen.experts[i]);
         const float value = bias ? __fadd_rn(values[i * kTileRows], bias[column]) : values[i * kTileRows];
-        sum = fmaf(value, chosen.shares[i], sum);
+        sum = fmaf(value, all_chosen.shares[i], sum);  // there since the last meeting
       }
       put(l.y, 0, column, l.adds ? __fadd_rn(old, sum) : sum);
     }
     workers_meet();
   }
   if (!has_next) return;
+#pragma unroll
+  for (int i = 0; i < kNormTurns; i++) read_eight(l.next_norm.weight, eights_at(i), width, scales[i]);
   meet();
-  norm_row(x, l.next_norm, next_scales, width, l.next_normed, row, nullptr, squares);
+  norm_row(x, l.next_norm, scales, width, l.next_normed, row, nullptr, squares);
   multiply(l.next, layer.next_k, layer.next_halves);
 #endif
 }
@@ -429,7 +452,7 @@ Plan plan_of(const RowLayer& l) {
   const int top = l.up.routing.top, most = processors(), width = l.logits.w.k;
   const auto pieces_of = [](const Matrix& w) { return Pieces(std::max(w.k, 1), w.most_pieces); };
   Plan plan{{l, pieces_of(l.before.w), pieces_of(l.next.w), 0, 0, ceil_div(up.n, kTileRows),
-             ceil_div(down.n, kTileRows), std::min(top, kWarps), 0, 0, 0, 0}};
+             ceil_div(down.n, kTileRows), std::min(top, kWarps), 0, 0, 0, 0, 0, 0}};
   Layer& layer = plan.layer;
   const auto is_bf16 = [](const Matrix& w) { return w.kind == Kind::bf16; };
   if (!is_bf16(up) || !is_bf16(down) || (l.before.w.n && !is_bf16(l.before.w)) || (l.next.w.n && !is_bf16(l.next.w)))
@@ -438,6 +461,7 @@ Plan plan_of(const RowLayer& l) {
   // As many gates for all that have some.
   const int all = layer.up_tiles * top, turns = std::max(std::min(ceil_div(all, most), kWarps), 1);
   plan.grid = std::min(std::max(ceil_div(all, turns), ceil_div(layer.down_tiles, layer.at_once)), most);
+  layer.near = !std::getenv("FAR"), layer.turns = turns;
   layer.logits = ceil_div(l.logits.w.n, plan.grid);
   layer.before_halves = halves_of(l.before.w, plan.grid), layer.next_halves = halves_of(l.next.w, plan.grid);
   if (width > kMostNormed || width % 4 || layer.logits > kMostLogits || top > kBlock ||
@@ -450,7 +474,7 @@ Plan plan_of(const RowLayer& l) {
   for (int stages : {kMostStages, 8, 4}) {
     const size_t shared = (size_t)kWarps * stages * kStageBytes + layer.row_bytes + others;
     if (shared + (9 << 10) > (size_t)most_shared()) continue;
-    layer.stages = stages, plan.shared = shared;
+    layer.stages = std::getenv("STAGES") ? std::atoi(std::getenv("STAGES")) : stages, plan.shared = shared;
     break;
   }
   return plan;

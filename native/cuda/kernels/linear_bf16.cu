@@ -56,6 +56,8 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(Product p, int 
   const char* x = reinterpret_cast<const char*>(p.x.tiles) + (size_t)(first_row / kBlock) * k.blocks * kBlockBytes +
                   first_row % kBlock / kRowTile * kStageRows;
 
+  const uint64_t policy = gridDim.y == 1 ? evicted_first() : evicted_as_others();  // is it read once?
+
   Walk ahead{(int)blockIdx.x, warp, 0, 0};
   ahead.begin_piece(k);
   const auto fetch_weights = [&](const Walk& at, int stage) {
@@ -64,7 +66,8 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(Product p, int 
     const char* from =
         weights + ((size_t)(at.tile / 4) * k.blocks + at.block) * kBlockBytes + at.tile % 4 * kStageWeights;
 #pragma unroll
-    for (int i = 0; i < kStageWeights / 512; i++) copy_16(to + i * 512 + lane * 16, from + i * 512 + lane * 16);
+    for (int i = 0; i < kStageWeights / 512; i++)
+      copy_16_with(policy, to + i * 512 + lane * 16, from + i * 512 + lane * 16);
   };
   const auto fetch_rows = [&](const Walk& at, int stage) {
     if (at.tile >= tiles) return;

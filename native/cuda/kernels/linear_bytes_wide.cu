@@ -5,14 +5,18 @@
 // threads have blocks of both sides copied into shared memory, several steps of 128 of K ahead and on into the next
 // tile while this one is written; two warpgroups multiply, each 64 rows with all columns. Blocks of threads that have
 // adjacent tiles of rows and of columns are a cluster: each copies a part of what they share for all. Pieces of K
-// (tiles.h) are computed one after the other and added in registers; or, where tiles are too few for all processors,
-// by as many blocks of a cluster, which then add them up out of each other's memory.
+// (tiles.h) are computed one after the other and added in registers, or for wide tiles partly in shared memory; or,
+// where tiles are too few for all processors, by as many blocks of a cluster, which then add them up out of each
+// other's memory. Tiles that are left for the end are shared by pieces (tile_parts.cuh).
+//
+// What bounds tiles of 192 columns and less is shared memory, which gives or takes 128 bytes in a cycle: the wider, the
+// fewer bytes for each product.
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
 #include <utility>
 
-#include "cuda/kernels/linear_integer.h"
+#include "cuda/kernels/byte_tile_ends.cuh"
 #include "cuda/kernels/row_sums.cuh"
 #include "cuda/kernels/tile_parts.cuh"
 #include "cuda/kernels/wgmma_registers.cuh"
@@ -41,7 +45,8 @@ struct Shape {
   static constexpr int kColumns = kColumns_, kDown = kDown_, kAcross = kAcross_;
   static constexpr Sums kSums = kSums_;
   static constexpr bool kBeside = kSums == Sums::beside;
-  static constexpr int kSharers = kDown * kAcross, kTileRows = kRows, kBand = kBandRows / (kDown * kRows);
+  static constexpr int kSharers = kDown * kAcross, kTileRows = kRows, kWorkers = kGroups * 128,
+                       kBand = kBandRows / (kDown * kRows);
   static constexpr int kRowBytes = kStep * kRows * kByteRow, kStageBytes = kRowBytes + kStep * kColumns * kByteRow;
   // What the end of a tile reads beside sums, in words: scales and biases of its columns, scales of a warpgroup's rows,
   // and of integers sums of these rows. A warpgroup has two, as some of its warps may still read that of the tile
@@ -57,6 +62,8 @@ struct Shape {
   static constexpr int kStagesBytes = kStages * kStageBytes, kShared = kStagesBytes + kEndBytes + kTotalsBytes;
   // How many steps one warpgroup is ahead of the other: it writes while that one multiplies.
   static constexpr int kAhead = kStages > 3 ? 2 : 1;
+  // Nanoseconds that the end of a tile takes.
+  static constexpr int kEnd = kBeside ? 5000 : !kTotals ? 2000 : 28 * kColumns + (kKept < kTotals ? 2400 : 0);
   // Whole blocks of rows, and groups of eight columns, are what each block of a cluster copies.
   static_assert(kGroups % kAcross == 0 && kColumns % (8 * kDown) == 0 && kColumns % 16 == 0);
   static_assert(!kBeside || kRows * sums_stride(kColumns) * 4 <= kStagesBytes);
@@ -138,129 +145,6 @@ __device__ void multiply(float (&d)[kColumns / 2], uint32_t own, uint32_t theirs
 template <int kColumns>
 __device__ void multiply(int (&d)[kColumns / 2], uint32_t own, uint32_t theirs, int adds) {
   IntegerTile<kColumns>::multiply(d, byte_descriptor(own), byte_descriptor(theirs), adds);
-}
-
-__device__ inline void warps_meet(int group) { asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory"); }
-
-// What the end of a warpgroup's tile reads (kEndWords) is on its way into shared memory. k: of the pieces that are
-// computed here; first_block: of K.
-template <typename S>
-__device__ void ask_for_end(const Product& p, int rows, int first_row, int first_column, const Pieces& k,
-                            int first_block, uint32_t to) {
-  for (int word = threadIdx.x % 128 * 4; word < S::kEndWords; word += 4 * 128) {
-    const int of_bias = word - S::kColumns, of_row = of_bias - S::kColumns;
-    const void* from = p.w.codes.scales + scale_of(first_column, 0, 1) + word;
-    bool there = first_column + word < blocks_of(p.w.n) * kBlock;
-    if (of_row >= 0) {
-      const int row = first_row + of_row % kBlock, last = min(first_block + of_row / kBlock * k.length, k.blocks) - 1;
-      there = true;
-      if (of_row < kBlock) from = p.bytes.scales + row;
-      else from = p.bytes.sums + (size_t)last * (blocks_of(rows) * kBlock) + row;
-    } else if (of_bias >= 0) {
-      there = p.bias && first_column + of_bias < p.w.n;
-      from = there ? p.bias + first_column + of_bias : nullptr;
-    }
-    copy_16(to + word * 4, from, there);
-  }
-}
-__device__ void await_end(int group) {
-  asm volatile("cp.async.wait_all;" ::: "memory");
-  warps_meet(group);
-}
-
-// Of 16 columns from `column` of a tile on what a thread's scales are, in the order of its sums of a row: columns 2 q,
-// 2 q + 1, 8 + 2 q, 9 + 2 q. end: where what ask_for_end() asked for is.
-__device__ inline void read_scales(uint32_t end, int column, uint32_t (&scales)[4]) {
-  const uint4 four = load_16(end + (column + threadIdx.x % 4 * 4) * 4);
-  scales[0] = four.x, scales[1] = four.z, scales[2] = four.y, scales[3] = four.w;
-}
-// Of a thread's two rows what there is in that many places behind what is of columns.
-template <typename S>
-__device__ void read_of_rows(uint32_t end, int place, float (&of_rows)[2]) {
-  const int thread = afresh(threadIdx.x % 128), row = thread / 32 * 16 + thread % 32 / 4;
-  const uint32_t at = end + (2 * S::kColumns + place * kBlock + row) * 4;
-#pragma unroll
-  for (int h = 0; h < 2; h++) asm volatile("ld.shared.f32 %0, [%1];" : "=f"(of_rows[h]) : "r"(at + h * 32));
-}
-
-// What integers' sums of 16 columns are as floats; d: a thread's; of_rows: sums of its rows.
-__device__ inline void sums_of_integers(uint32_t end, int column, const int* d, const float (&of_rows)[2],
-                                        float (&sums)[8]) {
-  uint32_t scales[4];
-  read_scales(end, column, scales);
-#pragma unroll
-  for (int j = 0; j < 8; j++) {
-    const float of_row = of_rows[j % 4 / 2];
-    float total = 0;
-    add_segment(total, scales[j / 4 * 2 + j % 2], d[j] - 128 * (int)of_row, of_row);
-    sums[j] = total;
-  }
-}
-
-// Of a thread the sums of pieces so far, some of them in shared memory: from that address on.
-template <typename S>
-class Totals {
- public:
-  static constexpr int kCount = S::kTotals;
-
-  __device__ explicit Totals(uint32_t shared) : shared_(shared) {}
-  __device__ void set(int i, float x) {
-    if (i < S::kKept) kept_[i] = x;
-    else asm volatile("st.shared.f32 [%0], %1;" ::"r"(place(i)), "f"(x) : "memory");
-  }
-  __device__ float get(int i) const {
-    float x = 0;
-    if (i < S::kKept) x = kept_[i];
-    else asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(place(i)) : "memory");
-    return x;
-  }
-  __device__ float operator[](int i) const { return get(i); }
-  __device__ void add(int i, float x) { set(i, __fadd_rn(get(i), x)); }
-
- private:
-  __device__ uint32_t place(int i) const { return shared_ + (i - S::kKept) * (kGroups * 128 * 4); }
-  float kept_[S::kKept > 0 ? S::kKept : 1];
-  uint32_t shared_;
-};
-
-// What a thread's sums of a tile are in the end, as write_sums() and write_gated() ask for them: of 16 columns, of its
-// first or its second row, columns 2 q, 2 q + 1, 8 + 2 q, 9 + 2 q.
-template <typename S, typename Sums>
-class Results {
- public:
-  __device__ Results(const Sums& sums, uint32_t end) : sums_(sums), end_(end) {
-    read_of_rows<S>(end, 0, scales_);
-    if constexpr (kConverts) read_of_rows<S>(end, 1, of_rows_);
-  }
-  __device__ void operator()(int sixteen, int h, float (&v)[4]) const {
-    uint32_t scales[4];
-    if constexpr (S::kFloats || kConverts) read_scales(end_, sixteen * 16, scales);
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const Sum sum = sums_[sixteen * 8 + h * 2 + i / 2 * 4 + i % 2];
-      if constexpr (kConverts) {
-        v[i] = 0;
-        add_segment(v[i], scales[i], sum - 128 * (int)of_rows_[h], of_rows_[h]);
-      } else {
-        v[i] = S::kFloats ? __fmul_rn(sum, __uint_as_float(scales[i])) : sum;
-      }
-      v[i] = __fmul_rn(v[i], scales_[h]);
-    }
-  }
-
- private:
-  using Sum = std::decay_t<decltype(std::declval<Sums>()[0])>;
-  static constexpr bool kConverts = std::is_same_v<Sum, int>;
-  const Sums& sums_;
-  uint32_t end_;
-  float scales_[2], of_rows_[2];
-};
-
-// Sums of all pieces, or of the one that there is.
-template <bool kChained, typename Totals, typename Sums>
-__device__ const auto& of_pieces(const Totals& total, const Sums& d) {
-  if constexpr (kChained) return total;
-  else return d;
 }
 
 // The end of a tile whose pieces are in the shared memories of a cluster: every thread of it has every so many fours
@@ -541,9 +425,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 bool tells_late[3] = {false, false, true};
-// Nanoseconds that the end of a tile takes, by its pieces; and that a cluster waits for sums which it goes on from and
-// leaves others.
-constexpr int kEndOf[3] = {2000, 4000, 5000}, kHandOver = 4000;
+constexpr int kHandOver = 4000;  // nanoseconds that a cluster waits for sums which it goes on from and leaves others
 
 template <typename S>
 struct Kernel {
@@ -571,12 +453,12 @@ struct Kernel {
     const Pieces k(w.k, w.most_pieces);
     *walk = walk_of<S>(rows, k, w.n);
     const int most = clusters(pieces_of(w)), count = walk->count(), over = count % most, turns = ceil_div(count, most);
-    const int64_t steps = ceil_div(S::kBeside ? k.length : k.blocks, kStep),
-                  tile = steps * nanoseconds + kEndOf[(int)S::kSums], whole = turns * tile;
+    const int64_t steps = ceil_div(S::kBeside ? k.length : k.blocks, kStep), tile = steps * nanoseconds + S::kEnd,
+                  whole = turns * tile;
     if (S::kSums != Sums::chained || count < most || over == 0 || most * S::kSharers > kScratchBlocks) return whole;
     const int units = ceil_div(k.blocks, walk->unit), part = ceil_div((most + over) * units, most);
     const int64_t shared =
-        (turns - 2) * tile + (int64_t)part * ceil_div(walk->unit, kStep) * nanoseconds + 2 * kEndOf[1] + kHandOver;
+        (turns - 2) * tile + (int64_t)part * ceil_div(walk->unit, kStep) * nanoseconds + 2 * S::kEnd + kHandOver;
     if (shared >= whole) return whole;
     walk->whole = count - most - over;
     return shared;

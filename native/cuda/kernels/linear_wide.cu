@@ -548,7 +548,7 @@ bool wide_is_best(const Product& p, int rows) {
     return blocks > processors() && 4 * blocks < 5 * processors();
   }
   using S = Shape<256, true, 2, 1>;
-  return walk_of<S>(rows, k, p.w.n).count() >= 2 * Kernel<S>::clusters();
+  return walk_of<S>(rows, k, p.w.n).count() >= Kernel<S>::clusters();
 }
 
 void linear_wide(const Product& p, int rows, const Queue& queue) {

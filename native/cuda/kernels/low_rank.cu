@@ -254,23 +254,17 @@ __global__ void silu_mul_pairs_kernel(const float* in, int width, const float* b
 
 }  // namespace
 
-void shrink_low_rank(const AdaptedSums& a, int rows, const Queue& queue) {
-  if (a.bf16) return shrink_low_rank_bf16(a, rows, queue);
-  const bool alone = rows <= kAloneRows;
-  start(queue, alone ? shrink_alone_kernel : shrink_kernel<kRowsTogether, 1>,
-        dim3(alone ? rows : ceil_div(rows, kRowsTogether), a.count, ceil_div(a.max_rank, alone ? 1 : kWarps)),
-        32 * kWarps, 0, a, rows);
-  launched("adapters");
-}
-
-void expand_low_rank(const AdaptedSums& a, int rows, const Queue& queue) {
-  if (a.bf16) return expand_low_rank_bf16(a, rows, queue);
+void add_low_rank(const AdaptedSums& a, int rows, const Queue& queue) {
+  if (a.bf16) return add_low_rank_bf16(a, rows, queue);
   int columns = 0;
   for (int i = 0; i < a.count; i++) columns = a.columns[i].columns > columns ? a.columns[i].columns : columns;
   const bool alone = rows <= kAloneRows;
+  const int groups = alone ? rows : ceil_div(rows, kRowsTogether), ranks = alone ? 1 : kWarps;
+  start(queue, alone ? shrink_alone_kernel : shrink_kernel<kRowsTogether, 1>,
+        dim3(groups, a.count, ceil_div(a.max_rank, ranks)), 32 * kWarps, 0, a, rows);
+  launched("adapters");
   start(queue, alone ? expand_alone_kernel : expand_kernel<kRowsTogether>,
-        dim3(ceil_div(columns, kExpandThreads * kColumns), alone ? rows : ceil_div(rows, kRowsTogether), a.count),
-        kExpandThreads, 0, a, rows);
+        dim3(ceil_div(columns, kExpandThreads * kColumns), groups, a.count), kExpandThreads, 0, a, rows);
   launched("adapters");
 }
 

@@ -6,8 +6,7 @@ namespace as {
 namespace cuda {
 
 // By mma.sync, of matrices of bfloat16.
-void shrink_low_rank_bf16(const AdaptedSums& a, int rows, const Queue& queue);
-void expand_low_rank_bf16(const AdaptedSums& a, int rows, const Queue& queue);
+void add_low_rank_bf16(const AdaptedSums& a, int rows, const Queue& queue);
 
 #ifdef __CUDACC__
 

@@ -457,20 +457,12 @@ void shrink(const AdaptedSums& a, int rows, int turns, const Queue& queue) {
   launched("adapters");
 }
 
-// Blocks of threads that share the adapters of the same rows.
-int turns_of(const AdaptedSums& a, int rows) {
-  return rows > kFewRows ? 1 : std::clamp(std::min(a.adapter_count, rows), 1, kMostTurns);
-}
-
 }  // namespace
 
-void shrink_low_rank_bf16(const AdaptedSums& a, int rows, const Queue& queue) {
-  if (rows <= kFewRows) shrink<1>(a, rows, turns_of(a, rows), queue);
-  else shrink<2>(a, rows, turns_of(a, rows), queue);
-}
-
-void expand_low_rank_bf16(const AdaptedSums& a, int rows, const Queue& queue) {
-  const int turns = turns_of(a, rows);
+void add_low_rank_bf16(const AdaptedSums& a, int rows, const Queue& queue) {
+  const int turns = rows > kFewRows ? 1 : std::clamp(std::min(a.adapter_count, rows), 1, kMostTurns);
+  if (rows <= kFewRows) shrink<1>(a, rows, turns, queue);
+  else shrink<2>(a, rows, turns, queue);
   int columns = 0;
   for (int i = 0; i < a.count; i++) columns = std::max(columns, a.columns[i].columns);
   if (a.gated.width) expand<IntoGated>(a, a.half, 1, rows, turns, queue);

@@ -56,9 +56,9 @@ __global__ void read_row_kernel(Matrix m, int row, float* out) {
 }
 
 // kNormThreads: of a row; sums are as those of more threads, which would have nothing to add. kEights: how many times
-// eight values of its row a thread keeps in registers. Of many rows a block of threads has several, and what is next on
-// its way.
-template <int kNormThreads, int kEights>
+// eight values of its row a thread keeps in registers. kMany: a block of threads has several rows, and the next is on
+// its way while it sums up one.
+template <int kNormThreads, int kEights, bool kMany>
 __global__ void __launch_bounds__(kNormThreads) rms_norm_kernel(const float* x, Norm norm, int rows, Rows out) {
   const int width = out.width;
   float kept[kEights][8], weights[kEights][8];
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kNormThreads) rms_norm_kernel(const float* x, 
     for (int i = 0; i < kEights; i++)
 #pragma unroll
       for (int j = 0; j < 8; j++) now[i][j] = kept[i][j], sum = fmaf(now[i][j], now[i][j], sum);
-    if (const int next = row + gridDim.x; next < rows) read(next);
+    if (const int next = row + gridDim.x; kMany && next < rows) read(next);
     constexpr int kAll = kEights * kNormThreads * 8;
     for (int i = kAll + threadIdx.x; i < width; i += kNormThreads) sum = fmaf(in[i], in[i], sum);
     const float factor = 1.0f / sqrtf(block_sum<kNormThreads>(sum, kNormThreads) / width + norm.eps);
@@ -93,6 +93,7 @@ __global__ void __launch_bounds__(kNormThreads) rms_norm_kernel(const float* x, 
     }
     for (int i = kAll + threadIdx.x; i < width; i += kNormThreads)
       put(out, row, i, in[i] * factor * (norm.weight[i] + one));
+    if (!kMany) break;
   }
 }
 
@@ -204,14 +205,16 @@ void read_row(const Matrix& matrix, int row, float* out, const Queue& queue) {
 }
 
 void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Queue& queue) {
-  const auto start_threads = [&](auto kernel, int threads) {
+  const auto start_threads = [&](auto kernel, auto many, int threads) {
     const int most = processors() * (1024 / threads);  // that run at once
-    start(queue, kernel, rows < most ? rows : most, threads, 0, x, norm, rows, out);
+    if (rows <= most) start(queue, kernel, rows, threads, 0, x, norm, rows, out);
+    else start(queue, many, most, threads, 0, x, norm, rows, out);
   };
-  if (out.width <= 8 * 128) start_threads(rms_norm_kernel<128, 1>, 128);
-  else if (out.width <= 8 * 256) start_threads(rms_norm_kernel<256, 1>, 256);
-  else if (out.width <= 8 * 512) start_threads(rms_norm_kernel<512, 1>, 512);
-  else start_threads(rms_norm_kernel<512, 2>, 512);
+  const auto wide = rms_norm_kernel<512, 2, false>;  // which have enough on their way
+  if (out.width <= 8 * 128) start_threads(rms_norm_kernel<128, 1, false>, rms_norm_kernel<128, 1, true>, 128);
+  else if (out.width <= 8 * 256) start_threads(rms_norm_kernel<256, 1, false>, rms_norm_kernel<256, 1, true>, 256);
+  else if (out.width <= 8 * 512) start_threads(rms_norm_kernel<512, 1, false>, rms_norm_kernel<512, 1, true>, 512);
+  else start(queue, wide, rows, 512, 0, x, norm, rows, out);
   launched("rms_norm");
 }
 

@@ -153,9 +153,6 @@ struct Eight<false, kWhole> {
   }
 };
 
-// How partial sums come: read out of the others' memory; pushed into this one's; and this rank's own likewise.
-enum class Way { read, pushed, own_too };
-
 // Does something with 0, 1, ... as constants.
 template <int... kNumbers, typename Work>
 __device__ void each(std::integer_sequence<int, kNumbers...>, Work work) {
@@ -167,11 +164,11 @@ __device__ void each(Work work) {
 }
 
 // A block has a row at a time; a thread eight columns of it, and every so many further ones of rows beyond 4,096.
-// kRanks: at most.
-template <bool kTiles, int kRanks, bool kWhole, Way kWay>
+// kRanks: at most. kPushed: partial sums, of which the others' come by themselves; a block has all its rows on their
+// way before it waits for any.
+template <bool kTiles, int kRanks, bool kWhole, bool kPushed>
 __global__ void __launch_bounds__(kThreads, kRanks <= 4 ? kBlocks : 1)
     sum_kernel(const __grid_constant__ RankSum s, int rows) {
-  constexpr bool kPushed = kWay != Way::read, kOwnToo = kWay == Way::own_too;
   const Peers& peers = s.peers;
   const int width = s.y.width, first = kEight * threadIdx.x, stride = kEight * blockDim.x;
   const auto weights_of = [&](int column, float(&weights)[kEight]) {
@@ -183,12 +180,12 @@ __global__ void __launch_bounds__(kThreads, kRanks <= 4 ? kBlocks : 1)
   let_next_begin();
   float weights[kEight];  // on their way while ranks are waited for
   if (s.norm.weight && first < width) weights_of(first, weights);
-  if (!kOwnToo) await_previous();
+  await_previous();
   const size_t half = s.call % 2 * peers.half;
   Wait wait(peers);
   if constexpr (!kPushed) {
     meet(peers, (uint32_t)*peers.step * s.calls + s.call + 1);
-  } else if (!kOwnToo && !s.on_its_way) {
+  } else if (!s.on_its_way) {
     for (int row = blockIdx.x; row < rows; row += gridDim.x)
       for (int column = first; column < width; column += stride) {
         Eight<kTiles, kWhole> own;
@@ -203,28 +200,22 @@ __global__ void __launch_bounds__(kThreads, kRanks <= 4 ? kBlocks : 1)
     for (int column = first; column < width; column += stride) {
       Eight<kTiles, kWhole> partials[kRanks];
       float before[kEight], x[kEight] = {};
-      if (kWay == Way::pushed && s.adds) read_eight<kWhole>(y, column, width, before);
+      if (kPushed && s.adds) read_eight<kWhole>(y, column, width, before);
       each<kRanks>([&](auto number) {
         constexpr int r = decltype(number)::value;
         if (r >= peers.world) return;
         if constexpr (kPushed)
-          if (kOwnToo || r != peers.rank)
-            return partials[r].look(peers.place(peers.rank, r, s.call), row, column, width);
+          if (r != peers.rank) return partials[r].look(peers.place(peers.rank, r, s.call), row, column, width);
         partials[r].read(peers.partials[r] + half, row, column, width);
       });
-      const auto wait_for = [&](auto number, bool own) {
-        if constexpr (kPushed) {
+      if constexpr (kPushed)
+        each<kRanks>([&](auto number) {
           constexpr int r = decltype(number)::value;
-          if (r >= peers.world || (r == peers.rank) != own) return;
+          if (r >= peers.world || r == peers.rank) return;
           char* place = peers.place(peers.rank, r, s.call);
           while (!partials[r].has_come() && wait.goes_on(r)) partials[r].look(place, row, column, width);
           partials[r].mark(place, row, column, width);
-        }
-      };
-      // Once this rank's are there, all has ended that came before what makes them.
-      if constexpr (kOwnToo) each<kRanks>([&](auto number) { wait_for(number, true); });
-      if (kOwnToo && s.adds) read_eight<kWhole, true>(y, column, width, before);
-      if constexpr (kPushed) each<kRanks>([&](auto number) { wait_for(number, false); });
+        });
       if (!kPushed && s.adds) read_eight<kWhole>(y, column, width, before);
 #pragma unroll
       for (int r = 0; r < kRanks; r++)
@@ -235,16 +226,10 @@ __global__ void __launch_bounds__(kThreads, kRanks <= 4 ? kBlocks : 1)
         if (kWhole || column + i < width) squares = fmaf(x[i], x[i], squares);
         if (column == first) kept[i] = x[i];
       }
-      if (!kOwnToo) put_eight(s.y, row, column, width, x);
-    }
-    if (kOwnToo && !s.norm.weight) {
-      __syncthreads();
-      put_eight(s.y, row, first, width, kept);
+      put_eight(s.y, row, column, width, x);
     }
     if (!s.norm.weight) continue;
     const float factor = 1.0f / sqrtf(block_sum<kThreads>(squares, blockDim.x) / width + s.norm.eps);
-    // All of the row's partial sums have come: nobody reads what they were made of any more.
-    if (kOwnToo) put_eight(s.y, row, first, width, kept);
     for (int column = first; column < width; column += stride) {
       if (column > first) read_eight<kWhole>(y, column, width, kept), weights_of(column, weights);
 #pragma unroll
@@ -253,7 +238,6 @@ __global__ void __launch_bounds__(kThreads, kRanks <= 4 ? kBlocks : 1)
       if (column > first) weights_of(first, weights);
     }
   }
-  if (kOwnToo) await_previous();
 }
 
 }  // namespace
@@ -265,24 +249,21 @@ void sum_ranks(const RankSum& sum, int rows, const Queue& queue) {
   const auto choose = [&](auto few, auto some, auto many) {
     start(queue, sum.peers.world <= 2 ? few : sum.peers.world <= 4 ? some : many, blocks, threads, 0, sum, rows);
   };
-  const auto start_way = [&](auto tiles, auto is_whole, auto chosen) {
-    constexpr bool kTiles = tiles(), kWhole = is_whole();
-    constexpr Way kWay = chosen();
-    choose(sum_kernel<kTiles, 2, kWhole, kWay>, sum_kernel<kTiles, 4, kWhole, kWay>,
-           sum_kernel<kTiles, kMostRanks, kWhole, kWay>);
+  const auto start_tiles = [&](auto is_whole, auto pushed) {
+    constexpr bool kWhole = is_whole(), kPushed = pushed();
+    choose(sum_kernel<true, 2, kWhole, kPushed>, sum_kernel<true, 4, kWhole, kPushed>,
+           sum_kernel<true, kMostRanks, kWhole, kPushed>);
+  };
+  const auto start_values = [&](auto is_whole) {
+    constexpr bool kWhole = is_whole();
+    choose(sum_kernel<false, 2, kWhole, false>, sum_kernel<false, 4, kWhole, false>,
+           sum_kernel<false, kMostRanks, kWhole, false>);
   };
   const std::true_type yes;
   const std::false_type no;
-  const std::integral_constant<Way, Way::read> read;
-  const std::integral_constant<Way, Way::pushed> pushed;
-  if (sum.bf16 && pushes(sum.peers, rows)) {
-    if (sum.own_too) start(queue, sum_kernel<true, 2, true, Way::own_too>, blocks, threads, 0, sum, rows);
-    else whole ? start_way(yes, yes, pushed) : start_way(yes, no, pushed);
-  } else if (sum.bf16) {
-    whole ? start_way(yes, yes, read) : start_way(yes, no, read);
-  } else {
-    whole ? start_way(no, yes, read) : start_way(no, no, read);
-  }
+  if (sum.bf16 && pushes(sum.peers, rows)) whole ? start_tiles(yes, yes) : start_tiles(no, yes);
+  else if (sum.bf16) whole ? start_tiles(yes, no) : start_tiles(no, no);
+  else whole ? start_values(yes) : start_values(no);
   launched("sum over ranks");
 }
 

@@ -81,12 +81,6 @@ __device__ inline void copy_bulk(uint32_t to, const char* from, int bytes, uint6
                "l"(from), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
-// What is read once in a step need not stay in the cache.
-__device__ inline uint64_t evicted_first() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
 __device__ inline void copy_bulk(uint32_t to, const char* from, int bytes, uint64_t* barrier, uint64_t policy) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::

@@ -1,7 +1,7 @@
-// A decode step's layers of Qwen2.5-7B's shape in bfloat16, each kernel behind the one before as in a step: us a layer,
-// and a hash of what comes out; then without some of the kernels, which tells what those add. `layer [rows=1,8,32]
-// [whole] [half] [split]` (whole: nothing is left out; half: a rank's part of two, without their sums; split: small
-// products by clusters, too)
+// A decode step's layers of Qwen2.5-7B's shape (small: of 0.5B's) in bfloat16, each kernel behind the one before as in
+// a step: us a layer, and a hash of what comes out; then without some of the kernels, which tells what those add.
+// `layer [rows=1,8,32] [whole] [half] [split] [small]` (whole: nothing is left out; half: a rank's part of two, without
+// their sums; split: small products by clusters, too)
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/layer.cu
 //        native/cuda/kernels/{linear_bf16,linear_split,linear_stream,linear_wide,linear_f32,rows,attention_few,ceilings}.cu
 #include <cstdio>
@@ -17,7 +17,7 @@ using namespace as::cuda;
 
 namespace {
 
-constexpr int kLayers = 8, kHidden = 3584, kDim = 128, kSpan = 32, kAt = 129, kMostRows = 64;
+constexpr int kLayers = 8, kSpan = 32, kAt = 129, kMostRows = 64;
 cudaStream_t stream;
 Queue queue;
 
@@ -52,16 +52,17 @@ Matrix matrix(int n, int k) {
 
 int main(int argc, char** argv) {
   std::vector<int> batches = {1, 8, 32};
-  bool whole = false, half = false, split = false;
+  bool whole = false, half = false, split = false, small = false;
   for (int i = 1; i < argc; i++) {
     whole |= !std::strcmp(argv[i], "whole"), half |= !std::strcmp(argv[i], "half");
-    split |= !std::strcmp(argv[i], "split");
+    split |= !std::strcmp(argv[i], "split"), small |= !std::strcmp(argv[i], "small");
     if (std::strncmp(argv[i], "rows=", 5)) continue;
     batches.clear();
     for (char* at = std::strtok(argv[i] + 5, ","); at; at = std::strtok(nullptr, ",")) batches.push_back(std::atoi(at));
   }
-  const int parts = half ? 2 : 1, heads = 28 / parts, kv = 4 / parts, inner = 18944 / parts, attended = heads * kDim,
-            wide = (heads + 2 * kv) * kDim;
+  const int parts = half ? 2 : 1, hidden = small ? 896 : 3584, dim = small ? 64 : 128,
+            heads = (small ? 14 : 28) / parts, kv = (small ? 2 : 4) / parts, inner = (small ? 4864 : 18944) / parts,
+            attended = heads * dim, wide = (heads + 2 * kv) * dim;
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   queue = {stream, 90, {}};
   queue.scratch = {memory<float>(kScratchBlocks * kScratchFloats * 4), memory<int>(kScratchBlocks * kScratchFlags * 4),
@@ -69,9 +70,9 @@ int main(int argc, char** argv) {
   std::vector<Layer> layers(kLayers);
   const int spans = (kAt + kSpan) / kSpan;
   for (Layer& l : layers) {
-    l.qkv = matrix(wide, kHidden), l.o = matrix(kHidden, attended);
-    l.gate_up = matrix(2 * inner, kHidden), l.down = matrix(kHidden, inner);
-    l.cache = {nullptr, CacheType::bf16, kSpan, kv, kDim, kDim};
+    l.qkv = matrix(wide, hidden), l.o = matrix(hidden, attended);
+    l.gate_up = matrix(2 * inner, hidden), l.down = matrix(hidden, inner);
+    l.cache = {nullptr, CacheType::bf16, kSpan, kv, dim, dim};
     l.cache.data = memory<char>(l.cache.span_bytes() * spans * kMostRows, 1.0f);
   }
   std::vector<AttentionTile> tiles;
@@ -86,16 +87,16 @@ int main(int argc, char** argv) {
   a.most_runs = 2, a.partials = nullptr;
   a.arrivals = memory<int>(kMostRows * kv * 4);
   Turn turn;
-  turn.table.dim = kDim, turn.table.cosine = copied(std::vector<float>(kMostRows * kDim / 2, 0.8f));
-  turn.table.sine = copied(std::vector<float>(kMostRows * kDim / 2, 0.6f));
-  const Norm norm{copied(std::vector<float>(kHidden, 1.0f)), 1e-6f, false};
+  turn.table.dim = dim, turn.table.cosine = copied(std::vector<float>(kMostRows * dim / 2, 0.8f));
+  turn.table.sine = copied(std::vector<float>(kMostRows * dim / 2, 0.6f));
+  const Norm norm{copied(std::vector<float>(hidden, 1.0f)), 1e-6f, false};
   const float* bias = copied(std::vector<float>(wide, 0.1f));
-  std::vector<float> begin_x(kMostRows * kHidden);
+  std::vector<float> begin_x(kMostRows * hidden);
   for (size_t i = 0; i < begin_x.size(); i++) begin_x[i] = (float)(i * 2654435761u % 1000) / 500 - 1;
   const float* first = copied(begin_x);
-  float* x = memory<float>(kMostRows * kHidden * 4);
+  float* x = memory<float>(kMostRows * hidden * 4);
   float* qkv = memory<float>(kMostRows * wide * 4);
-  uint16_t *normed = memory<uint16_t>(tiles_bytes(kMostRows, kHidden)),
+  uint16_t *normed = memory<uint16_t>(tiles_bytes(kMostRows, hidden)),
            *context = memory<uint16_t>(tiles_bytes(kMostRows, attended)),
            *act = memory<uint16_t>(tiles_bytes(kMostRows, inner));
   a.qkv = qkv, a.out = {nullptr, context, attended};
@@ -111,14 +112,14 @@ int main(int argc, char** argv) {
       linear_bf16(p, rows, queue, split ? By::split : By::any);
     };
     for (const Layer& l : layers) {
-      if (has("norm1")) rms_norm(x, norm, rows, {nullptr, normed, kHidden}, queue);
+      if (has("norm1")) rms_norm(x, norm, rows, {nullptr, normed, hidden}, queue);
       if (has("qkv")) product(l.qkv, normed, {qkv, nullptr, wide}, false, false, bias);
       a.cache = l.cache;
       if (has("attention")) attend_few_bf16(a, few, rows, false, true, &turn, queue);
-      if (has("o ")) product(l.o, context, {x, nullptr, kHidden}, true, false, nullptr);
-      if (has("norm2")) rms_norm(x, norm, rows, {nullptr, normed, kHidden}, queue);
+      if (has("o ")) product(l.o, context, {x, nullptr, hidden}, true, false, nullptr);
+      if (has("norm2")) rms_norm(x, norm, rows, {nullptr, normed, hidden}, queue);
       if (has("gate_up")) product(l.gate_up, normed, {nullptr, act, inner}, false, true, nullptr);
-      if (has("down")) product(l.down, act, {x, nullptr, kHidden}, true, false, nullptr);
+      if (has("down")) product(l.down, act, {x, nullptr, hidden}, true, false, nullptr);
     }
   };
   const auto time = [&](int rows, const std::string& without, uint32_t* hash) {
@@ -138,7 +139,7 @@ int main(int argc, char** argv) {
       best = ms < best ? ms : best;
     }
     if (hash) {
-      std::vector<uint32_t> found(rows * kHidden);
+      std::vector<uint32_t> found(rows * hidden);
       check(cudaMemcpy(found.data(), x, found.size() * 4, cudaMemcpyDeviceToHost));
       *hash = 2166136261u;
       for (uint32_t word : found) *hash = (*hash ^ word) * 16777619u;

@@ -1,7 +1,6 @@
 // Sums over two ranks behind the products that make what they sum, as layers of Qwen2.5-7B's shape have them, replayed
 // as a graph: microseconds that a sum (with its add and norm) adds to them. By how partial sums get to the other rank:
-// read by the sum, pushed by it, or pushed by the product, or this rank's own
-// waited for likewise. All must leave the same bits on both ranks.
+// read by the sum, pushed by it, or pushed by the product. All must leave the same bits on both ranks.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/rank_sums.cu
 //        native/cuda/kernels/{linear_bf16,linear_split,linear_stream,linear_wide,ceilings,sum_ranks}.cu -o rank_sums
 //   rank_sums [rows,rows...]
@@ -32,8 +31,8 @@ static T* memory(size_t bytes, int byte = 0) {
 __global__ void next_step(int* step) { ++*step; }
 
 constexpr int kRanks = 2, kLayers = 14, kCopies = 4, kMost = 1024, kHidden = 3584, kInner[2] = {1792, 9472};
-enum Way { alone, pulled, by_sum, by_product, own_too, kWays };
-const char* const kNames[] = {"products", "read", "pushed by sums", "by products", "own too"};
+enum Way { alone, pulled, by_sum, by_product, kWays };
+const char* const kNames[] = {"products", "read", "pushed by sums", "by products"};
 
 struct Rank {
   cudaStream_t stream;
@@ -114,13 +113,12 @@ int main(int argc, char** argv) {
             p.w = {kHidden, kInner[i], Kind::bf16, nullptr, k.weights[i][layer % kCopies], {}, most_pieces(kHidden)};
             p.x = {nullptr, k.x[i], kInner[i]};
             p.y = {nullptr, reinterpret_cast<uint16_t*>(k.shared + header + call % 2 * half), kHidden};
-            if (way >= by_product) p.y.copy = reinterpret_cast<uint16_t*>(peers.place(1 - r, r, call));
-            if (way == own_too) p.y.tiles = reinterpret_cast<uint16_t*>(peers.place(r, r, call));
+            if (way == by_product) p.y.copy = reinterpret_cast<uint16_t*>(peers.place(1 - r, r, call));
             linear_bf16(p, rows, k.queue);
             if (way == alone) continue;
             RankSum s;
             s.peers = peers, s.call = call, s.calls = 2 * kLayers, s.bf16 = true, s.adds = true;
-            s.on_its_way = way >= by_product, s.own_too = way == own_too;
+            s.on_its_way = way == by_product;
             s.y = {k.y, nullptr, kHidden}, s.norm = {k.ones, 1e-6f, false}, s.normed = {nullptr, k.normed, kHidden};
             sum_ranks(s, rows, k.queue);
           }

@@ -16,6 +16,7 @@
 #define __global__
 #define __device__
 #define __noinline__
+#define __grid_constant__
 #define __shared__ static
 #define __launch_bounds__(...)
 
