@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(Product p, int 
         if (!last || p.gated) continue;
         if (i == threadIdx.x && tile == blockIdx.x) {
           if (p.bias) total = __fadd_rn(total, bias);
-          if (p.adds) total = __fadd_rn(before, total);
+          if (p.adds) total = added_to(before, total);
           if (is_own) put<true>(p.y, own.row, own.column, total);
         } else {
           finish<1, true>(p, rows, p.w.n, &total,

@@ -336,7 +336,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
       } else {
         float sum = total(v, v.place);
         if (p.bias) sum = __fadd_rn(sum, before.bias);
-        if (p.adds) sum = __fadd_rn(before.value, sum);
+        if (p.adds) sum = added_to(before.value, sum);
         put(p.y, 0, v.column, sum);
       }
     }

@@ -112,6 +112,13 @@ struct Barriers {
   TilePart parts[kParts];
 };
 
+// Four values are added to those in global memory, by the second-level cache: as added_to() does it.
+__device__ void add_there(float* to, const float4& x) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z),
+               "f"(x.w)
+               : "memory");
+}
+
 __device__ void warps_meet(int group) { asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory"); }
 
 // Of a warpgroup: sums that another goes on with, and those to go on from.
@@ -226,18 +233,6 @@ __device__ void write_gated(const Product& p, int rows, int first_row, int first
   }
 }
 
-// What a warpgroup's sums of 64 rows are added to is on its way into the second-level cache.
-template <int kColumns>
-__device__ void ask_for_added(const Product& p, int rows, int first_row, int first_column) {
-  constexpr int kLine = 32;  // values
-  const int count = min(kColumns, p.w.n - first_column), width = p.y.width;
-  for (int i = threadIdx.x % 128; i < kBlock * (kColumns / kLine); i += 128) {
-    const int row = first_row + i / (kColumns / kLine), column = i % (kColumns / kLine) * kLine;
-    if (row < rows && column < count)
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(p.y.values + (size_t)row * width + first_column + column));
-  }
-}
-
 // Four values, or zeros: asked for where this stands in the program.
 __device__ float4 read_if(const float* from, bool there) {
   float4 v;
@@ -252,8 +247,9 @@ __device__ float4 read_if(const float* from, bool there) {
 }
 
 // Likewise as they are, with a bias, or added to what is there. Lanes exchange two values of each 16 columns, so that
-// each has four adjacent ones. Of some of these at a time what they are added to is asked for while those before are
-// computed with: for all there are no registers, and one after the other would wait for each.
+// each has four adjacent ones. Of some of these at a time the bias is asked for while those before are computed with:
+// for all there are no registers, and one after the other would wait for each. What is there is not read at all: the
+// second-level cache adds to it.
 template <int kColumns>
 __device__ void write_sums(const Product& p, int rows, int first_row, int first_column,
                            const float (&sums)[kColumns / 2]) {
@@ -262,16 +258,13 @@ __device__ void write_sums(const Product& p, int rows, int first_row, int first_
   const int width = p.y.width, column = first_column + (int)(8 * odd + lane % 4 / 2 * 4),
             row = first_row + (int)(thread / 32 * 16 + lane / 4);
   const int left = p.w.n - column;  // of the columns that there are
-  const float* added = p.adds ? p.y.values + (size_t)row * width : p.bias;
-  const int stride = p.adds ? 8 * width : 0;
   float4 asked[2][kAsked];
   const auto ask = [&](int step) {
     const int h = step / kSteps;
 #pragma unroll
     for (int i = 0; i < kAsked; i++)
       if (const int at = step % kSteps * kAsked + i; at < kSixteens)
-        asked[step % 2][i] =
-            read_if(added + (size_t)h * stride + column + 16 * at, added && row + 8 * h < rows && 16 * at < left);
+        asked[step % 2][i] = read_if(p.bias + column + 16 * at, p.bias && row + 8 * h < rows && 16 * at < left);
   };
   ask(0);
 #pragma unroll
@@ -287,12 +280,13 @@ __device__ void write_sums(const Product& p, int rows, int first_row, int first_
                   second = __shfl_xor_sync(0xffffffffu, odd ? low[1] : high[1], 1);
       float4 four = odd ? make_float4(first, second, high[0], high[1]) : make_float4(low[0], low[1], first, second);
       if (row + 8 * h >= rows || 16 * at >= left) continue;
-      if (p.adds && p.bias) four = sum_of(four, *reinterpret_cast<const float4*>(p.bias + column + 16 * at));
-      if (added) four = sum_of(asked[step % 2][i], four);
+      if (p.bias) four = sum_of(four, asked[step % 2][i]);
+      float* to = p.y.values + (size_t)(row + 8 * h) * width + column + 16 * at;
       if (p.y.tiles)
         *reinterpret_cast<uint2*>(p.y.tiles + tile_offset(row + 8 * h, column + 16 * at, blocks_of(width))) =
             make_uint2(two_bf16(four.x, four.y), two_bf16(four.z, four.w));
-      else *reinterpret_cast<float4*>(p.y.values + (size_t)(row + 8 * h) * width + column + 16 * at) = four;
+      else if (p.adds) add_there(to, four);
+      else *reinterpret_cast<float4*>(to) = four;
     }
   }
 }
@@ -405,8 +399,6 @@ __global__ void __launch_bounds__(kThreads, 1)
           for (int i = 0; i < kColumns / 2; i++) total[i] = -0.0f;  // with which a sum is what is added
         }
       }
-      if (!kGated && p.adds && last_block == k.blocks)
-        ask_for_added<kColumns>(p, rows, part.row + group * kBlock, part.column);
       do {
         const int end = kWhole ? last_block : min(b + k.length, last_block);
         int last = -1;

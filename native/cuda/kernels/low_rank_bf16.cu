@@ -335,7 +335,7 @@ struct IntoAdded {
       if (column >= a.width) continue;
       float2 sum = before.y[n][half];
       if (has[0]) sum = sum_of(sum, make_float2(d[0][n][2 * half], d[0][n][2 * half + 1]));
-      sum = sum_of(before.added[n][half], sum);
+      sum = make_float2(added_to(before.added[n][half].x, sum.x), added_to(before.added[n][half].y, sum.y));
       float* to = a.added + (size_t)row * a.width + column;
       if (a.width % 2 == 0) *reinterpret_cast<float2*>(to) = sum;
       else {

@@ -123,7 +123,7 @@ __device__ inline void write_sums(const Product& p, int rows, int first_row, int
       float4 four = odd ? make_float4(first, second, v[2], v[3]) : make_float4(v[0], v[1], first, second);
       if (row + 8 * h >= rows || 16 * at >= left) continue;
       if (p.bias) four = sum_of(four, load_four(bias + 64 * at));
-      if (p.adds) four = sum_of(asked[step % 2][i], four);
+      if (p.adds) four = added_to(asked[step % 2][i], four);
       if (p.y.tiles)
         *reinterpret_cast<uint2*>(p.y.tiles + tile_offset(row + 8 * h, column + 16 * at, blocks_of(width))) =
             make_uint2(two_bf16(four.x, four.y), two_bf16(four.z, four.w));

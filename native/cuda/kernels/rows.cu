@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kNormThreads) rms_norm_kernel(const float* x, 
 __global__ void add_kernel(float* x, const float* y, size_t count) {
   after_previous();
   const size_t i = (size_t)blockIdx.x * kThreads + threadIdx.x;
-  if (i < count) x[i] += y[i];
+  if (i < count) x[i] = added_to(x[i], y[i]);
 }
 
 __global__ void scale_kernel(float* x, float factor, size_t count) {
