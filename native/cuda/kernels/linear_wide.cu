@@ -53,12 +53,6 @@ Walk walk_of(int rows, const Pieces& k, int columns) {
 }
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// The number, which the compiler takes as new: so what is made of it is not kept in registers through the products.
-__device__ unsigned afresh(unsigned x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
-
 // A part of a tile of a block of threads: where it is, and blocks [begin, end) of K.
 struct TilePart {
   int row, column, begin, end;
@@ -236,19 +230,6 @@ __device__ void ask_for_added(const Product& p, int rows, int first_row, int fir
     if (row < rows && column < count)
       asm volatile("prefetch.global.L2 [%0];" ::"l"(p.y.values + (size_t)row * width + first_column + column));
   }
-}
-
-// Four values, or zeros: asked for where this stands in the program.
-__device__ float4 read_if(const float* from, bool there) {
-  float4 v;
-  asm volatile(
-      "{ .reg .pred there;\n"
-      "setp.ne.b32 there, %5, 0;\n"
-      "mov.f32 %0, 0f00000000;\nmov.f32 %1, 0f00000000;\nmov.f32 %2, 0f00000000;\nmov.f32 %3, 0f00000000;\n"
-      "@there ld.global.v4.f32 {%0, %1, %2, %3}, [%4]; }"
-      : "=&f"(v.x), "=&f"(v.y), "=&f"(v.z), "=&f"(v.w)
-      : "l"(from), "r"((int)there));
-  return v;
 }
 
 // Likewise as they are, with a bias, or added to what is there. Lanes exchange two values of each 16 columns, so that
@@ -450,7 +431,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       } while (!kWhole && b < last_block);
       const float(&sums)[kColumns / 2] = of_pieces<kWhole>(d, total);
-      const TilePart end = barriers.parts[afresh(number) % barriers.kParts];
+      const TilePart end = barriers.parts[afresh((unsigned)number) % barriers.kParts];
       if (end.end < k.blocks) {
         hand_over(scratch, group, sums);
         continue;

@@ -6,12 +6,6 @@ namespace as {
 namespace cuda {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// The number, which the compiler takes as new: so what is made of it is not kept in registers through the products.
-__device__ inline int afresh(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
-
 // Both of what follows take a thread's results as results(sixteen, h, v): of 16 columns and its first or second row
 // those of columns 2 q, 2 q + 1, 8 + 2 q and 9 + 2 q, q being the lane of four.
 
@@ -63,19 +57,6 @@ __device__ inline void ask_for_added(const Product& p, int rows, int first_row, 
     if (row < rows && column < count)
       asm volatile("prefetch.global.L2 [%0];" ::"l"(p.y.values + (size_t)row * width + first_column + column));
   }
-}
-
-// Four values, or zeros: asked for where this stands in the program.
-__device__ inline float4 read_if(const float* from, bool there) {
-  float4 v;
-  asm volatile(
-      "{ .reg .pred there;\n"
-      "setp.ne.b32 there, %5, 0;\n"
-      "mov.f32 %0, 0f00000000;\nmov.f32 %1, 0f00000000;\nmov.f32 %2, 0f00000000;\nmov.f32 %3, 0f00000000;\n"
-      "@there ld.global.v4.f32 {%0, %1, %2, %3}, [%4]; }"
-      : "=&f"(v.x), "=&f"(v.y), "=&f"(v.z), "=&f"(v.w)
-      : "l"(from), "r"((int)there));
-  return v;
 }
 
 __device__ inline float4 load_four(uint32_t address) {

@@ -238,6 +238,26 @@ struct Ring {
   }
 };
 
+// The number, which the compiler takes as new: so what is made of it is not kept in registers through the products.
+template <typename Number>
+__device__ inline Number afresh(Number x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// Four values, or zeros: asked for where this stands in the program.
+__device__ inline float4 read_if(const float* from, bool there) {
+  float4 v;
+  asm volatile(
+      "{ .reg .pred there;\n"
+      "setp.ne.b32 there, %5, 0;\n"
+      "mov.f32 %0, 0f00000000;\nmov.f32 %1, 0f00000000;\nmov.f32 %2, 0f00000000;\nmov.f32 %3, 0f00000000;\n"
+      "@there ld.global.v4.f32 {%0, %1, %2, %3}, [%4]; }"
+      : "=&f"(v.x), "=&f"(v.y), "=&f"(v.z), "=&f"(v.w)
+      : "l"(from), "r"((int)there));
+  return v;
+}
+
 // Of four lanes' four words each, word i of all goes to lane i.
 __device__ inline void exchange(uint32_t (&words)[4]) {
   const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
