@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int pieces = S::kBeside ? k.count : 1, cluster = kSharers * pieces;
   const int rank = blockIdx.x % cluster, piece = rank % pieces, down = rank / pieces / kAcross,
             across = rank / pieces % kAcross;
-  const Parts<S> parts(walk, k.blocks, blockIdx.x / cluster, gridDim.x / cluster, down, across);
+  const Parts<S, true> parts(walk, k.blocks, blockIdx.x / cluster, gridDim.x / cluster, down, across);
   const int count = parts.count();
   // Of a part of a tile what is computed here.
   const int first_block = piece * k.length, end_block = S::kBeside ? min(first_block + k.length, k.blocks) : k.blocks;

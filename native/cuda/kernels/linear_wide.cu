@@ -11,7 +11,7 @@
 #include <type_traits>
 
 #include "cuda/kernels/linear_wgmma.h"
-#include "cuda/kernels/wgmma.cuh"
+#include "cuda/kernels/tile_parts.cuh"
 
 namespace as {
 namespace cuda {
@@ -29,7 +29,7 @@ constexpr int kGroups = 2, kRows = kGroups * kBlock, kThreads = 128 * (1 + kGrou
 // and need not be kept beside others.
 template <int kColumns_, bool kWhole_, int kDown_, int kAcross_>
 struct Shape {
-  static constexpr int kColumns = kColumns_, kDown = kDown_, kAcross = kAcross_;
+  static constexpr int kTileRows = kRows, kColumns = kColumns_, kDown = kDown_, kAcross = kAcross_;
   [[maybe_unused]] static constexpr bool kWhole = kWhole_;
   static constexpr int kCluster = kDown * kAcross;
   static constexpr int kStageBytes = (kRows + kColumns) * kRowBytes, kStages = kMostShared / kStageBytes;
@@ -39,13 +39,6 @@ struct Shape {
   static_assert(kColumns % (8 * kDown) == 0 && kRows % (8 * kAcross) == 0);
 };
 
-// The tiles of a product, cluster by cluster. Those from `whole` on are shared: each cluster has an equal part, of one
-// tile at least. unit: of how many blocks of K parts are, so that no piece is cut.
-struct Walk {
-  int down, across, whole, unit;
-
-  AS_BOTH int count() const { return down * across; }
-};
 template <typename S>
 Walk walk_of(int rows, const Pieces& k, int columns) {
   const int down = ceil_div(rows, S::kDown * kRows), across = ceil_div(columns, S::kAcross * S::kColumns);
@@ -53,49 +46,6 @@ Walk walk_of(int rows, const Pieces& k, int columns) {
 }
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// A part of a tile of a block of threads: where it is, and blocks [begin, end) of K.
-struct TilePart {
-  int row, column, begin, end;
-};
-
-// The parts of tiles that a cluster has, in the order in which it computes them. Of tiles that are shared that which
-// another goes on with comes first, and that which goes on from another's sums last.
-template <typename S>
-class Parts {
- public:
-  __device__ Parts(const Walk& walk, const Pieces& k)
-      : walk_(walk), blocks_(k.blocks), units_((k.blocks + walk.unit - 1) / walk.unit) {
-    const int cluster = blockIdx.x / S::kCluster, clusters = gridDim.x / S::kCluster;
-    const int64_t shared = (int64_t)(walk.count() - walk.whole) * units_;
-    turns_ = (walk.whole - cluster + clusters - 1) / clusters;
-    begin_ = (int)(shared * cluster / clusters), end_ = (int)(shared * (cluster + 1) / clusters);
-  }
-  __device__ int count() const {
-    return turns_ + (end_ % units_ != 0) + end_ / units_ - (begin_ + units_ - 1) / units_ + (begin_ % units_ != 0);
-  }
-  __device__ TilePart operator[](int i) const {
-    if (i < turns_) return part(i * (gridDim.x / S::kCluster) + blockIdx.x / S::kCluster, 0, units_);
-    i -= turns_;
-    if (end_ % units_ && i-- == 0) return part(walk_.whole + end_ / units_, 0, end_ % units_);
-    const int whole = (begin_ + units_ - 1) / units_ + i;
-    if (whole < end_ / units_) return part(walk_.whole + whole, 0, units_);
-    return part(walk_.whole + begin_ / units_, begin_ % units_, units_);
-  }
-
- private:
-  // In tiles' order some of rows take one of columns after the other.
-  __device__ TilePart part(int tile, int begin, int end) const {
-    const int down = blockIdx.x % S::kCluster / S::kAcross, across = blockIdx.x % S::kAcross;
-    const int first = tile / (S::kBand * walk_.across) * S::kBand, there = min(S::kBand, walk_.down - first);
-    const int within = tile - first * walk_.across;
-    return {((first + within % there) * S::kDown + down) * kRows, (within / there * S::kAcross + across) * S::kColumns,
-            begin * walk_.unit, min(end * walk_.unit, blocks_)};
-  }
-  const Walk& walk_;
-  const int blocks_, units_;
-  int turns_, begin_, end_;  // of units of what is shared
-};
-
 // What a block of threads shares beside stages. Which parts it has is said by who copies: that takes divisions, and
 // nobody multiplies meanwhile. More than these are never on their way: each has a stage at least.
 template <int kStages>
@@ -289,7 +239,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) char shared[];
   __shared__ Barriers<S::kStages> barriers;
   const int rank = blockIdx.x % kCluster, down = rank / kAcross, across = rank % kAcross;
-  const Parts<S> parts(walk, k);
+  const Parts<S, false> parts(walk, k.blocks, blockIdx.x / S::kCluster, gridDim.x / S::kCluster,
+                              blockIdx.x % S::kCluster / S::kAcross, blockIdx.x % S::kAcross);
   const int count = parts.count();
   const uint32_t stages = shared_address(shared);
   let_next_begin();

@@ -22,11 +22,11 @@ struct TilePart {
 };
 
 // The parts of tiles that a cluster has, in the order in which it computes them. Of tiles that are shared that which
-// another goes on with comes first of all, and that which goes on from another's sums last: so clusters do not end
-// their tiles, and write, all at the same time. S: of what shape tiles are (kTileRows x kColumns), kDown x kAcross in a
-// cluster; in their order kBand tiles of rows take one of columns after the other. down, across: the block's place in
-// its cluster.
-template <typename S>
+// another goes on with comes first, and that which goes on from another's sums last. S: of what shape tiles are
+// (kTileRows x kColumns), kDown x kAcross in a cluster; in their order kBand tiles of rows take one of columns after
+// the other. kFirst: what others go on with comes first of all, so that clusters do not end their tiles, and write, all
+// at the same time; or after tiles that are not shared. down, across: the block's place in its cluster.
+template <typename S, bool kFirst>
 class Parts {
  public:
   __device__ Parts(const Walk& walk, int blocks, int cluster, int clusters, int down, int across)
@@ -45,9 +45,10 @@ class Parts {
     return turns_ + (end_ % units_ != 0) + end_ / units_ - (begin_ + units_ - 1) / units_ + (begin_ % units_ != 0);
   }
   __device__ TilePart operator[](int i) const {
-    if (end_ % units_ && i-- == 0) return part(walk_.whole + end_ / units_, 0, end_ % units_);
+    if (kFirst && end_ % units_ && i-- == 0) return part(walk_.whole + end_ / units_, 0, end_ % units_);
     if (i < turns_) return part(i * clusters_ + cluster_, 0, units_);
     i -= turns_;
+    if (!kFirst && end_ % units_ && i-- == 0) return part(walk_.whole + end_ / units_, 0, end_ % units_);
     const int whole = (begin_ + units_ - 1) / units_ + i;
     if (whole < end_ / units_) return part(walk_.whole + whole, 0, units_);
     return part(walk_.whole + begin_ / units_, begin_ % units_, units_);
