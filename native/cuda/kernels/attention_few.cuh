@@ -48,6 +48,16 @@ __device__ void copy_runs(const Attention& a, Runs runs, bool own, uint32_t full
     const int first_span = extent.begin >> shift, at_lane = first_span + lane % 16;
     const int spans = at_lane << shift < known ? a.tables[rows.tile.table + at_lane] : 0;
     const char* head = a.cache.data + runs.kv_head() * a.cache.head_bytes();
+#if PREFETCH && __CUDA_ARCH__ >= 900
+    if (lane < 16 && lane % kProducers == thread / 32) {
+      const int at = at_lane << shift, there = min(known - at, size);
+      if (at >= extent.begin && there > 0 && at < extent.begin + kRunTokens) {
+        const char* from = head + spans * span_bytes;
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(there * S::kBytes) : "memory");
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from + size * S::kBytes), "r"(there * S::kBytes) : "memory");
+      }
+    }
+#endif
 #pragma unroll 1
     for (int tensor = 0; tensor < 2 * extent.blocks; tensor++) {
       const bool value = tensor >= extent.blocks;
@@ -451,14 +461,6 @@ class Attender {
     }
   }
 
-  __device__ static void put_two(const Rows& out, int row, int column, float first, float second) {
-    if (out.tiles)
-      *reinterpret_cast<uint32_t*>(out.tiles + tile_offset(row, column, blocks_of(out.width))) =
-          two_bf16(first, second);
-    if (out.values)
-      *reinterpret_cast<float2*>(out.values + (size_t)row * out.width + column) = make_float2(first, second);
-  }
-
   const Attention& a_;
   Shared& shared_;
   uint16_t* const queries_;
@@ -490,9 +492,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x < stages)
     init_barrier(full + 8 * threadIdx.x, 32 * kProducers), init_barrier(empty + 8 * threadIdx.x, kConsumers);
   // What a step is has been there since before its first kernel, and so have positions before its rows' in the cache.
-  if (several) share_out(a, tiles, count, shared);
-  else __syncthreads();
-  Runs runs(a, tiles, count, several, shared);
+  if (threadIdx.x < 32) {
+    const Begin begin = several ? share_out(a, tiles, count) : share_out_tiles(a, count);
+    if (threadIdx.x == 0) shared.begin = begin;
+  }
+  __syncthreads();
+  Runs runs(a, tiles, several, shared.begin);
   if (!runs.left()) return;
   if (threadIdx.x >= 32 * kConsumers) return copy_runs<kDim, kType>(a, runs, own, full, empty, ring, stages);
 
@@ -527,14 +532,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   // Others may have something of what this block began with, and of what it ended with.
   const Begin begin = shared.begin;
   consumers_meet();  // nobody reads the ring any more
-#pragma unroll 1
-  for (int end = 0; end < 2; end++) {
-    const bool same = begin.tile == runs.tile() && begin.kv_head == runs.kv_head();
-    if (!end && same) continue;
-    const Part part(a, tiles, end ? runs.tile() : begin.tile, end ? runs.kv_head() : begin.kv_head,
-                    end ? runs.run() : begin.run, end ? runs.number() : begin.number, begin);
-    if (part.blocks > 1) merge_part<kDim>(a, part, ring);
-  }
+  const bool same = begin.tile == runs.tile() && begin.kv_head == runs.kv_head(), end = threadIdx.x >= 32 * kMergers;
+  if (same && !end) return;
+  const Part part(a, tiles, end ? runs.tile() : begin.tile, end ? runs.kv_head() : begin.kv_head,
+                  end ? runs.run() : begin.run, end ? runs.number() : begin.number, begin);
+  if (part.blocks > 1) merge_part<kDim>(a, part, ring);
 }
 
 template <int kDim, CacheType kType>
@@ -544,8 +546,8 @@ void start_few(const Attention& a, const AttentionTile* tiles, int count, bool s
   const int rows = own ? kFewPairs / a.group : 0, all = count * a.cache.kv_heads * (several ? a.most_runs : 1);
   const int fixed = sizeof(Shared) + kFewPairs * 2 * S::kStride + 2 * rows * S::kRow;
   const int wanted = several || all > processors() ? kMostStages : kShortStages;
-  static_assert(kMostStages * S::kTensor >= kConsumers * kMergeBytes);
-  const int stages = std::min((most_shared() - fixed) / S::kTensor, wanted), bytes = fixed + stages * S::kTensor;
+  const int stages = std::min((most_shared() - fixed) / S::kTensor, wanted);
+  const int bytes = fixed + std::max(stages * S::kTensor, several ? kConsumers * kMergeBytes : 0);
   const auto kernel = attend_few_kernel<kDim, kType>;
   allow_shared(kernel, bytes);
   start(queue, kernel, dim3(std::min(all, processors())), kThreads, bytes, a, tiles, count, several, own,

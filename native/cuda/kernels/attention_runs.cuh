@@ -30,67 +30,68 @@ struct Shared {
   uint4 weights[kRunTokens / 16][32];  // of 16 positions each, as mma.sync's first operand
   float maxima[kFewPairs][kConsumers], sums[kConsumers][kFewPairs][4];  // of a warp's positions
   float own_scales[4][kFewPairs];  // of the tile's own rows: keys' scales and minimums, and values'
-  int runs[kThreads / 32];
   Begin begin;
 };
 
-// All threads: shares out the runs of all tiles, KV head by KV head.
-__device__ inline void share_out(const Attention& a, const AttentionTile* tiles, int count, Shared& shared) {
+// A warp shares out the runs of all tiles, KV head by KV head.
+__device__ inline Begin share_out(const Attention& a, const AttentionTile* tiles, int count) {
   const auto runs_of = [&](int tile) {
     const FewRows rows(a, tiles[tile], kFewPairs);
     return rows.count ? rows.last_run - rows.first_run + 1 : 0;
   };
-  const int each = (count + kThreads - 1) / kThreads, first = threadIdx.x * each, end = min(first + each, count);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int each = (count + 31) / 32, lane = threadIdx.x % 32, first = lane * each, end = min(first + each, count);
   int own = 0;
   for (int i = first; i < end; i++) own += runs_of(i);
-  int before = own, all = 0;
+  int before = own;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
     const int other = __shfl_up_sync(0xffffffffu, before, step);
     if (lane >= step) before += other;
   }
-  if (lane == 31) shared.runs[warp] = before;
-  __syncthreads();
+  const int heads = a.cache.kv_heads, all = __shfl_sync(0xffffffffu, before, 31) * heads;
   before -= own;
-#pragma unroll
-  for (int i = 0; i < kThreads / 32; i++) {
-    const int runs = shared.runs[i];
-    if (i < warp) before += runs;
-    all += runs;
-  }
-  const int heads = a.cache.kv_heads, each_block = all * heads / gridDim.x, more = all * heads % gridDim.x;
-  const int block = blockIdx.x, begin = block * each_block + min(block, more) - before * heads;
-  if (begin >= 0 && begin < own * heads) {
+  Begin share;
+  share.each = all / gridDim.x, share.more = all % gridDim.x;
+  share.count = share.each + ((int)blockIdx.x < share.more), share.number = share.begin_of(blockIdx.x);
+  const int begin = share.number - before * heads;
+  const bool here = begin >= 0 && begin < own * heads;
+  share.tile = share.kv_head = share.run = 0;
+  if (here) {
     int tile = first, within = begin, runs = runs_of(tile);
     for (; within >= runs * heads; runs = runs_of(++tile)) within -= runs * heads;
     const FewRows rows(a, tiles[tile], kFewPairs);
-    shared.begin = {
-        tile,       within / runs, rows.first_run + within % runs, each_block + (block < more), begin + before * heads,
-        each_block, more};
-  } else if (threadIdx.x == 0 && all * heads <= block) {
-    shared.begin.count = 0;
+    share.tile = tile, share.kv_head = within / runs, share.run = rows.first_run + within % runs;
   }
-  __syncthreads();
+  const int from = __ffs(__ballot_sync(0xffffffffu, here)) - 1;
+  if (from < 0) {
+    share.count = 0;
+    return share;
+  }
+  share.tile = __shfl_sync(0xffffffffu, share.tile, from);
+  share.kv_head = __shfl_sync(0xffffffffu, share.kv_head, from);
+  share.run = __shfl_sync(0xffffffffu, share.run, from);
+  return share;
 }
 
-// The runs that a block of threads has, one after the other. Without several of a tile all are taken in turn.
+// Where no tile has several runs: a run of each, of those without rows, too.
+__device__ inline Begin share_out_tiles(const Attention& a, int count) {
+  const int heads = a.cache.kv_heads, all = count * heads;
+  Begin share;
+  share.each = all / gridDim.x, share.more = all % gridDim.x;
+  share.count = share.each + ((int)blockIdx.x < share.more), share.number = share.begin_of(blockIdx.x);
+  share.tile = share.number / heads, share.kv_head = share.number % heads, share.run = 0;
+  return share;
+}
+
+// The runs that a block of threads has, one after the other.
 class Runs {
  public:
-  __device__ Runs(const Attention& a, const AttentionTile* tiles, int count, bool several, const Shared& shared)
+  __device__ Runs(const Attention& a, const AttentionTile* tiles, bool several, const Begin& begin)
       : a_(a), tiles_(tiles), several_(several) {
-    if (several) {
-      tile_ = shared.begin.tile, kv_head_ = shared.begin.kv_head, run_ = shared.begin.run, left_ = shared.begin.count;
-      number_ = shared.begin.number;
-      if (left_) rows_ = FewRows(a, tiles[tile_], kFewPairs);
-    } else {
-      const int all = count * a.cache.kv_heads, block = blockIdx.x;
-      left_ = block < all ? (all - block + gridDim.x - 1) / gridDim.x : 0;
-      if (!left_) return;
-      tile_ = block / a.cache.kv_heads, kv_head_ = block % a.cache.kv_heads;
-      tiles_further_ = gridDim.x / a.cache.kv_heads, heads_further_ = gridDim.x % a.cache.kv_heads;
-      take();
-    }
+    tile_ = begin.tile, kv_head_ = begin.kv_head, run_ = begin.run, left_ = begin.count, number_ = begin.number;
+    if (!left_) return;
+    rows_ = FewRows(a, tiles[tile_], kFewPairs);
+    if (!several) run_ = rows_.first_run;
   }
 
   __device__ int left() const { return left_; }  // this one, and those after it
@@ -107,29 +108,23 @@ class Runs {
   __device__ void next() {
     if (!--left_) return;
     number_++;
-    if (!several_) {
-      tile_ += tiles_further_, kv_head_ += heads_further_;
-      if (kv_head_ >= a_.cache.kv_heads) tile_++, kv_head_ -= a_.cache.kv_heads;
-      return take();
-    }
-    if (run_ < rows_.last_run) {
+    if (several_ && run_ < rows_.last_run) {
       run_++;
       return;
     }
     if (++kv_head_ == a_.cache.kv_heads) {
       kv_head_ = 0;
       do rows_ = FewRows(a_, tiles_[++tile_], kFewPairs);
-      while (!rows_.count);
+      while (several_ && !rows_.count);
     }
     run_ = rows_.first_run;
   }
 
  private:
-  __device__ void take() { rows_ = FewRows(a_, tiles_[tile_], kFewPairs), run_ = rows_.first_run; }
   const Attention& a_;
   const AttentionTile* const tiles_;
   const bool several_;
-  int tile_ = 0, kv_head_ = 0, run_ = 0, left_ = 0, number_ = 0, tiles_further_ = 0, heads_further_ = 0;
+  int tile_ = 0, kv_head_ = 0, run_ = 0, left_ = 0, number_ = 0;
   FewRows rows_;
 };
 
@@ -165,7 +160,8 @@ struct Part {
   }
 };
 
-constexpr int kMergeBytes = 32 * 32 * 4;  // of 32 runs 32 features
+constexpr int kMergers = kConsumers / 2;  // warps of a block, of each of both ends of what it has
+constexpr int kMergeBytes = 32 * 64 * 4;  // of 32 runs 64 features
 
 __device__ inline int arrived(const int* arrivals) {
   int value;
@@ -176,47 +172,55 @@ __device__ inline int arrived(const int* arrivals) {
 __device__ inline void leave_part(const Attention& a, const Runs& runs) {
   __syncwarp();
   if (threadIdx.x % 32) return;
-  __threadfence();
-  atomicAdd(a.arrivals + runs.tile() * a.cache.kv_heads + runs.kv_head(), 1);
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(a.arrivals + runs.tile() * a.cache.kv_heads + runs.kv_head())
+               : "memory");
 }
 
-__device__ inline void copy_4(uint32_t to, const float* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+__device__ inline void copy_8(uint32_t to, const float* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
 }
-__device__ inline uint32_t load_shared_word(uint32_t address) {
-  uint32_t x;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+__device__ inline float2 load_shared_two(uint32_t address) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
   return x;
 }
+// Two adjacent values of a result.
+__device__ inline void put_two(const Rows& out, int row, int column, float first, float second) {
+  if (out.tiles)
+    *reinterpret_cast<uint32_t*>(out.tiles + tile_offset(row, column, blocks_of(out.width))) = two_bf16(first, second);
+  if (out.values)
+    *reinterpret_cast<float2*>(out.values + (size_t)row * out.width + column) = make_float2(first, second);
+}
 
-// By a warp that computes, of each block that shares a tile and a KV head: some of the results. It waits for all of
-// these blocks, which are there: there are no more than processors, and none waits before it has left its own parts.
-// memory: shared, kMergeBytes of each warp. Loops are not unrolled far: a kernel's instructions are not in the
+// By kMergers warps that compute, of each block that shares a tile and a KV head: some of the results. They wait for
+// all of these blocks, which are there: there are no more than find room, and none waits before it has left its own
+// parts. memory: shared, kMergeBytes of each warp. Loops are not unrolled far: a kernel's instructions are not in the
 // processor's cache when they are first wanted.
 template <int kDim>
 __device__ void merge_part(const Attention& a, const Part& part, uint32_t memory) {
-  constexpr int kChunks = (kDim + 31) / 32, kLeaving = 1 << 16;
+  constexpr int kChunks = (kDim + 63) / 64, kLeaving = 1 << 16;
   const FewRows& rows = part.rows;
   const int lane = threadIdx.x % 32, kv_head = part.kv_head, warps = kConsumers * part.blocks;
-  const int chunks = rows.count * kChunks;
+  const int chunks = rows.count * kChunks, mergers = kMergers * part.blocks;
   int* arrivals = a.arrivals + part.tile * a.cache.kv_heads + kv_head;
-  int chunk = threadIdx.x / 32 * part.blocks + part.own;
+  int chunk = threadIdx.x / 32 % kMergers * part.blocks + part.own;
   if (chunk >= chunks) return;
-  memory += threadIdx.x / 32 * kMergeBytes + lane * 4;
+  memory += threadIdx.x / 32 * kMergeBytes + lane * 8;
   while ((arrived(arrivals) & (kLeaving - 1)) != warps) {}
   __syncwarp();
-  if (lane == 0 && atomicAdd(arrivals, kLeaving) == (min(warps, chunks) - 1) * kLeaving + warps) *arrivals = 0;
-  for (; chunk < chunks; chunk += warps) {
-    const int pair = chunk / kChunks, feature = chunk % kChunks * 32 + lane;
-    const auto read = [&](int run, int at) { return __ldcg(partial_of(a, part.tile, kv_head, run) + at); };
-    const int at = 2 * kFewPairs + pair * kDim + min(feature, kDim - 1);
-    float most = read(part.merged, pair), sum = read(part.merged, kFewPairs + pair), total = read(part.merged, at);
+  if (lane == 0 && atomicAdd(arrivals, kLeaving) == (min(mergers, chunks) - 1) * kLeaving + warps) *arrivals = 0;
+  for (; chunk < chunks; chunk += mergers) {
+    const int pair = chunk / kChunks, feature = chunk % kChunks * 64 + lane * 2;
+    const auto place = [&](int run, int at) { return partial_of(a, part.tile, kv_head, run) + at; };
+    const int at = 2 * kFewPairs + pair * kDim + min(feature, kDim - 2);
+    float most = __ldcg(place(part.merged, pair)), sum = __ldcg(place(part.merged, kFewPairs + pair));
+    float2 total = __ldcg(reinterpret_cast<const float2*>(place(part.merged, at)));
 #pragma unroll 1
     for (int first = part.merged + 1; first <= rows.last_run; first += 32) {
       const int own = min(first + lane, rows.last_run), count = min(32, rows.last_run - first + 1);
-      const float own_most = read(own, pair), own_sum = read(own, kFewPairs + pair);
+      const float own_most = __ldcg(place(own, pair)), own_sum = __ldcg(place(own, kFewPairs + pair));
 #pragma unroll 4
-      for (int i = 0; i < count; i++) copy_4(memory + i * 128, partial_of(a, part.tile, kv_head, first + i) + at);
+      for (int i = 0; i < count; i++) copy_8(memory + i * 256, place(first + i, at));
       commit_copies();
       // A lane has the factors of a run.
       float now = fmaxf(most, own_most);
@@ -233,13 +237,15 @@ __device__ void merge_part(const Attention& a, const Part& part, uint32_t memory
       for (int i = 0; i < count; i++) {
         const float by = __shfl_sync(0xffffffffu, own_by, i), run_by = __shfl_sync(0xffffffffu, own_run_by, i),
                     run_sum = __shfl_sync(0xffffffffu, own_sum, i);
+        const float2 run = load_shared_two(memory + i * 256);
         sum = merged(sum, by, run_sum, run_by);
-        total = merged(total, by, __uint_as_float(load_shared_word(memory + i * 128)), run_by);
+        total.x = merged(total.x, by, run.x, run_by), total.y = merged(total.y, by, run.y, run_by);
       }
     }
     if (feature >= kDim || !rows.has(pair, kv_head)) continue;
     const int head = rows.head(pair, kv_head);
-    put(a.out, rows.row(pair), head * kDim + feature, share(total, with_sink(a, head, sum, most)));
+    const float all = with_sink(a, head, sum, most);
+    put_two(a.out, rows.row(pair), head * kDim + feature, share(total.x, all), share(total.y, all));
   }
 }
 
