@@ -115,7 +115,7 @@ def test_float8_is_for_gpus():
 
 
 def test_what_a_gpu_has_of_formats():
-    from allspark_server.runtime.device import on_gpu
+    from allspark_server.weights.gpu_forms import on_gpu
     from allspark_server.weights.formats import ScaleLayout
 
     assert on_gpu(WeightFormat("bfloat16")) and on_gpu(WeightFormat("int4", 64)) and on_gpu(WeightFormat("int8", 0))
@@ -127,7 +127,7 @@ def test_what_a_gpu_has_of_formats():
 
 def test_what_a_gpu_lacks_is_told_by_name():
     gpu = device.Gpu.__new__(device.Gpu)  # without one
-    gpu.isa = "sm_80 (without a name)"
+    gpu.isa, gpu._capability = "sm_80 (without a name)", 80
     for forms, cache, refused in ((["e4m3"], "bfloat16", "a matrix of type e4m3 on CUDA"),
                                   (["float8"], "bfloat16", "a matrix of type float8 on sm_80 .*, which is not sm_90"),
                                   ([], "float16", "a cache of type float16 on CUDA")):
