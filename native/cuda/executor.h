@@ -21,6 +21,7 @@ class CudaExecutor : public StepModel {
   // Another model on the GPU of this one, in the same stream: they run in turn. std::invalid_argument where there are
   // other ranks.
   CudaExecutor(const CudaExecutor& beside, std::shared_ptr<LogitSampler> sampler);
+  ~CudaExecutor() override;
 
   int add_matrix(int rows, int k, const std::string& format, int group, int experts = 1);
   int add_vector(const std::vector<float>& values);
