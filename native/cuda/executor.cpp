@@ -118,6 +118,10 @@ void CudaExecutor::set_adapter(int index, std::shared_ptr<Adapter> adapter) {
   tell(loaded);
 }
 
+void CudaExecutor::check_loaded() const {
+  if (unloaded_) throw std::invalid_argument("the GPU's memory was given back: load() before steps");
+}
+
 void CudaExecutor::unload() {
   if (!runner_) throw std::invalid_argument("allocate() before unload()");
   if (unloaded_) return;
@@ -150,12 +154,14 @@ void CudaExecutor::load() {
 }
 
 StepOutput CudaExecutor::step(const std::string& plan, bool want_logits) {
+  check_loaded();
   if (drafting_) return drafting_->step(plan, want_logits);
   if (!decoder_) throw std::invalid_argument("allocate() before step()");
   return decoder_->step(plan, want_logits);
 }
 
 bool CudaExecutor::begin(const std::string& plan) {
+  check_loaded();
   if (drafting_) return false;
   if (!decoder_) throw std::invalid_argument("allocate() before step()");
   return decoder_->begin(plan);

@@ -80,6 +80,7 @@ class CudaExecutor : public StepModel {
  private:
   std::vector<LayerCache> layers() const;  // of this model, and of the draft model
   void make_decoder();
+  void check_loaded() const;
 
   const std::shared_ptr<Device> shared_device_;
   Device& device_;

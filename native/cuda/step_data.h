@@ -49,7 +49,7 @@ class StepData {
   const int span_size_, group_, groups_, no_span_;
   const std::vector<int> windows_;
   const size_t pitch_, table_;  // ints: every array begins at a multiple of a pitch; of spans of all sequences
-  int steps_ = 0;
+  uint32_t steps_ = 0;          // they may come to be more than 2^31
   size_t step_, tokens_, positions_, prompts_, where_, adapters_, chosen_, few_, many_, tables_,
       all_;                          // offsets, in ints
   Memory turns_[2], device_memory_;  // of the host: one may still be copied when the next is written

@@ -66,6 +66,8 @@ def test_gigabytes_go_and_come_back_at_the_links_speed():
         gone = time.perf_counter() - began
         assert before - free() < 0.1 * weights or not ALONE
         gpu.unload()  # it is gone
+        with pytest.raises(ValueError, match="the GPU's memory was given back: load.. before steps"):
+            step(0)
         began = time.perf_counter()
         gpu.load()
         back = time.perf_counter() - began
