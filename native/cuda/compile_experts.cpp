@@ -8,9 +8,8 @@ namespace as {
 namespace cuda {
 namespace {
 
-constexpr int kMostGroups = 32;         // of a router
-constexpr int kMostLaunchRows = 65535;  // of kernels that have a block of threads for each row
-constexpr int kMostNormed = 8192;       // columns of rows that are normed with the same bits by every kernel
+constexpr int kMostGroups = 32;    // of a router
+constexpr int kMostNormed = 8192;  // columns of rows that are normed with the same bits by every kernel
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("the CUDA backend has no " + what); }
 

@@ -67,6 +67,29 @@ def test_each_rank_has_a_gpu():
     assert [device.gpu_of(config(compute_unit="CUDA:3,1"), rank, 2) for rank in range(2)] == [3, 1]
 
 
+@pytest.mark.parametrize("fields, rows", [
+    ({"max_step_tokens": 70_000}, 70_000), ({"engine_max_prefill_length": 65_500, "engine_max_batch": 64}, 65_564),
+    ({"max_step_tokens": 65_500, "engine_max_batch": 64, "speculation": "draft",
+      "draft_model": str(shipped_model())}, 65_564)])
+def test_steps_are_no_longer_than_a_grid(monkeypatch, fields, rows):
+    from allspark_server.runtime import runner
+
+    gpu = device.Gpu.__new__(device.Gpu)  # without one
+    gpu.isa, gpu._group = "sm_90 (without a name)", [0]
+    monkeypatch.setattr(runner, "device_of", lambda *_: gpu)
+    with pytest.raises(AllSparkError, match=f"a step of {rows} tokens .*'CUDA:0' takes at most 65535") as caught:
+        runner.ModelRunner(config(compute_unit="CUDA:0", **fields)).load()
+    assert caught.value.status is AsStatus.ALLSPARK_PARAM_ERROR
+
+
+def test_the_ids_of_gpus_are_not_said_to_be_ignored(caplog):
+    engine = Engine()
+    with pytest.raises(AllSparkError, match="CUDA"):
+        engine.install_model(config(compute_unit="CUDA:77"))  # there are not so many, if there is one
+    assert "decide where it runs" not in caplog.text
+    engine.close()
+
+
 def test_gpus_of_a_group_are_its_ranks():
     line = subprocess.run([sys.executable, "-m", "allspark_launch", "serve", "--model", str(shipped_model()), "--gpus",
                            "0", "--dry-run"], capture_output=True, text=True, check=True, timeout=60).stdout
