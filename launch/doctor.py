@@ -5,6 +5,7 @@ import argparse
 import importlib.util
 import itertools
 import json
+import os
 import re
 import shutil
 import sys
@@ -216,6 +217,7 @@ def _cuda(usable: list[gpus.Gpu]) -> list[Finding]:
     except ImportError as error:
         return [Finding("note", "CUDA", f"this installation has no CUDA backend ({error})",
                         "pip install '.[cuda]' and build with ALLSPARK_CUDA=1, where there is no CUDA toolkit")]
+    os.environ |= gpus.ORDER
     built, driver = cuda.CUDA_VERSION // 1000, cuda.driver_version() // 1000
     if driver < built:
         return [Finding("missing", "CUDA", f"the driver is for CUDA {driver}, and this build needs one for {built}",

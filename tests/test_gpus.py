@@ -4,6 +4,7 @@ is needed."""
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -185,6 +186,8 @@ def test_ceilings_are_those_of_all_gpus_together(monkeypatch):
 
     measured = SimpleNamespace(measure_ceilings=lambda gpu: (4e12 + gpu, 8e14))
     monkeypatch.setattr(native, "cuda_library", lambda: measured)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
     run = SimpleNamespace(ceilings=[])
     machine = Meter(run, [], 1, [0, 2]).now()
     assert (machine.read, machine.floats, machine.int8) == (8e12 + 2, 16e14, 0) and run.ceilings == [machine]
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"     # of the GPUs that the group has
