@@ -137,6 +137,17 @@ def test_float8_is_for_gpus():
         config(weight_dtype="float8", weight_group_size=64).validate()
 
 
+@pytest.mark.parametrize("unit", ["CPU:0", "CUDA:0"])
+@pytest.mark.parametrize("field", ["weight_dtype", "cache_dtype"])
+def test_float16_is_told_by_name(field, unit):
+    """It is in the API, and not built yet."""
+    engine = Engine()
+    with pytest.raises(AllSparkError, match=f"{field}='float16' .* is not available yet") as caught:
+        engine.install_model(config(compute_unit=unit, **{field: "float16"}))
+    assert caught.value.status is AsStatus.ALLSPARK_INVALID_CALL_ERROR
+    engine.close()
+
+
 def test_what_a_gpu_has_of_formats():
     from allspark_server.runtime.device import on_gpu
     from allspark_server.weights.formats import ScaleLayout
