@@ -277,8 +277,9 @@ void linear_widened(const Product& p, int rows, const Queue& queue) {
     widen(p.w, first / kBlock, blocks_of(n), p.widened, queue);
     some.w = {n, p.w.k, Kind::bf16, nullptr, p.widened};
     some.w.most_pieces = p.w.most_pieces;
-    if (first) {
-      some.y.values += first;
+    if (first) {  // which is a multiple of a block of columns
+      if (p.y.values) some.y.values += first;
+      if (p.y.tiles) some.y.tiles += (size_t)first / kBlock * kBlockValues;
       if (p.bias) some.bias += first;
     }
     linear_bf16(some, rows, apart, By::wide);
