@@ -1,5 +1,6 @@
 // Layers of experts become launches: part of CudaRunner's constructor.
 #include <algorithm>
+#include <climits>
 #include <stdexcept>
 
 #include "cuda/runner.h"
@@ -25,6 +26,8 @@ void CudaRunner::allocate_routings() {
       throw std::invalid_argument("op expert_linear is for " + std::to_string(end - begin) + " experts, weight " +
                                   std::to_string(op.weights[0]) + " has " + std::to_string(m.experts));
     if (m.takes_bytes()) refuse("experts of other types than float32, bfloat16, int8 and int4");
+    if (m.takes_tiles() && tiles_bytes(max_rows(op.inputs[0]), m.k) > INT_MAX)  // kernels count their bytes so
+      refuse("steps of so many rows of experts: lower max_step_tokens");
     const auto [found, first] = routed_.try_emplace(set, Routed{{}, m.kind, -1, {}});
     Routing& routing = found->second.routing;
     if (!first && (routing.begin != begin || routing.end != end))
