@@ -175,6 +175,9 @@ class Gpu:
         `window`. AllSparkError that says what to do where there is no such GPU, or it does not reach the others."""
         self._library, self._index, self._threads = cuda_library(), index, min(threads, MOST_SAMPLING_THREADS)
         self._group, self._window = list(group) or [index], window
+        if len(self._group) > self._library.MOST_RANKS:
+            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"a group has up to {self._library.MOST_RANKS} GPUs, and "
+                                f"compute_unit names {len(self._group)}: start a group for each part of them")
         try:
             for other in self._group:
                 self._library.check_peer(index, other)

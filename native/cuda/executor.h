@@ -36,9 +36,8 @@ class CudaExecutor : public StepModel {
   std::string share(int max_rows, double seconds);
   void connect(const std::vector<std::string>& addresses);
   // Compiles the program. Neither program nor weights may change from then on. masks: how many there are for plans to
-  // name.
-  // adapters: as many as plans may name, if the program has ops for them. draft: a model beside this one, which was
-  // allocated with the same spans: it makes drafts, and begin() does nothing.
+  // name. adapters: as many as plans may name, if the program has ops for them. draft: a model beside this one, which
+  // was allocated with the same spans: it makes drafts, and begin() does nothing.
   void allocate(const Limits& limits, int masks, const AdapterLimits& adapters = {},
                 std::shared_ptr<CudaExecutor> draft = nullptr);
   // After allocate(): an empty adapter for this program, to be filled by any thread, while steps run.

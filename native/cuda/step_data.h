@@ -38,7 +38,6 @@ class StepData {
   const int* tables(int group) const { return at(tables_) + group * table_; }  // of spans, of a cache group
   const AttentionTile* few() const { return reinterpret_cast<const AttentionTile*>(at(few_)); }
   const AttentionTile* many() const { return reinterpret_cast<const AttentionTile*>(at(many_)); }
-  size_t bytes() const { return device_memory_.size(); }
 
  private:
   const int* at(size_t offset) const { return device_memory_.as<int>() + offset; }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -88,6 +89,13 @@ def test_the_ids_of_gpus_are_not_said_to_be_ignored(caplog):
         engine.install_model(config(compute_unit="CUDA:77"))  # there are not so many, if there is one
     assert "decide where it runs" not in caplog.text
     engine.close()
+
+
+def test_a_group_has_no_more_gpus_than_kernels_can_add_up(monkeypatch):
+    monkeypatch.setattr(device, "cuda_library", lambda: SimpleNamespace(MOST_RANKS=8))
+    with pytest.raises(AllSparkError, match="a group has up to 8 GPUs, and compute_unit names 9") as caught:
+        device.Gpu(0, 1, range(9))
+    assert caught.value.status is AsStatus.ALLSPARK_PARAM_ERROR
 
 
 def test_gpus_of_a_group_are_its_ranks():
