@@ -219,6 +219,10 @@ def _cuda(usable: list[gpus.Gpu]) -> list[Finding]:
                         "pip install '.[cuda]' and build with ALLSPARK_CUDA=1, where there is no CUDA toolkit")]
     os.environ |= gpus.ORDER
     built, driver = cuda.CUDA_VERSION // 1000, cuda.driver_version() // 1000
+    if not driver:
+        return [Finding("missing", "CUDA", "there is no libcuda.so.1, the driver's library, that programs could load",
+                        "install NVIDIA's driver whole; in a container: --gpus all, with "
+                        "NVIDIA_DRIVER_CAPABILITIES=compute,utility")]
     if driver < built:
         return [Finding("missing", "CUDA", f"the driver is for CUDA {driver}, and this build needs one for {built}",
                         "update the driver, or build with an older nvcc")]
