@@ -70,14 +70,6 @@ inline int processors() {
   return count;
 }
 
-// Of shared memory, that a block of threads may have.
-inline int most_shared() {
-  int device = 0, bytes = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  return bytes;
-}
-
 inline int ceil_div(size_t n, int by) { return (int)((n + by - 1) / by); }
 
 __device__ inline uint16_t to_bf16(float x) { return __bfloat16_as_ushort(__float2bfloat16_rn(x)); }

@@ -14,8 +14,8 @@ namespace {
 
 constexpr int kMostWarps = 8;
 constexpr int kRowTile = 8, kStageRows = kRowTile * kBlock * 2;
-constexpr size_t kSharedBytes = 108 << 10;  // at most: two blocks of threads fit a processor of Hopper's and Ampere's
-constexpr int kMostFused = 256;             // rows: of more the matrix is widened once for all
+constexpr int kSharedBytes = 108 << 10;  // at most: two blocks of threads fit a processor of Hopper's and the A100
+constexpr int kMostFused = 256;          // rows: of more the matrix is widened once for all
 
 // kTiles: of 8 rows of activations; kColumnTiles: of 16 columns (rows of the weights). kFine: scales change within a
 // block of K.
@@ -30,7 +30,9 @@ struct Shape {
   static constexpr size_t kWarpBytes = kSums * 4 + kStages * kStageBytes;
 
   static size_t shared(int warps) { return warps * kWarpBytes + kSums * 4; }
-  static int most_warps() { return std::min<int>(kMostWarps, (kSharedBytes - kSums * 4) / kWarpBytes); }
+  static int most_warps() {
+    return std::min<int>(kMostWarps, (std::min(kSharedBytes, most_shared()) - kSums * 4) / kWarpBytes);
+  }
 };
 
 // The blocks of K that a warp computes, for all columns that its block of threads has; and of each its group, if that
