@@ -26,13 +26,15 @@ SHARED_GPUS = "ALLSPARK_TEST_SHARED_GPUS"
 
 
 class Device(Protocol):
-    """isa: its kernels, as users are told. step_tokens: rows of a step unless told otherwise. cache_share,
+    """isa: its kernels, as users are told. step_tokens: rows of a step unless told otherwise; most_rows: that one may
+    have. cache_share,
     largest_cache_share: of the memory that is left beside the weights, what a cache of unspecified size takes at most;
     and what it may take if that is needed for even one request of full length. host_memory: whether it is the host's,
     of which a second tier of the cache takes its part."""
 
     isa: str
     step_tokens: int
+    most_rows: int
     cache_share: float
     largest_cache_share: float
     host_memory: bool
@@ -92,6 +94,7 @@ class Cpus:
     # Enough rows for matrix products to be bound by arithmetic, few enough that a long prompt does not hold up the
     # other requests' tokens.
     step_tokens = 256
+    most_rows = 2**31 - 1
     cache_share, largest_cache_share = 0.6, 0.9
     host_memory = True
 
@@ -174,6 +177,7 @@ class Gpu:
     """A rank's GPU."""
 
     step_tokens = 2048
+    most_rows = 65535  # blocks of threads in a grid's second dimension: some kernels have one for each row
     cache_share = largest_cache_share = 0.95
     host_memory = False
 
@@ -182,6 +186,9 @@ class Gpu:
         `window`. AllSparkError that says what to do where there is no such GPU, or it does not reach the others."""
         self._library, self._index, self._threads = cuda_library(), index, min(threads, MOST_SAMPLING_THREADS)
         self._group, self._window = list(group) or [index], window
+        if len(self._group) > self._library.MOST_RANKS:
+            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"a group has up to {self._library.MOST_RANKS} GPUs, and "
+                                f"compute_unit names {len(self._group)}: start a group for each part of them")
         try:
             for other in self._group:
                 self._library.check_peer(index, other)

@@ -268,9 +268,8 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
             return py::make_tuple(total, normed);
           },
           py::arg("parts"), py::arg("y"), py::arg("norm"), py::arg("bf16"), py::arg("adds"), py::arg("pushed") = false,
-          "(The sum over ranks of what their parts are, or that added to y; the same normed, eps 1e-6), with all "
-          "ranks' "
-          "parts on this GPU, for tests.");
+          "(The sum over ranks of what their parts are, or that added to y; the same normed, eps 1e-6), with all parts "
+          "on this GPU, for tests.");
 }
 
 }  // namespace
@@ -390,8 +389,7 @@ PYBIND11_MODULE(_cuda, m) {
             return py::bytes(address);
           },
           py::arg("max_rows"), py::arg("seconds") = kWaitSeconds,
-          "When all ops are added: what the other ranks connect() to, for steps of up to so many rows; b'' without "
-          "any. "
+          "When all ops are added: what other ranks connect() to, for steps of up to so many rows; b'' without any. "
           "seconds: how long the GPU waits for another rank.")
       .def("connect", &CudaExecutor::connect, py::arg("addresses"), py::call_guard<py::gil_scoped_release>(),
            "Every rank's address, in rank order; before allocate().")
@@ -411,8 +409,7 @@ PYBIND11_MODULE(_cuda, m) {
           py::arg("draft") = nullptr,
           "Compiles what was added; steps can follow. graphs: record steps that decode; the bits are the same. "
           "adapters, adapter_rank, adapter_dtype: of those that rows may have, if the program has ops for them. draft: "
-          "an "
-          "executor beside this one, allocated with the same spans, that makes drafts.")
+          "another executor beside this one, allocated with the same spans, that makes drafts.")
       .def("new_adapter", &CudaExecutor::new_adapter, "An empty Adapter, to be filled by any thread while steps run.")
       .def("set_adapter", &CudaExecutor::set_adapter, py::arg("index"), py::arg("adapter"),
            py::call_guard<py::gil_scoped_release>(),

@@ -354,8 +354,10 @@ void Weights::load() {
               "loading weights");
       });
   device_.wait();
-  freeing_ =
-      std::thread([copy = std::move(copy_)]() mutable { HostCopy gone(std::move(copy)); });  // that takes a while
+  freeing_ = std::thread([copy = std::move(copy_), device = device_.index()]() mutable {  // that takes a while
+    cudaSetDevice(device);
+    HostCopy gone(std::move(copy));
+  });
 }
 
 Weights::~Weights() {

@@ -30,9 +30,8 @@ struct HostRows {
   int64_t count, stride, columns, column, step;
 };
 
-// A matrix that there is no memory for yet. format: "float32", "bfloat16", "int8" or "int4"; group: of the latter two,
-// 0 for whole rows. experts: `rows` are those of a stack of so many matrices. std::invalid_argument for what the
-// backend does not have.
+// A matrix that there is no memory for yet. format: as weight_dtype names it; group: of integers, 0 for whole rows.
+// experts: `rows` are those of a stack of so many matrices. std::invalid_argument for what the backend does not have.
 Matrix matrix_of(int rows, int k, const std::string& format, int group, int experts = 1);
 size_t matrix_bytes(const Matrix& matrix);  // of all in a stack
 
