@@ -76,7 +76,7 @@ def test_steps_are_no_longer_than_a_grid(monkeypatch, fields, rows):
     from allspark_server.runtime import runner
 
     gpu = device.Gpu.__new__(device.Gpu)  # without one
-    gpu.isa, gpu._group = "sm_90 (without a name)", [0]
+    gpu.isa, gpu._capability, gpu._group = "sm_90 (without a name)", 90, [0]
     monkeypatch.setattr(runner, "device_of", lambda *_: gpu)
     with pytest.raises(AllSparkError, match=f"a step of {rows} tokens .*'CUDA:0' takes at most 65535") as caught:
         runner.ModelRunner(config(compute_unit="CUDA:0", **fields)).load()
