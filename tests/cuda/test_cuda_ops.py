@@ -338,6 +338,25 @@ def test_rows_attend_alike_in_chunks_of_any_size(group, dim, cache):
         assert found == expected
 
 
+@pytest.mark.parametrize("cache", ["bfloat16", "int8", "uint4", "float8"])
+@pytest.mark.parametrize("dim, longest", [(128, 12), (128, 300), (64, 12), (256, 12)])
+def test_many_requests_decode_as_their_prompts_are_read(dim, longest, cache):
+    """More tiles than a GPU has processors, of one run each or one of two: a row at a time, and all at once."""
+    own, rng, group, kv = Toy(SEED), np.random.default_rng(SEED), 7, 2
+    x = embedded(own, (group + 2) * kv * dim)
+    own.rotary(dim)
+    own.op("rope", (x,), offset=0, heads=(group + 1) * kv, head_dim=dim)
+    own.finish(own.attention(x, group * kv, kv, dim))
+    lengths = [longest, *rng.integers(5, 13, 139).tolist()]
+    prompts = [rng.integers(0, VOCAB, n).tolist() for n in lengths]
+    found = []
+    for first, then in ((max(lengths), 0), (2, 1)):
+        counts = iter([longest - 10 if first == 2 else longest] + [first] * 139)
+        gpu = compiled(own, cache, long=True, outputs=2048, slots=140)
+        found.append(logits_of_rows(gpu, prompts, lambda: next(counts, then)))
+    assert found[0] == found[1]
+
+
 # -- steps -------------------------------------------------------------------------------------------------------------
 def small_model(form: str = "float32", dim: int = 8):
     own = toy()

@@ -27,14 +27,26 @@ struct Shape {
   static constexpr int kStride = kDim + 8;  // of queries, in bfloat16
 };
 
+// As copy_16(), and what is beside it, which is wanted next, comes into the second-level cache with it.
+__device__ inline void copy_piece(uint32_t to, const void* from, bool there) {
+#if LTC
+  const int bytes = there ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+#else
+  copy_16(to, from, there);
+#endif
+}
+
 // The ring's part of a warp that copies.
-template <int kDim, CacheType kType>
+template <int kDim, CacheType kType, int kProducers>
 __device__ void copy_runs(const Attention& a, Runs runs, bool own, uint32_t full, uint32_t empty, uint32_t ring,
                           int stages) {
   using S = Shape<kDim, kType>;
-  constexpr int kPieces = S::kBytes / 16, kCopiers = 32 * kProducers;
+  // Positions that are adjacent in the cache, as no span is smaller: a copy's addresses are those of the first and what
+  // is known to the compiler.
+  constexpr int kAdjacent = 16, kPieces = S::kBytes / 16, kCopies = (kAdjacent * kPieces + 31) / 32;
   static_assert(S::kBytes % 16 == 0);
-  const int thread = threadIdx.x - 32 * kConsumers, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32 - kConsumers, lane = threadIdx.x % 32;
   const int size = a.cache.span_size, shift = 31 - __clz(size), within = size - 1;
   const size_t span_bytes = a.cache.span_bytes();
   if (!own) await_previous();  // the tile's own rows entered the cache there
@@ -48,22 +60,30 @@ __device__ void copy_runs(const Attention& a, Runs runs, bool own, uint32_t full
     const int first_span = extent.begin >> shift, at_lane = first_span + lane % 16;
     const int spans = at_lane << shift < known ? a.tables[rows.tile.table + at_lane] : 0;
     const char* head = a.cache.data + runs.kv_head() * a.cache.head_bytes();
-#if PREFETCH && __CUDA_ARCH__ >= 900
-    if (lane < 16 && lane % kProducers == thread / 32) {
-      const int at = at_lane << shift, there = min(known - at, size);
-      if (at >= extent.begin && there > 0 && at < extent.begin + kRunTokens) {
-        const char* from = head + spans * span_bytes;
-        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(there * S::kBytes) : "memory");
-        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from + size * S::kBytes), "r"(there * S::kBytes) : "memory");
-      }
-    }
-#endif
 #pragma unroll 1
     for (int tensor = 0; tensor < 2 * extent.blocks; tensor++) {
       const bool value = tensor >= extent.blocks;
       const int begin = extent.begin + (value ? tensor - extent.blocks : tensor) * kTokens;
       wait_barrier(empty + 8 * place.stage, place.parity ^ 1);
       const uint32_t to = ring + place.stage * S::kTensor;
+      if (kProducers == 2 || S::kCodes || ADJ) {
+#pragma unroll 1
+      for (int first = warp * kAdjacent; first < kTokens; first += kProducers * kAdjacent) {
+        const int at = begin + first, span = __shfl_sync(0xffffffffu, spans, (at >> shift) - first_span);
+        const int there = min(max(known - at, 0), kAdjacent) * kPieces;
+        const char* from = head;
+        if (there) from += span * span_bytes + ((value ? size : 0) + (at & within)) * S::kBytes;
+        from += lane * 16;
+#pragma unroll
+        for (int i = 0; i < kCopies; i++) {
+          const int each = i * 32 + lane;
+          if (kAdjacent * kPieces % 32 && each >= kAdjacent * kPieces) continue;
+          copy_piece(to + (first + each / kPieces) * S::kRow + each % kPieces * 16, from + i * 512, each < there);
+        }
+      }
+      } else {
+        constexpr int kCopiers = 32 * kProducers;
+        const int thread = warp * 32 + lane;
 #pragma unroll
       for (int i = 0; i < (kTokens * kPieces + kCopiers - 1) / kCopiers; i++) {
         const int each = i * kCopiers + thread, token = each / kPieces, piece = each % kPieces, at = begin + token;
@@ -72,9 +92,10 @@ __device__ void copy_runs(const Attention& a, Runs runs, bool own, uint32_t full
         const bool there = at < known;
         const char* from = head;
         if (there) from += span * span_bytes + ((value ? size : 0) + (at & within)) * S::kBytes + piece * 16;
-        copy_16(to + token * S::kRow + piece * 16, from, there);
+        copy_piece(to + token * S::kRow + piece * 16, from, there);
       }
-      if (S::kScaled && thread < 32) {  // scales and minimums, of four positions each
+      }
+      if (S::kScaled && warp == 0) {  // scales and minimums, of four positions each
         const int which = lane / 16, token = lane % 16 * 4, at = begin + token;
         const int span = __shfl_sync(0xffffffffu, spans, (at >> shift) - first_span),
                   count = min(max(known - at, 0), 4);
@@ -114,7 +135,7 @@ __device__ inline float widened(uint32_t codes, int i, float scale, float minimu
 }
 
 // What the warps that compute have of a run.
-template <int kDim, CacheType kType>
+template <int kDim, CacheType kType, bool kLean>
 class Attender {
  public:
   // own_keys, own_values: of the tile's own rows.
@@ -138,23 +159,20 @@ class Attender {
     const int items = rows.count + (own ? rows.tile.count : 0);
 #pragma unroll 1
     for (int item = warp_; item < items; item += kConsumers) {
-      TurnedHead<kDim> head;
-      if (item < rows.count) {
-        if (!rows.has(item, kv_head)) continue;
-        const int row = rows.row(item);
-        head.read(a_.qkv + (size_t)row * a_.width + (size_t)rows.head(item, kv_head) * kDim, a_.query_norm, row, turn,
-                  rotates);
-        head.write(queries_ + item * S::kStride);
+      const bool query = item < rows.count;
+      const int i = query ? item : item - rows.count, at = start + i, run = at / kRunTokens;
+      if (query ? !rows.has(i, kv_head) : run < runs.run() || run > runs.last_own()) continue;  // another's
+      const int row = query ? rows.row(i) : rows.tile.row + i;
+      const int column = query ? rows.head(i, kv_head) : a_.width / kDim - 2 * a_.cache.kv_heads + kv_head;
+      const float* from = a_.qkv + (size_t)row * a_.width + (size_t)column * kDim;
+      TurnedHead<kDim> head, value;
+      if (!query) value.read(from + a_.cache.kv_heads * kDim, Norm(), row, turn, false);
+      head.read(from, query ? a_.query_norm : a_.key_norm, row, turn, rotates);
+      if (query) {
+        head.write(queries_ + i * S::kStride);
         continue;
       }
-      const int i = item - rows.count, at = start + i, row = rows.tile.row + i, run = at / kRunTokens;
-      if (run < runs.run() || run > runs.last_own()) continue;  // another block's
       const int span = a_.tables[rows.tile.table + at / a_.cache.span_size], place = at % a_.cache.span_size;
-      const int key = a_.width / kDim - 2 * a_.cache.kv_heads + kv_head;
-      const float* from = a_.qkv + (size_t)row * a_.width + (size_t)key * kDim;
-      TurnedHead<kDim> value;
-      value.read(from + a_.cache.kv_heads * kDim, Norm(), row, turn, false);
-      head.read(from, a_.key_norm, row, turn, rotates);
       char* to = const_cast<char*>(head_of(a_.cache, span, kv_head));
       if constexpr (S::kCodes) {
         const int size = a_.cache.span_size;
@@ -171,9 +189,10 @@ class Attender {
       }
     }
     consumers_meet();
+    if (!kLean) {
 #pragma unroll
-    for (int s = 0; s < kSteps; s++)
-      load_cores(query_[s], shared_address(queries_ + (lane_ % 16) * S::kStride + s * 16 + lane_ / 16 * 8));
+      for (int s = 0; s < kSteps; s++) load_query(query_[s], s);
+    }
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int pair = lane_ / 4 + 8 * h;
@@ -214,7 +233,8 @@ class Attender {
           if (S::kScaled) scale_of(at, token, stage, 0, scale[t], minimum[t]);
         }
 #pragma unroll
-        for (int s = 0; s < kSteps; s++)
+        for (int s = 0; s < kSteps; s++) {
+          if (kLean) load_query(query_[s], s);
 #pragma unroll
           for (int t = 0; t < 4; t++) {
             uint32_t k[2];
@@ -226,6 +246,7 @@ class Attender {
             }
             multiply_add(scores[t], query_[s], k[0], k[1]);
           }
+        }
       } else {
         uint32_t from[2];
 #pragma unroll
@@ -235,7 +256,8 @@ class Attender {
         }
         wait_barrier(full_ + 8 * own_place.stage, own_place.parity);
 #pragma unroll
-        for (int s = 0; s < kSteps; s++)
+        for (int s = 0; s < kSteps; s++) {
+          if (kLean) load_query(query_[s], s);
 #pragma unroll
           for (int j = 0; j < 2; j++) {
             uint32_t k[4];
@@ -243,17 +265,18 @@ class Attender {
             multiply_add(scores[2 * j], query_[s], k[0], k[1]);
             multiply_add(scores[2 * j + 1], query_[s], k[2], k[3]);
           }
+        }
       }
       __syncwarp();
       if (lane_ < kConsumers / 2) arrive(empty_ + 8 * own_place.stage);  // for all warps, with the block's other one
     }
-    if (a_.soft_cap > 0) {
+    if (__builtin_expect(a_.soft_cap > 0, 0)) {
 #pragma unroll
       for (int t = 0; t < 4; t++)
 #pragma unroll
         for (int i = 0; i < 4; i++) scores[t][i] = capped(a_, scores[t][i]);
     }
-    if (a_.slopes) {
+    if (__builtin_expect(a_.slopes != nullptr, 0)) {
 #pragma unroll
       for (int t = 0; t < 4; t++)
 #pragma unroll
@@ -278,7 +301,7 @@ class Attender {
       if (lane_ % 4 == 0) shared_.maxima[lane_ / 4 + 8 * h][warp_] = now[h];
     }
     consumers_meet();
-    float by[2][kBlocks], part[2] = {};
+    float part[2] = {};
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const float4* maxima = reinterpret_cast<const float4*>(shared_.maxima[lane_ / 4 + 8 * h]);
@@ -289,7 +312,8 @@ class Attender {
 #pragma unroll
       for (int b = 0; b < kBlocks; b++) {
         const float next = fmaxf(most, each[b] * factor_);
-        by[h][b] = shrunk(most, next), most = next;
+        if (warp_ == b) shared_.shrunk[b][lane_ / 4 + 8 * h] = shrunk(most, next);
+        most = next;
         if (b == block) own_most = next;
       }
       most_[h] = most;
@@ -314,16 +338,17 @@ class Attender {
       for (int i = 0; i < 4; i++) out_[v][i] = 0;
     sum_[0] = sum_[1] = 0;
     place.advance(extent.blocks, stages_);
-#pragma unroll
+#pragma unroll(kLean ? 1 : kBlocks)
     for (int b = 0; b < kBlocks; b++) {
       if (b >= extent.blocks) break;
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         const float halves[2] = {shared_.sums[2 * b][lane_ / 4 + 8 * h][lane_ % 4],
                                  shared_.sums[2 * b + 1][lane_ / 4 + 8 * h][lane_ % 4]};
-        sum_[h] = summed(sum_[h], by[h][b], halves);
+        const float left = shared_.shrunk[b][lane_ / 4 + 8 * h];
+        sum_[h] = summed(sum_[h], left, halves);
 #pragma unroll
-        for (int v = 0; v < kOwn; v++) out_[v][2 * h] *= by[h][b], out_[v][2 * h + 1] *= by[h][b];
+        for (int v = 0; v < kOwn; v++) out_[v][2 * h] *= left, out_[v][2 * h + 1] *= left;
       }
       uint32_t weights[4][4];
 #pragma unroll
@@ -385,6 +410,7 @@ class Attender {
   }
 
   __device__ void begin_part() {
+    if constexpr (kLean) return;
     clear(total_);
 #pragma unroll
     for (int h = 0; h < 2; h++) total_most_[h] = -INFINITY, total_sum_[h] = 0;
@@ -402,23 +428,24 @@ class Attender {
         for (int i = 2 * h; i < 2 * h + 2; i++) total_[v][i] = merged(total_[v][i], by, out_[v][i], run_by);
     }
   }
+  // Where a tile has one run alone, merged with nothing.
+  __device__ void end_run() {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const float by = shrunk(most_[h], most_[h]);
+      sum_[h] = merged(0, 0, sum_[h], by);
+#pragma unroll
+      for (int v = 0; v < kOwn; v++)
+#pragma unroll
+        for (int i = 2 * h; i < 2 * h + 2; i++) out_[v][i] = merged(0, 0, out_[v][i], by);
+    }
+  }
   __device__ void leave_run(const Runs& runs) const { leave(runs, out_, most_, sum_); }
   __device__ void leave_total(const Runs& runs) const { leave(runs, total_, total_most_, total_sum_); }
   __device__ void write_total(const Runs& runs) const {
-    const FewRows& rows = runs.rows();
-    if (!has_features()) return;
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const int pair = lane_ / 4 + 8 * h;
-      if (pair >= rows.count || !rows.has(pair, runs.kv_head())) continue;
-      const int row = rows.row(pair), column = rows.head(pair, runs.kv_head()) * kDim;
-      const float sum = with_sink(a_, heads_[h], total_sum_[h], total_most_[h]);
-      each_two(total_, h, [&](int feature, float first, float second) {
-        put_two(a_.out, row, column + feature, share(first, sum), share(second, sum));
-      });
-    }
+    if (!kLean) write(runs, total_, total_most_, total_sum_);
+    else write(runs, out_, most_, sum_);
   }
-
  private:
   using S = Shape<kDim, kType>;
   // Of 16 features for the scores; a warp's products of eight features for the values.
@@ -426,6 +453,9 @@ class Attender {
   static_assert(kEights % kOwn == 0);
   using Values = float[kOwn][4];
 
+  __device__ void load_query(uint32_t (&query)[4], int step) const {
+    load_cores(query, shared_address(queries_ + (lane_ % 16) * S::kStride + step * 16 + lane_ / 16 * 8));
+  }
   __device__ bool has_features() const { return kEights % kConsumers == 0 || warp_ * kOwn < kEights; }
 
   __device__ static void clear(Values& values) {
@@ -444,6 +474,20 @@ class Attender {
     for (int i = 0; i < 2 * kOwn; i += 2)
       each(warp_ * kOwn * 8 + (S::kCodes ? lane_ % 4 * 2 * kOwn + i : i / 2 * 8 + lane_ % 4 * 2), value(i),
            value(i + 1));
+  }
+  __device__ void write(const Runs& runs, const Values& values, const float (&most)[2], const float (&all)[2]) const {
+    const FewRows& rows = runs.rows();
+    if (!has_features()) return;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int pair = lane_ / 4 + 8 * h;
+      if (pair >= rows.count || !rows.has(pair, runs.kv_head())) continue;
+      const int row = rows.row(pair), column = rows.head(pair, runs.kv_head()) * kDim;
+      const float sum = with_sink(a_, heads_[h], all[h], most[h]);
+      each_two(values, h, [&](int feature, float first, float second) {
+        put_two(a_.out, row, column + feature, share(first, sum), share(second, sum));
+      });
+    }
   }
   // For the merge, in the place of the run.
   __device__ void leave(const Runs& runs, const Values& values, const float (&most)[2], const float (&sum)[2]) const {
@@ -476,10 +520,11 @@ class Attender {
 
 // own: tiles' rows enter the cache here, too (rotated, if rotates), as store_cache() has it. several: tiles may have
 // several runs. own_rows: of a tile, at most.
-template <int kDim, CacheType kType>
-__global__ void __launch_bounds__(kThreads, 1)
-    attend_few_kernel(const __grid_constant__ Attention a, const AttentionTile* tiles, int count, bool several,
+template <int kDim, CacheType kType, bool kLean>
+__global__ void __launch_bounds__(threads(kLean), kLean ? 2 : 1)
+    attend_few_kernel(const __grid_constant__ Attention a, const AttentionTile* tiles, int count, bool any_several,
                       bool own, bool rotates, const __grid_constant__ Turn turn, int own_rows, int stages) {
+  const bool several = !kLean && any_several;
   using S = Shape<kDim, kType>;
   extern __shared__ __align__(128) char memory[];
   let_next_begin();
@@ -489,8 +534,9 @@ __global__ void __launch_bounds__(kThreads, 1)
        *own_values = own_keys + own_rows * S::kRow;
   const uint32_t ring = shared_address(own_values + own_rows * S::kRow);
   const uint32_t full = shared_address(shared.full), empty = shared_address(shared.empty);
-  if (threadIdx.x < stages)
-    init_barrier(full + 8 * threadIdx.x, 32 * kProducers), init_barrier(empty + 8 * threadIdx.x, kConsumers);
+  // By a thread of each warp: threads of one would take turns.
+  for (int stage = threadIdx.x / 32; threadIdx.x % 32 == 0 && stage < stages; stage += threads(kLean) / 32)
+    init_barrier(full + 8 * stage, 32 * producers(kLean)), init_barrier(empty + 8 * stage, kConsumers);
   // What a step is has been there since before its first kernel, and so have positions before its rows' in the cache.
   if (threadIdx.x < 32) {
     const Begin begin = several ? share_out(a, tiles, count) : share_out_tiles(a, count);
@@ -499,9 +545,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   Runs runs(a, tiles, several, shared.begin);
   if (!runs.left()) return;
-  if (threadIdx.x >= 32 * kConsumers) return copy_runs<kDim, kType>(a, runs, own, full, empty, ring, stages);
+  if (threadIdx.x >= 32 * kConsumers) return copy_runs<kDim, kType, producers(kLean)>(a, runs, own, full, empty, ring, stages);
 
-  Attender<kDim, kType> attender(a, shared, queries, own_keys, own_values, ring, stages);
+  Attender<kDim, kType, kLean> attender(a, shared, queries, own_keys, own_values, ring, stages);
   await_previous();
   RingPlace place;
   bool begins = true, merges = false;
@@ -517,6 +563,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     const Extent extent(rows, runs.run());
     attender.attend(extent, own, place);
     place.advance(2 * extent.blocks, stages);
+    if constexpr (kLean) {
+      attender.end_run(), attender.write_total(runs), begins = true;
+      continue;
+    }
     if (merges) attender.add_run();
     else attender.leave_run(runs);
     if (runs.run() < runs.last_own()) continue;
@@ -536,7 +586,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (same && !end) return;
   const Part part(a, tiles, end ? runs.tile() : begin.tile, end ? runs.kv_head() : begin.kv_head,
                   end ? runs.run() : begin.run, end ? runs.number() : begin.number, begin);
-  if (part.blocks > 1) merge_part<kDim>(a, part, ring);
+  if (part.blocks > 1) merge_part<kDim>(a, part, shared, ring, stages * S::kTensor / kConsumers);
 }
 
 template <int kDim, CacheType kType>
@@ -545,13 +595,21 @@ void start_few(const Attention& a, const AttentionTile* tiles, int count, bool s
   using S = Shape<kDim, kType>;
   const int rows = own ? kFewPairs / a.group : 0, all = count * a.cache.kv_heads * (several ? a.most_runs : 1);
   const int fixed = sizeof(Shared) + kFewPairs * 2 * S::kStride + 2 * rows * S::kRow;
-  const int wanted = several || all > processors() ? kMostStages : kShortStages;
-  const int stages = std::min((most_shared() - fixed) / S::kTensor, wanted);
-  const int bytes = fixed + std::max(stages * S::kTensor, several ? kConsumers * kMergeBytes : 0);
-  const auto kernel = attend_few_kernel<kDim, kType>;
-  allow_shared(kernel, bytes);
-  start(queue, kernel, dim3(std::min(all, processors())), kThreads, bytes, a, tiles, count, several, own,
-        turn != nullptr, turn ? *turn : Turn(), rows, stages);
+  const int there = processors(), half = (most_shared() + kReserved) / 2 - kReserved - fixed;
+  const auto launch = [&](auto kernel, int threads, int blocks, int stages) {
+    const int bytes = fixed + stages * S::kTensor;
+    allow_shared(kernel, bytes);
+    start(queue, kernel, dim3(std::min(all, blocks)), threads, bytes, a, tiles, count, several, own, turn != nullptr,
+          turn ? *turn : Turn(), rows, stages);
+  };
+  if constexpr (kDim <= 128) {
+    if (!several && all > there && half >= kBlocks * S::kTensor)
+      return launch(attend_few_kernel<kDim, kType, true>, threads(true), 2 * there,
+                    std::min(half / S::kTensor, kMostStages));
+  }
+  const int wanted = several || all > there ? kMostStages : kShortStages;
+  launch(attend_few_kernel<kDim, kType, false>, threads(false), there,
+         std::min((most_shared() - fixed) / S::kTensor, wanted));
 }
 
 }  // namespace few

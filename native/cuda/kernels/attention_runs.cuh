@@ -8,8 +8,11 @@ namespace few {
 
 constexpr int kTokens = 64,
               kBlocks = kRunTokens / kTokens;  // of a stage; stages of keys of a run, and as many of values
-constexpr int kConsumers = 8, kProducers = 4;  // warps
-constexpr int kThreads = 32 * (kConsumers + kProducers);
+constexpr int kConsumers = 8;  // warps that compute
+// Warps that copy, and all threads.
+__host__ __device__ constexpr int producers(bool lean) { return lean ? 2 : GPROD; }
+__host__ __device__ constexpr int threads(bool lean) { return 32 * (kConsumers + producers(lean)); }
+constexpr int kReserved = 1 << 10;  // of a block's shared memory, for the system
 constexpr int kShortStages = 6, kMostStages = 24;
 
 // Of the runs that a block of threads has: where they begin, how many, and the number of the first among all. Each
@@ -29,6 +32,7 @@ struct Shared {
   uint64_t full[kMostStages], empty[kMostStages];
   uint4 weights[kRunTokens / 16][32];  // of 16 positions each, as mma.sync's first operand
   float maxima[kFewPairs][kConsumers], sums[kConsumers][kFewPairs][4];  // of a warp's positions
+  float shrunk[kBlocks][kFewPairs];  // what is left of a run's sums before each of its blocks
   float own_scales[4][kFewPairs];  // of the tile's own rows: keys' scales and minimums, and values'
   Begin begin;
 };
@@ -161,7 +165,6 @@ struct Part {
 };
 
 constexpr int kMergers = kConsumers / 2;  // warps of a block, of each of both ends of what it has
-constexpr int kMergeBytes = 32 * 64 * 4;  // of 32 runs 64 features
 
 __device__ inline int arrived(const int* arrivals) {
   int value;
@@ -176,12 +179,12 @@ __device__ inline void leave_part(const Attention& a, const Runs& runs) {
                : "memory");
 }
 
-__device__ inline void copy_8(uint32_t to, const float* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
-}
-__device__ inline float2 load_shared_two(uint32_t address) {
-  float2 x;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
+__device__ inline float4 load_shared_four(uint32_t address) {
+  float4 x;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(address)
+               : "memory");
   return x;
 }
 // Two adjacent values of a result.
@@ -194,33 +197,36 @@ __device__ inline void put_two(const Rows& out, int row, int column, float first
 
 // By kMergers warps that compute, of each block that shares a tile and a KV head: some of the results. They wait for
 // all of these blocks, which are there: there are no more than find room, and none waits before it has left its own
-// parts. memory: shared, kMergeBytes of each warp. Loops are not unrolled far: a kernel's instructions are not in the
+// parts. memory: shared, of `bytes` of each warp. Loops are not unrolled far: a kernel's instructions are not in the
 // processor's cache when they are first wanted.
 template <int kDim>
-__device__ void merge_part(const Attention& a, const Part& part, uint32_t memory) {
-  constexpr int kChunks = (kDim + 63) / 64, kLeaving = 1 << 16;
+__device__ void merge_part(const Attention& a, const Part& part, Shared& shared, uint32_t memory, int bytes) {
+  constexpr int kWide = kDim < 128 ? kDim : 128, kChunks = kDim / kWide, kLeaving = 1 << 16;  // features; of a pair
+  static_assert(kDim % kWide == 0 && kWide % 4 == 0);
   const FewRows& rows = part.rows;
-  const int lane = threadIdx.x % 32, kv_head = part.kv_head, warps = kConsumers * part.blocks;
-  const int chunks = rows.count * kChunks, mergers = kMergers * part.blocks;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, kv_head = part.kv_head, warps = kConsumers * part.blocks;
+  const int chunks = rows.count * kChunks, mergers = kMergers * part.blocks, most_runs = min(32, bytes / (kWide * 4));
   int* arrivals = a.arrivals + part.tile * a.cache.kv_heads + kv_head;
-  int chunk = threadIdx.x / 32 % kMergers * part.blocks + part.own;
+  int chunk = warp % kMergers * part.blocks + part.own;
   if (chunk >= chunks) return;
-  memory += threadIdx.x / 32 * kMergeBytes + lane * 8;
+  memory += warp * bytes + lane * 16;
+  float4* factors = reinterpret_cast<float4*>(shared.weights[warp]);
   while ((arrived(arrivals) & (kLeaving - 1)) != warps) {}
   __syncwarp();
-  if (lane == 0 && atomicAdd(arrivals, kLeaving) == (min(mergers, chunks) - 1) * kLeaving + warps) *arrivals = 0;
+  const bool has = lane * 4 < kWide;
   for (; chunk < chunks; chunk += mergers) {
-    const int pair = chunk / kChunks, feature = chunk % kChunks * 64 + lane * 2;
+    const int pair = chunk / kChunks, feature = chunk % kChunks * kWide + (has ? lane * 4 : 0);
     const auto place = [&](int run, int at) { return partial_of(a, part.tile, kv_head, run) + at; };
-    const int at = 2 * kFewPairs + pair * kDim + min(feature, kDim - 2);
+    const int at = 2 * kFewPairs + pair * kDim + feature;
     float most = __ldcg(place(part.merged, pair)), sum = __ldcg(place(part.merged, kFewPairs + pair));
-    float2 total = __ldcg(reinterpret_cast<const float2*>(place(part.merged, at)));
+    float4 total = __ldcg(reinterpret_cast<const float4*>(place(part.merged, at)));
 #pragma unroll 1
-    for (int first = part.merged + 1; first <= rows.last_run; first += 32) {
-      const int own = min(first + lane, rows.last_run), count = min(32, rows.last_run - first + 1);
+    for (int first = part.merged + 1; first <= rows.last_run; first += most_runs) {
+      const int count = min(most_runs, rows.last_run - first + 1), own = first + min(lane, count - 1);
       const float own_most = __ldcg(place(own, pair)), own_sum = __ldcg(place(own, kFewPairs + pair));
 #pragma unroll 4
-      for (int i = 0; i < count; i++) copy_8(memory + i * 256, place(first + i, at));
+      for (int i = 0; i < count; i++)
+        if (has) copy_16(memory + i * kWide * 4, place(first + i, at));
       commit_copies();
       // A lane has the factors of a run.
       float now = fmaxf(most, own_most);
@@ -230,23 +236,27 @@ __device__ void merge_part(const Attention& a, const Part& part, uint32_t memory
         if (lane >= step) now = fmaxf(now, other);
       }
       const float earlier = __shfl_up_sync(0xffffffffu, now, 1);
-      const float own_by = shrunk(lane ? earlier : most, now), own_run_by = shrunk(own_most, now);
+      factors[lane] = make_float4(shrunk(lane ? earlier : most, now), shrunk(own_most, now), own_sum, 0);
       most = __shfl_sync(0xffffffffu, now, 31);
       wait_copies<0>();
+      __syncwarp();
 #pragma unroll 4
       for (int i = 0; i < count; i++) {
-        const float by = __shfl_sync(0xffffffffu, own_by, i), run_by = __shfl_sync(0xffffffffu, own_run_by, i),
-                    run_sum = __shfl_sync(0xffffffffu, own_sum, i);
-        const float2 run = load_shared_two(memory + i * 256);
-        sum = merged(sum, by, run_sum, run_by);
-        total.x = merged(total.x, by, run.x, run_by), total.y = merged(total.y, by, run.y, run_by);
+        const float4 factor = factors[i], run = load_shared_four(memory + i * kWide * 4);
+        sum = merged(sum, factor.x, factor.z, factor.y);
+        total.x = merged(total.x, factor.x, run.x, factor.y), total.y = merged(total.y, factor.x, run.y, factor.y);
+        total.z = merged(total.z, factor.x, run.z, factor.y), total.w = merged(total.w, factor.x, run.w, factor.y);
       }
+      __syncwarp();
     }
-    if (feature >= kDim || !rows.has(pair, kv_head)) continue;
-    const int head = rows.head(pair, kv_head);
+    if (!has || !rows.has(pair, kv_head)) continue;
+    const int head = rows.head(pair, kv_head), row = rows.row(pair), column = head * kDim + feature;
     const float all = with_sink(a, head, sum, most);
-    put_two(a.out, rows.row(pair), head * kDim + feature, share(total.x, all), share(total.y, all));
+    put_two(a.out, row, column, share(total.x, all), share(total.y, all));
+    put_two(a.out, row, column + 2, share(total.z, all), share(total.w, all));
   }
+  // Who leaves last makes it zero, as it is between launches.
+  if (lane == 0 && atomicAdd(arrivals, kLeaving) == (min(mergers, chunks) - 1) * kLeaving + warps) *arrivals = 0;
 }
 
 }  // namespace few
