@@ -91,11 +91,11 @@ class ModelRunner:
                                           self.window)
         # A draft model's tables are those of its target, and it may lag behind.
         whole = config.speculation == "draft"
-        model = self._model = RankModel(config, config.model_path, config.weights_path, self.rank, self.world, whole,
-                                        adapters=config.lora_max_num > 0)
+        model = self._model = RankModel(config, config.model_path, config.weights_path, self.rank, self.world, device,
+                                        whole, adapters=config.lora_max_num > 0)
         models = [model]
         if config.speculation == "draft":
-            self._draft = RankModel(config, config.draft_model, "", self.rank, self.world, whole)
+            self._draft = RankModel(config, config.draft_model, "", self.rank, self.world, device, whole)
             check_draft(self._draft, model)
             models.append(self._draft)
         for each in models:

@@ -196,8 +196,12 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
   const Memory pieces(rounded ? tiles_bytes(rows, m.n) : 0, "activations");
   if (rounded) p.y = {nullptr, pieces.as<uint16_t>(), m.n};
   p.widened = widened.as<uint16_t>();
-  if (m.takes_bytes()) p.bytes = byte_rows(bytes.as(), rows, m.k), quantize_activations(p, rows, device_.queue());
-  if (m.takes_tiles()) {
+  if (m.takes_bytes()) p.bytes = byte_rows(bytes.as(), rows, m.k);
+  const bool done = rows == 1 && by == By::any && linear_byte_row(p, device_.queue());
+  if (m.takes_bytes() && !done) quantize_activations(p, rows, device_.queue());
+  if (done) {
+    // the product has made 8 bits of the row itself
+  } else if (m.takes_tiles()) {
     p.x = {nullptr, tiles.as<uint16_t>(), m.k};
     to_tiles(in.as<float>(), rows, p.x, device_.queue());
     if (m.tiles) linear_bf16(p, rows, device_.queue(), by);

@@ -201,6 +201,9 @@ void quantize_activations(const Product& p, int rows, const Queue& queue);
 // Rows [rows, p.w.k] normed, and quantized at once, of rows so wide at most.
 void rms_norm_into_bytes(const float* x, const Norm& norm, const Product& p, int rows, const Queue& queue);
 bool norms_into_bytes(int width);
+// Of one row, p.x or p.unnormed, which becomes 8 bits on its way; false, and nothing is done: there is no kernel that
+// does so. Chips of capability 9.0.
+bool linear_byte_row(const Product& p, const Queue& queue);
 
 // ---- adapters
 // Of a target, which is some of a linear's columns, an adapter's matrices. Of float32: a [rank, in features] and b

@@ -192,7 +192,9 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
           py::arg("size"), "A matrix of random values between -size and size, made on the GPU: for benchmarks.")
       .def("fill_quantized", fill_quantized, py::arg("id"), py::arg("q").noconvert(), py::arg("scales").noconvert(),
            py::arg("zeros").noconvert(), py::arg("bits"), py::arg("columns"), py::arg("group_size"),
-           py::arg("row_offset") = 0, py::arg("column") = 0, "As the CPU backend's, of rows that quantize_rows made.")
+           py::arg("row_offset") = 0, py::arg("column") = 0,
+           "As the CPU backend's, of rows that quantize_rows made. Of float8 scales and zeros are halves of a float32 "
+           "(cuda/weights.h).")
       .def(
           "source_hash", [](const CudaExecutor& e, int id) { return e.weights().source_hash(id); }, py::arg("id"),
           "The CPU backend's hash of all bytes that a matrix was filled with.")

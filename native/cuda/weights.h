@@ -13,7 +13,7 @@ namespace cuda {
 
 // Quantized rows in the host's memory, one after the other: codes of 8 bits a byte each, of 4 two in a byte, the even
 // column in the lower half; of `columns` columns, of which the matrix takes those from `column` on, in groups of
-// `group`; scales and offsets [count, groups] in bfloat16.
+// `group`; scales and offsets [count, groups] in bfloat16, or of e4m3 the lower and the upper half of a row's float32.
 struct HostCodes {
   int bits;
   const uint8_t* codes;

@@ -76,7 +76,7 @@ def test_steps_are_no_longer_than_a_grid(monkeypatch, fields, rows):
     from allspark_server.runtime import runner
 
     gpu = device.Gpu.__new__(device.Gpu)  # without one
-    gpu.isa, gpu._group = "sm_90 (without a name)", [0]
+    gpu.isa, gpu._capability, gpu._group = "sm_90 (without a name)", 90, [0]
     monkeypatch.setattr(runner, "device_of", lambda *_: gpu)
     with pytest.raises(AllSparkError, match=f"a step of {rows} tokens .*'CUDA:0' takes at most 65535") as caught:
         runner.ModelRunner(config(compute_unit="CUDA:0", **fields)).load()
@@ -157,7 +157,7 @@ def test_float16_is_told_by_name(field, unit):
 
 
 def test_what_a_gpu_has_of_formats():
-    from allspark_server.runtime.device import on_gpu
+    from allspark_server.weights.gpu_forms import on_gpu
     from allspark_server.weights.formats import ScaleLayout
 
     assert on_gpu(WeightFormat("bfloat16")) and on_gpu(WeightFormat("int4", 64)) and on_gpu(WeightFormat("int8", 0))
@@ -169,7 +169,7 @@ def test_what_a_gpu_has_of_formats():
 
 def test_what_a_gpu_lacks_is_told_by_name():
     gpu = device.Gpu.__new__(device.Gpu)  # without one
-    gpu.isa = "sm_80 (without a name)"
+    gpu.isa, gpu._capability = "sm_80 (without a name)", 80
     for forms, cache, refused in ((["e4m3"], "bfloat16", "a matrix of type e4m3 on CUDA"),
                                   (["float8"], "bfloat16", "a matrix of type float8 on sm_80 .*, which is not sm_90"),
                                   ([], "float16", "a cache of type float16 on CUDA")):
