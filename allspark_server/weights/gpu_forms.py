@@ -72,13 +72,16 @@ def recoded(tensor: QuantizedTensor, own: WeightFormat, form: WeightFormat, colu
         else:
             scale = _floats(found.scales, own)
             offset = _floats(found.zeros, own) if layout.zeros == "offsets" else np.zeros_like(scale)
+        scales = _bfloat16(scale)
+        if layout.zeros != "offsets":  # so that the code which stands for zero still does, nearly
+            scale = to_float32(scales, "BF16")
         if layout.zeros == "points":
             offset = scale * (np.float32(middle) - found.zeros.astype(np.float32))
         elif own.bits == 4:
             offset = offset + scale * np.float32(middle - center)
         elif center != middle:
             codes = codes + np.uint8(middle - center)
-        return QuantizedRows(codes, _bfloat16(scale), _bfloat16(offset))
+        return QuantizedRows(codes, scales, _bfloat16(offset))
 
     def rows(begin: int, end: int) -> QuantizedRows:
         found = tensor.plain_rows(begin, end, own, columns)
