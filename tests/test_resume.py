@@ -76,7 +76,9 @@ def test_on_another_group_and_none_left(monkeypatch):
         addresses = [group.wait(60)[0] for group in groups]
         with ClientEngine(addresses, reconnect_timeout=30) as engine:
             install(engine)
+            start = time.monotonic()
             undisturbed = generate(engine, [4, 5])
+            whole = time.monotonic() - start
 
             def kill() -> None:
                 busy = max(range(2), key=lambda i: engine._members[i].session().live)
@@ -89,7 +91,7 @@ def test_on_another_group_and_none_left(monkeypatch):
 
             start = time.monotonic()
             assert generate(engine, [4, 5], 200, kill) == undisturbed
-            assert time.monotonic() - start < 20
+            assert time.monotonic() - start < whole + 15  # on a busy machine, too: the other group is asked at once
             groups.pop().stop()
         with pytest.raises(AllSparkError, match="cannot be reached"):
             ClientEngine(addresses)

@@ -39,9 +39,10 @@ Source source_of(const std::string& name, const py::array& a) {
 HostRows host_rows(const py::array& a, const std::string& source, int64_t column) {
   const Source type = source_of(source, a);
   if (a.ndim() != 2) throw std::invalid_argument("a matrix must be a 2-D array");
-  if ((a.shape(1) > 1 && a.strides(1) != a.itemsize()) || a.strides(0) % a.itemsize())
-    throw std::invalid_argument("a matrix' columns must be adjacent in memory, its rows whole elements apart");
-  return {a.data(), type, a.shape(0), (int64_t)(a.strides(0) / a.itemsize()), a.shape(1), column};
+  if (a.strides(0) % a.itemsize() || a.strides(1) % a.itemsize())
+    throw std::invalid_argument("a matrix' rows and columns must be whole elements apart in memory");
+  const int64_t step = a.shape(1) > 1 ? a.strides(1) / a.itemsize() : 1;
+  return {a.data(), type, a.shape(0), (int64_t)(a.strides(0) / a.itemsize()), a.shape(1), column, step};
 }
 
 std::vector<int64_t> fill_rows(CudaExecutor& e, int id, const std::vector<py::array>& arrays, const std::string& source,

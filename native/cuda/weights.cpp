@@ -17,6 +17,26 @@ constexpr size_t kCopyAlign = 4096;         // of matrices in the host's memory
 
 size_t size_of(Source source) { return source == Source::f32 ? 4 : 2; }
 
+constexpr int64_t kRowsTogether = 64;  // that are staged: of transposed ones a column is a few cache lines
+
+// Rows from `begin` on of a transposed tensor become rows of `columns` adjacent values, from column `first` on.
+template <typename T>
+void gather(const HostRows& r, int64_t begin, int64_t rows, int64_t first, int64_t columns, T* to) {
+  const T* from = static_cast<const T*>(r.data) + begin * r.stride + first * r.step;
+  for (int64_t k = 0; k < columns; k++, from += r.step)
+    for (int64_t row = 0; row < rows; row++) to[row * columns + k] = from[row * r.stride];
+}
+
+// Copies some rows for the GPU to take.
+void stage(const HostRows& r, int64_t begin, int64_t rows, int64_t first, int64_t columns, char* to) {
+  const size_t item = size_of(r.source), bytes = columns * item;
+  if (r.step == 1)
+    for (int64_t row = begin; row < begin + rows; row++, to += bytes)
+      std::memcpy(to, static_cast<const char*>(r.data) + (row * r.stride + first) * item, bytes);
+  else if (item == 4) gather(r, begin, rows, first, columns, reinterpret_cast<uint32_t*>(to));
+  else gather(r, begin, rows, first, columns, reinterpret_cast<uint16_t*>(to));
+}
+
 }  // namespace
 
 Matrix matrix_of(int rows, int k, const std::string& format, int group, int experts) {
@@ -164,10 +184,12 @@ std::vector<int64_t> Weights::fill_rows(int id, const std::vector<HostRows>& row
       std::atomic<uint64_t> hash{0};
       share_work(some, some * row_bytes, [&](int64_t begin, int64_t end) {
         uint64_t own_hash = 0;
-        for (int64_t row = begin; row < end; row++) {
-          const char* from = static_cast<const char*>(r.data) + ((done + row) * r.stride + first) * item;
-          std::memcpy(own.host.as() + row * row_bytes, from, row_bytes);
-          own_hash += row_hash(from + (r.column - first) * item, m.k * item, at + row);
+        char* to = own.host.as() + begin * row_bytes;
+        for (int64_t row = begin; row < end;) {
+          const int64_t rows = std::min(kRowsTogether, end - row);
+          stage(r, done + row, rows, first, last - first, to);
+          for (const int64_t after = row + rows; row < after; row++, to += row_bytes)
+            own_hash += row_hash(to + (r.column - first) * item, m.k * item, at + row);
         }
         hash += own_hash;
       });

@@ -21,12 +21,13 @@ struct HostCodes {
   int64_t count, columns, column, group;
 };
 
-// Rows of a checkpoint's tensor in the host's memory: `columns` adjacent values each, `stride` values from one to the
-// next; the matrix takes those from `column` on.
+// Rows of a checkpoint's tensor in the host's memory, of `columns` values each: `stride` values from a row to the next,
+// `step` from a column to the next (1 but of tensors that are stored transposed); the matrix takes columns from
+// `column` on.
 struct HostRows {
   const void* data;
   Source source;
-  int64_t count, stride, columns, column;
+  int64_t count, stride, columns, column, step;
 };
 
 // A matrix that there is no memory for yet. format: "float32", "bfloat16", "int8" or "int4"; group: of the latter two,

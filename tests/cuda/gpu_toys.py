@@ -17,17 +17,20 @@ def executor(threads: int = 2):
 def compiled(own: Toy, cache: str = "float32", masks: int = 0, graphs: bool = True, long: bool = False,
              outputs: int = 64, slots: int = 8, **more):
     """long: for contexts beyond a thousand; more: of allocate(). The toy's matrices become what the backend recovers
-    of them: each time of what they were first, as what was recovered may be quantized to other values."""
+    of them: each time of what they were given, as what was recovered may be quantized to other values."""
     found, given = executor(), own.__dict__.setdefault("given", {})
     stacks = {op["weights"][0]: op["attributes"]["experts"] for op in own.program.ops if op["name"] == "expert_linear"}
     for handle, (n, k, form, group) in enumerate(own.program.weights):
-        values = given.setdefault(handle, own.weights[handle]).astype(np.float32)
+        values, recovered = given.get(handle, (None, None))
+        if own.weights[handle] is not recovered:
+            values = np.asarray(own.weights[handle], np.float32)
         if not k:
             assert found.add_vector(values) == handle
             continue
         assert found.add_matrix(n, k, form, group, stacks.get(handle, 1)) == handle
         assert found.fill_matrix(handle, values, "F32") == np.count_nonzero(~np.isfinite(values))
         own.weights[handle] = found.read_rows(handle)
+        given[handle] = values, own.weights[handle]
     for kind, window in own.cache_groups:
         found.add_cache_group(kind, window)
     for row_set in own.program.row_sets[2:]:

@@ -177,9 +177,12 @@ def test_sources_of_weights_and_what_is_not_finite():
     cpu = _native.Executor()
     same = cpu.add_matrix(100, 120, "float32")
     cpu.fill_rows(same, stored, "F16", 20, 77, 0)
-    other = found.add_matrix(100, 120, "float32")
-    found.fill_rows(other, stored, "F16", 20, 77)
-    assert found.source_hash(other) == cpu.source_hash(same)
+    transposed = [np.repeat(part.T, 2, axis=1)[:, ::2].T for part in stored]  # rows are two elements apart
+    for arrays in (stored, transposed):
+        other = found.add_matrix(100, 120, "float32")
+        assert found.fill_rows(other, arrays, "F16", 20, 77) == [1, 1]
+        assert found.source_hash(other) == cpu.source_hash(same)
+        assert found.read_rows(other).tobytes() == found.read_rows(handle).tobytes()
 
 
 @pytest.mark.parametrize("form, tolerance", [("float32", EXACT), ("bfloat16", 5e-2)])

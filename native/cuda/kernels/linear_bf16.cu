@@ -1,22 +1,19 @@
 // Products in bfloat16 by mma.sync: for few rows, where all that counts is how fast the weights stream by, and on chips
 // without wgmma for any number.
 //
-// A block of threads has 16 columns (rows of the weights) and up to 64 rows of activations. Each of its warps computes
-// pieces of K (tiles.h) by itself: it copies its part of both sides into shared memory several stages ahead, and no
-// other warp sees that. After each round of pieces, one a warp, all add them up in ascending order.
+// A block of threads has 16 columns and up to 64 rows of activations. Each of its warps copies its part of both sides
+// into shared memory several stages ahead, and no other warp sees that.
 #include <algorithm>
 
-#include "cuda/kernels/device.cuh"
 #include "cuda/kernels/linear_wgmma.h"
+#include "cuda/kernels/warp_pieces.cuh"
 
 namespace as {
 namespace cuda {
 namespace {
 
-constexpr int kColumns = 16;  // of the result, of a block of threads
-constexpr int kMostWarps = 8;
-constexpr int kStageWeights = kColumns * kBlock * 2;  // bytes of a stage: 64 of K
-constexpr int kRowTile = 8, kStageRows = kRowTile * kBlock * 2;
+constexpr int kStageWeights = kTileRows * kBlock * 2;  // bytes of a stage: 64 of K
+constexpr int kStageRows = kRowTile * kBlock * 2;
 constexpr size_t kSharedBytes = 112 << 10;  // at most: two blocks of threads fit a processor of Hopper's and Ampere's
 
 // kTiles: of 8 rows each. kDeep: blocks of threads are few, and each has much on its way.
@@ -24,7 +21,7 @@ template <int kTiles, int kDeep = 0>
 struct Shape {
   static constexpr int kStages = kDeep ? kDeep : kTiles <= 1 ? 5 : kTiles <= 2 ? 4 : kTiles <= 4 ? 3 : 2;
   static constexpr int kStageBytes = kStageWeights + kTiles * kStageRows;
-  static constexpr int kSums = kColumns * kRowTile * kTiles;  // of a piece
+  static constexpr int kColumns = kTileRows, kRows = kRowTile * kTiles, kSums = kColumns * kRows;  // of a piece
   static constexpr size_t kWarpBytes = kSums * 4 + kStages * kStageBytes;
 
   static size_t shared(int warps) { return warps * kWarpBytes + kSums * 4; }
@@ -46,7 +43,7 @@ struct Walk {
 template <typename S, int kTiles>
 __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(Product p, int rows, int tiles, Pieces k) {
   extern __shared__ __align__(128) char shared[];
-  constexpr int kStages = S::kStages, kBytes = S::kStageBytes, kSums = S::kSums;
+  constexpr int kStages = S::kStages, kBytes = S::kStageBytes, kSums = S::kSums, kColumns = S::kColumns;
   const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   float* totals = reinterpret_cast<float*>(shared);  // of the rounds before: [row][column]
   float* sums = totals + kSums;                      // of each warp's piece
@@ -101,7 +98,7 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(Product p, int 
     for (int round = 0; round * warps < k.count; round++) {
       const int piece = round * warps + warp;
       if (piece < k.count) {
-        float d[kTiles][4] = {};
+        float d[1][kTiles][4] = {};
         const int blocks = min(k.length, k.blocks - piece * k.length);
         for (int b = 0; b < blocks; b++) {
           wait_copies<kStages - 2>();
@@ -117,41 +114,28 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(Product p, int 
             for (int t = 0; t < kTiles; t++) {
               if (step % 2 == 0)
                 load_cores(y[t], at + kStageWeights + t * kStageRows + piece_offset(lane % 8, 2 * step + lane / 8));
-              multiply_add(d[t], a, y[t][step % 2 * 2], y[t][step % 2 * 2 + 1]);
+              multiply_add(d[0][t], a, y[t][step % 2 * 2], y[t][step % 2 * 2 + 1]);
             }
           }
           stage = stage + 1 == kStages ? 0 : stage + 1;
         }
-#pragma unroll
-        for (int t = 0; t < kTiles; t++)
-#pragma unroll
-          for (int i = 0; i < 4; i++)
-            sums[warp * kSums + (t * kRowTile + 2 * (lane % 4) + i % 2) * kColumns + lane / 4 + i / 2 * 8] = d[t][i];
+        put_piece(d, sums + warp * kSums);
       }
       __syncthreads();
-      const int pieces = min(warps, k.count - round * warps);
-      const bool last = (round + 1) * warps >= k.count;
-      for (int i = threadIdx.x; i < kSums; i += blockDim.x) {
-        float total = round ? totals[i] : sums[i];
-        for (int w = round ? 0 : 1; w < pieces; w++) total = __fadd_rn(total, sums[w * kSums + i]);
-        totals[i] = total;
-        if (!last || p.gated) continue;
+      add_pieces<kSums>(sums, totals, k, round, [&](int i, float total) {
+        if (p.gated) return total;
         if (i == threadIdx.x && tile == blockIdx.x) {
           if (p.bias) total = __fadd_rn(total, bias);
           if (p.adds) total = __fadd_rn(before, total);
           if (is_own) put<true>(p.y, own.row, own.column, total);
         } else {
-          finish<1, true>(p, rows, p.w.n, &total,
-                          [&](int) { return Place{first_row + i / kColumns, tile * kColumns + i % kColumns}; });
+          const Place at{first_row + i / kColumns, tile * kColumns + i % kColumns};
+          finish<1, true>(p, rows, p.w.n, &total, [&](int) { return at; });
         }
-      }
+        return total;
+      });
       __syncthreads();
-      if (!last || !p.gated) continue;
-      for (int i = threadIdx.x; i < kSums / 2; i += blockDim.x) {
-        const int row = i / 8, column = tile * 8 + i % 8;
-        if (first_row + row < rows && column < p.y.width)
-          finish_gated(p, first_row + row, column, totals[row * kColumns + i % 8], totals[row * kColumns + 8 + i % 8]);
-      }
+      if (p.gated && (round + 1) * warps >= k.count) put_gated<kColumns, kSums>(p, rows, first_row, tile, totals);
     }
   }
 }
@@ -161,17 +145,8 @@ void start_tiles(const Product& p, int rows, const Queue& queue) {
   using S = Shape<kTiles, kDeep>;
   const auto kernel = linear_kernel<S, kTiles>;
   const Pieces k(p.w.k, p.w.most_pieces);
-  const int most_warps = kDeep ? kMostPieces : S::most_warps();
-  const int rounds = (k.count + most_warps - 1) / most_warps, warps = (k.count + rounds - 1) / rounds;
-  const int tiles = ceil_div(p.w.n, kColumns), groups = ceil_div(rows, kTiles * kRowTile);
-  const size_t shared = S::shared(warps);
-  allow_shared(kernel, shared);
-  int blocks = 0;
-  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, 32 * warps, shared);
-  const int most = std::max(1, processors() * std::max(blocks, 1) / groups);
-  // As many turns for every block of threads, if there are several.
-  const int turns = (tiles + most - 1) / most, grid = (tiles + turns - 1) / turns;
-  start(queue, kernel, dim3(grid, groups), 32 * warps, shared, p, rows, tiles, k);
+  const PiecesGrid grid = grid_of<S>(kernel, p.w, k, rows, kDeep ? kMostPieces : S::most_warps());
+  start(queue, kernel, grid.blocks, 32 * grid.warps, grid.shared, p, rows, grid.tiles, k);
   launched("linear in bfloat16");
 }
 
@@ -179,7 +154,7 @@ void start_tiles(const Product& p, int rows, const Queue& queue) {
 // before the rows are there.
 void start_few(const Product& p, int rows, const Queue& queue) {
   constexpr int kDeep = 8;
-  const bool few = ceil_div(p.w.n, kColumns) <= 2 * processors();
+  const bool few = ceil_div(p.w.n, kTileRows) <= 2 * processors();
   if (queue.capability == 90 && few && Pieces(p.w.k, p.w.most_pieces).length >= kDeep)
     return start_tiles<1, kDeep>(p, rows, queue);
   start_tiles<1>(p, rows, queue);

@@ -409,7 +409,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         const auto& sums = of_pieces<kChained>(total, d);
         const Results<S, std::decay_t<decltype(sums)>> results(sums, end_now);
         if constexpr (!kGated)
-          write_sums<kColumns, kAsked>(p, rows, first_row, end.column, results, end_now + kColumns * 4);
+          write_sums<kColumns, kAsked, true>(p, rows, first_row, end.column, results, end_now + kColumns * 4);
         else if (p.bias) write_gated<true, kColumns>(p, rows, first_row, end.column / 2, results);
         else write_gated<false, kColumns>(p, rows, first_row, end.column / 2, results);
       }

@@ -3,43 +3,28 @@
 
 #include <algorithm>
 
+#include "cuda/kernels/warp_pieces.cuh"
+
 namespace as {
 namespace cuda {
 namespace {
 
-constexpr int kMostWarps = 8;
-constexpr int kRowTile = 8, kStageRows = kRowTile * kByteRow;
+constexpr int kStageRows = kRowTile * kByteRow;
 constexpr size_t kSharedBytes = 108 << 10;  // at most: two blocks of threads fit a processor of Hopper's and Ampere's
 
 // kTiles: of 8 rows of activations; kColumnTiles: of 16 columns (rows of the weights).
 template <int kBits, int kTiles, int kColumnTiles>
 struct Shape {
-  static constexpr int kColumns = kTileRows * kColumnTiles;
+  static constexpr int kColumns = kTileRows * kColumnTiles, kRows = kRowTile * kTiles;
   static constexpr int kCodes = kColumnTiles * code_bytes(kBits) / 4, kScales = kColumns * 4;
   static constexpr int kRowSums = kTiles * kRowTile * 4;
   static constexpr int kStages = kTiles == 1 ? (kBits == 4 ? 9 : 7) : kTiles == 2 ? 5 : kTiles == 4 ? 4 : 3;
   static constexpr int kStageBytes = kCodes + kScales + kTiles * kStageRows + kRowSums;
-  static constexpr int kSums = kColumns * kRowTile * kTiles;  // of a piece
+  static constexpr int kSums = kColumns * kRows;  // of a piece
   static constexpr size_t kWarpBytes = kSums * 4 + kStages * kStageBytes;
 
   static size_t shared(int warps) { return warps * kWarpBytes + kSums * 4; }
   static int most_warps() { return std::min<int>(kMostWarps, (kSharedBytes - kSums * 4) / kWarpBytes); }
-};
-
-// The blocks of K that a warp computes, for all columns that its block of threads has; and of each its group.
-struct Walk {
-  int tile, piece, group_blocks, block, end, group, group_end;
-
-  __device__ void begin_piece(const Pieces& k) {
-    block = piece * k.length, end = min(block + k.length, k.blocks);
-    group = block / group_blocks, group_end = (group + 1) * group_blocks;
-  }
-  __device__ void next(const Pieces& k, int warp, int warps) {
-    if (++block == group_end) group++, group_end += group_blocks;
-    if (block < end) return;
-    if ((piece += warps) >= k.count) piece = warp, tile += gridDim.x;
-    begin_piece(k);
-  }
 };
 
 template <int kBits, int kTiles, int kColumnTiles>
@@ -59,9 +44,9 @@ __global__ void __launch_bounds__(32 * kMostWarps)
   const char* x = reinterpret_cast<const char*>(p.bytes.values) + (size_t)(first_row / kBlock) * k.blocks * kByteBlock +
                   first_row % kBlock * kByteRow;
 
-  Walk ahead{(int)blockIdx.x, warp, segments.group_blocks};
+  GroupWalk ahead{(int)blockIdx.x, warp, segments.group_blocks};
   ahead.begin_piece(k);
-  const auto fetch_weights = [&](const Walk& at, int stage) {
+  const auto fetch_weights = [&](const GroupWalk& at, int stage) {
     if (at.tile >= tiles) return;
     const int row_block = at.tile * kColumnTiles / 4, first = at.tile * kColumnTiles % 4;
     const uint32_t to = ring_at + stage * kBytes + lane * 16;
@@ -75,7 +60,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
               reinterpret_cast<const char*>(codes.scales) +
                   (((size_t)row_block * codes.groups + at.group) * kScaleWords + first * kTileRows) * 4 + lane * 16);
   };
-  const auto fetch_rows = [&](const Walk& at, int stage) {
+  const auto fetch_rows = [&](const GroupWalk& at, int stage) {
     if (at.tile >= tiles) return;
     const uint32_t to = ring_at + stage * kBytes + kRowsAt + lane * 16;
     const char* from = x + (size_t)at.block * kByteBlock + lane * 16;
@@ -93,7 +78,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
   };
   // Weights are on their way before the kernel before this one has made the rows.
   let_next_begin();
-  Walk first = ahead;
+  GroupWalk first = ahead;
 #pragma unroll
   for (int i = 0; i < kStages - 1; i++, first.next(k, warp, warps)) fetch_weights(first, i);
   await_previous();
@@ -149,34 +134,17 @@ __global__ void __launch_bounds__(32 * kMostWarps)
           }
           stage = stage + 1 == kStages ? 0 : stage + 1;
         }
-#pragma unroll
-        for (int m = 0; m < kColumnTiles; m++)
-#pragma unroll
-          for (int t = 0; t < kTiles; t++)
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-              sums[warp * kSums + (t * kRowTile + 2 * (lane % 4) + i % 2) * kColumns + m * kTileRows + lane / 4 +
-                   i / 2 * 8] = total[m][t][i];
+        put_piece(total, sums + warp * kSums);
       }
       __syncthreads();
-      const int pieces = min(warps, k.count - round * warps);
-      const bool last = (round + 1) * warps >= k.count;
-      for (int i = threadIdx.x; i < kSums; i += blockDim.x) {
-        float total = round ? totals[i] : sums[i];
-        for (int w = round ? 0 : 1; w < pieces; w++) total = __fadd_rn(total, sums[w * kSums + i]);
-        if (last && first_row + i / kColumns < rows) total = __fmul_rn(total, p.bytes.scales[first_row + i / kColumns]);
-        totals[i] = total;
-        if (last && !p.gated)
-          finish<1>(p, rows, p.w.n, &total,
-                    [&](int) { return Place{first_row + i / kColumns, tile * kColumns + i % kColumns}; });
-      }
+      add_pieces<kSums>(sums, totals, k, round, [&](int i, float total) {
+        const Place at{first_row + i / kColumns, tile * kColumns + i % kColumns};
+        if (at.row < rows) total = __fmul_rn(total, p.bytes.scales[at.row]);
+        if (!p.gated) finish<1>(p, rows, p.w.n, &total, [&](int) { return at; });
+        return total;
+      });
       __syncthreads();
-      if (!last || !p.gated) continue;
-      for (int i = threadIdx.x; i < kSums / 2; i += blockDim.x) {
-        const int row = i / (kColumns / 2), c = i % (kColumns / 2), column = tile * (kColumns / 2) + c;
-        const float* gate = totals + row * kColumns + c / 8 * kTileRows + c % 8;
-        if (first_row + row < rows && column < p.y.width) finish_gated(p, first_row + row, column, gate[0], gate[8]);
-      }
+      if (p.gated && (round + 1) * warps >= k.count) put_gated<kColumns, kSums>(p, rows, first_row, tile, totals);
     }
   }
 }
@@ -186,17 +154,8 @@ void start_tiles(const Product& p, int rows, const Queue& queue) {
   using S = Shape<kBits, kTiles, kColumnTiles>;
   const auto kernel = linear_kernel<kBits, kTiles, kColumnTiles>;
   const Pieces k(p.w.k, p.w.most_pieces);
-  const int most_warps = S::most_warps();
-  const int rounds = (k.count + most_warps - 1) / most_warps, warps = (k.count + rounds - 1) / rounds;
-  const int tiles = ceil_div(p.w.n, S::kColumns), groups = ceil_div(rows, kTiles * kRowTile);
-  const size_t shared = S::shared(warps);
-  allow_shared(kernel, shared);
-  int blocks = 0;
-  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, 32 * warps, shared);
-  const int most = std::max(1, processors() * std::max(blocks, 1) / groups);
-  // As many turns for every block of threads, if there are several.
-  const int turns = (tiles + most - 1) / most, grid = (tiles + turns - 1) / turns;
-  start(queue, kernel, dim3(grid, groups), 32 * warps, shared, p, rows, tiles, k, Segments(p.w, k));
+  const PiecesGrid grid = grid_of<S>(kernel, p.w, k, rows, S::most_warps());
+  start(queue, kernel, grid.blocks, 32 * grid.warps, grid.shared, p, rows, grid.tiles, k, Segments(p.w, k));
   launched("linear in integers");
 }
 

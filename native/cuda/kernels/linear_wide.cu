@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "cuda/kernels/linear_wgmma.h"
+#include "cuda/kernels/row_sums.cuh"
 #include "cuda/kernels/tile_parts.cuh"
 
 namespace as {
@@ -130,103 +131,6 @@ __device__ const auto& of_pieces(const float (&piece)[kValues], const float (&to
   else return total;
 }
 
-// A warpgroup's sums of 64 rows become gated values: a thread has gates and what they gate of the same columns, two
-// adjacent ones of each eight; lanes exchange these, so that each has eight adjacent ones at a time. Few instructions
-// count here: nobody multiplies meanwhile, and they do not stay in the cache.
-template <bool kBias, int kColumns>
-__device__ void write_gated(const Product& p, int rows, int first_row, int first_column,
-                            const float (&sums)[kColumns / 2]) {
-  constexpr int kEights = kColumns / 16;
-  const unsigned thread = afresh(threadIdx.x % 128), lane = thread % 32, quarter = lane % 4;
-  const int width = p.y.width, blocks = blocks_of(width);
-  const auto gate_of = [&](int i, int j, const float* gates) {
-    if constexpr (!kBias) return silu_times(gates[j], gates[4 + j]);
-    const int column = first_column + i * 8 + 2 * (int)quarter + j;
-    const bool there = column < width;  // with -0 a sum is what is added
-    return silu_times(__fadd_rn(gates[j], there ? p.bias[column] : -0.0f),
-                      __fadd_rn(gates[4 + j], there ? p.bias[width + column] : -0.0f));
-  };
-#pragma unroll
-  for (int h = 0; h < 2; h++) {
-    const int row = first_row + (int)(thread / 32 * 16 + lane / 4) + 8 * h;
-#pragma unroll
-    for (int first = 0; first < kEights; first += 4) {
-      uint32_t words[4] = {};
-#pragma unroll
-      for (int i = 0; i < 4 && first + i < kEights; i++) {
-        const float* gates = sums + (first + i) * 8 + 2 * h;
-        words[i] = two_bf16(gate_of(first + i, 0, gates), gate_of(first + i, 1, gates));
-      }
-      exchange(words);
-      const int column = first_column + (first + (int)quarter) * 8;
-      if (row >= rows || first + (int)quarter >= kEights || column >= width) continue;
-      if (column + 8 > width) {  // columns from the width on are padding, which is zero
-#pragma unroll
-        for (int i = 0; i < 4; i++) words[i] &= column + 2 * i + 1 < width ? ~0u : column + 2 * i < width ? 0xffff : 0;
-      }
-      *reinterpret_cast<uint4*>(p.y.tiles + tile_offset(row, column, blocks)) =
-          make_uint4(words[0], words[1], words[2], words[3]);
-    }
-  }
-}
-
-// What a warpgroup's sums of 64 rows are added to is on its way into the second-level cache.
-template <int kColumns>
-__device__ void ask_for_added(const Product& p, int rows, int first_row, int first_column) {
-  constexpr int kLine = 32;  // values
-  const int count = min(kColumns, p.w.n - first_column), width = p.y.width;
-  for (int i = threadIdx.x % 128; i < kBlock * (kColumns / kLine); i += 128) {
-    const int row = first_row + i / (kColumns / kLine), column = i % (kColumns / kLine) * kLine;
-    if (row < rows && column < count)
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(p.y.values + (size_t)row * width + first_column + column));
-  }
-}
-
-// Likewise as they are, with a bias, or added to what is there. Lanes exchange two values of each 16 columns, so that
-// each has four adjacent ones. Of some of these at a time what they are added to is asked for while those before are
-// computed with: for all there are no registers, and one after the other would wait for each.
-template <int kColumns>
-__device__ void write_sums(const Product& p, int rows, int first_row, int first_column,
-                           const float (&sums)[kColumns / 2]) {
-  constexpr int kSixteens = kColumns / 16, kAsked = 4, kSteps = (kSixteens + kAsked - 1) / kAsked;
-  const unsigned thread = afresh(threadIdx.x % 128), lane = thread % 32, odd = lane % 2;
-  const int width = p.y.width, column = first_column + (int)(8 * odd + lane % 4 / 2 * 4),
-            row = first_row + (int)(thread / 32 * 16 + lane / 4);
-  const int left = p.w.n - column;  // of the columns that there are
-  const float* added = p.adds ? p.y.values + (size_t)row * width : p.bias;
-  const int stride = p.adds ? 8 * width : 0;
-  float4 asked[2][kAsked];
-  const auto ask = [&](int step) {
-    const int h = step / kSteps;
-#pragma unroll
-    for (int i = 0; i < kAsked; i++)
-      if (const int at = step % kSteps * kAsked + i; at < kSixteens)
-        asked[step % 2][i] =
-            read_if(added + (size_t)h * stride + column + 16 * at, added && row + 8 * h < rows && 16 * at < left);
-  };
-  ask(0);
-#pragma unroll
-  for (int step = 0; step < 2 * kSteps; step++) {
-    if (step + 1 < 2 * kSteps) ask(step + 1);
-    const int h = step / kSteps;
-#pragma unroll
-    for (int i = 0; i < kAsked; i++) {
-      const int at = step % kSteps * kAsked + i;
-      if (at >= kSixteens) continue;
-      const float *low = sums + 8 * at + 2 * h, *high = low + 4;
-      const float first = __shfl_xor_sync(0xffffffffu, odd ? low[0] : high[0], 1),
-                  second = __shfl_xor_sync(0xffffffffu, odd ? low[1] : high[1], 1);
-      float4 four = odd ? make_float4(first, second, high[0], high[1]) : make_float4(low[0], low[1], first, second);
-      if (row + 8 * h >= rows || 16 * at >= left) continue;
-      if (p.adds && p.bias) four = sum_of(four, *reinterpret_cast<const float4*>(p.bias + column + 16 * at));
-      if (added) four = sum_of(asked[step % 2][i], four);
-      if (p.y.tiles)
-        *reinterpret_cast<uint2*>(p.y.tiles + tile_offset(row + 8 * h, column + 16 * at, blocks_of(width))) =
-            make_uint2(two_bf16(four.x, four.y), two_bf16(four.z, four.w));
-      else *reinterpret_cast<float4*>(p.y.values + (size_t)(row + 8 * h) * width + column + 16 * at) = four;
-    }
-  }
-}
 #endif
 
 template <typename S, bool kGated>
@@ -388,12 +292,13 @@ __global__ void __launch_bounds__(kThreads, 1)
         continue;
       }
       const int first_row = end.row + group * kBlock;
-      if constexpr (kGated) {
-        if (p.bias) write_gated<true, kColumns>(p, rows, first_row, end.column / 2, sums);
-        else write_gated<false, kColumns>(p, rows, first_row, end.column / 2, sums);
-      } else {
-        write_sums<kColumns>(p, rows, first_row, end.column, sums);
-      }
+      const auto results = [&](int sixteen, int h, float(&v)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) v[i] = sums[sixteen * 8 + h * 2 + i / 2 * 4 + i % 2];
+      };
+      if constexpr (!kGated) write_sums<kColumns, 4, false>(p, rows, first_row, end.column, results);
+      else if (p.bias) write_gated<true, kColumns>(p, rows, first_row, end.column / 2, results);
+      else write_gated<false, kColumns>(p, rows, first_row, end.column / 2, results);
     }
   }
   __syncwarp();

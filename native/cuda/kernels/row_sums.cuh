@@ -65,19 +65,21 @@ __device__ inline float4 load_four(uint32_t address) {
   return v;
 }
 
-// Likewise as they are, with a bias (of the tile's columns, in shared memory, if there is one), or added to what is
-// there. Lanes exchange two values of each 16 columns, so that each has four adjacent ones. Of kAsked of these at a
-// time what they are added to is asked for while those before are computed with: one after the other would wait for
-// each.
-template <int kColumns, int kAsked, typename Results>
+// Likewise as they are, with a bias, or added to what is there. Lanes exchange two values of each 16 columns, so that
+// each has four adjacent ones. Of kAsked of these at a time what they are added to is asked for while those before are
+// computed with: one after the other would wait for each. bias: of the tile's columns, where it is in shared memory.
+template <int kColumns, int kAsked, bool kBiasShared, typename Results>
 __device__ inline void write_sums(const Product& p, int rows, int first_row, int first_column, const Results& results,
-                                  uint32_t bias) {
+                                  uint32_t bias = 0) {
   constexpr int kSixteens = kColumns / 16, kSteps = (kSixteens + kAsked - 1) / kAsked * 2;
   const unsigned thread = afresh(threadIdx.x % 128), lane = thread % 32, odd = lane % 2;
   const int width = p.y.width, within = 8 * odd + lane % 4 / 2 * 4, column = first_column + within,
             row = first_row + (int)(thread / 32 * 16 + lane / 4);
-  const int left = p.w.n - column;  // of the columns that there are
-  const float* added = p.y.values + (size_t)row * width + column;
+  const int left = p.w.n - column;                 // of the columns that there are
+  const bool with_bias = !kBiasShared && !p.adds;  // as what is there
+  const float* added = (with_bias ? p.bias : p.y.values + (size_t)row * width) + column;
+  const int stride = with_bias ? 0 : 8 * width;
+  const bool adds = p.adds || (with_bias && p.bias);
   bias += within * 4;
   float4 asked[2][kAsked];
   const auto ask = [&](int step) {
@@ -86,7 +88,7 @@ __device__ inline void write_sums(const Product& p, int rows, int first_row, int
     for (int i = 0; i < kAsked; i++)
       if (const int at = step / 2 * kAsked + i; at < kSixteens)
         asked[step % 2][i] =
-            read_if(added + (size_t)(8 * h) * width + 16 * at, p.adds && row + 8 * h < rows && 16 * at < left);
+            read_if(added + (size_t)h * stride + 16 * at, adds && row + 8 * h < rows && 16 * at < left);
   };
   ask(0);
 #pragma unroll
@@ -103,8 +105,10 @@ __device__ inline void write_sums(const Product& p, int rows, int first_row, int
                   second = __shfl_xor_sync(0xffffffffu, odd ? v[1] : v[3], 1);
       float4 four = odd ? make_float4(first, second, v[2], v[3]) : make_float4(v[0], v[1], first, second);
       if (row + 8 * h >= rows || 16 * at >= left) continue;
-      if (p.bias) four = sum_of(four, load_four(bias + 64 * at));
-      if (p.adds) four = sum_of(asked[step % 2][i], four);
+      if (p.bias && kBiasShared) four = sum_of(four, load_four(bias + 64 * at));
+      if (p.bias && !kBiasShared && p.adds)
+        four = sum_of(four, *reinterpret_cast<const float4*>(p.bias + column + 16 * at));
+      if (adds) four = sum_of(asked[step % 2][i], four);
       if (p.y.tiles)
         *reinterpret_cast<uint2*>(p.y.tiles + tile_offset(row + 8 * h, column + 16 * at, blocks_of(width))) =
             make_uint2(two_bf16(four.x, four.y), two_bf16(four.z, four.w));
