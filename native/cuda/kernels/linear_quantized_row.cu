@@ -58,10 +58,25 @@ struct BlockCodes {
   }
 };
 
-// A piece of K [begin, end) of two columns of the result that lie eight apart in a tile, side by side: what a row of
+// How sets of scales go along with blocks of K: of `blocks` blocks one, or `each` of a block; `more` from one stage to
+// the next, or less than 0 if stages differ.
+struct SetPace {
+  Divisor blocks;
+  int each, more;
+
+  template <class S>
+  static SetPace of(const Codes& codes, int k_blocks) {
+    if (S::kSets > 1) return {Divisor(1), kBlock / codes.group, S::kBlocks * kBlock / codes.group};
+    if (codes.groups == 1) return {Divisor(std::max(k_blocks, 1)), 1, 0};
+    const int blocks = std::max(codes.group / kBlock, 1);
+    return {Divisor(blocks), 1, S::kBlocks % blocks ? -1 : S::kBlocks / blocks};
+  }
+};
+
+// A piece of K of two columns of the result that lie eight apart in a tile, side by side: what a row of
 // mma.sync's first operand and the row eight further have, and what one lane of four has codes of.
 struct Chain {
-  int pair, begin, end;  // pair: of those of the block of threads
+  int pair, begin, blocks;  // pair: of those of the block of threads
 };
 
 // What a warp copies, a stage at a time: eight chains of every so many pairs. All that takes a division is worked out
@@ -70,12 +85,11 @@ template <class S>
 class Copies {
  public:
   // ring: the warp's; first: its pair 0; by: pairs from one turn to the next. whole: blocks that all chains have, of
-  // `length`. set_blocks: of a group; each: groups of a block.
+  // `length`.
   __device__ __forceinline__ Copies(const Matrix& w, uint32_t ring, const Chain& codes, const Chain& scales, int first,
-                                    int pairs, int by, int k_blocks, int whole, int length, const Divisor& set_blocks,
-                                    int each)
+                                    int pairs, int by, int k_blocks, int whole, int length, const SetPace& sets)
       : codes_(w.codes),
-        set_blocks_(set_blocks),
+        sets_(sets),
         own_(codes),
         of_scales_(scales),
         first_(first),
@@ -84,13 +98,10 @@ class Copies {
         k_blocks_(k_blocks),
         whole_(whole - S::kBlocks),
         length_(length),
-        each_(each),
         to_(ring + lane() * 16),
         scales_to_(ring + S::kCodesBytes + lane() * 8) {
-    const bool one = codes_.groups == 1;
-    more_ = S::kSets > 1 ? S::kBlocks * each : one ? 0 : set_blocks_(S::kBlocks);
     first_set_ = set_of(of_scales_.begin);
-    if (S::kSets == 1 && !one && more_ * set_blocks_.by() != S::kBlocks) whole_ = -1;  // sets go on at another pace
+    if (sets.more < 0) whole_ = -1;
     has_scales_ = lane() < kPlaces * 8;
     keep(to_), keep(scales_to_), keep(has_scales_);
     at_pairs();
@@ -99,7 +110,7 @@ class Copies {
   __device__ __forceinline__ void fetch(uint32_t stage) {
     if (block_ <= limit_) fetch_whole(stage);
     else fetch_rest(stage);
-    block_ += S::kBlocks, from_ += S::kBlocks * code_bytes(S::kBits), set_ += more_;
+    block_ += S::kBlocks, from_ += S::kBlocks * code_bytes(S::kBits), set_ += sets_.more;
     commit_copies();
   }
 
@@ -113,7 +124,7 @@ class Copies {
     for (int i = 0; i < S::kBlocks * kCopies; i++) copy_codes(stage, i);
 #pragma unroll
     for (int i = 0; i < kPlaces; i += 4)
-      copy_scales(stage, i, set_ + i / S::kSets * each_, kPlaces >= 4 || has_scales_);
+      copy_scales(stage, i, set_ + i / S::kSets * sets_.each, kPlaces >= 4 || has_scales_);
   }
   // A stage that not all chains have as a whole, or of another pace of sets, or the first of the next pairs. Scales are
   // zero where a chain has ended.
@@ -123,12 +134,12 @@ class Copies {
     if (block_ <= limit_) return fetch_whole(stage);
 #pragma unroll
     for (int i = 0; i < S::kBlocks * kCopies; i++)
-      if (own_.begin + block_ + i / kCopies < own_.end) copy_codes(stage, i);
+      if (block_ + i / kCopies < own_.blocks) copy_codes(stage, i);
 #pragma unroll
     for (int i = 0; i < kPlaces; i += 4) {
-      const int block = of_scales_.begin + block_ + i / S::kSets, own = block + lane() / 8 / S::kSets;
-      copy_scales(stage, i, min(set_of(block), codes_.groups - 1), kPlaces >= 4 || has_scales_,
-                  own < of_scales_.end ? 8 : 0);
+      const int block = block_ + i / S::kSets;
+      copy_scales(stage, i, min(set_of(of_scales_.begin + block), codes_.groups - 1), kPlaces >= 4 || has_scales_,
+                  block + lane() / 8 / S::kSets < of_scales_.blocks ? 8 : 0);
     }
   }
   __device__ __forceinline__ void copy_codes(uint32_t stage, int i) const {
@@ -143,7 +154,7 @@ class Copies {
   // What a lane copies of a stage's scales, if that begins with this block.
   __device__ __forceinline__ int set_of(int block) const {
     const int place = lane() / 8, own = block + place / S::kSets;
-    return S::kSets > 1 ? own * each_ + place % S::kSets * each_ / S::kSets : set_blocks_(own);
+    return S::kSets > 1 ? own * sets_.each + place % S::kSets * sets_.each / S::kSets : sets_.blocks(own);
   }
   __device__ __forceinline__ void at_pairs() {
     const int own = min(first_ + own_.pair, pairs_ - 1), other = min(first_ + of_scales_.pair, pairs_ - 1);
@@ -156,17 +167,16 @@ class Copies {
   }
 
   const Codes& codes_;
-  const Divisor& set_blocks_;
+  const SetPace& sets_;
   const Chain own_, of_scales_;
   int first_;
   const int pairs_, by_, k_blocks_;
   int whole_, limit_;    // up to this block stages are whole and regular; now
   uint32_t has_scales_;  // whether the lane copies some
   int block_;            // of the chains
-  const int length_, each_;
+  const int length_;
   uint32_t to_, scales_to_;
-  int first_set_, set_,
-      more_;  // a lane's set of scales: of the chain's first stage, of the next; how many further one goes
+  int first_set_, set_;  // of scales, of a lane: of the chain's first stage, of the next
   const char *from_, *scales_;
 };
 
@@ -240,32 +250,29 @@ __device__ __forceinline__ void meet(int unit) {
 }
 
 // pairs: of columns, eight apart, of which a block of threads has `together` at a time, and of each k.count chains.
-// shared: of units of eight chains, the last so many are by two warps each, one after the other. set_blocks: of a
-// group; each: groups of a block.
+// shared: of units of eight chains, the last so many are by two warps each, one after the other.
 template <class S>
 __global__ void __launch_bounds__(32 * kMostWarps)
     row_kernel(const __grid_constant__ Product p, int pairs, const __grid_constant__ Divisor together, int shared_units,
-               Pieces k, const __grid_constant__ Divisor piece_length, const __grid_constant__ Divisor set_blocks,
-               int each) {
+               Pieces k, const __grid_constant__ Divisor piece_length, const __grid_constant__ SetPace sets) {
   extern __shared__ __align__(128) char shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32, units = warps - shared_units;
   const bool goes_on = warp >= units, leaves = !goes_on && warp >= units - shared_units;
   const int unit = goes_on ? warp - shared_units : warp, pairs_at_once = together.by(),
             chains = pairs_at_once * k.count;
-  // Of a unit that two share: K is one piece.
-  const int half = (k.blocks / 2 + S::kBlocks - 1) / S::kBlocks * S::kBlocks;
   const auto chain = [&](int i) {
     const int number = min(unit * kUnit + i, chains - 1), piece = together(number), begin = piece * k.length;
-    if (leaves) return Chain{number, 0, half};
-    if (goes_on) return Chain{number, half, k.blocks};
-    return Chain{number - piece * pairs_at_once, begin, min(begin + k.length, k.blocks)};
+    return Chain{number - piece * pairs_at_once, begin, min(k.length, k.blocks - begin)};
   };
-  const Chain own = chain(lane / 4), other = chain(lane % kUnit);
-  // Blocks of the longest of the warp's chains, which is the first one's; of the shortest; that all columns of are
-  // there.
-  const Chain first_chain = chain(0), last_chain = chain(kUnit - 1);
-  const int length = first_chain.end - first_chain.begin, shortest = last_chain.end - last_chain.begin,
-            whole = p.w.k % kBlock && last_chain.end == k.blocks ? shortest - 1 : length;
+  Chain own = chain(lane / 4), other = chain(lane % kUnit);
+  if (leaves || goes_on) {  // K is one piece
+    const int half = (k.blocks / 2 + S::kBlocks - 1) / S::kBlocks * S::kBlocks;
+    own.begin = other.begin = leaves ? 0 : half, own.blocks = other.blocks = leaves ? half : k.blocks - half;
+  }
+  // Of the warp's chains: the longest, which is the first one's; the shortest; blocks that all columns are there of.
+  const int length = __shfl_sync(0xffffffffu, own.blocks, 0), shortest = __shfl_sync(0xffffffffu, own.blocks, 31),
+            last_end = __shfl_sync(0xffffffffu, own.begin, 31) + shortest,
+            whole = p.w.k % kBlock && last_end == k.blocks ? shortest - 1 : length;
   float* const sums = reinterpret_cast<float*>(shared);
   char* const x = shared + warps * kTileRows * 4;
   const int row_blocks = k.count * k.length;
@@ -273,7 +280,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
   let_next_begin();
   // Weights are on their way before the kernel before this one has made the rows.
   Copies<S> copies(p.w, ring, own, other, blockIdx.x * pairs_at_once, pairs, gridDim.x * pairs_at_once, k.blocks,
-                   shortest, length, set_blocks, each);
+                   shortest, length, sets);
 #pragma unroll
   for (int i = 0; i < S::kStages - 1; i++) copies.fetch(i * S::kStageBytes);
   float norm_weights[kNormed][8];
@@ -357,7 +364,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
           BlockCodes<S> block;
           block.read(codes_at + stage, scales_at + stage, j);
           block.values(a);
-          const int columns = min(p.w.k, own.end * kBlock) - (own.begin + b + j) * kBlock;
+          const int columns = min(p.w.k - own.begin * kBlock, own.blocks * kBlock) - (b + j) * kBlock;
 #pragma unroll
           for (int i = 0; i < 4; i++) cut_fragment(a[i], columns - i * 16);
           multiply(y, a);
@@ -446,13 +453,12 @@ void start_row(const Product& p, const Plan& plan, const Queue& queue) {
   using S = Shape<kBits, kFine, kStages>;
   const Pieces k(p.w.k, p.w.most_pieces);
   const size_t shared = S::shared(plan.warps, k.count * k.length);
-  const Codes& codes = p.w.codes;
-  const int each = kFine ? kBlock / codes.group : 1, groups = ceil_div(plan.pairs, plan.together);
-  const Divisor set_blocks(codes.groups == 1 ? std::max(k.blocks, 1) : std::max(codes.group / kBlock, 1));
+  const int groups = ceil_div(plan.pairs, plan.together);
   allow_shared(row_kernel<S>, shared);
   // As many turns for every block of threads, if there are several.
   start(queue, row_kernel<S>, dim3(ceil_div(groups, ceil_div(groups, processors()))), 32 * plan.warps, shared, p,
-        plan.pairs, Divisor(plan.together), plan.shared_units, k, Divisor(k.length), set_blocks, each);
+        plan.pairs, Divisor(plan.together), plan.shared_units, k, Divisor(k.length),
+        SetPace::of<S>(p.w.codes, k.blocks));
   launched("linear with quantized weights, one row");
 }
 
