@@ -80,7 +80,7 @@ struct Chain {
 };
 
 // What a warp copies, a stage at a time: eight chains of every so many pairs. All that takes a division is worked out
-// before: a stage is copied in a few instructions. A lane copies codes of one chain and scales of another.
+// before: a stage is copied in a few instructions. A lane copies codes of one chain, and scales of one and the next.
 template <class S>
 class Copies {
  public:
@@ -99,10 +99,10 @@ class Copies {
         whole_(whole - S::kBlocks),
         length_(length),
         to_(ring + lane() * 16),
-        scales_to_(ring + S::kCodesBytes + lane() * 8) {
+        scales_to_(ring + S::kCodesBytes + lane() * 16) {
     first_set_ = set_of(of_scales_.begin);
     if (sets.more < 0) whole_ = -1;
-    has_scales_ = lane() < kPlaces * 8;
+    has_scales_ = lane() < kPlaces * 4;
     keep(to_), keep(scales_to_), keep(has_scales_);
     at_pairs();
   }
@@ -123,8 +123,8 @@ class Copies {
 #pragma unroll
     for (int i = 0; i < S::kBlocks * kCopies; i++) copy_codes(stage, i);
 #pragma unroll
-    for (int i = 0; i < kPlaces; i += 4)
-      copy_scales(stage, i, set_ + i / S::kSets * sets_.each, kPlaces >= 4 || has_scales_);
+    for (int i = 0; i < kPlaces; i += 8)
+      copy_scales(stage, i, set_ + i / S::kSets * sets_.each, kPlaces >= 8 || has_scales_);
   }
   // A stage that not all chains have as a whole, or of another pace of sets, or the first of the next pairs. Scales are
   // zero where a chain has ended.
@@ -136,28 +136,28 @@ class Copies {
     for (int i = 0; i < S::kBlocks * kCopies; i++)
       if (block_ + i / kCopies < own_.blocks) copy_codes(stage, i);
 #pragma unroll
-    for (int i = 0; i < kPlaces; i += 4) {
+    for (int i = 0; i < kPlaces; i += 8) {
       const int block = block_ + i / S::kSets;
-      copy_scales(stage, i, min(set_of(of_scales_.begin + block), codes_.groups - 1), kPlaces >= 4 || has_scales_,
-                  block + lane() / 8 / S::kSets < of_scales_.blocks ? 8 : 0);
+      copy_scales(stage, i, min(set_of(of_scales_.begin + block), codes_.groups - 1), kPlaces >= 8 || has_scales_,
+                  block + lane() / 4 / S::kSets < of_scales_.blocks ? 16 : 0);
     }
   }
   __device__ __forceinline__ void copy_codes(uint32_t stage, int i) const {
     copy_16(to_ + stage + i * 512, from_ + i / kCopies * code_bytes(S::kBits) + i % kCopies * 512);
   }
-  __device__ __forceinline__ void copy_scales(uint32_t stage, int i, int set, int there, int bytes = 8) const {
-    asm volatile("{ .reg .pred p;\nsetp.ne.s32 p, %2, 0;\n@p cp.async.ca.shared.global [%0], [%1], 8, %3; }" ::"r"(
+  __device__ __forceinline__ void copy_scales(uint32_t stage, int i, int set, int there, int bytes = 16) const {
+    asm volatile("{ .reg .pred p;\nsetp.ne.s32 p, %2, 0;\n@p cp.async.cg.shared.global [%0], [%1], 16, %3; }" ::"r"(
                      scales_to_ + stage + i * S::kSetBytes),
                  "l"(scales_ + (size_t)set * (kScaleWords * 4)), "r"(there), "r"(bytes)
                  : "memory");
   }
   // What a lane copies of a stage's scales, if that begins with this block.
   __device__ __forceinline__ int set_of(int block) const {
-    const int place = lane() / 8, own = block + place / S::kSets;
+    const int place = lane() / 4, own = block + place / S::kSets;
     return S::kSets > 1 ? own * sets_.each + place % S::kSets * sets_.each / S::kSets : sets_.blocks(own);
   }
   __device__ __forceinline__ void at_pairs() {
-    const int own = min(first_ + own_.pair, pairs_ - 1), other = min(first_ + of_scales_.pair, pairs_ - 1);
+    const int own = min(first_ + own_.pair, pairs_ - 1), other = min(first_ + of_scales_.pair, pairs_ - 2);
     block_ = 0, set_ = first_set_, limit_ = first_ < pairs_ ? whole_ : -1;
     from_ = reinterpret_cast<const char*>(codes_.words) +
             ((size_t)(own / (kBlock / 2)) * k_blocks_ + own_.begin) * code_bytes(S::kBits) +
@@ -261,13 +261,14 @@ __global__ void __launch_bounds__(32 * kMostWarps)
   const int unit = goes_on ? warp - shared_units : warp, pairs_at_once = together.by(),
             chains = pairs_at_once * k.count;
   const auto chain = [&](int i) {
-    const int number = min(unit * kUnit + i, chains - 1), piece = together(number), begin = piece * k.length;
+    const int number = min(unit * kUnit + i, chains - 2 + i % 2), piece = together(number), begin = piece * k.length;
     return Chain{number - piece * pairs_at_once, begin, min(k.length, k.blocks - begin)};
   };
-  Chain own = chain(lane / 4), other = chain(lane % kUnit);
+  Chain own = chain(lane / 4), of_scales = chain(lane % 4 * 2);
   if (leaves || goes_on) {  // K is one piece
     const int half = (k.blocks / 2 + S::kBlocks - 1) / S::kBlocks * S::kBlocks;
-    own.begin = other.begin = leaves ? 0 : half, own.blocks = other.blocks = leaves ? half : k.blocks - half;
+    own.begin = of_scales.begin = leaves ? 0 : half;
+    own.blocks = of_scales.blocks = leaves ? half : k.blocks - half;
   }
   // Of the warp's chains: the longest, which is the first one's; the shortest; blocks that all columns are there of.
   const int length = __shfl_sync(0xffffffffu, own.blocks, 0), shortest = __shfl_sync(0xffffffffu, own.blocks, 31),
@@ -279,7 +280,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
   const uint32_t ring = shared_address(x) + row_blocks * kRowBytes + warp * S::kStages * S::kStageBytes;
   let_next_begin();
   // Weights are on their way before the kernel before this one has made the rows.
-  Copies<S> copies(p.w, ring, own, other, blockIdx.x * pairs_at_once, pairs, gridDim.x * pairs_at_once, k.blocks,
+  Copies<S> copies(p.w, ring, own, of_scales, blockIdx.x * pairs_at_once, pairs, gridDim.x * pairs_at_once, k.blocks,
                    shortest, length, sets);
 #pragma unroll
   for (int i = 0; i < S::kStages - 1; i++) copies.fetch(i * S::kStageBytes);
@@ -293,11 +294,12 @@ __global__ void __launch_bounds__(32 * kMostWarps)
   if (p.unnormed) norm_row(p, norm_weights, sums, places, x);
   else copy_row(p, k.blocks, places, x);
   __syncthreads();
+  const int row_begin = __shfl_sync(0xffffffffu, own.begin, lane % kUnit * 4);
   // Row i of the second operand is of chain i's piece: products of two different chains are nobody's.
   uint32_t codes_at = ring + lane * 16, scales_at = ring + S::kCodesBytes + lane / 4 * 8,
-           row_at = shared_address(x) + places(other.begin, lane / 8);
+           row_at = shared_address(x) + places(row_begin, lane / 8);
   keep(codes_at), keep(scales_at), keep(row_at);
-  const int other_half = piece_length(other.begin) & 1 ? -64 : 64;
+  const int other_half = piece_length(row_begin) & 1 ? -64 : 64;
 
   // Of what chains' sums in shared memory make, which a thread may have one of and asks ahead for what that is added
   // to.
