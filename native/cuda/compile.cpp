@@ -108,6 +108,8 @@ void CudaRunner::check_program() const {
   const Limits& l = limits_;
   if (l.max_rows < 1 || l.max_outputs < 1 || l.max_slots < 1 || l.max_length < 1 || l.num_spans < 1)
     throw std::invalid_argument("allocate: sizes must be positive");
+  if (std::max(l.max_rows, l.max_outputs) > kMostLaunchRows)
+    refuse("steps of more than " + std::to_string(kMostLaunchRows) + " rows");
   if (l.span_size != 16 && l.span_size != 32 && l.span_size != 64 && l.span_size != 128)
     throw std::invalid_argument("span size must be 16, 32, 64 or 128, got " + std::to_string(l.span_size));
   if ((int64_t)l.num_spans * l.span_size > kLargestCount * 64ll)
@@ -168,6 +170,14 @@ int CudaRunner::bind(size_t i) {
   };
   if (op.is("linear")) return bind_linear(i);
   if (norms_for_next(i)) return bind_linear(i + 1, true) + 1;
+  if (quantizes_next(i) && !norms_with_router(i)) {
+    const OpNode& after = ops_[i + 2];
+    if (after.is("lora") && after.inputs[1] == op.outputs[0])  // it wants normed rows, too
+      add_launch([=, x = in(op), y = out(op), norm = norm_of(op, vector(op, 0))](
+                     const Size& size) { rms_norm(x.values(), norm, count(x, size), y.rows, queue); },
+                 in(op).row_set);
+    return bind_linear(i + 1, true) + 1;
+  }
   if (op.is("lora")) return bind_lora(i);
   if (op.is("span_attention")) return bind_attention(op), 0;
   if (op.is("router")) return bind_router(i, false), 0;
@@ -197,17 +207,6 @@ int CudaRunner::bind(size_t i) {
           if (const int rows = count(x, size); rows > 1) rms_norm(x.values(), norm, rows, y.rows, queue);
         },
         x.row_set);
-  } else if (op.is("rms_norm") && quantizes_next(i)) {
-    const OpNode& linear = ops_[i + 1];
-    Product p;
-    p.w = weights_.matrix(linear.weights[0]), p.bytes = byte_rows_of(linear);
-    add_launch([=, norm = norm_of(op, vector(op, 0))](
-                   const Size& size) { rms_norm_into_bytes(x.values(), norm, p, count(x, size), queue); },
-               x.row_set);
-    if (const OpNode& after = ops_[i + 2]; after.is("lora") && after.inputs[1] == op.outputs[0])  // it wants them, too
-      add_launch([=, norm = norm_of(op, vector(op, 0))](
-                     const Size& size) { rms_norm(x.values(), norm, count(x, size), y.rows, queue); },
-                 x.row_set);
   } else if (op.is("rms_norm")) {
     add_launch([=, norm = norm_of(op, vector(op, 0))](
                    const Size& size) { rms_norm(x.values(), norm, count(x, size), y.rows, queue); },
@@ -457,21 +456,25 @@ int CudaRunner::bind_linear(size_t i, bool norms) {
   if (p.w.takes_bytes()) p.bytes = byte_rows_of(op);
   const bool converts = p.w.takes_tiles() && !x.rows.tiles;
   if (converts) p.x = {nullptr, tiles_.as<uint16_t>(), x.rows.width};
-  const bool quantizes = p.w.takes_bytes() && (i == 0 || !quantizes_next(i - 1));
+  const bool takes_bytes = p.w.takes_bytes();
   const bool few = has_few_columns(p.w) && is_routing(op.outputs[0]);
   Product norming = p;
   if (norms) norming.unnormed = in(ops_[i - 1]).values(), norming.norm = norm_of(ops_[i - 1], vector(ops_[i - 1], 0));
+  const bool in_place = norms && norming.unnormed == p.y.values;  // who norms a row reads it while others write theirs
   uint16_t* const place = sum ? nullptr : place_of(i);
   launches_.push_back([=](const Size& size) mutable {
     const int rows = count(x, size);
     if (!rows) return;
-    if (norms) {
-      if (linear_quantized_norms(norming, rows, queue)) return linear_quantized(norming, rows, queue);
+    if (takes_bytes) {
+      if (rows == 1 && !in_place && linear_byte_row(norming, queue)) return;
+      if (norms) rms_norm_into_bytes(norming.unnormed, norming.norm, p, rows, queue);
+      else quantize_activations(p, rows, queue);
+    } else if (norms) {
+      if (!in_place && linear_quantized_norms(norming, rows, queue)) return linear_quantized(norming, rows, queue);
       rms_norm(norming.unnormed, norming.norm, rows, x.rows, queue);
     }
     p.y.copy = rows <= kPushedRows ? place : nullptr;
     if (converts) to_tiles(x.values(), rows, p.x, queue);
-    if (quantizes) quantize_activations(p, rows, queue);
     if (few) linear_few(p, rows, queue);
     else if (p.w.kind == Kind::f32) linear_f32(p, rows, queue);
     else if (p.w.kind == Kind::bf16) linear_bf16(p, rows, queue);

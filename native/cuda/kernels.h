@@ -3,9 +3,11 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 
 #include "cuda/quantized.h"
 #include "cuda/tiles.h"
@@ -57,6 +59,17 @@ struct Queue {
   Scratch scratch;
   bool apart = false;  // kernels begin when those before have ended: these make weights, which are fetched beforehand
 };
+
+// Of the GPU in use, bytes of shared memory that a block of threads may have: 227 KiB on Hopper, 163 on the A100, 99 on
+// many others.
+inline int most_shared() {
+  int device = 0, bytes = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  // For tests: as on the chips of capability 8.6 and 8.9, where that is pretended (Device).
+  static const char* const pretended = std::getenv("ALLSPARK_TEST_CAPABILITY");
+  return pretended && std::atoi(pretended) % 10 ? std::min(bytes, 99 << 10) : bytes;
+}
 
 enum class Source { f32, f16, bf16 };
 
@@ -188,6 +201,9 @@ void quantize_activations(const Product& p, int rows, const Queue& queue);
 // Rows [rows, p.w.k] normed, and quantized at once, of rows so wide at most.
 void rms_norm_into_bytes(const float* x, const Norm& norm, const Product& p, int rows, const Queue& queue);
 bool norms_into_bytes(int width);
+// Of one row, p.x or p.unnormed, which becomes 8 bits on its way; false, and nothing is done: there is no kernel that
+// does so. Chips of capability 9.0.
+bool linear_byte_row(const Product& p, const Queue& queue);
 
 // ---- adapters
 // Of a target, which is some of a linear's columns, an adapter's matrices. Of float32: a [rank, in features] and b

@@ -159,6 +159,20 @@ def test_products_whose_tiles_are_shared(n, k, form, group):
 
 
 @pytest.mark.parametrize("form", ["float8", "w8a8"])
+@pytest.mark.parametrize("n, k", [(1, 1), (70, 129), (64, 4096), (130, 9000), (3584, 18944), (4608, 3584), (5000, 2049)])
+def test_one_row_that_its_product_quantizes(n, k, form):
+    """Each block of threads has a piece of it, and they tell each other its greatest."""
+    rng, gpu = np.random.default_rng(SEED), executor()
+    handle = gpu.add_matrix(n, k, form, 0)
+    gpu.fill_matrix(handle, (rng.normal(size=(n, k)) * k**-0.5).astype(np.float32), "F32")
+    x, bias = rng.normal(size=(9, k)).astype(np.float32), rng.normal(size=n).astype(np.float32)
+    x[1, k // 2], x[2, -1], x[3], x[4, 0], x[5, k // 3] = 1e30, -300, 0, np.nan, -np.inf
+    every = gpu.multiply(handle, x, n, bias)
+    for row in range(9):
+        np.testing.assert_array_equal(gpu.multiply(handle, x[row:row + 1], n, bias)[0], every[row])
+
+
+@pytest.mark.parametrize("form", ["float8", "w8a8"])
 @pytest.mark.parametrize("n, k, rows", [(3700, 1100, 2900), (3584, 900, 1700), (4100, 132, 4200), (17000, 320, 1500)])
 def test_wide_tiles_in_several_turns(n, k, rows, form):
     """Blocks of threads have a tile, and then one beyond the last row or column, and share those that are left for the
@@ -186,7 +200,8 @@ def test_rows_of_activations_that_are_no_numbers(form):
         assert np.isfinite(np.delete(y, [7, 30], 0)).all()
 
 
-@pytest.mark.parametrize("form, group", [("int4", 64), ("int4", 32), ("int4", 192), ("int8", 0), ("int8", 16)])
+@pytest.mark.parametrize("form, group", [("int4", 64), ("int4", 32), ("int4", 192), ("int8", 0), ("int8", 16),
+                                         ("float8", 0), ("w8a8", 0), ("w8a8", 64), ("w4a8", 0)])
 @pytest.mark.parametrize("hidden, inner", [(1, 3), (7, 40), (130, 8), (257, 70), (1025, 200), (3584, 130), (4100, 70)])
 def test_one_row_has_the_bits_of_many(hidden, inner, form, group):
     """Where products norm it themselves, too."""
@@ -241,11 +256,12 @@ def test_what_is_computed_together(hidden, inner, form):
 
 
 @pytest.mark.parametrize("form", ["int4", "int8"])
-def test_a_quantized_embedding(form):
+@pytest.mark.parametrize("width", [200, 1100])
+def test_a_quantized_embedding(width, form):
     own = toy()
-    table = own.program.add_matrix(VOCAB, 200, form, 64)
-    own.weights[table] = own.rng.normal(size=(VOCAB, 200))
-    own.finish(own.op("embedding", (), 200, (table,), 0, vocab_begin=0, scale=1.5))
+    table = own.program.add_matrix(VOCAB, width, form, 64)
+    own.weights[table] = own.rng.normal(size=(VOCAB, width))
+    own.finish(own.op("embedding", (), width, (table,), 0, vocab_begin=0, scale=1.5))
     compare(own)
 
 

@@ -1,81 +1,19 @@
 // Rows of activations become rows of 8 bits, integers or floats, on their way from a norm where there is one.
 #include <algorithm>
 
-#include "cuda/kernels/linear_integer.h"
+#include "cuda/kernels/byte_pieces.cuh"
 
 namespace as {
 namespace cuda {
 namespace {
 
 constexpr int kMostBlocks = blocks_of(kMostIntegers);  // of K
-constexpr int kPieceColumns = 16;
-
-// 16 columns of a row of floats, or in tiles, as they come; zeros behind the row's end.
-template <bool kTiles>
-struct Piece;
-template <>
-struct Piece<false> {
-  float values[kPieceColumns];
-
-  __device__ void read(const float* row, int column, int width) {
-    if (width % 4 == 0 && column + kPieceColumns <= width) {
-#pragma unroll
-      for (int i = 0; i < kPieceColumns; i += 4) {
-        const float4 four = *reinterpret_cast<const float4*>(row + column + i);
-        values[i] = four.x, values[i + 1] = four.y, values[i + 2] = four.z, values[i + 3] = four.w;
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kPieceColumns; i++) values[i] = column + i < width ? row[column + i] : 0.0f;
-    }
-  }
-  __device__ void read(const Rows& in, int row, int column) {
-    read(in.values + (size_t)row * in.width, column, in.width);
-  }
-  __device__ float operator[](int i) const { return values[i]; }
-  // The greatest of that and of what there is, without signs, as bits: of what is not finite these are the greatest.
-  __device__ uint32_t top(uint32_t least) const {
-#pragma unroll
-    for (int i = 0; i < kPieceColumns; i++) least = max(least, __float_as_uint(values[i]) & 0x7fffffffu);
-    return least;
-  }
-};
-template <>
-struct Piece<true> {
-  uint32_t pairs[kPieceColumns / 2];
-
-  __device__ void read(const Rows& in, int row, int column) {
-#pragma unroll
-    for (int i = 0; i < kPieceColumns; i += 8) {
-      const int first = column + i, there = in.width - first;
-      uint4 eight = make_uint4(0, 0, 0, 0);
-      if (there > 0) eight = *reinterpret_cast<const uint4*>(in.tiles + tile_offset(row, first, blocks_of(in.width)));
-      uint32_t* words = pairs + i / 2;
-      words[0] = eight.x, words[1] = eight.y, words[2] = eight.z, words[3] = eight.w;
-      if (there < 8)
-#pragma unroll
-        for (int j = 0; j < 4; j++) words[j] &= 2 * j + 1 < there ? 0xffffffffu : 2 * j < there ? 0xffffu : 0;
-    }
-  }
-  __device__ float operator[](int i) const {
-    return __uint_as_float(i % 2 ? pairs[i / 2] & 0xffff0000u : pairs[i / 2] << 16);
-  }
-  __device__ uint32_t top(uint32_t least) const {
-    uint32_t two = 0;
-#pragma unroll
-    for (int i = 0; i < kPieceColumns / 2; i++) two = __vmaxu2(two, pairs[i] & 0x7fff7fffu);
-    return max(least, max(two << 16, two & 0xffff0000u));
-  }
-};
-
-// A block of threads has a row at a time, and asks for its next one before it computes, if rows are short. a = x /
-// scale to nearest, scale = the greatest / 127, as the CPU backend has them, or / 448 of floats: a NaN or an infinity
-// makes the scale NaN, and so the row's results; a row of (nearly) zeros is zeros. kTiles: `in` is in tiles. kKept:
-// pieces that a thread keeps in registers; kNorms: the row is normed first, and there are no others.
+// A block of threads has a row at a time, and asks for its next one before it computes, if rows are short. kTiles: `in`
+// is in tiles. kKept: pieces that a thread keeps in registers; kNorms: the row is normed first, and there are no
+// others.
 template <bool kFloats, bool kNorms, bool kTiles, int kThreads, int kKept>
 __global__ void __launch_bounds__(kThreads, kKept > 2 && kTiles ? 1024 / kThreads : 1)
     bytes_kernel(Rows in, int rows, Segments segments, ByteRows out, Norm norm) {
-  constexpr float kMost = kFloats ? kLargestFloat8 : 127.0f;
   constexpr int kWarps = kThreads / 32;
   __shared__ float squares[kNorms ? kWarps : 1];
   __shared__ uint32_t tops[2][kWarps];  // by turns: some warps may still read those of the row before
@@ -107,21 +45,13 @@ __global__ void __launch_bounds__(kThreads, kKept > 2 && kTiles ? 1024 / kThread
     if (!kFloats)
       for (int i = threadIdx.x; i < segments.blocks; i += kThreads) sums[i] = 0;
     if constexpr (kNorms) {
-      float square = 0;
-#pragma unroll
-      for (int i = 0; i < kKept; i++)
-#pragma unroll
-        for (int j = 0; j < kPieceColumns; j++) square = fmaf(kept[i][j], kept[i][j], square);
-      square = warp_sum(square);
+      static_assert(kKept == 1);
+      float square = warp_sum(kept[0].squares());
       if (lane == 0) squares[warp] = square;
       __syncthreads();
       square = 0;
       for (int w = 0; w < kWarps; w++) square += squares[w];
-      const float factor = 1.0f / sqrtf(square / k + norm.eps), one = norm.unit_offset ? 1.0f : 0.0f;
-#pragma unroll
-      for (int i = 0; i < kKept; i++)
-#pragma unroll
-        for (int j = 0; j < kPieceColumns; j++) kept[i].values[j] = kept[i][j] * factor * (weights[i][j] + one);
+      kept[0].norm(norm_factor(square, k, norm), weights[0], norm.unit_offset ? 1.0f : 0.0f);
     }
     uint32_t most = 0;
 #pragma unroll
@@ -136,32 +66,14 @@ __global__ void __launch_bounds__(kThreads, kKept > 2 && kTiles ? 1024 / kThread
     if (lane == 0) tops[turn][warp] = most;
     __syncthreads();
     for (int w = 0; w < kWarps; w++) most = max(most, tops[turn][w]);
-    const float top = __uint_as_float(most);
-    float scale = __fdiv_rn(top, kMost), inverse = __fdiv_rn(kMost, top);
-    if (!isfinite(top)) scale = NAN, inverse = 0;
-    else if (!(top > 1e-34f)) scale = inverse = 0;
-    if (threadIdx.x == 0) out.scales[row] = scale;
+    const ByteScale<kFloats> scale(most);
+    if (threadIdx.x == 0) out.scales[row] = scale.scale;
     const auto store = [&](int piece, const Piece<kTiles>& x) {
-      uint32_t words[4] = {};
       int sum = 0;
-      if (inverse != 0) {
-#pragma unroll
-        for (int t = 0; t < 4; t++)
-#pragma unroll
-          for (int j = 0; j < 4; j += 2) {
-            const float low = __fmul_rn(x[j * 4 + t * 2], inverse), high = __fmul_rn(x[j * 4 + t * 2 + 1], inverse);
-            if constexpr (kFloats) {
-              words[t] |= (uint32_t)two_e4m3(low, high) << j * 8;
-            } else {
-              const int a = __float2int_rn(low), b = __float2int_rn(high);
-              words[t] |= (uint32_t)((a & 0xff) | (b & 0xff) << 8) << j * 8, sum += a + b;
-            }
-          }
-      }
+      const uint4 bytes = scale.bytes(x, sum);
       const int block = piece / 4;
       *reinterpret_cast<uint4*>(out.values + ((size_t)(row / kBlock) * segments.blocks + block) * kByteBlock +
-                                byte_piece(row % kBlock, piece % 4)) =
-          make_uint4(words[0], words[1], words[2], words[3]);
+                                byte_piece(row % kBlock, piece % 4)) = bytes;
       return sum;
     };
     // A warp's pieces are most often all of one segment: then it adds once.

@@ -10,10 +10,11 @@ namespace cuda {
 enum class SumScales { none, rows, columns_and_rows };
 
 // Sums of a thread, as wgmma leaves them: number i is of row i / 4 * 8 + lane % 4 * 2 + i % 2 from first_row on, and of
-// the block's column warp * 16 + lane / 4 + i % 4 / 2 * 8, where gates and what they gate are side by side.
+// the block's column warp * 16 + lane / 4 + i % 4 / 2 * 8, where gates and what they gate are side by side. of_rows:
+// scales.
 template <SumScales kScales, int kValues>
 __device__ inline void finish_columns(const Product& p, int rows, int first_row, int column_block,
-                                      float (&sums)[kValues]) {
+                                      float (&sums)[kValues], const float* of_rows) {
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, row = first_row + lane % 4 * 2,
             core = warp * 16 + lane / 4;
   if constexpr (kScales != SumScales::none) {
@@ -26,7 +27,7 @@ __device__ inline void finish_columns(const Product& p, int rows, int first_row,
     for (int i = 0; i < kValues; i++) {
       const int at = row + i / 4 * 8 + i % 2;
       if constexpr (kScales == SumScales::columns_and_rows) sums[i] = __fmul_rn(sums[i], of_columns[i % 4 / 2]);
-      sums[i] = __fmul_rn(sums[i], at < rows ? p.bytes.scales[at] : 0.0f);
+      sums[i] = __fmul_rn(sums[i], at < rows ? of_rows[at] : 0.0f);
     }
   }
   if (p.gated) {

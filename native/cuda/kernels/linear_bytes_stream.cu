@@ -19,5 +19,12 @@ void linear_float8(const Product& p, int rows, const Queue& queue, By by) {
   else linear_float8_stream(p, rows, queue);
 }
 
+bool linear_byte_row_stream(const Product& p, const Queue& queue) {
+  if (p.w.kind == Kind::float8) start_stream_rows<Floats, 8, 4, true>(p, 1, queue);
+  else if (p.w.codes.bits == 4) start_stream_rows<Integers<4>, 8, 4, true>(p, 1, queue);
+  else start_stream_rows<Integers<8>, 8, 4, true>(p, 1, queue);
+  return true;
+}
+
 }  // namespace cuda
 }  // namespace as

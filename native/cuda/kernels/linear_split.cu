@@ -28,16 +28,6 @@ struct Shape {
   [[maybe_unused]] static constexpr int kAsked = kRows <= 32 ? 1 : 2;  // fours of columns that a thread asks for ahead
 };
 
-// Which stage is next, and how often all have been used: barriers' parity.
-struct StageRing {
-  int count, stage = 0, parity = 0;
-
-  __device__ explicit StageRing(int count) : count(count) {}
-  __device__ void next() {
-    if (++stage == count) stage = 0, parity ^= 1;
-  }
-};
-
 // Of a launch: how many stages; and whether the rows of all of a piece have memory of their own behind them.
 struct Room {
   int stages;

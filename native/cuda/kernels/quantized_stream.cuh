@@ -15,9 +15,9 @@
 #pragma once
 #include <algorithm>
 
+#include "cuda/kernels/byte_pieces.cuh"
 #include "cuda/kernels/code_fragments.cuh"
 #include "cuda/kernels/column_sums.cuh"
-#include "cuda/kernels/linear_integer.h"
 #include "cuda/kernels/stream_parts.cuh"
 #include "cuda/kernels/wgmma_registers.cuh"
 
@@ -50,11 +50,13 @@ struct Floats {
   static constexpr SumScales kScales = SumScales::columns_and_rows;
 };
 
-// kRows: of activations; kGroups: warpgroups, of 64 columns each.
-template <class Format_, int kRows_, int kGroups_>
+// kRows: of activations; kGroups: warpgroups, of 64 columns each. kOwn: there is one row, which is normed and becomes 8
+// bits here.
+template <class Format_, int kRows_, int kGroups_, bool kOwn_ = false>
 struct StreamShape {
   using Format = Format_;
   static constexpr int kRows = kRows_, kGroups = kGroups_;
+  static constexpr bool kOwn = kOwn_;
   static constexpr int kWorkers = kGroupThreads * kGroups, kThreads = kWorkers + kGroupThreads;
   // Registers of a thread: at launch, as many as all threads can have; then of one that multiplies, and of one that
   // copies, which together must be no more, or a warpgroup waits for its own without end.
@@ -66,14 +68,16 @@ struct StreamShape {
   // By mma.sync, which takes fewer instructions; not floats of 8 bits, whose sums by wgmma have bits of their own.
   static constexpr bool kFew = kRows <= 32 && !Format::kFloats;
   // Of a block: of rows, of their sums, of a group's codes and scales.
-  static constexpr int kRowsBytes = kRows * Format::kRowBytes, kSumsBytes = kHasSums ? kRows * 4 : 0;
+  static constexpr int kRowBytes = kOwn ? 0 : Format::kRowBytes, kRowsBytes = kRows * kRowBytes;
+  static constexpr int kSumsBytes = kHasSums && !kOwn ? kRows * 4 : 0;
   static constexpr int kCodesBytes = code_bytes(Format::kBits), kSetBytes = kScaleWords * 4;
   static constexpr int kSumsAt = kStepBlocks * kRowsBytes, kGroupsAt = kSumsAt + kStepBlocks * kSumsBytes;
   static constexpr int kSetsAt = kStepBlocks * kCodesBytes;
   static constexpr int kGroupBytes = kSetsAt + kStepBlocks * Format::kSets * kSetBytes;
   static constexpr int kStageBytes = (kGroupsAt + kGroups * kGroupBytes + 1023) / 1024 * 1024;
   static constexpr int kStages = (216 << 10) / kStageBytes < 16 ? (216 << 10) / kStageBytes : 16;
-  static constexpr int kShared = kStages * kStageBytes;
+  static constexpr int kOwnAt = kStages * kStageBytes, kShared = kOwnAt + (kOwn ? kNormedBytes + kBehindRow : 0);
+  using Normed = NormedPieces<kWorkers, kNormedBytes / kPieceColumns / kWorkers>;
   static constexpr int kValues = kRows / 2;  // of a thread
   static constexpr size_t kSums = (size_t)kWorkers * kValues;
   static_assert(kStages >= 3 && kSums * (kHasSums ? 2 : 1) <= kScratchFloats && kGroups <= kScratchFlags);
@@ -126,7 +130,7 @@ class StreamCopies {
     int sets = 0;
     if constexpr (Format::kSets) sets = min(left_ == 1 && blocks > 1 ? 2 * sets_.each : sets_.each, sets_.count - set_);
     if (warp_ == 0)
-      barrier_expect(full, blocks * (there_rows_ * Format::kRowBytes + S::kSumsBytes + groups_ * S::kCodesBytes) +
+      barrier_expect(full, blocks * (there_rows_ * S::kRowBytes + S::kSumsBytes + groups_ * S::kCodesBytes) +
                                groups_ * sets * S::kSetBytes);
     const uint64_t policy = evicted_first();
     to += S::kGroupsAt;
@@ -226,6 +230,36 @@ __device__ inline void add_pieces(const float* from, int pieces, float (&sums)[k
   }
 }
 
+// Of the one row what products do not read: its scale, and integers' sums, of each segment where it ends.
+template <class S>
+struct OwnRow {
+  float scale;
+  int sums[S::kOwn && S::kHasSums ? kNormedBytes / kBlock : 1];
+  std::conditional_t<S::kOwn, typename S::Normed::Shared, int> norming;
+};
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+template <class S>
+__device__ __forceinline__ void make_row(const Product& p, const Segments& segments, char* row, OwnRow<S>& own) {
+  using Normed = typename S::Normed;
+  const int pieces = segments.blocks * (kBlock / kPieceColumns);
+  Normed normed(p.norm, p.w.k);
+  if (S::kHasSums)
+    for (int i = threadIdx.x; i < segments.blocks; i += S::kWorkers) own.sums[i] = 0;
+  await_previous();
+  const ByteScale<S::Format::kFloats> scale(normed.make(p.unnormed, own.norming));
+  if (threadIdx.x == 0) own.scale = scale.scale;
+#pragma unroll
+  for (int i = 0; i < Normed::kKept; i++) {
+    const int at = normed.place(i);
+    if (at >= pieces) continue;
+    int sum = 0;
+    *reinterpret_cast<uint4*>(row + at * kPieceColumns) = scale.bytes(normed[i], sum);
+    if (S::kHasSums) atomicAdd(&own.sums[segments.end(at / (kBlock / kPieceColumns))], sum);
+  }
+  row_is_there<S::kWorkers>();
+}
+#endif
+
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, 1)
     quantized_stream_kernel(const __grid_constant__ Product p, int rows, const __grid_constant__ Steps k,
@@ -238,6 +272,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64_t full[kStages], empty[kStages];
   __shared__ int arrived[kGroups];
+  __shared__ OwnRow<S> made;
   const int column_blocks = blocks_of(p.w.n);
   const StreamParts all(k, shares);
   const int group = threadIdx.x / kGroupThreads, lane = threadIdx.x % 32;
@@ -263,16 +298,20 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     int begun = 0;
     for (; begun < kStages && ahead.there(); begun++, ahead.next())
       ahead.fetch_weights(stages + begun * S::kStageBytes, &full[begun]);
-    await_previous();
-    for (int i = 0; i < begun; i++, behind.next()) behind.fetch_rows(stages + i * S::kStageBytes, &full[i]);
+    if constexpr (!S::kOwn) {
+      await_previous();
+      for (int i = 0; i < begun; i++, behind.next()) behind.fetch_rows(stages + i * S::kStageBytes, &full[i]);
+    }
     for (ring.parity = 1; ahead.there(); ahead.next(), ring.next()) {
       const uint32_t to = stages + ring.stage * S::kStageBytes;
       barrier_wait(&empty[ring.stage], ring.parity ^ 1);
-      ahead.fetch_weights(to, &full[ring.stage]), ahead.fetch_rows(to, &full[ring.stage]);
+      ahead.fetch_weights(to, &full[ring.stage]);
+      if constexpr (!S::kOwn) ahead.fetch_rows(to, &full[ring.stage]);
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::kRegisters));
-    await_previous();
+    if constexpr (S::kOwn) make_row<S>(p, segments, shared + S::kOwnAt, made);
+    else await_previous();
     const int thread = threadIdx.x % kGroupThreads, warp = thread / 32;
     typename Format::Sum d[kValues];
     float total[Format::kSegments ? kValues : 1];
@@ -305,22 +344,27 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         }
       }
     };
-    const auto multiply = [&](int stage, int j, bool adds, uint32_t(&a)[Format::kParts][4]) {
-      const uint32_t x = stages + stage * S::kStageBytes + j * S::kRowsBytes;
+    // Rows of block j of a stage, or the one row's block.
+    const auto rows_at = [&](int stage, int j, int block) {
+      return stages + (S::kOwn ? S::kOwnAt + block * kBlock : stage * S::kStageBytes + j * S::kRowsBytes);
+    };
+    const auto multiply = [&](int stage, int j, int block, bool adds, uint32_t(&a)[Format::kParts][4]) {
+      const uint32_t x = rows_at(stage, j, block);
       begin_products();
 #pragma unroll
       for (int i = 0; i < Format::kParts; i++) {
         if constexpr (Format::kFloats)
-          Float8Tile<kRows>::multiply(d, byte_descriptor(stages + codes_at(stage, j) + i * kStepBytes),
-                                      byte_descriptor(x + i * kStepBytes), i > 0 || adds);
+          Float8Tile<kRows>::multiply(
+              d, byte_descriptor(stages + codes_at(stage, j) + i * kStepBytes),
+              S::kOwn ? row_descriptor(x + i * kStepBytes) : byte_descriptor(x + i * kStepBytes), i > 0 || adds);
         else if constexpr (Format::kSegments)
           ByteTile<kRows>::multiply(d, a[i], byte_descriptor(x + i * kStepBytes), i > 0 || adds);
         else RegisterTile<kRows>::multiply(d, a[i], descriptor(x + i * kStepBytes), i > 0 || adds);
       }
       commit_products();
     };
-    const auto multiply_few = [&](int stage, int j, const uint32_t(&a)[Format::kParts][4]) {
-      const uint32_t x = stages + stage * S::kStageBytes + j * S::kRowsBytes;
+    const auto multiply_few = [&](int stage, int j, int block, const uint32_t(&a)[Format::kParts][4]) {
+      const uint32_t x = rows_at(stage, j, block);
       if constexpr (Format::kParts == 4) {
         products.multiply(x, a, d);
       } else {
@@ -328,7 +372,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         for (int t = 0; t < kRows / 8; t++) {
           auto& own = reinterpret_cast<typename Format::Sum(&)[4]>(d[4 * t]);
           uint32_t y[4];
-          load_cores(y, x + t * 8 * Format::kRowBytes + byte_piece(lane % 8, lane / 8));
+          load_cores(y, S::kOwn ? x + lane / 8 * kPieceColumns
+                                : x + t * 8 * Format::kRowBytes + byte_piece(lane % 8, lane / 8));
           multiply_add(own, a[0], y[0], y[1]), multiply_add(own, a[1], y[2], y[3]);
         }
       }
@@ -347,7 +392,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
               reinterpret_cast<const float2*>(shared + stage * S::kStageBytes + S::kSumsAt + j * S::kSumsBytes);
 #pragma unroll
           for (int i = 0; i < kValues; i++) {
-            const float2 activations = of_rows[i / 4 * 4 + lane % 4];
+            float2 activations;
+            if constexpr (S::kOwn) activations.x = activations.y = (float)made.sums[block];
+            else activations = of_rows[i / 4 * 4 + lane % 4];
             add_segment(total[i], i % 4 / 2 ? two.y : two.x, d[i], i % 2 ? activations.y : activations.x);
           }
         }
@@ -396,7 +443,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
               if (first + j >= k.blocks) break;
               uint32_t a[Format::kParts][4];
               load(ring.stage, j, first + j, a);
-              multiply_few(ring.stage, j, a);
+              multiply_few(ring.stage, j, first + j, a);
               if (end_segment(ring.stage, j, first + j)) clear(d);
             }
           }
@@ -410,7 +457,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         for (int step = part.begin; step < part.end; step++) {
           const int stage = ring.stage, block = step * kStepBlocks;
           const bool both = block + 1 < k.blocks;
-          multiply(stage, 0, adds, a[0]);
+          multiply(stage, 0, block, adds, a[0]);
           if (both) load(stage, 1, block + 1, a[1]);
           if (Format::kFloats && both) {  // a segment is the whole step
             adds = true;
@@ -419,7 +466,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
             settle(d);
             adds = !end_segment(stage, 0, block);
           }
-          if (both) multiply(stage, 1, adds, a[1]);
+          if (both) multiply(stage, 1, block + 1, adds, a[1]);
           ring.next();
           if (step + 1 < part.end) {
             barrier_wait(&full[ring.stage], ring.parity);
@@ -467,7 +514,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         const float* from = scratch.pieces + (size_t)place * k.pieces * S::kSums + threadIdx.x;
         add_pieces<kValues, S::kWorkers, S::kSums>(from, k.pieces, sums);
       }
-      finish_columns<Format::kScales>(p, rows, row, column_block, sums);
+      finish_columns<Format::kScales>(p, rows, row, column_block, sums, S::kOwn ? &made.scale : p.bytes.scales);
     }
   }
 #endif
@@ -494,13 +541,13 @@ void start_stream_tiles(const Product& p, int rows, const Queue& queue) {
 }
 
 // Tiles as wide as they can be and still be enough: rows are read again for each.
-template <class Format, int kRows, int kMostGroups>
+template <class Format, int kRows, int kMostGroups, bool kOwn = false>
 void start_stream_rows(const Product& p, int rows, const Queue& queue) {
-  using Wide = StreamShape<Format, kRows, kMostGroups>;
+  using Wide = StreamShape<Format, kRows, kMostGroups, kOwn>;
   const int pieces = Wide::tiles(p.w.n, rows) * Pieces(p.w.k, p.w.most_pieces).count;
   const bool alone = pieces <= processors() && pieces >= processors() * 2 / 3;
   if (alone || Wide::tiles(p.w.n, rows) >= processors()) start_stream_tiles<Wide>(p, rows, queue);
-  else start_stream_tiles<StreamShape<Format, kRows, 2>>(p, rows, queue);
+  else start_stream_tiles<StreamShape<Format, kRows, 2, kOwn>>(p, rows, queue);
 }
 
 template <class Format>

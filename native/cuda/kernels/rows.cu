@@ -1,4 +1,6 @@
 // Ops on rows one by one: embedding, norms, sums, gates.
+#include <algorithm>
+
 #include "cuda/kernels/quantized.cuh"
 
 namespace as {
@@ -26,6 +28,7 @@ __device__ int drawn_token(const Best* parts) {
   return __shfl_sync(0xffffffffu, best.not_finite ? 0 : max(best.token, 0), 0);
 }
 
+// Of few rows several blocks of threads have one: whatever a value takes, it takes it once.
 __global__ void __launch_bounds__(kThreads)
     embed_kernel(Matrix table, const int* tokens, const Best* drawn, int vocab_begin, float scale, Rows out) {
   after_previous();
@@ -34,8 +37,9 @@ __global__ void __launch_bounds__(kThreads)
   if (id < 0) id = drawn_token(drawn + (size_t)~id * kBestParts);
   id -= vocab_begin;
   const bool there = id >= 0 && id < table.n;
+  const int own = blockIdx.y * kThreads + threadIdx.x, step = gridDim.y * kThreads;
   if (table.tiles) {  // eight columns lie side by side
-    for (int i = threadIdx.x * 8; i < table.k; i += kThreads * 8) {
+    for (int i = own * 8; i < table.k; i += step * 8) {
       const uint4 eight = there ? *reinterpret_cast<const uint4*>(table.tiles + tile_offset(id, i, blocks_of(table.k)))
                                 : make_uint4(0, 0, 0, 0);
       const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
@@ -45,8 +49,7 @@ __global__ void __launch_bounds__(kThreads)
       put_eight(out, row, i, table.k, values);
     }
   } else {
-    for (int i = threadIdx.x; i < table.k; i += kThreads)
-      put(out, row, i, there ? value_of(table, id, i) * scale : 0.0f);
+    for (int i = own; i < table.k; i += step) put(out, row, i, there ? value_of(table, id, i) * scale : 0.0f);
   }
 }
 
@@ -195,7 +198,10 @@ __global__ void rope_kernel(float* x, int width, Heads heads, RotaryTable t, boo
 
 void embed(const Matrix& table, const int* tokens, const Best* drawn, int rows, int vocab_begin, float scale,
            const Rows& out, const Queue& queue) {
-  start(queue, embed_kernel, rows, kThreads, 0, table, tokens, drawn, vocab_begin, scale, out);
+  const int parts = ceil_div(table.k, kThreads * (table.tiles ? 8 : 1)),
+            most = ceil_div(processors(), std::max(rows, 1));
+  start(queue, embed_kernel, dim3(rows, std::max(std::min(parts, most), 1)), kThreads, 0, table, tokens, drawn,
+        vocab_begin, scale, out);
   launched("embedding");
 }
 

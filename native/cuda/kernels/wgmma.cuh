@@ -49,9 +49,28 @@ __device__ inline int get_flag(const int* flag) {
   return value;
 }
 // All threads of a cluster's blocks, what they wrote included.
-__device__ inline void cluster_barrier() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ inline void cluster_barrier() { cluster_arrive(), cluster_wait(); }
+// A word into shared memory of a block of threads of the cluster, whose barrier is told of four bytes; and who waits
+// for all that it expects.
+__device__ inline void send(const void* to, int block, uint32_t word, const uint64_t* barrier) {
+  asm volatile(
+      "{ .reg .b32 there, told;\n"
+      "mapa.shared::cluster.u32 there, %0, %2;\n"
+      "mapa.shared::cluster.u32 told, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %3, [told]; }" ::"r"(shared_address(to)),
+      "r"(shared_address(barrier)), "r"(block), "r"(word)
+      : "memory");
+}
+__device__ inline void await_sent(const uint64_t* barrier) {
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
+      "@done bra.uni finished;\n"
+      "bra.uni again;\n"
+      "finished: }" ::"r"(shared_address(barrier))
+      : "memory");
 }
 __device__ inline float4 read_at(uint32_t address, int block) {
   float4 v;
@@ -235,6 +254,16 @@ struct Ring {
 
   __device__ void next() {
     if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
+// The same of as many stages as a launch has.
+struct StageRing {
+  int count, stage = 0, parity = 0;
+
+  __device__ explicit StageRing(int count) : count(count) {}
+  __device__ void next() {
+    if (++stage == count) stage = 0, parity ^= 1;
   }
 };
 

@@ -1,17 +1,19 @@
-// A decode step's layers of Qwen2.5-7B's shape in bfloat16, each kernel behind the one before as in a step: us a layer,
-// and a hash of what comes out; then without some of the kernels, which tells what those add. `layer [rows=1,8,32]
-// [whole] [half] [split]` (whole: nothing is left out; half: a rank's part of two, without their sums; split: small
-// products by clusters, too)
+// A decode step's layers of Qwen2.5-7B's shape in bfloat16 or 8 bits, each kernel behind the one before as in a step:
+// us a layer, and a hash of what comes out; then without some of the kernels, which tells what those add. `layer
+// [rows=1,8,32] [whole] [half] [split] [float8 | w8a8] [apart]` (whole: nothing is left out; half: a rank's part of
+// two, without their sums; split: small products by clusters, too; float8, w8a8: weights and activations of 8 bits;
+// apart: rows become these by kernels of their own)
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/layer.cu
-//        native/cuda/kernels/{linear_{bf16,split,stream,wide,f32},rows,attention_few,ceilings}.cu
+//        native/cuda/kernels/{linear_{bf16,split,stream,wide,f32,bytes_{row,stream,wide},integer},byte_rows,rows,
+//        attention_few,ceilings}.cu
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <string>
 #include <vector>
 
-#include "cuda/kernels.h"
 #include "cuda/kernels/attention_mma.h"
+#include "cuda/kernels/quantized.cuh"
 
 using namespace as::cuda;
 
@@ -44,7 +46,27 @@ struct Layer {
   Matrix qkv, o, gate_up, down;
   LayerCache cache;
 };
+bool float8 = false, w8a8 = false;
+__global__ void fill_codes(Codes codes, size_t words, int rows, uint64_t seed) {
+  const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
+  uint64_t noise = (i + seed) * 0x9E3779B97F4A7C15ull;
+  noise ^= noise >> 29, noise *= 0xBF58476D1CE4E5B9ull, noise ^= noise >> 32;
+  if (i < words) codes.words[i] = codes.floats ? noise & 0xbfbfbfbfu : noise;  // floats below 2, no NaN
+  const float scale = (codes.floats ? 1e-2f : 2e-4f) * (1 + (noise >> 40) % 8 / 8.0f);
+  if (i < (size_t)rows) codes.scales[i] = codes.floats ? __float_as_uint(scale) : two_bf16(scale, scale * (i % 5));
+}
 Matrix matrix(int n, int k) {
+  if (float8 || w8a8) {
+    Matrix m{n, k, float8 ? Kind::float8 : Kind::integers};
+    m.codes = {8, k, 1, float8, true, memory<uint32_t>(codes_bytes(n, k, 8)), memory<uint32_t>(scales_bytes(n, 1))};
+    m.most_pieces = pieces_of_codes(n, k, kMostPieces);
+    const size_t words = codes_bytes(n, k, 8) / 4;
+    static uint64_t seed = 1;
+    fill_codes<<<(words + 255) / 256, 256>>>(m.codes, words, blocks_of(n) * kBlock, seed);
+    seed += words;
+    check(cudaDeviceSynchronize());
+    return m;
+  }
   return {n, k, Kind::bf16, nullptr, memory<uint16_t>(tiles_bytes(n, k), 0.03f), {}, most_pieces(n)};
 }
 
@@ -52,10 +74,11 @@ Matrix matrix(int n, int k) {
 
 int main(int argc, char** argv) {
   std::vector<int> batches = {1, 8, 32};
-  bool whole = false, half = false, split = false;
+  bool whole = false, half = false, split = false, apart = false;
   for (int i = 1; i < argc; i++) {
     whole |= !std::strcmp(argv[i], "whole"), half |= !std::strcmp(argv[i], "half");
-    split |= !std::strcmp(argv[i], "split");
+    split |= !std::strcmp(argv[i], "split"), float8 |= !std::strcmp(argv[i], "float8");
+    w8a8 |= !std::strcmp(argv[i], "w8a8"), apart |= !std::strcmp(argv[i], "apart");
     if (std::strncmp(argv[i], "rows=", 5)) continue;
     batches.clear();
     for (char* at = std::strtok(argv[i] + 5, ","); at; at = std::strtok(nullptr, ",")) batches.push_back(std::atoi(at));
@@ -99,25 +122,37 @@ int main(int argc, char** argv) {
            *context = memory<uint16_t>(tiles_bytes(kMostRows, attended)),
            *act = memory<uint16_t>(tiles_bytes(kMostRows, inner));
   a.qkv = qkv, a.out = {nullptr, context, attended};
+  const bool bytes = float8 || w8a8;
+  const ByteRows rows_of_bytes = byte_rows(memory<char>(byte_rows_bytes(kMostRows, inner)), kMostRows, inner);
   cudaEvent_t begin, end;
   check(cudaEventCreate(&begin)), check(cudaEventCreate(&end));
 
   const auto step = [&](int rows, const std::string& without) {
     const auto has = [&](const char* what) { return without.find(what) == std::string::npos; };
+    // norms: of what the product has from `from`, if that is not null.
     const auto product = [&](const Matrix& w, const uint16_t* from, const Rows& to, bool adds, bool gated,
-                             const float* b) {
+                             const float* b, const char* norms = nullptr) {
       Product p;
       p.w = w, p.x = {nullptr, const_cast<uint16_t*>(from), w.k}, p.y = to, p.adds = adds, p.gated = gated, p.bias = b;
+      if (bytes) {
+        p.bytes = rows_of_bytes;
+        if (norms) p.unnormed = x, p.norm = norm;
+        if (rows == 1 && !apart && linear_byte_row(p, queue)) return;
+        if (!norms) quantize_activations(p, rows, queue);
+        else if (has(norms)) rms_norm_into_bytes(x, norm, p, rows, queue);
+        float8 ? linear_float8(p, rows, queue) : linear_integer(p, rows, queue);
+        return;
+      }
       linear_bf16(p, rows, queue, split ? By::split : By::any);
     };
     for (const Layer& l : layers) {
-      if (has("norm1")) rms_norm(x, norm, rows, {nullptr, normed, kHidden}, queue);
-      if (has("qkv")) product(l.qkv, normed, {qkv, nullptr, wide}, false, false, bias);
+      if (has("norm1") && !bytes) rms_norm(x, norm, rows, {nullptr, normed, kHidden}, queue);
+      if (has("qkv")) product(l.qkv, normed, {qkv, nullptr, wide}, false, false, bias, "norm1");
       a.cache = l.cache;
       if (has("attention")) attend_few_bf16(a, few, rows, false, true, &turn, queue);
       if (has("o ")) product(l.o, context, {x, nullptr, kHidden}, true, false, nullptr);
-      if (has("norm2")) rms_norm(x, norm, rows, {nullptr, normed, kHidden}, queue);
-      if (has("gate_up")) product(l.gate_up, normed, {nullptr, act, inner}, false, true, nullptr);
+      if (has("norm2") && !bytes) rms_norm(x, norm, rows, {nullptr, normed, kHidden}, queue);
+      if (has("gate_up")) product(l.gate_up, normed, {nullptr, act, inner}, false, true, nullptr, "norm2");
       if (has("down")) product(l.down, act, {x, nullptr, kHidden}, true, false, nullptr);
     }
   };
