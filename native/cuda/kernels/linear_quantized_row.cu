@@ -17,7 +17,9 @@ namespace {
 constexpr int kMostWarps = 20, kSchedulers = 4;                // of a block of threads; that a processor's warps have
 constexpr int kTilePairs = kTileRows / 2, kUnit = kTilePairs;  // pairs of columns of a tile; chains of a warp
 constexpr int kSharedBlocks = 32;                              // of K at least, that two warps share
-constexpr int kNormed = 3, kMostNormed = 512;                  // eights of a row that is normed: of a thread, of all
+// Of a ring: where blocks of threads have several turns, and where they have one, whose row waits for fewer weights.
+constexpr int kTurnStages = 4, kOnceStages = 2;
+constexpr int kNormed = 3, kMostNormed = 512;  // eights of a row that is normed: of a thread, of all
 bool is_fine(const Codes& codes) { return codes.groups > 1 && codes.group < kBlock; }
 
 // kFine: scales change within a block of K. A stage is some blocks of a tile: codes, and then each one's scales.
@@ -426,8 +428,8 @@ struct Plan {
 
   template <int kBits, bool kFine>
   static size_t shared(int stages, int warps, int k_blocks) {
-    return stages == 4 ? Shape<kBits, kFine, 4>::shared(warps, k_blocks)
-                       : Shape<kBits, kFine, 3>::shared(warps, k_blocks);
+    return stages == kTurnStages ? Shape<kBits, kFine, kTurnStages>::shared(warps, k_blocks)
+                                 : Shape<kBits, kFine, kOnceStages>::shared(warps, k_blocks);
   }
   explicit Plan(const Product& p) {
     const Pieces k(p.w.k, p.w.most_pieces);
@@ -445,7 +447,8 @@ struct Plan {
     const auto bytes = p.w.codes.bits == 4  ? is_fine(p.w.codes) ? shared<4, true> : shared<4, false>
                         : is_fine(p.w.codes) ? shared<8, true>
                                             : shared<8, false>;
-    for (int depth : {4, 3})
+    const bool turns = ceil_div(pairs, together) > processors();
+    for (int depth : {turns ? kTurnStages : kOnceStages, kOnceStages})
       if (!stages && bytes(depth, warps, k.count * k.length) <= (size_t)most_shared()) stages = depth;
   }
 };
@@ -458,16 +461,16 @@ void start_row(const Product& p, const Plan& plan, const Queue& queue) {
   const int groups = ceil_div(plan.pairs, plan.together);
   allow_shared(row_kernel<S>, shared);
   // As many turns for every block of threads, if there are several.
-  start(queue, row_kernel<S>, dim3(ceil_div(groups, ceil_div(groups, processors()))), 32 * plan.warps, shared, p,
-        plan.pairs, Divisor(plan.together), plan.shared_units, k, Divisor(k.length),
-        SetPace::of<S>(p.w.codes, k.blocks));
+  start_reading(queue, {p.w.codes.words, codes_bytes(p.w.n, p.w.k, kBits)}, row_kernel<S>,
+                dim3(ceil_div(groups, ceil_div(groups, processors()))), 32 * plan.warps, shared, p, plan.pairs,
+                Divisor(plan.together), plan.shared_units, k, Divisor(k.length), SetPace::of<S>(p.w.codes, k.blocks));
   launched("linear with quantized weights, one row");
 }
 
 template <int kBits, bool kFine>
 void start_stages(const Product& p, const Plan& plan, const Queue& queue) {
-  if (plan.stages == 4) start_row<kBits, kFine, 4>(p, plan, queue);
-  else start_row<kBits, kFine, 3>(p, plan, queue);
+  if (plan.stages == kTurnStages) start_row<kBits, kFine, kTurnStages>(p, plan, queue);
+  else start_row<kBits, kFine, kOnceStages>(p, plan, queue);
 }
 
 }  // namespace
