@@ -1,9 +1,12 @@
 // Products of quantized weights with one row of activations in bfloat16, by mma.sync: what a single sequence decodes
 // with.
 //
-// A warp has 16 columns of the result (a tile of the weights) and one piece of K (tiles.h) at a time, and copies the
-// codes that it needs itself, some blocks ahead; so warps wait for nobody. A block of threads has all pieces of its
-// tiles, and adds them up in shared memory; the row is there as a whole, and may be normed on its way.
+// A product is shared out by pairs of columns, eight apart in a tile of the weights, and pieces of K (tiles.h): eight
+// such chains, of whatever pieces, are the sixteen rows of a product of a warp, whose second operand has the row's
+// values of each chain's piece as a column. So processors have equal parts, of 14 pairs where a tile has eight. A block
+// of threads has all pieces of its pairs, and adds them up in shared memory; the row is there as a whole, and may be
+// normed on its way. A warp copies the codes that it needs itself, some blocks ahead; so warps wait for nobody but,
+// where schedulers would have unequal numbers of them, the one that goes on with the chains of another.
 #include <algorithm>
 
 #include "cuda/kernels/code_fragments.cuh"
@@ -251,8 +254,8 @@ __device__ __forceinline__ void meet(int unit) {
   asm volatile("bar.sync %0, 64;" ::"r"(1 + unit) : "memory");
 }
 
-// pairs: of columns, eight apart, of which a block of threads has `together` at a time, and of each k.count chains.
-// shared: of units of eight chains, the last so many are by two warps each, one after the other.
+// pairs: of which a block of threads has `together` at a time, and of each k.count chains. shared_units: of units of
+// eight chains, the last so many are by two warps each, one after the other.
 template <class S>
 __global__ void __launch_bounds__(32 * kMostWarps)
     row_kernel(const __grid_constant__ Product p, int pairs, const __grid_constant__ Divisor together, int shared_units,
