@@ -20,8 +20,8 @@ namespace {
 constexpr int kMostWarps = 20, kSchedulers = 4;                // of a block of threads; that a processor's warps have
 constexpr int kTilePairs = kTileRows / 2, kUnit = kTilePairs;  // pairs of columns of a tile; chains of a warp
 constexpr int kSharedBlocks = 32;                              // of K at least, that two warps share
-// Of a ring: where blocks of threads have several turns, and where they have one, whose row waits for fewer weights.
-constexpr int kTurnStages = 4, kOnceStages = 2;
+// Of a ring. More bytes under way than must be make a processor's copies slower, and the row's come behind them.
+constexpr int kShallow = 2, kDeep = 3;
 constexpr int kNormed = 3, kMostNormed = 512;  // eights of a row that is normed: of a thread, of all
 bool is_fine(const Codes& codes) { return codes.groups > 1 && codes.group < kBlock; }
 
@@ -32,8 +32,10 @@ struct Shape {
   static constexpr int kTileBytes = code_bytes(kBits) / 4, kSetBytes = kTileRows * 4;
   static constexpr int kCodesBytes = kBlocks * kTileBytes, kStageBytes = kCodesBytes + kBlocks * kSets * kSetBytes;
 
+  // Of the chains' sums, in whole lines of shared memory.
+  AS_BOTH static int sums_bytes(int warps) { return (warps + 1) / 2 * 2 * kTileRows * 4; }
   static size_t shared(int warps, int k_blocks) {
-    return (size_t)warps * (kStages * kStageBytes + kTileRows * 4) + (size_t)k_blocks * kRowBytes;
+    return (size_t)warps * kStages * kStageBytes + sums_bytes(warps) + (size_t)k_blocks * kRowBytes;
   }
 };
 
@@ -131,7 +133,7 @@ class Copies {
     for (int i = 0; i < kPlaces; i += 8)
       copy_scales(stage, i, set_ + i / S::kSets * sets_.each, kPlaces >= 8 || has_scales_);
   }
-  // A stage that not all chains have as a whole, or of another pace of sets, or the first of the next pairs. Scales are
+  // A stage that not all chains have as a whole, or of another pace of sets, or the first of the next turn. Scales are
   // zero where a chain has ended.
   __device__ __forceinline__ void fetch_rest(uint32_t stage) {
     if (block_ >= length_ && first_ < pairs_) first_ += by_, at_pairs();
@@ -280,7 +282,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
             last_end = __shfl_sync(0xffffffffu, own.begin, 31) + shortest,
             whole = p.w.k % kBlock && last_end == k.blocks ? shortest - 1 : length;
   float* const sums = reinterpret_cast<float*>(shared);
-  char* const x = shared + warps * kTileRows * 4;
+  char* const x = shared + S::sums_bytes(warps);
   const int row_blocks = k.count * k.length;
   const uint32_t ring = shared_address(x) + row_blocks * kRowBytes + warp * S::kStages * S::kStageBytes;
   let_next_begin();
@@ -431,8 +433,8 @@ struct Plan {
 
   template <int kBits, bool kFine>
   static size_t shared(int stages, int warps, int k_blocks) {
-    return stages == kTurnStages ? Shape<kBits, kFine, kTurnStages>::shared(warps, k_blocks)
-                                 : Shape<kBits, kFine, kOnceStages>::shared(warps, k_blocks);
+    return stages == kDeep ? Shape<kBits, kFine, kDeep>::shared(warps, k_blocks)
+                           : Shape<kBits, kFine, kShallow>::shared(warps, k_blocks);
   }
   explicit Plan(const Product& p) {
     const Pieces k(p.w.k, p.w.most_pieces);
@@ -450,8 +452,8 @@ struct Plan {
     const auto bytes = p.w.codes.bits == 4  ? is_fine(p.w.codes) ? shared<4, true> : shared<4, false>
                         : is_fine(p.w.codes) ? shared<8, true>
                                             : shared<8, false>;
-    const bool turns = ceil_div(pairs, together) > processors();
-    for (int depth : {turns ? kTurnStages : kOnceStages, kOnceStages})
+    const bool deep = p.w.codes.bits == 8 || ceil_div(pairs, together) > processors();  // several turns
+    for (int depth : {deep ? kDeep : kShallow, kShallow})
       if (!stages && bytes(depth, warps, k.count * k.length) <= (size_t)most_shared()) stages = depth;
   }
 };
@@ -472,8 +474,8 @@ void start_row(const Product& p, const Plan& plan, const Queue& queue) {
 
 template <int kBits, bool kFine>
 void start_stages(const Product& p, const Plan& plan, const Queue& queue) {
-  if (plan.stages == kTurnStages) start_row<kBits, kFine, kTurnStages>(p, plan, queue);
-  else start_row<kBits, kFine, kOnceStages>(p, plan, queue);
+  if (plan.stages == kDeep) start_row<kBits, kFine, kDeep>(p, plan, queue);
+  else start_row<kBits, kFine, kShallow>(p, plan, queue);
 }
 
 }  // namespace
