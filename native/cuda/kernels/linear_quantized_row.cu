@@ -1,9 +1,12 @@
 // Products of quantized weights with one row of activations in bfloat16, by mma.sync: what a single sequence decodes
 // with.
 //
-// A warp has 16 columns of the result (a tile of the weights) and one piece of K (tiles.h) at a time, and copies the
-// codes that it needs itself, some blocks ahead; so warps wait for nobody. A block of threads has all pieces of its
-// tiles, and adds them up in shared memory; the row is there as a whole, and may be normed on its way.
+// A product is shared out by pairs of columns, eight apart in a tile of the weights, and pieces of K (tiles.h): eight
+// such chains, of whatever pieces, are the sixteen rows of a product of a warp, whose second operand has the row's
+// values of each chain's piece as a column. So processors have equal parts, of 14 pairs where a tile has eight. A block
+// of threads has all pieces of its pairs, and adds them up in shared memory; the row is there as a whole, and may be
+// normed on its way. A warp copies the codes that it needs itself, some blocks ahead; so warps wait for nobody but,
+// where schedulers would have unequal numbers of them, the one that goes on with the chains of another.
 #include <algorithm>
 
 #include "cuda/kernels/code_fragments.cuh"
@@ -17,8 +20,8 @@ namespace {
 constexpr int kMostWarps = 20, kSchedulers = 4;                // of a block of threads; that a processor's warps have
 constexpr int kTilePairs = kTileRows / 2, kUnit = kTilePairs;  // pairs of columns of a tile; chains of a warp
 constexpr int kSharedBlocks = 32;                              // of K at least, that two warps share
-// Of a ring: where blocks of threads have several turns, and where they have one, whose row waits for fewer weights.
-constexpr int kTurnStages = 4, kOnceStages = 2;
+// Of a ring. More bytes under way than must be make a processor's copies slower, and the row's come behind them.
+constexpr int kShallow = 2, kDeep = 3;
 constexpr int kNormed = 3, kMostNormed = 512;  // eights of a row that is normed: of a thread, of all
 bool is_fine(const Codes& codes) { return codes.groups > 1 && codes.group < kBlock; }
 
@@ -29,8 +32,10 @@ struct Shape {
   static constexpr int kTileBytes = code_bytes(kBits) / 4, kSetBytes = kTileRows * 4;
   static constexpr int kCodesBytes = kBlocks * kTileBytes, kStageBytes = kCodesBytes + kBlocks * kSets * kSetBytes;
 
+  // Of the chains' sums, in whole lines of shared memory.
+  AS_BOTH static int sums_bytes(int warps) { return (warps + 1) / 2 * 2 * kTileRows * 4; }
   static size_t shared(int warps, int k_blocks) {
-    return (size_t)warps * (kStages * kStageBytes + kTileRows * 4) + (size_t)k_blocks * kRowBytes;
+    return (size_t)warps * kStages * kStageBytes + sums_bytes(warps) + (size_t)k_blocks * kRowBytes;
   }
 };
 
@@ -128,7 +133,7 @@ class Copies {
     for (int i = 0; i < kPlaces; i += 8)
       copy_scales(stage, i, set_ + i / S::kSets * sets_.each, kPlaces >= 8 || has_scales_);
   }
-  // A stage that not all chains have as a whole, or of another pace of sets, or the first of the next pairs. Scales are
+  // A stage that not all chains have as a whole, or of another pace of sets, or the first of the next turn. Scales are
   // zero where a chain has ended.
   __device__ __forceinline__ void fetch_rest(uint32_t stage) {
     if (block_ >= length_ && first_ < pairs_) first_ += by_, at_pairs();
@@ -251,8 +256,8 @@ __device__ __forceinline__ void meet(int unit) {
   asm volatile("bar.sync %0, 64;" ::"r"(1 + unit) : "memory");
 }
 
-// pairs: of columns, eight apart, of which a block of threads has `together` at a time, and of each k.count chains.
-// shared: of units of eight chains, the last so many are by two warps each, one after the other.
+// pairs: of which a block of threads has `together` at a time, and of each k.count chains. shared_units: of units of
+// eight chains, the last so many are by two warps each, one after the other.
 template <class S>
 __global__ void __launch_bounds__(32 * kMostWarps)
     row_kernel(const __grid_constant__ Product p, int pairs, const __grid_constant__ Divisor together, int shared_units,
@@ -277,7 +282,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
             last_end = __shfl_sync(0xffffffffu, own.begin, 31) + shortest,
             whole = p.w.k % kBlock && last_end == k.blocks ? shortest - 1 : length;
   float* const sums = reinterpret_cast<float*>(shared);
-  char* const x = shared + warps * kTileRows * 4;
+  char* const x = shared + S::sums_bytes(warps);
   const int row_blocks = k.count * k.length;
   const uint32_t ring = shared_address(x) + row_blocks * kRowBytes + warp * S::kStages * S::kStageBytes;
   let_next_begin();
@@ -428,8 +433,8 @@ struct Plan {
 
   template <int kBits, bool kFine>
   static size_t shared(int stages, int warps, int k_blocks) {
-    return stages == kTurnStages ? Shape<kBits, kFine, kTurnStages>::shared(warps, k_blocks)
-                                 : Shape<kBits, kFine, kOnceStages>::shared(warps, k_blocks);
+    return stages == kDeep ? Shape<kBits, kFine, kDeep>::shared(warps, k_blocks)
+                           : Shape<kBits, kFine, kShallow>::shared(warps, k_blocks);
   }
   explicit Plan(const Product& p) {
     const Pieces k(p.w.k, p.w.most_pieces);
@@ -447,8 +452,8 @@ struct Plan {
     const auto bytes = p.w.codes.bits == 4  ? is_fine(p.w.codes) ? shared<4, true> : shared<4, false>
                         : is_fine(p.w.codes) ? shared<8, true>
                                             : shared<8, false>;
-    const bool turns = ceil_div(pairs, together) > processors();
-    for (int depth : {turns ? kTurnStages : kOnceStages, kOnceStages})
+    const bool deep = p.w.codes.bits == 8 || ceil_div(pairs, together) > processors();  // several turns
+    for (int depth : {deep ? kDeep : kShallow, kShallow})
       if (!stages && bytes(depth, warps, k.count * k.length) <= (size_t)most_shared()) stages = depth;
   }
 };
@@ -469,8 +474,8 @@ void start_row(const Product& p, const Plan& plan, const Queue& queue) {
 
 template <int kBits, bool kFine>
 void start_stages(const Product& p, const Plan& plan, const Queue& queue) {
-  if (plan.stages == kTurnStages) start_row<kBits, kFine, kTurnStages>(p, plan, queue);
-  else start_row<kBits, kFine, kOnceStages>(p, plan, queue);
+  if (plan.stages == kDeep) start_row<kBits, kFine, kDeep>(p, plan, queue);
+  else start_row<kBits, kFine, kShallow>(p, plan, queue);
 }
 
 }  // namespace
