@@ -1,115 +1,21 @@
 // Attention for few rows of a sequence, as when it decodes: up to 16 pairs of a row and a query head. Blocks of threads
-// stay, and share out the runs of all tiles and KV heads evenly. Of a block's warps four copy keys and values through a
+// stay, and share out the runs of all tiles and KV heads evenly. Of a block's warps some copy keys and values through a
 // ring in shared memory, ahead of what is computed, from one run to the next; eight compute: each has 32 of a run's
 // positions for the scores, and some of the features for the values. Runs are merged by the block that has a tile's
-// first ones, as it goes, and those after them, when all have come, by all that have a part. Bits are those of
-// WarpPairs: every score and every sum is the same chain, and what a quantized cache has is rounded to bfloat16.
+// first ones, as it goes, and those after them, when all have come, by all that have a part. Many tiles of one run each
+// take as long as a tile waits for what it asks: of these two blocks share a processor, by a kernel of few registers.
+// Bits are those of WarpPairs: every score and every sum is the same chain, and what a quantized cache has is rounded
+// to bfloat16.
 #pragma once
 #include <algorithm>
 
-#include "cuda/kernels/attention_runs.cuh"
-#include "cuda/kernels/copy_ring.cuh"
+#include "cuda/kernels/attention_few_copies.cuh"
 #include "cuda/kernels/quantized.cuh"
 #include "cuda/kernels/turned_head.cuh"
 
 namespace as {
 namespace cuda {
 namespace few {
-
-// Keys, or values, of 64 positions in shared memory, as they are in the cache.
-template <int kDim, CacheType kType>
-struct Shape {
-  static constexpr bool kCodes = kType != CacheType::bf16, kScaled = kCodes && kType != CacheType::float8;
-  static constexpr int kBits = kType == CacheType::bf16 ? 16 : kType == CacheType::uint4 ? 4 : 8;
-  static constexpr int kBytes = kDim * kBits / 8, kRow = kBytes + 16;  // of a position: rows lie in different banks
-  static constexpr int kScales = kTokens * kRow;                       // where they are, and then minimums
-  static constexpr int kTensor = kScales + (kScaled ? 2 * kTokens * 4 : 0);
-  static constexpr int kStride = kDim + 8;  // of queries, in bfloat16
-};
-
-// As copy_16(), and what is beside it, which is wanted next, comes into the second-level cache with it.
-__device__ inline void copy_piece(uint32_t to, const void* from, bool there) {
-#if LTC
-  const int bytes = there ? 16 : 0;
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-#else
-  copy_16(to, from, there);
-#endif
-}
-
-// The ring's part of a warp that copies.
-template <int kDim, CacheType kType, int kProducers>
-__device__ void copy_runs(const Attention& a, Runs runs, bool own, uint32_t full, uint32_t empty, uint32_t ring,
-                          int stages) {
-  using S = Shape<kDim, kType>;
-  // Positions that are adjacent in the cache, as no span is smaller: a copy's addresses are those of the first and what
-  // is known to the compiler.
-  constexpr int kAdjacent = 16, kPieces = S::kBytes / 16, kCopies = (kAdjacent * kPieces + 31) / 32;
-  static_assert(S::kBytes % 16 == 0);
-  const int warp = threadIdx.x / 32 - kConsumers, lane = threadIdx.x % 32;
-  const int size = a.cache.span_size, shift = 31 - __clz(size), within = size - 1;
-  const size_t span_bytes = a.cache.span_bytes();
-  if (!own) await_previous();  // the tile's own rows entered the cache there
-  RingPlace place;
-  for (; runs.left(); runs.next()) {
-    const FewRows& rows = runs.rows();
-    if (!rows.count) continue;
-    const Extent extent(rows, runs.run());
-    const int known = own ? min(extent.start, extent.last + 1) : extent.last + 1;  // positions before are in the cache
-    // A run's spans, at most 16, each with a lane.
-    const int first_span = extent.begin >> shift, at_lane = first_span + lane % 16;
-    const int spans = at_lane << shift < known ? a.tables[rows.tile.table + at_lane] : 0;
-    const char* head = a.cache.data + runs.kv_head() * a.cache.head_bytes();
-#pragma unroll 1
-    for (int tensor = 0; tensor < 2 * extent.blocks; tensor++) {
-      const bool value = tensor >= extent.blocks;
-      const int begin = extent.begin + (value ? tensor - extent.blocks : tensor) * kTokens;
-      wait_barrier(empty + 8 * place.stage, place.parity ^ 1);
-      const uint32_t to = ring + place.stage * S::kTensor;
-      if (kProducers == 2 || S::kCodes || ADJ) {
-#pragma unroll 1
-      for (int first = warp * kAdjacent; first < kTokens; first += kProducers * kAdjacent) {
-        const int at = begin + first, span = __shfl_sync(0xffffffffu, spans, (at >> shift) - first_span);
-        const int there = min(max(known - at, 0), kAdjacent) * kPieces;
-        const char* from = head;
-        if (there) from += span * span_bytes + ((value ? size : 0) + (at & within)) * S::kBytes;
-        from += lane * 16;
-#pragma unroll
-        for (int i = 0; i < kCopies; i++) {
-          const int each = i * 32 + lane;
-          if (kAdjacent * kPieces % 32 && each >= kAdjacent * kPieces) continue;
-          copy_piece(to + (first + each / kPieces) * S::kRow + each % kPieces * 16, from + i * 512, each < there);
-        }
-      }
-      } else {
-        constexpr int kCopiers = 32 * kProducers;
-        const int thread = warp * 32 + lane;
-#pragma unroll
-      for (int i = 0; i < (kTokens * kPieces + kCopiers - 1) / kCopiers; i++) {
-        const int each = i * kCopiers + thread, token = each / kPieces, piece = each % kPieces, at = begin + token;
-        if (kTokens * kPieces % kCopiers && each >= kTokens * kPieces) continue;  // whole warps
-        const int span = __shfl_sync(0xffffffffu, spans, (at >> shift) - first_span);
-        const bool there = at < known;
-        const char* from = head;
-        if (there) from += span * span_bytes + ((value ? size : 0) + (at & within)) * S::kBytes + piece * 16;
-        copy_piece(to + token * S::kRow + piece * 16, from, there);
-      }
-      }
-      if (S::kScaled && warp == 0) {  // scales and minimums, of four positions each
-        const int which = lane / 16, token = lane % 16 * 4, at = begin + token;
-        const int span = __shfl_sync(0xffffffffu, spans, (at >> shift) - first_span),
-                  count = min(max(known - at, 0), 4);
-        const char* from = head;
-        if (count)
-          from += span * span_bytes + a.cache.scales_at() + (((value ? 2 : 0) + which) * size + (at & within)) * 4;
-        copy_up_to_16(to + S::kScales + (which * kTokens + token) * 4, from, count * 4);
-      }
-      arrive_with_copies(full + 8 * place.stage);
-      place.advance(1, stages);
-    }
-  }
-  commit_copies(), wait_copies<0>();
-}
 
 template <int kBytes>
 __device__ inline uint32_t load_shared(uint32_t address) {
@@ -134,7 +40,7 @@ __device__ inline float widened(uint32_t codes, int i, float scale, float minimu
   }
 }
 
-// What the warps that compute have of a run.
+// What the warps that compute have of a run. kLean: in few registers, where a tile has one run alone.
 template <int kDim, CacheType kType, bool kLean>
 class Attender {
  public:
@@ -165,17 +71,22 @@ class Attender {
       const int row = query ? rows.row(i) : rows.tile.row + i;
       const int column = query ? rows.head(i, kv_head) : a_.width / kDim - 2 * a_.cache.kv_heads + kv_head;
       const float* from = a_.qkv + (size_t)row * a_.width + (size_t)column * kDim;
+      const int size = a_.cache.span_size, place = at & (size - 1);  // a power of two
+      int span = 0;
+      Norm norm = a_.query_norm;
       TurnedHead<kDim> head, value;
-      if (!query) value.read(from + a_.cache.kv_heads * kDim, Norm(), row, turn, false);
-      head.read(from, query ? a_.query_norm : a_.key_norm, row, turn, rotates);
+      if (!query) {  // asked for before what the head is of
+        norm = a_.key_norm;
+        span = a_.tables[rows.tile.table + (at >> (31 - __clz(size)))];
+        value.read(from + a_.cache.kv_heads * kDim, Norm(), row, turn, false);
+      }
+      head.read(from, norm, row, turn, rotates);
       if (query) {
         head.write(queries_ + i * S::kStride);
         continue;
       }
-      const int span = a_.tables[rows.tile.table + at / a_.cache.span_size], place = at % a_.cache.span_size;
       char* to = const_cast<char*>(head_of(a_.cache, span, kv_head));
       if constexpr (S::kCodes) {
-        const int size = a_.cache.span_size;
         float* scales = reinterpret_cast<float*>(to + a_.cache.scales_at()) + place;
         head.template quantize<kType>(to + place * S::kBytes, own_keys_ + i * S::kRow, scales, size,
                                       &shared_.own_scales[0][i], kFewPairs);
@@ -183,7 +94,7 @@ class Attender {
                                        size, &shared_.own_scales[2][i], kFewPairs);
       } else {
         uint16_t* rows_there = reinterpret_cast<uint16_t*>(to) + place * kDim;
-        head.write(rows_there), value.write(rows_there + a_.cache.span_size * kDim);
+        head.write(rows_there), value.write(rows_there + size * kDim);
         head.write(reinterpret_cast<uint16_t*>(own_keys_ + i * S::kRow));
         value.write(reinterpret_cast<uint16_t*>(own_values_ + i * S::kRow));
       }
@@ -428,7 +339,7 @@ class Attender {
         for (int i = 2 * h; i < 2 * h + 2; i++) total_[v][i] = merged(total_[v][i], by, out_[v][i], run_by);
     }
   }
-  // Where a tile has one run alone, merged with nothing.
+  // As add_run(), of the one run that the tile has.
   __device__ void end_run() {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -443,9 +354,10 @@ class Attender {
   __device__ void leave_run(const Runs& runs) const { leave(runs, out_, most_, sum_); }
   __device__ void leave_total(const Runs& runs) const { leave(runs, total_, total_most_, total_sum_); }
   __device__ void write_total(const Runs& runs) const {
-    if (!kLean) write(runs, total_, total_most_, total_sum_);
-    else write(runs, out_, most_, sum_);
+    if (kLean) write(runs, out_, most_, sum_);
+    else write(runs, total_, total_most_, total_sum_);
   }
+
  private:
   using S = Shape<kDim, kType>;
   // Of 16 features for the scores; a warp's products of eight features for the values.
@@ -453,6 +365,7 @@ class Attender {
   static_assert(kEights % kOwn == 0);
   using Values = float[kOwn][4];
 
+  // Of 16 features of all pairs, as mma.sync's first operand.
   __device__ void load_query(uint32_t (&query)[4], int step) const {
     load_cores(query, shared_address(queries_ + (lane_ % 16) * S::kStride + step * 16 + lane_ / 16 * 8));
   }
@@ -518,14 +431,14 @@ class Attender {
   float most_[2], sum_[2], total_most_[2], total_sum_[2];
 };
 
-// own: tiles' rows enter the cache here, too (rotated, if rotates), as store_cache() has it. several: tiles may have
-// several runs. own_rows: of a tile, at most.
+// own: tiles' rows enter the cache here, too (rotated, if rotates), as store_cache() has it. split: tiles may have
+// several runs, which is not for kLean. own_rows: of a tile, at most.
 template <int kDim, CacheType kType, bool kLean>
 __global__ void __launch_bounds__(threads(kLean), kLean ? 2 : 1)
-    attend_few_kernel(const __grid_constant__ Attention a, const AttentionTile* tiles, int count, bool any_several,
-                      bool own, bool rotates, const __grid_constant__ Turn turn, int own_rows, int stages) {
-  const bool several = !kLean && any_several;
+    attend_few_kernel(const __grid_constant__ Attention a, const AttentionTile* tiles, int count, bool split, bool own,
+                      bool rotates, const __grid_constant__ Turn turn, int own_rows, int stages) {
   using S = Shape<kDim, kType>;
+  const bool several = !kLean && split;
   extern __shared__ __align__(128) char memory[];
   let_next_begin();
   Shared& shared = *reinterpret_cast<Shared*>(memory);
@@ -534,7 +447,7 @@ __global__ void __launch_bounds__(threads(kLean), kLean ? 2 : 1)
        *own_values = own_keys + own_rows * S::kRow;
   const uint32_t ring = shared_address(own_values + own_rows * S::kRow);
   const uint32_t full = shared_address(shared.full), empty = shared_address(shared.empty);
-  // By a thread of each warp: threads of one would take turns.
+  // By a thread of each warp: threads of one take turns, which for 24 barriers was half a microsecond.
   for (int stage = threadIdx.x / 32; threadIdx.x % 32 == 0 && stage < stages; stage += threads(kLean) / 32)
     init_barrier(full + 8 * stage, 32 * producers(kLean)), init_barrier(empty + 8 * stage, kConsumers);
   // What a step is has been there since before its first kernel, and so have positions before its rows' in the cache.
@@ -545,7 +458,8 @@ __global__ void __launch_bounds__(threads(kLean), kLean ? 2 : 1)
   __syncthreads();
   Runs runs(a, tiles, several, shared.begin);
   if (!runs.left()) return;
-  if (threadIdx.x >= 32 * kConsumers) return copy_runs<kDim, kType, producers(kLean)>(a, runs, own, full, empty, ring, stages);
+  if (threadIdx.x >= 32 * kConsumers)
+    return copy_runs<kDim, kType, producers(kLean)>(a, runs, own, full, empty, ring, stages);
 
   Attender<kDim, kType, kLean> attender(a, shared, queries, own_keys, own_values, ring, stages);
   await_previous();
@@ -602,7 +516,7 @@ void start_few(const Attention& a, const AttentionTile* tiles, int count, bool s
     start(queue, kernel, dim3(std::min(all, blocks)), threads, bytes, a, tiles, count, several, own, turn != nullptr,
           turn ? *turn : Turn(), rows, stages);
   };
-  if constexpr (kDim <= 128) {
+  if constexpr (kDim <= 128) {  // a warp has a run's keys in a stage of its own
     if (!several && all > there && half >= kBlocks * S::kTensor)
       return launch(attend_few_kernel<kDim, kType, true>, threads(true), 2 * there,
                     std::min(half / S::kTensor, kMostStages));

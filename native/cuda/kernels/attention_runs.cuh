@@ -8,9 +8,9 @@ namespace few {
 
 constexpr int kTokens = 64,
               kBlocks = kRunTokens / kTokens;  // of a stage; stages of keys of a run, and as many of values
-constexpr int kConsumers = 8;  // warps that compute
-// Warps that copy, and all threads.
-__host__ __device__ constexpr int producers(bool lean) { return lean ? 2 : GPROD; }
+constexpr int kConsumers = 8;                  // warps that compute
+// Warps that copy, and all threads; lean: of a kernel whose blocks share a processor.
+__host__ __device__ constexpr int producers(bool lean) { return lean ? 2 : 4; }
 __host__ __device__ constexpr int threads(bool lean) { return 32 * (kConsumers + producers(lean)); }
 constexpr int kReserved = 1 << 10;  // of a block's shared memory, for the system
 constexpr int kShortStages = 6, kMostStages = 24;
@@ -33,7 +33,7 @@ struct Shared {
   uint4 weights[kRunTokens / 16][32];  // of 16 positions each, as mma.sync's first operand
   float maxima[kFewPairs][kConsumers], sums[kConsumers][kFewPairs][4];  // of a warp's positions
   float shrunk[kBlocks][kFewPairs];  // what is left of a run's sums before each of its blocks
-  float own_scales[4][kFewPairs];  // of the tile's own rows: keys' scales and minimums, and values'
+  float own_scales[4][kFewPairs];    // of the tile's own rows: keys' scales and minimums, and values'
   Begin begin;
 };
 
@@ -175,8 +175,9 @@ __device__ inline int arrived(const int* arrivals) {
 __device__ inline void leave_part(const Attention& a, const Runs& runs) {
   __syncwarp();
   if (threadIdx.x % 32) return;
-  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(a.arrivals + runs.tile() * a.cache.kv_heads + runs.kv_head())
-               : "memory");
+  asm volatile(
+      "red.release.gpu.global.add.s32 [%0], 1;" ::"l"(a.arrivals + runs.tile() * a.cache.kv_heads + runs.kv_head())
+      : "memory");
 }
 
 __device__ inline float4 load_shared_four(uint32_t address) {
