@@ -1,11 +1,12 @@
-// One row's products of 8 bits that make these themselves (linear_byte_row()): their bits against those of rows made by
-// kernels of their own, at awkward sizes.
-//   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/byte_row.cu
-//        native/cuda/kernels/{linear_{bytes_{row,stream,wide},integer},byte_rows}.cu
+// One row's products that norm it, or make 8 bits of it, themselves: their bits against those of rows made by kernels
+// of their own, at awkward sizes.
+//   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/one_row.cu
+//        native/cuda/kernels/{linear_{row,bf16,split,stream,wide,f32,bytes_{stream,wide},integer},byte_rows,rows}.cu
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
 
+#include "cuda/kernels/linear_wgmma.h"
 #include "cuda/kernels/quantized.cuh"
 
 using namespace as::cuda;
@@ -37,6 +38,11 @@ __global__ void fill_codes(Codes codes, int n, int k, size_t words, uint64_t see
   const float scale = (codes.floats ? 1e-2f : 2e-4f) * (1 + noise(i) % 8 / 8.0f);
   if (i < rows) codes.scales[i] = codes.floats ? __float_as_uint(scale) : two_bf16(scale, scale * (i % 5));
 }
+__global__ void fill_matrix(uint16_t* tiles, int n, int k, uint64_t seed) {
+  const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
+  if (i < (size_t)n * k)
+    tiles[tile_offset(i / k, i % k, blocks_of(k))] = to_bf16((int)(noise(i + seed) >> 40 & 0xffff) * 0x1p-20f - 0.03f);
+}
 __global__ void fill_row(float* x, uint16_t* tiles, int k, uint64_t seed, float odd) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= k) return;
@@ -54,22 +60,24 @@ int main() {
   const struct {
     int n, k;
     bool gated, adds, bias;
-  } shapes[] = {{4608, 3584, false, false, true},  {3584, 3584, false, true, false}, {3584, 18944, false, true, false},
-                {37888, 3584, true, false, false}, {1036, 900, false, true, true},   {656, 1000, true, false, true},
-                {9728, 896, true, false, false},   {896, 4864, false, true, false},  {70, 300, false, false, true},
-                {64, 64, false, false, false},     {1, 130, false, false, true},     {5, 8192, false, true, false},
-                {3001, 5120, false, false, true},  {20000, 8000, false, true, true}, {152064, 3584, false, false, false},
-                {8192, 29568, false, true, false}};
+  } shapes[] = {
+      {4608, 3584, false, false, true},  {3584, 3584, false, true, false}, {3584, 18944, false, true, false},
+      {37888, 3584, true, false, false}, {1036, 900, false, true, true},   {656, 1000, true, false, true},
+      {9728, 896, true, false, false},   {896, 4864, false, true, false},  {70, 300, false, false, true},
+      {64, 64, false, false, false},     {1, 130, false, false, true},     {5, 8192, false, true, false},
+      {3001, 5120, false, false, true},  {20000, 8000, false, true, true}, {152064, 3584, false, false, false},
+      {8192, 29568, false, true, false}};
   int wrong = 0, none = 0, done = 0;
-  for (const char* form : {"float8", "w8a8", "w8a8:128", "w4a8:64"})
+  for (const char* form : {"bf16", "float8", "w8a8", "w8a8:128", "w4a8:64"})
     for (const auto& s : shapes)
       for (int from = 0; from < 3; from++)  // norm, tiles, values
         for (float odd : {0.25f, 1e30f, INFINITY}) {
-          const bool floats = form[0] == 'f';
-          const int bits = form[1] == '4' ? 4 : 8, n = s.gated ? paired_rows(s.n) : s.n;
+          const bool floats = form[0] == 'f', bf16 = form[0] == 'b';
+          const int bits = bf16 ? 16 : form[1] == '4' ? 4 : 8, n = s.gated ? paired_rows(s.n) : s.n;
           const int group = form[4] == ':' ? std::atoi(form + 5) : 0;
+          if (bf16 && from == 2) continue;
           if ((from == 0 && s.k > 8192) || (odd != 0.25f && (s.n > 9000 || from > 1))) continue;
-          Matrix m{n, s.k, floats ? Kind::float8 : Kind::integers};
+          Matrix m{n, s.k, bf16 ? Kind::bf16 : floats ? Kind::float8 : Kind::integers};
           const int groups = group && group < s.k ? ceil_div(s.k, group) : 1;
           m.codes = {bits, groups > 1 ? group : s.k, groups, floats, bits == 8, nullptr, nullptr};
           m.codes.words = memory<uint32_t>(codes_bytes(n, s.k, bits));
@@ -78,6 +86,11 @@ int main() {
           const size_t words = codes_bytes(n, s.k, bits) / 4,
                        all = std::max<size_t>(words, (size_t)blocks_of(n) * kBlock * groups);
           fill_codes<<<ceil_div(all, 256), 256>>>(m.codes, n, s.k, words, seed++);
+          if (bf16) {
+            uint16_t* values = memory<uint16_t>(tiles_bytes(n, s.k));
+            fill_matrix<<<ceil_div((size_t)n * s.k, 256), 256>>>(values, n, s.k, seed++);
+            m.tiles = values, m.codes.bits = 0, m.most_pieces = most_pieces(n);
+          }
           Product p;
           float *x = memory<float>(s.k * 4), *weight = memory<float>(s.k * 4), *bias = memory<float>(s.n * 4);
           uint16_t *tiles = memory<uint16_t>(tiles_bytes(1, s.k)), *spare = memory<uint16_t>(tiles_bytes(1, s.k));
@@ -99,7 +112,16 @@ int main() {
             p.y = {y[own], nullptr, width};
             if (from == 0) p.unnormed = x, p.norm = norm;
             for (int turn = 0; turn < (s.adds ? 2 : 1); turn++) {
-              if (own) {
+              if (own && bf16) {
+                there = from ? has_linear_row(p, queue) : linear_bf16_norms(p, 1, queue);
+                if (there && from) linear_row(p, queue);
+                else if (there) linear_bf16(p, 1, queue);
+              } else if (bf16) {
+                Product other = p;
+                other.unnormed = nullptr, other.x = {nullptr, tiles, s.k};
+                if (from == 0) rms_norm(x, norm, 1, other.x, queue);
+                linear_bf16(other, 1, queue, By::split);
+              } else if (own) {
                 there = linear_byte_row(p, queue);
               } else {
                 from == 0 ? rms_norm_into_bytes(x, norm, p, 1, queue) : quantize_activations(p, 1, queue);
@@ -118,10 +140,11 @@ int main() {
           if (!there) none++;
           else done++;
           if (there && differ)
-            wrong++, std::printf("%s %d x %d gated %d from %d odd %g: %d of %d differ, first %d: %08x %08x\n", form, s.n,
-                                 s.k, s.gated, from, odd, differ, width, first, found[0][first], found[1][first]);
-          for (void* data : {(void*)m.codes.words, (void*)m.codes.scales, (void*)x, (void*)weight, (void*)bias,
-                             (void*)tiles, (void*)spare, (void*)spare2, (void*)p.bytes.values, (void*)y[0], (void*)y[1]})
+            wrong++, std::printf("%s %d x %d gated %d from %d odd %g: %d of %d differ, first %d: %08x %08x\n", form,
+                                 s.n, s.k, s.gated, from, odd, differ, width, first, found[0][first], found[1][first]);
+          for (void* data :
+               {(void*)m.codes.words, (void*)m.codes.scales, (void*)x, (void*)weight, (void*)bias, (void*)tiles,
+                (void*)spare, (void*)spare2, (void*)p.bytes.values, (void*)y[0], (void*)y[1], (void*)m.tiles})
             check(cudaFree(data));
         }
   std::printf("%d compared, %d of them wrong, %d without a kernel\n", done, wrong, none);
