@@ -538,7 +538,8 @@ class Engine(AbstractEngine):
         if name in self._models:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                                 f"a model named {name!r} is installed already; release it first")
-        if config.device_ids not in ([0], list(range(self._group.size))):  # [0] is what nobody chose
+        # [0] is what nobody chose; ids of GPUs are told as an error where they are not as many as ranks
+        if not config.on_gpus and config.device_ids not in ([0], list(range(self._group.size))):
             logger.warning("compute_unit=%r of model %r: the group's %d rank(s) decide where it runs, not these ids",
                            config.compute_unit, name, self._group.size)
         self._settled().start_load(config)

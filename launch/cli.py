@@ -233,7 +233,7 @@ def _model_options(p: argparse.ArgumentParser) -> None:
     g.add_argument("--max-length", type=int, metavar="N", help="prompt and output together (default 2048)")
     g.add_argument("--max-batch", type=int, metavar="N", help="sequences computed together (default 32)")
     g.add_argument(
-        "--weight-dtype", metavar="TYPE", help="auto (as stored), float32, bfloat16, int8, int4, w8a8 or w4a8"
+        "--weight-dtype", metavar="TYPE", help="auto (as stored), float32, bfloat16, int8, int4, w8a8, w4a8; on GPUs float8"
     )
     g.add_argument("--weight-group-size", type=int, metavar="K",
                    help="of quantized weights: 32 to 512 input features; 0: per output channel (default)")

@@ -5,6 +5,7 @@ import argparse
 import importlib.util
 import itertools
 import json
+import os
 import re
 import shutil
 import sys
@@ -216,7 +217,12 @@ def _cuda(usable: list[gpus.Gpu]) -> list[Finding]:
     except ImportError as error:
         return [Finding("note", "CUDA", f"this installation has no CUDA backend ({error})",
                         "pip install '.[cuda]' and build with ALLSPARK_CUDA=1, where there is no CUDA toolkit")]
+    os.environ |= gpus.ORDER
     built, driver = cuda.CUDA_VERSION // 1000, cuda.driver_version() // 1000
+    if not driver:
+        return [Finding("missing", "CUDA", "there is no libcuda.so.1, the driver's library, that programs could load",
+                        "install NVIDIA's driver whole; in a container: --gpus all, with "
+                        "NVIDIA_DRIVER_CAPABILITIES=compute,utility")]
     if driver < built:
         return [Finding("missing", "CUDA", f"the driver is for CUDA {driver}, and this build needs one for {built}",
                         "update the driver, or build with an older nvcc")]

@@ -16,6 +16,9 @@ from pathlib import Path
 from . import sysfs
 
 NVIDIA_SMI_SECONDS = 20
+#: of the environment: CUDA numbers GPUs as read_gpus() does, where by default the fastest is the first; it counts until a
+#: process uses CUDA for the first time
+ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 #: what is between two GPUs, in nvidia-smi's words; NV and a number: so many NVLinks
 LINKS = {"PIX": "one PCIe bridge between", "PXB": "PCIe bridges between", "PHB": "the processor's PCIe root between",
          "NODE": "both at one NUMA node", "SYS": "NUMA nodes between"}

@@ -20,6 +20,7 @@ from allspark_server import access
 
 from .agents import Agents
 from .folders import private_folder, remove_stale, short_parent, trusted
+from .gpus import ORDER
 from .hosts import find_hosts, share_ranks
 from .http import HttpDoor
 from .mpi import Installation, clean_environment, find_mpi, group_command, mpi_environment, shell_line
@@ -185,7 +186,7 @@ def plan_group(options: GroupOptions, inner: str = "", keep: int = 0, agents: Ag
                             rank_words=everywhere)
     environment = mpi_environment(mpi, several_hosts)
     if options.gpus:
-        environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"     # numbers are those of `allspark topology`
+        environment |= ORDER    # numbers are those of `allspark topology`
     return GroupPlan(placement, mpi, command, environment)
 
 

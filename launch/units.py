@@ -58,7 +58,7 @@ def unit_files(pool: Pool, config_dir: Path) -> dict[str, str]:
         "groups": f"SupplementaryGroups={' '.join(groups)}" if groups else "",
         "filter": "SystemCallFilter=@chown" if groups else "",    # to give sockets to their groups
         "protect_home": "read-only" if any(map(_needs_homes, members)) else "yes",
-        "devices": _GPU_DEVICES if any(member.gpus for member in members) else _NO_DEVICES,
+        "devices": _GPU_DEVICES if any(map(_needs_gpus, members)) else _NO_DEVICES,
         "writable": _line("ReadWritePaths", {path for m in members for path in _written(m)}),
         "network": "" if any(map(_needs_network, members)) else "IPAddressDeny=any\nIPAddressAllow=localhost",
         "members": " ".join(unit_name(pool.name, member) for member in pool.members),
@@ -104,6 +104,11 @@ def _below(path: str, folders: tuple[str, ...]) -> bool:
 def _needs_homes(member: GroupOptions) -> bool:
     """Whether it reads something there, or reaches other hosts by ssh, whose keys are there."""
     return bool(member.hosts) or any(_below(path, _HOMES) for path in _paths(member))
+
+
+def _needs_gpus(member: GroupOptions) -> bool:
+    """Whether it computes on GPUs, or one of its models says so by itself."""
+    return bool(member.gpus) or any(str(model.get("compute_unit", "")).startswith("CUDA") for model in _models(member))
 
 
 def _needs_network(member: GroupOptions) -> bool:

@@ -4,6 +4,8 @@ is needed."""
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -169,6 +171,22 @@ def test_doctor_on_gpus(monkeypatch, root):
     assert doctor.gpus_of(Topology([], [], [])) == []
 
 
+@pytest.mark.parametrize("driver, told", [
+    (0, "missing: there is no libcuda.so.1"), (12080, "missing: the driver is for CUDA 12, and this build needs one for 13"),
+    (13020, "ok: built with 13, the driver is for 13 -> \nnote: GPU 0 cannot reach GPU 2")])
+def test_doctor_on_the_cuda_backend(monkeypatch, root, driver, told):
+    def check_peer(a, b):
+        if b == 2:
+            raise ValueError(f"GPU {a} cannot reach GPU {b}")
+
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    monkeypatch.setitem(sys.modules, "allspark_server._cuda", SimpleNamespace(
+        CUDA_VERSION=13000, driver_version=lambda: driver, check_peer=check_peer))
+    monkeypatch.delattr("allspark_server._cuda", raising=False)
+    assert told in texts(doctor._cuda([gpu for gpu in read_topology(root).gpus if gpu.index >= 0]))
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
 def test_metrics_of_gpus():
     from allspark_server.metrics import _ranks
 
@@ -185,6 +203,8 @@ def test_ceilings_are_those_of_all_gpus_together(monkeypatch):
 
     measured = SimpleNamespace(measure_ceilings=lambda gpu: (4e12 + gpu, 8e14))
     monkeypatch.setattr(native, "cuda_library", lambda: measured)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
     run = SimpleNamespace(ceilings=[])
     machine = Meter(run, [], 1, [0, 2]).now()
     assert (machine.read, machine.floats, machine.int8) == (8e12 + 2, 16e14, 0) and run.ceilings == [machine]
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"     # of the GPUs that the group has

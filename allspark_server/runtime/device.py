@@ -14,12 +14,11 @@ from allspark_server.runtime.native import cuda_library, native_library
 from allspark_server.runtime.profile import CeilingMeter, GpuCeilingMeter
 from allspark_server.runtime.reservations import Reservation
 from allspark_server.weights.formats import WeightFormat
+from allspark_server.weights.gpu_forms import HOPPER, gpu_form, on_gpu
 from allspark_server.weights.quantized import ColumnSlice
 
 #: of a GPU's memory, what the driver, kernels and recorded steps take beside what is counted
 GPU_RESERVE = 768 << 20
-#: of matrices, and of caches
-GPU_FORMATS = ("float32", "bfloat16", "int8", "int4", "w8a8", "w4a8", "float8")
 GPU_CACHES = ("float32", "bfloat16", "int8", "uint4", "float8")
 MOST_SAMPLING_THREADS = 16
 #: for tests where there are fewer GPUs than ranks: 1 lets ranks share one
@@ -27,13 +26,15 @@ SHARED_GPUS = "ALLSPARK_TEST_SHARED_GPUS"
 
 
 class Device(Protocol):
-    """isa: its kernels, as users are told. step_tokens: rows of a step unless told otherwise. cache_share,
+    """isa: its kernels, as users are told. step_tokens: rows of a step unless told otherwise; most_rows: that one may
+    have. cache_share,
     largest_cache_share: of the memory that is left beside the weights, what a cache of unspecified size takes at most;
     and what it may take if that is needed for even one request of full length. host_memory: whether it is the host's,
     of which a second tier of the cache takes its part."""
 
     isa: str
     step_tokens: int
+    most_rows: int
     cache_share: float
     largest_cache_share: float
     host_memory: bool
@@ -80,6 +81,12 @@ class Device(Protocol):
     def activation_bytes(self, model, rows: int, outputs: int) -> int:
         """What steps of a RankModel need, of so many rows, so many of them with outputs."""
 
+    def form_of(self, form: WeightFormat, experts: bool) -> WeightFormat:
+        """The format here of a matrix that a checkpoint has in this one; experts: it is a stack of theirs."""
+
+    def beside_codes(self, dtype: str) -> str:
+        """The type here of what others have left unquantized beside their codes; dtype: on CPUs."""
+
 
 class Cpus:
     """The CPUs of a rank."""
@@ -87,6 +94,7 @@ class Cpus:
     # Enough rows for matrix products to be bound by arithmetic, few enough that a long prompt does not hold up the
     # other requests' tokens.
     step_tokens = 256
+    most_rows = 2**31 - 1
     cache_share, largest_cache_share = 0.6, 0.9
     host_memory = True
 
@@ -103,6 +111,12 @@ class Cpus:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                                 f"{wanted[0]} is for GPUs (compute_unit='CUDA:0'); on CPUs use weight_dtype='int8' or "
                                 "'w8a8', cache_mode=AsCacheQuantI8")
+
+    def form_of(self, form, experts):
+        return form
+
+    def beside_codes(self, dtype):
+        return dtype
 
     def available(self, world):
         return available_memory(world)
@@ -163,6 +177,7 @@ class Gpu:
     """A rank's GPU."""
 
     step_tokens = 2048
+    most_rows = 65535  # blocks of threads in a grid's second dimension: some kernels have one for each row
     cache_share = largest_cache_share = 0.95
     host_memory = False
 
@@ -171,6 +186,9 @@ class Gpu:
         `window`. AllSparkError that says what to do where there is no such GPU, or it does not reach the others."""
         self._library, self._index, self._threads = cuda_library(), index, min(threads, MOST_SAMPLING_THREADS)
         self._group, self._window = list(group) or [index], window
+        if len(self._group) > self._library.MOST_RANKS:
+            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"a group has up to {self._library.MOST_RANKS} GPUs, and "
+                                f"compute_unit names {len(self._group)}: start a group for each part of them")
         try:
             for other in self._group:
                 self._library.check_peer(index, other)
@@ -180,12 +198,12 @@ class Gpu:
             full = "cannot allocate" in str(error) or "out of memory" in str(error)
             raise AllSparkError(AsStatus.ALLSPARK_MEMORY_ERROR if full else AsStatus.ALLSPARK_PARAM_ERROR,
                                 f"compute_unit='CUDA:{unit}': {error}") from error
-        capability = self._first.capability
-        self.isa = f"sm_{capability} ({self._first.device_name})"
+        self._capability = self._first.capability
+        self.isa = f"sm_{self._capability} ({self._first.device_name})"
 
     def check(self, config, forms, cache_dtype):
         missing = [f"a matrix of type {form}" for form in sorted(forms, key=str) if not on_gpu(form)]
-        if any(form.dtype == "float8" for form in forms) and not self.isa.startswith("sm_90 "):
+        if any(form.dtype == "float8" for form in forms) and self._capability != HOPPER:
             missing.append(f"a matrix of type float8 on {self.isa}, which is not sm_90,")
         if cache_dtype not in GPU_CACHES:
             missing.append(f"a cache of type {cache_dtype}")
@@ -195,6 +213,12 @@ class Gpu:
             missing.append("speculation='draft' of several ranks")
         if missing:
             raise not_available(f"{missing[0]} on CUDA")
+
+    def form_of(self, form, experts):
+        return gpu_form(form, experts, self._capability)
+
+    def beside_codes(self, dtype):
+        return "bfloat16"   # as what is recovered from codes; float32 is for comparison
 
     def available(self, world):
         free, _ = self._library.memory_info(self._index)
@@ -262,14 +286,6 @@ class Gpu:
                     weight.rows_of(model.rank, model.world), model.slice_of(weight).inputs, after.type == "silu_mul",
                     most))
         return widened
-
-
-def on_gpu(form: WeightFormat) -> bool:
-    """Whether the CUDA backend has matrices of this format."""
-    if form.dtype == "float8":
-        return not form.group_size
-    size, small = form.group_size, () if form.dtype in ("w8a8", "w4a8") else (16, 32)
-    return form.dtype in GPU_FORMATS and not form.layout.changed() and (size in small or size % 64 == 0)
 
 
 def tensor_bytes(model, rows: int, outputs: int) -> int:

@@ -31,7 +31,7 @@ class RankModel:
     quantized cache_mode comes before it.
     """
 
-    def __init__(self, config: AsModelConfig, path: str, weights_path: str, rank: int, world: int,
+    def __init__(self, config: AsModelConfig, path: str, weights_path: str, rank: int, world: int, device: Device,
                  whole_histories: bool = False, adapters: bool = False):
         """path: of a checkpoint or an .asgraph file, whose weights are in weights_path. whole_histories: the cache
         keeps what windows have left behind. adapters: its rows may have some. AllSparkError if it cannot be opened, or
@@ -47,17 +47,19 @@ class RankModel:
             self.graph, self.targets = with_adapters(self.graph)
         self._slices: dict[str, ColumnSlice] = {}
         check_ranks(self.graph, world)
-        self._choose_types(unquantized_type(self.graph, self.source))
+        self._choose_types(unquantized_type(self.graph, self.source), device)
         self._warn_about_length()
         self._warn_about_unused()
         #: of the bytes that load() has read
         self.digest = ""
 
-    def _choose_types(self, unquantized: str) -> None:
-        graph, config = self.graph, self.config
+    def _choose_types(self, unquantized: str, device: Device) -> None:
+        graph, config, stored = self.graph, self.config, self.graph.quantization
+        if stored is not None and stored.is_foreign:
+            unquantized = device.beside_codes(unquantized)
         #: of each matrix, by the weight's name
-        self.formats = wanted_formats(graph, config, unquantized)
-        stored = graph.quantization
+        self.formats = {name: device.form_of(form, bool(graph.weights[name].experts))
+                        for name, form in wanted_formats(graph, config, unquantized).items()}
         dtype = unquantized if config.weight_dtype == "auto" else config.weight_dtype
         form = stored.format if stored else WeightFormat(dtype, config.weight_group_size)
         self.weight_dtype, self.weight_group_size = form.dtype, form.group_size

@@ -91,16 +91,17 @@ class ModelRunner:
                                           self.window)
         # A draft model's tables are those of its target, and it may lag behind.
         whole = config.speculation == "draft"
-        model = self._model = RankModel(config, config.model_path, config.weights_path, self.rank, self.world, whole,
-                                        adapters=config.lora_max_num > 0)
+        model = self._model = RankModel(config, config.model_path, config.weights_path, self.rank, self.world, device,
+                                        whole, adapters=config.lora_max_num > 0)
         models = [model]
         if config.speculation == "draft":
-            self._draft = RankModel(config, config.draft_model, "", self.rank, self.world, whole)
+            self._draft = RankModel(config, config.draft_model, "", self.rank, self.world, device, whole)
             check_draft(self._draft, model)
             models.append(self._draft)
         for each in models:
             device.check(config, set(each.formats.values()), each.cache_dtype)
         step = self._rows_of_step(), self._outputs_of_step()
+        self._check_rows(step[0], device.most_rows)
         fixed = sum(each.weight_bytes(device) + device.activation_bytes(each, *step) for each in models)
         self._span_bytes = sum(each.span_bytes(device) for each in models)
         self.host_spans = self._count_host_spans()
@@ -299,6 +300,16 @@ class ModelRunner:
         if config.engine_max_prefill_length:
             return config.engine_max_prefill_length + config.engine_max_batch
         return max(step_tokens(config), 2 * config.engine_max_batch)
+
+    def _check_rows(self, rows: int, most: int) -> None:
+        """AllSparkError if a device has no steps of so many."""
+        if self._draft is not None:
+            rows += self.config.engine_max_batch  # as allocate_cache() has it
+        if rows > most:
+            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                                f"a step of {rows} tokens (max_step_tokens, or engine_max_prefill_length with a token of "
+                                f"each request): compute_unit={self.config.compute_unit!r} takes at most {most}; longer "
+                                "prompts are computed in several steps")
 
     def _outputs_of_step(self) -> int:
         """How many of them may have outputs."""

@@ -178,7 +178,7 @@ def wanted_formats(graph: Graph, config: AsModelConfig, unquantized: str) -> dic
         return Quantization(form, config.quantize_head).formats(graph, unquantized)
     stored = graph.quantization.format
     wanted, quantized = WeightFormat(config.weight_dtype, config.weight_group_size), activated(stored)
-    foreign = stored.layout != ScaleLayout()  # then integers may be multiplied with activations of 8 bits as well
+    foreign = graph.quantization.is_foreign  # then integers may be multiplied with activations of 8 bits as well
     by_bytes = foreign and wanted.dtype == quantized.dtype and wanted.group_size in (0, stored.group_size)
     if config.weight_dtype != "auto" and not by_bytes and replace(stored, layout=ScaleLayout()) != wanted:
         raise AllSparkError(
@@ -212,6 +212,11 @@ class StoredQuantization:
     format: WeightFormat
     quantize_head: bool
     unquantized: str
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether others have quantized it."""
+        return self.format.layout != ScaleLayout()
 
 
 # -- customized_quant_config -------------------------------------------------------------------------------------------

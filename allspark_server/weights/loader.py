@@ -18,6 +18,7 @@ from allspark_server.models.graph import Graph, Part, Weight
 from allspark_server.weights.asgraph import to_float32
 from allspark_server.weights.checkpoint import Source
 from allspark_server.weights.formats import WeightFormat
+from allspark_server.weights.gpu_forms import recoded, recovered
 from allspark_server.weights.quantized import ColumnSlice, QuantizedTensor, slice_columns
 from allspark_server.weights.safetensors import NUMPY_TYPES, StoredTensor
 
@@ -63,7 +64,7 @@ def quantized_tensor(source: Source, weight: Weight, part: Part) -> QuantizedTen
 def column_slice(source: Source, weight: Weight, form: WeightFormat, rank: int, world: int) -> ColumnSlice:
     """A rank's columns of a matrix in this format."""
     order = None
-    if weight.stored is not None and weight.stored.layout.permuted:
+    if weight.stored is not None and form.layout.permuted:
         orders = [(part, quantized_tensor(source, weight, part)) for part in weight.parts]
         order = orders[0][1].order
         for part, tensor in orders:
@@ -130,7 +131,12 @@ class Loader:
             begin, end = (part.first + row for row in part.range_of(self.rank, self.world))
             if begin == end:  # another rank's
                 continue
-            if weight.stored is not None:
+            if weight.stored is not None and not form.quantized:
+                self._digest.update(f"{part.tensor} {weight.stored} {form} {begin} {end} {first} {last} ".encode())
+                tensor = quantized_tensor(self.source, weight, part)
+                for row, values in recovered(tensor, weight.stored, begin, end, weight.columns):
+                    self.executor.fill_rows(identity, [values], "F32", offset + row - begin, first, 0)
+            elif weight.stored is not None:
                 self._digest.update(f"{part.tensor} {form} {begin} {end} {first} {last} ".encode())
                 self._fill_quantized(identity, weight, part, columns, begin, end, offset)
             else:
@@ -152,6 +158,8 @@ class Loader:
         """Rows [begin, end) of a quantized tensor as a matrix' rows from `offset` on."""
         tensor = quantized_tensor(self.source, weight, part)
         form, gathered = weight.stored, columns.places is not None
+        if form.layout != columns.form.layout:  # the device has others
+            tensor, form = recoded(tensor, form, columns.form, weight.columns), columns.form
 
         def bits(half: np.ndarray | None) -> np.ndarray | None:
             return None if half is None else half.view(np.uint16)

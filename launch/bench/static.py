@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Callable, Iterator
 
+from ..gpus import ORDER
 from ..placement import place
 from ..options import set_fields
 from ..serving import background_group, shipped_model
@@ -208,6 +209,8 @@ class Meter:
         from allspark_server.runtime.native import cuda_library, native_library
         self._native, self._run, self._cpus, self._threads = native_library(), run, cpus, threads
         self._gpus, self._cuda = gpus, cuda_library() if gpus else None
+        if gpus:
+            os.environ |= ORDER
 
     def now(self) -> Machine:
         if self._gpus:

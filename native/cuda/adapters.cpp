@@ -41,7 +41,7 @@ size_t adapter_bytes(int rank, int inputs, int columns, bool bf16) {
 template <typename Value>
 size_t Adapter::put(int rows, int columns, int whole_rows, int stride, const Value& value) {
   const size_t at = bytes_.size(), each = limits_.bf16 ? sizeof(uint16_t) : sizeof(float);
-  bytes_.resize(at + (whole_rows * stride * each + kAlign - 1) / kAlign * kAlign);
+  bytes_.resize(at + ((size_t)whole_rows * stride * each + kAlign - 1) / kAlign * kAlign);
   for (int row = 0; row < rows; row++)
     for (int column = 0; column < columns; column++) {
       const float x = value(row, column);

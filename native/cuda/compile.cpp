@@ -108,6 +108,8 @@ void CudaRunner::check_program() const {
   const Limits& l = limits_;
   if (l.max_rows < 1 || l.max_outputs < 1 || l.max_slots < 1 || l.max_length < 1 || l.num_spans < 1)
     throw std::invalid_argument("allocate: sizes must be positive");
+  if (std::max(l.max_rows, l.max_outputs) > kMostLaunchRows)
+    refuse("steps of more than " + std::to_string(kMostLaunchRows) + " rows");
   if (l.span_size != 16 && l.span_size != 32 && l.span_size != 64 && l.span_size != 128)
     throw std::invalid_argument("span size must be 16, 32, 64 or 128, got " + std::to_string(l.span_size));
   if ((int64_t)l.num_spans * l.span_size > kLargestCount * 64ll)

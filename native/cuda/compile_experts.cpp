@@ -1,5 +1,6 @@
 // Layers of experts become launches: part of CudaRunner's constructor.
 #include <algorithm>
+#include <climits>
 #include <stdexcept>
 
 #include "cuda/runner.h"
@@ -8,9 +9,9 @@ namespace as {
 namespace cuda {
 namespace {
 
-constexpr int kMostGroups = 32;         // of a router
-constexpr int kMostLaunchRows = 65535;  // of kernels that have a block of threads for each row
-constexpr int kMostNormed = 8192;       // columns of rows that are normed with the same bits by every kernel
+constexpr int kMostGroups = 32;            // of a router
+constexpr int kExpertsShared = 150 << 10;  // bytes of shared memory that their products take, at most
+constexpr int kMostNormed = 8192;          // columns of rows that are normed with the same bits by every kernel
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("the CUDA backend has no " + what); }
 
@@ -26,6 +27,11 @@ void CudaRunner::allocate_routings() {
       throw std::invalid_argument("op expert_linear is for " + std::to_string(end - begin) + " experts, weight " +
                                   std::to_string(op.weights[0]) + " has " + std::to_string(m.experts));
     if (m.takes_bytes()) refuse("experts of other types than float32, bfloat16, int8 and int4");
+    if (m.takes_tiles() && most_shared() < kExpertsShared)
+      refuse("experts of type bfloat16, int8 and int4 on a GPU whose blocks of threads have less than " +
+             std::to_string(kExpertsShared >> 10) + " KiB of shared memory: " + device_.name());
+    if (m.takes_tiles() && tiles_bytes(max_rows(op.inputs[0]), m.k) > INT_MAX)  // kernels count their bytes so
+      refuse("steps of so many rows of experts: lower max_step_tokens");
     const auto [found, first] = routed_.try_emplace(set, Routed{{}, m.kind, -1, {}});
     Routing& routing = found->second.routing;
     if (!first && (routing.begin != begin || routing.end != end))

@@ -22,7 +22,9 @@ std::string mib(size_t bytes) { return std::to_string(bytes >> 20) + " MiB"; }
 }  // namespace
 
 void check(cudaError_t result, const char* what) {
-  if (result != cudaSuccess) throw std::runtime_error(std::string("CUDA: ") + what + ": " + cudaGetErrorString(result));
+  if (result == cudaSuccess) return;
+  cudaGetLastError();  // it is told here, and not once more by the next launch
+  throw std::runtime_error(std::string("CUDA: ") + what + ": " + cudaGetErrorString(result));
 }
 
 int device_count() {
@@ -144,10 +146,10 @@ CUmemAllocationProp pages_of(int device) {
   return wanted;
 }
 
-cudaError_t error_of(CUresult result) {
-  if (result == CUDA_SUCCESS) return cudaSuccess;
-  return result == CUDA_ERROR_OUT_OF_MEMORY ? cudaErrorMemoryAllocation : cudaErrorUnknown;
-}
+// They have the same numbers.
+cudaError_t error_of(CUresult result) { return static_cast<cudaError_t>(result); }
+static_assert((int)CUDA_ERROR_OUT_OF_MEMORY == cudaErrorMemoryAllocation &&
+              (int)CUDA_ERROR_NOT_SUPPORTED == cudaErrorNotSupported);
 
 CUdeviceptr address_of(const void* data) { return reinterpret_cast<CUdeviceptr>(data); }
 
@@ -167,15 +169,19 @@ void Memory::fail(cudaError_t result) const {
 Memory::Memory(size_t bytes, const char* purpose, Where where) : bytes_(bytes), where_(where), purpose_(purpose) {
   if (!bytes) return;
   if (where == Where::lent && (bytes < kLeastLent || !pages().there)) where_ = Where::device;
+  size_t page = 0;
   if (where_ == Where::lent) {
     check(cudaGetDevice(&device_), "asking for the GPU in use");
     const CUmemAllocationProp wanted = pages_of(device_);
-    size_t page = 0;
-    cudaError_t result = error_of(pages().granularity(&page, &wanted, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED));
-    if (result != cudaSuccess) fail(result);
+    const cudaError_t result = error_of(pages().granularity(&page, &wanted, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED));
+    if (result == cudaErrorNotSupported) where_ = Where::device;  // as of some virtual GPUs: it stays
+    else if (result != cudaSuccess) fail(result);
+  }
+  if (where_ == Where::lent) {
     pages_ = (bytes + page - 1) / page * page;
     CUdeviceptr address = 0;
-    if ((result = error_of(pages().reserve(&address, pages_, 0, 0, 0))) != cudaSuccess) fail(result);
+    if (const cudaError_t result = error_of(pages().reserve(&address, pages_, 0, 0, 0)); result != cudaSuccess)
+      fail(result);
     data_ = reinterpret_cast<void*>(address);
     try {
       take_again();
@@ -188,9 +194,16 @@ Memory::Memory(size_t bytes, const char* purpose, Where where) : bytes_(bytes), 
              result != cudaSuccess) {
     fail(result);
   }
-  if (where_ != Where::host)
+  if (where_ == Where::host) {
+    std::memset(data_, 0, bytes);
+    return;
+  }
+  try {
     check(cudaMemset(data_, 0, bytes), "clearing memory"), check(cudaStreamSynchronize(nullptr), "clearing memory");
-  else std::memset(data_, 0, bytes);
+  } catch (...) {  // no destructor runs
+    release();
+    throw;
+  }
 }
 
 void Memory::give_back() {
@@ -218,7 +231,9 @@ void Memory::take_again() {
   fail(result);
 }
 
-Memory::~Memory() {
+Memory::~Memory() { release(); }
+
+void Memory::release() {
   if (!data_) return;
   if (where_ == Where::lent) give_back(), pages().free(address_of(data_), pages_);
   else if (where_ == Where::device) cudaFree(data_);

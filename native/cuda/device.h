@@ -51,6 +51,7 @@ class Memory {
     std::swap(handle_, other.handle_), std::swap(there_, other.there_);
   }
   [[noreturn]] void fail(cudaError_t result) const;
+  void release();
   void* data_ = nullptr;
   size_t bytes_ = 0;
   Where where_ = Where::device;

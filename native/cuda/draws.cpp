@@ -82,7 +82,5 @@ void Draws::take(std::vector<SampleOutput>& samples) const {
   for (size_t i = 0; i < list_.draws().size(); i++) samples[list_.draws()[i].row] = host_drawn_.as<SampleOutput>()[i];
 }
 
-size_t Draws::bytes() const { return draws_.size() + edits_.size() + bits_.size() + drawn_.size() + sums_.size(); }
-
 }  // namespace cuda
 }  // namespace as

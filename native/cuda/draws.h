@@ -14,9 +14,8 @@ enum class DrawnBy : uint8_t { nobody, best, draws, host };
 
 class Draws {
  public:
-  // logits: [max_outputs, vocab_size] on the device, and best: of each of their rows (best_tokens),
-  // which becomes what is drawn. masks: null, or
-  // those that draws name. All must outlive this.
+  // logits: [max_outputs, vocab_size] on the device, and best: of each of their rows (best_tokens), which becomes what
+  // is drawn. masks: null, or those that draws name. All must outlive this.
   Draws(const Device& device, float* logits, Best* best, int vocab_size, int max_outputs, Masks* masks);
 
   // Queues the outputs of a batch that are to be drawn here, waiting for masks while the device works. Those that only
@@ -24,7 +23,6 @@ class Draws {
   void queue(const Batch& batch, std::vector<DrawnBy>& by);
   // Once the device has come so far: the samples.
   void take(std::vector<SampleOutput>& samples) const;
-  size_t bytes() const;
 
  private:
   void queue_masks(const Batch& batch, const std::vector<DrawnBy>& by);

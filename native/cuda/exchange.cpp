@@ -1,9 +1,8 @@
 #include "cuda/exchange.h"
 
-#include <unistd.h>
-
 #include <chrono>
 #include <cstring>
+#include <random>
 #include <stdexcept>
 #include <thread>
 
@@ -19,12 +18,18 @@ constexpr double kLeaveSeconds = 2;   // that a rank waits for the others to lea
 // The memory of a rank, for the others.
 struct Address {
   char magic[8];
-  int64_t process;
+  uint64_t process;
   int32_t rank, world, device;
   uint64_t base, half, pushed;
   cudaIpcMemHandle_t handle;
 };
 constexpr char kMagic[8] = {'A', 'S', 'P', 'E', 'E', 'R', '0', '2'};
+
+// Of this process: ids of processes may be the same in two containers.
+uint64_t own_process() {
+  static const uint64_t number = (uint64_t)std::random_device()() << 32 | std::random_device()();
+  return number;
+}
 
 size_t rounded(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
@@ -58,12 +63,13 @@ Exchange::~Exchange() {
   try {
     leave();
   } catch (const std::runtime_error&) {}  // the device is of no more use
+  for (void* opened : opened_) cudaIpcCloseMemHandle(opened);
 }
 
 std::string Exchange::address() const {
   Address own{};
   std::memcpy(own.magic, kMagic, sizeof kMagic);
-  own.process = getpid(), own.rank = peers_.rank, own.world = peers_.world, own.device = device_.index();
+  own.process = own_process(), own.rank = peers_.rank, own.world = peers_.world, own.device = device_.index();
   own.base = reinterpret_cast<uint64_t>(memory_.as()), own.half = peers_.half;
   own.pushed = peers_.pushed_bytes;
   device_.use();
@@ -85,7 +91,7 @@ void Exchange::connect(const std::vector<std::string>& addresses) {
     char* base = memory_.as();
     if (r != peers_.rank) {
       check_peer(device_.index(), other.device);
-      if (other.process == getpid()) {
+      if (other.process == own_process()) {
         base = reinterpret_cast<char*>(other.base);
         const cudaError_t enabled =
             other.device == device_.index() ? cudaSuccess : cudaDeviceEnablePeerAccess(other.device, 0);
@@ -143,6 +149,7 @@ void Exchange::leave() {
             "leaving other ranks");
   check(cudaStreamSynchronize(nullptr), "leaving other ranks");
   for (void* opened : opened_) cudaIpcCloseMemHandle(opened);
+  opened_.clear();
   const auto began = std::chrono::steady_clock::now();
   while (true) {
     uint32_t left[kMostRanks] = {};

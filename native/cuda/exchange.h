@@ -29,7 +29,6 @@ class Exchange {
   bool connected() const { return connected_; }
   // Peers::step is the caller's to add.
   const Peers& peers() const { return peers_; }
-  size_t bytes() const { return memory_.size(); }
   // Where this rank's partial sums of a call of a step go.
   Rows partial(int call, int width, bool bf16) const;
   // Where few rows of them are pushed to by what makes them; null where sum_ranks() does that.

@@ -19,6 +19,9 @@ CudaExecutor::CudaExecutor(const CudaExecutor& beside, std::shared_ptr<LogitSamp
   if (beside.window_) throw std::invalid_argument("a model beside one of several ranks is not available on CUDA yet");
 }
 
+// What is given back on a thread that has not chosen a GPU would wake the first one, whose memory that takes.
+CudaExecutor::~CudaExecutor() { cudaSetDevice(device_.index()); }
+
 int CudaExecutor::add_matrix(int rows, int k, const std::string& format, int group, int experts) {
   const int id = weights_.add_matrix(rows, k, format, group, experts);
   program_.add_matrix(rows, k, format, group);
@@ -55,6 +58,7 @@ void CudaExecutor::allocate(const Limits& limits, int masks, const AdapterLimits
   if (adapters.count < 0 || (adapters.count > 0 && (adapters.max_rank < 1 || adapters.max_rank > kMostRank)))
     throw std::invalid_argument("allocate: " + std::to_string(adapters.count) + " adapters of ranks up to " +
                                 std::to_string(adapters.max_rank));
+  device_.use();
   weights_.finish();
   if (masks > 0 && !program_.ops().empty() && program_.ops().back().is("sample"))
     masks_ = std::make_shared<Masks>(masks, program_.ops().back().integer("vocab_size"));
@@ -114,6 +118,10 @@ void CudaExecutor::set_adapter(int index, std::shared_ptr<Adapter> adapter) {
   tell(loaded);
 }
 
+void CudaExecutor::check_loaded() const {
+  if (unloaded_) throw std::invalid_argument("the GPU's memory was given back: load() before steps");
+}
+
 void CudaExecutor::unload() {
   if (!runner_) throw std::invalid_argument("allocate() before unload()");
   if (unloaded_) return;
@@ -146,12 +154,14 @@ void CudaExecutor::load() {
 }
 
 StepOutput CudaExecutor::step(const std::string& plan, bool want_logits) {
+  check_loaded();
   if (drafting_) return drafting_->step(plan, want_logits);
   if (!decoder_) throw std::invalid_argument("allocate() before step()");
   return decoder_->step(plan, want_logits);
 }
 
 bool CudaExecutor::begin(const std::string& plan) {
+  check_loaded();
   if (drafting_) return false;
   if (!decoder_) throw std::invalid_argument("allocate() before step()");
   return decoder_->begin(plan);

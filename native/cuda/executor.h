@@ -21,6 +21,7 @@ class CudaExecutor : public StepModel {
   // Another model on the GPU of this one, in the same stream: they run in turn. std::invalid_argument where there are
   // other ranks.
   CudaExecutor(const CudaExecutor& beside, std::shared_ptr<LogitSampler> sampler);
+  ~CudaExecutor() override;
 
   int add_matrix(int rows, int k, const std::string& format, int group, int experts = 1);
   int add_vector(const std::vector<float>& values);
@@ -35,9 +36,8 @@ class CudaExecutor : public StepModel {
   std::string share(int max_rows, double seconds);
   void connect(const std::vector<std::string>& addresses);
   // Compiles the program. Neither program nor weights may change from then on. masks: how many there are for plans to
-  // name.
-  // adapters: as many as plans may name, if the program has ops for them. draft: a model beside this one, which was
-  // allocated with the same spans: it makes drafts, and begin() does nothing.
+  // name. adapters: as many as plans may name, if the program has ops for them. draft: a model beside this one, which
+  // was allocated with the same spans: it makes drafts, and begin() does nothing.
   void allocate(const Limits& limits, int masks, const AdapterLimits& adapters = {},
                 std::shared_ptr<CudaExecutor> draft = nullptr);
   // After allocate(): an empty adapter for this program, to be filled by any thread, while steps run.
@@ -79,6 +79,7 @@ class CudaExecutor : public StepModel {
  private:
   std::vector<LayerCache> layers() const;  // of this model, and of the draft model
   void make_decoder();
+  void check_loaded() const;
 
   const std::shared_ptr<Device> shared_device_;
   Device& device_;

@@ -192,7 +192,9 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
           py::arg("size"), "A matrix of random values between -size and size, made on the GPU: for benchmarks.")
       .def("fill_quantized", fill_quantized, py::arg("id"), py::arg("q").noconvert(), py::arg("scales").noconvert(),
            py::arg("zeros").noconvert(), py::arg("bits"), py::arg("columns"), py::arg("group_size"),
-           py::arg("row_offset") = 0, py::arg("column") = 0, "As the CPU backend's, of rows that quantize_rows made.")
+           py::arg("row_offset") = 0, py::arg("column") = 0,
+           "As the CPU backend's, of rows that quantize_rows made. Of float8 scales and zeros are halves of a float32 "
+           "(cuda/weights.h).")
       .def(
           "source_hash", [](const CudaExecutor& e, int id) { return e.weights().source_hash(id); }, py::arg("id"),
           "The CPU backend's hash of all bytes that a matrix was filled with.")
@@ -266,9 +268,8 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
             return py::make_tuple(total, normed);
           },
           py::arg("parts"), py::arg("y"), py::arg("norm"), py::arg("bf16"), py::arg("adds"), py::arg("pushed") = false,
-          "(The sum over ranks of what their parts are, or that added to y; the same normed, eps 1e-6), with all "
-          "ranks' "
-          "parts on this GPU, for tests.");
+          "(The sum over ranks of what their parts are, or that added to y; the same normed, eps 1e-6), with all parts "
+          "on this GPU, for tests.");
 }
 
 }  // namespace
@@ -388,8 +389,7 @@ PYBIND11_MODULE(_cuda, m) {
             return py::bytes(address);
           },
           py::arg("max_rows"), py::arg("seconds") = kWaitSeconds,
-          "When all ops are added: what the other ranks connect() to, for steps of up to so many rows; b'' without "
-          "any. "
+          "When all ops are added: what other ranks connect() to, for steps of up to so many rows; b'' without any. "
           "seconds: how long the GPU waits for another rank.")
       .def("connect", &CudaExecutor::connect, py::arg("addresses"), py::call_guard<py::gil_scoped_release>(),
            "Every rank's address, in rank order; before allocate().")
@@ -409,8 +409,7 @@ PYBIND11_MODULE(_cuda, m) {
           py::arg("draft") = nullptr,
           "Compiles what was added; steps can follow. graphs: record steps that decode; the bits are the same. "
           "adapters, adapter_rank, adapter_dtype: of those that rows may have, if the program has ops for them. draft: "
-          "an "
-          "executor beside this one, allocated with the same spans, that makes drafts.")
+          "another executor beside this one, allocated with the same spans, that makes drafts.")
       .def("new_adapter", &CudaExecutor::new_adapter, "An empty Adapter, to be filled by any thread while steps run.")
       .def("set_adapter", &CudaExecutor::set_adapter, py::arg("index"), py::arg("adapter"),
            py::call_guard<py::gil_scoped_release>(),

@@ -28,6 +28,8 @@ struct Limits {
   bool graphs = true;  // steps that decode are replayed; the bits are the same
 };
 
+constexpr int kMostLaunchRows = 65535;  // of kernels that have a block of threads for each row
+
 // Memory of a span of the cache, for one layer and KV head.
 size_t span_bytes(int span_size, int head_dim, CacheType type);
 

@@ -40,7 +40,7 @@ StepData::Size StepData::copy(const Batch& batch, int padded, const Device& devi
   turn_ = 1 - turn_;
   Size size{(int)batch.rows.size(), (int)batch.outputs.size(), 0, 0, 1};
   int used = 0;  // of each group's table
-  *host(step_) = steps_++;
+  *host(step_) = (int)steps_++;
   AttentionTile *few = reinterpret_cast<AttentionTile*>(host(few_)),
                 *many = reinterpret_cast<AttentionTile*>(host(many_));
   for (const Item& item : batch.items) {

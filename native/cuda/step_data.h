@@ -38,7 +38,6 @@ class StepData {
   const int* tables(int group) const { return at(tables_) + group * table_; }  // of spans, of a cache group
   const AttentionTile* few() const { return reinterpret_cast<const AttentionTile*>(at(few_)); }
   const AttentionTile* many() const { return reinterpret_cast<const AttentionTile*>(at(many_)); }
-  size_t bytes() const { return device_memory_.size(); }
 
  private:
   const int* at(size_t offset) const { return device_memory_.as<int>() + offset; }
@@ -49,7 +48,7 @@ class StepData {
   const int span_size_, group_, groups_, no_span_;
   const std::vector<int> windows_;
   const size_t pitch_, table_;  // ints: every array begins at a multiple of a pitch; of spans of all sequences
-  int steps_ = 0;
+  uint32_t steps_ = 0;          // they may come to be more than 2^31
   size_t step_, tokens_, positions_, prompts_, where_, adapters_, chosen_, few_, many_, tables_,
       all_;                          // offsets, in ints
   Memory turns_[2], device_memory_;  // of the host: one may still be copied when the next is written

@@ -215,7 +215,7 @@ std::vector<int64_t> Weights::fill_rows(int id, const std::vector<HostRows>& row
 void Weights::fill_quantized(int id, const HostCodes& r, int64_t row_offset) {
   const Matrix m = matrix(id);
   check_rows(m, r.count, row_offset, r.column, r.columns, r.group);
-  if (m.codes.bits != r.bits || m.codes.floats)
+  if (m.codes.bits != r.bits)
     throw std::invalid_argument("values of " + std::to_string(r.bits) + " bits do not fit the matrix");
   device_.use();
   const int64_t groups = (r.columns + r.group - 1) / r.group, own_groups = m.codes.groups,
@@ -354,8 +354,10 @@ void Weights::load() {
               "loading weights");
       });
   device_.wait();
-  freeing_ =
-      std::thread([copy = std::move(copy_)]() mutable { HostCopy gone(std::move(copy)); });  // that takes a while
+  freeing_ = std::thread([copy = std::move(copy_), device = device_.index()]() mutable {  // that takes a while
+    cudaSetDevice(device);
+    HostCopy gone(std::move(copy));
+  });
 }
 
 Weights::~Weights() {

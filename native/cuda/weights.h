@@ -13,7 +13,7 @@ namespace cuda {
 
 // Quantized rows in the host's memory, one after the other: codes of 8 bits a byte each, of 4 two in a byte, the even
 // column in the lower half; of `columns` columns, of which the matrix takes those from `column` on, in groups of
-// `group`; scales and offsets [count, groups] in bfloat16.
+// `group`; scales and offsets [count, groups] in bfloat16, or of e4m3 the lower and the upper half of a row's float32.
 struct HostCodes {
   int bits;
   const uint8_t* codes;
@@ -30,9 +30,8 @@ struct HostRows {
   int64_t count, stride, columns, column, step;
 };
 
-// A matrix that there is no memory for yet. format: "float32", "bfloat16", "int8" or "int4"; group: of the latter two,
-// 0 for whole rows. experts: `rows` are those of a stack of so many matrices. std::invalid_argument for what the
-// backend does not have.
+// A matrix that there is no memory for yet. format: as weight_dtype names it; group: of integers, 0 for whole rows.
+// experts: `rows` are those of a stack of so many matrices. std::invalid_argument for what the backend does not have.
 Matrix matrix_of(int rows, int k, const std::string& format, int group, int experts = 1);
 size_t matrix_bytes(const Matrix& matrix);  // of all in a stack
 

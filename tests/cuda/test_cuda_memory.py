@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -66,6 +68,8 @@ def test_gigabytes_go_and_come_back_at_the_links_speed():
         gone = time.perf_counter() - began
         assert before - free() < 0.1 * weights or not ALONE
         gpu.unload()  # it is gone
+        with pytest.raises(ValueError, match="the GPU's memory was given back: load.. before steps"):
+            step(0)
         began = time.perf_counter()
         gpu.load()
         back = time.perf_counter() - began
@@ -74,6 +78,35 @@ def test_gigabytes_go_and_come_back_at_the_links_speed():
         gpu.load()
         assert [step(at) for at in range(3)] == first
         gpu.step(plan([], free=range(8)))
+
+
+def test_other_gpus_are_left_alone():
+    """A model on the second GPU takes no memory of the first, on whatever thread it is loaded, moved and released."""
+    from allspark_server import _cuda
+
+    if _cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    program = """if True:
+        import ctypes
+        from allspark_client import AsModelConfig
+        from allspark_launch.serving import shipped_model
+        from allspark_server import Engine
+
+        with Engine() as engine:
+            for _ in range(2):
+                engine.install_model(AsModelConfig("m", str(shipped_model()), compute_unit="CUDA:1",
+                                                   cache_memory=64 << 20))
+                engine.unload_device_mem("m")
+                engine.load_device_mem("m")
+                engine.release_model("m")
+        driver, contexts = ctypes.CDLL("libcuda.so.1"), []
+        for gpu in range(2):
+            flags, active = ctypes.c_uint(), ctypes.c_int()
+            assert driver.cuDevicePrimaryCtxGetState(gpu, ctypes.byref(flags), ctypes.byref(active)) == 0
+            contexts.append(active.value)
+        assert contexts == [0, 1], contexts
+        """
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 @pytest.mark.skipif(not ALONE, reason="ALLSPARK_TEST_WHOLE_GPU=1 says that nobody else needs the GPU's memory")

@@ -185,8 +185,9 @@ def test_sources_of_weights_and_what_is_not_finite():
         assert found.read_rows(other).tobytes() == found.read_rows(handle).tobytes()
 
 
-@pytest.mark.parametrize("form, tolerance", [("float32", EXACT), ("bfloat16", 5e-2)])
-@pytest.mark.parametrize("hidden, inner", [(24, 37), (130, 8), (64, 200)])
+@pytest.mark.parametrize("hidden, inner, form, tolerance", [
+    *((*sizes, *form) for sizes in ((24, 37), (130, 8), (64, 200)) for form in (("float32", EXACT), ("bfloat16", 5e-2))),
+    (24, 33_000, "bfloat16", 5e-2)])  # gates have more rows than a grid in its second dimension
 def test_what_is_computed_together(hidden, inner, form, tolerance):
     """Norms, gates, attention and sums whose results products read, or add to."""
     own = toy()

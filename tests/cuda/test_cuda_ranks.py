@@ -90,6 +90,16 @@ def test_partial_sums_are_the_products_rounded(n, k):
             assert bf16(whole).tobytes() == rounded.tobytes(), (rows, by)
 
 
+def test_partial_sums_of_a_matrix_in_parts_are_the_products_rounded():
+    """One that is too large to be widened at once: each part's columns are where they belong."""
+    gpu, rng, n, k = executor(), np.random.default_rng(SEED), 16448, 8256
+    handle, scales = gpu.add_matrix(n, k, "int4", 64), np.full((n, k // 64), 0x3B80, np.uint16)  # 2^-8
+    gpu.fill_quantized(handle, rng.integers(0, 256, (n, k // 2), np.uint8), scales, np.zeros_like(scales), 4, k, 64)
+    x = rng.normal(size=(300, k)).astype(np.float32)
+    whole, rounded = (gpu.multiply(handle, x, n, rounded=each) for each in (False, True))
+    assert bf16(whole).tobytes() == rounded.tobytes() and whole[:, -320:].any(0).all()
+
+
 # -- whole models ------------------------------------------------------------------------------------------------------
 def prompt_of(length: int) -> list[int]:
     return np.random.default_rng(length).integers(0, VOCAB, length).tolist()

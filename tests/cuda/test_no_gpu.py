@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -67,6 +68,36 @@ def test_each_rank_has_a_gpu():
     assert [device.gpu_of(config(compute_unit="CUDA:3,1"), rank, 2) for rank in range(2)] == [3, 1]
 
 
+@pytest.mark.parametrize("fields, rows", [
+    ({"max_step_tokens": 70_000}, 70_000), ({"engine_max_prefill_length": 65_500, "engine_max_batch": 64}, 65_564),
+    ({"max_step_tokens": 65_500, "engine_max_batch": 64, "speculation": "draft",
+      "draft_model": str(shipped_model())}, 65_564)])
+def test_steps_are_no_longer_than_a_grid(monkeypatch, fields, rows):
+    from allspark_server.runtime import runner
+
+    gpu = device.Gpu.__new__(device.Gpu)  # without one
+    gpu.isa, gpu._capability, gpu._group = "sm_90 (without a name)", 90, [0]
+    monkeypatch.setattr(runner, "device_of", lambda *_: gpu)
+    with pytest.raises(AllSparkError, match=f"a step of {rows} tokens .*'CUDA:0' takes at most 65535") as caught:
+        runner.ModelRunner(config(compute_unit="CUDA:0", **fields)).load()
+    assert caught.value.status is AsStatus.ALLSPARK_PARAM_ERROR
+
+
+def test_the_ids_of_gpus_are_not_said_to_be_ignored(caplog):
+    engine = Engine()
+    with pytest.raises(AllSparkError, match="CUDA"):
+        engine.install_model(config(compute_unit="CUDA:77"))  # there are not so many, if there is one
+    assert "decide where it runs" not in caplog.text
+    engine.close()
+
+
+def test_a_group_has_no_more_gpus_than_kernels_can_add_up(monkeypatch):
+    monkeypatch.setattr(device, "cuda_library", lambda: SimpleNamespace(MOST_RANKS=8))
+    with pytest.raises(AllSparkError, match="a group has up to 8 GPUs, and compute_unit names 9") as caught:
+        device.Gpu(0, 1, range(9))
+    assert caught.value.status is AsStatus.ALLSPARK_PARAM_ERROR
+
+
 def test_gpus_of_a_group_are_its_ranks():
     line = subprocess.run([sys.executable, "-m", "allspark_launch", "serve", "--model", str(shipped_model()), "--gpus",
                            "0", "--dry-run"], capture_output=True, text=True, check=True, timeout=60).stdout
@@ -114,8 +145,19 @@ def test_float8_is_for_gpus():
         config(weight_dtype="float8", weight_group_size=64).validate()
 
 
+@pytest.mark.parametrize("unit", ["CPU:0", "CUDA:0"])
+@pytest.mark.parametrize("field", ["weight_dtype", "cache_dtype"])
+def test_float16_is_told_by_name(field, unit):
+    """It is in the API, and not built yet."""
+    engine = Engine()
+    with pytest.raises(AllSparkError, match=f"{field}='float16' .* is not available yet") as caught:
+        engine.install_model(config(compute_unit=unit, **{field: "float16"}))
+    assert caught.value.status is AsStatus.ALLSPARK_INVALID_CALL_ERROR
+    engine.close()
+
+
 def test_what_a_gpu_has_of_formats():
-    from allspark_server.runtime.device import on_gpu
+    from allspark_server.weights.gpu_forms import on_gpu
     from allspark_server.weights.formats import ScaleLayout
 
     assert on_gpu(WeightFormat("bfloat16")) and on_gpu(WeightFormat("int4", 64)) and on_gpu(WeightFormat("int8", 0))
@@ -127,7 +169,7 @@ def test_what_a_gpu_has_of_formats():
 
 def test_what_a_gpu_lacks_is_told_by_name():
     gpu = device.Gpu.__new__(device.Gpu)  # without one
-    gpu.isa = "sm_80 (without a name)"
+    gpu.isa, gpu._capability = "sm_80 (without a name)", 80
     for forms, cache, refused in ((["e4m3"], "bfloat16", "a matrix of type e4m3 on CUDA"),
                                   (["float8"], "bfloat16", "a matrix of type float8 on sm_80 .*, which is not sm_90"),
                                   ([], "float16", "a cache of type float16 on CUDA")):

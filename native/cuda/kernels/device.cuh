@@ -18,8 +18,9 @@ inline void launched(const char* kernel) {
     throw std::runtime_error(std::string("CUDA: launching ") + kernel + ": " + cudaGetErrorString(error));
 }
 
-// Starts a kernel. From capability 9.0 on it may begin while the one before it on the stream still runs: it calls
+// Starts a kernel. On chips of capability 9.0 it may begin while the one before it on the stream still runs: it calls
 // after_previous() before it touches what others write, and so does every kernel, so that this orders all of them.
+// Later chips run code that was made for 8.0, in which that waits for nothing.
 template <typename... Parameters, typename... Arguments>
 void start_clusters(const Queue& queue, void (*kernel)(Parameters...), dim3 grid, dim3 cluster, int threads,
                     size_t shared, const Arguments&... arguments) {
@@ -33,7 +34,7 @@ void start_clusters(const Queue& queue, void (*kernel)(Parameters...), dim3 grid
   cudaLaunchConfig_t config = {};
   config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared;
   config.stream = queue.stream, config.attrs = attributes;
-  config.numAttrs = queue.capability < 90 ? 0 : alone ? 1 : 2;
+  config.numAttrs = queue.capability != 90 ? 0 : alone ? 1 : 2;
   cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
 }
 template <typename... Parameters, typename... Arguments>
@@ -67,14 +68,6 @@ inline int processors() {
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
   return count;
-}
-
-// Of shared memory, that a block of threads may have.
-inline int most_shared() {
-  int device = 0, bytes = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  return bytes;
 }
 
 inline int ceil_div(size_t n, int by) { return (int)((n + by - 1) / by); }

@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kStageWeights = kTileRows * kBlock * 2;  // bytes of a stage: 64 of K
 constexpr int kStageRows = kRowTile * kBlock * 2;
-constexpr size_t kSharedBytes = 112 << 10;  // at most: two blocks of threads fit a processor of Hopper's and Ampere's
+constexpr int kSharedBytes = 112 << 10;  // at most: two blocks of threads fit a processor of Hopper's and the A100
 
 // kTiles: of 8 rows each. kDeep: blocks of threads are few, and each has much on its way.
 template <int kTiles, int kDeep = 0>
@@ -26,7 +26,9 @@ struct Shape {
   static constexpr size_t kWarpBytes = kSums * 4 + kStages * kStageBytes;
 
   static size_t shared(int warps) { return warps * kWarpBytes + kSums * 4; }
-  static int most_warps() { return std::min<int>(kMostWarps, (kSharedBytes - kSums * 4) / kWarpBytes); }
+  static int most_warps() {
+    return std::min<int>(kMostWarps, (std::min(kSharedBytes, most_shared()) - kSums * 4) / kWarpBytes);
+  }
 };
 
 // The blocks of K that a warp computes, for all columns that its block of threads has.

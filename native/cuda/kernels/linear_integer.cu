@@ -10,7 +10,7 @@ namespace cuda {
 namespace {
 
 constexpr int kStageRows = kRowTile * kByteRow;
-constexpr size_t kSharedBytes = 108 << 10;  // at most: two blocks of threads fit a processor of Hopper's and Ampere's
+constexpr int kSharedBytes = 108 << 10;  // at most: two blocks of threads fit a processor of Hopper's and the A100
 
 // kTiles: of 8 rows of activations; kColumnTiles: of 16 columns (rows of the weights).
 template <int kBits, int kTiles, int kColumnTiles>
@@ -24,7 +24,9 @@ struct Shape {
   static constexpr size_t kWarpBytes = kSums * 4 + kStages * kStageBytes;
 
   static size_t shared(int warps) { return warps * kWarpBytes + kSums * 4; }
-  static int most_warps() { return std::min<int>(kMostWarps, (kSharedBytes - kSums * 4) / kWarpBytes); }
+  static int most_warps() {
+    return std::min<int>(kMostWarps, (std::min(kSharedBytes, most_shared()) - kSums * 4) / kWarpBytes);
+  }
 };
 
 template <int kBits, int kTiles, int kColumnTiles>

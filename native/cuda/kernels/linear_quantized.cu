@@ -14,8 +14,8 @@ namespace cuda {
 namespace {
 
 constexpr int kStageRows = kRowTile * kBlock * 2;
-constexpr size_t kSharedBytes = 108 << 10;  // at most: two blocks of threads fit a processor of Hopper's and Ampere's
-constexpr int kMostFused = 256;             // rows: of more the matrix is widened once for all
+constexpr int kSharedBytes = 108 << 10;  // at most: two blocks of threads fit a processor of Hopper's and the A100
+constexpr int kMostFused = 256;          // rows: of more the matrix is widened once for all
 
 // kTiles: of 8 rows of activations; kColumnTiles: of 16 columns (rows of the weights). kFine: scales change within a
 // block of K.
@@ -30,7 +30,9 @@ struct Shape {
   static constexpr size_t kWarpBytes = kSums * 4 + kStages * kStageBytes;
 
   static size_t shared(int warps) { return warps * kWarpBytes + kSums * 4; }
-  static int most_warps() { return std::min<int>(kMostWarps, (kSharedBytes - kSums * 4) / kWarpBytes); }
+  static int most_warps() {
+    return std::min<int>(kMostWarps, (std::min(kSharedBytes, most_shared()) - kSums * 4) / kWarpBytes);
+  }
 };
 
 template <int kBits, int kTiles, int kColumnTiles, bool kFine>
@@ -234,8 +236,9 @@ void linear_widened(const Product& p, int rows, const Queue& queue) {
     widen(p.w, first / kBlock, blocks_of(n), p.widened, queue);
     some.w = {n, p.w.k, Kind::bf16, nullptr, p.widened};
     some.w.most_pieces = p.w.most_pieces;
-    if (first) {
-      some.y.values += first;
+    if (first) {  // which is a multiple of a block of columns
+      if (p.y.values) some.y.values += first;
+      if (p.y.tiles) some.y.tiles += (size_t)first / kBlock * kBlockValues;
       if (p.bias) some.bias += first;
     }
     linear_bf16(some, rows, apart, By::wide);

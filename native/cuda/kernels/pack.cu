@@ -39,10 +39,10 @@ void pack(const void* rows, int64_t stride, int count, const Matrix& m, int firs
   }
 }
 
-// A thread for each eight columns of a row.
+// A thread for each eight columns of a row; rows, of which a grid has more in its first dimension than in others.
 __global__ void pair_kernel(Matrix from, Matrix to) {
   after_previous();
-  const int blocks = blocks_of(from.k), eight = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y;
+  const int blocks = blocks_of(from.k), eight = blockIdx.y * blockDim.x + threadIdx.x, row = blockIdx.x;
   const int half = from.n / 2, source = row / 16 * 8 + row % 8;
   if (eight >= blocks * 8 || source >= half) return;
   const size_t at = tile_offset(source + (row % 16 < 8 ? 0 : half), eight * 8, blocks);
@@ -55,7 +55,7 @@ __global__ void pair_kernel(Matrix from, Matrix to) {
 __global__ void pair_codes_kernel(Matrix from, Matrix to) {
   after_previous();
   const int bits = to.codes.bits, each = 32 / bits, blocks = blocks_of(to.k), words = blocks * kBlock / each;
-  const int i = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y, group = i - words;
+  const int i = blockIdx.y * blockDim.x + threadIdx.x, row = blockIdx.x, group = i - words;
   const int half = from.n / 2, source = row / 16 * 8 + row % 8, other = source + (row % 16 < 8 ? 0 : half);
   if (group >= to.codes.groups || source >= half) return;
   if (group >= 0) {
@@ -71,11 +71,11 @@ __global__ void pair_codes_kernel(Matrix from, Matrix to) {
 void pair_rows(const Matrix& from, const Matrix& to, const Queue& queue) {
   if (to.codes.bits) {
     const int items = blocks_of(to.k) * kBlock * to.codes.bits / 32 + to.codes.groups;
-    start(queue, pair_codes_kernel, dim3(ceil_div(items, 128), to.n), 128, 0, from, to);
+    start(queue, pair_codes_kernel, dim3(to.n, ceil_div(items, 128)), 128, 0, from, to);
     launched("pair_rows");
     return;
   }
-  start(queue, pair_kernel, dim3(ceil_div(blocks_of(from.k) * 8, 128), to.n), 128, 0, from, to);
+  start(queue, pair_kernel, dim3(to.n, ceil_div(blocks_of(from.k) * 8, 128)), 128, 0, from, to);
   launched("pair_rows");
 }
 

@@ -1,0 +1,114 @@
+"""What the CUDA backend makes of matrices that others have quantized: it has one layout of scales for integers, bfloat16
+scales and offsets of groups (InstantQuant's), and e4m3 with a float32 scale for each row.
+
+Codes of 4 bits, and symmetric ones of 8, keep being codes: their scales are rounded to bfloat16, as servers do that
+compute in it. What has no such form (FP8 in blocks, FP4, NF4, permuted columns, zero points of 8 bits, whose offsets are
+too large for bfloat16) is recovered, to the bit as CPUs do, and rounded to bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from allspark_server.runtime.native import native_library
+from allspark_server.weights.asgraph import from_float32, to_float32
+from allspark_server.weights.common_form import plain_scales
+from allspark_server.weights.formats import SCALE_TYPES, ScaleLayout, WeightFormat
+from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor
+
+GPU_FORMATS = ("float32", "bfloat16", "int8", "int4", "w8a8", "w4a8", "float8")
+HOPPER = 90  # the first compute capability with products in float8
+RECOVERED = "bfloat16"
+
+
+def on_gpu(form: WeightFormat) -> bool:
+    """Whether the CUDA backend has matrices of this format."""
+    if form.dtype == "float8":
+        return not form.group_size
+    size, small = form.group_size, () if form.dtype in ("w8a8", "w4a8") else (16, 32)
+    return form.dtype in GPU_FORMATS and not form.layout.changed() and (size in small or size % 64 == 0)
+
+
+def gpu_form(form: WeightFormat, experts: bool, capability: int) -> WeightFormat:
+    """The format on a GPU of a matrix that is stored in this one; experts: it is a stack of theirs. What it was asked to
+    be (w8a8) and cannot is left as it is, for the backend to refuse."""
+    if on_gpu(form):
+        return form
+    if form.dtype == "e4m3" and not form.group_size and not experts and capability == HOPPER:
+        return WeightFormat("float8")
+    same = WeightFormat(form.dtype, form.group_size)
+    if on_gpu(same) and _has_codes(form):
+        return same
+    return form if form.dtype in ("w8a8", "w4a8") else WeightFormat(RECOVERED)
+
+
+def _has_codes(form: WeightFormat) -> bool:
+    """Whether codes can stay, with the scales and offsets that a GPU has."""
+    layout = form.layout
+    if layout.permuted or layout.group_rows != 1:
+        return False
+    # Codes of 8 bits that are about another one than 128 are GGUF's, of 5 and 6 bits.
+    return form.bits == 4 or layout.zeros == "none" or (layout.zeros == "offsets" and layout.center is not None)
+
+
+def recoded(tensor: QuantizedTensor, own: WeightFormat, form: WeightFormat, columns: int) -> QuantizedTensor:
+    """A matrix of format `own` in the one that gpu_form() gave for it. Its scales and zeros are uint16 [n, groups]:
+    bfloat16, or of float8 the lower and the upper half of the float32 that a row has."""
+    def as_floats(found: QuantizedRows) -> QuantizedRows:
+        bad = int(((found.codes & 0x7F) == 0x7F).sum())
+        if bad:
+            raise tensor.not_finite(bad, "values")
+        scale = np.ascontiguousarray(_floats(found.scales, own)).view(np.uint32)
+        return QuantizedRows(found.codes, scale.astype(np.uint16), (scale >> 16).astype(np.uint16))
+
+    def as_integers(found: QuantizedRows) -> QuantizedRows:
+        layout, middle = own.layout, 1 << (own.bits - 1)
+        center = middle if layout.center is None else layout.center
+        codes = found.codes
+        if layout.super_group:
+            scale, offset = plain_scales(found, own)
+        else:
+            scale = _floats(found.scales, own)
+            offset = _floats(found.zeros, own) if layout.zeros == "offsets" else np.zeros_like(scale)
+        if layout.zeros == "points":
+            offset = scale * (np.float32(middle) - found.zeros.astype(np.float32))
+        elif own.bits == 4:
+            offset = offset + scale * np.float32(middle - center)
+        elif center != middle:
+            codes = codes + np.uint8(middle - center)
+        return QuantizedRows(codes, _bfloat16(scale), _bfloat16(offset))
+
+    def rows(begin: int, end: int) -> QuantizedRows:
+        found = tensor.plain_rows(begin, end, own, columns)
+        return as_floats(found) if form.dtype == "float8" else as_integers(found)
+
+    return QuantizedTensor(tensor.name, tensor.file, rows)
+
+
+def recovered(tensor: QuantizedTensor, own: WeightFormat, begin: int, end: int,
+              columns: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Rows [begin, end) of a matrix as float32 [some, columns], some at a time, each with the first one's number."""
+    layout, order = own.layout, {} if tensor.order is None else {"order": tensor.order.tolist()}
+
+    def bits(half: np.ndarray | None) -> np.ndarray | None:
+        return None if half is None else half.view(np.uint16)
+
+    for first, rows in tensor.pieces(begin, end, columns, own):
+        executor = native_library().Executor(num_threads=1)  # of CPUs, for its way to recover
+        matrix = executor.add_matrix(len(rows.codes), columns, **own.native(), **order)
+        bad = executor.fill_quantized(matrix, rows.codes, rows.scales, rows.zeros, own.bits, columns=columns,
+                                      group_size=own.group_size, super_group=layout.super_group,
+                                      super_scales=bits(rows.super_scales), super_offsets=bits(rows.super_offsets))
+        if bad:
+            raise tensor.not_finite(bad, "values")
+        yield first, np.stack([executor.read_row(matrix, row) for row in range(len(rows.codes))])
+
+
+def _floats(values: np.ndarray, form: WeightFormat) -> np.ndarray:
+    """Scales or offsets of the format's type as float32."""
+    return to_float32(values, SCALE_TYPES[form.layout.scales])
+
+
+def _bfloat16(values: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(from_float32(np.ascontiguousarray(values, np.float32), "BF16"))

@@ -1,0 +1,28 @@
+"""Checkpoints that others have quantized, for the tests of what GPUs make of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+import gguf_files
+from quantized_checkpoints import SCHEMES, scheme_pair
+from test_gguf import FILES
+
+QUICK = ("gptq-4", "gptq-4-order", "awq", "fp8", "mxfp4", "ct-w8a8", "q4_k_m", "mixed")
+ROUNDING = 2.6e-3   # root mean square of what bfloat16 makes of a weight and its scale, as a part of the weights'
+
+
+def pair_of(directory: Path, name: str) -> tuple[Path, Path]:
+    """A quantized checkpoint, and its twin in float32."""
+    if name in SCHEMES:
+        return scheme_pair(directory, name)
+    return gguf_files.write_pair(directory, *FILES[name], seed=sum(map(ord, name)))
+
+
+def check_weights(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    """Of each matrix, what a model holds and what the producer meant."""
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert np.sqrt(np.mean((found[name] - values) ** 2)) <= ROUNDING * np.sqrt(np.mean(values ** 2)), name
