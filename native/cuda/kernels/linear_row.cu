@@ -304,7 +304,7 @@ __global__ void __launch_bounds__(kThreads) linear_row_kernel(const __grid_const
   float sum = total(0);
   if (p.bias) sum = __fadd_rn(sum, bias);
   if (p.adds) sum = __fadd_rn(before, sum);
-  put<true>(p.y, 0, column, sum);
+  put(p.y, 0, column, sum);
 #endif
 }
 
@@ -351,10 +351,11 @@ void start_bytes(const Product& p, const Room& room, const Queue& queue) {
 
 bool has_linear_row(const Product& p, const Queue& queue) {
   const int pieces = p.w.most_pieces;
+  if (queue.capability != 90 || p.y.copy) return false;
   const bool fits = p.w.kind == Kind::bf16
                         ? !p.unnormed || p.w.k <= kNormedColumns
                         : p.w.codes.in_rows && p.w.codes.groups == 1 && (!p.unnormed || p.w.k <= kNormedBytes);
-  return queue.capability == 90 && fits && pieces > 1 && pieces <= kMostPieces && Room(p).stages > 0;
+  return fits && pieces > 1 && pieces <= kMostPieces && Room(p).stages > 0;
 }
 
 void linear_row(const Product& p, const Queue& queue) {
