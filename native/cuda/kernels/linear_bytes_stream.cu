@@ -16,6 +16,7 @@ void linear_float8_stream(const Product& p, int rows, const Queue& queue) {
 }
 
 void linear_float8(const Product& p, int rows, const Queue& queue, By by) {
+  if (by == By::any && linear_few_bytes(p, rows, queue)) return;
   if (by == By::any) by = rows > kMostStreamed ? By::wide : By::stream;
   if (by == By::wide) linear_float8_wide(p, rows, queue);
   else linear_float8_stream(p, rows, queue);

@@ -12,6 +12,8 @@ void linear_wide(const Product& p, int rows, const Queue& queue);
 // Whether there is a kernel for it; and the product.
 bool has_linear_row(const Product& p, const Queue& queue);
 void linear_row(const Product& p, const Queue& queue);
+// Few rows, of the same matrices of 8 bits, that p.bytes has; false, and nothing is done: there is no kernel for them.
+bool linear_few_bytes(const Product& p, int rows, const Queue& queue);
 // Whether linear_wide() is the fastest for a number of rows that the others are for.
 bool wide_is_best(const Product& p, int rows);
 

@@ -1,9 +1,10 @@
 // One row's products that norm it, or make 8 bits of it, themselves: their bits against those of rows made by kernels
-// of their own, at awkward sizes.
+// of their own, at awkward sizes. And those of up to eight rows that are 8 bits by the same kernel.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/one_row.cu
 //        native/cuda/kernels/{linear_{row,bf16,split,stream,wide,f32,bytes_{stream,wide},integer},byte_rows,rows}.cu
 #include <cstdio>
 #include <cstdlib>
+#include <tuple>
 #include <vector>
 
 #include "cuda/kernels/linear_wgmma.h"
@@ -48,6 +49,58 @@ __global__ void fill_row(float* x, uint16_t* tiles, int k, uint64_t seed, float 
   if (i >= k) return;
   const float value = i == k / 3 ? odd : (int)(noise(i + seed) >> 40 & 0xffff) * 0x1p-16f - 0.5f;
   x[i] = value, tiles[tile_offset(0, i, blocks_of(k))] = to_bf16(value);
+}
+
+void few_rows() {
+  int wrong = 0, done = 0;
+  for (bool floats : {true, false})
+    for (const auto& [n, k, gated, adds] : std::vector<std::tuple<int, int, bool, bool>>{{4608, 3584, false, false},
+                                                                                         {3584, 3584, false, true},
+                                                                                         {3584, 18944, false, true},
+                                                                                         {1036, 900, false, true},
+                                                                                         {656, 1000, true, false},
+                                                                                         {9728, 896, true, false},
+                                                                                         {896, 4864, false, true},
+                                                                                         {70, 300, false, false},
+                                                                                         {64, 64, false, false},
+                                                                                         {1, 130, false, false},
+                                                                                         {5, 8192, false, true},
+                                                                                         {3001, 5120, false, false}})
+      for (int rows : {1, 2, 3, 5, 8}) {
+        Matrix m{n, k, floats ? Kind::float8 : Kind::integers};
+        const size_t words = codes_bytes(n, k, 8) / 4, all = std::max<size_t>(words, (size_t)blocks_of(n) * kBlock);
+        m.codes = {8, k, 1, floats, true, memory<uint32_t>(words * 4), memory<uint32_t>(scales_bytes(n, 1))};
+        m.most_pieces = pieces_of_codes(n, k, kMostPieces);
+        fill_codes<<<ceil_div(all, 256), 256>>>(m.codes, n, k, words, seed++);
+        const int width = gated ? n / 2 : n;
+        float* x = memory<float>(8 * k * 4);
+        uint16_t* spare = memory<uint16_t>(tiles_bytes(1, 8 * k));
+        fill_row<<<ceil_div(8 * k, 256), 256>>>(x, spare, 8 * k, seed++, 3.0f);
+        check(cudaDeviceSynchronize());
+        Product p;
+        p.w = m, p.adds = adds, p.gated = gated, p.x = {x, nullptr, k};
+        char* bytes = memory<char>(byte_rows_bytes(8, k));
+        p.bytes = byte_rows(bytes, 8, k);
+        std::vector<uint32_t> found[2];
+        for (int own = 0; own < 2; own++) {
+          p.y = {memory<float>(8 * width * 4), nullptr, width};
+          quantize_activations(p, rows, queue);
+          for (int turn = 0; turn < 1 + adds; turn++)
+            floats ? linear_float8(p, rows, queue, own ? By::any : By::stream)
+                   : linear_integer(p, rows, queue, own ? By::any : By::stream);
+          found[own].resize(8 * width);
+          check(cudaStreamSynchronize(stream));
+          check(cudaMemcpy(found[own].data(), p.y.values, 8 * width * 4, cudaMemcpyDeviceToHost));
+          check(cudaFree(p.y.values));
+        }
+        int differ = 0;
+        for (int i = 0; i < 8 * width; i++) differ += found[0][i] != found[1][i];
+        done++;
+        if (differ) wrong++, std::printf("%d rows, %d x %d, floats %d: %d differ\n", rows, n, k, floats, differ);
+        for (void* data : {(void*)m.codes.words, (void*)m.codes.scales, (void*)x, (void*)spare, (void*)bytes})
+          check(cudaFree(data));
+      }
+  std::printf("few rows: %d compared, %d of them wrong\n", done, wrong);
 }
 
 }  // namespace
@@ -108,7 +161,7 @@ int main() {
           bool there = false;
           float* y[2];
           for (int own = 0; own < 2; own++) {
-            y[own] = memory<float>(width * 4, own ? 0 : 0);
+            y[own] = memory<float>(width * 4);
             p.y = {y[own], nullptr, width};
             if (from == 0) p.unnormed = x, p.norm = norm;
             for (int turn = 0; turn < (s.adds ? 2 : 1); turn++) {
@@ -125,7 +178,7 @@ int main() {
                 there = linear_byte_row(p, queue);
               } else {
                 from == 0 ? rms_norm_into_bytes(x, norm, p, 1, queue) : quantize_activations(p, 1, queue);
-                floats ? linear_float8(p, 1, queue) : linear_integer(p, 1, queue);
+                floats ? linear_float8(p, 1, queue, By::stream) : linear_integer(p, 1, queue, By::stream);
               }
             }
             found[own].resize(width);
@@ -148,4 +201,5 @@ int main() {
             check(cudaFree(data));
         }
   std::printf("%d compared, %d of them wrong, %d without a kernel\n", done, wrong, none);
+  few_rows();
 }
