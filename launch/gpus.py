@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import sysfs
@@ -28,7 +28,8 @@ LINKS = {"PIX": "one PCIe bridge between", "PXB": "PCIe bridges between", "PHB":
 class Gpu:
     """A GPU by its PCI address. index: its number in compute_unit and --gpus, -1 if this process may not use it. node:
     the NUMA node that it is attached to, -1 if the kernel does not tell. bridges: PCI bridges from the root to it.
-    link: its PCIe link, "" if unknown. model, device: what its driver calls it, and its device file; "" without one."""
+    link: its PCIe link, "" if unknown. model, device, uuid: what its driver calls it, its device file, and what no other
+    GPU is called; "" without one."""
     address: str
     node: int
     index: int = -1
@@ -36,6 +37,7 @@ class Gpu:
     link: str = ""
     bridges: tuple[str, ...] = ()
     device: str = ""
+    uuid: str = ""
 
 
 def read_gpus(root: str | os.PathLike = "/", visible: str | None = None) -> list[Gpu]:
@@ -48,7 +50,7 @@ def read_gpus(root: str | os.PathLike = "/", visible: str | None = None) -> list
     # Of GPUs with a driver a container has some of the device files, and CUDA counts those.
     usable = [gpu for gpu in found if not gpu.device or (root / gpu.device.lstrip("/")).exists()]
     indices = {gpu.address: i for i, gpu in enumerate(_chosen(usable, visible))}
-    return [Gpu(g.address, g.node, indices.get(g.address, -1), g.model, g.link, g.bridges, g.device) for g in found]
+    return [replace(gpu, index=indices.get(gpu.address, -1)) for gpu in found]
 
 
 def _read(root: Path, folder: Path) -> Gpu:
@@ -61,19 +63,21 @@ def _read(root: Path, folder: Path) -> Gpu:
     below = real[real.index("devices") + 1:-1] if "devices" in real and real[-2] != "devices" else ()
     return Gpu(folder.name, sysfs.number(folder / "numa_node", -1), -1, fields.get("Model", ""),
                f"PCIe {speed.removesuffix(' PCIe')} x{width}" if speed and width else "", tuple(below),
-               f"/dev/nvidia{minor}" if minor.isdigit() else "")
+               f"/dev/nvidia{minor}" if minor.isdigit() else "", fields.get("GPU UUID", ""))
 
 
 def _chosen(usable: list[Gpu], visible: str | None) -> list[Gpu]:
-    """Those that CUDA_VISIBLE_DEVICES lets programs see, in their order; as CUDA does, up to the first that there is
-    not. Names that are no numbers cannot be told apart here: then none."""
+    """Those that CUDA_VISIBLE_DEVICES lets programs see, by numbers or the beginnings of UUIDs, in their order; as CUDA
+    does, up to the first that there is not. Parts of GPUs (MIG) cannot be told apart here."""
     if visible is None:
         return usable
     chosen: list[Gpu] = []
-    for name in visible.split(","):
-        if not name.strip().isdigit() or int(name) >= len(usable):
+    for name in map(str.strip, visible.split(",")):
+        found = usable[int(name):int(name) + 1] if name.isdigit() else [
+            gpu for gpu in usable if name.startswith("GPU-") and gpu.uuid.startswith(name)]
+        if len(found) != 1:
             break
-        chosen.append(usable[int(name)])
+        chosen += found
     return chosen
 
 

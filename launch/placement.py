@@ -96,8 +96,8 @@ def place_on_gpus(topology: Topology, gpus: list[int], cpus_per_rank: int = 0, u
         if gpu in gpus[:i] and not share:
             raise ValueError(f"gpus={gpus} names GPU {gpu} twice: each rank needs its own")
         if topology.gpus and gpu not in known:
-            raise ValueError(f"gpus={gpus}: there is no GPU {gpu}; this process may use {format_list(known) or 'none'} "
-                             "(see allspark topology)")
+            usable = format_list(known) or "none, as a container or CUDA_VISIBLE_DEVICES has it"
+            raise ValueError(f"gpus={gpus}: there is no GPU {gpu}; this process may use {usable} (see allspark topology)")
     others = [topology.node(n) for n in topology.default_nodes]
     if not others:
         raise ValueError("this process may use no CPU at all")

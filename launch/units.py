@@ -24,7 +24,10 @@ UNIT_DIR, CONFIG_DIR = "/etc/systemd/system", "/etc/allspark"
 #: s that a group needs to stop beside what its requests may take: see supervisor.Limits
 STOP_SECONDS = 45
 _NO_DEVICES = "PrivateDevices=yes\nMemoryDenyWriteExecute=yes"
-_GPU_DEVICES = "PrivateDevices=no\nDeviceAllow=char-nvidia* rw"
+#: and where the driver keeps what it compiles for chips that there is no machine code for: that takes minutes, and homes
+#: are not to be written
+_GPU_DEVICES = ("PrivateDevices=no\nDeviceAllow=char-nvidia* rw\n"
+                "Environment=CUDA_CACHE_PATH=/var/cache/allspark/cuda")
 _HOMES = ("/home", "/root", "/run/user")
 
 

@@ -42,7 +42,8 @@ def add_gpu(root: Path, path: str, node: int, minor: int | None = None, hidden: 
     if minor is not None:
         told = root / "proc/driver/nvidia/gpus" / address / "information"
         told.parent.mkdir(parents=True)
-        told.write_text(f"Model: \t\t NVIDIA H200\nIRQ:   \t\t 250\nDevice Minor: \t {minor}\n")
+        told.write_text(f"Model: \t\t NVIDIA H200\nIRQ:   \t\t 250\nDevice Minor: \t {minor}\n"
+                        f"GPU UUID: \t GPU-{minor}932f937-d72c-4106-c12f-20bd9faed9f6\n")
         if not hidden:
             (root / "dev").mkdir(exist_ok=True)
             (root / f"dev/nvidia{minor}").touch()
@@ -81,7 +82,8 @@ def test_links_by_pci_bridges(tmp_path):
 
 @pytest.mark.parametrize("visible, indices", [
     (None, [0, 1, 2, -1]), ("2,0", [1, -1, 0, -1]), ("", [-1] * 4), ("1,7,0", [-1, 0, -1, -1]),
-    ("GPU-8932f937", [-1] * 4)])
+    ("GPU-8932f937", [-1] * 4), ("GPU-2932f937,GPU-1", [1, -1, 0, -1]), ("GPU-", [-1] * 4),
+    ("MIG-GPU-1932f937/1/0", [-1] * 4)])
 def test_what_the_environment_hides(root, visible, indices):
     assert [gpu.index for gpu in gpus.read_gpus(root, visible)] == indices
 
@@ -97,6 +99,9 @@ def test_ranks_are_at_their_gpus_nodes(root):
     with pytest.raises(ValueError, match="there is no GPU 3; this process may use 0-2"):
         place_on_gpus(topology, [0, 3])
     assert [r.node for r in place_on_gpus(topology, [1, 1], share=True).ranks] == [0, 0]
+    topology.gpus = gpus.read_gpus(root, "")
+    with pytest.raises(ValueError, match="there is no GPU 0; this process may use none, as .* CUDA_VISIBLE_DEVICES has it"):
+        place_on_gpus(topology, [0])
 
 
 def test_gpus_that_the_kernel_does_not_show(tmp_path):

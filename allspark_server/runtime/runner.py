@@ -307,8 +307,8 @@ class ModelRunner:
             rows += self.config.engine_max_batch  # as allocate_cache() has it
         if rows > most:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
-                                f"a step of {rows} tokens (max_step_tokens, or engine_max_prefill_length with a token of "
-                                f"each request): compute_unit={self.config.compute_unit!r} takes at most {most}; longer "
+                                f"a step of {rows} tokens (as max_step_tokens says, else engine_max_prefill_length and "
+                                f"engine_max_batch): compute_unit={self.config.compute_unit!r} takes at most {most}; longer "
                                 "prompts are computed in several steps")
 
     def _outputs_of_step(self) -> int:

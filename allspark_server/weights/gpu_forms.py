@@ -15,11 +15,12 @@ from allspark_server.runtime.native import native_library
 from allspark_server.weights.asgraph import from_float32, to_float32
 from allspark_server.weights.common_form import plain_scales
 from allspark_server.weights.formats import SCALE_TYPES, ScaleLayout, WeightFormat
-from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor
+from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor, in_pieces
 
 GPU_FORMATS = ("float32", "bfloat16", "int8", "int4", "w8a8", "w4a8", "float8")
 HOPPER = 90  # the first compute capability with products in float8
 RECOVERED = "bfloat16"
+RECOVERED_ELEMENTS = 1 << 18  # at a time: a millisecond's
 
 
 def on_gpu(form: WeightFormat) -> bool:
@@ -71,13 +72,16 @@ def recoded(tensor: QuantizedTensor, own: WeightFormat, form: WeightFormat, colu
         else:
             scale = _floats(found.scales, own)
             offset = _floats(found.zeros, own) if layout.zeros == "offsets" else np.zeros_like(scale)
+        scales = _bfloat16(scale)
+        if layout.zeros != "offsets":  # so that the code which stands for zero still does, nearly
+            scale = to_float32(scales, "BF16")
         if layout.zeros == "points":
             offset = scale * (np.float32(middle) - found.zeros.astype(np.float32))
         elif own.bits == 4:
             offset = offset + scale * np.float32(middle - center)
         elif center != middle:
             codes = codes + np.uint8(middle - center)
-        return QuantizedRows(codes, _bfloat16(scale), _bfloat16(offset))
+        return QuantizedRows(codes, scales, _bfloat16(offset))
 
     def rows(begin: int, end: int) -> QuantizedRows:
         found = tensor.plain_rows(begin, end, own, columns)
@@ -94,15 +98,18 @@ def recovered(tensor: QuantizedTensor, own: WeightFormat, begin: int, end: int,
     def bits(half: np.ndarray | None) -> np.ndarray | None:
         return None if half is None else half.view(np.uint16)
 
-    for first, rows in tensor.pieces(begin, end, columns, own):
+    def some(begin: int, end: int) -> np.ndarray:
+        rows = tensor.plain_rows(begin, end, own, columns)
         executor = native_library().Executor(num_threads=1)  # of CPUs, for its way to recover
-        matrix = executor.add_matrix(len(rows.codes), columns, **own.native(), **order)
+        matrix = executor.add_matrix(end - begin, columns, **own.native(), **order)
         bad = executor.fill_quantized(matrix, rows.codes, rows.scales, rows.zeros, own.bits, columns=columns,
                                       group_size=own.group_size, super_group=layout.super_group,
                                       super_scales=bits(rows.super_scales), super_offsets=bits(rows.super_offsets))
         if bad:
             raise tensor.not_finite(bad, "values")
-        yield first, np.stack([executor.read_row(matrix, row) for row in range(len(rows.codes))])
+        return executor.read_rows(matrix)
+
+    return in_pieces(some, begin, end, columns, RECOVERED_ELEMENTS)
 
 
 def _floats(values: np.ndarray, form: WeightFormat) -> np.ndarray:

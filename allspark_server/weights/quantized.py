@@ -8,7 +8,7 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Callable, Iterator, TypeVar
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.runtime.native import native_library
 from allspark_server.weights.formats import SMALLEST_GROUP, WeightFormat
 
+T = TypeVar("T")
 PIECE_ELEMENTS, MAX_WORKERS = 1 << 22, 16
 
 
@@ -98,20 +99,9 @@ class QuantizedTensor:
         def some(begin: int, end: int) -> QuantizedRows:
             return self.rows(begin, end) if plain is None else self.plain_rows(begin, end, plain, columns)
 
-        height = max(64, PIECE_ELEMENTS // columns // 64 * 64)
-        if end - begin <= height or self.mapped and plain is None:
-            yield begin, some(begin, end)
-            return
-        workers = min(len(os.sched_getaffinity(0)), MAX_WORKERS)
-        with ThreadPoolExecutor(workers) as pool:
-            ahead: deque[tuple[int, Future[QuantizedRows]]] = deque()
-            for first in range(begin, end, height):
-                ahead.append((first, pool.submit(some, first, min(end, first + height))))
-                if len(ahead) > workers:
-                    first, rows = ahead.popleft()
-                    yield first, rows.result()
-            for first, rows in ahead:
-                yield first, rows.result()
+        if self.mapped and plain is None:
+            return iter([(begin, some(begin, end))])
+        return in_pieces(some, begin, end, columns)
 
     def check_finite(self, *floats: np.ndarray | None) -> None:
         """AllSparkError if any of these scales is NaN or infinite."""
@@ -122,6 +112,26 @@ class QuantizedTensor:
     def not_finite(self, count: int, what: str) -> AllSparkError:
         return AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"tensor {self.name!r} in {self.file} holds {count} {what} "
                                                             "that are NaN or infinite")
+
+
+def in_pieces(some: Callable[[int, int], T], begin: int, end: int, columns: int,
+              elements: int = PIECE_ELEMENTS) -> Iterator[tuple[int, T]]:
+    """What `some` makes of rows [begin, end), about so many elements at a time, each with the first row's number; the next
+    are made meanwhile, by other threads."""
+    height = max(64, elements // columns // 64 * 64)
+    if end - begin <= height:
+        yield begin, some(begin, end)
+        return
+    workers = min(len(os.sched_getaffinity(0)), MAX_WORKERS)
+    with ThreadPoolExecutor(workers) as pool:
+        ahead: deque[tuple[int, Future[T]]] = deque()
+        for first in range(begin, end, height):
+            ahead.append((first, pool.submit(some, first, min(end, first + height))))
+            if len(ahead) > workers:
+                first, rows = ahead.popleft()
+                yield first, rows.result()
+        for first, rows in ahead:
+            yield first, rows.result()
 
 
 def pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:

@@ -463,6 +463,18 @@ void bind_executor(py::module_& m) {
             return out;
           },
           py::arg("id"), py::arg("row"), "A row of a matrix as its format recovers it, for tests.")
+      .def(
+          "read_rows",
+          [](const Executor& e, int id) {
+            const Weights& w = e.weights();
+            const int64_t k = w.matrix(id).inputs, rows = (int64_t)w.matrix(id).n * w.experts(id);
+            py::array_t<float> out({(py::ssize_t)rows, (py::ssize_t)k});
+            float* to = out.mutable_data();
+            py::gil_scoped_release release;
+            for (int64_t row = 0; row < rows; row++, to += k) w.read_row(id, row, to);
+            return out;
+          },
+          py::arg("id"), "All of a matrix, as its format recovers it.")
       .def("set_profiling", &Executor::set_profiling)
       .def("profile", profile_of,
            "Per op that runs (\"rms_norm+linear\": two of the list together): index in the list (of the linear or the "

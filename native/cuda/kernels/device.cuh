@@ -21,26 +21,53 @@ inline void launched(const char* kernel) {
 // Starts a kernel. On chips of capability 9.0 it may begin while the one before it on the stream still runs: it calls
 // after_previous() before it touches what others write, and so does every kernel, so that this orders all of them.
 // Later chips run code that was made for 8.0, in which that waits for nothing.
+// own: an attribute more, if there is one.
 template <typename... Parameters, typename... Arguments>
-void start_clusters(const Queue& queue, void (*kernel)(Parameters...), dim3 grid, dim3 cluster, int threads,
-                    size_t shared, const Arguments&... arguments) {
+void start_with(const Queue& queue, const cudaLaunchAttribute* own, void (*kernel)(Parameters...), dim3 grid,
+                int threads, size_t shared, const Arguments&... arguments) {
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = !queue.apart;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = cluster.x, attributes[1].val.clusterDim.y = cluster.y;
-  attributes[1].val.clusterDim.z = cluster.z;
-  const bool alone = cluster.x * cluster.y * cluster.z == 1;
+  if (own) attributes[1] = *own;
   cudaLaunchConfig_t config = {};
   config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared;
   config.stream = queue.stream, config.attrs = attributes;
-  config.numAttrs = queue.capability != 90 ? 0 : alone ? 1 : 2;
+  config.numAttrs = queue.capability != 90 ? 0 : own ? 2 : 1;
   cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
 }
 template <typename... Parameters, typename... Arguments>
 void start(const Queue& queue, void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared,
            const Arguments&... arguments) {
-  start_clusters(queue, kernel, grid, dim3(1), threads, shared, arguments...);
+  start_with(queue, nullptr, kernel, grid, threads, shared, arguments...);
+}
+template <typename... Parameters, typename... Arguments>
+void start_clusters(const Queue& queue, void (*kernel)(Parameters...), dim3 grid, dim3 cluster, int threads,
+                    size_t shared, const Arguments&... arguments) {
+  cudaLaunchAttribute own;
+  own.id = cudaLaunchAttributeClusterDimension;
+  own.val.clusterDim.x = cluster.x, own.val.clusterDim.y = cluster.y, own.val.clusterDim.z = cluster.z;
+  const bool alone = cluster.x * cluster.y * cluster.z == 1;
+  start_with(queue, alone ? nullptr : &own, kernel, grid, threads, shared, arguments...);
+}
+
+// Memory that a kernel reads once, as weights are by a product of few rows, leaves the second-level cache first: so
+// what small kernels have written is still there when it is read.
+struct ReadOnce {
+  const void* data;
+  size_t bytes;
+};
+template <typename... Parameters, typename... Arguments>
+void start_reading(const Queue& queue, const ReadOnce& once, void (*kernel)(Parameters...), dim3 grid, int threads,
+                   size_t shared, const Arguments&... arguments) {
+  int device = 0, most = 0;  // bytes that a launch can say this of
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&most, cudaDevAttrMaxAccessPolicyWindowSize, device);
+  cudaLaunchAttribute own;
+  own.id = cudaLaunchAttributeAccessPolicyWindow;
+  auto& window = own.val.accessPolicyWindow;
+  window.base_ptr = const_cast<void*>(once.data), window.num_bytes = once.bytes < (size_t)most ? once.bytes : most;
+  window.hitRatio = 1, window.hitProp = window.missProp = cudaAccessPropertyStreaming;
+  start_with(queue, most > 0 ? &own : nullptr, kernel, grid, threads, shared, arguments...);
 }
 
 // Lets the next kernel on the stream be loaded; waits until the one before it has ended.

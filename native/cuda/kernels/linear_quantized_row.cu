@@ -14,7 +14,11 @@ namespace as {
 namespace cuda {
 namespace {
 
-constexpr int kMostWarps = 20;
+constexpr int kMostWarps = 20, kSchedulers = 4;                // of a block of threads; that a processor's warps have
+constexpr int kTilePairs = kTileRows / 2, kUnit = kTilePairs;  // pairs of columns of a tile; chains of a warp
+constexpr int kSharedBlocks = 32;                              // of K at least, that two warps share
+// Of a ring: where blocks of threads have several turns, and where they have one, whose row waits for fewer weights.
+constexpr int kTurnStages = 4, kOnceStages = 2;
 constexpr int kNormed = 3, kMostNormed = 512;  // eights of a row that is normed: of a thread, of all
 bool is_fine(const Codes& codes) { return codes.groups > 1 && codes.group < kBlock; }
 
@@ -56,38 +60,59 @@ struct BlockCodes {
   }
 };
 
-// What a warp copies, a stage at a time: piece [begin, end) of K of every so many tiles. All that takes a division is
-// worked out before: a stage is copied in a few instructions.
+// How sets of scales go along with blocks of K: of `blocks` blocks one, or `each` of a block; `more` from one stage to
+// the next, or less than 0 if stages differ.
+struct SetPace {
+  Divisor blocks;
+  int each, more;
+
+  template <class S>
+  static SetPace of(const Codes& codes, int k_blocks) {
+    if (S::kSets > 1) return {Divisor(1), kBlock / codes.group, S::kBlocks * kBlock / codes.group};
+    if (codes.groups == 1) return {Divisor(std::max(k_blocks, 1)), 1, 0};
+    const int blocks = std::max(codes.group / kBlock, 1);
+    return {Divisor(blocks), 1, S::kBlocks % blocks ? -1 : S::kBlocks / blocks};
+  }
+};
+
+// A piece of K of two columns of the result that lie eight apart in a tile, side by side: what a row of
+// mma.sync's first operand and the row eight further have, and what one lane of four has codes of.
+struct Chain {
+  int pair, begin, blocks;  // pair: of those of the block of threads
+};
+
+// What a warp copies, a stage at a time: eight chains of every so many pairs. All that takes a division is worked out
+// before: a stage is copied in a few instructions. A lane copies codes of one chain, and scales of one and the next.
 template <class S>
 class Copies {
  public:
-  // ring: the warp's; by: tiles from one to the next. set_blocks: of a group; each: groups of a block.
-  __device__ __forceinline__ Copies(const Matrix& w, uint32_t ring, int tile, int tiles, int by, const Pieces& k,
-                                    int begin, int end, const Divisor& set_blocks, int each)
+  // ring: the warp's; first: its pair 0; by: pairs from one turn to the next. whole: blocks that all chains have, of
+  // `length`.
+  __device__ __forceinline__ Copies(const Matrix& w, uint32_t ring, const Chain& codes, const Chain& scales, int first,
+                                    int pairs, int by, int k_blocks, int whole, int length, const SetPace& sets)
       : codes_(w.codes),
-        set_blocks_(set_blocks),
-        begin_(begin),
-        end_(end),
-        whole_(min(end, w.k / kBlock) - S::kBlocks),
-        tile_(tile),
-        tiles_(tiles),
+        sets_(sets),
+        own_(codes),
+        of_scales_(scales),
+        first_(first),
+        pairs_(pairs),
         by_(by),
-        k_blocks_(k.blocks),
-        each_(each),
-        to_(ring + threadIdx.x % 32 * 16) {
-    const bool one = codes_.groups == 1;
-    more_ = S::kSets > 1 ? S::kBlocks * each : one ? 0 : set_blocks_(S::kBlocks);
-    first_ = set_of(begin);
-    if (S::kSets == 1 && !one && more_ * set_blocks_.by() != S::kBlocks) whole_ = -1;  // sets go on at another pace
-    has_scales_ = to_lane() < kPlaces * 4;
-    keep(to_), keep(has_scales_);
-    at_tile();
+        k_blocks_(k_blocks),
+        whole_(whole - S::kBlocks),
+        length_(length),
+        to_(ring + lane() * 16),
+        scales_to_(ring + S::kCodesBytes + lane() * 16) {
+    first_set_ = set_of(of_scales_.begin);
+    if (sets.more < 0) whole_ = -1;
+    has_scales_ = lane() < kPlaces * 4;
+    keep(to_), keep(scales_to_), keep(has_scales_);
+    at_pairs();
   }
   // Into the stage that begins so many bytes into the ring.
   __device__ __forceinline__ void fetch(uint32_t stage) {
-    if (block_ <= limit_) fetch_whole(to_ + stage);
-    else fetch_rest(to_ + stage);
-    block_ += S::kBlocks, from_ += S::kBlocks * code_bytes(S::kBits), set_ += more_;
+    if (block_ <= limit_) fetch_whole(stage);
+    else fetch_rest(stage);
+    block_ += S::kBlocks, from_ += S::kBlocks * code_bytes(S::kBits), set_ += sets_.more;
     commit_copies();
   }
 
@@ -95,67 +120,83 @@ class Copies {
   static constexpr int kCopies = S::kTileBytes / 512,
                        kPlaces = S::kBlocks * S::kSets;  // of a block; of sets of a stage
 
-  __device__ __forceinline__ void fetch_whole(uint32_t to) const {
+  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+  __device__ __forceinline__ void fetch_whole(uint32_t stage) const {
 #pragma unroll
-    for (int i = 0; i < S::kBlocks * kCopies; i++) copy_codes(to, i);
+    for (int i = 0; i < S::kBlocks * kCopies; i++) copy_codes(stage, i);
 #pragma unroll
-    for (int i = 0; i < kPlaces; i += 8) copy_scales(to, i, set_ + i / S::kSets * each_, kPlaces >= 8 || has_scales_);
+    for (int i = 0; i < kPlaces; i += 8)
+      copy_scales(stage, i, set_ + i / S::kSets * sets_.each, kPlaces >= 8 || has_scales_);
   }
-  // A stage that is not whole, or of another pace of sets, or the first of the next tile.
-  __device__ __forceinline__ void fetch_rest(uint32_t to) {
-    if (block_ >= end_ && tile_ < tiles_) tile_ += by_, at_tile();
-    if (tile_ >= tiles_) return;
-    if (block_ <= limit_) return fetch_whole(to);
+  // A stage that not all chains have as a whole, or of another pace of sets, or the first of the next pairs. Scales are
+  // zero where a chain has ended.
+  __device__ __forceinline__ void fetch_rest(uint32_t stage) {
+    if (block_ >= length_ && first_ < pairs_) first_ += by_, at_pairs();
+    if (first_ >= pairs_) return;
+    if (block_ <= limit_) return fetch_whole(stage);
 #pragma unroll
     for (int i = 0; i < S::kBlocks * kCopies; i++)
-      if (block_ + i / kCopies < end_) copy_codes(to, i);
+      if (block_ + i / kCopies < own_.blocks) copy_codes(stage, i);
 #pragma unroll
     for (int i = 0; i < kPlaces; i += 8) {
-      const int own = block_ + i / S::kSets, set = set_of(own);
-      copy_scales(to, i, min(set, codes_.groups - 1),
-                  (kPlaces >= 8 || has_scales_) && own + to_lane() / 4 / S::kSets < end_);
+      const int block = block_ + i / S::kSets;
+      copy_scales(stage, i, min(set_of(of_scales_.begin + block), codes_.groups - 1), kPlaces >= 8 || has_scales_,
+                  block + lane() / 4 / S::kSets < of_scales_.blocks ? 16 : 0);
     }
   }
-  __device__ __forceinline__ int to_lane() const { return threadIdx.x % 32; }
-  __device__ __forceinline__ void copy_codes(uint32_t to, int i) const {
-    copy_16(to + i * 512, from_ + i / kCopies * code_bytes(S::kBits) + i % kCopies * 512);
+  __device__ __forceinline__ void copy_codes(uint32_t stage, int i) const {
+    copy_16(to_ + stage + i * 512, from_ + i / kCopies * code_bytes(S::kBits) + i % kCopies * 512);
   }
-  __device__ __forceinline__ void copy_scales(uint32_t to, int i, int set, int there) const {
-    asm volatile("{ .reg .pred p;\nsetp.ne.s32 p, %2, 0;\n@p cp.async.cg.shared.global [%0], [%1], 16; }" ::"r"(
-                     to + S::kCodesBytes + i * S::kSetBytes),
-                 "l"(scales_ + (size_t)set * (kScaleWords * 4)), "r"(there)
+  __device__ __forceinline__ void copy_scales(uint32_t stage, int i, int set, int there, int bytes = 16) const {
+    asm volatile("{ .reg .pred p;\nsetp.ne.s32 p, %2, 0;\n@p cp.async.cg.shared.global [%0], [%1], 16, %3; }" ::"r"(
+                     scales_to_ + stage + i * S::kSetBytes),
+                 "l"(scales_ + (size_t)set * (kScaleWords * 4)), "r"(there), "r"(bytes)
                  : "memory");
   }
   // What a lane copies of a stage's scales, if that begins with this block.
   __device__ __forceinline__ int set_of(int block) const {
-    const int place = to_lane() / 4, own = block + place / S::kSets;
-    return S::kSets > 1 ? own * each_ + place % S::kSets * each_ / S::kSets : set_blocks_(own);
+    const int place = lane() / 4, own = block + place / S::kSets;
+    return S::kSets > 1 ? own * sets_.each + place % S::kSets * sets_.each / S::kSets : sets_.blocks(own);
   }
-  __device__ __forceinline__ void at_tile() {
-    const int row_block = tile_ / 4, first = tile_ % 4;
-    block_ = begin_, set_ = first_, limit_ = tile_ < tiles_ ? whole_ : -1;
+  __device__ __forceinline__ void at_pairs() {
+    const int own = min(first_ + own_.pair, pairs_ - 1), other = min(first_ + of_scales_.pair, pairs_ - 2);
+    block_ = 0, set_ = first_set_, limit_ = first_ < pairs_ ? whole_ : -1;
     from_ = reinterpret_cast<const char*>(codes_.words) +
-            ((size_t)row_block * k_blocks_ + begin_) * code_bytes(S::kBits) + first * S::kTileBytes + to_lane() * 16;
-    scales_ = reinterpret_cast<const char*>(codes_.scales) + (size_t)row_block * codes_.groups * (kScaleWords * 4) +
-              first * S::kSetBytes + to_lane() % 4 * 16;
+            ((size_t)(own / (kBlock / 2)) * k_blocks_ + own_.begin) * code_bytes(S::kBits) +
+            own % (kBlock / 2) / kTilePairs * S::kTileBytes + (own % kTilePairs * 4 + lane() % 4) * 16;
+    scales_ = reinterpret_cast<const char*>(codes_.scales) +
+              (size_t)(other / (kBlock / 2)) * codes_.groups * (kScaleWords * 4) + other % (kBlock / 2) * 8;
   }
 
   const Codes& codes_;
-  const Divisor& set_blocks_;
-  const int begin_, end_;
-  int whole_, limit_;    // up to this block stages are whole and regular; of the tile
+  const SetPace& sets_;
+  const Chain own_, of_scales_;
+  int first_;
+  const int pairs_, by_, k_blocks_;
+  int whole_, limit_;    // up to this block stages are whole and regular; now
   uint32_t has_scales_;  // whether the lane copies some
-  int tile_, block_;
-  const int tiles_, by_, k_blocks_, each_;
-  uint32_t to_;
-  int first_, set_,
-      more_;  // a lane's set of scales: of the piece's first stage, of the next; how many further one goes
+  int block_;            // of the chains
+  const int length_;
+  uint32_t to_, scales_to_;
+  int first_set_, set_;  // of scales, of a lane: of the chain's first stage, of the next
   const char *from_, *scales_;
 };
 
+// How the row lies in shared memory: pieces of K with odd numbers have halves of blocks swapped, so that eight lanes of
+// mma.sync's second operand may read from two pieces at once, at different banks.
+struct RowPlaces {
+  const Divisor& length;  // of a piece
+
+  // In bytes: of sixteen bytes `part` of a block.
+  __device__ __forceinline__ int operator()(int block, int part) const {
+    return block * kRowBytes + (part ^ (length(block) & 1) * 4) * 16;
+  }
+};
+
 // The row, as it lies: sixteen bytes a thread, all asked for before any are put down.
-__device__ __forceinline__ void copy_row(const Product& p, int blocks, char* x) {
-  const char* from = reinterpret_cast<const char*>(p.x.tiles) + threadIdx.x % 8 * 16;
+__device__ __forceinline__ void copy_row(const Product& p, int blocks, const RowPlaces& places, char* x) {
+  const int part = threadIdx.x % 8;
+  const char* from = reinterpret_cast<const char*>(p.x.tiles) + part * 16;
   for (int first = threadIdx.x / 8; first < blocks; first += blockDim.x) {
     uint4 v[8];
 #pragma unroll
@@ -164,8 +205,7 @@ __device__ __forceinline__ void copy_row(const Product& p, int blocks, char* x) 
         v[i] = __ldcg(reinterpret_cast<const uint4*>(from + (size_t)b * kBlockBytes));
 #pragma unroll
     for (int i = 0; i < 8; i++)
-      if (const int b = first + i * (blockDim.x / 8); b < blocks)
-        *reinterpret_cast<uint4*>(x + b * kRowBytes + threadIdx.x % 8 * 16) = v[i];
+      if (const int b = first + i * (blockDim.x / 8); b < blocks) *reinterpret_cast<uint4*>(x + places(b, part)) = v[i];
   }
 }
 
@@ -176,7 +216,7 @@ __device__ __forceinline__ void read_row(const float* row, int width, float (&va
   for (int i = 0; i < kNormed; i++) read_eight(row, (i * blockDim.x + threadIdx.x) * 8, width, values[i]);
 }
 __device__ __forceinline__ void norm_row(const Product& p, const float (&weights)[kNormed][8], float* squares,
-                                         char* x) {
+                                         const RowPlaces& places, char* x) {
   const int width = p.w.k, all = blocks_of(width) * 8;
   float values[kNormed][8];
   read_row(p.unnormed, width, values);
@@ -201,130 +241,167 @@ __device__ __forceinline__ void norm_row(const Product& p, const float (&weights
     for (int j = 0; j < 8; j++) values[i][j] = values[i][j] * factor * (weights[i][j] + one);
 #pragma unroll
     for (int j = 0; j < 4; j++) pairs[j] = two_bf16(values[i][2 * j], values[i][2 * j + 1]);
-    *reinterpret_cast<uint4*>(x + place * 16) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    *reinterpret_cast<uint4*>(x + places(place / 8, place % 8)) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
   }
 }
 
-// tiles: of 16 columns, of which a block of threads has `together` at a time. set_blocks: of a group; each: groups of a
-// block.
+// The two warps that share a unit of chains meet.
+__device__ __forceinline__ void meet(int unit) {
+  __syncwarp();
+  asm volatile("bar.sync %0, 64;" ::"r"(1 + unit) : "memory");
+}
+
+// pairs: of columns, eight apart, of which a block of threads has `together` at a time, and of each k.count chains.
+// shared: of units of eight chains, the last so many are by two warps each, one after the other.
 template <class S>
 __global__ void __launch_bounds__(32 * kMostWarps)
-    row_kernel(const __grid_constant__ Product p, int tiles, int together, Pieces k,
-               const __grid_constant__ Divisor set_blocks, int each) {
+    row_kernel(const __grid_constant__ Product p, int pairs, const __grid_constant__ Divisor together, int shared_units,
+               Pieces k, const __grid_constant__ Divisor piece_length, const __grid_constant__ SetPace sets) {
   extern __shared__ __align__(128) char shared[];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  const int beside = warp / k.count, piece = warp - beside * k.count;
-  const int begin = piece * k.length, end = min(begin + k.length, k.blocks);
-  const int whole_end = min(end, p.w.k / kBlock);  // blocks with all columns
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32, units = warps - shared_units;
+  const bool goes_on = warp >= units, leaves = !goes_on && warp >= units - shared_units;
+  const int unit = goes_on ? warp - shared_units : warp, pairs_at_once = together.by(),
+            chains = pairs_at_once * k.count;
+  const auto chain = [&](int i) {
+    const int number = min(unit * kUnit + i, chains - 2 + i % 2), piece = together(number), begin = piece * k.length;
+    return Chain{number - piece * pairs_at_once, begin, min(k.length, k.blocks - begin)};
+  };
+  Chain own = chain(lane / 4), of_scales = chain(lane % 4 * 2);
+  if (leaves || goes_on) {  // K is one piece
+    const int half = (k.blocks / 2 + S::kBlocks - 1) / S::kBlocks * S::kBlocks;
+    own.begin = of_scales.begin = leaves ? 0 : half;
+    own.blocks = of_scales.blocks = leaves ? half : k.blocks - half;
+  }
+  // Of the warp's chains: the longest, which is the first one's; the shortest; blocks that all columns are there of.
+  const int length = __shfl_sync(0xffffffffu, own.blocks, 0), shortest = __shfl_sync(0xffffffffu, own.blocks, 31),
+            last_end = __shfl_sync(0xffffffffu, own.begin, 31) + shortest,
+            whole = p.w.k % kBlock && last_end == k.blocks ? shortest - 1 : length;
   float* const sums = reinterpret_cast<float*>(shared);
   char* const x = shared + warps * kTileRows * 4;
-  const uint32_t ring = shared_address(x) + k.blocks * kRowBytes + warp * S::kStages * S::kStageBytes;
+  const int row_blocks = k.count * k.length;
+  const uint32_t ring = shared_address(x) + row_blocks * kRowBytes + warp * S::kStages * S::kStageBytes;
   let_next_begin();
   // Weights are on their way before the kernel before this one has made the rows.
-  Copies<S> copies(p.w, ring, blockIdx.x * together + beside, tiles, gridDim.x * together, k, begin, end, set_blocks,
-                   each);
+  Copies<S> copies(p.w, ring, own, of_scales, blockIdx.x * pairs_at_once, pairs, gridDim.x * pairs_at_once, k.blocks,
+                   shortest, length, sets);
 #pragma unroll
   for (int i = 0; i < S::kStages - 1; i++) copies.fetch(i * S::kStageBytes);
   float norm_weights[kNormed][8];
   if (p.unnormed) read_row(p.norm.weight, p.w.k, norm_weights);  // nobody makes these
+  // Where the last piece is shorter, it goes on with zeros.
+  for (int i = k.blocks * 8 + threadIdx.x; i < row_blocks * 8; i += blockDim.x)
+    reinterpret_cast<uint4*>(x)[i] = make_uint4(0, 0, 0, 0);
+  const RowPlaces places{piece_length};
   await_previous();
-  if (p.unnormed) norm_row(p, norm_weights, sums, x);
-  else copy_row(p, k.blocks, x);
+  if (p.unnormed) norm_row(p, norm_weights, sums, places, x);
+  else copy_row(p, k.blocks, places, x);
   __syncthreads();
-  // Where products want more rows, there is this one again.
+  const int row_begin = __shfl_sync(0xffffffffu, own.begin, lane % kUnit * 4);
+  // Row i of the second operand is of chain i's piece: products of two different chains are nobody's.
   uint32_t codes_at = ring + lane * 16, scales_at = ring + S::kCodesBytes + lane / 4 * 8,
-           row_at = shared_address(x) + begin * kRowBytes + lane / 8 * 16;
+           row_at = shared_address(x) + places(row_begin, lane / 8);
   keep(codes_at), keep(scales_at), keep(row_at);
+  const int other_half = piece_length(row_begin) & 1 ? -64 : 64;
 
-  // Of what pieces' sums in shared memory make, which a thread may have one of and asks ahead for what that is added
+  // Of what chains' sums in shared memory make, which a thread may have one of and asks ahead for what that is added
   // to.
   struct Value {
-    int beside, place, column;  // place: of the column in its tile
+    int place, column;  // place: of the sums of pairs
     bool there;
   };
   struct Before {
     float bias, value;
   };
-  const int shift = p.gated ? 3 : 4;  // of a tile's columns
   const auto value_at = [&](int i, int first) {
-    Value v{i >> shift, i & ((1 << shift) - 1)};
-    v.column = ((first + v.beside) << shift) + v.place;
-    v.there = v.beside < together && v.column < (p.gated ? p.y.width : p.w.n);
-    return v;
+    if (p.gated) return Value{i * 2, first + i, i < pairs_at_once && first + i < p.y.width};
+    const int pair = first + i / 2, column = pair / kTilePairs * kTileRows + pair % kTilePairs + i % 2 * kTilePairs;
+    return Value{i, column, i < pairs_at_once * 2 && column < p.w.n};
   };
   const auto before_of = [&](const Value& v) {
     return Before{p.bias ? p.bias[v.column] : 0.0f, p.adds ? p.y.values[v.column] : 0.0f};
   };
 
   uint32_t stage = (S::kStages - 1) * S::kStageBytes;  // what was computed with last
-  for (int first = blockIdx.x * together; first < tiles; first += gridDim.x * together) {
-    const int tile = first + beside;
+  int turn = 0;
+  for (int first = blockIdx.x * pairs_at_once; first < pairs; first += gridDim.x * pairs_at_once, turn++) {
     Before before = {};
     if (const Value v = value_at(threadIdx.x, first); k.count > 1 && !p.gated && v.there) before = before_of(v);
     float d[4] = {};
-    uint32_t x_at = 0;
+    uint32_t x_at = row_at;
+    // Sums that another warp goes on with; two places, for turns.
+    float* const left = sums + (unit + turn % 2 * shared_units) * kTileRows + lane / 4 * 2;
+    if (goes_on) {
+      meet(unit - (units - shared_units));
+      d[0] = d[1] = left[0], d[2] = d[3] = left[1];
+    }
     const auto multiply = [&](const uint32_t(&y)[2][4], const uint32_t(&a)[4][4]) {
 #pragma unroll
       for (int i = 0; i < 4; i++) multiply_add(d, a[i], y[i / 2][i % 2 * 2], y[i / 2][i % 2 * 2 + 1]);
     };
     const auto load_rows = [&](uint32_t(&y)[2][4], int j) {
-      load_cores(y[0], row_at + x_at + j * kRowBytes), load_cores(y[1], row_at + x_at + j * kRowBytes + 64);
+      load_cores(y[0], x_at + j * kRowBytes), load_cores(y[1], x_at + other_half + j * kRowBytes);
     };
-    for (int b = begin; tile < tiles && b < end; b += S::kBlocks) {
+    for (int b = 0; b < length; b += S::kBlocks) {
       wait_copies<S::kStages - 2>();
       __syncwarp();
       const uint32_t done = stage;
       stage = stage == (S::kStages - 1) * S::kStageBytes ? 0 : stage + S::kStageBytes;
-      if (b + S::kBlocks <= whole_end) {
+      if (b + S::kBlocks <= whole) {
         constexpr int kAhead = S::kSets == 1 ? S::kBlocks : 1;  // more would not fit registers
-        BlockCodes<S> own[S::kBlocks];
+        BlockCodes<S> blocks[S::kBlocks];
 #pragma unroll
-        for (int j = 0; j < kAhead; j++) own[j].read(codes_at + stage, scales_at + stage, j);
+        for (int j = 0; j < kAhead; j++) blocks[j].read(codes_at + stage, scales_at + stage, j);
         copies.fetch(done);
 #pragma unroll
         for (int j = 0; j < S::kBlocks; j++) {
-          if (j >= kAhead) own[j].read(codes_at + stage, scales_at + stage, j);
+          if (j >= kAhead) blocks[j].read(codes_at + stage, scales_at + stage, j);
           uint32_t y[2][4], a[4][4];
           load_rows(y, j);
-          own[j].values(a);
+          blocks[j].values(a);
           multiply(y, a);
         }
       } else {
         copies.fetch(done);
-        for (int j = 0; j < S::kBlocks && b + j < end; j++) {
+        for (int j = 0; j < S::kBlocks && b + j < length; j++) {
           uint32_t y[2][4], a[4][4];
           load_rows(y, j);
-          BlockCodes<S> own;
-          own.read(codes_at + stage, scales_at + stage, j);
-          own.values(a);
+          BlockCodes<S> block;
+          block.read(codes_at + stage, scales_at + stage, j);
+          block.values(a);
+          const int columns = min(p.w.k - own.begin * kBlock, own.blocks * kBlock) - (b + j) * kBlock;
 #pragma unroll
-          for (int i = 0; i < 4; i++) cut_fragment(a[i], p.w.k - (b + j) * kBlock - i * 16);
+          for (int i = 0; i < 4; i++) cut_fragment(a[i], columns - i * 16);
           multiply(y, a);
         }
       }
       x_at += S::kBlocks * kRowBytes;
     }
-    // The row's two values are of the first of four lanes, columns lane / 4 and eight further; gates and what they gate
-    // are side by side.
-    const bool has_values = lane % 4 == 0;
+    // Chain i's values are where row i, or i + 8, meets column i.
+    const bool has_values = lane % 4 == lane / 8, odd = lane / 4 % 2;
+    const float two[2] = {odd ? d[1] : d[0], odd ? d[3] : d[2]};
+    if (leaves) {
+      if (has_values) left[0] = two[0], left[1] = two[1];
+      meet(unit - (units - shared_units));
+      continue;
+    }
     if (k.count == 1) {
-      if (tile >= tiles || !has_values) continue;
+      const int pair = first + own.pair;
+      if (unit * kUnit + lane / 4 >= chains || pair >= pairs || !has_values) continue;
       if (p.gated) {
-        if (const int column = tile * 8 + lane / 4; column < p.y.width) finish_gated(p, 0, column, d[0], d[2]);
+        if (pair < p.y.width) finish_gated(p, 0, pair, two[0], two[1]);
       } else {
-        const float two[2] = {d[0], d[2]};
-        finish<2>(p, 1, p.w.n, two, [&](int i) { return Place{0, tile * kTileRows + lane / 4 + i * 8}; });
+        finish<2>(p, 1, p.w.n, two,
+                  [&](int i) { return Place{0, pair / kTilePairs * kTileRows + pair % kTilePairs + i * kTilePairs}; });
       }
       continue;
     }
-    if (has_values) sums[warp * kTileRows + lane / 4] = d[0], sums[warp * kTileRows + lane / 4 + 8] = d[2];
+    if (has_values) *reinterpret_cast<float2*>(sums + warp * kTileRows + lane / 4 * 2) = make_float2(two[0], two[1]);
     __syncthreads();
-    const auto total = [&](const Value& v, int place) {
-      const float* at = sums + v.beside * k.count * kTileRows + place;
+    const auto total = [&](int place) {
       float all[kMostCodePieces];
 #pragma unroll
       for (int i = 0; i < kMostCodePieces; i++)
-        if (i < k.count) all[i] = at[i * kTileRows];
+        if (i < k.count) all[i] = sums[i * pairs_at_once * 2 + place];
 #pragma unroll
       for (int i = 1; i < kMostCodePieces; i++)
         if (i < k.count) all[0] = __fadd_rn(all[0], all[i]);
@@ -332,9 +409,9 @@ __global__ void __launch_bounds__(32 * kMostWarps)
     };
     if (const Value v = value_at(threadIdx.x, first); v.there) {
       if (p.gated) {
-        finish_gated(p, 0, v.column, total(v, v.place), total(v, v.place + 8));
+        finish_gated(p, 0, v.column, total(v.place), total(v.place + 1));
       } else {
-        float sum = total(v, v.place);
+        float sum = total(v.place);
         if (p.bias) sum = __fadd_rn(sum, before.bias);
         if (p.adds) sum = __fadd_rn(before.value, sum);
         put(p.y, 0, v.column, sum);
@@ -344,30 +421,35 @@ __global__ void __launch_bounds__(32 * kMostWarps)
   }
 }
 
-// How blocks of threads share a product, if they can: so that none has more tiles than it must, and the row is read
-// by as few of them as can be.
+// How blocks of threads share a product, if they can: all processors have the same number of pairs of columns, or one
+// turn's less, and their schedulers equal numbers of chains.
 struct Plan {
-  int together = 0, warps, stages = 0;  // stages: 0 if the row is too long for a processor's shared memory
+  int pairs, together, shared_units, warps, stages = 0;  // stages: 0 if the row is too long for shared memory
 
   template <int kBits, bool kFine>
   static size_t shared(int stages, int warps, int k_blocks) {
-    return stages == 4 ? Shape<kBits, kFine, 4>::shared(warps, k_blocks)
-                       : Shape<kBits, kFine, 3>::shared(warps, k_blocks);
+    return stages == kTurnStages ? Shape<kBits, kFine, kTurnStages>::shared(warps, k_blocks)
+                                 : Shape<kBits, kFine, kOnceStages>::shared(warps, k_blocks);
   }
   explicit Plan(const Product& p) {
     const Pieces k(p.w.k, p.w.most_pieces);
-    const int tiles = ceil_div(p.w.n, kTileRows), processors = cuda::processors();
-    const auto tiles_of_one = [&](int together) {  // that a processor has
-      return ceil_div(ceil_div(tiles, together), processors) * together;
-    };
-    for (int some = 1; some * k.count <= kMostWarps; some++)
-      if (!together || tiles_of_one(some) <= tiles_of_one(together)) together = some;
-    warps = together * k.count;
+    pairs = ceil_div(p.w.n, kTileRows) * kTilePairs;
+    const auto even = [](int x) { return x + x % 2; };  // two are a line of memory
+    const int most = kMostWarps * kUnit / k.count / 2 * 2, own = ceil_div(pairs, processors());
+    together = even(ceil_div(own, ceil_div(own, most)));
+    const int units = ceil_div(together * k.count, kUnit), more = units % kSchedulers;
+    // Halves of what is more than equal numbers.
+    shared_units = k.count == 1 && k.blocks >= kSharedBlocks && units > more && more <= kSchedulers / 2 &&
+                           units + more <= kMostWarps
+                       ? more
+                       : 0;
+    warps = units + shared_units;
     const auto bytes = p.w.codes.bits == 4  ? is_fine(p.w.codes) ? shared<4, true> : shared<4, false>
                         : is_fine(p.w.codes) ? shared<8, true>
                                             : shared<8, false>;
-    for (int depth : {4, 3})
-      if (!stages && bytes(depth, warps, k.blocks) <= (size_t)most_shared()) stages = depth;
+    const bool turns = ceil_div(pairs, together) > processors();
+    for (int depth : {turns ? kTurnStages : kOnceStages, kOnceStages})
+      if (!stages && bytes(depth, warps, k.count * k.length) <= (size_t)most_shared()) stages = depth;
   }
 };
 
@@ -375,25 +457,20 @@ template <int kBits, bool kFine, int kStages>
 void start_row(const Product& p, const Plan& plan, const Queue& queue) {
   using S = Shape<kBits, kFine, kStages>;
   const Pieces k(p.w.k, p.w.most_pieces);
-  const size_t shared = S::shared(plan.warps, k.blocks);
-  const Codes& codes = p.w.codes;
-  const int tiles = ceil_div(p.w.n, kTileRows), groups = ceil_div(tiles, plan.together);
-  const int each = kFine ? kBlock / codes.group : 1;
-  const Divisor set_blocks(codes.groups == 1 ? std::max(k.blocks, 1) : std::max(codes.group / kBlock, 1));
+  const size_t shared = S::shared(plan.warps, k.count * k.length);
+  const int groups = ceil_div(plan.pairs, plan.together);
   allow_shared(row_kernel<S>, shared);
-  int at_once = 0;
-  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&at_once, row_kernel<S>, 32 * plan.warps, shared);
   // As many turns for every block of threads, if there are several.
-  const int most = processors() * std::max(at_once, 1), turns = (groups + most - 1) / most;
-  start(queue, row_kernel<S>, dim3((groups + turns - 1) / turns), 32 * plan.warps, shared, p, tiles, plan.together, k,
-        set_blocks, each);
+  start_reading(queue, {p.w.codes.words, codes_bytes(p.w.n, p.w.k, kBits)}, row_kernel<S>,
+                dim3(ceil_div(groups, ceil_div(groups, processors()))), 32 * plan.warps, shared, p, plan.pairs,
+                Divisor(plan.together), plan.shared_units, k, Divisor(k.length), SetPace::of<S>(p.w.codes, k.blocks));
   launched("linear with quantized weights, one row");
 }
 
 template <int kBits, bool kFine>
 void start_stages(const Product& p, const Plan& plan, const Queue& queue) {
-  if (plan.stages == 4) start_row<kBits, kFine, 4>(p, plan, queue);
-  else start_row<kBits, kFine, 3>(p, plan, queue);
+  if (plan.stages == kTurnStages) start_row<kBits, kFine, kTurnStages>(p, plan, queue);
+  else start_row<kBits, kFine, kOnceStages>(p, plan, queue);
 }
 
 }  // namespace
