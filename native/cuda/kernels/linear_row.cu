@@ -1,6 +1,6 @@
 // Products of one row by wgmma, or of integers by mma.sync, whose sums are in pieces (tiles.h): what a single sequence
 // decodes with, where a matrix is so small that what comes before and after its products counts. Of bfloat16, and of 8
-// bits, floats or integers of one group; of these up to eight rows that have been made 8 bits before.
+// bits, floats or integers of one group; of these a few rows, too, that have been made 8 bits before.
 //
 // A cluster of blocks of threads has 64 columns (rows of the weights), each block one piece of K. A warp has weights
 // copied into shared memory, on their way before the kernel before this one has made the row. The others have the
@@ -21,7 +21,8 @@ namespace {
 constexpr int kWorkers = 128, kThreads = kWorkers + 32, kWarps = kWorkers / 32;
 constexpr int kStageBytes = 16 << 10;  // some blocks of K, which are adjacent in memory
 constexpr int kMostStages = 12;
-constexpr int kMostFew = 8;  // rows
+constexpr int kRowTile = 8;    // of products
+constexpr int kMostBytes = 2;  // rows that are 8 bits: to bring more costs more than clusters save
 
 enum class Form { bf16, float8, integers };
 // What the row is made of: bfloat16 in tiles, floats, or floats that are normed first; or rows that are 8 bits.
@@ -34,7 +35,7 @@ struct Shape {
   static constexpr int kKept = kKept_;
   static constexpr bool kAlone = kAlone_;
   static constexpr int kBlockSize = kForm == Form::bf16 ? kBlockBytes : kByteBlock;
-  static constexpr int kRows = kFrom == From::bytes ? kMostFew : 1;
+  static constexpr int kRows = kFrom == From::bytes ? kRowTile : 1;
   static constexpr int kRowBlock = kBlockSize / kBlock;  // bytes of a row
   static constexpr int kStageBlocks = kStageBytes / kBlockSize;
   using Normed = std::conditional_t<kForm == Form::bf16, RoundedRow<kWorkers>, NormedPieces<kWorkers, kKept>>;
@@ -85,9 +86,6 @@ __device__ __forceinline__ void copy_weights(const Product& p, const Part& part,
     barrier_expect(&s.full[ring.stage], bytes);
     copy_bulk(stages + ring.stage * kStageBytes, from, bytes, &s.full[ring.stage], evicted_first());
   }
-  // Not before: what comes next would have its own weights brought while these are still on their way, and memory would
-  // idle once they are there.
-  let_next_begin();
 }
 
 // The piece's part of the row into shared memory, as products take it; returns the row's scale. ask: for what sums are
@@ -119,7 +117,7 @@ __device__ __forceinline__ float make_row(const Product& p, int rows, const Part
     return 1;
   } else if constexpr (S::kFrom == From::bytes) {
     const char* from = reinterpret_cast<const char*>(p.bytes.values) + (size_t)part.first * kByteBlock;
-    constexpr int kAll = kMostFew * kParts;  // of a block of all rows
+    constexpr int kAll = kRowTile * kParts;  // of a block of all rows
     begin_row();
     for (int at = threadIdx.x; at < part.blocks * kAll; at += kWorkers)
       if (at % kAll < rows * kParts)
@@ -261,6 +259,7 @@ __global__ void __launch_bounds__(kThreads)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32_t stages = shared_address(shared);
   if (S::kRows == 1) rows = 1;
+  let_next_begin();  // what comes next has its weights brought as soon as there is room
   if (threadIdx.x == 0) {
     for (int i = 0; i < count; i++) barrier_init(&s.full[i], 1), barrier_init(&s.empty[i], kWarps);
     barrier_init(&s.tops_there, 1), barrier_init(&s.sums_there, 1);
@@ -414,8 +413,8 @@ void linear_row(const Product& p, const Queue& queue) {
 }
 
 bool linear_few_bytes(const Product& p, int rows, const Queue& queue) {
-  if (rows > kMostFew || p.unnormed || !has_linear_row(p, queue)) return false;
-  const Room room(p, kMostFew);
+  if (rows > kMostBytes || p.unnormed || !has_linear_row(p, queue)) return false;
+  const Room room(p, kRowTile);
   if (!room.stages) return false;
   if (p.w.kind == Kind::float8) start_row<Form::float8, From::bytes, 0>(p, room, queue, rows);
   else start_row<Form::integers, From::bytes, 0>(p, room, queue, rows);

@@ -10,21 +10,19 @@
 #include <algorithm>
 
 #include "cuda/kernels/linear_wgmma.h"
-#include "cuda/kernels/normed_row.cuh"
 #include "cuda/kernels/wgmma.cuh"
 
 namespace as {
 namespace cuda {
 namespace {
 
-// kRows: of activations; kGroups: warpgroups, of 64 columns each. kOwn: there is one row, which is normed here.
-template <int kRows_, int kGroups_, bool kOwn_ = false>
+// kRows: of activations; kGroups: warpgroups, of 64 columns each.
+template <int kRows_, int kGroups_>
 struct Shape {
   static constexpr int kRows = kRows_, kGroups = kGroups_, kThreads = 128 * kGroups;
-  static constexpr bool kOwn = kOwn_;
-  static constexpr int kStageBytes = kGroups * kBlockBytes + (kOwn ? 0 : kRows * kRowBytes);
+  static constexpr int kStageBytes = kGroups * kBlockBytes + kRows * kRowBytes;
   static constexpr int kStages = (216 << 10) / kStageBytes < 12 ? (216 << 10) / kStageBytes : 12;
-  static constexpr int kOwnAt = kStages * kStageBytes, kShared = kOwnAt + (kOwn ? kNormedColumns * 2 + kBehindRow : 0);
+  static constexpr int kShared = kStages * kStageBytes;
   static constexpr int kValues = kRows / 2;  // of a thread
   static constexpr size_t kSums = (size_t)kGroups * kBlock * kRows;
 
@@ -95,7 +93,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const auto fetch_weights = [&](const Step& s, int stage) {
     const bool there = s.column_block + group < column_blocks;
     const int own = (row_blocks(s) + kGroups - 1 - group) / kGroups;
-    barrier_expect(&full[stage], (there ? kBlockBytes : 0) + (S::kOwn ? 0 : own * row_bytes(s)));
+    barrier_expect(&full[stage], (there ? kBlockBytes : 0) + own * row_bytes(s));
     if (there)
       copy_bulk(
           stages + stage * S::kStageBytes + group * kBlockBytes,
@@ -103,7 +101,6 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           kBlockBytes, &full[stage], evicted_first());
   };
   const auto fetch_rows = [&](const Step& s, int stage) {
-    if (S::kOwn) return;
     const uint32_t to = stages + stage * S::kStageBytes + kGroups * kBlockBytes;
     const char* from = reinterpret_cast<const char*>(p.x.tiles) +
                        ((size_t)(s.row / kBlock) * k.blocks + s.b) * kBlockBytes + s.row % kBlock * kRowBytes;
@@ -117,23 +114,11 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     Step behind = ahead;
     int begun = 0;
     for (; begun < kStages && ahead.number < count; begun++, next(ahead)) fetch_weights(ahead, begun);
-    if (!S::kOwn) {
-      await_previous();
-      for (int i = 0; i < begun; i++, next(behind)) fetch_rows(behind, i);
-    }
+    await_previous();
+    for (int i = 0; i < begun; i++, next(behind)) fetch_rows(behind, i);
   }
+  await_previous();
   __syncwarp();
-  if constexpr (S::kOwn) {
-    using Row = RoundedRow<S::kThreads>;
-    __shared__ typename Row::Shared norming;
-    Row row(p.norm, p.w.k);
-    await_previous();
-    row.make(p.unnormed, norming);
-    row.put(shared + S::kOwnAt, 0, k.blocks * 8);
-    row_is_there<S::kThreads>();
-  } else {
-    await_previous();
-  }
 
   // Where a thread's sums are for another block of threads: adjacent threads side by side.
   const auto sums_of = [&](int block) { return scratch.sums + block * S::kSums + threadIdx.x; };
@@ -155,14 +140,12 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     for (int b = part.begin; b < part.end; b++) {
       barrier_wait(&full[stage], turn);
       const uint32_t weights = stages + stage * S::kStageBytes + group * kBlockBytes,
-                     x = stages +
-                         (S::kOwn ? S::kOwnAt + b * kRowBytes : stage * S::kStageBytes + kGroups * kBlockBytes);
-      const uint64_t rows_there = S::kOwn ? row_descriptor(x) : descriptor(x);
+                     x = stages + stage * S::kStageBytes + kGroups * kBlockBytes;
       begin_products();
 #pragma unroll
       for (int step = 0; step < 4; step++)
         Tile<kRows>::multiply(d, further(descriptor(weights), step * kStepBytes),
-                              further(rows_there, step * kStepBytes), step > 0 || b > 0);
+                              further(descriptor(x), step * kStepBytes), step > 0 || b > 0);
       commit_products();
       if (thread == 0 && before >= 0 && ahead.number < count) {  // what was computed with before
         barrier_wait(&empty[before], before_turn);
@@ -219,18 +202,17 @@ void start_stream(const Product& p, int rows, const Queue& queue) {
 }
 
 // Tiles as wide as they can be and still be enough: rows are read again for each.
-template <int kRows, int kMostGroups, bool kOwn = false>
+template <int kRows, int kMostGroups>
 void start_rows(const Product& p, int rows, const Queue& queue) {
-  using Wide = Shape<kRows, kMostGroups, kOwn>;
+  using Wide = Shape<kRows, kMostGroups>;
   if (Wide::tiles(p.w.n, rows) >= processors()) start_stream<Wide>(p, rows, queue);
-  else start_stream<Shape<kRows, 2, kOwn>>(p, rows, queue);
+  else start_stream<Shape<kRows, 2>>(p, rows, queue);
 }
 
 }  // namespace
 
 void linear_stream(const Product& p, int rows, const Queue& queue) {
-  if (p.unnormed) start_rows<8, 4, true>(p, rows, queue);
-  else if (rows <= 8) start_rows<8, 4>(p, rows, queue);
+  if (rows <= 8) start_rows<8, 4>(p, rows, queue);
   else if (rows <= 16) start_rows<16, 4>(p, rows, queue);
   else if (rows <= 32) start_rows<32, 4>(p, rows, queue);
   else if (rows <= 64) start_rows<64, 4>(p, rows, queue);
