@@ -55,13 +55,11 @@ def recovered(path, world, **fields):
                 n = sum(part.rows for part in weight.parts)
                 into = whole.setdefault(weight.name, np.full((n, weight.columns), np.nan, np.float32))
                 first, last = weight.column_range_of(rank, world)
-                local = base = 0
+                held, local, base = runner._executor.read_rows(identity), 0, 0
                 for part in weight.parts:
                     begin, end = part.range_of(rank, world)
-                    for row in range(begin, end):
-                        into[base + row, first:last] = runner._executor.read_row(identity, local)
-                        local += 1
-                    base += part.rows
+                    into[base + begin:base + end, first:last] = held[local:local + end - begin]
+                    local, base = local + end - begin, base + part.rows
         info = driver.info
     assert all(not np.isnan(values).any() for values in whole.values())
     return whole, info

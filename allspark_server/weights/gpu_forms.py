@@ -20,6 +20,7 @@ from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor, in
 GPU_FORMATS = ("float32", "bfloat16", "int8", "int4", "w8a8", "w4a8", "float8")
 HOPPER = 90  # the first compute capability with products in float8
 RECOVERED = "bfloat16"
+HALF_OF_5_BITS = 16
 RECOVERED_ELEMENTS = 1 << 18  # at a time: a millisecond's
 
 
@@ -49,7 +50,7 @@ def _has_codes(form: WeightFormat) -> bool:
     layout = form.layout
     if layout.permuted or layout.group_rows != 1:
         return False
-    # Codes of 8 bits that are about another one than 128 are GGUF's, of 5 and 6 bits.
+    # Codes of 8 bits that are about another one than 128 are GGUF's, of 5 bits (those with offsets) and 6.
     return form.bits == 4 or layout.zeros == "none" or (layout.zeros == "offsets" and layout.center is not None)
 
 
@@ -79,6 +80,8 @@ def recoded(tensor: QuantizedTensor, own: WeightFormat, form: WeightFormat, colu
             offset = scale * (np.float32(middle) - found.zeros.astype(np.float32))
         elif own.bits == 4:
             offset = offset + scale * np.float32(middle - center)
+        elif layout.zeros == "offsets":  # of 5 bits: the smaller the offset, the less is rounded
+            codes, offset = codes + np.uint8(middle - center - HALF_OF_5_BITS), offset + scale * HALF_OF_5_BITS
         elif center != middle:
             codes = codes + np.uint8(middle - center)
         return QuantizedRows(codes, scales, _bfloat16(offset))
