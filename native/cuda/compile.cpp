@@ -170,7 +170,7 @@ int CudaRunner::bind(size_t i) {
   };
   if (op.is("linear")) return bind_linear(i);
   if (norms_for_next(i)) return bind_linear(i + 1, true) + 1;
-  if (quantizes_next(i) && !norms_with_router(i)) {
+  if (quantizes_next(i)) {
     const OpNode& after = ops_[i + 2];
     if (after.is("lora") && after.inputs[1] == op.outputs[0])  // it wants normed rows, too
       add_launch([=, x = in(op), y = out(op), norm = norm_of(op, vector(op, 0))](
@@ -426,7 +426,7 @@ bool CudaRunner::norms_for_next(size_t i) const {
   if (!op.is("rms_norm") || !ops_[i + 1].is("linear")) return false;
   const OpNode& next = ops_[i + 1];
   const int made = op.outputs[0];
-  return next.inputs[0] == made && made != op.inputs[0] && weights_.matrix(next.weights[0]).kind == Kind::codes &&
+  return next.inputs[0] == made && made != op.inputs[0] && weights_.matrix(next.weights[0]).takes_tiles() &&
          !read_from(ops_, i + 2, made);
 }
 
@@ -471,6 +471,7 @@ int CudaRunner::bind_linear(size_t i, bool norms) {
       else quantize_activations(p, rows, queue);
     } else if (norms) {
       if (!in_place && linear_quantized_norms(norming, rows, queue)) return linear_quantized(norming, rows, queue);
+      if (!in_place && linear_bf16_norms(norming, rows, queue)) return linear_bf16(norming, rows, queue);
       rms_norm(norming.unnormed, norming.norm, rows, x.rows, queue);
     }
     p.y.copy = rows <= kPushedRows ? place : nullptr;

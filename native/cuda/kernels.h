@@ -186,6 +186,8 @@ void linear_f32(const Product& p, int rows, const Queue& queue);
 // for some rows or in a stream of weights, or one after the other for many.
 enum class By { any, mma, split, stream, wide };
 void linear_bf16(const Product& p, int rows, const Queue& queue, By by = By::any);
+// Whether it norms such rows itself, if asked to.
+bool linear_bf16_norms(const Product& p, int rows, const Queue& queue);
 // Of codes, with activations in bfloat16.
 void linear_quantized(const Product& p, int rows, const Queue& queue, By by = By::any);
 // Whether it norms such rows itself, if asked to.

@@ -162,20 +162,35 @@ void start_few(const Product& p, int rows, const Queue& queue) {
   start_tiles<1>(p, rows, queue);
 }
 
+// On chips of capability 9.0.
+By fastest(const Product& p, int rows) {
+  // Values of a matrix that is there before clusters have begun, and of one whose pieces are long for its size.
+  constexpr int64_t kSmall = 10 << 20, kSmallAndLong = 40 << 20;
+  const bool is_long = Pieces(p.w.k, p.w.most_pieces).length >= 32;
+  if (rows > 256 || (rows > 128 && !p.y.copy && wide_is_best(p, rows))) return By::wide;
+  if (p.w.most_pieces == 1) return By::stream;
+  return rows <= 8 && (int64_t)p.w.n * p.w.k < (is_long ? kSmallAndLong : kSmall) ? By::mma : By::split;
+}
+
+// Whether it goes by linear_row().
+bool is_row(const Product& p, int rows, const Queue& queue) {
+  return rows == 1 && fastest(p, rows) == By::split && has_linear_row(p, queue);
+}
+
 }  // namespace
+
+bool linear_bf16_norms(const Product& p, int rows, const Queue& queue) {
+  return p.w.kind == Kind::bf16 && is_row(p, rows, queue);
+}
 
 void linear_bf16(const Product& p, int rows, const Queue& queue, By by) {
   if (queue.capability != 90) by = By::mma;
+  if (by == By::any) {
+    if (is_row(p, rows, queue)) return linear_row(p, queue);
+    by = fastest(p, rows);
+  }
   // Pieces, if there are several, need a cluster of blocks of threads each, or a warp; a stream has one.
   const bool stream = p.w.most_pieces == 1;
-  if (by == By::any) {
-    // Values of a matrix that is there before clusters have begun, and of one whose pieces are long for its size.
-    constexpr int64_t kSmall = 10 << 20, kSmallAndLong = 40 << 20;
-    const bool is_long = Pieces(p.w.k, p.w.most_pieces).length >= 32;
-    if (rows > 256 || (rows > 128 && !p.y.copy && wide_is_best(p, rows))) by = By::wide;
-    else if (stream) by = By::stream;
-    else by = rows <= 8 && (int64_t)p.w.n * p.w.k < (is_long ? kSmallAndLong : kSmall) ? By::mma : By::split;
-  }
   if (by == By::split && stream) by = By::stream;
   if (by == By::stream && !stream) by = By::split;
   if (by == By::split) return linear_split(p, rows, queue);

@@ -1,5 +1,6 @@
 // Products in integers (linear_integer.h) by mma.sync, as linear_quantized.cu has those in bfloat16.
 #include "cuda/kernels/linear_integer.h"
+#include "cuda/kernels/linear_wgmma.h"
 
 #include <algorithm>
 
@@ -174,6 +175,7 @@ void start_rows(const Product& p, int rows, const Queue& queue) {
 
 void linear_integer(const Product& p, int rows, const Queue& queue, By by) {
   if (by != By::mma && queue.capability == 90) {
+    if (by == By::any && linear_few_bytes(p, rows, queue)) return;
     const bool fits = p.w.codes.bits == 8 && p.w.codes.groups == 1;
     if (fits && (by == By::wide || (by == By::any && rows > kMostStreamed))) linear_integer_wide(p, rows, queue);
     else linear_integer_stream(p, rows, queue);

@@ -101,5 +101,23 @@ class NormedRow {
   Part parts_[kKept], weights_[kKept];
 };
 
+// The same as bfloat16, of rows of few columns, as rms_norm() makes it.
+constexpr int kNormedColumns = 4096;
+template <int kThreads>
+class RoundedRow : public NormedRow<RowPart<8>, kThreads, kNormedColumns / 8 / kThreads> {
+ public:
+  using NormedRow<RowPart<8>, kThreads, kNormedColumns / 8 / kThreads>::NormedRow;
+  // Parts [begin, begin + count) of the row, into shared memory.
+  __device__ void put(char* to, int begin, int count) const {
+#pragma unroll
+    for (int i = 0; i < this->kKept; i++) {
+      const RowPart<8>& x = (*this)[i];
+      if (const int at = this->place(i) - begin; at >= 0 && at < count)
+        *reinterpret_cast<uint4*>(to + at * 16) =
+            make_uint4(two_bf16(x[0], x[1]), two_bf16(x[2], x[3]), two_bf16(x[4], x[5]), two_bf16(x[6], x[7]));
+    }
+  }
+};
+
 }  // namespace cuda
 }  // namespace as

@@ -28,25 +28,26 @@ constexpr int kGroupThreads = 128;
 
 // Formats: of weights of so many bits, and of what they are multiplied with.
 // kRowBytes: of a row of a block of activations; kParts: products of a block; kSets: of scales, of a block; kSegments:
-// whether sums become floats, or are added to others, within a piece.
+// whether sums become floats, or are added to others, within a piece; kWhole: once, at its end, so that what this takes
+// is read then and need not be copied along.
 template <int kWeightBits, bool kFineGroups>
 struct Rounded {  // activations in bfloat16; kFineGroups: scales change within a block
   using Sum = float;
   static constexpr int kBits = kWeightBits, kRowBytes = cuda::kRowBytes, kParts = 4, kSets = kFineGroups ? 4 : 1;
-  static constexpr bool kFine = kFineGroups, kSegments = false, kFloats = false;
+  static constexpr bool kFine = kFineGroups, kSegments = false, kFloats = false, kWhole = false;
   static constexpr SumScales kScales = SumScales::none;
 };
-template <int kWeightBits>
+template <int kWeightBits, bool kOneGroup = false>
 struct Integers {
   using Sum = int;
-  static constexpr int kBits = kWeightBits, kRowBytes = kByteRow, kParts = 2, kSets = 1;
-  static constexpr bool kFine = false, kSegments = true, kFloats = false;
+  static constexpr int kBits = kWeightBits, kRowBytes = kByteRow, kParts = 2, kSets = kOneGroup ? 0 : 1;
+  static constexpr bool kFine = false, kSegments = true, kFloats = false, kWhole = kOneGroup;
   static constexpr SumScales kScales = SumScales::rows;
 };
 struct Floats {
   using Sum = float;
   static constexpr int kBits = 8, kRowBytes = kByteRow, kParts = 2, kSets = 0;
-  static constexpr bool kFine = false, kSegments = false, kFloats = true;
+  static constexpr bool kFine = false, kSegments = false, kFloats = true, kWhole = false;
   static constexpr SumScales kScales = SumScales::columns_and_rows;
 };
 
@@ -69,7 +70,7 @@ struct StreamShape {
   static constexpr bool kFew = kRows <= 32 && !Format::kFloats;
   // Of a block: of rows, of their sums, of a group's codes and scales.
   static constexpr int kRowBytes = kOwn ? 0 : Format::kRowBytes, kRowsBytes = kRows * kRowBytes;
-  static constexpr int kSumsBytes = kHasSums && !kOwn ? kRows * 4 : 0;
+  static constexpr int kSumsBytes = kHasSums && !kOwn && !Format::kWhole ? kRows * 4 : 0;
   static constexpr int kCodesBytes = code_bytes(Format::kBits), kSetBytes = kScaleWords * 4;
   static constexpr int kSumsAt = kStepBlocks * kRowsBytes, kGroupsAt = kSumsAt + kStepBlocks * kSumsBytes;
   static constexpr int kSetsAt = kStepBlocks * kCodesBytes;
@@ -146,7 +147,7 @@ class StreamCopies {
     if (own_rows_ > 0)
       copy_bulk(to + warp_ % kStepBlocks * S::kRowsBytes + i * kBlock * Format::kRowBytes, x_,
                 own_rows_ * Format::kRowBytes, full);
-    if (S::kHasSums && i == 1)
+    if (S::kSumsBytes && i == 1)
       copy_bulk(to + S::kSumsAt + warp_ % kStepBlocks * S::kSumsBytes,
                 reinterpret_cast<const char*>(p_.bytes.sums + (size_t)block * (blocks_of(rows_) * kBlock) + row_),
                 S::kSumsBytes, full);
@@ -378,6 +379,10 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         }
       }
     };
+    // Of the tile, where segments are whole pieces: scales; and where rows' sums are, those of a block.
+    uint2 of_tile = {};
+    int first_row = 0;
+    const auto sums_at = [&](int block) { return (size_t)block * (blocks_of(rows) * kBlock) + first_row; };
     // Whether sums have become part of the total, as a segment ends with this block.
     const auto end_segment = [&](int stage, int j, int block) {
       if constexpr (Format::kSegments) {
@@ -387,9 +392,11 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 #pragma unroll
           for (int i = 0; i < kValues; i++) total[i] = __fadd_rn(total[i], d[i]);
         } else {
-          const uint2 two = *reinterpret_cast<const uint2*>(scales_at(stage, j, block));
-          const float2* of_rows =
-              reinterpret_cast<const float2*>(shared + stage * S::kStageBytes + S::kSumsAt + j * S::kSumsBytes);
+          uint2 two = of_tile;
+          if constexpr (!Format::kWhole) two = *reinterpret_cast<const uint2*>(scales_at(stage, j, block));
+          const char* sums = shared + stage * S::kStageBytes + S::kSumsAt + j * S::kSumsBytes;
+          if constexpr (Format::kWhole) sums = reinterpret_cast<const char*>(p.bytes.sums + sums_at(block));
+          const float2* of_rows = reinterpret_cast<const float2*>(sums);
 #pragma unroll
           for (int i = 0; i < kValues; i++) {
             float2 activations;
@@ -409,6 +416,11 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       const int tile = row_tiles(part.tile), column_block = tile * kGroups + group;
       const int row = (part.tile - tile * row_tiles.by()) * kRows;
       const bool own = column_block < column_blocks;  // else the columns are beyond the last
+      if constexpr (Format::kWhole) {
+        const uint32_t* scales = codes.scales + (size_t)column_block * kScaleWords + warp * kTileRows + lane / 4 * 2;
+        if (own) of_tile = *reinterpret_cast<const uint2*>(scales);
+        first_row = row;
+      }
       if (part.begin > part.first) {
         int* flag = scratch.flags + (blockIdx.x - 1) * kScratchFlags + group;
         if (own && thread == 0) take(flag);

@@ -4,7 +4,7 @@
 // two, without their sums; split: small products by clusters, too; float8, w8a8: weights and activations of 8 bits;
 // apart: rows become these by kernels of their own)
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/layer.cu
-//        native/cuda/kernels/{linear_{bf16,split,stream,wide,f32,bytes_{row,stream,wide},integer},byte_rows,rows,
+//        native/cuda/kernels/{linear_{bf16,split,stream,wide,f32,row,bytes_{stream,wide},integer},byte_rows,rows,
 //        attention_few,ceilings}.cu
 #include <cstdio>
 #include <cstdlib>
@@ -143,15 +143,19 @@ int main(int argc, char** argv) {
         float8 ? linear_float8(p, rows, queue) : linear_integer(p, rows, queue);
         return;
       }
+      if (norms) {
+        p.unnormed = x, p.norm = norm;
+        if (!apart && linear_bf16_norms(p, rows, queue)) return linear_bf16(p, rows, queue);
+        p.unnormed = nullptr;
+        if (has(norms)) rms_norm(x, norm, rows, {nullptr, normed, kHidden}, queue);
+      }
       linear_bf16(p, rows, queue, split ? By::split : By::any);
     };
     for (const Layer& l : layers) {
-      if (has("norm1") && !bytes) rms_norm(x, norm, rows, {nullptr, normed, kHidden}, queue);
       if (has("qkv")) product(l.qkv, normed, {qkv, nullptr, wide}, false, false, bias, "norm1");
       a.cache = l.cache;
       if (has("attention")) attend_few_bf16(a, few, rows, false, true, &turn, queue);
       if (has("o ")) product(l.o, context, {x, nullptr, kHidden}, true, false, nullptr);
-      if (has("norm2") && !bytes) rms_norm(x, norm, rows, {nullptr, normed, kHidden}, queue);
       if (has("gate_up")) product(l.gate_up, normed, {nullptr, act, inner}, false, true, nullptr, "norm2");
       if (has("down")) product(l.down, act, {x, nullptr, kHidden}, true, false, nullptr);
     }
