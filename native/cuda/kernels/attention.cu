@@ -344,9 +344,10 @@ bool attend_few_mma(const Attention& a, const AttentionTile* tiles, int count, i
                     const Queue& queue) {
   const bool quantized = has_attend_quantized(a);
   if (!quantized && !has_attend_mma(a)) return false;
-  (quantized ? attend_few_quantized : attend_few_bf16)(a, tiles, count, splits > 1, own, turn, queue);
+  const bool started =
+      (quantized ? attend_few_quantized : attend_few_bf16)(a, tiles, count, splits > 1, own, turn, queue);
   launched("attention of few rows");
-  return true;
+  return started;
 }
 
 }  // namespace

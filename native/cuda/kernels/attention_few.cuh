@@ -503,8 +503,10 @@ __global__ void __launch_bounds__(threads(kLean), kLean ? 2 : 1)
   if (part.blocks > 1) merge_part<kDim>(a, part, shared, ring, stages * S::kTensor / kConsumers);
 }
 
+// False, and nothing is started: there is no room for the blocks of a run's keys side by side, by which warps that wait
+// for one know it from the one before.
 template <int kDim, CacheType kType>
-void start_few(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own, const Turn* turn,
+bool start_few(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own, const Turn* turn,
                const Queue& queue) {
   using S = Shape<kDim, kType>;
   const int rows = own ? kFewPairs / a.group : 0, all = count * a.cache.kv_heads * (several ? a.most_runs : 1);
@@ -515,6 +517,7 @@ void start_few(const Attention& a, const AttentionTile* tiles, int count, bool s
     allow_shared(kernel, bytes);
     start(queue, kernel, dim3(std::min(all, blocks)), threads, bytes, a, tiles, count, several, own, turn != nullptr,
           turn ? *turn : Turn(), rows, stages);
+    return true;
   };
   if constexpr (kDim <= 128) {  // a warp has a run's keys in a stage of its own
     if (!several && all > there && half >= kBlocks * S::kTensor)
@@ -522,8 +525,8 @@ void start_few(const Attention& a, const AttentionTile* tiles, int count, bool s
                     std::min(half / S::kTensor, kMostStages));
   }
   const int wanted = several || all > there ? kMostStages : kShortStages;
-  launch(attend_few_kernel<kDim, kType, false>, threads(false), there,
-         std::min((most_shared() - fixed) / S::kTensor, wanted));
+  const int stages = std::min((most_shared() - fixed) / S::kTensor, wanted);
+  return stages >= kBlocks && launch(attend_few_kernel<kDim, kType, false>, threads(false), there, stages);
 }
 
 }  // namespace few

@@ -9,10 +9,11 @@ namespace cuda {
 // also 80.
 bool has_attend_mma(const Attention& a);
 bool has_attend_quantized(const Attention& a);
-// attend_few() by these. several: tiles may have several runs. own: rows enter the cache, too, as store_cache() has it.
-void attend_few_bf16(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own,
+// attend_few() by these. several: tiles may have several runs. own: rows enter the cache, too, as store_cache() has it;
+// false, and nothing is done: of these heads a block of threads has no room for both.
+bool attend_few_bf16(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own,
                      const Turn* turn, const Queue& queue);
-void attend_few_quantized(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own,
+bool attend_few_quantized(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own,
                           const Turn* turn, const Queue& queue);
 // attend_many() by these.
 void attend_many_mma(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue);

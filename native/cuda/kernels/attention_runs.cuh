@@ -165,6 +165,7 @@ struct Part {
 };
 
 constexpr int kMergers = kConsumers / 2;  // warps of a block, of each of both ends of what it has
+constexpr int kMostLooks = 1 << 26;       // at what is waited for, which take at least half a minute
 
 __device__ inline int arrived(const int* arrivals) {
   int value;
@@ -198,7 +199,8 @@ __device__ inline void put_two(const Rows& out, int row, int column, float first
 
 // By kMergers warps that compute, of each block that shares a tile and a KV head: some of the results. They wait for
 // all of these blocks, which are there: there are no more than find room, and none waits before it has left its own
-// parts. memory: shared, of `bytes` of each warp. Loops are not unrolled far: a kernel's instructions are not in the
+// parts. If they are not, as when two such kernels have a part of the chip each, the step ends as an error and not
+// never. memory: shared, of `bytes` of each warp. Loops are not unrolled far: a kernel's instructions are not in the
 // processor's cache when they are first wanted.
 template <int kDim>
 __device__ void merge_part(const Attention& a, const Part& part, Shared& shared, uint32_t memory, int bytes) {
@@ -212,7 +214,8 @@ __device__ void merge_part(const Attention& a, const Part& part, Shared& shared,
   if (chunk >= chunks) return;
   memory += warp * bytes + lane * 16;
   float4* factors = reinterpret_cast<float4*>(shared.weights[warp]);
-  while ((arrived(arrivals) & (kLeaving - 1)) != warps) {}
+  for (int looks = 0; (arrived(arrivals) & (kLeaving - 1)) != warps; looks++)
+    if (looks == kMostLooks) __trap();
   __syncwarp();
   const bool has = lane * 4 < kWide;
   for (; chunk < chunks; chunk += mergers) {
