@@ -28,7 +28,7 @@ NAMES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for
 @pytest.fixture(autouse=True)
 def as_on_gpus(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(Cpus, "form_of", lambda self, form, experts: gpu_form(form, experts, 80))
+    monkeypatch.setattr(Cpus, "form_of", lambda self, form, experts, firsts: gpu_form(form, experts, 80, firsts))
     monkeypatch.setattr(Cpus, "beside_codes", lambda self, dtype: "bfloat16")
 
 
@@ -64,6 +64,13 @@ def test_formats_of_matrices(name, codes, tmp_path):
 def test_forms(form, experts, capability, expected):
     """None: it stays, for the backend to refuse."""
     assert gpu_form(form, experts, capability) == (expected or form)
+
+
+def test_slices_inside_groups():
+    """Of ranks whose parts begin where a group does not, or a part of one that GPUs have."""
+    form = WeightFormat("int4", 128, ScaleLayout("float16", "points"))
+    assert gpu_form(form, False, 90, [0, 9472]) == gpu_form(form, False, 90, [0, 32]) == WeightFormat("int4", 128)
+    assert gpu_form(form, False, 90, [0, 72]) == WeightFormat("bfloat16")
 
 
 def test_floats_keep_their_scales_and_are_numbers():

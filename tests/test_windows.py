@@ -242,8 +242,8 @@ def whole_histories(monkeypatch):
     from allspark_server.runtime import runner
 
     class Whole(runner.RankModel):
-        def __init__(self, config, path, weights_path, rank, world, whole_histories=False, adapters=False):
-            super().__init__(config, path, weights_path, rank, world, True, adapters)
+        def __init__(self, config, path, weights_path, rank, world, device, whole_histories=False, adapters=False):
+            super().__init__(config, path, weights_path, rank, world, device, True, adapters)
 
     return lambda: monkeypatch.setattr(runner, "RankModel", Whole)
 

@@ -81,8 +81,9 @@ class Device(Protocol):
     def activation_bytes(self, model, rows: int, outputs: int) -> int:
         """What steps of a RankModel need, of so many rows, so many of them with outputs."""
 
-    def form_of(self, form: WeightFormat, experts: bool) -> WeightFormat:
-        """The format here of a matrix that a checkpoint has in this one; experts: it is a stack of theirs."""
+    def form_of(self, form: WeightFormat, experts: bool, firsts: Sequence[int]) -> WeightFormat:
+        """The format here of a matrix that a checkpoint has in this one; experts: it is a stack of theirs; firsts: the
+        columns that ranks' slices begin at."""
 
     def beside_codes(self, dtype: str) -> str:
         """The type here of what others have left unquantized beside their codes; dtype: on CPUs."""
@@ -112,7 +113,7 @@ class Cpus:
                                 f"{wanted[0]} is for GPUs (compute_unit='CUDA:0'); on CPUs use weight_dtype='int8' or "
                                 "'w8a8', cache_mode=AsCacheQuantI8")
 
-    def form_of(self, form, experts):
+    def form_of(self, form, experts, firsts):
         return form
 
     def beside_codes(self, dtype):
@@ -214,8 +215,8 @@ class Gpu:
         if missing:
             raise not_available(f"{missing[0]} on CUDA")
 
-    def form_of(self, form, experts):
-        return gpu_form(form, experts, self._capability)
+    def form_of(self, form, experts, firsts):
+        return gpu_form(form, experts, self._capability, firsts)
 
     def beside_codes(self, dtype):
         return "bfloat16"   # as what is recovered from codes; float32 is for comparison

@@ -57,8 +57,13 @@ class RankModel:
         graph, config, stored = self.graph, self.config, self.graph.quantization
         if stored is not None and stored.is_foreign:
             unquantized = device.beside_codes(unquantized)
+
+        def form_of(weight: Weight, form: WeightFormat) -> WeightFormat:
+            firsts = [weight.column_range_of(rank, self.world)[0] for rank in range(self.world)]
+            return device.form_of(form, bool(weight.experts), firsts)
+
         #: of each matrix, by the weight's name
-        self.formats = {name: device.form_of(form, bool(graph.weights[name].experts))
+        self.formats = {name: form_of(graph.weights[name], form)
                         for name, form in wanted_formats(graph, config, unquantized).items()}
         dtype = unquantized if config.weight_dtype == "auto" else config.weight_dtype
         form = stored.format if stored else WeightFormat(dtype, config.weight_group_size)

@@ -7,7 +7,9 @@ too large for bfloat16) is recovered, to the bit as CPUs do, and rounded to bflo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import gcd
 
 import numpy as np
 
@@ -32,15 +34,16 @@ def on_gpu(form: WeightFormat) -> bool:
     return form.dtype in GPU_FORMATS and not form.layout.changed() and (size in small or size % 64 == 0)
 
 
-def gpu_form(form: WeightFormat, experts: bool, capability: int) -> WeightFormat:
-    """The format on a GPU of a matrix that is stored in this one; experts: it is a stack of theirs. What it was asked to
-    be (w8a8) and cannot is left as it is, for the backend to refuse."""
+def gpu_form(form: WeightFormat, experts: bool, capability: int, firsts: Sequence[int] = (0,)) -> WeightFormat:
+    """The format on GPUs of a matrix that is stored in this one; experts: it is a stack of theirs; firsts: the columns
+    that ranks' slices begin at. What it was asked to be (w8a8) and cannot is left as it is, for the backend to refuse."""
     if on_gpu(form):
         return form
     if form.dtype == "e4m3" and not form.group_size and not experts and capability == HOPPER:
         return WeightFormat("float8")
     same = WeightFormat(form.dtype, form.group_size)
-    if on_gpu(same) and _has_codes(form):
+    groups = {gcd(form.group_size, first) if form.group_size else 0 for first in (0, *firsts)}  # as formats.py slices them
+    if _has_codes(form) and all(on_gpu(replace(same, group_size=size)) for size in groups):
         return same
     return form if form.dtype in ("w8a8", "w4a8") else WeightFormat(RECOVERED)
 

@@ -50,7 +50,7 @@ def test_logits_are_those_of_the_recovered_weights(name, tmp_path):
         errors.append(np.sqrt(np.mean([np.mean(((a - b) / b.std()) ** 2) for a, b in zip(found, expected)])))
     ours, plain = errors
     print(f"{name}: {ours:.4f}, in bfloat16 {plain:.4f}")
-    assert ours < (0.15 if name in EIGHT_BITS else 2 * plain)
+    assert ours < (0.15 if name in EIGHT_BITS else max(2 * plain, 0.01))
 
 
 @pytest.mark.parametrize("name", ["gptq-4-order", "awq", "fp8", "ct-float8-channel", "q4_k_m"])

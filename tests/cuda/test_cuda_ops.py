@@ -186,8 +186,8 @@ def test_sources_of_weights_and_what_is_not_finite():
 
 
 @pytest.mark.parametrize("hidden, inner, form, tolerance", [
-    *((*sizes, *form) for sizes in ((24, 37), (130, 8), (64, 200)) for form in (("float32", EXACT), ("bfloat16", 5e-2))),
-    (24, 33_000, "bfloat16", 5e-2)])  # gates have more rows than a grid in its second dimension
+    *((*sizes, *form) for sizes in ((24, 37), (130, 8), (64, 200)) for form in (("float32", EXACT), ("bfloat16", 6e-2))),
+    (24, 33_000, "bfloat16", 6e-2)])  # gates have more rows than a grid in its second dimension
 def test_what_is_computed_together(hidden, inner, form, tolerance):
     """Norms, gates, attention and sums whose results products read, or add to."""
     own = toy()
