@@ -65,7 +65,16 @@ class Attender {
     const int items = rows.count + (own ? rows.tile.count : 0);
 #pragma unroll 1
     for (int item = warp_; item < items; item += kConsumers) {
-      const bool query = item < rows.count;
+      if (!kLean && item < rows.count) {  // sooner by itself, but then there is more of it in registers
+        if (!rows.has(item, kv_head)) continue;
+        const int row = rows.row(item);
+        TurnedHead<kDim> head;
+        head.read(a_.qkv + (size_t)row * a_.width + (size_t)rows.head(item, kv_head) * kDim, a_.query_norm, row, turn,
+                  rotates);
+        head.write(queries_ + item * S::kStride);
+        continue;
+      }
+      const bool query = kLean && item < rows.count;
       const int i = query ? item : item - rows.count, at = start + i, run = at / kRunTokens;
       if (query ? !rows.has(i, kv_head) : run < runs.run() || run > runs.last_own()) continue;  // another's
       const int row = query ? rows.row(i) : rows.tile.row + i;
@@ -451,12 +460,14 @@ __global__ void __launch_bounds__(threads(kLean), kLean ? 2 : 1)
   for (int stage = threadIdx.x / 32; threadIdx.x % 32 == 0 && stage < stages; stage += threads(kLean) / 32)
     init_barrier(full + 8 * stage, 32 * producers(kLean)), init_barrier(empty + 8 * stage, kConsumers);
   // What a step is has been there since before its first kernel, and so have positions before its rows' in the cache.
-  if (threadIdx.x < 32) {
-    const Begin begin = several ? share_out(a, tiles, count) : share_out_tiles(a, count);
+  Begin begin = share_out_tiles(a, count);
+  if (several && threadIdx.x < 32) {
+    begin = share_out(a, tiles, count);
     if (threadIdx.x == 0) shared.begin = begin;
   }
   __syncthreads();
-  Runs runs(a, tiles, several, shared.begin);
+  if (several) begin = shared.begin;
+  Runs runs(a, tiles, several, begin);
   if (!runs.left()) return;
   if (threadIdx.x >= 32 * kConsumers)
     return copy_runs<kDim, kType, producers(kLean)>(a, runs, own, full, empty, ring, stages);
@@ -494,7 +505,7 @@ __global__ void __launch_bounds__(threads(kLean), kLean ? 2 : 1)
   }
   if (!several) return;
   // Others may have something of what this block began with, and of what it ended with.
-  const Begin begin = shared.begin;
+  begin = shared.begin;
   consumers_meet();  // nobody reads the ring any more
   const bool same = begin.tile == runs.tile() && begin.kv_head == runs.kv_head(), end = threadIdx.x >= 32 * kMergers;
   if (same && !end) return;

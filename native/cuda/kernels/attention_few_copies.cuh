@@ -23,12 +23,7 @@ template <int kDim, CacheType kType, int kProducers>
 __device__ void copy_runs(const Attention& a, Runs runs, bool own, uint32_t full, uint32_t empty, uint32_t ring,
                           int stages) {
   using S = Shape<kDim, kType>;
-  // Of the positions that a warp copies so many are adjacent in the cache, as no span is smaller than 16: a copy's
-  // addresses are those of the first and what is known to the compiler. Four warps over bfloat16 have 512 bytes each in
-  // turn: long contexts came 2 % faster so.
-  constexpr bool kInTurn = kProducers == 4 && !S::kCodes && 512 % S::kBytes == 0;
-  constexpr int kAdjacent = kInTurn ? 512 / S::kBytes : 16, kPieces = S::kBytes / 16;
-  constexpr int kCopies = (kAdjacent * kPieces + 31) / 32;
+  constexpr int kPieces = S::kBytes / 16, kAll = kTokens * kPieces, kCopiers = 32 * kProducers;
   static_assert(S::kBytes % 16 == 0);
   const int warp = threadIdx.x / 32 - kConsumers, lane = threadIdx.x % 32;
   const int size = a.cache.span_size, shift = 31 - __clz(size), within = size - 1;
@@ -50,19 +45,34 @@ __device__ void copy_runs(const Attention& a, Runs runs, bool own, uint32_t full
       const int begin = extent.begin + (value ? tensor - extent.blocks : tensor) * kTokens;
       wait_barrier(empty + 8 * place.stage, place.parity ^ 1);
       const uint32_t to = ring + place.stage * S::kTensor;
-#pragma unroll(kInTurn ? 8 : 1)
-      for (int part = 0; part < kTokens / (kProducers * kAdjacent); part++) {
-        const int first = (part * kProducers + warp) * kAdjacent, at = begin + first;
-        const int span = __shfl_sync(0xffffffffu, spans, (at >> shift) - first_span);
-        const int there = min(max(known - at, 0), kAdjacent) * kPieces;
-        const char* from = head;
-        if (there) from += span * span_bytes + ((value ? size : 0) + (at & within)) * S::kBytes;
-        from += lane * 16;
+      if constexpr (kProducers == 4) {  // sooner: all of them are asked for one after the other
 #pragma unroll
-        for (int i = 0; i < kCopies; i++) {
-          const int each = i * 32 + lane;
-          if (kAdjacent * kPieces % 32 && each >= kAdjacent * kPieces) continue;
-          copy_16(to + (first + each / kPieces) * S::kRow + each % kPieces * 16, from + i * 512, each < there);
+        for (int i = 0; i < (kAll + kCopiers - 1) / kCopiers; i++) {
+          const int each = i * kCopiers + warp * 32 + lane, token = each / kPieces, at = begin + token;
+          if (kAll % kCopiers && each >= kAll) continue;  // whole warps
+          const int span = __shfl_sync(0xffffffffu, spans, (at >> shift) - first_span), piece = each % kPieces * 16;
+          const bool there = at < known;
+          const char* from = head;
+          if (there) from += span * span_bytes + ((value ? size : 0) + (at & within)) * S::kBytes + piece;
+          copy_16(to + token * S::kRow + piece, from, there);
+        }
+      } else {
+        // In few registers: 16 positions are adjacent in the cache, as no span is smaller, so a copy's addresses are
+        // those of the first and what is known to the compiler.
+        constexpr int kAdjacent = 16, kTogether = kAdjacent * kPieces;
+#pragma unroll 1
+        for (int first = warp * kAdjacent; first < kTokens; first += kProducers * kAdjacent) {
+          const int at = begin + first, span = __shfl_sync(0xffffffffu, spans, (at >> shift) - first_span);
+          const int there = min(max(known - at, 0), kAdjacent) * kPieces;
+          const char* from = head;
+          if (there) from += span * span_bytes + ((value ? size : 0) + (at & within)) * S::kBytes;
+          from += lane * 16;
+#pragma unroll
+          for (int i = 0; i < (kTogether + 31) / 32; i++) {
+            const int each = i * 32 + lane;
+            if (kTogether % 32 && each >= kTogether) continue;
+            copy_16(to + (first + each / kPieces) * S::kRow + each % kPieces * 16, from + i * 512, each < there);
+          }
         }
       }
       if (S::kScaled && warp == 0) {  // scales and minimums, of four positions each

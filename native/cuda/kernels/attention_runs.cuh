@@ -77,11 +77,12 @@ __device__ inline Begin share_out(const Attention& a, const AttentionTile* tiles
   return share;
 }
 
-// Where no tile has several runs: a run of each, of those without rows, too.
+// Where no tile has several runs: a run of each, of those without rows, too. By each thread.
 __device__ inline Begin share_out_tiles(const Attention& a, int count) {
   const int heads = a.cache.kv_heads, all = count * heads;
   Begin share;
-  share.each = all / gridDim.x, share.more = all % gridDim.x;
+  share.each = 1, share.more = 0;
+  if (all != gridDim.x) share.each = all / gridDim.x, share.more = all % gridDim.x;  // divisions take a while
   share.count = share.each + ((int)blockIdx.x < share.more), share.number = share.begin_of(blockIdx.x);
   share.tile = share.number / heads, share.kv_head = share.number % heads, share.run = 0;
   return share;
