@@ -16,6 +16,7 @@ from allspark_server.runtime.device import Cpus  # noqa: E402
 from allspark_server.weights.formats import ScaleLayout, WeightFormat  # noqa: E402
 from allspark_server.weights.gpu_forms import gpu_form, recoded  # noqa: E402
 from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor  # noqa: E402
+from checkpoints import checkpoint  # noqa: E402
 from driver import Driver  # noqa: E402
 from gpu_checkpoints import QUICK, check_weights, pair_of  # noqa: E402
 from quantized_checkpoints import SCHEMES  # noqa: E402
@@ -45,6 +46,13 @@ def test_formats_of_matrices(name, codes, tmp_path):
     with Driver(pair_of(tmp_path, name)[0]) as driver:
         found = {form.dtype for form in driver.runners[0]._model.formats.values()}
     assert found == {"bfloat16", *codes}
+
+
+def test_float16_is_computed_in_bfloat16(monkeypatch):
+    monkeypatch.setattr(Cpus, "half", "bfloat16")
+    for name, dtype in (("llama-fp16-sharded", "bfloat16"), ("llama3", "float32")):
+        with Driver(checkpoint(name)) as driver:
+            assert driver.info.weight_dtype == driver.info.cache_dtype == dtype
 
 
 @pytest.mark.parametrize("form, experts, capability, expected", [

@@ -26,13 +26,13 @@ SHARED_GPUS = "ALLSPARK_TEST_SHARED_GPUS"
 
 
 class Device(Protocol):
-    """isa: its kernels, as users are told. step_tokens: rows of a step unless told otherwise; most_rows: that one may
-    have. cache_share,
-    largest_cache_share: of the memory that is left beside the weights, what a cache of unspecified size takes at most;
-    and what it may take if that is needed for even one request of full length. host_memory: whether it is the host's,
-    of which a second tier of the cache takes its part."""
+    """isa: its kernels, as users are told. half: what float16 weights are computed in. step_tokens: rows of a step unless
+    told otherwise; most_rows: that one may have. cache_share, largest_cache_share: of the memory that is left beside the
+    weights, what a cache of unspecified size takes at most; and what it may take if that is needed for even one request
+    of full length. host_memory: whether it is the host's, of which a second tier of the cache takes its part."""
 
     isa: str
+    half: str
     step_tokens: int
     most_rows: int
     cache_share: float
@@ -92,6 +92,7 @@ class Device(Protocol):
 class Cpus:
     """The CPUs of a rank."""
 
+    half = "float32"
     # Enough rows for matrix products to be bound by arithmetic, few enough that a long prompt does not hold up the
     # other requests' tokens.
     step_tokens = 256
@@ -177,6 +178,7 @@ class Cpus:
 class Gpu:
     """A rank's GPU."""
 
+    half = "bfloat16"   # float32 is for comparison: its products are slow
     step_tokens = 2048
     most_rows = 65535  # blocks of threads in a grid's second dimension: some kernels have one for each row
     cache_share = largest_cache_share = 0.95
@@ -219,7 +221,7 @@ class Gpu:
         return gpu_form(form, experts, self._capability, firsts)
 
     def beside_codes(self, dtype):
-        return "bfloat16"   # as what is recovered from codes; float32 is for comparison
+        return self.half    # as what is recovered from codes
 
     def available(self, world):
         free, _ = self._library.memory_info(self._index)

@@ -47,7 +47,7 @@ class RankModel:
             self.graph, self.targets = with_adapters(self.graph)
         self._slices: dict[str, ColumnSlice] = {}
         check_ranks(self.graph, world)
-        self._choose_types(unquantized_type(self.graph, self.source), device)
+        self._choose_types(unquantized_type(self.graph, self.source, device.half), device)
         self._warn_about_length()
         self._warn_about_unused()
         #: of the bytes that load() has read

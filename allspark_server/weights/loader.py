@@ -75,10 +75,10 @@ def column_slice(source: Source, weight: Weight, form: WeightFormat, rank: int, 
     return slice_columns(form, order, *weight.column_range_of(rank, world), weight.columns)
 
 
-def unquantized_type(graph: Graph, source: Source) -> str:
+def unquantized_type(graph: Graph, source: Source, half: str = "float32") -> str:
     """The weight_dtype that "auto" is for a checkpoint, whether or not it is quantized; checks every tensor's presence,
     type and shape. bfloat16 matrices stay so and all else is float32: float16 values are exact in float32, not in
-    bfloat16.
+    bfloat16. half: what float16 is where that is too slow to be meant.
     """
     found = set()
     for weight in graph.weights.values():
@@ -87,7 +87,11 @@ def unquantized_type(graph: Graph, source: Source) -> str:
                 quantized_tensor(source, weight, part)
             elif (tensor := stored_tensor(source, weight, part)) and weight.is_matrix:
                 found.add(tensor.dtype)
-    return graph.quantization.unquantized if graph.quantization else "bfloat16" if found == {"BF16"} else "float32"
+    if graph.quantization:
+        return graph.quantization.unquantized
+    if half != "float32" and "F16" in found <= {"BF16", "F16"}:
+        logger.info("weights in float16: computed in %s, unless weight_dtype says otherwise", half)
+    return "bfloat16" if found == {"BF16"} else half if found <= {"BF16", "F16"} else "float32"
 
 
 class Loader:
