@@ -1,9 +1,9 @@
-"""What the CUDA backend makes of matrices that others have quantized: it has one layout of scales for integers, bfloat16
-scales and offsets of groups (InstantQuant's), and e4m3 with a float32 scale for each row.
+"""What the CUDA backend makes of matrices that others have quantized: it has one layout of scales for integers, groups
+with a scale and an offset in bfloat16 (InstantQuant's), and e4m3 with a float32 scale for each row.
 
 Codes of 4 bits, and symmetric ones of 8, keep being codes: their scales are rounded to bfloat16, as servers do that
-compute in it. What has no such form (FP8 in blocks, FP4, NF4, permuted columns, zero points of 8 bits, whose offsets are
-too large for bfloat16) is recovered, to the bit as CPUs do, and rounded to bfloat16."""
+compute in it. What has no such form (FP8 in blocks, FP4, NF4, permuted columns, zero points of 8 bits, whose offsets
+are too large for bfloat16) is recovered, to the bit as CPUs do, and rounded to bfloat16."""
 
 from __future__ import annotations
 
@@ -36,14 +36,16 @@ def on_gpu(form: WeightFormat) -> bool:
 
 def gpu_form(form: WeightFormat, experts: bool, capability: int, firsts: Sequence[int] = (0,)) -> WeightFormat:
     """The format on GPUs of a matrix that is stored in this one; experts: it is a stack of theirs; firsts: the columns
-    that ranks' slices begin at. What it was asked to be (w8a8) and cannot is left as it is, for the backend to refuse."""
+    that ranks' slices begin at. What it was asked to be (w8a8) and cannot is left as it is, and the backend refuses it.
+    """
     if on_gpu(form):
         return form
     if form.dtype == "e4m3" and not form.group_size and not experts and capability == HOPPER:
         return WeightFormat("float8")
     same = WeightFormat(form.dtype, form.group_size)
-    groups = {gcd(form.group_size, first) if form.group_size else 0 for first in (0, *firsts)}  # as formats.py slices them
-    if _has_codes(form) and all(on_gpu(replace(same, group_size=size)) for size in groups):
+    size = form.group_size
+    groups = {gcd(size, first) if size else 0 for first in (0, *firsts)}  # as formats.py slices them
+    if _has_codes(form) and all(on_gpu(replace(same, group_size=each)) for each in groups):
         return same
     return form if form.dtype in ("w8a8", "w4a8") else WeightFormat(RECOVERED)
 

@@ -89,9 +89,13 @@ def unquantized_type(graph: Graph, source: Source, half: str = "float32") -> str
                 found.add(tensor.dtype)
     if graph.quantization:
         return graph.quantization.unquantized
-    if half != "float32" and "F16" in found <= {"BF16", "F16"}:
+    if found == {"BF16"}:
+        return "bfloat16"
+    if "F16" not in found or "F32" in found:
+        return "float32"
+    if half != "float32":
         logger.info("weights in float16: computed in %s, unless weight_dtype says otherwise", half)
-    return "bfloat16" if found == {"BF16"} else half if found <= {"BF16", "F16"} else "float32"
+    return half
 
 
 class Loader:

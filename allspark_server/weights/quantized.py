@@ -116,8 +116,8 @@ class QuantizedTensor:
 
 def in_pieces(some: Callable[[int, int], T], begin: int, end: int, columns: int,
               elements: int = PIECE_ELEMENTS) -> Iterator[tuple[int, T]]:
-    """What `some` makes of rows [begin, end), about so many elements at a time, each with the first row's number; the next
-    are made meanwhile, by other threads."""
+    """What `some` makes of rows [begin, end), about so many elements at a time, each with the first row's number; the
+    next are made meanwhile, by other threads."""
     height = max(64, elements // columns // 64 * 64)
     if end - begin <= height:
         yield begin, some(begin, end)
