@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 from allspark_server import access
+from allspark_server.runtime.binding import GROUP_GPUS
 
 from .agents import Agents
 from .folders import private_folder, remove_stale, short_parent, trusted
@@ -186,7 +187,8 @@ def plan_group(options: GroupOptions, inner: str = "", keep: int = 0, agents: Ag
                             rank_words=everywhere)
     environment = mpi_environment(mpi, several_hosts)
     if options.gpus:
-        environment |= ORDER    # numbers are those of `allspark topology`
+        # Numbers are those of `allspark topology`; ranks, which are pinned beside these GPUs, use no others.
+        environment |= ORDER | {GROUP_GPUS: ",".join(map(str, options.gpus))}
     return GroupPlan(placement, mpi, command, environment)
 
 

@@ -14,6 +14,7 @@ from allspark_launch import cli, doctor, gpus
 from allspark_launch.placement import place_on_gpus
 from allspark_launch.serving import GroupOptions, plan_group
 from allspark_launch.topology import Topology, read_topology
+from allspark_server.runtime.binding import GROUP_GPUS
 from machines import machine
 
 TOPO = """\
@@ -121,6 +122,7 @@ def test_the_command_line_of_two_gpus(monkeypatch, root):
     monkeypatch.setattr("allspark_launch.serving.read_topology", lambda: read_topology(root))
     plan = plan_group(GroupOptions(models=["/m"], gpus=[1, 0]))
     assert plan.environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert plan.environment[GROUP_GPUS] == "1,0"
     assert json.loads(plan.words[plan.words.index("--model") + 1])["compute_unit"] == "CUDA:1,0"
     assert plan.words.count("-np") == 2
     assert plan.describe()[0].startswith("rank 0: GPU 1, NUMA node 0, CPUs ")

@@ -9,6 +9,8 @@ import re
 
 logger = logging.getLogger(__name__)
 
+#: of a process's environment: the GPUs that its group was started for, beside which ranks are bound
+GROUP_GPUS = "ALLSPARK_GROUP_GPUS"
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}.get(platform.machine())
 _MPOL_BIND = 2
 _PR_SET_PDEATHSIG = 1

@@ -9,6 +9,7 @@ from typing import Protocol, Sequence
 from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus, not_available
 from allspark_server.models.graph import OUTPUT_ROWS
+from allspark_server.runtime.binding import GROUP_GPUS
 from allspark_server.runtime.memory import available_memory, bound_nodes
 from allspark_server.runtime.native import cuda_library, native_library
 from allspark_server.runtime.profile import CeilingMeter, GpuCeilingMeter
@@ -340,4 +341,9 @@ def gpu_of(config: AsModelConfig, rank: int, world: int) -> int:
     if len(set(gpus)) < len(gpus) and os.environ.get(SHARED_GPUS) != "1":
         twice = next(gpu for gpu in gpus if gpus.count(gpu) > 1)
         raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"{unit} names GPU {twice} twice: each rank needs its own")
+    own = os.environ.get(GROUP_GPUS, "")
+    if own and own != ",".join(map(str, gpus)):
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                            f"{unit} names other GPUs than this group was started for: use compute_unit='CUDA:{own}', "
+                            f"or start a group with allspark serve --gpus {','.join(map(str, gpus))}")
     return gpus[rank]

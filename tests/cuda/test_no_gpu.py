@@ -68,6 +68,14 @@ def test_each_rank_has_a_gpu():
     assert [device.gpu_of(config(compute_unit="CUDA:3,1"), rank, 2) for rank in range(2)] == [3, 1]
 
 
+def test_a_group_has_the_gpus_that_it_was_started_for(monkeypatch):
+    monkeypatch.setenv(device.GROUP_GPUS, "2,3")
+    assert device.gpu_of(config(compute_unit="CUDA:2,3"), 1, 2) == 3
+    with pytest.raises(AllSparkError, match="'CUDA:0,1' names other GPUs than .*: use compute_unit='CUDA:2,3'") as caught:
+        device.gpu_of(config(compute_unit="CUDA:0,1"), 0, 2)
+    assert caught.value.status is AsStatus.ALLSPARK_PARAM_ERROR
+
+
 @pytest.mark.parametrize("fields, rows", [
     ({"max_step_tokens": 70_000}, 70_000), ({"engine_max_prefill_length": 65_500, "engine_max_batch": 64}, 65_564),
     ({"max_step_tokens": 65_500, "engine_max_batch": 64, "speculation": "draft",
