@@ -30,7 +30,7 @@ class Exchange {
   // Peers::step is the caller's to add.
   const Peers& peers() const { return peers_; }
   // Where this rank's partial sums of a call of a step go.
-  Rows partial(int call, int width, bool bf16) const;
+  Rows partial(int call, int width, bool halves, Half half) const;
   // Where few rows of them are pushed to by what makes them; null where sum_ranks() does that.
   uint16_t* place(int call, int width) const;
   // After a step: throws std::runtime_error if a kernel has waited for another rank in vain.
@@ -48,7 +48,7 @@ class Exchange {
 };
 
 // Of a partial sum.
-size_t partial_bytes(int rows, int width, bool bf16);
+size_t partial_bytes(int rows, int width, bool halves);
 // Of all that an exchange takes.
 size_t exchange_bytes(int world, size_t half, size_t pushed);
 

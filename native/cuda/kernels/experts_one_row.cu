@@ -14,6 +14,7 @@
 
 namespace as {
 namespace cuda {
+namespace AS_HALF {
 namespace {
 
 constexpr int kNormThreads = 512, kEight = 8;
@@ -261,7 +262,7 @@ __global__ void __launch_bounds__(32 * kWarps)
 }
 
 size_t bytes_of_expert(const Matrix& w) {
-  if (w.kind == Kind::bf16) return tiles_bytes(w.n, w.k);
+  if (w.kind == Kind::half) return tiles_bytes(w.n, w.k);
   return codes_bytes(w.n, w.k, w.codes.bits) + scales_bytes(w.n, w.codes.groups);
 }
 
@@ -300,12 +301,14 @@ constexpr int stages_of(int plain) {
 }
 
 // start: of a type of weights, which it is given.
-template <typename Start>
+template <bool kAll = kAllFormats, typename Start>
 void by_type(const Matrix& w, Start start) {
-  const bool fine = w.codes.groups > 1 && w.codes.group < kBlock;
-  if (w.kind == Kind::bf16) start(ColumnTiles<16, false, 1>());
-  else if (w.codes.bits == 4) fine ? start(ColumnTiles<4, true, 1>()) : start(ColumnTiles<4, false, 1>());
-  else fine ? start(ColumnTiles<8, true, 1>()) : start(ColumnTiles<8, false, 1>());
+  if constexpr (kAll) {
+    const bool fine = w.codes.groups > 1 && w.codes.group < kBlock;
+    if (w.codes.bits == 4) return fine ? start(ColumnTiles<4, true, 1>()) : start(ColumnTiles<4, false, 1>());
+    if (w.codes.bits == 8) return fine ? start(ColumnTiles<8, true, 1>()) : start(ColumnTiles<8, false, 1>());
+  }
+  start(ColumnTiles<16, false, 1>());
 }
 
 }  // namespace
@@ -340,5 +343,6 @@ void combine_row(const ExpertProduct& e, const ChosenRow& row, const Combination
   });
 }
 
+}  // namespace AS_HALF
 }  // namespace cuda
 }  // namespace as

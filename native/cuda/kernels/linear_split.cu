@@ -11,6 +11,7 @@
 
 namespace as {
 namespace cuda {
+namespace AS_HALF {
 namespace {
 
 // kRows: of activations; kGroups: warpgroups, of 64 columns each; kBeside: blocks of threads of a cluster that compute
@@ -276,5 +277,6 @@ void linear_split(const Product& p, int rows, const Queue& queue) {
   start_split<128, 2>(p, rows, queue);
 }
 
+}  // namespace AS_HALF
 }  // namespace cuda
 }  // namespace as

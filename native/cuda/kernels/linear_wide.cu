@@ -16,6 +16,7 @@
 
 namespace as {
 namespace cuda {
+namespace AS_HALF {
 namespace {
 
 constexpr int kMostShared = 226 << 10;
@@ -390,7 +391,7 @@ bool wide_is_best(const Product& p, int rows) {
 
 void linear_wide(const Product& p, int rows, const Queue& queue) {
   // Rows are written whole pieces of 16 bytes at a time.
-  if (p.gated ? !p.y.tiles : p.y.width % 4 || p.w.n % 4) return linear_bf16(p, rows, queue, By::split);
+  if (p.gated ? !p.y.tiles : p.y.width % 4 || p.w.n % 4) return linear_half(p, rows, queue, By::split);
   const Pieces k(p.w.k, p.w.most_pieces);
   const Choice* best = nullptr;
   int64_t least = INT64_MAX;
@@ -405,5 +406,6 @@ void linear_wide(const Product& p, int rows, const Queue& queue) {
   best->start(p, rows, best->nanoseconds, queue);
 }
 
+}  // namespace AS_HALF
 }  // namespace cuda
 }  // namespace as

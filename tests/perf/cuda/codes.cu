@@ -43,7 +43,7 @@ static __global__ void fill_scales(uint32_t* scales, size_t count) {
 static __global__ void fill_rows(uint16_t* tiles, int rows, int columns) {
   const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
   if (i < (size_t)rows * columns)
-    tiles[tile_offset(i / columns, i % columns, blocks_of(columns))] = to_bf16((int)(noise(i) >> 8) * 0x1p-24f - 0.5f);
+    tiles[tile_offset(i / columns, i % columns, blocks_of(columns))] = to_half((int)(noise(i) >> 8) * 0x1p-24f - 0.5f);
 }
 static __global__ void fill_floats(float* values, int count, float size) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -52,7 +52,7 @@ static __global__ void fill_floats(float* values, int count, float size) {
 static __global__ void widen(Codes codes, int n, int k, uint16_t* tiles) {
   const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
   if (i < (size_t)n * k)
-    tiles[tile_offset(i / k, i % k, blocks_of(k))] = to_bf16(value_of(codes, (int)(i / k), (int)(i % k), k));
+    tiles[tile_offset(i / k, i % k, blocks_of(k))] = to_half(value_of(codes, (int)(i / k), (int)(i % k), k));
 }
 static __global__ void differ(const uint32_t* a, const uint32_t* b, size_t count, unsigned long long* found) {
   const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
@@ -141,9 +141,9 @@ int main(int argc, char** argv) {
           if (checks) {
             norm_rows();
             Product other = p;
-            other.w.kind = Kind::bf16, other.w.tiles = tiles, other.w.codes = {};
+            other.w.kind = Kind::half, other.w.tiles = tiles, other.w.codes = {};
             check(cudaMemsetAsync(y, 0, result, stream)), check(cudaMemsetAsync(found, 0, 8, stream));
-            linear_bf16(other, rows, queue, By::mma);
+            linear_half(other, rows, queue, By::mma);
             check(cudaMemcpyAsync(expected, y, result, cudaMemcpyDeviceToDevice, stream));
             // Differences by the stream, by mma.sync, and by what is best.
             unsigned long long before = 0, count;

@@ -1,7 +1,7 @@
 // A layer of Qwen3-30B-A3B between two attentions, in bfloat16, kernel by kernel: microseconds, and the part of what
 // its bytes take, or its products; and whether one row has the same bits by both ways.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/experts.cu
-//        native/cuda/kernels/{experts*,linear_experts*,linear_few,linear_bf16,linear_split,linear_stream,linear_wide,
+//        native/cuda/kernels/{experts*,linear_experts*,linear_few,linear_half,linear_split,linear_stream,linear_wide,
 //        linear_f32,rows,pack,ceilings}.cu -o experts
 //   experts [rows,rows... [rows of a tile]]
 #include <cstdio>
@@ -37,7 +37,7 @@ static Matrix bf16(int n, int k, int experts, uint64_t seed, const Queue& queue)
   const size_t bytes = tiles_bytes(n, k) * experts;
   uint16_t* tiles = memory<uint16_t>(bytes);
   fill_noise(tiles, bytes, 0.035f, seed, queue);
-  Matrix m{n, k, Kind::bf16, nullptr, tiles, {}, most_pieces(n), experts};
+  Matrix m{n, k, Kind::half, Half::bf16, nullptr, tiles, {}, most_pieces(n), experts};
   return m;
 }
 
@@ -107,13 +107,13 @@ int main(int argc, char** argv) {
   };
   const int given = argc > 2 ? std::atoi(argv[2]) : 0;
   const auto tile_rows = [&](int rows) {
-    return given ? given : expert_tile_rows(Kind::bf16, rows * kTop, kExperts, queue);
+    return given ? given : expert_tile_rows(Kind::half, rows * kTop, kExperts, queue);
   };
   const ChosenRow chosen{router, logits.values, nullptr};
   const Combination sum{made.values, routing, true, x, {}, {}}, normed{made.values, routing, true, x, norm, y};
   const std::pair<const char*, Part> o{
-      "o", [&](const Layer& l, int rows) { linear_bf16(product(l.o, context, x, true, false), rows, queue); }},
-      next{"qkv", [&](const Layer& l, int rows) { linear_bf16(product(l.qkv, y, qkv, false, false), rows, queue); }};
+      "o", [&](const Layer& l, int rows) { linear_half(product(l.o, context, x, true, false), rows, queue); }},
+      next{"qkv", [&](const Layer& l, int rows) { linear_half(product(l.qkv, y, qkv, false, false), rows, queue); }};
   using Parts = std::vector<std::pair<const char*, Part>>;
   const Parts many{
       o,

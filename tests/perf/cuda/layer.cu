@@ -53,7 +53,7 @@ __global__ void fill_codes(Codes codes, size_t words, int rows, uint64_t seed) {
   noise ^= noise >> 29, noise *= 0xBF58476D1CE4E5B9ull, noise ^= noise >> 32;
   if (i < words) codes.words[i] = codes.floats ? noise & 0xbfbfbfbfu : noise;  // floats below 2, no NaN
   const float scale = (codes.floats ? 1e-2f : 2e-4f) * (1 + (noise >> 40) % 8 / 8.0f);
-  if (i < (size_t)rows) codes.scales[i] = codes.floats ? __float_as_uint(scale) : two_bf16(scale, scale * (i % 5));
+  if (i < (size_t)rows) codes.scales[i] = codes.floats ? __float_as_uint(scale) : two_halves(scale, scale * (i % 5));
 }
 Matrix matrix(int n, int k) {
   if (float8 || w8a8) {
@@ -67,7 +67,7 @@ Matrix matrix(int n, int k) {
     check(cudaDeviceSynchronize());
     return m;
   }
-  return {n, k, Kind::bf16, nullptr, memory<uint16_t>(tiles_bytes(n, k), 0.03f), {}, most_pieces(n)};
+  return {n, k, Kind::half, Half::bf16, nullptr, memory<uint16_t>(tiles_bytes(n, k), 0.03f), {}, most_pieces(n)};
 }
 
 }  // namespace
@@ -94,7 +94,7 @@ int main(int argc, char** argv) {
   for (Layer& l : layers) {
     l.qkv = matrix(wide, kHidden), l.o = matrix(kHidden, attended);
     l.gate_up = matrix(2 * inner, kHidden), l.down = matrix(kHidden, inner);
-    l.cache = {nullptr, CacheType::bf16, kSpan, kv, kDim, kDim};
+    l.cache = {nullptr, CacheType::half, kSpan, kv, kDim, kDim};
     l.cache.data = memory<char>(l.cache.span_bytes() * spans * kMostRows, 1.0f);
   }
   std::vector<AttentionTile> tiles;
@@ -145,16 +145,16 @@ int main(int argc, char** argv) {
       }
       if (norms) {
         p.unnormed = x, p.norm = norm;
-        if (!apart && linear_bf16_norms(p, rows, queue)) return linear_bf16(p, rows, queue);
+        if (!apart && linear_half_norms(p, rows, queue)) return linear_half(p, rows, queue);
         p.unnormed = nullptr;
         if (has(norms)) rms_norm(x, norm, rows, {nullptr, normed, kHidden}, queue);
       }
-      linear_bf16(p, rows, queue, split ? By::split : By::any);
+      linear_half(p, rows, queue, split ? By::split : By::any);
     };
     for (const Layer& l : layers) {
       if (has("qkv")) product(l.qkv, normed, {qkv, nullptr, wide}, false, false, bias, "norm1");
       a.cache = l.cache;
-      if (has("attention")) attend_few_bf16(a, few, rows, false, true, &turn, queue);
+      if (has("attention")) attend_few_half(a, few, rows, false, true, &turn, queue);
       if (has("o ")) product(l.o, context, {x, nullptr, kHidden}, true, false, nullptr);
       if (has("gate_up")) product(l.gate_up, normed, {nullptr, act, inner}, false, true, nullptr, "norm2");
       if (has("down")) product(l.down, act, {x, nullptr, kHidden}, true, false, nullptr);

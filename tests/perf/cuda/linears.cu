@@ -69,12 +69,12 @@ int main(int argc, char** argv) {
       for (const auto& kernel : kernels) {
         if (rows < kernel.least || rows > kernel.most) continue;
         Product p;
-        p.w = {shape.n, shape.k, Kind::bf16, nullptr, nullptr, {}, most_pieces(shape.n)}, p.adds = shape.adds,
+        p.w = {shape.n, shape.k, Kind::half, Half::bf16, nullptr, nullptr, {}, most_pieces(shape.n)}, p.adds = shape.adds,
         p.gated = shape.gated;
         p.x = {nullptr, x, shape.k};
         p.y = shape.gated ? Rows{nullptr, gated, shape.n / 2} : Rows{y, nullptr, shape.n};
         const auto run = [&] {
-          for (int i = 0; i < launches; i++) p.w.tiles = weights[i % copies], linear_bf16(p, rows, queue, kernel.by);
+          for (int i = 0; i < launches; i++) p.w.tiles = weights[i % copies], linear_half(p, rows, queue, kernel.by);
         };
         run();
         check(cudaStreamSynchronize(stream));

@@ -2,7 +2,7 @@
 // as a graph: microseconds that a sum (with its add and norm) adds to them. By how partial sums get to the other rank:
 // read by the sum, pushed by it, or pushed by the product. All must leave the same bits on both ranks.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/rank_sums.cu
-//        native/cuda/kernels/{linear_bf16,linear_split,linear_stream,linear_wide,ceilings,sum_ranks}.cu -o rank_sums
+//        native/cuda/kernels/{linear_half,linear_split,linear_stream,linear_wide,ceilings,sum_ranks}.cu -o rank_sums
 //   rank_sums [rows,rows...]
 #include <cmath>
 #include <cstdio>
@@ -110,11 +110,11 @@ int main(int argc, char** argv) {
         for (int layer = 0; layer < kLayers; layer++)
           for (int i = 0; i < 2; i++, call++) {
             Product p;
-            p.w = {kHidden, kInner[i], Kind::bf16, nullptr, k.weights[i][layer % kCopies], {}, most_pieces(kHidden)};
+            p.w = {kHidden, kInner[i], Kind::half, Half::bf16, nullptr, k.weights[i][layer % kCopies], {}, most_pieces(kHidden)};
             p.x = {nullptr, k.x[i], kInner[i]};
             p.y = {nullptr, reinterpret_cast<uint16_t*>(k.shared + header + call % 2 * half), kHidden};
             if (way == by_product) p.y.copy = reinterpret_cast<uint16_t*>(peers.place(1 - r, r, call));
-            linear_bf16(p, rows, k.queue);
+            linear_half(p, rows, k.queue);
             if (way == alone) continue;
             RankSum s;
             s.peers = peers, s.call = call, s.calls = 2 * kLayers, s.bf16 = true, s.adds = true;

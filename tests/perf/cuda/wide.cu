@@ -24,7 +24,7 @@ __device__ float noise(uint64_t i) {  // about normal
 __global__ void fill(uint16_t* tiles, size_t rows, int columns, float scale, uint64_t seed) {
   const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
   if (i >= rows * columns) return;
-  tiles[tile_offset(i / columns, i % columns, blocks_of(columns))] = to_bf16(noise(i + seed) * scale);
+  tiles[tile_offset(i / columns, i % columns, blocks_of(columns))] = to_half(noise(i + seed) * scale);
 }
 __global__ void fill_floats(float* x, size_t count, uint64_t seed) {
   const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
@@ -52,7 +52,7 @@ struct Problem {
     y_bytes = gated ? tiles_bytes(blocks, width) : (size_t)rows * width * 4;
     CHECK(cudaMalloc(&y, y_bytes));
     reset();
-    p.w.n = n, p.w.k = k, p.w.kind = Kind::bf16, p.w.tiles = w, p.w.most_pieces = most_pieces(n);
+    p.w.n = n, p.w.k = k, p.w.kind = Kind::half, p.w.tiles = w, p.w.most_pieces = most_pieces(n);
     p.x = {nullptr, x, k}, p.gated = gated, p.adds = adds;
     p.y = {gated ? nullptr : (float*)y, gated ? (uint16_t*)y : nullptr, width};
     float* b = nullptr;

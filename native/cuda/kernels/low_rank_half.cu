@@ -14,6 +14,7 @@
 
 namespace as {
 namespace cuda {
+namespace AS_HALF {
 namespace {
 
 constexpr int kRows = 16;        // of an mma.sync
@@ -89,8 +90,8 @@ __device__ void read_x(const Rows& x, int first, int group, int rows, uint4 (&fo
         const int row = min(first + kRows * s + 8 * half + g, rows - 1);
         float values[8];
         read_eight(x.values + (size_t)row * x.width, column, x.width, values);
-        found[s][half] = make_uint4(two_bf16(values[0], values[1]), two_bf16(values[2], values[3]),
-                                    two_bf16(values[4], values[5]), two_bf16(values[6], values[7]));
+        found[s][half] = make_uint4(two_halves(values[0], values[1]), two_halves(values[2], values[3]),
+                                    two_halves(values[4], values[5]), two_halves(values[6], values[7]));
       }
   }
 }
@@ -186,9 +187,9 @@ __device__ Halves halves_of(const float4& x) {
   const float values[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    found.high[i] = two_bf16(values[2 * i], values[2 * i + 1]);
-    found.low[i] = two_bf16(__fsub_rn(values[2 * i], __uint_as_float(found.high[i] << 16)),
-                            __fsub_rn(values[2 * i + 1], __uint_as_float(found.high[i] & 0xffff0000u)));
+    found.high[i] = two_halves(values[2 * i], values[2 * i + 1]);
+    found.low[i] = two_halves(__fsub_rn(values[2 * i], low_of(found.high[i])),
+                            __fsub_rn(values[2 * i + 1], high_of(found.high[i])));
   }
   return found;
 }
@@ -381,7 +382,7 @@ struct IntoGated {
       const float one = gated(p, column, sums[0].x, sums[1].x), other = gated(p, column + 1, sums[0].y, sums[1].y);
       if (a.gated.tiles)
         *reinterpret_cast<uint32_t*>(a.gated.tiles + tile_offset(row, column, blocks_of(a.half))) =
-            two_bf16(one, other);
+            two_halves(one, other);
       if (a.gated.values)
         *reinterpret_cast<float2*>(a.gated.values + (size_t)row * a.half + column) = make_float2(one, other);
     }
@@ -459,7 +460,7 @@ void shrink(const AdaptedSums& a, int rows, int turns, const Queue& queue) {
 
 }  // namespace
 
-void add_low_rank_bf16(const AdaptedSums& a, int rows, const Queue& queue) {
+void add_low_rank_half(const AdaptedSums& a, int rows, const Queue& queue) {
   const int turns = rows > kFewRows ? 1 : std::clamp(std::min(a.adapter_count, rows), 1, kMostTurns);
   if (rows <= kFewRows) shrink<1>(a, rows, turns, queue);
   else shrink<2>(a, rows, turns, queue);
@@ -470,5 +471,6 @@ void add_low_rank_bf16(const AdaptedSums& a, int rows, const Queue& queue) {
   else expand<IntoY>(a, columns, a.count, rows, turns, queue);
 }
 
+}  // namespace AS_HALF
 }  // namespace cuda
 }  // namespace as

@@ -10,6 +10,7 @@
 
 namespace as {
 namespace cuda {
+namespace AS_HALF {
 namespace {
 
 constexpr int kStageWeights = kTileRows * kBlock * 2;  // bytes of a stage: 64 of K
@@ -179,11 +180,11 @@ bool is_row(const Product& p, int rows, const Queue& queue) {
 
 }  // namespace
 
-bool linear_bf16_norms(const Product& p, int rows, const Queue& queue) {
-  return p.w.kind == Kind::bf16 && is_row(p, rows, queue);
+bool linear_half_norms(const Product& p, int rows, const Queue& queue) {
+  return p.w.kind == Kind::half && is_row(p, rows, queue);
 }
 
-void linear_bf16(const Product& p, int rows, const Queue& queue, By by) {
+void linear_half(const Product& p, int rows, const Queue& queue, By by) {
   if (queue.capability != 90) by = By::mma;
   if (by == By::any) {
     if (is_row(p, rows, queue)) return linear_row(p, queue);
@@ -202,5 +203,6 @@ void linear_bf16(const Product& p, int rows, const Queue& queue, By by) {
   else start_tiles<8>(p, rows, queue);
 }
 
+}  // namespace AS_HALF
 }  // namespace cuda
 }  // namespace as
