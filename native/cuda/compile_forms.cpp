@@ -50,7 +50,8 @@ int CudaRunner::bind_lora(size_t i) {
   AdaptedSums sums;
   sums.pairs = adapters_->table(), sums.targets = adapters_->targets(), sums.adapter_count = adapters_->limits.count;
   sums.adapters = data_->adapters(), sums.chosen = y.row_set == kOutputRows ? data_->chosen() : nullptr;
-  sums.halves = adapters_->limits.halves, sums.type = half_, sums.max_rank = adapters_->limits.max_rank, sums.inner = inner_.as<float>();
+  sums.halves = adapters_->limits.halves, sums.type = half_, sums.max_rank = adapters_->limits.max_rank,
+  sums.inner = inner_.as<float>();
   sums.x = x.rows, sums.y = y.values(), sums.width = y.rows.width;
   const auto is_part = [](const OpNode& lora, int offset, int columns) {
     return lora.integer("offset") == offset && lora.integer("columns") == columns;

@@ -64,9 +64,10 @@ Exchange::~Exchange() {
     leave();
   } catch (const std::runtime_error&) {}  // the device is of no more use
   for (void* opened : opened_) cudaIpcCloseMemHandle(opened);
+  if (told_ && !connected_) memory_.forget();
 }
 
-std::string Exchange::address() const {
+std::string Exchange::address() {
   Address own{};
   std::memcpy(own.magic, kMagic, sizeof kMagic);
   own.process = own_process(), own.rank = peers_.rank, own.world = peers_.world, own.device = device_.index();
@@ -74,6 +75,7 @@ std::string Exchange::address() const {
   own.pushed = peers_.pushed_bytes;
   device_.use();
   check(cudaIpcGetMemHandle(&own.handle, memory_.as()), "sharing memory with other ranks");
+  told_ = true;
   return std::string(reinterpret_cast<const char*>(&own), sizeof own);
 }
 

@@ -16,13 +16,14 @@ class Exchange {
   // half: bytes of the largest partial sum; pushed: of the largest one that is pushed, or 0. seconds: how long a kernel
   // waits for another rank.
   Exchange(const Device& device, int rank, int world, size_t half, size_t pushed, double seconds);
-  // Gives the memory back once no other rank has it open.
+  // Gives the memory back once no other rank has it open. If this one has told its address and could not connect, that
+  // is never known: then it stays as long as the process.
   ~Exchange();
   Exchange(const Exchange&) = delete;
   Exchange& operator=(const Exchange&) = delete;
 
   // By which the other ranks open this one's memory.
-  std::string address() const;
+  std::string address();
   // Opens that of all ranks. addresses: every rank's, in rank order. std::invalid_argument that says what to do where
   // GPUs do not reach each other.
   void connect(const std::vector<std::string>& addresses);
@@ -43,7 +44,7 @@ class Exchange {
   const double seconds_;
   Memory memory_, failed_;
   Peers peers_;
-  bool connected_ = false;
+  bool told_ = false, connected_ = false;
   std::vector<void*> opened_;  // of other processes
 };
 

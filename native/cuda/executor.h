@@ -73,8 +73,8 @@ class CudaExecutor : public StepModel {
                                       int tile_rows);
   // y [rows, width] = the sum of parts [ranks, rows, width] (+ y), and normed: the same normed; with all on this GPU.
   // pushed: the parts of ranks from 1 on have been.
-  void sum_ranks(const float* parts, int ranks, int rows, int width, const float* norm, const std::string& dtype, bool adds,
-                 bool pushed, float* y, float* normed);
+  void sum_ranks(const float* parts, int ranks, int rows, int width, const float* norm, const std::string& dtype,
+                 bool adds, bool pushed, float* y, float* normed);
 
  private:
   std::vector<LayerCache> layers() const;  // of this model, and of the draft model

@@ -237,15 +237,15 @@ struct AdaptedColumns {
   int target = 0, offset = 0, columns = 0;
 };
 constexpr int kMostTargets = 4;  // of one launch
-// y += scale * b (a x) for rows that have an adapter; others are not touched. With matrices of 16 bits what follows may be computed
-// with it, of all rows, while y stays as it is: `gated`, if y is gates and what they gate, a multiple of eight of each,
-// which are the columns of two targets in this order: silu of the gates times the others, each with `bias`. `added`, if
-// all of y is one target's: that is added to what is there.
+// y += scale * b (a x) for rows that have an adapter; others are not touched. With matrices of 16 bits what follows may
+// be computed with it, of all rows, while y stays as it is: `gated`, if y is gates and what they gate, a multiple of
+// eight of each, which are the columns of two targets in this order: silu of the gates times the others, each with
+// `bias`. `added`, if all of y is one target's: that is added to what is there.
 struct AdaptedSums {
   const LowRank* pairs = nullptr;  // [adapters, targets]
   int targets = 0;
   const int *adapters = nullptr, *chosen = nullptr;  // of each row of the step, -1: none; chosen: null, or y's rows
-  bool halves = false;  // matrices are of 16 bits
+  bool halves = false;                               // matrices are of 16 bits
   Half type = Half::bf16;
   Rows x;
   float* y = nullptr;

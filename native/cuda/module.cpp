@@ -403,7 +403,8 @@ PYBIND11_MODULE(_cuda, m) {
             py::gil_scoped_release release;
             e.allocate({max_rows, max_outputs ? max_outputs : max_slots, max_slots, max_length, span_size, num_spans,
                         cache_type_of(dtype), half_of(dtype), graphs},
-                       masks, {adapters, adapter_rank, are_halves(adapter_dtype), half_of(adapter_dtype)}, std::move(draft));
+                       masks, {adapters, adapter_rank, are_halves(adapter_dtype), half_of(adapter_dtype)},
+                       std::move(draft));
           },
           py::arg("max_rows"), py::arg("max_slots"), py::arg("max_length"), py::arg("span_size"), py::arg("num_spans"),
           py::arg("cache_dtype"), py::arg("max_outputs") = 0, py::arg("masks") = 0, py::arg("graphs") = true,

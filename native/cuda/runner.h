@@ -26,7 +26,7 @@ struct Limits {
   int span_size = 0, num_spans = 0;
   CacheType cache_type = CacheType::f32;
   Half cache_half = Half::bf16;  // of a cache of 16 bits
-  bool graphs = true;  // steps that decode are replayed; the bits are the same
+  bool graphs = true;            // steps that decode are replayed; the bits are the same
 };
 
 constexpr int kMostLaunchRows = 65535;  // of kernels that have a block of threads for each row
@@ -169,7 +169,7 @@ class CudaRunner : public QueuedRunner {
   LogitSampler& sampler_;
   const std::optional<Ranks> ranks_;
   const Adapters* adapters_;
-  const Half half_;  // of weights and activations of 16 bits
+  const Half half_;                // of weights and activations of 16 bits
   int calls_ = 0, next_call_ = 0;  // sums over ranks: of a step, and those that are bound
   std::vector<Tensor> tensors_;
   Memory activations_, rotary_memory_, cache_, partials_, arrivals_, tiles_, widened_, byte_rows_, best_, host_best_,

@@ -1,8 +1,8 @@
-// How matrices of 16 bits lie in the GPU's memory, weights and activations alike: blocks of 64 rows x 64 columns (8 KiB),
-// along the rows first; in a block rows of 128 bytes, whose eight pieces of 8 columns change places with the row: piece
-// p of row r is at p ^ (r % 8). That is wgmma's 128-byte swizzle, so that a block is one bulk copy, and 8 x 8 values
-// for mma.sync are read out of shared memory without bank conflicts. Both sides are padded to whole blocks; padding of
-// columns is zero in weights.
+// How matrices of 16 bits lie in the GPU's memory, weights and activations alike: blocks of 64 rows x 64 columns (8
+// KiB), along the rows first; in a block rows of 128 bytes, whose eight pieces of 8 columns change places with the row:
+// piece p of row r is at p ^ (r % 8). That is wgmma's 128-byte swizzle, so that a block is one bulk copy, and 8 x 8
+// values for mma.sync are read out of shared memory without bank conflicts. Both sides are padded to whole blocks;
+// padding of columns is zero in weights.
 #pragma once
 #include <cstddef>
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Attention for few rows over bfloat16 caches.
+// Attention for few rows over caches of 16 bits.
 #include "cuda/kernels/attention_few.cuh"
 #include "cuda/kernels/attention_mma.h"
 

@@ -16,7 +16,7 @@ struct Shape {
   static constexpr int kBytes = kDim * kBits / 8, kRow = kBytes + 16;  // of a position: rows lie in different banks
   static constexpr int kScales = kTokens * kRow;                       // where they are, and then minimums
   static constexpr int kTensor = kScales + (kScaled ? 2 * kTokens * 4 : 0);
-  static constexpr int kStride = kDim + 8;  // of queries, in bfloat16
+  static constexpr int kStride = kDim + 8;  // of queries
 };
 
 // The ring's part of a warp that copies.

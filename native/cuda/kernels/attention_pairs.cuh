@@ -1,5 +1,5 @@
 // Attention of a warp's 16 pairs of a row and a query head by mma.sync (after Dao, "FlashAttention-2", 2023), over keys
-// and values in bfloat16 in shared memory.
+// and values of 16 bits in shared memory.
 #pragma once
 #include "cuda/kernels/attention.cuh"
 
@@ -116,9 +116,10 @@ class WarpPairs {
     for (int h = 0; h < 2; h++) sum_[h] = summed(sum_[h], by[h], halves[h]);
 #pragma unroll
     for (int s = 0; s < kTokens / 16; s++) {
-      const uint32_t weights[4] = {
-          two_halves(scores[2 * s][0], scores[2 * s][1]), two_halves(scores[2 * s][2], scores[2 * s][3]),
-          two_halves(scores[2 * s + 1][0], scores[2 * s + 1][1]), two_halves(scores[2 * s + 1][2], scores[2 * s + 1][3])};
+      const uint32_t weights[4] = {two_halves(scores[2 * s][0], scores[2 * s][1]),
+                                   two_halves(scores[2 * s][2], scores[2 * s][3]),
+                                   two_halves(scores[2 * s + 1][0], scores[2 * s + 1][1]),
+                                   two_halves(scores[2 * s + 1][2], scores[2 * s + 1][3])};
 #pragma unroll
       for (int v = 0; v < kValues; v += 2) {
         uint32_t x[4];

@@ -194,7 +194,8 @@ __device__ inline float4 load_shared_four(uint32_t address) {
 // Two adjacent values of a result.
 __device__ inline void put_two(const Rows& out, int row, int column, float first, float second) {
   if (out.tiles)
-    *reinterpret_cast<uint32_t*>(out.tiles + tile_offset(row, column, blocks_of(out.width))) = two_halves(first, second);
+    *reinterpret_cast<uint32_t*>(out.tiles + tile_offset(row, column, blocks_of(out.width))) =
+        two_halves(first, second);
   if (out.values)
     *reinterpret_cast<float2*>(out.values + (size_t)row * out.width + column) = make_float2(first, second);
 }

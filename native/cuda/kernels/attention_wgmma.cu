@@ -1,4 +1,4 @@
-// Attention of many pairs of a row and a query head over bfloat16 caches by wgmma (after Shah et al.,
+// Attention of many pairs of a row and a query head over caches of 16 bits by wgmma (after Shah et al.,
 // "FlashAttention-3", 2024): two warpgroups have 64 pairs each; while one computes weights, its products with the
 // weights before and the other's products go on. A third one copies keys and values into shared memory, 64 positions at
 // a time and several stages ahead, on into the next tile: there are no more blocks of threads than run at once. The

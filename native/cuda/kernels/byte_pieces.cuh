@@ -43,9 +43,7 @@ struct Piece<true> {
         for (int j = 0; j < 4; j++) words[j] &= 2 * j + 1 < there ? 0xffffffffu : 2 * j < there ? 0xffffu : 0;
     }
   }
-  __device__ float operator[](int i) const {
-    return i % 2 ? high_of(pairs[i / 2]) : low_of(pairs[i / 2]);
-  }
+  __device__ float operator[](int i) const { return i % 2 ? high_of(pairs[i / 2]) : low_of(pairs[i / 2]); }
   __device__ uint32_t top(uint32_t least) const {
     uint32_t two = 0;
 #pragma unroll

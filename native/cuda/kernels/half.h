@@ -15,7 +15,7 @@ namespace AS_HALF {
 constexpr Half kHalf = Half::AS_HALF;
 // Of weights and caches; else of 16 bits alone. (Templates that take it leave out what others name, for good.)
 constexpr bool kAllFormats = kHalf == Half::bf16;
-}
+}  // namespace AS_HALF
 using namespace AS_HALF;
 
 }  // namespace cuda

@@ -2,7 +2,7 @@
 // (rows of the weights); how many there are is known to the device alone, so blocks of threads stay and take one after
 // the other.
 //
-// In bfloat16, and with codes that are widened to that in registers, each warp has items of its own: 32 columns and up
+// Of 16 bits, and with codes that are widened to bfloat16 in registers, each warp has items of its own: 32 columns and up
 // to 64 entries. It copies its part of both sides into shared memory several stages ahead and on into its next item,
 // and no other warp sees that; rows are gathered on the way.
 #include "cuda/kernels/linear_experts.cuh"
@@ -17,7 +17,7 @@ constexpr int kColumnTiles = 2;  // of an item
 constexpr int kWarps = 4;
 constexpr int kRowTile = 8, kStageRows = kRowTile * kRowBytes;
 
-// kBits: of a weight, 16 for bfloat16; kFine: scales of codes change within 64 of K; kTiles: of 8 entries each; kDeep:
+// kBits: of a weight, 16 for floats; kFine: scales of codes change within 64 of K; kTiles: of 8 entries each; kDeep:
 // few warps are at work, and each has much on its way.
 template <int kBits, bool kFine, int kTiles, bool kDeep = false>
 struct Shape : ColumnTiles<kBits, kFine, kColumnTiles> {

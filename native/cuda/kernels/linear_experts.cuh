@@ -38,7 +38,7 @@ __device__ inline const float* bias_of(const ExpertProduct& e, int expert) {
 }
 
 // Weights of kColumnTiles tiles of 16 columns each and a block of K, as they are copied: tiles, then sets of scales.
-// kBits: of a weight, 16 for bfloat16; kFine: scales of codes change within 64 of K.
+// kBits: of a weight, 16 for floats; kFine: scales of codes change within 64 of K.
 template <int kBits_, bool kFine_, int kTiles>
 struct ColumnTiles {
   static constexpr int kBits = kBits_, kCount = kTiles, kColumns = kTiles * kTileRows;

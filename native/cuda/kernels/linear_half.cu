@@ -1,4 +1,4 @@
-// Products in bfloat16 by mma.sync: for few rows, where all that counts is how fast the weights stream by, and on chips
+// Products of 16 bits by mma.sync: for few rows, where all that counts is how fast the weights stream by, and on chips
 // without wgmma for any number.
 //
 // A block of threads has 16 columns and up to 64 rows of activations. Each of its warps copies its part of both sides
@@ -150,7 +150,7 @@ void start_tiles(const Product& p, int rows, const Queue& queue) {
   const Pieces k(p.w.k, p.w.most_pieces);
   const PiecesGrid grid = grid_of<S>(kernel, p.w, k, rows, kDeep ? kMostPieces : S::most_warps());
   start(queue, kernel, grid.blocks, 32 * grid.warps, grid.shared, p, rows, grid.tiles, k);
-  launched("linear in bfloat16");
+  launched("linear of 16 bits");
 }
 
 // Of up to eight rows: where no processor has more than two blocks of threads, more of the weights may be on their way

@@ -1,5 +1,5 @@
 // Products of one row by wgmma, or of integers by mma.sync, whose sums are in pieces (tiles.h): what a single sequence
-// decodes with, where a matrix is so small that what comes before and after its products counts. Of bfloat16, and of 8
+// decodes with, where a matrix is so small that what comes before and after its products counts. Of 16 bits, and of 8
 // bits, floats or integers of one group; of these a few rows, too, that have been made 8 bits before.
 //
 // A cluster of blocks of threads has 64 columns (rows of the weights), each block one piece of K. A warp has weights
@@ -26,7 +26,7 @@ constexpr int kRowTile = 8;    // of products
 constexpr int kMostBytes = 2;  // rows that are 8 bits: to bring more costs more than clusters save
 
 enum class Form { half, float8, integers };
-// What the row is made of: bfloat16 in tiles, floats, or floats that are normed first; or rows that are 8 bits.
+// What the row is made of: 16 bits in tiles, floats, or floats that are normed first; or rows that are 8 bits.
 enum class From { tiles, values, unnormed, bytes };
 // kKept: parts of the row that a thread keeps in registers; kAlone: there is one piece.
 template <Form kForm_, From kFrom_, int kKept_, bool kAlone_>

@@ -1,4 +1,4 @@
-// Products in bfloat16 by wgmma for many rows.
+// Products of 16 bits by wgmma for many rows.
 //
 // A block of threads has a tile of 128 rows of activations and some columns (rows of the weights) at a time, and
 // there are no more blocks than run at once: each computes one tile after the other, and an equal part of those that
@@ -356,7 +356,7 @@ struct Kernel {
     const int blocks = S::kCluster * (walk.count() < clusters() ? walk.count() : clusters());
     start_clusters(queue, kernel, dim3(blocks), dim3(S::kCluster), kThreads, S::kShared, p, rows, k, walk,
                    queue.scratch);
-    launched("linear in bfloat16, many rows");
+    launched("linear of 16 bits, many rows");
   }
 };
 

@@ -6,7 +6,7 @@ namespace as {
 namespace cuda {
 namespace AS_HALF {
 
-// By mma.sync, of matrices of bfloat16.
+// By mma.sync, of matrices of 16 bits.
 void add_low_rank_half(const AdaptedSums& a, int rows, const Queue& queue);
 
 #ifdef __CUDACC__

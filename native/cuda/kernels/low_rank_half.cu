@@ -1,8 +1,8 @@
-// Adapters' products of low rank (low_rank.cu says more) with matrices of bfloat16, by mma.sync.
+// Adapters' products of low rank (low_rank.cu says more) with matrices of 16 bits, by mma.sync.
 //
 // Recipes, whatever else a launch has: of a x there is a chain of products over every eighth 32 columns of a part of K,
 // in ascending order, for each of eight; these are added in ascending order, then parts, and that times the scale. In
-// b u each u is two values of bfloat16, which together have 16 bits: for each 16 ranks in ascending order the products
+// b u each u is two values of 16 bits, which together have twice the fraction: for each 16 ranks in ascending order the products
 // of the higher ones, then those of the lower ones, in one chain from zero, which is then added to y.
 //
 // 16 rows are multiplied at once with the matrices of each adapter that any of them has, and who has it keeps the sums:
@@ -60,7 +60,7 @@ __device__ LowRank pair_of(const AdaptedSums& a, int adapter, int number) {
 }
 
 // What a lane multiplies of rows [first, first + 16 kSets) and of a group of columns: eight columns of rows g and g + 8
-// of each 16, in bfloat16; columns that there are not are zero.
+// of each 16; columns that there are not are zero.
 template <bool kTiled, int kSets>
 __device__ void read_x(const Rows& x, int first, int group, int rows, uint4 (&found)[kSets][2]) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, column = group * kGroup + 8 * t;
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   if (waits) await_previous();  // every kernel does
 }
 
-// Four ranks of a row of scale * a x, as the values of bfloat16 that add up to them.
+// Four ranks of a row of scale * a x, as the values of 16 bits that add up to them.
 struct Halves {
   uint32_t high[2], low[2];
 };
@@ -189,7 +189,7 @@ __device__ Halves halves_of(const float4& x) {
   for (int i = 0; i < 2; i++) {
     found.high[i] = two_halves(values[2 * i], values[2 * i + 1]);
     found.low[i] = two_halves(__fsub_rn(values[2 * i], low_of(found.high[i])),
-                            __fsub_rn(values[2 * i + 1], high_of(found.high[i])));
+                              __fsub_rn(values[2 * i + 1], high_of(found.high[i])));
   }
   return found;
 }

@@ -102,7 +102,7 @@ class NormedRow {
   Part parts_[kKept], weights_[kKept];
 };
 
-// The same as bfloat16, of rows of few columns, as rms_norm() makes it.
+// The same rounded to 16 bits, of rows of few columns, as rms_norm() makes it.
 constexpr int kNormedColumns = 4096;
 template <int kThreads>
 class RoundedRow : public NormedRow<RowPart<8>, kThreads, kNormedColumns / 8 / kThreads> {

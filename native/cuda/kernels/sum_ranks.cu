@@ -128,8 +128,7 @@ struct Eight<true, kWhole> {
   __device__ void add_to(float (&sum)[kEight]) const {
     const uint32_t words[kEight / 2] = {pairs.x, pairs.y, pairs.z, pairs.w};
 #pragma unroll
-    for (int i = 0; i < kEight; i++)
-      sum[i] = __fadd_rn(sum[i], i % 2 ? high_of(words[i / 2]) : low_of(words[i / 2]));
+    for (int i = 0; i < kEight; i++) sum[i] = __fadd_rn(sum[i], i % 2 ? high_of(words[i / 2]) : low_of(words[i / 2]));
   }
 
  private:
