@@ -73,8 +73,8 @@ __global__ void store_kernel(Attention a, const int* where, bool rotates, Rotary
   else to[feature] = (char)to_e4m3(x);
 }
 
-// The same of caches of 16 bits whose keys turn halves with halves, if at all, all features of a head: a thread has eight
-// features of a head and those half a head further on. first: of the heads in `qkv`; count: of a row.
+// The same of caches of 16 bits whose keys turn halves with halves, if at all, all features of a head: a thread has
+// eight features of a head and those half a head further on. first: of the heads in `qkv`; count: of a row.
 __global__ void __launch_bounds__(256) store_pieces_kernel(Attention a, const int* where, bool rotates, RotaryTable t,
                                                            unsigned rows, unsigned first, unsigned count) {
   after_previous();

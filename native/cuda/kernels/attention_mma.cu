@@ -1,5 +1,5 @@
-// Attention over caches of 16 bits by mma.sync: four warps of 16 pairs have the same keys and values in shared memory. 64
-// positions at a time are copied ahead while the ones before are computed with. Few pairs: attention_few.cu.
+// Attention over caches of 16 bits by mma.sync: four warps of 16 pairs have the same keys and values in shared memory.
+// 64 positions at a time are copied ahead while the ones before are computed with. Few pairs: attention_few.cu.
 #include "cuda/kernels/attention_mma.h"
 #include "cuda/kernels/attention_pairs.cuh"
 

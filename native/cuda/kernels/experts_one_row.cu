@@ -291,7 +291,8 @@ void start_sums(const ExpertProduct& e, const ChosenRow& row, const Combination&
   launched("sums of a row's experts");
 }
 
-// Of a warp, for weights of 16 bits; both launches' stages fit a processor. Narrower weights have more of them in as many bytes.
+// Of a warp, for weights of 16 bits; both launches' stages fit a processor. Narrower weights have more of them in as
+// many bytes.
 constexpr int kGateStages = 5, kSumStages = 8, kMostStages = 16;
 
 template <typename S>

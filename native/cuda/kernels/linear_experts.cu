@@ -2,8 +2,8 @@
 // (rows of the weights); how many there are is known to the device alone, so blocks of threads stay and take one after
 // the other.
 //
-// Of 16 bits, and with codes that are widened to bfloat16 in registers, each warp has items of its own: 32 columns and up
-// to 64 entries. It copies its part of both sides into shared memory several stages ahead and on into its next item,
+// Of 16 bits, and with codes that are widened to bfloat16 in registers, each warp has items of its own: 32 columns and
+// up to 64 entries. It copies its part of both sides into shared memory several stages ahead and on into its next item,
 // and no other warp sees that; rows are gathered on the way.
 #include "cuda/kernels/linear_experts.cuh"
 #include "cuda/kernels/quantized.cuh"
