@@ -1,28 +1,10 @@
-// Kernels of floats of 16 bits are there once for each type (kernels/half.h). Which an op goes to is said by what it is
-// given; ops that have nothing of 16 bits go to those of bfloat16, which are there for all formats.
-#include "cuda/experts.h"
-#include "cuda/kernels.h"
+// Ops of which there is one for each type of 16 bits: what they are given says which it is. Those that have nothing of
+// 16 bits go to bfloat16's, which are there for all formats.
+#include "cuda/by_half.h"
 
 namespace as {
 namespace cuda {
 
-#define AS_DECLARE(op) decltype(cuda::op) op;
-#define AS_OPS                                                                                                    \
-  AS_DECLARE(pack_rows)                                                                                           \
-  AS_DECLARE(read_row)                                                                                            \
-  AS_DECLARE(pair_rows) AS_DECLARE(embed) AS_DECLARE(rms_norm) AS_DECLARE(silu_mul) AS_DECLARE(gelu_tanh_mul)     \
-      AS_DECLARE(select_rows) AS_DECLARE(to_tiles) AS_DECLARE(linear_half) AS_DECLARE(linear_half_norms)          \
-          AS_DECLARE(add_low_rank) AS_DECLARE(silu_mul_pairs) AS_DECLARE(store_cache) AS_DECLARE(attend_few)      \
-              AS_DECLARE(attend_many) AS_DECLARE(attend_turns) AS_DECLARE(store_and_attend) AS_DECLARE(sum_ranks) \
-                  AS_DECLARE(expert_tile_rows) AS_DECLARE(linear_experts) AS_DECLARE(combine_experts)             \
-                      AS_DECLARE(norms_with_logits) AS_DECLARE(norm_and_logits) AS_DECLARE(has_row_kernels)       \
-                          AS_DECLARE(gate_row) AS_DECLARE(combine_row) AS_DECLARE(fill_noise)
-namespace bf16 {
-AS_OPS
-}
-namespace f16 {
-AS_OPS
-}
 #define AS_CALL(half, op, ...) return (half) == Half::f16 ? f16::op(__VA_ARGS__) : bf16::op(__VA_ARGS__)
 
 void pack_rows(const void* rows, Source source, int64_t stride, int count, const Matrix& matrix, int first,

@@ -2,6 +2,7 @@
 // sums are those of linear_half() with the matrix so rounded, to the bit: so the way is free. Few rows: weights stream
 // by as codes and are widened in registers, here by mma.sync as in linear_half.cu. Many: the matrix is widened into
 // tiles, some of its rows at a time, which linear_half() takes.
+#include "cuda/by_half.h"
 #include "cuda/kernels/linear_quantized.h"
 
 #include <algorithm>
@@ -241,7 +242,7 @@ void linear_widened(const Product& p, int rows, const Queue& queue) {
       if (p.y.tiles) some.y.tiles += (size_t)first / kBlock * kBlockValues;
       if (p.bias) some.bias += first;
     }
-    linear_half(some, rows, apart, By::wide);
+    bf16::linear_half(some, rows, apart, By::wide);
   }
 }
 

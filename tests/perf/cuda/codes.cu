@@ -2,7 +2,7 @@
 // reading codes and scales takes, and bits against products of the same values in bfloat16. norm: of a row that a
 // kernel norms before; norms: that the product norms itself.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/codes.cu -o codes
-//        native/cuda/kernels/{linear_{quantized,quantized_row,quantized_stream,bf16,split,stream,wide,f32},rows}.cu
+//        native/cuda/kernels/{linear_{quantized,quantized_row,quantized_stream,half,row,split,stream,wide,f32},rows}.cu
 //   codes [check] [by=stream|mma] [norm|norms] [rows=1,8,16,32] [forms=4:64,4:128,4:0,8:64]
 //   [shapes=qkv,o,gate_up,down,head]
 #include <cstdio>
@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/by_half.h"
 #include "cuda/kernels/quantized.cuh"
 
 using namespace as::cuda;
@@ -128,7 +129,7 @@ int main(int argc, char** argv) {
         p.y = shape.gated ? Rows{nullptr, reinterpret_cast<uint16_t*>(y), shape.n / 2} : Rows{y, nullptr, shape.n};
         const Norm norm{ones, 1e-6f, false};
         const auto norm_rows = [&] {
-          if (normed) rms_norm(unnormed, norm, 1, {nullptr, x, shape.k}, queue);
+          if (normed) AS_HALF::rms_norm(unnormed, norm, 1, {nullptr, x, shape.k}, queue);
         };
         const size_t result = shape.gated ? tiles_bytes(kMostRows, shape.n / 2) : (size_t)kMostRows * shape.n * 4;
         uint16_t* tiles = checks ? memory<uint16_t>(tiles_bytes(shape.n, shape.k)) : nullptr;
@@ -143,7 +144,7 @@ int main(int argc, char** argv) {
             Product other = p;
             other.w.kind = Kind::half, other.w.tiles = tiles, other.w.codes = {};
             check(cudaMemsetAsync(y, 0, result, stream)), check(cudaMemsetAsync(found, 0, 8, stream));
-            linear_half(other, rows, queue, By::mma);
+            AS_HALF::linear_half(other, rows, queue, By::mma);
             check(cudaMemcpyAsync(expected, y, result, cudaMemcpyDeviceToDevice, stream));
             // Differences by the stream, by mma.sync, and by what is best.
             unsigned long long before = 0, count;

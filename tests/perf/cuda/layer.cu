@@ -4,14 +4,15 @@
 // two, without their sums; split: small products by clusters, too; float8, w8a8: weights and activations of 8 bits;
 // apart: rows become these by kernels of their own)
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/layer.cu
-//        native/cuda/kernels/{linear_{bf16,split,stream,wide,f32,row,bytes_{stream,wide},integer},byte_rows,rows,
-//        attention_few,ceilings}.cu
+//        native/cuda/kernels/{linear_{half,split,stream,wide,f32,row,bytes_{stream,wide},integer},byte_rows,rows,
+//        attention_few,pack}.cu
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <string>
 #include <vector>
 
+#include "cuda/by_half.h"
 #include "cuda/kernels/attention_mma.h"
 #include "cuda/kernels/quantized.cuh"
 
@@ -31,7 +32,7 @@ T* memory(size_t bytes, float noise = 0) {
   static uint64_t seed = 1;
   void* data = nullptr;
   check(cudaMalloc(&data, bytes)), check(cudaMemset(data, 0, bytes));
-  if (noise) fill_noise(data, bytes, noise, seed++, queue);
+  if (noise) AS_HALF::fill_noise(data, bytes, kHalf, noise, seed++, queue);
   check(cudaDeviceSynchronize());
   return static_cast<T*>(data);
 }
@@ -67,7 +68,7 @@ Matrix matrix(int n, int k) {
     check(cudaDeviceSynchronize());
     return m;
   }
-  return {n, k, Kind::half, Half::bf16, nullptr, memory<uint16_t>(tiles_bytes(n, k), 0.03f), {}, most_pieces(n)};
+  return {n, k, Kind::half, kHalf, nullptr, memory<uint16_t>(tiles_bytes(n, k), 0.03f), {}, most_pieces(n)};
 }
 
 }  // namespace
@@ -145,11 +146,11 @@ int main(int argc, char** argv) {
       }
       if (norms) {
         p.unnormed = x, p.norm = norm;
-        if (!apart && linear_half_norms(p, rows, queue)) return linear_half(p, rows, queue);
+        if (!apart && AS_HALF::linear_half_norms(p, rows, queue)) return AS_HALF::linear_half(p, rows, queue);
         p.unnormed = nullptr;
-        if (has(norms)) rms_norm(x, norm, rows, {nullptr, normed, kHidden}, queue);
+        if (has(norms)) AS_HALF::rms_norm(x, norm, rows, {nullptr, normed, kHidden}, queue);
       }
-      linear_half(p, rows, queue, split ? By::split : By::any);
+      AS_HALF::linear_half(p, rows, queue, split ? By::split : By::any);
     };
     for (const Layer& l : layers) {
       if (has("qkv")) product(l.qkv, normed, {qkv, nullptr, wide}, false, false, bias, "norm1");

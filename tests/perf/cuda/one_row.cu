@@ -1,12 +1,13 @@
 // One row's products that norm it, or make 8 bits of it, themselves: their bits against those of rows made by kernels
 // of their own, at awkward sizes. And those of up to eight rows that are 8 bits by the same kernel.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/one_row.cu
-//        native/cuda/kernels/{linear_{row,bf16,split,stream,wide,f32,bytes_{stream,wide},integer},byte_rows,rows}.cu
+//        native/cuda/kernels/{linear_{row,half,split,stream,wide,f32,bytes_{stream,wide},integer},byte_rows,rows}.cu
 #include <cstdio>
 #include <cstdlib>
 #include <tuple>
 #include <vector>
 
+#include "cuda/by_half.h"
 #include "cuda/kernels/linear_wgmma.h"
 #include "cuda/kernels/quantized.cuh"
 
@@ -166,14 +167,14 @@ int main() {
             if (from == 0) p.unnormed = x, p.norm = norm;
             for (int turn = 0; turn < (s.adds ? 2 : 1); turn++) {
               if (own && bf16) {
-                there = from ? has_linear_row(p, queue) : linear_half_norms(p, 1, queue);
+                there = from ? has_linear_row(p, queue) : AS_HALF::linear_half_norms(p, 1, queue);
                 if (there && from) linear_row(p, queue);
-                else if (there) linear_half(p, 1, queue);
+                else if (there) AS_HALF::linear_half(p, 1, queue);
               } else if (bf16) {
                 Product other = p;
                 other.unnormed = nullptr, other.x = {nullptr, tiles, s.k};
-                if (from == 0) rms_norm(x, norm, 1, other.x, queue);
-                linear_half(other, 1, queue, By::split);
+                if (from == 0) AS_HALF::rms_norm(x, norm, 1, other.x, queue);
+                AS_HALF::linear_half(other, 1, queue, By::split);
               } else if (own) {
                 there = linear_byte_row(p, queue);
               } else {

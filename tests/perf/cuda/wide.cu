@@ -2,7 +2,7 @@
 // and their speed at the shapes of Qwen2.5-7B and, with `small`, of its 0.5B.
 // `./wide [check] [time] [split] [tiles] [small] [rows=1024,8192] [qkv o gate_up down head]`: of all linears, or of
 // these. nvcc -O3 -std=c++17 -I../../../native -gencode arch=compute_90a,code=sm_90a wide.cu
-//   ../../../native/cuda/kernels/linear_{bf16,split,stream}.cu -o wide
+//   ../../../native/cuda/kernels/linear_{half,row,split,stream}.cu -o wide
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
