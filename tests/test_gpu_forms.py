@@ -97,7 +97,7 @@ def test_types_of_others_codes(tmp_path):
     assert (model.weight_dtype, model.cache_dtype) == ("int4", "bfloat16")
     assert {form.dtype for form in model.formats.values()} == {"int4", "bfloat16"}
     assert opened_on_gpu(quantized, cache_dtype="float16").cache_dtype == "float16"
-    with pytest.raises(AllSparkError, match="weight_dtype='float16' .*: the model is quantized, as int4.*weight_dtype='auto'"):
+    with pytest.raises(AllSparkError, match="'float16' .*: the model is quantized, as int4.*weight_dtype='auto'"):
         opened_on_gpu(quantized, weight_dtype="float16")
 
 
@@ -129,7 +129,8 @@ def test_what_is_counted_as_no_number(tmp_path, caplog):
         def __getattr__(self, name):
             return lambda *given, **_: [1] * len(given[1]) if name == "fill_rows" else 0
 
-    for name, told in (("float16", "NaN or infinite, or beyond the range of float16; "), ("bfloat16", "NaN or infinite; ")):
+    for name, told in (("float16", "NaN or infinite, or beyond the range of float16; "),
+                       ("bfloat16", "NaN or infinite; ")):
         opened_on_gpu(checkpoint(WHOLE), weight_dtype=name).load(Counting(), None)
         assert told in caplog.messages[-1]
 

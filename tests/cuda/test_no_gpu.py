@@ -163,7 +163,8 @@ def test_float8_is_for_gpus():
 def test_float16_is_for_gpus(fields):
     """And on one it is no longer refused by name, whatever else is missing."""
     name, engine = next(name for name, value in fields.items() if value == "float16"), Engine()
-    with pytest.raises(AllSparkError, match=f"{name}='float16' is for GPUs .*; on CPUs use 'float32' or 'bfloat16'") as caught:
+    refused = f"{name}='float16' is for GPUs .*; on CPUs use 'float32' or 'bfloat16'"
+    with pytest.raises(AllSparkError, match=refused) as caught:
         engine.install_model(config(**fields))
     assert caught.value.status is AsStatus.ALLSPARK_PARAM_ERROR
     engine.install_model(config())  # the engine goes on
@@ -171,7 +172,7 @@ def test_float16_is_for_gpus(fields):
         engine.install_model(config(compute_unit="CUDA:77", **fields))
     assert "float16" not in str(caught.value)
     engine.close()
-    with pytest.raises(ValueError, match="weight_group_size=64 is for quantized weights, and weight_dtype is 'float16'"):
+    with pytest.raises(ValueError, match="weight_group_size=64 is for quantized weights, .* is 'float16'"):
         config(weight_dtype="float16", weight_group_size=64).validate()
 
 
