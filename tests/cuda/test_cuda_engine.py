@@ -34,12 +34,14 @@ def answers(engine, name: str, requests=REQUESTS) -> list:
     return found
 
 
-def test_engine_and_client_give_the_same_bytes():
-    directory = str(checkpoint("qwen3-bf16-sharded"))
+@pytest.mark.parametrize("name, dtype", [("qwen3-bf16-sharded", "bfloat16"), ("llama-fp16-heads-of-64", "float16")])
+def test_engine_and_client_give_the_same_bytes(name, dtype):
+    directory = str(checkpoint(name))
     engine = Engine()
     engine.install_model(AsModelConfig(model_name="m", model_path=directory, **FIELDS))
     engine.start_model("m")
     info = engine.get_model_info("m")
+    assert info.weight_dtype == info.cache_dtype == dtype
     assert info.isa.startswith("sm_") and info.weight_bytes > 0 and info.cache_bytes > 0
     expected = answers(engine, "m")
     assert [len(ids) for ids, _ in expected] == [40] * 3
