@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/by_half.h"
 #include "cuda/kernels/linear_wgmma.h"
 #include "cuda/kernels/row_sums.cuh"
 #include "cuda/kernels/tile_parts.cuh"
@@ -391,7 +392,7 @@ bool wide_is_best(const Product& p, int rows) {
 
 void linear_wide(const Product& p, int rows, const Queue& queue) {
   // Rows are written whole pieces of 16 bytes at a time.
-  if (p.gated ? !p.y.tiles : p.y.width % 4 || p.w.n % 4) return linear_half(p, rows, queue, By::split);
+  if (p.gated ? !p.y.tiles : p.y.width % 4 || p.w.n % 4) return AS_HALF::linear_half(p, rows, queue, By::split);
   const Pieces k(p.w.k, p.w.most_pieces);
   const Choice* best = nullptr;
   int64_t least = INT64_MAX;

@@ -119,7 +119,7 @@ int main(int argc, char** argv) {
             AS_HALF::linear_half(p, rows, k.queue);
             if (way == alone) continue;
             RankSum s;
-            s.peers = peers, s.call = call, s.calls = 2 * kLayers, s.bf16 = true, s.adds = true;
+            s.peers = peers, s.call = call, s.calls = 2 * kLayers, s.halves = true, s.half = kHalf, s.adds = true;
             s.on_its_way = way == by_product;
             s.y = {k.y, nullptr, kHidden}, s.norm = {k.ones, 1e-6f, false}, s.normed = {nullptr, k.normed, kHidden};
             AS_HALF::sum_ranks(s, rows, k.queue);
