@@ -56,6 +56,21 @@ def test_engine_and_client_give_the_same_bytes(name, dtype):
     assert fingerprint
 
 
+@pytest.mark.parametrize("name, draft", [("llama-fp16-heads-of-64", "llama-bf16-heads-of-64"),
+                                         ("llama-bf16-heads-of-64", "llama-fp16-heads-of-64")])
+def test_drafts_of_another_type(name, draft):
+    """Of the same weights, rounded: many are right, and no bit changes."""
+    found = []
+    for fields in ({}, {"speculation": "draft", "draft_model": str(checkpoint(draft))}):
+        with Engine() as engine:
+            engine.install_model(AsModelConfig(model_name="m", model_path=str(checkpoint(name)), cache_memory=64 << 20,
+                                               **FIELDS, **fields))
+            engine.start_model("m")
+            found.append(answers(engine, "m"))
+            accepted = engine._models["m"].scheduler.counters.accepted_tokens
+    assert found[0] == found[1] and accepted > 0
+
+
 def test_models_beside_each_other():
     """Kernels of one may run while those of the other do, and none waits for what the other keeps from beginning: each
     has the bytes that it has alone."""
