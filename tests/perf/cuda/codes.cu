@@ -124,7 +124,7 @@ int main(int argc, char** argv) {
         }
         fill_rows<<<blocks((size_t)kMostRows * shape.k), 256, 0, stream>>>(x, kMostRows, shape.k);
         Product p;
-        p.w = {shape.n, shape.k, Kind::codes, nullptr, nullptr, weights[0], pieces_of_codes(shape.n, shape.k)};
+        p.w = {shape.n, shape.k, Kind::codes, kHalf, nullptr, nullptr, weights[0], pieces_of_codes(shape.n, shape.k)};
         p.adds = shape.adds, p.gated = shape.gated, p.x = {nullptr, x, shape.k};
         p.y = shape.gated ? Rows{nullptr, reinterpret_cast<uint16_t*>(y), shape.n / 2} : Rows{y, nullptr, shape.n};
         const Norm norm{ones, 1e-6f, false};

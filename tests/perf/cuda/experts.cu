@@ -34,7 +34,7 @@ struct Layer {
   Matrix o, qkv, gate, up, down;
 };
 
-static Matrix bf16(int n, int k, int experts, uint64_t seed, const Queue& queue) {
+static Matrix in_tiles(int n, int k, int experts, uint64_t seed, const Queue& queue) {
   const size_t bytes = tiles_bytes(n, k) * experts;
   uint16_t* tiles = memory<uint16_t>(bytes);
   AS_HALF::fill_noise(tiles, bytes, kHalf, 0.035f, seed, queue);
@@ -58,15 +58,16 @@ int main(int argc, char** argv) {
   std::vector<Layer> layers;
   for (int i = 0; i < kLayers; i++) {
     Layer layer;
-    layer.o = bf16(kHidden, kHeads, 1, 10 * i + 1, queue), layer.qkv = bf16(kQkv, kHidden, 1, 10 * i + 2, queue);
-    layer.up = bf16(2 * kInner, kHidden, kExperts, 10 * i + 3, queue);
-    layer.down = bf16(kHidden, kInner, kExperts, 10 * i + 4, queue);
+    layer.o = in_tiles(kHidden, kHeads, 1, 10 * i + 1, queue),
+    layer.qkv = in_tiles(kQkv, kHidden, 1, 10 * i + 2, queue);
+    layer.up = in_tiles(2 * kInner, kHidden, kExperts, 10 * i + 3, queue);
+    layer.down = in_tiles(kHidden, kInner, kExperts, 10 * i + 4, queue);
     std::vector<float> values(kExperts * kHidden);
     srand(i);
     for (float& v : values) v = rand() / (float)RAND_MAX - 0.5f;
     float* gate = memory<float>(values.size() * 4);
     check(cudaMemcpy(gate, values.data(), values.size() * 4, cudaMemcpyHostToDevice));
-    layer.gate = {kExperts, kHidden, Kind::f32, gate};
+    layer.gate = {kExperts, kHidden, Kind::f32, kHalf, gate};
     layers.push_back(layer);
   }
   const size_t entries = (size_t)most * kTop;

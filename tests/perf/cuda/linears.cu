@@ -70,8 +70,8 @@ int main(int argc, char** argv) {
       for (const auto& kernel : kernels) {
         if (rows < kernel.least || rows > kernel.most) continue;
         Product p;
-        p.w = {shape.n, shape.k, Kind::half, kHalf, nullptr, nullptr, {}, most_pieces(shape.n)},
-        p.adds = shape.adds, p.gated = shape.gated;
+        p.w = {shape.n, shape.k, Kind::half, kHalf, nullptr, nullptr, {}, most_pieces(shape.n)}, p.adds = shape.adds,
+        p.gated = shape.gated;
         p.x = {nullptr, x, shape.k};
         p.y = shape.gated ? Rows{nullptr, gated, shape.n / 2} : Rows{y, nullptr, shape.n};
         const auto run = [&] {

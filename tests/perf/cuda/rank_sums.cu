@@ -2,7 +2,8 @@
 // as a graph: microseconds that a sum (with its add and norm) adds to them. By how partial sums get to the other rank:
 // read by the sum, pushed by it, or pushed by the product. All must leave the same bits on both ranks.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/rank_sums.cu
-//        native/cuda/kernels/linear_{half,row,split,stream,wide}.cu native/cuda/kernels/{pack,sum_ranks}.cu -o rank_sums
+//        native/cuda/kernels/linear_{half,row,split,stream,wide}.cu native/cuda/kernels/{pack,sum_ranks}.cu -o
+//        rank_sums
 //   rank_sums [rows,rows...]
 #include <cmath>
 #include <cstdio>
