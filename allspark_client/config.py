@@ -21,9 +21,9 @@ MAX_WORDS, MAX_WORD_IDS = 1024, 256
 #: stop strings and their characters: each is looked for in every character of the output
 MAX_STOPS, MAX_STOP_CHARACTERS = 64, 1024
 MAX_LOGIT_BIAS = 100.0
-UNQUANTIZED = ("float32", "bfloat16")
+UNQUANTIZED = ("float32", "bfloat16", "float16")
 GROUPED = ("int8", "int4", "w8a8", "w4a8")      # quantized, in groups if wanted
-WEIGHT_DTYPES = ("auto", *UNQUANTIZED, *GROUPED, "float8", "float16")
+WEIGHT_DTYPES = ("auto", *UNQUANTIZED, *GROUPED, "float8")
 GROUP_SIZES = (0, 32, 64, 128, 256, 512)
 
 
@@ -79,7 +79,8 @@ class AsModelConfig(Checked):
     lora_max_num: int = int_field(5, 0, 65536)
     #: adapters that are loaded with the model, as load_lora takes them
     lora_names: list[str] = custom_field(_strings, factory=list)
-    #: "float8" (e4m3, a scale for each output channel, and for each token) on GPUs alone; "float16" not yet
+    #: on GPUs alone: "float16" (what is beyond 65504 is cut to it) and "float8" (e4m3, a scale for each output channel,
+    #: and for each token)
     weight_dtype: str = choice_field("auto", WEIGHT_DTYPES)
     #: of quantized weights. 0: per output channel; otherwise length of the groups along K
     weight_group_size: int = choice_field(0, GROUP_SIZES)
@@ -91,8 +92,8 @@ class AsModelConfig(Checked):
     host_cache_memory: int = int_field(0, 0, INT64_MAX)
     #: the second tier is a file in this directory, which outlives the process; empty: it is memory
     host_cache_dir: str = path_field("")
-    #: for AsCacheDefault; "float8" (e4m3) on GPUs alone; "float16" not yet
-    cache_dtype: str = choice_field("auto", ("auto", "float32", "bfloat16", "float8", "float16"))
+    #: for AsCacheDefault; "float16" and "float8" (e4m3) on GPUs alone
+    cache_dtype: str = choice_field("auto", ("auto", *UNQUANTIZED, "float8"))
     #: token budget of a step; 0: chosen, and while some stream, prompts share the time with them
     max_step_tokens: int = int_field(0, 0, 1 << 20)
     #: inter-token latency in ms that the token budget is chosen to hold; 0: none given
@@ -471,10 +472,6 @@ def check_available(config: AsModelConfig | GenerateConfig) -> None:
             if value != only:
                 given, allowed = (getattr(v, "name", v) for v in (value, only))
                 raise not_available(f"{name}={given} (allowed: {allowed}; {why})")
-        for name in ("weight_dtype", "cache_dtype"):
-            if getattr(config, name) == "float16":
-                raise not_available(f"{name}='float16' (what a checkpoint has in float16 is computed in float32 or "
-                                    "bfloat16)")
     else:
         if config.mm_info is not None:
             raise not_available("mm_info (multi-modal input)")

@@ -232,9 +232,8 @@ def _model_options(p: argparse.ArgumentParser) -> None:
     g.add_argument("--model-name", metavar="NAME", help="what clients call it (default: the directory's name)")
     g.add_argument("--max-length", type=int, metavar="N", help="prompt and output together (default 2048)")
     g.add_argument("--max-batch", type=int, metavar="N", help="sequences computed together (default 32)")
-    g.add_argument(
-        "--weight-dtype", metavar="TYPE", help="auto (as stored), float32, bfloat16, int8, int4, w8a8, w4a8; on GPUs float8"
-    )
+    g.add_argument("--weight-dtype", metavar="TYPE",
+                   help="auto (as stored), float32, bfloat16, int8, int4, w8a8, w4a8; on GPUs also float16, float8")
     g.add_argument("--weight-group-size", type=int, metavar="K",
                    help="of quantized weights: 32 to 512 input features; 0: per output channel (default)")
     g.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="any field of AsModelConfig")

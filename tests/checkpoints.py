@@ -82,9 +82,10 @@ STORED = {
     "qwen2-bf16": Spec("qwen2", CONFIGS["qwen2-gqa-tied"].fields, "bfloat16"),
     "qwen3-bf16-sharded": Spec("qwen3", CONFIGS["qwen3-tied"].fields, "bfloat16", "100KB"),
     "llama-bf16": Spec("llama", CONFIGS["llama3"].fields, "bfloat16"),
-    # Heads that the CUDA backend attends with on tensor cores.
+    # Heads that the CUDA backend attends with on tensor cores; in float16 below.
     "llama-bf16-heads-of-64": Spec("llama", _sizes(144, 6, 2, 251, head_dim=64, attention_bias=True), "bfloat16"),
     "llama-fp16-sharded": Spec("llama", CONFIGS["llama-linear"].fields, "float16", "200KB"),
+    "llama-fp16-heads-of-64": Spec("llama", _sizes(144, 6, 2, 251, head_dim=64, attention_bias=True), "float16"),
 }
 
 EXPERTS = {

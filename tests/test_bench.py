@@ -61,6 +61,7 @@ def bench(capsys, *words: str) -> str:
 
 def test_formats_and_cells():
     assert Format.parse("int4:64") == Format("int4", 64) and str(Format("int4", 64)) == "int4:64"
+    assert Format.parse("float16") == Format("float16")
     assert str(Cell.parse("8x128x64")) == "8x128x64"
     for text in ("int5", "int4:", "int4:x"):
         with pytest.raises(ValueError, match="weight format"):

@@ -334,6 +334,8 @@ def test_what_is_not_built_yet_says_so(config):
 def test_what_is_built_passes():
     for dtype in ("bfloat16", "int8", "int4", "w8a8", "w4a8"):
         check_available(a.AsModelConfig("m", "p", weight_dtype=dtype, weight_group_size=64))
+    for dtype in ("float32", "bfloat16", "float16", "float8"):  # what they need is the device's to tell
+        check_available(a.AsModelConfig("m", "p", weight_dtype=dtype, cache_dtype=dtype))
     for mode in (a.AsCacheMode.AsCacheQuantI8, a.AsCacheMode.AsCacheQuantU4):
         check_available(a.AsModelConfig("m", "p", cache_mode=mode))
     check_available(a.GenerateConfig(logprobs=True, n=2))

@@ -3,16 +3,21 @@ tests/cuda/test_cuda_checkpoints.py has them on GPUs."""
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from allspark_client.config import AsModelConfig  # noqa: E402
 from allspark_client.errors import AllSparkError  # noqa: E402
-from allspark_server.runtime.device import Cpus  # noqa: E402
+from allspark_server import HuggingFaceModel  # noqa: E402
+from allspark_server.runtime.device import Cpus, Gpu  # noqa: E402
+from allspark_server.runtime.rank_model import RankModel  # noqa: E402
 from allspark_server.weights.formats import ScaleLayout, WeightFormat  # noqa: E402
 from allspark_server.weights.gpu_forms import gpu_form, recoded  # noqa: E402
 from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor  # noqa: E402
@@ -48,11 +53,86 @@ def test_formats_of_matrices(name, codes, tmp_path):
     assert found == {"bfloat16", *codes}
 
 
-def test_float16_is_computed_in_bfloat16(monkeypatch):
-    monkeypatch.setattr(Cpus, "half", "bfloat16")
-    for name, dtype in (("llama-fp16-sharded", "bfloat16"), ("llama3", "float32")):
-        with Driver(checkpoint(name)) as driver:
-            assert driver.info.weight_dtype == driver.info.cache_dtype == dtype
+def opened_on_gpu(directory, **fields) -> RankModel:
+    """As a GPU has it, its types checked, without one."""
+    gpu = Gpu.__new__(Gpu)
+    gpu.isa, gpu._capability, gpu._group = "sm_90 (without a name)", 90, [0]
+    config = AsModelConfig("m", str(directory), compute_unit="CUDA:0", **fields)
+    model = RankModel(config, str(directory), config.weights_path, 0, 1, gpu)
+    gpu.check(config, set(model.formats.values()), model.cache_dtype)
+    return model
+
+
+HALF, WHOLE, OTHER = "llama-fp16-sharded", "llama3", "llama-bf16"
+
+
+@pytest.mark.parametrize("name, fields, weights, cache, beside", [
+    (HALF, {}, "float16", "float16", []),
+    (HALF, {"weight_dtype": "bfloat16"}, "bfloat16", "bfloat16", []),
+    (HALF, {"weight_dtype": "float32"}, "float32", "float32", []),
+    (HALF, {"cache_dtype": "bfloat16"}, "float16", "bfloat16", []),
+    (HALF, {"cache_mode": "AsCacheQuantI8"}, "float16", "int8", []),
+    (WHOLE, {}, "float32", "float32", []),
+    (WHOLE, {"weight_dtype": "float16"}, "float16", "float16", []),
+    (OTHER, {"weight_dtype": "float16", "cache_dtype": "float32"}, "float16", "float32", []),
+    (OTHER, {"cache_dtype": "float16"}, "bfloat16", "float16", []),
+    # Gates of experts stay float32.
+    ("qwen3-moe", {"weight_dtype": "float16"}, "float16", "float16", ["float32"]),
+    # Products of codes are in bfloat16, and what is beside them, too.
+    (HALF, {"weight_dtype": "int8", "quantize_head": False}, "int8", "bfloat16", ["bfloat16"]),
+    (HALF, {"weight_dtype": "float8", "quantize_head": False}, "float8", "bfloat16", ["bfloat16"]),
+    (HALF, {"weight_dtype": "int4", "weight_group_size": 64, "cache_dtype": "float16"}, "int4", "float16", []),
+    (WHOLE, {"weight_dtype": "w8a8", "quantize_head": False}, "w8a8", "float32", ["float32"])])
+def test_types_of_models(name, fields, weights, cache, beside):
+    model = opened_on_gpu(checkpoint(name), **fields)
+    assert (model.weight_dtype, model.cache_dtype) == (weights, cache)
+    assert {form.dtype for form in model.formats.values()} == {weights, *beside}
+    assert model.adapter_dtype == (weights if weights in ("bfloat16", "float16") else "float32")
+
+
+def test_types_of_others_codes(tmp_path):
+    """Their checkpoints have what they left unquantized in float16, mostly."""
+    quantized, _ = pair_of(tmp_path, "gptq-4")
+    model = opened_on_gpu(quantized)
+    assert (model.weight_dtype, model.cache_dtype) == ("int4", "bfloat16")
+    assert {form.dtype for form in model.formats.values()} == {"int4", "bfloat16"}
+    assert opened_on_gpu(quantized, cache_dtype="float16").cache_dtype == "float16"
+    with pytest.raises(AllSparkError, match="'float16' .*: the model is quantized, as int4.*weight_dtype='auto'"):
+        opened_on_gpu(quantized, weight_dtype="float16")
+
+
+def test_types_of_both_kinds_of_16_bits(tmp_path):
+    """bfloat16 has the range of both; CPUs compute both in float32."""
+    shutil.copytree(checkpoint(OTHER), tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    safetensors.torch.save_file({name: tensor.half() if i % 2 else tensor
+                                 for i, (name, tensor) in enumerate(sorted(tensors.items()))}, file)
+    model = opened_on_gpu(tmp_path)
+    assert model.weight_dtype == model.cache_dtype == "bfloat16"
+    with Driver(tmp_path) as cpu:
+        assert cpu.info.weight_dtype == cpu.info.cache_dtype == "float32"
+
+
+@pytest.mark.parametrize("given, cache", [({}, "float16"), ({"weight_format": "int8"}, "float32")])
+def test_types_of_serialized_models(given, cache, tmp_path):
+    """A quantized one says what is beside its codes, as CPUs compute it."""
+    source = HuggingFaceModel(checkpoint(HALF), "m").load_model()
+    source.serialize_to_path(None, str(tmp_path), enable_quant=bool(given), customized_quant_config=given or None)
+    model = opened_on_gpu(tmp_path / "m.asgraph", weights_path=str(tmp_path / "m.asparam"))
+    assert (model.weight_dtype, model.cache_dtype) == (given.get("weight_format", "float16"), cache)
+
+
+def test_what_is_counted_as_no_number(tmp_path, caplog):
+    """Of float16 it is what lies beyond its range, too."""
+    class Counting:
+        def __getattr__(self, name):
+            return lambda *given, **_: [1] * len(given[1]) if name == "fill_rows" else 0
+
+    for name, told in (("float16", "NaN or infinite, or beyond the range of float16; "),
+                       ("bfloat16", "NaN or infinite; ")):
+        opened_on_gpu(checkpoint(WHOLE), weight_dtype=name).load(Counting(), None)
+        assert told in caplog.messages[-1]
 
 
 @pytest.mark.parametrize("form, experts, capability, expected", [

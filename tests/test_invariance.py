@@ -23,7 +23,7 @@ from units import GPUS, UNIT
 MODELS = ("qwen2-gqa-tied", "llama-dynamic", "qwen3-bf16-sharded")
 SLOW_MODELS = ("phi3-longrope", "glm4", "gemma2", "gemma3", "olmo2")
 if GPUS:
-    MODELS += ("llama-bf16-heads-of-64",)
+    MODELS += ("llama-bf16-heads-of-64", "llama-fp16-heads-of-64")
 NEW_TOKENS = 20
 PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.1, "no_repeat_ngram_size": 3}
 PROBES: list[tuple[list[int], dict[str, Any]]] = [

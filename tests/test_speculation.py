@@ -17,9 +17,10 @@ from allspark_server.weights.asgraph import from_float32, to_float32
 from allspark_server.weights.safetensors import SafetensorsFile, write_safetensors
 from checkpoints import CONFIGS, Spec, checkpoint, prompt_of, write_checkpoint
 from test_invariance import PENALTIES, bits
-from units import UNIT
+from units import GPUS, UNIT
 
 MODEL, NEW_TOKENS, SPAN = "qwen2-gqa-tied", 40, 16
+DTYPES = ("auto", "float16") if GPUS else ("auto",)
 KINDS = ("off", "prompt_lookup", "draft")
 
 
@@ -95,10 +96,15 @@ def run(engine: AbstractEngine, order: list[int], together: bool) -> dict[int, t
     return outputs
 
 
+@pytest.fixture(scope="module", params=DTYPES)
+def dtype(request) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def expected() -> dict[int, tuple]:
+def expected(dtype) -> dict[int, tuple]:
     with Engine() as engine:
-        engine.install_model(config("off", Path()))
+        engine.install_model(config("off", Path(), weight_dtype=dtype))
         engine.start_model("m")
         outputs = run(engine, list(range(40)), together=False)
     assert {reason for *_, reason in outputs.values()} == {"length", "stop_word"}
@@ -106,10 +112,10 @@ def expected() -> dict[int, tuple]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_rank(kind, perturbed, expected):
+def test_one_rank(kind, perturbed, expected, dtype):
     order = list(range(40))
     with Engine() as engine:
-        engine.install_model(config(kind, perturbed))
+        engine.install_model(config(kind, perturbed, weight_dtype=dtype))
         engine.start_model("m")
         counters = engine._models["m"].scheduler.counters
         if kind != "off":
@@ -122,17 +128,18 @@ def test_one_rank(kind, perturbed, expected):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cache_that_is_too_small(kind, perturbed, expected):
+def test_a_cache_that_is_too_small(kind, perturbed, expected, dtype):
     """By half: sequences give way to others and are computed anew."""
     order = list(range(40))
     random.Random(6).shuffle(order)
+    fields = {"num_threads": 2, "engine_max_length": 208, "weight_dtype": dtype}
     with Engine() as engine:
-        engine.install_model(config(kind, perturbed, num_threads=2, engine_max_length=208))
+        engine.install_model(config(kind, perturbed, **fields))
         spans = engine.get_model_info("m").num_spans
         per_span = engine.get_model_info("m").cache_bytes // spans
         engine.release_model("m")
         small = 26 * per_span * (2 if kind == "draft" else 1)   # the draft model's spans are paid for, too
-        engine.install_model(config(kind, perturbed, num_threads=2, engine_max_length=208, cache_memory=small))
+        engine.install_model(config(kind, perturbed, **fields, cache_memory=small))
         assert engine.get_model_info("m").num_spans <= 27
         engine.start_model("m")
         assert run(engine, order, together=True) == expected
@@ -142,12 +149,12 @@ def test_a_cache_that_is_too_small(kind, perturbed, expected):
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
-def test_two_ranks(kind, perturbed, engine_of):
+def test_two_ranks(kind, perturbed, engine_of, dtype):
     """Against themselves without drafts."""
     engine, order = engine_of("client-2"), list(range(40))
     outputs = []
     for each in ("off", kind):
-        engine.install_model(config(each, perturbed))
+        engine.install_model(config(each, perturbed, weight_dtype=dtype))
         engine.start_model("m")
         outputs.append(run(engine, order, together=each != "off"))
         engine.release_model("m")

@@ -271,7 +271,7 @@ def test_the_same_bits_as_of_whole_histories(name, world, whole_histories):
         assert each == expected
 
 
-@pytest.mark.parametrize("cache", ["float32", "bfloat16", "int8", "uint4"])
+@pytest.mark.parametrize("cache", ["float32", "bfloat16", *(["float16"] if GPUS else []), "int8", "uint4"])
 def test_every_type_of_cache(cache, whole_histories):
     from allspark_client.types import AsCacheMode
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from typing import Protocol, Sequence
 
-from allspark_client.config import AsModelConfig
+from allspark_client.config import UNQUANTIZED, AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus, not_available
 from allspark_server.models.graph import OUTPUT_ROWS
 from allspark_server.runtime.binding import GROUP_GPUS
@@ -15,22 +15,26 @@ from allspark_server.runtime.native import cuda_library, native_library
 from allspark_server.runtime.profile import CeilingMeter, GpuCeilingMeter
 from allspark_server.runtime.reservations import Reservation
 from allspark_server.weights.formats import WeightFormat
-from allspark_server.weights.gpu_forms import HOPPER, gpu_form, on_gpu
+from allspark_server.weights.gpu_forms import HOPPER, RECOVERED, gpu_form, on_gpu
 from allspark_server.weights.quantized import ColumnSlice
 
 #: of a GPU's memory, what the driver, kernels and recorded steps take beside what is counted
 GPU_RESERVE = 768 << 20
-GPU_CACHES = ("float32", "bfloat16", "int8", "uint4", "float8")
+GPU_CACHES = ("float32", "bfloat16", "float16", "int8", "uint4", "float8")
+#: of types that only GPUs have
+INSTEAD_ON_CPUS = {"float16": "'float32' or 'bfloat16'",
+                   "float8": "weight_dtype='int8' or 'w8a8', cache_mode=AsCacheQuantI8"}
 MOST_SAMPLING_THREADS = 16
 #: for tests where there are fewer GPUs than ranks: 1 lets ranks share one
 SHARED_GPUS = "ALLSPARK_TEST_SHARED_GPUS"
 
 
 class Device(Protocol):
-    """isa: its kernels, as users are told. half: what float16 weights are computed in. step_tokens: rows of a step unless
-    told otherwise; most_rows: that one may have. cache_share, largest_cache_share: of the memory that is left beside the
-    weights, what a cache of unspecified size takes at most; and what it may take if that is needed for even one request
-    of full length. host_memory: whether it is the host's, of which a second tier of the cache takes its part."""
+    """isa: its kernels, as users are told. half: what checkpoints in float16 are computed in. step_tokens: rows of a step
+    unless told otherwise; most_rows: that one may have. cache_share, largest_cache_share: of the memory that is left
+    beside the weights, what a cache of unspecified size takes at most; and what it may take if that is needed for even
+    one request of full length. host_memory: whether it is the host's, of which a second tier of the cache takes its
+    part."""
 
     isa: str
     half: str
@@ -87,7 +91,8 @@ class Device(Protocol):
         columns that ranks' slices begin at."""
 
     def beside_codes(self, dtype: str) -> str:
-        """The type here of what others have left unquantized beside their codes; dtype: on CPUs."""
+        """The type here of what is not quantized beside codes: of what others have left so, or of float16. dtype: what
+        it is otherwise."""
 
 
 class Cpus:
@@ -107,13 +112,11 @@ class Cpus:
         self.isa = self._native.isa()
 
     def check(self, config, forms, cache_dtype):
-        wanted = [f"weight_dtype={form.dtype!r}" for form in forms if form.dtype == "float8"]
-        if cache_dtype == "float8":
-            wanted.append("cache_dtype='float8'")
-        if wanted:
-            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
-                                f"{wanted[0]} is for GPUs (compute_unit='CUDA:0'); on CPUs use weight_dtype='int8' or "
-                                "'w8a8', cache_mode=AsCacheQuantI8")
+        wanted = [("weight_dtype", form.dtype) for form in forms] + [("cache_dtype", cache_dtype)]
+        for name, dtype in sorted(wanted, reverse=True):    # what weights need first
+            if dtype in INSTEAD_ON_CPUS:
+                raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"{name}={dtype!r} is for GPUs (compute_unit="
+                                    f"'CUDA:0'); on CPUs use {INSTEAD_ON_CPUS[dtype]}")
 
     def form_of(self, form, experts, firsts):
         return form
@@ -179,7 +182,7 @@ class Cpus:
 class Gpu:
     """A rank's GPU."""
 
-    half = "bfloat16"   # float32 is for comparison: its products are slow
+    half = "float16"
     step_tokens = 2048
     most_rows = 65535  # blocks of threads in a grid's second dimension: some kernels have one for each row
     cache_share = largest_cache_share = 0.95
@@ -222,7 +225,7 @@ class Gpu:
         return gpu_form(form, experts, self._capability, firsts)
 
     def beside_codes(self, dtype):
-        return self.half    # as what is recovered from codes
+        return RECOVERED    # kernels of codes take activations in bfloat16
 
     def available(self, world):
         free, _ = self._library.memory_info(self._index)
@@ -272,7 +275,7 @@ class Gpu:
         partials = self._library.partial_bytes(net.head_dim) * net.num_kv_heads * runs * config.engine_max_batch
         widest = max(model.slice_of(weight).inputs for weight in model.graph.weights.values() if weight.is_matrix)
         rotary = rows * net.head_dim * 4
-        dtype = "float32" if model.weight_dtype == "float32" else "bfloat16"
+        dtype = model.weight_dtype if model.weight_dtype in UNQUANTIZED else RECOVERED
         shared = self._library.exchange_bytes(model.world, rows, net.hidden_size, dtype) if model.world > 1 else 0
         lora = self._library.lora_bytes(rows, config.lora_max_rank) if model.targets else 0
         return (tensor_bytes(model, rows, outputs) + partials + 2 * widest * (rows + 64) + rotary + shared + lora

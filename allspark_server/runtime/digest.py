@@ -13,6 +13,7 @@ from typing import Callable
 
 import numpy as np
 
+from allspark_client.config import UNQUANTIZED
 from allspark_server.runtime.native import cuda_library, native_library
 from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan, WorkItem
 
@@ -206,13 +207,12 @@ def gpu_digests(index: int) -> dict[str, str]:
         return cuda_library().Executor(index, native_library().HostSampler(1))
 
     found = {f"weights {weights}": _run(_executor(weights, 0, "float32", empty=empty), (3, 37, 1, 290))
-             for weights in ("float32", "bfloat16")}
-    found |= {f"cache {cache}": _run(_executor("bfloat16", 0, cache, empty=empty), (LONG,))
-              for cache in ("float32", "bfloat16")}
+             for weights in UNQUANTIZED}
+    found |= {f"cache {cache}": _run(_executor("bfloat16", 0, cache, empty=empty), (LONG,)) for cache in UNQUANTIZED}
     parts, norm = fixed_values((3, 5, 200), 1), fixed_values((200,), 3)
-    for bf16 in (False, True):
-        sums = empty().sum_ranks(parts, fixed_values((5, 200), 2), norm, bf16, True)
-        found[f"sums over ranks {'bfloat16' if bf16 else 'float32'}"] = hashlib.sha256(
+    for dtype in UNQUANTIZED:
+        sums = empty().sum_ranks(parts, fixed_values((5, 200), 2), norm, dtype, True)
+        found[f"sums over ranks {dtype}"] = hashlib.sha256(
             b"".join(np.ascontiguousarray(each).tobytes() for each in sums)).hexdigest()[:16]
     return {**found, "vocabulary": _draw(), "device": "CUDA"}
 

@@ -14,7 +14,7 @@ from allspark_server.models.graph import Weight
 from allspark_server.runtime.device import Device
 from allspark_server.runtime.lowering import add_ops, check_ranks
 from allspark_server.weights.checkpoint import open_model
-from allspark_server.weights.formats import WeightFormat, wanted_formats
+from allspark_server.weights.formats import BESIDE_CODES, WeightFormat, not_numbers, wanted_formats
 from allspark_server.weights.loader import Loader, Progress, column_slice, unquantized_type
 from allspark_server.weights.lora import LoraAdapter, open_adapter
 from allspark_server.weights.quantized import ColumnSlice
@@ -55,7 +55,9 @@ class RankModel:
 
     def _choose_types(self, unquantized: str, device: Device) -> None:
         graph, config, stored = self.graph, self.config, self.graph.quantization
-        if stored is not None and stored.is_foreign:
+        dtype = unquantized if config.weight_dtype == "auto" else config.weight_dtype
+        form = stored.format if stored else WeightFormat(dtype, config.weight_group_size)
+        if (stored is not None and stored.is_foreign) or (form.quantized and unquantized not in BESIDE_CODES):
             unquantized = device.beside_codes(unquantized)
 
         def form_of(weight: Weight, form: WeightFormat) -> WeightFormat:
@@ -65,8 +67,6 @@ class RankModel:
         #: of each matrix, by the weight's name
         self.formats = {name: form_of(graph.weights[name], form)
                         for name, form in wanted_formats(graph, config, unquantized).items()}
-        dtype = unquantized if config.weight_dtype == "auto" else config.weight_dtype
-        form = stored.format if stored else WeightFormat(dtype, config.weight_group_size)
         self.weight_dtype, self.weight_group_size = form.dtype, form.group_size
         self.quantize_head = stored.quantize_head if stored else config.quantize_head
         computed = unquantized if form.quantized else self.weight_dtype
@@ -94,7 +94,7 @@ class RankModel:
     @property
     def adapter_dtype(self) -> str:
         """Adapters are computed as the model is."""
-        return "bfloat16" if self.weight_dtype == "bfloat16" else "float32"
+        return self.weight_dtype if self.weight_dtype in ("bfloat16", "float16") else "float32"
 
     def slice_of(self, weight: Weight) -> ColumnSlice:
         """This rank's columns of a matrix."""
@@ -141,8 +141,8 @@ class RankModel:
             bad = native.set(number, pair.a.data[:, begin:end], pair.a.dtype,
                              rows[0] if len(rows) == 1 else np.concatenate(rows), pair.b.dtype, pair.scale)
             if bad:
-                logger.warning("the adapter in %s holds %d values that are NaN or infinite for %s; outputs with it "
-                               "will be wrong", adapter.directory, bad, target.module)
+                logger.warning("the adapter in %s holds %d values that are %s for %s; outputs with it will be wrong",
+                               adapter.directory, bad, not_numbers(self.adapter_dtype), target.module)
 
     # -- warnings --------------------------------------------------------------------------------------------------
     def _warn_about_length(self) -> None:

@@ -12,7 +12,6 @@ from google.protobuf import text_format
 from google.protobuf.message import DecodeError
 
 from allspark_client._proto import asgraph_pb2 as pb
-from allspark_client.config import UNQUANTIZED
 from allspark_client.errors import AllSparkError, AsStatus, not_available
 from allspark_server.models.architectures import ARCHITECTURES
 from allspark_server.models.graph import ALL_ROWS, OUTPUT_ROWS, Block, CacheGroup, Graph, Op, Part, Weight
@@ -20,6 +19,7 @@ from allspark_server.models.network import ExpertConfig, ModelConfig, RopeConfig
 from allspark_server.models.ops import Attribute
 from allspark_server.weights.files import MAX_GRAPH_BYTES, read_file
 from allspark_server.weights.formats import (
+    BESIDE_CODES,
     MOST_CODES,
     OFFSET,
     ORDER,
@@ -136,7 +136,7 @@ def from_message(message: pb.Graph) -> Graph:
     graph = Graph(config.checked())
     if message.HasField("quantization"):
         how = message.quantization
-        if how.unquantized not in UNQUANTIZED:
+        if how.unquantized not in BESIDE_CODES:
             raise ValueError(f"its unquantized weights are of the unknown type {how.unquantized!r}")
         graph.quantization = StoredQuantization(_format_of(how.format), how.quantize_head, how.unquantized)
     ids = Split(config.vocab_size)  # how graphs of earlier builds divide the vocabulary

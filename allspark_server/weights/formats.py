@@ -18,6 +18,7 @@ SCALE, OFFSET, SUPER_SCALE, SUPER_OFFSET = ".scale", ".offset", ".super_scale", 
 ORDER = ".order"  # tensors of a quantized one, after its name
 
 
+BESIDE_CODES = ("float32", "bfloat16")  # types of what is left unquantized in a quantized model
 CODED = ("e4m3", "nf4", "e2m1")  # codes of floats, which only checkpoints have
 STORED_DTYPES = ("int8", "int4", "w8a8", "w4a8", *CODED)
 SCALE_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # of a matrix that others have quantized
@@ -99,6 +100,11 @@ class WeightFormat:
     def __str__(self) -> str:
         text = f"{self.dtype}:{self.group_size}" if self.group_size else self.dtype
         return "/".join([text, *(f"{name}={value}" for name, value in self.layout.changed().items())])
+
+
+def not_numbers(dtype: str) -> str:
+    """What values are that a matrix of this type counts as not finite."""
+    return "NaN or infinite" + (", or beyond the range of float16" if dtype == "float16" else "")
 
 
 def activated(form: WeightFormat) -> WeightFormat:

@@ -19,7 +19,7 @@ from allspark_server.weights.common_form import plain_scales
 from allspark_server.weights.formats import SCALE_TYPES, ScaleLayout, WeightFormat
 from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor, in_pieces
 
-GPU_FORMATS = ("float32", "bfloat16", "int8", "int4", "w8a8", "w4a8", "float8")
+GPU_FORMATS = ("float32", "bfloat16", "float16", "int8", "int4", "w8a8", "w4a8", "float8")
 HOPPER = 90  # the first compute capability with products in float8
 RECOVERED = "bfloat16"
 HALF_OF_5_BITS = 16

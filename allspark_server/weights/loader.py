@@ -17,7 +17,7 @@ from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.models.graph import Graph, Part, Weight
 from allspark_server.weights.asgraph import to_float32
 from allspark_server.weights.checkpoint import Source
-from allspark_server.weights.formats import WeightFormat
+from allspark_server.weights.formats import WeightFormat, not_numbers
 from allspark_server.weights.gpu_forms import recoded, recovered
 from allspark_server.weights.quantized import ColumnSlice, QuantizedTensor, slice_columns
 from allspark_server.weights.safetensors import NUMPY_TYPES, StoredTensor
@@ -77,8 +77,9 @@ def column_slice(source: Source, weight: Weight, form: WeightFormat, rank: int, 
 
 def unquantized_type(graph: Graph, source: Source, half: str = "float32") -> str:
     """The weight_dtype that "auto" is for a checkpoint, whether or not it is quantized; checks every tensor's presence,
-    type and shape. bfloat16 matrices stay so and all else is float32: float16 values are exact in float32, not in
-    bfloat16. half: what float16 is where that is too slow to be meant.
+    type and shape. bfloat16 matrices stay so and all else is float32, in which float16 values are exact. half: the type
+    of matrices that all are float16; where that is not float32, float32 is too slow to be meant by those of both types
+    of 16 bits, and they are bfloat16, which has the range of both.
     """
     found = set()
     for weight in graph.weights.values():
@@ -91,11 +92,12 @@ def unquantized_type(graph: Graph, source: Source, half: str = "float32") -> str
         return graph.quantization.unquantized
     if found == {"BF16"}:
         return "bfloat16"
-    if "F16" not in found or "F32" in found:
+    if found == {"F16"}:
+        return half
+    if found != {"BF16", "F16"} or half == "float32":
         return "float32"
-    if half != "float32":
-        logger.info("weights in float16: computed in %s, unless weight_dtype says otherwise", half)
-    return half
+    logger.info("weights in bfloat16 and float16: computed in bfloat16, unless weight_dtype says otherwise")
+    return "bfloat16"
 
 
 class Loader:
@@ -151,13 +153,13 @@ class Loader:
                 tensor = stored_tensor(self.source, weight, part)
                 self._digest.update(f"{tensor.name} {tensor.dtype} {begin} {end} {first} {last} ".encode())
                 if together and together[0][0].dtype != tensor.dtype:
-                    self._fill(identity, together, offset, first, form.group_size)
+                    self._fill(identity, together, offset, first, form)
                     together = []
                 together.append((tensor, begin, end))
             offset += end - begin
             self._advance((end - begin) * (last - first))
         if together:
-            self._fill(identity, together, offset, first, form.group_size)
+            self._fill(identity, together, offset, first, form)
         self._digest.update(f"{self.executor.source_hash(identity)} ".encode())
         return identity
 
@@ -185,15 +187,15 @@ class Loader:
                 raise tensor.not_finite(bad, "values" if rows.packing == "rows" else "scales")
 
     def _fill(self, identity: int, pieces: list[tuple[StoredTensor, int, int]], end: int, column: int,
-              group_size: int) -> None:
+              form: WeightFormat) -> None:
         """Rows of tensors of one type, one after the other, as a matrix' rows up to `end`. Whole rows: a slice along K
         is quantized by the ranges of the groups that it was cut from."""
         begin = end - sum(last - first for _, first, last in pieces)
         counts = self.executor.fill_rows(identity, [tensor.data[first:last] for tensor, first, last in pieces],
-                                         pieces[0][0].dtype, begin, column, group_size)
+                                         pieces[0][0].dtype, begin, column, form.group_size)
         for (tensor, *_), bad in zip(pieces, counts):
             if bad:
-                self._warn(tensor, bad)
+                self._warn(tensor, bad, form.dtype)
 
     def _vector(self, weight: Weight) -> int:
         if weight.values:
@@ -209,7 +211,7 @@ class Loader:
             values = to_float32(tensor.data[begin:end], tensor.dtype)
             bad = values.size - int(np.isfinite(values).sum())
             if bad:
-                self._warn(tensor, bad)
+                self._warn(tensor, bad, "float32")
             pieces.append(np.zeros_like(values) if weight.is_zero_on(self.rank, self.world) else values)
             self._advance(end - begin)
         return self.executor.add_vector(np.concatenate(pieces))
@@ -219,6 +221,6 @@ class Loader:
         if self.progress is not None:
             self.progress(self.done, self.total)
 
-    def _warn(self, tensor: StoredTensor, bad: int) -> None:
-        logger.warning("tensor %r in %s holds %d values that are NaN or infinite; outputs will be wrong",
-                       tensor.name, tensor.file, bad)
+    def _warn(self, tensor: StoredTensor, bad: int, dtype: str) -> None:
+        logger.warning("tensor %r in %s holds %d values that are %s; outputs will be wrong", tensor.name, tensor.file,
+                       bad, not_numbers(dtype))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-FORMATS = ("float32", "bfloat16", "int8", "int4", "w8a8", "w4a8")
+FORMATS = ("float32", "bfloat16", "float16", "int8", "int4", "w8a8", "w4a8")
 
 
 @dataclass(frozen=True)

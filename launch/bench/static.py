@@ -58,7 +58,7 @@ examples:
   allspark bench static --model DIR --peer llama_cpp=/venvs/llama/bin/python --work-dir /tmp/peers
 
 On GPUs (--gpus) the ceilings are the rate of reading their memory and that of a large product of bfloat16 by this
-backend's own kernel, of all together.
+backend's own kernel, of all together. The format float16 is for them alone.
 
 Peers run on the same cells, each in a process of its own, by the adapters in tests/perf/peers. A format that this build
 does not have is listed as such."""

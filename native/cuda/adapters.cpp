@@ -1,12 +1,10 @@
 #include "cuda/adapters.h"
 
-#include <cuda_fp16.h>
-
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
 
-#include "common/bf16.h"
+#include "cuda/halves.h"
 
 namespace as {
 namespace cuda {
@@ -17,36 +15,36 @@ constexpr size_t kAlign = 16;  // bytes: of matrices
 float value_of(const HostRows& rows, int64_t row, int64_t column) {
   const int64_t at = row * rows.stride + rows.column + column;
   if (rows.source == Source::f32) return static_cast<const float*>(rows.data)[at];
-  const uint16_t bits = static_cast<const uint16_t*>(rows.data)[at];
-  if (rows.source == Source::bf16) return bf16_to_float(bits);
-  __half_raw half;
-  half.x = bits;
-  return __half2float(__half(half));
+  return widened(static_cast<const uint16_t*>(rows.data)[at], rows.source == Source::bf16 ? Half::bf16 : Half::f16);
 }
 
-int64_t not_finite(const HostRows& rows) {
+// Once they are what the adapter has.
+int64_t not_finite(const HostRows& rows, const AdapterLimits& limits) {
   int64_t found = 0;
   for (int64_t row = 0; row < rows.count; row++)
-    for (int64_t column = 0; column < rows.columns; column++) found += !std::isfinite(value_of(rows, row, column));
+    for (int64_t column = 0; column < rows.columns; column++) {
+      const float x = value_of(rows, row, column);
+      found += !std::isfinite(limits.halves ? widened(rounded(x, limits.type), limits.type) : x);
+    }
   return found;
 }
 
 }  // namespace
 
-size_t adapter_bytes(int rank, int inputs, int columns, bool bf16) {
-  if (bf16) return (size_t)whole_ranks(rank) * (low_rank_stride(inputs) + columns) * sizeof(uint16_t);
+size_t adapter_bytes(int rank, int inputs, int columns, bool halves) {
+  if (halves) return (size_t)whole_ranks(rank) * (low_rank_stride(inputs) + columns) * sizeof(uint16_t);
   return (size_t)rank * (low_rank_stride(inputs) + low_rank_stride(columns)) * sizeof(float);
 }
 
 template <typename Value>
 size_t Adapter::put(int rows, int columns, int whole_rows, int stride, const Value& value) {
-  const size_t at = bytes_.size(), each = limits_.bf16 ? sizeof(uint16_t) : sizeof(float);
+  const size_t at = bytes_.size(), each = limits_.halves ? sizeof(uint16_t) : sizeof(float);
   bytes_.resize(at + ((size_t)whole_rows * stride * each + kAlign - 1) / kAlign * kAlign);
   for (int row = 0; row < rows; row++)
     for (int column = 0; column < columns; column++) {
       const float x = value(row, column);
       const size_t place = (size_t)row * stride + column;
-      if (limits_.bf16) reinterpret_cast<uint16_t*>(bytes_.data() + at)[place] = float_to_bf16(x);
+      if (limits_.halves) reinterpret_cast<uint16_t*>(bytes_.data() + at)[place] = rounded(x, limits_.type);
       else reinterpret_cast<float*>(bytes_.data() + at)[place] = x;
     }
   return at;
@@ -65,17 +63,17 @@ int64_t Adapter::set(int target, const HostRows& a, const HostRows& b, float sca
                                 std::to_string(own.columns) + " columns, ranks are at most " +
                                 std::to_string(limits_.max_rank));
   Pair& pair = pairs_[target];
-  const int ranks = limits_.bf16 ? whole_ranks((int)rank) : (int)rank;
+  const int ranks = limits_.halves ? whole_ranks((int)rank) : (int)rank;
   pair.a = put((int)rank, own.inputs, ranks, low_rank_stride(own.inputs),
                [&](int row, int column) { return value_of(a, row, column); });
-  if (limits_.bf16)
+  if (limits_.halves)
     pair.b =
         put(own.columns, (int)rank, own.columns, ranks, [&](int row, int column) { return value_of(b, row, column); });
   else
     pair.b = put((int)rank, own.columns, ranks, low_rank_stride(own.columns),
                  [&](int row, int column) { return value_of(b, column, row); });
   pair.rank = (int)rank, pair.scale = scale;
-  return not_finite(a) + not_finite(b);
+  return not_finite(a, limits_) + not_finite(b, limits_);
 }
 
 std::vector<LowRank> Adapter::upload() {

@@ -15,11 +15,12 @@ namespace cuda {
 struct AdapterLimits {
   int count = 0;  // at once; 0: rows have none
   int max_rank = 0;
-  bool bf16 = false;  // their matrices are; else float32
+  bool halves = false;  // their matrices are of 16 bits; else float32
+  Half type = Half::bf16;
 };
 
 // Bytes of one target's two matrices.
-size_t adapter_bytes(int rank, int inputs, int columns, bool bf16);
+size_t adapter_bytes(int rank, int inputs, int columns, bool halves);
 
 // One adapter's matrices, filled by whoever loads it, in the host's memory: steps go on meanwhile.
 class Adapter {

@@ -50,7 +50,7 @@ size_t span_bytes(int span_size, int head_dim, CacheType type) {
 
 // They are wherever weights are: what products read is rounded as much, and float32 would be twice the traffic, 5 % of
 // a step from 128 rows on. (With two ranks at 1,024 rows 49 us against 27, at 1 row 3.6 us either way.)
-bool sums_in_bf16(const std::vector<OpNode>& ops, const Weights& weights, size_t all_reduce) {
+bool sums_in_halves(const std::vector<OpNode>& ops, const Weights& weights, size_t all_reduce) {
   size_t before = all_reduce;
   while (before && ops[before - 1].is("lora")) before--;  // these add to what there is
   if (!before) return false;
@@ -67,7 +67,7 @@ size_t largest_partial(const Program& program, const Weights& weights, int max_r
   for (size_t i = 0; i < program.ops().size(); i++) {
     const OpNode& op = program.ops()[i];
     if (op.is("all_reduce"))
-      most = std::max(most, partial_bytes(max_rows, program.in(op).width, sums_in_bf16(program.ops(), weights, i)));
+      most = std::max(most, partial_bytes(max_rows, program.in(op).width, sums_in_halves(program.ops(), weights, i)));
   }
   return most;
 }
@@ -81,8 +81,11 @@ CudaRunner::CudaRunner(const Device& device, const Program& program, Weights& we
       sampler_(sampler),
       ranks_(ranks ? std::optional<Ranks>(*ranks) : std::nullopt),
       adapters_(adapters),
+      half_(weights.half()),
       times_(program) {
   check_program();
+  if (adapters && adapters->limits.halves && adapters->limits.type != half_)
+    refuse("adapters of another type of 16 bits than the weights");
   device_.use();
   most_runs_ = (limits.max_length + kRunTokens - 1) / kRunTokens;
   allocate_tensors();
@@ -132,7 +135,7 @@ void CudaRunner::allocate_cache() {
   for (const OpNode& op : program_.ops()) {
     if (!op.is("span_attention")) continue;
     LayerCache layer{nullptr, limits_.cache_type, limits_.span_size, op.integer("kv_heads"), op.integer("head_dim"), 0};
-    layer.padded_dim = (layer.head_dim + 7) / 8 * 8;
+    layer.padded_dim = (layer.head_dim + 7) / 8 * 8, layer.half = limits_.cache_half;
     if (layer.head_dim > kLargestHead)
       refuse("heads of " + std::to_string(layer.head_dim) + " features, at most " + std::to_string(kLargestHead));
     const int group = shared_heads(op).group;
@@ -352,14 +355,14 @@ void CudaRunner::bind_first_call() {
 std::optional<Rows> CudaRunner::partial_of(size_t i) const {
   const OpNode &op = ops_[i], &next = ops_[i + 1];
   if (!ranks_ || !next.is("all_reduce") || next.inputs[0] != op.outputs[0]) return {};
-  return ranks_->exchange.partial(next_call_, out(op).rows.width, sums_in_bf16(ops_, weights_, i + 1));
+  return ranks_->exchange.partial(next_call_, out(op).rows.width, sums_in_halves(ops_, weights_, i + 1), half_);
 }
 
 uint16_t* CudaRunner::place_of(size_t i) const {
   if (!ops_[i].is("linear")) return nullptr;
   const Matrix& m = weights_.matrix(ops_[i].weights[0]);
   const std::optional<Rows> partial = partial_of(i);
-  if (!partial || m.kind != Kind::bf16 || m.most_pieces == 1) return nullptr;
+  if (!partial || m.kind != Kind::half || m.most_pieces == 1) return nullptr;
   return ranks_->exchange.place(next_call_, partial->width);
 }
 
@@ -374,7 +377,7 @@ int CudaRunner::bind_all_reduce(size_t i) {
   size_t last = i;
   RankSum sum;
   sum.peers = ranks_->exchange.peers(), sum.peers.step = data_->step();
-  sum.call = next_call_, sum.calls = calls_, sum.bf16 = sums_in_bf16(ops_, weights_, i);
+  sum.call = next_call_, sum.calls = calls_, sum.halves = sums_in_halves(ops_, weights_, i), sum.half = half_;
   int into = tensor;
   if (sum_at(i + 1, tensor)) last = i + 1, into = ops[last].inputs[0], sum.adds = true;
   sum.y = tensors_[into].rows;
@@ -383,7 +386,7 @@ int CudaRunner::bind_all_reduce(size_t i) {
   const bool there = i > 0 && !ops[i - 1].outputs.empty() && ops[i - 1].outputs[0] == tensor &&
                      (ops[i - 1].is("linear") || ops[i - 1].is("embedding") || ops[i - 1].is("combine_experts"));
   sum.on_its_way = there && place_of(i - 1);
-  const Rows partial = ranks_->exchange.partial(next_call_++, x.rows.width, sum.bf16);
+  const Rows partial = ranks_->exchange.partial(next_call_++, x.rows.width, sum.halves, half_);
   launches_.push_back([=, queue = device_.queue()](const Size& size) {
     const int rows = count(x, size);
     if (!there && rows) to_tiles(x.values(), rows, partial, queue);
@@ -455,7 +458,7 @@ int CudaRunner::bind_linear(size_t i, bool norms) {
   if (p.w.kind == Kind::codes) p.widened = widened_.as<uint16_t>();
   if (p.w.takes_bytes()) p.bytes = byte_rows_of(op);
   const bool converts = p.w.takes_tiles() && !x.rows.tiles;
-  if (converts) p.x = {nullptr, tiles_.as<uint16_t>(), x.rows.width};
+  if (converts) p.x = {nullptr, tiles_.as<uint16_t>(), x.rows.width, half_};
   const bool takes_bytes = p.w.takes_bytes();
   const bool few = has_few_columns(p.w) && is_routing(op.outputs[0]);
   Product norming = p;
@@ -471,14 +474,14 @@ int CudaRunner::bind_linear(size_t i, bool norms) {
       else quantize_activations(p, rows, queue);
     } else if (norms) {
       if (!in_place && linear_quantized_norms(norming, rows, queue)) return linear_quantized(norming, rows, queue);
-      if (!in_place && linear_bf16_norms(norming, rows, queue)) return linear_bf16(norming, rows, queue);
+      if (!in_place && linear_half_norms(norming, rows, queue)) return linear_half(norming, rows, queue);
       rms_norm(norming.unnormed, norming.norm, rows, x.rows, queue);
     }
     p.y.copy = rows <= kPushedRows ? place : nullptr;
     if (converts) to_tiles(x.values(), rows, p.x, queue);
     if (few) linear_few(p, rows, queue);
     else if (p.w.kind == Kind::f32) linear_f32(p, rows, queue);
-    else if (p.w.kind == Kind::bf16) linear_bf16(p, rows, queue);
+    else if (p.w.kind == Kind::half) linear_half(p, rows, queue);
     else if (p.w.kind == Kind::integers) linear_integer(p, rows, queue);
     else if (p.w.kind == Kind::float8) linear_float8(p, rows, queue);
     else linear_quantized(p, rows, queue);
@@ -506,7 +509,7 @@ void CudaRunner::bind_attention(const OpNode& op) {
   Attention whole = a;
   if (norms) whole.query_norm = norms->first.norm, whole.key_norm = norms->second.norm;
   const int* where = data_->where(op.integer("cache_group"));
-  const int at_once = a.cache.type == CacheType::bf16 ? 2 : 3;  // blocks of threads that attend on a processor
+  const int at_once = a.cache.type == CacheType::half ? 2 : 3;  // blocks of threads that attend on a processor
   const int wanted = at_once * device_.processors(), most = most_runs_;
   launches_.push_back([=, data = &*data_, queue = device_.queue()](const Size& size) {
     if (!size.rows) return;

@@ -26,9 +26,9 @@ void CudaRunner::allocate_routings() {
     if (m.experts != end - begin)
       throw std::invalid_argument("op expert_linear is for " + std::to_string(end - begin) + " experts, weight " +
                                   std::to_string(op.weights[0]) + " has " + std::to_string(m.experts));
-    if (m.takes_bytes()) refuse("experts of other types than float32, bfloat16, int8 and int4");
+    if (m.takes_bytes()) refuse("experts of other types than float32, bfloat16, float16, int8 and int4");
     if (m.takes_tiles() && most_shared() < kExpertsShared)
-      refuse("experts of type bfloat16, int8 and int4 on a GPU whose blocks of threads have less than " +
+      refuse("experts of type bfloat16, float16, int8 and int4 on a GPU whose blocks of threads have less than " +
              std::to_string(kExpertsShared >> 10) + " KiB of shared memory: " + device_.name());
     if (m.takes_tiles() && tiles_bytes(max_rows(op.inputs[0]), m.k) > INT_MAX)  // kernels count their bytes so
       refuse("steps of so many rows of experts: lower max_step_tokens");
@@ -150,7 +150,7 @@ int CudaRunner::bind_expert_linear(size_t i) {
   if (gated) e.gating = gating_of(ops_[i + 1]);
   e.routing = routed.routing, e.gathers = x.row_set != y.row_set;
   const bool converts = p.w.takes_tiles() && !x.rows.tiles;
-  if (converts) p.x = {nullptr, tiles_.as<uint16_t>(), x.rows.width};
+  if (converts) p.x = {nullptr, tiles_.as<uint16_t>(), x.rows.width, half_};
   e.follows = i > 1 && ops_[i - 2].is("expert_linear") && is_gated(ops_, i - 2) &&
               out(ops_[i - 2]).row_set == y.row_set && ops_[i - 1].outputs[0] == op.inputs[0] && !converts;
   Combination c;

@@ -50,7 +50,8 @@ int CudaRunner::bind_lora(size_t i) {
   AdaptedSums sums;
   sums.pairs = adapters_->table(), sums.targets = adapters_->targets(), sums.adapter_count = adapters_->limits.count;
   sums.adapters = data_->adapters(), sums.chosen = y.row_set == kOutputRows ? data_->chosen() : nullptr;
-  sums.bf16 = adapters_->limits.bf16, sums.max_rank = adapters_->limits.max_rank, sums.inner = inner_.as<float>();
+  sums.halves = adapters_->limits.halves, sums.type = half_, sums.max_rank = adapters_->limits.max_rank,
+  sums.inner = inner_.as<float>();
   sums.x = x.rows, sums.y = y.values(), sums.width = y.rows.width;
   const auto is_part = [](const OpNode& lora, int offset, int columns) {
     return lora.integer("offset") == offset && lora.integer("columns") == columns;
@@ -59,10 +60,10 @@ int CudaRunner::bind_lora(size_t i) {
   if (const auto pairs = pairs_.find(made); pairs != pairs_.end()) {
     const int half = sums.half = y.rows.width / 2;
     sums.width = paired_rows(y.rows.width);
-    if (sums.bf16 && ops_[end].is("silu_mul") && last == i + 1 && half % 8 == 0 && is_part(op, 0, half) &&
+    if (sums.halves && ops_[end].is("silu_mul") && last == i + 1 && half % 8 == 0 && is_part(op, 0, half) &&
         is_part(ops_[last], half, half))
       last = end, sums.gated = out(ops_[end]).rows, sums.bias = pairs->second.bias;
-  } else if (sums.bf16 && sum && last == i && is_part(op, 0, y.rows.width)) {
+  } else if (sums.halves && sum && last == i && is_part(op, 0, y.rows.width)) {
     last = *sum, sums.added = in(ops_[*sum]).values();
   }
   for (size_t next = i; next < end; sums.count = 0) {

@@ -24,7 +24,8 @@ int CudaRunner::max_rows(int tensor) const {
   return rows_of(program_.tensors()[tensor].rows, limits_.max_rows, limits_.max_outputs);
 }
 
-// Whether a tensor is bfloat16: linears that take it so alone read it, and ops that round make it.
+// Whether a tensor is of 16 bits: linears that take it so alone read it, and ops that round make it. Attention has its
+// cache's type of these.
 bool CudaRunner::in_tiles(int tensor) const {
   bool read = false;
   for (const OpNode& op : program_.ops()) {
@@ -34,13 +35,13 @@ bool CudaRunner::in_tiles(int tensor) const {
       read = true;
     }
     if (has(op.outputs, tensor) && !op.is("rms_norm") && !op.is("silu_mul") && !op.is("clamped_silu_mul") &&
-        !op.is("gelu_tanh_mul") && !op.is("span_attention"))
+        !op.is("gelu_tanh_mul") && !(op.is("span_attention") && limits_.cache_half == half_))
       return false;
   }
   return read;
 }
 
-// Whether a tensor is float32, and bfloat16 beside that: norms make both at once for products of either type.
+// Whether a tensor is float32, and of 16 bits beside that: norms make both at once for products of either type.
 bool CudaRunner::in_both(int tensor) const {
   bool tiles = false, values = false;
   for (const OpNode& op : program_.ops()) {
@@ -68,7 +69,7 @@ void CudaRunner::allocate_tensors() {
   }
   activations_ = Memory(bytes, "activations", Memory::Where::lent);
   for (int t = 0; t < (int)specs.size(); t++) {
-    Tensor tensor{{nullptr, nullptr, specs[t].width}, specs[t].rows};
+    Tensor tensor{{nullptr, nullptr, specs[t].width, half_}, specs[t].rows};
     char* data = activations_.as() + offsets[t];
     if (in_tiles(t)) tensor.rows.tiles = reinterpret_cast<uint16_t*>(data);
     else tensor.rows.values = reinterpret_cast<float*>(data);
@@ -79,7 +80,7 @@ void CudaRunner::allocate_tensors() {
   for (const OpNode& op : program_.ops())
     if (op.is("lora") && adapters_)
       inner = std::max(inner, (size_t)max_rows(op.inputs[0]) * kMostTargets *
-                                  low_rank_parts(in(op, 1).rows.width, adapters_->limits.bf16) *
+                                  low_rank_parts(in(op, 1).rows.width, adapters_->limits.halves) *
                                   whole_ranks(adapters_->limits.max_rank));
   const std::vector<OpNode> ops = ops_of(false);
   for (size_t i = 0; i < ops.size(); i++) {
@@ -95,7 +96,7 @@ void CudaRunner::allocate_tensors() {
     widened = std::max(widened, widened_bytes(gated ? paired_rows(w.n) : w.n, w.k, gated, max_rows(op.inputs[0])));
   }
   rotary_memory_ = Memory(rotary, "rotary tables");
-  tiles_ = Memory(converted, "activations in bfloat16");
+  tiles_ = Memory(converted, "activations of 16 bits");
   widened_ = Memory(widened, "widened weights", Memory::Where::lent);
   inner_ = Memory(inner * sizeof(float), "adapters' products");
   byte_rows_ = Memory(bytes_of_rows, "quantized activations");

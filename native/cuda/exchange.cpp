@@ -35,8 +35,8 @@ size_t rounded(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
 }  // namespace
 
-size_t partial_bytes(int rows, int width, bool bf16) {
-  return bf16 ? tiles_bytes(rows, width) : (size_t)rows * width * sizeof(float);
+size_t partial_bytes(int rows, int width, bool halves) {
+  return halves ? tiles_bytes(rows, width) : (size_t)rows * width * sizeof(float);
 }
 
 size_t exchange_bytes(int world, size_t half, size_t pushed) {
@@ -64,9 +64,10 @@ Exchange::~Exchange() {
     leave();
   } catch (const std::runtime_error&) {}  // the device is of no more use
   for (void* opened : opened_) cudaIpcCloseMemHandle(opened);
+  if (told_ && !connected_) memory_.forget();
 }
 
-std::string Exchange::address() const {
+std::string Exchange::address() {
   Address own{};
   std::memcpy(own.magic, kMagic, sizeof kMagic);
   own.process = own_process(), own.rank = peers_.rank, own.world = peers_.world, own.device = device_.index();
@@ -74,6 +75,7 @@ std::string Exchange::address() const {
   own.pushed = peers_.pushed_bytes;
   device_.use();
   check(cudaIpcGetMemHandle(&own.handle, memory_.as()), "sharing memory with other ranks");
+  told_ = true;
   return std::string(reinterpret_cast<const char*>(&own), sizeof own);
 }
 
@@ -115,9 +117,9 @@ void Exchange::connect(const std::vector<std::string>& addresses) {
   connected_ = true;
 }
 
-Rows Exchange::partial(int call, int width, bool bf16) const {
+Rows Exchange::partial(int call, int width, bool halves, Half half) const {
   char* data = memory_.as() + kHeader + call % 2 * peers_.half;
-  if (bf16) return {nullptr, reinterpret_cast<uint16_t*>(data), width};
+  if (halves) return {nullptr, reinterpret_cast<uint16_t*>(data), width, half};
   return {reinterpret_cast<float*>(data), nullptr, width};
 }
 

@@ -4,6 +4,8 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "cuda/halves.h"
+
 namespace as {
 namespace cuda {
 
@@ -194,7 +196,7 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
   p.w = m, p.bias = bias ? added.as<float>() : nullptr;
   p.x = {in.as<float>(), nullptr, m.k}, p.y = {out.as<float>(), nullptr, m.n};
   const Memory pieces(rounded ? tiles_bytes(rows, m.n) : 0, "activations");
-  if (rounded) p.y = {nullptr, pieces.as<uint16_t>(), m.n};
+  if (rounded) p.y = {nullptr, pieces.as<uint16_t>(), m.n, m.half};
   p.widened = widened.as<uint16_t>();
   if (m.takes_bytes()) p.bytes = byte_rows(bytes.as(), rows, m.k);
   const bool done = rows == 1 && by == By::any && linear_byte_row(p, device_.queue());
@@ -202,9 +204,9 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
   if (done) {
     // the product has made 8 bits of the row itself
   } else if (m.takes_tiles()) {
-    p.x = {nullptr, tiles.as<uint16_t>(), m.k};
+    p.x = {nullptr, tiles.as<uint16_t>(), m.k, m.half};
     to_tiles(in.as<float>(), rows, p.x, device_.queue());
-    if (m.tiles) linear_bf16(p, rows, device_.queue(), by);
+    if (m.tiles) linear_half(p, rows, device_.queue(), by);
     else linear_quantized(p, rows, device_.queue(), by);
   } else if (m.kind == Kind::integers) {
     linear_integer(p, rows, device_.queue(), by);
@@ -219,8 +221,7 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
     check(cudaMemcpy(values.data(), pieces.as(), pieces.size(), cudaMemcpyDeviceToHost), "copying rows");
     for (int row = 0; row < rows; row++)
       for (int column = 0; column < m.n; column++) {
-        const uint32_t bits = (uint32_t)values[tile_offset(row, column, blocks_of(m.n))] << 16;
-        std::memcpy(&y[(size_t)row * m.n + column], &bits, sizeof bits);
+        y[(size_t)row * m.n + column] = cuda::widened(values[tile_offset(row, column, blocks_of(m.n))], m.half);
       }
     return y;
   }
@@ -247,7 +248,7 @@ std::vector<float> CudaExecutor::multiply_experts(int id, const float* x, const 
   check(cudaStreamSynchronize(nullptr), "copying rows");
   p.w = m, p.x = {in.as<float>(), nullptr, m.k}, p.y = {out.as<float>(), nullptr, m.n};
   if (m.takes_tiles()) {
-    p.x = {nullptr, tiles.as<uint16_t>(), m.k};
+    p.x = {nullptr, tiles.as<uint16_t>(), m.k, m.half};
     to_tiles(in.as<float>(), rows, p.x, device_.queue());
   }
   if (!tile_rows) tile_rows = expert_tile_rows(m.kind, entries, m.experts, device_.queue());
@@ -275,12 +276,13 @@ std::vector<std::pair<int, int>> CudaExecutor::expert_tiles(int row_set) const {
   return found;
 }
 
-void CudaExecutor::sum_ranks(const float* parts, int ranks, int rows, int width, const float* norm, bool bf16,
-                             bool adds, bool pushed, float* y, float* normed) {
+void CudaExecutor::sum_ranks(const float* parts, int ranks, int rows, int width, const float* norm,
+                             const std::string& dtype, bool adds, bool pushed, float* y, float* normed) {
   if (ranks < 1 || ranks > kMostRanks || rows < 1 || width < 1)
     throw std::invalid_argument("sum_ranks: 1 to " + std::to_string(kMostRanks) + " ranks, and rows that are some");
   device_.use();
-  const size_t count = (size_t)rows * width, bytes = count * sizeof(float), half = partial_bytes(rows, width, bf16);
+  const bool halves = dtype != "float32";
+  const size_t count = (size_t)rows * width, bytes = count * sizeof(float), half = partial_bytes(rows, width, halves);
   Memory in(bytes, "partial sums"), all(ranks * half, "partial sums"),
       others(pushed ? ranks * half : 0, "places of partial sums"), flags((kMostRanks + 1) * sizeof(uint32_t), "flags"),
       step(sizeof(int), "a step"), failed(sizeof(int), "a flag", Memory::Where::host),
@@ -297,14 +299,14 @@ void CudaExecutor::sum_ranks(const float* parts, int ranks, int rows, int width,
     char* own = all.as() + r * half;
     copy(in, parts + r * count, bytes);
     Rows rows_of{reinterpret_cast<float*>(own), nullptr, width};
-    if (bf16) rows_of = {nullptr, reinterpret_cast<uint16_t*>(own), width};
+    if (halves) rows_of = {nullptr, reinterpret_cast<uint16_t*>(own), width, half_of(dtype)};
     to_tiles(in.as<float>(), rows, rows_of, device_.queue());
     device_.wait();
     sum.peers.partials[r] = own, sum.peers.flags[r] = flags.as<uint32_t>();
     sum.peers.pushed[r] = r ? others.as() : all.as();
   }
   if (pushed) sum.peers.pushed_bytes = half;
-  sum.calls = 2, sum.bf16 = bf16, sum.adds = adds;
+  sum.calls = 2, sum.halves = halves, sum.half = half_of(dtype), sum.adds = adds;
   sum.y = {total.as<float>(), nullptr, width}, sum.normed = {result.as<float>(), nullptr, width};
   sum.norm = {weight.as<float>(), 1e-6f, false};
   cuda::sum_ranks(sum, rows, device_.queue());

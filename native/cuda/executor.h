@@ -65,7 +65,7 @@ class CudaExecutor : public StepModel {
   size_t cache_bytes() const { return runner_ ? runner_->cache_bytes() : 0; }
 
   // y [rows, n] = x w^T (+ bias): one matrix alone, for tests.
-  // rounded: to bfloat16, as the products of ranks leave their partial sums.
+  // rounded: to 16 bits, as the products of ranks leave their partial sums.
   std::vector<float> multiply(int id, const float* x, const float* bias, int rows, By by, bool rounded = false);
   // y [rows, top, n]: of each row, by each of the experts chosen [rows, top] for it, ascending; a stack alone, for
   // tests. tile_rows: 0 for what a step would take.
@@ -73,8 +73,8 @@ class CudaExecutor : public StepModel {
                                       int tile_rows);
   // y [rows, width] = the sum of parts [ranks, rows, width] (+ y), and normed: the same normed; with all on this GPU.
   // pushed: the parts of ranks from 1 on have been.
-  void sum_ranks(const float* parts, int ranks, int rows, int width, const float* norm, bool bf16, bool adds,
-                 bool pushed, float* y, float* normed);
+  void sum_ranks(const float* parts, int ranks, int rows, int width, const float* norm, const std::string& dtype,
+                 bool adds, bool pushed, float* y, float* normed);
 
  private:
   std::vector<LayerCache> layers() const;  // of this model, and of the draft model

@@ -74,6 +74,8 @@ struct Combination {
   Rows y;
   Norm norm;
   Rows normed;
+
+  Half half() const { return y.tiles ? y.half : normed.half; }
 };
 void combine_experts(const Combination& c, int rows, const Queue& queue);
 

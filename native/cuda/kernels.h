@@ -15,19 +15,26 @@
 namespace as {
 namespace cuda {
 
-// Rows of values: float32 [rows, width], or bfloat16 in tiles (tiles.h) for the products that read them, or both.
+// Floats of 16 bits: bfloat16 and IEEE 754's binary16 (float16), as PTX names them. Values too large for float16 become
+// its largest, 65504. What is of 16 bits in a program is all of one type, but for the cache. Kernels of other formats
+// (codes, activations of 8 bits) go with bfloat16 alone.
+enum class Half : uint8_t { bf16, f16 };
+
+// Rows of values: float32 [rows, width], or of 16 bits in tiles (tiles.h) for the products that read them, or both.
 struct Rows {
   float* values = nullptr;
   uint16_t* tiles = nullptr;
   int width = 0;
-  uint16_t* copy = nullptr;  // of the tiles, in another GPU's memory: of bfloat16's products in pieces alone
+  Half half = Half::bf16;
+  uint16_t* copy = nullptr;  // of the tiles, in another GPU's memory: of products of 16 bits in pieces alone
 };
 
-// A matrix [n, k]: float32 row by row, or bfloat16 in tiles, or codes.
-enum class Kind { f32, bf16, codes, integers, float8 };  // the last two: codes for activations of 8 bits
+// A matrix [n, k]: float32 row by row, or of 16 bits in tiles, or codes.
+enum class Kind { f32, half, codes, integers, float8 };  // the last two: codes for activations of 8 bits
 struct Matrix {
   int n = 0, k = 0;
   Kind kind = Kind::f32;
+  Half half = Half::bf16;
   const float* values = nullptr;
   const uint16_t* tiles = nullptr;
   Codes codes = {};
@@ -36,7 +43,7 @@ struct Matrix {
 
   bool takes_bytes() const { return kind == Kind::integers || kind == Kind::float8; }
   // Of its products' rows of activations: they must be in tiles; or they may, as they are rounded to 8 bits anyway.
-  bool takes_tiles() const { return kind == Kind::bf16 || kind == Kind::codes; }
+  bool takes_tiles() const { return kind == Kind::half || kind == Kind::codes; }
   bool reads_tiles() const { return takes_tiles() || takes_bytes(); }
 };
 
@@ -94,7 +101,7 @@ void read_memory(const void* data, size_t bytes, uint32_t* sink, const Queue& qu
 // Values of both signs and several sizes.
 void fill_bf16(void* data, size_t bytes, const Queue& queue);
 // Random ones, evenly between -size and size.
-void fill_noise(void* data, size_t bytes, float size, uint64_t seed, const Queue& queue);
+void fill_noise(void* data, size_t bytes, Half half, float size, uint64_t seed, const Queue& queue);
 
 // ---- rows
 // Of each row, of each of kBestParts parts of the vocabulary: the greatest logit, its id (of equal ones the first; -1:
@@ -185,9 +192,9 @@ void linear_f32(const Product& p, int rows, const Queue& queue);
 // The bits are the same by every kernel: mma.sync, or wgmma (chips of capability 9.0 alone) with pieces side by side
 // for some rows or in a stream of weights, or one after the other for many.
 enum class By { any, mma, split, stream, wide };
-void linear_bf16(const Product& p, int rows, const Queue& queue, By by = By::any);
+void linear_half(const Product& p, int rows, const Queue& queue, By by = By::any);
 // Whether it norms such rows itself, if asked to.
-bool linear_bf16_norms(const Product& p, int rows, const Queue& queue);
+bool linear_half_norms(const Product& p, int rows, const Queue& queue);
 // Of codes, with activations in bfloat16.
 void linear_quantized(const Product& p, int rows, const Queue& queue, By by = By::any);
 // Whether it norms such rows itself, if asked to.
@@ -209,7 +216,7 @@ bool linear_byte_row(const Product& p, const Queue& queue);
 
 // ---- adapters
 // Of a target, which is some of a linear's columns, an adapter's matrices. Of float32: a [rank, in features] and b
-// [columns, rank] transposed, in rows of low_rank_stride() values. Of bfloat16, for mma.sync: a in such rows, and b as
+// [columns, rank] transposed, in rows of low_rank_stride() values. Of 16 bits, for mma.sync: a in such rows, and b as
 // it is; both have whole blocks of ranks, filled up with zeros. rank 0: the adapter has none.
 struct LowRank {
   const char *a = nullptr, *b = nullptr;
@@ -219,10 +226,10 @@ struct LowRank {
 constexpr int kRankBlock = 16;
 AS_BOTH constexpr int low_rank_stride(int columns) { return (columns + 7) / 8 * 8; }
 AS_BOTH constexpr int whole_ranks(int rank) { return (rank + kRankBlock - 1) / kRankBlock * kRankBlock; }
-// Sums over K of matrices of bfloat16 are made in so many parts, by different blocks of threads.
+// Sums over K of matrices of 16 bits are made in so many parts, by different blocks of threads.
 constexpr int kMostLowRankParts = 8;
-AS_BOTH constexpr int low_rank_parts(int k, bool bf16) {
-  const int parts = bf16 ? (k + 1023) / 1024 : 1;
+AS_BOTH constexpr int low_rank_parts(int k, bool halves) {
+  const int parts = halves ? (k + 1023) / 1024 : 1;
   return parts < kMostLowRankParts ? parts : kMostLowRankParts;
 }
 // Columns [offset, offset + columns) of what a linear makes; target: which of the adapter's they are.
@@ -230,15 +237,16 @@ struct AdaptedColumns {
   int target = 0, offset = 0, columns = 0;
 };
 constexpr int kMostTargets = 4;  // of one launch
-// y += scale * b (a x) for rows that have an adapter; others are not touched. In bfloat16 what follows may be computed
-// with it, of all rows, while y stays as it is: `gated`, if y is gates and what they gate, a multiple of eight of each,
-// which are the columns of two targets in this order: silu of the gates times the others, each with `bias`. `added`, if
-// all of y is one target's: that is added to what is there.
+// y += scale * b (a x) for rows that have an adapter; others are not touched. With matrices of 16 bits what follows may
+// be computed with it, of all rows, while y stays as it is: `gated`, if y is gates and what they gate, a multiple of
+// eight of each, which are the columns of two targets in this order: silu of the gates times the others, each with
+// `bias`. `added`, if all of y is one target's: that is added to what is there.
 struct AdaptedSums {
   const LowRank* pairs = nullptr;  // [adapters, targets]
   int targets = 0;
   const int *adapters = nullptr, *chosen = nullptr;  // of each row of the step, -1: none; chosen: null, or y's rows
-  bool bf16 = false;
+  bool halves = false;                               // matrices are of 16 bits
+  Half type = Half::bf16;
   Rows x;
   float* y = nullptr;
   int width = 0, half = 0;  // of y; half: not 0 where its columns lie as pair_rows() has them, of so many gates
@@ -283,15 +291,16 @@ void rope(float* x, int width, const Heads& heads, const RotaryTable& table, boo
 // the CPU backend does (cpu/kernels/span_layout.h): a value is q * scale + minimum, of uint4 two features in a byte,
 // the even one in the lower half; behind keys and values lie, each [span_size] floats, scales and minimums of the keys,
 // then of the values. float8: e4m3 as it is, larger values cut to 448.
-enum class CacheType { f32, bf16, int8, uint4, float8 };
+enum class CacheType { f32, half, int8, uint4, float8 };
 struct LayerCache {
   char* data = nullptr;
   CacheType type = CacheType::f32;
   int span_size = 0, kv_heads = 0, head_dim = 0, padded_dim = 0;
+  Half half = Half::bf16;
 
   AS_BOTH bool quantized() const { return type == CacheType::int8 || type == CacheType::uint4; }
   AS_BOTH int bits() const {
-    return type == CacheType::f32 ? 32 : type == CacheType::bf16 ? 16 : type == CacheType::uint4 ? 4 : 8;
+    return type == CacheType::f32 ? 32 : type == CacheType::half ? 16 : type == CacheType::uint4 ? 4 : 8;
   }
   AS_BOTH size_t row_bytes() const { return (size_t)padded_dim * bits() / 8; }
   AS_BOTH size_t scales_at() const { return 2 * span_size * row_bytes(); }  // of a head
@@ -339,7 +348,8 @@ constexpr int kRunTokens = 256;  // context is attended to in runs of so many to
 constexpr int kFewPairs = 16;    // pairs of a tile whose runs are shared out
 constexpr int kManyPairs = 128;  // pairs of other tiles
 constexpr int kLargestHead = 256;
-size_t partial_floats(int head_dim);  // of one run of one tile and KV head
+// Of one run of one tile and KV head.
+inline size_t partial_floats(int head_dim) { return kFewPairs * (2 + (size_t)head_dim); }
 
 // How queries and keys are rotated: all heads of them.
 struct Turn {
@@ -363,7 +373,7 @@ bool store_and_attend(const Attention& a, const Turn* turn, const AttentionTile*
 
 // ---- ranks of several GPUs
 constexpr int kMostRanks = 8;
-// Partial sums in bfloat16 of so many rows at most are pushed into the other ranks' memory; of more the others read
+// Partial sums in tiles of so many rows at most are pushed into the other ranks' memory; of more the others read
 // them. What has not come yet has all bits set, in each value's place: no product or sum rounds to that.
 constexpr int kPushedRows = 256;
 constexpr int kNotYet = 0xffff;
@@ -385,18 +395,19 @@ struct Peers {
 };
 // y [rows, y.width] = the sum of the ranks' partial sums, in rank order: ((0 + 1) + 2) + ..., or that added to what y
 // has; and if there is a norm with a weight, rows of y normed, too. One of the `calls` that every step makes on all
-// ranks in the same order, an even number. bf16: partial sums are in tiles, else float32 rows.
+// ranks in the same order, an even number. halves: partial sums are in tiles, else float32 rows.
 struct RankSum {
   Peers peers;
   int call = 0, calls = 0;
-  bool bf16 = false, adds = false;
+  bool halves = false, adds = false;
+  Half half = Half::bf16;   // of partial sums in tiles, and of what is normed
   bool on_its_way = false;  // what made the partial sums of few rows has pushed them
   Rows y;
   Norm norm;
   Rows normed;
 };
 void sum_ranks(const RankSum& sum, int rows, const Queue& queue);
-// Whether partial sums in bfloat16 of so many rows are pushed.
+// Whether partial sums in tiles of so many rows are pushed.
 inline bool pushes(const Peers& peers, int rows) { return peers.pushed_bytes && rows > 0 && rows <= kPushedRows; }
 
 // ---- sampling

@@ -9,6 +9,7 @@
 #include "bindings/step_result.h"
 #include "cuda/ceilings.h"
 #include "cuda/executor.h"
+#include "cuda/halves.h"
 #include "program/weight_spec.h"
 
 namespace py = pybind11;
@@ -108,18 +109,19 @@ constexpr double kWaitSeconds = 30;  // dead and stopped ranks are noticed earli
 
 CacheType cache_type_of(const std::string& name) {
   if (name == "float32") return CacheType::f32;
-  if (name == "bfloat16") return CacheType::bf16;
+  if (name == "bfloat16" || name == "float16") return CacheType::half;
   if (name == "int8") return CacheType::int8;
   if (name == "uint4") return CacheType::uint4;
   if (name == "float8") return CacheType::float8;
   throw std::invalid_argument("caches of type " + name +
-                              " are not available on CUDA yet: float32, bfloat16, int8, uint4 and float8 are");
+                              " are not available on CUDA yet: float32, bfloat16, float16, int8, uint4 and float8 are");
 }
 
-bool is_bf16(const std::string& dtype) {
-  if (dtype != "bfloat16" && dtype != "float32")
-    throw std::invalid_argument("adapters are float32 or bfloat16, not " + dtype);
-  return dtype == "bfloat16";
+// Whether adapters are of 16 bits.
+bool are_halves(const std::string& dtype) {
+  if (dtype != "bfloat16" && dtype != "float16" && dtype != "float32")
+    throw std::invalid_argument("adapters are float32, bfloat16 or float16, not " + dtype);
+  return dtype != "float32";
 }
 
 py::list profile_of(CudaExecutor& e) {
@@ -140,7 +142,7 @@ void bind_adapters(py::module_& m) {
   m.def(
       "adapter_bytes",
       [](int rank, int inputs, int columns, const std::string& dtype) {
-        return adapter_bytes(rank, inputs, columns, is_bf16(dtype));
+        return adapter_bytes(rank, inputs, columns, are_halves(dtype));
       },
       py::arg("rank"), py::arg("inputs"), py::arg("columns"), py::arg("dtype"), "Of one target's two matrices.");
   m.def(
@@ -235,7 +237,7 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
           py::arg("id"), py::arg("x"), py::arg("out_features"), py::arg("bias") = py::none(), py::arg("by") = "any",
           py::arg("rounded") = false,
           "x w^T (+ bias) with one matrix, for tests. by: the kernel, of any, mma, split, stream and wide. rounded: to "
-          "bfloat16, as ranks leave partial sums.")
+          "the matrix' 16 bits, as ranks leave partial sums.")
       .def(
           "multiply_experts",
           [](CudaExecutor& e, int id, const Floats& x, const Integers& chosen, const std::string& by, int tile_rows) {
@@ -256,18 +258,18 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
           "[rows, experts of each, n]: x times the matrices of a stack that are chosen for each row, for tests.")
       .def(
           "sum_ranks",
-          [](CudaExecutor& e, const Floats& parts, const Floats& y, const Floats& norm, bool bf16, bool adds,
-             bool pushed) {
+          [](CudaExecutor& e, const Floats& parts, const Floats& y, const Floats& norm, const std::string& dtype,
+             bool adds, bool pushed) {
             if (parts.ndim() != 3 || y.ndim() != 2 || norm.ndim() != 1 || parts.shape(1) != y.shape(0) ||
                 parts.shape(2) != y.shape(1) || norm.shape(0) != y.shape(1))
               throw std::invalid_argument("sum_ranks: parts [ranks, rows, width], y [rows, width], norm [width]");
             py::array_t<float> total({y.shape(0), y.shape(1)}), normed({y.shape(0), y.shape(1)});
             std::copy_n(y.data(), y.size(), total.mutable_data());
-            e.sum_ranks(parts.data(), (int)parts.shape(0), (int)y.shape(0), (int)y.shape(1), norm.data(), bf16, adds,
+            e.sum_ranks(parts.data(), (int)parts.shape(0), (int)y.shape(0), (int)y.shape(1), norm.data(), dtype, adds,
                         pushed, total.mutable_data(), normed.mutable_data());
             return py::make_tuple(total, normed);
           },
-          py::arg("parts"), py::arg("y"), py::arg("norm"), py::arg("bf16"), py::arg("adds"), py::arg("pushed") = false,
+          py::arg("parts"), py::arg("y"), py::arg("norm"), py::arg("dtype"), py::arg("adds"), py::arg("pushed") = false,
           "(The sum over ranks of what their parts are, or that added to y; the same normed, eps 1e-6), with all parts "
           "on this GPU, for tests.");
 }
@@ -400,8 +402,9 @@ PYBIND11_MODULE(_cuda, m) {
              const std::string& adapter_dtype, std::shared_ptr<CudaExecutor> draft) {
             py::gil_scoped_release release;
             e.allocate({max_rows, max_outputs ? max_outputs : max_slots, max_slots, max_length, span_size, num_spans,
-                        cache_type_of(dtype), graphs},
-                       masks, {adapters, adapter_rank, is_bf16(adapter_dtype)}, std::move(draft));
+                        cache_type_of(dtype), half_of(dtype), graphs},
+                       masks, {adapters, adapter_rank, are_halves(adapter_dtype), half_of(adapter_dtype)},
+                       std::move(draft));
           },
           py::arg("max_rows"), py::arg("max_slots"), py::arg("max_length"), py::arg("span_size"), py::arg("num_spans"),
           py::arg("cache_dtype"), py::arg("max_outputs") = 0, py::arg("masks") = 0, py::arg("graphs") = true,

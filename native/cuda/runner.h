@@ -25,7 +25,8 @@ struct Limits {
   int max_rows = 0, max_outputs = 0, max_slots = 0, max_length = 0;
   int span_size = 0, num_spans = 0;
   CacheType cache_type = CacheType::f32;
-  bool graphs = true;  // steps that decode are replayed; the bits are the same
+  Half cache_half = Half::bf16;  // of a cache of 16 bits
+  bool graphs = true;            // steps that decode are replayed; the bits are the same
 };
 
 constexpr int kMostLaunchRows = 65535;  // of kernels that have a block of threads for each row
@@ -38,8 +39,8 @@ struct Ranks {
   Exchange& exchange;
   Communicator& window;
 };
-// Whether the ranks' parts of the sum that ops[all_reduce] makes are bfloat16, else float32.
-bool sums_in_bf16(const std::vector<OpNode>& ops, const Weights& weights, size_t all_reduce);
+// Whether the ranks' parts of the sum that ops[all_reduce] makes are of 16 bits, else float32.
+bool sums_in_halves(const std::vector<OpNode>& ops, const Weights& weights, size_t all_reduce);
 // What an op's attributes say of its norm.
 Norm norm_of(const OpNode& op, const float* weight);
 Gating gating_of(const OpNode& op);
@@ -168,6 +169,7 @@ class CudaRunner : public QueuedRunner {
   LogitSampler& sampler_;
   const std::optional<Ranks> ranks_;
   const Adapters* adapters_;
+  const Half half_;                // of weights and activations of 16 bits
   int calls_ = 0, next_call_ = 0;  // sums over ranks: of a step, and those that are bound
   std::vector<Tensor> tensors_;
   Memory activations_, rotary_memory_, cache_, partials_, arrivals_, tiles_, widened_, byte_rows_, best_, host_best_,

@@ -1,8 +1,8 @@
-// How bfloat16 matrices lie in the GPU's memory, weights and activations alike: blocks of 64 rows x 64 columns (8 KiB),
-// along the rows first; in a block rows of 128 bytes, whose eight pieces of 8 columns change places with the row: piece
-// p of row r is at p ^ (r % 8). That is wgmma's 128-byte swizzle, so that a block is one bulk copy, and 8 x 8 values
-// for mma.sync are read out of shared memory without bank conflicts. Both sides are padded to whole blocks; padding of
-// columns is zero in weights.
+// How matrices of 16 bits lie in the GPU's memory, weights and activations alike: blocks of 64 rows x 64 columns (8
+// KiB), along the rows first; in a block rows of 128 bytes, whose eight pieces of 8 columns change places with the row:
+// piece p of row r is at p ^ (r % 8). That is wgmma's 128-byte swizzle, so that a block is one bulk copy, and 8 x 8
+// values for mma.sync are read out of shared memory without bank conflicts. Both sides are padded to whole blocks;
+// padding of columns is zero in weights.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -33,7 +33,7 @@ AS_BOTH constexpr int piece_offset(int row, int piece) { return row * kRowBytes 
 
 // A sum over K is cut into pieces of equal numbers of blocks (the last may be shorter), by the matrix alone: each is
 // one chain of tensor-core products in ascending order, and they are added in ascending order. So it does not matter
-// who computes which piece, and for how many rows at once. Matrices of bfloat16 with many rows keep all processors busy
+// who computes which piece, and for how many rows at once. Matrices of 16 bits with many rows keep all processors busy
 // without: there a sum is one piece, and who goes on with somebody else's goes on from what that one left.
 constexpr int kManyColumns = 16384;  // of a result
 constexpr int most_pieces(int n) { return n < kManyColumns ? kMostPieces : 1; }

@@ -47,7 +47,7 @@ class Weights {
   // The same of rows that InstantQuant has quantized.
   void fill_quantized(int id, const HostCodes& rows, int64_t row_offset);
   // Random values, made on the device, evenly between -size and size: for benchmarks of large models. Of a matrix of
-  // bfloat16 with whole blocks of columns.
+  // 16 bits with whole blocks of columns.
   void fill_noise(int id, float size);
   int add_vector(const std::vector<float>& values);
 
@@ -56,6 +56,9 @@ class Weights {
   const float* vector(int id) const;
   uint64_t source_hash(int id) const { return matrix(id), weights_[id].hash; }
   std::vector<float> read_rows(int id, int64_t first, int64_t count) const;
+  // The type of those that are of 16 bits, and so of activations. std::invalid_argument where they are not of one, or
+  // float16 beside codes.
+  Half half() const;
   size_t bytes() const;
   std::vector<double> sizes() const;  // bytes of each
   // Of a matrix of gates and what they gate: as gated products take it (pair_rows), from now on.

@@ -34,12 +34,14 @@ def answers(engine, name: str, requests=REQUESTS) -> list:
     return found
 
 
-def test_engine_and_client_give_the_same_bytes():
-    directory = str(checkpoint("qwen3-bf16-sharded"))
+@pytest.mark.parametrize("name, dtype", [("qwen3-bf16-sharded", "bfloat16"), ("llama-fp16-heads-of-64", "float16")])
+def test_engine_and_client_give_the_same_bytes(name, dtype):
+    directory = str(checkpoint(name))
     engine = Engine()
     engine.install_model(AsModelConfig(model_name="m", model_path=directory, **FIELDS))
     engine.start_model("m")
     info = engine.get_model_info("m")
+    assert info.weight_dtype == info.cache_dtype == dtype
     assert info.isa.startswith("sm_") and info.weight_bytes > 0 and info.cache_bytes > 0
     expected = answers(engine, "m")
     assert [len(ids) for ids, _ in expected] == [40] * 3
@@ -52,6 +54,21 @@ def test_engine_and_client_give_the_same_bytes():
         assert client.get_model_info("m").isa == info.isa
         assert answers(client, "m") == expected
     assert fingerprint
+
+
+@pytest.mark.parametrize("name, draft", [("llama-fp16-heads-of-64", "llama-bf16-heads-of-64"),
+                                         ("llama-bf16-heads-of-64", "llama-fp16-heads-of-64")])
+def test_drafts_of_another_type(name, draft):
+    """Of the same weights, rounded: many are right, and no bit changes."""
+    found = []
+    for fields in ({}, {"speculation": "draft", "draft_model": str(checkpoint(draft))}):
+        with Engine() as engine:
+            engine.install_model(AsModelConfig(model_name="m", model_path=str(checkpoint(name)), cache_memory=64 << 20,
+                                               **FIELDS, **fields))
+            engine.start_model("m")
+            found.append(answers(engine, "m"))
+            accepted = engine._models["m"].scheduler.counters.accepted_tokens
+    assert found[0] == found[1] and accepted > 0
 
 
 def test_models_beside_each_other():

@@ -10,12 +10,12 @@ from gpu_toys import compiled, executor
 from reference import expert_toys as toys
 from reference.expert_toys import embedded, mlp, routed
 from reference.toy import ALL, OUTPUTS, Toy
-from test_cuda_ops import EXACT, LENGTHS, SEED, VOCAB, as_bf16, compare, seed, step_of, tokens_of, toy
+from test_cuda_ops import EXACT, HALF, LENGTHS, SEED, VOCAB, compare, rounded, seed, step_of, tokens_of, toy
 
 pytestmark = pytest.mark.cuda
 __all__ = ["seed"]  # a fixture
 UNIT = {"compute_unit": "CUDA:0"}
-FORMATS = [("float32", 0, EXACT), ("bfloat16", 0, 6e-2)]
+FORMATS = [("float32", 0, EXACT), ("bfloat16", 0, 6e-2), ("float16", 0, 6e-2 * HALF)]
 CODES = [("int8", 0), ("int8", 64), ("int8", 16), ("int4", 0), ("int4", 64), ("int4", 32)]
 
 
@@ -27,7 +27,7 @@ def choices(rng, kind: str, rows: int, experts: int, top: int) -> np.ndarray:
     return np.stack([np.sort(rng.permutation(experts)[:top]) for _ in range(rows)]).astype(np.int32)
 
 
-@pytest.mark.parametrize("form, group", [("float32", 0), ("bfloat16", 0), *CODES])
+@pytest.mark.parametrize("form, group", [("float32", 0), ("bfloat16", 0), ("float16", 0), *CODES])
 @pytest.mark.parametrize("n, k", [(1, 1), (3, 7), (41, 31), (64, 64), (130, 257), (96, 768), (200, 1091), (1536, 130)])
 def test_products_of_any_number_of_rows_have_the_same_bits(n, k, form, group):
     """By every kernel and height of tiles, experts without rows and all rows to a few; and against float64."""
@@ -39,15 +39,15 @@ def test_products_of_any_number_of_rows_have_the_same_bits(n, k, form, group):
     assert found.fill_rows(handle, [values[:n], values[n:5 * n - 1], values[5 * n - 1:]], "F32") == [0, 0, 0]
     x = rng.normal(size=(301, k)).astype(np.float32)
     used = found.read_rows(handle) if group or "int" in form else values
-    used = (used if form == "float32" else as_bf16(used)).reshape(experts, n, k).astype(float)
-    rounded = x.astype(float) if form == "float32" else as_bf16(x)
+    of = "bfloat16" if "int" in form else form
+    used, taken = rounded(used, of).reshape(experts, n, k), rounded(x, of)
     for kind in ("even", "few"):
         chosen = choices(rng, kind, len(x), experts, top)
         every = found.multiply_experts(handle, x, chosen)
         expected = np.zeros(every.shape)
         for expert in range(experts):
             mine = chosen == expert
-            expected[mine] = rounded[mine.nonzero()[0]] @ used[expert].T
+            expected[mine] = taken[mine.nonzero()[0]] @ used[expert].T
         error = np.abs(every - expected).max() / np.sqrt(np.mean(expected**2))
         assert error < 2e-5, error
         for first, rows in ((0, 1), (3, 1), (7, 2), (1, 8), (2, 9), (5, 16), (4, 17), (0, 32), (9, 33), (20, 65),
@@ -79,8 +79,8 @@ def test_routers(router, corrected):
     (1, 1, 1, 1, 0, 1), (3, 2, 7, 5, 0, 3), (33, 8, 64, 40, 0, 33), (40, 12, 200, 72, 0, 40), (64, 32, 96, 16, 0, 64),
     (128, 6, 1025, 130, 0, 128), (10, 4, 96, 48, 3, 5), (12, 3, 40, 48, 9, 1), (4, 2, 5000, 70, 0, 4)])
 @pytest.mark.parametrize("form, group, normalized", [
-    ("bfloat16", 0, True), ("bfloat16", 0, False), ("int8", 0, True), ("int8", 16, True), ("int4", 0, True),
-    ("int4", 32, True)])
+    ("bfloat16", 0, True), ("bfloat16", 0, False), ("float16", 0, True), ("float16", 0, False), ("int8", 0, True),
+    ("int8", 16, True), ("int4", 0, True), ("int4", 32, True)])
 def test_one_row_has_the_bits_of_many(experts, top, width, inner, first, count, form, group, normalized):
     if group and inner < 64:
         pytest.skip("there are others")
@@ -102,15 +102,16 @@ def test_one_row_has_the_bits_of_many(experts, top, width, inner, first, count, 
     (64, 32, 96, 16, 0, 64, 4, 2, 64), (128, 6, 1028, 130, 0, 128, 6, 2, 64), (10, 4, 96, 48, 3, 5, 4, 4, 64),
     (200, 3, 320, 64, 0, 200, 8, 1, 64), (4, 2, 4096, 72, 0, 4, 9, 3, 128), (7, 2, 1025, 64, 0, 7, 2, 1, 64),
     (5, 5, 2048, 300, 0, 5, 32, 4, 128)])
-@pytest.mark.parametrize("normalized, spread", [(True, 3.0), (False, 3.0), (True, 0.0)])
-def test_one_row_of_whole_layers_has_the_bits_of_many(experts, top, width, inner, first, count, heads, kv, dim,
+@pytest.mark.parametrize("form, normalized, spread", [
+    ("bfloat16", True, 3.0), ("bfloat16", False, 3.0), ("bfloat16", True, 0.0), ("float16", True, 3.0)])
+def test_one_row_of_whole_layers_has_the_bits_of_many(experts, top, width, inner, first, count, heads, kv, dim, form,
                                                       normalized, spread):
     """And where all logits are equal."""
     own = toy()
     x = embedded(own, width)
 
     def linear(x, n, k):
-        matrix = own.program.add_matrix(n, k, "bfloat16", 0)
+        matrix = own.program.add_matrix(n, k, form, 0)
         own.weights[matrix] = own.rng.normal(size=(n, k)) * k**-0.5
         return own.op("linear", (x,), n, (matrix,))
 
@@ -124,12 +125,12 @@ def test_one_row_of_whole_layers_has_the_bits_of_many(experts, top, width, inner
         own.op("add", (x, linear(own.attention(qkv, heads, kv, dim, layer=layer), width, heads * dim)))
         normed = own.op("rms_norm", (x,), width, (own.vector(width),), eps=1e-6)
         rows, scores = routed(own, normed, experts, top, spread=spread, normalized=normalized)
-        own.op("add", (x, mlp(own, normed, rows, scores, count, inner, "bfloat16", 0, first)))
+        own.op("add", (x, mlp(own, normed, rows, scores, count, inner, form, 0, first)))
     own.finish(own.op("rms_norm", (x,), width, (own.vector(width),), eps=1e-6))
     prompts = [[token] for token in range(5)]
-    together = compiled(own, "bfloat16").step(step_of(prompts), True).logits
+    together = compiled(own, form).step(step_of(prompts), True).logits
     for prompt, expected in zip(prompts, together):
-        np.testing.assert_array_equal(compiled(own, "bfloat16").step(step_of([prompt]), True).logits[0], expected)
+        np.testing.assert_array_equal(compiled(own, form).step(step_of([prompt]), True).logits[0], expected)
 
 
 def test_all_rows_to_one_expert_and_experts_without_rows():
@@ -188,7 +189,8 @@ def layers(form: str, dim: int) -> Toy:
     return own
 
 
-@pytest.mark.parametrize("form, dim", [("float32", 16), ("bfloat16", 16), ("bfloat16", 64), ("bfloat16", 128)])
+@pytest.mark.parametrize("form, dim", [("float32", 16), *((form, dim) for form in ("bfloat16", "float16")
+                                                          for dim in (16, 64, 128))])
 def test_same_request_same_bytes(form, dim):
     """Alone, in a batch that is padded, in chunks, recorded or not."""
     cache, rng = form, np.random.default_rng(SEED)
@@ -258,22 +260,23 @@ def test_greedy_ids_are_the_cpus(name):
                     break
 
 
+@pytest.mark.parametrize("dtype, most", [("bfloat16", 0.1), ("float16", 0.1 / 4)])
 @pytest.mark.parametrize("name", names())
-def test_bfloat16_is_near_float32(name):
+def test_16_bits_are_near_float32(name, dtype, most):
     """Logits near those of float32; bits the same alone, in a batch and in chunks."""
     pytest.importorskip("transformers")
     from checkpoints import checkpoint, prompt_of, reference_logits
     from driver import Driver, together
 
     prompts = [prompt_of(n, seed=9) for n in (1, 3, 40, 111)]
-    with Driver(checkpoint(name), weight_dtype="bfloat16", engine_max_batch=4, **UNIT) as gpu:
-        assert gpu.info.weight_dtype == "bfloat16"
+    with Driver(checkpoint(name), weight_dtype=dtype, engine_max_batch=4, **UNIT) as gpu:
+        assert gpu.info.weight_dtype == gpu.info.cache_dtype == dtype
         errors = []
         for prompt in [prompt_of(64), prompt_of(30), *prompts]:
             expected = reference_logits(checkpoint(name), prompt)
             errors.append(np.sqrt(np.mean((gpu.generate(prompt, 1)[1][0] - expected) ** 2)) / expected.std())
         print("errors", *(f"{error:.3f}" for error in errors))
-        assert np.median(errors) < 0.1  # where rounding sends a row to another expert it is more
+        assert np.median(errors) < most  # where rounding sends a row to another expert it is more
         alone = [together(gpu, [p], 1 << 20)[0] for p in prompts]
         for chunk in (1 << 20, 37, 1):
             for row, wanted in zip(together(gpu, prompts, chunk), alone):
@@ -295,7 +298,8 @@ def test_ranks(name, ranks):
     with Driver(checkpoint(name), ranks, weight_dtype="float32", **unit) as gpu:
         for prompt in prompts:
             check_logits(gpu.generate(prompt, 1)[1][0], reference_logits(checkpoint(name), prompt))
-    with Driver(checkpoint(name), ranks, weight_dtype="bfloat16", engine_max_batch=4, **unit) as gpu:
-        alone = [together(gpu, [p], 1 << 20)[0] for p in prompts]
-        for row, wanted in zip(together(gpu, prompts, 37), alone):
-            np.testing.assert_array_equal(row, wanted)
+    for dtype in ("bfloat16", "float16"):
+        with Driver(checkpoint(name), ranks, weight_dtype=dtype, engine_max_batch=4, **unit) as gpu:
+            alone = [together(gpu, [p], 1 << 20)[0] for p in prompts]
+            for row, wanted in zip(together(gpu, prompts, 37), alone):
+                np.testing.assert_array_equal(row, wanted)

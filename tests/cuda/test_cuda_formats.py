@@ -201,7 +201,8 @@ def test_rows_of_activations_that_are_no_numbers(form):
 
 
 @pytest.mark.parametrize("form, group", [("int4", 64), ("int4", 32), ("int4", 192), ("int8", 0), ("int8", 16),
-                                         ("float8", 0), ("w8a8", 0), ("w8a8", 64), ("w4a8", 0), ("bfloat16", 0)])
+                                         ("float8", 0), ("w8a8", 0), ("w8a8", 64), ("w4a8", 0), ("bfloat16", 0),
+                                         ("float16", 0)])
 @pytest.mark.parametrize("hidden, inner", [(1, 3), (7, 40), (130, 8), (257, 70), (1025, 200), (3584, 130), (4100, 70),
                                            (200, 8200), (3584, 1500)])
 def test_one_row_has_the_bits_of_many(hidden, inner, form, group):

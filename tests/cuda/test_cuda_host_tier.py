@@ -28,7 +28,7 @@ def begin(slot: int, history: list[int], cached: int, spans: list[int], sections
                     work=[WorkItem(slot, len(history) - cached, DRAW, spans=spans)], sections=list(sections)).encode()
 
 
-@pytest.mark.parametrize("cache", ["float32", "bfloat16", "int8", "uint4", "float8"])
+@pytest.mark.parametrize("cache", ["float32", "bfloat16", "float16", "int8", "uint4", "float8"])
 def test_spans_that_come_back(cache):
     rng = np.random.default_rng(0)
     head = Head(VOCAB, rng, 1.0, False, cache=cache)

@@ -10,7 +10,7 @@ from reference.toy import Toy
 from test_cuda_ops import SEED, VOCAB, embedded, logits_of_rows, seed, small_model, tokens_of  # noqa: F401
 
 pytestmark = pytest.mark.cuda
-FORMS = [("bfloat16", 0), ("float8", 0), ("w8a8", 0), ("w4a8", 128), ("int4", 64)]
+FORMS = [("bfloat16", 0), ("float16", 0), ("float8", 0), ("w8a8", 0), ("w4a8", 128), ("int4", 64)]
 ROWS, COLUMNS = 997, 251  # that differ; they come again and again, at distances that no tile has
 
 
@@ -57,8 +57,8 @@ def test_gates_and_sums(form, group):
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize("form, cache", [("bfloat16", "bfloat16"), ("float8", "float8"), ("w8a8", "int8"),
-                                         ("int4", "uint4")])
+@pytest.mark.parametrize("form, cache", [("bfloat16", "bfloat16"), ("float16", "float16"), ("float8", "float8"),
+                                         ("w8a8", "int8"), ("int4", "uint4")])
 def test_a_batch_of_512(form, cache):
     """Decoding by recorded steps, or not: who is in it has the bits that it has among eight."""
     rng = np.random.default_rng(SEED)

@@ -19,6 +19,10 @@ SEED = int(os.environ.get("ALLSPARK_TEST_SEED", int.from_bytes(os.urandom(3), "l
 LENGTHS = (1, 2, 17, 33, 70)  # of the prompts of one step
 VOCAB = 53
 EXACT, ROUNDED = 2e-5, 2e-2  # of the values' size, as their root mean square; where products are of bfloat16
+#: of what is allowed to bfloat16, what is to float16: it has three bits more
+HALF = 1 / 8
+HALVES = ("bfloat16", "float16")
+MOST = 65504.0  # float16's largest
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +113,7 @@ SIZES = [(1, 1), (3, 7), (41, 31), (97, 64), (130, 257), (67, 1091), (65, 2049)]
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("n, k", SIZES)
-@pytest.mark.parametrize("form, tolerance", [("float32", EXACT), ("bfloat16", ROUNDED)])
+@pytest.mark.parametrize("form, tolerance", [("float32", EXACT), ("bfloat16", ROUNDED), ("float16", ROUNDED * HALF)])
 def test_linear(n, k, form, tolerance, bias):
     own = toy()
     x = embedded(own, k)
@@ -121,7 +125,7 @@ def test_linear(n, k, form, tolerance, bias):
 
 @pytest.mark.parametrize("n, k", [*SIZES, (200, 4100), (128, 20000), (1030, 900), (1036, 900), (1216, 896),
                                   (4500, 3990), (9001, 300), (16500, 130), (17003, 65)])
-@pytest.mark.parametrize("form", ["float32", "bfloat16"])
+@pytest.mark.parametrize("form", ["float32", *HALVES])
 def test_products_of_any_number_of_rows_have_the_same_bits(n, k, form):
     """By every kernel; and against float64."""
     rng, found = np.random.default_rng(SEED), executor()
@@ -131,22 +135,23 @@ def test_products_of_any_number_of_rows_have_the_same_bits(n, k, form):
     x, bias = rng.normal(size=(301, k)).astype(np.float32), rng.normal(size=n).astype(np.float32)
     every = found.multiply(handle, x, n, bias)
     used = found.read_rows(handle).astype(float)
-    rounded = x.astype(float) if form == "float32" else as_bf16(x)
-    expected = rounded @ used.T + bias
+    np.testing.assert_array_equal(used, rounded(values, form))
+    expected = rounded(x, form) @ used.T + bias
     error = np.abs(every - expected).max() / np.sqrt(np.mean(expected**2))
     assert error < 3e-5, error
     for first, rows in ((0, 1), (3, 1), (7, 2), (6, 5), (1, 8), (2, 9), (5, 16), (4, 17), (0, 32), (9, 33), (0, 64),
                         (20, 65), (100, 128), (3, 129), (11, 190), (40, 256)):
-        for by in ("mma", "split", "stream", "wide") if form == "bfloat16" else ("any",):
+        for by in ("mma", "split", "stream", "wide") if form in HALVES else ("any",):
             part = found.multiply(handle, x[first:first + rows], n, bias, by)
             assert part.tobytes() == every[first:first + rows].tobytes(), (first, rows, by)
 
 
+@pytest.mark.parametrize("form", HALVES)
 @pytest.mark.parametrize("n, k, rows", [(5000, 5000, 900), (17100, 2000, 700)])
-def test_tiles_that_processors_share_have_the_same_bits(n, k, rows):
+def test_tiles_that_processors_share_have_the_same_bits(n, k, rows, form):
     """So many that the last ones are begun by some blocks of threads and ended by others; by pieces of K, and whole."""
     rng, found = np.random.default_rng(SEED), executor()
-    handle = found.add_matrix(n, k, "bfloat16")
+    handle = found.add_matrix(n, k, form)
     found.fill_matrix(handle, rng.standard_normal((n, k), np.float32) * np.float32(k**-0.5), "F32")
     x, bias = rng.standard_normal((rows, k), np.float32), rng.standard_normal(n, np.float32)
     every = found.multiply(handle, x, n, bias, "wide")
@@ -159,6 +164,13 @@ def test_tiles_that_processors_share_have_the_same_bits(n, k, rows):
 def as_bf16(x: np.ndarray) -> np.ndarray:
     bits = x.astype(np.float32).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32).astype(float)
+
+
+def rounded(x: np.ndarray, form: str) -> np.ndarray:
+    """As values of this type, those beyond its range cut to it."""
+    if form == "float16":
+        return np.clip(x, -MOST, MOST).astype(np.float16).astype(float)
+    return np.where(np.isnan(x), np.nan, as_bf16(x)) if form == "bfloat16" else x.astype(float)
 
 
 def test_sources_of_weights_and_what_is_not_finite():
@@ -186,8 +198,10 @@ def test_sources_of_weights_and_what_is_not_finite():
 
 
 @pytest.mark.parametrize("hidden, inner, form, tolerance", [
-    *((*sizes, *form) for sizes in ((24, 37), (130, 8), (64, 200)) for form in (("float32", EXACT), ("bfloat16", 6e-2))),
-    (24, 33_000, "bfloat16", 6e-2)])  # gates have more rows than a grid in its second dimension
+    *((*sizes, *form) for sizes in ((24, 37), (130, 8), (64, 200))
+      for form in (("float32", EXACT), ("bfloat16", 6e-2), ("float16", 6e-2 * HALF))),
+    # Gates have more rows than a grid in its second dimension.
+    (24, 33_000, "bfloat16", 6e-2), (24, 33_000, "float16", 6e-2 * HALF)])
 def test_what_is_computed_together(hidden, inner, form, tolerance):
     """Norms, gates, attention and sums whose results products read, or add to."""
     own = toy()
@@ -226,7 +240,7 @@ def test_rotary_table_and_rope(dim, rotary_dim, table, pairs):
     compare(own)
 
 
-CACHES = [("float32", EXACT), ("bfloat16", 5e-2)]
+CACHES = [("float32", EXACT), ("bfloat16", 5e-2), ("float16", 5e-2 * HALF)]
 HEADS = [(1, 1, 2), (3, 1, 5), (6, 2, 24), (5, 5, 33), (4, 2, 64), (7, 1, 64), (6, 6, 96), (4, 2, 128), (2, 1, 256),
          (40, 2, 64), (3, 1, 80)]
 
@@ -291,7 +305,7 @@ def test_bits_of_attention_do_not_depend_on_chunks(dim, variant, cache):
         expected = own.runner(num_spans=(128,), max_length=2048, max_rows=2048).step(
             plan([item(0, length, DRAW, spans=spans_for(length))], [start(0, prompt)])).logits
         error = np.abs(np.frombuffer(results[0][slot], np.float32) - expected[0]).max()
-        assert error <= (EXACT if cache == "float32" else 5e-2) * np.sqrt(np.mean(expected**2))
+        assert error <= dict(CACHES)[cache] * np.sqrt(np.mean(expected**2))
 
 
 def logits_of_rows(gpu, prompts, rows_of_chunk) -> list[bytes]:
@@ -319,6 +333,9 @@ def logits_of_rows(gpu, prompts, rows_of_chunk) -> list[bytes]:
 @pytest.mark.parametrize("group, dim, cache", [
     *((group, dim, "bfloat16") for group in range(1, 9) for dim in (64, 128)),
     *((group, dim, "bfloat16") for group, dim in ((1, 80), (3, 96), (4, 256), (9, 64), (16, 128))),
+    *((group, dim, "float16") for group, dim in (
+        (1, 64), (1, 128), (2, 64), (2, 128), (7, 64), (7, 128), (8, 64), (8, 128), (9, 64), (16, 128), (1, 80),
+        (7, 80), (2, 96), (3, 96), (4, 256), (7, 256))),
     *((group, dim, cache) for cache in ("int8", "uint4", "float8") for group, dim in ((7, 128), (2, 64), (3, 96)))])
 def test_rows_attend_alike_in_chunks_of_any_size(group, dim, cache):
     """Several requests in a step; rotated queries; from a row or two at a time to tiles and one row past them."""
@@ -338,7 +355,7 @@ def test_rows_attend_alike_in_chunks_of_any_size(group, dim, cache):
         assert found == expected
 
 
-@pytest.mark.parametrize("cache", ["bfloat16", "int8", "uint4", "float8"])
+@pytest.mark.parametrize("cache", ["bfloat16", "float16", "int8", "uint4", "float8"])
 @pytest.mark.parametrize("dim, longest", [(128, 12), (128, 300), (64, 12), (256, 12)])
 def test_many_requests_decode_as_their_prompts_are_read(dim, longest, cache):
     """More tiles than a GPU has processors, of one run each or one of two: a row at a time, and all at once."""
@@ -383,9 +400,12 @@ def small_model(form: str = "float32", dim: int = 8):
     return own
 
 
-@pytest.mark.parametrize("form, tolerance", [("float32", 1e-4), ("bfloat16", 0.1)])
-def test_a_whole_model(form, tolerance):
-    compare(small_model(form), tolerance)
+@pytest.mark.parametrize("form, dim, cache, tolerance", [
+    ("float32", 8, "float32", 1e-4), ("bfloat16", 8, "float32", 0.1), ("float16", 8, "float32", 0.1 * HALF),
+    ("float16", 64, "float16", 0.1 * HALF), ("float16", 128, "float32", 0.1 * HALF),
+    ("float32", 64, "float16", 0.1 * HALF), ("float16", 64, "bfloat16", 0.1), ("bfloat16", 64, "float16", 0.1)])
+def test_a_whole_model(form, dim, cache, tolerance):
+    compare(small_model(form, dim), tolerance, cache)
 
 
 def tokens_of(gpu, prompts, flags=0, chunk=100, drafts=0, steps=12, **sampling):
@@ -416,12 +436,19 @@ def tokens_of(gpu, prompts, flags=0, chunk=100, drafts=0, steps=12, **sampling):
     return [f[:steps] for f in found]
 
 
-@pytest.mark.parametrize("form, dim", [("float32", 8), ("bfloat16", 64)])
-@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "seed": 5, "temperature": 1.5, "top_logprobs": 4},
-                                      {"logprobs": False}])
-def test_same_request_same_bytes(form, dim, sampling):
+SAMPLING = [{}, {"do_sample": True, "seed": 5, "temperature": 1.5, "top_logprobs": 4}, {"logprobs": False}]
+
+
+@pytest.mark.parametrize("form, dim, cache, sampling", [
+    *((form, dim, form, sampling) for form, dim in (("float32", 8), ("bfloat16", 64), ("float16", 64))
+      for sampling in SAMPLING),
+    *(("float16", dim, cache, {}) for dim, cache in (
+        (8, "float32"), (64, "bfloat16"), (64, "int8"), (128, "uint4"), (64, "float8"), (80, "float16"),
+        (96, "float16"), (128, "float16"), (256, "float16"))),
+    ("bfloat16", 64, "float16", {}), ("bfloat16", 128, "float16", {}), ("float32", 64, "float16", {}),
+    ("int4", 64, "float16", {}), ("float8", 64, "float16", {})])
+def test_same_request_same_bytes(form, dim, cache, sampling):
     """Alone, in a batch, in chunks, with drafts, recorded or not."""
-    cache = "bfloat16" if form == "bfloat16" else "float32"
     rng = np.random.default_rng(SEED)
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 5, 17, 33, 40, 2)]
     expected = []
@@ -497,8 +524,8 @@ def test_logits_that_are_no_numbers_harm_nobody_else(sampling):
 def test_what_the_backend_does_not_have_is_refused_by_name():
     with pytest.raises(ValueError, match="nf4 are not available on CUDA"):
         executor().add_matrix(4, 32, "nf4")
-    with pytest.raises(ValueError, match="caches of type float16 are not available on CUDA"):
-        compiled(small_model(), "float16")
+    with pytest.raises(ValueError, match="caches of type float64 are not available on CUDA"):
+        compiled(small_model(), "float64")
     with pytest.raises(ValueError, match="there is no GPU 99: compute_unit may name 0 to"):
         from allspark_server import _cuda
 

@@ -18,7 +18,7 @@ def ops_of(driver) -> dict:
     return {(op.op, op.weight): op for op in driver.runners[0].profile().ops}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_counts_and_times(dtype):
     with Driver(checkpoint("qwen2-gqa-tied"), weight_dtype=dtype, **UNIT) as gpu:
         runner, net = gpu.runners[0], gpu.runners[0]._model.graph.config

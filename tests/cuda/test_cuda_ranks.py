@@ -16,6 +16,7 @@ from allspark_server.runtime.device import SHARED_GPUS
 from allspark_server.runtime.plan import SamplingParams
 from driver import Driver, together, windows
 from gpu_toys import executor
+from test_cuda_ops import HALVES, MOST, rounded
 
 pytestmark = pytest.mark.cuda
 SEED = int(os.environ.get("ALLSPARK_TEST_SEED", int.from_bytes(os.urandom(3), "little")))
@@ -50,44 +51,62 @@ def on_gpus(ranks: int, directory=None, **fields) -> Driver:
                   **{"max_step_tokens": 256, **unit(ranks), **fields})
 
 
-def bf16(x: np.ndarray) -> np.ndarray:
-    bits = x.astype(np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32)
+def as_type(x: np.ndarray, dtype: str) -> np.ndarray:
+    """float32 values that are of this type."""
+    return rounded(x, dtype).astype(np.float32)
 
 
 # -- the sum -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 8])
 @pytest.mark.parametrize("width", [1, 7, 8, 53, 200, 3584, 4100, 8192])
-@pytest.mark.parametrize("rounded, pushed", [(False, False), (True, False), (True, True)])
-def test_ranks_are_added_in_order(ranks, width, rounded, pushed):
+@pytest.mark.parametrize("dtype, pushed", [("float32", False), *((half, pushed) for half in HALVES
+                                                                 for pushed in (False, True))])
+def test_ranks_are_added_in_order(ranks, width, dtype, pushed):
     """To the bit; a row's bits are its own; normed as it should be."""
     gpu, rng = executor(), np.random.default_rng(SEED)
     parts = (rng.normal(size=(ranks, 67, width)) * 10.0 ** rng.integers(-3, 3, (ranks, 67, 1))).astype(np.float32)
     y, norm = rng.normal(size=(67, width)).astype(np.float32), rng.normal(size=width).astype(np.float32)
     total = np.zeros_like(y)
-    for part in bf16(parts) if rounded else parts:
+    for part in as_type(parts, dtype):
         total = total + part
     for adds, expected in ((False, total), (True, y + total)):
-        found, normed = gpu.sum_ranks(parts, y, norm, rounded, adds, pushed)
+        found, normed = gpu.sum_ranks(parts, y, norm, dtype, adds, pushed)
         assert found.tobytes() == expected.tobytes()
         exact = expected.astype(float)
         exact = exact / np.sqrt(np.mean(exact**2, axis=1, keepdims=True) + 1e-6) * norm
         np.testing.assert_allclose(normed, exact, rtol=2e-5, atol=1e-6)
-        few, few_normed = gpu.sum_ranks(parts[:, 5:8], y[5:8], norm, rounded, adds, pushed)
+        few, few_normed = gpu.sum_ranks(parts[:, 5:8], y[5:8], norm, dtype, adds, pushed)
         assert few.tobytes() == found[5:8].tobytes() and few_normed.tobytes() == normed[5:8].tobytes()
 
 
+@pytest.mark.parametrize("pushed", [False, True])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_parts_that_are_no_numbers_or_do_not_fit_in_order(dtype, pushed):
+    """NaNs of both signs are no memory that was not written yet; float16 cuts what is beyond its range."""
+    gpu, rng = executor(), np.random.default_rng(SEED)
+    parts, zeros, ones = rng.normal(size=(3, 9, 200)).astype(np.float32), np.zeros((9, 200)), np.ones(200)
+    parts[1, 2, 7], parts[2, 4, 199] = 1e6, -7e4
+    parts.view(np.uint32)[0, 1, 3], parts.view(np.uint32)[2, 5, 0] = 0xFFFFFFFF, 0x7FFFFFFF
+    total = zeros.astype(np.float32)
+    for part in as_type(parts, dtype):
+        total = total + part
+    found, _ = gpu.sum_ranks(parts, zeros.astype(np.float32), ones.astype(np.float32), dtype, False, pushed)
+    np.testing.assert_array_equal(found, total)
+    assert np.isnan(found).sum() == 2 and (abs(found[2, 7]) < MOST + 9) == (dtype == "float16")
+
+
+@pytest.mark.parametrize("form", HALVES)
 @pytest.mark.parametrize("n, k", [(3584, 448), (100, 200), (53, 70), (260, 1030), (16640, 200)])
-def test_partial_sums_are_the_products_rounded(n, k):
+def test_partial_sums_are_the_products_rounded(n, k, form):
     """By every kernel, of few rows and many."""
     gpu, rng = executor(), np.random.default_rng(SEED)
-    handle = gpu.add_matrix(n, k, "bfloat16")
+    handle = gpu.add_matrix(n, k, form)
     gpu.fill_matrix(handle, (rng.normal(size=(n, k)) * k**-0.5).astype(np.float32), "F32")
     for rows in (1, 5, 17, 100, 300, 700):
         x = rng.normal(size=(rows, k)).astype(np.float32)
         for by in ("any", "mma", "wide") if rows > 256 else ("any", "mma", "split", "stream", "wide"):
-            whole, rounded = gpu.multiply(handle, x, n, by=by), gpu.multiply(handle, x, n, by=by, rounded=True)
-            assert bf16(whole).tobytes() == rounded.tobytes(), (rows, by)
+            whole, found = gpu.multiply(handle, x, n, by=by), gpu.multiply(handle, x, n, by=by, rounded=True)
+            assert as_type(whole, form).tobytes() == found.tobytes(), (rows, by)
 
 
 def test_partial_sums_of_a_matrix_in_parts_are_the_products_rounded():
@@ -96,8 +115,8 @@ def test_partial_sums_of_a_matrix_in_parts_are_the_products_rounded():
     handle, scales = gpu.add_matrix(n, k, "int4", 64), np.full((n, k // 64), 0x3B80, np.uint16)  # 2^-8
     gpu.fill_quantized(handle, rng.integers(0, 256, (n, k // 2), np.uint8), scales, np.zeros_like(scales), 4, k, 64)
     x = rng.normal(size=(300, k)).astype(np.float32)
-    whole, rounded = (gpu.multiply(handle, x, n, rounded=each) for each in (False, True))
-    assert bf16(whole).tobytes() == rounded.tobytes() and whole[:, -320:].any(0).all()
+    whole, found = (gpu.multiply(handle, x, n, rounded=each) for each in (False, True))
+    assert as_type(whole, "bfloat16").tobytes() == found.tobytes() and whole[:, -320:].any(0).all()
 
 
 # -- whole models ------------------------------------------------------------------------------------------------------
@@ -134,14 +153,15 @@ def test_awkward_heads(name, ranks):
             prompt = np.random.default_rng(length).integers(0, 1000, length).tolist()
             found, expected = gpu.generate(prompt, 4, chunk=90)[1], cpu.generate(prompt, 4)[1]
             assert np.abs(found[0] - expected[0]).max() < 1e-3 * expected[0].std()
-    with on_gpus(ranks, checkpoint(name), weight_dtype="bfloat16") as gpu, on_gpus(1, checkpoint(name),
-                                                                                   weight_dtype="bfloat16") as one:
-        prompt = np.random.default_rng(1).integers(0, 1000, 300).tolist()
-        found, expected = gpu.generate(prompt, 1)[1][0], one.generate(prompt, 1)[1][0]
-        assert np.abs(found - expected).max() < 0.2 * expected.std()
+    for dtype, tolerance in (("bfloat16", 0.2), ("float16", 0.2 / 4)):
+        with on_gpus(ranks, checkpoint(name), weight_dtype=dtype) as gpu, \
+                on_gpus(1, checkpoint(name), weight_dtype=dtype) as one:
+            prompt = np.random.default_rng(1).integers(0, 1000, 300).tolist()
+            found, expected = gpu.generate(prompt, 1)[1][0], one.generate(prompt, 1)[1][0]
+            assert np.abs(found - expected).max() < tolerance * expected.std()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", *HALVES])
 def test_bits_do_not_depend_on_chunks_and_others(dtype):
     prompts = [prompt_of(n) for n in (1, 5, 70, 129, 33)]
     found = []
@@ -155,7 +175,7 @@ def test_bits_do_not_depend_on_chunks_and_others(dtype):
     assert found[0] == found[1] == found[2] == alone
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", *HALVES])
 def test_a_rank_that_does_not_come_is_told_of(monkeypatch, dtype):
     """The step of one rank alone ends with an error, not never."""
     from allspark_server.runtime.device import Gpu
@@ -191,7 +211,11 @@ def test_addresses_are_checked():
 @pytest.mark.parametrize("fields", [{"weight_dtype": "int4"}, {"weight_dtype": "int8"},
                                     {"weight_dtype": "w8a8"}, {"weight_dtype": "float8"},
                                     {"cache_mode": "AsCacheQuantI8"}, {"cache_mode": "AsCacheQuantU4"},
-                                    {"cache_dtype": "float8"}], ids=lambda fields: "-".join(map(str, fields.values())))
+                                    {"cache_dtype": "float8"}, {"cache_dtype": "float16"}, {"weight_dtype": "float16"},
+                                    {"weight_dtype": "float16", "cache_dtype": "bfloat16"},
+                                    {"weight_dtype": "bfloat16", "cache_dtype": "float16"},
+                                    {"weight_dtype": "float16", "cache_mode": "AsCacheQuantI8"}],
+                         ids=lambda fields: "-".join(map(str, fields.values())))
 def test_formats_and_caches(fields):
     """The same bits alone, in a batch and in chunks; and near those of one rank."""
     pytest.importorskip("transformers")
@@ -278,8 +302,8 @@ def test_a_group_of_two_processes_and_a_killed_rank():
         assert collect(ask(engine, 0, CONFIGS[0])) == alone[0]
 
 
-@pytest.mark.parametrize("ranks, dtype", [(2, "bfloat16"), (3, "float32"), (3, "bfloat16"), (4, "float32"),
-                                          (3, "float8"), (3, "w8a8")])
+@pytest.mark.parametrize("ranks, dtype", [(2, "bfloat16"), (2, "float16"), (3, "float32"), (3, "bfloat16"),
+                                          (3, "float16"), (4, "float32"), (3, "float8"), (3, "w8a8")])
 def test_processes_share_gpus(ranks, dtype):
     """However many GPUs there are; heads and features do not divide evenly by three. Same bytes alone and together, and
     in float32 the greedy ids are those of as many ranks of CPUs, up to near-ties."""

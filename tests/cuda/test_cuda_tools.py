@@ -63,13 +63,14 @@ def test_metrics():
 
 def test_bench_static(capsys, tmp_path):
     """Figures beside ceilings that this GPU's kernels reach."""
-    words = ["bench", "static", "--gpus", "0", "--peer", "none", "--formats", "bfloat16,int8", "--cell", "1x32x40",
-             "--cell", "8x200x40", "--rounds", "1", "--json", str(tmp_path / "out.json")]
+    words = ["bench", "static", "--gpus", "0", "--peer", "none", "--formats", "bfloat16,float16,int8", "--cell",
+             "1x32x40", "--cell", "8x200x40", "--rounds", "1", "--json", str(tmp_path / "out.json")]
     assert cli.main(words) == 0
     print(capsys.readouterr().out)
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["machine"]["gpus"].startswith("GPU 0") and found["settings"]["engine"] == "1 ranks"
     assert all(each["read"] > 2e11 and max(each["fp32"], each["bf16"]) > 1e13 for each in found["ceilings"])
-    assert len(found["results"]) == 4 and {each["format"] for each in found["results"]} == {"bfloat16", "int8"}
+    assert len(found["results"]) == 6
+    assert {each["format"] for each in found["results"]} == {"bfloat16", "float16", "int8"}
     for each in found["results"]:
         assert each["status"] == "measured" and each["decode"]["best"] > 0 and 0 < each["decode"]["fraction"] < 1.5

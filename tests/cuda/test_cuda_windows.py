@@ -19,7 +19,7 @@ pytestmark = pytest.mark.cuda
 SEED = int(os.environ.get("ALLSPARK_TEST_SEED", int.from_bytes(os.urandom(3), "little")))
 VOCAB = 53
 FULL, FIRST, SECOND = ("full", 0), ("sliding", 20), ("sliding", 300)
-CACHES = [("float32", 1e-4), ("bfloat16", 5e-2), ("int8", 0.1), ("uint4", 0.7), ("float8", 0.4)]
+CACHES = [("float32", 1e-4), ("bfloat16", 5e-2), ("float16", 5e-2 / 8), ("int8", 0.1), ("uint4", 0.7), ("float8", 0.4)]
 
 
 @pytest.fixture(autouse=True)

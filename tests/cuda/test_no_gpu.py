@@ -117,6 +117,11 @@ def test_memory_is_counted_without_a_gpu():
     assert cuda.matrix_bytes(3584, 18944, "bfloat16") == 2 * 3584 * 18944
     assert cuda.matrix_bytes(1, 1, "bfloat16") == 8192 and cuda.matrix_bytes(3, 7, "float32") == 84
     assert cuda.matrix_bytes(9 * 65, 64, "bfloat16", experts=9) == 9 * 2 * 8192  # whole blocks for each
+    for rows, columns in ((3584, 18944), (1, 1), (70, 129)):
+        assert cuda.matrix_bytes(rows, columns, "float16") == cuda.matrix_bytes(rows, columns, "bfloat16")
+    for count in (lambda dtype: cuda.span_bytes(32, 96, dtype), lambda dtype: cuda.adapter_bytes(21, 300, 70, dtype),
+                  lambda dtype: cuda.exchange_bytes(3, 200, 3584, dtype)):
+        assert count("float16") == count("bfloat16") < count("float32")
     with pytest.raises(ValueError, match="a matrix of 10 rows is no stack of 3 experts"):
         cuda.matrix_bytes(10, 64, "bfloat16", experts=3)
     assert cuda.span_bytes(32, 128, "bfloat16") == 2 * 32 * 128 * 2 and cuda.span_bytes(16, 5, "float32") == 1024
@@ -153,15 +158,22 @@ def test_float8_is_for_gpus():
         config(weight_dtype="float8", weight_group_size=64).validate()
 
 
-@pytest.mark.parametrize("unit", ["CPU:0", "CUDA:0"])
-@pytest.mark.parametrize("field", ["weight_dtype", "cache_dtype"])
-def test_float16_is_told_by_name(field, unit):
-    """It is in the API, and not built yet."""
-    engine = Engine()
-    with pytest.raises(AllSparkError, match=f"{field}='float16' .* is not available yet") as caught:
-        engine.install_model(config(compute_unit=unit, **{field: "float16"}))
-    assert caught.value.status is AsStatus.ALLSPARK_INVALID_CALL_ERROR
+@pytest.mark.parametrize("fields", [{"weight_dtype": "float16"}, {"cache_dtype": "float16"},
+                                    {"weight_dtype": "int8", "cache_dtype": "float16"}])
+def test_float16_is_for_gpus(fields):
+    """And on one it is no longer refused by name, whatever else is missing."""
+    name, engine = next(name for name, value in fields.items() if value == "float16"), Engine()
+    refused = f"{name}='float16' is for GPUs .*; on CPUs use 'float32' or 'bfloat16'"
+    with pytest.raises(AllSparkError, match=refused) as caught:
+        engine.install_model(config(**fields))
+    assert caught.value.status is AsStatus.ALLSPARK_PARAM_ERROR
+    engine.install_model(config())  # the engine goes on
+    with pytest.raises(AllSparkError) as caught:
+        engine.install_model(config(compute_unit="CUDA:77", **fields))
+    assert "float16" not in str(caught.value)
     engine.close()
+    with pytest.raises(ValueError, match="weight_group_size=64 is for quantized weights, .* is 'float16'"):
+        config(weight_dtype="float16", weight_group_size=64).validate()
 
 
 def test_what_a_gpu_has_of_formats():
@@ -169,7 +181,7 @@ def test_what_a_gpu_has_of_formats():
     from allspark_server.weights.formats import ScaleLayout
 
     assert on_gpu(WeightFormat("bfloat16")) and on_gpu(WeightFormat("int4", 64)) and on_gpu(WeightFormat("int8", 0))
-    assert on_gpu(WeightFormat("float8"))
+    assert on_gpu(WeightFormat("float8")) and on_gpu(WeightFormat("float16"))
     assert on_gpu(WeightFormat("w8a8", 64)) and not on_gpu(WeightFormat("w8a8", 32))
     assert not on_gpu(WeightFormat("e4m3")) and not on_gpu(WeightFormat("int4", 24))
     assert not on_gpu(WeightFormat("int4", 128, ScaleLayout("float16", "points")))
@@ -180,6 +192,8 @@ def test_what_a_gpu_lacks_is_told_by_name():
     gpu.isa, gpu._capability = "sm_80 (without a name)", 80
     for forms, cache, refused in ((["e4m3"], "bfloat16", "a matrix of type e4m3 on CUDA"),
                                   (["float8"], "bfloat16", "a matrix of type float8 on sm_80 .*, which is not sm_90"),
-                                  ([], "float16", "a cache of type float16 on CUDA")):
+                                  (["float16"], "nf4", "a cache of type nf4 on CUDA")):
         with pytest.raises(AllSparkError, match=refused):
             gpu.check(config(), {WeightFormat(form) for form in forms}, cache)
+    gpu._group = [0]
+    gpu.check(config(), {WeightFormat("float16"), WeightFormat("float32")}, "float16")

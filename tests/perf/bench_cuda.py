@@ -65,7 +65,7 @@ class Model:
 
         def matrix(n: int, k: int, experts: int = 1, size: float = 0.035) -> int:
             handle = e.add_matrix(experts * n, k, *form, experts)
-            if dtype == "bfloat16" and k % 64 == 0:
+            if dtype in ("bfloat16", "float16") and k % 64 == 0:
                 e.fill_noise(handle, size)
             else:
                 for first in range(0, experts * n, 4096):

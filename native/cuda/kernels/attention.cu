@@ -7,6 +7,7 @@
 
 namespace as {
 namespace cuda {
+namespace AS_HALF {
 namespace {
 
 constexpr int kWarps = 4, kFeatures = kLargestHead / 32;  // of a lane, at most
@@ -26,7 +27,7 @@ struct Cached {
   }
   __device__ float operator[](int feature) const {
     if constexpr (kType == CacheType::f32) return reinterpret_cast<const float*>(row)[feature];
-    else if constexpr (kType == CacheType::bf16) return from_bf16(reinterpret_cast<const uint16_t*>(row)[feature]);
+    else if constexpr (kType == CacheType::half) return from_half(reinterpret_cast<const uint16_t*>(row)[feature]);
     else if constexpr (kType == CacheType::float8) return from_e4m3((uint8_t)row[feature]);
     else if constexpr (kType == CacheType::int8) return fmaf((uint8_t)row[feature], scale, minimum);
     else return fmaf((uint8_t)row[feature / 2] >> feature % 2 * 4 & 15, scale, minimum);
@@ -68,12 +69,12 @@ __global__ void store_kernel(Attention a, const int* where, bool rotates, Rotary
   char* to =
       const_cast<char*>(head_of(a.cache, span, head)) + (value * a.cache.span_size + place) * a.cache.row_bytes();
   if constexpr (kType == CacheType::f32) reinterpret_cast<float*>(to)[feature] = x;
-  else if constexpr (kType == CacheType::bf16) reinterpret_cast<uint16_t*>(to)[feature] = to_bf16(x);
+  else if constexpr (kType == CacheType::half) reinterpret_cast<uint16_t*>(to)[feature] = to_half(x);
   else to[feature] = (char)to_e4m3(x);
 }
 
-// The same of bfloat16 caches whose keys turn halves with halves, if at all, all features of a head: a thread has eight
-// features of a head and those half a head further on. first: of the heads in `qkv`; count: of a row.
+// The same of caches of 16 bits whose keys turn halves with halves, if at all, all features of a head: a thread has
+// eight features of a head and those half a head further on. first: of the heads in `qkv`; count: of a row.
 __global__ void __launch_bounds__(256) store_pieces_kernel(Attention a, const int* where, bool rotates, RotaryTable t,
                                                            unsigned rows, unsigned first, unsigned count) {
   after_previous();
@@ -101,8 +102,8 @@ __global__ void __launch_bounds__(256) store_pieces_kernel(Attention a, const in
     reinterpret_cast<float4*>(to)[1] = make_float4(values[4], values[5], values[6], values[7]);
   };
   const auto put_piece = [](char* to, const float(&values)[8]) {
-    *reinterpret_cast<uint4*>(to) = make_uint4(two_bf16(values[0], values[1]), two_bf16(values[2], values[3]),
-                                               two_bf16(values[4], values[5]), two_bf16(values[6], values[7]));
+    *reinterpret_cast<uint4*>(to) = make_uint4(two_halves(values[0], values[1]), two_halves(values[2], values[3]),
+                                               two_halves(values[4], values[5]), two_halves(values[6], values[7]));
   };
   if (head < queries) {
     put_floats(in + column, x), put_floats(in + half + column, y);
@@ -269,22 +270,7 @@ __global__ void merge_kernel(Attention a, const AttentionTile* tiles) {
   put(a.out, rows.row(pair), head * dim + i % dim, share(value, with_sink(a, head, sum, most)));
 }
 
-__global__ void scale_queries_kernel(Attention a, const int* positions, double beyond) {
-  after_previous();
-  const int row = blockIdx.x, position = positions[row];
-  if (position + 1 <= beyond) return;
-  const float factor = (float)(log(position + 1.0) / log(beyond));
-  float* queries = const_cast<float*>(a.qkv) + (size_t)row * a.width;
-  for (int i = threadIdx.x; i < a.queries * a.cache.head_dim; i += blockDim.x)
-    queries[i] = __fmul_rn(queries[i], factor);
-}
-
 }  // namespace
-
-void scale_queries(const Attention& a, const int* positions, double beyond, int rows, const Queue& queue) {
-  start(queue, scale_queries_kernel, rows, 256, 0, a, positions, beyond);
-  launched("scaling of queries");
-}
 
 // Whether keys turn halves with halves, all features, eight values at a time.
 static bool turns_pieces(const Attention& a, const Turn& turn) {
@@ -293,13 +279,20 @@ static bool turns_pieces(const Attention& a, const Turn& turn) {
   return !turn.interleaved && t.dim == a.cache.head_dim && aligned(t.cosine) && aligned(t.sine);
 }
 
-size_t partial_floats(int head_dim) { return kFewPairs * (2 + (size_t)head_dim); }
+template <bool kAll = kAllFormats>
+static auto store_kernel_of(CacheType type) {
+  if constexpr (kAll) {
+    if (type == CacheType::f32) return store_kernel<CacheType::f32>;
+    if (type == CacheType::float8) return store_kernel<CacheType::float8>;
+  }
+  return store_kernel<CacheType::half>;
+}
 
 void store_cache(const Attention& a, const int* where, const Turn* turn, bool queries, int rows, const Queue& queue) {
   const RotaryTable table = turn ? turn->table : RotaryTable();
   const bool interleaved = turn && turn->interleaved;
   const int heads = a.width / a.cache.head_dim - 2 * a.cache.kv_heads;
-  if (a.cache.quantized()) {
+  if (kAllFormats && a.cache.quantized()) {
     if (turn)
       rope(const_cast<float*>(a.qkv), a.width, {0, heads + a.cache.kv_heads, a.cache.head_dim}, table, interleaved,
            rows, queue);
@@ -308,7 +301,7 @@ void store_cache(const Attention& a, const int* where, const Turn* turn, bool qu
     launched("store_cache");
     return;
   }
-  if (a.cache.type == CacheType::bf16 && a.cache.head_dim % 16 == 0 && (!turn || turns_pieces(a, *turn))) {
+  if (a.cache.type == CacheType::half && a.cache.head_dim % 16 == 0 && (!turn || turns_pieces(a, *turn))) {
     const int first = turn && queries ? 0 : heads, count = heads + 2 * a.cache.kv_heads - first;
     const size_t pieces = (size_t)rows * count * (a.cache.head_dim / 16);
     start(queue, store_pieces_kernel, ceil_div(pieces, 256), 256, 0, a, where, turn != nullptr, table, rows, first,
@@ -316,9 +309,7 @@ void store_cache(const Attention& a, const int* where, const Turn* turn, bool qu
     launched("store_cache");
     return;
   }
-  const auto kernel = a.cache.type == CacheType::bf16     ? store_kernel<CacheType::bf16>
-                      : a.cache.type == CacheType::float8 ? store_kernel<CacheType::float8>
-                                                          : store_kernel<CacheType::f32>;
+  const auto kernel = store_kernel_of(a.cache.type);
   const int turned = turn && queries ? heads * (table.dim / 2) : 0;
   const int items = turned + 2 * a.cache.kv_heads * a.cache.padded_dim;
   start(queue, kernel, dim3(rows, ceil_div(items, 256)), 256, 0, a, where, turn != nullptr, table, interleaved, turned);
@@ -333,19 +324,23 @@ void merge(const Attention& a, const AttentionTile* tiles, int count, const Queu
   launched("attention's merge");
 }
 
+template <bool kAll = kAllFormats>
 auto attend_kernel_of(CacheType type) {
-  if (type == CacheType::f32) return attend_kernel<CacheType::f32>;
-  if (type == CacheType::bf16) return attend_kernel<CacheType::bf16>;
-  if (type == CacheType::float8) return attend_kernel<CacheType::float8>;
-  return type == CacheType::int8 ? attend_kernel<CacheType::int8> : attend_kernel<CacheType::uint4>;
+  if constexpr (kAll) {
+    if (type == CacheType::f32) return attend_kernel<CacheType::f32>;
+    if (type == CacheType::float8) return attend_kernel<CacheType::float8>;
+    if (type == CacheType::int8) return attend_kernel<CacheType::int8>;
+    if (type == CacheType::uint4) return attend_kernel<CacheType::uint4>;
+  }
+  return attend_kernel<CacheType::half>;
 }
 
 bool attend_few_mma(const Attention& a, const AttentionTile* tiles, int count, int splits, bool own, const Turn* turn,
                     const Queue& queue) {
-  const bool quantized = has_attend_quantized(a);
+  const bool quantized = kAllFormats && has_attend_quantized(a);
   if (!quantized && !has_attend_mma(a)) return false;
   const bool started =
-      (quantized ? attend_few_quantized : attend_few_bf16)(a, tiles, count, splits > 1, own, turn, queue);
+      (quantized ? attend_few_quantized : attend_few_half)(a, tiles, count, splits > 1, own, turn, queue);
   launched("attention of few rows");
   return started;
 }
@@ -364,7 +359,7 @@ void attend_many(const Attention& a, const AttentionTile* tiles, int count, cons
   const dim3 grid(count, a.cache.kv_heads);
   if (has_attend_wgmma(a, queue)) attend_wgmma(a, tiles, count, turn, queue);
   else if (has_attend_mma(a)) attend_many_mma(a, tiles, count, queue);
-  else if (has_attend_quantized(a)) attend_many_quantized(a, tiles, count, queue);
+  else if (kAllFormats && has_attend_quantized(a)) attend_many_quantized(a, tiles, count, queue);
   else start(queue, attend_kernel_of(a.cache.type), grid, 32 * kWarps, 0, a, tiles, false);
   launched("attention of many rows");
 }
@@ -378,5 +373,6 @@ bool store_and_attend(const Attention& a, const Turn* turn, const AttentionTile*
   return attend_few_mma(a, tiles, count, splits, true, turn, queue);
 }
 
+}  // namespace AS_HALF
 }  // namespace cuda
 }  // namespace as

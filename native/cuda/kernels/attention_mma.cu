@@ -1,10 +1,11 @@
-// Attention over bfloat16 caches by mma.sync: four warps of 16 pairs have the same keys and values in shared memory. 64
-// positions at a time are copied ahead while the ones before are computed with. Few pairs: attention_few.cu.
+// Attention over caches of 16 bits by mma.sync: four warps of 16 pairs have the same keys and values in shared memory.
+// 64 positions at a time are copied ahead while the ones before are computed with. Few pairs: attention_few.cu.
 #include "cuda/kernels/attention_mma.h"
 #include "cuda/kernels/attention_pairs.cuh"
 
 namespace as {
 namespace cuda {
+namespace AS_HALF {
 namespace {
 
 constexpr int kTokens = 64, kWarps = 4;  // positions at a time
@@ -82,7 +83,7 @@ void start_dim(const Attention& a, const AttentionTile* tiles, int count, const 
 
 bool has_attend_mma(const Attention& a) {
   const int dim = a.cache.head_dim;
-  return a.cache.type == CacheType::bf16 &&
+  return a.cache.type == CacheType::half &&
          (dim == 64 || dim == 80 || dim == 96 || dim == 128 || (dim == 256 && kShared<256> <= most_shared()));
 }
 
@@ -94,5 +95,6 @@ void attend_many_mma(const Attention& a, const AttentionTile* tiles, int count, 
   else start_dim<256>(a, tiles, count, queue);
 }
 
+}  // namespace AS_HALF
 }  // namespace cuda
 }  // namespace as

@@ -1,10 +1,11 @@
 // Attention of a warp's 16 pairs of a row and a query head by mma.sync (after Dao, "FlashAttention-2", 2023), over keys
-// and values in bfloat16 in shared memory.
+// and values of 16 bits in shared memory.
 #pragma once
 #include "cuda/kernels/attention.cuh"
 
 namespace as {
 namespace cuda {
+namespace AS_HALF {
 
 template <int kDim>
 class WarpPairs {
@@ -31,7 +32,7 @@ class WarpPairs {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           const int at = s * 16 + half * 8 + threadIdx.x % 4 * 2;
-          const uint32_t two = there ? two_bf16(from[at], from[at + 1]) : 0;
+          const uint32_t two = there ? two_halves(from[at], from[at + 1]) : 0;
           if constexpr (!kQueries) query_[s][h + 2 * half] = two;
           else if (s % kShare == part) store_shared(queries + ((threadIdx.x % 32 / 4 + 8 * h) * kStride + at) * 2, two);
         }
@@ -115,9 +116,10 @@ class WarpPairs {
     for (int h = 0; h < 2; h++) sum_[h] = summed(sum_[h], by[h], halves[h]);
 #pragma unroll
     for (int s = 0; s < kTokens / 16; s++) {
-      const uint32_t weights[4] = {
-          two_bf16(scores[2 * s][0], scores[2 * s][1]), two_bf16(scores[2 * s][2], scores[2 * s][3]),
-          two_bf16(scores[2 * s + 1][0], scores[2 * s + 1][1]), two_bf16(scores[2 * s + 1][2], scores[2 * s + 1][3])};
+      const uint32_t weights[4] = {two_halves(scores[2 * s][0], scores[2 * s][1]),
+                                   two_halves(scores[2 * s][2], scores[2 * s][3]),
+                                   two_halves(scores[2 * s + 1][0], scores[2 * s + 1][1]),
+                                   two_halves(scores[2 * s + 1][2], scores[2 * s + 1][3])};
 #pragma unroll
       for (int v = 0; v < kValues; v += 2) {
         uint32_t x[4];
@@ -189,5 +191,6 @@ class WarpPairs {
   float most_[2], sum_[2], total_most_[2], total_sum_[2];
 };
 
+}  // namespace AS_HALF
 }  // namespace cuda
 }  // namespace as

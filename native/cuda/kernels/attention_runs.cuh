@@ -4,6 +4,7 @@
 
 namespace as {
 namespace cuda {
+namespace AS_HALF {
 namespace few {
 
 constexpr int kTokens = 64,
@@ -193,7 +194,8 @@ __device__ inline float4 load_shared_four(uint32_t address) {
 // Two adjacent values of a result.
 __device__ inline void put_two(const Rows& out, int row, int column, float first, float second) {
   if (out.tiles)
-    *reinterpret_cast<uint32_t*>(out.tiles + tile_offset(row, column, blocks_of(out.width))) = two_bf16(first, second);
+    *reinterpret_cast<uint32_t*>(out.tiles + tile_offset(row, column, blocks_of(out.width))) =
+        two_halves(first, second);
   if (out.values)
     *reinterpret_cast<float2*>(out.values + (size_t)row * out.width + column) = make_float2(first, second);
 }
@@ -265,5 +267,6 @@ __device__ void merge_part(const Attention& a, const Part& part, Shared& shared,
 }
 
 }  // namespace few
+}  // namespace AS_HALF
 }  // namespace cuda
 }  // namespace as

@@ -1,4 +1,4 @@
-// Attention of many pairs of a row and a query head over bfloat16 caches by wgmma (after Shah et al.,
+// Attention of many pairs of a row and a query head over caches of 16 bits by wgmma (after Shah et al.,
 // "FlashAttention-3", 2024): two warpgroups have 64 pairs each; while one computes weights, its products with the
 // weights before and the other's products go on. A third one copies keys and values into shared memory, 64 positions at
 // a time and several stages ahead, on into the next tile: there are no more blocks of threads than run at once. The
@@ -11,6 +11,7 @@
 
 namespace as {
 namespace cuda {
+namespace AS_HALF {
 namespace {
 
 [[maybe_unused]] constexpr int kTokens = kBlock;  // positions at a time
@@ -101,8 +102,8 @@ __device__ void copy_context(const Attention& a, const int* table, int kv_head, 
 // kept: all ones, or zero, which such a piece then is.
 __device__ void put_piece(char* to, int pair, int piece, const float (&x)[8], uint32_t kept) {
   *reinterpret_cast<uint4*>(to + piece / 8 * kBlockBytes + piece_offset(pair, piece % 8)) =
-      make_uint4(two_bf16(x[0], x[1]) & kept, two_bf16(x[2], x[3]) & kept, two_bf16(x[4], x[5]) & kept,
-                 two_bf16(x[6], x[7]) & kept);
+      make_uint4(two_halves(x[0], x[1]) & kept, two_halves(x[2], x[3]) & kept, two_halves(x[4], x[5]) & kept,
+                 two_halves(x[6], x[7]) & kept);
 }
 
 // Queries of 64 pairs from `first` on, by a warpgroup; turns: rotated, halves with halves, as store_cache() does it.
@@ -222,7 +223,7 @@ class Attender {
   // Likewise.
   __device__ void take_weights() {
 #pragma unroll
-    for (int i = 0; i < kScores / 2; i++) weights_[i / 4][i % 4] = two_bf16(scores_[2 * i], scores_[2 * i + 1]);
+    for (int i = 0; i < kScores / 2; i++) weights_[i / 4][i % 4] = two_halves(scores_[2 * i], scores_[2 * i + 1]);
   }
   __device__ void begin_values(uint32_t values, bool first) {
     begin_products();
@@ -273,7 +274,7 @@ class Attender {
         for (int i = 0; i < 4; i++) {
           const float* values = total_ + (v + i) * 4 + 2 * h;
           const float first = __fmul_rn(values[0], inverse), second = __fmul_rn(values[1], inverse);
-          words[i] = two_bf16(first, second);
+          words[i] = two_halves(first, second);
           if (there && !a_.out.tiles)
             *reinterpret_cast<float2*>(a_.out.values + (size_t)row * a_.out.width + column + (v + i) * 8 +
                                        2 * quarter) = make_float2(first, second);
@@ -465,7 +466,7 @@ void start_dim(const Attention& a, const AttentionTile* tiles, int count, const 
 }  // namespace
 
 bool has_attend_wgmma(const Attention& a, const Queue& queue) {
-  return queue.capability == 90 && a.cache.type == CacheType::bf16 &&
+  return queue.capability == 90 && a.cache.type == CacheType::half &&
          (a.cache.head_dim == 64 || a.cache.head_dim == 128) && !a.slopes && !a.sinks;
 }
 
@@ -474,5 +475,6 @@ void attend_wgmma(const Attention& a, const AttentionTile* tiles, int count, con
   else start_dim<128>(a, tiles, count, turn, queue);
 }
 
+}  // namespace AS_HALF
 }  // namespace cuda
 }  // namespace as

@@ -6,6 +6,7 @@
 
 namespace as {
 namespace cuda {
+namespace AS_HALF {
 
 constexpr int kPieceColumns = 16;
 
@@ -42,9 +43,7 @@ struct Piece<true> {
         for (int j = 0; j < 4; j++) words[j] &= 2 * j + 1 < there ? 0xffffffffu : 2 * j < there ? 0xffffu : 0;
     }
   }
-  __device__ float operator[](int i) const {
-    return __uint_as_float(i % 2 ? pairs[i / 2] & 0xffff0000u : pairs[i / 2] << 16);
-  }
+  __device__ float operator[](int i) const { return i % 2 ? high_of(pairs[i / 2]) : low_of(pairs[i / 2]); }
   __device__ uint32_t top(uint32_t least) const {
     uint32_t two = 0;
 #pragma unroll
@@ -112,5 +111,6 @@ class NormedPieces : public NormedRow<Piece<false>, kThreads, kKept_> {
 };
 constexpr int kNormedBytes = 8192;  // columns of such a row, at most
 
+}  // namespace AS_HALF
 }  // namespace cuda
 }  // namespace as

@@ -32,16 +32,6 @@ __global__ void fill_kernel(uint32_t* data, size_t count) {
   if (i < count) data[i] = (x & 0x83ff83ff) | 0x3c003c00;
 }
 
-// Evenly between -size and size.
-__global__ void noise_kernel(uint32_t* data, size_t count, float size, uint64_t seed) {
-  after_previous();
-  const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-  uint64_t x = (i + 1 + (seed << 40)) * 0x9e3779b97f4a7c15ull;
-  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9ull, x = (x ^ x >> 27) * 0x94d049bb133111ebull, x ^= x >> 31;
-  const auto value = [&](uint32_t bits) { return size * ((float)(int32_t)bits * 0x1p-31f); };
-  if (i < count) data[i] = two_bf16(value((uint32_t)x), value((uint32_t)(x >> 32)));
-}
-
 }  // namespace
 
 void read_memory(const void* data, size_t bytes, uint32_t* sink, const Queue& queue) {
@@ -51,12 +41,6 @@ void read_memory(const void* data, size_t bytes, uint32_t* sink, const Queue& qu
 
 void fill_bf16(void* data, size_t bytes, const Queue& queue) {
   start(queue, fill_kernel, ceil_div(bytes / 4, kThreads), kThreads, 0, static_cast<uint32_t*>(data), bytes / 4);
-  launched("filling memory");
-}
-
-void fill_noise(void* data, size_t bytes, float size, uint64_t seed, const Queue& queue) {
-  start(queue, noise_kernel, ceil_div(bytes / 4, kThreads), kThreads, 0, static_cast<uint32_t*>(data), bytes / 4, size,
-        seed);
   launched("filling memory");
 }
 

@@ -4,6 +4,7 @@
 
 namespace as {
 namespace cuda {
+namespace AS_HALF {
 
 // How sets of scales go along with blocks of K: a block has `each` of them, or so many blocks share one.
 struct ScaleSets {
@@ -105,5 +106,6 @@ class StepProducts {
   uint32_t x_[2];
 };
 
+}  // namespace AS_HALF
 }  // namespace cuda
 }  // namespace as

@@ -4,6 +4,7 @@
 
 namespace as {
 namespace cuda {
+namespace AS_HALF {
 
 // How sums become values: as they are, or times the scale of their row of activations of 8 bits, or of floats the
 // column's before that.
@@ -48,5 +49,6 @@ __device__ inline void finish_columns(const Product& p, int rows, int first_row,
   }
 }
 
+}  // namespace AS_HALF
 }  // namespace cuda
 }  // namespace as

@@ -8,6 +8,7 @@
 
 namespace as {
 namespace cuda {
+namespace AS_HALF {
 namespace {
 
 constexpr int kThreads = 1024, kWarps = kThreads / 32;
@@ -259,5 +260,6 @@ __device__ __noinline__ int list_best(Shared& s, const DrawTask& task, const Log
 }
 
 }  // namespace
+}  // namespace AS_HALF
 }  // namespace cuda
 }  // namespace as

@@ -5,6 +5,7 @@
 
 namespace as {
 namespace cuda {
+namespace AS_HALF {
 namespace {
 
 using namespace sampling;
@@ -82,5 +83,6 @@ __device__ inline RowSums row_sums(const DrawTask& task, const ChunkSums& of, in
 }
 
 }  // namespace
+}  // namespace AS_HALF
 }  // namespace cuda
 }  // namespace as

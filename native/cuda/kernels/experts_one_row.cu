@@ -14,6 +14,7 @@
 
 namespace as {
 namespace cuda {
+namespace AS_HALF {
 namespace {
 
 constexpr int kNormThreads = 512, kEight = 8;
@@ -261,7 +262,7 @@ __global__ void __launch_bounds__(32 * kWarps)
 }
 
 size_t bytes_of_expert(const Matrix& w) {
-  if (w.kind == Kind::bf16) return tiles_bytes(w.n, w.k);
+  if (w.kind == Kind::half) return tiles_bytes(w.n, w.k);
   return codes_bytes(w.n, w.k, w.codes.bits) + scales_bytes(w.n, w.codes.groups);
 }
 
@@ -290,7 +291,8 @@ void start_sums(const ExpertProduct& e, const ChosenRow& row, const Combination&
   launched("sums of a row's experts");
 }
 
-// Of a warp, in bfloat16; both launches' stages fit a processor. Narrower weights have more of them in as many bytes.
+// Of a warp, for weights of 16 bits; both launches' stages fit a processor. Narrower weights have more of them in as
+// many bytes.
 constexpr int kGateStages = 5, kSumStages = 8, kMostStages = 16;
 
 template <typename S>
@@ -300,12 +302,14 @@ constexpr int stages_of(int plain) {
 }
 
 // start: of a type of weights, which it is given.
-template <typename Start>
+template <bool kAll = kAllFormats, typename Start>
 void by_type(const Matrix& w, Start start) {
-  const bool fine = w.codes.groups > 1 && w.codes.group < kBlock;
-  if (w.kind == Kind::bf16) start(ColumnTiles<16, false, 1>());
-  else if (w.codes.bits == 4) fine ? start(ColumnTiles<4, true, 1>()) : start(ColumnTiles<4, false, 1>());
-  else fine ? start(ColumnTiles<8, true, 1>()) : start(ColumnTiles<8, false, 1>());
+  if constexpr (kAll) {
+    const bool fine = w.codes.groups > 1 && w.codes.group < kBlock;
+    if (w.codes.bits == 4) return fine ? start(ColumnTiles<4, true, 1>()) : start(ColumnTiles<4, false, 1>());
+    if (w.codes.bits == 8) return fine ? start(ColumnTiles<8, true, 1>()) : start(ColumnTiles<8, false, 1>());
+  }
+  start(ColumnTiles<16, false, 1>());
 }
 
 }  // namespace
@@ -340,5 +344,6 @@ void combine_row(const ExpertProduct& e, const ChosenRow& row, const Combination
   });
 }
 
+}  // namespace AS_HALF
 }  // namespace cuda
 }  // namespace as

@@ -2,21 +2,22 @@
 // (rows of the weights); how many there are is known to the device alone, so blocks of threads stay and take one after
 // the other.
 //
-// In bfloat16, and with codes that are widened to that in registers, each warp has items of its own: 32 columns and up
-// to 64 entries. It copies its part of both sides into shared memory several stages ahead and on into its next item,
+// Of 16 bits, and with codes that are widened to bfloat16 in registers, each warp has items of its own: 32 columns and
+// up to 64 entries. It copies its part of both sides into shared memory several stages ahead and on into its next item,
 // and no other warp sees that; rows are gathered on the way.
 #include "cuda/kernels/linear_experts.cuh"
 #include "cuda/kernels/quantized.cuh"
 
 namespace as {
 namespace cuda {
+namespace AS_HALF {
 namespace {
 
 constexpr int kColumnTiles = 2;  // of an item
 constexpr int kWarps = 4;
 constexpr int kRowTile = 8, kStageRows = kRowTile * kRowBytes;
 
-// kBits: of a weight, 16 for bfloat16; kFine: scales of codes change within 64 of K; kTiles: of 8 entries each; kDeep:
+// kBits: of a weight, 16 for floats; kFine: scales of codes change within 64 of K; kTiles: of 8 entries each; kDeep:
 // few warps are at work, and each has much on its way.
 template <int kBits, bool kFine, int kTiles, bool kDeep = false>
 struct Shape : ColumnTiles<kBits, kFine, kColumnTiles> {
@@ -262,8 +263,23 @@ int expert_tile_rows(Kind kind, int entries, int experts, const Queue& queue) {
   if (kind == Kind::f32) return kTile;
   // So that few experts have more than one tile.
   const int each = entries / std::max(experts, 1);
-  if (each > 48 && kind == Kind::bf16 && queue.capability == 90) return 128;
+  if (each > 48 && kind == Kind::half && queue.capability == 90) return 128;
   return each <= 4 ? 8 : each <= 10 ? 16 : each <= 22 ? 32 : 64;
+}
+
+template <bool kAll = kAllFormats>
+static void start_format(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue) {
+  if constexpr (kAll) {
+    const Codes& codes = p.product.w.codes;
+    const bool fine = codes.groups > 1 && codes.group < kBlock;
+    if (codes.bits == 4)
+      return fine ? start_rows<4, true>(p, entries, tile_rows, queue)
+                  : start_rows<4, false>(p, entries, tile_rows, queue);
+    if (codes.bits == 8)
+      return fine ? start_rows<8, true>(p, entries, tile_rows, queue)
+                  : start_rows<8, false>(p, entries, tile_rows, queue);
+  }
+  start_rows<16, false>(p, entries, tile_rows, queue);
 }
 
 void linear_experts(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue, By by) {
@@ -275,18 +291,11 @@ void linear_experts(const ExpertProduct& p, int entries, int tile_rows, const Qu
     launched("linear of experts in float32");
     return;
   }
-  if (w.kind == Kind::bf16) {
-    if (tile_rows >= 64 && queue.capability == 90 && by != By::mma)
-      return linear_experts_wide(p, entries, tile_rows, queue);
-    return start_rows<16, false>(p, entries, tile_rows, queue);
-  }
-  const bool fine = w.codes.groups > 1 && w.codes.group < kBlock;
-  if (w.codes.bits == 4) {
-    fine ? start_rows<4, true>(p, entries, tile_rows, queue) : start_rows<4, false>(p, entries, tile_rows, queue);
-  } else {
-    fine ? start_rows<8, true>(p, entries, tile_rows, queue) : start_rows<8, false>(p, entries, tile_rows, queue);
-  }
+  if (w.kind == Kind::half && tile_rows >= 64 && queue.capability == 90 && by != By::mma)
+    return linear_experts_wide(p, entries, tile_rows, queue);
+  start_format(p, entries, tile_rows, queue);
 }
 
+}  // namespace AS_HALF
 }  // namespace cuda
 }  // namespace as

@@ -7,6 +7,7 @@
 
 namespace as {
 namespace cuda {
+namespace AS_HALF {
 
 // By wgmma, for chips of capability 9.0; tile_rows: 64 or 128.
 void linear_experts_wide(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue);
@@ -37,7 +38,7 @@ __device__ inline const float* bias_of(const ExpertProduct& e, int expert) {
 }
 
 // Weights of kColumnTiles tiles of 16 columns each and a block of K, as they are copied: tiles, then sets of scales.
-// kBits: of a weight, 16 for bfloat16; kFine: scales of codes change within 64 of K.
+// kBits: of a weight, 16 for floats; kFine: scales of codes change within 64 of K.
 template <int kBits_, bool kFine_, int kTiles>
 struct ColumnTiles {
   static constexpr int kBits = kBits_, kCount = kTiles, kColumns = kTiles * kTileRows;
@@ -88,5 +89,6 @@ class Fragments {
   Affine rows_[S::kCount][2];
 };
 
+}  // namespace AS_HALF
 }  // namespace cuda
 }  // namespace as

@@ -1,4 +1,4 @@
-// Products of experts in bfloat16 by wgmma, for many entries of each.
+// Products of experts of 16 bits by wgmma, for many entries of each.
 //
 // A block of threads has a tile of an expert's entries and kGroups x 64 columns (rows of the weights) at a time; there
 // are no more blocks than run at once, and each takes one tile after the other from the list that the device has made.
@@ -11,6 +11,7 @@
 
 namespace as {
 namespace cuda {
+namespace AS_HALF {
 namespace {
 
 // kRows: entries of a tile; kGroups: warpgroups that multiply.
@@ -158,7 +159,7 @@ void start_wide(const ExpertProduct& p, int entries, const Queue& queue) {
   allow_shared(linear_experts_wide_kernel<S>, S::kShared);
   const int grid = std::min(most_items(p, entries, S::kRows, columns), processors());
   start(queue, linear_experts_wide_kernel<S>, grid, S::kThreads, S::kShared, p, columns, blocks_of(p.product.w.k));
-  launched("linear of experts in bfloat16, many rows");
+  launched("linear of experts of 16 bits, many rows");
 }
 
 }  // namespace
@@ -168,5 +169,6 @@ void linear_experts_wide(const ExpertProduct& p, int entries, int tile_rows, con
   else start_wide<Shape<128, 4>>(p, entries, queue);
 }
 
+}  // namespace AS_HALF
 }  // namespace cuda
 }  // namespace as

@@ -1,7 +1,8 @@
 // Products of quantized weights with activations in bfloat16. A weight is rounded to bfloat16 where it is used, and
-// sums are those of linear_bf16() with the matrix so rounded, to the bit: so the way is free. Few rows: weights stream
-// by as codes and are widened in registers, here by mma.sync as in linear_bf16.cu. Many: the matrix is widened into
-// tiles, some of its rows at a time, which linear_bf16() takes.
+// sums are those of linear_half() with the matrix so rounded, to the bit: so the way is free. Few rows: weights stream
+// by as codes and are widened in registers, here by mma.sync as in linear_half.cu. Many: the matrix is widened into
+// tiles, some of its rows at a time, which linear_half() takes.
+#include "cuda/by_half.h"
 #include "cuda/kernels/linear_quantized.h"
 
 #include <algorithm>
@@ -234,14 +235,14 @@ void linear_widened(const Product& p, int rows, const Queue& queue) {
     const int n = std::min(part, p.w.n - first);
     Product some = p;
     widen(p.w, first / kBlock, blocks_of(n), p.widened, queue);
-    some.w = {n, p.w.k, Kind::bf16, nullptr, p.widened};
+    some.w = {n, p.w.k, Kind::half, Half::bf16, nullptr, p.widened};
     some.w.most_pieces = p.w.most_pieces;
     if (first) {  // which is a multiple of a block of columns
       if (p.y.values) some.y.values += first;
       if (p.y.tiles) some.y.tiles += (size_t)first / kBlock * kBlockValues;
       if (p.bias) some.bias += first;
     }
-    linear_bf16(some, rows, apart, By::wide);
+    bf16::linear_half(some, rows, apart, By::wide);
   }
 }
 

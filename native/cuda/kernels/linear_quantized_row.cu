@@ -245,7 +245,7 @@ __device__ __forceinline__ void norm_row(const Product& p, const float (&weights
 #pragma unroll
     for (int j = 0; j < 8; j++) values[i][j] = values[i][j] * factor * (weights[i][j] + one);
 #pragma unroll
-    for (int j = 0; j < 4; j++) pairs[j] = two_bf16(values[i][2 * j], values[i][2 * j + 1]);
+    for (int j = 0; j < 4; j++) pairs[j] = two_halves(values[i][2 * j], values[i][2 * j + 1]);
     *reinterpret_cast<uint4*>(x + places(place / 8, place % 8)) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
   }
 }

@@ -1,4 +1,4 @@
-// Products in bfloat16 by wgmma for some rows, as when many sequences decode: all that counts is how fast the weights
+// Products of 16 bits by wgmma for some rows, as when many sequences decode: all that counts is how fast the weights
 // stream by, and the rows are too many for every block of threads to read them for a few columns.
 //
 // A cluster of blocks of threads has 64 or 128 columns (rows of the weights) and up to 256 rows of activations; each
@@ -11,6 +11,7 @@
 
 namespace as {
 namespace cuda {
+namespace AS_HALF {
 namespace {
 
 // kRows: of activations; kGroups: warpgroups, of 64 columns each; kBeside: blocks of threads of a cluster that compute
@@ -220,7 +221,7 @@ void start_split(const Product& p, int rows, const Queue& queue, int at_once = k
   const int columns = ceil_div(p.w.n, S::kColumns * kBeside) * kBeside;
   start_clusters(queue, linear_split_kernel<S>, dim3(k.count, columns, ceil_div(rows, kRows)), dim3(k.count, kBeside),
                  S::kThreads, bytes, p, rows, k, room);
-  launched("linear in bfloat16, pieces side by side");
+  launched("linear of 16 bits, pieces side by side");
 }
 
 // Whether all clusters run at once.
@@ -276,5 +277,6 @@ void linear_split(const Product& p, int rows, const Queue& queue) {
   start_split<128, 2>(p, rows, queue);
 }
 
+}  // namespace AS_HALF
 }  // namespace cuda
 }  // namespace as

@@ -1,4 +1,4 @@
-// Products in bfloat16 by wgmma for some rows, as when sequences decode, and many columns (rows of the weights), whose
+// Products of 16 bits by wgmma for some rows, as when sequences decode, and many columns (rows of the weights), whose
 // sums over K are one piece (tiles.h): all that counts is how fast the weights stream by.
 //
 // A block of threads stays on its processor and has an equal part of all blocks of the weights: some tiles of columns,
@@ -14,6 +14,7 @@
 
 namespace as {
 namespace cuda {
+namespace AS_HALF {
 namespace {
 
 // kRows: of activations; kGroups: warpgroups, of 64 columns each.
@@ -198,7 +199,7 @@ void start_stream(const Product& p, int rows, const Queue& queue) {
   const int blocks = std::min({S::tiles(p.w.n, rows), processors(), (int)kScratchBlocks});
   start(queue, linear_stream_kernel<S>, dim3(blocks), S::kThreads, S::kShared, p, rows, Pieces(p.w.k, p.w.most_pieces),
         queue.scratch);
-  launched("linear in bfloat16, weights streaming");
+  launched("linear of 16 bits, weights streaming");
 }
 
 // Tiles as wide as they can be and still be enough: rows are read again for each.
@@ -220,5 +221,6 @@ void linear_stream(const Product& p, int rows, const Queue& queue) {
   else start_rows<256, 3>(p, rows, queue);
 }
 
+}  // namespace AS_HALF
 }  // namespace cuda
 }  // namespace as

@@ -1,9 +1,10 @@
-// Products by wgmma, in bfloat16 but for those of one row.
+// Products by wgmma, of floats of 16 bits but for those of one row.
 #pragma once
-#include "cuda/kernels.h"
+#include "cuda/kernels/half.h"
 
 namespace as {
 namespace cuda {
+namespace AS_HALF {
 
 void linear_stream(const Product& p, int rows, const Queue& queue);
 void linear_split(const Product& p, int rows, const Queue& queue);
@@ -17,5 +18,6 @@ bool linear_few_bytes(const Product& p, int rows, const Queue& queue);
 // Whether linear_wide() is the fastest for a number of rows that the others are for.
 bool wide_is_best(const Product& p, int rows);
 
+}  // namespace AS_HALF
 }  // namespace cuda
 }  // namespace as

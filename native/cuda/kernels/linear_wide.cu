@@ -1,4 +1,4 @@
-// Products in bfloat16 by wgmma for many rows.
+// Products of 16 bits by wgmma for many rows.
 //
 // A block of threads has a tile of 128 rows of activations and some columns (rows of the weights) at a time, and
 // there are no more blocks than run at once: each computes one tile after the other, and an equal part of those that
@@ -10,12 +10,14 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/by_half.h"
 #include "cuda/kernels/linear_wgmma.h"
 #include "cuda/kernels/row_sums.cuh"
 #include "cuda/kernels/tile_parts.cuh"
 
 namespace as {
 namespace cuda {
+namespace AS_HALF {
 namespace {
 
 constexpr int kMostShared = 226 << 10;
@@ -355,7 +357,7 @@ struct Kernel {
     const int blocks = S::kCluster * (walk.count() < clusters() ? walk.count() : clusters());
     start_clusters(queue, kernel, dim3(blocks), dim3(S::kCluster), kThreads, S::kShared, p, rows, k, walk,
                    queue.scratch);
-    launched("linear in bfloat16, many rows");
+    launched("linear of 16 bits, many rows");
   }
 };
 
@@ -390,7 +392,7 @@ bool wide_is_best(const Product& p, int rows) {
 
 void linear_wide(const Product& p, int rows, const Queue& queue) {
   // Rows are written whole pieces of 16 bytes at a time.
-  if (p.gated ? !p.y.tiles : p.y.width % 4 || p.w.n % 4) return linear_bf16(p, rows, queue, By::split);
+  if (p.gated ? !p.y.tiles : p.y.width % 4 || p.w.n % 4) return AS_HALF::linear_half(p, rows, queue, By::split);
   const Pieces k(p.w.k, p.w.most_pieces);
   const Choice* best = nullptr;
   int64_t least = INT64_MAX;
@@ -405,5 +407,6 @@ void linear_wide(const Product& p, int rows, const Queue& queue) {
   best->start(p, rows, best->nanoseconds, queue);
 }
 
+}  // namespace AS_HALF
 }  // namespace cuda
 }  // namespace as

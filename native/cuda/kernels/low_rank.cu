@@ -10,6 +10,7 @@
 
 namespace as {
 namespace cuda {
+namespace AS_HALF {
 namespace {
 
 constexpr int kWarps = 8;   // of a block
@@ -35,7 +36,7 @@ __device__ void read_x(const Rows& x, int row, int column, float (&values)[8]) {
   const uint32_t all[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
   for (int j = 0; j < 8; j++)  // padding may be anything
-    values[j] = column + j < x.width ? __uint_as_float(j % 2 ? all[j / 2] & 0xffff0000u : all[j / 2] << 16) : 0.0f;
+    values[j] = column + j < x.width ? j % 2 ? high_of(all[j / 2]) : low_of(all[j / 2]) : 0.0f;
 }
 
 // Of kRows rows from `first` on, those that have the adapter of row `first + i`, as bits; 0: that has none, or an
@@ -255,7 +256,7 @@ __global__ void silu_mul_pairs_kernel(const float* in, int width, const float* b
 }  // namespace
 
 void add_low_rank(const AdaptedSums& a, int rows, const Queue& queue) {
-  if (a.bf16) return add_low_rank_bf16(a, rows, queue);
+  if (a.halves) return add_low_rank_half(a, rows, queue);
   int columns = 0;
   for (int i = 0; i < a.count; i++) columns = a.columns[i].columns > columns ? a.columns[i].columns : columns;
   const bool alone = rows <= kAloneRows;
@@ -274,5 +275,6 @@ void silu_mul_pairs(const float* in, const float* bias, int rows, const Rows& ou
   launched("silu_mul");
 }
 
+}  // namespace AS_HALF
 }  // namespace cuda
 }  // namespace as

@@ -4,9 +4,10 @@
 
 namespace as {
 namespace cuda {
+namespace AS_HALF {
 
-// By mma.sync, of matrices of bfloat16.
-void add_low_rank_bf16(const AdaptedSums& a, int rows, const Queue& queue);
+// By mma.sync, of matrices of 16 bits.
+void add_low_rank_half(const AdaptedSums& a, int rows, const Queue& queue);
 
 #ifdef __CUDACC__
 
@@ -25,5 +26,6 @@ __device__ inline int place_of(const AdaptedSums& a, int column) {
 
 #endif
 
+}  // namespace AS_HALF
 }  // namespace cuda
 }  // namespace as

@@ -5,6 +5,7 @@
 
 namespace as {
 namespace cuda {
+namespace AS_HALF {
 
 // So many adjacent columns of a row, which a thread has; zeros behind the row's end.
 template <int kCount>
@@ -101,7 +102,7 @@ class NormedRow {
   Part parts_[kKept], weights_[kKept];
 };
 
-// The same as bfloat16, of rows of few columns, as rms_norm() makes it.
+// The same rounded to 16 bits, of rows of few columns, as rms_norm() makes it.
 constexpr int kNormedColumns = 4096;
 template <int kThreads>
 class RoundedRow : public NormedRow<RowPart<8>, kThreads, kNormedColumns / 8 / kThreads> {
@@ -114,10 +115,11 @@ class RoundedRow : public NormedRow<RowPart<8>, kThreads, kNormedColumns / 8 / k
       const RowPart<8>& x = (*this)[i];
       if (const int at = this->place(i) - begin; at >= 0 && at < count)
         *reinterpret_cast<uint4*>(to + at * 16) =
-            make_uint4(two_bf16(x[0], x[1]), two_bf16(x[2], x[3]), two_bf16(x[4], x[5]), two_bf16(x[6], x[7]));
+            make_uint4(two_halves(x[0], x[1]), two_halves(x[2], x[3]), two_halves(x[4], x[5]), two_halves(x[6], x[7]));
     }
   }
 };
 
+}  // namespace AS_HALF
 }  // namespace cuda
 }  // namespace as

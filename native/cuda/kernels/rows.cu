@@ -1,17 +1,18 @@
-// Ops on rows one by one: embedding, norms, sums, gates.
+// Ops on rows one by one whose results may be of 16 bits: embedding, norms, gates. Others: rows_f32.cu.
 #include <algorithm>
 
 #include "cuda/kernels/quantized.cuh"
 
 namespace as {
 namespace cuda {
+namespace AS_HALF {
 namespace {
 
 constexpr int kThreads = 256;
 
 __device__ float value_of(const Matrix& m, int row, int column) {
-  if (m.tiles) return from_bf16(m.tiles[tile_offset(row, column, blocks_of(m.k))]);
-  if (m.codes.bits) return value_of(m.codes, row, column, m.k);
+  if (m.tiles) return from_half(m.tiles[tile_offset(row, column, blocks_of(m.k))]);
+  if (m.codes.bits) return AS_HALF::value_of(m.codes, row, column, m.k);
   return m.values[(size_t)row * m.k + column];
 }
 
@@ -45,7 +46,7 @@ __global__ void __launch_bounds__(kThreads)
       const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
       float values[8];
 #pragma unroll
-      for (int j = 0; j < 8; j++) values[j] = from_bf16((uint16_t)(words[j / 2] >> j % 2 * 16)) * scale;
+      for (int j = 0; j < 8; j++) values[j] = from_half((uint16_t)(words[j / 2] >> j % 2 * 16)) * scale;
       put_eight(out, row, i, table.k, values);
     }
   } else {
@@ -100,18 +101,6 @@ __global__ void __launch_bounds__(kNormThreads) rms_norm_kernel(const float* x, 
   }
 }
 
-__global__ void add_kernel(float* x, const float* y, size_t count) {
-  after_previous();
-  const size_t i = (size_t)blockIdx.x * kThreads + threadIdx.x;
-  if (i < count) x[i] += y[i];
-}
-
-__global__ void scale_kernel(float* x, float factor, size_t count) {
-  after_previous();
-  const size_t i = (size_t)blockIdx.x * kThreads + threadIdx.x;
-  if (i < count) x[i] *= factor;
-}
-
 __global__ void silu_mul_kernel(const float* in, Gating gating, Rows out) {
   after_previous();
   const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x;
@@ -120,78 +109,24 @@ __global__ void silu_mul_kernel(const float* in, Gating gating, Rows out) {
   put(out, row, i, gated_by(gating, gate, up));
 }
 
+__device__ float gelu_tanh(float x) {
+  constexpr float kRoot = 0.7978845608028654f;  // of 2 / pi
+  return 0.5f * x * (1.0f + tanhf(kRoot * (x + 0.044715f * x * x * x)));
+}
+
+__global__ void gelu_tanh_mul_kernel(const float* in, Rows out) {
+  after_previous();
+  const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x;
+  if (i >= out.width) return;
+  const float gate = in[(size_t)row * 2 * out.width + i], up = in[(size_t)row * 2 * out.width + out.width + i];
+  put(out, row, i, gelu_tanh(gate) * up);
+}
+
 // chosen: which row; null for the same.
 __global__ void copy_kernel(const float* in, const int* chosen, Rows out) {
   after_previous();
   const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x;
   if (i < out.width) put(out, row, i, in[(size_t)(chosen ? chosen[row] : row) * out.width + i]);
-}
-
-// A warp for each head, of the first heads and then the second; of up to kLargestHead features.
-__global__ void head_norm_kernel(float* x, int width, HeadNorm first, HeadNorm second) {
-  constexpr int kEach = kLargestHead / 32;
-  const int lane = threadIdx.x % 32, of_all = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-  const bool is_first = of_all < first.heads.count;
-  const int head = is_first ? of_all : of_all - first.heads.count,
-            head_dim = is_first ? first.heads.head_dim : second.heads.head_dim;
-  const float* weight = is_first ? first.norm.weight : second.norm.weight;
-  const float eps = is_first ? first.norm.eps : second.norm.eps;
-  const float one = (is_first ? first.norm.unit_offset : second.norm.unit_offset) ? 1.0f : 0.0f;
-  const bool there = of_all < first.heads.count + second.heads.count;
-  float* values =
-      x + (size_t)blockIdx.y * width + (is_first ? first.heads.offset : second.heads.offset) + (size_t)head * head_dim;
-  float weights[kEach], kept[kEach], sum = 0;
-  const auto each = [&](auto work) {
-#pragma unroll
-    for (int i = 0; i < kEach; i++)
-      if (const int feature = i * 32 + lane; there && feature < head_dim) work(i, feature);
-  };
-  let_next_begin();
-  each([&](int i, int feature) { weights[i] = weight[feature]; });  // nobody makes these
-  await_previous();
-  each([&](int i, int feature) { kept[i] = values[feature]; });
-  each([&](int i, int) { sum = fmaf(kept[i], kept[i], sum); });
-  const float factor = 1.0f / sqrtf(warp_sum(sum) / head_dim + eps);
-  each([&](int i, int feature) { values[feature] = kept[i] * factor * (weights[i] + one); });
-}
-
-__global__ void rotary_table_kernel(RotaryTable t, const int* positions, const int* prompts) {
-  after_previous();
-  const int row = blockIdx.x, half = t.dim / 2,
-            length = t.powers ? prompts[row] : max(prompts[row], positions[row] + 1);
-  for (int i = threadIdx.x; i < half; i += blockDim.x) {
-    float inverse = t.inverse[i];
-    if ((t.dynamic || t.longer) && length > t.original_max) {
-      if (t.longer) {
-        inverse = t.longer[i];
-      } else {
-        double growth = t.factor * length / t.original_max - (t.factor - 1);
-        if (t.powers) {  // 2^(ceil(log2 of the ratio) + 1) - 1
-          growth = 2;
-          while (growth * t.original_max < 2.0 * length) growth *= 2;
-          growth -= 1;
-        }
-        const double base = t.base * pow(growth, (double)t.dim / (t.dim - 2));
-        inverse = 1.0f / (float)pow(base, (double)((float)(2 * i) / (float)t.dim));
-      }
-    }
-    double sine, cosine;
-    sincos((double)((float)positions[row] * inverse), &sine, &cosine);
-    t.cosine[(size_t)row * half + i] = (float)cosine * t.attention_factor;
-    t.sine[(size_t)row * half + i] = (float)sine * t.attention_factor;
-  }
-}
-
-__global__ void rope_kernel(float* x, int width, Heads heads, RotaryTable t, bool interleaved) {
-  after_previous();
-  const int row = blockIdx.x, half = t.dim / 2;
-  for (int i = threadIdx.x; i < heads.count * half; i += blockDim.x) {
-    const int pair = i % half;
-    float* values = x + (size_t)row * width + heads.offset + (size_t)(i / half) * heads.head_dim;
-    float &a = values[interleaved ? 2 * pair : pair], &b = values[interleaved ? 2 * pair + 1 : pair + half];
-    const float c = t.cosine[(size_t)row * half + pair], s = t.sine[(size_t)row * half + pair], first = a;
-    a = __fmul_rn(a, c) - __fmul_rn(b, s), b = __fmul_rn(b, c) + __fmul_rn(first, s);
-  }
 }
 
 }  // namespace
@@ -224,19 +159,14 @@ void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const
   launched("rms_norm");
 }
 
-void add(float* x, const float* y, size_t count, const Queue& queue) {
-  start(queue, add_kernel, ceil_div(count, kThreads), kThreads, 0, x, y, count);
-  launched("add");
-}
-
-void scale(float* x, float factor, size_t count, const Queue& queue) {
-  start(queue, scale_kernel, ceil_div(count, kThreads), kThreads, 0, x, factor, count);
-  launched("scale");
-}
-
 void silu_mul(const float* in, const Gating& gating, int rows, const Rows& out, const Queue& queue) {
   start(queue, silu_mul_kernel, dim3(ceil_div(out.width, kThreads), rows), kThreads, 0, in, gating, out);
   launched("silu_mul");
+}
+
+void gelu_tanh_mul(const float* in, int rows, const Rows& out, const Queue& queue) {
+  start(queue, gelu_tanh_mul_kernel, dim3(ceil_div(out.width, kThreads), rows), kThreads, 0, in, out);
+  launched("gelu_tanh_mul");
 }
 
 void select_rows(const float* in, const int* chosen, int rows, const Rows& out, const Queue& queue) {
@@ -249,23 +179,6 @@ void to_tiles(const float* in, int rows, const Rows& out, const Queue& queue) {
   launched("to_tiles");
 }
 
-void head_norm(float* x, int width, const HeadNorm& first, const HeadNorm& second, int rows, const Queue& queue) {
-  constexpr int kHeads = 4;  // of a block of threads
-  start(queue, head_norm_kernel, dim3(ceil_div(first.heads.count + second.heads.count, kHeads), rows), 32 * kHeads, 0,
-        x, width, first, second);
-  launched("head_norm");
-}
-
-void rotary_table(const RotaryTable& table, const int* positions, const int* prompts, int rows, const Queue& queue) {
-  start(queue, rotary_table_kernel, rows, 64, 0, table, positions, prompts);
-  launched("rotary_table");
-}
-
-void rope(float* x, int width, const Heads& heads, const RotaryTable& table, bool interleaved, int rows,
-          const Queue& queue) {
-  start(queue, rope_kernel, rows, kThreads, 0, x, width, heads, table, interleaved);
-  launched("rope");
-}
-
+}  // namespace AS_HALF
 }  // namespace cuda
 }  // namespace as

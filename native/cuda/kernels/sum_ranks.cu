@@ -17,6 +17,7 @@
 
 namespace as {
 namespace cuda {
+namespace AS_HALF {
 namespace {
 
 constexpr int kThreads = 512, kEight = 8;
@@ -127,8 +128,7 @@ struct Eight<true, kWhole> {
   __device__ void add_to(float (&sum)[kEight]) const {
     const uint32_t words[kEight / 2] = {pairs.x, pairs.y, pairs.z, pairs.w};
 #pragma unroll
-    for (int i = 0; i < kEight; i++)
-      sum[i] = __fadd_rn(sum[i], __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16));
+    for (int i = 0; i < kEight; i++) sum[i] = __fadd_rn(sum[i], i % 2 ? high_of(words[i / 2]) : low_of(words[i / 2]));
   }
 
  private:
@@ -261,11 +261,12 @@ void sum_ranks(const RankSum& sum, int rows, const Queue& queue) {
   };
   const std::true_type yes;
   const std::false_type no;
-  if (sum.bf16 && pushes(sum.peers, rows)) whole ? start_tiles(yes, yes) : start_tiles(no, yes);
-  else if (sum.bf16) whole ? start_tiles(yes, no) : start_tiles(no, no);
+  if (sum.halves && pushes(sum.peers, rows)) whole ? start_tiles(yes, yes) : start_tiles(no, yes);
+  else if (sum.halves) whole ? start_tiles(yes, no) : start_tiles(no, no);
   else whole ? start_values(yes) : start_values(no);
   launched("sum over ranks");
 }
 
+}  // namespace AS_HALF
 }  // namespace cuda
 }  // namespace as

@@ -6,6 +6,7 @@
 
 namespace as {
 namespace cuda {
+namespace AS_HALF {
 
 // The tiles of a product, cluster by cluster. Those from `whole` on are shared: each cluster has an equal part, of one
 // tile at least. unit: of how many blocks of K parts are, so that no piece is cut.
@@ -94,5 +95,6 @@ __device__ void go_on_from(const Scratch& scratch, int block, int group, int bar
 }
 #endif
 
+}  // namespace AS_HALF
 }  // namespace cuda
 }  // namespace as

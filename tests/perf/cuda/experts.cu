@@ -1,8 +1,8 @@
 // A layer of Qwen3-30B-A3B between two attentions, in bfloat16, kernel by kernel: microseconds, and the part of what
 // its bytes take, or its products; and whether one row has the same bits by both ways.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/experts.cu
-//        native/cuda/kernels/{experts*,linear_experts*,linear_few,linear_bf16,linear_split,linear_stream,linear_wide,
-//        linear_f32,rows,pack,ceilings}.cu -o experts
+//        native/cuda/kernels/{experts*,combine_experts,linear_experts*,linear_few,linear_half,linear_row,linear_split,
+//        linear_stream,linear_wide,linear_f32,rows,pack}.cu -o experts
 //   experts [rows,rows... [rows of a tile]]
 #include <cstdio>
 #include <cstdlib>
@@ -11,7 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "cuda/experts.h"
+#include "cuda/by_half.h"
+#include "cuda/kernels/half.h"
 
 using namespace as::cuda;
 
@@ -33,11 +34,11 @@ struct Layer {
   Matrix o, qkv, gate, up, down;
 };
 
-static Matrix bf16(int n, int k, int experts, uint64_t seed, const Queue& queue) {
+static Matrix in_tiles(int n, int k, int experts, uint64_t seed, const Queue& queue) {
   const size_t bytes = tiles_bytes(n, k) * experts;
   uint16_t* tiles = memory<uint16_t>(bytes);
-  fill_noise(tiles, bytes, 0.035f, seed, queue);
-  Matrix m{n, k, Kind::bf16, nullptr, tiles, {}, most_pieces(n), experts};
+  AS_HALF::fill_noise(tiles, bytes, kHalf, 0.035f, seed, queue);
+  Matrix m{n, k, Kind::half, kHalf, nullptr, tiles, {}, most_pieces(n), experts};
   return m;
 }
 
@@ -57,15 +58,16 @@ int main(int argc, char** argv) {
   std::vector<Layer> layers;
   for (int i = 0; i < kLayers; i++) {
     Layer layer;
-    layer.o = bf16(kHidden, kHeads, 1, 10 * i + 1, queue), layer.qkv = bf16(kQkv, kHidden, 1, 10 * i + 2, queue);
-    layer.up = bf16(2 * kInner, kHidden, kExperts, 10 * i + 3, queue);
-    layer.down = bf16(kHidden, kInner, kExperts, 10 * i + 4, queue);
+    layer.o = in_tiles(kHidden, kHeads, 1, 10 * i + 1, queue),
+    layer.qkv = in_tiles(kQkv, kHidden, 1, 10 * i + 2, queue);
+    layer.up = in_tiles(2 * kInner, kHidden, kExperts, 10 * i + 3, queue);
+    layer.down = in_tiles(kHidden, kInner, kExperts, 10 * i + 4, queue);
     std::vector<float> values(kExperts * kHidden);
     srand(i);
     for (float& v : values) v = rand() / (float)RAND_MAX - 0.5f;
     float* gate = memory<float>(values.size() * 4);
     check(cudaMemcpy(gate, values.data(), values.size() * 4, cudaMemcpyHostToDevice));
-    layer.gate = {kExperts, kHidden, Kind::f32, gate};
+    layer.gate = {kExperts, kHidden, Kind::f32, kHalf, gate};
     layers.push_back(layer);
   }
   const size_t entries = (size_t)most * kTop;
@@ -76,7 +78,7 @@ int main(int argc, char** argv) {
       logits{memory<float>((size_t)most * kExperts * 4), nullptr, kExperts},
       gated{nullptr, memory<uint16_t>(tiles_bytes((int)entries, kInner)), kInner},
       made{memory<float>(entries * kHidden * 4), nullptr, kHidden};
-  fill_noise(context.tiles, tiles_bytes(most, kHeads), 1, 77, queue);
+  AS_HALF::fill_noise(context.tiles, tiles_bytes(most, kHeads), kHalf, 1, 77, queue);
   std::vector<float> ones(kHidden, 1.0f), start((size_t)most * kHidden);
   for (float& v : start) v = rand() / (float)RAND_MAX - 0.5f;
   float* weight = memory<float>(kHidden * 4);
@@ -107,33 +109,36 @@ int main(int argc, char** argv) {
   };
   const int given = argc > 2 ? std::atoi(argv[2]) : 0;
   const auto tile_rows = [&](int rows) {
-    return given ? given : expert_tile_rows(Kind::bf16, rows * kTop, kExperts, queue);
+    return given ? given : AS_HALF::expert_tile_rows(Kind::half, rows * kTop, kExperts, queue);
   };
   const ChosenRow chosen{router, logits.values, nullptr};
   const Combination sum{made.values, routing, true, x, {}, {}}, normed{made.values, routing, true, x, norm, y};
   const std::pair<const char*, Part> o{
-      "o", [&](const Layer& l, int rows) { linear_bf16(product(l.o, context, x, true, false), rows, queue); }},
-      next{"qkv", [&](const Layer& l, int rows) { linear_bf16(product(l.qkv, y, qkv, false, false), rows, queue); }};
+      "o", [&](const Layer& l, int rows) { AS_HALF::linear_half(product(l.o, context, x, true, false), rows, queue); }},
+      next{"qkv",
+           [&](const Layer& l, int rows) { AS_HALF::linear_half(product(l.qkv, y, qkv, false, false), rows, queue); }};
   using Parts = std::vector<std::pair<const char*, Part>>;
   const Parts many{
       o,
-      {"norm", [&](const Layer&, int rows) { rms_norm(x.values, norm, rows, y, queue); }},
+      {"norm", [&](const Layer&, int rows) { AS_HALF::rms_norm(x.values, norm, rows, y, queue); }},
       {"route",
        [&](const Layer& l, int rows) {
          route(product(l.gate, y, logits, false, false), router, routing, nullptr, rows, tile_rows(rows), queue);
        }},
-      {"gate_up", [&](const Layer& l, int rows) { linear_experts(up(l), rows * kTop, tile_rows(rows), queue); }},
-      {"down", [&](const Layer& l, int rows) { linear_experts(down(l), rows * kTop, tile_rows(rows), queue); }},
-      {"combine, norm", [&](const Layer&, int rows) { combine_experts(normed, rows, queue); }},
+      {"gate_up",
+       [&](const Layer& l, int rows) { AS_HALF::linear_experts(up(l), rows * kTop, tile_rows(rows), queue); }},
+      {"down",
+       [&](const Layer& l, int rows) { AS_HALF::linear_experts(down(l), rows * kTop, tile_rows(rows), queue); }},
+      {"combine, norm", [&](const Layer&, int rows) { AS_HALF::combine_experts(normed, rows, queue); }},
       next};
   const Parts one{o,
                   {"norm, logits",
                    [&](const Layer& l, int) {
-                     norm_and_logits(x.values, norm, y, product(l.gate, y, logits, false, false), queue);
+                     AS_HALF::norm_and_logits(x.values, norm, y, product(l.gate, y, logits, false, false), queue);
                    }},
-                  {"gate_up", [&](const Layer& l, int) { gate_row(up(l), chosen, queue); }},
-                  {"down, sum", [&](const Layer& l, int) { combine_row(down(l), chosen, sum, queue); }},
-                  {"norm", [&](const Layer&, int rows) { rms_norm(x.values, norm, rows, y, queue); }},
+                  {"gate_up", [&](const Layer& l, int) { AS_HALF::gate_row(up(l), chosen, queue); }},
+                  {"down, sum", [&](const Layer& l, int) { AS_HALF::combine_row(down(l), chosen, sum, queue); }},
+                  {"norm", [&](const Layer&, int rows) { AS_HALF::rms_norm(x.values, norm, rows, y, queue); }},
                   next};
 
   cudaEvent_t begin, end;

@@ -1,13 +1,14 @@
 // Products of Qwen2.5-7B's shapes by every kernel, alone: microseconds and the part of what reading the weights takes.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/linears.cu
-//        native/cuda/kernels/linear_{bf16,split,stream,wide,f32}.cu native/cuda/kernels/pack.cu -o linears
+//        native/cuda/kernels/linear_{half,row,split,stream,wide,f32}.cu native/cuda/kernels/pack.cu -o linears
 //   linears [rows,rows... [ranks]]
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <vector>
 
-#include "cuda/kernels.h"
+#include "cuda/by_half.h"
+#include "cuda/kernels/half.h"
 
 using namespace as::cuda;
 
@@ -69,12 +70,13 @@ int main(int argc, char** argv) {
       for (const auto& kernel : kernels) {
         if (rows < kernel.least || rows > kernel.most) continue;
         Product p;
-        p.w = {shape.n, shape.k, Kind::bf16, nullptr, nullptr, {}, most_pieces(shape.n)}, p.adds = shape.adds,
+        p.w = {shape.n, shape.k, Kind::half, kHalf, nullptr, nullptr, {}, most_pieces(shape.n)}, p.adds = shape.adds,
         p.gated = shape.gated;
         p.x = {nullptr, x, shape.k};
         p.y = shape.gated ? Rows{nullptr, gated, shape.n / 2} : Rows{y, nullptr, shape.n};
         const auto run = [&] {
-          for (int i = 0; i < launches; i++) p.w.tiles = weights[i % copies], linear_bf16(p, rows, queue, kernel.by);
+          for (int i = 0; i < launches; i++)
+            p.w.tiles = weights[i % copies], AS_HALF::linear_half(p, rows, queue, kernel.by);
         };
         run();
         check(cudaStreamSynchronize(stream));

@@ -2,7 +2,8 @@
 // as a graph: microseconds that a sum (with its add and norm) adds to them. By how partial sums get to the other rank:
 // read by the sum, pushed by it, or pushed by the product. All must leave the same bits on both ranks.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/rank_sums.cu
-//        native/cuda/kernels/{linear_bf16,linear_split,linear_stream,linear_wide,ceilings,sum_ranks}.cu -o rank_sums
+//        native/cuda/kernels/linear_{half,row,split,stream,wide}.cu native/cuda/kernels/{pack,sum_ranks}.cu -o
+//        rank_sums
 //   rank_sums [rows,rows...]
 #include <cmath>
 #include <cstdio>
@@ -11,7 +12,8 @@
 #include <thread>
 #include <vector>
 
-#include "cuda/kernels.h"
+#include "cuda/by_half.h"
+#include "cuda/kernels/half.h"
 
 using namespace as::cuda;
 
@@ -72,11 +74,11 @@ int main(int argc, char** argv) {
       for (int c = 0; c < kCopies; c++) {
         const size_t bytes = tiles_bytes(kHidden, kInner[i]);
         k.weights[i][c] = memory<uint16_t>(bytes);
-        fill_noise(k.weights[i][c], bytes, 0.05f, 100 * r + 10 * i + c, k.queue);
+        AS_HALF::fill_noise(k.weights[i][c], bytes, kHalf, 0.05f, 100 * r + 10 * i + c, k.queue);
       }
       const size_t bytes = tiles_bytes(kMost, kInner[i]);
       k.x[i] = memory<uint16_t>(bytes);
-      fill_noise(k.x[i], bytes, 1, 1000 + 10 * r + i, k.queue);
+      AS_HALF::fill_noise(k.x[i], bytes, kHalf, 1, 1000 + 10 * r + i, k.queue);
     }
     k.normed = memory<uint16_t>(half), k.y = memory<float>((size_t)kMost * kHidden * 4);
     k.ones = memory<float>(kHidden * 4, 0x3f);
@@ -110,17 +112,18 @@ int main(int argc, char** argv) {
         for (int layer = 0; layer < kLayers; layer++)
           for (int i = 0; i < 2; i++, call++) {
             Product p;
-            p.w = {kHidden, kInner[i], Kind::bf16, nullptr, k.weights[i][layer % kCopies], {}, most_pieces(kHidden)};
+            p.w = {kHidden, kInner[i],           Kind::half, kHalf, nullptr, k.weights[i][layer % kCopies],
+                   {},      most_pieces(kHidden)};
             p.x = {nullptr, k.x[i], kInner[i]};
             p.y = {nullptr, reinterpret_cast<uint16_t*>(k.shared + header + call % 2 * half), kHidden};
             if (way == by_product) p.y.copy = reinterpret_cast<uint16_t*>(peers.place(1 - r, r, call));
-            linear_bf16(p, rows, k.queue);
+            AS_HALF::linear_half(p, rows, k.queue);
             if (way == alone) continue;
             RankSum s;
-            s.peers = peers, s.call = call, s.calls = 2 * kLayers, s.bf16 = true, s.adds = true;
+            s.peers = peers, s.call = call, s.calls = 2 * kLayers, s.halves = true, s.half = kHalf, s.adds = true;
             s.on_its_way = way == by_product;
             s.y = {k.y, nullptr, kHidden}, s.norm = {k.ones, 1e-6f, false}, s.normed = {nullptr, k.normed, kHidden};
-            sum_ranks(s, rows, k.queue);
+            AS_HALF::sum_ranks(s, rows, k.queue);
           }
         next_step<<<1, 1, 0, k.stream>>>(k.step);
       };

@@ -11,7 +11,8 @@ from typing import Iterator
 from adapter import Job, PeerFormat, main
 from peer_vllm import VllmModel
 
-FORMATS = [PeerFormat("bfloat16", 16, ("bfloat16", "auto")), PeerFormat("float32", 32, ("float32",))]
+FORMATS = [PeerFormat("bfloat16", 16, ("bfloat16", "auto")), PeerFormat("float16", 16, ("float16",)),
+           PeerFormat("float32", 32, ("float32",))]
 
 
 @contextlib.contextmanager

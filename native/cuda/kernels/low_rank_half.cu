@@ -1,9 +1,9 @@
-// Adapters' products of low rank (low_rank.cu says more) with matrices of bfloat16, by mma.sync.
+// Adapters' products of low rank (low_rank.cu says more) with matrices of 16 bits, by mma.sync.
 //
 // Recipes, whatever else a launch has: of a x there is a chain of products over every eighth 32 columns of a part of K,
 // in ascending order, for each of eight; these are added in ascending order, then parts, and that times the scale. In
-// b u each u is two values of bfloat16, which together have 16 bits: for each 16 ranks in ascending order the products
-// of the higher ones, then those of the lower ones, in one chain from zero, which is then added to y.
+// b u each u is two values of 16 bits, which together have twice the fraction: for each 16 ranks in ascending order the
+// products of the higher ones, then those of the lower ones, in one chain from zero, which is then added to y.
 //
 // 16 rows are multiplied at once with the matrices of each adapter that any of them has, and who has it keeps the sums:
 // a row's are its own. Within 32 columns, or 16 ranks, a lane multiplies what lies side by side, of both sides alike:
@@ -14,6 +14,7 @@
 
 namespace as {
 namespace cuda {
+namespace AS_HALF {
 namespace {
 
 constexpr int kRows = 16;        // of an mma.sync
@@ -59,7 +60,7 @@ __device__ LowRank pair_of(const AdaptedSums& a, int adapter, int number) {
 }
 
 // What a lane multiplies of rows [first, first + 16 kSets) and of a group of columns: eight columns of rows g and g + 8
-// of each 16, in bfloat16; columns that there are not are zero.
+// of each 16; columns that there are not are zero.
 template <bool kTiled, int kSets>
 __device__ void read_x(const Rows& x, int first, int group, int rows, uint4 (&found)[kSets][2]) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, column = group * kGroup + 8 * t;
@@ -89,8 +90,8 @@ __device__ void read_x(const Rows& x, int first, int group, int rows, uint4 (&fo
         const int row = min(first + kRows * s + 8 * half + g, rows - 1);
         float values[8];
         read_eight(x.values + (size_t)row * x.width, column, x.width, values);
-        found[s][half] = make_uint4(two_bf16(values[0], values[1]), two_bf16(values[2], values[3]),
-                                    two_bf16(values[4], values[5]), two_bf16(values[6], values[7]));
+        found[s][half] = make_uint4(two_halves(values[0], values[1]), two_halves(values[2], values[3]),
+                                    two_halves(values[4], values[5]), two_halves(values[6], values[7]));
       }
   }
 }
@@ -177,7 +178,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   if (waits) await_previous();  // every kernel does
 }
 
-// Four ranks of a row of scale * a x, as the values of bfloat16 that add up to them.
+// Four ranks of a row of scale * a x, as the values of 16 bits that add up to them.
 struct Halves {
   uint32_t high[2], low[2];
 };
@@ -186,9 +187,9 @@ __device__ Halves halves_of(const float4& x) {
   const float values[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    found.high[i] = two_bf16(values[2 * i], values[2 * i + 1]);
-    found.low[i] = two_bf16(__fsub_rn(values[2 * i], __uint_as_float(found.high[i] << 16)),
-                            __fsub_rn(values[2 * i + 1], __uint_as_float(found.high[i] & 0xffff0000u)));
+    found.high[i] = two_halves(values[2 * i], values[2 * i + 1]);
+    found.low[i] = two_halves(__fsub_rn(values[2 * i], low_of(found.high[i])),
+                              __fsub_rn(values[2 * i + 1], high_of(found.high[i])));
   }
   return found;
 }
@@ -381,7 +382,7 @@ struct IntoGated {
       const float one = gated(p, column, sums[0].x, sums[1].x), other = gated(p, column + 1, sums[0].y, sums[1].y);
       if (a.gated.tiles)
         *reinterpret_cast<uint32_t*>(a.gated.tiles + tile_offset(row, column, blocks_of(a.half))) =
-            two_bf16(one, other);
+            two_halves(one, other);
       if (a.gated.values)
         *reinterpret_cast<float2*>(a.gated.values + (size_t)row * a.half + column) = make_float2(one, other);
     }
@@ -459,7 +460,7 @@ void shrink(const AdaptedSums& a, int rows, int turns, const Queue& queue) {
 
 }  // namespace
 
-void add_low_rank_bf16(const AdaptedSums& a, int rows, const Queue& queue) {
+void add_low_rank_half(const AdaptedSums& a, int rows, const Queue& queue) {
   const int turns = rows > kFewRows ? 1 : std::clamp(std::min(a.adapter_count, rows), 1, kMostTurns);
   if (rows <= kFewRows) shrink<1>(a, rows, turns, queue);
   else shrink<2>(a, rows, turns, queue);
@@ -470,5 +471,6 @@ void add_low_rank_bf16(const AdaptedSums& a, int rows, const Queue& queue) {
   else expand<IntoY>(a, columns, a.count, rows, turns, queue);
 }
 
+}  // namespace AS_HALF
 }  // namespace cuda
 }  // namespace as

@@ -1,4 +1,4 @@
-// Products in bfloat16 by mma.sync: for few rows, where all that counts is how fast the weights stream by, and on chips
+// Products of 16 bits by mma.sync: for few rows, where all that counts is how fast the weights stream by, and on chips
 // without wgmma for any number.
 //
 // A block of threads has 16 columns and up to 64 rows of activations. Each of its warps copies its part of both sides
@@ -10,6 +10,7 @@
 
 namespace as {
 namespace cuda {
+namespace AS_HALF {
 namespace {
 
 constexpr int kStageWeights = kTileRows * kBlock * 2;  // bytes of a stage: 64 of K
@@ -149,7 +150,7 @@ void start_tiles(const Product& p, int rows, const Queue& queue) {
   const Pieces k(p.w.k, p.w.most_pieces);
   const PiecesGrid grid = grid_of<S>(kernel, p.w, k, rows, kDeep ? kMostPieces : S::most_warps());
   start(queue, kernel, grid.blocks, 32 * grid.warps, grid.shared, p, rows, grid.tiles, k);
-  launched("linear in bfloat16");
+  launched("linear of 16 bits");
 }
 
 // Of up to eight rows: where no processor has more than two blocks of threads, more of the weights may be on their way
@@ -179,11 +180,11 @@ bool is_row(const Product& p, int rows, const Queue& queue) {
 
 }  // namespace
 
-bool linear_bf16_norms(const Product& p, int rows, const Queue& queue) {
-  return p.w.kind == Kind::bf16 && is_row(p, rows, queue);
+bool linear_half_norms(const Product& p, int rows, const Queue& queue) {
+  return p.w.kind == Kind::half && is_row(p, rows, queue);
 }
 
-void linear_bf16(const Product& p, int rows, const Queue& queue, By by) {
+void linear_half(const Product& p, int rows, const Queue& queue, By by) {
   if (queue.capability != 90) by = By::mma;
   if (by == By::any) {
     if (is_row(p, rows, queue)) return linear_row(p, queue);
@@ -202,5 +203,6 @@ void linear_bf16(const Product& p, int rows, const Queue& queue, By by) {
   else start_tiles<8>(p, rows, queue);
 }
 
+}  // namespace AS_HALF
 }  // namespace cuda
 }  // namespace as
