@@ -33,7 +33,8 @@ class Adapter {
       : limits_(limits), targets_(std::move(targets)), pairs_(targets_.size()) {}
 
   // Gives a target its matrices, all columns of `a` [rank, in features] and `b` [columns, rank]. Returns how many
-  // values are NaN or infinite. Throws std::invalid_argument for a target or sizes that cannot be.
+  // values are NaN or infinite, or would be as float16. Throws std::invalid_argument for a target or sizes that cannot
+  // be.
   int64_t set(int target, const HostRows& a, const HostRows& b, float scale);
   // Copies all that was set to the GPU in use. Returns what the table has of each target.
   std::vector<LowRank> upload();

@@ -220,9 +220,8 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
     std::vector<uint16_t> values(pieces.size() / sizeof(uint16_t));
     check(cudaMemcpy(values.data(), pieces.as(), pieces.size(), cudaMemcpyDeviceToHost), "copying rows");
     for (int row = 0; row < rows; row++)
-      for (int column = 0; column < m.n; column++) {
+      for (int column = 0; column < m.n; column++)
         y[(size_t)row * m.n + column] = cuda::widened(values[tile_offset(row, column, blocks_of(m.n))], m.half);
-      }
     return y;
   }
   check(cudaMemcpy(y.data(), out.as(), out.size(), cudaMemcpyDeviceToHost), "copying rows");

@@ -81,7 +81,7 @@ inline int most_shared() {
 enum class Source { f32, f16, bf16 };
 
 // Puts rows [count, matrix.k] of `source`, `stride` values apart, into rows [first, first + count) of a matrix; adds
-// how many values are NaN or infinite to *bad.
+// how many values are NaN or infinite, or too large for a matrix of float16, to *bad.
 void pack_rows(const void* rows, Source source, int64_t stride, int count, const Matrix& matrix, int first,
                unsigned long long* bad, const Queue& queue);
 // Quantizes rows [count, columns], groups of so many columns each, as InstantQuant does (cpu/kernels/quantize.cpp), to

@@ -180,7 +180,7 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
       .def("fill_rows", fill_rows, py::arg("id"), py::arg("arrays"), py::arg("source"), py::arg("row_offset") = 0,
            py::arg("column") = 0, py::arg("group_size") = py::none(),
            "Columns `column`... of arrays' rows, one array after the other, become a matrix' rows; returns how many "
-           "values of each are NaN or infinite.")
+           "values of each are NaN or infinite, or too large for a matrix of float16.")
       .def(
           "fill_matrix",
           [](CudaExecutor& e, int id, const py::array& a, const std::string& source, int64_t row_offset, int64_t column,

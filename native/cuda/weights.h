@@ -41,8 +41,8 @@ class Weights {
   ~Weights();
 
   int add_matrix(int rows, int k, const std::string& format, int group, int experts = 1);
-  // Fills rows from row_offset on. Returns how many values of each are NaN or infinite. group: by which whole rows are
-  // quantized, 0 for all of them.
+  // Fills rows from row_offset on. Returns how many values of each are NaN or infinite, or too large for float16 if the
+  // matrix is that. group: by which whole rows are quantized, 0 for all of them.
   std::vector<int64_t> fill_rows(int id, const std::vector<HostRows>& rows, int64_t row_offset, int64_t group);
   // The same of rows that InstantQuant has quantized.
   void fill_quantized(int id, const HostCodes& rows, int64_t row_offset);

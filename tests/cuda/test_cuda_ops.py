@@ -520,6 +520,23 @@ def test_logits_that_are_no_numbers_harm_nobody_else(sampling):
     assert result.status.tolist() == [0, 1, 0] and result.tokens[1] == -1 and result.tokens[0] == result.tokens[2] >= 0
 
 
+@pytest.mark.parametrize("form", HALVES)
+def test_rows_that_are_no_numbers_leave_nothing_behind(form):
+    """Rows of two widths become 16 bits in the same memory, where the narrower ones have padding."""
+    own = toy()
+    x = own.embedding(VOCAB, 24, np.where(np.arange(VOCAB)[:, None] == 7, np.nan, own.rng.normal(size=(VOCAB, 24))))
+    for n, k in ((40, 24), (VOCAB, 40)):
+        matrix = own.program.add_matrix(n, k, form, 0)
+        own.weights[matrix] = own.rng.normal(size=(n, k)) * k**-0.5
+        x = own.op("linear", (x,), n, (matrix,))
+    own.finish(x)
+    gpu = compiled(own)
+    for slots, expected in (((0, 1, 2), [0, 1, 0]), ((3, 4, 5), [0, 0, 0])):
+        work = [item(slot, 1, DRAW, spans=[8 * slot]) for slot in slots]
+        new = [start(slot, [7 if wrong else 5]) for slot, wrong in zip(slots, expected)]
+        assert gpu.step(plan(work, new)).status.tolist() == expected
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 def test_what_the_backend_does_not_have_is_refused_by_name():
     with pytest.raises(ValueError, match="nf4 are not available on CUDA"):

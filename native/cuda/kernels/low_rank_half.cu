@@ -2,8 +2,9 @@
 //
 // Recipes, whatever else a launch has: of a x there is a chain of products over every eighth 32 columns of a part of K,
 // in ascending order, for each of eight; these are added in ascending order, then parts, and that times the scale. In
-// b u each u is two values of 16 bits, which together have twice the fraction: for each 16 ranks in ascending order the
-// products of the higher ones, then those of the lower ones, in one chain from zero, which is then added to y.
+// b u each u is two values of 16 bits, which together have twice the fraction (of float16: to 2^-25, which u below 2^-3
+// notice): for each 16 ranks in ascending order the products of the higher ones, then those of the lower ones, in one
+// chain from zero, which is then added to y.
 //
 // 16 rows are multiplied at once with the matrices of each adapter that any of them has, and who has it keeps the sums:
 // a row's are its own. Within 32 columns, or 16 ranks, a lane multiplies what lies side by side, of both sides alike:

@@ -122,11 +122,13 @@ __global__ void gelu_tanh_mul_kernel(const float* in, Rows out) {
   put(out, row, i, gelu_tanh(gate) * up);
 }
 
-// chosen: which row; null for the same.
+// chosen: which row; null for the same. Tiles' padding becomes zero: other rows, of another width, may have been in the
+// same memory, and if they were no numbers, zeros of weights would not hide them.
 __global__ void copy_kernel(const float* in, const int* chosen, Rows out) {
   after_previous();
-  const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x;
+  const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x, blocks = blocks_of(out.width);
   if (i < out.width) put(out, row, i, in[(size_t)(chosen ? chosen[row] : row) * out.width + i]);
+  else if (out.tiles && i < blocks * kBlock) out.tiles[tile_offset(row, i, blocks)] = 0;
 }
 
 }  // namespace
@@ -175,7 +177,8 @@ void select_rows(const float* in, const int* chosen, int rows, const Rows& out, 
 }
 
 void to_tiles(const float* in, int rows, const Rows& out, const Queue& queue) {
-  start(queue, copy_kernel, dim3(ceil_div(out.width, kThreads), rows), kThreads, 0, in, nullptr, out);
+  const int columns = blocks_of(out.width) * kBlock;
+  start(queue, copy_kernel, dim3(ceil_div(columns, kThreads), rows), kThreads, 0, in, nullptr, out);
   launched("to_tiles");
 }
 
