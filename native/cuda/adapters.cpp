@@ -1,6 +1,5 @@
 #include "cuda/adapters.h"
 
-#include <cmath>
 #include <cstring>
 #include <stdexcept>
 
@@ -18,14 +17,10 @@ float value_of(const HostRows& rows, int64_t row, int64_t column) {
   return widened(static_cast<const uint16_t*>(rows.data)[at], rows.source == Source::bf16 ? Half::bf16 : Half::f16);
 }
 
-// Once they are what the adapter has.
-int64_t not_finite(const HostRows& rows, const AdapterLimits& limits) {
+int64_t not_fitting(const HostRows& rows, Half type) {
   int64_t found = 0;
   for (int64_t row = 0; row < rows.count; row++)
-    for (int64_t column = 0; column < rows.columns; column++) {
-      const float x = value_of(rows, row, column);
-      found += !std::isfinite(limits.halves ? widened(rounded(x, limits.type), limits.type) : x);
-    }
+    for (int64_t column = 0; column < rows.columns; column++) found += !fits(value_of(rows, row, column), type);
   return found;
 }
 
@@ -73,7 +68,7 @@ int64_t Adapter::set(int target, const HostRows& a, const HostRows& b, float sca
     pair.b = put((int)rank, own.columns, ranks, low_rank_stride(own.columns),
                  [&](int row, int column) { return value_of(b, column, row); });
   pair.rank = (int)rank, pair.scale = scale;
-  return not_finite(a, limits_) + not_finite(b, limits_);
+  return not_fitting(a, limits_.type) + not_fitting(b, limits_.type);
 }
 
 std::vector<LowRank> Adapter::upload() {

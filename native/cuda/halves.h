@@ -2,6 +2,8 @@
 #pragma once
 #include <cuda_fp16.h>
 
+#include <algorithm>
+#include <cmath>
 #include <string>
 
 #include "common/bf16.h"
@@ -16,9 +18,16 @@ inline float widened(uint16_t bits, Half half) {
   raw.x = bits;
   return __half2float(__half(raw));
 }
-// To nearest, to even; too large for float16: infinite.
+// To nearest, to even; what is too large for float16 becomes its largest.
+constexpr float kLargestFloat16 = 65504;
 inline uint16_t rounded(float x, Half half) {
-  return half == Half::bf16 ? float_to_bf16(x) : static_cast<__half_raw>(__float2half_rn(x)).x;
+  if (half == Half::bf16) return float_to_bf16(x);
+  return static_cast<__half_raw>(__float2half_rn(std::clamp(x, -kLargestFloat16, kLargestFloat16))).x;
+}
+// Whether that is a number as large as x.
+inline bool fits(float x, Half half) {
+  constexpr float kTooLarge = 65520;  // to nearest it would be 65536
+  return std::isfinite(x) && (half == Half::bf16 || std::abs(x) < kTooLarge);
 }
 // Of a type's name: of others bfloat16, which is what goes with them.
 inline Half half_of(const std::string& dtype) { return dtype == "float16" ? Half::f16 : Half::bf16; }

@@ -1,9 +1,9 @@
 """What stands between a GPU's kernels and a served request: `python bench_cuda_engine.py [0.5b|7b] [draws=1,32,256]
-[engine=1,32] [sampled=1,32]`
+[engine=1,32] [sampled=1,32] [format=int4:64]`
 
 draws: a step of so many rows, drawn in several ways, against greedy ones; native steps (bench_cuda.py), interleaved.
 engine, sampled: tokens/s of so many requests through Engine, greedy ones or with top_p, on a random checkpoint of the
-same shape, against native steps; start-up, and when the first token came.
+same shape, against native steps; start-up, and when the first token came. format: of weights, with a group size.
 """
 
 from __future__ import annotations
@@ -112,16 +112,17 @@ def write_checkpoint(directory: Path, name: str) -> None:
                 count, first = count - len(piece), 0
 
 
-def engine(name: str, asked: list[tuple[int, dict]]) -> None:
+def engine(name: str, asked: list[tuple[int, dict]], form: str) -> None:
     from allspark_client import AsModelConfig
     from allspark_server import Engine
 
-    rates = []
+    rates, (dtype, group) = [], (*form.split(":"), "0")[:2]
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(Path(folder), name)
         found, began = Engine(), time.perf_counter()
         found.install_model(AsModelConfig(
             model_name="m", model_path=folder, compute_unit="CUDA:0", engine_max_length=PROMPT + TOKENS + 16,
+            weight_dtype=dtype, weight_group_size=int(group), quantize_head=True,
             engine_max_batch=max(batch for batch, _ in asked), cache_memory=8 << 30))
         found.start_model("m")
         print(f"{name}: ready after {time.perf_counter() - began:.1f} s", flush=True)
@@ -148,7 +149,7 @@ def engine(name: str, asked: list[tuple[int, dict]]) -> None:
             print(f"engine, {batch} of {fields}: {rates[-1]:,.0f} tokens/s, first token after {1e3 * first:.1f} ms",
                   flush=True)
         found.close()
-    model = Sampled(name, 2048, max(batch for batch, _ in asked), PROMPT + TOKENS + 16, *ONE)
+    model = Sampled(name, 2048, max(batch for batch, _ in asked), PROMPT + TOKENS + 16, *ONE[:3], form, ONE[4])
     for (batch, fields), rate in zip(asked, rates):
         model.begin(batch, PROMPT + TOKENS // 2, fields)
         native = batch / model.steps(batch, 60)
@@ -158,14 +159,16 @@ def engine(name: str, asked: list[tuple[int, dict]]) -> None:
 
 def main(arguments: list[str]) -> None:
     name = arguments[0] if arguments and arguments[0] in SHAPES else "0.5b"
-    lists = {key: [int(n) for n in value.split(",")] for key, value in (a.split("=") for a in arguments if "=" in a)}
+    given = dict(a.split("=") for a in arguments if "=" in a)
+    form = given.pop("format", "bfloat16")
+    lists = {key: [int(n) for n in value.split(",")] for key, value in given.items()}
     if "draws" in lists:
         draws(name, lists["draws"])
     asked = [(batch, {"do_sample": False}) for batch in lists.get("engine", [])]
     asked += [(batch, {"do_sample": True, "top_k": 0, "top_p": 0.9, "temperature": 0.05, "seed": 1})
               for batch in lists.get("sampled", [])]
     if asked:
-        engine(name, asked)
+        engine(name, asked, form)
 
 
 if __name__ == "__main__":

@@ -505,7 +505,7 @@ __global__ void __launch_bounds__(threads(kLean), kLean ? 2 : 1)
       leave_part(a, runs);
     }
   }
-  if (!several) return;
+  if (!several || shared.begin.whole) return;
   // Others may have something of what this block began with, and of what it ended with.
   begin = shared.begin;
   consumers_meet();  // nobody reads the ring any more

@@ -17,10 +17,11 @@ constexpr int kReserved = 1 << 10;  // of a block's shared memory, for the syste
 constexpr int kShortStages = 6, kMostStages = 24;
 
 // Of the runs that a block of threads has: where they begin, how many, and the number of the first among all. Each
-// block has so many, the first ones one more.
+// block has so many, the first ones one more; or all of a tile and a KV head.
 struct Begin {
   int tile, kv_head, run, count, number;
   int each, more;
+  bool whole;
 
   __device__ int begin_of(int block) const { return block * each + min(block, more); }
   __device__ int block_of(int number) const {
@@ -38,15 +39,19 @@ struct Shared {
   Begin begin;
 };
 
-// A warp shares out the runs of all tiles, KV head by KV head.
+// A warp shares out the runs of all tiles, KV head by KV head: equal parts, or to each block a tile and KV head, where
+// that is no more for any of them; then nothing is merged.
 __device__ inline Begin share_out(const Attention& a, const AttentionTile* tiles, int count) {
   const auto runs_of = [&](int tile) {
     const FewRows rows(a, tiles[tile], kFewPairs);
     return rows.count ? rows.last_run - rows.first_run + 1 : 0;
   };
   const int each = (count + 31) / 32, lane = threadIdx.x % 32, first = lane * each, end = min(first + each, count);
-  int own = 0;
-  for (int i = first; i < end; i++) own += runs_of(i);
+  int own = 0, most = 0;
+  for (int i = first; i < end; i++) {
+    const int runs = runs_of(i);
+    own += runs, most = max(most, runs);
+  }
   int before = own;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -55,7 +60,16 @@ __device__ inline Begin share_out(const Attention& a, const AttentionTile* tiles
   }
   const int heads = a.cache.kv_heads, all = __shfl_sync(0xffffffffu, before, 31) * heads;
   before -= own;
-  Begin share;
+  most = __reduce_max_sync(0xffffffffu, most);
+  const int whole = count * heads, blocks = gridDim.x;
+  Begin share = {};
+  share.whole = whole <= blocks && most <= (all + blocks - 1) / blocks;
+  if (share.whole) {
+    const bool has = (int)blockIdx.x < whole;
+    share.tile = has ? blockIdx.x / heads : 0, share.kv_head = blockIdx.x % heads;
+    share.run = FewRows(a, tiles[share.tile], kFewPairs).first_run, share.count = has ? runs_of(share.tile) : 0;
+    return share;
+  }
   share.each = all / gridDim.x, share.more = all % gridDim.x;
   share.count = share.each + ((int)blockIdx.x < share.more), share.number = share.begin_of(blockIdx.x);
   const int begin = share.number - before * heads;
@@ -82,7 +96,7 @@ __device__ inline Begin share_out(const Attention& a, const AttentionTile* tiles
 __device__ inline Begin share_out_tiles(const Attention& a, int count) {
   const int heads = a.cache.kv_heads, all = count * heads;
   Begin share;
-  share.each = 1, share.more = 0;
+  share.each = 1, share.more = 0, share.whole = true;
   if (all != gridDim.x) share.each = all / gridDim.x, share.more = all % gridDim.x;  // divisions take a while
   share.count = share.each + ((int)blockIdx.x < share.more), share.number = share.begin_of(blockIdx.x);
   share.tile = share.number / heads, share.kv_head = share.number % heads, share.run = 0;

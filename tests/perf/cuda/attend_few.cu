@@ -208,10 +208,11 @@ int main(int argc, char** argv) {
     if (!strcmp(argv[c], "uint4")) type = CacheType::uint4;
     if (!strcmp(argv[c], "float8")) type = CacheType::float8;
     if (sscanf(argv[c], "%d@%d", &sequences, &at) != 2) continue;
-    const int width = (heads + 2 * kv) * dim, spans = at / kSpan + 1, runs = at / kRunTokens + 1;
+    const int width = (heads + 2 * kv) * dim, spans = at / kSpan + 1, runs = at / kRunTokens + 1,
+              most_runs = std::max(runs, 32);  // as a model has it
     Attention a;
     a.cache = {nullptr, type, kSpan, kv, dim, dim};
-    a.group = heads / kv, a.queries = heads, a.scale = 1 / sqrtf(dim), a.width = width, a.most_runs = runs;
+    a.group = heads / kv, a.queries = heads, a.scale = 1 / sqrtf(dim), a.width = width, a.most_runs = most_runs;
     const size_t layer_bytes = a.cache.span_bytes() * spans * sequences, out = (size_t)sequences * heads * dim;
     float *qkv, *results[2], *partials, *turned;
     char* data;
@@ -220,7 +221,7 @@ int main(int argc, char** argv) {
     unsigned long long *counter, found;
     CHECK(cudaMalloc(&qkv, (size_t)sequences * width * 4)), CHECK(cudaMalloc(&data, layer_bytes * kLayers));
     CHECK(cudaMalloc(&counter, 8)), CHECK(cudaMemset(counter, 0, 8));
-    CHECK(cudaMalloc(&partials, partial_floats(dim) * kv * sequences * runs * 4));
+    CHECK(cudaMalloc(&partials, partial_floats(dim) * kv * sequences * most_runs * 4));
     CHECK(cudaMalloc(&arrivals, sequences * kv * 4)), CHECK(cudaMemset(arrivals, 0, sequences * kv * 4));
     CHECK(cudaMalloc(&turned, (size_t)sequences * dim * 4));
     fill_floats<<<ceil_div((size_t)sequences * width, 256), 256>>>(qkv, (size_t)sequences * width);
