@@ -25,18 +25,11 @@ __global__ void soft_cap_kernel(float* x, float cap, size_t count) {
   if (i < count) x[i] = cap * tanhf(x[i] / cap);
 }
 
-// A block's sum of squares, in all of its threads: over each warp's lanes, then over warps in ascending order.
+// A block's, in all of its threads.
 __device__ float square_sum(const float* x, int count) {
-  __shared__ float sums[kThreads / 32];
   float sum = 0;
   for (int i = threadIdx.x; i < count; i += kThreads) sum = fmaf(x[i], x[i], sum);
-  sum = warp_sum(sum);
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
-  __syncthreads();
-  float total = 0;
-  for (int i = 0; i < kThreads / 32; i++) total += sums[i];
-  return total;
+  return block_sum<kThreads>(sum, kThreads);
 }
 
 __global__ void qk_square_sums_kernel(const float* x, int width, QkColumns columns, float* sums) {
