@@ -14,7 +14,7 @@ from allspark_launch.bench import peers, report
 from allspark_launch.bench.ceiling import Machine, Workload
 from allspark_launch.bench.measure import Cell, Format, Timing
 from allspark_launch.bench.results import Row, Run
-from allspark_launch.bench.static import cells_from
+from allspark_launch.bench.static import cells_from, stored_type
 from allspark_launch.cli import build_parser, main
 from allspark_launch.serving import shipped_model
 
@@ -113,6 +113,15 @@ def test_ceilings_of_a_model():
     integers = load.prefill(Machine(1e15, 1e9, 4e9), 2, 10, weight_bytes, True)
     attention = 2 * 4 * layers * hidden * 55
     assert integers.tokens_per_second == pytest.approx(20 * 1e9 / ((operations - attention) / 4 + attention))
+
+
+@pytest.mark.parametrize("fields, gpus, expected", [
+    ({"dtype": "float16"}, [0], "float16"), ({"torch_dtype": "float16"}, [0, 1], "float16"),
+    ({"dtype": "float16"}, [], "bfloat16"), ({"torch_dtype": "bfloat16"}, [0], "bfloat16"), (None, [0], "bfloat16")])
+def test_what_auto_is_for_peers(tmp_path, fields, gpus, expected):
+    if fields is not None:
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert stored_type(tmp_path, gpus) == expected
 
 
 def test_static_on_the_shipped_model(capsys, tmp_path, adapters):

@@ -291,6 +291,14 @@ def measure_format(engine, row: Row, form: Format, checkpoint: Path, cells: list
         engine.release_model(MODEL)
 
 
+def stored_type(checkpoint: Path, gpus: list[int]) -> str:
+    """What peers are asked for where we compute a checkpoint as it is stored ("auto"): float16 is so on GPUs alone."""
+    config = checkpoint / "config.json"
+    fields = json.loads(config.read_text()) if config.is_file() else {}
+    stored = fields.get("dtype") or fields.get("torch_dtype")
+    return "float16" if gpus and stored == "float16" else "bfloat16"
+
+
 def measure_peer(run: Run, peer: peer_runs.Peer, checkpoint: Path, work: Path, threads: int,
                  options: argparse.Namespace, progress: Progress, meter: Meter) -> None:
     """One round of one peer, all its formats. Ceilings are measured before it starts and after it ends."""
@@ -310,7 +318,8 @@ def measure_peer(run: Run, peer: peer_runs.Peer, checkpoint: Path, work: Path, t
             timed.append((row, result.cell, result.timing))
             progress.show(f"{row.name} {result.cell}")
 
-    formats = [Format("bfloat16") if f.dtype == "auto" else f for f in options.formats]
+    stored = stored_type(checkpoint, options.gpus)
+    formats = [Format(stored) if f.dtype == "auto" else f for f in options.formats]
     before = meter.now()
     peer_runs.run_peer(peer, checkpoint, work, threads, formats, run.cells, options.peer_timeout, note, options.gpus)
     machine = meter.around(before)
