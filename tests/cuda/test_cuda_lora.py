@@ -11,13 +11,13 @@ import pytest
 from gpu_toys import compiled
 from reference.plan import DRAW
 from reference.toy import OUTPUTS, Toy, item, plan, spans_for, start
+from test_cuda_ops import HALF
 
 pytestmark = pytest.mark.cuda
 
 SEED = int(os.environ.get("ALLSPARK_TEST_SEED", int.from_bytes(os.urandom(3), "little")))
 VOCAB, MOST = 53, 40
 EXACT, ROUNDED = 2e-5, 8e-2  # of the values' size, as their root mean square; where values are rounded to bfloat16
-HALF = 1 / 8                 # of that where they are rounded to float16
 LENGTHS, WHICH = (1, 30, 45, 1, 17, 2), (0, -1, 1, 0, -1, 1)  # prompts of one step, and their adapters
 
 
@@ -136,7 +136,7 @@ def test_matrices_that_cannot_be_are_refused():
     assert filled.set(1, a, "F32", b, "F32", 1.0) == 2
     with pytest.raises(ValueError, match="there is no adapter 2"):
         own.gpu.set_adapter(2, filled)
-    with pytest.raises(ValueError, match="adapters are float32.*, not int8"):
+    with pytest.raises(ValueError, match="adapters are float32, bfloat16 or float16, not int8"):
         compiled(Toy(SEED), adapters=1, adapter_rank=4, adapter_dtype="int8")
     for form, dtype in (("float16", "bfloat16"), ("bfloat16", "float16")):
         with pytest.raises(ValueError, match="adapters of another type of 16 bits than the weights"):
