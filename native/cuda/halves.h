@@ -25,10 +25,7 @@ inline uint16_t rounded(float x, Half half) {
   return static_cast<__half_raw>(__float2half_rn(std::clamp(x, -kLargestFloat16, kLargestFloat16))).x;
 }
 // Whether that is a number as large as x.
-inline bool fits(float x, Half half) {
-  constexpr float kTooLarge = 65520;  // to nearest it would be 65536
-  return std::isfinite(x) && (half == Half::bf16 || std::abs(x) < kTooLarge);
-}
+inline bool fits(float x, Half half) { return std::isfinite(x) && (half == Half::bf16 || std::abs(x) < kTooLarge); }
 // Of a type's name: of others bfloat16, which is what goes with them.
 inline Half half_of(const std::string& dtype) { return dtype == "float16" ? Half::f16 : Half::bf16; }
 

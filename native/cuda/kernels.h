@@ -19,6 +19,7 @@ namespace cuda {
 // its largest, 65504. What is of 16 bits in a program is all of one type, but for the cache. Kernels of other formats
 // (codes, activations of 8 bits) go with bfloat16 alone.
 enum class Half : uint8_t { bf16, f16 };
+constexpr float kTooLarge = 65520;  // from there on a value does not fit float16: to nearest it would be infinite
 
 // Rows of values: float32 [rows, width], or of 16 bits in tiles (tiles.h) for the products that read them, or both.
 struct Rows {

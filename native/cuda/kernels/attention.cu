@@ -292,7 +292,7 @@ void store_cache(const Attention& a, const int* where, const Turn* turn, bool qu
   const RotaryTable table = turn ? turn->table : RotaryTable();
   const bool interleaved = turn && turn->interleaved;
   const int heads = a.width / a.cache.head_dim - 2 * a.cache.kv_heads;
-  if (kAllFormats && a.cache.quantized()) {
+  if (a.cache.quantized()) {
     if (turn)
       rope(const_cast<float*>(a.qkv), a.width, {0, heads + a.cache.kv_heads, a.cache.head_dim}, table, interleaved,
            rows, queue);
@@ -337,7 +337,7 @@ auto attend_kernel_of(CacheType type) {
 
 bool attend_few_mma(const Attention& a, const AttentionTile* tiles, int count, int splits, bool own, const Turn* turn,
                     const Queue& queue) {
-  const bool quantized = kAllFormats && has_attend_quantized(a);
+  const bool quantized = has_attend_quantized(a);
   if (!quantized && !has_attend_mma(a)) return false;
   const bool started =
       (quantized ? attend_few_quantized : attend_few_half)(a, tiles, count, splits > 1, own, turn, queue);
@@ -359,7 +359,7 @@ void attend_many(const Attention& a, const AttentionTile* tiles, int count, cons
   const dim3 grid(count, a.cache.kv_heads);
   if (has_attend_wgmma(a, queue)) attend_wgmma(a, tiles, count, turn, queue);
   else if (has_attend_mma(a)) attend_many_mma(a, tiles, count, queue);
-  else if (kAllFormats && has_attend_quantized(a)) attend_many_quantized(a, tiles, count, queue);
+  else if (has_attend_quantized(a)) attend_many_quantized(a, tiles, count, queue);
   else start(queue, attend_kernel_of(a.cache.type), grid, 32 * kWarps, 0, a, tiles, false);
   launched("attention of many rows");
 }

@@ -96,7 +96,7 @@ __device__ inline Begin share_out(const Attention& a, const AttentionTile* tiles
 __device__ inline Begin share_out_tiles(const Attention& a, int count) {
   const int heads = a.cache.kv_heads, all = count * heads;
   Begin share;
-  share.each = 1, share.more = 0, share.whole = true;
+  share.each = 1, share.more = 0;
   if (all != gridDim.x) share.each = all / gridDim.x, share.more = all % gridDim.x;  // divisions take a while
   share.count = share.each + ((int)blockIdx.x < share.more), share.number = share.begin_of(blockIdx.x);
   share.tile = share.number / heads, share.kv_head = share.number % heads, share.run = 0;

@@ -79,22 +79,13 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(Product p, int 
     commit_copies();
     ahead.next(k, warp, warps);
   };
-  // Weights are on their way before the kernel before this one has made the rows.
-  let_next_begin();
-  Walk first = ahead;
-#pragma unroll
-  for (int i = 0; i < kStages - 1; i++, first.next(k, warp, warps)) fetch_weights(first, i);
-  await_previous();
+  fetch_first_weights<kStages>(ahead, k, warp, warps, fetch_weights);
   // What the first of this thread's sums is added to is on its way, too.
   const Place own{first_row + (int)threadIdx.x / kColumns, (int)(blockIdx.x * kColumns + threadIdx.x % kColumns)};
   const bool is_own = threadIdx.x < kSums && own.row < rows && own.column < p.w.n && !p.gated;
   const float bias = is_own && p.bias ? p.bias[own.column] : 0;
   const float before = is_own && p.adds ? p.y.values[(size_t)own.row * p.y.width + own.column] : 0;
-#pragma unroll
-  for (int i = 0; i < kStages - 1; i++, ahead.next(k, warp, warps)) {
-    fetch_rows(ahead, i);
-    commit_copies();
-  }
+  fetch_first_rows<kStages>(ahead, k, warp, warps, fetch_rows);
 
   int stage = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {

@@ -86,17 +86,8 @@ __global__ void __launch_bounds__(32 * kMostWarps)
     commit_copies();
     ahead.next(k, warp, warps);
   };
-  // Weights are on their way before the kernel before this one has made the rows.
-  let_next_begin();
-  GroupWalk first = ahead;
-#pragma unroll
-  for (int i = 0; i < kStages - 1; i++, first.next(k, warp, warps)) fetch_weights(first, i);
-  await_previous();
-#pragma unroll
-  for (int i = 0; i < kStages - 1; i++, ahead.next(k, warp, warps)) {
-    fetch_rows(ahead, i);
-    commit_copies();
-  }
+  fetch_first_weights<kStages>(ahead, k, warp, warps, fetch_weights);
+  fetch_first_rows<kStages>(ahead, k, warp, warps, fetch_rows);
 
   int stage = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {

@@ -13,8 +13,6 @@ __device__ float widened(T x) {
   else return __bfloat162float(x);
 }
 
-constexpr float kTooLarge = 65520;  // for float16: would be infinite
-
 template <typename T>
 __global__ void pack_kernel(const T* rows, int64_t stride, Matrix m, int first, unsigned long long* bad) {
   after_previous();

@@ -30,6 +30,25 @@ struct GroupWalk {
   }
 };
 
+// What a warp has on its way before it multiplies, by fetch(walk, stage). Of weights, before the kernel before this one
+// has made the rows:
+template <int kStages, typename Walk, typename Fetch>
+__device__ __forceinline__ void fetch_first_weights(Walk at, const Pieces& k, int warp, int warps, const Fetch& fetch) {
+  let_next_begin();
+#pragma unroll
+  for (int i = 0; i < kStages - 1; i++, at.next(k, warp, warps)) fetch(at, i);
+  await_previous();
+}
+// and of rows; each stage is a group of copies with its weights.
+template <int kStages, typename Walk, typename Fetch>
+__device__ __forceinline__ void fetch_first_rows(Walk& at, const Pieces& k, int warp, int warps, const Fetch& fetch) {
+#pragma unroll
+  for (int i = 0; i < kStages - 1; i++, at.next(k, warp, warps)) {
+    fetch(at, i);
+    commit_copies();
+  }
+}
+
 // A warp's sums, as mma.sync has them of tiles of 16 columns and 8 rows, become sums[row][column].
 template <int kColumnTiles, int kTiles>
 __device__ void put_piece(const float (&d)[kColumnTiles][kTiles][4], float* sums) {
