@@ -20,7 +20,7 @@ from allspark_server.weights.quantized import ColumnSlice
 
 #: of a GPU's memory, what the driver, kernels and recorded steps take beside what is counted
 GPU_RESERVE = 768 << 20
-GPU_CACHES = ("float32", "bfloat16", "float16", "int8", "uint4", "float8")
+GPU_CACHES = (*UNQUANTIZED, "int8", "uint4", "float8")
 #: of types that only GPUs have
 INSTEAD_ON_CPUS = {"float16": "'float32' or 'bfloat16'",
                    "float8": "weight_dtype='int8' or 'w8a8', cache_mode=AsCacheQuantI8"}

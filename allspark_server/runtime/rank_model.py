@@ -6,7 +6,7 @@ import logging
 
 import numpy as np
 
-from allspark_client.config import AsModelConfig
+from allspark_client.config import UNQUANTIZED, AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.types import AsCacheMode
 from allspark_server.models.adapters import Target, with_adapters
@@ -94,7 +94,7 @@ class RankModel:
     @property
     def adapter_dtype(self) -> str:
         """Adapters are computed as the model is."""
-        return self.weight_dtype if self.weight_dtype in ("bfloat16", "float16") else "float32"
+        return self.weight_dtype if self.weight_dtype in UNQUANTIZED else "float32"
 
     def slice_of(self, weight: Weight) -> ColumnSlice:
         """This rank's columns of a matrix."""

@@ -13,13 +13,14 @@ from math import gcd
 
 import numpy as np
 
+from allspark_client.config import GROUPED, UNQUANTIZED
 from allspark_server.runtime.native import native_library
 from allspark_server.weights.asgraph import from_float32, to_float32
 from allspark_server.weights.common_form import plain_scales
 from allspark_server.weights.formats import SCALE_TYPES, ScaleLayout, WeightFormat
 from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor, in_pieces
 
-GPU_FORMATS = ("float32", "bfloat16", "float16", "int8", "int4", "w8a8", "w4a8", "float8")
+GPU_FORMATS = (*UNQUANTIZED, *GROUPED, "float8")
 HOPPER = 90  # the first compute capability with products in float8
 RECOVERED = "bfloat16"
 HALF_OF_5_BITS = 16

@@ -31,6 +31,12 @@ MAPPED = []  # windows' memory stays as long as the process
 SPAN, BANDWIDTH, RATE = 32, 4.44e12, 792e12  # measured on an H200
 
 
+def format_of(text: str) -> tuple[str, int]:
+    """A type of weights, and its group size."""
+    dtype, _, group = text.partition(":")
+    return dtype, int(group or 0)
+
+
 def window_of(rank: int, ranks: int, path: str):
     """The ranks' window, over a file of shared memory; None of one rank alone."""
     if ranks == 1:
@@ -60,8 +66,7 @@ class Model:
         noise = (rng.normal(size=(4096, max(hidden, inner, heads * dim))) * 0.02).astype(np.float32)
         noise = (noise.view(np.uint32) >> 16).astype(np.uint16)
 
-        dtype, _, group = form.partition(":")
-        form = dtype, int(group or 0)
+        dtype, _ = form = format_of(form)
 
         def matrix(n: int, k: int, experts: int = 1, size: float = 0.035) -> int:
             handle = e.add_matrix(experts * n, k, *form, experts)

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan, WorkItem
-from bench_cuda import SHAPES, SPAN, Model
+from bench_cuda import SHAPES, SPAN, Model, format_of
 
 # The benchmark's logits are nearly flat: at temperature 1 a nucleus holds most of the vocabulary, at 0.05 few tokens.
 WAYS = {
@@ -116,13 +116,13 @@ def engine(name: str, asked: list[tuple[int, dict]], form: str) -> None:
     from allspark_client import AsModelConfig
     from allspark_server import Engine
 
-    rates, (dtype, group) = [], (*form.split(":"), "0")[:2]
+    rates, (dtype, group) = [], format_of(form)
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(Path(folder), name)
         found, began = Engine(), time.perf_counter()
         found.install_model(AsModelConfig(
             model_name="m", model_path=folder, compute_unit="CUDA:0", engine_max_length=PROMPT + TOKENS + 16,
-            weight_dtype=dtype, weight_group_size=int(group), quantize_head=True,
+            weight_dtype=dtype, weight_group_size=group,
             engine_max_batch=max(batch for batch, _ in asked), cache_memory=8 << 30))
         found.start_model("m")
         print(f"{name}: ready after {time.perf_counter() - began:.1f} s", flush=True)
