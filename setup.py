@@ -49,7 +49,7 @@ ROOMS = ("batch", "bindings", "comm", "common", "cpu", "cpu/ops", "program", "sa
 # the driver compiles for later ones.
 CUDA_ROOMS = ("batch", "program", "sampling")
 CHIPS = ("arch=compute_80,code=sm_80", "arch=compute_90a,code=sm_90a", "arch=compute_80,code=compute_80")
-# The types that kernels of 16-bit floats are compiled for, one after the other (native/cuda/kernels/half.h).
+# The types that kernels of 16-bit floats are compiled for, one after the other (native/cuda/kernels/common/half.h).
 HALVES = ("bf16", "f16")
 # The list of instruction sets, of each architecture from worst to best: name -> compiler flags. The name becomes the C++
 # namespace of the kernels (AS_ISA) and has a function has_NAME() in native/cpu/isa.cpp; everything else reads this.
@@ -233,9 +233,10 @@ class BuildExt(build_ext):
             chips = [flag for chip in CHIPS for flag in ("-gencode", chip)]
             flags = ["-std=c++17", "-O3", *chips, "-ccbin", compiler[-1], "-Xcompiler", "-fPIC,-fvisibility=hidden"]
             # Draws have the host's bits: no product is contracted with a sum.
-            jobs += [(source, temporary / "cuda" / half, [str(nvcc), *flags, f"-DAS_HALF={half}",
-                                                          *(["-fmad=false"] if source.stem == "draw" else [])])
-                     for source in sorted((ROOT / "native/cuda/kernels").glob("*.cu"))
+            kernels = ROOT / "native/cuda/kernels"
+            jobs += [(source, temporary / "cuda" / half / source.parent.relative_to(kernels),
+                      [str(nvcc), *flags, f"-DAS_HALF={half}", *(["-fmad=false"] if source.stem == "draw" else [])])
+                     for source in sorted(kernels.rglob("*.cu"))
                      for half in (HALVES if "AS_HALF" in source.read_text() else HALVES[:1])]
             libraries += [str(static), "-ldl", "-lrt"]
         else:

@@ -1,4 +1,5 @@
-// Adapters (kernels/low_rank.cu): they come and go while a model runs; kernels find those of a step's rows in a table.
+// Adapters (kernels/lora/low_rank.cu): they come and go while a model runs; kernels find those of a step's rows in a
+// table.
 #pragma once
 #include <memory>
 #include <vector>

@@ -1,4 +1,4 @@
-// Ops (kernels.h, experts.h) that are there once for each type of 16 bits (kernels/half.h), as they are in its
+// Ops (kernels.h, experts.h) that are there once for each type of 16 bits (kernels/common/half.h), as they are in its
 // namespace.
 #pragma once
 #include "cuda/experts.h"

@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "batch/batch.h"
-#include "cuda/kernels/draw.h"
+#include "cuda/kernels/sampling/draw.h"
 #include "sampling/processors.h"
 
 namespace as {

@@ -1,6 +1,6 @@
 // What the ranks of several GPUs have of each other: memory of each GPU that the others read and write, by CUDA's IPC
 // between processes (over NVLink, or PCIe). It holds two buffers for the rank's partial sums, places for those that the
-// others push, and the flags by which kernels wait for each other (kernels/sum_ranks.cu).
+// others push, and the flags by which kernels wait for each other (kernels/comm/sum_ranks.cu).
 #pragma once
 #include <string>
 #include <vector>

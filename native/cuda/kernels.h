@@ -163,7 +163,7 @@ void select_rows(const float* in, const int* chosen, int rows, const Rows& out, 
 // Float rows into tiles.
 void to_tiles(const float* in, int rows, const Rows& out, const Queue& queue);
 
-// Rows of activations of 8 bits (kernels/linear_integer.h), with the sums of parts of them, and each row's scale.
+// Rows of activations of 8 bits (kernels/gemm/linear_integer.h), with the sums of parts of them, and each row's scale.
 struct ByteRows {
   uint8_t* values = nullptr;
   float *sums = nullptr, *scales = nullptr;

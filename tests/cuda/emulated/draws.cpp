@@ -1,11 +1,11 @@
-// The kernels of draws (native/cuda/kernels/draw.cu) on the CPU, against native/sampling on the same logits: random
-// cases, their number and seed being the arguments. Ends with 1, and says why, at the first difference.
+// The kernels of draws (native/cuda/kernels/sampling/draw.cu) on the CPU, against native/sampling on the same logits:
+// random cases, their number and seed being the arguments. Ends with 1, and says why, at the first difference.
 #include <cstdio>
 #include <cstdlib>
 #include <random>
 
 #include "cuda/draw_list.h"
-#include "cuda/kernels/draw.cu"
+#include "cuda/kernels/sampling/draw.cu"
 
 namespace {
 

@@ -1,16 +1,16 @@
-// Attention of many rows (native/cuda/kernels/attention_wgmma.cu) at Qwen2.5-7B's shape, or its 0.5B's: its bits
-// against the kernel of mma.sync, and the time of both. `./attend [small] [1x8192 ...]`: sequences x their rows, no
-// context before them; `small` for those after it. nvcc -O3 -std=c++17 -I../../../native -gencode
+// Attention of many rows (native/cuda/kernels/attention/attention_wgmma.cu) at Qwen2.5-7B's shape, or its 0.5B's: its
+// bits against the kernel of mma.sync, and the time of both. `./attend [small] [1x8192 ...]`: sequences x their rows,
+// no context before them; `small` for those after it. nvcc -O3 -std=c++17 -I../../../native -gencode
 // arch=compute_90a,code=sm_90a attend.cu
-//   ../../../native/cuda/kernels/attention_mma.cu -o attend
+//   ../../../native/cuda/kernels/attention/attention_mma.cu -o attend
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <vector>
 
-#include "cuda/kernels/attention_mma.h"
-#include "cuda/kernels/attention_wgmma.cu"
+#include "cuda/kernels/attention/attention_mma.h"
+#include "cuda/kernels/attention/attention_wgmma.cu"
 
 using namespace as::cuda;
 #define CHECK(x) must(x, #x)

@@ -1,9 +1,9 @@
-// Attention when sequences decode (native/cuda/kernels/attention_few.cu), between kernels that read other memory, as in
-// a step: what a layer's attention adds to them, against the time that its bytes take; and how many results differ from
-// the kernel for many rows. `./attend_few [check30 1@129 16@8000 28/4/128 int8 ...]`: sequences at a position each;
-// from then on heads, KV heads and their features; the cache's type. nvcc -O3 -std=c++17 -I../../../native -gencode
-// arch=compute_90a,code=sm_90a attend_few.cu
-//   ../../../native/cuda/kernels/{attention*,rows,rows_f32}.cu -o attend_few
+// Attention when sequences decode (native/cuda/kernels/attention/attention_few.cu), between kernels that read other
+// memory, as in a step: what a layer's attention adds to them, against the time that its bytes take; and how many
+// results differ from the kernel for many rows. `./attend_few [check30 1@129 16@8000 28/4/128 int8 ...]`: sequences at
+// a position each; from then on heads, KV heads and their features; the cache's type. nvcc -O3 -std=c++17
+// -I../../../native -gencode arch=compute_90a,code=sm_90a attend_few.cu
+//   ../../../native/cuda/kernels/{attention/attention*,norm/rows*}.cu -o attend_few
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "cuda/by_half.h"
-#include "cuda/kernels/attention_mma.h"
-#include "cuda/kernels/device.cuh"
+#include "cuda/kernels/attention/attention_mma.h"
+#include "cuda/kernels/common/device.cuh"
 
 using namespace as::cuda;
 #define CHECK(x) must(x, #x)

@@ -2,7 +2,7 @@
 // reading codes and scales takes, and bits against products of the same values in bfloat16. norm: of a row that a
 // kernel norms before; norms: that the product norms itself.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/codes.cu -o codes
-//        native/cuda/kernels/{linear_{quantized,quantized_row,quantized_stream,half,row,split,stream,wide,f32},rows}.cu
+//        native/cuda/kernels/{gemm/linear_{quantized*,half,row,split,stream,wide,f32},norm/rows}.cu
 //   codes [check] [by=stream|mma] [norm|norms] [rows=1,8,16,32] [forms=4:64,4:128,4:0,8:64]
 //   [shapes=qkv,o,gate_up,down,head]
 #include <cstdio>
@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "cuda/by_half.h"
-#include "cuda/kernels/quantized.cuh"
+#include "cuda/kernels/quantize/quantized.cuh"
 
 using namespace as::cuda;
 

@@ -1,8 +1,8 @@
 // A layer of Qwen3-30B-A3B between two attentions, in bfloat16, kernel by kernel: microseconds, and the part of what
 // its bytes take, or its products; and whether one row has the same bits by both ways.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/experts.cu
-//        native/cuda/kernels/{experts*,combine_experts,linear_experts*,linear_few,linear_half,linear_row,linear_split,
-//        linear_stream,linear_wide,linear_f32,rows,pack}.cu -o experts
+//        native/cuda/kernels/{moe/*,gemm/linear_{few,half,row,split,stream,wide,f32},norm/rows,quantize/pack}.cu -o
+//        experts
 //   experts [rows,rows... [rows of a tile]]
 #include <cstdio>
 #include <cstdlib>
@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "cuda/by_half.h"
-#include "cuda/kernels/half.h"
+#include "cuda/kernels/common/half.h"
 
 using namespace as::cuda;
 

@@ -4,8 +4,8 @@
 // two, without their sums; split: small products by clusters, too; float8, w8a8: weights and activations of 8 bits;
 // apart: rows become these by kernels of their own)
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/layer.cu
-//        native/cuda/kernels/{linear_{half,split,stream,wide,f32,row,bytes_{stream,wide},integer},byte_rows,rows,
-//        attention_few,pack}.cu
+//        native/cuda/kernels/{gemm/linear_{half,split,stream,wide,f32,row,bytes_*,integer},norm/rows,
+//        attention/attention_few,quantize/{byte_rows,pack}}.cu
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "cuda/by_half.h"
-#include "cuda/kernels/attention_mma.h"
-#include "cuda/kernels/quantized.cuh"
+#include "cuda/kernels/attention/attention_mma.h"
+#include "cuda/kernels/quantize/quantized.cuh"
 
 using namespace as::cuda;
 

@@ -1,6 +1,7 @@
 // Products of Qwen2.5-7B's shapes by every kernel, alone: microseconds and the part of what reading the weights takes.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/linears.cu
-//        native/cuda/kernels/linear_{half,row,split,stream,wide,f32}.cu native/cuda/kernels/pack.cu -o linears
+//        native/cuda/kernels/gemm/linear_{half,row,split,stream,wide,f32}.cu native/cuda/kernels/quantize/pack.cu -o
+//        linears
 //   linears [rows,rows... [ranks]]
 #include <cstdio>
 #include <cstdlib>
@@ -8,7 +9,7 @@
 #include <vector>
 
 #include "cuda/by_half.h"
-#include "cuda/kernels/half.h"
+#include "cuda/kernels/common/half.h"
 
 using namespace as::cuda;
 

@@ -2,8 +2,7 @@
 // as a graph: microseconds that a sum (with its add and norm) adds to them. By how partial sums get to the other rank:
 // read by the sum, pushed by it, or pushed by the product. All must leave the same bits on both ranks.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/rank_sums.cu
-//        native/cuda/kernels/linear_{half,row,split,stream,wide}.cu native/cuda/kernels/{pack,sum_ranks}.cu -o
-//        rank_sums
+//        native/cuda/kernels/{gemm/linear_{half,row,split,stream,wide},quantize/pack,comm/sum_ranks}.cu -o rank_sums
 //   rank_sums [rows,rows...]
 #include <cmath>
 #include <cstdio>
@@ -13,7 +12,7 @@
 #include <vector>
 
 #include "cuda/by_half.h"
-#include "cuda/kernels/half.h"
+#include "cuda/kernels/common/half.h"
 
 using namespace as::cuda;
 

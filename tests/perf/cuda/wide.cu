@@ -1,15 +1,15 @@
-// Products of many rows (native/cuda/kernels/linear_wide.cu) by each tile: their bits against the kernel of some rows,
-// and their speed at the shapes of Qwen2.5-7B and, with `small`, of its 0.5B.
+// Products of many rows (native/cuda/kernels/gemm/linear_wide.cu) by each tile: their bits against the kernel of some
+// rows, and their speed at the shapes of Qwen2.5-7B and, with `small`, of its 0.5B.
 // `./wide [check] [time] [split] [tiles] [small] [rows=1024,8192] [qkv o gate_up down head]`: of all linears, or of
 // these. nvcc -O3 -std=c++17 -I../../../native -gencode arch=compute_90a,code=sm_90a wide.cu
-//   ../../../native/cuda/kernels/linear_{half,row,split,stream}.cu -o wide
+//   ../../../native/cuda/kernels/gemm/linear_{half,row,split,stream}.cu -o wide
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <vector>
 
-#include "cuda/kernels/linear_wide.cu"
+#include "cuda/kernels/gemm/linear_wide.cu"
 
 using namespace as::cuda;
 #define CHECK(x) must(x, #x)

@@ -1,8 +1,8 @@
-// Products of floats of 8 bits (native/cuda/kernels/linear_bytes_wide.cu) by each tile: their bits against the
+// Products of floats of 8 bits (native/cuda/kernels/gemm/linear_bytes_wide.cu) by each tile: their bits against the
 // stream's, their error against float64, and their speed at the shapes of Qwen2.5-7B.
 // `./wide8 [integers] [check] [error] [tiles | layer | bytes] [rows=128,8192] [only=gate_up]`, integers being w8a8's
 // nvcc -O3 -std=c++17 -I../../../native -gencode arch=compute_90a,code=sm_90a wide8.cu
-//   ../../../native/cuda/kernels/byte_rows.cu -o wide8
+//   ../../../native/cuda/kernels/quantize/byte_rows.cu -o wide8
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -10,8 +10,8 @@
 #include <cstring>
 #include <vector>
 
-#include "cuda/kernels/linear_bytes_wide.cu"
-#include "cuda/kernels/quantized_stream.cuh"
+#include "cuda/kernels/gemm/linear_bytes_wide.cu"
+#include "cuda/kernels/gemm/quantized_stream.cuh"
 
 void as::cuda::linear_float8_stream(const Product& p, int rows, const Queue& queue) {
   start_quantized_stream<Floats>(p, rows, queue);

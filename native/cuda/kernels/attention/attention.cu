@@ -1,0 +1,378 @@
+// Attention by ordinary arithmetic: over float32 and quantized caches, and for heads that attention_mma.cu does not
+// have. A warp has a pair of a row and a query head; its lanes share the head's features.
+#include "cuda/kernels/attention/attention.cuh"
+#include "cuda/kernels/attention/attention_mma.h"
+#include "cuda/kernels/attention/attention_wgmma.h"
+#include "cuda/kernels/quantize/quantized.cuh"
+
+namespace as {
+namespace cuda {
+namespace AS_HALF {
+namespace {
+
+constexpr int kWarps = 4, kFeatures = kLargestHead / 32;  // of a lane, at most
+
+// A key or a value in the cache.
+template <CacheType kType>
+struct Cached {
+  const char* row;
+  float scale, minimum;  // of quantized ones
+
+  __device__ Cached(const LayerCache& cache, const char* head, bool value, int place)
+      : row(head + ((value ? cache.span_size : 0) + place) * cache.row_bytes()), scale(0), minimum(0) {
+    if constexpr (kType == CacheType::int8 || kType == CacheType::uint4) {
+      const float* scales = reinterpret_cast<const float*>(head + cache.scales_at()) + place;
+      scale = scales[value ? 2 * cache.span_size : 0], minimum = scales[value ? 3 * cache.span_size : cache.span_size];
+    }
+  }
+  __device__ float operator[](int feature) const {
+    if constexpr (kType == CacheType::f32) return reinterpret_cast<const float*>(row)[feature];
+    else if constexpr (kType == CacheType::half) return from_half(reinterpret_cast<const uint16_t*>(row)[feature]);
+    else if constexpr (kType == CacheType::float8) return from_e4m3((uint8_t)row[feature]);
+    else if constexpr (kType == CacheType::int8) return fmaf((uint8_t)row[feature], scale, minimum);
+    else return fmaf((uint8_t)row[feature / 2] >> feature % 2 * 4 & 15, scale, minimum);
+  }
+};
+
+// A thread for each of the first `turned` pairs of features of the queries, which are rotated in place, and each value
+// of the cache. rotates: keys as they enter the cache, as rope() does.
+template <CacheType kType>
+__global__ void store_kernel(Attention a, const int* where, bool rotates, RotaryTable t, bool interleaved, int turned) {
+  after_previous();
+  const int row = blockIdx.x, at = where[row], dim = a.cache.head_dim, padded = a.cache.padded_dim, half = t.dim / 2;
+  const int queries = a.width / dim - 2 * a.cache.kv_heads;
+  float* in = const_cast<float*>(a.qkv) + (size_t)row * a.width;
+  const auto turn = [&](const float* head, int pair, float& first, float& second) {
+    const float x = head[interleaved ? 2 * pair : pair], y = head[interleaved ? 2 * pair + 1 : pair + half];
+    const float c = t.cosine[(size_t)row * half + pair], s = t.sine[(size_t)row * half + pair];
+    first = __fmul_rn(x, c) - __fmul_rn(y, s), second = __fmul_rn(y, c) + __fmul_rn(x, s);
+  };
+  const int i = blockIdx.y * blockDim.x + threadIdx.x - turned;
+  if (i < 0) {
+    const int pair = (i + turned) % half;
+    float* head = in + (i + turned) / half * dim;
+    float first, second;
+    turn(head, pair, first, second);
+    head[interleaved ? 2 * pair : pair] = first, head[interleaved ? 2 * pair + 1 : pair + half] = second;
+    return;
+  }
+  if (at < 0 || i >= 2 * a.cache.kv_heads * padded) return;
+  const int span = at / a.cache.span_size, place = at % a.cache.span_size;
+  const int feature = i % padded, head = i / padded % a.cache.kv_heads, value = i / padded / a.cache.kv_heads;
+  const float* from = in + (queries + value * a.cache.kv_heads + head) * dim;
+  float x = feature < dim ? from[feature] : 0.0f;
+  if (rotates && !value && feature < t.dim) {
+    float first, second;
+    turn(from, interleaved ? feature / 2 : feature % half, first, second);
+    x = (interleaved ? feature % 2 : feature >= half) ? second : first;
+  }
+  char* to =
+      const_cast<char*>(head_of(a.cache, span, head)) + (value * a.cache.span_size + place) * a.cache.row_bytes();
+  if constexpr (kType == CacheType::f32) reinterpret_cast<float*>(to)[feature] = x;
+  else if constexpr (kType == CacheType::half) reinterpret_cast<uint16_t*>(to)[feature] = to_half(x);
+  else to[feature] = (char)to_e4m3(x);
+}
+
+// The same of caches of 16 bits whose keys turn halves with halves, if at all, all features of a head: a thread has
+// eight features of a head and those half a head further on. first: of the heads in `qkv`; count: of a row.
+__global__ void __launch_bounds__(256) store_pieces_kernel(Attention a, const int* where, bool rotates, RotaryTable t,
+                                                           unsigned rows, unsigned first, unsigned count) {
+  after_previous();
+  const unsigned dim = a.cache.head_dim, half = dim / 2, pieces = half / 8, kv_heads = a.cache.kv_heads;
+  const unsigned i = blockIdx.x * blockDim.x + threadIdx.x, of_row = i / pieces, column = i % pieces * 8;
+  const unsigned row = of_row / count, head = first + of_row % count, queries = a.width / dim - 2 * kv_heads;
+  if (row >= rows) return;
+  float* in = const_cast<float*>(a.qkv) + (size_t)row * a.width + head * dim;
+  float x[8], y[8];
+  read_eight(in, column, dim, x), read_eight(in, half + column, dim, y);
+  const int at = where[row];
+  if (rotates && head < queries + kv_heads) {
+    float cosine[8], sine[8];
+    read_eight(t.cosine + (size_t)row * half, column, half, cosine);
+    read_eight(t.sine + (size_t)row * half, column, half, sine);
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      const float was = x[j];
+      x[j] = __fmul_rn(was, cosine[j]) - __fmul_rn(y[j], sine[j]);
+      y[j] = __fmul_rn(y[j], cosine[j]) + __fmul_rn(was, sine[j]);
+    }
+  }
+  const auto put_floats = [&](float* to, const float(&values)[8]) {
+    reinterpret_cast<float4*>(to)[0] = make_float4(values[0], values[1], values[2], values[3]);
+    reinterpret_cast<float4*>(to)[1] = make_float4(values[4], values[5], values[6], values[7]);
+  };
+  const auto put_piece = [](char* to, const float(&values)[8]) {
+    *reinterpret_cast<uint4*>(to) = make_uint4(two_halves(values[0], values[1]), two_halves(values[2], values[3]),
+                                               two_halves(values[4], values[5]), two_halves(values[6], values[7]));
+  };
+  if (head < queries) {
+    put_floats(in + column, x), put_floats(in + half + column, y);
+  } else if (at >= 0) {
+    const bool value = head >= queries + kv_heads;
+    const int size = a.cache.span_size, shift = __ffs(size) - 1;
+    char* to = const_cast<char*>(head_of(a.cache, at >> shift, head - queries - value * kv_heads)) +
+               (value * size + (at & (size - 1))) * a.cache.row_bytes();
+    put_piece(to + column * 2, x), put_piece(to + (half + column) * 2, y);
+  }
+}
+
+// A warp for each key and value, which is in its place in `qkv` already: quantized as the CPU backend does
+// (cpu/cache.cpp).
+template <int kBits>
+__global__ void __launch_bounds__(32) store_quantized_kernel(Attention a, const int* where) {
+  after_previous();
+  constexpr int kPairs = kLargestHead / 64;  // of features, of a lane
+  const LayerCache& cache = a.cache;
+  const int row = blockIdx.x, at = where[row], lane = threadIdx.x, dim = cache.head_dim, size = cache.span_size;
+  const int head = blockIdx.y % cache.kv_heads, value = blockIdx.y / cache.kv_heads;
+  if (at < 0) return;
+  const int queries = a.width / dim - 2 * cache.kv_heads;
+  const float* from = a.qkv + (size_t)row * a.width + (size_t)(queries + value * cache.kv_heads + head) * dim;
+  float x[kPairs][2] = {}, low = INFINITY, high = -INFINITY;
+  bool bad = false;
+#pragma unroll
+  for (int i = 0; i < kPairs; i++)
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+      if (const int feature = (i * 32 + lane) * 2 + j; feature < dim) {
+        x[i][j] = from[feature];
+        low = fminf(low, x[i][j]), high = fmaxf(high, x[i][j]), bad |= !isfinite(x[i][j]);
+      }
+  low = -warp_max(-low), high = warp_max(high), bad = __any_sync(0xffffffffu, bad);
+  const Levels<kBits> levels(low, high, bad);
+  char* to = const_cast<char*>(head_of(cache, at / size, head));
+  uint8_t* codes = reinterpret_cast<uint8_t*>(to + (value * size + at % size) * cache.row_bytes());
+#pragma unroll
+  for (int i = 0; i < kPairs; i++) {
+    const int pair = i * 32 + lane;
+    if (2 * pair >= cache.padded_dim) continue;
+    int q[2];
+#pragma unroll
+    for (int j = 0; j < 2; j++) q[j] = 2 * pair + j < dim ? levels.code(x[i][j]) : 0;
+    if (kBits == 4) codes[pair] = (uint8_t)(q[0] | q[1] << 4);
+    else codes[2 * pair] = (uint8_t)q[0], codes[2 * pair + 1] = (uint8_t)q[1];
+  }
+  if (lane) return;
+  float* scales = reinterpret_cast<float*>(to + cache.scales_at()) + 2 * value * size + at % size;
+  scales[0] = levels.scale(), scales[size] = levels.minimum();
+}
+
+// What a pair has of some positions: the greatest score, the sum of weights, and a lane's features of the values.
+struct Seen {
+  float most = -INFINITY, sum = 0, values[kFeatures] = {};
+
+  __device__ void merge(const Seen& run) {
+    const float now = fmaxf(most, run.most), by = shrunk(most, now), run_by = shrunk(run.most, now);
+    most = now, sum = merged(sum, by, run.sum, run_by);
+#pragma unroll
+    for (int i = 0; i < kFeatures; i++) values[i] = merged(values[i], by, run.values[i], run_by);
+  }
+};
+
+// One run: 32 positions at a time, one a lane as far as scores and weights go.
+template <CacheType kType>
+__device__ Seen see_run(const Attention& a, const int* table, int kv_head, int position, int run, int head,
+                        const float (&query)[kFeatures]) {
+  const int lane = threadIdx.x % 32, dim = a.cache.head_dim, size = a.cache.span_size;
+  const int least = a.window ? max(0, position - a.window + 1) : 0;
+  const float factor = score_factor(a);
+  Seen seen;
+  for (int begin = run * kRunTokens; begin < (run + 1) * kRunTokens && begin <= position; begin += 32) {
+    float score = -INFINITY;
+    for (int j = 0; j < 32 && begin + j <= position; j++) {
+      const int at = begin + j;
+      const Cached<kType> key(a.cache, head_of(a.cache, table[at / size], kv_head), false, at % size);
+      float product = 0;
+#pragma unroll
+      for (int i = 0; i < kFeatures; i++)
+        if (i * 32 + lane < dim) product = fmaf(query[i], key[i * 32 + lane], product);
+      product = warp_sum(product);
+      if (j == lane && at >= least) score = capped(a, product);
+      if (j == lane && at >= least && a.slopes) score = sloped(a, head, score, at - position);
+    }
+    const float now = fmaxf(seen.most, warp_max(score) * factor);
+    const float by = shrunk(seen.most, now), weight = weight_of(score, factor, now);
+    seen.most = now, seen.sum = merged(seen.sum, by, warp_sum(weight), 1.0f);
+#pragma unroll
+    for (int i = 0; i < kFeatures; i++) seen.values[i] *= by;
+    for (int j = 0; j < 32 && begin + j <= position; j++) {
+      const int at = begin + j;
+      const Cached<kType> value(a.cache, head_of(a.cache, table[at / size], kv_head), true, at % size);
+      const float its = __shfl_sync(0xffffffffu, weight, j);
+#pragma unroll
+      for (int i = 0; i < kFeatures; i++)
+        if (i * 32 + lane < dim) seen.values[i] = fmaf(its, value[i * 32 + lane], seen.values[i]);
+    }
+  }
+  return seen;
+}
+
+// few: runs are shared by gridDim.z blocks, and left as partial results, unless there is but one.
+template <CacheType kType>
+__global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const AttentionTile* tiles, bool few) {
+  after_previous();
+  const int kv_head = blockIdx.y, lane = threadIdx.x % 32, dim = a.cache.head_dim;
+  const TileRows rows(a, tiles[blockIdx.x], few ? kFewPairs : kManyPairs);
+  const int* table = a.tables + rows.tile.table;
+  for (int pair = threadIdx.x / 32; pair < rows.count; pair += kWarps) {
+    if (!rows.has(pair, kv_head)) continue;
+    const int row = rows.row(pair), head = rows.head(pair, kv_head), position = rows.position(pair);
+    float query[kFeatures];
+#pragma unroll
+    for (int i = 0; i < kFeatures; i++)
+      query[i] = i * 32 + lane < dim ? a.qkv[(size_t)row * a.width + (size_t)head * dim + i * 32 + lane] : 0.0f;
+    if (few && rows.first_run < rows.last_run) {
+      for (int run = rows.first_run + blockIdx.z; run <= rows.last_run; run += gridDim.z) {
+        const Seen seen = see_run<kType>(a, table, kv_head, position, run, head, query);
+        float* to = partial_of(a, blockIdx.x, kv_head, run);
+        if (lane == 0) to[pair] = seen.most, to[kFewPairs + pair] = seen.sum;
+#pragma unroll
+        for (int i = 0; i < kFeatures; i++)
+          if (i * 32 + lane < dim) to[2 * kFewPairs + pair * dim + i * 32 + lane] = seen.values[i];
+      }
+      continue;
+    }
+    if (blockIdx.z) continue;
+    Seen total;
+    for (int run = rows.first_run; run <= rows.last_run; run++)
+      total.merge(see_run<kType>(a, table, kv_head, position, run, head, query));
+    const float sum = with_sink(a, head, total.sum, total.most);
+#pragma unroll
+    for (int i = 0; i < kFeatures; i++)
+      if (i * 32 + lane < dim) put(a.out, row, head * dim + i * 32 + lane, share(total.values[i], sum));
+  }
+}
+
+// Of partial results the rows: a thread for each feature of a pair.
+__global__ void merge_kernel(Attention a, const AttentionTile* tiles) {
+  after_previous();
+  const TileRows rows(a, tiles[blockIdx.x], kFewPairs);
+  if (rows.first_run == rows.last_run) return;  // it is there already
+  const int kv_head = blockIdx.y, dim = a.cache.head_dim, i = blockIdx.z * blockDim.x + threadIdx.x, pair = i / dim;
+  if (pair >= rows.count || !rows.has(pair, kv_head)) return;
+  float most = -INFINITY, sum = 0, value = 0;
+  constexpr int kAtOnce = 8;
+  for (int first = rows.first_run; first <= rows.last_run; first += kAtOnce) {
+    float its_most[kAtOnce], its_sum[kAtOnce], its_value[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; j++) {
+      const float* from = partial_of(a, blockIdx.x, kv_head, min(first + j, rows.last_run));
+      its_most[j] = from[pair], its_sum[j] = from[kFewPairs + pair], its_value[j] = from[2 * kFewPairs + i];
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; j++) {
+      if (first + j > rows.last_run) break;
+      const float now = fmaxf(most, its_most[j]), by = shrunk(most, now), run_by = shrunk(its_most[j], now);
+      most = now, sum = merged(sum, by, its_sum[j], run_by), value = merged(value, by, its_value[j], run_by);
+    }
+  }
+  const int head = rows.head(pair, kv_head);
+  put(a.out, rows.row(pair), head * dim + i % dim, share(value, with_sink(a, head, sum, most)));
+}
+
+}  // namespace
+
+// Whether keys turn halves with halves, all features, eight values at a time.
+static bool turns_pieces(const Attention& a, const Turn& turn) {
+  const auto aligned = [](const float* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
+  const RotaryTable& t = turn.table;
+  return !turn.interleaved && t.dim == a.cache.head_dim && aligned(t.cosine) && aligned(t.sine);
+}
+
+template <bool kAll = kAllFormats>
+static auto store_kernel_of(CacheType type) {
+  if constexpr (kAll) {
+    if (type == CacheType::f32) return store_kernel<CacheType::f32>;
+    if (type == CacheType::float8) return store_kernel<CacheType::float8>;
+  }
+  return store_kernel<CacheType::half>;
+}
+
+void store_cache(const Attention& a, const int* where, const Turn* turn, bool queries, int rows, const Queue& queue) {
+  const RotaryTable table = turn ? turn->table : RotaryTable();
+  const bool interleaved = turn && turn->interleaved;
+  const int heads = a.width / a.cache.head_dim - 2 * a.cache.kv_heads;
+  if (a.cache.quantized()) {
+    if (turn)
+      rope(const_cast<float*>(a.qkv), a.width, {0, heads + a.cache.kv_heads, a.cache.head_dim}, table, interleaved,
+           rows, queue);
+    const auto kernel = a.cache.type == CacheType::int8 ? store_quantized_kernel<8> : store_quantized_kernel<4>;
+    start(queue, kernel, dim3(rows, 2 * a.cache.kv_heads), 32, 0, a, where);
+    launched("store_cache");
+    return;
+  }
+  if (a.cache.type == CacheType::half && a.cache.head_dim % 16 == 0 && (!turn || turns_pieces(a, *turn))) {
+    const int first = turn && queries ? 0 : heads, count = heads + 2 * a.cache.kv_heads - first;
+    const size_t pieces = (size_t)rows * count * (a.cache.head_dim / 16);
+    start(queue, store_pieces_kernel, ceil_div(pieces, 256), 256, 0, a, where, turn != nullptr, table, rows, first,
+          count);
+    launched("store_cache");
+    return;
+  }
+  const auto kernel = store_kernel_of(a.cache.type);
+  const int turned = turn && queries ? heads * (table.dim / 2) : 0;
+  const int items = turned + 2 * a.cache.kv_heads * a.cache.padded_dim;
+  start(queue, kernel, dim3(rows, ceil_div(items, 256)), 256, 0, a, where, turn != nullptr, table, interleaved, turned);
+  launched("store_cache");
+}
+
+namespace {
+
+void merge(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
+  start(queue, merge_kernel, dim3(count, a.cache.kv_heads, ceil_div(kFewPairs * a.cache.head_dim, 256)), 256, 0, a,
+        tiles);
+  launched("attention's merge");
+}
+
+template <bool kAll = kAllFormats>
+auto attend_kernel_of(CacheType type) {
+  if constexpr (kAll) {
+    if (type == CacheType::f32) return attend_kernel<CacheType::f32>;
+    if (type == CacheType::float8) return attend_kernel<CacheType::float8>;
+    if (type == CacheType::int8) return attend_kernel<CacheType::int8>;
+    if (type == CacheType::uint4) return attend_kernel<CacheType::uint4>;
+  }
+  return attend_kernel<CacheType::half>;
+}
+
+bool attend_few_mma(const Attention& a, const AttentionTile* tiles, int count, int splits, bool own, const Turn* turn,
+                    const Queue& queue) {
+  const bool quantized = has_attend_quantized(a);
+  if (!quantized && !has_attend_mma(a)) return false;
+  const bool started =
+      (quantized ? attend_few_quantized : attend_few_half)(a, tiles, count, splits > 1, own, turn, queue);
+  launched("attention of few rows");
+  return started;
+}
+
+}  // namespace
+
+void attend_few(const Attention& a, const AttentionTile* tiles, int count, int splits, const Queue& queue) {
+  if (count == 0 || attend_few_mma(a, tiles, count, splits, false, nullptr, queue)) return;
+  start(queue, attend_kernel_of(a.cache.type), dim3(count, a.cache.kv_heads, splits), 32 * kWarps, 0, a, tiles, true);
+  launched("attention of few rows");
+  if (splits > 1) merge(a, tiles, count, queue);  // of a single run there is nothing to merge
+}
+
+void attend_many(const Attention& a, const AttentionTile* tiles, int count, const Turn* turn, const Queue& queue) {
+  if (count == 0) return;
+  const dim3 grid(count, a.cache.kv_heads);
+  if (has_attend_wgmma(a, queue)) attend_wgmma(a, tiles, count, turn, queue);
+  else if (has_attend_mma(a)) attend_many_mma(a, tiles, count, queue);
+  else if (has_attend_quantized(a)) attend_many_quantized(a, tiles, count, queue);
+  else start(queue, attend_kernel_of(a.cache.type), grid, 32 * kWarps, 0, a, tiles, false);
+  launched("attention of many rows");
+}
+
+bool attend_turns(const Attention& a, const Turn& turn, const Queue& queue) {
+  return has_attend_wgmma(a, queue) && turns_pieces(a, turn);
+}
+
+bool store_and_attend(const Attention& a, const Turn* turn, const AttentionTile* tiles, int count, int splits,
+                      const Queue& queue) {
+  return attend_few_mma(a, tiles, count, splits, true, turn, queue);
+}
+
+}  // namespace AS_HALF
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,102 @@
+// What the kernels of attention share: which positions rows see, and how what they have seen is merged.
+//
+// The recipe of a row (a query head at a position): context is taken in runs of kRunTokens positions, from the run of
+// the first position that is seen on. A run gives the greatest score, the sum of weights relative to it, and the sum of
+// values times weights. Runs are merged in ascending order, each into what the runs before it gave. Positions that a
+// row does not see have weight zero and change nothing, so it does not matter which rows share a tile; and runs may be
+// computed in parallel.
+#pragma once
+#include "cuda/kernels/common/device.cuh"
+
+namespace as {
+namespace cuda {
+namespace AS_HALF {
+
+constexpr float kLog2E = 1.44269504088896341f;
+
+// A tile, as a block of threads finds it. kFew: it is of few pairs, and what rows these are of is counted: a division
+// would take longer.
+template <bool kFew>
+struct RowsOfTile {
+  AttentionTile tile;
+  int group, count;         // query heads of a KV head; pairs that there are
+  int first_run, last_run;  // that any of the pairs sees
+  int first_head, heads;    // of the first KV head those that others have; this rank's
+
+  RowsOfTile() = default;
+  __device__ RowsOfTile(const Attention& a, const AttentionTile& t, int most)
+      : tile(t), group(a.group), first_head(a.first), heads(a.queries) {
+    count = max(0, min(most, t.count * a.group - t.first));
+    const int least = t.start + rows_before(t.first), greatest = t.start + rows_before(t.first + max(count, 1) - 1);
+    first_run = a.window ? max(0, least - a.window + 1) / kRunTokens : 0;
+    last_run = greatest / kRunTokens;
+  }
+  __device__ int rows_before(int pair) const {
+    if (!kFew) return pair / group;
+    int rows = 0;
+    for (; pair >= group; pair -= group) rows++;
+    return rows;
+  }
+  __device__ int row(int pair) const { return tile.row + rows_before(tile.first + pair); }
+  // Of this rank's query heads; without one, the pair is another rank's.
+  __device__ int head(int pair, int kv_head) const {
+    pair += tile.first;
+    return kv_head * group + pair - rows_before(pair) * group - first_head;
+  }
+  __device__ bool has(int pair, int kv_head) const { return (unsigned)head(pair, kv_head) < (unsigned)heads; }
+  __device__ int position(int pair) const { return tile.start + rows_before(tile.first + pair); }
+};
+using TileRows = RowsOfTile<false>;
+using FewRows = RowsOfTile<true>;
+
+__device__ inline const char* head_of(const LayerCache& cache, int span, int kv_head) {
+  return cache.data + span * cache.span_bytes() + kv_head * cache.head_bytes();
+}
+
+// A score is a product, or what soft_cap makes of it, times a factor: a power of two's exponent.
+__device__ inline float capped(const Attention& a, float product) {
+  return a.soft_cap > 0 ? tanhf(product * a.scale / a.soft_cap) : product;
+}
+__device__ inline float score_factor(const Attention& a) { return (a.soft_cap > 0 ? a.soft_cap : a.scale) * kLog2E; }
+__device__ inline float power_of_two(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// A score of a position so far from the query's (negative: before it), with its head's slope.
+__device__ inline float sloped(const Attention& a, int head, float score, int distance) {
+  return __fmaf_rn(a.slopes[head] / (a.soft_cap > 0 ? a.soft_cap : a.scale), (float)distance, score);
+}
+// The weight of what has this score (before the factor), relative to the greatest (after it); none: of what is not
+// seen.
+__device__ inline float weight_of(float score, float factor, float most) {
+  return power_of_two(__fmaf_rn(score, factor, most == -INFINITY ? 0.0f : -most));
+}
+
+// What is left of sums whose maximum was `old` when it becomes `now`.
+__device__ inline float shrunk(float old, float now) { return now == -INFINITY ? 0.0f : power_of_two(old - now); }
+// The sum of a run's weights: of each 64 positions those of either half by themselves, then both, added to what was
+// there. Four threads have some of them each, and their sums are added up at the end of the run.
+__device__ inline float summed(float sum, float by, const float (&halves)[2]) {
+  return __fmaf_rn(sum, by, __fadd_rn(halves[0], halves[1]));
+}
+__device__ inline float merged(float total, float by, float run, float run_by) {
+  return __fmaf_rn(run, run_by, __fmul_rn(total, by));
+}
+// The sum of all weights, and of the head's sink: a score without a value.
+__device__ inline float with_sink(const Attention& a, int head, float sum, float most) {
+  return a.sinks ? __fadd_rn(sum, power_of_two(__fmaf_rn(a.sinks[head], kLog2E, -most))) : sum;
+}
+// What values are multiplied with: a division of each would take ten times as long. A sum that is no number stays none.
+__device__ inline float inverse_of(float sum) { return sum == 0 ? 0.0f : __frcp_rn(sum); }
+__device__ inline float share(float value, float sum) { return __fmul_rn(value, inverse_of(sum)); }
+
+// A run's partial result of a tile and KV head: maxima and sums of its pairs, then values [pair][head_dim].
+__device__ inline float* partial_of(const Attention& a, int tile, int kv_head, int run) {
+  const size_t size = kFewPairs * (2 + (size_t)a.cache.head_dim);
+  return a.partials + (((size_t)tile * a.cache.kv_heads + kv_head) * a.most_runs + run) * size;
+}
+
+}  // namespace AS_HALF
+}  // namespace cuda
+}  // namespace as

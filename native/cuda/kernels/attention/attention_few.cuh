@@ -1,0 +1,548 @@
+// Attention for few rows of a sequence, as when it decodes: up to 16 pairs of a row and a query head. Blocks of threads
+// stay, and share out the runs of all tiles and KV heads evenly. Of a block's warps some copy keys and values through a
+// ring in shared memory, ahead of what is computed, from one run to the next; eight compute: each has 32 of a run's
+// positions for the scores, and some of the features for the values. Runs are merged by the block that has a tile's
+// first ones, as it goes, and those after them, when all have come, by all that have a part. Many tiles of one run each
+// take as long as a tile waits for what it asks: of these two blocks share a processor, by a kernel of few registers.
+// Bits are those of WarpPairs: every score and every sum is the same chain, and what a quantized cache has is rounded
+// to 16 bits.
+#pragma once
+#include <algorithm>
+
+#include "cuda/kernels/attention/attention_few_copies.cuh"
+#include "cuda/kernels/attention/turned_head.cuh"
+#include "cuda/kernels/quantize/quantized.cuh"
+
+namespace as {
+namespace cuda {
+namespace AS_HALF {
+namespace few {
+
+template <int kBytes>
+__device__ inline uint32_t load_shared(uint32_t address) {
+  uint32_t x;
+  if (kBytes == 1) asm volatile("ld.shared.u8 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  else if (kBytes == 2) asm volatile("ld.shared.u16 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  else asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
+__device__ inline float load_shared_float(uint32_t address) { return __uint_as_float(load_shared<4>(address)); }
+
+// Value number i of some adjacent ones.
+template <CacheType kType>
+__device__ inline float widened(uint32_t codes, int i, float scale, float minimum) {
+  if constexpr (kType == CacheType::float8) {
+    return from_e4m3((uint8_t)(codes >> 8 * i));
+  } else {
+    // 2^23 + code: the code is the lowest bits of a fraction of 23.
+    const uint32_t code =
+        kType == CacheType::int8 ? __byte_perm(codes, 0x4b000000u, 0x7540u + i) : (codes >> 4 * i & 15u) | 0x4b000000u;
+    return fmaf(__uint_as_float(code) - 8388608.0f, scale, minimum);
+  }
+}
+
+// What the warps that compute have of a run. kLean: in few registers, where a tile has one run alone.
+template <int kDim, CacheType kType, bool kLean>
+class Attender {
+ public:
+  // own_keys, own_values: of the tile's own rows.
+  __device__ Attender(const Attention& a, Shared& shared, uint16_t* queries, char* own_keys, char* own_values,
+                      uint32_t ring, int stages)
+      : a_(a),
+        shared_(shared),
+        queries_(queries),
+        own_keys_(own_keys),
+        own_values_(own_values),
+        ring_(ring),
+        full_(shared_address(shared.full)),
+        empty_(shared_address(shared.empty)),
+        stages_(stages),
+        factor_(score_factor(a)) {}
+
+  // Of a tile and a KV head: queries, and what enters the cache where the block's runs have it. rotates: both.
+  __device__ void begin_tile(const Runs& runs, bool own, bool rotates, const Turn& turn) {
+    const FewRows& rows = runs.rows();
+    const int kv_head = runs.kv_head(), start = rows.tile.start;
+    const int items = rows.count + (own ? rows.tile.count : 0);
+#pragma unroll 1
+    for (int item = warp_; item < items; item += kConsumers) {
+      if (!kLean && item < rows.count) {  // sooner by itself, but then there is more of it in registers
+        if (!rows.has(item, kv_head)) continue;
+        const int row = rows.row(item);
+        TurnedHead<kDim> head;
+        head.read(a_.qkv + (size_t)row * a_.width + (size_t)rows.head(item, kv_head) * kDim, a_.query_norm, row, turn,
+                  rotates);
+        head.write(queries_ + item * S::kStride);
+        continue;
+      }
+      const bool query = kLean && item < rows.count;
+      const int i = query ? item : item - rows.count, at = start + i, run = at / kRunTokens;
+      if (query ? !rows.has(i, kv_head) : run < runs.run() || run > runs.last_own()) continue;  // another's
+      const int row = query ? rows.row(i) : rows.tile.row + i;
+      const int column = query ? rows.head(i, kv_head) : a_.width / kDim - 2 * a_.cache.kv_heads + kv_head;
+      const float* from = a_.qkv + (size_t)row * a_.width + (size_t)column * kDim;
+      const int size = a_.cache.span_size, place = at & (size - 1);  // a power of two
+      int span = 0;
+      Norm norm = a_.query_norm;
+      TurnedHead<kDim> head, value;
+      if (!query) {  // asked for before what the head is of
+        norm = a_.key_norm;
+        span = a_.tables[rows.tile.table + (at >> (31 - __clz(size)))];
+        value.read(from + a_.cache.kv_heads * kDim, Norm(), row, turn, false);
+      }
+      head.read(from, norm, row, turn, rotates);
+      if (query) {
+        head.write(queries_ + i * S::kStride);
+        continue;
+      }
+      char* to = const_cast<char*>(head_of(a_.cache, span, kv_head));
+      if constexpr (S::kCodes) {
+        float* scales = reinterpret_cast<float*>(to + a_.cache.scales_at()) + place;
+        head.template quantize<kType>(to + place * S::kBytes, own_keys_ + i * S::kRow, scales, size,
+                                      &shared_.own_scales[0][i], kFewPairs);
+        value.template quantize<kType>(to + (size + place) * S::kBytes, own_values_ + i * S::kRow, scales + 2 * size,
+                                       size, &shared_.own_scales[2][i], kFewPairs);
+      } else {
+        uint16_t* rows_there = reinterpret_cast<uint16_t*>(to) + place * kDim;
+        head.write(rows_there), value.write(rows_there + size * kDim);
+        head.write(reinterpret_cast<uint16_t*>(own_keys_ + i * S::kRow));
+        value.write(reinterpret_cast<uint16_t*>(own_values_ + i * S::kRow));
+      }
+    }
+    consumers_meet();
+    if (!kLean) {
+#pragma unroll
+      for (int s = 0; s < kSteps; s++) load_query(query_[s], s);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int pair = lane_ / 4 + 8 * h;
+      positions_[h] = pair < rows.count && rows.has(pair, kv_head) ? rows.position(pair) : -1;
+      heads_[h] = rows.head(pair, kv_head);
+      least_[h] = a_.window ? positions_[h] - a_.window + 1 : 0;
+    }
+  }
+
+  // place: of the run's first stage in the ring.
+  __device__ void attend(const Extent& extent, bool own, RingPlace place) {
+    const int from_rows = own ? extent.start : extent.last + 1;  // positions from there on are the tile's own rows
+    const uint32_t keys = shared_address(own_keys_), values = shared_address(own_values_);
+    // Where a position is; and its scale.
+    const auto is_own = [&](int at) { return at >= from_rows && at <= extent.last; };
+    const auto row_of = [&](int at, int token, uint32_t stage, uint32_t rows) {
+      return is_own(at) ? rows + (at - extent.start) * S::kRow : stage + token * S::kRow;
+    };
+    const auto scale_of = [&](int at, int token, uint32_t stage, int tensor, float& scale, float& minimum) {
+      const uint32_t from =
+          is_own(at) ? shared_address(&shared_.own_scales[tensor][at - extent.start]) : stage + S::kScales + token * 4;
+      scale = load_shared_float(from);
+      minimum = load_shared_float(from + (is_own(at) ? kFewPairs : kTokens) * 4);
+    };
+    const int block = warp_ / 2, first = warp_ % 2 * (kTokens / 2);
+    float scores[4][4] = {};
+    if (block < extent.blocks) {
+      const RingPlace own_place = place.after(block, stages_);
+      const uint32_t stage = ring_ + own_place.stage * S::kTensor;
+      if constexpr (S::kCodes) {
+        wait_barrier(full_ + 8 * own_place.stage, own_place.parity);
+        uint32_t from[4];
+        float scale[4] = {}, minimum[4] = {};
+#pragma unroll
+        for (int t = 0; t < 4; t++) {
+          const int token = first + t * 8 + lane_ / 4, at = extent.begin + block * kTokens + token;
+          from[t] = row_of(at, token, stage, keys) + lane_ % 4 * 2 * S::kBits / 8;
+          if (S::kScaled) scale_of(at, token, stage, 0, scale[t], minimum[t]);
+        }
+#pragma unroll
+        for (int s = 0; s < kSteps; s++) {
+          if (kLean) load_query(query_[s], s);
+#pragma unroll
+          for (int t = 0; t < 4; t++) {
+            uint32_t k[2];
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+              const uint32_t codes = load_shared<S::kBits / 4>(from[t] + (s * 16 + half * 8) * S::kBits / 8);
+              k[half] = two_halves(widened<kType>(codes, 0, scale[t], minimum[t]),
+                                   widened<kType>(codes, 1, scale[t], minimum[t]));
+            }
+            multiply_add(scores[t], query_[s], k[0], k[1]);
+          }
+        }
+      } else {
+        uint32_t from[2];
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          const int token = first + j * 16 + lane_ / 16 * 8 + lane_ % 8;
+          from[j] = row_of(extent.begin + block * kTokens + token, token, stage, keys) + lane_ / 8 % 2 * 16;
+        }
+        wait_barrier(full_ + 8 * own_place.stage, own_place.parity);
+#pragma unroll
+        for (int s = 0; s < kSteps; s++) {
+          if (kLean) load_query(query_[s], s);
+#pragma unroll
+          for (int j = 0; j < 2; j++) {
+            uint32_t k[4];
+            load_cores(k, from[j] + s * 32);
+            multiply_add(scores[2 * j], query_[s], k[0], k[1]);
+            multiply_add(scores[2 * j + 1], query_[s], k[2], k[3]);
+          }
+        }
+      }
+      __syncwarp();
+      if (lane_ < kConsumers / 2) arrive(empty_ + 8 * own_place.stage);  // for all warps, with the block's other one
+    }
+    if (__builtin_expect(a_.soft_cap > 0, 0)) {
+#pragma unroll
+      for (int t = 0; t < 4; t++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) scores[t][i] = capped(a_, scores[t][i]);
+    }
+    if (__builtin_expect(a_.slopes != nullptr, 0)) {
+#pragma unroll
+      for (int t = 0; t < 4; t++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const int at = extent.begin + block * kTokens + first + t * 8 + lane_ % 4 * 2 + i % 2, h = i / 2;
+          if (positions_[h] >= 0) scores[t][i] = sloped(a_, heads_[h], scores[t][i], at - positions_[h]);
+        }
+    }
+    float now[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int t = 0; t < 4; t++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int at = extent.begin + block * kTokens + first + t * 8 + lane_ % 4 * 2 + i % 2, h = i / 2;
+        scores[t][i] = at <= positions_[h] && at >= least_[h] ? scores[t][i] : -INFINITY;
+        now[h] = fmaxf(now[h], scores[t][i]);
+      }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffffu, now[h], 1));
+      now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffffu, now[h], 2));
+      if (lane_ % 4 == 0) shared_.maxima[lane_ / 4 + 8 * h][warp_] = now[h];
+    }
+    consumers_meet();
+    float part[2] = {};
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const float4* maxima = reinterpret_cast<const float4*>(shared_.maxima[lane_ / 4 + 8 * h]);
+      const float4 low = maxima[0], high = maxima[1];
+      const float each[kBlocks] = {fmaxf(low.x, low.y), fmaxf(low.z, low.w), fmaxf(high.x, high.y),
+                                   fmaxf(high.z, high.w)};
+      float most = -INFINITY, own_most = -INFINITY;
+#pragma unroll
+      for (int b = 0; b < kBlocks; b++) {
+        const float next = fmaxf(most, each[b] * factor_);
+        if (warp_ == b) shared_.shrunk[b][lane_ / 4 + 8 * h] = shrunk(most, next);
+        most = next;
+        if (b == block) own_most = next;
+      }
+      most_[h] = most;
+#pragma unroll
+      for (int t = 0; t < 4; t++)
+#pragma unroll
+        for (int i = 2 * h; i < 2 * h + 2; i++) {
+          scores[t][i] = weight_of(scores[t][i], factor_, own_most);
+          part[h] += scores[t][i];
+        }
+      shared_.sums[warp_][lane_ / 4 + 8 * h][lane_ % 4] = part[h];
+    }
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+      shared_.weights[warp_ * 2 + j][lane_] =
+          make_uint4(two_halves(scores[2 * j][0], scores[2 * j][1]), two_halves(scores[2 * j][2], scores[2 * j][3]),
+                     two_halves(scores[2 * j + 1][0], scores[2 * j + 1][1]),
+                     two_halves(scores[2 * j + 1][2], scores[2 * j + 1][3]));
+    consumers_meet();
+#pragma unroll
+    for (int v = 0; v < kOwn; v++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) out_[v][i] = 0;
+    sum_[0] = sum_[1] = 0;
+    place.advance(extent.blocks, stages_);
+#pragma unroll(kLean ? 1 : kBlocks)
+    for (int b = 0; b < kBlocks; b++) {
+      if (b >= extent.blocks) break;
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const float halves[2] = {shared_.sums[2 * b][lane_ / 4 + 8 * h][lane_ % 4],
+                                 shared_.sums[2 * b + 1][lane_ / 4 + 8 * h][lane_ % 4]};
+        const float left = shared_.shrunk[b][lane_ / 4 + 8 * h];
+        sum_[h] = summed(sum_[h], left, halves);
+#pragma unroll
+        for (int v = 0; v < kOwn; v++) out_[v][2 * h] *= left, out_[v][2 * h + 1] *= left;
+      }
+      uint32_t weights[4][4];
+#pragma unroll
+      for (int s = 0; s < 4; s++) {
+        const uint4 four = shared_.weights[b * 4 + s][lane_];
+        weights[s][0] = four.x, weights[s][1] = four.y, weights[s][2] = four.z, weights[s][3] = four.w;
+      }
+      const uint32_t stage = ring_ + place.stage * S::kTensor;
+      const int begin = extent.begin + b * kTokens;
+      wait_barrier(full_ + 8 * place.stage, place.parity);
+      if (!has_features()) {
+      } else if constexpr (S::kCodes) {
+        // Of four positions codes of adjacent features: a column of each of the products, which are of their own
+        // features each.
+        constexpr int kCodeBytes = (kOwn * S::kBits + 7) / 8;
+        const int feature = (warp_ * 8 + lane_ / 4) * kOwn;
+        const int shifted = kOwn * S::kBits < 8 ? feature % 2 * 4 : 0;
+#pragma unroll
+        for (int s = 0; s < 4; s++) {
+          uint32_t codes[4];
+          float scale[4] = {}, minimum[4] = {};
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            const int token = s * 16 + i / 2 * 8 + lane_ % 4 * 2 + i % 2;
+            codes[i] = load_shared<kCodeBytes>(row_of(begin + token, token, stage, values) + feature * S::kBits / 8) >>
+                       shifted;
+            if (S::kScaled) scale_of(begin + token, token, stage, 2, scale[i], minimum[i]);
+          }
+#pragma unroll
+          for (int v = 0; v < kOwn; v++) {
+            float x[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) x[i] = widened<kType>(codes[i], v, scale[i], minimum[i]);
+            multiply_add(out_[v], weights[s], two_halves(x[0], x[1]), two_halves(x[2], x[3]));
+          }
+        }
+      } else {
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          const uint32_t from = row_of(begin + j * 32 + lane_, j * 32 + lane_, stage, values) + warp_ * kOwn * 16;
+#pragma unroll
+          for (int v = 0; v < kOwn; v++) {
+            uint32_t x[4];
+            load_cores_transposed(x, from + v * 16);
+            multiply_add(out_[v], weights[2 * j], x[0], x[1]);
+            multiply_add(out_[v], weights[2 * j + 1], x[2], x[3]);
+          }
+        }
+      }
+      __syncwarp();
+      if (lane_ == 0) arrive(empty_ + 8 * place.stage);
+      place.advance(1, stages_);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      sum_[h] += __shfl_xor_sync(0xffffffffu, sum_[h], 1);
+      sum_[h] += __shfl_xor_sync(0xffffffffu, sum_[h], 2);
+    }
+  }
+
+  __device__ void begin_part() {
+    if constexpr (kLean) return;
+    clear(total_);
+#pragma unroll
+    for (int h = 0; h < 2; h++) total_most_[h] = -INFINITY, total_sum_[h] = 0;
+  }
+  // The run becomes part of the total.
+  __device__ void add_run() {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const float now = fmaxf(total_most_[h], most_[h]), by = shrunk(total_most_[h], now),
+                  run_by = shrunk(most_[h], now);
+      total_most_[h] = now, total_sum_[h] = merged(total_sum_[h], by, sum_[h], run_by);
+#pragma unroll
+      for (int v = 0; v < kOwn; v++)
+#pragma unroll
+        for (int i = 2 * h; i < 2 * h + 2; i++) total_[v][i] = merged(total_[v][i], by, out_[v][i], run_by);
+    }
+  }
+  // As add_run(), of the one run that the tile has.
+  __device__ void end_run() {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const float by = shrunk(most_[h], most_[h]);
+      sum_[h] = merged(0, 0, sum_[h], by);
+#pragma unroll
+      for (int v = 0; v < kOwn; v++)
+#pragma unroll
+        for (int i = 2 * h; i < 2 * h + 2; i++) out_[v][i] = merged(0, 0, out_[v][i], by);
+    }
+  }
+  __device__ void leave_run(const Runs& runs) const { leave(runs, out_, most_, sum_); }
+  __device__ void leave_total(const Runs& runs) const { leave(runs, total_, total_most_, total_sum_); }
+  __device__ void write_total(const Runs& runs) const {
+    if (kLean) write(runs, out_, most_, sum_);
+    else write(runs, total_, total_most_, total_sum_);
+  }
+
+ private:
+  using S = Shape<kDim, kType>;
+  // Of 16 features for the scores; a warp's products of eight features for the values.
+  static constexpr int kSteps = kDim / 16, kEights = kDim / 8, kOwn = (kEights + kConsumers - 1) / kConsumers;
+  static_assert(kEights % kOwn == 0);
+  using Values = float[kOwn][4];
+
+  // Of 16 features of all pairs, as mma.sync's first operand.
+  __device__ void load_query(uint32_t (&query)[4], int step) const {
+    load_cores(query, shared_address(queries_ + (lane_ % 16) * S::kStride + step * 16 + lane_ / 16 * 8));
+  }
+  __device__ bool has_features() const { return kEights % kConsumers == 0 || warp_ * kOwn < kEights; }
+
+  __device__ static void clear(Values& values) {
+#pragma unroll
+    for (int v = 0; v < kOwn; v++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) values[v][i] = 0;
+  }
+  // Of a thread's pair its features in order, two by two: columns of a product, or of all products a column (attend()).
+  template <typename Each>
+  __device__ void each_two(const Values& values, int h, Each each) const {
+    const auto value = [&](int i) {
+      return S::kCodes ? values[i % kOwn][2 * h + i / kOwn] : values[i / 2][2 * h + i % 2];
+    };
+#pragma unroll
+    for (int i = 0; i < 2 * kOwn; i += 2)
+      each(warp_ * kOwn * 8 + (S::kCodes ? lane_ % 4 * 2 * kOwn + i : i / 2 * 8 + lane_ % 4 * 2), value(i),
+           value(i + 1));
+  }
+  __device__ void write(const Runs& runs, const Values& values, const float (&most)[2], const float (&all)[2]) const {
+    const FewRows& rows = runs.rows();
+    if (!has_features()) return;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int pair = lane_ / 4 + 8 * h;
+      if (pair >= rows.count || !rows.has(pair, runs.kv_head())) continue;
+      const int row = rows.row(pair), column = rows.head(pair, runs.kv_head()) * kDim;
+      const float sum = with_sink(a_, heads_[h], all[h], most[h]);
+      each_two(values, h, [&](int feature, float first, float second) {
+        put_two(a_.out, row, column + feature, share(first, sum), share(second, sum));
+      });
+    }
+  }
+  // For the merge, in the place of the run.
+  __device__ void leave(const Runs& runs, const Values& values, const float (&most)[2], const float (&sum)[2]) const {
+    const FewRows& rows = runs.rows();
+    float* to = partial_of(a_, runs.tile(), runs.kv_head(), runs.run());
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int pair = lane_ / 4 + 8 * h;
+      if (pair >= rows.count || !rows.has(pair, runs.kv_head())) continue;
+      if (warp_ == 0 && lane_ % 4 == 0) to[pair] = most[h], to[kFewPairs + pair] = sum[h];
+      if (!has_features()) continue;
+      each_two(values, h, [&](int feature, float first, float second) {
+        *reinterpret_cast<float2*>(to + 2 * kFewPairs + pair * kDim + feature) = make_float2(first, second);
+      });
+    }
+  }
+
+  const Attention& a_;
+  Shared& shared_;
+  uint16_t* const queries_;
+  char *const own_keys_, *const own_values_;
+  const uint32_t ring_, full_, empty_;
+  const int stages_, lane_ = threadIdx.x % 32, warp_ = threadIdx.x / 32;
+  const float factor_;
+  uint32_t query_[kSteps][4];
+  int positions_[2], least_[2], heads_[2];
+  Values out_, total_;
+  float most_[2], sum_[2], total_most_[2], total_sum_[2];
+};
+
+// own: tiles' rows enter the cache here, too (rotated, if rotates), as store_cache() has it. split: tiles may have
+// several runs, which is not for kLean. own_rows: of a tile, at most.
+template <int kDim, CacheType kType, bool kLean>
+__global__ void __launch_bounds__(threads(kLean), kLean ? 2 : 1)
+    attend_few_kernel(const __grid_constant__ Attention a, const AttentionTile* tiles, int count, bool split, bool own,
+                      bool rotates, const __grid_constant__ Turn turn, int own_rows, int stages) {
+  using S = Shape<kDim, kType>;
+  const bool several = !kLean && split;
+  extern __shared__ __align__(128) char memory[];
+  let_next_begin();
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  uint16_t* queries = reinterpret_cast<uint16_t*>(memory + sizeof(Shared));
+  char *own_keys = reinterpret_cast<char*>(queries + kFewPairs * S::kStride),
+       *own_values = own_keys + own_rows * S::kRow;
+  const uint32_t ring = shared_address(own_values + own_rows * S::kRow);
+  const uint32_t full = shared_address(shared.full), empty = shared_address(shared.empty);
+  // By a thread of each warp: threads of one take turns, which for 24 barriers was half a microsecond.
+  for (int stage = threadIdx.x / 32; threadIdx.x % 32 == 0 && stage < stages; stage += threads(kLean) / 32)
+    init_barrier(full + 8 * stage, 32 * producers(kLean)), init_barrier(empty + 8 * stage, kConsumers);
+  // What a step is has been there since before its first kernel, and so have positions before its rows' in the cache.
+  Begin begin = share_out_tiles(a, count);
+  if (several && threadIdx.x < 32) {
+    begin = share_out(a, tiles, count);
+    if (threadIdx.x == 0) shared.begin = begin;
+  }
+  __syncthreads();
+  if (several) begin = shared.begin;
+  Runs runs(a, tiles, several, begin);
+  if (!runs.left()) return;
+  if (threadIdx.x >= 32 * kConsumers)
+    return copy_runs<kDim, kType, producers(kLean)>(a, runs, own, full, empty, ring, stages);
+
+  Attender<kDim, kType, kLean> attender(a, shared, queries, own_keys, own_values, ring, stages);
+  await_previous();
+  RingPlace place;
+  bool begins = true, merges = false;
+  for (bool first = true; runs.left(); runs.next()) {
+    const FewRows& rows = runs.rows();
+    if (!rows.count) continue;
+    if (begins) {
+      if (!first) consumers_meet();  // nobody reads the rows before any more
+      attender.begin_tile(runs, own, rotates, turn), first = false;
+      attender.begin_part();
+      begins = false, merges = runs.run() == rows.first_run;
+    }
+    const Extent extent(rows, runs.run());
+    attender.attend(extent, own, place);
+    place.advance(2 * extent.blocks, stages);
+    if constexpr (kLean) {
+      attender.end_run(), attender.write_total(runs), begins = true;
+      continue;
+    }
+    if (merges) attender.add_run();
+    else attender.leave_run(runs);
+    if (runs.run() < runs.last_own()) continue;
+    begins = true;
+    if (merges && runs.run() == rows.last_run) {
+      attender.write_total(runs);
+    } else {
+      if (merges) attender.leave_total(runs);
+      leave_part(a, runs);
+    }
+  }
+  if (!several || shared.begin.whole) return;
+  // Others may have something of what this block began with, and of what it ended with.
+  begin = shared.begin;
+  consumers_meet();  // nobody reads the ring any more
+  const bool same = begin.tile == runs.tile() && begin.kv_head == runs.kv_head(), end = threadIdx.x >= 32 * kMergers;
+  if (same && !end) return;
+  const Part part(a, tiles, end ? runs.tile() : begin.tile, end ? runs.kv_head() : begin.kv_head,
+                  end ? runs.run() : begin.run, end ? runs.number() : begin.number, begin);
+  if (part.blocks > 1) merge_part<kDim>(a, part, shared, ring, stages * S::kTensor / kConsumers);
+}
+
+// False, and nothing is started: there is no room for the blocks of a run's keys side by side, by which warps that wait
+// for one know it from the one before.
+template <int kDim, CacheType kType>
+bool start_few(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own, const Turn* turn,
+               const Queue& queue) {
+  using S = Shape<kDim, kType>;
+  const int rows = own ? kFewPairs / a.group : 0, all = count * a.cache.kv_heads * (several ? a.most_runs : 1);
+  const int fixed = sizeof(Shared) + kFewPairs * 2 * S::kStride + 2 * rows * S::kRow;
+  const int there = processors(), half = (most_shared() + kReserved) / 2 - kReserved - fixed;
+  const auto launch = [&](auto kernel, int threads, int blocks, int stages) {
+    const int bytes = fixed + stages * S::kTensor;
+    allow_shared(kernel, bytes);
+    start(queue, kernel, dim3(std::min(all, blocks)), threads, bytes, a, tiles, count, several, own, turn != nullptr,
+          turn ? *turn : Turn(), rows, stages);
+    return true;
+  };
+  if constexpr (kDim <= 128) {  // a warp has a run's keys in a stage of its own
+    if (!several && all > there && half >= kBlocks * S::kTensor)
+      return launch(attend_few_kernel<kDim, kType, true>, threads(true), 2 * there,
+                    std::min(half / S::kTensor, kMostStages));
+  }
+  const int wanted = several || all > there ? kMostStages : kShortStages;
+  const int stages = std::min((most_shared() - fixed) / S::kTensor, wanted);
+  return stages >= kBlocks && launch(attend_few_kernel<kDim, kType, false>, threads(false), there, stages);
+}
+
+}  // namespace few
+}  // namespace AS_HALF
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,100 @@
+// Attention over caches of 16 bits by mma.sync: four warps of 16 pairs have the same keys and values in shared memory.
+// 64 positions at a time are copied ahead while the ones before are computed with. Few pairs: attention_few.cu.
+#include "cuda/kernels/attention/attention_mma.h"
+#include "cuda/kernels/attention/attention_pairs.cuh"
+
+namespace as {
+namespace cuda {
+namespace AS_HALF {
+namespace {
+
+constexpr int kTokens = 64, kWarps = 4;  // positions at a time
+
+template <int kDim>
+constexpr int kGroups = kWarps / WarpPairs<kDim>::kShare;  // of warps that have the same pairs
+template <int kDim>
+constexpr int kPairs = kGroups<kDim> * WarpPairs<kDim>::kPairs;  // of a block of threads
+template <int kDim>
+constexpr int kShared = 2 * 2 * WarpPairs<kDim>::kTensor +
+                        kGroups<kDim> * WarpPairs<kDim>::kQueries;  // bytes: two stages of keys and values, and queries
+
+template <int kDim>
+__global__ void __launch_bounds__(32 * kWarps) attend_mma_kernel(Attention a, const AttentionTile* tiles) {
+  after_previous();
+  constexpr int kStride = WarpPairs<kDim>::kStride, kTensor = WarpPairs<kDim>::kTensor;
+  extern __shared__ __align__(128) char shared[];
+  const int kv_head = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  AttentionTile tile = tiles[blockIdx.x];
+  tile.first += blockIdx.z * kPairs<kDim>;
+  const TileRows rows(a, tile, kPairs<kDim>);
+  if (rows.count == 0) return;
+  const int* table = a.tables + rows.tile.table;
+  const int last = rows.position(rows.count - 1);
+  const uint32_t base = shared_address(shared);
+  using Pairs = WarpPairs<kDim>;
+  const int group = warp / Pairs::kShare;
+  Pairs pairs(a, rows, kv_head, group * Pairs::kPairs, warp % Pairs::kShare,
+              base + 4 * kTensor + group * Pairs::kQueries);
+
+  const int size = a.cache.span_size;
+  const auto fetch = [&](int begin, int stage) {
+    // Which spans the block has, at most four: one read by as many lanes, not one for each token.
+    constexpr int kSpans = kTokens / 16, kPieces = kDim / 8;
+    const int first = begin / size, own = first + min(lane, kSpans - 1);
+    const int spans = own * size <= last ? table[own] : 0;
+#pragma unroll 8
+    for (int i = threadIdx.x; i < kTokens * kPieces; i += 32 * kWarps) {
+      const int token = i / kPieces, at = begin + token, piece = i % kPieces;
+      const bool there = at <= last;
+      const int span = __shfl_sync(0xffffffffu, spans, at / size - first);
+      const char* from = a.cache.data;
+      if (there) from = head_of(a.cache, span, kv_head) + ((size_t)(at % size) * kDim + piece * 8) * 2;
+      const uint32_t to = base + stage * 2 * kTensor + (token * kStride + piece * 8) * 2;
+      copy_16(to, from, there);
+      copy_16(to + kTensor, there ? from + (size_t)size * kDim * 2 : from, there);
+    }
+    commit_copies();
+  };
+
+  int begin = rows.first_run * kRunTokens, stage = 0;
+  fetch(begin, 0);
+  for (int run = rows.first_run; run <= rows.last_run; run++) {
+    pairs.begin_run();
+    for (const int end = min((run + 1) * kRunTokens, last + 1); begin < end; begin += kTokens, stage ^= 1) {
+      wait_copies<0>();
+      __syncthreads();
+      if (begin + kTokens <= last) fetch(begin + kTokens, stage ^ 1);
+      pairs.attend(base + stage * 2 * kTensor, base + (stage * 2 + 1) * kTensor, begin);
+    }
+    pairs.end_run();
+    pairs.add_run();
+  }
+  pairs.write_total();
+}
+
+template <int kDim>
+void start_dim(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
+  allow_shared(attend_mma_kernel<kDim>, kShared<kDim>);
+  start(queue, attend_mma_kernel<kDim>, dim3(count, a.cache.kv_heads, kManyPairs / kPairs<kDim>), 32 * kWarps,
+        kShared<kDim>, a, tiles);
+}
+
+}  // namespace
+
+bool has_attend_mma(const Attention& a) {
+  const int dim = a.cache.head_dim;
+  return a.cache.type == CacheType::half &&
+         (dim == 64 || dim == 80 || dim == 96 || dim == 128 || (dim == 256 && kShared<256> <= most_shared()));
+}
+
+void attend_many_mma(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
+  if (a.cache.head_dim == 64) start_dim<64>(a, tiles, count, queue);
+  else if (a.cache.head_dim == 80) start_dim<80>(a, tiles, count, queue);
+  else if (a.cache.head_dim == 96) start_dim<96>(a, tiles, count, queue);
+  else if (a.cache.head_dim == 128) start_dim<128>(a, tiles, count, queue);
+  else start_dim<256>(a, tiles, count, queue);
+}
+
+}  // namespace AS_HALF
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,165 @@
+// Attention over quantized caches by mma.sync: as attention_mma.cu, but what 64 positions have in the cache is copied
+// as it is, ahead, and then widened into bfloat16 in shared memory by all warps of a block of threads. Few pairs:
+// attention_few.cuh.
+#include "cuda/kernels/attention/attention_mma.h"
+#include "cuda/kernels/attention/attention_pairs.cuh"
+#include "cuda/kernels/quantize/quantized.cuh"
+
+namespace as {
+namespace cuda {
+namespace {
+
+constexpr int kTokens = 64, kWarps = 4, kThreads = 32 * kWarps;  // positions at a time
+
+template <int kDim, CacheType kType>
+struct Shape {
+  static constexpr int kBits = kType == CacheType::uint4 ? 4 : 8;
+  static constexpr int kRow = kDim * kBits / 8;  // bytes of a key, or a value, in the cache
+  static constexpr bool kScaled = kType != CacheType::float8;
+  static constexpr int kRaw = 2 * kTokens * kRow + (kScaled ? 4 * kTokens * 4 : 0);
+  using Pairs = WarpPairs<kDim>;
+  static constexpr int kGroups = kWarps / Pairs::kShare;                    // of warps that have the same pairs
+  static constexpr int kStride = Pairs::kStride, kTensor = Pairs::kTensor;  // widened
+  static constexpr int kQueries = 2 * kTensor + 2 * kRaw;  // where they are: behind two stages as they are in the cache
+  static constexpr int kShared = kQueries + kGroups * Pairs::kQueries;
+};
+
+// Eight codes, a row's from a multiple of eight on.
+template <CacheType kType>
+__device__ uint4 widened_eight(const char* from, float scale, float minimum) {
+  float x[8];
+  if constexpr (kType == CacheType::float8) {
+    const uint2 codes = *reinterpret_cast<const uint2*>(from);
+#pragma unroll
+    for (int j = 0; j < 8; j++) x[j] = from_e4m3((uint8_t)((j < 4 ? codes.x : codes.y) >> j % 4 * 8));
+  } else {
+    // 2^23 + code: the code is the lowest bits of a fraction of 23.
+    if constexpr (kType == CacheType::int8) {
+      const uint2 codes = *reinterpret_cast<const uint2*>(from);
+#pragma unroll
+      for (int j = 0; j < 8; j++)
+        x[j] = __uint_as_float(__byte_perm(j < 4 ? codes.x : codes.y, 0x4b000000u, 0x7540u + j % 4));
+    } else {
+      const uint32_t codes = *reinterpret_cast<const uint32_t*>(from);
+#pragma unroll
+      for (int j = 0; j < 8; j++) x[j] = __uint_as_float((codes >> 4 * j & 15u) | 0x4b000000u);
+    }
+#pragma unroll
+    for (int j = 0; j < 8; j++) x[j] = fmaf(x[j] - 8388608.0f, scale, minimum);
+  }
+  return make_uint4(two_halves(x[0], x[1]), two_halves(x[2], x[3]), two_halves(x[4], x[5]), two_halves(x[6], x[7]));
+}
+
+template <int kDim, CacheType kType>
+__global__ void __launch_bounds__(kThreads) attend_quantized_kernel(Attention a, const AttentionTile* tiles) {
+  after_previous();
+  using S = Shape<kDim, kType>;
+  constexpr int kStride = S::kStride, kTensor = S::kTensor;
+  extern __shared__ __align__(128) char shared[];
+  const int kv_head = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  AttentionTile tile = tiles[blockIdx.x];
+  tile.first += blockIdx.z * S::kGroups * S::Pairs::kPairs;
+  const TileRows rows(a, tile, S::kGroups * S::Pairs::kPairs);
+  if (rows.count == 0) return;
+  const int* table = a.tables + rows.tile.table;
+  const int last = rows.position(rows.count - 1);
+  const uint32_t base = shared_address(shared);
+  using Pairs = typename S::Pairs;
+  const int group = warp / Pairs::kShare;
+  Pairs pairs(a, rows, kv_head, group * Pairs::kPairs, warp % Pairs::kShare,
+              base + S::kQueries + group * Pairs::kQueries);
+
+  const int size = a.cache.span_size;
+  const auto fetch = [&](int begin, int stage) {
+    if (begin <= last) {
+      // Which spans the block has, at most four: one read by as many lanes, not one for each token.
+      constexpr int kSpans = kTokens / 16, kPieces = S::kRow / 16;
+      const int first = begin / size, own = first + min(lane, kSpans - 1);
+      const int spans = own * size <= last ? table[own] : 0;
+      const uint32_t to = base + 2 * kTensor + stage * S::kRaw;
+#pragma unroll
+      for (int i = threadIdx.x; i < kTokens * kPieces; i += kThreads) {
+        const int token = i / kPieces, at = begin + token, piece = i % kPieces;
+        const int span = __shfl_sync(0xffffffffu, spans, at / size - first);
+        if (at > last) continue;
+        const char* from = head_of(a.cache, span, kv_head) + (size_t)(at % size) * S::kRow + piece * 16;
+        copy_16(to + token * S::kRow + piece * 16, from);
+        copy_16(to + (kTokens + token) * S::kRow + piece * 16, from + (size_t)size * S::kRow);
+      }
+      if (S::kScaled && threadIdx.x < kTokens) {  // scales and minimums of four positions each
+        const int which = threadIdx.x / 16, token = threadIdx.x % 16 * 4, at = begin + token;
+        const int span = __shfl_sync(0xffffffffu, spans, at / size - first);
+        if (at <= last)
+          copy_16(to + 2 * kTokens * S::kRow + (which * kTokens + token) * 4,
+                  head_of(a.cache, span, kv_head) + a.cache.scales_at() + (which * size + at % size) * 4);
+      }
+    }
+    commit_copies();
+  };
+  // What is not there becomes zero.
+  const auto widen = [&](int begin, int stage) {
+    constexpr int kEights = kDim / 8;
+    const char* raw = shared + 2 * kTensor + stage * S::kRaw;
+    const float* scales = reinterpret_cast<const float*>(raw + 2 * kTokens * S::kRow);
+#pragma unroll 4
+    for (int i = threadIdx.x; i < 2 * kTokens * kEights; i += kThreads) {
+      const int row = i / kEights, eight = i % kEights, value = row / kTokens, token = row % kTokens;
+      uint4 wide = make_uint4(0, 0, 0, 0);
+      if (begin + token <= last)
+        wide = widened_eight<kType>(raw + row * S::kRow + eight * S::kBits,
+                                    S::kScaled ? scales[value * 2 * kTokens + token] : 0,
+                                    S::kScaled ? scales[(value * 2 + 1) * kTokens + token] : 0);
+      *reinterpret_cast<uint4*>(shared + value * kTensor + (token * kStride + eight * 8) * 2) = wide;
+    }
+  };
+  int begin = rows.first_run * kRunTokens, stage = 0;
+  fetch(begin, 0), fetch(begin + kTokens, 1);
+  for (int run = rows.first_run; run <= rows.last_run; run++) {
+    pairs.begin_run();
+    for (const int end = min((run + 1) * kRunTokens, last + 1); begin < end; begin += kTokens, stage ^= 1) {
+      wait_copies<1>();
+      __syncthreads();  // nobody reads what was widened before any more
+      widen(begin, stage);
+      __syncthreads();
+      fetch(begin + 2 * kTokens, stage);
+      pairs.attend(base, base + kTensor, begin);
+    }
+    pairs.end_run();
+    pairs.add_run();
+  }
+  pairs.write_total();
+}
+
+template <int kDim, CacheType kType>
+void start_type(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
+  using S = Shape<kDim, kType>;
+  constexpr int kShared = S::kShared, kParts = kManyPairs / (S::kGroups * S::Pairs::kPairs);
+  allow_shared(attend_quantized_kernel<kDim, kType>, kShared);
+  start(queue, attend_quantized_kernel<kDim, kType>, dim3(count, a.cache.kv_heads, kParts), kThreads, kShared, a,
+        tiles);
+}
+
+template <int kDim>
+void start_dim(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
+  if (a.cache.type == CacheType::int8) start_type<kDim, CacheType::int8>(a, tiles, count, queue);
+  else if (a.cache.type == CacheType::uint4) start_type<kDim, CacheType::uint4>(a, tiles, count, queue);
+  else start_type<kDim, CacheType::float8>(a, tiles, count, queue);
+}
+
+}  // namespace
+
+bool has_attend_quantized(const Attention& a) {
+  const int dim = a.cache.head_dim;
+  return a.cache.bits() <= 8 && (dim == 64 || dim == 96 || dim == 128 ||
+                                 (dim == 256 && Shape<256, CacheType::int8>::kShared <= most_shared()));
+}
+
+void attend_many_quantized(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
+  if (a.cache.head_dim == 64) start_dim<64>(a, tiles, count, queue);
+  else if (a.cache.head_dim == 96) start_dim<96>(a, tiles, count, queue);
+  else if (a.cache.head_dim == 128) start_dim<128>(a, tiles, count, queue);
+  else start_dim<256>(a, tiles, count, queue);
+}
+
+}  // namespace cuda
+}  // namespace as

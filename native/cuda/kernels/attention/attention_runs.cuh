@@ -1,0 +1,286 @@
+// How blocks of threads that stay share out what tiles of few rows have to see: runs of context, KV head by KV head.
+#pragma once
+#include "cuda/kernels/attention/attention.cuh"
+
+namespace as {
+namespace cuda {
+namespace AS_HALF {
+namespace few {
+
+constexpr int kTokens = 64,
+              kBlocks = kRunTokens / kTokens;  // of a stage; stages of keys of a run, and as many of values
+constexpr int kConsumers = 8;                  // warps that compute
+// Warps that copy, and all threads; lean: of a kernel whose blocks share a processor.
+__host__ __device__ constexpr int producers(bool lean) { return lean ? 2 : 4; }
+__host__ __device__ constexpr int threads(bool lean) { return 32 * (kConsumers + producers(lean)); }
+constexpr int kReserved = 1 << 10;  // of a block's shared memory, for the system
+constexpr int kShortStages = 6, kMostStages = 24;
+
+// Of the runs that a block of threads has: where they begin, how many, and the number of the first among all. Each
+// block has so many, the first ones one more; or all of a tile and a KV head.
+struct Begin {
+  int tile, kv_head, run, count, number;
+  int each, more;
+  bool whole;
+
+  __device__ int begin_of(int block) const { return block * each + min(block, more); }
+  __device__ int block_of(int number) const {
+    const int larger = more * (each + 1);
+    return number < larger ? number / (each + 1) : more + (number - larger) / each;
+  }
+};
+
+struct Shared {
+  uint64_t full[kMostStages], empty[kMostStages];
+  uint4 weights[kRunTokens / 16][32];  // of 16 positions each, as mma.sync's first operand
+  float maxima[kFewPairs][kConsumers], sums[kConsumers][kFewPairs][4];  // of a warp's positions
+  float shrunk[kBlocks][kFewPairs];  // what is left of a run's sums before each of its blocks
+  float own_scales[4][kFewPairs];    // of the tile's own rows: keys' scales and minimums, and values'
+  Begin begin;
+};
+
+// A warp shares out the runs of all tiles, KV head by KV head: equal parts, or to each block a tile and KV head, where
+// that is no more for any of them; then nothing is merged.
+__device__ inline Begin share_out(const Attention& a, const AttentionTile* tiles, int count) {
+  const auto runs_of = [&](int tile) {
+    const FewRows rows(a, tiles[tile], kFewPairs);
+    return rows.count ? rows.last_run - rows.first_run + 1 : 0;
+  };
+  const int each = (count + 31) / 32, lane = threadIdx.x % 32, first = lane * each, end = min(first + each, count);
+  int own = 0, most = 0;
+  for (int i = first; i < end; i++) {
+    const int runs = runs_of(i);
+    own += runs, most = max(most, runs);
+  }
+  int before = own;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, before, step);
+    if (lane >= step) before += other;
+  }
+  const int heads = a.cache.kv_heads, all = __shfl_sync(0xffffffffu, before, 31) * heads;
+  before -= own;
+  most = __reduce_max_sync(0xffffffffu, most);
+  const int whole = count * heads, blocks = gridDim.x;
+  Begin share = {};
+  share.whole = whole <= blocks && most <= (all + blocks - 1) / blocks;
+  if (share.whole) {
+    const bool has = (int)blockIdx.x < whole;
+    share.tile = has ? blockIdx.x / heads : 0, share.kv_head = blockIdx.x % heads;
+    share.run = FewRows(a, tiles[share.tile], kFewPairs).first_run, share.count = has ? runs_of(share.tile) : 0;
+    return share;
+  }
+  share.each = all / gridDim.x, share.more = all % gridDim.x;
+  share.count = share.each + ((int)blockIdx.x < share.more), share.number = share.begin_of(blockIdx.x);
+  const int begin = share.number - before * heads;
+  const bool here = begin >= 0 && begin < own * heads;
+  share.tile = share.kv_head = share.run = 0;
+  if (here) {
+    int tile = first, within = begin, runs = runs_of(tile);
+    for (; within >= runs * heads; runs = runs_of(++tile)) within -= runs * heads;
+    const FewRows rows(a, tiles[tile], kFewPairs);
+    share.tile = tile, share.kv_head = within / runs, share.run = rows.first_run + within % runs;
+  }
+  const int from = __ffs(__ballot_sync(0xffffffffu, here)) - 1;
+  if (from < 0) {
+    share.count = 0;
+    return share;
+  }
+  share.tile = __shfl_sync(0xffffffffu, share.tile, from);
+  share.kv_head = __shfl_sync(0xffffffffu, share.kv_head, from);
+  share.run = __shfl_sync(0xffffffffu, share.run, from);
+  return share;
+}
+
+// Where no tile has several runs: a run of each, of those without rows, too. By each thread.
+__device__ inline Begin share_out_tiles(const Attention& a, int count) {
+  const int heads = a.cache.kv_heads, all = count * heads;
+  Begin share;
+  share.each = 1, share.more = 0;
+  if (all != gridDim.x) share.each = all / gridDim.x, share.more = all % gridDim.x;  // divisions take a while
+  share.count = share.each + ((int)blockIdx.x < share.more), share.number = share.begin_of(blockIdx.x);
+  share.tile = share.number / heads, share.kv_head = share.number % heads, share.run = 0;
+  return share;
+}
+
+// The runs that a block of threads has, one after the other.
+class Runs {
+ public:
+  __device__ Runs(const Attention& a, const AttentionTile* tiles, bool several, const Begin& begin)
+      : a_(a), tiles_(tiles), several_(several) {
+    tile_ = begin.tile, kv_head_ = begin.kv_head, run_ = begin.run, left_ = begin.count, number_ = begin.number;
+    if (!left_) return;
+    rows_ = FewRows(a, tiles[tile_], kFewPairs);
+    if (!several) run_ = rows_.first_run;
+  }
+
+  __device__ int left() const { return left_; }  // this one, and those after it
+  __device__ int tile() const { return tile_; }
+  __device__ int kv_head() const { return kv_head_; }
+  __device__ int run() const { return run_; }
+  __device__ int number() const { return number_; }  // of this run among all
+  __device__ const FewRows& rows() const { return rows_; }
+  // Of this tile and KV head, the last that the block has; and on to what comes after it.
+  __device__ int last_own() const { return min(rows_.last_run, run_ + left_ - 1); }
+  __device__ void next_tile() {
+    for (int i = last_own() - run_; i >= 0; i--) next();
+  }
+  __device__ void next() {
+    if (!--left_) return;
+    number_++;
+    if (several_ && run_ < rows_.last_run) {
+      run_++;
+      return;
+    }
+    if (++kv_head_ == a_.cache.kv_heads) {
+      kv_head_ = 0;
+      do rows_ = FewRows(a_, tiles_[++tile_], kFewPairs);
+      while (several_ && !rows_.count);
+    }
+    run_ = rows_.first_run;
+  }
+
+ private:
+  const Attention& a_;
+  const AttentionTile* const tiles_;
+  const bool several_;
+  int tile_ = 0, kv_head_ = 0, run_ = 0, left_ = 0, number_ = 0;
+  FewRows rows_;
+};
+
+// Of a run: its positions, in blocks of 64, and which of them are in the cache: those of the tile's own rows are not
+// yet, if they enter it here.
+struct Extent {
+  int begin, last, start, blocks;
+
+  __device__ Extent(const FewRows& rows, int run) : begin(run * kRunTokens), start(rows.tile.start) {
+    last = min(rows.position(rows.count - 1), begin + kRunTokens - 1);
+    blocks = (last - begin) / kTokens + 1;
+  }
+};
+
+__device__ inline void consumers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(32 * kConsumers) : "memory"); }
+
+// What a block of threads has of a tile and a KV head. The block that has the first runs merges them as it goes; what
+// these are together lies where the last of them has its place.
+struct Part {
+  int tile, kv_head;
+  FewRows rows;
+  int blocks, own;  // that have a part; this one's number among them
+  int merged;       // the last run that is merged
+
+  // run: one of the block's; number: of this run among all.
+  __device__ Part(const Attention& a, const AttentionTile* tiles, int tile, int kv_head, int run, int number,
+                  const Begin& begin)
+      : tile(tile), kv_head(kv_head), rows(a, tiles[tile], kFewPairs) {
+    const int first = number - (run - rows.first_run), last = first + rows.last_run - rows.first_run;
+    const int block = begin.block_of(first);
+    blocks = begin.block_of(last) - block + 1, own = blockIdx.x - block;
+    merged = rows.first_run + min(begin.begin_of(block + 1) - 1, last) - first;
+  }
+};
+
+constexpr int kMergers = kConsumers / 2;  // warps of a block, of each of both ends of what it has
+constexpr int kMostLooks = 1 << 26;       // at what is waited for, which take at least half a minute
+
+__device__ inline int arrived(const int* arrivals) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(arrivals) : "memory");
+  return value;
+}
+// A warp has left its part of a tile and a KV head for the merge.
+__device__ inline void leave_part(const Attention& a, const Runs& runs) {
+  __syncwarp();
+  if (threadIdx.x % 32) return;
+  asm volatile(
+      "red.release.gpu.global.add.s32 [%0], 1;" ::"l"(a.arrivals + runs.tile() * a.cache.kv_heads + runs.kv_head())
+      : "memory");
+}
+
+__device__ inline float4 load_shared_four(uint32_t address) {
+  float4 x;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(address)
+               : "memory");
+  return x;
+}
+// Two adjacent values of a result.
+__device__ inline void put_two(const Rows& out, int row, int column, float first, float second) {
+  if (out.tiles)
+    *reinterpret_cast<uint32_t*>(out.tiles + tile_offset(row, column, blocks_of(out.width))) =
+        two_halves(first, second);
+  if (out.values)
+    *reinterpret_cast<float2*>(out.values + (size_t)row * out.width + column) = make_float2(first, second);
+}
+
+// By kMergers warps that compute, of each block that shares a tile and a KV head: some of the results. They wait for
+// all of these blocks, which are there: there are no more than find room, and none waits before it has left its own
+// parts. If they are not, as when two such kernels have a part of the chip each, the step ends as an error and not
+// never. memory: shared, of `bytes` of each warp. Loops are not unrolled far: a kernel's instructions are not in the
+// processor's cache when they are first wanted.
+template <int kDim>
+__device__ void merge_part(const Attention& a, const Part& part, Shared& shared, uint32_t memory, int bytes) {
+  constexpr int kWide = kDim < 128 ? kDim : 128, kChunks = kDim / kWide, kLeaving = 1 << 16;  // features; of a pair
+  static_assert(kDim % kWide == 0 && kWide % 4 == 0);
+  const FewRows& rows = part.rows;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, kv_head = part.kv_head, warps = kConsumers * part.blocks;
+  const int chunks = rows.count * kChunks, mergers = kMergers * part.blocks, most_runs = min(32, bytes / (kWide * 4));
+  int* arrivals = a.arrivals + part.tile * a.cache.kv_heads + kv_head;
+  int chunk = warp % kMergers * part.blocks + part.own;
+  if (chunk >= chunks) return;
+  memory += warp * bytes + lane * 16;
+  float4* factors = reinterpret_cast<float4*>(shared.weights[warp]);
+  for (int looks = 0; (arrived(arrivals) & (kLeaving - 1)) != warps; looks++)
+    if (looks == kMostLooks) __trap();
+  __syncwarp();
+  const bool has = lane * 4 < kWide;
+  for (; chunk < chunks; chunk += mergers) {
+    const int pair = chunk / kChunks, feature = chunk % kChunks * kWide + (has ? lane * 4 : 0);
+    const auto place = [&](int run, int at) { return partial_of(a, part.tile, kv_head, run) + at; };
+    const int at = 2 * kFewPairs + pair * kDim + feature;
+    float most = __ldcg(place(part.merged, pair)), sum = __ldcg(place(part.merged, kFewPairs + pair));
+    float4 total = __ldcg(reinterpret_cast<const float4*>(place(part.merged, at)));
+#pragma unroll 1
+    for (int first = part.merged + 1; first <= rows.last_run; first += most_runs) {
+      const int count = min(most_runs, rows.last_run - first + 1), own = first + min(lane, count - 1);
+      const float own_most = __ldcg(place(own, pair)), own_sum = __ldcg(place(own, kFewPairs + pair));
+#pragma unroll 4
+      for (int i = 0; i < count; i++)
+        if (has) copy_16(memory + i * kWide * 4, place(first + i, at));
+      commit_copies();
+      // A lane has the factors of a run.
+      float now = fmaxf(most, own_most);
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const float other = __shfl_up_sync(0xffffffffu, now, step);
+        if (lane >= step) now = fmaxf(now, other);
+      }
+      const float earlier = __shfl_up_sync(0xffffffffu, now, 1);
+      factors[lane] = make_float4(shrunk(lane ? earlier : most, now), shrunk(own_most, now), own_sum, 0);
+      most = __shfl_sync(0xffffffffu, now, 31);
+      wait_copies<0>();
+      __syncwarp();
+#pragma unroll 4
+      for (int i = 0; i < count; i++) {
+        const float4 factor = factors[i], run = load_shared_four(memory + i * kWide * 4);
+        sum = merged(sum, factor.x, factor.z, factor.y);
+        total.x = merged(total.x, factor.x, run.x, factor.y), total.y = merged(total.y, factor.x, run.y, factor.y);
+        total.z = merged(total.z, factor.x, run.z, factor.y), total.w = merged(total.w, factor.x, run.w, factor.y);
+      }
+      __syncwarp();
+    }
+    if (!has || !rows.has(pair, kv_head)) continue;
+    const int head = rows.head(pair, kv_head), row = rows.row(pair), column = head * kDim + feature;
+    const float all = with_sink(a, head, sum, most);
+    put_two(a.out, row, column, share(total.x, all), share(total.y, all));
+    put_two(a.out, row, column + 2, share(total.z, all), share(total.w, all));
+  }
+  // Who leaves last makes it zero, as it is between launches.
+  if (lane == 0 && atomicAdd(arrivals, kLeaving) == (min(mergers, chunks) - 1) * kLeaving + warps) *arrivals = 0;
+}
+
+}  // namespace few
+}  // namespace AS_HALF
+}  // namespace cuda
+}  // namespace as

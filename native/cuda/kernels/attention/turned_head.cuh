@@ -1,0 +1,90 @@
+// A head of a row, as attention of few rows takes it from what a linear made, and as it enters the cache.
+#pragma once
+#include "cuda/kernels/attention/attention_runs.cuh"
+#include "cuda/kernels/quantize/quantized.cuh"
+
+namespace as {
+namespace cuda {
+namespace AS_HALF {
+namespace few {
+
+// A head of a row, normed (as head_norm() has it) and rotated if it is to be: a lane has every 32nd feature.
+template <int kDim>
+struct TurnedHead {
+  static constexpr int kEach = (kDim + 31) / 32;
+  float x[kEach];
+
+  __device__ void read(const float* head, const Norm& norm, int row, const Turn& turn, bool rotates) {
+    const RotaryTable& t = turn.table;
+    const int lane = threadIdx.x % 32, half = rotates ? t.dim / 2 : 0;
+    float partner[kEach], cosine[kEach], sine[kEach], weights[kEach], partner_weights[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      const int f = i * 32 + lane;
+      x[i] = f < kDim ? head[f] : 0.0f;
+      if (norm.weight) weights[i] = f < kDim ? norm.weight[f] : 0.0f;
+      if (f >= 2 * half) continue;
+      const int angle = turn.interleaved ? f / 2 : f < half ? f : f - half;
+      const int other = turn.interleaved ? f ^ 1 : f < half ? f + half : f - half;
+      partner[i] = head[other];
+      if (norm.weight) partner_weights[i] = norm.weight[other];
+      cosine[i] = t.cosine[(size_t)row * half + angle], sine[i] = t.sine[(size_t)row * half + angle];
+    }
+    if (norm.weight) {
+      float sum = 0;
+#pragma unroll
+      for (int i = 0; i < kEach; i++) sum = fmaf(x[i], x[i], sum);
+      const float factor = 1.0f / sqrtf(warp_sum(sum) / kDim + norm.eps), one = norm.unit_offset ? 1.0f : 0.0f;
+#pragma unroll
+      for (int i = 0; i < kEach; i++) {
+        x[i] = x[i] * factor * (weights[i] + one);
+        if (i * 32 + lane < 2 * half) partner[i] = partner[i] * factor * (partner_weights[i] + one);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      const int f = i * 32 + lane;
+      if (f >= 2 * half) continue;
+      const float own = __fmul_rn(x[i], cosine[i]), other = __fmul_rn(partner[i], sine[i]);
+      x[i] = (turn.interleaved ? f % 2 : f >= half) ? own + other : own - other;
+    }
+  }
+  __device__ void write(uint16_t* to) const {
+#pragma unroll
+    for (int i = 0; i < kEach; i++)
+      if (const int f = i * 32 + threadIdx.x % 32; f < kDim) to[f] = to_half(x[i]);
+  }
+  // As it enters a quantized cache: codes to either place, scale and minimum in order there, `apart` floats apart.
+  template <CacheType kType>
+  __device__ void quantize(char* to, char* also, float* scales, int apart, float* also_scales, int also_apart) const {
+    constexpr int kBits = kType == CacheType::uint4 ? 4 : 8;
+    const int lane = threadIdx.x % 32;
+    float low = INFINITY, high = -INFINITY;
+    bool bad = false;
+    if (kType != CacheType::float8) {
+#pragma unroll
+      for (int i = 0; i < kEach; i++)
+        if (i * 32 + lane < kDim) low = fminf(low, x[i]), high = fmaxf(high, x[i]), bad |= !isfinite(x[i]);
+      low = -warp_max(-low), high = warp_max(high), bad = __any_sync(0xffffffffu, bad);
+    }
+    const Levels<kBits> levels(low, high, bad);
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      const int f = i * 32 + lane;
+      int code = kType == CacheType::float8 ? to_e4m3(x[i]) : levels.code(x[i]);
+      if (kBits == 4) {
+        code |= __shfl_down_sync(0xffffffffu, code, 1) << 4;
+        if (f < kDim && f % 2 == 0) to[f / 2] = also[f / 2] = (char)code;
+      } else if (f < kDim) {
+        to[f] = also[f] = (char)code;
+      }
+    }
+    if (lane || kType == CacheType::float8) return;
+    scales[0] = also_scales[0] = levels.scale(), scales[apart] = also_scales[also_apart] = levels.minimum();
+  }
+};
+
+}  // namespace few
+}  // namespace AS_HALF
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,272 @@
+// Sums over ranks, in rank order: every rank has all partial sums ("one-shot": with two ranks nothing moves less).
+//
+// Of many rows it reads them out of the memory of the GPUs that they are of. Blocks go on once every rank has come to
+// the same call, which means that its partial sums are there. That alone keeps the two buffers apart, too: who has come
+// to call c + 1 has read all of call c, and writes its buffer for call c + 2. Calls are counted by how many steps came
+// before, so that a recorded step needs nothing of the host.
+//
+// Partial sums of few rows are pushed into the other ranks' memory, by the product that makes them or else here, and
+// say by themselves that they have come: what has not is marked, and who has read a value marks its place again. So
+// there is one way over the link to wait for, and nothing before it. Places are two in turn, as well: who ends call
+// c + 1 has what the others have pushed for it, after they ended call c, and marked what they had read.
+#include <algorithm>
+#include <type_traits>
+#include <utility>
+
+#include "cuda/kernels/common/device.cuh"
+
+namespace as {
+namespace cuda {
+namespace AS_HALF {
+namespace {
+
+constexpr int kThreads = 512, kEight = 8;
+constexpr int kBlocks = 2;  // of threads, of a processor
+constexpr int kLooks = 64;  // at what is waited for, between two at the clock
+
+__device__ uint64_t nanoseconds() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+
+__device__ void tell(uint32_t* flag, uint32_t call) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(call) : "memory");
+}
+
+__device__ bool has_come(const uint32_t* flag, uint32_t call) {
+  uint32_t seen;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
+  return (int32_t)(seen - call) >= 0;
+}
+
+// For other ranks, for so long as one may take. The host's memory is written alone: reads of it by all blocks of
+// threads took a quarter of a millisecond, by which this rank was late for the next sum.
+class Wait {
+ public:
+  __device__ explicit Wait(const Peers& peers) : peers_(peers), given_up_(peers.flags[peers.rank] + kMostRanks) {}
+  // Of rank r, which has not come. False: once one has not come within the limit, nobody waits any longer. The sums are
+  // of no use then, and the host says so (Exchange::check_waits).
+  __device__ bool goes_on(int r) {
+    if (++looks_ % kLooks) return true;
+    const uint64_t now = nanoseconds();
+    if (looks_ == kLooks) began_ = now;
+    if (*given_up_) return false;
+    if (now - began_ <= peers_.limit) return true;
+    *given_up_ = 1;
+    *const_cast<volatile int*>(peers_.failed) = 1 + r;
+    __threadfence_system();
+    return false;
+  }
+
+ private:
+  const Peers& peers_;
+  volatile uint32_t* given_up_;
+  int looks_ = 0;
+  uint64_t began_ = 0;
+};
+
+// Says that this rank has come to a call, and waits for the others, each by a thread.
+__device__ void meet(const Peers& p, uint32_t call) {
+  const int r = threadIdx.x;
+  if (r < p.world && r != p.rank) {
+    if (blockIdx.x == 0) tell(p.flags[r] + p.rank, call);
+    const uint32_t* flag = p.flags[p.rank] + r;
+    Wait wait(p);
+    while (!has_come(flag, call) && wait.goes_on(r)) {}
+  }
+  __syncthreads();
+}
+
+// Eight values of a row of floats from a column on; what is beyond its width is zero. kWhole: nothing is, and all is
+// aligned. kShared: another GPU may have written them while this kernel ran, so not by the L1 cache.
+template <bool kWhole, bool kShared = false>
+__device__ void read_eight(const float* row, int column, int width, float (&x)[kEight]) {
+  if constexpr (kWhole) {
+    const float4* from = reinterpret_cast<const float4*>(row + column);
+    const float4 low = kShared ? __ldcg(from) : from[0], high = kShared ? __ldcg(from + 1) : from[1];
+    x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w, x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kEight; i++)
+      x[i] = column + i < width ? kShared ? __ldcg(row + column + i) : row[column + i] : 0.0f;
+  }
+}
+
+// A bit for each of two values that is kNotYet.
+__device__ uint32_t marks_in(uint32_t pair) { return ((pair & 0x7fff7fffu) + 0x00010001u) & pair & 0x80008000u; }
+// Such a value is a NaN, and becomes another.
+__device__ uint32_t without_marks(uint32_t pair) { return pair ^ marks_in(pair); }
+
+// Eight columns of a row of a rank's partial sums, as they come.
+template <bool kTiles, bool kWhole>
+struct Eight;
+template <bool kWhole>
+struct Eight<true, kWhole> {
+  uint4 pairs;
+
+  __device__ void read(const char* partials, int row, int column, int width) {
+    pairs = __ldcg(reinterpret_cast<const uint4*>(partials + 2 * tile_offset(row, column, blocks_of(width))));
+  }
+  // What has been pushed, or marks.
+  __device__ void look(const char* place, int row, int column, int width) {
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(pairs.x), "=r"(pairs.y), "=r"(pairs.z), "=r"(pairs.w)
+                 : "l"(place + 2 * tile_offset(row, column, blocks_of(width)))
+                 : "memory");
+  }
+  __device__ bool has_come() const {
+    return !(marks_in(pairs.x) | marks_in(pairs.y) | marks_in(pairs.z) | marks_in(pairs.w));
+  }
+  __device__ void push(char* place, int row, int column, int width) const {
+    put(place, row, column, width, without_marks(pairs.x), without_marks(pairs.y), without_marks(pairs.z),
+        without_marks(pairs.w));
+  }
+  static __device__ void mark(char* place, int row, int column, int width) {
+    put(place, row, column, width, ~0u, ~0u, ~0u, ~0u);
+  }
+  __device__ void add_to(float (&sum)[kEight]) const {
+    const uint32_t words[kEight / 2] = {pairs.x, pairs.y, pairs.z, pairs.w};
+#pragma unroll
+    for (int i = 0; i < kEight; i++) sum[i] = __fadd_rn(sum[i], i % 2 ? high_of(words[i / 2]) : low_of(words[i / 2]));
+  }
+
+ private:
+  static __device__ void put(char* place, int row, int column, int width, uint32_t a, uint32_t b, uint32_t c,
+                             uint32_t d) {
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(
+                     place + 2 * tile_offset(row, column, blocks_of(width))),
+                 "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
+  }
+};
+template <bool kWhole>
+struct Eight<false, kWhole> {
+  float values[kEight];
+
+  __device__ void read(const char* partials, int row, int column, int width) {
+    read_eight<kWhole, true>(reinterpret_cast<const float*>(partials) + (size_t)row * width, column, width, values);
+  }
+  __device__ void add_to(float (&sum)[kEight]) const {
+#pragma unroll
+    for (int i = 0; i < kEight; i++) sum[i] = __fadd_rn(sum[i], values[i]);
+  }
+};
+
+// Does something with 0, 1, ... as constants.
+template <int... kNumbers, typename Work>
+__device__ void each(std::integer_sequence<int, kNumbers...>, Work work) {
+  (work(std::integral_constant<int, kNumbers>()), ...);
+}
+template <int kCount, typename Work>
+__device__ void each(Work work) {
+  each(std::make_integer_sequence<int, kCount>(), work);
+}
+
+// A block has a row at a time; a thread eight columns of it, and every so many further ones of rows beyond 4,096.
+// kRanks: at most. kPushed: partial sums, of which the others' come by themselves; a block has all its rows on their
+// way before it waits for any.
+template <bool kTiles, int kRanks, bool kWhole, bool kPushed>
+__global__ void __launch_bounds__(kThreads, kRanks <= 4 ? kBlocks : 1)
+    sum_kernel(const __grid_constant__ RankSum s, int rows) {
+  const Peers& peers = s.peers;
+  const int width = s.y.width, first = kEight * threadIdx.x, stride = kEight * blockDim.x;
+  const auto weights_of = [&](int column, float(&weights)[kEight]) {
+    read_eight<kWhole>(s.norm.weight, column, width, weights);
+    if (s.norm.unit_offset)
+#pragma unroll
+      for (int i = 0; i < kEight; i++) weights[i] += 1.0f;
+  };
+  let_next_begin();
+  float weights[kEight];  // on their way while ranks are waited for
+  if (s.norm.weight && first < width) weights_of(first, weights);
+  await_previous();
+  const size_t half = s.call % 2 * peers.half;
+  Wait wait(peers);
+  if constexpr (!kPushed) {
+    meet(peers, (uint32_t)*peers.step * s.calls + s.call + 1);
+  } else if (!s.on_its_way) {
+    for (int row = blockIdx.x; row < rows; row += gridDim.x)
+      for (int column = first; column < width; column += stride) {
+        Eight<kTiles, kWhole> own;
+        own.read(peers.partials[peers.rank] + half, row, column, width);
+        for (int r = 0; r < peers.world; r++)
+          if (r != peers.rank) own.push(peers.place(r, peers.rank, s.call), row, column, width);
+      }
+  }
+  for (int row = blockIdx.x; row < rows; row += gridDim.x) {
+    float* y = s.y.values + (size_t)row * width;
+    float squares = 0, kept[kEight];
+    for (int column = first; column < width; column += stride) {
+      Eight<kTiles, kWhole> partials[kRanks];
+      float before[kEight], x[kEight] = {};
+      if (kPushed && s.adds) read_eight<kWhole>(y, column, width, before);
+      each<kRanks>([&](auto number) {
+        constexpr int r = decltype(number)::value;
+        if (r >= peers.world) return;
+        if constexpr (kPushed)
+          if (r != peers.rank) return partials[r].look(peers.place(peers.rank, r, s.call), row, column, width);
+        partials[r].read(peers.partials[r] + half, row, column, width);
+      });
+      if constexpr (kPushed)
+        each<kRanks>([&](auto number) {
+          constexpr int r = decltype(number)::value;
+          if (r >= peers.world || r == peers.rank) return;
+          char* place = peers.place(peers.rank, r, s.call);
+          while (!partials[r].has_come() && wait.goes_on(r)) partials[r].look(place, row, column, width);
+          partials[r].mark(place, row, column, width);
+        });
+      if (!kPushed && s.adds) read_eight<kWhole>(y, column, width, before);
+#pragma unroll
+      for (int r = 0; r < kRanks; r++)
+        if (r < peers.world) partials[r].add_to(x);
+#pragma unroll
+      for (int i = 0; i < kEight; i++) {
+        if (s.adds) x[i] = __fadd_rn(before[i], x[i]);
+        if (kWhole || column + i < width) squares = fmaf(x[i], x[i], squares);
+        if (column == first) kept[i] = x[i];
+      }
+      put_eight(s.y, row, column, width, x);
+    }
+    if (!s.norm.weight) continue;
+    const float factor = 1.0f / sqrtf(block_sum<kThreads>(squares, blockDim.x) / width + s.norm.eps);
+    for (int column = first; column < width; column += stride) {
+      if (column > first) read_eight<kWhole>(y, column, width, kept), weights_of(column, weights);
+#pragma unroll
+      for (int i = 0; i < kEight; i++) kept[i] = kept[i] * factor * weights[i];
+      put_eight(s.normed, row, column, width, kept);
+      if (column > first) weights_of(first, weights);
+    }
+  }
+}
+
+}  // namespace
+
+void sum_ranks(const RankSum& sum, int rows, const Queue& queue) {
+  const int threads = std::clamp(ceil_div(sum.y.width, 32 * kEight) * 32, 32, kThreads);
+  const int blocks = std::clamp(rows, 1, kBlocks * processors());  // one to meet, whatever there is to add
+  const bool whole = sum.y.width % kEight == 0;
+  const auto choose = [&](auto few, auto some, auto many) {
+    start(queue, sum.peers.world <= 2 ? few : sum.peers.world <= 4 ? some : many, blocks, threads, 0, sum, rows);
+  };
+  const auto start_tiles = [&](auto is_whole, auto pushed) {
+    constexpr bool kWhole = is_whole(), kPushed = pushed();
+    choose(sum_kernel<true, 2, kWhole, kPushed>, sum_kernel<true, 4, kWhole, kPushed>,
+           sum_kernel<true, kMostRanks, kWhole, kPushed>);
+  };
+  const auto start_values = [&](auto is_whole) {
+    constexpr bool kWhole = is_whole();
+    choose(sum_kernel<false, 2, kWhole, false>, sum_kernel<false, 4, kWhole, false>,
+           sum_kernel<false, kMostRanks, kWhole, false>);
+  };
+  const std::true_type yes;
+  const std::false_type no;
+  if (sum.halves && pushes(sum.peers, rows)) whole ? start_tiles(yes, yes) : start_tiles(no, yes);
+  else if (sum.halves) whole ? start_tiles(yes, no) : start_tiles(no, no);
+  else whole ? start_values(yes) : start_values(no);
+  launched("sum over ranks");
+}
+
+}  // namespace AS_HALF
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,55 @@
+// Barriers in shared memory that tell when copies have arrived, and when what they brought is done with: on every chip
+// that there are kernels for.
+#pragma once
+#include "cuda/kernels/common/device.cuh"
+
+namespace as {
+namespace cuda {
+namespace AS_HALF {
+
+__device__ inline void init_barrier(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ inline void arrive(uint32_t barrier) {
+  asm volatile("{ .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
+}
+// Once all copies (copy_16()) that this thread has asked for are there.
+__device__ inline void arrive_with_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+__device__ inline void wait_barrier(uint32_t barrier, int parity) {
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "again: "
+#if __CUDA_ARCH__ >= 900
+      "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+#else
+      "mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n"
+#endif
+      "@!done bra again; }" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// Some of 16 bytes, and zeros behind them.
+__device__ inline void copy_up_to_16(uint32_t to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+// A place in a ring of stages, whose number is known when a kernel starts.
+struct RingPlace {
+  int stage = 0, parity = 0;
+
+  __device__ void advance(int by, int stages) {
+    for (stage += by; stage >= stages; stage -= stages) parity ^= 1;
+  }
+  __device__ RingPlace after(int by, int stages) const {
+    RingPlace place = *this;
+    place.advance(by, stages);
+    return place;
+  }
+};
+
+}  // namespace AS_HALF
+}  // namespace cuda
+}  // namespace as

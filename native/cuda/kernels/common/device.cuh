@@ -1,0 +1,361 @@
+// What kernels share.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "cuda/kernels/common/half.h"
+
+#define AS_TEXT_OF(name) #name
+#define AS_TEXT(name) AS_TEXT_OF(name)
+#define AS_HALF_TEXT AS_TEXT(AS_HALF)  // in PTX
+
+namespace as {
+namespace cuda {
+namespace AS_HALF {
+
+// After a launch.
+inline void launched(const char* kernel) {
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess)
+    throw std::runtime_error(std::string("CUDA: launching ") + kernel + ": " + cudaGetErrorString(error));
+}
+
+// Starts a kernel. On chips of capability 9.0 it may begin while the one before it on the stream still runs: it calls
+// after_previous() before it touches what others write, and so does every kernel, so that this orders all of them.
+// Later chips run code that was made for 8.0, in which that waits for nothing.
+// own: an attribute more, if there is one.
+template <typename... Parameters, typename... Arguments>
+void start_with(const Queue& queue, const cudaLaunchAttribute* own, void (*kernel)(Parameters...), dim3 grid,
+                int threads, size_t shared, const Arguments&... arguments) {
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = !queue.apart;
+  if (own) attributes[1] = *own;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared;
+  config.stream = queue.stream, config.attrs = attributes;
+  config.numAttrs = queue.capability != 90 ? 0 : own ? 2 : 1;
+  cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
+}
+template <typename... Parameters, typename... Arguments>
+void start(const Queue& queue, void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared,
+           const Arguments&... arguments) {
+  start_with(queue, nullptr, kernel, grid, threads, shared, arguments...);
+}
+template <typename... Parameters, typename... Arguments>
+void start_clusters(const Queue& queue, void (*kernel)(Parameters...), dim3 grid, dim3 cluster, int threads,
+                    size_t shared, const Arguments&... arguments) {
+  cudaLaunchAttribute own;
+  own.id = cudaLaunchAttributeClusterDimension;
+  own.val.clusterDim.x = cluster.x, own.val.clusterDim.y = cluster.y, own.val.clusterDim.z = cluster.z;
+  const bool alone = cluster.x * cluster.y * cluster.z == 1;
+  start_with(queue, alone ? nullptr : &own, kernel, grid, threads, shared, arguments...);
+}
+
+// Memory that a kernel reads once, as weights are by a product of few rows, leaves the second-level cache first: so
+// what small kernels have written is still there when it is read.
+struct ReadOnce {
+  const void* data;
+  size_t bytes;
+};
+template <typename... Parameters, typename... Arguments>
+void start_reading(const Queue& queue, const ReadOnce& once, void (*kernel)(Parameters...), dim3 grid, int threads,
+                   size_t shared, const Arguments&... arguments) {
+  int device = 0, most = 0;  // bytes that a launch can say this of
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&most, cudaDevAttrMaxAccessPolicyWindowSize, device);
+  cudaLaunchAttribute own;
+  own.id = cudaLaunchAttributeAccessPolicyWindow;
+  auto& window = own.val.accessPolicyWindow;
+  window.base_ptr = const_cast<void*>(once.data), window.num_bytes = once.bytes < (size_t)most ? once.bytes : most;
+  window.hitRatio = 1, window.hitProp = window.missProp = cudaAccessPropertyStreaming;
+  start_with(queue, most > 0 ? &own : nullptr, kernel, grid, threads, shared, arguments...);
+}
+
+// Lets the next kernel on the stream be loaded; waits until the one before it has ended.
+__device__ inline void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ inline void await_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ inline void after_previous() { let_next_begin(), await_previous(); }
+
+// Raises a kernel's limit of shared memory, which with what it has itself may be 48 KiB.
+template <typename Kernel>
+void allow_shared(Kernel kernel, size_t bytes) {
+  if (bytes > 32 << 10) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
+}
+
+// Of the device in use.
+inline int processors() {
+  int device = 0, count = 1;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return count;
+}
+
+inline int ceil_div(size_t n, int by) { return (int)((n + by - 1) / by); }
+
+// Floats of 16 bits, and pairs of them, the lower one in the lower half. Too large ones become float16's largest; a NaN
+// stays one.
+__device__ inline uint16_t to_half(float x) {
+  if constexpr (kHalf == Half::bf16) {
+    return __bfloat16_as_ushort(__float2bfloat16_rn(x));
+  } else {
+    uint16_t rounded;
+    asm("cvt.rn.satfinite.f16.f32 %0, %1;" : "=h"(rounded) : "f"(x));
+    return rounded;
+  }
+}
+__device__ inline float from_half(uint16_t x) {
+  if constexpr (kHalf == Half::bf16) return __uint_as_float((uint32_t)x << 16);
+  else return __half2float(__ushort_as_half(x));
+}
+__device__ inline uint32_t two_halves(float low, float high) {
+  uint32_t both;
+  if constexpr (kHalf == Half::bf16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  else asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+__device__ inline float low_of(uint32_t pair) { return from_half((uint16_t)pair); }
+__device__ inline float high_of(uint32_t pair) {
+  return kHalf == Half::bf16 ? __uint_as_float(pair & 0xffff0000u) : from_half((uint16_t)(pair >> 16));
+}
+
+// Sums of lanes, the same in all of them: pairs at growing distance, so in one order.
+__device__ inline float warp_sum(float x) {
+  for (int step = 1; step < 32; step *= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+  return x;
+}
+
+// Sum over a block of threads, kMost at most, the same in all of them: over each warp's lanes, then over warps in
+// ascending order.
+template <int kMost>
+__device__ inline float block_sum(float x, unsigned threads) {
+  __shared__ float sums[kMost / 32];
+  x = warp_sum(x);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
+  __syncthreads();
+  float total = 0;
+  for (unsigned i = 0; i < threads / 32; i++) total += sums[i];
+  return total;
+}
+
+__device__ inline float warp_max(float x) {
+  for (int step = 1; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
+  return x;
+}
+
+__device__ inline uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+__device__ inline void store_shared(uint32_t to, uint32_t word) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
+}
+
+// 16 bytes from global memory, or zeros.
+__device__ inline void copy_16(uint32_t to, const void* from, bool there = true) {
+  const int bytes = there ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kLeft>
+__device__ inline void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
+// Out of shared memory.
+__device__ inline uint4 load_16(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+  return v;
+}
+__device__ inline uint2 load_8(uint32_t address) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
+  return v;
+}
+
+// Four core matrices; lane i has the address of row i % 8 of number i / 8.
+__device__ inline void load_cores(uint32_t (&d)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(address)
+               : "memory");
+}
+__device__ inline void load_cores_transposed(uint32_t (&d)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(address)
+               : "memory");
+}
+
+// d [16, 8] += a [16, 16] b [8, 16]^T
+__device__ inline void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." AS_HALF_TEXT "." AS_HALF_TEXT
+               ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+               "{%0, %1, %2, %3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Into another GPU's memory, which looks for them there (sum_ranks.cu).
+__device__ inline void push(uint16_t* to, uint16_t value) {
+  asm volatile("st.relaxed.sys.global.u16 [%0], %1;" ::"l"(to), "h"(value) : "memory");
+}
+__device__ inline void push(uint16_t* to, const uint2& values) {
+  asm volatile("st.relaxed.sys.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(values.x), "r"(values.y) : "memory");
+}
+
+// Where a value of a row of an op's output goes; of norms perhaps both. kPushes: and perhaps to another GPU.
+template <bool kPushes = false>
+__device__ inline void put(const Rows& out, int row, int column, float value) {
+  if (out.tiles) {
+    const size_t at = tile_offset(row, column, blocks_of(out.width));
+    out.tiles[at] = to_half(value);
+    if (kPushes && out.copy) push(out.copy + at, to_half(value));
+  }
+  if (out.values) out.values[(size_t)row * out.width + column] = value;
+}
+
+// What products leave of sums: each and its bias, added to what is there if they are to be. Of kCount values of a
+// thread all that is read comes before anything is written: so reads wait for each other no longer. where(i): row and
+// column of number i; rows, width: those that there are.
+struct Place {
+  int row, column;
+};
+template <int kCount, bool kPushes = false, typename Where>
+__device__ inline void finish(const Product& p, int rows, int width, const float* sums, Where where) {
+  float before[kCount], bias[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; i++) {
+    const Place at = where(i);
+    const bool there = at.row < rows && at.column < width;
+    before[i] = there && p.adds ? p.y.values[(size_t)at.row * p.y.width + at.column] : 0.0f;
+    bias[i] = there && p.bias ? p.bias[at.column] : 0.0f;
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; i++) {
+    const Place at = where(i);
+    if (at.row >= rows || at.column >= width) continue;
+    float sum = sums[i];
+    if (p.bias) sum = __fadd_rn(sum, bias[i]);
+    if (p.adds) sum = __fadd_rn(before[i], sum);
+    put<kPushes>(p.y, at.row, at.column, sum);
+  }
+}
+
+// The same of four adjacent columns from a multiple of four on, in two steps: what sums are added to, which may be
+// asked for long before they are there, and their end.
+struct Added {
+  float4 bias, before;
+};
+// Of a row of so many values; those beyond it are zero.
+__device__ inline float4 read_four(const float* row, int column, int width) {
+  if (width % 4 == 0) return *reinterpret_cast<const float4*>(row + column);
+  return make_float4(row[column], column + 1 < width ? row[column + 1] : 0, column + 2 < width ? row[column + 2] : 0,
+                     column + 3 < width ? row[column + 3] : 0);
+}
+__device__ inline Added read_added(const Product& p, int row, int column) {
+  Added added;
+  if (p.bias) added.bias = read_four(p.bias, column, p.w.n);
+  if (p.adds) added.before = read_four(p.y.values + (size_t)row * p.y.width, column, p.w.n);
+  return added;
+}
+__device__ inline float4 sum_of(const float4& a, const float4& b) {
+  return make_float4(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w));
+}
+// Where they are of the row's width: at once, where they are aligned.
+template <bool kPushes = false>
+__device__ inline void put_four(const Rows& out, int row, int column, int width, const float4& x) {
+  const float values[4] = {x.x, x.y, x.z, x.w};
+  if (column + 4 > width || (!out.tiles && out.width % 4)) {
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (column + i < width) put<kPushes>(out, row, column + i, values[i]);
+  } else if (out.tiles) {
+    const size_t at = tile_offset(row, column, blocks_of(out.width));
+    const uint2 four = make_uint2(two_halves(x.x, x.y), two_halves(x.z, x.w));
+    *reinterpret_cast<uint2*>(out.tiles + at) = four;
+    if (kPushes && out.copy) push(out.copy + at, four);
+  } else {
+    *reinterpret_cast<float4*>(out.values + (size_t)row * out.width + column) = x;
+  }
+}
+template <bool kPushes = false>
+__device__ inline void finish_four(const Product& p, int row, int column, float4 sums, const Added& added) {
+  if (p.bias) sums = sum_of(sums, added.bias);
+  if (p.adds) sums = sum_of(added.before, sums);
+  put_four<kPushes>(p.y, row, column, p.w.n, sums);
+}
+
+// To a few units in the last place, which products' rounding hides: six instructions, as many kernels wait for them.
+__device__ inline float silu_times(float gate, float up) {
+  float power, share;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(gate * -1.44269504088896341f));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(share) : "f"(1.0f + power));
+  return gate * share * up;
+}
+
+// A NaN passes.
+__device__ inline float gated_by(const Gating& g, float gate, float up) {
+  gate = gate > g.limit ? g.limit : gate, up = up > g.limit ? g.limit : up < -g.limit ? -g.limit : up;
+  return __fdividef(gate, 1.0f + __expf(-g.alpha * gate)) * (up + g.shift);
+}
+
+// The same of a gate and what it gates; column: of the result.
+__device__ inline float gated(const Product& p, int column, float gate, float up) {
+  if (p.bias) gate = __fadd_rn(gate, p.bias[column]), up = __fadd_rn(up, p.bias[p.y.width + column]);
+  return silu_times(gate, up);
+}
+__device__ inline void finish_gated(const Product& p, int row, int column, float gate, float up) {
+  put(p.y, row, column, gated(p, column, gate, up));
+}
+
+// Eight values of a row from a column on that is a multiple of eight, those before column `width` (others are 0): at
+// once where they are aligned.
+__device__ inline void read_eight(const float* row, int column, int width, float (&values)[8]) {
+  if (width % 4 == 0 && column + 8 <= width) {
+    const float4* from = reinterpret_cast<const float4*>(row + column);
+    const float4 low = from[0], high = from[1];
+    values[0] = low.x, values[1] = low.y, values[2] = low.z, values[3] = low.w;
+    values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
+  } else {
+#pragma unroll
+    for (int j = 0; j < 8; j++) values[j] = column + j < width ? row[column + j] : 0.0f;
+  }
+}
+__device__ inline void put_eight(const Rows& out, int row, int column, int width, const float (&values)[8]) {
+  if (column >= width) return;
+  if (out.tiles) {  // a piece of a block; columns from the width on are padding, which is zero
+    uint32_t pairs[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+      pairs[j] =
+          two_halves(column + 2 * j < width ? values[2 * j] : 0, column + 2 * j + 1 < width ? values[2 * j + 1] : 0);
+    *reinterpret_cast<uint4*>(out.tiles + tile_offset(row, column, blocks_of(out.width))) =
+        make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  }
+  if (!out.values) return;
+  if (out.width % 4 == 0 && column + 8 <= width) {
+    float4* to = reinterpret_cast<float4*>(out.values + (size_t)row * out.width + column);
+    to[0] = make_float4(values[0], values[1], values[2], values[3]);
+    to[1] = make_float4(values[4], values[5], values[6], values[7]);
+  } else {
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+      if (column + j < width) out.values[(size_t)row * out.width + column + j] = values[j];
+  }
+}
+
+}  // namespace AS_HALF
+}  // namespace cuda
+}  // namespace as

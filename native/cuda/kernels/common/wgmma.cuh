@@ -1,0 +1,309 @@
+// Hopper's own instructions: matrix products out of shared memory, bulk copies, and the barriers that they tell.
+#pragma once
+#include "cuda/kernels/common/device.cuh"
+
+namespace as {
+namespace cuda {
+namespace AS_HALF {
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+__device__ inline void barrier_init(uint64_t* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+__device__ inline void barriers_are_there() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ inline void barrier_expect(uint64_t* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+__device__ inline void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ inline void barrier_arrive(uint64_t* barrier) { barrier_arrive(shared_address(barrier)); }
+// At a block of threads of the cluster. What is told is that products have read, not what was written: so a fence of
+// the whole cluster's memory is not wanted.
+__device__ inline void barrier_arrive_at(uint64_t* barrier, int block) {
+  asm volatile(
+      "{ .reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(shared_address(barrier)),
+      "r"(block)
+      : "memory");
+}
+__device__ inline void barrier_wait(uint32_t barrier, int parity) {
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra.uni finished;\n"
+      "bra.uni again;\n"
+      "finished: }" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+__device__ inline void barrier_wait(uint64_t* barrier, int parity) { barrier_wait(shared_address(barrier), parity); }
+// Whether what another block of threads wrote before is there.
+__device__ inline void set_flag(int* flag, int value) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
+__device__ inline int get_flag(const int* flag) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+  return value;
+}
+// All threads of a cluster's blocks, what they wrote included.
+__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ inline void cluster_barrier() { cluster_arrive(), cluster_wait(); }
+// A word into shared memory of a block of threads of the cluster, whose barrier is told of four bytes; and who waits
+// for all that it expects.
+__device__ inline void send(const void* to, int block, uint32_t word, const uint64_t* barrier) {
+  asm volatile(
+      "{ .reg .b32 there, told;\n"
+      "mapa.shared::cluster.u32 there, %0, %2;\n"
+      "mapa.shared::cluster.u32 told, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %3, [told]; }" ::"r"(shared_address(to)),
+      "r"(shared_address(barrier)), "r"(block), "r"(word)
+      : "memory");
+}
+__device__ inline void await_sent(const uint64_t* barrier) {
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
+      "@done bra.uni finished;\n"
+      "bra.uni again;\n"
+      "finished: }" ::"r"(shared_address(barrier))
+      : "memory");
+}
+__device__ inline float4 read_at(uint32_t address, int block) {
+  float4 v;
+  asm volatile(
+      "{ .reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %4, %5;\n"
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there]; }"
+      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+      : "r"(address), "r"(block)
+      : "memory");
+  return v;
+}
+
+// Of a warp's threads one: the compiler knows so, and asks for copies with no loop over those that might.
+__device__ inline bool elected() {
+  int chosen;
+  asm volatile(
+      "{ .reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.b32 %0, 1, 0, p; }"
+      : "=r"(chosen));
+  return chosen;
+}
+
+__device__ inline void copy_bulk(uint32_t to, const char* from, int bytes, uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
+// What is read once in a step need not stay in the cache.
+__device__ inline uint64_t evicted_first() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ inline void copy_bulk(uint32_t to, const char* from, int bytes, uint64_t* barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(to),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+// To the same place of several blocks of the cluster, whose barriers are told.
+__device__ inline void copy_bulk_to(uint32_t to, const char* from, int bytes, uint64_t* barrier, uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], "
+      "%4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier)), "h"(blocks)
+      : "memory");
+}
+
+// A thread's warpgroup, as a number that the compiler sees to be the same in a warp: what descriptors are made of then
+// need not be made so for each of them.
+__device__ inline int warpgroup() { return __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); }
+
+// Of rows of blocks (tiles.h), from 16 columns on of which the first have this address: 128-byte swizzle, and 1024
+// bytes from eight rows to the next.
+__device__ inline uint64_t descriptor(uint32_t address) {
+  return (uint64_t)((address & 0x3ffff) >> 4) | 1ull << 16 | (uint64_t)(8 * kRowBytes >> 4) << 32 | 1ull << 62;
+}
+// Of 16 rows of blocks that lie one after the other, from the first of a block's rows on that has this address: as the
+// side of a product whose columns are summed over.
+__device__ inline uint64_t descriptor_of_columns(uint32_t address) {
+  return (uint64_t)((address & 0x3ffff) >> 4) | (uint64_t)(kBlockBytes >> 4) << 16 |
+         (uint64_t)(8 * kRowBytes >> 4) << 32 | 1ull << 62;
+}
+// Of what lies so many bytes further on.
+__device__ inline uint64_t further(uint64_t descriptor, int bytes) {
+  return descriptor & ~0ull << 32 | ((uint32_t)descriptor + (bytes >> 4));
+}
+constexpr int kStepBytes = 32;  // from 16 columns to the next
+__device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kLeft>
+__device__ inline void wait_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
+}
+// What products have left in registers is not read before it is there.
+template <int kValues>
+__device__ inline void settle(float (&d)[kValues]) {
+#pragma unroll
+  for (int i = 0; i < kValues; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// d [64, N] (+)= a [64, 16] b [N, 16]^T by a warpgroup; adds 0: it begins anew. d: number i of a thread is of row
+// 16 * warp + lane / 4 + 8 * (i % 4 / 2), and column 8 * (i / 4) + 2 * (lane % 4) + i % 2.
+template <int N>
+struct Tile;
+
+// Registers of sums in the instruction's text, eight by eight, and what they are.
+#define AS_NAMES_4 "%0, %1, %2, %3"
+#define AS_NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define AS_NAMES_16 AS_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define AS_NAMES_24 AS_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define AS_NAMES_32 AS_NAMES_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define AS_NAMES_40 AS_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define AS_NAMES_48 AS_NAMES_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define AS_NAMES_56 AS_NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define AS_NAMES_64 AS_NAMES_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define AS_NAMES_72 AS_NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define AS_NAMES_80 AS_NAMES_72 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define AS_NAMES_88 AS_NAMES_80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define AS_NAMES_96 AS_NAMES_88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define AS_NAMES_104 AS_NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define AS_NAMES_112 AS_NAMES_104 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define AS_NAMES_120 AS_NAMES_112 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define AS_NAMES_128 AS_NAMES_120 ", %120, %121, %122, %123, %124, %125, %126, %127"
+#define AS_EIGHT(i)                                                                                           \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+      "+f"(d[i + 7])
+#define AS_SUMS_4 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+#define AS_SUMS_8 AS_EIGHT(0)
+#define AS_SUMS_16 AS_SUMS_8, AS_EIGHT(8)
+#define AS_SUMS_24 AS_SUMS_16, AS_EIGHT(16)
+#define AS_SUMS_32 AS_SUMS_24, AS_EIGHT(24)
+#define AS_SUMS_40 AS_SUMS_32, AS_EIGHT(32)
+#define AS_SUMS_48 AS_SUMS_40, AS_EIGHT(40)
+#define AS_SUMS_56 AS_SUMS_48, AS_EIGHT(48)
+#define AS_SUMS_64 AS_SUMS_56, AS_EIGHT(56)
+#define AS_SUMS_72 AS_SUMS_64, AS_EIGHT(64)
+#define AS_SUMS_80 AS_SUMS_72, AS_EIGHT(72)
+#define AS_SUMS_88 AS_SUMS_80, AS_EIGHT(80)
+#define AS_SUMS_96 AS_SUMS_88, AS_EIGHT(88)
+#define AS_SUMS_104 AS_SUMS_96, AS_EIGHT(96)
+#define AS_SUMS_112 AS_SUMS_104, AS_EIGHT(104)
+#define AS_SUMS_120 AS_SUMS_112, AS_EIGHT(112)
+#define AS_SUMS_128 AS_SUMS_120, AS_EIGHT(120)
+// a, b, adds: the numbers of these operands, which follow the `count` sums.
+#define AS_TILE(n, count, a, b, adds)                                                              \
+  template <>                                                                                      \
+  struct Tile<n> {                                                                                 \
+    static __device__ void multiply(float (&d)[count], uint64_t left, uint64_t right, int keeps) { \
+      asm volatile("{ .reg .pred p;\nsetp.ne.b32 p, %" #adds                                       \
+                   ", 0;\n"                                                                        \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." AS_HALF_TEXT "." AS_HALF_TEXT \
+                   " {" AS_NAMES_##count "}, %" #a ", %" #b ", p, 1, 1, 0, 0; }"                   \
+                   : AS_SUMS_##count                                                               \
+                   : "l"(left), "l"(right), "r"(keeps));                                           \
+    }                                                                                              \
+  };
+AS_TILE(8, 4, 4, 5, 6)
+AS_TILE(16, 8, 8, 9, 10)
+AS_TILE(32, 16, 16, 17, 18)
+AS_TILE(64, 32, 32, 33, 34)
+AS_TILE(112, 56, 56, 57, 58)
+AS_TILE(128, 64, 64, 65, 66)
+AS_TILE(144, 72, 72, 73, 74)
+AS_TILE(160, 80, 80, 81, 82)
+AS_TILE(176, 88, 88, 89, 90)
+AS_TILE(192, 96, 96, 97, 98)
+AS_TILE(208, 104, 104, 105, 106)
+AS_TILE(224, 112, 112, 113, 114)
+AS_TILE(240, 120, 120, 121, 122)
+AS_TILE(256, 128, 128, 129, 130)
+#undef AS_TILE
+
+// d [64, N] (+)= a [64, 16] b [16, N] by a warpgroup, a in registers as mma.sync has it, b as descriptor_of_columns()
+// says.
+template <int N>
+struct WeighedTile;
+#define AS_TILE(n, count, a0, a1, a2, a3, b, adds)                                                             \
+  template <>                                                                                                  \
+  struct WeighedTile<n> {                                                                                      \
+    static __device__ void multiply(float (&d)[count], const uint32_t (&left)[4], uint64_t right, int keeps) { \
+      asm volatile("{ .reg .pred p;\nsetp.ne.b32 p, %" #adds                                                   \
+                   ", 0;\n"                                                                                    \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." AS_HALF_TEXT "." AS_HALF_TEXT             \
+                   " {" AS_NAMES_##count "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", p, 1, 1, 1; }" \
+                   : AS_SUMS_##count                                                                           \
+                   : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(keeps));          \
+    }                                                                                                          \
+  };
+AS_TILE(64, 32, 32, 33, 34, 35, 36, 37)
+AS_TILE(128, 64, 64, 65, 66, 67, 68, 69)
+#undef AS_TILE
+
+// Which stage is next, and how often all have been used: barriers' parity.
+template <int kStages>
+struct Ring {
+  int stage = 0, parity = 0;
+
+  __device__ void next() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
+// The same of as many stages as a launch has.
+struct StageRing {
+  int count, stage = 0, parity = 0;
+
+  __device__ explicit StageRing(int count) : count(count) {}
+  __device__ void next() {
+    if (++stage == count) stage = 0, parity ^= 1;
+  }
+};
+
+// The number, which the compiler takes as new: so what is made of it is not kept in registers through the products.
+template <typename Number>
+__device__ inline Number afresh(Number x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// Four values, or zeros: asked for where this stands in the program.
+__device__ inline float4 read_if(const float* from, bool there) {
+  float4 v;
+  asm volatile(
+      "{ .reg .pred there;\n"
+      "setp.ne.b32 there, %5, 0;\n"
+      "mov.f32 %0, 0f00000000;\nmov.f32 %1, 0f00000000;\nmov.f32 %2, 0f00000000;\nmov.f32 %3, 0f00000000;\n"
+      "@there ld.global.v4.f32 {%0, %1, %2, %3}, [%4]; }"
+      : "=&f"(v.x), "=&f"(v.y), "=&f"(v.z), "=&f"(v.w)
+      : "l"(from), "r"((int)there));
+  return v;
+}
+
+// Of four lanes' four words each, word i of all goes to lane i.
+__device__ inline void exchange(uint32_t (&words)[4]) {
+  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const uint32_t found = __shfl_xor_sync(0xffffffffu, odd ? words[i] : words[i + 1], 1);
+    words[i] = odd ? found : words[i], words[i + 1] = odd ? words[i + 1] : found;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const uint32_t found = __shfl_xor_sync(0xffffffffu, high ? words[i] : words[i + 2], 2);
+    words[i] = high ? found : words[i], words[i + 2] = high ? words[i + 2] : found;
+  }
+}
+#endif
+
+}  // namespace AS_HALF
+}  // namespace cuda
+}  // namespace as

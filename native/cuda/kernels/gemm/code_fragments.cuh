@@ -1,0 +1,111 @@
+// Quantized weights times few rows of activations in bfloat16, out of shared memory and by mma.sync.
+#pragma once
+#include "cuda/kernels/quantize/quantized.cuh"
+
+namespace as {
+namespace cuda {
+namespace AS_HALF {
+
+// How sets of scales go along with blocks of K: a block has `each` of them, or so many blocks share one.
+struct ScaleSets {
+  int each, blocks, count;  // count: of a row
+
+  AS_BOTH ScaleSets(const Codes& codes, int k_blocks)
+      : each(codes.groups > 1 && codes.group < kBlock ? kBlock / codes.group : 1),
+        blocks(codes.groups > 1 ? (codes.group > kBlock ? codes.group / kBlock : 1) : k_blocks),
+        count(codes.groups) {}
+  // Whether the second blocks of steps of two are all alike: of a set of their own, or of the first block's.
+  AS_BOTH bool regular() const { return blocks == 1 || blocks % 2 == 0 || count == 1; }
+  // How many sets further the second block of a step has its first one than the first, which is `block`, has; as a
+  // rule, if there is one.
+  AS_BOTH int second() const { return blocks == 1 && count > 1 ? each : 0; }
+  AS_BOTH int second(int block) const { return regular() ? second() : (block + 1) % blocks == 0 ? each : 0; }
+};
+
+// What a warp does to steps of two blocks of K that lie in shared memory as S says: 16 columns by S::kRows rows. Sums
+// are those of one chain of products in ascending order.
+template <class S>
+class StepProducts {
+ public:
+  using Format = typename S::Format;
+  static constexpr int kBits = Format::kBits, kSets = Format::kFine ? 4 : 1;
+
+  // group: of 64 columns, of which a warp has a quarter. second: how many sets further than the first block's the
+  // second one's are, as a rule.
+  __device__ StepProducts(const ScaleSets& sets, int second, int group, int warp, int lane)
+      : codes_(S::kGroupsAt + group * S::kGroupBytes + (warp * LaneCodes<kBits>::kLoads * 32 + lane) * 16),
+        scales_(S::kGroupsAt + group * S::kGroupBytes + S::kSetsAt + (warp * 8 + lane / 4) * 8),
+        second_(scales_ + second * S::kSetBytes),
+        each_(sets.each),
+        x_{(uint32_t)piece_offset(lane % 8, lane / 8), (uint32_t)piece_offset(lane % 8, 4 + lane / 8)} {
+    keep(codes_), keep(scales_), keep(second_), keep(x_[0]), keep(x_[1]);
+  }
+
+  // The weights of block j of a step, mma.sync's first operands; stage: where the step is; further: how many sets
+  // further than the first block's these are, if not as a rule.
+  __device__ __forceinline__ void weights(uint32_t stage, int j, uint32_t (&a)[4][4]) const {
+    weights(read(stage, j, j ? second_ : scales_), a);
+  }
+  __device__ __forceinline__ void weights(uint32_t stage, int j, int further, uint32_t (&a)[4][4]) const {
+    weights(read(stage, j, scales_ + further * S::kSetBytes), a);
+  }
+  // d += a step of two whole blocks. All that the warp has of it is asked for first, and the second block's codes
+  // become values while the first one's products are under way.
+  __device__ __forceinline__ void multiply(uint32_t stage, float (&d)[S::kRows / 2]) const {
+    const Block blocks[2] = {read(stage, 0, scales_), read(stage, 1, second_)};
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      uint32_t a[4][4];
+      weights(blocks[j], a);
+      multiply(stage + j * S::kRowsBytes, a, d);
+    }
+  }
+  // d += a block: its weights, and its rows where they are.
+  __device__ __forceinline__ void multiply(uint32_t x, const uint32_t (&a)[4][4], float (&d)[S::kRows / 2]) const {
+#pragma unroll
+    for (int t = 0; t < S::kRows / 8; t++) {
+      auto& own = reinterpret_cast<float(&)[4]>(d[4 * t]);
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        uint32_t y[4];
+        load_cores(y, x + x_[i / 2] + t * 8 * kRowBytes);
+        multiply_add(own, a[i], y[0], y[1]), multiply_add(own, a[i + 1], y[2], y[3]);
+      }
+    }
+  }
+
+ private:
+  struct Block {
+    LaneCodes<kBits> codes;
+    uint2 scales[kSets];
+  };
+
+  // The compiler has these in registers: it would work them out again in every step.
+  static __device__ __forceinline__ void keep(uint32_t& x) { asm volatile("" : "+r"(x)); }
+  __device__ __forceinline__ Block read(uint32_t stage, int j, uint32_t scales) const {
+    Block block;
+#pragma unroll
+    for (int i = 0; i < LaneCodes<kBits>::kLoads; i++)
+      block.codes.loaded[i] = load_16(stage + codes_ + j * S::kCodesBytes + i * 512);
+#pragma unroll
+    for (int i = 0; i < kSets; i++)
+      block.scales[i] = load_8(stage + scales + (kSets > 1 ? i * each_ / 4 * S::kSetBytes : 0));
+    return block;
+  }
+  static __device__ __forceinline__ void weights(const Block& block, uint32_t (&a)[4][4]) {
+    Affine rows[2];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if (i < kSets) rows[0].set(block.scales[i].x), rows[1].set(block.scales[i].y);
+      block.codes.fragment(i, rows, a[i]);
+    }
+  }
+
+  uint32_t codes_, scales_, second_;  // of a lane, from where a stage begins on
+  int each_;
+  uint32_t x_[2];
+};
+
+}  // namespace AS_HALF
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,54 @@
+// What warpgroups leave of products whose first side is the weights: 64 columns of the result by some rows each.
+#pragma once
+#include "cuda/kernels/quantize/quantized.cuh"
+
+namespace as {
+namespace cuda {
+namespace AS_HALF {
+
+// How sums become values: as they are, or times the scale of their row of activations of 8 bits, or of floats the
+// column's before that.
+enum class SumScales { none, rows, columns_and_rows };
+
+// Sums of a thread, as wgmma leaves them: number i is of row i / 4 * 8 + lane % 4 * 2 + i % 2 from first_row on, and of
+// the block's column warp * 16 + lane / 4 + i % 4 / 2 * 8, where gates and what they gate are side by side. of_rows:
+// scales.
+template <SumScales kScales, int kValues>
+__device__ inline void finish_columns(const Product& p, int rows, int first_row, int column_block,
+                                      float (&sums)[kValues], const float* of_rows) {
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, row = first_row + lane % 4 * 2,
+            core = warp * 16 + lane / 4;
+  if constexpr (kScales != SumScales::none) {
+    float of_columns[2];
+    if constexpr (kScales == SumScales::columns_and_rows)
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+        of_columns[i] = __uint_as_float(p.w.codes.scales[scale_of(column_block * kBlock + core + 8 * i, 0, 1)]);
+#pragma unroll
+    for (int i = 0; i < kValues; i++) {
+      const int at = row + i / 4 * 8 + i % 2;
+      if constexpr (kScales == SumScales::columns_and_rows) sums[i] = __fmul_rn(sums[i], of_columns[i % 4 / 2]);
+      sums[i] = __fmul_rn(sums[i], at < rows ? of_rows[at] : 0.0f);
+    }
+  }
+  if (p.gated) {
+    const int column = column_block * (kBlock / 2) + warp * 8 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < kValues; i += 4)
+#pragma unroll
+      for (int j = 0; j < 2; j++)
+        if (const int at = row + i / 4 * 8 + j; at < rows && column < p.y.width)
+          finish_gated(p, at, column, sums[i + j], sums[i + 2 + j]);
+  } else {
+    constexpr int kTogether = kValues < 8 ? kValues : 8;
+#pragma unroll
+    for (int i = 0; i < kValues; i += kTogether)
+      finish<kTogether>(p, rows, p.w.n, sums + i, [&](int j) {
+        return Place{row + (i + j) / 4 * 8 + j % 2, column_block * kBlock + core + j % 4 / 2 * 8};
+      });
+  }
+}
+
+}  // namespace AS_HALF
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,544 @@
+// Products of 8 bits with many rows of activations of 8 bits: of floats (linear_float8.h), and of integers in one group
+// (linear_integer.h), as linear_wide.cu has those of bfloat16.
+//
+// A block of threads has a tile of 128 rows of activations and some columns (rows of the weights) at a time. Four
+// threads have blocks of both sides copied into shared memory, several steps of 128 of K ahead and on into the next
+// tile while this one is written; two warpgroups multiply, each 64 rows with all columns. Blocks of threads that have
+// adjacent tiles of rows and of columns are a cluster: each copies a part of what they share for all. Pieces of K
+// (tiles.h) are computed one after the other and added in registers, or for wide tiles partly in shared memory; or,
+// where tiles are too few for all processors, by as many blocks of a cluster, which then add them up out of each
+// other's memory. Tiles that are left for the end are shared by pieces (tile_parts.cuh).
+//
+// What bounds tiles of 192 columns and less is shared memory, which gives or takes 128 bytes in a cycle: the wider, the
+// fewer bytes for each product.
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+
+#include "cuda/kernels/common/wgmma_registers.cuh"
+#include "cuda/kernels/gemm/byte_tile_ends.cuh"
+#include "cuda/kernels/gemm/row_sums.cuh"
+#include "cuda/kernels/gemm/tile_parts.cuh"
+
+namespace as {
+namespace cuda {
+namespace {
+
+constexpr int kMostShared = 226 << 10;
+constexpr int kGroups = 2, kRows = kGroups * kBlock, kThreads = 128 * (1 + kGroups);  // warpgroups that multiply
+constexpr int kStep = 2;                                                              // blocks of K
+// How many rows' tiles are shared by blocks that are at work at the same time: they stay in the cache.
+constexpr int kBandRows = 2048;
+// From one row of sums in shared memory to the next: two adjacent ones of each of eight rows lie in different banks.
+AS_BOTH constexpr int sums_stride(int columns) { return columns + 8; }
+
+// Pieces of a sum: there is one, or they are summed one after the other, or side by side in a cluster.
+enum class Sums { whole, chained, beside };
+
+// A tile: kColumns columns. A cluster: kDown tiles of rows by kAcross of columns, and of each all pieces, if these are
+// side by side.
+template <bool kFloats_, int kColumns_, Sums kSums_, int kDown_, int kAcross_>
+struct Shape {
+  using Sum = std::conditional_t<kFloats_, float, int>;
+  static constexpr bool kFloats = kFloats_;
+  static constexpr int kColumns = kColumns_, kDown = kDown_, kAcross = kAcross_;
+  static constexpr Sums kSums = kSums_;
+  static constexpr bool kBeside = kSums == Sums::beside;
+  static constexpr int kSharers = kDown * kAcross;
+  static constexpr int kTileRows = kRows, kBand = kBandRows / (kDown * kRows), kWorkers = kGroups * 128;
+  static constexpr int kRowBytes = kStep * kRows * kByteRow, kStageBytes = kRowBytes + kStep * kColumns * kByteRow;
+  // What the end of a tile reads beside sums, in words: scales and biases of its columns, scales of a warpgroup's rows,
+  // and of integers sums of these rows. A warpgroup has two, as some of its warps may still read that of the tile
+  // before.
+  static constexpr int kRowSums = kFloats ? 0 : kSums == Sums::chained ? kMostPieces : 1;
+  static constexpr int kEndWords = kFloats && kBeside ? 0 : 2 * kColumns + (1 + kRowSums) * kBlock;
+  static constexpr int kEndBytes = kGroups * 2 * kEndWords * 4;
+  // Of sums of pieces what a thread keeps in registers; the others are in shared memory.
+  static constexpr int kTotals = kSums == Sums::chained ? kColumns / 2 : 0;
+  static constexpr int kKept = kColumns / 2 + kTotals <= 192 ? kTotals : 192 - kColumns / 2;
+  static constexpr int kTotalsBytes = kGroups * 128 * (kTotals - kKept) * 4;
+  static constexpr int kStages = (kMostShared - kEndBytes - kTotalsBytes) / kStageBytes;
+  static constexpr int kStagesBytes = kStages * kStageBytes, kShared = kStagesBytes + kEndBytes + kTotalsBytes;
+  // How many steps one warpgroup is ahead of the other: it writes while that one multiplies.
+  static constexpr int kAhead = kStages > 3 ? 2 : 1;
+  // Nanoseconds that the end of a tile takes.
+  static constexpr int kEnd = kBeside ? 5000 : !kTotals ? 2000 : 28 * kColumns + (kKept < kTotals ? 2400 : 0);
+  // Whole blocks of rows, and groups of eight columns, are what each block of a cluster copies.
+  static_assert(kGroups % kAcross == 0 && kColumns % (8 * kDown) == 0 && kColumns % 16 == 0);
+  static_assert(!kBeside || kRows * sums_stride(kColumns) * 4 <= kStagesBytes);
+  static_assert(kAhead < kStages && kBand > 0 && kWorkers * kTotals <= (int)kScratchFloats);
+};
+
+template <typename S>
+Walk walk_of(int rows, const Pieces& k, int columns) {
+  const int down = ceil_div(rows, S::kDown * S::kTileRows), across = ceil_div(columns, S::kAcross * S::kColumns);
+  return {down, across, down * across, S::kBeside ? k.blocks : k.length};
+}
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+constexpr int kCopiers = 4;  // threads that copy
+constexpr int kPlaces = 16;
+
+constexpr int gcd(int a, int b) { return b ? gcd(b, a % b) : a; }
+
+// What a block of threads copies of what it shares: blocks of rows, and columns, of which each block of 64 and each
+// block of K of a step is a copy of its own.
+template <typename S>
+struct Own {
+  static constexpr int kRows = kGroups / S::kAcross, kColumns = S::kColumns / S::kDown;
+  static constexpr int kParts = (kBlock - gcd(kColumns, kBlock) + kColumns - 1) / kBlock + 1;
+  static constexpr int kCopies = kRows + kStep * kParts;
+};
+
+// A copy that a thread asks for in each step: of some rows of one block, for a block of K or for all of a step.
+struct Copy {
+  const char* from = nullptr;
+  uint32_t to = 0;
+  int bytes = 0;  // of a block of K
+  int first = 0;  // block of the step
+  bool of_rows = false;
+};
+
+// Number n of the copies of a block of threads; first: block of K.
+template <typename S>
+__device__ Copy copy_of(const Product& p, int rows, const TilePart& at, int blocks, int first, int down, int across,
+                        int n) {
+  Copy copy;
+  if (n < Own<S>::kRows) {
+    const int group = across * Own<S>::kRows + n, block = at.row / kBlock + group;
+    copy.of_rows = true;
+    if (block >= blocks_of(rows)) return copy;
+    copy.from = reinterpret_cast<const char*>(p.bytes.values) + ((size_t)block * blocks + first) * kByteBlock;
+    copy.to = group * kStep * kByteBlock, copy.bytes = kByteBlock;
+    return copy;
+  }
+  n -= Own<S>::kRows;
+  copy.first = n % kStep;
+  int part = n / kStep, begin = at.column + down * Own<S>::kColumns;
+  const int end = min(begin + Own<S>::kColumns, blocks_of(p.w.n) * kBlock);
+  while (part > 0 && begin < end) begin = (begin / kBlock + 1) * kBlock, part--;
+  if (begin >= end) return copy;
+  const int next = min(end, (begin / kBlock + 1) * kBlock);
+  copy.from = reinterpret_cast<const char*>(p.w.codes.words) +
+              ((size_t)(begin / kBlock) * blocks + first + copy.first) * kByteBlock + begin % kBlock * kByteRow;
+  copy.to = S::kRowBytes + (copy.first * S::kColumns + begin - at.column) * kByteRow;
+  copy.bytes = (next - begin) * kByteRow;
+  return copy;
+}
+
+// The next products begin anew: nothing of the last ones need stay in registers until then. Their first does not read
+// these zeros, but the compiler counts with a value.
+template <typename Sum, int kValues>
+__device__ void forget(Sum (&d)[kValues]) {
+#pragma unroll
+  for (int i = 0; i < kValues; i++) d[i] = 0;
+}
+
+template <int kColumns>
+__device__ void multiply(float (&d)[kColumns / 2], uint32_t own, uint32_t theirs, int adds) {
+  constexpr int kAtOnce = kColumns > 256 ? kColumns / 2 : kColumns;
+#pragma unroll
+  for (int i = 0; i < kColumns / kAtOnce; i++)
+    Float8Tile<kAtOnce>::multiply(reinterpret_cast<float(&)[kAtOnce / 2]>(d[i * kAtOnce / 2]), byte_descriptor(own),
+                                  byte_descriptor(theirs + i * kAtOnce * kByteRow), adds);
+}
+template <int kColumns>
+__device__ void multiply(int (&d)[kColumns / 2], uint32_t own, uint32_t theirs, int adds) {
+  IntegerTile<kColumns>::multiply(d, byte_descriptor(own), byte_descriptor(theirs), adds);
+}
+
+// The end of a tile whose pieces are in the shared memories of a cluster: every thread of it has every so many fours
+// of columns.
+template <typename S, bool kGated>
+__device__ void add_beside(const Product& p, int rows, const TilePart& at, uint32_t sums, int piece, int pieces,
+                           int first_rank) {
+  constexpr int kColumns = S::kColumns;
+  const int fours = (kGated ? kColumns / 2 : kColumns) / 4, first_column = kGated ? at.column / 2 : at.column;
+  const int width = kGated ? p.y.width : p.w.n;
+  const int count = min(kRows, rows - at.row) * fours;
+  const float* scales = reinterpret_cast<const float*>(p.w.codes.scales);
+  // Sums of four columns, from that one of the tile on: all pieces are asked for before they are added.
+  const auto total = [&](int row, int column) {
+    const uint32_t from = sums + (row * sums_stride(S::kColumns) + column) * 4;
+    float4 of[kMostPieces];
+#pragma unroll
+    for (int i = 0; i < kMostPieces; i++)
+      if (i < pieces) of[i] = read_at(from, first_rank + i);
+    const float* of_columns = scales + scale_of(at.column + column, 0, 1);
+    const float of_row = p.bytes.scales[at.row + row];
+    float four[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) four[i] = S::kFloats ? of_columns[2 * i] : 1;
+#pragma unroll
+    for (int i = 1; i < kMostPieces; i++)
+      if (i < pieces) of[0] = sum_of(of[0], of[i]);
+    return make_float4(__fmul_rn(__fmul_rn(of[0].x, four[0]), of_row), __fmul_rn(__fmul_rn(of[0].y, four[1]), of_row),
+                       __fmul_rn(__fmul_rn(of[0].z, four[2]), of_row), __fmul_rn(__fmul_rn(of[0].w, four[3]), of_row));
+  };
+#pragma unroll 2
+  for (int i = piece * kThreads + threadIdx.x; i < count; i += pieces * kThreads) {
+    const int row = i / fours, c = i % fours * 4, column = first_column + c;
+    if (column >= width) continue;
+    if constexpr (!kGated) {
+      const Added added = read_added(p, at.row + row, column);
+      finish_four(p, at.row + row, column, total(row, c), added);
+      continue;
+    }
+    const int place = c / 8 * 16 + c % 8;
+    const float4 gates = total(row, place), ups = total(row, place + 8);
+    const auto value = [&](int j, float gate, float up) {
+      return column + j < width ? gated(p, column + j, gate, up) : 0;
+    };
+    put_four(p.y, at.row + row, column, width,
+             make_float4(value(0, gates.x, ups.x), value(1, gates.y, ups.y), value(2, gates.z, ups.z),
+                         value(3, gates.w, ups.w)));
+  }
+}
+#endif
+
+template <typename S, bool kGated>
+__global__ void __launch_bounds__(kThreads, 1)
+    linear_wide_kernel(const __grid_constant__ Product p, int rows, Pieces k, const __grid_constant__ Walk walk,
+                       bool late, Scratch scratch) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  constexpr int kColumns = S::kColumns, kDown = S::kDown, kAcross = S::kAcross, kSharers = S::kSharers,
+                kStages = S::kStages;
+  extern __shared__ __align__(1024) char shared[];
+  __shared__ uint64_t full[kStages], empty[kStages];
+  // Where tiles are is said by who copies: that takes divisions, and nobody multiplies meanwhile.
+  __shared__ TilePart places[kPlaces];
+  static_assert(kPlaces >= kStages + 2);  // each that is on its way has a stage at least
+  // Of a cluster's blocks of threads those of a tile are adjacent, and then those of a row of tiles.
+  const int pieces = S::kBeside ? k.count : 1, cluster = kSharers * pieces;
+  const int rank = blockIdx.x % cluster, piece = rank % pieces, down = rank / pieces / kAcross,
+            across = rank / pieces % kAcross;
+  const Parts<S, true> parts(walk, k.blocks, blockIdx.x / cluster, gridDim.x / cluster, down, across);
+  const int count = parts.count();
+  // Of a part of a tile what is computed here.
+  const int first_block = piece * k.length, end_block = S::kBeside ? min(first_block + k.length, k.blocks) : k.blocks;
+  const uint32_t stages = shared_address(shared);
+  if (!late) let_next_begin();
+  if (threadIdx.x == 0) {
+    // Of a stage: full is it once all that copy have asked for their parts, and these are there; empty at all blocks
+    // that copy for each other.
+    for (int i = 0; i < kStages; i++) barrier_init(&full[i], kCopiers), barrier_init(&empty[i], kSharers * kGroups);
+    barriers_are_there();
+  }
+  __syncthreads();
+  if (kSharers > 1) cluster_barrier();
+  const int group = warpgroup() - 1;
+  Ring<kStages> ring;
+  if (group < 0) {
+    if constexpr (!S::kBeside) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    // A thread of each warp copies some parts of a tile: one alone would take longer to ask for them than they take.
+    if (elected()) {
+      constexpr int kCopies = (Own<S>::kCopies + kCopiers - 1) / kCopiers;  // of a thread
+      const int warp = threadIdx.x / 32;
+      uint16_t beside = 0, above = 0;  // blocks that share rows, and columns
+      for (int i = 0; i < kAcross; i++) beside |= 1 << ((down * kAcross + i) * pieces + piece);
+      for (int i = 0; i < kDown; i++) above |= 1 << ((i * kAcross + across) * pieces + piece);
+      bool waited = false;
+      for (int number = 0; number < count; number++) {
+        TilePart at = parts[number];
+        if (S::kBeside) at.begin = first_block, at.end = end_block;
+        if (warp == 0) places[number % kPlaces] = at;
+        const int there = max(0, min(kRows, blocks_of(rows) * kBlock - at.row)) +
+                          max(0, min(kColumns, blocks_of(p.w.n) * kBlock - at.column));
+        Copy copies[kCopies];
+#pragma unroll
+        for (int i = 0; i < kCopies; i++) {
+          const int n = warp + i * kCopiers;
+          if (n < Own<S>::kCopies) copies[i] = copy_of<S>(p, rows, at, k.blocks, at.begin, down, across, n);
+          // Weights are on their way before the kernel before this one has made the rows.
+          if (!waited && (copies[i].of_rows || number > 0)) await_previous(), waited = true;
+        }
+        for (int b = at.begin; b < at.end; b += kStep, ring.next()) {
+          const int now = min(kStep, at.end - b);
+          uint64_t* barrier = &full[ring.stage];
+          barrier_wait(&empty[ring.stage], ring.parity ^ 1);
+          // All of them are needed for a stage, whatever they copy: so none is ever a turn of the ring ahead or behind.
+          if (warp == 0) barrier_expect(barrier, now * there * kByteRow);
+          else barrier_arrive(barrier);
+#pragma unroll
+          for (int i = 0; i < kCopies; i++) {
+            Copy& copy = copies[i];
+            if (!copy.bytes || copy.first >= now) continue;
+            const uint32_t to = stages + ring.stage * S::kStageBytes + copy.to;
+            const int bytes = copy.of_rows ? now * copy.bytes : copy.bytes;
+            if (copy.of_rows ? kAcross > 1 : kDown > 1)
+              copy_bulk_to(to, copy.from, bytes, barrier, copy.of_rows ? beside : above);
+            else copy_bulk(to, copy.from, bytes, barrier);
+            copy.from += kStep * kByteBlock;
+          }
+        }
+      }
+      if (late && warp == 0) let_next_begin();
+    }
+    __syncwarp();
+    if (S::kBeside) await_previous();
+  } else {
+    if constexpr (!S::kBeside) asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+    await_previous();
+    constexpr bool kChained = S::kSums == Sums::chained;
+    typename S::Sum d[kColumns / 2];
+    Totals<S> total(stages + S::kStagesBytes + S::kEndBytes + (threadIdx.x - 128) * 4);
+    // All blocks that share are told, by a thread each: if only those were that copy for this one, one with nothing
+    // to wait for (a tile beyond the last) could tell twice what another has not told once.
+    const int teller = threadIdx.x % 128;
+    const auto release = [&](int stage) {
+      if (teller >= kSharers) return;
+      if (kSharers == 1) barrier_arrive(&empty[stage]);
+      else barrier_arrive_at(&empty[stage], teller * pieces + piece);
+    };
+    barrier_wait(&full[0], 0);
+    const int begun = places[0].begin, steps = (places[0].end - begun) / kStep;
+    const bool apart = !S::kBeside && steps > S::kAhead;
+    if (group == 1 && apart) asm volatile("bar.sync 1, 256;" ::: "memory");
+    for (int number = 0; number < count; number++) {
+      barrier_wait(&full[ring.stage], ring.parity);
+      const TilePart at = places[number % kPlaces];
+      const bool there = at.row + group * kBlock < rows && at.column < p.w.n;
+      const uint32_t end_now = stages + S::kStagesBytes + (group * 2 + number % 2) * S::kEndWords * 4;
+      if (S::kEndWords > 0 && there)
+        ask_for_end<S>(p, rows, at.row + group * kBlock, at.column, k, first_block, end_now);
+      if (!kGated && !S::kBeside && p.adds && there && at.end == k.blocks)
+        ask_for_added<kColumns>(p, rows, at.row + group * kBlock, at.column);
+      if constexpr (kChained) {
+        if (at.begin > 0 && there) {
+          go_on_from(scratch, blockIdx.x - cluster, group, 2 + group, total);
+        } else {
+#pragma unroll
+          for (int i = 0; i < kColumns / 2; i++) total.set(i, -0.0f);  // with which a sum is what is added
+        }
+      }
+      for (int b = at.begin; b < at.end;) {
+        const int first = b, end = min(b + k.length, at.end);
+        int last = 0;
+        // A block of a stage; nothing may branch between products that are under way.
+        const auto multiply_block = [&](int block, bool adds) {
+          const uint32_t stage = stages + ring.stage * S::kStageBytes;
+          const uint32_t own = stage + (group * kStep + block) * kByteBlock,
+                         theirs = stage + S::kRowBytes + block * kColumns * kByteRow;
+#pragma unroll
+          for (int i = 0; i < 2; i++)
+            multiply<kColumns>(d, own + i * kStepBytes, theirs + i * kStepBytes, i > 0 || adds);
+        };
+        forget(d);
+#pragma unroll 1
+        for (; b + 1 < end; b += kStep, ring.next()) {
+          barrier_wait(&full[ring.stage], ring.parity);
+          if (there) {
+            begin_products();
+            multiply_block(0, b > first), multiply_block(1, true);
+            commit_products();
+            wait_products<1>();
+          } else {  // one thread tells for all, and a warp that still writes the tile before must not miss a turn
+            warps_meet(group);
+          }
+          if (b > first) release(last);
+          last = ring.stage;
+          if (group == 0 && b == begun + S::kAhead * kStep && number == 0 && apart)
+            asm volatile("bar.arrive 1, 256;" ::: "memory");
+        }
+        wait_products<0>();
+        settle(d);
+        if (b > first) release(last);
+        if (b < end) {
+          barrier_wait(&full[ring.stage], ring.parity);
+          begin_products();
+          multiply_block(0, b > first);
+          commit_products();
+          wait_products<0>();
+          settle(d);
+          release(ring.stage);
+          b++, ring.next();
+        }
+        if constexpr (kChained) {
+          if constexpr (S::kFloats) {
+#pragma unroll
+            for (int i = 0; i < kColumns / 2; i++) total.add(i, d[i]);
+          } else {
+            if (first == at.begin) await_end(group);
+            float of_rows[2];
+            read_of_rows<S>(end_now, 1 + first / k.length, of_rows);
+#pragma unroll
+            for (int c = 0; c < kColumns; c += 16) {
+              float part[8];
+              sums_of_integers(end_now, c, d + c / 2, of_rows, part);
+#pragma unroll
+              for (int i = 0; i < 8; i++) total.add(c / 2 + i, part[i]);
+            }
+          }
+        }
+      }
+      if constexpr (S::kBeside) {
+        asm volatile("bar.sync 1, 256;" ::: "memory");  // nobody reads the stages any more
+        const int lane = threadIdx.x % 32, row = group * kBlock + threadIdx.x % 128 / 32 * 16 + lane / 4;
+        float* sums = reinterpret_cast<float*>(shared) + row * sums_stride(kColumns) + lane % 4 * 2;
+        float of_rows[2];
+        if constexpr (!S::kFloats) await_end(group), read_of_rows<S>(end_now, 1, of_rows);
+#pragma unroll
+        for (int c = 0; c < kColumns; c += 16) {
+          float part[8];
+          if constexpr (S::kFloats) {
+#pragma unroll
+            for (int i = 0; i < 8; i++) part[i] = d[c / 2 + i];
+          } else {
+            sums_of_integers(end_now, c, d + c / 2, of_rows, part);
+          }
+#pragma unroll
+          for (int i = 0; i < 8; i += 4) {
+            float* to = sums + c + i * 2;
+            *reinterpret_cast<float2*>(to) = make_float2(part[i], part[i + 1]);
+            *reinterpret_cast<float2*>(to + 8 * sums_stride(kColumns)) = make_float2(part[i + 2], part[i + 3]);
+          }
+        }
+      } else {
+        if (!there) continue;
+        if constexpr (kChained) {
+          if (places[afresh(number) % kPlaces].end < k.blocks) {
+            hand_over(scratch, group, 2 + group, total);
+            continue;
+          }
+        }
+        constexpr int kAsked = kChained ? kColumns == 128 ? 8 : 6 : 4;  // there are registers for so many
+        const TilePart end = places[afresh(number) % kPlaces];
+        const int first_row = end.row + group * kBlock;
+        if constexpr (S::kFloats || !kChained) await_end(group);
+        const auto& sums = of_pieces<kChained>(total, d);
+        const Results<S, std::decay_t<decltype(sums)>> results(sums, end_now);
+        if constexpr (!kGated)
+          write_sums<kColumns, kAsked, true>(p, rows, first_row, end.column, results, end_now + kColumns * 4);
+        else if (p.bias) write_gated<true, kColumns>(p, rows, first_row, end.column / 2, results);
+        else write_gated<false, kColumns>(p, rows, first_row, end.column / 2, results);
+      }
+    }
+  }
+  __syncwarp();
+  if constexpr (S::kBeside) {
+    cluster_barrier();
+    add_beside<S, kGated>(p, rows, parts[0], stages, piece, pieces, rank - piece);
+  }
+  // Other blocks may still tell this one's barriers, or read its sums.
+  if (kSharers > 1 || S::kBeside) cluster_barrier();
+#endif
+}
+
+bool tells_late[3] = {false, false, true};
+constexpr int kHandOver = 4000;  // nanoseconds that a cluster waits for sums which it goes on from and leaves others
+
+template <typename S>
+struct Kernel {
+  // How many clusters run at once; pieces: side by side.
+  static int clusters(int pieces) {
+    static int counts[kMostPieces + 1] = {};
+    int& count = counts[pieces];
+    if (count) return count;
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = S::kSharers * pieces, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(S::kSharers * pieces), config.blockDim = dim3(kThreads), config.dynamicSmemBytes = S::kShared;
+    config.attrs = &attribute, config.numAttrs = 1;
+    int found = 0;
+    constexpr auto kFunction = linear_wide_kernel<S, false>;
+    allow_shared(kFunction, S::kShared);
+    if (cudaOccupancyMaxActiveClusters(&found, kFunction, &config) != cudaSuccess) cudaGetLastError();
+    return count = found > 0 ? found : std::max(1, processors() / (S::kSharers * pieces));
+  }
+  static int pieces_of(const Matrix& w) { return S::kBeside ? Pieces(w.k, w.most_pieces).count : 1; }
+  // How tiles are shared out, and how many nanoseconds that takes if a step takes so many. Where the last turn of all
+  // clusters would leave many idle, its tiles and those of the one before are shared, if they are of several pieces.
+  static int64_t plan(const Matrix& w, int rows, int nanoseconds, Walk* walk) {
+    const Pieces k(w.k, w.most_pieces);
+    *walk = walk_of<S>(rows, k, w.n);
+    const int most = clusters(pieces_of(w)), count = walk->count(), over = count % most, turns = ceil_div(count, most);
+    const int64_t steps = ceil_div(S::kBeside ? k.length : k.blocks, kStep), tile = steps * nanoseconds + S::kEnd,
+                  whole = turns * tile;
+    if (S::kSums != Sums::chained || count < most || over == 0 || most * S::kSharers > kScratchBlocks) return whole;
+    const int units = ceil_div(k.blocks, walk->unit), part = ceil_div((most + over) * units, most);
+    const int64_t shared =
+        (turns - 2) * tile + (int64_t)part * ceil_div(walk->unit, kStep) * nanoseconds + 2 * S::kEnd + kHandOver;
+    if (shared >= whole) return whole;
+    walk->whole = count - most - over;
+    return shared;
+  }
+  static int64_t cost(const Matrix& w, int rows, int nanoseconds) {
+    Walk walk;
+    return plan(w, rows, nanoseconds, &walk);
+  }
+  static void start(const Product& p, int rows, int nanoseconds, const Queue& queue) {
+    Walk walk;
+    plan(p.w, rows, nanoseconds, &walk);
+    const int pieces = pieces_of(p.w), cluster = S::kSharers * pieces;
+    const auto kernel = p.gated ? linear_wide_kernel<S, true> : linear_wide_kernel<S, false>;
+    allow_shared(kernel, S::kShared);
+    const int count = S::kBeside ? walk.count() : std::min(walk.count(), clusters(pieces));
+    start_clusters(queue, kernel, dim3(count * cluster), dim3(cluster), kThreads, S::kShared, p, rows,
+                   Pieces(p.w.k, p.w.most_pieces), walk, tells_late[(int)S::kSums], queue.scratch);
+    launched("linear in 8 bits, many rows");
+  }
+};
+
+// A kernel, and the nanoseconds that it takes for a step on an H200.
+struct Choice {
+  int columns;
+  Sums sums;
+  int down, across, nanoseconds;
+  int64_t (*cost)(const Matrix& w, int rows, int nanoseconds);
+  void (*start)(const Product&, int rows, int nanoseconds, const Queue&);
+};
+// Cycles of 0.67 ns, which is what power allows: of tensor cores, of shared memory, which gives or takes 128 bytes in
+// one, and of the second-level cache, which gives a processor 38.
+template <bool kFloats, int kColumns, Sums kSums, int kDown, int kAcross>
+constexpr Choice choice() {
+  using S = Shape<kFloats, kColumns, kSums, kDown, kAcross>;
+  constexpr int kOwn = kStep * kGroups * kByteBlock * (kColumns > 256 ? 2 : 1), kTheirs = kStep * kColumns * kByteRow;
+  constexpr int kCycles[] = {kStep * 2 * kColumns, (kOwn + kGroups * kTheirs + S::kStageBytes) / 128,
+                             (S::kRowBytes / kAcross + kTheirs / kDown) / 38};
+  constexpr int kMost = std::max({kCycles[0], kCycles[1], kCycles[2]});
+  return {kColumns, kSums, kDown, kAcross, kMost * 67 / 100, Kernel<S>::cost, Kernel<S>::start};
+}
+constexpr Choice kOfFloats[] = {
+    choice<true, 256, Sums::whole, 2, 1>(),   choice<true, 192, Sums::whole, 2, 1>(),
+    choice<true, 288, Sums::whole, 1, 1>(),   choice<true, 224, Sums::chained, 2, 1>(),
+    choice<true, 192, Sums::chained, 2, 1>(), choice<true, 128, Sums::chained, 2, 1>(),
+    choice<true, 144, Sums::beside, 1, 1>(),  choice<true, 160, Sums::beside, 1, 1>(),
+    choice<true, 144, Sums::beside, 2, 1>(),
+};
+constexpr Choice kOfIntegers[] = {
+    choice<false, 256, Sums::whole, 2, 1>(),   choice<false, 192, Sums::whole, 2, 1>(),
+    choice<false, 224, Sums::chained, 2, 1>(), choice<false, 192, Sums::chained, 2, 1>(),
+    choice<false, 128, Sums::chained, 2, 1>(), choice<false, 144, Sums::beside, 1, 1>(),
+    choice<false, 192, Sums::beside, 1, 1>(),
+};
+
+template <int kCount>
+bool start_best(const Choice (&choices)[kCount], const Product& p, int rows, const Queue& queue) {
+  // Rows are written whole pieces of 16 bytes at a time.
+  if (p.gated ? !p.y.tiles : p.y.width % 4 || p.w.n % 4) return false;
+  const Pieces k(p.w.k, p.w.most_pieces);
+  const Choice* best = nullptr;
+  int64_t least = INT64_MAX;
+  for (const Choice& choice : choices) {
+    const bool beside = choice.sums == Sums::beside;
+    if ((choice.sums == Sums::whole) != (k.count == 1) || (beside && k.count > kMostPieces)) continue;
+    const int64_t cost = choice.cost(p.w, rows, choice.nanoseconds);
+    if (cost < least) best = &choice, least = cost;
+  }
+  best->start(p, rows, best->nanoseconds, queue);
+  return true;
+}
+
+}  // namespace
+
+void linear_float8_wide(const Product& p, int rows, const Queue& queue) {
+  if (!start_best(kOfFloats, p, rows, queue)) linear_float8_stream(p, rows, queue);
+}
+void linear_integer_wide(const Product& p, int rows, const Queue& queue) {
+  if (!start_best(kOfIntegers, p, rows, queue)) linear_integer_stream(p, rows, queue);
+}
+
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,62 @@
+// Products in float32 whose results have few columns: logits of experts, gates of rows.
+#include "cuda/experts.h"
+#include "cuda/kernels/gemm/linear_few.cuh"
+
+namespace as {
+namespace cuda {
+namespace {
+
+constexpr int kWarps = 8;
+
+// A warp has kRows rows and kColumns columns of the result at a time. The columns' weights, which are the block's, are
+// in shared memory before the kernel before this one has made the rows.
+template <int kRows, int kColumns, bool kWhole>
+__global__ void __launch_bounds__(32 * kWarps) linear_few_kernel(Product p, int rows) {
+  extern __shared__ __align__(16) float weights[];
+  const int first = blockIdx.x * kColumns, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  let_next_begin();
+  bring_rows<kWhole>(p.w, first, kColumns, weights);
+  await_previous();
+  __syncthreads();
+  for (int row = (blockIdx.y * kWarps + warp) * kRows; row < rows; row += gridDim.y * kWarps * kRows) {
+    float sums[kRows][kColumns];
+    multiply_rows<kRows, kColumns, kWhole>(p.x.values + (size_t)row * p.w.k, min(kRows, rows - row), weights, p.w.k,
+                                           sums);
+    if (lane) continue;
+#pragma unroll
+    for (int r = 0; r < kRows; r++)
+#pragma unroll
+      for (int c = 0; c < kColumns; c++)
+        if (row + r < rows && first + c < p.w.n)
+          p.y.values[(size_t)(row + r) * p.y.width + first + c] =
+              p.bias ? __fadd_rn(sums[r][c], p.bias[first + c]) : sums[r][c];
+  }
+}
+
+template <int kRows, int kColumns>
+void start_few(const Product& p, int rows, const Queue& queue) {
+  const auto kernel =
+      p.w.k % kLaneColumns ? linear_few_kernel<kRows, kColumns, false> : linear_few_kernel<kRows, kColumns, true>;
+  const size_t shared = (size_t)kColumns * padded_columns(p.w.k) * sizeof(float);
+  allow_shared(kernel, shared);
+  const int columns = ceil_div(p.w.n, kColumns), groups = ceil_div(rows, kWarps * kRows);
+  // Weights are read anew by each block: no more of them than run at once.
+  const int most = 2 * processors() / columns;
+  start(queue, kernel, dim3(columns, most < 1 ? 1 : groups < most ? groups : most), 32 * kWarps, shared, p, rows);
+  launched("linear with few columns");
+}
+
+}  // namespace
+
+bool has_few_columns(const Matrix& m) {
+  constexpr size_t kMostShared = 96 << 10;  // of a block's four columns
+  return m.kind == Kind::f32 && m.n <= kMostExperts && 4 * sizeof(float) * padded_columns(m.k) <= kMostShared;
+}
+
+void linear_few(const Product& p, int rows, const Queue& queue) {
+  if (rows <= 4 * kWarps) start_few<1, 1>(p, rows, queue);
+  else start_few<8, 4>(p, rows, queue);
+}
+
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,73 @@
+// What kernels for products in float32 with few columns share. Each value is the sum of 32 chains of fused
+// multiply-adds, of four adjacent columns of every 128 each, in pairs at growing distance.
+#pragma once
+#include "cuda/kernels/common/device.cuh"
+
+namespace as {
+namespace cuda {
+namespace AS_HALF {
+
+constexpr int kLaneColumns = 4, kWarpColumns = 32 * kLaneColumns;  // adjacent ones of a lane, of a warp
+
+// How many columns of k a row of weights takes in shared memory.
+AS_BOTH inline int padded_columns(int k) { return (k + kWarpColumns - 1) / kWarpColumns * kWarpColumns; }
+
+// Columns [column, column + 4) of a row of k, zeros where there are none. kWhole: k is a multiple of 4.
+template <bool kWhole>
+__device__ float4 read_four(const float* row, int column, int k) {
+  if (column >= k) return make_float4(0, 0, 0, 0);
+  if constexpr (kWhole) {
+    return *reinterpret_cast<const float4*>(row + column);
+  } else {
+    float v[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) v[i] = column + i < k ? row[column + i] : 0.0f;
+    return make_float4(v[0], v[1], v[2], v[3]);
+  }
+}
+__device__ inline float multiply_add(float4 a, float4 b, float sum) {
+  return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, sum))));
+}
+
+// A block of threads brings rows [first, first + count) of a matrix into shared memory.
+template <bool kWhole>
+__device__ void bring_rows(const Matrix& m, int first, int count, float* to) {
+  const int length = padded_columns(m.k);
+  for (int i = threadIdx.x * kLaneColumns; i < count * length; i += blockDim.x * kLaneColumns) {
+    const int row = first + i / length;
+    *reinterpret_cast<float4*>(to + i) =
+        row < m.n ? read_four<kWhole>(m.values + (size_t)row * m.k, i % length, m.k) : make_float4(0, 0, 0, 0);
+  }
+}
+
+// A warp's products of kRows rows of x, of which `there` are there, with kColumns rows of weights in shared memory;
+// every lane has them.
+template <int kRows, int kColumns, bool kWhole>
+__device__ void multiply_rows(const float* x, int there, const float* weights, int k, float (&sums)[kRows][kColumns]) {
+  const int length = padded_columns(k);
+#pragma unroll
+  for (int r = 0; r < kRows; r++)
+#pragma unroll
+    for (int c = 0; c < kColumns; c++) sums[r][c] = 0;
+#pragma unroll(kRows == 1 ? 8 : 2)
+  for (int at = threadIdx.x % 32 * kLaneColumns; at < length; at += kWarpColumns) {
+    float4 rows[kRows], columns[kColumns];
+#pragma unroll
+    for (int r = 0; r < kRows; r++)
+      rows[r] = r < there ? read_four<kWhole>(x + (size_t)r * k, at, k) : make_float4(0, 0, 0, 0);
+#pragma unroll
+    for (int c = 0; c < kColumns; c++) columns[c] = *reinterpret_cast<const float4*>(weights + c * length + at);
+#pragma unroll
+    for (int r = 0; r < kRows; r++)
+#pragma unroll
+      for (int c = 0; c < kColumns; c++) sums[r][c] = multiply_add(rows[r], columns[c], sums[r][c]);
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; r++)
+#pragma unroll
+    for (int c = 0; c < kColumns; c++) sums[r][c] = warp_sum(sums[r][c]);
+}
+
+}  // namespace AS_HALF
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,199 @@
+// Products of 16 bits by mma.sync: for few rows, where all that counts is how fast the weights stream by, and on chips
+// without wgmma for any number.
+//
+// A block of threads has 16 columns and up to 64 rows of activations. Each of its warps copies its part of both sides
+// into shared memory several stages ahead, and no other warp sees that.
+#include <algorithm>
+
+#include "cuda/kernels/gemm/linear_wgmma.h"
+#include "cuda/kernels/gemm/warp_pieces.cuh"
+
+namespace as {
+namespace cuda {
+namespace AS_HALF {
+namespace {
+
+constexpr int kStageWeights = kTileRows * kBlock * 2;  // bytes of a stage: 64 of K
+constexpr int kStageRows = kRowTile * kBlock * 2;
+constexpr int kSharedBytes = 112 << 10;  // at most: two blocks of threads fit a processor of Hopper's and the A100
+
+// kTiles: of 8 rows each. kDeep: blocks of threads are few, and each has much on its way.
+template <int kTiles, int kDeep = 0>
+struct Shape {
+  static constexpr int kStages = kDeep ? kDeep : kTiles <= 1 ? 5 : kTiles <= 2 ? 4 : kTiles <= 4 ? 3 : 2;
+  static constexpr int kStageBytes = kStageWeights + kTiles * kStageRows;
+  static constexpr int kColumns = kTileRows, kRows = kRowTile * kTiles, kSums = kColumns * kRows;  // of a piece
+  static constexpr size_t kWarpBytes = kSums * 4 + kStages * kStageBytes;
+
+  static size_t shared(int warps) { return warps * kWarpBytes + kSums * 4; }
+  static int most_warps() {
+    return std::min<int>(kMostWarps, (std::min(kSharedBytes, most_shared()) - kSums * 4) / kWarpBytes);
+  }
+};
+
+// The blocks of K that a warp computes, for all columns that its block of threads has.
+struct Walk {
+  int tile, piece, block, end;  // 16 columns; piece; block of K, and where the piece ends
+
+  __device__ void begin_piece(const Pieces& k) { block = piece * k.length, end = min(block + k.length, k.blocks); }
+  __device__ void next(const Pieces& k, int warp, int warps) {
+    if (++block < end) return;
+    if ((piece += warps) >= k.count) piece = warp, tile += gridDim.x;
+    begin_piece(k);
+  }
+};
+
+template <typename S, int kTiles>
+__global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(Product p, int rows, int tiles, Pieces k) {
+  extern __shared__ __align__(128) char shared[];
+  constexpr int kStages = S::kStages, kBytes = S::kStageBytes, kSums = S::kSums, kColumns = S::kColumns;
+  const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  float* totals = reinterpret_cast<float*>(shared);  // of the rounds before: [row][column]
+  float* sums = totals + kSums;                      // of each warp's piece
+  const uint32_t ring = shared_address(sums + warps * kSums) + warp * kStages * kBytes;
+  const int first_row = blockIdx.y * kTiles * kRowTile, there = rows - first_row;  // others' sums are not used
+  const char* weights = reinterpret_cast<const char*>(p.w.tiles);
+  const char* x = reinterpret_cast<const char*>(p.x.tiles) + (size_t)(first_row / kBlock) * k.blocks * kBlockBytes +
+                  first_row % kBlock / kRowTile * kStageRows;
+
+  Walk ahead{(int)blockIdx.x, warp, 0, 0};
+  ahead.begin_piece(k);
+  const auto fetch_weights = [&](const Walk& at, int stage) {
+    if (at.tile >= tiles) return;
+    const uint32_t to = ring + stage * kBytes;
+    const char* from =
+        weights + ((size_t)(at.tile / 4) * k.blocks + at.block) * kBlockBytes + at.tile % 4 * kStageWeights;
+#pragma unroll
+    for (int i = 0; i < kStageWeights / 512; i++) copy_16(to + i * 512 + lane * 16, from + i * 512 + lane * 16);
+  };
+  const auto fetch_rows = [&](const Walk& at, int stage) {
+    if (at.tile >= tiles) return;
+    const uint32_t to = ring + stage * kBytes + kStageWeights;
+    const char* from = x + (size_t)at.block * kBlockBytes;
+#pragma unroll
+    for (int i = 0; i < kTiles * kStageRows / 512; i++)
+      if (i * 4 + lane / 8 < there) copy_16(to + i * 512 + lane * 16, from + i * 512 + lane * 16);
+  };
+  const auto fetch = [&](int stage) {
+    fetch_weights(ahead, stage), fetch_rows(ahead, stage);
+    commit_copies();
+    ahead.next(k, warp, warps);
+  };
+  fetch_first_weights<kStages>(ahead, k, warp, warps, fetch_weights);
+  // What the first of this thread's sums is added to is on its way, too.
+  const Place own{first_row + (int)threadIdx.x / kColumns, (int)(blockIdx.x * kColumns + threadIdx.x % kColumns)};
+  const bool is_own = threadIdx.x < kSums && own.row < rows && own.column < p.w.n && !p.gated;
+  const float bias = is_own && p.bias ? p.bias[own.column] : 0;
+  const float before = is_own && p.adds ? p.y.values[(size_t)own.row * p.y.width + own.column] : 0;
+  fetch_first_rows<kStages>(ahead, k, warp, warps, fetch_rows);
+
+  int stage = 0;
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    for (int round = 0; round * warps < k.count; round++) {
+      const int piece = round * warps + warp;
+      if (piece < k.count) {
+        float d[1][kTiles][4] = {};
+        const int blocks = min(k.length, k.blocks - piece * k.length);
+        for (int b = 0; b < blocks; b++) {
+          wait_copies<kStages - 2>();
+          __syncwarp();
+          fetch(stage == 0 ? kStages - 1 : stage - 1);  // what was computed with last
+          const uint32_t at = ring + stage * kBytes;
+          uint32_t y[kTiles][4];
+#pragma unroll
+          for (int step = 0; step < 4; step++) {
+            uint32_t a[4];
+            load_cores(a, at + piece_offset(lane % 16, 2 * step + lane / 16));
+#pragma unroll
+            for (int t = 0; t < kTiles; t++) {
+              if (step % 2 == 0)
+                load_cores(y[t], at + kStageWeights + t * kStageRows + piece_offset(lane % 8, 2 * step + lane / 8));
+              multiply_add(d[0][t], a, y[t][step % 2 * 2], y[t][step % 2 * 2 + 1]);
+            }
+          }
+          stage = stage + 1 == kStages ? 0 : stage + 1;
+        }
+        put_piece(d, sums + warp * kSums);
+      }
+      __syncthreads();
+      add_pieces<kSums>(sums, totals, k, round, [&](int i, float total) {
+        if (p.gated) return total;
+        if (i == threadIdx.x && tile == blockIdx.x) {
+          if (p.bias) total = __fadd_rn(total, bias);
+          if (p.adds) total = __fadd_rn(before, total);
+          if (is_own) put<true>(p.y, own.row, own.column, total);
+        } else {
+          const Place at{first_row + i / kColumns, tile * kColumns + i % kColumns};
+          finish<1, true>(p, rows, p.w.n, &total, [&](int) { return at; });
+        }
+        return total;
+      });
+      __syncthreads();
+      if (p.gated && (round + 1) * warps >= k.count) put_gated<kColumns, kSums>(p, rows, first_row, tile, totals);
+    }
+  }
+}
+
+template <int kTiles, int kDeep = 0>
+void start_tiles(const Product& p, int rows, const Queue& queue) {
+  using S = Shape<kTiles, kDeep>;
+  const auto kernel = linear_kernel<S, kTiles>;
+  const Pieces k(p.w.k, p.w.most_pieces);
+  const PiecesGrid grid = grid_of<S>(kernel, p.w, k, rows, kDeep ? kMostPieces : S::most_warps());
+  start(queue, kernel, grid.blocks, 32 * grid.warps, grid.shared, p, rows, grid.tiles, k);
+  launched("linear of 16 bits");
+}
+
+// Of up to eight rows: where no processor has more than two blocks of threads, more of the weights may be on their way
+// before the rows are there.
+void start_few(const Product& p, int rows, const Queue& queue) {
+  constexpr int kDeep = 8;
+  const bool few = ceil_div(p.w.n, kTileRows) <= 2 * processors();
+  if (queue.capability == 90 && few && Pieces(p.w.k, p.w.most_pieces).length >= kDeep)
+    return start_tiles<1, kDeep>(p, rows, queue);
+  start_tiles<1>(p, rows, queue);
+}
+
+// On chips of capability 9.0.
+By fastest(const Product& p, int rows) {
+  // Values of a matrix that is there before clusters have begun, and of one whose pieces are long for its size.
+  constexpr int64_t kSmall = 10 << 20, kSmallAndLong = 40 << 20;
+  const bool is_long = Pieces(p.w.k, p.w.most_pieces).length >= 32;
+  if (rows > 256 || (rows > 128 && !p.y.copy && wide_is_best(p, rows))) return By::wide;
+  if (p.w.most_pieces == 1) return By::stream;
+  return rows <= 8 && (int64_t)p.w.n * p.w.k < (is_long ? kSmallAndLong : kSmall) ? By::mma : By::split;
+}
+
+// Whether it goes by linear_row().
+bool is_row(const Product& p, int rows, const Queue& queue) {
+  return rows == 1 && fastest(p, rows) == By::split && has_linear_row(p, queue);
+}
+
+}  // namespace
+
+bool linear_half_norms(const Product& p, int rows, const Queue& queue) {
+  return p.w.kind == Kind::half && is_row(p, rows, queue);
+}
+
+void linear_half(const Product& p, int rows, const Queue& queue, By by) {
+  if (queue.capability != 90) by = By::mma;
+  if (by == By::any) {
+    if (is_row(p, rows, queue)) return linear_row(p, queue);
+    by = fastest(p, rows);
+  }
+  // Pieces, if there are several, need a cluster of blocks of threads each, or a warp; a stream has one.
+  const bool stream = p.w.most_pieces == 1;
+  if (by == By::split && stream) by = By::stream;
+  if (by == By::stream && !stream) by = By::split;
+  if (by == By::split) return linear_split(p, rows, queue);
+  if (by == By::stream) return linear_stream(p, rows, queue);
+  if (by == By::wide) return linear_wide(p, rows, queue);
+  if (rows <= 8) start_few(p, rows, queue);
+  else if (rows <= 16) start_tiles<2>(p, rows, queue);
+  else if (rows <= 32) start_tiles<4>(p, rows, queue);
+  else start_tiles<8>(p, rows, queue);
+}
+
+}  // namespace AS_HALF
+}  // namespace cuda
+}  // namespace as

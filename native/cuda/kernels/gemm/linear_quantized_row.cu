@@ -1,0 +1,500 @@
+// Products of quantized weights with one row of activations in bfloat16, by mma.sync: what a single sequence decodes
+// with.
+//
+// A product is shared out by pairs of columns, eight apart in a tile of the weights, and pieces of K (tiles.h): eight
+// such chains, of whatever pieces, are the sixteen rows of a product of a warp, whose second operand has the row's
+// values of each chain's piece as a column. So processors have equal parts, of 14 pairs where a tile has eight. A block
+// of threads has all pieces of its pairs, and adds them up in shared memory; the row is there as a whole, and may be
+// normed on its way. A warp copies the codes that it needs itself, some blocks ahead; so warps wait for nobody but,
+// where schedulers would have unequal numbers of them, the one that goes on with the chains of another.
+#include <algorithm>
+
+#include "cuda/kernels/gemm/code_fragments.cuh"
+#include "cuda/kernels/gemm/linear_quantized.h"
+#include "cuda/kernels/gemm/stream_parts.cuh"
+
+namespace as {
+namespace cuda {
+namespace {
+
+constexpr int kMostWarps = 20, kSchedulers = 4;                // of a block of threads; that a processor's warps have
+constexpr int kTilePairs = kTileRows / 2, kUnit = kTilePairs;  // pairs of columns of a tile; chains of a warp
+constexpr int kSharedBlocks = 32;                              // of K at least, that two warps share
+// Of a ring. More bytes under way than must be make a processor's copies slower, and the row's come behind them.
+constexpr int kShallow = 2, kDeep = 3;
+constexpr int kNormed = 3, kMostNormed = 512;  // eights of a row that is normed: of a thread, of all
+bool is_fine(const Codes& codes) { return codes.groups > 1 && codes.group < kBlock; }
+
+// kFine: scales change within a block of K. A stage is some blocks of a tile: codes, and then each one's scales.
+template <int kBits_, bool kFine_, int kStages_>
+struct Shape {
+  static constexpr int kBits = kBits_, kStages = kStages_, kBlocks = 16 / kBits, kSets = kFine_ ? 4 : 1;
+  static constexpr int kTileBytes = code_bytes(kBits) / 4, kSetBytes = kTileRows * 4;
+  static constexpr int kCodesBytes = kBlocks * kTileBytes, kStageBytes = kCodesBytes + kBlocks * kSets * kSetBytes;
+
+  // Of the chains' sums, in whole lines of shared memory.
+  AS_BOTH static int sums_bytes(int warps) { return (warps + 1) / 2 * 2 * kTileRows * 4; }
+  static size_t shared(int warps, int k_blocks) {
+    return (size_t)warps * kStages * kStageBytes + sums_bytes(warps) + (size_t)k_blocks * kRowBytes;
+  }
+};
+
+// The compiler has these in registers: it would work them out again in every turn of a loop.
+__device__ __forceinline__ void keep(uint32_t& x) { asm volatile("" : "+r"(x)); }
+
+template <class S>
+struct BlockCodes {
+  LaneCodes<S::kBits> codes;
+  uint2 scales[S::kSets];
+
+  // Block j of a stage, of which a lane has its codes and scales where these say.
+  __device__ __forceinline__ void read(uint32_t codes_at, uint32_t scales_at, int j) {
+#pragma unroll
+    for (int i = 0; i < LaneCodes<S::kBits>::kLoads; i++)
+      codes.loaded[i] = load_16(codes_at + j * S::kTileBytes + i * 512);
+#pragma unroll
+    for (int i = 0; i < S::kSets; i++) scales[i] = load_8(scales_at + (j * S::kSets + i) * S::kSetBytes);
+  }
+  __device__ __forceinline__ void values(uint32_t (&a)[4][4]) const {
+    Affine rows[2];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if (i < S::kSets) rows[0].set(scales[i].x), rows[1].set(scales[i].y);
+      codes.fragment(i, rows, a[i]);
+    }
+  }
+};
+
+// How sets of scales go along with blocks of K: of `blocks` blocks one, or `each` of a block; `more` from one stage to
+// the next, or less than 0 if stages differ.
+struct SetPace {
+  Divisor blocks;
+  int each, more;
+
+  template <class S>
+  static SetPace of(const Codes& codes, int k_blocks) {
+    if (S::kSets > 1) return {Divisor(1), kBlock / codes.group, S::kBlocks * kBlock / codes.group};
+    if (codes.groups == 1) return {Divisor(std::max(k_blocks, 1)), 1, 0};
+    const int blocks = std::max(codes.group / kBlock, 1);
+    return {Divisor(blocks), 1, S::kBlocks % blocks ? -1 : S::kBlocks / blocks};
+  }
+};
+
+// A piece of K of two columns of the result that lie eight apart in a tile, side by side: what a row of
+// mma.sync's first operand and the row eight further have, and what one lane of four has codes of.
+struct Chain {
+  int pair, begin, blocks;  // pair: of those of the block of threads
+};
+
+// What a warp copies, a stage at a time: eight chains of every so many pairs. All that takes a division is worked out
+// before: a stage is copied in a few instructions. A lane copies codes of one chain, and scales of one and the next.
+template <class S>
+class Copies {
+ public:
+  // ring: the warp's; first: its pair 0; by: pairs from one turn to the next. whole: blocks that all chains have, of
+  // `length`.
+  __device__ __forceinline__ Copies(const Matrix& w, uint32_t ring, const Chain& codes, const Chain& scales, int first,
+                                    int pairs, int by, int k_blocks, int whole, int length, const SetPace& sets)
+      : codes_(w.codes),
+        sets_(sets),
+        own_(codes),
+        of_scales_(scales),
+        first_(first),
+        pairs_(pairs),
+        by_(by),
+        k_blocks_(k_blocks),
+        whole_(whole - S::kBlocks),
+        length_(length),
+        to_(ring + lane() * 16),
+        scales_to_(ring + S::kCodesBytes + lane() * 16) {
+    first_set_ = set_of(of_scales_.begin);
+    if (sets.more < 0) whole_ = -1;
+    has_scales_ = lane() < kPlaces * 4;
+    keep(to_), keep(scales_to_), keep(has_scales_);
+    at_pairs();
+  }
+  // Into the stage that begins so many bytes into the ring.
+  __device__ __forceinline__ void fetch(uint32_t stage) {
+    if (block_ <= limit_) fetch_whole(stage);
+    else fetch_rest(stage);
+    block_ += S::kBlocks, from_ += S::kBlocks * code_bytes(S::kBits), set_ += sets_.more;
+    commit_copies();
+  }
+
+ private:
+  static constexpr int kCopies = S::kTileBytes / 512,
+                       kPlaces = S::kBlocks * S::kSets;  // of a block; of sets of a stage
+
+  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+  __device__ __forceinline__ void fetch_whole(uint32_t stage) const {
+#pragma unroll
+    for (int i = 0; i < S::kBlocks * kCopies; i++) copy_codes(stage, i);
+#pragma unroll
+    for (int i = 0; i < kPlaces; i += 8)
+      copy_scales(stage, i, set_ + i / S::kSets * sets_.each, kPlaces >= 8 || has_scales_);
+  }
+  // A stage that not all chains have as a whole, or of another pace of sets, or the first of the next turn. Scales are
+  // zero where a chain has ended.
+  __device__ __forceinline__ void fetch_rest(uint32_t stage) {
+    if (block_ >= length_ && first_ < pairs_) first_ += by_, at_pairs();
+    if (first_ >= pairs_) return;
+    if (block_ <= limit_) return fetch_whole(stage);
+#pragma unroll
+    for (int i = 0; i < S::kBlocks * kCopies; i++)
+      if (block_ + i / kCopies < own_.blocks) copy_codes(stage, i);
+#pragma unroll
+    for (int i = 0; i < kPlaces; i += 8) {
+      const int block = block_ + i / S::kSets;
+      copy_scales(stage, i, min(set_of(of_scales_.begin + block), codes_.groups - 1), kPlaces >= 8 || has_scales_,
+                  block + lane() / 4 / S::kSets < of_scales_.blocks ? 16 : 0);
+    }
+  }
+  __device__ __forceinline__ void copy_codes(uint32_t stage, int i) const {
+    copy_16(to_ + stage + i * 512, from_ + i / kCopies * code_bytes(S::kBits) + i % kCopies * 512);
+  }
+  __device__ __forceinline__ void copy_scales(uint32_t stage, int i, int set, int there, int bytes = 16) const {
+    asm volatile("{ .reg .pred p;\nsetp.ne.s32 p, %2, 0;\n@p cp.async.cg.shared.global [%0], [%1], 16, %3; }" ::"r"(
+                     scales_to_ + stage + i * S::kSetBytes),
+                 "l"(scales_ + (size_t)set * (kScaleWords * 4)), "r"(there), "r"(bytes)
+                 : "memory");
+  }
+  // What a lane copies of a stage's scales, if that begins with this block.
+  __device__ __forceinline__ int set_of(int block) const {
+    const int place = lane() / 4, own = block + place / S::kSets;
+    return S::kSets > 1 ? own * sets_.each + place % S::kSets * sets_.each / S::kSets : sets_.blocks(own);
+  }
+  __device__ __forceinline__ void at_pairs() {
+    const int own = min(first_ + own_.pair, pairs_ - 1), other = min(first_ + of_scales_.pair, pairs_ - 2);
+    block_ = 0, set_ = first_set_, limit_ = first_ < pairs_ ? whole_ : -1;
+    from_ = reinterpret_cast<const char*>(codes_.words) +
+            ((size_t)(own / (kBlock / 2)) * k_blocks_ + own_.begin) * code_bytes(S::kBits) +
+            own % (kBlock / 2) / kTilePairs * S::kTileBytes + (own % kTilePairs * 4 + lane() % 4) * 16;
+    scales_ = reinterpret_cast<const char*>(codes_.scales) +
+              (size_t)(other / (kBlock / 2)) * codes_.groups * (kScaleWords * 4) + other % (kBlock / 2) * 8;
+  }
+
+  const Codes& codes_;
+  const SetPace& sets_;
+  const Chain own_, of_scales_;
+  int first_;
+  const int pairs_, by_, k_blocks_;
+  int whole_, limit_;    // up to this block stages are whole and regular; now
+  uint32_t has_scales_;  // whether the lane copies some
+  int block_;            // of the chains
+  const int length_;
+  uint32_t to_, scales_to_;
+  int first_set_, set_;  // of scales, of a lane: of the chain's first stage, of the next
+  const char *from_, *scales_;
+};
+
+// How the row lies in shared memory: pieces of K with odd numbers have halves of blocks swapped, so that eight lanes of
+// mma.sync's second operand may read from two pieces at once, at different banks.
+struct RowPlaces {
+  const Divisor& length;  // of a piece
+
+  // In bytes: of sixteen bytes `part` of a block.
+  __device__ __forceinline__ int operator()(int block, int part) const {
+    return block * kRowBytes + (part ^ (length(block) & 1) * 4) * 16;
+  }
+};
+
+// The row, as it lies: sixteen bytes a thread, all asked for before any are put down.
+__device__ __forceinline__ void copy_row(const Product& p, int blocks, const RowPlaces& places, char* x) {
+  const int part = threadIdx.x % 8;
+  const char* from = reinterpret_cast<const char*>(p.x.tiles) + part * 16;
+  for (int first = threadIdx.x / 8; first < blocks; first += blockDim.x) {
+    uint4 v[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+      if (const int b = first + i * (blockDim.x / 8); b < blocks)
+        v[i] = __ldcg(reinterpret_cast<const uint4*>(from + (size_t)b * kBlockBytes));
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+      if (const int b = first + i * (blockDim.x / 8); b < blocks) *reinterpret_cast<uint4*>(x + places(b, part)) = v[i];
+  }
+}
+
+// The row, normed on the way with the bits of rms_norm(), whose threads (eight columns each) are here several of a
+// thread's.
+__device__ __forceinline__ void read_row(const float* row, int width, float (&values)[kNormed][8]) {
+#pragma unroll
+  for (int i = 0; i < kNormed; i++) read_eight(row, (i * blockDim.x + threadIdx.x) * 8, width, values[i]);
+}
+__device__ __forceinline__ void norm_row(const Product& p, const float (&weights)[kNormed][8], float* squares,
+                                         const RowPlaces& places, char* x) {
+  const int width = p.w.k, all = blocks_of(width) * 8;
+  float values[kNormed][8];
+  read_row(p.unnormed, width, values);
+#pragma unroll
+  for (int i = 0; i < kNormed; i++) {
+    float sum = 0;
+#pragma unroll
+    for (int j = 0; j < 8; j++) sum = fmaf(values[i][j], values[i][j], sum);
+    sum = warp_sum(sum);
+    if (const int place = i * blockDim.x + threadIdx.x; place % 32 == 0 && place < all) squares[place / 32] = sum;
+  }
+  __syncthreads();
+  float total = 0;
+  for (int i = 0; i * 32 < all; i++) total += squares[i];
+  const float factor = 1.0f / sqrtf(total / width + p.norm.eps), one = p.norm.unit_offset ? 1.0f : 0.0f;
+#pragma unroll
+  for (int i = 0; i < kNormed; i++) {
+    const int place = i * blockDim.x + threadIdx.x;
+    if (place >= all) break;
+    uint32_t pairs[4];
+#pragma unroll
+    for (int j = 0; j < 8; j++) values[i][j] = values[i][j] * factor * (weights[i][j] + one);
+#pragma unroll
+    for (int j = 0; j < 4; j++) pairs[j] = two_halves(values[i][2 * j], values[i][2 * j + 1]);
+    *reinterpret_cast<uint4*>(x + places(place / 8, place % 8)) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  }
+}
+
+// The two warps that share a unit of chains meet.
+__device__ __forceinline__ void meet(int unit) {
+  __syncwarp();
+  asm volatile("bar.sync %0, 64;" ::"r"(1 + unit) : "memory");
+}
+
+// pairs: of which a block of threads has `together` at a time, and of each k.count chains. shared_units: of units of
+// eight chains, the last so many are by two warps each, one after the other.
+template <class S>
+__global__ void __launch_bounds__(32 * kMostWarps)
+    row_kernel(const __grid_constant__ Product p, int pairs, const __grid_constant__ Divisor together, int shared_units,
+               Pieces k, const __grid_constant__ Divisor piece_length, const __grid_constant__ SetPace sets) {
+  extern __shared__ __align__(128) char shared[];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32, units = warps - shared_units;
+  const bool goes_on = warp >= units, leaves = !goes_on && warp >= units - shared_units;
+  const int unit = goes_on ? warp - shared_units : warp, pairs_at_once = together.by(),
+            chains = pairs_at_once * k.count;
+  const auto chain = [&](int i) {
+    const int number = min(unit * kUnit + i, chains - 2 + i % 2), piece = together(number), begin = piece * k.length;
+    return Chain{number - piece * pairs_at_once, begin, min(k.length, k.blocks - begin)};
+  };
+  Chain own = chain(lane / 4), of_scales = chain(lane % 4 * 2);
+  if (leaves || goes_on) {  // K is one piece
+    const int half = (k.blocks / 2 + S::kBlocks - 1) / S::kBlocks * S::kBlocks;
+    own.begin = of_scales.begin = leaves ? 0 : half;
+    own.blocks = of_scales.blocks = leaves ? half : k.blocks - half;
+  }
+  // Of the warp's chains: the longest, which is the first one's; the shortest; blocks that all columns are there of.
+  const int length = __shfl_sync(0xffffffffu, own.blocks, 0), shortest = __shfl_sync(0xffffffffu, own.blocks, 31),
+            last_end = __shfl_sync(0xffffffffu, own.begin, 31) + shortest,
+            whole = p.w.k % kBlock && last_end == k.blocks ? shortest - 1 : length;
+  float* const sums = reinterpret_cast<float*>(shared);
+  char* const x = shared + S::sums_bytes(warps);
+  const int row_blocks = k.count * k.length;
+  const uint32_t ring = shared_address(x) + row_blocks * kRowBytes + warp * S::kStages * S::kStageBytes;
+  let_next_begin();
+  // Weights are on their way before the kernel before this one has made the rows.
+  Copies<S> copies(p.w, ring, own, of_scales, blockIdx.x * pairs_at_once, pairs, gridDim.x * pairs_at_once, k.blocks,
+                   shortest, length, sets);
+#pragma unroll
+  for (int i = 0; i < S::kStages - 1; i++) copies.fetch(i * S::kStageBytes);
+  float norm_weights[kNormed][8];
+  if (p.unnormed) read_row(p.norm.weight, p.w.k, norm_weights);  // nobody makes these
+  // Where the last piece is shorter, it goes on with zeros.
+  for (int i = k.blocks * 8 + threadIdx.x; i < row_blocks * 8; i += blockDim.x)
+    reinterpret_cast<uint4*>(x)[i] = make_uint4(0, 0, 0, 0);
+  const RowPlaces places{piece_length};
+  await_previous();
+  if (p.unnormed) norm_row(p, norm_weights, sums, places, x);
+  else copy_row(p, k.blocks, places, x);
+  __syncthreads();
+  const int row_begin = __shfl_sync(0xffffffffu, own.begin, lane % kUnit * 4);
+  // Row i of the second operand is of chain i's piece: products of two different chains are nobody's.
+  uint32_t codes_at = ring + lane * 16, scales_at = ring + S::kCodesBytes + lane / 4 * 8,
+           row_at = shared_address(x) + places(row_begin, lane / 8);
+  keep(codes_at), keep(scales_at), keep(row_at);
+  const int other_half = piece_length(row_begin) & 1 ? -64 : 64;
+
+  // Of what chains' sums in shared memory make, which a thread may have one of and asks ahead for what that is added
+  // to.
+  struct Value {
+    int place, column;  // place: of the sums of pairs
+    bool there;
+  };
+  struct Before {
+    float bias, value;
+  };
+  const auto value_at = [&](int i, int first) {
+    if (p.gated) return Value{i * 2, first + i, i < pairs_at_once && first + i < p.y.width};
+    const int pair = first + i / 2, column = pair / kTilePairs * kTileRows + pair % kTilePairs + i % 2 * kTilePairs;
+    return Value{i, column, i < pairs_at_once * 2 && column < p.w.n};
+  };
+  const auto before_of = [&](const Value& v) {
+    return Before{p.bias ? p.bias[v.column] : 0.0f, p.adds ? p.y.values[v.column] : 0.0f};
+  };
+
+  uint32_t stage = (S::kStages - 1) * S::kStageBytes;  // what was computed with last
+  int turn = 0;
+  for (int first = blockIdx.x * pairs_at_once; first < pairs; first += gridDim.x * pairs_at_once, turn++) {
+    Before before = {};
+    if (const Value v = value_at(threadIdx.x, first); k.count > 1 && !p.gated && v.there) before = before_of(v);
+    float d[4] = {};
+    uint32_t x_at = row_at;
+    // Sums that another warp goes on with; two places, for turns.
+    float* const left = sums + (unit + turn % 2 * shared_units) * kTileRows + lane / 4 * 2;
+    if (goes_on) {
+      meet(unit - (units - shared_units));
+      d[0] = d[1] = left[0], d[2] = d[3] = left[1];
+    }
+    const auto multiply = [&](const uint32_t(&y)[2][4], const uint32_t(&a)[4][4]) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) multiply_add(d, a[i], y[i / 2][i % 2 * 2], y[i / 2][i % 2 * 2 + 1]);
+    };
+    const auto load_rows = [&](uint32_t(&y)[2][4], int j) {
+      load_cores(y[0], x_at + j * kRowBytes), load_cores(y[1], x_at + other_half + j * kRowBytes);
+    };
+    for (int b = 0; b < length; b += S::kBlocks) {
+      wait_copies<S::kStages - 2>();
+      __syncwarp();
+      const uint32_t done = stage;
+      stage = stage == (S::kStages - 1) * S::kStageBytes ? 0 : stage + S::kStageBytes;
+      if (b + S::kBlocks <= whole) {
+        constexpr int kAhead = S::kSets == 1 ? S::kBlocks : 1;  // more would not fit registers
+        BlockCodes<S> blocks[S::kBlocks];
+#pragma unroll
+        for (int j = 0; j < kAhead; j++) blocks[j].read(codes_at + stage, scales_at + stage, j);
+        copies.fetch(done);
+#pragma unroll
+        for (int j = 0; j < S::kBlocks; j++) {
+          if (j >= kAhead) blocks[j].read(codes_at + stage, scales_at + stage, j);
+          uint32_t y[2][4], a[4][4];
+          load_rows(y, j);
+          blocks[j].values(a);
+          multiply(y, a);
+        }
+      } else {
+        copies.fetch(done);
+        for (int j = 0; j < S::kBlocks && b + j < length; j++) {
+          uint32_t y[2][4], a[4][4];
+          load_rows(y, j);
+          BlockCodes<S> block;
+          block.read(codes_at + stage, scales_at + stage, j);
+          block.values(a);
+          const int columns = min(p.w.k - own.begin * kBlock, own.blocks * kBlock) - (b + j) * kBlock;
+#pragma unroll
+          for (int i = 0; i < 4; i++) cut_fragment(a[i], columns - i * 16);
+          multiply(y, a);
+        }
+      }
+      x_at += S::kBlocks * kRowBytes;
+    }
+    // Chain i's values are where row i, or i + 8, meets column i.
+    const bool has_values = lane % 4 == lane / 8, odd = lane / 4 % 2;
+    const float two[2] = {odd ? d[1] : d[0], odd ? d[3] : d[2]};
+    if (leaves) {
+      if (has_values) left[0] = two[0], left[1] = two[1];
+      meet(unit - (units - shared_units));
+      continue;
+    }
+    if (k.count == 1) {
+      const int pair = first + own.pair;
+      if (unit * kUnit + lane / 4 >= chains || pair >= pairs || !has_values) continue;
+      if (p.gated) {
+        if (pair < p.y.width) finish_gated(p, 0, pair, two[0], two[1]);
+      } else {
+        finish<2>(p, 1, p.w.n, two,
+                  [&](int i) { return Place{0, pair / kTilePairs * kTileRows + pair % kTilePairs + i * kTilePairs}; });
+      }
+      continue;
+    }
+    if (has_values) *reinterpret_cast<float2*>(sums + warp * kTileRows + lane / 4 * 2) = make_float2(two[0], two[1]);
+    __syncthreads();
+    const auto total = [&](int place) {
+      float all[kMostCodePieces];
+#pragma unroll
+      for (int i = 0; i < kMostCodePieces; i++)
+        if (i < k.count) all[i] = sums[i * pairs_at_once * 2 + place];
+#pragma unroll
+      for (int i = 1; i < kMostCodePieces; i++)
+        if (i < k.count) all[0] = __fadd_rn(all[0], all[i]);
+      return all[0];
+    };
+    if (const Value v = value_at(threadIdx.x, first); v.there) {
+      if (p.gated) {
+        finish_gated(p, 0, v.column, total(v.place), total(v.place + 1));
+      } else {
+        float sum = total(v.place);
+        if (p.bias) sum = __fadd_rn(sum, before.bias);
+        if (p.adds) sum = __fadd_rn(before.value, sum);
+        put(p.y, 0, v.column, sum);
+      }
+    }
+    __syncthreads();
+  }
+}
+
+// How blocks of threads share a product, if they can: all processors have the same number of pairs of columns, or one
+// turn's less, and their schedulers equal numbers of chains.
+struct Plan {
+  int pairs, together, shared_units, warps, stages = 0;  // stages: 0 if the row is too long for shared memory
+
+  template <int kBits, bool kFine>
+  static size_t shared(int stages, int warps, int k_blocks) {
+    return stages == kDeep ? Shape<kBits, kFine, kDeep>::shared(warps, k_blocks)
+                           : Shape<kBits, kFine, kShallow>::shared(warps, k_blocks);
+  }
+  explicit Plan(const Product& p) {
+    const Pieces k(p.w.k, p.w.most_pieces);
+    pairs = ceil_div(p.w.n, kTileRows) * kTilePairs;
+    const auto even = [](int x) { return x + x % 2; };  // two are a line of memory
+    const int most = kMostWarps * kUnit / k.count / 2 * 2, own = ceil_div(pairs, processors());
+    together = even(ceil_div(own, ceil_div(own, most)));
+    const int units = ceil_div(together * k.count, kUnit), more = units % kSchedulers;
+    // Halves of what is more than equal numbers.
+    shared_units = k.count == 1 && k.blocks >= kSharedBlocks && units > more && more <= kSchedulers / 2 &&
+                           units + more <= kMostWarps
+                       ? more
+                       : 0;
+    warps = units + shared_units;
+    const auto bytes = p.w.codes.bits == 4  ? is_fine(p.w.codes) ? shared<4, true> : shared<4, false>
+                        : is_fine(p.w.codes) ? shared<8, true>
+                                            : shared<8, false>;
+    const bool deep = p.w.codes.bits == 8 || ceil_div(pairs, together) > processors();  // several turns
+    for (int depth : {deep ? kDeep : kShallow, kShallow})
+      if (!stages && bytes(depth, warps, k.count * k.length) <= (size_t)most_shared()) stages = depth;
+  }
+};
+
+template <int kBits, bool kFine, int kStages>
+void start_row(const Product& p, const Plan& plan, const Queue& queue) {
+  using S = Shape<kBits, kFine, kStages>;
+  const Pieces k(p.w.k, p.w.most_pieces);
+  const size_t shared = S::shared(plan.warps, k.count * k.length);
+  const int groups = ceil_div(plan.pairs, plan.together);
+  allow_shared(row_kernel<S>, shared);
+  // As many turns for every block of threads, if there are several.
+  start_reading(queue, {p.w.codes.words, codes_bytes(p.w.n, p.w.k, kBits)}, row_kernel<S>,
+                dim3(ceil_div(groups, ceil_div(groups, processors()))), 32 * plan.warps, shared, p, plan.pairs,
+                Divisor(plan.together), plan.shared_units, k, Divisor(k.length), SetPace::of<S>(p.w.codes, k.blocks));
+  launched("linear with quantized weights, one row");
+}
+
+template <int kBits, bool kFine>
+void start_stages(const Product& p, const Plan& plan, const Queue& queue) {
+  if (plan.stages == kDeep) start_row<kBits, kFine, kDeep>(p, plan, queue);
+  else start_row<kBits, kFine, kShallow>(p, plan, queue);
+}
+
+}  // namespace
+
+bool linear_quantized_row(const Product& p, const Queue& queue) {
+  const Plan plan(p);
+  if (!plan.stages) return false;
+  const bool fine = is_fine(p.w.codes);
+  if (p.w.codes.bits == 4) fine ? start_stages<4, true>(p, plan, queue) : start_stages<4, false>(p, plan, queue);
+  else fine ? start_stages<8, true>(p, plan, queue) : start_stages<8, false>(p, plan, queue);
+  return true;
+}
+
+bool linear_quantized_norms(const Product& p, int rows, const Queue& queue) {
+  if (queue.capability != 90 || rows != 1 || p.w.kind != Kind::codes) return false;
+  const Plan plan(p);
+  const int eights = blocks_of(p.w.k) * 8;
+  return plan.stages && eights <= kMostNormed && eights <= kNormed * 32 * plan.warps;
+}
+
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,431 @@
+// Products of one row by wgmma, or of integers by mma.sync, whose sums are in pieces (tiles.h): what a single sequence
+// decodes with, where a matrix is so small that what comes before and after its products counts. Of 16 bits, and of 8
+// bits, floats or integers of one group; of these a few rows, too, that have been made 8 bits before.
+//
+// A cluster of blocks of threads has 64 columns (rows of the weights), each block one piece of K. A warp has weights
+// copied into shared memory, on their way before the kernel before this one has made the row. The others have the
+// piece's part of the row there as products take it: normed, if that is asked for, and made 8 bits, for which blocks
+// tell each other the greatest. They multiply, and send sums to the cluster's first block, which adds them in ascending
+// order.
+#include <algorithm>
+
+#include "cuda/kernels/common/wgmma_registers.cuh"
+#include "cuda/kernels/gemm/byte_pieces.cuh"
+#include "cuda/kernels/gemm/linear_wgmma.h"
+#include "cuda/kernels/quantize/quantized.cuh"
+
+namespace as {
+namespace cuda {
+namespace AS_HALF {
+namespace {
+
+constexpr int kWorkers = 128, kThreads = kWorkers + 32, kWarps = kWorkers / 32;
+constexpr int kStageBytes = 16 << 10;  // some blocks of K, which are adjacent in memory
+constexpr int kMostStages = 12;
+constexpr int kRowTile = 8;    // of products
+constexpr int kMostBytes = 2;  // rows that are 8 bits: to bring more costs more than clusters save
+
+enum class Form { half, float8, integers };
+// What the row is made of: 16 bits in tiles, floats, or floats that are normed first; or rows that are 8 bits.
+enum class From { tiles, values, unnormed, bytes };
+// kKept: parts of the row that a thread keeps in registers; kAlone: there is one piece.
+template <Form kForm_, From kFrom_, int kKept_, bool kAlone_>
+struct Shape {
+  static constexpr Form kForm = kForm_;
+  static constexpr From kFrom = kFrom_;
+  static constexpr int kKept = kKept_;
+  static constexpr bool kAlone = kAlone_;
+  static constexpr int kBlockSize = kForm == Form::half ? kBlockBytes : kByteBlock;
+  static constexpr int kRows = kFrom == From::bytes ? kRowTile : 1;
+  static constexpr int kRowBlock = kBlockSize / kBlock;  // bytes of a row
+  static constexpr int kStageBlocks = kStageBytes / kBlockSize;
+  using Normed = std::conditional_t<kForm == Form::half, RoundedRow<kWorkers>, NormedPieces<kWorkers, kKept>>;
+};
+
+// What a block of threads has of the product: a piece of 64 columns.
+struct Part {
+  int piece, column_block, first, blocks;  // the last two: of K
+
+  __device__ explicit Part(const Pieces& k)
+      : piece(blockIdx.x), column_block(blockIdx.y), first(piece * k.length), blocks(min(k.length, k.blocks - first)) {}
+};
+
+// What a block of threads has in shared memory beside stages and its part of the row.
+template <class S>
+struct Shared {
+  uint64_t full[kMostStages], empty[kMostStages], tops_there, sums_there;
+  uint32_t tops[kMostPieces * kWarps];  // of the parts of the row
+  float sums[kMostPieces][S::kRows * kBlock];
+  int integers[kWarps];  // sums of parts of the row
+  typename S::Normed::Shared norming;
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// A word for a block of threads of the cluster, where there is one: without, such instructions are illegal.
+template <class S>
+__device__ __forceinline__ void tell(void* to, int block, uint32_t word, const uint64_t* barrier) {
+  if constexpr (S::kAlone) *static_cast<uint32_t*>(to) = word;
+  else send(to, block, word, barrier);
+}
+template <class S>
+__device__ __forceinline__ void await_told(const uint64_t* barrier) {
+  if constexpr (S::kAlone) meet<kWorkers>();
+  else await_sent(barrier);
+}
+
+// By one thread.
+template <class S>
+__device__ __forceinline__ void copy_weights(const Product& p, const Part& part, const Pieces& k, int count,
+                                             uint32_t stages, Shared<S>& s) {
+  const char* from = S::kForm == Form::half ? reinterpret_cast<const char*>(p.w.tiles)
+                                            : reinterpret_cast<const char*>(p.w.codes.words);
+  from += ((size_t)part.column_block * k.blocks + part.first) * S::kBlockSize;
+  StageRing ring{count};
+  for (int b = 0; b < part.blocks; b += S::kStageBlocks, ring.next(), from += kStageBytes) {
+    const int bytes = min(S::kStageBlocks, part.blocks - b) * S::kBlockSize;
+    barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
+    barrier_expect(&s.full[ring.stage], bytes);
+    copy_bulk(stages + ring.stage * kStageBytes, from, bytes, &s.full[ring.stage], evicted_first());
+  }
+}
+
+// The piece's part of the row into shared memory, as products take it; returns the row's scale. ask: for what sums are
+// added to, which is on its way then, too.
+template <class S, typename Ask>
+__device__ __forceinline__ float make_row(const Product& p, int rows, const Part& part, const Pieces& k, char* row,
+                                          Shared<S>& s, Ask ask) {
+  constexpr int kParts = S::kRowBlock / 16, kKept = S::kKept;  // 16 bytes of the row each, of a block
+  const int begin = part.first * kParts, parts = part.blocks * kParts, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const auto begin_row = [&] {
+    if constexpr (!S::kAlone) cluster_wait();
+    await_previous();
+  };
+  if constexpr (S::kForm == Form::half && S::kFrom == From::unnormed) {
+    typename S::Normed normed(p.norm, p.w.k);
+    begin_row();
+    normed.make(p.unnormed, s.norming);
+    ask();
+    normed.put(row, begin, parts);
+    return 1;
+  } else if constexpr (S::kForm == Form::half) {
+    const char* from = reinterpret_cast<const char*>(p.x.tiles) + (size_t)part.first * kBlockBytes;
+    begin_row();
+    for (int at = threadIdx.x; at < parts; at += kWorkers)
+      copy_16(shared_address(row) + at * 16, from + (size_t)(at / kParts) * kBlockBytes + at % kParts * 16);
+    commit_copies();
+    ask();
+    wait_copies<0>();
+    return 1;
+  } else if constexpr (S::kFrom == From::bytes) {
+    const char* from = reinterpret_cast<const char*>(p.bytes.values) + (size_t)part.first * kByteBlock;
+    constexpr int kAll = kRowTile * kParts;  // of a block of all rows
+    begin_row();
+    for (int at = threadIdx.x; at < part.blocks * kAll; at += kWorkers)
+      if (at % kAll < rows * kParts)
+        copy_16(shared_address(row) + at * 16, from + (size_t)(at / kAll) * kByteBlock + at % kAll * 16);
+    commit_copies();
+    ask();
+    wait_copies<0>();
+    return 1;
+  } else {
+    using Scale = ByteScale<S::kForm == Form::float8>;
+    int sum = 0;  // of integers
+    const auto store = [&](const Scale& scale, int at, const auto& x) {
+      *reinterpret_cast<uint4*>(row + at * 16) = scale.bytes(x, sum);
+    };
+    const auto end_row = [&](const Scale& scale) {
+      if constexpr (S::kForm == Form::integers) {
+        sum = __reduce_add_sync(0xffffffffu, sum);
+        if (lane == 0) s.integers[warp] = sum;
+      }
+      return scale.scale;
+    };
+    if constexpr (S::kFrom == From::unnormed) {
+      typename S::Normed normed(p.norm, p.w.k);
+      begin_row();
+      const Scale scale(normed.make(p.unnormed, s.norming));
+      ask();
+#pragma unroll
+      for (int i = 0; i < kKept; i++)
+        if (const int at = normed.place(i) - begin; at >= 0 && at < parts) store(scale, at, normed[i]);
+      return end_row(scale);
+    } else {
+      using Piece = cuda::Piece<S::kFrom == From::tiles>;
+      Piece kept[kKept];
+      const auto read = [&](int at, Piece& to) { to.read(p.x, 0, at < parts ? (begin + at) * kPieceColumns : p.w.k); };
+      // Pieces beyond those that a thread keeps, which are read twice.
+      const auto others = [&](auto work) {
+        for (int at = kKept * kWorkers + threadIdx.x; at < parts; at += kWorkers) {
+          Piece x;
+          read(at, x), work(at, x);
+        }
+      };
+      begin_row();
+#pragma unroll
+      for (int i = 0; i < kKept; i++) read(i * kWorkers + threadIdx.x, kept[i]);
+      uint32_t most = 0;
+#pragma unroll
+      for (int i = 0; i < kKept; i++) most = kept[i].top(most);
+      others([&](int, const Piece& x) { most = x.top(most); });
+      most = __reduce_max_sync(0xffffffffu, most);
+      if (lane < k.count) tell<S>(&s.tops[part.piece * kWarps + warp], lane, most, &s.tops_there);
+      ask();
+      await_told<S>(&s.tops_there);
+      for (int i = 0; i < k.count * kWarps; i++) most = max(most, s.tops[i]);
+      const Scale scale(most);
+#pragma unroll
+      for (int i = 0; i < kKept; i++)
+        if (const int at = i * kWorkers + threadIdx.x; at < parts) store(scale, at, kept[i]);
+      others([&](int at, const Piece& x) { store(scale, at, x); });
+      return end_row(scale);
+    }
+  }
+}
+
+// Sums of the piece: number i is of row lane % 4 * 2 + i % 2 and of column lane / 4 + i / 2 * 8 of the warp's 16.
+template <class S>
+__device__ __forceinline__ void multiply(int blocks, int count, uint32_t stages, uint32_t x, Shared<S>& s,
+                                         float (&d)[4]) {
+  const int lane = threadIdx.x % 32;
+  StageRing ring{count};
+  const auto add = [&](uint32_t weights, bool adds) {
+#pragma unroll
+    for (int i = 0; i < S::kRowBlock / kStepBytes; i++) {
+      const uint32_t at = x + i * kStepBytes;
+      const uint64_t rows = S::kFrom == From::bytes ? byte_descriptor(at) : row_descriptor(at);
+      if constexpr (S::kForm == Form::half)
+        Tile<8>::multiply(d, descriptor(weights + i * kStepBytes), rows, i > 0 || adds);
+      else Float8Tile<8>::multiply(d, byte_descriptor(weights + i * kStepBytes), rows, i > 0 || adds);
+    }
+    x += S::kRows * S::kRowBlock;
+  };
+  for (int b = 0, last = 0; b < blocks; b += S::kStageBlocks, last = ring.stage, ring.next()) {
+    barrier_wait(&s.full[ring.stage], ring.parity);
+    const uint32_t stage = stages + ring.stage * kStageBytes;
+    if (b + S::kStageBlocks <= blocks) {
+      begin_products();
+#pragma unroll
+      for (int j = 0; j < S::kStageBlocks; j++) add(stage + j * S::kBlockSize, j > 0 || b > 0);
+      commit_products();
+    } else {
+      for (int j = 0; b + j < blocks; j++) {
+        begin_products();
+        add(stage + j * S::kBlockSize, j > 0 || b > 0);
+        commit_products();
+      }
+    }
+    wait_products<1>();
+    if (b > 0 && lane == 0) barrier_arrive(&s.empty[last]);
+  }
+  wait_products<0>();
+  settle(d);
+}
+// The same of integers; scales: of these columns; of_rows: sums of these rows, of the piece.
+template <class S>
+__device__ __forceinline__ void multiply_integers(int blocks, int count, uint2 scales, float2 of_rows,
+                                                  const char* stages, uint32_t x, Shared<S>& s, float (&sums)[4]) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  StageRing ring{count};
+  int d[4] = {};
+  for (int b = 0; b < blocks; b += S::kStageBlocks, ring.next()) {
+    barrier_wait(&s.full[ring.stage], ring.parity);
+    const char* stage = stages + ring.stage * kStageBytes + warp * (kByteBlock / 4);
+#pragma unroll
+    for (int j = 0; j < S::kStageBlocks; j++) {
+      if (b + j >= blocks) break;
+      uint32_t a[2][4], y[4];
+      load_integers<8>(stage + j * kByteBlock, a);
+      const uint32_t block = x + (b + j) * S::kRows * kByteRow;
+      load_cores(y, S::kFrom == From::bytes ? block + byte_piece(lane % 8, lane / 8) : block + lane / 8 * 16);
+      multiply_add(d, a[0], y[0], y[1]), multiply_add(d, a[1], y[2], y[3]);
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&s.empty[ring.stage]);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    sums[i] = 0;
+    add_segment(sums[i], i / 2 ? scales.y : scales.x, d[i], i % 2 ? of_rows.y : of_rows.x);
+  }
+}
+#endif
+
+template <class S>
+__global__ void __launch_bounds__(kThreads)
+    linear_row_kernel(const __grid_constant__ Product p, int rows, Pieces k, int count) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) char shared[];
+  __shared__ Shared<S> s;
+  const Part part(k);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const uint32_t stages = shared_address(shared);
+  if (S::kRows == 1) rows = 1;
+  let_next_begin();  // what comes next has its weights brought as soon as there is room
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < count; i++) barrier_init(&s.full[i], 1), barrier_init(&s.empty[i], kWarps);
+    barrier_init(&s.tops_there, 1), barrier_init(&s.sums_there, 1);
+    barriers_are_there();
+    barrier_expect(&s.tops_there, k.count * kWarps * 4);
+    if (part.piece == 0) barrier_expect(&s.sums_there, k.count * rows * kBlock * 4);
+  }
+  __syncthreads();
+  if constexpr (!S::kAlone) cluster_arrive();
+  if (warp == kWarps) {
+    if (elected()) copy_weights<S>(p, part, k, count, stages, s);
+    __syncwarp();
+    if constexpr (!S::kAlone) cluster_wait();
+    return;
+  }
+  // In the end threads of the cluster's first block have a row's column each, or of gates and what they gate both:
+  // `place` of the 64, and eight further. What the first takes is asked for ahead.
+  struct End {
+    int row, column, place;
+    bool there;
+    float of_columns[2], bias, before;
+  };
+  const int columns = p.gated ? kBlock / 2 : kBlock;
+  const uint32_t* scales = p.w.codes.scales + part.column_block * kScaleWords;
+  const auto end_of = [&](int i) {
+    End e = {i / columns, i % columns};
+    e.place = p.gated ? e.column / 8 * 16 + e.column % 8 : e.column;
+    e.column += part.column_block * columns;
+    e.there = part.piece == 0 && i < rows * columns && e.column < (p.gated ? p.y.width : p.w.n);
+    if constexpr (S::kForm == Form::float8)
+#pragma unroll
+      for (int j = 0; j < 2; j++)
+        if (e.there && (j == 0 || p.gated)) e.of_columns[j] = __uint_as_float(scales[scale_of(e.place + 8 * j, 0, 1)]);
+    return e;
+  };
+  const auto ask = [&](End& e) {
+    if (!e.there || p.gated) return;
+    if (p.bias) e.bias = p.bias[e.column];
+    if (p.adds) e.before = p.y.values[(size_t)e.row * p.y.width + e.column];
+  };
+  End own = end_of(threadIdx.x);
+  uint2 of_codes = {};
+  if constexpr (S::kForm == Form::integers)
+    of_codes = *reinterpret_cast<const uint2*>(scales + warp * kTileRows + lane / 4 * 2);
+  char* const row = shared + count * kStageBytes;
+  const float scale = make_row<S>(p, rows, part, k, row, s, [&] { ask(own); });
+  row_is_there<kWorkers>();
+  float d[4];
+  if constexpr (S::kForm == Form::integers) {
+    float2 of_rows = {};
+    if constexpr (S::kFrom == From::bytes) {  // where their segment ends
+      const size_t end = (size_t)(part.first + part.blocks - 1) * (blocks_of(rows) * kBlock);
+      of_rows = *reinterpret_cast<const float2*>(p.bytes.sums + end + lane % 4 * 2);
+    } else {
+      int sum = 0;
+#pragma unroll
+      for (int i = 0; i < kWarps; i++) sum += s.integers[i];
+      of_rows.x = (float)sum;
+    }
+    multiply_integers<S>(part.blocks, count, of_codes, of_rows, shared, shared_address(row), s, d);
+  } else {
+    multiply<S>(part.blocks, count, stages, shared_address(row), s, d);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    if (const int at = lane % 4 * 2 + i % 2; at < rows)
+      tell<S>(&s.sums[part.piece][at * kBlock + warp * kTileRows + lane / 4 + i / 2 * 8], 0, __float_as_uint(d[i]),
+              &s.sums_there);
+  if (!S::kAlone && !own.there) return;
+  await_told<S>(&s.sums_there);
+  for (int i = threadIdx.x; own.there; ask(own)) {
+    const auto total = [&](int j) {
+      const int at = own.row * kBlock + own.place + 8 * j;
+      float all = s.sums[0][at];
+      for (int piece = 1; piece < k.count; piece++) all = __fadd_rn(all, s.sums[piece][at]);
+      if constexpr (S::kForm == Form::float8) all = __fmul_rn(all, own.of_columns[j]);
+      if constexpr (S::kForm == Form::half) return all;
+      return __fmul_rn(all, S::kFrom == From::bytes ? p.bytes.scales[own.row] : scale);
+    };
+    if (p.gated) {
+      finish_gated(p, own.row, own.column, total(0), total(1));
+    } else {
+      float sum = total(0);
+      if (p.bias) sum = __fadd_rn(sum, own.bias);
+      if (p.adds) sum = __fadd_rn(own.before, sum);
+      put(p.y, own.row, own.column, sum);
+    }
+    if (S::kRows == 1) break;
+    own = end_of(i += kWorkers);
+  }
+#endif
+}
+
+// Stages of a block of threads: all that run on a processor at once share its memory. 0: it has none.
+struct Room {
+  Pieces k;
+  int stages;
+  size_t shared;
+
+  Room(const Product& p, int rows) : k(p.w.k, p.w.most_pieces) {
+    constexpr size_t kAll = 226 << 10, kFixed = 2 << 10;  // of a processor; of a block of threads
+    constexpr int kMostAtOnce = 3;
+    const bool halves = p.w.kind == Kind::half;
+    const int at_once = ceil_div((size_t)blocks_of(p.w.n) * k.count, processors()),
+              stage_blocks = kStageBytes / (halves ? kBlockBytes : kByteBlock);
+    const size_t row = rows * k.length * (halves ? kRowBytes : kByteRow) + kBehindRow,
+                 fixed = kFixed + rows * kMostPieces * kBlock * sizeof(float);
+    stages = at_once > kMostAtOnce ? 0 : std::min(ceil_div(k.length, stage_blocks), kMostStages);
+    while (stages > 0 && kAll / at_once < stages * kStageBytes + row + fixed) stages--;
+    if (stages < 3 && stages * stage_blocks < k.length) stages = 0;
+    shared = stages * kStageBytes + row;
+  }
+};
+
+template <Form kForm, From kFrom, int kKept>
+void start_row(const Product& p, const Room& room, const Queue& queue, int rows = 1) {
+  const int count = room.k.count;
+  const auto kernel = count == 1 ? linear_row_kernel<Shape<kForm, kFrom, kKept, true>>
+                                 : linear_row_kernel<Shape<kForm, kFrom, kKept, false>>;
+  allow_shared(kernel, room.shared);
+  start_clusters(queue, kernel, dim3(count, blocks_of(p.w.n)), dim3(count), kThreads, room.shared, p, rows, room.k,
+                 room.stages);
+  launched("linear of one row");
+}
+
+template <Form kForm>
+void start_bytes(const Product& p, const Room& room, const Queue& queue) {
+  if (p.unnormed && p.w.k <= 2 * kWorkers * kPieceColumns) start_row<kForm, From::unnormed, 2>(p, room, queue);
+  else if (p.unnormed) start_row<kForm, From::unnormed, 4>(p, room, queue);
+  else if (p.x.tiles) start_row<kForm, From::tiles, 4>(p, room, queue);
+  else start_row<kForm, From::values, 2>(p, room, queue);
+}
+
+}  // namespace
+
+bool has_linear_row(const Product& p, const Queue& queue) {
+  const int pieces = p.w.most_pieces;
+  if (queue.capability != 90 || p.y.copy) return false;
+  const bool fits = p.w.kind == Kind::half
+                        ? !p.unnormed || p.w.k <= kNormedColumns
+                        : p.w.codes.in_rows && p.w.codes.groups == 1 && (!p.unnormed || p.w.k <= kNormedBytes);
+  return fits && pieces > 1 && pieces <= kMostPieces && Room(p, 1).stages > 0;
+}
+
+void linear_row(const Product& p, const Queue& queue) {
+  const Room room(p, 1);
+  if constexpr (kAllFormats) {
+    if (p.w.kind == Kind::float8) return start_bytes<Form::float8>(p, room, queue);
+    if (p.w.kind == Kind::integers) return start_bytes<Form::integers>(p, room, queue);
+  }
+  if (p.unnormed) start_row<Form::half, From::unnormed, 0>(p, room, queue);
+  else start_row<Form::half, From::tiles, 0>(p, room, queue);
+}
+
+bool linear_few_bytes(const Product& p, int rows, const Queue& queue) {
+  if (!kAllFormats || rows > kMostBytes || p.unnormed || !has_linear_row(p, queue)) return false;
+  const Room room(p, kRowTile);
+  if (!room.stages) return false;
+  if constexpr (kAllFormats) {
+    if (p.w.kind == Kind::float8) start_row<Form::float8, From::bytes, 0>(p, room, queue, rows);
+    else start_row<Form::integers, From::bytes, 0>(p, room, queue, rows);
+  }
+  return true;
+}
+
+}  // namespace AS_HALF
+}  // namespace cuda
+}  // namespace as

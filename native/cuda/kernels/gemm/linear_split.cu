@@ -1,0 +1,282 @@
+// Products of 16 bits by wgmma for some rows, as when many sequences decode: all that counts is how fast the weights
+// stream by, and the rows are too many for every block of threads to read them for a few columns.
+//
+// A cluster of blocks of threads has 64 or 128 columns (rows of the weights) and up to 256 rows of activations; each
+// block computes one piece of K (tiles.h). Some threads have blocks of both sides copied into shared memory, several
+// stages ahead. Then all add up the pieces in ascending order, each a share of the values, out of each other's memory.
+#include <algorithm>
+
+#include "cuda/kernels/common/wgmma.cuh"
+#include "cuda/kernels/gemm/linear_wgmma.h"
+
+namespace as {
+namespace cuda {
+namespace AS_HALF {
+namespace {
+
+// kRows: of activations; kGroups: warpgroups, of 64 columns each; kBeside: blocks of threads of a cluster that compute
+// the same piece for adjacent columns, and share the rows that they copy; kAlone: a processor has one block of threads.
+template <int kRows_, int kGroups_, int kBeside_, bool kAlone_>
+struct Shape {
+  static constexpr int kRows = kRows_, kGroups = kGroups_, kBeside = kBeside_;
+  static constexpr bool kAlone = kAlone_;
+  static constexpr int kColumns = kBlock * kGroups;
+  [[maybe_unused]] static constexpr int kStride = kColumns + 4;  // of sums: rows lie in different banks
+  static constexpr int kStageBytes = (kColumns + kRows) * kRowBytes;
+  static constexpr int kLeastStages = kRows <= 16 ? 5 : kRows <= 64 ? 4 : 3, kMostStages = kAlone ? 8 : 12;
+  static constexpr int kCopiers = kAlone ? 2 : 1;  // warps for weights, and as many for rows
+  static constexpr int kThreads = 128 * kGroups + 64 * kCopiers;
+  [[maybe_unused]] static constexpr int kAsked = kRows <= 32 ? 1 : 2;  // fours of columns that a thread asks for ahead
+};
+
+// Of a launch: how many stages; and whether the rows of all of a piece have memory of their own behind them.
+struct Room {
+  int stages;
+  bool whole;
+};
+constexpr int kShort = 16;  // up to so many blocks of K a piece is short, which alone may be brought whole
+
+template <typename S>
+__global__ void __launch_bounds__(S::kThreads, S::kAlone ? 1 : 2)
+    linear_split_kernel(const __grid_constant__ Product p, int rows, Pieces k, Room room) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  constexpr int kRows = S::kRows, kGroups = S::kGroups, kBeside = S::kBeside, kCopiers = S::kCopiers;
+  extern __shared__ __align__(1024) char shared[];
+  __shared__ uint64_t full[S::kMostStages], empty[S::kMostStages];
+  const int piece = blockIdx.x, column_block = blockIdx.y * kGroups, first_row = blockIdx.z * kRows;
+  // Of a cluster's blocks of threads those of the same columns are adjacent.
+  const int beside = blockIdx.y % kBeside, first_rank = beside * k.count;
+  const int first = piece * k.length, blocks = min(k.length, k.blocks - first);
+  const int group = warpgroup(), lane = threadIdx.x % 32;
+  const uint32_t stages = shared_address(shared);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < room.stages; i++)
+      barrier_init(&full[i], (room.whole ? 1 : 2) * kCopiers), barrier_init(&empty[i], kGroups * kBeside);
+    barriers_are_there();
+  }
+  __syncthreads();
+  if (kBeside > 1) cluster_barrier();
+  // In the end each thread of the cluster has every so many fours of columns, the first of which it asks for ahead.
+  const int fours = (p.gated ? S::kColumns / 2 : S::kColumns) / 4, own = piece * blockDim.x + threadIdx.x;
+  const int count = min(kRows, rows - first_row) * fours, step = k.count * blockDim.x;
+  const int width = p.gated ? p.y.width : p.w.n, first_column = column_block * (p.gated ? kBlock / 2 : kBlock);
+  Added added[S::kAsked];
+  const auto ask = [&] {
+    await_previous();
+    if (p.gated || !(p.bias || p.adds)) return;
+#pragma unroll
+    for (int j = 0; j < S::kAsked; j++)
+      if (const int i = own + j * step, column = first_column + i % fours * 4; i < count && column < width)
+        added[j] = read_added(p, first_row + i / fours, column);
+  };
+  // One thread would take longer to ask for all of a short piece than it takes to come.
+  const uint32_t whole = stages + room.stages * S::kStageBytes;
+  const auto bring_rows = [&] {
+    const char* from = reinterpret_cast<const char*>(p.x.tiles) + (size_t)first * kBlockBytes;
+    await_previous();
+    for (int i = threadIdx.x; i < blocks * kRows * (kRowBytes / 16); i += 128 * kGroups) {
+      const int block = i * 16 / (kRows * kRowBytes), at = i * 16 % (kRows * kRowBytes);
+      if (at < rows * kRowBytes)
+        copy_16(whole + block * kRows * kRowBytes + at, from + (size_t)block * kBlockBytes + at);
+    }
+    commit_copies();
+  };
+  if (group == kGroups) {
+    // Some warps copy weights, on their way before the kernel before this one has made the rows, and others rows: one
+    // alone would take longer to ask for them than they take. All are needed for a stage, so that none is ever a turn
+    // of the ring ahead.
+    if (elected()) {
+      const int groups = max(0, min(kGroups, blocks_of(p.w.n) - column_block));
+      // Of rows there are so many blocks, or a part of one.
+      const int row_blocks = kRows <= kBlock ? 1 : min(kRows / kBlock, blocks_of(rows) - first_row / kBlock);
+      const int row_bytes = kRows <= kBlock ? min(kRows, rows - first_row) * kRowBytes : kBlockBytes;
+      const size_t stride = (size_t)k.blocks * kBlockBytes;
+      const int warp = threadIdx.x % 128 / 32, own = warp % kCopiers;
+      const bool copies_rows = warp >= kCopiers;
+      const char* from = copies_rows ? reinterpret_cast<const char*>(p.x.tiles) + first_row / kBlock * stride +
+                                           first_row % kBlock * kRowBytes
+                                     : reinterpret_cast<const char*>(p.w.tiles) + column_block * stride;
+      from += (size_t)first * kBlockBytes;
+      if (copies_rows) await_previous();
+      StageRing ring{room.stages};
+      for (int b = room.whole && copies_rows ? blocks : 0; b < blocks; b++, ring.next(), from += kBlockBytes) {
+        uint64_t* barrier = &full[ring.stage];
+        const uint32_t stage = stages + ring.stage * S::kStageBytes, x = stage + kGroups * kBlockBytes;
+        barrier_wait(&empty[ring.stage], ring.parity ^ 1);
+        if (copies_rows) {
+          barrier_arrive(barrier);
+          for (int i = own * kBeside + beside; i < row_blocks; i += kCopiers * kBeside) {
+            const uint32_t to = x + i * kBlockBytes;
+            if (kBeside == 1) copy_bulk(to, from + i * stride, row_bytes, barrier);
+            else copy_bulk_to(to, from + i * stride, row_bytes, barrier, (1 | 1 << k.count) << piece);
+          }
+        } else {
+          if (own == 0) barrier_expect(barrier, groups * kBlockBytes + (room.whole ? 0 : row_blocks * row_bytes));
+          else barrier_arrive(barrier);
+          for (int i = own; i < groups; i += kCopiers)
+            copy_bulk(stage + i * kBlockBytes, from + i * stride, kBlockBytes, barrier, evicted_first());
+        }
+      }
+      // Not before: what comes next would have its own weights brought while these are still on their way, and memory
+      // would idle once they are there.
+      if (!copies_rows) let_next_begin();
+    }
+    __syncwarp();
+    ask();
+  } else {
+    if (room.whole) bring_rows();
+    ask();
+    if (room.whole) {
+      wait_copies<0>();
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      asm volatile("bar.sync 1, %0;" ::"n"(128 * kGroups) : "memory");
+    }
+    float d[kRows / 2];
+    StageRing ring{room.stages};
+    for (int b = 0, before = 0; b < blocks; b++, before = ring.stage, ring.next()) {
+      barrier_wait(&full[ring.stage], ring.parity);
+      const uint32_t stage = stages + ring.stage * S::kStageBytes, own = stage + group * kBlockBytes,
+                     theirs = room.whole ? whole + b * kRows * kRowBytes : stage + kGroups * kBlockBytes;
+      begin_products();
+#pragma unroll
+      for (int step = 0; step < 4; step++)
+        Tile<kRows>::multiply(d, further(descriptor(own), step * kStepBytes),
+                              further(descriptor(theirs), step * kStepBytes), step > 0 || b > 0);
+      commit_products();
+      wait_products<1>();
+      if (const int teller = threadIdx.x % 128; b > 0 && teller < kBeside) {
+        if (kBeside == 1) barrier_arrive(&empty[before]);
+        else barrier_arrive_at(&empty[before], piece + teller * k.count);
+      }
+    }
+    wait_products<0>();
+    settle(d);
+    asm volatile("bar.sync 1, %0;" ::"n"(128 * kGroups) : "memory");  // nobody reads the stages any more
+    float* sums = reinterpret_cast<float*>(shared);
+#pragma unroll
+    for (int i = 0; i < kRows / 2; i++)
+      sums[(i / 4 * 8 + lane % 4 * 2 + i % 2) * S::kStride + threadIdx.x / 32 * 16 + lane / 4 + i % 4 / 2 * 8] = d[i];
+  }
+  __syncwarp();
+  cluster_barrier();
+  // Sums of four columns: all pieces are asked for before they are added.
+  const auto total = [&](int row, int column) {
+    const uint32_t at = stages + (row * S::kStride + column) * 4;
+    float4 pieces[kMostPieces];
+#pragma unroll
+    for (int i = 0; i < kMostPieces; i++)
+      if (i < k.count) pieces[i] = read_at(at, first_rank + i);
+#pragma unroll
+    for (int i = 1; i < kMostPieces; i++)
+      if (i < k.count) pieces[0] = sum_of(pieces[0], pieces[i]);
+    return pieces[0];
+  };
+  const auto end = [&](int i, const Added& added) {
+    const int row = i / fours, c = i % fours * 4, column = first_column + c;
+    if (column >= width) return;
+    if (!p.gated) return finish_four<true>(p, first_row + row, column, total(row, c), added);
+    const int at = c / 8 * 16 + c % 8;
+    const float4 gates = total(row, at), ups = total(row, at + 8);
+    const auto value = [&](int j, float gate, float up) {
+      return column + j < width ? gated(p, column + j, gate, up) : 0;
+    };
+    put_four(p.y, first_row + row, column, width,
+             make_float4(value(0, gates.x, ups.x), value(1, gates.y, ups.y), value(2, gates.z, ups.z),
+                         value(3, gates.w, ups.w)));
+  };
+#pragma unroll
+  for (int j = 0; j < S::kAsked; j++)
+    if (const int i = own + j * step; i < count) end(i, added[j]);
+  for (int i = own + S::kAsked * step; i < count; i += step) {
+    const int column = first_column + i % fours * 4;
+    end(i, !p.gated && column < width ? read_added(p, first_row + i / fours, column) : Added());
+  }
+  cluster_barrier();  // others may still read
+#endif
+}
+
+template <typename S>
+size_t shared_bytes(const Room& room) {
+  return room.stages * S::kStageBytes + (room.whole ? kShort * S::kRows * kRowBytes : 0);
+}
+
+// at_once: so many blocks of threads have all of a processor's memory for their stages; 0: these are few, and what
+// comes next finds room beside them.
+template <typename S>
+Room room_of(int at_once, bool whole) {
+  Room room{S::kLeastStages, whole};
+  if (!at_once) return room;
+  constexpr size_t kAll = 226 << 10, kFixed = 2 << 10;  // of a processor; beside stages, of a block of threads
+  for (room.stages = S::kMostStages; kAll / at_once < shared_bytes<S>(room) + kFixed; room.stages--) {}
+  return room;
+}
+
+template <int kRows, int kGroups, int kBeside = 1, bool kAlone = false>
+void start_split(const Product& p, int rows, const Queue& queue, int at_once = kAlone, bool whole = false) {
+  using S = Shape<kRows, kGroups, kBeside, kAlone>;
+  const Pieces k(p.w.k, p.w.most_pieces);
+  const Room room = room_of<S>(at_once, whole);
+  const size_t bytes = shared_bytes<S>(room);
+  allow_shared(linear_split_kernel<S>, bytes);
+  const int columns = ceil_div(p.w.n, S::kColumns * kBeside) * kBeside;
+  start_clusters(queue, linear_split_kernel<S>, dim3(k.count, columns, ceil_div(rows, kRows)), dim3(k.count, kBeside),
+                 S::kThreads, bytes, p, rows, k, room);
+  launched("linear of 16 bits, pieces side by side");
+}
+
+// Whether all clusters run at once.
+template <int kRows, int kGroups, int kBeside, bool kAlone>
+bool fits(const Product& p, int rows) {
+  using S = Shape<kRows, kGroups, kBeside, kAlone>;
+  const int count = Pieces(p.w.k, p.w.most_pieces).count;
+  static int at_once[kMostPieces + 1] = {};
+  if (!at_once[count]) {
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = count, attribute.val.clusterDim.y = kBeside, attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(count, kBeside), config.blockDim = dim3(S::kThreads);
+    config.dynamicSmemBytes = shared_bytes<S>(room_of<S>(kAlone, false));
+    config.attrs = &attribute, config.numAttrs = 1;
+    int found = 0;
+    allow_shared(linear_split_kernel<S>, config.dynamicSmemBytes);
+    if (cudaOccupancyMaxActiveClusters(&found, linear_split_kernel<S>, &config) != cudaSuccess) cudaGetLastError();
+    at_once[count] = found > 0 ? found : 1;
+  }
+  return ceil_div(p.w.n, S::kColumns * kBeside) * ceil_div(rows, kRows) <= at_once[count];
+}
+
+// Of short pieces most are on their way before the kernel before this one has made the rows, if there is room for that
+// in all blocks of threads at once. Of long ones that is little, and stages beyond what hides latency only keep the
+// next kernel from beginning.
+template <int kRows>
+void start_few(const Product& p, int rows, const Queue& queue) {
+  const Pieces k(p.w.k, p.w.most_pieces);
+  const int blocks = blocks_of(p.w.n) * k.count, wanted = (blocks + processors() - 1) / processors();
+  const int at_once = k.length > kShort || wanted > 3 ? 0 : std::max(wanted, 2);
+  constexpr int kFewWhole = 2;  // rows: one thread asks for more of them as soon as all threads bring them
+  start_split<kRows, 1>(p, rows, queue, at_once, rows <= kFewWhole && at_once == 2);
+}
+
+}  // namespace
+
+void linear_split(const Product& p, int rows, const Queue& queue) {
+  if (rows <= 8) return start_few<8>(p, rows, queue);
+  if (rows <= 16) return start_few<16>(p, rows, queue);
+  if (rows <= 32) return start_few<32>(p, rows, queue);
+  if (rows <= 64) return start_few<64>(p, rows, queue);
+  // Rows are read once for each cluster's columns, and weights for each tile of rows: as large as all clusters still
+  // run at once, and most processors have one.
+  const int blocks = ceil_div(p.w.n, 2 * kBlock) * Pieces(p.w.k, p.w.most_pieces).count;
+  if (3 * blocks >= 2 * processors()) {
+    if (rows > 128 && fits<256, 2, 2, true>(p, rows)) return start_split<256, 2, 2, true>(p, rows, queue);
+    if (rows > 128 && fits<256, 2, 1, true>(p, rows)) return start_split<256, 2, 1, true>(p, rows, queue);
+    if (fits<128, 2, 2, true>(p, rows)) return start_split<128, 2, 2, true>(p, rows, queue);
+    if (fits<128, 2, 2, false>(p, rows)) return start_split<128, 2, 2>(p, rows, queue);
+  }
+  start_split<128, 2>(p, rows, queue);
+}
+
+}  // namespace AS_HALF
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,23 @@
+// Products by wgmma, of floats of 16 bits but for those of one row.
+#pragma once
+#include "cuda/kernels/common/half.h"
+
+namespace as {
+namespace cuda {
+namespace AS_HALF {
+
+void linear_stream(const Product& p, int rows, const Queue& queue);
+void linear_split(const Product& p, int rows, const Queue& queue);
+void linear_wide(const Product& p, int rows, const Queue& queue);
+// One row, of matrices whose sums are in pieces: of p.x, or of p.unnormed, which becomes what it should be on its way.
+// Whether there is a kernel for it; and the product.
+bool has_linear_row(const Product& p, const Queue& queue);
+void linear_row(const Product& p, const Queue& queue);
+// Few rows, of the same matrices of 8 bits, that p.bytes has; false, and nothing is done: there is no kernel for them.
+bool linear_few_bytes(const Product& p, int rows, const Queue& queue);
+// Whether linear_wide() is the fastest for a number of rows that the others are for.
+bool wide_is_best(const Product& p, int rows);
+
+}  // namespace AS_HALF
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,412 @@
+// Products of 16 bits by wgmma for many rows.
+//
+// A block of threads has a tile of 128 rows of activations and some columns (rows of the weights) at a time, and
+// there are no more blocks than run at once: each computes one tile after the other, and an equal part of those that
+// are left for the end. Who begins a tile does so long before the other, who goes on from its sums. Four threads have
+// blocks of both sides copied into shared memory, several stages ahead and on into the next tile while this one is
+// written; two warpgroups multiply, each 64 rows with all columns. Sums of a piece of K (tiles.h) are added to those of
+// the pieces before in registers. Blocks of threads that have adjacent tiles of rows and of columns are a cluster: each
+// copies a part of what they share for all, as what the second-level cache delivers is the limit.
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/by_half.h"
+#include "cuda/kernels/gemm/linear_wgmma.h"
+#include "cuda/kernels/gemm/row_sums.cuh"
+#include "cuda/kernels/gemm/tile_parts.cuh"
+
+namespace as {
+namespace cuda {
+namespace AS_HALF {
+namespace {
+
+constexpr int kMostShared = 226 << 10;
+[[maybe_unused]] constexpr int kCopiers = 4;  // threads that copy, each of up to two parts of a tile
+constexpr int kGroups = 2, kRows = kGroups * kBlock, kThreads = 128 * (1 + kGroups);  // warpgroups that multiply
+// How many stages one warpgroup is ahead of the other: it writes while that one multiplies.
+[[maybe_unused]] constexpr int kAhead = 2;
+// How many rows' tiles are shared by blocks that are at work at the same time: they stay in the cache.
+[[maybe_unused]] constexpr int kBandRows = 2048;
+
+// A tile: kColumns columns. A cluster: kDown tiles of rows by kAcross of columns. kWhole: sums are of one piece of K,
+// and need not be kept beside others.
+template <int kColumns_, bool kWhole_, int kDown_, int kAcross_>
+struct Shape {
+  static constexpr int kTileRows = kRows, kColumns = kColumns_, kDown = kDown_, kAcross = kAcross_;
+  [[maybe_unused]] static constexpr bool kWhole = kWhole_;
+  static constexpr int kCluster = kDown * kAcross;
+  static constexpr int kStageBytes = (kRows + kColumns) * kRowBytes, kStages = kMostShared / kStageBytes;
+  static constexpr int kShared = kStages * kStageBytes;
+  [[maybe_unused]] static constexpr int kBand = kBandRows / (kDown * kRows);
+  // What each block of a cluster copies of what it shares: whole groups of eight rows.
+  static_assert(kColumns % (8 * kDown) == 0 && kRows % (8 * kAcross) == 0);
+};
+
+template <typename S>
+Walk walk_of(int rows, const Pieces& k, int columns) {
+  const int down = ceil_div(rows, S::kDown * kRows), across = ceil_div(columns, S::kAcross * S::kColumns);
+  return {down, across, down * across, S::kWhole ? 1 : k.length};
+}
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// What a block of threads shares beside stages. Which parts it has is said by who copies: that takes divisions, and
+// nobody multiplies meanwhile. More than these are never on their way: each has a stage at least.
+template <int kStages>
+struct Barriers {
+  static constexpr int kParts = 16;
+  static_assert(kParts >= kStages + 2);
+  uint64_t full[kStages], empty[kStages];
+  TilePart parts[kParts];
+};
+
+__device__ void warps_meet(int group) { asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory"); }
+
+// Of a warpgroup: sums that another goes on with, and those to go on from.
+template <int kCount>
+__device__ void hand_over(const Scratch& scratch, int group, const float (&sums)[kCount]) {
+  static_assert(kGroups * 128 * kCount <= kScratchFloats && kGroups <= kScratchFlags);
+  const int thread = threadIdx.x % 128;
+  float4* to = reinterpret_cast<float4*>(scratch.sums + blockIdx.x * kScratchFloats + group * 128 * kCount) + thread;
+#pragma unroll
+  for (int i = 0; i < kCount / 4; i++)
+    __stcg(to + i * 128, make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]));
+  warps_meet(group);
+  if (thread == 0) set_flag(scratch.flags + blockIdx.x * kScratchFlags + group, 1);
+}
+template <int kCount>
+__device__ void go_on_from(const Scratch& scratch, int block, int group, float (&sums)[kCount]) {
+  const int thread = threadIdx.x % 128;
+  if (thread == 0) {
+    int* flag = scratch.flags + block * kScratchFlags + group;
+    while (!get_flag(flag)) {}
+    set_flag(flag, 0);
+  }
+  warps_meet(group);
+  const float4* from =
+      reinterpret_cast<const float4*>(scratch.sums + block * kScratchFloats + group * 128 * kCount) + thread;
+#pragma unroll
+  for (int i = 0; i < kCount / 4; i++) {
+    const float4 four = __ldcg(from + i * 128);
+    sums[4 * i] = four.x, sums[4 * i + 1] = four.y, sums[4 * i + 2] = four.z, sums[4 * i + 3] = four.w;
+  }
+}
+
+// What a block copies of rows that several of the cluster have in common.
+struct Share {
+  const uint16_t* tiles;
+  int first, blocks;  // row; blocks of K
+  int begin, end;     // this block's of the rows from that one on
+  int bytes;          // of all blocks' shares, of a block of K
+
+  // rows: that there are, of `most`; place: of this block among `count`.
+  __device__ Share(const uint16_t* tiles, int first, int rows, int most, int blocks, int place, int count)
+      : tiles(tiles), first(first), blocks(blocks) {
+    const int there = max(0, min(most, blocks_of(rows) * kBlock - first)), each = most / count;
+    begin = min(there, place * each), end = min(there, (place + 1) * each), bytes = there * kRowBytes;
+  }
+};
+
+// A part of a share that lies in one piece, and where its first block of K goes in a stage.
+struct Part {
+  const char* from = nullptr;
+  uint32_t to = 0;
+  int bytes = 0;
+
+  // Number n of a share's parts, if there are so many; else n becomes what is left of it.
+  __device__ Part(const Share& share, int& n) {
+    for (int row = share.begin, next; row < share.end; row = next) {
+      const int at = share.first + row;
+      next = min(share.end, row + kBlock - at % kBlock);
+      if (n-- > 0) continue;
+      from = reinterpret_cast<const char*>(share.tiles) + (size_t)(at / kBlock) * share.blocks * kBlockBytes +
+             at % kBlock * kRowBytes;
+      to = row * kRowBytes, bytes = (next - row) * kRowBytes;
+      return;
+    }
+  }
+};
+
+// What sums are in the end.
+template <bool kWhole, int kValues, int kTotals>
+__device__ const auto& of_pieces(const float (&piece)[kValues], const float (&total)[kTotals]) {
+  if constexpr (kWhole) return piece;
+  else return total;
+}
+
+#endif
+
+template <typename S, bool kGated>
+__global__ void __launch_bounds__(kThreads, 1)
+    linear_wide_kernel(const __grid_constant__ Product p, int rows, const __grid_constant__ Pieces k,
+                       const __grid_constant__ Walk walk, Scratch scratch) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  constexpr int kColumns = S::kColumns, kDown = S::kDown, kAcross = S::kAcross, kCluster = S::kCluster;
+  constexpr bool kWhole = S::kWhole;
+  extern __shared__ __align__(1024) char shared[];
+  __shared__ Barriers<S::kStages> barriers;
+  const int rank = blockIdx.x % kCluster, down = rank / kAcross, across = rank % kAcross;
+  const Parts<S, false> parts(walk, k.blocks, blockIdx.x / S::kCluster, gridDim.x / S::kCluster,
+                              blockIdx.x % S::kCluster / S::kAcross, blockIdx.x % S::kAcross);
+  const int count = parts.count();
+  const uint32_t stages = shared_address(shared);
+  let_next_begin();
+  if (threadIdx.x == 0) {
+    // Of a stage: full is it once all that copy have asked for their parts, and these are there; empty at all blocks
+    // of the cluster.
+    for (int i = 0; i < S::kStages; i++)
+      barrier_init(&barriers.full[i], kCopiers), barrier_init(&barriers.empty[i], kCluster * kGroups);
+    barriers_are_there();
+  }
+  __syncthreads();
+  cluster_barrier();
+  const int group = warpgroup() - 1;
+  Ring<S::kStages> ring;
+  if (group < 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    // A thread of each warp copies some parts of a tile: one alone would take longer to ask for them than they take.
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    if (elected()) {
+      // The blocks that take part in a row of a cluster are adjacent.
+      const uint16_t beside = ((1 << kAcross) - 1) << (down * kAcross);
+      uint16_t above = 0;
+      for (int i = 0; i < kDown; i++) above |= 1 << (i * kAcross + across);
+      for (int number = 0; number < count; number++) {
+        const TilePart at = parts[number];
+        if (warp == 0) barriers.parts[number % barriers.kParts] = at;
+        const Share weights(p.w.tiles, at.column, p.w.n, kColumns, k.blocks, down, kDown);
+        const Share own(p.x.tiles, at.row, rows, kRows, k.blocks, across, kAcross);
+        const auto part_of = [&](int n, bool& of_rows) {
+          const Part part(weights, n);
+          of_rows = n >= 0;
+          return of_rows ? Part(own, n) : part;
+        };
+        bool of_rows[2];
+        Part first = part_of(warp, of_rows[0]), second = part_of(warp + kCopiers, of_rows[1]);
+        const auto copy = [&](Part& part, bool of_rows) {
+          if (!part.bytes) return;
+          uint64_t* barrier = &barriers.full[ring.stage];
+          const uint32_t to = stages + ring.stage * S::kStageBytes + (of_rows ? 0 : kRows * kRowBytes) + part.to;
+          const int sharers = of_rows ? kAcross : kDown;
+          if (sharers > 1) copy_bulk_to(to, part.from, part.bytes, barrier, of_rows ? beside : above);
+          else copy_bulk(to, part.from, part.bytes, barrier);
+          part.from += kBlockBytes;
+        };
+        first.from += (size_t)at.begin * kBlockBytes, second.from += (size_t)at.begin * kBlockBytes;
+        // Weights are on their way before the kernel before this one has made the rows.
+        if (number || of_rows[0] || of_rows[1]) await_previous();
+        for (int left = at.end - at.begin; left > 0; left--, ring.next()) {
+          barrier_wait(&barriers.empty[ring.stage], ring.parity ^ 1);
+          // All of them are needed for a stage, whatever they copy: so none is ever a turn of the ring ahead or behind.
+          if (warp == 0) barrier_expect(&barriers.full[ring.stage], weights.bytes + own.bytes);
+          else barrier_arrive(&barriers.full[ring.stage]);
+          copy(first, of_rows[0]), copy(second, of_rows[1]);
+        }
+      }
+    }
+    __syncwarp();
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    await_previous();
+    // All blocks of the cluster are told, by a thread each: if only those were that copy for this one, one with nothing
+    // to wait for (a tile beyond the last) could tell twice what another has not told once.
+    const int teller = threadIdx.x % 128;
+    const auto release = [&](int stage) {
+      if (teller < kCluster) barrier_arrive_at(&barriers.empty[stage], teller);
+    };
+    const TilePart begun = parts[0];
+    const bool staggered = begun.end - begun.begin > kAhead;
+    const auto let_other_begin = [&] {
+      if (group == 0 && staggered) asm volatile("bar.arrive 1, 256;" ::: "memory");
+    };
+    if (group == 1 && staggered) asm volatile("bar.sync 1, 256;" ::: "memory");
+    for (int number = 0; number < count; number++) {
+      barrier_wait(&barriers.full[ring.stage], ring.parity);
+      const TilePart& part = barriers.parts[number % barriers.kParts];
+      const int last_block = part.end;
+      int b = part.begin;
+      if (part.row + group * kBlock >= rows || part.column >= p.w.n) {
+        if (number == 0) let_other_begin();
+        for (; b < last_block; b++, ring.next()) {
+          barrier_wait(&barriers.full[ring.stage], ring.parity);
+          warps_meet(
+              group);  // one thread tells for all, and a warp that still writes the tile before must not miss a turn
+          release(ring.stage);
+        }
+        continue;
+      }
+      float d[kColumns / 2], total[kWhole ? 1 : kColumns / 2];
+      if constexpr (!kWhole) {
+        if (b > 0) {
+          go_on_from(scratch, blockIdx.x - kCluster, group, total);
+        } else {
+#pragma unroll
+          for (int i = 0; i < kColumns / 2; i++) total[i] = -0.0f;  // with which a sum is what is added
+        }
+      }
+      if (!kGated && p.adds && last_block == k.blocks)
+        ask_for_added<kColumns>(p, rows, part.row + group * kBlock, part.column);
+      do {
+        const int end = kWhole ? last_block : min(b + k.length, last_block);
+        int last = -1;
+        // anew: std::true_type if sums begin with these products, so that registers need not be kept for them before.
+        const auto multiply = [&](auto anew) {
+          barrier_wait(&barriers.full[ring.stage], ring.parity);
+          const uint32_t stage = stages + ring.stage * S::kStageBytes, own = stage + group * kBlockBytes,
+                         theirs = stage + kRows * kRowBytes;
+          begin_products();
+#pragma unroll
+          for (int step = 0; step < 4; step++)
+            Tile<kColumns>::multiply(d, further(descriptor(own), step * kStepBytes),
+                                     further(descriptor(theirs), step * kStepBytes),
+                                     step > 0 || !decltype(anew)::value);
+          commit_products();
+          wait_products<1>();
+          if (last >= 0) release(last);
+          last = ring.stage;
+          if (number == 0 && b == begun.begin + kAhead) let_other_begin();
+          b++, ring.next();
+        };
+        if (kWhole && b > 0) {
+          go_on_from(scratch, blockIdx.x - kCluster, group, d);
+          settle(d);
+          multiply(std::false_type());
+        } else {
+          multiply(std::true_type());
+        }
+        if constexpr (kWhole) {  // both ways end here: else the compiler lets all products wait for each other
+          wait_products<0>();
+          settle(d);
+        }
+#pragma unroll 1
+        while (b < end) multiply(std::false_type());
+        wait_products<0>();
+        release(last);
+        settle(d);
+        if constexpr (!kWhole) {
+#pragma unroll
+          for (int i = 0; i < kColumns / 2; i++) total[i] = __fadd_rn(total[i], d[i]);
+        }
+      } while (!kWhole && b < last_block);
+      const float(&sums)[kColumns / 2] = of_pieces<kWhole>(d, total);
+      const TilePart end = barriers.parts[afresh((unsigned)number) % barriers.kParts];
+      if (end.end < k.blocks) {
+        hand_over(scratch, group, sums);
+        continue;
+      }
+      const int first_row = end.row + group * kBlock;
+      const auto results = [&](int sixteen, int h, float(&v)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) v[i] = sums[sixteen * 8 + h * 2 + i / 2 * 4 + i % 2];
+      };
+      if constexpr (!kGated) write_sums<kColumns, 4, false>(p, rows, first_row, end.column, results);
+      else if (p.bias) write_gated<true, kColumns>(p, rows, first_row, end.column / 2, results);
+      else write_gated<false, kColumns>(p, rows, first_row, end.column / 2, results);
+    }
+  }
+  __syncwarp();
+  cluster_barrier();  // other blocks may still tell this one's barriers
+#endif
+}
+
+// Nanoseconds that the end of a tile takes, and that a cluster waits for sums which it goes on from and leaves others.
+constexpr int kEnd = 2500, kHandOver = 4000;
+
+template <typename S>
+struct Kernel {
+  // How many clusters run at once.
+  static int clusters() {
+    static const int count = [] {
+      constexpr auto kFunction = linear_wide_kernel<S, false>;
+      cudaLaunchAttribute attribute;
+      attribute.id = cudaLaunchAttributeClusterDimension;
+      attribute.val.clusterDim.x = S::kCluster, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+      cudaLaunchConfig_t config = {};
+      config.gridDim = dim3(S::kCluster), config.blockDim = dim3(kThreads);
+      config.dynamicSmemBytes = S::kShared;
+      config.attrs = &attribute, config.numAttrs = 1;
+      int found = 0;
+      allow_shared(kFunction, S::kShared);
+      if (cudaOccupancyMaxActiveClusters(&found, kFunction, &config) != cudaSuccess) cudaGetLastError();
+      return found > 0 ? found : processors() / S::kCluster;
+    }();
+    return count;
+  }
+  // How tiles are shared out, and how many nanoseconds that takes if a block of K takes so many. Where the last turn of
+  // all clusters would leave many idle, its tiles and those of the one before are shared.
+  static int64_t plan(int rows, const Matrix& w, const Pieces& k, int nanoseconds, Walk* walk) {
+    *walk = walk_of<S>(rows, k, w.n);
+    const int count = walk->count(), over = count % clusters(), turns = ceil_div(count, clusters());
+    const int64_t tile = (int64_t)k.blocks * nanoseconds + kEnd, whole = turns * tile;
+    if (count < clusters() || over == 0 || clusters() * S::kCluster > kScratchBlocks) return whole;
+    const int units = ceil_div(k.blocks, walk->unit), part = ceil_div((size_t)(clusters() + over) * units, clusters());
+    const int64_t shared = (turns - 2) * tile + (int64_t)part * walk->unit * nanoseconds + 2 * kEnd + kHandOver;
+    if (shared >= whole) return whole;
+    walk->whole = count - clusters() - over;
+    return shared;
+  }
+  static int64_t cost(int rows, const Matrix& w, const Pieces& k, int nanoseconds) {
+    Walk walk;
+    return plan(rows, w, k, nanoseconds, &walk);
+  }
+  static void start(const Product& p, int rows, int nanoseconds, const Queue& queue) {
+    const Pieces k(p.w.k, p.w.most_pieces);
+    Walk walk;
+    plan(rows, p.w, k, nanoseconds, &walk);
+    const auto kernel = p.gated ? linear_wide_kernel<S, true> : linear_wide_kernel<S, false>;
+    allow_shared(kernel, S::kShared);
+    const int blocks = S::kCluster * (walk.count() < clusters() ? walk.count() : clusters());
+    start_clusters(queue, kernel, dim3(blocks), dim3(S::kCluster), kThreads, S::kShared, p, rows, k, walk,
+                   queue.scratch);
+    launched("linear of 16 bits, many rows");
+  }
+};
+
+// A tile of so many columns, and the nanoseconds that it takes for a block of K on an H200: reckoned from
+// what tensor cores and shared memory can do, not measured one by one.
+struct Choice {
+  int columns, down, across, nanoseconds;
+  int64_t (*cost)(int rows, const Matrix& w, const Pieces& k, int nanoseconds);
+  void (*start)(const Product&, int rows, int nanoseconds, const Queue&);
+};
+template <int kColumns, bool kWhole, int kDown, int kAcross>
+constexpr Choice choice(int nanoseconds) {
+  using K = Kernel<Shape<kColumns, kWhole, kDown, kAcross>>;
+  return {kColumns, kDown, kAcross, nanoseconds, K::cost, K::start};
+}
+constexpr Choice kByPieces[] = {choice<192, false, 2, 1>(590), choice<160, false, 2, 1>(510),
+                                choice<128, false, 2, 1>(440), choice<128, false, 2, 2>(425),
+                                choice<112, false, 2, 2>(370)};
+constexpr Choice kByOne[] = {choice<256, true, 2, 1>(760), choice<256, true, 2, 2>(780), choice<192, true, 2, 1>(620)};
+
+}  // namespace
+
+bool wide_is_best(const Product& p, int rows) {
+  const Pieces k(p.w.k, p.w.most_pieces);
+  if (k.count > 1) {  // clusters of linear_split.cu would take a second turn, for few
+    const int blocks = ceil_div(p.w.n, 2 * kBlock) * k.count;
+    return blocks > processors() && 4 * blocks < 5 * processors();
+  }
+  using S = Shape<256, true, 2, 1>;
+  return walk_of<S>(rows, k, p.w.n).count() >= Kernel<S>::clusters();
+}
+
+void linear_wide(const Product& p, int rows, const Queue& queue) {
+  // Rows are written whole pieces of 16 bytes at a time.
+  if (p.gated ? !p.y.tiles : p.y.width % 4 || p.w.n % 4) return AS_HALF::linear_half(p, rows, queue, By::split);
+  const Pieces k(p.w.k, p.w.most_pieces);
+  const Choice* best = nullptr;
+  int64_t least = INT64_MAX;
+  const auto consider = [&](const Choice& choice) {
+    const int64_t cost = choice.cost(rows, p.w, k, choice.nanoseconds);
+    if (cost < least) best = &choice, least = cost;
+  };
+  if (k.count == 1)
+    for (const Choice& choice : kByOne) consider(choice);
+  else
+    for (const Choice& choice : kByPieces) consider(choice);
+  best->start(p, rows, best->nanoseconds, queue);
+}
+
+}  // namespace AS_HALF
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,577 @@
+// Products of quantized weights by wgmma in a stream of weights, as linear_stream.cu has those of bfloat16.
+//
+// A block of threads stays on its processor and has an equal part of all steps of all tiles: a step is two blocks of K,
+// a tile some columns (rows of the weights) by some rows of activations. Four warps have steps copied into shared
+// memory, as far ahead as there is room, on and on through the tiles; warpgroups multiply, each 64 columns with all
+// rows: a warp makes of its 16 columns' codes the product's first operand in registers, while the product before is
+// under way. Floats of 8 bits are taken out of shared memory as they are. Few rows are multiplied by mma.sync, whose
+// bits are the same (not of floats of 8 bits) and which takes fewer instructions than wgmma's descriptors and waits.
+//
+// A tile's sum over K is that of pieces (tiles.h), which whoever comes last adds up in ascending order. Where nearly
+// all processors have a piece if each has one, so it is, as hand-overs take longer than steps that some have less. A
+// piece that two blocks of threads share is begun first of all by the one and finished last by the other, who goes on
+// from what the first has left in global memory long ago. Everybody waits for blocks of threads of lower numbers alone,
+// which have begun before.
+#pragma once
+#include <algorithm>
+
+#include "cuda/kernels/common/wgmma_registers.cuh"
+#include "cuda/kernels/gemm/byte_pieces.cuh"
+#include "cuda/kernels/gemm/code_fragments.cuh"
+#include "cuda/kernels/gemm/column_sums.cuh"
+#include "cuda/kernels/gemm/stream_parts.cuh"
+
+namespace as {
+namespace cuda {
+namespace AS_HALF {
+
+constexpr int kGroupThreads = 128;
+
+// Formats: of weights of so many bits, and of what they are multiplied with.
+// kRowBytes: of a row of a block of activations; kParts: products of a block; kSets: of scales, of a block; kSegments:
+// whether sums become floats, or are added to others, within a piece; kWhole: once, at its end, so that what this takes
+// is read then and need not be copied along.
+template <int kWeightBits, bool kFineGroups>
+struct Rounded {  // activations in bfloat16; kFineGroups: scales change within a block
+  using Sum = float;
+  static constexpr int kBits = kWeightBits, kRowBytes = cuda::kRowBytes, kParts = 4, kSets = kFineGroups ? 4 : 1;
+  static constexpr bool kFine = kFineGroups, kSegments = false, kFloats = false, kWhole = false;
+  static constexpr SumScales kScales = SumScales::none;
+};
+template <int kWeightBits, bool kOneGroup = false>
+struct Integers {
+  using Sum = int;
+  static constexpr int kBits = kWeightBits, kRowBytes = kByteRow, kParts = 2, kSets = kOneGroup ? 0 : 1;
+  static constexpr bool kFine = false, kSegments = true, kFloats = false, kWhole = kOneGroup;
+  static constexpr SumScales kScales = SumScales::rows;
+};
+struct Floats {
+  using Sum = float;
+  static constexpr int kBits = 8, kRowBytes = kByteRow, kParts = 2, kSets = 0;
+  static constexpr bool kFine = false, kSegments = false, kFloats = true, kWhole = false;
+  static constexpr SumScales kScales = SumScales::columns_and_rows;
+};
+
+// kRows: of activations; kGroups: warpgroups, of 64 columns each. kOwn: there is one row, which is normed and becomes 8
+// bits here.
+template <class Format_, int kRows_, int kGroups_, bool kOwn_ = false>
+struct StreamShape {
+  using Format = Format_;
+  static constexpr int kRows = kRows_, kGroups = kGroups_;
+  static constexpr bool kOwn = kOwn_;
+  static constexpr int kWorkers = kGroupThreads * kGroups, kThreads = kWorkers + kGroupThreads;
+  // Registers of a thread: at launch, as many as all threads can have; then of one that multiplies, and of one that
+  // copies, which together must be no more, or a warpgroup waits for its own without end.
+  static constexpr int kLaunched = (65536 / 4 / 32 / ((kThreads / 32 + 3) / 4)) / 8 * 8;
+  static constexpr int kRegisters = kGroups == 2 ? 224 : kGroups == 3 ? 152 : 104;
+  static constexpr int kCopyRegisters = kGroups == 2 ? 56 : kGroups == 3 ? 56 : 64;
+  static_assert(kGroups >= 2 && kGroups * kRegisters + kCopyRegisters <= (kGroups + 1) * kLaunched);
+  static constexpr bool kHasSums = std::is_same_v<typename Format::Sum, int>;
+  // By mma.sync, which takes fewer instructions; not floats of 8 bits, whose sums by wgmma have bits of their own.
+  static constexpr bool kFew = kRows <= 32 && !Format::kFloats;
+  // Of a block: of rows, of their sums, of a group's codes and scales.
+  static constexpr int kRowBytes = kOwn ? 0 : Format::kRowBytes, kRowsBytes = kRows * kRowBytes;
+  static constexpr int kSumsBytes = kHasSums && !kOwn && !Format::kWhole ? kRows * 4 : 0;
+  static constexpr int kCodesBytes = code_bytes(Format::kBits), kSetBytes = kScaleWords * 4;
+  static constexpr int kSumsAt = kStepBlocks * kRowsBytes, kGroupsAt = kSumsAt + kStepBlocks * kSumsBytes;
+  static constexpr int kSetsAt = kStepBlocks * kCodesBytes;
+  static constexpr int kGroupBytes = kSetsAt + kStepBlocks * Format::kSets * kSetBytes;
+  static constexpr int kStageBytes = (kGroupsAt + kGroups * kGroupBytes + 1023) / 1024 * 1024;
+  static constexpr int kStages = (216 << 10) / kStageBytes < 16 ? (216 << 10) / kStageBytes : 16;
+  static constexpr int kOwnAt = kStages * kStageBytes, kShared = kOwnAt + (kOwn ? kNormedBytes + kBehindRow : 0);
+  using Normed = NormedPieces<kWorkers, kNormedBytes / kPieceColumns / kWorkers>;
+  static constexpr int kValues = kRows / 2;  // of a thread
+  static constexpr size_t kSums = (size_t)kWorkers * kValues;
+  static_assert(kStages >= 3 && kSums * (kHasSums ? 2 : 1) <= kScratchFloats && kGroups <= kScratchFlags);
+
+  static int tiles(int n, int rows) { return (blocks_of(n) + kGroups - 1) / kGroups * ((rows + kRows - 1) / kRows); }
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+__device__ inline void leave(int* flag) { asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(flag) : "memory"); }
+__device__ inline void take(int* flag) {
+  int there = 0;
+  while (!there) asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(flag) : "memory");
+  asm volatile("st.relaxed.gpu.global.s32 [%0], 0;" ::"l"(flag) : "memory");
+}
+__device__ inline int arrive(int* count) {
+  int before;
+  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(count) : "memory");
+  return before;
+}
+__device__ inline void group_barrier(int group) {
+  asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(kGroupThreads) : "memory");
+}
+#endif
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+constexpr int kCopyWarps = kGroupThreads / 32;
+// What a warp asks for in each of a block of threads' steps: a group's codes, a group's scales, and some of the rows.
+// All that takes a division is worked out when a part begins: in each step it would take longer than its weights do.
+template <class S>
+class StreamCopies {
+ public:
+  using Format = typename S::Format;
+
+  __device__ StreamCopies(const Product& p, const StreamParts& parts, int rows, const Steps& k,
+                          const Divisor& row_tiles, int warp)
+      : p_(p), parts_(parts), k_(k), row_tiles_(row_tiles), sets_(p.w.codes, k.blocks), rows_(rows), warp_(warp) {
+    begin();
+  }
+  __device__ bool there() const { return there_; }
+  __device__ void next() {
+    if (++step_ == part_.end) return begin();
+    codes_ += kStepBlocks * S::kCodesBytes, x_ += kStepBlocks * kBlock * Format::kRowBytes;
+    if constexpr (Format::kSets) {
+      for (left_ -= kStepBlocks; left_ <= 0; left_ += sets_.blocks) set_ += sets_.each;
+    }
+  }
+  // to: the stage.
+  __device__ void fetch_weights(uint32_t to, uint64_t* full) const {
+    const int blocks = min(kStepBlocks, k_.blocks - step_ * kStepBlocks);
+    int sets = 0;
+    if constexpr (Format::kSets) sets = min(left_ == 1 && blocks > 1 ? 2 * sets_.each : sets_.each, sets_.count - set_);
+    if (warp_ == 0)
+      barrier_expect(full, blocks * (there_rows_ * S::kRowBytes + S::kSumsBytes + groups_ * S::kCodesBytes) +
+                               groups_ * sets * S::kSetBytes);
+    const uint64_t policy = evicted_first();
+    to += S::kGroupsAt;
+    if (warp_ < groups_) copy_bulk(to + warp_ * S::kGroupBytes, codes_, blocks * S::kCodesBytes, full, policy);
+    if constexpr (Format::kSets)
+      if (scaled() < groups_)
+        copy_bulk(to + scaled() * S::kGroupBytes + S::kSetsAt, scales_ + (size_t)set_ * S::kSetBytes,
+                  sets * S::kSetBytes, full, policy);
+  }
+  __device__ void fetch_rows(uint32_t to, uint64_t* full) const {
+    const int block = step_ * kStepBlocks + warp_ % kStepBlocks, i = warp_ / kStepBlocks;
+    if (block >= k_.blocks) return;
+    if (own_rows_ > 0)
+      copy_bulk(to + warp_ % kStepBlocks * S::kRowsBytes + i * kBlock * Format::kRowBytes, x_,
+                own_rows_ * Format::kRowBytes, full);
+    if (S::kSumsBytes && i == 1)
+      copy_bulk(to + S::kSumsAt + warp_ % kStepBlocks * S::kSumsBytes,
+                reinterpret_cast<const char*>(p_.bytes.sums + (size_t)block * (blocks_of(rows_) * kBlock) + row_),
+                S::kSumsBytes, full);
+  }
+
+ private:
+  // The group whose scales a warp asks for: of two groups a warp that has no codes.
+  __device__ int scaled() const { return kCopyWarps - 1 - warp_; }
+  __device__ void begin() {
+    there_ = parts_.next(part_);
+    if (!there_) return;
+    step_ = part_.begin;
+    const int tile = row_tiles_(part_.tile), column_block = tile * S::kGroups;
+    const int block = step_ * kStepBlocks, i = warp_ / kStepBlocks;
+    row_ = (part_.tile - tile * row_tiles_.by()) * S::kRows, there_rows_ = min(S::kRows, rows_ - row_);
+    own_rows_ = i * kBlock < S::kRows ? min(kBlock, there_rows_ - i * kBlock) : 0;
+    groups_ = min(S::kGroups, blocks_of(p_.w.n) - column_block);
+    const Codes& codes = p_.w.codes;
+    codes_ = reinterpret_cast<const char*>(codes.words) +
+             ((size_t)(column_block + warp_) * k_.blocks + block) * S::kCodesBytes;
+    scales_ =
+        reinterpret_cast<const char*>(codes.scales) + (size_t)(column_block + scaled()) * codes.groups * S::kSetBytes;
+    const char* x = Format::kParts == 4 ? reinterpret_cast<const char*>(p_.x.tiles)
+                                        : reinterpret_cast<const char*>(p_.bytes.values);
+    x_ = x + (((size_t)(row_ / kBlock + i) * k_.blocks + block + warp_ % kStepBlocks) * kBlock + row_ % kBlock) *
+                 Format::kRowBytes;
+    if constexpr (Format::kSets) {
+      const int before = sets_.blocks == 1 ? block : block / sets_.blocks;
+      set_ = before * sets_.each, left_ = (before + 1) * sets_.blocks - block;
+    }
+  }
+
+  const Product& p_;
+  StreamParts parts_;
+  StreamPart part_;
+  const Steps& k_;
+  const Divisor& row_tiles_;
+  const ScaleSets sets_;
+  const int rows_, warp_;
+  const char *codes_, *scales_, *x_;
+  int step_, row_, there_rows_, own_rows_, groups_, set_, left_;  // left_: blocks of the set, from the step's first on
+  bool there_;
+};
+#endif
+
+template <typename Sum, int kValues>
+__device__ inline void clear(Sum (&d)[kValues]) {
+#pragma unroll
+  for (int i = 0; i < kValues; i++) d[i] = 0;
+}
+
+// The sums of all pieces in ascending order. Of few values everything is asked for before anything is added.
+template <int kValues, int kStride, size_t kPiece>
+__device__ inline void add_pieces(const float* from, int pieces, float (&sums)[kValues]) {
+  if constexpr (kValues <= 16) {
+    constexpr int kTogether = 4;
+#pragma unroll
+    for (int first = 0; first < kValues; first += kTogether) {
+      float all[kMostCodePieces][kTogether];
+#pragma unroll
+      for (int piece = 0; piece < kMostCodePieces; piece++)
+#pragma unroll
+        for (int i = 0; i < kTogether; i++)
+          if (piece < pieces) all[piece][i] = __ldcg(from + piece * kPiece + (first + i) * kStride);
+#pragma unroll
+      for (int i = 0; i < kTogether; i++) sums[first + i] = all[0][i];
+#pragma unroll
+      for (int piece = 1; piece < kMostCodePieces; piece++)
+#pragma unroll
+        for (int i = 0; i < kTogether; i++)
+          if (piece < pieces) sums[first + i] = __fadd_rn(sums[first + i], all[piece][i]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kValues; i++) sums[i] = __ldcg(from + i * kStride);
+    for (int piece = 1; piece < pieces; piece++) {
+      from += kPiece;
+#pragma unroll
+      for (int i = 0; i < kValues; i++) sums[i] = __fadd_rn(sums[i], __ldcg(from + i * kStride));
+    }
+  }
+}
+
+// Of the one row what products do not read: its scale, and integers' sums, of each segment where it ends.
+template <class S>
+struct OwnRow {
+  float scale;
+  int sums[S::kOwn && S::kHasSums ? kNormedBytes / kBlock : 1];
+  std::conditional_t<S::kOwn, typename S::Normed::Shared, int> norming;
+};
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+template <class S>
+__device__ __forceinline__ void make_row(const Product& p, const Segments& segments, char* row, OwnRow<S>& own) {
+  using Normed = typename S::Normed;
+  const int pieces = segments.blocks * (kBlock / kPieceColumns);
+  Normed normed(p.norm, p.w.k);
+  if (S::kHasSums)
+    for (int i = threadIdx.x; i < segments.blocks; i += S::kWorkers) own.sums[i] = 0;
+  await_previous();
+  const ByteScale<S::Format::kFloats> scale(normed.make(p.unnormed, own.norming));
+  if (threadIdx.x == 0) own.scale = scale.scale;
+#pragma unroll
+  for (int i = 0; i < Normed::kKept; i++) {
+    const int at = normed.place(i);
+    if (at >= pieces) continue;
+    int sum = 0;
+    *reinterpret_cast<uint4*>(row + at * kPieceColumns) = scale.bytes(normed[i], sum);
+    if (S::kHasSums) atomicAdd(&own.sums[segments.end(at / (kBlock / kPieceColumns))], sum);
+  }
+  row_is_there<S::kWorkers>();
+}
+#endif
+
+template <typename S>
+__global__ void __launch_bounds__(S::kThreads, 1)
+    quantized_stream_kernel(const __grid_constant__ Product p, int rows, const __grid_constant__ Steps k,
+                            const __grid_constant__ Divisor row_tiles, Segments segments, Scratch scratch,
+                            const __grid_constant__ StreamShares shares) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Format = typename S::Format;
+  constexpr int kRows = S::kRows, kGroups = S::kGroups, kStages = S::kStages, kValues = S::kValues,
+                kBits = Format::kBits;
+  extern __shared__ __align__(1024) char shared[];
+  __shared__ uint64_t full[kStages], empty[kStages];
+  __shared__ int arrived[kGroups];
+  __shared__ OwnRow<S> made;
+  const int column_blocks = blocks_of(p.w.n);
+  const StreamParts all(k, shares);
+  const int group = threadIdx.x / kGroupThreads, lane = threadIdx.x % 32;
+  uint32_t stages = shared_address(shared), full_at = shared_address(full), empty_at = shared_address(empty);
+  // The compiler has these in registers: it would work them out again in every step.
+  asm volatile("" : "+r"(stages), "+r"(full_at), "+r"(empty_at));
+  const Codes& codes = p.w.codes;
+  let_next_begin();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; i++) barrier_init(&full[i], 1), barrier_init(&empty[i], 4 * kGroups);
+    barriers_are_there();
+  }
+  __syncthreads();
+  Ring<kStages> ring;
+  if (group == kGroups) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::kCopyRegisters));
+    // Of each copy that there is to ask for in a step a warp has its own, one thread of it.
+    if (!elected()) return;
+    static_assert(kGroups <= kCopyWarps && kRows <= 2 * kBlock && kStepBlocks * 2 == kCopyWarps);
+    StreamCopies<S> ahead(p, all, rows, k, row_tiles, (threadIdx.x - S::kWorkers) / 32);
+    StreamCopies<S> behind = ahead;
+    // Weights are on their way before the kernel before this one has made the rows.
+    int begun = 0;
+    for (; begun < kStages && ahead.there(); begun++, ahead.next())
+      ahead.fetch_weights(stages + begun * S::kStageBytes, &full[begun]);
+    if constexpr (!S::kOwn) {
+      await_previous();
+      for (int i = 0; i < begun; i++, behind.next()) behind.fetch_rows(stages + i * S::kStageBytes, &full[i]);
+    }
+    for (ring.parity = 1; ahead.there(); ahead.next(), ring.next()) {
+      const uint32_t to = stages + ring.stage * S::kStageBytes;
+      barrier_wait(&empty[ring.stage], ring.parity ^ 1);
+      ahead.fetch_weights(to, &full[ring.stage]);
+      if constexpr (!S::kOwn) ahead.fetch_rows(to, &full[ring.stage]);
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::kRegisters));
+    if constexpr (S::kOwn) make_row<S>(p, segments, shared + S::kOwnAt, made);
+    else await_previous();
+    const int thread = threadIdx.x % kGroupThreads, warp = thread / 32;
+    typename Format::Sum d[kValues];
+    float total[Format::kSegments ? kValues : 1];
+    int segment_end = 0;  // a block
+    const ScaleSets sets(codes, k.blocks);
+    const bool regular = sets.regular();
+    const StepProducts<S> products(sets, sets.second(), group, warp, lane);
+    // Steps of two whole blocks, of regular sets; others are computed block by block.
+    const int whole_steps = Format::kSegments || !regular ? 0 : p.w.k / (kStepBlocks * kBlock);
+    // Of block j of a stage, which is `block` of K, its first set.
+    const auto scales_at = [&](int stage, int j, int block) {
+      return shared + stage * S::kStageBytes + S::kGroupsAt + group * S::kGroupBytes + S::kSetsAt +
+             (j ? sets.second(block - 1) : 0) * S::kSetBytes + (warp * 8 + lane / 4) * 8;
+    };
+    const auto codes_at = [&](int stage, int j) {
+      return stage * S::kStageBytes + S::kGroupsAt + group * S::kGroupBytes + j * S::kCodesBytes;
+    };
+    // Block j of a stage, which is `block` of K, as the product's first operand.
+    const auto load = [&](int stage, int j, int block, uint32_t(&a)[Format::kParts][4]) {
+      if constexpr (Format::kFloats) return;  // products read them themselves
+      if constexpr (Format::kSegments) {
+        load_integers<kBits>(shared + codes_at(stage, j) + warp * (S::kCodesBytes / 4), a);
+      } else if constexpr (!Format::kFloats) {
+        const uint32_t at = stages + stage * S::kStageBytes;
+        if (j == 0 || regular) products.weights(at, j, a);
+        else products.weights(at, j, sets.second(block - 1), a);
+        if (const int there = p.w.k - block * kBlock; there < kBlock) {
+#pragma unroll
+          for (int i = 0; i < 4; i++) cut_fragment(a[i], there - i * 16);
+        }
+      }
+    };
+    // Rows of block j of a stage, or the one row's block.
+    const auto rows_at = [&](int stage, int j, int block) {
+      return stages + (S::kOwn ? S::kOwnAt + block * kBlock : stage * S::kStageBytes + j * S::kRowsBytes);
+    };
+    const auto multiply = [&](int stage, int j, int block, bool adds, uint32_t(&a)[Format::kParts][4]) {
+      const uint32_t x = rows_at(stage, j, block);
+      begin_products();
+#pragma unroll
+      for (int i = 0; i < Format::kParts; i++) {
+        if constexpr (Format::kFloats)
+          Float8Tile<kRows>::multiply(
+              d, byte_descriptor(stages + codes_at(stage, j) + i * kStepBytes),
+              S::kOwn ? row_descriptor(x + i * kStepBytes) : byte_descriptor(x + i * kStepBytes), i > 0 || adds);
+        else if constexpr (Format::kSegments)
+          ByteTile<kRows>::multiply(d, a[i], byte_descriptor(x + i * kStepBytes), i > 0 || adds);
+        else RegisterTile<kRows>::multiply(d, a[i], descriptor(x + i * kStepBytes), i > 0 || adds);
+      }
+      commit_products();
+    };
+    const auto multiply_few = [&](int stage, int j, int block, const uint32_t(&a)[Format::kParts][4]) {
+      const uint32_t x = rows_at(stage, j, block);
+      if constexpr (Format::kParts == 4) {
+        products.multiply(x, a, d);
+      } else {
+#pragma unroll
+        for (int t = 0; t < kRows / 8; t++) {
+          auto& own = reinterpret_cast<typename Format::Sum(&)[4]>(d[4 * t]);
+          uint32_t y[4];
+          load_cores(y, S::kOwn ? x + lane / 8 * kPieceColumns
+                                : x + t * 8 * Format::kRowBytes + byte_piece(lane % 8, lane / 8));
+          multiply_add(own, a[0], y[0], y[1]), multiply_add(own, a[1], y[2], y[3]);
+        }
+      }
+    };
+    // Of the tile, where segments are whole pieces: scales; and where rows' sums are, those of a block.
+    uint2 of_tile = {};
+    int first_row = 0;
+    const auto sums_at = [&](int block) { return (size_t)block * (blocks_of(rows) * kBlock) + first_row; };
+    // Whether sums have become part of the total, as a segment ends with this block.
+    const auto end_segment = [&](int stage, int j, int block) {
+      if constexpr (Format::kSegments) {
+        if (block != segment_end) return false;
+        segment_end = segments.end(block + 1);
+        if constexpr (Format::kFloats) {
+#pragma unroll
+          for (int i = 0; i < kValues; i++) total[i] = __fadd_rn(total[i], d[i]);
+        } else {
+          uint2 two = of_tile;
+          if constexpr (!Format::kWhole) two = *reinterpret_cast<const uint2*>(scales_at(stage, j, block));
+          const char* sums = shared + stage * S::kStageBytes + S::kSumsAt + j * S::kSumsBytes;
+          if constexpr (Format::kWhole) sums = reinterpret_cast<const char*>(p.bytes.sums + sums_at(block));
+          const float2* of_rows = reinterpret_cast<const float2*>(sums);
+#pragma unroll
+          for (int i = 0; i < kValues; i++) {
+            float2 activations;
+            if constexpr (S::kOwn) activations.x = activations.y = (float)made.sums[block];
+            else activations = of_rows[i / 4 * 4 + lane % 4];
+            add_segment(total[i], i % 4 / 2 ? two.y : two.x, d[i], i % 2 ? activations.y : activations.x);
+          }
+        }
+        return true;
+      }
+      return false;
+    };
+    // Where a thread's sums are for others: adjacent threads side by side.
+    const auto left_by = [&](int block) { return scratch.sums + block * kScratchFloats + threadIdx.x; };
+    StreamParts parts = all;
+    for (StreamPart part; parts.next(part);) {
+      const int tile = row_tiles(part.tile), column_block = tile * kGroups + group;
+      const int row = (part.tile - tile * row_tiles.by()) * kRows;
+      const bool own = column_block < column_blocks;  // else the columns are beyond the last
+      if constexpr (Format::kWhole) {
+        const uint32_t* scales = codes.scales + (size_t)column_block * kScaleWords + warp * kTileRows + lane / 4 * 2;
+        if (own) of_tile = *reinterpret_cast<const uint2*>(scales);
+        first_row = row;
+      }
+      if (part.begin > part.first) {
+        int* flag = scratch.flags + (blockIdx.x - 1) * kScratchFlags + group;
+        if (own && thread == 0) take(flag);
+        group_barrier(group);
+        const float* from = left_by(blockIdx.x - 1);
+#pragma unroll
+        for (int i = 0; i < kValues; i++) {
+          if constexpr (Format::kSegments) total[i] = __ldcg(from + i * S::kWorkers);
+          if constexpr (!Format::kSegments) d[i] = __ldcg(from + i * S::kWorkers);
+          else if constexpr (S::kHasSums) d[i] = __float_as_int(__ldcg(from + (kValues + i) * S::kWorkers));
+        }
+      } else if constexpr (Format::kSegments) {
+#pragma unroll
+        for (int i = 0; i < kValues; i++) total[i] = 0;
+      }
+      if constexpr (!S::kFew) settle(d);
+      if constexpr (Format::kSegments) segment_end = segments.end(part.begin * kStepBlocks);
+      // Whether products are added to sums that there are.
+      bool adds = part.begin > part.first;
+      if constexpr (Format::kSegments)
+        adds = adds && segments.begin(part.begin * kStepBlocks) < part.begin * kStepBlocks;
+      if constexpr (S::kFew) {
+        if (!adds) clear(d);
+        for (int step = part.begin; step < part.end; step++, ring.next()) {
+          const int first = step * kStepBlocks;
+          barrier_wait(full_at + ring.stage * 8, ring.parity);
+          if (step < whole_steps) {
+            if constexpr (Format::kParts == 4) products.multiply(stages + ring.stage * S::kStageBytes, d);
+          } else {
+#pragma unroll
+            for (int j = 0; j < kStepBlocks; j++) {
+              if (first + j >= k.blocks) break;
+              uint32_t a[Format::kParts][4];
+              load(ring.stage, j, first + j, a);
+              multiply_few(ring.stage, j, first + j, a);
+              if (end_segment(ring.stage, j, first + j)) clear(d);
+            }
+          }
+          __syncwarp();
+          if (lane == 0) barrier_arrive(empty_at + ring.stage * 8);
+        }
+      } else {
+        uint32_t a[kStepBlocks][Format::kParts][4];  // one is made while the product of the other is under way
+        barrier_wait(&full[ring.stage], ring.parity);
+        load(ring.stage, 0, part.begin * kStepBlocks, a[0]);
+        for (int step = part.begin; step < part.end; step++) {
+          const int stage = ring.stage, block = step * kStepBlocks;
+          const bool both = block + 1 < k.blocks;
+          multiply(stage, 0, block, adds, a[0]);
+          if (both) load(stage, 1, block + 1, a[1]);
+          if (Format::kFloats && both) {  // a segment is the whole step
+            adds = true;
+          } else {
+            wait_products<0>();
+            settle(d);
+            adds = !end_segment(stage, 0, block);
+          }
+          if (both) multiply(stage, 1, block + 1, adds, a[1]);
+          ring.next();
+          if (step + 1 < part.end) {
+            barrier_wait(&full[ring.stage], ring.parity);
+            load(ring.stage, 0, block + kStepBlocks, a[0]);
+          }
+          wait_products<0>();
+          settle(d);
+          if (both) adds = !end_segment(stage, 1, block + 1);
+          __syncwarp();
+          if (lane == 0) barrier_arrive(&empty[stage]);
+        }
+      }
+      if (!own) continue;
+      if (part.end < part.last) {
+        float* to = left_by(blockIdx.x);
+#pragma unroll
+        for (int i = 0; i < kValues; i++) {
+          if constexpr (Format::kSegments) __stcg(to + i * S::kWorkers, total[i]);
+          if constexpr (!Format::kSegments) __stcg(to + i * S::kWorkers, d[i]);
+          else if constexpr (S::kHasSums) __stcg(to + (kValues + i) * S::kWorkers, __int_as_float(d[i]));
+        }
+        group_barrier(group);
+        if (thread == 0) leave(scratch.flags + blockIdx.x * kScratchFlags + group);
+        continue;
+      }
+      float sums[kValues];
+#pragma unroll
+      for (int i = 0; i < kValues; i++) {
+        if constexpr (Format::kSegments) sums[i] = total[i];
+        else sums[i] = d[i];
+      }
+      if (k.pieces > 1) {
+        const int place = shares.of == ShareOf::tiles ? blockIdx.x : part.tile;
+        float* to = scratch.pieces + ((size_t)place * k.pieces + part.piece) * S::kSums + threadIdx.x;
+#pragma unroll
+        for (int i = 0; i < kValues; i++) __stcg(to + i * S::kWorkers, sums[i]);
+        group_barrier(group);
+        if (thread == 0) {
+          int* count = scratch.arrivals + place * kGroups + group;
+          arrived[group] = arrive(count);
+          if (arrived[group] == k.pieces - 1) *count = 0;
+        }
+        group_barrier(group);
+        if (arrived[group] != k.pieces - 1) continue;
+        const float* from = scratch.pieces + (size_t)place * k.pieces * S::kSums + threadIdx.x;
+        add_pieces<kValues, S::kWorkers, S::kSums>(from, k.pieces, sums);
+      }
+      finish_columns<Format::kScales>(p, rows, row, column_block, sums, S::kOwn ? &made.scale : p.bytes.scales);
+    }
+  }
+#endif
+}
+
+template <typename S>
+void start_stream_tiles(const Product& p, int rows, const Queue& queue) {
+  const Pieces k(p.w.k, p.w.most_pieces);
+  const int tiles = S::tiles(p.w.n, rows), most = std::min(processors(), kScratchBlocks);
+  const size_t tile_sums = S::kSums * k.count;
+  // Of more tiles than have a place for their pieces each, a block of threads computes whole ones. A piece that is
+  // shared is by two.
+  ShareOf of = ShareOf::steps;
+  int blocks =
+      (int)std::min<int64_t>(most, std::max<int64_t>(1, (int64_t)tiles * steps_of(k.blocks) / steps_of(k.length)));
+  if (k.count > 1 && tiles * tile_sums > kScratchPieces)
+    of = ShareOf::tiles, blocks = std::min({most, tiles, (int)(kScratchPieces / tile_sums)});
+  else if (tiles * k.count <= most) of = ShareOf::pieces;
+  const StreamShares shares(of, tiles, k, blocks);
+  allow_shared(quantized_stream_kernel<S>, S::kShared);
+  start(queue, quantized_stream_kernel<S>, dim3(shares.blocks), S::kThreads, S::kShared, p, rows, Steps(k),
+        Divisor((rows + S::kRows - 1) / S::kRows), Segments(p.w, k), queue.scratch, shares);
+  launched("linear with quantized weights, streaming");
+}
+
+// Tiles as wide as they can be and still be enough: rows are read again for each.
+template <class Format, int kRows, int kMostGroups, bool kOwn = false>
+void start_stream_rows(const Product& p, int rows, const Queue& queue) {
+  using Wide = StreamShape<Format, kRows, kMostGroups, kOwn>;
+  const int pieces = Wide::tiles(p.w.n, rows) * Pieces(p.w.k, p.w.most_pieces).count;
+  const bool alone = pieces <= processors() && pieces >= processors() * 2 / 3;
+  if (alone || Wide::tiles(p.w.n, rows) >= processors()) start_stream_tiles<Wide>(p, rows, queue);
+  else start_stream_tiles<StreamShape<Format, kRows, 2, kOwn>>(p, rows, queue);
+}
+
+template <class Format>
+void start_quantized_stream(const Product& p, int rows, const Queue& queue) {
+  if (rows <= 8) start_stream_rows<Format, 8, 4>(p, rows, queue);
+  else if (rows <= 16) start_stream_rows<Format, 16, 4>(p, rows, queue);
+  else if (rows <= 32) start_stream_rows<Format, 32, 4>(p, rows, queue);
+  else if (rows <= 64) start_stream_rows<Format, 64, 3>(p, rows, queue);
+  else start_stream_tiles<StreamShape<Format, 128, 2>>(p, rows, queue);
+}
+
+}  // namespace AS_HALF
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,124 @@
+// What warpgroups leave of products whose first side is rows of activations: 64 rows by some columns each.
+#pragma once
+#include "cuda/kernels/common/wgmma.cuh"
+
+namespace as {
+namespace cuda {
+namespace AS_HALF {
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// Both of what follows take a thread's results as results(sixteen, h, v): of 16 columns and its first or second row
+// those of columns 2 q, 2 q + 1, 8 + 2 q and 9 + 2 q, q being the lane of four.
+
+// A warpgroup's sums of 64 rows become gated values: a thread has gates and what they gate of the same columns, two
+// adjacent ones of each eight; lanes exchange these, so that each has eight adjacent ones at a time. Few instructions
+// count here: nobody multiplies meanwhile, and they do not stay in the cache.
+template <bool kBias, int kColumns, typename Results>
+__device__ inline void write_gated(const Product& p, int rows, int first_row, int first_column,
+                                   const Results& results) {
+  constexpr int kEights = kColumns / 16;
+  const unsigned thread = afresh(threadIdx.x % 128), lane = thread % 32, quarter = lane % 4;
+  const int width = p.y.width, blocks = blocks_of(width);
+  const auto gate_of = [&](int i, int j, const float* gates) {
+    if constexpr (!kBias) return silu_times(gates[j], gates[2 + j]);
+    const int column = first_column + i * 8 + 2 * (int)quarter + j;
+    const bool there = column < width;  // with -0 a sum is what is added
+    return silu_times(__fadd_rn(gates[j], there ? p.bias[column] : -0.0f),
+                      __fadd_rn(gates[2 + j], there ? p.bias[width + column] : -0.0f));
+  };
+#pragma unroll
+  for (int step = 0; step < (kEights + 3) / 4 * 2; step++) {
+    const int first = step / 2 * 4, h = step % 2, row = first_row + (int)(thread / 32 * 16 + lane / 4) + 8 * h;
+    uint32_t words[4] = {};
+#pragma unroll
+    for (int i = 0; i < 4 && first + i < kEights; i++) {
+      float gates[4];
+      results(first + i, h, gates);
+      words[i] = two_halves(gate_of(first + i, 0, gates), gate_of(first + i, 1, gates));
+    }
+    exchange(words);
+    const int column = first_column + (first + (int)quarter) * 8;
+    if (row >= rows || first + (int)quarter >= kEights || column >= width) continue;
+    if (column + 8 > width) {  // columns from the width on are padding, which is zero
+#pragma unroll
+      for (int i = 0; i < 4; i++) words[i] &= column + 2 * i + 1 < width ? ~0u : column + 2 * i < width ? 0xffff : 0;
+    }
+    *reinterpret_cast<uint4*>(p.y.tiles + tile_offset(row, column, blocks)) =
+        make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+
+// What a warpgroup's sums of 64 rows are added to is on its way into the second-level cache.
+template <int kColumns>
+__device__ inline void ask_for_added(const Product& p, int rows, int first_row, int first_column) {
+  constexpr int kLine = 32;  // values
+  const int count = min(kColumns, p.w.n - first_column), width = p.y.width;
+  for (int i = threadIdx.x % 128; i < kBlock * (kColumns / kLine); i += 128) {
+    const int row = first_row + i / (kColumns / kLine), column = i % (kColumns / kLine) * kLine;
+    if (row < rows && column < count)
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(p.y.values + (size_t)row * width + first_column + column));
+  }
+}
+
+__device__ inline float4 load_four(uint32_t address) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address));
+  return v;
+}
+
+// Likewise as they are, with a bias, or added to what is there. Lanes exchange two values of each 16 columns, so that
+// each has four adjacent ones. Of kAsked of these at a time what they are added to is asked for while those before are
+// computed with: one after the other would wait for each. bias: of the tile's columns, where it is in shared memory.
+template <int kColumns, int kAsked, bool kBiasShared, typename Results>
+__device__ inline void write_sums(const Product& p, int rows, int first_row, int first_column, const Results& results,
+                                  uint32_t bias = 0) {
+  constexpr int kSixteens = kColumns / 16, kSteps = (kSixteens + kAsked - 1) / kAsked * 2;
+  const unsigned thread = afresh(threadIdx.x % 128), lane = thread % 32, odd = lane % 2;
+  const int width = p.y.width, within = 8 * odd + lane % 4 / 2 * 4, column = first_column + within,
+            row = first_row + (int)(thread / 32 * 16 + lane / 4);
+  const int left = p.w.n - column;                 // of the columns that there are
+  const bool with_bias = !kBiasShared && !p.adds;  // as what is there
+  const float* added = (with_bias ? p.bias : p.y.values + (size_t)row * width) + column;
+  const int stride = with_bias ? 0 : 8 * width;
+  const bool adds = p.adds || (with_bias && p.bias);
+  bias += within * 4;
+  float4 asked[2][kAsked];
+  const auto ask = [&](int step) {
+    const int h = step % 2;
+#pragma unroll
+    for (int i = 0; i < kAsked; i++)
+      if (const int at = step / 2 * kAsked + i; at < kSixteens)
+        asked[step % 2][i] =
+            read_if(added + (size_t)h * stride + 16 * at, adds && row + 8 * h < rows && 16 * at < left);
+  };
+  ask(0);
+#pragma unroll
+  for (int step = 0; step < kSteps; step++) {
+    if (step + 1 < kSteps) ask(step + 1);
+    const int h = step % 2;
+#pragma unroll
+    for (int i = 0; i < kAsked; i++) {
+      const int at = step / 2 * kAsked + i;
+      if (at >= kSixteens) continue;
+      float v[4];
+      results(at, h, v);
+      const float first = __shfl_xor_sync(0xffffffffu, odd ? v[0] : v[2], 1),
+                  second = __shfl_xor_sync(0xffffffffu, odd ? v[1] : v[3], 1);
+      float4 four = odd ? make_float4(first, second, v[2], v[3]) : make_float4(v[0], v[1], first, second);
+      if (row + 8 * h >= rows || 16 * at >= left) continue;
+      if (p.bias && kBiasShared) four = sum_of(four, load_four(bias + 64 * at));
+      if (p.bias && !kBiasShared && p.adds)
+        four = sum_of(four, *reinterpret_cast<const float4*>(p.bias + column + 16 * at));
+      if (adds) four = sum_of(asked[step % 2][i], four);
+      if (p.y.tiles)
+        *reinterpret_cast<uint2*>(p.y.tiles + tile_offset(row + 8 * h, column + 16 * at, blocks_of(width))) =
+            make_uint2(two_halves(four.x, four.y), two_halves(four.z, four.w));
+      else *reinterpret_cast<float4*>(p.y.values + (size_t)(row + 8 * h) * width + column + 16 * at) = four;
+    }
+  }
+}
+#endif
+
+}  // namespace AS_HALF
+}  // namespace cuda
+}  // namespace as

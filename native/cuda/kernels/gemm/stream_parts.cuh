@@ -1,0 +1,118 @@
+// What blocks of threads that stay on their processors have of a product whose weights stream by: equal parts of all
+// steps of K of all tiles of the result.
+#pragma once
+#include "cuda/kernels/common/device.cuh"
+
+namespace as {
+namespace cuda {
+namespace AS_HALF {
+
+constexpr int kStepBlocks = 2;  // of K
+AS_BOTH constexpr int steps_of(int blocks) { return (blocks + kStepBlocks - 1) / kStepBlocks; }
+
+// Divides numbers that are not negative by one that is known at the launch: a division is the chip's slowest integer
+// operation by far, and before weights are asked for there are some ten of them, one after the other.
+class Divisor {
+ public:
+  explicit Divisor(int by) : by_(by) {
+    int bits = 0;  // the smallest with 2^bits >= by
+    while ((1ll << bits) < by) bits++;
+    factor_ = bits ? (uint32_t)(((1ull << (31 + bits)) + by - 1) / by) : 0, shift_ = bits - 1;
+  }
+  __device__ int by() const { return by_; }
+  __device__ int operator()(int x) const { return factor_ ? (int)(__umulhi(x, factor_) >> shift_) : x; }
+  __device__ int floor(int x) const { return (*this)(x)*by_; }  // to a multiple
+
+ private:
+  int by_, shift_;
+  uint32_t factor_;
+};
+
+// K in steps.
+struct Steps {
+  int blocks, pieces;
+  Divisor count, length;  // length: steps of a piece
+
+  explicit Steps(const Pieces& k)
+      : blocks(k.blocks), pieces(k.count), count(steps_of(k.blocks)), length(steps_of(k.length)) {}
+};
+
+// What blocks of threads have of all steps of all tiles: a piece each, or whole tiles, or equal numbers of steps.
+enum class ShareOf { pieces, tiles, steps };
+struct StreamShares {
+  ShareOf of;
+  int blocks;      // of threads
+  int each, more;  // tiles or steps of a block of threads; the first `more` have one more
+  Divisor pieces;
+
+  // most: blocks of threads.
+  StreamShares(ShareOf of, int tiles, const Pieces& k, int most)
+      : of(of), blocks(most), each(0), more(0), pieces(k.count) {
+    if (of == ShareOf::pieces) {
+      blocks = tiles * k.count;
+      return;
+    }
+    const int all = of == ShareOf::tiles ? tiles : tiles * steps_of(k.blocks);
+    each = all / blocks, more = all % blocks;
+  }
+  // Where a block of threads begins, of all steps of all tiles.
+  __device__ int begin(int block, const Steps& k) const {
+    if (of == ShareOf::pieces) {
+      const int tile = pieces(block);
+      return tile * k.count.by() + (block - tile * pieces.by()) * k.length.by();
+    }
+    return (block * each + min(block, more)) * (of == ShareOf::tiles ? k.count.by() : 1);
+  }
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// A part of a piece: steps [begin, end) of [first, last), which the piece has.
+struct StreamPart {
+  int tile, piece, begin, end, first, last;
+};
+// The parts that a block of threads has, in the order in which it computes them; positions count steps of all tiles.
+class StreamParts {
+ public:
+  __device__ StreamParts(const Steps& k, const StreamShares& shares)
+      : k_(k), begin_(shares.begin(blockIdx.x, k)), end_(shares.begin(blockIdx.x + 1, k)) {
+    const int first = begin_of(begin_);
+    at_ = first == begin_ ? begin_ : end_of(begin_), stop_ = begin_of(end_);
+  }
+  // False: there are no more.
+  __device__ bool next(StreamPart& part) {
+    if (turn_ == 0) {
+      turn_ = 1;
+      if (stop_ < end_) return set(part, stop_, end_), true;
+    }
+    if (turn_ == 1) {
+      const int from = at_;
+      if (from < stop_) return at_ = end_of(from), set(part, from, at_), true;
+      turn_ = 2;
+      if (begin_of(begin_) != begin_) return set(part, begin_, end_of(begin_)), true;
+    }
+    return false;
+  }
+
+ private:
+  __device__ int begin_of(int position) const {  // where the piece begins that has it
+    const int tile = k_.count.floor(position);
+    return tile + k_.length.floor(position - tile);
+  }
+  __device__ int end_of(int position) const {
+    const int tile = k_.count.floor(position);
+    return tile + min(k_.length.floor(position - tile) + k_.length.by(), k_.count.by());
+  }
+  __device__ void set(StreamPart& part, int from, int to) const {
+    part.tile = k_.count(from), from -= part.tile * k_.count.by(), to -= part.tile * k_.count.by();
+    part.begin = from, part.end = to, part.piece = k_.length(from), part.first = part.piece * k_.length.by();
+    part.last = min(part.first + k_.length.by(), k_.count.by());
+  }
+
+  const Steps& k_;
+  int begin_, end_, at_, stop_, turn_ = 0;
+};
+#endif
+
+}  // namespace AS_HALF
+}  // namespace cuda
+}  // namespace as

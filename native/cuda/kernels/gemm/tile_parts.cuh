@@ -1,0 +1,100 @@
+// How blocks of threads of which all run at once share out the tiles of a product with many rows: each computes one
+// after the other, and an equal part of those that are left for the end. Who begins a tile does so long before the
+// other, who goes on from its sums.
+#pragma once
+#include "cuda/kernels/common/wgmma.cuh"
+
+namespace as {
+namespace cuda {
+namespace AS_HALF {
+
+// The tiles of a product, cluster by cluster. Those from `whole` on are shared: each cluster has an equal part, of one
+// tile at least. unit: of how many blocks of K parts are, so that no piece is cut.
+struct Walk {
+  int down, across, whole, unit;
+
+  AS_BOTH int count() const { return down * across; }
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// A part of a tile of a block of threads: where it is, and blocks [begin, end) of K.
+struct TilePart {
+  int row, column, begin, end;
+};
+
+// The parts of tiles that a cluster has, in the order in which it computes them. Of tiles that are shared that which
+// another goes on with comes first, and that which goes on from another's sums last. S: of what shape tiles are
+// (kTileRows x kColumns), kDown x kAcross in a cluster; in their order kBand tiles of rows take one of columns after
+// the other. kFirst: what others go on with comes first of all, so that clusters do not end their tiles, and write, all
+// at the same time; or after tiles that are not shared. down, across: the block's place in its cluster.
+template <typename S, bool kFirst>
+class Parts {
+ public:
+  __device__ Parts(const Walk& walk, int blocks, int cluster, int clusters, int down, int across)
+      : walk_(walk),
+        blocks_(blocks),
+        units_((blocks + walk.unit - 1) / walk.unit),
+        cluster_(cluster),
+        clusters_(clusters),
+        down_(down),
+        across_(across) {
+    const int64_t shared = (int64_t)(walk.count() - walk.whole) * units_;
+    turns_ = (walk.whole - cluster + clusters - 1) / clusters;
+    begin_ = (int)(shared * cluster / clusters), end_ = (int)(shared * (cluster + 1) / clusters);
+  }
+  __device__ int count() const {
+    return turns_ + (end_ % units_ != 0) + end_ / units_ - (begin_ + units_ - 1) / units_ + (begin_ % units_ != 0);
+  }
+  __device__ TilePart operator[](int i) const {
+    if (kFirst && end_ % units_ && i-- == 0) return part(walk_.whole + end_ / units_, 0, end_ % units_);
+    if (i < turns_) return part(i * clusters_ + cluster_, 0, units_);
+    i -= turns_;
+    if (!kFirst && end_ % units_ && i-- == 0) return part(walk_.whole + end_ / units_, 0, end_ % units_);
+    const int whole = (begin_ + units_ - 1) / units_ + i;
+    if (whole < end_ / units_) return part(walk_.whole + whole, 0, units_);
+    return part(walk_.whole + begin_ / units_, begin_ % units_, units_);
+  }
+
+ private:
+  __device__ TilePart part(int tile, int begin, int end) const {
+    const int first = tile / (S::kBand * walk_.across) * S::kBand, there = min(S::kBand, walk_.down - first);
+    const int within = tile - first * walk_.across;
+    return {((first + within % there) * S::kDown + down_) * S::kTileRows,
+            (within / there * S::kAcross + across_) * S::kColumns, begin * walk_.unit, min(end * walk_.unit, blocks_)};
+  }
+  const Walk& walk_;
+  const int blocks_, units_, cluster_, clusters_, down_, across_;
+  int turns_, begin_, end_;  // of units of what is shared
+};
+
+// Of a warpgroup, in that place of its block of threads': sums that another goes on with, and those to go on from.
+// barrier: a named one of its own. One by one: else the compiler keeps sums in fours, which costs registers.
+template <typename Sums>
+__device__ void hand_over(const Scratch& scratch, int group, int barrier, const Sums& sums) {
+  constexpr int kCount = Sums::kCount;
+  const int thread = threadIdx.x % 128;
+  float* to = scratch.sums + blockIdx.x * kScratchFloats + group * 128 * kCount + thread;
+#pragma unroll
+  for (int i = 0; i < kCount; i++) __stcg(to + i * 128, sums.get(i));
+  asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
+  if (thread == 0) set_flag(scratch.flags + blockIdx.x * kScratchFlags + group, 1);
+}
+template <typename Sums>
+__device__ void go_on_from(const Scratch& scratch, int block, int group, int barrier, Sums& sums) {
+  constexpr int kCount = Sums::kCount;
+  const int thread = threadIdx.x % 128;
+  if (thread == 0) {
+    int* flag = scratch.flags + block * kScratchFlags + group;
+    while (!get_flag(flag)) {}
+    set_flag(flag, 0);
+  }
+  asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
+  const float* from = scratch.sums + block * kScratchFloats + group * 128 * kCount + thread;
+#pragma unroll
+  for (int i = 0; i < kCount; i++) sums.set(i, __ldcg(from + i * 128));
+}
+#endif
+
+}  // namespace AS_HALF
+}  // namespace cuda
+}  // namespace as

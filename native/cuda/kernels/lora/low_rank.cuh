@@ -1,0 +1,31 @@
+// What kernels of adapters share: which rows have which, and where their columns are.
+#pragma once
+#include "cuda/kernels/common/device.cuh"
+
+namespace as {
+namespace cuda {
+namespace AS_HALF {
+
+// By mma.sync, of matrices of 16 bits.
+void add_low_rank_half(const AdaptedSums& a, int rows, const Queue& queue);
+
+#ifdef __CUDACC__
+
+// The adapter of a row of y.
+__device__ inline int adapter_of(const AdaptedSums& a, int row, int rows) {
+  if (row >= rows) return -1;
+  return a.adapters[a.chosen ? a.chosen[row] : row];
+}
+
+// Where a column of what the linear makes is in y.
+__device__ inline int place_of(const AdaptedSums& a, int column) {
+  if (!a.half) return column;
+  const int of_kind = column < a.half ? column : column - a.half;
+  return of_kind / 8 * 16 + of_kind % 8 + (column < a.half ? 0 : 8);
+}
+
+#endif
+
+}  // namespace AS_HALF
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,349 @@
+// A layer of experts for a step of one row, where latencies are what counts: in three launches, each of which has its
+// weights on their way while the one before still runs, and none of which waits for lists that another has made.
+//
+// Every block of threads norms the row by itself and makes one expert's logit; in the two launches of products every
+// block chooses the row's experts by itself, and each warp has 16 columns (rows of the weights) of an expert at a time,
+// one chain over K, whose weights it copies into shared memory several stages ahead. These two are on a processor at
+// once: the second one's weights stream on while the first one ends. It has all experts of its columns in a block of
+// threads, which adds them up.
+#include <algorithm>
+
+#include "cuda/kernels/gemm/linear_few.cuh"
+#include "cuda/kernels/moe/linear_experts.cuh"
+#include "cuda/kernels/moe/routing.cuh"
+
+namespace as {
+namespace cuda {
+namespace AS_HALF {
+namespace {
+
+constexpr int kNormThreads = 512, kEight = 8;
+constexpr int kWarps = 8;
+
+// Logits of a row that is normed first, as rms_norm() and linear_few() make these.
+template <bool kWhole>
+__global__ void __launch_bounds__(kNormThreads)
+    norm_and_logits_kernel(const float* x, Norm norm, Rows normed, const __grid_constant__ Product logits) {
+  extern __shared__ __align__(128) char shared[];
+  float *weights = reinterpret_cast<float*>(shared), *row = weights + padded_columns(logits.w.k);
+  const int width = logits.w.k, first = kEight * threadIdx.x, expert = blockIdx.x;
+  let_next_begin();
+  bring_rows<kWhole>(logits.w, expert, 1, weights);
+  float scales[kEight], kept[kEight], sum = 0;
+  read_eight(norm.weight, first, width, scales);
+  await_previous();
+  read_eight(x, first, width, kept);
+#pragma unroll
+  for (int j = 0; j < kEight; j++) sum = fmaf(kept[j], kept[j], sum);
+  const float factor = 1.0f / sqrtf(block_sum<kNormThreads>(sum, kNormThreads) / width + norm.eps);
+  const float one = norm.unit_offset ? 1.0f : 0.0f;
+#pragma unroll
+  for (int j = 0; j < kEight; j++) kept[j] = kept[j] * factor * (scales[j] + one);
+  if (expert == 0) put_eight(normed, 0, first, width, kept);
+  put_eight({row, nullptr, width}, 0, first, width, kept);
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  float dot[1][1];
+  multiply_rows<1, 1, kWhole>(row, 1, weights, width, dot);
+  if (threadIdx.x == 0) logits.y.values[expert] = logits.bias ? __fadd_rn(dot[0][0], logits.bias[expert]) : dot[0][0];
+}
+
+// The experts that the row goes to, of those that this rank has, in ascending order.
+struct Chosen {
+  int count;
+  int experts[kMostTop];
+  float shares[kMostTop];
+};
+
+// By a block of threads. scratch: as route_row_together() has it.
+__device__ void choose(const ChosenRow& row, const Routing& r, float* scratch, Chosen& chosen) {
+  __shared__ int all[kMostTop];
+  __shared__ float shares[kMostTop];
+  route_row_together(row.logits, row.router, r.top, !row.where || __ldcg(row.where) >= 0, scratch, all, shares);
+  if (threadIdx.x < 32) {
+    __syncwarp();
+    const int lane = threadIdx.x, expert = lane < r.top ? all[lane] - r.begin : -1;
+    const bool own = expert >= 0 && expert < r.end - r.begin;
+    const uint32_t owned = __ballot_sync(0xffffffffu, own);
+    const int place = __popc(owned & ((1u << lane) - 1));
+    if (own) chosen.experts[place] = expert, chosen.shares[place] = shares[lane];
+    if (lane == 0) chosen.count = __popc(owned);
+  }
+  __syncthreads();
+}
+
+// 16 columns of the weights of one of the chosen experts.
+struct Item {
+  int entry, tile;
+};
+
+// A stage: a block of K, of 16 columns and the row.
+template <typename S>
+constexpr int kStageBytes = S::kBytes + kRowBytes;
+
+// A warp's items, whose weights, and the rows that these are multiplied with, are on their way stages ahead. The next
+// kernel may begin when the first warp has asked for its last ones: sooner its copies would only delay these.
+template <typename S, int kStages, typename ItemAt>
+class Stream {
+ public:
+  __device__ Stream(const ExpertProduct& e, const Chosen& chosen, size_t expert_bytes, char* ring, int items,
+                    ItemAt item_at)
+      : e_(e),
+        chosen_(chosen),
+        expert_bytes_(expert_bytes),
+        blocks_(blocks_of(e.product.w.k)),
+        ring_(ring + threadIdx.x / 32 * kStages * kBytes),
+        items_(items),
+        item_at_(item_at) {
+    if (items_ > 0) begin_item();
+  }
+  // The first weights are on their way before it is known what the rows are.
+  __device__ void begin_weights() {
+    if (items_ <= 0) return;
+    for (; there_ < min(kStages - 1, blocks_); there_++) fetch_weights(there_, there_);
+  }
+  __device__ void begin() {
+#pragma unroll
+    for (int i = 0; i < kStages - 1; i++) fetch(i);
+  }
+  // The next item, as mma.sync has sums: of column lane / 4, and of 8 further ones in number 2, in each fourth lane.
+  __device__ void multiply(float (&d)[4]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 4; i++) d[i] = 0;
+    for (int b = 0; b < blocks_; b++) {
+      wait_copies<kStages - 2>();
+      __syncwarp();
+      fetch(stage_ == 0 ? kStages - 1 : stage_ - 1);  // what was computed with last
+      const char* stage = ring_ + stage_ * kBytes;
+      Fragments<S> weights(stage, e_.product.w.k - b * kBlock);
+      const uint32_t* row = reinterpret_cast<const uint32_t*>(stage + S::kBytes) + lane;  // of the first four lanes
+#pragma unroll
+      for (int step = 0; step < 4; step++) {
+        uint32_t a[4];
+        weights.load(0, step, a);
+        multiply_add(d, a, lane < 4 ? row[step * 8] : 0, lane < 4 ? row[step * 8 + 4] : 0);
+      }
+      stage_ = stage_ + 1 == kStages ? 0 : stage_ + 1;
+    }
+  }
+
+ private:
+  static constexpr int kBytes = kStageBytes<S>;
+  static constexpr int kWeightBlock = kBlockValues * S::kBits / 8;  // bytes of 64 rows x 64 columns
+
+  __device__ void begin_item() {
+    const Item item = item_at_(item_);
+    const Matrix& w = e_.product.w;
+    const int expert = chosen_.experts[item.entry], lane = threadIdx.x % 32, row = e_.gathers ? 0 : item.entry;
+    weights_ = reinterpret_cast<const char*>(S::kBits == 16 ? static_cast<const void*>(w.tiles) : w.codes.words) +
+               expert * expert_bytes_ + (size_t)(item.tile / 4) * blocks_ * kWeightBlock +
+               item.tile % 4 * S::kTileBytes;
+    if constexpr (S::kBits != 16)
+      scales_ = w.codes.scales + expert * expert_bytes_ / 4 + (size_t)(item.tile / 4) * w.codes.groups * kScaleWords +
+                item.tile % 4 * kTileRows;
+    row_ = reinterpret_cast<const char*>(e_.product.x.tiles) + piece_offset(row, lane % 8);
+  }
+  __device__ void fetch_weights(int stage, int block) {
+    const int lane = threadIdx.x % 32;
+    const uint32_t to = shared_address(ring_ + stage * kBytes);
+    const char* from = weights_ + (size_t)block * kWeightBlock;
+#pragma unroll
+    for (int i = 0; i < S::kTileBytes / 512; i++) copy_16(to + i * 512 + lane * 16, from + i * 512 + lane * 16);
+    if constexpr (S::kBits != 16) {
+      const Matrix& w = e_.product.w;
+      const int group = min(block * kBlock + (S::kFine ? lane / 4 * 16 : 0), w.k - 1) / w.codes.group;
+      if (lane < S::kSets * 4)
+        copy_16(to + S::kWeights + lane * 16, scales_ + (size_t)group * kScaleWords + lane % 4 * 4);
+    }
+  }
+  __device__ void fetch(int stage) {
+    if (item_ < items_) {
+      const int lane = threadIdx.x % 32;
+      if (item_ || block_ >= there_) fetch_weights(stage, block_);
+      if (lane < 8)
+        copy_16(shared_address(ring_ + stage * kBytes + S::kBytes) + lane * 16, row_ + (size_t)block_ * kBlockBytes);
+      if (++block_ == blocks_) {
+        block_ = 0;
+        if (++item_ < items_) begin_item();
+        else if (threadIdx.x < 32) let_next_begin();
+      }
+    }
+    commit_copies();
+  }
+
+  const ExpertProduct& e_;
+  const Chosen& chosen_;
+  const size_t expert_bytes_;
+  const int blocks_;
+  char* const ring_;
+  const int items_;
+  const ItemAt item_at_;
+  // What is asked for next: an item, a block of K; and of the first item, whose weights have been.
+  int item_ = 0, block_ = 0, there_ = 0;
+  const char *weights_ = nullptr, *row_ = nullptr;
+  const uint32_t* scales_ = nullptr;
+  int stage_ = 0;  // what is computed with next
+};
+
+template <typename S, int kStages>
+__global__ void __launch_bounds__(32 * kWarps)
+    gate_row_kernel(const __grid_constant__ ExpertProduct e, const __grid_constant__ ChosenRow row, int tiles,
+                    size_t expert_bytes) {
+  extern __shared__ __align__(128) char shared[];
+  __shared__ Chosen chosen;
+  const Product& p = e.product;
+  await_previous();  // before the next kernel begins: so that finds the logits, too
+  choose(row, e.routing, reinterpret_cast<float*>(shared), chosen);
+  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * gridDim.x + blockIdx.x, step = gridDim.x * kWarps,
+            items = max(chosen.count * tiles - first + step - 1, 0) / step;
+  const auto item_at = [=](int i) { return Item{(first + i * step) / tiles, (first + i * step) % tiles}; };
+  Stream<S, kStages, decltype(item_at)> stream(e, chosen, expert_bytes, shared, items, item_at);
+  stream.begin();
+  if (blockIdx.x == 0 && threadIdx.x < kMostTop) {  // for who wants to know
+    if (lane < chosen.count) e.routing.tiles[lane] = {chosen.experts[lane], lane, 1};
+    if (lane == 0) *e.routing.tile_count = chosen.count;
+  }
+  for (int i = 0; i < items; i++) {
+    float d[4];
+    stream.multiply(d);
+    const Item item = item_at(i);
+    const int column = item.tile * (kTileRows / 2) + lane / 4;
+    if (lane % 4 || column >= p.y.width) continue;
+    const float* bias = bias_of(e, chosen.experts[item.entry]);
+    const float gate = bias ? __fadd_rn(d[0], bias[column]) : d[0],
+                up = bias ? __fadd_rn(d[2], bias[p.y.width + column]) : d[2];
+    put(p.y, item.entry, column, gated_by(e.gating, gate, up));
+  }
+}
+
+// each: warps that share the experts of a tile of columns; at_once: such tiles of a block of threads.
+template <typename S, int kStages>
+__global__ void __launch_bounds__(32 * kWarps)
+    combine_row_kernel(const __grid_constant__ ExpertProduct e, const __grid_constant__ ChosenRow row,
+                       const __grid_constant__ Combination c, int tiles, int each, int at_once, size_t expert_bytes) {
+  extern __shared__ __align__(128) char shared[];
+  __shared__ Chosen chosen;
+  __shared__ float made[(kMostTop > kWarps ? kMostTop : kWarps) * kTileRows];  // [tile][entry][column]
+  choose(row, e.routing, reinterpret_cast<float*>(shared), chosen);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, top = e.routing.top, own = warp / each,
+            entry = warp % each, per = own < at_once ? max(chosen.count - entry + each - 1, 0) / each : 0;
+  const int first = blockIdx.x * at_once + own, step = gridDim.x * at_once,
+            items = max(tiles - first + step - 1, 0) / step * per;
+  const auto item_at = [=](int i) { return Item{entry + i % per * each, first + i / per * step}; };
+  Stream<S, kStages, decltype(item_at)> stream(e, chosen, expert_bytes, shared, items, item_at);
+  stream.begin_weights();
+  await_previous();
+  stream.begin();
+  for (int begin = blockIdx.x * at_once; begin < tiles; begin += step) {
+    // Of a thread, which adds up a column: what that is added to.
+    const int tile = begin + threadIdx.x / kTileRows, column = tile * kTileRows + threadIdx.x % kTileRows;
+    const bool adds_up = threadIdx.x < at_once * kTileRows && column < c.y.width;
+    const float before = adds_up && c.adds ? c.y.values[column] : 0;
+    for (int i = 0; i < per && begin + own < tiles; i++) {
+      float d[4];
+      stream.multiply(d);
+      float* to = made + (own * top + entry + i * each) * kTileRows + lane / 4;
+      if (lane % 4 == 0) to[0] = d[0], to[8] = d[2];
+    }
+    __syncthreads();
+    if (adds_up) {
+      const float* values = made + (threadIdx.x / kTileRows * top) * kTileRows + threadIdx.x % kTileRows;
+      float sum = 0;
+      for (int i = 0; i < chosen.count; i++) {
+        const float* bias = bias_of(e, chosen.experts[i]);
+        const float value = bias ? __fadd_rn(values[i * kTileRows], bias[column]) : values[i * kTileRows];
+        sum = fmaf(value, chosen.shares[i], sum);
+      }
+      put(c.y, 0, column, c.adds ? __fadd_rn(before, sum) : sum);
+    }
+    __syncthreads();
+  }
+}
+
+size_t bytes_of_expert(const Matrix& w) {
+  if (w.kind == Kind::half) return tiles_bytes(w.n, w.k);
+  return codes_bytes(w.n, w.k, w.codes.bits) + scales_bytes(w.n, w.codes.groups);
+}
+
+template <typename S, int kStages>
+void start_gates(const ExpertProduct& e, const ChosenRow& row, const Queue& queue) {
+  const auto kernel = gate_row_kernel<S, kStages>;
+  const int tiles = ceil_div(e.product.w.n, kTileRows);
+  constexpr size_t shared = kWarps * kStages * kStageBytes<S>;
+  static_assert(shared >= 2 * sizeof(float) * (kMostExperts + 3));
+  allow_shared(kernel, shared);
+  const int grid = std::min(ceil_div((size_t)tiles * e.routing.top, kWarps), processors());
+  start(queue, kernel, grid, 32 * kWarps, shared, e, row, tiles, bytes_of_expert(e.product.w));
+  launched("gates of a row's experts");
+}
+
+template <typename S, int kStages>
+void start_sums(const ExpertProduct& e, const ChosenRow& row, const Combination& c, const Queue& queue) {
+  const auto kernel = combine_row_kernel<S, kStages>;
+  const int tiles = ceil_div(e.product.w.n, kTileRows), each = std::min(e.routing.top, kWarps);
+  const int at_once = std::min(kWarps / each, ceil_div(tiles, processors()));
+  constexpr size_t shared = kWarps * kStages * kStageBytes<S>;
+  static_assert(shared >= 2 * sizeof(float) * (kMostExperts + 3));
+  allow_shared(kernel, shared);
+  start(queue, kernel, std::min(ceil_div(tiles, at_once), processors()), 32 * kWarps, shared, e, row, c, tiles, each,
+        at_once, bytes_of_expert(e.product.w));
+  launched("sums of a row's experts");
+}
+
+// Of a warp, for weights of 16 bits; both launches' stages fit a processor. Narrower weights have more of them in as
+// many bytes.
+constexpr int kGateStages = 5, kSumStages = 8, kMostStages = 16;
+
+template <typename S>
+constexpr int stages_of(int plain) {
+  const int found = plain * kStageBytes<ColumnTiles<16, false, 1>> / kStageBytes<S>;
+  return found < kMostStages ? found : kMostStages;
+}
+
+// start: of a type of weights, which it is given.
+template <bool kAll = kAllFormats, typename Start>
+void by_type(const Matrix& w, Start start) {
+  if constexpr (kAll) {
+    const bool fine = w.codes.groups > 1 && w.codes.group < kBlock;
+    if (w.codes.bits == 4) return fine ? start(ColumnTiles<4, true, 1>()) : start(ColumnTiles<4, false, 1>());
+    if (w.codes.bits == 8) return fine ? start(ColumnTiles<8, true, 1>()) : start(ColumnTiles<8, false, 1>());
+  }
+  start(ColumnTiles<16, false, 1>());
+}
+
+}  // namespace
+
+bool norms_with_logits(const Product& logits) {
+  return has_few_columns(logits.w) && logits.w.k <= kEight * kNormThreads;
+}
+
+void norm_and_logits(const float* x, const Norm& norm, const Rows& normed, const Product& logits, const Queue& queue) {
+  const auto kernel = logits.w.k % kLaneColumns ? norm_and_logits_kernel<false> : norm_and_logits_kernel<true>;
+  const size_t shared = 2 * sizeof(float) * padded_columns(logits.w.k);
+  allow_shared(kernel, shared);
+  start(queue, kernel, logits.w.n, kNormThreads, shared, x, norm, normed, logits);
+  launched("norm and logits of a row");
+}
+
+bool has_row_kernels(const Matrix& up, const Matrix& down, const Queue& queue) {
+  return queue.capability == 90 && up.takes_tiles() && down.takes_tiles();
+}
+
+void gate_row(const ExpertProduct& e, const ChosenRow& row, const Queue& queue) {
+  by_type(e.product.w, [&](auto type) {
+    using S = decltype(type);
+    start_gates<S, stages_of<S>(kGateStages)>(e, row, queue);
+  });
+}
+
+void combine_row(const ExpertProduct& e, const ChosenRow& row, const Combination& c, const Queue& queue) {
+  by_type(e.product.w, [&](auto type) {
+    using S = decltype(type);
+    start_sums<S, stages_of<S>(kSumStages)>(e, row, c, queue);
+  });
+}
+
+}  // namespace AS_HALF
+}  // namespace cuda
+}  // namespace as

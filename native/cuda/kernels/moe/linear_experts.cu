@@ -1,0 +1,301 @@
+// Products of rows with the matrices of their experts. A work item is a tile of an expert's entries and some columns
+// (rows of the weights); how many there are is known to the device alone, so blocks of threads stay and take one after
+// the other.
+//
+// Of 16 bits, and with codes that are widened to bfloat16 in registers, each warp has items of its own: 32 columns and
+// up to 64 entries. It copies its part of both sides into shared memory several stages ahead and on into its next item,
+// and no other warp sees that; rows are gathered on the way.
+#include "cuda/kernels/moe/linear_experts.cuh"
+#include "cuda/kernels/quantize/quantized.cuh"
+
+namespace as {
+namespace cuda {
+namespace AS_HALF {
+namespace {
+
+constexpr int kColumnTiles = 2;  // of an item
+constexpr int kWarps = 4;
+constexpr int kRowTile = 8, kStageRows = kRowTile * kRowBytes;
+
+// kBits: of a weight, 16 for floats; kFine: scales of codes change within 64 of K; kTiles: of 8 entries each; kDeep:
+// few warps are at work, and each has much on its way.
+template <int kBits, bool kFine, int kTiles, bool kDeep = false>
+struct Shape : ColumnTiles<kBits, kFine, kColumnTiles> {
+  static constexpr int kRowsAt = ColumnTiles<kBits, kFine, kColumnTiles>::kBytes;
+  static constexpr int kStageBytes = kRowsAt + kTiles * kStageRows;
+  static constexpr int kRings = (kDeep ? 204 : kTiles == 8 ? 150 : 104) << 10;  // of all warps
+  static constexpr int kMost = kRings / kWarps / kStageBytes, kStages = kMost < (kDeep ? 16 : 8) ? kMost
+                                                                        : kDeep                  ? 16
+                                                                                                 : 8;
+  static constexpr int kShared = kWarps * kStages * kStageBytes;
+};
+
+// Where a warp copies from: an item, a block of K.
+template <int kTiles>
+struct Ahead {
+  int item, block;
+  const char* weights;
+  const uint32_t* scales;  // of the item's columns, in the first group
+  int rows[2 * kTiles];    // of a lane: offsets into x; -1: there is no such row
+};
+
+template <int kBits, bool kFine, int kTiles, bool kDeep>
+__global__ void __launch_bounds__(32 * kWarps)
+    linear_experts_kernel(const __grid_constant__ ExpertProduct e, int columns, int most, int blocks,
+                          size_t expert_bytes) {
+  using S = Shape<kBits, kFine, kTiles, kDeep>;
+  extern __shared__ __align__(128) char shared[];
+  constexpr int kStages = S::kStages, kBytes = S::kStageBytes;
+  constexpr int kWeightBlock = kBlockValues * kBits / 8;  // bytes of 64 rows x 64 columns
+  const Product& p = e.product;
+  const Routing& r = e.routing;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, step = gridDim.x * kWarps;
+  char* own = shared + warp * kStages * kBytes;
+  const uint32_t ring = shared_address(own);
+  const char* x = reinterpret_cast<const char*>(p.x.tiles);
+  const char* matrices =
+      kBits == 16 ? reinterpret_cast<const char*>(p.w.tiles) : reinterpret_cast<const char*>(p.w.codes.words);
+  if (!e.follows) await_previous();
+  const int first_item = warp * gridDim.x + blockIdx.x;
+  // At once: behind the last tile the list has others. most: of items, that there may be.
+  const int count = __ldcg(r.tile_count);
+  const ExpertTile first_tile = tile_at(r, min(first_item, most - 1) / columns);
+  const int items = count * columns;
+
+  Ahead<kTiles> ahead{first_item, 0, nullptr, nullptr, {}};
+  const auto begin_weights = [&](const ExpertTile& tile) {
+    const int column = ahead.item % columns;
+    ahead.weights =
+        matrices + tile.expert * expert_bytes + (size_t)(column / 2) * blocks * kWeightBlock + column % 2 * S::kWeights;
+    if constexpr (kBits != 16)
+      ahead.scales = p.w.codes.scales + tile.expert * expert_bytes / 4 +
+                     (size_t)(column / 2) * p.w.codes.groups * kScaleWords + column % 2 * S::kColumns;
+  };
+  const auto begin_rows = [&](const ExpertTile& tile) {
+#pragma unroll
+    for (int i = 0; i < 2 * kTiles; i++) ahead.rows[i] = row_offset(e, tile, lane / 8 + 4 * i, lane % 8, blocks);
+  };
+  const auto fetch_weights = [&](int stage, int block) {
+    const uint32_t to = ring + stage * kBytes;
+    const char* from = ahead.weights + (size_t)block * kWeightBlock;
+#pragma unroll
+    for (int i = 0; i < S::kWeights / 512; i++) copy_16(to + i * 512 + lane * 16, from + i * 512 + lane * 16);
+    if constexpr (kBits != 16) {
+      const int group = min(block * kBlock + (kFine ? lane / 8 * 16 : 0), p.w.k - 1) / p.w.codes.group;
+      if (lane < S::kSets * 8)
+        copy_16(to + S::kWeights + lane * 16, ahead.scales + (size_t)group * kScaleWords + lane % 8 * 4);
+    }
+  };
+  // The next block, of whose weights the first `there` are on their way.
+  const auto fetch = [&](int stage, int there = 0) {
+    if (ahead.item < items) {
+      if (ahead.block >= there) fetch_weights(stage, ahead.block);
+#pragma unroll
+      for (int i = 0; i < 2 * kTiles; i++)
+        copy_16(ring + stage * kBytes + S::kRowsAt + piece_offset(lane / 8 + 4 * i, lane % 8),
+                x + max(ahead.rows[i], 0) + (size_t)ahead.block * kBlockBytes, ahead.rows[i] >= 0);
+      if (++ahead.block == blocks) {
+        ahead.block = 0, ahead.item += step;
+        if (ahead.item < items) {
+          const ExpertTile tile = tile_at(r, ahead.item / columns);
+          begin_weights(tile), begin_rows(tile);
+        } else if (warp == 0) {
+          // Sooner what follows would only delay these copies; it finds the lists that this kernel waited for.
+          let_next_begin();
+        }
+      }
+    }
+    commit_copies();
+  };
+  // Weights are on their way before it is known where the rows are, and, if such a product comes before, before that
+  // has made them.
+  int there = 0;
+  if (first_item < items) {
+    begin_weights(first_tile);
+    for (; there < min(kStages - 1, blocks); there++) fetch_weights(there, there);
+  }
+  if (e.follows) await_previous();
+  if (first_item < items) begin_rows(first_tile);
+#pragma unroll
+  for (int i = 0; i < kStages - 1; i++) fetch(i, ahead.item == first_item ? there : 0);
+
+  int stage = 0;
+  for (int item = first_item; item < items; item += step) {
+    const ExpertTile tile = tile_at(r, item / columns);  // wanted in the end
+    float d[kColumnTiles][kTiles][4] = {};
+    for (int b = 0; b < blocks; b++) {
+      wait_copies<kStages - 2>();
+      __syncwarp();
+      fetch(stage == 0 ? kStages - 1 : stage - 1);  // what was computed with last
+      const uint32_t rows = ring + stage * kBytes + S::kRowsAt;
+      Fragments<S> weights(own + stage * kBytes, p.w.k - b * kBlock);
+      uint32_t y[kTiles][4];
+#pragma unroll
+      for (int step = 0; step < 4; step++) {
+        uint32_t a[kColumnTiles][4];
+#pragma unroll
+        for (int m = 0; m < kColumnTiles; m++) weights.load(m, step, a[m]);
+#pragma unroll
+        for (int t = 0; t < kTiles; t++) {
+          if (step % 2 == 0) load_cores(y[t], rows + t * kStageRows + piece_offset(lane % 8, 2 * step + lane / 8));
+#pragma unroll
+          for (int m = 0; m < kColumnTiles; m++)
+            multiply_add(d[m][t], a[m], y[t][step % 2 * 2], y[t][step % 2 * 2 + 1]);
+        }
+      }
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+    }
+    // Number i of a thread is of column lane / 4 + i / 2 * 8 of a tile of columns, and of entry 2 * (lane % 4) + i % 2.
+    const int width = p.y.width;
+    const float* bias = bias_of(e, tile.expert);
+#pragma unroll
+    for (int m = 0; m < kColumnTiles; m++)
+#pragma unroll
+      for (int t = 0; t < kTiles; t++)
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          const int slot = t * kRowTile + 2 * (lane % 4) + j, column_tile = item % columns * kColumnTiles + m;
+          if (slot >= tile.count) continue;
+          if (p.gated) {
+            const int column = column_tile * (kTileRows / 2) + lane / 4;
+            if (column >= width) continue;
+            float gate = d[m][t][j], up = d[m][t][2 + j];
+            if (bias) gate = __fadd_rn(gate, bias[column]), up = __fadd_rn(up, bias[width + column]);
+            put(p.y, tile.first + slot, column, gated_by(e.gating, gate, up));
+            continue;
+          }
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            const int column = column_tile * kTileRows + lane / 4 + 8 * h;
+            if (column >= width) continue;
+            const float sum = d[m][t][2 * h + j];
+            put(p.y, tile.first + slot, column, bias ? __fadd_rn(sum, bias[column]) : sum);
+          }
+        }
+  }
+}
+
+template <int kBits, bool kFine, int kTiles, bool kDeep>
+void start_tiles(const ExpertProduct& e, int items, int columns, const Queue& queue) {
+  using S = Shape<kBits, kFine, kTiles, kDeep>;
+  static_assert(S::kStages >= 3);
+  const auto kernel = linear_experts_kernel<kBits, kFine, kTiles, kDeep>;
+  const Matrix& w = e.product.w;
+  allow_shared(kernel, S::kShared);
+  int together = 1;
+  if (!kDeep) cudaOccupancyMaxActiveBlocksPerMultiprocessor(&together, kernel, 32 * kWarps, S::kShared);
+  const int grid = std::min(items, std::max(together, 1) * processors());
+  const size_t expert_bytes =
+      kBits == 16 ? tiles_bytes(w.n, w.k) : codes_bytes(w.n, w.k, kBits) + scales_bytes(w.n, w.codes.groups);
+  start(queue, kernel, grid, 32 * kWarps, S::kShared, e, columns, items, blocks_of(w.k), expert_bytes);
+  launched("linear of experts");
+}
+
+template <int kBits, bool kFine, int kTiles>
+void start_tiles(const ExpertProduct& e, int entries, const Queue& queue) {
+  const int columns = ceil_div(e.product.w.n, kColumnTiles * kTileRows),
+            items = most_items(e, entries, kTiles * kRowTile, columns);
+  if (kTiles == 1 && queue.capability == 90 && items <= kWarps * processors())
+    return start_tiles<kBits, kFine, 1, true>(e, items, columns, queue);
+  start_tiles<kBits, kFine, kTiles, false>(e, items, columns, queue);
+}
+
+template <int kBits, bool kFine>
+void start_rows(const ExpertProduct& e, int entries, int tile_rows, const Queue& queue) {
+  if (tile_rows <= 8) start_tiles<kBits, kFine, 1>(e, entries, queue);
+  else if (tile_rows <= 16) start_tiles<kBits, kFine, 2>(e, entries, queue);
+  else if (tile_rows <= 32) start_tiles<kBits, kFine, 4>(e, entries, queue);
+  else start_tiles<kBits, kFine, 8>(e, entries, queue);
+}
+
+// In float32, as linear_f32.cu.
+constexpr int kTile = 64, kDepth = 16, kThreads = 256, kEach = 4;
+
+__global__ void __launch_bounds__(kThreads)
+    linear_experts_f32_kernel(const __grid_constant__ ExpertProduct e, int columns) {
+  __shared__ float xs[kDepth][kTile + 1], ws[kDepth][kTile + 1];
+  __shared__ int rows[kTile];
+  const Product& p = e.product;
+  const Routing& r = e.routing;
+  const int k = p.w.k, n = p.w.n, ty = threadIdx.x / 16, tx = threadIdx.x % 16;
+  after_previous();
+  const int items = *r.tile_count * columns;
+  for (int item = blockIdx.x; item < items; item += gridDim.x) {
+    const ExpertTile tile = tile_at(r, item / columns);
+    const int column0 = item % columns * kTile;
+    const float* weights = p.w.values + (size_t)tile.expert * n * k;
+    if (threadIdx.x < kTile) {
+      const int entry = tile.first + threadIdx.x;
+      rows[threadIdx.x] = threadIdx.x >= tile.count ? -1 : e.gathers ? r.row_of[entry] : entry;
+    }
+    __syncthreads();
+    float sums[kEach][kEach] = {};
+    for (int k0 = 0; k0 < k; k0 += kDepth) {
+      for (int i = threadIdx.x; i < kTile * kDepth; i += kThreads) {
+        const int at = k0 + i % kDepth, row = rows[i / kDepth], column = column0 + i / kDepth;
+        xs[i % kDepth][i / kDepth] = row >= 0 && at < k ? p.x.values[(size_t)row * k + at] : 0.0f;
+        ws[i % kDepth][i / kDepth] = column < n && at < k ? weights[(size_t)column * k + at] : 0.0f;
+      }
+      __syncthreads();
+      const int depth = min(kDepth, k - k0);
+      for (int c = 0; c < depth; c++)
+#pragma unroll
+        for (int i = 0; i < kEach; i++)
+#pragma unroll
+          for (int j = 0; j < kEach; j++) sums[i][j] = fmaf(xs[c][ty + 16 * i], ws[c][tx + 16 * j], sums[i][j]);
+      __syncthreads();
+    }
+#pragma unroll
+    for (int i = 0; i < kEach; i++)
+#pragma unroll
+      for (int j = 0; j < kEach; j++) {
+        const int slot = ty + 16 * i, column = column0 + tx + 16 * j;
+        if (slot >= tile.count || column >= n) continue;
+        const float bias = p.bias ? p.bias[(size_t)tile.expert * n + column] : 0.0f;
+        put(p.y, tile.first + slot, column, p.bias ? __fadd_rn(sums[i][j], bias) : sums[i][j]);
+      }
+  }
+}
+
+}  // namespace
+
+int expert_tile_rows(Kind kind, int entries, int experts, const Queue& queue) {
+  if (kind == Kind::f32) return kTile;
+  // So that few experts have more than one tile.
+  const int each = entries / std::max(experts, 1);
+  if (each > 48 && kind == Kind::half && queue.capability == 90) return 128;
+  return each <= 4 ? 8 : each <= 10 ? 16 : each <= 22 ? 32 : 64;
+}
+
+template <bool kAll = kAllFormats>
+static void start_format(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue) {
+  if constexpr (kAll) {
+    const Codes& codes = p.product.w.codes;
+    const bool fine = codes.groups > 1 && codes.group < kBlock;
+    if (codes.bits == 4)
+      return fine ? start_rows<4, true>(p, entries, tile_rows, queue)
+                  : start_rows<4, false>(p, entries, tile_rows, queue);
+    if (codes.bits == 8)
+      return fine ? start_rows<8, true>(p, entries, tile_rows, queue)
+                  : start_rows<8, false>(p, entries, tile_rows, queue);
+  }
+  start_rows<16, false>(p, entries, tile_rows, queue);
+}
+
+void linear_experts(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue, By by) {
+  const Matrix& w = p.product.w;
+  if (w.kind == Kind::f32) {
+    const int columns = ceil_div(w.n, kTile);
+    const int grid = std::min(most_items(p, entries, kTile, columns), 8 * processors());
+    start(queue, linear_experts_f32_kernel, grid, kThreads, 0, p, columns);
+    launched("linear of experts in float32");
+    return;
+  }
+  if (w.kind == Kind::half && tile_rows >= 64 && queue.capability == 90 && by != By::mma)
+    return linear_experts_wide(p, entries, tile_rows, queue);
+  start_format(p, entries, tile_rows, queue);
+}
+
+}  // namespace AS_HALF
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,94 @@
+// What kernels for products of experts share.
+#pragma once
+#include <algorithm>
+
+#include "cuda/experts.h"
+#include "cuda/kernels/quantize/quantized.cuh"
+
+namespace as {
+namespace cuda {
+namespace AS_HALF {
+
+// By wgmma, for chips of capability 9.0; tile_rows: 64 or 128.
+void linear_experts_wide(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue);
+
+// How many items there may be, of so many for each tile of entries.
+inline int most_items(const ExpertProduct& p, int entries, int tile_rows, int columns) {
+  const int experts = p.routing.end - p.routing.begin;
+  return std::min(entries, entries / tile_rows + experts) * columns;
+}
+
+// By way of the second-level cache: kernels may read a list while the one before them still runs.
+__device__ inline ExpertTile tile_at(const Routing& r, int i) {
+  const int4 found = __ldcg(reinterpret_cast<const int4*>(r.tiles + i));
+  return {found.x, found.y, found.z};
+}
+
+// Where a piece of the first block of a tile's row is in x, which is in tiles; -1: there is no such row.
+__device__ inline int row_offset(const ExpertProduct& e, const ExpertTile& tile, int slot, int piece, int blocks) {
+  if (slot >= tile.count) return -1;
+  const int entry = tile.first + slot, row = e.gathers ? __ldcg(e.routing.row_of + entry) : entry;
+  return row / kBlock * blocks * kBlockBytes + piece_offset(row % kBlock, piece);
+}
+
+// Null: none.
+__device__ inline const float* bias_of(const ExpertProduct& e, int expert) {
+  const Product& p = e.product;
+  return p.bias ? p.bias + (size_t)expert * (p.gated ? 2 * p.y.width : p.y.width) : nullptr;
+}
+
+// Weights of kColumnTiles tiles of 16 columns each and a block of K, as they are copied: tiles, then sets of scales.
+// kBits: of a weight, 16 for floats; kFine: scales of codes change within 64 of K.
+template <int kBits_, bool kFine_, int kTiles>
+struct ColumnTiles {
+  static constexpr int kBits = kBits_, kCount = kTiles, kColumns = kTiles * kTileRows;
+  static constexpr bool kFine = kFine_;
+  static constexpr int kTileBytes = kTileRows * kBlock * kBits / 8, kWeights = kTiles * kTileBytes;
+  static constexpr int kSets = kBits == 16 ? 0 : kFine ? 4 : 1, kSetBytes = kColumns * 4;
+  static constexpr int kBytes = kWeights + kSets * kSetBytes;
+};
+
+// Them as mma.sync's first operand. there: columns of K.
+template <typename S>
+class Fragments {
+ public:
+  __device__ Fragments(const char* stage, int there) : stage_(stage), there_(there) {
+    const int lane = threadIdx.x % 32;
+    if constexpr (S::kBits != 16) {
+#pragma unroll
+      for (int m = 0; m < S::kCount; m++) {
+#pragma unroll
+        for (int i = 0; i < LaneCodes<kCodeBits>::kLoads; i++)
+          codes_[m].loaded[i] = reinterpret_cast<const uint4*>(stage + m * S::kTileBytes)[i * 32 + lane];
+        if constexpr (!S::kFine) set(m, 0);
+      }
+    }
+  }
+  __device__ void load(int m, int step, uint32_t (&a)[4]) {
+    const int lane = threadIdx.x % 32;
+    if constexpr (S::kBits == 16) {
+      load_cores(a, shared_address(stage_) + piece_offset(m * kTileRows + lane % 16, 2 * step + lane / 16));
+    } else {
+      if constexpr (S::kFine) set(m, step);
+      codes_[m].fragment(step, rows_[m], a);
+      if (there_ < kBlock) cut_fragment(a, there_ - step * 16);
+    }
+  }
+
+ private:
+  static constexpr int kCodeBits = S::kBits == 16 ? 8 : S::kBits;
+  __device__ void set(int m, int number) {
+    const uint2 both = reinterpret_cast<const uint2*>(
+        stage_ + S::kWeights + number * S::kSetBytes)[(m * kTileRows + threadIdx.x % 32 / 4 * 2) / 2];
+    rows_[m][0].set(both.x), rows_[m][1].set(both.y);
+  }
+
+  const char* stage_;
+  const int there_;
+  LaneCodes<kCodeBits> codes_[S::kCount];
+  Affine rows_[S::kCount][2];
+};
+
+}  // namespace AS_HALF
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,125 @@
+// A row of activations that each block of threads norms itself, for its own products and with the bits of the kernels
+// that norm rows, while its first weights are on their way: so the kernel that is before them is not waited for.
+#pragma once
+#include "cuda/kernels/common/device.cuh"
+
+namespace as {
+namespace cuda {
+namespace AS_HALF {
+
+// So many adjacent columns of a row, which a thread has; zeros behind the row's end.
+template <int kCount>
+struct RowPart {
+  static constexpr int kColumns = kCount;
+  float values[kCount];
+
+  __device__ void read(const float* row, int column, int width) {
+    if (width % 4 == 0 && column + kCount <= width) {
+#pragma unroll
+      for (int i = 0; i < kCount; i += 4) {
+        const float4 four = *reinterpret_cast<const float4*>(row + column + i);
+        values[i] = four.x, values[i + 1] = four.y, values[i + 2] = four.z, values[i + 3] = four.w;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; i++) values[i] = column + i < width ? row[column + i] : 0.0f;
+    }
+  }
+  __device__ float operator[](int i) const { return values[i]; }
+  // In one order.
+  __device__ float squares() const {
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < kCount; i++) sum = fmaf(values[i], values[i], sum);
+    return sum;
+  }
+  __device__ void norm(float factor, const RowPart& weights, float one) {
+#pragma unroll
+    for (int i = 0; i < kCount; i++) values[i] = values[i] * factor * (weights[i] + one);
+  }
+};
+// squares: the sum over the row.
+__device__ inline float norm_factor(float squares, int width, const Norm& norm) {
+  return 1.0f / sqrtf(squares / width + norm.eps);
+}
+
+// Who has parts of the row, threads from the first on, meets; and then products by wgmma may read what they wrote.
+template <int kThreads>
+__device__ inline void meet() {
+  asm volatile("bar.sync 5, %0;" ::"n"(kThreads) : "memory");
+}
+template <int kThreads>
+__device__ inline void row_is_there() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+  meet<kThreads>();
+}
+// Products want eight rows at least: for one that lies in shared memory as it is they find the second where this one's
+// next 16 bytes are, and so on, and make sums that nobody wants. So that many bytes lie behind the row.
+constexpr int kBehindRow = 8 * 16;
+__device__ inline uint64_t row_descriptor(uint32_t address) {
+  return (uint64_t)((address & 0x3ffff) >> 4) | 1ull << 16 | 1ull << 32;
+}
+
+// kKept: parts of a thread, from one to the next kThreads further.
+template <class Part, int kThreads, int kKept_>
+class NormedRow {
+ public:
+  static constexpr int kWarps = kThreads / 32, kKept = kKept_, kMostColumns = kThreads * kKept * Part::kColumns;
+  struct Shared {
+    float squares[kWarps * kKept];
+  };
+
+  // Nobody makes the norm's weights: they come before the kernel before this one has ended.
+  __device__ NormedRow(const Norm& norm, int width) : norm_(norm), width_(width) {
+#pragma unroll
+    for (int i = 0; i < kKept; i++) weights_[i].read(norm.weight, place(i) * Part::kColumns, width);
+  }
+  __device__ void make(const float* row, Shared& shared) {
+#pragma unroll
+    for (int i = 0; i < kKept; i++) parts_[i].read(row, place(i) * Part::kColumns, width_);
+#pragma unroll
+    for (int i = 0; i < kKept; i++) {
+      const float sum = warp_sum(parts_[i].squares());
+      if (threadIdx.x % 32 == 0) shared.squares[place(i) / 32] = sum;
+    }
+    meet<kThreads>();
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < kWarps * kKept; i++) sum += shared.squares[i];
+    const float factor = norm_factor(sum, width_, norm_), one = norm_.unit_offset ? 1.0f : 0.0f;
+#pragma unroll
+    for (int i = 0; i < kKept; i++) parts_[i].norm(factor, weights_[i], one);
+  }
+  // Which part of the row the thread's number i is.
+  static __device__ int place(int i) { return i * kThreads + threadIdx.x; }
+  __device__ const Part& operator[](int i) const { return parts_[i]; }
+
+ private:
+  const Norm& norm_;
+  const int width_;
+  Part parts_[kKept], weights_[kKept];
+};
+
+// The same rounded to 16 bits, of rows of few columns, as rms_norm() makes it.
+constexpr int kNormedColumns = 4096;
+template <int kThreads>
+class RoundedRow : public NormedRow<RowPart<8>, kThreads, kNormedColumns / 8 / kThreads> {
+ public:
+  using NormedRow<RowPart<8>, kThreads, kNormedColumns / 8 / kThreads>::NormedRow;
+  // Parts [begin, begin + count) of the row, into shared memory.
+  __device__ void put(char* to, int begin, int count) const {
+#pragma unroll
+    for (int i = 0; i < this->kKept; i++) {
+      const RowPart<8>& x = (*this)[i];
+      if (const int at = this->place(i) - begin; at >= 0 && at < count)
+        *reinterpret_cast<uint4*>(to + at * 16) =
+            make_uint4(two_halves(x[0], x[1]), two_halves(x[2], x[3]), two_halves(x[4], x[5]), two_halves(x[6], x[7]));
+    }
+  }
+};
+
+}  // namespace AS_HALF
+}  // namespace cuda
+}  // namespace as

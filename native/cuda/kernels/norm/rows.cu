@@ -1,0 +1,187 @@
+// Ops on rows one by one whose results may be of 16 bits: embedding, norms, gates. Others: rows_f32.cu.
+#include <algorithm>
+
+#include "cuda/kernels/quantize/quantized.cuh"
+
+namespace as {
+namespace cuda {
+namespace AS_HALF {
+namespace {
+
+constexpr int kThreads = 256;
+
+__device__ float value_of(const Matrix& m, int row, int column) {
+  if (m.tiles) return from_half(m.tiles[tile_offset(row, column, blocks_of(m.k))]);
+  if (m.codes.bits) return AS_HALF::value_of(m.codes, row, column, m.k);
+  return m.values[(size_t)row * m.k + column];
+}
+
+// The token that has been drawn of some parts, by a warp: 0 where there is none.
+__device__ int drawn_token(const Best* parts) {
+  static_assert(kBestParts == 32);
+  Best best = parts[threadIdx.x % 32];
+  for (int step = 1; step < 32; step *= 2) {  // lanes of lower ids keep what both have
+    const Best later = {__shfl_down_sync(0xffffffffu, best.logit, step),
+                        __shfl_down_sync(0xffffffffu, best.token, step),
+                        __shfl_down_sync(0xffffffffu, best.not_finite, step)};
+    add_part(best, later);
+  }
+  return __shfl_sync(0xffffffffu, best.not_finite ? 0 : max(best.token, 0), 0);
+}
+
+// Of few rows several blocks of threads have one: whatever a value takes, it takes it once.
+__global__ void __launch_bounds__(kThreads)
+    embed_kernel(Matrix table, const int* tokens, const Best* drawn, int vocab_begin, float scale, Rows out) {
+  after_previous();
+  const int row = blockIdx.x;
+  int id = tokens[row];
+  if (id < 0) id = drawn_token(drawn + (size_t)~id * kBestParts);
+  id -= vocab_begin;
+  const bool there = id >= 0 && id < table.n;
+  const int own = blockIdx.y * kThreads + threadIdx.x, step = gridDim.y * kThreads;
+  if (table.tiles) {  // eight columns lie side by side
+    for (int i = own * 8; i < table.k; i += step * 8) {
+      const uint4 eight = there ? *reinterpret_cast<const uint4*>(table.tiles + tile_offset(id, i, blocks_of(table.k)))
+                                : make_uint4(0, 0, 0, 0);
+      const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
+      float values[8];
+#pragma unroll
+      for (int j = 0; j < 8; j++) values[j] = from_half((uint16_t)(words[j / 2] >> j % 2 * 16)) * scale;
+      put_eight(out, row, i, table.k, values);
+    }
+  } else {
+    for (int i = own; i < table.k; i += step) put(out, row, i, there ? value_of(table, id, i) * scale : 0.0f);
+  }
+}
+
+__global__ void read_row_kernel(Matrix m, int row, float* out) {
+  after_previous();
+  for (int i = threadIdx.x; i < m.k; i += kThreads) out[i] = value_of(m, row, i);
+}
+
+// kNormThreads: of a row; sums are as those of more threads, which would have nothing to add. kEights: how many times
+// eight values of its row a thread keeps in registers. kMany: a block of threads has several rows, and the next is on
+// its way while it sums up one.
+template <int kNormThreads, int kEights, bool kMany>
+__global__ void __launch_bounds__(kNormThreads) rms_norm_kernel(const float* x, Norm norm, int rows, Rows out) {
+  const int width = out.width;
+  float kept[kEights][8], weights[kEights][8];
+  const auto at = [](int i) { return (i * kNormThreads + (int)threadIdx.x) * 8; };
+  let_next_begin();
+#pragma unroll
+  for (int i = 0; i < kEights; i++)  // nobody makes these: no need to wait for the kernel before
+    read_eight(norm.weight, at(i), width, weights[i]);
+  await_previous();
+  const auto read = [&](int row) {
+#pragma unroll
+    for (int i = 0; i < kEights; i++) read_eight(x + (size_t)row * width, at(i), width, kept[i]);
+  };
+  read(blockIdx.x);
+  for (int row = blockIdx.x; row < rows; row += gridDim.x) {
+    const float* in = x + (size_t)row * width;
+    float sum = 0, now[kEights][8];
+#pragma unroll
+    for (int i = 0; i < kEights; i++)
+#pragma unroll
+      for (int j = 0; j < 8; j++) now[i][j] = kept[i][j], sum = fmaf(now[i][j], now[i][j], sum);
+    if (const int next = row + gridDim.x; kMany && next < rows) read(next);
+    constexpr int kAll = kEights * kNormThreads * 8;
+    for (int i = kAll + threadIdx.x; i < width; i += kNormThreads) sum = fmaf(in[i], in[i], sum);
+    const float factor = 1.0f / sqrtf(block_sum<kNormThreads>(sum, kNormThreads) / width + norm.eps);
+    const float one = norm.unit_offset ? 1.0f : 0.0f;
+#pragma unroll
+    for (int i = 0; i < kEights; i++) {
+#pragma unroll
+      for (int j = 0; j < 8; j++) now[i][j] = now[i][j] * factor * (weights[i][j] + one);
+      put_eight(out, row, at(i), width, now[i]);
+    }
+    for (int i = kAll + threadIdx.x; i < width; i += kNormThreads)
+      put(out, row, i, in[i] * factor * (norm.weight[i] + one));
+    if (!kMany) break;
+  }
+}
+
+__global__ void silu_mul_kernel(const float* in, Gating gating, Rows out) {
+  after_previous();
+  const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x;
+  if (i >= out.width) return;
+  const float gate = in[(size_t)row * 2 * out.width + i], up = in[(size_t)row * 2 * out.width + out.width + i];
+  put(out, row, i, gated_by(gating, gate, up));
+}
+
+__device__ float gelu_tanh(float x) {
+  constexpr float kRoot = 0.7978845608028654f;  // of 2 / pi
+  return 0.5f * x * (1.0f + tanhf(kRoot * (x + 0.044715f * x * x * x)));
+}
+
+__global__ void gelu_tanh_mul_kernel(const float* in, Rows out) {
+  after_previous();
+  const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x;
+  if (i >= out.width) return;
+  const float gate = in[(size_t)row * 2 * out.width + i], up = in[(size_t)row * 2 * out.width + out.width + i];
+  put(out, row, i, gelu_tanh(gate) * up);
+}
+
+// chosen: which row; null for the same. Tiles' padding becomes zero: other rows, of another width, may have been in the
+// same memory, and if they were no numbers, zeros of weights would not hide them.
+__global__ void copy_kernel(const float* in, const int* chosen, Rows out) {
+  after_previous();
+  const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x, blocks = blocks_of(out.width);
+  if (i < out.width) put(out, row, i, in[(size_t)(chosen ? chosen[row] : row) * out.width + i]);
+  else if (out.tiles && i < blocks * kBlock) out.tiles[tile_offset(row, i, blocks)] = 0;
+}
+
+}  // namespace
+
+void embed(const Matrix& table, const int* tokens, const Best* drawn, int rows, int vocab_begin, float scale,
+           const Rows& out, const Queue& queue) {
+  const int parts = ceil_div(table.k, kThreads * (table.tiles ? 8 : 1)),
+            most = ceil_div(processors(), std::max(rows, 1));
+  start(queue, embed_kernel, dim3(rows, std::max(std::min(parts, most), 1)), kThreads, 0, table, tokens, drawn,
+        vocab_begin, scale, out);
+  launched("embedding");
+}
+
+void read_row(const Matrix& matrix, int row, float* out, const Queue& queue) {
+  start(queue, read_row_kernel, 1, kThreads, 0, matrix, row, out);
+  launched("read_row");
+}
+
+void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Queue& queue) {
+  const auto start_threads = [&](auto kernel, auto many, int threads) {
+    const int most = processors() * (1024 / threads);  // that run at once
+    if (rows <= most) start(queue, kernel, rows, threads, 0, x, norm, rows, out);
+    else start(queue, many, most, threads, 0, x, norm, rows, out);
+  };
+  const auto wide = rms_norm_kernel<512, 2, false>;  // which have enough on their way
+  if (out.width <= 8 * 128) start_threads(rms_norm_kernel<128, 1, false>, rms_norm_kernel<128, 1, true>, 128);
+  else if (out.width <= 8 * 256) start_threads(rms_norm_kernel<256, 1, false>, rms_norm_kernel<256, 1, true>, 256);
+  else if (out.width <= 8 * 512) start_threads(rms_norm_kernel<512, 1, false>, rms_norm_kernel<512, 1, true>, 512);
+  else start(queue, wide, rows, 512, 0, x, norm, rows, out);
+  launched("rms_norm");
+}
+
+void silu_mul(const float* in, const Gating& gating, int rows, const Rows& out, const Queue& queue) {
+  start(queue, silu_mul_kernel, dim3(ceil_div(out.width, kThreads), rows), kThreads, 0, in, gating, out);
+  launched("silu_mul");
+}
+
+void gelu_tanh_mul(const float* in, int rows, const Rows& out, const Queue& queue) {
+  start(queue, gelu_tanh_mul_kernel, dim3(ceil_div(out.width, kThreads), rows), kThreads, 0, in, out);
+  launched("gelu_tanh_mul");
+}
+
+void select_rows(const float* in, const int* chosen, int rows, const Rows& out, const Queue& queue) {
+  start(queue, copy_kernel, dim3(ceil_div(out.width, kThreads), rows), kThreads, 0, in, chosen, out);
+  launched("select_rows");
+}
+
+void to_tiles(const float* in, int rows, const Rows& out, const Queue& queue) {
+  const int columns = blocks_of(out.width) * kBlock;
+  start(queue, copy_kernel, dim3(ceil_div(columns, kThreads), rows), kThreads, 0, in, nullptr, out);
+  launched("to_tiles");
+}
+
+}  // namespace AS_HALF
+}  // namespace cuda
+}  // namespace as

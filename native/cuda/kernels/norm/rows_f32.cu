@@ -1,0 +1,179 @@
+// Ops on rows one by one, in float32: sums, soft caps, what is done to heads.
+#include "cuda/kernels/common/device.cuh"
+
+namespace as {
+namespace cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+__global__ void add_kernel(float* x, const float* y, size_t count) {
+  after_previous();
+  const size_t i = (size_t)blockIdx.x * kThreads + threadIdx.x;
+  if (i < count) x[i] += y[i];
+}
+
+__global__ void scale_kernel(float* x, float factor, size_t count) {
+  after_previous();
+  const size_t i = (size_t)blockIdx.x * kThreads + threadIdx.x;
+  if (i < count) x[i] *= factor;
+}
+
+__global__ void soft_cap_kernel(float* x, float cap, size_t count) {
+  after_previous();
+  const size_t i = (size_t)blockIdx.x * kThreads + threadIdx.x;
+  if (i < count) x[i] = cap * tanhf(x[i] / cap);
+}
+
+// A block's, in all of its threads.
+__device__ float square_sum(const float* x, int count) {
+  float sum = 0;
+  for (int i = threadIdx.x; i < count; i += kThreads) sum = fmaf(x[i], x[i], sum);
+  return block_sum<kThreads>(sum, kThreads);
+}
+
+__global__ void qk_square_sums_kernel(const float* x, int width, QkColumns columns, float* sums) {
+  after_previous();
+  const float* row = x + (size_t)blockIdx.x * width;
+  const float q = square_sum(row, columns.q_columns), k = square_sum(row + columns.k_offset, columns.k_columns);
+  if (threadIdx.x == 0) sums[2 * blockIdx.x] = q, sums[2 * blockIdx.x + 1] = k;
+}
+
+__global__ void qk_norm_kernel(float* x, int width, QkNorm norm, const float* sums) {
+  after_previous();
+  float* row = x + (size_t)blockIdx.x * width;
+  const float q = 1.0f / sqrtf(sums[2 * blockIdx.x] / norm.q_width + norm.eps),
+              k = 1.0f / sqrtf(sums[2 * blockIdx.x + 1] / norm.k_width + norm.eps);
+  for (int i = threadIdx.x; i < norm.q_columns + norm.k_columns; i += kThreads)
+    row[i] *= i < norm.q_columns ? q * norm.q_weight[i] : k * norm.k_weight[i - norm.q_columns];
+}
+
+// A warp for each head, of the first heads and then the second; of up to kLargestHead features.
+__global__ void head_norm_kernel(float* x, int width, HeadNorm first, HeadNorm second) {
+  constexpr int kEach = kLargestHead / 32;
+  const int lane = threadIdx.x % 32, of_all = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+  const bool is_first = of_all < first.heads.count;
+  const int head = is_first ? of_all : of_all - first.heads.count,
+            head_dim = is_first ? first.heads.head_dim : second.heads.head_dim;
+  const float* weight = is_first ? first.norm.weight : second.norm.weight;
+  const float eps = is_first ? first.norm.eps : second.norm.eps;
+  const float one = (is_first ? first.norm.unit_offset : second.norm.unit_offset) ? 1.0f : 0.0f;
+  const bool there = of_all < first.heads.count + second.heads.count;
+  float* values =
+      x + (size_t)blockIdx.y * width + (is_first ? first.heads.offset : second.heads.offset) + (size_t)head * head_dim;
+  float weights[kEach], kept[kEach], sum = 0;
+  const auto each = [&](auto work) {
+#pragma unroll
+    for (int i = 0; i < kEach; i++)
+      if (const int feature = i * 32 + lane; there && feature < head_dim) work(i, feature);
+  };
+  let_next_begin();
+  each([&](int i, int feature) { weights[i] = weight[feature]; });  // nobody makes these
+  await_previous();
+  each([&](int i, int feature) { kept[i] = values[feature]; });
+  each([&](int i, int) { sum = fmaf(kept[i], kept[i], sum); });
+  const float factor = 1.0f / sqrtf(warp_sum(sum) / head_dim + eps);
+  each([&](int i, int feature) { values[feature] = kept[i] * factor * (weights[i] + one); });
+}
+
+__global__ void rotary_table_kernel(RotaryTable t, const int* positions, const int* prompts) {
+  after_previous();
+  const int row = blockIdx.x, half = t.dim / 2,
+            length = t.powers ? prompts[row] : max(prompts[row], positions[row] + 1);
+  for (int i = threadIdx.x; i < half; i += blockDim.x) {
+    float inverse = t.inverse[i];
+    if ((t.dynamic || t.longer) && length > t.original_max) {
+      if (t.longer) {
+        inverse = t.longer[i];
+      } else {
+        double growth = t.factor * length / t.original_max - (t.factor - 1);
+        if (t.powers) {  // 2^(ceil(log2 of the ratio) + 1) - 1
+          growth = 2;
+          while (growth * t.original_max < 2.0 * length) growth *= 2;
+          growth -= 1;
+        }
+        const double base = t.base * pow(growth, (double)t.dim / (t.dim - 2));
+        inverse = 1.0f / (float)pow(base, (double)((float)(2 * i) / (float)t.dim));
+      }
+    }
+    double sine, cosine;
+    sincos((double)((float)positions[row] * inverse), &sine, &cosine);
+    t.cosine[(size_t)row * half + i] = (float)cosine * t.attention_factor;
+    t.sine[(size_t)row * half + i] = (float)sine * t.attention_factor;
+  }
+}
+
+__global__ void rope_kernel(float* x, int width, Heads heads, RotaryTable t, bool interleaved) {
+  after_previous();
+  const int row = blockIdx.x, half = t.dim / 2;
+  for (int i = threadIdx.x; i < heads.count * half; i += blockDim.x) {
+    const int pair = i % half;
+    float* values = x + (size_t)row * width + heads.offset + (size_t)(i / half) * heads.head_dim;
+    float &a = values[interleaved ? 2 * pair : pair], &b = values[interleaved ? 2 * pair + 1 : pair + half];
+    const float c = t.cosine[(size_t)row * half + pair], s = t.sine[(size_t)row * half + pair], first = a;
+    a = __fmul_rn(a, c) - __fmul_rn(b, s), b = __fmul_rn(b, c) + __fmul_rn(first, s);
+  }
+}
+
+__global__ void scale_queries_kernel(Attention a, const int* positions, double beyond) {
+  after_previous();
+  const int row = blockIdx.x, position = positions[row];
+  if (position + 1 <= beyond) return;
+  const float factor = (float)(log(position + 1.0) / log(beyond));
+  float* queries = const_cast<float*>(a.qkv) + (size_t)row * a.width;
+  for (int i = threadIdx.x; i < a.queries * a.cache.head_dim; i += blockDim.x)
+    queries[i] = __fmul_rn(queries[i], factor);
+}
+
+}  // namespace
+
+void add(float* x, const float* y, size_t count, const Queue& queue) {
+  start(queue, add_kernel, ceil_div(count, kThreads), kThreads, 0, x, y, count);
+  launched("add");
+}
+
+void scale(float* x, float factor, size_t count, const Queue& queue) {
+  start(queue, scale_kernel, ceil_div(count, kThreads), kThreads, 0, x, factor, count);
+  launched("scale");
+}
+
+void soft_cap(float* x, float cap, size_t count, const Queue& queue) {
+  start(queue, soft_cap_kernel, ceil_div(count, kThreads), kThreads, 0, x, cap, count);
+  launched("soft_cap");
+}
+
+void qk_square_sums(const float* x, int width, const QkColumns& columns, int rows, float* sums, const Queue& queue) {
+  start(queue, qk_square_sums_kernel, rows, kThreads, 0, x, width, columns, sums);
+  launched("qk_square_sums");
+}
+
+void qk_norm(float* x, int width, const QkNorm& norm, const float* sums, int rows, const Queue& queue) {
+  start(queue, qk_norm_kernel, rows, kThreads, 0, x, width, norm, sums);
+  launched("qk_norm");
+}
+
+void head_norm(float* x, int width, const HeadNorm& first, const HeadNorm& second, int rows, const Queue& queue) {
+  constexpr int kHeads = 4;  // of a block of threads
+  start(queue, head_norm_kernel, dim3(ceil_div(first.heads.count + second.heads.count, kHeads), rows), 32 * kHeads, 0,
+        x, width, first, second);
+  launched("head_norm");
+}
+
+void rotary_table(const RotaryTable& table, const int* positions, const int* prompts, int rows, const Queue& queue) {
+  start(queue, rotary_table_kernel, rows, 64, 0, table, positions, prompts);
+  launched("rotary_table");
+}
+
+void rope(float* x, int width, const Heads& heads, const RotaryTable& table, bool interleaved, int rows,
+          const Queue& queue) {
+  start(queue, rope_kernel, rows, kThreads, 0, x, width, heads, table, interleaved);
+  launched("rope");
+}
+
+void scale_queries(const Attention& a, const int* positions, double beyond, int rows, const Queue& queue) {
+  start(queue, scale_queries_kernel, rows, 256, 0, a, positions, beyond);
+  launched("scaling of queries");
+}
+
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,168 @@
+// Rows of activations become rows of 8 bits, integers or floats, on their way from a norm where there is one.
+#include <algorithm>
+
+#include "cuda/kernels/gemm/byte_pieces.cuh"
+
+namespace as {
+namespace cuda {
+namespace {
+
+constexpr int kMostBlocks = blocks_of(kMostIntegers);  // of K
+// A block of threads has a row at a time, and asks for its next one before it computes, if rows are short. kTiles: `in`
+// is in tiles. kKept: pieces that a thread keeps in registers; kNorms: the row is normed first, and there are no
+// others.
+template <bool kFloats, bool kNorms, bool kTiles, int kThreads, int kKept>
+__global__ void __launch_bounds__(kThreads, kKept > 2 && kTiles ? 1024 / kThreads : 1)
+    bytes_kernel(Rows in, int rows, Segments segments, ByteRows out, Norm norm) {
+  constexpr int kWarps = kThreads / 32;
+  __shared__ float squares[kNorms ? kWarps : 1];
+  __shared__ uint32_t tops[2][kWarps];  // by turns: some warps may still read those of the row before
+  __shared__ int sums[kFloats ? 1 : kMostBlocks];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pieces = segments.blocks * 4, k = in.width;
+  constexpr bool kAhead = kKept <= 2;
+  Piece<kTiles> kept[kKept], next[kAhead ? kKept : 1], weights[kNorms ? kKept : 1];
+  const auto piece_of = [](int i) { return i * kThreads + (int)threadIdx.x; };
+  const auto read = [&](int row, Piece<kTiles>* to) {
+#pragma unroll
+    for (int i = 0; i < kKept; i++) to[i].read(in, row, piece_of(i) * kPieceColumns);
+  };
+  let_next_begin();
+  if constexpr (kNorms) {
+#pragma unroll
+    for (int i = 0; i < kKept; i++)  // nobody makes these: no need to wait for the kernel before
+      weights[i].read(norm.weight, piece_of(i) * kPieceColumns, k);
+  }
+  await_previous();
+  if (kAhead) read(blockIdx.x, next);
+  for (int row = blockIdx.x, turn = 0; row < rows; row += gridDim.x, turn ^= 1) {
+    if constexpr (kAhead) {
+#pragma unroll
+      for (int i = 0; i < kKept; i++) kept[i] = next[i];
+      if (row + (int)gridDim.x < rows) read(row + gridDim.x, next);
+    } else {
+      read(row, kept);
+    }
+    if (!kFloats)
+      for (int i = threadIdx.x; i < segments.blocks; i += kThreads) sums[i] = 0;
+    if constexpr (kNorms) {
+      static_assert(kKept == 1);
+      float square = warp_sum(kept[0].squares());
+      if (lane == 0) squares[warp] = square;
+      __syncthreads();
+      square = 0;
+      for (int w = 0; w < kWarps; w++) square += squares[w];
+      kept[0].norm(norm_factor(square, k, norm), weights[0], norm.unit_offset ? 1.0f : 0.0f);
+    }
+    uint32_t most = 0;
+#pragma unroll
+    for (int i = 0; i < kKept; i++) most = kept[i].top(most);
+    if constexpr (!kNorms)
+      for (int piece = piece_of(kKept); piece < pieces; piece += kThreads) {
+        Piece<kTiles> x;
+        x.read(in, row, piece * kPieceColumns);
+        most = x.top(most);
+      }
+    most = __reduce_max_sync(0xffffffffu, most);
+    if (lane == 0) tops[turn][warp] = most;
+    __syncthreads();
+    for (int w = 0; w < kWarps; w++) most = max(most, tops[turn][w]);
+    const ByteScale<kFloats> scale(most);
+    if (threadIdx.x == 0) out.scales[row] = scale.scale;
+    const auto store = [&](int piece, const Piece<kTiles>& x) {
+      int sum = 0;
+      const uint4 bytes = scale.bytes(x, sum);
+      const int block = piece / 4;
+      *reinterpret_cast<uint4*>(out.values + ((size_t)(row / kBlock) * segments.blocks + block) * kByteBlock +
+                                byte_piece(row % kBlock, piece % 4)) = bytes;
+      return sum;
+    };
+    // A warp's pieces are most often all of one segment: then it adds once.
+    const auto add = [&](int piece, int sum) {
+      const int first = segments.end(min(piece - lane, pieces - 1) / 4),
+                last = segments.end(min(piece - lane + 31, pieces - 1) / 4);
+      if (first == last) {
+        sum = __reduce_add_sync(0xffffffffu, sum);
+        if (lane == 0) atomicAdd(&sums[first], sum);
+      } else if (piece < pieces) {
+        atomicAdd(&sums[segments.end(piece / 4)], sum);
+      }
+    };
+#pragma unroll
+    for (int i = 0; i < kKept; i++) {
+      const int piece = piece_of(i), sum = piece < pieces ? store(piece, kept[i]) : 0;
+      if constexpr (!kFloats) add(piece, sum);
+    }
+    if constexpr (!kNorms)
+      for (int piece = piece_of(kKept); piece - lane < pieces; piece += kThreads) {
+        int sum = 0;
+        if (piece < pieces) {
+          Piece<kTiles> x;
+          x.read(in, row, piece * kPieceColumns);
+          sum = store(piece, x);
+        }
+        if constexpr (!kFloats) add(piece, sum);
+      }
+    if (kFloats) continue;
+    __syncthreads();
+    for (int block = threadIdx.x; block < segments.blocks; block += kThreads)
+      if (segments.end(block) == block) out.sums[(size_t)block * (blocks_of(rows) * kBlock) + row] = (float)sums[block];
+  }
+}
+
+// So many blocks of threads that each processor has as many as it can.
+template <bool kNorms, bool kTiles, int kThreads, int kKept>
+void quantize(const Rows& x, const Norm& norm, const Product& p, int rows, const Queue& queue) {
+  const Pieces k(p.w.k, p.w.most_pieces);
+  const bool floats = p.w.codes.floats;
+  const auto kernel = floats ? bytes_kernel<true, kNorms, kTiles, kThreads, kKept>
+                             : bytes_kernel<false, kNorms, kTiles, kThreads, kKept>;
+  static int at_once[2] = {};
+  int& blocks = at_once[floats];
+  if (!blocks) {
+    if (cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0) != cudaSuccess) cudaGetLastError();
+    blocks = std::max(blocks, 1) * processors();
+  }
+  start(queue, kernel, std::min(rows, blocks), kThreads, 0, x, rows, Segments(p.w, k), p.bytes, norm);
+  launched("quantizing activations");
+}
+
+// As few threads as keep a row in registers.
+template <bool kTiles>
+void quantize_rows(const Product& p, int rows, const Queue& queue) {
+  const int pieces = (p.w.k + kPieceColumns - 1) / kPieceColumns;
+  if (pieces <= 128) quantize<false, kTiles, 128, 1>(p.x, {}, p, rows, queue);
+  else if (pieces <= 2 * 128) quantize<false, kTiles, 128, 2>(p.x, {}, p, rows, queue);
+  else if (pieces <= 3 * 256) quantize<false, kTiles, 256, 3>(p.x, {}, p, rows, queue);
+  else if (pieces <= 4 * 320) quantize<false, kTiles, 320, 4>(p.x, {}, p, rows, queue);
+  else quantize<false, kTiles, 512, 3>(p.x, {}, p, rows, queue);
+}
+
+constexpr int kFewThreads = 256, kManyThreads = 512;  // that norm a row: sums are by threads
+
+}  // namespace
+
+void quantize_activations(const Product& p, int rows, const Queue& queue) {
+  p.x.tiles ? quantize_rows<true>(p, rows, queue) : quantize_rows<false>(p, rows, queue);
+}
+
+bool norms_into_bytes(int width) { return width <= kManyThreads * kPieceColumns; }
+
+void rms_norm_into_bytes(const float* x, const Norm& norm, const Product& p, int rows, const Queue& queue) {
+  const Rows in{const_cast<float*>(x), nullptr, p.w.k};
+  if (p.w.k <= kFewThreads * kPieceColumns) quantize<true, false, kFewThreads, 1>(in, norm, p, rows, queue);
+  else quantize<true, false, kManyThreads, 1>(in, norm, p, rows, queue);
+}
+
+size_t byte_rows_bytes(int rows, int k) {
+  return (size_t)blocks_of(rows) * blocks_of(k) * (kByteBlock + kBlock * sizeof(float)) +
+         (size_t)blocks_of(rows) * kBlock * sizeof(float);
+}
+
+ByteRows byte_rows(char* memory, int rows, int k) {
+  const size_t blocks = (size_t)blocks_of(rows) * blocks_of(k);
+  float* sums = reinterpret_cast<float*>(memory + blocks * kByteBlock);
+  return {reinterpret_cast<uint8_t*>(memory), sums, sums + blocks * kBlock};
+}
+
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,109 @@
+// Weights as checkpoints have them become matrices as products read them; and such of random values.
+#include "cuda/kernels/common/device.cuh"
+
+namespace as {
+namespace cuda {
+namespace AS_HALF {
+namespace {
+
+template <typename T>
+__device__ float widened(T x) {
+  if constexpr (sizeof(T) == 4) return x;
+  else if constexpr (std::is_same_v<T, __half>) return __half2float(x);
+  else return __bfloat162float(x);
+}
+
+template <typename T>
+__global__ void pack_kernel(const T* rows, int64_t stride, Matrix m, int first, unsigned long long* bad) {
+  after_previous();
+  const int row = blockIdx.y, column = blockIdx.x * blockDim.x + threadIdx.x;
+  bool wrong = false;
+  if (column < m.k) {
+    const float x = widened(rows[row * stride + column]);
+    wrong = !isfinite(x) || (m.tiles && kHalf == Half::f16 && fabsf(x) >= kTooLarge);
+    if (m.tiles) const_cast<uint16_t*>(m.tiles)[tile_offset(first + row, column, blocks_of(m.k))] = to_half(x);
+    else const_cast<float*>(m.values)[(size_t)(first + row) * m.k + column] = x;
+  }
+  const unsigned lanes = __ballot_sync(0xffffffffu, wrong);
+  if (lanes && threadIdx.x % 32 == 0) atomicAdd(bad, (unsigned long long)__popc(lanes));
+}
+
+template <typename T>
+void pack(const void* rows, int64_t stride, int count, const Matrix& m, int first, unsigned long long* bad,
+          const Queue& queue) {
+  constexpr int kThreads = 256, kMostRows = 65535;  // of a grid
+  for (int done = 0; done < count; done += kMostRows) {
+    const int some = count - done < kMostRows ? count - done : kMostRows;
+    start(queue, pack_kernel<T>, dim3(ceil_div(m.k, kThreads), some), kThreads, 0,
+          static_cast<const T*>(rows) + done * stride, stride, m, first + done, bad);
+    launched("pack_rows");
+  }
+}
+
+// A thread for each eight columns of a row; rows, of which a grid has more in its first dimension than in others.
+__global__ void pair_kernel(Matrix from, Matrix to) {
+  after_previous();
+  const int blocks = blocks_of(from.k), eight = blockIdx.y * blockDim.x + threadIdx.x, row = blockIdx.x;
+  const int half = from.n / 2, source = row / 16 * 8 + row % 8;
+  if (eight >= blocks * 8 || source >= half) return;
+  const size_t at = tile_offset(source + (row % 16 < 8 ? 0 : half), eight * 8, blocks);
+  reinterpret_cast<uint4*>(const_cast<uint16_t*>(to.tiles))[tile_offset(row, eight * 8, blocks) / 8] =
+      reinterpret_cast<const uint4*>(from.tiles)[at / 8];
+}
+
+// A thread for each word of a row's codes, and behind these for each group: words are of one row, and its columns lie
+// alike in all rows.
+__global__ void pair_codes_kernel(Matrix from, Matrix to) {
+  after_previous();
+  const int bits = to.codes.bits, each = 32 / bits, blocks = blocks_of(to.k), words = blocks * kBlock / each;
+  const int i = blockIdx.y * blockDim.x + threadIdx.x, row = blockIdx.x, group = i - words;
+  const int half = from.n / 2, source = row / 16 * 8 + row % 8, other = source + (row % 16 < 8 ? 0 : half);
+  if (group >= to.codes.groups || source >= half) return;
+  if (group >= 0) {
+    to.codes.scales[scale_of(row, group, to.codes.groups)] = from.codes.scales[scale_of(other, group, to.codes.groups)];
+    return;
+  }
+  const int column = i / 4 * 4 * each + i % 4 * 2;  // the word's first
+  to.codes.words[word_of(to.codes, row, column, blocks)] = from.codes.words[word_of(from.codes, other, column, blocks)];
+}
+
+// Evenly between -size and size.
+__global__ void noise_kernel(uint32_t* data, size_t count, float size, uint64_t seed) {
+  after_previous();
+  const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+  uint64_t x = (i + 1 + (seed << 40)) * 0x9e3779b97f4a7c15ull;
+  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9ull, x = (x ^ x >> 27) * 0x94d049bb133111ebull, x ^= x >> 31;
+  const auto value = [&](uint32_t bits) { return size * ((float)(int32_t)bits * 0x1p-31f); };
+  if (i < count) data[i] = two_halves(value((uint32_t)x), value((uint32_t)(x >> 32)));
+}
+
+}  // namespace
+
+void pair_rows(const Matrix& from, const Matrix& to, const Queue& queue) {
+  if (to.codes.bits) {
+    const int items = blocks_of(to.k) * kBlock * to.codes.bits / 32 + to.codes.groups;
+    start(queue, pair_codes_kernel, dim3(to.n, ceil_div(items, 128)), 128, 0, from, to);
+    launched("pair_rows");
+    return;
+  }
+  start(queue, pair_kernel, dim3(to.n, ceil_div(blocks_of(from.k) * 8, 128)), 128, 0, from, to);
+  launched("pair_rows");
+}
+
+void pack_rows(const void* rows, Source source, int64_t stride, int count, const Matrix& matrix, int first,
+               unsigned long long* bad, const Queue& queue) {
+  if (source == Source::f32) pack<float>(rows, stride, count, matrix, first, bad, queue);
+  else if (source == Source::f16) pack<__half>(rows, stride, count, matrix, first, bad, queue);
+  else pack<__nv_bfloat16>(rows, stride, count, matrix, first, bad, queue);
+}
+
+void fill_noise(void* data, size_t bytes, Half, float size, uint64_t seed, const Queue& queue) {
+  constexpr int kThreads = 256;
+  start(queue, noise_kernel, ceil_div(bytes / 4, kThreads), kThreads, 0, static_cast<uint32_t*>(data), bytes / 4, size,
+        seed);
+  launched("filling memory");
+}
+
+}  // namespace AS_HALF
+}  // namespace cuda
+}  // namespace as

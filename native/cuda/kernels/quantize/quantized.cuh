@@ -1,0 +1,126 @@
+// Values of quantized matrices (cuda/quantized.h), as kernels recover them.
+#pragma once
+#include <cuda_fp8.h>
+
+#include "cuda/kernels/common/device.cuh"
+
+namespace as {
+namespace cuda {
+namespace AS_HALF {
+
+// To nearest, to even; larger ones become the largest, 448.
+__device__ inline uint8_t to_e4m3(float x) { return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3); }
+__device__ inline uint16_t two_e4m3(float low, float high) {
+  return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
+}
+__device__ inline float from_e4m3(uint8_t code) {
+  return __half2float(__half(__nv_cvt_fp8_to_halfraw(code, __NV_E4M3)));
+}
+
+// How values between two are quantized in a cache: as the CPU backend does it (cpu/cache.cpp). bad: some are no
+// numbers.
+template <int kBits>
+struct Levels {
+  static constexpr int kMost = (1 << kBits) - 1;
+  float low, step, inverse, half;
+  bool bad, flat;
+
+  __device__ Levels(float low, float high, bool bad) : low(low), bad(bad) {
+    step = (float)(((double)high - low) / kMost);  // in double: the range may pass the largest float
+    flat = bad || step < 1e-37f;                   // equal values, or nearly: the inverse would overflow
+    inverse = flat ? 0 : __fdiv_rn(2.0f, step), half = __fmul_rn(0.5f, low);
+  }
+  __device__ int code(float x) const {
+    return flat ? 0 : min(kMost, __float2int_rn(__fmul_rn(__fsub_rn(__fmul_rn(0.5f, x), half), inverse)));
+  }
+  __device__ float scale() const { return bad ? NAN : flat ? 0 : step; }
+  __device__ float minimum() const { return bad ? NAN : low; }
+};
+
+// To the bit what the CPU backend recovers.
+__device__ inline float recovered(uint32_t scales, int code, int bits) {
+  const float scale = __uint_as_float(scales << 16), offset = __uint_as_float(scales & 0xffff0000u);
+  return __fadd_rn(__fmul_rn(scale, (float)(code - (1 << (bits - 1)))), offset);
+}
+__device__ inline float value_of(const Codes& c, int row, int column, int k) {
+  const uint32_t word = c.words[word_of(c, row, column, blocks_of(k))];
+  if (c.floats)
+    return __fmul_rn(__uint_as_float(c.scales[scale_of(row, 0, 1)]), from_e4m3(word >> bit_of(8, column) & 0xff));
+  return recovered(c.scales[scale_of(row, column / c.group, c.groups)],
+                   word >> bit_of(c.bits, column) & ((1 << c.bits) - 1), c.bits);
+}
+
+// Two values in bfloat16 side by side.
+__device__ __forceinline__ __nv_bfloat162 pair_of(uint32_t bits) {
+  return reinterpret_cast<const __nv_bfloat162&>(bits);
+}
+__device__ __forceinline__ uint32_t bits_of(const __nv_bfloat162& pair) {
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+// word & mask | with, by one instruction.
+__device__ __forceinline__ uint32_t masked(uint32_t word, uint32_t mask, uint32_t with) {
+  uint32_t y;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(word), "r"(mask), "r"(with));
+  return y;
+}
+
+// A row's scale and offset, each twice.
+struct Affine {
+  __nv_bfloat162 scale, offset;
+
+  __device__ __forceinline__ void set(uint32_t scales) {
+    scale = __low2bfloat162(pair_of(scales)), offset = __high2bfloat162(pair_of(scales));
+  }
+  // Of codes of 4 bits in the lowest of each half of a word: as the lowest of a fraction of seven they are 128 + code.
+  __device__ __forceinline__ uint32_t low(uint32_t word) const {
+    const __nv_bfloat162 above = pair_of(masked(word, 0x000f000fu, 0x43004300u));
+    return bits_of(__hfma2(scale, __hsub2(above, __float2bfloat162_rn(136)), offset));
+  }
+  // Of codes in the lowest eight bits of bfloat16s that are zero otherwise: such a one is a number as well, code /
+  // 2^133, as the exponents 0 and 1 have one unit. Times 2^127, less two, it is code - middle, but `larger` times as
+  // small: exactly, and so is the product with a scale as much larger, which is finite wherever values are.
+  __device__ __forceinline__ uint32_t tiny(uint32_t pair, float larger) const {
+    const __nv_bfloat162 centred = __hfma2(pair_of(pair), pair_of(0x7f007f00u), __float2bfloat162_rn(-2));
+    return bits_of(__hfma2(__hmul2(scale, __float2bfloat162_rn(larger)), centred, offset));
+  }
+};
+
+// What a lane has of a tile of 16 rows x 64 columns, as loaded: 16 bytes at a time.
+template <int kBits>
+struct LaneCodes {
+  static constexpr int kLoads = kBits / 4;
+  uint4 loaded[kLoads];
+
+  // The 16 columns of step `step`, which the compiler knows, as mma.sync's first operand. rows: those of lane / 4, and
+  // of eight further.
+  __device__ __forceinline__ void fragment(int step, const Affine (&rows)[2], uint32_t (&a)[4]) const {
+    const uint4& four = loaded[kBits == 4 ? 0 : step / 2];
+    const bool last = kBits == 4 ? step / 2 : step % 2;
+    const uint32_t words[2] = {last ? four.z : four.x, last ? four.w : four.y};
+#pragma unroll
+    for (int below = 0; below < 2; below++) {
+      const Affine& row = rows[below];
+      if constexpr (kBits == 4) {
+        const uint32_t word = step % 2 ? words[below] >> 8 : words[below];
+        a[below] = row.low(word), a[2 + below] = row.tiny(word & 0x00f000f0u, 4);
+      } else {
+        a[below] = row.tiny(__byte_perm(words[below], 0, 0x4140), 64);
+        a[2 + below] = row.tiny(__byte_perm(words[below], 0, 0x4342), 64);
+      }
+    }
+  }
+};
+
+// Zeros where columns from `column` on, of 16 that a fragment has, are not there.
+__device__ inline void cut_fragment(uint32_t (&a)[4], int columns) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int column = i / 2 * 8 + threadIdx.x % 4 * 2;
+    if (column >= columns) a[i] = 0;
+    else if (column + 1 >= columns) a[i] &= 0xffff;
+  }
+}
+
+}  // namespace AS_HALF
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,88 @@
+// Of a row that is drawn from: its logits, and sums of chunks of them, in the order that native/sampling has.
+#pragma once
+#include "cuda/kernels/common/device.cuh"
+#include "cuda/kernels/sampling/draw.h"
+
+namespace as {
+namespace cuda {
+namespace AS_HALF {
+namespace {
+
+using namespace sampling;
+
+#include "sampling/weights.h"
+
+constexpr unsigned kAll = 0xffffffffu;
+
+__device__ inline bool allows(const uint32_t* mask, int id) { return (mask[id / 32] >> (id % 32)) & 1u; }
+
+// A row under its mask.
+struct Logits {
+  const float* values;
+  const uint32_t* mask;  // null: none
+
+  __device__ float operator()(int id) const { return mask && !allows(mask, id) ? -INFINITY : values[id]; }
+};
+
+__device__ inline Logits processed_of(const DrawTask& task, const RowDraw& draw) {
+  return {task.logits + (size_t)draw.row * task.width,
+          draw.mask < 0 ? nullptr : task.masks + (size_t)draw.mask * task.mask_words};
+}
+
+__device__ inline float greater(float a, float b) { return b > a ? b : a; }
+
+// Half a warp sums a chunk of 256, each thread what LogitKernels calls a lane. weighs: there is use for the sum.
+template <typename Values>
+__device__ void sum_chunk(const Values& x, int width, float scale, int c, bool weighs, float& top, double& sum,
+                          float& group) {
+  const int lane = threadIdx.x % kLanes;
+  float values[kChunk / kLanes];
+  float most = -INFINITY;
+#pragma unroll
+  for (int k = 0; k < kChunk / kLanes; k++) {
+    const int id = c * kChunk + k * kLanes + lane;
+    values[k] = id < width ? x(id) : -INFINITY;
+  }
+#pragma unroll
+  for (int k = 0; k < kChunk / kLanes; k++) most = greater(most, values[k]);
+  most = greater(most, __shfl_xor_sync(kAll, most, 8));
+  most = greater(most, __shfl_xor_sync(kAll, most, 4));
+  group = most;  // of lanes that are the same modulo 4
+  most = greater(most, __shfl_xor_sync(kAll, most, 2));
+  most = greater(most, __shfl_xor_sync(kAll, most, 1));
+  top = most;
+  sum = 0.0;
+  if (!weighs) return;
+  float own = 0.0f;
+#pragma unroll
+  for (int k = 0; k < kChunk / kLanes; k++) own += exp_nonpositive((values[k] - top) * scale);
+  for (int j = 0; j < kLanes; j++) sum += __shfl_sync(kAll, own, j, kLanes);
+  if (top == -INFINITY) sum = 0.0;
+}
+
+// A thread sums a chunk of a small vocabulary.
+template <typename Values>
+__device__ void sum_small_chunk(const Values& x, int begin, int end, float scale, float& top, double& sum) {
+  top = -INFINITY, sum = 0.0;
+  for (int i = begin; i < end; i++) top = greater(top, x(i));
+  for (int i = begin; i < end && top > -INFINITY; i++) sum += exp_nonpositive((x(i) - top) * scale);
+}
+
+// A row's sums.
+struct RowSums {
+  const float* maxima;
+  const double* sums;
+  const float* groups;
+  int chunks, group_count;
+};
+
+__device__ inline RowSums row_sums(const DrawTask& task, const ChunkSums& of, int draw) {
+  const int groups = groups_of(task.chunk);
+  const size_t first = (size_t)draw * task.chunks;
+  return {of.maxima + first, of.sums + first, of.groups + first * groups, task.chunks, task.chunks * groups};
+}
+
+}  // namespace
+}  // namespace AS_HALF
+}  // namespace cuda
+}  // namespace as
