@@ -142,7 +142,7 @@ py::list profile_of(const Executor& e) {
     const Counters& c = step.counters;
     int index = step.parts.parts[0];
     for (int p : step.parts.parts)
-      if (e.program().ops()[p].spec->name == std::string("linear")) index = p;
+      if (e.program().ops()[p].is(Op::linear)) index = p;
     py::dict d;
     d["index"] = index, d["op"] = step.parts.name, d["count"] = c.count, d["min"] = c.least, d["max"] = c.most;
     d["sum"] = c.total, d["bytes"] = c.bytes, d["operations"] = c.operations;

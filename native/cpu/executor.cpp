@@ -40,7 +40,7 @@ void Executor::allocate(const RunnerLimits& limits, const CacheLimits& cache, bo
   if (draft && !draft->runner_) throw std::invalid_argument("allocate() of the draft model comes first");
   draft_ = std::move(draft);
   if (masks < 0) throw std::invalid_argument("allocate: " + std::to_string(masks) + " masks");
-  if (rank_ == 0 && masks > 0 && !program_.ops().empty() && program_.ops().back().is("sample"))
+  if (rank_ == 0 && masks > 0 && !program_.ops().empty() && program_.ops().back().is(Op::sample))
     masks_ = std::make_shared<Masks>(masks, program_.ops().back().integer("vocab_size"));
   if (adapters.count < 0 || (adapters.count > 0 && adapters.max_rank < 1))
     throw std::invalid_argument("allocate: " + std::to_string(adapters.count) + " adapters of ranks up to " +
@@ -65,7 +65,7 @@ void Executor::allocate(const RunnerLimits& limits, const CacheLimits& cache, bo
 std::shared_ptr<Adapter> Executor::new_adapter() const {
   int targets = 0;
   for (const OpNode& op : program_.ops())
-    if (op.is("lora")) targets = std::max(targets, op.integer("target") + 1);
+    if (op.is(Op::lora)) targets = std::max(targets, op.integer("target") + 1);
   if (!adapters_) throw std::invalid_argument("there is no room for adapters");
   return std::make_shared<Adapter>(adapters_->limits, targets);
 }

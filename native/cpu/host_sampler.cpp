@@ -20,7 +20,7 @@ void HostSampler::attach(const OpNode& op, float* logits, int width, int max_out
   std::vector<std::shared_ptr<RotaryTable>> tables;
   std::vector<std::shared_ptr<AttentionWork>> works;
   const std::vector<std::shared_ptr<Routing>> routings;
-  op_ = cpu_op("sample")(Binding{
+  op_ = cpu_op({Op::sample})(Binding{
       core_, {Part{op, no_weights_, {rows}, {}}}, limits_, cache, scratch, tables, works, routings, drawn_, masks});
 }
 

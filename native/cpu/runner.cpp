@@ -14,7 +14,7 @@ namespace {
 
 // Refuses what the table of ops has and this backend does not.
 void check_attributes(const OpNode& op) {
-  if (op.is("rotary_table"))  // no positions of three parts
+  if (op.is(Op::rotary_table))  // no positions of three parts
     op.allow_only({"attention_factor", "dynamic", "base", "factor", "original_max", "rotary_dim", "table", "growth",
                    "long_table"},
                   "the CPU backend");
@@ -48,7 +48,7 @@ CpuRunner::CpuRunner(const Core& core, const Program& program, const Weights& we
     : core_(core), program_(program), weights_(weights), limits_(limits) {
   if (limits.max_rows < 1 || limits.max_outputs < 1 || limits.max_slots < 1 || limits.max_length < 1)
     throw std::invalid_argument("allocate: sizes must be positive");
-  if (program.ops().empty() || !program.ops().back().is("sample"))
+  if (program.ops().empty() || !program.ops().back().is(Op::sample))
     throw std::invalid_argument("the op list must end with sample");
   check_experts();
   for (const OpNode& op : program.ops()) check_attributes(op);
@@ -62,7 +62,7 @@ CpuRunner::CpuRunner(const Core& core, const Program& program, const Weights& we
     routings_.push_back(s <= kOutputRows ? nullptr : std::make_shared<Routing>(max_rows_of(set.of), set.times));
   }
   const bool adapt = adapters && std::any_of(program.ops().begin(), program.ops().end(),
-                                             [](const OpNode& op) { return op.is("lora"); });
+                                             [](const OpNode& op) { return op.is(Op::lora); });
   if (adapt) adapters_ = adapters;
   Needs needs;
   std::vector<std::pair<Form*, std::vector<size_t>>> forms;
@@ -85,8 +85,6 @@ void CpuRunner::bind(Form& form, Masks* masks, const Adapters* adapters) {
   form.begin = steps_.size();
   for (size_t i = 0; i < form.ops.size(); i++) {
     const FusedOp& fused = form.ops[i];
-    const Bind bind = cpu_op(fused.name);
-    if (!bind) throw std::invalid_argument("the CPU backend has no op " + fused.name);
     Binding binding{core_, {}, limits_, cache_, scratch_, rotary_, attention_, routings_, drawn_, masks, adapters};
     for (size_t p = 0; p < fused.parts.size(); p++) {
       const OpNode& op = program_.ops()[fused.parts[p]];
@@ -95,12 +93,15 @@ void CpuRunner::bind(Form& form, Masks* masks, const Adapters* adapters) {
       for (int t : op.outputs) part.outputs.push_back(bound(form, i, p, t, true));
       binding.parts.push_back(std::move(part));
     }
-    if (const Part* add = binding.part("add")) binding.feeds_sum = feeds_sum(program_, form.ops, i, add->op.inputs[0]);
+    if (const Part* add = binding.part(Op::add))
+      binding.feeds_sum = feeds_sum(program_, form.ops, i, add->op.inputs[0]);
+    const Bind bind = cpu_op(binding.kinds());
+    if (!bind) throw std::invalid_argument("the CPU backend has no op " + fused.name);
     Step step{fused, bind(binding), {}};
     const OpNode& last = binding.parts.back().op;
-    if (last.is("span_attention")) step.layout = &cache_.layer(last.integer("layer")).layout;
+    if (last.is(Op::span_attention)) step.layout = &cache_.layer(last.integer("layer")).layout;
     steps_.push_back(std::move(step));
-    if (last.is("hidden_states")) form.heads = steps_.size();
+    if (last.is(Op::hidden_states)) form.heads = steps_.size();
   }
   form.end = steps_.size();
 }
@@ -114,7 +115,7 @@ void CpuRunner::allocate_cache(const CacheLimits& limits) {
   if (limits.num_spans < 1) throw std::invalid_argument("allocate: sizes must be positive");
   std::map<int, LayerCache> layers;
   for (const OpNode& op : program_.ops()) {
-    if (!op.is("span_attention")) continue;
+    if (!op.is(Op::span_attention)) continue;
     LayerCache layer;
     layer.layout = span_layout(limits.dtype, limits.span_size, op.integer("head_dim"), core_.k.rules.bf16_pairs);
     layer.kv_heads = op.integer("kv_heads");
@@ -136,8 +137,8 @@ void CpuRunner::allocate_cache(const CacheLimits& limits) {
 // The matrix for which an op prepares the rows that it leaves in a tensor, or null.
 const Packed* CpuRunner::prepared_for(const std::vector<FusedOp>& ops, size_t op, int tensor) const {
   const OpNode& last = program_.ops()[ops[op].parts.back()];
-  const bool gated = last.is("silu_mul") && ops[op].parts.size() > 1;
-  if (!has(last.outputs, tensor) || !(gated || last.is("rms_norm") || last.is("span_attention"))) return nullptr;
+  const bool gated = last.is(Op::silu_mul) && ops[op].parts.size() > 1;
+  if (!has(last.outputs, tensor) || !(gated || last.is(Op::rms_norm) || last.is(Op::span_attention))) return nullptr;
   const OpNode* reader = only_linear(program_, ops, op, tensor);
   if (!reader) return nullptr;
   const Packed& m = weights_.matrix(reader->weights[0]);
@@ -160,8 +161,8 @@ Tensor CpuRunner::bound(const Form& form, size_t op, size_t part, int tensor, bo
     if (!t.prepared_for) break;
     t.prepared = core_.k.prepared(*t.prepared_for).bytes;
     const OpNode& last = program_.ops()[ops[i].parts.back()];
-    const bool attention = last.is("span_attention");
-    t.prepared_from = attention ? 2 : last.is("silu_mul") ? kManyRows : 1;
+    const bool attention = last.is(Op::span_attention);
+    t.prepared_from = attention ? 2 : last.is(Op::silu_mul) ? kManyRows : 1;
     t.prepared_rows = attention ? attended_.as() : reinterpret_cast<char*>(t.data);
     break;
   }
@@ -181,7 +182,7 @@ int CpuRunner::max_rows_of(int row_set) const {
 // Stacks of matrices are as the ops take them.
 void CpuRunner::check_experts() const {
   for (const OpNode& op : program_.ops()) {
-    const int wanted = op.is("expert_linear") ? op.integer("experts") : 1;
+    const int wanted = op.is(Op::expert_linear) ? op.integer("experts") : 1;
     for (int w : op.weights)
       if (program_.weights()[w].k && weights_.experts(w) != wanted)
         throw std::invalid_argument(std::string("op ") + op.spec->name + " takes a matrix of " +
@@ -209,21 +210,21 @@ std::vector<size_t> CpuRunner::lay_out(Form& form, Needs& all) const {
       for (int t : op.outputs)
         if (const Packed* m = prepared_for(ops, i, t)) {
           const size_t bytes = core_.k.prepared(*m).bytes * max_rows(t);
-          size_t& need = op.is("span_attention") ? attended : needs[t];
+          size_t& need = op.is(Op::span_attention) ? attended : needs[t];
           need = std::max(need, bytes);
         }
-      if (op.is("rms_norm")) widest = std::max(widest, (size_t)program_.in(op).width);
-      if (op.is("linear") && ops[i].name.find("silu_mul") != std::string::npos)
+      if (op.is(Op::rms_norm)) widest = std::max(widest, (size_t)program_.in(op).width);
+      if (op.is(Op::linear) && program_.ops()[ops[i].parts.back()].is(Op::silu_mul))
         gated = std::max(gated, (size_t)program_.out(op).width * (kManyRows - 1) * sizeof(float));
-      if (op.is("linear"))
+      if (op.is(Op::linear))
         prepared = std::max(prepared, prepared_bytes(core_, weights_.matrix(op.weights[0]), max_rows(op.inputs[0])));
-      if (op.is("expert_linear")) {
+      if (op.is(Op::expert_linear)) {
         const Packed& m = weights_.matrix(op.weights[0]);
         const size_t entries = std::max(max_rows(op.outputs[0]), core_.pool.size()), row = core_.k.prepared(m).bytes;
         prepared = std::max(prepared, entries * (row ? row : m.inputs * sizeof(float)));
         gated = std::max(gated, core_.pool.size() * (kManyRows - 1) * 2 * kGatedPanels * m.panel * sizeof(float));
       }
-      if (op.is("lora"))
+      if (op.is(Op::lora))
         all.lora = std::max(all.lora, lora_bytes(adapters_->limits, max_rows(op.inputs[1]), (int)ops[i].parts.size()));
     }
 

@@ -1,5 +1,6 @@
-// What ops there are: one table. Checks of programs, Python's graphs, .asgraph files and the profiler's costs all read
-// it; a backend binds an op of it to its kernels, or refuses it by name. A new op is one row here.
+// The ops of programs: an enumeration and a table of specs, both made from the rows of op_table.h. The checks of
+// programs, Python's graphs, .asgraph files and the profiler's costs read the specs. A backend binds each op to its
+// kernels, or rejects it by name. A new op is one row of op_table.h.
 #pragma once
 #include <string>
 #include <vector>
@@ -8,6 +9,12 @@ namespace as {
 
 class Program;
 struct OpNode;
+
+enum class Op {
+#define OP(name, ...) name,
+#include "program/op_table.h"
+#undef OP
+};
 
 enum class AttributeType { integer, number, flag, choice };
 
@@ -58,6 +65,7 @@ struct Arity {
 };
 
 struct OpSpec {
+  Op op;
   const char* name;
   Arity inputs, outputs, weights;
   bool in_place;  // the output is the first input, and may be left out
@@ -70,7 +78,7 @@ struct OpSpec {
   int attribute(const std::string& name) const;  // index, or -1
 };
 
-// All ops there are, in no order that means anything.
+// Of every op, in the order of the enumeration.
 const std::vector<OpSpec>& op_specs();
 // Throws std::invalid_argument for an op that there is not.
 const OpSpec& op_spec(const std::string& name);

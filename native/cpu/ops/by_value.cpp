@@ -8,7 +8,7 @@ class ByValue : public BoundOp {
  public:
   explicit ByValue(const Binding& b)
       : core_(b.core),
-        caps_(b.parts[0].is("soft_cap")),
+        caps_(b.parts[0].is(Op::soft_cap)),
         number_((float)b.parts[0].op.number(caps_ ? "cap" : "factor")),
         x_(b.parts[0].in()) {}
 
@@ -27,6 +27,6 @@ class ByValue : public BoundOp {
 
 }  // namespace
 
-std::unique_ptr<BoundOp> bind_by_value(const Binding& b) { return std::make_unique<ByValue>(b); }
+const RegisterCpuOp kByValue({{Op::scale}, {Op::soft_cap}}, bind_op<ByValue>);
 
 }  // namespace as

@@ -54,6 +54,6 @@ class CombineExperts : public BoundOp {
 
 }  // namespace
 
-std::unique_ptr<BoundOp> bind_combine_experts(const Binding& b) { return std::make_unique<CombineExperts>(b); }
+const RegisterCpuOp kCombineExperts({{Op::combine_experts}}, bind_op<CombineExperts>);
 
 }  // namespace as

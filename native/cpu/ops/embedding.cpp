@@ -35,6 +35,6 @@ class Embedding : public BoundOp {
 
 }  // namespace
 
-std::unique_ptr<BoundOp> bind_embedding(const Binding& b) { return std::make_unique<Embedding>(b); }
+const RegisterCpuOp kEmbedding({{Op::embedding}}, bind_op<Embedding>);
 
 }  // namespace as

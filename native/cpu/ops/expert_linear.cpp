@@ -133,6 +133,6 @@ class ExpertLinear : public BoundOp {
 
 }  // namespace
 
-std::unique_ptr<BoundOp> bind_expert_linear(const Binding& b) { return std::make_unique<ExpertLinear>(b); }
+const RegisterCpuOp kExpertLinear({{Op::expert_linear}, {Op::expert_linear, Op::silu_mul}}, bind_op<ExpertLinear>);
 
 }  // namespace as

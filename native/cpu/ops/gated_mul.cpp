@@ -8,11 +8,11 @@ class GatedMul : public BoundOp {
  public:
   explicit GatedMul(const Binding& b)
       : core_(b.core),
-        product_(b.parts[0].is("silu_mul") ? b.core.k.silu_mul : b.core.k.gelu_tanh_mul),
+        product_(b.parts[0].is(Op::silu_mul) ? b.core.k.silu_mul : b.core.k.gelu_tanh_mul),
         in_(b.parts[0].in()),
         out_(b.parts[0].out()) {
     const OpNode& op = b.parts[0].op;
-    if (op.is("clamped_silu_mul"))
+    if (op.is(Op::clamped_silu_mul))
       clamped_ = true, alpha_ = (float)op.number("alpha"), limit_ = (float)op.number("limit");
   }
 
@@ -38,6 +38,6 @@ class GatedMul : public BoundOp {
 
 }  // namespace
 
-std::unique_ptr<BoundOp> bind_gated_mul(const Binding& b) { return std::make_unique<GatedMul>(b); }
+const RegisterCpuOp kGatedMul({{Op::clamped_silu_mul}, {Op::gelu_tanh_mul}, {Op::silu_mul}}, bind_op<GatedMul>);
 
 }  // namespace as

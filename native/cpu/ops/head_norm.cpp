@@ -41,6 +41,6 @@ std::vector<float> norm_weight(const Part& norm) {
   return weight;
 }
 
-std::unique_ptr<BoundOp> bind_head_norm(const Binding& b) { return std::make_unique<HeadNorm>(b); }
+const RegisterCpuOp kHeadNorm({{Op::head_norm}}, bind_op<HeadNorm>);
 
 }  // namespace as

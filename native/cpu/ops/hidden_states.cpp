@@ -40,6 +40,6 @@ class HiddenStates : public BoundOp {
 
 }  // namespace
 
-std::unique_ptr<BoundOp> bind_hidden_states(const Binding& b) { return std::make_unique<HiddenStates>(b); }
+const RegisterCpuOp kHiddenStates({{Op::hidden_states}}, bind_op<HiddenStates>);
 
 }  // namespace as

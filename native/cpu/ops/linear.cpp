@@ -13,13 +13,13 @@ namespace {
 class Linear : public BoundOp {
  public:
   explicit Linear(const Binding& b)
-      : core_(b.core), scratch_(b.scratch), m_(b.part("linear")->matrix()), bias_(b.part("linear")->vector(1)) {
-    const Part& linear = *b.part("linear");
+      : core_(b.core), scratch_(b.scratch), m_(b.part(Op::linear)->matrix()), bias_(b.part(Op::linear)->vector(1)) {
+    const Part& linear = *b.part(Op::linear);
     in_ = linear.in(), out_ = linear.out();
-    if (const Part* norm = b.part("rms_norm"))
+    if (const Part* norm = b.part(Op::rms_norm))
       norm_ = norm_weight(*norm), eps_ = (float)norm->op.number("eps"), x_ = norm->in();
-    if (const Part* gate = b.part("silu_mul")) gated_ = true, out_ = gate->out();
-    if (const Part* add = b.part("add")) residual_ = add->in();
+    if (const Part* gate = b.part(Op::silu_mul)) gated_ = true, out_ = gate->out();
+    if (const Part* add = b.part(Op::add)) residual_ = add->in();
   }
 
   void run(const Batch& batch, int thread) override {
@@ -94,6 +94,11 @@ class Linear : public BoundOp {
 
 }  // namespace
 
-std::unique_ptr<BoundOp> bind_linear(const Binding& b) { return std::make_unique<Linear>(b); }
+const RegisterCpuOp kLinear({{Op::linear},
+                             {Op::linear, Op::add},
+                             {Op::linear, Op::silu_mul},
+                             {Op::rms_norm, Op::linear},
+                             {Op::rms_norm, Op::linear, Op::silu_mul}},
+                            bind_op<Linear>);
 
 }  // namespace as

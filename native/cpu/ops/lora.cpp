@@ -112,6 +112,6 @@ size_t lora_bytes(const AdapterLimits& limits, int rows, int targets) {
   return (size_t)rows * targets * inner_width(limits) * sizeof(float);
 }
 
-std::unique_ptr<BoundOp> bind_lora(const Binding& b) { return std::make_unique<Lora>(b); }
+const RegisterCpuOp kLora({{Op::lora}, {Op::lora, Op::lora}, {Op::lora, Op::lora, Op::lora}}, bind_op<Lora>);
 
 }  // namespace as

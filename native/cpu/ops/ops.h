@@ -1,6 +1,5 @@
 // What each op's file defines: from ops of a program to the op that runs.
 #pragma once
-#include <cstring>
 #include <memory>
 #include <string>
 #include <vector>
@@ -34,7 +33,7 @@ struct Part {
   const Weights& weights;
   std::vector<Tensor> inputs, outputs;
 
-  bool is(const char* name) const { return op.is(name); }
+  bool is(Op kind) const { return op.is(kind); }
   const Tensor& in(int i = 0) const { return inputs[i]; }
   const Tensor& out(int i = 0) const { return outputs[i]; }
   const Packed& matrix(int i = 0) const { return weights.matrix(op.weights[i]); }
@@ -63,11 +62,16 @@ struct Binding {
   bool feeds_sum = false;  // of an add: its sum is next read by a sum over ranks that adds to it
 
   Routing& routing(int row_set) const { return *routings[row_set]; }
-  // The first part of that name, or null.
-  const Part* part(const char* name) const {
+  // The first part of that kind, or null.
+  const Part* part(Op kind) const {
     for (const Part& p : parts)
-      if (p.is(name)) return &p;
+      if (p.is(kind)) return &p;
     return nullptr;
+  }
+  std::vector<Op> kinds() const {  // of the parts
+    std::vector<Op> all;
+    for (const Part& p : parts) all.push_back(p.op.kind());
+    return all;
   }
 };
 
@@ -81,7 +85,16 @@ Rotation rotation(const Binding& b, const OpNode& rope);
 // An op, or null for one that has nothing to do.
 using Bind = std::unique_ptr<BoundOp> (*)(const Binding&);
 
-// The CPU's ops by name (of a fused op, its parts' names joined by +); null: it has none of this name.
-Bind cpu_op(const std::string& name);
+template <class Type>
+std::unique_ptr<BoundOp> bind_op(const Binding& b) {
+  return std::make_unique<Type>(b);
+}
+
+// How the CPU runs a sequence of ops as one; null: it does not. head_norm and rope before span_attention do not count.
+Bind cpu_op(std::vector<Op> kinds);
+// Each op's file registers its bind function for the sequences of ops that it runs.
+struct RegisterCpuOp {
+  RegisterCpuOp(const std::vector<std::vector<Op>>& sequences, Bind bind);
+};
 
 }  // namespace as

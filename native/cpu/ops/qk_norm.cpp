@@ -73,7 +73,7 @@ class QkNorm : public BoundOp {
 
 }  // namespace
 
-std::unique_ptr<BoundOp> bind_qk_square_sums(const Binding& b) { return std::make_unique<QkSquareSums>(b); }
-std::unique_ptr<BoundOp> bind_qk_norm(const Binding& b) { return std::make_unique<QkNorm>(b); }
+const RegisterCpuOp kQkSquareSums({{Op::qk_square_sums}}, bind_op<QkSquareSums>);
+const RegisterCpuOp kQkNorm({{Op::qk_norm}}, bind_op<QkNorm>);
 
 }  // namespace as

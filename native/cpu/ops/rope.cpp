@@ -38,6 +38,6 @@ Rotation rotation(const Binding& b, const OpNode& rope) {
   return std::string(rope.choice("pairs")) == "interleaved" ? b.core.k.rope_interleaved : b.core.k.rope;
 }
 
-std::unique_ptr<BoundOp> bind_rope(const Binding& b) { return std::make_unique<Rope>(b); }
+const RegisterCpuOp kRope({{Op::rope}}, bind_op<Rope>);
 
 }  // namespace as

@@ -92,6 +92,6 @@ std::shared_ptr<RotaryTable> rotary_table(const Binding& b, int number) {
   throw std::invalid_argument("no rotary table " + std::to_string(number));
 }
 
-std::unique_ptr<BoundOp> bind_rotary_table(const Binding& b) { return std::make_unique<RotaryTableOp>(b); }
+const RegisterCpuOp kRotaryTable({{Op::rotary_table}}, bind_op<RotaryTableOp>);
 
 }  // namespace as

@@ -129,6 +129,6 @@ class Router : public BoundOp {
 
 }  // namespace
 
-std::unique_ptr<BoundOp> bind_router(const Binding& b) { return std::make_unique<Router>(b); }
+const RegisterCpuOp kRouter({{Op::router}}, bind_op<Router>);
 
 }  // namespace as

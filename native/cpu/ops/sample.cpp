@@ -205,6 +205,6 @@ void Sample::tell() {
 
 }  // namespace
 
-std::unique_ptr<BoundOp> bind_sample(const Binding& b) { return std::make_unique<Sample>(b); }
+const RegisterCpuOp kSample({{Op::sample}}, bind_op<Sample>);
 
 }  // namespace as

@@ -22,6 +22,6 @@ class SelectRows : public BoundOp {
 
 }  // namespace
 
-std::unique_ptr<BoundOp> bind_select_rows(const Binding& b) { return std::make_unique<SelectRows>(b); }
+const RegisterCpuOp kSelectRows({{Op::select_rows}}, bind_op<SelectRows>);
 
 }  // namespace as

@@ -25,6 +25,6 @@ class SigmoidMul : public BoundOp {
 
 }  // namespace
 
-std::unique_ptr<BoundOp> bind_sigmoid_mul(const Binding& b) { return std::make_unique<SigmoidMul>(b); }
+const RegisterCpuOp kSigmoidMul({{Op::sigmoid_mul}}, bind_op<SigmoidMul>);
 
 }  // namespace as

@@ -37,7 +37,7 @@ class SpanAttention : public BoundOp {
  public:
   SpanAttention(const Binding& b, std::shared_ptr<AttentionWork> work)
       : core_(b.core), work_(std::move(work)), shape_(work_->shape), layout_(work_->layout) {
-    const Part& op = *b.part("span_attention");
+    const Part& op = *b.part(Op::span_attention);
     cache_ = b.cache.layer(op.op.integer("layer")), cache_group_ = op.op.integer("cache_group");
     in_ = op.in(), out_ = op.out();
     scale_ = (float)op.op.number("scale"), soft_cap_ = (float)op.op.number("soft_cap"), logn_ = op.op.number("logn");
@@ -48,7 +48,7 @@ class SpanAttention : public BoundOp {
       HeadStep step{};
       step.begin = part.op.integer("offset");
       step.end = step.begin + part.op.integer("heads") * part.op.integer("head_dim");
-      if (part.is("head_norm")) step.norm = norm_weight(part), step.eps = (float)part.op.number("eps");
+      if (part.is(Op::head_norm)) step.norm = norm_weight(part), step.eps = (float)part.op.number("eps");
       else step.table = rotary_table(b, part.op.integer("table")), step.rotate = rotation(b, part.op);
       steps_.push_back(std::move(step));
     }
@@ -393,8 +393,8 @@ AttentionShape shape_of(const OpNode& op) {
 
 }  // namespace
 
-std::unique_ptr<BoundOp> bind_span_attention(const Binding& b) {
-  const OpNode& op = b.part("span_attention")->op;
+static std::unique_ptr<BoundOp> bind_span_attention(const Binding& b) {
+  const OpNode& op = b.part(Op::span_attention)->op;
   const AttentionShape shape = shape_of(op);
   for (const auto& work : b.attention)
     if (work->shape == shape) return std::make_unique<SpanAttention>(b, work);
@@ -405,5 +405,7 @@ std::unique_ptr<BoundOp> bind_span_attention(const Binding& b) {
   work->first = attention.get();
   return attention;
 }
+
+const RegisterCpuOp kSpanAttention({{Op::span_attention}}, bind_span_attention);
 
 }  // namespace as

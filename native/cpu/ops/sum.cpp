@@ -12,9 +12,9 @@ namespace {
 class Sum : public BoundOp {
  public:
   explicit Sum(const Binding& b) : core_(b.core), scratch_(b.scratch), feeds_sum_(b.feeds_sum) {
-    if (const Part* reduce = b.part("all_reduce")) partial_ = x_ = reduce->in();
-    if (const Part* add = b.part("add")) x_ = add->in(), addend_ = add->in(1);
-    if (const Part* norm = b.part("rms_norm"))
+    if (const Part* reduce = b.part(Op::all_reduce)) partial_ = x_ = reduce->in();
+    if (const Part* add = b.part(Op::add)) x_ = add->in(), addend_ = add->in(1);
+    if (const Part* norm = b.part(Op::rms_norm))
       weight_ = norm_weight(*norm), eps_ = (float)norm->op.number("eps"), x_ = norm->in(), normed_ = norm->out();
   }
 
@@ -66,9 +66,17 @@ class Sum : public BoundOp {
 
 }  // namespace
 
-std::unique_ptr<BoundOp> bind_sum(const Binding& b) {
-  if (b.parts.size() == 1 && b.parts[0].is("all_reduce") && b.core.world == 1) return nullptr;
+static std::unique_ptr<BoundOp> bind_sum(const Binding& b) {
+  if (b.parts.size() == 1 && b.parts[0].is(Op::all_reduce) && b.core.world == 1) return nullptr;
   return std::make_unique<Sum>(b);
 }
+
+const RegisterCpuOp kSum({{Op::add},
+                          {Op::add, Op::rms_norm},
+                          {Op::all_reduce},
+                          {Op::all_reduce, Op::add},
+                          {Op::all_reduce, Op::add, Op::rms_norm},
+                          {Op::rms_norm}},
+                         bind_sum);
 
 }  // namespace as
