@@ -34,7 +34,7 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).parent.resolve()
 CLIENT_ONLY = os.environ.get("ALLSPARK_CLIENT_ONLY", "0") not in ("", "0")
 VERSION = runpy.run_path(str(ROOT / "allspark_client" / "version.py"))["__version__"]
-LOOPBACK = "allspark_launch._loopback"      # not a Python module: preloaded into mpirun (launch/mpi.py)
+LOOPBACK = "allspark_launch._loopback"      # not a Python module: preloaded into mpirun (group/mpi.py)
 CUDA = "allspark_server._cuda"
 
 AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
@@ -145,9 +145,10 @@ def chosen(isas: dict) -> dict:
 
 def generate_stubs(target: Path) -> None:
     """Compile proto/*.proto into `target`, a package of *_pb2 modules: their descriptors, of which messages.py makes
-    classes."""
-    from grpc_tools import protoc
+    classes.
+    """
     from google.protobuf import descriptor_pb2
+    from grpc_tools import protoc
 
     sources = sorted(str(p) for p in (ROOT / "proto").glob("*.proto"))
     if not sources:
@@ -249,7 +250,8 @@ class BuildExt(build_ext):
 
     def compiled(self, jobs, include_dirs) -> list[str]:
         """The objects of jobs, each a source, the folder for its object, and a compiler with its flags; those that are
-        newer than all they are made of are kept."""
+        newer than all they are made of are kept.
+        """
         headers = [p for pattern in ("*.h", "*.cuh") for p in (ROOT / "native").rglob(pattern)]
         includes = [f"-I{d}" for d in [*include_dirs, sysconfig.get_path("include"), sysconfig.get_path("platinclude")]]
         newest_header = max(Path(p).stat().st_mtime for p in [ROOT / "setup.py", *headers])
@@ -329,14 +331,16 @@ def options() -> dict:
     extensions = [extension("allspark_server._native", ROOMS)]
     if find_nvcc() is not None:
         extensions.append(extension(CUDA, (*CUDA_ROOMS, "cuda"), "native/bindings/step_result.cpp"))
-    launch = [p.replace("launch", "allspark_launch", 1) for p in find_packages(include=["launch", "launch.*"])]
+    resources = [f"allspark_launch.{name}" for name in ("systemd", "monitoring", "examples")]
     return {
-        "packages": find_packages(include=["allspark_client*", "allspark_server*"]) + launch,
-        "package_dir": {"allspark_launch": "launch"},
+        "packages": [*find_packages(include=["allspark_client*", "allspark_server*"]), *find_packages("launch"), *resources],
+        "package_dir": {"allspark_launch": "launch/allspark_launch",
+                        **{name: f"launch/{name.rpartition('.')[2]}" for name in resources}},
         "package_data": {
             "allspark_client": ["py.typed"],
             "allspark_server": ["py.typed", "assets/*", "assets/*/*", "http/*.html"],
-            "allspark_launch": ["*", "systemd/*", "monitoring/*", "examples/*"],
+            "allspark_launch": ["py.typed"],
+            **{name: ["*"] for name in resources},
         },
         "ext_modules": [*extensions, Extension(LOOPBACK, ["native/launcher/loopback.cpp"], language="c++")],
         "entry_points": {"console_scripts": ["allspark = allspark_launch.cli:main"]},

@@ -12,9 +12,23 @@ from .errors import AllSparkError, AsStatus
 from .generation import AsyncGeneration, Generation, Usage
 from .queue import ResultQueue
 from .runtime_config import AsModelRuntimeConfigBuilder
-from .types import (AsCacheMode, AsEngineStat, AsEvictionStrategy, AsFileInfo, AsMHAPrefill, AsSchedulingStrategy,
-                    GeneratedElements, GenerateRequestStatus, ModelInfo, ModelState, RequestStatInfo, TargetDevice,
-                    RoPEScaleMethod, TlsConfig, VocabType)
+from .types import (
+                    AsCacheMode,
+                    AsEngineStat,
+                    AsEvictionStrategy,
+                    AsFileInfo,
+                    AsMHAPrefill,
+                    AsSchedulingStrategy,
+                    GeneratedElements,
+                    GenerateRequestStatus,
+                    ModelInfo,
+                    ModelState,
+                    RequestStatInfo,
+                    RoPEScaleMethod,
+                    TargetDevice,
+                    TlsConfig,
+                    VocabType,
+)
 from .version import __version__
 
 __all__ = [

@@ -6,7 +6,7 @@ import json
 import threading
 from array import array
 from collections import OrderedDict
-from typing import Iterator
+from collections.abc import Iterator
 
 from .request import RequestSpec
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Callable, TypeVar, Union
+from typing import Any, TypeVar, Union
 
 from . import client
 from .client import ClientEngine
@@ -30,7 +31,7 @@ def _in_thread(method: Callable[..., T]) -> Callable[..., Any]:
     """A coroutine that calls the ClientEngine's method on a thread."""
 
     @functools.wraps(method)
-    async def call(self: "AsyncClientEngine", *args: Any, **keywords: Any) -> T:
+    async def call(self: AsyncClientEngine, *args: Any, **keywords: Any) -> T:
         return await self._run(method, await self._connected(), *args, **keywords)
 
     return call
@@ -52,7 +53,7 @@ class AsyncClientEngine:
         self._closed = False
         self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="allspark-async")
 
-    async def __aenter__(self) -> "AsyncClientEngine":
+    async def __aenter__(self) -> AsyncClientEngine:
         await self._connected()
         return self
 
@@ -138,7 +139,8 @@ class AsyncClientEngine:
 
     async def release_request(self, model_name: str, request_handle: int) -> AsStatus:
         """As AbstractEngine.release_request, but waits for nothing: a live request's server is told to end it, and what
-        has not arrived by now is lost."""
+        has not arrived by now is lost.
+        """
         engine, request = await self._request(model_name, request_handle)
         engine._drop(request)
         return _SUCCESS

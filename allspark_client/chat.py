@@ -43,7 +43,7 @@ class ChatOptions:
         """The tools that the model is told of."""
         return [] if self.tool_choice == "none" else self.tools
 
-    def check(self) -> "ChatOptions":
+    def check(self) -> ChatOptions:
         """Self; ValueError or TypeError names what is wrong."""
         _check_tools(self.tools)
         _check_choice(self.tool_choice, [tool["function"]["name"] for tool in self.tools])
@@ -90,7 +90,7 @@ def _check_tools(tools: Any) -> None:
 
 
 def _check_choice(choice: Any, names: list[str]) -> None:
-    if choice is None or choice in ("auto", "none") and isinstance(choice, str):
+    if choice is None or (choice in ("auto", "none") and isinstance(choice, str)):
         return
     if isinstance(choice, str):
         if choice not in _CHOICES:
@@ -110,7 +110,8 @@ def _check_choice(choice: Any, names: list[str]) -> None:
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
     """A copy of messages in OpenAI's form; ValueError or TypeError names what is wrong. Their templates may know more
-    fields and roles than OpenAI does."""
+    fields and roles than OpenAI does.
+    """
     if not isinstance(messages, (list, tuple)):
         raise TypeError(f"messages must be a list of {{'role': …, 'content': …}}, not {type(messages).__name__}")
     if not messages:

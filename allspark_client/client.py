@@ -9,12 +9,13 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Callable, Iterable, Iterator, TypeVar
+from typing import Any, TypeVar
 
 from . import convert
-from .affinity import PrefixMemory, beginnings
 from ._proto import allspark_pb2 as pb
+from .affinity import PrefixMemory, beginnings
 from .config import AsModelConfig, check_available
 from .connection import Member, Request, Session, Unavailable, has_adapter, unless
 from .connection_options import environment_token, server_addresses, tls_config
@@ -24,8 +25,16 @@ from .local_group import SelfStartedGroup
 from .queue import ResultQueue
 from .request import RequestSpec, absolute_lora
 from .tokens import as_token_ids
-from .types import (AsEngineStat, AsFileInfo, Detokenized, GenerateRequestStatus, MemberState, ModelInfo, ModelState,
-                    TlsConfig)
+from .types import (
+    AsEngineStat,
+    AsFileInfo,
+    Detokenized,
+    GenerateRequestStatus,
+    MemberState,
+    ModelInfo,
+    ModelState,
+    TlsConfig,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +200,8 @@ class ClientEngine(AbstractEngine):
 
     def _send_at_once(self, request: Request) -> Session | None:
         """Send a request to the server that `_submit` would try first, if that is known and connected: then nothing has
-        to be waited for. The session has its answer; None if it was not sent."""
+        to be waited for. The session has its answer; None if it was not sent.
+        """
         if len(self._members) > 1 and not all(member.knows_models(_LOAD_AGE_SECONDS)
                                               for member in self._members if member.connected):
             return None
@@ -332,7 +342,8 @@ class ClientEngine(AbstractEngine):
 
     def close(self) -> None:
         """Close the connections (the server cancels what is live), and stop the group that this engine started. In a
-        forked child this does nothing: all that is the parent's."""
+        forked child this does nothing: all that is the parent's.
+        """
         if os.getpid() != self._owner:
             return
         with self._lock:
@@ -380,7 +391,8 @@ class ClientEngine(AbstractEngine):
     def _everywhere(self, method: str, request: Any, again: Callable[[Member], Any] | None = None) -> AsStatus:
         """A call that every member must obey; the first refusal is raised once all have answered. It may take long (a
         load does), so it ends with the connection only. `again` is called instead once a member's answer was lost: it
-        may have obeyed."""
+        may have obeyed.
+        """
         self._check_open()
 
         def first(member: Member) -> None:
@@ -431,7 +443,8 @@ class ClientEngine(AbstractEngine):
 
     def _by_load(self, spec: RequestSpec) -> list[Member]:
         """Members in the order in which a new request should try them: those that run the model and take new requests
-        first, of these the one with the least to do; where it was computed before, the prompt's beginning is not."""
+        first, of these the one with the least to do; where it was computed before, the prompt's beginning is not.
+        """
         if len(self._members) == 1:
             return self._members
         ranked, (familiar, saved) = [], self._prefixes.find(beginnings(spec))
@@ -546,7 +559,8 @@ class ClientEngine(AbstractEngine):
     @staticmethod
     def _hand_over(requests: list[Request], session: Session) -> set[Request]:
         """Re-send requests; returns those that are done with: they run again, or have ended. All are sent before the
-        first answer is awaited, so that many take no longer than a few."""
+        first answer is awaited, so that many take no longer than a few.
+        """
         settled, sent = set(), []
         for request in requests:
             if request.stopped:

@@ -9,9 +9,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import nearest_name, not_available
-from .fields import (Checked, as_float, as_int, bool_field, choice_field, custom_field, enum_field, float_field, int_field,
-                     path_field, str_field, valid_unicode, wrong_type)
-from .types import (AsCacheMode, AsEvictionStrategy, AsMHAPrefill, AsSchedulingStrategy, VocabType)
+from .fields import (
+    Checked,
+    as_float,
+    as_int,
+    bool_field,
+    choice_field,
+    custom_field,
+    enum_field,
+    float_field,
+    int_field,
+    path_field,
+    str_field,
+    valid_unicode,
+    wrong_type,
+)
+from .types import AsCacheMode, AsEvictionStrategy, AsMHAPrefill, AsSchedulingStrategy, VocabType
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
@@ -113,7 +126,7 @@ class AsModelConfig(Checked):
         "is_lora_cfg": ((False,), "LoRA is configured with lora_max_rank and lora_max_num"),
     }
 
-    def validate(self) -> "AsModelConfig":
+    def validate(self) -> AsModelConfig:
         """Check what is needed to install the model; returns self, raises ValueError."""
         if not self.model_name:
             raise ValueError("model_name is empty; it is the name that other calls use")
@@ -156,7 +169,7 @@ class AsModelConfig(Checked):
         return {n: v.name if hasattr(v := getattr(self, n), "name") else copy.copy(v) for n in self.field_names()}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "AsModelConfig":
+    def from_dict(cls, values: dict[str, Any]) -> AsModelConfig:
         """A config of these keys; an unknown one is a ValueError with the nearest known name."""
         if not isinstance(values, dict):
             raise wrong_type("values", values, "a dict")
@@ -375,7 +388,7 @@ class GenerateConfig(Checked):
     }
 
     @classmethod
-    def parse(cls, config: "dict | GenerateConfig | ASGenerationConfigBuilder | None") -> "GenerateConfig":
+    def parse(cls, config: dict | GenerateConfig | ASGenerationConfigBuilder | None) -> GenerateConfig:
         """A checked copy of what start_request was given; raises ValueError or TypeError naming the key."""
         if config is None:
             return cls()
@@ -387,7 +400,7 @@ class GenerateConfig(Checked):
             return cls().update(config).validate()
         raise wrong_type("generate_config", config, "a dict, a GenerateConfig or an ASGenerationConfigBuilder")
 
-    def validate(self) -> "GenerateConfig":
+    def validate(self) -> GenerateConfig:
         """Check what concerns several fields; returns self, raises ValueError."""
         if self.max_length is not None and self.min_length > self.max_length:
             raise ValueError(f"min_length={self.min_length} exceeds max_length={self.max_length}")
@@ -398,7 +411,7 @@ class GenerateConfig(Checked):
                                      f"{name}={getattr(self, name)!r} has no meaning with it")
         return self
 
-    def with_seed(self) -> "GenerateConfig":
+    def with_seed(self) -> GenerateConfig:
         """Self if the seed is set, otherwise a copy with a random one (a client fixes it before it sends)."""
         if self.seed is not None:
             return self
@@ -420,26 +433,26 @@ class ASGenerationConfigBuilder:
             self.update({k: given[k] for k in keys if given.get(k) is not None})
         self.update({k: v for k, v in (("seed", seed), ("eos_token_id", eos_token_id)) if v is not None})
 
-    def update(self, update_fields: dict[str, Any] | None = None, **more: Any) -> "ASGenerationConfigBuilder":
+    def update(self, update_fields: dict[str, Any] | None = None, **more: Any) -> ASGenerationConfigBuilder:
         """Change these keys; an unknown one is a ValueError with the nearest known name."""
         if update_fields is not None and not isinstance(update_fields, (dict, GenerateConfig)):
             raise wrong_type("update_fields", update_fields, "a dict")
         self._config.update({**dict(update_fields or {}), **more})
         return self
 
-    def do_sample(self, flag: bool = True) -> "ASGenerationConfigBuilder":
+    def do_sample(self, flag: bool = True) -> ASGenerationConfigBuilder:
         """Draw tokens (True) or take the best (False)."""
         return self.update({"do_sample": flag})
 
-    def early_stopping(self, flag: bool = True) -> "ASGenerationConfigBuilder":
+    def early_stopping(self, flag: bool = True) -> ASGenerationConfigBuilder:
         """Whether the end-of-sequence token ends the request."""
         return self.update({"early_stopping": flag})
 
-    def log_probs(self, enable_logprobs: bool = True, top_logprobs: int = 0) -> "ASGenerationConfigBuilder":
+    def log_probs(self, enable_logprobs: bool = True, top_logprobs: int = 0) -> ASGenerationConfigBuilder:
         """Whether logprobs come with the tokens, and how many alternatives."""
         return self.update({"logprobs": enable_logprobs, "top_logprobs": top_logprobs})
 
-    def with_mm_info(self, info: Any) -> "ASGenerationConfigBuilder":
+    def with_mm_info(self, info: Any) -> ASGenerationConfigBuilder:
         """Multi-modal input."""
         return self.update({"mm_info": info})
 

@@ -7,8 +7,9 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterator
+from typing import Any
 
 import grpc
 
@@ -78,7 +79,7 @@ class Request:
     queue: ResultQueue = field(default_factory=ResultQueue)
     received: list[list[int]] = field(default_factory=list)     #: tokens so far, of each sample
     fingerprint: str = ""
-    session: "Session | None" = None
+    session: Session | None = None
     wire_id: int = 0
     stopped: bool = False                                   #: the caller wants it to end
     dropped: bool = False                                   #: and to hear no more of it
@@ -116,7 +117,8 @@ class Request:
     def note_loss(self) -> str:
         """Its server was lost. Returns why it is not handed on any more, or "". A request that ends its servers must
         not end one after the other: one that got no token since its last start is retried alone, and given up when
-        that has failed twice."""
+        that has failed twice.
+        """
         if self.generated > self.generated_at_start:
             self.losses = self.deaths = 0
         elif not self.deaths or self.begun:
@@ -137,8 +139,8 @@ class Request:
 class Session:
     """A live session stream. A thread reads it and feeds the queues of its requests until it breaks."""
 
-    def __init__(self, address: str, call: Any, outbox: "queue.SimpleQueue[pb.SessionRequest | None]",
-                 on_lost: "Callable[[Session, list[Request], Unavailable | AllSparkError], None]"):
+    def __init__(self, address: str, call: Any, outbox: queue.SimpleQueue[pb.SessionRequest | None],
+                 on_lost: Callable[[Session, list[Request], Unavailable | AllSparkError], None]):
         self.address = address
         self._call = call
         self._outbox = outbox
@@ -325,7 +327,7 @@ class Member:
     """A server group: a channel, and at most one live session."""
 
     def __init__(self, address: str, tls: TlsConfig | None, token: str | None,
-                 on_lost: "Callable[[Session, list[Request], Unavailable | AllSparkError], None]"):
+                 on_lost: Callable[[Session, list[Request], Unavailable | AllSparkError], None]):
         self.address = check_address(address)
         self._on_lost = on_lost
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
@@ -454,7 +456,7 @@ def unless(done: AsStatus, method: str, request: Any) -> Callable[[Member], None
     return again
 
 
-def _drain(outbox: "queue.SimpleQueue[pb.SessionRequest | None]") -> Iterator[pb.SessionRequest]:
+def _drain(outbox: queue.SimpleQueue[pb.SessionRequest | None]) -> Iterator[pb.SessionRequest]:
     while (message := outbox.get()) is not None:
         yield message
 

@@ -154,7 +154,8 @@ class AbstractEngine(ABC):
 
     def tokenize(self, model_name: str, inputs: dict[str, Any], bare: bool = False) -> list[int]:
         """The ids that the prompt `inputs` (as start_request takes them) has. `bare`: text without what the tokenizer
-        puts around it, say a begin-of-sequence token."""
+        puts around it, say a begin-of-sequence token.
+        """
         return self._tokenize(_prompt(_model_name(model_name), inputs), bool(bare))
 
     @abstractmethod
@@ -208,7 +209,8 @@ class AbstractEngine(ABC):
     @abstractmethod
     def unload_lora(self, model_name: str, lora_name: str) -> AsStatus:
         """Free an adapter. Raises AllSparkError: ALLSPARK_LORA_NOT_FOUND; ALLSPARK_LORA_IN_USE while requests have
-        it."""
+        it.
+        """
 
     # --- device memory -------------------------------------------------------------------------------------------
 
@@ -216,7 +218,8 @@ class AbstractEngine(ABC):
     def unload_device_mem(self, model_name: str) -> AsStatus:
         """Free the memory that a stopped model has of its GPUs; its weights wait in pinned memory of the host, what the
         prefix cache held of the GPU's is lost. Nothing happens if it is free already. AllSparkError for a model that
-        runs, or whose memory is the host's."""
+        runs, or whose memory is the host's.
+        """
 
     @abstractmethod
     def load_device_mem(self, model_name: str) -> AsStatus:
@@ -228,7 +231,7 @@ class AbstractEngine(ABC):
     def close(self) -> None:
         """Idempotent. An Engine stops and frees its models; a client closes its connections."""
 
-    def __enter__(self) -> "AbstractEngine":
+    def __enter__(self) -> AbstractEngine:
         return self
 
     def __exit__(self, *_: Any) -> None:

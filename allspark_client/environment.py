@@ -17,7 +17,8 @@ _WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...], str]] = {
 
 def check_environment() -> None:
     """Raise ALLSPARK_INVALID_CALL_ERROR for a variable that is set to what this project does not do. Called before
-    anything is started on this machine."""
+    anything is started on this machine.
+    """
     for name, (neutral, instead) in _WITHOUT_EFFECT.items():
         value = os.environ.get(name, "")
         if value.strip().lower() not in neutral:

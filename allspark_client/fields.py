@@ -6,10 +6,11 @@ reported where it is written, naming the field, the value and what is allowed.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, field, fields
 from enum import IntEnum
 from functools import partial
-from typing import Any, Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -180,7 +181,7 @@ class Checked:
         """All names of fields, in order."""
         return [f.name for f in fields(cls)]
 
-    def update(self, values: dict[str, Any]) -> "Checked":
+    def update(self, values: dict[str, Any]) -> Checked:
         """Assign every item of `values`; returns self."""
         for name, value in values.items():
             self[name] = value

@@ -2,8 +2,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, AsyncIterator, Iterator
+from typing import TYPE_CHECKING, Any
 
 from .errors import AllSparkError
 from .queue import ResultQueue
@@ -86,11 +87,11 @@ class _Output:
 class Generation(_Output):
     """engine.generate(…) of an Engine or a ClientEngine."""
 
-    def __init__(self, engine: "AbstractEngine", spec: RequestSpec):
+    def __init__(self, engine: AbstractEngine, spec: RequestSpec):
         super().__init__(spec)
         self._engine = engine
 
-    def __enter__(self) -> "Generation":
+    def __enter__(self) -> Generation:
         self._begin()
         _, self._handle, self._queue = self._engine._start(self._spec)
         return self
@@ -106,7 +107,7 @@ class Generation(_Output):
         for elements in self.queue:
             yield self._take(elements)
 
-    def read(self) -> "Generation":
+    def read(self) -> Generation:
         """Read to the end; returns self."""
         for _ in self:
             pass
@@ -120,11 +121,11 @@ class Generation(_Output):
 class AsyncGeneration(_Output):
     """engine.generate(…) of an AsyncClientEngine."""
 
-    def __init__(self, engine: "AsyncClientEngine", spec: RequestSpec):
+    def __init__(self, engine: AsyncClientEngine, spec: RequestSpec):
         super().__init__(spec)
         self._engine = engine
 
-    async def __aenter__(self) -> "AsyncGeneration":
+    async def __aenter__(self) -> AsyncGeneration:
         self._begin()
         _, self._handle, self._queue = await self._engine._start(self._spec)
         return self
@@ -140,7 +141,7 @@ class AsyncGeneration(_Output):
         async for elements in self.queue:
             yield self._take(elements)
 
-    async def read(self) -> "AsyncGeneration":
+    async def read(self) -> AsyncGeneration:
         """Read to the end; returns self."""
         async for _ in self:
             pass

@@ -6,8 +6,9 @@ import json
 import logging
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Iterator
+from typing import Any
 
 from .config import AsModelConfig
 from .errors import AllSparkError, AsStatus, nearest_name
@@ -22,7 +23,8 @@ _BITS = {"int8": "int8", "uint8": "int8", "int4": "uint4", "uint4": "uint4"}
 class QuantizeConfig:
     """Which weights a conversion makes: `weight_type` of 8 or 4 bits; `extra_option` {"SubChannel": whether groups of
     "GroupSize" columns share a scale}. `activation_type`: "int8" for products of integers, otherwise what weights are
-    expanded to."""
+    expanded to.
+    """
 
     def __init__(self, activation_type: str = "bfloat16", weight_type: str = "uint8", quant_settings: Any = None,
                  quan_json: dict | None = None, extra_option: dict | None = None):
@@ -140,7 +142,8 @@ class Request:
 
 class EngineHelper:
     """Converts a checkpoint and runs it, as a config of ConfigManager says. Several device_ids, or multinode_mode, run a
-    group of as many ranks as $AS_NUMA_NUM says; one, an Engine in this process."""
+    group of as many ranks as $AS_NUMA_NUM says; one, an Engine in this process.
+    """
 
     Request = Request
 
@@ -206,7 +209,8 @@ class EngineHelper:
 
     def init_engine(self) -> None:
         """Loads and starts the converted model. `matmul_precision` below "highest" is a permission that is not used:
-        the weights' type says what is computed in."""
+        the weights' type says what is computed in.
+        """
         graph, param = self._files()
         if not self.check_model_exist():
             raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"{graph} does not exist: call convert_model first")

@@ -6,11 +6,10 @@ import copy
 import threading
 import time
 from collections import deque
-from typing import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator
 
 from .errors import AllSparkError
-from .types import GeneratedElements, GenerateRequestStatus
-from .types import RequestStatInfo as StatInfo
+from .types import GeneratedElements, GenerateRequestStatus, RequestStatInfo as StatInfo
 from .waiting import LoopWaiters, resolved
 
 _REASONS = {
@@ -70,7 +69,8 @@ class ResultQueue:
 
     def FinishReason(self) -> str | None:
         """Why the request ended: stop (end of sequence, or a stop string), length, stop_word, interrupted, error or tool_calls; None
-        while it has not."""
+        while it has not.
+        """
         with self._lock:
             return self._reason
 

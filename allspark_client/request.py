@@ -78,7 +78,8 @@ class RequestSpec:
 
     def set_prompt(self, ids: list[int]) -> None:
         """The prompt is these ids from now on, whatever it was before: text rendered or tokenized anew, elsewhere or on
-        another day, may become others."""
+        another day, may become others.
+        """
         self.input_ids, self.text, self.messages = ids, None, None
 
     def check_tenant(self) -> None:

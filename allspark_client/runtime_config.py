@@ -20,27 +20,27 @@ class AsModelRuntimeConfigBuilder:
     def __init__(self) -> None:
         self._config = AsModelConfig()
 
-    def _set(self, **values: Any) -> "AsModelRuntimeConfigBuilder":
+    def _set(self, **values: Any) -> AsModelRuntimeConfigBuilder:
         self._config.update(values)
         return self
 
-    def model_name(self, model_name: str) -> "AsModelRuntimeConfigBuilder":
+    def model_name(self, model_name: str) -> AsModelRuntimeConfigBuilder:
         """The name that other calls use."""
         return self._set(model_name=model_name)
 
-    def model_dir(self, model_dir: str, file_name_prefix: str | None = None) -> "AsModelRuntimeConfigBuilder":
+    def model_dir(self, model_dir: str, file_name_prefix: str | None = None) -> AsModelRuntimeConfigBuilder:
         """A Hugging Face directory, or with a prefix a directory that holds PREFIX.asgraph and PREFIX.asparam."""
         if file_name_prefix is None:
             return self._set(model_path=model_dir, weights_path="")
         return self._set(model_path=os.path.join(model_dir, f"{file_name_prefix}.asgraph"),
                          weights_path=os.path.join(model_dir, f"{file_name_prefix}.asparam"))
 
-    def model_file_path(self, model_file_name: str, weight_file_path: str = "") -> "AsModelRuntimeConfigBuilder":
+    def model_file_path(self, model_file_name: str, weight_file_path: str = "") -> AsModelRuntimeConfigBuilder:
         """The .asgraph and .asparam files, or a Hugging Face directory."""
         return self._set(model_path=model_file_name, weights_path=weight_file_path)
 
     def compute_unit(self, target_device: TargetDevice | str, device_id_array: list[int] | None = None,
-                     compute_thread_in_device: int = 0) -> "AsModelRuntimeConfigBuilder":
+                     compute_thread_in_device: int = 0) -> AsModelRuntimeConfigBuilder:
         """Device, ids (GPUs, or NUMA nodes; default [0]) and threads per device (0: its physical cores)."""
         if isinstance(target_device, str):
             names = {d.name: d for d in TargetDevice}
@@ -56,47 +56,47 @@ class AsModelRuntimeConfigBuilder:
         unit = "CUDA" if target_device is TargetDevice.CUDA else "CPU"
         return self._set(compute_unit=f"{unit}:{','.join(map(str, ids))}", num_threads=compute_thread_in_device)
 
-    def max_length(self, length: int) -> "AsModelRuntimeConfigBuilder":
+    def max_length(self, length: int) -> AsModelRuntimeConfigBuilder:
         """Tokens of prompt and output together."""
         return self._set(engine_max_length=length)
 
-    def max_batch(self, batch: int) -> "AsModelRuntimeConfigBuilder":
+    def max_batch(self, batch: int) -> AsModelRuntimeConfigBuilder:
         """Sequences in a step."""
         return self._set(engine_max_batch=batch)
 
-    def max_prefill_length(self, length: int) -> "AsModelRuntimeConfigBuilder":
+    def max_prefill_length(self, length: int) -> AsModelRuntimeConfigBuilder:
         """Tokens in a prompt chunk."""
         return self._set(engine_max_prefill_length=length)
 
-    def kv_cache_mode(self, cache_mode: AsCacheMode) -> "AsModelRuntimeConfigBuilder":
+    def kv_cache_mode(self, cache_mode: AsCacheMode) -> AsModelRuntimeConfigBuilder:
         """How keys and values are stored."""
         return self._set(cache_mode=cache_mode)
 
-    def kv_cache_span_size(self, span_size: int) -> "AsModelRuntimeConfigBuilder":
+    def kv_cache_span_size(self, span_size: int) -> AsModelRuntimeConfigBuilder:
         """Tokens in a span: 16, 32, 64 or 128."""
         return self._set(cache_span_size=span_size)
 
-    def prefill_cache(self, enable: bool = True) -> "AsModelRuntimeConfigBuilder":
+    def prefill_cache(self, enable: bool = True) -> AsModelRuntimeConfigBuilder:
         """Whether prompts share cached prefixes."""
         return self._set(enable_prefix_cache=enable)
 
-    def prefix_cache_ttl(self, ttl: int = 300) -> "AsModelRuntimeConfigBuilder":
+    def prefix_cache_ttl(self, ttl: int = 300) -> AsModelRuntimeConfigBuilder:
         """Seconds that an unused prefix stays."""
         return self._set(prefix_cache_ttl=ttl)
 
-    def quantize_head(self, enable: bool = True) -> "AsModelRuntimeConfigBuilder":
+    def quantize_head(self, enable: bool = True) -> AsModelRuntimeConfigBuilder:
         """Of quantized weights: whether the embedding and the language-model head are quantized as well."""
         return self._set(quantize_head=enable)
 
-    def lora_max_rank(self, rank: int) -> "AsModelRuntimeConfigBuilder":
+    def lora_max_rank(self, rank: int) -> AsModelRuntimeConfigBuilder:
         """Largest rank of a LoRA adapter."""
         return self._set(lora_max_rank=rank)
 
-    def lora_max_num(self, num: int) -> "AsModelRuntimeConfigBuilder":
+    def lora_max_num(self, num: int) -> AsModelRuntimeConfigBuilder:
         """How many LoRA adapters may be loaded at once."""
         return self._set(lora_max_num=num)
 
-    def set_compute_unit_from_str(self, compute_unit: str) -> "AsModelRuntimeConfigBuilder":
+    def set_compute_unit_from_str(self, compute_unit: str) -> AsModelRuntimeConfigBuilder:
         """The device and its ids as one text, such as "CPU:0,1"."""
         return self._set(compute_unit=compute_unit)
 
@@ -106,20 +106,20 @@ class AsModelRuntimeConfigBuilder:
         config = AsModelConfig(compute_unit=compute_unit)
         return config.compute_unit.partition(":")[0], config.device_ids
 
-    def set_span_init_size(self, span_init_size: int = 0) -> "AsModelRuntimeConfigBuilder":
+    def set_span_init_size(self, span_init_size: int = 0) -> AsModelRuntimeConfigBuilder:
         """Of DashInfer's: 0, since the cache is allocated at once."""
         return self._set(cache_span_num_init=span_init_size)
 
-    def enable_sparsity_matmul(self, enable: bool = False) -> "AsModelRuntimeConfigBuilder":
+    def enable_sparsity_matmul(self, enable: bool = False) -> AsModelRuntimeConfigBuilder:
         """Of DashInfer's: False, since sparse matrices are not offered."""
         return self._set(enable_sparsity_matmul=enable)
 
-    def from_dict(self, values: dict[str, Any]) -> "AsModelRuntimeConfigBuilder":
+    def from_dict(self, values: dict[str, Any]) -> AsModelRuntimeConfigBuilder:
         """Start anew from a dict of AsModelConfig's keys, or of DashInfer's configuration files."""
         self._config = AsModelConfig()
         return self.update_from_dict(values)
 
-    def update_from_dict(self, values: dict[str, Any]) -> "AsModelRuntimeConfigBuilder":
+    def update_from_dict(self, values: dict[str, Any]) -> AsModelRuntimeConfigBuilder:
         """Change what `values` names; an unknown key is a ValueError with the nearest known name.
 
         DashInfer's files spell compute_unit {"device_type": "CPU", "device_ids": [0], "compute_thread_in_device": 0}.

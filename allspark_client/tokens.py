@@ -78,7 +78,8 @@ _CPU, _KINDS = 1, {0: "i", 1: "u", 2: "f", 4: "V", 6: "b"}
 
 def _from_capsule(capsule: Any, name: str) -> np.ndarray:
     """A copy of what a capsule holds. Consumers of capsules take them over, for once; DashInfer's scripts start several
-    requests with one."""
+    requests with one.
+    """
     get_name, get_pointer = ctypes.pythonapi.PyCapsule_GetName, ctypes.pythonapi.PyCapsule_GetPointer
     get_name.restype, get_name.argtypes = ctypes.c_char_p, [ctypes.py_object]
     get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]

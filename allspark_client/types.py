@@ -1,9 +1,10 @@
 """Enums and result types of the public API. Plain data: nothing here talks to an engine."""
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum, IntEnum
-from typing import Any, Iterable, NamedTuple
+from typing import Any, NamedTuple
 
 
 class GenerateRequestStatus(IntEnum):
@@ -116,9 +117,10 @@ class GeneratedElements:
     def _set_text(self, text: str) -> None:
         self._pieces = [text]
 
-    def extend(self, other: "GeneratedElements") -> None:
+    def extend(self, other: GeneratedElements) -> None:
         """Append `other`, which follows this one and is of the same sample. Takes time for `other` alone, however much
-        is here already: text is joined when it is read."""
+        is here already: text is joined when it is read.
+        """
         self.ids_from_generate.extend(other.ids_from_generate)
         self.log_probs_list.extend(other.log_probs_list)
         self.token_logprobs_list.extend(other.token_logprobs_list)
@@ -205,7 +207,7 @@ class AsEngineStat:
         return ", ".join(f"{name}: {value}" for name, value in self.dict().items())
 
     @staticmethod
-    def merged(stats: Iterable["AsEngineStat"]) -> "AsEngineStat":
+    def merged(stats: Iterable[AsEngineStat]) -> AsEngineStat:
         """The sum over the members of a pool, with rates computed anew."""
         stats = list(stats)
         total = AsEngineStat(model_name=stats[0].model_name)

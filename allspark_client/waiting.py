@@ -4,7 +4,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from typing import Iterator
+from collections.abc import Iterator
 
 _together = threading.local()
 
@@ -12,7 +12,8 @@ _together = threading.local()
 @contextlib.contextmanager
 def waking_together() -> Iterator[None]:
     """Tasks that this thread wakes meanwhile are woken at the end, all of an event loop with one call: that call costs
-    more than what a task is woken for, a token."""
+    more than what a task is woken for, a token.
+    """
     _together.futures = futures = []
     try:
         yield
@@ -79,7 +80,8 @@ class Event(threading.Event):
 
 async def resolved(future: asyncio.Future, timeout: float) -> bool:
     """Whether a future gets its result in time. `asyncio.wait_for` would do, but before Python 3.12 it takes no notice
-    of a cancellation that comes together with the result: then a request whose client has gone would run on."""
+    of a cancellation that comes together with the result: then a request whose client has gone would run on.
+    """
     return bool((await asyncio.wait((future,), timeout=timeout))[0])
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from allspark_client.version import __version__
 
 if TYPE_CHECKING:
-    from allspark_server.engine import Engine
-    from allspark_server.hf import HuggingFaceModel
+    from allspark_server.engine.engine import Engine
+    from allspark_server.weights.huggingface import HuggingFaceModel
 
 __all__ = ["Engine", "HuggingFaceModel", "__version__"]
 
@@ -22,10 +22,10 @@ def __getattr__(name: str) -> Any:
     if name == "Engine":
         from allspark_server.runtime.native import native_library
         native_library()  # says clearly what is wrong if it cannot be loaded
-        from allspark_server.engine import Engine
+        from allspark_server.engine.engine import Engine
         return Engine
     if name == "HuggingFaceModel":
-        from allspark_server.hf import HuggingFaceModel
+        from allspark_server.weights.huggingface import HuggingFaceModel
         return HuggingFaceModel
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

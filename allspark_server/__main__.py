@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING
 
 from . import logs, tracing
 from .access import Access, ModelRoots, Role, default_address, mode_of
-from .client_limits import ClientLimits
+from .rpc.client_limits import ClientLimits
 from .runtime import memory
 from .runtime.worker import EXIT_FAILED, Heartbeat, serve
 
 if TYPE_CHECKING:
-    from .service import Service
+    from .rpc.service import Service
 
 logger = logging.getLogger("allspark_server")
 
@@ -103,7 +103,8 @@ def numbers(text: str) -> list[int]:
 def model_config(text: str):
     """The AsModelConfig of one --model argument: a JSON object, or a directory named after its last part."""
     from allspark_client.config import AsModelConfig
-    from .hub import hub_name, is_hub_id, local_directory, with_local_paths
+
+    from .weights.hub import hub_name, is_hub_id, local_directory, with_local_paths
     if text.lstrip().startswith("{"):
         return with_local_paths(AsModelConfig.from_dict(json.loads(text)))
     if is_hub_id(text):
@@ -114,7 +115,8 @@ def model_config(text: str):
 
 def is_misconfiguration(error: Exception) -> bool:
     """Whether a start would fail like this again, whatever else happens on the machine: not so where memory or an
-    address is taken."""
+    address is taken.
+    """
     from allspark_client.errors import AllSparkError, AsStatus
     if isinstance(error, AllSparkError):
         return error.status in (AsStatus.ALLSPARK_PARAM_ERROR, AsStatus.ALLSPARK_INVALID_CALL_ERROR)
@@ -179,7 +181,8 @@ class Rank:
     def _handle_signals(self) -> None:
         """Rank 0 stops in order when a signal says so, and then lets the others go. Under a supervisor that signal is
         SIGUSR1: SIGTERM comes from an mpirun that has lost a rank. Then clients must see the connection break, for
-        that is what makes them resume elsewhere; an orderly stop would end their requests."""
+        that is what makes them resume elsewhere; an orderly stop would end their requests.
+        """
         if self.heartbeat:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -192,8 +195,8 @@ class Rank:
 
     def lead(self, group) -> None:
         """Rank 0: engine and service, until a signal."""
-        from .engine import Engine
-        from .service import Service
+        from .engine.engine import Engine
+        from .rpc.service import Service
         a = self.arguments
         tracing.set_up()
         access = Access(tls=self.tls(), tls_role=Role(a.tls_role), insecure=a.insecure, token_file=a.token_file)
@@ -243,7 +246,8 @@ class Rank:
 
     def _drain(self, service: Service) -> None:
         """Takes no new requests, and waits until the others have ended, their time is up, or a stop is asked for
-        again."""
+        again.
+        """
         limit = self.arguments.drain_limit
         began, before = time.monotonic(), service.requests
         service.drain()
@@ -277,7 +281,8 @@ class Rank:
 
     def fail(self, message: str, fatal: bool = False, misconfigured: bool = False) -> None:
         """End this process because the group cannot go on; never returns. Not by sys.exit: MPI's own end would wait
-        for the other ranks."""
+        for the other ranks.
+        """
         logger.error("%s", message)
         if self.heartbeat:
             self.heartbeat.state("failed", error=message, fatal=fatal, misconfigured=misconfigured)

@@ -13,19 +13,20 @@ import os
 import stat
 import tempfile
 import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.types import TlsConfig
 
-from .adapters import adapter_directory, check_lora
+from .engine.adapters import adapter_directory, check_lora
 
 if TYPE_CHECKING:
     from allspark_client.config import AsModelConfig
 
-    from .served_model import ServedModel
+    from .engine.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,8 @@ _RANKS = {role: rank for rank, role in enumerate(Role)}
 @dataclass(frozen=True)
 class Client:
     """Who a call comes from: what it may do, and whose shares and limits its requests count for. `tenant` is empty
-    where nothing tells clients apart but their connections."""
+    where nothing tells clients apart but their connections.
+    """
 
     role: Role
     tenant: str = ""
@@ -109,10 +111,11 @@ def read_tokens(path: str | os.PathLike) -> dict[str, Role]:
 
 def check_door(address: str, *, token: bool, tls: bool, client_ca: bool, insecure: bool) -> None:
     """ValueError unless it is safe to serve on `address` with what clients must have. Unix sockets are guarded by
-    their mode. TCP needs TLS, with a token or a client's certificate; on this machine alone a token is enough."""
+    their mode. TCP needs TLS, with a token or a client's certificate; on this machine alone a token is enough.
+    """
     if is_unix(address) or insecure:
         return
-    if tls and (token or client_ca) or token and is_loopback(address):
+    if (tls and (token or client_ca)) or (token and is_loopback(address)):
         return
     lacks = ("clients need neither a token nor a certificate" if not token and not client_ca else
              "the token would cross the network in clear text" if not tls else "")
@@ -138,7 +141,8 @@ def is_loopback(address: str) -> bool:
 
 def default_address(guarded: bool) -> str:
     """Where a group serves that was given no address: TCP on this machine when `guarded` (clients need a token or a
-    certificate, or the operator wants none), otherwise a Unix socket that only this user can open."""
+    certificate, or the operator wants none), otherwise a Unix socket that only this user can open.
+    """
     return TCP_ADDRESS if guarded else f"unix:{_private_directory()}/allspark.sock"
 
 
@@ -188,7 +192,8 @@ TOKEN_LOOK_SECONDS = 1.0
 @dataclass
 class Access:
     """What clients need, and what they may do with it: the role of their token, where there are tokens; otherwise of
-    the way by which they come."""
+    the way by which they come.
+    """
 
     tokens: Mapping[str, Role] = field(default_factory=dict)
     tls: TlsConfig | None = None
@@ -213,7 +218,8 @@ class Access:
 
     def look(self) -> int:
         """Reads the token file if it has changed, a second ago at most; returns `changes`. One that cannot be read, or
-        holds no token, changes nothing: nobody is let in or shut out by half an edit."""
+        holds no token, changes nothing: nobody is let in or shut out by half an edit.
+        """
         now = time.monotonic()
         if self.token_file is None or now < self._next_look:
             return self.changes
@@ -243,7 +249,7 @@ class Access:
     @property
     def guarded(self) -> bool:
         """Whether clients need a token or a certificate."""
-        return bool(self.tokens) or self.tls is not None and self.tls.ca is not None
+        return bool(self.tokens) or (self.tls is not None and self.tls.ca is not None)
 
     def client(self, context: Any) -> Client | None:
         """Behind a gRPC call; None if it shows no valid token where one is needed."""
@@ -253,7 +259,8 @@ class Access:
 
     def known(self, authorization: str | bytes, unix: bool, names: str = "") -> Client | None:
         """Who shows this authorization header, over a Unix socket or not, and these names in a certificate; None if
-        there is no such token where one is needed."""
+        there is no such token where one is needed.
+        """
         if self._digests:
             self.look()
             return self.bearer(authorization)
@@ -324,7 +331,8 @@ class ModelRoots:
 
     def check_adapter(self, lora: str, config: AsModelConfig) -> None:
         """Raises AllSparkError (denied) unless an adapter's directory may be opened: those below a model's that the
-        operator named may."""
+        operator named may.
+        """
         directory, model = adapter_directory(config, check_lora(lora)), os.path.realpath(config.model_path)
         if model not in self._named or not _inside(os.path.realpath(directory), model):
             self.check("lora_name", directory)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Iterator
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 if TYPE_CHECKING:
-    from .engine import Engine
-    from .served_model import ServedModel
+    from .engine.engine import Engine
+    from .engine.served_model import ServedModel
 
 #: name, text, and what of AsEngineStat
 _GAUGES = (

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING, Any, Mapping, Optional
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -21,12 +22,13 @@ VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 #: a span's parts: name, and the value of RequestStatInfo (ms after the arrival) where it begins
 _PARTS = (("queue", ""), ("prefill", "time_in_queue"), ("decode", "time_to_first_token"))
 
-_tracer: Optional[Tracer] = None  # of this process; without it nothing is recorded
+_tracer: Tracer | None = None  # of this process; without it nothing is recorded
 
 
 def set_up(environ: Mapping[str, str] = os.environ) -> None:
     """Exports spans from now on if the standard variables (OTEL_EXPORTER_OTLP_ENDPOINT, ...) ask for it. ValueError for
-    an exporter that is not known, RuntimeError where OpenTelemetry is not installed."""
+    an exporter that is not known, RuntimeError where OpenTelemetry is not installed.
+    """
     if environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or not any(environ.get(name) for name in VARIABLES):
         return
     kind = environ.get("OTEL_TRACES_EXPORTER") or "otlp"
@@ -73,9 +75,10 @@ def _exporter(kind: str, environ: Mapping[str, str]) -> SpanExporter:
 
 
 def trace_request(name: str, model: str, tenant: str, parent: str, stat: dict[str, float], reason: str,
-                  error: Optional[Exception]) -> None:
+                  error: Exception | None) -> None:
     """A request has ended: its span, with what it waited for. `parent`: the traceparent that it came with, or empty;
-    `stat`: values of RequestStatInfo; `error`: why it failed, if it did."""
+    `stat`: values of RequestStatInfo; `error`: why it failed, if it did.
+    """
     if _tracer is None:
         return
     from opentelemetry import trace

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from allspark_launch.serving import shipped_model
+from allspark_launch.group.serving import shipped_model
 
 import allspark_client
 import allspark_server

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from allspark_client import AllSparkError, AsModelConfig, AsStatus, GenerateRequestStatus
-from allspark_server.engine import Engine
+from allspark_server.engine.engine import Engine
 from fake_group import FakeGroup
 
 Status = GenerateRequestStatus

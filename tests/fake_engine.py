@@ -7,7 +7,7 @@ import os
 import time
 
 from allspark_client import AllSparkError, AsFileInfo, AsModelConfig
-from allspark_server.engine import Engine
+from allspark_server.engine.engine import Engine
 from fake_group import FakeGroup, next_token
 
 

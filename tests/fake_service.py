@@ -12,7 +12,7 @@ from pathlib import Path
 
 from allspark_client import AsModelConfig
 from allspark_server.access import Access, ModelRoots
-from allspark_server.service import Service
+from allspark_server.rpc.service import Service
 from fake_engine import FakeEngine, expected
 
 HERE = Path(__file__).parent

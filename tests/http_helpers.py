@@ -12,8 +12,8 @@ from typing import Any, Iterator
 import httpx
 
 from allspark_client import ClientEngine
-from allspark_launch.http import HttpOptions, http_door
-from allspark_launch.serving import background_group, shipped_model
+from allspark_launch.commands.http import HttpOptions, http_door
+from allspark_launch.group.serving import background_group, shipped_model
 from waiting import wait_for
 
 MODEL = "fable"

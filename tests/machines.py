@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from allspark_launch.topology import format_list
+from allspark_launch.machine.topology import format_list
 
 GIB = 1 << 20  # in the kB of meminfo
 

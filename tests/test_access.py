@@ -16,14 +16,14 @@ import grpc
 import pytest
 import tokenizers
 from allspark_launch.cli import main
-from allspark_launch.pool import TEMPLATES, Pool
+from allspark_launch.pool.pool import TEMPLATES, Pool
 from tokenizers import models, normalizers, pre_tokenizers
 
 from allspark_client import AllSparkError, AsModelConfig, AsStatus, ClientEngine, TlsConfig, convert
 from allspark_client._proto import allspark_pb2 as pb
 from allspark_server.access import Access, ModelRoots, Role, default_address, mode_of, read_tokens
-from allspark_server.client_limits import ClientLimits
-from allspark_server.text_size import characters_per_token
+from allspark_server.rpc.client_limits import ClientLimits
+from allspark_server.tokenizer.text_size import characters_per_token
 from fake_engine import FakeEngine
 from fake_service import expected, serving, tokens, wait_until
 
@@ -89,7 +89,7 @@ def test_a_guarded_door_opens(words, token_file, capsys):
 
 
 def test_the_service_itself_refuses_an_open_door():
-    from allspark_server.service import Service
+    from allspark_server.rpc.service import Service
 
     with pytest.raises(ValueError, match="refusing to serve on 127.0.0.1:0: clients need neither"):
         Service(object(), ["127.0.0.1:0"])
@@ -546,7 +546,7 @@ def test_limits_of_tenants_and_of_the_server(tmp_path):
 
 
 def test_nfc_makes_one_of_four_characters_at_most():
-    from allspark_server import text_size
+    from allspark_server.tokenizer import text_size
 
     every = (chr(code) for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000)
     assert max(len(unicodedata.normalize("NFD", c)) for c in every) <= text_size._COMPOSED

@@ -329,7 +329,7 @@ def test_unknown_names_and_handles(engine):
 def service(tiny_model):
     """A service of its own in this process; the engine behind it, and its socket."""
     from allspark_server import Engine
-    from allspark_server.service import Service
+    from allspark_server.rpc.service import Service
 
     folder = Path("/tmp", f"allspark-test-{os.getpid()}")
     folder.mkdir()
@@ -350,7 +350,7 @@ def service(tiny_model):
 
 def test_address_in_use(service):
     from allspark_server.access import Access
-    from allspark_server.service import Service
+    from allspark_server.rpc.service import Service
 
     engine, address = service
     refused(AsStatus.ALLSPARK_IO_ERROR, Service(engine, [address]).start, match="in use")
@@ -363,7 +363,7 @@ def test_address_in_use(service):
 
 
 def test_stale_unix_socket(service, tmp_path):
-    from allspark_server.service import Service
+    from allspark_server.rpc.service import Service
 
     path = tmp_path / "stale"
     with socket.socket(socket.AF_UNIX) as dead:

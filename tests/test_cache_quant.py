@@ -242,7 +242,7 @@ def test_shipped_model_still_adds(engine, mode, least):
 
 def test_fingerprint_covers_the_cache():
     from allspark_client.types import ModelInfo
-    from allspark_server.fingerprint import fingerprint
+    from allspark_server.engine.fingerprint import fingerprint
 
     kinds = ("float32", "bfloat16", *LEVELS)
     assert len({fingerprint(ModelInfo(cache_dtype=kind)) for kind in kinds}) == len(kinds)

@@ -17,7 +17,7 @@ from allspark_server.chat import Content, Reasoning, ToolCallArguments, ToolCall
 from allspark_server.chat.formats import opened_in
 from allspark_server.chat.prompt import guided_calls, opened, render
 from allspark_server.guided import Guide, MatcherError
-from allspark_server.text import Tokenizer
+from allspark_server.tokenizer.text import Tokenizer
 from test_guided import EOS, FABLE, VOCAB, walk
 
 WEATHER = {"type": "function", "function": {

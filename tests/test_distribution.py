@@ -80,7 +80,7 @@ except a.AllSparkError as error:
 def test_the_server_s_wheel_has_every_instruction_set(unpacked, tmp_path):
     wheel = wheel_of(unpacked, tmp_path)
     names = names_in(wheel)
-    assert {"allspark_server/py.typed", "allspark_launch/quickstart", "allspark_client/_proto/asgraph_pb2.py"} <= names
+    assert {"allspark_server/py.typed", "allspark_launch/systemd/pool.toml", "allspark_client/_proto/asgraph_pb2.py"} <= names
     assert any(name.endswith("/LICENSE") for name in names)
     assert any(name.startswith("allspark_server/assets/") and name.endswith(".safetensors") for name in names)
     with zipfile.ZipFile(wheel) as archive:

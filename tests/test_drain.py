@@ -13,7 +13,7 @@ import time
 
 import pytest
 from allspark_launch.cli import main
-from allspark_launch.serving import shipped_model
+from allspark_launch.group.serving import shipped_model
 
 from allspark_client import AllSparkError, ClientEngine, GenerateRequestStatus
 from fake_engine import FakeEngine

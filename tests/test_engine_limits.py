@@ -16,9 +16,9 @@ from allspark_client import AllSparkError, AsStatus
 from allspark_client.config import GenerateConfig
 from allspark_client.queue import ResultQueue
 from allspark_client.request import RequestSpec
-from allspark_server import engine as engine_module
+from allspark_server.engine import engine as engine_module
 from allspark_server.runtime.worker import Heartbeat
-from allspark_server.sinks import QueueSink
+from allspark_server.engine.sinks import QueueSink
 from engine_helpers import Status, collect, config, make_engine, refused, run  # noqa: F401  (a fixture)
 from fake_group import expected_output
 from waiting import wait_for

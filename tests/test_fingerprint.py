@@ -14,7 +14,7 @@ import pytest
 
 from allspark_client.types import ModelInfo
 from allspark_server import HuggingFaceModel, _native
-from allspark_server.fingerprint import fingerprint
+from allspark_server.engine.fingerprint import fingerprint
 from allspark_server.models.graph import Op
 from allspark_server.runtime import digest
 from allspark_server.weights.checkpoint import model_hash, open_model

@@ -15,7 +15,7 @@ from allspark_client.config import AsModelConfig  # noqa: E402
 from allspark_client.errors import AllSparkError  # noqa: E402
 from allspark_server import Engine, HuggingFaceModel  # noqa: E402
 from allspark_server.models.config import Fields  # noqa: E402
-from allspark_server.text import Tokenizer  # noqa: E402
+from allspark_server.tokenizer.text import Tokenizer  # noqa: E402
 from allspark_server.weights.checkpoint import open_model  # noqa: E402
 from allspark_server.weights.gguf import GgufFile, model_config, tokenizer_directory  # noqa: E402
 from allspark_server.weights.gguf import tokenizer as gguf_tokenizer  # noqa: E402

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 from allspark_client.errors import AllSparkError  # noqa: E402
 from allspark_server import HuggingFaceModel  # noqa: E402
 from allspark_server.models import read_config  # noqa: E402
-from allspark_server.text import Tokenizer  # noqa: E402
+from allspark_server.tokenizer.text import Tokenizer  # noqa: E402
 from allspark_server.weights.checkpoint import open_model  # noqa: E402
 from allspark_server.weights.safetensors import write_safetensors  # noqa: E402
 from checkpoints import (PROMPT_LENGTHS, check_greedy, check_logits, checkpoint, greedy_of, prompt_of,  # noqa: E402
@@ -345,7 +345,7 @@ def test_the_tokenizer_is_o200k_harmony_s(tmp_path):
     from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as Backend
 
-    from allspark_server.decoders import BYTE_CHARACTERS
+    from allspark_server.tokenizer.decoders import BYTE_CHARACTERS
     from conftest import TRAINING_TEXT
 
     texts = [*TRAINING_TEXT, "HTTPServer's camelCase, I'LL 1234567 don't\n\n  /path/to\r\n\tx = {}  \n",

@@ -10,10 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from allspark_launch import cli, doctor, gpus
-from allspark_launch.placement import place_on_gpus
-from allspark_launch.serving import GroupOptions, plan_group
-from allspark_launch.topology import Topology, read_topology
+from allspark_launch import cli
+from allspark_launch.commands import doctor
+from allspark_launch.machine import gpus
+from allspark_launch.machine.placement import place_on_gpus
+from allspark_launch.group.serving import GroupOptions, plan_group
+from allspark_launch.machine.topology import Topology, read_topology
 from allspark_server.runtime.binding import GROUP_GPUS
 from machines import machine
 
@@ -119,7 +121,7 @@ def test_a_gpu_at_a_node_without_cpus(tmp_path):
 
 
 def test_the_command_line_of_two_gpus(monkeypatch, root):
-    monkeypatch.setattr("allspark_launch.serving.read_topology", lambda: read_topology(root))
+    monkeypatch.setattr("allspark_launch.group.serving.read_topology", lambda: read_topology(root))
     plan = plan_group(GroupOptions(models=["/m"], gpus=[1, 0]))
     assert plan.environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert plan.environment[GROUP_GPUS] == "1,0"

@@ -15,7 +15,7 @@ import pytest
 from allspark_client.types import VocabType
 from allspark_server.guided import Guide, MatcherError
 from allspark_server.guided.vocabulary import token_bytes
-from allspark_server.text import Tokenizer
+from allspark_server.tokenizer.text import Tokenizer
 
 FABLE = Path(__file__).parents[1] / "allspark_server/assets/fable"
 VOCAB, EOS = 1600, 2  # padded beyond the tokenizer's 1,536

@@ -22,7 +22,7 @@ from allspark_client.request import RequestSpec
 from allspark_server import Engine
 from allspark_server.chat import chat_format
 from allspark_server.guided import Matcher, MatcherError
-from allspark_server.sinks import QueueSink
+from allspark_server.engine.sinks import QueueSink
 from random_schemas import longest_text, random_schema
 from test_chat import TOOLS, check_calls, joined
 from test_resume import ranks_of
@@ -159,7 +159,7 @@ def test_the_same_bits_after_resumption(alone):
 def _resumed(engine, name, inputs, config, generated) -> RequestSpec:
     from allspark_client.chat import ChatOptions
     from allspark_client.config import GenerateConfig
-    from allspark_server.prepare import prompt_ids
+    from allspark_server.engine.prepare import prompt_ids
 
     spec = RequestSpec(name, config=GenerateConfig.parse(config), generated=list(generated))
     spec.text, spec.messages = inputs.get("text"), inputs.get("messages")

@@ -13,7 +13,7 @@ import pytest
 from allspark_client import AllSparkError, AsCacheMode, AsModelConfig, AsStatus
 from allspark_client.config import check_available
 from allspark_server.access import ModelRoots
-from allspark_server.engine import Engine
+from allspark_server.engine.engine import Engine
 from allspark_server.runtime.host_cache import HEADER, HostCacheFile, held_by_all, pack_held
 from allspark_server.runtime.plan import COPIES, DRAW, NewSlot, SamplingParams, StepPlan, WorkItem
 

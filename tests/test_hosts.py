@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from allspark_launch import hosts
+from allspark_launch.group import hosts
 from allspark_launch.cli import EXIT_CONFIG, main
-from allspark_launch.hosts import Allocation, Host, find_hosts, read_host_file, share_ranks
-from allspark_launch.mpi import clean_environment, installations
+from allspark_launch.group.hosts import Allocation, Host, find_hosts, read_host_file, share_ranks
+from allspark_launch.group.mpi import clean_environment, installations
 
 from allspark_client import AllSparkError, AsModelConfig, ClientEngine
 from allspark_server.runtime.hosts import HostsError, Layout, layout_of
@@ -133,7 +133,7 @@ def test_a_host_that_is_not_there_yet_is_no_error_of_the_configuration(tmp_path,
     assert main([*words, "/no/shell"]) == EXIT_CONFIG
 
 
-AGENT = "import sys, allspark_launch.agent as a; a.LEASE_SECONDS = {lease}; sys.exit(a.main())"
+AGENT = "import sys, allspark_launch.group.agent as a; a.LEASE_SECONDS = {lease}; sys.exit(a.main())"
 
 
 class Agent:

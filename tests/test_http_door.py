@@ -16,8 +16,8 @@ import time
 import httpx
 import pytest
 
-from allspark_launch.http import HttpOptions, open_socket
-from allspark_launch.serving import background_group, shipped_model
+from allspark_launch.commands.http import HttpOptions, open_socket
+from allspark_launch.group.serving import background_group, shipped_model
 from http_helpers import KEYS, MODEL, STORY, post, refusal, token_file, within
 from waiting import wait_for
 
@@ -87,7 +87,7 @@ def test_unix_socket(http_door, tmp_path):
 
 
 def door_at(group, path):
-    from allspark_launch.http import http_door
+    from allspark_launch.commands.http import http_door
     return http_door(HttpOptions(f"unix:{path}", pool=[group]))
 
 
@@ -240,7 +240,7 @@ def test_silent_connections_block_nobody(http_door, http_client, count):
 def test_a_door_outlives_its_groups(tmp_path):
     """It starts before there is a group, says so, serves when there is one, and says so again when it has gone."""
     address = f"unix:{tmp_path}/group"
-    from allspark_launch.http import http_door
+    from allspark_launch.commands.http import http_door
     with http_door(HttpOptions("127.0.0.1:0", pool=[address], insecure=True)) as door:
         with httpx.Client(base_url=f"http://{door.address}", timeout=30) as client:
             wait_for(lambda: answers(client), 20)
@@ -261,7 +261,7 @@ def answers(client) -> bool:
 
 
 def test_a_worker_that_dies_is_started_again(http_door):
-    from allspark_launch.http import http_door as start
+    from allspark_launch.commands.http import http_door as start
 
     with start(HttpOptions("127.0.0.1:0", 2, insecure=True, pool=[http_door.group])) as door:
         found = wait_for(lambda: len(door.pids) == 2 and door.pids, 10)
@@ -281,7 +281,7 @@ def test_a_worker_that_dies_is_started_again(http_door):
 
 def test_beside_a_group(tmp_path):
     """allspark serve --http: one command, one key file for both doors."""
-    from allspark_launch.serving import GroupOptions
+    from allspark_launch.group.serving import GroupOptions
     keys = token_file(tmp_path)
     options = GroupOptions(http="127.0.0.1:0", token_file=keys).http_options("unix:/inner")
     assert options.pool == ["unix:/inner"] and options.pool_token_file == keys == options.token_file

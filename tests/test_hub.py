@@ -13,10 +13,10 @@ import pytest
 
 from allspark_client import AllSparkError, AsModelConfig, AsStatus
 from allspark_launch.cli import build_parser
-from allspark_launch.serving import shipped_model
+from allspark_launch.group.serving import shipped_model
 from allspark_server import Engine
 from allspark_server.access import ModelRoots
-from allspark_server.hub import hub_name, is_hub_id, local_directory, with_local_paths
+from allspark_server.weights.hub import hub_name, is_hub_id, local_directory, with_local_paths
 
 hub = pytest.importorskip("huggingface_hub")
 ID, COMMIT = "allspark/fable", "0123456789abcdef0123456789abcdef01234567"

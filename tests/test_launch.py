@@ -9,14 +9,15 @@ import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
-from allspark_launch import doctor, folders, serving
-from allspark_launch import mpi as launch_mpi
+from allspark_launch.commands import doctor
+from allspark_launch.group import folders, serving
+from allspark_launch.group import mpi as launch_mpi
 from allspark_launch.cli import EXIT_CONFIG, main
-from allspark_launch.drawing import draw, save
-from allspark_launch.placement import place
-from allspark_launch.serving import GroupOptions, plan_group, private_folder
-from allspark_launch.gpus import Gpu, links, nvlinks_of
-from allspark_launch.topology import format_list, parse_list, read_topology
+from allspark_launch.machine.drawing import draw, save
+from allspark_launch.machine.placement import place
+from allspark_launch.group.serving import GroupOptions, plan_group, private_folder
+from allspark_launch.machine.gpus import Gpu, links, nvlinks_of
+from allspark_launch.machine.topology import format_list, parse_list, read_topology
 from machines import machine
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -421,7 +422,7 @@ def test_folders_that_others_could_exchange_are_not_removed(tmp_path):
 
 def test_groups_that_start_together_keep_their_folders(tmp_path):
     """Many processes make and remove folders; each must find its own whole until it is done with it."""
-    code = ("import sys\nfrom allspark_launch.serving import private_folder\n"
+    code = ("import sys\nfrom allspark_launch.group.serving import private_folder\n"
             "for i in range(60):\n"
             "    with private_folder(sys.argv[1]) as folder:\n"
             "        for file in 'abcd':\n"

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from allspark_launch.serving import background_group
+from allspark_launch.group.serving import background_group
 
 from allspark_client import AllSparkError, AsModelConfig, ClientEngine
 from allspark_client import GenerateRequestStatus as Status

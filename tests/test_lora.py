@@ -432,7 +432,7 @@ def test_a_request_outlives_its_server_with_its_adapter(tmp_path, monkeypatch, v
 
 def test_the_http_door_knows_adapters_as_models(tmp_path):
     httpx = pytest.importorskip("httpx")
-    from allspark_launch.serving import background_group, shipped_model
+    from allspark_launch.group.serving import background_group, shipped_model
     from http_helpers import door_before
 
     base = shipped_model()

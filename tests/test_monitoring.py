@@ -8,15 +8,15 @@ import re
 from pathlib import Path
 
 import pytest
-from allspark_launch.members import Member, Target, placed
+from allspark_launch.pool.members import Member, Target, placed
 from prometheus_client.parser import text_string_to_metric_families
 
 import allspark_launch
 from allspark_client import ClientEngine
 from allspark_server.http.metrics import Metrics, of_members
 from allspark_server.logs import JsonFormatter, TextFormatter
-from allspark_server.report import GroupReport
-from allspark_server.timings import Histogram
+from allspark_server.engine.report import GroupReport
+from allspark_server.engine.timings import Histogram
 from fake_engine import FakeEngine
 from fake_service import serving, tokens
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from allspark_launch.serving import shipped_model
+from allspark_launch.group.serving import shipped_model
 
 from allspark_client import AsModelConfig, ClientEngine
 from waiting import wait_for
@@ -82,7 +82,7 @@ def undisturbed(tmp_path_factory):
 
     def get(ranks: int) -> list:
         if ranks not in known:
-            from allspark_launch.serving import background_group
+            from allspark_launch.group.serving import background_group
             words = ["--ranks", str(ranks), "--cpus-per-rank", "1", "--model-name", "m", "--model",
                      str(shipped_model())]
             with background_group(words) as group, ClientEngine(group.addresses[0]) as engine:
@@ -103,7 +103,7 @@ def ranks_on(hosts: namespaces.Hosts, name: str) -> list[int]:
 
 def agents_on(hosts: namespaces.Hosts, name: str) -> list[int]:
     return [pid for pid in hosts.processes(name)
-            if b"allspark_launch.agent" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+            if b"allspark_launch.group.agent" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 @pytest.mark.parametrize("count", [2, 4])

@@ -12,10 +12,10 @@ from allspark_client import AllSparkError, AsModelConfig, AsStatus, GenerateRequ
 from allspark_client.config import GenerateConfig
 from allspark_client.queue import ResultQueue
 from allspark_client.request import RequestSpec
-from allspark_server import output as output_module
-from allspark_server.engine import Engine
-from allspark_server.prepare import Obstacle
-from allspark_server.sinks import QueueSink
+from allspark_server.engine import output as output_module
+from allspark_server.engine.engine import Engine
+from allspark_server.engine.prepare import Obstacle
+from allspark_server.engine.sinks import QueueSink
 from fake_group import FakeGroup, expected_output
 from test_scheduler_random import repetitive
 from waiting import wait_for

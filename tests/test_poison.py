@@ -16,8 +16,8 @@ from allspark_client import AllSparkError, ClientEngine, GenerateRequestStatus
 from allspark_client.affinity import PrefixMemory, beginnings
 from allspark_client.config import GenerateConfig
 from allspark_client.request import RequestSpec
-from allspark_server import suspects
-from allspark_server.prepare import MOST_DEATHS
+from allspark_server.engine import quarantine as suspects
+from allspark_server.engine.prepare import MOST_DEATHS
 from allspark_server.scheduler import State
 from fake_engine import FakeEngine
 from fake_service import expected, server_process, serving, tokens, wait_until

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 from allspark_launch.cli import EXIT_CONFIG, main
-from allspark_launch.notify import Notifier
+from allspark_launch.group.notify import Notifier
 from allspark_launch.options import GroupOptions
-from allspark_launch.pool import Pool
-from allspark_launch.units import TEMPLATES, unit_files
+from allspark_launch.pool.pool import Pool
+from allspark_launch.pool.units import TEMPLATES, unit_files
 
 SYSTEMCTL = """#!/bin/sh
 echo "$@" >>$(dirname $0)/calls

@@ -427,7 +427,7 @@ def test_shipped_model_answers_and_a_request_alone_is_as_in_a_batch(dtype, group
 
 def test_fingerprint_covers_format_and_group_size():
     from allspark_client.types import ModelInfo
-    from allspark_server.fingerprint import fingerprint
+    from allspark_server.engine.fingerprint import fingerprint
 
     infos = [ModelInfo(weight_dtype=dtype, weight_group_size=group) for dtype in FORMATS for group in (0, 64)]
     assert len({fingerprint(info) for info in infos}) == len(infos)

@@ -14,7 +14,7 @@ from allspark_client import AllSparkError, AsModelConfig, ClientEngine
 from allspark_client import GenerateRequestStatus as Status
 from allspark_client.local_group import SelfStartedGroup
 from allspark_server import Engine
-from allspark_server.service import Service
+from allspark_server.rpc.service import Service
 from checkpoints import checkpoint
 from units import GPUS, UNIT
 

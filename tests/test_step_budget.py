@@ -11,7 +11,7 @@ import pytest
 
 from allspark_server.cache import PrefixCache, SpanKeys, SpanPool
 from allspark_server.scheduler import Limits, Scheduler, Sequence, State, StopRules
-from allspark_server.step_budget import StepBudget
+from allspark_server.engine.step_budget import StepBudget
 from fake_group import step_result
 
 

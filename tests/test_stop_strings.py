@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from allspark_client import AllSparkError, AsModelConfig, ClientEngine, GenerateConfig
 from allspark_client import GenerateRequestStatus as Status
 from allspark_server import Engine
-from allspark_server.stop_strings import StopMatcher, StopStrings
+from allspark_server.tokenizer.stop_strings import StopMatcher, StopStrings
 from fake_engine import FakeEngine, expected
 from fake_service import serving
 

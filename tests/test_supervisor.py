@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from allspark_launch.processes import processes_of_session
-from allspark_launch.supervisor import GroupFailed, Limits, Start, Supervisor
+from allspark_launch.group.processes import processes_of_session
+from allspark_launch.group.supervisor import GroupFailed, Limits, Start, Supervisor
 
 import waiting
 
@@ -68,7 +68,7 @@ sys.exit(os.waitstatus_to_exitcode(status) % 256)
 DRIVER = """
 import logging, os, signal, sys
 from pathlib import Path
-from allspark_launch.supervisor import GroupFailed, Limits, Start, Supervisor
+from allspark_launch.group.supervisor import GroupFailed, Limits, Start, Supervisor
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 folder, mode, parent = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 words = [sys.executable, str(folder / "mpirun.py"), str(folder / "rank.py"), "2", mode]
@@ -92,7 +92,7 @@ SERVE = """
 import logging, sys
 from pathlib import Path
 from allspark_launch import serving
-from allspark_launch.placement import Placement
+from allspark_launch.machine.placement import Placement
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 folder, mode = Path(sys.argv[1]), sys.argv[2]
 words = [sys.executable, str(folder / "mpirun.py"), str(folder / "rank.py"), "2", mode]
@@ -254,7 +254,7 @@ def test_only_lives_that_served_nothing_are_counted(fake, mode):
 
 def test_orphans_of_process_1_are_reaped():
     """A child subreaper inherits orphans just as process 1 does."""
-    code = ("import ctypes, os, subprocess, time\nfrom allspark_launch.processes import reap_orphans\n"
+    code = ("import ctypes, os, subprocess, time\nfrom allspark_launch.group.processes import reap_orphans\n"
             "ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)\n"
             "subprocess.run(['sh', '-c', 'sleep 0.1 & sleep 0.1 &'])\ntime.sleep(0.5)\n"
             "states = lambda: [s for s in map(state, os.listdir('/proc')) if s]\n"

@@ -11,11 +11,11 @@ from allspark_client import AllSparkError, AsModelConfig, AsStatus, ClientEngine
 from allspark_client.queue import ResultQueue
 from allspark_client.request import RequestSpec
 from allspark_server.access import Access, Client, Role
-from allspark_server.engine import Engine
-from allspark_server.prepare import Obstacle
-from allspark_server.queue_limits import QueueLimits
+from allspark_server.engine.engine import Engine
+from allspark_server.engine.prepare import Obstacle
+from allspark_server.engine.queue_limits import QueueLimits
 from allspark_server.scheduler import State
-from allspark_server.sinks import QueueSink
+from allspark_server.engine.sinks import QueueSink
 from fake_group import FakeGroup, expected_output
 from fake_service import serving, tokens
 from test_scheduler import Rig, output, prompt_of

@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from allspark_server.text import StreamDetokenizer, Tokenizer
+from allspark_server.tokenizer.text import StreamDetokenizer, Tokenizer
 
 SEED = int(os.environ.get("ALLSPARK_TEST_SEED", secrets.randbits(32)))
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
@@ -270,7 +270,7 @@ def test_leading_space_and_special_tokens():
 
 
 def test_bytes_of_tokens():
-    from allspark_server.decoders import token_bytes
+    from allspark_server.tokenizer.decoders import token_bytes
 
     llama = {"type": "Sequence", "decoders": [
         {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},

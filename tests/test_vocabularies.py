@@ -15,7 +15,7 @@ sentencepiece = pytest.importorskip("sentencepiece")
 
 from allspark_client.errors import AllSparkError  # noqa: E402
 from allspark_server.guided.grammar import Guide  # noqa: E402
-from allspark_server.text import Tokenizer  # noqa: E402
+from allspark_server.tokenizer.text import Tokenizer  # noqa: E402
 from allspark_server.weights.checkpoint import _tokenizer  # noqa: E402
 from conftest import TRAINING_TEXT  # noqa: E402
 
@@ -54,7 +54,7 @@ def ranks():
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.train_from_iterator(TEXT + ["    " * 9, "=" * 40, "aaaaaaaaaaaaaaa"] * 4, trainers.BpeTrainer(
         vocab_size=900, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    from allspark_server.decoders import BYTE_CHARACTERS
+    from allspark_server.tokenizer.decoders import BYTE_CHARACTERS
 
     vocab = sorted(backend.get_vocab().items(), key=lambda item: item[1])
     return {bytes(BYTE_CHARACTERS[c] for c in token): i for i, (token, _) in enumerate(vocab)}

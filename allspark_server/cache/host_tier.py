@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Mapping, Optional, Sequence
 
 # Of what was measured, how much stays with each new measurement.
 _MEMORY = 0.9
@@ -47,7 +47,8 @@ class CopyCosts:
 
     def worthwhile(self) -> bool:
         """Whether to copy a span rather than compute it. Asked for each: an answer that was right once is doubted ever
-        more."""
+        more.
+        """
         if not self.copy or not self.row or self.copy < self._span_size * self.row:
             return True
         self.copy *= _FORGET
@@ -61,9 +62,10 @@ class HostTier:
     takes many at once, does not hold up the next step. Until a step's plan is made, its copies are in `copies`.
     """
 
-    def __init__(self, spans: int, span_size: int, held: Optional[Mapping[bytes, int]] = None, lasting: bool = False):
+    def __init__(self, spans: int, span_size: int, held: Mapping[bytes, int] | None = None, lasting: bool = False):
         """`spans`: how many it holds; `held`: those that are there already. `lasting`: it outlives this process, so
-        spans go there as soon as they are computed."""
+        spans go there as soon as they are computed.
+        """
         self.spans, self.lasting = spans, lasting
         self.costs = CopyCosts(span_size)
         self.copies = Copies()
@@ -112,7 +114,7 @@ class HostTier:
         self.copies.restored[span] = (host, key)
         return True
 
-    def take_copies(self) -> Optional[Copies]:
+    def take_copies(self) -> Copies | None:
         """Those of the step that is planned now."""
         if not self.copies:
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Callable, Optional, Sequence
+from collections.abc import Callable, Sequence
 
 from .host_tier import HostTier
 from .span_groups import SpanGroups
@@ -20,7 +20,7 @@ class PrefixCache:
         keys: SpanKeys,
         ttl: float = 300.0,
         clock: Callable[[], float] = time.monotonic,
-        tier: Optional[HostTier] = None,
+        tier: HostTier | None = None,
     ):
         """`ttl`: seconds an unreferenced span is kept. `tier`: where those go then that are given away."""
         self.keys = keys
@@ -38,13 +38,14 @@ class PrefixCache:
     def __contains__(self, key: bytes) -> bool:
         return key in self._span_of
 
-    def find(self, key: bytes) -> Optional[int]:
+    def find(self, key: bytes) -> int | None:
         """The span of that name. Takes no reference: call `SpanPool.acquire` next."""
         return self._span_of.get(key)
 
     def match(self, keys: Sequence[bytes], groups: SpanGroups, restored: bool = False) -> int:
         """How many of the chain's first positions, in spans, need not be computed: of each group those spans are known
-        that later rows see. `restored`: or in the second tier."""
+        that later rows see. `restored`: or in the second tier.
+        """
         self.expire()
         length, windowed = len(keys), groups.windowed
         for group in range(len(groups.windows) - len(windowed)):

@@ -37,7 +37,8 @@ class SpanGroups:
 
     def end(self, window: int, begin: int, positions: int) -> int:
         """Where the table of a history of so many positions ends, as long as it is being computed, if the first `begin`
-        spans are behind the window."""
+        spans are behind the window.
+        """
         count = self.count_for(positions)
         return min(count, begin + self.count_for(window - 1 + self.ahead) + 1) if window else count
 

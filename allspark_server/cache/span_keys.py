@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from typing import Sequence
+from collections.abc import Sequence
 
 _DIGEST_SIZE = 16
 
 
 def scope(salt: str, adapter: str = "") -> str:
     """The salt of what requests with a cache_salt share; of those with an adapter, its digest: what it computes is its
-    own. No salt of a client's is taken for another's with an adapter."""
+    own. No salt of a client's is taken for another's with an adapter.
+    """
     if adapter:
         return f"\0adapter {adapter} {salt}"
     return f"\0{salt}" if salt.startswith("\0") else salt
@@ -33,7 +34,8 @@ class SpanKeys:
 
     def __init__(self, span_size: int, dynamic_rope_original: int = 0, long_rope_original: int = 0):
         """dynamic_rope_original, long_rope_original: the length that the model was trained for, if its rotary scaling
-        is dynamic, or LongRoPE; otherwise 0."""
+        is dynamic, or LongRoPE; otherwise 0.
+        """
         self.span_size = span_size
         self._dynamic_rope_original = dynamic_rope_original
         self._long_rope_original = long_rope_original

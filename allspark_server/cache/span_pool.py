@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Callable, Iterable, Optional
+from collections.abc import Callable, Iterable
 
 
 class SpanPool:
@@ -22,7 +22,7 @@ class SpanPool:
         self._references = [0] * num_spans
         self._keep: set[int] = set()
         self._unreferenced: OrderedDict[int, float] = OrderedDict()  # kept span → when it was last used, oldest first
-        self._on_evict: Optional[Callable[[int], None]] = None
+        self._on_evict: Callable[[int], None] | None = None
 
     def set_evict_listener(self, listener: Callable[[int], None]) -> None:
         """`listener(span)` is called when a kept span is about to be reused: its prefix must be forgotten."""
@@ -43,7 +43,7 @@ class SpanPool:
         """Unreferenced spans that are kept for their prefix."""
         return len(self._unreferenced)
 
-    def allocate(self, count: int) -> Optional[list[int]]:
+    def allocate(self, count: int) -> list[int] | None:
         """`count` spans with one reference each, or None (and nothing changed) if there are not that many."""
         if count > self.available:
             return None

@@ -20,7 +20,8 @@ class HermesParser(OutputParser):
 
 class LlamaParser(OutputParser):
     """Llama 3: {"name": ..., "parameters": {...}}, after <|python_tag|> or as the whole answer; several are separated
-    by semicolons. JSON that names no function is content."""
+    by semicolons. JSON that names no function is content.
+    """
 
     def _run(self) -> Steps:
         while (c := (yield from self._peek_content())) == "{":
@@ -88,7 +89,8 @@ class MistralParser(OutputParser):
 
 class GlmParser(OutputParser):
     """GLM-4.5: <tool_call>name, then <arg_key>key</arg_key><arg_value>value</arg_value> for each argument, and
-    </tool_call>. A value is text if the function's schema says so, otherwise JSON."""
+    </tool_call>. A value is text if the function's schema says so, otherwise JSON.
+    """
 
     def _run(self) -> Steps:
         while (yield from self._scan(("<tool_call>",), self._content)):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Callable, Iterable, Mapping, Optional, Type
+from typing import Any
 
 from . import harmony
 from .families import GlmParser, HermesParser, LlamaParser, MistralParser
@@ -21,9 +22,9 @@ class ChatFormat:
     """How a family's answers hold tool calls and reasoning."""
 
     name: str
-    _parser: Type[OutputParser]
+    _parser: type[OutputParser]
     #: the Lark rules `calls` (one or several calls) of functions that rules `name_I` and `arguments_I` describe
-    _calls: Optional[Callable[[list[dict[str, Any]], bool, Literal], str]]
+    _calls: Callable[[list[dict[str, Any]], bool, Literal], str] | None
     #: what calls begin with; "{": the answer is a call if it begins so, and none otherwise
     _trigger: str = ""
     #: texts that matter here even where they are special tokens
@@ -40,17 +41,19 @@ class ChatFormat:
         self, tools: Iterable[dict[str, Any]] = (), tool_choice: Any = None, opened: str = ""
     ) -> OutputParser:
         """For one answer to a chat of these tools and tool_choice. opened: what the prompt has begun of the answer
-        (ResultQueue.opened)."""
+        (ResultQueue.opened).
+        """
         tools = [] if tool_choice == "none" else list(tools)
         return (self._parser if tools or self.in_messages else _plain(self._parser))(tools, opened)
 
     def grammar(
         self, tools: list[dict[str, Any]], tool_choice: Any, parallel: bool, prompt: str, thinks: bool,
-        literal: Literal, answer: Optional[str] = None,
+        literal: Literal, answer: str | None = None,
     ) -> str:
         """A Lark grammar of answers after a rendered prompt. With tool_choice "required" or a named function: of those
         that call a tool. Otherwise of all answers in which calls are as their functions say, or that are as the Lark
-        rule `answer` says. thinks: whether the template knows of reasoning. ValueError: there is no such form."""
+        rule `answer` says. thinks: whether the template knows of reasoning. ValueError: there is no such form.
+        """
         if self._calls is None and not self.in_messages:
             raise ValueError(f"the chat format {self.name!r} has no tool calls that could be guided: tool_choice may "
                              "be 'none', or 'auto' where no tool is strict and no response_format given")
@@ -97,7 +100,7 @@ def opened_in(prompt: str) -> str:
     return match[0] if match else harmony.opened(prompt)
 
 
-def _plain(parser: Type[OutputParser]) -> Type[OutputParser]:
+def _plain(parser: type[OutputParser]) -> type[OutputParser]:
     """Of a format's answers where there are no tools."""
     return type("PlainParser", (OutputParser,), {"REASONING": parser.REASONING})
 

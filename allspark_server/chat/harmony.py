@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, Optional
+from typing import Any
 
 from .events import Reasoning
 from .lark import Literal, after_text, json_rule, text_without
@@ -37,7 +37,8 @@ def as_templates_take(
     messages: list[dict[str, Any]], kwargs: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Messages and variables as harmony's templates take them: of a message with calls, which they refuse to show with
-    reasoning and content, these are one text."""
+    reasoning and content, these are one text.
+    """
     shown = []
     for message in messages:
         thoughts = [name for name in _THOUGHTS if message.get(name)]
@@ -85,7 +86,7 @@ class HarmonyParser(OutputParser):
             start = self._text.lstrip()
             if start.startswith(self._HEADS):
                 return True
-            if self._ended or start and not any(head.startswith(start) for head in self._HEADS):
+            if self._ended or (start and not any(head.startswith(start) for head in self._HEADS)):
                 return False
             yield
 
@@ -101,10 +102,11 @@ def opened(prompt: str) -> str:
 
 
 def grammar(functions: list[dict[str, Any]], forced: bool, prompt: str, literal: Literal,
-            answer: Optional[str]) -> str:
+            answer: str | None) -> str:
     """A Lark grammar of answers after a rendered prompt: messages of reasoning, then a call of one of the functions;
     or, unless that is `forced`, text for the user, any or as the Lark rule `answer` says, with preambles before.
-    ValueError: a call is forced, and the prompt has begun another message."""
+    ValueError: a call is forced, and the prompt has begun another message.
+    """
     def header(channel: str, content_type: str = "") -> str:
         return f"{literal(CHANNEL)} {json.dumps(channel)} {content_type} {literal(MESSAGE)}"
 

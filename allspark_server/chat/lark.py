@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 #: how forced arguments are written: as json.dumps does, which is what templates show models
 JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

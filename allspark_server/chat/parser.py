@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from typing import Any, Callable, Generator, Iterable, Optional, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any
 
 from .events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
 
@@ -25,7 +26,8 @@ class OutputParser:
 
     def __init__(self, tools: Iterable[dict[str, Any]] = (), opened: str = ""):
         """tools: those that the model was told of, in OpenAI's form. opened: what the prompt has begun of the
-        answer."""
+        answer.
+        """
         #: parameters' schemas by function
         self.functions = {t["function"]["name"]: t["function"].get("parameters") or {} for t in tools}
         self.calls = 0
@@ -33,7 +35,7 @@ class OutputParser:
         self._ended = False
         self._events: list[Event] = []
         self._space = ""  # the end of the content, held back: between content and calls it is dropped
-        self._taken: Optional[list[str]] = None  # what was consumed, while that may yet turn out to be content
+        self._taken: list[str] | None = None  # what was consumed, while that may yet turn out to be content
         self._steps = self._all()
         next(self._steps)
 
@@ -113,7 +115,7 @@ class OutputParser:
         if kept:
             self._events.append(Content(kept))
 
-    def _begin(self, name: str, id: Optional[str] = None) -> Callable[[str], None]:
+    def _begin(self, name: str, id: str | None = None) -> Callable[[str], None]:
         """A call begins; returns what takes more of its arguments."""
         index, self._space = self.calls, ""
         self.calls += 1
@@ -202,7 +204,8 @@ class OutputParser:
 
     def _call(self, known: bool = False, before: str = "") -> Steps:
         """A call as an object {"name": ..., "arguments" or "parameters": {...}} that begins here; returns whether it is
-        one. If not, it goes to the content, after `before`. known: only if there is a function of that name."""
+        one. If not, it goes to the content, after `before`. known: only if there is a function of that name.
+        """
         self._taken = []
         begun = yield from self._call_object(known)
         taken, self._taken = self._taken, None
@@ -214,7 +217,7 @@ class OutputParser:
         if (yield from self._peek()) != "{":
             return False
         self._consume(1)
-        arguments: Optional[Callable[[str], None]] = None
+        arguments: Callable[[str], None] | None = None
         early: list[str] = []  # arguments that came before the name
         given = False
         while (c := (yield from self._peek())) and c != "}":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any, Optional, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from allspark_client.chat import ChatOptions
 from allspark_client.request import RequestSpec
@@ -15,7 +16,7 @@ from .formats import ChatFormat, opened_in
 from .lark import json_rule
 
 if TYPE_CHECKING:
-    from ..text import Tokenizer
+    from ..tokenizer.text import Tokenizer
 
 # A template that goes through a message's content takes parts; others want text.
 _TAKES_PARTS = re.compile(r"""{%-?\s*for\s+\w+\s+in\s+[^%]*\bcontent\b""")
@@ -36,7 +37,8 @@ def render(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], options: Ch
 
 def _shown(message: dict[str, Any], takes_parts: bool) -> dict[str, Any]:
     """A message as templates are written for: arguments of calls as objects, and content as text unless the template
-    takes parts."""
+    takes parts.
+    """
     shown = dict(message)
     if isinstance(shown.get("content"), list) and not takes_parts:
         shown["content"] = "\n".join(part[part["type"]] for part in shown["content"])
@@ -58,9 +60,10 @@ def opened(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
 
 def guided_calls(
     tokenizer: Tokenizer, chat_format: ChatFormat, spec: RequestSpec
-) -> Optional[dict[str, Any]]:
+) -> dict[str, Any] | None:
     """The response_format of an answer that must be a tool call, or whose calls or text must follow a schema beside
-    what else its format has; None: the request asks for neither. ValueError if the format has none."""
+    what else its format has; None: the request asks for neither. ValueError if the format has none.
+    """
     options, wanted = spec.chat, spec.config.response_format
     if wanted is not None and wanted["type"] == "text":
         wanted = None

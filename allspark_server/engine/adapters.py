@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Iterator, Optional
+from typing import TYPE_CHECKING, Any
 
 from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
@@ -15,7 +16,7 @@ from allspark_client.request import RequestSpec, adapter_name, adapter_path
 from .polling import poll
 
 if TYPE_CHECKING:
-    from .runtime.group import Group
+    from ..runtime.group import Group
     from .served_model import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -70,15 +71,16 @@ class Adapters:
         """The one that a request or a caller names. AllSparkError if it is not loaded."""
         found = self._loaded.get(adapter_name(lora))
         path = adapter_path(lora)
-        if found is None or path != found.name and os.path.isabs(path) and not _same(path, found.directory):
+        if found is None or (path != found.name and os.path.isabs(path) and not _same(path, found.directory)):
             names = ", ".join(map(repr, self._loaded)) or "none"
             raise AllSparkError(AsStatus.ALLSPARK_LORA_NOT_FOUND,
                                 f"lora_name={lora!r}: model {self._model!r} has no such adapter; loaded: {names}")
         return found
 
-    def of_request(self, spec: RequestSpec) -> Optional[Adapter]:
+    def of_request(self, spec: RequestSpec) -> Adapter | None:
         """The one that a request names, whose digest becomes the request's; None if it names none. AllSparkError if it
-        is not loaded, or is another than the one that a resumed request has had."""
+        is not loaded, or is another than the one that a resumed request has had.
+        """
         if not spec.config.lora_name:
             return None
         found = self.find(spec.config.lora_name)
@@ -117,13 +119,14 @@ def _same(path: str, other: str) -> bool:
 class AdapterLoader:
     """Loads and unloads adapters while steps go on. One at a time: the caller has the lock of loads."""
 
-    def __init__(self, call: Callable[[Callable[[], Any]], Any], group: "Callable[[], Group]",
+    def __init__(self, call: Callable[[Callable[[], Any]], Any], group: Callable[[], Group],
                  check_there: Callable[[AsModelConfig], None]):
         """call: runs a function on the engine's thread. There: group, with no step that would wait; check_there raises
-        if the model of this config was released."""
+        if the model of this config was released.
+        """
         self._call, self._group, self._check_there = call, group, check_there
 
-    def load(self, model: "ServedModel", lora: str) -> None:
+    def load(self, model: ServedModel, lora: str) -> None:
         """AllSparkError if the adapter cannot be loaded."""
         directory, name = adapter_directory(model.config, lora), adapter_name(lora)
 
@@ -149,7 +152,7 @@ class AdapterLoader:
             raise
         logger.info("model %r has the adapter %r, of %s", model.name, name, directory)
 
-    def unload(self, model: "ServedModel", lora: str) -> None:
+    def unload(self, model: ServedModel, lora: str) -> None:
         """AllSparkError if it is not loaded, or in use."""
         def free() -> None:
             self._check_there(model.config)

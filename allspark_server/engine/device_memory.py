@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Callable, Optional
+from typing import TYPE_CHECKING, Any
 
 from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
@@ -12,7 +13,7 @@ from allspark_client.errors import AllSparkError, AsStatus
 from .polling import poll
 
 if TYPE_CHECKING:
-    from .runtime.group import Group
+    from ..runtime.group import Group
     from .served_model import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -25,18 +26,18 @@ def _refused(message: str) -> AllSparkError:
 class MemoryMover:
     """Gives models' device memory back and takes it again, while the steps of others go on."""
 
-    def __init__(self, loading: Lock, call: Callable[[Callable[[], Any]], Any], group: "Callable[[], Group]",
+    def __init__(self, loading: Lock, call: Callable[[Callable[[], Any]], Any], group: Callable[[], Group],
                  check_there: Callable[[AsModelConfig], None]):
         """loading: that of loads, of which there is one at a time. The others: as AdapterLoader has them."""
         self._loading, self._call, self._group, self._check_there = loading, call, group, check_there
 
-    def move(self, model: "ServedModel", loaded: bool) -> AsStatus:
+    def move(self, model: ServedModel, loaded: bool) -> AsStatus:
         """AllSparkError if it cannot be done; the model is then as it was, on all ranks."""
         with self._loading:
             self._move(model, loaded)
         return AsStatus.ALLSPARK_SUCCESS
 
-    def _move(self, model: "ServedModel", loaded: bool) -> None:
+    def _move(self, model: ServedModel, loaded: bool) -> None:
         def begin() -> bool:
             self._check_there(model.config)
             if not model.config.on_gpus:
@@ -61,8 +62,8 @@ class MemoryMover:
                 logger.error("the device memory of model %r stays unloaded in part: %s", model.name, error)
             raise
 
-    def _move_on_ranks(self, model: "ServedModel", loaded: bool) -> None:
-        def look() -> Optional[bool]:
+    def _move_on_ranks(self, model: ServedModel, loaded: bool) -> None:
+        def look() -> bool | None:
             self._check_there(model.config)
             return self._group().poll_move_memory() or None
 

@@ -18,30 +18,30 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any, Callable, Collection, Optional
+from typing import Any
 
 from allspark_client.config import AsModelConfig, check_available
 from allspark_client.engine import AbstractEngine, check_config, check_handle
 from allspark_client.environment import check_environment
-from allspark_client.errors import AllSparkError, AsStatus
-from allspark_client.errors import closed_engine, forked_engine, illegal_handle, unknown_model
+from allspark_client.errors import AllSparkError, AsStatus, closed_engine, forked_engine, illegal_handle, unknown_model
 from allspark_client.queue import ResultQueue
 from allspark_client.request import RequestSpec
 from allspark_client.types import AsEngineStat, AsFileInfo, Detokenized, GenerateRequestStatus, ModelInfo, ModelState
 from allspark_client.version import __version__
 
+from ..runtime.group import Group, LocalGroup
+from ..scheduler import Sequence
+from ..weights.hub import with_local_paths
 from .adapters import AdapterLoader, check_lora
 from .device_memory import MemoryMover
-from .hub import with_local_paths
 from .output import End, OutputStage
 from .pipeline import Pipeline
 from .polling import poll
 from .prepare import Obstacle, prepare, size_before
 from .request import Request
-from .runtime.group import Group, LocalGroup
-from .scheduler import Sequence
 from .served_model import ServedModel
 from .sinks import QueueSink, Sink
 from .state_file import StateFile, of_configuration, state_entry
@@ -57,9 +57,10 @@ ALIVE_SECONDS = 1.0  # between two looks of a waiting caller at whether the engi
 class Engine(AbstractEngine):
     """Computes in this process, with the ranks of `group`."""
 
-    def __init__(self, *, group: Optional[Group] = None, state_file: Optional[str] = None):
+    def __init__(self, *, group: Group | None = None, state_file: str | None = None):
         """`group` None: this process alone, without MPI. `state_file`: where the installed models are recorded, so that
-        an engine that takes this one's place can `restore` them."""
+        an engine that takes this one's place can `restore` them.
+        """
         check_environment()
         self._owner = os.getpid()
         self._group: Group = LocalGroup() if group is None else group
@@ -68,7 +69,7 @@ class Engine(AbstractEngine):
         self.unrestored: dict[str, str] = {}  # of these, the models that could not be loaded, and why
         self._configured: set[str] = set()  # names of models that the configuration brought, not a client
         self._installing = threading.Lock()  # one load at a time: each plans with the memory that is left then
-        self._loading: Optional[AsModelConfig] = None  # of the load under way; set on the engine's thread
+        self._loading: AsModelConfig | None = None  # of the load under way; set on the engine's thread
         self._models: dict[str, ServedModel] = {}
         self._requests: dict[int, tuple[ServedModel, Request]] = {}
         self._handles = itertools.count(1)
@@ -77,10 +78,10 @@ class Engine(AbstractEngine):
         self._pipeline = Pipeline(self._group)
         self._adapters = AdapterLoader(self._call, self._settled, self._check_there)
         self._memory = MemoryMover(self._installing, self._call, self._settled, self._check_there)
-        self._commands: queue.SimpleQueue[Optional[Callable[[], Any]]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards _requests, and _closed against commands that would never be taken
         self._closed = False
-        self._failure: Optional[str] = None  # of the engine's thread, which then has ended
+        self._failure: str | None = None  # of the engine's thread, which then has ended
         #: when the engine's thread began what it is doing, on the monotonic clock; 0.0 while it waits for work
         self.busy_since = 0.0
         self._thread = threading.Thread(target=self._run, name="allspark-engine", daemon=True)
@@ -173,9 +174,10 @@ class Engine(AbstractEngine):
 
     # --- requests ---
 
-    def submit(self, spec: RequestSpec, sink: Sink, obstacle: Optional[Obstacle] = None) -> int:
+    def submit(self, spec: RequestSpec, sink: Sink, obstacle: Obstacle | None = None) -> int:
         """Queues a request and returns its handle. Raises ValueError, TypeError or AllSparkError if it is refused.
-        `obstacle`: what it waits for before it may be computed."""
+        `obstacle`: what it waits for before it may be computed.
+        """
         model = self._model(spec.model)
         model.check_running()
         spec.check_tenant()
@@ -201,7 +203,8 @@ class Engine(AbstractEngine):
 
     def _forget_old(self) -> None:
         """Keeps the handles that nobody releases from piling up; the caller holds the lock. What such a request has
-        generated stays in its queue."""
+        generated stays in its queue.
+        """
         if len(self._requests) < self._forget_at:
             return
         ended = [handle for handle, (_, request) in self._requests.items() if request.done.is_set()]
@@ -225,7 +228,8 @@ class Engine(AbstractEngine):
 
     def add_flush_listener(self, listener: Callable[[], None]) -> None:
         """`listener()` is called on the output stage's thread after the tokens of each step have gone to their sinks,
-        and after requests have ended otherwise."""
+        and after requests have ended otherwise.
+        """
         self._output.add_flush_listener(listener)
 
     def _start(self, spec: RequestSpec) -> tuple[AsStatus, int, ResultQueue]:
@@ -247,7 +251,7 @@ class Engine(AbstractEngine):
             self._requests.pop(request_handle, None)
         return _SUCCESS
 
-    def sync_request(self, model_name: str, request_handle: Optional[int] = None) -> AsStatus:
+    def sync_request(self, model_name: str, request_handle: int | None = None) -> AsStatus:
         if request_handle is not None:
             self._wait(self._request(check_handle(request_handle), model_name)[1])
             return _SUCCESS
@@ -277,8 +281,8 @@ class Engine(AbstractEngine):
         return self._model(model_name).detokenize(ids)
 
     def get_file_information(self, as_graph_path: str | os.PathLike, as_param_path: str | os.PathLike) -> AsFileInfo:
-        from .weights.asgraph import VERSION, read_graph
-        from .weights.checkpoint import ParamSource
+        from ..weights.asgraph import VERSION, read_graph
+        from ..weights.checkpoint import ParamSource
 
         read_graph(Path(as_graph_path))  # raises unless it is of the one version that this build knows
         params = ParamSource(Path(as_param_path))
@@ -348,7 +352,7 @@ class Engine(AbstractEngine):
             raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"model {name!r} is still being loaded")
         raise unknown_model(name, list(self._models))
 
-    def _request(self, handle: int, name: Optional[str] = None) -> tuple[ServedModel, Request]:
+    def _request(self, handle: int, name: str | None = None) -> tuple[ServedModel, Request]:
         if name is not None:
             self._model(name)
         with self._lock:
@@ -419,7 +423,7 @@ class Engine(AbstractEngine):
                 raise closed_engine()
         return future.result()
 
-    def _install(self, config: AsModelConfig, start: bool = False, adapters: Optional[list[str]] = None) -> None:
+    def _install(self, config: AsModelConfig, start: bool = False, adapters: list[str] | None = None) -> None:
         """Loads a model while the others' steps go on. adapters: that are loaded with it; None: as its config says."""
         name = config.model_name
         with self._installing:
@@ -480,7 +484,7 @@ class Engine(AbstractEngine):
             self.busy_since = time.monotonic()
             pipeline.advance(stepping)
 
-    def _seconds_to_deadline(self) -> Optional[float]:
+    def _seconds_to_deadline(self) -> float | None:
         """How long the thread may sleep: until a request that cannot begin must end."""
         return min((left for model in self._models.values() if (left := model.seconds_to_deadline()) is not None),
                    default=None)
@@ -545,7 +549,7 @@ class Engine(AbstractEngine):
         self._settled().start_load(config)
         self._loading = config
 
-    def _poll_load(self, config: AsModelConfig) -> Optional[ModelInfo]:
+    def _poll_load(self, config: AsModelConfig) -> ModelInfo | None:
         self._check_there(config)
         return self._settled().poll_load()
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from allspark_client.types import ModelInfo
 
-from .runtime.digest import results_digest
-from .weights.files import MAX_TOKENIZER_BYTES, read_file
+from ..runtime.digest import results_digest
+from ..weights.files import MAX_TOKENIZER_BYTES, read_file
 
 # Files that text becomes ids and ids become text by, the chat templates among them.
 _TOKENIZER_FILES = ("tokenizer*", "qwen.tiktoken", "special_tokens*", "added_tokens*", "chat_template*",

@@ -8,16 +8,17 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Callable, Optional, Union
+from typing import Union
 
 import numpy as np
 
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.types import GenerateRequestStatus
 
+from ..scheduler import FinishReason, Outcome, Sequence
 from .request import Request
-from .scheduler import FinishReason, Outcome, Sequence
 from .timings import Timings
 
 logger = logging.getLogger(__name__)
@@ -34,14 +35,15 @@ class End:
 
     request: Request
     status: GenerateRequestStatus
-    error: Optional[AllSparkError] = None
-    complete: Optional[FinishReason] = None
+    error: AllSparkError | None = None
+    complete: FinishReason | None = None
 
 
 @dataclass
 class StepOutput:
     """What a step that ended at `now` has drawn: the scheduler's outcome and the StepResult that it speaks of; where
-    its model's times are counted; and the requests that are complete with it."""
+    its model's times are counted; and the requests that are complete with it.
+    """
 
     outcome: Outcome
     result: object
@@ -62,7 +64,8 @@ Event = Union[StepOutput, End, Begun, threading.Event, None]
 
 class OutputStage:
     """`on_undeliverable(request)`: a request has been ended because its sink or its text failed. `on_stop(sequence)`: a
-    stop string has ended a sequence that may still run."""
+    stop string has ended a sequence that may still run.
+    """
 
     def __init__(self, on_undeliverable: Callable[[Request], None], on_stop: Callable[[Sequence], None]):
         self._on_undeliverable, self._on_stop = on_undeliverable, on_stop
@@ -80,7 +83,8 @@ class OutputStage:
 
     def put(self, event: StepOutput | End | Begun) -> None:
         """Hands over what happened. Waits while there is too much to do. RuntimeError if the thread has gone. Always by
-        one and the same thread."""
+        one and the same thread.
+        """
         if self.inline and isinstance(event, StepOutput) and not self._queue.unfinished_tasks and self.alive:
             self._deliver(event)
             self._tell()
@@ -167,7 +171,7 @@ class OutputStage:
                     self._give_up(request, error)
         ended = dict(outcome.ended)
         tokens = result.tokens.tolist()
-        logprobs: Optional[list[float]] = None
+        logprobs: list[float] | None = None
         first_tokens: list[float] = []
         gaps: list[float] = []
         for index, (sequence, first, kept) in enumerate(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Iterable
 
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.types import GenerateRequestStatus
 
-from .runtime.group import Group
-from .scheduler import Step
+from ..runtime.group import Group
+from ..scheduler import Step
 from .served_model import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,8 @@ class Pipeline:
 
     def advance(self, models: Iterable[ServedModel]) -> None:
         """Submits steps of models that have work, in turn, and collects the oldest one if there is no room for more, or
-        nothing more to submit."""
+        nothing more to submit.
+        """
         models = list(models)
         alone = next((m for m in models if m.has_suspects and m.suspect is not None), None)
         if alone is not None and (not self._after_alone or alone.suspect.slot >= 0):
@@ -69,7 +70,8 @@ class Pipeline:
 
     def settle(self) -> None:
         """Before calls of the group that wait for its steps: one that draws under masks may wait for what is written when
-        the one before it is collected."""
+        the one before it is collected.
+        """
         while any(running.step.masked for running in self._running):
             self._collect()
 

@@ -1,14 +1,16 @@
 """The input stage: what a request's caller asked for becomes sequences that the scheduler can take as they are. Runs in
-the callers' threads."""
+the callers' threads.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Iterable, Optional
+from typing import TYPE_CHECKING
 
 from allspark_client.chat import ChatOptions
 from allspark_client.config import GenerateConfig, check_available
@@ -16,18 +18,17 @@ from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.request import RequestSpec
 from allspark_client.types import ModelInfo
 
+from ..cache import SpanGroups, SpanKeys, scope
+from ..chat import formats, prompt as chats
+from ..guided import Guidance, Guide, Matcher, MatcherError
+from ..runtime.plan import Flag, SamplingParams
+from ..scheduler import NO_ADAPTER, TOKEN_BYTES, Probe, Sequence, StopRules
+from ..tokenizer.stop_strings import OutputText, StopStrings
 from .adapters import Adapter
-from .cache import SpanGroups, SpanKeys, scope
-from .chat import formats
-from .chat import prompt as chats
-from .guided import Guidance, Guide, Matcher, MatcherError
 from .queue_limits import SEQUENCE_BYTES
-from .runtime.plan import Flag, SamplingParams
-from .scheduler import NO_ADAPTER, TOKEN_BYTES, Probe, Sequence, StopRules
-from .stop_strings import OutputText, StopStrings
 
 if TYPE_CHECKING:
-    from .text import Tokenizer
+    from ..tokenizer.text import Tokenizer
 
 
 #: Log probabilities of one prompt, the likeliest ones included, that one message carries.
@@ -39,7 +40,8 @@ MOST_DEATHS = 2
 @dataclass
 class Obstacle:
     """What a request waits for beside a place in the batch, and what it is called: a grammar that is compiled, spans
-    that come from elsewhere. The request goes on when `gone` has a result, and fails with its exception."""
+    that come from elsewhere. The request goes on when `gone` has a result, and fails with its exception.
+    """
 
     name: str
     gone: Future
@@ -49,20 +51,21 @@ class Obstacle:
 class PreparedRequest:
     """A request that was checked and tokenized: a sequence for each of its samples, with the keys of its prompt's
     spans; how many of the top logprobs are wanted, -1 if none are wanted at all; what makes the text of each, if
-    somebody needs it; when it ends if it has not begun, on the monotonic clock."""
+    somebody needs it; when it ends if it has not begun, on the monotonic clock.
+    """
 
     sequences: list[Sequence]
     top_logprobs: int
-    texts: list[Optional[OutputText]]
+    texts: list[OutputText | None]
     prompt_logprobs: int = 0  # how many of the likeliest are wanted beside each token of the prompt, if they are
-    pooling: Optional[str] = None
+    pooling: str | None = None
     deadline: float = math.inf
-    obstacle: Optional[Obstacle] = None
+    obstacle: Obstacle | None = None
     deaths: int = 0  # of servers: it may be what ended them, and is computed alone until its first tokens
 
     name: str = ""  # the client's for it, for logs
     model: str = ""
-    adapter: Optional[Adapter] = None
+    adapter: Adapter | None = None
     trace: str = ""  # the traceparent that it came with
 
     @property
@@ -87,8 +90,8 @@ def size_before(spec: RequestSpec) -> int:
 
 
 def prepare(
-    spec: RequestSpec, info: ModelInfo, tokenizer: Optional[Tokenizer], keys: Optional[SpanKeys] = None,
-    guide: Optional[Guide] = None, adapter: Optional[Adapter] = None,
+    spec: RequestSpec, info: ModelInfo, tokenizer: Tokenizer | None, keys: SpanKeys | None = None,
+    guide: Guide | None = None, adapter: Adapter | None = None,
 ) -> PreparedRequest:
     """Does all the work on a request that needs no engine's thread, and checks all that can be checked before it is
     queued. A prompt of text or of a chat is replaced by its ids in `spec`. `keys`: if there is a prefix cache; `guide`: if
@@ -109,7 +112,7 @@ def prepare(
     if chat_format is not None and of_chat:
         spec.opened = chats.opened(tokenizer, prompt)
     check_ids("input_ids", prompt, info.vocab_size)
-    if spec.generated and config.n > 1 or spec.samples and len(spec.samples) != config.n:
+    if (spec.generated and config.n > 1) or (spec.samples and len(spec.samples) != config.n):
         raise ValueError(f"to resume a request with n={config.n} needs what was generated of each sample")
     histories = [list(spec.generated_of(index)) for index in range(config.n)]
     for generated in histories:
@@ -181,7 +184,7 @@ def prepare(
                            adapter=adapter, trace=spec.trace)
 
 
-def _probe(config: GenerateConfig, prompt: list[int], generated: list[int], info: ModelInfo) -> Optional[Probe]:
+def _probe(config: GenerateConfig, prompt: list[int], generated: list[int], info: ModelInfo) -> Probe | None:
     """What is wanted of the prompt's rows; None: nothing, or the client has it already."""
     if config.pooling is not None:
         if not info.embeddings:
@@ -201,9 +204,9 @@ def _probe(config: GenerateConfig, prompt: list[int], generated: list[int], info
 
 
 def _matchers(
-    spec: RequestSpec, tokenizer: Optional[Tokenizer], chat_format: Optional[formats.ChatFormat], eos: list[int],
-    guide: Optional[Guide], histories: list[list[int]],
-) -> Optional[list[Matcher]]:
+    spec: RequestSpec, tokenizer: Tokenizer | None, chat_format: formats.ChatFormat | None, eos: list[int],
+    guide: Guide | None, histories: list[list[int]],
+) -> list[Matcher] | None:
     """Where each sample is in the grammar of its output; None: it has none."""
     config, field = spec.config, None  # what the caller has given, if not response_format
     response_format = config.response_format
@@ -237,8 +240,8 @@ def _matchers(
 
 
 def _output_texts(
-    spec: RequestSpec, tokenizer: Optional[Tokenizer], markers: Iterable[str]
-) -> list[Optional[OutputText]]:
+    spec: RequestSpec, tokenizer: Tokenizer | None, markers: Iterable[str]
+) -> list[OutputText | None]:
     config = spec.config
     if not spec.want_text and not config.stop:
         return [None] * config.n
@@ -251,7 +254,7 @@ def _output_texts(
     return texts
 
 
-def need_tokenizer(tokenizer: Optional[Tokenizer], model: str) -> Tokenizer:
+def need_tokenizer(tokenizer: Tokenizer | None, model: str) -> Tokenizer:
     """The tokenizer; AllSparkError if the model has none."""
     if tokenizer is None:
         raise AllSparkError(
@@ -262,10 +265,11 @@ def need_tokenizer(tokenizer: Optional[Tokenizer], model: str) -> Tokenizer:
 
 
 def prompt_ids(
-    spec: RequestSpec, tokenizer: Optional[Tokenizer], max_length: int, bare: bool = False
+    spec: RequestSpec, tokenizer: Tokenizer | None, max_length: int, bare: bool = False
 ) -> list[int]:
     """The prompt's ids, tokenized here if it came as text or as a chat. `bare`: text without what the tokenizer puts
-    around it. Raises what says that it has more than `max_length`, if its size tells so beforehand."""
+    around it. Raises what says that it has more than `max_length`, if its size tells so beforehand.
+    """
     given = [name for name in ("input_ids", "text", "messages") if getattr(spec, name) is not None]
     if len(given) != 1:
         raise ValueError(f"one of input_ids, text and messages must be given; given: {', '.join(given) or 'none'}")

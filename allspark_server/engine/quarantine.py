@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Optional
 
+from ..scheduler import Sequence, State
 from .prepare import MOST_DEATHS
-from .scheduler import Sequence, State
 
 #: s without a first token of another one before one is tried for the last time. Whoever kills servers from outside often
 #: does so when something happens: that must not be taken for the request's doing.
@@ -16,7 +15,8 @@ CALM_SECONDS = 1.0
 
 class Suspects:
     """In the order in which they came; those that ended a server alone at calm times only: the first of them before all
-    others, while nothing has happened yet."""
+    others, while nothing has happened yet.
+    """
 
     def __init__(self) -> None:
         self._first: deque[Sequence] = deque()
@@ -31,7 +31,7 @@ class Suspects:
         (self._first if sequence.owner.request.deaths < MOST_DEATHS else self._last).append(sequence)
 
     @property
-    def next(self) -> Optional[Sequence]:
+    def next(self) -> Sequence | None:
         """The one that is being computed, or else is to be; None: there is none, or it is too early."""
         for waiting in (self._last, self._first):
             while waiting and (waiting[0].state is State.ENDED or waiting[0].planned >= len(waiting[0].tokens)):

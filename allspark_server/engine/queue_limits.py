@@ -6,7 +6,7 @@ import threading
 
 from allspark_client.errors import AllSparkError, AsStatus
 
-from .scheduler import TOKEN_BYTES, Scheduler
+from ..scheduler import TOKEN_BYTES, Scheduler
 
 #: what a waiting request takes in this process beside its tokens, about, for each sample
 SEQUENCE_BYTES = 4096
@@ -25,7 +25,8 @@ class QueueLimits:
 
     def __init__(self, name: str, scheduler: Scheduler, max_queue: int, max_bytes: int = 0):
         """`name`: the model's, for errors. `max_queue`: requests that may wait; `max_bytes`: that they may take in this
-        process, 0: chosen."""
+        process, 0: chosen.
+        """
         self._name, self._scheduler, self._max_queue = name, scheduler, max_queue
         tokens = max(_QUEUED_CACHES * scheduler.limits.groups.positions(scheduler.pool.num_spans), _QUEUED_TOKENS)
         self.max_bytes = max_bytes or tokens * TOKEN_BYTES + max_queue * SEQUENCE_BYTES

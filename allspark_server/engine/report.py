@@ -23,7 +23,8 @@ class GroupReport:
     def read(self) -> dict[str, Any]:
         """{"restarts": …, "ranks": [{"node", "bytes_on_node", "misplaced_bytes", "steps", "step_seconds",
         "exchange_seconds", "wait_seconds", "gpu": {"index", "free", "total"}}, …]}; keys that are not known are
-        missing."""
+        missing.
+        """
         now = time.monotonic()
         if self._path is not None and now - self._read > _LOOK_SECONDS:
             self._read = now

@@ -6,21 +6,21 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from allspark_client.errors import AllSparkError
 from allspark_client.types import GenerateRequestStatus
 
-from .logs import log_request
+from ..logs import log_request
+from ..scheduler import FinishReason, Probed, Sequence
+from ..tracing import trace_request
 from .prepare import Obstacle, PreparedRequest
-from .scheduler import FinishReason, Probed, Sequence
 from .sinks import SampleEnd, Sink
-from .tracing import trace_request
 
 if TYPE_CHECKING:
-    from .stop_strings import OutputText
+    from ..tokenizer.stop_strings import OutputText
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +30,11 @@ _STATUS_WITH_TOKEN = {1: GenerateRequestStatus.ContextFinished, 2: GenerateReque
 class PromptResults:
     """What rows of one prompt gave, as it comes."""
 
-    def __init__(self, sequence: Sequence, top: int, pooling: Optional[str]):
+    def __init__(self, sequence: Sequence, top: int, pooling: str | None):
         """top: how many of the likeliest tokens are wanted beside each of the prompt's own."""
         self._follows = sequence.tokens[1 : sequence.prompt_len]
         self._top, self._pooling = top, pooling
-        self._sum: Optional[np.ndarray] = None  # of hidden states, in the order of the positions; or the last one
+        self._sum: np.ndarray | None = None  # of hidden states, in the order of the positions; or the last one
         self._rows = 0
         #: of each token but the first: its own and the likeliest, as pairs of id and log probability
         self.logprobs: list[list[tuple[int, float]]] = []
@@ -53,7 +53,7 @@ class PromptResults:
                 self._sum = row.astype(np.float64) if self._sum is None else self._sum + row
                 self._rows += 1
 
-    def embedding(self) -> Optional[np.ndarray]:
+    def embedding(self) -> np.ndarray | None:
         """float32 [hidden size]; None if none is wanted."""
         return None if self._sum is None else (self._sum / self._rows).astype(np.float32)
 
@@ -62,11 +62,11 @@ class PromptResults:
 class Sample:
     """One of a request's sequences, with what its output needs: the owner of the `Sequence`."""
 
-    request: "Request"
+    request: Request
     index: int
     top_logprobs: int  # -1: no logprobs wanted
-    text: Optional[OutputText]
-    prompt: Optional[PromptResults] = None
+    text: OutputText | None
+    prompt: PromptResults | None = None
 
     @property
     def stopped(self) -> bool:
@@ -76,13 +76,14 @@ class Sample:
 
 class Request:
     """The engine's thread decides of it (`sequences`, `unfinished`, `ended`, `first_step`), the output stage tells its
-    sink (`status`, `done` and the rest); `done` and `status` may be read by any thread."""
+    sink (`status`, `done` and the rest); `done` and `status` may be read by any thread.
+    """
 
     def __init__(self, handle: int, sink: Sink, prepared: PreparedRequest):
         self.handle, self.name, self.model, self.trace = handle, prepared.name, prepared.model, prepared.trace
-        self.sink: Optional[Sink] = sink
+        self.sink: Sink | None = sink
         self.sequences: list[Sequence] = prepared.sequences
-        self.obstacle: Optional[Obstacle] = prepared.obstacle
+        self.obstacle: Obstacle | None = prepared.obstacle
         self.adapter = prepared.adapter
         self.deaths = prepared.deaths  # of servers: computed alone until its first tokens, for it may be what ends them
         for index, (sequence, text) in enumerate(zip(prepared.sequences, prepared.texts)):
@@ -96,7 +97,7 @@ class Request:
         self.done = threading.Event()  # its sink was told of its end
         self.status = GenerateRequestStatus.Init
         self.generated = 0
-        self.reason: Optional[FinishReason] = None  # of the sample that ended last
+        self.reason: FinishReason | None = None  # of the sample that ended last
         self.wall_arrival, self.arrival = time.time(), time.monotonic()
         self.first_step = self.first_token = self.last_token = 0.0  # on the monotonic clock, as `arrival`
 
@@ -122,13 +123,14 @@ class Request:
         self,
         sequence: Sequence,
         token: int,
-        logprob: Optional[float],
+        logprob: float | None,
         top: list[tuple[int, float]],
-        reason: Optional[FinishReason],
+        reason: FinishReason | None,
         now: float,
     ) -> None:
         """Hands one token of a step that ended at `now` to the sink, and the statuses that it brings. `reason`: why it
-        is the sequence's last; it may turn out to be, by a stop string."""
+        is the sequence's last; it may turn out to be, by a stop string.
+        """
         sample: Sample = sequence.owner
         self.last_token = now
         self.generated += 1
@@ -149,12 +151,13 @@ class Request:
     def finish(
         self,
         status: GenerateRequestStatus,
-        error: Optional[AllSparkError] = None,
-        complete: Optional[FinishReason] = None,
+        error: AllSparkError | None = None,
+        complete: FinishReason | None = None,
     ) -> None:
         """The end; later calls change nothing. From now on only the handle and the status are of interest.
 
-        `complete`: why, with GenerateFinished."""
+        `complete`: why, with GenerateFinished.
+        """
         if self.done.is_set():
             return
         self.status = status

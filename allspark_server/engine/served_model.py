@@ -1,36 +1,38 @@
 """One installed model: its scheduler, its live requests and its counters. Everything here runs on the engine's thread,
-except what says otherwise."""
+except what says otherwise.
+"""
 
 from __future__ import annotations
 
 import heapq
 import math
 import time
-from typing import TYPE_CHECKING, Any, Callable, Optional
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.request import RequestSpec
 from allspark_client.types import AsEngineStat, Detokenized, GenerateRequestStatus, ModelInfo, ModelState
 
+from ..cache import HostTier, PrefixCache, SpanKeys, SpanPool
+from ..chat import chat_format, chat_format_of
+from ..guided import Guide, MaskWriter, MatcherError
+from ..runtime.plan import Flag
+from ..runtime.steps import DEPTH
+from ..scheduler import FinishReason, IsolatingScheduler, Limits, Sequence, State, Step
 from .adapters import Adapter, Adapters
-from .cache import HostTier, PrefixCache, SpanKeys, SpanPool
-from .chat import chat_format, chat_format_of
 from .fingerprint import fingerprint
-from .guided import Guide, MaskWriter, MatcherError
 from .output import Begun, End, OutputStage, StepOutput
 from .prepare import check_ids, need_tokenizer, prompt_ids
+from .quarantine import Suspects
 from .queue_limits import QueueLimits
 from .request import Request
-from .runtime.plan import Flag
-from .runtime.steps import DEPTH
-from .scheduler import FinishReason, IsolatingScheduler, Limits, Sequence, State, Step
 from .step_budget import StepBudget, Throughput
-from .suspects import Suspects
 from .timings import Timings
 
 if TYPE_CHECKING:
-    from .text import Tokenizer
+    from ..tokenizer.text import Tokenizer
 
 #: for the word to leave this process that a request is computed which may end it
 ANNOUNCE_SECONDS = 0.02
@@ -39,21 +41,23 @@ _DRAFT_KINDS = {"off": 0, "prompt_lookup": int(Flag.LOOKUP), "draft": int(Flag.M
 
 class ServedModel:
     """`running` says whether requests are taken; `failure` why they are not until the model is loaded again. What
-    happens to requests goes to `output`."""
+    happens to requests goes to `output`.
+    """
 
     def __init__(
-        self, config: AsModelConfig, info: ModelInfo, tokenizer: Optional[Tokenizer], digest: str,
-        output: OutputStage, held: Optional[dict[bytes, int]] = None, guide: Optional[Guide] = None, masks: Any = None,
+        self, config: AsModelConfig, info: ModelInfo, tokenizer: Tokenizer | None, digest: str,
+        output: OutputStage, held: dict[bytes, int] | None = None, guide: Guide | None = None, masks: Any = None,
         post: Callable[[Callable[[], None]], None] = lambda command: None,
     ):
         """`held`: what the prefix cache's second tier holds from before, by keys. `guide`, `masks`: of guided output, if
-        there is any: rank 0's native Masks. `post`: has a command run on the engine's thread."""
+        there is any: rank 0's native Masks. `post`: has a command run on the engine's thread.
+        """
         self.config, self.info, self.tokenizer, self.fingerprint = config, info, tokenizer, digest
         self.name = info.name
         self.running = False
         #: whether its device memory is there; start_model needs it
         self.loaded = True
-        self.failure: Optional[str] = None
+        self.failure: str | None = None
         self.live: set[Request] = set()
         self.throughput = Throughput()
         self.timings = Timings()
@@ -63,8 +67,8 @@ class ServedModel:
         pool = SpanPool(info.num_spans)
         prefix = None
         #: names spans of prompts; None without a prefix cache
-        self.keys: Optional[SpanKeys] = None
-        self.tier: Optional[HostTier] = None
+        self.keys: SpanKeys | None = None
+        self.tier: HostTier | None = None
         if config.enable_prefix_cache:
             self.keys = SpanKeys(info.span_size, info.dynamic_rope_original, info.long_rope_original)
             if info.host_spans:
@@ -88,13 +92,13 @@ class ServedModel:
 
     @classmethod
     def open(
-        cls, config: AsModelConfig, info: ModelInfo, output: OutputStage, held: Optional[dict[bytes, int]], masks: Any,
+        cls, config: AsModelConfig, info: ModelInfo, output: OutputStage, held: dict[bytes, int] | None, masks: Any,
         post: Callable[[Callable[[], None]], None],
-    ) -> "ServedModel":
+    ) -> ServedModel:
         """A model with what its checkpoint has beside the weights. Any thread."""
         tokenizer = guide = None
         if info.tokenizer_dir:
-            from .text import Tokenizer  # `tokenizers` and jinja2 are not needed to serve ids
+            from ..tokenizer.text import Tokenizer  # `tokenizers` and jinja2 are not needed to serve ids
 
             tokenizer = Tokenizer.from_dir(info.tokenizer_dir)
             info.chat_format = chat_format_of(tokenizer.chat_templates, info.architecture)
@@ -175,7 +179,7 @@ class ServedModel:
         return self.running and self.failure is None and (self.scheduler.has_work or bool(self._suspects))
 
     @property
-    def suspect(self) -> Optional[Sequence]:
+    def suspect(self) -> Sequence | None:
         """The sequence that is to be computed alone next, or is being so: see `plan_alone`."""
         return self._suspects.next
 
@@ -251,7 +255,7 @@ class ServedModel:
             self.end(request, GenerateRequestStatus.InternalError, error)
 
     def end(
-        self, request: Request, status: GenerateRequestStatus, error: Optional[AllSparkError] = None
+        self, request: Request, status: GenerateRequestStatus, error: AllSparkError | None = None
     ) -> None:
         """Ends a request before its time; nothing happens if it has ended."""
         if request.ended:
@@ -265,7 +269,7 @@ class ServedModel:
         else:
             self._output.put(End(request, status, error))
 
-    def end_all(self, status: GenerateRequestStatus, error: Optional[AllSparkError] = None) -> None:
+    def end_all(self, status: GenerateRequestStatus, error: AllSparkError | None = None) -> None:
         """Ends every live request."""
         for request in list(self.live):
             self.end(request, status, error)
@@ -289,12 +293,13 @@ class ServedModel:
 
     def finish_stopped(self, sequence: Sequence) -> None:
         """The output stage has found a stop string: what the sequence has drawn since is discarded. Nothing happens if
-        it has ended."""
+        it has ended.
+        """
         if sequence.state is not State.ENDED:
             self.scheduler.cancel(sequence)
             self._end_sequence(sequence, FinishReason.STOP)
 
-    def seconds_to_deadline(self) -> Optional[float]:
+    def seconds_to_deadline(self) -> float | None:
         """How long until `expire` has something to do, at the earliest; None: never, as things are."""
         return max(0.0, self._deadlines[0][0] - time.monotonic()) if self._deadlines else None
 
@@ -316,13 +321,13 @@ class ServedModel:
             deadlines[:] = [entry for entry in deadlines if not entry[2].begun]
             heapq.heapify(deadlines)
 
-    def plan(self) -> Optional[Step]:
+    def plan(self) -> Step | None:
         """The next step, if one can be planned before results of those that run."""
         if self._deadlines:
             self.expire()
         return self._planned(self.scheduler.plan(self.budget))
 
-    def plan_alone(self) -> Optional[Step]:
+    def plan_alone(self) -> Step | None:
         """The next step of the `suspect`, when no other is under way. Its client is told before the first."""
         sequence = self.suspect
         if sequence.state is State.BLOCKED:
@@ -331,7 +336,7 @@ class ServedModel:
             time.sleep(ANNOUNCE_SECONDS)
         return self._planned(self.scheduler.plan_alone(sequence))
 
-    def _planned(self, step: Optional[Step]) -> Optional[Step]:
+    def _planned(self, step: Step | None) -> Step | None:
         for sequence in self.scheduler.take_unfit():
             error = AllSparkError(
                 AsStatus.ALLSPARK_CACHE_MEMORY_OUT,
@@ -383,7 +388,7 @@ class ServedModel:
         if end is not None:
             self._output.put(end)
 
-    def _ended_sequence(self, sequence: Sequence, reason: FinishReason) -> Optional[End]:
+    def _ended_sequence(self, sequence: Sequence, reason: FinishReason) -> End | None:
         """A sequence is complete: the end of its request, if it was the last."""
         request = sequence.owner.request
         request.unfinished -= 1

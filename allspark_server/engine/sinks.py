@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -15,7 +15,7 @@ class SampleEnd(NamedTuple):
     """Why a sample has ended: "stop" (end of sequence, or the stop string that is named), "length" or "stop_word"."""
 
     reason: str
-    stop_string: Optional[str] = None
+    stop_string: str | None = None
 
 
 class Sink(Protocol):
@@ -26,20 +26,22 @@ class Sink(Protocol):
         handle: int,
         sample: int,
         token: int,
-        logprob: Optional[float],
+        logprob: float | None,
         top: list[tuple[int, float]],
-        text: Optional[str],
+        text: str | None,
         cached: int,
-        end: Optional[SampleEnd],
+        end: SampleEnd | None,
     ) -> None:
         """A new token of one sample; `logprob` is None unless they are wanted, `text` what became certain, None
-        unless the spec wants text. `cached`: prompt tokens that came from the prefix cache. `end`: with its last."""
+        unless the spec wants text. `cached`: prompt tokens that came from the prefix cache. `end`: with its last.
+        """
 
     def on_prompt(
-        self, handle: int, sample: int, logprobs: list[list[tuple[int, float]]], embedding: Optional[np.ndarray]
+        self, handle: int, sample: int, logprobs: list[list[tuple[int, float]]], embedding: np.ndarray | None
     ) -> None:
         """What was wanted of the prompt itself, before any token: the log probabilities of its tokens but the first,
-        with the likeliest ones (empty if they are not wanted); its embedding."""
+        with the likeliest ones (empty if they are not wanted); its embedding.
+        """
 
     def on_status(self, handle: int, status: GenerateRequestStatus) -> None:
         """Progress short of the end: ContextFinished with the first token, Generating with the second."""
@@ -51,16 +53,17 @@ class Sink(Protocol):
         self,
         handle: int,
         status: GenerateRequestStatus,
-        error: Optional[AllSparkError],
+        error: AllSparkError | None,
         stat: dict[str, float],
         reason: str,
     ) -> None:
         """The last call for this request. `reason`: of the sample that ended last, as SampleEnd has it; "interrupted"
-        or "error"."""
+        or "error".
+        """
 
 
 def prompt_elements(
-    sample: int, logprobs: list[list[tuple[int, float]]], embedding: Optional[np.ndarray]
+    sample: int, logprobs: list[list[tuple[int, float]]], embedding: np.ndarray | None
 ) -> GeneratedElements:
     """What `on_prompt` was told, as the API has it."""
     tensors = [] if embedding is None else [{"embedding": embedding}]
@@ -78,11 +81,11 @@ class QueueSink:
         handle: int,
         sample: int,
         token: int,
-        logprob: Optional[float],
+        logprob: float | None,
         top: list[tuple[int, float]],
-        text: Optional[str],
+        text: str | None,
         cached: int,
-        end: Optional[SampleEnd],
+        end: SampleEnd | None,
     ) -> None:
         elements = GeneratedElements([token], prefix_cache_len=cached, prefix_len_cpu=cached, sample_index=sample)
         if logprob is not None:
@@ -95,7 +98,7 @@ class QueueSink:
         self._results.put(elements)
 
     def on_prompt(
-        self, handle: int, sample: int, logprobs: list[list[tuple[int, float]]], embedding: Optional[np.ndarray]
+        self, handle: int, sample: int, logprobs: list[list[tuple[int, float]]], embedding: np.ndarray | None
     ) -> None:
         self._results.put(prompt_elements(sample, logprobs, embedding))
 
@@ -109,7 +112,7 @@ class QueueSink:
         self,
         handle: int,
         status: GenerateRequestStatus,
-        error: Optional[AllSparkError],
+        error: AllSparkError | None,
         stat: dict[str, float],
         reason: str,
     ) -> None:

@@ -6,12 +6,13 @@ import json
 import logging
 import os
 import threading
-from typing import TYPE_CHECKING, Any, Callable, Collection, Optional
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
 
 from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
 
-from .weights.files import MAX_STATE_BYTES, parse_json, read_file
+from ..weights.files import MAX_STATE_BYTES, parse_json, read_file
 
 if TYPE_CHECKING:
     from .served_model import ServedModel
@@ -21,7 +22,8 @@ logger = logging.getLogger(__name__)
 
 def state_entry(model: ServedModel, started: bool, configured: Collection[str]) -> dict[str, Any]:
     """A model in the file, with what adapters it has. `configured`: names that the configuration brought, not a
-    client."""
+    client.
+    """
     return {"config": model.config.to_dict(), "started": started, "configured": model.name in configured,
             "adapters": [adapter.given for adapter in model.adapters]}
 
@@ -36,11 +38,11 @@ def of_configuration(name: str, error: Exception) -> Exception:
 class StateFile:
     """A JSON list of models' entries. Any thread. `path` None: nothing is recorded."""
 
-    def __init__(self, path: Optional[str]):
+    def __init__(self, path: str | None):
         self._path = path
         self._lock = threading.Lock()
 
-    def read(self) -> Optional[dict[str, dict]]:
+    def read(self) -> dict[str, dict] | None:
         """The entries by model name; None if there is no file that can be read."""
         if self._path is None or not os.path.exists(self._path):
             return None
@@ -53,7 +55,8 @@ class StateFile:
 
     def to_restore(self, configured: Collection[AsModelConfig], again: bool) -> dict[str, dict]:
         """The entries that count, by model name: see `Engine.restore`. ValueError if two of the configuration have one
-        name."""
+        name.
+        """
         recorded = self.read()
         if again and recorded is not None:
             return recorded

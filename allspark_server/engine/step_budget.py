@@ -63,7 +63,8 @@ class StepBudget:
 
     def for_prompts(self, decoding: int, context: int, prompts: int) -> float:
         """What rows of prompts may cost in a step in which so many running sequences, with so many positions before
-        their rows, get their next one. `prompts`: how many of these want rows, the waiting ones included."""
+        their rows, get their next one. `prompts`: how many of these want rows, the waiting ones included.
+        """
         if self._target > 0:
             return self._rows - decoding - self.price * context
         base = float(self._base[2])
@@ -73,7 +74,8 @@ class StepBudget:
 
     def learn(self, rows: int, context: int, seconds: float, decoding: int = 0) -> None:
         """Takes notice of a step of so many rows, with so many positions before them in all, that took so long.
-        `decoding`: of the rows, those of running sequences."""
+        `decoding`: of the rows, those of running sequences.
+        """
         if not self._learns or rows < 1:
             return
         found = np.array([rows, context, seconds])

@@ -20,7 +20,8 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any, Callable, Optional
+from collections.abc import Callable
+from typing import Any
 
 import llguidance
 
@@ -48,7 +49,8 @@ def read_tokenizer(text: str, vocab_size: int, eos_ids: list[int]) -> llguidance
 
 def grammar_text(response_format: dict[str, Any]) -> str:
     """What llguidance compiles for a response_format that GenerateConfig has checked. ValueError: its grammar cannot be
-    read."""
+    read.
+    """
     kind = response_format["type"]
     options = {"whitespace_flexible": not response_format.get("disable_any_whitespace", False)}
     if kind == "json_object":
@@ -97,14 +99,15 @@ def new_matcher(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance.L
 
 class Checker:
     """The process that tries out grammars for one tokenizer. Safe to use from several threads, which do not wait for
-    each other."""
+    each other.
+    """
 
     def __init__(self, tokenizer: Callable[[], tuple[str, int, list[int]]]):
         """tokenizer: gives what `read_tokenizer` takes, when the process starts."""
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
-        self._process: Optional[subprocess.Popen[bytes]] = None
-        self._control: Optional[socket.socket] = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
         self._owner = 0
         self.closed = False
 

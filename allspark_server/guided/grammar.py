@@ -8,17 +8,17 @@ import json
 import logging
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Iterable, Optional
+from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from allspark_client.types import VocabType
 
-from ..vocabularies import tokenizer_json
+from ..tokenizer.vocabularies import tokenizer_json
 from .checker import Checker, new_matcher, read_tokenizer
 from .vocabulary import tokenizer_of_vocab, without_marks
 
@@ -47,7 +47,8 @@ class Matcher:
 
     def accept(self, ids: Iterable[int]) -> None:
         """Further ids of the sequence, sampled or received; MatcherError if they do not fit. The end may come again and
-        again."""
+        again.
+        """
         ended, consumed = self.inner.is_stopped(), []
         for i in ids:
             is_end = i in self._end_ids
@@ -67,7 +68,8 @@ class Matcher:
 
     def patch(self, row: np.ndarray) -> None:
         """Puts the request's end-of-sequence ids in the place of the tokenizer's, in a mask of the present state that
-        llguidance has written. After an error, the end is all that is allowed."""
+        llguidance has written. After an error, the end is all that is allowed.
+        """
         if self._patched:
             may_stop = self.inner.is_accepting() or self.inner.is_error()
             for i, is_end in self._patched:
@@ -84,7 +86,8 @@ class Matcher:
 
     def forced(self) -> list[int]:
         """The ids that follow now if the text that the grammar leaves no choice for is tokenized as usual. They are
-        drafts: masks may allow other ids for the same text. The end is none of them."""
+        drafts: masks may allow other ids for the same text. The end is none of them.
+        """
         return self.inner.compute_ff_tokens()
 
     @property
@@ -97,13 +100,13 @@ class Matcher:
         """Whether nothing but the end can follow."""
         return self.inner.is_stopped()
 
-    def fork(self) -> "Matcher":
+    def fork(self) -> Matcher:
         """Another one in the same state."""
         copy = object.__new__(Matcher)
         copy.__dict__ = dict(self.__dict__, inner=self.inner.deep_copy())
         return copy
 
-    def error(self) -> Optional[MatcherError]:
+    def error(self) -> MatcherError | None:
         """What is wrong, if anything is: it stays so."""
         if not self.inner.is_error():
             return None
@@ -135,7 +138,7 @@ class Guide:
         self._lock = threading.Lock()
         self._reading = threading.Lock()
         self._tokenizers: OrderedDict[bytes, LLTokenizer] = OrderedDict()
-        self._grammars: OrderedDict[tuple[str, bytes, Optional[str]], Future[tuple[Grammar, int]]] = OrderedDict()
+        self._grammars: OrderedDict[tuple[str, bytes, str | None], Future[tuple[Grammar, int]]] = OrderedDict()
 
     def _prepared(self, tokenizer: str) -> tuple[str, int, list[int]]:
         """What llguidance's tokenizer is made of."""
@@ -145,13 +148,14 @@ class Guide:
         return text, self._vocab_size, eos_ids or [min(size, self._vocab_size) - 1]
 
     @classmethod
-    def from_dir(cls, path: str, vocab_size: int, eos_ids: Iterable[int]) -> "Guide":
+    def from_dir(cls, path: str, vocab_size: int, eos_ids: Iterable[int]) -> Guide:
         """Of the tokenizer in a directory."""
         return cls(tokenizer_json(path).decode(), vocab_size, eos_ids)
 
     def start(self) -> None:
         """Reads the tokenizer, here and in the checker's process, so that the first request need not wait for it.
-        Returns at once."""
+        Returns at once.
+        """
         def run() -> None:
             try:
                 self._checker.start()
@@ -167,11 +171,12 @@ class Guide:
         self._checker.close()
 
     def compile(
-        self, response_format: dict[str, Any], vocab: Optional[dict[str, int]] = None,
-        vocab_type: Optional[VocabType] = None, field: Optional[str] = None,
+        self, response_format: dict[str, Any], vocab: dict[str, int] | None = None,
+        vocab_type: VocabType | None = None, field: str | None = None,
     ) -> Grammar:
         """The grammar of a response_format, over the checkpoint's vocabulary or the one given. ValueError names what is
-        wrong with it, after a second at the most. field: what the caller has given, if not response_format."""
+        wrong with it, after a second at the most. field: what the caller has given, if not response_format.
+        """
         digest = b"" if vocab is None else _digest(vocab, vocab_type)
         key = (json.dumps(response_format), digest, field)
         with self._lock:
@@ -193,8 +198,8 @@ class Guide:
         return entry.result()[0]
 
     def _compile(
-        self, response_format: dict[str, Any], digest: bytes, vocab: Optional[dict[str, int]],
-        vocab_type: Optional[VocabType], field: Optional[str],
+        self, response_format: dict[str, Any], digest: bytes, vocab: dict[str, int] | None,
+        vocab_type: VocabType | None, field: str | None,
     ) -> tuple[Grammar, int]:
         name = field or "response_format." + _FIELDS.get(response_format["type"], "type")
         try:
@@ -205,7 +210,7 @@ class Guide:
             raise ValueError(f"{name}: {error}") from None
 
     def _tokenizer(
-        self, vocab: Optional[dict[str, int]], vocab_type: Optional[VocabType], digest: bytes = b""
+        self, vocab: dict[str, int] | None, vocab_type: VocabType | None, digest: bytes = b""
     ) -> LLTokenizer:
         with self._reading:
             tokenizer = self._tokenizers.get(digest)
@@ -235,6 +240,6 @@ class Guide:
 _FIELDS = {"json_schema": "json_schema", "regex": "regex", "grammar": "grammar", "choice": "choice"}
 
 
-def _digest(vocab: dict[str, int], vocab_type: Optional[VocabType]) -> bytes:
+def _digest(vocab: dict[str, int], vocab_type: VocabType | None) -> bytes:
     text = json.dumps([vocab_type, sorted(vocab.items())])
     return hashlib.blake2b(text.encode(), digest_size=16).digest()

@@ -12,8 +12,9 @@ import logging
 import queue
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Callable, Optional
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from llguidance import LLExecutor
@@ -33,7 +34,7 @@ CLOSE_SECONDS = 5.0
 class _Mask:
     """A mask to be written to row `index`, and those after each of `drafts` to the rows behind it."""
 
-    guidance: "Guidance"
+    guidance: Guidance
     index: int
     drafts: list[int]
 
@@ -53,7 +54,8 @@ class Guidance:
 
     def forced_after(self, length: int) -> list[int]:
         """The ids that will follow a history of this length, as far as they are known; drafts to be verified. Any
-        thread."""
+        thread.
+        """
         known, ids = self._forced
         return ids[length - known :] if length >= known else []
 
@@ -81,17 +83,18 @@ class Guidance:
 class MaskWriter:
     """The thread of one model. `plan` and `complete` are told of every step, on the engine's thread."""
 
-    def __init__(self, masks: Any, on_error: Callable[["Sequence", MatcherError], None]):
+    def __init__(self, masks: Any, on_error: Callable[[Sequence, MatcherError], None]):
         """masks: rank 0's native Masks. on_error(sequence, error): it can go on in its grammar no more; on the masks'
-        thread."""
+        thread.
+        """
         self._masks, self._on_error = masks, on_error
         self._rows: np.ndarray = masks.bits
         self._executor = LLExecutor(num_threads=1)
-        self._jobs: queue.SimpleQueue[Optional[tuple[list[tuple["Sequence", list[int]]], list[_Mask]]]]
+        self._jobs: queue.SimpleQueue[tuple[list[tuple[Sequence, list[int]]], list[_Mask]] | None]
         self._jobs = queue.SimpleQueue()
-        self._thread: Optional[threading.Thread] = None
+        self._thread: threading.Thread | None = None
 
-    def plan(self, masked: list["Masked"]) -> None:
+    def plan(self, masked: list[Masked]) -> None:
         """A step that draws under these masks was planned; to be called before it is submitted."""
         ready = []
         for one in masked:
@@ -104,7 +107,7 @@ class MaskWriter:
         if ready:
             self._put(([], ready))
 
-    def complete(self, step: "Step", outcome: "Outcome", tokens: np.ndarray) -> None:
+    def complete(self, step: Step, outcome: Outcome, tokens: np.ndarray) -> None:
         """The tokens of the oldest step that was planned have come."""
         drawn, ready = [], []
         for one in step.masked:
@@ -120,7 +123,8 @@ class MaskWriter:
 
     def release(self) -> None:
         """No more tokens will come: steps that still wait for masks go on with whatever is there, for nobody. Any
-        thread."""
+        thread.
+        """
         for row in range(len(self._rows)):
             self._masks.publish(row)
 
@@ -132,7 +136,7 @@ class MaskWriter:
             self._thread.join(CLOSE_SECONDS)
             self._thread = None
 
-    def _put(self, job: tuple[list[tuple["Sequence", list[int]]], list[_Mask]]) -> None:
+    def _put(self, job: tuple[list[tuple[Sequence, list[int]]], list[_Mask]]) -> None:
         if self._thread is None:  # most models never have any
             self._thread = threading.Thread(target=self._run, name="allspark-masks", daemon=True)
             self._thread.start()
@@ -154,7 +158,7 @@ class MaskWriter:
                     self._masks.publish(row)
             job = drawn = masks = None  # keeps nothing alive while it waits
 
-    def _advance(self, drawn: list[tuple["Sequence", list[int]]]) -> None:
+    def _advance(self, drawn: list[tuple[Sequence, list[int]]]) -> None:
         for sequence, ids in drawn:
             try:
                 sequence.guidance.advance(ids)
@@ -163,7 +167,8 @@ class MaskWriter:
 
     def _write(self, masks: list[_Mask]) -> None:
         """Writes masks; without the GIL but for those of requests with an end of their own. Those behind a draft that
-        is not allowed are left as they are: nobody gets there."""
+        is not allowed are left as they are: nobody gets there.
+        """
         rows, plain, drafted = self._rows, [], []
         for mask in masks:
             matcher = mask.guidance.matcher

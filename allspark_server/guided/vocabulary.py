@@ -1,17 +1,17 @@
 """Tokenizers as llguidance needs them: the checkpoint's, and of a vocabulary that comes with a request, as DashInfer's
-do, for its grammar to use instead."""
+do, for its grammar to use instead.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from typing import Optional
 
 from llguidance import LLTokenizer
 
 from allspark_client.types import VocabType
 
-from ..decoders import BYTE_CHARACTERS, is_mark
+from ..tokenizer.decoders import BYTE_CHARACTERS, is_mark
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPECIAL = re.compile(r"<\|.*\|>|<[a-z/_]+>|\[[A-Z]+\]", re.DOTALL)
@@ -23,7 +23,8 @@ _NO_TEXT = "\ufdd0"  # a code point that is no character
 def without_marks(tokenizer: str) -> tuple[str, int]:
     """A tokenizer.json in which no text is tokenized to a marking token (<|im_end|>, <tool_call>), and how many ids it
     has. llguidance's drafts are tokenized text, and it takes such tokens in them for the text that they are spelled
-    with, but accepts them only as <[id]>."""
+    with, but accepts them only as <[id]>.
+    """
     value = json.loads(tokenizer)
     renamed = {}
     for token in value.get("added_tokens") or []:
@@ -65,10 +66,11 @@ class _Vocabulary:
 
 
 def tokenizer_of_vocab(
-    vocab: dict[str, int], vocab_type: Optional[VocabType], vocab_size: int, eos_ids: list[int]
+    vocab: dict[str, int], vocab_type: VocabType | None, vocab_size: int, eos_ids: list[int]
 ) -> LLTokenizer:
     """A tokenizer of these tokens; ids that have none, and end-of-sequence ids, stand for no text. vocab_type None:
-    byte-level BPE's spelling. ValueError for ids that the model does not have."""
+    byte-level BPE's spelling. ValueError for ids that the model does not have.
+    """
     tokens, special = [b""] * vocab_size, sorted(eos_ids)
     for token, i in vocab.items():
         if i >= vocab_size:
@@ -83,7 +85,7 @@ def tokenizer_of_vocab(
     return LLTokenizer(_Vocabulary(tokens, sorted(set(special)), eos_ids[0]), n_vocab=vocab_size, eos_token=eos_ids)
 
 
-def token_bytes(token: str, vocab_type: Optional[VocabType]) -> bytes:
+def token_bytes(token: str, vocab_type: VocabType | None) -> bytes:
     """The bytes that a token stands for, as a tokenizer of this family spells them."""
     if vocab_type in (VocabType.VOCAB_TYPE_SPM, VocabType.VOCAB_TYPE_UGM):
         byte = _BYTE.fullmatch(token)

@@ -1,5 +1,6 @@
 """A worker of the HTTP door: `python -m allspark_server.http --fd N --address …`. `allspark http` and `allspark serve
---http` open the socket, start the workers, and start them again."""
+--http` open the socket, start the workers, and start them again.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def parser() -> argparse.ArgumentParser:
 
 def pool_token(path: str | None) -> tuple[str, bool]:
     """The token of a file that is shown to groups, and whether it allows to name tenants: one of a door if there is
-    one; else of an admin; else one that may generate."""
+    one; else of an admin; else one that may generate.
+    """
     tokens = read_tokens(path) if path else {}
     for role in (Role.DOOR, Role.ADMIN, Role.GENERATE):
         for token, its_role in tokens.items():

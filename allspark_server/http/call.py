@@ -7,8 +7,9 @@ import json
 import logging
 import secrets
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Awaitable, Callable
+from typing import TYPE_CHECKING, Any
 
 from allspark_client.request import RequestSpec
 from allspark_client.types import ModelInfo
@@ -39,7 +40,7 @@ class Door:
     """What all calls of a process share."""
 
     pool: Pool
-    access: "Access"
+    access: Access
     bodies: Bodies
     metrics: Metrics
     #: whether groups let it say whose shares and limits a request counts for
@@ -135,7 +136,7 @@ class Call:
             return False
         late = now - self._sending_since
         unread = sum(answer.unread for answer in self._answers if answer.started)
-        return late > UNREAD_SECONDS or late > _LOOK_SECONDS and unread > UNREAD_TOKENS
+        return late > UNREAD_SECONDS or (late > _LOOK_SECONDS and unread > UNREAD_TOKENS)
 
     def abort(self) -> None:
         """Ends the connection as it is, and what runs for it."""
@@ -235,7 +236,7 @@ async def reply_error(call: Call, error: ApiError, error_body: ErrorBody = ApiEr
     await call.reply(error_body(error), error.status, headers=headers)
 
 
-def admit(access: "Access", scope: dict[str, Any], role: Role) -> Client:
+def admit(access: Access, scope: dict[str, Any], role: Role) -> Client:
     """Who calls. Raises ApiError (401, 403) unless it may do what `role` may."""
     headers = dict(scope["headers"])
     given = headers.get(b"authorization")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Optional, Union
+from typing import Annotated, Any, Literal, Union
 
 from pydantic import Field, model_validator
 
@@ -24,20 +24,20 @@ class RefusalPart(Wire):
     refusal: str
 
 
-Part = Annotated[Union[TextPart, RefusalPart], Field(discriminator="type")]
+Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 Content = Union[str, Annotated[list[TextPart], Field(min_length=1)]]
 
 
 class SystemMessage(Wire):
     role: Literal["system", "developer"]
     content: Content
-    name: Optional[str] = None
+    name: str | None = None
 
 
 class UserMessage(Wire):
     role: Literal["user"]
     content: Content
-    name: Optional[str] = None
+    name: str | None = None
 
 
 class CalledFunction(Wire):
@@ -55,17 +55,17 @@ class AssistantMessage(Wire):
     """As this server answers, so that answers can be sent back as they are."""
 
     role: Literal["assistant"]
-    content: Union[None, str, Annotated[list[Part], Field(min_length=1)]] = None
-    name: Optional[str] = None
-    tool_calls: Annotated[Optional[list[ToolCall]], Field(max_length=1024)] = None
-    reasoning_content: Optional[str] = None
-    refusal: Optional[str] = None
+    content: str | Annotated[list[Part], Field(min_length=1)] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall] | None, Field(max_length=1024)] = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
     function_call: None = None
     audio: None = None
-    annotations: Optional[list[JsonObject]] = None
+    annotations: list[JsonObject] | None = None
 
     @model_validator(mode="after")
-    def _says_something(self) -> "AssistantMessage":
+    def _says_something(self) -> AssistantMessage:
         if self.content is None and not self.tool_calls and self.refusal is None and self.reasoning_content is None:
             raise ValueError("must have content or tool_calls")
         return self
@@ -75,10 +75,10 @@ class ToolMessage(Wire):
     role: Literal["tool"]
     content: Content
     tool_call_id: str
-    name: Optional[str] = None
+    name: str | None = None
 
 
-Message = Annotated[Union[SystemMessage, UserMessage, AssistantMessage, ToolMessage], Field(discriminator="role")]
+Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
 Messages = Annotated[list[Message], Field(min_length=1, max_length=4096)]
 
 
@@ -100,10 +100,10 @@ def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
 
 class Function(Wire):
     name: FunctionName
-    description: Optional[str] = None
-    parameters: Optional[JsonObject] = None
+    description: str | None = None
+    parameters: JsonObject | None = None
     #: a forced call holds to its schema in any case
-    strict: Optional[bool] = None
+    strict: bool | None = None
 
 
 class Tool(Wire):
@@ -130,9 +130,9 @@ class JsonFormat(Wire):
 
 class JsonSchema(Wire):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-    description: Optional[str] = None
-    schema_: Annotated[Optional[JsonObject], Field(alias="schema")] = None
-    strict: Optional[bool] = None
+    description: str | None = None
+    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
+    strict: bool | None = None
 
 
 class JsonSchemaFormat(Wire):
@@ -148,7 +148,7 @@ class RegexFormat(Wire):
 class GrammarFormat(Wire):
     type: Literal["grammar"]
     grammar: Annotated[str, Field(min_length=1)]
-    syntax: Optional[Literal["lark", "ebnf"]] = None
+    syntax: Literal["lark", "ebnf"] | None = None
 
 
 class ChoiceFormat(Wire):
@@ -158,7 +158,7 @@ class ChoiceFormat(Wire):
 
 #: OpenAI's first three, and this server's own
 ResponseFormat = Annotated[
-    Union[TextFormat, JsonFormat, JsonSchemaFormat, RegexFormat, GrammarFormat, ChoiceFormat],
+    TextFormat | JsonFormat | JsonSchemaFormat | RegexFormat | GrammarFormat | ChoiceFormat,
     Field(discriminator="type"),
 ]
 
@@ -168,19 +168,19 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 class ChatRequest(Generation):
     messages: Messages
-    max_completion_tokens: Annotated[Optional[int], Field(ge=1, le=INT32_MAX)] = None
-    logprobs: Optional[bool] = None
-    top_logprobs: Annotated[Optional[int], Field(ge=0, le=20)] = None
-    tools: Annotated[Optional[list[Tool]], Field(min_length=1, max_length=1024)] = None
-    tool_choice: Union[None, Literal["none", "auto", "required"], ToolChoice] = None
-    parallel_tool_calls: Optional[bool] = None
-    response_format: Optional[ResponseFormat] = None
+    max_completion_tokens: Annotated[int | None, Field(ge=1, le=INT32_MAX)] = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    tools: Annotated[list[Tool] | None, Field(min_length=1, max_length=1024)] = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
     chat_template_kwargs: Annotated[
-        Optional[JsonObject], Field(description="Variables for the checkpoint's chat template")
+        JsonObject | None, Field(description="Variables for the checkpoint's chat template")
     ] = None
-    reasoning_effort: Optional[Effort] = None
-    modalities: Optional[list[Literal["text", "audio"]]] = None
-    verbosity: Optional[Literal["low", "medium", "high"]] = None
+    reasoning_effort: Effort | None = None
+    modalities: list[Literal["text", "audio"]] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
     # Refused by name, whatever they hold.
     audio: Any = None
     functions: Any = None
@@ -188,11 +188,11 @@ class ChatRequest(Generation):
     web_search_options: Any = None
     moderation: Any = None
     # What OpenAI keeps, bills by or speeds up with: nothing of it changes an answer.
-    prediction: Optional[JsonObject] = None
-    store: Optional[bool] = None
-    metadata: Optional[Metadata] = None
-    service_tier: Optional[str] = None
-    safety_identifier: Optional[str] = None
-    prompt_cache_key: Optional[str] = None
-    prompt_cache_retention: Optional[str] = None
-    prompt_cache_options: Optional[JsonObject] = None
+    prediction: JsonObject | None = None
+    store: bool | None = None
+    metadata: Metadata | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: JsonObject | None = None

@@ -58,7 +58,7 @@ class Choices:
         choice.take(elements, self._logprobs)
         return choice
 
-    async def collect(self) -> "Choices":
+    async def collect(self) -> Choices:
         """Waits for all of it."""
         async for elements in self.answer:
             self.take(elements)
@@ -81,7 +81,8 @@ class Choices:
 
 def usage(parts: list[Choices], generated: bool = True, reasoning: int = 0) -> dict[str, Any]:
     """OpenAI's count of what requests took; `generated`: whether what they generated is shown; `reasoning`: how many
-    tokens of it the model wrote for itself."""
+    tokens of it the model wrote for itself.
+    """
     prompt = sum(len(part.answer.prompt_ids) for part in parts)
     completion = sum(part.tokens for part in parts) if generated else 0
     cached = sum(part.cached_tokens for part in parts)

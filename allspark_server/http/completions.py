@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from typing import Annotated, Any, AsyncIterator, Optional, Union
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Union
 
 from pydantic import Field
 
@@ -34,10 +35,10 @@ Prompt = Union[str, Ids, Annotated[list[str], Field(min_length=1, max_length=MAX
 
 class CompletionRequest(Generation):
     prompt: Prompt
-    logprobs: Annotated[Optional[int], Field(ge=0, le=5)] = None
-    echo: Optional[bool] = None
-    best_of: Annotated[Optional[int], Field(ge=1, le=20)] = None
-    suffix: Optional[str] = None
+    logprobs: Annotated[int | None, Field(ge=0, le=5)] = None
+    echo: bool | None = None
+    best_of: Annotated[int | None, Field(ge=1, le=20)] = None
+    suffix: str | None = None
 
 
 class _Part:
@@ -97,7 +98,8 @@ def prompts_of(given: Any, name: str) -> list[str | list[int]]:
 
 async def start_all(call: Call, stack: contextlib.AsyncExitStack, specs: list[RequestSpec], name: str) -> list[Answer]:
     """Starts requests at once, for as long as `stack` lives. Raises ApiError, which names the field `name`, if one is
-    refused."""
+    refused.
+    """
     started = await asyncio.gather(*(stack.enter_async_context(call.generate(spec)) for spec in specs),
                                    return_exceptions=True)
     answers = [answer for answer in started if isinstance(answer, Answer)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-from typing import Annotated, Any, Literal, Optional
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -23,11 +23,11 @@ from .wire import INT32_MAX, ModelName, Wire
 class EmbeddingRequest(Wire):
     model: ModelName
     input: Prompt
-    encoding_format: Optional[Literal["float", "base64"]] = None
-    dimensions: Annotated[Optional[int], Field(ge=1, le=INT32_MAX)] = None
-    user: Optional[str] = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int | None, Field(ge=1, le=INT32_MAX)] = None
+    user: str | None = None
     pooling: Annotated[
-        Optional[Literal["last", "mean"]],
+        Literal["last", "mean"] | None,
         Field(description="Of the last token, as by default, or the mean over all of the text's"),
     ] = None
 

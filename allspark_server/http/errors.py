@@ -48,7 +48,8 @@ _MAX_VALUE = 80  # characters of a wrong value in an error
 
 class ApiError(Exception):
     """An answer that is an error. `param`: the field of the request that is wrong; `code`: OpenAI's word for what is.
-    `retry_after`: seconds after which the same request may be accepted; `allow`: the methods that a path takes."""
+    `retry_after`: seconds after which the same request may be accepted; `allow`: the methods that a path takes.
+    """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None,
                  retry_after: int = 0, allow: str = ""):
@@ -152,7 +153,7 @@ def _path(problem: dict[str, Any], body: Any) -> str:
         if isinstance(part, int):
             path += f"[{part}]"
             at = at[part] if isinstance(at, list) and part < len(at) else None
-        elif isinstance(at, dict) and (part in at or problem["type"] == "missing" and part == problem["loc"][-1]):
+        elif isinstance(at, dict) and (part in at or (problem["type"] == "missing" and part == problem["loc"][-1])):
             path += f".{part}" if path else part
             at = at.get(part)
     if problem["type"].startswith("union_tag_"):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from allspark_client.types import GeneratedElements
 
@@ -48,7 +49,8 @@ class CompletionLogprobs:
     def of(self, ids: Sequence[int], logprobs: Sequence[float | None], tops: Sequence[list[tuple[int, float]]],
            tokens: dict[int, bytes], text: str | None = None) -> dict[str, Any]:
         """Of further tokens. A logprob of None: the first token of a prompt, which nothing precedes. `text`: of all
-        tokens, where some may not be in it: what a tokenizer puts before a prompt."""
+        tokens, where some may not be in it: what a tokenizer puts before a prompt.
+        """
         texts, offsets, best = [], [], []
         for i, logprob, pairs in zip(ids, logprobs, tops):
             data = tokens[i]

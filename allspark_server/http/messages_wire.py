@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, Optional, Union
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -17,17 +17,17 @@ class CacheControl(Wire):
     """Where a cached prefix may end: here any prefix is cached."""
 
     type: Literal["ephemeral"]
-    ttl: Optional[Literal["5m", "1h"]] = None
+    ttl: Literal["5m", "1h"] | None = None
 
 
 class Block(Wire):
-    cache_control: Optional[CacheControl] = None
+    cache_control: CacheControl | None = None
 
 
 class TextBlock(Block):
     type: Literal["text"]
     text: str
-    citations: Optional[list[JsonObject]] = None
+    citations: list[JsonObject] | None = None
 
 
 class ToolUseBlock(Block):
@@ -40,79 +40,79 @@ class ToolUseBlock(Block):
 class ToolResultBlock(Block):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Union[None, str, list[TextBlock]] = None
-    is_error: Optional[bool] = None
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
 
 
 class ThinkingBlock(Wire):
     type: Literal["thinking"]
     thinking: str
-    signature: Optional[str] = None
+    signature: str | None = None
 
 
-UserBlock = Annotated[Union[TextBlock, ToolResultBlock], Field(discriminator="type")]
-AssistantBlock = Annotated[Union[TextBlock, ToolUseBlock, ThinkingBlock], Field(discriminator="type")]
+UserBlock = Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]
+AssistantBlock = Annotated[TextBlock | ToolUseBlock | ThinkingBlock, Field(discriminator="type")]
 
 
 class UserMessage(Wire):
     role: Literal["user"]
-    content: Union[str, Annotated[list[UserBlock], Field(min_length=1)]]
+    content: str | Annotated[list[UserBlock], Field(min_length=1)]
 
 
 class AssistantMessage(Wire):
     role: Literal["assistant"]
-    content: Union[str, list[AssistantBlock]]
+    content: str | list[AssistantBlock]
 
 
-Message = Annotated[Union[UserMessage, AssistantMessage], Field(discriminator="role")]
+Message = Annotated[UserMessage | AssistantMessage, Field(discriminator="role")]
 
 
 class Tool(Block):
     name: FunctionName
     input_schema: JsonObject
-    description: Optional[str] = None
-    type: Optional[Literal["custom"]] = None
-    strict: Optional[bool] = None
-    allowed_callers: Optional[list[Literal["direct"]]] = None
-    defer_loading: Optional[Literal[False]] = None
-    eager_input_streaming: Optional[bool] = None
+    description: str | None = None
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    defer_loading: Literal[False] | None = None
+    eager_input_streaming: bool | None = None
 
 
 class AnyToolChoice(Wire):
     type: Literal["auto", "any"]
-    disable_parallel_tool_use: Optional[bool] = None
+    disable_parallel_tool_use: bool | None = None
 
 
 class NamedToolChoice(Wire):
     type: Literal["tool"]
     name: FunctionName
-    disable_parallel_tool_use: Optional[bool] = None
+    disable_parallel_tool_use: bool | None = None
 
 
 class NoToolChoice(Wire):
     type: Literal["none"]
 
 
-ToolChoice = Annotated[Union[AnyToolChoice, NamedToolChoice, NoToolChoice], Field(discriminator="type")]
+ToolChoice = Annotated[AnyToolChoice | NamedToolChoice | NoToolChoice, Field(discriminator="type")]
 
 
 class ThinkingOn(Wire):
     type: Literal["enabled"]
     #: at most so many: here as many as the answer may have
     budget_tokens: Annotated[int, Field(ge=1024, le=INT32_MAX)]
-    display: Optional[Literal["summarized"]] = None
+    display: Literal["summarized"] | None = None
 
 
 class ThinkingAdaptive(Wire):
     type: Literal["adaptive"]
-    display: Optional[Literal["summarized"]] = None
+    display: Literal["summarized"] | None = None
 
 
 class ThinkingOff(Wire):
     type: Literal["disabled"]
 
 
-Thinking = Annotated[Union[ThinkingOn, ThinkingAdaptive, ThinkingOff], Field(discriminator="type")]
+Thinking = Annotated[ThinkingOn | ThinkingAdaptive | ThinkingOff, Field(discriminator="type")]
 
 
 class SchemaFormat(Wire):
@@ -121,12 +121,12 @@ class SchemaFormat(Wire):
 
 
 class OutputConfig(Wire):
-    effort: Optional[Effort] = None
-    format: Optional[SchemaFormat] = None
+    effort: Effort | None = None
+    format: SchemaFormat | None = None
 
 
 class MessagesMetadata(Wire):
-    user_id: Optional[Annotated[str, Field(max_length=512)]] = None
+    user_id: Annotated[str, Field(max_length=512)] | None = None
 
 
 class Prompt(Wire):
@@ -134,26 +134,26 @@ class Prompt(Wire):
 
     model: ModelName
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
-    system: Union[None, str, list[TextBlock]] = None
-    tools: Annotated[Optional[list[Tool]], Field(max_length=1024)] = None
-    tool_choice: Optional[ToolChoice] = None
-    thinking: Optional[Thinking] = None
-    output_config: Optional[OutputConfig] = None
-    cache_control: Optional[CacheControl] = None
-    speed: Optional[Literal["standard"]] = None
-    user_profile_id: Optional[str] = None
-    workspace_id: Optional[str] = None
+    system: str | list[TextBlock] | None = None
+    tools: Annotated[list[Tool] | None, Field(max_length=1024)] = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
+    speed: Literal["standard"] | None = None
+    user_profile_id: str | None = None
+    workspace_id: str | None = None
 
 
 class MessagesRequest(Prompt):
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)]
-    temperature: Annotated[Optional[float], Field(ge=0, le=1)] = None
-    top_p: Annotated[Optional[float], Field(ge=0, le=1)] = None
-    top_k: Annotated[Optional[int], Field(ge=0, le=INT32_MAX)] = None
-    stop_sequences: Annotated[Optional[list[Stop]], Field(max_length=16)] = None
-    stream: Optional[bool] = None
-    metadata: Optional[MessagesMetadata] = None
-    service_tier: Optional[Literal["auto", "standard_only"]] = None
+    temperature: Annotated[float | None, Field(ge=0, le=1)] = None
+    top_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    top_k: Annotated[int | None, Field(ge=0, le=INT32_MAX)] = None
+    stop_sequences: Annotated[list[Stop] | None, Field(max_length=16)] = None
+    stream: bool | None = None
+    metadata: MessagesMetadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
 
 
 # --- as messages of a chat ---------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ def _assistant(message: AssistantMessage) -> dict[str, Any]:
     return found
 
 
-def _text(content: None | str | list[TextBlock]) -> str:
+def _text(content: str | list[TextBlock] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(block.text for block in content)

@@ -43,7 +43,8 @@ class _Collected:
 
 class Metrics:
     """Counters of this process; `text` gives those of all workers together, where $PROMETHEUS_MULTIPROC_DIR is the
-    folder that they share."""
+    folder that they share.
+    """
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()

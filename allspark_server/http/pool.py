@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from typing import Any, AsyncIterator, Awaitable, Callable, Sequence, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 from allspark_client import AsyncClientEngine
 from allspark_client.errors import AllSparkError
@@ -91,7 +92,8 @@ class Pool:
 
     async def resolve(self, name: str) -> tuple[str, str]:
         """The model that a client's `model` means, and the adapter: its own name, or that of an adapter of it, which
-        more than one model may not have."""
+        more than one model may not have.
+        """
         if name in self._infos:
             return name, ""
         models = await self.models()
@@ -105,7 +107,8 @@ class Pool:
 
     async def info(self, name: str) -> ModelInfo:
         """Of a model, or the one that an adapter is for. What is known is given at once, and asked for again in the
-        background."""
+        background.
+        """
         name, _ = await self.resolve(name)
         at, info = self._infos.get(name, (0.0, None))
         if info is None:
@@ -165,7 +168,7 @@ class Pool:
 
     # --- requests ------------------------------------------------------------------------------------------------
 
-    def generate(self, spec: RequestSpec) -> "Answer":
+    def generate(self, spec: RequestSpec) -> Answer:
         """A request, for an `async with`: it is started on entering and released on leaving."""
         return Answer(self, spec)
 
@@ -191,7 +194,7 @@ class Answer:
         self.started = False
         self._taken = 0     # tokens
 
-    async def __aenter__(self) -> "Answer":
+    async def __aenter__(self) -> Answer:
         self.spec.model, self.spec.config.lora_name = await self._pool.resolve(self.spec.model)
         try:
             await self._pool._ask(self._generation.__aenter__)

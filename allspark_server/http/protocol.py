@@ -19,7 +19,7 @@ class Connection(HttpToolsProtocol):
     #: connections of a process; one more ends an idle one
     limit = 1 << 30
     #: those that wait for a request, the oldest first
-    idle: "dict[Connection, None]" = {}
+    idle: dict[Connection, None] = {}
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)

@@ -91,7 +91,8 @@ def _format(request: ResponsesRequest) -> dict[str, Any] | None:
 
 class _Writer:
     """One response, as a whole or event by event. Its items are written as they come: `output` has those that are
-    complete, `_item` the one that is being written."""
+    complete, `_item` the one that is being written.
+    """
 
     def __init__(self, call: Call, request: ResponsesRequest, info: ModelInfo, talks: Talks):
         self._call, self._request, self._info, self._talks = call, request, info, talks

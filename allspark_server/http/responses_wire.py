@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Optional, Union
+from typing import Annotated, Any, Literal, Optional
 
 from pydantic import Discriminator, Field, Tag
 
@@ -21,8 +21,8 @@ class InputText(Wire):
 class OutputText(Wire):
     type: Literal["output_text"]
     text: str
-    annotations: Optional[list[JsonObject]] = None
-    logprobs: Optional[list[JsonObject]] = None
+    annotations: list[JsonObject] | None = None
+    logprobs: list[JsonObject] | None = None
 
 
 class Refusal(Wire):
@@ -35,16 +35,16 @@ class ReasoningText(Wire):
     text: str
 
 
-MessagePart = Annotated[Union[InputText, OutputText, Refusal], Field(discriminator="type")]
+MessagePart = Annotated[InputText | OutputText | Refusal, Field(discriminator="type")]
 Status = Optional[Literal["in_progress", "completed", "incomplete"]]
 
 
 class MessageItem(Wire):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Union[str, list[MessagePart]]
-    id: Optional[str] = None
-    phase: Optional[Literal["commentary", "final_answer"]] = None
+    content: str | list[MessagePart]
+    id: str | None = None
+    phase: Literal["commentary", "final_answer"] | None = None
     status: Status = None
 
 
@@ -53,24 +53,24 @@ class CallItem(Wire):
     call_id: str
     name: FunctionName
     arguments: str
-    id: Optional[str] = None
+    id: str | None = None
     status: Status = None
 
 
 class CallOutputItem(Wire):
     type: Literal["function_call_output"]
     call_id: str
-    output: Union[str, Annotated[list[InputText], Field(min_length=1)]]
-    id: Optional[str] = None
+    output: str | Annotated[list[InputText], Field(min_length=1)]
+    id: str | None = None
     status: Status = None
 
 
 class ReasoningItem(Wire):
     type: Literal["reasoning"]
-    id: Optional[str] = None
+    id: str | None = None
     summary: list[JsonObject] = []
-    content: Optional[list[ReasoningText]] = None
-    encrypted_content: Optional[str] = None
+    content: list[ReasoningText] | None = None
+    encrypted_content: str | None = None
     status: Status = None
 
 
@@ -80,12 +80,7 @@ def _kind(item: Any) -> Any:
 
 
 Item = Annotated[
-    Union[
-        Annotated[MessageItem, Tag("message")],
-        Annotated[CallItem, Tag("function_call")],
-        Annotated[CallOutputItem, Tag("function_call_output")],
-        Annotated[ReasoningItem, Tag("reasoning")],
-    ],
+    Annotated[MessageItem, Tag("message")] | Annotated[CallItem, Tag("function_call")] | Annotated[CallOutputItem, Tag("function_call_output")] | Annotated[ReasoningItem, Tag("reasoning")],
     Discriminator(_kind),
 ]
 
@@ -96,9 +91,9 @@ Item = Annotated[
 class FunctionTool(Wire):
     type: Literal["function"]
     name: FunctionName
-    description: Optional[str] = None
-    parameters: Optional[JsonObject] = None
-    strict: Optional[bool] = None
+    description: str | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
 
 
 class FunctionToolChoice(Wire):
@@ -111,50 +106,49 @@ class JsonSchemaFormat(JsonSchema):
 
 
 class TextOptions(Wire):
-    format: Optional[
-        Annotated[Union[TextFormat, JsonFormat, JsonSchemaFormat], Field(discriminator="type")]] = None
-    verbosity: Optional[Literal["low", "medium", "high"]] = None
+    format: Annotated[TextFormat | JsonFormat | JsonSchemaFormat, Field(discriminator="type")] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ReasoningOptions(Wire):
-    effort: Optional[Effort] = None
-    context: Optional[Literal["auto"]] = None
-    mode: Optional[Literal["standard"]] = None
-    summary: Optional[Literal["auto", "concise", "detailed"]] = None
-    generate_summary: Optional[Literal["auto", "concise", "detailed"]] = None
+    effort: Effort | None = None
+    context: Literal["auto"] | None = None
+    mode: Literal["standard"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class ResponseStreamOptions(Wire):
-    include_obfuscation: Optional[bool] = None
+    include_obfuscation: bool | None = None
 
 
 class ResponsesRequest(Wire):
     model: ModelName
-    input: Union[Annotated[str, Field(min_length=1)], Annotated[list[Item], Field(min_length=1, max_length=4096)]]
-    instructions: Optional[str] = None
-    max_output_tokens: Annotated[Optional[int], Field(ge=1, le=INT32_MAX)] = None
-    temperature: Annotated[Optional[float], Field(ge=0, le=2)] = None
-    top_p: Annotated[Optional[float], Field(ge=0, le=1)] = None
-    top_logprobs: Annotated[Optional[int], Field(ge=0, le=20)] = None
-    stream: Optional[bool] = None
-    stream_options: Optional[ResponseStreamOptions] = None
-    tools: Annotated[Optional[list[FunctionTool]], Field(max_length=1024)] = None
-    tool_choice: Union[None, Literal["none", "auto", "required"], FunctionToolChoice] = None
-    parallel_tool_calls: Optional[bool] = None
-    max_tool_calls: Annotated[Optional[int], Field(ge=1)] = None
-    text: Optional[TextOptions] = None
-    reasoning: Optional[ReasoningOptions] = None
-    include: Optional[list[str]] = None
-    truncation: Optional[Literal["auto", "disabled"]] = None
+    input: Annotated[str, Field(min_length=1)] | Annotated[list[Item], Field(min_length=1, max_length=4096)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int | None, Field(ge=1, le=INT32_MAX)] = None
+    temperature: Annotated[float | None, Field(ge=0, le=2)] = None
+    top_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    tools: Annotated[list[FunctionTool] | None, Field(max_length=1024)] = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: Annotated[int | None, Field(ge=1)] = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    include: list[str] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     #: nothing is stored, and the answer says so
-    store: Optional[bool] = None
-    metadata: Optional[Metadata] = None
-    user: Optional[str] = None
-    service_tier: Optional[str] = None
-    safety_identifier: Optional[str] = None
-    prompt_cache_key: Optional[str] = None
-    prompt_cache_retention: Optional[str] = None
-    prompt_cache_options: Optional[JsonObject] = None
+    store: bool | None = None
+    metadata: Metadata | None = None
+    user: str | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: JsonObject | None = None
     # Refused by name, whatever they hold.
     previous_response_id: Any = None
     conversation: Any = None
@@ -166,13 +160,13 @@ class ResponsesRequest(Wire):
     image: Any = None
     moderation: Any = None
     # This server's own, as for chats.
-    seed: Annotated[Optional[int], Field(ge=-(2**63), le=2**63 - 1)] = None
-    top_k: Annotated[Optional[int], Field(ge=-1, le=INT32_MAX)] = None
-    min_p: Annotated[Optional[float], Field(ge=0, le=1)] = None
-    repetition_penalty: Annotated[Optional[float], Field(gt=0, le=100)] = None
-    cache_salt: Annotated[Optional[str], Field(max_length=1024)] = None
-    priority: Annotated[Optional[int], Field(ge=-INT32_MAX, le=INT32_MAX)] = None
-    chat_template_kwargs: Optional[JsonObject] = None
+    seed: Annotated[int | None, Field(ge=-(2**63), le=2**63 - 1)] = None
+    top_k: Annotated[int | None, Field(ge=-1, le=INT32_MAX)] = None
+    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    repetition_penalty: Annotated[float | None, Field(gt=0, le=100)] = None
+    cache_salt: Annotated[str | None, Field(max_length=1024)] = None
+    priority: Annotated[int | None, Field(ge=-INT32_MAX, le=INT32_MAX)] = None
+    chat_template_kwargs: JsonObject | None = None
 
 
 # --- as messages -------------------------------------------------------------------------------------------------
@@ -196,7 +190,7 @@ def messages_of(request: ResponsesRequest) -> list[dict[str, Any]]:
             answer = None
             found.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
             continue
-        if answer is None or isinstance(item, MessageItem) and answer["content"]:
+        if answer is None or (isinstance(item, MessageItem) and answer["content"]):
             answer = {"role": "assistant", "content": ""}
             found.append(answer)
         if isinstance(item, MessageItem):

@@ -18,7 +18,8 @@ from .pool import Answer
 
 def chat_spec(model: str, messages: list[dict[str, Any]], config: GenerateConfig, **options: Any) -> RequestSpec:
     """A request for the answer to messages in OpenAI's form. `options`: of ChatOptions; None: not given. Raises
-    ApiError."""
+    ApiError.
+    """
     try:
         chat = ChatOptions(**{name: value for name, value in options.items() if value is not None}).check()
     except (ValueError, TypeError) as error:
@@ -117,7 +118,7 @@ class Talks:
         self.choices.take(elements)
         return talk, talk.feed(elements.text) if elements.text else []
 
-    async def collect(self) -> "Talks":
+    async def collect(self) -> Talks:
         """Waits for all of it."""
         async for elements in self.choices.answer:
             self.take(elements)

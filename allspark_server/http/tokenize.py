@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
@@ -19,13 +19,13 @@ from .wire import ModelName, Wire
 
 class TokenizeRequest(Wire):
     model: ModelName
-    prompt: Optional[str] = None
-    messages: Optional[Messages] = None
-    add_special_tokens: Optional[bool] = None
-    return_token_strs: Optional[bool] = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
 
     @model_validator(mode="after")
-    def _one_prompt(self) -> "TokenizeRequest":
+    def _one_prompt(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("must have one of 'prompt' and 'messages'")
         return self

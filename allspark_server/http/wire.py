@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Optional, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -24,7 +24,8 @@ Message = TypeVar("Message", bound=Wire)
 
 def parse(kind: type[Message], body: bytes) -> Message:
     """The message of a body. Raises ApiError naming the field that is wrong. Within messages and items, unknown fields
-    that are null count as absent: clients send answers back with all that their types know."""
+    that are null count as absent: clients send answers back with all that their types know.
+    """
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
@@ -53,9 +54,9 @@ def _without_nulls(error: ValidationError, body: bytes) -> bytes | None:
 
 
 class StreamOptions(Wire):
-    include_usage: Optional[bool] = None
+    include_usage: bool | None = None
     #: OpenAI pads its chunks against those who measure their lengths; nothing is padded here
-    include_obfuscation: Optional[bool] = None
+    include_obfuscation: bool | None = None
 
 
 JsonObject = dict[str, Any]
@@ -66,48 +67,49 @@ Metadata = Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max
 
 class Generation(Wire):
     """OpenAI's fields that chat and completions share, and this server's own, in GenerateConfig's spelling. What is
-    absent or null has the checkpoint's own value, where that has one, or OpenAI's."""
+    absent or null has the checkpoint's own value, where that has one, or OpenAI's.
+    """
 
     model: ModelName
-    temperature: Annotated[Optional[float], Field(ge=0, le=2)] = None
-    top_p: Annotated[Optional[float], Field(ge=0, le=1)] = None
-    n: Annotated[Optional[int], Field(ge=1, le=128)] = None
-    seed: Annotated[Optional[int], Field(ge=-INT64_MAX - 1, le=INT64_MAX)] = None
-    stop: Optional[Stop | Annotated[list[Stop], Field(max_length=4)]] = None
-    presence_penalty: Annotated[Optional[float], Field(ge=-2, le=2)] = None
-    frequency_penalty: Annotated[Optional[float], Field(ge=-2, le=2)] = None
+    temperature: Annotated[float | None, Field(ge=0, le=2)] = None
+    top_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    n: Annotated[int | None, Field(ge=1, le=128)] = None
+    seed: Annotated[int | None, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     logit_bias: Annotated[
-        Optional[dict[Annotated[str, Field(max_length=10)], Annotated[float, Field(ge=-100, le=100)]]],
+        dict[Annotated[str, Field(max_length=10)], Annotated[float, Field(ge=-100, le=100)]] | None,
         Field(max_length=1024),
     ] = None
-    max_tokens: Annotated[Optional[int], Field(ge=0, le=INT32_MAX)] = None
-    stream: Optional[bool] = None
-    stream_options: Optional[StreamOptions] = None
+    max_tokens: Annotated[int | None, Field(ge=0, le=INT32_MAX)] = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
     #: only noted by OpenAI for its own purposes, and not at all here
-    user: Optional[str] = None
+    user: str | None = None
 
     top_k: Annotated[
-        Optional[int], Field(ge=-1, le=INT32_MAX, description="Among how many tokens to draw; 0 and -1: all")
+        int | None, Field(ge=-1, le=INT32_MAX, description="Among how many tokens to draw; 0 and -1: all")
     ] = None
     min_p: Annotated[
-        Optional[float], Field(ge=0, le=1, description="Least probability, as a part of the likeliest token's")
+        float | None, Field(ge=0, le=1, description="Least probability, as a part of the likeliest token's")
     ] = None
-    repetition_penalty: Annotated[Optional[float], Field(gt=0, le=100)] = None
+    repetition_penalty: Annotated[float | None, Field(gt=0, le=100)] = None
     ignore_eos: Annotated[
-        Optional[bool], Field(description="Go on after an end-of-sequence token, up to the wanted length")
+        bool | None, Field(description="Go on after an end-of-sequence token, up to the wanted length")
     ] = None
     cache_salt: Annotated[
-        Optional[str],
+        str | None,
         Field(max_length=1024, description="Cached prefixes are shared among requests of one salt only"),
     ] = None
     priority: Annotated[
-        Optional[int], Field(ge=-INT32_MAX, le=INT32_MAX, description="Higher goes first; 30 s of waiting a level")
+        int | None, Field(ge=-INT32_MAX, le=INT32_MAX, description="Higher goes first; 30 s of waiting a level")
     ] = None
     guided_json: Annotated[
-        Optional[JsonObject], Field(description="The answer is JSON of this schema, as by 'response_format'")
+        JsonObject | None, Field(description="The answer is JSON of this schema, as by 'response_format'")
     ] = None
-    guided_regex: Annotated[Optional[str], Field(min_length=1)] = None
-    guided_choice: Annotated[Optional[list[str]], Field(min_length=1, max_length=4096)] = None
-    guided_grammar: Annotated[Optional[str], Field(min_length=1, description="Lark, or EBNF")] = None
+    guided_regex: Annotated[str | None, Field(min_length=1)] = None
+    guided_choice: Annotated[list[str] | None, Field(min_length=1, max_length=4096)] = None
+    guided_grammar: Annotated[str | None, Field(min_length=1, description="Lark, or EBNF")] = None
 
 

@@ -13,7 +13,8 @@ _SUFFIX = ".weight"
 @dataclass(frozen=True)
 class Target:
     """A linear layer of the checkpoint: `parts`, one after the other, are all of its rows; as many `blocks` of the
-    columns that `weight` makes."""
+    columns that `weight` makes.
+    """
 
     module: str
     weight: Weight
@@ -27,7 +28,8 @@ class Target:
 
 def with_adapters(graph: Graph) -> tuple[Graph, list[Target]]:
     """The same network with an op for adapters behind each linear layer that the checkpoint has as a module, and what
-    the ops' targets are. Layers of experts have none, nor has an embedding that is the head too."""
+    the ops' targets are. Layers of experts have none, nor has an embedding that is the head too.
+    """
     other, targets = copy.copy(graph), []
     other.ops = []
     embeddings = {op.weights[0] for op in graph.ops if op.type == "embedding"}

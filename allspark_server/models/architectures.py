@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any
 
 import numpy as np
 
@@ -57,7 +58,7 @@ def _gemma(fields: Fields, caps: tuple[float, float] = (0.0, 0.0)) -> dict[str, 
         scale = np.float32(np.float16(scale))
 
     def cap(name: str, otherwise: float) -> float:
-        """null is none, unlike a field that is absent."""
+        """Null is none, unlike a field that is absent."""
         return otherwise if name not in fields.values else 0.0 if fields.get(name, float) is None else (
             fields.need_positive(name, float))
 

@@ -1,5 +1,6 @@
 """Baichuan and Baichuan 2: Llama's network with queries, keys and values as one tensor; 13B with ALiBi (Press et al.,
-2022) instead of rotary embedding. The rows of Baichuan 2's head are normalized (weights/checkpoint.py)."""
+2022) instead of rotary embedding. The rows of Baichuan 2's head are normalized (weights/checkpoint.py).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from allspark_server.models.network import ModelConfig
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:
     """Powers of 2 ** (-8 / n) for the largest power of two n that is no more than `heads`; the heads beyond have every
-    other one of those for 2 n."""
+    other one of those for 2 n.
+    """
     n = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8 * (i + 1) / n) for i in range(n)]
     return tuple(slopes + [2.0 ** (-4 * (2 * i + 1) / n) for i in range(heads - n)])

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from math import gcd
 
-from allspark_server.models.network import ModelConfig
 from allspark_server.models.graph import Graph, Part, Tensor, Weight
+from allspark_server.models.network import ModelConfig
 from allspark_server.models.ops import Attribute
 from allspark_server.models.rotary import rotary_of
 from allspark_server.weights.shard import Split
-
 
 LOCAL = 1  # the number of the rotary table that layers with a window have, where it is their own
 
@@ -47,7 +46,8 @@ def output_projection(graph: Graph, attended: Tensor, prefix: str, name: str = "
 def gated_mlp(graph: Graph, x: Tensor, prefix: str, names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"), *,
               bias: bool = False, gelu: bool = False) -> Tensor:
     """down(silu(gate(x)) * up(x)), gate and up packed into one matrix. names: of gate, up and down, or of a matrix that
-    holds gate and up in the checkpoint, and of down. gelu: by tanh, instead of silu."""
+    holds gate and up in the checkpoint, and of down. gelu: by tanh, instead of silu.
+    """
     halves = (graph.intermediate, graph.intermediate)
     if len(names) == 2:
         weight, added = graph.sliced(f"{prefix}.{names[0]}", halves, graph.config.hidden_size, bias)
@@ -63,7 +63,8 @@ def routed_experts(graph: Graph, x: Tensor, prefix: str,
                    bias: bool = False) -> Tensor:
     """The weighted sum of the experts that each row's router chooses, a gated MLP each; of the rank's experts, or of
     its features of each: the ranks' are to be added. names: of an expert's gate, up and down. router: its name; bias:
-    it and the experts have one."""
+    it and the experts have one.
+    """
     config, hidden = graph.config.experts, graph.config.hidden_size
     inner, whole, count = graph.expert_features, graph.whole_experts, config.count
     rows = graph.row_set("routed", config.per_token)
@@ -117,7 +118,8 @@ def shared_expert(graph: Graph, x: Tensor, prefix: str) -> Tensor:
 def finish(graph: Graph, x: Tensor, norm: str = "model.norm.weight", head: str = "lm_head.weight",
            **more: Attribute) -> Graph:
     """Final norm, head (the embedding itself when tied) and sampling, for the rows that sample. more: attributes of the
-    norm."""
+    norm.
+    """
     config = graph.config
     normed = graph.rms_norm(graph.select_rows(x), norm, **more)
     name = "model.embed_tokens.weight" if config.tie_word_embeddings else head

@@ -10,7 +10,8 @@ MOST_GROUPS = 16  # about
 @dataclass(frozen=True)
 class CacheGroup:
     """What the cache keeps of the layers that name it: kind is full, sliding (the last `window` positions), latent or
-    recurrent."""
+    recurrent.
+    """
 
     kind: str = "full"
     window: int = 0

@@ -1,5 +1,6 @@
 """ChatGLM2, ChatGLM3 and GLM-4 as it was first published: GLM-4's network (glm.py) under other names, with queries,
-keys and values as one tensor."""
+keys and values as one tensor.
+"""
 
 from __future__ import annotations
 

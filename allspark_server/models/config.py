@@ -19,7 +19,8 @@ from allspark_server.weights.files import read_json
 
 def read_config(directory: str | Path, rope_scaling: dict | None = None) -> ModelConfig:
     """Reads config.json (and the end-of-sequence ids of generation_config.json) of a checkpoint directory.
-    `rope_scaling`: instead of what stands there; as there, {} for none."""
+    `rope_scaling`: instead of what stands there; as there, {} for none.
+    """
     directory = Path(directory)
     fields = Fields(read_json(directory / "config.json"), directory / "config.json")
     return config_of(fields, _eos_token_ids(fields, directory), rope_scaling)

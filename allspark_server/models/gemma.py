@@ -1,6 +1,7 @@
 """Gemma 2 and 3 (text): norms by 1 + w before and after attention and MLP, GELU, a scaled embedding, windows on most
 layers. Gemma 2 caps scores and logits; Gemma 3 norms each query and key head, and layers with a window have a rotary
-embedding of their own."""
+embedding of their own.
+"""
 
 from __future__ import annotations
 

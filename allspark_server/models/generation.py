@@ -18,7 +18,8 @@ _KEYS = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_pena
 
 def sampling_defaults(directory: str | None) -> dict[str, Any]:
     """Keys of GenerateConfig that the generation_config.json of a directory sets; none without the file. What is not
-    allowed in a request is left out, with a warning: no model is refused for its recommendations."""
+    allowed in a request is left out, with a warning: no model is refused for its recommendations.
+    """
     path = Path(directory or "", "generation_config.json")
     if not directory or not os.path.lexists(path):
         return {}

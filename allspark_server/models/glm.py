@@ -1,5 +1,6 @@
 """GLM-4: adjacent features of the first half of a head are rotated; biases on queries, keys and values. GLM-4-0414
-(`glm4`): what attention and MLP add is normed before."""
+(`glm4`): what attention and MLP add is normed before.
+"""
 
 from __future__ import annotations
 

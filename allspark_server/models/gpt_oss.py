@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from allspark_server.models.blocks import begin, finish, output_projection, qkv_projection, routed_experts
-from allspark_server.models.network import ModelConfig
 from allspark_server.models.graph import Graph
+from allspark_server.models.network import ModelConfig
 
 
 def gpt_oss(config: ModelConfig) -> Graph:

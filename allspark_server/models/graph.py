@@ -11,9 +11,9 @@ rank or divided by a `Split`; buffers are reused by name from layer to layer, so
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import gcd
-from typing import Mapping
 
 from allspark_server.models.cache_groups import CacheGroup, place_layers
 from allspark_server.models.network import ModelConfig
@@ -61,7 +61,8 @@ class RowSet:
 @dataclass(frozen=True)
 class Tensor:
     """An activation buffer [rows, sum of the blocks' widths], fp32. rows: ALL_ROWS, OUTPUT_ROWS (those that sample, or
-    whose hidden states or log probabilities are wanted), or a row set's name."""
+    whose hidden states or log probabilities are wanted), or a row set's name.
+    """
 
     name: str
     blocks: tuple[Block, ...]
@@ -214,7 +215,8 @@ class Graph:
     @property
     def vocab(self) -> Split:
         """In the sampler's chunks (native/sampling/sampler.h, chunk_of), so that draws do not depend on the number of
-        ranks. The last one may be short."""
+        ranks. The last one may be short.
+        """
         size = self.config.vocab_size
         unit = 1 if size <= 1024 else 16 if size <= 16384 else 256
         return Split(-(-size // unit), unit)
@@ -337,7 +339,7 @@ class Graph:
         return y
 
     def linear(self, x: Tensor, weight: Weight, bias: Weight | None, out: str) -> Tensor:
-        """y = x W^T + b into the buffer `out`, whose columns are the weight's parts."""
+        """Y = x W^T + b into the buffer `out`, whose columns are the weight's parts."""
         blocks = tuple(Block(part.rows, part.split) for part in weight.parts)
         y = self.tensor(out, blocks, x.rows)
         self._op("linear", (x,), (y,), (weight, bias))
@@ -349,7 +351,8 @@ class Graph:
 
     def sliced(self, name: str, splits: tuple[Split, ...], columns: int, bias: bool) -> tuple[Weight, Weight | None]:
         """Column-parallel layers that the checkpoint holds as one, NAME.weight (and NAME.bias): its rows are these, one
-        after the other."""
+        after the other.
+        """
         of = sum(split.width for split in splits)
         firsts = [sum(split.width for split in splits[:i]) for i in range(len(splits))]
 
@@ -368,7 +371,7 @@ class Graph:
         return self.linear(x, weight, added, out)
 
     def lora(self, y: Tensor, x: Tensor, target: int, block: int = 0, blocks: int = 1) -> Tensor:
-        """y += B A x of each row's adapter in some blocks of y, in place; it follows the linear layer that made y."""
+        """Y += B A x of each row's adapter in some blocks of y, in place; it follows the linear layer that made y."""
         self._op("lora", (y, x), (y,), target=target, block=block, blocks=blocks)
         return y
 
@@ -404,7 +407,8 @@ class Graph:
     def span_attention(self, qkv: Tensor, layer: int, *, sinks: Weight | None = None, slopes: Weight | None = None,
                        window: int = 0, out: str = "attended", **more: Attribute) -> Tensor:
         """Stores keys and values in the span cache and attends causally over the sequence's spans. sinks, slopes: a value
-        of each query head. window: the last positions that are seen, 0 for all."""
+        of each query head. window: the last positions that are seen, 0 for all.
+        """
         queries, keys = qkv.blocks[:2]
         head_dim = more.get("head_dim", self.config.head_dim)
         y = self.tensor(out, (queries,))
@@ -446,22 +450,22 @@ class Graph:
         return y
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """x += y."""
+        """X += y."""
         self._op("add", (x, y), (x,))
         return x
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
-        """x *= factor."""
+        """X *= factor."""
         self._op("scale", (x,), (x,), factor=factor)
         return x
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        """cap * tanh(x / cap), in place."""
+        """Cap * tanh(x / cap), in place."""
         self._op("soft_cap", (x,), (x,), cap=cap)
         return x
 
     def sigmoid_mul(self, y: Tensor, gate: Tensor) -> Tensor:
-        """y *= sigmoid(gate), a gate for each row."""
+        """Y *= sigmoid(gate), a gate for each row."""
         self._op("sigmoid_mul", (y, gate), (y,))
         return y
 
@@ -473,8 +477,9 @@ class Graph:
         return y
 
     def expert_linear(self, x: Tensor, weight: Weight, bias: Weight | None, rows: str, out: str) -> Tensor:
-        """y = x W^T + b of each entry's expert, of a stack of experts' weights: one's parts make the output's
-        blocks."""
+        """Y = x W^T + b of each entry's expert, of a stack of experts' weights: one's parts make the output's
+        blocks.
+        """
         each = weight.parts[:len(weight.parts) // weight.experts]
         blocks = tuple(Block(part.rows, part.split) for part in each)
         y = self.tensor(out, blocks, rows)

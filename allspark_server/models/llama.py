@@ -1,11 +1,12 @@
 """Llama 2, 3, 3.1 and 3.2: optional biases on all four attention projections and on the MLP. Mistral and Ministral:
-with a sliding window on all layers, some or none. SmolLM3: with layers (every fourth) that have no rotary embedding."""
+with a sliding window on all layers, some or none. SmolLM3: with layers (every fourth) that have no rotary embedding.
+"""
 
 from __future__ import annotations
 
 from allspark_server.models.blocks import begin, finish, gated_mlp, output_projection, qkv_projection
-from allspark_server.models.network import ModelConfig
 from allspark_server.models.graph import Graph
+from allspark_server.models.network import ModelConfig
 
 
 def llama(config: ModelConfig) -> Graph:

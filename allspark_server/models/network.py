@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from allspark_server.models.fields import (MAX_EOS_IDS, MAX_EXPERTS, MAX_HEAD_DIM, MAX_LAYERS, MAX_POSITIONS, MAX_SIZE)
+from allspark_server.models.fields import MAX_EOS_IDS, MAX_EXPERTS, MAX_HEAD_DIM, MAX_LAYERS, MAX_POSITIONS, MAX_SIZE
 
 PLAIN_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 ROPE_TYPES = (*PLAIN_ROPE_TYPES, "longrope")
@@ -13,7 +13,8 @@ ROPE_TYPES = (*PLAIN_ROPE_TYPES, "longrope")
 
 def _said_by_ops(default: Any) -> Any:
     """A field that only the model files read: a graph's ops and weights say the same. An .asgraph does not store it,
-    and a model's hash does not have it beside them."""
+    and a model's hash does not have it beside them.
+    """
     return field(default=default, repr=False)
 
 

@@ -1,5 +1,6 @@
 """OLMo 2: norms only after attention and MLP, and one over all queries and one over all keys. OLMo 3: with windows on
-most layers, which have a rotary embedding without scaling."""
+most layers, which have a rotary embedding without scaling.
+"""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Mapping
 
 from allspark_client.errors import nearest_name
 from allspark_server.runtime.native import native_library
@@ -15,7 +15,8 @@ Attribute = bool | int | float | str
 @dataclass(frozen=True)
 class AttributeSpec:
     """An attribute of an op. type: integer, number, flag or choice. scope: who gives it: "model", "rank" (lowering, for
-    each rank) or "graph" (the model, for lowering to replace)."""
+    each rank) or "graph" (the model, for lowering to replace).
+    """
 
     name: str
     type: str

@@ -1,5 +1,6 @@
 """Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: Llama's network, with q, k, v and gate, up as one tensor each. Longer contexts
-by LongRoPE; a sliding window on all layers, or none; part of a head's features are rotated, or all."""
+by LongRoPE; a sliding window on all layers, or none; part of a head's features are rotated, or all.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """The first Qwen: queries, keys and values as one tensor with biases; beyond the length that it was trained for, a
-rotary base that grows with the prompt, and queries with the logarithm of their position."""
+rotary base that grows with the prompt, and queries with the logarithm of their position.
+"""
 
 from __future__ import annotations
 

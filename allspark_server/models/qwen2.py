@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from allspark_server.models.blocks import begin, finish, gated_mlp, output_projection, qkv_projection
-from allspark_server.models.network import ModelConfig
 from allspark_server.models.graph import Graph
+from allspark_server.models.network import ModelConfig
 
 
 def qwen2(config: ModelConfig) -> Graph:

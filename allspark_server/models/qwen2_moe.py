@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from allspark_server.models.blocks import (begin, finish, gated_mlp, output_projection, qkv_projection, routed_experts,
-                                           shared_expert)
-from allspark_server.models.network import ModelConfig
+from allspark_server.models.blocks import (
+    begin,
+    finish,
+    gated_mlp,
+    output_projection,
+    qkv_projection,
+    routed_experts,
+    shared_expert,
+)
 from allspark_server.models.graph import Graph
+from allspark_server.models.network import ModelConfig
 
 
 def qwen2_moe(config: ModelConfig) -> Graph:

@@ -1,9 +1,11 @@
 """The rotary embedding of a config.json: `rope_parameters` (transformers 5, nested by kinds of layers where these
-differ) or `rope_theta` and `rope_scaling` (transformers 4)."""
+differ) or `rope_theta` and `rope_scaling` (transformers 4).
+"""
 
 from __future__ import annotations
 
-from typing import Any, Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from allspark_server.models.fields import MAX_POSITIONS, MAX_SIZE, Fields
 from allspark_server.models.network import PLAIN_ROPE_TYPES, RopeConfig
@@ -85,7 +87,8 @@ def _factors(rope: Fields, name: str, pairs: int) -> tuple[float, ...]:
 
 def sliding_rope(fields: Fields, default_theta: float) -> RopeConfig:
     """The rotary embedding of layers with a window, which is a plain one: of `rope_parameters.sliding_attention`, or of
-    `rope_local_base_freq` as transformers 4 has it."""
+    `rope_local_base_freq` as transformers 4 has it.
+    """
     values = fields.get("rope_parameters", dict, {}).get(SLIDING)
     if not isinstance(values, dict):
         return RopeConfig(theta=fields.need_positive("rope_local_base_freq", float)

@@ -21,7 +21,8 @@ from allspark_server.models.network import RopeConfig
 class Rotary:
     """dim: rotated features of a head; inv_freq: float32 [dim / 2], radians per position; attention_factor multiplies
     cosines and sines. long_inv_freq: instead, for rows whose length (max(prompt length, position + 1)) is beyond
-    original_max. With `dynamic`, such rows use a base that grows with the length: see the table of ops."""
+    original_max. With `dynamic`, such rows use a base that grows with the length: see the table of ops.
+    """
 
     dim: int
     base: float
@@ -68,7 +69,7 @@ def _rotary_of(rope: RopeConfig, dim: int) -> Rotary:
 
 
 def _powers(base: float, dim: int) -> np.ndarray:
-    """base ** (0, 2, 4, … / dim), float32 [dim / 2]."""
+    """Base ** (0, 2, 4, … / dim), float32 [dim / 2]."""
     exponents = np.arange(0, dim, 2).astype(np.float32) / np.float32(dim)
     return np.array([float(Decimal(base) ** Decimal(float(e))) for e in exponents], np.float64).astype(np.float32)
 

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from typing import AsyncIterator
+from collections.abc import AsyncIterator
 
 import grpc
 import grpc.aio
@@ -59,7 +59,8 @@ class RareLog:
 
 class Allowance:
     """What a stream may send: `burst` bytes at once, `rate` bytes a second for long. Its messages are copied and
-    decoded under the interpreter's lock, which those who make other clients' messages need as well."""
+    decoded under the interpreter's lock, which those who make other clients' messages need as well.
+    """
 
     def __init__(self, burst: int, rate: int):
         self._burst, self._rate = burst, rate
@@ -105,7 +106,8 @@ class Gates:
 
 def is_tiny(data: bytes, request: pb.GenerateRequest) -> bool:
     """Whether the event loop may take a request itself, which is less work than two changes of threads: nothing is
-    tokenized, and nothing multiplies."""
+    tokenized, and nothing multiplies.
+    """
     return len(data) <= _TINY_MESSAGE and request.HasField("input_ids") and request.config.n <= 1
 
 

@@ -5,8 +5,9 @@ import asyncio
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Callable
+from typing import TYPE_CHECKING, Any
 
 from allspark_client import convert
 from allspark_client._proto import allspark_pb2 as pb
@@ -14,13 +15,13 @@ from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.request import RequestSpec
 from allspark_client.types import GeneratedElements, GenerateRequestStatus
 
+from ..engine.sinks import SampleEnd, prompt_elements
 from .client_limits import ClientLimits
-from .sinks import SampleEnd, prompt_elements
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from .engine import Engine
+    from ..engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ class _Pending:
 class _RequestSink:
     """The engine's Sink of one request: files everything under the client's id for it."""
 
-    def __init__(self, stream: "ClientStream", request_id: int):
+    def __init__(self, stream: ClientStream, request_id: int):
         self._stream, self._id = stream, request_id
 
     def on_token(self, handle: int, sample: int, token: int, logprob: float | None, top: list[tuple[int, float]],
@@ -124,7 +125,7 @@ class Backlog:
         self._of: dict[ClientStream, int] = {}
         self._total = 0
 
-    def set(self, stream: "ClientStream", size: int) -> "ClientStream | None":
+    def set(self, stream: ClientStream, size: int) -> ClientStream | None:
         """Notes how much a stream holds now; returns the one that must go, if all together hold too much."""
         with self._lock:
             self._total += size - self._of.pop(stream, 0)
@@ -140,10 +141,11 @@ class ClientStream:
     the loop after a step that left something to send.
     """
 
-    def __init__(self, engine: "Engine", news: Callable[["ClientStream", bool], None], max_pending: int = MAX_PENDING,
+    def __init__(self, engine: Engine, news: Callable[[ClientStream, bool], None], max_pending: int = MAX_PENDING,
                  backlog: Backlog | None = None, limits: ClientLimits | None = None):
         """`news(stream, now)` is told that something was filed, once until it is taken or merged; with `now`, no
-        engine step will follow to flush it. `backlog`, `limits`: shared by all streams of a service."""
+        engine step will follow to flush it. `backlog`, `limits`: shared by all streams of a service.
+        """
         self._engine = engine
         self._news = news
         self._max_pending = max_pending
@@ -172,7 +174,8 @@ class ClientStream:
 
     def start(self, request_id: int, spec: RequestSpec) -> None:
         """Submit a registered request; its answer (started or refused) becomes part of the next message. Blocks; any
-        thread."""
+        thread.
+        """
         with self._lock:
             pending = self._pending.get(request_id)
         if pending is None:     # released already

@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import stat
-from typing import Iterator
+from collections.abc import Iterator
 
 import grpc
 import grpc.aio
@@ -15,7 +15,7 @@ import grpc.aio
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.types import TlsConfig
 
-from .access import is_unix
+from ..access import is_unix
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 def listen(server: grpc.aio.Server, address: str, tls: TlsConfig | None, socket_mode: int,
            socket_group: str = "") -> str:
     """Make `server` listen; returns the address with the port that it got. `tls` is for TCP, `socket_mode` and
-    `socket_group` (a name; "": the process's own) for Unix sockets. Raises AllSparkError naming what is wrong."""
+    `socket_group` (a name; "": the process's own) for Unix sockets. Raises AllSparkError naming what is wrong.
+    """
     unix = is_unix(address)
     if unix:
         address = "unix:" + free_socket_path(address)

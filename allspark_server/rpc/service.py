@@ -15,8 +15,9 @@ import logging
 import os
 import threading
 import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
@@ -26,20 +27,20 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from allspark_client import convert
 from allspark_client._proto import allspark_pb2 as pb
-from allspark_client.request import RequestSpec
 from allspark_client.errors import AllSparkError, AsStatus, Draining
+from allspark_client.request import RequestSpec
 
-from . import metrics
-from .access import Access, Client, ModelRoots, Role
+from .. import metrics
+from ..access import Access, Client, ModelRoots, Role
+from ..engine.report import GroupReport
+from ..weights.hub import with_local_paths
 from .calls import HELLO_SECONDS, Allowance, Gates, RareLog, Writer, abort, is_guided, is_tiny, receive
-from .hub import with_local_paths
-from .listen import listen
 from .client_limits import ClientLimits
 from .client_stream import MAX_PENDING, Backlog, ClientStream, generate_response, overflow_error
-from .report import GroupReport
+from .listen import listen
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from ..engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -90,14 +91,15 @@ _Method = Callable[[grpc.aio.ServicerContext, "Client | None"], Awaitable[None]]
 class Service:
     """Serves an engine to clients. `start` returns once it listens; `stop` ends it."""
 
-    def __init__(self, engine: "Engine", addresses: list[str], *, access: Access | None = None,
+    def __init__(self, engine: Engine, addresses: list[str], *, access: Access | None = None,
                  roots: ModelRoots | None = None, socket_mode: int = 0o600, socket_group: str = "", inner: str = "",
                  limits: ClientLimits | None = None, max_message: int = MAX_MESSAGE, max_pending: int = MAX_PENDING):
         """`addresses`: "host:port" (port 0: any free one) or "unix:/path". `access`: what clients need; without it only
         Unix sockets are served, made with `socket_mode` and for `socket_group`. `inner`: a Unix socket beside them, for
         health calls of its own. `roots`: the paths that clients may name, none by default. `limits`: of their requests.
         `max_message`: bytes that a client may send at once; `max_pending`: tokens it may leave unread before it is
-        disconnected. Raises ValueError for a TCP address that is not guarded."""
+        disconnected. Raises ValueError for a TCP address that is not guarded.
+        """
         if isinstance(addresses, str) or not addresses:
             raise ValueError(f"addresses={addresses!r} must be a list of 'host:port' and 'unix:/path', at least one")
         if not 1 << 10 <= max_message < 1 << 31:
@@ -189,7 +191,7 @@ class Service:
         """Requests whose ends were not sent yet. Any thread."""
         return sum(stream.requests for stream in list(self._streams))
 
-    async def _serve(self, started: "Future[list[str]]") -> None:
+    async def _serve(self, started: Future[list[str]]) -> None:
         self._loop = asyncio.get_running_loop()
         self._end = asyncio.Event()
         options = [*_OPTIONS, ("grpc.max_receive_message_length", self._max_message)]
@@ -246,7 +248,8 @@ class Service:
 
     async def _set_health(self) -> None:
         """Tell health checks how things are: of the whole service, whether it takes requests and nothing that should
-        serve fails to; of a model, whether it runs."""
+        serve fails to; of a model, whether it runs.
+        """
         failures = self._engine.failures()
         well = not failures and not self._draining
         found: dict[str, bool | None] = {"": well, SERVICE_NAME: well}
@@ -498,7 +501,7 @@ class Service:
         """A method that answers one message with one, by a call in a thread of `pool`; None: as its size demands."""
         async def method(context: grpc.aio.ServicerContext, client: Client | None) -> None:
             try:
-                async with self._gates.enter(client and client.tenant or context.peer()):
+                async with self._gates.enter((client and client.tenant) or context.peer()):
                     data = await receive(context)
                     request = self._parse(request_type, data, context)
                 response = await asyncio.get_running_loop().run_in_executor(

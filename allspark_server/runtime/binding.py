@@ -42,7 +42,8 @@ def memory_policy_allowed() -> bool:
 
 def bind_process(cpus: list[int], memory_nodes: list[int]) -> None:
     """Run this process (and threads it starts from now on) on `cpus`, its memory on `memory_nodes` (none: anywhere).
-    Raises OSError if none of the CPUs may be used."""
+    Raises OSError if none of the CPUs may be used.
+    """
     os.sched_setaffinity(0, cpus)
     if memory_nodes:
         bind_memory(memory_nodes)

@@ -1,10 +1,12 @@
 """What a rank computes on: the CPUs of its node, or a GPU. How much memory that has, what a model takes of it, and the
-executors that the native libraries make for it."""
+executors that the native libraries make for it.
+"""
 
 from __future__ import annotations
 
 import os
-from typing import Protocol, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 from allspark_client.config import UNQUANTIZED, AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus, not_available
@@ -34,7 +36,8 @@ class Device(Protocol):
     unless told otherwise; most_rows: that one may have. cache_share, largest_cache_share: of the memory that is left
     beside the weights, what a cache of unspecified size takes at most; and what it may take if that is needed for even
     one request of full length. host_memory: whether it is the host's, of which a second tier of the cache takes its
-    part."""
+    part.
+    """
 
     isa: str
     half: str
@@ -61,7 +64,8 @@ class Device(Protocol):
 
     def share(self, executor, rows: int) -> str:
         """Of an executor with a program: what other ranks need to reach this rank's device in steps of so many rows; ""
-        where they do not. connect() follows, with every rank's in rank order, and then allocate()."""
+        where they do not. connect() follows, with every rank's in rank order, and then allocate().
+        """
 
     def connect(self, executor, addresses: Sequence[str]) -> None:
         ...
@@ -69,7 +73,8 @@ class Device(Protocol):
     def allocate(self, executor, rows: int, sizes: tuple[int, int, int, int], cache_dtype: str, outputs: int, draft,
                  masks: int, adapters: dict) -> None:
         """Has an executor compile what it was given. sizes: sequences, their length, tokens of a span, spans. adapters:
-        how many rows may have, as the native library names it; {}: none."""
+        how many rows may have, as the native library names it; {}: none.
+        """
 
     def meter(self) -> CeilingMeter | GpuCeilingMeter:
         """Of what it does at most."""
@@ -88,11 +93,13 @@ class Device(Protocol):
 
     def form_of(self, form: WeightFormat, experts: bool, firsts: Sequence[int]) -> WeightFormat:
         """The format here of a matrix that a checkpoint has in this one; experts: it is a stack of theirs; firsts: the
-        columns that ranks' slices begin at."""
+        columns that ranks' slices begin at.
+        """
 
     def beside_codes(self, dtype: str) -> str:
         """The type here of what is not quantized beside codes: of what others have left so, or of float16. dtype: what
-        it is otherwise."""
+        it is otherwise.
+        """
 
 
 class Cpus:
@@ -190,7 +197,8 @@ class Gpu:
 
     def __init__(self, index: int, threads: int, group: Sequence[int] = (), window=None):
         """threads: that draw tokens on the host. group: the GPUs of all ranks, where there are several, whose window is
-        `window`. AllSparkError that says what to do where there is no such GPU, or it does not reach the others."""
+        `window`. AllSparkError that says what to do where there is no such GPU, or it does not reach the others.
+        """
         self._library, self._index, self._threads = cuda_library(), index, min(threads, MOST_SAMPLING_THREADS)
         self._group, self._window = list(group) or [index], window
         if len(self._group) > self._library.MOST_RANKS:
@@ -317,7 +325,8 @@ def step_tokens(config: AsModelConfig) -> int:
 
 def device_of(config: AsModelConfig, rank: int, world: int, cpus: list[int], threads: int, window=None) -> Device:
     """What compute_unit says. window: to the other ranks. AllSparkError that says what to do if there is no such GPU,
-    or there are not as many as ranks."""
+    or there are not as many as ranks.
+    """
     if not config.on_gpus:
         return Cpus(cpus, threads)
     return Gpu(gpu_of(config, rank, world), threads, config.device_ids if world > 1 else (), window)

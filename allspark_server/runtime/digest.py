@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from typing import Callable
+from collections.abc import Callable
 
 import numpy as np
 
@@ -54,7 +54,8 @@ def _on_cpu():
 def _executor(weights: str, group: int, cache: str, experts: bool = False, empty: Callable = _on_cpu,
               adapted: bool = False):
     """A model of one layer. experts: with some, a quarter of the size each, in place of its MLP. empty: makes an
-    executor of a device. adapted: with an adapter, of the type of the weights."""
+    executor of a device. adapted: with an adapter, of the type of the weights.
+    """
     native, e = native_library(), empty()
     seeds = iter(range(1, 100))
 

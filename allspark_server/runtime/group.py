@@ -17,10 +17,11 @@ import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
-from typing import TYPE_CHECKING, Callable, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
@@ -37,20 +38,24 @@ logger = logging.getLogger(__name__)
 
 class Group(Protocol):
     """Rank 0's view of a group. Every call comes from the engine's thread. `collect` waits for a step; the others wait
-    at most for the steps that were submitted before."""
+    at most for the steps that were submitted before.
+    """
+
     size: int
 
     @property
     def depth(self) -> int:
         """Steps that are worth having submitted and not collected: 1 where the engine's thread and the output stage would
-        take turns with the computing threads, as no processor is left for them."""
+        take turns with the computing threads, as no processor is left for them.
+        """
 
     def start_load(self, config: AsModelConfig) -> None:
         """Begin to load a model on every rank, beside the steps of others; one at a time."""
 
     def poll_load(self) -> ModelInfo | None:
         """How the load stands: None while it is under way. Raises what a rank raised (naming the rank); the caller then
-        unloads the model, and the group goes on without it."""
+        unloads the model, and the group goes on without it.
+        """
 
     def masks(self, name: str):
         """Rank 0's native Masks of a loaded model; None if it has none. Its rows are for `DEPTH` steps in turn."""
@@ -60,7 +65,8 @@ class Group(Protocol):
 
     def collect(self):
         """Rank 0's StepResult of the oldest step that was submitted. Raises what the step raised; ValueError: every
-        rank has refused the plan, and nothing was computed."""
+        rank has refused the plan, and nothing was computed.
+        """
 
     def held_spans(self) -> dict[bytes, int]:
         """What the second tier of the model that was loaded last holds from before: spans by their keys."""
@@ -70,18 +76,21 @@ class Group(Protocol):
 
     def start_load_adapter(self, name: str, index: int, directory: str) -> None:
         """Begin to load a LoRA adapter of a model on every rank, beside steps; one load at a time, of whatever. No step
-        may name the index before it is loaded."""
+        may name the index before it is loaded.
+        """
 
     def poll_load_adapter(self) -> str | None:
         """How that stands: None while it is under way, then its digest. Raises what a rank raised; the caller then
-        unloads it."""
+        unloads it.
+        """
 
     def unload_adapter(self, name: str, index: int) -> None:
         """Free an adapter on every rank, after the steps that were submitted; nothing happens where there is none."""
 
     def start_move_memory(self, name: str, loaded: bool) -> None:
         """Begin to give the device memory of a model back on every rank, or to take it again; one load at a time, of
-        whatever. No step of the model may be submitted before it is back."""
+        whatever. No step of the model may be submitted before it is back.
+        """
 
     def poll_move_memory(self) -> bool:
         """Whether that is done. Raises what a rank raised."""
@@ -101,6 +110,7 @@ class Group(Protocol):
 
 class Command(IntEnum):
     """Kinds of messages that rank 0 publishes."""
+
     LOAD = 1        # JSON of the AsModelConfig
     ALLOCATE = 2    # JSON {"name", "num_spans", "host_spans", "digests", "addresses"}
     POLL = 3        # answered: how the last LOAD or ALLOCATE stands
@@ -126,7 +136,9 @@ def unpack_step(payload: bytes) -> tuple[str, bytes]:
 class Answer:
     """What one rank reports of a load or an allocation: numbers of spans and (of a load) the digest of its weights or
     of an adapter, and its device's address for the others, (of an allocation) what its second tier holds, that it is
-    under way, or what error prevented it."""
+    under way, or what error prevented it.
+    """
+
     value: int = 0
     host_spans: int = 0
     held: str = ""
@@ -184,7 +196,8 @@ class LoadCancelled(RuntimeError):
 
 class RankModels:
     """One rank's models, and what it does with each command. progress(name, part): called while weights are loaded, on
-    the loading thread. host: this rank's, where the group has several; leads: it is the first of its host."""
+    the loading thread. host: this rank's, where the group has several; leads: it is the first of its host.
+    """
 
     def __init__(self, rank: int = 0, world: int = 1, window=None, cpus: list[int] | None = None, host: str = "",
                  leads: bool = False):
@@ -213,7 +226,8 @@ class RankModels:
     def start_allocate(self, name: str, num_spans: int, host_spans: int, digests: list[str],
                        addresses: list[str]) -> None:
         """Second phase: the KV cache and its second tier, of the same sizes on every rank. digests: of every rank's
-        weights; addresses: of their devices."""
+        weights; addresses: of their devices.
+        """
         cancelled = self._cancelled
         self._phase = self._in_background(
             lambda: self._allocate(name, num_spans, host_spans, digests, addresses, cancelled))
@@ -304,6 +318,7 @@ class RankModels:
     def _load(self, config: AsModelConfig, cancelled: threading.Event) -> Answer:
         # These import the native module, which `allspark` itself does not need.
         from allspark_server.weights.copies import file_digests
+
         from .digest import results_digest
         from .runner import ModelRunner
         name = config.model_name
@@ -366,6 +381,7 @@ class LocalGroup:
     on_failure(message): called when a step failed, and the cache is no longer what the scheduler thinks it is: the
     caller ends the process, so that it is started again. Without it the engine goes on without the model.
     """
+
     size = 1
 
     def __init__(self, cpus: list[int] | None = None, on_failure: Callable[[str], None] | None = None):
@@ -427,7 +443,8 @@ class LocalGroup:
 
     def _with_results(self, info: ModelInfo) -> ModelInfo:
         """Hosts, or GPUs, of which some compute other bits than this one: which ranks they have makes the model another
-        one."""
+        one.
+        """
         if len(set(self._results)) < 2:
             return info
         both = hashlib.blake2b(repr((info.model_hash, self._results)).encode(), digest_size=16)

@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import struct
-from typing import Iterable
+from collections.abc import Iterable
 
 from allspark_client.errors import AllSparkError, AsStatus
 
@@ -28,7 +28,8 @@ class HostCacheFile:
 
     def __init__(self, directory: str, model: str, rank: int, world: int):
         """Opens the file of a rank of a model, in a directory that is made if need be. AllSparkError if that cannot be
-        done, or another process has it, or it is something else."""
+        done, or another process has it, or it is something else.
+        """
         name = re.sub(r"[^\w.-]", "_", model)[:80]
         self.path = os.path.join(os.path.abspath(directory), f"{name}.rank{rank}of{world}.spans")
         try:
@@ -44,7 +45,8 @@ class HostCacheFile:
 
     def prepare(self, facts: dict, size: int) -> None:
         """Makes room for `size` bytes behind the header. What the file has stays only if its spans were computed by
-        the same: `facts`."""
+        the same: `facts`.
+        """
         wanted = json.dumps(facts, sort_keys=True).encode()
         head = os.pread(self.fd, HEADER, 0)
         if head and head[:8] != _MAGIC:

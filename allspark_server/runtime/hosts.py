@@ -1,5 +1,6 @@
 """What the ranks of a group that spans hosts need besides their window: who is where, MPI for native code, and the
-connections between rank 0 and the first rank of every other host, which carry commands and beats."""
+connections between rank 0 and the first rank of every other host, which carry commands and beats.
+"""
 from __future__ import annotations
 
 import contextlib
@@ -27,6 +28,7 @@ class HostsError(RuntimeError):
 @dataclass
 class Layout:
     """Where ranks are. first: of each host the first rank, then how many there are in all. own: this rank's host."""
+
     first: list[int]
     own: int
 
@@ -46,7 +48,9 @@ class Layout:
 @dataclass
 class Between:
     """What a native Window gets for other hosts: first ranks, MPI's functions and handles, sockets. communicator: keeps
-    the handles alive."""
+    the handles alive.
+    """
+
     first: list[int]
     mpi: list[int]
     sockets: list[int]

@@ -8,8 +8,8 @@ import os
 import platform
 import re
 import resource
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator
 
 from . import reservations
 
@@ -51,7 +51,8 @@ def memory_nodes(root: str = "/") -> list[int]:
 
 def rank_nodes(root: str = "/") -> list[int]:
     """Those of them that have CPUs, too, which is where ranks are: other memory (CXL, say) is used only by who is bound
-    to it. All of them where none has."""
+    to it. All of them where none has.
+    """
     nodes = memory_nodes(root)
     return [n for n in nodes if _read(Path(root, f"sys/devices/system/node/node{n}/cpulist")).strip()] or nodes
 
@@ -85,7 +86,8 @@ def _node_available(node: int, root: str) -> int:
 
 def _cgroups(controller: str, root: str) -> Iterator[tuple[int, Path]]:
     """(version, folder) of this process's cgroups for a controller: its own, and all above it, whose limits hold as
-    well; inside a container only the highest may be visible."""
+    well; inside a container only the highest may be visible.
+    """
     lines = _read(Path(root, "proc/self/cgroup")).splitlines() or ["0::/"]
     for line in lines:
         _, controllers, own = line.split(":", 2)
@@ -157,7 +159,8 @@ def available_memory(world: int = 1, root: str = "/") -> int:
 
 def physical_cores(cpus: list[int] | None = None, root: str = "/") -> int:
     """How many physical cores `cpus` belong to; by default those that this process may use, as far as its cgroups
-    allow it the time of so many."""
+    allow it the time of so many.
+    """
     quota = 0.0 if cpus else cgroup_cpus(root)
     cores = set()
     for cpu in cpus or sorted(os.sched_getaffinity(0)):
@@ -176,5 +179,6 @@ def nodes_of_cpus(cpus: list[int], root: str = "/") -> set[int]:
 
 def own_nodes(cpus: list[int], root: str = "/") -> set[int]:
     """The nodes where the memory of a process with these CPUs belongs: those it is bound to, else its CPUs' own; where
-    these have none, all that ranks may use."""
+    these have none, all that ranks may use.
+    """
     return set(bound_nodes()) or nodes_of_cpus(cpus, root) & set(memory_nodes(root)) or set(rank_nodes(root))

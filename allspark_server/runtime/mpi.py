@@ -53,7 +53,9 @@ def _starter() -> Path | None:
 @dataclass
 class World:
     """The MPI world of a group. `addresses`: each rank's window segment, or its mirror on this host, mapped in this
-    process. `between`: what there is between hosts; None: there is one host."""
+    process. `between`: what there is between hosts; None: there is one host.
+    """
+
     rank: int
     size: int
     library: str
@@ -130,7 +132,8 @@ def join(expected: int, segment_bytes: int, split: int = 0) -> World:
 
 def _allocate(host, layout: Layout, rank: int, segment_bytes: int) -> tuple[object, list[int]]:
     """Shared memory of this host: each rank's own segment, and behind it the mirrors of other hosts' ranks that it
-    receives for; where every rank's is."""
+    receives for; where every rank's is.
+    """
     from mpi4py import MPI
     info = MPI.Info.Create()
     info.Set("alloc_shared_noncontig", "true")              # each rank's pages may then lie on its own node

@@ -10,7 +10,8 @@ from allspark_client.errors import AllSparkError, AsStatus
 
 def native_library() -> ModuleType:
     """The module `allspark_server._native`; ImportError saying what to do when it is missing, cannot be loaded, or has
-    no kernels for this CPU."""
+    no kernels for this CPU.
+    """
     try:
         module = importlib.import_module("allspark_server._native")
     except ModuleNotFoundError:
@@ -27,7 +28,8 @@ def native_library() -> ModuleType:
 
 def cuda_library() -> ModuleType:
     """The module `allspark_server._cuda`, which only GPUs need; AllSparkError saying what to do when it is missing or
-    cannot be loaded."""
+    cannot be loaded.
+    """
     native_library()  # whose types it shares
     try:
         return importlib.import_module("allspark_server._cuda")

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import enum
 import struct
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Iterable, Sequence
 
 import numpy as np
 
@@ -120,7 +120,7 @@ class SamplingParams:
         return block
 
     @staticmethod
-    def decode(data: bytes, offset: int) -> tuple["SamplingParams", int]:
+    def decode(data: bytes, offset: int) -> tuple[SamplingParams, int]:
         """The block that begins at byte `offset`, and the offset behind it."""
         words = _SAMPLING.unpack_from(data, offset)
         offset += _SAMPLING.size
@@ -155,7 +155,8 @@ class SamplingParams:
 @dataclass
 class NewSlot:
     """A sequence enters a slot: its whole history so far, how many positions of it the cache holds already (a multiple
-    of the span size), and its encoded `SamplingParams`."""
+    of the span size), and its encoded `SamplingParams`.
+    """
 
     slot: int
     history: Sequence[int]
@@ -205,7 +206,7 @@ class WorkTable:
     spans: list[np.ndarray]
 
     @staticmethod
-    def of(items: Iterable[WorkItem], groups: int = 1) -> "WorkTable":
+    def of(items: Iterable[WorkItem], groups: int = 1) -> WorkTable:
         """The table of some items. All must have the same number of cache groups; `groups`: if there are none."""
         items = list(items)
         groups = 1 + max((len(item.other_spans) for item in items), default=groups - 1)
@@ -231,7 +232,8 @@ class WorkTable:
 @dataclass
 class StepPlan:
     """One step: slots given back, slots taken, the rows to compute, and sections of what only some backends know.
-    `groups`: of the cache, if there are no rows that say it."""
+    `groups`: of the cache, if there are no rows that say it.
+    """
 
     free: list[int] = field(default_factory=list)
     new: list[NewSlot] = field(default_factory=list)
@@ -249,7 +251,7 @@ class StepPlan:
         return encode_plan(self.free, self.new, WorkTable.of(self.work, self.groups), self.sections)
 
     @staticmethod
-    def decode(data: bytes) -> "StepPlan":
+    def decode(data: bytes) -> StepPlan:
         """The plan that was encoded. Raises ValueError if `data` is not one."""
         words = _Words(data)
         magic, n_free, n_new, n_work, n_groups, n_sections = words.header()

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Mapping
 
 from allspark_server.models.graph import Graph, Op
 from allspark_server.runtime.memory import available_memory
@@ -27,7 +27,8 @@ _MEASURED_MIB = 512  # read to measure bandwidth: much more than caches hold
 @dataclass(frozen=True)
 class Ceilings:
     """What a number of threads together can do at most: bytes/s read from memory, operations/s in registers in fp32 (where
-    there are tiles: in bfloat16), and of 8-bit integers (0: not measured)."""
+    there are tiles: in bfloat16), and of 8-bit integers (0: not measured).
+    """
 
     bytes_per_second: float
     operations_per_second: float
@@ -139,7 +140,7 @@ class Profile:
         top = self.ceilings
         for op in self.ops:
             seconds = op.sum or 1e-12
-            rate = op.integer and top.integer_operations_per_second or top.operations_per_second
+            rate = (op.integer and top.integer_operations_per_second) or top.operations_per_second
             part = max(op.bytes / top.bytes_per_second, op.operations / rate) / seconds
             lines.append(
                 f"{op.op:<{width}} {op.count:>9} {1e3 * op.min:>9.4f} {1e3 * op.max:>9.4f} "

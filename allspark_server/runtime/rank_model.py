@@ -35,7 +35,8 @@ class RankModel:
                  whole_histories: bool = False, adapters: bool = False):
         """path: of a checkpoint or an .asgraph file, whose weights are in weights_path. whole_histories: the cache
         keeps what windows have left behind. adapters: its rows may have some. AllSparkError if it cannot be opened, or
-        not divided among `world` ranks."""
+        not divided among `world` ranks.
+        """
         self.config, self.rank, self.world = config, rank, world
         self.opened = open_model(path, weights_path)
         self.graph, self.source = self.opened.graph, self.opened.source
@@ -129,7 +130,8 @@ class RankModel:
 
     def fill_adapter(self, adapter: LoraAdapter, native) -> None:
         """Fills a native Adapter. A layer whose rows are divided needs all of A and its rows of B; one whose columns
-        are divided its columns of A, and all of B: what ranks add up then has their parts of B A x."""
+        are divided its columns of A, and all of B: what ranks add up then has their parts of B A x.
+        """
         for number, pair in adapter.pairs.items():
             target = self.targets[number]
             begin, end = target.weight.column_range_of(self.rank, self.world)

@@ -16,8 +16,8 @@ import os
 import stat
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,8 @@ def resident(pid: int) -> int:
 
 def pending(nodes: list[int]) -> int:
     """Bytes on `nodes` (none: anywhere) that are reserved and not touched yet. Of this process's own group only models
-    count that this process has reserved for as well: the other ranks' parts of what is being loaded now do not."""
+    count that this process has reserved for as well: the other ranks' parts of what is being loaded now do not.
+    """
     try:
         directory = _open_folder()
     except OSError:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Iterator, Sequence
 
 from allspark_client.config import AsModelConfig, check_available
 from allspark_client.errors import AllSparkError, AsStatus, not_available
@@ -52,7 +52,8 @@ def memory_errors(purpose: str) -> Iterator[None]:
 
 class ModelRunner:
     """A model's shard on one rank, and its draft model's. Loading has two phases, so that all ranks agree on the number
-    of spans."""
+    of spans.
+    """
 
     def __init__(self, config: AsModelConfig, *, rank: int = 0, world: int = 1, window=None,
                  cpus: list[int] | None = None):
@@ -129,7 +130,8 @@ class ModelRunner:
                        addresses: Sequence[str] = ()) -> ModelInfo:
         """Allocates KV cache and activations; the model can then run. num_spans, host_spans: the least of what ranks
         can hold, in the second tier as many as this one by default. digests, addresses: every rank's, in order; by
-        default this one's alone."""
+        default this one's alone.
+        """
         config, model = self.config, self._loaded()
         if host_spans is None:
             host_spans = self.host_spans
@@ -169,7 +171,8 @@ class ModelRunner:
 
     def load_adapter(self, index: int, directory: str) -> str:
         """Loads a LoRA adapter while steps run, none of which names this index; returns its digest, which is equal on
-        every rank that has read the same. AllSparkError if it cannot."""
+        every rank that has read the same. AllSparkError if it cannot.
+        """
         config, model = self.config, self._loaded()
         if not model.targets:
             raise not_available(f"load_lora of model {config.model_name!r} with lora_max_num=0")
@@ -207,7 +210,8 @@ class ModelRunner:
 
     def move_memory(self, loaded: bool) -> None:
         """Between steps, on a GPU: gives its memory back, with weights kept in the host's, or takes it again. What the
-        cache held is lost. AllSparkError if there is not enough memory where they go: then nothing has changed."""
+        cache held is lost. AllSparkError if there is not enough memory where they go: then nothing has changed.
+        """
         self._loaded()
         began = time.perf_counter()
         name, what = self.config.model_name, "load" if loaded else "unload"
@@ -251,7 +255,8 @@ class ModelRunner:
     @property
     def masks(self):
         """Rank 0's native Masks, which draws may be made under: as many as the outputs of all steps that are under
-        way."""
+        way.
+        """
         return self._executor.masks
 
     def submit(self, stepper, plan: bytes, window, kind: int, prefix: bytes) -> None:
@@ -265,7 +270,8 @@ class ModelRunner:
 
     def measure_ceilings(self) -> bool:
         """A slice of measuring what profile() compares with (rank 0 only), between steps. Returns whether it is all
-        done."""
+        done.
+        """
         self._loaded()
         with memory_errors("measuring what the device does at most"):
             return self._meter.measure()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Callable
+from typing import TYPE_CHECKING
 
 from .native import native_library
 
@@ -28,10 +29,11 @@ class Steps:
         self._stepper = None
         self._collectors: deque[Callable] = deque()
 
-    def submit(self, runner: "ModelRunner", name: str, plan: bytes, kind: int = 0, prefix: bytes = b"",
+    def submit(self, runner: ModelRunner, name: str, plan: bytes, kind: int = 0, prefix: bytes = b"",
                beside: bool = True) -> None:
         """Queue a step of `runner`, whose model is called `name`. kind, prefix: of the command that is published, in
-        front of the plan. beside: compute it beside the caller. RuntimeError if `DEPTH` are queued already."""
+        front of the plan. beside: compute it beside the caller. RuntimeError if `DEPTH` are queued already.
+        """
         if len(self._collectors) >= DEPTH:
             raise RuntimeError(f"a step of model {name!r}: {DEPTH} steps are submitted and not collected already")
         if not beside and not self._collectors:
@@ -44,7 +46,8 @@ class Steps:
 
     def collect(self):
         """The oldest step's StepResult, once it is there. Raises what the step raised; RuntimeError if there is
-        none."""
+        none.
+        """
         if not self._collectors:
             raise RuntimeError("there is no step to collect: none was submitted")
         return self._collectors.popleft()()
@@ -54,7 +57,7 @@ class Steps:
         if self._stepper is not None:
             self._stepper.drain()
 
-    def _compute(self, runner: "ModelRunner", plan: bytes, kind: int, prefix: bytes):
+    def _compute(self, runner: ModelRunner, plan: bytes, kind: int, prefix: bytes):
         if self._window is not None:
             self._window.publish(kind, prefix + plan)
         return runner.step(plan)

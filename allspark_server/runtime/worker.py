@@ -1,5 +1,6 @@
 """What a rank other than 0 does: obey the commands that rank 0 publishes in the window; and the heartbeat that every
-rank sends to the supervisor."""
+rank sends to the supervisor.
+"""
 from __future__ import annotations
 
 import json
@@ -8,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from typing import Callable
+from collections.abc import Callable
 
 from allspark_client.config import AsModelConfig
 
@@ -26,7 +27,8 @@ WAIT_SECONDS = 5.0          # how long a wait lasts before Python sees signals a
 
 def serve(models: RankModels) -> None:
     """Obey until rank 0 closes the group. Raises RuntimeError if the group was aborted, or a step failed here (which
-    aborts it)."""
+    aborts it).
+    """
     window = models.window
     while True:
         command = window.wait_command(WAIT_SECONDS)
@@ -110,7 +112,8 @@ class Heartbeat:
 
     def state(self, state: str, **details) -> None:
         """Tell the supervisor at once what this rank is doing: "starting", "ready", "stopping" or "failed" (with
-        error=…, and fatal=True if starting again would not help)."""
+        error=…, and fatal=True if starting again would not help).
+        """
         self._state = state
         self.send(**details)
 

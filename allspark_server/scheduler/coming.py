@@ -30,7 +30,8 @@ class ComingSpans:
 
     def wait(self, sequence: Sequence, producer: Sequence, spans: int) -> None:
         """The sequence waits until the producer has entered so many spans into the prefix cache. It pulls the producer
-        forward: whoever waits for it is served with it."""
+        forward: whoever waits for it is served with it.
+        """
         self._waits += 1
         sequence.awaited = producer
         heapq.heappush(producer.followers, (spans, self._waits, sequence))

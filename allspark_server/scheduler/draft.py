@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Optional
-
 import numpy as np
 
 from ..cache import Copies
@@ -23,7 +21,7 @@ class Draft:
         """groups: of the cache."""
         self.sequences: list[Sequence] = []  # with a single row and drafts
         self.slots = self.drafts = NOBODY  # of these
-        self.span_counts: Optional[np.ndarray] = None  # of new spans of these in each group, if there are any
+        self.span_counts: np.ndarray | None = None  # of new spans of these in each group, if there are any
         self.spans: list[list[int]] = [[] for _ in range(groups)]  # of each group
         self.chunks: list[tuple[Sequence, int, int, int, list[list[int]]]] = []  # rows, flags, outputs, new spans
         self.probes = MAX_STEP_PROBES  # rows of prompts that may still have outputs
@@ -35,7 +33,8 @@ class Draft:
 
     def add_chunk(self, sequence: Sequence, count: int) -> tuple[int, int]:
         """Up to `count` more rows of a history. Returns how many, and their flags: DRAW if they are the last of a
-        sequence that draws."""
+        sequence that draws.
+        """
         probe, flags, outputs = sequence.probe, 0, 0
         if sequence.probes_every_row:
             count = outputs = min(count, sequence.prompt_len - sequence.planned, self.probes)
@@ -55,7 +54,7 @@ class Draft:
         return count, flags
 
     def step(
-        self, free: list[int], slots: SlotTable, draft_kind: int, copies: Optional[Copies], masks: int
+        self, free: list[int], slots: SlotTable, draft_kind: int, copies: Copies | None, masks: int
     ) -> Step:
         """What was planned. masks: the first row of masks that it may have."""
         n, chunks = len(self.slots), self.chunks
@@ -88,7 +87,8 @@ class Draft:
         self, columns: np.ndarray, sequences: list[Sequence], drawing: np.ndarray, row: int
     ) -> tuple[list[int], list[Masked]]:
         """Gives guided draws their masks, from `row` on, and what is known to follow as drafts: the known ids of the
-        step, and the draws."""
+        step, and the draws.
+        """
         known, masked = [], []
         for draw, index in enumerate(drawing.tolist()):
             sequence = sequences[index]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Optional
-
 from .draft import Draft
 from .scheduler import Scheduler
 from .sequence import TOKEN_BYTES, Sequence, State
@@ -18,9 +16,10 @@ class IsolatingScheduler(Scheduler):
         """About how many tokens of histories are still to be computed. Any thread."""
         return self._queue.bytes // TOKEN_BYTES + sum(len(s.tokens) - s.planned for s in list(self._prompts))
 
-    def plan_alone(self, sequence: Sequence) -> Optional[Step]:
+    def plan_alone(self, sequence: Sequence) -> Step | None:
         """The next step of one sequence, which was blocked, and nothing else; until it draws. Others lose the slot and
-        the spans that it needs. No step may be under way. None if it has ended: call `take_unfit`."""
+        the spans that it needs. No step may be under way. None if it has ended: call `take_unfit`.
+        """
         draft = Draft(len(self.limits.windows))
         self._spans.begin_step(False)
         budget = self.limits.max_step_tokens

@@ -1,10 +1,11 @@
 """What is wanted of a prompt's rows beside the token that follows: their hidden states, the log probabilities of the
-prompt's own tokens."""
+prompt's own tokens.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 @dataclass
 class Probe:
     """`flags`: HIDDEN or PROMPT of the plan; `every`: of every row of the prompt, else of the last alone. The results
-    of the first `received` positions are there."""
+    of the first `received` positions are there.
+    """
 
     flags: int
     every: bool
@@ -29,14 +31,15 @@ class Probe:
 class Probed:
     """Results of some of a prompt's rows, in order; `complete`: they are the last. With PROMPT, `logprobs` [rows], of
     the ids that follow, and the likeliest, `top_ids` and `top_logprobs` [rows, 20]; with HIDDEN, `hidden` [rows,
-    width]."""
+    width].
+    """
 
     sequence: Sequence
     complete: bool
-    logprobs: Optional[np.ndarray] = None
-    top_ids: Optional[np.ndarray] = None
-    top_logprobs: Optional[np.ndarray] = None
-    hidden: Optional[np.ndarray] = None
+    logprobs: np.ndarray | None = None
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+    hidden: np.ndarray | None = None
 
 
 class ProbeResults:
@@ -46,9 +49,10 @@ class ProbeResults:
         self._columns, self._result = step.work.columns, result
         self._scores = self._hidden = 0  # taken so far
 
-    def take(self, index: int, sequence: Sequence, start: int, alive: bool) -> Optional[Probed]:
+    def take(self, index: int, sequence: Sequence, start: int, alive: bool) -> Probed | None:
         """Those of the item of this index, whose rows are positions from `start` on; None if there are no new ones.
-        `alive`: the sequence still has the slot that they were computed in."""
+        `alive`: the sequence still has the slot that they were computed in.
+        """
         flags, rows, outputs = self._columns[[WorkTable.FLAGS, WorkTable.ROWS, WorkTable.OUTPUTS], index].tolist()
         if not flags & (Flag.HIDDEN | Flag.PROMPT):
             return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from typing import Optional
 
 from .sequence import Sequence, State
 from .tenants import Account, Tenants
@@ -68,9 +67,10 @@ class WaitingQueue:
         self.bytes += size
         sequence.account.queued_bytes += size
 
-    def first(self) -> Optional[Sequence]:
+    def first(self) -> Sequence | None:
         """Of the tenant whose turn it is, the waiting sequence of the lowest rank. It stays where it is: remove it,
-        block it or set it aside."""
+        block it or set it aside.
+        """
         turns = self._turns
         while turns:
             time, _, account = turns[0]
@@ -99,7 +99,7 @@ class WaitingQueue:
             account.listed = True
             heapq.heappush(self._turns, (account.time, self._entry(), account))
 
-    def pop_shortest(self, longest: int) -> Optional[ShortEntry]:
+    def pop_shortest(self, longest: int) -> ShortEntry | None:
         """The entry (tokens, number, sequence) of the shortest waiting sequence, if it has at most `longest` tokens."""
         heap = self._by_length
         while heap and heap[0][0] <= longest:

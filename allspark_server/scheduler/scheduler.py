@@ -5,14 +5,14 @@ from __future__ import annotations
 import bisect
 import time
 from collections import Counter
+from collections.abc import Callable
 from operator import attrgetter
-from typing import Callable, Optional
 
 import numpy as np
 
 from ..cache import PrefixCache, SpanPool
+from ..engine.step_budget import StepBudget
 from ..runtime.plan import DRAW, MAX_STEP_DRAFTS, NewSlot, WorkTable
-from ..step_budget import StepBudget
 from .draft import NOBODY, Draft
 from .probe import ProbeResults
 from .queue import WaitingQueue
@@ -57,7 +57,7 @@ class Scheduler:
         self,
         limits: Limits,
         pool: SpanPool,
-        prefix_cache: Optional[PrefixCache] = None,
+        prefix_cache: PrefixCache | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.limits = limits
@@ -72,7 +72,7 @@ class Scheduler:
         self._restoring: list[Sequence] = []  # those that wait for more of the second tier's spans
         self._running: list[Sequence] = []  # by rank
         self._prompts: list[Sequence] = []  # of these, those that have rows of their history left to plan; by rank
-        self._decoding: Optional[list[Sequence]] = []  # the others; None: to be listed anew. Steps share the list
+        self._decoding: list[Sequence] | None = []  # the others; None: to be listed anew. Steps share the list
         self._decoding_slots = NOBODY
         self._windowed = any(limits.windows)
         watched = prefix_cache is not None or self._windowed
@@ -145,9 +145,10 @@ class Scheduler:
         elif sequence.state is not State.ENDED:
             self._queue.remove(sequence, State.ENDED)
 
-    def plan(self, cost: Optional[StepBudget] = None) -> Optional[Step]:
+    def plan(self, cost: StepBudget | None = None) -> Step | None:
         """The next step, or None if nothing can be computed before the results of steps that run. Call `take_unfit`
-        after it. `cost` limits it, too; running sequences always get their next row, and prompts a few."""
+        after it. `cost` limits it, too; running sequences always get their next row, and prompts a few.
+        """
         limits = self.limits
         self._spans.begin_step(not self._running)
         if self._restoring:
@@ -172,7 +173,7 @@ class Scheduler:
             budget = int(min(budget, max(rows, 1)))
         if prompts and len(prompts[0].tokens) - prompts[0].planned > budget > 1:
             budget -= self._share_with_short(draft, prompts, budget // 2, may_admit)
-        if prompts or self._free_slots and self._queue.waiting:
+        if prompts or (self._free_slots and self._queue.waiting):
             self._plan_prompts(draft, prompts, budget, may_admit)
         copies = self._spans.take_copies()
         if not draft.rows and copies is None:
@@ -259,10 +260,11 @@ class Scheduler:
             indices = indices[counts[indices] > turn]
 
     def _take_each(
-        self, outcome: Outcome, indices: Optional[np.ndarray], slots: np.ndarray, tokens: np.ndarray
+        self, outcome: Outcome, indices: np.ndarray | None, slots: np.ndarray, tokens: np.ndarray
     ) -> np.ndarray:
         """One token for each of many running sequences: those of `indices`, None for all that drew. Returns whether it
-        has ended them."""
+        has ended them.
+        """
         table = self._slots
         at = table.tail_length[slots]
         table.tail[slots, at] = tokens
@@ -360,7 +362,8 @@ class Scheduler:
     def _choose_drafts(self, draft: Draft, sequences: list[Sequence], slots: np.ndarray, longest: np.ndarray,
                        budget: int) -> np.ndarray:
         """How many drafts each gets: none may pass its maximum length, and prompts keep half of the rows. Guided ones
-        get what is known to follow, and nothing else."""
+        get what is known to follow, and nothing else.
+        """
         if self._drafts is None and not self._slots.any_guided:
             return np.zeros(len(slots), np.int64)
         guided = self._slots.guided[slots].nonzero()[0].tolist()
@@ -414,7 +417,8 @@ class Scheduler:
 
     def _has_room(self, sequence: Sequence, positions: int) -> bool:
         """Sees to it that so many positions have spans, at others' cost if need be. False: it had to leave itself, or
-        must wait for what it drew."""
+        must wait for what it drew.
+        """
         while not self._extend(sequence, positions):
             victim = self._last_of_the_largest()
             if victim is sequence and len(self._running) == 1:
@@ -446,7 +450,8 @@ class Scheduler:
 
     def _share_slots(self) -> None:
         """All slots are taken: the tenant that has the most of them gives one to the tenant whose turn it is, if that
-        one has less than its share. Spans of who gives way stay in the prefix cache."""
+        one has less than its share. Spans of who gives way stay in the prefix cache.
+        """
         claimant = self._queue.first()
         if claimant is None or claimant.in_flight or self.prefix_cache is None:
             return
@@ -495,7 +500,8 @@ class Scheduler:
 
     def _cover_prompts(self) -> None:
         """Sees to it that prompts have spans for their next rows. Groups with windows have them for a part of a prompt,
-        and what they leave behind is not free if others have it too."""
+        and what they leave behind is not free if others have it too.
+        """
         for sequence in list(self._prompts) if self._windowed else ():
             end = min(len(sequence.tokens), sequence.planned + self.limits.max_chunk)
             if sequence.state is not State.RUNNING or self._extend(sequence, end):
@@ -505,7 +511,8 @@ class Scheduler:
 
     def _plan_prompts(self, draft: Draft, prompts: list[Sequence], budget: int, may_admit: bool) -> None:
         """Gives `budget` rows to prompts, those in slots and waiting ones as it is their tenants' turn. A waiting one
-        whose spans do not suffice is not overtaken, unless by short ones."""
+        whose spans do not suffice is not overtaken, unless by short ones.
+        """
         aside = []
         prompts = prompts[::-1]
         while budget > 0:
@@ -529,7 +536,8 @@ class Scheduler:
 
     def _share_with_short(self, draft: Draft, prompts: list[Sequence], room: int, may_admit: bool) -> int:
         """Gives up to `room` rows to prompts that are short beside the first of `prompts`, and takes out of these those
-        that got some; waiting ones may be admitted for it. Returns how many rows they got."""
+        that got some; waiting ones may be admitted for it. Returns how many rows they got.
+        """
         limit, left = (len(prompts[0].tokens) - prompts[0].planned) // SHORT_PART, room
         last = prompts[0].turn[0] + BURST_STEPS * self.limits.max_step_tokens
         for sequence in prompts[1:]:
@@ -543,7 +551,8 @@ class Scheduler:
 
     def _admit_short(self, draft: Draft, limit: int, room: int, last: float) -> int:
         """Admits waiting prompts of at most `limit` tokens, for up to `room` rows, of tenants whose time is at most
-        `last`. Returns how many rows they got."""
+        `last`. Returns how many rows they got.
+        """
         left, aside = room, []
         while left > 0 and self._free_slots and (entry := self._queue.pop_shortest(limit)) is not None:
             sequence = entry[-1]
@@ -579,7 +588,8 @@ class Scheduler:
 
     def _take_spans(self, sequence: Sequence) -> bool:
         """Gives a waiting sequence its spans. False if there are too few; or if some are to come, for which it is
-        blocked then."""
+        blocked then.
+        """
         # One span to spare for each running sequence, lest the newcomer be preempted at once.
         taken = self._spans.take(sequence, len(self._running))
         if taken is Taken.COMING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any
 
 from .probe import Probe
 
@@ -20,7 +20,8 @@ TOKEN_BYTES = 40
 
 class State(enum.Enum):
     """Waiting for a slot and spans, or for them again; waiting for something else first (a grammar that is compiled,
-    spans of another tier), which `blocked_on` names; in the steps; done or cancelled."""
+    spans of another tier), which `blocked_on` names; in the steps; done or cancelled.
+    """
 
     WAITING = "waiting"
     BLOCKED = "blocked"
@@ -30,7 +31,8 @@ class State(enum.Enum):
 
 class FinishReason(enum.Enum):
     """Why a sequence is complete, as the API calls it. STOP: an end-of-sequence token, or a stop string (which the
-    output stage finds)."""
+    output stage finds).
+    """
 
     STOP = "stop"
     STOP_WORD = "stop_word"
@@ -59,7 +61,7 @@ class StopRules:
             node[None] = word
         object.__setattr__(self, "_trie", trie)
 
-    def check(self, tokens: list[int], prompt_len: int) -> Optional[FinishReason]:
+    def check(self, tokens: list[int], prompt_len: int) -> FinishReason | None:
         """Why `tokens`, the last of which is generated, are complete; None if they are not."""
         last = tokens[-1]
         if last in self.eos:
@@ -92,11 +94,11 @@ class Sequence:
     priority: int = 0  # higher goes first, for a while
     salt: str = ""
     adapter: int = NO_ADAPTER  # that its rows have
-    probe: Optional[Probe] = None  # what is wanted of the prompt's rows
+    probe: Probe | None = None  # what is wanted of the prompt's rows
     draws: bool = True  # False: it is complete when its prompt is computed
     tenant: str = ""  # whose shares and limits count
     extra: int = 0  # bytes that it takes in this process beside its tokens
-    guidance: Optional["Guidance"] = None  # its tokens are drawn under masks
+    guidance: Guidance | None = None  # its tokens are drawn under masks
     owner: Any = None  # the scheduler does not look at it
     blocked_on: str = ""  # what it waits for before it may wait for a slot
     root: bytes = b""
@@ -113,16 +115,16 @@ class Sequence:
     behind: list[int] = field(default_factory=list)  # of each table, how many spans at the front a window has left
     sent_spans: int = 0  # of each table, how many the ranks have in the slot's
     entered: int = 0  # spans at the front that are in the prefix cache
-    prefix_len: Optional[int] = None  # positions found in the prefix cache when first admitted
+    prefix_len: int | None = None  # positions found in the prefix cache when first admitted
     restored: int = 0  # positions that came back from the second tier
     preemptions: int = 0
-    account: Optional["Account"] = None  # its tenant's
+    account: Account | None = None  # its tenant's
     # Of ComingSpans: spans that it has announced, who waits for some, (spans, number, sequence), and the earliest turn
     # of these; whom it waits for itself.
     announced: int = 0
-    followers: list[tuple[int, int, "Sequence"]] = field(default_factory=list)
+    followers: list[tuple[int, int, Sequence]] = field(default_factory=list)
     pull: tuple[float, tuple[float, int]] = (math.inf, (math.inf, 0))
-    awaited: Optional["Sequence"] = None
+    awaited: Sequence | None = None
 
     @property
     def size(self) -> int:

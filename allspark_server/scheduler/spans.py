@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import time
-from typing import Callable, Optional
+from collections.abc import Callable
 
 from ..cache import NO_SPAN, Copies, HostTier, PrefixCache, SpanGroups, SpanPool, in_group
 from .coming import ComingSpans
@@ -20,7 +20,8 @@ _OVERTAKING_PART = 8
 
 class Taken(enum.Enum):
     """What came of the wish for spans: there they are; too few are free; somebody computes what comes next; some of
-    the second tier's are on their way, with more to come."""
+    the second tier's are on their way, with more to come.
+    """
 
     YES = "yes"
     SHORT = "short"
@@ -35,13 +36,13 @@ class SequenceSpans:
         self,
         groups: SpanGroups,
         pool: SpanPool,
-        prefix_cache: Optional[PrefixCache] = None,
+        prefix_cache: PrefixCache | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.groups, self.pool, self.prefix_cache = groups, pool, prefix_cache
-        self.tier: Optional[HostTier] = prefix_cache.tier if prefix_cache is not None else None
+        self.tier: HostTier | None = prefix_cache.tier if prefix_cache is not None else None
         self.coming = ComingSpans()
-        self._short: Optional[tuple[Sequence, int, Optional[bytes]]] = None  # see `short`
+        self._short: tuple[Sequence, int, bytes | None] | None = None  # see `short`
         self._overtakers: list[Sequence] = []  # those that went before that one
         self._departures = 0
         self._size, self._clock = groups.size, clock
@@ -52,9 +53,10 @@ class SequenceSpans:
         return self.groups.needed(positions)
 
     @property
-    def short(self) -> Optional[Sequence]:
+    def short(self) -> Sequence | None:
         """The waiting sequence for which there were too few spans, if nothing has changed that: only a departure makes
-        spans available, and the prefix that was found can only have grown if the key that came next is known now."""
+        spans available, and the prefix that was found can only have grown if the key that came next is known now.
+        """
         if self._short is None:
             return None
         sequence, departures, key = self._short
@@ -66,7 +68,8 @@ class SequenceSpans:
 
     def has_room_beside(self, sequence: Sequence, spare: int) -> bool:
         """Whether there are spans for it if so many others stay free, also beside a sequence that waits for its own:
-        that one must get them though short ones come again and again."""
+        that one must get them though short ones come again and again.
+        """
         if self.needed(len(sequence.tokens)) + spare > self.pool.available:
             return False
         first = self.short
@@ -90,7 +93,8 @@ class SequenceSpans:
 
     def take(self, sequence: Sequence, spare: int) -> Taken:
         """Gives a sequence the spans of its whole history, of groups with a window those to begin with, if so many
-        others stay free."""
+        others stay free.
+        """
         length, hit, full, next_key = len(sequence.tokens), 0, 0, None
         if self.prefix_cache is not None:
             if self.prefix_cache.keys.depends_on_history:
@@ -144,7 +148,8 @@ class SequenceSpans:
 
     def slide(self, sequence: Sequence) -> bool:
         """Gives back the spans that windows have left behind, and takes others for what follows of a prompt: as many,
-        unless somebody else has those, too. Returns whether the sequence's spans have changed."""
+        unless somebody else has those, too. Returns whether the sequence's spans have changed.
+        """
         changed = False
         for group, window in self.groups.windowed:
             table, begin = sequence.spans[group], sequence.behind[group]
@@ -164,9 +169,10 @@ class SequenceSpans:
             for table in sequence.spans:
                 self.tier.before_writes(table[begin // self._size : self.groups.count_for(sequence.planned)])
 
-    def enter(self, sequence: Sequence) -> Optional[list[Sequence]]:
+    def enter(self, sequence: Sequence) -> list[Sequence] | None:
         """Makes what has been computed of a sequence findable. Returns who has waited for that; None if there is
-        nothing new."""
+        nothing new.
+        """
         full = sequence.computed // self._size
         if self.prefix_cache is None or full <= sequence.entered:
             return None
@@ -185,13 +191,14 @@ class SequenceSpans:
         sequence.lose_cache()
         return abandoned
 
-    def take_copies(self) -> Optional[Copies]:
+    def take_copies(self) -> Copies | None:
         """What the step that is planned copies between the tiers."""
         return self.tier.take_copies() if self.tier is not None else None
 
     def _hold(self, sequence: Sequence, length: int) -> None:
         """Makes so many spans of the prefix cache, as far as windows see them from there on, the sequence's first ones;
-        None in a table for one that is not there."""
+        None in a table for one that is not there.
+        """
         sequence.behind = [self.groups.behind(window, length * self._size) for window in self.groups.windows]
         sequence.spans = []
         for group, begin in enumerate(sequence.behind):
@@ -211,14 +218,15 @@ class SequenceSpans:
         return [self.groups.end(window, begin, length) - len(table)
                 for window, begin, table in zip(self.groups.windows, sequence.behind, sequence.spans)]
 
-    def _too_few(self, sequence: Sequence, next_key: Optional[bytes]) -> Taken:
+    def _too_few(self, sequence: Sequence, next_key: bytes | None) -> Taken:
         self._let_go(sequence)
         self._short = (sequence, self._departures, next_key)
         return Taken.SHORT
 
     def _restore(self, sequence: Sequence, keys: list[bytes], length: int) -> bool:
         """Brings back what the second tier has of so many spans that are to be the sequence's first ones, as many as a
-        step may. False: there are more, and the sequence has none of them yet."""
+        step may. False: there are more, and the sequence has none of them yet.
+        """
         self._let_go(sequence)
         self._hold(sequence, length)
         wanted = [(index, group) for group, table in enumerate(sequence.spans)

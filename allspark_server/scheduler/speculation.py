@@ -8,7 +8,8 @@ import numpy as np
 class DraftLengths:
     """For each slot, how many drafts its sequence gets in a step: more while all are accepted, fewer while not, none
     after some steps in a row in which none was. Then it is tried again now and then, ever more rarely. What a sequence
-    outputs does not depend on it."""
+    outputs does not depend on it.
+    """
 
     FIRST, PROBE = 4, 2  # drafts in the beginning, and of a trial
     MISSES = 3  # steps in a row without an accepted draft, after which there are none

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Optional
 
 import numpy as np
 
@@ -19,7 +18,8 @@ class Limits:
     which drafts are made, 0 for no speculation; `max_drafts`: of one sequence in one step. `masks`: of one step; there
     must be twice as many, as the next step takes others. `anew_beyond`: a history that grows beyond this length is
     computed anew, as all of it then is with other frequencies (LongRoPE); 0: none is. `windows`: of each cache group,
-    see SpanGroups."""
+    see SpanGroups.
+    """
 
     max_batch: int
     max_step_tokens: int
@@ -40,7 +40,8 @@ class Limits:
 @dataclass
 class Masked:
     """A draw under masks: the sequence, the draw's place among the step's, the row of its mask, and the drafts, whose
-    masks are in the rows behind."""
+    masks are in the rows behind.
+    """
 
     sequence: Sequence
     draw: int
@@ -66,7 +67,7 @@ class Step:
     admitted: list[Sequence]  # those that have just got their slots
     rows: int  # without drafts
     context: int  # positions before each row, in all; an upper bound
-    copies: Optional[Copies] = None  # made before anything is computed
+    copies: Copies | None = None  # made before anything is computed
     masked: list[Masked] = field(default_factory=list)
 
     def encode(self) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,12 +18,13 @@ _FIRST_ACCOUNTS = 8
 class Account:
     """What the scheduler keeps of one tenant. `queued` sequences, those that are blocked included, have `queued_bytes`;
     `waiting` of them could be admitted: they are in `ranked`, a heap by rank that also has some that do not wait any
-    more. `listed`: it is among those whose turn may come."""
+    more. `listed`: it is among those whose turn may come.
+    """
 
-    def __init__(self, name: str, index: int, tenants: "Tenants"):
+    def __init__(self, name: str, index: int, tenants: Tenants):
         self.name, self.index, self._tenants = name, index, tenants
         self.queued = self.queued_bytes = self.waiting = 0
-        self.ranked: list[tuple[tuple[float, int], int, "Sequence"]] = []
+        self.ranked: list[tuple[tuple[float, int], int, Sequence]] = []
         self.listed = False
 
     @property
@@ -50,7 +51,7 @@ class Tenants:
         self.running = np.zeros(_FIRST_ACCOUNTS, np.int64)
         self._of_slot = np.zeros(slots, np.int64)
         self._of: dict[str, Account] = {}
-        self._at: list[Optional[Account]] = [None] * _FIRST_ACCOUNTS
+        self._at: list[Account | None] = [None] * _FIRST_ACCOUNTS
         self._free = list(range(_FIRST_ACCOUNTS - 1, -1, -1))
         self._departed: OrderedDict[str, float] = OrderedDict()
         self._floor = 0.0  # the time of the one that was served last, before it was
@@ -58,7 +59,7 @@ class Tenants:
     def __len__(self) -> int:
         return len(self._of)
 
-    def get(self, name: str) -> Optional[Account]:
+    def get(self, name: str) -> Account | None:
         """The account of a tenant, if it has any sequence. Any thread."""
         return self._of.get(name)
 

@@ -15,7 +15,8 @@ _BYTE_RUN_LIMIT = 64  # bytes of a run of byte-fallback tokens that are held bac
 @contextlib.contextmanager
 def named_errors(what: str) -> Iterator[None]:
     """Errors of `tokenizers` as ValueErrors that begin with `what`. It raises bare Exceptions, and what a checkpoint's
-    file makes its Rust code panic about is no Exception at all."""
+    file makes its Rust code panic about is no Exception at all.
+    """
     try:
         yield
     except BaseException as error:

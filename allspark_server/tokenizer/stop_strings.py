@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from array import array
-from typing import TYPE_CHECKING, Iterable, Optional, Sequence
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .text import StreamDetokenizer
@@ -32,7 +33,7 @@ class StopMatcher:
         self._matched = [0] * len(stops.strings)    # how long a beginning of each string ends the text so far
         self._held = ""                             # the longest of these
         #: the string that was found; nothing more is taken then
-        self.found: Optional[str] = None
+        self.found: str | None = None
 
     def push(self, text: str) -> str:
         """Takes further text; returns what is certain not to belong to a stop string."""
@@ -67,20 +68,21 @@ class StopMatcher:
 
 class OutputText:
     """The text of one sample as its tokens come, up to a stop string. Its tokens end with the one that completes that
-    string."""
+    string.
+    """
 
-    def __init__(self, detokenizer: StreamDetokenizer, stops: Optional[StopStrings], wanted: bool):
+    def __init__(self, detokenizer: StreamDetokenizer, stops: StopStrings | None, wanted: bool):
         """`wanted`: whether somebody reads the text, or it is there for the stop strings alone."""
         self._detokenizer = detokenizer
         self._matcher = None if stops is None else StopMatcher(stops)
         self._wanted = wanted
 
     @property
-    def found(self) -> Optional[str]:
+    def found(self) -> str | None:
         """The stop string that has ended the text."""
         return None if self._matcher is None else self._matcher.found
 
-    def push(self, ids: Iterable[int], last: bool = False) -> Optional[str]:
+    def push(self, ids: Iterable[int], last: bool = False) -> str | None:
         """Takes further ids; returns the text that they make certain, None unless it is wanted. `last`: none follow."""
         text = self._detokenizer.push(ids)
         matcher = self._matcher

@@ -16,8 +16,9 @@ import subprocess
 import sys
 import threading
 import traceback
+from collections.abc import Mapping
 from datetime import datetime
-from typing import Any, Mapping
+from typing import Any
 
 import jinja2
 import jinja2.ext

@@ -12,10 +12,10 @@ from typing import Any
 
 import tokenizers
 
+from ..weights.files import MIB, parse_json, read_file
 from . import decoders, vocabularies
 from .templates import renderer
 from .text_size import characters_per_token
-from .weights.files import MIB, parse_json, read_file
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class Tokenizer:
         """Characters beyond which every text has more than so many tokens; None if the tokenizer sets no bound."""
         return None if self._characters_per_token is None else tokens * self._characters_per_token
 
-    def detokenizer(self, keep: Iterable[str] = ()) -> "StreamDetokenizer":
+    def detokenizer(self, keep: Iterable[str] = ()) -> StreamDetokenizer:
         """A new one, for the ids of one sequence as they come. keep: special tokens that are text here."""
         return StreamDetokenizer(self, keep=keep)
 
@@ -128,7 +128,8 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of ids; those that the tokenizer does not know are passed over. Invalid UTF-8 comes out as U+FFFD.
-        Spaces are not cleaned up (transformers' clean_up_tokenization_spaces would change what a stream has given)."""
+        Spaces are not cleaned up (transformers' clean_up_tokenization_spaces would change what a stream has given).
+        """
         if not self._exact:
             with decoders.named_errors(f"the tokenizer of {self._source} failed"):
                 return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -137,7 +138,8 @@ class Tokenizer:
 
     def token_bytes(self, ids: Iterable[int]) -> list[bytes]:
         """The bytes that each id stands for within a text; nothing for those that the tokenizer does not know. A token
-        may be a part of a character."""
+        may be a part of a character.
+        """
         special = {i: token.content for i, token in self.backend.get_added_tokens_decoder().items()}
         found = []
         for i in ids:
@@ -156,7 +158,8 @@ class Tokenizer:
     ) -> str:
         """Render messages ({"role": …, "content": …}, …) as transformers does. kwargs are variables of the template
         (`enable_thinking=False`, `documents=…`). Raises ValueError for malformed messages, a missing template, or an
-        error in or from the template."""
+        error in or from the template.
+        """
         _check_messages(messages)
         if tools is not None and not (
             isinstance(tools, (list, tuple)) and all(isinstance(tool, dict) for tool in tools)
@@ -311,7 +314,8 @@ class StreamDetokenizer:
 
     The pieces returned, joined, are Tokenizer.decode of all ids. A piece never ends within a character and is never
     taken back.
-    Constant time for each id. Not thread-safe: one for each sequence."""
+    Constant time for each id. Not thread-safe: one for each sequence.
+    """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, keep: Iterable[str] = ()):
         self._backend = tokenizer.backend

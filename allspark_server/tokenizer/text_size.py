@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Optional
+from typing import Any
 
 import tokenizers
 
 _COMPOSED = 4  # characters that NFC makes one of, at most: Greek letters with three marks
 
 
-def characters_per_token(backend: tokenizers.Tokenizer) -> Optional[int]:
+def characters_per_token(backend: tokenizers.Tokenizer) -> int | None:
     """The most characters of a text that one token covers, or None where that has no bound that is sure: a tokenizer
-    may drop blanks, or make one unknown token of any number of characters."""
+    may drop blanks, or make one unknown token of any number of characters.
+    """
     if not isinstance(backend.model, tokenizers.models.BPE):
         return None
     parts = _parts(backend.normalizer, "normalizers") + _parts(backend.pre_tokenizer, "pretokenizers")

@@ -12,11 +12,12 @@ import binascii
 import json
 import os
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Mapping
+from typing import Any
 
-from .weights.files import MAX_TOKENIZER_BYTES, read_file, read_json
+from ..weights.files import MAX_TOKENIZER_BYTES, read_file, read_json
 
 TIKTOKEN, MODEL, JSON = "qwen.tiktoken", "tokenizer.model", "tokenizer.json"
 MAX_TOKENS, MAX_TOKEN = 1 << 24, 1 << 10  # and the longest, of which each pair of parts is looked up
@@ -94,7 +95,8 @@ def vocabulary_file(directory: str | Path) -> Path | None:
 
 def tokenizer_json(directory: str | Path) -> bytes:
     """A checkpoint's tokenizer.json, or what one of its vocabulary would be. FileNotFoundError without either,
-    ValueError or AllSparkError for a file that cannot be read."""
+    ValueError or AllSparkError for a file that cannot be read.
+    """
     file = vocabulary_file(directory)
     if file is None:
         raise FileNotFoundError(
@@ -170,7 +172,8 @@ def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **more: Any) -> d
 
 def _merges(order: dict[Any, Any], tokens: list[Any]) -> list[tuple[Any, Any]]:
     """Every pair that makes one of `tokens`, which come in the order in which they are made; order: of all parts.
-    ValueError for a token that is too long."""
+    ValueError for a token that is too long.
+    """
     found = []
     longest = max(map(len, tokens), default=0)
     if longest > MAX_TOKEN:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 from google.protobuf import text_format
@@ -25,10 +26,10 @@ from allspark_server.weights.formats import (
     ORDER,
     SCALE,
     SCALE_TYPES,
-    SUPER_OFFSET,
-    SUPER_SCALE,
     SMALLEST_GROUP,
     STORED_DTYPES,
+    SUPER_OFFSET,
+    SUPER_SCALE,
     ScaleLayout,
     StoredQuantization,
     WeightFormat,
@@ -218,7 +219,7 @@ def _computable(form: WeightFormat) -> bool:
             and (not nested or (layout.scales == "float16" and layout.zeros != "points" and form.group_size > 0
                                 and layout.super_group < 1 << 24 and layout.super_group % form.group_size == 0))
             and layout.super_group >= 0 and layout.scale_bits == (8 if nested else 0)
-            and (layout.center is None or not coded and 0 <= layout.center < MOST_CODES[form.bits])
+            and (layout.center is None or (not coded and 0 <= layout.center < MOST_CODES[form.bits]))
             and not (coded and (layout.zeros != "none" or layout.permuted)))
 
 
@@ -272,7 +273,8 @@ def write_params(
     graph: Graph, source: Source, path: Path, dtype: str = "auto", quantize: Quantize | None = None
 ) -> None:
     """Writes each tensor that the graph uses, whole, with its crc32. dtype: of tensors that are not quantized, "auto"
-    (as stored) or of STORED_TYPES. quantize: for a graph with quantized weights, unless they are so in the source."""
+    (as stored) or of STORED_TYPES. quantize: for a graph with quantized weights, unless they are so in the source.
+    """
     wanted = None if dtype == "auto" else STORED_TYPES[dtype]
     weights = {part.tensor: (weight, part) for weight in graph.weights.values() for part in weight.parts}
     stored = {name: weight.stored for name, (weight, _) in weights.items()}

@@ -13,19 +13,20 @@ import os
 import re
 import zlib
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterable, Mapping, Protocol, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.models import Graph, ModelConfig, build_graph, read_config
-from allspark_server.vocabularies import vocabulary_file
+from allspark_server.tokenizer.vocabularies import vocabulary_file
 from allspark_server.weights.asgraph import PARAM_FORMAT, STORED_TYPES, from_float32, read_graph, to_float32
-from allspark_server.weights.files import MAX_INDEX_BYTES, open_regular, read_json
 from allspark_server.weights.common_form import common_form
+from allspark_server.weights.files import MAX_INDEX_BYTES, open_regular, read_json
 from allspark_server.weights.formats import (
     OFFSET,
     ORDER,
@@ -58,7 +59,8 @@ class Source(Protocol):
     def quantized(self, name: str, form: WeightFormat, shape: tuple[int, int],
                   expert: int | None = None) -> QuantizedTensor:
         """A quantized matrix of `shape` in this format, or that of one expert in a tensor of any number of them;
-        KeyError when there is none, AllSparkError when it is another."""
+        KeyError when there is none, AllSparkError when it is another.
+        """
 
     def verify(self, rank: int, world: int) -> None:
         """Compares checksums, if the format has any; the ranks of a group share the work."""
@@ -103,7 +105,8 @@ class SafetensorsSource:
 
 class ParamSource(SafetensorsSource):
     """An .asparam file: safetensors with a crc32 of every tensor in its metadata. A quantized matrix is several
-    tensors, see quantized()."""
+    tensors, see quantized().
+    """
 
     def __init__(self, path: Path):
         self.file = SafetensorsFile(path)
@@ -111,7 +114,7 @@ class ParamSource(SafetensorsSource):
             raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR,
                                 f"{path} is not an .asparam file: its metadata has format "
                                 f"{self.file.metadata.get('format')!r}, expected {PARAM_FORMAT!r}")
-        super().__init__(path, {name: self.file for name in self.file.names()})
+        super().__init__(path, dict.fromkeys(self.file.names(), self.file))
 
     def names(self) -> Iterable[str]:
         quantized = [name for name in self.files if f"format:{name}" in self.file.metadata]
@@ -258,7 +261,8 @@ class TextPart(Changed):
 class InterleavedExperts(Changed):
     """With the experts of gpt-oss one by one: `experts.gate_up_proj` [experts, inputs, 2 outputs], whose even columns
     are gate's, as `experts.E.gate_proj.weight` and `experts.E.up_proj.weight` [outputs, inputs]; `experts.down_proj`
-    likewise, and `_bias` of both as `.bias`."""
+    likewise, and `_bias` of both as `.bias`.
+    """
 
     KINDS = {"gate_proj": ("gate_up_proj", 0, 2), "up_proj": ("gate_up_proj", 1, 2), "down_proj": ("down_proj", 0, 1)}
     EXPERT = re.compile(r"(.*\.experts)\.([0-9]{1,9})\.(gate_proj|up_proj|down_proj)\.(weight|bias)")
@@ -335,7 +339,7 @@ class TorchSource:
     quantized = SafetensorsSource.quantized
 
     def verify(self, rank: int, world: int) -> None:
-        """torch's zip container is checked by torch."""
+        """Torch's zip container is checked by torch."""
 
     def where(self) -> str:
         return str(self.location)
@@ -420,7 +424,8 @@ def _quantized_source(source: Source, directory: Path) -> Source:
 
 def _quantized_graph(graph: Graph, source: Source) -> Graph:
     """The graph with the formats that the source's matrices have, if any is quantized. ValueError where tensors that
-    are computed as one matrix have formats that are none together."""
+    are computed as one matrix have formats that are none together.
+    """
     formats: dict[str, WeightFormat | None] = {}
     for weight in graph.weights.values():
         if weight.is_matrix:
@@ -494,7 +499,7 @@ def open_weights(path: Path) -> Source:
 
 def _single(path: Path) -> SafetensorsSource:
     file = SafetensorsFile(path)
-    return SafetensorsSource(path, {name: file for name in file.names()})
+    return SafetensorsSource(path, dict.fromkeys(file.names(), file))
 
 
 def _weight_map(path: Path) -> dict[str, str]:

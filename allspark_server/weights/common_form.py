@@ -1,11 +1,12 @@
 """One format for matrices that were quantized in several and are computed as one (queries, keys and values; an
-embedding that is the head as well): values stay what they are, to the bit."""
+embedding that is the head as well): values stay what they are, to the bit.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd
-from typing import Sequence
 
 import numpy as np
 

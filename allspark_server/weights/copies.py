@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Mapping
 
 from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
@@ -17,7 +17,8 @@ _SUFFIXES = {".json", ".safetensors", ".bin", ".model", ".tiktoken", ".jinja", "
 
 def file_digests(config: AsModelConfig) -> dict[str, str]:
     """Digests of a model's files by their paths: of large ones size and samples, which tell versions apart, trained
-    ones and quantized ones; that no bit has flipped they do not say. Files that cannot be read are left out."""
+    ones and quantized ones; that no bit has flipped they do not say. Files that cannot be read are left out.
+    """
     found = {}
     for place in filter(None, (config.model_path, config.weights_path, config.draft_model)):
         path = Path(place)
@@ -46,7 +47,8 @@ def _digest(file: Path) -> str:
 
 def check_copies(name: str, hosts: Mapping[str, Mapping[str, str]]) -> None:
     """AllSparkError if a file of model `name` is another one on some host; hosts: file_digests by host, rank 0's first.
-    What a host lacks its ranks have missed before, or do without."""
+    What a host lacks its ranks have missed before, or do without.
+    """
     (own, wanted), *others = hosts.items()
     for host, found in others:
         for file in sorted(found):

@@ -1,5 +1,6 @@
 """The one way to a file that a client or a checkpoint names: only regular files open, and whole ones are read within a
-limit. Everything here raises AllSparkError naming the file, what is wrong with it, and what would be right."""
+limit. Everything here raises AllSparkError naming the file, what is wrong with it, and what would be right.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def _error(problem: str, status: AsStatus = AsStatus.ALLSPARK_IO_ERROR) -> AllSp
 
 def open_regular(path: str | os.PathLike) -> BinaryIO:
     """Opens a regular file to be read. Nothing else is opened even for a moment: a FIFO would wait for a writer, and a
-    device may act on it. Links are followed."""
+    device may act on it. Links are followed.
+    """
     try:
         # What was looked at is what is opened: O_PATH holds the file without opening it.
         held = os.open(path, os.O_PATH | os.O_CLOEXEC)

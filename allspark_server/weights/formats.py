@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from math import gcd
-from typing import TYPE_CHECKING, Any, Mapping
+from typing import TYPE_CHECKING, Any
 
 from allspark_client.config import GROUP_SIZES, UNQUANTIZED, AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus, nearest_name
@@ -29,7 +30,8 @@ MOST_CODES = {8: 256, 4: 16}
 @dataclass(frozen=True)
 class ScaleLayout:
     """How the scales of a matrix' groups are laid out: see native/program/scale_layout.h, which has the same fields.
-    center: None: 2^(bits - 1)."""
+    center: None: 2^(bits - 1).
+    """
 
     scales: str = "bfloat16"
     zeros: str = "offsets"
@@ -47,7 +49,8 @@ class ScaleLayout:
 @dataclass(frozen=True)
 class WeightFormat:
     """A matrix' format: AsModelConfig's weight_dtype (but for "auto") and weight_group_size, and of matrices that
-    others have quantized the layout of their scales."""
+    others have quantized the layout of their scales.
+    """
 
     dtype: str
     group_size: int = 0
@@ -76,7 +79,8 @@ class WeightFormat:
 
     def scale_tensors(self, columns: int) -> dict[str, tuple[str, int]]:
         """What a matrix in rows of so many values has beside these, serialized: type and length of a row, by the suffix
-        of the name."""
+        of the name.
+        """
         layout, found = self.layout, {}
         kind = NESTED_TYPE if layout.super_group else SCALE_TYPES[layout.scales]
         found[SCALE] = kind, self.groups(columns)
@@ -90,7 +94,8 @@ class WeightFormat:
 
     def native(self, first: int = 0) -> dict[str, object]:
         """Arguments of the native library's functions for a rank's part of a matrix, its slice of K beginning at
-        `first`. A matrix whose columns are permuted is laid out in its own order before."""
+        `first`. A matrix whose columns are permuted is laid out in its own order before.
+        """
         layout = self.layout
         if layout.super_group:
             layout = replace(layout, super_group=group_of_slice(layout.super_group, first))
@@ -114,7 +119,8 @@ def activated(form: WeightFormat) -> WeightFormat:
 
 def group_of_slice(group_size: int, first: int) -> int:
     """The group size of a rank's slice of K that begins at `first`, inside a group perhaps: every group of the slice is
-    part of one of the whole row's, whose scale it has. AllSparkError when the cut leaves too little."""
+    part of one of the whole row's, whose scale it has. AllSparkError when the cut leaves too little.
+    """
     if group_size == 0 or first == 0:
         return group_size
     common = gcd(group_size, first)
@@ -130,7 +136,8 @@ def group_of_slice(group_size: int, first: int) -> int:
 
 def routing_weights(graph: Graph) -> set[str]:
     """Names of the matrices that make logits of experts and gates of rows: small ones, which stay float32, as a last
-    bit of them can send a row elsewhere."""
+    bit of them can send a row elsewhere.
+    """
     logits = {op.inputs[0] for op in graph.ops if op.type == "router"}
     logits |= {op.inputs[1] for op in graph.ops if op.type == "sigmoid_mul"}
     return {op.weights[0] for op in graph.ops if op.type == "linear" and op.outputs[0] in logits}
@@ -139,7 +146,8 @@ def routing_weights(graph: Graph) -> set[str]:
 @dataclass(frozen=True)
 class Quantization:
     """What is wanted of a model's matrices. tensors: patterns of tensor names, the first that matches counts; None: not
-    quantized."""
+    quantized.
+    """
 
     format: WeightFormat
     quantize_head: bool = True
@@ -177,7 +185,8 @@ class Quantization:
 
 def wanted_formats(graph: Graph, config: AsModelConfig, unquantized: str) -> dict[str, WeightFormat]:
     """The format of each matrix of an opened model: as the config wants them, or as they are serialized, if
-    quantized."""
+    quantized.
+    """
     if graph.quantization is None:
         dtype = unquantized if config.weight_dtype == "auto" else config.weight_dtype
         form = WeightFormat(dtype, config.weight_group_size)
@@ -213,7 +222,8 @@ def wanted_formats(graph: Graph, config: AsModelConfig, unquantized: str) -> dic
 @dataclass(frozen=True)
 class StoredQuantization:
     """Of a model that was serialized quantized: the format of its matrices (each has its own beside it), whether
-    embedding and head are quantized as well, and what "auto" made of the checkpoint it came from."""
+    embedding and head are quantized as well, and what "auto" made of the checkpoint it came from.
+    """
 
     format: WeightFormat
     quantize_head: bool

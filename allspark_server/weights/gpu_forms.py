@@ -3,7 +3,8 @@ with a scale and an offset in bfloat16 (InstantQuant's), and e4m3 with a float32
 
 Codes of 4 bits, and symmetric ones of 8, keep being codes: their scales are rounded to bfloat16, as servers do that
 compute in it. What has no such form (FP8 in blocks, FP4, NF4, permuted columns, zero points of 8 bits, whose offsets
-are too large for bfloat16) is recovered, to the bit as CPUs do, and rounded to bfloat16."""
+are too large for bfloat16) is recovered, to the bit as CPUs do, and rounded to bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from allspark_client.config import GROUPED, UNQUANTIZED
 from allspark_server.runtime.native import native_library
 from allspark_server.weights.asgraph import from_float32, to_float32
 from allspark_server.weights.common_form import plain_scales
-from allspark_server.weights.formats import SCALE_TYPES, ScaleLayout, WeightFormat
+from allspark_server.weights.formats import SCALE_TYPES, WeightFormat
 from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor, in_pieces
 
 GPU_FORMATS = (*UNQUANTIZED, *GROUPED, "float8")
@@ -62,7 +63,8 @@ def _has_codes(form: WeightFormat) -> bool:
 
 def recoded(tensor: QuantizedTensor, own: WeightFormat, form: WeightFormat, columns: int) -> QuantizedTensor:
     """A matrix of format `own` in the one that gpu_form() gave for it. Its scales and zeros are uint16 [n, groups]:
-    bfloat16, or of float8 the lower and the upper half of the float32 that a row has."""
+    bfloat16, or of float8 the lower and the upper half of the float32 that a row has.
+    """
     def as_floats(found: QuantizedRows) -> QuantizedRows:
         bad = int(((found.codes & 0x7F) == 0x7F).sum())
         if bad:

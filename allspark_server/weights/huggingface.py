@@ -12,7 +12,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from allspark_client.config import AsModelConfig, ASGenerationConfigBuilder
+from allspark_client.config import ASGenerationConfigBuilder, AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.runtime_config import AsModelRuntimeConfigBuilder
 from allspark_client.types import RoPEScaleMethod, TargetDevice
@@ -20,7 +20,7 @@ from allspark_server.models import Graph, ModelConfig, read_config
 from allspark_server.models.adapters import with_adapters
 from allspark_server.runtime.memory import physical_cores
 from allspark_server.runtime.native import native_library
-from allspark_server.vocabularies import JSON, vocabulary_file
+from allspark_server.tokenizer.vocabularies import JSON, vocabulary_file
 from allspark_server.weights.asgraph import STORED_TYPES, read_graph, write_graph, write_params
 from allspark_server.weights.checkpoint import OpenedModel, open_model
 from allspark_server.weights.files import open_regular, read_json
@@ -40,13 +40,15 @@ ROPE_SCALINGS = {RoPEScaleMethod.YaRN: "yarn", RoPEScaleMethod.NTK: "dynamic"}
 
 class HuggingFaceModel:
     """Loader, converter and serializer of a checkpoint directory or a GGUF file. Methods that return nothing else
-    return the object, so that calls can be chained. Code in a checkpoint is never run."""
+    return the object, so that calls can be chained. Code in a checkpoint is never run.
+    """
 
     def __init__(self, path: str | os.PathLike, name: str, user_set_data_type: str | None = "auto",
                  in_memory_serialize: bool = False, trust_remote_code: bool = False):
         """name: of the serialized files; slashes become underscores. user_set_data_type: of serialized weights: "auto"
         (or None: as stored), "float32", "bfloat16" or "float16". in_memory_serialize: serialize_to_path writes to
-        memory, too."""
+        memory, too.
+        """
         name = str(name).replace("/", "_")
         if name in ("", ".", ".."):
             raise ValueError(f"name={name!r} cannot be a file's name")
@@ -73,7 +75,7 @@ class HuggingFaceModel:
 
     # -- reading -------------------------------------------------------------------------------------------------------
     def load_model(self, override_data_type: str | None = None, direct_load: bool = True,
-                   load_format: str = "auto") -> "HuggingFaceModel":
+                   load_format: str = "auto") -> HuggingFaceModel:
         """Maps the weight files, checks every tensor's presence, type and shape; AllSparkError says what is wrong.
 
         override_data_type: as user_set_data_type. direct_load, load_format: of DashInfer's signature; weights always
@@ -88,7 +90,7 @@ class HuggingFaceModel:
         self.model_config = self._model.graph.config
         return self
 
-    def read_model_config(self) -> "HuggingFaceModel":
+    def read_model_config(self) -> HuggingFaceModel:
         """Reads config.json (or a GGUF file's metadata) into `model_config`."""
         if self._checkpoint().is_dir():
             self.model_config = read_config(self.path, self._rope_scaling)
@@ -100,9 +102,10 @@ class HuggingFaceModel:
         """Positions that the model was made for, with set_rope_scale_method's scaling."""
         return self._config().max_position_embeddings
 
-    def set_rope_scale_method(self, method: RoPEScaleMethod, parameter_dict: dict | None = None) -> "HuggingFaceModel":
+    def set_rope_scale_method(self, method: RoPEScaleMethod, parameter_dict: dict | None = None) -> HuggingFaceModel:
         """What is serialized from now on has this rotary scaling instead of config.json's. parameter_dict: as a
-        config.json's rope_scaling, say {"factor": 4.0, "original_max_position_embeddings": 32768}."""
+        config.json's rope_scaling, say {"factor": 4.0, "original_max_position_embeddings": 32768}.
+        """
         if not isinstance(method, RoPEScaleMethod):
             raise TypeError(f"method must be a RoPEScaleMethod, not {type(method).__name__}")
         given = dict(parameter_dict or {})
@@ -118,7 +121,7 @@ class HuggingFaceModel:
         self._rope_scaling, self._files = scaling, None
         return self.load_model() if self._model is not None else self
 
-    def init_quantization(self, enable: bool = True, customized_quant_config: dict | None = None) -> "HuggingFaceModel":
+    def init_quantization(self, enable: bool = True, customized_quant_config: dict | None = None) -> HuggingFaceModel:
         """Serializing with enable_quant uses this customized_quant_config unless it is given another."""
         if customized_quant_config is not None:
             quantization_of(False, customized_quant_config)     # which says what is wrong
@@ -130,14 +133,15 @@ class HuggingFaceModel:
         self._customized = customized_quant_config if enable else None
         return self
 
-    def free_model(self) -> "HuggingFaceModel":
+    def free_model(self) -> HuggingFaceModel:
         """Lets go of the mapped weight files."""
         self._model = None
         return self
 
-    def init_tokenizer(self, padding_side: str = "left") -> "HuggingFaceModel":
+    def init_tokenizer(self, padding_side: str = "left") -> HuggingFaceModel:
         """Loads the tokenizer: transformers' where that is installed and has it, otherwise this package's, which never
-        pads."""
+        pads.
+        """
         directory = self._checkpoint() if self.path.is_dir() else self._opened().tokenizer_dir
         if directory is None:
             raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"{self.path} holds no tokenizer that is known")
@@ -147,7 +151,7 @@ class HuggingFaceModel:
         except ImportError:
             AutoTokenizer = None
         if AutoTokenizer is None or (file is not None and file.name != JSON):
-            from allspark_server.text import Tokenizer
+            from allspark_server.tokenizer.text import Tokenizer
             self._tokenizer = Tokenizer.from_dir(directory)
         else:
             self._tokenizer = AutoTokenizer.from_pretrained(str(directory), padding_side=padding_side,
@@ -164,7 +168,7 @@ class HuggingFaceModel:
     def serialize_to_path(self, engine: Any, model_output_dir: str | os.PathLike, enable_quant: bool = False,
                           weight_only_quant: bool = False, customized_quant_config: dict | None = None,
                           skip_if_exists: bool = False, multinode_mode: bool = True, lora_cfg: Any = None,
-                          text_graph: bool = False) -> "HuggingFaceModel":
+                          text_graph: bool = False) -> HuggingFaceModel:
         """Writes NAME.asgraph and NAME.asparam (and the tokenizer's files into NAME.tokenizer) to `model_output_dir`.
 
         enable_quant: quantizes the matrices, to "int8" with weight_only_quant, otherwise to "w8a8";
@@ -186,7 +190,7 @@ class HuggingFaceModel:
 
     def serialize(self, engine: Any, model_output_dir: str | os.PathLike = "", enable_quant: bool = False,
                   weight_only_quant: bool = False, customized_quant_config: dict | None = None,
-                  multinode_mode: bool = True, lora_cfg: Any = None) -> "HuggingFaceModel":
+                  multinode_mode: bool = True, lora_cfg: Any = None) -> HuggingFaceModel:
         """serialize_to_memory if the object was made with in_memory_serialize, otherwise serialize_to_path."""
         if not self.in_memory and not os.fspath(model_output_dir):
             raise ValueError("model_output_dir is empty; without in_memory_serialize=True a directory is needed")
@@ -195,7 +199,7 @@ class HuggingFaceModel:
 
     def serialize_to_memory(self, engine: Any, enable_quant: bool = False, weight_only_quant: bool = False,
                             customized_quant_config: dict | None = None, text_graph: bool = False,
-                            multinode_mode: bool = True, lora_cfg: Any = None) -> "HuggingFaceModel":
+                            multinode_mode: bool = True, lora_cfg: Any = None) -> HuggingFaceModel:
         """The same into files that live in memory (/dev/shm), which free_memory_serialize_file() removes."""
         adapters = self._adapters(lora_cfg) if lora_cfg else {}
         return self._serialize_to_memory(
@@ -203,7 +207,7 @@ class HuggingFaceModel:
         )
 
     def _serialize_to_memory(self, how: Quantization | None, text_graph: bool,
-                             adapters: dict[str, LoraAdapter]) -> "HuggingFaceModel":
+                             adapters: dict[str, LoraAdapter]) -> HuggingFaceModel:
         self.free_memory_serialize_file()
         needed, free = self._serialized_bytes(how), (
             shutil.disk_usage(MEMORY_FOLDER).free if MEMORY_FOLDER.is_dir() else 0
@@ -232,7 +236,7 @@ class HuggingFaceModel:
         base = Path(config.get("input_base_dir", "."))
         return {name: open_adapter(base / name, graph, targets, sys.maxsize) for name in names}
 
-    def _copy_adapters(self, adapters: dict[str, LoraAdapter], directory: Path) -> "HuggingFaceModel":
+    def _copy_adapters(self, adapters: dict[str, LoraAdapter], directory: Path) -> HuggingFaceModel:
         try:
             for name, adapter in adapters.items():
                 adapter.copy_to(directory / name)
@@ -248,7 +252,7 @@ class HuggingFaceModel:
             raise ValueError("customized_quant_config is given, but enable_quant is False")
         return None
 
-    def free_memory_serialize_file(self) -> "HuggingFaceModel":
+    def free_memory_serialize_file(self) -> HuggingFaceModel:
         """Removes what serialize_to_memory made; a model that is installed from it is not affected."""
         if self._memory is not None:
             self._memory()
@@ -256,7 +260,7 @@ class HuggingFaceModel:
         return self
 
     def _serialize(self, directory: Path, how: Quantization | None, skip_if_exists: bool,
-                   text_graph: bool) -> "HuggingFaceModel":
+                   text_graph: bool) -> HuggingFaceModel:
         graph_path, param_path = directory / f"{self.name}.asgraph", directory / f"{self.name}.asparam"
         if not (skip_if_exists and graph_path.exists() and param_path.exists() and self._is_written(graph_path, how)):
             model, graph = self._opened(), self._graph(how)
@@ -323,7 +327,8 @@ class HuggingFaceModel:
                                                 device_ids: list[int] | None = None, max_batch: int = 1,
                                                 max_context_length: int = -1) -> AsModelRuntimeConfigBuilder:
         """A builder set up for this model: the serialized files if there are some, otherwise the checkpoint itself.
-        max_context_length: the engine's maximum length; -1: the default, or what the model was made for if less."""
+        max_context_length: the engine's maximum length; -1: the default, or what the model was made for if less.
+        """
         builder = AsModelRuntimeConfigBuilder().model_name(name).compute_unit(target_device, device_ids)
         builder.max_batch(max_batch)
         if self._files:
@@ -343,7 +348,8 @@ class HuggingFaceModel:
     def create_reference_generation_config_builder(
             self, runtime_config: AsModelConfig | None = None) -> ASGenerationConfigBuilder:
         """A builder with the sampling settings of the checkpoint's generation_config.json, its end-of-sequence ids, and
-        the engine's maximum length."""
+        the engine's maximum length.
+        """
         path = self.path / "generation_config.json"
         try:
             builder = ASGenerationConfigBuilder(read_json(path) if path.exists() else None)
@@ -354,9 +360,10 @@ class HuggingFaceModel:
             values["eos_token_id"] = list(self._config().eos_token_ids)
         return builder.update(values)
 
-    def export_model_diconfig(self, path: str | os.PathLike) -> "HuggingFaceModel":
+    def export_model_diconfig(self, path: str | os.PathLike) -> HuggingFaceModel:
         """Writes an AsModelConfig for this model as JSON, which AsModelConfig.from_dict and `allspark serve --config`
-        read; into NAME.json when `path` is a directory."""
+        read; into NAME.json when `path` is a directory.
+        """
         target = Path(path)
         target = target / f"{self.name}.json" if target.is_dir() else target
         builder = self.create_reference_runtime_config_builder(self.name, max_batch=AsModelConfig().engine_max_batch)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Callable, Mapping
 
 import numpy as np
 
@@ -189,7 +189,8 @@ class Loader:
     def _fill(self, identity: int, pieces: list[tuple[StoredTensor, int, int]], end: int, column: int,
               form: WeightFormat) -> None:
         """Rows of tensors of one type, one after the other, as a matrix' rows up to `end`. Whole rows: a slice along K
-        is quantized by the ranges of the groups that it was cut from."""
+        is quantized by the ranges of the groups that it was cut from.
+        """
         begin = end - sum(last - first for _, first, last in pieces)
         counts = self.executor.fill_rows(identity, [tensor.data[first:last] for tensor, first, last in pieces],
                                          pieces[0][0].dtype, begin, column, form.group_size)

@@ -11,9 +11,10 @@ import math
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.models.adapters import Target
@@ -94,7 +95,7 @@ class _Config:
         """Whether the adapter is for a module, as PEFT decides it."""
         if isinstance(self.targets, str) and self.targets.lower() == _ALL_LINEAR:
             return not is_head and not (self.excluded and self._matches(self.excluded, module))
-        if self.excluded and self._matches(self.excluded, module) or not self._matches(self.targets, module):
+        if (self.excluded and self._matches(self.excluded, module)) or not self._matches(self.targets, module):
             return False
         if isinstance(self.targets, str) or not self.layers:
             return True
@@ -130,11 +131,13 @@ class _Config:
 
 class LoraAdapter:
     """What an adapter has for a network's targets. `pairs`: by the targets' numbers. `digest`: of all that its results
-    depend on; wherever it is equal the adapters are."""
+    depend on; wherever it is equal the adapters are.
+    """
 
     def __init__(self, directory: str | Path, targets: Sequence[Target], head: str, max_rank: int):
         """head: the module that makes logits. AllSparkError: ..._LORA_NOT_FOUND if there is no adapter in this
-        directory, ..._LORA_RANK_EXCEED_LIMIT_ERROR if a rank is above max_rank."""
+        directory, ..._LORA_RANK_EXCEED_LIMIT_ERROR if a rank is above max_rank.
+        """
         self.directory = Path(directory)
         for name in (CONFIG, TENSORS):
             if not (self.directory / name).is_file():

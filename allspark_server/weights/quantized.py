@@ -1,14 +1,16 @@
 """Quantized matrices as they pass from a file to the native library: plain rows of codes, scales and what else there
-is, whatever packed them. A rank's slice of K whose columns have an order of their own."""
+is, whatever packed them. A rank's slice of K whose columns have an order of their own.
+"""
 
 from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Callable, Iterator, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -28,7 +30,8 @@ class QuantizedRows:
     [n, super-groups].
 
     packing: how codes lie if not so, as the file has them (the native library's fill_quantized); of blocks, which hold
-    their scales as well, nothing else is given. skipped: of the first word of "octets", rows before the first."""
+    their scales as well, nothing else is given. skipped: of the first word of "octets", rows before the first.
+    """
 
     codes: np.ndarray
     scales: np.ndarray | None = None
@@ -77,7 +80,8 @@ def block_floats(rows: QuantizedRows) -> tuple[np.ndarray, np.ndarray | None]:
 class QuantizedTensor:
     """A quantized matrix [n, k] of a file, whose codes' tensor is called `name`. rows(begin, end) gives some of its
     rows. order: the column that each place of a row's codes is for, where they are not in turn. mapped: rows are
-    little more than views of the file."""
+    little more than views of the file.
+    """
 
     name: str
     file: Path
@@ -95,7 +99,8 @@ class QuantizedTensor:
     def pieces(self, begin: int, end: int, columns: int,
                plain: WeightFormat | None = None) -> Iterator[tuple[int, QuantizedRows]]:
         """Its rows [begin, end), some at a time, each with the first one's number; the next are unpacked meanwhile.
-        plain: the matrix' format, if they are to be plain."""
+        plain: the matrix' format, if they are to be plain.
+        """
         def some(begin: int, end: int) -> QuantizedRows:
             return self.rows(begin, end) if plain is None else self.plain_rows(begin, end, plain, columns)
 
@@ -117,7 +122,8 @@ class QuantizedTensor:
 def in_pieces(some: Callable[[int, int], T], begin: int, end: int, columns: int,
               elements: int = PIECE_ELEMENTS) -> Iterator[tuple[int, T]]:
     """What `some` makes of rows [begin, end), about so many elements at a time, each with the first row's number; the
-    next are made meanwhile, by other threads."""
+    next are made meanwhile, by other threads.
+    """
     height = max(64, elements // columns // 64 * 64)
     if end - begin <= height:
         yield begin, some(begin, end)
@@ -162,7 +168,8 @@ def reordered(rows: QuantizedRows, form: WeightFormat, order: np.ndarray) -> Qua
 @dataclass(frozen=True, eq=False)
 class ColumnSlice:
     """Columns [first, last) of a matrix as one rank has them: `inputs` of them, in groups as `form` says. places: of
-    permuted columns, where each is in a row, -1 for none; order: which of the slice's columns each then is."""
+    permuted columns, where each is in a row, -1 for none; order: which of the slice's columns each then is.
+    """
 
     form: WeightFormat
     first: int
@@ -195,7 +202,8 @@ class ColumnSlice:
 def slice_columns(form: WeightFormat, order: np.ndarray | None, first: int, last: int,
                   columns: int) -> ColumnSlice:
     """A rank's slice of a matrix' columns. Of permuted ones (act-order) a slice has some of every group: groups are
-    then as long as the one with most, rounded up, the others padded with places that no column has."""
+    then as long as the one with most, rounded up, the others padded with places that no column has.
+    """
     if order is None:
         return ColumnSlice(form, first, last)
     if first == 0 and last == columns:
@@ -215,7 +223,8 @@ def slice_columns(form: WeightFormat, order: np.ndarray | None, first: int, last
 
 def checked_order(name: str, file: Path, groups_of: np.ndarray, group_size: int) -> np.ndarray | None:
     """The order that makes the groups of columns adjacent, from the group of each column (GPTQ's g_idx); None when they
-    are. AllSparkError unless each group has `group_size` columns, the last one what is left."""
+    are. AllSparkError unless each group has `group_size` columns, the last one what is left.
+    """
     columns = len(groups_of)
     size = group_size or columns
     if np.array_equal(groups_of, np.arange(columns) // size):

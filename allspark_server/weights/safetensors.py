@@ -10,9 +10,9 @@ import math
 import mmap
 import os
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterable
 
 import numpy as np
 
@@ -33,7 +33,8 @@ MAX_DIMENSIONS, MAX_ELEMENTS = 32, 1 << 48
 @dataclass(frozen=True, eq=False)
 class StoredTensor:
     """A tensor of a checkpoint. data: of `shape` and the type of QUANTIZED_TYPES (BF16: uint16, floats of 8 bits:
-    uint8); None for types that no model file uses. file: where it is stored, for messages."""
+    uint8); None for types that no model file uses. file: where it is stored, for messages.
+    """
 
     name: str
     dtype: str

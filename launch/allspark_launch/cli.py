@@ -8,19 +8,22 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Callable, Iterator
 
 from allspark_server import access, logs
 
-from . import batch, bench, doctor, drawing, fastchat_worker, gpus, http, pool
-from .mpi import MpiNotFound
-from .placement import place, place_on_gpus
+from . import bench
+from .commands import batch, doctor, fastchat_worker, http
+from .group.mpi import MpiNotFound
+from .group.serving import PROGRESS_MARK, GroupPlan, agents_of, background_group, plan_group, shipped_model, supervise
+from .group.supervisor import GroupFailed
+from .machine import drawing, gpus
+from .machine.placement import place, place_on_gpus
+from .machine.topology import Topology, format_list, parse_list, parse_sequence, read_topology
 from .options import GroupOptions, set_fields
-from .serving import PROGRESS_MARK, GroupPlan, agents_of, background_group, plan_group, shipped_model, supervise
-from .supervisor import GroupFailed
-from .topology import Topology, format_list, parse_list, parse_sequence, read_topology
+from .pool import pool
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +79,7 @@ examples:
   allspark run --model ~/Qwen2.5-0.5B-Instruct --ranks 2 --greedy "Why is the sky blue?"
   echo "Once upon a time" | allspark run --raw -      no chat template, prompt from standard input""")
     p.add_argument("prompt", nargs="?", default=DEFAULT_PROMPT, help="the prompt; - reads standard input")
-    p.add_argument("--model", metavar="DIR", 
+    p.add_argument("--model", metavar="DIR",
                    help="Hugging Face directory, NAME.gguf, NAME.asgraph, or org/name on the Hub (default: the shipped "
                         "model)")
     p.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
@@ -242,7 +245,7 @@ def _model_options(p: argparse.ArgumentParser) -> None:
 def _model_config(options: argparse.Namespace, directory: str) -> dict:
     """AsModelConfig's fields for a --model directory; checked here, so that a slip is told before anything starts."""
     from allspark_client.config import AsModelConfig
-    from allspark_server.hub import hub_name, is_hub_id, local_directory
+    from allspark_server.weights.hub import hub_name, is_hub_id, local_directory
     if is_hub_id(directory):
         path, name = Path(local_directory(directory)), hub_name(directory)
     else:

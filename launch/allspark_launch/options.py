@@ -9,13 +9,14 @@ from typing import Any
 from allspark_client.config import AsModelConfig
 from allspark_server import access, logs
 
-from .http import HttpOptions
+from .commands.http import HttpOptions
 from .tables import Location, Table
 
 
 def set_fields(items: list[str]) -> dict[str, object]:
     """What `--set FIELD=VALUE` flags say: values as JSON, or as the word they are, such as bfloat16. Raises
-    ValueError."""
+    ValueError.
+    """
     found: dict[str, object] = {}
     for item in items:
         key, equals, text = item.partition("=")
@@ -31,6 +32,7 @@ def set_fields(items: list[str]) -> dict[str, object]:
 @dataclass
 class GroupOptions:
     """All options have a default; an empty text or 0 is chosen by the program."""
+
     models: list[dict | str] = field(default_factory=list)      # AsModelConfig keys, or a directory
     address: list[str] = field(default_factory=list)
     ranks: int = 0
@@ -101,7 +103,8 @@ class GroupOptions:
 
     def addresses(self) -> list[str]:
         """What to serve on. Raises ValueError for an address that would be open to whoever reaches it, and for what
-        else is wrong about the doors."""
+        else is wrong about the doors.
+        """
         if self.tls_role and self.tls_role not in (role.value for role in access.Role):
             raise ValueError(f"tls_role is {self.tls_role!r}; allowed: {', '.join(r.value for r in access.Role)}")
         access.mode_of(self.socket_mode, self.socket_group)
@@ -122,7 +125,8 @@ class GroupOptions:
 
 def _is_a(value: object, kind: str) -> bool:
     """Whether a value has a type such as "int" or "list[dict | str]". Text has no control characters: it ends up in
-    command lines and units, where a line break would begin another setting."""
+    command lines and units, where a line break would begin another setting.
+    """
     if kind.startswith("list["):
         return isinstance(value, list) and all(any(_is_a(v, k) for k in kind[5:-1].split(" | ")) for v in value)
     if kind == "str":

@@ -1,5 +1,6 @@
 """Output that never waits for its reader: a terminal that is paused, or a log collector that hangs, must not stop the
-process that watches over a group."""
+process that watches over a group.
+"""
 from __future__ import annotations
 
 import collections
@@ -10,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from typing import Iterator
+from collections.abc import Iterator
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +21,8 @@ CLOSE_SECONDS = 1.0         # for what is pending when the process ends
 
 class Outlet(io.RawIOBase):
     """A raw file over descriptor `fd` whose writes return at once; a thread passes them on. What a slow reader leaves
-    no room for is dropped, and the reader told how much."""
+    no room for is dropped, and the reader told how much.
+    """
 
     def __init__(self, fd: int):
         self._fd = fd
@@ -53,7 +55,8 @@ class Outlet(io.RawIOBase):
 
     def finish(self) -> bool:
         """Ends the thread once everything is passed on. False if the reader does not take it within a second: then
-        writes are still accepted, and lost."""
+        writes are still accepted, and lost.
+        """
         with self._changed:
             self._ending = True
             self._changed.notify()
@@ -86,7 +89,8 @@ class Outlet(io.RawIOBase):
 @contextlib.contextmanager
 def unblocked() -> Iterator[Outlet]:
     """For the length of a with block, sys.stdout, sys.stderr and the root logger's handlers write through outlets;
-    yields that of standard error."""
+    yields that of standard error.
+    """
     before = [sys.stdout, sys.stderr]
     for stream in before:
         stream.flush()

@@ -16,6 +16,7 @@ _KEY = re.compile(r"""\s*((?:[\w-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[\w-]+|"[^"]*"
 @dataclass
 class Table:
     """What a file holds, and on which line each of its keys stands, as far as that is known."""
+
     path: str
     values: dict
     lines: dict[Where, int] = field(default_factory=dict)
@@ -23,7 +24,8 @@ class Table:
     @classmethod
     def read(cls, path: str) -> Table:
         """A file, TOML if it is called so, else JSON. ValueError says where it is wrong; OSError that it cannot be
-        read."""
+        read.
+        """
         text = Path(path).read_text(encoding="utf-8")
         toml = str(path).endswith(".toml")
         try:
@@ -49,6 +51,7 @@ class Table:
 @dataclass
 class Location:
     """A table inside of a file, for errors. `name`: what people call it, such as "member 'a'"."""
+
     table: Table
     where: Where = ()
     name: str = ""
@@ -76,7 +79,8 @@ def _toml():
 
 def _toml_lines(text: str) -> dict[Where, int]:
     """The line of each header and key of a TOML text that is known to be right. Text of several lines may hold what
-    looks like a key; a line too many harms nobody."""
+    looks like a key; a line too many harms nobody.
+    """
     lines: dict[Where, int] = {}
     counts: dict[Where, int] = {}       # of arrays of tables
     here: Where = ()

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 import torch  # noqa: E402
 
 from allspark_client.errors import AllSparkError  # noqa: E402
-from allspark_launch.serving import shipped_model  # noqa: E402
+from allspark_launch.group.serving import shipped_model  # noqa: E402
 from checkpoints import (CONFIGS, STORED, check_greedy, check_logits, checkpoint, prompt_of,  # noqa: E402
                          reference_greedy, reference_logits)
 from driver import Driver  # noqa: E402

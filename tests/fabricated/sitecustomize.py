@@ -6,7 +6,7 @@ import sys
 
 
 def fabricate(root: str) -> None:
-    from allspark_launch import topology
+    from allspark_launch.machine import topology
 
     from allspark_server.runtime import binding
 

@@ -6,7 +6,7 @@ import json
 from random import Random
 from typing import Any
 
-from allspark_server.text import Tokenizer
+from allspark_server.tokenizer.text import Tokenizer
 from conftest import CHAT_TEMPLATE, add_tokenizer
 from fuzz import mutate
 from fuzz.target import MESSAGES, REFUSALS, Target

@@ -67,8 +67,8 @@ class Messages(Target):
         ]  # fmt: skip
 
     def start(self, rng: Random) -> None:
-        from allspark_server.engine import Engine
-        from allspark_server.client_stream import ClientStream
+        from allspark_server.engine.engine import Engine
+        from allspark_server.rpc.client_stream import ClientStream
         from fake_group import FakeGroup
 
         self.finish()

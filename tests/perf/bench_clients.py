@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any, Callable, Iterator
 
 import psutil
-from allspark_launch.members import table
-from allspark_launch.serving import background_group, shipped_model
+from allspark_launch.pool.members import table
+from allspark_launch.group.serving import background_group, shipped_model
 
 from allspark_client import ClientEngine
 from allspark_client.config import AsModelConfig, GenerateConfig
@@ -298,7 +298,7 @@ class Alone:
 
 def engine_alone(options: argparse.Namespace) -> None:
     """Does what its input says, line by line: "first", "rate SECONDS WARM"."""
-    from allspark_server.engine import Engine
+    from allspark_server.engine.engine import Engine
     from allspark_server.runtime.group import LocalGroup
     with Engine(group=LocalGroup(sorted(os.sched_getaffinity(0))[:options.cpus])) as engine:     # pinned as the group's rank
         engine.install_model(AsModelConfig.from_dict(fields(options)).validate())

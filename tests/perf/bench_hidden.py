@@ -18,7 +18,7 @@ import numpy as np
 from allspark_client.config import AsModelConfig, GenerateConfig
 from allspark_client.request import RequestSpec
 from allspark_client.types import ModelInfo
-from allspark_server.engine import Engine
+from allspark_server.engine.engine import Engine
 from allspark_server.runtime.plan import DRAW, StepPlan
 
 

@@ -27,7 +27,7 @@ import numpy as np
 import allspark_server
 from allspark_client.config import AsModelConfig, GenerateConfig
 from allspark_client.request import RequestSpec
-from allspark_server.engine import Engine
+from allspark_server.engine.engine import Engine
 
 
 class Times:

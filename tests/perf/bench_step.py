@@ -21,12 +21,12 @@ import numpy as np
 from allspark_client.config import AsModelConfig, GenerateConfig
 from allspark_client.request import RequestSpec
 from allspark_client.types import ModelInfo
-from allspark_server.output import OutputStage, StepOutput
-from allspark_server.prepare import prepare
-from allspark_server.request import Request
+from allspark_server.engine.output import OutputStage, StepOutput
+from allspark_server.engine.prepare import prepare
+from allspark_server.engine.request import Request
 from allspark_server.runtime.plan import WorkTable
-from allspark_server.served_model import ServedModel
-from allspark_server.client_stream import ClientStream, _RequestSink
+from allspark_server.engine.served_model import ServedModel
+from allspark_server.rpc.client_stream import ClientStream, _RequestSink
 
 STEPS, WARM, DEPTH = 300, 50, 2
 

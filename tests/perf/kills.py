@@ -23,8 +23,8 @@ import time
 from pathlib import Path
 
 import psutil
-from allspark_launch.processes import processes_of_session
-from allspark_launch.serving import shipped_model
+from allspark_launch.group.processes import processes_of_session
+from allspark_launch.group.serving import shipped_model
 
 from allspark_client import ClientEngine
 

@@ -259,7 +259,7 @@ def host_of(pid: int) -> str:
 
 def is_agent(process: Path) -> bool:
     try:
-        return b"allspark_launch.agent" in (process / "cmdline").read_bytes()
+        return b"allspark_launch.group.agent" in (process / "cmdline").read_bytes()
     except OSError:
         return False
 

@@ -98,13 +98,14 @@ def pack(file: Path) -> None:
         subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
         built = ["allspark_client/_proto/__init__.py", "allspark_client/_proto/allspark_pb2.py",
                  "allspark_client/_proto/asgraph_pb2.py"]
-        built += [str(p.relative_to(REPOSITORY)) for part in ("allspark_server", "launch")
+        built += [str(p.relative_to(REPOSITORY)) for part in ("allspark_server", "launch/allspark_launch")
                   for p in (REPOSITORY / part).glob("*.so")]
         for name in built:
             Path(folder, name).parent.mkdir(exist_ok=True)
             shutil.copy(REPOSITORY / name, Path(folder, name))
         for package, path in (("allspark_client", "allspark_client"), ("allspark_server", "allspark_server"),
-                              ("allspark_launch", "launch")):
+                              ("allspark_launch", "launch/allspark_launch"),
+                              ("allspark_launch/systemd", "launch/systemd")):
             place = f"opt/allspark/lib/python3.11/site-packages/{package}"
             compile_all(Path(folder, path), f"/{place}")
             tar.add(Path(folder, path), place, filter=of_root)

@@ -1,5 +1,6 @@
 """GGUF files (llama.cpp): weights, config and tokenizer in one file. file.py reads the container, blocks.py its
-quantized types, model.py says what of it a network is, tokenizer.py makes its vocabulary a tokenizer."""
+quantized types, model.py says what of it a network is, tokenizer.py makes its vocabulary a tokenizer.
+"""
 
 from __future__ import annotations
 

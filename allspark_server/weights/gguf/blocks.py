@@ -4,12 +4,13 @@ What a code stands for, in the arithmetic of ggml's own dequantization:
   Q4_0, Q5_0, Q8_0   d * (q - middle)                       Q4_1, Q5_1   d * q + m
   Q2_K, Q4_K, Q5_K   (d * scale) * q - (dmin * minimum)     Q3_K, Q6_K   (d * scale) * (q - middle)
 d, m, dmin are float16; scales and minimums of the K types integers of 4, 6 or 8 bits, for groups of 16 or 32 of a
-super-group's 256 values. All products are exact in float32."""
+super-group's 256 values. All products are exact in float32.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 import numpy as np
 
@@ -24,7 +25,8 @@ _HALF = np.dtype("<f2")
 class BlockType:
     """values: of a block, in so many bytes. plain: as safetensors calls a type that is not quantized. form: of
     one that is, the format of a matrix; rows: makes its rows of blocks uint8 [n, blocks, bytes], of types that the
-    native library does not take as they are."""
+    native library does not take as they are.
+    """
 
     name: str
     values: int

@@ -1,11 +1,13 @@
 """What of a GGUF file a network is: its metadata as the fields of a config.json, its tensors by the names that
-checkpoints of transformers have."""
+checkpoints of transformers have.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -48,7 +50,8 @@ _OF_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(?P<expert>\d+)\.(?
 
 def gguf_name(name: str) -> tuple[str, int | None]:
     """What a tensor of transformers' checkpoints is called here, and the number of the expert that it is of; KeyError
-    for others."""
+    for others.
+    """
     if name in _PLAIN:
         return _PLAIN[name], None
     found = _IN_LAYER.fullmatch(name)
@@ -228,7 +231,7 @@ class GgufSource:
                                     f"{list(tensor.shape)}: expected that of at least {expert + 1} experts' matrices")
             return tensor, slice(expert * tensor.shape[1], (expert + 1) * tensor.shape[1]), None
         rows = slice(0, len(tensor.data))
-        if self.head_dim and ".attn_q." in ours or self.head_dim and ".attn_k." in ours:
+        if (self.head_dim and ".attn_q." in ours) or (self.head_dim and ".attn_k." in ours):
             length = tensor.shape[0]
             if length % self.head_dim:
                 raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"tensor {ours!r} in {tensor.file} has {length} "

@@ -1,5 +1,6 @@
 """The vocabulary in a GGUF file as a tokenizer.json, with its chat template, where everything else looks for them: in a
-directory of this user's cache, named by what it holds."""
+directory of this user's cache, named by what it holds.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Iterable
+from typing import Any
 
 import numpy as np
 
@@ -157,7 +159,7 @@ def _byte_level(fields: Fields, ids: dict[str, int]) -> Any:
 
 
 def _sentence_piece(fields: Fields, tokens: list[str], ids: dict[str, int]) -> Any:
-    """sentencepiece's BPE: pieces with scores, and bytes for what no piece has."""
+    """Sentencepiece's BPE: pieces with scores, and bytes for what no piece has."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores = dict(zip(tokens, _numbers(fields, "scores", len(tokens))))

@@ -1,6 +1,7 @@
 """Quantized Hugging Face checkpoints: what each scheme's tensors are called and how they are packed, one file a family
 of schemes. What comes out are the checkpoint's own integers (or codes), scales and zero points (weights/quantized.py):
-nothing is quantized anew."""
+nothing is quantized anew.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ SCHEMES: dict[str, type[Scheme]] = {
 
 def quantized_source(source: Source, values: dict[str, Any], path: Path) -> QuantizedSource:
     """The source of a checkpoint whose config.json (`path`) has the quantization_config `values`; AllSparkError for a
-    scheme that is not known."""
+    scheme that is not known.
+    """
     fields = Fields(values, path, "quantization_config.")
     method = fields.get("quant_method", str, "gptq" if "desc_act" in values else None)
     if method is None:

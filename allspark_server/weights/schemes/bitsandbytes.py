@@ -1,11 +1,13 @@
 """bitsandbytes: NF4 in blocks of adjacent values, whose largest magnitudes may themselves be quantized, and LLM.int8().
 
 Of LLM.int8() weights alone are quantized here: activations of its outliers' columns, which it multiplies as float16,
-are not told apart, as all activations have 16 bits."""
+are not told apart, as all activations have 16 bits.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 
@@ -57,7 +59,7 @@ class BitsAndBytes:
             wrong(tensor, f"is not valid JSON: {error}")
         sizes = [state.get(name) for name in ("blocksize", "nested_blocksize")] if isinstance(state, dict) else []
         if not sizes or type(sizes[0]) is not int or sizes[0] < SMALLEST_GROUP or sizes[0] % SMALLEST_GROUP or \
-                not (sizes[1] is None or type(sizes[1]) is int and sizes[1] > 0):
+                not (sizes[1] is None or (type(sizes[1]) is int and sizes[1] > 0)):
             wrong(tensor, f"holds {state!r:.200}: expected an object with a blocksize that is a multiple of "
                           f"{SMALLEST_GROUP}")
         return state
@@ -87,7 +89,8 @@ class BitsAndBytes:
 
     def _largest(self, module: str, count: int) -> Callable[[], np.ndarray]:
         """float32: each block's largest magnitude, as bitsandbytes recovers it. What it is made of is checked at
-        once."""
+        once.
+        """
         state, name = self._state(module), module + ".weight.absmax"
         size = state.get("nested_blocksize")
         if size is None:

@@ -3,13 +3,14 @@ or 8 bits packed into words, FP8, and FP4 with scales of 8 bits (MXFP4, NVFP4).
 
 Which of a checkpoint's groups of settings is a module's is seen from its tensors: the first group that they fit. Scales
 of activations are not read: with 8-bit integer activations each token gets its own (w8a8, w4a8), all others stay
-float32."""
+float32.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Iterable
 
 import numpy as np
 

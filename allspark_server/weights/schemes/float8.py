@@ -1,9 +1,10 @@
 """FP8 (e4m3) with a scale for each block of rows and columns (Qwen3-FP8, DeepSeek), each row, or the whole matrix.
-Activations, which others round to FP8 as well, stay float32."""
+Activations, which others round to FP8 as well, stay float32.
+"""
 
 from __future__ import annotations
 
-from typing import Iterable
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -41,7 +42,8 @@ def float8_tensor(weight: StoredTensor, scales: StoredTensor, block: tuple[int, 
 
 class BlockFloat8:
     """A checkpoint with weight [n, k] in e4m3 and weight_scale_inv, a scale of each block, or weight_scale, one of each
-    row or of all."""
+    row or of all.
+    """
 
     def __init__(self, source: Source, config: Fields):
         self.source, self.block = source, block_of(config, "weight_block_size")

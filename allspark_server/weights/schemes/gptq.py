@@ -4,11 +4,12 @@ zero point for each group of rows of the transposed matrix.
 GPTQ: words hold adjacent k, lowest bits first: transposed, they are the rows of QuantizedRows as they lie. Zero points
 are stored less one in its first format; the words as a whole were subtracted from, so they are added to as a whole.
 g_idx (act-order): the group of each column.
-AWQ: words hold eight adjacent rows' k, from the lowest bits on those of rows 0, 2, 4, 6, 1, 3, 5 and 7."""
+AWQ: words hold eight adjacent rows' k, from the lowest bits on those of rows 0, 2, 4, 6, 1, 3, 5 and 7.
+"""
 
 from __future__ import annotations
 
-from typing import Iterable
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -42,7 +43,8 @@ def _modules(source: Source) -> list[str]:
 
 class Gptq:
     """A checkpoint with qweight [k * bits / 32, n], qzeros [groups, n * bits / 32], scales [groups, n] and g_idx
-    [k]."""
+    [k].
+    """
 
     def __init__(self, source: Source, config: Fields):
         self.source = source

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Iterable
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -20,7 +20,8 @@ _POWERS = np.maximum(np.arange(256, dtype=np.uint16) << 7, 0x40)
 
 class Mxfp4:
     """A checkpoint with `experts.gate_up_proj_blocks` [experts, outputs, blocks, 16] and `_scales` [experts, outputs,
-    blocks], gate's rows the even ones, and the same of down_proj; modules are `experts.E.gate_proj` and so on."""
+    blocks], gate's rows the even ones, and the same of down_proj; modules are `experts.E.gate_proj` and so on.
+    """
 
     def __init__(self, source: Source, config: Fields):
         self.source = source

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Iterable, NoReturn, Protocol
+from collections.abc import Iterable
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
@@ -21,7 +22,8 @@ WEIGHT = ".weight"
 
 class Scheme(Protocol):
     """Reads the tensors of modules that a scheme has quantized: module `m` is what has the tensor `m.weight` in a
-    checkpoint that is not."""
+    checkpoint that is not.
+    """
 
     def __init__(self, source: Source, config: Fields): ...
 
@@ -116,7 +118,8 @@ def check_finite(tensor: StoredTensor) -> None:
 
 def column_order(source: Source, name: str, size: int, columns: int | None) -> np.ndarray | None:
     """The order of columns that a tensor with the group of each asks for (checked_order); columns: how many there are,
-    where that is known."""
+    where that is known.
+    """
     groups = need(source, name, ("I32",))
     if len(groups.shape) != 1 or not groups.shape[0] or columns not in (None, groups.shape[0]):
         wrong(groups, f"has shape {list(groups.shape)}: expected the group of each column"

@@ -1,5 +1,6 @@
 """What the machine allows at most for a model: decoding waits for memory (or, in large batches, for arithmetic),
-prefill for arithmetic."""
+prefill for arithmetic.
+"""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -9,7 +10,9 @@ from pathlib import Path
 @dataclass(frozen=True)
 class Machine:
     """Measured rates of all threads together: bytes/s read from memory, multiplications and additions/s in fp32, of
-    8-bit integers summed in 32 bits, and of bfloat16 in tiles (each 0: not measured, or there are none)."""
+    8-bit integers summed in 32 bits, and of bfloat16 in tiles (each 0: not measured, or there are none).
+    """
+
     read: float
     fp32: float
     int8: float = 0.0
@@ -18,13 +21,15 @@ class Machine:
     @property
     def floats(self) -> float:
         """Of products that are not of 8-bit integers both. Tiles take bfloat16, and two bytes for one activation in
-        just twice the time of one: their rate is that of weights alone in 8 or 4 bits too."""
+        just twice the time of one: their rate is that of weights alone in 8 or 4 bits too.
+        """
         return max(self.fp32, self.bf16)
 
 
 @dataclass(frozen=True)
 class Bound:
     """A ceiling in tokens/s and what sets it: "memory" or "compute"."""
+
     tokens_per_second: float
     by: str
 
@@ -37,6 +42,7 @@ class Workload:
     stored_weights: elements of all matrices, with an embedding that is not the head too; attention: operations for
     each pair of a row and a token that it sees.
     """
+
     architecture: str
     layer_weights: int
     head_weights: int
@@ -64,7 +70,8 @@ class Workload:
     def decode(self, machine: Machine, batch: int, context: float, weight_bytes: float, token_bytes: float,
                integer: bool = False) -> Bound:
         """One step gives each of `batch` sequences a token. context: tokens that each holds, on average; weight_bytes:
-        of all matrices as packed; token_bytes: of the cache, a token; integer: activations are quantized too."""
+        of all matrices as packed; token_bytes: of the cache, a token; integer: activations are quantized too.
+        """
         weights = self.layer_weights + self.head_weights
         read = weight_bytes * min(1.0, weights / self.stored_weights) + batch * context * token_bytes
         return _bound(machine, batch, read, batch * 2 * weights, batch * self.attention * context, integer)

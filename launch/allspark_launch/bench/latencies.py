@@ -2,8 +2,9 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,7 @@ SCHEMA = 1
 @dataclass(frozen=True)
 class Target:
     """Of each metric that is named the most that a request may have, in ms; of `itl`, the 99th percentile of its own."""
+
     limits: dict[str, float]
 
     @classmethod
@@ -45,7 +47,8 @@ class Target:
 
 def measured(answer: Answer, metric: str) -> list[float]:
     """One request's values of a metric, in ms. Latencies count from when the request was due: one that the load could not
-    send in time has waited."""
+    send in time has waited.
+    """
     events = answer.events
     if not events:
         return []
@@ -63,6 +66,7 @@ def measured(answer: Answer, metric: str) -> list[float]:
 @dataclass
 class Figures:
     """Of one point of one target: one entry of each list a round."""
+
     target: str
     point: Point
     rounds: list[dict[str, Any]] = field(default_factory=list)
@@ -119,7 +123,7 @@ def table(found: list[Figures], slo: Target) -> str:
              f"{'':<{width}} {'':>12}{'':>10}{'':>8}{'':>10}{'':>8}{'' if not goodput else ' ' * 11}"
              + f"{'p50':>8}{'p90':>8}{'p99':>8}" * 3]
     for figures in found:
-        line = (f"{figures.target:<{width}} {str(figures.point):>12}"
+        line = (f"{figures.target:<{width}} {figures.point!s:>12}"
                 f"{sum(r['requests'] for r in figures.rounds):>10}{sum(r['failed'] for r in figures.rounds):>8}"
                 f"{figures.median('output_tokens_per_second') or 0:>10.1f}"
                 f"{figures.median('requests_per_second') or 0:>8.2f}")

@@ -7,20 +7,19 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable
 
 from allspark_client import AllSparkError, ClientEngine
 from allspark_client.config import AsModelConfig
 
+from ..group.serving import background_group
 from ..options import GroupOptions
 from ..progress import Progress
-from ..serving import background_group
 from . import latencies
-from .latencies import Figures
-from .latencies import Target as Slo
+from .latencies import Figures, Target as Slo
 from .load import Limits, Point, drive
 from .targets import Group
 from .workload import Arrivals, Shape, distribution, sessions
@@ -32,7 +31,9 @@ TIE = 0.03                      # a smaller difference is none
 @dataclass(frozen=True)
 class Times:
     """Bounds of a measurement, in seconds. start: until a layout's groups serve. round: in which requests are sent;
-    patience: for one that is on its way then."""
+    patience: for one that is on its way then.
+    """
+
     start: float = 1800.0
     round: float = 10.0
     rounds: int = 3
@@ -42,6 +43,7 @@ class Times:
 @dataclass
 class Measured:
     """A layout's figures; or why it was left out."""
+
     layout: str
     groups: int
     figures: Figures | None = None
@@ -62,7 +64,8 @@ class Measured:
 def measure(layouts: dict[str, list[GroupOptions]], purpose: str, say: Callable[[str], None],
             times: Times = Times()) -> list[Measured]:
     """Each layout's groups are started, loaded, and ended. A layout that does not start (too little memory, say), or
-    answers nothing, is left out with the reason. say: told how far it is."""
+    answers nothing, is left out with the reason. say: told how far it is.
+    """
     point = _point(layouts, purpose)
     found = []
     for layout, groups in layouts.items():

@@ -4,8 +4,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Callable, Iterator
 
 from .targets import Answer, Conversation, Target, failures
 from .workload import Arrivals, Session
@@ -14,7 +14,9 @@ from .workload import Arrivals, Session
 @dataclass(frozen=True)
 class Point:
     """A load: so many clients, each with one request at a time (closed loop), or `rate` sessions a second (open loop);
-    of a trace, its own arrivals, `rate` times as fast."""
+    of a trace, its own arrivals, `rate` times as fast.
+    """
+
     clients: int = 0
     rate: float = 0.0
 
@@ -30,7 +32,9 @@ class Point:
 @dataclass(frozen=True)
 class Limits:
     """When a run ends: after so many requests, or with those that were sent within so many seconds. `patience`: seconds
-    for what is on its way then. `think`: seconds between an answer and the user's next turn."""
+    for what is on its way then. `think`: seconds between an answer and the user's next turn.
+    """
+
     requests: int
     seconds: float
     think: float

@@ -13,6 +13,7 @@ FORMATS = ("float32", "bfloat16", "float16", "int8", "int4", "w8a8", "w4a8")
 @dataclass(frozen=True)
 class Format:
     """A weight format: AsModelConfig's weight_dtype and weight_group_size (0: per output channel)."""
+
     dtype: str
     group: int = 0
 
@@ -32,6 +33,7 @@ class Format:
 @dataclass(frozen=True, order=True)
 class Cell:
     """`batch` requests at once, of `prompt` random tokens each, `output` tokens out."""
+
     batch: int
     prompt: int
     output: int
@@ -51,7 +53,9 @@ class Cell:
 @dataclass(frozen=True)
 class Timing:
     """Tokens/s of a cell: all prompts until the last first token; then, all sequences together, until the first of them
-    ends (None when there is nothing between)."""
+    ends (None when there is nothing between).
+    """
+
     prefill: float
     decode: float | None
 

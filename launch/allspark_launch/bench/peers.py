@@ -13,15 +13,15 @@ import json
 import logging
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Callable
 
 from .measure import Cell, Format, Timing
 
 logger = logging.getLogger(__name__)
 
-ADAPTERS = Path(__file__).resolve().parents[2] / "tests" / "perf" / "peers"
+ADAPTERS = Path(__file__).resolve().parents[3] / "tests" / "perf" / "peers"
 MARK = "RESULT "
 PROBE_SECONDS = 60
 
@@ -29,6 +29,7 @@ PROBE_SECONDS = 60
 @dataclass
 class Peer:
     """An adapter and the interpreter that runs it."""
+
     name: str
     script: Path
     python: str
@@ -37,7 +38,8 @@ class Peer:
 
     def probe(self, gpus: list[int] = ()) -> bool:
         """Whether its packages are importable there, and it computes on GPUs, or CPUs if there are none; learns their
-        version."""
+        version.
+        """
         try:
             done = subprocess.run([self.python, str(self.script), "--probe", *_on(gpus)], capture_output=True,
                                   text=True, timeout=PROBE_SECONDS)
@@ -52,6 +54,7 @@ class Peer:
 @dataclass(frozen=True)
 class PeerResult:
     """What an adapter found for one of its formats in one cell."""
+
     peer: str
     format: str
     weight_bits: float
@@ -72,7 +75,8 @@ def _on(gpus: list[int]) -> list[str]:
 
 def choose(wanted: list[str], folder: Path = ADAPTERS, gpus: list[int] = ()) -> list[Peer]:
     """The peers to run. wanted: NAME or NAME=PYTHON, which must be importable; "none"; or nothing: every adapter whose
-    packages this interpreter has. ValueError says what is wrong with a choice."""
+    packages this interpreter has. ValueError says what is wrong with a choice.
+    """
     known = adapters(folder)
     if wanted == ["none"]:
         return []
@@ -94,7 +98,8 @@ def choose(wanted: list[str], folder: Path = ADAPTERS, gpus: list[int] = ()) -> 
 def run_peer(peer: Peer, checkpoint: Path, work: Path, threads: int, formats: list[Format], cells: list[Cell],
              timeout: float, on_result: Callable[[PeerResult], None], gpus: list[int] = ()) -> None:
     """Runs the adapter once over all cells; calls on_result as results come. A failure of the whole becomes a result
-    with `error` and no cell."""
+    with `error` and no cell.
+    """
     (work / peer.name).mkdir(parents=True, exist_ok=True)
     words = [peer.python, str(peer.script), "--checkpoint", str(checkpoint), "--work", str(work / peer.name),
              "--threads", str(threads), "--formats", ",".join(dict.fromkeys(f.dtype for f in formats)),

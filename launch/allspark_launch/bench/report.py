@@ -26,7 +26,8 @@ def title_of(kind: str, cell: Cell) -> str:
 
 def tables(run: Run) -> str:
     """Decode and prefill, a row for each engine and format, a column for each cell: the best round, the median, and the
-    best round's part of the ceiling around it (m: set by memory, c: by arithmetic)."""
+    best round's part of the ceiling around it (m: set by memory, c: by arithmetic).
+    """
     best, median = run.best_machine(), run.median_machine()
     tiles = f"{best.bf16 / 1e9:.1f} Gop/s bfloat16 tiles ({median.bf16 / 1e9:.1f}), " if best.bf16 else ""
     lines = [f"ceilings: {best.read / 1e9:.1f} GB/s read ({median.read / 1e9:.1f}), {best.fp32 / 1e9:.1f} Gop/s fp32 "
@@ -61,7 +62,8 @@ def _line(run: Run, kind: str, row: Row, cells: list[Cell], width: int) -> str:
 
 def plot(run: Run, path: Path) -> bool:
     """Bars for each cell and engine with its ceiling as a line, decode above prefill, to a file of matplotlib's formats
-    (.png, .svg, .pdf). False if matplotlib is not installed."""
+    (.png, .svg, .pdf). False if matplotlib is not installed.
+    """
     try:
         import matplotlib
     except ImportError:

@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Callable
 
 from .ceiling import Bound, Machine, Workload
 from .measure import Cell, Timing
@@ -14,6 +14,7 @@ SCHEMA = 1
 @dataclass
 class Series:
     """One figure in every round, tokens/s, and the machine's ceilings around it."""
+
     rounds: list[float] = field(default_factory=list)
     machines: list[Machine] = field(default_factory=list)
 
@@ -29,7 +30,9 @@ class Series:
 @dataclass
 class Row:
     """One engine with one weight format. status: "measured", "not available yet" or "failed"; reason explains the
-    latter two. weight_bytes: of all ranks, as packed; token_bytes: of the cache, a token."""
+    latter two. weight_bytes: of all ranks, as packed; token_bytes: of the cache, a token.
+    """
+
     engine: str
     format: str
     status: str = "measured"
@@ -57,6 +60,7 @@ class Row:
 @dataclass
 class Run:
     """Everything that a run of `allspark bench static` found."""
+
     settings: dict
     machine: dict
     workload: Workload
@@ -84,7 +88,8 @@ class Run:
 
     def figure(self, kind: str, row: Row, cell: Cell) -> dict | None:
         """Best and median, and the parts of the ceilings measured around each round's figure: the best part and the
-        median one. None if it was not measured."""
+        median one. None if it was not measured.
+        """
         series = getattr(row, kind).get(cell)
         if series is None:
             return None

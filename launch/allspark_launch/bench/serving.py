@@ -13,12 +13,11 @@ import sys
 import time
 from pathlib import Path
 
+from ..group.serving import background_group, shipped_model
 from ..options import set_fields
-from ..serving import background_group, shipped_model
-from .latencies import METRICS, SCHEMA, Figures, plot, table
-from .latencies import Target as Slo
-from .load import Limits, Point, drive
 from ..progress import Progress
+from .latencies import METRICS, SCHEMA, Figures, Target as Slo, plot, table
+from .load import Limits, Point, drive
 from .targets import Group, InProcess, OpenAI, Target, failures
 from .workload import Arrivals, Shape, distribution, read_trace, sessions
 

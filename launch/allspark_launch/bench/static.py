@@ -11,18 +11,18 @@ import platform
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Callable, Iterator
 
-from ..gpus import ORDER
-from ..placement import place
+from ..group.serving import background_group, shipped_model
+from ..machine.gpus import ORDER
+from ..machine.placement import place
+from ..machine.topology import read_topology
 from ..options import set_fields
-from ..serving import background_group, shipped_model
-from ..topology import read_topology
+from ..progress import Progress
 from . import peers as peer_runs
 from .ceiling import Machine, Workload
 from .measure import FORMATS, Cell, Format, Timing, time_cell
-from ..progress import Progress
 from .report import plot, tables
 from .results import Row, Run
 
@@ -261,6 +261,7 @@ def measure_format(engine, row: Row, form: Format, checkpoint: Path, cells: list
                    progress: Progress, meter: Meter) -> None:
     """One round of one format: loads it, runs every cell, frees it. What goes wrong is noted in the row."""
     import numpy as np
+
     from allspark_client.errors import AllSparkError
     config = _config(options, form, checkpoint, cells)
     progress.show(f"loading {form}")

@@ -15,6 +15,7 @@ from .workload import Turn
 @dataclass
 class Answer:
     """What came of one request. Times are of time.perf_counter()."""
+
     due: float                  # when it was to be sent
     sent: float = 0.0
     events: list[tuple[float, int]] = field(default_factory=list)  # when tokens came, and how many
@@ -30,6 +31,7 @@ class Answer:
 @dataclass
 class Conversation:
     """What has been said in a session so far."""
+
     ids: list[int] = field(default_factory=list)
     messages: list[dict[str, str]] = field(default_factory=list)
 
@@ -126,7 +128,8 @@ class Group(_EngineTarget):
 
 class OpenAI:
     """An endpoint of OpenAI's form, streamed. `chat`: by /v1/chat/completions with messages of words, otherwise by
-    /v1/completions with ids. A chunk counts as a token; the total is the server's usage, if it tells."""
+    /v1/completions with ids. A chunk counts as a token; the total is the server's usage, if it tells.
+    """
 
     def __init__(self, name: str, url: str, model: str, temperature: float, chat: bool, vocab_size: int, key: str,
                  body: dict[str, Any]):

@@ -1,12 +1,14 @@
 """What `allspark bench serving` asks for: sessions of requests, their lengths, and when they arrive. The same seed makes
-the same workload, whoever answers."""
+the same workload, whoever answers.
+"""
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +21,8 @@ WORDS = ("time year people way day man thing woman life child world school state
 
 def distribution(text: str) -> Draw:
     """A source of lengths, at least 1: "128", "uniform:64:256", "normal:MEAN:SD", "lognormal:MEDIAN:SIGMA", "exp:MEAN",
-    or "choice:16:16:512". ValueError if it is none."""
+    or "choice:16:16:512". ValueError if it is none.
+    """
     kind, *parameters = text.split(":")
     try:
         if not parameters:
@@ -45,6 +48,7 @@ def distribution(text: str) -> Draw:
 @dataclass(frozen=True)
 class Turn:
     """One request: new prompt tokens, as ids or as words of text; and how many tokens are wanted in answer."""
+
     ids: list[int]
     output: int
     schema: dict | None = None      # that the answer must fit
@@ -57,6 +61,7 @@ class Turn:
 @dataclass(frozen=True)
 class Session:
     """Turns of one user, each after the answer to the last; `arrival`: seconds after the run's begin (open loop)."""
+
     turns: list[Turn]
     arrival: float = 0.0
 
@@ -64,7 +69,9 @@ class Session:
 @dataclass
 class Shape:
     """What sessions are made of. `prefixes`: so many shared beginnings, of `prefix` tokens; `guided`: which part of the
-    requests must fit `schema`."""
+    requests must fit `schema`.
+    """
+
     prompt: Draw
     output: Draw
     turns: Draw
@@ -77,7 +84,8 @@ class Shape:
 
 def sessions(shape: Shape, seed: list[int], vocab_size: int) -> Iterator[Session]:
     """Endless; of a trace, as many as it has. The prefixes depend on the seed's first number alone: warm-up and rounds
-    share them, as users share a system prompt."""
+    share them, as users share a system prompt.
+    """
     rng, common = np.random.default_rng(seed), np.random.default_rng(seed[0])
     low = min(10, vocab_size - 1)       # the first ids are often special tokens
     prefixes = [common.integers(low, vocab_size, shape.prefix).tolist() for _ in range(shape.prefixes)]
@@ -100,7 +108,9 @@ def sessions(shape: Shape, seed: list[int], vocab_size: int) -> Iterator[Session
 @dataclass(frozen=True)
 class Arrivals:
     """How sessions arrive at an average rate: "poisson", "constant", "burst:N" (N at once), or "gamma:SHAPE" (burstier
-    than Poisson below 1, more regular above)."""
+    than Poisson below 1, more regular above).
+    """
+
     kind: str
     parameter: float = 1.0
 
@@ -133,7 +143,8 @@ class Arrivals:
 
 def read_trace(path: Path, most: int) -> list[tuple[float, int, int]]:
     """(seconds, prompt tokens, output tokens) of a trace: JSON lines with `timestamp` (ms) or `arrival` (s), and
-    `input_length` or `prompt`, `output_length` or `output`. ValueError names the line that is wrong."""
+    `input_length` or `prompt`, `output_length` or `output`. ValueError names the line that is wrong.
+    """
     trace = []
     with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, 1):

@@ -10,10 +10,11 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, Callable, ContextManager, Iterator
+from typing import IO, Any, ContextManager
 
-from .progress import Progress
+from ..progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -279,7 +280,8 @@ class Batch:
 def add_command(command, group_options: Callable[[argparse.ArgumentParser], None],
                 own_group: Callable[[argparse.Namespace], ContextManager[str]]) -> None:
     """`allspark batch`, for build_parser. `group_options` adds what `own_group` reads to start a group, whose address it
-    gives."""
+    gives.
+    """
     p = command("batch", lambda options: run_batch(options, own_group),
                 "answer a file of requests in OpenAI's batch form", epilog=EPILOG)
     p.add_argument("input", type=Path, metavar="IN.jsonl")

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 
-from . import gpus, sysfs
-from .mpi import find_mpi, installations, MpiNotFound
-from .topology import Node, Topology, format_list, read_topology
+from ..group.mpi import MpiNotFound, find_mpi, installations
+from ..machine import gpus, sysfs
+from ..machine.topology import Node, Topology, format_list, read_topology
 
 MOST_FILES = 65536
 FEW_PROCESSES = 4096
@@ -26,6 +26,7 @@ WINDOW_BYTES_PER_RANK = 8 << 20     # a little more than what native.Window asks
 @dataclass
 class Finding:
     """One line of the report. level: "ok", "note" (works, could be better) or "missing" (does not work)."""
+
     level: str
     subject: str
     text: str
@@ -212,8 +213,10 @@ def gpus_of(machine: Topology, root: str = "/") -> list[Finding]:
 def _cuda(usable: list[gpus.Gpu]) -> list[Finding]:
     """The CUDA backend of this installation, whether the driver takes it, and whether GPUs reach each other."""
     try:
-        from allspark_server import _native  # noqa: F401  its types are the backend's
-        from allspark_server import _cuda as cuda
+        from allspark_server import (
+            _cuda as cuda,
+            _native,  # noqa: F401  its types are the backend's
+        )
     except ImportError as error:
         return [Finding("note", "CUDA", f"this installation has no CUDA backend ({error})",
                         "pip install '.[cuda]' and build with ALLSPARK_CUDA=1, where there is no CUDA toolkit")]

@@ -8,8 +8,9 @@ import json
 import logging
 import os
 import urllib.request
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass
-from typing import Any, AsyncIterator, Callable, ContextManager
+from typing import Any, ContextManager
 
 from allspark_client import AllSparkError, AsStatus, AsyncClientEngine, ModelInfo
 from allspark_client.config import GenerateConfig
@@ -75,7 +76,7 @@ def config_of(params: dict[str, Any], info: ModelInfo) -> GenerateConfig:
         if params.get(theirs) is not None:
             values[ours] = params[theirs]
     temperature = params.get("temperature")
-    if temperature is not None and 0 <= temperature < 1e-5 or params.get("top_p") == 0:
+    if (temperature is not None and 0 <= temperature < 1e-5) or params.get("top_p") == 0:
         values["do_sample"] = False
         values.pop("top_p", None)
     elif temperature is not None:
@@ -94,6 +95,7 @@ def config_of(params: dict[str, Any], info: ModelInfo) -> GenerateConfig:
 @dataclass
 class Identity:
     """How the worker presents itself to the controller."""
+
     address: str
     names: list[str]
     controller: str

@@ -13,13 +13,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Iterator
 
 from allspark_server import access
 
-from .folders import private_folder, short_parent
+from ..group.folders import private_folder, short_parent
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ _USER_TIMEOUT_MS = 60_000
 @dataclass
 class HttpOptions:
     """What a door can be told. `address`: host:port or unix:/path."""
+
     address: str = DEFAULT_ADDRESS
     workers: int = 1
     token_file: str = ""
@@ -112,7 +113,7 @@ def open_socket(address: str, mode: int = 0o600, group: str = "") -> tuple[socke
 
 
 def _open_unix(address: str, mode: int, group: str) -> tuple[socket.socket, str]:
-    from allspark_server.listen import free_socket_path, give_to_group, umask
+    from allspark_server.rpc.listen import free_socket_path, give_to_group, umask
     path = free_socket_path(address)
     listener = socket.socket(socket.AF_UNIX)
     with umask(0o777 & ~mode):
@@ -254,7 +255,7 @@ examples:
 
 
 def _http(options: argparse.Namespace) -> int:
-    from .members import default_address
+    from ..pool.members import default_address
     pool = options.address or [a for a in os.environ.get("ALLSPARK_ADDRESS", "").split(",") if a] or [default_address()]
     names = ("workers", "token_file", "tls_cert", "tls_key", "tls_ca", "tls_role", "insecure", "socket_mode",
              "socket_group", "max_body_mib", "log_level", "pool_token_file", "pool_tls_ca")

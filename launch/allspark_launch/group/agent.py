@@ -1,4 +1,4 @@
-"""The supervisor's hands on another host, which it starts there by ssh or srun: python -m allspark_launch.agent.
+"""The supervisor's hands on another host, which it starts there by ssh or srun: python -m allspark_launch.group.agent.
 
 They talk by lines of JSON on standard input and output, so there is no door to guard: who may run commands on a host
 may do this. The agent places ranks on its host, runs mpirun's daemon, passes on the ranks' beats, tells at once when
@@ -30,11 +30,11 @@ from allspark_client.version import __version__
 from allspark_server import logs
 from allspark_server.runtime.binding import adopt_orphans, die_with_parent, memory_policy_allowed
 
+from ..machine.placement import place
+from ..machine.topology import read_topology
 from .folders import private_folder, short_parent, trusted
 from .mpi import clean_environment
-from .placement import place
 from .processes import is_stopped, neutral_for_oom, open_pid, reap_orphans
-from .topology import read_topology
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ class Agent:
         return found
 
     def _launch(self, command: str, environment: dict[str, str]) -> None:
-        """mpirun's daemon, as a shell's command line."""
+        """Mpirun's daemon, as a shell's command line."""
         whole = {**clean_environment(self._home), **environment, **self._environment}
         subprocess.Popen(["sh", "-c", f"exec 2>&1; {command}"], env=whole, stdin=subprocess.DEVNULL, stdout=2,
                          start_new_session=True, preexec_fn=_as_daemon)

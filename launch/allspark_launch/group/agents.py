@@ -10,14 +10,14 @@ import subprocess
 import sys
 import time
 from collections import deque
-from typing import Callable, Iterator
+from collections.abc import Callable, Iterator
 
 from allspark_client.version import __version__
 from allspark_server.runtime.binding import die_with_parent
 
+from ..machine.placement import Placement, RankPlacement
 from .agent import LEASE_SECONDS
 from .hosts import Allocation, Host
-from .placement import Placement, RankPlacement
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Agent:
         return f" ({'; '.join(self.errors)})" if self.errors else ""
 
     def start(self, shell: tuple[str, ...]) -> None:
-        command = [sys.executable, "-m", "allspark_launch.agent"]
+        command = [sys.executable, "-m", "allspark_launch.group.agent"]
         self.errors.clear()
         self._unread, self.hello, self.ended, self.given_up, self.stopped = b"", {}, True, False, set()
         self.process = subprocess.Popen([*shell, self.name, *command],     # no word of it means a thing to a shell
@@ -133,7 +133,8 @@ class Agents:
 
     def connect(self) -> list[Agent]:
         """Those that are there; starts the others. Raises RuntimeError if one does not come at the first time,
-        ValueError if it is another version's; later those that were lost are left out."""
+        ValueError if it is another version's; later those that were lost are left out.
+        """
         for agent in self.all:
             if agent.why_lost():
                 self._close(agent)
@@ -233,7 +234,8 @@ class Agents:
 
     def end(self, keep_alive: Callable[[], None]) -> None:
         """Ends what runs on all hosts, and returns when it surely has: for a host that does not answer, once its lease
-        is over. keep_alive(): called several times a second."""
+        is over. keep_alive(): called several times a second.
+        """
         self.kill()
         while True:
             left = [a for a in self.all if not a.ended and time.monotonic() < a.heard + OVER_SECONDS]

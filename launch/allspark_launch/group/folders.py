@@ -8,8 +8,8 @@ import os
 import shutil
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,8 @@ def _locked_folder(parent: str) -> tuple[str, int]:
 
 def remove_stale(parent: str) -> None:
     """Removes the folders of this user's processes that were killed. Links are not followed; what belongs to others
-    is left alone, and so is a parent in which others could exchange a folder while it is being removed."""
+    is left alone, and so is a parent in which others could exchange a folder while it is being removed.
+    """
     if not trusted(parent):
         return
     for folder in Path(parent).glob(PREFIX + "*"):

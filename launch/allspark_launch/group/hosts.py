@@ -1,5 +1,6 @@
 """The hosts of a group: their names, from a file, a Slurm allocation or the Kubernetes MPI operator; which of them this
-one is; how a command is started on another; and how ranks are shared out."""
+one is; how a command is started on another; and how ranks are shared out.
+"""
 from __future__ import annotations
 
 import os
@@ -8,9 +9,9 @@ import shlex
 import shutil
 import socket
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Mapping
 
 from allspark_server.runtime.hosts import own_addresses
 
@@ -22,6 +23,7 @@ _SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5"]
 @dataclass(frozen=True)
 class Host:
     """A host by the name that it is reached by. ranks: that it gets; 0: one for each of its NUMA nodes."""
+
     name: str
     ranks: int = 0
 
@@ -29,6 +31,7 @@ class Host:
 @dataclass(frozen=True)
 class Allocation:
     """The hosts of a group, this one first. shell: words that run the words after a host's name there."""
+
     hosts: tuple[Host, ...]
     shell: tuple[str, ...]
 
@@ -123,7 +126,8 @@ def is_here(name: str) -> bool:
 
 def share_ranks(cores: list[int], wanted: list[int], ranks: int) -> list[int]:
     """How many ranks each host gets. cores: that each has. wanted: what it gets unless `ranks` says how many there are
-    in all: then one each, as far as that goes, and the rest where most cores are left for each."""
+    in all: then one each, as far as that goes, and the rest where most cores are left for each.
+    """
     if not ranks:
         return list(wanted)
     counts = [int(i < ranks) for i in range(len(cores))]

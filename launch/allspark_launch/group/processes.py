@@ -30,7 +30,8 @@ def is_stopped(pid: int) -> bool:
 def reap_orphans(session: int = 0) -> None:
     """Take the exit status of children that have ended: of those of a session, or of all. As process 1 of a container a
     supervisor inherits the ranks of an mpirun that was killed, and nobody else would. One that leads its session was
-    started here, and is waited for elsewhere."""
+    started here, and is waited for elsewhere.
+    """
     with contextlib.suppress(ChildProcessError):            # no child at all
         if not session:
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -44,7 +45,8 @@ def reap_orphans(session: int = 0) -> None:
 
 def open_pid(pid: int) -> int:
     """A descriptor that becomes readable when the process ends; -1 on kernels without pidfds (callers then poll).
-    For a process that is gone already, one that is readable at once."""
+    For a process that is gone already, one that is readable at once.
+    """
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:
@@ -70,7 +72,8 @@ def is_alive(pid: int) -> bool:
 
 def neutral_for_oom() -> None:
     """Called in a new process: where the supervisor is to be spared by the kernel's out-of-memory killer, that is not
-    inherited."""
+    inherited.
+    """
     with contextlib.suppress(OSError, ValueError):
         with open("/proc/self/oom_score_adj", "r+", encoding="ascii") as file:
             if int(file.read()) < 0:

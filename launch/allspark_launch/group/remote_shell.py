@@ -1,5 +1,6 @@
 """What mpirun starts daemons on other hosts by: remote_shell.py HOST COMMAND …. The supervisor's agent there runs the
-command, so that all processes of the group on that host are the agent's. A script of the standard library alone."""
+command, so that all processes of the group on that host are the agent's. A script of the standard library alone.
+"""
 import json
 import os
 import socket

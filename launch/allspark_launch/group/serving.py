@@ -1,5 +1,6 @@
 """From options to a running group: placement, command line, supervisor; and a group in the background for commands
-that need one for a moment."""
+that need one for a moment.
+"""
 from __future__ import annotations
 
 import contextlib
@@ -12,37 +13,39 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Callable, Iterator
 
+import allspark_server
 from allspark_server import access
 from allspark_server.runtime.binding import GROUP_GPUS
 
+from ..commands.http import HttpDoor
+from ..machine.gpus import ORDER
+from ..machine.placement import Placement, place, place_on_gpus
+from ..machine.topology import Topology, format_list, read_topology
+from ..options import GroupOptions
+from ..output import unblocked
 from .agents import Agents
 from .folders import private_folder, remove_stale, short_parent, trusted
-from .gpus import ORDER
 from .hosts import find_hosts, share_ranks
-from .http import HttpDoor
 from .mpi import Installation, clean_environment, find_mpi, group_command, mpi_environment, shell_line
 from .notify import Notifier
-from .options import GroupOptions
-from .output import unblocked
-from .placement import Placement, place, place_on_gpus
 from .supervisor import Start, Supervisor
-from .topology import Topology, format_list, read_topology
 
 logger = logging.getLogger(__name__)
 
 PROGRESS_MARK = b"@progress "     # starts the lines by which a group in the background tells how far a load is
 #: options of a group that runs which `allspark serve` takes over when it is told to reload; others need a restart
 RELOADABLE = ("drain_limit", "log_level")
-ASSETS = Path(__file__).resolve().parent.parent / "allspark_server" / "assets"
+ASSETS = Path(allspark_server.__file__).resolve().parent / "assets"
 
 
 @dataclass
 class GroupPlan:
     """Everything that starting a group needs."""
+
     placement: Placement
     mpi: Installation
     words: list[str]
@@ -117,7 +120,8 @@ def plan_group(options: GroupOptions, inner: str = "", keep: int = 0, agents: Ag
     """Placement and command line. ValueError or MpiNotFound says what cannot be met. `inner`: a Unix socket that is
     served, too, for the supervisor's programs. `keep`: there must be so many ranks, several on a node if need be:
     others could not continue the requests of a group that was lost; where there is no way to place them, there are as many as
-    the options say. agents: of the other hosts that the options name."""
+    the options say. agents: of the other hosts that the options name.
+    """
     from allspark_client.environment import check_environment
     from allspark_server.runtime.binding import memory_policy_allowed
     check_environment()
@@ -271,6 +275,7 @@ def supervise(options: GroupOptions, *, ready_file: str = "", parent_pid: int = 
 @dataclass
 class BackgroundGroup:
     """A group that another process supervises for us."""
+
     addresses: list[str]
     supervisor_pid: int
 

@@ -23,9 +23,9 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Callable
 
 from allspark_server.runtime.binding import die_with_parent
 
@@ -41,7 +41,8 @@ LOG_LINES = 60              # of the ranks' output, kept for the error when the 
 
 class GroupFailed(RuntimeError):
     """The group could not be kept running; the text has the reason and the ranks' last lines. misconfigured: it would
-    end like this again, until somebody changes its options or what they name."""
+    end like this again, until somebody changes its options or what they name.
+    """
 
     def __init__(self, text: str, misconfigured: bool = False):
         super().__init__(text)
@@ -51,6 +52,7 @@ class GroupFailed(RuntimeError):
 @dataclass
 class Limits:
     """Times in seconds."""
+
     heartbeat_timeout: float = 10.0     # a process may be busy for some seconds without letting its threads run
     stopped_timeout: float = 3.0
     health_timeout: float = 30.0        # rank 0 makes a health call of its own each second
@@ -68,7 +70,9 @@ class Limits:
 @dataclass
 class Start:
     """What a life of the group is started with: the mpirun line, additions to the environment, and how many ranks must
-    report."""
+    report.
+    """
+
     words: list[str]
     environment: dict[str, str]
     ranks: int
@@ -77,6 +81,7 @@ class Start:
 @dataclass
 class Rank:
     """What the heartbeats said of one rank."""
+
     pid: int
     last: float
     state: str = "starting"
@@ -92,6 +97,7 @@ class Rank:
 @dataclass
 class _Run:
     """One life of the group."""
+
     process: subprocess.Popen
     started: float
     expected: int               # ranks
@@ -183,7 +189,7 @@ class Supervisor:
         """Run the group until a stop is asked for, or the parent ends. Raises GroupFailed when giving up."""
         failures = 0
         try:
-            while not self._stopping or self._owed and not self._hurry and time.monotonic() < self._stop_by:
+            while not self._stopping or (self._owed and not self._hurry and time.monotonic() < self._stop_by):
                 run = self._run_once()
                 if self._stopping and not self._owed:
                     break
@@ -257,7 +263,7 @@ class Supervisor:
             code = process.returncode
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
             run.error = f"mpirun {how}"
-        if not (self._stopping and process.returncode == 0) and (run.requests or not run.ready_since and owed):
+        if not (self._stopping and process.returncode == 0) and (run.requests or (not run.ready_since and owed)):
             self._owed = run.expected if run.requests else owed
         return run
 
@@ -315,7 +321,7 @@ class Supervisor:
             self._notifier.ready()
 
     def _problem(self, run: _Run) -> str:
-        """Why the group must be ended now, or "". """
+        """Why the group must be ended now, or ""."""
         now = time.monotonic()
         for agent in self._agents.all if self._agents is not None else ():
             if not agent.ended and (why := agent.why_lost()):
@@ -343,7 +349,8 @@ class Supervisor:
 
     def _tell(self, run: _Run) -> None:
         """Systemd, how things are. It hears no sign of life while something is wrong with the group, or it is being
-        ended; each of these has a limit of its own, shorter than the watchdog's."""
+        ended; each of these has a limit of its own, shorter than the watchdog's.
+        """
         self._notifier.alive()
         self._write_report(run)
         if run.draining:
@@ -443,7 +450,8 @@ class Supervisor:
 
     def _stop(self, run: _Run) -> None:
         """A clean end: rank 0 lets its requests end, closes the service and lets the other ranks go. A group that does
-        not serve yet has nothing to close. Returns early if the group is lost meanwhile."""
+        not serve yet has nothing to close. Returns early if the group is lost meanwhile.
+        """
         if not self._signal_rank0(run, signal.SIGUSR1):
             return
         self._stop_by = min(self._stop_by, time.monotonic() + self.drain_limit)
@@ -466,7 +474,8 @@ class Supervisor:
 
     def _end(self, run: _Run, lost: bool) -> None:
         """Make sure that nothing of this life is left. `lost`: some of it cannot go on, and nothing is asked of the
-        rest: its requests wait."""
+        rest: its requests wait.
+        """
         process = run.process
         if lost:
             if self._agents is not None:

@@ -29,7 +29,9 @@ class Gpu:
     """A GPU by its PCI address. index: its number in compute_unit and --gpus, -1 if this process may not use it. node:
     the NUMA node that it is attached to, -1 if the kernel does not tell. bridges: PCI bridges from the root to it.
     link: its PCIe link, "" if unknown. model, device, uuid: what its driver calls it, its device file, and what no other
-    GPU is called; "" without one."""
+    GPU is called; "" without one.
+    """
+
     address: str
     node: int
     index: int = -1
@@ -68,7 +70,8 @@ def _read(root: Path, folder: Path) -> Gpu:
 
 def _chosen(usable: list[Gpu], visible: str | None) -> list[Gpu]:
     """Those that CUDA_VISIBLE_DEVICES lets programs see, by numbers or the beginnings of UUIDs, in their order; as CUDA
-    does, up to the first that there is not. Parts of GPUs (MIG) cannot be told apart here."""
+    does, up to the first that there is not. Parts of GPUs (MIG) cannot be told apart here.
+    """
     if visible is None:
         return usable
     chosen: list[Gpu] = []

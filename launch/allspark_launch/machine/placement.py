@@ -14,6 +14,7 @@ SERVICE_CORE_FROM = 16
 @dataclass(frozen=True)
 class RankPlacement:
     """One rank. `cpus`: one per compute thread. `bound_cpus`: where the process as a whole may run."""
+
     rank: int
     node: int
     cpus: tuple[int, ...]
@@ -33,7 +34,9 @@ class RankPlacement:
 @dataclass
 class Placement:
     """All ranks. `oversubscribed`: a core is shared by ranks (or a cgroup quota is below the cores used), so no wait
-    may spin."""
+    may spin.
+    """
+
     ranks: list[RankPlacement]
     oversubscribed: bool = False
     warnings: list[str] = field(default_factory=list)
@@ -90,7 +93,8 @@ def place_on_gpus(topology: Topology, gpus: list[int], cpus_per_rank: int = 0, u
     """A rank for each GPU, in their order, on cores of the NUMA node that it is attached to; where the kernel does not
     tell, on the nodes in turn. share: GPUs may be named twice.
 
-    Raises ValueError if there is no such GPU, or as place() does."""
+    Raises ValueError if there is no such GPU, or as place() does.
+    """
     known = {gpu.index: gpu for gpu in topology.gpus if gpu.index >= 0}
     for i, gpu in enumerate(gpus):
         if gpu in gpus[:i] and not share:
@@ -130,7 +134,7 @@ def _obey_limits(result: Placement, topology: Topology, cpus_per_rank: int) -> N
 
 def nearest_memory(topology: Topology, nodes: list[int], memory_nodes: list[int]) -> dict[int, tuple[int, ...]]:
     """Node -> those of `memory_nodes` that none of the nodes is nearer to. ValueError if one has CPUs, or no memory."""
-    found: dict[int, tuple[int, ...]] = {node: () for node in nodes}
+    found: dict[int, tuple[int, ...]] = dict.fromkeys(nodes, ())
     for number in memory_nodes:
         memory = topology.node(number)
         if memory.cpus or not memory.has_memory:
@@ -148,7 +152,8 @@ def nearest_memory(topology: Topology, nodes: list[int], memory_nodes: list[int]
 
 def _obey_quota(result: Placement, quota: float) -> None:
     """Leave no more threads than the cgroup allows CPUs, the same number to each rank: those beyond it would only make
-    the others wait, for once the time is used up, all are paused until the next period."""
+    the others wait, for once the time is used up, all are paused until the next period.
+    """
     most = max(1, math.ceil(quota) // len(result.ranks))
     found = sum(len(r.cpus) for r in result.ranks)
     result.ranks = [replace(r, cpus=r.cpus[:most]) for r in result.ranks]

@@ -50,6 +50,7 @@ def format_list(numbers) -> str:
 @dataclass(frozen=True)
 class Core:
     """A physical core: its usable logical CPUs in ascending order (more than one with SMT)."""
+
     package: int
     core_id: int
     cpus: tuple[int, ...]
@@ -58,6 +59,7 @@ class Core:
 @dataclass(frozen=True)
 class Cache:
     """A cache for data, and the CPUs that share it. size: bytes."""
+
     level: int
     size: int
     cpus: tuple[int, ...]
@@ -66,6 +68,7 @@ class Cache:
 @dataclass
 class Node:
     """A NUMA node. `cpus` are all its online CPUs, `cores` only what this process may use; memory in bytes."""
+
     id: int
     cpus: list[int] = field(default_factory=list)
     cores: list[Core] = field(default_factory=list)
@@ -91,6 +94,7 @@ class Node:
 @dataclass
 class Topology:
     """The machine as this process sees it. `cpu_quota` is the cgroup's limit in CPUs, 0.0 if there is none."""
+
     nodes: list[Node]
     allowed_cpus: list[int]
     offline_cpus: list[int]
@@ -113,7 +117,8 @@ class Topology:
 
     def memory_node(self, node: Node) -> Node:
         """The node whose memory serves `node`: itself, or the nearest with memory if it has none. Memory without CPUs
-        (CXL, high-bandwidth memory, a GPU's) serves only where there is no other: who wants it names it."""
+        (CXL, high-bandwidth memory, a GPU's) serves only where there is no other: who wants it names it.
+        """
         if node.has_memory:
             return node
         others = [n for n in self.nodes if n.has_memory and n.cpus] or [n for n in self.nodes if n.has_memory]

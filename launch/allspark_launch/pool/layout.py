@@ -1,5 +1,6 @@
 """How a pool's members are laid out over NUMA nodes: each as one wide group with a rank on every node, or as a group of
-its own on each node; and what was decided about it, kept beside the pool's configuration."""
+its own on each node; and what was decided about it, kept beside the pool's configuration.
+"""
 from __future__ import annotations
 
 import json
@@ -9,9 +10,9 @@ from pathlib import Path
 
 from allspark_server import access
 
-from .options import GroupOptions
-from .placement import nearest_memory
-from .topology import Topology, format_list
+from ..machine.placement import nearest_memory
+from ..machine.topology import Topology, format_list
+from ..options import GroupOptions
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,8 @@ def check(member: GroupOptions) -> None:
 
 def expand(name: str, member: GroupOptions, machine: Topology) -> dict[str, GroupOptions]:
     """A group on each node instead of one member: NAME-NODE, on ports that follow one another, Unix sockets
-    PATH-NODE."""
+    PATH-NODE.
+    """
     found = {}
     for i, (node, memory) in enumerate(nearest_memory(machine, machine.default_nodes, member.memory_nodes).items()):
         found[f"{name}-{node}"] = replace(
@@ -73,6 +75,7 @@ def subject(member: GroupOptions, machine: Topology, purpose: str) -> dict:
 @dataclass
 class Decision:
     """The layout of a member. measured: each layout's figures, for people."""
+
     layout: str
     why: str
     subject: dict
@@ -88,7 +91,9 @@ def path_of(pool: str, config_dir: str) -> Path:
 @dataclass
 class Kept:
     """What is known of a pool beside its file: what install and apply were told by flags, and what was measured, by
-    member."""
+    member.
+    """
+
     path: Path
     said: dict[str, str] = field(default_factory=dict)
     decisions: dict[str, Decision] = field(default_factory=dict)

@@ -5,9 +5,10 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Iterable
+from typing import TYPE_CHECKING, Any
 
 from allspark_server import access
 
@@ -22,6 +23,7 @@ CALL_SECONDS = 5.0
 @dataclass
 class Target:
     """Where a group is, and how to reach it."""
+
     name: str
     address: str
     token: str = ""

@@ -7,19 +7,18 @@ import logging
 import pwd
 import re
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Iterable
 
 from allspark_server import access
 
-from . import layout as layouts
-from . import members as views
+from ..group.serving import RELOADABLE
+from ..machine.topology import Topology, read_topology
+from ..options import GroupOptions
+from ..tables import Location, Table
+from . import layout as layouts, members as views
 from .members import Member, Target, add_target_options, pool_targets
-from .options import GroupOptions
-from .serving import RELOADABLE
-from .tables import Location, Table
-from .topology import Topology, read_topology
 from .units import CONFIG_DIR, TEMPLATES, UNIT_DIR, socket_address, systemctl, target_name, unit_files, unit_name
 
 logger = logging.getLogger(__name__)
@@ -32,7 +31,9 @@ _BACK_SECONDS = 3600.0          # that a member may take to load its models
 @dataclass
 class Pool:
     """A pool file: its name, the user its groups run as, and the options of each member. layout, optimize: as the file
-    says, "" where it does not. places: where members stand in it."""
+    says, "" where it does not. places: where members stand in it.
+    """
+
     name: str
     user: str
     members: dict[str, GroupOptions]
@@ -109,7 +110,7 @@ class Pool:
                 except ValueError as error:
                     raise ValueError(f"{self.places[name].at()}: layout is {layout}: {error}") from None
             for part, options in parts.items():
-                if part in found.members or part != name and part in self.members:
+                if part in found.members or (part != name and part in self.members):
                     raise ValueError(f"{self.places[name].at('name')}: layout is {layout}: {part!r} is the name of "
                                      "another member")
                 found.members[part], found.places[part] = options, self.places[name]
@@ -292,7 +293,7 @@ def _decide(options: argparse.Namespace, pool: Pool, kept: layouts.Kept, machine
 
 
 def _measured(name: str, member: GroupOptions, machine: Topology, purpose: str, wanted: dict) -> layouts.Decision:
-    from .bench import layouts as bench
+    from ..bench import layouts as bench
     found = bench.measure(layouts.candidates(member, machine), purpose,
                           lambda text: print(f"{name}: {text}", flush=True))
     print(bench.table(found))
@@ -434,7 +435,8 @@ def _restart(options: argparse.Namespace) -> int:
 
 def _roll(pool: Pool, names: list[str]) -> int:
     """Restarts members one after the other. Each stops once its requests have ended; the next one follows when it
-    serves again. Stops at the first that does not come back."""
+    serves again. Stops at the first that does not come back.
+    """
     for name in names:
         target = next(target for target in pool_targets(pool) if target.name == name)
         with Member(target) as member:

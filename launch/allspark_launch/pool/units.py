@@ -7,19 +7,21 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Iterator
+from typing import TYPE_CHECKING
 
 from allspark_server import access
 
-from .options import GroupOptions
+from .. import resource_folder
+from ..options import GroupOptions
 
 if TYPE_CHECKING:
     from .pool import Pool
 
 logger = logging.getLogger(__name__)
 
-TEMPLATES = Path(__file__).parent / "systemd"
+TEMPLATES = resource_folder("systemd")
 UNIT_DIR, CONFIG_DIR = "/etc/systemd/system", "/etc/allspark"
 #: s that a group needs to stop beside what its requests may take: see supervisor.Limits
 STOP_SECONDS = 45
@@ -116,7 +118,7 @@ def _needs_gpus(member: GroupOptions) -> bool:
 
 def _needs_network(member: GroupOptions) -> bool:
     """Whether it serves or has other hosts, or loads a model from the Hub."""
-    from allspark_server.hub import is_hub_id
+    from allspark_server.weights.hub import is_hub_id
     if member.hosts or any(is_hub_id(str(model.get("model_path", ""))) for model in _models(member)):
         return True
     return any(not access.is_unix(a) and not access.is_loopback(a) for a in [*member.address, member.http] if a)

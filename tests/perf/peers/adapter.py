@@ -1,4 +1,4 @@
-"""What the adapters share: the command line of launch/bench/peers.py, and timing.
+"""What the adapters share: the command line of launch/allspark_launch/bench/peers.py, and timing.
 
 An adapter runs under an interpreter of its own, so nothing of this project is imported here.
 """

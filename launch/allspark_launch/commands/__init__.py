@@ -1,0 +1,1 @@
+"""Subcommands of `allspark` that are programs of their own."""

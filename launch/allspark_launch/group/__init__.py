@@ -1,0 +1,1 @@
+"""One server group: its mpirun command line, supervisor, agents on other hosts."""

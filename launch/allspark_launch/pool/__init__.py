@@ -1,0 +1,1 @@
+"""Pools: groups that run as systemd services, from one pool.toml."""
