@@ -312,8 +312,10 @@ def requirements() -> dict:
                "fschat>=0.2.36"]
     # What building the CUDA backend takes where there is no toolkit. Running it takes the driver alone.
     cuda = [f"nvidia-{name}>=13.0" for name in ("cuda-nvcc", "nvvm", "cuda-crt", "cuda-runtime", "cuda-cccl")]
+    # scripts/docs builds the site.
+    docs = ["mkdocs-material>=9.5,<10"]
     return {"install_requires": client if CLIENT_ONLY else client + server,
-            "extras_require": {"test": test, "clients": clients, "cuda": cuda, "otel": otel,
+            "extras_require": {"test": test, "docs": docs, "clients": clients, "cuda": cuda, "otel": otel,
                                "sentencepiece": ["sentencepiece>=0.2"]}}  # of checkpoints with its models
 
 
