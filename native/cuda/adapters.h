@@ -6,6 +6,7 @@
 
 #include "batch/batch.h"
 #include "cuda/device.h"
+#include "cuda/kernels/lora/lora.h"
 #include "cuda/weights.h"
 #include "program/program.h"
 

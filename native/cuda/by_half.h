@@ -1,8 +1,11 @@
-// Ops (kernels.h, experts.h) that are there once for each type of 16 bits (kernels/common/half.h), as they are in its
-// namespace.
+// Ops that are compiled once for each 16-bit type (kernels/common/half.h), in a namespace of each.
 #pragma once
-#include "cuda/experts.h"
-#include "cuda/kernels.h"
+#include "cuda/kernels/attention/attention.h"
+#include "cuda/kernels/comm/sum_ranks.h"
+#include "cuda/kernels/common/ceilings.h"
+#include "cuda/kernels/gemm/gemm.h"
+#include "cuda/kernels/lora/lora.h"
+#include "cuda/kernels/moe/moe.h"
 
 namespace as {
 namespace cuda {

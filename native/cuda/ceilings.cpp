@@ -4,7 +4,8 @@
 #include <functional>
 
 #include "cuda/device.h"
-#include "cuda/kernels.h"
+#include "cuda/kernels/common/ceilings.h"
+#include "cuda/kernels/gemm/gemm.h"
 
 namespace as {
 namespace cuda {

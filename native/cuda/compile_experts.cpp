@@ -3,6 +3,7 @@
 #include <climits>
 #include <stdexcept>
 
+#include "cuda/kernels/common/shared_limit.h"
 #include "cuda/runner.h"
 
 namespace as {

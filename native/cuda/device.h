@@ -6,7 +6,7 @@
 #include <string>
 #include <utility>
 
-#include "cuda/kernels.h"
+#include "cuda/kernels/common/types.h"
 
 namespace as {
 namespace cuda {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "cuda/device.h"
-#include "cuda/kernels.h"
+#include "cuda/kernels/comm/sum_ranks.h"
 
 namespace as {
 namespace cuda {

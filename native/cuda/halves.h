@@ -7,7 +7,7 @@
 #include <string>
 
 #include "common/bf16.h"
-#include "cuda/kernels.h"
+#include "cuda/kernels/common/types.h"
 
 namespace as {
 namespace cuda {

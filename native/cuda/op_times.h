@@ -4,6 +4,7 @@
 
 #include "batch/batch.h"
 #include "cuda/device.h"
+#include "cuda/kernels/attention/attention.h"
 #include "program/fusion.h"
 
 namespace as {

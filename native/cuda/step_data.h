@@ -4,7 +4,7 @@
 
 #include "batch/batch.h"
 #include "cuda/device.h"
-#include "cuda/kernels.h"
+#include "cuda/kernels/attention/attention.h"
 
 namespace as {
 namespace cuda {

@@ -8,6 +8,7 @@
 #include "cpu/row_hash.h"
 #include "cuda/halves.h"
 #include "cuda/host_threads.h"
+#include "cuda/kernels/common/ceilings.h"
 
 namespace as {
 namespace cuda {

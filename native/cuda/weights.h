@@ -6,7 +6,7 @@
 
 #include "cuda/device.h"
 #include "cuda/host_copy.h"
-#include "cuda/kernels.h"
+#include "cuda/kernels/quantize/quantize.h"
 
 namespace as {
 namespace cuda {

@@ -1,3 +1,3 @@
-// What native/cuda/kernels.h wants of CUDA, where kernels are emulated.
+// What native/cuda/kernels/common/types.h wants of CUDA, where kernels are emulated.
 #pragma once
 using cudaStream_t = void*;

@@ -6,6 +6,7 @@
 // row does not see have weight zero and change nothing, so it does not matter which rows share a tile; and runs may be
 // computed in parallel.
 #pragma once
+#include "cuda/kernels/attention/attention.h"
 #include "cuda/kernels/common/device.cuh"
 
 namespace as {

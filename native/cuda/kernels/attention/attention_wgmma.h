@@ -1,5 +1,6 @@
 // Attention by wgmma.
 #pragma once
+#include "cuda/kernels/attention/attention.h"
 #include "cuda/kernels/common/half.h"
 
 namespace as {

@@ -1,4 +1,5 @@
 // Spans between the cache and pinned memory of the host.
+#include "cuda/kernels/attention/attention.h"
 #include "cuda/kernels/common/device.cuh"
 
 namespace as {

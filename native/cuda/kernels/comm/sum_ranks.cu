@@ -13,6 +13,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "cuda/kernels/comm/sum_ranks.h"
 #include "cuda/kernels/common/device.cuh"
 
 namespace as {

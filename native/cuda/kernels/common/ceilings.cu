@@ -1,4 +1,5 @@
 // What a GPU does at most, as far as that is measured: memory that is read.
+#include "cuda/kernels/common/ceilings.h"
 #include "cuda/kernels/common/device.cuh"
 
 namespace as {

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "cuda/kernels/common/half.h"
+#include "cuda/kernels/common/shared_limit.h"
 
 #define AS_TEXT_OF(name) #name
 #define AS_TEXT(name) AS_TEXT_OF(name)
@@ -226,49 +227,11 @@ __device__ inline void put(const Rows& out, int row, int column, float value) {
   if (out.values) out.values[(size_t)row * out.width + column] = value;
 }
 
-// What products leave of sums: each and its bias, added to what is there if they are to be. Of kCount values of a
-// thread all that is read comes before anything is written: so reads wait for each other no longer. where(i): row and
-// column of number i; rows, width: those that there are.
-struct Place {
-  int row, column;
-};
-template <int kCount, bool kPushes = false, typename Where>
-__device__ inline void finish(const Product& p, int rows, int width, const float* sums, Where where) {
-  float before[kCount], bias[kCount];
-#pragma unroll
-  for (int i = 0; i < kCount; i++) {
-    const Place at = where(i);
-    const bool there = at.row < rows && at.column < width;
-    before[i] = there && p.adds ? p.y.values[(size_t)at.row * p.y.width + at.column] : 0.0f;
-    bias[i] = there && p.bias ? p.bias[at.column] : 0.0f;
-  }
-#pragma unroll
-  for (int i = 0; i < kCount; i++) {
-    const Place at = where(i);
-    if (at.row >= rows || at.column >= width) continue;
-    float sum = sums[i];
-    if (p.bias) sum = __fadd_rn(sum, bias[i]);
-    if (p.adds) sum = __fadd_rn(before[i], sum);
-    put<kPushes>(p.y, at.row, at.column, sum);
-  }
-}
-
-// The same of four adjacent columns from a multiple of four on, in two steps: what sums are added to, which may be
-// asked for long before they are there, and their end.
-struct Added {
-  float4 bias, before;
-};
 // Of a row of so many values; those beyond it are zero.
 __device__ inline float4 read_four(const float* row, int column, int width) {
   if (width % 4 == 0) return *reinterpret_cast<const float4*>(row + column);
   return make_float4(row[column], column + 1 < width ? row[column + 1] : 0, column + 2 < width ? row[column + 2] : 0,
                      column + 3 < width ? row[column + 3] : 0);
-}
-__device__ inline Added read_added(const Product& p, int row, int column) {
-  Added added;
-  if (p.bias) added.bias = read_four(p.bias, column, p.w.n);
-  if (p.adds) added.before = read_four(p.y.values + (size_t)row * p.y.width, column, p.w.n);
-  return added;
 }
 __device__ inline float4 sum_of(const float4& a, const float4& b) {
   return make_float4(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w));
@@ -290,13 +253,6 @@ __device__ inline void put_four(const Rows& out, int row, int column, int width,
     *reinterpret_cast<float4*>(out.values + (size_t)row * out.width + column) = x;
   }
 }
-template <bool kPushes = false>
-__device__ inline void finish_four(const Product& p, int row, int column, float4 sums, const Added& added) {
-  if (p.bias) sums = sum_of(sums, added.bias);
-  if (p.adds) sums = sum_of(added.before, sums);
-  put_four<kPushes>(p.y, row, column, p.w.n, sums);
-}
-
 // To a few units in the last place, which products' rounding hides: six instructions, as many kernels wait for them.
 __device__ inline float silu_times(float gate, float up) {
   float power, share;
@@ -309,15 +265,6 @@ __device__ inline float silu_times(float gate, float up) {
 __device__ inline float gated_by(const Gating& g, float gate, float up) {
   gate = gate > g.limit ? g.limit : gate, up = up > g.limit ? g.limit : up < -g.limit ? -g.limit : up;
   return __fdividef(gate, 1.0f + __expf(-g.alpha * gate)) * (up + g.shift);
-}
-
-// The same of a gate and what it gates; column: of the result.
-__device__ inline float gated(const Product& p, int column, float gate, float up) {
-  if (p.bias) gate = __fadd_rn(gate, p.bias[column]), up = __fadd_rn(up, p.bias[p.y.width + column]);
-  return silu_times(gate, up);
-}
-__device__ inline void finish_gated(const Product& p, int row, int column, float gate, float up) {
-  put(p.y, row, column, gated(p, column, gate, up));
 }
 
 // Eight values of a row from a column on that is a multiple of eight, those before column `width` (others are 0): at

@@ -2,7 +2,7 @@
 // instruction set: AS_HALF is the type's name, which is also the C++ namespace of these kernels and of all that kernels
 // share. Sources that do not name it are compiled once, for bfloat16.
 #pragma once
-#include "cuda/kernels.h"
+#include "cuda/kernels/common/types.h"
 
 #ifndef AS_HALF
 #define AS_HALF bf16

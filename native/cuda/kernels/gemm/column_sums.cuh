@@ -1,5 +1,6 @@
 // What warpgroups leave of products whose first side is the weights: 64 columns of the result by some rows each.
 #pragma once
+#include "cuda/kernels/gemm/epilogue.cuh"
 #include "cuda/kernels/quantize/quantized.cuh"
 
 namespace as {

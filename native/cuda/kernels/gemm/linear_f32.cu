@@ -1,5 +1,5 @@
 // Products in float32: each value one chain of fused multiply-adds along K. For comparison, not for speed.
-#include "cuda/kernels/common/device.cuh"
+#include "cuda/kernels/gemm/epilogue.cuh"
 
 namespace as {
 namespace cuda {

@@ -1,6 +1,6 @@
 // Products in float32 whose results have few columns: logits of experts, gates of rows.
-#include "cuda/experts.h"
 #include "cuda/kernels/gemm/linear_few.cuh"
+#include "cuda/kernels/moe/moe.h"
 
 namespace as {
 namespace cuda {

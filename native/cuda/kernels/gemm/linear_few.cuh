@@ -1,7 +1,7 @@
 // What kernels for products in float32 with few columns share. Each value is the sum of 32 chains of fused
 // multiply-adds, of four adjacent columns of every 128 each, in pairs at growing distance.
 #pragma once
-#include "cuda/kernels/common/device.cuh"
+#include "cuda/kernels/gemm/epilogue.cuh"
 
 namespace as {
 namespace cuda {

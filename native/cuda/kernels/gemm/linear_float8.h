@@ -5,7 +5,7 @@
 // ascending order; the sum is multiplied by the channel's scale, and then by the token's. Within a chain wgmma keeps 14
 // bits or so of what it has summed: that is a thirtieth of what three bits of weights and activations cost.
 #pragma once
-#include "cuda/kernels.h"
+#include "cuda/kernels/gemm/gemm.h"
 
 namespace as {
 namespace cuda {

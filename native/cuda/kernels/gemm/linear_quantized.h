@@ -1,6 +1,6 @@
 // Products of quantized weights with activations in bfloat16.
 #pragma once
-#include "cuda/kernels.h"
+#include "cuda/kernels/gemm/gemm.h"
 
 namespace as {
 namespace cuda {

@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "cuda/kernels/gemm/code_fragments.cuh"
+#include "cuda/kernels/gemm/epilogue.cuh"
 #include "cuda/kernels/gemm/linear_quantized.h"
 #include "cuda/kernels/gemm/stream_parts.cuh"
 

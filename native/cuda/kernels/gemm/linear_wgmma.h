@@ -1,6 +1,7 @@
 // Products by wgmma, of floats of 16 bits but for those of one row.
 #pragma once
 #include "cuda/kernels/common/half.h"
+#include "cuda/kernels/gemm/gemm.h"
 
 namespace as {
 namespace cuda {

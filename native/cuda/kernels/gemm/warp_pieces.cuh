@@ -4,7 +4,7 @@
 #pragma once
 #include <algorithm>
 
-#include "cuda/kernels/common/device.cuh"
+#include "cuda/kernels/gemm/epilogue.cuh"
 
 namespace as {
 namespace cuda {

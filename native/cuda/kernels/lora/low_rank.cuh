@@ -1,6 +1,7 @@
 // What kernels of adapters share: which rows have which, and where their columns are.
 #pragma once
-#include "cuda/kernels/common/device.cuh"
+#include "cuda/kernels/gemm/epilogue.cuh"
+#include "cuda/kernels/lora/lora.h"
 
 namespace as {
 namespace cuda {

@@ -1,8 +1,8 @@
 // Sums of rows' entries, each times the weight of its expert, perhaps with the norm that follows.
 #include <algorithm>
 
-#include "cuda/experts.h"
 #include "cuda/kernels/common/device.cuh"
+#include "cuda/kernels/moe/moe.h"
 
 namespace as {
 namespace cuda {

@@ -2,8 +2,8 @@
 #include <algorithm>
 #include <climits>
 
-#include "cuda/experts.h"
 #include "cuda/kernels/gemm/linear_few.cuh"
+#include "cuda/kernels/moe/moe.h"
 #include "cuda/kernels/moe/routing.cuh"
 
 namespace as {

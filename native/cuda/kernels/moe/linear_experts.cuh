@@ -2,7 +2,7 @@
 #pragma once
 #include <algorithm>
 
-#include "cuda/experts.h"
+#include "cuda/kernels/moe/moe.h"
 #include "cuda/kernels/quantize/quantized.cuh"
 
 namespace as {

@@ -2,8 +2,8 @@
 #pragma once
 #include <climits>
 
-#include "cuda/experts.h"
 #include "cuda/kernels/common/device.cuh"
+#include "cuda/kernels/moe/moe.h"
 
 namespace as {
 namespace cuda {

@@ -2,6 +2,7 @@
 // that norm rows, while its first weights are on their way: so the kernel that is before them is not waited for.
 #pragma once
 #include "cuda/kernels/common/device.cuh"
+#include "cuda/kernels/norm/norm.h"
 
 namespace as {
 namespace cuda {

@@ -1,6 +1,7 @@
 // Ops on rows one by one whose results may be of 16 bits: embedding, norms, gates. Others: rows_f32.cu.
 #include <algorithm>
 
+#include "cuda/kernels/norm/norm.h"
 #include "cuda/kernels/quantize/quantized.cuh"
 
 namespace as {

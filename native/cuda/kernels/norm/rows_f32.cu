@@ -1,4 +1,5 @@
 // Ops on rows one by one, in float32: sums, soft caps, what is done to heads.
+#include "cuda/kernels/attention/attention.h"
 #include "cuda/kernels/common/device.cuh"
 
 namespace as {

@@ -1,5 +1,6 @@
 // Weights as checkpoints have them become matrices as products read them; and such of random values.
 #include "cuda/kernels/common/device.cuh"
+#include "cuda/kernels/quantize/quantize.h"
 
 namespace as {
 namespace cuda {

@@ -2,6 +2,7 @@
 #include <cfloat>
 
 #include "cuda/kernels/common/device.cuh"
+#include "cuda/kernels/sampling/best.h"
 
 namespace as {
 namespace cuda {

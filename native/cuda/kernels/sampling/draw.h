@@ -1,7 +1,7 @@
 // Draws on the device, with the bits of native/sampling: the same sums in the same order, from the same random numbers.
 // Files that include this are compiled without contraction of products and sums.
 #pragma once
-#include "cuda/kernels.h"
+#include "cuda/kernels/sampling/best.h"
 #include "sampling/sampler_blob.h"
 
 namespace as {

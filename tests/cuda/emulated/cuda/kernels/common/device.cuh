@@ -11,7 +11,7 @@
 #include <functional>
 #include <vector>
 
-#include "cuda/kernels.h"
+#include "cuda/kernels/common/half.h"
 
 #define __global__
 #define __device__

@@ -1,8 +1,8 @@
-// Layers of experts, as the host starts their kernels (compare kernels.h). Each row goes to some of many experts; its
+// Layers of experts, as the host starts their kernels. Each row goes to some of many experts; its
 // visit to one of them is an entry, and entries of an expert are adjacent. Which ones they are the device alone knows:
 // kernels take what there is from lists that it makes, and are started for as many rows as a step has.
 #pragma once
-#include "cuda/kernels.h"
+#include "cuda/kernels/gemm/gemm.h"
 
 namespace as {
 namespace cuda {

@@ -1,0 +1,22 @@
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstdlib>
+
+namespace as {
+namespace cuda {
+
+// Of the GPU in use, bytes of shared memory that a block of threads may have: 227 KiB on Hopper, 163 on the A100, 99 on
+// many others.
+inline int most_shared() {
+  int device = 0, bytes = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  // For tests: as on the chips of capability 8.6 and 8.9, where that is pretended (Device).
+  static const char* const pretended = std::getenv("ALLSPARK_TEST_CAPABILITY");
+  return pretended && std::atoi(pretended) % 10 ? std::min(bytes, 99 << 10) : bytes;
+}
+
+}  // namespace cuda
+}  // namespace as

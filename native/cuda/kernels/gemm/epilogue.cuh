@@ -1,0 +1,67 @@
+// What products do with sums: bias, addition, gating.
+#pragma once
+#include "cuda/kernels/common/device.cuh"
+#include "cuda/kernels/gemm/gemm.h"
+
+namespace as {
+namespace cuda {
+namespace AS_HALF {
+
+// What products leave of sums: each and its bias, added to what is there if they are to be. Of kCount values of a
+// thread all that is read comes before anything is written: so reads wait for each other no longer. where(i): row and
+// column of number i; rows, width: those that there are.
+struct Place {
+  int row, column;
+};
+template <int kCount, bool kPushes = false, typename Where>
+__device__ inline void finish(const Product& p, int rows, int width, const float* sums, Where where) {
+  float before[kCount], bias[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; i++) {
+    const Place at = where(i);
+    const bool there = at.row < rows && at.column < width;
+    before[i] = there && p.adds ? p.y.values[(size_t)at.row * p.y.width + at.column] : 0.0f;
+    bias[i] = there && p.bias ? p.bias[at.column] : 0.0f;
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; i++) {
+    const Place at = where(i);
+    if (at.row >= rows || at.column >= width) continue;
+    float sum = sums[i];
+    if (p.bias) sum = __fadd_rn(sum, bias[i]);
+    if (p.adds) sum = __fadd_rn(before[i], sum);
+    put<kPushes>(p.y, at.row, at.column, sum);
+  }
+}
+
+// The same of four adjacent columns from a multiple of four on, in two steps: what sums are added to, which may be
+// asked for long before they are there, and their end.
+struct Added {
+  float4 bias, before;
+};
+__device__ inline Added read_added(const Product& p, int row, int column) {
+  Added added;
+  if (p.bias) added.bias = read_four(p.bias, column, p.w.n);
+  if (p.adds) added.before = read_four(p.y.values + (size_t)row * p.y.width, column, p.w.n);
+  return added;
+}
+
+template <bool kPushes = false>
+__device__ inline void finish_four(const Product& p, int row, int column, float4 sums, const Added& added) {
+  if (p.bias) sums = sum_of(sums, added.bias);
+  if (p.adds) sums = sum_of(added.before, sums);
+  put_four<kPushes>(p.y, row, column, p.w.n, sums);
+}
+
+// The same of a gate and what it gates; column: of the result.
+__device__ inline float gated(const Product& p, int column, float gate, float up) {
+  if (p.bias) gate = __fadd_rn(gate, p.bias[column]), up = __fadd_rn(up, p.bias[p.y.width + column]);
+  return silu_times(gate, up);
+}
+__device__ inline void finish_gated(const Product& p, int row, int column, float gate, float up) {
+  put(p.y, row, column, gated(p, column, gate, up));
+}
+
+}  // namespace AS_HALF
+}  // namespace cuda
+}  // namespace as
