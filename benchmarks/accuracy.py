@@ -3,7 +3,7 @@
     accuracy.py [--formats LIST] [--tasks sums,records,stories] [--count N] [--model DIR --text FILE] [--json FILE]
 
 For bfloat16 by transformers, and for every format that this build has by this project's engine: perplexity of fresh
-stories, what the model that ships can do (tests/model/evaluate.py: sums, JSON records, stories), and the error of the
+stories, what the model that ships can do (tools/shipped_model/evaluate.py: sums, JSON records, stories), and the error of the
 format's matrix product against float64 on weights with outliers, relative to the product's root mean square. A format
 may lose so many points in any task answered greedily: int8 0.5, w8a8 1, int4 and w4a8 2. "+-" is half of the 95 %
 (Wilson) interval of the worst one, by its number of problems; a format that reaches the allowed points only within it
@@ -28,16 +28,17 @@ from pathlib import Path
 import numpy as np
 
 HERE = Path(__file__).resolve().parent
-SHIPPED = HERE.parents[1] / "allspark_server" / "assets" / "fable"
-sys.path[:0] = [str(HERE.parent / "model"), str(HERE.parent)]
+SHIPPED = HERE.parent / "allspark_server" / "assets" / "fable"
+sys.path[:0] = [str(HERE.parent / "tools" / "shipped_model"), str(HERE.parent / "tests")]
 
 import evaluate  # noqa: E402
+
 from allspark_client.config import AsModelConfig  # noqa: E402
 from allspark_client.errors import AllSparkError  # noqa: E402
 from allspark_server import Engine, _native  # noqa: E402
 from allspark_server.runtime.plan import NewSlot, SamplingParams, StepPlan, WorkItem  # noqa: E402
 from allspark_server.runtime.runner import ModelRunner  # noqa: E402
-from driver import in_groups  # noqa: E402
+from support.driver import in_groups  # noqa: E402
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 
 import numpy as np
+from bench_cuda import SHAPES, SPAN, Model, format_of
 
 from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan, WorkItem
-from bench_cuda import SHAPES, SPAN, Model, format_of
 
 # The benchmark's logits are nearly flat: at temperature 1 a nucleus holds most of the vocabulary, at 0.05 few tokens.
 WAYS = {

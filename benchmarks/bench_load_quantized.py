@@ -2,8 +2,8 @@
 
     bench_load_quantized.py [--schemes gptq-4,awq,...] [--threads N] [--rounds N] [--layers N] [--folder /dev/shm]
 
-Layers of hidden size 2,048 and inner 8,192 with random weights, as tests/quantized_checkpoints.py and
-tests/gguf_files.py pack them; all layers have the same. In turn, each with a mapping of the file and memory of its own:
+Layers of hidden size 2,048 and inner 8,192 with random weights, as tests/support/quantized_checkpoints.py and
+tests/support/gguf_files.py pack them; all layers have the same. In turn, each with a mapping of the file and memory of its own:
 libc's memcpy of the file into huge pages, and the loading, from opening the checkpoint on. The file is in the page
 cache. Seconds are the best of the rounds', ratios the medians of the rounds' own.
 """
@@ -21,11 +21,17 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from bench_load import LIBC, PIECE, timed  # noqa: E402
-from gguf_files import gguf_name, random_blocks, tokens_of, write_gguf  # noqa: E402
-from quantized_checkpoints import (  # noqa: E402
+
+from allspark_client.config import AsModelConfig  # noqa: E402
+from allspark_server import _native  # noqa: E402
+from allspark_server.weights.checkpoint import open_model  # noqa: E402
+from allspark_server.weights.formats import wanted_formats  # noqa: E402
+from allspark_server.weights.loader import Loader, unquantized_type  # noqa: E402
+from support.gguf_files import gguf_name, random_blocks, tokens_of, write_gguf  # noqa: E402
+from support.quantized_checkpoints import (  # noqa: E402
     SCHEMES,
     VOCAB,
     awq,
@@ -35,12 +41,6 @@ from quantized_checkpoints import (  # noqa: E402
     nf4,
     write_safetensors,
 )
-
-from allspark_client.config import AsModelConfig  # noqa: E402
-from allspark_server import _native  # noqa: E402
-from allspark_server.weights.checkpoint import open_model  # noqa: E402
-from allspark_server.weights.formats import wanted_formats  # noqa: E402
-from allspark_server.weights.loader import Loader, unquantized_type  # noqa: E402
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 2048, 8192, 16, 4, 128
 SHAPES = {"self_attn.q_proj": (HIDDEN, HIDDEN), "self_attn.k_proj": (KV_HEADS * HEAD_DIM, HIDDEN),

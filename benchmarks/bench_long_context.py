@@ -12,10 +12,10 @@ import argparse
 import time
 
 import numpy as np
+from bench_shape import SHAPES, SPAN, Model
 
 from allspark_server import _native
 from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan, WorkItem
-from bench_shape import SHAPES, SPAN, Model
 
 STEPS = 30
 

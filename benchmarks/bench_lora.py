@@ -17,11 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from adapters import write_adapter  # noqa: E402
-
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from allspark_client import AsModelConfig  # noqa: E402
 from allspark_server import Engine  # noqa: E402
+from support.adapters import write_adapter  # noqa: E402
 
 ADAPTERS, BATCH = 8, 32
 #: tokens of a prompt, requests, new tokens

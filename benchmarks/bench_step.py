@@ -24,9 +24,9 @@ from allspark_client.types import ModelInfo
 from allspark_server.engine.output import OutputStage, StepOutput
 from allspark_server.engine.prepare import prepare
 from allspark_server.engine.request import Request
-from allspark_server.runtime.plan import WorkTable
 from allspark_server.engine.served_model import ServedModel
 from allspark_server.rpc.client_stream import ClientStream, _RequestSink
+from allspark_server.runtime.plan import WorkTable
 
 STEPS, WARM, DEPTH = 300, 50, 2
 

@@ -1,7 +1,7 @@
 """Runs benchmarks in turn, several rounds, with the machine's ceilings measured before each round; prints best and
 median.
 
-    compare.py --rounds 3 'ours=python tests/perf/bench_allspark.py CKPT' 'peer=venv/bin/python bench_dashinfer.py CKPT
+    compare.py --rounds 3 'ours=python benchmarks/bench_allspark.py CKPT' 'peer=venv/bin/python bench_dashinfer.py CKPT
     WORK 2'
 
 Each command prints a line "RESULT name… {dictionary}" (the peers' scripts do). Machines drift by half from hour to

@@ -58,7 +58,7 @@ def add_tokenizer(directory: Path, vocab_size: int) -> None:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Qwen2 checkpoint with awkward sizes and a tokenizer."""
-    from checkpoints import VOCAB, checkpoint
+    from support.checkpoints import VOCAB, checkpoint
 
     directory = tmp_path_factory.mktemp("models") / "tiny"
     shutil.copytree(checkpoint("qwen2-gqa-tied"), directory)
@@ -85,7 +85,7 @@ def engine_of() -> Iterator[Callable[[str], AbstractEngine]]:
 
 
 def _start(name: str, stack: contextlib.ExitStack) -> AbstractEngine:
-    from units import GPUS
+    from support.units import GPUS
 
     if name == "engine":
         from allspark_server import Engine
@@ -95,7 +95,7 @@ def _start(name: str, stack: contextlib.ExitStack) -> AbstractEngine:
         return Engine()
     from allspark_client import ClientEngine
     from allspark_launch.group.serving import background_group
-    from blocking import BlockingEngine
+    from support.blocking import BlockingEngine
 
     kind, ranks = name.split("-")
     if GPUS and int(ranks) != len(GPUS):
@@ -108,7 +108,7 @@ def _start(name: str, stack: contextlib.ExitStack) -> AbstractEngine:
 @pytest.fixture(scope="session")
 def http_door(tmp_path_factory: pytest.TempPathFactory):
     """A running HTTP door (http_helpers.Door)."""
-    from http_helpers import serving
+    from support.http_helpers import serving
 
     with serving(tmp_path_factory.mktemp("http")) as door:
         yield door
@@ -118,7 +118,8 @@ def http_door(tmp_path_factory: pytest.TempPathFactory):
 def api(http_door):
     """OpenAI's own client of the door, that may generate."""
     import openai
-    from http_helpers import KEYS
+
+    from support.http_helpers import KEYS
 
     with openai.OpenAI(base_url=http_door.url + "/v1", api_key=KEYS["generate"], max_retries=0) as found:
         yield found
@@ -139,8 +140,10 @@ def any_engine(request: pytest.FixtureRequest, engine_of: Callable[[str], Abstra
 
 def _why_no_gpu() -> str:
     try:
-        from allspark_server import _native  # noqa: F401
-        from allspark_server import _cuda
+        from allspark_server import (
+            _cuda,
+            _native,  # noqa: F401
+        )
     except ImportError as error:
         return f"no CUDA backend: {error}"
     try:

@@ -1,7 +1,7 @@
 // Products of quantized weights with 16-bit activations at Qwen2.5-7B's shapes: microseconds and the part of what
 // reading codes and scales takes, and bits against products of the same values in bfloat16. norm: of a row that a
 // kernel norms before; norms: that the product norms itself.
-//   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/codes.cu -o codes
+//   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/codes.cu -o codes
 //        native/cuda/kernels/{gemm/linear_{quantized*,half,row,split,stream,wide,f32},norm/rows}.cu
 //   codes [check] [by=stream|mma] [norm|norms] [rows=1,8,16,32] [forms=4:64,4:128,4:0,8:64]
 //   [shapes=qkv,o,gate_up,down,head]

@@ -1,6 +1,6 @@
 // A layer of Qwen3-30B-A3B between two attentions, in bfloat16, kernel by kernel: microseconds, and the part of what
 // its bytes take, or its products; and whether one row has the same bits by both ways.
-//   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/experts.cu
+//   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/experts.cu
 //        native/cuda/kernels/{moe/*,gemm/linear_{few,half,row,split,stream,wide,f32},norm/rows,quantize/pack}.cu -o
 //        experts
 //   experts [rows,rows... [rows of a tile]]

@@ -3,7 +3,7 @@
 // [rows=1,8,32] [whole] [half] [split] [float8 | w8a8] [apart]` (whole: nothing is left out; half: a rank's part of
 // two, without their sums; split: small products by clusters, too; float8, w8a8: weights and activations of 8 bits;
 // apart: rows become these by kernels of their own)
-//   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/layer.cu
+//   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/layer.cu
 //        native/cuda/kernels/{gemm/linear_{half,split,stream,wide,f32,row,bytes_*,integer},norm/rows,
 //        attention/attention_few,quantize/{byte_rows,pack}}.cu
 #include <cstdio>

@@ -1,5 +1,5 @@
 // Products of Qwen2.5-7B's shapes by every kernel, alone: microseconds and the part of what reading the weights takes.
-//   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/linears.cu
+//   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/linears.cu
 //        native/cuda/kernels/gemm/linear_{half,row,split,stream,wide,f32}.cu native/cuda/kernels/quantize/pack.cu -o
 //        linears
 //   linears [rows,rows... [ranks]]

@@ -1,6 +1,6 @@
 // One row's products that norm it, or make 8 bits of it, themselves: their bits against those of rows made by kernels
 // of their own, at awkward sizes. And those of up to eight rows that are 8 bits by the same kernel.
-//   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/one_row.cu
+//   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/one_row.cu
 //        native/cuda/kernels/{gemm/linear_{row,half,split,stream,wide,f32,bytes_*,integer},quantize/byte_rows,norm/rows}.cu
 #include <cstdio>
 #include <cstdlib>

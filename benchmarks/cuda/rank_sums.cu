@@ -1,7 +1,7 @@
 // Sums over two ranks behind the products that make what they sum, as layers of Qwen2.5-7B's shape have them, replayed
 // as a graph: microseconds that a sum (with its add and norm) adds to them. By how partial sums get to the other rank:
 // read by the sum, pushed by it, or pushed by the product. All must leave the same bits on both ranks.
-//   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/rank_sums.cu
+//   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/rank_sums.cu
 //        native/cuda/kernels/{gemm/linear_{half,row,split,stream,wide},quantize/pack,comm/sum_ranks}.cu -o rank_sums
 //   rank_sums [rows,rows...]
 #include <cmath>

@@ -1,6 +1,6 @@
 // Elementary functions in double precision that give the same bits on every machine and with every C library, which
 // libm's do not: basic operations alone, in a fixed order (the build forbids contraction). Within a few units of the
-// last place, which is plenty for results that are rounded to float or compared. Tests: tests/test_exact.py.
+// last place, which is plenty for results that are rounded to float or compared. Tests: tests/native/test_exact.py.
 #pragma once
 #include <cstdint>
 #include <cstring>

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from test_scheduler import Rig, output, prompt_of
 
 from allspark_server.cache.host_tier import CopyCosts, HostTier
 from allspark_server.scheduler import State
-from fake_group import expected_output
-from test_scheduler import Rig, output, prompt_of
+from support.fake_group import expected_output
 
 
 def copies_of(rig: Rig) -> list[int]:

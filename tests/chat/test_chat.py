@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 
 import jsonschema
 import pytest
 import tokenizers
+from test_guided import EOS, FABLE, VOCAB, walk
 
 from allspark_client import GenerateConfig
 from allspark_client.chat import ChatOptions, check_messages
@@ -18,7 +18,7 @@ from allspark_server.chat.formats import opened_in
 from allspark_server.chat.prompt import guided_calls, opened, render
 from allspark_server.guided import Guide, MatcherError
 from allspark_server.tokenizer.text import Tokenizer
-from test_guided import EOS, FABLE, VOCAB, walk
+from support.paths import ROOT
 
 WEATHER = {"type": "function", "function": {
     "name": "get_weather", "description": "The weather of a place.",
@@ -533,6 +533,6 @@ def test_the_parser_needs_no_engine():
     program = ("import sys, allspark_server.chat\n"
                "bad = {'tokenizers', 'llguidance', 'numpy.random', 'mpi4py', 'torch', 'allspark_server._native'}\n"
                "print(sorted(bad & set(sys.modules)))")
-    root = Path(__file__).parents[1]
+    root = ROOT
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=root)
     assert found.stdout.strip() == "[]", found.stderr

@@ -8,13 +8,18 @@ import threading
 
 import pytest
 
-from allspark_client import AllSparkError, AsModelConfig, AsStatus, AsyncClientEngine
-from allspark_client import GenerateRequestStatus as Status
-from allspark_client import client as client_module
+from allspark_client import (
+    AllSparkError,
+    AsModelConfig,
+    AsStatus,
+    AsyncClientEngine,
+    GenerateRequestStatus as Status,
+    client as client_module,
+)
 from allspark_client.queue import ResultQueue
 from allspark_client.waiting import Event
-from fake_engine import FakeEngine, expected
-from fake_service import server_process, serving, wait_until
+from support.fake_engine import FakeEngine, expected
+from support.fake_service import server_process, serving, wait_until
 
 
 @pytest.fixture()

@@ -15,14 +15,20 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from allspark_client import AllSparkError, AsModelConfig, AsStatus, ClientEngine, convert
-from allspark_client import GenerateRequestStatus as Status
-from allspark_client import client as client_module
-from allspark_client import connection
+from allspark_client import (
+    AllSparkError,
+    AsModelConfig,
+    AsStatus,
+    ClientEngine,
+    GenerateRequestStatus as Status,
+    client as client_module,
+    connection,
+    convert,
+)
 from allspark_client._proto import allspark_pb2 as pb
 from allspark_client.connection import MOST_LOSSES
-from fake_engine import FakeEngine
-from fake_service import expected, server_process, serving, tokens, wait_until
+from support.fake_engine import FakeEngine
+from support.fake_service import expected, server_process, serving, tokens, wait_until
 
 
 @pytest.fixture(autouse=True)

@@ -10,13 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from allspark_client import AllSparkError, AsModelConfig, ClientEngine
-from allspark_client import GenerateRequestStatus as Status
+from allspark_client import AllSparkError, AsModelConfig, ClientEngine, GenerateRequestStatus as Status
 from allspark_client.local_group import SelfStartedGroup
 from allspark_server import Engine
 from allspark_server.rpc.service import Service
-from checkpoints import checkpoint
-from units import GPUS, UNIT
+from support.checkpoints import checkpoint
+from support.units import GPUS, UNIT
 
 FIELDS = {**UNIT, "cache_memory": 256 << 20} if GPUS else {}    # two groups may share GPUs
 CONFIG = {"max_length": 1800, "seed": 5, "logprobs": True, "top_logprobs": 3, "early_stopping": False}

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from test_cuda_ops import EXACT, HALF, LENGTHS, SEED, VOCAB, compare, rounded, seed, step_of, tokens_of, toy
 
-from gpu_toys import compiled, executor
 from reference import expert_toys as toys
 from reference.expert_toys import embedded, mlp, routed
 from reference.toy import ALL, OUTPUTS, Toy
-from test_cuda_ops import EXACT, HALF, LENGTHS, SEED, VOCAB, compare, rounded, seed, step_of, tokens_of, toy
+from support.gpu_toys import compiled, executor
 
 pytestmark = pytest.mark.cuda
 __all__ = ["seed"]  # a fixture
@@ -230,8 +230,15 @@ def names() -> list[str]:
 @pytest.mark.parametrize("name", names())
 def test_logits_and_greedy_ids_in_float32(name):
     pytest.importorskip("transformers")
-    from checkpoints import check_greedy, check_logits, checkpoint, prompt_of, reference_greedy, reference_logits
-    from driver import Driver
+    from support.checkpoints import (
+        check_greedy,
+        check_logits,
+        checkpoint,
+        prompt_of,
+        reference_greedy,
+        reference_logits,
+    )
+    from support.driver import Driver
 
     directory = checkpoint(name)
     with Driver(directory, weight_dtype="float32", **UNIT) as gpu:
@@ -245,8 +252,8 @@ def test_logits_and_greedy_ids_in_float32(name):
 @pytest.mark.parametrize("name", ["qwen3-moe", "qwen2-moe", "mixtral"])
 def test_greedy_ids_are_the_cpus(name):
     pytest.importorskip("transformers")
-    from checkpoints import checkpoint, prompt_of
-    from driver import Driver
+    from support.checkpoints import checkpoint, prompt_of
+    from support.driver import Driver
 
     with Driver(checkpoint(name), **UNIT) as gpu, Driver(checkpoint(name)) as cpu:
         for length in (1, 65, 300):
@@ -265,8 +272,8 @@ def test_greedy_ids_are_the_cpus(name):
 def test_16_bits_are_near_float32(name, dtype, most):
     """Logits near those of float32; bits the same alone, in a batch and in chunks."""
     pytest.importorskip("transformers")
-    from checkpoints import checkpoint, prompt_of, reference_logits
-    from driver import Driver, together
+    from support.checkpoints import checkpoint, prompt_of, reference_logits
+    from support.driver import Driver, together
 
     prompts = [prompt_of(n, seed=9) for n in (1, 3, 40, 111)]
     with Driver(checkpoint(name), weight_dtype=dtype, engine_max_batch=4, **UNIT) as gpu:
@@ -288,8 +295,8 @@ def test_ranks(name, ranks):
     """Slices of experts, and whole ones."""
     pytest.importorskip("transformers")
     from allspark_server import _cuda
-    from checkpoints import check_logits, checkpoint, prompt_of, reference_logits
-    from driver import Driver, together
+    from support.checkpoints import check_logits, checkpoint, prompt_of, reference_logits
+    from support.driver import Driver, together
 
     if _cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")

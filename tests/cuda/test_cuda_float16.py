@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from test_cuda_ops import HALF, LENGTHS, MOST, ROUNDED, SEED, VOCAB, embedded, rounded, seed, step_of, toy  # noqa: F401
 
-from gpu_toys import compiled, executor
 from reference.plan import DRAW
 from reference.toy import item, plan, start
-from test_cuda_ops import (HALF, LENGTHS, MOST, ROUNDED, SEED, VOCAB, embedded, rounded, seed, step_of,  # noqa: F401
-                           toy)
+from support.gpu_toys import compiled, executor
 
 pytestmark = pytest.mark.cuda
 

@@ -5,14 +5,26 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from test_cuda_ops import (  # noqa: F401
+    HEADS,
+    LENGTHS,
+    SEED,
+    VOCAB,
+    as_bf16,
+    compare,
+    embedded,
+    seed,
+    small_model,
+    step_of,
+    tokens_of,
+    toy,
+)
 
 from allspark_server import _native
-from gpu_toys import compiled, executor
 from reference.plan import DRAW
 from reference.test_cpu_ops import compiled as on_cpu
 from reference.toy import Toy, item, plan, start
-from test_cuda_ops import (HEADS, LENGTHS, SEED, VOCAB, as_bf16, compare, embedded, seed, small_model,  # noqa: F401
-                           step_of, tokens_of, toy)
+from support.gpu_toys import compiled, executor
 
 pytestmark = pytest.mark.cuda
 FORMATS = [("int4", 64), ("int4", 0), ("int4", 32), ("int8", 0), ("int8", 128), ("int8", 16)]

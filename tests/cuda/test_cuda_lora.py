@@ -7,11 +7,11 @@ import os
 
 import numpy as np
 import pytest
+from test_cuda_ops import HALF
 
-from gpu_toys import compiled
 from reference.plan import DRAW
 from reference.toy import OUTPUTS, Toy, item, plan, spans_for, start
-from test_cuda_ops import HALF
+from support.gpu_toys import compiled
 
 pytestmark = pytest.mark.cuda
 

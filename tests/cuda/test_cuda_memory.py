@@ -10,9 +10,9 @@ import time
 import numpy as np
 import pytest
 
-from gpu_toys import executor
 from reference.plan import DRAW
 from reference.toy import OUTPUTS, item, plan, start
+from support.gpu_toys import executor
 
 pytestmark = pytest.mark.cuda
 UNIT = {"compute_unit": "CUDA:0"}

@@ -12,10 +12,18 @@ import torch  # noqa: E402
 
 from allspark_client.errors import AllSparkError  # noqa: E402
 from allspark_launch.group.serving import shipped_model  # noqa: E402
-from checkpoints import (CONFIGS, STORED, check_greedy, check_logits, checkpoint, prompt_of,  # noqa: E402
-                         reference_greedy, reference_logits)
-from driver import Driver  # noqa: E402
-from published import PUBLISHED, Published, write  # noqa: E402
+from support.checkpoints import (  # noqa: E402
+    CONFIGS,
+    STORED,
+    check_greedy,
+    check_logits,
+    checkpoint,
+    prompt_of,
+    reference_greedy,
+    reference_logits,
+)
+from support.driver import Driver  # noqa: E402
+from support.published import PUBLISHED, Published, write  # noqa: E402
 
 pytestmark = pytest.mark.cuda
 UNIT = {"compute_unit": "CUDA:0"}

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from allspark_server import _native
-from gpu_toys import compiled, executor
 from reference.plan import DRAW, GIVEN, HIDDEN, LOOKUP, PROMPT
 from reference.toy import OUTPUTS, Toy, item, plan, spans_for, start
+from support.gpu_toys import compiled, executor
 
 pytestmark = pytest.mark.cuda
 

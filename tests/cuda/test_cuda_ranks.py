@@ -9,14 +9,14 @@ import time
 import numpy as np
 import psutil
 import pytest
+from test_cuda_ops import HALVES, MOST, rounded
 
 from allspark_client import AsModelConfig, ClientEngine
 from allspark_launch.group.serving import background_group, shipped_model
 from allspark_server.runtime.device import SHARED_GPUS
 from allspark_server.runtime.plan import SamplingParams
-from driver import Driver, together, windows
-from gpu_toys import executor
-from test_cuda_ops import HALVES, MOST, rounded
+from support.driver import Driver, together, windows
+from support.gpu_toys import executor
 
 pytestmark = pytest.mark.cuda
 SEED = int(os.environ.get("ALLSPARK_TEST_SEED", int.from_bytes(os.urandom(3), "little")))
@@ -145,7 +145,7 @@ def test_float32_is_the_cpus(ranks):
 def test_awkward_heads(name, ranks):
     """KV heads that two ranks share: 14 query heads and 2 KV heads on 3 ranks, say."""
     pytest.importorskip("transformers")
-    from checkpoints import checkpoint
+    from support.checkpoints import checkpoint
 
     with on_gpus(ranks, checkpoint(name), weight_dtype="float32") as gpu, \
             Driver(checkpoint(name), ranks, weight_dtype="float32") as cpu:
@@ -219,7 +219,7 @@ def test_addresses_are_checked():
 def test_formats_and_caches(fields):
     """The same bits alone, in a batch and in chunks; and near those of one rank."""
     pytest.importorskip("transformers")
-    from checkpoints import checkpoint
+    from support.checkpoints import checkpoint
 
     directory, prompts = checkpoint("qwen2-gqa-tied"), [prompt_of(n) for n in (1, 70, 129, 33)]
     found = []

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from allspark_server.runtime.plan import DRAW, Flag, NewSlot, StepPlan, WorkItem
-from gpu_toys import executor
 from test_sampling import PROCESSORS, Params, bitmask, draw, random_case
 from test_split_draws import DRAWS
+
+from allspark_server.runtime.plan import DRAW, Flag, NewSlot, StepPlan, WorkItem
+from support.gpu_toys import executor
 
 pytestmark = pytest.mark.cuda
 DIM, SLOTS, LONGEST, SPAN = 16, 8, 128, 16

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from allspark_server.runtime.plan import StepPlan
-from gpu_toys import compiled
 from reference.plan import DRAW
 from reference.toy import Toy, item, plan, spans_for, start
+from support.gpu_toys import compiled
 
 pytestmark = pytest.mark.cuda
 
@@ -146,8 +146,15 @@ def test_norms_of_all_queries_and_of_all_keys(q_heads, kv_heads, dim):
 def test_logits_and_greedy_ids_in_float32(name):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from checkpoints import check_greedy, check_logits, checkpoint, prompt_of, reference_greedy, reference_logits
-    from driver import Driver
+    from support.checkpoints import (
+        check_greedy,
+        check_logits,
+        checkpoint,
+        prompt_of,
+        reference_greedy,
+        reference_logits,
+    )
+    from support.driver import Driver
 
     directory = checkpoint(name)
     with Driver(directory, weight_dtype="float32", compute_unit="CUDA:0") as gpu:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-NATIVE = ROOT / "native"
+from support.paths import NATIVE
+
 SEED = int(os.environ.get("ALLSPARK_TEST_SEED", secrets.randbits(31)))
 
 

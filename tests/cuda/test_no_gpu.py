@@ -177,8 +177,8 @@ def test_float16_is_for_gpus(fields):
 
 
 def test_what_a_gpu_has_of_formats():
-    from allspark_server.weights.gpu_forms import on_gpu
     from allspark_server.weights.formats import ScaleLayout
+    from allspark_server.weights.gpu_forms import on_gpu
 
     assert on_gpu(WeightFormat("bfloat16")) and on_gpu(WeightFormat("int4", 64)) and on_gpu(WeightFormat("int8", 0))
     assert on_gpu(WeightFormat("float8")) and on_gpu(WeightFormat("float16"))

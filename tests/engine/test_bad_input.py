@@ -26,7 +26,7 @@ from allspark_client import (
     GenerateConfig,
     GenerateRequestStatus,
 )
-from checkpoints import VOCAB, prompt_of
+from support.checkpoints import VOCAB, prompt_of
 
 NAME = "bad-input"
 PROMPT = prompt_of(20)

@@ -27,8 +27,8 @@ from allspark_client import (
     RequestStatInfo,
     TargetDevice,
 )
-from checkpoints import VOCAB, check_greedy, prompt_of, reference_greedy
-from units import UNIT
+from support.checkpoints import VOCAB, check_greedy, prompt_of, reference_greedy
+from support.units import UNIT
 
 Status = GenerateRequestStatus
 SUCCESS = AsStatus.ALLSPARK_SUCCESS

@@ -14,8 +14,8 @@ from allspark_client.config import GenerateConfig
 from allspark_client.queue import ResultQueue
 from allspark_client.request import RequestSpec
 from allspark_server.engine.sinks import QueueSink
-from engine_helpers import Status, collect, config, make_engine, refused, run  # noqa: F401  (a fixture)
-from fake_group import expected_output
+from support.engine_helpers import Status, collect, config, make_engine, refused, run  # noqa: F401  (a fixture)
+from support.fake_group import expected_output
 
 
 def test_many_threads_get_their_own_output(make_engine):

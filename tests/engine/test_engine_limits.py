@@ -17,11 +17,11 @@ from allspark_client.config import GenerateConfig
 from allspark_client.queue import ResultQueue
 from allspark_client.request import RequestSpec
 from allspark_server.engine import engine as engine_module
-from allspark_server.runtime.worker import Heartbeat
 from allspark_server.engine.sinks import QueueSink
-from engine_helpers import Status, collect, config, make_engine, refused, run  # noqa: F401  (a fixture)
-from fake_group import expected_output
-from waiting import wait_for
+from allspark_server.runtime.worker import Heartbeat
+from support.engine_helpers import Status, collect, config, make_engine, refused, run  # noqa: F401  (a fixture)
+from support.fake_group import expected_output
+from support.waiting import wait_for
 
 
 def test_an_ended_request_keeps_nothing_but_its_handle(make_engine, monkeypatch):

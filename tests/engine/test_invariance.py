@@ -17,8 +17,8 @@ import pytest
 
 from allspark_client import AbstractEngine, AsModelConfig, GenerateConfig, GenerateRequestStatus
 from allspark_client.request import RequestSpec
-from checkpoints import checkpoint, prompt_of
-from units import GPUS, UNIT
+from support.checkpoints import checkpoint, prompt_of
+from support.units import GPUS, UNIT
 
 MODELS = ("qwen2-gqa-tied", "llama-dynamic", "qwen3-bf16-sharded")
 SLOW_MODELS = ("phi3-longrope", "glm4", "gemma2", "gemma3", "olmo2")

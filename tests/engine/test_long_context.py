@@ -1,5 +1,5 @@
 """131,072 tokens: angles of the last positions, memory as announced, and what was said long ago is found by a model
-made for that (induction.py), through every type of cache, with the same bits however it is computed.
+made for that (support/induction.py), through every type of cache, with the same bits however it is computed.
 
 By default over shorter contexts; all with -m "slow or not slow".
 """
@@ -19,7 +19,7 @@ from allspark_server import Engine, _native
 from allspark_server.models import read_config
 from allspark_server.models.rotary import rotary_of
 from allspark_server.runtime.plan import Flag, NewSlot, SamplingParams, StepPlan, WorkItem
-from induction import HEAD_DIM, KEYS, LENGTH, SCALINGS, THETA, haystack, induction_model
+from support.induction import HEAD_DIM, KEYS, LENGTH, SCALINGS, THETA, haystack, induction_model
 
 slow = pytest.mark.slow
 SHORT = 8_192  # twice the length that scaling begins from

@@ -8,16 +8,15 @@ import threading
 import numpy as np
 import pytest
 
-from allspark_client import AllSparkError, AsModelConfig, AsStatus, ClientEngine
-from allspark_client import GenerateRequestStatus as Status
+from allspark_client import AllSparkError, AsModelConfig, AsStatus, ClientEngine, GenerateRequestStatus as Status
 from allspark_server import Engine, HuggingFaceModel
 from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan, WorkItem
-from driver import Driver
-from units import UNIT
-from waiting import wait_for
+from support.driver import Driver
+from support.units import UNIT
+from support.waiting import wait_for
 
-checkpoints = pytest.importorskip("checkpoints")  # needs torch and transformers
-adapters = pytest.importorskip("adapters")
+checkpoints = pytest.importorskip("support.checkpoints")  # needs torch and transformers
+adapters = pytest.importorskip("support.adapters")
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -433,7 +432,7 @@ def test_a_request_outlives_its_server_with_its_adapter(tmp_path, monkeypatch, v
 def test_the_http_door_knows_adapters_as_models(tmp_path):
     httpx = pytest.importorskip("httpx")
     from allspark_launch.group.serving import background_group, shipped_model
-    from http_helpers import door_before
+    from support.http_helpers import door_before
 
     base = shipped_model()
     adapters.write_adapter(tmp_path / "pirate", base, rank=4, strength=1.0)

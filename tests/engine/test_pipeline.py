@@ -7,6 +7,7 @@ import time
 from concurrent.futures import Future
 
 import pytest
+from test_scheduler_random import repetitive
 
 from allspark_client import AllSparkError, AsModelConfig, AsStatus, GenerateRequestStatus
 from allspark_client.config import GenerateConfig
@@ -16,9 +17,8 @@ from allspark_server.engine import output as output_module
 from allspark_server.engine.engine import Engine
 from allspark_server.engine.prepare import Obstacle
 from allspark_server.engine.sinks import QueueSink
-from fake_group import FakeGroup, expected_output
-from test_scheduler_random import repetitive
-from waiting import wait_for
+from support.fake_group import FakeGroup, expected_output
+from support.waiting import wait_for
 
 Status = GenerateRequestStatus
 

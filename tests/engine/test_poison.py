@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,8 +18,9 @@ from allspark_client.request import RequestSpec
 from allspark_server.engine import quarantine as suspects
 from allspark_server.engine.prepare import MOST_DEATHS
 from allspark_server.scheduler import State
-from fake_engine import FakeEngine
-from fake_service import expected, server_process, serving, tokens, wait_until
+from support.fake_engine import FakeEngine
+from support.fake_service import expected, server_process, serving, tokens, wait_until
+from support.paths import BENCHMARKS
 
 
 @contextlib.contextmanager
@@ -101,7 +101,7 @@ def test_what_is_suspected_is_computed_alone_until_its_first_token(tmp_path):
 
 def test_a_suspect_needs_spans_of_others(tmp_path):
     """They give way, and go on afterwards."""
-    from fake_group import FakeGroup
+    from support.fake_group import FakeGroup
 
     core = FakeEngine(group=FakeGroup(delay=0.005, num_spans=4))
     with serving(f"unix:{tmp_path}/s", core) as (_, address), ClientEngine(address) as client:
@@ -112,7 +112,7 @@ def test_a_suspect_needs_spans_of_others(tmp_path):
         request = client._register(RequestSpec("m", input_ids=[7] * 30, config=GenerateConfig(max_new_tokens=10)))
         request.deaths = 2
         client._submit(request)
-        from fake_group import expected_output
+        from support.fake_group import expected_output
 
         assert tokens(request.queue) == expected_output([7] * 30, 10)
         for prompt, queue in zip(prompts, queues):
@@ -162,8 +162,8 @@ def test_who_was_without_a_token_longest_is_resumed_first(tmp_path):
 
 @pytest.mark.slow
 def test_killed_again_and_again():
-    """tests/perf/kills.py, for a minute or two."""
-    script = Path(__file__).parent / "perf" / "kills.py"
+    """benchmarks/kills.py, for a minute or two."""
+    script = BENCHMARKS / "kills.py"
     done = subprocess.run([sys.executable, str(script), "--cycles", "12", "--starts", "2"], capture_output=True, text=True)
     assert done.returncode == 0 and " 0 wrong " in done.stdout, done.stdout + done.stderr[-2000:]
 

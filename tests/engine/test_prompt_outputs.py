@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from allspark_client import AllSparkError, AsModelConfig
-from checkpoints import checkpoint, prompt_of, reference_model
+from support.checkpoints import checkpoint, prompt_of, reference_model
 
 MODEL = "qwen2-gqa-tied"
 PLAIN = {"num_threads": 1, "max_step_tokens": 64, "engine_max_batch": 24, "weight_dtype": "float32"}

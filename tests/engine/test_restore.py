@@ -9,7 +9,7 @@ import pytest
 from allspark_client import AllSparkError, AsModelConfig, AsStatus
 from allspark_server.__main__ import is_misconfiguration
 from allspark_server.engine.engine import Engine
-from fake_group import FakeGroup
+from support.fake_group import FakeGroup
 
 
 class Group(FakeGroup):

@@ -6,15 +6,13 @@ import random
 import time
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from allspark_client import AllSparkError, AsModelConfig, ClientEngine, GenerateConfig
-from allspark_client import GenerateRequestStatus as Status
+from allspark_client import AllSparkError, AsModelConfig, ClientEngine, GenerateConfig, GenerateRequestStatus as Status
 from allspark_server import Engine
 from allspark_server.tokenizer.stop_strings import StopMatcher, StopStrings
-from fake_engine import FakeEngine, expected
-from fake_service import serving
+from support.fake_engine import FakeEngine, expected
+from support.fake_service import serving
 
 TEXT = st.text("ab", max_size=40)
 STOPS = st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=5)
@@ -220,7 +218,7 @@ def test_real_text(tiny_model, speculation):
 
 
 def test_without_a_tokenizer():
-    from checkpoints import checkpoint
+    from support.checkpoints import checkpoint
 
     with Engine() as engine:
         engine.install_model(AsModelConfig("m", checkpoint("qwen2-gqa-tied")))

@@ -6,8 +6,9 @@ import json
 from random import Random
 from typing import Any
 
-from allspark_server.tokenizer.text import Tokenizer
 from conftest import CHAT_TEMPLATE, add_tokenizer
+
+from allspark_server.tokenizer.text import Tokenizer
 from fuzz import mutate
 from fuzz.target import MESSAGES, REFUSALS, Target
 

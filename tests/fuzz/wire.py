@@ -69,7 +69,7 @@ class Messages(Target):
     def start(self, rng: Random) -> None:
         from allspark_server.engine.engine import Engine
         from allspark_server.rpc.client_stream import ClientStream
-        from fake_group import FakeGroup
+        from support.fake_group import FakeGroup
 
         self.finish()
         self.engine = Engine(group=FakeGroup())

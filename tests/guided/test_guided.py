@@ -6,7 +6,6 @@ import json
 import random
 import threading
 import time
-from pathlib import Path
 
 import jsonschema
 import numpy as np
@@ -16,8 +15,9 @@ from allspark_client.types import VocabType
 from allspark_server.guided import Guide, MatcherError
 from allspark_server.guided.vocabulary import token_bytes
 from allspark_server.tokenizer.text import Tokenizer
+from support.paths import ROOT
 
-FABLE = Path(__file__).parents[1] / "allspark_server/assets/fable"
+FABLE = ROOT / "allspark_server/assets/fable"
 VOCAB, EOS = 1600, 2  # padded beyond the tokenizer's 1,536
 PERSON = {
     "type": "object",

@@ -14,6 +14,8 @@ from typing import Any
 
 import jsonschema
 import pytest
+from test_chat import TOOLS, check_calls, joined
+from test_resume import ranks_of
 
 import allspark_server
 from allspark_client import AllSparkError, AsModelConfig, ClientEngine
@@ -21,11 +23,9 @@ from allspark_client.queue import ResultQueue
 from allspark_client.request import RequestSpec
 from allspark_server import Engine
 from allspark_server.chat import chat_format
-from allspark_server.guided import Matcher, MatcherError
 from allspark_server.engine.sinks import QueueSink
-from random_schemas import longest_text, random_schema
-from test_chat import TOOLS, check_calls, joined
-from test_resume import ranks_of
+from allspark_server.guided import Matcher, MatcherError
+from support.random_schemas import longest_text, random_schema
 
 FABLE = Path(allspark_server.__file__).parent / "assets/fable"
 SCHEMA = {

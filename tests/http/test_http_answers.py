@@ -8,9 +8,9 @@ import json
 import openai
 import pytest
 
-from fake_service import serving
-from http_helpers import door_before
-from script_engine import ScriptEngine
+from support.fake_service import serving
+from support.http_helpers import door_before
+from support.script_engine import ScriptEngine
 
 CALLS = ('Let me see.\n'
          '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": [1, 2]}}\n</tool_call>\n'

@@ -12,7 +12,7 @@ from allspark_server.http.embeddings import EmbeddingRequest
 from allspark_server.http.messages_wire import MessagesRequest, Prompt
 from allspark_server.http.responses_wire import ResponsesRequest
 from allspark_server.http.tokenize import DetokenizeRequest, TokenizeRequest
-from http_helpers import MODEL, STORY, post, refusal
+from support.http_helpers import MODEL, STORY, post, refusal
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 #: a request that is right, of each endpoint, and its form

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from http_helpers import KEYS, MODEL, STORY
+from support.http_helpers import KEYS, MODEL, STORY
 
 KEY = KEYS["generate"]
 

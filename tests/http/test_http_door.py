@@ -18,8 +18,8 @@ import pytest
 
 from allspark_launch.commands.http import HttpOptions, open_socket
 from allspark_launch.group.serving import background_group, shipped_model
-from http_helpers import KEYS, MODEL, STORY, post, refusal, token_file, within
-from waiting import wait_for
+from support.http_helpers import KEYS, MODEL, STORY, post, refusal, token_file, within
+from support.waiting import wait_for
 
 LONG = {"model": MODEL, "messages": STORY, "ignore_eos": True, "max_tokens": 900, "n": 16,
         "temperature": 1}

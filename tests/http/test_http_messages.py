@@ -7,7 +7,7 @@ import json
 import httpx
 import pytest
 
-from http_helpers import KEYS, MODEL, STORY
+from support.http_helpers import KEYS, MODEL, STORY
 
 TEXT = STORY[0]["content"]
 anthropic = pytest.importorskip("anthropic")

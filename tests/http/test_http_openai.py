@@ -10,7 +10,7 @@ import openai
 import pydantic
 import pytest
 
-from http_helpers import KEYS, MODEL, STORY
+from support.http_helpers import KEYS, MODEL, STORY
 
 GREEDY = {"model": MODEL, "temperature": 0, "max_tokens": 24}
 

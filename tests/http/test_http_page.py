@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from http_helpers import KEYS, MODEL, STORY
+from support.http_helpers import KEYS, MODEL, STORY
 
 
 def test_pool(http_door):

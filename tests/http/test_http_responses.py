@@ -5,7 +5,7 @@ from __future__ import annotations
 import openai
 import pytest
 
-from http_helpers import MODEL, STORY
+from support.http_helpers import MODEL, STORY
 
 TEXT = STORY[0]["content"]
 GREEDY = {"model": MODEL, "temperature": 0, "max_output_tokens": 24}

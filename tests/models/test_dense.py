@@ -22,11 +22,21 @@ from allspark_server.models import build_graph, read_config  # noqa: E402
 from allspark_server.models.rotary import rotary_of  # noqa: E402
 from allspark_server.weights.checkpoint import open_model  # noqa: E402
 from allspark_server.weights.safetensors import write_safetensors  # noqa: E402
-from checkpoints import (DENSE, PROMPT_LENGTHS, Greedy, check_greedy, check_logits, checkpoint, greedy_of,  # noqa: E402
-                         prompt_of, reference_logits, reference_model)
-from driver import Driver, together  # noqa: E402
-from published import PUBLISHED  # noqa: E402
 from reference.loading import logits_after, model_runner  # noqa: E402
+from support.checkpoints import (  # noqa: E402
+    DENSE,
+    PROMPT_LENGTHS,
+    Greedy,
+    check_greedy,
+    check_logits,
+    checkpoint,
+    greedy_of,
+    prompt_of,
+    reference_logits,
+    reference_model,
+)
+from support.driver import Driver, together  # noqa: E402
+from support.published import PUBLISHED  # noqa: E402
 
 FIRST = ("phi3-longrope", "glm4", "gemma2", "gemma3", "olmo2")  # one of each kind of network
 slow = pytest.mark.slow

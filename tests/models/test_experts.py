@@ -14,13 +14,20 @@ pytest.importorskip("transformers")
 from allspark_client.errors import AllSparkError  # noqa: E402
 from allspark_server import HuggingFaceModel  # noqa: E402
 from allspark_server.models import read_config  # noqa: E402
-from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan, WorkItem  # noqa: E402
 from allspark_server.weights.checkpoint import open_model  # noqa: E402
 from allspark_server.weights.safetensors import write_safetensors  # noqa: E402
-from checkpoints import (EXPERTS, PROMPT_LENGTHS, check_greedy, check_logits, checkpoint, greedy_of,  # noqa: E402
-                         prompt_of, reference_logits)
-from driver import Driver, together  # noqa: E402
 from reference.loading import logits_after, model_runner  # noqa: E402
+from support.checkpoints import (  # noqa: E402
+    EXPERTS,
+    PROMPT_LENGTHS,
+    check_greedy,
+    check_logits,
+    checkpoint,
+    greedy_of,
+    prompt_of,
+    reference_logits,
+)
+from support.driver import Driver, together  # noqa: E402
 
 
 # -- against transformers ----------------------------------------------------------------------------------------------

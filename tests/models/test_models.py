@@ -1,6 +1,6 @@
 """The models against transformers: the op lists in the reference backend, and the native executor on 1 to 4 ranks.
 
-Ranks are threads here; tests/test_ranks.py runs the same checkpoints on real processes.
+Ranks are threads here; tests/runtime/test_ranks.py runs the same checkpoints on real processes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,20 @@ pytest.importorskip("transformers")
 
 from allspark_server.models import read_config  # noqa: E402
 from allspark_server.models.rotary import rotary_of  # noqa: E402
-from checkpoints import (CONFIGS, PROMPT_LENGTHS, STORED, check_greedy, check_logits, checkpoint,  # noqa: E402
-                         prompt_of, reference_greedy, reference_logits, reference_model)
-from driver import Driver  # noqa: E402
 from reference.loading import logits_after, model_runner  # noqa: E402
+from support.checkpoints import (  # noqa: E402
+    CONFIGS,
+    PROMPT_LENGTHS,
+    STORED,
+    check_greedy,
+    check_logits,
+    checkpoint,
+    prompt_of,
+    reference_greedy,
+    reference_logits,
+    reference_model,
+)
+from support.driver import Driver  # noqa: E402
 
 RANKS = (1, 2, 3, 4)
 GREEDY_PROMPTS = (1, 90)

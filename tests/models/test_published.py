@@ -15,9 +15,9 @@ pytest.importorskip("transformers")
 from allspark_client.errors import AllSparkError  # noqa: E402
 from allspark_server import HuggingFaceModel  # noqa: E402
 from allspark_server.models import read_config  # noqa: E402
-from checkpoints import PROMPT_LENGTHS, check_greedy, check_logits, prompt_of  # noqa: E402
-from driver import Driver, together  # noqa: E402
-from published import PUBLISHED, Published, twin, write  # noqa: E402
+from support.checkpoints import PROMPT_LENGTHS, check_greedy, check_logits, prompt_of  # noqa: E402
+from support.driver import Driver, together  # noqa: E402
+from support.published import PUBLISHED, Published, twin, write  # noqa: E402
 
 slow = pytest.mark.slow
 FORMATS = [("bfloat16", 0, 0.15), ("int8", 0, 0.2), ("int4", 32, 1.2), ("w8a8", 0, 0.4), ("w4a8", 32, 1.2)]
@@ -121,10 +121,10 @@ def test_serialized_and_reloaded(name, form, checkpoint, tmp_path):
 # -- heads of unit rows ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_normalized_head_is_as_torch_rounds_it(dtype, tmp_path):
+    from safetensors.torch import load_file
+
     from allspark_server.weights.asgraph import to_float32
     from allspark_server.weights.checkpoint import open_model
-
-    from safetensors.torch import load_file
 
     directory = write(tmp_path / "m", PUBLISHED["baichuan2-7b"], dtype=dtype)
     head = load_file(directory / "model.safetensors")["lm_head.weight"]

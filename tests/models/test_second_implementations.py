@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from driver import Driver
-from published import PUBLISHED, write
+from support.driver import Driver
+from support.published import PUBLISHED, write
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SCRIPT = Path(__file__).with_name("dashinfer_greedy.py")

@@ -6,14 +6,14 @@ from __future__ import annotations
 import random
 
 import pytest
+from test_scheduler import Rig, output, prompt_of
 
 from allspark_server.cache import NO_SPAN, SpanGroups, in_group
 from allspark_server.models.cache_groups import CacheGroup, place_layers
 from allspark_server.runtime.plan import Flag, NewSlot, SamplingParams, StepPlan, WorkItem
 from allspark_server.scheduler import State
-from fake_group import expected_output
-from test_scheduler import Rig, output, prompt_of
-from units import GPUS, UNIT
+from support.fake_group import expected_output
+from support.units import GPUS, UNIT
 
 slow = pytest.mark.slow
 
@@ -208,8 +208,8 @@ class RealRig(Rig):
 def served(name: str, world: int = 1, **fields):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from checkpoints import checkpoint
-    from driver import Driver
+    from support.checkpoints import checkpoint
+    from support.driver import Driver
 
     if GPUS and world != len(GPUS):
         pytest.skip(f"each rank has a GPU, and ALLSPARK_TEST_UNIT names {len(GPUS)}")
@@ -307,7 +307,7 @@ def test_a_long_generation_takes_what_is_announced(name, share):
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "mistral-window", "ministral", "olmo3"])
 def test_greedy_output_is_that_of_transformers(name):
     with served(name) as driver:
-        from checkpoints import check_greedy, checkpoint, reference_greedy
+        from support.checkpoints import check_greedy, checkpoint, reference_greedy
 
         prompt = [token % 90 for token in prompt_of(200)]
         rig = RealRig(driver, depth=2)
@@ -324,7 +324,7 @@ def test_a_cache_with_a_draft_model_keeps_all():
 
 def checkpoint_of(name: str):
     pytest.importorskip("torch")
-    from checkpoints import checkpoint
+    from support.checkpoints import checkpoint
 
     return checkpoint(name)
 

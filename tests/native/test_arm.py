@@ -1,5 +1,4 @@
-"""The kernels' own tests for every Arm level, cross-built and run under qemu (tests/arm/run)."""
-import pathlib
+"""The kernels' own tests for every Arm level, cross-built and run under qemu (tests/support/arm/run)."""
 import platform
 import runpy
 import subprocess
@@ -7,8 +6,10 @@ import sys
 
 import pytest
 
-RUN = pathlib.Path(__file__).parent / "arm" / "run"
-LEVELS = list(runpy.run_path(str(RUN.parents[2] / "setup.py"))["ISAS"]["aarch64"])
+from support.paths import ROOT, SUPPORT
+
+RUN = SUPPORT / "arm" / "run"
+LEVELS = list(runpy.run_path(str(ROOT / "setup.py"))["ISAS"]["aarch64"])
 
 
 @pytest.mark.arm

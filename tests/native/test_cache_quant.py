@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from allspark_server import _native
-from levels import LOWER
+from support.levels import LOWER
 
 LEVELS = {"int8": 255, "uint4": 15}
 MODES = {"AsCacheQuantI8": "int8", "AsCacheQuantU4": "uint4"}
@@ -156,8 +156,8 @@ def test_bytes_of_a_span():
 def test_ranks_agree_and_the_cache_is_what_differs(mode, model):
     """Each KV head is quantized alone, so two ranks have the same cache but for fp32 error; against an fp32 cache the
     difference is quantization's."""
-    from checkpoints import checkpoint, prompt_of
-    from driver import Driver
+    from support.checkpoints import checkpoint, prompt_of
+    from support.driver import Driver
 
     prompt, logits = prompt_of(150), {}
     for world, fields in ((1, {}), (1, {"cache_mode": mode}), (2, {"cache_mode": mode})):

@@ -10,8 +10,7 @@ import pytest
 
 from allspark_server import _native
 from allspark_server.runtime.plan import DRAW, Flag, NewSlot, SamplingParams, StepPlan, WorkItem
-
-ROOT = Path(__file__).resolve().parents[1]
+from support.paths import NATIVE
 
 
 def test_a_thread_that_fails_before_an_inner_barrier_takes_the_others_along(tmp_path):
@@ -19,8 +18,8 @@ def test_a_thread_that_fails_before_an_inner_barrier_takes_the_others_along(tmp_
     compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "g++")
     sanitize = [f"-fsanitize={names}" for names in [os.environ.get("ALLSPARK_SANITIZE")] if names]
     clean = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    subprocess.run([*compiler, "-std=c++17", "-O1", "-pthread", *sanitize, f"-I{ROOT / 'native'}", ROOT / "tests" / "pool_failures.cpp",
-                    ROOT / "native" / "cpu" / "pool.cpp", "-o", program], check=True, env=clean)
+    subprocess.run([*compiler, "-std=c++17", "-O1", "-pthread", *sanitize, f"-I{NATIVE}", Path(__file__).with_name("pool_failures.cpp"),
+                    NATIVE / "cpu" / "pool.cpp", "-o", program], check=True, env=clean)
     done = subprocess.run([program], capture_output=True, text=True, timeout=60, env=clean)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -7,8 +7,8 @@ import pytest
 
 from allspark_server import _native
 from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan, WorkItem
-from checkpoints import checkpoint, prompt_of
-from driver import Driver
+from support.checkpoints import checkpoint, prompt_of
+from support.driver import Driver
 
 HIDDEN, HEADS, HEAD_DIM, VOCAB, SPAN, LAYERS = 160, 4, 40, 97, 32, 2
 FORMATS = [("float32", 0), ("bfloat16", 0), ("int8", 0), ("int8", 64), ("w8a8", 0), ("w4a8", 64), ("int4", 32)]

@@ -1,21 +1,21 @@
-"""Ids and bits of fixed models and kernels, as recorded (record_golden.py): any that differ were changed."""
+"""Ids and bits of fixed models and kernels, as recorded (tests/support/record_golden.py): any that differ were changed."""
 
 from __future__ import annotations
 
 import json
 import runpy
-from pathlib import Path
 
 import pytest
 
 from allspark_server import _native
-from record_golden import FILE, run_level
+from support.paths import ROOT
+from support.record_golden import FILE, run_level
 
 GOLDEN = json.loads(FILE.read_text())
 
 
 def test_levels_of_the_record_are_known():
-    isas = runpy.run_path(str(Path(__file__).parents[1] / "setup.py"))["ISAS"]
+    isas = runpy.run_path(str(ROOT / "setup.py"))["ISAS"]
     assert GOLDEN and set(GOLDEN) <= {name for levels in isas.values() for name in levels}
 
 
@@ -27,7 +27,7 @@ def test_avx_vnni_has_the_bits_of_avx2():
 @pytest.mark.parametrize("level", _native.isas())
 def test_bits_are_those_recorded(level):
     if level not in GOLDEN:
-        pytest.skip(f"nothing is recorded for {level}: run tests/record_golden.py {level} on this machine")
+        pytest.skip(f"nothing is recorded for {level}: run tests/support/record_golden.py {level} on this machine")
     found = run_level(level)
     differing = [f"{case}: {found.get(case)}, recorded {wanted}" for case, wanted in GOLDEN[level].items()
                  if found.get(case) != wanted]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from allspark_server import _native
-from levels import LOWER
+from support.levels import LOWER
 
 SIZES = [1, 3, 17, 63, 64, 65, 896]
 

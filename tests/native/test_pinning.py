@@ -3,11 +3,11 @@
 import shlex
 import subprocess
 import sysconfig
-from pathlib import Path
 
 import pytest
 
-NATIVE = Path(__file__).resolve().parent.parent / "native"
+from support.paths import NATIVE
+
 PROGRAM = r"""
 #include "cpu/pool.h"
 #include <pthread.h>

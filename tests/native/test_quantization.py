@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from allspark_server import _native
-from levels import LOWER
+from support.levels import LOWER
 
 FORMATS = {"int8": (8, False), "int4": (4, False), "w8a8": (8, True), "w4a8": (4, True)}
 SIZES = [1, 3, 17, 63, 64, 65, 896]
@@ -374,9 +374,9 @@ def quantized_weights(directory, dtype, group):
 @pytest.mark.parametrize("dtype, group", [("int8", 0), ("int8", 32), ("int4", 32)])
 def test_weight_only_model_computes_with_its_quantized_weights(dtype, group):
     """Head and embedding included: against the op list in float64 over weights that are quantized in NumPy."""
-    from checkpoints import check_logits, checkpoint, prompt_of
-    from driver import Driver
     from reference.loading import loaded, logits_after, runner_of
+    from support.checkpoints import check_logits, checkpoint, prompt_of
+    from support.driver import Driver
 
     directory, prompt = checkpoint("qwen2-gqa-tied"), prompt_of(33)
     model, quantize = quantized_weights(directory, dtype, group)

@@ -6,8 +6,22 @@ import numpy as np
 import pytest
 
 import allspark_server._native as native
-from sampling_reference import (DRAWS, FILTERS, PROCESSORS, Params, bitmask, chi_square, distribution,  # noqa: F401
-                                draw, log_softmax, one_rng, processed, random_case, ranking, rng)
+from support.sampling_reference import (  # noqa: F401
+    DRAWS,
+    FILTERS,
+    PROCESSORS,
+    Params,
+    bitmask,
+    chi_square,
+    distribution,
+    draw,
+    log_softmax,
+    one_rng,
+    processed,
+    random_case,
+    ranking,
+    rng,
+)
 
 
 # ---- processors ---------------------------------------------------------------------------------------------

@@ -23,10 +23,9 @@ from types import SimpleNamespace
 import pytest
 
 from fuzz.plans import Plans
+from support.paths import NATIVE, ROOT, TESTS
 
-TESTS = Path(__file__).parent
-NATIVE = TESTS.parent / "native"
-SELECTED = ["test_executor.py", "test_window.py", "test_kernels.py", "test_cache_quant.py"]
+SELECTED = ["native/test_executor.py", "native/test_window.py", "native/test_kernels.py", "native/test_cache_quant.py"]
 # What takes minutes, or servers.
 LEFT_OUT = ["lower", "ranks_agree", "shipped_model", "same_request", "largest", "matmul_against_float64"]
 NO_RUNTIME = 77  # tests/sanitize's exit status where the compiler has no sanitizers
@@ -41,7 +40,7 @@ def program(tmp_path_factory) -> Path:
         pytest.skip("this is such a run")
     folder = tmp_path_factory.mktemp("sanitized")
     compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "g++")
-    setup = runpy.run_path(str(TESTS.parent / "setup.py"))
+    setup = runpy.run_path(str(ROOT / "setup.py"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ALLSPARK_SANITIZE", "address,undefined")
         flags = [*setup["COMMON"], *setup["sanitizers"](), f"-I{NATIVE}", "-pthread"]
@@ -55,7 +54,7 @@ def program(tmp_path_factory) -> Path:
         return name
 
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compiled, [TESTS / "sanitized.cpp", *(NATIVE / f"{name}.cpp" for name in SOURCES)]))
+        objects = list(pool.map(compiled, [Path(__file__).with_name("sanitized.cpp"), *(NATIVE / f"{name}.cpp" for name in SOURCES)]))
     subprocess.run([*compiler, *flags, *objects, "-o", "sanitized"], cwd=folder, check=True)
     return folder / "sanitized"
 

@@ -6,16 +6,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
+from test_quantization import quantized_rows  # noqa: E402
 
 from allspark_server import _native  # noqa: E402
-from levels import LOWER  # noqa: E402
-from test_quantization import quantized_rows  # noqa: E402
+from support.levels import LOWER  # noqa: E402
 
 LAYOUTS = {
     "float16": dict(scales="float16", zeros="none"),

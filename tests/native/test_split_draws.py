@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sampling_reference import FILTERS, PROCESSORS, Params, bitmask, draw, one_rng, random_case  # noqa: F401
+from support.sampling_reference import FILTERS, PROCESSORS, Params, bitmask, draw, one_rng, random_case  # noqa: F401
 
 DRAWS = {
     "greedy": dict(do_sample=False),

@@ -8,7 +8,6 @@ import pytest
 
 from allspark_server import _native
 
-
 MAPPED = []  # stays: windows beat in it until they are closed
 
 

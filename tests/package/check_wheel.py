@@ -6,12 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from allspark_launch.group.serving import shipped_model
-
 import allspark_client
 import allspark_server
+from allspark_launch.group.serving import shipped_model
 
-SETUP = runpy.run_path(str(Path(__file__).resolve().parent.parent / "setup.py"))
+SETUP = runpy.run_path(str(Path(__file__).resolve().parents[2] / "setup.py"))
 
 
 def main() -> None:

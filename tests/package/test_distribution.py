@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from support.paths import ROOT
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 

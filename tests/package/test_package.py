@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import allspark_server
 from allspark_server.runtime.native import native_library
+from support.paths import ROOT
 
 
 def test_importing_is_light():
@@ -54,5 +54,5 @@ def test_readme_has_the_table_of_what_is_served():
     from allspark_server.models import MODELS
     from allspark_server.models.architectures import ARCHITECTURES, served_table
 
-    assert served_table() in (Path(__file__).parents[1] / "README.md").read_text(), "README.md: put in served_table()"
+    assert served_table() in (ROOT / "README.md").read_text(), "README.md: put in served_table()"
     assert ARCHITECTURES.keys() == MODELS.keys()

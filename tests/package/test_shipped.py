@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import random
-import sys
-from pathlib import Path
 
+import check_story
 import pytest
+import records
+import story
+import sums
 
-HERE = Path(__file__).resolve().parent
-ASSET = HERE.parents[1] / "allspark_server" / "assets" / "fable"
-sys.path.insert(0, str(HERE))
+from support.paths import ROOT
 
-import check_story  # noqa: E402
-import records  # noqa: E402
-import story  # noqa: E402
-import sums  # noqa: E402
+ASSET = ROOT / "allspark_server" / "assets" / "fable"
 
 
 def test_asset_is_complete_and_small():

@@ -9,7 +9,7 @@ import numpy as np
 
 from allspark_server import _native
 from allspark_server.weights.formats import ScaleLayout
-from reference.batch import Batch, Item, Limits, Slots
+from reference.batch import Batch, Limits, Slots
 from reference.encodings import Stored
 from reference.ops import OPS
 from reference.plan import DRAW, HIDDEN, PROMPT, read_plan

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from reference.plan import HIDDEN
-from reference.toy import Toy, embedded, item, plan, spans_for, start
+from reference.toy import Toy, embedded, item, plan, start
 
 ROWS = 45
 

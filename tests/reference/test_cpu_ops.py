@@ -11,11 +11,11 @@ import pytest
 
 from allspark_server import _native
 from allspark_server.models.ops import op_spec, op_specs
-from driver import windows
 from reference.backend import StepResult, compile
 from reference.batch import Limits, Slots
 from reference.plan import DRAW, GIVEN, LOOKUP
 from reference.toy import ALL, OUTPUTS, Toy, generate, item, plan, spans_for, start
+from support.driver import windows
 
 SEED = int(os.environ.get("ALLSPARK_TEST_SEED", int.from_bytes(os.urandom(3), "little")))
 LENGTHS = (1, 2, 17, 33, 70)  # of the prompts of one step

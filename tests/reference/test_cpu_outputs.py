@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from allspark_server import _native
-from driver import windows
 from reference.backend import compile
 from reference.batch import Limits
 from reference.plan import DRAW, GIVEN, HIDDEN, PROMPT
 from reference.test_cpu_ops import SEED, compiled
-from reference.toy import OUTPUTS, Toy, item, plan, spans_for, start
+from reference.toy import OUTPUTS, Toy, item, plan, start
+from support.driver import windows
 
 VOCAB, WIDTH, MASKS = 71, 24, 12
 WORDS = -(-VOCAB // 32)

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from reference.toy import Toy, spans_for, start, item, plan
 from reference.plan import HIDDEN
+from reference.toy import Toy, item, plan, spans_for, start
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from reference.toy import ALL, Toy, item, plan, embedded, spans_for, start
 from reference.plan import HIDDEN
+from reference.toy import ALL, Toy, embedded, item, plan, spans_for, start
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

@@ -15,17 +15,17 @@ import unicodedata
 import grpc
 import pytest
 import tokenizers
-from allspark_launch.cli import main
-from allspark_launch.pool.pool import TEMPLATES, Pool
 from tokenizers import models, normalizers, pre_tokenizers
 
 from allspark_client import AllSparkError, AsModelConfig, AsStatus, ClientEngine, TlsConfig, convert
 from allspark_client._proto import allspark_pb2 as pb
+from allspark_launch.cli import main
+from allspark_launch.pool.pool import TEMPLATES, Pool
 from allspark_server.access import Access, ModelRoots, Role, default_address, mode_of, read_tokens
 from allspark_server.rpc.client_limits import ClientLimits
 from allspark_server.tokenizer.text_size import characters_per_token
-from fake_engine import FakeEngine
-from fake_service import expected, serving, tokens, wait_until
+from support.fake_engine import FakeEngine
+from support.fake_service import expected, serving, tokens, wait_until
 
 TOKENS = {"see": Role.READ, "ask": Role.GENERATE, "rule": Role.ADMIN}
 

@@ -12,12 +12,12 @@ import threading
 import time
 
 import pytest
-from allspark_launch.cli import main
-from allspark_launch.group.serving import shipped_model
 
 from allspark_client import AllSparkError, ClientEngine, GenerateRequestStatus
-from fake_engine import FakeEngine
-from fake_service import expected, serving, tokens, wait_until
+from allspark_launch.cli import main
+from allspark_launch.group.serving import shipped_model
+from support.fake_engine import FakeEngine
+from support.fake_service import expected, serving, tokens, wait_until
 
 PROMPT = [1, 2, 3]
 

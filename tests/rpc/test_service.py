@@ -14,18 +14,25 @@ import time
 import grpc
 import pytest
 
-from allspark_client import AllSparkError, AsModelConfig, AsStatus, ClientEngine, TlsConfig, convert
-from allspark_client import GenerateRequestStatus as Status
-from allspark_client import client as client_module
+from allspark_client import (
+    AllSparkError,
+    AsModelConfig,
+    AsStatus,
+    ClientEngine,
+    GenerateRequestStatus as Status,
+    TlsConfig,
+    client as client_module,
+    convert,
+)
 from allspark_client._proto import allspark_pb2 as pb
 from allspark_client.version import __version__
-from allspark_server.rpc import service as service_module
 from allspark_server.access import Access, Role
-from allspark_server.rpc.service import Service
+from allspark_server.rpc import service as service_module
 from allspark_server.rpc.calls import Gates
 from allspark_server.rpc.client_stream import Backlog, ClientStream, _Pending, _RequestSink
-from fake_engine import FakeEngine
-from fake_service import MODEL, expected, serving, tokens, wait_until
+from allspark_server.rpc.service import Service
+from support.fake_engine import FakeEngine
+from support.fake_service import MODEL, expected, serving, tokens, wait_until
 
 
 @pytest.fixture(autouse=True)

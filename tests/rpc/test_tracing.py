@@ -8,12 +8,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import httpx
 import pytest
 
-from allspark_client import AllSparkError, ClientEngine
+from allspark_client import ClientEngine
 from allspark_client.request import RequestSpec, current_trace
 from allspark_server import tracing
-from fake_service import serving, tokens
-from http_helpers import door_before
-from waiting import wait_for
+from support.fake_service import serving, tokens
+from support.http_helpers import door_before
+from support.waiting import wait_for
 
 pytest.importorskip("opentelemetry.sdk.trace")
 trace_service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")

@@ -20,8 +20,8 @@ from allspark_server.runtime import digest
 from allspark_server.weights.checkpoint import model_hash, open_model
 from allspark_server.weights.formats import WeightFormat
 from allspark_server.weights.safetensors import SafetensorsFile
-from driver import Driver
-from record_golden import write_model
+from support.driver import Driver
+from support.record_golden import write_model
 
 INFO = ModelInfo(name="m", ranks=2, weight_dtype="bfloat16", cache_dtype="bfloat16", span_size=32, model_hash="abc")
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from pathlib import Path
 
 import pytest
+
+from allspark_client import AllSparkError, AsModelConfig, ClientEngine, GenerateRequestStatus as Status
 from allspark_launch.group.serving import background_group
+from support.paths import SUPPORT
 
-from allspark_client import AllSparkError, AsModelConfig, ClientEngine
-from allspark_client import GenerateRequestStatus as Status
-
-MISBEHAVING = Path(__file__).parent / "misbehaving"
+MISBEHAVING = SUPPORT / "misbehaving"
 FOREVER = {"top_k": 1, "eos_token_id": -1}
 BOUND = 1.5  # seconds; a load takes 4
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from allspark_client import AllSparkError, AsModelConfig
-from waiting import wait_for
+from support.waiting import wait_for
 
 
 class FakeStepper:

@@ -16,16 +16,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+from allspark_client import AllSparkError, AsModelConfig, ClientEngine
 from allspark_launch.group.mpi import installations
 from allspark_launch.group.serving import background_group
 from allspark_launch.group.supervisor import processes_of_session
+from support.paths import ROOT
+from support.waiting import wait_for
 
-from allspark_client import AllSparkError, AsModelConfig, ClientEngine
-from waiting import wait_for
+checkpoints = pytest.importorskip("support.checkpoints")    # needs torch and transformers
 
-checkpoints = pytest.importorskip("checkpoints")    # needs torch and transformers
-
-REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIGURATION = "qwen2-gqa-tied"        # 14 query heads, 2 KV heads, 151 intermediate, 1031 words: divides by nothing
 MPIS = {i.source: i for i in installations()[0]}
 
@@ -356,9 +356,9 @@ def foreign_python():
     packages = Path(numpy.__file__).parent.parent
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         os.chmod(folder, 0o755)
-        Path(folder, "allspark_launch").symlink_to(REPOSITORY / "launch" / "allspark_launch")
+        Path(folder, "allspark_launch").symlink_to(ROOT / "launch" / "allspark_launch")
         environment = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent",
-                       "PYTHONPATH": f"{folder}:{REPOSITORY}:{packages}"}
+                       "PYTHONPATH": f"{folder}:{ROOT}:{packages}"}
         for python in (sys.executable, f"/usr/bin/python3.{sys.version_info[1]}"):
             try:
                 subprocess.run([python, "-c", "import numpy, allspark_server._native, allspark_launch"], cwd="/",

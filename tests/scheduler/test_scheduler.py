@@ -13,8 +13,7 @@ from allspark_server.cache import HostTier, PrefixCache, SpanKeys, SpanPool
 from allspark_server.runtime.plan import DRAW, Flag, NewSlot, SamplingParams, StepPlan, WorkItem
 from allspark_server.scheduler import FinishReason, Limits, Scheduler, Sequence, State, StopRules
 from allspark_server.scheduler.scheduler import PRIORITY_LEVELS, PRIORITY_SECONDS
-from fake_group import FakeExecutor, expected_output
-
+from support.fake_group import FakeExecutor, expected_output
 
 GREEDY = SamplingParams(do_sample=False).encode()
 

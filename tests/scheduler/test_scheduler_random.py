@@ -6,11 +6,11 @@ import random
 from collections import Counter
 
 import pytest
+from test_scheduler import Rig, output, prompt_of
 
 from allspark_server.runtime.plan import Flag
 from allspark_server.scheduler import FinishReason, Sequence, State, StopRules
-from fake_group import expected_output
-from test_scheduler import Rig, output, prompt_of
+from support.fake_group import expected_output
 
 RUNS = 800
 CHUNKS = 4  # runs are spread over so many tests

@@ -10,9 +10,9 @@ from collections import deque
 import pytest
 
 from allspark_server.cache import PrefixCache, SpanKeys, SpanPool
-from allspark_server.scheduler import Limits, Scheduler, Sequence, State, StopRules
 from allspark_server.engine.step_budget import StepBudget
-from fake_group import step_result
+from allspark_server.scheduler import Limits, Scheduler, Sequence, State, StopRules
+from support.fake_group import step_result
 
 
 def rows_of(budget: StepBudget) -> int:

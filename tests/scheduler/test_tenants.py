@@ -6,6 +6,7 @@ import time
 from concurrent.futures import Future
 
 import pytest
+from test_scheduler import Rig, output, prompt_of
 
 from allspark_client import AllSparkError, AsModelConfig, AsStatus, ClientEngine
 from allspark_client.queue import ResultQueue
@@ -14,12 +15,11 @@ from allspark_server.access import Access, Client, Role
 from allspark_server.engine.engine import Engine
 from allspark_server.engine.prepare import Obstacle
 from allspark_server.engine.queue_limits import QueueLimits
-from allspark_server.scheduler import State
 from allspark_server.engine.sinks import QueueSink
-from fake_group import FakeGroup, expected_output
-from fake_service import serving, tokens
-from test_scheduler import Rig, output, prompt_of
-from waiting import wait_for
+from allspark_server.scheduler import State
+from support.fake_group import FakeGroup, expected_output
+from support.fake_service import serving, tokens
+from support.waiting import wait_for
 
 
 def rows_of(rig: Rig, tenant: str) -> int:

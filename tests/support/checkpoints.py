@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import functools
 import json
-import os
 import shutil
 import tempfile
 import zlib

@@ -6,7 +6,7 @@ import pytest
 
 from allspark_client import AllSparkError, AsModelConfig, AsStatus, GenerateRequestStatus
 from allspark_server.engine.engine import Engine
-from fake_group import FakeGroup
+from support.fake_group import FakeGroup
 
 Status = GenerateRequestStatus
 

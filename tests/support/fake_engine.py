@@ -8,7 +8,7 @@ import time
 
 from allspark_client import AllSparkError, AsFileInfo, AsModelConfig
 from allspark_server.engine.engine import Engine
-from fake_group import FakeGroup, next_token
+from support.fake_group import FakeGroup, next_token
 
 
 def token_after(history: list[int]) -> int:

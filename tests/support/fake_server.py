@@ -3,10 +3,9 @@
 import sys
 import threading
 
-from fake_engine import FakeEngine
-
 from allspark_server.access import Access
 from allspark_server.rpc.service import Service
+from support.fake_engine import FakeEngine
 
 engine = FakeEngine(interval=0.02, fingerprint=sys.argv[2] if len(sys.argv) > 2 else "fp")
 service = Service(engine, [sys.argv[1]], access=Access(insecure=True))

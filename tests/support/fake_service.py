@@ -8,14 +8,13 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from allspark_client import AsModelConfig
 from allspark_server.access import Access, ModelRoots
 from allspark_server.rpc.service import Service
-from fake_engine import FakeEngine, expected
+from support.fake_engine import FakeEngine, expected
+from support.paths import ROOT, SUPPORT, TESTS
 
-HERE = Path(__file__).parent
 MODEL = AsModelConfig("m", "/none")
 __all__ = ["MODEL", "expected", "server_process", "serving", "tokens", "wait_until"]
 
@@ -49,10 +48,10 @@ def serving(address="127.0.0.1:0", core=None, **options):
 def server_process(address, fingerprint="fp"):
     """A service in a process of its own; yields (process, address)."""
     process = subprocess.Popen(
-        [sys.executable, str(HERE / "fake_server.py"), address, fingerprint],
+        [sys.executable, str(SUPPORT / "fake_server.py"), address, fingerprint],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE}"},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}"},
     )
     try:
         yield process, process.stdout.readline().strip()

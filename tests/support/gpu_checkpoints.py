@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-
-import gguf_files
-from quantized_checkpoints import SCHEMES, scheme_pair
 from test_gguf import FILES
+
+from support import gguf_files
+from support.quantized_checkpoints import SCHEMES, scheme_pair
 
 QUICK = ("gptq-4", "gptq-4-order", "awq", "fp8", "mxfp4", "ct-w8a8", "q4_k_m", "mixed")
 ROUNDING = 2.6e-3   # root mean square of what bfloat16 makes of a weight and its scale, as a part of the weights'

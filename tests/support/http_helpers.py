@@ -14,7 +14,7 @@ import httpx
 from allspark_client import ClientEngine
 from allspark_launch.commands.http import HttpOptions, http_door
 from allspark_launch.group.serving import background_group, shipped_model
-from waiting import wait_for
+from support.waiting import wait_for
 
 MODEL = "fable"
 KEYS = {"read": "key-read", "generate": "key-generate", "admin": "key-admin"}

@@ -19,7 +19,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from checkpoints import VOCAB, Greedy
+from support.checkpoints import VOCAB, Greedy
 
 _QWEN = {"architectures": ["QWenLMHeadModel"], "model_type": "qwen", "no_bias": True, "rotary_pct": 1.0,
          "rotary_emb_base": 10000, "layer_norm_epsilon": 1e-6, "vocab_size": VOCAB, "num_hidden_layers": 3,

@@ -11,7 +11,7 @@ from typing import Callable
 import numpy as np
 import safetensors.numpy
 
-from checkpoints import VOCAB, Spec, _rope, _sizes, write_checkpoint
+from support.checkpoints import Spec, _rope, _sizes, write_checkpoint
 
 Made = tuple[dict[str, np.ndarray], np.ndarray]  # a module's tensors by suffix, and its recovered weights
 MODULE = ".weight"

@@ -1,8 +1,8 @@
 """Records what small fixed models and the kernels give on this machine, by instruction set, in golden.json.
 
-    python tests/record_golden.py [LEVEL ...]       add or replace levels; by default all that this machine has
+    python tests/support/record_golden.py [LEVEL ...]   add or replace levels; by default all that this machine has
 
-tests/test_golden.py compares with the record from then on. Record anew only together with a change that means to change
+tests/native/test_golden.py compares with the record from then on. Record anew only together with a change that means to change
 bits, and say so in its message.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-FILE = Path(__file__).with_name("golden.json")
+FILE = Path(__file__).resolve().parents[1] / "native" / "golden.json"
 TOKENS = 6
 WORLDS = (1, 2)
 VOCAB = 16_500
@@ -74,7 +74,7 @@ def write_model(name: str, directory: Path) -> Path:
 def run_case(directory: Path, world: int, fields: dict) -> str:
     """Ids of a greedy and a sampled sequence, and a digest of their log probabilities' bits."""
     from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan, WorkItem
-    from driver import Driver
+    from support.driver import Driver
 
     prompts = [[(11 * i + 5) % VOCAB for i in range(133)], [(977 * i + 7) % VOCAB for i in range(40)]]
     draws = [SamplingParams(do_sample=False, logprobs=True, top_logprobs=3, prompt_len=133),
@@ -149,5 +149,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     main()

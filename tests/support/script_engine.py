@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import codecs
 
-from fake_engine import FakeEngine
-from fake_group import FakeGroup
+from support.fake_engine import FakeEngine
+from support.fake_group import FakeGroup
 
 BEGIN, END, EOS = 1, 2, 999
 

@@ -12,7 +12,7 @@ import pytest
 def copy(tmp_path):
     """A function that copies a checkpoint to where it may be spoilt."""
     def make(name="qwen2-gqa-tied"):
-        from checkpoints import checkpoint
+        from support.checkpoints import checkpoint
 
         return shutil.copytree(checkpoint(name), tmp_path / name)
     return make

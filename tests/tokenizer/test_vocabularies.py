@@ -13,11 +13,12 @@ import pytest
 tiktoken = pytest.importorskip("tiktoken")
 sentencepiece = pytest.importorskip("sentencepiece")
 
+from conftest import TRAINING_TEXT  # noqa: E402
+
 from allspark_client.errors import AllSparkError  # noqa: E402
 from allspark_server.guided.grammar import Guide  # noqa: E402
 from allspark_server.tokenizer.text import Tokenizer  # noqa: E402
 from allspark_server.weights.checkpoint import _tokenizer  # noqa: E402
-from conftest import TRAINING_TEXT  # noqa: E402
 
 TEXT = [*TRAINING_TEXT, "def f(x):\n    return x ** 2  # squared\n\n\n" * 3, "ひらがな カタカナ 漢字 한국어 العربية",
         "3.14159 1,000,000 2024-05-06 0xff", "'s 're I'll WE'VE don't"] * 3
@@ -47,8 +48,7 @@ def texts(count=400, seed=0):
 @pytest.fixture(scope="module")
 def ranks():
     """As tiktoken has them: bytes first, then tokens in the order in which they are made."""
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer as Backend, models, pre_tokenizers, trainers
 
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -250,7 +250,7 @@ def test_served_as_text_and_serialized(qwen, tmp_path, engine_of):
     pytest.importorskip("torch")
     from allspark_client import AsModelConfig
     from allspark_server import HuggingFaceModel
-    from published import PUBLISHED, write
+    from support.published import PUBLISHED, write
 
     directory = write(tmp_path / "m", {**PUBLISHED["qwen"]})
     for file in qwen.iterdir():

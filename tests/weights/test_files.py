@@ -210,10 +210,10 @@ def test_graphs_that_cannot_be(graph, change, problem, tmp_path):
 def test_ops_that_cannot_be(tiny_model, tmp_path):
     """Each op of an .asgraph in turn loses something: the model is refused, nothing is indexed that is not there."""
     from allspark_client import AsModelConfig
-    from allspark_server.weights.huggingface import HuggingFaceModel
     from allspark_server.runtime.runner import ModelRunner
     from allspark_server.weights.asgraph import to_message
     from allspark_server.weights.checkpoint import open_model
+    from allspark_server.weights.huggingface import HuggingFaceModel
 
     HuggingFaceModel(tiny_model, "m").load_model().serialize_to_path(None, tmp_path)
     good = to_message(open_model(str(tmp_path / "m.asgraph")).graph)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import struct
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
+from test_serialized_quantization import assert_equal, recovered  # noqa: E402
 
 from allspark_client.config import AsModelConfig  # noqa: E402
 from allspark_client.errors import AllSparkError  # noqa: E402
@@ -17,12 +15,15 @@ from allspark_server import Engine, HuggingFaceModel  # noqa: E402
 from allspark_server.models.config import Fields  # noqa: E402
 from allspark_server.tokenizer.text import Tokenizer  # noqa: E402
 from allspark_server.weights.checkpoint import open_model  # noqa: E402
-from allspark_server.weights.gguf import GgufFile, model_config, tokenizer_directory  # noqa: E402
-from allspark_server.weights.gguf import tokenizer as gguf_tokenizer  # noqa: E402
-from checkpoints import check_logits, prompt_of, reference_greedy, reference_logits  # noqa: E402
-from driver import Driver  # noqa: E402
-from gguf_files import BLOCKS, K_M, NUMBERS, SPECS, metadata_of, random_blocks, recover, write_gguf, write_pair  # noqa: E402
-from test_serialized_quantization import assert_equal, recovered  # noqa: E402
+from allspark_server.weights.gguf import (  # noqa: E402
+    GgufFile,
+    model_config,
+    tokenizer as gguf_tokenizer,  # noqa: E402
+    tokenizer_directory,
+)
+from support.checkpoints import check_logits, prompt_of, reference_greedy, reference_logits  # noqa: E402
+from support.driver import Driver  # noqa: E402
+from support.gguf_files import BLOCKS, K_M, NUMBERS, SPECS, metadata_of, random_blocks, recover, write_gguf, write_pair  # noqa: E402
 
 TOLERANCE = 3e-3  # activations of 16 bits
 FILES = {

@@ -4,14 +4,13 @@ tests/cuda/test_cuda_checkpoints.py has them on GPUs."""
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import safetensors.torch
-
-sys.path.insert(0, str(Path(__file__).parent))
+from test_gguf import FILES  # noqa: E402
+from test_serialized_quantization import recovered  # noqa: E402
 
 from allspark_client.config import AsModelConfig  # noqa: E402
 from allspark_client.errors import AllSparkError  # noqa: E402
@@ -21,12 +20,10 @@ from allspark_server.runtime.rank_model import RankModel  # noqa: E402
 from allspark_server.weights.formats import ScaleLayout, WeightFormat  # noqa: E402
 from allspark_server.weights.gpu_forms import gpu_form, recoded  # noqa: E402
 from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor  # noqa: E402
-from checkpoints import checkpoint  # noqa: E402
-from driver import Driver  # noqa: E402
-from gpu_checkpoints import QUICK, check_weights, pair_of  # noqa: E402
-from quantized_checkpoints import SCHEMES  # noqa: E402
-from test_gguf import FILES  # noqa: E402
-from test_serialized_quantization import recovered  # noqa: E402
+from support.checkpoints import checkpoint  # noqa: E402
+from support.driver import Driver  # noqa: E402
+from support.gpu_checkpoints import QUICK, check_weights, pair_of  # noqa: E402
+from support.quantized_checkpoints import SCHEMES  # noqa: E402
 
 NAMES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in (*SCHEMES, *FILES)]
 

@@ -4,21 +4,19 @@ refused."""
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
+from test_serialized_quantization import assert_equal, recovered  # noqa: E402
 
 from allspark_client.errors import AllSparkError  # noqa: E402
 from allspark_server import HuggingFaceModel  # noqa: E402
 from allspark_server.weights.checkpoint import open_model  # noqa: E402
 from allspark_server.weights.safetensors import SafetensorsFile  # noqa: E402
-from checkpoints import LOGIT_TOLERANCE, check_logits, prompt_of, reference_greedy, reference_logits  # noqa: E402
-from driver import Driver  # noqa: E402
-from quantized_checkpoints import (  # noqa: E402
+from support.checkpoints import LOGIT_TOLERANCE, check_logits, prompt_of, reference_greedy, reference_logits  # noqa: E402
+from support.driver import Driver  # noqa: E402
+from support.quantized_checkpoints import (  # noqa: E402
     BLOCKS,
     FP4,
     SCHEMES,
@@ -28,7 +26,6 @@ from quantized_checkpoints import (  # noqa: E402
     write_pair,
     write_safetensors,
 )
-from test_serialized_quantization import assert_equal, recovered  # noqa: E402
 
 FLOATS = ("ct-float8-channel", "ct-float8-tensor", "ct-float8-block", "fp8", "mxfp4", "nvfp4", "nf4", "nf4-nested")
 QUICK = ("gptq-4-order", "awq", "ct-packed-4-points", "fp8")

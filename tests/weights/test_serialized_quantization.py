@@ -4,12 +4,9 @@ refused."""
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 from allspark_client.config import AsModelConfig  # noqa: E402
 from allspark_client.errors import AllSparkError  # noqa: E402
@@ -17,8 +14,8 @@ from allspark_server import HuggingFaceModel, _native  # noqa: E402
 from allspark_server.weights.asgraph import read_graph, to_message, write_graph  # noqa: E402
 from allspark_server.weights.checkpoint import open_model  # noqa: E402
 from allspark_server.weights.formats import WeightFormat, group_of_slice, quantization_of  # noqa: E402
-from checkpoints import Spec, _rope, _sizes, checkpoint, prompt_of, rewrite_header, write_checkpoint  # noqa: E402
-from driver import Driver  # noqa: E402
+from support.checkpoints import Spec, _rope, _sizes, checkpoint, prompt_of, rewrite_header, write_checkpoint  # noqa: E402
+from support.driver import Driver  # noqa: E402
 
 FORMATS = {"int8": "int8", "int4": "uint4", "w8a8": "int8", "w4a8": "uint4"}
 GROUPS = (0, 32, 64, 512)

@@ -14,12 +14,11 @@ import random
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
-
 import records
 import smalltalk
 import story
 import sums
+from tokenizers import Tokenizer
 
 LONG, SHORT = 1024, 64            # row lengths (plus one token for the shifted target)
 END_OF_TEXT = "<|endoftext|>"

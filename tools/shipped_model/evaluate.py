@@ -15,14 +15,13 @@ import random
 import time
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 import check_story
 import records
 import smalltalk
 import story
 import sums
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 class Model:

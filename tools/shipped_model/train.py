@@ -16,15 +16,14 @@ import time
 from pathlib import Path
 from typing import Callable, Iterator
 
+import corpus
 import numpy as np
+import sums
 import torch
 import torch.nn.functional as F
+from network import Network, Shape, write_checkpoint
 from tokenizers import Tokenizer
 from torch import Tensor
-
-import corpus
-import sums
-from network import Network, Shape, write_checkpoint
 
 WARMUP_STEPS, CALIBRATION_STEPS = 100, 120
 

@@ -1,6 +1,6 @@
 """Other engines on the same cells: each by a small adapter script, run by the interpreter that has its packages.
 
-An adapter is `peer_NAME.py` in tests/perf/peers (or --peers-dir). It is run as
+An adapter is `peer_NAME.py` in benchmarks/peers (or --peers-dir). It is run as
     PYTHON peer_NAME.py --probe [--gpus 0,1]                      exit 0 and its version, if its packages are there
     PYTHON peer_NAME.py --checkpoint DIR --work DIR --threads N --formats bfloat16,int8 --cells 1x128x64,… [--gpus 0,1]
 and prints a line `RESULT {JSON}` for each format and cell: format, weight_bits (bits stored for each weight), integer
@@ -21,7 +21,7 @@ from .measure import Cell, Format, Timing
 
 logger = logging.getLogger(__name__)
 
-ADAPTERS = Path(__file__).resolve().parents[3] / "tests" / "perf" / "peers"
+ADAPTERS = Path(__file__).resolve().parents[3] / "benchmarks" / "peers"
 MARK = "RESULT "
 PROBE_SECONDS = 60
 

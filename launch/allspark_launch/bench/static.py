@@ -60,7 +60,7 @@ examples:
 On GPUs (--gpus) the ceilings are the rate of reading their memory and that of a large product of bfloat16 by this
 backend's own kernel, of all together. The format float16 is for them alone.
 
-Peers run on the same cells, each in a process of its own, by the adapters in tests/perf/peers. A format that this build
+Peers run on the same cells, each in a process of its own, by the adapters in benchmarks/peers. A format that this build
 does not have is listed as such."""
 
 

@@ -1,11 +1,10 @@
-"""`allspark bench static` and tests/perf/accuracy.py, at the smallest sizes that show they work."""
+"""`allspark bench static` and benchmarks/accuracy.py, at the smallest sizes that show they work."""
 
 from __future__ import annotations
 
 import json
 import sys
 import textwrap
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,12 +16,11 @@ from allspark_launch.bench.results import Row, Run
 from allspark_launch.bench.static import cells_from, stored_type
 from allspark_launch.cli import build_parser, main
 from allspark_launch.group.serving import shipped_model
-
-PERF = Path(__file__).resolve().parent / "perf"
+from support.paths import BENCHMARKS
 
 FAKE_PEER = f"""
     import contextlib, sys
-    sys.path.insert(0, {str(PERF / "peers")!r})
+    sys.path.insert(0, {str(BENCHMARKS / "peers")!r})
     from adapter import PeerFormat, Stepper, main
 
     class Fake(Stepper):
@@ -202,7 +200,7 @@ def test_an_adapter_says_what_to_install(adapters, tmp_path):
 
 
 def test_an_adapter_tells_the_cause(monkeypatch):
-    monkeypatch.syspath_prepend(str(PERF / "peers"))
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "peers"))
     from adapter import describe
     try:
         try:
@@ -264,7 +262,6 @@ def test_table():
 def accuracy():
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    sys.path.insert(0, str(PERF))
     import accuracy
 
     return accuracy
@@ -317,7 +314,6 @@ def test_verdict_on_a_format(accuracy):
 
 
 def test_loading_is_measured_beside_reading_and_writing(capsys):
-    sys.path.insert(0, str(PERF))
     import bench_load
 
     assert bench_load.main([str(shipped_model()), "--formats", "int8,w4a8:64", "--threads", "1", "--rounds", "1"]) == 0

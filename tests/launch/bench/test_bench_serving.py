@@ -17,8 +17,8 @@ from allspark_launch.bench.load import Point
 from allspark_launch.bench.targets import Answer
 from allspark_launch.bench.workload import Arrivals, Shape, distribution, read_trace, sessions
 from allspark_launch.cli import main
-from fake_engine import FakeEngine
-from fake_service import serving
+from support.fake_engine import FakeEngine
+from support.fake_service import serving
 
 
 def bench(capsys, *words: str) -> str:

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from allspark_client import ClientEngine
-from allspark_launch.commands.batch import NoRequest, Output, parse_line
 from allspark_launch.cli import main
+from allspark_launch.commands.batch import NoRequest, Output, parse_line
 from allspark_launch.group.serving import background_group, shipped_model
-from waiting import wait_for
+from support.waiting import wait_for
 
 MODEL = "fable"
 

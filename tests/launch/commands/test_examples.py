@@ -8,11 +8,12 @@ import shlex
 import subprocess
 from pathlib import Path
 
-import allspark_launch
 import pytest
+
+from allspark_launch import resource_folder
 from allspark_launch.cli import _group_options, build_parser
 
-FOLDER = Path(allspark_launch.__file__).parent / "examples"
+FOLDER = resource_folder("examples")
 
 
 def group(words: list[str], tmp_path: Path):
@@ -75,7 +76,7 @@ def test_the_batch_job(tmp_path):
 
 
 def test_the_job_over_nodes(tmp_path):
-    """One group; allspark only says what it is asked. tests/test_namespaces.py has Slurm itself run it."""
+    """One group; allspark only says what it is asked. tests/launch/group/test_namespaces.py has Slurm itself run it."""
     (tmp_path / "allspark").write_text('#!/bin/sh\nfor word; do echo "$word"; done >words\n')
     (tmp_path / "allspark").chmod(0o755)
     subprocess.run(["bash", FOLDER / "group.sbatch", "/models/m", "50052"], check=True, cwd=tmp_path, env={

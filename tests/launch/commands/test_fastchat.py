@@ -16,7 +16,7 @@ from allspark_client import ClientEngine, ModelInfo
 from allspark_launch.cli import main
 from allspark_launch.commands.fastchat_worker import CHATML, Refused, config_of, conversation
 from allspark_launch.group.serving import background_group, shipped_model
-from waiting import wait_for
+from support.waiting import wait_for
 
 MODEL = "fable"
 PROMPT = "<|im_start|>user\nWhat is 12+30?<|im_end|>\n<|im_start|>assistant\n"

@@ -9,17 +9,18 @@ import time
 from pathlib import Path
 
 import pytest
-from allspark_launch.group import hosts
-from allspark_launch.cli import EXIT_CONFIG, main
-from allspark_launch.group.hosts import Allocation, Host, find_hosts, read_host_file, share_ranks
-from allspark_launch.group.mpi import clean_environment, installations
 
 from allspark_client import AllSparkError, AsModelConfig, ClientEngine
+from allspark_launch.cli import EXIT_CONFIG, main
+from allspark_launch.group import hosts
+from allspark_launch.group.hosts import Allocation, Host, find_hosts, read_host_file, share_ranks
+from allspark_launch.group.mpi import clean_environment, installations
 from allspark_server.runtime.hosts import HostsError, Layout, layout_of
 from allspark_server.weights.copies import check_copies, file_digests
-from waiting import wait_for
+from support.paths import SUPPORT
+from support.waiting import wait_for
 
-HERE = Path(__file__).parent / "over_hosts"
+HERE = SUPPORT / "over_hosts"
 MPIS = {i.source: i for i in installations()[0]}
 OWN = socket.gethostname()
 

@@ -13,13 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from allspark_launch.group.serving import shipped_model
 
 from allspark_client import AsModelConfig, ClientEngine
-from waiting import wait_for
-
-sys.path.insert(0, str(Path(__file__).parent / "over_hosts"))
-import namespaces  # noqa: E402
+from allspark_launch.group.serving import shipped_model
+from support.over_hosts import namespaces
+from support.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not())]
 TOKENS = 80

@@ -12,13 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
+
 from allspark_launch.group.processes import processes_of_session
 from allspark_launch.group.supervisor import GroupFailed, Limits, Start, Supervisor
-
-import waiting
+from support import waiting
+from support.paths import ROOT
 
 wait_for = functools.partial(waiting.wait_for, seconds=20.0)
-REPOSITORY = Path(__file__).resolve().parent.parent
 
 FAKE_RANK = """
 import os, signal, sys, time
@@ -109,7 +109,7 @@ class Fake:
             (folder / name).write_text(textwrap.dedent(text))
         self.folder = folder
         self.process = subprocess.Popen([sys.executable, str(folder / "driver.py"), str(folder), mode, str(parent)],
-                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY)
+                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
 
     def wait_ready(self) -> dict:
         wait_for(lambda: (self.folder / "ready").exists())

@@ -1,4 +1,4 @@
-"""The pool where it counts: systemd as init, two NUMA nodes, in a virtual machine (tests/vm/prove.py)."""
+"""The pool where it counts: systemd as init, two NUMA nodes, in a virtual machine (tests/support/vm/prove.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-PROVE = Path(__file__).parent / "vm" / "prove.py"
+from support.paths import SUPPORT
+
+PROVE = SUPPORT / "vm" / "prove.py"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2700)]
 

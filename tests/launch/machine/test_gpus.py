@@ -10,14 +10,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
 from allspark_launch import cli
 from allspark_launch.commands import doctor
+from allspark_launch.group.serving import GroupOptions, plan_group
 from allspark_launch.machine import gpus
 from allspark_launch.machine.placement import place_on_gpus
-from allspark_launch.group.serving import GroupOptions, plan_group
 from allspark_launch.machine.topology import Topology, read_topology
 from allspark_server.runtime.binding import GROUP_GPUS
-from machines import machine
+from support.machines import machine
 
 TOPO = """\
 \t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m

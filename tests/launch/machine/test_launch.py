@@ -9,19 +9,16 @@ import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
-from allspark_launch.commands import doctor
-from allspark_launch.group import folders, serving
-from allspark_launch.group import mpi as launch_mpi
+
 from allspark_launch.cli import EXIT_CONFIG, main
-from allspark_launch.machine.drawing import draw, save
-from allspark_launch.machine.placement import place
+from allspark_launch.commands import doctor
+from allspark_launch.group import folders, mpi as launch_mpi, serving
 from allspark_launch.group.serving import GroupOptions, plan_group, private_folder
-from allspark_launch.machine.gpus import Gpu, links, nvlinks_of
+from allspark_launch.machine.drawing import draw, save
+from allspark_launch.machine.gpus import Gpu
+from allspark_launch.machine.placement import place
 from allspark_launch.machine.topology import format_list, parse_list, read_topology
-from machines import machine
-
-REPOSITORY = Path(__file__).resolve().parent.parent
-
+from support.machines import machine
 
 # ---- topology ------------------------------------------------------------------------------------------------------
 

@@ -8,17 +8,19 @@ import os
 from pathlib import Path
 
 import pytest
-from allspark_launch.pool import pool as pools
+from test_pool import systemctl, toml, words, write  # noqa: F401
+
 from allspark_launch.bench import layouts as bench
 from allspark_launch.bench.latencies import Figures
 from allspark_launch.bench.load import Point
 from allspark_launch.cli import main
 from allspark_launch.group.serving import shipped_model
 from allspark_launch.machine.topology import read_topology
-from machines import machine
-from test_pool import systemctl, toml, words, write  # noqa: F401
+from allspark_launch.pool import pool as pools
+from support.machines import machine
+from support.paths import SUPPORT
 
-FABRICATED = Path(__file__).parent / "fabricated"
+FABRICATED = SUPPORT / "fabricated"
 MODEL = {"model_name": "m", "model_path": "/m"}
 
 

@@ -5,22 +5,21 @@ from __future__ import annotations
 import json
 import logging
 import re
-from pathlib import Path
 
 import pytest
-from allspark_launch.pool.members import Member, Target, placed
 from prometheus_client.parser import text_string_to_metric_families
 
-import allspark_launch
 from allspark_client import ClientEngine
-from allspark_server.http.metrics import Metrics, of_members
-from allspark_server.logs import JsonFormatter, TextFormatter
+from allspark_launch import resource_folder
+from allspark_launch.pool.members import Member, Target, placed
 from allspark_server.engine.report import GroupReport
 from allspark_server.engine.timings import Histogram
-from fake_engine import FakeEngine
-from fake_service import serving, tokens
+from allspark_server.http.metrics import Metrics, of_members
+from allspark_server.logs import JsonFormatter, TextFormatter
+from support.fake_engine import FakeEngine
+from support.fake_service import serving, tokens
 
-FOLDER = Path(allspark_launch.__file__).parent / "monitoring"
+FOLDER = resource_folder("monitoring")
 REPORT = {"restarts": 3, "ranks": [
     {"node": 0, "bytes_on_node": {"0": 900, "1": 100}, "misplaced_bytes": 100, "steps": 7, "step_seconds": 10.0,
      "exchange_seconds": 3.0, "wait_seconds": 1.0},

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from allspark_launch.cli import EXIT_CONFIG, main
 from allspark_launch.group.notify import Notifier
 from allspark_launch.options import GroupOptions

@@ -7,7 +7,6 @@ import sys
 
 def fabricate(root: str) -> None:
     from allspark_launch.machine import topology
-
     from allspark_server.runtime import binding
 
     read = topology.read_topology

@@ -9,7 +9,6 @@ SLOW_SECONDS = 4.0  # that a model named "slow" takes to load
 
 def misbehave() -> None:
     from allspark_server.runtime.runner import ModelRunner
-
     from allspark_server.runtime.steps import Steps
 
     load, step, collect = ModelRunner.load, ModelRunner.step, Steps.collect

@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-REPOSITORY = HERE.parent.parent
+REPOSITORY = HERE.parents[2]
 MACHINE = HERE / "two-nodes.sh"
 #: of the environment's packages, those that no server needs
 LEFT_OUT = ("torch*", "functorch*", "transformers*", "scipy*", "sympy*", "matplotlib*", "networkx*", "PIL", "pillow*",
