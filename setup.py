@@ -283,7 +283,7 @@ def requirements() -> dict:
               "tokenizers>=0.20", "huggingface_hub>=0.25", "jinja2>=3.1.6", "llguidance>=1.9",
               "grpcio-health-checking>=1.60", "grpcio-reflection>=1.60", "tomli>=2.0; python_version < '3.11'",
               "uvicorn>=0.30", "httptools>=0.6", "uvloop>=0.19; platform_system != 'Windows'",
-              "starlette>=0.40", "pydantic>=2.7", "prometheus-client>=0.20"]  # the HTTP door
+              "starlette>=0.40", "pydantic>=2.7", "prometheus-client>=0.20"]  # the HTTP server
     # Spans of requests; read by the standard variables (allspark_server/tracing.py).
     otel = ["opentelemetry-sdk>=1.30", "opentelemetry-exporter-otlp-proto-http>=1.30",
             "opentelemetry-exporter-otlp-proto-grpc>=1.30"]
@@ -306,7 +306,7 @@ def requirements() -> dict:
         "pybind11>=2.12",  # tests/sanitize builds the native library
         *otel,
     ]
-    # Programs that the doors are tested with, each skipped where it is not installed.
+    # Programs that the servers are tested with, each skipped where it is not installed.
     clients = ["litellm>=1.60", "langchain-openai>=0.3", "lm_eval>=0.4.8", "tenacity>=8", "schemathesis>=4",
                "playwright>=1.40",
                "fschat>=0.2.36"]

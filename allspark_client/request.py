@@ -61,7 +61,7 @@ class RequestSpec:
     generated: list[int] = field(default_factory=list)
     #: deliver newly decodable text with the tokens
     want_text: bool = False
-    #: whose shares and limits count; empty: this client's own. Only a door in front of the server may name others
+    #: whose shares and limits count; empty: this client's own. Only an HTTP server in front may name others
     tenant: str = ""
     #: with n > 1, instead of `generated`: of each sample
     samples: list[list[int]] = field(default_factory=list)

@@ -255,7 +255,7 @@ class ModelInfo:
     embeddings: bool = False            #: whether requests may have pooling: its program hands out hidden states
     chat_format: str = ""               #: how its answers hold tool calls and reasoning, see allspark_server.chat
     #: keys of GenerateConfig that the checkpoint's generation_config.json recommends; requests have them only where a
-    #: door applies them (HTTP's does)
+    #: server applies them (the HTTP server does)
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
 
     def dict(self) -> dict[str, Any]:

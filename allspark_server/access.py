@@ -1,4 +1,4 @@
-"""Who may do what at the doors of a server group, and which paths they may name.
+"""Roles: who may call what over a server group's listeners, and which paths clients may name.
 
 Imports nothing heavy: the launcher checks with it what it is about to start, the service what it is about to open.
 """
@@ -38,7 +38,7 @@ class Role(enum.Enum):
 
     READ = "read"           # information and statistics
     GENERATE = "generate"   # that, and requests
-    DOOR = "door"           # that, and requests for tenants that it names: of a door in front of the group
+    DOOR = "door"           # that, and requests for tenants that it names: an HTTP server in front of the group
     ADMIN = "admin"         # everything
 
     def includes(self, other: Role) -> bool:
@@ -106,10 +106,10 @@ def read_tokens(path: str | os.PathLike) -> dict[str, Role]:
     return tokens
 
 
-# --- doors -------------------------------------------------------------------------------------------------------
+# --- listeners -------------------------------------------------------------------------------------------------------
 
 
-def check_door(address: str, *, token: bool, tls: bool, client_ca: bool, insecure: bool) -> None:
+def check_listener(address: str, *, token: bool, tls: bool, client_ca: bool, insecure: bool) -> None:
     """ValueError unless it is safe to serve on `address` with what clients must have. Unix sockets are guarded by
     their mode. TCP needs TLS, with a token or a client's certificate; on this machine alone a token is enough.
     """
@@ -238,9 +238,9 @@ class Access:
                 logger.info("the token file was read again: %d tokens", len(self.tokens))
         return self.changes
 
-    def check_door(self, address: str) -> None:
-        """As the function of this name; warns of a door that is open."""
-        check_door(address, token=bool(self.tokens), tls=self.tls is not None,
+    def check_listener(self, address: str) -> None:
+        """As the function of this name; warns of a listener without protection."""
+        check_listener(address, token=bool(self.tokens), tls=self.tls is not None,
                    client_ca=self.tls is not None and self.tls.ca is not None, insecure=self.insecure)
         if not is_unix(address) and not is_loopback(address) and (self.tls is None or not self.guarded):
             logger.warning("whoever reaches %s may %s", address,

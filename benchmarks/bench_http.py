@@ -1,7 +1,7 @@
 """What HTTP costs: bench_http.py {against-grpc,streams,rate} …, in front of an engine that answers from a script.
 
 The script's engine is a gRPC server of its own that says the same word to every request once an interval: so what is
-measured is the door, and what it is compared with is AsyncClientEngine on the same streams.
+measured is the server, and what it is compared with is AsyncClientEngine on the same streams.
 
     against-grpc   64 streams, interleaved runs: tokens/s of HTTP as a part of gRPC's, and how much later the first token
                    comes: of 64 that begin at once, of one that begins among 64, of one alone
@@ -29,7 +29,7 @@ import psutil
 from allspark_client import AsyncClientEngine, convert
 from allspark_client._proto import allspark_pb2 as pb
 from allspark_client.types import ModelInfo
-from allspark_launch.commands.http import HttpOptions, http_door
+from allspark_launch.commands.http import HttpOptions, http_server
 
 MODEL, WORD, PROMPT = "script", " word", 16
 
@@ -133,9 +133,9 @@ def script(interval: float):
 
 
 @contextlib.contextmanager
-def door(address: str, workers: int = 1):
-    """A door in front of it; yields its address and its workers."""
-    with http_door(HttpOptions("127.0.0.1:0", workers, insecure=True, pool=[address])) as running:
+def http_endpoint(address: str, workers: int = 1):
+    """An HTTP server in front of it; yields its address and its workers."""
+    with http_server(HttpOptions("127.0.0.1:0", workers, insecure=True, pool=[address])) as running:
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
             found = [psutil.Process(pid) for pid in running.pids]
@@ -149,7 +149,7 @@ def door(address: str, workers: int = 1):
 
 
 async def answers(address: str) -> bool:
-    """Whether a door serves."""
+    """Whether a server answers."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
@@ -170,7 +170,7 @@ async def http_stream(address: str, tokens: int) -> tuple[float, int]:
     while b"[DONE]" not in rest:
         data = await reader.read(65536)
         if not data:
-            raise RuntimeError(f"the door ended a stream after {count} tokens: {rest[-300:]}")
+            raise RuntimeError(f"the server ended a stream after {count} tokens: {rest[-300:]}")
         rest = rest[-64:] + data
         count += data.count(b'"text":" word')
         if count and not first:
@@ -226,7 +226,7 @@ def against_grpc(options: argparse.Namespace) -> dict:
             "alone_first_token_later_ms": round(1e3 * statistics.median(h - g for *_, g, h in pairs), 2),
         }
 
-    with script(options.interval) as address, door(address) as (http, _):
+    with script(options.interval) as address, http_endpoint(address) as (http, _):
         return asyncio.run(both(address, http))
 
 
@@ -242,13 +242,13 @@ def streams(options: argparse.Namespace) -> dict:
             task.result()
         return {"streams": options.streams, "idle_mib": before >> 20, "most_mib": most >> 20}
 
-    with script(options.interval) as address, door(address) as (http, workers):
+    with script(options.interval) as address, http_endpoint(address) as (http, workers):
         asyncio.run(http_stream(http, 2))
         return asyncio.run(hold(http, workers[0]))
 
 
 def rate(options: argparse.Namespace) -> dict:
-    with script(options.interval) as address, door(address, options.workers) as (http, workers):
+    with script(options.interval) as address, http_endpoint(address, options.workers) as (http, workers):
         asyncio.run(http_stream(http, 2))
         before = sum(sum(worker.cpu_times()[:2]) for worker in workers)
         began = time.perf_counter()

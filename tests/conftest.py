@@ -106,29 +106,29 @@ def _start(name: str, stack: contextlib.ExitStack) -> AbstractEngine:
 
 
 @pytest.fixture(scope="session")
-def http_door(tmp_path_factory: pytest.TempPathFactory):
-    """A running HTTP door (http_helpers.Door)."""
+def http_server(tmp_path_factory: pytest.TempPathFactory):
+    """A running HTTP server (RunningServer of http_helpers)."""
     from support.http_helpers import serving
 
-    with serving(tmp_path_factory.mktemp("http")) as door:
-        yield door
+    with serving(tmp_path_factory.mktemp("http")) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
-def api(http_door):
-    """OpenAI's own client of the door, that may generate."""
+def api(http_server):
+    """OpenAI's own client of the server, that may generate."""
     import openai
 
     from support.http_helpers import KEYS
 
-    with openai.OpenAI(base_url=http_door.url + "/v1", api_key=KEYS["generate"], max_retries=0) as found:
+    with openai.OpenAI(base_url=http_server.url + "/v1", api_key=KEYS["generate"], max_retries=0) as found:
         yield found
 
 
 @pytest.fixture()
-def http_client(http_door):
-    """An httpx.Client of the door that may generate."""
-    with http_door.client() as client:
+def http_client(http_server):
+    """An httpx.Client of the HTTP server that may generate."""
+    with http_server.client() as client:
         yield client
 
 

@@ -1,7 +1,7 @@
 """Chat formats: how families of models write tool calls and reasoning into the text of their answers.
 
 Rank 0 renders a chat's prompt and, for a forced tool call, constrains the answer to the format's grammar. Whoever
-shows the answer takes its text apart again, in any process: nothing here needs an engine. So a door does
+shows the answer takes its text apart again, in any process: nothing here needs an engine. So a server does
 
     options = {"messages": [...], "tools": [...], "tool_choice": "auto", ...}     # see allspark_client.chat.ChatOptions
     _, handle, queue = engine.start_request(model, options, config)

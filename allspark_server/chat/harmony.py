@@ -28,7 +28,7 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
 
 
-#: efforts that doors take and these models were not trained with, as the nearest that they were
+#: efforts that the HTTP server takes and these models were not trained with, as the nearest that they were
 _EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 

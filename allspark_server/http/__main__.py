@@ -1,4 +1,4 @@
-"""A worker of the HTTP door: `python -m allspark_server.http --fd N --address …`. `allspark http` and `allspark serve
+"""A worker of the HTTP server: `python -m allspark_server.http --fd N --address …`. `allspark http` and `allspark serve
 --http` open the socket, start the workers, and start them again.
 """
 
@@ -19,7 +19,7 @@ from allspark_server.runtime.binding import die_with_parent
 
 from .app import Application
 from .bodies import Bodies
-from .call import Door
+from .call import HttpWorker
 from .metrics import Metrics
 from .pool import Pool
 from .protocol import Connection
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m allspark_server.http", description=__doc__.splitlines()[0])
     p.add_argument("--fd", type=int, required=True, help="the listening socket")
     p.add_argument("--address", action="append", required=True, help="of a group; repeatable")
-    p.add_argument("--pool-token-file", help="groups are shown a token of this file: of a door, an admin, or generate")
+    p.add_argument("--pool-token-file", help="the workers show groups a token of this file: a door, admin or generate token")
     p.add_argument("--pool-tls-ca", help="groups are reached with TLS, and must have certificates signed by these")
     p.add_argument("--token-file", help="clients' tokens")
     p.add_argument("--tls-cert")
@@ -51,8 +51,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def pool_token(path: str | None) -> tuple[str, bool]:
-    """The token of a file that is shown to groups, and whether it allows to name tenants: one of a door if there is
-    one; else of an admin; else one that may generate.
+    """The token that is shown to groups, and whether it may name tenants.
+
+    The file's first token of the role door is taken; without one the first of admin, then the first of generate.
     """
     tokens = read_tokens(path) if path else {}
     for role in (Role.DOOR, Role.ADMIN, Role.GENERATE):
@@ -79,13 +80,13 @@ def main() -> None:
     access = Access(tls=tls, tls_role=Role(a.tls_role), token_file=a.token_file)
     token, names_tenants = pool_token(a.pool_token_file)
     pool = Pool(a.address, token, TlsConfig(ca=a.pool_tls_ca) if a.pool_tls_ca else None)
-    door = Door(pool, access, Bodies(a.max_body_mib << 20, _BODIES_ALL_TOGETHER), Metrics(), names_tenants)
+    worker = HttpWorker(pool, access, Bodies(a.max_body_mib << 20, _BODIES_ALL_TOGETHER), Metrics(), names_tenants)
     listener = socket.socket(fileno=a.fd)
     Connection.limit = _connections()
     secure = {} if tls is None else {
         "ssl_certfile": tls.cert, "ssl_keyfile": tls.key, "ssl_ca_certs": tls.ca,
         "ssl_cert_reqs": ssl.CERT_REQUIRED if tls.ca else ssl.CERT_NONE}
-    config = uvicorn.Config(Application(door), http=Connection, ws="none", lifespan="on", log_config=None,
+    config = uvicorn.Config(Application(worker), http=Connection, ws="none", lifespan="on", log_config=None,
                             access_log=False, server_header=False, timeout_keep_alive=KEEP_ALIVE_SECONDS,
                             timeout_graceful_shutdown=GRACE_SECONDS, backlog=BACKLOG, proxy_headers=False, **secure)
     uvicorn.Server(config).run([listener])

@@ -9,7 +9,7 @@ from typing import Any
 from allspark_server.access import Role
 
 from .bodies import Receive
-from .call import Call, Door, Endpoint, Send
+from .call import Call, Endpoint, HttpWorker, Send
 from .chat import chat
 from .chat_wire import ChatRequest
 from .completions import CompletionRequest, completions
@@ -27,51 +27,51 @@ from .tokenize import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 
 
 async def _metrics(call: Call, _: None) -> None:
-    """Counters of this door and of the groups behind it, for Prometheus."""
+    """Counters of this server and of the groups behind it, for Prometheus."""
     try:
         members = await call.pool.metrics()
     except ApiError:
         members = {}
-    await call.reply(call.door.metrics.text() + of_members(members), kind=CONTENT_TYPE)
+    await call.reply(call.worker.metrics.text() + of_members(members), kind=CONTENT_TYPE)
 
 
-def _endpoints(door: Door) -> list[tuple[str, str, Endpoint]]:
+def _endpoints(worker: HttpWorker) -> list[tuple[str, str, Endpoint]]:
     """Method, path and endpoint."""
     generate, read = Role.GENERATE, Role.READ
     return [
-        ("POST", "/v1/chat/completions", Endpoint(door, "chat", chat, form=ChatRequest, role=generate)),
+        ("POST", "/v1/chat/completions", Endpoint(worker, "chat", chat, form=ChatRequest, role=generate)),
         ("POST", "/v1/completions",
-         Endpoint(door, "completions", completions, form=CompletionRequest, role=generate)),
-        ("POST", "/v1/embeddings", Endpoint(door, "embeddings", embeddings, form=EmbeddingRequest, role=generate)),
-        ("POST", "/v1/responses", Endpoint(door, "responses", responses, form=ResponsesRequest, role=generate)),
-        ("POST", "/v1/messages", Endpoint(door, "messages", messages, form=MessagesRequest, role=generate,
+         Endpoint(worker, "completions", completions, form=CompletionRequest, role=generate)),
+        ("POST", "/v1/embeddings", Endpoint(worker, "embeddings", embeddings, form=EmbeddingRequest, role=generate)),
+        ("POST", "/v1/responses", Endpoint(worker, "responses", responses, form=ResponsesRequest, role=generate)),
+        ("POST", "/v1/messages", Endpoint(worker, "messages", messages, form=MessagesRequest, role=generate,
                                           error_body=ApiError.anthropic_body)),
-        ("POST", "/v1/messages/count_tokens", Endpoint(door, "count_tokens", count_tokens, form=Prompt, role=generate,
+        ("POST", "/v1/messages/count_tokens", Endpoint(worker, "count_tokens", count_tokens, form=Prompt, role=generate,
                                                        error_body=ApiError.anthropic_body)),
-        ("GET", "/v1/models", Endpoint(door, "models", list_models, role=read)),
-        ("GET", "/v1/models/{model}", Endpoint(door, "model", one_model, role=read)),
-        ("POST", "/tokenize", Endpoint(door, "tokenize", tokenize, form=TokenizeRequest, role=generate)),
-        ("POST", "/detokenize", Endpoint(door, "detokenize", detokenize, form=DetokenizeRequest, role=generate)),
-        ("GET", "/", Endpoint(door, "page", page, role=None, kind="text/html")),
-        ("GET", "/pool", Endpoint(door, "pool", pool, role=read)),
-        ("GET", "/health", Endpoint(door, "health", health, role=None)),
-        ("GET", "/metrics", Endpoint(door, "metrics", _metrics, role=read, kind="text/plain")),
+        ("GET", "/v1/models", Endpoint(worker, "models", list_models, role=read)),
+        ("GET", "/v1/models/{model}", Endpoint(worker, "model", one_model, role=read)),
+        ("POST", "/tokenize", Endpoint(worker, "tokenize", tokenize, form=TokenizeRequest, role=generate)),
+        ("POST", "/detokenize", Endpoint(worker, "detokenize", detokenize, form=DetokenizeRequest, role=generate)),
+        ("GET", "/", Endpoint(worker, "page", page, role=None, kind="text/html")),
+        ("GET", "/pool", Endpoint(worker, "pool", pool, role=read)),
+        ("GET", "/health", Endpoint(worker, "health", health, role=None)),
+        ("GET", "/metrics", Endpoint(worker, "metrics", _metrics, role=read, kind="text/plain")),
     ]
 
 
 class Application:
     """The ASGI application: finds the endpoint of a path. Its life is that of the connection to the pool."""
 
-    def __init__(self, door: Door):
-        self._door = door
-        endpoints = _endpoints(door)
+    def __init__(self, worker: HttpWorker):
+        self._worker = worker
+        endpoints = _endpoints(worker)
         description = json.dumps(describe(endpoints)).encode()
 
         async def openapi(call: Call, _: None) -> None:
             """This description."""
             await call.reply(description)
 
-        endpoints.append(("GET", "/openapi.json", Endpoint(door, "openapi", openapi, role=None)))
+        endpoints.append(("GET", "/openapi.json", Endpoint(worker, "openapi", openapi, role=None)))
         #: of each path, or of what a path begins with, the endpoint of each method
         self._paths: dict[str, dict[str, Endpoint]] = {}
         self._prefixes: dict[str, dict[str, Endpoint]] = {}
@@ -105,14 +105,14 @@ class Application:
         async def refuse(_: Call, __: None) -> None:
             raise error
 
-        return Endpoint(self._door, "none", refuse, role=None)
+        return Endpoint(self._worker, "none", refuse, role=None)
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()     # lifespan.startup
-        await self._door.pool.open()
-        watch = asyncio.create_task(self._door.watch())
+        await self._worker.pool.open()
+        watch = asyncio.create_task(self._worker.watch())
         await send({"type": "lifespan.startup.complete"})
         await receive()     # lifespan.shutdown
         watch.cancel()
-        await self._door.pool.close()
+        await self._worker.pool.close()
         await send({"type": "lifespan.shutdown.complete"})

@@ -36,7 +36,7 @@ _SEND_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cach
 
 
 @dataclass
-class Door:
+class HttpWorker:
     """What all calls of a process share."""
 
     pool: Pool
@@ -64,8 +64,8 @@ class Door:
 class Call:
     """A request and its answer. `client`: who sent it."""
 
-    def __init__(self, door: Door, scope: dict[str, Any], send: Send, client: Client):
-        self.door, self.pool, self.client = door, door.pool, client
+    def __init__(self, worker: HttpWorker, scope: dict[str, Any], send: Send, client: Client):
+        self.worker, self.pool, self.client = worker, worker.pool, client
         self._scope, self._send = scope, send
         self._sending_since = 0.0
         self._answers: list[Answer] = []
@@ -92,7 +92,7 @@ class Call:
 
     def generate(self, spec: RequestSpec) -> Answer:
         """A request to the pool, for an `async with`."""
-        if self.door.names_tenants:
+        if self.worker.names_tenants:
             spec.tenant = self.client.tenant or f"http:{(self._scope.get('client') or ('unix',))[0]}"
         spec.trust_trace(dict(self._scope["headers"]).get(b"traceparent", b"").decode("latin-1"))
         answer = self.pool.generate(spec)
@@ -102,7 +102,7 @@ class Call:
     def ended(self, choices: Choices) -> None:
         """Notes what a request to the pool took."""
         stat = choices.answer.stat
-        self.door.metrics.generated(choices.info.name, len(choices.answer.prompt_ids), choices.cached_tokens,
+        self.worker.metrics.generated(choices.info.name, len(choices.answer.prompt_ids), choices.cached_tokens,
                                     choices.tokens, stat.time_to_first_token / 1e3)
 
     # --- how it is answered --------------------------------------------------------------------------------------
@@ -158,34 +158,34 @@ class Endpoint:
     answers are, if all is well and they are no events.
     """
 
-    def __init__(self, door: Door, name: str, handler: Handler, *, form: type[Wire] | None = None,
+    def __init__(self, worker: HttpWorker, name: str, handler: Handler, *, form: type[Wire] | None = None,
                  role: Role | None = Role.READ, error_body: ErrorBody = ApiError.body,
                  kind: str = "application/json"):
         self.name, self.handler, self.form, self.role, self.kind = name, handler, form, role, kind
-        self._door, self._error_body = door, error_body
+        self._worker, self._error_body = worker, error_body
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        door = self._door
-        call = Call(door, scope, send, Client(Role.READ))
-        door.calls.add(call)
+        worker = self._worker
+        call = Call(worker, scope, send, Client(Role.READ))
+        worker.calls.add(call)
         try:
             call.client = self._admit(scope)
             form = None
             if self.form is not None:
-                form = parse(self.form, await door.bodies.read(scope, receive))
+                form = parse(self.form, await worker.bodies.read(scope, receive))
             await self._until_gone(call, form, receive)
         except Gone:
             call.status = call.status or 499    # as nginx notes it
         except Exception as error:
             await self._tell(call, error)
         finally:
-            door.calls.discard(call)
-            door.metrics.request(self.name, call.status, time.monotonic() - call.began)
+            worker.calls.discard(call)
+            worker.metrics.request(self.name, call.status, time.monotonic() - call.began)
 
     def _admit(self, scope: dict[str, Any]) -> Client:
         if self.role is None:
             return Client(Role.READ)
-        return admit(self._door.access, scope, self.role)
+        return admit(self._worker.access, scope, self.role)
 
     async def _until_gone(self, call: Call, form: Any, receive: Receive) -> None:
         """Runs the handler, but no longer than the client stays."""

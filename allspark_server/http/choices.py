@@ -1,4 +1,4 @@
-"""What a request generates, choice by choice, as the doors of text write it."""
+"""What a request generates, choice by choice, as the endpoints of text write it."""
 
 from __future__ import annotations
 

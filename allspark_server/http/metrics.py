@@ -1,4 +1,4 @@
-"""What a door's workers have done, as Prometheus reads it."""
+"""What the HTTP server's workers have done, as Prometheus reads it."""
 
 from __future__ import annotations
 

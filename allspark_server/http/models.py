@@ -23,7 +23,7 @@ def _cards(model: ModelState, created: int) -> list[dict[str, Any]]:
 async def list_models(call: Call, _: None) -> None:
     """The models that take requests."""
     running = [model for model in await call.pool.models() if model.running]
-    cards = [card for model in running for card in _cards(model, call.door.started)]
+    cards = [card for model in running for card in _cards(model, call.worker.started)]
     await call.reply({"object": "list", "data": cards})
 
 
@@ -34,7 +34,7 @@ async def one_model(call: Call, _: None) -> None:
     for model in await call.pool.models():
         if model.name == base and model.running:
             info = await call.model(base)
-            card = next(card for card in _cards(model, call.door.started) if card["id"] == name)
+            card = next(card for card in _cards(model, call.worker.started) if card["id"] == name)
             await call.reply({**card, "max_model_len": info.max_length})
             return
     raise ApiError(404, f"The model '{name}' does not exist", "model", "model_not_found")

@@ -1,4 +1,4 @@
-"""The door's description of itself, as OpenAPI."""
+"""The HTTP server's description of itself, as OpenAPI."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ async def page(call: Call, _: None) -> None:
 
 
 async def pool(call: Call, _: None) -> None:
-    """The groups behind this door, and their models' load."""
+    """The groups behind this server, and their models' load."""
     members = await call.pool.members()
     names = dict.fromkeys(model.name for member in members for model in member.models if model.running)
     models = await asyncio.gather(*(_model(call, name) for name in names))

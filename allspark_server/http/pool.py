@@ -1,4 +1,4 @@
-"""The pool behind the door: a client's engine, as coroutines."""
+"""The pool behind the HTTP server: a client's engine, as coroutines."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class Pool:
             self._infos.pop(name, None)
 
     async def members(self) -> list[MemberState]:
-        """The groups behind the door."""
+        """The groups behind the HTTP server."""
         return await self._ask(self._engine.members)
 
     async def metrics(self) -> dict[str, str | None]:

@@ -106,7 +106,7 @@ class Service:
             raise ValueError(f"max_message={max_message} must be at least 1 KiB and below 2 GiB")
         access = access or Access()
         for address in addresses:
-            access.check_door(address)
+            access.check_listener(address)
         self._engine = engine
         self._wanted = list(addresses)
         self._access = access

@@ -103,7 +103,7 @@ class GroupOptions:
 
     def addresses(self) -> list[str]:
         """What to serve on. Raises ValueError for an address that would be open to whoever reaches it, and for what
-        else is wrong about the doors.
+        else is wrong about the listeners.
         """
         if self.tls_role and self.tls_role not in (role.value for role in access.Role):
             raise ValueError(f"tls_role is {self.tls_role!r}; allowed: {', '.join(r.value for r in access.Role)}")
@@ -111,12 +111,12 @@ class GroupOptions:
         guarded = bool(self.token_file or self.tls_ca)
         found = self.address or [access.default_address(guarded or self.insecure)]
         for address in [*found, self.http] if self.http else found:
-            access.check_door(address, token=bool(self.token_file), tls=bool(self.tls_cert),
+            access.check_listener(address, token=bool(self.token_file), tls=bool(self.tls_cert),
                               client_ca=bool(self.tls_ca), insecure=self.insecure)
         return found
 
     def http_options(self, group: str) -> HttpOptions:
-        """Of the HTTP door beside this group, which it reaches at the address `group`."""
+        """Of the HTTP server beside this group, which it reaches at the address `group`."""
         return HttpOptions(
             self.http, self.http_workers, self.token_file, self.tls_cert, self.tls_key, self.tls_ca, self.tls_role,
             self.insecure, self.socket_mode, self.socket_group, self.max_message_mib, self.log_level,

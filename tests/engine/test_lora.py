@@ -429,26 +429,26 @@ def test_a_request_outlives_its_server_with_its_adapter(tmp_path, monkeypatch, v
         refused(AsStatus.ALLSPARK_LORA_NOT_FOUND, run, engine, prompt, "a")
 
 
-def test_the_http_door_knows_adapters_as_models(tmp_path):
+def test_the_http_server_knows_adapters_as_models(tmp_path):
     httpx = pytest.importorskip("httpx")
     from allspark_launch.group.serving import background_group, shipped_model
-    from support.http_helpers import door_before
+    from support.http_helpers import http_server_for
 
     base = shipped_model()
     adapters.write_adapter(tmp_path / "pirate", base, rank=4, strength=1.0)
     model = ["--model", str(base), "--max-length", "256", "--model-root", str(tmp_path)]
     body = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 16}
     with background_group(model, timeout=60.0) as group, ClientEngine(group.addresses[0]) as engine, \
-            door_before(group.addresses[0], insecure=True) as address, \
-            httpx.Client(base_url=f"http://{address}/v1", timeout=60) as door:
+            http_server_for(group.addresses[0], insecure=True) as address, \
+            httpx.Client(base_url=f"http://{address}/v1", timeout=60) as server:
         engine.load_lora("fable", str(tmp_path / "pirate"))
 
         def ask(name: str, path: str = "/completions", **more):
-            answer = door.post(path, json={"model": name, **body, **more})
+            answer = server.post(path, json={"model": name, **body, **more})
             return answer.status_code, answer.json()
 
         def listed() -> dict:
-            return {card["id"]: card.get("parent") for card in door.get("/models").json()["data"]}
+            return {card["id"]: card.get("parent") for card in server.get("/models").json()["data"]}
 
         wait_for(lambda: listed() == {"fable": None, "pirate": "fable"}, 10)
         (_, plain), (status, told) = ask("fable"), ask("pirate")
@@ -458,9 +458,9 @@ def test_the_http_door_knows_adapters_as_models(tmp_path):
             "do_sample": False, "max_new_tokens": 16, "lora_name": "pirate"})
         assert "".join(elements.text for elements in queue) == told["choices"][0]["text"]
         engine.release_request("fable", handle)
-        assert door.get("/models/pirate").json()["max_model_len"] == 256
+        assert server.get("/models/pirate").json()["max_model_len"] == 256
         chat = {"model": "pirate", "messages": [{"role": "user", "content": "A story"}], "max_tokens": 4}
-        assert door.post("/chat/completions", json=chat).json()["model"] == "pirate"
+        assert server.post("/chat/completions", json=chat).json()["model"] == "pirate"
         engine.unload_lora("fable", "pirate")
         wait_for(lambda: listed() == {"fable": None}, 10)
         status, error = ask("pirate")

@@ -1,4 +1,4 @@
-"""What the HTTP door makes of answers with tool calls and reasoning, in each of the three forms of a chat. The model
+"""What the HTTP server makes of answers with tool calls and reasoning, in each of the three forms of a chat. The model
 says what the test writes."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from support.fake_service import serving
-from support.http_helpers import door_before
+from support.http_helpers import http_server_for
 from support.script_engine import ScriptEngine
 
 CALLS = ('Let me see.\n'
@@ -23,14 +23,14 @@ CITY = {"city": "Zürich", "days": [1, 2]}
 
 
 @pytest.fixture(scope="module")
-def door():
-    with serving(core=ScriptEngine("hermes")) as (engine, group), door_before(group, insecure=True) as address:
+def server():
+    with serving(core=ScriptEngine("hermes")) as (engine, group), http_server_for(group, insecure=True) as address:
         yield address, engine
 
 
 @pytest.fixture(scope="module")
-def api(door):
-    with openai.OpenAI(base_url=f"http://{door[0]}/v1", api_key="any", max_retries=0) as found:
+def api(server):
+    with openai.OpenAI(base_url=f"http://{server[0]}/v1", api_key="any", max_retries=0) as found:
         yield found
 
 
@@ -38,14 +38,14 @@ def ask(text: str, **more):
     return {"model": "m", "messages": [{"role": "user", "content": text}], **more}
 
 
-def test_calls_of_tools(api, door):
+def test_calls_of_tools(api, server):
     answer = api.chat.completions.create(**ask(CALLS, tools=TOOLS))
     message = answer.choices[0].message
     assert message.content == "Let me see." and answer.choices[0].finish_reason == "tool_calls"
     assert [call.function.name for call in message.tool_calls] == ["weather", "time"]
     assert [json.loads(call.function.arguments) for call in message.tool_calls] == [CITY, {}]
     assert len({call.id for call in message.tool_calls}) == 2 and all(c.type == "function" for c in message.tool_calls)
-    sent = door[1].submitted[-1]
+    sent = server[1].submitted[-1]
     assert [tool["function"]["name"] for tool in sent.chat.tools] == ["weather", "time"]
     # Without tools, or told not to call one, it is text.
     for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
@@ -79,14 +79,14 @@ def test_reasoning(api):
         assert "".join(delta.content or "" for delta in deltas) == "Yes."
 
 
-def test_a_conversation_goes_on(api, door):
+def test_a_conversation_goes_on(api, server):
     """An answer can be sent back as it came, with the results of its calls."""
     body = ask(CALLS, tools=TOOLS)
     message = api.chat.completions.create(**body).choices[0].message
     results = [{"role": "tool", "tool_call_id": call.id, "content": "fine"} for call in message.tool_calls]
     body["messages"] += [message.model_dump(), *results, {"role": "user", "content": "Good."}]
     assert api.chat.completions.create(**body).choices[0].message.content == "Good."
-    prompt = bytes(i for i in door[1].submitted[-1].input_ids if i < 256).decode()
+    prompt = bytes(i for i in server[1].submitted[-1].input_ids if i < 256).decode()
     assert "'tool_call_id'" in prompt and "'city': 'Zürich'" in prompt
 
 
@@ -117,10 +117,10 @@ def test_responses(api):
     assert again.output_text == "Good."
 
 
-def test_messages(door):
+def test_messages(server):
     anthropic = pytest.importorskip("anthropic")
     tools = [{"name": name, "input_schema": schema} for name, schema in FUNCTIONS.items()]
-    with anthropic.Anthropic(base_url=f"http://{door[0]}", api_key="any", max_retries=0) as api:
+    with anthropic.Anthropic(base_url=f"http://{server[0]}", api_key="any", max_retries=0) as api:
         body = {**ask("<think>Hm.</think>" + CALLS, tools=tools), "max_tokens": 500}
         found = api.messages.create(**body)
         assert [block.type for block in found.content] == ["thinking", "text", "tool_use", "tool_use"]
@@ -143,7 +143,7 @@ HARMONY = ("<|channel|>analysis<|message|>Should I?<|end|><|start|>assistant<|ch
 
 def test_harmony():
     """gpt-oss' channels, in chats, responses and messages; as a whole and as they come."""
-    with serving(core=ScriptEngine("harmony")) as (engine, group), door_before(group, insecure=True) as address, \
+    with serving(core=ScriptEngine("harmony")) as (engine, group), http_server_for(group, insecure=True) as address, \
             openai.OpenAI(base_url=f"http://{address}/v1", api_key="any", max_retries=0) as api:
         answer = api.chat.completions.create(**ask(HARMONY, tools=TOOLS))
         message = answer.choices[0].message

@@ -1,4 +1,4 @@
-"""Each field of each endpoint, wrong in type, in range and in size: 400 naming it, and the door goes on."""
+"""Each field of each endpoint, wrong in type, in range and in size: 400 naming it, and the server goes on."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_every_field_is_tested(path):
 
 
 @pytest.mark.parametrize("path", RIGHT)
-def test_no_value_breaks_the_door(http_client, path):
+def test_no_value_breaks_the_server(http_client, path):
     """Whatever stands in a field, the answer is no 500: for a model that is not there, so that nothing is computed."""
     right, form = RIGHT[path]
     values = (None, True, -1, 10**30, 1.5, 1e308, "", "\u0000", "ü" * 1000, [], {}, [[[]]], {"type": {}}, [None], [{}])

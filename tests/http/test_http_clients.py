@@ -1,4 +1,4 @@
-"""The HTTP door and programs that were written for others' servers."""
+"""The HTTP server and programs that were written for others' servers."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ KEY = KEYS["generate"]
 
 
 @pytest.fixture(scope="module")
-def story(http_door):
-    with http_door.client() as client:
+def story(http_server):
+    with http_server.client() as client:
         body = {"model": MODEL, "messages": STORY, "temperature": 0, "max_tokens": 24}
         return client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
-def test_curl(http_door, story):
+def test_curl(http_server, story):
     def curl(path: str, body: dict, *more: str) -> str:
         return subprocess.run(
-            ["curl", "-sS", "--max-time", "30", http_door.url + path, "-H", f"Authorization: Bearer {KEY}",
+            ["curl", "-sS", "--max-time", "30", http_server.url + path, "-H", f"Authorization: Bearer {KEY}",
              "-H", "Content-Type: application/json", "-d", json.dumps(body), *more],
             capture_output=True, text=True, check=True).stdout
 
@@ -41,34 +41,34 @@ def test_curl(http_door, story):
 
 
 @pytest.mark.slow
-def test_litellm(http_door, story):
+def test_litellm(http_server, story):
     litellm = pytest.importorskip("litellm")
-    ask = {"model": f"openai/{MODEL}", "messages": STORY, "api_base": http_door.url + "/v1", "api_key": KEY,
+    ask = {"model": f"openai/{MODEL}", "messages": STORY, "api_base": http_server.url + "/v1", "api_key": KEY,
            "temperature": 0, "max_tokens": 24}
     assert litellm.completion(**ask).choices[0].message.content == story
     pieces = [chunk.choices[0].delta.content or "" for chunk in litellm.completion(stream=True, **ask)]
     assert "".join(pieces) == story
-    found = litellm.embedding(f"openai/{MODEL}", ["A fox"], api_base=http_door.url + "/v1", api_key=KEY)
+    found = litellm.embedding(f"openai/{MODEL}", ["A fox"], api_base=http_server.url + "/v1", api_key=KEY)
     assert len(found.data[0]["embedding"]) > 10
     with pytest.raises(litellm.ContextWindowExceededError):
         litellm.completion(**{**ask, "max_tokens": 5000})
 
 
 @pytest.mark.slow
-def test_langchain(http_door, story):
+def test_langchain(http_server, story):
     langchain = pytest.importorskip("langchain_openai")
-    chat = langchain.ChatOpenAI(model=MODEL, base_url=http_door.url + "/v1", api_key=KEY, temperature=0, max_tokens=24)
+    chat = langchain.ChatOpenAI(model=MODEL, base_url=http_server.url + "/v1", api_key=KEY, temperature=0, max_tokens=24)
     prompt = STORY[0]["content"]
     assert chat.invoke(prompt).content == story
     assert "".join(piece.content for piece in chat.stream(prompt)) == story
-    embed = langchain.OpenAIEmbeddings(model=MODEL, base_url=http_door.url + "/v1", api_key=KEY,
+    embed = langchain.OpenAIEmbeddings(model=MODEL, base_url=http_server.url + "/v1", api_key=KEY,
                                        check_embedding_ctx_length=False)
     one, two = embed.embed_documents(["A fox", "A dog"])
     assert len(one) == len(two) and one != two
 
 
 @pytest.mark.slow
-def test_lm_eval(http_door, tmp_path):
+def test_lm_eval(http_server, tmp_path):
     """A local task through local-completions: log probabilities of given texts, and generated ones."""
     pytest.importorskip("lm_eval")
     from allspark_launch.group.serving import shipped_model
@@ -87,7 +87,7 @@ doc_to_target: 0
 target_delimiter: ""
 metric_list: [{{metric: acc}}]
 """)
-    arguments = (f"model={MODEL},base_url={http_door.url}/v1/completions,tokenizer={shipped_model()},"
+    arguments = (f"model={MODEL},base_url={http_server.url}/v1/completions,tokenizer={shipped_model()},"
                  "tokenized_requests=False,num_concurrent=2,max_length=512")
     done = subprocess.run(
         [sys.executable, "-m", "lm_eval", "--model", "local-completions", "--model_args", arguments, "--tasks", "fox",
@@ -101,12 +101,12 @@ metric_list: [{{metric: acc}}]
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_schemathesis(http_door, tmp_path):
-    """Requests made from the door's own description, for a model that is there: no 5xx, no hang."""
+def test_schemathesis(http_server, tmp_path):
+    """Requests made from the server's own description, for a model that is there: no 5xx, no hang."""
     program = Path(sys.executable).with_name("schemathesis")
     if not program.exists():
         pytest.skip("schemathesis is not installed")
-    description = httpx.get(http_door.url + "/openapi.json").json()
+    description = httpx.get(http_server.url + "/openapi.json").json()
     for name, schema in description["components"]["schemas"].items():
         fields = schema.get("properties", {})
         if "model" in fields and name.endswith(("Request", "Prompt")):
@@ -119,7 +119,7 @@ def test_schemathesis(http_door, tmp_path):
             del fields[field]       # those that are refused whatever they hold
     (tmp_path / "api.json").write_text(json.dumps(description))
     done = subprocess.run(
-        [program, "run", tmp_path / "api.json", "--url", http_door.url, "--max-examples", "40", "--request-timeout",
+        [program, "run", tmp_path / "api.json", "--url", http_server.url, "--max-examples", "40", "--request-timeout",
          "30", "--checks", "not_a_server_error,status_code_conformance,content_type_conformance", "--phases",
          "coverage,fuzzing", "-H", f"Authorization: Bearer {KEY}"],
         capture_output=True, text=True, timeout=550, cwd=tmp_path)

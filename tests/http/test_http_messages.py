@@ -14,14 +14,14 @@ anthropic = pytest.importorskip("anthropic")
 
 
 @pytest.fixture(scope="module")
-def api(http_door):
-    with anthropic.Anthropic(base_url=http_door.url, api_key=KEYS["generate"], max_retries=0) as found:
+def api(http_server):
+    with anthropic.Anthropic(base_url=http_server.url, api_key=KEYS["generate"], max_retries=0) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def story(http_door):
-    with http_door.client() as client:
+def story(http_server):
+    with http_server.client() as client:
         body = {"model": MODEL, "messages": STORY, "temperature": 0, "max_tokens": 24}
         return client.post("/v1/chat/completions", json=body).json()
 
@@ -59,12 +59,12 @@ def test_stop_sequences(api, story):
     assert found.content[0].text == text[:text.index(stop)]
 
 
-def test_forms_of_prompts(api, story, http_door):
+def test_forms_of_prompts(api, story, http_server):
     expected = story["choices"][0]["message"]["content"]
     blocks = [{"type": "text", "text": TEXT, "cache_control": {"type": "ephemeral"}}]
     assert api.messages.create(**{**ASK, "messages": [{"role": "user", "content": blocks}]}).content[0].text == expected
     system = api.messages.create(system=[{"type": "text", "text": "Be brief."}], **ASK).content[0].text
-    with http_door.client() as client:
+    with http_server.client() as client:
         chat = {**ASK, "messages": [{"role": "system", "content": "Be brief."}, *STORY]}
         same = client.post("/v1/chat/completions", json=chat).json()["choices"][0]["message"]["content"]
     assert system == same
@@ -72,7 +72,7 @@ def test_forms_of_prompts(api, story, http_door):
     assert count.input_tokens == story["usage"]["prompt_tokens"]
 
 
-def test_errors_are_anthropics(api, http_door):
+def test_errors_are_anthropics(api, http_server):
     with pytest.raises(anthropic.BadRequestError) as found:
         api.messages.create(extra_body={"temperature": 1.5}, **ASK)
     body = found.value.body
@@ -85,18 +85,18 @@ def test_errors_are_anthropics(api, http_door):
                      [{"role": "user", "content": [{"type": "image", "source": {}}]}]):
         with pytest.raises(anthropic.BadRequestError, match="messages"):
             api.messages.create(**{**ASK, "messages": messages})
-    with anthropic.Anthropic(base_url=http_door.url, api_key="wrong", max_retries=0) as stranger:
+    with anthropic.Anthropic(base_url=http_server.url, api_key="wrong", max_retries=0) as stranger:
         with pytest.raises(anthropic.AuthenticationError):
             stranger.messages.create(**ASK)
-    with http_door.client() as client:
+    with http_server.client() as client:
         missing = client.post("/v1/messages", json={"model": MODEL, "messages": STORY})
         assert missing.status_code == 400 and "max_tokens" in missing.json()["error"]["message"]
 
 
-def test_events_on_the_wire(http_door):
+def test_events_on_the_wire(http_server):
     """The order that Anthropic documents, each event under its name."""
     header = {"x-api-key": KEYS["generate"], "anthropic-version": "2023-06-01"}
-    answer = httpx.post(http_door.url + "/v1/messages", json={**ASK, "max_tokens": 3, "stream": True}, headers=header)
+    answer = httpx.post(http_server.url + "/v1/messages", json={**ASK, "max_tokens": 3, "stream": True}, headers=header)
     events = [block.split("\n") for block in answer.text.strip().split("\n\n")]
     kinds = [lines[0].removeprefix("event: ") for lines in events]
     assert kinds == ["message_start", "ping", "content_block_start", *["content_block_delta"] * (len(kinds) - 6),

@@ -1,4 +1,4 @@
-"""The HTTP door as OpenAI's own client sees it."""
+"""The HTTP server as OpenAI's own client sees it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ GREEDY = {"model": MODEL, "temperature": 0, "max_tokens": 24}
 
 
 @pytest.fixture(scope="module")
-def story(http_door):
+def story(http_server):
     """What the group says through a client of its own: text and ids, greedily."""
-    _, handle, results = http_door.engine.start_request(
+    _, handle, results = http_server.engine.start_request(
         MODEL, {"messages": STORY}, {"do_sample": False, "max_new_tokens": 24})
     elements = list(results)
-    http_door.engine.release_request(MODEL, handle)
+    http_server.engine.release_request(MODEL, handle)
     return "".join(e.text for e in elements), [i for e in elements for i in e.ids_from_generate]
 
 
@@ -104,11 +104,11 @@ def test_defaults_of_the_checkpoint(api, story):
         .choices[0].message.content == story[0]
 
 
-def test_completions(api, http_door):
+def test_completions(api, http_server):
     answer = api.completions.create(prompt="Once upon a time", **GREEDY)
     text = answer.choices[0].text
     assert answer.object == "text_completion" and answer.usage.completion_tokens == 24
-    ids = http_door.engine.tokenize(MODEL, {"text": "Once upon a time"})
+    ids = http_server.engine.tokenize(MODEL, {"text": "Once upon a time"})
     several = api.completions.create(prompt=[ids, ids], n=2, **GREEDY)
     assert [(c.index, c.text) for c in several.choices] == [(i, text) for i in range(4)]
     assert several.usage.prompt_tokens == 2 * len(ids) and several.usage.completion_tokens == 96
@@ -156,17 +156,17 @@ def test_stop_strings(api, story):
     assert reasons <= {"stop", "length"} and all("\n" not in choice.text for choice in both.choices)
 
 
-def test_biases(api, http_door):
-    ids = http_door.engine.tokenize(MODEL, {"text": " fox"})
+def test_biases(api, http_server):
+    ids = http_server.engine.tokenize(MODEL, {"text": " fox"})
     banned = api.chat.completions.create(messages=STORY, logit_bias={str(i): -100 for i in ids}, **GREEDY)
     assert " fox" not in banned.choices[0].message.content
     forced = api.completions.create(prompt="A", logit_bias={str(ids[0]): 100}, **{**GREEDY, "max_tokens": 3})
-    assert forced.choices[0].text == 3 * http_door.engine.detokenize(MODEL, ids[:1]).text
+    assert forced.choices[0].text == 3 * http_server.engine.detokenize(MODEL, ids[:1]).text
 
 
-def test_echo_with_logprobs(api, http_door):
+def test_echo_with_logprobs(api, http_server):
     prompt = "Once upon a time there was a fox"
-    ids = http_door.engine.tokenize(MODEL, {"text": prompt})
+    ids = http_server.engine.tokenize(MODEL, {"text": prompt})
     ask = {**GREEDY, "max_tokens": 4, "prompt": prompt, "echo": True, "logprobs": 2}
     found = api.completions.create(**ask).choices[0]
     logprobs = found.logprobs
@@ -187,13 +187,13 @@ def test_echo_with_logprobs(api, http_door):
     assert [o for piece in pieces if piece.logprobs for o in piece.logprobs.text_offset] == logprobs.text_offset
 
 
-def test_embeddings(api, http_door):
+def test_embeddings(api, http_server):
     texts = ["A fox in the woods", "A fox in a wood", "What is 2+3?"]
     found = api.embeddings.create(model=MODEL, input=texts)
     assert [entry.index for entry in found.data] == [0, 1, 2]
     one, two, three = (entry.embedding for entry in found.data)
     assert abs(sum(x * x for x in one) - 1) < 1e-5
-    ids = [http_door.engine.tokenize(MODEL, {"text": text}) for text in texts]
+    ids = [http_server.engine.tokenize(MODEL, {"text": text}) for text in texts]
     assert found.usage.prompt_tokens == sum(map(len, ids)) == found.usage.total_tokens
     assert [entry.embedding for entry in api.embeddings.create(model=MODEL, input=ids).data] == [one, two, three]
     plain = api.embeddings.create(model=MODEL, input=texts[0], encoding_format="float").data[0].embedding
@@ -213,7 +213,7 @@ def test_models(api):
         api.models.retrieve("other/model")
 
 
-def test_errors_are_openais(api, http_door):
+def test_errors_are_openais(api, http_server):
     with pytest.raises(openai.NotFoundError) as found:
         api.chat.completions.create(messages=STORY, **{**GREEDY, "model": "other"})
     assert found.value.code == "model_not_found" and found.value.param == "model"
@@ -226,23 +226,23 @@ def test_errors_are_openais(api, http_door):
     with pytest.raises(openai.BadRequestError) as found:
         api.completions.create(prompt="fox " * 5000, **GREEDY)
     assert found.value.code == "context_length_exceeded" and found.value.param == "prompt"
-    with openai.OpenAI(base_url=http_door.url + "/v1", api_key="wrong", max_retries=0) as stranger:
+    with openai.OpenAI(base_url=http_server.url + "/v1", api_key="wrong", max_retries=0) as stranger:
         with pytest.raises(openai.AuthenticationError) as wrong:
             stranger.models.list()
     assert wrong.value.code == "invalid_api_key"
-    with openai.OpenAI(base_url=http_door.url + "/v1", api_key=KEYS["read"], max_retries=0) as reader:
+    with openai.OpenAI(base_url=http_server.url + "/v1", api_key=KEYS["read"], max_retries=0) as reader:
         assert reader.models.list().data
         with pytest.raises(openai.PermissionDeniedError):
             reader.completions.create(prompt="A", **GREEDY)
 
 
-def test_many_at_once(http_door, story):
+def test_many_at_once(http_server, story):
     async def ask(api):
         stream = await api.chat.completions.create(messages=STORY, stream=True, **GREEDY)
         return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
     async def all_of_them():
-        async with openai.AsyncOpenAI(base_url=http_door.url + "/v1", api_key=KEYS["admin"], max_retries=0) as api:
+        async with openai.AsyncOpenAI(base_url=http_server.url + "/v1", api_key=KEYS["admin"], max_retries=0) as api:
             return await asyncio.gather(*(ask(api) for _ in range(40)))
 
     assert set(asyncio.run(all_of_them())) == {story[0]}

@@ -1,4 +1,4 @@
-"""The door's page, clicked through in a browser without a screen. $ALLSPARK_SCREENSHOTS: a folder for what it shows."""
+"""The HTTP server's page, clicked through in a headless browser. $ALLSPARK_SCREENSHOTS: a folder for screenshots."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import pytest
 from support.http_helpers import KEYS, MODEL, STORY
 
 
-def test_pool(http_door):
-    with http_door.client(KEYS["read"]) as reader:
+def test_pool(http_server):
+    with http_server.client(KEYS["read"]) as reader:
         found = reader.get("/pool").json()
     member, = found["members"]
-    assert member["address"] == http_door.group and member["connected"] and member["ranks"] == 1
+    assert member["address"] == http_server.group and member["connected"] and member["ranks"] == 1
     assert member["placement"][0].startswith("rank 0: NUMA node")
     model, = found["models"]
     assert model["name"] == MODEL and model["max_length"] == 1024 and model["stat"]["total_token"] > 0
 
 
-def test_page_is_whole(http_door, http_client):
+def test_page_is_whole(http_server, http_client):
     """It needs no key and nothing from elsewhere."""
     import httpx
-    answer = httpx.get(http_door.url + "/")
+    answer = httpx.get(http_server.url + "/")
     assert answer.status_code == 200 and answer.headers["content-type"] == "text/html; charset=utf-8"
     assert "default-src 'none'" in answer.headers["content-security-policy"]
     assert "//" not in answer.text.replace("http://www.w3.org/2000/svg", "").replace("// ", "").replace("\n//", "")
-    assert httpx.get(http_door.url + "/pool").status_code == 401
+    assert httpx.get(http_server.url + "/pool").status_code == 401
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +49,14 @@ def shoot(page, name):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_click_through(http_door, browser, scheme):
+def test_click_through(http_server, browser, scheme):
     expect = pytest.importorskip("playwright.sync_api").expect
     context = browser.new_context(color_scheme=scheme, viewport={"width": 1200, "height": 800})
     page = context.new_page()
     errors = []
     page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("request", lambda request: errors.append(request.url) if http_door.address not in request.url else None)
-    page.goto(http_door.url)
+    page.on("request", lambda request: errors.append(request.url) if http_server.address not in request.url else None)
+    page.goto(http_server.url)
     page.get_by_text("You didn't provide an API key").wait_for()
     page.get_by_label("Key").fill(KEYS["generate"])
     page.get_by_label("Key").press("Tab")
@@ -115,10 +115,10 @@ def test_click_through(http_door, browser, scheme):
     context.close()
 
 
-def test_what_readers_of_screens_hear(http_door, browser):
+def test_what_readers_of_screens_hear(http_server, browser):
     """Every control has a name."""
     page = browser.new_page()
-    page.goto(http_door.url)
+    page.goto(http_server.url)
     nameless = page.evaluate("""() => [...document.querySelectorAll('button, input, select, textarea')]
         .filter(control => !(control.labels?.length || control.getAttribute('aria-label') || control.innerText.trim()))
         .map(control => control.id)""")

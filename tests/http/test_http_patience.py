@@ -1,5 +1,4 @@
-"""The HTTP door's patience with clients that do not say, or do not read, what they should. In this process, with clocks
-that run faster."""
+"""The HTTP server's time limits for clients that stop sending or reading. In this process, with faster clocks."""
 
 from __future__ import annotations
 
@@ -79,8 +78,8 @@ def test_slow_readers(unread, late, stuck):
         await asyncio.sleep(10)
 
     async def run():
-        door = SimpleNamespace(pool=None)
-        one = call.Call(door, {"extensions": {"allspark.abort": lambda: aborted.append(True)}}, send,
+        server = SimpleNamespace(pool=None)
+        one = call.Call(server, {"extensions": {"allspark.abort": lambda: aborted.append(True)}}, send,
                         Client(Role.READ))
         one._answers.append(SimpleNamespace(started=True, unread=unread))
         one.task = asyncio.ensure_future(one.write(b"x"))
@@ -96,7 +95,7 @@ def test_slow_readers(unread, late, stuck):
 
 @contextlib.contextmanager
 def server(monkeypatch, **limits):
-    """A server of the door's connections, whose application answers nothing but "fine"."""
+    """A server of the HTTP server's connections, whose application answers nothing but "fine"."""
     for name, value in limits.items():
         monkeypatch.setattr(*((protocol, name) if name.isupper() else (protocol.Connection, name)), value)
 

@@ -1,4 +1,4 @@
-"""The doors of a server group: who may come in by them, what which role may do, and which paths clients may name."""
+"""A server group's listeners: who may connect, what each role may do, and which paths clients may name."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def certificate(tmp_path) -> dict[str, str]:
     return {"cert": str(tmp_path / "cert.pem"), "key": str(tmp_path / "key.pem"), "ca": str(tmp_path / "cert.pem")}
 
 
-# --- which doors open ---
+# --- which listeners open ---
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ TLS = ["--tls-cert", "c.pem", "--tls-key", "k.pem"]
     ["--address", "0.0.0.0:50051", "--token-file", "TOKENS"],
     ["--address", "127.0.0.1.example.org:50051", "--token-file", "TOKENS"],
 ])  # fmt: skip
-def test_an_open_tcp_door_is_refused(words, token_file, capsys):
+def test_an_open_tcp_listener_is_refused(words, token_file, capsys):
     words = [token_file if word == "TOKENS" else word for word in words]
     assert main(["serve", "--dry-run", *words]) != 0
     error = capsys.readouterr().err
@@ -83,12 +83,12 @@ def test_an_open_tcp_door_is_refused(words, token_file, capsys):
     ["--address", "0.0.0.0:50051", "--tls-ca", "ca.pem", *TLS],
     ["--address", "0.0.0.0:50051", "--insecure"],
 ])  # fmt: skip
-def test_a_guarded_door_opens(words, token_file, capsys):
+def test_a_guarded_listener_opens(words, token_file, capsys):
     assert main(["serve", "--dry-run", *[token_file if word == "TOKENS" else word for word in words]]) == 0
     assert "allspark_server" in capsys.readouterr().out
 
 
-def test_the_service_itself_refuses_an_open_door():
+def test_the_service_itself_refuses_an_open_listener():
     from allspark_server.rpc.service import Service
 
     with pytest.raises(ValueError, match="refusing to serve on 127.0.0.1:0: clients need neither"):
@@ -133,7 +133,7 @@ def test_the_example_pool_is_guarded():
         assert member.token_file and member.addresses()
 
 
-def test_a_pool_with_an_open_door_is_not_installed(tmp_path, capsys):
+def test_a_pool_with_an_open_listener_is_not_installed(tmp_path, capsys):
     path = tmp_path / "pool.json"
     path.write_text('{"member": [{"name": "a", "address": "0.0.0.0:1"}]}')
     assert main(["pool", "install", "--config", str(path), "--dry-run"]) == 1
@@ -170,7 +170,7 @@ def test_token_files(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("text", ["", "\n"])
-def test_an_empty_token_file_does_not_open_the_door(tmp_path, text):
+def test_an_empty_token_file_does_not_open_the_listener(tmp_path, text):
     """Neither under the supervisor nor by hand."""
     path = tmp_path / "tokens"
     path.write_text(text)

@@ -12,7 +12,7 @@ from allspark_client import ClientEngine
 from allspark_client.request import RequestSpec, current_trace
 from allspark_server import tracing
 from support.fake_service import serving, tokens
-from support.http_helpers import door_before
+from support.http_helpers import http_server_for
 from support.waiting import wait_for
 
 pytest.importorskip("opentelemetry.sdk.trace")
@@ -90,11 +90,11 @@ def test_a_request_is_a_span_with_its_parts(collector, tmp_path):
     assert all(a.end_time_unix_nano == b.start_time_unix_nano for a, b in zip(parts, parts[1:]))
 
 
-def test_the_span_of_who_asks_is_the_parent_through_the_http_door(collector, tmp_path):
-    with (serving(f"unix:{tmp_path}/s") as (_, address), door_before(address, insecure=True) as door,
+def test_the_span_of_who_asks_is_the_parent_through_the_http_server(collector, tmp_path):
+    with (serving(f"unix:{tmp_path}/s") as (_, address), http_server_for(address, insecure=True) as server,
           httpx.Client() as client):
         for header in (f"00-{TRACE}-{SPAN}-01", "of no form"):
-            answer = client.post(f"http://{door}/v1/completions", headers={"traceparent": header},
+            answer = client.post(f"http://{server}/v1/completions", headers={"traceparent": header},
                                  json={"model": "m", "prompt": [1, 2, 3], "max_tokens": 2})
             assert answer.status_code == 200, answer.text
         found = [s for s in spans(collector, 8) if s.name == "text_completion m"]

@@ -307,7 +307,7 @@ def test_nothing_listens_beyond_the_loopback_interface(source, monkeypatch):
         ranks = list(ranks_of(started.supervisor_pid).values())
         own = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}      # 127.0.0.1, ::1
         assert set(listening([started.supervisor_pid, *children(started.supervisor_pid), *ranks])) <= own
-        assert listening(ranks) == []                       # their door is a Unix socket
+        assert listening(ranks) == []                       # their listener is a Unix socket
         for pid in ranks:
             assert "_loopback" not in Path(f"/proc/{pid}/maps").read_text()
 

@@ -314,8 +314,8 @@ def test_who_may_name_a_tenant():
 def test_a_requests_tenant_on_the_wire():
     access = Access({"ask": Role.GENERATE, "in front": Role.DOOR})
     with serving(access=access) as (core, address):
-        with ClientEngine(address, token="in front") as door, ClientEngine(address, token="ask") as client:
-            for engine, tenant in ((door, "alice"), (door, ""), (client, "")):
+        with ClientEngine(address, token="in front") as server, ClientEngine(address, token="ask") as client:
+            for engine, tenant in ((server, "alice"), (server, ""), (client, "")):
                 spec = RequestSpec("m", input_ids=[1], tenant=tenant)
                 spec.config.update({"max_new_tokens": 2})
                 assert len(tokens(engine._start(spec)[2])) == 2
@@ -325,9 +325,9 @@ def test_a_requests_tenant_on_the_wire():
             with pytest.raises(AllSparkError, match="ALLSPARK_REQUEST_DENIED: a request for tenant 'alice' needs the "):
                 client._start(RequestSpec("m", input_ids=[1], tenant="alice"))
             with pytest.raises(ValueError, match="has 300 bytes; allowed: at most 256"):
-                door._start(RequestSpec("m", input_ids=[1], tenant="x" * 300))
+                server._start(RequestSpec("m", input_ids=[1], tenant="x" * 300))
             with pytest.raises(AllSparkError, match="DENIED: StopModel needs the role admin; this client's is door"):
-                door.stop_model("m")
+                server.stop_model("m")
 
 
 def test_connections_are_tenants_where_there_are_no_tokens(tmp_path):

@@ -1,4 +1,4 @@
-"""What the tests of the HTTP door share: a group of the shipped model, and a door in front of it."""
+"""What the tests of the HTTP server share: a group of the shipped model, and an HTTP server in front of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Iterator
 import httpx
 
 from allspark_client import ClientEngine
-from allspark_launch.commands.http import HttpOptions, http_door
+from allspark_launch.commands.http import HttpOptions, http_server
 from allspark_launch.group.serving import background_group, shipped_model
 from support.waiting import wait_for
 
@@ -22,8 +22,8 @@ STORY = [{"role": "user", "content": "Tell me a story about a fox."}]
 
 
 @dataclass
-class Door:
-    """A running door. `engine`: a client of the group behind it."""
+class RunningServer:
+    """A running server. `engine`: a client of the group behind it."""
 
     address: str
     engine: ClientEngine
@@ -56,22 +56,22 @@ def token_file(folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def door_before(group: str, **options: Any) -> Iterator[str]:
-    """A door in front of a group; yields its address once it answers."""
-    with http_door(HttpOptions(**{"address": "127.0.0.1:0", "pool": [group], **options})) as door:
-        with httpx.Client(base_url=f"http://{door.address}", timeout=30) as client:
+def http_server_for(group: str, **options: Any) -> Iterator[str]:
+    """An HTTP server in front of a group; yields its address once it answers."""
+    with http_server(HttpOptions(**{"address": "127.0.0.1:0", "pool": [group], **options})) as server:
+        with httpx.Client(base_url=f"http://{server.address}", timeout=30) as client:
             wait_for(lambda: client.get("/health").status_code == 200, 30)
-        yield door.address
+        yield server.address
 
 
 @contextlib.contextmanager
-def serving(folder: Path) -> Iterator[Door]:
-    """A group of the shipped model, and a door in front of it that asks for keys."""
+def serving(folder: Path) -> Iterator[RunningServer]:
+    """A group of the shipped model, and an HTTP server in front of it that asks for keys."""
     with contextlib.ExitStack() as stack:
         model = ["--model", str(shipped_model()), "--max-length", "1024"]
         group = stack.enter_context(background_group(model, timeout=60.0)).addresses[0]
-        address = stack.enter_context(door_before(group, token_file=token_file(folder)))
-        yield Door(address, stack.enter_context(ClientEngine(group)), group)
+        address = stack.enter_context(http_server_for(group, token_file=token_file(folder)))
+        yield RunningServer(address, stack.enter_context(ClientEngine(group)), group)
 
 
 def post(client: httpx.Client, path: str, **body: Any) -> Any:

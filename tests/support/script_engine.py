@@ -1,4 +1,4 @@
-"""The engine over a group that says what the last message of the prompt says: for what a door makes of answers."""
+"""An engine whose model repeats the last message of the prompt, for tests of how the HTTP server presents answers."""
 
 from __future__ import annotations
 

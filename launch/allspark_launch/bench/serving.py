@@ -29,7 +29,7 @@ Measures what users of a server see: time to first token (ttft), time between to
 and with --slo how many requests a second meet a target (goodput).
 
 closed loop (--clients 1,4,16): so many users, each with one request at a time: throughput at a concurrency.
-open loop (--rate 1,2,4): sessions arrive so many a second, whatever became of those before: what a public door has to
+open loop (--rate 1,2,4): sessions arrive so many a second, whatever became of those before: what a public server has to
   bear. Latencies count from when a request was due, so a server that falls behind shows it.
 Each value of the list is a load; all are measured in turn, for all targets, --rounds times: the table has the median
 round, and machines whose speed drifts treat all alike.

@@ -1,4 +1,4 @@
-"""`allspark batch`: a file of requests in OpenAI's batch form, answered by the endpoints of the HTTP door in this process."""
+"""`allspark batch`: answers a file of requests in OpenAI's batch form by the HTTP server's endpoints, in this process."""
 from __future__ import annotations
 
 import argparse
@@ -150,20 +150,20 @@ def key_of(number: int, custom_id: str | None) -> str:
 
 
 class Endpoints:
-    """The HTTP door's application without HTTP."""
+    """The HTTP server's application without HTTP."""
 
     def __init__(self, addresses: list[str], token_file: str | None):
         from allspark_server.access import Access
         from allspark_server.http.__main__ import pool_token
         from allspark_server.http.app import Application
         from allspark_server.http.bodies import Bodies
-        from allspark_server.http.call import Door
+        from allspark_server.http.call import HttpWorker
         from allspark_server.http.metrics import Metrics
         from allspark_server.http.pool import Pool
         token, names_tenants = pool_token(token_file)
         self._pool = Pool(addresses, token)
-        door = Door(self._pool, Access(), Bodies(_MAX_LINE, 1 << 40), Metrics(), names_tenants)
-        self._application = Application(door)
+        worker = HttpWorker(self._pool, Access(), Bodies(_MAX_LINE, 1 << 40), Metrics(), names_tenants)
+        self._application = Application(worker)
 
     async def open(self) -> list[str]:
         """Connects; returns the models that run there. Raises RuntimeError."""

@@ -257,7 +257,7 @@ def _limits() -> list[Finding]:
     process = psutil.Process()
     files, locked = process.rlimit(psutil.RLIMIT_NOFILE)[1], process.rlimit(psutil.RLIMIT_MEMLOCK)[1]
     if files != psutil.RLIM_INFINITY and files < MOST_FILES:
-        found.append(Finding("note", "open files", f"at most {files}: an HTTP door takes no more connections than that",
+        found.append(Finding("note", "open files", f"at most {files}: an HTTP server takes no more connections",
                              f"ulimit -n {MOST_FILES}; in a unit: LimitNOFILE={MOST_FILES}"))
     if locked != psutil.RLIM_INFINITY and locked < 64 << 20:
         found.append(Finding("note", "locked memory", f"at most {locked >> 10} KiB may be locked, which some networks need",

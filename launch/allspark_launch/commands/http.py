@@ -1,4 +1,4 @@
-"""The HTTP door's processes: opens its socket, starts its workers, and starts them again; and `allspark http`."""
+"""The HTTP server's processes: opens its socket, starts its workers, and starts them again; and `allspark http`."""
 from __future__ import annotations
 
 import argparse
@@ -35,7 +35,7 @@ _USER_TIMEOUT_MS = 60_000
 
 @dataclass
 class HttpOptions:
-    """What a door can be told. `address`: host:port or unix:/path."""
+    """An HTTP server's options. `address`: host:port or unix:/path."""
 
     address: str = DEFAULT_ADDRESS
     workers: int = 1
@@ -59,7 +59,7 @@ class HttpOptions:
         """Raises ValueError or OSError for what no worker could serve with; nothing is opened yet."""
         if not 1 <= self.workers <= 256:
             raise ValueError(f"--workers {self.workers} must be 1 to 256")
-        access.check_door(self.address, token=bool(self.token_file), tls=bool(self.tls_cert),
+        access.check_listener(self.address, token=bool(self.token_file), tls=bool(self.tls_cert),
                           client_ca=bool(self.tls_ca), insecure=self.insecure)
         for path in filter(None, (self.token_file, self.pool_token_file)):
             access.read_tokens(path)
@@ -133,7 +133,7 @@ class _Worker:
         self.pause = _FIRST_PAUSE
 
 
-class HttpDoor:
+class HttpServer:
     """Workers on one socket, kept alive until `close`. `address`: with the port that it got."""
 
     def __init__(self, options: HttpOptions, folder: Path):
@@ -204,15 +204,15 @@ class HttpDoor:
 
 
 @contextlib.contextmanager
-def http_door(options: HttpOptions) -> Iterator[HttpDoor]:
-    """A door for the length of a with block."""
+def http_server(options: HttpOptions) -> Iterator[HttpServer]:
+    """An HTTP server for the length of a with block."""
     with private_folder(short_parent()) as folder:
-        door = HttpDoor(options, folder)
+        server = HttpServer(options, folder)
         try:
-            door.start()
-            yield door
+            server.start()
+            yield server
         finally:
-            door.close()
+            server.close()
 
 
 # --- the command -------------------------------------------------------------------------------------------------
@@ -259,11 +259,11 @@ def _http(options: argparse.Namespace) -> int:
     pool = options.address or [a for a in os.environ.get("ALLSPARK_ADDRESS", "").split(",") if a] or [default_address()]
     names = ("workers", "token_file", "tls_cert", "tls_key", "tls_ca", "tls_role", "insecure", "socket_mode",
              "socket_group", "max_body_mib", "log_level", "pool_token_file", "pool_tls_ca")
-    door = HttpOptions(address=options.http, pool=pool, **{name: getattr(options, name) for name in names})
+    server = HttpOptions(address=options.http, pool=pool, **{name: getattr(options, name) for name in names})
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    with http_door(door) as running:
+    with http_server(server) as running:
         if options.ready_file:
             path = Path(options.ready_file)
             path.with_name(path.name + ".new").write_text(json.dumps({"address": running.address}) + "\n")

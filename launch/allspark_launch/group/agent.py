@@ -1,6 +1,6 @@
 """The supervisor's hands on another host, which it starts there by ssh or srun: python -m allspark_launch.group.agent.
 
-They talk by lines of JSON on standard input and output, so there is no door to guard: who may run commands on a host
+They talk by lines of JSON on standard input and output, so no listener needs a guard: who may run commands on a host
 may do this. The agent places ranks on its host, runs mpirun's daemon, passes on the ranks' beats, tells at once when
 one has ended, and ends them all when it is told to, when the supervisor's end of the line is closed, or when its lease
 runs out.

@@ -21,7 +21,7 @@ import allspark_server
 from allspark_server import access
 from allspark_server.runtime.binding import GROUP_GPUS
 
-from ..commands.http import HttpDoor
+from ..commands.http import HttpServer
 from ..machine.gpus import ORDER
 from ..machine.placement import Placement, place, place_on_gpus
 from ..machine.topology import Topology, format_list, read_topology
@@ -215,17 +215,17 @@ def supervise(options: GroupOptions, *, ready_file: str = "", parent_pid: int = 
                 stack.callback(remove_stale, parent)
         runtime_dir = stack.enter_context(private_folder(short_parent()))
         options = replace(options, state_file=options.state_file or str(runtime_dir / "state.json"))
-        inner = f"unix:{runtime_dir}/door"      # for its own programs, whatever clients are offered
+        inner = f"unix:{runtime_dir}/inner"     # for its own programs, whatever clients are offered
         shared_memory = None
         if trusted("/dev/shm"):
             # MPI's shared memory in a folder of ours, so that what a killed rank leaves behind is found and removed.
             shared_memory = stack.enter_context(private_folder("/dev/shm"))
-        door = None
+        server = None
         if options.http:
             counters = runtime_dir / "http"
             counters.mkdir()
-            door = HttpDoor(options.http_options(inner), counters)
-            stack.callback(door.close)
+            server = HttpServer(options.http_options(inner), counters)
+            stack.callback(server.close)
         agents = stack.enter_context(agents_of(options))
         first: list[GroupPlan] = [plan_group(options, inner, agents=agents)]
         if show is not None:
@@ -267,8 +267,8 @@ def supervise(options: GroupOptions, *, ready_file: str = "", parent_pid: int = 
                 signal.signal(number, lambda n, _: supervisor.request_stop(signal.Signals(n).name))
         if reread is not None and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             signal.signal(signal.SIGHUP, lambda *_: supervisor.request_reload())
-        if door is not None:
-            door.start()
+        if server is not None:
+            server.start()
         supervisor.run()
 
 

@@ -17,7 +17,7 @@ FOLDER = resource_folder("examples")
 
 
 def group(words: list[str], tmp_path: Path):
-    """The options of `allspark serve`; its doors are safe ones. Models and secrets are at other places here."""
+    """The options of `allspark serve`; its listeners are safe ones. Models and secrets are at other places here."""
     model = tmp_path / "model"
     model.mkdir(exist_ok=True)
     words = [re.sub(r"(?<=^--model=)/.*", str(model), word) for word in words]

@@ -74,7 +74,7 @@ def test_server_info_tells_of_ranks(member):
         assert placed(info) == "95.0%" and info.restarts == 3 and info.ranks[1].steps == 7
 
 
-def test_a_door_tells_of_all_members(member):
+def test_a_server_tells_of_all_members(member):
     text = of_members({"a": metrics_of(member[1]), "b": metrics_of(member[1]), "c": None}).decode()
     found = samples(text)
     assert [found[("allspark_up", ("member", m))] for m in "abc"] == [1, 1, 0]
@@ -132,10 +132,10 @@ def expressions() -> dict[str, str]:
 
 
 def test_alerts_and_panels_ask_for_metrics_that_there_are(member):
-    door = Metrics()
-    door.request("chat", 200, 0.1)
-    door.generated("m", 1, 0, 1, 0.1)
-    text = of_members({"a": metrics_of(member[1])}).decode() + door.text().decode()
+    server = Metrics()
+    server.request("chat", 200, 0.1)
+    server.generated("m", 1, 0, 1, 0.1)
+    text = of_members({"a": metrics_of(member[1])}).decode() + server.text().decode()
     labels: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

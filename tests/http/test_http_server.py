@@ -1,4 +1,4 @@
-"""The HTTP door: who may come in, what it bears, and that it lives by itself."""
+"""The HTTP server: who may come in, what it withstands, and that it runs by itself."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ LONG = {"model": MODEL, "messages": STORY, "ignore_eos": True, "max_tokens": 900
         "temperature": 1}
 
 
-def head(door, path: str, length: int | str, extra: str = "") -> bytes:
+def head(server, path: str, length: int | str, extra: str = "") -> bytes:
     """The head of a POST request."""
     size = f"content-length: {length}\r\n" if isinstance(length, int) else length
-    return (f"POST {path} HTTP/1.1\r\nhost: {door.address}\r\nauthorization: Bearer {KEYS['generate']}\r\n"
+    return (f"POST {path} HTTP/1.1\r\nhost: {server.address}\r\nauthorization: Bearer {KEYS['generate']}\r\n"
             f"content-type: application/json\r\n{size}{extra}\r\n").encode()
 
 
-def request(door, body: dict, path: str = "/v1/chat/completions") -> bytes:
+def request(server, body: dict, path: str = "/v1/chat/completions") -> bytes:
     data = json.dumps(body).encode()
-    return head(door, path, len(data)) + data
+    return head(server, path, len(data)) + data
 
 
 # --- who may come in ---------------------------------------------------------------------------------------------
 
 
-def test_keys(http_door):
+def test_keys(http_server):
     for header in ({"authorization": f"Bearer {KEYS['read']}"}, {"x-api-key": KEYS["read"]}):
-        assert httpx.get(http_door.url + "/v1/models", headers=header).status_code == 200
+        assert httpx.get(http_server.url + "/v1/models", headers=header).status_code == 200
     for header in ({}, {"authorization": "Bearer nonsense"}, {"authorization": KEYS["read"]}, {"x-api-key": ""},
                    {"authorization": "Basic " + KEYS["read"]}):
-        answer = httpx.get(http_door.url + "/v1/models", headers=header)
+        answer = httpx.get(http_server.url + "/v1/models", headers=header)
         assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
         assert answer.headers["www-authenticate"] == "Bearer"
-    assert httpx.get(http_door.url + "/health").json() == {"status": "ok"}    # probes have no keys
-    assert httpx.get(http_door.url + "/metrics").status_code == 401
-    with http_door.client(KEYS["read"]) as reader:
+    assert httpx.get(http_server.url + "/health").json() == {"status": "ok"}    # probes have no keys
+    assert httpx.get(http_server.url + "/metrics").status_code == 401
+    with http_server.client(KEYS["read"]) as reader:
         assert refusal(reader, "/v1/chat/completions", LONG, 403)["code"] == "insufficient_permissions"
         assert refusal(reader, "/tokenize", {"model": MODEL, "prompt": "a"}, 403)
 
 
-def test_doors_are_guarded_like_all(tmp_path):
+def test_listeners_are_guarded_like_all(tmp_path):
     with pytest.raises(ValueError, match="refusing to serve on 127.0.0.1:8000"):
         HttpOptions().check()
     HttpOptions(token_file=token_file(tmp_path)).check()
@@ -77,32 +77,32 @@ def test_doors_are_guarded_like_all(tmp_path):
         open_socket(address)
 
 
-def test_unix_socket(http_door, tmp_path):
+def test_unix_socket(http_server, tmp_path):
     path = tmp_path / "socket"
-    with door_at(http_door.group, path):
+    with server_at(http_server.group, path):
         assert os.stat(path).st_mode & 0o777 == 0o600
-        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://door") as client:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://server") as client:
             assert client.get("/v1/models").json()["data"][0]["id"] == MODEL
     assert not path.exists()
 
 
-def door_at(group, path):
-    from allspark_launch.commands.http import http_door
-    return http_door(HttpOptions(f"unix:{path}", pool=[group]))
+def server_at(group, path):
+    from allspark_launch.commands.http import http_server
+    return http_server(HttpOptions(f"unix:{path}", pool=[group]))
 
 
 # --- endpoints that no client of OpenAI's has --------------------------------------------------------------------
 
 
-def test_tokenize(http_client, http_door):
+def test_tokenize(http_client, http_server):
     text = "Once upon a time, naïve 🙂"
     found = post(http_client, "/tokenize", prompt=text, return_token_strs=True)
-    assert found["tokens"] == http_door.engine.tokenize(MODEL, {"text": text})
+    assert found["tokens"] == http_server.engine.tokenize(MODEL, {"text": text})
     assert found["count"] == len(found["tokens"]) == len(found["token_strs"]) and found["max_model_len"] == 1024
     assert found["token_strs"][0] == "Once"
     assert post(http_client, "/detokenize", tokens=found["tokens"]) == {"prompt": text}
     chat = post(http_client, "/tokenize", messages=STORY)
-    assert chat["tokens"] == http_door.engine.tokenize(MODEL, {"messages": STORY})
+    assert chat["tokens"] == http_server.engine.tokenize(MODEL, {"messages": STORY})
     assert post(http_client, "/tokenize", prompt="")["tokens"] == []
     assert post(http_client, "/detokenize", tokens=[]) == {"prompt": ""}
     assert "one of 'prompt' and 'messages'" in refusal(http_client, "/tokenize", {"model": MODEL})["message"]
@@ -110,9 +110,9 @@ def test_tokenize(http_client, http_door):
     assert "vocabulary" in refused["message"]
 
 
-def test_metrics(http_client, http_door):
+def test_metrics(http_client, http_server):
     post(http_client, "/v1/completions", prompt="Once", max_tokens=3)
-    with http_door.client(KEYS["read"]) as reader:
+    with http_server.client(KEYS["read"]) as reader:
         text = reader.get("/metrics").text
     values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
               for line in text.splitlines() if line and not line.startswith("#")}
@@ -131,29 +131,29 @@ def test_unknown_paths(http_client):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_vanished_clients_request_ends(http_door, stream):
-    with http_door.connect() as connection:
-        connection.sendall(request(http_door, {**LONG, "stream": stream}))
-        assert within(10, lambda: http_door.live() > 0)
-    assert within(1.5, lambda: http_door.live() == 0), "still computed"
+def test_a_vanished_clients_request_ends(http_server, stream):
+    with http_server.connect() as connection:
+        connection.sendall(request(http_server, {**LONG, "stream": stream}))
+        assert within(10, lambda: http_server.live() > 0)
+    assert within(1.5, lambda: http_server.live() == 0), "still computed"
 
 
-def test_a_client_that_vanishes_while_it_waits(http_door):
+def test_a_client_that_vanishes_while_it_waits(http_server):
     """More requests than the batch has room for: those that wait are given up, too."""
-    connections = [http_door.connect() for _ in range(40)]
+    connections = [http_server.connect() for _ in range(40)]
     for connection in connections:
-        connection.sendall(request(http_door, {**LONG, "n": 8}))
-    assert within(20, lambda: http_door.live() > 200)
+        connection.sendall(request(http_server, {**LONG, "n": 8}))
+    assert within(20, lambda: http_server.live() > 200)
     for connection in connections:
         connection.close()
-    assert within(2, lambda: http_door.live() == 0)
+    assert within(2, lambda: http_server.live() == 0)
 
 
-def test_pipelined_requests(http_door):
+def test_pipelined_requests(http_server):
     """Two requests at once on one connection are answered in order."""
     body = {"model": MODEL, "prompt": "Once", "max_tokens": 1}
-    with http_door.connect() as connection:
-        connection.sendall(2 * request(http_door, body, "/v1/completions"))
+    with http_server.connect() as connection:
+        connection.sendall(2 * request(http_server, body, "/v1/completions"))
         data = b""
         while data.count(b'"object": "text_completion"') < 2:
             piece = connection.recv(65536)
@@ -165,7 +165,7 @@ def test_pipelined_requests(http_door):
 # --- bodies ------------------------------------------------------------------------------------------------------
 
 
-def test_bodies(http_door, http_client):
+def test_bodies(http_server, http_client):
     for body, code in ((b"", "invalid_json"), (b"{", "invalid_json"), (b"[1]", "invalid_json"),
                        (b"null", "invalid_json"),
                        (b'{"model": "fable", "prompt": "\\ud800"}', "invalid_json"), (b"\xff", "invalid_json"),
@@ -179,14 +179,14 @@ def test_bodies(http_door, http_client):
     assert post(http_client, "/v1/completions", prompt="Once", max_tokens=1)
 
 
-def test_a_large_body(http_door):
+def test_a_large_body(http_server):
     """100 MB, announced or not, is refused before it is read, and costs nothing."""
-    with http_door.connect() as connection:
-        connection.sendall(head(http_door, "/v1/completions", 100 << 20) + b"x" * 1000)
+    with http_server.connect() as connection:
+        connection.sendall(head(http_server, "/v1/completions", 100 << 20) + b"x" * 1000)
         assert connection.recv(1000).startswith(b"HTTP/1.1 413")
     sent = 0
-    with http_door.connect() as connection:
-        connection.sendall(head(http_door, "/v1/completions", "transfer-encoding: chunked\r\n"))
+    with http_server.connect() as connection:
+        connection.sendall(head(http_server, "/v1/completions", "transfer-encoding: chunked\r\n"))
         chunk = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
         try:
             while sent < 100:
@@ -198,33 +198,33 @@ def test_a_large_body(http_door):
             pytest.fail("took 100 MB")
 
 
-def test_a_body_that_is_cut_off(http_door, http_client):
-    with http_door.connect() as connection:
-        connection.sendall(head(http_door, "/v1/completions", 1000) + b'{"model":')
-    with http_door.connect() as connection:
-        connection.sendall(head(http_door, "/v1/completions", 1000) + b'{"model":')
+def test_a_body_that_is_cut_off(http_server, http_client):
+    with http_server.connect() as connection:
+        connection.sendall(head(http_server, "/v1/completions", 1000) + b'{"model":')
+    with http_server.connect() as connection:
+        connection.sendall(head(http_server, "/v1/completions", 1000) + b'{"model":')
         connection.shutdown(socket.SHUT_WR)
         assert connection.recv(1000) == b""
     assert post(http_client, "/v1/completions", prompt="Once", max_tokens=1)
 
 
-def test_heads(http_door):
-    with http_door.connect() as connection:
+def test_heads(http_server):
+    with http_server.connect() as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\n" + b"x-filler: " + b"y" * 100_000)
         assert connection.recv(100).startswith(b"HTTP/1.1 431")
     for junk in (b"\x16\x03\x01\x02\x00\x01\x00", b"NONSENSE\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"):
-        with http_door.connect() as connection:
+        with http_server.connect() as connection:
             connection.sendall(junk)
             assert connection.recv(100)[:12] in (b"HTTP/1.1 400", b"")
 
 
 @pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_silent_connections_block_nobody(http_door, http_client, count):
+def test_silent_connections_block_nobody(http_server, http_client, count):
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most < count + 1000:
         pytest.skip(f"this system allows {most} open files")
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    silent = [http_door.connect() for _ in range(count)]
+    silent = [http_server.connect() for _ in range(count)]
     try:
         began = time.monotonic()
         assert post(http_client, "/v1/completions", prompt="Once", max_tokens=1)
@@ -237,12 +237,12 @@ def test_silent_connections_block_nobody(http_door, http_client, count):
 # --- its own life ------------------------------------------------------------------------------------------------
 
 
-def test_a_door_outlives_its_groups(tmp_path):
+def test_a_server_outlives_its_groups(tmp_path):
     """It starts before there is a group, says so, serves when there is one, and says so again when it has gone."""
     address = f"unix:{tmp_path}/group"
-    from allspark_launch.commands.http import http_door
-    with http_door(HttpOptions("127.0.0.1:0", pool=[address], insecure=True)) as door:
-        with httpx.Client(base_url=f"http://{door.address}", timeout=30) as client:
+    from allspark_launch.commands.http import http_server
+    with http_server(HttpOptions("127.0.0.1:0", pool=[address], insecure=True)) as server:
+        with httpx.Client(base_url=f"http://{server.address}", timeout=30) as client:
             wait_for(lambda: answers(client), 20)
             found = client.get("/health")
             assert found.status_code == 503 and "cannot be reached" in found.json()["reason"]
@@ -260,27 +260,27 @@ def answers(client) -> bool:
         return False
 
 
-def test_a_worker_that_dies_is_started_again(http_door):
-    from allspark_launch.commands.http import http_door as start
+def test_a_worker_that_dies_is_started_again(http_server):
+    from allspark_launch.commands.http import http_server as start
 
-    with start(HttpOptions("127.0.0.1:0", 2, insecure=True, pool=[http_door.group])) as door:
-        found = wait_for(lambda: len(door.pids) == 2 and door.pids, 10)
-        with httpx.Client(base_url=f"http://{door.address}", timeout=30) as client:
+    with start(HttpOptions("127.0.0.1:0", 2, insecure=True, pool=[http_server.group])) as server:
+        found = wait_for(lambda: len(server.pids) == 2 and server.pids, 10)
+        with httpx.Client(base_url=f"http://{server.address}", timeout=30) as client:
             wait_for(lambda: answers(client) and client.get("/health").status_code == 200, 20)
             assert post(client, "/v1/completions", prompt="Once", max_tokens=1)
         os.kill(found[0], signal.SIGKILL)
-        wait_for(lambda: len(door.pids) == 2 and found[0] not in door.pids and found[1] in door.pids, 10)
-        with httpx.Client(base_url=f"http://{door.address}", timeout=30) as client:
+        wait_for(lambda: len(server.pids) == 2 and found[0] not in server.pids and found[1] in server.pids, 10)
+        with httpx.Client(base_url=f"http://{server.address}", timeout=30) as client:
             assert post(client, "/v1/completions", prompt="Once", max_tokens=1)
             # What the worker that died had counted is there still; an answer is counted once it is sent.
             wait_for(lambda: any('endpoint="completions"' in line and line.endswith(" 2.0")
                                  for line in client.get("/metrics").text.splitlines()), 5)
-        pids = door.pids
+        pids = server.pids
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
 def test_beside_a_group(tmp_path):
-    """allspark serve --http: one command, one key file for both doors."""
+    """allspark serve --http: one command, one key file for both listeners."""
     from allspark_launch.group.serving import GroupOptions
     keys = token_file(tmp_path)
     options = GroupOptions(http="127.0.0.1:0", token_file=keys).http_options("unix:/inner")
@@ -297,7 +297,7 @@ def test_beside_a_group(tmp_path):
     assert not answers(httpx.Client(base_url=f"http://127.0.0.1:{port}"))
 
 
-def test_the_command(http_door, tmp_path):
+def test_the_command(http_server, tmp_path):
     """allspark http, with TLS and keys, until SIGTERM; what cannot be served is said at once."""
     cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
     made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days",
@@ -305,7 +305,7 @@ def test_the_command(http_door, tmp_path):
     if shutil.which("openssl") is None or subprocess.run(made, capture_output=True).returncode:
         pytest.skip("no openssl command")
     ready, keys = tmp_path / "ready", token_file(tmp_path)
-    words = [sys.executable, "-m", "allspark_launch", "http", "--address", http_door.group, "--http", "127.0.0.1:0"]
+    words = [sys.executable, "-m", "allspark_launch", "http", "--address", http_server.group, "--http", "127.0.0.1:0"]
     refused = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert refused.returncode == 1 and "refusing to serve on 127.0.0.1:0" in refused.stderr
     process = subprocess.Popen([*words, "--ready-file", str(ready), "--token-file", keys, "--tls-cert", cert, "--tls-key",
