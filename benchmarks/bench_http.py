@@ -29,7 +29,7 @@ import psutil
 from allspark_client import AsyncClientEngine, convert
 from allspark_client._proto import allspark_pb2 as pb
 from allspark_client.types import ModelInfo
-from allspark_launch.commands.http import HttpOptions, http_server
+from allspark_launch.group.http_server import HttpOptions, http_server
 
 MODEL, WORD, PROMPT = "script", " word", 16
 

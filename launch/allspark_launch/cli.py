@@ -15,7 +15,8 @@ from pathlib import Path
 from allspark_server import access, logs
 
 from . import bench
-from .commands import batch, doctor, fastchat_worker, http
+from .commands import batch, doctor, fastchat_worker
+from .group import http_server as http
 from .group.mpi import MpiNotFound
 from .group.serving import PROGRESS_MARK, GroupPlan, agents_of, background_group, plan_group, shipped_model, supervise
 from .group.supervisor import GroupFailed

@@ -9,7 +9,7 @@ from typing import Any
 from allspark_client.config import AsModelConfig
 from allspark_server import access, logs
 
-from .commands.http import HttpOptions
+from .group.http_server import HttpOptions
 from .tables import Location, Table
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import uvicorn
 
-from allspark_launch.commands.http import open_socket
+from allspark_launch.group.http_server import open_socket
 from allspark_server.access import Client, Role
 from allspark_server.http import bodies, call, protocol
 from allspark_server.http.errors import ApiError

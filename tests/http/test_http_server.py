@@ -16,7 +16,7 @@ import time
 import httpx
 import pytest
 
-from allspark_launch.commands.http import HttpOptions, open_socket
+from allspark_launch.group.http_server import HttpOptions, open_socket
 from allspark_launch.group.serving import background_group, shipped_model
 from support.http_helpers import KEYS, MODEL, STORY, post, refusal, token_file, within
 from support.waiting import wait_for
@@ -87,7 +87,7 @@ def test_unix_socket(http_server, tmp_path):
 
 
 def server_at(group, path):
-    from allspark_launch.commands.http import http_server
+    from allspark_launch.group.http_server import http_server
     return http_server(HttpOptions(f"unix:{path}", pool=[group]))
 
 
@@ -240,7 +240,7 @@ def test_silent_connections_block_nobody(http_server, http_client, count):
 def test_a_server_outlives_its_groups(tmp_path):
     """It starts before there is a group, says so, serves when there is one, and says so again when it has gone."""
     address = f"unix:{tmp_path}/group"
-    from allspark_launch.commands.http import http_server
+    from allspark_launch.group.http_server import http_server
     with http_server(HttpOptions("127.0.0.1:0", pool=[address], insecure=True)) as server:
         with httpx.Client(base_url=f"http://{server.address}", timeout=30) as client:
             wait_for(lambda: answers(client), 20)
@@ -261,7 +261,7 @@ def answers(client) -> bool:
 
 
 def test_a_worker_that_dies_is_started_again(http_server):
-    from allspark_launch.commands.http import http_server as start
+    from allspark_launch.group.http_server import http_server as start
 
     with start(HttpOptions("127.0.0.1:0", 2, insecure=True, pool=[http_server.group])) as server:
         found = wait_for(lambda: len(server.pids) == 2 and server.pids, 10)

@@ -12,7 +12,7 @@ from typing import Any, Iterator
 import httpx
 
 from allspark_client import ClientEngine
-from allspark_launch.commands.http import HttpOptions, http_server
+from allspark_launch.group.http_server import HttpOptions, http_server
 from allspark_launch.group.serving import background_group, shipped_model
 from support.waiting import wait_for
 

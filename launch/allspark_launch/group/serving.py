@@ -21,7 +21,6 @@ import allspark_server
 from allspark_server import access
 from allspark_server.runtime.binding import GROUP_GPUS
 
-from ..commands.http import HttpServer
 from ..machine.gpus import ORDER
 from ..machine.placement import Placement, place, place_on_gpus
 from ..machine.topology import Topology, format_list, read_topology
@@ -30,6 +29,7 @@ from ..output import unblocked
 from .agents import Agents
 from .folders import private_folder, remove_stale, short_parent, trusted
 from .hosts import find_hosts, share_ranks
+from .http_server import HttpServer
 from .mpi import Installation, clean_environment, find_mpi, group_command, mpi_environment, shell_line
 from .notify import Notifier
 from .supervisor import Start, Supervisor

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from allspark_server import access
 
-from ..group.folders import private_folder, short_parent
+from .folders import private_folder, short_parent
 
 logger = logging.getLogger(__name__)
 
