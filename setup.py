@@ -157,7 +157,8 @@ def generate_stubs(target: Path) -> None:
     (target / "__init__.py").write_text('"""Generated from proto/*.proto by setup.py; not kept in the repository."""\n')
     with tempfile.TemporaryDirectory() as folder:
         compiled = Path(folder) / "files"
-        if protoc.main(["protoc", f"-I{ROOT / 'proto'}", f"--descriptor_set_out={compiled}", *sources]) != 0:
+        outputs = [f"--descriptor_set_out={compiled}", f"--pyi_out={target}"]     # .pyi: for type checkers alone
+        if protoc.main(["protoc", f"-I{ROOT / 'proto'}", *outputs, *sources]) != 0:
             raise SystemExit("compiling proto/*.proto failed; the messages above say why")
         files = descriptor_pb2.FileDescriptorSet.FromString(compiled.read_bytes()).file
     for file in files:
@@ -302,10 +303,13 @@ def requirements() -> dict:
         "httpx>=0.27",
         "openai>=1.66",
         "anthropic>=0.40",
-        "clang-format==19.1.7",  # the dialect of native/
+        "clang-format==19.1.7",  # the version that .clang-format was written for
         "pybind11>=2.12",  # tests/sanitize builds the native library
         *otel,
     ]
+    # What scripts/check runs.
+    check = ["ruff==0.17.*", "mypy==2.4.*", "codespell>=2.4", "clang-format==19.1.7", "grpc-stubs>=1.53", "types-protobuf",
+             "types-psutil"]
     # Programs that the servers are tested with, each skipped where it is not installed.
     clients = ["litellm>=1.60", "langchain-openai>=0.3", "lm_eval>=0.4.8", "tenacity>=8", "schemathesis>=4",
                "playwright>=1.40",
@@ -315,14 +319,14 @@ def requirements() -> dict:
     # scripts/docs builds the site.
     docs = ["mkdocs-material>=9.5,<10"]
     return {"install_requires": client if CLIENT_ONLY else client + server,
-            "extras_require": {"test": test, "docs": docs, "clients": clients, "cuda": cuda, "otel": otel,
+            "extras_require": {"test": [*test, *check], "check": check, "docs": docs, "clients": clients, "cuda": cuda, "otel": otel,
                                "sentencepiece": ["sentencepiece>=0.2"]}}  # of checkpoints with its models
 
 
 def options() -> dict:
     if CLIENT_ONLY:
         return {"packages": find_packages(include=["allspark_client", "allspark_client.*"]),
-                "package_data": {"allspark_client": ["py.typed"]}}
+                "package_data": {"allspark_client": ["py.typed", "_proto/*.pyi"]}}
     import pybind11
 
     def extension(name: str, rooms: tuple[str, ...], *more: str) -> Extension:
@@ -339,7 +343,7 @@ def options() -> dict:
         "package_dir": {"allspark_launch": "launch/allspark_launch",
                         **{name: f"launch/{name.rpartition('.')[2]}" for name in resources}},
         "package_data": {
-            "allspark_client": ["py.typed"],
+            "allspark_client": ["py.typed", "_proto/*.pyi"],
             "allspark_server": ["py.typed", "assets/*", "assets/*/*", "http/*.html"],
             "allspark_launch": ["py.typed"],
             **{name: ["*"] for name in resources},
