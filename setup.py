@@ -15,6 +15,7 @@ decided at import (native/cpu/isa.cpp). Nothing is compiled for the machine that
 """
 import concurrent.futures
 import functools
+import json
 import os
 import platform
 import re
@@ -35,7 +36,7 @@ ROOT = Path(__file__).parent.resolve()
 CLIENT_ONLY = os.environ.get("ALLSPARK_CLIENT_ONLY", "0") not in ("", "0")
 VERSION = runpy.run_path(str(ROOT / "allspark_client" / "version.py"))["__version__"]
 LOOPBACK = "allspark_launch._loopback"      # not a Python module: preloaded into mpirun (group/mpi.py)
-CUDA = "allspark_server._cuda"
+NATIVE, CUDA = "allspark_server._native", "allspark_server._cuda"
 
 AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c", "-mbmi2",
@@ -246,15 +247,30 @@ class BuildExt(build_ext):
             jobs += [(source, temporary / name, [*compiler, *COMMON, *EMULATED, *sanitize, *flags, f"-DAS_ISA={name}",
                                                  f"-DAS_ISA_{name.upper()}", "-fPIC", "-pthread"])
                      for name, flags in isas.items() for source in kernels]
+        if ext.name == NATIVE:
+            self.write_compile_commands(jobs, includes)
         objects = self.compiled(jobs, includes)
         self.spawn([*compiler, *sanitize, "-shared", *objects, *libraries, "-o", str(target)])
+
+    def write_compile_commands(self, jobs, include_dirs) -> None:
+        """Writes build/compile_commands.json, which clang-tidy and editors read. Sources that are compiled once per
+        instruction set are listed with the flags of the first."""
+        first = {source: command for source, _, command in reversed(jobs)}
+        entries = [{"directory": str(ROOT), "file": str(source),
+                    "arguments": [*command, *self.include_flags(include_dirs), "-c", str(source)]}
+                   for source, command in first.items()]
+        (ROOT / "build").mkdir(exist_ok=True)
+        (ROOT / "build" / "compile_commands.json").write_text(json.dumps(entries, indent=1))
+
+    def include_flags(self, include_dirs) -> list[str]:
+        return [f"-I{d}" for d in [*include_dirs, sysconfig.get_path("include"), sysconfig.get_path("platinclude")]]
 
     def compiled(self, jobs, include_dirs) -> list[str]:
         """The objects of jobs, each a source, the folder for its object, and a compiler with its flags; those that are
         newer than all they are made of are kept.
         """
         headers = [p for pattern in ("*.h", "*.cuh") for p in (ROOT / "native").rglob(pattern)]
-        includes = [f"-I{d}" for d in [*include_dirs, sysconfig.get_path("include"), sysconfig.get_path("platinclude")]]
+        includes = self.include_flags(include_dirs)
         newest_header = max(Path(p).stat().st_mtime for p in [ROOT / "setup.py", *headers])
 
         def compile_one(job):
@@ -308,7 +324,8 @@ def requirements() -> dict:
         *otel,
     ]
     # What scripts/check runs.
-    check = ["ruff==0.17.*", "mypy==2.4.*", "codespell>=2.4", "clang-format==19.1.7", "grpc-stubs>=1.53", "types-protobuf",
+    check = ["ruff==0.17.*", "mypy==2.4.*", "codespell>=2.4", "clang-format==19.1.7", "clang-tidy==19.1.0.1",
+             "grpc-stubs>=1.53", "types-protobuf",
              "types-psutil"]
     # Programs that the servers are tested with, each skipped where it is not installed.
     clients = ["litellm>=1.60", "langchain-openai>=0.3", "lm_eval>=0.4.8", "tenacity>=8", "schemathesis>=4",
@@ -334,7 +351,7 @@ def options() -> dict:
         return Extension(name, sorted([*sources, *more]), language="c++",
                          include_dirs=[str(ROOT / "native"), pybind11.get_include()])
 
-    extensions = [extension("allspark_server._native", ROOMS)]
+    extensions = [extension(NATIVE, ROOMS)]
     if find_nvcc() is not None:
         extensions.append(extension(CUDA, (*CUDA_ROOMS, "cuda"), "native/bindings/step_result.cpp"))
     resources = [f"allspark_launch.{name}" for name in ("systemd", "monitoring", "examples")]
