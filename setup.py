@@ -46,9 +46,9 @@ AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfm
 ARM = ["-fno-schedule-insns", "-DAS_ISA_ARM"]
 # Folders of native/ with the sources that are compiled once; cpu/kernels is compiled for every instruction set.
 ROOMS = ("batch", "bindings", "comm", "common", "cpu", "cpu/ops", "program", "sampling")
-# What the CUDA backend needs of other rooms, and the chips that its kernels are compiled for: machine code, and PTX that
-# the driver compiles for later ones.
-CUDA_ROOMS = ("batch", "program", "sampling")
+# Folders of native/ with the CUDA backend's host sources, shared ones included; and the chips that its kernels are
+# compiled for: machine code, and PTX that the driver compiles for later ones.
+CUDA_ROOMS = ("batch", "program", "sampling", "cuda", "cuda/ops")
 CHIPS = ("arch=compute_80,code=sm_80", "arch=compute_90a,code=sm_90a", "arch=compute_80,code=compute_80")
 # The types that kernels of 16-bit floats are compiled for, one after the other (native/cuda/kernels/common/half.h).
 HALVES = ("bf16", "f16")
@@ -353,7 +353,7 @@ def options() -> dict:
 
     extensions = [extension(NATIVE, ROOMS)]
     if find_nvcc() is not None:
-        extensions.append(extension(CUDA, (*CUDA_ROOMS, "cuda"), "native/bindings/step_result.cpp"))
+        extensions.append(extension(CUDA, CUDA_ROOMS, "native/bindings/step_result.cpp"))
     resources = [f"allspark_launch.{name}" for name in ("systemd", "monitoring", "examples")]
     return {
         "packages": [*find_packages(include=["allspark_client*", "allspark_server*"]), *find_packages("launch"), *resources],

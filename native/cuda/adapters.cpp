@@ -86,7 +86,7 @@ std::vector<LowRank> Adapter::upload() {
 Adapters::Adapters(const Device& device, const AdapterLimits& limits, const Program& program)
     : limits(limits), device_(device), loaded_(limits.count) {
   for (const OpNode& op : program.ops()) {
-    if (!op.is("lora")) continue;
+    if (!op.is(Op::lora)) continue;
     const size_t target = op.integer("target");
     if (target >= targets_.size()) targets_.resize(target + 1);
     targets_[target] = {program.in(op, 1).width, op.integer("columns")};

@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "cuda/halves.h"
+#include "cuda/ops/all_reduce.h"
 
 namespace as {
 namespace cuda {
@@ -62,7 +63,7 @@ void CudaExecutor::allocate(const Limits& limits, int masks, const AdapterLimits
                                 std::to_string(adapters.max_rank));
   device_.use();
   weights_.finish();
-  if (masks > 0 && !program_.ops().empty() && program_.ops().back().is("sample"))
+  if (masks > 0 && !program_.ops().empty() && program_.ops().back().is(Op::sample))
     masks_ = std::make_shared<Masks>(masks, program_.ops().back().integer("vocab_size"));
   if (window_ && (!exchange_ || !exchange_->connected() || limits.max_rows > shared_rows_))
     throw std::invalid_argument("ranks share() memory for " + std::to_string(limits.max_rows) +

@@ -129,7 +129,7 @@ py::list profile_of(CudaExecutor& e) {
   for (const OpTime& launch : e.profile()) {
     int index = launch.op.parts[0];
     for (int part : launch.op.parts)
-      if (e.program().ops()[part].is("linear")) index = part;
+      if (e.program().ops()[part].is(Op::linear)) index = part;
     py::dict d;
     d["index"] = index, d["op"] = launch.op.name, d["count"] = launch.count, d["min"] = launch.least;
     d["max"] = launch.most, d["sum"] = launch.total, d["bytes"] = launch.bytes, d["operations"] = launch.operations;

@@ -4,6 +4,8 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "cuda/ops/all_reduce.h"
+
 namespace as {
 namespace cuda {
 namespace {
@@ -31,20 +33,65 @@ CudaRunner::~CudaRunner() {
   if (drawn_) cudaEventDestroy(drawn_);
 }
 
-void CudaRunner::unload() {
-  for (Memory* memory : lent_) memory->give_back();
+CudaRunner::CudaRunner(const Device& device, const Program& program, Weights& weights, const Limits& limits,
+                       LogitSampler& sampler, Masks* masks, const Ranks* ranks, const Adapters* adapters)
+    : device_(device),
+      program_(program),
+      weights_(weights),
+      limits_(limits),
+      sampler_(sampler),
+      ranks_(ranks ? std::optional<Ranks>(*ranks) : std::nullopt),
+      workspace_(device, program, weights, limits, adapters),
+      times_(program) {
+  compile(false);
+  if (adapters && adapters->targets()) compile(true);
+  const OpNode& sample = program.ops().back();
+  const int width = logits().rows.width;
+  const size_t outputs = limits.max_outputs;
+  host_best_ = Memory(workspace_.best.size(), "draws", Memory::Where::host);
+  host_logits_ = Memory(outputs * width * sizeof(float), "logits", Memory::Where::host);
+  if (hidden_ >= 0)
+    host_hidden_ =
+        Memory(outputs * workspace_.tensors[hidden_].rows.width * sizeof(float), "hidden states", Memory::Where::host);
+  if (width == sample.integer("vocab_size"))
+    draws_.emplace(device_, logits().values(), workspace_.best.as<Best>(), width, (int)outputs, masks);
+  sampler_.attach(sample, host_logits_.as<float>(), width, (int)outputs, masks);
 }
 
-void CudaRunner::load() {
-  try {
-    for (Memory* memory : lent_) memory->take_again();
-  } catch (...) {
-    unload();
-    throw;
+// Binds the ops of a form, and notes for the profile which ops each launch computes.
+void CudaRunner::compile(bool adapted) {
+  Binding b(workspace_, weights_, ranks_ ? &*ranks_ : nullptr, paired_, adapted);
+  std::vector<int> numbers, parts;  // ops of the form in the program; those that the next launch computes
+  for (int i = 0; i < (int)program_.ops().size(); i++)
+    if (adapted || !program_.ops()[i].is(Op::lora)) numbers.push_back(i);
+  bind_first_call(b);
+  std::vector<OpTime> times(b.launches.size());
+  for (size_t i = 0; i < b.ops.size(); i++) {
+    const size_t first = i, before = b.launches.size();
+    b.deferred = false;
+    i += cuda_op(b.ops[i]).bind(b, i);
+    parts.insert(parts.end(), numbers.begin() + first, numbers.begin() + i + 1);
+    if (b.deferred) continue;
+    if (b.launches.size() > before) times.push_back(timed(parts, b.launches.size() - before));
+    times.resize(b.launches.size());
+    parts.clear();
   }
-  for (Memory* memory : lent_)
-    if (memory->lent()) check(cudaMemsetAsync(memory->as(), 0, memory->size(), device_.stream()), "clearing memory");
-  device_.wait();
+  hidden_ = b.hidden_tensor;
+  times_.set(adapted, std::move(times));
+  forms_[adapted] = {std::move(b.launches), b.heads_from};
+}
+
+OpTime CudaRunner::timed(const std::vector<int>& ops, size_t launches) const {
+  OpTime made;
+  made.launches = (int)launches;
+  for (int part : ops) {
+    const OpNode& op = program_.ops()[part];
+    if (op.is(Op::all_reduce) && !ranks_) continue;
+    made.op.parts.push_back(part);
+    made.op.name += (made.op.name.empty() ? "" : "+") + std::string(op.spec->name);
+    if (op.is(Op::span_attention)) made.layer = &workspace_.layers[op.integer("layer")];
+  }
+  return made;
 }
 
 void CudaRunner::begin(const Batch& batch, bool want_logits) {
@@ -55,7 +102,7 @@ void CudaRunner::begin(const Batch& batch, bool want_logits) {
   const bool graph = limits_.graphs && heads && decodes(batch);
   const int padded = graph ? padded_rows((int)batch.rows.size()) : 0;
   const bool fits = padded && padded <= std::min({limits_.max_rows, limits_.max_outputs, limits_.max_slots});
-  const Size size = data_->copy(batch, fits ? padded : 0, device_);
+  const Size size = workspace_.data->copy(batch, fits ? padded : 0, device_);
   begun_ = {heads && !batch.outputs.empty(), want_logits, profiling_ && times_.due(), size.adapted, 1 - begun_.turn};
   if (fits && !begun_.timed) replay(size);
   else launch(size, heads, begun_.timed);
@@ -71,7 +118,7 @@ bool CudaRunner::draw(const Batch& batch) {
     if (draws_) draws_->queue(batch, drawn_by_);
     if (drawing_.timed) times_.mark(drawing_.turn, device_.stream());
     if (std::find(drawn_by_.begin(), drawn_by_.end(), DrawnBy::best) != drawn_by_.end())
-      check(cudaMemcpyAsync(host_best_.as(), best_.as(), batch.outputs.size() * kBestParts * sizeof(Best),
+      check(cudaMemcpyAsync(host_best_.as(), workspace_.best.as(), batch.outputs.size() * kBestParts * sizeof(Best),
                             cudaMemcpyDeviceToHost, device_.stream()),
             "copying draws");
     copy_logits(batch, drawing_.want_logits);
@@ -93,11 +140,11 @@ Drawn CudaRunner::finish(const Batch& batch) {
   const size_t outputs = batch.outputs.size();
   drawn.samples.resize(outputs);
   if (hidden_rows_) {
-    drawn.hidden_width = tensors_[hidden_].rows.width;
+    drawn.hidden_width = workspace_.tensors[hidden_].rows.width;
     drawn.hidden.assign(host_hidden_.as<float>(), host_hidden_.as<float>() + hidden_rows_ * drawn.hidden_width);
   }
   if (!drawing_.heads) return drawn;
-  const int width = in(program_.ops().back()).rows.width;
+  const int width = logits().rows.width;
   if (drawing_.want_logits) {
     drawn.logits.assign(host_logits_.as<float>(), host_logits_.as<float>() + outputs * width);
     drawn.logit_width = width;
@@ -170,13 +217,12 @@ void CudaRunner::share_draws(const Batch& batch) {
 
 // Queues the copy of what the host draws from.
 void CudaRunner::copy_logits(const Batch& batch, bool all) {
-  const Tensor& logits = in(program_.ops().back());
-  const size_t width = logits.rows.width;
+  const size_t width = logits().rows.width;
   const auto wanted = [&](size_t i) { return all || drawn_by_[i] == DrawnBy::host; };
   for (size_t begin = 0, end; begin < batch.outputs.size(); begin = end) {
     for (end = begin; end < batch.outputs.size() && wanted(end); end++) {}
     if (end > begin)
-      check(cudaMemcpyAsync(host_logits_.as<float>() + begin * width, logits.values() + begin * width,
+      check(cudaMemcpyAsync(host_logits_.as<float>() + begin * width, logits().values() + begin * width,
                             (end - begin) * width * sizeof(float), cudaMemcpyDeviceToHost, device_.stream()),
             "copying logits");
     else end++;
@@ -187,7 +233,7 @@ void CudaRunner::copy_logits(const Batch& batch, bool all) {
 void CudaRunner::copy_hidden(const Batch& batch) {
   hidden_rows_ = 0;
   if (hidden_ < 0) return;
-  const Rows& from = tensors_[hidden_].rows;
+  const Rows& from = workspace_.tensors[hidden_].rows;
   for (const Item& item : batch.items) {
     const size_t rows = item.outputs - item.drafts;  // drafts may be rejected
     if (!(item.flags & kHidden) || !rows) continue;

@@ -46,7 +46,6 @@ struct OpNode {
 
   Op kind() const { return spec->op; }
   bool is(Op op) const { return spec->op == op; }
-  bool is(const char* name) const { return !std::strcmp(spec->name, name); }  // until native/cuda switches on kinds
   // By name and type; std::logic_error if the spec has no such attribute.
   int integer(const char* name) const { return (int)value(name, AttributeType::integer); }
   double number(const char* name) const { return value(name, AttributeType::number); }

@@ -1,0 +1,128 @@
+// Layers of experts: the router, the experts' linears and the weighted sum. A step of one row has kernels of its own.
+#include <stdexcept>
+#include <string>
+
+#include "cuda/ops/fusion.h"
+#include "cuda/ops/linear.h"
+
+namespace as {
+namespace cuda {
+namespace {
+
+constexpr int kMostGroups = 32;  // of a router
+
+// The sum over a row's experts; with the add and the norm that follow, if they do. last: the last op that it computes.
+Combination combination_at(const Binding& b, size_t i, size_t& last) {
+  const OpNode& op = b.ops[i];
+  const Tensor x = b.in(op);
+  const auto found = b.routed.find(x.row_set);
+  if (found == b.routed.end() || found->second.shares != op.inputs[1])
+    refuse("op combine_experts of other weights than a router's");
+  const std::optional<size_t> sum = add_after(b, i, op.outputs[0]);
+  Combination c;
+  c.entries = x.values(), c.routing = b.workspace.expert_rows.at(x.row_set).routing, c.adds = sum.has_value();
+  c.y = sum ? b.in(b.ops[*sum]).rows : partial_of(b, i).value_or(b.out(op).rows);
+  last = sum.value_or(i);
+  if (!sum) return c;
+  const OpNode& next = b.ops[last + 1];
+  const int into = b.ops[last].inputs[0];
+  if (next.is(Op::rms_norm) && next.inputs[0] == into && next.outputs[0] != into && !norms_to_bytes(b, last + 1))
+    last++, c.norm = norm_of(next, b.vector(next, 0)), c.normed = b.out(next).rows;
+  return c;
+}
+
+int bind_expert_linear(Binding& b, size_t i) {
+  const OpNode& op = b.ops[i];
+  const Tensor x = b.in(op), y = b.out(op);
+  const std::optional<ChosenRow> row = b.routed[y.row_set].row;
+  const bool gated = is_gated(b.ops, b.weights, i);
+  if (gated && b.paired.insert(op.weights[0]).second) b.weights.pair(op.weights[0]);
+  ExpertProduct e;
+  Product& p = e.product;
+  p.w = b.matrix(op), p.bias = b.vector(op, 1), p.gated = gated;
+  p.x = x.rows, p.y = gated ? b.out(b.ops[i + 1]).rows : y.rows;
+  if (gated) e.gating = gating_of(b.ops[i + 1]);
+  e.routing = b.workspace.expert_rows.at(y.row_set).routing, e.gathers = x.row_set != y.row_set;
+  const bool converts = p.w.takes_tiles() && !x.rows.tiles;
+  if (converts) p.x = {nullptr, b.workspace.tiles.as<uint16_t>(), x.rows.width, b.workspace.half};
+  e.follows = i > 1 && b.ops[i - 2].is(Op::expert_linear) && is_gated(b.ops, b.weights, i - 2) &&
+              b.out(b.ops[i - 2]).row_set == y.row_set && b.ops[i - 1].outputs[0] == op.inputs[0] && !converts;
+  Combination c;
+  if (size_t last; row && !gated) c = combination_at(b, i + 1, last);
+  b.launches.push_back([=, ws = &b.workspace, queue = b.queue](const Binding::Size& size) {
+    const int rows = ws->rows_of(x.row_set, size), entries = ws->rows_of(y.row_set, size);
+    if (!rows) return;
+    if (row && entries == e.routing.top) return gated ? gate_row(e, *row, queue) : combine_row(e, *row, c, queue);
+    if (converts) to_tiles(x.values(), rows, e.product.x, queue);
+    const int tile_rows = expert_tile_rows(e.product.w.kind, entries, e.routing.end - e.routing.begin, queue);
+    linear_experts(e, entries, tile_rows, queue);
+  });
+  return gated;
+}
+
+int bind_combine_experts(Binding& b, size_t i) {
+  const Tensor x = b.in(b.ops[i]);
+  size_t last;
+  const Combination c = combination_at(b, i, last);
+  const bool row = b.routed.at(x.row_set).row.has_value();
+  b.add_launch(b.workspace.program.row_sets()[x.row_set].of, [=, queue = b.queue](int rows) {
+    if (!row || rows > 1) combine_experts(c, rows, queue);
+    else if (c.norm.weight) rms_norm(c.y.values, c.norm, rows, c.normed, queue);
+  });
+  return (int)(last - i);
+}
+
+}  // namespace
+
+int bind_router(Binding& b, size_t i, bool logits) {
+  const OpNode& op = b.ops[i];
+  const Tensor x = b.in(op), y = b.out(op);
+  const auto found = b.workspace.expert_rows.find(y.row_set);
+  if (found == b.workspace.expert_rows.end()) refuse("router of rows that no expert_linear takes");
+  const Routing routing = found->second.routing;
+  Router router;
+  router.experts = x.rows.width, router.correction = b.vector(op, 0);
+  router.sigmoid = std::string(op.choice("scores")) == "sigmoid", router.normalized = op.flag("normalized");
+  router.scale = (float)op.number("scale");
+  router.groups = op.integer("groups"), router.top_groups = op.integer("top_groups");
+  if (router.experts > kMostExperts || routing.top > kMostTop || router.groups > kMostGroups)
+    refuse("router of " + std::to_string(router.experts) + " experts in " + std::to_string(router.groups) +
+           " groups, " + std::to_string(routing.top) + " for a row: at most " + std::to_string(kMostExperts) + ", " +
+           std::to_string(kMostGroups) + " and " + std::to_string(kMostTop));
+  if (routing.end > router.experts)
+    throw std::invalid_argument("op expert_linear: experts " + std::to_string(routing.begin) + "..." +
+                                std::to_string(routing.end - 1) + ", the router has " + std::to_string(router.experts));
+  // The weights are stored with the routing, by row, where no other op finds them.
+  const int shares = op.outputs[0];
+  for (const OpNode& other : b.workspace.program.ops())
+    if ((has(other.inputs, shares) && !other.is(Op::combine_experts)) ||
+        (has(other.outputs, shares) && !other.is(Op::router)))
+      refuse(std::string("op ") + other.spec->name + " of the weights that a router makes");
+  const int* where = x.row_set == kAllRows ? b.workspace.data->where(0) : nullptr;
+  const Product p = logits ? logits_of(b, i - 1) : Product{};
+  const bool row = has_row_kernels_at(b, i), norms = logits && i > 1 && norms_with_router(b, i - 2);
+  Binding::Routed& routed = b.routed[y.row_set] = {shares, {}};
+  if (row) routed.row = ChosenRow{router, x.values(), where};
+  const float* before = norms ? b.in(b.ops[i - 2]).values() : nullptr;
+  const Norm norm = norms ? norm_of(b.ops[i - 2], b.vector(b.ops[i - 2], 0)) : Norm{};
+  b.add_launch(x.row_set, [=, kind = found->second.kind, queue = b.queue](int rows) {
+    if (row && rows == 1) {
+      if (norms) norm_and_logits(before, norm, p.x, p, queue);
+      else if (logits) linear_few(p, rows, queue);
+      return;
+    }
+    const int tile_rows = expert_tile_rows(kind, rows * routing.top, routing.end - routing.begin, queue);
+    if (logits) route(p, router, routing, where, rows, tile_rows, queue);
+    else route(x.values(), router, routing, where, rows, tile_rows, queue);
+  });
+  return 0;
+}
+
+namespace {
+
+const RegisterCudaOp kRouter(Op::router, [](Binding& b, size_t i) { return bind_router(b, i, false); }),
+    kExpertLinear(Op::expert_linear, bind_expert_linear), kCombineExperts(Op::combine_experts, bind_combine_experts);
+
+}  // namespace
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,41 @@
+// Which adjacent ops one launch computes. `ops` is the list of a form of a program.
+#pragma once
+#include "cuda/kernels/gemm/gemm.h"
+#include "cuda/ops/ops.h"
+
+namespace as {
+namespace cuda {
+
+// The ops of a form: with adapters all, without adapters those that are not lora.
+std::vector<OpNode> ops_of(const Program& program, bool adapted);
+
+// Whether ops from `first` on read a tensor before one overwrites it.
+bool read_from(const std::vector<OpNode>& ops, size_t first, int tensor);
+// Whether ops[linear] makes gate and up columns for the next op alone, which multiplies them.
+bool is_gated(const std::vector<OpNode>& ops, const Weights& weights, size_t linear);
+// The add after ops[i], if that alone reads `tensor`; an all_reduce between the two is skipped if there is one rank.
+std::optional<size_t> add_after(const Binding& b, size_t i, int tensor);
+
+// Whether ops[norm] makes 8-bit activations for the next linear alone.
+bool norms_to_bytes(const Binding& b, size_t norm);
+// Whether ops[norm] makes rows for the next linear alone, which may then norm the single row of a step itself.
+bool norms_for_linear(const Binding& b, size_t norm);
+// Whether ops[norm] is computed with the logits of the router that follows it, in steps of one row.
+bool norms_with_router(const Binding& b, size_t norm);
+// Whether the layer of ops[router] has kernels for steps of one row.
+bool has_row_kernels_at(const Binding& b, size_t router);
+// The GEMM of a router's logits.
+Product logits_of(const Binding& b, size_t linear);
+// Whether ops[rope] rotates all queries and keys of the attention that follows.
+bool rotates_in_attention(const Binding& b, size_t rope);
+// Whether ops[norm] and the next op norm all queries and all keys of the attention that follows, and no other op reads
+// the normed heads.
+bool norms_in_attention(const Binding& b, size_t norm);
+
+// Where ops[i] writes its output at once if the next op adds that up over ranks.
+std::optional<Rows> partial_of(const Binding& b, size_t i);
+// The other rank's memory, to which the GEMM ops[i] pushes its partial sums of few rows; null: it does not.
+uint16_t* place_of(const Binding& b, size_t i);
+
+}  // namespace cuda
+}  // namespace as

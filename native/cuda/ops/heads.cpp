@@ -1,0 +1,80 @@
+// Norms and rotations of heads. Where all queries and keys of an attention are meant, the attention does it as they
+// enter the cache.
+#include <stdexcept>
+#include <string>
+
+#include "cuda/ops/fusion.h"
+
+namespace as {
+namespace cuda {
+namespace {
+
+// The norm of keys is often the op after the norm of queries: one launch does both.
+int bind_head_norm(Binding& b, size_t i) {
+  const OpNode &op = b.ops[i], &next = b.ops[i + 1];
+  b.check_in_place(op);
+  const auto norm_at = [&](const OpNode& norm) { return HeadNorm{heads_of(norm), norm_of(norm, b.vector(norm, 0))}; };
+  const auto end = [](const OpNode& norm) {
+    return norm.integer("offset") + norm.integer("heads") * norm.integer("head_dim");
+  };
+  const bool both = next.is(Op::head_norm) && next.inputs[0] == op.inputs[0] &&
+                    b.out(next).values() == b.out(op).values() &&
+                    (end(op) <= next.integer("offset") || end(next) <= op.integer("offset"));
+  if (both && norms_in_attention(b, i)) {
+    b.head_norms = {norm_at(op), norm_at(next)}, b.deferred = true;
+    return 1;
+  }
+  b.add_launch(b.in(op).row_set,
+               [x = b.in(op), first = norm_at(op), second = both ? norm_at(next) : HeadNorm{},
+                queue = b.queue](int rows) { head_norm(x.values(), x.rows.width, first, second, rows, queue); });
+  return both;
+}
+
+int bind_rope(Binding& b, size_t i) {
+  const OpNode& op = b.ops[i];
+  b.check_in_place(op);
+  const auto table = b.workspace.rotary_tables.find(op.integer("table"));
+  if (table == b.workspace.rotary_tables.end())
+    throw std::invalid_argument("no rotary table " + std::to_string(op.integer("table")));
+  const Turn rotation{table->second, std::string(op.choice("pairs")) == "interleaved"};
+  if (rotates_in_attention(b, i)) {
+    b.rope = rotation, b.deferred = true;
+    return 0;
+  }
+  b.add_launch(kAllRows, [=, x = b.in(op), heads = heads_of(op), queue = b.queue](int rows) {
+    rope(x.values(), x.rows.width, heads, rotation.table, rotation.interleaved, rows, queue);
+  });
+  return 0;
+}
+
+int bind_rotary_table(Binding& b, size_t i) {
+  const OpNode& op = b.ops[i];
+  op.allow_only(
+      {"attention_factor", "dynamic", "base", "factor", "original_max", "rotary_dim", "table", "growth", "long_table"},
+      "the CUDA backend");
+  RotaryTable t;
+  t.inverse = b.vector(op, 0), t.longer = op.flag("long_table") ? b.vector(op, 1) : nullptr;
+  t.dim = op.integer("rotary_dim"), t.dynamic = op.flag("dynamic");
+  t.powers = std::string(op.choice("growth")) == "powers", t.attention_factor = (float)op.number("attention_factor");
+  t.base = op.number("base"), t.factor = op.number("factor"), t.original_max = op.number("original_max");
+  auto& tables = b.workspace.rotary_tables;
+  float* const memory = b.workspace.rotary.as<float>();
+  const size_t rows = b.workspace.limits.max_rows;
+  size_t taken = 0;
+  for (const auto& [number, other] : tables) taken += rows * other.dim;
+  if (const auto same = tables.find(op.integer("table")); same != tables.end())  // both forms share it
+    taken = same->second.cosine - memory;
+  t.cosine = memory + taken, t.sine = t.cosine + rows * (t.dim / 2);
+  tables[op.integer("table")] = t;
+  b.add_launch(kAllRows, [=, data = &*b.workspace.data, queue = b.queue](int rows) {
+    if (t.dim) rotary_table(t, data->positions(), data->prompts(), rows, queue);
+  });
+  return 0;
+}
+
+const RegisterCudaOp kHeadNorm(Op::head_norm, bind_head_norm), kRope(Op::rope, bind_rope),
+    kRotaryTable(Op::rotary_table, bind_rotary_table);
+
+}  // namespace
+}  // namespace cuda
+}  // namespace as

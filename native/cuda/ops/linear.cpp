@@ -1,0 +1,76 @@
+#include "cuda/ops/linear.h"
+
+#include <algorithm>
+
+#include "cuda/ops/fusion.h"
+
+namespace as {
+namespace cuda {
+namespace {
+
+// Whether a tensor is logits of experts, or gates of rows.
+bool is_routing(const Program& program, int tensor) {
+  return std::any_of(program.ops().begin(), program.ops().end(), [&](const OpNode& op) {
+    return (op.is(Op::router) && op.inputs[0] == tensor) || (op.is(Op::sigmoid_mul) && op.inputs[1] == tensor);
+  });
+}
+
+}  // namespace
+
+// With the activation that multiplies gate and up columns, or the add, that follows.
+int bind_linear(Binding& b, size_t i, bool norms) {
+  Workspace& ws = b.workspace;
+  const OpNode& op = b.ops[i];
+  const Tensor x = b.in(op);
+  if (b.ops[i + 1].is(Op::router) && b.ops[i + 1].inputs[0] == op.outputs[0] && has_few_columns(b.matrix(op)))
+    return bind_router(b, i + 1, true), 1;
+  const std::optional<size_t> sum = add_after(b, i, op.outputs[0]);
+  const bool gated = is_gated(b.ops, b.weights, i);
+  if (gated && b.paired.insert(op.weights[0]).second) b.weights.pair(op.weights[0]);
+  Product p;
+  p.w = b.matrix(op), p.bias = b.vector(op, 1), p.adds = sum.has_value(), p.gated = gated;
+  p.x = x.rows;
+  p.y = sum ? b.in(b.ops[*sum]).rows : partial_of(b, i).value_or(b.out(b.ops[gated ? i + 1 : i]).rows);
+  if (!gated && b.paired.count(op.weights[0])) {  // an adapter adds to the columns before the activation
+    b.interleaved[op.outputs[0]] = p.bias;
+    p.bias = nullptr, p.y.width = p.w.n;
+  }
+  if (p.w.kind == Kind::codes) p.widened = ws.widened.as<uint16_t>();
+  if (p.w.takes_bytes()) p.bytes = byte_rows(ws.byte_rows.as(), ws.max_rows(op.inputs[0]), p.w.k);
+  const bool converts = p.w.takes_tiles() && !x.rows.tiles;
+  if (converts) p.x = {nullptr, ws.tiles.as<uint16_t>(), x.rows.width, ws.half};
+  Product fused = p;
+  if (norms)
+    fused.unnormed = b.in(b.ops[i - 1]).values(), fused.norm = norm_of(b.ops[i - 1], b.vector(b.ops[i - 1], 0));
+  uint16_t* const place = sum ? nullptr : place_of(b, i);
+  const bool in_place = norms && fused.unnormed == p.y.values;  // a kernel that norms would read what others write
+  const bool few = has_few_columns(p.w) && is_routing(ws.program, op.outputs[0]);
+  b.add_launch(x.row_set, [=, queue = b.queue](int rows) mutable {
+    if (p.w.takes_bytes()) {
+      if (rows == 1 && !in_place && linear_byte_row(fused, queue)) return;
+      if (norms) rms_norm_into_bytes(fused.unnormed, fused.norm, p, rows, queue);
+      else quantize_activations(p, rows, queue);
+    } else if (norms) {
+      if (!in_place && linear_quantized_norms(fused, rows, queue)) return linear_quantized(fused, rows, queue);
+      if (!in_place && linear_half_norms(fused, rows, queue)) return linear_half(fused, rows, queue);
+      rms_norm(fused.unnormed, fused.norm, rows, x.rows, queue);
+    }
+    p.y.copy = rows <= kPushedRows ? place : nullptr;
+    if (converts) to_tiles(x.values(), rows, p.x, queue);
+    if (few) linear_few(p, rows, queue);
+    else if (p.w.kind == Kind::f32) linear_f32(p, rows, queue);
+    else if (p.w.kind == Kind::half) linear_half(p, rows, queue);
+    else if (p.w.kind == Kind::integers) linear_integer(p, rows, queue);
+    else if (p.w.kind == Kind::float8) linear_float8(p, rows, queue);
+    else linear_quantized(p, rows, queue);
+  });
+  return sum ? (int)(*sum - i) : gated;
+}
+
+namespace {
+
+const RegisterCudaOp kLinear(Op::linear, [](Binding& b, size_t i) { return bind_linear(b, i, false); });
+
+}  // namespace
+}  // namespace cuda
+}  // namespace as

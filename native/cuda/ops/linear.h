@@ -1,0 +1,14 @@
+// Linears, and what other ops do with them.
+#pragma once
+#include "cuda/ops/ops.h"
+
+namespace as {
+namespace cuda {
+
+// norms: whether ops[i - 1], a norm, is computed here, too.
+int bind_linear(Binding& b, size_t i, bool norms);
+// logits: whether ops[i - 1], the linear that makes them, is computed here, too.
+int bind_router(Binding& b, size_t i, bool logits);
+
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,52 @@
+#include <optional>
+
+#include "cuda/kernels/lora/lora.h"
+#include "cuda/ops/fusion.h"
+
+namespace as {
+namespace cuda {
+namespace {
+
+// All targets of a linear at once; with the activation, or the add, that follows if that may be.
+int bind_lora(Binding& b, size_t i) {
+  const OpNode& op = b.ops[i];
+  const Adapters& adapters = *b.workspace.adapters;
+  const int made = op.inputs[0];
+  size_t end = i, last;
+  while (b.ops[end].is(Op::lora) && b.ops[end].inputs == op.inputs) end++;
+  last = end - 1;
+  const Tensor y = b.in(op), x = b.in(op, 1);
+  AdaptedSums sums;
+  sums.pairs = adapters.table(), sums.targets = adapters.targets(), sums.adapter_count = adapters.limits.count;
+  sums.adapters = b.workspace.data->adapters();
+  sums.chosen = y.row_set == kOutputRows ? b.workspace.data->chosen() : nullptr;
+  sums.halves = adapters.limits.halves, sums.type = b.workspace.half, sums.max_rank = adapters.limits.max_rank,
+  sums.inner = b.workspace.inner.as<float>();
+  sums.x = x.rows, sums.y = y.values(), sums.width = y.rows.width;
+  const auto is_part = [](const OpNode& lora, int offset, int columns) {
+    return lora.integer("offset") == offset && lora.integer("columns") == columns;
+  };
+  const std::optional<size_t> sum = add_after(b, last, made);
+  if (const auto found = b.interleaved.find(made); found != b.interleaved.end()) {
+    const int half = sums.half = y.rows.width / 2;
+    sums.width = paired_rows(y.rows.width);
+    if (sums.halves && b.ops[end].is(Op::silu_mul) && last == i + 1 && half % 8 == 0 && is_part(op, 0, half) &&
+        is_part(b.ops[last], half, half))
+      last = end, sums.gated = b.out(b.ops[end]).rows, sums.bias = found->second;
+  } else if (sums.halves && sum && last == i && is_part(op, 0, y.rows.width)) {
+    last = *sum, sums.added = b.in(b.ops[*sum]).values();
+  }
+  for (size_t next = i; next < end; sums.count = 0) {
+    for (; next < end && sums.count < kMostTargets; next++)
+      sums.columns[sums.count++] = {b.ops[next].integer("target"), b.ops[next].integer("offset"),
+                                    b.ops[next].integer("columns")};
+    b.add_launch(y.row_set, [=, queue = b.queue](int rows) { add_low_rank(sums, rows, queue); });
+  }
+  return (int)(last - i);
+}
+
+const RegisterCudaOp kLora(Op::lora, bind_lora);
+
+}  // namespace
+}  // namespace cuda
+}  // namespace as

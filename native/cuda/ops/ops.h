@@ -1,0 +1,106 @@
+// What each op's file defines: how ops of a program become launches. A new op is one file here, which registers itself.
+#pragma once
+#include <functional>
+#include <map>
+#include <optional>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "cuda/exchange.h"
+#include "cuda/kernels/attention/attention.h"
+#include "cuda/kernels/norm/norm.h"
+#include "cuda/workspace.h"
+
+namespace as {
+namespace cuda {
+
+// A kernel launch, or a few, of a step of this size.
+using Launch = std::function<void(const Workspace::Size&)>;
+
+// The other ranks of a group: memory of their GPUs, and the channel by which processes agree on samples.
+struct Ranks {
+  Exchange& exchange;
+  Communicator& window;
+};
+
+// Where ops find what they run on, while one form of a program (with ops for adapters, or without) becomes launches.
+struct Binding {
+  using Size = Workspace::Size;
+
+  // All references must outlive the binding; the workspace must outlive the launches. ranks: null if there is one rank.
+  // paired: weights whose gate and up rows are interleaved; gated GEMMs add theirs.
+  Binding(Workspace& workspace, Weights& weights, const Ranks* ranks, std::set<int>& paired, bool adapted);
+
+  const Tensor& in(const OpNode& op, int i = 0) const { return workspace.tensors[op.inputs[i]]; }
+  const Tensor& out(const OpNode& op) const {
+    return workspace.tensors[op.outputs.empty() ? op.inputs[0] : op.outputs[0]];
+  }
+  // Null if the op has no such weight.
+  const float* vector(const OpNode& op, int i) const {
+    return i < (int)op.weights.size() ? weights.vector(op.weights[i]) : nullptr;
+  }
+  const Matrix& matrix(const OpNode& op) const { return weights.matrix(op.weights[0]); }
+  // Refuses an op that is to write another tensor than it reads.
+  void check_in_place(const OpNode& op) const;
+
+  // Adds launch(rows) for steps that have rows of the row set.
+  template <typename F>
+  void add_launch(int row_set, F launch) {
+    launches.push_back([ws = &workspace, row_set, launch = std::move(launch)](const Size& size) mutable {
+      if (const int rows = ws->rows_of(row_set, size)) launch(rows);
+    });
+  }
+
+  Workspace& workspace;
+  Weights& weights;
+  const Ranks* const ranks;
+  std::set<int>& paired;
+  const Queue queue;
+  const std::vector<OpNode> ops;  // of the form
+  std::vector<Launch> launches;
+  int hidden_tensor = -1;  // -1: none
+  size_t heads_from = 0;   // launches from this one on compute logits; 0: unknown
+
+  // The sum over ranks that is bound next, and how many a step makes: an even number, so that each uses the same buffer
+  // in every step.
+  int next_call = 0, calls = 0;
+  // Tensors whose gate and up columns are interleaved, and the bias that is still to be added.
+  std::map<int, const float*> interleaved;
+  // Work on heads that the next attention does: rotation, and before it norms of queries and keys.
+  std::optional<Turn> rope;
+  std::optional<std::pair<HeadNorm, HeadNorm>> head_norms;
+  bool deferred = false;  // the op that was bound last left its work to a later one
+  // Of row sets of experts: the tensor of weights that the router writes, and, where the router's layer has kernels for
+  // a step of one row, what these need.
+  struct Routed {
+    int shares = -1;
+    std::optional<ChosenRow> row;
+  };
+  std::map<int, Routed> routed;
+};
+
+// Adds the launches of b.ops[i]; returns how many of the ops after it they compute, too.
+using Bind = int (*)(Binding& b, size_t i);
+
+// How an op can write its output: float32 rows; or 16-bit tiles instead, always or if the cache has the same type; or
+// both at once.
+enum class OutputForm { values, tiles, cache_type, both };
+struct CudaOp {
+  Bind bind = nullptr;
+  OutputForm output = OutputForm::values;
+};
+// Throws std::invalid_argument for an op that the backend does not support.
+const CudaOp& cuda_op(const OpNode& op);
+struct RegisterCudaOp {
+  RegisterCudaOp(Op op, Bind bind, OutputForm output = OutputForm::values);
+};
+
+// Attributes of ops as kernels take them.
+Norm norm_of(const OpNode& op, const float* weight);
+Gating gating_of(const OpNode& op);
+Heads heads_of(const OpNode& op);
+
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,45 @@
+// Ops that choose rows: the embedding, rows with outputs, hidden states and the logits that are sampled.
+#include "cuda/kernels/sampling/best.h"
+#include "cuda/ops/fusion.h"
+
+namespace as {
+namespace cuda {
+namespace {
+
+int bind_embedding(Binding& b, size_t i) {
+  const OpNode& op = b.ops[i];
+  const Rows y = partial_of(b, i).value_or(b.out(op).rows);
+  b.add_launch(kAllRows,
+               [=, table = b.matrix(op), begin = op.integer("vocab_begin"), factor = (float)op.number("scale"),
+                data = &*b.workspace.data, drawn = b.workspace.best.as<Best>(),
+                queue = b.queue](int rows) { embed(table, data->tokens(), drawn, rows, begin, factor, y, queue); });
+  return 0;
+}
+
+int bind_select_rows(Binding& b, size_t i) {
+  const OpNode& op = b.ops[i];
+  b.add_launch(kOutputRows, [x = b.in(op), y = b.out(op), data = &*b.workspace.data, queue = b.queue](int rows) {
+    select_rows(x.values(), data->chosen(), rows, y.rows, queue);
+  });
+  return 0;
+}
+
+// Rows are copied to the host when the step is sampled.
+int bind_hidden_states(Binding& b, size_t i) {
+  b.hidden_tensor = b.ops[i].inputs[0], b.heads_from = b.launches.size();
+  return 0;
+}
+
+int bind_sample(Binding& b, size_t i) {
+  b.add_launch(kOutputRows, [logits = b.in(b.ops[i]), best = b.workspace.best.as<Best>(), queue = b.queue](int rows) {
+    best_tokens(logits.values(), logits.rows.width, rows, best, queue);
+  });
+  return 0;
+}
+
+const RegisterCudaOp kEmbedding(Op::embedding, bind_embedding), kSelectRows(Op::select_rows, bind_select_rows),
+    kHiddenStates(Op::hidden_states, bind_hidden_states), kSample(Op::sample, bind_sample);
+
+}  // namespace
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,52 @@
+#include <algorithm>
+
+#include "cuda/ops/fusion.h"
+
+namespace as {
+namespace cuda {
+namespace {
+
+int bind_span_attention(Binding& b, size_t i) {
+  const OpNode& op = b.ops[i];
+  op.allow_only({"layer", "head_dim", "group", "scale", "cache_group", "window", "soft_cap", "q_heads", "kv_heads",
+                 "q_head_begin", "kv_begin", "sinks", "alibi", "logn"},
+                "the CUDA backend");
+  Workspace& ws = b.workspace;
+  Attention a;
+  a.cache = ws.layers.at(op.integer("layer")), a.group = ws.group;
+  a.first = shared_heads(op).first, a.queries = op.integer("q_heads");
+  a.scale = (float)op.number("scale"), a.soft_cap = (float)op.number("soft_cap"), a.window = op.integer("window");
+  a.qkv = b.in(op).values(), a.width = b.in(op).rows.width, a.out = b.out(op).rows;
+  a.tables = ws.data->tables(op.integer("cache_group")), a.partials = ws.partials.as<float>();
+  a.most_runs = ws.most_runs, a.arrivals = ws.arrivals.as<int>();
+  if (op.flag("sinks")) a.sinks = b.vector(op, 0);
+  if (op.flag("alibi")) a.slopes = b.vector(op, op.flag("sinks"));
+  const double logn = op.number("logn");
+  const std::optional<Turn> rope = std::exchange(b.rope, std::nullopt);
+  const std::optional<std::pair<HeadNorm, HeadNorm>> norms = std::exchange(b.head_norms, std::nullopt);
+  Attention whole = a;
+  if (norms) whole.query_norm = norms->first.norm, whole.key_norm = norms->second.norm;
+  const int* where = ws.data->where(op.integer("cache_group"));
+  const int at_once = a.cache.type == CacheType::half ? 2 : 3;  // CTAs of attention that an SM runs at once
+  const int wanted = at_once * ws.device.processors(), most = ws.most_runs;
+  b.launches.push_back([=, data = &*ws.data, queue = b.queue](const Binding::Size& size) {
+    if (!size.rows) return;
+    const Turn* rotates = rope ? &*rope : nullptr;
+    if (logn) scale_queries(a, data->positions(), logn, size.rows, queue);
+    const int tiles = std::max(size.few * a.cache.kv_heads, 1);
+    const int splits = size.runs > 1 ? std::clamp(wanted / tiles, 2, std::max(most, 2)) : 1;
+    if (size.few && !size.many && store_and_attend(whole, rotates, data->few(), size.few, splits, queue)) return;
+    if (norms) head_norm(const_cast<float*>(a.qkv), a.width, norms->first, norms->second, size.rows, queue);
+    const bool rotates_queries = rotates && !size.few && attend_turns(a, *rotates, queue);
+    store_cache(a, where, rotates, !rotates_queries, size.rows, queue);
+    attend_few(a, data->few(), size.few, splits, queue);
+    attend_many(a, data->many(), size.many, rotates_queries ? rotates : nullptr, queue);
+  });
+  return 0;
+}
+
+const RegisterCudaOp kSpanAttention(Op::span_attention, bind_span_attention, OutputForm::cache_type);
+
+}  // namespace
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,269 @@
+#include "cuda/workspace.h"
+
+#include <algorithm>
+#include <climits>
+#include <stdexcept>
+
+#include "cuda/kernels/common/shared_limit.h"
+#include "cuda/kernels/gemm/gemm.h"
+#include "cuda/kernels/sampling/best.h"
+#include "cuda/ops/fusion.h"
+#include "cuda/ops/ops.h"
+
+namespace as {
+namespace cuda {
+namespace {
+
+constexpr size_t kAlign = 1024;            // bytes: alignment of tensors
+constexpr int kExpertsShared = 150 << 10;  // bytes of shared memory that the experts' 16-bit and quantized GEMMs take
+
+bool is_gemm(const OpNode& op) { return op.is(Op::linear) || op.is(Op::expert_linear); }
+
+}  // namespace
+
+void refuse(const std::string& feature) { throw std::invalid_argument("the CUDA backend has no " + feature); }
+
+size_t span_bytes(int span_size, int head_dim, CacheType type) {
+  LayerCache one{nullptr, type, span_size, 1, head_dim, (head_dim + 7) / 8 * 8};
+  return one.span_bytes();
+}
+
+SharedHeads shared_heads(const OpNode& op) {
+  const int q_heads = op.integer("q_heads"), kv_heads = op.integer("kv_heads"), group = op.integer("group");
+  const int first = op.integer("q_head_begin") - op.integer("kv_begin") * group;
+  if (group < 1 || kv_heads < 1 || first < 0 || first >= group || first + q_heads > kv_heads * group)
+    throw std::invalid_argument("op span_attention: " + std::to_string(q_heads) + " query heads from " +
+                                std::to_string(op.integer("q_head_begin")) + " on do not belong to " +
+                                std::to_string(kv_heads) + " KV heads from " + std::to_string(op.integer("kv_begin")) +
+                                " on, of " + std::to_string(group) + " each");
+  return kv_heads == 1 ? SharedHeads{q_heads, 0} : SharedHeads{group, first};
+}
+
+Workspace::Workspace(const Device& device, const Program& program, const Weights& weights, const Limits& limits,
+                     const Adapters* adapters)
+    : device(device),
+      program(program),
+      weights(weights),
+      limits(limits),
+      adapters(adapters),
+      half(weights.half()),
+      most_runs((limits.max_length + kRunTokens - 1) / kRunTokens) {
+  check_limits();
+  if (adapters && adapters->limits.halves && adapters->limits.type != half)
+    refuse("adapters of another type of 16 bits than the weights");
+  device.use();
+  allocate_tensors();
+  allocate_scratch();
+  allocate_cache();
+  data.emplace(limits.max_rows, limits.max_outputs, limits.max_slots,
+               (limits.max_length + limits.span_size - 1) / limits.span_size, limits.span_size, group,
+               program.windows(), limits.num_spans);
+  best = Memory((size_t)limits.max_outputs * kBestParts * sizeof(Best), "draws");
+  allocate_expert_rows();
+}
+
+void Workspace::check_limits() const {
+  const Limits& l = limits;
+  if (l.max_rows < 1 || l.max_outputs < 1 || l.max_slots < 1 || l.max_length < 1 || l.num_spans < 1)
+    throw std::invalid_argument("allocate: sizes must be positive");
+  if (std::max(l.max_rows, l.max_outputs) > kMostLaunchRows)
+    refuse("steps of more than " + std::to_string(kMostLaunchRows) + " rows");
+  if (l.span_size != 16 && l.span_size != 32 && l.span_size != 64 && l.span_size != 128)
+    throw std::invalid_argument("span size must be 16, 32, 64 or 128, got " + std::to_string(l.span_size));
+  if ((int64_t)l.num_spans * l.span_size > kLargestCount * 64ll)
+    throw std::invalid_argument("a cache of " + std::to_string(l.num_spans) + " spans is too large");
+  if (program.ops().empty() || !program.ops().back().is(Op::sample))
+    throw std::invalid_argument("the op list must end with sample");
+  for (const CacheGroup& group : program.cache_groups())
+    if (group.kind != CacheKind::full && group.kind != CacheKind::sliding)
+      refuse(std::string("cache group of kind ") + name_of(group.kind));
+  for (const TensorSpec& tensor : program.tensors())
+    if (tensor.type != TensorType::float32) refuse(std::string("tensors of ") + name_of(tensor.type));
+}
+
+void Workspace::give_back() {
+  for (Memory* memory : lent_) memory->give_back();
+}
+
+void Workspace::take_again() {
+  try {
+    for (Memory* memory : lent_) memory->take_again();
+  } catch (...) {
+    give_back();
+    throw;
+  }
+  for (Memory* memory : lent_)
+    if (memory->lent()) check(cudaMemsetAsync(memory->as(), 0, memory->size(), device.stream()), "clearing memory");
+  device.wait();
+}
+
+int Workspace::rows_of(int row_set, int rows, int outputs) const {
+  if (row_set == kAllRows) return rows;
+  if (row_set == kOutputRows) return outputs;
+  const RowSet& formed = program.row_sets()[row_set];
+  return formed.times * rows_of(formed.of, rows, outputs);
+}
+
+int Workspace::max_rows(int tensor) const {
+  return rows_of(program.tensors()[tensor].rows, limits.max_rows, limits.max_outputs);
+}
+
+// Whether a tensor is stored in 16 bits alone: only GEMMs that take 16-bit rows read it, and its writers can round.
+bool Workspace::is_tiled(int tensor) const {
+  bool read = false;
+  for (const OpNode& op : program.ops()) {
+    if (op.is(Op::lora) && op.inputs[0] != tensor) continue;  // reads either
+    if (has(op.inputs, tensor)) {
+      if (!is_gemm(op) || !weights.matrix(op.weights[0]).reads_tiles()) return false;
+      read = true;
+    }
+    if (!has(op.outputs, tensor)) continue;
+    const OutputForm output = cuda_op(op).output;
+    if (output == OutputForm::values || (output == OutputForm::cache_type && limits.cache_half != half)) return false;
+  }
+  return read;
+}
+
+// Whether a tensor is stored as float32 and in 16 bits: GEMMs of both types read it, and a norm writes it.
+bool Workspace::is_both(int tensor) const {
+  bool tiles = false, values = false;
+  for (const OpNode& op : program.ops()) {
+    if (op.is(Op::lora) && op.inputs[0] != tensor) continue;  // reads either
+    if (has(op.outputs, tensor) && cuda_op(op).output != OutputForm::both) return false;
+    if (has(op.inputs, tensor)) (is_gemm(op) && weights.matrix(op.weights[0]).reads_tiles() ? tiles : values) = true;
+  }
+  return tiles && values;
+}
+
+void Workspace::allocate_tensors() {
+  const auto& specs = program.tensors();
+  size_t bytes = 0;
+  std::vector<size_t> offsets, both_offsets;
+  for (int t = 0; t < (int)specs.size(); t++) {
+    offsets.push_back(bytes);
+    // With adapters, gate and up columns may be interleaved as pair_rows() has them.
+    const int width = adapters ? std::max(specs[t].width, paired_rows(specs[t].width)) : specs[t].width;
+    const size_t need =
+        is_tiled(t) ? tiles_bytes(max_rows(t), specs[t].width) : (size_t)max_rows(t) * width * sizeof(float);
+    bytes += (need + kAlign - 1) / kAlign * kAlign;
+    both_offsets.push_back(bytes);
+    if (is_both(t)) bytes += tiles_bytes(max_rows(t), specs[t].width);
+  }
+  activations = Memory(bytes, "activations", Memory::Where::lent);
+  for (int t = 0; t < (int)specs.size(); t++) {
+    Tensor tensor{{nullptr, nullptr, specs[t].width, half}, specs[t].rows};
+    char* data = activations.as() + offsets[t];
+    if (is_tiled(t)) tensor.rows.tiles = reinterpret_cast<uint16_t*>(data);
+    else tensor.rows.values = reinterpret_cast<float*>(data);
+    if (is_both(t)) tensor.rows.tiles = reinterpret_cast<uint16_t*>(activations.as() + both_offsets[t]);
+    tensors.push_back(tensor);
+  }
+}
+
+// Scratch memory that ops share, each for the op that needs most of it.
+void Workspace::allocate_scratch() {
+  size_t tables = 0, tiled = 0, wide = 0, bytes = 0, lora = 0;
+  const auto in = [&](const OpNode& op, int i) -> const Tensor& { return tensors[op.inputs[i]]; };
+  for (const OpNode& op : program.ops())
+    if (op.is(Op::lora) && adapters)
+      lora = std::max(lora, (size_t)max_rows(op.inputs[0]) * kMostTargets *
+                                low_rank_parts(in(op, 1).rows.width, adapters->limits.halves) *
+                                whole_ranks(adapters->limits.max_rank));
+  const std::vector<OpNode> ops = ops_of(program, false);
+  for (size_t i = 0; i < ops.size(); i++) {
+    const OpNode& op = ops[i];
+    if (op.is(Op::rotary_table)) tables += (size_t)limits.max_rows * op.integer("rotary_dim") * sizeof(float);
+    if (is_gemm(op) && weights.matrix(op.weights[0]).takes_tiles() && !in(op, 0).rows.tiles)
+      tiled = std::max(tiled, tiles_bytes(max_rows(op.inputs[0]), in(op, 0).rows.width));
+    if (!op.is(Op::linear)) continue;
+    const Matrix& w = weights.matrix(op.weights[0]);
+    if (w.takes_bytes()) bytes = std::max(bytes, byte_rows_bytes(max_rows(op.inputs[0]), w.k));
+    if (w.kind != Kind::codes) continue;
+    const bool gated = is_gated(ops, weights, i);
+    wide = std::max(wide, widened_bytes(gated ? paired_rows(w.n) : w.n, w.k, gated, max_rows(op.inputs[0])));
+  }
+  rotary = Memory(tables, "rotary tables");
+  tiles = Memory(tiled, "activations of 16 bits");
+  widened = Memory(wide, "widened weights", Memory::Where::lent);
+  inner = Memory(lora * sizeof(float), "adapters' products");
+  byte_rows = Memory(bytes, "quantized activations");
+}
+
+void Workspace::allocate_cache() {
+  std::map<int, LayerCache> by_layer;
+  // One more span, of zeros, stands for those that a sliding window has left. Its positions have weight zero.
+  const size_t spans = limits.num_spans + (size_t)1;
+  size_t bytes = 0, partial = 0;
+  int attentions = 0, most_heads = 0;
+  for (const OpNode& op : program.ops()) {
+    if (!op.is(Op::span_attention)) continue;
+    LayerCache layer{nullptr, limits.cache_type, limits.span_size, op.integer("kv_heads"), op.integer("head_dim"), 0};
+    layer.padded_dim = (layer.head_dim + 7) / 8 * 8, layer.half = limits.cache_half;
+    if (layer.head_dim > kLargestHead)
+      refuse("heads of " + std::to_string(layer.head_dim) + " features, at most " + std::to_string(kLargestHead));
+    const int heads = shared_heads(op).group;
+    if (attentions++ && heads != group) refuse("layers of different numbers of query heads to a KV head");
+    group = heads;
+    const auto [same, fresh] = by_layer.emplace(op.integer("layer"), layer);  // cache groups share the spans
+    if (same->second.head_dim != layer.head_dim || same->second.kv_heads != layer.kv_heads)
+      throw std::invalid_argument("op span_attention: layer " + std::to_string(op.integer("layer")) +
+                                  " is of another size in another cache group");
+    if (fresh) bytes += layer.span_bytes() * spans;
+    partial = std::max(partial, partial_floats(layer.head_dim) * layer.kv_heads);
+    most_heads = std::max(most_heads, layer.kv_heads);
+  }
+  cache = Memory(bytes, "the KV cache", Memory::Where::lent);
+  char* next = cache.as();
+  for (auto& [index, layer] : by_layer) {
+    if (index != (int)layers.size())
+      throw std::invalid_argument("op span_attention: layer " + std::to_string(index) + " of a model with " +
+                                  std::to_string(by_layer.size()));
+    layer.data = next, next += layer.span_bytes() * spans;
+    layers.push_back(layer);
+  }
+  const int few = std::min(limits.max_rows, limits.max_slots);  // decode tiles of a step: at most one a sequence
+  partials = Memory(partial * few * most_runs * sizeof(float), "partial results of attention", Memory::Where::lent);
+  arrivals = Memory(few * most_heads * sizeof(int), "partial results of attention");
+}
+
+void Workspace::allocate_expert_rows() {
+  for (const OpNode& op : program.ops()) {
+    if (!op.is(Op::expert_linear)) continue;
+    const int set = tensors[op.outputs[0]].row_set, begin = op.integer("expert_begin");
+    const int end = begin + op.integer("experts");
+    const Matrix& m = weights.matrix(op.weights[0]);
+    if (m.experts != end - begin)
+      throw std::invalid_argument("op expert_linear is for " + std::to_string(end - begin) + " experts, weight " +
+                                  std::to_string(op.weights[0]) + " has " + std::to_string(m.experts));
+    if (m.takes_bytes()) refuse("experts of other types than float32, bfloat16, float16, int8 and int4");
+    if (m.takes_tiles() && most_shared() < kExpertsShared)
+      refuse("experts of type bfloat16, float16, int8 and int4 on a GPU whose blocks of threads have less than " +
+             std::to_string(kExpertsShared >> 10) + " KiB of shared memory: " + device.name());
+    if (m.takes_tiles() && tiles_bytes(max_rows(op.inputs[0]), m.k) > INT_MAX)  // kernels use 32-bit byte offsets
+      refuse("steps of so many rows of experts: lower max_step_tokens");
+    const auto [found, first] = expert_rows.try_emplace(set, ExpertRows{{}, m.kind});
+    Routing& routing = found->second.routing;
+    if (!first && (routing.begin != begin || routing.end != end))
+      refuse("expert_linear of other experts than those before");
+    if (!first && found->second.kind != m.kind) refuse("experts of several types in a layer");
+    routing.begin = begin, routing.end = end;
+  }
+  for (auto& [set, entries] : expert_rows) {
+    const RowSet& formed = program.row_sets()[set];
+    const int rows = rows_of(formed.of, limits.max_rows, limits.max_outputs);
+    Routing& routing = entries.routing;
+    if ((int64_t)rows * formed.times > kLargestCount) refuse("steps of so many rows of experts");
+    if (entries.kind == Kind::f32 && rows * formed.times > kMostLaunchRows)
+      refuse("steps of more than " + std::to_string(kMostLaunchRows) + " rows of experts in float32");
+    routing.top = formed.times;
+    const int experts = routing.end - routing.begin;
+    routing_memory_.emplace_back(routing_bytes(rows, routing.top, experts), "rows of experts");
+    place_routing(routing_memory_.back().as(), rows, experts, routing);
+  }
+  for (const OpNode& op : program.ops())
+    if (op.is(Op::linear) && weights.matrix(op.weights[0]).experts != 1)
+      throw std::invalid_argument("op linear: weight " + std::to_string(op.weights[0]) + " is a stack of experts");
+}
+
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,103 @@
+// The memory that a program's steps work in on one GPU: its tensors, the KV cache and scratch memory.
+#pragma once
+#include <map>
+#include <optional>
+#include <vector>
+
+#include "cuda/adapters.h"
+#include "cuda/kernels/attention/attention.h"
+#include "cuda/kernels/moe/moe.h"
+#include "cuda/step_data.h"
+#include "cuda/weights.h"
+#include "program/program.h"
+
+namespace as {
+namespace cuda {
+
+struct Limits {
+  int max_rows = 0, max_outputs = 0, max_slots = 0, max_length = 0;
+  int span_size = 0, num_spans = 0;
+  CacheType cache_type = CacheType::f32;
+  Half cache_half = Half::bf16;  // of a 16-bit cache
+  bool graphs = true;            // replay decode steps as CUDA graphs; the bits are the same
+};
+
+constexpr int kMostLaunchRows = 65535;  // of kernels with one CTA a row
+
+// Throws std::invalid_argument: the CUDA backend has no `feature`.
+[[noreturn]] void refuse(const std::string& feature);
+
+// Bytes of a span of the cache, for one layer and KV head.
+size_t span_bytes(int span_size, int head_dim, CacheType type);
+
+// Query heads of a KV head, and how many of the first KV head's query heads belong to other ranks. A rank may share its
+// first and last KV head with its neighbours; with a single KV head only the rank's own query heads count.
+struct SharedHeads {
+  int group, first;
+};
+SharedHeads shared_heads(const OpNode& attention);
+
+// A tensor of the program.
+struct Tensor {
+  Rows rows;
+  int row_set = 0;
+  float* values() const { return rows.values; }
+};
+
+// A row set of expert entries. Its routers fill it one after the other.
+struct ExpertRows {
+  Routing routing;
+  Kind kind;  // of the experts' matrices
+};
+
+class Workspace {
+ public:
+  using Size = StepData::Size;
+
+  // Throws std::invalid_argument naming what the backend does not support, and std::runtime_error if memory runs out.
+  // All references must outlive the workspace. adapters: null, or those that rows may have.
+  Workspace(const Device& device, const Program& program, const Weights& weights, const Limits& limits,
+            const Adapters* adapters);
+
+  // How many entries a row set has in a step of so many rows and outputs.
+  int rows_of(int row_set, int rows, int outputs) const;
+  int rows_of(int row_set, const Size& size) const { return rows_of(row_set, size.rows, size.outputs); }
+  int max_rows(int tensor) const;
+  // All of it but the cache's spans of zeros.
+  size_t cache_bytes() const { return cache.size() / (limits.num_spans + 1) * limits.num_spans; }
+
+  // The large memories can be given back while no step runs, and taken again, zeroed. take_again() throws
+  // std::runtime_error, and changes nothing, if memory runs out.
+  void give_back();
+  void take_again();
+
+  const Device& device;
+  const Program& program;
+  const Weights& weights;
+  const Limits limits;
+  const Adapters* const adapters;
+  const Half half;              // of 16-bit weights and activations
+  const int most_runs;          // KV splits of the longest sequence
+  std::vector<Tensor> tensors;  // of the program
+  std::vector<LayerCache> layers;
+  int group = 1;                             // query heads of a KV head
+  std::map<int, ExpertRows> expert_rows;     // by row set
+  std::map<int, RotaryTable> rotary_tables;  // by number
+  std::optional<StepData> data;
+  Memory activations, rotary, cache, partials, arrivals, tiles, widened, byte_rows, best, inner;
+
+ private:
+  void check_limits() const;
+  bool is_tiled(int tensor) const;
+  bool is_both(int tensor) const;
+  void allocate_tensors();
+  void allocate_scratch();
+  void allocate_cache();
+  void allocate_expert_rows();
+
+  std::vector<Memory> routing_memory_;
+  Memory* const lent_[4] = {&activations, &cache, &partials, &widened};
+};
+
+}  // namespace cuda
+}  // namespace as
