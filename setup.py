@@ -50,8 +50,8 @@ ROOMS = ("batch", "bindings", "comm", "common", "cpu", "cpu/ops", "program", "sa
 # compiled for: machine code, and PTX that the driver compiles for later ones.
 CUDA_ROOMS = ("batch", "program", "sampling", "cuda", "cuda/ops")
 CHIPS = ("arch=compute_80,code=sm_80", "arch=compute_90a,code=sm_90a", "arch=compute_80,code=compute_80")
-# The types that kernels of 16-bit floats are compiled for, one after the other (native/cuda/kernels/common/half.h).
-HALVES = ("bf16", "f16")
+# The types that kernels of 16-bit floats are compiled for, one after the other (native/cuda/kernels/common/dtype16.h).
+DTYPES16 = ("bf16", "f16")
 # The list of instruction sets, of each architecture from worst to best: name -> compiler flags. The name becomes the C++
 # namespace of the kernels (AS_ISA) and has a function has_NAME() in native/cpu/isa.cpp; everything else reads this.
 ISAS = {
@@ -237,10 +237,10 @@ class BuildExt(build_ext):
             flags = ["-std=c++17", "-O3", *chips, "-ccbin", compiler[-1], "-Xcompiler", "-fPIC,-fvisibility=hidden"]
             # Draws have the host's bits: no product is contracted with a sum.
             kernels = ROOT / "native/cuda/kernels"
-            jobs += [(source, temporary / "cuda" / half / source.parent.relative_to(kernels),
-                      [str(nvcc), *flags, f"-DAS_HALF={half}", *(["-fmad=false"] if source.stem == "draw" else [])])
+            jobs += [(source, temporary / "cuda" / dtype / source.parent.relative_to(kernels),
+                      [str(nvcc), *flags, f"-DAS_DTYPE16={dtype}", *(["-fmad=false"] if source.stem == "draw" else [])])
                      for source in sorted(kernels.rglob("*.cu"))
-                     for half in (HALVES if "AS_HALF" in source.read_text() else HALVES[:1])]
+                     for dtype in (DTYPES16 if "AS_DTYPE16" in source.read_text() else DTYPES16[:1])]
             libraries += [str(static), "-ldl", "-lrt"]
         else:
             kernels = sorted((ROOT / "native/cpu/kernels").glob("*.cpp"))

@@ -26,7 +26,7 @@ __global__ void fill(float* x, uint16_t* y, size_t count, uint64_t seed) {
   const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
   if (i >= count) return;
   if (x) x[i] = noise(i + seed);
-  else y[i] = to_half(noise(i + seed));
+  else y[i] = to_dtype16(noise(i + seed));
 }
 __global__ void differ(const uint32_t* a, const uint32_t* b, size_t count, unsigned long long* n) {
   const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
@@ -46,7 +46,7 @@ int main(int argc, char** argv) {
     sscanf(argv[c], "%dx%d", &sequences, &length);
     const int rows = sequences * length, spans = (length + kSpan - 1) / kSpan;
     Attention a;
-    a.cache = {nullptr, CacheType::half, kSpan, kv_heads, dim, dim};
+    a.cache = {nullptr, CacheType::dtype16, kSpan, kv_heads, dim, dim};
     a.group = heads / kv_heads, a.queries = heads, a.scale = 1 / sqrtf(dim), a.width = width;
     const size_t cache = a.cache.span_bytes() * spans * sequences, out = tiles_bytes(rows, heads * dim);
     float* qkv;

@@ -12,7 +12,7 @@
 #include <functional>
 #include <vector>
 
-#include "cuda/by_half.h"
+#include "cuda/by_dtype16.h"
 #include "cuda/kernels/attention/attention_mma.h"
 #include "cuda/kernels/common/device.cuh"
 
@@ -44,7 +44,7 @@ __global__ void fill_cache(LayerCache cache, size_t words) {
   const bool scale = cache.quantized() && i * 4 % cache.head_bytes() >= cache.scales_at();
   uint32_t word = noise(i) & 0x7f7f7f7f & 0xbfbfbfbf;  // no NaN of 8 bits
   if (scale) word = __float_as_uint(normal(i) * 0.01f);
-  else if (cache.type == CacheType::half) word = two_halves(normal(2 * i), normal(2 * i + 1));
+  else if (cache.type == CacheType::dtype16) word = to_dtype16x2(normal(2 * i), normal(2 * i + 1));
   reinterpret_cast<uint32_t*>(cache.data)[i] = word;
 }
 __global__ void differ(const float* a, const float* b, size_t count, unsigned long long* n) {
@@ -100,7 +100,7 @@ void check(int seed) {
   const int span = one_of({16, 32, 128}), sequences = one_of({1, 2, 5, 40, 150}),
             longest = one_of({40, 256, 700, 3000});
   Attention a;
-  const CacheType type = dim == 80 ? CacheType::half : (CacheType)one_of({1, 1, 2, 3, 4});
+  const CacheType type = dim == 80 ? CacheType::dtype16 : (CacheType)one_of({1, 1, 2, 3, 4});
   a.cache = {nullptr, type, span, kv, dim, dim};
   a.group = group, a.queries = heads, a.scale = 1 / sqrtf(dim), a.width = (heads + 2 * kv) * dim;
   a.window = one_of({0, 0, 1, 100, 300, 700}), a.soft_cap = one_of({0, 0, 3});
@@ -151,13 +151,13 @@ void check(int seed) {
   queue.stream = stream, queue.capability = 90;
   CHECK(cudaDeviceSynchronize());
   a.out = {results[0], nullptr, heads * dim};
-  AS_HALF::store_and_attend(a, &turn, tiles, count, runs > 1 ? 2 : 1, queue);
-  a.out.values = results[1], AS_HALF::store_cache(a, places, &turn, true, rows, queue);
-  AS_HALF::attend_few(a, tiles, count, runs > 1 ? 2 : 1, queue);
-  a.out.values = results[2], AS_HALF::attend_many(a, tiles, count, nullptr, queue);
+  AS_DTYPE16::store_and_attend(a, &turn, tiles, count, runs > 1 ? 2 : 1, queue);
+  a.out.values = results[1], AS_DTYPE16::store_cache(a, places, &turn, true, rows, queue);
+  AS_DTYPE16::attend_few(a, tiles, count, runs > 1 ? 2 : 1, queue);
+  a.out.values = results[2], AS_DTYPE16::attend_many(a, tiles, count, nullptr, queue);
   a.out.values = results[3];
-  if (type == CacheType::half) attend_many_mma(a, tiles, count, queue);
-  else AS_HALF::attend_many(a, tiles, count, nullptr, queue);
+  if (type == CacheType::dtype16) attend_many_mma(a, tiles, count, queue);
+  else AS_DTYPE16::attend_many(a, tiles, count, nullptr, queue);
   CHECK(cudaDeviceSynchronize());
   for (int i = 0; i < 3; i++) differ<<<ceil_div(out, 256), 256>>>(results[i], results[3], out, counters + i);
   CHECK(cudaMemcpy(found, counters, 24, cudaMemcpyDeviceToHost));
@@ -177,7 +177,7 @@ void check(int seed) {
 
 int main(int argc, char** argv) {
   int heads = 28, kv = 4, dim = 128;
-  CacheType type = CacheType::half;
+  CacheType type = CacheType::dtype16;
   CHECK(cudaStreamCreate(&stream));
   Queue queue;
   queue.stream = stream, queue.capability = 90;
@@ -203,7 +203,7 @@ int main(int argc, char** argv) {
       printf("checked %d\n", seeds);
       continue;
     }
-    if (!strcmp(argv[c], "bf16")) type = CacheType::half;
+    if (!strcmp(argv[c], "bf16")) type = CacheType::dtype16;
     if (!strcmp(argv[c], "int8")) type = CacheType::int8;
     if (!strcmp(argv[c], "uint4")) type = CacheType::uint4;
     if (!strcmp(argv[c], "float8")) type = CacheType::float8;
@@ -252,17 +252,17 @@ int main(int argc, char** argv) {
     CHECK(cudaDeviceSynchronize());
     Turn turn;
     turn.table.dim = dim, turn.table.cosine = turned, turn.table.sine = turned + sequences * dim / 2;
-    const int at_once = (type == CacheType::half ? 2 : 3) * processors() / (sequences * kv);
+    const int at_once = (type == CacheType::dtype16 ? 2 : 3) * processors() / (sequences * kv);
     const int splits = runs > 1 ? std::min(std::max(at_once, 2), std::max(runs, 2)) : 1;
     const auto once = [&](int layer, const Turn* t) {
       a.cache.data = data + layer * layer_bytes, a.out = {results[0], nullptr, heads * dim};
-      if (AS_HALF::store_and_attend(a, t, device_tiles, sequences, splits, queue)) return;
-      AS_HALF::store_cache(a, where, t, true, sequences, queue);
-      AS_HALF::attend_few(a, device_tiles, sequences, splits, queue);
+      if (AS_DTYPE16::store_and_attend(a, t, device_tiles, sequences, splits, queue)) return;
+      AS_DTYPE16::store_cache(a, where, t, true, sequences, queue);
+      AS_DTYPE16::attend_few(a, device_tiles, sequences, splits, queue);
     };
     once(0, nullptr);
     a.out.values = results[1];
-    AS_HALF::attend_many(a, device_tiles, sequences, nullptr, queue);
+    AS_DTYPE16::attend_many(a, device_tiles, sequences, nullptr, queue);
     CHECK(cudaDeviceSynchronize());
     differ<<<ceil_div(out, 256), 256>>>(results[0], results[1], out, counter);
     CHECK(cudaMemcpy(&found, counter, 8, cudaMemcpyDeviceToHost));
@@ -274,7 +274,7 @@ int main(int argc, char** argv) {
     });
     printf("%d/%d/%d %s %s: %.1f us a layer, %.1f one after the other; bytes %.1f; %llu of %zu differ\n", heads, kv,
            dim,
-           type == CacheType::half    ? "bf16"
+           type == CacheType::dtype16 ? "bf16"
            : type == CacheType::int8  ? "int8"
            : type == CacheType::uint4 ? "uint4"
                                       : "float8",

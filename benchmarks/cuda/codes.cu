@@ -2,7 +2,7 @@
 // reading codes and scales takes, and bits against products of the same values in bfloat16. norm: of a row that a
 // kernel norms before; norms: that the product norms itself.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/codes.cu -o codes
-//        native/cuda/kernels/{gemm/linear_{quantized*,half,row,split,stream,wide,f32},norm/rows}.cu
+//        native/cuda/kernels/{gemm/linear_{quantized*,dtype16,row,split,stream,wide,f32},norm/rows}.cu
 //   codes [check] [by=stream|mma] [norm|norms] [rows=1,8,16,32] [forms=4:64,4:128,4:0,8:64]
 //   [shapes=qkv,o,gate_up,down,head]
 #include <cstdio>
@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/by_half.h"
+#include "cuda/by_dtype16.h"
 #include "cuda/kernels/quantize/quantized.cuh"
 
 using namespace as::cuda;
@@ -44,7 +44,8 @@ static __global__ void fill_scales(uint32_t* scales, size_t count) {
 static __global__ void fill_rows(uint16_t* tiles, int rows, int columns) {
   const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
   if (i < (size_t)rows * columns)
-    tiles[tile_offset(i / columns, i % columns, blocks_of(columns))] = to_half((int)(noise(i) >> 8) * 0x1p-24f - 0.5f);
+    tiles[tile_offset(i / columns, i % columns, blocks_of(columns))] =
+        to_dtype16((int)(noise(i) >> 8) * 0x1p-24f - 0.5f);
 }
 static __global__ void fill_floats(float* values, int count, float size) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -53,7 +54,7 @@ static __global__ void fill_floats(float* values, int count, float size) {
 static __global__ void widen(Codes codes, int n, int k, uint16_t* tiles) {
   const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
   if (i < (size_t)n * k)
-    tiles[tile_offset(i / k, i % k, blocks_of(k))] = to_half(value_of(codes, (int)(i / k), (int)(i % k), k));
+    tiles[tile_offset(i / k, i % k, blocks_of(k))] = to_dtype16(value_of(codes, (int)(i / k), (int)(i % k), k));
 }
 static __global__ void differ(const uint32_t* a, const uint32_t* b, size_t count, unsigned long long* found) {
   const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
@@ -124,12 +125,13 @@ int main(int argc, char** argv) {
         }
         fill_rows<<<blocks((size_t)kMostRows * shape.k), 256, 0, stream>>>(x, kMostRows, shape.k);
         Product p;
-        p.w = {shape.n, shape.k, Kind::codes, kHalf, nullptr, nullptr, weights[0], pieces_of_codes(shape.n, shape.k)};
+        p.w = {shape.n, shape.k, Kind::codes, kDType16,
+               nullptr, nullptr, weights[0],  pieces_of_codes(shape.n, shape.k)};
         p.adds = shape.adds, p.gated = shape.gated, p.x = {nullptr, x, shape.k};
         p.y = shape.gated ? Rows{nullptr, reinterpret_cast<uint16_t*>(y), shape.n / 2} : Rows{y, nullptr, shape.n};
         const Norm norm{ones, 1e-6f, false};
         const auto norm_rows = [&] {
-          if (normed) AS_HALF::rms_norm(unnormed, norm, 1, {nullptr, x, shape.k}, queue);
+          if (normed) AS_DTYPE16::rms_norm(unnormed, norm, 1, {nullptr, x, shape.k}, queue);
         };
         const size_t result = shape.gated ? tiles_bytes(kMostRows, shape.n / 2) : (size_t)kMostRows * shape.n * 4;
         uint16_t* tiles = checks ? memory<uint16_t>(tiles_bytes(shape.n, shape.k)) : nullptr;
@@ -142,9 +144,9 @@ int main(int argc, char** argv) {
           if (checks) {
             norm_rows();
             Product other = p;
-            other.w.kind = Kind::half, other.w.tiles = tiles, other.w.codes = {};
+            other.w.kind = Kind::dtype16, other.w.tiles = tiles, other.w.codes = {};
             check(cudaMemsetAsync(y, 0, result, stream)), check(cudaMemsetAsync(found, 0, 8, stream));
-            AS_HALF::linear_half(other, rows, queue, By::mma);
+            AS_DTYPE16::linear_dtype16(other, rows, queue, By::mma);
             check(cudaMemcpyAsync(expected, y, result, cudaMemcpyDeviceToDevice, stream));
             // Differences by the stream, by mma.sync, and by what is best.
             unsigned long long before = 0, count;

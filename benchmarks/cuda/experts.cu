@@ -1,7 +1,7 @@
 // A layer of Qwen3-30B-A3B between two attentions, in bfloat16, kernel by kernel: microseconds, and the part of what
 // its bytes take, or its products; and whether one row has the same bits by both ways.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/experts.cu
-//        native/cuda/kernels/{moe/*,gemm/linear_{few,half,row,split,stream,wide,f32},norm/rows,quantize/pack}.cu -o
+//        native/cuda/kernels/{moe/*,gemm/linear_{few,dtype16,row,split,stream,wide,f32},norm/rows,quantize/pack}.cu -o
 //        experts
 //   experts [rows,rows... [rows of a tile]]
 #include <cstdio>
@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "cuda/by_half.h"
-#include "cuda/kernels/common/half.h"
+#include "cuda/by_dtype16.h"
+#include "cuda/kernels/common/dtype16.h"
 
 using namespace as::cuda;
 
@@ -37,8 +37,8 @@ struct Layer {
 static Matrix in_tiles(int n, int k, int experts, uint64_t seed, const Queue& queue) {
   const size_t bytes = tiles_bytes(n, k) * experts;
   uint16_t* tiles = memory<uint16_t>(bytes);
-  AS_HALF::fill_noise(tiles, bytes, kHalf, 0.035f, seed, queue);
-  Matrix m{n, k, Kind::half, kHalf, nullptr, tiles, {}, most_pieces(n), experts};
+  AS_DTYPE16::fill_noise(tiles, bytes, kDType16, 0.035f, seed, queue);
+  Matrix m{n, k, Kind::dtype16, kDType16, nullptr, tiles, {}, most_pieces(n), experts};
   return m;
 }
 
@@ -67,7 +67,7 @@ int main(int argc, char** argv) {
     for (float& v : values) v = rand() / (float)RAND_MAX - 0.5f;
     float* gate = memory<float>(values.size() * 4);
     check(cudaMemcpy(gate, values.data(), values.size() * 4, cudaMemcpyHostToDevice));
-    layer.gate = {kExperts, kHidden, Kind::f32, kHalf, gate};
+    layer.gate = {kExperts, kHidden, Kind::f32, kDType16, gate};
     layers.push_back(layer);
   }
   const size_t entries = (size_t)most * kTop;
@@ -78,7 +78,7 @@ int main(int argc, char** argv) {
       logits{memory<float>((size_t)most * kExperts * 4), nullptr, kExperts},
       gated{nullptr, memory<uint16_t>(tiles_bytes((int)entries, kInner)), kInner},
       made{memory<float>(entries * kHidden * 4), nullptr, kHidden};
-  AS_HALF::fill_noise(context.tiles, tiles_bytes(most, kHeads), kHalf, 1, 77, queue);
+  AS_DTYPE16::fill_noise(context.tiles, tiles_bytes(most, kHeads), kDType16, 1, 77, queue);
   std::vector<float> ones(kHidden, 1.0f), start((size_t)most * kHidden);
   for (float& v : start) v = rand() / (float)RAND_MAX - 0.5f;
   float* weight = memory<float>(kHidden * 4);
@@ -109,36 +109,39 @@ int main(int argc, char** argv) {
   };
   const int given = argc > 2 ? std::atoi(argv[2]) : 0;
   const auto tile_rows = [&](int rows) {
-    return given ? given : AS_HALF::expert_tile_rows(Kind::half, rows * kTop, kExperts, queue);
+    return given ? given : AS_DTYPE16::expert_tile_rows(Kind::dtype16, rows * kTop, kExperts, queue);
   };
   const ChosenRow chosen{router, logits.values, nullptr};
   const Combination sum{made.values, routing, true, x, {}, {}}, normed{made.values, routing, true, x, norm, y};
-  const std::pair<const char*, Part> o{
-      "o", [&](const Layer& l, int rows) { AS_HALF::linear_half(product(l.o, context, x, true, false), rows, queue); }},
-      next{"qkv",
-           [&](const Layer& l, int rows) { AS_HALF::linear_half(product(l.qkv, y, qkv, false, false), rows, queue); }};
+  const std::pair<const char*, Part> o{"o",
+                                       [&](const Layer& l, int rows) {
+                                         AS_DTYPE16::linear_dtype16(product(l.o, context, x, true, false), rows, queue);
+                                       }},
+      next{"qkv", [&](const Layer& l, int rows) {
+             AS_DTYPE16::linear_dtype16(product(l.qkv, y, qkv, false, false), rows, queue);
+           }};
   using Parts = std::vector<std::pair<const char*, Part>>;
   const Parts many{
       o,
-      {"norm", [&](const Layer&, int rows) { AS_HALF::rms_norm(x.values, norm, rows, y, queue); }},
+      {"norm", [&](const Layer&, int rows) { AS_DTYPE16::rms_norm(x.values, norm, rows, y, queue); }},
       {"route",
        [&](const Layer& l, int rows) {
          route(product(l.gate, y, logits, false, false), router, routing, nullptr, rows, tile_rows(rows), queue);
        }},
       {"gate_up",
-       [&](const Layer& l, int rows) { AS_HALF::linear_experts(up(l), rows * kTop, tile_rows(rows), queue); }},
+       [&](const Layer& l, int rows) { AS_DTYPE16::linear_experts(up(l), rows * kTop, tile_rows(rows), queue); }},
       {"down",
-       [&](const Layer& l, int rows) { AS_HALF::linear_experts(down(l), rows * kTop, tile_rows(rows), queue); }},
-      {"combine, norm", [&](const Layer&, int rows) { AS_HALF::combine_experts(normed, rows, queue); }},
+       [&](const Layer& l, int rows) { AS_DTYPE16::linear_experts(down(l), rows * kTop, tile_rows(rows), queue); }},
+      {"combine, norm", [&](const Layer&, int rows) { AS_DTYPE16::combine_experts(normed, rows, queue); }},
       next};
   const Parts one{o,
                   {"norm, logits",
                    [&](const Layer& l, int) {
-                     AS_HALF::norm_and_logits(x.values, norm, y, product(l.gate, y, logits, false, false), queue);
+                     AS_DTYPE16::norm_and_logits(x.values, norm, y, product(l.gate, y, logits, false, false), queue);
                    }},
-                  {"gate_up", [&](const Layer& l, int) { AS_HALF::gate_row(up(l), chosen, queue); }},
-                  {"down, sum", [&](const Layer& l, int) { AS_HALF::combine_row(down(l), chosen, sum, queue); }},
-                  {"norm", [&](const Layer&, int rows) { AS_HALF::rms_norm(x.values, norm, rows, y, queue); }},
+                  {"gate_up", [&](const Layer& l, int) { AS_DTYPE16::gate_row(up(l), chosen, queue); }},
+                  {"down, sum", [&](const Layer& l, int) { AS_DTYPE16::combine_row(down(l), chosen, sum, queue); }},
+                  {"norm", [&](const Layer&, int rows) { AS_DTYPE16::rms_norm(x.values, norm, rows, y, queue); }},
                   next};
 
   cudaEvent_t begin, end;

@@ -4,7 +4,7 @@
 // two, without their sums; split: small products by clusters, too; float8, w8a8: weights and activations of 8 bits;
 // apart: rows become these by kernels of their own)
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/layer.cu
-//        native/cuda/kernels/{gemm/linear_{half,split,stream,wide,f32,row,bytes_*,integer},norm/rows,
+//        native/cuda/kernels/{gemm/linear_{dtype16,split,stream,wide,f32,row,bytes_*,integer},norm/rows,
 //        attention/attention_few,quantize/{byte_rows,pack}}.cu
 #include <cstdio>
 #include <cstdlib>
@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/by_half.h"
+#include "cuda/by_dtype16.h"
 #include "cuda/kernels/attention/attention_mma.h"
 #include "cuda/kernels/quantize/quantized.cuh"
 
@@ -32,7 +32,7 @@ T* memory(size_t bytes, float noise = 0) {
   static uint64_t seed = 1;
   void* data = nullptr;
   check(cudaMalloc(&data, bytes)), check(cudaMemset(data, 0, bytes));
-  if (noise) AS_HALF::fill_noise(data, bytes, kHalf, noise, seed++, queue);
+  if (noise) AS_DTYPE16::fill_noise(data, bytes, kDType16, noise, seed++, queue);
   check(cudaDeviceSynchronize());
   return static_cast<T*>(data);
 }
@@ -54,7 +54,7 @@ __global__ void fill_codes(Codes codes, size_t words, int rows, uint64_t seed) {
   noise ^= noise >> 29, noise *= 0xBF58476D1CE4E5B9ull, noise ^= noise >> 32;
   if (i < words) codes.words[i] = codes.floats ? noise & 0xbfbfbfbfu : noise;  // floats below 2, no NaN
   const float scale = (codes.floats ? 1e-2f : 2e-4f) * (1 + (noise >> 40) % 8 / 8.0f);
-  if (i < (size_t)rows) codes.scales[i] = codes.floats ? __float_as_uint(scale) : two_halves(scale, scale * (i % 5));
+  if (i < (size_t)rows) codes.scales[i] = codes.floats ? __float_as_uint(scale) : to_dtype16x2(scale, scale * (i % 5));
 }
 Matrix matrix(int n, int k) {
   if (float8 || w8a8) {
@@ -68,7 +68,7 @@ Matrix matrix(int n, int k) {
     check(cudaDeviceSynchronize());
     return m;
   }
-  return {n, k, Kind::half, kHalf, nullptr, memory<uint16_t>(tiles_bytes(n, k), 0.03f), {}, most_pieces(n)};
+  return {n, k, Kind::dtype16, kDType16, nullptr, memory<uint16_t>(tiles_bytes(n, k), 0.03f), {}, most_pieces(n)};
 }
 
 }  // namespace
@@ -95,7 +95,7 @@ int main(int argc, char** argv) {
   for (Layer& l : layers) {
     l.qkv = matrix(wide, kHidden), l.o = matrix(kHidden, attended);
     l.gate_up = matrix(2 * inner, kHidden), l.down = matrix(kHidden, inner);
-    l.cache = {nullptr, CacheType::half, kSpan, kv, kDim, kDim};
+    l.cache = {nullptr, CacheType::dtype16, kSpan, kv, kDim, kDim};
     l.cache.data = memory<char>(l.cache.span_bytes() * spans * kMostRows, 1.0f);
   }
   std::vector<AttentionTile> tiles;
@@ -146,16 +146,17 @@ int main(int argc, char** argv) {
       }
       if (norms) {
         p.unnormed = x, p.norm = norm;
-        if (!apart && AS_HALF::linear_half_norms(p, rows, queue)) return AS_HALF::linear_half(p, rows, queue);
+        if (!apart && AS_DTYPE16::linear_dtype16_norms(p, rows, queue))
+          return AS_DTYPE16::linear_dtype16(p, rows, queue);
         p.unnormed = nullptr;
-        if (has(norms)) AS_HALF::rms_norm(x, norm, rows, {nullptr, normed, kHidden}, queue);
+        if (has(norms)) AS_DTYPE16::rms_norm(x, norm, rows, {nullptr, normed, kHidden}, queue);
       }
-      AS_HALF::linear_half(p, rows, queue, split ? By::split : By::any);
+      AS_DTYPE16::linear_dtype16(p, rows, queue, split ? By::split : By::any);
     };
     for (const Layer& l : layers) {
       if (has("qkv")) product(l.qkv, normed, {qkv, nullptr, wide}, false, false, bias, "norm1");
       a.cache = l.cache;
-      if (has("attention")) attend_few_half(a, few, rows, false, true, &turn, queue);
+      if (has("attention")) attend_few_dtype16(a, few, rows, false, true, &turn, queue);
       if (has("o ")) product(l.o, context, {x, nullptr, kHidden}, true, false, nullptr);
       if (has("gate_up")) product(l.gate_up, normed, {nullptr, act, inner}, false, true, nullptr, "norm2");
       if (has("down")) product(l.down, act, {x, nullptr, kHidden}, true, false, nullptr);

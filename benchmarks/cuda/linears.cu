@@ -1,6 +1,6 @@
 // Products of Qwen2.5-7B's shapes by every kernel, alone: microseconds and the part of what reading the weights takes.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/linears.cu
-//        native/cuda/kernels/gemm/linear_{half,row,split,stream,wide,f32}.cu native/cuda/kernels/quantize/pack.cu -o
+//        native/cuda/kernels/gemm/linear_{dtype16,row,split,stream,wide,f32}.cu native/cuda/kernels/quantize/pack.cu -o
 //        linears
 //   linears [rows,rows... [ranks]]
 #include <cstdio>
@@ -8,8 +8,8 @@
 #include <cstring>
 #include <vector>
 
-#include "cuda/by_half.h"
-#include "cuda/kernels/common/half.h"
+#include "cuda/by_dtype16.h"
+#include "cuda/kernels/common/dtype16.h"
 
 using namespace as::cuda;
 
@@ -56,7 +56,7 @@ int main(int argc, char** argv) {
   uint16_t* x = memory<uint16_t>(tiles_bytes(most_rows, 18944));
   float* y = memory<float>((size_t)most_rows * 152064 * 4 / 8);
   uint16_t* gated = memory<uint16_t>(tiles_bytes(most_rows, 18944));
-  AS_HALF::fill_noise(x, tiles_bytes(most_rows, 18944), kHalf, 1, 99, queue);
+  AS_DTYPE16::fill_noise(x, tiles_bytes(most_rows, 18944), kDType16, 1, 99, queue);
   cudaEvent_t begin, end;
   check(cudaEventCreate(&begin)), check(cudaEventCreate(&end));
   for (auto& shape : shapes) {
@@ -67,7 +67,7 @@ int main(int argc, char** argv) {
     std::vector<uint16_t*> weights;
     for (int i = 0; i < copies; i++) {
       weights.push_back(memory<uint16_t>(bytes));
-      AS_HALF::fill_noise(weights.back(), bytes, kHalf, 0.03f, i, queue);  // zeros take less power
+      AS_DTYPE16::fill_noise(weights.back(), bytes, kDType16, 0.03f, i, queue);  // zeros take less power
     }
     for (int rows : all) {
       if (shape.n > 100000 && rows > 256) continue;
@@ -75,13 +75,13 @@ int main(int argc, char** argv) {
       for (const auto& kernel : kernels) {
         if (rows < kernel.least || rows > kernel.most) continue;
         Product p;
-        p.w = {shape.n, shape.k, Kind::half, kHalf, nullptr, nullptr, {}, most_pieces(shape.n)}, p.adds = shape.adds,
-        p.gated = shape.gated;
+        p.w = {shape.n, shape.k, Kind::dtype16, kDType16, nullptr, nullptr, {}, most_pieces(shape.n)},
+        p.adds = shape.adds, p.gated = shape.gated;
         p.x = {nullptr, x, shape.k};
         p.y = shape.gated ? Rows{nullptr, gated, shape.n / 2} : Rows{y, nullptr, shape.n};
         const auto run = [&] {
           for (int i = 0; i < launches; i++)
-            p.w.tiles = weights[i % copies], AS_HALF::linear_half(p, rows, queue, kernel.by);
+            p.w.tiles = weights[i % copies], AS_DTYPE16::linear_dtype16(p, rows, queue, kernel.by);
         };
         run();
         check(cudaStreamSynchronize(stream));

@@ -1,13 +1,13 @@
 // One row's products that norm it, or make 8 bits of it, themselves: their bits against those of rows made by kernels
 // of their own, at awkward sizes. And those of up to eight rows that are 8 bits by the same kernel.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/one_row.cu
-//        native/cuda/kernels/{gemm/linear_{row,half,split,stream,wide,f32,bytes_*,integer},quantize/byte_rows,norm/rows}.cu
+//        native/cuda/kernels/{gemm/linear_{row,dtype16,split,stream,wide,f32,bytes_*,integer},quantize/byte_rows,norm/rows}.cu
 #include <cstdio>
 #include <cstdlib>
 #include <tuple>
 #include <vector>
 
-#include "cuda/by_half.h"
+#include "cuda/by_dtype16.h"
 #include "cuda/kernels/gemm/linear_wgmma.h"
 #include "cuda/kernels/quantize/quantized.cuh"
 
@@ -38,18 +38,19 @@ __global__ void fill_codes(Codes codes, int n, int k, size_t words, uint64_t see
   if (i < words) codes.words[i] = codes.floats ? noise(i + seed) & 0xbfbfbfbfu : noise(i + seed);
   const size_t rows = (size_t)blocks_of(n) * kBlock * codes.groups;
   const float scale = (codes.floats ? 1e-2f : 2e-4f) * (1 + noise(i) % 8 / 8.0f);
-  if (i < rows) codes.scales[i] = codes.floats ? __float_as_uint(scale) : two_halves(scale, scale * (i % 5));
+  if (i < rows) codes.scales[i] = codes.floats ? __float_as_uint(scale) : to_dtype16x2(scale, scale * (i % 5));
 }
 __global__ void fill_matrix(uint16_t* tiles, int n, int k, uint64_t seed) {
   const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
   if (i < (size_t)n * k)
-    tiles[tile_offset(i / k, i % k, blocks_of(k))] = to_half((int)(noise(i + seed) >> 40 & 0xffff) * 0x1p-20f - 0.03f);
+    tiles[tile_offset(i / k, i % k, blocks_of(k))] =
+        to_dtype16((int)(noise(i + seed) >> 40 & 0xffff) * 0x1p-20f - 0.03f);
 }
 __global__ void fill_row(float* x, uint16_t* tiles, int k, uint64_t seed, float odd) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= k) return;
   const float value = i == k / 3 ? odd : (int)(noise(i + seed) >> 40 & 0xffff) * 0x1p-16f - 0.5f;
-  x[i] = value, tiles[tile_offset(0, i, blocks_of(k))] = to_half(value);
+  x[i] = value, tiles[tile_offset(0, i, blocks_of(k))] = to_dtype16(value);
 }
 
 void few_rows() {
@@ -131,7 +132,7 @@ int main() {
           const int group = form[4] == ':' ? std::atoi(form + 5) : 0;
           if (bf16 && from == 2) continue;
           if ((from == 0 && s.k > 8192) || (odd != 0.25f && (s.n > 9000 || from > 1))) continue;
-          Matrix m{n, s.k, bf16 ? Kind::half : floats ? Kind::float8 : Kind::integers};
+          Matrix m{n, s.k, bf16 ? Kind::dtype16 : floats ? Kind::float8 : Kind::integers};
           const int groups = group && group < s.k ? ceil_div(s.k, group) : 1;
           m.codes = {bits, groups > 1 ? group : s.k, groups, floats, bits == 8, nullptr, nullptr};
           m.codes.words = memory<uint32_t>(codes_bytes(n, s.k, bits));
@@ -167,14 +168,14 @@ int main() {
             if (from == 0) p.unnormed = x, p.norm = norm;
             for (int turn = 0; turn < (s.adds ? 2 : 1); turn++) {
               if (own && bf16) {
-                there = from ? has_linear_row(p, queue) : AS_HALF::linear_half_norms(p, 1, queue);
+                there = from ? has_linear_row(p, queue) : AS_DTYPE16::linear_dtype16_norms(p, 1, queue);
                 if (there && from) linear_row(p, queue);
-                else if (there) AS_HALF::linear_half(p, 1, queue);
+                else if (there) AS_DTYPE16::linear_dtype16(p, 1, queue);
               } else if (bf16) {
                 Product other = p;
                 other.unnormed = nullptr, other.x = {nullptr, tiles, s.k};
-                if (from == 0) AS_HALF::rms_norm(x, norm, 1, other.x, queue);
-                AS_HALF::linear_half(other, 1, queue, By::split);
+                if (from == 0) AS_DTYPE16::rms_norm(x, norm, 1, other.x, queue);
+                AS_DTYPE16::linear_dtype16(other, 1, queue, By::split);
               } else if (own) {
                 there = linear_byte_row(p, queue);
               } else {

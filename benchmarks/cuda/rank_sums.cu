@@ -2,7 +2,7 @@
 // as a graph: microseconds that a sum (with its add and norm) adds to them. By how partial sums get to the other rank:
 // read by the sum, pushed by it, or pushed by the product. All must leave the same bits on both ranks.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/rank_sums.cu
-//        native/cuda/kernels/{gemm/linear_{half,row,split,stream,wide},quantize/pack,comm/sum_ranks}.cu -o rank_sums
+//        native/cuda/kernels/{gemm/linear_{dtype16,row,split,stream,wide},quantize/pack,comm/sum_ranks}.cu -o rank_sums
 //   rank_sums [rows,rows...]
 #include <cmath>
 #include <cstdio>
@@ -11,8 +11,8 @@
 #include <thread>
 #include <vector>
 
-#include "cuda/by_half.h"
-#include "cuda/kernels/common/half.h"
+#include "cuda/by_dtype16.h"
+#include "cuda/kernels/common/dtype16.h"
 
 using namespace as::cuda;
 
@@ -73,11 +73,11 @@ int main(int argc, char** argv) {
       for (int c = 0; c < kCopies; c++) {
         const size_t bytes = tiles_bytes(kHidden, kInner[i]);
         k.weights[i][c] = memory<uint16_t>(bytes);
-        AS_HALF::fill_noise(k.weights[i][c], bytes, kHalf, 0.05f, 100 * r + 10 * i + c, k.queue);
+        AS_DTYPE16::fill_noise(k.weights[i][c], bytes, kDType16, 0.05f, 100 * r + 10 * i + c, k.queue);
       }
       const size_t bytes = tiles_bytes(kMost, kInner[i]);
       k.x[i] = memory<uint16_t>(bytes);
-      AS_HALF::fill_noise(k.x[i], bytes, kHalf, 1, 1000 + 10 * r + i, k.queue);
+      AS_DTYPE16::fill_noise(k.x[i], bytes, kDType16, 1, 1000 + 10 * r + i, k.queue);
     }
     k.normed = memory<uint16_t>(half), k.y = memory<float>((size_t)kMost * kHidden * 4);
     k.ones = memory<float>(kHidden * 4, 0x3f);
@@ -91,7 +91,7 @@ int main(int argc, char** argv) {
   });
   for (int r = 0; r < kRanks; r++) {
     Peers& p = ranks[r].peers;
-    p.rank = r, p.world = kRanks, p.half = half, p.step = ranks[r].step, p.failed = ranks[r].failed;
+    p.rank = r, p.world = kRanks, p.buffer_bytes = half, p.step = ranks[r].step, p.failed = ranks[r].failed;
     p.limit = 2000000000ull;
     for (int o = 0; o < kRanks; o++) {
       p.partials[o] = ranks[o].shared + header, p.flags[o] = reinterpret_cast<uint32_t*>(ranks[o].shared);
@@ -111,18 +111,19 @@ int main(int argc, char** argv) {
         for (int layer = 0; layer < kLayers; layer++)
           for (int i = 0; i < 2; i++, call++) {
             Product p;
-            p.w = {kHidden, kInner[i],           Kind::half, kHalf, nullptr, k.weights[i][layer % kCopies],
+            p.w = {kHidden, kInner[i],           Kind::dtype16, kDType16, nullptr, k.weights[i][layer % kCopies],
                    {},      most_pieces(kHidden)};
             p.x = {nullptr, k.x[i], kInner[i]};
             p.y = {nullptr, reinterpret_cast<uint16_t*>(k.shared + header + call % 2 * half), kHidden};
             if (way == by_product) p.y.copy = reinterpret_cast<uint16_t*>(peers.place(1 - r, r, call));
-            AS_HALF::linear_half(p, rows, k.queue);
+            AS_DTYPE16::linear_dtype16(p, rows, k.queue);
             if (way == alone) continue;
             RankSum s;
-            s.peers = peers, s.call = call, s.calls = 2 * kLayers, s.halves = true, s.half = kHalf, s.adds = true;
+            s.peers = peers, s.call = call, s.calls = 2 * kLayers, s.is_dtype16 = true, s.dtype = kDType16,
+            s.adds = true;
             s.on_its_way = way == by_product;
             s.y = {k.y, nullptr, kHidden}, s.norm = {k.ones, 1e-6f, false}, s.normed = {nullptr, k.normed, kHidden};
-            AS_HALF::sum_ranks(s, rows, k.queue);
+            AS_DTYPE16::sum_ranks(s, rows, k.queue);
           }
         next_step<<<1, 1, 0, k.stream>>>(k.step);
       };

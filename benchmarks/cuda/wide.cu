@@ -2,7 +2,7 @@
 // rows, and their speed at the shapes of Qwen2.5-7B and, with `small`, of its 0.5B.
 // `./wide [check] [time] [split] [tiles] [small] [rows=1024,8192] [qkv o gate_up down head]`: of all linears, or of
 // these. nvcc -O3 -std=c++17 -I../../../native -gencode arch=compute_90a,code=sm_90a wide.cu
-//   ../../../native/cuda/kernels/gemm/linear_{half,row,split,stream}.cu -o wide
+//   ../../../native/cuda/kernels/gemm/linear_{dtype16,row,split,stream}.cu -o wide
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -24,7 +24,7 @@ __device__ float noise(uint64_t i) {  // about normal
 __global__ void fill(uint16_t* tiles, size_t rows, int columns, float scale, uint64_t seed) {
   const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
   if (i >= rows * columns) return;
-  tiles[tile_offset(i / columns, i % columns, blocks_of(columns))] = to_half(noise(i + seed) * scale);
+  tiles[tile_offset(i / columns, i % columns, blocks_of(columns))] = to_dtype16(noise(i + seed) * scale);
 }
 __global__ void fill_floats(float* x, size_t count, uint64_t seed) {
   const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
@@ -52,7 +52,7 @@ struct Problem {
     y_bytes = gated ? tiles_bytes(blocks, width) : (size_t)rows * width * 4;
     CHECK(cudaMalloc(&y, y_bytes));
     reset();
-    p.w.n = n, p.w.k = k, p.w.kind = Kind::half, p.w.tiles = w, p.w.most_pieces = most_pieces(n);
+    p.w.n = n, p.w.k = k, p.w.kind = Kind::dtype16, p.w.tiles = w, p.w.most_pieces = most_pieces(n);
     p.x = {nullptr, x, k}, p.gated = gated, p.adds = adds;
     p.y = {gated ? nullptr : (float*)y, gated ? (uint16_t*)y : nullptr, width};
     float* b = nullptr;

@@ -49,7 +49,7 @@ __global__ void fill(Codes codes, size_t rows, int columns, uint64_t seed) {
             of_high = codes.floats ? to_e4m3(high * 100) : min(max((int)(128 + high * 40), 0), 255);
   reinterpret_cast<uint16_t*>(codes.words)[word * 2 + bit_of(8, column) / 16] = of_low | of_high << 8;
   if (column) return;
-  codes.scales[scale_of(row, 0, 1)] = codes.floats ? __float_as_uint(scale) : two_halves(scale, scale * (row % 5));
+  codes.scales[scale_of(row, 0, 1)] = codes.floats ? __float_as_uint(scale) : to_dtype16x2(scale, scale * (row % 5));
 }
 __global__ void fill_floats(float* x, size_t count, uint64_t seed) {
   const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
@@ -57,7 +57,7 @@ __global__ void fill_floats(float* x, size_t count, uint64_t seed) {
 }
 __global__ void fill_pairs(uint32_t* x, size_t count) {  // of bfloat16
   const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
-  if (i < count) x[i] = two_halves(noise(2 * i), noise(2 * i + 1));
+  if (i < count) x[i] = to_dtype16x2(noise(2 * i), noise(2 * i + 1));
 }
 __global__ void differ(const uint32_t* a, const uint32_t* b, size_t count, unsigned long long* n) {
   const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;

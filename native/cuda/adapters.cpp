@@ -3,7 +3,7 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "cuda/halves.h"
+#include "cuda/dtype16.h"
 
 namespace as {
 namespace cuda {
@@ -14,10 +14,11 @@ constexpr size_t kAlign = 16;  // bytes: of matrices
 float value_of(const HostRows& rows, int64_t row, int64_t column) {
   const int64_t at = row * rows.stride + rows.column + column;
   if (rows.source == Source::f32) return static_cast<const float*>(rows.data)[at];
-  return widened(static_cast<const uint16_t*>(rows.data)[at], rows.source == Source::bf16 ? Half::bf16 : Half::f16);
+  return widened(static_cast<const uint16_t*>(rows.data)[at],
+                 rows.source == Source::bf16 ? DType16::bf16 : DType16::f16);
 }
 
-int64_t not_fitting(const HostRows& rows, Half type) {
+int64_t not_fitting(const HostRows& rows, DType16 type) {
   int64_t found = 0;
   for (int64_t row = 0; row < rows.count; row++)
     for (int64_t column = 0; column < rows.columns; column++) found += !fits(value_of(rows, row, column), type);
@@ -26,20 +27,20 @@ int64_t not_fitting(const HostRows& rows, Half type) {
 
 }  // namespace
 
-size_t adapter_bytes(int rank, int inputs, int columns, bool halves) {
-  if (halves) return (size_t)whole_ranks(rank) * (low_rank_stride(inputs) + columns) * sizeof(uint16_t);
+size_t adapter_bytes(int rank, int inputs, int columns, bool is_dtype16) {
+  if (is_dtype16) return (size_t)whole_ranks(rank) * (low_rank_stride(inputs) + columns) * sizeof(uint16_t);
   return (size_t)rank * (low_rank_stride(inputs) + low_rank_stride(columns)) * sizeof(float);
 }
 
 template <typename Value>
 size_t Adapter::put(int rows, int columns, int whole_rows, int stride, const Value& value) {
-  const size_t at = bytes_.size(), each = limits_.halves ? sizeof(uint16_t) : sizeof(float);
+  const size_t at = bytes_.size(), each = limits_.is_dtype16 ? sizeof(uint16_t) : sizeof(float);
   bytes_.resize(at + ((size_t)whole_rows * stride * each + kAlign - 1) / kAlign * kAlign);
   for (int row = 0; row < rows; row++)
     for (int column = 0; column < columns; column++) {
       const float x = value(row, column);
       const size_t place = (size_t)row * stride + column;
-      if (limits_.halves) reinterpret_cast<uint16_t*>(bytes_.data() + at)[place] = rounded(x, limits_.type);
+      if (limits_.is_dtype16) reinterpret_cast<uint16_t*>(bytes_.data() + at)[place] = rounded(x, limits_.type);
       else reinterpret_cast<float*>(bytes_.data() + at)[place] = x;
     }
   return at;
@@ -58,10 +59,10 @@ int64_t Adapter::set(int target, const HostRows& a, const HostRows& b, float sca
                                 std::to_string(own.columns) + " columns, ranks are at most " +
                                 std::to_string(limits_.max_rank));
   Pair& pair = pairs_[target];
-  const int ranks = limits_.halves ? whole_ranks((int)rank) : (int)rank;
+  const int ranks = limits_.is_dtype16 ? whole_ranks((int)rank) : (int)rank;
   pair.a = put((int)rank, own.inputs, ranks, low_rank_stride(own.inputs),
                [&](int row, int column) { return value_of(a, row, column); });
-  if (limits_.halves)
+  if (limits_.is_dtype16)
     pair.b =
         put(own.columns, (int)rank, own.columns, ranks, [&](int row, int column) { return value_of(b, row, column); });
   else

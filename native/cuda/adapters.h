@@ -17,12 +17,12 @@ namespace cuda {
 struct AdapterLimits {
   int count = 0;  // at once; 0: rows have none
   int max_rank = 0;
-  bool halves = false;  // their matrices are of 16 bits; else float32
-  Half type = Half::bf16;
+  bool is_dtype16 = false;  // their matrices are of 16 bits; else float32
+  DType16 type = DType16::bf16;
 };
 
 // Bytes of one target's two matrices.
-size_t adapter_bytes(int rank, int inputs, int columns, bool halves);
+size_t adapter_bytes(int rank, int inputs, int columns, bool is_dtype16);
 
 // One adapter's matrices, filled by whoever loads it, in the host's memory: steps go on meanwhile.
 class Adapter {

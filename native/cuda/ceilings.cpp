@@ -47,9 +47,9 @@ Ceilings measure_ceilings(int index) {
       sums((size_t)kRows * kColumns * sizeof(float), "measuring");
   fill_bf16(weights.as(), weights.size(), queue), fill_bf16(rows.as(), rows.size(), queue);
   Product p;
-  p.w.kind = Kind::half, p.w.n = kColumns, p.w.k = kDepth, p.w.tiles = weights.as<uint16_t>();
+  p.w.kind = Kind::dtype16, p.w.n = kColumns, p.w.k = kDepth, p.w.tiles = weights.as<uint16_t>();
   p.x = {nullptr, rows.as<uint16_t>(), kDepth}, p.y = {sums.as<float>(), nullptr, kColumns};
-  found.bf16 = 2.0 * kRows * kColumns * kDepth / least_seconds(device, [&] { linear_half(p, kRows, queue); });
+  found.bf16 = 2.0 * kRows * kColumns * kDepth / least_seconds(device, [&] { linear_dtype16(p, kRows, queue); });
   return found;
 }
 

@@ -20,7 +20,7 @@ struct Address {
   char magic[8];
   uint64_t process;
   int32_t rank, world, device;
-  uint64_t base, half, pushed;
+  uint64_t base, buffer_bytes, pushed;
   cudaIpcMemHandle_t handle;
 };
 constexpr char kMagic[8] = {'A', 'S', 'P', 'E', 'E', 'R', '0', '2'};
@@ -35,26 +35,26 @@ size_t rounded(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
 }  // namespace
 
-size_t partial_bytes(int rows, int width, bool halves) {
-  return halves ? tiles_bytes(rows, width) : (size_t)rows * width * sizeof(float);
+size_t partial_bytes(int rows, int width, bool is_dtype16) {
+  return is_dtype16 ? tiles_bytes(rows, width) : (size_t)rows * width * sizeof(float);
 }
 
-size_t exchange_bytes(int world, size_t half, size_t pushed) {
-  return rounded(kHeader + 2 * rounded(half, kHeader) + 2 * world * rounded(pushed, kHeader), kGranule);
+size_t exchange_bytes(int world, size_t buffer_bytes, size_t pushed) {
+  return rounded(kHeader + 2 * rounded(buffer_bytes, kHeader) + 2 * world * rounded(pushed, kHeader), kGranule);
 }
 
-Exchange::Exchange(const Device& device, int rank, int world, size_t half, size_t pushed, double seconds)
+Exchange::Exchange(const Device& device, int rank, int world, size_t buffer_bytes, size_t pushed, double seconds)
     : device_(device), seconds_(seconds) {
   if (world < 2 || world > kMostRanks || rank < 0 || rank >= world)
     throw std::invalid_argument("rank " + std::to_string(rank) + " of " + std::to_string(world) +
                                 ": a group has up to " + std::to_string(kMostRanks) + " GPUs");
   device_.use();
-  memory_ = Memory(exchange_bytes(world, half, pushed), "what GPUs exchange");
+  memory_ = Memory(exchange_bytes(world, buffer_bytes, pushed), "what GPUs exchange");
   failed_ = Memory(sizeof(int), "a flag", Memory::Where::host);
-  peers_.rank = rank, peers_.world = world, peers_.half = rounded(half, kHeader);
+  peers_.rank = rank, peers_.world = world, peers_.buffer_bytes = rounded(buffer_bytes, kHeader);
   peers_.pushed_bytes = rounded(pushed, kHeader);
   peers_.failed = failed_.as<int>(), peers_.limit = (uint64_t)(seconds * 1e9);
-  char* places = memory_.as() + kHeader + 2 * peers_.half;
+  char* places = memory_.as() + kHeader + 2 * peers_.buffer_bytes;
   check(cudaMemset(places, kNotYet & 0xff, 2 * world * peers_.pushed_bytes), "marking memory");
   check(cudaStreamSynchronize(nullptr), "marking memory");
 }
@@ -71,7 +71,7 @@ std::string Exchange::address() {
   Address own{};
   std::memcpy(own.magic, kMagic, sizeof kMagic);
   own.process = own_process(), own.rank = peers_.rank, own.world = peers_.world, own.device = device_.index();
-  own.base = reinterpret_cast<uint64_t>(memory_.as()), own.half = peers_.half;
+  own.base = reinterpret_cast<uint64_t>(memory_.as()), own.buffer_bytes = peers_.buffer_bytes;
   own.pushed = peers_.pushed_bytes;
   device_.use();
   check(cudaIpcGetMemHandle(&own.handle, memory_.as()), "sharing memory with other ranks");
@@ -88,7 +88,7 @@ void Exchange::connect(const std::vector<std::string>& addresses) {
     if (addresses[r].size() != sizeof other) throw std::invalid_argument("the address of a rank is not whole");
     std::memcpy(&other, addresses[r].data(), sizeof other);
     if (std::memcmp(other.magic, kMagic, sizeof kMagic) || other.rank != r || other.world != peers_.world ||
-        other.half != peers_.half || other.pushed != peers_.pushed_bytes)
+        other.buffer_bytes != peers_.buffer_bytes || other.pushed != peers_.pushed_bytes)
       throw std::invalid_argument("the address of rank " + std::to_string(r) + " is of another build, group or model");
     char* base = memory_.as();
     if (r != peers_.rank) {
@@ -112,14 +112,14 @@ void Exchange::connect(const std::vector<std::string>& addresses) {
       }
     }
     peers_.partials[r] = base + kHeader, peers_.flags[r] = reinterpret_cast<uint32_t*>(base);
-    peers_.pushed[r] = base + kHeader + 2 * peers_.half;
+    peers_.pushed[r] = base + kHeader + 2 * peers_.buffer_bytes;
   }
   connected_ = true;
 }
 
-Rows Exchange::partial(int call, int width, bool halves, Half half) const {
-  char* data = memory_.as() + kHeader + call % 2 * peers_.half;
-  if (halves) return {nullptr, reinterpret_cast<uint16_t*>(data), width, half};
+Rows Exchange::partial(int call, int width, bool is_dtype16, DType16 dtype) const {
+  char* data = memory_.as() + kHeader + call % 2 * peers_.buffer_bytes;
+  if (is_dtype16) return {nullptr, reinterpret_cast<uint16_t*>(data), width, dtype};
   return {reinterpret_cast<float*>(data), nullptr, width};
 }
 

@@ -13,9 +13,9 @@ namespace cuda {
 
 class Exchange {
  public:
-  // half: bytes of the largest partial sum; pushed: of the largest one that is pushed, or 0. seconds: how long a kernel
-  // waits for another rank.
-  Exchange(const Device& device, int rank, int world, size_t half, size_t pushed, double seconds);
+  // buffer_bytes: of the largest partial sum; pushed: of the largest one that is pushed, or 0. seconds: how long a
+  // kernel waits for another rank.
+  Exchange(const Device& device, int rank, int world, size_t buffer_bytes, size_t pushed, double seconds);
   // Gives the memory back once no other rank has it open. If this one has told its address and could not connect, that
   // is never known: then it stays as long as the process.
   ~Exchange();
@@ -31,7 +31,7 @@ class Exchange {
   // Peers::step is the caller's to add.
   const Peers& peers() const { return peers_; }
   // Where this rank's partial sums of a call of a step go.
-  Rows partial(int call, int width, bool halves, Half half) const;
+  Rows partial(int call, int width, bool is_dtype16, DType16 dtype) const;
   // Where few rows of them are pushed to by what makes them; null where sum_ranks() does that.
   uint16_t* place(int call, int width) const;
   // After a step: throws std::runtime_error if a kernel has waited for another rank in vain.
@@ -49,9 +49,9 @@ class Exchange {
 };
 
 // Of a partial sum.
-size_t partial_bytes(int rows, int width, bool halves);
+size_t partial_bytes(int rows, int width, bool is_dtype16);
 // Of all that an exchange takes.
-size_t exchange_bytes(int world, size_t half, size_t pushed);
+size_t exchange_bytes(int world, size_t buffer_bytes, size_t pushed);
 
 }  // namespace cuda
 }  // namespace as

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "cuda/halves.h"
+#include "cuda/dtype16.h"
 #include "cuda/ops/all_reduce.h"
 
 namespace as {
@@ -197,7 +197,7 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
   p.w = m, p.bias = bias ? added.as<float>() : nullptr;
   p.x = {in.as<float>(), nullptr, m.k}, p.y = {out.as<float>(), nullptr, m.n};
   const Memory pieces(rounded ? tiles_bytes(rows, m.n) : 0, "activations");
-  if (rounded) p.y = {nullptr, pieces.as<uint16_t>(), m.n, m.half};
+  if (rounded) p.y = {nullptr, pieces.as<uint16_t>(), m.n, m.dtype};
   p.widened = widened.as<uint16_t>();
   if (m.takes_bytes()) p.bytes = byte_rows(bytes.as(), rows, m.k);
   const bool done = rows == 1 && by == By::any && linear_byte_row(p, device_.queue());
@@ -205,9 +205,9 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
   if (done) {
     // the product has made 8 bits of the row itself
   } else if (m.takes_tiles()) {
-    p.x = {nullptr, tiles.as<uint16_t>(), m.k, m.half};
+    p.x = {nullptr, tiles.as<uint16_t>(), m.k, m.dtype};
     to_tiles(in.as<float>(), rows, p.x, device_.queue());
-    if (m.tiles) linear_half(p, rows, device_.queue(), by);
+    if (m.tiles) linear_dtype16(p, rows, device_.queue(), by);
     else linear_quantized(p, rows, device_.queue(), by);
   } else if (m.kind == Kind::integers) {
     linear_integer(p, rows, device_.queue(), by);
@@ -222,7 +222,7 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
     check(cudaMemcpy(values.data(), pieces.as(), pieces.size(), cudaMemcpyDeviceToHost), "copying rows");
     for (int row = 0; row < rows; row++)
       for (int column = 0; column < m.n; column++)
-        y[(size_t)row * m.n + column] = cuda::widened(values[tile_offset(row, column, blocks_of(m.n))], m.half);
+        y[(size_t)row * m.n + column] = cuda::widened(values[tile_offset(row, column, blocks_of(m.n))], m.dtype);
     return y;
   }
   check(cudaMemcpy(y.data(), out.as(), out.size(), cudaMemcpyDeviceToHost), "copying rows");
@@ -248,7 +248,7 @@ std::vector<float> CudaExecutor::multiply_experts(int id, const float* x, const 
   check(cudaStreamSynchronize(nullptr), "copying rows");
   p.w = m, p.x = {in.as<float>(), nullptr, m.k}, p.y = {out.as<float>(), nullptr, m.n};
   if (m.takes_tiles()) {
-    p.x = {nullptr, tiles.as<uint16_t>(), m.k, m.half};
+    p.x = {nullptr, tiles.as<uint16_t>(), m.k, m.dtype};
     to_tiles(in.as<float>(), rows, p.x, device_.queue());
   }
   if (!tile_rows) tile_rows = expert_tile_rows(m.kind, entries, m.experts, device_.queue());
@@ -281,8 +281,9 @@ void CudaExecutor::sum_ranks(const float* parts, int ranks, int rows, int width,
   if (ranks < 1 || ranks > kMostRanks || rows < 1 || width < 1)
     throw std::invalid_argument("sum_ranks: 1 to " + std::to_string(kMostRanks) + " ranks, and rows that are some");
   device_.use();
-  const bool halves = dtype != "float32";
-  const size_t count = (size_t)rows * width, bytes = count * sizeof(float), half = partial_bytes(rows, width, halves);
+  const bool is_dtype16 = dtype != "float32";
+  const size_t count = (size_t)rows * width, bytes = count * sizeof(float),
+               half = partial_bytes(rows, width, is_dtype16);
   Memory in(bytes, "partial sums"), all(ranks * half, "partial sums"),
       others(pushed ? ranks * half : 0, "places of partial sums"), flags((kMostRanks + 1) * sizeof(uint32_t), "flags"),
       step(sizeof(int), "a step"), failed(sizeof(int), "a flag", Memory::Where::host),
@@ -299,14 +300,14 @@ void CudaExecutor::sum_ranks(const float* parts, int ranks, int rows, int width,
     char* own = all.as() + r * half;
     copy(in, parts + r * count, bytes);
     Rows rows_of{reinterpret_cast<float*>(own), nullptr, width};
-    if (halves) rows_of = {nullptr, reinterpret_cast<uint16_t*>(own), width, half_of(dtype)};
+    if (is_dtype16) rows_of = {nullptr, reinterpret_cast<uint16_t*>(own), width, dtype16_of(dtype)};
     to_tiles(in.as<float>(), rows, rows_of, device_.queue());
     device_.wait();
     sum.peers.partials[r] = own, sum.peers.flags[r] = flags.as<uint32_t>();
     sum.peers.pushed[r] = r ? others.as() : all.as();
   }
   if (pushed) sum.peers.pushed_bytes = half;
-  sum.calls = 2, sum.halves = halves, sum.half = half_of(dtype), sum.adds = adds;
+  sum.calls = 2, sum.is_dtype16 = is_dtype16, sum.dtype = dtype16_of(dtype), sum.adds = adds;
   sum.y = {total.as<float>(), nullptr, width}, sum.normed = {result.as<float>(), nullptr, width};
   sum.norm = {weight.as<float>(), 1e-6f, false};
   cuda::sum_ranks(sum, rows, device_.queue());

@@ -8,8 +8,8 @@
 
 #include "bindings/step_result.h"
 #include "cuda/ceilings.h"
+#include "cuda/dtype16.h"
 #include "cuda/executor.h"
-#include "cuda/halves.h"
 #include "program/weight_spec.h"
 
 namespace py = pybind11;
@@ -63,9 +63,9 @@ std::vector<int64_t> fill_rows(CudaExecutor& e, int id, const std::vector<py::ar
 
 using Integers = py::array_t<int, py::array::c_style | py::array::forcecast>;
 using Bytes = py::array_t<uint8_t, py::array::c_style>;
-using Halves = py::array_t<uint16_t, py::array::c_style>;
+using Words16 = py::array_t<uint16_t, py::array::c_style>;
 
-int64_t fill_quantized(CudaExecutor& e, int id, const Bytes& q, const Halves& scales, const Halves& offsets, int bits,
+int64_t fill_quantized(CudaExecutor& e, int id, const Bytes& q, const Words16& scales, const Words16& offsets, int bits,
                        int64_t columns, int64_t group_size, int64_t row_offset, int64_t column,
                        const py::kwargs& more) {
   if (more.contains("packing") && py::str(more["packing"]).cast<std::string>() != "rows")
@@ -77,7 +77,7 @@ int64_t fill_quantized(CudaExecutor& e, int id, const Bytes& q, const Halves& sc
                 width = bits == 8 ? columns : (columns + 1) / 2;
   if (q.ndim() != 2 || q.shape(1) != width)
     throw std::invalid_argument("quantized rows must be [rows, " + std::to_string(width) + "] of a byte each");
-  for (const Halves* a : {&scales, &offsets})
+  for (const Words16* a : {&scales, &offsets})
     if (a->ndim() != 2 || a->shape(0) != q.shape(0) || a->shape(1) != groups)
       throw std::invalid_argument("fill_quantized: scales and offsets must be [rows, " + std::to_string(groups) +
                                   "] of 2 bytes each");
@@ -109,7 +109,7 @@ constexpr double kWaitSeconds = 30;  // dead and stopped ranks are noticed earli
 
 CacheType cache_type_of(const std::string& name) {
   if (name == "float32") return CacheType::f32;
-  if (name == "bfloat16" || name == "float16") return CacheType::half;
+  if (name == "bfloat16" || name == "float16") return CacheType::dtype16;
   if (name == "int8") return CacheType::int8;
   if (name == "uint4") return CacheType::uint4;
   if (name == "float8") return CacheType::float8;
@@ -118,7 +118,7 @@ CacheType cache_type_of(const std::string& name) {
 }
 
 // Whether adapters are of 16 bits.
-bool are_halves(const std::string& dtype) {
+bool is_dtype16(const std::string& dtype) {
   if (dtype != "bfloat16" && dtype != "float16" && dtype != "float32")
     throw std::invalid_argument("adapters are float32, bfloat16 or float16, not " + dtype);
   return dtype != "float32";
@@ -142,7 +142,7 @@ void bind_adapters(py::module_& m) {
   m.def(
       "adapter_bytes",
       [](int rank, int inputs, int columns, const std::string& dtype) {
-        return adapter_bytes(rank, inputs, columns, are_halves(dtype));
+        return adapter_bytes(rank, inputs, columns, is_dtype16(dtype));
       },
       py::arg("rank"), py::arg("inputs"), py::arg("columns"), py::arg("dtype"), "Of one target's two matrices.");
   m.def(
@@ -402,8 +402,8 @@ PYBIND11_MODULE(_cuda, m) {
              const std::string& adapter_dtype, std::shared_ptr<CudaExecutor> draft) {
             py::gil_scoped_release release;
             e.allocate({max_rows, max_outputs ? max_outputs : max_slots, max_slots, max_length, span_size, num_spans,
-                        cache_type_of(dtype), half_of(dtype), graphs},
-                       masks, {adapters, adapter_rank, are_halves(adapter_dtype), half_of(adapter_dtype)},
+                        cache_type_of(dtype), dtype16_of(dtype), graphs},
+                       masks, {adapters, adapter_rank, is_dtype16(adapter_dtype), dtype16_of(adapter_dtype)},
                        std::move(draft));
           },
           py::arg("max_rows"), py::arg("max_slots"), py::arg("max_length"), py::arg("span_size"), py::arg("num_spans"),

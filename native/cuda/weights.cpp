@@ -6,7 +6,7 @@
 #include <stdexcept>
 
 #include "cpu/row_hash.h"
-#include "cuda/halves.h"
+#include "cuda/dtype16.h"
 #include "cuda/host_threads.h"
 #include "cuda/kernels/common/ceilings.h"
 
@@ -52,7 +52,7 @@ Matrix matrix_of(int rows, int k, const std::string& format, int group, int expe
   m.experts = experts;
   if (format == "float32") return m;
   if (format == "bfloat16" || format == "float16") {
-    m.kind = Kind::half, m.half = half_of(format), m.most_pieces = most_pieces(m.n);
+    m.kind = Kind::dtype16, m.dtype = dtype16_of(format), m.most_pieces = most_pieces(m.n);
     return m;
   }
   const bool floats = format == "float8", integers = format == "w8a8" || format == "w4a8",
@@ -83,7 +83,7 @@ namespace {
 // Of one in a stack.
 size_t one_bytes(const Matrix& m) {
   if (m.kind == Kind::f32) return (size_t)m.n * m.k * sizeof(float);
-  if (m.kind == Kind::half) return tiles_bytes(m.n, m.k);
+  if (m.kind == Kind::dtype16) return tiles_bytes(m.n, m.k);
   return codes_bytes(m.n, m.k, m.codes.bits) + scales_bytes(m.n, m.codes.groups);
 }
 
@@ -137,7 +137,7 @@ int Weights::add_matrix(int rows, int k, const std::string& format, int group, i
 // Says where a matrix' values are in its memory.
 void Weights::place(Matrix& m, const Memory& memory) {
   if (m.kind == Kind::f32) m.values = memory.as<float>();
-  else if (m.kind == Kind::half) m.tiles = memory.as<uint16_t>();
+  else if (m.kind == Kind::dtype16) m.tiles = memory.as<uint16_t>();
   if (!m.codes.bits) return;
   m.codes.words = memory.as<uint32_t>();
   m.codes.scales = m.codes.words + codes_bytes(m.n, m.k, m.codes.bits) / sizeof(uint32_t);
@@ -271,11 +271,11 @@ void Weights::fill_quantized(int id, const HostCodes& r, int64_t row_offset) {
 
 void Weights::fill_noise(int id, float size) {
   const Matrix& m = matrix(id);
-  if (m.kind != Kind::half || m.k % kBlock)
+  if (m.kind != Kind::dtype16 || m.k % kBlock)
     throw std::invalid_argument("fill_noise: the matrix must be of 16 bits, its columns a multiple of " +
                                 std::to_string(kBlock));
   device_.use();
-  cuda::fill_noise(weights_[id].memory.as(), weights_[id].memory.size(), m.half, size, id, device_.queue());
+  cuda::fill_noise(weights_[id].memory.as(), weights_[id].memory.size(), m.dtype, size, id, device_.queue());
 }
 
 int Weights::add_vector(const std::vector<float>& values) {
@@ -385,19 +385,19 @@ std::vector<double> Weights::sizes() const {
   return found;
 }
 
-Half Weights::half() const {
-  bool halves[2] = {}, others = false;
+DType16 Weights::dtype() const {
+  bool are_dtype16[2] = {}, others = false;
   for (const Weight& w : weights_) {
     if (!w.matrix.k) continue;
-    if (w.matrix.kind == Kind::half) halves[(int)w.matrix.half] = true;
+    if (w.matrix.kind == Kind::dtype16) are_dtype16[(int)w.matrix.dtype] = true;
     else if (w.matrix.kind != Kind::f32) others = true;
   }
-  const bool f16 = halves[(int)Half::f16];
-  if (f16 && (halves[(int)Half::bf16] || others))
+  const bool f16 = are_dtype16[(int)DType16::f16];
+  if (f16 && (are_dtype16[(int)DType16::bf16] || others))
     throw std::invalid_argument("weights of type float16 beside others of type " +
                                 std::string(others ? "int8, int4, w8a8, w4a8 or float8" : "bfloat16") +
                                 ": the CUDA backend has them alone, and beside float32");
-  return f16 ? Half::f16 : Half::bf16;
+  return f16 ? DType16::f16 : DType16::bf16;
 }
 
 size_t Weights::bytes() const {

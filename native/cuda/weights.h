@@ -58,7 +58,7 @@ class Weights {
   std::vector<float> read_rows(int id, int64_t first, int64_t count) const;
   // The type of those that are of 16 bits, and so of activations. std::invalid_argument where they are not of one, or
   // float16 beside codes.
-  Half half() const;
+  DType16 dtype() const;
   size_t bytes() const;
   std::vector<double> sizes() const;  // bytes of each
   // Of a matrix of gates and what they gate: as gated products take it (pair_rows), from now on.

@@ -46,10 +46,10 @@ Workspace::Workspace(const Device& device, const Program& program, const Weights
       weights(weights),
       limits(limits),
       adapters(adapters),
-      half(weights.half()),
+      dtype(weights.dtype()),
       most_runs((limits.max_length + kRunTokens - 1) / kRunTokens) {
   check_limits();
-  if (adapters && adapters->limits.halves && adapters->limits.type != half)
+  if (adapters && adapters->limits.is_dtype16 && adapters->limits.type != dtype)
     refuse("adapters of another type of 16 bits than the weights");
   device.use();
   allocate_tensors();
@@ -119,7 +119,7 @@ bool Workspace::is_tiled(int tensor) const {
     }
     if (!has(op.outputs, tensor)) continue;
     const OutputForm output = cuda_op(op).output;
-    if (output == OutputForm::values || (output == OutputForm::cache_type && limits.cache_half != half)) return false;
+    if (output == OutputForm::values || (output == OutputForm::cache_type && limits.cache_dtype != dtype)) return false;
   }
   return read;
 }
@@ -151,7 +151,7 @@ void Workspace::allocate_tensors() {
   }
   activations = Memory(bytes, "activations", Memory::Where::lent);
   for (int t = 0; t < (int)specs.size(); t++) {
-    Tensor tensor{{nullptr, nullptr, specs[t].width, half}, specs[t].rows};
+    Tensor tensor{{nullptr, nullptr, specs[t].width, dtype}, specs[t].rows};
     char* data = activations.as() + offsets[t];
     if (is_tiled(t)) tensor.rows.tiles = reinterpret_cast<uint16_t*>(data);
     else tensor.rows.values = reinterpret_cast<float*>(data);
@@ -167,7 +167,7 @@ void Workspace::allocate_scratch() {
   for (const OpNode& op : program.ops())
     if (op.is(Op::lora) && adapters)
       lora = std::max(lora, (size_t)max_rows(op.inputs[0]) * kMostTargets *
-                                low_rank_parts(in(op, 1).rows.width, adapters->limits.halves) *
+                                low_rank_parts(in(op, 1).rows.width, adapters->limits.is_dtype16) *
                                 whole_ranks(adapters->limits.max_rank));
   const std::vector<OpNode> ops = ops_of(program, false);
   for (size_t i = 0; i < ops.size(); i++) {
@@ -198,7 +198,7 @@ void Workspace::allocate_cache() {
   for (const OpNode& op : program.ops()) {
     if (!op.is(Op::span_attention)) continue;
     LayerCache layer{nullptr, limits.cache_type, limits.span_size, op.integer("kv_heads"), op.integer("head_dim"), 0};
-    layer.padded_dim = (layer.head_dim + 7) / 8 * 8, layer.half = limits.cache_half;
+    layer.padded_dim = (layer.head_dim + 7) / 8 * 8, layer.dtype = limits.cache_dtype;
     if (layer.head_dim > kLargestHead)
       refuse("heads of " + std::to_string(layer.head_dim) + " features, at most " + std::to_string(kLargestHead));
     const int heads = shared_heads(op).group;

@@ -18,8 +18,8 @@ struct Limits {
   int max_rows = 0, max_outputs = 0, max_slots = 0, max_length = 0;
   int span_size = 0, num_spans = 0;
   CacheType cache_type = CacheType::f32;
-  Half cache_half = Half::bf16;  // of a 16-bit cache
-  bool graphs = true;            // replay decode steps as CUDA graphs; the bits are the same
+  DType16 cache_dtype = DType16::bf16;  // of a 16-bit cache
+  bool graphs = true;                   // replay decode steps as CUDA graphs; the bits are the same
 };
 
 constexpr int kMostLaunchRows = 65535;  // of kernels with one CTA a row
@@ -76,7 +76,7 @@ class Workspace {
   const Weights& weights;
   const Limits limits;
   const Adapters* const adapters;
-  const Half half;              // of 16-bit weights and activations
+  const DType16 dtype;          // of 16-bit weights and activations
   const int most_runs;          // KV splits of the longest sequence
   std::vector<Tensor> tensors;  // of the program
   std::vector<LayerCache> layers;

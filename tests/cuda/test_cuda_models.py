@@ -53,7 +53,7 @@ def test_families_that_transformers_does_not_have(name, tmp_path):
             check_logits(gpu.generate(prompt, 1)[1][0], reference.logits(prompt)[-1])
 
 
-HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES16 = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 #: of what is stored otherwise, in float16
 ROUNDED = ("llama-bf16-heads-of-64", "qwen2-gqa-tied", "qwen2-yarn", "llama3", "mistral-window", "phi3-longrope",
            "glm4", "gemma2", "gemma3", "olmo2")
@@ -72,7 +72,7 @@ def test_16_bits_are_no_worse_than_transformers(name, dtype):
             prompt = prompt_of(length)
             exact = reference_logits(directory, prompt, torch.float64)
             scale = exact.std()
-            found, their = gpu.generate(prompt, 1)[1][0], reference_logits(directory, prompt, HALVES[dtype])
+            found, their = gpu.generate(prompt, 1)[1][0], reference_logits(directory, prompt, DTYPES16[dtype])
             ours += np.mean(((found - exact) / scale) ** 2)
             theirs += np.mean(((their - exact) / scale) ** 2)
     print(f"{dtype}: {ours**0.5:.4f}, transformers {theirs**0.5:.4f}")
@@ -149,7 +149,7 @@ def test_the_shipped_model(dtype):
                 check_logits(found, expected)
             else:
                 worst = max(worst, float(np.abs(found - expected).max() / expected.std()))
-                their = reference_logits(directory, prompt, HALVES[dtype])
+                their = reference_logits(directory, prompt, DTYPES16[dtype])
                 theirs = max(theirs, float(np.abs(their - expected).max() / expected.std()))
         print(f"{dtype}: {worst:.4f}, transformers {theirs:.4f}")
         assert worst <= theirs or dtype == "float32"

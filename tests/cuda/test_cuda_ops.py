@@ -21,7 +21,7 @@ VOCAB = 53
 EXACT, ROUNDED = 2e-5, 2e-2  # of the values' size, as their root mean square; where products are of bfloat16
 #: of what is allowed to bfloat16, what is to float16: it has three bits more
 HALF = 1 / 8
-HALVES = ("bfloat16", "float16")
+DTYPES16 = ("bfloat16", "float16")
 MOST = 65504.0  # float16's largest
 
 
@@ -125,7 +125,7 @@ def test_linear(n, k, form, tolerance, bias):
 
 @pytest.mark.parametrize("n, k", [*SIZES, (200, 4100), (128, 20000), (1030, 900), (1036, 900), (1216, 896),
                                   (4500, 3990), (9001, 300), (16500, 130), (17003, 65)])
-@pytest.mark.parametrize("form", ["float32", *HALVES])
+@pytest.mark.parametrize("form", ["float32", *DTYPES16])
 def test_products_of_any_number_of_rows_have_the_same_bits(n, k, form):
     """By every kernel; and against float64."""
     rng, found = np.random.default_rng(SEED), executor()
@@ -141,12 +141,12 @@ def test_products_of_any_number_of_rows_have_the_same_bits(n, k, form):
     assert error < 3e-5, error
     for first, rows in ((0, 1), (3, 1), (7, 2), (6, 5), (1, 8), (2, 9), (5, 16), (4, 17), (0, 32), (9, 33), (0, 64),
                         (20, 65), (100, 128), (3, 129), (11, 190), (40, 256)):
-        for by in ("mma", "split", "stream", "wide") if form in HALVES else ("any",):
+        for by in ("mma", "split", "stream", "wide") if form in DTYPES16 else ("any",):
             part = found.multiply(handle, x[first:first + rows], n, bias, by)
             assert part.tobytes() == every[first:first + rows].tobytes(), (first, rows, by)
 
 
-@pytest.mark.parametrize("form", HALVES)
+@pytest.mark.parametrize("form", DTYPES16)
 @pytest.mark.parametrize("n, k, rows", [(5000, 5000, 900), (17100, 2000, 700)])
 def test_tiles_that_processors_share_have_the_same_bits(n, k, rows, form):
     """So many that the last ones are begun by some blocks of threads and ended by others; by pieces of K, and whole."""
@@ -520,7 +520,7 @@ def test_logits_that_are_no_numbers_harm_nobody_else(sampling):
     assert result.status.tolist() == [0, 1, 0] and result.tokens[1] == -1 and result.tokens[0] == result.tokens[2] >= 0
 
 
-@pytest.mark.parametrize("form", HALVES)
+@pytest.mark.parametrize("form", DTYPES16)
 def test_rows_that_are_no_numbers_leave_nothing_behind(form):
     """Rows of two widths become 16 bits in the same memory, where the narrower ones have padding."""
     own = toy()

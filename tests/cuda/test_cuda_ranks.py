@@ -9,7 +9,7 @@ import time
 import numpy as np
 import psutil
 import pytest
-from test_cuda_ops import HALVES, MOST, rounded
+from test_cuda_ops import DTYPES16, MOST, rounded
 
 from allspark_client import AsModelConfig, ClientEngine
 from allspark_launch.group.serving import background_group, shipped_model
@@ -59,7 +59,7 @@ def as_type(x: np.ndarray, dtype: str) -> np.ndarray:
 # -- the sum -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 8])
 @pytest.mark.parametrize("width", [1, 7, 8, 53, 200, 3584, 4100, 8192])
-@pytest.mark.parametrize("dtype, pushed", [("float32", False), *((half, pushed) for half in HALVES
+@pytest.mark.parametrize("dtype, pushed", [("float32", False), *((half, pushed) for half in DTYPES16
                                                                  for pushed in (False, True))])
 def test_ranks_are_added_in_order(ranks, width, dtype, pushed):
     """To the bit; a row's bits are its own; normed as it should be."""
@@ -80,7 +80,7 @@ def test_ranks_are_added_in_order(ranks, width, dtype, pushed):
 
 
 @pytest.mark.parametrize("pushed", [False, True])
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", DTYPES16)
 def test_parts_that_are_no_numbers_or_do_not_fit_in_order(dtype, pushed):
     """NaNs of both signs are no memory that was not written yet; float16 cuts what is beyond its range."""
     gpu, rng = executor(), np.random.default_rng(SEED)
@@ -95,7 +95,7 @@ def test_parts_that_are_no_numbers_or_do_not_fit_in_order(dtype, pushed):
     assert np.isnan(found).sum() == 2 and (abs(found[2, 7]) < MOST + 9) == (dtype == "float16")
 
 
-@pytest.mark.parametrize("form", HALVES)
+@pytest.mark.parametrize("form", DTYPES16)
 @pytest.mark.parametrize("n, k", [(3584, 448), (100, 200), (53, 70), (260, 1030), (16640, 200)])
 def test_partial_sums_are_the_products_rounded(n, k, form):
     """By every kernel, of few rows and many."""
@@ -161,7 +161,7 @@ def test_awkward_heads(name, ranks):
             assert np.abs(found - expected).max() < tolerance * expected.std()
 
 
-@pytest.mark.parametrize("dtype", ["float32", *HALVES])
+@pytest.mark.parametrize("dtype", ["float32", *DTYPES16])
 def test_bits_do_not_depend_on_chunks_and_others(dtype):
     prompts = [prompt_of(n) for n in (1, 5, 70, 129, 33)]
     found = []
@@ -175,7 +175,7 @@ def test_bits_do_not_depend_on_chunks_and_others(dtype):
     assert found[0] == found[1] == found[2] == alone
 
 
-@pytest.mark.parametrize("dtype", ["float32", *HALVES])
+@pytest.mark.parametrize("dtype", ["float32", *DTYPES16])
 def test_a_rank_that_does_not_come_is_told_of(monkeypatch, dtype):
     """The step of one rank alone ends with an error, not never."""
     from allspark_server.runtime.device import Gpu

@@ -10,7 +10,7 @@ namespace cuda {
 
 // They are wherever the weights are: the GEMMs that read the sum round as much, and float32 would be twice the traffic,
 // 5 % of a step from 128 rows on. (Two ranks at 1,024 rows: 49 us against 27; at 1 row 3.6 us either way.)
-bool sums_in_halves(const std::vector<OpNode>& ops, const Weights& weights, size_t all_reduce) {
+bool sums_in_dtype16(const std::vector<OpNode>& ops, const Weights& weights, size_t all_reduce) {
   size_t before = all_reduce;
   while (before && ops[before - 1].is(Op::lora)) before--;  // a lora adds to what is there
   if (!before) return false;
@@ -27,7 +27,7 @@ size_t largest_partial(const Program& program, const Weights& weights, int max_r
   for (size_t i = 0; i < program.ops().size(); i++) {
     const OpNode& op = program.ops()[i];
     if (op.is(Op::all_reduce))
-      most = std::max(most, partial_bytes(max_rows, program.in(op).width, sums_in_halves(program.ops(), weights, i)));
+      most = std::max(most, partial_bytes(max_rows, program.in(op).width, sums_in_dtype16(program.ops(), weights, i)));
   }
   return most;
 }
@@ -44,8 +44,8 @@ int bind_all_reduce(Binding& b, size_t i) {
   size_t last = i;
   RankSum sum;
   sum.peers = b.ranks->exchange.peers(), sum.peers.step = b.workspace.data->step();
-  sum.call = b.next_call, sum.calls = b.calls, sum.halves = sums_in_halves(b.ops, b.weights, i);
-  sum.half = b.workspace.half;
+  sum.call = b.next_call, sum.calls = b.calls, sum.is_dtype16 = sums_in_dtype16(b.ops, b.weights, i);
+  sum.dtype = b.workspace.dtype;
   int into = tensor;
   if (add_after(b, i, tensor)) last = i + 1, into = b.ops[last].inputs[0], sum.adds = true;
   sum.y = b.workspace.tensors[into].rows;
@@ -57,7 +57,7 @@ int bind_all_reduce(Binding& b, size_t i) {
   };
   const bool there = i > 0 && writes_partial(b.ops[i - 1]);
   sum.on_its_way = there && place_of(b, i - 1);
-  const Rows partial = b.ranks->exchange.partial(b.next_call++, x.rows.width, sum.halves, sum.half);
+  const Rows partial = b.ranks->exchange.partial(b.next_call++, x.rows.width, sum.is_dtype16, sum.dtype);
   b.launches.push_back([=, ws = &b.workspace, queue = b.queue](const Binding::Size& size) {
     const int rows = ws->rows_of(x.row_set, size);
     if (!there && rows) to_tiles(x.values(), rows, partial, queue);

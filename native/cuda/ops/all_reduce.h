@@ -8,7 +8,7 @@ namespace as {
 namespace cuda {
 
 // Whether the ranks' parts of the sum that ops[all_reduce] makes are of 16 bits, else float32.
-bool sums_in_halves(const std::vector<OpNode>& ops, const Weights& weights, size_t all_reduce);
+bool sums_in_dtype16(const std::vector<OpNode>& ops, const Weights& weights, size_t all_reduce);
 // Bytes of a rank's part of the program's largest sum over ranks, in steps of so many rows.
 size_t largest_partial(const Program& program, const Weights& weights, int max_rows);
 

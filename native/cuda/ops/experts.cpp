@@ -44,7 +44,7 @@ int bind_expert_linear(Binding& b, size_t i) {
   if (gated) e.gating = gating_of(b.ops[i + 1]);
   e.routing = b.workspace.expert_rows.at(y.row_set).routing, e.gathers = x.row_set != y.row_set;
   const bool converts = p.w.takes_tiles() && !x.rows.tiles;
-  if (converts) p.x = {nullptr, b.workspace.tiles.as<uint16_t>(), x.rows.width, b.workspace.half};
+  if (converts) p.x = {nullptr, b.workspace.tiles.as<uint16_t>(), x.rows.width, b.workspace.dtype};
   e.follows = i > 1 && b.ops[i - 2].is(Op::expert_linear) && is_gated(b.ops, b.weights, i - 2) &&
               b.out(b.ops[i - 2]).row_set == y.row_set && b.ops[i - 1].outputs[0] == op.inputs[0] && !converts;
   Combination c;

@@ -120,15 +120,15 @@ bool norms_in_attention(const Binding& b, size_t i) {
 std::optional<Rows> partial_of(const Binding& b, size_t i) {
   const OpNode &op = b.ops[i], &next = b.ops[i + 1];
   if (!b.ranks || !next.is(Op::all_reduce) || next.inputs[0] != op.outputs[0]) return {};
-  return b.ranks->exchange.partial(b.next_call, b.out(op).rows.width, sums_in_halves(b.ops, b.weights, i + 1),
-                                   b.workspace.half);
+  return b.ranks->exchange.partial(b.next_call, b.out(op).rows.width, sums_in_dtype16(b.ops, b.weights, i + 1),
+                                   b.workspace.dtype);
 }
 
 uint16_t* place_of(const Binding& b, size_t i) {
   if (!b.ops[i].is(Op::linear)) return nullptr;
   const Matrix& m = b.matrix(b.ops[i]);
   const std::optional<Rows> partial = partial_of(b, i);
-  if (!partial || m.kind != Kind::half || m.most_pieces == 1) return nullptr;
+  if (!partial || m.kind != Kind::dtype16 || m.most_pieces == 1) return nullptr;
   return b.ranks->exchange.place(b.next_call, partial->width);
 }
 

@@ -38,7 +38,7 @@ int bind_linear(Binding& b, size_t i, bool norms) {
   if (p.w.kind == Kind::codes) p.widened = ws.widened.as<uint16_t>();
   if (p.w.takes_bytes()) p.bytes = byte_rows(ws.byte_rows.as(), ws.max_rows(op.inputs[0]), p.w.k);
   const bool converts = p.w.takes_tiles() && !x.rows.tiles;
-  if (converts) p.x = {nullptr, ws.tiles.as<uint16_t>(), x.rows.width, ws.half};
+  if (converts) p.x = {nullptr, ws.tiles.as<uint16_t>(), x.rows.width, ws.dtype};
   Product fused = p;
   if (norms)
     fused.unnormed = b.in(b.ops[i - 1]).values(), fused.norm = norm_of(b.ops[i - 1], b.vector(b.ops[i - 1], 0));
@@ -52,14 +52,14 @@ int bind_linear(Binding& b, size_t i, bool norms) {
       else quantize_activations(p, rows, queue);
     } else if (norms) {
       if (!in_place && linear_quantized_norms(fused, rows, queue)) return linear_quantized(fused, rows, queue);
-      if (!in_place && linear_half_norms(fused, rows, queue)) return linear_half(fused, rows, queue);
+      if (!in_place && linear_dtype16_norms(fused, rows, queue)) return linear_dtype16(fused, rows, queue);
       rms_norm(fused.unnormed, fused.norm, rows, x.rows, queue);
     }
     p.y.copy = rows <= kPushedRows ? place : nullptr;
     if (converts) to_tiles(x.values(), rows, p.x, queue);
     if (few) linear_few(p, rows, queue);
     else if (p.w.kind == Kind::f32) linear_f32(p, rows, queue);
-    else if (p.w.kind == Kind::half) linear_half(p, rows, queue);
+    else if (p.w.kind == Kind::dtype16) linear_dtype16(p, rows, queue);
     else if (p.w.kind == Kind::integers) linear_integer(p, rows, queue);
     else if (p.w.kind == Kind::float8) linear_float8(p, rows, queue);
     else linear_quantized(p, rows, queue);

@@ -20,7 +20,7 @@ int bind_lora(Binding& b, size_t i) {
   sums.pairs = adapters.table(), sums.targets = adapters.targets(), sums.adapter_count = adapters.limits.count;
   sums.adapters = b.workspace.data->adapters();
   sums.chosen = y.row_set == kOutputRows ? b.workspace.data->chosen() : nullptr;
-  sums.halves = adapters.limits.halves, sums.type = b.workspace.half, sums.max_rank = adapters.limits.max_rank,
+  sums.is_dtype16 = adapters.limits.is_dtype16, sums.type = b.workspace.dtype, sums.max_rank = adapters.limits.max_rank,
   sums.inner = b.workspace.inner.as<float>();
   sums.x = x.rows, sums.y = y.values(), sums.width = y.rows.width;
   const auto is_part = [](const OpNode& lora, int offset, int columns) {
@@ -28,12 +28,12 @@ int bind_lora(Binding& b, size_t i) {
   };
   const std::optional<size_t> sum = add_after(b, last, made);
   if (const auto found = b.interleaved.find(made); found != b.interleaved.end()) {
-    const int half = sums.half = y.rows.width / 2;
+    const int half = sums.paired_gates = y.rows.width / 2;
     sums.width = paired_rows(y.rows.width);
-    if (sums.halves && b.ops[end].is(Op::silu_mul) && last == i + 1 && half % 8 == 0 && is_part(op, 0, half) &&
+    if (sums.is_dtype16 && b.ops[end].is(Op::silu_mul) && last == i + 1 && half % 8 == 0 && is_part(op, 0, half) &&
         is_part(b.ops[last], half, half))
       last = end, sums.gated = b.out(b.ops[end]).rows, sums.bias = found->second;
-  } else if (sums.halves && sum && last == i && is_part(op, 0, y.rows.width)) {
+  } else if (sums.is_dtype16 && sum && last == i && is_part(op, 0, y.rows.width)) {
     last = *sum, sums.added = b.in(b.ops[*sum]).values();
   }
   for (size_t next = i; next < end; sums.count = 0) {

@@ -7,7 +7,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 namespace {
 
 constexpr int kWarps = 4, kFeatures = kLargestHead / 32;  // of a lane, at most
@@ -27,7 +27,8 @@ struct Cached {
   }
   __device__ float operator[](int feature) const {
     if constexpr (kType == CacheType::f32) return reinterpret_cast<const float*>(row)[feature];
-    else if constexpr (kType == CacheType::half) return from_half(reinterpret_cast<const uint16_t*>(row)[feature]);
+    else if constexpr (kType == CacheType::dtype16)
+      return from_dtype16(reinterpret_cast<const uint16_t*>(row)[feature]);
     else if constexpr (kType == CacheType::float8) return from_e4m3((uint8_t)row[feature]);
     else if constexpr (kType == CacheType::int8) return fmaf((uint8_t)row[feature], scale, minimum);
     else return fmaf((uint8_t)row[feature / 2] >> feature % 2 * 4 & 15, scale, minimum);
@@ -69,7 +70,7 @@ __global__ void store_kernel(Attention a, const int* where, bool rotates, Rotary
   char* to =
       const_cast<char*>(head_of(a.cache, span, head)) + (value * a.cache.span_size + place) * a.cache.row_bytes();
   if constexpr (kType == CacheType::f32) reinterpret_cast<float*>(to)[feature] = x;
-  else if constexpr (kType == CacheType::half) reinterpret_cast<uint16_t*>(to)[feature] = to_half(x);
+  else if constexpr (kType == CacheType::dtype16) reinterpret_cast<uint16_t*>(to)[feature] = to_dtype16(x);
   else to[feature] = (char)to_e4m3(x);
 }
 
@@ -102,8 +103,8 @@ __global__ void __launch_bounds__(256) store_pieces_kernel(Attention a, const in
     reinterpret_cast<float4*>(to)[1] = make_float4(values[4], values[5], values[6], values[7]);
   };
   const auto put_piece = [](char* to, const float(&values)[8]) {
-    *reinterpret_cast<uint4*>(to) = make_uint4(two_halves(values[0], values[1]), two_halves(values[2], values[3]),
-                                               two_halves(values[4], values[5]), two_halves(values[6], values[7]));
+    *reinterpret_cast<uint4*>(to) = make_uint4(to_dtype16x2(values[0], values[1]), to_dtype16x2(values[2], values[3]),
+                                               to_dtype16x2(values[4], values[5]), to_dtype16x2(values[6], values[7]));
   };
   if (head < queries) {
     put_floats(in + column, x), put_floats(in + half + column, y);
@@ -285,7 +286,7 @@ static auto store_kernel_of(CacheType type) {
     if (type == CacheType::f32) return store_kernel<CacheType::f32>;
     if (type == CacheType::float8) return store_kernel<CacheType::float8>;
   }
-  return store_kernel<CacheType::half>;
+  return store_kernel<CacheType::dtype16>;
 }
 
 void store_cache(const Attention& a, const int* where, const Turn* turn, bool queries, int rows, const Queue& queue) {
@@ -301,7 +302,7 @@ void store_cache(const Attention& a, const int* where, const Turn* turn, bool qu
     launched("store_cache");
     return;
   }
-  if (a.cache.type == CacheType::half && a.cache.head_dim % 16 == 0 && (!turn || turns_pieces(a, *turn))) {
+  if (a.cache.type == CacheType::dtype16 && a.cache.head_dim % 16 == 0 && (!turn || turns_pieces(a, *turn))) {
     const int first = turn && queries ? 0 : heads, count = heads + 2 * a.cache.kv_heads - first;
     const size_t pieces = (size_t)rows * count * (a.cache.head_dim / 16);
     start(queue, store_pieces_kernel, ceil_div(pieces, 256), 256, 0, a, where, turn != nullptr, table, rows, first,
@@ -332,7 +333,7 @@ auto attend_kernel_of(CacheType type) {
     if (type == CacheType::int8) return attend_kernel<CacheType::int8>;
     if (type == CacheType::uint4) return attend_kernel<CacheType::uint4>;
   }
-  return attend_kernel<CacheType::half>;
+  return attend_kernel<CacheType::dtype16>;
 }
 
 bool attend_few_mma(const Attention& a, const AttentionTile* tiles, int count, int splits, bool own, const Turn* turn,
@@ -340,7 +341,7 @@ bool attend_few_mma(const Attention& a, const AttentionTile* tiles, int count, i
   const bool quantized = has_attend_quantized(a);
   if (!quantized && !has_attend_mma(a)) return false;
   const bool started =
-      (quantized ? attend_few_quantized : attend_few_half)(a, tiles, count, splits > 1, own, turn, queue);
+      (quantized ? attend_few_quantized : attend_few_dtype16)(a, tiles, count, splits > 1, own, turn, queue);
   launched("attention of few rows");
   return started;
 }
@@ -373,6 +374,6 @@ bool store_and_attend(const Attention& a, const Turn* turn, const AttentionTile*
   return attend_few_mma(a, tiles, count, splits, true, turn, queue);
 }
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

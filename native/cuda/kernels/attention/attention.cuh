@@ -11,7 +11,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 
 constexpr float kLog2E = 1.44269504088896341f;
 
@@ -98,6 +98,6 @@ __device__ inline float* partial_of(const Attention& a, int tile, int kv_head, i
   return a.partials + (((size_t)tile * a.cache.kv_heads + kv_head) * a.most_runs + run) * size;
 }
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

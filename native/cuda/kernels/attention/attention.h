@@ -9,16 +9,16 @@ namespace cuda {
 // the CPU backend does (cpu/kernels/span_layout.h): a value is q * scale + minimum, of uint4 two features in a byte,
 // the even one in the lower half; behind keys and values lie, each [span_size] floats, scales and minimums of the keys,
 // then of the values. float8: e4m3 as it is, larger values cut to 448.
-enum class CacheType { f32, half, int8, uint4, float8 };
+enum class CacheType { f32, dtype16, int8, uint4, float8 };
 struct LayerCache {
   char* data = nullptr;
   CacheType type = CacheType::f32;
   int span_size = 0, kv_heads = 0, head_dim = 0, padded_dim = 0;
-  Half half = Half::bf16;
+  DType16 dtype = DType16::bf16;
 
   AS_BOTH bool quantized() const { return type == CacheType::int8 || type == CacheType::uint4; }
   AS_BOTH int bits() const {
-    return type == CacheType::f32 ? 32 : type == CacheType::half ? 16 : type == CacheType::uint4 ? 4 : 8;
+    return type == CacheType::f32 ? 32 : type == CacheType::dtype16 ? 16 : type == CacheType::uint4 ? 4 : 8;
   }
   AS_BOTH size_t row_bytes() const { return (size_t)padded_dim * bits() / 8; }
   AS_BOTH size_t scales_at() const { return 2 * span_size * row_bytes(); }  // of a head

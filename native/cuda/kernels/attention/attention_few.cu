@@ -4,18 +4,18 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 
-bool attend_few_half(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own,
-                     const Turn* turn, const Queue& queue) {
+bool attend_few_dtype16(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own,
+                        const Turn* turn, const Queue& queue) {
   const auto start = [&](auto kernel) { return kernel(a, tiles, count, several, own, turn, queue); };
-  if (a.cache.head_dim == 64) return start(few::start_few<64, CacheType::half>);
-  if (a.cache.head_dim == 80) return start(few::start_few<80, CacheType::half>);
-  if (a.cache.head_dim == 96) return start(few::start_few<96, CacheType::half>);
-  if (a.cache.head_dim == 128) return start(few::start_few<128, CacheType::half>);
-  return start(few::start_few<256, CacheType::half>);
+  if (a.cache.head_dim == 64) return start(few::start_few<64, CacheType::dtype16>);
+  if (a.cache.head_dim == 80) return start(few::start_few<80, CacheType::dtype16>);
+  if (a.cache.head_dim == 96) return start(few::start_few<96, CacheType::dtype16>);
+  if (a.cache.head_dim == 128) return start(few::start_few<128, CacheType::dtype16>);
+  return start(few::start_few<256, CacheType::dtype16>);
 }
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

@@ -15,7 +15,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 namespace few {
 
 template <int kBytes>
@@ -162,8 +162,8 @@ class Attender {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
               const uint32_t codes = load_shared<S::kBits / 4>(from[t] + (s * 16 + half * 8) * S::kBits / 8);
-              k[half] = two_halves(widened<kType>(codes, 0, scale[t], minimum[t]),
-                                   widened<kType>(codes, 1, scale[t], minimum[t]));
+              k[half] = to_dtype16x2(widened<kType>(codes, 0, scale[t], minimum[t]),
+                                     widened<kType>(codes, 1, scale[t], minimum[t]));
             }
             multiply_add(scores[t], query_[s], k[0], k[1]);
           }
@@ -250,9 +250,9 @@ class Attender {
 #pragma unroll
     for (int j = 0; j < 2; j++)
       shared_.weights[warp_ * 2 + j][lane_] =
-          make_uint4(two_halves(scores[2 * j][0], scores[2 * j][1]), two_halves(scores[2 * j][2], scores[2 * j][3]),
-                     two_halves(scores[2 * j + 1][0], scores[2 * j + 1][1]),
-                     two_halves(scores[2 * j + 1][2], scores[2 * j + 1][3]));
+          make_uint4(to_dtype16x2(scores[2 * j][0], scores[2 * j][1]), to_dtype16x2(scores[2 * j][2], scores[2 * j][3]),
+                     to_dtype16x2(scores[2 * j + 1][0], scores[2 * j + 1][1]),
+                     to_dtype16x2(scores[2 * j + 1][2], scores[2 * j + 1][3]));
     consumers_meet();
 #pragma unroll
     for (int v = 0; v < kOwn; v++)
@@ -304,7 +304,7 @@ class Attender {
             float x[4];
 #pragma unroll
             for (int i = 0; i < 4; i++) x[i] = widened<kType>(codes[i], v, scale[i], minimum[i]);
-            multiply_add(out_[v], weights[s], two_halves(x[0], x[1]), two_halves(x[2], x[3]));
+            multiply_add(out_[v], weights[s], to_dtype16x2(x[0], x[1]), to_dtype16x2(x[2], x[3]));
           }
         }
       } else {
@@ -543,6 +543,6 @@ bool start_few(const Attention& a, const AttentionTile* tiles, int count, bool s
 }
 
 }  // namespace few
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

@@ -5,14 +5,14 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 namespace few {
 
 // Keys, or values, of 64 positions in shared memory, as they are in the cache.
 template <int kDim, CacheType kType>
 struct Shape {
-  static constexpr bool kCodes = kType != CacheType::half, kScaled = kCodes && kType != CacheType::float8;
-  static constexpr int kBits = kType == CacheType::half ? 16 : kType == CacheType::uint4 ? 4 : 8;
+  static constexpr bool kCodes = kType != CacheType::dtype16, kScaled = kCodes && kType != CacheType::float8;
+  static constexpr int kBits = kType == CacheType::dtype16 ? 16 : kType == CacheType::uint4 ? 4 : 8;
   static constexpr int kBytes = kDim * kBits / 8, kRow = kBytes + 16;  // of a position: rows lie in different banks
   static constexpr int kScales = kTokens * kRow;                       // where they are, and then minimums
   static constexpr int kTensor = kScales + (kScaled ? 2 * kTokens * 4 : 0);
@@ -93,6 +93,6 @@ __device__ void copy_runs(const Attention& a, Runs runs, bool own, uint32_t full
 }
 
 }  // namespace few
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

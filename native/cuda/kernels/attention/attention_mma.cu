@@ -5,7 +5,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 namespace {
 
 constexpr int kTokens = 64, kWarps = 4;  // positions at a time
@@ -83,7 +83,7 @@ void start_dim(const Attention& a, const AttentionTile* tiles, int count, const 
 
 bool has_attend_mma(const Attention& a) {
   const int dim = a.cache.head_dim;
-  return a.cache.type == CacheType::half &&
+  return a.cache.type == CacheType::dtype16 &&
          (dim == 64 || dim == 80 || dim == 96 || dim == 128 || (dim == 256 && kShared<256> <= most_shared()));
 }
 
@@ -95,6 +95,6 @@ void attend_many_mma(const Attention& a, const AttentionTile* tiles, int count, 
   else start_dim<256>(a, tiles, count, queue);
 }
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

@@ -1,7 +1,7 @@
 // Attention by mma.sync.
 #pragma once
 #include "cuda/kernels/attention/attention.h"
-#include "cuda/kernels/common/half.h"
+#include "cuda/kernels/common/dtype16.h"
 
 namespace as {
 namespace cuda {
@@ -10,12 +10,12 @@ namespace cuda {
 // also 80. attend_few_...(): attend_few() by these. several: tiles may have several runs. own: rows enter the cache,
 // too, as store_cache() has it; false, and nothing is done: of these heads a block of threads has no room for both.
 // attend_many_...(): attend_many() by these.
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 bool has_attend_mma(const Attention& a);
-bool attend_few_half(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own,
-                     const Turn* turn, const Queue& queue);
+bool attend_few_dtype16(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own,
+                        const Turn* turn, const Queue& queue);
 void attend_many_mma(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue);
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 bool has_attend_quantized(const Attention& a);
 bool attend_few_quantized(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own,
                           const Turn* turn, const Queue& queue);

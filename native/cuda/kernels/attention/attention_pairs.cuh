@@ -5,7 +5,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 
 template <int kDim>
 class WarpPairs {
@@ -32,7 +32,7 @@ class WarpPairs {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           const int at = s * 16 + half * 8 + threadIdx.x % 4 * 2;
-          const uint32_t two = there ? two_halves(from[at], from[at + 1]) : 0;
+          const uint32_t two = there ? to_dtype16x2(from[at], from[at + 1]) : 0;
           if constexpr (!kQueries) query_[s][h + 2 * half] = two;
           else if (s % kShare == part) store_shared(queries + ((threadIdx.x % 32 / 4 + 8 * h) * kStride + at) * 2, two);
         }
@@ -116,10 +116,10 @@ class WarpPairs {
     for (int h = 0; h < 2; h++) sum_[h] = summed(sum_[h], by[h], halves[h]);
 #pragma unroll
     for (int s = 0; s < kTokens / 16; s++) {
-      const uint32_t weights[4] = {two_halves(scores[2 * s][0], scores[2 * s][1]),
-                                   two_halves(scores[2 * s][2], scores[2 * s][3]),
-                                   two_halves(scores[2 * s + 1][0], scores[2 * s + 1][1]),
-                                   two_halves(scores[2 * s + 1][2], scores[2 * s + 1][3])};
+      const uint32_t weights[4] = {to_dtype16x2(scores[2 * s][0], scores[2 * s][1]),
+                                   to_dtype16x2(scores[2 * s][2], scores[2 * s][3]),
+                                   to_dtype16x2(scores[2 * s + 1][0], scores[2 * s + 1][1]),
+                                   to_dtype16x2(scores[2 * s + 1][2], scores[2 * s + 1][3])};
 #pragma unroll
       for (int v = 0; v < kValues; v += 2) {
         uint32_t x[4];
@@ -191,6 +191,6 @@ class WarpPairs {
   float most_[2], sum_[2], total_most_[2], total_sum_[2];
 };
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

@@ -47,7 +47,8 @@ __device__ uint4 widened_eight(const char* from, float scale, float minimum) {
 #pragma unroll
     for (int j = 0; j < 8; j++) x[j] = fmaf(x[j] - 8388608.0f, scale, minimum);
   }
-  return make_uint4(two_halves(x[0], x[1]), two_halves(x[2], x[3]), two_halves(x[4], x[5]), two_halves(x[6], x[7]));
+  return make_uint4(to_dtype16x2(x[0], x[1]), to_dtype16x2(x[2], x[3]), to_dtype16x2(x[4], x[5]),
+                    to_dtype16x2(x[6], x[7]));
 }
 
 template <int kDim, CacheType kType>

@@ -4,7 +4,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 namespace few {
 
 constexpr int kTokens = 64,
@@ -209,7 +209,7 @@ __device__ inline float4 load_shared_four(uint32_t address) {
 __device__ inline void put_two(const Rows& out, int row, int column, float first, float second) {
   if (out.tiles)
     *reinterpret_cast<uint32_t*>(out.tiles + tile_offset(row, column, blocks_of(out.width))) =
-        two_halves(first, second);
+        to_dtype16x2(first, second);
   if (out.values)
     *reinterpret_cast<float2*>(out.values + (size_t)row * out.width + column) = make_float2(first, second);
 }
@@ -281,6 +281,6 @@ __device__ void merge_part(const Attention& a, const Part& part, Shared& shared,
 }
 
 }  // namespace few
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

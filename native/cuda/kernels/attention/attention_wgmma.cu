@@ -11,7 +11,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 namespace {
 
 [[maybe_unused]] constexpr int kTokens = kBlock;  // positions at a time
@@ -102,8 +102,8 @@ __device__ void copy_context(const Attention& a, const int* table, int kv_head, 
 // kept: all ones, or zero, which such a piece then is.
 __device__ void put_piece(char* to, int pair, int piece, const float (&x)[8], uint32_t kept) {
   *reinterpret_cast<uint4*>(to + piece / 8 * kBlockBytes + piece_offset(pair, piece % 8)) =
-      make_uint4(two_halves(x[0], x[1]) & kept, two_halves(x[2], x[3]) & kept, two_halves(x[4], x[5]) & kept,
-                 two_halves(x[6], x[7]) & kept);
+      make_uint4(to_dtype16x2(x[0], x[1]) & kept, to_dtype16x2(x[2], x[3]) & kept, to_dtype16x2(x[4], x[5]) & kept,
+                 to_dtype16x2(x[6], x[7]) & kept);
 }
 
 // Queries of 64 pairs from `first` on, by a warpgroup; turns: rotated, halves with halves, as store_cache() does it.
@@ -111,7 +111,7 @@ __device__ void put_piece(char* to, int pair, int piece, const float (&x)[8], ui
 template <int kDim, bool turns>
 __device__ void copy_queries(const Attention& a, const TileRows& rows, int first, int kv_head, const RotaryTable& t,
                              char* to) {
-  constexpr int kHalf = kDim / 2, kPieces = kHalf / 8, kTurns = kBlock * kPieces / 128;
+  constexpr int kHalfDim = kDim / 2, kPieces = kHalfDim / 8, kTurns = kBlock * kPieces / 128;
   const int piece = threadIdx.x % kPieces, own = threadIdx.x % 128 / kPieces;
   float x[kTurns][8], y[kTurns][8], cosine[kTurns][8], sine[kTurns][8];
   uint32_t kept[kTurns];
@@ -127,9 +127,9 @@ __device__ void copy_queries(const Attention& a, const TileRows& rows, int first
     const int row = there ? rows.row(pair) : rows.tile.row, column = there ? rows.head(pair, kv_head) * kDim : 0;
     kept[turn] = there ? ~0u : 0;
     const float* head = a.qkv + (size_t)row * a.width + column;
-    eight(head + piece * 8, x[turn]), eight(head + kHalf + piece * 8, y[turn]);
+    eight(head + piece * 8, x[turn]), eight(head + kHalfDim + piece * 8, y[turn]);
     if (!turns) continue;
-    const size_t at = (size_t)row * kHalf + piece * 8;
+    const size_t at = (size_t)row * kHalfDim + piece * 8;
     eight(t.cosine + at, cosine[turn]), eight(t.sine + at, sine[turn]);
   }
 #pragma unroll
@@ -223,7 +223,7 @@ class Attender {
   // Likewise.
   __device__ void take_weights() {
 #pragma unroll
-    for (int i = 0; i < kScores / 2; i++) weights_[i / 4][i % 4] = two_halves(scores_[2 * i], scores_[2 * i + 1]);
+    for (int i = 0; i < kScores / 2; i++) weights_[i / 4][i % 4] = to_dtype16x2(scores_[2 * i], scores_[2 * i + 1]);
   }
   __device__ void begin_values(uint32_t values, bool first) {
     begin_products();
@@ -274,7 +274,7 @@ class Attender {
         for (int i = 0; i < 4; i++) {
           const float* values = total_ + (v + i) * 4 + 2 * h;
           const float first = __fmul_rn(values[0], inverse), second = __fmul_rn(values[1], inverse);
-          words[i] = two_halves(first, second);
+          words[i] = to_dtype16x2(first, second);
           if (there && !a_.out.tiles)
             *reinterpret_cast<float2*>(a_.out.values + (size_t)row * a_.out.width + column + (v + i) * 8 +
                                        2 * quarter) = make_float2(first, second);
@@ -466,7 +466,7 @@ void start_dim(const Attention& a, const AttentionTile* tiles, int count, const 
 }  // namespace
 
 bool has_attend_wgmma(const Attention& a, const Queue& queue) {
-  return queue.capability == 90 && a.cache.type == CacheType::half &&
+  return queue.capability == 90 && a.cache.type == CacheType::dtype16 &&
          (a.cache.head_dim == 64 || a.cache.head_dim == 128) && !a.slopes && !a.sinks;
 }
 
@@ -475,6 +475,6 @@ void attend_wgmma(const Attention& a, const AttentionTile* tiles, int count, con
   else start_dim<128>(a, tiles, count, turn, queue);
 }
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

@@ -1,17 +1,17 @@
 // Attention by wgmma.
 #pragma once
 #include "cuda/kernels/attention/attention.h"
-#include "cuda/kernels/common/half.h"
+#include "cuda/kernels/common/dtype16.h"
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 
 // Whether there is a kernel for this cache on this chip: of 16 bits, heads of 64 or 128 features without slopes
 // and sinks, capability 9.0.
 bool has_attend_wgmma(const Attention& a, const Queue& queue);
 void attend_wgmma(const Attention& a, const AttentionTile* tiles, int count, const Turn* turn, const Queue& queue);
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

@@ -5,7 +5,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 namespace few {
 
 // A head of a row, normed (as head_norm() has it) and rotated if it is to be: a lane has every 32nd feature.
@@ -52,7 +52,7 @@ struct TurnedHead {
   __device__ void write(uint16_t* to) const {
 #pragma unroll
     for (int i = 0; i < kEach; i++)
-      if (const int f = i * 32 + threadIdx.x % 32; f < kDim) to[f] = to_half(x[i]);
+      if (const int f = i * 32 + threadIdx.x % 32; f < kDim) to[f] = to_dtype16(x[i]);
   }
   // As it enters a quantized cache: codes to either place, scale and minimum in order there, `apart` floats apart.
   template <CacheType kType>
@@ -85,6 +85,6 @@ struct TurnedHead {
 };
 
 }  // namespace few
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

@@ -18,7 +18,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 namespace {
 
 constexpr int kThreads = 512, kEight = 8;
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kThreads, kRanks <= 4 ? kBlocks : 1)
   float weights[kEight];  // on their way while ranks are waited for
   if (s.norm.weight && first < width) weights_of(first, weights);
   await_previous();
-  const size_t half = s.call % 2 * peers.half;
+  const size_t half = s.call % 2 * peers.buffer_bytes;
   Wait wait(peers);
   if constexpr (!kPushed) {
     meet(peers, (uint32_t)*peers.step * s.calls + s.call + 1);
@@ -262,12 +262,12 @@ void sum_ranks(const RankSum& sum, int rows, const Queue& queue) {
   };
   const std::true_type yes;
   const std::false_type no;
-  if (sum.halves && pushes(sum.peers, rows)) whole ? start_tiles(yes, yes) : start_tiles(no, yes);
-  else if (sum.halves) whole ? start_tiles(yes, no) : start_tiles(no, no);
+  if (sum.is_dtype16 && pushes(sum.peers, rows)) whole ? start_tiles(yes, yes) : start_tiles(no, yes);
+  else if (sum.is_dtype16) whole ? start_tiles(yes, no) : start_tiles(no, no);
   else whole ? start_values(yes) : start_values(no);
   launched("sum over ranks");
 }
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

@@ -13,7 +13,7 @@ constexpr int kNotYet = 0xffff;
 // What kernels have of a group's ranks: memory of each one's GPU, which all read and write (exchange.h).
 struct Peers {
   int rank = 0, world = 1;
-  size_t half = 0;                   // bytes: of either buffer of partial sums
+  size_t buffer_bytes = 0;           // bytes: of either buffer of partial sums
   const char* partials[kMostRanks];  // of each rank, two buffers: those of a step's even calls, and of its odd ones
   uint32_t* flags[kMostRanks];       // on each rank, of each rank: the last call that it has come to; then whether
                                      // one has not come within the limit
@@ -28,13 +28,13 @@ struct Peers {
 };
 // y [rows, y.width] = the sum of the ranks' partial sums, in rank order: ((0 + 1) + 2) + ..., or that added to what y
 // has; and if there is a norm with a weight, rows of y normed, too. One of the `calls` that every step makes on all
-// ranks in the same order, an even number. halves: partial sums are in tiles, else float32 rows.
+// ranks in the same order, an even number. is_dtype16: partial sums are in tiles, else float32 rows.
 struct RankSum {
   Peers peers;
   int call = 0, calls = 0;
-  bool halves = false, adds = false;
-  Half half = Half::bf16;   // of partial sums in tiles, and of what is normed
-  bool on_its_way = false;  // what made the partial sums of few rows has pushed them
+  bool is_dtype16 = false, adds = false;
+  DType16 dtype = DType16::bf16;  // of partial sums in tiles, and of what is normed
+  bool on_its_way = false;        // what made the partial sums of few rows has pushed them
   Rows y;
   Norm norm;
   Rows normed;

@@ -10,7 +10,7 @@ void read_memory(const void* data, size_t bytes, uint32_t* sink, const Queue& qu
 // Values of both signs and several sizes.
 void fill_bf16(void* data, size_t bytes, const Queue& queue);
 // Random ones, evenly between -size and size.
-void fill_noise(void* data, size_t bytes, Half half, float size, uint64_t seed, const Queue& queue);
+void fill_noise(void* data, size_t bytes, DType16 dtype, float size, uint64_t seed, const Queue& queue);
 
 }  // namespace cuda
 }  // namespace as

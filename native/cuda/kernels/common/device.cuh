@@ -6,16 +6,16 @@
 #include <stdexcept>
 #include <string>
 
-#include "cuda/kernels/common/half.h"
+#include "cuda/kernels/common/dtype16.h"
 #include "cuda/kernels/common/shared_limit.h"
 
 #define AS_TEXT_OF(name) #name
 #define AS_TEXT(name) AS_TEXT_OF(name)
-#define AS_HALF_TEXT AS_TEXT(AS_HALF)  // in PTX
+#define AS_DTYPE16_TEXT AS_TEXT(AS_DTYPE16)  // in PTX
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 
 // After a launch.
 inline void launched(const char* kernel) {
@@ -107,8 +107,8 @@ inline int ceil_div(size_t n, int by) { return (int)((n + by - 1) / by); }
 
 // Floats of 16 bits, and pairs of them, the lower one in the lower half. Too large ones become float16's largest; a NaN
 // stays one.
-__device__ inline uint16_t to_half(float x) {
-  if constexpr (kHalf == Half::bf16) {
+__device__ inline uint16_t to_dtype16(float x) {
+  if constexpr (kDType16 == DType16::bf16) {
     return __bfloat16_as_ushort(__float2bfloat16_rn(x));
   } else {
     uint16_t rounded;
@@ -116,19 +116,19 @@ __device__ inline uint16_t to_half(float x) {
     return rounded;
   }
 }
-__device__ inline float from_half(uint16_t x) {
-  if constexpr (kHalf == Half::bf16) return __uint_as_float((uint32_t)x << 16);
+__device__ inline float from_dtype16(uint16_t x) {
+  if constexpr (kDType16 == DType16::bf16) return __uint_as_float((uint32_t)x << 16);
   else return __half2float(__ushort_as_half(x));
 }
-__device__ inline uint32_t two_halves(float low, float high) {
+__device__ inline uint32_t to_dtype16x2(float low, float high) {
   uint32_t both;
-  if constexpr (kHalf == Half::bf16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  if constexpr (kDType16 == DType16::bf16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
   else asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
   return both;
 }
-__device__ inline float low_of(uint32_t pair) { return from_half((uint16_t)pair); }
+__device__ inline float low_of(uint32_t pair) { return from_dtype16((uint16_t)pair); }
 __device__ inline float high_of(uint32_t pair) {
-  return kHalf == Half::bf16 ? __uint_as_float(pair & 0xffff0000u) : from_half((uint16_t)(pair >> 16));
+  return kDType16 == DType16::bf16 ? __uint_as_float(pair & 0xffff0000u) : from_dtype16((uint16_t)(pair >> 16));
 }
 
 // Sums of lanes, the same in all of them: pairs at growing distance, so in one order.
@@ -201,7 +201,7 @@ __device__ inline void load_cores_transposed(uint32_t (&d)[4], uint32_t address)
 
 // d [16, 8] += a [16, 16] b [8, 16]^T
 __device__ inline void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." AS_HALF_TEXT "." AS_HALF_TEXT
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." AS_DTYPE16_TEXT "." AS_DTYPE16_TEXT
                ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
                "{%0, %1, %2, %3};"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -221,8 +221,8 @@ template <bool kPushes = false>
 __device__ inline void put(const Rows& out, int row, int column, float value) {
   if (out.tiles) {
     const size_t at = tile_offset(row, column, blocks_of(out.width));
-    out.tiles[at] = to_half(value);
-    if (kPushes && out.copy) push(out.copy + at, to_half(value));
+    out.tiles[at] = to_dtype16(value);
+    if (kPushes && out.copy) push(out.copy + at, to_dtype16(value));
   }
   if (out.values) out.values[(size_t)row * out.width + column] = value;
 }
@@ -246,7 +246,7 @@ __device__ inline void put_four(const Rows& out, int row, int column, int width,
       if (column + i < width) put<kPushes>(out, row, column + i, values[i]);
   } else if (out.tiles) {
     const size_t at = tile_offset(row, column, blocks_of(out.width));
-    const uint2 four = make_uint2(two_halves(x.x, x.y), two_halves(x.z, x.w));
+    const uint2 four = make_uint2(to_dtype16x2(x.x, x.y), to_dtype16x2(x.z, x.w));
     *reinterpret_cast<uint2*>(out.tiles + at) = four;
     if (kPushes && out.copy) push(out.copy + at, four);
   } else {
@@ -287,7 +287,7 @@ __device__ inline void put_eight(const Rows& out, int row, int column, int width
 #pragma unroll
     for (int j = 0; j < 4; j++)
       pairs[j] =
-          two_halves(column + 2 * j < width ? values[2 * j] : 0, column + 2 * j + 1 < width ? values[2 * j + 1] : 0);
+          to_dtype16x2(column + 2 * j < width ? values[2 * j] : 0, column + 2 * j + 1 < width ? values[2 * j + 1] : 0);
     *reinterpret_cast<uint4*>(out.tiles + tile_offset(row, column, blocks_of(out.width))) =
         make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
   }
@@ -303,6 +303,6 @@ __device__ inline void put_eight(const Rows& out, int row, int column, int width
   }
 }
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

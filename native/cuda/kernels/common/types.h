@@ -1,5 +1,5 @@
-// What launches of all kernels share: matrices and rows of activations, scratch memory, and the queue they go to. Pointers
-// are of the device's memory. Values of a row depend on that row alone, whatever else is in a launch.
+// What launches of all kernels share: matrices and rows of activations, scratch memory, and the queue they go to.
+// Pointers are of the device's memory. Values of a row depend on that row alone, whatever else is in a launch.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -16,7 +16,7 @@ namespace cuda {
 // Floats of 16 bits: bfloat16 and IEEE 754's binary16 (float16), as PTX names them. Values too large for float16 become
 // its largest, 65504. What is of 16 bits in a program is all of one type, but for the cache. Kernels of other formats
 // (codes, activations of 8 bits) go with bfloat16 alone.
-enum class Half : uint8_t { bf16, f16 };
+enum class DType16 : uint8_t { bf16, f16 };
 constexpr float kTooLarge = 65520;  // from there on a value does not fit float16: to nearest it would be infinite
 
 // Rows of values: float32 [rows, width], or of 16 bits in tiles (tiles.h) for the products that read them, or both.
@@ -24,16 +24,16 @@ struct Rows {
   float* values = nullptr;
   uint16_t* tiles = nullptr;
   int width = 0;
-  Half half = Half::bf16;
+  DType16 dtype = DType16::bf16;
   uint16_t* copy = nullptr;  // of the tiles, in another GPU's memory: of products of 16 bits in pieces alone
 };
 
 // A matrix [n, k]: float32 row by row, or of 16 bits in tiles, or codes.
-enum class Kind { f32, half, codes, integers, float8 };  // the last two: codes for activations of 8 bits
+enum class Kind { f32, dtype16, codes, integers, float8 };  // the last two: codes for activations of 8 bits
 struct Matrix {
   int n = 0, k = 0;
   Kind kind = Kind::f32;
-  Half half = Half::bf16;
+  DType16 dtype = DType16::bf16;
   const float* values = nullptr;
   const uint16_t* tiles = nullptr;
   Codes codes = {};
@@ -42,7 +42,7 @@ struct Matrix {
 
   bool takes_bytes() const { return kind == Kind::integers || kind == Kind::float8; }
   // Of its products' rows of activations: they must be in tiles; or they may, as they are rounded to 8 bits anyway.
-  bool takes_tiles() const { return kind == Kind::half || kind == Kind::codes; }
+  bool takes_tiles() const { return kind == Kind::dtype16 || kind == Kind::codes; }
   bool reads_tiles() const { return takes_tiles() || takes_bytes(); }
 };
 

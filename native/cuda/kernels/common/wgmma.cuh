@@ -4,7 +4,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 __device__ inline void barrier_init(uint64_t* barrier, int arrivals) {
@@ -200,17 +200,17 @@ struct Tile;
 #define AS_SUMS_120 AS_SUMS_112, AS_EIGHT(112)
 #define AS_SUMS_128 AS_SUMS_120, AS_EIGHT(120)
 // a, b, adds: the numbers of these operands, which follow the `count` sums.
-#define AS_TILE(n, count, a, b, adds)                                                              \
-  template <>                                                                                      \
-  struct Tile<n> {                                                                                 \
-    static __device__ void multiply(float (&d)[count], uint64_t left, uint64_t right, int keeps) { \
-      asm volatile("{ .reg .pred p;\nsetp.ne.b32 p, %" #adds                                       \
-                   ", 0;\n"                                                                        \
-                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." AS_HALF_TEXT "." AS_HALF_TEXT \
-                   " {" AS_NAMES_##count "}, %" #a ", %" #b ", p, 1, 1, 0, 0; }"                   \
-                   : AS_SUMS_##count                                                               \
-                   : "l"(left), "l"(right), "r"(keeps));                                           \
-    }                                                                                              \
+#define AS_TILE(n, count, a, b, adds)                                                                    \
+  template <>                                                                                            \
+  struct Tile<n> {                                                                                       \
+    static __device__ void multiply(float (&d)[count], uint64_t left, uint64_t right, int keeps) {       \
+      asm volatile("{ .reg .pred p;\nsetp.ne.b32 p, %" #adds                                             \
+                   ", 0;\n"                                                                              \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." AS_DTYPE16_TEXT "." AS_DTYPE16_TEXT \
+                   " {" AS_NAMES_##count "}, %" #a ", %" #b ", p, 1, 1, 0, 0; }"                         \
+                   : AS_SUMS_##count                                                                     \
+                   : "l"(left), "l"(right), "r"(keeps));                                                 \
+    }                                                                                                    \
   };
 AS_TILE(8, 4, 4, 5, 6)
 AS_TILE(16, 8, 8, 9, 10)
@@ -238,7 +238,7 @@ struct WeighedTile;
     static __device__ void multiply(float (&d)[count], const uint32_t (&left)[4], uint64_t right, int keeps) { \
       asm volatile("{ .reg .pred p;\nsetp.ne.b32 p, %" #adds                                                   \
                    ", 0;\n"                                                                                    \
-                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." AS_HALF_TEXT "." AS_HALF_TEXT             \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." AS_DTYPE16_TEXT "." AS_DTYPE16_TEXT       \
                    " {" AS_NAMES_##count "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", p, 1, 1, 1; }" \
                    : AS_SUMS_##count                                                                           \
                    : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(keeps));          \
@@ -304,6 +304,6 @@ __device__ inline void exchange(uint32_t (&words)[4]) {
 }
 #endif
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

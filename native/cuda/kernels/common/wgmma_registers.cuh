@@ -4,7 +4,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 // d [64, N] (+)= a [64, K] b [N, K]^T by a warpgroup, sums as Tile (wgmma.cuh) has them; adds 0: it begins anew. a: of
@@ -35,8 +35,9 @@ struct ByteTile;
                    : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(keeps));        \
     }                                                                                                        \
   };
-#define AS_TILES(n, count, ...)                                                                                       \
-  AS_TILE(RegisterTile<n>, float, "+f", n, "k16.f32." AS_HALF_TEXT "." AS_HALF_TEXT, ", 1, 1, 0", count, __VA_ARGS__) \
+#define AS_TILES(n, count, ...)                                                                                \
+  AS_TILE(RegisterTile<n>, float, "+f", n, "k16.f32." AS_DTYPE16_TEXT "." AS_DTYPE16_TEXT, ", 1, 1, 0", count, \
+          __VA_ARGS__)                                                                                         \
   AS_TILE(ByteTile<n>, int, "+r", n, "k32.s32.s8.s8", "", count, __VA_ARGS__)
 AS_TILES(8, 4, 4, 5, 6, 7, 8, 9)
 AS_TILES(16, 8, 8, 9, 10, 11, 12, 13)
@@ -116,6 +117,6 @@ __device__ inline void settle(int (&d)[kValues]) {
 }
 #endif
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

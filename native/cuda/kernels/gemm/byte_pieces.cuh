@@ -6,7 +6,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 
 constexpr int kPieceColumns = 16;
 
@@ -111,6 +111,6 @@ class NormedPieces : public NormedRow<Piece<false>, kThreads, kKept_> {
 };
 constexpr int kNormedBytes = 8192;  // columns of such a row, at most
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

@@ -13,7 +13,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 // A warpgroup's warps, by the named barrier that it alone has.
@@ -141,6 +141,6 @@ __device__ const auto& of_pieces(const Totals& total, const Sums& d) {
 }
 #endif
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

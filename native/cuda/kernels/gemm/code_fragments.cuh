@@ -4,7 +4,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 
 // How sets of scales go along with blocks of K: a block has `each` of them, or so many blocks share one.
 struct ScaleSets {
@@ -106,6 +106,6 @@ class StepProducts {
   uint32_t x_[2];
 };
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

@@ -5,7 +5,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 
 // How sums become values: as they are, or times the scale of their row of activations of 8 bits, or of floats the
 // column's before that.
@@ -50,6 +50,6 @@ __device__ inline void finish_columns(const Product& p, int rows, int first_row,
   }
 }
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

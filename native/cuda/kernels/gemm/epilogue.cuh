@@ -5,7 +5,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 
 // What products leave of sums: each and its bias, added to what is there if they are to be. Of kCount values of a
 // thread all that is read comes before anything is written: so reads wait for each other no longer. where(i): row and
@@ -62,6 +62,6 @@ __device__ inline void finish_gated(const Product& p, int row, int column, float
   put(p.y, row, column, gated(p, column, gate, up));
 }
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

@@ -23,9 +23,9 @@ void linear_f32(const Product& p, int rows, const Queue& queue);
 // The bits are the same by every kernel: mma.sync, or wgmma (chips of capability 9.0 alone) with pieces side by side
 // for some rows or in a stream of weights, or one after the other for many.
 enum class By { any, mma, split, stream, wide };
-void linear_half(const Product& p, int rows, const Queue& queue, By by = By::any);
+void linear_dtype16(const Product& p, int rows, const Queue& queue, By by = By::any);
 // Whether it norms such rows itself, if asked to.
-bool linear_half_norms(const Product& p, int rows, const Queue& queue);
+bool linear_dtype16_norms(const Product& p, int rows, const Queue& queue);
 // Of codes, with activations in bfloat16.
 void linear_quantized(const Product& p, int rows, const Queue& queue, By by = By::any);
 // Whether it norms such rows itself, if asked to.

@@ -5,7 +5,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 
 constexpr int kLaneColumns = 4, kWarpColumns = 32 * kLaneColumns;  // adjacent ones of a lane, of a warp
 
@@ -68,6 +68,6 @@ __device__ void multiply_rows(const float* x, int there, const float* weights, i
     for (int c = 0; c < kColumns; c++) sums[r][c] = warp_sum(sums[r][c]);
 }
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

@@ -38,7 +38,7 @@ struct Segments {
   }
 };
 
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 
 // What a lane has of a tile of 16 rows x 64 columns in shared memory, as integers around zero: mma.sync's first
 // operand, 32 columns at a time.
@@ -80,7 +80,7 @@ __device__ __forceinline__ void add_segment(float& total, uint32_t scales, int s
   total = __fmaf_rn(__uint_as_float(scales & 0xffff0000u), activations, total);
 }
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 
 // By wgmma, of chips of capability 9.0: any rows; many, of codes of 8 bits in one group.
 void linear_integer_stream(const Product& p, int rows, const Queue& queue);

@@ -1,8 +1,8 @@
 // Products of quantized weights with activations in bfloat16. A weight is rounded to bfloat16 where it is used, and
-// sums are those of linear_half() with the matrix so rounded, to the bit: so the way is free. Few rows: weights stream
-// by as codes and are widened in registers, here by mma.sync as in linear_half.cu. Many: the matrix is widened into
-// tiles, some of its rows at a time, which linear_half() takes.
-#include "cuda/by_half.h"
+// sums are those of linear_dtype16() with the matrix so rounded, to the bit: so the way is free. Few rows: weights
+// stream by as codes and are widened in registers, here by mma.sync as in linear_dtype16.cu. Many: the matrix is
+// widened into tiles, some of its rows at a time, which linear_dtype16() takes.
+#include "cuda/by_dtype16.h"
 #include "cuda/kernels/gemm/linear_quantized.h"
 
 #include <algorithm>
@@ -226,14 +226,14 @@ void linear_widened(const Product& p, int rows, const Queue& queue) {
     const int n = std::min(part, p.w.n - first);
     Product some = p;
     widen(p.w, first / kBlock, blocks_of(n), p.widened, queue);
-    some.w = {n, p.w.k, Kind::half, Half::bf16, nullptr, p.widened};
+    some.w = {n, p.w.k, Kind::dtype16, DType16::bf16, nullptr, p.widened};
     some.w.most_pieces = p.w.most_pieces;
     if (first) {  // which is a multiple of a block of columns
       if (p.y.values) some.y.values += first;
       if (p.y.tiles) some.y.tiles += (size_t)first / kBlock * kBlockValues;
       if (p.bias) some.bias += first;
     }
-    bf16::linear_half(some, rows, apart, By::wide);
+    bf16::linear_dtype16(some, rows, apart, By::wide);
   }
 }
 

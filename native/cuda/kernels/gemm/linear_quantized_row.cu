@@ -246,7 +246,7 @@ __device__ __forceinline__ void norm_row(const Product& p, const float (&weights
 #pragma unroll
     for (int j = 0; j < 8; j++) values[i][j] = values[i][j] * factor * (weights[i][j] + one);
 #pragma unroll
-    for (int j = 0; j < 4; j++) pairs[j] = two_halves(values[i][2 * j], values[i][2 * j + 1]);
+    for (int j = 0; j < 4; j++) pairs[j] = to_dtype16x2(values[i][2 * j], values[i][2 * j + 1]);
     *reinterpret_cast<uint4*>(x + places(place / 8, place % 8)) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
   }
 }
@@ -444,7 +444,7 @@ struct Plan {
     const int most = kMostWarps * kUnit / k.count / 2 * 2, own = ceil_div(pairs, processors());
     together = even(ceil_div(own, ceil_div(own, most)));
     const int units = ceil_div(together * k.count, kUnit), more = units % kSchedulers;
-    // Halves of what is more than equal numbers.
+    // Words16 of what is more than equal numbers.
     shared_units = k.count == 1 && k.blocks >= kSharedBlocks && units > more && more <= kSchedulers / 2 &&
                            units + more <= kMostWarps
                        ? more

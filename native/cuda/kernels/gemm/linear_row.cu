@@ -16,7 +16,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 namespace {
 
 constexpr int kWorkers = 128, kThreads = kWorkers + 32, kWarps = kWorkers / 32;
@@ -25,7 +25,7 @@ constexpr int kMostStages = 12;
 constexpr int kRowTile = 8;    // of products
 constexpr int kMostBytes = 2;  // rows that are 8 bits: to bring more costs more than clusters save
 
-enum class Form { half, float8, integers };
+enum class Form { dtype16, float8, integers };
 // What the row is made of: 16 bits in tiles, floats, or floats that are normed first; or rows that are 8 bits.
 enum class From { tiles, values, unnormed, bytes };
 // kKept: parts of the row that a thread keeps in registers; kAlone: there is one piece.
@@ -35,11 +35,11 @@ struct Shape {
   static constexpr From kFrom = kFrom_;
   static constexpr int kKept = kKept_;
   static constexpr bool kAlone = kAlone_;
-  static constexpr int kBlockSize = kForm == Form::half ? kBlockBytes : kByteBlock;
+  static constexpr int kBlockSize = kForm == Form::dtype16 ? kBlockBytes : kByteBlock;
   static constexpr int kRows = kFrom == From::bytes ? kRowTile : 1;
   static constexpr int kRowBlock = kBlockSize / kBlock;  // bytes of a row
   static constexpr int kStageBlocks = kStageBytes / kBlockSize;
-  using Normed = std::conditional_t<kForm == Form::half, RoundedRow<kWorkers>, NormedPieces<kWorkers, kKept>>;
+  using Normed = std::conditional_t<kForm == Form::dtype16, RoundedRow<kWorkers>, NormedPieces<kWorkers, kKept>>;
 };
 
 // What a block of threads has of the product: a piece of 64 columns.
@@ -77,8 +77,8 @@ __device__ __forceinline__ void await_told(const uint64_t* barrier) {
 template <class S>
 __device__ __forceinline__ void copy_weights(const Product& p, const Part& part, const Pieces& k, int count,
                                              uint32_t stages, Shared<S>& s) {
-  const char* from = S::kForm == Form::half ? reinterpret_cast<const char*>(p.w.tiles)
-                                            : reinterpret_cast<const char*>(p.w.codes.words);
+  const char* from = S::kForm == Form::dtype16 ? reinterpret_cast<const char*>(p.w.tiles)
+                                               : reinterpret_cast<const char*>(p.w.codes.words);
   from += ((size_t)part.column_block * k.blocks + part.first) * S::kBlockSize;
   StageRing ring{count};
   for (int b = 0; b < part.blocks; b += S::kStageBlocks, ring.next(), from += kStageBytes) {
@@ -100,14 +100,14 @@ __device__ __forceinline__ float make_row(const Product& p, int rows, const Part
     if constexpr (!S::kAlone) cluster_wait();
     await_previous();
   };
-  if constexpr (S::kForm == Form::half && S::kFrom == From::unnormed) {
+  if constexpr (S::kForm == Form::dtype16 && S::kFrom == From::unnormed) {
     typename S::Normed normed(p.norm, p.w.k);
     begin_row();
     normed.make(p.unnormed, s.norming);
     ask();
     normed.put(row, begin, parts);
     return 1;
-  } else if constexpr (S::kForm == Form::half) {
+  } else if constexpr (S::kForm == Form::dtype16) {
     const char* from = reinterpret_cast<const char*>(p.x.tiles) + (size_t)part.first * kBlockBytes;
     begin_row();
     for (int at = threadIdx.x; at < parts; at += kWorkers)
@@ -193,7 +193,7 @@ __device__ __forceinline__ void multiply(int blocks, int count, uint32_t stages,
     for (int i = 0; i < S::kRowBlock / kStepBytes; i++) {
       const uint32_t at = x + i * kStepBytes;
       const uint64_t rows = S::kFrom == From::bytes ? byte_descriptor(at) : row_descriptor(at);
-      if constexpr (S::kForm == Form::half)
+      if constexpr (S::kForm == Form::dtype16)
         Tile<8>::multiply(d, descriptor(weights + i * kStepBytes), rows, i > 0 || adds);
       else Float8Tile<8>::multiply(d, byte_descriptor(weights + i * kStepBytes), rows, i > 0 || adds);
     }
@@ -337,7 +337,7 @@ __global__ void __launch_bounds__(kThreads)
       float all = s.sums[0][at];
       for (int piece = 1; piece < k.count; piece++) all = __fadd_rn(all, s.sums[piece][at]);
       if constexpr (S::kForm == Form::float8) all = __fmul_rn(all, own.of_columns[j]);
-      if constexpr (S::kForm == Form::half) return all;
+      if constexpr (S::kForm == Form::dtype16) return all;
       return __fmul_rn(all, S::kFrom == From::bytes ? p.bytes.scales[own.row] : scale);
     };
     if (p.gated) {
@@ -363,10 +363,10 @@ struct Room {
   Room(const Product& p, int rows) : k(p.w.k, p.w.most_pieces) {
     constexpr size_t kAll = 226 << 10, kFixed = 2 << 10;  // of a processor; of a block of threads
     constexpr int kMostAtOnce = 3;
-    const bool halves = p.w.kind == Kind::half;
+    const bool dtype16 = p.w.kind == Kind::dtype16;
     const int at_once = ceil_div((size_t)blocks_of(p.w.n) * k.count, processors()),
-              stage_blocks = kStageBytes / (halves ? kBlockBytes : kByteBlock);
-    const size_t row = rows * k.length * (halves ? kRowBytes : kByteRow) + kBehindRow,
+              stage_blocks = kStageBytes / (dtype16 ? kBlockBytes : kByteBlock);
+    const size_t row = rows * k.length * (dtype16 ? kRowBytes : kByteRow) + kBehindRow,
                  fixed = kFixed + rows * kMostPieces * kBlock * sizeof(float);
     stages = at_once > kMostAtOnce ? 0 : std::min(ceil_div(k.length, stage_blocks), kMostStages);
     while (stages > 0 && kAll / at_once < stages * kStageBytes + row + fixed) stages--;
@@ -399,7 +399,7 @@ void start_bytes(const Product& p, const Room& room, const Queue& queue) {
 bool has_linear_row(const Product& p, const Queue& queue) {
   const int pieces = p.w.most_pieces;
   if (queue.capability != 90 || p.y.copy) return false;
-  const bool fits = p.w.kind == Kind::half
+  const bool fits = p.w.kind == Kind::dtype16
                         ? !p.unnormed || p.w.k <= kNormedColumns
                         : p.w.codes.in_rows && p.w.codes.groups == 1 && (!p.unnormed || p.w.k <= kNormedBytes);
   return fits && pieces > 1 && pieces <= kMostPieces && Room(p, 1).stages > 0;
@@ -411,8 +411,8 @@ void linear_row(const Product& p, const Queue& queue) {
     if (p.w.kind == Kind::float8) return start_bytes<Form::float8>(p, room, queue);
     if (p.w.kind == Kind::integers) return start_bytes<Form::integers>(p, room, queue);
   }
-  if (p.unnormed) start_row<Form::half, From::unnormed, 0>(p, room, queue);
-  else start_row<Form::half, From::tiles, 0>(p, room, queue);
+  if (p.unnormed) start_row<Form::dtype16, From::unnormed, 0>(p, room, queue);
+  else start_row<Form::dtype16, From::tiles, 0>(p, room, queue);
 }
 
 bool linear_few_bytes(const Product& p, int rows, const Queue& queue) {
@@ -426,6 +426,6 @@ bool linear_few_bytes(const Product& p, int rows, const Queue& queue) {
   return true;
 }
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

@@ -11,7 +11,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 namespace {
 
 // kRows: of activations; kGroups: warpgroups, of 64 columns each; kBeside: blocks of threads of a cluster that compute
@@ -277,6 +277,6 @@ void linear_split(const Product& p, int rows, const Queue& queue) {
   start_split<128, 2>(p, rows, queue);
 }
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

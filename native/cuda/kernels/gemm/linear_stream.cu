@@ -14,7 +14,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 namespace {
 
 // kRows: of activations; kGroups: warpgroups, of 64 columns each.
@@ -221,6 +221,6 @@ void linear_stream(const Product& p, int rows, const Queue& queue) {
   else start_rows<256, 3>(p, rows, queue);
 }
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

@@ -1,11 +1,11 @@
 // Products by wgmma, of floats of 16 bits but for those of one row.
 #pragma once
-#include "cuda/kernels/common/half.h"
+#include "cuda/kernels/common/dtype16.h"
 #include "cuda/kernels/gemm/gemm.h"
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 
 void linear_stream(const Product& p, int rows, const Queue& queue);
 void linear_split(const Product& p, int rows, const Queue& queue);
@@ -19,6 +19,6 @@ bool linear_few_bytes(const Product& p, int rows, const Queue& queue);
 // Whether linear_wide() is the fastest for a number of rows that the others are for.
 bool wide_is_best(const Product& p, int rows);
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

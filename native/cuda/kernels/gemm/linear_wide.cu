@@ -10,14 +10,14 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cuda/by_half.h"
+#include "cuda/by_dtype16.h"
 #include "cuda/kernels/gemm/linear_wgmma.h"
 #include "cuda/kernels/gemm/row_sums.cuh"
 #include "cuda/kernels/gemm/tile_parts.cuh"
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 namespace {
 
 constexpr int kMostShared = 226 << 10;
@@ -392,7 +392,7 @@ bool wide_is_best(const Product& p, int rows) {
 
 void linear_wide(const Product& p, int rows, const Queue& queue) {
   // Rows are written whole pieces of 16 bytes at a time.
-  if (p.gated ? !p.y.tiles : p.y.width % 4 || p.w.n % 4) return AS_HALF::linear_half(p, rows, queue, By::split);
+  if (p.gated ? !p.y.tiles : p.y.width % 4 || p.w.n % 4) return AS_DTYPE16::linear_dtype16(p, rows, queue, By::split);
   const Pieces k(p.w.k, p.w.most_pieces);
   const Choice* best = nullptr;
   int64_t least = INT64_MAX;
@@ -407,6 +407,6 @@ void linear_wide(const Product& p, int rows, const Queue& queue) {
   best->start(p, rows, best->nanoseconds, queue);
 }
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

@@ -23,7 +23,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 
 constexpr int kGroupThreads = 128;
 
@@ -572,6 +572,6 @@ void start_quantized_stream(const Product& p, int rows, const Queue& queue) {
   else start_stream_tiles<StreamShape<Format, 128, 2>>(p, rows, queue);
 }
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

@@ -4,7 +4,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 // Both of what follows take a thread's results as results(sixteen, h, v): of 16 columns and its first or second row
@@ -34,7 +34,7 @@ __device__ inline void write_gated(const Product& p, int rows, int first_row, in
     for (int i = 0; i < 4 && first + i < kEights; i++) {
       float gates[4];
       results(first + i, h, gates);
-      words[i] = two_halves(gate_of(first + i, 0, gates), gate_of(first + i, 1, gates));
+      words[i] = to_dtype16x2(gate_of(first + i, 0, gates), gate_of(first + i, 1, gates));
     }
     exchange(words);
     const int column = first_column + (first + (int)quarter) * 8;
@@ -112,13 +112,13 @@ __device__ inline void write_sums(const Product& p, int rows, int first_row, int
       if (adds) four = sum_of(asked[step % 2][i], four);
       if (p.y.tiles)
         *reinterpret_cast<uint2*>(p.y.tiles + tile_offset(row + 8 * h, column + 16 * at, blocks_of(width))) =
-            make_uint2(two_halves(four.x, four.y), two_halves(four.z, four.w));
+            make_uint2(to_dtype16x2(four.x, four.y), to_dtype16x2(four.z, four.w));
       else *reinterpret_cast<float4*>(p.y.values + (size_t)(row + 8 * h) * width + column + 16 * at) = four;
     }
   }
 }
 #endif
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

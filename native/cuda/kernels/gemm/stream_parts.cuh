@@ -5,7 +5,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 
 constexpr int kStepBlocks = 2;  // of K
 AS_BOTH constexpr int steps_of(int blocks) { return (blocks + kStepBlocks - 1) / kStepBlocks; }
@@ -113,6 +113,6 @@ class StreamParts {
 };
 #endif
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

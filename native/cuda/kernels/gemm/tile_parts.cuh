@@ -6,7 +6,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 
 // The tiles of a product, cluster by cluster. Those from `whole` on are shared: each cluster has an equal part, of one
 // tile at least. unit: of how many blocks of K parts are, so that no piece is cut.
@@ -95,6 +95,6 @@ __device__ void go_on_from(const Scratch& scratch, int block, int group, int bar
 }
 #endif
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

@@ -8,7 +8,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 
 constexpr int kMostWarps = 8;
 constexpr int kRowTile = 8;
@@ -107,6 +107,6 @@ PiecesGrid grid_of(Kernel kernel, const Matrix& w, const Pieces& k, int rows, in
   return {tiles, warps, dim3(ceil_div(tiles, turns), groups), shared};
 }
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

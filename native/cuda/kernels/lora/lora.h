@@ -18,8 +18,8 @@ AS_BOTH constexpr int low_rank_stride(int columns) { return (columns + 7) / 8 * 
 AS_BOTH constexpr int whole_ranks(int rank) { return (rank + kRankBlock - 1) / kRankBlock * kRankBlock; }
 // Sums over K of matrices of 16 bits are made in so many parts, by different blocks of threads.
 constexpr int kMostLowRankParts = 8;
-AS_BOTH constexpr int low_rank_parts(int k, bool halves) {
-  const int parts = halves ? (k + 1023) / 1024 : 1;
+AS_BOTH constexpr int low_rank_parts(int k, bool is_dtype16) {
+  const int parts = is_dtype16 ? (k + 1023) / 1024 : 1;
   return parts < kMostLowRankParts ? parts : kMostLowRankParts;
 }
 // Columns [offset, offset + columns) of what a linear makes; target: which of the adapter's they are.
@@ -35,12 +35,13 @@ struct AdaptedSums {
   const LowRank* pairs = nullptr;  // [adapters, targets]
   int targets = 0;
   const int *adapters = nullptr, *chosen = nullptr;  // of each row of the step, -1: none; chosen: null, or y's rows
-  bool halves = false;                               // matrices are of 16 bits
-  Half type = Half::bf16;
+  bool is_dtype16 = false;                           // matrices are of 16 bits
+  DType16 type = DType16::bf16;
   Rows x;
   float* y = nullptr;
-  int width = 0, half = 0;  // of y; half: not 0 where its columns lie as pair_rows() has them, of so many gates
-  float* inner = nullptr;   // [rows, count, low_rank_parts(), whole_ranks(max_rank)]: parts of a x
+  int width = 0,
+      paired_gates = 0;    // of y; paired_gates: not 0 where its columns lie as pair_rows() has them, of so many gates
+  float* inner = nullptr;  // [rows, count, low_rank_parts(), whole_ranks(max_rank)]: parts of a x
   int max_rank = 0, count = 0;
   AdaptedColumns columns[kMostTargets];
   int adapter_count = 0;  // that there may be

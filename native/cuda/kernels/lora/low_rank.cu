@@ -10,7 +10,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 namespace {
 
 constexpr int kWarps = 8;   // of a block
@@ -154,7 +154,7 @@ __device__ void add_four(const AdaptedSums& a, int row, const AdaptedColumns& ow
                          const float (&sums)[kColumns]) {
   float* y = a.y + (size_t)row * a.width;
   const int at = own.offset + column;
-  if (column + kColumns <= own.columns && a.width % 4 == 0 && at % 4 == 0 && a.half % 4 == 0) {
+  if (column + kColumns <= own.columns && a.width % 4 == 0 && at % 4 == 0 && a.paired_gates % 4 == 0) {
     float4& place = *reinterpret_cast<float4*>(y + place_of(a, at));
     float4 values = place;
     values.x = __fadd_rn(values.x, sums[0]), values.y = __fadd_rn(values.y, sums[1]);
@@ -256,7 +256,7 @@ __global__ void silu_mul_pairs_kernel(const float* in, int width, const float* b
 }  // namespace
 
 void add_low_rank(const AdaptedSums& a, int rows, const Queue& queue) {
-  if (a.halves) return add_low_rank_half(a, rows, queue);
+  if (a.is_dtype16) return add_low_rank_dtype16(a, rows, queue);
   int columns = 0;
   for (int i = 0; i < a.count; i++) columns = a.columns[i].columns > columns ? a.columns[i].columns : columns;
   const bool alone = rows <= kAloneRows;
@@ -275,6 +275,6 @@ void silu_mul_pairs(const float* in, const float* bias, int rows, const Rows& ou
   launched("silu_mul");
 }
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

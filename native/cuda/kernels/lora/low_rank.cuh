@@ -5,10 +5,10 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 
 // By mma.sync, of matrices of 16 bits.
-void add_low_rank_half(const AdaptedSums& a, int rows, const Queue& queue);
+void add_low_rank_dtype16(const AdaptedSums& a, int rows, const Queue& queue);
 
 #ifdef __CUDACC__
 
@@ -20,13 +20,13 @@ __device__ inline int adapter_of(const AdaptedSums& a, int row, int rows) {
 
 // Where a column of what the linear makes is in y.
 __device__ inline int place_of(const AdaptedSums& a, int column) {
-  if (!a.half) return column;
-  const int of_kind = column < a.half ? column : column - a.half;
-  return of_kind / 8 * 16 + of_kind % 8 + (column < a.half ? 0 : 8);
+  if (!a.paired_gates) return column;
+  const int of_kind = column < a.paired_gates ? column : column - a.paired_gates;
+  return of_kind / 8 * 16 + of_kind % 8 + (column < a.paired_gates ? 0 : 8);
 }
 
 #endif
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

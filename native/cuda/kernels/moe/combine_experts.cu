@@ -6,7 +6,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 namespace {
 
 constexpr int kEight = 8, kThreads = 512;
@@ -65,6 +65,6 @@ void combine_experts(const Combination& c, int rows, const Queue& queue) {
   launched("combine_experts");
 }
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

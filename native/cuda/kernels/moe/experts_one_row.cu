@@ -14,7 +14,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 namespace {
 
 constexpr int kNormThreads = 512, kEight = 8;
@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(32 * kWarps)
 }
 
 size_t bytes_of_expert(const Matrix& w) {
-  if (w.kind == Kind::half) return tiles_bytes(w.n, w.k);
+  if (w.kind == Kind::dtype16) return tiles_bytes(w.n, w.k);
   return codes_bytes(w.n, w.k, w.codes.bits) + scales_bytes(w.n, w.codes.groups);
 }
 
@@ -344,6 +344,6 @@ void combine_row(const ExpertProduct& e, const ChosenRow& row, const Combination
   });
 }
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

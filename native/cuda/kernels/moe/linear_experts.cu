@@ -10,7 +10,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 namespace {
 
 constexpr int kColumnTiles = 2;  // of an item
@@ -263,7 +263,7 @@ int expert_tile_rows(Kind kind, int entries, int experts, const Queue& queue) {
   if (kind == Kind::f32) return kTile;
   // So that few experts have more than one tile.
   const int each = entries / std::max(experts, 1);
-  if (each > 48 && kind == Kind::half && queue.capability == 90) return 128;
+  if (each > 48 && kind == Kind::dtype16 && queue.capability == 90) return 128;
   return each <= 4 ? 8 : each <= 10 ? 16 : each <= 22 ? 32 : 64;
 }
 
@@ -291,11 +291,11 @@ void linear_experts(const ExpertProduct& p, int entries, int tile_rows, const Qu
     launched("linear of experts in float32");
     return;
   }
-  if (w.kind == Kind::half && tile_rows >= 64 && queue.capability == 90 && by != By::mma)
+  if (w.kind == Kind::dtype16 && tile_rows >= 64 && queue.capability == 90 && by != By::mma)
     return linear_experts_wide(p, entries, tile_rows, queue);
   start_format(p, entries, tile_rows, queue);
 }
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

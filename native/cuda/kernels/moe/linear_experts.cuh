@@ -7,7 +7,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 
 // By wgmma, for chips of capability 9.0; tile_rows: 64 or 128.
 void linear_experts_wide(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue);
@@ -89,6 +89,6 @@ class Fragments {
   Affine rows_[S::kCount][2];
 };
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

@@ -11,7 +11,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 namespace {
 
 // kRows: entries of a tile; kGroups: warpgroups that multiply.
@@ -169,6 +169,6 @@ void linear_experts_wide(const ExpertProduct& p, int entries, int tile_rows, con
   else start_wide<Shape<128, 4>>(p, entries, queue);
 }
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

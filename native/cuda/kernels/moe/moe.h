@@ -75,7 +75,7 @@ struct Combination {
   Norm norm;
   Rows normed;
 
-  Half half() const { return y.tiles ? y.half : normed.half; }
+  DType16 dtype() const { return y.tiles ? y.dtype : normed.dtype; }
 };
 void combine_experts(const Combination& c, int rows, const Queue& queue);
 

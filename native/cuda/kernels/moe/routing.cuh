@@ -7,7 +7,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 
 // An index of a value, ahead of others if the value is greater, or the index lower.
 struct Candidate {
@@ -176,6 +176,6 @@ __device__ inline void route_row_together(const float* logits, const Router& rou
   }
 }
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

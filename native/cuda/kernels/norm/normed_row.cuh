@@ -6,7 +6,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 
 // So many adjacent columns of a row, which a thread has; zeros behind the row's end.
 template <int kCount>
@@ -115,12 +115,12 @@ class RoundedRow : public NormedRow<RowPart<8>, kThreads, kNormedColumns / 8 / k
     for (int i = 0; i < this->kKept; i++) {
       const RowPart<8>& x = (*this)[i];
       if (const int at = this->place(i) - begin; at >= 0 && at < count)
-        *reinterpret_cast<uint4*>(to + at * 16) =
-            make_uint4(two_halves(x[0], x[1]), two_halves(x[2], x[3]), two_halves(x[4], x[5]), two_halves(x[6], x[7]));
+        *reinterpret_cast<uint4*>(to + at * 16) = make_uint4(to_dtype16x2(x[0], x[1]), to_dtype16x2(x[2], x[3]),
+                                                             to_dtype16x2(x[4], x[5]), to_dtype16x2(x[6], x[7]));
     }
   }
 };
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

@@ -6,14 +6,14 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 namespace {
 
 constexpr int kThreads = 256;
 
 __device__ float value_of(const Matrix& m, int row, int column) {
-  if (m.tiles) return from_half(m.tiles[tile_offset(row, column, blocks_of(m.k))]);
-  if (m.codes.bits) return AS_HALF::value_of(m.codes, row, column, m.k);
+  if (m.tiles) return from_dtype16(m.tiles[tile_offset(row, column, blocks_of(m.k))]);
+  if (m.codes.bits) return AS_DTYPE16::value_of(m.codes, row, column, m.k);
   return m.values[(size_t)row * m.k + column];
 }
 
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kThreads)
       const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
       float values[8];
 #pragma unroll
-      for (int j = 0; j < 8; j++) values[j] = from_half((uint16_t)(words[j / 2] >> j % 2 * 16)) * scale;
+      for (int j = 0; j < 8; j++) values[j] = from_dtype16((uint16_t)(words[j / 2] >> j % 2 * 16)) * scale;
       put_eight(out, row, i, table.k, values);
     }
   } else {
@@ -183,6 +183,6 @@ void to_tiles(const float* in, int rows, const Rows& out, const Queue& queue) {
   launched("to_tiles");
 }
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

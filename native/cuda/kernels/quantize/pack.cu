@@ -4,7 +4,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 namespace {
 
 template <typename T>
@@ -21,8 +21,8 @@ __global__ void pack_kernel(const T* rows, int64_t stride, Matrix m, int first, 
   bool wrong = false;
   if (column < m.k) {
     const float x = widened(rows[row * stride + column]);
-    wrong = !isfinite(x) || (m.tiles && kHalf == Half::f16 && fabsf(x) >= kTooLarge);
-    if (m.tiles) const_cast<uint16_t*>(m.tiles)[tile_offset(first + row, column, blocks_of(m.k))] = to_half(x);
+    wrong = !isfinite(x) || (m.tiles && kDType16 == DType16::f16 && fabsf(x) >= kTooLarge);
+    if (m.tiles) const_cast<uint16_t*>(m.tiles)[tile_offset(first + row, column, blocks_of(m.k))] = to_dtype16(x);
     else const_cast<float*>(m.values)[(size_t)(first + row) * m.k + column] = x;
   }
   const unsigned lanes = __ballot_sync(0xffffffffu, wrong);
@@ -75,7 +75,7 @@ __global__ void noise_kernel(uint32_t* data, size_t count, float size, uint64_t 
   uint64_t x = (i + 1 + (seed << 40)) * 0x9e3779b97f4a7c15ull;
   x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9ull, x = (x ^ x >> 27) * 0x94d049bb133111ebull, x ^= x >> 31;
   const auto value = [&](uint32_t bits) { return size * ((float)(int32_t)bits * 0x1p-31f); };
-  if (i < count) data[i] = two_halves(value((uint32_t)x), value((uint32_t)(x >> 32)));
+  if (i < count) data[i] = to_dtype16x2(value((uint32_t)x), value((uint32_t)(x >> 32)));
 }
 
 }  // namespace
@@ -98,13 +98,13 @@ void pack_rows(const void* rows, Source source, int64_t stride, int count, const
   else pack<__nv_bfloat16>(rows, stride, count, matrix, first, bad, queue);
 }
 
-void fill_noise(void* data, size_t bytes, Half, float size, uint64_t seed, const Queue& queue) {
+void fill_noise(void* data, size_t bytes, DType16, float size, uint64_t seed, const Queue& queue) {
   constexpr int kThreads = 256;
   start(queue, noise_kernel, ceil_div(bytes / 4, kThreads), kThreads, 0, static_cast<uint32_t*>(data), bytes / 4, size,
         seed);
   launched("filling memory");
 }
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

@@ -18,7 +18,7 @@ __device__ float widened(T x) {
   else return __bfloat162float(x);
 }
 
-// How values become codes: (x / 2 - half_offset) * factor + middle. Halves, as their range may pass the largest float.
+// How values become codes: (x / 2 - half_offset) * factor + middle. Words16, as their range may pass the largest float.
 struct Range {
   float half_offset, factor;
 };

@@ -6,7 +6,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 
 // To nearest, to even; larger ones become the largest, 448.
 __device__ inline uint8_t to_e4m3(float x) { return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3); }
@@ -121,6 +121,6 @@ __device__ inline void cut_fragment(uint32_t (&a)[4], int columns) {
   }
 }
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

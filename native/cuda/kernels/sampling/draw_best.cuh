@@ -8,7 +8,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 namespace {
 
 constexpr int kThreads = 1024, kWarps = kThreads / 32;
@@ -260,6 +260,6 @@ __device__ __noinline__ int list_best(Shared& s, const DrawTask& task, const Log
 }
 
 }  // namespace
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

@@ -5,7 +5,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 namespace {
 
 using namespace sampling;
@@ -83,6 +83,6 @@ __device__ inline RowSums row_sums(const DrawTask& task, const ChunkSums& of, in
 }
 
 }  // namespace
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

@@ -11,7 +11,7 @@
 #include <functional>
 #include <vector>
 
-#include "cuda/kernels/common/half.h"
+#include "cuda/kernels/common/dtype16.h"
 
 #define __global__
 #define __device__

@@ -1,96 +1,96 @@
 // Ops of which there is one for each type of 16 bits: what they are given says which it is. Those that have nothing of
 // 16 bits go to bfloat16's, which are there for all formats.
-#include "cuda/by_half.h"
+#include "cuda/by_dtype16.h"
 
 namespace as {
 namespace cuda {
 
-#define AS_CALL(half, op, ...) return (half) == Half::f16 ? f16::op(__VA_ARGS__) : bf16::op(__VA_ARGS__)
+#define AS_CALL(dtype, op, ...) return (dtype) == DType16::f16 ? f16::op(__VA_ARGS__) : bf16::op(__VA_ARGS__)
 
 void pack_rows(const void* rows, Source source, int64_t stride, int count, const Matrix& matrix, int first,
                unsigned long long* bad, const Queue& queue) {
-  AS_CALL(matrix.half, pack_rows, rows, source, stride, count, matrix, first, bad, queue);
+  AS_CALL(matrix.dtype, pack_rows, rows, source, stride, count, matrix, first, bad, queue);
 }
 void read_row(const Matrix& matrix, int row, float* out, const Queue& queue) {
-  AS_CALL(matrix.half, read_row, matrix, row, out, queue);
+  AS_CALL(matrix.dtype, read_row, matrix, row, out, queue);
 }
-void fill_noise(void* data, size_t bytes, Half half, float size, uint64_t seed, const Queue& queue) {
-  AS_CALL(half, fill_noise, data, bytes, half, size, seed, queue);
+void fill_noise(void* data, size_t bytes, DType16 dtype, float size, uint64_t seed, const Queue& queue) {
+  AS_CALL(dtype, fill_noise, data, bytes, dtype, size, seed, queue);
 }
 void pair_rows(const Matrix& from, const Matrix& to, const Queue& queue) { bf16::pair_rows(from, to, queue); }
 
 void embed(const Matrix& table, const int* tokens, const Best* drawn, int rows, int vocab_begin, float scale,
            const Rows& out, const Queue& queue) {
-  AS_CALL(table.half, embed, table, tokens, drawn, rows, vocab_begin, scale, out, queue);
+  AS_CALL(table.dtype, embed, table, tokens, drawn, rows, vocab_begin, scale, out, queue);
 }
 void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Queue& queue) {
-  AS_CALL(out.half, rms_norm, x, norm, rows, out, queue);
+  AS_CALL(out.dtype, rms_norm, x, norm, rows, out, queue);
 }
 void silu_mul(const float* in, const Gating& gating, int rows, const Rows& out, const Queue& queue) {
-  AS_CALL(out.half, silu_mul, in, gating, rows, out, queue);
+  AS_CALL(out.dtype, silu_mul, in, gating, rows, out, queue);
 }
 void gelu_tanh_mul(const float* in, int rows, const Rows& out, const Queue& queue) {
-  AS_CALL(out.half, gelu_tanh_mul, in, rows, out, queue);
+  AS_CALL(out.dtype, gelu_tanh_mul, in, rows, out, queue);
 }
 void select_rows(const float* in, const int* chosen, int rows, const Rows& out, const Queue& queue) {
-  AS_CALL(out.half, select_rows, in, chosen, rows, out, queue);
+  AS_CALL(out.dtype, select_rows, in, chosen, rows, out, queue);
 }
 void to_tiles(const float* in, int rows, const Rows& out, const Queue& queue) {
-  AS_CALL(out.half, to_tiles, in, rows, out, queue);
+  AS_CALL(out.dtype, to_tiles, in, rows, out, queue);
 }
 
-void linear_half(const Product& p, int rows, const Queue& queue, By by) {
-  AS_CALL(p.w.half, linear_half, p, rows, queue, by);
+void linear_dtype16(const Product& p, int rows, const Queue& queue, By by) {
+  AS_CALL(p.w.dtype, linear_dtype16, p, rows, queue, by);
 }
-bool linear_half_norms(const Product& p, int rows, const Queue& queue) {
-  AS_CALL(p.w.half, linear_half_norms, p, rows, queue);
+bool linear_dtype16_norms(const Product& p, int rows, const Queue& queue) {
+  AS_CALL(p.w.dtype, linear_dtype16_norms, p, rows, queue);
 }
 
 void add_low_rank(const AdaptedSums& a, int rows, const Queue& queue) { AS_CALL(a.type, add_low_rank, a, rows, queue); }
 void silu_mul_pairs(const float* in, const float* bias, int rows, const Rows& out, const Queue& queue) {
-  AS_CALL(out.half, silu_mul_pairs, in, bias, rows, out, queue);
+  AS_CALL(out.dtype, silu_mul_pairs, in, bias, rows, out, queue);
 }
 
 void store_cache(const Attention& a, const int* where, const Turn* turn, bool queries, int rows, const Queue& queue) {
-  AS_CALL(a.cache.half, store_cache, a, where, turn, queries, rows, queue);
+  AS_CALL(a.cache.dtype, store_cache, a, where, turn, queries, rows, queue);
 }
 void attend_few(const Attention& a, const AttentionTile* tiles, int count, int splits, const Queue& queue) {
-  AS_CALL(a.cache.half, attend_few, a, tiles, count, splits, queue);
+  AS_CALL(a.cache.dtype, attend_few, a, tiles, count, splits, queue);
 }
 void attend_many(const Attention& a, const AttentionTile* tiles, int count, const Turn* turn, const Queue& queue) {
-  AS_CALL(a.cache.half, attend_many, a, tiles, count, turn, queue);
+  AS_CALL(a.cache.dtype, attend_many, a, tiles, count, turn, queue);
 }
 bool attend_turns(const Attention& a, const Turn& turn, const Queue& queue) {
-  AS_CALL(a.cache.half, attend_turns, a, turn, queue);
+  AS_CALL(a.cache.dtype, attend_turns, a, turn, queue);
 }
 bool store_and_attend(const Attention& a, const Turn* turn, const AttentionTile* tiles, int count, int splits,
                       const Queue& queue) {
-  AS_CALL(a.cache.half, store_and_attend, a, turn, tiles, count, splits, queue);
+  AS_CALL(a.cache.dtype, store_and_attend, a, turn, tiles, count, splits, queue);
 }
 
-void sum_ranks(const RankSum& sum, int rows, const Queue& queue) { AS_CALL(sum.half, sum_ranks, sum, rows, queue); }
+void sum_ranks(const RankSum& sum, int rows, const Queue& queue) { AS_CALL(sum.dtype, sum_ranks, sum, rows, queue); }
 
 int expert_tile_rows(Kind kind, int entries, int experts, const Queue& queue) {
   return bf16::expert_tile_rows(kind, entries, experts, queue);
 }
 void linear_experts(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue, By by) {
-  AS_CALL(p.product.w.half, linear_experts, p, entries, tile_rows, queue, by);
+  AS_CALL(p.product.w.dtype, linear_experts, p, entries, tile_rows, queue, by);
 }
 void combine_experts(const Combination& c, int rows, const Queue& queue) {
-  AS_CALL(c.half(), combine_experts, c, rows, queue);
+  AS_CALL(c.dtype(), combine_experts, c, rows, queue);
 }
 bool norms_with_logits(const Product& logits) { return bf16::norms_with_logits(logits); }
 void norm_and_logits(const float* x, const Norm& norm, const Rows& normed, const Product& logits, const Queue& queue) {
-  AS_CALL(normed.half, norm_and_logits, x, norm, normed, logits, queue);
+  AS_CALL(normed.dtype, norm_and_logits, x, norm, normed, logits, queue);
 }
 bool has_row_kernels(const Matrix& up, const Matrix& down, const Queue& queue) {
   return bf16::has_row_kernels(up, down, queue);
 }
 void gate_row(const ExpertProduct& e, const ChosenRow& row, const Queue& queue) {
-  AS_CALL(e.product.w.half, gate_row, e, row, queue);
+  AS_CALL(e.product.w.dtype, gate_row, e, row, queue);
 }
 void combine_row(const ExpertProduct& e, const ChosenRow& row, const Combination& c, const Queue& queue) {
-  AS_CALL(e.product.w.half, combine_row, e, row, c, queue);
+  AS_CALL(e.product.w.dtype, combine_row, e, row, c, queue);
 }
 
 }  // namespace cuda

@@ -12,22 +12,24 @@
 namespace as {
 namespace cuda {
 
-inline float widened(uint16_t bits, Half half) {
-  if (half == Half::bf16) return bf16_to_float(bits);
+inline float widened(uint16_t bits, DType16 dtype) {
+  if (dtype == DType16::bf16) return bf16_to_float(bits);
   __half_raw raw;
   raw.x = bits;
   return __half2float(__half(raw));
 }
 // To nearest, to even; what is too large for float16 becomes its largest.
 constexpr float kLargestFloat16 = 65504;
-inline uint16_t rounded(float x, Half half) {
-  if (half == Half::bf16) return float_to_bf16(x);
+inline uint16_t rounded(float x, DType16 dtype) {
+  if (dtype == DType16::bf16) return float_to_bf16(x);
   return static_cast<__half_raw>(__float2half_rn(std::clamp(x, -kLargestFloat16, kLargestFloat16))).x;
 }
 // Whether that is a number as large as x.
-inline bool fits(float x, Half half) { return std::isfinite(x) && (half == Half::bf16 || std::abs(x) < kTooLarge); }
+inline bool fits(float x, DType16 dtype) {
+  return std::isfinite(x) && (dtype == DType16::bf16 || std::abs(x) < kTooLarge);
+}
 // Of a type's name: of others bfloat16, which is what goes with them.
-inline Half half_of(const std::string& dtype) { return dtype == "float16" ? Half::f16 : Half::bf16; }
+inline DType16 dtype16_of(const std::string& dtype) { return dtype == "float16" ? DType16::f16 : DType16::bf16; }
 
 }  // namespace cuda
 }  // namespace as

@@ -10,7 +10,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 namespace {
 
 constexpr int kStageWeights = kTileRows * kBlock * 2;  // bytes of a stage: 64 of K
@@ -171,11 +171,11 @@ bool is_row(const Product& p, int rows, const Queue& queue) {
 
 }  // namespace
 
-bool linear_half_norms(const Product& p, int rows, const Queue& queue) {
-  return p.w.kind == Kind::half && is_row(p, rows, queue);
+bool linear_dtype16_norms(const Product& p, int rows, const Queue& queue) {
+  return p.w.kind == Kind::dtype16 && is_row(p, rows, queue);
 }
 
-void linear_half(const Product& p, int rows, const Queue& queue, By by) {
+void linear_dtype16(const Product& p, int rows, const Queue& queue, By by) {
   if (queue.capability != 90) by = By::mma;
   if (by == By::any) {
     if (is_row(p, rows, queue)) return linear_row(p, queue);
@@ -194,6 +194,6 @@ void linear_half(const Product& p, int rows, const Queue& queue, By by) {
   else start_tiles<8>(p, rows, queue);
 }
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

@@ -15,7 +15,7 @@
 
 namespace as {
 namespace cuda {
-namespace AS_HALF {
+namespace AS_DTYPE16 {
 namespace {
 
 constexpr int kRows = 16;        // of an mma.sync
@@ -91,8 +91,8 @@ __device__ void read_x(const Rows& x, int first, int group, int rows, uint4 (&fo
         const int row = min(first + kRows * s + 8 * half + g, rows - 1);
         float values[8];
         read_eight(x.values + (size_t)row * x.width, column, x.width, values);
-        found[s][half] = make_uint4(two_halves(values[0], values[1]), two_halves(values[2], values[3]),
-                                    two_halves(values[4], values[5]), two_halves(values[6], values[7]));
+        found[s][half] = make_uint4(to_dtype16x2(values[0], values[1]), to_dtype16x2(values[2], values[3]),
+                                    to_dtype16x2(values[4], values[5]), to_dtype16x2(values[6], values[7]));
       }
   }
 }
@@ -180,17 +180,17 @@ __global__ void __launch_bounds__(32 * kWarps)
 }
 
 // Four ranks of a row of scale * a x, as the values of 16 bits that add up to them.
-struct Halves {
+struct HighLow {
   uint32_t high[2], low[2];
 };
-__device__ Halves halves_of(const float4& x) {
-  Halves found;
+__device__ HighLow high_low_of(const float4& x) {
+  HighLow found;
   const float values[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    found.high[i] = two_halves(values[2 * i], values[2 * i + 1]);
-    found.low[i] = two_halves(__fsub_rn(values[2 * i], low_of(found.high[i])),
-                              __fsub_rn(values[2 * i + 1], high_of(found.high[i])));
+    found.high[i] = to_dtype16x2(values[2 * i], values[2 * i + 1]);
+    found.low[i] = to_dtype16x2(__fsub_rn(values[2 * i], low_of(found.high[i])),
+                                __fsub_rn(values[2 * i + 1], high_of(found.high[i])));
   }
   return found;
 }
@@ -210,8 +210,8 @@ __device__ void read_u(const AdaptedSums& a, const RowsOfAdapters<1>& of_rows, i
 #pragma unroll 4
       for (int i = 1; i < parts; i++) sum = sum_of(sum, *reinterpret_cast<const float4*>(from + i * stride));
     }
-    const Halves u = halves_of(make_float4(__fmul_rn(sum.x, scale), __fmul_rn(sum.y, scale), __fmul_rn(sum.z, scale),
-                                           __fmul_rn(sum.w, scale)));
+    const HighLow u = high_low_of(make_float4(__fmul_rn(sum.x, scale), __fmul_rn(sum.y, scale), __fmul_rn(sum.z, scale),
+                                              __fmul_rn(sum.w, scale)));
     high[half] = u.high[0], high[half + 2] = u.high[1], low[half] = u.low[0], low[half + 2] = u.low[1];
   }
 }
@@ -274,7 +274,8 @@ struct IntoY {
   template <typename What>
   __device__ static void each(const AdaptedSums& a, int number, int begin, const What& what) {
     const AdaptedColumns own = a.columns[number];
-    const bool pairs = own.offset % 2 == 0 && a.width % 2 == 0 && a.half % 2 == 0;  // adjacent columns are so in y
+    const bool pairs =
+        own.offset % 2 == 0 && a.width % 2 == 0 && a.paired_gates % 2 == 0;  // adjacent columns are so in y
 #pragma unroll
     for (int n = 0; n < kTiles; n++) {
       const int column = begin + 8 * n + threadIdx.x % 4 * 2, at = own.offset + column;
@@ -353,14 +354,14 @@ struct IntoGated {
   static constexpr int kTiles = 4, kKinds = 2, kBlocks = 2;
   static constexpr bool kEveryRow = true;
 
-  __device__ static int columns(const AdaptedSums& a, int) { return a.half; }
+  __device__ static int columns(const AdaptedSums& a, int) { return a.paired_gates; }
   struct Before {
     float2 y[2][kTiles][2];
   };
   __device__ static void read(const AdaptedSums& a, int, int begin, int half, int row, Before& before) {
 #pragma unroll
     for (int n = 0; n < kTiles; n++) {
-      if (begin + 8 * n >= a.half) continue;
+      if (begin + 8 * n >= a.paired_gates) continue;
       const float* y = a.y + (size_t)row * a.width + 2 * (begin + 8 * n) + threadIdx.x % 4 * 2;
       before.y[0][n][half] = *reinterpret_cast<const float2*>(y);
       before.y[1][n][half] = *reinterpret_cast<const float2*>(y + 8);
@@ -369,11 +370,11 @@ struct IntoGated {
   __device__ static void finish(const AdaptedSums& a, int, int begin, int half, int row, const Before& before,
                                 const bool (&has)[2], const float (&d)[2][kTiles][4]) {
     Product p;
-    p.bias = a.bias, p.y.width = a.half;
+    p.bias = a.bias, p.y.width = a.paired_gates;
 #pragma unroll
     for (int n = 0; n < kTiles; n++) {
       const int column = begin + 8 * n + threadIdx.x % 4 * 2;
-      if (begin + 8 * n >= a.half) continue;
+      if (begin + 8 * n >= a.paired_gates) continue;
       float2 sums[2];
 #pragma unroll
       for (int kind = 0; kind < 2; kind++) {
@@ -382,10 +383,10 @@ struct IntoGated {
       }
       const float one = gated(p, column, sums[0].x, sums[1].x), other = gated(p, column + 1, sums[0].y, sums[1].y);
       if (a.gated.tiles)
-        *reinterpret_cast<uint32_t*>(a.gated.tiles + tile_offset(row, column, blocks_of(a.half))) =
-            two_halves(one, other);
+        *reinterpret_cast<uint32_t*>(a.gated.tiles + tile_offset(row, column, blocks_of(a.paired_gates))) =
+            to_dtype16x2(one, other);
       if (a.gated.values)
-        *reinterpret_cast<float2*>(a.gated.values + (size_t)row * a.half + column) = make_float2(one, other);
+        *reinterpret_cast<float2*>(a.gated.values + (size_t)row * a.paired_gates + column) = make_float2(one, other);
     }
   }
 };
@@ -461,17 +462,17 @@ void shrink(const AdaptedSums& a, int rows, int turns, const Queue& queue) {
 
 }  // namespace
 
-void add_low_rank_half(const AdaptedSums& a, int rows, const Queue& queue) {
+void add_low_rank_dtype16(const AdaptedSums& a, int rows, const Queue& queue) {
   const int turns = rows > kFewRows ? 1 : std::clamp(std::min(a.adapter_count, rows), 1, kMostTurns);
   if (rows <= kFewRows) shrink<1>(a, rows, turns, queue);
   else shrink<2>(a, rows, turns, queue);
   int columns = 0;
   for (int i = 0; i < a.count; i++) columns = std::max(columns, a.columns[i].columns);
-  if (a.gated.width) expand<IntoGated>(a, a.half, 1, rows, turns, queue);
+  if (a.gated.width) expand<IntoGated>(a, a.paired_gates, 1, rows, turns, queue);
   else if (a.added) expand<IntoAdded>(a, a.width, 1, rows, turns, queue);
   else expand<IntoY>(a, columns, a.count, rows, turns, queue);
 }
 
-}  // namespace AS_HALF
+}  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

@@ -1,0 +1,54 @@
+// Ops that are compiled once for each 16-bit type (kernels/common/dtype16.h), in a namespace of each.
+#pragma once
+#include "cuda/kernels/attention/attention.h"
+#include "cuda/kernels/comm/sum_ranks.h"
+#include "cuda/kernels/common/ceilings.h"
+#include "cuda/kernels/gemm/gemm.h"
+#include "cuda/kernels/lora/lora.h"
+#include "cuda/kernels/moe/moe.h"
+
+namespace as {
+namespace cuda {
+
+#define AS_OPS                 \
+  AS_OP(pack_rows);            \
+  AS_OP(read_row);             \
+  AS_OP(pair_rows);            \
+  AS_OP(embed);                \
+  AS_OP(rms_norm);             \
+  AS_OP(silu_mul);             \
+  AS_OP(gelu_tanh_mul);        \
+  AS_OP(select_rows);          \
+  AS_OP(to_tiles);             \
+  AS_OP(linear_dtype16);       \
+  AS_OP(linear_dtype16_norms); \
+  AS_OP(add_low_rank);         \
+  AS_OP(silu_mul_pairs);       \
+  AS_OP(store_cache);          \
+  AS_OP(attend_few);           \
+  AS_OP(attend_many);          \
+  AS_OP(attend_turns);         \
+  AS_OP(store_and_attend);     \
+  AS_OP(sum_ranks);            \
+  AS_OP(expert_tile_rows);     \
+  AS_OP(linear_experts);       \
+  AS_OP(combine_experts);      \
+  AS_OP(norms_with_logits);    \
+  AS_OP(norm_and_logits);      \
+  AS_OP(has_row_kernels);      \
+  AS_OP(gate_row);             \
+  AS_OP(combine_row);          \
+  AS_OP(fill_noise);
+
+#define AS_OP(op) decltype(cuda::op) op
+namespace bf16 {
+AS_OPS
+}
+namespace f16 {
+AS_OPS
+}
+#undef AS_OPS
+#undef AS_OP
+
+}  // namespace cuda
+}  // namespace as
