@@ -1,0 +1,1 @@
+"""Generators of the documentation: reference pages, pictures and tables of figures."""
