@@ -1,0 +1,5 @@
+"""Makes the documentation's generators importable."""
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
