@@ -2,7 +2,7 @@
 // reading codes and scales takes, and bits against products of the same values in bfloat16. norm: of a row that a
 // kernel norms before; norms: that the product norms itself.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/codes.cu -o codes
-//        native/cuda/kernels/{gemm/linear_{quantized*,dtype16,row,split,stream,wide,f32},norm/rows}.cu
+//        native/cuda/kernels/{gemm/{gemm_{quantized*,dtype16,split_k,stream_k,prefill,f32},gemv*},norm/rows}.cu
 //   codes [check] [by=stream|mma] [norm|norms] [rows=1,8,16,32] [forms=4:64,4:128,4:0,8:64]
 //   [shapes=qkv,o,gate_up,down,head]
 #include <cstdio>
@@ -146,7 +146,7 @@ int main(int argc, char** argv) {
             Product other = p;
             other.w.kind = Kind::dtype16, other.w.tiles = tiles, other.w.codes = {};
             check(cudaMemsetAsync(y, 0, result, stream)), check(cudaMemsetAsync(found, 0, 8, stream));
-            AS_DTYPE16::linear_dtype16(other, rows, queue, By::mma);
+            AS_DTYPE16::gemm_dtype16(other, rows, queue, By::mma);
             check(cudaMemcpyAsync(expected, y, result, cudaMemcpyDeviceToDevice, stream));
             // Differences by the stream, by mma.sync, and by what is best.
             unsigned long long before = 0, count;
@@ -154,9 +154,9 @@ int main(int argc, char** argv) {
             for (By by : {By::stream, By::mma, By::any}) {
               check(cudaMemsetAsync(y, 0, result, stream));
               Product own = p;
-              if (norms && by == By::any && linear_quantized_norms(p, rows, queue))
+              if (norms && by == By::any && gemm_quantized_norms(p, rows, queue))
                 check(cudaMemsetAsync(x, 0xff, (size_t)shape.k * 2, stream)), own.unnormed = unnormed, own.norm = norm;
-              linear_quantized(own, rows, queue, by);
+              gemm_quantized(own, rows, queue, by);
               differ<<<blocks(result / 4), 256, 0, stream>>>((uint32_t*)y, (uint32_t*)expected, result / 4, found);
               check(cudaMemcpyAsync(&count, found, 8, cudaMemcpyDeviceToHost, stream));
               check(cudaStreamSynchronize(stream));
@@ -168,9 +168,9 @@ int main(int argc, char** argv) {
           const auto run = [&] {
             for (int i = 0; i < launches; i++) {
               p.w.codes = weights[i % copies];
-              if (norms && linear_quantized_norms(p, rows, queue)) p.unnormed = unnormed, p.norm = norm;
+              if (norms && gemm_quantized_norms(p, rows, queue)) p.unnormed = unnormed, p.norm = norm;
               else norm_rows();
-              linear_quantized(p, rows, queue, by);
+              gemm_quantized(p, rows, queue, by);
             }
           };
           run();

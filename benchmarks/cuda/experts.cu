@@ -1,8 +1,8 @@
 // A layer of Qwen3-30B-A3B between two attentions, in bfloat16, kernel by kernel: microseconds, and the part of what
 // its bytes take, or its products; and whether one row has the same bits by both ways.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/experts.cu
-//        native/cuda/kernels/{moe/*,gemm/linear_{few,dtype16,row,split,stream,wide,f32},norm/rows,quantize/pack}.cu -o
-//        experts
+//        native/cuda/kernels/{moe/*,gemm/{gemm_{small_n,dtype16,split_k,stream_k,prefill,f32},gemv},norm/rows,quantize/pack}.cu
+//        -o experts
 //   experts [rows,rows... [rows of a tile]]
 #include <cstdio>
 #include <cstdlib>
@@ -113,12 +113,11 @@ int main(int argc, char** argv) {
   };
   const ChosenRow chosen{router, logits.values, nullptr};
   const Combination sum{made.values, routing, true, x, {}, {}}, normed{made.values, routing, true, x, norm, y};
-  const std::pair<const char*, Part> o{"o",
-                                       [&](const Layer& l, int rows) {
-                                         AS_DTYPE16::linear_dtype16(product(l.o, context, x, true, false), rows, queue);
-                                       }},
+  const std::pair<const char*, Part> o{
+      "o",
+      [&](const Layer& l, int rows) { AS_DTYPE16::gemm_dtype16(product(l.o, context, x, true, false), rows, queue); }},
       next{"qkv", [&](const Layer& l, int rows) {
-             AS_DTYPE16::linear_dtype16(product(l.qkv, y, qkv, false, false), rows, queue);
+             AS_DTYPE16::gemm_dtype16(product(l.qkv, y, qkv, false, false), rows, queue);
            }};
   using Parts = std::vector<std::pair<const char*, Part>>;
   const Parts many{
@@ -129,9 +128,9 @@ int main(int argc, char** argv) {
          route(product(l.gate, y, logits, false, false), router, routing, nullptr, rows, tile_rows(rows), queue);
        }},
       {"gate_up",
-       [&](const Layer& l, int rows) { AS_DTYPE16::linear_experts(up(l), rows * kTop, tile_rows(rows), queue); }},
+       [&](const Layer& l, int rows) { AS_DTYPE16::gemm_experts(up(l), rows * kTop, tile_rows(rows), queue); }},
       {"down",
-       [&](const Layer& l, int rows) { AS_DTYPE16::linear_experts(down(l), rows * kTop, tile_rows(rows), queue); }},
+       [&](const Layer& l, int rows) { AS_DTYPE16::gemm_experts(down(l), rows * kTop, tile_rows(rows), queue); }},
       {"combine, norm", [&](const Layer&, int rows) { AS_DTYPE16::combine_experts(normed, rows, queue); }},
       next};
   const Parts one{o,

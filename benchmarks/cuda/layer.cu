@@ -4,7 +4,7 @@
 // two, without their sums; split: small products by clusters, too; float8, w8a8: weights and activations of 8 bits;
 // apart: rows become these by kernels of their own)
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/layer.cu
-//        native/cuda/kernels/{gemm/linear_{dtype16,split,stream,wide,f32,row,bytes_*,integer},norm/rows,
+//        native/cuda/kernels/{gemm/{gemm_{dtype16,split_k,stream_k,prefill,f32,8bit*,integer},gemv},norm/rows,
 //        attention/attention_few,quantize/{byte_rows,pack}}.cu
 #include <cstdio>
 #include <cstdlib>
@@ -138,20 +138,19 @@ int main(int argc, char** argv) {
       if (bytes) {
         p.bytes = rows_of_bytes;
         if (norms) p.unnormed = x, p.norm = norm;
-        if (rows == 1 && !apart && linear_byte_row(p, queue)) return;
+        if (rows == 1 && !apart && gemv_8bit(p, queue)) return;
         if (!norms) quantize_activations(p, rows, queue);
         else if (has(norms)) rms_norm_into_bytes(x, norm, p, rows, queue);
-        float8 ? linear_float8(p, rows, queue) : linear_integer(p, rows, queue);
+        float8 ? gemm_float8(p, rows, queue) : gemm_integer(p, rows, queue);
         return;
       }
       if (norms) {
         p.unnormed = x, p.norm = norm;
-        if (!apart && AS_DTYPE16::linear_dtype16_norms(p, rows, queue))
-          return AS_DTYPE16::linear_dtype16(p, rows, queue);
+        if (!apart && AS_DTYPE16::gemm_dtype16_norms(p, rows, queue)) return AS_DTYPE16::gemm_dtype16(p, rows, queue);
         p.unnormed = nullptr;
         if (has(norms)) AS_DTYPE16::rms_norm(x, norm, rows, {nullptr, normed, kHidden}, queue);
       }
-      AS_DTYPE16::linear_dtype16(p, rows, queue, split ? By::split : By::any);
+      AS_DTYPE16::gemm_dtype16(p, rows, queue, split ? By::split : By::any);
     };
     for (const Layer& l : layers) {
       if (has("qkv")) product(l.qkv, normed, {qkv, nullptr, wide}, false, false, bias, "norm1");

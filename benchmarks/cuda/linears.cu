@@ -1,7 +1,7 @@
 // Products of Qwen2.5-7B's shapes by every kernel, alone: microseconds and the part of what reading the weights takes.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/linears.cu
-//        native/cuda/kernels/gemm/linear_{dtype16,row,split,stream,wide,f32}.cu native/cuda/kernels/quantize/pack.cu -o
-//        linears
+//        native/cuda/kernels/gemm/{gemm_{dtype16,split_k,stream_k,prefill,f32},gemv}.cu
+//        native/cuda/kernels/quantize/pack.cu -o linears
 //   linears [rows,rows... [ranks]]
 #include <cstdio>
 #include <cstdlib>
@@ -81,7 +81,7 @@ int main(int argc, char** argv) {
         p.y = shape.gated ? Rows{nullptr, gated, shape.n / 2} : Rows{y, nullptr, shape.n};
         const auto run = [&] {
           for (int i = 0; i < launches; i++)
-            p.w.tiles = weights[i % copies], AS_DTYPE16::linear_dtype16(p, rows, queue, kernel.by);
+            p.w.tiles = weights[i % copies], AS_DTYPE16::gemm_dtype16(p, rows, queue, kernel.by);
         };
         run();
         check(cudaStreamSynchronize(stream));

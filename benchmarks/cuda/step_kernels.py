@@ -27,7 +27,7 @@ STEPS = 10
 
 def short(name: str) -> str:
     name = re.sub(r"\(.*?\)::|as::cuda::|void |\([^()]*\)$", "", name)
-    return re.sub(r"_kernel|StreamShape|\((?:int|bool|unsigned int)\)|\s", "", name)[:44]
+    return re.sub(r"_kernel|StreamKShape|\((?:int|bool|unsigned int)\)|\s", "", name)[:44]
 
 
 def kernels_of(step, times: int) -> list[tuple[float, float, str]]:

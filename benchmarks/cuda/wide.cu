@@ -1,15 +1,15 @@
-// Products of many rows (native/cuda/kernels/gemm/linear_wide.cu) by each tile: their bits against the kernel of some
+// Products of many rows (native/cuda/kernels/gemm/gemm_prefill.cu) by each tile: their bits against the kernel of some
 // rows, and their speed at the shapes of Qwen2.5-7B and, with `small`, of its 0.5B.
 // `./wide [check] [time] [split] [tiles] [small] [rows=1024,8192] [qkv o gate_up down head]`: of all linears, or of
 // these. nvcc -O3 -std=c++17 -I../../../native -gencode arch=compute_90a,code=sm_90a wide.cu
-//   ../../../native/cuda/kernels/gemm/linear_{dtype16,row,split,stream}.cu -o wide
+//   ../../../native/cuda/kernels/gemm/{gemm_{dtype16,split_k,stream_k},gemv}.cu -o wide
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <vector>
 
-#include "cuda/kernels/gemm/linear_wide.cu"
+#include "cuda/kernels/gemm/gemm_prefill.cu"
 
 using namespace as::cuda;
 #define CHECK(x) must(x, #x)
@@ -74,11 +74,11 @@ std::vector<Choice> choices(const Problem& a) {
   if (Pieces(a.p.w.k, a.p.w.most_pieces).count == 1) return {std::begin(kByOne), std::end(kByOne)};
   return {std::begin(kByPieces), std::end(kByPieces)};
 }
-// choice: null for what linear_wide() chooses, &kSplit for the kernel of some rows.
+// choice: null for what gemm_prefill() chooses, &kSplit for the kernel of some rows.
 const Choice kSplit{};
 void by(const Choice* choice, const Problem& a) {
-  if (choice == &kSplit) return linear_split(a.p, a.rows, queue);
-  if (!choice) return linear_wide(a.p, a.rows, queue);
+  if (choice == &kSplit) return gemm_split_k(a.p, a.rows, queue);
+  if (!choice) return gemm_prefill(a.p, a.rows, queue);
   choice->start(a.p, a.rows, choice->nanoseconds, queue);
 }
 

@@ -1,4 +1,4 @@
-// Products of floats of 8 bits (native/cuda/kernels/gemm/linear_bytes_wide.cu) by each tile: their bits against the
+// Products of floats of 8 bits (native/cuda/kernels/gemm/gemm_8bit_prefill.cu) by each tile: their bits against the
 // stream's, their error against float64, and their speed at the shapes of Qwen2.5-7B.
 // `./wide8 [integers] [check] [error] [tiles | layer | bytes] [rows=128,8192] [only=gate_up]`, integers being w8a8's
 // nvcc -O3 -std=c++17 -I../../../native -gencode arch=compute_90a,code=sm_90a wide8.cu
@@ -10,14 +10,14 @@
 #include <cstring>
 #include <vector>
 
-#include "cuda/kernels/gemm/linear_bytes_wide.cu"
-#include "cuda/kernels/gemm/quantized_stream.cuh"
+#include "cuda/kernels/gemm/gemm_8bit_prefill.cu"
+#include "cuda/kernels/gemm/gemm_quantized_stream_k.cuh"
 
-void as::cuda::linear_float8_stream(const Product& p, int rows, const Queue& queue) {
-  start_quantized_stream<Floats>(p, rows, queue);
+void as::cuda::gemm_float8_stream_k(const Product& p, int rows, const Queue& queue) {
+  start_quantized_stream_k<Floats>(p, rows, queue);
 }
-void as::cuda::linear_integer_stream(const Product& p, int rows, const Queue& queue) {
-  start_quantized_stream<Integers<8>>(p, rows, queue);
+void as::cuda::gemm_integer_stream_k(const Product& p, int rows, const Queue& queue) {
+  start_quantized_stream_k<Integers<8>>(p, rows, queue);
 }
 
 using namespace as::cuda;
@@ -28,10 +28,10 @@ void must(cudaError_t e, const char* what) {
 
 bool integers;
 void stream(const Product& p, int rows, const Queue& queue) {
-  integers ? linear_integer_stream(p, rows, queue) : linear_float8_stream(p, rows, queue);
+  integers ? gemm_integer_stream_k(p, rows, queue) : gemm_float8_stream_k(p, rows, queue);
 }
 void wide(const Product& p, int rows, const Queue& queue) {
-  integers ? linear_integer_wide(p, rows, queue) : linear_float8_wide(p, rows, queue);
+  integers ? gemm_integer_prefill(p, rows, queue) : gemm_float8_prefill(p, rows, queue);
 }
 
 __device__ float noise(uint64_t i) {  // about normal
@@ -147,7 +147,8 @@ std::vector<Way> ways(const Problem& a, bool streams) {
   std::vector<Way> all;
   if (streams) {
     all.push_back({"stream", nullptr, stream});
-    if (a.rows > 64 && !integers) all.push_back({"s128/4", nullptr, start_stream_tiles<StreamShape<Floats, 128, 4>>});
+    if (a.rows > 64 && !integers)
+      all.push_back({"s128/4", nullptr, start_stream_k_tiles<StreamKShape<Floats, 128, 4>>});
   }
   const auto add = [&](const Choice& c) {
     if ((c.sums == Sums::whole) != (Pieces(a.p.w.k, a.p.w.most_pieces).count == 1)) return;

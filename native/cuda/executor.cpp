@@ -200,21 +200,21 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
   if (rounded) p.y = {nullptr, pieces.as<uint16_t>(), m.n, m.dtype};
   p.widened = widened.as<uint16_t>();
   if (m.takes_bytes()) p.bytes = byte_rows(bytes.as(), rows, m.k);
-  const bool done = rows == 1 && by == By::any && linear_byte_row(p, device_.queue());
+  const bool done = rows == 1 && by == By::any && gemv_8bit(p, device_.queue());
   if (m.takes_bytes() && !done) quantize_activations(p, rows, device_.queue());
   if (done) {
     // the product has made 8 bits of the row itself
   } else if (m.takes_tiles()) {
     p.x = {nullptr, tiles.as<uint16_t>(), m.k, m.dtype};
     to_tiles(in.as<float>(), rows, p.x, device_.queue());
-    if (m.tiles) linear_dtype16(p, rows, device_.queue(), by);
-    else linear_quantized(p, rows, device_.queue(), by);
+    if (m.tiles) gemm_dtype16(p, rows, device_.queue(), by);
+    else gemm_quantized(p, rows, device_.queue(), by);
   } else if (m.kind == Kind::integers) {
-    linear_integer(p, rows, device_.queue(), by);
+    gemm_integer(p, rows, device_.queue(), by);
   } else if (m.kind == Kind::float8) {
-    linear_float8(p, rows, device_.queue(), by);
+    gemm_float8(p, rows, device_.queue(), by);
   } else {
-    linear_f32(p, rows, device_.queue());
+    gemm_f32(p, rows, device_.queue());
   }
   device_.wait();
   if (rounded) {
@@ -253,7 +253,7 @@ std::vector<float> CudaExecutor::multiply_experts(int id, const float* x, const 
   }
   if (!tile_rows) tile_rows = expert_tile_rows(m.kind, entries, m.experts, device_.queue());
   group_entries(e.routing, rows, tile_rows, device_.queue());
-  linear_experts(e, entries, tile_rows, device_.queue(), by);
+  gemm_experts(e, entries, tile_rows, device_.queue(), by);
   device_.wait();
   std::vector<int> entry_of(entries);
   check(cudaMemcpy(entry_of.data(), e.routing.entry_of, entries * sizeof(int), cudaMemcpyDeviceToHost), "copying rows");

@@ -55,7 +55,7 @@ int bind_expert_linear(Binding& b, size_t i) {
     if (row && entries == e.routing.top) return gated ? gate_row(e, *row, queue) : combine_row(e, *row, c, queue);
     if (converts) to_tiles(x.values(), rows, e.product.x, queue);
     const int tile_rows = expert_tile_rows(e.product.w.kind, entries, e.routing.end - e.routing.begin, queue);
-    linear_experts(e, entries, tile_rows, queue);
+    gemm_experts(e, entries, tile_rows, queue);
   });
   return gated;
 }
@@ -108,7 +108,7 @@ int bind_router(Binding& b, size_t i, bool logits) {
   b.add_launch(x.row_set, [=, kind = found->second.kind, queue = b.queue](int rows) {
     if (row && rows == 1) {
       if (norms) norm_and_logits(before, norm, p.x, p, queue);
-      else if (logits) linear_few(p, rows, queue);
+      else if (logits) gemm_small_n(p, rows, queue);
       return;
     }
     const int tile_rows = expert_tile_rows(kind, rows * routing.top, routing.end - routing.begin, queue);

@@ -22,7 +22,7 @@ int bind_linear(Binding& b, size_t i, bool norms) {
   Workspace& ws = b.workspace;
   const OpNode& op = b.ops[i];
   const Tensor x = b.in(op);
-  if (b.ops[i + 1].is(Op::router) && b.ops[i + 1].inputs[0] == op.outputs[0] && has_few_columns(b.matrix(op)))
+  if (b.ops[i + 1].is(Op::router) && b.ops[i + 1].inputs[0] == op.outputs[0] && has_small_n(b.matrix(op)))
     return bind_router(b, i + 1, true), 1;
   const std::optional<size_t> sum = add_after(b, i, op.outputs[0]);
   const bool gated = is_gated(b.ops, b.weights, i);
@@ -44,25 +44,25 @@ int bind_linear(Binding& b, size_t i, bool norms) {
     fused.unnormed = b.in(b.ops[i - 1]).values(), fused.norm = norm_of(b.ops[i - 1], b.vector(b.ops[i - 1], 0));
   uint16_t* const place = sum ? nullptr : place_of(b, i);
   const bool in_place = norms && fused.unnormed == p.y.values;  // a kernel that norms would read what others write
-  const bool few = has_few_columns(p.w) && is_routing(ws.program, op.outputs[0]);
+  const bool few = has_small_n(p.w) && is_routing(ws.program, op.outputs[0]);
   b.add_launch(x.row_set, [=, queue = b.queue](int rows) mutable {
     if (p.w.takes_bytes()) {
-      if (rows == 1 && !in_place && linear_byte_row(fused, queue)) return;
+      if (rows == 1 && !in_place && gemv_8bit(fused, queue)) return;
       if (norms) rms_norm_into_bytes(fused.unnormed, fused.norm, p, rows, queue);
       else quantize_activations(p, rows, queue);
     } else if (norms) {
-      if (!in_place && linear_quantized_norms(fused, rows, queue)) return linear_quantized(fused, rows, queue);
-      if (!in_place && linear_dtype16_norms(fused, rows, queue)) return linear_dtype16(fused, rows, queue);
+      if (!in_place && gemm_quantized_norms(fused, rows, queue)) return gemm_quantized(fused, rows, queue);
+      if (!in_place && gemm_dtype16_norms(fused, rows, queue)) return gemm_dtype16(fused, rows, queue);
       rms_norm(fused.unnormed, fused.norm, rows, x.rows, queue);
     }
     p.y.copy = rows <= kPushedRows ? place : nullptr;
     if (converts) to_tiles(x.values(), rows, p.x, queue);
-    if (few) linear_few(p, rows, queue);
-    else if (p.w.kind == Kind::f32) linear_f32(p, rows, queue);
-    else if (p.w.kind == Kind::dtype16) linear_dtype16(p, rows, queue);
-    else if (p.w.kind == Kind::integers) linear_integer(p, rows, queue);
-    else if (p.w.kind == Kind::float8) linear_float8(p, rows, queue);
-    else linear_quantized(p, rows, queue);
+    if (few) gemm_small_n(p, rows, queue);
+    else if (p.w.kind == Kind::f32) gemm_f32(p, rows, queue);
+    else if (p.w.kind == Kind::dtype16) gemm_dtype16(p, rows, queue);
+    else if (p.w.kind == Kind::integers) gemm_integer(p, rows, queue);
+    else if (p.w.kind == Kind::float8) gemm_float8(p, rows, queue);
+    else gemm_quantized(p, rows, queue);
   });
   return sum ? (int)(*sum - i) : gated;
 }

@@ -106,7 +106,7 @@ AS_TILE(224, 112, 112, 113, 114)
 AS_TILE(256, 128, 128, 129, 130)
 #undef AS_TILE
 
-// Of rows of blocks of bytes (linear_integer.h): 64-byte swizzle, and 512 bytes from eight rows to the next.
+// Of rows of blocks of bytes (gemm_integer.h): 64-byte swizzle, and 512 bytes from eight rows to the next.
 __device__ inline uint64_t byte_descriptor(uint32_t address) {
   return (uint64_t)((address & 0x3ffff) >> 4) | 1ull << 16 | (uint64_t)(8 * kBlock >> 4) << 32 | 2ull << 62;
 }

@@ -1,7 +1,7 @@
 // How rows of activations become rows of 8 bits, integers or floats: pieces of 16 columns, of which a thread has some;
 // the same for who writes them into memory (byte_rows.cu) and who multiplies them at once.
 #pragma once
-#include "cuda/kernels/gemm/linear_integer.h"
+#include "cuda/kernels/gemm/gemm_integer.h"
 #include "cuda/kernels/norm/normed_row.cuh"
 
 namespace as {

@@ -1,5 +1,5 @@
 // What the end of a tile of products of 8 bits reads, and what sums then are: floats' times their scales, integers' in
-// one group (linear_integer.h).
+// one group (gemm_integer.h).
 //
 // S: the shape of a tile and of what is in shared memory. kColumns; kFloats; kEndWords of a warpgroup's tile: scales
 // and biases (unless it is gated) of its columns, scales of its rows, and of integers sums of these for each piece;
@@ -8,7 +8,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "cuda/kernels/gemm/linear_integer.h"
+#include "cuda/kernels/gemm/gemm_integer.h"
 #include "cuda/kernels/gemm/row_sums.cuh"
 
 namespace as {

@@ -19,27 +19,27 @@ struct Product {
   Norm norm = {};
 };
 
-void linear_f32(const Product& p, int rows, const Queue& queue);
+void gemm_f32(const Product& p, int rows, const Queue& queue);
 // The bits are the same by every kernel: mma.sync, or wgmma (chips of capability 9.0 alone) with pieces side by side
 // for some rows or in a stream of weights, or one after the other for many.
 enum class By { any, mma, split, stream, wide };
-void linear_dtype16(const Product& p, int rows, const Queue& queue, By by = By::any);
+void gemm_dtype16(const Product& p, int rows, const Queue& queue, By by = By::any);
 // Whether it norms such rows itself, if asked to.
-bool linear_dtype16_norms(const Product& p, int rows, const Queue& queue);
+bool gemm_dtype16_norms(const Product& p, int rows, const Queue& queue);
 // Of codes, with activations in bfloat16.
-void linear_quantized(const Product& p, int rows, const Queue& queue, By by = By::any);
+void gemm_quantized(const Product& p, int rows, const Queue& queue, By by = By::any);
 // Whether it norms such rows itself, if asked to.
-bool linear_quantized_norms(const Product& p, int rows, const Queue& queue);
+bool gemm_quantized_norms(const Product& p, int rows, const Queue& queue);
 // What that takes for a matrix [n, k] and so many rows at most; gated: n as pair_rows() makes it.
 size_t widened_bytes(int n, int k, bool gated, int rows);
 // Of integers: what is multiplied is p.bytes.
-void linear_integer(const Product& p, int rows, const Queue& queue, By by = By::any);
+void gemm_integer(const Product& p, int rows, const Queue& queue, By by = By::any);
 // The same of floats of 8 bits; for chips of capability 9.0.
-void linear_float8(const Product& p, int rows, const Queue& queue, By by = By::any);
+void gemm_float8(const Product& p, int rows, const Queue& queue, By by = By::any);
 
 // Of one row, p.x or p.unnormed, which becomes 8 bits on its way; false, and nothing is done: there is no kernel that
 // does so. Chips of capability 9.0.
-bool linear_byte_row(const Product& p, const Queue& queue);
+bool gemv_8bit(const Product& p, const Queue& queue);
 
 }  // namespace cuda
 }  // namespace as

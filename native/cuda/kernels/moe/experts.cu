@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <climits>
 
-#include "cuda/kernels/gemm/linear_few.cuh"
+#include "cuda/kernels/gemm/gemm_small_n.cuh"
 #include "cuda/kernels/moe/moe.h"
 #include "cuda/kernels/moe/routing.cuh"
 
@@ -179,7 +179,7 @@ void route(const float* logits, const Router& router, const Routing& routing, co
 void route(const Product& logits, const Router& router, const Routing& routing, const int* where, int rows,
            int tile_rows, const Queue& queue) {
   if (rows > kFewRows || router.experts > kFewExperts) {
-    linear_few(logits, rows, queue);
+    gemm_small_n(logits, rows, queue);
     return route(logits.y.values, router, routing, where, rows, tile_rows, queue);
   }
   const int warps = std::clamp(rows, 4, kFewThreads / 32);

@@ -8,8 +8,8 @@
 // threads, which adds them up.
 #include <algorithm>
 
-#include "cuda/kernels/gemm/linear_few.cuh"
-#include "cuda/kernels/moe/linear_experts.cuh"
+#include "cuda/kernels/gemm/gemm_small_n.cuh"
+#include "cuda/kernels/moe/gemm_experts.cuh"
 #include "cuda/kernels/moe/routing.cuh"
 
 namespace as {
@@ -20,7 +20,7 @@ namespace {
 constexpr int kNormThreads = 512, kEight = 8;
 constexpr int kWarps = 8;
 
-// Logits of a row that is normed first, as rms_norm() and linear_few() make these.
+// Logits of a row that is normed first, as rms_norm() and gemm_small_n() make these.
 template <bool kWhole>
 __global__ void __launch_bounds__(kNormThreads)
     norm_and_logits_kernel(const float* x, Norm norm, Rows normed, const __grid_constant__ Product logits) {
@@ -314,9 +314,7 @@ void by_type(const Matrix& w, Start start) {
 
 }  // namespace
 
-bool norms_with_logits(const Product& logits) {
-  return has_few_columns(logits.w) && logits.w.k <= kEight * kNormThreads;
-}
+bool norms_with_logits(const Product& logits) { return has_small_n(logits.w) && logits.w.k <= kEight * kNormThreads; }
 
 void norm_and_logits(const float* x, const Norm& norm, const Rows& normed, const Product& logits, const Queue& queue) {
   const auto kernel = logits.w.k % kLaneColumns ? norm_and_logits_kernel<false> : norm_and_logits_kernel<true>;

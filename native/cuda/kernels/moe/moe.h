@@ -40,14 +40,14 @@ void place_routing(char* memory, int rows, int experts, Routing& routing);
 // Rows of a tile of products with so many entries of so many experts.
 int expert_tile_rows(Kind kind, int entries, int experts, const Queue& queue);
 
-// Whether linear_few() takes a matrix: of float32, not large.
-bool has_few_columns(const Matrix& matrix);
-// As linear_f32(), but in another order, and neither adding nor gated.
-void linear_few(const Product& p, int rows, const Queue& queue);
+// Whether gemm_small_n() takes a matrix: of float32, not large.
+bool has_small_n(const Matrix& matrix);
+// As gemm_f32(), but in another order, and neither adding nor gated.
+void gemm_small_n(const Product& p, int rows, const Queue& queue);
 // where: of each row, negative for rows that a padded step only has in name, which go nowhere; null: all are there.
 void route(const float* logits, const Router& router, const Routing& routing, const int* where, int rows, int tile_rows,
            const Queue& queue);
-// The same of logits that are still to be made, by linear_few().
+// The same of logits that are still to be made, by gemm_small_n().
 void route(const Product& logits, const Router& router, const Routing& routing, const int* where, int rows,
            int tile_rows, const Queue& queue);
 // Entries of given experts [rows, top], which are where entries will be; the second half of route().
@@ -63,7 +63,7 @@ struct ExpertProduct {
   bool gathers = false, follows = false;
   Gating gating = {};  // where the product is gated
 };
-void linear_experts(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue, By by = By::any);
+void gemm_experts(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue, By by = By::any);
 
 // y [rows, width] = of each row the sum of its entries times their weights, in ascending order of experts, or that
 // added to what y has; and if there is a norm with a weight, rows of y normed, too.
@@ -80,7 +80,7 @@ struct Combination {
 void combine_experts(const Combination& c, int rows, const Queue& queue);
 
 // ---- a step of one row, with the bits of what is above
-// The row's logits, and the row itself, normed first: as rms_norm() and linear_few().
+// The row's logits, and the row itself, normed first: as rms_norm() and gemm_small_n().
 bool norms_with_logits(const Product& logits);
 void norm_and_logits(const float* x, const Norm& norm, const Rows& normed, const Product& logits, const Queue& queue);
 // A row whose logits are there. where: its place, or null.
@@ -91,7 +91,7 @@ struct ChosenRow {
 };
 bool has_row_kernels(const Matrix& up, const Matrix& down, const Queue& queue);
 // The gated product with its experts' matrices, and of the result the other one, summed up: as route(),
-// linear_experts(), and combine_experts() but for the norm. The second follows the first on the stream.
+// gemm_experts(), and combine_experts() but for the norm. The second follows the first on the stream.
 void gate_row(const ExpertProduct& e, const ChosenRow& row, const Queue& queue);
 void combine_row(const ExpertProduct& e, const ChosenRow& row, const Combination& c, const Queue& queue);
 

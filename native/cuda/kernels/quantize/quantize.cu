@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "cuda/kernels/gemm/linear_float8.h"
+#include "cuda/kernels/gemm/gemm_float8.h"
 #include "cuda/kernels/quantize/quantized.cuh"
 
 namespace as {

@@ -23,7 +23,7 @@ void place_rows(const uint8_t* codes, const uint16_t* scales, const uint16_t* of
 
 struct Product;
 
-// Rows of activations of 8 bits (kernels/gemm/linear_integer.h), with the sums of parts of them, and each row's scale.
+// Rows of activations of 8 bits (kernels/gemm/gemm_integer.h), with the sums of parts of them, and each row's scale.
 struct ByteRows {
   uint8_t* values = nullptr;
   float *sums = nullptr, *scales = nullptr;

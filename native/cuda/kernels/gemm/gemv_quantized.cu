@@ -11,8 +11,8 @@
 
 #include "cuda/kernels/gemm/code_fragments.cuh"
 #include "cuda/kernels/gemm/epilogue.cuh"
-#include "cuda/kernels/gemm/linear_quantized.h"
-#include "cuda/kernels/gemm/stream_parts.cuh"
+#include "cuda/kernels/gemm/gemm_quantized.h"
+#include "cuda/kernels/gemm/stream_k_scheduler.cuh"
 
 namespace as {
 namespace cuda {
@@ -481,7 +481,7 @@ void start_stages(const Product& p, const Plan& plan, const Queue& queue) {
 
 }  // namespace
 
-bool linear_quantized_row(const Product& p, const Queue& queue) {
+bool gemv_quantized(const Product& p, const Queue& queue) {
   const Plan plan(p);
   if (!plan.stages) return false;
   const bool fine = is_fine(p.w.codes);
@@ -490,7 +490,7 @@ bool linear_quantized_row(const Product& p, const Queue& queue) {
   return true;
 }
 
-bool linear_quantized_norms(const Product& p, int rows, const Queue& queue) {
+bool gemm_quantized_norms(const Product& p, int rows, const Queue& queue) {
   if (queue.capability != 90 || rows != 1 || p.w.kind != Kind::codes) return false;
   const Plan plan(p);
   const int eights = blocks_of(p.w.k) * 8;

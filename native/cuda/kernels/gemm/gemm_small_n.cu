@@ -1,5 +1,5 @@
 // Products in float32 whose results have few columns: logits of experts, gates of rows.
-#include "cuda/kernels/gemm/linear_few.cuh"
+#include "cuda/kernels/gemm/gemm_small_n.cuh"
 #include "cuda/kernels/moe/moe.h"
 
 namespace as {
@@ -11,7 +11,7 @@ constexpr int kWarps = 8;
 // A warp has kRows rows and kColumns columns of the result at a time. The columns' weights, which are the block's, are
 // in shared memory before the kernel before this one has made the rows.
 template <int kRows, int kColumns, bool kWhole>
-__global__ void __launch_bounds__(32 * kWarps) linear_few_kernel(Product p, int rows) {
+__global__ void __launch_bounds__(32 * kWarps) gemm_small_n_kernel(Product p, int rows) {
   extern __shared__ __align__(16) float weights[];
   const int first = blockIdx.x * kColumns, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   let_next_begin();
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(32 * kWarps) linear_few_kernel(Product p, int 
 template <int kRows, int kColumns>
 void start_few(const Product& p, int rows, const Queue& queue) {
   const auto kernel =
-      p.w.k % kLaneColumns ? linear_few_kernel<kRows, kColumns, false> : linear_few_kernel<kRows, kColumns, true>;
+      p.w.k % kLaneColumns ? gemm_small_n_kernel<kRows, kColumns, false> : gemm_small_n_kernel<kRows, kColumns, true>;
   const size_t shared = (size_t)kColumns * padded_columns(p.w.k) * sizeof(float);
   allow_shared(kernel, shared);
   const int columns = ceil_div(p.w.n, kColumns), groups = ceil_div(rows, kWarps * kRows);
@@ -48,12 +48,12 @@ void start_few(const Product& p, int rows, const Queue& queue) {
 
 }  // namespace
 
-bool has_few_columns(const Matrix& m) {
+bool has_small_n(const Matrix& m) {
   constexpr size_t kMostShared = 96 << 10;  // of a block's four columns
   return m.kind == Kind::f32 && m.n <= kMostExperts && 4 * sizeof(float) * padded_columns(m.k) <= kMostShared;
 }
 
-void linear_few(const Product& p, int rows, const Queue& queue) {
+void gemm_small_n(const Product& p, int rows, const Queue& queue) {
   if (rows <= 4 * kWarps) start_few<1, 1>(p, rows, queue);
   else start_few<8, 4>(p, rows, queue);
 }

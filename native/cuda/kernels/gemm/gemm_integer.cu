@@ -1,6 +1,6 @@
-// Products in integers (linear_integer.h) by mma.sync, as linear_quantized.cu has those in bfloat16.
-#include "cuda/kernels/gemm/linear_integer.h"
-#include "cuda/kernels/gemm/linear_wgmma.h"
+// Products in integers (gemm_integer.h) by mma.sync, as gemm_quantized.cu has those in bfloat16.
+#include "cuda/kernels/gemm/gemm_integer.h"
+#include "cuda/kernels/gemm/gemm_wgmma.h"
 
 #include <algorithm>
 
@@ -32,7 +32,7 @@ struct Shape {
 
 template <int kBits, int kTiles, int kColumnTiles>
 __global__ void __launch_bounds__(32 * kMostWarps)
-    linear_kernel(const __grid_constant__ Product p, int rows, int tiles, Pieces k, Segments segments) {
+    gemm_kernel(const __grid_constant__ Product p, int rows, int tiles, Pieces k, Segments segments) {
   using S = Shape<kBits, kTiles, kColumnTiles>;
   extern __shared__ __align__(128) char shared[];
   constexpr int kStages = S::kStages, kBytes = S::kStageBytes, kSums = S::kSums, kColumns = S::kColumns;
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
 template <int kBits, int kTiles, int kColumnTiles>
 void start_tiles(const Product& p, int rows, const Queue& queue) {
   using S = Shape<kBits, kTiles, kColumnTiles>;
-  const auto kernel = linear_kernel<kBits, kTiles, kColumnTiles>;
+  const auto kernel = gemm_kernel<kBits, kTiles, kColumnTiles>;
   const Pieces k(p.w.k, p.w.most_pieces);
   const PiecesGrid grid = grid_of<S>(kernel, p.w, k, rows, S::most_warps());
   start(queue, kernel, grid.blocks, 32 * grid.warps, grid.shared, p, rows, grid.tiles, k, Segments(p.w, k));
@@ -164,12 +164,12 @@ void start_rows(const Product& p, int rows, const Queue& queue) {
 
 }  // namespace
 
-void linear_integer(const Product& p, int rows, const Queue& queue, By by) {
+void gemm_integer(const Product& p, int rows, const Queue& queue, By by) {
   if (by != By::mma && queue.capability == 90) {
-    if (by == By::any && linear_few_bytes(p, rows, queue)) return;
+    if (by == By::any && gemm_few_rows_8bit(p, rows, queue)) return;
     const bool fits = p.w.codes.bits == 8 && p.w.codes.groups == 1;
-    if (fits && (by == By::wide || (by == By::any && rows > kMostStreamed))) linear_integer_wide(p, rows, queue);
-    else linear_integer_stream(p, rows, queue);
+    if (fits && (by == By::wide || (by == By::any && rows > kMaxStreamedRows))) gemm_integer_prefill(p, rows, queue);
+    else gemm_integer_stream_k(p, rows, queue);
     return;
   }
   if (p.w.codes.bits == 4) start_rows<4>(p, rows, queue);

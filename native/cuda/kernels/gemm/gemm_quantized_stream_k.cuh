@@ -1,4 +1,4 @@
-// Products of quantized weights by wgmma in a stream of weights, as linear_stream.cu has those of bfloat16.
+// Products of quantized weights by wgmma in a stream of weights, as gemm_stream_k.cu has those of bfloat16.
 //
 // A block of threads stays on its processor and has an equal part of all steps of all tiles: a step is two blocks of K,
 // a tile some columns (rows of the weights) by some rows of activations. Four warps have steps copied into shared
@@ -19,7 +19,7 @@
 #include "cuda/kernels/gemm/byte_pieces.cuh"
 #include "cuda/kernels/gemm/code_fragments.cuh"
 #include "cuda/kernels/gemm/column_sums.cuh"
-#include "cuda/kernels/gemm/stream_parts.cuh"
+#include "cuda/kernels/gemm/stream_k_scheduler.cuh"
 
 namespace as {
 namespace cuda {
@@ -55,7 +55,7 @@ struct Floats {
 // kRows: of activations; kGroups: warpgroups, of 64 columns each. kOwn: there is one row, which is normed and becomes 8
 // bits here.
 template <class Format_, int kRows_, int kGroups_, bool kOwn_ = false>
-struct StreamShape {
+struct StreamKShape {
   using Format = Format_;
   static constexpr int kRows = kRows_, kGroups = kGroups_;
   static constexpr bool kOwn = kOwn_;
@@ -109,12 +109,12 @@ constexpr int kCopyWarps = kGroupThreads / 32;
 // What a warp asks for in each of a block of threads' steps: a group's codes, a group's scales, and some of the rows.
 // All that takes a division is worked out when a part begins: in each step it would take longer than its weights do.
 template <class S>
-class StreamCopies {
+class StreamKCopies {
  public:
   using Format = typename S::Format;
 
-  __device__ StreamCopies(const Product& p, const StreamParts& parts, int rows, const Steps& k,
-                          const Divisor& row_tiles, int warp)
+  __device__ StreamKCopies(const Product& p, const StreamKScheduler& parts, int rows, const Steps& k,
+                           const Divisor& row_tiles, int warp)
       : p_(p), parts_(parts), k_(k), row_tiles_(row_tiles), sets_(p.w.codes, k.blocks), rows_(rows), warp_(warp) {
     begin();
   }
@@ -182,8 +182,8 @@ class StreamCopies {
   }
 
   const Product& p_;
-  StreamParts parts_;
-  StreamPart part_;
+  StreamKScheduler parts_;
+  StreamKUnit part_;
   const Steps& k_;
   const Divisor& row_tiles_;
   const ScaleSets sets_;
@@ -264,9 +264,9 @@ __device__ __forceinline__ void make_row(const Product& p, const Segments& segme
 
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, 1)
-    quantized_stream_kernel(const __grid_constant__ Product p, int rows, const __grid_constant__ Steps k,
-                            const __grid_constant__ Divisor row_tiles, Segments segments, Scratch scratch,
-                            const __grid_constant__ StreamShares shares) {
+    quantized_stream_k_kernel(const __grid_constant__ Product p, int rows, const __grid_constant__ Steps k,
+                              const __grid_constant__ Divisor row_tiles, Segments segments, Scratch scratch,
+                              const __grid_constant__ StreamKPartition shares) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Format = typename S::Format;
   constexpr int kRows = S::kRows, kGroups = S::kGroups, kStages = S::kStages, kValues = S::kValues,
@@ -276,7 +276,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   __shared__ int arrived[kGroups];
   __shared__ OwnRow<S> made;
   const int column_blocks = blocks_of(p.w.n);
-  const StreamParts all(k, shares);
+  const StreamKScheduler all(k, shares);
   const int group = threadIdx.x / kGroupThreads, lane = threadIdx.x % 32;
   uint32_t stages = shared_address(shared), full_at = shared_address(full), empty_at = shared_address(empty);
   // The compiler has these in registers: it would work them out again in every step.
@@ -294,8 +294,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     // Of each copy that there is to ask for in a step a warp has its own, one thread of it.
     if (!elected()) return;
     static_assert(kGroups <= kCopyWarps && kRows <= 2 * kBlock && kStepBlocks * 2 == kCopyWarps);
-    StreamCopies<S> ahead(p, all, rows, k, row_tiles, (threadIdx.x - S::kWorkers) / 32);
-    StreamCopies<S> behind = ahead;
+    StreamKCopies<S> ahead(p, all, rows, k, row_tiles, (threadIdx.x - S::kWorkers) / 32);
+    StreamKCopies<S> behind = ahead;
     // Weights are on their way before the kernel before this one has made the rows.
     int begun = 0;
     for (; begun < kStages && ahead.there(); begun++, ahead.next())
@@ -412,8 +412,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     };
     // Where a thread's sums are for others: adjacent threads side by side.
     const auto left_by = [&](int block) { return scratch.sums + block * kScratchFloats + threadIdx.x; };
-    StreamParts parts = all;
-    for (StreamPart part; parts.next(part);) {
+    StreamKScheduler parts = all;
+    for (StreamKUnit part; parts.next(part);) {
       const int tile = row_tiles(part.tile), column_block = tile * kGroups + group;
       const int row = (part.tile - tile * row_tiles.by()) * kRows;
       const bool own = column_block < column_blocks;  // else the columns are beyond the last
@@ -512,7 +512,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         else sums[i] = d[i];
       }
       if (k.pieces > 1) {
-        const int place = shares.of == ShareOf::tiles ? blockIdx.x : part.tile;
+        const int place = shares.of == StreamKSplit::tiles ? blockIdx.x : part.tile;
         float* to = scratch.pieces + ((size_t)place * k.pieces + part.piece) * S::kSums + threadIdx.x;
 #pragma unroll
         for (int i = 0; i < kValues; i++) __stcg(to + i * S::kWorkers, sums[i]);
@@ -534,42 +534,42 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 }
 
 template <typename S>
-void start_stream_tiles(const Product& p, int rows, const Queue& queue) {
+void start_stream_k_tiles(const Product& p, int rows, const Queue& queue) {
   const Pieces k(p.w.k, p.w.most_pieces);
   const int tiles = S::tiles(p.w.n, rows), most = std::min(processors(), kScratchBlocks);
   const size_t tile_sums = S::kSums * k.count;
   // Of more tiles than have a place for their pieces each, a block of threads computes whole ones. A piece that is
   // shared is by two.
-  ShareOf of = ShareOf::steps;
+  StreamKSplit of = StreamKSplit::steps;
   int blocks =
       (int)std::min<int64_t>(most, std::max<int64_t>(1, (int64_t)tiles * steps_of(k.blocks) / steps_of(k.length)));
   if (k.count > 1 && tiles * tile_sums > kScratchPieces)
-    of = ShareOf::tiles, blocks = std::min({most, tiles, (int)(kScratchPieces / tile_sums)});
-  else if (tiles * k.count <= most) of = ShareOf::pieces;
-  const StreamShares shares(of, tiles, k, blocks);
-  allow_shared(quantized_stream_kernel<S>, S::kShared);
-  start(queue, quantized_stream_kernel<S>, dim3(shares.blocks), S::kThreads, S::kShared, p, rows, Steps(k),
+    of = StreamKSplit::tiles, blocks = std::min({most, tiles, (int)(kScratchPieces / tile_sums)});
+  else if (tiles * k.count <= most) of = StreamKSplit::pieces;
+  const StreamKPartition shares(of, tiles, k, blocks);
+  allow_shared(quantized_stream_k_kernel<S>, S::kShared);
+  start(queue, quantized_stream_k_kernel<S>, dim3(shares.blocks), S::kThreads, S::kShared, p, rows, Steps(k),
         Divisor((rows + S::kRows - 1) / S::kRows), Segments(p.w, k), queue.scratch, shares);
   launched("linear with quantized weights, streaming");
 }
 
 // Tiles as wide as they can be and still be enough: rows are read again for each.
 template <class Format, int kRows, int kMostGroups, bool kOwn = false>
-void start_stream_rows(const Product& p, int rows, const Queue& queue) {
-  using Wide = StreamShape<Format, kRows, kMostGroups, kOwn>;
+void start_stream_k_rows(const Product& p, int rows, const Queue& queue) {
+  using Wide = StreamKShape<Format, kRows, kMostGroups, kOwn>;
   const int pieces = Wide::tiles(p.w.n, rows) * Pieces(p.w.k, p.w.most_pieces).count;
   const bool alone = pieces <= processors() && pieces >= processors() * 2 / 3;
-  if (alone || Wide::tiles(p.w.n, rows) >= processors()) start_stream_tiles<Wide>(p, rows, queue);
-  else start_stream_tiles<StreamShape<Format, kRows, 2, kOwn>>(p, rows, queue);
+  if (alone || Wide::tiles(p.w.n, rows) >= processors()) start_stream_k_tiles<Wide>(p, rows, queue);
+  else start_stream_k_tiles<StreamKShape<Format, kRows, 2, kOwn>>(p, rows, queue);
 }
 
 template <class Format>
-void start_quantized_stream(const Product& p, int rows, const Queue& queue) {
-  if (rows <= 8) start_stream_rows<Format, 8, 4>(p, rows, queue);
-  else if (rows <= 16) start_stream_rows<Format, 16, 4>(p, rows, queue);
-  else if (rows <= 32) start_stream_rows<Format, 32, 4>(p, rows, queue);
-  else if (rows <= 64) start_stream_rows<Format, 64, 3>(p, rows, queue);
-  else start_stream_tiles<StreamShape<Format, 128, 2>>(p, rows, queue);
+void start_quantized_stream_k(const Product& p, int rows, const Queue& queue) {
+  if (rows <= 8) start_stream_k_rows<Format, 8, 4>(p, rows, queue);
+  else if (rows <= 16) start_stream_k_rows<Format, 16, 4>(p, rows, queue);
+  else if (rows <= 32) start_stream_k_rows<Format, 32, 4>(p, rows, queue);
+  else if (rows <= 64) start_stream_k_rows<Format, 64, 3>(p, rows, queue);
+  else start_stream_k_tiles<StreamKShape<Format, 128, 2>>(p, rows, queue);
 }
 
 }  // namespace AS_DTYPE16

@@ -5,7 +5,7 @@
 // Of 16 bits, and with codes that are widened to bfloat16 in registers, each warp has items of its own: 32 columns and
 // up to 64 entries. It copies its part of both sides into shared memory several stages ahead and on into its next item,
 // and no other warp sees that; rows are gathered on the way.
-#include "cuda/kernels/moe/linear_experts.cuh"
+#include "cuda/kernels/moe/gemm_experts.cuh"
 #include "cuda/kernels/quantize/quantized.cuh"
 
 namespace as {
@@ -40,9 +40,8 @@ struct Ahead {
 };
 
 template <int kBits, bool kFine, int kTiles, bool kDeep>
-__global__ void __launch_bounds__(32 * kWarps)
-    linear_experts_kernel(const __grid_constant__ ExpertProduct e, int columns, int most, int blocks,
-                          size_t expert_bytes) {
+__global__ void __launch_bounds__(32 * kWarps) gemm_experts_kernel(const __grid_constant__ ExpertProduct e, int columns,
+                                                                   int most, int blocks, size_t expert_bytes) {
   using S = Shape<kBits, kFine, kTiles, kDeep>;
   extern __shared__ __align__(128) char shared[];
   constexpr int kStages = S::kStages, kBytes = S::kStageBytes;
@@ -179,7 +178,7 @@ template <int kBits, bool kFine, int kTiles, bool kDeep>
 void start_tiles(const ExpertProduct& e, int items, int columns, const Queue& queue) {
   using S = Shape<kBits, kFine, kTiles, kDeep>;
   static_assert(S::kStages >= 3);
-  const auto kernel = linear_experts_kernel<kBits, kFine, kTiles, kDeep>;
+  const auto kernel = gemm_experts_kernel<kBits, kFine, kTiles, kDeep>;
   const Matrix& w = e.product.w;
   allow_shared(kernel, S::kShared);
   int together = 1;
@@ -208,11 +207,11 @@ void start_rows(const ExpertProduct& e, int entries, int tile_rows, const Queue&
   else start_tiles<kBits, kFine, 8>(e, entries, queue);
 }
 
-// In float32, as linear_f32.cu.
+// In float32, as gemm_f32.cu.
 constexpr int kTile = 64, kDepth = 16, kThreads = 256, kEach = 4;
 
 __global__ void __launch_bounds__(kThreads)
-    linear_experts_f32_kernel(const __grid_constant__ ExpertProduct e, int columns) {
+    gemm_experts_f32_kernel(const __grid_constant__ ExpertProduct e, int columns) {
   __shared__ float xs[kDepth][kTile + 1], ws[kDepth][kTile + 1];
   __shared__ int rows[kTile];
   const Product& p = e.product;
@@ -282,17 +281,17 @@ static void start_format(const ExpertProduct& p, int entries, int tile_rows, con
   start_rows<16, false>(p, entries, tile_rows, queue);
 }
 
-void linear_experts(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue, By by) {
+void gemm_experts(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue, By by) {
   const Matrix& w = p.product.w;
   if (w.kind == Kind::f32) {
     const int columns = ceil_div(w.n, kTile);
     const int grid = std::min(most_items(p, entries, kTile, columns), 8 * processors());
-    start(queue, linear_experts_f32_kernel, grid, kThreads, 0, p, columns);
+    start(queue, gemm_experts_f32_kernel, grid, kThreads, 0, p, columns);
     launched("linear of experts in float32");
     return;
   }
   if (w.kind == Kind::dtype16 && tile_rows >= 64 && queue.capability == 90 && by != By::mma)
-    return linear_experts_wide(p, entries, tile_rows, queue);
+    return gemm_experts_prefill(p, entries, tile_rows, queue);
   start_format(p, entries, tile_rows, queue);
 }
 

@@ -11,7 +11,7 @@
 
 #include "cuda/kernels/common/wgmma_registers.cuh"
 #include "cuda/kernels/gemm/byte_pieces.cuh"
-#include "cuda/kernels/gemm/linear_wgmma.h"
+#include "cuda/kernels/gemm/gemm_wgmma.h"
 #include "cuda/kernels/quantize/quantized.cuh"
 
 namespace as {
@@ -252,7 +252,7 @@ __device__ __forceinline__ void multiply_integers(int blocks, int count, uint2 s
 
 template <class S>
 __global__ void __launch_bounds__(kThreads)
-    linear_row_kernel(const __grid_constant__ Product p, int rows, Pieces k, int count) {
+    gemv_kernel(const __grid_constant__ Product p, int rows, Pieces k, int count) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char shared[];
   __shared__ Shared<S> s;
@@ -378,8 +378,8 @@ struct Room {
 template <Form kForm, From kFrom, int kKept>
 void start_row(const Product& p, const Room& room, const Queue& queue, int rows = 1) {
   const int count = room.k.count;
-  const auto kernel = count == 1 ? linear_row_kernel<Shape<kForm, kFrom, kKept, true>>
-                                 : linear_row_kernel<Shape<kForm, kFrom, kKept, false>>;
+  const auto kernel =
+      count == 1 ? gemv_kernel<Shape<kForm, kFrom, kKept, true>> : gemv_kernel<Shape<kForm, kFrom, kKept, false>>;
   allow_shared(kernel, room.shared);
   start_clusters(queue, kernel, dim3(count, blocks_of(p.w.n)), dim3(count), kThreads, room.shared, p, rows, room.k,
                  room.stages);
@@ -396,7 +396,7 @@ void start_bytes(const Product& p, const Room& room, const Queue& queue) {
 
 }  // namespace
 
-bool has_linear_row(const Product& p, const Queue& queue) {
+bool has_gemv(const Product& p, const Queue& queue) {
   const int pieces = p.w.most_pieces;
   if (queue.capability != 90 || p.y.copy) return false;
   const bool fits = p.w.kind == Kind::dtype16
@@ -405,7 +405,7 @@ bool has_linear_row(const Product& p, const Queue& queue) {
   return fits && pieces > 1 && pieces <= kMostPieces && Room(p, 1).stages > 0;
 }
 
-void linear_row(const Product& p, const Queue& queue) {
+void gemv(const Product& p, const Queue& queue) {
   const Room room(p, 1);
   if constexpr (kAllFormats) {
     if (p.w.kind == Kind::float8) return start_bytes<Form::float8>(p, room, queue);
@@ -415,8 +415,8 @@ void linear_row(const Product& p, const Queue& queue) {
   else start_row<Form::dtype16, From::tiles, 0>(p, room, queue);
 }
 
-bool linear_few_bytes(const Product& p, int rows, const Queue& queue) {
-  if (!kAllFormats || rows > kMostBytes || p.unnormed || !has_linear_row(p, queue)) return false;
+bool gemm_few_rows_8bit(const Product& p, int rows, const Queue& queue) {
+  if (!kAllFormats || rows > kMostBytes || p.unnormed || !has_gemv(p, queue)) return false;
   const Room room(p, kRowTile);
   if (!room.stages) return false;
   if constexpr (kAllFormats) {

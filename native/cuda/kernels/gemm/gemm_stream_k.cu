@@ -10,7 +10,7 @@
 #include <algorithm>
 
 #include "cuda/kernels/common/wgmma.cuh"
-#include "cuda/kernels/gemm/linear_wgmma.h"
+#include "cuda/kernels/gemm/gemm_wgmma.h"
 
 namespace as {
 namespace cuda {
@@ -54,7 +54,7 @@ struct Parts {
 
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, 1)
-    linear_stream_kernel(const __grid_constant__ Product p, int rows, Pieces k, Scratch scratch) {
+    gemm_stream_k_kernel(const __grid_constant__ Product p, int rows, Pieces k, Scratch scratch) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kRows = S::kRows, kGroups = S::kGroups, kStages = S::kStages, kValues = S::kValues;
   extern __shared__ __align__(1024) char shared[];
@@ -192,12 +192,12 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 }
 
 template <typename S>
-void start_stream(const Product& p, int rows, const Queue& queue) {
+void start_stream_k(const Product& p, int rows, const Queue& queue) {
   static_assert(S::kSums <= kScratchFloats);
-  allow_shared(linear_stream_kernel<S>, S::kShared);
+  allow_shared(gemm_stream_k_kernel<S>, S::kShared);
   // A tile has two blocks of threads at most.
   const int blocks = std::min({S::tiles(p.w.n, rows), processors(), (int)kScratchBlocks});
-  start(queue, linear_stream_kernel<S>, dim3(blocks), S::kThreads, S::kShared, p, rows, Pieces(p.w.k, p.w.most_pieces),
+  start(queue, gemm_stream_k_kernel<S>, dim3(blocks), S::kThreads, S::kShared, p, rows, Pieces(p.w.k, p.w.most_pieces),
         queue.scratch);
   launched("linear of 16 bits, weights streaming");
 }
@@ -206,13 +206,13 @@ void start_stream(const Product& p, int rows, const Queue& queue) {
 template <int kRows, int kMostGroups>
 void start_rows(const Product& p, int rows, const Queue& queue) {
   using Wide = Shape<kRows, kMostGroups>;
-  if (Wide::tiles(p.w.n, rows) >= processors()) start_stream<Wide>(p, rows, queue);
-  else start_stream<Shape<kRows, 2>>(p, rows, queue);
+  if (Wide::tiles(p.w.n, rows) >= processors()) start_stream_k<Wide>(p, rows, queue);
+  else start_stream_k<Shape<kRows, 2>>(p, rows, queue);
 }
 
 }  // namespace
 
-void linear_stream(const Product& p, int rows, const Queue& queue) {
+void gemm_stream_k(const Product& p, int rows, const Queue& queue) {
   if (rows <= 8) start_rows<8, 4>(p, rows, queue);
   else if (rows <= 16) start_rows<16, 4>(p, rows, queue);
   else if (rows <= 32) start_rows<32, 4>(p, rows, queue);

@@ -11,7 +11,7 @@
 #include <type_traits>
 
 #include "cuda/by_dtype16.h"
-#include "cuda/kernels/gemm/linear_wgmma.h"
+#include "cuda/kernels/gemm/gemm_wgmma.h"
 #include "cuda/kernels/gemm/row_sums.cuh"
 #include "cuda/kernels/gemm/tile_parts.cuh"
 
@@ -137,8 +137,8 @@ __device__ const auto& of_pieces(const float (&piece)[kValues], const float (&to
 
 template <typename S, bool kGated>
 __global__ void __launch_bounds__(kThreads, 1)
-    linear_wide_kernel(const __grid_constant__ Product p, int rows, const __grid_constant__ Pieces k,
-                       const __grid_constant__ Walk walk, Scratch scratch) {
+    gemm_prefill_kernel(const __grid_constant__ Product p, int rows, const __grid_constant__ Pieces k,
+                        const __grid_constant__ Walk walk, Scratch scratch) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kColumns = S::kColumns, kDown = S::kDown, kAcross = S::kAcross, kCluster = S::kCluster;
   constexpr bool kWhole = S::kWhole;
@@ -316,7 +316,7 @@ struct Kernel {
   // How many clusters run at once.
   static int clusters() {
     static const int count = [] {
-      constexpr auto kFunction = linear_wide_kernel<S, false>;
+      constexpr auto kFunction = gemm_prefill_kernel<S, false>;
       cudaLaunchAttribute attribute;
       attribute.id = cudaLaunchAttributeClusterDimension;
       attribute.val.clusterDim.x = S::kCluster, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
@@ -352,7 +352,7 @@ struct Kernel {
     const Pieces k(p.w.k, p.w.most_pieces);
     Walk walk;
     plan(rows, p.w, k, nanoseconds, &walk);
-    const auto kernel = p.gated ? linear_wide_kernel<S, true> : linear_wide_kernel<S, false>;
+    const auto kernel = p.gated ? gemm_prefill_kernel<S, true> : gemm_prefill_kernel<S, false>;
     allow_shared(kernel, S::kShared);
     const int blocks = S::kCluster * (walk.count() < clusters() ? walk.count() : clusters());
     start_clusters(queue, kernel, dim3(blocks), dim3(S::kCluster), kThreads, S::kShared, p, rows, k, walk,
@@ -380,9 +380,9 @@ constexpr Choice kByOne[] = {choice<256, true, 2, 1>(760), choice<256, true, 2, 
 
 }  // namespace
 
-bool wide_is_best(const Product& p, int rows) {
+bool prefill_is_fastest(const Product& p, int rows) {
   const Pieces k(p.w.k, p.w.most_pieces);
-  if (k.count > 1) {  // clusters of linear_split.cu would take a second turn, for few
+  if (k.count > 1) {  // clusters of gemm_split_k.cu would take a second turn, for few
     const int blocks = ceil_div(p.w.n, 2 * kBlock) * k.count;
     return blocks > processors() && 4 * blocks < 5 * processors();
   }
@@ -390,9 +390,9 @@ bool wide_is_best(const Product& p, int rows) {
   return walk_of<S>(rows, k, p.w.n).count() >= Kernel<S>::clusters();
 }
 
-void linear_wide(const Product& p, int rows, const Queue& queue) {
+void gemm_prefill(const Product& p, int rows, const Queue& queue) {
   // Rows are written whole pieces of 16 bytes at a time.
-  if (p.gated ? !p.y.tiles : p.y.width % 4 || p.w.n % 4) return AS_DTYPE16::linear_dtype16(p, rows, queue, By::split);
+  if (p.gated ? !p.y.tiles : p.y.width % 4 || p.w.n % 4) return AS_DTYPE16::gemm_dtype16(p, rows, queue, By::split);
   const Pieces k(p.w.k, p.w.most_pieces);
   const Choice* best = nullptr;
   int64_t least = INT64_MAX;

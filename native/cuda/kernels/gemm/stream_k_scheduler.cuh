@@ -38,48 +38,48 @@ struct Steps {
 };
 
 // What blocks of threads have of all steps of all tiles: a piece each, or whole tiles, or equal numbers of steps.
-enum class ShareOf { pieces, tiles, steps };
-struct StreamShares {
-  ShareOf of;
+enum class StreamKSplit { pieces, tiles, steps };
+struct StreamKPartition {
+  StreamKSplit of;
   int blocks;      // of threads
   int each, more;  // tiles or steps of a block of threads; the first `more` have one more
   Divisor pieces;
 
   // most: blocks of threads.
-  StreamShares(ShareOf of, int tiles, const Pieces& k, int most)
+  StreamKPartition(StreamKSplit of, int tiles, const Pieces& k, int most)
       : of(of), blocks(most), each(0), more(0), pieces(k.count) {
-    if (of == ShareOf::pieces) {
+    if (of == StreamKSplit::pieces) {
       blocks = tiles * k.count;
       return;
     }
-    const int all = of == ShareOf::tiles ? tiles : tiles * steps_of(k.blocks);
+    const int all = of == StreamKSplit::tiles ? tiles : tiles * steps_of(k.blocks);
     each = all / blocks, more = all % blocks;
   }
   // Where a block of threads begins, of all steps of all tiles.
   __device__ int begin(int block, const Steps& k) const {
-    if (of == ShareOf::pieces) {
+    if (of == StreamKSplit::pieces) {
       const int tile = pieces(block);
       return tile * k.count.by() + (block - tile * pieces.by()) * k.length.by();
     }
-    return (block * each + min(block, more)) * (of == ShareOf::tiles ? k.count.by() : 1);
+    return (block * each + min(block, more)) * (of == StreamKSplit::tiles ? k.count.by() : 1);
   }
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 // A part of a piece: steps [begin, end) of [first, last), which the piece has.
-struct StreamPart {
+struct StreamKUnit {
   int tile, piece, begin, end, first, last;
 };
 // The parts that a block of threads has, in the order in which it computes them; positions count steps of all tiles.
-class StreamParts {
+class StreamKScheduler {
  public:
-  __device__ StreamParts(const Steps& k, const StreamShares& shares)
+  __device__ StreamKScheduler(const Steps& k, const StreamKPartition& shares)
       : k_(k), begin_(shares.begin(blockIdx.x, k)), end_(shares.begin(blockIdx.x + 1, k)) {
     const int first = begin_of(begin_);
     at_ = first == begin_ ? begin_ : end_of(begin_), stop_ = begin_of(end_);
   }
   // False: there are no more.
-  __device__ bool next(StreamPart& part) {
+  __device__ bool next(StreamKUnit& part) {
     if (turn_ == 0) {
       turn_ = 1;
       if (stop_ < end_) return set(part, stop_, end_), true;
@@ -102,7 +102,7 @@ class StreamParts {
     const int tile = k_.count.floor(position);
     return tile + min(k_.length.floor(position - tile) + k_.length.by(), k_.count.by());
   }
-  __device__ void set(StreamPart& part, int from, int to) const {
+  __device__ void set(StreamKUnit& part, int from, int to) const {
     part.tile = k_.count(from), from -= part.tile * k_.count.by(), to -= part.tile * k_.count.by();
     part.begin = from, part.end = to, part.piece = k_.length(from), part.first = part.piece * k_.length.by();
     part.last = min(part.first + k_.length.by(), k_.count.by());

@@ -7,17 +7,17 @@ namespace as {
 namespace cuda {
 namespace AS_DTYPE16 {
 
-void linear_stream(const Product& p, int rows, const Queue& queue);
-void linear_split(const Product& p, int rows, const Queue& queue);
-void linear_wide(const Product& p, int rows, const Queue& queue);
+void gemm_stream_k(const Product& p, int rows, const Queue& queue);
+void gemm_split_k(const Product& p, int rows, const Queue& queue);
+void gemm_prefill(const Product& p, int rows, const Queue& queue);
 // One row, of matrices whose sums are in pieces: of p.x, or of p.unnormed, which becomes what it should be on its way.
 // Whether there is a kernel for it; and the product.
-bool has_linear_row(const Product& p, const Queue& queue);
-void linear_row(const Product& p, const Queue& queue);
+bool has_gemv(const Product& p, const Queue& queue);
+void gemv(const Product& p, const Queue& queue);
 // Few rows, of the same matrices of 8 bits, that p.bytes has; false, and nothing is done: there is no kernel for them.
-bool linear_few_bytes(const Product& p, int rows, const Queue& queue);
-// Whether linear_wide() is the fastest for a number of rows that the others are for.
-bool wide_is_best(const Product& p, int rows);
+bool gemm_few_rows_8bit(const Product& p, int rows, const Queue& queue);
+// Whether gemm_prefill() is the fastest for a number of rows that the others are for.
+bool prefill_is_fastest(const Product& p, int rows);
 
 }  // namespace AS_DTYPE16
 }  // namespace cuda

@@ -1,9 +1,9 @@
 // Products of quantized weights with activations in bfloat16. A weight is rounded to bfloat16 where it is used, and
-// sums are those of linear_dtype16() with the matrix so rounded, to the bit: so the way is free. Few rows: weights
-// stream by as codes and are widened in registers, here by mma.sync as in linear_dtype16.cu. Many: the matrix is
-// widened into tiles, some of its rows at a time, which linear_dtype16() takes.
+// sums are those of gemm_dtype16() with the matrix so rounded, to the bit: so the way is free. Few rows: weights
+// stream by as codes and are widened in registers, here by mma.sync as in gemm_dtype16.cu. Many: the matrix is
+// widened into tiles, some of its rows at a time, which gemm_dtype16() takes.
 #include "cuda/by_dtype16.h"
-#include "cuda/kernels/gemm/linear_quantized.h"
+#include "cuda/kernels/gemm/gemm_quantized.h"
 
 #include <algorithm>
 
@@ -38,7 +38,7 @@ struct Shape {
 
 template <int kBits, int kTiles, int kColumnTiles, bool kFine>
 __global__ void __launch_bounds__(32 * kMostWarps)
-    linear_kernel(const __grid_constant__ Product p, int rows, int tiles, Pieces k) {
+    gemm_kernel(const __grid_constant__ Product p, int rows, int tiles, Pieces k) {
   using S = Shape<kBits, kTiles, kColumnTiles, kFine>;
   extern __shared__ __align__(128) char shared[];
   constexpr int kStages = S::kStages, kBytes = S::kStageBytes, kSums = S::kSums, kColumns = S::kColumns;
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
 template <int kBits, int kTiles, int kColumnTiles, bool kFine>
 void start_tiles(const Product& p, int rows, const Queue& queue) {
   using S = Shape<kBits, kTiles, kColumnTiles, kFine>;
-  const auto kernel = linear_kernel<kBits, kTiles, kColumnTiles, kFine>;
+  const auto kernel = gemm_kernel<kBits, kTiles, kColumnTiles, kFine>;
   const Pieces k(p.w.k, p.w.most_pieces);
   const PiecesGrid grid = grid_of<S>(kernel, p.w, k, rows, S::most_warps());
   start(queue, kernel, grid.blocks, 32 * grid.warps, grid.shared, p, rows, grid.tiles, k);
@@ -208,7 +208,7 @@ void widen(const Matrix& w, int first_block, int row_blocks, uint16_t* to, const
   launched("widening weights");
 }
 
-constexpr int kTogether = 4;                 // blocks of rows: a part of a matrix is whole tiles of linear_wide()
+constexpr int kTogether = 4;                 // blocks of rows: a part of a matrix is whole tiles of gemm_prefill()
 constexpr size_t kWidenedBytes = 256 << 20;  // of a part, about
 
 // Rows of a part of a matrix: gates cannot be apart from one call of the product.
@@ -218,7 +218,7 @@ int part_rows(int n, int k, bool gated) {
   return std::max<int>(1, (int)(kWidenedBytes / row_bytes / (kTogether * kBlock))) * kTogether * kBlock;
 }
 
-void linear_widened(const Product& p, int rows, const Queue& queue) {
+void gemm_widened(const Product& p, int rows, const Queue& queue) {
   const int part = part_rows(p.w.n, p.w.k, p.gated);
   Queue apart = queue;
   apart.apart = true;
@@ -233,7 +233,7 @@ void linear_widened(const Product& p, int rows, const Queue& queue) {
       if (p.y.tiles) some.y.tiles += (size_t)first / kBlock * kBlockValues;
       if (p.bias) some.bias += first;
     }
-    bf16::linear_dtype16(some, rows, apart, By::wide);
+    bf16::gemm_dtype16(some, rows, apart, By::wide);
   }
 }
 
@@ -243,22 +243,22 @@ size_t widened_bytes(int n, int k, bool gated, int rows) {
   return rows > kMostFused ? tiles_bytes(part_rows(n, k, gated), k) : 0;
 }
 
-void linear_quantized_mma(const Product& p, int rows, const Queue& queue) {
+void gemm_quantized_mma(const Product& p, int rows, const Queue& queue) {
   const bool fine = p.w.codes.groups > 1 && p.w.codes.group < kBlock;
   if (p.w.codes.bits == 4) fine ? start_rows<4, true>(p, rows, queue) : start_rows<4, false>(p, rows, queue);
   else fine ? start_rows<8, true>(p, rows, queue) : start_rows<8, false>(p, rows, queue);
 }
 
-void linear_quantized(const Product& p, int rows, const Queue& queue, By by) {
+void gemm_quantized(const Product& p, int rows, const Queue& queue, By by) {
   if (by == By::any) {
-    if (queue.capability == 90 && rows == 1 && linear_quantized_row(p, queue)) return;
+    if (queue.capability == 90 && rows == 1 && gemv_quantized(p, queue)) return;
     by = rows > kMostFused ? By::wide : By::stream;
   }
-  // linear_wide() writes whole pieces of 16 bytes at a time.
+  // gemm_prefill() writes whole pieces of 16 bytes at a time.
   const bool fits = queue.capability != 90 || (p.gated ? p.y.tiles != nullptr : p.y.width % 4 == 0 && p.w.n % 4 == 0);
-  if (by == By::wide && fits) return linear_widened(p, rows, queue);
-  if (by == By::mma || queue.capability != 90) linear_quantized_mma(p, rows, queue);
-  else linear_quantized_stream(p, rows, queue);
+  if (by == By::wide && fits) return gemm_widened(p, rows, queue);
+  if (by == By::mma || queue.capability != 90) gemm_quantized_mma(p, rows, queue);
+  else gemm_quantized_stream_k(p, rows, queue);
 }
 
 }  // namespace cuda

@@ -10,7 +10,7 @@ namespace cuda {
 namespace AS_DTYPE16 {
 
 // By wgmma, for chips of capability 9.0; tile_rows: 64 or 128.
-void linear_experts_wide(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue);
+void gemm_experts_prefill(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue);
 
 // How many items there may be, of so many for each tile of entries.
 inline int most_items(const ExpertProduct& p, int entries, int tile_rows, int columns) {

@@ -7,7 +7,7 @@
 #include <algorithm>
 
 #include "cuda/kernels/common/wgmma.cuh"
-#include "cuda/kernels/gemm/linear_wgmma.h"
+#include "cuda/kernels/gemm/gemm_wgmma.h"
 
 namespace as {
 namespace cuda {
@@ -38,7 +38,7 @@ constexpr int kShort = 16;  // up to so many blocks of K a piece is short, which
 
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, S::kAlone ? 1 : 2)
-    linear_split_kernel(const __grid_constant__ Product p, int rows, Pieces k, Room room) {
+    gemm_split_k_kernel(const __grid_constant__ Product p, int rows, Pieces k, Room room) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kRows = S::kRows, kGroups = S::kGroups, kBeside = S::kBeside, kCopiers = S::kCopiers;
   extern __shared__ __align__(1024) char shared[];
@@ -212,14 +212,14 @@ Room room_of(int at_once, bool whole) {
 }
 
 template <int kRows, int kGroups, int kBeside = 1, bool kAlone = false>
-void start_split(const Product& p, int rows, const Queue& queue, int at_once = kAlone, bool whole = false) {
+void start_split_k(const Product& p, int rows, const Queue& queue, int at_once = kAlone, bool whole = false) {
   using S = Shape<kRows, kGroups, kBeside, kAlone>;
   const Pieces k(p.w.k, p.w.most_pieces);
   const Room room = room_of<S>(at_once, whole);
   const size_t bytes = shared_bytes<S>(room);
-  allow_shared(linear_split_kernel<S>, bytes);
+  allow_shared(gemm_split_k_kernel<S>, bytes);
   const int columns = ceil_div(p.w.n, S::kColumns * kBeside) * kBeside;
-  start_clusters(queue, linear_split_kernel<S>, dim3(k.count, columns, ceil_div(rows, kRows)), dim3(k.count, kBeside),
+  start_clusters(queue, gemm_split_k_kernel<S>, dim3(k.count, columns, ceil_div(rows, kRows)), dim3(k.count, kBeside),
                  S::kThreads, bytes, p, rows, k, room);
   launched("linear of 16 bits, pieces side by side");
 }
@@ -239,8 +239,8 @@ bool fits(const Product& p, int rows) {
     config.dynamicSmemBytes = shared_bytes<S>(room_of<S>(kAlone, false));
     config.attrs = &attribute, config.numAttrs = 1;
     int found = 0;
-    allow_shared(linear_split_kernel<S>, config.dynamicSmemBytes);
-    if (cudaOccupancyMaxActiveClusters(&found, linear_split_kernel<S>, &config) != cudaSuccess) cudaGetLastError();
+    allow_shared(gemm_split_k_kernel<S>, config.dynamicSmemBytes);
+    if (cudaOccupancyMaxActiveClusters(&found, gemm_split_k_kernel<S>, &config) != cudaSuccess) cudaGetLastError();
     at_once[count] = found > 0 ? found : 1;
   }
   return ceil_div(p.w.n, S::kColumns * kBeside) * ceil_div(rows, kRows) <= at_once[count];
@@ -255,12 +255,12 @@ void start_few(const Product& p, int rows, const Queue& queue) {
   const int blocks = blocks_of(p.w.n) * k.count, wanted = (blocks + processors() - 1) / processors();
   const int at_once = k.length > kShort || wanted > 3 ? 0 : std::max(wanted, 2);
   constexpr int kFewWhole = 2;  // rows: one thread asks for more of them as soon as all threads bring them
-  start_split<kRows, 1>(p, rows, queue, at_once, rows <= kFewWhole && at_once == 2);
+  start_split_k<kRows, 1>(p, rows, queue, at_once, rows <= kFewWhole && at_once == 2);
 }
 
 }  // namespace
 
-void linear_split(const Product& p, int rows, const Queue& queue) {
+void gemm_split_k(const Product& p, int rows, const Queue& queue) {
   if (rows <= 8) return start_few<8>(p, rows, queue);
   if (rows <= 16) return start_few<16>(p, rows, queue);
   if (rows <= 32) return start_few<32>(p, rows, queue);
@@ -269,12 +269,12 @@ void linear_split(const Product& p, int rows, const Queue& queue) {
   // run at once, and most processors have one.
   const int blocks = ceil_div(p.w.n, 2 * kBlock) * Pieces(p.w.k, p.w.most_pieces).count;
   if (3 * blocks >= 2 * processors()) {
-    if (rows > 128 && fits<256, 2, 2, true>(p, rows)) return start_split<256, 2, 2, true>(p, rows, queue);
-    if (rows > 128 && fits<256, 2, 1, true>(p, rows)) return start_split<256, 2, 1, true>(p, rows, queue);
-    if (fits<128, 2, 2, true>(p, rows)) return start_split<128, 2, 2, true>(p, rows, queue);
-    if (fits<128, 2, 2, false>(p, rows)) return start_split<128, 2, 2>(p, rows, queue);
+    if (rows > 128 && fits<256, 2, 2, true>(p, rows)) return start_split_k<256, 2, 2, true>(p, rows, queue);
+    if (rows > 128 && fits<256, 2, 1, true>(p, rows)) return start_split_k<256, 2, 1, true>(p, rows, queue);
+    if (fits<128, 2, 2, true>(p, rows)) return start_split_k<128, 2, 2, true>(p, rows, queue);
+    if (fits<128, 2, 2, false>(p, rows)) return start_split_k<128, 2, 2>(p, rows, queue);
   }
-  start_split<128, 2>(p, rows, queue);
+  start_split_k<128, 2>(p, rows, queue);
 }
 
 }  // namespace AS_DTYPE16

@@ -5,7 +5,7 @@
 // total, fused, groups in ascending order. Pieces are added in ascending order, and the sum is multiplied by the row's
 // scale.
 #pragma once
-#include "cuda/kernels/gemm/linear_float8.h"
+#include "cuda/kernels/gemm/gemm_float8.h"
 #include "cuda/kernels/quantize/quantized.cuh"
 
 namespace as {
@@ -83,8 +83,8 @@ __device__ __forceinline__ void add_segment(float& total, uint32_t scales, int s
 }  // namespace AS_DTYPE16
 
 // By wgmma, of chips of capability 9.0: any rows; many, of codes of 8 bits in one group.
-void linear_integer_stream(const Product& p, int rows, const Queue& queue);
-void linear_integer_wide(const Product& p, int rows, const Queue& queue);
+void gemm_integer_stream_k(const Product& p, int rows, const Queue& queue);
+void gemm_integer_prefill(const Product& p, int rows, const Queue& queue);
 
 }  // namespace cuda
 }  // namespace as

@@ -5,7 +5,7 @@
 // into shared memory several stages ahead, and no other warp sees that.
 #include <algorithm>
 
-#include "cuda/kernels/gemm/linear_wgmma.h"
+#include "cuda/kernels/gemm/gemm_wgmma.h"
 #include "cuda/kernels/gemm/warp_pieces.cuh"
 
 namespace as {
@@ -44,7 +44,7 @@ struct Walk {
 };
 
 template <typename S, int kTiles>
-__global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(Product p, int rows, int tiles, Pieces k) {
+__global__ void __launch_bounds__(32 * kMostWarps) gemm_kernel(Product p, int rows, int tiles, Pieces k) {
   extern __shared__ __align__(128) char shared[];
   constexpr int kStages = S::kStages, kBytes = S::kStageBytes, kSums = S::kSums, kColumns = S::kColumns;
   const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(Product p, int 
 template <int kTiles, int kDeep = 0>
 void start_tiles(const Product& p, int rows, const Queue& queue) {
   using S = Shape<kTiles, kDeep>;
-  const auto kernel = linear_kernel<S, kTiles>;
+  const auto kernel = gemm_kernel<S, kTiles>;
   const Pieces k(p.w.k, p.w.most_pieces);
   const PiecesGrid grid = grid_of<S>(kernel, p.w, k, rows, kDeep ? kMostPieces : S::most_warps());
   start(queue, kernel, grid.blocks, 32 * grid.warps, grid.shared, p, rows, grid.tiles, k);
@@ -159,35 +159,35 @@ By fastest(const Product& p, int rows) {
   // Values of a matrix that is there before clusters have begun, and of one whose pieces are long for its size.
   constexpr int64_t kSmall = 10 << 20, kSmallAndLong = 40 << 20;
   const bool is_long = Pieces(p.w.k, p.w.most_pieces).length >= 32;
-  if (rows > 256 || (rows > 128 && !p.y.copy && wide_is_best(p, rows))) return By::wide;
+  if (rows > 256 || (rows > 128 && !p.y.copy && prefill_is_fastest(p, rows))) return By::wide;
   if (p.w.most_pieces == 1) return By::stream;
   return rows <= 8 && (int64_t)p.w.n * p.w.k < (is_long ? kSmallAndLong : kSmall) ? By::mma : By::split;
 }
 
-// Whether it goes by linear_row().
+// Whether it goes by gemv().
 bool is_row(const Product& p, int rows, const Queue& queue) {
-  return rows == 1 && fastest(p, rows) == By::split && has_linear_row(p, queue);
+  return rows == 1 && fastest(p, rows) == By::split && has_gemv(p, queue);
 }
 
 }  // namespace
 
-bool linear_dtype16_norms(const Product& p, int rows, const Queue& queue) {
+bool gemm_dtype16_norms(const Product& p, int rows, const Queue& queue) {
   return p.w.kind == Kind::dtype16 && is_row(p, rows, queue);
 }
 
-void linear_dtype16(const Product& p, int rows, const Queue& queue, By by) {
+void gemm_dtype16(const Product& p, int rows, const Queue& queue, By by) {
   if (queue.capability != 90) by = By::mma;
   if (by == By::any) {
-    if (is_row(p, rows, queue)) return linear_row(p, queue);
+    if (is_row(p, rows, queue)) return gemv(p, queue);
     by = fastest(p, rows);
   }
   // Pieces, if there are several, need a cluster of blocks of threads each, or a warp; a stream has one.
   const bool stream = p.w.most_pieces == 1;
   if (by == By::split && stream) by = By::stream;
   if (by == By::stream && !stream) by = By::split;
-  if (by == By::split) return linear_split(p, rows, queue);
-  if (by == By::stream) return linear_stream(p, rows, queue);
-  if (by == By::wide) return linear_wide(p, rows, queue);
+  if (by == By::split) return gemm_split_k(p, rows, queue);
+  if (by == By::stream) return gemm_stream_k(p, rows, queue);
+  if (by == By::wide) return gemm_prefill(p, rows, queue);
   if (rows <= 8) start_few(p, rows, queue);
   else if (rows <= 16) start_tiles<2>(p, rows, queue);
   else if (rows <= 32) start_tiles<4>(p, rows, queue);

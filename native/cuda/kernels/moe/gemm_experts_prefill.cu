@@ -7,7 +7,7 @@
 #include <algorithm>
 
 #include "cuda/kernels/common/wgmma.cuh"
-#include "cuda/kernels/moe/linear_experts.cuh"
+#include "cuda/kernels/moe/gemm_experts.cuh"
 
 namespace as {
 namespace cuda {
@@ -30,7 +30,7 @@ struct Shape {
 
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, 1)
-    linear_experts_wide_kernel(const __grid_constant__ ExpertProduct e, int columns, int blocks) {
+    gemm_experts_prefill_kernel(const __grid_constant__ ExpertProduct e, int columns, int blocks) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kRows = S::kRows, kGroups = S::kGroups, kStages = S::kStages;
   extern __shared__ __align__(1024) char shared[];
@@ -154,19 +154,19 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 }
 
 template <typename S>
-void start_wide(const ExpertProduct& p, int entries, const Queue& queue) {
+void start_prefill(const ExpertProduct& p, int entries, const Queue& queue) {
   const int columns = ceil_div(blocks_of(p.product.w.n), S::kGroups);
-  allow_shared(linear_experts_wide_kernel<S>, S::kShared);
+  allow_shared(gemm_experts_prefill_kernel<S>, S::kShared);
   const int grid = std::min(most_items(p, entries, S::kRows, columns), processors());
-  start(queue, linear_experts_wide_kernel<S>, grid, S::kThreads, S::kShared, p, columns, blocks_of(p.product.w.k));
+  start(queue, gemm_experts_prefill_kernel<S>, grid, S::kThreads, S::kShared, p, columns, blocks_of(p.product.w.k));
   launched("linear of experts of 16 bits, many rows");
 }
 
 }  // namespace
 
-void linear_experts_wide(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue) {
-  if (tile_rows == 64) start_wide<Shape<64, 4>>(p, entries, queue);
-  else start_wide<Shape<128, 4>>(p, entries, queue);
+void gemm_experts_prefill(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue) {
+  if (tile_rows == 64) start_prefill<Shape<64, 4>>(p, entries, queue);
+  else start_prefill<Shape<128, 4>>(p, entries, queue);
 }
 
 }  // namespace AS_DTYPE16

@@ -11,11 +11,11 @@ namespace as {
 namespace cuda {
 
 constexpr float kLargestFloat8 = 448.0f;
-constexpr int kMostStreamed = 64;  // rows: products of activations of 8 bits with more go by wide tiles
+constexpr int kMaxStreamedRows = 64;  // rows: products of activations of 8 bits with more go by wide tiles
 
 // Any rows; many.
-void linear_float8_stream(const Product& p, int rows, const Queue& queue);
-void linear_float8_wide(const Product& p, int rows, const Queue& queue);
+void gemm_float8_stream_k(const Product& p, int rows, const Queue& queue);
+void gemm_float8_prefill(const Product& p, int rows, const Queue& queue);
 
 }  // namespace cuda
 }  // namespace as

@@ -1,5 +1,5 @@
-// Products of 8 bits with many rows of activations of 8 bits: of floats (linear_float8.h), and of integers in one group
-// (linear_integer.h), as linear_wide.cu has those of bfloat16.
+// Products of 8 bits with many rows of activations of 8 bits: of floats (gemm_float8.h), and of integers in one group
+// (gemm_integer.h), as gemm_prefill.cu has those of bfloat16.
 //
 // A block of threads has a tile of 128 rows of activations and some columns (rows of the weights) at a time. Four
 // threads have blocks of both sides copied into shared memory, several steps of 128 of K ahead and on into the next
@@ -199,8 +199,8 @@ __device__ void add_beside(const Product& p, int rows, const TilePart& at, uint3
 
 template <typename S, bool kGated>
 __global__ void __launch_bounds__(kThreads, 1)
-    linear_wide_kernel(const __grid_constant__ Product p, int rows, Pieces k, const __grid_constant__ Walk walk,
-                       bool late, Scratch scratch) {
+    gemm_prefill_kernel(const __grid_constant__ Product p, int rows, Pieces k, const __grid_constant__ Walk walk,
+                        bool late, Scratch scratch) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kColumns = S::kColumns, kDown = S::kDown, kAcross = S::kAcross, kSharers = S::kSharers,
                 kStages = S::kStages;
@@ -442,7 +442,7 @@ struct Kernel {
     config.gridDim = dim3(S::kSharers * pieces), config.blockDim = dim3(kThreads), config.dynamicSmemBytes = S::kShared;
     config.attrs = &attribute, config.numAttrs = 1;
     int found = 0;
-    constexpr auto kFunction = linear_wide_kernel<S, false>;
+    constexpr auto kFunction = gemm_prefill_kernel<S, false>;
     allow_shared(kFunction, S::kShared);
     if (cudaOccupancyMaxActiveClusters(&found, kFunction, &config) != cudaSuccess) cudaGetLastError();
     return count = found > 0 ? found : std::max(1, processors() / (S::kSharers * pieces));
@@ -472,7 +472,7 @@ struct Kernel {
     Walk walk;
     plan(p.w, rows, nanoseconds, &walk);
     const int pieces = pieces_of(p.w), cluster = S::kSharers * pieces;
-    const auto kernel = p.gated ? linear_wide_kernel<S, true> : linear_wide_kernel<S, false>;
+    const auto kernel = p.gated ? gemm_prefill_kernel<S, true> : gemm_prefill_kernel<S, false>;
     allow_shared(kernel, S::kShared);
     const int count = S::kBeside ? walk.count() : std::min(walk.count(), clusters(pieces));
     start_clusters(queue, kernel, dim3(count * cluster), dim3(cluster), kThreads, S::kShared, p, rows,
@@ -533,11 +533,11 @@ bool start_best(const Choice (&choices)[kCount], const Product& p, int rows, con
 
 }  // namespace
 
-void linear_float8_wide(const Product& p, int rows, const Queue& queue) {
-  if (!start_best(kOfFloats, p, rows, queue)) linear_float8_stream(p, rows, queue);
+void gemm_float8_prefill(const Product& p, int rows, const Queue& queue) {
+  if (!start_best(kOfFloats, p, rows, queue)) gemm_float8_stream_k(p, rows, queue);
 }
-void linear_integer_wide(const Product& p, int rows, const Queue& queue) {
-  if (!start_best(kOfIntegers, p, rows, queue)) linear_integer_stream(p, rows, queue);
+void gemm_integer_prefill(const Product& p, int rows, const Queue& queue) {
+  if (!start_best(kOfIntegers, p, rows, queue)) gemm_integer_stream_k(p, rows, queue);
 }
 
 }  // namespace cuda

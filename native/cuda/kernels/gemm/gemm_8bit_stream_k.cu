@@ -1,0 +1,37 @@
+// Products of activations of 8 bits by wgmma: of integers (gemm_integer.h) and of floats (gemm_float8.h).
+#include "cuda/kernels/gemm/gemm_quantized_stream_k.cuh"
+#include "cuda/kernels/gemm/gemm_wgmma.h"
+
+namespace as {
+namespace cuda {
+
+void gemm_integer_stream_k(const Product& p, int rows, const Queue& queue) {
+  if (p.w.codes.bits == 4) start_quantized_stream_k<Integers<4>>(p, rows, queue);
+  else if (p.w.codes.groups == 1) start_quantized_stream_k<Integers<8, true>>(p, rows, queue);
+  else start_quantized_stream_k<Integers<8>>(p, rows, queue);
+}
+
+void gemm_float8_stream_k(const Product& p, int rows, const Queue& queue) {
+  start_quantized_stream_k<Floats>(p, rows, queue);
+}
+
+void gemm_float8(const Product& p, int rows, const Queue& queue, By by) {
+  if (by == By::any && gemm_few_rows_8bit(p, rows, queue)) return;
+  if (by == By::any) by = rows > kMaxStreamedRows ? By::wide : By::stream;
+  if (by == By::wide) gemm_float8_prefill(p, rows, queue);
+  else gemm_float8_stream_k(p, rows, queue);
+}
+
+bool gemv_8bit(const Product& p, const Queue& queue) {
+  if (queue.capability != 90 || !p.w.takes_bytes()) return false;
+  if (has_gemv(p, queue)) return gemv(p, queue), true;
+  if (!p.unnormed || p.w.k > kNormedBytes) return false;
+  if (p.w.kind == Kind::float8) start_stream_k_rows<Floats, 8, 4, true>(p, 1, queue);
+  else if (p.w.codes.bits == 4) start_stream_k_rows<Integers<4>, 8, 4, true>(p, 1, queue);
+  else if (p.w.codes.groups == 1) start_stream_k_rows<Integers<8, true>, 8, 4, true>(p, 1, queue);
+  else start_stream_k_rows<Integers<8>, 8, 4, true>(p, 1, queue);
+  return true;
+}
+
+}  // namespace cuda
+}  // namespace as

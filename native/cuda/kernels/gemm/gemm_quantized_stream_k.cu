@@ -1,0 +1,17 @@
+// Products of quantized weights with activations in bfloat16 by wgmma.
+#include "cuda/kernels/gemm/gemm_quantized.h"
+#include "cuda/kernels/gemm/gemm_quantized_stream_k.cuh"
+
+namespace as {
+namespace cuda {
+
+void gemm_quantized_stream_k(const Product& p, int rows, const Queue& queue) {
+  const bool fine = p.w.codes.groups > 1 && p.w.codes.group < kBlock;
+  if (p.w.codes.bits == 4 && fine) start_quantized_stream_k<Rounded<4, true>>(p, rows, queue);
+  else if (p.w.codes.bits == 4) start_quantized_stream_k<Rounded<4, false>>(p, rows, queue);
+  else if (fine) start_quantized_stream_k<Rounded<8, true>>(p, rows, queue);
+  else start_quantized_stream_k<Rounded<8, false>>(p, rows, queue);
+}
+
+}  // namespace cuda
+}  // namespace as
