@@ -78,13 +78,13 @@ int main(int argc, char** argv) {
                 {"small", 2 * 328, 1000, true, false}, {"uneven", 3700, 2944, false, false}};
   const char *rows_asked = "1,8,16,32", *forms = "4:64,4:128,4:0,8:64", *asked = "qkv,o,gate_up,down,head";
   bool checks = false, normed = false, norms = false;
-  By by = By::any;
+  GemmAlgo algo = GemmAlgo::any;
   for (int i = 1; i < argc; i++) {
     if (!std::strcmp(argv[i], "check")) checks = true;
     else if (!std::strcmp(argv[i], "norm")) normed = true;
     else if (!std::strcmp(argv[i], "norms")) normed = norms = true;
-    else if (!std::strcmp(argv[i], "by=stream")) by = By::stream;
-    else if (!std::strcmp(argv[i], "by=mma")) by = By::mma;
+    else if (!std::strcmp(argv[i], "by=stream")) algo = GemmAlgo::stream_k;
+    else if (!std::strcmp(argv[i], "by=mma")) algo = GemmAlgo::mma;
     else if (!std::strncmp(argv[i], "rows=", 5)) rows_asked = argv[i] + 5;
     else if (!std::strncmp(argv[i], "forms=", 6)) forms = argv[i] + 6;
     else if (!std::strncmp(argv[i], "shapes=", 7)) asked = argv[i] + 7;
@@ -146,17 +146,17 @@ int main(int argc, char** argv) {
             Product other = p;
             other.w.kind = Kind::dtype16, other.w.tiles = tiles, other.w.codes = {};
             check(cudaMemsetAsync(y, 0, result, stream)), check(cudaMemsetAsync(found, 0, 8, stream));
-            AS_DTYPE16::gemm_dtype16(other, rows, queue, By::mma);
+            AS_DTYPE16::gemm_dtype16(other, rows, queue, GemmAlgo::mma);
             check(cudaMemcpyAsync(expected, y, result, cudaMemcpyDeviceToDevice, stream));
             // Differences by the stream, by mma.sync, and by what is best.
             unsigned long long before = 0, count;
             std::printf("  %d:", rows);
-            for (By by : {By::stream, By::mma, By::any}) {
+            for (GemmAlgo algo : {GemmAlgo::stream_k, GemmAlgo::mma, GemmAlgo::any}) {
               check(cudaMemsetAsync(y, 0, result, stream));
               Product own = p;
-              if (norms && by == By::any && gemm_quantized_norms(p, rows, queue))
+              if (norms && algo == GemmAlgo::any && gemm_quantized_norms(p, rows, queue))
                 check(cudaMemsetAsync(x, 0xff, (size_t)shape.k * 2, stream)), own.unnormed = unnormed, own.norm = norm;
-              gemm_quantized(own, rows, queue, by);
+              gemm_quantized(own, rows, queue, algo);
               differ<<<blocks(result / 4), 256, 0, stream>>>((uint32_t*)y, (uint32_t*)expected, result / 4, found);
               check(cudaMemcpyAsync(&count, found, 8, cudaMemcpyDeviceToHost, stream));
               check(cudaStreamSynchronize(stream));
@@ -170,7 +170,7 @@ int main(int argc, char** argv) {
               p.w.codes = weights[i % copies];
               if (norms && gemm_quantized_norms(p, rows, queue)) p.unnormed = unnormed, p.norm = norm;
               else norm_rows();
-              gemm_quantized(p, rows, queue, by);
+              gemm_quantized(p, rows, queue, algo);
             }
           };
           run();

@@ -150,7 +150,7 @@ int main(int argc, char** argv) {
         p.unnormed = nullptr;
         if (has(norms)) AS_DTYPE16::rms_norm(x, norm, rows, {nullptr, normed, kHidden}, queue);
       }
-      AS_DTYPE16::gemm_dtype16(p, rows, queue, split ? By::split : By::any);
+      AS_DTYPE16::gemm_dtype16(p, rows, queue, split ? GemmAlgo::split_k : GemmAlgo::any);
     };
     for (const Layer& l : layers) {
       if (has("qkv")) product(l.qkv, normed, {qkv, nullptr, wide}, false, false, bias, "norm1");

@@ -37,12 +37,12 @@ int main(int argc, char** argv) {
                 {"head", 152064, 3584, false, false}};
   const struct {
     const char* name;
-    By by;
+    GemmAlgo algo;
     int least, most;
-  } kernels[] = {{"mma", By::mma, 1, 32},
-                 {"split", By::split, 8, 256},
-                 {"stream", By::stream, 1, 512},
-                 {"wide", By::wide, 128, 4096}};
+  } kernels[] = {{"mma", GemmAlgo::mma, 1, 32},
+                 {"split", GemmAlgo::split_k, 8, 256},
+                 {"stream", GemmAlgo::stream_k, 1, 512},
+                 {"wide", GemmAlgo::prefill, 128, 4096}};
   const int ranks = argc > 2 ? std::atoi(argv[2]) : 1;  // of which one's part is multiplied
   std::vector<int> all;
   for (char* at = std::strtok(argc > 1 ? argv[1] : strdup("1,8,16,32,64,128,256"), ","); at;
@@ -81,7 +81,7 @@ int main(int argc, char** argv) {
         p.y = shape.gated ? Rows{nullptr, gated, shape.n / 2} : Rows{y, nullptr, shape.n};
         const auto run = [&] {
           for (int i = 0; i < launches; i++)
-            p.w.tiles = weights[i % copies], AS_DTYPE16::gemm_dtype16(p, rows, queue, kernel.by);
+            p.w.tiles = weights[i % copies], AS_DTYPE16::gemm_dtype16(p, rows, queue, kernel.algo);
         };
         run();
         check(cudaStreamSynchronize(stream));

@@ -88,8 +88,8 @@ void few_rows() {
           p.y = {memory<float>(8 * width * 4), nullptr, width};
           quantize_activations(p, rows, queue);
           for (int turn = 0; turn < 1 + adds; turn++)
-            floats ? gemm_float8(p, rows, queue, own ? By::any : By::stream)
-                   : gemm_integer(p, rows, queue, own ? By::any : By::stream);
+            floats ? gemm_float8(p, rows, queue, own ? GemmAlgo::any : GemmAlgo::stream_k)
+                   : gemm_integer(p, rows, queue, own ? GemmAlgo::any : GemmAlgo::stream_k);
           found[own].resize(8 * width);
           check(cudaStreamSynchronize(stream));
           check(cudaMemcpy(found[own].data(), p.y.values, 8 * width * 4, cudaMemcpyDeviceToHost));
@@ -175,12 +175,12 @@ int main() {
                 Product other = p;
                 other.unnormed = nullptr, other.x = {nullptr, tiles, s.k};
                 if (from == 0) AS_DTYPE16::rms_norm(x, norm, 1, other.x, queue);
-                AS_DTYPE16::gemm_dtype16(other, 1, queue, By::split);
+                AS_DTYPE16::gemm_dtype16(other, 1, queue, GemmAlgo::split_k);
               } else if (own) {
                 there = gemv_8bit(p, queue);
               } else {
                 from == 0 ? rms_norm_into_bytes(x, norm, p, 1, queue) : quantize_activations(p, 1, queue);
-                floats ? gemm_float8(p, 1, queue, By::stream) : gemm_integer(p, 1, queue, By::stream);
+                floats ? gemm_float8(p, 1, queue, GemmAlgo::stream_k) : gemm_integer(p, 1, queue, GemmAlgo::stream_k);
               }
             }
             found[own].resize(width);

@@ -39,8 +39,8 @@ void to_tiles(const float* in, int rows, const Rows& out, const Queue& queue) {
   AS_CALL(out.dtype, to_tiles, in, rows, out, queue);
 }
 
-void gemm_dtype16(const Product& p, int rows, const Queue& queue, By by) {
-  AS_CALL(p.w.dtype, gemm_dtype16, p, rows, queue, by);
+void gemm_dtype16(const Product& p, int rows, const Queue& queue, GemmAlgo algo) {
+  AS_CALL(p.w.dtype, gemm_dtype16, p, rows, queue, algo);
 }
 bool gemm_dtype16_norms(const Product& p, int rows, const Queue& queue) {
   AS_CALL(p.w.dtype, gemm_dtype16_norms, p, rows, queue);
@@ -73,8 +73,8 @@ void sum_ranks(const RankSum& sum, int rows, const Queue& queue) { AS_CALL(sum.d
 int expert_tile_rows(Kind kind, int entries, int experts, const Queue& queue) {
   return bf16::expert_tile_rows(kind, entries, experts, queue);
 }
-void gemm_experts(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue, By by) {
-  AS_CALL(p.product.w.dtype, gemm_experts, p, entries, tile_rows, queue, by);
+void gemm_experts(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue, GemmAlgo algo) {
+  AS_CALL(p.product.w.dtype, gemm_experts, p, entries, tile_rows, queue, algo);
 }
 void combine_experts(const Combination& c, int rows, const Queue& queue) {
   AS_CALL(c.dtype(), combine_experts, c, rows, queue);

@@ -178,7 +178,8 @@ void CudaExecutor::set_profiling(bool on) {
 
 StepOutput CudaExecutor::finish() { return decoder_->finish(); }
 
-std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* bias, int rows, By by, bool rounded) {
+std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* bias, int rows, GemmAlgo algo,
+                                          bool rounded) {
   const Matrix& m = weights_.matrix(id);
   std::vector<float> y((size_t)rows * m.n);
   if (!rows) return y;
@@ -186,7 +187,9 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
   Memory in((size_t)rows * m.k * sizeof(float), "activations"), out(y.size() * sizeof(float), "activations"),
       added(bias ? m.n * sizeof(float) : 0, "a bias"),
       tiles(m.takes_tiles() ? tiles_bytes(rows, m.k) : 0, "activations"),
-      widened(m.kind == Kind::codes && (by == By::any || by == By::wide) ? widened_bytes(m.n, m.k, false, 1 << 30) : 0,
+      widened(m.kind == Kind::codes && (algo == GemmAlgo::any || algo == GemmAlgo::prefill)
+                  ? widened_bytes(m.n, m.k, false, 1 << 30)
+                  : 0,
               "widened weights"),
       bytes(m.takes_bytes() ? byte_rows_bytes(rows, m.k) : 0, "quantized activations");
   check(cudaMemcpy(in.as(), x, in.size(), cudaMemcpyHostToDevice), "copying rows");
@@ -200,19 +203,19 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
   if (rounded) p.y = {nullptr, pieces.as<uint16_t>(), m.n, m.dtype};
   p.widened = widened.as<uint16_t>();
   if (m.takes_bytes()) p.bytes = byte_rows(bytes.as(), rows, m.k);
-  const bool done = rows == 1 && by == By::any && gemv_8bit(p, device_.queue());
+  const bool done = rows == 1 && algo == GemmAlgo::any && gemv_8bit(p, device_.queue());
   if (m.takes_bytes() && !done) quantize_activations(p, rows, device_.queue());
   if (done) {
     // the product has made 8 bits of the row itself
   } else if (m.takes_tiles()) {
     p.x = {nullptr, tiles.as<uint16_t>(), m.k, m.dtype};
     to_tiles(in.as<float>(), rows, p.x, device_.queue());
-    if (m.tiles) gemm_dtype16(p, rows, device_.queue(), by);
-    else gemm_quantized(p, rows, device_.queue(), by);
+    if (m.tiles) gemm_dtype16(p, rows, device_.queue(), algo);
+    else gemm_quantized(p, rows, device_.queue(), algo);
   } else if (m.kind == Kind::integers) {
-    gemm_integer(p, rows, device_.queue(), by);
+    gemm_integer(p, rows, device_.queue(), algo);
   } else if (m.kind == Kind::float8) {
-    gemm_float8(p, rows, device_.queue(), by);
+    gemm_float8(p, rows, device_.queue(), algo);
   } else {
     gemm_f32(p, rows, device_.queue());
   }
@@ -229,8 +232,8 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
   return y;
 }
 
-std::vector<float> CudaExecutor::multiply_experts(int id, const float* x, const int* chosen, int rows, int top, By by,
-                                                  int tile_rows) {
+std::vector<float> CudaExecutor::multiply_experts(int id, const float* x, const int* chosen, int rows, int top,
+                                                  GemmAlgo algo, int tile_rows) {
   const Matrix& m = weights_.matrix(id);
   const int entries = rows * top;
   std::vector<float> y((size_t)entries * m.n), made(y.size());
@@ -253,7 +256,7 @@ std::vector<float> CudaExecutor::multiply_experts(int id, const float* x, const 
   }
   if (!tile_rows) tile_rows = expert_tile_rows(m.kind, entries, m.experts, device_.queue());
   group_entries(e.routing, rows, tile_rows, device_.queue());
-  gemm_experts(e, entries, tile_rows, device_.queue(), by);
+  gemm_experts(e, entries, tile_rows, device_.queue(), algo);
   device_.wait();
   std::vector<int> entry_of(entries);
   check(cudaMemcpy(entry_of.data(), e.routing.entry_of, entries * sizeof(int), cudaMemcpyDeviceToHost), "copying rows");

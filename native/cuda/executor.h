@@ -66,10 +66,10 @@ class CudaExecutor : public StepModel {
 
   // y [rows, n] = x w^T (+ bias): one matrix alone, for tests.
   // rounded: to 16 bits, as the products of ranks leave their partial sums.
-  std::vector<float> multiply(int id, const float* x, const float* bias, int rows, By by, bool rounded = false);
+  std::vector<float> multiply(int id, const float* x, const float* bias, int rows, GemmAlgo algo, bool rounded = false);
   // y [rows, top, n]: of each row, by each of the experts chosen [rows, top] for it, ascending; a stack alone, for
   // tests. tile_rows: 0 for what a step would take.
-  std::vector<float> multiply_experts(int id, const float* x, const int* chosen, int rows, int top, By by,
+  std::vector<float> multiply_experts(int id, const float* x, const int* chosen, int rows, int top, GemmAlgo algo,
                                       int tile_rows);
   // y [rows, width] = the sum of parts [ranks, rows, width] (+ y), and normed: the same normed; with all on this GPU.
   // pushed: the parts of ranks from 1 on have been.

@@ -96,13 +96,13 @@ int group_of(const std::string& dtype, int group_size, const py::kwargs& layout)
   return group_size;
 }
 
-By by_name(const std::string& name) {
-  if (name == "any") return By::any;
-  if (name == "mma") return By::mma;
-  if (name == "split") return By::split;
-  if (name == "stream") return By::stream;
-  if (name == "wide") return By::wide;
-  throw std::invalid_argument("kernels are any, mma, split, stream and wide, got " + name);
+GemmAlgo algo_by_name(const std::string& name) {
+  if (name == "any") return GemmAlgo::any;
+  if (name == "mma") return GemmAlgo::mma;
+  if (name == "split_k") return GemmAlgo::split_k;
+  if (name == "stream_k") return GemmAlgo::stream_k;
+  if (name == "prefill") return GemmAlgo::prefill;
+  throw std::invalid_argument("algo must be any, mma, split_k, stream_k or prefill, got " + name);
 }
 
 constexpr double kWaitSeconds = 30;  // dead and stopped ranks are noticed earlier, by window and supervisor
@@ -223,7 +223,7 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
       .def(
           "multiply",
           [](CudaExecutor& e, int id, const Floats& x, int out_features, const std::optional<Floats>& bias,
-             const std::string& by, bool rounded) {
+             const std::string& algo, bool rounded) {
             const Matrix& m = e.weights().matrix(id);
             if (x.ndim() != 2 || x.shape(1) != m.k || out_features != m.n ||
                 (bias && (bias->ndim() != 1 || bias->shape(0) != m.n)))
@@ -231,16 +231,16 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
                                           " takes x [rows, " + std::to_string(m.k) + "], out_features " +
                                           std::to_string(m.n) + " and no bias or one of " + std::to_string(m.n));
             const std::vector<float> y =
-                e.multiply(id, x.data(), bias ? bias->data() : nullptr, (int)x.shape(0), by_name(by), rounded);
+                e.multiply(id, x.data(), bias ? bias->data() : nullptr, (int)x.shape(0), algo_by_name(algo), rounded);
             return py::array_t<float>({x.shape(0), (py::ssize_t)m.n}, y.data());
           },
-          py::arg("id"), py::arg("x"), py::arg("out_features"), py::arg("bias") = py::none(), py::arg("by") = "any",
+          py::arg("id"), py::arg("x"), py::arg("out_features"), py::arg("bias") = py::none(), py::arg("algo") = "any",
           py::arg("rounded") = false,
-          "x w^T (+ bias) with one matrix, for tests. by: the kernel, of any, mma, split, stream and wide. rounded: to "
-          "the matrix' 16 bits, as ranks leave partial sums.")
+          "x w^T (+ bias) with one matrix, for tests. algo: any, mma, split_k, stream_k or prefill. rounded: to the "
+          "matrix' 16 bits, as ranks leave partial sums.")
       .def(
           "multiply_experts",
-          [](CudaExecutor& e, int id, const Floats& x, const Integers& chosen, const std::string& by, int tile_rows) {
+          [](CudaExecutor& e, int id, const Floats& x, const Integers& chosen, const std::string& algo, int tile_rows) {
             const Matrix& m = e.weights().matrix(id);
             if (x.ndim() != 2 || x.shape(1) != m.k || chosen.ndim() != 2 || chosen.shape(0) != x.shape(0) ||
                 chosen.shape(1) > kMostTop)
@@ -251,10 +251,10 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
                 throw std::invalid_argument("multiply_experts: there are " + std::to_string(m.experts) + " experts");
             const int top = (int)chosen.shape(1);
             const std::vector<float> y =
-                e.multiply_experts(id, x.data(), chosen.data(), (int)x.shape(0), top, by_name(by), tile_rows);
+                e.multiply_experts(id, x.data(), chosen.data(), (int)x.shape(0), top, algo_by_name(algo), tile_rows);
             return py::array_t<float>({x.shape(0), (py::ssize_t)top, (py::ssize_t)m.n}, y.data());
           },
-          py::arg("id"), py::arg("x"), py::arg("chosen"), py::arg("by") = "any", py::arg("tile_rows") = 0,
+          py::arg("id"), py::arg("x"), py::arg("chosen"), py::arg("algo") = "any", py::arg("tile_rows") = 0,
           "[rows, experts of each, n]: x times the matrices of a stack that are chosen for each row, for tests.")
       .def(
           "sum_ranks",

@@ -54,9 +54,9 @@ def test_products_of_any_number_of_rows_have_the_same_bits(n, k, form, group):
                             (100, 128), (11, 190)):
             one = slice(first, first + rows)
             kernels = KERNELS[:1] if form == "float32" else KERNELS[:5] if "int" in form else KERNELS
-            for by, height in kernels if found.capability == 90 else kernels[:5]:  # higher tiles are Hopper's
-                part = found.multiply_experts(handle, x[one], chosen[one], by, height)
-                assert part.tobytes() == every[one].tobytes(), (kind, first, rows, by, height)
+            for algo, height in kernels if found.capability == 90 else kernels[:5]:  # higher tiles are Hopper's
+                part = found.multiply_experts(handle, x[one], chosen[one], algo, height)
+                assert part.tobytes() == every[one].tobytes(), (kind, first, rows, algo, height)
 
 
 KERNELS = [("any", 0), ("mma", 8), ("mma", 16), ("mma", 32), ("mma", 64), ("any", 64), ("any", 128)]

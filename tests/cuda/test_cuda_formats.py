@@ -122,9 +122,9 @@ def test_products_of_any_number_of_rows_have_the_same_bits(n, k, form, group):
     error = np.abs(every - expected).max() / np.sqrt(np.mean(expected**2))
     assert error < EXACT, error
     for first, rows in PARTS:
-        for by in ("any", "mma", "stream", "wide"):
-            part = gpu.multiply(handle, x[first:first + rows], n, bias, by)
-            assert part.tobytes() == every[first:first + rows].tobytes(), (first, rows, by)
+        for algo in ("any", "mma", "stream_k", "prefill"):
+            part = gpu.multiply(handle, x[first:first + rows], n, bias, algo)
+            assert part.tobytes() == every[first:first + rows].tobytes(), (first, rows, algo)
 
 
 def as_float8(x: np.ndarray) -> np.ndarray:
@@ -150,9 +150,9 @@ def test_float8(n, k):
     print(f"error {error.max():.2e}")
     assert error.max() < 2e-2
     for first, rows in PARTS:
-        for by in ("any", "stream", "wide"):
-            part = gpu.multiply(handle, x[first:first + rows], n, bias, by)
-            assert part.tobytes() == every[first:first + rows].tobytes(), (first, rows, by)
+        for algo in ("any", "stream_k", "prefill"):
+            part = gpu.multiply(handle, x[first:first + rows], n, bias, algo)
+            assert part.tobytes() == every[first:first + rows].tobytes(), (first, rows, algo)
 
 
 @pytest.mark.parametrize("form, group", [("float8", 0), ("int4", 64), ("int8", 0), ("w8a8", 0), ("w4a8", 64)])
@@ -164,10 +164,10 @@ def test_products_whose_tiles_are_shared(n, k, form, group):
     handle = gpu.add_matrix(n, k, form, group)
     gpu.fill_matrix(handle, (rng.normal(size=(n, k)) * k**-0.5).astype(np.float32), "F32")
     x = rng.normal(size=(300, k)).astype(np.float32)
-    every = gpu.multiply(handle, x, n, None, "wide" if form in ("float8", "int4", "int8") else "mma")
+    every = gpu.multiply(handle, x, n, None, "prefill" if form in ("float8", "int4", "int8") else "mma")
     for rows in (1, 3, 9, 20, 40, 100, 130, 300):
-        for by in ("any", "stream", "wide") if form in ("float8", "w8a8") else ("any", "stream"):
-            assert gpu.multiply(handle, x[:rows], n, None, by).tobytes() == every[:rows].tobytes(), (rows, by)
+        for algo in ("any", "stream_k", "prefill") if form in ("float8", "w8a8") else ("any", "stream_k"):
+            assert gpu.multiply(handle, x[:rows], n, None, algo).tobytes() == every[:rows].tobytes(), (rows, algo)
 
 
 @pytest.mark.parametrize("form", ["float8", "w8a8"])
@@ -193,9 +193,9 @@ def test_wide_tiles_in_several_turns(n, k, rows, form):
     handle = gpu.add_matrix(n, k, form, 0)
     gpu.fill_matrix(handle, (rng.normal(size=(n, k)) * k**-0.5 + 0.01).astype(np.float32), "F32")
     x, bias = rng.normal(size=(rows, k)).astype(np.float32), rng.normal(size=n).astype(np.float32)
-    every = gpu.multiply(handle, x, n, bias, "stream")
+    every = gpu.multiply(handle, x, n, bias, "stream_k")
     for some in (rows, rows - 70, rows * 2 // 3):
-        assert gpu.multiply(handle, x[:some], n, bias, "wide").tobytes() == every[:some].tobytes(), some
+        assert gpu.multiply(handle, x[:some], n, bias, "prefill").tobytes() == every[:some].tobytes(), some
 
 
 @pytest.mark.parametrize("form", ["w8a8", "w4a8", "float8"])
@@ -206,8 +206,8 @@ def test_rows_of_activations_that_are_no_numbers(form):
     gpu.fill_matrix(handle, rng.normal(size=(70, 300)).astype(np.float32), "F32")
     x = rng.normal(size=(40, 300)).astype(np.float32)
     x[3], x[7, 299], x[30, 0] = 0, np.nan, np.inf
-    for by in ("mma", "stream", "wide"):
-        y = gpu.multiply(handle, x, 70, None, by)
+    for algo in ("mma", "stream_k", "prefill"):
+        y = gpu.multiply(handle, x, 70, None, algo)
         assert not y[3].any() and np.isnan(y[[7, 30]]).all()
         assert np.isfinite(np.delete(y, [7, 30], 0)).all()
 

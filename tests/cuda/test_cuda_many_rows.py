@@ -28,7 +28,7 @@ def test_products(form, group, n, k, rows):
     weights = rng.standard_normal((COLUMNS, k), np.float32) * np.float32(k**-0.5)
     assert gpu.fill_matrix(handle, again(weights, n), "F32") == 0
     x, bias = rng.standard_normal((ROWS, k), np.float32), rng.standard_normal(n, np.float32)
-    few = gpu.multiply(handle, x, n, bias, "stream" if form == "float8" else "mma")
+    few = gpu.multiply(handle, x, n, bias, "stream_k" if form == "float8" else "mma")
     many = gpu.multiply(handle, again(x, rows), n, bias)
     for first in range(0, rows, ROWS):
         part = many[first:first + ROWS]

@@ -141,9 +141,9 @@ def test_products_of_any_number_of_rows_have_the_same_bits(n, k, form):
     assert error < 3e-5, error
     for first, rows in ((0, 1), (3, 1), (7, 2), (6, 5), (1, 8), (2, 9), (5, 16), (4, 17), (0, 32), (9, 33), (0, 64),
                         (20, 65), (100, 128), (3, 129), (11, 190), (40, 256)):
-        for by in ("mma", "split", "stream", "wide") if form in DTYPES16 else ("any",):
-            part = found.multiply(handle, x[first:first + rows], n, bias, by)
-            assert part.tobytes() == every[first:first + rows].tobytes(), (first, rows, by)
+        for algo in ("mma", "split_k", "stream_k", "prefill") if form in DTYPES16 else ("any",):
+            part = found.multiply(handle, x[first:first + rows], n, bias, algo)
+            assert part.tobytes() == every[first:first + rows].tobytes(), (first, rows, algo)
 
 
 @pytest.mark.parametrize("form", DTYPES16)
@@ -154,10 +154,10 @@ def test_tiles_that_processors_share_have_the_same_bits(n, k, rows, form):
     handle = found.add_matrix(n, k, form)
     found.fill_matrix(handle, rng.standard_normal((n, k), np.float32) * np.float32(k**-0.5), "F32")
     x, bias = rng.standard_normal((rows, k), np.float32), rng.standard_normal(n, np.float32)
-    every = found.multiply(handle, x, n, bias, "wide")
-    assert every.tobytes() == found.multiply(handle, x, n, bias, "wide").tobytes()
+    every = found.multiply(handle, x, n, bias, "prefill")
+    assert every.tobytes() == found.multiply(handle, x, n, bias, "prefill").tobytes()
     for first in range(0, rows, 256):
-        part = found.multiply(handle, x[first:first + 256], n, bias, "split")
+        part = found.multiply(handle, x[first:first + 256], n, bias, "split_k")
         assert part.tobytes() == every[first:first + 256].tobytes(), first
 
 

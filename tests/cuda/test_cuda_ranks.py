@@ -104,9 +104,9 @@ def test_partial_sums_are_the_products_rounded(n, k, form):
     gpu.fill_matrix(handle, (rng.normal(size=(n, k)) * k**-0.5).astype(np.float32), "F32")
     for rows in (1, 5, 17, 100, 300, 700):
         x = rng.normal(size=(rows, k)).astype(np.float32)
-        for by in ("any", "mma", "wide") if rows > 256 else ("any", "mma", "split", "stream", "wide"):
-            whole, found = gpu.multiply(handle, x, n, by=by), gpu.multiply(handle, x, n, by=by, rounded=True)
-            assert as_type(whole, form).tobytes() == found.tobytes(), (rows, by)
+        for algo in ("any", "mma", "prefill") if rows > 256 else ("any", "mma", "split_k", "stream_k", "prefill"):
+            whole, found = gpu.multiply(handle, x, n, algo=algo), gpu.multiply(handle, x, n, algo=algo, rounded=True)
+            assert as_type(whole, form).tobytes() == found.tobytes(), (rows, algo)
 
 
 def test_partial_sums_of_a_matrix_in_parts_are_the_products_rounded():

@@ -33,7 +33,7 @@ void start_with(const Queue& queue, const cudaLaunchAttribute* own, void (*kerne
                 int threads, size_t shared, const Arguments&... arguments) {
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = !queue.apart;
+  attributes[0].val.programmaticStreamSerializationAllowed = !queue.no_pdl;
   if (own) attributes[1] = *own;
   cudaLaunchConfig_t config = {};
   config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared;

@@ -63,7 +63,8 @@ struct Queue {
   cudaStream_t stream = nullptr;
   int capability = 0;
   Scratch scratch;
-  bool apart = false;  // kernels begin when those before have ended: these make weights, which are fetched beforehand
+  // No programmatic launch: the previous kernel writes weights that this one prefetches.
+  bool no_pdl = false;
 };
 
 enum class Source { f32, f16, bf16 };

@@ -22,20 +22,20 @@ struct Product {
 void gemm_f32(const Product& p, int rows, const Queue& queue);
 // The bits are the same by every kernel: mma.sync, or wgmma (chips of capability 9.0 alone) with pieces side by side
 // for some rows or in a stream of weights, or one after the other for many.
-enum class By { any, mma, split, stream, wide };
-void gemm_dtype16(const Product& p, int rows, const Queue& queue, By by = By::any);
+enum class GemmAlgo { any, mma, split_k, stream_k, prefill };
+void gemm_dtype16(const Product& p, int rows, const Queue& queue, GemmAlgo algo = GemmAlgo::any);
 // Whether it norms such rows itself, if asked to.
 bool gemm_dtype16_norms(const Product& p, int rows, const Queue& queue);
 // Of codes, with activations in bfloat16.
-void gemm_quantized(const Product& p, int rows, const Queue& queue, By by = By::any);
+void gemm_quantized(const Product& p, int rows, const Queue& queue, GemmAlgo algo = GemmAlgo::any);
 // Whether it norms such rows itself, if asked to.
 bool gemm_quantized_norms(const Product& p, int rows, const Queue& queue);
 // What that takes for a matrix [n, k] and so many rows at most; gated: n as pair_rows() makes it.
 size_t widened_bytes(int n, int k, bool gated, int rows);
 // Of integers: what is multiplied is p.bytes.
-void gemm_integer(const Product& p, int rows, const Queue& queue, By by = By::any);
+void gemm_integer(const Product& p, int rows, const Queue& queue, GemmAlgo algo = GemmAlgo::any);
 // The same of floats of 8 bits; for chips of capability 9.0.
-void gemm_float8(const Product& p, int rows, const Queue& queue, By by = By::any);
+void gemm_float8(const Product& p, int rows, const Queue& queue, GemmAlgo algo = GemmAlgo::any);
 
 // Of one row, p.x or p.unnormed, which becomes 8 bits on its way; false, and nothing is done: there is no kernel that
 // does so. Chips of capability 9.0.

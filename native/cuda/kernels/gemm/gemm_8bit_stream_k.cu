@@ -15,10 +15,10 @@ void gemm_float8_stream_k(const Product& p, int rows, const Queue& queue) {
   start_quantized_stream_k<Floats>(p, rows, queue);
 }
 
-void gemm_float8(const Product& p, int rows, const Queue& queue, By by) {
-  if (by == By::any && gemm_few_rows_8bit(p, rows, queue)) return;
-  if (by == By::any) by = rows > kMaxStreamedRows ? By::wide : By::stream;
-  if (by == By::wide) gemm_float8_prefill(p, rows, queue);
+void gemm_float8(const Product& p, int rows, const Queue& queue, GemmAlgo algo) {
+  if (algo == GemmAlgo::any && gemm_few_rows_8bit(p, rows, queue)) return;
+  if (algo == GemmAlgo::any) algo = rows > kMaxStreamedRows ? GemmAlgo::prefill : GemmAlgo::stream_k;
+  if (algo == GemmAlgo::prefill) gemm_float8_prefill(p, rows, queue);
   else gemm_float8_stream_k(p, rows, queue);
 }
 

@@ -155,18 +155,18 @@ void start_few(const Product& p, int rows, const Queue& queue) {
 }
 
 // On chips of capability 9.0.
-By fastest(const Product& p, int rows) {
+GemmAlgo fastest(const Product& p, int rows) {
   // Values of a matrix that is there before clusters have begun, and of one whose pieces are long for its size.
   constexpr int64_t kSmall = 10 << 20, kSmallAndLong = 40 << 20;
   const bool is_long = Pieces(p.w.k, p.w.most_pieces).length >= 32;
-  if (rows > 256 || (rows > 128 && !p.y.copy && prefill_is_fastest(p, rows))) return By::wide;
-  if (p.w.most_pieces == 1) return By::stream;
-  return rows <= 8 && (int64_t)p.w.n * p.w.k < (is_long ? kSmallAndLong : kSmall) ? By::mma : By::split;
+  if (rows > 256 || (rows > 128 && !p.y.copy && prefill_is_fastest(p, rows))) return GemmAlgo::prefill;
+  if (p.w.most_pieces == 1) return GemmAlgo::stream_k;
+  return rows <= 8 && (int64_t)p.w.n * p.w.k < (is_long ? kSmallAndLong : kSmall) ? GemmAlgo::mma : GemmAlgo::split_k;
 }
 
 // Whether it goes by gemv().
 bool is_row(const Product& p, int rows, const Queue& queue) {
-  return rows == 1 && fastest(p, rows) == By::split && has_gemv(p, queue);
+  return rows == 1 && fastest(p, rows) == GemmAlgo::split_k && has_gemv(p, queue);
 }
 
 }  // namespace
@@ -175,19 +175,19 @@ bool gemm_dtype16_norms(const Product& p, int rows, const Queue& queue) {
   return p.w.kind == Kind::dtype16 && is_row(p, rows, queue);
 }
 
-void gemm_dtype16(const Product& p, int rows, const Queue& queue, By by) {
-  if (queue.capability != 90) by = By::mma;
-  if (by == By::any) {
+void gemm_dtype16(const Product& p, int rows, const Queue& queue, GemmAlgo algo) {
+  if (queue.capability != 90) algo = GemmAlgo::mma;
+  if (algo == GemmAlgo::any) {
     if (is_row(p, rows, queue)) return gemv(p, queue);
-    by = fastest(p, rows);
+    algo = fastest(p, rows);
   }
   // Pieces, if there are several, need a cluster of blocks of threads each, or a warp; a stream has one.
   const bool stream = p.w.most_pieces == 1;
-  if (by == By::split && stream) by = By::stream;
-  if (by == By::stream && !stream) by = By::split;
-  if (by == By::split) return gemm_split_k(p, rows, queue);
-  if (by == By::stream) return gemm_stream_k(p, rows, queue);
-  if (by == By::wide) return gemm_prefill(p, rows, queue);
+  if (algo == GemmAlgo::split_k && stream) algo = GemmAlgo::stream_k;
+  if (algo == GemmAlgo::stream_k && !stream) algo = GemmAlgo::split_k;
+  if (algo == GemmAlgo::split_k) return gemm_split_k(p, rows, queue);
+  if (algo == GemmAlgo::stream_k) return gemm_stream_k(p, rows, queue);
+  if (algo == GemmAlgo::prefill) return gemm_prefill(p, rows, queue);
   if (rows <= 8) start_few(p, rows, queue);
   else if (rows <= 16) start_tiles<2>(p, rows, queue);
   else if (rows <= 32) start_tiles<4>(p, rows, queue);

@@ -164,11 +164,12 @@ void start_rows(const Product& p, int rows, const Queue& queue) {
 
 }  // namespace
 
-void gemm_integer(const Product& p, int rows, const Queue& queue, By by) {
-  if (by != By::mma && queue.capability == 90) {
-    if (by == By::any && gemm_few_rows_8bit(p, rows, queue)) return;
+void gemm_integer(const Product& p, int rows, const Queue& queue, GemmAlgo algo) {
+  if (algo != GemmAlgo::mma && queue.capability == 90) {
+    if (algo == GemmAlgo::any && gemm_few_rows_8bit(p, rows, queue)) return;
     const bool fits = p.w.codes.bits == 8 && p.w.codes.groups == 1;
-    if (fits && (by == By::wide || (by == By::any && rows > kMaxStreamedRows))) gemm_integer_prefill(p, rows, queue);
+    if (fits && (algo == GemmAlgo::prefill || (algo == GemmAlgo::any && rows > kMaxStreamedRows)))
+      gemm_integer_prefill(p, rows, queue);
     else gemm_integer_stream_k(p, rows, queue);
     return;
   }

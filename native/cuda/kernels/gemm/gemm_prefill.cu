@@ -392,7 +392,8 @@ bool prefill_is_fastest(const Product& p, int rows) {
 
 void gemm_prefill(const Product& p, int rows, const Queue& queue) {
   // Rows are written whole pieces of 16 bytes at a time.
-  if (p.gated ? !p.y.tiles : p.y.width % 4 || p.w.n % 4) return AS_DTYPE16::gemm_dtype16(p, rows, queue, By::split);
+  if (p.gated ? !p.y.tiles : p.y.width % 4 || p.w.n % 4)
+    return AS_DTYPE16::gemm_dtype16(p, rows, queue, GemmAlgo::split_k);
   const Pieces k(p.w.k, p.w.most_pieces);
   const Choice* best = nullptr;
   int64_t least = INT64_MAX;

@@ -220,8 +220,8 @@ int part_rows(int n, int k, bool gated) {
 
 void gemm_widened(const Product& p, int rows, const Queue& queue) {
   const int part = part_rows(p.w.n, p.w.k, p.gated);
-  Queue apart = queue;
-  apart.apart = true;
+  Queue no_pdl = queue;
+  no_pdl.no_pdl = true;
   for (int first = 0; first < p.w.n; first += part) {
     const int n = std::min(part, p.w.n - first);
     Product some = p;
@@ -233,7 +233,7 @@ void gemm_widened(const Product& p, int rows, const Queue& queue) {
       if (p.y.tiles) some.y.tiles += (size_t)first / kBlock * kBlockValues;
       if (p.bias) some.bias += first;
     }
-    bf16::gemm_dtype16(some, rows, apart, By::wide);
+    bf16::gemm_dtype16(some, rows, no_pdl, GemmAlgo::prefill);
   }
 }
 
@@ -249,15 +249,15 @@ void gemm_quantized_mma(const Product& p, int rows, const Queue& queue) {
   else fine ? start_rows<8, true>(p, rows, queue) : start_rows<8, false>(p, rows, queue);
 }
 
-void gemm_quantized(const Product& p, int rows, const Queue& queue, By by) {
-  if (by == By::any) {
+void gemm_quantized(const Product& p, int rows, const Queue& queue, GemmAlgo algo) {
+  if (algo == GemmAlgo::any) {
     if (queue.capability == 90 && rows == 1 && gemv_quantized(p, queue)) return;
-    by = rows > kMostFused ? By::wide : By::stream;
+    algo = rows > kMostFused ? GemmAlgo::prefill : GemmAlgo::stream_k;
   }
   // gemm_prefill() writes whole pieces of 16 bytes at a time.
   const bool fits = queue.capability != 90 || (p.gated ? p.y.tiles != nullptr : p.y.width % 4 == 0 && p.w.n % 4 == 0);
-  if (by == By::wide && fits) return gemm_widened(p, rows, queue);
-  if (by == By::mma || queue.capability != 90) gemm_quantized_mma(p, rows, queue);
+  if (algo == GemmAlgo::prefill && fits) return gemm_widened(p, rows, queue);
+  if (algo == GemmAlgo::mma || queue.capability != 90) gemm_quantized_mma(p, rows, queue);
   else gemm_quantized_stream_k(p, rows, queue);
 }
 

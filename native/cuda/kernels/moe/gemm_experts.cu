@@ -281,7 +281,7 @@ static void start_format(const ExpertProduct& p, int entries, int tile_rows, con
   start_rows<16, false>(p, entries, tile_rows, queue);
 }
 
-void gemm_experts(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue, By by) {
+void gemm_experts(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue, GemmAlgo algo) {
   const Matrix& w = p.product.w;
   if (w.kind == Kind::f32) {
     const int columns = ceil_div(w.n, kTile);
@@ -290,7 +290,7 @@ void gemm_experts(const ExpertProduct& p, int entries, int tile_rows, const Queu
     launched("linear of experts in float32");
     return;
   }
-  if (w.kind == Kind::dtype16 && tile_rows >= 64 && queue.capability == 90 && by != By::mma)
+  if (w.kind == Kind::dtype16 && tile_rows >= 64 && queue.capability == 90 && algo != GemmAlgo::mma)
     return gemm_experts_prefill(p, entries, tile_rows, queue);
   start_format(p, entries, tile_rows, queue);
 }

@@ -63,7 +63,8 @@ struct ExpertProduct {
   bool gathers = false, follows = false;
   Gating gating = {};  // where the product is gated
 };
-void gemm_experts(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue, By by = By::any);
+void gemm_experts(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue,
+                  GemmAlgo algo = GemmAlgo::any);
 
 // y [rows, width] = of each row the sum of its entries times their weights, in ascending order of experts, or that
 // added to what y has; and if there is a norm with a weight, rows of y normed, too.
