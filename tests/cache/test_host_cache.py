@@ -20,8 +20,8 @@ from allspark_server.runtime.plan import COPIES, DRAW, NewSlot, SamplingParams, 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from support.checkpoints import checkpoint  # noqa: E402
-from support.driver import Driver  # noqa: E402
+from support.checkpoints import checkpoint
+from support.driver import Driver
 
 NAME = "qwen2-gqa-tied"
 MODES = {"float32": {"cache_dtype": "float32"}, "bfloat16": {"cache_dtype": "bfloat16"},

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from test_scheduler import Rig, output, prompt_of
 
 from allspark_server.cache.host_tier import CopyCosts, HostTier
 from allspark_server.scheduler import State
 from support.fake_group import expected_output
+from support.scheduler_rig import Rig, output, prompt_of
 
 
 def copies_of(rig: Rig) -> list[int]:

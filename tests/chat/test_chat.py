@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import random
 
-import jsonschema
 import pytest
 import tokenizers
-from test_guided import EOS, FABLE, VOCAB, walk
 
 from allspark_client import GenerateConfig
 from allspark_client.chat import ChatOptions, check_messages
@@ -18,34 +15,9 @@ from allspark_server.chat.formats import opened_in
 from allspark_server.chat.prompt import guided_calls, opened, render
 from allspark_server.guided import Guide, MatcherError
 from allspark_server.tokenizer.text import Tokenizer
+from support.grammars import EOS, FABLE, VOCAB, walk
 from support.paths import ROOT
-
-WEATHER = {"type": "function", "function": {
-    "name": "get_weather", "description": "The weather of a place.",
-    "parameters": {"type": "object", "properties": {
-        "city": {"type": "string", "maxLength": 10}, "days": {"type": "integer", "minimum": 0, "maximum": 9}},
-        "required": ["city"], "additionalProperties": False}}}
-TIME = {"type": "function", "function": {"name": "now", "parameters": {
-    "type": "object", "properties": {"zone": {"$ref": "#/$defs/zone"}}, "required": ["zone"],
-    "additionalProperties": False, "$defs": {"zone": {"enum": ["UTC", "CET"]}}}}}
-TOOLS = [WEATHER, TIME]
-
-
-def joined(events):
-    """(content, reasoning, [(name, arguments)]) of events."""
-    content, reasoning, calls = "", "", []
-    for event in events:
-        if isinstance(event, Content):
-            content += event.text
-        elif isinstance(event, Reasoning):
-            reasoning += event.text
-        elif isinstance(event, ToolCallBegin):
-            assert event.index == len(calls) and event.id
-            calls.append([event.name, ""])
-        else:
-            assert isinstance(event, ToolCallArguments) and event.index == len(calls) - 1 and event.delta
-            calls[event.index][1] += event.delta
-    return content, reasoning, [tuple(call) for call in calls]
+from support.tool_calls import TIME, TOOLS, WEATHER, check_calls, joined
 
 
 def parse(name, pieces, tools=TOOLS, choice=None, opened=""):
@@ -293,13 +265,6 @@ def guide():
     guide = Guide((FABLE / "tokenizer.json").read_text(), VOCAB, [EOS])
     yield guide
     guide.close()
-
-
-def check_calls(calls, tools=TOOLS):
-    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
-    assert calls
-    for name, arguments in calls:
-        jsonschema.validate(json.loads(arguments), schemas[name])
 
 
 def calls_of(tokenizer, name, options, prompt, **config):

@@ -7,7 +7,6 @@ import shutil
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from allspark_client import AllSparkError, AsModelConfig, ClientEngine, GenerateRequestStatus as Status
@@ -15,6 +14,7 @@ from allspark_client.local_group import SelfStartedGroup
 from allspark_server import Engine
 from allspark_server.rpc.service import Service
 from support.checkpoints import checkpoint
+from support.processes import ranks_of
 from support.units import GPUS, UNIT
 
 FIELDS = {**UNIT, "cache_memory": 256 << 20} if GPUS else {}    # two groups may share GPUs
@@ -42,15 +42,6 @@ def generate(engine: ClientEngine, prompt: list[int], after: int = 0, then=lambd
     assert queue.RequestStatInfo().generated_token_length == len(ids)
     engine.release_request("m", handle)
     return ids, logprobs, top
-
-
-def ranks_of(pid: int) -> list[psutil.Process]:
-    """The server processes of a group, by its supervisor's pid."""
-    return [
-        process
-        for process in psutil.Process(pid).children(recursive=True)
-        if process.cmdline()[1:3] == ["-m", "allspark_server"]
-    ]
 
 
 @pytest.mark.parametrize("ranks, victim", [(2, -1), (1, 0)])

@@ -8,14 +8,15 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from test_gguf import FILES  # noqa: E402
-from test_serialized_quantization import recovered  # noqa: E402
-
-from allspark_server.runtime.device import SHARED_GPUS  # noqa: E402
-from support.checkpoints import prompt_of, reference_logits  # noqa: E402
-from support.driver import Driver  # noqa: E402
-from support.gpu_checkpoints import check_weights, pair_of  # noqa: E402
-from support.quantized_checkpoints import SCHEMES  # noqa: E402
+from allspark_server.runtime.device import SHARED_GPUS
+from support.checkpoints import prompt_of, reference_logits
+from support.driver import Driver
+from support.gguf_files import FILES
+from support.gpu_checkpoints import check_weights, pair_of
+from support.quantized_checkpoints import (
+    SCHEMES,
+    recovered,
+)
 
 pytestmark = pytest.mark.cuda
 UNIT = {"compute_unit": "CUDA:0"}

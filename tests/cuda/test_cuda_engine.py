@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from allspark_client import AsModelConfig, ClientEngine  # noqa: E402
-from allspark_server import Engine  # noqa: E402
-from support.checkpoints import checkpoint, prompt_of  # noqa: E402
+from allspark_client import AsModelConfig, ClientEngine
+from allspark_server import Engine
+from support.checkpoints import checkpoint, prompt_of
 
 pytestmark = pytest.mark.cuda
 FIELDS = {"compute_unit": "CUDA:0", "engine_max_length": 512}

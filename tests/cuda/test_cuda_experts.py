@@ -5,12 +5,24 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_cuda_ops import EXACT, HALF, LENGTHS, SEED, VOCAB, compare, rounded, seed, step_of, tokens_of, toy
 
 from reference import expert_toys as toys
 from reference.expert_toys import embedded, mlp, routed
 from reference.toy import ALL, OUTPUTS, Toy
-from support.gpu_toys import compiled, executor
+from support.gpu_toys import (
+    EXACT,
+    HALF,
+    LENGTHS,
+    SEED,
+    VOCAB,
+    compare,
+    compiled,
+    executor,
+    rounded,
+    step_of,
+    tokens_of,
+    toy,
+)
 
 pytestmark = pytest.mark.cuda
 __all__ = ["seed"]  # a fixture

@@ -5,11 +5,23 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_cuda_ops import HALF, LENGTHS, MOST, ROUNDED, SEED, VOCAB, embedded, rounded, seed, step_of, toy  # noqa: F401
 
 from reference.plan import DRAW
 from reference.toy import item, plan, start
-from support.gpu_toys import compiled, executor
+from support.gpu_toys import (
+    HALF,
+    LENGTHS,
+    MOST,
+    ROUNDED,
+    SEED,
+    VOCAB,
+    compiled,
+    embedded,
+    executor,
+    rounded,
+    step_of,
+    toy,
+)
 
 pytestmark = pytest.mark.cuda
 

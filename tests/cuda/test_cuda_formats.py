@@ -5,26 +5,26 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_cuda_ops import (  # noqa: F401
+
+from allspark_server import _native
+from reference.plan import DRAW
+from reference.test_cpu_ops import compiled as on_cpu
+from reference.toy import Toy, item, plan, start
+from support.gpu_toys import (
     HEADS,
     LENGTHS,
     SEED,
     VOCAB,
     as_bf16,
     compare,
+    compiled,
     embedded,
-    seed,
+    executor,
     small_model,
     step_of,
     tokens_of,
     toy,
 )
-
-from allspark_server import _native
-from reference.plan import DRAW
-from reference.test_cpu_ops import compiled as on_cpu
-from reference.toy import Toy, item, plan, start
-from support.gpu_toys import compiled, executor
 
 pytestmark = pytest.mark.cuda
 FORMATS = [("int4", 64), ("int4", 0), ("int4", 32), ("int8", 0), ("int8", 128), ("int8", 16)]

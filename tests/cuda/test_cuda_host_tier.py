@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_cuda_sampling import LONGEST, SLOTS, SPAN, Head
 
 from allspark_server import _native
 from allspark_server.runtime.plan import COPIES, DRAW, NewSlot, SamplingParams, StepPlan, WorkItem
+from support.gpu_sampling import LONGEST, SLOTS, SPAN, Head
 
 pytestmark = pytest.mark.cuda
 VOCAB, SPANS = 3000, LONGEST // SPAN

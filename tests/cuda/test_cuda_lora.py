@@ -7,11 +7,10 @@ import os
 
 import numpy as np
 import pytest
-from test_cuda_ops import HALF
 
 from reference.plan import DRAW
 from reference.toy import OUTPUTS, Toy, item, plan, spans_for, start
-from support.gpu_toys import compiled
+from support.gpu_toys import HALF, compiled
 
 pytestmark = pytest.mark.cuda
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_cuda_ops import SEED, VOCAB, embedded, logits_of_rows, seed, small_model, tokens_of  # noqa: F401
 
 from reference.toy import Toy
-from support.gpu_toys import compiled, executor
+from support.gpu_toys import SEED, VOCAB, compiled, embedded, executor, logits_of_rows, small_model, tokens_of
 
 pytestmark = pytest.mark.cuda
 FORMS = [("bfloat16", 0), ("float16", 0), ("float8", 0), ("w8a8", 0), ("w4a8", 128), ("int4", 64)]

@@ -8,11 +8,11 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-import torch  # noqa: E402
+import torch
 
-from allspark_client.errors import AllSparkError  # noqa: E402
-from allspark_launch.group.serving import shipped_model  # noqa: E402
-from support.checkpoints import (  # noqa: E402
+from allspark_client.errors import AllSparkError
+from allspark_launch.group.serving import shipped_model
+from support.checkpoints import (
     CONFIGS,
     STORED,
     check_greedy,
@@ -22,8 +22,8 @@ from support.checkpoints import (  # noqa: E402
     reference_greedy,
     reference_logits,
 )
-from support.driver import Driver  # noqa: E402
-from support.published import PUBLISHED, Published, write  # noqa: E402
+from support.driver import Driver
+from support.published import PUBLISHED, Published, write
 
 pytestmark = pytest.mark.cuda
 UNIT = {"compute_unit": "CUDA:0"}

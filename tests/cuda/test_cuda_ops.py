@@ -3,62 +3,32 @@ that the bits of a row are its own."""
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 
 from allspark_server import _native
 from reference.plan import DRAW, GIVEN, HIDDEN, LOOKUP, PROMPT
-from reference.toy import OUTPUTS, Toy, item, plan, spans_for, start
-from support.gpu_toys import compiled, executor
+from reference.toy import Toy, item, plan, spans_for, start
+from support.gpu_toys import (
+    EXACT,
+    HALF,
+    DTYPES16,
+    HEADS,
+    ROUNDED,
+    SEED,
+    VOCAB,
+    compare,
+    compiled,
+    embedded,
+    executor,
+    logits_of_rows,
+    rounded,
+    small_model,
+    tokens_of,
+    toy,
+)
 
 pytestmark = pytest.mark.cuda
-
-SEED = int(os.environ.get("ALLSPARK_TEST_SEED", int.from_bytes(os.urandom(3), "little")))
-LENGTHS = (1, 2, 17, 33, 70)  # of the prompts of one step
-VOCAB = 53
-EXACT, ROUNDED = 2e-5, 2e-2  # of the values' size, as their root mean square; where products are of bfloat16
-#: of what is allowed to bfloat16, what is to float16: it has three bits more
-HALF = 1 / 8
-DTYPES16 = ("bfloat16", "float16")
-MOST = 65504.0  # float16's largest
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    """Shown with a failure; ALLSPARK_TEST_SEED makes the same inputs again."""
-    print(f"ALLSPARK_TEST_SEED={SEED}")
-
-
-def toy():
-    return Toy(SEED)
-
-
-def embedded(own: Toy, width: int) -> int:
-    return own.embedding(VOCAB, width, own.rng.normal(size=(VOCAB, width)))
-
-
-def step_of(given) -> bytes:
-    """All prompts in one step; each draws."""
-    work = [item(slot, len(p), DRAW, spans=spans_for(len(p), 8 * slot)) for slot, p in enumerate(given)]
-    return plan(work, [start(slot, p) for slot, p in enumerate(given)])
-
-
-def compare(own: Toy, tolerance: float = EXACT, cache: str = "float32") -> None:
-    """Logits of every prompt's last row; the program must end with sample."""
-    rng = np.random.default_rng(SEED + 1)
-    data = step_of([rng.integers(0, VOCAB, n).tolist() for n in LENGTHS])
-    found = compiled(own, cache).step(data, True)
-    expected = own.runner().step(data)
-    scale = max(np.sqrt(np.mean(expected.logits**2)), 1e-3)
-    error = np.abs(found.logits - expected.logits).max() / scale
-    print(f"error {error:.2e} of {tolerance}")
-    assert error <= tolerance
-    if tolerance == EXACT:
-        chosen = np.take_along_axis(expected.logits, found.tokens[:, None], 1)[:, 0]
-        assert (expected.logits.max(1) - chosen <= 1e-4 * scale).all()
-        np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-3)
 
 
 WIDTHS = (1, 7, 31, 96, 257, 1025)
@@ -161,18 +131,6 @@ def test_tiles_that_processors_share_have_the_same_bits(n, k, rows, form):
         assert part.tobytes() == every[first:first + 256].tobytes(), first
 
 
-def as_bf16(x: np.ndarray) -> np.ndarray:
-    bits = x.astype(np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32).astype(float)
-
-
-def rounded(x: np.ndarray, form: str) -> np.ndarray:
-    """As values of this type, those beyond its range cut to it."""
-    if form == "float16":
-        return np.clip(x, -MOST, MOST).astype(np.float16).astype(float)
-    return np.where(np.isnan(x), np.nan, as_bf16(x)) if form == "bfloat16" else x.astype(float)
-
-
 def test_sources_of_weights_and_what_is_not_finite():
     rng, found = np.random.default_rng(SEED), executor()
     values = rng.normal(size=(70, 200)).astype(np.float16)
@@ -241,8 +199,6 @@ def test_rotary_table_and_rope(dim, rotary_dim, table, pairs):
 
 
 CACHES = [("float32", EXACT), ("bfloat16", 5e-2), ("float16", 5e-2 * HALF)]
-HEADS = [(1, 1, 2), (3, 1, 5), (6, 2, 24), (5, 5, 33), (4, 2, 64), (7, 1, 64), (6, 6, 96), (4, 2, 128), (2, 1, 256),
-         (40, 2, 64), (3, 1, 80)]
 
 
 @pytest.mark.parametrize("cache, tolerance", CACHES)
@@ -308,28 +264,6 @@ def test_bits_of_attention_do_not_depend_on_chunks(dim, variant, cache):
         assert error <= dict(CACHES)[cache] * np.sqrt(np.mean(expected**2))
 
 
-def logits_of_rows(gpu, prompts, rows_of_chunk) -> list[bytes]:
-    """Of every position of every prompt; all have a chunk in each step until they end."""
-    computed, found, first_span = [0] * len(prompts), [b""] * len(prompts), [0]
-    for prompt in prompts:
-        first_span.append(first_span[-1] - -len(prompt) // 16)
-    while any(c < len(p) for c, p in zip(computed, prompts)):
-        work, new = [], []
-        for slot, prompt in enumerate(prompts):
-            begin, count = computed[slot], min(rows_of_chunk(), len(prompt) - computed[slot])
-            if not count:
-                continue
-            spans = range(first_span[slot] - -begin // 16, first_span[slot] - -(begin + count) // 16)
-            flags = PROMPT | (DRAW if begin + count == len(prompt) else 0)
-            work.append(item(slot, count, flags, outputs=count, spans=list(spans)))
-            new += [start(slot, prompt)] if not begin else []
-        logits, at = gpu.step(plan(work, new), True).logits, 0
-        for each in work:
-            found[each.slot] += logits[at:at + each.rows].tobytes()
-            at, computed[each.slot] = at + each.rows, computed[each.slot] + each.rows
-    return found
-
-
 @pytest.mark.parametrize("group, dim, cache", [
     *((group, dim, "bfloat16") for group in range(1, 9) for dim in (64, 128)),
     *((group, dim, "bfloat16") for group, dim in ((1, 80), (3, 96), (4, 256), (9, 64), (16, 128))),
@@ -374,66 +308,12 @@ def test_many_requests_decode_as_their_prompts_are_read(dim, longest, cache):
     assert found[0] == found[1]
 
 
-# -- steps -------------------------------------------------------------------------------------------------------------
-def small_model(form: str = "float32", dim: int = 8):
-    own = toy()
-    x = embedded(own, 24)
-
-    def matrix(n, k):
-        handle = own.program.add_matrix(n, k, form, 0)
-        own.weights[handle] = own.rng.normal(size=(n, k)) * k**-0.5
-        return handle
-
-    own.rotary(dim)
-    for layer in range(2):
-        normed = own.op("rms_norm", (x,), 24, (own.vector(24),), eps=1e-6)
-        qkv = own.op("linear", (normed,), 5 * dim, (matrix(5 * dim, 24), own.vector(5 * dim)))
-        own.op("rope", (qkv,), offset=0, heads=4, head_dim=dim)
-        attended = own.attention(qkv, 3, 1, dim, layer=layer)
-        own.op("add", (x, own.op("linear", (attended,), 24, (matrix(24, 3 * dim),))))
-        both = own.op("linear", (own.op("rms_norm", (x,), 24, (own.vector(24),), eps=1e-6),), 74, (matrix(74, 24),))
-        own.op("add", (x, own.op("linear", (own.op("silu_mul", (both,), 37),), 24, (matrix(24, 37),))))
-    selected = own.op("select_rows", (x,), 24, rows=OUTPUTS)
-    normed = own.op("rms_norm", (selected,), 24, (own.vector(24),), eps=1e-6)
-    own.op("hidden_states", (normed,))
-    own.op("sample", (own.op("linear", (normed,), VOCAB, (matrix(VOCAB, 24),)),), vocab_begin=0, vocab_size=VOCAB)
-    return own
-
-
 @pytest.mark.parametrize("form, dim, cache, tolerance", [
     ("float32", 8, "float32", 1e-4), ("bfloat16", 8, "float32", 0.1), ("float16", 8, "float32", 0.1 * HALF),
     ("float16", 64, "float16", 0.1 * HALF), ("float16", 128, "float32", 0.1 * HALF),
     ("float32", 64, "float16", 0.1 * HALF), ("float16", 64, "bfloat16", 0.1), ("bfloat16", 64, "float16", 0.1)])
 def test_a_whole_model(form, dim, cache, tolerance):
     compare(small_model(form, dim), tolerance, cache)
-
-
-def tokens_of(gpu, prompts, flags=0, chunk=100, drafts=0, steps=12, **sampling):
-    """Tokens and bits of logprobs of prompts that run together."""
-    found = [[] for _ in prompts]
-    new = [start(slot, p, **sampling) for slot, p in enumerate(prompts)]
-    computed, spans, lengths = [0] * len(prompts), [0] * len(prompts), [len(p) for p in prompts]
-    rng = np.random.default_rng(0)
-    while min(len(f) for f in found) < steps:
-        work = []
-        for slot, p in enumerate(prompts):
-            rows = min(chunk, lengths[slot] - computed[slot])
-            last = computed[slot] + rows == lengths[slot]
-            known = rng.integers(0, VOCAB, drafts).tolist() if flags & GIVEN and last else []
-            wanted = drafts if last and flags else 0
-            needed = -(-(computed[slot] + rows + wanted) // 16)
-            fresh = list(range(8 * slot + spans[slot], 8 * slot + max(spans[slot], needed)))
-            work.append(item(slot, rows, (DRAW | flags) if last else 0, known=known, drafts=wanted, spans=fresh))
-            spans[slot], computed[slot] = max(spans[slot], needed), computed[slot] + rows
-        result, new, at, drew = gpu.step(plan(work, new)), [], 0, 0
-        for slot, each in enumerate(work):
-            if each.flags & DRAW:
-                count = int(result.counts[drew])
-                found[slot] += [(int(result.tokens[i]), result.logprobs[i].tobytes()) for i in range(at, at + count)]
-                lengths[slot] += count
-                computed[slot] = lengths[slot] - 1
-                at, drew = at + count, drew + 1
-    return [f[:steps] for f in found]
 
 
 SAMPLING = [{}, {"do_sample": True, "seed": 5, "temperature": 1.5, "top_logprobs": 4}, {"logprobs": False}]
@@ -455,7 +335,7 @@ def test_same_request_same_bytes(form, dim, cache, sampling):
     for slot, prompt in enumerate(prompts):
         expected += tokens_of(compiled(small_model(form, dim), cache, graphs=False), [prompt], **sampling)
     for graphs in (True, False):
-        own = lambda: compiled(small_model(form, dim), cache, graphs=graphs)  # noqa: E731
+        own = lambda: compiled(small_model(form, dim), cache, graphs=graphs)
         assert tokens_of(own(), prompts, **sampling) == expected
         assert tokens_of(own(), prompts, chunk=7, **sampling) == expected
         assert tokens_of(own(), prompts, LOOKUP, drafts=3, **sampling) == expected

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_cuda_sampling import LONGEST, SPAN, Head
 
 from allspark_server import _native
 from allspark_server.runtime.plan import DRAW, Flag, NewSlot, SamplingParams, StepPlan, WorkItem
+from support.gpu_sampling import LONGEST, SPAN, Head
 
 pytestmark = pytest.mark.cuda
 VOCAB = 3000

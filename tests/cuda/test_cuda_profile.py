@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from support.checkpoints import checkpoint, prompt_of  # noqa: E402
-from support.driver import Driver  # noqa: E402
+from support.checkpoints import checkpoint, prompt_of
+from support.driver import Driver
 
 pytestmark = pytest.mark.cuda
 UNIT = {"compute_unit": "CUDA:0"}

@@ -9,14 +9,13 @@ import time
 import numpy as np
 import psutil
 import pytest
-from test_cuda_ops import DTYPES16, MOST, rounded
 
 from allspark_client import AsModelConfig, ClientEngine
 from allspark_launch.group.serving import background_group, shipped_model
 from allspark_server.runtime.device import SHARED_GPUS
 from allspark_server.runtime.plan import SamplingParams
 from support.driver import Driver, together, windows
-from support.gpu_toys import executor
+from support.gpu_toys import DTYPES16, MOST, executor, rounded
 
 pytestmark = pytest.mark.cuda
 SEED = int(os.environ.get("ALLSPARK_TEST_SEED", int.from_bytes(os.urandom(3), "little")))

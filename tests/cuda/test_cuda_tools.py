@@ -47,7 +47,7 @@ def test_doctor(capsys):
 
 def test_metrics():
     """Of each rank's GPU, what is used and what is free; what a model takes is in it."""
-    from test_monitoring import metrics_of, samples
+    from support.metrics import metrics_of, samples
 
     with background_group(["--gpus", "0"], timeout=120) as group, ClientEngine(group.addresses[0]) as engine:
         engine.install_model(AsModelConfig("m", str(shipped_model()), compute_unit="CUDA:0", engine_max_length=256,

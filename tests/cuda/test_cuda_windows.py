@@ -117,7 +117,7 @@ def test_spans_behind_a_window_may_be_anybodys(cache, dim):
 
 @pytest.mark.parametrize("width", [1, 7, 31, 96, 257])
 def test_gates_of_gelu_and_soft_caps(width):
-    from test_cuda_ops import compare
+    from support.gpu_toys import compare
 
     own = Toy(SEED)
     both = own.embedding(VOCAB, 2 * width, 4 * own.rng.normal(size=(VOCAB, 2 * width)))
@@ -127,7 +127,7 @@ def test_gates_of_gelu_and_soft_caps(width):
 
 @pytest.mark.parametrize("q_heads, kv_heads, dim", [(1, 1, 2), (6, 2, 24), (40, 8, 128)])
 def test_norms_of_all_queries_and_of_all_keys(q_heads, kv_heads, dim):
-    from test_cuda_ops import compare
+    from support.gpu_toys import compare
 
     own, q, k = Toy(SEED), q_heads * dim, kv_heads * dim
     x = own.embedding(VOCAB, q + 2 * k, own.rng.normal(size=(VOCAB, q + 2 * k)))

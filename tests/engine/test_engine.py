@@ -14,7 +14,7 @@ from allspark_client.config import GenerateConfig
 from allspark_client.queue import ResultQueue
 from allspark_client.request import RequestSpec
 from allspark_server.engine.sinks import QueueSink
-from support.engine_helpers import Status, collect, config, make_engine, refused, run  # noqa: F401  (a fixture)
+from support.engine_helpers import Status, collect, config, refused, run
 from support.fake_group import expected_output
 
 

@@ -19,7 +19,7 @@ from allspark_client.request import RequestSpec
 from allspark_server.engine import engine as engine_module
 from allspark_server.engine.sinks import QueueSink
 from allspark_server.runtime.worker import Heartbeat
-from support.engine_helpers import Status, collect, config, make_engine, refused, run  # noqa: F401  (a fixture)
+from support.engine_helpers import Status, collect, config, refused, run
 from support.fake_group import expected_output
 from support.waiting import wait_for
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-import struct
 from typing import Any, Iterator
 
 import pytest
 
 from allspark_client import AbstractEngine, AsModelConfig, GenerateConfig, GenerateRequestStatus
 from allspark_client.request import RequestSpec
+from support.bits import PENALTIES, bits
 from support.checkpoints import checkpoint, prompt_of
 from support.units import GPUS, UNIT
 
@@ -25,7 +25,6 @@ SLOW_MODELS = ("phi3-longrope", "glm4", "gemma2", "gemma3", "olmo2")
 if GPUS:
     MODELS += ("llama-bf16-heads-of-64", "llama-fp16-heads-of-64")
 NEW_TOKENS = 20
-PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.1, "no_repeat_ngram_size": 3}
 PROBES: list[tuple[list[int], dict[str, Any]]] = [
     (prompt_of(1), {"seed": 1}),
     (prompt_of(33), {"do_sample": False}),
@@ -39,11 +38,6 @@ ALWAYS = {"max_new_tokens": NEW_TOKENS, "eos_token_id": -1, "logprobs": True, "t
 PLAIN = {"num_threads": 1, "enable_prefix_cache": False, "max_step_tokens": 1024, "engine_max_batch": 24, **UNIT}
 
 _names = (f"invariance-{i}" for i in itertools.count())
-
-
-def bits(values: list[float]) -> list[str]:
-    """The floats as they are in float32; equal only if equal to the last bit."""
-    return [struct.pack("<f", value).hex() for value in values]
 
 
 def start(engine: AbstractEngine, name: str, probe: tuple[list[int], dict[str, Any]]):

@@ -399,7 +399,7 @@ def test_a_restarted_engine_has_its_adapters(tmp_path):
 @pytest.mark.parametrize("victim", [0])
 def test_a_request_outlives_its_server_with_its_adapter(tmp_path, monkeypatch, victim):
     """On two ranks; the group that takes over has loaded the adapter again."""
-    from test_resume import ranks_of
+    from support.processes import ranks_of
 
     base = checkpoints.checkpoint(NAME)
     directory = adapters.write_adapter(tmp_path / "a", base, rank=6)

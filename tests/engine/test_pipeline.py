@@ -7,7 +7,6 @@ import time
 from concurrent.futures import Future
 
 import pytest
-from test_scheduler_random import repetitive
 
 from allspark_client import AllSparkError, AsModelConfig, AsStatus, GenerateRequestStatus
 from allspark_client.config import GenerateConfig
@@ -18,6 +17,7 @@ from allspark_server.engine.engine import Engine
 from allspark_server.engine.prepare import Obstacle
 from allspark_server.engine.sinks import QueueSink
 from support.fake_group import FakeGroup, expected_output
+from support.scheduler_rig import repetitive
 from support.waiting import wait_for
 
 Status = GenerateRequestStatus

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_invariance import PENALTIES, bits
 
 from allspark_client import AbstractEngine, AllSparkError, AsModelConfig
 from allspark_server import Engine
 from allspark_server.weights.asgraph import from_float32, to_float32
 from allspark_server.weights.safetensors import SafetensorsFile, write_safetensors
+from support.bits import PENALTIES, bits
 from support.checkpoints import CONFIGS, Spec, checkpoint, prompt_of, write_checkpoint
 from support.units import GPUS, UNIT
 

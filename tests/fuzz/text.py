@@ -6,11 +6,10 @@ import json
 from random import Random
 from typing import Any
 
-from conftest import CHAT_TEMPLATE, add_tokenizer
-
 from allspark_server.tokenizer.text import Tokenizer
 from fuzz import mutate
 from fuzz.target import MESSAGES, REFUSALS, Target
+from support.tiny_tokenizer import CHAT_TEMPLATE, add_tokenizer
 
 
 class Tokenizers(Target):

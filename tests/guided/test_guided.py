@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import random
 import threading
 import time
 
 import jsonschema
-import numpy as np
 import pytest
 
 from allspark_client.types import VocabType
 from allspark_server.guided import Guide, MatcherError
 from allspark_server.guided.vocabulary import token_bytes
 from allspark_server.tokenizer.text import Tokenizer
-from support.paths import ROOT
+from support.grammars import EOS, FABLE, VOCAB, allowed, walk
 
-FABLE = ROOT / "allspark_server/assets/fable"
-VOCAB, EOS = 1600, 2  # padded beyond the tokenizer's 1,536
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12},
@@ -42,24 +38,6 @@ def guide():
 @pytest.fixture(scope="module")
 def tokenizer():
     return Tokenizer.from_dir(FABLE)
-
-
-def allowed(matcher) -> list[int]:
-    row = np.full(VOCAB // 32, 0xFFFFFFFF, np.uint32)
-    matcher.fill(row)
-    return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
-
-
-def walk(matcher, seed, end=EOS, longest=400) -> list[int]:
-    """Ids drawn evenly from what is allowed, up to the end."""
-    draw, ids = random.Random(seed), []
-    while len(ids) < longest:
-        choice = draw.choice(allowed(matcher))
-        if choice == end:
-            return ids
-        ids.append(choice)
-        matcher.accept([choice])
-    raise AssertionError("no end")
 
 
 def test_masks_give_what_the_schema_says(guide, tokenizer):

@@ -14,8 +14,6 @@ from typing import Any
 
 import jsonschema
 import pytest
-from test_chat import TOOLS, check_calls, joined
-from test_resume import ranks_of
 
 import allspark_server
 from allspark_client import AllSparkError, AsModelConfig, ClientEngine
@@ -25,7 +23,9 @@ from allspark_server import Engine
 from allspark_server.chat import chat_format
 from allspark_server.engine.sinks import QueueSink
 from allspark_server.guided import Matcher, MatcherError
+from support.processes import ranks_of
 from support.random_schemas import longest_text, random_schema
+from support.tool_calls import TOOLS, check_calls, joined
 
 FABLE = Path(allspark_server.__file__).parent / "assets/fable"
 SCHEMA = {

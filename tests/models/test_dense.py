@@ -14,16 +14,16 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from allspark_client import AsModelConfig, GenerateConfig  # noqa: E402
-from allspark_client.errors import AllSparkError  # noqa: E402
-from allspark_client.request import RequestSpec  # noqa: E402
-from allspark_server import HuggingFaceModel  # noqa: E402
-from allspark_server.models import build_graph, read_config  # noqa: E402
-from allspark_server.models.rotary import rotary_of  # noqa: E402
-from allspark_server.weights.checkpoint import open_model  # noqa: E402
-from allspark_server.weights.safetensors import write_safetensors  # noqa: E402
-from reference.loading import logits_after, model_runner  # noqa: E402
-from support.checkpoints import (  # noqa: E402
+from allspark_client import AsModelConfig, GenerateConfig
+from allspark_client.errors import AllSparkError
+from allspark_client.request import RequestSpec
+from allspark_server import HuggingFaceModel
+from allspark_server.models import build_graph, read_config
+from allspark_server.models.rotary import rotary_of
+from allspark_server.weights.checkpoint import open_model
+from allspark_server.weights.safetensors import write_safetensors
+from reference.loading import logits_after, model_runner
+from support.checkpoints import (
     DENSE,
     PROMPT_LENGTHS,
     Greedy,
@@ -35,8 +35,8 @@ from support.checkpoints import (  # noqa: E402
     reference_logits,
     reference_model,
 )
-from support.driver import Driver, together  # noqa: E402
-from support.published import PUBLISHED  # noqa: E402
+from support.driver import Driver, together
+from support.published import PUBLISHED
 
 FIRST = ("phi3-longrope", "glm4", "gemma2", "gemma3", "olmo2")  # one of each kind of network
 slow = pytest.mark.slow

@@ -11,13 +11,13 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from allspark_client.errors import AllSparkError  # noqa: E402
-from allspark_server import HuggingFaceModel  # noqa: E402
-from allspark_server.models import read_config  # noqa: E402
-from allspark_server.weights.checkpoint import open_model  # noqa: E402
-from allspark_server.weights.safetensors import write_safetensors  # noqa: E402
-from reference.loading import logits_after, model_runner  # noqa: E402
-from support.checkpoints import (  # noqa: E402
+from allspark_client.errors import AllSparkError
+from allspark_server import HuggingFaceModel
+from allspark_server.models import read_config
+from allspark_server.weights.checkpoint import open_model
+from allspark_server.weights.safetensors import write_safetensors
+from reference.loading import logits_after, model_runner
+from support.checkpoints import (
     EXPERTS,
     PROMPT_LENGTHS,
     check_greedy,
@@ -27,7 +27,7 @@ from support.checkpoints import (  # noqa: E402
     prompt_of,
     reference_logits,
 )
-from support.driver import Driver, together  # noqa: E402
+from support.driver import Driver, together
 
 
 # -- against transformers ----------------------------------------------------------------------------------------------

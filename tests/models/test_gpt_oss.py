@@ -13,16 +13,14 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from test_serialized_quantization import assert_equal, recovered  # noqa: E402
-
-from allspark_client.errors import AllSparkError  # noqa: E402
-from allspark_server import HuggingFaceModel  # noqa: E402
-from allspark_server.models import read_config  # noqa: E402
-from allspark_server.tokenizer.text import Tokenizer  # noqa: E402
-from allspark_server.weights.checkpoint import open_model  # noqa: E402
-from allspark_server.weights.safetensors import write_safetensors  # noqa: E402
-from reference.loading import logits_after, model_runner  # noqa: E402
-from support.checkpoints import (  # noqa: E402
+from allspark_client.errors import AllSparkError
+from allspark_server import HuggingFaceModel
+from allspark_server.models import read_config
+from allspark_server.tokenizer.text import Tokenizer
+from allspark_server.weights.checkpoint import open_model
+from allspark_server.weights.safetensors import write_safetensors
+from reference.loading import logits_after, model_runner
+from support.checkpoints import (
     PROMPT_LENGTHS,
     check_greedy,
     check_logits,
@@ -32,7 +30,8 @@ from support.checkpoints import (  # noqa: E402
     reference_greedy,
     reference_logits,
 )
-from support.driver import Driver, together  # noqa: E402
+from support.driver import Driver, together
+from support.quantized_checkpoints import assert_equal, recovered
 
 BOTH = ("gpt-oss", "gpt-oss-plain")
 slow = pytest.mark.slow
@@ -351,10 +350,10 @@ SPECIAL = ["<|startoftext|>", "<|endoftext|>", "<|reserved_200000|>", "<|return|
 def test_the_tokenizer_is_o200k_harmony_s(tmp_path):
     """A small vocabulary in the form of the published tokenizer.json, against tiktoken."""
     tiktoken = pytest.importorskip("tiktoken")
-    from conftest import TRAINING_TEXT
     from tokenizers import AddedToken, Regex, Tokenizer as Backend, decoders, models, pre_tokenizers, trainers
 
     from allspark_server.tokenizer.decoders import BYTE_CHARACTERS
+    from support.tiny_tokenizer import TRAINING_TEXT
 
     texts = [*TRAINING_TEXT, "HTTPServer's camelCase, I'LL 1234567 don't\n\n  /path/to\r\n\tx = {}  \n",
              "ひらがな 漢字 한국어 ä é"]

@@ -14,10 +14,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from allspark_server.models import read_config  # noqa: E402
-from allspark_server.models.rotary import rotary_of  # noqa: E402
-from reference.loading import logits_after, model_runner  # noqa: E402
-from support.checkpoints import (  # noqa: E402
+from allspark_server.models import read_config
+from allspark_server.models.rotary import rotary_of
+from reference.loading import logits_after, model_runner
+from support.checkpoints import (
     CONFIGS,
     PROMPT_LENGTHS,
     STORED,
@@ -29,7 +29,7 @@ from support.checkpoints import (  # noqa: E402
     reference_logits,
     reference_model,
 )
-from support.driver import Driver  # noqa: E402
+from support.driver import Driver
 
 RANKS = (1, 2, 3, 4)
 GREEDY_PROMPTS = (1, 90)

@@ -12,12 +12,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from allspark_client.errors import AllSparkError  # noqa: E402
-from allspark_server import HuggingFaceModel  # noqa: E402
-from allspark_server.models import read_config  # noqa: E402
-from support.checkpoints import PROMPT_LENGTHS, check_greedy, check_logits, prompt_of  # noqa: E402
-from support.driver import Driver, together  # noqa: E402
-from support.published import PUBLISHED, Published, twin, write  # noqa: E402
+from allspark_client.errors import AllSparkError
+from allspark_server import HuggingFaceModel
+from allspark_server.models import read_config
+from support.checkpoints import PROMPT_LENGTHS, check_greedy, check_logits, prompt_of
+from support.driver import Driver, together
+from support.published import PUBLISHED, Published, twin, write
 
 slow = pytest.mark.slow
 FORMATS = [("bfloat16", 0, 0.15), ("int8", 0, 0.2), ("int4", 32, 1.2), ("w8a8", 0, 0.4), ("w4a8", 32, 1.2)]

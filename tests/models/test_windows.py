@@ -6,13 +6,13 @@ from __future__ import annotations
 import random
 
 import pytest
-from test_scheduler import Rig, output, prompt_of
 
 from allspark_server.cache import NO_SPAN, SpanGroups, in_group
 from allspark_server.models.cache_groups import CacheGroup, place_layers
 from allspark_server.runtime.plan import Flag, NewSlot, SamplingParams, StepPlan, WorkItem
 from allspark_server.scheduler import State
 from support.fake_group import expected_output
+from support.scheduler_rig import Rig, output, prompt_of
 from support.units import GPUS, UNIT
 
 slow = pytest.mark.slow

@@ -9,6 +9,7 @@ import pytest
 
 from allspark_server import _native
 from support.levels import LOWER
+from support.quantization import quantized_rows
 
 FORMATS = {"int8": (8, False), "int4": (4, False), "w8a8": (8, True), "w4a8": (4, True)}
 SIZES = [1, 3, 17, 63, 64, 65, 896]
@@ -54,14 +55,6 @@ def instant_quant(weights, bits, group):
 def activation_levels(dtype):
     """The largest integer that an activation becomes."""
     return 127 if FORMATS[dtype][1] else 127 * 257
-
-
-def quantized_rows(x, levels):
-    """(integers, scale [m, 1]) of per-token integer activations."""
-    most = np.abs(x).max(axis=1, keepdims=True).astype(np.float32)
-    usable = most > 1e-34
-    inverse = np.where(usable, np.float32(levels) / np.where(usable, most, 1), 0).astype(np.float32)
-    return np.rint(x * inverse).astype(np.int64), np.where(usable, most / np.float32(levels), 0).astype(np.float32)
 
 
 def expected_product(x, weights, dtype, group):

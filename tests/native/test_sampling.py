@@ -6,21 +6,19 @@ import numpy as np
 import pytest
 
 import allspark_server._native as native
-from support.sampling_reference import (  # noqa: F401
-    DRAWS,
+from support.sampling_reference import (
     FILTERS,
     PROCESSORS,
+    SAMPLES,
     Params,
     bitmask,
     chi_square,
     distribution,
     draw,
     log_softmax,
-    one_rng,
     processed,
     random_case,
     ranking,
-    rng,
 )
 
 
@@ -194,7 +192,7 @@ def test_distribution(name, ranks, one_rng):
     base = int(one_rng.integers(2**62))
     tokens = [
         draw(logits, replace(p, seed=base + i), history, ranks, cuts=[5, 30] if ranks == 3 else None)["token"]
-        for i in range(DRAWS)
+        for i in range(SAMPLES)
     ]
     chi_square(tokens, distribution(np.float32(logits), p, history))
 
@@ -203,7 +201,7 @@ def test_distribution(name, ranks, one_rng):
 def test_distribution_over_several_chunks(ranks, one_rng):
     logits = one_rng.normal(0, 2, 1031)
     p = Params(temperature=1.2)
-    tokens = [draw(logits, replace(p, seed=i), ranks=ranks)["token"] for i in range(DRAWS)]
+    tokens = [draw(logits, replace(p, seed=i), ranks=ranks)["token"] for i in range(SAMPLES)]
     chi_square(tokens, distribution(np.float32(logits), p))
 
 
@@ -212,7 +210,7 @@ def test_wide_nucleus_takes_the_second_round(ranks, one_rng):
     logits = one_rng.normal(0, 0.3, 5003)
     p = Params(top_p=0.6, logprobs=True)
     prob = distribution(np.float32(logits), p)
-    outs = [draw(logits, replace(p, seed=i), ranks=ranks) for i in range(DRAWS)]
+    outs = [draw(logits, replace(p, seed=i), ranks=ranks) for i in range(SAMPLES)]
     assert (prob > 0).sum() > 2048 and all(out["rounds"] > 1 for out in outs)
     # Rounding may move the nucleus' border by a token of mass 1/3000.
     tokens = np.array([out["token"] for out in outs])
@@ -249,7 +247,7 @@ def test_samples_and_positions_are_independent_streams(field_name, one_rng):
         return draw(logits, Params(seed=seed, sample_index=i))["token"]
 
     table = np.array([[token(base + s, i) for i in range(side)] for s in range(side)])
-    assert table.size >= DRAWS
+    assert table.size >= SAMPLES
     chi_square(table.ravel(), prob)
     chi_square((table[:, 1:] * vocab + table[:, :-1]).ravel(), np.outer(prob, prob).ravel())  # neighbours
     chi_square((table[1:] * vocab + table[:-1]).ravel(), np.outer(prob, prob).ravel())  # neighbouring seeds
@@ -336,7 +334,7 @@ def test_distribution_of_a_wide_top_k(ranks, one_rng):
     for filters in (dict(top_k=2500), dict(top_k=2500, top_p=0.7)):
         p = Params(temperature=0.8, **filters)
         prob = distribution(np.float32(logits), p)
-        outs = [draw(logits, replace(p, seed=i), ranks=ranks) for i in range(DRAWS // 4)]
+        outs = [draw(logits, replace(p, seed=i), ranks=ranks) for i in range(SAMPLES // 4)]
         assert all(out["rounds"] > 1 for out in outs)
         tokens = np.array([out["token"] for out in outs])
         if "top_p" in filters:  # rounding may move the border by a token

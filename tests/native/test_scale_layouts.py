@@ -9,10 +9,10 @@ import sys
 
 import numpy as np
 import pytest
-from test_quantization import quantized_rows  # noqa: E402
 
-from allspark_server import _native  # noqa: E402
-from support.levels import LOWER  # noqa: E402
+from allspark_server import _native
+from support.levels import LOWER
+from support.quantization import quantized_rows
 
 LAYOUTS = {
     "float16": dict(scales="float16", zeros="none"),

@@ -3,20 +3,7 @@
 import numpy as np
 import pytest
 
-from support.sampling_reference import FILTERS, PROCESSORS, Params, bitmask, draw, one_rng, random_case  # noqa: F401
-
-DRAWS = {
-    "greedy": dict(do_sample=False),
-    "plain": dict(),
-    "top_k": dict(top_k=40),
-    "wide_top_k": dict(top_k=1500, temperature=2.0),
-    "nucleus": dict(top_p=0.9),
-    "wide_nucleus": dict(top_p=0.95, temperature=3.0),
-    "wide_both": dict(top_k=3000, top_p=0.9, temperature=3.0),
-    "min_p": dict(min_p=0.05),
-    "wide_min_p": dict(min_p=0.0005, temperature=3.0),
-    "all_filters": dict(top_k=2000, top_p=0.97, min_p=0.01, temperature=2.5),
-}
+from support.sampling_reference import FILTERS, PROCESSORS, SETTINGS, Params, bitmask, draw, random_case
 
 
 def assert_same(logits, params, history, mask, ranks):
@@ -28,14 +15,14 @@ def assert_same(logits, params, history, mask, ranks):
 
 
 @pytest.mark.parametrize("vocab, ranks", [(7, 1), (700, 2), (5003, 3), (40_000, 1), (151_936, 2)])
-@pytest.mark.parametrize("how", DRAWS)
+@pytest.mark.parametrize("how", SETTINGS)
 @pytest.mark.timeout(300)
-def test_every_processor_and_kind_of_draw_has_the_bits_of_one_thread(how, vocab, ranks, one_rng):  # noqa: F811
+def test_every_processor_and_kind_of_draw_has_the_bits_of_one_thread(how, vocab, ranks, one_rng):
     rng = one_rng
     names = list(PROCESSORS) if vocab < 10_000 else ["all", "logit_bias"]
     for name in names:
         params, history = random_case(rng, name, vocab, 60)
-        for field_name, value in DRAWS[how].items():
+        for field_name, value in SETTINGS[how].items():
             setattr(params, field_name, value)
         params.do_sample = how != "greedy"
         params.seed, params.logprobs, params.top_logprobs = int(rng.integers(2**62)), bool(rng.integers(2)), int(rng.integers(21))
@@ -48,14 +35,14 @@ def test_every_processor_and_kind_of_draw_has_the_bits_of_one_thread(how, vocab,
         assert alone["status"] == ""
 
 
-def test_wide_sets_take_several_rounds(one_rng):  # noqa: F811
+def test_wide_sets_take_several_rounds(one_rng):
     logits = one_rng.normal(0, 1, 40_000).astype(np.float32)
     for how in ("wide_top_k", "wide_nucleus", "wide_both", "wide_min_p", "all_filters"):
-        assert assert_same(logits, Params(**DRAWS[how]), (), None, 2)["rounds"] > 1, how
+        assert assert_same(logits, Params(**SETTINGS[how]), (), None, 2)["rounds"] > 1, how
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_bad_logits_are_found_whoever_scans_them(value, one_rng):  # noqa: F811
+def test_bad_logits_are_found_whoever_scans_them(value, one_rng):
     for filters in FILTERS.values():
         logits = one_rng.normal(0, 1, 5000).astype(np.float32)
         logits[one_rng.integers(5000)] = value
@@ -63,7 +50,7 @@ def test_bad_logits_are_found_whoever_scans_them(value, one_rng):  # noqa: F811
         assert alone["token"] == -1 and alone["status"]
 
 
-def test_everything_banned_falls_back_alike(one_rng):  # noqa: F811
+def test_everything_banned_falls_back_alike(one_rng):
     logits = one_rng.normal(0, 1, 3000).astype(np.float32)
     for banned in (Params(bad_words=[[i] for i in range(3000)]), Params(bad_words=[[i] for i in range(3000)], top_p=0.5)):
         for mask in (None, bitmask(np.arange(3000) % 7 == 0), bitmask(np.zeros(3000, bool))):

@@ -17,7 +17,7 @@ from allspark_server.runtime.runner import ModelRunner
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from support.checkpoints import checkpoint  # noqa: E402
+from support.checkpoints import checkpoint
 
 MIB = 1 << 20
 NAME = "llama-linear"

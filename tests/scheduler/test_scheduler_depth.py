@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from test_scheduler import Rig, output, prompt_of
 
 from allspark_server.runtime.plan import DRAW, MAX_STEP_DRAFTS, Flag
 from allspark_server.scheduler import FinishReason, State, StopRules
 from allspark_server.scheduler.sequence import TOKEN_BYTES
 from allspark_server.scheduler.speculation import DraftLengths
 from support.fake_group import expected_output
+from support.scheduler_rig import Rig, output, prompt_of
 
 
 def counting(history: list[int]) -> int:

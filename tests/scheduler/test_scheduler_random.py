@@ -6,19 +6,14 @@ import random
 from collections import Counter
 
 import pytest
-from test_scheduler import Rig, output, prompt_of
 
 from allspark_server.runtime.plan import Flag
 from allspark_server.scheduler import FinishReason, Sequence, State, StopRules
 from support.fake_group import expected_output
+from support.scheduler_rig import Rig, output, prompt_of, repetitive
 
 RUNS = 800
 CHUNKS = 4  # runs are spread over so many tests
-
-
-def repetitive(history: list[int]) -> int:
-    """A token that often, but not always, repeats what was there: lookup's drafts are accepted and rejected."""
-    return (history[-1] * 7 + len(history) // 9) % 5 if len(history) > 1 else 1
 
 
 def corrupted(history: list[int]) -> int:

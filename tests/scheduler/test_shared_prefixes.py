@@ -4,10 +4,10 @@ same."""
 from __future__ import annotations
 
 import pytest
-from test_scheduler import Rig, output, prompt_of
 
 from allspark_server.scheduler import State
 from support.fake_group import expected_output
+from support.scheduler_rig import Rig, output, prompt_of
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

@@ -6,7 +6,6 @@ import time
 from concurrent.futures import Future
 
 import pytest
-from test_scheduler import Rig, output, prompt_of
 
 from allspark_client import AllSparkError, AsModelConfig, AsStatus, ClientEngine
 from allspark_client.queue import ResultQueue
@@ -19,6 +18,7 @@ from allspark_server.engine.sinks import QueueSink
 from allspark_server.scheduler import State
 from support.fake_group import FakeGroup, expected_output
 from support.fake_service import serving, tokens
+from support.scheduler_rig import Rig, output, prompt_of
 from support.waiting import wait_for
 
 

@@ -5,32 +5,12 @@ from __future__ import annotations
 import pytest
 
 from allspark_client import AllSparkError, AsModelConfig, AsStatus, GenerateRequestStatus
-from allspark_server.engine.engine import Engine
-from support.fake_group import FakeGroup
 
 Status = GenerateRequestStatus
 
 
 def config(name="m", **fields) -> AsModelConfig:
     return AsModelConfig(model_name=name, model_path="/nowhere", **fields)
-
-
-@pytest.fixture
-def make_engine():
-    engines = []
-
-    def make(model=config(), start=True, state_file=None, **group):
-        engine = Engine(group=FakeGroup(**group), state_file=state_file)
-        engines.append(engine)
-        if model is not None:
-            engine.install_model(model)
-            if start:
-                engine.start_model(model.model_name)
-        return engine
-
-    yield make
-    for engine in engines:
-        engine.close()
 
 
 def collect(results) -> list[int]:

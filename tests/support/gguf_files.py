@@ -9,7 +9,13 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from support.checkpoints import VOCAB, Spec, _rope, _sizes, write_checkpoint
+from support.checkpoints import (
+    VOCAB,
+    Spec,
+    _rope,
+    _sizes,
+    write_checkpoint,
+)
 
 NUMBERS = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12,
            "Q5_K": 13, "Q6_K": 14, "BF16": 30}
@@ -226,3 +232,12 @@ def write_pair(directory: Path, arch: str, kinds: dict[str, str] | str, seed: in
         tensors[name] = (tensors[name][0], np.stack([experts[i] for i in range(len(experts))]))
     safetensors.numpy.save_file(plain, twin / "model.safetensors", {"format": "pt"})
     return write_gguf(directory / "model.gguf", metadata_of(arch, spec), tensors), twin
+
+
+FILES = {
+    "q4_k_m": ("llama", K_M), "q8_0": ("qwen2", "Q8_0"), "q4_0": ("qwen2", "Q4_0"), "q4_1": ("qwen2", "Q4_1"),
+    "q5_0": ("qwen2", "Q5_0"), "q5_1": ("qwen2", "Q5_1"), "q2_k": ("llama", "Q2_K"), "q3_k": ("llama", "Q3_K"),
+    "q4_k": ("qwen3", "Q4_K"), "q5_k": ("llama", {"attn_v": "Q5_K", "": "Q4_K"}), "q6_k": ("qwen3", "Q6_K"),
+    "mixed": ("qwen2", {"attn_v": "Q8_0", "attn_k": "Q5_1", "": "Q4_0"}), "f16": ("llama", "F16"),
+    "bf16": ("qwen2", "BF16"), "f32": ("qwen2", "F32"), "experts": ("qwen3moe", {"ffn_down": "Q8_0", "": "Q4_0"}),
+}

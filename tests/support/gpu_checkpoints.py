@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from test_gguf import FILES
 
 from support import gguf_files
+from support.gguf_files import FILES
 from support.quantized_checkpoints import SCHEMES, scheme_pair
 
 QUICK = ("gptq-4", "gptq-4-order", "awq", "fp8", "mxfp4", "ct-w8a8", "q4_k_m", "mixed")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 
 from allspark_server import _native
-from reference.toy import Toy
+from reference.plan import DRAW, GIVEN, PROMPT
+from reference.toy import OUTPUTS, Toy, item, plan, spans_for, start
 
 
 def executor(threads: int = 2):
@@ -43,3 +46,135 @@ def compiled(own: Toy, cache: str = "float32", masks: int = 0, graphs: bool = Tr
                    span_size=16, num_spans=max(256 if long else 64, 8 * slots), cache_dtype=cache, max_outputs=outputs,
                    masks=masks, graphs=graphs, **more)
     return found
+
+
+SEED = int(os.environ.get("ALLSPARK_TEST_SEED", int.from_bytes(os.urandom(3), "little")))
+LENGTHS = (1, 2, 17, 33, 70)  # of the prompts of one step
+VOCAB = 53
+EXACT, ROUNDED = 2e-5, 2e-2  # of the values' size, as their root mean square; where products are of bfloat16
+#: of what is allowed to bfloat16, what is to float16: it has three bits more
+HALF = 1 / 8
+DTYPES16 = ("bfloat16", "float16")
+MOST = 65504.0  # float16's largest
+
+
+def toy():
+    return Toy(SEED)
+
+
+def embedded(own: Toy, width: int) -> int:
+    return own.embedding(VOCAB, width, own.rng.normal(size=(VOCAB, width)))
+
+
+def step_of(given) -> bytes:
+    """All prompts in one step; each draws."""
+    work = [item(slot, len(p), DRAW, spans=spans_for(len(p), 8 * slot)) for slot, p in enumerate(given)]
+    return plan(work, [start(slot, p) for slot, p in enumerate(given)])
+
+
+def compare(own: Toy, tolerance: float = EXACT, cache: str = "float32") -> None:
+    """Logits of every prompt's last row; the program must end with sample."""
+    rng = np.random.default_rng(SEED + 1)
+    data = step_of([rng.integers(0, VOCAB, n).tolist() for n in LENGTHS])
+    found = compiled(own, cache).step(data, True)
+    expected = own.runner().step(data)
+    scale = max(np.sqrt(np.mean(expected.logits**2)), 1e-3)
+    error = np.abs(found.logits - expected.logits).max() / scale
+    print(f"error {error:.2e} of {tolerance}")
+    assert error <= tolerance
+    if tolerance == EXACT:
+        chosen = np.take_along_axis(expected.logits, found.tokens[:, None], 1)[:, 0]
+        assert (expected.logits.max(1) - chosen <= 1e-4 * scale).all()
+        np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-3)
+
+
+def as_bf16(x: np.ndarray) -> np.ndarray:
+    bits = x.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32).astype(float)
+
+
+def rounded(x: np.ndarray, form: str) -> np.ndarray:
+    """As values of this type, those beyond its range cut to it."""
+    if form == "float16":
+        return np.clip(x, -MOST, MOST).astype(np.float16).astype(float)
+    return np.where(np.isnan(x), np.nan, as_bf16(x)) if form == "bfloat16" else x.astype(float)
+
+
+HEADS = [(1, 1, 2), (3, 1, 5), (6, 2, 24), (5, 5, 33), (4, 2, 64), (7, 1, 64), (6, 6, 96), (4, 2, 128), (2, 1, 256),
+         (40, 2, 64), (3, 1, 80)]
+
+
+def logits_of_rows(gpu, prompts, rows_of_chunk) -> list[bytes]:
+    """Of every position of every prompt; all have a chunk in each step until they end."""
+    computed, found, first_span = [0] * len(prompts), [b""] * len(prompts), [0]
+    for prompt in prompts:
+        first_span.append(first_span[-1] - -len(prompt) // 16)
+    while any(c < len(p) for c, p in zip(computed, prompts)):
+        work, new = [], []
+        for slot, prompt in enumerate(prompts):
+            begin, count = computed[slot], min(rows_of_chunk(), len(prompt) - computed[slot])
+            if not count:
+                continue
+            spans = range(first_span[slot] - -begin // 16, first_span[slot] - -(begin + count) // 16)
+            flags = PROMPT | (DRAW if begin + count == len(prompt) else 0)
+            work.append(item(slot, count, flags, outputs=count, spans=list(spans)))
+            new += [start(slot, prompt)] if not begin else []
+        logits, at = gpu.step(plan(work, new), True).logits, 0
+        for each in work:
+            found[each.slot] += logits[at:at + each.rows].tobytes()
+            at, computed[each.slot] = at + each.rows, computed[each.slot] + each.rows
+    return found
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+def small_model(form: str = "float32", dim: int = 8):
+    own = toy()
+    x = embedded(own, 24)
+
+    def matrix(n, k):
+        handle = own.program.add_matrix(n, k, form, 0)
+        own.weights[handle] = own.rng.normal(size=(n, k)) * k**-0.5
+        return handle
+
+    own.rotary(dim)
+    for layer in range(2):
+        normed = own.op("rms_norm", (x,), 24, (own.vector(24),), eps=1e-6)
+        qkv = own.op("linear", (normed,), 5 * dim, (matrix(5 * dim, 24), own.vector(5 * dim)))
+        own.op("rope", (qkv,), offset=0, heads=4, head_dim=dim)
+        attended = own.attention(qkv, 3, 1, dim, layer=layer)
+        own.op("add", (x, own.op("linear", (attended,), 24, (matrix(24, 3 * dim),))))
+        both = own.op("linear", (own.op("rms_norm", (x,), 24, (own.vector(24),), eps=1e-6),), 74, (matrix(74, 24),))
+        own.op("add", (x, own.op("linear", (own.op("silu_mul", (both,), 37),), 24, (matrix(24, 37),))))
+    selected = own.op("select_rows", (x,), 24, rows=OUTPUTS)
+    normed = own.op("rms_norm", (selected,), 24, (own.vector(24),), eps=1e-6)
+    own.op("hidden_states", (normed,))
+    own.op("sample", (own.op("linear", (normed,), VOCAB, (matrix(VOCAB, 24),)),), vocab_begin=0, vocab_size=VOCAB)
+    return own
+
+
+def tokens_of(gpu, prompts, flags=0, chunk=100, drafts=0, steps=12, **sampling):
+    """Tokens and bits of logprobs of prompts that run together."""
+    found = [[] for _ in prompts]
+    new = [start(slot, p, **sampling) for slot, p in enumerate(prompts)]
+    computed, spans, lengths = [0] * len(prompts), [0] * len(prompts), [len(p) for p in prompts]
+    rng = np.random.default_rng(0)
+    while min(len(f) for f in found) < steps:
+        work = []
+        for slot, p in enumerate(prompts):
+            rows = min(chunk, lengths[slot] - computed[slot])
+            last = computed[slot] + rows == lengths[slot]
+            known = rng.integers(0, VOCAB, drafts).tolist() if flags & GIVEN and last else []
+            wanted = drafts if last and flags else 0
+            needed = -(-(computed[slot] + rows + wanted) // 16)
+            fresh = list(range(8 * slot + spans[slot], 8 * slot + max(spans[slot], needed)))
+            work.append(item(slot, rows, (DRAW | flags) if last else 0, known=known, drafts=wanted, spans=fresh))
+            spans[slot], computed[slot] = max(spans[slot], needed), computed[slot] + rows
+        result, new, at, drew = gpu.step(plan(work, new)), [], 0, 0
+        for slot, each in enumerate(work):
+            if each.flags & DRAW:
+                count = int(result.counts[drew])
+                found[slot] += [(int(result.tokens[i]), result.logprobs[i].tobytes()) for i in range(at, at + count)]
+                lengths[slot] += count
+                computed[slot] = lengths[slot] - 1
+                at, drew = at + count, drew + 1
+    return [f[:steps] for f in found]

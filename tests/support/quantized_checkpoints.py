@@ -12,6 +12,7 @@ import numpy as np
 import safetensors.numpy
 
 from support.checkpoints import Spec, _rope, _sizes, write_checkpoint
+from support.driver import Driver
 
 Made = tuple[dict[str, np.ndarray], np.ndarray]  # a module's tensors by suffix, and its recovered weights
 MODULE = ".weight"
@@ -269,3 +270,30 @@ def write_pair(directory: Path, spec: Spec, make: Callable, config: dict, seed: 
 def scheme_pair(directory: Path, name: str) -> tuple[Path, Path]:
     spec, (make, config) = SCHEMES[name]
     return write_pair(directory, spec, make, config, seed=sum(map(ord, name)))
+
+
+def recovered(path, world, **fields):
+    """Each matrix of the model as its format recovers it, put together from the ranks' slices."""
+    whole = {}
+    with Driver(path, world, **fields) as driver:
+        for rank, runner in enumerate(driver.runners):
+            for identity, weight in enumerate(runner._model.graph.weights.values()):
+                if not weight.is_matrix:
+                    continue
+                n = sum(part.rows for part in weight.parts)
+                into = whole.setdefault(weight.name, np.full((n, weight.columns), np.nan, np.float32))
+                first, last = weight.column_range_of(rank, world)
+                held, local, base = runner._executor.read_rows(identity), 0, 0
+                for part in weight.parts:
+                    begin, end = part.range_of(rank, world)
+                    into[base + begin:base + end, first:last] = held[local:local + end - begin]
+                    local, base = local + end - begin, base + part.rows
+        info = driver.info
+    assert all(not np.isnan(values).any() for values in whole.values())
+    return whole, info
+
+
+def assert_equal(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)

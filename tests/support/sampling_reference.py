@@ -8,13 +8,12 @@ import secrets
 from dataclasses import dataclass, field
 
 import numpy as np
-import pytest
 from scipy import stats
 
 import allspark_server._native as native
 
 SEED = int(os.environ.get("ALLSPARK_TEST_SEED", secrets.randbits(32)))
-DRAWS = 20_000
+SAMPLES = 20_000
 SMALLEST_P = 1e-6  # of a chi-square test: a right sampler fails one such test in a million
 
 
@@ -173,16 +172,6 @@ def ranking(logits, params, history, ranks):
     return ids
 
 
-@pytest.fixture(params=range(4), ids=lambda i: f"seed{SEED}+{i}")
-def rng(request):
-    return np.random.default_rng(SEED + request.param)
-
-
-@pytest.fixture(params=[SEED], ids=lambda s: f"seed{s}")
-def one_rng(request):
-    return np.random.default_rng(request.param)
-
-
 # ---- cases ---------------------------------------------------------------------------------------------------
 
 PROCESSORS = {
@@ -247,4 +236,18 @@ FILTERS = {
         min_p=0.03,
         logit_bias=[(11, 1.0), (12, -2.0)],
     ),
+}
+
+
+SETTINGS = {
+    "greedy": dict(do_sample=False),
+    "plain": dict(),
+    "top_k": dict(top_k=40),
+    "wide_top_k": dict(top_k=1500, temperature=2.0),
+    "nucleus": dict(top_p=0.9),
+    "wide_nucleus": dict(top_p=0.95, temperature=3.0),
+    "wide_both": dict(top_k=3000, top_p=0.9, temperature=3.0),
+    "min_p": dict(min_p=0.05),
+    "wide_min_p": dict(min_p=0.0005, temperature=3.0),
+    "all_filters": dict(top_k=2000, top_p=0.97, min_p=0.01, temperature=2.5),
 }

@@ -13,12 +13,11 @@ import pytest
 tiktoken = pytest.importorskip("tiktoken")
 sentencepiece = pytest.importorskip("sentencepiece")
 
-from conftest import TRAINING_TEXT  # noqa: E402
-
-from allspark_client.errors import AllSparkError  # noqa: E402
-from allspark_server.guided.grammar import Guide  # noqa: E402
-from allspark_server.tokenizer.text import Tokenizer  # noqa: E402
-from allspark_server.weights.checkpoint import _tokenizer  # noqa: E402
+from allspark_client.errors import AllSparkError
+from allspark_server.guided.grammar import Guide
+from allspark_server.tokenizer.text import Tokenizer
+from allspark_server.weights.checkpoint import _tokenizer
+from support.tiny_tokenizer import TRAINING_TEXT
 
 TEXT = [*TRAINING_TEXT, "def f(x):\n    return x ** 2  # squared\n\n\n" * 3, "ひらがな カタカナ 漢字 한국어 العربية",
         "3.14159 1,000,000 2024-05-06 0xff", "'s 're I'll WE'VE don't"] * 3

@@ -11,12 +11,12 @@ from allspark_client.errors import AllSparkError
 from allspark_server import HuggingFaceModel
 from allspark_server.models import read_config
 from allspark_server.weights.checkpoint import open_model
-from support.spoilt import copy, spoil_config  # noqa: F401  (a fixture)
+from support.spoilt import spoil_config
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from support.checkpoints import checkpoint  # noqa: E402
+from support.checkpoints import checkpoint
 
 
 # -- config.json -------------------------------------------------------------------------------------------------------

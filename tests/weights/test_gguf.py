@@ -7,32 +7,35 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_serialized_quantization import assert_equal, recovered  # noqa: E402
 
-from allspark_client.config import AsModelConfig  # noqa: E402
-from allspark_client.errors import AllSparkError  # noqa: E402
-from allspark_server import Engine, HuggingFaceModel  # noqa: E402
-from allspark_server.models.config import Fields  # noqa: E402
-from allspark_server.tokenizer.text import Tokenizer  # noqa: E402
-from allspark_server.weights.checkpoint import open_model  # noqa: E402
-from allspark_server.weights.gguf import (  # noqa: E402
+from allspark_client.config import AsModelConfig
+from allspark_client.errors import AllSparkError
+from allspark_server import Engine, HuggingFaceModel
+from allspark_server.models.config import Fields
+from allspark_server.tokenizer.text import Tokenizer
+from allspark_server.weights.checkpoint import open_model
+from allspark_server.weights.gguf import (
     GgufFile,
     model_config,
-    tokenizer as gguf_tokenizer,  # noqa: E402
+    tokenizer as gguf_tokenizer,
     tokenizer_directory,
 )
-from support.checkpoints import check_logits, prompt_of, reference_greedy, reference_logits  # noqa: E402
-from support.driver import Driver  # noqa: E402
-from support.gguf_files import BLOCKS, K_M, NUMBERS, SPECS, metadata_of, random_blocks, recover, write_gguf, write_pair  # noqa: E402
+from support.checkpoints import check_logits, prompt_of, reference_greedy, reference_logits
+from support.driver import Driver
+from support.gguf_files import (
+    BLOCKS,
+    FILES,
+    NUMBERS,
+    SPECS,
+    metadata_of,
+    random_blocks,
+    recover,
+    write_gguf,
+    write_pair,
+)
+from support.quantized_checkpoints import assert_equal, recovered
 
 TOLERANCE = 3e-3  # activations of 16 bits
-FILES = {
-    "q4_k_m": ("llama", K_M), "q8_0": ("qwen2", "Q8_0"), "q4_0": ("qwen2", "Q4_0"), "q4_1": ("qwen2", "Q4_1"),
-    "q5_0": ("qwen2", "Q5_0"), "q5_1": ("qwen2", "Q5_1"), "q2_k": ("llama", "Q2_K"), "q3_k": ("llama", "Q3_K"),
-    "q4_k": ("qwen3", "Q4_K"), "q5_k": ("llama", {"attn_v": "Q5_K", "": "Q4_K"}), "q6_k": ("qwen3", "Q6_K"),
-    "mixed": ("qwen2", {"attn_v": "Q8_0", "attn_k": "Q5_1", "": "Q4_0"}), "f16": ("llama", "F16"),
-    "bf16": ("qwen2", "BF16"), "f32": ("qwen2", "F32"), "experts": ("qwen3moe", {"ffn_down": "Q8_0", "": "Q4_0"}),
-}
 QUICK = ("q4_k_m", "mixed")
 every_file = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FILES])

@@ -9,21 +9,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.torch
-from test_gguf import FILES  # noqa: E402
-from test_serialized_quantization import recovered  # noqa: E402
 
-from allspark_client.config import AsModelConfig  # noqa: E402
-from allspark_client.errors import AllSparkError  # noqa: E402
-from allspark_server import HuggingFaceModel  # noqa: E402
-from allspark_server.runtime.device import Cpus, Gpu  # noqa: E402
-from allspark_server.runtime.rank_model import RankModel  # noqa: E402
-from allspark_server.weights.formats import ScaleLayout, WeightFormat  # noqa: E402
-from allspark_server.weights.gpu_forms import gpu_form, recoded  # noqa: E402
-from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor  # noqa: E402
-from support.checkpoints import checkpoint  # noqa: E402
-from support.driver import Driver  # noqa: E402
-from support.gpu_checkpoints import QUICK, check_weights, pair_of  # noqa: E402
-from support.quantized_checkpoints import SCHEMES  # noqa: E402
+from allspark_client.config import AsModelConfig
+from allspark_client.errors import AllSparkError
+from allspark_server import HuggingFaceModel
+from allspark_server.runtime.device import Cpus, Gpu
+from allspark_server.runtime.rank_model import RankModel
+from allspark_server.weights.formats import ScaleLayout, WeightFormat
+from allspark_server.weights.gpu_forms import gpu_form, recoded
+from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor
+from support.checkpoints import checkpoint
+from support.driver import Driver
+from support.gguf_files import FILES
+from support.gpu_checkpoints import QUICK, check_weights, pair_of
+from support.quantized_checkpoints import (
+    SCHEMES,
+    recovered,
+)
 
 NAMES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in (*SCHEMES, *FILES)]
 

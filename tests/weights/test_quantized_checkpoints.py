@@ -8,20 +8,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_serialized_quantization import assert_equal, recovered  # noqa: E402
 
-from allspark_client.errors import AllSparkError  # noqa: E402
-from allspark_server import HuggingFaceModel  # noqa: E402
-from allspark_server.weights.checkpoint import open_model  # noqa: E402
-from allspark_server.weights.safetensors import SafetensorsFile  # noqa: E402
-from support.checkpoints import LOGIT_TOLERANCE, check_logits, prompt_of, reference_greedy, reference_logits  # noqa: E402
-from support.driver import Driver  # noqa: E402
-from support.quantized_checkpoints import (  # noqa: E402
+from allspark_client.errors import AllSparkError
+from allspark_server import HuggingFaceModel
+from allspark_server.weights.checkpoint import open_model
+from allspark_server.weights.safetensors import SafetensorsFile
+from support.checkpoints import LOGIT_TOLERANCE, check_logits, prompt_of, reference_greedy, reference_logits
+from support.driver import Driver
+from support.quantized_checkpoints import (
     BLOCKS,
     FP4,
     SCHEMES,
+    assert_equal,
     nf4,
     pack_words,
+    recovered,
     scheme_pair,
     write_pair,
     write_safetensors,

@@ -8,14 +8,15 @@ import sys
 import numpy as np
 import pytest
 
-from allspark_client.config import AsModelConfig  # noqa: E402
-from allspark_client.errors import AllSparkError  # noqa: E402
-from allspark_server import HuggingFaceModel, _native  # noqa: E402
-from allspark_server.weights.asgraph import read_graph, to_message, write_graph  # noqa: E402
-from allspark_server.weights.checkpoint import open_model  # noqa: E402
-from allspark_server.weights.formats import WeightFormat, group_of_slice, quantization_of  # noqa: E402
-from support.checkpoints import Spec, _rope, _sizes, checkpoint, prompt_of, rewrite_header, write_checkpoint  # noqa: E402
-from support.driver import Driver  # noqa: E402
+from allspark_client.config import AsModelConfig
+from allspark_client.errors import AllSparkError
+from allspark_server import HuggingFaceModel, _native
+from allspark_server.weights.asgraph import read_graph, to_message, write_graph
+from allspark_server.weights.checkpoint import open_model
+from allspark_server.weights.formats import WeightFormat, group_of_slice, quantization_of
+from support.checkpoints import Spec, _rope, _sizes, checkpoint, prompt_of, rewrite_header, write_checkpoint
+from support.driver import Driver
+from support.quantized_checkpoints import assert_equal, recovered
 
 FORMATS = {"int8": "int8", "int4": "uint4", "w8a8": "int8", "w4a8": "uint4"}
 GROUPS = (0, 32, 64, 512)
@@ -39,33 +40,6 @@ def options(dtype, group, **more):
 def serialize(directory, target, dtype, group=0, **more):
     HuggingFaceModel(directory, "m").serialize_to_path(None, target, **options(dtype, group, **more))
     return target / "m.asgraph"
-
-
-def recovered(path, world, **fields):
-    """Each matrix of the model as its format recovers it, put together from the ranks' slices."""
-    whole = {}
-    with Driver(path, world, **fields) as driver:
-        for rank, runner in enumerate(driver.runners):
-            for identity, weight in enumerate(runner._model.graph.weights.values()):
-                if not weight.is_matrix:
-                    continue
-                n = sum(part.rows for part in weight.parts)
-                into = whole.setdefault(weight.name, np.full((n, weight.columns), np.nan, np.float32))
-                first, last = weight.column_range_of(rank, world)
-                held, local, base = runner._executor.read_rows(identity), 0, 0
-                for part in weight.parts:
-                    begin, end = part.range_of(rank, world)
-                    into[base + begin:base + end, first:last] = held[local:local + end - begin]
-                    local, base = local + end - begin, base + part.rows
-        info = driver.info
-    assert all(not np.isnan(values).any() for values in whole.values())
-    return whole, info
-
-
-def assert_equal(a, b):
-    assert a.keys() == b.keys()
-    for name in a:
-        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
 
 
 @pytest.mark.parametrize("dtype", FORMATS)

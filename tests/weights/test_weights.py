@@ -20,10 +20,10 @@ from allspark_server.weights.shard import Split, split
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from reference.loading import Loaded, unquantized  # noqa: E402
-from support.checkpoints import STORED, check_logits, checkpoint, prompt_of, reference_logits, rewrite_header  # noqa: E402
-from support.driver import Driver  # noqa: E402
-from support.spoilt import copy, spoil_config  # noqa: E402, F401  (a fixture)
+from reference.loading import Loaded, unquantized
+from support.checkpoints import STORED, check_logits, checkpoint, prompt_of, reference_logits, rewrite_header
+from support.driver import Driver
+from support.spoilt import spoil_config
 
 
 # -- who holds what ----------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 
 import pytest
-from test_pool import systemctl, toml, words, write  # noqa: F401
 
 from allspark_launch.bench import layouts as bench
 from allspark_launch.bench.latencies import Figures
@@ -19,6 +18,7 @@ from allspark_launch.machine.topology import read_topology
 from allspark_launch.pool import pool as pools
 from support.machines import machine
 from support.paths import SUPPORT
+from support.pool_commands import toml, words, write
 
 FABRICATED = SUPPORT / "fabricated"
 MODEL = {"model_name": "m", "model_path": "/m"}
@@ -61,7 +61,7 @@ def config_of(tmp_path: Path) -> dict[str, dict]:
 # --- expansion ---
 
 
-def test_a_member_is_expanded_to_one_for_each_node(tmp_path, two_nodes, systemctl, capsys):  # noqa: F811
+def test_a_member_is_expanded_to_one_for_each_node(tmp_path, two_nodes, systemctl, capsys):
     (tmp_path / "t").write_text("a" * 64)
     members = [
         {"name": "a", "address": ["127.0.0.1:50051", "unix:/run/x"], "http": "127.0.0.1:8000",
@@ -126,7 +126,7 @@ def test_what_cannot_be_is_told_with_its_line(tmp_path, two_nodes, capsys, old, 
 # --- decisions ---
 
 
-def test_a_decision_is_kept_until_it_is_measured_again(tmp_path, two_nodes, measured, systemctl,  # noqa: F811
+def test_a_decision_is_kept_until_it_is_measured_again(tmp_path, two_nodes, measured, systemctl,
                                                        capsys, monkeypatch):
     write(tmp_path, [{"name": "a", "models": [MODEL]}], layout="auto")
     assert main(words(tmp_path, "install", "--dry-run")) == 1
@@ -163,7 +163,7 @@ def test_a_decision_is_kept_until_it_is_measured_again(tmp_path, two_nodes, meas
     assert not list((tmp_path / "c").iterdir())
 
 
-def test_flags_hold_until_the_file_says(tmp_path, two_nodes, measured, systemctl, capsys):  # noqa: F811
+def test_flags_hold_until_the_file_says(tmp_path, two_nodes, measured, systemctl, capsys):
     write(tmp_path, [{"name": "a", "models": [MODEL]}])
     assert main(words(tmp_path, "install", "--layout", "auto", "--for", "latency")) == 0
     assert measured == [([[0, 1], [0], [1]], "latency")] and list(config_of(tmp_path)) == ["a"]

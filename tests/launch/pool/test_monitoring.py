@@ -18,6 +18,7 @@ from allspark_server.http.metrics import Metrics, of_members
 from allspark_server.logs import JsonFormatter, TextFormatter
 from support.fake_engine import FakeEngine
 from support.fake_service import serving, tokens
+from support.metrics import metrics_of, samples
 
 FOLDER = resource_folder("monitoring")
 REPORT = {"restarts": 3, "ranks": [
@@ -36,18 +37,6 @@ def member(tmp_path, monkeypatch):
         for i in range(3):
             assert len(tokens(client.start_request("m", {"input_ids": [7] * 40}, {"max_new_tokens": 10})[2])) == 10
         yield client, address
-
-
-def samples(text: str) -> dict:
-    return {(sample.name, *sorted(sample.labels.items())): sample.value
-            for family in text_string_to_metric_families(text) for sample in family.samples}
-
-
-def metrics_of(address: str) -> str:
-    from allspark_client._proto import allspark_pb2 as pb
-
-    with Member(Target("a", address)) as member:
-        return member._call("GetMetrics", pb.MetricsRequest(), pb.Metrics).text
 
 
 def test_metrics_of_a_group(member):

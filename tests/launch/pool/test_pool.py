@@ -9,8 +9,6 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -19,44 +17,7 @@ from allspark_launch.group.notify import Notifier
 from allspark_launch.options import GroupOptions
 from allspark_launch.pool.pool import Pool
 from allspark_launch.pool.units import TEMPLATES, unit_files
-
-SYSTEMCTL = """#!/bin/sh
-echo "$@" >>$(dirname $0)/calls
-[ "$1" = is-active ] && echo active
-exit 0
-"""
-
-
-@pytest.fixture()
-def systemctl(tmp_path, monkeypatch):
-    """Returns the calls so far, and forgets them."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    (folder / "systemctl").write_text(SYSTEMCTL)
-    (folder / "systemctl").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-
-    def calls() -> list[str]:
-        file = folder / "calls"
-        found = file.read_text().splitlines() if file.exists() else []
-        file.unlink(missing_ok=True)
-        return found
-
-    return calls
-
-
-def toml() -> None:
-    pytest.importorskip("tomllib") if sys.version_info >= (3, 11) else pytest.importorskip("tomli")
-
-
-def words(tmp_path: Path, action: str, *more: str) -> list[str]:
-    return ["pool", action, "--config", str(tmp_path / "pool.json"), "--unit-dir", str(tmp_path / "u"),
-            "--config-dir", str(tmp_path / "c"), *more]
-
-
-def write(tmp_path: Path, members: list[dict], **more) -> None:
-    (tmp_path / "pool.json").write_text(json.dumps({"user": "nobody", "member": members, **more}))
-
+from support.pool_commands import toml, words, write
 
 # --- the file ---
 

@@ -1,0 +1,13 @@
+"""Processes of a server group."""
+from __future__ import annotations
+
+import psutil
+
+
+def ranks_of(pid: int) -> list[psutil.Process]:
+    """The server processes of a group, by its supervisor's pid."""
+    return [
+        process
+        for process in psutil.Process(pid).children(recursive=True)
+        if process.cmdline()[1:3] == ["-m", "allspark_server"]
+    ]

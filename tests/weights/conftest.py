@@ -1,0 +1,16 @@
+"""Fixtures of the weights' tests."""
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A function that copies a checkpoint to where it may be spoilt."""
+    def make(name="qwen2-gqa-tied"):
+        from support.checkpoints import checkpoint
+
+        return shutil.copytree(checkpoint(name), tmp_path / name)
+    return make
