@@ -182,7 +182,8 @@ def engine(engine_of):
 @pytest.mark.parametrize("mode", MODES)
 def test_same_request_same_bytes(engine, mode):
     """Alone, in a batch, in chunks, on two threads, after the prefix cache, preempted."""
-    import test_invariance as invariance
+    from support import invariance
+    from support.checkpoints import prompt_of
 
     model = "qwen2-gqa-tied"
 
@@ -208,7 +209,7 @@ def test_same_request_same_bytes(engine, mode):
     with installed(cache_memory=26 * (info.cache_bytes // info.num_spans), engine_max_length=768) as name:
         growing = {**invariance.ALWAYS, "max_new_tokens": 400, "priority": 1}
         started = [
-            engine.start_request(name, {"input_ids": invariance.prompt_of(20, seed=i)}, growing)[2] for i in range(3)
+            engine.start_request(name, {"input_ids": prompt_of(20, seed=i)}, growing)[2] for i in range(3)
         ]
         assert invariance.run_together(engine, name) == first
         engine.sync_request(name)

@@ -2,10 +2,10 @@
 from __future__ import annotations
 
 import numpy as np
-from test_sampling import Params
 
 from allspark_server.runtime.plan import DRAW, NewSlot, StepPlan, WorkItem
 from support.gpu_toys import executor
+from support.sampling_reference import Params
 
 DIM, SLOTS, LONGEST, SPAN = 16, 8, 128, 16
 
