@@ -10,9 +10,9 @@ from allspark_server import _native
 from reference.plan import DRAW, GIVEN, HIDDEN, LOOKUP, PROMPT
 from reference.toy import Toy, item, plan, spans_for, start
 from support.gpu_toys import (
+    DTYPES16,
     EXACT,
     HALF,
-    DTYPES16,
     HEADS,
     ROUNDED,
     SEED,
