@@ -25,7 +25,6 @@ from support.gpu_toys import (
 )
 
 pytestmark = pytest.mark.cuda
-__all__ = ["seed"]  # a fixture
 UNIT = {"compute_unit": "CUDA:0"}
 FORMATS = [("float32", 0, EXACT), ("bfloat16", 0, 6e-2), ("float16", 0, 6e-2 * HALF)]
 CODES = [("int8", 0), ("int8", 64), ("int8", 16), ("int4", 0), ("int4", 64), ("int4", 32)]

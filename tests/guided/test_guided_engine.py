@@ -310,7 +310,7 @@ def check_random_schemas(count: int) -> None:
     draw = random.Random(count)
     schemas = [random_schema(draw) for _ in range(count)]
     with engine_with(engine_max_length=1024, engine_max_batch=32) as (engine, name):
-        info, running, done = engine.get_model_info(name), [], 0
+        info, running = engine.get_model_info(name), []
 
         def finish(queue, schema):
             elements = list(queue)

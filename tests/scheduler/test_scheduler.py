@@ -355,7 +355,7 @@ def test_resumption_continues_the_same_output():
 def test_samples_of_one_prompt_share_its_spans():
     rig = Rig(max_batch=4)
     prompt = prompt_of(21)
-    first = rig.add(prompt)
+    rig.add(prompt)
     others = [rig.add(prompt) for _ in range(3)]
     rig.run()
     assert [s.prefix_len for s in others] == [20, 20, 20]

@@ -268,7 +268,7 @@ def test_bitsandbytes_own_library_recovers_the_same(tmp_path, nested):
     functional = pytest.importorskip("bitsandbytes.functional")
     import torch
 
-    made, recovered_weights = nf4(64, nested), {}
+    made = nf4(64, nested)
 
     def make(n, k, rng, salt):
         weights = torch.from_numpy(rng.normal(size=(n, k)).astype(np.float32) * 1.3 / k ** 0.5)
