@@ -15,6 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from .markdown import code, table
 from .paths import ROOT, import_from_source
 
+INT32_MAX = 2**31 - 1
 #: OpenAI's and Anthropic's fields that are accepted and have no effect on an answer, by request class
 IGNORED: dict[str, dict[str, str]] = {
     "ChatRequest": {
@@ -101,8 +102,8 @@ def status_of(form: type, name: str) -> tuple[str, str]:
     if form.__name__ == "ResponsesRequest" and name in REPEATED:
         return "ignored", "repeated in the answer"
     remark = CONDITIONS.get((form.__name__, name), "")
-    if name in _OWN:
-        remark = f"{remark}{'; ' if remark else ''}not of OpenAI"
+    if name in _OWN and form.__name__ != "MessagesRequest":
+        remark = f"{remark}{'; ' if remark else ''}this server's own"
     return "honoured", remark
 
 
@@ -130,9 +131,35 @@ def _limits(info: Any) -> str:
     for item in info.metadata:
         for name, text in (("ge", "at least {}"), ("gt", "above {}"), ("le", "at most {}"),
                            ("min_length", "length at least {}"), ("max_length", "length at most {}")):
-            if getattr(item, name, None) is not None:
-                found.append(text.format(getattr(item, name)))
+            limit = getattr(item, name, None)
+            if limit is not None and abs(limit) < INT32_MAX:
+                found.append(text.format(limit))
     return ", ".join(found)
+
+
+def _parts(annotation: Any, found: dict[str, type]) -> None:
+    """Adds the classes of messages that an annotation holds, and those of their fields."""
+    if hasattr(annotation, "model_fields"):
+        if annotation.__name__ not in found:
+            found[annotation.__name__] = annotation
+            for info in annotation.model_fields.values():
+                _parts(info.annotation, found)
+        return
+    for argument in get_args(annotation):
+        _parts(argument, found)
+
+
+def _parts_of(form: type) -> str:
+    """A table of the classes within a request: what fields each has."""
+    found: dict[str, type] = {}
+    for info in form.model_fields.values():
+        _parts(info.annotation, found)
+    rows = []
+    for name, part in found.items():
+        fields = [f"`{info.alias or field}`{'' if info.is_required() else ' (optional)'}: {_type(info.annotation)}"
+                  for field, info in part.model_fields.items() if info.annotation is not type(None)]
+        rows.append((f"`{name}`", "; ".join(fields)))
+    return f"Parts of it:\n\n{table(('Part', 'Fields'), rows)}" if rows else ""
 
 
 def fields() -> str:
@@ -149,7 +176,8 @@ def fields() -> str:
         order = {"**honoured**": 0, "**ignored**": 1, "**refused**": 2}
         rows.sort(key=lambda row: order[row[1]])
         parts.append(f"### `{path}`\n\n" + table(("Field", "", "Value", "Remark"), rows).replace(r"\*\*", "**"))
-    return "\n\n".join(parts)
+        parts.append(_parts_of(form))
+    return "\n\n".join(filter(None, parts))
 
 
 def endpoints() -> str:

@@ -5,12 +5,15 @@ from collections.abc import Iterable, Sequence
 
 
 def cell(text: object) -> str:
-    """Text for a table cell: one line, with pipes and angle brackets escaped outside code spans."""
+    """Text for a table cell: one line, with pipes and angle brackets escaped outside code spans (within them Markdown
+    takes them as they are).
+    """
     one_line = " ".join(str(text).split())
     parts = one_line.split("`")
     for i in range(0, len(parts), 2):       # outside code spans
         parts[i] = parts[i].replace("<", "&lt;").replace(">", "&gt;").replace("*", r"\*")
-    return "`".join(parts).replace("|", r"\|")
+        parts[i] = parts[i].replace("|", r"\|")
+    return "`".join(parts)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -245,7 +245,7 @@ def _signature(function: Any, name: str) -> str:
     except (TypeError, ValueError):
         text = "(…)"
     text = re.sub(r"\((?:self|cls)(?:, )?", "(", text, count=1)
-    return f"{name}{text.replace(chr(39), '')}"
+    return f"{name}{re.sub('<function [^>]*>+', '…', text.replace(chr(39), ''))}"
 
 
 def _paragraphs(doc: str | None) -> str:
@@ -309,13 +309,19 @@ def python_client() -> str:
     return "\n\n".join(parts)
 
 
-def _own(kind: type) -> str:
-    """A class with the methods that its base does not describe already."""
-    constructor = vars(kind).get("__init__")
+def _head(kind: type) -> list[str]:
+    """A class without its methods."""
     parts = [f"### `{kind.__name__}`\n\n{_paragraphs(kind.__doc__)}"]
+    constructor = vars(kind).get("__init__")
     if constructor is not None:
         parts.append(fenced(_signature(constructor, kind.__name__).removesuffix(" -> None"), "python"))
         parts.append(_paragraphs(constructor.__doc__))
+    return parts
+
+
+def _own(kind: type) -> str:
+    """A class with the methods that its base does not describe already."""
+    parts = _head(kind)
     described = {name for base in kind.__mro__[1:] for name in vars(base)}
     for name, function, signature in _public_methods(kind):
         if name not in described and function.__doc__:
@@ -328,7 +334,8 @@ def python_server() -> str:
     """Engine and HuggingFaceModel."""
     import_from_source()
     from allspark_server import Engine, HuggingFaceModel
-    return f"{_own(Engine)}\n\n{_class(HuggingFaceModel)}"
+    parts = [*_head(Engine), "Its methods are those of [`AbstractEngine`](#abstractengine).", _class(HuggingFaceModel)]
+    return "\n\n".join(parts)
 
 
 # --- families ----------------------------------------------------------------------------------------------------
