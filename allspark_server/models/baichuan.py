@@ -4,7 +4,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from allspark_server.models.architecture import OWN_CODE, Architecture, reject_other_values, translated
 from allspark_server.models.blocks import begin, finish, gated_mlp, output_projection, sliced_qkv
+from allspark_server.models.fields import MAX_POSITIONS, Fields
 from allspark_server.models.graph import Graph
 from allspark_server.models.network import ModelConfig
 
@@ -34,3 +38,25 @@ def baichuan(config: ModelConfig) -> Graph:
         h = graph.rms_norm(x, f"{prefix}.post_attention_layernorm.weight")
         graph.add(x, gated_mlp(graph, h, f"{prefix}.mlp"))
     return finish(graph, x)
+
+
+def _baichuan(fields: Fields) -> dict[str, Any]:
+    """The rows of Baichuan 2's head are normalized; its config.json alone has z_loss_weight."""
+    return {"alibi": fields.need("alibi", bool), "unit_head": "z_loss_weight" in fields.values}
+
+
+def _translate(fields: Fields) -> Fields:
+    """7B, and 13B with ALiBi instead of rotary embedding, whose config.json has model_max_length alone."""
+    reject_other_values(fields, {"tie_word_embeddings": False})
+    alibi = "max_position_embeddings" not in fields.values
+    length = "model_max_length" if alibi else "max_position_embeddings"
+    return translated(fields, num_key_value_heads=fields.need_positive("num_attention_heads"), alibi=alibi,
+                       max_position_embeddings=fields.need_positive(length, most=MAX_POSITIONS))
+
+
+_BAICHUAN: dict[str, Any] = {"checked": OWN_CODE, "translate": _translate, "more": _baichuan}
+
+ARCHITECTURES = {
+    "BaiChuanForCausalLM": Architecture(baichuan, "baichuan", "Baichuan 7B", **_BAICHUAN),
+    "BaichuanForCausalLM": Architecture(baichuan, "baichuan", "Baichuan 13B, Baichuan 2", **_BAICHUAN),
+}

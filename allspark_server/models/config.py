@@ -10,9 +10,10 @@ import os
 from pathlib import Path
 
 from allspark_client.errors import AllSparkError, AsStatus
-from allspark_server.models.architectures import ARCHITECTURES, Architecture, known_architectures
+from allspark_server.models.architecture import Architecture
 from allspark_server.models.fields import MAX_LAYERS, MAX_POSITIONS, Fields
 from allspark_server.models.network import ModelConfig, RopeConfig
+from allspark_server.models.registry import ARCHITECTURES, known_architectures
 from allspark_server.models.rope_fields import read_rope, rescaled, sliding_rope
 from allspark_server.weights.files import read_json
 
@@ -59,7 +60,7 @@ def config_of(fields: Fields, eos_token_ids: tuple[int, ...], rope_scaling: dict
         vocab_size=fields.need_positive("vocab_size"), rms_norm_eps=fields.need_positive("rms_norm_eps", float),
         max_position_embeddings=fields.need_positive("max_position_embeddings", most=MAX_POSITIONS),
         tie_word_embeddings=fields.get("tie_word_embeddings", bool, architecture.tied),
-        attention_bias=(fields.get("qkv_bias", bool, True) if name == "Qwen2MoeForCausalLM" else
+        attention_bias=(fields.get("qkv_bias", bool, True) if architecture.qkv_bias_field else
                         architecture.has_bias_fields and fields.get("attention_bias", bool,
                                                                     architecture.attention_bias)),
         mlp_bias=architecture.has_bias_fields and fields.get("mlp_bias", bool, False),
@@ -99,9 +100,8 @@ def _head_dim(fields: Fields, architecture: Architecture, hidden: int, heads: in
 def _layer_kinds(fields: Fields, architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """Windows of the layers, and which are without rotary embedding."""
     count = fields.need_positive("num_hidden_layers", most=MAX_LAYERS)
-    smollm3 = architecture.model_type == "smollm3"
     rotated = [1] * count
-    if smollm3:
+    if architecture.nope_layers:
         interval = fields.get("no_rope_layer_interval", int, 4)
         if interval < 1:
             raise fields.error("no_rope_layer_interval", f"is {interval}: it must be positive")
@@ -111,8 +111,8 @@ def _layer_kinds(fields: Fields, architecture: Architecture) -> dict[str, tuple[
     width = fields.get("sliding_window", int) if "sliding_window" in fields.values else architecture.window
     if width is not None and not 0 < width <= MAX_POSITIONS:
         raise fields.error("sliding_window", f"is {width}: it must be positive and at most {MAX_POSITIONS}")
-    types = None if architecture.model_type in ("mistral", "phi3") else fields.get("layer_types", list)
-    if types is None and smollm3:
+    types = fields.get("layer_types", list) if architecture.layer_types else None
+    if types is None and architecture.nope_layers:
         slides = fields.get("use_sliding_window", bool, False)
         types = ["sliding_attention" if slides and width and not flag else "full_attention" for flag in rotated]
     if types is None and architecture.window_pattern:
@@ -146,8 +146,8 @@ def _refuse_unsupported(fields: Fields, architecture: Architecture) -> None:
         raise fields.error("layer_types", f"holds {', '.join(sliding)}: only full_attention is supported, "
                                           "a sliding window is not available yet")
     # Of these the window has every layer, or layers that config.json does not name.
-    always = architecture.model_type == "mixtral"
-    if architecture.experts and fields.get("use_sliding_window", bool, always) and fields.get("sliding_window", int):
+    used = fields.get("use_sliding_window", bool, architecture.window_always)
+    if architecture.experts and used and fields.get("sliding_window", int):
         raise fields.error("sliding_window", f"is {fields.values['sliding_window']}: a sliding window is not available "
                                              "yet")
     uses_window = fields.get("use_sliding_window", bool, False) and fields.get("sliding_window", int) is not None

@@ -5,7 +5,14 @@ embedding of their own.
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
+from allspark_client.errors import not_available
+from allspark_server.models.architecture import Architecture
 from allspark_server.models.blocks import LOCAL, begin, finish, gated_mlp, output_projection, qkv_projection
+from allspark_server.models.fields import Fields
 from allspark_server.models.graph import Graph, Tensor
 from allspark_server.models.network import ModelConfig
 
@@ -30,3 +37,59 @@ def gemma(config: ModelConfig) -> Graph:
         y = gated_mlp(graph, norm(x, "pre_feedforward_layernorm"), f"{prefix}.mlp", gelu=True)
         graph.add(x, norm(y, "post_feedforward_layernorm", "branch_normed"))
     return finish(graph, x, unit_offset=1)
+
+
+def _gemma(fields: Fields, caps: tuple[float, float] = (0.0, 0.0)) -> dict[str, Any]:
+    """caps: of scores and logits, where config.json does not say."""
+    if fields.get("use_bidirectional_attention", bool, False):
+        raise not_available(f"Attention in both directions (use_bidirectional_attention of {fields.path})")
+    scale = np.float32(fields.need_positive("hidden_size") ** 0.5)
+    # The network was trained with the scale rounded to the weights' type.
+    dtype = fields.get("dtype", str, fields.get("torch_dtype", str))
+    if dtype == "bfloat16":
+        bits = scale.view(np.uint32)
+        scale = ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
+    elif dtype == "float16":
+        scale = np.float32(np.float16(scale))
+
+    def cap(name: str, otherwise: float) -> float:
+        """Null is none, unlike a field that is absent."""
+        return otherwise if name not in fields.values else 0.0 if fields.get(name, float) is None else (
+            fields.need_positive(name, float))
+
+    name = "query_pre_attn_scalar"
+    query = fields.need_positive(name, float) if name in fields.values else 256.0
+    return {"embedding_scale": float(scale), "query_scale": query**-0.5,
+            "score_cap": cap("attn_logit_softcapping", caps[0]), "logit_cap": cap("final_logit_softcapping", caps[1])}
+
+
+def _gemma2(fields: Fields) -> dict[str, Any]:
+    return _gemma(fields, (50.0, 30.0))
+
+
+def _gemma3(fields: Fields) -> dict[str, Any]:
+    if fields.get("attn_logit_softcapping", float) is not None:  # which transformers reads, and ignores
+        raise fields.error("attn_logit_softcapping", f"is {fields.values['attn_logit_softcapping']}: Gemma 3 has none")
+    return _gemma(fields)
+
+
+def _translate(fields: Fields) -> Fields:
+    """The text part of a Gemma 3 with a vision tower: its text_config holds what differs from the defaults."""
+    values = fields.need("text_config", dict)
+    defaults = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "rms_norm_eps": 1e-6,
+                "max_position_embeddings": 131_072}
+    outer = {name: fields.values[name] for name in ("dtype", "torch_dtype", "eos_token_id", "quantization_config",
+                                                    "tie_word_embeddings") if name in fields.values}
+    return Fields({**defaults, **outer, **values}, fields.path, "text_config.")
+
+
+_GEMMA: dict[str, Any] = {"head_dim": 256, "has_bias_fields": True, "activation": ("gelu_pytorch_tanh",),
+                          "windows": True, "window": 4096, "tied": True}
+_GEMMA3: dict[str, Any] = {"window_pattern": 6, "rope_theta": 1e6, "local_theta": 1e4, "more": _gemma3, **_GEMMA}
+
+ARCHITECTURES = {
+    "Gemma2ForCausalLM": Architecture(gemma, "gemma2", "Gemma 2", window_pattern=2, more=_gemma2, **_GEMMA),
+    "Gemma3ForCausalLM": Architecture(gemma, "gemma3_text", "Gemma 3 (text)", **_GEMMA3),
+    "Gemma3ForConditionalGeneration": Architecture(gemma, "gemma3", "Gemma 3 (text part of the multimodal models)",
+                                                   translate=_translate, **_GEMMA3),
+}

@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from allspark_server.models.architecture import Architecture
 from allspark_server.models.blocks import begin, finish, gated_mlp, output_projection, qkv_projection
 from allspark_server.models.graph import Graph, Tensor
 from allspark_server.models.network import ModelConfig
@@ -25,3 +28,11 @@ def glm(config: ModelConfig) -> Graph:
         h = graph.rms_norm(x, f"{prefix}.post_attention_layernorm.weight")
         add(gated_mlp(graph, h, f"{prefix}.mlp", ("gate_up_proj", "down_proj")), "post_mlp_layernorm")
     return finish(graph, x)
+
+
+_GLM: dict[str, Any] = {"head_dim": 128, "has_bias_fields": True, "attention_bias": True, "partial_rotary": 0.5}
+
+ARCHITECTURES = {
+    "GlmForCausalLM": Architecture(glm, "glm", "GLM-4 (9B, as transformers has it)", **_GLM),
+    "Glm4ForCausalLM": Architecture(glm, "glm4", "GLM-4-0414, GLM-Z1", **_GLM),
+}

@@ -406,8 +406,8 @@ class Graph:
 
     def span_attention(self, qkv: Tensor, layer: int, *, sinks: Weight | None = None, slopes: Weight | None = None,
                        window: int = 0, out: str = "attended", **more: Attribute) -> Tensor:
-        """Stores keys and values in the span cache and attends causally over the sequence's spans. sinks, slopes: a value
-        of each query head. window: the last positions that are seen, 0 for all.
+        """Stores keys and values in the span cache and attends causally over the sequence's spans. sinks, slopes: a
+        value of each query head. window: the last positions that are seen, 0 for all.
         """
         queries, keys = qkv.blocks[:2]
         head_dim = more.get("head_dim", self.config.head_dim)

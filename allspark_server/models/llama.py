@@ -4,6 +4,7 @@ with a sliding window on all layers, some or none. SmolLM3: with layers (every f
 
 from __future__ import annotations
 
+from allspark_server.models.architecture import Architecture
 from allspark_server.models.blocks import begin, finish, gated_mlp, output_projection, qkv_projection
 from allspark_server.models.graph import Graph
 from allspark_server.models.network import ModelConfig
@@ -23,3 +24,13 @@ def llama(config: ModelConfig) -> Graph:
         h = graph.rms_norm(x, f"{prefix}.post_attention_layernorm.weight")
         graph.add(x, gated_mlp(graph, h, f"{prefix}.mlp", bias=config.mlp_bias))
     return finish(graph, x)
+
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": Architecture(llama, "llama", "Llama 2, 3, 3.1, 3.2", kv_heads_required=False,
+                                     has_bias_fields=True),
+    "MistralForCausalLM": Architecture(llama, "mistral", "Mistral", windows=True, window=4096, layer_types=False),
+    "MinistralForCausalLM": Architecture(llama, "ministral", "Ministral", windows=True, window=4096),
+    "SmolLM3ForCausalLM": Architecture(llama, "smollm3", "SmolLM3", has_bias_fields=True, windows=True,
+                                       nope_layers=True, rope_theta=2e6, tied=True),
+}

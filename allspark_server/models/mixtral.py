@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from allspark_server.models.architecture import Architecture
 from allspark_server.models.blocks import begin, finish, output_projection, qkv_projection, routed_experts
+from allspark_server.models.expert_fields import mixtral_experts
 from allspark_server.models.graph import Graph
 from allspark_server.models.network import ModelConfig
 
@@ -19,3 +21,7 @@ def mixtral(config: ModelConfig) -> Graph:
         experts = routed_experts(graph, h, f"{prefix}.{moe}", ("w1", "w3", "w2"))
         graph.add(x, graph.all_reduce(experts))
     return finish(graph, x)
+
+
+ARCHITECTURES = {"MixtralForCausalLM": Architecture(mixtral, "mixtral", "Mixtral", window_always=True, rope_theta=1e6,
+                                                    experts=mixtral_experts)}

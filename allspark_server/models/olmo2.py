@@ -4,6 +4,7 @@ most layers, which have a rotary embedding without scaling.
 
 from __future__ import annotations
 
+from allspark_server.models.architecture import Architecture
 from allspark_server.models.blocks import LOCAL, begin, finish, gated_mlp, output_projection, qkv_projection
 from allspark_server.models.graph import Graph
 from allspark_server.models.network import ModelConfig
@@ -24,3 +25,10 @@ def olmo2(config: ModelConfig) -> Graph:
         y = gated_mlp(graph, x, f"{prefix}.mlp")
         graph.add(x, graph.rms_norm(y, f"{prefix}.post_feedforward_layernorm.weight"))
     return finish(graph, x)
+
+
+ARCHITECTURES = {
+    "Olmo2ForCausalLM": Architecture(olmo2, "olmo2", "OLMo 2", kv_heads_required=False, has_bias_fields=True),
+    "Olmo3ForCausalLM": Architecture(olmo2, "olmo3", "OLMo 3", kv_heads_required=False, has_bias_fields=True,
+                                     windows=True, window=4096, window_pattern=4, local_theta=0.0),
+}

@@ -4,6 +4,7 @@ by LongRoPE; a sliding window on all layers, or none; part of a head's features 
 
 from __future__ import annotations
 
+from allspark_server.models.architecture import Architecture
 from allspark_server.models.blocks import begin, finish, gated_mlp, output_projection, sliced_qkv
 from allspark_server.models.graph import Graph
 from allspark_server.models.network import ModelConfig
@@ -20,3 +21,8 @@ def phi3(config: ModelConfig) -> Graph:
         h = graph.rms_norm(x, f"{prefix}.post_attention_layernorm.weight")
         graph.add(x, gated_mlp(graph, h, f"{prefix}.mlp", ("gate_up_proj", "down_proj")))
     return finish(graph, x)
+
+
+ARCHITECTURES = {"Phi3ForCausalLM": Architecture(
+    phi3, "phi3", "Phi-3, Phi-3.5, Phi-4, Phi-4-mini", kv_heads_required=False, windows=True, layer_types=False,
+    rope_types=("default", "longrope"), partial_rotary=1.0)}

@@ -4,9 +4,13 @@ rotary base that grows with the prompt, and queries with the logarithm of their 
 
 from __future__ import annotations
 
+from typing import Any
+
+from allspark_server.models.architecture import OWN_CODE, Architecture, reject_other_values, translated
 from allspark_server.models.blocks import begin, finish, gated_mlp, output_projection, sliced_qkv
+from allspark_server.models.fields import MAX_POSITIONS, Fields
 from allspark_server.models.graph import Graph
-from allspark_server.models.network import ModelConfig
+from allspark_server.models.network import ModelConfig, RopeConfig
 
 
 def qwen(config: ModelConfig) -> Graph:
@@ -20,3 +24,30 @@ def qwen(config: ModelConfig) -> Graph:
         h = graph.rms_norm(x, f"{prefix}.ln_2.weight")
         graph.add(x, gated_mlp(graph, h, f"{prefix}.mlp", ("w2", "w1", "c_proj")))
     return finish(graph, x, "transformer.ln_f.weight")
+
+
+def _qwen(fields: Fields) -> dict[str, Any]:
+    """The length that it was trained for is seq_length."""
+    length = fields.need_positive("seq_length", most=MAX_POSITIONS)
+    more: dict[str, Any] = {"logn": length} if fields.get("use_logn_attn", bool, False) else {}
+    if fields.get("use_dynamic_ntk", bool, False) and "rope_scaling" not in fields.values:
+        more["rope"] = RopeConfig("dynamic", fields.need_positive("rotary_emb_base", float), original_max=length,
+                                  growth="powers")
+    return more
+
+
+def _translate(fields: Fields) -> Fields:
+    """The first Qwen: gate and up have half of intermediate_size each."""
+    reject_other_values(fields, {"no_bias": True, "scale_attn_weights": True, "rotary_pct": 1.0,
+                                 "tie_word_embeddings": False, "use_cache_quantization": False})
+    inner = fields.need_positive("intermediate_size")
+    if inner % 2:
+        raise fields.error("intermediate_size", f"is {inner}: it must be even")
+    return translated(
+        fields, intermediate_size=inner // 2, num_key_value_heads=fields.need_positive("num_attention_heads"),
+        head_dim=fields.need_positive("kv_channels"), rms_norm_eps=fields.need_positive("layer_norm_epsilon", float),
+        rope_theta=fields.need_positive("rotary_emb_base", float))
+
+
+ARCHITECTURES = {"QWenLMHeadModel": Architecture(qwen, "qwen", "Qwen (the first)", OWN_CODE, translate=_translate,
+                                                 more=_qwen)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from allspark_server.models.architecture import Architecture
 from allspark_server.models.blocks import begin, finish, gated_mlp, output_projection, qkv_projection
 from allspark_server.models.graph import Graph
 from allspark_server.models.network import ModelConfig
@@ -17,3 +18,6 @@ def qwen2(config: ModelConfig) -> Graph:
         h = graph.rms_norm(x, f"{prefix}.post_attention_layernorm.weight")
         graph.add(x, gated_mlp(graph, h, f"{prefix}.mlp"))
     return finish(graph, x)
+
+
+ARCHITECTURES = {"Qwen2ForCausalLM": Architecture(qwen2, "qwen2", "Qwen1.5, Qwen2, Qwen2.5")}

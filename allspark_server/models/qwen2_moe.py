@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from allspark_server.models.architecture import Architecture
 from allspark_server.models.blocks import (
     begin,
     finish,
@@ -11,8 +12,10 @@ from allspark_server.models.blocks import (
     routed_experts,
     shared_expert,
 )
+from allspark_server.models.expert_fields import qwen_experts
+from allspark_server.models.fields import Fields
 from allspark_server.models.graph import Graph
-from allspark_server.models.network import ModelConfig
+from allspark_server.models.network import ExpertConfig, ModelConfig
 
 
 def qwen2_moe(config: ModelConfig) -> Graph:
@@ -29,3 +32,11 @@ def qwen2_moe(config: ModelConfig) -> Graph:
             y = routed_experts(graph, h, f"{prefix}.mlp")
             graph.add(x, graph.all_reduce(graph.add(y, shared_expert(graph, h, f"{prefix}.mlp"))))
     return finish(graph, x)
+
+
+def _experts(fields: Fields, layers: int) -> ExpertConfig:
+    return qwen_experts(fields, layers, fields.need_positive("shared_expert_intermediate_size"))
+
+
+ARCHITECTURES = {"Qwen2MoeForCausalLM": Architecture(qwen2_moe, "qwen2_moe", "Qwen1.5-MoE, Qwen2-MoE",
+                                                     qkv_bias_field=True, experts=_experts)}

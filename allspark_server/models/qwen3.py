@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from allspark_server.models.architecture import Architecture
 from allspark_server.models.blocks import begin, finish, gated_mlp, output_projection, qkv_projection
 from allspark_server.models.graph import Graph
 from allspark_server.models.network import ModelConfig
@@ -21,3 +22,6 @@ def qwen3(config: ModelConfig) -> Graph:
         h = graph.rms_norm(x, f"{prefix}.post_attention_layernorm.weight")
         graph.add(x, gated_mlp(graph, h, f"{prefix}.mlp"))
     return finish(graph, x)
+
+
+ARCHITECTURES = {"Qwen3ForCausalLM": Architecture(qwen3, "qwen3", "Qwen3", head_dim=128, has_bias_fields=True)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from allspark_server.models.architecture import Architecture
 from allspark_server.models.blocks import begin, finish, gated_mlp, output_projection, qkv_projection, routed_experts
+from allspark_server.models.expert_fields import qwen_experts
 from allspark_server.models.graph import Graph
 from allspark_server.models.network import ModelConfig
 
@@ -24,3 +26,7 @@ def qwen3_moe(config: ModelConfig) -> Graph:
         else:
             graph.add(x, graph.all_reduce(routed_experts(graph, h, f"{prefix}.mlp")))
     return finish(graph, x)
+
+
+ARCHITECTURES = {"Qwen3MoeForCausalLM": Architecture(qwen3_moe, "qwen3_moe", "Qwen3-MoE", has_bias_fields=True,
+                                                     experts=qwen_experts)}

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from allspark_client._proto import asgraph_pb2 as pb
 from allspark_client.errors import AllSparkError, AsStatus, not_available
-from allspark_server.models.architectures import ARCHITECTURES
+from allspark_server.models.registry import ARCHITECTURES
 from allspark_server.models.graph import ALL_ROWS, OUTPUT_ROWS, Block, CacheGroup, Graph, Op, Part, Weight
 from allspark_server.models.network import ExpertConfig, ModelConfig, RopeConfig, stored_fields
 from allspark_server.models.ops import Attribute

@@ -344,7 +344,7 @@ def python_server() -> str:
 def families() -> str:
     """The table of served architectures, as the code has it."""
     import_from_source()
-    from allspark_server.models.architectures import served_table
+    from allspark_server.models.registry import served_table
     return served_table()
 
 

@@ -49,8 +49,11 @@ def test_native_library_that_cannot_be_had(monkeypatch, result, problem):
         native_library()
 
 
-def test_every_architecture_has_a_network():
-    from allspark_server.models import MODELS
-    from allspark_server.models.architectures import ARCHITECTURES
+def test_every_family_is_registered():
+    from allspark_server import models
+    from allspark_server.models.registry import ARCHITECTURES, FAMILIES
 
-    assert ARCHITECTURES.keys() == MODELS.keys()
+    folder = [importlib.import_module(f"{models.__name__}.{path.stem}") for path in Path(models.__path__[0]).glob("*.py")]
+    declared = {module.__name__ for module in folder if getattr(module, "ARCHITECTURES", ARCHITECTURES) is not ARCHITECTURES}
+    assert declared == {family.__name__ for family in FAMILIES}
+    assert len(ARCHITECTURES) == sum(len(family.ARCHITECTURES) for family in FAMILIES)  # no name twice

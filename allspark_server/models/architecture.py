@@ -1,0 +1,66 @@
+"""What a family's file declares of each architecture that it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from allspark_server.models.fields import Fields
+from allspark_server.models.graph import Graph
+from allspark_server.models.network import PLAIN_ROPE_TYPES, ExpertConfig, ModelConfig, RopeConfig
+
+# For families whose published code is part of the checkpoint. It is never run: the family's file describes what it does,
+# and a setting that would make it do something else is rejected.
+OWN_CODE = "a float64 reference; DashInfer 1.3.0; transformers' model of the same numbers, if any"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One name of config.json's `architectures`: the network, and how its config.json differs from Llama's.
+
+    Most fields are the defaults that transformers' config class has for absent fields of config.json.
+
+    build: makes the graph of ops.
+    served: the model families, for the table of supported models.
+    checked: the implementation that logits and greedy output were compared with.
+    """
+
+    build: Callable[[ModelConfig], Graph]
+    model_type: str
+    served: str
+    checked: str = "transformers"
+    kv_heads_required: bool = True
+    head_dim: int | None = None           # None: hidden_size // num_attention_heads
+    has_bias_fields: bool = False         # attention_bias and mlp_bias are read
+    qkv_bias_field: bool = False          # qkv_bias (default true) is read instead of attention_bias
+    attention_bias: bool = False          # default of attention_bias
+    activation: tuple[str, ...] = ("silu", "swish")  # accepted names of the activation function
+    windows: bool = False                 # sliding_window is served; otherwise it is rejected
+    window: int | None = None             # default of sliding_window
+    window_always: bool = False           # sliding_window applies unless use_sliding_window says otherwise
+    window_pattern: int | None = None     # without layer_types: every so many layers one has no window; None: no such
+    layer_types: bool = True              # layer_types is read; False: all layers are alike
+    nope_layers: bool = False             # no_rope_layers is read: layers without rotary embedding
+    rope_theta: float = RopeConfig.theta
+    rope_types: tuple[str, ...] = PLAIN_ROPE_TYPES
+    partial_rotary: float | None = None   # default of partial_rotary_factor; None: only 1 is served
+    local_theta: float | None = None      # default base of the rotary embedding that layers with a window have for
+                                          # themselves; 0: that of the others; None: they share the others' embedding
+    tied: bool = False                    # default of tie_word_embeddings
+    experts: Callable[[Fields, int], ExpertConfig] | None = None  # reads the fields of experts, given the layer count
+    more: Callable[[Fields], dict[str, Any]] | None = None        # reads further fields of ModelConfig
+    translate: Callable[[Fields], Fields] | None = None           # renames the fields of a config.json of its own kind
+
+
+def translated(fields: Fields, **values: Any) -> Fields:
+    """The same config.json with some fields replaced."""
+    return Fields({**fields.values, **values}, fields.path)
+
+
+def reject_other_values(fields: Fields, served: dict[str, Any]) -> None:
+    """Raises AllSparkError for a field that is present with another value than the served one."""
+    for name, value in served.items():
+        found = fields.values.get(name, value)
+        if found != value and found is not None:
+            raise fields.error(name, f"is {found!r}: only {value!r} is served")

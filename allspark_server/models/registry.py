@@ -1,0 +1,51 @@
+"""The registry of model families. A new family is a file in this folder and its name in `FAMILIES`."""
+
+from __future__ import annotations
+
+from allspark_server.models import (
+    baichuan,
+    chatglm,
+    gemma,
+    glm,
+    gpt_oss,
+    llama,
+    mixtral,
+    olmo2,
+    phi3,
+    qwen,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
+from allspark_server.models.architecture import Architecture
+from allspark_server.models.graph import Graph
+from allspark_server.models.network import ModelConfig
+
+FAMILIES = (qwen2, qwen3, llama, qwen2_moe, qwen3_moe, mixtral, gpt_oss, phi3, glm, gemma, olmo2, qwen, chatglm,
+            baichuan)
+
+ARCHITECTURES: dict[str, Architecture] = {
+    name: architecture for family in FAMILIES for name, architecture in family.ARCHITECTURES.items()
+}
+
+
+def build_graph(config: ModelConfig) -> Graph:
+    """The op list of a model. config.architecture is a key of ARCHITECTURES, which read_config has checked."""
+    return ARCHITECTURES[config.architecture].build(config)
+
+
+def known_architectures() -> str:
+    """The names of all served architectures, separated by commas."""
+    return ", ".join(ARCHITECTURES)
+
+
+def served_table() -> str:
+    """The table of served models, in Markdown."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for name, architecture in ARCHITECTURES.items():
+        rows.setdefault((architecture.served, architecture.checked), []).append(f"`{name}`")
+    lines = ["| Family | config.json's `architectures` | Logits and greedy output checked against |",
+             "| --- | --- | --- |"]
+    lines += [f"| {served} | {', '.join(names)} | {checked} |" for (served, checked), names in rows.items()]
+    return "\n".join(lines) + "\n"
