@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -53,7 +54,8 @@ def test_every_family_is_registered():
     from allspark_server import models
     from allspark_server.models.registry import ARCHITECTURES, FAMILIES
 
-    folder = [importlib.import_module(f"{models.__name__}.{path.stem}") for path in Path(models.__path__[0]).glob("*.py")]
-    declared = {module.__name__ for module in folder if getattr(module, "ARCHITECTURES", ARCHITECTURES) is not ARCHITECTURES}
+    names = [path.stem for path in Path(models.__path__[0]).glob("*.py")]
+    modules = [importlib.import_module(f"{models.__name__}.{name}") for name in names]
+    declared = {m.__name__ for m in modules if getattr(m, "ARCHITECTURES", ARCHITECTURES) is not ARCHITECTURES}
     assert declared == {family.__name__ for family in FAMILIES}
     assert len(ARCHITECTURES) == sum(len(family.ARCHITECTURES) for family in FAMILIES)  # no name twice
