@@ -201,7 +201,19 @@ def write() -> None:
         (FOLDER / f"{name}.svg").write_text(draw())
 
 
+def _callers_modules(svg: str) -> list[str]:
+    """The modules of the left column of the picture of a request. The right one depends on the number of processors."""
+    return re.findall(r"<text x='22' [^>]*>\d+\. ([\w.]+)<", svg)
+
+
 def differing() -> list[str]:
     """The pictures that are not as the code draws them now."""
-    return [name for name, draw in PICTURES.items()
-            if not (FOLDER / f"{name}.svg").exists() or (FOLDER / f"{name}.svg").read_text() != draw()]
+    found = []
+    for name, draw in PICTURES.items():
+        path = FOLDER / f"{name}.svg"
+        committed, drawn = path.read_text() if path.exists() else "", draw()
+        if name == "request":
+            committed, drawn = (" ".join(_callers_modules(text)) for text in (committed, drawn))
+        if committed != drawn:
+            found.append(name)
+    return found

@@ -120,6 +120,31 @@ def test_conditions_name_known_forms():
     assert set(http_fields.IGNORED) <= set(FORMS)
 
 
+# --- models and formats ------------------------------------------------------------------------------------------
+
+
+def test_schemes_and_types_of_checkpoints_are_those_of_the_code():
+    from allspark_server.weights.gguf.blocks import TYPES
+    from allspark_server.weights.schemes import SCHEMES
+    text = page("guides/quantization.md")
+    rows = "\n".join(line for line in text.splitlines() if line.startswith("| `"))
+    assert {name for name in SCHEMES if f"`{name}`" not in rows} == set()
+    for name in ("guides/quantization.md", "guides/from-llama-cpp.md"):
+        listed = re.search(r"F32(?:, [BF\d][F\d]+)+(?:, Q\d_\w+)+", page(name))
+        assert listed and set(listed[0].split(", ")) == {kind.name for kind in TYPES.values()}
+
+
+def test_formats_and_levels_are_those_of_the_code():
+    import runpy
+
+    from allspark_client.config import WEIGHT_DTYPES
+    text = page("guides/quantization.md")
+    assert [name for name in WEIGHT_DTYPES if f"`{name}`" not in text] == []
+    levels = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")["ISAS"]
+    text = page("reference/models.md")
+    assert [name for names in levels.values() for name in names if f"`{name}`" not in text] == []
+
+
 # --- generated pages ---------------------------------------------------------------------------------------------
 
 
