@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from . import logs, tracing
 from .access import Access, ModelRoots, Role, default_address, mode_of
+from .options import RankOptions, add_arguments, options_of
 from .rpc.client_limits import ClientLimits
 from .runtime import memory
 from .runtime.worker import EXIT_FAILED, Heartbeat, serve
@@ -44,7 +45,8 @@ _LOOK_SECONDS = 0.05        # between two looks at how many requests there still
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="python -m allspark_server", description=__doc__.splitlines()[0])
+    p = argparse.ArgumentParser(prog="python -m allspark_server", description=__doc__.splitlines()[0],
+                                epilog="--model also accepts the fields of an AsModelConfig as JSON.")
     p.add_argument("--ranks", type=int, default=0, help="how many ranks the group must have (checked)")
     p.add_argument("--cpus", default="", help="comma-separated CPUs, one for each compute thread")
     p.add_argument("--bind-cpus", default="", help="bind the process to these CPUs (where there is no numactl)")
@@ -53,41 +55,9 @@ def parser() -> argparse.ArgumentParser:
                    help="how many ranks share the memory of these nodes (default: ranks are spread over all nodes)")
     p.add_argument("--no-spin", action="store_true", help="ranks share cores: sleep at once in every wait")
     p.add_argument("--split-hosts", type=int, default=0, help=argparse.SUPPRESS)     # for tests: see mpi.join
-    p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
-    p.add_argument("--strict", action="store_true", help="fail to load a model if memory is on wrong nodes")
-    p.add_argument("--log-format", default="text", choices=logs.FORMATS)
-    rank0 = p.add_argument_group("rank 0")
-    rank0.add_argument("--log-requests", action="store_true", help="log a line for each request that has ended")
-    rank0.add_argument("--address", action="append", default=[],
-                       help="host:port or unix:/path to serve on; repeatable (default: a Unix socket of this user, or "
-                            "127.0.0.1:50051 where clients need a token or a certificate, or with --insecure)")
-    rank0.add_argument("--model", action="append", default=[], metavar="DIR|JSON",
-                       help="a checkpoint, or an AsModelConfig as JSON, to load and start; repeatable")
-    rank0.add_argument("--state-file", help="what is installed is kept here, and restored from here")
-    rank0.add_argument("--token-file", help="clients must present a token of this file: a line 'ROLE TOKEN' for each, "
-                                            "with a role of read, generate, door or admin; or one token, of an admin")
-    rank0.add_argument("--tls-cert", help="PEM certificate of the server")
-    rank0.add_argument("--tls-key", help="PEM key of the server")
-    rank0.add_argument("--tls-ca", help="PEM certificates that sign clients; makes client certificates required")
-    rank0.add_argument("--tls-role", choices=[role.value for role in Role], default=Role.ADMIN.value,
-                       help="of clients with a certificate, where there is no token file (default %(default)s)")
-    rank0.add_argument("--insecure", action="store_true",
-                       help="serve TCP addresses though whoever reaches them may do everything")
-    rank0.add_argument("--socket-mode", default="", metavar="MODE",
-                       help="of Unix sockets (default 0600: this user alone; 0660 with --socket-group)")
-    rank0.add_argument("--socket-group", default="", metavar="NAME", help="the group that Unix sockets belong to")
-    rank0.add_argument("--inner-address", default="", metavar="unix:PATH",
-                       help="a socket beside them, for health calls of its own")
-    rank0.add_argument("--drain-limit", type=float, default=0.0, metavar="SECONDS",
-                       help="how long requests may go on when a stop is asked for (default 0)")
-    rank0.add_argument("--model-root", action="append", default=[], metavar="DIR",
-                       help="clients may name models below this directory; repeatable (default: only those of --model)")
-    rank0.add_argument("--max-requests", type=int, default=0, metavar="N",
-                       help="that may wait or run, of all clients together (default: no limit but those of the models)")
-    rank0.add_argument("--max-tenant-requests", type=int, default=0, metavar="N",
-                       help="the same of one tenant: whoever shows a token, or a certificate, or else a connection")
-    rank0.add_argument("--max-message-mib", type=int, default=16, metavar="N",
-                       help="the largest message taken from a client (default %(default)s)")
+    p.add_argument("--inner-address", default="", metavar="unix:PATH",
+                   help="one more socket that rank 0 serves on, for health calls of its own")
+    add_arguments(p, options_of(RankOptions), lambda declared: declared.effective_default)
     return p
 
 
@@ -199,10 +169,10 @@ class Rank:
         from .rpc.service import Service
         a = self.arguments
         tracing.set_up()
-        access = Access(tls=self.tls(), tls_role=Role(a.tls_role), insecure=a.insecure, token_file=a.token_file)
-        models = [model_config(text) for text in a.model]
+        access = Access(tls=self.tls(), tls_role=Role(a.tls_role), insecure=a.insecure, token_file=a.token_file or None)
+        models = [model_config(text) for text in a.models]
         roots = ModelRoots(a.model_root, models)
-        engine = Engine(group=group, state_file=a.state_file)
+        engine = Engine(group=group, state_file=a.state_file or None)
         if self.heartbeat:
             self.heartbeat.watch(group.models, lambda: engine.busy_since)
         service = Service(engine, a.address or [default_address(access.guarded or access.insecure)], access=access,
@@ -239,8 +209,8 @@ class Rank:
         path = Path(os.environ.get("ALLSPARK_SUPERVISOR", "/none")).with_name("reload.json")
         try:
             values = json.loads(path.read_text())
-            self.arguments.drain_limit = float(values["drain_limit"])
-            logging.getLogger().setLevel(values["log_level"].upper())
+            vars(self.arguments).update(values)
+            logging.getLogger().setLevel(self.arguments.log_level.upper())
         except (OSError, ValueError, KeyError) as error:
             logger.error("nothing was reloaded: %s", error)
 
@@ -277,7 +247,7 @@ class Rank:
             return None
         if not (a.tls_cert and a.tls_key):
             raise ValueError("--tls-cert and --tls-key are needed together")
-        return TlsConfig(ca=a.tls_ca, cert=a.tls_cert, key=a.tls_key)
+        return TlsConfig(ca=a.tls_ca or None, cert=a.tls_cert, key=a.tls_key)
 
     def fail(self, message: str, fatal: bool = False, misconfigured: bool = False) -> None:
         """End this process because the group cannot go on; never returns. Not by sys.exit: MPI's own end would wait

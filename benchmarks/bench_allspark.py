@@ -116,7 +116,7 @@ def main() -> None:
     options = parser.parse_args()
     with contextlib.ExitStack() as stack:
         if options.ranks:
-            from allspark_launch.group.serving import background_group
+            from allspark_launch.group.background import background_group
 
             group = stack.enter_context(background_group(["--ranks", str(options.ranks)], timeout=60.0))
             engine: AbstractEngine = stack.enter_context(ClientEngine(group.addresses[0]))

@@ -25,8 +25,8 @@ from pathlib import Path
 import psutil
 
 from allspark_client import ClientEngine
+from allspark_launch.group.background import shipped_model
 from allspark_launch.group.processes import processes_of_session
-from allspark_launch.group.serving import shipped_model
 
 TOKENS, STREAMS = 120, 4
 

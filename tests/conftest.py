@@ -68,7 +68,7 @@ def _start(name: str, stack: contextlib.ExitStack) -> AbstractEngine:
             pytest.skip("an Engine computes in this process, on one GPU")
         return Engine()
     from allspark_client import ClientEngine
-    from allspark_launch.group.serving import background_group
+    from allspark_launch.group.background import background_group
     from support.blocking import BlockingEngine
 
     kind, ranks = name.split("-")

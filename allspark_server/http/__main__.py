@@ -15,6 +15,7 @@ import ssl
 from allspark_client.types import TlsConfig
 from allspark_server import logs
 from allspark_server.access import Access, Role, read_tokens
+from allspark_server.options import WorkerOptions, add_arguments, options_of
 from allspark_server.runtime.binding import die_with_parent
 
 from .app import Application
@@ -36,17 +37,8 @@ _BODIES_ALL_TOGETHER = 256 << 20
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m allspark_server.http", description=__doc__.splitlines()[0])
     p.add_argument("--fd", type=int, required=True, help="the listening socket")
-    p.add_argument("--address", action="append", required=True, help="of a group; repeatable")
-    p.add_argument("--pool-token-file", help="the workers show groups a token of this file: a door, admin or generate token")
-    p.add_argument("--pool-tls-ca", help="groups are reached with TLS, and must have certificates signed by these")
-    p.add_argument("--token-file", help="clients' tokens")
-    p.add_argument("--tls-cert")
-    p.add_argument("--tls-key")
-    p.add_argument("--tls-ca")
-    p.add_argument("--tls-role", choices=[role.value for role in Role], default=Role.ADMIN.value)
-    p.add_argument("--max-body-mib", type=int, default=16)
-    p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
-    p.add_argument("--log-format", default="text", choices=logs.FORMATS)
+    add_arguments(p, [declared for declared in options_of(WorkerOptions) if declared.worker],
+                  lambda declared: declared.effective_default)
     return p
 
 
@@ -76,10 +68,10 @@ def main() -> None:
     logs.set_up("http", a.log_level, a.log_format)
     for name in ("uvicorn.error", "uvicorn.access"):    # of what clients can bring about as often as they like
         logging.getLogger(name).setLevel("CRITICAL" if a.log_level != "debug" else "DEBUG")
-    tls = TlsConfig(a.tls_ca, a.tls_cert, a.tls_key) if a.tls_cert else None
-    access = Access(tls=tls, tls_role=Role(a.tls_role), token_file=a.token_file)
+    tls = TlsConfig(a.tls_ca or None, a.tls_cert, a.tls_key) if a.tls_cert else None
+    access = Access(tls=tls, tls_role=Role(a.tls_role), token_file=a.token_file or None)
     token, names_tenants = pool_token(a.pool_token_file)
-    pool = Pool(a.address, token, TlsConfig(ca=a.pool_tls_ca) if a.pool_tls_ca else None)
+    pool = Pool(a.pool, token, TlsConfig(ca=a.pool_tls_ca) if a.pool_tls_ca else None)
     worker = HttpWorker(pool, access, Bodies(a.max_body_mib << 20, _BODIES_ALL_TOGETHER), Metrics(), names_tenants)
     listener = socket.socket(fileno=a.fd)
     Connection.limit = _connections()

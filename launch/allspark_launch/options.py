@@ -1,20 +1,175 @@
-"""What a group can be told: the options of `allspark serve`, by flags or by the keys of its config file."""
+"""The options of `allspark serve`, each declared once: as a flag, and most also as a key of the configuration file."""
 from __future__ import annotations
 
+import argparse
 import json
-import math
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from allspark_client.config import AsModelConfig
-from allspark_server import access, logs
+from allspark_server import access
+from allspark_server.options import Option, RankOptions, add_arguments, option, options_of
 
 from .group.http_server import HttpOptions
+from .machine.topology import parse_list, parse_sequence
 from .tables import Location, Table
+
+#: environment variables of DashInfer: the number of ranks, and the first NUMA node that is used
+NUMA_NUM, NUMA_OFFSET = "AS_NUMA_NUM", "AS_NUMA_OFFSET"
+
+
+@dataclass
+class GroupOptions(RankOptions):
+    """Options of a group, which are also the keys of a configuration file and of pool.toml's members. An empty value or
+    0 lets the program choose.
+    """
+
+    http: str = option("", "also serve OpenAI's API at this address, in processes of its own; see allspark http",
+                       metavar="HOST:PORT")
+    http_workers: int = option(1, "how many processes serve HTTP", metavar="N")
+    hosts: str = option("", "spread the group over these hosts, of which this is one: a file with a line 'NAME' or 'NAME "
+                        "slots=N' for each, names separated by commas, or auto (the Slurm allocation, or the host file "
+                        "of the Kubernetes MPI operator); there is one rank per NUMA node, or per slot, or --ranks in "
+                        "all", section="hosts", aliases=("--hostfile",), metavar="FILE|NAMES")
+    remote_shell: str = option("", "the command that runs a command on another host: it gets the host's name and the "
+                               "command (default: ssh; srun in a Slurm allocation)", section="hosts", metavar="WORDS")
+    ranks: int = option(0, "server processes (default: one per NUMA node)", section="placement", metavar="N",
+                        environment=NUMA_NUM)
+    numa_nodes: list[int] | None = option(None, "the NUMA nodes to use, such as 0,1", section="placement",
+                                          metavar="LIST", parse=parse_list, environment=NUMA_OFFSET)
+    memory_nodes: list[int] = option(list, "NUMA nodes without CPUs (CXL, for example) whose memory ranks may use once "
+                                     "that of their own node is full (default: none)", section="placement",
+                                     metavar="LIST", parse=parse_list)
+    gpus: list[int] | None = option(None, "compute on these GPUs, such as 0,1: one rank per GPU, on the CPUs of its NUMA "
+                                    "node", section="placement", metavar="LIST", parse=parse_sequence)
+    cpus_per_rank: int = option(0, "compute threads of each rank (default: every physical core of its share)",
+                                section="placement", aliases=("--threads",), metavar="N")
+    use_siblings: bool = option(False, "also put threads on second hardware threads", section="placement")
+
+    @classmethod
+    def from_file(cls, path: str) -> GroupOptions:
+        """The options of a .toml or .json file. ValueError names file, line and key of what is wrong."""
+        table = Table.read(path)
+        return cls.from_table(table.values, table.location())
+
+    @classmethod
+    def from_table(cls, values: dict, where: Location) -> GroupOptions:
+        """The options of a table that is at `where` in a file. Raises as from_file."""
+        known = {declared.name: declared for declared in options_of(cls)}
+        values = dict(values)
+        for key, value in values.items():
+            if key not in known:
+                raise ValueError(f"{where.at(key)}: unknown key {key!r}; known: {', '.join(known)}")
+            kind = known[key].kind
+            if kind == "list[str]" and isinstance(value, str):
+                values[key] = value = [value]
+            if not _is_a(value, kind):
+                raise ValueError(f"{where.at(key)}: {key} is {value!r}; it must be of type {kind}")
+        for i, model in enumerate(values.get("models", [])):
+            if isinstance(model, dict):
+                try:
+                    AsModelConfig.from_dict(model).validate()
+                except (ValueError, TypeError) as error:
+                    raise ValueError(f"{where.at('models', i)}: models: {error}") from None
+        for key, value in values.items():
+            try:
+                known[key].check(value)
+            except ValueError as error:
+                raise ValueError(f"{where.at(key)}: {error}") from None
+        return cls(**values)
+
+    def with_flags(self, parsed: argparse.Namespace) -> GroupOptions:
+        """These options with the flags of a command line in their place. Raises ValueError."""
+        flags = {declared.name: getattr(parsed, declared.name) for declared in options_of(GroupOptions)
+                 if declared.name != "models"}
+        given = {name: value for name, value in flags.items() if value not in (None, 0, False, [])}
+        for declared in options_of(GroupOptions):
+            if declared.name in given:
+                try:
+                    declared.check(given[declared.name])
+                except ValueError as error:
+                    raise ValueError(f"{declared.flag}: {error}") from None
+        return replace(self, **given)
+
+    def changed(self) -> dict[str, Any]:
+        """The options that are not at their default."""
+        default = GroupOptions()
+        return {name: value for name, value in asdict(self).items() if value != getattr(default, name)}
+
+    def addresses(self) -> list[str]:
+        """The addresses to serve on. Raises ValueError for an address that would be open to everybody who reaches it, and
+        for other errors in the options of listeners.
+        """
+        access.mode_of(self.socket_mode, self.socket_group)
+        guarded = bool(self.token_file or self.tls_ca)
+        addresses = self.address or [access.default_address(guarded or self.insecure)]
+        for address in [*addresses, self.http] if self.http else addresses:
+            access.check_listener(address, token=bool(self.token_file), tls=bool(self.tls_cert),
+                              client_ca=bool(self.tls_ca), insecure=self.insecure)
+        return addresses
+
+    def http_options(self, group: str) -> HttpOptions:
+        """Options of the HTTP server beside this group, which it reaches at the address `group`."""
+        shared = {f.name: getattr(self, f.name) for f in fields(HttpOptions) if hasattr(self, f.name)}
+        return HttpOptions(**{**shared, "address": self.http, "workers": self.http_workers, "pool": [group],
+                              "max_body_mib": self.max_message_mib, "pool_token_file": self.token_file})
+
+
+#: the options that a group takes over on SIGHUP while it runs; others need a restart
+RELOADABLE = tuple(declared.name for declared in options_of(GroupOptions) if declared.reloadable)
+#: of them, those that place ranks: flags of several commands
+PLACEMENT = tuple(declared for declared in options_of(GroupOptions)
+                  if declared.section == "placement" and declared.name != "strict")
+
+
+@dataclass
+class ModelOptions:
+    """Flags for the fields of AsModelConfig of a model that a command names."""
+
+    model_name: str | None = option(None, "what clients call the model (default: the directory's name)",
+                                    section="model", metavar="NAME")
+    max_length: int | None = option(None, "tokens of prompt and output together (default 2048)", section="model",
+                                    metavar="N", model_field="engine_max_length")
+    max_batch: int | None = option(None, "sequences computed together (default 32)", section="model", metavar="N",
+                                   model_field="engine_max_batch")
+    weight_dtype: str | None = option(None, "auto (as stored), float32, bfloat16, int8, int4, w8a8, w4a8; on GPUs also "
+                                      "float16, float8", section="model", metavar="TYPE", model_field="weight_dtype")
+    weight_group_size: int | None = option(None, "of quantized weights: 32 to 512 input features; 0: per output channel "
+                                           "(default)", section="model", metavar="K", model_field="weight_group_size")
+    set: list[str] = option(list, "any field of AsModelConfig; repeatable", section="model", metavar="FIELD=VALUE")
+
+    @staticmethod
+    def fields_of(parsed: argparse.Namespace) -> dict[str, Any]:
+        """The fields of AsModelConfig that a command line sets, without the name. Raises ValueError."""
+        found = {declared.model_field: getattr(parsed, declared.name) for declared in options_of(ModelOptions)
+                 if declared.model_field and getattr(parsed, declared.name) is not None}
+        return found | set_fields(parsed.set)
+
+
+@dataclass
+class ServeOptions:
+    """Flags of `allspark serve` that are no keys of its configuration file."""
+
+    config: str | None = option(None, "options from a file; flags take precedence over it", section="command",
+                                metavar="FILE", reads_file=True)
+    dry_run: bool = option(False, "print the mpirun line and stop", section="command")
+    ready_file: str | None = option(None, "a JSON file that is written once the group serves", section="command",
+                                    metavar="FILE")
+    parent_pid: int = option(0, "stop when this process ends", section="command", metavar="PID")
+    progress_lines: bool = option(False, "", section="command")
+
+
+def add_flags(parser: argparse.ArgumentParser, declared: type | tuple[Option, ...]) -> None:
+    """Adds the flags of a class of options, or of some. Absent flags are None, False, [] or 0."""
+    empty: dict[str, Any] = {"int": 0, "bool": False}
+    add_arguments(parser, options_of(declared) if isinstance(declared, type) else declared,
+                  lambda o: o.default if o.default in (None, []) else empty.get(o.kind))
 
 
 def set_fields(items: list[str]) -> dict[str, object]:
-    """What `--set FIELD=VALUE` flags say: values as JSON, or as the word they are, such as bfloat16. Raises
+    """The fields that `--set FIELD=VALUE` flags give: values as JSON, or as text, such as bfloat16. Raises
     ValueError.
     """
     found: dict[str, object] = {}
@@ -29,103 +184,62 @@ def set_fields(items: list[str]) -> dict[str, object]:
     return found
 
 
-@dataclass
-class GroupOptions:
-    """All options have a default; an empty text or 0 is chosen by the program."""
+def model_config(parsed: argparse.Namespace, directory: str) -> dict:
+    """The fields of AsModelConfig for a --model directory, checked before anything starts."""
+    from allspark_server.weights.hub import hub_name, is_hub_id, local_directory
+    if is_hub_id(directory):
+        path, name = Path(local_directory(directory)), hub_name(directory)
+    else:
+        path = Path(directory).expanduser().resolve()
+        if not path.exists():
+            raise ValueError(f"--model {directory}: there is no such file or directory")
+        name = path.stem if path.suffix in (".asgraph", ".gguf") else path.name
+    config = {"model_name": parsed.model_name or name, "model_path": str(path), **ModelOptions.fields_of(parsed)}
+    AsModelConfig.from_dict(config).validate()
+    return config
 
-    models: list[dict | str] = field(default_factory=list)      # AsModelConfig keys, or a directory
-    address: list[str] = field(default_factory=list)
-    ranks: int = 0
-    numa_nodes: list[int] | None = None
-    memory_nodes: list[int] = field(default_factory=list)   # without CPUs, such as CXL, that ranks use as well
-    gpus: list[int] | None = None       # one rank for each; models are theirs unless they say otherwise
-    hosts: str = ""                 # a host file, names, or auto; "": this one
-    remote_shell: str = ""          # words that start a command on one of them
-    cpus_per_rank: int = 0
-    use_siblings: bool = False
-    strict: bool = False            # refuse to serve with memory on wrong nodes
-    token_file: str = ""
-    tls_cert: str = ""
-    tls_key: str = ""
-    tls_ca: str = ""
-    tls_role: str = ""
-    insecure: bool = False
-    socket_mode: str = ""
-    socket_group: str = ""
-    model_root: list[str] = field(default_factory=list)
-    max_message_mib: int = 0
-    max_requests: int = 0           # that may wait or run, 0: no limit but those of the models
-    max_tenant_requests: int = 0
-    state_file: str = ""
-    drain_limit: float = 0.0        # s that requests have to end when a stop is asked for; inf: as long as they take
-    log_level: str = "info"
-    log_format: str = "text"        # or json
-    log_requests: bool = False      # a line for each that has ended
-    http: str = ""
-    http_workers: int = 1
 
-    @classmethod
-    def from_file(cls, path: str) -> GroupOptions:
-        """Options of a .toml or .json file; ValueError names a key that is unknown or of the wrong type."""
-        table = Table.read(path)
-        return cls.from_table(table.values, table.location())
+def group_options(parsed: argparse.Namespace) -> GroupOptions:
+    """The options of `allspark serve`: those of the configuration file, with the flags' in their place."""
+    group = GroupOptions.from_file(parsed.config) if parsed.config else GroupOptions()
+    models = [model_config(parsed, directory) for directory in parsed.models] or group.models
+    if parsed.model_name and len(models) > 1:
+        raise ValueError("--model-name names one model, but there are several; use --config with a models table")
+    return replace(group.with_flags(parsed), models=models)
 
-    @classmethod
-    def from_table(cls, values: dict, where: Location) -> GroupOptions:
-        """Options by name; ValueError, which says `where`, names one that is unknown or of the wrong type."""
-        known = {f.name: f for f in fields(cls)}
-        values = dict(values)
-        for key, value in values.items():
-            if key not in known:
-                raise ValueError(f"{where.at(key)}: unknown key {key!r}; known: {', '.join(known)}")
-            if key in ("address", "model_root") and isinstance(value, str):
-                values[key] = value = [value]
-            kind = known[key].type.removesuffix(" | None")
-            if not _is_a(value, kind):
-                raise ValueError(f"{where.at(key)}: {key} is {value!r}; it must be of type {kind}")
-        for i, model in enumerate(values.get("models", [])):
-            if isinstance(model, dict):
-                try:
-                    AsModelConfig.from_dict(model).validate()
-                except (ValueError, TypeError) as error:
-                    raise ValueError(f"{where.at('models', i)}: models: {error}") from None
-        found = cls(**values)
-        if found.drain_limit < 0 or math.isnan(found.drain_limit):
-            raise ValueError(f"{where.at('drain_limit')}: drain_limit is {found.drain_limit}; it must be a number of "
-                             "seconds, at least 0, or inf")
-        if found.log_format not in logs.FORMATS:
-            raise ValueError(f"{where.at('log_format')}: log_format is {found.log_format!r}; allowed: text, json")
-        return found
 
-    def changed(self) -> dict[str, Any]:
-        """The options that are not as by default."""
-        return {name: value for name, value in asdict(self).items() if value != getattr(GroupOptions(), name)}
+@dataclass(frozen=True)
+class ReferenceRow:
+    """One option on the reference page. Texts are "" where the option has no such thing."""
 
-    def addresses(self) -> list[str]:
-        """What to serve on. Raises ValueError for an address that would be open to whoever reaches it, and for what
-        else is wrong about the listeners.
-        """
-        if self.tls_role and self.tls_role not in (role.value for role in access.Role):
-            raise ValueError(f"tls_role is {self.tls_role!r}; allowed: {', '.join(r.value for r in access.Role)}")
-        access.mode_of(self.socket_mode, self.socket_group)
-        guarded = bool(self.token_file or self.tls_ca)
-        found = self.address or [access.default_address(guarded or self.insecure)]
-        for address in [*found, self.http] if self.http else found:
-            access.check_listener(address, token=bool(self.token_file), tls=bool(self.tls_cert),
-                              client_ca=bool(self.tls_ca), insecure=self.insecure)
-        return found
+    section: str
+    flags: str
+    key: str
+    environment: str
+    kind: str
+    default: str
+    choices: str
+    reloadable: bool
+    help: str
 
-    def http_options(self, group: str) -> HttpOptions:
-        """Of the HTTP server beside this group, which it reaches at the address `group`."""
-        return HttpOptions(
-            self.http, self.http_workers, self.token_file, self.tls_cert, self.tls_key, self.tls_ca, self.tls_role,
-            self.insecure, self.socket_mode, self.socket_group, self.max_message_mib, self.log_level,
-            self.log_format, [group], self.token_file)
+
+def reference_rows() -> Iterator[ReferenceRow]:
+    """Every option of `allspark serve`, for the documentation. Those with a key also are keys of pool.toml's [defaults]
+    and [[member]].
+    """
+    for declared in (ServeOptions, GroupOptions, ModelOptions):
+        for o in options_of(declared):
+            if o.help:
+                default = o.effective_default
+                yield ReferenceRow(o.section, ", ".join([o.flag, *o.aliases]),
+                                   o.name if declared is GroupOptions else "", o.environment, o.kind,
+                                   "" if default in (None, "", []) else str(default), ", ".join(o.choices),
+                                   o.reloadable, o.help)
 
 
 def _is_a(value: object, kind: str) -> bool:
-    """Whether a value has a type such as "int" or "list[dict | str]". Text has no control characters: it ends up in
-    command lines and units, where a line break would begin another setting.
+    """Whether a value has a type such as "int" or "list[dict | str]". Text must not have control characters: it becomes
+    part of command lines and units, where a line break would begin another setting.
     """
     if kind.startswith("list["):
         return isinstance(value, list) and all(any(_is_a(v, k) for k in kind[5:-1].split(" | ")) for v in value)

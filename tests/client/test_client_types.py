@@ -365,7 +365,8 @@ def test_environment_without_effect_is_refused(monkeypatch, name, neutral, askin
     check_environment()
     monkeypatch.setenv(name, asking)
     monkeypatch.delenv("ALLSPARK_ADDRESS", raising=False)
-    from allspark_launch.group.serving import GroupOptions, plan_group
+    from allspark_launch.group.plan import plan_group
+    from allspark_launch.options import GroupOptions
     from allspark_server import Engine
 
     for start in (check_environment, a.ClientEngine, Engine, lambda: plan_group(GroupOptions())):

@@ -326,7 +326,7 @@ def test_capsules_are_left_as_they_are():
 
 
 def test_numa_offset(monkeypatch):
-    from allspark_launch.group.serving import _nodes_from
+    from allspark_launch.group.plan import _nodes_from
 
     assert _nodes_from("2", 0, [0, 1, 2, 3]) == [2, 3] and _nodes_from("1", 2, [0, 1, 2, 3]) == [1, 2]
     for offset, ranks, text in (("4", 1, "first NUMA node"), ("x", 1, "'x'"), ("2", 3, "need as many")):

@@ -47,7 +47,7 @@ def test_engine_and_client_give_the_same_bytes(name, dtype):
     assert [len(ids) for ids, _ in expected] == [40] * 3
     fingerprint = engine.fingerprint("m")
     engine.close()
-    from allspark_launch.group.serving import background_group
+    from allspark_launch.group.background import background_group
 
     with background_group(["--model", directory, "--gpus", "0", "--model-name", "m", "--max-length", "512"],
                           timeout=120.0) as group, ClientEngine(group.addresses[0]) as client:

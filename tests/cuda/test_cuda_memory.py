@@ -89,7 +89,7 @@ def test_other_gpus_are_left_alone():
     program = """if True:
         import ctypes
         from allspark_client import AsModelConfig
-        from allspark_launch.group.serving import shipped_model
+        from allspark_launch.group.background import shipped_model
         from allspark_server import Engine
 
         with Engine() as engine:

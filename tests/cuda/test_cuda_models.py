@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 import torch
 
 from allspark_client.errors import AllSparkError
-from allspark_launch.group.serving import shipped_model
+from allspark_launch.group.background import shipped_model
 from support.checkpoints import (
     CONFIGS,
     STORED,

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from allspark_client import AsModelConfig, ClientEngine
-from allspark_launch.group.serving import background_group, shipped_model
+from allspark_launch.group.background import background_group, shipped_model
 from allspark_server.runtime.device import SHARED_GPUS
 from allspark_server.runtime.plan import SamplingParams
 from support.driver import Driver, together, windows

@@ -9,7 +9,7 @@ import pytest
 
 from allspark_client import AsModelConfig, ClientEngine
 from allspark_launch import cli
-from allspark_launch.group.serving import background_group, shipped_model
+from allspark_launch.group.background import background_group, shipped_model
 
 pytestmark = pytest.mark.cuda
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from allspark_client import AllSparkError, AsModelConfig, AsStatus
-from allspark_launch.group.serving import shipped_model
+from allspark_launch.group.background import shipped_model
 from allspark_server import Engine
 from allspark_server.runtime import device, native
 from allspark_server.weights.formats import WeightFormat

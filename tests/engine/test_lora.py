@@ -431,7 +431,7 @@ def test_a_request_outlives_its_server_with_its_adapter(tmp_path, monkeypatch, v
 
 def test_the_http_server_knows_adapters_as_models(tmp_path):
     httpx = pytest.importorskip("httpx")
-    from allspark_launch.group.serving import background_group, shipped_model
+    from allspark_launch.group.background import background_group, shipped_model
     from support.http_helpers import http_server_for
 
     base = shipped_model()

@@ -71,7 +71,7 @@ def test_langchain(http_server, story):
 def test_lm_eval(http_server, tmp_path):
     """A local task through local-completions: log probabilities of given texts, and generated ones."""
     pytest.importorskip("lm_eval")
-    from allspark_launch.group.serving import shipped_model
+    from allspark_launch.group.background import shipped_model
 
     questions = [{"text": "Once upon a time there was a fox", "good": " who", "bad": " zz"}] * 4
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(q) + "\n" for q in questions))

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from allspark_launch.group.http_server import HttpOptions, open_socket
-from allspark_launch.group.serving import background_group, shipped_model
+from allspark_launch.group.background import background_group, shipped_model
 from support.http_helpers import KEYS, MODEL, STORY, post, refusal, token_file, within
 from support.waiting import wait_for
 
@@ -60,9 +60,9 @@ def test_listeners_are_guarded_like_all(tmp_path):
         HttpOptions().check()
     HttpOptions(token_file=token_file(tmp_path)).check()
     with pytest.raises(ValueError, match="cross the network in clear text"):
-        HttpOptions("0.0.0.0:8000", token_file=token_file(tmp_path)).check()
-    HttpOptions("0.0.0.0:8000", insecure=True).check()
-    HttpOptions("unix:/tmp/socket").check()
+        HttpOptions(address="0.0.0.0:8000", token_file=token_file(tmp_path)).check()
+    HttpOptions(address="0.0.0.0:8000", insecure=True).check()
+    HttpOptions(address="unix:/tmp/socket").check()
     with pytest.raises(ValueError, match="--workers 0"):
         HttpOptions(insecure=True, workers=0).check()
     with pytest.raises(ValueError, match="--tls-cert and --tls-key"):
@@ -88,7 +88,7 @@ def test_unix_socket(http_server, tmp_path):
 
 def server_at(group, path):
     from allspark_launch.group.http_server import http_server
-    return http_server(HttpOptions(f"unix:{path}", pool=[group]))
+    return http_server(HttpOptions(address=f"unix:{path}", pool=[group]))
 
 
 # --- endpoints that no client of OpenAI's has --------------------------------------------------------------------
@@ -241,7 +241,7 @@ def test_a_server_outlives_its_groups(tmp_path):
     """It starts before there is a group, says so, serves when there is one, and says so again when it has gone."""
     address = f"unix:{tmp_path}/group"
     from allspark_launch.group.http_server import http_server
-    with http_server(HttpOptions("127.0.0.1:0", pool=[address], insecure=True)) as server:
+    with http_server(HttpOptions(address="127.0.0.1:0", pool=[address], insecure=True)) as server:
         with httpx.Client(base_url=f"http://{server.address}", timeout=30) as client:
             wait_for(lambda: answers(client), 20)
             found = client.get("/health")
@@ -263,7 +263,7 @@ def answers(client) -> bool:
 def test_a_worker_that_dies_is_started_again(http_server):
     from allspark_launch.group.http_server import http_server as start
 
-    with start(HttpOptions("127.0.0.1:0", 2, insecure=True, pool=[http_server.group])) as server:
+    with start(HttpOptions(address="127.0.0.1:0", workers=2, insecure=True, pool=[http_server.group])) as server:
         found = wait_for(lambda: len(server.pids) == 2 and server.pids, 10)
         with httpx.Client(base_url=f"http://{server.address}", timeout=30) as client:
             wait_for(lambda: answers(client) and client.get("/health").status_code == 200, 20)
@@ -281,7 +281,7 @@ def test_a_worker_that_dies_is_started_again(http_server):
 
 def test_beside_a_group(tmp_path):
     """allspark serve --http: one command, one key file for both listeners."""
-    from allspark_launch.group.serving import GroupOptions
+    from allspark_launch.options import GroupOptions
     keys = token_file(tmp_path)
     options = GroupOptions(http="127.0.0.1:0", token_file=keys).http_options("unix:/inner")
     assert options.pool == ["unix:/inner"] and options.pool_token_file == keys == options.token_file

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import allspark_client
 import allspark_server
-from allspark_launch.group.serving import shipped_model
+from allspark_launch.group.background import shipped_model
 
 SETUP = runpy.run_path(str(Path(__file__).resolve().parents[2] / "setup.py"))
 

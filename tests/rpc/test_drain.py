@@ -15,7 +15,7 @@ import pytest
 
 from allspark_client import AllSparkError, ClientEngine, GenerateRequestStatus
 from allspark_launch.cli import main
-from allspark_launch.group.serving import shipped_model
+from allspark_launch.group.background import shipped_model
 from support.fake_engine import FakeEngine
 from support.fake_service import expected, serving, tokens, wait_until
 

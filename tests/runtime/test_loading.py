@@ -8,7 +8,7 @@ import time
 import pytest
 
 from allspark_client import AllSparkError, AsModelConfig, ClientEngine, GenerateRequestStatus as Status
-from allspark_launch.group.serving import background_group
+from allspark_launch.group.background import background_group
 from support.paths import SUPPORT
 
 MISBEHAVING = SUPPORT / "misbehaving"

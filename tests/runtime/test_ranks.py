@@ -18,8 +18,8 @@ from types import SimpleNamespace
 import pytest
 
 from allspark_client import AllSparkError, AsModelConfig, ClientEngine
+from allspark_launch.group.background import background_group
 from allspark_launch.group.mpi import installations
-from allspark_launch.group.serving import background_group
 from allspark_launch.group.supervisor import processes_of_session
 from support.paths import ROOT
 from support.waiting import wait_for
@@ -205,7 +205,7 @@ def test_nothing_outlives_a_killed_supervisor(pair):
 
 
 def test_nothing_outlives_a_killed_parent(tmp_path):
-    code = ("import os, sys, time; from allspark_launch.group.serving import background_group\n"
+    code = ("import os, sys, time; from allspark_launch.group.background import background_group\n"
             "with background_group(['--ranks', '2']) as g:\n"
             "    print(g.supervisor_pid, flush=True); time.sleep(100)")
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -379,7 +379,7 @@ def test_as_another_user(source, home, foreign_python):
     python, environment = foreign_python
     if home is None:
         del environment["HOME"]
-    code = ("from allspark_launch.group.serving import background_group\nfrom allspark_client import ClientEngine\n"
+    code = ("from allspark_launch.group.background import background_group\nfrom allspark_client import ClientEngine\n"
             "with background_group(['--ranks', '2'], timeout=60) as g, ClientEngine(g.addresses[0]) as e:\n"
             "    print('ranks', e.get_rank_nums())")
     environment["ALLSPARK_MPIRUN"] = str(MPIS[source].mpirun)

@@ -12,8 +12,8 @@ from typing import Any, Iterator
 import httpx
 
 from allspark_client import ClientEngine
+from allspark_launch.group.background import background_group, shipped_model
 from allspark_launch.group.http_server import HttpOptions, http_server
-from allspark_launch.group.serving import background_group, shipped_model
 from support.waiting import wait_for
 
 MODEL = "fable"

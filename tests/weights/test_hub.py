@@ -13,7 +13,7 @@ import pytest
 
 from allspark_client import AllSparkError, AsModelConfig, AsStatus
 from allspark_launch.cli import build_parser
-from allspark_launch.group.serving import shipped_model
+from allspark_launch.group.background import shipped_model
 from allspark_server import Engine
 from allspark_server.access import ModelRoots
 from allspark_server.weights.hub import hub_name, is_hub_id, local_directory, with_local_paths
@@ -167,10 +167,10 @@ def test_who_may_name_models(cache, tmp_path):
 
 
 def test_on_the_command_line(cache):
-    from allspark_launch.cli import _group_options
+    from allspark_launch.options import group_options
 
     snapshot = fill(cache)
-    options = _group_options(build_parser().parse_args(["serve", "--model", ID]))
+    options = group_options(build_parser().parse_args(["serve", "--model", ID]))
     assert [(m["model_name"], m["model_path"]) for m in options.models] == [("fable", snapshot)]
     with pytest.raises(AllSparkError, match="cannot be had"):
-        _group_options(build_parser().parse_args(["serve", "--model", "allspark/other"]))
+        group_options(build_parser().parse_args(["serve", "--model", "allspark/other"]))

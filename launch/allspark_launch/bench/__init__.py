@@ -5,13 +5,14 @@ machine's ceilings; `measure.py` times one cell of the grid; `peers.py` runs the
 makes tables, JSON and plots. Of serving, `workload.py` is what is asked for, `targets.py` who is asked, `load.py` how,
 and `latencies.py` what came of it; `layouts.py` measures with these how a pool's groups use the machine best.
 """
+from ..commands import AddCommand
 from .serving import add_serving
 from .static import add_static
 
-__all__ = ["add_commands"]
+__all__ = ["add_command"]
 
 
-def add_commands(command) -> None:
+def add_command(command: AddCommand) -> None:
     """Adds `bench` to the parser. command(name, handler, summary, …) makes a subcommand of `allspark`."""
     p = command("bench", None, "measure speeds: beside the machine's ceilings, or under load; and peers", epilog="""\
 allspark bench static --help and allspark bench serving --help tell more; start with:

@@ -15,7 +15,7 @@ from pathlib import Path
 from allspark_client import AllSparkError, ClientEngine
 from allspark_client.config import AsModelConfig
 
-from ..group.serving import background_group
+from ..group.background import background_group
 from ..options import GroupOptions
 from ..progress import Progress
 from . import latencies

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from ..group.serving import background_group, shipped_model
+from ..group.background import background_group, shipped_model
 from ..options import set_fields
 from ..progress import Progress
 from .latencies import METRICS, SCHEMA, Figures, Target as Slo, plot, table

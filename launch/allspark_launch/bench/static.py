@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ..group.serving import background_group, shipped_model
+from ..group.background import background_group, shipped_model
 from ..machine.gpus import ORDER
 from ..machine.placement import place
 from ..machine.topology import read_topology

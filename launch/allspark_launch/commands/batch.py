@@ -10,11 +10,13 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, ContextManager
+from typing import IO, Any
 
+from ..pool.members import environment_addresses
 from ..progress import Progress
+from . import AddCommand
+from .own_group import add_group_flags, own_group
 
 logger = logging.getLogger(__name__)
 
@@ -277,12 +279,9 @@ class Batch:
 # --- the command -------------------------------------------------------------------------------------------------
 
 
-def add_command(command, group_options: Callable[[argparse.ArgumentParser], None],
-                own_group: Callable[[argparse.Namespace], ContextManager[str]]) -> None:
-    """`allspark batch`, for build_parser. `group_options` adds what `own_group` reads to start a group, whose address it
-    gives.
-    """
-    p = command("batch", lambda options: run_batch(options, own_group),
+def add_command(command: AddCommand) -> None:
+    """Adds `batch` to the parser."""
+    p = command("batch", run_batch,
                 "answer a file of requests in OpenAI's batch form", epilog=EPILOG)
     p.add_argument("input", type=Path, metavar="IN.jsonl")
     p.add_argument("output", type=Path, metavar="OUT.jsonl")
@@ -294,15 +293,15 @@ def add_command(command, group_options: Callable[[argparse.ArgumentParser], None
     p.add_argument("--model", metavar="DIR", help="what a group of its own runs (default: the shipped model); requests "
                                                   "call it by its directory's name, or --model-name")
     p.add_argument("-v", "--verbose", action="store_true", help="show what the group's ranks log")
-    group_options(p)
+    add_group_flags(p)
 
 
-def run_batch(options: argparse.Namespace, own_group: Callable[[argparse.Namespace], ContextManager[str]]) -> int:
+def run_batch(options: argparse.Namespace) -> int:
     if options.concurrency < 1:
         raise ValueError(f"--concurrency {options.concurrency} must be at least 1")
     if options.output.exists() and options.input.exists() and options.output.samefile(options.input):
         raise ValueError("IN and OUT are one file")
-    addresses = options.address or [a for a in os.environ.get("ALLSPARK_ADDRESS", "").split(",") if a]
+    addresses = options.address or environment_addresses()
     if addresses and options.model:
         raise ValueError("--model starts a group, and an address names one that runs: give one of them")
     if "ALLSPARK_LOG" not in os.environ:

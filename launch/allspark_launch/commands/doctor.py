@@ -17,6 +17,7 @@ import psutil
 from ..group.mpi import MpiNotFound, find_mpi, installations
 from ..machine import gpus, sysfs
 from ..machine.topology import Node, Topology, format_list, read_topology
+from . import AddCommand
 
 MOST_FILES = 65536
 FEW_PROCESSES = 4096
@@ -33,7 +34,8 @@ class Finding:
     remedy: str = ""
 
 
-def add_command(command) -> None:
+def add_command(command: AddCommand) -> None:
+    """Adds `doctor` to the parser."""
     p = command("doctor", doctor, "check what this machine has for running groups; say how to get what is missing")
     p.add_argument("--json", action="store_true", help="for programs")
 

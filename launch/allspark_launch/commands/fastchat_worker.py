@@ -6,14 +6,17 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import urllib.request
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass
-from typing import Any, ContextManager
+from typing import Any
 
 from allspark_client import AllSparkError, AsStatus, AsyncClientEngine, ModelInfo
 from allspark_client.config import GenerateConfig
+
+from ..pool.members import environment_addresses
+from . import AddCommand
+from .own_group import add_group_flags, own_group
 
 logger = logging.getLogger(__name__)
 
@@ -277,10 +280,9 @@ def application(worker: Worker, model: str | None, register: bool) -> Any:
 # --- the command -------------------------------------------------------------------------------------------------
 
 
-def add_command(command, group_options: Callable[[argparse.ArgumentParser], None],
-                own_group: Callable[[argparse.Namespace], ContextManager[str]]) -> None:
-    """`allspark fastchat-worker`, for build_parser; the latter two as of batch.add_command."""
-    p = command("fastchat-worker", lambda options: run_worker(options, own_group), "serve a model to FastChat",
+def add_command(command: AddCommand) -> None:
+    """Adds `fastchat-worker` to the parser."""
+    p = command("fastchat-worker", run_worker, "serve a model to FastChat",
                 epilog=EPILOG)
     p.add_argument("--address", action="append", default=[],
                    help="a group that runs; repeatable (default: $ALLSPARK_ADDRESS, or a group of its own)")
@@ -296,14 +298,14 @@ def add_command(command, group_options: Callable[[argparse.ArgumentParser], None
     p.add_argument("--limit-worker-concurrency", type=int, default=1024, metavar="N", help="default %(default)s")
     p.add_argument("--no-register", action="store_true", help="do not tell the controller")
     p.add_argument("-v", "--verbose", action="store_true", help="show what the group's ranks log")
-    group_options(p)
+    add_group_flags(p)
 
 
-def run_worker(options: argparse.Namespace, own_group: Callable[[argparse.Namespace], ContextManager[str]]) -> int:
+def run_worker(options: argparse.Namespace) -> int:
     import uvicorn
     if options.limit_worker_concurrency < 1 or not 0 < options.port < 65536:
         raise ValueError("--limit-worker-concurrency must be at least 1, --port 1 to 65535")
-    addresses = options.address or [a for a in os.environ.get("ALLSPARK_ADDRESS", "").split(",") if a]
+    addresses = options.address or environment_addresses()
     if addresses and options.model:
         raise ValueError("--model starts a group, and an address names one that runs: give one of them")
     template = conversation(options.conv_template)

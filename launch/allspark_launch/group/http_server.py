@@ -1,12 +1,9 @@
-"""The HTTP server's processes: opens its socket, starts its workers, and starts them again; and `allspark http`."""
+"""The HTTP server's processes: opens its socket, starts its workers and restarts them."""
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import logging
 import os
-import signal
 import socket
 import ssl
 import subprocess
@@ -14,10 +11,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from allspark_server import access
+from allspark_server.options import WorkerOptions, option, worker_words
 
 from .folders import private_folder, short_parent
 
@@ -34,26 +32,11 @@ _USER_TIMEOUT_MS = 60_000
 
 
 @dataclass
-class HttpOptions:
-    """An HTTP server's options. `address`: host:port or unix:/path."""
+class HttpOptions(WorkerOptions):
+    """Options of an HTTP server: the flags of `allspark http`."""
 
-    address: str = DEFAULT_ADDRESS
-    workers: int = 1
-    token_file: str = ""
-    tls_cert: str = ""
-    tls_key: str = ""
-    tls_ca: str = ""
-    tls_role: str = ""
-    insecure: bool = False
-    socket_mode: str = ""
-    socket_group: str = ""
-    max_body_mib: int = 0
-    log_level: str = "info"
-    log_format: str = "text"
-    #: of the groups behind it
-    pool: list[str] = field(default_factory=list)
-    pool_token_file: str = ""
-    pool_tls_ca: str = ""
+    address: str = option(DEFAULT_ADDRESS, "the address to serve on", flag_name="http", metavar="HOST:PORT")
+    workers: int = option(1, "the number of processes", metavar="N")
 
     def check(self) -> None:
         """Raises ValueError or OSError for what no worker could serve with; nothing is opened yet."""
@@ -71,18 +54,6 @@ class HttpOptions:
                 context.load_cert_chain(self.tls_cert, self.tls_key)
             except ssl.SSLError as error:
                 raise ValueError(f"the TLS files cannot be used: {error}") from None
-
-    def words(self) -> list[str]:
-        """A worker's command line, but for the socket."""
-        words = [sys.executable, "-m", "allspark_server.http", "--log-level", self.log_level,
-                 "--log-format", self.log_format]
-        for address in self.pool:
-            words += ["--address", address]
-        for name in ("token_file", "tls_cert", "tls_key", "tls_ca", "tls_role", "max_body_mib", "pool_token_file",
-                     "pool_tls_ca"):
-            if getattr(self, name):
-                words += [f"--{name.replace('_', '-')}", str(getattr(self, name))]
-        return words
 
 
 def open_socket(address: str, mode: int = 0o600, group: str = "") -> tuple[socket.socket, str]:
@@ -142,7 +113,8 @@ class HttpServer:
         self._socket, self.address = open_socket(
             options.address, access.mode_of(options.socket_mode, options.socket_group), options.socket_group)
         self._socket.set_inheritable(True)
-        self._words = [*options.words(), "--fd", str(self._socket.fileno())]
+        self._words = [sys.executable, "-m", "allspark_server.http", *worker_words(options),
+                       "--fd", str(self._socket.fileno())]
         self._environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(folder),
                              "ALLSPARK_HTTP_PARENT": str(os.getpid())}
         self._workers = [_Worker() for _ in range(options.workers)]
@@ -213,60 +185,3 @@ def http_server(options: HttpOptions) -> Iterator[HttpServer]:
             yield server
         finally:
             server.close()
-
-
-# --- the command -------------------------------------------------------------------------------------------------
-
-
-def add_command(command) -> None:
-    """`allspark http`, for build_parser."""
-    p = command("http", _http, "OpenAI's API over HTTP, in front of a group or a pool", epilog="""\
-Answers /v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings, /v1/models, /v1/messages (Anthropic's),
-/tokenize, /detokenize, /health, /metrics and /openapi.json. It keeps no state: run as many as you like, anywhere. Groups
-may come and go; requests move on as those of any client do. Beside a group of its own, allspark serve --http does the
-same.
-
-Clients need a key of the token file, shown as 'Authorization: Bearer KEY' or 'x-api-key: KEY'; the rules of what may be
-served where are those of allspark serve.
-
-examples:
-  allspark http --address unix:/run/allspark/a --insecure
-  allspark http --address 10.0.0.1:50051 --address 10.0.0.2:50051 --pool-token-file group-token \\
-      --http 0.0.0.0:443 --tls-cert cert.pem --tls-key key.pem --token-file keys --workers 4""")
-    p.add_argument("--address", action="append", default=[],
-                   help="a group's address; repeatable (default $ALLSPARK_ADDRESS, or where a group serves that was "
-                        "given none)")
-    p.add_argument("--pool-token-file", default="", metavar="FILE", help="groups are shown a token of this file")
-    p.add_argument("--pool-tls-ca", default="", metavar="PEM", help="reach groups with TLS, trusting these")
-    p.add_argument("--http", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help="where to serve (default %(default)s)")
-    p.add_argument("--workers", type=int, default=1, metavar="N", help="processes (default %(default)s)")
-    p.add_argument("--token-file", default="", metavar="FILE", help="clients' keys: a line 'ROLE TOKEN' for each")
-    p.add_argument("--tls-cert", default="", metavar="PEM", help="the server's certificate")
-    p.add_argument("--tls-key", default="", metavar="PEM", help="its key")
-    p.add_argument("--tls-ca", default="", metavar="PEM", help="require client certificates signed by these")
-    p.add_argument("--tls-role", choices=[role.value for role in access.Role], default="",
-                   help="of clients with a certificate, where there is no token file (default admin)")
-    p.add_argument("--insecure", action="store_true", help="serve though whoever reaches the address may do everything")
-    p.add_argument("--socket-mode", default="", metavar="MODE", help="of a Unix socket (default 0600: only this user)")
-    p.add_argument("--socket-group", default="", metavar="NAME", help="whom it belongs to (mode 0660 then)")
-    p.add_argument("--max-body-mib", type=int, default=0, metavar="N", help="the largest body taken (default 16)")
-    p.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
-    p.add_argument("--ready-file", metavar="FILE", help="written as JSON once connections are taken")
-
-
-def _http(options: argparse.Namespace) -> int:
-    from ..pool.members import default_address
-    pool = options.address or [a for a in os.environ.get("ALLSPARK_ADDRESS", "").split(",") if a] or [default_address()]
-    names = ("workers", "token_file", "tls_cert", "tls_key", "tls_ca", "tls_role", "insecure", "socket_mode",
-             "socket_group", "max_body_mib", "log_level", "pool_token_file", "pool_tls_ca")
-    server = HttpOptions(address=options.http, pool=pool, **{name: getattr(options, name) for name in names})
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    with http_server(server) as running:
-        if options.ready_file:
-            path = Path(options.ready_file)
-            path.with_name(path.name + ".new").write_text(json.dumps({"address": running.address}) + "\n")
-            path.with_name(path.name + ".new").replace(path)
-        stop.wait()
-    return 0

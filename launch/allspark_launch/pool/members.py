@@ -1,11 +1,8 @@
-"""The groups of a pool as those who run it see them: `allspark pool status`, `allspark top`, and calls to members."""
+"""The members of a pool: their addresses, and calls to them."""
 from __future__ import annotations
 
 import argparse
 import os
-import sys
-import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,10 +42,10 @@ def add_target_options(p: argparse.ArgumentParser) -> None:
 def targets(options: argparse.Namespace) -> list[Target]:
     """What the options name."""
     if options.config:
-        from .pool import installed_pool
+        from .decisions import installed_pool
         return pool_targets(installed_pool(options), options.token_file, options.tls_ca)
     token = first_token(options.token_file)
-    addresses = options.address or [a for a in os.environ.get("ALLSPARK_ADDRESS", "").split(",") if a]
+    addresses = options.address or environment_addresses()
     return [Target(a, a, token, options.tls_ca or "") for a in addresses or [default_address()]]
 
 
@@ -73,6 +70,11 @@ def first_token(path: str | None) -> str:
         return ""
     tokens = access.read_tokens(path)
     return max(tokens, key=lambda token: list(access.Role).index(tokens[token]))
+
+
+def environment_addresses() -> list[str]:
+    """The addresses of $ALLSPARK_ADDRESS."""
+    return [address for address in os.environ.get("ALLSPARK_ADDRESS", "").split(",") if address]
 
 
 def default_address() -> str:
@@ -135,75 +137,7 @@ class Member:
         return answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-def status(options: argparse.Namespace) -> int:
-    """`allspark pool status`: 0 if all members serve."""
-    import grpc
-    rows = [("member", "address", "state", "ranks", "placed", "requests", "restarts", "models")]
-    bad = 0
-    for target in targets(options):
-        with Member(target) as member:
-            try:
-                info = member.info()
-                state = "draining" if info.draining else "serving" if member.serves() else "not serving"
-                models = [f"{m.name} ({'running' if m.running else 'stopped'}, load {m.load})" for m in info.models]
-                rows.append((target.name, target.address, state, str(info.rank_nums), placed(info), str(info.requests),
-                             str(info.restarts), ", ".join(models) or "-"))
-                bad += state == "not serving"
-            except grpc.RpcError as error:
-                bad += 1
-                refused = error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
-                rows.append((target.name, target.address, "refused" if refused else "down", "", "", "", "",
-                             f"{error.code().name}: {error.details()}"))
-    print("\n".join(table(rows)))
-    return 1 if bad else 0
-
-
 def placed(info: pb.ServerInfo) -> str:
     """The part of the ranks' memory that is on the nodes where it should be."""
     total = sum(sum(rank.bytes_on_node.values()) for rank in info.ranks)
     return f"{100 - 100 * sum(rank.misplaced_bytes for rank in info.ranks) / total:.1f}%" if total else "-"
-
-
-def table(rows: Iterable[tuple[str, ...]]) -> list[str]:
-    """Lines with columns of equal width."""
-    rows = list(rows)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    return ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[-1]]).rstrip() for row in rows]
-
-
-def top(options: argparse.Namespace) -> int:
-    """`allspark top`."""
-    members = [Member(t) for t in targets(options)]
-    try:
-        while True:
-            lines = _top_table(members)
-            if sys.stdout.isatty() and not options.once:
-                print("\033[H\033[2J", end="")
-            print("\n".join(lines), flush=True)
-            if options.once:
-                return 0
-            time.sleep(max(0.1, options.interval))
-    finally:
-        for member in members:
-            member.__exit__()
-
-
-def _top_table(members: list[Member]) -> list[str]:
-    import grpc
-    rows = [("member", "model", "running", "waiting", "tokens/s", "prefill/s", "cache", "hits", "exchange", "wait", "")]
-    for member in members:
-        try:
-            info = member.info()
-            parts = ("compute", "exchange", "wait")
-            spent = [sum(getattr(rank, f"{part}_seconds") for rank in info.ranks) for part in parts]
-            shares = [f"{100 * part / sum(spent):.1f}%" if sum(spent) else "-" for part in spent[1:]]
-            notes = ["draining"] * info.draining + [f"{info.restarts} restarts"] * (info.restarts > 0)
-            for model in info.models:
-                s = member.stat(model.name)
-                prefill = max(0.0, s.process_token_persec - s.generate_token_persec)
-                rows.append((member.target.name, model.name, str(s.running_request), str(s.pendding_request),
-                             f"{s.generate_token_persec:.1f}", f"{prefill:.1f}", f"{s.token_usage_percentage:.1f}%",
-                             f"{100 * s.prefix_cache_hit_rate:.1f}%", *shares, ", ".join(notes)))
-        except grpc.RpcError as error:
-            rows.append((member.target.name, f"{error.code().name}: {error.details()}", *[""] * 9))
-    return table(rows)

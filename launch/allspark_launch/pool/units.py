@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from allspark_server import access
+from allspark_server.options import options_of
 
 from .. import resource_folder
 from ..options import GroupOptions
@@ -91,8 +92,7 @@ def _models(member: GroupOptions) -> Iterator[dict]:
 def _paths(member: GroupOptions) -> Iterator[str]:
     """What a member reads."""
     yield from (sys.prefix, sys.executable, *member.model_root)
-    for key in ("token_file", "tls_cert", "tls_key", "tls_ca"):
-        yield getattr(member, key)
+    yield from (getattr(member, declared.name) for declared in options_of(GroupOptions) if declared.reads_file)
     for model in _models(member):
         yield from (str(model.get(key, "")) for key in ("model_path", "weights_path", "draft_model"))
 
@@ -136,3 +136,8 @@ def systemctl(*words: str, check: bool = True) -> str:
         raise RuntimeError(f"{shlex.join(command)} ended with status {done.returncode}: "
                            f"{(done.stderr or done.stdout).strip()}")
     return done.stdout if not done.returncode else ""
+
+
+def is_active(pool: str, member: str) -> bool:
+    """Whether systemd runs the unit of a member."""
+    return systemctl("is-active", unit_name(pool, member), check=False).strip() in ("active", "reloading")

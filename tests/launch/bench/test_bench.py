@@ -15,7 +15,7 @@ from allspark_launch.bench.measure import Cell, Format, Timing
 from allspark_launch.bench.results import Row, Run
 from allspark_launch.bench.static import cells_from, stored_type
 from allspark_launch.cli import build_parser, main
-from allspark_launch.group.serving import shipped_model
+from allspark_launch.group.background import shipped_model
 from support.paths import BENCHMARKS
 
 FAKE_PEER = f"""

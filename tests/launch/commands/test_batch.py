@@ -15,7 +15,7 @@ import pytest
 from allspark_client import ClientEngine
 from allspark_launch.cli import main
 from allspark_launch.commands.batch import NoRequest, Output, parse_line
-from allspark_launch.group.serving import background_group, shipped_model
+from allspark_launch.group.background import background_group, shipped_model
 from support.waiting import wait_for
 
 MODEL = "fable"

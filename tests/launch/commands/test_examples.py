@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from allspark_launch import resource_folder
-from allspark_launch.cli import _group_options, build_parser
+from allspark_launch.cli import build_parser
+from allspark_launch.options import group_options
 
 FOLDER = resource_folder("examples")
 
@@ -23,7 +24,7 @@ def group(words: list[str], tmp_path: Path):
     words = [re.sub(r"(?<=^--model=)/.*", str(model), word) for word in words]
     if "--model" in words:
         words[words.index("--model") + 1] = str(model)
-    options = _group_options(build_parser().parse_args(["serve", *words]))
+    options = group_options(build_parser().parse_args(["serve", *words]))
     assert options.addresses() and options.drain_limit > 0 and not options.insecure
     return options
 

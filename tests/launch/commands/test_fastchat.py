@@ -15,7 +15,7 @@ import pytest
 from allspark_client import ClientEngine, ModelInfo
 from allspark_launch.cli import main
 from allspark_launch.commands.fastchat_worker import CHATML, Refused, config_of, conversation
-from allspark_launch.group.serving import background_group, shipped_model
+from allspark_launch.group.background import background_group, shipped_model
 from support.waiting import wait_for
 
 MODEL = "fable"

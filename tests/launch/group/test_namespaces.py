@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from allspark_client import AsModelConfig, ClientEngine
-from allspark_launch.group.serving import shipped_model
+from allspark_launch.group.background import shipped_model
 from support.over_hosts import namespaces
 from support.waiting import wait_for
 
@@ -80,7 +80,7 @@ def undisturbed(tmp_path_factory):
 
     def get(ranks: int) -> list:
         if ranks not in known:
-            from allspark_launch.group.serving import background_group
+            from allspark_launch.group.background import background_group
             words = ["--ranks", str(ranks), "--cpus-per-rank", "1", "--model-name", "m", "--model",
                      str(shipped_model())]
             with background_group(words) as group, ClientEngine(group.addresses[0]) as engine:

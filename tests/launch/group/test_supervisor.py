@@ -91,7 +91,7 @@ except GroupFailed as error:
 SERVE = """
 import logging, sys
 from pathlib import Path
-from allspark_launch import serving
+from allspark_launch.group import serving
 from allspark_launch.machine.placement import Placement
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 folder, mode = Path(sys.argv[1]), sys.argv[2]

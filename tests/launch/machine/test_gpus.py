@@ -12,11 +12,12 @@ from types import SimpleNamespace
 import pytest
 
 from allspark_launch import cli
-from allspark_launch.commands import doctor
-from allspark_launch.group.serving import GroupOptions, plan_group
+from allspark_launch.commands import doctor, topology as topology_command
+from allspark_launch.group.plan import plan_group
 from allspark_launch.machine import gpus
 from allspark_launch.machine.placement import place_on_gpus
 from allspark_launch.machine.topology import Topology, read_topology
+from allspark_launch.options import GroupOptions
 from allspark_server.runtime.binding import GROUP_GPUS
 from support.machines import machine
 
@@ -122,7 +123,7 @@ def test_a_gpu_at_a_node_without_cpus(tmp_path):
 
 
 def test_the_command_line_of_two_gpus(monkeypatch, root):
-    monkeypatch.setattr("allspark_launch.group.serving.read_topology", lambda: read_topology(root))
+    monkeypatch.setattr("allspark_launch.group.plan.read_topology", lambda: read_topology(root))
     plan = plan_group(GroupOptions(models=["/m"], gpus=[1, 0]))
     assert plan.environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert plan.environment[GROUP_GPUS] == "1,0"
@@ -144,7 +145,7 @@ def test_gpus_are_ranks_in_the_order_given():
 
 
 def test_what_topology_shows(monkeypatch, root, capsys):
-    monkeypatch.setattr(cli, "read_topology", lambda: read_topology(root))
+    monkeypatch.setattr(topology_command, "read_topology", lambda: read_topology(root))
     monkeypatch.setattr(gpus, "nvidia_smi", lambda *words: TOPO if words == ("topo", "-m") else "")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert cli.main(["topology", "--gpus", "0,2"]) == 0

@@ -12,12 +12,14 @@ import pytest
 
 from allspark_launch.cli import EXIT_CONFIG, main
 from allspark_launch.commands import doctor
-from allspark_launch.group import folders, mpi as launch_mpi, serving
-from allspark_launch.group.serving import GroupOptions, plan_group, private_folder
+from allspark_launch.group import folders, mpi as launch_mpi, plan
+from allspark_launch.group.folders import private_folder
+from allspark_launch.group.plan import plan_group
 from allspark_launch.machine.drawing import draw, save
 from allspark_launch.machine.gpus import Gpu
 from allspark_launch.machine.placement import place
 from allspark_launch.machine.topology import format_list, parse_list, read_topology
+from allspark_launch.options import GroupOptions
 from support.machines import machine
 
 # ---- topology ------------------------------------------------------------------------------------------------------
@@ -129,9 +131,9 @@ def test_memory_of_nodes_without_cpus_is_used_only_as_told(tmp_path):
 
 def test_each_start_is_planned_anew(tmp_path, monkeypatch):
     """A node whose CPUs went offline between two lives of a group gets no rank."""
-    monkeypatch.setattr(serving, "read_topology", lambda: read_topology(machine(tmp_path, {0: [[0]], 1: [[1]]})))
+    monkeypatch.setattr(plan, "read_topology", lambda: read_topology(machine(tmp_path, {0: [[0]], 1: [[1]]})))
     assert len(plan_group(GroupOptions()).placement.ranks) == 2
-    monkeypatch.setattr(serving, "read_topology", lambda: read_topology(machine(tmp_path, {0: [[0]], 1: [[1]]},
+    monkeypatch.setattr(plan, "read_topology", lambda: read_topology(machine(tmp_path, {0: [[0]], 1: [[1]]},
                                                                                 offline=[1])))
     assert [r.node for r in plan_group(GroupOptions()).placement.ranks] == [0]
     assert [r.node for r in plan_group(GroupOptions(), keep=2).placement.ranks] == [0, 0]
@@ -419,7 +421,7 @@ def test_folders_that_others_could_exchange_are_not_removed(tmp_path):
 
 def test_groups_that_start_together_keep_their_folders(tmp_path):
     """Many processes make and remove folders; each must find its own whole until it is done with it."""
-    code = ("import sys\nfrom allspark_launch.group.serving import private_folder\n"
+    code = ("import sys\nfrom allspark_launch.group.folders import private_folder\n"
             "for i in range(60):\n"
             "    with private_folder(sys.argv[1]) as folder:\n"
             "        for file in 'abcd':\n"

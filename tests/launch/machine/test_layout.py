@@ -13,9 +13,9 @@ from allspark_launch.bench import layouts as bench
 from allspark_launch.bench.latencies import Figures
 from allspark_launch.bench.load import Point
 from allspark_launch.cli import main
-from allspark_launch.group.serving import shipped_model
+from allspark_launch.group.background import shipped_model
 from allspark_launch.machine.topology import read_topology
-from allspark_launch.pool import pool as pools
+from allspark_launch.pool import decisions
 from support.machines import machine
 from support.paths import SUPPORT
 from support.pool_commands import toml, words, write
@@ -29,7 +29,7 @@ def two_nodes(tmp_path, monkeypatch):
     """Two nodes with a core each, of those that this process may use, and a third with memory alone."""
     first, second = (*sorted(os.sched_getaffinity(0)), os.cpu_count())[:2]
     root = machine(tmp_path / "machine", {0: [[first]], 1: [[second]], 2: []})
-    monkeypatch.setattr(pools, "read_topology", lambda: read_topology(root))
+    monkeypatch.setattr(decisions, "read_topology", lambda: read_topology(root))
     return root
 
 
@@ -148,7 +148,7 @@ def test_a_decision_is_kept_until_it_is_measured_again(tmp_path, two_nodes, meas
     assert "for other models, another purpose or machine" in capsys.readouterr().out and len(measured) == 1
     assert main(words(tmp_path, "apply", "--measure")) == 1
     assert "cannot be measured while the pool runs (a-0, a-1)" in capsys.readouterr().err
-    monkeypatch.setattr(pools, "_is_active", lambda pool, member: False)
+    monkeypatch.setattr(decisions, "is_active", lambda pool, member: False)
     assert main(words(tmp_path, "apply")) == 0
     assert measured[1:] == [([[0, 1], [0], [1]], "latency")] and list(config_of(tmp_path)) == ["a"]
     assert "200.0 ms a request of one client, against 300.0 of nodes" in capsys.readouterr().out
@@ -182,7 +182,7 @@ def test_flags_hold_until_the_file_says(tmp_path, two_nodes, measured, systemctl
 
 def test_one_node_has_nothing_to_measure(tmp_path, measured, capsys, monkeypatch):
     root = machine(tmp_path / "machine", {0: [[0], [1]], 1: []})
-    monkeypatch.setattr(pools, "read_topology", lambda: read_topology(root))
+    monkeypatch.setattr(decisions, "read_topology", lambda: read_topology(root))
     write(tmp_path, [{"name": "a", "models": [MODEL]}], layout="auto")
     assert main(words(tmp_path, "install")) == 0
     assert "nothing to measure, this machine has one NUMA node" in capsys.readouterr().out

@@ -1,0 +1,226 @@
+"""Options of a server group, each declared once.
+
+A field of a dataclass declares an option. Its name is the key in a configuration file and, with hyphens, the flag on a
+command line; its annotation is the type; `option()` gives the default, the help text and what else must be known. The
+parsers of `allspark serve`, `allspark http` and the processes that they start, the reader of configuration files, the
+arguments of those processes and the reference page all read these fields.
+
+This module has the options that ranks take. `allspark_launch.options` adds those that only the launcher needs.
+"""
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, dataclass
+from typing import Any
+
+from . import access, logs
+
+#: values of `Option.ranks`
+FIRST_RANK, EVERY_RANK = "first", "every"
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option. `kind` is the annotation without "| None", such as "int" or "list[str]"."""
+
+    name: str
+    kind: str
+    default: Any
+    #: shown by --help and on the reference page; "" hides the option from both
+    help: str
+    section: str = ""
+    metavar: str | None = None
+    #: the flag without hyphens in front; "": the name. `aliases` are further flags
+    flag_name: str = ""
+    aliases: tuple[str, ...] = ()
+    #: the value of a flag's text, for types that argparse does not know; raises ValueError
+    parse: Callable[[str], Any] | None = None
+    choices: tuple[str, ...] = ()
+    #: what a value must be, for the error if `accepts` is false
+    rule: str = ""
+    accepts: Callable[[Any], bool] | None = None
+    #: the value that the default stands for, if that is another one
+    implied: Any = None
+    #: which ranks get it as an argument: FIRST_RANK, EVERY_RANK or "" (none)
+    ranks: str = ""
+    #: whether workers of the HTTP server get it as an argument
+    worker: bool = False
+    #: whether a group that runs takes over a new value on SIGHUP
+    reloadable: bool = False
+    #: the environment variable that is read where neither flag nor key is given
+    environment: str = ""
+    #: whether it names a file that the group reads
+    reads_file: bool = False
+    #: the field of AsModelConfig that it sets
+    model_field: str = ""
+
+    @property
+    def flag(self) -> str:
+        """The flag, such as --token-file."""
+        return "--" + (self.flag_name or self.name.replace("_", "-"))
+
+    @property
+    def effective_default(self) -> Any:
+        """The value that holds where none is given."""
+        return self.default if self.implied is None else self.implied
+
+    def help_text(self) -> str:
+        """The help text with the default and the environment variable."""
+        value = self.effective_default
+        text = f"{self.help} (default {value})" if value and not isinstance(value, bool) else self.help
+        return f"{text} [${self.environment}]" if self.environment else text
+
+    def add_to(self, parser: argparse._ActionsContainer, default: Any) -> None:
+        """Adds the flag to a parser. `default`: of the parsed value where the flag is absent."""
+        details: dict[str, Any] = {"default": default, "dest": self.name,
+                                   "help": self.help_text() if self.help else argparse.SUPPRESS}
+        if self.kind == "bool":
+            details["action"] = "store_true"
+        else:
+            details |= {"metavar": self.metavar, "choices": self.choices or None}
+            if self.parse is not None:
+                details["type"] = self._parsed
+            elif self.kind.startswith("list["):
+                details["action"] = "append"
+            elif self.kind in ("int", "float"):
+                details["type"] = {"int": int, "float": float}[self.kind]
+        parser.add_argument(self.flag, *self.aliases, **details)
+
+    def _parsed(self, text: str) -> Any:
+        assert self.parse is not None
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    def words(self, value: Any) -> list[str]:
+        """The arguments that give the option this value; [] for the default."""
+        if value == self.default or value in (None, "", 0, []):
+            return []
+        if self.kind == "bool":
+            return [self.flag]
+        if self.kind == "list[int]":
+            return [self.flag, ",".join(map(str, value))]
+        return [word for item in (value if isinstance(value, list) else [value])
+                for word in (self.flag, json.dumps(item) if isinstance(item, dict) else str(item))]
+
+    def check(self, value: Any) -> None:
+        """Raises ValueError for a value of the right type that is not allowed."""
+        if self.choices and value != self.default and value not in self.choices:
+            raise ValueError(f"{self.name} is {value!r}; allowed: {', '.join(self.choices)}")
+        if self.accepts is not None and not self.accepts(value):
+            raise ValueError(f"{self.name} is {value}; it must be {self.rule}")
+
+
+def option(default: Any, help: str, **details: Any) -> Any:
+    """A dataclass field that declares an option; `details` are further fields of Option."""
+    given = {"default_factory": default} if callable(default) else {"default": default}
+    return dataclasses.field(**given, metadata={"help": help, **details})
+
+
+def options_of(declared: type) -> list[Option]:
+    """The options that a dataclass declares, with those of its bases first."""
+    return [Option(field.name, str(field.type).removesuffix(" | None"),
+                   field.default if field.default_factory is MISSING else field.default_factory(), **field.metadata)
+            for field in dataclasses.fields(declared)]
+
+
+def add_arguments(parser: argparse.ArgumentParser, options: Iterable[Option],
+                  default: Callable[[Option], Any]) -> None:
+    """Adds the flags of these options, by sections, with the defaults that `default` gives."""
+    sections: dict[str, argparse._ActionsContainer] = {"": parser}
+    for declared in options:
+        if declared.section not in sections:
+            sections[declared.section] = parser.add_argument_group(declared.section)
+        declared.add_to(sections[declared.section], default(declared))
+
+
+@dataclass
+class ListenerOptions:
+    """Options of a process that clients connect to: a group, or a worker of the HTTP server."""
+
+    token_file: str = option("", "clients must present a token of this file: a line 'ROLE TOKEN' for each, with the role "
+                             "read, generate, door or admin; a file with one token alone gives it the role admin",
+                             section="access", metavar="FILE", ranks=FIRST_RANK, worker=True, reads_file=True)
+    tls_cert: str = option("", "the server's certificate", section="access", metavar="PEM", ranks=FIRST_RANK,
+                           worker=True, reads_file=True)
+    tls_key: str = option("", "the key of that certificate", section="access", metavar="PEM", ranks=FIRST_RANK,
+                          worker=True, reads_file=True)
+    tls_ca: str = option("", "require client certificates that these certificates have signed", section="access",
+                         metavar="PEM", ranks=FIRST_RANK, worker=True, reads_file=True)
+    tls_role: str = option("", "the role of clients with a certificate if there is no token file", section="access",
+                           choices=tuple(role.value for role in access.Role), implied=access.Role.ADMIN.value,
+                           ranks=FIRST_RANK, worker=True)
+    insecure: bool = option(False, "serve a TCP address even if everybody who reaches it may do everything",
+                            section="access", ranks=FIRST_RANK)
+    socket_mode: str = option("", "the mode of Unix sockets (default 0600: this user alone; 0660 with --socket-group)",
+                              section="access", metavar="MODE", ranks=FIRST_RANK)
+    socket_group: str = option("", "the group that Unix sockets belong to", section="access", metavar="NAME",
+                               ranks=FIRST_RANK)
+    log_level: str = option("info", "log messages from this level on", section="logs", choices=LOG_LEVELS,
+                            ranks=EVERY_RANK, worker=True, reloadable=True)
+    log_format: str = option("text", "how to log: text for people, json for programs", section="logs",
+                             choices=logs.FORMATS, ranks=EVERY_RANK, worker=True)
+
+
+@dataclass
+class WorkerOptions(ListenerOptions):
+    """Options of the HTTP server that its workers take as arguments."""
+
+    max_body_mib: int = option(0, "the largest request body that is accepted", section="limits", metavar="N", implied=16,
+                               worker=True)
+    #: addresses of the groups behind it
+    pool: list[str] = option(list, "the address of a group; repeatable (default: $ALLSPARK_ADDRESS, or the address that "
+                             "a group without one serves on)", section="groups", flag_name="address", worker=True)
+    pool_token_file: str = option("", "present a token of this file to groups: one with the role door if there is one, "
+                                  "else admin or generate", section="groups", metavar="FILE", worker=True)
+    pool_tls_ca: str = option("", "connect to groups with TLS and trust these certificates", section="groups",
+                              metavar="PEM", worker=True)
+
+
+@dataclass
+class RankOptions(ListenerOptions):
+    """Options of a group that its ranks take as arguments. An empty value or 0 lets the program choose."""
+
+    log_requests: bool = option(False, "log a line for each request that has ended", section="logs", ranks=FIRST_RANK)
+    models: list[dict | str] = option(list, "a checkpoint to load and start: a directory, or org/name on the Hub; "
+                                      "repeatable; without one, clients install what they need",
+                                      flag_name="model", metavar="DIR", ranks=FIRST_RANK)
+    address: list[str] = option(list, "host:port or unix:/path to serve on; repeatable (default: a Unix socket of this "
+                                "user; 127.0.0.1:50051 with a token file, --tls-ca or --insecure)", ranks=FIRST_RANK)
+    state_file: str = option("", "keep the list of models in this file (default: a temporary file)", metavar="FILE",
+                             ranks=FIRST_RANK)
+    drain_limit: float = option(0.0, "how long requests may continue after a stop is requested, while no new ones are "
+                                "accepted (default 0; inf: until they have ended); a second request to stop ends them "
+                                "at once", metavar="SECONDS", ranks=FIRST_RANK, reloadable=True,
+                                rule="a number of seconds, at least 0, or inf",
+                                accepts=lambda value: value >= 0 and not math.isnan(value))
+    model_root: list[str] = option(list, "clients may install models from below this directory; repeatable (default: "
+                                   "only those that --model names)", section="access", metavar="DIR",
+                                   ranks=FIRST_RANK)
+    max_message_mib: int = option(0, "the largest message that is accepted from a client", section="limits",
+                                  metavar="N", implied=16, ranks=FIRST_RANK)
+    max_requests: int = option(0, "how many requests of all clients may wait or run (default: only the limits of the "
+                               "models)", section="limits", metavar="N", ranks=FIRST_RANK)
+    max_tenant_requests: int = option(0, "how many requests of one tenant may wait or run; a tenant is a token, a "
+                                      "certificate, or otherwise a connection", section="limits", metavar="N",
+                                      ranks=FIRST_RANK)
+    strict: bool = option(False, "do not serve a model if its memory is on the wrong NUMA nodes", section="placement",
+                          ranks=EVERY_RANK)
+
+
+def rank_words(values: RankOptions, ranks: str) -> list[str]:
+    """The arguments of FIRST_RANK or EVERY_RANK for options that are not at their default."""
+    return [word for declared in options_of(RankOptions) if declared.ranks == ranks
+            for word in declared.words(getattr(values, declared.name))]
+
+
+def worker_words(values: WorkerOptions) -> list[str]:
+    """The arguments of an HTTP worker for options that are not at their default."""
+    return [word for declared in options_of(WorkerOptions) if declared.worker
+            for word in declared.words(getattr(values, declared.name))]

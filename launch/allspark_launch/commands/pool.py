@@ -1,0 +1,79 @@
+"""`allspark pool`: groups as systemd services, from one file."""
+from __future__ import annotations
+
+import argparse
+
+from ..pool import layout as layouts
+from ..pool.install import apply, install, uninstall
+from ..pool.members import add_target_options
+from ..pool.rolling import drain, restart
+from ..pool.units import CONFIG_DIR, TEMPLATES, UNIT_DIR
+from . import AddCommand, Handler
+from .top import status
+
+EPILOG = f"""\
+  allspark pool install --config pool.toml --now      writes the units, enables and starts them
+  allspark pool apply --config pool.toml              makes the running pool what the edited file says
+  allspark pool restart --rolling --config pool.toml  one member after the other, each once its requests have ended
+  allspark pool status --config pool.toml             health, models and load of the members
+
+What has changed in the file counts: members that are new are started, those that are gone are stopped, those whose
+tokens, drain_limit or log_level changed are told, and others are restarted, one after the other. A restart waits until
+the requests of the member have ended, as long as that takes: none is ended by it.
+
+layout = "auto" in the file (or --layout auto) measures each member without numa_nodes, with its model, as one wide
+group and as a group on each NUMA node (NAME-NODE, ports counted up), for optimize = "latency" (one client) or
+"throughput" (as many as are computed at once), before the pool starts. What was decided is kept in the configuration
+directory and holds until --measure, or until a pool that does not run is applied with another model, purpose or
+machine.
+
+A commented example of pool.toml: {TEMPLATES / "pool.toml"}"""
+
+
+def add_command(command: AddCommand) -> None:
+    """Adds `pool` and its actions to the parser."""
+    p = command("pool", lambda parsed: parsed.act(parsed), "groups as systemd services, from one file", epilog=EPILOG)
+    actions = p.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+    def action(name: str, act: Handler, summary: str) -> argparse.ArgumentParser:
+        q = actions.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        q.set_defaults(act=act)
+        return q
+
+    def of_units(q: argparse.ArgumentParser) -> None:
+        q.add_argument("--config", required=True, metavar="FILE", help="pool.toml")
+        q.add_argument("--unit-dir", default=UNIT_DIR, metavar="DIR", help="default %(default)s")
+        q.add_argument("--config-dir", default=CONFIG_DIR, metavar="DIR", help="default %(default)s")
+
+    def of_layout(q: argparse.ArgumentParser) -> None:
+        q.add_argument("--layout", choices=layouts.LAYOUTS, default="",
+                       help="of members without numa_nodes: a wide group with a rank on each NUMA node (default), a "
+                            "group on each of them, or what is measured to be better; kept until it is said anew")
+        q.add_argument("--optimize", "--for", choices=layouts.PURPOSES, default="",
+                       help="what auto measures (default throughput)")
+        q.add_argument("--measure", action="store_true", help="measure again what auto has decided before")
+
+    q = action("install", install, "write the systemd units of a pool")
+    of_units(q)
+    of_layout(q)
+    q.add_argument("--dry-run", action="store_true", help="print what would be written")
+    q.add_argument("--now", action="store_true", help="enable and start them, too")
+    q = action("apply", apply, "make the running pool what the edited file says")
+    of_units(q)
+    of_layout(q)
+    q.set_defaults(dry_run=False)
+    q = action("uninstall", uninstall, "stop a pool and remove its units; what clients installed stays known")
+    of_units(q)
+    q = action("drain", drain, "have members take no new requests, and wait until theirs have ended")
+    add_target_options(q)
+    q.add_argument("members", nargs="*", metavar="MEMBER", help="default: all")
+    q.add_argument("--undo", action="store_true", help="have them take requests again")
+    q.add_argument("--limit", type=float, default=float("inf"), metavar="SECONDS", help="wait no longer than this")
+    q = action("restart", restart, "restart members")
+    q.add_argument("--config", required=True, metavar="FILE", help="pool.toml")
+    q.add_argument("--config-dir", default=CONFIG_DIR, metavar="DIR", help="default %(default)s")
+    q.add_argument("members", nargs="*", metavar="MEMBER", help="default: all")
+    q.add_argument("--rolling", action="store_true",
+                   help="one after the other, each once its requests have ended, as long as that takes")
+    q = action("status", status, "health, models and load of the members")
+    add_target_options(q)

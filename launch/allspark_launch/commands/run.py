@@ -1,0 +1,79 @@
+"""`allspark run`: one prompt, answered by a group that is started for it."""
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from . import AddCommand
+from .own_group import add_group_flags, own_group
+
+DEFAULT_PROMPT = "Tell me a story about a fox."
+EPILOG = """\
+examples:
+  allspark run "What is 12+30?"                      the model that ships with the package
+  allspark run --model ~/Qwen2.5-0.5B-Instruct --ranks 2 --greedy "Why is the sky blue?"
+  echo "Once upon a time" | allspark run --raw -      no chat template, prompt from standard input"""
+
+
+def add_command(command: AddCommand) -> None:
+    """Adds `run` to the parser."""
+    p = command("run", run, "start a group, stream the answer to one prompt, stop the group", epilog=EPILOG)
+    p.add_argument("prompt", nargs="?", default=DEFAULT_PROMPT, help="the prompt; - reads standard input")
+    p.add_argument("--model", metavar="DIR",
+                   help="Hugging Face directory, NAME.gguf, NAME.asgraph, or org/name on the Hub (default: the shipped "
+                        "model)")
+    p.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
+    p.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="default %(default)s")
+    p.add_argument("--greedy", action="store_true", help="always the most likely token")
+    p.add_argument("--temperature", type=float, default=None)
+    p.add_argument("--top-p", type=float, default=None)
+    p.add_argument("--seed", type=int, default=None, help="same seed, same text (default: random)")
+    p.add_argument("--address", help="use the group at this address instead of starting one")
+    p.add_argument("-v", "--verbose", action="store_true", help="show where the ranks run, and their log")
+    add_group_flags(p)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    prompt = sys.stdin.read() if parsed.prompt == "-" else parsed.prompt
+    if not prompt.strip():
+        raise ValueError("the prompt is empty")
+    if parsed.address:
+        from allspark_client import ClientEngine
+        with ClientEngine(parsed.address) as engine:
+            models = [m.name for m in engine.list_models() if m.running]
+            name = parsed.model_name or (models[0] if models else "")
+            if not name:
+                raise ValueError(f"the group at {parsed.address} runs no model; allspark serve --model starts one")
+            _answer(engine, name, prompt, parsed)
+        return 0
+    from allspark_client import ClientEngine
+    with own_group(parsed) as address, ClientEngine(address) as engine:
+        _answer(engine, engine.list_models()[0].name, prompt, parsed)
+    return 0
+
+
+def _answer(engine, name: str, prompt: str, parsed: argparse.Namespace) -> None:
+    """Stream one answer to standard output, its speed to standard error."""
+    config = {"max_new_tokens": parsed.max_new_tokens}
+    if parsed.greedy:
+        config["do_sample"] = False
+    for key in ("temperature", "top_p", "seed"):
+        if getattr(parsed, key) is not None:
+            config[key] = getattr(parsed, key)
+    inputs = {"text": prompt} if parsed.raw else {"messages": [{"role": "user", "content": prompt}]}
+    started = time.perf_counter()
+    _, handle, queue = engine.start_request(name, inputs, config)
+    first, early, count = 0.0, 0, 0
+    for elements in queue:
+        count += len(elements.ids_from_generate)
+        if not first:       # the first message may bring several tokens, whose time is not known
+            first, early = time.perf_counter(), count
+        sys.stdout.write(elements.text)
+        sys.stdout.flush()
+    ended = time.perf_counter()
+    print(flush=True)
+    engine.release_request(name, handle)
+    speed = f", then {(count - early) / (ended - first):.1f} tokens/s" if count > early else ""
+    print(f"[{engine.get_rank_nums()} rank(s), {count} tokens, first after {1000 * (first - started):.0f} ms{speed}]",
+          file=sys.stderr)

@@ -1,0 +1,86 @@
+"""`allspark top` and `allspark pool status`: the state and the load of groups."""
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable
+
+from ..pool.members import Member, add_target_options, placed, targets
+from . import AddCommand
+
+
+def add_command(command: AddCommand) -> None:
+    """Adds `top` to the parser."""
+    p = command("top", top, "live view of a pool's load")
+    add_target_options(p)
+    p.add_argument("--once", action="store_true", help="print one table and stop")
+    p.add_argument("--interval", type=float, default=1.0, metavar="SECONDS")
+
+
+def status(options: argparse.Namespace) -> int:
+    """`allspark pool status`: 0 if all members serve."""
+    import grpc
+    rows = [("member", "address", "state", "ranks", "placed", "requests", "restarts", "models")]
+    bad = 0
+    for target in targets(options):
+        with Member(target) as member:
+            try:
+                info = member.info()
+                state = "draining" if info.draining else "serving" if member.serves() else "not serving"
+                models = [f"{m.name} ({'running' if m.running else 'stopped'}, load {m.load})" for m in info.models]
+                rows.append((target.name, target.address, state, str(info.rank_nums), placed(info), str(info.requests),
+                             str(info.restarts), ", ".join(models) or "-"))
+                bad += state == "not serving"
+            except grpc.RpcError as error:
+                bad += 1
+                refused = error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+                rows.append((target.name, target.address, "refused" if refused else "down", "", "", "", "",
+                             f"{error.code().name}: {error.details()}"))
+    print("\n".join(table(rows)))
+    return 1 if bad else 0
+
+
+def table(rows: Iterable[tuple[str, ...]]) -> list[str]:
+    """Lines with columns of equal width."""
+    rows = list(rows)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    return ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[-1]]).rstrip() for row in rows]
+
+
+def top(options: argparse.Namespace) -> int:
+    """`allspark top`."""
+    members = [Member(t) for t in targets(options)]
+    try:
+        while True:
+            lines = _top_table(members)
+            if sys.stdout.isatty() and not options.once:
+                print("\033[H\033[2J", end="")
+            print("\n".join(lines), flush=True)
+            if options.once:
+                return 0
+            time.sleep(max(0.1, options.interval))
+    finally:
+        for member in members:
+            member.__exit__()
+
+
+def _top_table(members: list[Member]) -> list[str]:
+    import grpc
+    rows = [("member", "model", "running", "waiting", "tokens/s", "prefill/s", "cache", "hits", "exchange", "wait", "")]
+    for member in members:
+        try:
+            info = member.info()
+            parts = ("compute", "exchange", "wait")
+            spent = [sum(getattr(rank, f"{part}_seconds") for rank in info.ranks) for part in parts]
+            shares = [f"{100 * part / sum(spent):.1f}%" if sum(spent) else "-" for part in spent[1:]]
+            notes = ["draining"] * info.draining + [f"{info.restarts} restarts"] * (info.restarts > 0)
+            for model in info.models:
+                s = member.stat(model.name)
+                prefill = max(0.0, s.process_token_persec - s.generate_token_persec)
+                rows.append((member.target.name, model.name, str(s.running_request), str(s.pendding_request),
+                             f"{s.generate_token_persec:.1f}", f"{prefill:.1f}", f"{s.token_usage_percentage:.1f}%",
+                             f"{100 * s.prefix_cache_hit_rate:.1f}%", *shares, ", ".join(notes)))
+        except grpc.RpcError as error:
+            rows.append((member.target.name, f"{error.code().name}: {error.details()}", *[""] * 9))
+    return table(rows)

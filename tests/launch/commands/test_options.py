@@ -1,0 +1,93 @@
+"""Options are declared once: what parsers, configuration files and the arguments of processes make of a declaration."""
+import dataclasses
+import json
+
+import allspark_server.__main__ as rank
+import allspark_server.http.__main__ as worker
+import pytest
+from allspark_launch.cli import build_parser
+from allspark_launch.group.http_server import HttpOptions
+from allspark_launch.options import RELOADABLE, GroupOptions, ModelOptions, group_options, reference_rows
+from allspark_server.options import (
+    EVERY_RANK,
+    FIRST_RANK,
+    RankOptions,
+    WorkerOptions,
+    options_of,
+    rank_words,
+    worker_words,
+)
+
+
+def other_value(declared):
+    """A value that is not the default."""
+    if declared.choices:
+        return next(choice for choice in declared.choices if choice != declared.effective_default)
+    return {"str": "text", "int": 3, "bool": True, "float": 2.5, "list[str]": ["a", "b"], "list[int]": [2, 5],
+            "list[dict | str]": ["model", {"model_name": "m", "model_path": "/m"}]}[declared.kind]
+
+
+def test_ranks_take_every_option_that_is_theirs():
+    values = RankOptions(**{declared.name: other_value(declared) for declared in options_of(RankOptions)})
+    parsed = rank.parser().parse_args([*rank_words(values, FIRST_RANK), *rank_words(values, EVERY_RANK)])
+    models = [text for text in parsed.models if text == "model"] + [rank.model_config(parsed.models[1]).model_name]
+    assert models == ["model", "m"]
+    for declared in options_of(RankOptions):
+        if declared.name != "models":
+            assert getattr(parsed, declared.name) == getattr(values, declared.name), declared.name
+    default = rank.parser().parse_args([])
+    assert rank_words(RankOptions(), FIRST_RANK) == rank_words(RankOptions(), EVERY_RANK) == []
+    assert (default.max_message_mib, default.tls_role, default.log_level) == (16, "admin", "info")
+
+
+def test_http_workers_take_every_option_that_is_theirs():
+    values = WorkerOptions(**{declared.name: other_value(declared) for declared in options_of(WorkerOptions)})
+    parsed = worker.parser().parse_args(["--fd", "3", *worker_words(values)])
+    passed = [declared for declared in options_of(WorkerOptions) if declared.worker]
+    assert len(passed) > 8
+    for declared in passed:
+        assert getattr(parsed, declared.name) == getattr(values, declared.name), declared.name
+
+
+def test_a_flag_is_what_the_key_is(tmp_path):
+    """Each option of a group, once as a flag and once as a key of the configuration file."""
+    for declared in options_of(GroupOptions):
+        if declared.name in ("models", "http_workers"):
+            continue
+        value = other_value(declared)
+        by_flag = group_options(build_parser().parse_args(["serve", *declared.words(value)]))
+        path = tmp_path / f"{declared.name}.json"
+        path.write_text(json.dumps({declared.name: value}))
+        by_key = group_options(build_parser().parse_args(["serve", "--config", str(path)]))
+        assert by_flag == by_key == dataclasses.replace(GroupOptions(), **{declared.name: value}), declared.name
+
+
+def test_what_is_checked_names_the_flag_or_the_line(tmp_path):
+    with pytest.raises(ValueError, match=r"^--drain-limit: drain_limit is -1.0; it must be a number of seconds"):
+        group_options(build_parser().parse_args(["serve", "--drain-limit", "-1"]))
+    path = tmp_path / "group.toml"
+    path.write_text('ranks = 2\nlog_level = "loud"\n')
+    with pytest.raises(ValueError, match="line 2: log_level is 'loud'; allowed: debug, info, warning, error"):
+        GroupOptions.from_file(str(path))
+
+
+def test_the_reference_has_every_flag_of_serve():
+    rows = list(reference_rows())
+    flags = {flag for row in rows for flag in row.flags.split(", ")}
+    actions = build_parser()._subparsers._group_actions[0].choices["serve"]._actions
+    assert flags == {flag for action in actions for flag in action.option_strings} - {"-h", "--help", "--progress-lines"}
+    assert {row.key for row in rows} - {""} == {field.name for field in dataclasses.fields(GroupOptions)}
+    assert {row.key for row in rows if row.reloadable} == set(RELOADABLE) == {"drain_limit", "log_level"}
+    assert all(row.help for row in rows)
+
+
+def test_http_options_of_a_group_are_those_it_shares():
+    group = GroupOptions(http="127.0.0.1:0", http_workers=2, token_file="keys", log_level="debug", max_message_mib=4)
+    assert group.http_options("unix:/inner") == HttpOptions(
+        address="127.0.0.1:0", workers=2, token_file="keys", pool=["unix:/inner"], pool_token_file="keys",
+        log_level="debug", max_body_mib=4)
+
+
+def test_model_flags_set_fields_of_the_configuration():
+    parsed = build_parser().parse_args(["run", "--max-length", "64", "--set", "num_threads=2", "--weight-dtype", "int8"])
+    assert ModelOptions.fields_of(parsed) == {"engine_max_length": 64, "weight_dtype": "int8", "num_threads": 2}
