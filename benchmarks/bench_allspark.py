@@ -20,7 +20,7 @@ import time
 import numpy as np
 
 from allspark_client import AbstractEngine, AsModelConfig, ClientEngine
-from allspark_launch.bench.ceiling import Machine, Workload
+from allspark_launch.bench.roofline import Machine, Workload
 from allspark_server import _native
 
 

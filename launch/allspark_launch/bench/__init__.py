@@ -1,9 +1,10 @@
-"""`allspark bench`: speeds, each beside the ceiling that this machine sets, measured in the same run.
+"""`allspark bench`: speeds, each beside this machine's roofline, which is measured in the same run.
 
-`static.py` and `serving.py` are the commands of those names. Of static, `ceiling.py` is what a model's shapes make of the
-machine's ceilings; `measure.py` times one cell of the grid; `peers.py` runs the adapters of other engines; `report.py`
-makes tables, JSON and plots. Of serving, `workload.py` is what is asked for, `targets.py` who is asked, `load.py` how,
-and `latencies.py` what came of it; `layouts.py` measures with these how a pool's groups use the machine best.
+`static.py` and `serving.py` are the modes of those names. static uses `roofline.py` (the highest speed that a model's
+shapes allow on the machine), `measure.py` (times one cell of the grid), `peers.py` (runs the adapters of other engines),
+`results.py` and `report.py` (tables, JSON and plots). serving uses `workload.py` (what is requested), `targets.py` (the
+servers under test), `load.py` (how requests are sent) and `latencies.py` (the figures). `layouts.py` uses the latter to
+find the best layout of a pool's groups.
 """
 from ..commands import AddCommand
 from .serving import add_serving
@@ -13,9 +14,9 @@ __all__ = ["add_command"]
 
 
 def add_command(command: AddCommand) -> None:
-    """Adds `bench` to the parser. command(name, handler, summary, …) makes a subcommand of `allspark`."""
-    p = command("bench", None, "measure speeds: beside the machine's ceilings, or under load; and peers", epilog="""\
-allspark bench static --help and allspark bench serving --help tell more; start with:
+    """Adds `bench` and its modes to the parser."""
+    p = command("bench", None, "measure speeds: beside the machine's roofline, or under load; other engines too", epilog="""\
+allspark bench static --help and allspark bench serving --help explain more; start with:
   allspark bench static --formats bfloat16 --rounds 1
   allspark bench serving""")
     modes = p.add_subparsers(dest="mode", required=True, metavar="MODE")

@@ -26,19 +26,19 @@ def title_of(kind: str, cell: Cell) -> str:
 
 def tables(run: Run) -> str:
     """Decode and prefill, a row for each engine and format, a column for each cell: the best round, the median, and the
-    best round's part of the ceiling around it (m: set by memory, c: by arithmetic).
+    best round's part of the roofline around it (m: set by memory, c: by arithmetic).
     """
     best, median = run.best_machine(), run.median_machine()
     tiles = f"{best.bf16 / 1e9:.1f} Gop/s bfloat16 tiles ({median.bf16 / 1e9:.1f}), " if best.bf16 else ""
-    lines = [f"ceilings: {best.read / 1e9:.1f} GB/s read ({median.read / 1e9:.1f}), {best.fp32 / 1e9:.1f} Gop/s fp32 "
+    lines = [f"roofline: {best.read / 1e9:.1f} GB/s read ({median.read / 1e9:.1f}), {best.fp32 / 1e9:.1f} Gop/s fp32 "
              f"({median.fp32 / 1e9:.1f}), {tiles}{best.int8 / 1e9:.1f} Gop/s int8 ({median.int8 / 1e9:.1f}); best of "
-             f"{len(run.ceilings)} measurements (median); parts are of the ceilings around each figure"]
+             f"{len(run.rooflines)} measurements (median); parts are of the roofline around each figure"]
     width = max([len(row.name) for row in run.rows] + [len("batch x prompt + output")])
     for kind in TITLES:
         cells = cells_of(run, kind)
         for start in range(0, len(cells), COLUMNS):
             part = cells[start:start + COLUMNS]
-            lines += ["", f"{TITLES[kind]}: best (median), part of the ceiling set by m: memory, c: arithmetic",
+            lines += ["", f"{TITLES[kind]}: best (median), part of the roofline set by m: memory, c: arithmetic",
                       f"{'batch x prompt + output':<{width}}" + "".join(f"{title_of(kind, c):>30}" for c in part)]
             lines += [_line(run, kind, row, part, width) for row in run.rows if row.status == "measured"]
     missing = [row for row in run.rows if row.status != "measured"]
@@ -61,7 +61,7 @@ def _line(run: Run, kind: str, row: Row, cells: list[Cell], width: int) -> str:
 
 
 def plot(run: Run, path: Path) -> bool:
-    """Bars for each cell and engine with its ceiling as a line, decode above prefill, to a file of matplotlib's formats
+    """Bars for each cell and engine with its roofline as a line, decode above prefill, to a file of matplotlib's formats
     (.png, .svg, .pdf). False if matplotlib is not installed.
     """
     try:
@@ -83,7 +83,7 @@ def plot(run: Run, path: Path) -> bool:
             axis.hlines([f["ceiling"] for _, f in places], [x - width / 2 for x, _ in places],
                         [x + width / 2 for x, _ in places], colors="black", linewidth=1)
         axis.set_xticks(range(len(cells)), [title_of(kind, cell) for cell in cells])
-        axis.set_title(TITLES[kind] + " (best; line: ceiling)")
+        axis.set_title(TITLES[kind] + " (best; line: roofline)")
         axis.grid(axis="y", alpha=0.3)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
     figure.suptitle(f"{Path(run.settings['model']).name}, {run.machine['threads']} threads, {run.machine['isa']}")

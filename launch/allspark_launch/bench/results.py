@@ -1,11 +1,11 @@
-"""Results of a run: rounds of figures and ceilings, and their best and median."""
+"""Results of a run: figures and rooflines of every round, with the best and the median."""
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from .ceiling import Bound, Machine, Workload
+from .roofline import Bound, Machine, Workload
 from .measure import Cell, Timing
 
 SCHEMA = 1
@@ -13,7 +13,7 @@ SCHEMA = 1
 
 @dataclass
 class Series:
-    """One figure in every round, tokens/s, and the machine's ceilings around it."""
+    """One figure in every round, in tokens/s, and the machine's roofline around it."""
 
     rounds: list[float] = field(default_factory=list)
     machines: list[Machine] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Row:
         return f"{self.engine} {self.format}".strip()
 
     def add(self, cell: Cell, timing: Timing, machine: Machine) -> None:
-        """machine: its ceilings as measured around the timing."""
+        """Adds a timing. `machine`: the roofline that was measured around it."""
         for series, rate in ((self.prefill, timing.prefill), (self.decode, timing.decode)):
             if rate is not None:
                 found = series.setdefault(cell, Series())
@@ -65,7 +65,7 @@ class Run:
     machine: dict
     workload: Workload
     cells: list[Cell]
-    ceilings: list[Machine] = field(default_factory=list)       # every measurement
+    rooflines: list[Machine] = field(default_factory=list)       # every measurement
     rows: list[Row] = field(default_factory=list)
 
     def best_machine(self) -> Machine:
@@ -76,10 +76,10 @@ class Run:
 
     def _machine(self, choose: Callable[[list[float]], float]) -> Machine:
         fields = ("read", "fp32", "int8", "bf16")
-        return Machine(*(choose([getattr(c, field) for c in self.ceilings]) for field in fields))
+        return Machine(*(choose([getattr(c, field) for c in self.rooflines]) for field in fields))
 
     def bound(self, kind: str, row: Row, cell: Cell, machine: Machine) -> Bound:
-        """The ceiling of one figure. kind: "decode" or "prefill"."""
+        """The roofline's bound of one figure. kind: "decode" or "prefill"."""
         if kind == "prefill":
             return self.workload.prefill(machine, cell.batch, cell.prompt, row.weight_bytes, row.integer)
         context = cell.prompt + cell.output / 2
@@ -87,8 +87,8 @@ class Run:
                                     row.integer)
 
     def figure(self, kind: str, row: Row, cell: Cell) -> dict | None:
-        """Best and median, and the parts of the ceilings measured around each round's figure: the best part and the
-        median one. None if it was not measured.
+        """Best and median, and the best and median part of the roofline that was measured around each round. None if the
+        figure was not measured.
         """
         series = getattr(row, kind).get(cell)
         if series is None:
@@ -122,4 +122,4 @@ class Run:
                          "prefill": self.figure("prefill", row, cell), "decode": self.figure("decode", row, cell)}
                         for cell in self.cells if cell in row.prefill]
         return {"schema": SCHEMA, "benchmark": "static", "machine": self.machine, "settings": self.settings,
-                "model": {**vars(self.workload)}, "ceilings": [vars(c) for c in self.ceilings], "results": results}
+                "model": {**vars(self.workload)}, "ceilings": [vars(c) for c in self.rooflines], "results": results}

@@ -1,4 +1,4 @@
-"""`allspark bench static`: weight formats x batch x prompt x output, each as tokens/s and as a part of its ceiling."""
+"""`allspark bench static`: weight formats x batch x prompt x output, each in tokens/s and as a part of the roofline."""
 from __future__ import annotations
 
 import argparse
@@ -21,7 +21,7 @@ from ..machine.topology import read_topology
 from ..options import set_fields
 from ..progress import Progress
 from . import peers as peer_runs
-from .ceiling import Machine, Workload
+from .roofline import Machine, Workload
 from .measure import FORMATS, Cell, Format, Timing, time_cell
 from .report import plot, tables
 from .results import Row, Run
@@ -33,14 +33,14 @@ DEFAULT_CELLS = ("1x128x64", "4x128x64", "8x128x64", "1x1024x1")
 PEER_CACHE_BYTES = 2        # of a cached value: the peers' default
 
 DESCRIPTION = """\
-Measures a model's speed for every weight format in every cell of a grid, beside the ceilings of this machine.
+Measures a model's speed for every weight format in every cell of a grid, beside the roofline of this machine.
 
 A cell is BATCH requests at once, with PROMPT random tokens each, OUTPUT tokens out, greedy:
   prefill   all prompt tokens / time until the last request has its first token
   decode    tokens / time, from then until the first request ends: all sequences together
-Ceilings are measured with the same number of threads before and after every figure, and the higher one counts: a
-machine whose memory is shared with others may swing by half within a minute. So a figure's part of its ceiling is more
-telling than the figure:
+The roofline is measured with the same number of threads before and after every figure, and the higher one counts. The
+memory bandwidth of a shared machine may change by half within a minute, so a figure's part of the roofline says more than
+the figure:
   decode    bytes that a step reads (weights as packed, and the cache) / rate of reading memory, or operations of the
             step / rate of multiply-adds if that takes longer
   prefill   operations (matrices, attention, head) / rate of multiply-adds: fp32, or 8-bit integers for the matrices of
@@ -57,8 +57,8 @@ examples:
   allspark bench static --model DIR --gpus 0,1 --formats bfloat16 --batch 1,8,32 --output 64
   allspark bench static --model DIR --peer llama_cpp=/venvs/llama/bin/python --work-dir /tmp/peers
 
-On GPUs (--gpus) the ceilings are the rate of reading their memory and that of a large product of bfloat16 by this
-backend's own kernel, of all together. The format float16 is for them alone.
+On GPUs (--gpus) the roofline is the rate of reading their memory and the rate of a large bfloat16 GEMM by this backend's
+own kernel, all GPUs together. The format float16 is for GPUs only.
 
 Peers run on the same cells, each in a process of its own, by the adapters in benchmarks/peers. A format that this build
 does not have is listed as such."""
@@ -104,7 +104,8 @@ def add_static(modes) -> None:
                    help="a group of N ranks (default: Engine, in this process)")
     g.add_argument("--threads", type=int, default=0, metavar="N", help="of each rank (default: every physical core)")
     g.add_argument("--gpus", type=_list_of(int), default=[], metavar="LIST",
-                   help="a group with a rank on each of these GPUs; ceilings are theirs, and only peers on GPUs run")
+                   help="a group with one rank per GPU; the roofline is that of these GPUs, and only peers that use GPUs "
+                        "run")
     g = p.add_argument_group("peers")
     g.add_argument("--peer", action="append", default=[], metavar="NAME[=PYTHON]",
                    help="an engine to compare with, and the interpreter that has it; repeatable; none: no peers "
@@ -116,7 +117,7 @@ def add_static(modes) -> None:
                    help="seconds for a peer in a round (default %(default)g)")
     g = p.add_argument_group("output")
     g.add_argument("--json", type=Path, metavar="FILE", help="everything, with each round's figures")
-    g.add_argument("--plot", type=Path, metavar="FILE", help="bars and ceilings (.png, .svg or .pdf; needs matplotlib)")
+    g.add_argument("--plot", type=Path, metavar="FILE", help="bars and rooflines (.png, .svg or .pdf; needs matplotlib)")
 
 
 def cells_from(options: argparse.Namespace, positions: int) -> list[Cell]:
@@ -203,7 +204,7 @@ def _gpu_names(gpus: list[int]) -> str:
 
 
 class Meter:
-    """Measures the ceilings of that many threads, or of GPUs, together around whatever is timed."""
+    """Measures the roofline of all threads together, or of all GPUs, before and after a timing."""
 
     def __init__(self, run: Run, cpus: list[int], threads: int, gpus: list[int]):
         from allspark_server.runtime.native import cuda_library, native_library
@@ -215,15 +216,15 @@ class Meter:
     def now(self) -> Machine:
         if self._gpus:
             read, bf16 = map(sum, zip(*(self._cuda.measure_ceilings(gpu) for gpu in self._gpus)))
-            self._run.ceilings.append(Machine(read, bf16, bf16=bf16))
-            return self._run.ceilings[-1]
+            self._run.rooflines.append(Machine(read, bf16, bf16=bf16))
+            return self._run.rooflines[-1]
         measured = self._native.measure_ceilings(self._cpus, self._threads, 2)
-        self._run.ceilings.append(Machine(*measured, self._native.measure_integer_rate(self._cpus, self._threads, 2),
+        self._run.rooflines.append(Machine(*measured, self._native.measure_integer_rate(self._cpus, self._threads, 2),
                                           self._native.measure_tile_ceilings(self._cpus, self._threads, 2)[0]))
-        return self._run.ceilings[-1]
+        return self._run.rooflines[-1]
 
     def around(self, before: Machine) -> Machine:
-        """The higher of each ceiling: before and now."""
+        """The higher of each rate: before and now."""
         now = self.now()
         return Machine(max(before.read, now.read), max(before.fp32, now.fp32), max(before.int8, now.int8),
                        max(before.bf16, now.bf16))
@@ -302,7 +303,7 @@ def stored_type(checkpoint: Path, gpus: list[int]) -> str:
 
 def measure_peer(run: Run, peer: peer_runs.Peer, checkpoint: Path, work: Path, threads: int,
                  options: argparse.Namespace, progress: Progress, meter: Meter) -> None:
-    """One round of one peer, all its formats. Ceilings are measured before it starts and after it ends."""
+    """One round of one peer, all its formats. The roofline is measured before it starts and after it ends."""
     progress.show(peer.name)
     timed: list[tuple[Row, Cell, Timing]] = []
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from allspark_launch.bench import peers, report
-from allspark_launch.bench.ceiling import Machine, Workload
+from allspark_launch.bench.roofline import Machine, Workload
 from allspark_launch.bench.measure import Cell, Format, Timing
 from allspark_launch.bench.results import Row, Run
 from allspark_launch.bench.static import cells_from, stored_type
@@ -88,7 +88,7 @@ def test_products_are_measured_against_the_tiles_that_do_them():
     assert load.prefill(tiles, 1, 64, 1.0, integer=True).tokens_per_second > fast
 
 
-def test_ceilings_of_a_model():
+def test_roofline_of_a_model():
     load = Workload.of(shipped_model())
     net = json.loads((shipped_model() / "config.json").read_text())
     hidden, inner, layers = net["hidden_size"], net["intermediate_size"], net["num_hidden_layers"]
@@ -151,7 +151,7 @@ def test_static_on_the_shipped_model(capsys, tmp_path, adapters):
     assert status["fake", "broken"] == "failed" and status["fake", ""] == "failed"
     reasons = {r["format"]: r.get("reason", "") for r in found["results"] if r["engine"] == "fake"}
     assert "no such kernel" in reasons["broken"] and "gone" in reasons[""]
-    assert "decode, tokens/s" in out and "3 x 20 + 60" in out and "ceilings:" in out and "allspark bfloat16" in out
+    assert "decode, tokens/s" in out and "3 x 20 + 60" in out and "roofline:" in out and "allspark bfloat16" in out
     if status["allspark", "int8"] != "measured":
         assert "allspark int8" in out and "not available yet" in out
     pytest.importorskip("matplotlib")
@@ -232,9 +232,9 @@ def a_run() -> Run:
     load = Workload("Net", layer_weights=900, head_weights=100, stored_weights=1000, attention=0, cache_values=0,
                     positions=64)
     run = Run({"model": "net"}, {"threads": 1, "isa": "avx2"}, load, [Cell(1, 8, 4), Cell(1, 8, 5)])
-    run.ceilings = [Machine(1e6, 1e9), Machine(2e6, 1e9)]
+    run.rooflines = [Machine(1e6, 1e9), Machine(2e6, 1e9)]
     row = Row("allspark", "int8", weight_bytes=1000.0)
-    for rate, machine in zip((900.0, 1000.0, 1100.0), (*run.ceilings, run.ceilings[1])):
+    for rate, machine in zip((900.0, 1000.0, 1100.0), (*run.rooflines, run.rooflines[1])):
         row.add(run.cells[0], Timing(4000.0, rate), machine)
     run.rows = [row, Row("allspark", "int4", "not available yet")]
     return run
@@ -242,7 +242,7 @@ def a_run() -> Run:
 
 def test_table():
     lines = report.tables(a_run()).splitlines()
-    assert lines[0].startswith("ceilings: 0.0 GB/s") and "2 measurements" in lines[0]
+    assert lines[0].startswith("roofline: 0.0 GB/s") and "2 measurements" in lines[0]
     decode = next(line for line in lines if line.startswith("allspark int8"))
     assert decode.split() == [
         "allspark",

@@ -208,14 +208,14 @@ def test_metrics_of_gpus():
                       ((("rank", "0"), ("gpu", "3"), ("state", "free")), 10)}
 
 
-def test_ceilings_are_those_of_all_gpus_together(monkeypatch):
+def test_the_roofline_is_that_of_all_gpus_together(monkeypatch):
     from allspark_launch.bench.static import Meter
     from allspark_server.runtime import native
 
     measured = SimpleNamespace(measure_ceilings=lambda gpu: (4e12 + gpu, 8e14))
     monkeypatch.setattr(native, "cuda_library", lambda: measured)
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
-    run = SimpleNamespace(ceilings=[])
+    run = SimpleNamespace(rooflines=[])
     machine = Meter(run, [], 1, [0, 2]).now()
-    assert (machine.read, machine.floats, machine.int8) == (8e12 + 2, 16e14, 0) and run.ceilings == [machine]
+    assert (machine.read, machine.floats, machine.int8) == (8e12 + 2, 16e14, 0) and run.rooflines == [machine]
     assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"     # of the GPUs that the group has

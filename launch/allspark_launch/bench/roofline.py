@@ -1,5 +1,5 @@
-"""What the machine allows at most for a model: decoding waits for memory (or, in large batches, for arithmetic),
-prefill for arithmetic.
+"""The highest speed of a model that the machine allows: memory bandwidth limits decoding (arithmetic does in large
+batches), and arithmetic limits prefill.
 """
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Bound:
-    """A ceiling in tokens/s and what sets it: "memory" or "compute"."""
+    """The highest possible speed in tokens/s, and what limits it: "memory" or "compute"."""
 
     tokens_per_second: float
     by: str
