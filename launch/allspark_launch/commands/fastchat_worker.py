@@ -112,7 +112,7 @@ class Worker:
         self._room = asyncio.Semaphore(concurrency)
         self._here = 0      # requests that run or wait
         self._info = ModelInfo()
-        self._beats: asyncio.Task | None = None
+        self._heartbeats: asyncio.Task | None = None
 
     async def open(self, model: str | None, register: bool) -> None:
         """Finds the model (`model`, or the one that runs), and registers until the controller answers."""
@@ -123,16 +123,16 @@ class Worker:
         self._info = await self._engine.get_model_info(model or running[0])
         self._identity.names = self._identity.names or [self._info.name]
         if register:
-            self._beats = asyncio.create_task(self._beat())
+            self._heartbeats = asyncio.create_task(self._send_heartbeats())
 
     async def close(self) -> None:
-        if self._beats is not None:
-            self._beats.cancel()
+        if self._heartbeats is not None:
+            self._heartbeats.cancel()
         await self._engine.close()
 
     # --- the controller ------------------------------------------------------------------------------------------
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         known = False
         while True:
             try:

@@ -1,7 +1,7 @@
 """The supervisor's hands on another host, which it starts there by ssh or srun: python -m allspark_launch.group.agent.
 
 They talk by lines of JSON on standard input and output, so no listener needs a guard: who may run commands on a host
-may do this. The agent places ranks on its host, runs mpirun's daemon, passes on the ranks' beats, tells at once when
+may do this. The agent places ranks on its host, runs mpirun's daemon, passes on the ranks' heartbeats, tells at once when
 one has ended, and ends them all when it is told to, when the supervisor's end of the line is closed, or when its lease
 runs out.
 
@@ -53,11 +53,11 @@ class Agent:
         if shared_memory is not None:
             self._environment["ALLSPARK_SHARED_MEMORY"] = str(shared_memory)
         self._home = str(runtime_dir)
-        self._beats = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._beats.bind(self._environment["ALLSPARK_SUPERVISOR"])
-        self._beats.setblocking(False)
+        self._heartbeats = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._heartbeats.bind(self._environment["ALLSPARK_SUPERVISOR"])
+        self._heartbeats.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._beats, selectors.EVENT_READ, self._read_beats)
+        self._selector.register(self._heartbeats, selectors.EVENT_READ, self._read_heartbeats)
         self._selector.register(0, selectors.EVENT_READ, self._read_commands)
         self._unread, self._unsent = b"", bytearray()
         self._ranks: dict[int, int] = {}            # process: descriptor
@@ -106,10 +106,10 @@ class Agent:
         if len(self._unsent) > MAX_UNSENT:
             raise OSError("the supervisor takes nothing any more")
 
-    def _read_beats(self) -> None:
+    def _read_heartbeats(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while True:
-                data = self._beats.recv(65536)
+                data = self._heartbeats.recv(65536)
                 try:
                     message = json.loads(data)
                     pid = int(message["pid"])
@@ -120,10 +120,10 @@ class Agent:
                     self._ranks[pid] = descriptor = open_pid(pid)
                     if descriptor >= 0:
                         self._selector.register(descriptor, selectors.EVENT_READ, partial(self._gone, pid))
-                self._tell({"beat": message})
+                self._tell({"heartbeat": message})
 
     def _gone(self, pid: int) -> None:
-        self._read_beats()      # its last words
+        self._read_heartbeats()      # its last words
         descriptor = self._ranks[pid]
         with contextlib.suppress(KeyError):
             self._selector.unregister(descriptor)

@@ -104,7 +104,7 @@ class _Run:
     ranks: dict[int, Rank] = field(default_factory=dict)
     ready_since: float = 0.0
     healthy: float = 0.0        # when rank 0's own health call was answered last; 0: it makes none
-    requests: int = 0           # that rank 0 had at its last beat
+    requests: int = 0           # that rank 0 had at its last heartbeat
     draining: bool = False
     loading: str = ""           # what is being loaded, for people
     answered: bool = False      # a step was computed for a request
@@ -155,7 +155,7 @@ class Supervisor:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(str(path))
         self._socket.setblocking(False)
-        self._selector.register(self._socket, selectors.EVENT_READ, "beat")
+        self._selector.register(self._socket, selectors.EVENT_READ, "heartbeat")
         self._agents = agents
         if agents is not None:
             self._selector.register(agents.selector, selectors.EVENT_READ, "agent")
@@ -250,7 +250,7 @@ class Supervisor:
                 self._tell(run)
         finally:
             self._end(run, lost)
-            self._read_beats(run)
+            self._read_heartbeats(run)
             while self._read_output(run):
                 pass
             for descriptor in (process_fd, *(rank.pid_fd for rank in run.ranks.values())):
@@ -277,8 +277,8 @@ class Supervisor:
                 rank.last = time.monotonic()
         if "output" in events:
             self._read_output(run)
-        if "beat" in events:
-            self._read_beats(run)
+        if "heartbeat" in events:
+            self._read_heartbeats(run)
         if "agent" in events:
             self._read_agents(run)
         if "wake" in events:
@@ -295,14 +295,14 @@ class Supervisor:
 
     def _read_agents(self, run: _Run) -> None:
         for agent, message in self._agents.poll():
-            if "beat" in message:
-                self._note_beat(run, message["beat"], agent)
+            if "heartbeat" in message:
+                self._note_heartbeat(run, message["heartbeat"], agent)
             for rank in run.ranks.values():
                 if rank.agent is agent and rank.pid == message.get("gone"):
                     rank.ended = True
 
     def _note_ended(self, run: _Run) -> None:
-        self._read_beats(run)                               # its last words
+        self._read_heartbeats(run)                               # its last words
         for rank in run.ranks.values():
             if rank.pid_fd >= 0 and any(key.fd == rank.pid_fd for key, _ in self._selector.select(0)):
                 self._selector.unregister(rank.pid_fd)
@@ -361,7 +361,7 @@ class Supervisor:
             text = f"starting: {run.loading or f'{len(run.ranks)} of {run.expected} ranks'}"
         self._notifier.status(text)
 
-    def _read_beats(self, run: _Run) -> None:
+    def _read_heartbeats(self, run: _Run) -> None:
         while True:
             try:
                 message = json.loads(self._socket.recv(65536))
@@ -383,9 +383,9 @@ class Supervisor:
             session = run.process.pid if message.get("error") else 0    # its last words still count
         if session != run.process.pid:
             return                                          # of a life that is over
-        self._note_beat(run, message)
+        self._note_heartbeat(run, message)
 
-    def _note_beat(self, run: _Run, message: dict, agent: Agent | None = None) -> None:
+    def _note_heartbeat(self, run: _Run, message: dict, agent: Agent | None = None) -> None:
         """agent: of the host from which it came; None: from this one."""
         pid = int(message["pid"])
         rank = run.ranks.get(int(message["rank"]))
@@ -514,7 +514,7 @@ class Supervisor:
                 os.read(self._wake_read, 4096)
             if "parent" in events:
                 self._stopping, self._hurry = f"the parent process {self._parent_pid} has ended", True
-            if "beat" in events:
+            if "heartbeat" in events:
                 self._socket.recv(65536)                    # of a life that is over
             if "agent" in events:
                 self._agents.poll()

@@ -374,7 +374,7 @@ def test_a_life_that_owed_requests_is_followed_by_one_of_as_many_ranks(tmp_path)
     try:
         assert ready.wait(20)
         wait_for(lambda: len(list(tmp_path.glob("*.sent"))) == 2)
-        time.sleep(0.2)     # the beat with its requests
+        time.sleep(0.2)     # the heartbeat with its requests
         os.kill(int(next(tmp_path.glob("*.sent")).name.split(".")[2]), signal.SIGKILL)
         wait_for(lambda: len(owed) == 2)
     finally:
