@@ -20,7 +20,7 @@ import pytest
 from allspark_client import AllSparkError, AsModelConfig, ClientEngine
 from allspark_launch.group.background import background_group
 from allspark_launch.group.mpi import installations
-from allspark_launch.group.supervisor import processes_of_session
+from allspark_launch.group.processes import processes_of_session
 from support.paths import ROOT
 from support.waiting import wait_for
 

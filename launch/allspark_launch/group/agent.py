@@ -45,7 +45,7 @@ EXIT_LEASE = 5
 
 
 class Agent:
-    """runtime_dir: a private folder. shared_memory: another, which is emptied after each life of the group; or None."""
+    """runtime_dir: a private folder. shared_memory: another, which is emptied after each incarnation of the group; or None."""
 
     def __init__(self, runtime_dir: Path, shared_memory: Path | None):
         self._shared_memory = shared_memory

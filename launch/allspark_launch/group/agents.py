@@ -41,7 +41,7 @@ class Agent:
         self.ended = True           # nothing of the group runs there,
         self.ending = False         # or it was told to see to that
         self.given_up = False       # it is granted no lease any more
-        self.was_lost = False       # it fell silent in the life before: nobody waits for it
+        self.was_lost = False       # it was lost in the incarnation before: nobody waits for it
         self.errors: deque[str] = deque(maxlen=5)   # what it, and who connects to it, last wrote
         self._unread = b""
 

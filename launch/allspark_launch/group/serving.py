@@ -17,10 +17,11 @@ from ..options import RELOADABLE, GroupOptions
 from ..output import unblocked
 from .folders import private_folder, remove_stale, short_parent, trusted
 from .http_server import HttpServer
+from .incarnation import Start
 from .mpi import clean_environment
 from .notify import Notifier
 from .plan import GroupPlan, agents_of, plan_group
-from .supervisor import Start, Supervisor
+from .supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ def supervise(options: GroupOptions, *, ready_file: str = "", parent_pid: int = 
             show(first[0])
 
         def start(owed: int) -> Start:
-            # Anew for each life: CPUs, nodes and limits may have changed.
+            # Planned anew for each incarnation: CPUs, nodes and limits may have changed.
             plan = first.pop() if first else plan_group(options, inner, owed, agents)
             for warning in plan.placement.warnings:
                 logger.warning("%s", warning)

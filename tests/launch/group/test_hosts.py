@@ -192,7 +192,7 @@ def test_an_agent_places_and_ends(tmp_path):
         agent.send(end=True)
         assert agent.wait("ended") and not is_alive(pid)
         (tmp_path / "pid").unlink()
-        pid = agent.launch(tmp_path)            # another life
+        pid = agent.launch(tmp_path)            # another incarnation
         agent.process.stdin.close()             # the supervisor is gone
         assert agent.process.wait(10) == 0 and not is_alive(pid)
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from allspark_launch.group.processes import processes_of_session
-from allspark_launch.group.supervisor import GroupFailed, Limits, Start, Supervisor
+from allspark_launch.group.incarnation import Limits, Start
+from allspark_launch.group.supervisor import GroupFailed, Supervisor
 from support import waiting
 from support.paths import ROOT
 
@@ -68,7 +69,8 @@ sys.exit(os.waitstatus_to_exitcode(status) % 256)
 DRIVER = """
 import logging, os, signal, sys
 from pathlib import Path
-from allspark_launch.group.supervisor import GroupFailed, Limits, Start, Supervisor
+from allspark_launch.group.incarnation import Limits, Start
+from allspark_launch.group.supervisor import GroupFailed, Supervisor
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 folder, mode, parent = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 words = [sys.executable, str(folder / "mpirun.py"), str(folder / "rank.py"), "2", mode]
@@ -231,7 +233,7 @@ def test_supervisor_gives_up_with_the_last_lines(fake):
 
 
 @pytest.mark.parametrize("mode", ["answers", "good"])
-def test_only_lives_that_served_nothing_are_counted(fake, mode):
+def test_only_incarnations_that_served_nothing_are_counted(fake, mode):
     """Of groups that are killed soon after each start, one that had answered meanwhile is started again and again."""
     f = fake(mode)
     for _ in range(5):
@@ -249,7 +251,7 @@ def test_only_lives_that_served_nothing_are_counted(fake, mode):
     assert f.process.returncode == (0 if mode == "answers" else 1)
     assert ("ended 3 times in a row before it had served" in output) == (mode == "good")
     pauses = re.findall(r"starting it again in (\S+) s", log)
-    assert pauses == (["0.0"] * 5 if mode == "answers" else ["0.1", "0.2"])     # a life that served is owed at once
+    assert pauses == (["0.0"] * 5 if mode == "answers" else ["0.1", "0.2"])     # one that served is followed at once
 
 
 def test_orphans_of_process_1_are_reaped():
@@ -357,7 +359,7 @@ def test_a_group_that_answers_no_health_call_is_ended(fake):
     assert "rank 0 has not answered a health call for" in f.finish()[1]
 
 
-def test_a_life_that_owed_requests_is_followed_by_one_of_as_many_ranks(tmp_path):
+def test_an_incarnation_that_owed_requests_is_followed_by_one_of_as_many_ranks(tmp_path):
     """However many there would be otherwise; and what is known of the loss is in the plan."""
     for name, text in (("rank.py", FAKE_RANK), ("mpirun.py", FAKE_MPIRUN)):
         (tmp_path / name).write_text(text)

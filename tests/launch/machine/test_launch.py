@@ -130,7 +130,7 @@ def test_memory_of_nodes_without_cpus_is_used_only_as_told(tmp_path):
 
 
 def test_each_start_is_planned_anew(tmp_path, monkeypatch):
-    """A node whose CPUs went offline between two lives of a group gets no rank."""
+    """A node whose CPUs went offline between two incarnations of a group gets no rank."""
     monkeypatch.setattr(plan, "read_topology", lambda: read_topology(machine(tmp_path, {0: [[0]], 1: [[1]]})))
     assert len(plan_group(GroupOptions()).placement.ranks) == 2
     monkeypatch.setattr(plan, "read_topology", lambda: read_topology(machine(tmp_path, {0: [[0]], 1: [[1]]},
