@@ -1,1 +1,1 @@
-"""One server group: its mpirun command line, supervisor, agents on other hosts."""
+"""One server group: the plan of its start, its mpirun line, its supervisor, its agents on other hosts."""

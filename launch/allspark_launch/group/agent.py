@@ -1,12 +1,12 @@
-"""The supervisor's hands on another host, which it starts there by ssh or srun: python -m allspark_launch.group.agent.
+"""The supervisor's agent on another host, started there by ssh or srun: python -m allspark_launch.group.agent.
 
-They talk by lines of JSON on standard input and output, so no listener needs a guard: who may run commands on a host
-may do this. The agent places ranks on its host, runs mpirun's daemon, passes on the ranks' heartbeats, tells at once when
-one has ended, and ends them all when it is told to, when the supervisor's end of the line is closed, or when its lease
-runs out.
+Both exchange lines of JSON on the agent's standard input and output, so there is no listener to guard: running commands
+on the host is all the permission that is needed. The agent places ranks on its host, runs mpirun's daemon, forwards the
+ranks' heartbeats and reports at once when a rank has ended. It ends all ranks when it is asked to, when its standard
+input is closed, or when its lease expires.
 
-The lease: each message {"alive": k} is answered {"lease": k}, and holds for LEASE_SECONDS from when it was sent. So
-whoever has waited that long since the last one it got knows that nothing of the group runs here any more.
+The lease: the supervisor answers each message {"alive": k} with {"lease": k}, which is valid for LEASE_SECONDS from
+when the message was sent. So LEASE_SECONDS after the last such message, no process of the group runs on this host.
 """
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ import time
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -40,12 +41,14 @@ logger = logging.getLogger(__name__)
 
 LEASE_SECONDS = 5.0
 ALIVE_SECONDS = 0.5
-MAX_UNSENT = 1 << 20        # bytes that the supervisor has not taken
+MAX_UNSENT = 1 << 20        # bytes that the supervisor has not read
 EXIT_LEASE = 5
 
 
 class Agent:
-    """runtime_dir: a private folder. shared_memory: another, which is emptied after each incarnation of the group; or None."""
+    """Runs ranks on this host. runtime_dir: a private folder. shared_memory: a folder that is emptied after each
+    incarnation of the group, or None.
+    """
 
     def __init__(self, runtime_dir: Path, shared_memory: Path | None):
         self._shared_memory = shared_memory
@@ -60,23 +63,23 @@ class Agent:
         self._selector.register(self._heartbeats, selectors.EVENT_READ, self._read_heartbeats)
         self._selector.register(0, selectors.EVENT_READ, self._read_commands)
         self._unread, self._unsent = b"", bytearray()
-        self._ranks: dict[int, int] = {}            # process: descriptor
-        self._sent: dict[int, float] = {}           # alive messages that were not answered yet
+        self._ranks: dict[int, int] = {}            # process id -> pidfd
+        self._sent: dict[int, float] = {}           # alive messages without an answer -> time
         self._count = 0
         self._lease = time.monotonic()
-        self._closed = False                        # the supervisor's end of the line
+        self._closed = False                        # the supervisor has closed our standard input
         os.set_blocking(0, False)
         os.set_blocking(1, False)
 
     def run(self) -> int:
-        """Until the supervisor is gone; the exit status."""
+        """Runs until the supervisor is gone; returns the exit status."""
         self._tell({"hello": self._hello()})
         next_alive = 0.0
         try:
             while not self._closed:
                 now = time.monotonic()
                 if now > self._lease + LEASE_SECONDS:
-                    logger.error("nothing was heard of the supervisor for %g s: the group is ended", LEASE_SECONDS)
+                    logger.error("no message of the supervisor for %g s: the ranks are ended", LEASE_SECONDS)
                     return EXIT_LEASE
                 if now >= next_alive:
                     next_alive = now + ALIVE_SECONDS
@@ -104,7 +107,7 @@ class Agent:
             while self._unsent:
                 del self._unsent[:os.write(1, self._unsent)]
         if len(self._unsent) > MAX_UNSENT:
-            raise OSError("the supervisor takes nothing any more")
+            raise OSError("the supervisor does not read messages any more")
 
     def _read_heartbeats(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -114,7 +117,7 @@ class Agent:
                     message = json.loads(data)
                     pid = int(message["pid"])
                 except (ValueError, TypeError, KeyError):
-                    logger.warning("a heartbeat that is not one was ignored")
+                    logger.warning("a malformed heartbeat was ignored")
                     continue
                 if pid not in self._ranks:
                     self._ranks[pid] = descriptor = open_pid(pid)
@@ -123,7 +126,7 @@ class Agent:
                 self._tell({"heartbeat": message})
 
     def _gone(self, pid: int) -> None:
-        self._read_heartbeats()      # its last words
+        self._read_heartbeats()     # its last messages
         descriptor = self._ranks[pid]
         with contextlib.suppress(KeyError):
             self._selector.unregister(descriptor)
@@ -152,29 +155,29 @@ class Agent:
                     self._end()
                     self._tell({"ended": True})
 
-    def _place(self, strict: bool, **options) -> dict:
+    def _place(self, strict: bool, **options: Any) -> dict:
         try:
             placement = place(read_topology(), **options)
         except ValueError as error:
             return {"error": str(error)}
-        found, allowed = asdict(placement), memory_policy_allowed()
+        placed, allowed = asdict(placement), memory_policy_allowed()
         if strict and not allowed:
             return {"error": "strict: this system does not let processes choose their memory policy"}
         if not allowed:
-            for rank in found["ranks"]:
+            for rank in placed["ranks"]:
                 rank["memory_node"] = None
-            found["warnings"].append("this system does not let processes choose their memory policy; memory is placed "
-                                     "by first touch")
-        return found
+            placed["warnings"].append("this system does not let processes choose their memory policy; memory is placed "
+                                      "by first touch")
+        return placed
 
     def _launch(self, command: str, environment: dict[str, str]) -> None:
-        """Mpirun's daemon, as a shell's command line."""
+        """Starts mpirun's daemon by a shell's command line."""
         whole = {**clean_environment(self._home), **environment, **self._environment}
         subprocess.Popen(["sh", "-c", f"exec 2>&1; {command}"], env=whole, stdin=subprocess.DEVNULL, stdout=2,
                          start_new_session=True, preexec_fn=_as_daemon)
 
     def _end(self) -> None:
-        """End every process of the group here: all descendants, as orphans among them come to this process."""
+        """Ends every process of the group on this host: all descendants. This process adopts orphans among them."""
         deadline = time.monotonic() + LEASE_SECONDS
         while (left := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
             for process in left:
@@ -182,7 +185,7 @@ class Agent:
                     process.kill()
             reap_orphans()
             time.sleep(0.02)
-        for pid, descriptor in self._ranks.items():
+        for descriptor in self._ranks.values():
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(descriptor)
                 os.close(descriptor)
@@ -197,8 +200,8 @@ def _as_daemon() -> None:
 
 
 def main() -> int:
-    """Run an agent on standard input and output."""
-    for number in (signal.SIGINT, signal.SIGHUP):       # its line tells when it is time to go
+    """Runs an agent on standard input and output; returns the exit status."""
+    for number in (signal.SIGINT, signal.SIGHUP):       # the supervisor ends it
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     logs.set_up("agent", os.environ.get("ALLSPARK_LOG", "INFO"), "text")

@@ -1,4 +1,4 @@
-"""The agents on a group's other hosts, as the supervisor deals with them; see agent.py."""
+"""The supervisor's side of the agents on a group's other hosts; agent.py is the other side."""
 from __future__ import annotations
 
 import json
@@ -11,6 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import IO, Any
 
 from allspark_client.version import __version__
 from allspark_server.runtime.binding import die_with_parent
@@ -21,89 +22,100 @@ from .hosts import Allocation, Host
 
 logger = logging.getLogger(__name__)
 
-LOST_SECONDS = 4.0          # of silence: an agent speaks twice a second
-OVER_SECONDS = LEASE_SECONDS + 1.0      # after its last word a host has none of the group's processes
-START_SECONDS = 30.0        # until an agent greets, at first; it may have to be read from a shared file system
-AGAIN_SECONDS = 2.0         # of one that was lost before: the group goes on without it
-ANSWER_SECONDS = 10.0
+LOST_SECONDS = 4.0          # of silence; an agent sends twice a second
+OVER_SECONDS = LEASE_SECONDS + 1.0      # after its last message a host runs no process of the group
+START_SECONDS = 30.0        # until an agent's first message; its code may be on a slow shared file system
+AGAIN_SECONDS = 2.0         # the same of an agent that was lost before; then the group starts without it
+ANSWER_SECONDS = 10.0       # to a request for a placement
+#: environment variables that ranks on other hosts get, too
 _PASSED_ON = re.compile(r"^(ALLSPARK_(?!SUPERVISOR|SHARED_MEMORY|MPIRUN|RESTARTS|OWES|PLACEMENT)|AS_|HF_)")
 
 
 class Agent:
-    """One host and the process (ssh, srun) at whose other end its agent is."""
+    """One host, and the process (ssh or srun) that connects to its agent."""
 
     def __init__(self, host: Host):
         self.host = host
         self.process: subprocess.Popen | None = None
         self.hello: dict = {}
-        self.heard = 0.0            # the last message, on the monotonic clock
-        self.stopped: set[int] = set()
-        self.ended = True           # nothing of the group runs there,
-        self.ending = False         # or it was told to see to that
-        self.given_up = False       # it is granted no lease any more
-        self.was_lost = False       # it was lost in the incarnation before: nobody waits for it
-        self.errors: deque[str] = deque(maxlen=5)   # what it, and who connects to it, last wrote
+        self.heard = 0.0            # monotonic time of the last message
+        self.stopped: set[int] = set()      # process ids of ranks that SIGSTOP has stopped
+        self.ended = True           # no process of the group runs there
+        self.ending = False         # the agent was asked to end them
+        self.given_up = False       # its lease is not renewed any more
+        self.was_lost = False       # in the incarnation before, so it is not waited for
+        self.errors: deque[str] = deque(maxlen=5)   # the last lines that the agent, ssh or srun wrote
         self._unread = b""
 
     @property
     def name(self) -> str:
+        """The host's name."""
         return self.host.name
 
     @property
     def connected(self) -> bool:
+        """Whether the agent has answered and the connection stands."""
         return self.process is not None and bool(self.hello)
 
     def why_lost(self) -> str:
-        """"" while it is there."""
+        """Why the host is lost, or ""."""
         if self.process is None:
-            return f"host {self.name} is lost: the connection to its agent has ended" + self.last_words()
+            return f"host {self.name} is lost: the connection to its agent has ended" + self.last_errors()
         silent = time.monotonic() - self.heard
         return f"host {self.name} is lost: silent for {silent:.1f} s" if silent > LOST_SECONDS else ""
 
-    def last_words(self) -> str:
+    def last_errors(self) -> str:
+        """What the agent, ssh or srun last wrote to standard error, in parentheses, or ""."""
         return f" ({'; '.join(self.errors)})" if self.errors else ""
 
     def start(self, shell: tuple[str, ...]) -> None:
+        """Starts the agent by the words of a remote shell."""
         command = [sys.executable, "-m", "allspark_launch.group.agent"]
         self.errors.clear()
         self._unread, self.hello, self.ended, self.given_up, self.stopped = b"", {}, True, False, set()
-        self.process = subprocess.Popen([*shell, self.name, *command],     # no word of it means a thing to a shell
+        self.process = subprocess.Popen([*shell, self.name, *command],     # no word needs quotes in a shell
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                         start_new_session=True, preexec_fn=lambda: die_with_parent(9))
-        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
+        for stream in self.streams():
             os.set_blocking(stream.fileno(), False)
         self.heard = time.monotonic()
 
-    def send(self, **message) -> None:
-        """Nothing happens if it is gone; that is told otherwise."""
+    def streams(self) -> tuple[IO[bytes], IO[bytes], IO[bytes]]:
+        """Standard input, output and error of a running process."""
+        process = self.process
+        assert process is not None and process.stdin and process.stdout and process.stderr
+        return process.stdin, process.stdout, process.stderr
+
+    def send(self, **message: Any) -> None:
+        """Sends a message. Does nothing if the connection has ended, which `why_lost` reports."""
         if self.process is None:
             return
         try:
-            os.write(self.process.stdin.fileno(), json.dumps(message).encode() + b"\n")
-        except OSError as error:        # BlockingIOError as well: it has taken nothing for long
+            os.write(self.streams()[0].fileno(), json.dumps(message).encode() + b"\n")
+        except OSError as error:        # also BlockingIOError: the agent has not read for a long time
             logger.debug("host %s: %s", self.name, error)
 
     def read(self) -> list[dict] | None:
-        """Messages; None at the end."""
+        """New messages; None at the end of the stream."""
         try:
-            data = os.read(self.process.stdout.fileno(), 1 << 16)
+            data = os.read(self.streams()[1].fileno(), 1 << 16)
         except BlockingIOError:
             return []
         if not data:
             return None
         *lines, self._unread = (self._unread + data).split(b"\n")
-        found = []
+        messages = []
         for line in lines:
             try:
-                found.append(json.loads(line))
+                messages.append(json.loads(line))
             except ValueError:
-                self.errors.append(line.decode(errors="replace"))       # what a login script has printed
-        return found
+                self.errors.append(line.decode(errors="replace"))       # printed by a login script
+        return messages
 
     def read_errors(self) -> bool:
-        """Passes on what was written to standard error; False at its end."""
+        """Logs what was written to standard error; False at the end of the stream."""
         try:
-            data = os.read(self.process.stderr.fileno(), 1 << 16)
+            data = os.read(self.streams()[2].fileno(), 1 << 16)
         except BlockingIOError:
             return True
         for line in data.decode(errors="replace").splitlines():
@@ -112,17 +124,18 @@ class Agent:
         return bool(data)
 
     def close(self) -> None:
+        """Ends the connection; then the agent ends what runs on its host."""
         if self.process is None:
             return
         self.process.kill()
         self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
+        for stream in self.streams():
             stream.close()
         self.process = None
 
 
 class Agents:
-    """All of them. Their descriptors are in `selector`, which is one descriptor itself. `allocation`: whose hosts."""
+    """The agents of all other hosts of an allocation. `selector` is one descriptor for all of theirs."""
 
     def __init__(self, allocation: Allocation):
         self._shell = allocation.shell
@@ -132,18 +145,19 @@ class Agents:
         self._began = False
 
     def connect(self) -> list[Agent]:
-        """Those that are there; starts the others. Raises RuntimeError if one does not come at the first time,
-        ValueError if it is another version's; later those that were lost are left out.
+        """Starts the agents that do not run; returns those that answer. Raises ValueError for an agent of another
+        version, and at the first start RuntimeError for one that does not answer. At later starts such hosts are left
+        out.
         """
         for agent in self.all:
             if agent.why_lost():
                 self._close(agent)
                 agent.start(self._shell)
-                for stream, read in ((agent.process.stdout, self._take), (agent.process.stderr, self._take_errors)):
+                for stream, read in zip(agent.streams()[1:], (self._take, self._take_errors)):
                     self.selector.register(stream, selectors.EVENT_READ, (agent, read))
         deadline = time.monotonic() + (AGAIN_SECONDS if self._began else START_SECONDS)
-        while time.monotonic() < deadline and (waited := [a for a in self.all if a.process and not a.hello]):
-            if self._began and all(agent.was_lost for agent in waited):
+        while time.monotonic() < deadline and (missing := [a for a in self.all if a.process and not a.hello]):
+            if self._began and all(agent.was_lost for agent in missing):
                 break
             self.poll(0.1)
             if not self._began and any(agent.process is None for agent in self.all):
@@ -155,24 +169,24 @@ class Agents:
                     raise ValueError(f"hosts: {agent.name} has allspark {agent.hello['version']}, and this host "
                                      f"{__version__}; they must be the same")
             elif not self._began:
-                # It may be a host that is not up yet: starting again later can help.
+                # Not a ValueError: the host may be booting, so a later start can succeed.
                 raise RuntimeError(f"hosts: the agent on {agent.name} does not start by {' '.join(self._shell)}"
-                                   f"{agent.last_words() or f': no answer for {START_SECONDS:g} s'}; {sys.executable} "
-                                   "with allspark must be there, and no password be asked for")
+                                   f"{agent.last_errors() or f': no answer for {START_SECONDS:g} s'}; {sys.executable} "
+                                   "with allspark must exist there, and ssh must not ask for a password")
             else:
-                logger.warning("host %s is not there; the group is started without it%s", agent.name,
-                               agent.last_words())
+                logger.warning("host %s does not answer; the group is started without it%s", agent.name,
+                               agent.last_errors())
         self._began = True
         return [agent for agent in self.all if agent.connected]
 
     def poll(self, timeout: float = 0.0) -> list[tuple[Agent, dict]]:
-        """What has been said since; leases are answered here."""
-        found: list[tuple[Agent, dict]] = []
+        """New messages. Renews leases."""
+        messages: list[tuple[Agent, dict]] = []
         for key, _ in self.selector.select(timeout):
             agent, read = key.data
             if agent.process is not None:
-                found += ((agent, message) for message in read(agent))
-        return found
+                messages += ((agent, message) for message in read(agent))
+        return messages
 
     def _take(self, agent: Agent) -> Iterator[dict]:
         messages = agent.read()
@@ -194,47 +208,47 @@ class Agents:
 
     def _take_errors(self, agent: Agent) -> Iterator[dict]:
         if not agent.read_errors():
-            self.selector.unregister(agent.process.stderr)
+            self.selector.unregister(agent.streams()[2])
         return iter(())
 
-    def place(self, agent: Agent, **options) -> Placement:
-        """The placement of ranks on a host, by its agent. Raises ValueError."""
+    def place(self, agent: Agent, **options: Any) -> Placement:
+        """The placement of ranks on a host, by its agent. `options`: as of `place`, and `strict`. Raises ValueError."""
         agent.send(place=options)
         deadline = time.monotonic() + ANSWER_SECONDS
         while not (lost := agent.why_lost()) and time.monotonic() < deadline:
             for other, message in self.poll(0.2):
                 if other is not agent or "placed" not in message:
                     continue
-                found = message["placed"]
-                if "error" in found:
-                    raise ValueError(f"host {agent.name}: {found['error']}")
+                placed = message["placed"]
+                if "error" in placed:
+                    raise ValueError(f"host {agent.name}: {placed['error']}")
                 ranks = [RankPlacement(**{**r, "cpus": tuple(r["cpus"]), "bound_cpus": tuple(r["bound_cpus"]),
                                           "more_memory": tuple(r["more_memory"]),
-                                          "host": agent.name}) for r in found["ranks"]]
-                warnings = [f"host {agent.name}: {warning}" for warning in found["warnings"]]
-                return Placement(ranks, found["oversubscribed"], warnings)
-        raise ValueError(lost or f"host {agent.name} does not say where ranks can be placed")
+                                          "host": agent.name}) for r in placed["ranks"]]
+                warnings = [f"host {agent.name}: {warning}" for warning in placed["warnings"]]
+                return Placement(ranks, placed["oversubscribed"], warnings)
+        raise ValueError(lost or f"host {agent.name} does not answer where ranks can be placed")
 
     def launch(self, name: str, command: str) -> None:
-        """Has a host run mpirun's daemon."""
+        """Starts mpirun's daemon on a host."""
         environment = {k: v for k, v in os.environ.items() if _PASSED_ON.match(k)}
         for agent in self.all:
             if agent.name == name:
                 agent.ended = agent.ending = False
                 agent.send(launch={"command": command, "environment": environment})
                 return
-        logger.error("mpirun wants to start a daemon on %s, which is none of the group's hosts", name)
+        logger.error("mpirun wants to start a daemon on %s, which is not a host of the group", name)
 
     def kill(self) -> None:
-        """Have every host end what runs there."""
+        """Asks every host to end the group's processes."""
         for agent in self.all:
             if not agent.ended and not agent.ending:
                 agent.ending, agent.given_up = True, bool(agent.why_lost())
                 agent.send(end=True)
 
     def end(self, keep_alive: Callable[[], None]) -> None:
-        """Ends what runs on all hosts, and returns when it surely has: for a host that does not answer, once its lease
-        is over. keep_alive(): called several times a second.
+        """Ends the group's processes on all hosts. Returns once they certainly have ended: on a host that does not
+        answer, once its lease has expired. keep_alive(): called several times a second.
         """
         self.kill()
         while True:
@@ -251,13 +265,13 @@ class Agents:
     def _close(self, agent: Agent) -> None:
         if agent.process is None:
             return
-        for stream in (agent.process.stdout, agent.process.stderr):
+        for stream in agent.streams()[1:]:
             if stream in self.selector.get_map():
                 self.selector.unregister(stream)
         agent.close()
 
     def close(self) -> None:
-        """They end what runs on their hosts."""
+        """Ends the connections; then the agents end what runs on their hosts."""
         for agent in self.all:
             self._close(agent)
         self.selector.close()

@@ -23,15 +23,15 @@ ASSETS = Path(allspark_server.__file__).resolve().parent / "assets"
 
 def shipped_model() -> Path:
     """The directory of the model that ships with the package."""
-    found = sorted(p.parent for p in ASSETS.glob("*/config.json"))
-    if not found:
+    shipped = sorted(p.parent for p in ASSETS.glob("*/config.json"))
+    if not shipped:
         raise ValueError(f"no model ships with this installation ({ASSETS} has none); name one with --model DIR")
-    return found[0]
+    return shipped[0]
 
 
 @dataclass
 class BackgroundGroup:
-    """A group that another process supervises for us."""
+    """A group that another process supervises."""
 
     addresses: list[str]
     supervisor_pid: int
@@ -42,12 +42,13 @@ def background_group(arguments: list[str], timeout: float = 300.0, verbose: bool
                      on_progress: Callable[[str, float], None] | None = None) -> Iterator[BackgroundGroup]:
     """`allspark serve` with these arguments on a private Unix socket, for the length of a with block.
 
-    Raises RuntimeError with the group's last lines if it does not come up. verbose: pass on what it prints.
-    on_progress(model name, part of it that is loaded): called from another thread.
+    timeout: seconds until the group must serve. Otherwise RuntimeError is raised with its last lines.
+    verbose: forward what the group prints.
+    on_progress: gets a model's name and the part of it that is loaded, from another thread.
     """
     with private_folder(short_parent()) as folder:
         ready = folder / "ready"
-        # The folder is its guard; who starts it may name any path.
+        # The folder's mode guards the socket, so clients may name any model path.
         words = [sys.executable, "-m", "allspark_launch", "serve", *arguments, "--address", f"unix:{folder}/socket",
                  "--model-root", "/", "--ready-file", str(ready), "--parent-pid", str(os.getpid())]
         if on_progress is not None:
@@ -57,6 +58,7 @@ def background_group(arguments: list[str], timeout: float = 300.0, verbose: bool
         tail: list[bytes] = []
 
         def drain() -> None:
+            assert process.stdout is not None
             for line in process.stdout:
                 if line.startswith(PROGRESS_MARK):
                     if on_progress is not None:

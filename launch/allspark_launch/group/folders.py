@@ -1,4 +1,4 @@
-"""Private folders for sockets, state and shared memory, in places that everybody may write to."""
+"""Private folders for sockets, state and shared memory, in directories that everybody may write to."""
 from __future__ import annotations
 
 import contextlib
@@ -18,7 +18,7 @@ _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def trusted(parent: str) -> bool:
-    """Whether nobody but this user and root can rename or replace what this user makes in `parent`."""
+    """Whether only this user and root can rename or replace files that this user creates in `parent`."""
     try:
         status = os.stat(parent)
     except OSError:
@@ -29,7 +29,7 @@ def trusted(parent: str) -> bool:
 
 
 def short_parent() -> str:
-    """Where private folders for sockets may be made: a Unix socket's path is limited to 107 bytes."""
+    """A directory for private folders with sockets: the path of a Unix socket is limited to 107 bytes."""
     for parent in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir()):
         if parent and len(parent) < 60 and trusted(parent):
             return parent
@@ -38,10 +38,10 @@ def short_parent() -> str:
 
 @contextlib.contextmanager
 def private_folder(parent: str) -> Iterator[Path]:
-    """A new folder below `parent`, removed at the end; removes those of processes that were killed, too.
+    """A new folder below `parent`, removed at the end. Also removes folders of processes that were killed.
 
-    A lock on the folder itself tells which are alive: unlike a process id, that holds across containers. A client that
-    starts a group for itself locks its folder likewise (allspark_client/local_group.py).
+    A folder in use is locked. Unlike a process id, a lock works across containers. A client that starts a group for
+    itself locks its folder in the same way (allspark_client/local_group.py).
     """
     remove_stale(parent)
     folder, lock = _locked_folder(parent)
@@ -53,14 +53,14 @@ def private_folder(parent: str) -> Iterator[Path]:
 
 
 def _locked_folder(parent: str) -> tuple[str, int]:
-    """A new folder and the descriptor that holds its lock."""
+    """A new folder, and the descriptor that holds its lock."""
     while True:
         folder = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
         try:
             lock = os.open(folder, _FLAGS)
         except FileNotFoundError:
-            continue                                # another process took it for a stale one, before it was locked
-        with contextlib.suppress(OSError):          # a file system without locks: then nobody can take it for stale
+            continue                                # removed as stale by another process before it was locked
+        with contextlib.suppress(OSError):          # a file system without locks: no process removes stale folders
             fcntl.flock(lock, fcntl.LOCK_EX)
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock), os.lstat(folder)):
@@ -69,8 +69,8 @@ def _locked_folder(parent: str) -> tuple[str, int]:
 
 
 def remove_stale(parent: str) -> None:
-    """Removes the folders of this user's processes that were killed. Links are not followed; what belongs to others
-    is left alone, and so is a parent in which others could exchange a folder while it is being removed.
+    """Removes folders of this user's processes that were killed. Does not follow links, and leaves folders of other
+    users alone, as well as a parent in which others could replace a folder during its removal.
     """
     if not trusted(parent):
         return
@@ -81,9 +81,9 @@ def remove_stale(parent: str) -> None:
             continue                                # a link, a file, not ours, or gone
         try:
             if os.fstat(lock).st_uid == os.geteuid():
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)        # BlockingIOError: its owner lives
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)        # BlockingIOError: in use
                 shutil.rmtree(folder)
         except OSError as error:
-            logger.debug("%s stays: %s", folder, error)
+            logger.debug("%s is kept: %s", folder, error)
         finally:
             os.close(lock)

@@ -1,5 +1,5 @@
-"""The hosts of a group: their names, from a file, a Slurm allocation or the Kubernetes MPI operator; which of them this
-one is; how a command is started on another; and how ranks are shared out.
+"""The hosts of a group: their names (from a file, a Slurm allocation or the Kubernetes MPI operator), which of them is
+this host, how a command is started on another one, and how many ranks each gets.
 """
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pathlib import Path
 
 from allspark_server.runtime.hosts import own_addresses
 
-MPI_OPERATOR = Path("/etc/mpi/hostfile")        # where the Kubernetes MPI operator mounts it
+MPI_OPERATOR = Path("/etc/mpi/hostfile")        # the host file of the Kubernetes MPI operator
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.:_-]*")
 _SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5"]
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host by the name that it is reached by. ranks: that it gets; 0: one for each of its NUMA nodes."""
+    """A host, by the name that reaches it. `ranks`: how many it gets; 0: one per NUMA node."""
 
     name: str
     ranks: int = 0
@@ -30,18 +30,19 @@ class Host:
 
 @dataclass(frozen=True)
 class Allocation:
-    """The hosts of a group, this one first. shell: words that run the words after a host's name there."""
+    """The hosts of a group, this one first. `shell` HOST COMMAND … runs a command on a host."""
 
     hosts: tuple[Host, ...]
     shell: tuple[str, ...]
 
     @property
     def others(self) -> tuple[Host, ...]:
+        """All hosts but this one."""
         return self.hosts[1:]
 
 
 def find_hosts(text: str, remote_shell: str = "", environment: Mapping[str, str] = os.environ) -> Allocation:
-    """What --hosts says: a file, names with commas between them, or "auto". Raises ValueError."""
+    """The hosts that --hosts names: a file, names separated by commas, or "auto". Raises ValueError."""
     if text == "auto":
         hosts = _from_environment(environment)
     elif "/" in text or Path(text).is_file():
@@ -60,19 +61,19 @@ def find_hosts(text: str, remote_shell: str = "", environment: Mapping[str, str]
 
 
 def read_host_file(path: str) -> list[Host]:
-    """Hosts of a file as mpirun reads it: a line "NAME" or "NAME slots=N" for each, comments from # on."""
+    """The hosts of a file in mpirun's format: a line "NAME" or "NAME slots=N" for each, comments after #."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"hosts: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    found = []
+    hosts = []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
         if words:
-            found.append(_host(" ".join(words), f"{path}:{number}"))
-    if not found:
+            hosts.append(_host(" ".join(words), f"{path}:{number}"))
+    if not hosts:
         raise ValueError(f"hosts: {path} names no host")
-    return found
+    return hosts
 
 
 def _host(text: str, where: str) -> Host:
@@ -88,7 +89,7 @@ def _from_environment(environment: Mapping[str, str]) -> list[Host]:
             done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=20,
                                   stdin=subprocess.DEVNULL, check=True)
         except (OSError, subprocess.SubprocessError) as error:
-            raise ValueError(f"hosts: scontrol does not tell those of SLURM_JOB_NODELIST={nodes}: {error}") from None
+            raise ValueError(f"hosts: scontrol does not list those of SLURM_JOB_NODELIST={nodes}: {error}") from None
         return [Host(name) for name in done.stdout.split()]
     file = environment.get("OMPI_MCA_orte_default_hostfile") or environment.get("PRTE_MCA_prte_default_hostfile")
     if file or MPI_OPERATOR.is_file():
@@ -98,7 +99,7 @@ def _from_environment(environment: Mapping[str, str]) -> list[Host]:
 
 
 def _shell(remote_shell: str, environment: Mapping[str, str]) -> list[str]:
-    """As mpirun would do: what it is told, srun in a Slurm allocation, ssh."""
+    """The remote shell, chosen as mpirun does: a configured one, else srun in a Slurm allocation, else ssh."""
     arguments = shlex.split(environment.get("OMPI_MCA_plm_rsh_args", ""))
     agent = remote_shell or environment.get("OMPI_MCA_plm_rsh_agent", "")
     if agent:
@@ -118,15 +119,15 @@ def is_here(name: str) -> bool:
     if name in (own, own.partition(".")[0]) or name.partition(".")[0] == own:
         return True
     try:
-        found = {entry[4][0] for entry in socket.getaddrinfo(name, None)}
+        addresses = {entry[4][0] for entry in socket.getaddrinfo(name, None)}
     except OSError:
         return False
-    return bool(found & {*own_addresses(), "127.0.0.1", "::1"})
+    return bool(addresses & {*own_addresses(), "127.0.0.1", "::1"})
 
 
 def share_ranks(cores: list[int], wanted: list[int], ranks: int) -> list[int]:
-    """How many ranks each host gets. cores: that each has. wanted: what it gets unless `ranks` says how many there are
-    in all: then one each, as far as that goes, and the rest where most cores are left for each.
+    """How many ranks each host gets: `wanted`, unless `ranks` gives the total. Then the first hosts get one each, and
+    further ranks go where most of the host's `cores` are left per rank.
     """
     if not ranks:
         return list(wanted)

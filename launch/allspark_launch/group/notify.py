@@ -1,4 +1,4 @@
-"""What systemd is told of a service of Type=notify, over the socket that it names (sd_notify(3))."""
+"""Reports the state of a service of Type=notify to systemd (sd_notify(3))."""
 from __future__ import annotations
 
 import logging
@@ -13,7 +13,9 @@ STATUS_SECONDS = 1.0        # between two lines for `systemctl status`
 
 
 class Notifier:
-    """`path`: of the socket; "": nothing is told. `watchdog`: s within which systemd wants a sign of life, 0: never."""
+    """Sends to systemd's socket `path`; "": sends nothing. `watchdog`: seconds within which systemd expects a sign of
+    life; 0: it expects none.
+    """
 
     def __init__(self, path: str = "", watchdog: float = 0.0):
         self._address = "\0" + path[1:] if path.startswith("@") else path
@@ -23,14 +25,14 @@ class Notifier:
 
     @classmethod
     def from_environment(cls, environment: MutableMapping[str, str]) -> Notifier:
-        """Takes what systemd has set out of `environment`: it is meant for this process alone."""
+        """Removes systemd's variables from `environment`, as they are for this process alone, and uses them."""
         path = environment.pop("NOTIFY_SOCKET", "")
         microseconds, pid = environment.pop("WATCHDOG_USEC", "0"), environment.pop("WATCHDOG_PID", "")
-        meant = not pid or pid == str(os.getpid())
-        return cls(path, int(microseconds) / 1e6 if microseconds.isdigit() and meant else 0.0)
+        for_us = not pid or pid == str(os.getpid())
+        return cls(path, int(microseconds) / 1e6 if microseconds.isdigit() and for_us else 0.0)
 
     def ready(self) -> None:
-        """The service serves, for the first time or again after `reloading`."""
+        """The service is ready, for the first time or after `reloading`."""
         self._send("READY=1")
 
     def reloading(self) -> None:
@@ -38,11 +40,11 @@ class Notifier:
         self._send(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def stopping(self) -> None:
-        """The service is about to end."""
+        """The service begins to stop."""
         self._send("STOPPING=1")
 
     def status(self, text: str) -> None:
-        """A line for people: what the service does. Told when it changes, not more often than once a second."""
+        """A line for people. Sent when it changes, at most once a second."""
         now = time.monotonic()
         if text != self._status and now >= self._next_status:
             self._status, self._next_status = text, now + STATUS_SECONDS
@@ -62,5 +64,5 @@ class Notifier:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as s:
                 s.settimeout(1.0)
                 s.sendto(text.encode(), self._address)
-        except OSError as error:        # whoever watches over a group must not end because nobody listens
-            logger.warning("systemd cannot be told %r: %s", text.partition("\n")[0], error)
+        except OSError as error:        # a supervisor must not end because nobody listens
+            logger.warning("%r cannot be sent to systemd: %s", text.partition("\n")[0], error)

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from allspark_server.options import EVERY_RANK, FIRST_RANK, rank_words
-from allspark_server.runtime.binding import GROUP_GPUS
+from allspark_server.runtime.binding import GROUP_GPUS, memory_policy_allowed
 
 from ..machine.gpus import ORDER
 from ..machine.placement import Placement, place, place_on_gpus
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class GroupPlan:
-    """Everything that starting a group needs."""
+    """The placement of a group's ranks, and the mpirun line that starts them."""
 
     placement: Placement
     mpi: Installation
@@ -34,10 +35,11 @@ class GroupPlan:
 
     @property
     def line(self) -> str:
+        """The command, for a shell."""
         return shell_line(self.environment, self.words)
 
     def describe(self) -> list[str]:
-        """One line for each rank: where it runs."""
+        """One line for each rank, with its place."""
         return [f"rank {r.rank}: {f'host {r.host}, ' if r.host else ''}{f'GPU {r.gpu}, ' if r.gpu is not None else ''}"
                 f"NUMA node {r.node}, CPUs {format_list(r.cpus)}"
                 + (f", memory of node {', '.join(map(str, r.memory_nodes))}" if r.memory_nodes else "")
@@ -45,36 +47,36 @@ class GroupPlan:
 
 
 def _nodes_from(offset: str, ranks: int, nodes: list[int]) -> list[int]:
-    """The NUMA nodes of $AS_NUMA_OFFSET, with one for each of so many ranks; of 0, all that follow."""
+    """The NUMA nodes from $AS_NUMA_OFFSET on: one for each rank, or all for 0 ranks."""
     if not offset.isdigit() or int(offset) not in nodes:
-        raise ValueError(f"AS_NUMA_OFFSET is {offset!r}; it must be the first NUMA node that is used, of {nodes}")
+        raise ValueError(f"AS_NUMA_OFFSET is {offset!r}; it must be the first NUMA node to use, one of {nodes}")
     following = [node for node in nodes if node >= int(offset)]
     if ranks > len(following):
-        raise ValueError(f"AS_NUMA_NUM={ranks} ranks from AS_NUMA_OFFSET={offset} on need as many NUMA nodes; there are "
-                         f"{following}")
+        raise ValueError(f"AS_NUMA_NUM={ranks} ranks from AS_NUMA_OFFSET={offset} on need as many NUMA nodes; there "
+                         f"are {following}")
     return following[:ranks] if ranks else following
 
 
 def _place_on_hosts(options: GroupOptions, topology: Topology, ranks: int, bind_memory: bool,
                     agents: Agents) -> Placement:
-    """Ranks on this host and on the others that are there, each placed by its agent."""
+    """Ranks on this host and on those of the other hosts that answer, placed there by their agents."""
     if options.gpus:
         raise ValueError("gpus: a group of GPUs on several hosts is not available yet")
     others = agents.connect()
     counts = share_ranks([sum(len(n.cores) for n in topology.nodes), *(a.hello["cores"] for a in others)],
                          [agents.own.ranks or len(options.numa_nodes or topology.default_nodes),
                           *(a.host.ranks or len(options.numa_nodes or ()) or a.hello["nodes"] for a in others)], ranks)
-    how = {"nodes": options.numa_nodes, "cpus_per_rank": options.cpus_per_rank, "use_siblings": options.use_siblings,
-           "memory_nodes": options.memory_nodes}
+    how: dict[str, Any] = {"nodes": options.numa_nodes, "cpus_per_rank": options.cpus_per_rank,
+                           "use_siblings": options.use_siblings, "memory_nodes": options.memory_nodes}
     result = place(topology, counts[0], **how)
     if not bind_memory:
         result.ranks = [replace(rank, memory_node=None) for rank in result.ranks]
     for agent, count in zip(others, counts[1:]):
         if count:
-            found = agents.place(agent, ranks=count, first=len(result.ranks), strict=options.strict, **how)
-            result.ranks += found.ranks
-            result.warnings += found.warnings
-            result.oversubscribed |= found.oversubscribed
+            there = agents.place(agent, ranks=count, first=len(result.ranks), strict=options.strict, **how)
+            result.ranks += there.ranks
+            result.warnings += there.warnings
+            result.oversubscribed |= there.oversubscribed
     return result
 
 
@@ -90,19 +92,44 @@ def agents_of(options: GroupOptions) -> Iterator[Agents | None]:
 
 
 def plan_group(options: GroupOptions, inner: str = "", keep: int = 0, agents: Agents | None = None) -> GroupPlan:
-    """Placement and command line. ValueError or MpiNotFound says what cannot be met. `inner`: a Unix socket that is
-    served, too, for the supervisor's programs. `keep`: there must be so many ranks, several on a node if need be:
-    others could not continue the requests of a group that was lost; where there is no way to place them, there are as many as
-    the options say. agents: of the other hosts that the options name.
+    """Plans the start of a group. Raises ValueError or MpiNotFound if an option cannot be met.
+
+    inner: one more Unix socket that is served, for programs of the supervisor.
+    keep: the number of ranks of a group that was lost. Its requests can continue on as many ranks only, so several may
+    share a node; if they cannot be placed, `options` decide.
+    agents: of the other hosts that the options name.
     """
     from allspark_client.environment import check_environment
-    from allspark_server.runtime.binding import memory_policy_allowed
     check_environment()
     if keep:
         try:
             return plan_group(replace(options, ranks=keep), inner, agents=agents)
         except ValueError as error:
             logger.error("the lost group's requests will end: its %d ranks cannot be placed again: %s", keep, error)
+    bind_memory = memory_policy_allowed()
+    placement = _place_group(options, bind_memory, agents)
+    mpi = find_mpi()
+    models = options.models
+    if options.gpus:
+        models = [_on_gpus(model, options.gpus) for model in models]
+    served = replace(options, address=options.addresses(), models=models)
+    words = (["--inner-address", inner] if inner else []) + rank_words(served, FIRST_RANK)
+    several_hosts = len({rank.host for rank in placement.ranks}) > 1
+    command = group_command(mpi, placement, sys.executable, words, bind_memory=bind_memory or several_hosts,
+                            rank_words=rank_words(served, EVERY_RANK))
+    environment = mpi_environment(mpi, several_hosts)
+    if options.gpus:
+        # GPUs have the numbers that `allspark topology` shows. Ranks are pinned near these GPUs and use no others.
+        environment |= ORDER | {GROUP_GPUS: ",".join(map(str, options.gpus))}
+    return GroupPlan(placement, mpi, command, environment)
+
+
+def _place_group(options: GroupOptions, bind_memory: bool, agents: Agents | None) -> Placement:
+    """The ranks' places. `bind_memory`: whether this system lets processes choose their memory policy."""
+    for name in ("strict", "memory_nodes"):
+        if getattr(options, name) and not bind_memory:
+            raise ValueError(f"{name}: this system does not let processes choose their memory policy; a container "
+                             "needs SYS_NICE for it (docker run --cap-add SYS_NICE)")
     ranks = options.ranks
     if options.gpus:
         if ranks not in (0, len(options.gpus)):
@@ -111,12 +138,11 @@ def plan_group(options: GroupOptions, inner: str = "", keep: int = 0, agents: Ag
     if not ranks and options.numa_nodes is None and os.environ.get(NUMA_NUM):
         text = os.environ[NUMA_NUM]
         if not text.isdigit() or int(text) < 1:
-            raise ValueError(f"AS_NUMA_NUM is {text!r}; it must be the number of ranks, at least 1")
+            raise ValueError(f"{NUMA_NUM} is {text!r}; it must be the number of ranks, at least 1")
         ranks = int(text)
     numa_nodes, topology = options.numa_nodes, read_topology()
     if not options.ranks and numa_nodes is None and os.environ.get(NUMA_OFFSET, "0") != "0":
         numa_nodes = _nodes_from(os.environ[NUMA_OFFSET], ranks, [node.id for node in topology.nodes if node.cpus])
-    bind_memory = memory_policy_allowed()
     if agents is not None:
         placement = _place_on_hosts(replace(options, numa_nodes=numa_nodes), topology, ranks, bind_memory, agents)
     elif options.gpus and numa_nodes is None:
@@ -126,27 +152,10 @@ def plan_group(options: GroupOptions, inner: str = "", keep: int = 0, agents: Ag
     else:
         placement = place(topology, ranks, numa_nodes, options.cpus_per_rank, options.use_siblings,
                           options.memory_nodes)
-    if not bind_memory and options.strict:
-        raise ValueError("strict: this system does not let processes choose their memory policy; a container needs "
-                         "SYS_NICE for it (docker run --cap-add SYS_NICE)")
-    if not bind_memory and options.memory_nodes:
-        raise ValueError("memory_nodes: this system does not let processes choose their memory policy; a container "
-                         "needs SYS_NICE for it (docker run --cap-add SYS_NICE)")
     if not bind_memory:
         placement.warnings.append("this system does not let processes choose their memory policy (a container needs "
                                   "SYS_NICE for it); memory is placed by first touch")
-    mpi = find_mpi()
-    models = [_on_gpus(model, options.gpus) for model in options.models] if options.gpus else options.models
-    served = replace(options, address=options.addresses(), models=models)
-    words = (["--inner-address", inner] if inner else []) + rank_words(served, FIRST_RANK)
-    several_hosts = len({rank.host for rank in placement.ranks}) > 1
-    command = group_command(mpi, placement, sys.executable, words, bind_memory=bind_memory or several_hosts,
-                            rank_words=rank_words(served, EVERY_RANK))
-    environment = mpi_environment(mpi, several_hosts)
-    if options.gpus:
-        # Numbers are those of `allspark topology`; ranks, which are pinned beside these GPUs, use no others.
-        environment |= ORDER | {GROUP_GPUS: ",".join(map(str, options.gpus))}
-    return GroupPlan(placement, mpi, command, environment)
+    return placement
 
 
 def _on_gpus(model: dict | str, gpus: list[int]) -> dict:

@@ -1,4 +1,4 @@
-"""Processes of a group, as the one that watches over them sees them."""
+"""Processes of a group: whether they run, and what is left of them."""
 from __future__ import annotations
 
 import contextlib
@@ -9,18 +9,18 @@ import psutil
 
 
 def processes_of_session(session: int) -> list[int]:
-    """Ids of the living (not zombie) processes of a session."""
-    found = []
+    """The ids of the processes of a session, without zombies."""
+    running = []
     for pid in psutil.pids():
         with contextlib.suppress(OSError, psutil.Error):
             if os.getsid(pid) == session and psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE,
                                                                                   psutil.STATUS_DEAD):
-                found.append(pid)
-    return found
+                running.append(pid)
+    return running
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether somebody has stopped a process (SIGSTOP); one that a debugger holds does not count."""
+    """Whether SIGSTOP has stopped a process. One that a debugger holds does not count."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_STOPPED
     except psutil.Error:
@@ -28,9 +28,9 @@ def is_stopped(pid: int) -> bool:
 
 
 def reap_orphans(session: int = 0) -> None:
-    """Take the exit status of children that have ended: of those of a session, or of all. As process 1 of a container a
-    supervisor inherits the ranks of an mpirun that was killed, and nobody else would. One that leads its session was
-    started here, and is waited for elsewhere.
+    """Takes the exit status of children that have ended: of those of a session, or of all. A supervisor that is process
+    1 of a container inherits the ranks of an mpirun that was killed. A child that leads its session is left out, as the
+    code that started it waits for it.
     """
     with contextlib.suppress(ChildProcessError):            # no child at all
         if not session:
@@ -44,8 +44,8 @@ def reap_orphans(session: int = 0) -> None:
 
 
 def open_pid(pid: int) -> int:
-    """A descriptor that becomes readable when the process ends; -1 on kernels without pidfds (callers then poll).
-    For a process that is gone already, one that is readable at once.
+    """A descriptor that becomes readable when the process ends, at once if it has ended; -1 on kernels without pidfds,
+    where callers poll.
     """
     try:
         return os.pidfd_open(pid)
@@ -60,7 +60,7 @@ def open_pid(pid: int) -> int:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether there is such a process; a zombie counts."""
+    """Whether the process exists. A zombie does."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -71,9 +71,7 @@ def is_alive(pid: int) -> bool:
 
 
 def neutral_for_oom() -> None:
-    """Called in a new process: where the supervisor is to be spared by the kernel's out-of-memory killer, that is not
-    inherited.
-    """
+    """Called in a new process: drops an inherited protection from the kernel's out-of-memory killer."""
     with contextlib.suppress(OSError, ValueError):
         with open("/proc/self/oom_score_adj", "r+", encoding="ascii") as file:
             if int(file.read()) < 0:

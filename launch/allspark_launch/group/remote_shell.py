@@ -1,5 +1,5 @@
-"""What mpirun starts daemons on other hosts by: remote_shell.py HOST COMMAND …. The supervisor's agent there runs the
-command, so that all processes of the group on that host are the agent's. A script of the standard library alone.
+"""mpirun's remote shell: remote_shell.py HOST COMMAND …. The supervisor's agent on that host runs the command, so all
+processes of the group there are children of the agent. Needs only the standard library.
 """
 import json
 import os
@@ -8,6 +8,7 @@ import sys
 
 
 def main() -> None:
+    """Passes the command to the supervisor."""
     host, *command = sys.argv[1:]
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
         supervisor.connect(os.environ["ALLSPARK_SUPERVISOR"])

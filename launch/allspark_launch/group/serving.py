@@ -26,29 +26,31 @@ from .supervisor import Supervisor
 logger = logging.getLogger(__name__)
 
 
-def supervise(options: GroupOptions, *, ready_file: str = "", parent_pid: int = 0, show=None,
+def supervise(options: GroupOptions, *, ready_file: str = "", parent_pid: int = 0,
+              show: Callable[[GroupPlan], None] | None = None,
               on_progress: Callable[[str, float], None] | None = None,
               reread: Callable[[], GroupOptions] | None = None) -> None:
-    """Run a group in the foreground until SIGTERM, SIGINT or the parent's end. Raises GroupFailed.
+    """Runs a group in the foreground until SIGTERM, SIGINT or the end of the parent. Raises GroupFailed.
 
-    show(GroupPlan): called before anything starts. on_progress(model name, part of it that is loaded). reread(): the
-    options as they are now, for SIGHUP, which without it stops the group.
+    show: called with the plan before anything starts.
+    on_progress: gets a model's name and the part of it that is loaded.
+    reread: the options as they are now, for SIGHUP; without it SIGHUP stops the group.
     """
-    if options.token_file:      # what is wrong is told before anything starts
+    if options.token_file:      # errors in it are reported before anything starts
         access.read_tokens(options.token_file)
     access.ModelRoots(options.model_root)
     notifier = Notifier.from_environment(os.environ)
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(unblocked())
-        if parent_pid:      # a parent that was killed leaves its own folder behind
+        if parent_pid:      # a parent that was killed leaves its folder behind
             for parent in dict.fromkeys((short_parent(), tempfile.gettempdir(), "/tmp")):
                 stack.callback(remove_stale, parent)
         runtime_dir = stack.enter_context(private_folder(short_parent()))
         options = replace(options, state_file=options.state_file or str(runtime_dir / "state.json"))
-        inner = f"unix:{runtime_dir}/inner"     # for its own programs, whatever clients are offered
+        inner = f"unix:{runtime_dir}/inner"     # for its own programs, whichever addresses clients get
         shared_memory = None
         if trusted("/dev/shm"):
-            # MPI's shared memory in a folder of ours, so that what a killed rank leaves behind is found and removed.
+            # MPI's shared memory in a folder of ours: files that a killed rank leaves there are found and removed.
             shared_memory = stack.enter_context(private_folder("/dev/shm"))
         server = None
         if options.http:
@@ -74,6 +76,7 @@ def supervise(options: GroupOptions, *, ready_file: str = "", parent_pid: int = 
 
         def reload() -> None:
             nonlocal options
+            assert reread is not None
             fresh = reread()
             fresh = replace(fresh, state_file=fresh.state_file or options.state_file)
             if fresh.token_file == options.token_file and fresh.token_file:
@@ -93,7 +96,7 @@ def supervise(options: GroupOptions, *, ready_file: str = "", parent_pid: int = 
                                 on_output=output.write, on_progress=on_progress, on_reload=reload, notifier=notifier,
                                 drain_limit=options.drain_limit, agents=agents)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:       # nohup means to go on
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:       # nohup ignores it
                 signal.signal(number, lambda n, _: supervisor.request_stop(signal.Signals(n).name))
         if reread is not None and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             signal.signal(signal.SIGHUP, lambda *_: supervisor.request_reload())
