@@ -1,1 +1,1 @@
-"""What the machine has: NUMA nodes, cores, GPUs; and where ranks are placed on it."""
+"""The machine: NUMA nodes, cores and GPUs, and the placement of ranks."""

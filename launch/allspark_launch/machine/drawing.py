@@ -21,7 +21,7 @@ class _Picture:
         self.width = self.height = 0.0
 
     def box(self, x: float, y: float, width: float, height: float, fill: str, title: str = "") -> None:
-        """A rectangle; `title` is shown under the pointer."""
+        """A rectangle. `title` is shown when the pointer is over it."""
         inner = f"<title>{escape(title)}</title>" if title else ""
         self._parts.append(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" fill="{fill}" '
                            f'stroke="#555">{inner}</rect>')
@@ -45,7 +45,7 @@ class _Picture:
 
 
 def draw(machine: Topology, placement: Placement) -> str:
-    """An SVG file's text: nodes with cores, caches, memory and GPUs, the ranks' threads in colours, the distances."""
+    """The text of an SVG file: nodes with cores, caches, memory and GPUs, ranks' threads in colours, distances."""
     picture = _Picture()
     rank_of = {cpu: rank.rank for rank in placement.ranks for cpu in rank.cpus}
     x, bottom = float(_MARGIN), 0.0
@@ -57,7 +57,7 @@ def draw(machine: Topology, placement: Placement) -> str:
 
 
 def save(path: str, machine: Topology, placement: Placement) -> None:
-    """Writes the picture. ValueError unless the file is called .svg."""
+    """Writes the picture. Raises ValueError unless the file's name ends in .svg."""
     if not path.endswith(".svg"):
         raise ValueError(f"--plot {path}: the picture is an SVG file; its name must end in .svg")
     Path(path).write_text(draw(machine, placement), encoding="utf-8")
@@ -65,9 +65,9 @@ def save(path: str, machine: Topology, placement: Placement) -> None:
 
 def _node(picture: _Picture, machine: Topology, node: Node, placement: Placement, rank_of: dict[int, int],
           x: float) -> tuple[float, float]:
-    """Draws a node from x on; returns its width and its lower edge."""
+    """Draws a node at x; returns its width and its lower edge."""
     cores = node.cores or []
-    width = max(min(len(cores), _COLUMNS), 6) * (_CORE + _GAP) + _GAP
+    width: float = max(min(len(cores), _COLUMNS), 6) * (_CORE + _GAP) + _GAP
     top = float(_MARGIN)
     lines = [f"memory {node.memory_total / 2**30:.1f} GiB, {node.memory_free / 2**30:.1f} free" if node.has_memory
              else "no memory", *(f"L{c.level} {c.size // 1024:,} KiB for CPUs {format_list(c.cpus)}"

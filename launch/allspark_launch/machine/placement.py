@@ -1,4 +1,4 @@
-"""Where each rank goes: its node, its physical cores, and the node its memory comes from."""
+"""Places ranks: each on a node, on physical cores, with memory of a node."""
 from __future__ import annotations
 
 import math
@@ -6,35 +6,35 @@ from dataclasses import dataclass, field, replace
 
 from .topology import Core, Node, Topology, format_list
 
-# With this many cores, rank 0 leaves one to the service's Python threads: otherwise they would preempt a compute
-# thread, and every step waits for its slowest thread.
+# From this many cores on, rank 0 leaves one to the service's Python threads. They would preempt a compute thread, and
+# every step waits for its slowest thread.
 SERVICE_CORE_FROM = 16
 
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """One rank. `cpus`: one per compute thread. `bound_cpus`: where the process as a whole may run."""
+    """One rank. `cpus`: one per compute thread. `bound_cpus`: CPUs that the whole process may use."""
 
     rank: int
     node: int
     cpus: tuple[int, ...]
     bound_cpus: tuple[int, ...]
     memory_node: int | None     # None: leave the memory policy alone
-    whole_node: bool            # the rank has its node's CPUs to itself
-    more_memory: tuple[int, ...] = ()   # nodes of memory alone that it may use, too, once its own is full
+    whole_node: bool            # no other rank uses the node's CPUs
+    more_memory: tuple[int, ...] = ()   # nodes without CPUs that it may use once its own memory is full
     host: str = ""              # another host's name
-    gpu: int | None = None      # that computes
+    gpu: int | None = None      # the GPU that it computes on
 
     @property
     def memory_nodes(self) -> tuple[int, ...]:
-        """Where its memory may be, its own first; none: wherever the system puts it."""
+        """The nodes that its memory is bound to, its own first; none: the system decides."""
         return () if self.memory_node is None else (self.memory_node, *self.more_memory)
 
 
 @dataclass
 class Placement:
-    """All ranks. `oversubscribed`: a core is shared by ranks (or a cgroup quota is below the cores used), so no wait
-    may spin.
+    """All ranks. `oversubscribed`: ranks share a core, or a cgroup's quota is below the cores in use, so no wait may
+    spin.
     """
 
     ranks: list[RankPlacement]
@@ -43,17 +43,19 @@ class Placement:
 
     @property
     def nodes(self) -> list[int]:
+        """The NUMA nodes of the ranks."""
         return sorted({r.node for r in self.ranks})
 
 
 def place(topology: Topology, ranks: int = 0, nodes: list[int] | None = None, cpus_per_rank: int = 0,
           use_siblings: bool = False, memory_nodes: list[int] | None = None, first: int = 0) -> Placement:
-    """Place `ranks` ranks on `nodes`, numbered from `first` on.
+    """Places `ranks` ranks on `nodes`, numbered from `first` on.
 
-    ranks: 0 is one per node. nodes: node ids; None is every node with cores and memory. cpus_per_rank: compute
-    threads of each rank; 0 is every physical core of its share. use_siblings: threads may also sit on the second
-    hardware thread of a core. memory_nodes: nodes without CPUs whose memory is used, too, each by the ranks nearest to
-    it; by default none is.
+    ranks: 0 is one per node.
+    nodes: node ids; None is every node with cores and memory.
+    cpus_per_rank: compute threads of each rank; 0 is every physical core of its share.
+    use_siblings: threads may also use the second hardware thread of a core.
+    memory_nodes: nodes without CPUs; the ranks nearest to each may use its memory too.
     Raises ValueError naming the argument if a node does not exist or has no usable core (or memory), or if a rank's
     share has fewer cores than cpus_per_rank.
     """
@@ -62,7 +64,7 @@ def place(topology: Topology, ranks: int = 0, nodes: list[int] | None = None, cp
     if cpus_per_rank < 0:
         raise ValueError(f"cpus_per_rank is {cpus_per_rank}; it must be at least 1 (0: every core of the share)")
     if nodes is not None and len(set(nodes)) != len(nodes):
-        raise ValueError(f"numa_nodes {nodes} names a node twice; ask for more ranks with ranks={len(nodes)} instead")
+        raise ValueError(f"numa_nodes {nodes} names a node twice; for more ranks, use ranks={len(nodes)} instead")
     chosen = [topology.node(n) for n in (topology.default_nodes if nodes is None else nodes)]
     for node in chosen:
         if not node.cores:
@@ -90,10 +92,10 @@ def place(topology: Topology, ranks: int = 0, nodes: list[int] | None = None, cp
 
 def place_on_gpus(topology: Topology, gpus: list[int], cpus_per_rank: int = 0, use_siblings: bool = False,
                   share: bool = False) -> Placement:
-    """A rank for each GPU, in their order, on cores of the NUMA node that it is attached to; where the kernel does not
-    tell, on the nodes in turn. share: GPUs may be named twice.
+    """One rank for each GPU, in their order, on cores of the NUMA node that the GPU is attached to. GPUs with an
+    unknown node get the nodes in turn. `share`: a GPU may be named twice.
 
-    Raises ValueError if there is no such GPU, or as place() does.
+    Raises ValueError for an unknown GPU, and as place() does.
     """
     known = {gpu.index: gpu for gpu in topology.gpus if gpu.index >= 0}
     for i, gpu in enumerate(gpus):
@@ -101,7 +103,8 @@ def place_on_gpus(topology: Topology, gpus: list[int], cpus_per_rank: int = 0, u
             raise ValueError(f"gpus={gpus} names GPU {gpu} twice: each rank needs its own")
         if topology.gpus and gpu not in known:
             usable = format_list(known) or "none, as a container or CUDA_VISIBLE_DEVICES has it"
-            raise ValueError(f"gpus={gpus}: there is no GPU {gpu}; this process may use {usable} (see allspark topology)")
+            raise ValueError(f"gpus={gpus}: there is no GPU {gpu}; this process may use {usable} (see allspark "
+                             "topology)")
     others = [topology.node(n) for n in topology.default_nodes]
     if not others:
         raise ValueError("this process may use no CPU at all")
@@ -122,7 +125,7 @@ def place_on_gpus(topology: Topology, gpus: list[int], cpus_per_rank: int = 0, u
 
 
 def _obey_limits(result: Placement, topology: Topology, cpus_per_rank: int) -> None:
-    """No more threads than the cgroup has CPUs for, unless they were asked for."""
+    """Limits the threads to the cgroup's CPUs, unless their number was requested."""
     if topology.cpu_quota and not cpus_per_rank:
         _obey_quota(result, topology.cpu_quota)
     threads = sum(len(r.cpus) for r in result.ranks)
@@ -133,38 +136,38 @@ def _obey_limits(result: Placement, topology: Topology, cpus_per_rank: int) -> N
 
 
 def nearest_memory(topology: Topology, nodes: list[int], memory_nodes: list[int]) -> dict[int, tuple[int, ...]]:
-    """Node -> those of `memory_nodes` that none of the nodes is nearer to. ValueError if one has CPUs, or no memory."""
-    found: dict[int, tuple[int, ...]] = dict.fromkeys(nodes, ())
+    """Node -> the `memory_nodes` to which no other node is nearer. ValueError if one has CPUs or no memory."""
+    nearest: dict[int, tuple[int, ...]] = dict.fromkeys(nodes, ())
     for number in memory_nodes:
         memory = topology.node(number)
         if memory.cpus or not memory.has_memory:
             alone = format_list(n.id for n in topology.nodes if n.has_memory and not n.cpus)
             raise ValueError(f"memory_nodes names NUMA node {number}, which has "
-                             + ("CPUs: ranks there use its memory anyhow" if memory.cpus else
+                             + ("CPUs: ranks there use its memory anyway" if memory.cpus else
                                 "no memory that this process may use")
-                             + f"; nodes with memory alone: {alone or 'none'}")
+                             + f"; nodes with memory only: {alone or 'none'}")
         distances = {node: topology.node(node).distances.get(number, 255) for node in nodes}
         for node in nodes:
             if distances[node] == min(distances.values()):
-                found[node] += (number,)
-    return found
+                nearest[node] += (number,)
+    return nearest
 
 
 def _obey_quota(result: Placement, quota: float) -> None:
-    """Leave no more threads than the cgroup allows CPUs, the same number to each rank: those beyond it would only make
-    the others wait, for once the time is used up, all are paused until the next period.
+    """Gives each rank the same number of threads, together no more than the cgroup's CPUs. More threads would be
+    slower: once the CPU time of a period is used up, all threads are paused until the next one.
     """
     most = max(1, math.ceil(quota) // len(result.ranks))
-    found = sum(len(r.cpus) for r in result.ranks)
+    before = sum(len(r.cpus) for r in result.ranks)
     result.ranks = [replace(r, cpus=r.cpus[:most]) for r in result.ranks]
     threads = sum(len(r.cpus) for r in result.ranks)
-    if threads < found:
-        result.warnings.append(f"the cgroup allows {quota:g} CPUs: {threads} threads instead of {found}; pin with a "
-                               "cpuset instead (docker run --cpuset-cpus), and threads are never paused")
+    if threads < before:
+        result.warnings.append(f"the cgroup allows {quota:g} CPUs: {threads} threads instead of {before}; with a "
+                               "cpuset (docker run --cpuset-cpus) threads are never paused")
 
 
 def _ranks_per_node(nodes: list[Node], ranks: int) -> list[int]:
-    """One rank for each node, the rest one by one where most cores are left for each rank."""
+    """One rank for each node. Further ranks go where most cores are left per rank."""
     counts = [1] * len(nodes)
     for _ in range(ranks - len(nodes)):
         roomiest = max(range(len(nodes)), key=lambda i: (len(nodes[i].cores) / (counts[i] + 1), -i))
@@ -177,13 +180,13 @@ def _place_rank(topology: Topology, result: Placement, node: Node, rank: int, pa
     cores: list[Core] = node.cores
     if count <= len(cores):
         mine = cores[part * len(cores) // count:(part + 1) * len(cores) // count]
-    else:                                                   # more ranks than cores: they take turns on one
+    else:                                                   # more ranks than cores share cores
         mine = [cores[part % len(cores)]]
         if not result.oversubscribed:
             result.oversubscribed = True
             result.warnings.append(f"{count} ranks share the {len(cores)} usable core(s) of NUMA node {node.id}; "
                                    "waiting threads will sleep at once instead of spinning")
-    # All first hardware threads come before any second one, so that fewer threads than CPUs use whole cores.
+    # First hardware threads come before second ones, so that fewer threads than CPUs use whole cores.
     width = max(len(c.cpus) for c in mine) if use_siblings else 1
     threads = [c.cpus[i] for i in range(width) for c in mine if i < len(c.cpus)]
     if cpus_per_rank > len(threads):

@@ -1,4 +1,4 @@
-"""Small files of the kernel's."""
+"""Reads small files of the kernel."""
 from __future__ import annotations
 
 import re
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def text(path: Path, default: str = "") -> str:
-    """A file's content without blanks around it; `default` where it cannot be read."""
+    """A file's content without surrounding blanks; `default` if it cannot be read."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:
@@ -14,6 +14,6 @@ def text(path: Path, default: str = "") -> str:
 
 
 def number(path: Path, default: int) -> int:
-    """The integer that a file holds; `default` where it holds none."""
-    found = text(path)
-    return int(found) if re.fullmatch(r"-?\d+", found) else default
+    """The integer in a file; `default` if there is none."""
+    content = text(path)
+    return int(content) if re.fullmatch(r"-?\d+", content) else default

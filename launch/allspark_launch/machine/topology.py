@@ -1,13 +1,13 @@
-"""What this machine has, read from sysfs: NUMA nodes, cores, sibling threads, memory, and what of it this process
-may use.
+"""The machine, read from sysfs: NUMA nodes, cores, sibling threads, memory, and which of these this process may use.
 
-Every path is read below `root`, so that tests can fabricate machines. Nothing here needs a library or a privilege,
-and a kernel without NUMA support is a machine with one node.
+Every path is read below `root`, so that tests can fabricate machines. No library and no privilege is needed. A kernel
+without NUMA support is a machine with one node.
 """
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,21 +23,21 @@ def parse_list(text: str) -> list[int]:
 
 
 def parse_sequence(text: str) -> list[int]:
-    """The same in the order in which they are named, those named twice included: of what ranks have in turn."""
-    found: list[int] = []
+    """The same in the order of the text, with repetitions: for lists whose i-th entry is for rank i."""
+    numbers: list[int] = []
     for part in text.strip().split(","):
         if not part:
             continue
         first, _, last = part.partition("-")
         try:
-            found += range(int(first), int(last or first) + 1)
+            numbers += range(int(first), int(last or first) + 1)
         except ValueError:
             raise ValueError(f"{text.strip()!r} is not a list of numbers such as 0-3,8") from None
-    return found
+    return numbers
 
 
-def format_list(numbers) -> str:
-    """Inverse of `parse_list`: [0, 1, 2, 3, 8] gives "0-3,8"."""
+def format_list(numbers: Iterable[int]) -> str:
+    """The inverse of `parse_list`: [0, 1, 2, 3, 8] gives "0-3,8"."""
     ranges: list[list[int]] = []
     for n in sorted(set(numbers)):
         if ranges and n == ranges[-1][1] + 1:
@@ -58,7 +58,7 @@ class Core:
 
 @dataclass(frozen=True)
 class Cache:
-    """A cache for data, and the CPUs that share it. size: bytes."""
+    """A data cache, and the CPUs that share it. `size` in bytes."""
 
     level: int
     size: int
@@ -67,7 +67,7 @@ class Cache:
 
 @dataclass
 class Node:
-    """A NUMA node. `cpus` are all its online CPUs, `cores` only what this process may use; memory in bytes."""
+    """A NUMA node. `cpus` are all online CPUs, `cores` those that this process may use. Memory in bytes."""
 
     id: int
     cpus: list[int] = field(default_factory=list)
@@ -79,10 +79,12 @@ class Node:
 
     @property
     def usable_cpus(self) -> list[int]:
+        """The CPUs that this process may use."""
         return sorted(c for core in self.cores for c in core.cpus)
 
     @property
     def has_memory(self) -> bool:
+        """Whether it has memory that this process may use."""
         return self.memory_total > 0 and self.memory_allowed
 
     @property
@@ -93,7 +95,7 @@ class Node:
 
 @dataclass
 class Topology:
-    """The machine as this process sees it. `cpu_quota` is the cgroup's limit in CPUs, 0.0 if there is none."""
+    """The machine as this process sees it. The cgroup's `cpu_quota` (CPUs), `memory_limit` (bytes): 0 is no limit."""
 
     nodes: list[Node]
     allowed_cpus: list[int]
@@ -104,20 +106,21 @@ class Topology:
     gpus: list[Gpu] = field(default_factory=list)
 
     def caches_of(self, node: Node) -> list[Cache]:
-        """The largest caches of a node's CPUs: those of the last level."""
-        found = [cache for cache in self.caches if set(cache.cpus) & set(node.cpus)]
-        last = max((cache.level for cache in found), default=0)
-        return [cache for cache in found if cache.level == last]
+        """The last-level caches of a node's CPUs."""
+        caches = [cache for cache in self.caches if set(cache.cpus) & set(node.cpus)]
+        last = max((cache.level for cache in caches), default=0)
+        return [cache for cache in caches if cache.level == last]
 
     def node(self, node_id: int) -> Node:
+        """The node with an id. Raises ValueError if there is none."""
         for node in self.nodes:
             if node.id == node_id:
                 return node
         raise ValueError(f"this machine has no NUMA node {node_id}; it has {format_list(n.id for n in self.nodes)}")
 
     def memory_node(self, node: Node) -> Node:
-        """The node whose memory serves `node`: itself, or the nearest with memory if it has none. Memory without CPUs
-        (CXL, high-bandwidth memory, a GPU's) serves only where there is no other: who wants it names it.
+        """The node whose memory `node` uses: itself, or the nearest with memory. Nodes without CPUs (CXL,
+        high-bandwidth memory, a GPU's memory) are used only if there is no other: they must be named to be used.
         """
         if node.has_memory:
             return node
@@ -126,11 +129,12 @@ class Topology:
 
     @property
     def default_nodes(self) -> list[int]:
-        """Nodes with both usable cores and memory: one rank each unless asked otherwise."""
+        """The nodes with usable cores and memory. By default each gets one rank."""
         both = [n.id for n in self.nodes if n.cores and n.has_memory]
         return both or [n.id for n in self.nodes if n.cores]
 
     def to_dict(self) -> dict:
+        """For JSON."""
         return {
             "nodes": [{"id": n.id, "cpus": format_list(n.cpus), "usable_cpus": format_list(n.usable_cpus),
                        "cores": [list(c.cpus) for c in n.cores], "memory_total": n.memory_total,
@@ -145,7 +149,7 @@ class Topology:
 
 
 def _meminfo(path: Path) -> tuple[int, int]:
-    """(total, free + reclaimable file pages) in bytes of a node's meminfo; (0, 0) if there is none."""
+    """(total, free and reclaimable file pages), in bytes, of a node's meminfo; (0, 0) if there is none."""
     values = {m[1]: int(m[2]) * 1024 for m in re.finditer(r"([\w()]+):\s+(\d+)\s*kB", sysfs.text(path))}
     return values.get("MemTotal", 0), values.get("MemFree", 0) + values.get("Inactive(file)", 0)
 
@@ -156,12 +160,12 @@ def _status_list(root: Path, key: str) -> list[int] | None:
 
 
 def _memory_limit(root: Path) -> int:
-    """Bytes that the cgroups of this process allow, 0 where there is no limit; both cgroup versions."""
+    """The bytes that the cgroups of this process allow, of both cgroup versions; 0: no limit."""
     base = root / "sys/fs/cgroup"
     memory = 0
     own = re.search(r"^0::(/.*)$", sysfs.text(root / "proc/self/cgroup"), re.M)
     folder = base / own[1].strip("/") if own else base
-    while True:                                             # a parent's limit holds as well
+    while True:                                             # limits of parents apply too
         limit = sysfs.number(folder / "memory.max", 0)
         if limit:
             memory = min(memory, limit) if memory else limit
@@ -175,9 +179,9 @@ def _memory_limit(root: Path) -> int:
 
 
 def read_topology(root: str | os.PathLike = "/", affinity: list[int] | None = None) -> Topology:
-    """Read the machine below `root`.
+    """Reads the machine below `root`.
 
-    affinity: CPUs this process may use; None takes the scheduler's answer (for another root, Cpus_allowed_list of its
+    affinity: CPUs that this process may use; None asks the scheduler (for another root: Cpus_allowed_list in its
     proc/self/status, or all online CPUs).
     """
     root = Path(root)
@@ -208,31 +212,31 @@ def read_topology(root: str | os.PathLike = "/", affinity: list[int] | None = No
         nodes = [Node(0, online, [], total, free, True, {0: 10})]
     for node in nodes:
         node.cores = _cores(cpu_dir, [c for c in node.cpus if c in set(allowed)])
-    return Topology(nodes, allowed, sorted(set(present) - set(online)), cgroup_cpus(root), _memory_limit(root),
+    return Topology(nodes, allowed, sorted(set(present) - set(online)), cgroup_cpus(str(root)), _memory_limit(root),
                     _caches(cpu_dir, online),
                     read_gpus(root, os.environ.get("CUDA_VISIBLE_DEVICES") if root == Path("/") else None))
 
 
 def _caches(cpu_dir: Path, cpus: list[int]) -> list[Cache]:
-    """Caches for data of these CPUs, each once."""
-    found: dict[tuple[int, tuple[int, ...]], Cache] = {}
+    """The data caches of these CPUs, each once."""
+    caches: dict[tuple[int, tuple[int, ...]], Cache] = {}
     for cpu in cpus:
         for folder in sorted((cpu_dir / f"cpu{cpu}" / "cache").glob("index[0-9]*")):
             size = re.fullmatch(r"(\d+)K", sysfs.text(folder / "size"))
             level, shared = sysfs.number(folder / "level", 0), tuple(parse_list(sysfs.text(folder / "shared_cpu_list")))
             if size and level and sysfs.text(folder / "type") != "Instruction":
-                found.setdefault((level, shared), Cache(level, int(size[1]) * 1024, shared))
-    return list(found.values())
+                caches.setdefault((level, shared), Cache(level, int(size[1]) * 1024, shared))
+    return list(caches.values())
 
 
 def _cores(cpu_dir: Path, cpus: list[int]) -> list[Core]:
-    """Group logical CPUs by physical core; cores in the order of their first CPU."""
+    """Groups logical CPUs by physical core. Cores are in the order of their first CPU."""
     groups: dict[tuple, list[int]] = {}
     for cpu in cpus:
         folder = cpu_dir / f"cpu{cpu}" / "topology"
         package, core = sysfs.number(folder / "physical_package_id", 0), sysfs.number(folder / "core_id", -1)
         siblings = sysfs.text(folder / "thread_siblings_list") or sysfs.text(folder / "core_cpus_list")
-        # core_id alone is not unique (it repeats in each die of some machines); the sibling list is.
+        # core_id alone is not unique (on some machines it repeats on each die). The list of siblings is.
         groups.setdefault((package, core, siblings or str(cpu)), []).append(cpu)
     cores = [Core(package, core, tuple(sorted(members))) for (package, core, _), members in groups.items()]
     return sorted(cores, key=lambda c: c.cpus[0])

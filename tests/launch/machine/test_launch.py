@@ -119,8 +119,8 @@ def test_memory_of_nodes_without_cpus_is_used_only_as_told(tmp_path):
     assert words.count("0:2,3:2") == 1 and words.count("0:2,2:1,3:2") == 1
     words = launch_mpi.group_command(MPI5, placement, "python", [], use_numactl=False)
     assert words[words.index("--bind-memory") + 1] == "0,3"
-    for nodes, why in (([1], "NUMA node 1, which has CPUs.* nodes with memory alone: 2-3"),
-                       ([0], "NUMA node 0, which has CPUs: ranks there use its memory anyhow"),
+    for nodes, why in (([1], "NUMA node 1, which has CPUs.* nodes with memory only: 2-3"),
+                       ([0], "NUMA node 0, which has CPUs: ranks there use its memory anyway"),
                        ([9], "no NUMA node 9")):
         with pytest.raises(ValueError, match=why):
             place(topology, nodes=[0], memory_nodes=nodes)
