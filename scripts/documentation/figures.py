@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from typing import Any
 
 from .markdown import cell, table
@@ -88,7 +89,8 @@ def table_of(name: str) -> str:
 def readme(text: str) -> str:
     """README's text with the tables between its marks made anew."""
     def fill(match: re.Match[str]) -> str:
-        return f"{match[1]}{grid(match[2])}\n\n{caption(match[2])}\n{match[3]}"
+        text = textwrap.fill(caption(match[2]), 118, break_on_hyphens=False)
+        return f"{match[1]}{grid(match[2])}\n\n{text}\n{match[3]}"
     return _MARK.sub(fill, text)
 
 
