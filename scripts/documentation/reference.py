@@ -59,6 +59,11 @@ def _names(action: argparse.Action) -> str:
     return ", ".join(code(option + value) for option in action.option_strings)
 
 
+def _summary(parser: argparse.ArgumentParser) -> str:
+    """The first sentence of a command's description."""
+    return re.split(r"(?<=\.)\s", " ".join((parser.description or "").split()))[0]
+
+
 def commands() -> str:
     """Every command with its options."""
     parts = []
@@ -68,10 +73,9 @@ def commands() -> str:
         depth = "##" if name.count(" ") < 2 else "###"
         options = [(_names(action), _help(parser, action)) for action in parser._actions
                    if action.help is not argparse.SUPPRESS and not isinstance(action, argparse._HelpAction)]
-        summary, _, details = (parser.description or "").partition("\n")
-        parts.append(f"{depth} `{name}`\n\n{cell(summary)}")
-        if details.strip():
-            parts.append(fenced(details))
+        parts.append(f"{depth} `{name}`\n\n{cell(_summary(parser))}")
+        if "\n" in (parser.description or ""):
+            parts.append(fenced(parser.description or ""))
         if options:
             parts.append(table(("Option", "Meaning"), options))
         if parser.epilog:
@@ -84,7 +88,7 @@ def commands_overview() -> str:
     rows = []
     for name, parser in parsers():
         if not _subcommands(parser):
-            rows.append((f"[`{name}`](#{name.replace(' ', '-')})", (parser.description or "").splitlines()[0]))
+            rows.append((f"[`{name}`](#{name.replace(' ', '-')})", _summary(parser)))
     return table(("Command", "What it does"), rows)
 
 
@@ -250,7 +254,7 @@ def _signature(function: Any, name: str) -> str:
 
 def _paragraphs(doc: str | None) -> str:
     """A docstring as Markdown: `name: text` lines of arguments stay lines of their own."""
-    return inspect.cleandoc(doc or "").replace("<", "&lt;").replace("$", r"\$")
+    return inspect.cleandoc(doc or "").replace("<", "&lt;")
 
 
 def _public_methods(kind: type) -> Iterator[tuple[str, Any, str]]:
