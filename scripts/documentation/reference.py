@@ -160,18 +160,19 @@ def _client_config(name: str) -> Callable[[], str]:
 def group_keys() -> list[tuple[str, str, str, str, str]]:
     """Key, flag, type, default and meaning of every key of `allspark serve --config`."""
     import_from_source()
-    serve = dict(parsers())["allspark serve"]
-    from allspark_launch.cli import GroupOptions
-    flags = {action.dest: action for action in serve._actions}
-    renamed = {"models": "model"}
-    comments = field_comments(GroupOptions)
+    from allspark_launch.options import GroupOptions
+    from allspark_server.options import options_of
     rows = []
-    for field in dataclasses.fields(GroupOptions):
-        action = flags.get(renamed.get(field.name, field.name))
-        meaning = _help(serve, action) if action is not None else ""
-        flag = ", ".join(code(option) for option in action.option_strings) if action is not None else ""
-        rows.append((code(field.name), flag, code(field.type), _default(field),
-                     meaning or comments.get(field.name, "")))
+    for declared in options_of(GroupOptions):
+        flags = ", ".join(code(flag) for flag in (declared.flag, *declared.aliases)) if declared.help else ""
+        meaning = declared.help
+        if declared.choices:
+            meaning += f"; one of {', '.join(code(choice) for choice in declared.choices)}"
+        if declared.environment:
+            meaning += f"; without it, {code('$' + declared.environment)}"
+        if declared.reloadable:
+            meaning += "; takes effect on SIGHUP"
+        rows.append((code(declared.name), flags, code(declared.kind), code(repr(declared.effective_default)), meaning))
     return rows
 
 
