@@ -336,8 +336,8 @@ def requirements() -> dict:
     # scripts/docs builds the site.
     docs = ["mkdocs-material>=9.5,<10"]
     return {"install_requires": client if CLIENT_ONLY else client + server,
-            "extras_require": {"test": [*test, *check], "check": check, "docs": docs, "clients": clients, "cuda": cuda, "otel": otel,
-                               "sentencepiece": ["sentencepiece>=0.2"]}}  # of checkpoints with its models
+            "extras_require": {"test": [*test, *check, *docs], "check": check, "docs": docs, "clients": clients,
+                               "cuda": cuda, "otel": otel, "sentencepiece": ["sentencepiece>=0.2"]}}  # of checkpoints with its models
 
 
 def options() -> dict:
