@@ -39,11 +39,9 @@ void to_tiles(const float* in, int rows, const Rows& out, const Queue& queue) {
   AS_CALL(out.dtype, to_tiles, in, rows, out, queue);
 }
 
+int prefill_clusters(DType16 dtype) { AS_CALL(dtype, prefill_clusters, dtype); }
 void gemm_dtype16(const Product& p, int rows, const Queue& queue, GemmAlgo algo) {
   AS_CALL(p.w.dtype, gemm_dtype16, p, rows, queue, algo);
-}
-bool gemm_dtype16_norms(const Product& p, int rows, const Queue& queue) {
-  AS_CALL(p.w.dtype, gemm_dtype16_norms, p, rows, queue);
 }
 
 void add_low_rank(const AdaptedSums& a, int rows, const Queue& queue) { AS_CALL(a.type, add_low_rank, a, rows, queue); }
@@ -54,25 +52,24 @@ void silu_mul_pairs(const float* in, const float* bias, int rows, const Rows& ou
 void store_cache(const Attention& a, const int* where, const Turn* turn, bool queries, int rows, const Queue& queue) {
   AS_CALL(a.cache.dtype, store_cache, a, where, turn, queries, rows, queue);
 }
-void attend_few(const Attention& a, const AttentionTile* tiles, int count, int splits, const Queue& queue) {
-  AS_CALL(a.cache.dtype, attend_few, a, tiles, count, splits, queue);
+void attend_few(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, int splits,
+                const Queue& queue) {
+  AS_CALL(a.cache.dtype, attend_few, a, algo, tiles, count, splits, queue);
 }
-void attend_many(const Attention& a, const AttentionTile* tiles, int count, const Turn* turn, const Queue& queue) {
-  AS_CALL(a.cache.dtype, attend_many, a, tiles, count, turn, queue);
+void attend_many(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, const Turn* turn,
+                 const Queue& queue) {
+  AS_CALL(a.cache.dtype, attend_many, a, algo, tiles, count, turn, queue);
 }
-bool attend_turns(const Attention& a, const Turn& turn, const Queue& queue) {
-  AS_CALL(a.cache.dtype, attend_turns, a, turn, queue);
+bool attend_turns(const Attention& a, AttentionAlgo algo, const Turn& turn) {
+  AS_CALL(a.cache.dtype, attend_turns, a, algo, turn);
 }
-bool store_and_attend(const Attention& a, const Turn* turn, const AttentionTile* tiles, int count, int splits,
+void store_and_attend(const Attention& a, const Turn* turn, const AttentionTile* tiles, int count, int splits,
                       const Queue& queue) {
   AS_CALL(a.cache.dtype, store_and_attend, a, turn, tiles, count, splits, queue);
 }
 
 void sum_ranks(const RankSum& sum, int rows, const Queue& queue) { AS_CALL(sum.dtype, sum_ranks, sum, rows, queue); }
 
-int expert_tile_rows(Kind kind, int entries, int experts, const Queue& queue) {
-  return bf16::expert_tile_rows(kind, entries, experts, queue);
-}
 void gemm_experts(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue, GemmAlgo algo) {
   AS_CALL(p.product.w.dtype, gemm_experts, p, entries, tile_rows, queue, algo);
 }
@@ -82,9 +79,6 @@ void combine_experts(const Combination& c, int rows, const Queue& queue) {
 bool norms_with_logits(const Product& logits) { return bf16::norms_with_logits(logits); }
 void norm_and_logits(const float* x, const Norm& norm, const Rows& normed, const Product& logits, const Queue& queue) {
   AS_CALL(normed.dtype, norm_and_logits, x, norm, normed, logits, queue);
-}
-bool has_row_kernels(const Matrix& up, const Matrix& down, const Queue& queue) {
-  return bf16::has_row_kernels(up, down, queue);
 }
 void gate_row(const ExpertProduct& e, const ChosenRow& row, const Queue& queue) {
   AS_CALL(e.product.w.dtype, gate_row, e, row, queue);

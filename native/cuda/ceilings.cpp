@@ -4,6 +4,7 @@
 #include <functional>
 
 #include "cuda/device.h"
+#include "cuda/kernel_choice.h"
 #include "cuda/kernels/common/ceilings.h"
 #include "cuda/kernels/gemm/gemm.h"
 
@@ -49,7 +50,8 @@ Ceilings measure_ceilings(int index) {
   Product p;
   p.w.kind = Kind::dtype16, p.w.n = kColumns, p.w.k = kDepth, p.w.tiles = weights.as<uint16_t>();
   p.x = {nullptr, rows.as<uint16_t>(), kDepth}, p.y = {sums.as<float>(), nullptr, kColumns};
-  found.bf16 = 2.0 * kRows * kColumns * kDepth / least_seconds(device, [&] { gemm_dtype16(p, kRows, queue); });
+  const GemmAlgo algo = choose_gemm(device.chip(DType16::bf16), gemm_of(p), kRows).algo;
+  found.bf16 = 2.0 * kRows * kColumns * kDepth / least_seconds(device, [&] { gemm_dtype16(p, kRows, queue, algo); });
   return found;
 }
 

@@ -9,6 +9,9 @@
 #include <stdexcept>
 #include <type_traits>
 
+#include "cuda/kernels/common/shared_limit.h"
+#include "cuda/kernels/gemm/gemm.h"
+
 namespace as {
 namespace cuda {
 namespace {
@@ -97,6 +100,11 @@ Device::Device(int index) : index_(index) {
 
 Device::~Device() {
   if (cudaSetDevice(index_) == cudaSuccess) cudaStreamDestroy(stream_);
+}
+
+Chip Device::chip(DType16 dtype) const {
+  use();
+  return {capability_, processors_, most_shared(), capability_ == 90 ? prefill_clusters(dtype) : 0};
 }
 
 size_t Device::free_bytes() const {

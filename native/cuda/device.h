@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "cuda/kernels/common/chip.h"
 #include "cuda/kernels/common/types.h"
 
 namespace as {
@@ -79,6 +80,8 @@ class Device {
   int processors() const { return processors_; }
   const std::string& name() const { return name_; }
   cudaStream_t stream() const { return stream_; }
+  // dtype: of the 16-bit weights.
+  Chip chip(DType16 dtype) const;
   Queue queue() const { return {stream_, capability_, scratch_}; }
   size_t free_bytes() const;
 

@@ -6,6 +6,7 @@
 
 #include "cuda/dtype16.h"
 #include "cuda/ops/all_reduce.h"
+#include "cuda/ops/linear.h"
 
 namespace as {
 namespace cuda {
@@ -196,6 +197,7 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
   if (bias) check(cudaMemcpy(added.as(), bias, added.size(), cudaMemcpyHostToDevice), "copying a bias");
   // They may be on their way yet, and other streams do not wait for that.
   check(cudaStreamSynchronize(nullptr), "copying rows");
+  const Queue queue = device_.queue();
   Product p;
   p.w = m, p.bias = bias ? added.as<float>() : nullptr;
   p.x = {in.as<float>(), nullptr, m.k}, p.y = {out.as<float>(), nullptr, m.n};
@@ -203,22 +205,12 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
   if (rounded) p.y = {nullptr, pieces.as<uint16_t>(), m.n, m.dtype};
   p.widened = widened.as<uint16_t>();
   if (m.takes_bytes()) p.bytes = byte_rows(bytes.as(), rows, m.k);
-  const bool done = rows == 1 && algo == GemmAlgo::any && gemv_8bit(p, device_.queue());
-  if (m.takes_bytes() && !done) quantize_activations(p, rows, device_.queue());
-  if (done) {
-    // the product has made 8 bits of the row itself
-  } else if (m.takes_tiles()) {
-    p.x = {nullptr, tiles.as<uint16_t>(), m.k, m.dtype};
-    to_tiles(in.as<float>(), rows, p.x, device_.queue());
-    if (m.tiles) gemm_dtype16(p, rows, device_.queue(), algo);
-    else gemm_quantized(p, rows, device_.queue(), algo);
-  } else if (m.kind == Kind::integers) {
-    gemm_integer(p, rows, device_.queue(), algo);
-  } else if (m.kind == Kind::float8) {
-    gemm_float8(p, rows, device_.queue(), algo);
-  } else {
-    gemm_f32(p, rows, device_.queue());
-  }
+  Gemm gemm = gemm_of(p);
+  gemm.fuses = m.takes_bytes();
+  if (m.takes_tiles()) p.x = {nullptr, tiles.as<uint16_t>(), m.k, m.dtype}, to_tiles(in.as<float>(), rows, p.x, queue);
+  const GemmChoice choice = choose_gemm(device_.chip(m.dtype), gemm, rows, algo);
+  if (m.takes_bytes() && !choice.fused) quantize_activations(p, rows, queue);
+  launch_gemm(p, rows, choice, queue);
   device_.wait();
   if (rounded) {
     std::vector<uint16_t> values(pieces.size() / sizeof(uint16_t));
@@ -254,9 +246,9 @@ std::vector<float> CudaExecutor::multiply_experts(int id, const float* x, const 
     p.x = {nullptr, tiles.as<uint16_t>(), m.k, m.dtype};
     to_tiles(in.as<float>(), rows, p.x, device_.queue());
   }
-  if (!tile_rows) tile_rows = expert_tile_rows(m.kind, entries, m.experts, device_.queue());
-  group_entries(e.routing, rows, tile_rows, device_.queue());
-  gemm_experts(e, entries, tile_rows, device_.queue(), algo);
+  const ExpertChoice choice = choose_expert_gemm(device_.chip(m.dtype), m.kind, entries, m.experts, algo, tile_rows);
+  group_entries(e.routing, rows, choice.tile_rows, device_.queue());
+  gemm_experts(e, entries, choice.tile_rows, device_.queue(), choice.algo);
   device_.wait();
   std::vector<int> entry_of(entries);
   check(cudaMemcpy(entry_of.data(), e.routing.entry_of, entries * sizeof(int), cudaMemcpyDeviceToHost), "copying rows");
@@ -264,6 +256,11 @@ std::vector<float> CudaExecutor::multiply_experts(int id, const float* x, const 
   for (int i = 0; i < entries; i++)
     std::memcpy(&y[(size_t)i * m.n], &made[(size_t)entry_of[i] * m.n], m.n * sizeof(float));
   return y;
+}
+
+std::vector<KernelTable::Row> CudaExecutor::kernels() const {
+  if (!runner_) throw std::invalid_argument("allocate() before kernels()");
+  return runner_->kernels();
 }
 
 std::vector<std::pair<int, int>> CudaExecutor::expert_tiles(int row_set) const {

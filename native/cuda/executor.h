@@ -59,6 +59,8 @@ class CudaExecutor : public StepModel {
   StepOutput finish() override;
   void set_profiling(bool on) override;
   std::vector<OpTime> profile() const { return runner_ ? runner_->profile() : std::vector<OpTime>(); }
+  // After allocate(): which kernels the program runs.
+  std::vector<KernelTable::Row> kernels() const;
   std::shared_ptr<Masks> masks() const { return masks_; }
   // Of the last step: experts and numbers of entries, of each tile of a row set's.
   std::vector<std::pair<int, int>> expert_tiles(int row_set) const;

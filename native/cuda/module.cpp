@@ -96,15 +96,6 @@ int group_of(const std::string& dtype, int group_size, const py::kwargs& layout)
   return group_size;
 }
 
-GemmAlgo algo_by_name(const std::string& name) {
-  if (name == "any") return GemmAlgo::any;
-  if (name == "mma") return GemmAlgo::mma;
-  if (name == "split_k") return GemmAlgo::split_k;
-  if (name == "stream_k") return GemmAlgo::stream_k;
-  if (name == "prefill") return GemmAlgo::prefill;
-  throw std::invalid_argument("algo must be any, mma, split_k, stream_k or prefill, got " + name);
-}
-
 constexpr double kWaitSeconds = 30;  // dead and stopped ranks are noticed earlier, by window and supervisor
 
 CacheType cache_type_of(const std::string& name) {
@@ -115,6 +106,59 @@ CacheType cache_type_of(const std::string& name) {
   if (name == "float8") return CacheType::float8;
   throw std::invalid_argument("caches of type " + name +
                               " are not available on CUDA yet: float32, bfloat16, float16, int8, uint4 and float8 are");
+}
+
+py::list to_list(const std::vector<KernelTable::Row>& rows) {
+  py::list all;
+  for (const KernelTable::Row& row : rows)
+    all.append(py::dict(py::arg("op") = row.op, py::arg("shape") = row.shape, py::arg("first") = row.first,
+                        py::arg("last") = row.last ? py::object(py::int_(row.last)) : py::none(),
+                        py::arg("kernel") = row.kernel));
+  return all;
+}
+
+void bind_kernel_choice(py::module_& m) {
+  py::class_<Chip>(m, "Chip", "What the choice among kernels depends on of a GPU.")
+      .def(py::init([](int capability, int sms, int shared_bytes, int prefill_clusters) {
+             return Chip{capability, sms, shared_bytes, prefill_clusters};
+           }),
+           py::arg("capability") = 90, py::arg("sms") = 132, py::arg("shared_bytes") = 227 << 10,
+           py::arg("prefill_clusters") = 66, "By default an H100 or H200.");
+  m.def(
+      "gemm_kernels",
+      [](const Chip& chip, int n, int k, const std::string& dtype, int group_size, bool gated, bool normed,
+         bool pushed) {
+        Gemm gemm;
+        gemm.w = matrix_of(n, k, dtype, group_size);
+        if (gated) gemm.w.n = paired_rows(n);
+        gemm.writes_16_bytes = gated || n % 4 == 0, gemm.normed = normed, gemm.pushed = pushed;
+        gemm.fuses = normed || gemm.w.takes_bytes();
+        return to_list(rows_of(gemm, gemm_table(chip, gemm)));
+      },
+      py::arg("chip"), py::arg("out_features"), py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0,
+      py::arg("gated") = false, py::arg("normed") = false, py::arg("pushed") = false,
+      "Which kernels compute a linear on a chip, as Executor.kernels() lists them; needs no GPU. gated: gate and up "
+      "columns, which silu_mul multiplies; normed: an rms_norm comes before; pushed: partial sums go to another GPU.");
+  m.def(
+      "attention_kernels",
+      [](const Chip& chip, const std::string& cache_dtype, int head_dim, int group, bool biased) {
+        KernelTable table(chip);
+        LayerCache cache;
+        cache.type = cache_type_of(cache_dtype), cache.head_dim = head_dim;
+        table.attention(cache, group, biased);
+        return to_list(table.rows());
+      },
+      py::arg("chip"), py::arg("cache_dtype"), py::arg("head_dim"), py::arg("group"), py::arg("biased") = false,
+      "Which kernels compute an attention. group: query heads of a KV head; biased: with ALiBi slopes or sinks.");
+  m.def(
+      "expert_kernels",
+      [](const Chip& chip, int n, int k, const std::string& dtype, int group_size, int experts) {
+        KernelTable table(chip);
+        table.experts(matrix_of(n * experts, k, dtype, group_size, experts));
+        return to_list(table.rows());
+      },
+      py::arg("chip"), py::arg("out_features"), py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0,
+      py::arg("experts") = 1, "Which kernels compute a linear of a stack of experts, by visits of rows to experts.");
 }
 
 // Whether adapters are of 16 bits.
@@ -231,7 +275,7 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
                                           " takes x [rows, " + std::to_string(m.k) + "], out_features " +
                                           std::to_string(m.n) + " and no bias or one of " + std::to_string(m.n));
             const std::vector<float> y =
-                e.multiply(id, x.data(), bias ? bias->data() : nullptr, (int)x.shape(0), algo_by_name(algo), rounded);
+                e.multiply(id, x.data(), bias ? bias->data() : nullptr, (int)x.shape(0), gemm_algo_of(algo), rounded);
             return py::array_t<float>({x.shape(0), (py::ssize_t)m.n}, y.data());
           },
           py::arg("id"), py::arg("x"), py::arg("out_features"), py::arg("bias") = py::none(), py::arg("algo") = "any",
@@ -251,7 +295,7 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
                 throw std::invalid_argument("multiply_experts: there are " + std::to_string(m.experts) + " experts");
             const int top = (int)chosen.shape(1);
             const std::vector<float> y =
-                e.multiply_experts(id, x.data(), chosen.data(), (int)x.shape(0), top, algo_by_name(algo), tile_rows);
+                e.multiply_experts(id, x.data(), chosen.data(), (int)x.shape(0), top, gemm_algo_of(algo), tile_rows);
             return py::array_t<float>({x.shape(0), (py::ssize_t)top, (py::ssize_t)m.n}, y.data());
           },
           py::arg("id"), py::arg("x"), py::arg("chosen"), py::arg("algo") = "any", py::arg("tile_rows") = 0,
@@ -359,6 +403,7 @@ PYBIND11_MODULE(_cuda, m) {
       },
       py::arg("sampler"), "An executor of another model on the GPU of this one; they run in turn.");
   bind_weights(executor);
+  bind_kernel_choice(m);
   bind_adapters(m);
   executor
       .def(
@@ -441,6 +486,10 @@ PYBIND11_MODULE(_cuda, m) {
             return to_result(out, want_logits);
           },
           py::arg("plan"), py::arg("want_logits") = false)
+      .def(
+          "kernels", [](const CudaExecutor& e) { return to_list(e.kernels()); },
+          "After allocate(): which kernels the program runs: dicts of op, shape, first and last row (None: no limit), "
+          "kernel.")
       .def("expert_tiles", &CudaExecutor::expert_tiles, py::arg("row_set"),
            "(expert, entries) of each tile of a row set of experts, as the last step left it: for benchmarks.")
       .def("set_profiling", &CudaExecutor::set_profiling, py::arg("on"))

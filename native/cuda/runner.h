@@ -39,6 +39,7 @@ class CudaRunner : public QueuedRunner {
   void load() { workspace_.take_again(); }
   // std::out_of_range for a row set that is not of experts.
   const Routing& routing(int row_set) const { return workspace_.expert_rows.at(row_set).routing; }
+  std::vector<KernelTable::Row> kernels() const { return workspace_.kernels.rows(); }
   // Between steps. on: times of launches are counted anew; off: what was counted stays.
   void set_profiling(bool on);
   std::vector<OpTime> profile() const { return times_.all(); }

@@ -47,7 +47,8 @@ Workspace::Workspace(const Device& device, const Program& program, const Weights
       limits(limits),
       adapters(adapters),
       dtype(weights.dtype()),
-      most_runs((limits.max_length + kRunTokens - 1) / kRunTokens) {
+      most_runs((limits.max_length + kRunTokens - 1) / kRunTokens),
+      kernels(device.chip(dtype)) {
   check_limits();
   if (adapters && adapters->limits.is_dtype16 && adapters->limits.type != dtype)
     refuse("adapters of another type of 16 bits than the weights");

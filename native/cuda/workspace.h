@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "cuda/adapters.h"
+#include "cuda/kernel_choice.h"
 #include "cuda/kernels/attention/attention.h"
 #include "cuda/kernels/moe/moe.h"
 #include "cuda/step_data.h"
@@ -80,8 +81,9 @@ class Workspace {
   const int most_runs;          // KV splits of the longest sequence
   std::vector<Tensor> tensors;  // of the program
   std::vector<LayerCache> layers;
-  int group = 1;                             // query heads of a KV head
-  std::map<int, ExpertRows> expert_rows;     // by row set
+  int group = 1;                          // query heads of a KV head
+  std::map<int, ExpertRows> expert_rows;  // by row set
+  KernelTable kernels;
   std::map<int, RotaryTable> rotary_tables;  // by number
   std::optional<StepData> data;
   Memory activations, rotary, cache, partials, arrivals, tiles, widened, byte_rows, best, inner;

@@ -49,13 +49,14 @@ int bind_expert_linear(Binding& b, size_t i) {
               b.out(b.ops[i - 2]).row_set == y.row_set && b.ops[i - 1].outputs[0] == op.inputs[0] && !converts;
   Combination c;
   if (size_t last; row && !gated) c = combination_at(b, i + 1, last);
-  b.launches.push_back([=, ws = &b.workspace, queue = b.queue](const Binding::Size& size) {
+  const ExpertTable& table = b.workspace.kernels.experts(p.w);
+  b.launches.push_back([=, &table, ws = &b.workspace, queue = b.queue](const Binding::Size& size) {
     const int rows = ws->rows_of(x.row_set, size), entries = ws->rows_of(y.row_set, size);
     if (!rows) return;
     if (row && entries == e.routing.top) return gated ? gate_row(e, *row, queue) : combine_row(e, *row, c, queue);
     if (converts) to_tiles(x.values(), rows, e.product.x, queue);
-    const int tile_rows = expert_tile_rows(e.product.w.kind, entries, e.routing.end - e.routing.begin, queue);
-    gemm_experts(e, entries, tile_rows, queue);
+    const ExpertChoice choice = table.at(entries);
+    gemm_experts(e, entries, choice.tile_rows, queue, choice.algo);
   });
   return gated;
 }
@@ -105,13 +106,14 @@ int bind_router(Binding& b, size_t i, bool logits) {
   if (row) routed.row = ChosenRow{router, x.values(), where};
   const float* before = norms ? b.in(b.ops[i - 2]).values() : nullptr;
   const Norm norm = norms ? norm_of(b.ops[i - 2], b.vector(b.ops[i - 2], 0)) : Norm{};
-  b.add_launch(x.row_set, [=, kind = found->second.kind, queue = b.queue](int rows) {
+  const ExpertTable table = expert_table(b.workspace.kernels.chip, found->second.kind, routing.end - routing.begin);
+  b.add_launch(x.row_set, [=, queue = b.queue](int rows) {
     if (row && rows == 1) {
       if (norms) norm_and_logits(before, norm, p.x, p, queue);
       else if (logits) gemm_small_n(p, rows, queue);
       return;
     }
-    const int tile_rows = expert_tile_rows(kind, rows * routing.top, routing.end - routing.begin, queue);
+    const int tile_rows = table.at(rows * routing.top).tile_rows;
     if (logits) route(p, router, routing, where, rows, tile_rows, queue);
     else route(x.values(), router, routing, where, rows, tile_rows, queue);
   });

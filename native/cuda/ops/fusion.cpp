@@ -84,7 +84,7 @@ bool has_row_kernels_at(const Binding& b, size_t router) {
          b.in(up).row_set == b.in(op).row_set && b.in(up).rows.tiles && down.inputs[0] == gates.outputs[0] &&
          b.out(gates).rows.tiles && sum.inputs[0] == down.outputs[0] && sum.inputs[1] == op.outputs[0] &&
          !read_from(b.ops, router + 5, down.outputs[0]) && b.out(sum).rows.width <= kMostNormed &&
-         has_row_kernels(b.matrix(up), b.matrix(down), b.queue);
+         has_expert_gemv(b.workspace.kernels.chip, b.matrix(up), b.matrix(down));
 }
 
 bool norms_with_router(const Binding& b, size_t norm) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "cuda/kernels/moe/moe.h"
 #include "cuda/ops/fusion.h"
 
 namespace as {
@@ -16,6 +17,16 @@ bool is_routing(const Program& program, int tensor) {
 }
 
 }  // namespace
+
+void launch_gemm(const Product& p, int rows, GemmChoice choice, const Queue& queue) {
+  if (choice.algo == GemmAlgo::small_n) gemm_small_n(p, rows, queue);
+  else if (p.w.kind == Kind::f32) gemm_f32(p, rows, queue);
+  else if (p.w.kind == Kind::dtype16) gemm_dtype16(p, rows, queue, choice.algo);
+  else if (p.w.kind == Kind::codes) gemm_quantized(p, rows, queue, choice.algo);
+  else if (choice.fused) gemv_8bit(p, queue, choice.algo);
+  else if (p.w.kind == Kind::integers) gemm_integer(p, rows, queue, choice.algo);
+  else gemm_float8(p, rows, queue, choice.algo);
+}
 
 // With the activation that multiplies gate and up columns, or the add, that follows.
 int bind_linear(Binding& b, size_t i, bool norms) {
@@ -43,26 +54,24 @@ int bind_linear(Binding& b, size_t i, bool norms) {
   if (norms)
     fused.unnormed = b.in(b.ops[i - 1]).values(), fused.norm = norm_of(b.ops[i - 1], b.vector(b.ops[i - 1], 0));
   uint16_t* const place = sum ? nullptr : place_of(b, i);
-  const bool in_place = norms && fused.unnormed == p.y.values;  // a kernel that norms would read what others write
-  const bool few = has_small_n(p.w) && is_routing(ws.program, op.outputs[0]);
-  b.add_launch(x.row_set, [=, queue = b.queue](int rows) mutable {
+  Gemm gemm = gemm_of(p);
+  gemm.normed = norms;
+  gemm.fuses = fused.unnormed ? fused.unnormed != p.y.values  // which a kernel reads while others write
+                              : p.w.takes_bytes();
+  gemm.pushed = place != nullptr, gemm.few_columns = has_small_n(p.w) && is_routing(ws.program, op.outputs[0]);
+  const GemmTable& table = ws.kernels.gemm(gemm);
+  b.add_launch(x.row_set, [=, &table, queue = b.queue](int rows) mutable {
+    const GemmChoice choice = table.at(rows);
+    if (choice.fused) return launch_gemm(fused, rows, choice, queue);
     if (p.w.takes_bytes()) {
-      if (rows == 1 && !in_place && gemv_8bit(fused, queue)) return;
       if (norms) rms_norm_into_bytes(fused.unnormed, fused.norm, p, rows, queue);
       else quantize_activations(p, rows, queue);
     } else if (norms) {
-      if (!in_place && gemm_quantized_norms(fused, rows, queue)) return gemm_quantized(fused, rows, queue);
-      if (!in_place && gemm_dtype16_norms(fused, rows, queue)) return gemm_dtype16(fused, rows, queue);
       rms_norm(fused.unnormed, fused.norm, rows, x.rows, queue);
     }
     p.y.copy = rows <= kPushedRows ? place : nullptr;
     if (converts) to_tiles(x.values(), rows, p.x, queue);
-    if (few) gemm_small_n(p, rows, queue);
-    else if (p.w.kind == Kind::f32) gemm_f32(p, rows, queue);
-    else if (p.w.kind == Kind::dtype16) gemm_dtype16(p, rows, queue);
-    else if (p.w.kind == Kind::integers) gemm_integer(p, rows, queue);
-    else if (p.w.kind == Kind::float8) gemm_float8(p, rows, queue);
-    else gemm_quantized(p, rows, queue);
+    launch_gemm(p, rows, choice, queue);
   });
   return sum ? (int)(*sum - i) : gated;
 }

@@ -29,18 +29,20 @@ int bind_span_attention(Binding& b, size_t i) {
   const int* where = ws.data->where(op.integer("cache_group"));
   const int at_once = a.cache.type == CacheType::dtype16 ? 2 : 3;  // CTAs of attention that an SM runs at once
   const int wanted = at_once * ws.device.processors(), most = ws.most_runs;
+  const AttentionChoice kernels = ws.kernels.attention(a.cache, a.group, a.slopes || a.sinks);
   b.launches.push_back([=, data = &*ws.data, queue = b.queue](const Binding::Size& size) {
     if (!size.rows) return;
     const Turn* rotates = rope ? &*rope : nullptr;
     if (logn) scale_queries(a, data->positions(), logn, size.rows, queue);
     const int tiles = std::max(size.few * a.cache.kv_heads, 1);
     const int splits = size.runs > 1 ? std::clamp(wanted / tiles, 2, std::max(most, 2)) : 1;
-    if (size.few && !size.many && store_and_attend(whole, rotates, data->few(), size.few, splits, queue)) return;
+    if (kernels.stores && size.few && !size.many)
+      return store_and_attend(whole, rotates, data->few(), size.few, splits, queue);
     if (norms) head_norm(const_cast<float*>(a.qkv), a.width, norms->first, norms->second, size.rows, queue);
-    const bool rotates_queries = rotates && !size.few && attend_turns(a, *rotates, queue);
+    const bool rotates_queries = rotates && !size.few && attend_turns(a, kernels.prefill, *rotates);
     store_cache(a, where, rotates, !rotates_queries, size.rows, queue);
-    attend_few(a, data->few(), size.few, splits, queue);
-    attend_many(a, data->many(), size.many, rotates_queries ? rotates : nullptr, queue);
+    attend_few(a, kernels.decode, data->few(), size.few, splits, queue);
+    attend_many(a, kernels.prefill, data->many(), size.many, rotates_queries ? rotates : nullptr, queue);
   });
   return 0;
 }

@@ -336,42 +336,42 @@ auto attend_kernel_of(CacheType type) {
   return attend_kernel<CacheType::dtype16>;
 }
 
-bool attend_few_mma(const Attention& a, const AttentionTile* tiles, int count, int splits, bool own, const Turn* turn,
+void attend_few_mma(const Attention& a, const AttentionTile* tiles, int count, int splits, bool own, const Turn* turn,
                     const Queue& queue) {
-  const bool quantized = has_attend_quantized(a);
-  if (!quantized && !has_attend_mma(a)) return false;
-  const bool started =
-      (quantized ? attend_few_quantized : attend_few_dtype16)(a, tiles, count, splits > 1, own, turn, queue);
+  (a.cache.bits() <= 8 ? attend_few_quantized : attend_few_dtype16)(a, tiles, count, splits > 1, own, turn, queue);
   launched("attention of few rows");
-  return started;
 }
 
 }  // namespace
 
-void attend_few(const Attention& a, const AttentionTile* tiles, int count, int splits, const Queue& queue) {
-  if (count == 0 || attend_few_mma(a, tiles, count, splits, false, nullptr, queue)) return;
+void attend_few(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, int splits,
+                const Queue& queue) {
+  if (count == 0) return;
+  if (algo == AttentionAlgo::mma) return attend_few_mma(a, tiles, count, splits, false, nullptr, queue);
   start(queue, attend_kernel_of(a.cache.type), dim3(count, a.cache.kv_heads, splits), 32 * kWarps, 0, a, tiles, true);
   launched("attention of few rows");
   if (splits > 1) merge(a, tiles, count, queue);  // of a single run there is nothing to merge
 }
 
-void attend_many(const Attention& a, const AttentionTile* tiles, int count, const Turn* turn, const Queue& queue) {
+void attend_many(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, const Turn* turn,
+                 const Queue& queue) {
   if (count == 0) return;
   const dim3 grid(count, a.cache.kv_heads);
-  if (has_attend_wgmma(a, queue)) attend_wgmma(a, tiles, count, turn, queue);
-  else if (has_attend_mma(a)) attend_many_mma(a, tiles, count, queue);
-  else if (has_attend_quantized(a)) attend_many_quantized(a, tiles, count, queue);
-  else start(queue, attend_kernel_of(a.cache.type), grid, 32 * kWarps, 0, a, tiles, false);
+  if (algo == AttentionAlgo::wgmma) attend_wgmma(a, tiles, count, turn, queue);
+  else if (algo == AttentionAlgo::simt)
+    start(queue, attend_kernel_of(a.cache.type), grid, 32 * kWarps, 0, a, tiles, false);
+  else if (a.cache.bits() <= 8) attend_many_quantized(a, tiles, count, queue);
+  else attend_many_mma(a, tiles, count, queue);
   launched("attention of many rows");
 }
 
-bool attend_turns(const Attention& a, const Turn& turn, const Queue& queue) {
-  return has_attend_wgmma(a, queue) && turns_pieces(a, turn);
+bool attend_turns(const Attention& a, AttentionAlgo algo, const Turn& turn) {
+  return algo == AttentionAlgo::wgmma && turns_pieces(a, turn);
 }
 
-bool store_and_attend(const Attention& a, const Turn* turn, const AttentionTile* tiles, int count, int splits,
+void store_and_attend(const Attention& a, const Turn* turn, const AttentionTile* tiles, int count, int splits,
                       const Queue& queue) {
-  return attend_few_mma(a, tiles, count, splits, true, turn, queue);
+  attend_few_mma(a, tiles, count, splits, true, turn, queue);
 }
 
 }  // namespace AS_DTYPE16

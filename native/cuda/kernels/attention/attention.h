@@ -46,6 +46,13 @@ struct AttentionTile {
   int row, count, start, table, first;
 };
 
+// How attention is computed; cuda/kernel_choice.h says by which kernels. mma also serves quantized caches.
+enum class AttentionAlgo { simt, mma, wgmma };
+struct AttentionChoice {
+  AttentionAlgo decode = AttentionAlgo::simt, prefill = AttentionAlgo::simt;
+  bool stores = false;  // store_and_attend() serves
+};
+
 struct Attention {
   LayerCache cache;
   int group = 1;               // query heads of a KV head
@@ -78,15 +85,16 @@ struct Turn {
 // or what happens to keys on their way there, and, if `queries`, to queries where they are.
 void store_cache(const Attention& a, const int* where, const Turn* turn, bool queries, int rows, const Queue& queue);
 // tiles: of at most kFewPairs. splits: by how many blocks the runs of one are shared: 1 if no tile has several.
-void attend_few(const Attention& a, const AttentionTile* tiles, int count, int splits, const Queue& queue);
+void attend_few(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, int splits,
+                const Queue& queue);
 // tiles: of at most kManyPairs. turn: null, or what happens to queries first, if attend_turns().
-void attend_many(const Attention& a, const AttentionTile* tiles, int count, const Turn* turn, const Queue& queue);
-bool attend_turns(const Attention& a, const Turn& turn, const Queue& queue);
+void attend_many(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, const Turn* turn,
+                 const Queue& queue);
+bool attend_turns(const Attention& a, AttentionAlgo algo, const Turn& turn);
 // Queries at positions from `beyond` on, times log(position + 1) / log(beyond).
 void scale_queries(const Attention& a, const int* positions, double beyond, int rows, const Queue& queue);
-// store_cache() and attend_few() at once, of a step whose tiles are all few. False, and nothing is done, where there is
-// no kernel for this cache.
-bool store_and_attend(const Attention& a, const Turn* turn, const AttentionTile* tiles, int count, int splits,
+// store_cache() and attend_few() at once by mma, of a step whose tiles are all few.
+void store_and_attend(const Attention& a, const Turn* turn, const AttentionTile* tiles, int count, int splits,
                       const Queue& queue);
 
 }  // namespace cuda

@@ -6,7 +6,7 @@ namespace as {
 namespace cuda {
 namespace AS_DTYPE16 {
 
-bool attend_few_dtype16(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own,
+void attend_few_dtype16(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own,
                         const Turn* turn, const Queue& queue) {
   const auto start = [&](auto kernel) { return kernel(a, tiles, count, several, own, turn, queue); };
   if (a.cache.head_dim == 64) return start(few::start_few<64, CacheType::dtype16>);

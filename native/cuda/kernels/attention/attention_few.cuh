@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "cuda/kernels/attention/attention_few_copies.cuh"
+#include "cuda/kernels/attention/decode_plan.h"
 #include "cuda/kernels/attention/turned_head.cuh"
 #include "cuda/kernels/quantize/quantized.cuh"
 
@@ -17,6 +18,8 @@ namespace as {
 namespace cuda {
 namespace AS_DTYPE16 {
 namespace few {
+
+static_assert(sizeof(Shared) == kDecodeFixed && kTokens == kDecodeTokens && kBlocks == kDecodeStages);
 
 template <int kBytes>
 __device__ inline uint32_t load_shared(uint32_t address) {
@@ -516,10 +519,10 @@ __global__ void __launch_bounds__(threads(kLean), kLean ? 2 : 1)
   if (part.blocks > 1) merge_part<kDim>(a, part, shared, ring, stages * S::kTensor / kConsumers);
 }
 
-// False, and nothing is started: there is no room for the blocks of a run's keys side by side, by which warps that wait
-// for one know it from the one before.
+// A ring has room for the blocks of a run's keys side by side (decode_plan.h): by that, warps that wait for one know it
+// from the one before.
 template <int kDim, CacheType kType>
-bool start_few(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own, const Turn* turn,
+void start_few(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own, const Turn* turn,
                const Queue& queue) {
   using S = Shape<kDim, kType>;
   const int rows = own ? kFewPairs / a.group : 0, all = count * a.cache.kv_heads * (several ? a.most_runs : 1);
@@ -530,7 +533,6 @@ bool start_few(const Attention& a, const AttentionTile* tiles, int count, bool s
     allow_shared(kernel, bytes);
     start(queue, kernel, dim3(std::min(all, blocks)), threads, bytes, a, tiles, count, several, own, turn != nullptr,
           turn ? *turn : Turn(), rows, stages);
-    return true;
   };
   if constexpr (kDim <= 128) {  // a warp has a run's keys in a stage of its own
     if (!several && all > there && half >= kBlocks * S::kTensor)
@@ -539,7 +541,7 @@ bool start_few(const Attention& a, const AttentionTile* tiles, int count, bool s
   }
   const int wanted = several || all > there ? kMostStages : kShortStages;
   const int stages = std::min((most_shared() - fixed) / S::kTensor, wanted);
-  return stages >= kBlocks && launch(attend_few_kernel<kDim, kType, false>, threads(false), there, stages);
+  launch(attend_few_kernel<kDim, kType, false>, threads(false), there, stages);
 }
 
 }  // namespace few

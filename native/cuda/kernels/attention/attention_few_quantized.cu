@@ -15,12 +15,12 @@ auto start_of(int head_dim) {
 
 }  // namespace
 
-bool attend_few_quantized(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own,
+void attend_few_quantized(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own,
                           const Turn* turn, const Queue& queue) {
   const auto start = a.cache.type == CacheType::int8    ? start_of<CacheType::int8>(a.cache.head_dim)
                      : a.cache.type == CacheType::uint4 ? start_of<CacheType::uint4>(a.cache.head_dim)
                                                         : start_of<CacheType::float8>(a.cache.head_dim);
-  return start(a, tiles, count, several, own, turn, queue);
+  start(a, tiles, count, several, own, turn, queue);
 }
 
 }  // namespace cuda

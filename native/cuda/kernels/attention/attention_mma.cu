@@ -2,6 +2,7 @@
 // 64 positions at a time are copied ahead while the ones before are computed with. Few pairs: attention_few.cu.
 #include "cuda/kernels/attention/attention_mma.h"
 #include "cuda/kernels/attention/attention_pairs.cuh"
+#include "cuda/kernels/attention/decode_plan.h"
 
 namespace as {
 namespace cuda {
@@ -81,11 +82,7 @@ void start_dim(const Attention& a, const AttentionTile* tiles, int count, const 
 
 }  // namespace
 
-bool has_attend_mma(const Attention& a) {
-  const int dim = a.cache.head_dim;
-  return a.cache.type == CacheType::dtype16 &&
-         (dim == 64 || dim == 80 || dim == 96 || dim == 128 || (dim == 256 && kShared<256> <= most_shared()));
-}
+static_assert(kShared<256> == kPrefillShared256);
 
 void attend_many_mma(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
   if (a.cache.head_dim == 64) start_dim<64>(a, tiles, count, queue);

@@ -3,6 +3,7 @@
 // attention_few.cuh.
 #include "cuda/kernels/attention/attention_mma.h"
 #include "cuda/kernels/attention/attention_pairs.cuh"
+#include "cuda/kernels/attention/decode_plan.h"
 #include "cuda/kernels/quantize/quantized.cuh"
 
 namespace as {
@@ -149,11 +150,7 @@ void start_dim(const Attention& a, const AttentionTile* tiles, int count, const 
 
 }  // namespace
 
-bool has_attend_quantized(const Attention& a) {
-  const int dim = a.cache.head_dim;
-  return a.cache.bits() <= 8 && (dim == 64 || dim == 96 || dim == 128 ||
-                                 (dim == 256 && Shape<256, CacheType::int8>::kShared <= most_shared()));
-}
+static_assert(Shape<256, CacheType::int8>::kShared == kPrefillShared256);
 
 void attend_many_quantized(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
   if (a.cache.head_dim == 64) start_dim<64>(a, tiles, count, queue);

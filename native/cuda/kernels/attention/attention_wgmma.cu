@@ -465,11 +465,6 @@ void start_dim(const Attention& a, const AttentionTile* tiles, int count, const 
 
 }  // namespace
 
-bool has_attend_wgmma(const Attention& a, const Queue& queue) {
-  return queue.capability == 90 && a.cache.type == CacheType::dtype16 &&
-         (a.cache.head_dim == 64 || a.cache.head_dim == 128) && !a.slopes && !a.sinks;
-}
-
 void attend_wgmma(const Attention& a, const AttentionTile* tiles, int count, const Turn* turn, const Queue& queue) {
   if (a.cache.head_dim == 64) start_dim<64>(a, tiles, count, turn, queue);
   else start_dim<128>(a, tiles, count, turn, queue);

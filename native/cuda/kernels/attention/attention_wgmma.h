@@ -7,9 +7,7 @@ namespace as {
 namespace cuda {
 namespace AS_DTYPE16 {
 
-// Whether there is a kernel for this cache on this chip: of 16 bits, heads of 64 or 128 features without slopes
-// and sinks, capability 9.0.
-bool has_attend_wgmma(const Attention& a, const Queue& queue);
+// Of caches of 16 bits, heads of 64 or 128 features without slopes and sinks; capability 9.0.
 void attend_wgmma(const Attention& a, const AttentionTile* tiles, int count, const Turn* turn, const Queue& queue);
 
 }  // namespace AS_DTYPE16

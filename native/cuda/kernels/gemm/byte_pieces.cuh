@@ -109,7 +109,6 @@ class NormedPieces : public NormedRow<Piece<false>, kThreads, kKept_> {
     return most;
   }
 };
-constexpr int kNormedBytes = 8192;  // columns of such a row, at most
 
 }  // namespace AS_DTYPE16
 }  // namespace cuda

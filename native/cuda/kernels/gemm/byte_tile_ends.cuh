@@ -8,6 +8,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "cuda/kernels/gemm/epilogue.cuh"
 #include "cuda/kernels/gemm/gemm_integer.h"
 #include "cuda/kernels/gemm/row_sums.cuh"
 

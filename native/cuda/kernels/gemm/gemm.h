@@ -19,27 +19,33 @@ struct Product {
   Norm norm = {};
 };
 
+// The kernels of GEMMs, all of which give the same bits. cuda/kernel_choice.h says which serve a GEMM on a chip.
+enum class GemmAlgo {
+  any,       // the fastest; not for launches
+  simt,      // float32
+  small_n,   // float32 of few columns
+  mma,       // mma.sync: any chip
+  gemv,      // one row
+  small_m,   // a few 8-bit rows
+  split_k,   // wgmma: split-K parts side by side, in a cluster
+  stream_k,  // wgmma: CTAs stay and share the weights evenly
+  prefill,   // wgmma: tiles of many rows
+};
 void gemm_f32(const Product& p, int rows, const Queue& queue);
-// The bits are the same by every kernel: mma.sync, or wgmma (chips of capability 9.0 alone) with pieces side by side
-// for some rows or in a stream of weights, or one after the other for many.
-enum class GemmAlgo { any, mma, split_k, stream_k, prefill };
-void gemm_dtype16(const Product& p, int rows, const Queue& queue, GemmAlgo algo = GemmAlgo::any);
-// Whether it norms such rows itself, if asked to.
-bool gemm_dtype16_norms(const Product& p, int rows, const Queue& queue);
-// Of codes, with activations in bfloat16.
-void gemm_quantized(const Product& p, int rows, const Queue& queue, GemmAlgo algo = GemmAlgo::any);
-// Whether it norms such rows itself, if asked to.
-bool gemm_quantized_norms(const Product& p, int rows, const Queue& queue);
+// 16-bit weights: mma, gemv (of p.x, or of p.unnormed), split_k, stream_k or prefill.
+void gemm_dtype16(const Product& p, int rows, const Queue& queue, GemmAlgo algo);
+// Quantized weights with activations in bfloat16: mma, gemv (the same), stream_k or prefill.
+void gemm_quantized(const Product& p, int rows, const Queue& queue, GemmAlgo algo);
 // What that takes for a matrix [n, k] and so many rows at most; gated: n as pair_rows() makes it.
 size_t widened_bytes(int n, int k, bool gated, int rows);
-// Of integers: what is multiplied is p.bytes.
-void gemm_integer(const Product& p, int rows, const Queue& queue, GemmAlgo algo = GemmAlgo::any);
-// The same of floats of 8 bits; for chips of capability 9.0.
-void gemm_float8(const Product& p, int rows, const Queue& queue, GemmAlgo algo = GemmAlgo::any);
-
-// Of one row, p.x or p.unnormed, which becomes 8 bits on its way; false, and nothing is done: there is no kernel that
-// does so. Chips of capability 9.0.
-bool gemv_8bit(const Product& p, const Queue& queue);
+// Of integers, with activations p.bytes: mma, small_m, stream_k or prefill.
+void gemm_integer(const Product& p, int rows, const Queue& queue, GemmAlgo algo);
+// The same of floats of 8 bits, on Hopper alone: small_m, stream_k or prefill.
+void gemm_float8(const Product& p, int rows, const Queue& queue, GemmAlgo algo);
+// One row, p.x or p.unnormed, which the kernel quantizes to 8 bits itself, on Hopper: gemv or, of p.unnormed, stream_k.
+void gemv_8bit(const Product& p, const Queue& queue, GemmAlgo algo);
+// How many clusters of gemm_prefill()'s largest tile for whole sums run at once.
+int prefill_clusters(DType16 dtype);
 
 }  // namespace cuda
 }  // namespace as

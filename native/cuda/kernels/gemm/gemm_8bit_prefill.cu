@@ -515,9 +515,7 @@ constexpr Choice kOfIntegers[] = {
 };
 
 template <int kCount>
-bool start_best(const Choice (&choices)[kCount], const Product& p, int rows, const Queue& queue) {
-  // Rows are written whole pieces of 16 bytes at a time.
-  if (p.gated ? !p.y.tiles : p.y.width % 4 || p.w.n % 4) return false;
+void start_best(const Choice (&choices)[kCount], const Product& p, int rows, const Queue& queue) {
   const Pieces k(p.w.k, p.w.most_pieces);
   const Choice* best = nullptr;
   int64_t least = INT64_MAX;
@@ -528,17 +526,12 @@ bool start_best(const Choice (&choices)[kCount], const Product& p, int rows, con
     if (cost < least) best = &choice, least = cost;
   }
   best->start(p, rows, best->nanoseconds, queue);
-  return true;
 }
 
 }  // namespace
 
-void gemm_float8_prefill(const Product& p, int rows, const Queue& queue) {
-  if (!start_best(kOfFloats, p, rows, queue)) gemm_float8_stream_k(p, rows, queue);
-}
-void gemm_integer_prefill(const Product& p, int rows, const Queue& queue) {
-  if (!start_best(kOfIntegers, p, rows, queue)) gemm_integer_stream_k(p, rows, queue);
-}
+void gemm_float8_prefill(const Product& p, int rows, const Queue& queue) { start_best(kOfFloats, p, rows, queue); }
+void gemm_integer_prefill(const Product& p, int rows, const Queue& queue) { start_best(kOfIntegers, p, rows, queue); }
 
 }  // namespace cuda
 }  // namespace as

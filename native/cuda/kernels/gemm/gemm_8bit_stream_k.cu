@@ -16,21 +16,17 @@ void gemm_float8_stream_k(const Product& p, int rows, const Queue& queue) {
 }
 
 void gemm_float8(const Product& p, int rows, const Queue& queue, GemmAlgo algo) {
-  if (algo == GemmAlgo::any && gemm_few_rows_8bit(p, rows, queue)) return;
-  if (algo == GemmAlgo::any) algo = rows > kMaxStreamedRows ? GemmAlgo::prefill : GemmAlgo::stream_k;
-  if (algo == GemmAlgo::prefill) gemm_float8_prefill(p, rows, queue);
+  if (algo == GemmAlgo::small_m) gemm_few_rows_8bit(p, rows, queue);
+  else if (algo == GemmAlgo::prefill) gemm_float8_prefill(p, rows, queue);
   else gemm_float8_stream_k(p, rows, queue);
 }
 
-bool gemv_8bit(const Product& p, const Queue& queue) {
-  if (queue.capability != 90 || !p.w.takes_bytes()) return false;
-  if (has_gemv(p, queue)) return gemv(p, queue), true;
-  if (!p.unnormed || p.w.k > kNormedBytes) return false;
-  if (p.w.kind == Kind::float8) start_stream_k_rows<Floats, 8, 4, true>(p, 1, queue);
+void gemv_8bit(const Product& p, const Queue& queue, GemmAlgo algo) {
+  if (algo == GemmAlgo::gemv) gemv(p, queue);
+  else if (p.w.kind == Kind::float8) start_stream_k_rows<Floats, 8, 4, true>(p, 1, queue);
   else if (p.w.codes.bits == 4) start_stream_k_rows<Integers<4>, 8, 4, true>(p, 1, queue);
   else if (p.w.codes.groups == 1) start_stream_k_rows<Integers<8, true>, 8, 4, true>(p, 1, queue);
   else start_stream_k_rows<Integers<8>, 8, 4, true>(p, 1, queue);
-  return true;
 }
 
 }  // namespace cuda

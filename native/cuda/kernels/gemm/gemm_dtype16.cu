@@ -154,37 +154,10 @@ void start_few(const Product& p, int rows, const Queue& queue) {
   start_tiles<1>(p, rows, queue);
 }
 
-// On chips of capability 9.0.
-GemmAlgo fastest(const Product& p, int rows) {
-  // Values of a matrix that is there before clusters have begun, and of one whose pieces are long for its size.
-  constexpr int64_t kSmall = 10 << 20, kSmallAndLong = 40 << 20;
-  const bool is_long = Pieces(p.w.k, p.w.most_pieces).length >= 32;
-  if (rows > 256 || (rows > 128 && !p.y.copy && prefill_is_fastest(p, rows))) return GemmAlgo::prefill;
-  if (p.w.most_pieces == 1) return GemmAlgo::stream_k;
-  return rows <= 8 && (int64_t)p.w.n * p.w.k < (is_long ? kSmallAndLong : kSmall) ? GemmAlgo::mma : GemmAlgo::split_k;
-}
-
-// Whether it goes by gemv().
-bool is_row(const Product& p, int rows, const Queue& queue) {
-  return rows == 1 && fastest(p, rows) == GemmAlgo::split_k && has_gemv(p, queue);
-}
-
 }  // namespace
 
-bool gemm_dtype16_norms(const Product& p, int rows, const Queue& queue) {
-  return p.w.kind == Kind::dtype16 && is_row(p, rows, queue);
-}
-
 void gemm_dtype16(const Product& p, int rows, const Queue& queue, GemmAlgo algo) {
-  if (queue.capability != 90) algo = GemmAlgo::mma;
-  if (algo == GemmAlgo::any) {
-    if (is_row(p, rows, queue)) return gemv(p, queue);
-    algo = fastest(p, rows);
-  }
-  // Pieces, if there are several, need a cluster of blocks of threads each, or a warp; a stream has one.
-  const bool stream = p.w.most_pieces == 1;
-  if (algo == GemmAlgo::split_k && stream) algo = GemmAlgo::stream_k;
-  if (algo == GemmAlgo::stream_k && !stream) algo = GemmAlgo::split_k;
+  if (algo == GemmAlgo::gemv) return gemv(p, queue);
   if (algo == GemmAlgo::split_k) return gemm_split_k(p, rows, queue);
   if (algo == GemmAlgo::stream_k) return gemm_stream_k(p, rows, queue);
   if (algo == GemmAlgo::prefill) return gemm_prefill(p, rows, queue);

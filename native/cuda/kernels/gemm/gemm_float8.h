@@ -11,7 +11,6 @@ namespace as {
 namespace cuda {
 
 constexpr float kLargestFloat8 = 448.0f;
-constexpr int kMaxStreamedRows = 64;  // rows: products of activations of 8 bits with more go by wide tiles
 
 // Any rows; many.
 void gemm_float8_stream_k(const Product& p, int rows, const Queue& queue);

@@ -165,15 +165,10 @@ void start_rows(const Product& p, int rows, const Queue& queue) {
 }  // namespace
 
 void gemm_integer(const Product& p, int rows, const Queue& queue, GemmAlgo algo) {
-  if (algo != GemmAlgo::mma && queue.capability == 90) {
-    if (algo == GemmAlgo::any && gemm_few_rows_8bit(p, rows, queue)) return;
-    const bool fits = p.w.codes.bits == 8 && p.w.codes.groups == 1;
-    if (fits && (algo == GemmAlgo::prefill || (algo == GemmAlgo::any && rows > kMaxStreamedRows)))
-      gemm_integer_prefill(p, rows, queue);
-    else gemm_integer_stream_k(p, rows, queue);
-    return;
-  }
-  if (p.w.codes.bits == 4) start_rows<4>(p, rows, queue);
+  if (algo == GemmAlgo::small_m) gemm_few_rows_8bit(p, rows, queue);
+  else if (algo == GemmAlgo::prefill) gemm_integer_prefill(p, rows, queue);
+  else if (algo == GemmAlgo::stream_k) gemm_integer_stream_k(p, rows, queue);
+  else if (p.w.codes.bits == 4) start_rows<4>(p, rows, queue);
   else start_rows<8>(p, rows, queue);
 }
 

@@ -380,20 +380,9 @@ constexpr Choice kByOne[] = {choice<256, true, 2, 1>(760), choice<256, true, 2, 
 
 }  // namespace
 
-bool prefill_is_fastest(const Product& p, int rows) {
-  const Pieces k(p.w.k, p.w.most_pieces);
-  if (k.count > 1) {  // clusters of gemm_split_k.cu would take a second turn, for few
-    const int blocks = ceil_div(p.w.n, 2 * kBlock) * k.count;
-    return blocks > processors() && 4 * blocks < 5 * processors();
-  }
-  using S = Shape<256, true, 2, 1>;
-  return walk_of<S>(rows, k, p.w.n).count() >= Kernel<S>::clusters();
-}
+int prefill_clusters(DType16) { return Kernel<Shape<256, true, 2, 1>>::clusters(); }
 
 void gemm_prefill(const Product& p, int rows, const Queue& queue) {
-  // Rows are written whole pieces of 16 bytes at a time.
-  if (p.gated ? !p.y.tiles : p.y.width % 4 || p.w.n % 4)
-    return AS_DTYPE16::gemm_dtype16(p, rows, queue, GemmAlgo::split_k);
   const Pieces k(p.w.k, p.w.most_pieces);
   const Choice* best = nullptr;
   int64_t least = INT64_MAX;

@@ -4,6 +4,7 @@
 // widened into tiles, some of its rows at a time, which gemm_dtype16() takes.
 #include "cuda/by_dtype16.h"
 #include "cuda/kernels/gemm/gemm_quantized.h"
+#include "cuda/kernels/gemm/gemv_plan.h"
 
 #include <algorithm>
 
@@ -16,7 +17,6 @@ namespace {
 
 constexpr int kStageRows = kRowTile * kBlock * 2;
 constexpr int kSharedBytes = 108 << 10;  // at most: two blocks of threads fit a processor of Hopper's and the A100
-constexpr int kMostFused = 256;          // rows: of more the matrix is widened once for all
 
 // kTiles: of 8 rows of activations; kColumnTiles: of 16 columns (rows of the weights). kFine: scales change within a
 // block of K.
@@ -233,7 +233,7 @@ void gemm_widened(const Product& p, int rows, const Queue& queue) {
       if (p.y.tiles) some.y.tiles += (size_t)first / kBlock * kBlockValues;
       if (p.bias) some.bias += first;
     }
-    bf16::gemm_dtype16(some, rows, no_pdl, GemmAlgo::prefill);
+    bf16::gemm_dtype16(some, rows, no_pdl, queue.capability == 90 ? GemmAlgo::prefill : GemmAlgo::mma);
   }
 }
 
@@ -250,15 +250,10 @@ void gemm_quantized_mma(const Product& p, int rows, const Queue& queue) {
 }
 
 void gemm_quantized(const Product& p, int rows, const Queue& queue, GemmAlgo algo) {
-  if (algo == GemmAlgo::any) {
-    if (queue.capability == 90 && rows == 1 && gemv_quantized(p, queue)) return;
-    algo = rows > kMostFused ? GemmAlgo::prefill : GemmAlgo::stream_k;
-  }
-  // gemm_prefill() writes whole pieces of 16 bytes at a time.
-  const bool fits = queue.capability != 90 || (p.gated ? p.y.tiles != nullptr : p.y.width % 4 == 0 && p.w.n % 4 == 0);
-  if (algo == GemmAlgo::prefill && fits) return gemm_widened(p, rows, queue);
-  if (algo == GemmAlgo::mma || queue.capability != 90) gemm_quantized_mma(p, rows, queue);
-  else gemm_quantized_stream_k(p, rows, queue);
+  if (algo == GemmAlgo::gemv) gemv_quantized(p, queue);
+  else if (algo == GemmAlgo::prefill) gemm_widened(p, rows, queue);
+  else if (algo == GemmAlgo::stream_k) gemm_quantized_stream_k(p, rows, queue);
+  else gemm_quantized_mma(p, rows, queue);
 }
 
 }  // namespace cuda

@@ -11,13 +11,9 @@ void gemm_stream_k(const Product& p, int rows, const Queue& queue);
 void gemm_split_k(const Product& p, int rows, const Queue& queue);
 void gemm_prefill(const Product& p, int rows, const Queue& queue);
 // One row, of matrices whose sums are in pieces: of p.x, or of p.unnormed, which becomes what it should be on its way.
-// Whether there is a kernel for it; and the product.
-bool has_gemv(const Product& p, const Queue& queue);
 void gemv(const Product& p, const Queue& queue);
-// Few rows, of the same matrices of 8 bits, that p.bytes has; false, and nothing is done: there is no kernel for them.
-bool gemm_few_rows_8bit(const Product& p, int rows, const Queue& queue);
-// Whether gemm_prefill() is the fastest for a number of rows that the others are for.
-bool prefill_is_fastest(const Product& p, int rows);
+// Few rows of the same matrices of 8 bits, which p.bytes has.
+void gemm_few_rows_8bit(const Product& p, int rows, const Queue& queue);
 
 }  // namespace AS_DTYPE16
 }  // namespace cuda

@@ -11,7 +11,9 @@
 
 #include "cuda/kernels/common/wgmma_registers.cuh"
 #include "cuda/kernels/gemm/byte_pieces.cuh"
+#include "cuda/kernels/gemm/epilogue.cuh"
 #include "cuda/kernels/gemm/gemm_wgmma.h"
+#include "cuda/kernels/gemm/gemv_plan.h"
 #include "cuda/kernels/quantize/quantized.cuh"
 
 namespace as {
@@ -20,10 +22,8 @@ namespace AS_DTYPE16 {
 namespace {
 
 constexpr int kWorkers = 128, kThreads = kWorkers + 32, kWarps = kWorkers / 32;
-constexpr int kStageBytes = 16 << 10;  // some blocks of K, which are adjacent in memory
-constexpr int kMostStages = 12;
-constexpr int kRowTile = 8;    // of products
-constexpr int kMostBytes = 2;  // rows that are 8 bits: to bring more costs more than clusters save
+constexpr int kStageBytes = GemvPlan::kStageBytes;  // some blocks of K, which are adjacent in memory
+constexpr int kMostStages = GemvPlan::kMostStages, kRowTile = GemvPlan::kRowTile;
 
 enum class Form { dtype16, float8, integers };
 // What the row is made of: 16 bits in tiles, floats, or floats that are normed first; or rows that are 8 bits.
@@ -354,29 +354,8 @@ __global__ void __launch_bounds__(kThreads)
 #endif
 }
 
-// Stages of a block of threads: all that run on a processor at once share its memory. 0: it has none.
-struct Room {
-  Pieces k;
-  int stages;
-  size_t shared;
-
-  Room(const Product& p, int rows) : k(p.w.k, p.w.most_pieces) {
-    constexpr size_t kAll = 226 << 10, kFixed = 2 << 10;  // of a processor; of a block of threads
-    constexpr int kMostAtOnce = 3;
-    const bool dtype16 = p.w.kind == Kind::dtype16;
-    const int at_once = ceil_div((size_t)blocks_of(p.w.n) * k.count, processors()),
-              stage_blocks = kStageBytes / (dtype16 ? kBlockBytes : kByteBlock);
-    const size_t row = rows * k.length * (dtype16 ? kRowBytes : kByteRow) + kBehindRow,
-                 fixed = kFixed + rows * kMostPieces * kBlock * sizeof(float);
-    stages = at_once > kMostAtOnce ? 0 : std::min(ceil_div(k.length, stage_blocks), kMostStages);
-    while (stages > 0 && kAll / at_once < stages * kStageBytes + row + fixed) stages--;
-    if (stages < 3 && stages * stage_blocks < k.length) stages = 0;
-    shared = stages * kStageBytes + row;
-  }
-};
-
 template <Form kForm, From kFrom, int kKept>
-void start_row(const Product& p, const Room& room, const Queue& queue, int rows = 1) {
+void start_row(const Product& p, const GemvPlan& room, const Queue& queue, int rows = 1) {
   const int count = room.k.count;
   const auto kernel =
       count == 1 ? gemv_kernel<Shape<kForm, kFrom, kKept, true>> : gemv_kernel<Shape<kForm, kFrom, kKept, false>>;
@@ -387,7 +366,7 @@ void start_row(const Product& p, const Room& room, const Queue& queue, int rows 
 }
 
 template <Form kForm>
-void start_bytes(const Product& p, const Room& room, const Queue& queue) {
+void start_bytes(const Product& p, const GemvPlan& room, const Queue& queue) {
   if (p.unnormed && p.w.k <= 2 * kWorkers * kPieceColumns) start_row<kForm, From::unnormed, 2>(p, room, queue);
   else if (p.unnormed) start_row<kForm, From::unnormed, 4>(p, room, queue);
   else if (p.x.tiles) start_row<kForm, From::tiles, 4>(p, room, queue);
@@ -396,17 +375,8 @@ void start_bytes(const Product& p, const Room& room, const Queue& queue) {
 
 }  // namespace
 
-bool has_gemv(const Product& p, const Queue& queue) {
-  const int pieces = p.w.most_pieces;
-  if (queue.capability != 90 || p.y.copy) return false;
-  const bool fits = p.w.kind == Kind::dtype16
-                        ? !p.unnormed || p.w.k <= kNormedColumns
-                        : p.w.codes.in_rows && p.w.codes.groups == 1 && (!p.unnormed || p.w.k <= kNormedBytes);
-  return fits && pieces > 1 && pieces <= kMostPieces && Room(p, 1).stages > 0;
-}
-
 void gemv(const Product& p, const Queue& queue) {
-  const Room room(p, 1);
+  const GemvPlan room(p.w, 1, processors());
   if constexpr (kAllFormats) {
     if (p.w.kind == Kind::float8) return start_bytes<Form::float8>(p, room, queue);
     if (p.w.kind == Kind::integers) return start_bytes<Form::integers>(p, room, queue);
@@ -415,15 +385,12 @@ void gemv(const Product& p, const Queue& queue) {
   else start_row<Form::dtype16, From::tiles, 0>(p, room, queue);
 }
 
-bool gemm_few_rows_8bit(const Product& p, int rows, const Queue& queue) {
-  if (!kAllFormats || rows > kMostBytes || p.unnormed || !has_gemv(p, queue)) return false;
-  const Room room(p, kRowTile);
-  if (!room.stages) return false;
+void gemm_few_rows_8bit(const Product& p, int rows, const Queue& queue) {
+  const GemvPlan room(p.w, kRowTile, processors());
   if constexpr (kAllFormats) {
     if (p.w.kind == Kind::float8) start_row<Form::float8, From::bytes, 0>(p, room, queue, rows);
     else start_row<Form::integers, From::bytes, 0>(p, room, queue, rows);
   }
-  return true;
 }
 
 }  // namespace AS_DTYPE16

@@ -12,19 +12,16 @@
 #include "cuda/kernels/gemm/code_fragments.cuh"
 #include "cuda/kernels/gemm/epilogue.cuh"
 #include "cuda/kernels/gemm/gemm_quantized.h"
+#include "cuda/kernels/gemm/gemv_plan.h"
 #include "cuda/kernels/gemm/stream_k_scheduler.cuh"
 
 namespace as {
 namespace cuda {
 namespace {
 
-constexpr int kMostWarps = 20, kSchedulers = 4;                // of a block of threads; that a processor's warps have
-constexpr int kTilePairs = kTileRows / 2, kUnit = kTilePairs;  // pairs of columns of a tile; chains of a warp
-constexpr int kSharedBlocks = 32;                              // of K at least, that two warps share
-// Of a ring. More bytes under way than must be make a processor's copies slower, and the row's come behind them.
-constexpr int kShallow = 2, kDeep = 3;
-constexpr int kNormed = 3, kMostNormed = 512;  // eights of a row that is normed: of a thread, of all
-bool is_fine(const Codes& codes) { return codes.groups > 1 && codes.group < kBlock; }
+using Plan = QuantizedGemvPlan;
+constexpr int kMostWarps = Plan::kMostWarps, kTilePairs = Plan::kTilePairs, kUnit = Plan::kUnit;
+constexpr int kShallow = Plan::kShallow, kDeep = Plan::kDeep, kNormed = Plan::kNormed;
 
 // kFine: scales change within a block of K. A stage is some blocks of a tile: codes, and then each one's scales.
 template <int kBits_, bool kFine_, int kStages_>
@@ -33,11 +30,7 @@ struct Shape {
   static constexpr int kTileBytes = code_bytes(kBits) / 4, kSetBytes = kTileRows * 4;
   static constexpr int kCodesBytes = kBlocks * kTileBytes, kStageBytes = kCodesBytes + kBlocks * kSets * kSetBytes;
 
-  // Of the chains' sums, in whole lines of shared memory.
-  AS_BOTH static int sums_bytes(int warps) { return (warps + 1) / 2 * 2 * kTileRows * 4; }
-  static size_t shared(int warps, int k_blocks) {
-    return (size_t)warps * kStages * kStageBytes + sums_bytes(warps) + (size_t)k_blocks * kRowBytes;
-  }
+  static size_t shared(int warps, int k_blocks) { return Plan::shared_bytes(kBits, kFine_, kStages, warps, k_blocks); }
 };
 
 // The compiler has these in registers: it would work them out again in every turn of a loop.
@@ -283,7 +276,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
             last_end = __shfl_sync(0xffffffffu, own.begin, 31) + shortest,
             whole = p.w.k % kBlock && last_end == k.blocks ? shortest - 1 : length;
   float* const sums = reinterpret_cast<float*>(shared);
-  char* const x = shared + S::sums_bytes(warps);
+  char* const x = shared + Plan::sums_bytes(warps);
   const int row_blocks = k.count * k.length;
   const uint32_t ring = shared_address(x) + row_blocks * kRowBytes + warp * S::kStages * S::kStageBytes;
   let_next_begin();
@@ -427,38 +420,6 @@ __global__ void __launch_bounds__(32 * kMostWarps)
   }
 }
 
-// How blocks of threads share a product, if they can: all processors have the same number of pairs of columns, or one
-// turn's less, and their schedulers equal numbers of chains.
-struct Plan {
-  int pairs, together, shared_units, warps, stages = 0;  // stages: 0 if the row is too long for shared memory
-
-  template <int kBits, bool kFine>
-  static size_t shared(int stages, int warps, int k_blocks) {
-    return stages == kDeep ? Shape<kBits, kFine, kDeep>::shared(warps, k_blocks)
-                           : Shape<kBits, kFine, kShallow>::shared(warps, k_blocks);
-  }
-  explicit Plan(const Product& p) {
-    const Pieces k(p.w.k, p.w.most_pieces);
-    pairs = ceil_div(p.w.n, kTileRows) * kTilePairs;
-    const auto even = [](int x) { return x + x % 2; };  // two are a line of memory
-    const int most = kMostWarps * kUnit / k.count / 2 * 2, own = ceil_div(pairs, processors());
-    together = even(ceil_div(own, ceil_div(own, most)));
-    const int units = ceil_div(together * k.count, kUnit), more = units % kSchedulers;
-    // Words16 of what is more than equal numbers.
-    shared_units = k.count == 1 && k.blocks >= kSharedBlocks && units > more && more <= kSchedulers / 2 &&
-                           units + more <= kMostWarps
-                       ? more
-                       : 0;
-    warps = units + shared_units;
-    const auto bytes = p.w.codes.bits == 4  ? is_fine(p.w.codes) ? shared<4, true> : shared<4, false>
-                        : is_fine(p.w.codes) ? shared<8, true>
-                                            : shared<8, false>;
-    const bool deep = p.w.codes.bits == 8 || ceil_div(pairs, together) > processors();  // several turns
-    for (int depth : {deep ? kDeep : kShallow, kShallow})
-      if (!stages && bytes(depth, warps, k.count * k.length) <= (size_t)most_shared()) stages = depth;
-  }
-};
-
 template <int kBits, bool kFine, int kStages>
 void start_row(const Product& p, const Plan& plan, const Queue& queue) {
   using S = Shape<kBits, kFine, kStages>;
@@ -481,20 +442,11 @@ void start_stages(const Product& p, const Plan& plan, const Queue& queue) {
 
 }  // namespace
 
-bool gemv_quantized(const Product& p, const Queue& queue) {
-  const Plan plan(p);
-  if (!plan.stages) return false;
-  const bool fine = is_fine(p.w.codes);
+void gemv_quantized(const Product& p, const Queue& queue) {
+  const Plan plan(p.w, processors(), most_shared());
+  const bool fine = Plan::is_fine(p.w.codes);
   if (p.w.codes.bits == 4) fine ? start_stages<4, true>(p, plan, queue) : start_stages<4, false>(p, plan, queue);
   else fine ? start_stages<8, true>(p, plan, queue) : start_stages<8, false>(p, plan, queue);
-  return true;
-}
-
-bool gemm_quantized_norms(const Product& p, int rows, const Queue& queue) {
-  if (queue.capability != 90 || rows != 1 || p.w.kind != Kind::codes) return false;
-  const Plan plan(p);
-  const int eights = blocks_of(p.w.k) * 8;
-  return plan.stages && eights <= kMostNormed && eights <= kNormed * 32 * plan.warps;
 }
 
 }  // namespace cuda

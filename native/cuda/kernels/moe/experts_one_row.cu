@@ -324,10 +324,6 @@ void norm_and_logits(const float* x, const Norm& norm, const Rows& normed, const
   launched("norm and logits of a row");
 }
 
-bool has_row_kernels(const Matrix& up, const Matrix& down, const Queue& queue) {
-  return queue.capability == 90 && up.takes_tiles() && down.takes_tiles();
-}
-
 void gate_row(const ExpertProduct& e, const ChosenRow& row, const Queue& queue) {
   by_type(e.product.w, [&](auto type) {
     using S = decltype(type);

@@ -258,14 +258,6 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-int expert_tile_rows(Kind kind, int entries, int experts, const Queue& queue) {
-  if (kind == Kind::f32) return kTile;
-  // So that few experts have more than one tile.
-  const int each = entries / std::max(experts, 1);
-  if (each > 48 && kind == Kind::dtype16 && queue.capability == 90) return 128;
-  return each <= 4 ? 8 : each <= 10 ? 16 : each <= 22 ? 32 : 64;
-}
-
 template <bool kAll = kAllFormats>
 static void start_format(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue) {
   if constexpr (kAll) {
@@ -290,8 +282,7 @@ void gemm_experts(const ExpertProduct& p, int entries, int tile_rows, const Queu
     launched("linear of experts in float32");
     return;
   }
-  if (w.kind == Kind::dtype16 && tile_rows >= 64 && queue.capability == 90 && algo != GemmAlgo::mma)
-    return gemm_experts_prefill(p, entries, tile_rows, queue);
+  if (algo == GemmAlgo::prefill) return gemm_experts_prefill(p, entries, tile_rows, queue);
   start_format(p, entries, tile_rows, queue);
 }
 

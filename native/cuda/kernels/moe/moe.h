@@ -37,9 +37,6 @@ struct Routing {
 size_t routing_bytes(int rows, int top, int experts);
 void place_routing(char* memory, int rows, int experts, Routing& routing);
 
-// Rows of a tile of products with so many entries of so many experts.
-int expert_tile_rows(Kind kind, int entries, int experts, const Queue& queue);
-
 // Whether gemm_small_n() takes a matrix: of float32, not large.
 bool has_small_n(const Matrix& matrix);
 // As gemm_f32(), but in another order, and neither adding nor gated.
@@ -56,15 +53,14 @@ void group_entries(const Routing& routing, int rows, int tile_rows, const Queue&
 // y [entries, n] = x w^T + bias with the matrix (and bias) of each entry's expert: w is a stack of those. Sums over K
 // are one chain each, whatever the kernel; codes are rounded to bfloat16 first. gathers: x has rows, else entries.
 // follows: the kernel before on the stream is such a product, too, of the same routing and type. entries: of the step,
-// of all experts.
+// of all experts. algo: simt, mma or prefill.
 struct ExpertProduct {
   Product product;
   Routing routing;
   bool gathers = false, follows = false;
   Gating gating = {};  // where the product is gated
 };
-void gemm_experts(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue,
-                  GemmAlgo algo = GemmAlgo::any);
+void gemm_experts(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue, GemmAlgo algo);
 
 // y [rows, width] = of each row the sum of its entries times their weights, in ascending order of experts, or that
 // added to what y has; and if there is a norm with a weight, rows of y normed, too.
@@ -90,7 +86,6 @@ struct ChosenRow {
   const float* logits = nullptr;
   const int* where = nullptr;
 };
-bool has_row_kernels(const Matrix& up, const Matrix& down, const Queue& queue);
 // The gated product with its experts' matrices, and of the result the other one, summed up: as route(),
 // gemm_experts(), and combine_experts() but for the norm. The second follows the first on the stream.
 void gate_row(const ExpertProduct& e, const ChosenRow& row, const Queue& queue);

@@ -18,6 +18,9 @@ struct Norm {
   float eps = 0;
   bool unit_offset = false;
 };
+// Rows that a GEMM norms itself, in shared memory: columns at most, of 16 bits and of 8; bytes behind them that may be
+// read.
+constexpr int kNormedColumns = 4096, kNormedBytes = 8192, kBehindRow = 8 * 16;
 void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Queue& queue);
 void add(float* x, const float* y, size_t count, const Queue& queue);
 void scale(float* x, float factor, size_t count, const Queue& queue);

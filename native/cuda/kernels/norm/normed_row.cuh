@@ -57,8 +57,7 @@ __device__ inline void row_is_there() {
   meet<kThreads>();
 }
 // Products want eight rows at least: for one that lies in shared memory as it is they find the second where this one's
-// next 16 bytes are, and so on, and make sums that nobody wants. So that many bytes lie behind the row.
-constexpr int kBehindRow = 8 * 16;
+// next 16 bytes are, and so on, and make sums that nobody wants. So kBehindRow bytes lie behind the row.
 __device__ inline uint64_t row_descriptor(uint32_t address) {
   return (uint64_t)((address & 0x3ffff) >> 4) | 1ull << 16 | 1ull << 32;
 }
@@ -104,7 +103,6 @@ class NormedRow {
 };
 
 // The same rounded to 16 bits, of rows of few columns, as rms_norm() makes it.
-constexpr int kNormedColumns = 4096;
 template <int kThreads>
 class RoundedRow : public NormedRow<RowPart<8>, kThreads, kNormedColumns / 8 / kThreads> {
  public:

@@ -1,0 +1,275 @@
+#include "cuda/kernel_choice.h"
+
+#include <algorithm>
+#include <climits>
+#include <stdexcept>
+#include <tuple>
+
+#include "cuda/kernels/attention/decode_plan.h"
+#include "cuda/kernels/comm/sum_ranks.h"
+#include "cuda/kernels/gemm/gemv_plan.h"
+
+namespace as {
+namespace cuda {
+namespace {
+
+constexpr int kManyRows = 256;  // what serves one row more than so many serves any number
+
+int ceil_div(int n, int by) { return (n + by - 1) / by; }
+
+bool is_hopper(const Chip& chip) { return chip.capability == 90; }
+
+// Whether gemv() serves: clusters with a CTA for each split-K part.
+bool has_gemv(const Chip& chip, const Gemm& g, bool normed, bool pushed) {
+  const Matrix& w = g.w;
+  if (!is_hopper(chip) || pushed) return false;
+  const bool fits = w.kind == Kind::dtype16
+                        ? !normed || w.k <= kNormedColumns
+                        : w.codes.in_rows && w.codes.groups == 1 && (!normed || w.k <= kNormedBytes);
+  return fits && w.most_pieces > 1 && w.most_pieces <= kMostPieces && GemvPlan(w, 1, chip.sms).stages > 0;
+}
+
+// Whether gemm_prefill() is the fastest for a number of rows that the other kernels are for.
+bool prefill_is_best(const Chip& chip, const Matrix& w, int rows) {
+  const Pieces k(w.k, w.most_pieces);
+  if (k.count == 1) return ceil_div(rows, 4 * kBlock) * ceil_div(w.n, 4 * kBlock) >= chip.prefill_clusters;
+  const int ctas = ceil_div(w.n, 2 * kBlock) * k.count;  // clusters of gemm_split_k() would take a second turn, for few
+  return ctas > chip.sms && 4 * ctas < 5 * chip.sms;
+}
+
+// 16-bit weights on Hopper, any kernel but gemv().
+GemmAlgo fastest(const Chip& chip, const Matrix& w, int rows, bool pushed) {
+  // Values of a matrix that has arrived before clusters have begun, and of one whose parts are long for its size.
+  constexpr int64_t kSmall = 10 << 20, kSmallAndLong = 40 << 20;
+  const bool is_long = Pieces(w.k, w.most_pieces).length >= 32;
+  if (rows > 256 || (rows > 128 && !pushed && prefill_is_best(chip, w, rows))) return GemmAlgo::prefill;
+  if (w.most_pieces == 1) return GemmAlgo::stream_k;
+  return rows <= 8 && (int64_t)w.n * w.k < (is_long ? kSmallAndLong : kSmall) ? GemmAlgo::mma : GemmAlgo::split_k;
+}
+
+// A kernel that norms, or quantizes, the single row of a step itself; simt: there is none.
+GemmAlgo fused_algo(const Chip& chip, const Gemm& g) {
+  const Matrix& w = g.w;
+  if (!g.fuses || !is_hopper(chip)) return GemmAlgo::simt;
+  if (w.takes_bytes())
+    return has_gemv(chip, g, g.normed, false) ? GemmAlgo::gemv
+           : g.normed && w.k <= kNormedBytes  ? GemmAlgo::stream_k
+                                              : GemmAlgo::simt;
+  const bool norms = w.kind == Kind::codes
+                         ? QuantizedGemvPlan(w, chip.sms, chip.shared_bytes).norms(w.k)
+                         : fastest(chip, w, 1, false) == GemmAlgo::split_k && has_gemv(chip, g, true, false);
+  return g.normed && norms ? GemmAlgo::gemv : GemmAlgo::simt;
+}
+
+GemmAlgo choose_dtype16(const Chip& chip, const Gemm& g, int rows, GemmAlgo algo) {
+  if (!is_hopper(chip)) return GemmAlgo::mma;
+  if (algo == GemmAlgo::any) {
+    const bool pushed = g.pushed && rows <= kPushedRows;
+    algo = fastest(chip, g.w, rows, pushed);
+    if (rows == 1 && algo == GemmAlgo::split_k && has_gemv(chip, g, false, pushed)) return GemmAlgo::gemv;
+  }
+  if (algo == GemmAlgo::prefill && !g.writes_16_bytes) algo = GemmAlgo::split_k;
+  // Split-K parts need a CTA of a cluster each, or a warp; stream-K computes sums of one part.
+  if (algo == GemmAlgo::split_k || algo == GemmAlgo::stream_k)
+    return g.w.most_pieces == 1 ? GemmAlgo::stream_k : GemmAlgo::split_k;
+  return algo;
+}
+
+GemmAlgo choose_quantized(const Chip& chip, const Gemm& g, int rows, GemmAlgo algo) {
+  if (algo == GemmAlgo::any) {
+    if (is_hopper(chip) && rows == 1 && QuantizedGemvPlan(g.w, chip.sms, chip.shared_bytes).stages)
+      return GemmAlgo::gemv;
+    algo = rows > kMostFused ? GemmAlgo::prefill : GemmAlgo::stream_k;
+  }
+  if (algo == GemmAlgo::prefill && (!is_hopper(chip) || g.writes_16_bytes)) return GemmAlgo::prefill;
+  return algo == GemmAlgo::mma || !is_hopper(chip) ? GemmAlgo::mma : GemmAlgo::stream_k;
+}
+
+GemmAlgo choose_bytes(const Chip& chip, const Gemm& g, int rows, GemmAlgo algo) {
+  const Matrix& w = g.w;
+  const bool any = algo == GemmAlgo::any, floats = w.kind == Kind::float8;
+  if (!floats && (algo == GemmAlgo::mma || !is_hopper(chip))) return GemmAlgo::mma;
+  if (any && rows <= kFewByteRows && has_gemv(chip, g, false, false) &&
+      GemvPlan(w, GemvPlan::kRowTile, chip.sms).stages)
+    return GemmAlgo::small_m;
+  const bool has_prefill = (floats || (w.codes.bits == 8 && w.codes.groups == 1)) && g.writes_16_bytes;
+  return has_prefill && (algo == GemmAlgo::prefill || (any && rows > kMaxStreamedRows)) ? GemmAlgo::prefill
+                                                                                        : GemmAlgo::stream_k;
+}
+
+// Ranges of rows from 1 on with one choice each. most: what is chosen for one more is chosen for any number.
+template <typename Choice, typename Choose>
+RowRanges<Choice> ranges_of(int most, const Choose& choose) {
+  RowRanges<Choice> table;
+  for (int rows = 1; rows <= most + 1; rows++) {
+    const Choice choice = choose(rows);
+    if (table.ranges.empty() || !(table.ranges.back().choice == choice)) table.ranges.push_back({rows, choice});
+    table.ranges.back().last = rows;
+  }
+  table.ranges.back().last = INT_MAX;
+  return table;
+}
+
+auto key_of(const Matrix& w) {
+  return std::make_tuple(w.n, w.k, w.kind, w.dtype, w.codes.bits, w.codes.group, w.most_pieces, w.experts);
+}
+
+auto key_of(const Gemm& g) {
+  return std::tuple_cat(key_of(g.w), std::make_tuple(g.writes_16_bytes, g.normed, g.fuses, g.pushed, g.few_columns));
+}
+
+template <typename Key, typename Table, typename Make>
+const Table& find_or_make(std::list<std::pair<Key, Table>>& tables, const Key& key, const Make& make) {
+  for (const auto& [other, table] : tables)
+    if (key_of(other) == key_of(key)) return table;
+  return tables.emplace_back(key, make()).second;
+}
+
+std::string shape_of(const Matrix& w) {
+  return format_of(w) + " " + (w.experts > 1 ? std::to_string(w.experts) + " x " : "") + std::to_string(w.n) + " x " +
+         std::to_string(w.k);
+}
+
+template <typename Choice, typename Name>
+void add_rows(std::vector<KernelTable::Row>& rows, const char* op, const std::string& shape,
+              const RowRanges<Choice>& table, const Name& name) {
+  int first = 1;
+  for (const auto& [last, choice] : table.ranges) {
+    rows.push_back({op, shape, first, last == INT_MAX ? 0 : last, name(choice)});
+    first = last == INT_MAX ? last : last + 1;
+  }
+}
+
+constexpr const char* kGemmNames[] = {"any",     "simt",    "small_n",  "mma",    "gemv",
+                                      "small_m", "split_k", "stream_k", "prefill"};
+
+}  // namespace
+
+Gemm gemm_of(const Product& p) {
+  Gemm g;
+  g.w = p.w, g.writes_16_bytes = p.gated ? p.y.tiles != nullptr : p.y.width % 4 == 0 && p.w.n % 4 == 0;
+  return g;
+}
+
+GemmChoice choose_gemm(const Chip& chip, const Gemm& g, int rows, GemmAlgo wanted) {
+  if (g.w.kind == Kind::f32) return {g.few_columns ? GemmAlgo::small_n : GemmAlgo::simt};
+  if (wanted == GemmAlgo::any && rows == 1)
+    if (const GemmAlgo algo = fused_algo(chip, g); algo != GemmAlgo::simt) return {algo, true};
+  if (g.w.kind == Kind::dtype16) return {choose_dtype16(chip, g, rows, wanted)};
+  if (g.w.kind == Kind::codes) return {choose_quantized(chip, g, rows, wanted)};
+  return {choose_bytes(chip, g, rows, wanted)};
+}
+
+ExpertChoice choose_expert_gemm(const Chip& chip, Kind kind, int entries, int experts, GemmAlgo wanted, int tile_rows) {
+  if (kind == Kind::f32) return {GemmAlgo::simt, tile_rows ? tile_rows : kBlock};
+  const bool has_prefill = kind == Kind::dtype16 && is_hopper(chip);
+  if (!tile_rows) {  // so that few experts have more than one tile
+    const int each = entries / std::max(experts, 1);
+    tile_rows = each > 48 && has_prefill ? 128 : each <= 4 ? 8 : each <= 10 ? 16 : each <= 22 ? 32 : 64;
+  }
+  return {has_prefill && tile_rows >= 64 && wanted != GemmAlgo::mma ? GemmAlgo::prefill : GemmAlgo::mma, tile_rows};
+}
+
+bool has_expert_gemv(const Chip& chip, const Matrix& up, const Matrix& down) {
+  return is_hopper(chip) && up.takes_tiles() && down.takes_tiles();
+}
+
+AttentionChoice choose_attention(const Chip& chip, CacheType type, int dim, int group, bool biased) {
+  const bool has_mma = type != CacheType::f32 && (dim == 64 || (dim == 80 && type == CacheType::dtype16) || dim == 96 ||
+                                                  dim == 128 || (dim == 256 && kPrefillShared256 <= chip.shared_bytes));
+  const bool has_wgmma = is_hopper(chip) && type == CacheType::dtype16 && (dim == 64 || dim == 128) && !biased;
+  AttentionChoice choice;
+  choice.prefill = has_wgmma ? AttentionAlgo::wgmma : has_mma ? AttentionAlgo::mma : AttentionAlgo::simt;
+  const bool decodes = has_mma && decode_fits(type, dim, 0, chip.shared_bytes);
+  choice.decode = decodes ? AttentionAlgo::mma : AttentionAlgo::simt;
+  choice.stores = has_mma && decode_fits(type, dim, kFewPairs / group, chip.shared_bytes);
+  return choice;
+}
+
+GemmTable gemm_table(const Chip& chip, const Gemm& gemm) {
+  return ranges_of<GemmChoice>(kManyRows, [&](int rows) { return choose_gemm(chip, gemm, rows); });
+}
+
+ExpertTable expert_table(const Chip& chip, Kind kind, int experts) {
+  constexpr int kManyEntries = 64;  // of an expert
+  return ranges_of<ExpertChoice>(kManyEntries * experts,
+                                 [&](int entries) { return choose_expert_gemm(chip, kind, entries, experts); });
+}
+
+const GemmTable& KernelTable::gemm(const Gemm& gemm) {
+  return find_or_make(gemms_, gemm, [&] { return gemm_table(chip, gemm); });
+}
+
+const ExpertTable& KernelTable::experts(const Matrix& stack) {
+  return find_or_make(experts_, stack, [&] { return expert_table(chip, stack.kind, stack.experts); });
+}
+
+AttentionChoice KernelTable::attention(const LayerCache& cache, int group, bool biased) {
+  constexpr const char* kTypes[] = {"float32", "16 bits", "int8", "uint4", "float8"};
+  const std::string shape = std::string(kTypes[(int)cache.type]) + ", heads of " + std::to_string(cache.head_dim) +
+                            ", " + std::to_string(group) + " to a KV head" + (biased ? ", biased" : "");
+  for (const auto& [other, choice] : attentions_)
+    if (other == shape) return choice;
+  const AttentionChoice choice = choose_attention(chip, cache.type, cache.head_dim, group, biased);
+  attentions_.emplace_back(shape, choice);
+  return choice;
+}
+
+std::vector<KernelTable::Row> rows_of(const Gemm& g, const GemmTable& table) {
+  std::vector<KernelTable::Row> rows;
+  add_rows(rows, "linear", shape_of(g.w), table, [&](const GemmChoice& choice) {
+    return std::string(name_of(choice.algo)) + (!choice.fused ? "" : g.normed ? ", norms" : ", quantizes");
+  });
+  return rows;
+}
+
+std::vector<KernelTable::Row> KernelTable::rows() const {
+  std::vector<Row> all;
+  for (const auto& [gemm, table] : gemms_)
+    for (const Row& row : rows_of(gemm, table)) all.push_back(row);
+  for (const auto& [stack, table] : experts_)
+    add_rows(all, "expert_linear", shape_of(stack), table, [](const ExpertChoice& choice) {
+      return std::string(name_of(choice.algo)) + ", tiles of " + std::to_string(choice.tile_rows);
+    });
+  for (const auto& [shape, choice] : attentions_) {
+    all.push_back({"span_attention", shape + ", decode", 1, 0,
+                   std::string(name_of(choice.decode)) + (choice.stores ? ", stores" : "")});
+    all.push_back({"span_attention", shape + ", prefill", 1, 0, name_of(choice.prefill)});
+  }
+  return all;
+}
+
+const char* name_of(GemmAlgo algo) { return kGemmNames[(int)algo]; }
+
+const char* name_of(AttentionAlgo algo) {
+  constexpr const char* kNames[] = {"simt", "mma", "wgmma"};
+  return kNames[(int)algo];
+}
+
+GemmAlgo gemm_algo_of(const std::string& name) {
+  for (GemmAlgo algo : {GemmAlgo::any, GemmAlgo::mma, GemmAlgo::split_k, GemmAlgo::stream_k, GemmAlgo::prefill})
+    if (name == name_of(algo)) return algo;
+  throw std::invalid_argument("algo must be any, mma, split_k, stream_k or prefill, got " + name);
+}
+
+std::string format_of(const Matrix& w) {
+  const auto groups = [&](const char* name) {
+    return name + (w.codes.groups > 1 ? " in groups of " + std::to_string(w.codes.group) : std::string());
+  };
+  switch (w.kind) {
+    case Kind::f32:
+      return "float32";
+    case Kind::dtype16:
+      return w.dtype == DType16::f16 ? "float16" : "bfloat16";
+    case Kind::codes:
+      return groups(w.codes.bits == 8 ? "int8" : "int4");
+    case Kind::integers:
+      return groups(w.codes.bits == 8 ? "w8a8" : "w4a8");
+    case Kind::float8:
+      return "float8";
+  }
+  return "";
+}
+
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,23 @@
+// Shared memory of attention kernels: what decides whether a chip can run them.
+#pragma once
+#include "cuda/kernels/attention/attention.h"
+
+namespace as {
+namespace cuda {
+
+constexpr int kPrefillShared256 = 152064;  // bytes of a CTA of prefill with heads of 256 features, of any cache type
+
+// A CTA of attention_decode(): what it has beside queries, own rows and the ring of keys and values; positions of a
+// stage of the ring, and how many stages it needs at least.
+constexpr int kDecodeFixed = 11680, kDecodeTokens = 64, kDecodeStages = kRunTokens / kDecodeTokens;
+
+// Whether a CTA has room. own_rows: of a tile, that the kernel stores in the cache itself.
+constexpr bool decode_fits(CacheType type, int head_dim, int own_rows, int shared_bytes) {
+  const int bits = type == CacheType::dtype16 ? 16 : type == CacheType::uint4 ? 4 : 8;
+  const int row = head_dim * bits / 8 + 16, scales = type == CacheType::int8 || type == CacheType::uint4 ? 8 : 0;
+  const int fixed = kDecodeFixed + kFewPairs * 2 * (head_dim + 8) + 2 * own_rows * row;
+  return (shared_bytes - fixed) / (kDecodeTokens * (row + scales)) >= kDecodeStages;
+}
+
+}  // namespace cuda
+}  // namespace as

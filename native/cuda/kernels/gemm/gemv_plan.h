@@ -1,0 +1,85 @@
+// How GEMMs of one row (GEMV), and of a few 8-bit rows, share their work and their shared memory. Kernels launch by it,
+// and the choice among kernels (cuda/kernel_choice.h) asks it whether they can.
+#pragma once
+#include <algorithm>
+
+#include "cuda/kernels/common/chip.h"
+#include "cuda/kernels/norm/norm.h"
+
+namespace as {
+namespace cuda {
+
+constexpr int kFewByteRows = 2;       // 8-bit rows that small_m takes: to load more costs more than clusters save
+constexpr int kMaxStreamedRows = 64;  // 8-bit rows: for more there is prefill
+constexpr int kMostFused = 256;       // 16-bit rows: for more, quantized weights are widened to 16 bits once
+
+// Of clusters with 64 columns each, one CTA for each split-K part (gemm/gemv.cu).
+struct GemvPlan {
+  static constexpr int kStageBytes = 16 << 10, kMostStages = 12;
+  static constexpr int kRowTile = 8;  // rows of small_m's operand
+  Pieces k;
+  int stages = 0;  // of the ring of weights in a CTA's shared memory; 0: there is no room
+  size_t shared = 0;
+
+  GemvPlan(const Matrix& w, int rows, int sms) : k(w.k, w.most_pieces) {
+    constexpr size_t kAll = 226 << 10, kFixed = 2 << 10;  // shared memory of an SM; of a CTA, beside ring and rows
+    constexpr int kMostAtOnce = 3;                        // CTAs on an SM
+    const int block_bytes = w.kind == Kind::dtype16 ? kBlockBytes : kBlockValues, row_bytes = block_bytes / kBlock;
+    const int at_once = (blocks_of(w.n) * k.count + sms - 1) / sms, stage_blocks = kStageBytes / block_bytes;
+    const size_t row = (size_t)rows * k.length * row_bytes + kBehindRow,
+                 fixed = kFixed + rows * kMostPieces * kBlock * sizeof(float);
+    stages = at_once > kMostAtOnce ? 0 : std::min((k.length + stage_blocks - 1) / stage_blocks, kMostStages);
+    while (stages > 0 && kAll / at_once < stages * kStageBytes + row + fixed) stages--;
+    if (stages < 3 && stages * stage_blocks < k.length) stages = 0;
+    shared = stages * kStageBytes + row;
+  }
+};
+
+// Of quantized weights with a 16-bit row: CTAs have equal numbers of pairs of columns and all split-K parts of these
+// (gemm/gemv_quantized.cu).
+struct QuantizedGemvPlan {
+  static constexpr int kMostWarps = 20, kSchedulers = 4;                // of a CTA; of an SM
+  static constexpr int kTilePairs = kTileRows / 2, kUnit = kTilePairs;  // pairs of columns of a tile; chains of a warp
+  static constexpr int kSharedBlocks = 32;                              // least blocks of K that two warps share
+  // Stages of a warp's ring. More bytes in flight than needed slow the SM's copies down, and delay the row's.
+  static constexpr int kShallow = 2, kDeep = 3;
+  static constexpr int kNormed = 3, kMostNormed = 512;   // eights of a row that is normed: of a thread, of all
+  int pairs, together, shared_units, warps, stages = 0;  // stages: 0 if the row does not fit shared memory
+
+  static bool is_fine(const Codes& codes) { return codes.groups > 1 && codes.group < kBlock; }
+  // Sums of the chains of all warps, in whole lines of shared memory.
+  AS_BOTH static constexpr int sums_bytes(int warps) { return (warps + 1) / 2 * 2 * kTileRows * 4; }
+  static size_t shared_bytes(int bits, bool fine, int stages, int warps, int k_blocks) {
+    const int blocks = 16 / bits, sets = fine ? 4 : 1, stage = blocks * (code_bytes(bits) / 4 + sets * kTileRows * 4);
+    return (size_t)warps * stages * stage + sums_bytes(warps) + (size_t)k_blocks * kRowBytes;
+  }
+
+  QuantizedGemvPlan(const Matrix& w, int sms, int most_shared) {
+    const auto ceil_div = [](int n, int by) { return (n + by - 1) / by; };
+    const Pieces k(w.k, w.most_pieces);
+    pairs = ceil_div(w.n, kTileRows) * kTilePairs;
+    const auto even = [](int x) { return x + x % 2; };  // two are a line of memory
+    const int most = kMostWarps * kUnit / k.count / 2 * 2, own = ceil_div(pairs, sms);
+    together = even(ceil_div(own, ceil_div(own, most)));
+    const int units = ceil_div(together * k.count, kUnit), more = units % kSchedulers;
+    // Where schedulers would have unequal numbers of warps, two warps share a unit.
+    shared_units = k.count == 1 && k.blocks >= kSharedBlocks && units > more && more <= kSchedulers / 2 &&
+                           units + more <= kMostWarps
+                       ? more
+                       : 0;
+    warps = units + shared_units;
+    const bool deep = w.codes.bits == 8 || ceil_div(pairs, together) > sms;  // several turns
+    for (int depth : {deep ? kDeep : kShallow, kShallow})
+      if (!stages &&
+          shared_bytes(w.codes.bits, is_fine(w.codes), depth, warps, k.count * k.length) <= (size_t)most_shared)
+        stages = depth;
+  }
+  // Whether the kernel can norm a row of so many columns itself.
+  bool norms(int columns) const {
+    const int eights = blocks_of(columns) * 8;
+    return stages && eights <= kMostNormed && eights <= kNormed * 32 * warps;
+  }
+};
+
+}  // namespace cuda
+}  // namespace as
