@@ -1,4 +1,4 @@
-"""Which member of a pool has computed which beginnings of prompts, as far as a client knows."""
+"""A client's memory of which member of a pool has computed which prefixes of prompts."""
 from __future__ import annotations
 
 import hashlib
@@ -10,32 +10,32 @@ from collections.abc import Iterator
 
 from .request import RequestSpec
 
-#: the shortest beginning that is remembered; longer ones each have twice as many tokens
+#: length of the shortest prefix that is remembered, tokens; each longer one has twice as many
 _FIRST_TOKENS = 64
-_CHARACTERS_PER_TOKEN = 4       # about, of text that only the server tokenizes
+_CHARACTERS_PER_TOKEN = 4       # about, in text that the server tokenizes
 _MOST_BEGINNINGS = 8192
 Beginning = tuple[bytes, int]
 
 
 def beginnings(spec: RequestSpec) -> list[Beginning]:
-    """Digests of a prompt's beginnings, and about how many tokens each has; short ones first."""
+    """Digests of a prompt's prefixes and their approximate lengths in tokens, shortest first."""
     root = hashlib.blake2b(json.dumps([spec.model, spec.config.cache_salt]).encode(), digest_size=12)
-    found = []
+    digests = []
     for part, tokens in _parts(spec):
         root.update(part)
         if tokens >= _FIRST_TOKENS:
-            found.append((root.copy().digest(), tokens))
-    return found
+            digests.append((root.copy().digest(), tokens))
+    return digests
 
 
 def _parts(spec: RequestSpec) -> Iterator[tuple[bytes, int]]:
-    """A prompt's pieces, and how many tokens it has up to the end of each."""
-    if spec.messages is not None:       # a chat goes on where its last turn ended
+    """A prompt's parts, each with the number of tokens up to its end."""
+    if spec.messages is not None:       # the next turn of a chat extends the last one
         characters = 0
         for message in spec.messages:
-            piece = json.dumps(message, sort_keys=True).encode()
-            characters += len(piece)
-            yield piece, characters // _CHARACTERS_PER_TOKEN
+            part = json.dumps(message, sort_keys=True).encode()
+            characters += len(part)
+            yield part, characters // _CHARACTERS_PER_TOKEN
         return
     ids = spec.input_ids
     data = array("i", ids).tobytes() if ids is not None else (spec.text or "").encode()
@@ -47,14 +47,14 @@ def _parts(spec: RequestSpec) -> Iterator[tuple[bytes, int]]:
 
 
 class PrefixMemory:
-    """The member that computed a beginning last. Any thread."""
+    """The member that last computed each prefix. Any thread may call the methods."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._members: OrderedDict[bytes, str] = OrderedDict()
 
     def note(self, prompt: list[Beginning], address: str) -> None:
-        """The member at `address` computes a prompt of these beginnings."""
+        """The member at `address` computes a prompt with these prefixes."""
         with self._lock:
             for digest, _ in prompt:
                 self._members[digest] = address
@@ -63,7 +63,7 @@ class PrefixMemory:
                 self._members.popitem(last=False)
 
     def find(self, prompt: list[Beginning]) -> tuple[str, int]:
-        """Who has computed the longest of these beginnings, and of how many tokens that is; ("", 0) if nobody has."""
+        """The address of the member that computed the longest of these prefixes, and its tokens; ("", 0): none did."""
         with self._lock:
             for digest, tokens in reversed(prompt):
                 if (address := self._members.get(digest)) is not None:

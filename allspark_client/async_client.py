@@ -1,4 +1,4 @@
-"""AsyncClientEngine: ClientEngine for programs with an event loop."""
+"""AsyncClientEngine: ClientEngine for event loops."""
 from __future__ import annotations
 
 import asyncio
@@ -6,29 +6,30 @@ import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar, Union
+from typing import Any, TypeVar
 
 from . import client
 from .client import ClientEngine
 from .config import ASGenerationConfigBuilder, GenerateConfig
-from .connection import Request, Unavailable
 from .engine import check_handle, ids_of_text, request_spec
 from .errors import AsStatus, closed_engine
 from .generation import AsyncGeneration
+from .live_request import LiveRequest
 from .metrics import member_metrics
 from .queue import ResultQueue
 from .request import RequestSpec
+from .session import Unavailable
 from .types import GenerateRequestStatus
 
 T = TypeVar("T")
-Config = Union[dict[str, Any], GenerateConfig, ASGenerationConfigBuilder, None]
+Config = dict[str, Any] | GenerateConfig | ASGenerationConfigBuilder | None
 _SUCCESS = AsStatus.ALLSPARK_SUCCESS
-#: calls that wait for a server at a time; starting, reading and ending requests need no thread
+#: calls that wait for a server at the same time; starting, reading and ending requests need no thread
 _THREADS = 16
 
 
 def _in_thread(method: Callable[..., T]) -> Callable[..., Any]:
-    """A coroutine that calls the ClientEngine's method on a thread."""
+    """A coroutine that calls a method of ClientEngine on a thread."""
 
     @functools.wraps(method)
     async def call(self: AsyncClientEngine, *args: Any, **keywords: Any) -> T:
@@ -38,15 +39,16 @@ def _in_thread(method: Callable[..., T]) -> Callable[..., Any]:
 
 
 class AsyncClientEngine:
-    """ClientEngine's methods as coroutines, for event loops.
+    """ClientEngine's methods as coroutines. Any number of event loops may use one engine.
 
-    It is a ClientEngine underneath: the same threads read from servers, choose members of a pool and resume requests;
-    they wake an event loop once a message, for all requests that it brought something. Queues are read with
-    `async for`, or `await queue.GetAsync()`. Any number of event loops may use one engine.
+    Result queues are read with `async for`, or `await queue.GetAsync()`. The engine connects when it is entered
+    (`async with`), or at the first call; its arguments are those of ClientEngine.
+
+    A ClientEngine does the work: its threads read from servers, choose members of a pool and resume requests. They wake
+    an event loop once per message of a server, for all requests that have new tokens in it.
     """
 
     def __init__(self, *args: Any, **keywords: Any):
-        """As ClientEngine's. It connects when it is entered (`async with`), or at the first call."""
         self._make = functools.partial(ClientEngine, *args, **keywords)
         self._engine: ClientEngine | None = None
         self._making = threading.Lock()
@@ -88,7 +90,7 @@ class AsyncClientEngine:
 
     async def start_request(self, model_name: str, inputs: dict[str, Any], generate_config: Config = None, *,
                             want_text: bool | None = None) -> tuple[AsStatus, int, ResultQueue]:
-        """As AbstractEngine.start_request. Cancelled, it leaves no request behind."""
+        """As AbstractEngine.start_request. If the call is cancelled, so is the request."""
         return await self._start(request_spec(model_name, inputs, generate_config, want_text))
 
     async def start_request_ids(self, model_name: str, model: Any, input_ids: Any,
@@ -104,7 +106,7 @@ class AsyncClientEngine:
 
     def generate(self, model_name: str, inputs: dict[str, Any], generate_config: Config = None, *,
                  want_text: bool | None = None) -> AsyncGeneration:
-        """A request as an asynchronous context manager: see AbstractEngine.generate."""
+        """As AbstractEngine.generate, with `async with` and `async for`."""
         return AsyncGeneration(self, request_spec(model_name, inputs, generate_config, want_text))
 
     async def _start(self, spec: RequestSpec) -> tuple[AsStatus, int, ResultQueue]:
@@ -119,7 +121,7 @@ class AsyncClientEngine:
         return _SUCCESS, request.handle, request.queue
 
     @staticmethod
-    async def _start_at_once(engine: ClientEngine, request: Request) -> bool:
+    async def _start_at_once(engine: ClientEngine, request: LiveRequest) -> bool:
         session = engine._send_at_once(request)
         if session is None:
             return False
@@ -138,15 +140,13 @@ class AsyncClientEngine:
         return _SUCCESS
 
     async def release_request(self, model_name: str, request_handle: int) -> AsStatus:
-        """As AbstractEngine.release_request, but waits for nothing: a live request's server is told to end it, and what
-        has not arrived by now is lost.
-        """
+        """As AbstractEngine.release_request, without waiting: tokens that have not arrived yet are lost."""
         engine, request = await self._request(model_name, request_handle)
         engine._drop(request)
         return _SUCCESS
 
     async def sync_request(self, model_name: str, request_handle: int | None = None) -> AsStatus:
-        """Wait until that request, or with None every request of the model, has ended."""
+        """As AbstractEngine.sync_request."""
         if request_handle is not None:
             requests = [(await self._request(model_name, request_handle))[1]]
         else:
@@ -201,9 +201,9 @@ class AsyncClientEngine:
         return await asyncio.get_running_loop().run_in_executor(
             self._executor, functools.partial(function, *args, **keywords))
 
-    async def _request(self, name: Any, handle: Any) -> tuple[ClientEngine, Request]:
+    async def _request(self, name: Any, handle: Any) -> tuple[ClientEngine, LiveRequest]:
         engine = await self._connected()
         request = engine._find(check_handle(handle))
         if request is None or request.spec.model != name:
-            return engine, await self._run(engine._request, name, handle)   # which says what is wrong
+            return engine, await self._run(engine._request, name, handle)   # raises what is wrong
         return engine, request

@@ -1,4 +1,4 @@
-"""What a chat may hold beside plain messages, in OpenAI's form: content parts, tools and the calls of them."""
+"""Chats in OpenAI's form: checks of messages, content parts, tools and tool calls."""
 from __future__ import annotations
 
 import json
@@ -15,17 +15,17 @@ _CHOICES = ("auto", "none", "required")
 
 @dataclass
 class ChatOptions:
-    """How a chat is rendered, and what its answer may be."""
+    """How a chat is rendered, and what its answer may contain."""
 
     #: OpenAI's form: [{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}, ...]
     tools: list[dict[str, Any]] = field(default_factory=list)
-    #: "auto" (None too), "none", "required", or {"type": "function", "function": {"name": ...}}
+    #: "auto" (as None), "none", "required", or {"type": "function", "function": {"name": ...}}
     tool_choice: str | dict[str, Any] | None = None
-    #: whether a forced answer may hold several calls
+    #: whether an answer that must be a tool call may have several
     parallel_tool_calls: bool = True
     #: variables for the checkpoint's template, such as {"enable_thinking": False}
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    #: of allspark_server.chat; empty: the model's (ModelInfo.chat_format)
+    #: a format of allspark_server.chat; empty: the model's (ModelInfo.chat_format)
     chat_format: str = ""
 
     @property
@@ -35,16 +35,16 @@ class ChatOptions:
 
     @property
     def strict(self) -> bool:
-        """Whether there is a tool whose calls must follow its schema though none need be made."""
+        """Whether a tool is strict: calls of it must follow its schema, even if calls are optional."""
         return any(tool["function"].get("strict") for tool in self.offered)
 
     @property
     def offered(self) -> list[dict[str, Any]]:
-        """The tools that the model is told of."""
+        """The tools that the template shows to the model."""
         return [] if self.tool_choice == "none" else self.tools
 
     def check(self) -> ChatOptions:
-        """Self; ValueError or TypeError names what is wrong."""
+        """Returns self, or raises ValueError or TypeError naming the wrong field."""
         _check_tools(self.tools)
         _check_choice(self.tool_choice, [tool["function"]["name"] for tool in self.tools])
         if not isinstance(self.parallel_tool_calls, bool):
@@ -80,7 +80,7 @@ def _check_tools(tools: Any) -> None:
             raise ValueError(f"tools[{i}].function.name={name!r} is no name; allowed: 1 to 128 of letters, digits and "
                              "any of _ . : -")
         if name in seen:
-            raise ValueError(f"tools[{i}].function.name={name!r} is the name of another tool, too")
+            raise ValueError(f"tools[{i}].function.name={name!r} is also the name of another tool")
         seen.add(name)
         if not isinstance(function.get("strict", False), (bool, type(None))):
             raise wrong_type(f"tools[{i}].function.strict", function["strict"], "a bool")
@@ -109,8 +109,9 @@ def _check_choice(choice: Any, names: list[str]) -> None:
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """A copy of messages in OpenAI's form; ValueError or TypeError names what is wrong. Their templates may know more
-    fields and roles than OpenAI does.
+    """A copy of messages in OpenAI's form; raises ValueError or TypeError naming the wrong field.
+
+    Unknown fields and roles are kept, since chat templates may use more than OpenAI's.
     """
     if not isinstance(messages, (list, tuple)):
         raise TypeError(f"messages must be a list of {{'role': …, 'content': …}}, not {type(messages).__name__}")

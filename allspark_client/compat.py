@@ -1,8 +1,8 @@
-"""Importing this module makes DashInfer's import lines work: `from dashinfer import allspark` and the like.
+"""Importing this module makes DashInfer's import lines work, such as `from dashinfer import allspark`.
 
 Aliased are `dashinfer`, `dashinfer.helper`, `dashinfer.allspark` and its modules `engine`, `prompt_utils`, `_allspark`,
 `model_loader`, `quantization`, `runtime_config` and `generation_config`. All resolve to this project's objects; those
-of the server (Engine, HuggingFaceModel) are imported when first used. A real `dashinfer` is left alone.
+of the server (Engine, HuggingFaceModel) are imported when first used. A real `dashinfer` is not touched.
 
     python -m allspark_client.compat SCRIPT [ARGUMENT …]     runs a script of DashInfer's as it is
 """
@@ -23,7 +23,7 @@ import allspark_client
 logger = logging.getLogger(__name__)
 
 _SERVER_NAMES = ("Engine", "HuggingFaceModel")
-#: names that are no part of allspark_client's own, and the modules that have them
+#: names that allspark_client does not export, and the modules that define them
 _ELSEWHERE = {"Engine": "allspark_server", "HuggingFaceModel": "allspark_server",
               "PromptTemplate": "allspark_client.prompt_utils", "EngineHelper": "allspark_client.helper",
               "ConfigManager": "allspark_client.helper", "QuantizeConfig": "allspark_client.helper"}
@@ -42,7 +42,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
 
 
 class _Alias(module_types.ModuleType):
-    """A module whose names live in this project's packages."""
+    """A module whose names are defined in this project's packages."""
 
     def __init__(self, name: str, names: tuple[str, ...]):
         super().__init__(name, f"This project's objects under the name of DashInfer's {name}.")
@@ -66,18 +66,18 @@ class _Alias(module_types.ModuleType):
 
 
 def install() -> bool:
-    """Register the aliases; whether they are in place (False: a real `dashinfer` is installed)."""
+    """Register the aliases; returns whether they are in place (False: a real `dashinfer` is installed)."""
     present = sys.modules.get("dashinfer")
     if isinstance(present, _Alias):
         return True
     if present is not None or importlib.util.find_spec("dashinfer") is not None:
-        logger.info("dashinfer is installed: its names are left as they are")
+        logger.info("dashinfer is installed: its names are not replaced")
         return False
     public = tuple(n for n in allspark_client.__all__ if not n.startswith("_")) + (*_SERVER_NAMES, "PromptTemplate")
     root, allspark = _Alias("dashinfer", ()), _Alias("dashinfer.allspark", public)
-    root.allspark, root.helper = allspark, _Alias("dashinfer.helper", ("EngineHelper", "ConfigManager"))
-    root.__all__ = ["allspark", "helper"]
-    for module in (root, allspark, root.helper):
+    helper = _Alias("dashinfer.helper", ("EngineHelper", "ConfigManager"))
+    root.__dict__.update(allspark=allspark, helper=helper, __all__=["allspark", "helper"])
+    for module in (root, allspark, helper):
         sys.modules[module.__name__] = module
     for short, names in _MODULES.items():
         module = _Alias(f"dashinfer.allspark.{short}", names)
@@ -92,7 +92,7 @@ def main() -> None:
         sys.exit("usage: python -m allspark_client.compat SCRIPT [ARGUMENT …]")
     del sys.argv[0]
     if not install():
-        logger.warning("dashinfer is installed: %s runs with that", sys.argv[0])
+        logger.warning("dashinfer is installed: %s runs with it", sys.argv[0])
     sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))     # as python SCRIPT has it
     runpy.run_path(sys.argv[0], run_name="__main__")
 

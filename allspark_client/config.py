@@ -1,4 +1,4 @@
-"""AsModelConfig and GenerateConfig, and what of them is not built yet."""
+"""AsModelConfig and GenerateConfig, their builder, and which of their values are not available yet."""
 from __future__ import annotations
 
 import copy
@@ -28,14 +28,15 @@ from .types import AsCacheMode, AsEvictionStrategy, AsMHAPrefill, AsSchedulingSt
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
-FLOAT_MAX = 3.4e38      # the sampler takes floats in single precision, where larger ones are infinite
-#: of each of stop_words_ids, bad_words_ids and eos_token_id: every step looks for them after every token
+FLOAT_MAX = 3.4e38      # the sampler computes in single precision, where larger numbers are infinite
+#: most words and most ids in a word of stop_words_ids, bad_words_ids and eos_token_id: every token is compared with
+#: each of them
 MAX_WORDS, MAX_WORD_IDS = 1024, 256
-#: stop strings and their characters: each is looked for in every character of the output
+#: most stop strings, and most characters in one: the output is searched for each of them
 MAX_STOPS, MAX_STOP_CHARACTERS = 64, 1024
 MAX_LOGIT_BIAS = 100.0
 UNQUANTIZED = ("float32", "bfloat16", "float16")
-GROUPED = ("int8", "int4", "w8a8", "w4a8")      # quantized, in groups if wanted
+GROUPED = ("int8", "int4", "w8a8", "w4a8")      # quantized formats that can have groups
 WEIGHT_DTYPES = ("auto", *UNQUANTIZED, *GROUPED, "float8")
 GROUP_SIZES = (0, 32, 64, 128, 256, 512)
 
@@ -56,67 +57,71 @@ def _strings(name: str, value: Any) -> list[str]:
 
 @dataclass(init=False)
 class AsModelConfig(Checked):
-    """What to load and how to run it. Every assignment is checked; `validate` checks what concerns several fields."""
+    """Which model to load and how to run it: the argument of install_model.
+
+    Every assignment to a field is checked and raises ValueError or TypeError; `validate` checks fields together.
+    """
 
     model_name: str = str_field("")
-    #: a Hugging Face directory, NAME.gguf, NAME.asgraph, or a model's id on the Hub, such as org/name or org/name@revision
+    #: a Hugging Face directory, NAME.gguf, NAME.asgraph, or the id of a model on the Hub: org/name or org/name@revision
     model_path: str = path_field("")
-    #: NAME.asparam; empty for a Hugging Face directory
+    #: the NAME.asparam of a NAME.asgraph; otherwise empty
     weights_path: str = path_field("")
-    #: "CPU:0"; "CPU:0,1" is two NUMA nodes, "CUDA:0,1" two GPUs
+    #: "CPU:0"; "CPU:0,1" for two NUMA nodes, "CUDA:0,1" for two GPUs
     compute_unit: str = custom_field(_compute_unit, "CPU:0")
-    #: tokens of prompt and output together
+    #: most tokens of prompt and output together
     engine_max_length: int = int_field(2048, 1, INT32_MAX)
-    #: sequences in a step
+    #: most sequences in a step
     engine_max_batch: int = int_field(32, 1, 65536)
-    #: tokens in a prompt chunk, no limit on prompts; 0: chosen
+    #: most tokens in a prompt chunk (longer prompts are computed in several); 0: chosen
     engine_max_prefill_length: int = int_field(0, 0, INT32_MAX)
-    #: threads a rank; 0: the node's physical cores
+    #: threads of a rank; 0: one for each physical core of its node
     num_threads: int = int_field(0, 0, 1024)
     matmul_precision: str = choice_field("highest", ("highest", "high", "medium", "medium_bf16", "medium_fp16"))
     prefill_mode: AsMHAPrefill = enum_field(AsMHAPrefill, AsMHAPrefill.AsPrefillDefault)
     cache_mode: AsCacheMode = enum_field(AsCacheMode, AsCacheMode.AsCacheDefault)
-    #: tokens in a span
+    #: tokens in a span, the unit in which the cache is allocated
     cache_span_size: int = choice_field(32, (16, 32, 64, 128))
     enable_prefix_cache: bool = bool_field(True)
-    #: seconds an unused prefix stays
+    #: how long the cache keeps an unused prefix, s
     prefix_cache_ttl: int = int_field(300, 0, INT32_MAX)
     eviction_strategy: AsEvictionStrategy = enum_field(AsEvictionStrategy, AsEvictionStrategy.MaxLength)
     scheduling_strategy: AsSchedulingStrategy = enum_field(AsSchedulingStrategy, AsSchedulingStrategy.ContextPriority)
     #: DashInfer's memory swap threshold; -1: off
     swap_threshold: int = int_field(-1, -1, INT64_MAX)
-    #: write .asgraph as text
+    #: write NAME.asgraph as text when serializing
     text_graph: bool = bool_field(False)
-    #: of LoRA adapters; and how many may be loaded at once
+    #: largest rank of a LoRA adapter
     lora_max_rank: int = int_field(64, 1, 65536)
+    #: most LoRA adapters that are loaded at once
     lora_max_num: int = int_field(5, 0, 65536)
-    #: adapters that are loaded with the model, as load_lora takes them
+    #: LoRA adapters that are loaded with the model, each as load_lora's argument
     lora_names: list[str] = custom_field(_strings, factory=list)
-    #: on GPUs alone: "float16" (what is beyond 65504 is cut to it) and "float8" (e4m3, a scale for each output channel,
-    #: and for each token)
+    #: "auto": as stored. On GPUs only: "float16", where values beyond ±65504 are clamped, and "float8", e4m3 with a
+    #: scale for each output channel and each token
     weight_dtype: str = choice_field("auto", WEIGHT_DTYPES)
-    #: of quantized weights. 0: per output channel; otherwise length of the groups along K
+    #: length along K of the groups of quantized weights that share a scale; 0: one scale per output channel
     weight_group_size: int = choice_field(0, GROUP_SIZES)
-    #: of quantized weights: whether the embedding and the language-model head are quantized as well
+    #: whether the embedding and the language-model head are quantized with the other weights
     quantize_head: bool = bool_field(True)
-    #: bytes per rank for the KV cache; 0: chosen
+    #: bytes per rank for the KV cache; 0: chosen from the memory that is free
     cache_memory: int = int_field(0, 0, INT64_MAX)
-    #: bytes per rank for the prefix cache's second tier; 0: none, as the first is in the host's memory already
+    #: bytes per rank for the host cache, the prefix cache's second tier; 0: none
     host_cache_memory: int = int_field(0, 0, INT64_MAX)
-    #: the second tier is a file in this directory, which outlives the process; empty: it is memory
+    #: the host cache is a file in this directory, which outlives the process; empty: it is memory
     host_cache_dir: str = path_field("")
-    #: for AsCacheDefault; "float16" and "float8" (e4m3) on GPUs alone
+    #: type of keys and values with AsCacheDefault; "float16" and "float8" (e4m3) on GPUs only
     cache_dtype: str = choice_field("auto", ("auto", *UNQUANTIZED, "float8"))
-    #: token budget of a step; 0: chosen, and while some stream, prompts share the time with them
+    #: most tokens in a step; 0: chosen, and prompts share the time with requests that already generate
     max_step_tokens: int = int_field(0, 0, 1 << 20)
-    #: inter-token latency in ms that the token budget is chosen to hold; 0: none given
+    #: inter-token latency in ms for which max_step_tokens is chosen; 0: none
     target_token_latency: float = float_field(0.0, 0.0)
-    #: requests that may wait before new ones are refused
+    #: most requests that wait; further ones are rejected
     max_queue: int = int_field(10_000, 0, INT32_MAX)
-    #: bytes that they may take; 0: chosen
+    #: most bytes that waiting requests take; 0: chosen
     max_queue_memory: int = int_field(0, 0, INT64_MAX)
     speculation: str = choice_field("off", ("off", "prompt_lookup", "draft"))
-    #: checkpoint for speculation="draft"
+    #: the checkpoint of the draft model, with speculation="draft"
     draft_model: str = path_field("")
 
     NEUTRAL = {
@@ -127,7 +132,7 @@ class AsModelConfig(Checked):
     }
 
     def validate(self) -> AsModelConfig:
-        """Check what is needed to install the model; returns self, raises ValueError."""
+        """Check that the model can be installed with these fields; returns self, or raises ValueError."""
         if not self.model_name:
             raise ValueError("model_name is empty; it is the name that other calls use")
         if len(self.model_name.encode()) > 1024:
@@ -146,7 +151,8 @@ class AsModelConfig(Checked):
                 "computes a token of every running request; raise the one or lower the other"
             )
         if self.host_cache_dir and not self.host_cache_memory:
-            raise ValueError(f"host_cache_dir={self.host_cache_dir!r} needs host_cache_memory, the file's size in bytes")
+            raise ValueError(f"host_cache_dir={self.host_cache_dir!r} needs host_cache_memory, the file's size in "
+                             "bytes")
         if self.host_cache_memory and not self.enable_prefix_cache:
             raise ValueError(f"host_cache_memory={self.host_cache_memory} is the prefix cache's, which is off: set "
                              "enable_prefix_cache")
@@ -165,12 +171,12 @@ class AsModelConfig(Checked):
         return [int(i) for i in self.compute_unit.split(":")[1].split(",")]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values (enums as names), fit for JSON and TOML; from_dict's inverse."""
+        """All fields as plain values for JSON or TOML, enums as names. from_dict reads it."""
         return {n: v.name if hasattr(v := getattr(self, n), "name") else copy.copy(v) for n in self.field_names()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> AsModelConfig:
-        """A config of these keys; an unknown one is a ValueError with the nearest known name."""
+        """A config with these values; raises ValueError for an unknown key, with the nearest known name."""
         if not isinstance(values, dict):
             raise wrong_type("values", values, "a dict")
         return cls(**values)
@@ -207,7 +213,7 @@ def _words(name: str, value: Any) -> list[list[int]]:
 
 
 def _stop(name: str, value: Any) -> list[str]:
-    """A str stands for a list of it."""
+    """A list of stop strings; a str stands for a list of one."""
     value = [value] if isinstance(value, str) else value
     strings = _strings(name, value)
     if len(strings) > MAX_STOPS:
@@ -219,7 +225,7 @@ def _stop(name: str, value: Any) -> list[str]:
     return strings
 
 
-#: what a response_format may hold beside "type", by its type: the field that it must hold, and those that it may
+#: by the type of a response_format, the field that it needs beside "type", and those that it may have
 RESPONSE_FORMATS: dict[str, tuple[str | None, tuple[str, ...]]] = {
     "text": (None, ()),
     "json_object": (None, ("disable_any_whitespace",)),
@@ -232,7 +238,7 @@ GRAMMAR_SYNTAXES = ("lark", "ebnf")
 
 
 def _response_format(name: str, value: Any) -> dict[str, Any]:
-    """Checks its form; what its schema, expression or grammar says is checked by the engine."""
+    """Checks the form. The engine checks the schema, expression or grammar itself."""
     if not isinstance(value, dict):
         raise wrong_type(name, value, "a dict such as {'type': 'json_object'}")
     try:
@@ -291,7 +297,7 @@ def _logit_bias(name: str, value: Any) -> dict[int, float]:
         raise ValueError(f"{name} has {len(value)} ids; allowed: at most {MAX_WORDS}")
     biases = {}
     for token, bias in value.items():
-        if isinstance(token, str) and token.isascii() and token.isdigit():      # as JSON has keys
+        if isinstance(token, str) and token.isascii() and token.isdigit():      # keys in JSON are text
             token = int(token)
         token = as_int(f"a key of {name}", token, 0, INT32_MAX)
         biases[token] = as_float(f"{name}[{token}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
@@ -314,69 +320,78 @@ BEAM_SEARCH = "beam search is not offered"
 
 @dataclass(init=False)
 class GenerateConfig(Checked):
-    """How one request is generated. Every assignment is checked. None: the engine's or the checkpoint's value."""
+    """How one request is generated.
+
+    Every assignment to a field is checked and raises ValueError or TypeError; `validate` checks fields together. None
+    stands for the engine's or the checkpoint's value. Meanings are DashInfer's where it documents them, otherwise those
+    of Hugging Face's generation config.
+    """
 
     do_sample: bool = bool_field(True)
-    #: None: random
+    #: sample i of a request depends on (seed, i, position) only; None: a random seed
     seed: int | None = int_field(None, 0, 2**64 - 1)
     temperature: float = float_field(1.0, 0.0, FLOAT_MAX, above=True,
                                      hint="for the likeliest token always, set do_sample=False or top_k=1")
-    #: 0: off
+    #: only the top_k most likely tokens are sampled; 0: all, 1: greedy
     top_k: int = int_field(0, 0, INT32_MAX)
-    #: 1 and, as in DashInfer, 0: off
+    #: only the most likely tokens with a total probability of top_p are sampled; 1 and, as in DashInfer, 0: all
     top_p: float = custom_field(lambda name, value: as_float(name, value, 0.0, 1.0) or 1.0, 1.0)
-    #: tokens less than min_p times as probable as the likeliest are not drawn; 0: off
+    #: tokens with less than min_p times the probability of the most likely one are not sampled; 0: off
     min_p: float = float_field(0.0, 0.0, 1.0)
-    repetition_penalty: float = float_field(1.0, 1e-30, FLOAT_MAX)      # in single precision not 0
+    repetition_penalty: float = float_field(1.0, 1e-30, FLOAT_MAX)      # not 0 in single precision
     presence_penalty: float = float_field(0.0, -FLOAT_MAX, FLOAT_MAX)
     frequency_penalty: float = float_field(0.0, -FLOAT_MAX, FLOAT_MAX)
     suppress_repetition_in_generation: bool = bool_field(False)
-    #: 0: off
+    #: no sequence of so many tokens occurs twice; 0: off
     no_repeat_ngram_size: int = int_field(0, 0, INT32_MAX)
-    #: prompt and output together
+    #: fewest tokens of prompt and output together
     min_length: int = int_field(0, 0, INT32_MAX)
-    #: prompt and output together; None: the engine's
+    #: most tokens of prompt and output together; None: engine_max_length
     max_length: int | None = int_field(None, 1, INT32_MAX)
-    #: output only; None: as max_length says
+    #: most tokens of the output; None: max_length alone counts
     max_new_tokens: int | None = int_field(None, 1, INT32_MAX)
     #: False: the end-of-sequence token is ignored
     early_stopping: bool = bool_field(True)
     #: an id or a list of ids; -1: there is none; None: the checkpoint's
     eos_token_id: int | list[int] | None = custom_field(_eos)
     stop_words_ids: list[list[int]] = custom_field(_words, factory=list)
-    #: up to 64 strings that end the output: its text stops before the first of them to be complete, its ids with the
-    #: token that completed it, and those count as generated. Special tokens have no text here, as in the output
+    #: up to 64 strings that end the output. Its text ends before the first of them that is complete; its ids end with
+    #: the token that completes it, and count as generated. Special tokens have no text here, as in the output
     stop: list[str] = custom_field(_stop, factory=list)
     bad_words_ids: list[list[int]] = custom_field(_words, factory=list)
-    #: of up to 1,024 token ids: what is added to their logits, -100 to 100. What is banned stays banned
+    #: what is added to the logits of up to 1,024 token ids, -100 to 100. Banned tokens stay banned
     logit_bias: dict[int, float] = custom_field(_logit_bias, factory=dict)
+    #: whether log probabilities come with the tokens
     logprobs: bool = bool_field(False)
+    #: with logprobs, for how many of the most likely tokens
     top_logprobs: int = int_field(0, 0, 20)
-    #: the log probability of each token of the prompt but the first, with so many of the likeliest; None: not wanted
+    #: log probabilities of the prompt's tokens but the first, each with so many of the most likely tokens'; None: none
     prompt_logprobs: int | None = int_field(None, 0, 20)
-    #: "last" or "mean": nothing is generated, and the result is an embedding: the model's last hidden state of the
-    #: prompt's last token, or the mean of all tokens'. None: tokens are generated
+    #: "last" or "mean": the result is an embedding instead of tokens, namely the model's last hidden state of the
+    #: prompt's last token, or the mean over all tokens. None: tokens are generated
     pooling: str | None = custom_field(_pooling)
+    #: the LoRA adapter that the request uses; empty: none
     lora_name: str = str_field("")
-    #: what the output must be, by a mask over the vocabulary for each token; it then ends with an end-of-sequence id.
-    #: {"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}} (or the schema
-    #: itself), both also with "disable_any_whitespace": True, {"type": "regex", "regex": ...}, {"type": "grammar",
+    #: the form that the output must have. A mask over the vocabulary enforces it for each token, and an end-of-sequence
+    #: id then ends the output. {"type": "json_object"},
+    #: {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}} (or the schema itself), both also with
+    #: "disable_any_whitespace": True, {"type": "regex", "regex": ...}, {"type": "grammar",
     #: "grammar": ..., "syntax": "lark" | "ebnf"}, {"type": "choice", "choice": [...]}; {"type": "text"}: anything.
-    #: With early_stopping=False the end is ignored, as ever, and comes again and again
+    #: With early_stopping=False the end is ignored, and the end-of-sequence id repeats
     response_format: dict[str, Any] | None = custom_field(_response_format)
-    #: of the grammar, instead of the checkpoint's vocabulary; vocab_type: how its tokens are spelled (None: as BPE's)
+    #: the vocabulary for response_format; None: the checkpoint's. vocab_type: how tokens are spelled (None: as BPE's)
     vocab: dict[str, int] | None = custom_field(_vocab)
     vocab_type: VocabType | None = enum_field(VocabType, None)
     mm_info: Any = custom_field(lambda name, value: value)
     uuid: str = str_field("")
     user_request_id: str = str_field("")
-    #: higher goes first: one level is worth 30 s of waiting, and levels beyond ±10 count as ±10
+    #: higher priorities are computed first: a level is worth 30 s of waiting; levels beyond ±10 count as ±10
     priority: int = int_field(0, -INT32_MAX, INT32_MAX)
-    #: seconds after which a request that has not begun ends with an error; 0: it waits however long it takes
+    #: a request that has not begun within so many seconds ends with an error; 0: no limit
     queue_timeout: float = float_field(0.0, 0.0)
-    #: prefix-cache entries are shared only within one salt
+    #: entries of the prefix cache are shared only between requests with the same salt
     cache_salt: str = str_field("")
-    #: samples of the prompt
+    #: number of samples of the prompt
     n: int = int_field(1, 1, 1024)
 
     NEUTRAL = {
@@ -388,8 +403,8 @@ class GenerateConfig(Checked):
     }
 
     @classmethod
-    def parse(cls, config: dict | GenerateConfig | ASGenerationConfigBuilder | None) -> GenerateConfig:
-        """A checked copy of what start_request was given; raises ValueError or TypeError naming the key."""
+    def parse(cls, config: dict[str, Any] | GenerateConfig | ASGenerationConfigBuilder | None) -> GenerateConfig:
+        """A checked copy of start_request's argument; raises ValueError or TypeError naming the key."""
         if config is None:
             return cls()
         if isinstance(config, ASGenerationConfigBuilder):
@@ -401,18 +416,18 @@ class GenerateConfig(Checked):
         raise wrong_type("generate_config", config, "a dict, a GenerateConfig or an ASGenerationConfigBuilder")
 
     def validate(self) -> GenerateConfig:
-        """Check what concerns several fields; returns self, raises ValueError."""
+        """Check fields that depend on each other; returns self, or raises ValueError."""
         if self.max_length is not None and self.min_length > self.max_length:
             raise ValueError(f"min_length={self.min_length} exceeds max_length={self.max_length}")
         if self.pooling is not None:
             for name, neutral in (("n", 1), ("logprobs", False), ("prompt_logprobs", None), ("response_format", None)):
                 if getattr(self, name) != neutral:
-                    raise ValueError(f"pooling={self.pooling!r} makes an embedding, for which nothing is drawn: "
+                    raise ValueError(f"pooling={self.pooling!r} makes an embedding, for which nothing is sampled: "
                                      f"{name}={getattr(self, name)!r} has no meaning with it")
         return self
 
     def with_seed(self) -> GenerateConfig:
-        """Self if the seed is set, otherwise a copy with a random one (a client fixes it before it sends)."""
+        """Self if the seed is set, otherwise a copy with a random seed. Clients fix the seed before sending."""
         if self.seed is not None:
             return self
         config = copy.copy(self)
@@ -421,10 +436,16 @@ class GenerateConfig(Checked):
 
 
 class ASGenerationConfigBuilder:
-    """Builds a GenerateConfig by chained calls: update({...}), or any key by its name, such as top_k(5)."""
+    """Builds a GenerateConfig by chained calls: update({...}), or any key by its name, such as top_k(5).
+
+    Args:
+        hf_gen_config: a Hugging Face generation config (object or dict), whose sampling keys are the initial values;
+            None: GenerateConfig's defaults.
+        seed: as GenerateConfig.seed.
+        eos_token_id: as GenerateConfig.eos_token_id.
+    """
 
     def __init__(self, hf_gen_config: Any = None, seed: int | None = None, eos_token_id: int | list[int] | None = None):
-        """Start from defaults, or from the sampling keys of a Hugging Face generation config (object or dict)."""
         self._config = GenerateConfig()
         if hf_gen_config is not None:
             given = hf_gen_config if isinstance(hf_gen_config, dict) else vars(hf_gen_config)
@@ -434,26 +455,26 @@ class ASGenerationConfigBuilder:
         self.update({k: v for k, v in (("seed", seed), ("eos_token_id", eos_token_id)) if v is not None})
 
     def update(self, update_fields: dict[str, Any] | None = None, **more: Any) -> ASGenerationConfigBuilder:
-        """Change these keys; an unknown one is a ValueError with the nearest known name."""
+        """Sets these keys; raises ValueError for an unknown one, with the nearest known name."""
         if update_fields is not None and not isinstance(update_fields, (dict, GenerateConfig)):
             raise wrong_type("update_fields", update_fields, "a dict")
         self._config.update({**dict(update_fields or {}), **more})
         return self
 
     def do_sample(self, flag: bool = True) -> ASGenerationConfigBuilder:
-        """Draw tokens (True) or take the best (False)."""
+        """Sets whether tokens are sampled (True) or the most likely one is taken (False)."""
         return self.update({"do_sample": flag})
 
     def early_stopping(self, flag: bool = True) -> ASGenerationConfigBuilder:
-        """Whether the end-of-sequence token ends the request."""
+        """Sets whether the end-of-sequence token ends the request."""
         return self.update({"early_stopping": flag})
 
     def log_probs(self, enable_logprobs: bool = True, top_logprobs: int = 0) -> ASGenerationConfigBuilder:
-        """Whether logprobs come with the tokens, and how many alternatives."""
+        """Sets whether log probabilities come with the tokens, and for how many of the most likely ones (0 to 20)."""
         return self.update({"logprobs": enable_logprobs, "top_logprobs": top_logprobs})
 
     def with_mm_info(self, info: Any) -> ASGenerationConfigBuilder:
-        """Multi-modal input."""
+        """Sets multi-modal input, which is not available yet."""
         return self.update({"mm_info": info})
 
     def __getattr__(self, key: str) -> Any:
@@ -463,22 +484,22 @@ class ASGenerationConfigBuilder:
         return lambda value: self.update({key: value})
 
     def build(self) -> GenerateConfig:
-        """A config that later calls on this builder do not change; raises ValueError if keys contradict each other."""
+        """Returns the config, which later calls do not change; raises ValueError if keys contradict."""
         return copy.deepcopy(self._config).validate()
 
 
-#: values of DashInfer's fields that this project has, and what it always does
+#: of fields of DashInfer, the one value that this project has, and why
 _ONLY = {
     "matmul_precision": ("highest", "weight_dtype says what is computed in"),
     "prefill_mode": (AsMHAPrefill.AsPrefillDefault, "there is one kernel for prompts"),
-    "eviction_strategy": (AsEvictionStrategy.MaxLength, "the request that came last gives way, by priority"),
+    "eviction_strategy": (AsEvictionStrategy.MaxLength, "the latest request of the lowest priority is preempted"),
     "scheduling_strategy": (AsSchedulingStrategy.ContextPriority, "running requests and prompts share every step"),
     "swap_threshold": (-1, "what is swapped to host_cache_memory is decided by what it costs"),
 }
 
 
 def check_available(config: AsModelConfig | GenerateConfig) -> None:
-    """Raise ALLSPARK_INVALID_CALL_ERROR for what has a name in the API but is not built yet."""
+    """Raise ALLSPARK_INVALID_CALL_ERROR for values that the API names but that are not available yet."""
     if isinstance(config, AsModelConfig):
         for name, (only, why) in _ONLY.items():
             value = getattr(config, name)

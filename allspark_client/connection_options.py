@@ -1,4 +1,4 @@
-"""What ClientEngine is told of servers: addresses, a token, TLS."""
+"""ClientEngine's arguments about servers: addresses, token, TLS."""
 from __future__ import annotations
 
 import os
@@ -10,20 +10,20 @@ from .types import TlsConfig
 
 
 def check_address(address: Any) -> str:
-    """"host:port" or "unix:/path", without surrounding blanks."""
+    """`address`, "host:port" or "unix:/path", without surrounding blanks; ValueError or TypeError for anything else."""
     if not isinstance(address, str):
         raise TypeError(f"address must be 'host:port' or 'unix:/path', not {type(address).__name__}")
-    address = address.strip()
-    host, _, port = address.rpartition(":")
-    if address.startswith("unix:") and len(address) > 5:
-        return address
+    text: str = address.strip()
+    host, _, port = text.rpartition(":")
+    if text.startswith("unix:") and len(text) > 5:
+        return text
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f"address={address!r} is not known; allowed: 'host:port' or 'unix:/path'")
-    return address
+        raise ValueError(f"address={text!r} is not known; allowed: 'host:port' or 'unix:/path'")
+    return text
 
 
 def server_addresses(addresses: str | Iterable[str] | None) -> list[str]:
-    """Those given, or of $ALLSPARK_ADDRESS if that is set; none: an engine starts a group of its own."""
+    """The addresses that were given, or those of $ALLSPARK_ADDRESS; none if neither is set: start a group."""
     if addresses is None:
         addresses = os.environ.get("ALLSPARK_ADDRESS", "")
         if not addresses.strip():
@@ -38,7 +38,7 @@ def server_addresses(addresses: str | Iterable[str] | None) -> list[str]:
 
 
 def environment_token() -> str | None:
-    """The token of $ALLSPARK_TOKEN_FILE: of one alone, or of the first line `ROLE TOKEN`, as servers write them."""
+    """The first token of the file $ALLSPARK_TOKEN_FILE, whose lines are `TOKEN` or `ROLE TOKEN`; None if not set."""
     path = os.environ.get("ALLSPARK_TOKEN_FILE", "")
     if not path:
         return None
@@ -53,7 +53,7 @@ def environment_token() -> str | None:
 
 
 def tls_config(tls: TlsConfig | dict[str, str] | str | bool | None) -> TlsConfig | None:
-    """What ClientEngine's `tls` means."""
+    """ClientEngine's argument `tls` as a TlsConfig; None: no TLS."""
     if tls is None or tls is False:
         return None
     if tls is True:

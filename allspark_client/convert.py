@@ -1,4 +1,4 @@
-"""Types of the API ⇄ messages of proto/allspark.proto. Used by the client and by the service."""
+"""Converts types of the API to and from messages of proto/allspark.proto. Client and service use it."""
 from __future__ import annotations
 
 import json
@@ -15,7 +15,7 @@ from .errors import AllSparkError, AsStatus, Draining
 from .request import RequestSpec
 from .types import AsEngineStat, GeneratedElements, ModelInfo, ModelState
 
-#: version of allspark.proto; raised when an older peer would misunderstand a message
+#: version of allspark.proto; it is increased when an older peer would misunderstand a message
 PROTOCOL = 1
 #: trailing metadata key of a refused call, holding a serialized Error
 ERROR_KEY = "allspark-error-bin"
@@ -26,7 +26,7 @@ _MAX_ERROR_TEXT = 4000
 
 
 def error_to_pb(error: BaseException) -> pb.Error:
-    """An exception as a message; anything but the API's own types becomes ALLSPARK_UNKNOWN_ERROR."""
+    """An exception as a message; other types than the API's become ALLSPARK_UNKNOWN_ERROR."""
     if isinstance(error, AllSparkError):
         kind, status, text = pb.ALLSPARK_ERROR, int(error.status), error.message
     elif isinstance(error, ValueError):
@@ -34,7 +34,7 @@ def error_to_pb(error: BaseException) -> pb.Error:
     elif isinstance(error, TypeError):
         kind, status, text = pb.TYPE_ERROR, 0, str(error)
     else:
-        # An OSError's text names files of this machine, which are nobody else's business.
+        # The text of an OSError names files of this machine, which clients must not see.
         text = f"{type(error).__name__}: {(isinstance(error, OSError) and error.strerror) or error}"
         kind, status = pb.ALLSPARK_ERROR, int(AsStatus.ALLSPARK_UNKNOWN_ERROR)
     if len(text) > _MAX_ERROR_TEXT:
@@ -44,7 +44,7 @@ def error_to_pb(error: BaseException) -> pb.Error:
 
 
 def error_from_pb(error: pb.Error) -> Exception:
-    """The exception that the engine raised, to be raised again."""
+    """The exception that the engine raised: AllSparkError, ValueError or TypeError."""
     if error.kind == pb.VALUE_ERROR:
         return ValueError(error.message)
     if error.kind == pb.TYPE_ERROR:
@@ -55,7 +55,7 @@ def error_from_pb(error: pb.Error) -> Exception:
 
 
 def as_allspark_error(error: pb.Error) -> AllSparkError:
-    """An Error that ended a running request."""
+    """A message as an AllSparkError, whatever its kind: the error that ended a running request."""
     known = error.status in set(AsStatus) and error.status != AsStatus.ALLSPARK_SUCCESS
     status = AsStatus(error.status) if known else AsStatus.ALLSPARK_UNKNOWN_ERROR
     return AllSparkError(status, error.message, error.retryable)
@@ -71,7 +71,7 @@ _SAME = ("do_sample", "seed", "temperature", "top_k", "top_p", "repetition_penal
 
 
 def generate_config_to_pb(config: GenerateConfig) -> pb.GenerateConfig:
-    """mm_info has no message yet: the caller refuses it before."""
+    """A config as a message. mm_info has no field yet: callers reject it."""
     message = pb.GenerateConfig(**{name: value for name in _SAME if (value := getattr(config, name)) is not None})
     if config.eos_token_id is not None:
         eos = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
@@ -91,7 +91,7 @@ def generate_config_to_pb(config: GenerateConfig) -> pb.GenerateConfig:
 
 
 def generate_config_from_pb(message: pb.GenerateConfig) -> GenerateConfig:
-    """Checked as if it had been given in process; raises ValueError."""
+    """A message as a config, with the checks of GenerateConfig; raises ValueError or TypeError."""
     values: dict[str, Any] = {name: getattr(message, name) for name in _SAME if message.HasField(name)}
     if message.HasField("eos_token_ids"):
         eos = list(message.eos_token_ids.ids)
@@ -111,7 +111,7 @@ def generate_config_from_pb(message: pb.GenerateConfig) -> GenerateConfig:
 
 
 def model_config_to_pb(config: AsModelConfig) -> pb.ModelConfig:
-    """All fields, by name."""
+    """A config as a message of its fields by name."""
     message = pb.ModelConfig()
     for name, value in config.to_dict().items():
         slot = message.fields[name]
@@ -130,7 +130,7 @@ def model_config_to_pb(config: AsModelConfig) -> pb.ModelConfig:
 
 
 def model_config_from_pb(message: pb.ModelConfig) -> AsModelConfig:
-    """Raises ValueError or TypeError naming the field."""
+    """A message as a config; raises ValueError or TypeError naming the field."""
     values: dict[str, Any] = {}
     for name, slot in message.fields.items():
         kind = slot.WhichOneof("value")
@@ -144,6 +144,7 @@ def model_config_from_pb(message: pb.ModelConfig) -> AsModelConfig:
 
 
 def request_to_pb(spec: RequestSpec) -> pb.GenerateRequest:
+    """A request as a message."""
     message = pb.GenerateRequest(model=spec.model, config=generate_config_to_pb(spec.config), generated=spec.generated,
                                  want_text=spec.want_text, tenant=spec.tenant, resumed=spec.resumed,
                                  deaths=spec.deaths, adapter=spec.adapter, trace=spec.trace,
@@ -153,7 +154,7 @@ def request_to_pb(spec: RequestSpec) -> pb.GenerateRequest:
     elif spec.text is not None:
         message.text = spec.text
     else:
-        message.chat.messages.extend(_chat_message_to_pb(m) for m in spec.messages)
+        message.chat.messages.extend(_chat_message_to_pb(m) for m in spec.messages or ())
     if spec.chat is not None:
         options = spec.chat
         message.chat_options.SetInParent()
@@ -189,7 +190,7 @@ def _from_json(name: str, text: str) -> Any:
 
 
 def request_from_pb(message: pb.GenerateRequest) -> RequestSpec:
-    """Raises ValueError for a request that no engine would take."""
+    """A message as a request; raises ValueError or TypeError for a request that no engine would accept."""
     spec = RequestSpec(model=message.model, config=generate_config_from_pb(message.config),
                        generated=list(message.generated), want_text=message.want_text, tenant=message.tenant,
                        samples=[list(sample.ids) for sample in message.samples], resumed=message.resumed,
@@ -218,6 +219,7 @@ def request_from_pb(message: pb.GenerateRequest) -> RequestSpec:
 
 
 def elements_to_pb(elements: GeneratedElements) -> pb.Elements:
+    """Tokens of a sample as a message."""
     message = pb.Elements(
         ids=elements.ids_from_generate, token_logprobs=elements.token_logprobs_list,
         prefix_cache_len=elements.prefix_cache_len, prefix_len_gpu=elements.prefix_len_gpu,
@@ -238,18 +240,20 @@ def elements_to_pb(elements: GeneratedElements) -> pb.Elements:
 
 
 def elements_from_pb(message: pb.Elements) -> GeneratedElements:
+    """A message as tokens of a sample."""
     elements = GeneratedElements(
         ids_from_generate=message.ids[:], token_logprobs_list=message.token_logprobs[:],
         prefix_cache_len=message.prefix_cache_len, prefix_len_gpu=message.prefix_len_gpu,
         prefix_len_cpu=message.prefix_len_cpu, sample_index=message.sample_index, text=message.text)
-    # What few requests ask for: every token comes through here.
+    # Every token passes here, but few requests ask for the following.
     if message.top_counts:
         pairs, start = list(zip(message.top_ids, message.top_logprobs)), 0
         for count in message.top_counts:
             elements.log_probs_list.append(pairs[start:start + count])
             start += count
     if message.prompt_logprobs:
-        elements.prompt_logprobs_list = [list(zip(each.ids, each.logprobs)) for each in message.prompt_logprobs]
+        elements.prompt_logprobs_list = [list(zip(token.ids, token.logprobs))
+                                         for token in message.prompt_logprobs]
     if message.embedding:
         elements.tensors_from_model_inference = [{"embedding": np.array(message.embedding, np.float32)}]
     if message.HasField("finish_reason"):
@@ -260,13 +264,15 @@ def elements_from_pb(message: pb.Elements) -> GeneratedElements:
 
 
 def stat_to_pb(stat: dict[str, float]) -> pb.RequestStat:
-    """Fields of RequestStatInfo; keys without a field are left out."""
+    """Fields of RequestStatInfo as a message; keys without a field are left out."""
     known = pb.RequestStat.DESCRIPTOR.fields_by_name
-    return pb.RequestStat(**{k: int(v) if known[k].type == known[k].TYPE_INT32 else v
-                             for k, v in stat.items() if k in known})
+    values: dict[str, Any] = {k: int(v) if known[k].type == known[k].TYPE_INT32 else v
+                              for k, v in stat.items() if k in known}
+    return pb.RequestStat(**values)
 
 
 def stat_from_pb(message: pb.RequestStat) -> dict[str, float]:
+    """A message as fields of RequestStatInfo."""
     return {f.name: getattr(message, f.name) for f in pb.RequestStat.DESCRIPTOR.fields}
 
 
@@ -274,20 +280,24 @@ def stat_from_pb(message: pb.RequestStat) -> dict[str, float]:
 
 
 def engine_stat_to_pb(stat: AsEngineStat) -> pb.EngineStat:
+    """Statistics as a message."""
     return pb.EngineStat(**{f.name: getattr(stat, f.name) for f in fields(AsEngineStat)})
 
 
 def engine_stat_from_pb(message: pb.EngineStat) -> AsEngineStat:
+    """A message as statistics."""
     return AsEngineStat(**{f.name: getattr(message, f.name) for f in fields(AsEngineStat)})
 
 
 def model_info_to_pb(info: ModelInfo) -> pb.ModelInfo:
+    """A model's description as a message, without paths of the server."""
     values = {f.name: v for f in fields(ModelInfo) if (v := getattr(info, f.name)) is not None}
-    values.pop("tokenizer_dir", None)   # a path of the server's
+    values.pop("tokenizer_dir", None)
     return pb.ModelInfo(**{**values, "sampling_defaults": pb.GenerateConfig(**info.sampling_defaults)})
 
 
 def model_info_from_pb(message: pb.ModelInfo) -> ModelInfo:
+    """A message as a model's description."""
     values = {f.name: getattr(message, f.name) for f in fields(ModelInfo) if f.name != "tokenizer_dir"}
     values["eos_token_ids"] = list(message.eos_token_ids)
     values["cache_windows"] = list(message.cache_windows)
@@ -296,9 +306,11 @@ def model_info_from_pb(message: pb.ModelInfo) -> ModelInfo:
 
 
 def models_to_pb(models: Iterable[ModelState]) -> list[pb.ModelState]:
+    """States of models as messages."""
     return [pb.ModelState(name=m.name, running=m.running, fingerprint=m.fingerprint, load=m.load, work=m.work,
                           adapters=m.adapters) for m in models]
 
 
 def models_from_pb(messages: Iterable[pb.ModelState]) -> list[ModelState]:
+    """Messages as states of models."""
     return [ModelState(m.name, m.running, m.fingerprint, m.load, m.work, dict(m.adapters)) for m in messages]

@@ -1,4 +1,4 @@
-"""The API that Engine (one process) and ClientEngine (gRPC to a server group) share."""
+"""AbstractEngine: the API that Engine (one process) and ClientEngine (gRPC to a server group) share."""
 from __future__ import annotations
 
 import os
@@ -23,18 +23,27 @@ _CHAT = tuple(f.name for f in fields(ChatOptions))
 
 
 class AbstractEngine(ABC):
-    """Loads models and generates with them.
+    """The API that Engine and ClientEngine share: loads models and generates with them.
 
-    Methods return AsStatus.ALLSPARK_SUCCESS unless said otherwise. Bad arguments raise ValueError or TypeError naming
-    the argument, the value and what is allowed; a refused or failed call raises AllSparkError, whose text starts with
-    its status' name. All methods may be called from any thread. An engine is a context manager that closes itself.
+    Methods return AsStatus.ALLSPARK_SUCCESS unless they say otherwise. They raise ValueError or TypeError for a wrong
+    argument, with its name, its value and what is allowed, and AllSparkError for a refused or failed call: `.status`
+    is one of AsStatus, and the text starts with its name. Any thread may call any method. An engine is a context
+    manager that closes itself.
     """
 
     # --- models --------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def install_model(self, config: AsModelConfig) -> AsStatus:
-        """Load the model that `config` describes, under config.model_name, which must be new to the engine."""
+        """Load a model. It takes requests after start_model.
+
+        Args:
+            config: the checkpoint and how to run it; config.model_name must be a name that no installed model has.
+
+        Raises:
+            ValueError: fields of the config contradict each other or do not fit the checkpoint or the machine.
+            AllSparkError: ALLSPARK_IO_ERROR, ALLSPARK_MEMORY_ERROR, or ALLSPARK_PARAM_ERROR for a name in use.
+        """
 
     def build_model_from_config_struct(self, config: AsModelConfig) -> AsStatus:
         """DashInfer's older name of install_model."""
@@ -42,19 +51,19 @@ class AbstractEngine(ABC):
 
     @abstractmethod
     def start_model(self, model_name: str) -> AsStatus:
-        """Let an installed model take requests; one that has failed is loaded again."""
+        """Let an installed model take requests. A model that has failed is loaded again."""
 
     @abstractmethod
     def stop_model(self, model_name: str) -> AsStatus:
-        """Finish the model's live requests as GenerateInterrupted, and take no more."""
+        """End the model's live requests as GenerateInterrupted, and take no new ones. It stays loaded."""
 
     @abstractmethod
     def release_model(self, model_name: str) -> AsStatus:
-        """Free an installed model; a running one is stopped first."""
+        """Free an installed model. A running one is stopped first."""
 
     @abstractmethod
     def list_models(self) -> list[ModelState]:
-        """Name, state, fingerprint and load of each installed model."""
+        """The state, fingerprint and load of each installed model."""
 
     # --- requests ------------------------------------------------------------------------------------------------
 
@@ -63,16 +72,32 @@ class AbstractEngine(ABC):
         generate_config: dict[str, Any] | GenerateConfig | ASGenerationConfigBuilder | None = None, *,
         want_text: bool | None = None,
     ) -> tuple[AsStatus, int, ResultQueue]:
-        """Start a request; returns with (status, handle, queue) once it is taken, tokens arrive in the queue.
+        """Start a request. The call returns once the engine has accepted it; tokens then arrive in the queue.
 
-        A client waits for its server's word meanwhile: in an event loop, use AsyncClientEngine.
+        A ClientEngine waits for its server in this call: in an event loop, use AsyncClientEngine.
 
-        inputs: {"input_ids": X}, X a DLPack capsule, anything with __dlpack__, a NumPy array or a list of ints, of
-        shape [n] or [1, n]; or {"text": str}; or {"messages": [{"role": …, "content": …}, …]}. With the latter two the
-        engine tokenizes. `want_text`: whether elements carry text as well; None: unless the prompt is ids. Messages are
-        OpenAI's, with content parts and tool calls; beside them may be "tools", "tool_choice", "parallel_tool_calls",
-        "chat_template_kwargs" and "chat_format" (ChatOptions). What the answer's text holds, allspark_server.chat takes
-        apart.
+        Args:
+            model_name: a running model.
+            inputs: the prompt, one of
+
+                - {"input_ids": X}: token ids of shape [n] or [1, n] as a DLPack capsule, an object with __dlpack__, a
+                  NumPy array of integers or a list of ints,
+                - {"text": str}, which the engine tokenizes,
+                - {"messages": [{"role": …, "content": …}, …]}: a chat in OpenAI's form, with content parts and tool
+                  calls, which the checkpoint's chat template renders. Beside it may be the fields of ChatOptions:
+                  "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs" and "chat_format". The package
+                  allspark_server.chat takes tool calls and reasoning out of the answer's text.
+            generate_config: how to generate; None: GenerateConfig's defaults.
+            want_text: whether elements carry text beside token ids; None: unless the prompt is ids.
+
+        Returns:
+            (ALLSPARK_SUCCESS, handle, queue): the handle names the request in other methods, the queue has its output.
+
+        Raises:
+            ValueError, TypeError: an argument is wrong.
+            AllSparkError: ALLSPARK_EXCEED_LIMIT_ERROR if the request exceeds a limit of the model, or if a queue is
+                full (then it is `.retryable`), ALLSPARK_PARAM_ERROR for an unknown model, ALLSPARK_LORA_NOT_FOUND,
+                ALLSPARK_REQUEST_DENIED, ALLSPARK_INVALID_CALL_ERROR.
         """
         return self._start(request_spec(model_name, inputs, generate_config, want_text))
 
@@ -81,8 +106,9 @@ class AbstractEngine(ABC):
         generate_config: dict[str, Any] | GenerateConfig | ASGenerationConfigBuilder | None = None, *,
         want_text: bool | None = None,
     ) -> Generation:
-        """A request as a context manager: started when it is entered, released when it is left, however that is.
-        Arguments are those of start_request.
+        """A request as a context manager: entering the block starts it, leaving the block releases it.
+
+        Arguments and errors are those of start_request.
 
             with engine.generate("m", {"text": "Once"}, {"max_new_tokens": 32}) as generation:
                 for elements in generation:
@@ -94,43 +120,46 @@ class AbstractEngine(ABC):
         self, model_name: str, model: Any, input_ids: Any,
         generate_config_builder: dict[str, Any] | GenerateConfig | ASGenerationConfigBuilder | None = None,
     ) -> tuple[AsStatus, int, ResultQueue]:
-        """As start_request with input_ids. `model` is the loader of DashInfer's signature; it may be None."""
+        """As start_request with {"input_ids": input_ids}. `model`, a loader in DashInfer's signature, is not used."""
         return self.start_request(model_name, {"input_ids": input_ids}, generate_config_builder)
 
     def start_request_text(
         self, model_name: str, model: Any, input_str: str,
         generate_config_builder: dict[str, Any] | GenerateConfig | ASGenerationConfigBuilder | None = None,
     ) -> tuple[AsStatus, int, ResultQueue]:
-        """Start a request with text, tokenized by the loader `model` (get_tokenizer()), or by the engine if None."""
+        """As start_request with text. `model`: a loader whose get_tokenizer() tokenizes it; None: the engine does."""
         inputs = {"text": input_str} if model is None else {"input_ids": ids_of_text(model, input_str)}
         return self.start_request(model_name, inputs, generate_config_builder)
 
     @abstractmethod
     def _start(self, spec: RequestSpec) -> tuple[AsStatus, int, ResultQueue]:
-        """Start a request whose arguments have been checked (but not against the model)."""
+        """Start a request whose arguments have been checked, though not against the model."""
 
     @abstractmethod
     def stop_request(self, model_name: str, request_handle: int) -> AsStatus:
-        """Cancel: the status becomes GenerateInterrupted; what was generated stays readable. Harmless after the end."""
+        """Cancel a request: its status becomes GenerateInterrupted, and its tokens so far can still be read.
+
+        Has no effect on a request that has ended. Raises AllSparkError: ALLSPARK_ILLEGAL_REQUEST_ID.
+        """
 
     @abstractmethod
     def release_request(self, model_name: str, request_handle: int) -> AsStatus:
-        """Free the request, cancelling it if it is live. The handle becomes invalid; the queue stays readable.
+        """Free a request, cancelling it if it is live. Its handle becomes invalid; its queue can still be read.
 
-        The handles of requests that ended long ago, thousands before this one, become invalid by themselves.
+        Handles of requests that ended thousands of requests ago become invalid by themselves.
         """
 
     @abstractmethod
     def sync_request(self, model_name: str, request_handle: int | None = None) -> AsStatus:
-        """Block until that request, or with None every request of the model, has ended."""
+        """Wait until a request, or with None every request of the model, has ended."""
 
     def get_no_wait(self, model_name: str, result_queue: ResultQueue) -> list[int]:
-        """The token ids that have arrived since the last call; an empty list if none have."""
+        """The token ids that have arrived since the last call; an empty list if there are none."""
         elements = _queue(result_queue).GetNoWait()
         return elements.ids_from_generate if elements is not None else []
 
     def get_wait(self, model_name: str, result_queue: ResultQueue) -> list[int]:
-        """New token ids, waiting for the first; an empty list once the request has ended."""
+        """Wait for new token ids and return them; an empty list once the request has ended."""
         elements = _queue(result_queue).Get()
         return elements.ids_from_generate if elements is not None else []
 
@@ -142,94 +171,107 @@ class AbstractEngine(ABC):
 
     @abstractmethod
     def get_as_engine_stat(self, model_name: str) -> AsEngineStat:
-        """The model's load and counters."""
+        """The model's load, and its counters since it was started."""
 
     @abstractmethod
     def get_model_info(self, model_name: str) -> ModelInfo:
-        """What the model is, and how it was loaded."""
+        """The model's architecture, and how it was loaded."""
 
     @abstractmethod
     def _tokenize(self, spec: RequestSpec, bare: bool) -> list[int]:
         """The ids of a prompt whose arguments have been checked."""
 
     def tokenize(self, model_name: str, inputs: dict[str, Any], bare: bool = False) -> list[int]:
-        """The ids that the prompt `inputs` (as start_request takes them) has. `bare`: text without what the tokenizer
-        puts around it, say a begin-of-sequence token.
+        """The token ids of a prompt.
+
+        Args:
+            model_name: an installed model.
+            inputs: a prompt in the forms of start_request.
+            bare: leave out tokens that the tokenizer adds to text, such as a begin-of-sequence token.
         """
-        return self._tokenize(_prompt(_model_name(model_name), inputs), bool(bare))
+        return self._tokenize(_prompt(check_model_name(model_name), inputs), bool(bare))
 
     @abstractmethod
     def detokenize(self, model_name: str, ids: list[int]) -> Detokenized:
-        """The text of ids, and the bytes of each."""
+        """The text of token ids, and the bytes of each."""
 
     @abstractmethod
-    def get_file_information(self, as_graph_path: str | os.PathLike, as_param_path: str | os.PathLike) -> AsFileInfo:
-        """Versions recorded in a serialized model's two files (paths on the engine's machine)."""
+    def get_file_information(self, as_graph_path: str | os.PathLike[str],
+                             as_param_path: str | os.PathLike[str]) -> AsFileInfo:
+        """The versions recorded in a serialized model's two files. The paths are on the engine's machine."""
 
     @abstractmethod
     def get_op_profiling_info(self, model_name: str) -> str:
-        """A table as text: op, count, min, max, mean, sum (milliseconds), % of the total, GB and Gop moved and
-        computed, their rates, the part of the machine's ceiling that the op reaches, and which matrix it multiplies by.
+        """A table as text with a line for each op.
 
-        Nothing has to be switched on: it tells of the minute after the model's first step; from the first step after a
-        call, another minute is profiled, for the next call to tell of. The last line is the measured ceilings; the
-        first call in a process measures them, which takes it a second or more: ten milliseconds at a time, between
-        steps.
+        Its columns: op, count, min, max, mean and sum of the time in ms, % of the total, GB moved and Gop computed,
+        their rates, the fraction of the machine's roofline that the op reaches, and the matrix that it multiplies by.
+        The last line has the measured rooflines.
+
+        The engine profiles the first minute after the model's first step, and another minute from the first step after
+        each call. The first call in a process measures the machine, which takes a second or more, in pieces of ten
+        milliseconds between steps.
         """
 
     @abstractmethod
     def get_rank_id(self) -> int:
-        """Rank of the process that answers: 0."""
+        """The rank of the process that answers: 0."""
 
     @abstractmethod
     def get_rank_nums(self) -> int:
-        """Ranks that compute together; 1 for an Engine."""
+        """The number of ranks that compute together; 1 for an Engine."""
 
     @abstractmethod
     def is_allspark_work_as_service(self) -> bool:
-        """Whether requests are computed by a server group (True for a ClientEngine)."""
+        """Whether a server group computes the requests: True for a ClientEngine, False for an Engine."""
 
     @abstractmethod
     def get_version_full(self) -> str:
-        """Version of the engine that computes."""
+        """The version of the engine that computes."""
 
     # --- adapters ------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def load_lora(self, model_name: str, lora_name: str) -> AsStatus:
-        """Load a LoRA adapter, a directory as PEFT writes it, while the model serves; requests then name it as their
-        lora_name. lora_name: a directory beside the checkpoint's files; or a path of the server's host, whose last part
-        becomes the adapter's name; or NAME=PATH.
+        """Load a LoRA adapter while the model serves. Requests name it in GenerateConfig.lora_name.
 
-        Raises AllSparkError: ALLSPARK_LORA_NOT_FOUND, ALLSPARK_LORA_ALREADY_LOADED,
-        ALLSPARK_LORA_NUM_EXCEED_LIMIT_ERROR (lora_max_num), ALLSPARK_LORA_RANK_EXCEED_LIMIT_ERROR (lora_max_rank), and
-        ALLSPARK_PARAM_ERROR for one that this model cannot have, naming why.
+        Args:
+            model_name: an installed model.
+            lora_name: an adapter's directory as PEFT writes it: its name, beside the checkpoint's files; a path on the
+                server's machine, whose last part becomes the adapter's name; or NAME=PATH.
+
+        Raises:
+            AllSparkError: ALLSPARK_LORA_NOT_FOUND, ALLSPARK_LORA_ALREADY_LOADED, ALLSPARK_LORA_NUM_EXCEED_LIMIT_ERROR
+                (lora_max_num), ALLSPARK_LORA_RANK_EXCEED_LIMIT_ERROR (lora_max_rank), or ALLSPARK_PARAM_ERROR for an
+                adapter that does not fit the model, with the reason.
         """
 
     @abstractmethod
     def unload_lora(self, model_name: str, lora_name: str) -> AsStatus:
-        """Free an adapter. Raises AllSparkError: ALLSPARK_LORA_NOT_FOUND; ALLSPARK_LORA_IN_USE while requests have
-        it.
+        """Free a LoRA adapter.
+
+        Raises AllSparkError: ALLSPARK_LORA_NOT_FOUND, or ALLSPARK_LORA_IN_USE while requests use it.
         """
 
     # --- device memory -------------------------------------------------------------------------------------------
 
     @abstractmethod
     def unload_device_mem(self, model_name: str) -> AsStatus:
-        """Free the memory that a stopped model has of its GPUs; its weights wait in pinned memory of the host, what the
-        prefix cache held of the GPU's is lost. Nothing happens if it is free already. AllSparkError for a model that
-        runs, or whose memory is the host's.
+        """Free a stopped model's memory on its GPUs. Its weights are kept in pinned memory of the host.
+
+        The part of the prefix cache in GPU memory is lost. Has no effect if the memory is free already. Raises
+        AllSparkError for a running model, and for one that is not on GPUs.
         """
 
     @abstractmethod
     def load_device_mem(self, model_name: str) -> AsStatus:
-        """Undo unload_device_mem, so that start_model can follow. AllSparkError if others have taken the memory."""
+        """Undo unload_device_mem: the model can be started again. Raises AllSparkError if too little memory is free."""
 
     # --- end -----------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def close(self) -> None:
-        """Idempotent. An Engine stops and frees its models; a client closes its connections."""
+        """Stop and free an Engine's models, or close a client's connections. Idempotent."""
 
     def __enter__(self) -> AbstractEngine:
         return self
@@ -239,9 +281,9 @@ class AbstractEngine(ABC):
 
 
 def request_spec(model_name: Any, inputs: Any, generate_config: Any, want_text: bool | None = None) -> RequestSpec:
-    """What start_request was given, checked as far as that needs no model."""
+    """The arguments of start_request, checked as far as possible without the model; raises ValueError or TypeError."""
     config = GenerateConfig.parse(generate_config)
-    spec = _prompt(_model_name(model_name), inputs)
+    spec = _prompt(check_model_name(model_name), inputs)
     spec.config = config
     if want_text is not None and not isinstance(want_text, bool):
         raise TypeError(f"want_text must be a bool or None, not {type(want_text).__name__}")
@@ -251,33 +293,34 @@ def request_spec(model_name: Any, inputs: Any, generate_config: Any, want_text: 
 
 
 def ids_of_text(model: Any, text: Any) -> list[int]:
-    """A prompt's ids, by a loader's tokenizer."""
+    """The ids of a text by a loader's tokenizer."""
     encoded = model.get_tokenizer().encode(_text(text))
     return list(getattr(encoded, "ids", encoded))
 
 
 def check_config(config: Any) -> AsModelConfig:
-    """What install_model was given, checked as far as that needs no model."""
+    """The argument of install_model, checked as far as possible without the model."""
     if not isinstance(config, AsModelConfig):
         raise TypeError(f"config must be an AsModelConfig (a builder's build() gives one), not {type(config).__name__}")
     return config.validate()
 
 
 def check_handle(handle: Any) -> int:
-    """A request handle's type; whether it is known is the engine's to say."""
+    """`handle`, if it is an int; whether such a request exists, the engine checks."""
     if isinstance(handle, bool) or not isinstance(handle, int):
         raise TypeError(f"request_handle must be the int that start_request returned, not {type(handle).__name__}")
     return handle
 
 
-def _model_name(name: Any) -> str:
+def check_model_name(name: Any) -> str:
+    """`name`, if it is a str; whether such a model is installed, the engine checks."""
     if not isinstance(name, str):
         raise TypeError(f"model_name must be a str, not {type(name).__name__}")
     return name
 
 
 def _prompt(model_name: str, inputs: Any) -> RequestSpec:
-    """A request of this prompt, without a config."""
+    """A request with this prompt and the default config."""
     spec = RequestSpec(model=model_name)
     if not isinstance(inputs, dict):
         raise TypeError(f"inputs must be a dict such as {{'input_ids': ids}}, not {type(inputs).__name__}")

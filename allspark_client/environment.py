@@ -1,4 +1,4 @@
-"""Environment variables of DashInfer that have no effect here: a value that asks for something is refused by name."""
+"""DashInfer's environment variables without effect here: values that ask for something are rejected."""
 from __future__ import annotations
 
 import os
@@ -6,7 +6,7 @@ import os
 from .errors import not_available
 
 _OFF = ("", "0", "0.0", "off", "false", "no")
-#: variable: values that mean what happens anyway, and what does the rest here
+#: variable: (values that ask for nothing, what to use instead)
 _WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...], str]] = {
     "CPU_CACHE_RATIO": (_OFF, "set cache_memory in AsModelConfig"),
     "AS_PROFILE": (_OFF, "get_op_profiling_info needs no switch"),
@@ -16,9 +16,7 @@ _WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 def check_environment() -> None:
-    """Raise ALLSPARK_INVALID_CALL_ERROR for a variable that is set to what this project does not do. Called before
-    anything is started on this machine.
-    """
+    """Raise ALLSPARK_INVALID_CALL_ERROR if a variable asks for something that this project does not do."""
     for name, (neutral, instead) in _WITHOUT_EFFECT.items():
         value = os.environ.get(name, "")
         if value.strip().lower() not in neutral:

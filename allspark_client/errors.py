@@ -1,13 +1,14 @@
-"""Status codes, the one exception of the API, and the texts that Engine and ClientEngine share."""
+"""Status codes, the exception of the API, and errors that Engine and ClientEngine share."""
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 from enum import IntEnum
+from typing import Any
 
 
 class AsStatus(IntEnum):
-    """What a call came to. Every method returns ALLSPARK_SUCCESS or raises AllSparkError with one of the others."""
+    """The result of a call. Methods return ALLSPARK_SUCCESS, or raise AllSparkError with one of the others."""
 
     ALLSPARK_SUCCESS = 0
     ALLSPARK_UNKNOWN_ERROR = 1
@@ -30,9 +31,12 @@ class AsStatus(IntEnum):
 
 
 class AllSparkError(RuntimeError):
-    """A refused or failed call or request. `str(error)` starts with the status' name.
+    """A refused or failed call or request. Its text is the status' name, a colon, and `message`.
 
-    `retryable`: the same call may be accepted a little later (a queue is full); otherwise not, as things are.
+    Attributes:
+        status: an AsStatus, never ALLSPARK_SUCCESS.
+        message: what went wrong, with the names and values concerned.
+        retryable: whether the same call may succeed a little later, because a queue is full, say.
     """
 
     def __init__(self, status: AsStatus, message: str, retryable: bool = False):
@@ -41,49 +45,49 @@ class AllSparkError(RuntimeError):
         self.retryable = retryable
         super().__init__(f"{self.status.name}: {message}")
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return AllSparkError, (self.status, self.message, self.retryable)
 
 
 class Draining(AllSparkError):
-    """A server takes no new requests, for it is about to stop: others may, or it itself once it is back."""
+    """A server takes no new requests because it is about to stop. Another server may, or this one after a restart."""
 
     def __init__(self, message: str = "this server takes no new requests: it is about to stop"):
         super().__init__(AsStatus.ALLSPARK_REQUEST_DENIED, message, retryable=True)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return Draining, (self.message,)
 
 
 def not_available(what: str) -> AllSparkError:
-    """The error of a feature that has a name in the API but is not built yet."""
+    """The error for a feature that the API names but that does not exist yet."""
     return AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"{what} is not available yet")
 
 
 def closed_engine() -> AllSparkError:
-    """The error of any call on an engine after close()."""
+    """The error of calls on a closed engine."""
     return AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, "the engine is closed")
 
 
 def forked_engine() -> AllSparkError:
-    """The error of any call in a child process on an engine that its parent made: threads do not survive a fork."""
+    """The error of calls in a forked child on its parent's engine, whose threads do not exist in the child."""
     return AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR,
                          "the engine belongs to the process that made it, and this is a fork of that; make another")
 
 
 def unknown_model(name: str, known: Iterable[str]) -> AllSparkError:
-    """The error of a call that names a model which is not installed; `known` are the installed names."""
+    """The error of a call that names a model which is not installed. `known`: the installed names."""
     names = ", ".join(repr(n) for n in sorted(known)) or "none"
     return AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"no model named {name!r} is installed; installed: {names}")
 
 
 def illegal_handle(name: str, handle: int) -> AllSparkError:
-    """The error of a handle that was never given out for this model, or was released."""
+    """The error of a handle that this model never had, or that was released."""
     return AllSparkError(AsStatus.ALLSPARK_ILLEGAL_REQUEST_ID,
                          f"model {name!r} has no request with handle {handle}: it was released, or never started")
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
-    """'; did you mean 'top_k'?' for a misspelt `name`, or an empty string when nothing is near."""
+    """"; did you mean 'top_k'?" for a misspelt `name`; an empty string if no known name is similar."""
     close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,22 +1,23 @@
-"""Checked dataclass fields: what AsModelConfig and GenerateConfig are made of.
+"""Checked dataclass fields, of which AsModelConfig and GenerateConfig are made.
 
-A field carries its check; every assignment, in the constructor or later, goes through it, so that a wrong value is
-reported where it is written, naming the field, the value and what is allowed.
+Every assignment to a field, in the constructor or later, runs the field's check. A wrong value is therefore reported
+where it is written, with the field, the value and what is allowed.
 """
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, field, fields
+from dataclasses import MISSING, Field, field, fields
 from enum import IntEnum
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
 from .errors import nearest_name
 
 Check = Callable[[str, Any], Any]
+C = TypeVar("C", bound="Checked")
 
 
 def _typed(check: Check, default: Any, optional: bool, factory: Callable[[], Any] | None = None) -> Any:
@@ -34,35 +35,35 @@ def wrong_type(name: str, value: Any, allowed: str) -> TypeError:
 
 
 def as_int(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
-    """`value` as an int in [low, high]; bool and float are refused."""
+    """`value` as an int in [low, high]; bool and float are rejected."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
         raise wrong_type(name, value, "an int")
-    value = int(value)
-    if (low is not None and value < low) or (high is not None and value > high):
+    number = int(value)
+    if (low is not None and number < low) or (high is not None and number > high):
         allowed = f"{low} to {high}" if low is not None and high is not None else f"at least {low}"
-        raise ValueError(f"{name}={value} is out of range; allowed: {allowed}")
-    return value
+        raise ValueError(f"{name}={number} is out of range; allowed: {allowed}")
+    return number
 
 
 def as_float(name: str, value: Any, low: float = -math.inf, high: float = math.inf, above: bool = False,
              hint: str = "") -> float:
-    """`value` as a finite float in [low, high], or in (low, high] with `above`; bool is refused."""
+    """`value` as a finite float in [low, high], or in (low, high] with `above`; bool is rejected."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise wrong_type(name, value, "a number")
     try:
-        value = float(value)
+        number = float(value)
     except OverflowError:
-        value = math.inf
-    if not math.isfinite(value) or value < low or value > high or (above and value == low):
+        number = math.inf
+    if not math.isfinite(number) or number < low or number > high or (above and number == low):
         lower = f"above {low:g}" if above else f"at least {low:g}" if low != -math.inf else "finite"
         upper = f" and at most {high:g}" if high != math.inf else ""
-        advice = f"; {hint}" if hint and value <= low else ""
-        raise ValueError(f"{name}={value:g} is out of range; allowed: {lower}{upper}{advice}")
-    return value
+        advice = f"; {hint}" if hint and number <= low else ""
+        raise ValueError(f"{name}={number:g} is out of range; allowed: {lower}{upper}{advice}")
+    return number
 
 
 def valid_unicode(name: str, text: str) -> str:
-    """`text`, if it can be encoded; half of a surrogate pair can not."""
+    """`text`, if it can be encoded as UTF-8; ValueError for half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as e:
@@ -71,7 +72,7 @@ def valid_unicode(name: str, text: str) -> str:
 
 
 def bool_field(default: bool) -> Any:
-    """True or False; not 0 or 1, which are more often a misplaced argument."""
+    """A field for True or False. 0 and 1 are rejected: they are more often a misplaced argument."""
     def check(name: str, value: Any) -> bool:
         if not isinstance(value, (bool, np.bool_)):
             raise wrong_type(name, value, "a bool")
@@ -81,18 +82,21 @@ def bool_field(default: bool) -> Any:
 
 
 def int_field(default: int | None, low: int | None = None, high: int | None = None) -> Any:
-    """An int in [low, high]; a default of None makes None allowed."""
+    """A field for an int in [low, high]; None is allowed if it is the default."""
     return _typed(lambda name, value: as_int(name, value, low, high), default, default is None)
 
 
 def float_field(default: float, low: float = -math.inf, high: float = math.inf, above: bool = False,
                 hint: str = "") -> Any:
-    """A finite number in [low, high], or in (low, high] with `above`. `hint`: what is wanted by a value below."""
+    """A field for a finite number in [low, high], or in (low, high] with `above`.
+
+    `hint`: what to do instead of giving a value that is too small; it ends the error.
+    """
     return _typed(partial(as_float, low=low, high=high, above=above, hint=hint), default, False)
 
 
 def str_field(default: str | None) -> Any:
-    """Any text; a default of None makes None allowed."""
+    """A field for a str; None is allowed if it is the default."""
     def check(name: str, value: Any) -> str:
         if not isinstance(value, str):
             raise wrong_type(name, value, "a str")
@@ -102,7 +106,7 @@ def str_field(default: str | None) -> Any:
 
 
 def path_field(default: str) -> Any:
-    """A str or os.PathLike, kept as str."""
+    """A field for a path, a str or os.PathLike, kept as str."""
     def check(name: str, value: Any) -> str:
         if hasattr(value, "__fspath__"):
             value = value.__fspath__()
@@ -113,8 +117,8 @@ def path_field(default: str) -> Any:
     return _typed(check, default, False)
 
 
-def choice_field(default: Any, choices: tuple) -> Any:
-    """One of `choices` (all str, or all int)."""
+def choice_field(default: Any, choices: tuple[Any, ...]) -> Any:
+    """A field for one of `choices`, which are all str or all int."""
     kind = type(choices[0])
 
     def check(name: str, value: Any) -> Any:
@@ -130,7 +134,7 @@ def choice_field(default: Any, choices: tuple) -> Any:
 
 
 def enum_field(enum: type[IntEnum], default: IntEnum | None) -> Any:
-    """A member of `enum`, its name, or its number; a default of None makes None allowed."""
+    """A field for a member of `enum`, its name or its number; None is allowed if it is the default."""
     def check(name: str, value: Any) -> IntEnum:
         if isinstance(value, enum):
             return value
@@ -150,26 +154,27 @@ def enum_field(enum: type[IntEnum], default: IntEnum | None) -> Any:
 
 
 def custom_field(check: Check, default: Any = None, factory: Callable[[], Any] | None = None) -> Any:
-    """A field with its own check(name, value) → value; None is allowed where it is the default."""
+    """A field with a check of its own, (name, value) → value; None is allowed if it is the default."""
     return _typed(check, default, factory is None and default is None, factory)
 
 
 class Checked:
     """Base of dataclasses whose fields are made by the functions above (use @dataclass(init=False)).
 
-    Unknown names are refused with the nearest known one, in the constructor, in update() and by assignment.
-    Values are also reachable as items, since DashInfer's configs are dicts.
+    Unknown names are rejected with the nearest known one, in the constructor, in update() and by assignment.
+    Values are also available as items, since DashInfer's configs are dicts.
     """
 
-    #: keys that are accepted and dropped, at these values only: {name: (allowed values, why others are refused)}
-    NEUTRAL: dict[str, tuple[tuple, str]] = {}
+    #: keys that are accepted and dropped, at these values only: {name: (allowed values, why others are rejected)}
+    NEUTRAL: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {}
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     def __init__(self, *args: Any, **values: Any):
         known = fields(self)
         if len(args) > len(known):
             raise TypeError(f"{type(self).__name__} takes at most {len(known)} positional arguments, got {len(args)}")
         for f in known:
-            object.__setattr__(self, f.name, f.default if f.default is not MISSING else f.default_factory())
+            object.__setattr__(self, f.name, f.default_factory() if f.default_factory is not MISSING else f.default)
         for f, value in zip(known, args):
             if f.name in values:
                 raise TypeError(f"{type(self).__name__} got {f.name} twice")
@@ -178,11 +183,11 @@ class Checked:
 
     @classmethod
     def field_names(cls) -> list[str]:
-        """All names of fields, in order."""
+        """The names of all fields, in order."""
         return [f.name for f in fields(cls)]
 
-    def update(self, values: dict[str, Any]) -> Checked:
-        """Assign every item of `values`; returns self."""
+    def update(self: C, values: dict[str, Any]) -> C:
+        """Assign every item of `values`; returns self. Raises ValueError for an unknown name."""
         for name, value in values.items():
             self[name] = value
         return self
@@ -209,7 +214,7 @@ class Checked:
         return getattr(self, name)
 
     def keys(self) -> Iterator[str]:
-        """Names of the fields; with item access, makes dict(config) work."""
+        """The names of the fields. Together with item access it makes dict(config) work."""
         return iter(self.field_names())
 
     def _unknown(self, name: str) -> str:

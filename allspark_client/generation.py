@@ -1,4 +1,4 @@
-"""A request as a context manager, which gathers what comes of it."""
+"""A request as a context manager that collects its output."""
 from __future__ import annotations
 
 import logging
@@ -20,53 +20,53 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Usage:
-    """Tokens of a request, of all its samples together."""
+    """Token counts of a request, over all samples."""
 
     prompt_tokens: int = 0
-    cached_tokens: int = 0          #: of the prompt's, those that came from the prefix cache
+    cached_tokens: int = 0          #: prompt tokens that came from the prefix cache
     generated_tokens: int = 0
 
 
 class _Output:
-    """What has been read of a request so far."""
+    """The output of a request, as far as it has been read."""
 
     def __init__(self, spec: RequestSpec):
         self._spec = spec
         self._handle = 0
         self._queue: ResultQueue | None = None
-        #: each sample's output as far as it has been read; log probabilities too
+        #: the output of each sample so far, with log probabilities
         self.samples = [GeneratedElements(sample_index=i) for i in range(spec.config.n)]
 
     @property
     def text(self) -> str:
-        """The text of what has been read; with n > 1 the first sample's."""
+        """The text read so far; with n > 1 that of the first sample."""
         return self.samples[0].text
 
     @property
     def ids(self) -> list[int]:
-        """The ids that have been read; with n > 1 the first sample's."""
+        """The token ids read so far; with n > 1 those of the first sample."""
         return self.samples[0].ids_from_generate
 
     @property
     def finish_reason(self) -> str | None:
-        """As ResultQueue.FinishReason: None while the request goes on."""
+        """As ResultQueue.FinishReason: None until the request has ended."""
         return self.queue.FinishReason()
 
     @property
     def status(self) -> GenerateRequestStatus:
-        """Where the request is."""
+        """The request's status."""
         return self.queue.GenerateStatus()
 
     @property
     def usage(self) -> Usage:
-        """Tokens so far, read or not."""
+        """Token counts so far, including tokens that are not read yet."""
         prompt = self._spec.prompt_len
         cached = max(sample.prefix_cache_len for sample in self.samples)
         return Usage(prompt, min(cached, prompt), self.queue.GeneratedLength())
 
     @property
     def queue(self) -> ResultQueue:
-        """Where the request's output arrives. RuntimeError before it is started."""
+        """The request's result queue. Raises RuntimeError before the block is entered."""
         if self._queue is None:
             raise RuntimeError("the request is started by entering it: with engine.generate(…) as generation")
         return self._queue
@@ -80,12 +80,12 @@ class _Output:
         return elements
 
     def _release_failed(self, error: AllSparkError) -> None:
-        """The engine was closed, or the model released, meanwhile: nothing is left to free."""
+        """Ignore an error of the release: the engine was closed or the model released, and nothing is left to free."""
         logger.debug("releasing request %d: %s", self._handle, error)
 
 
 class Generation(_Output):
-    """engine.generate(…) of an Engine or a ClientEngine."""
+    """A request of Engine.generate or ClientEngine.generate: started by entering, released by leaving the block."""
 
     def __init__(self, engine: AbstractEngine, spec: RequestSpec):
         super().__init__(spec)
@@ -103,23 +103,26 @@ class Generation(_Output):
             self._release_failed(error)
 
     def __iter__(self) -> Iterator[GeneratedElements]:
-        """New tokens as they come. Raises AllSparkError if the request fails, or is ended by others than its caller."""
+        """Yield new tokens as they arrive.
+
+        Raises AllSparkError if the request fails, or is interrupted by anything but its caller.
+        """
         for elements in self.queue:
             yield self._take(elements)
 
     def read(self) -> Generation:
-        """Read to the end; returns self."""
+        """Read all tokens until the request ends; returns self. Raises as iteration does."""
         for _ in self:
             pass
         return self
 
     def cancel(self) -> None:
-        """End the request: status GenerateInterrupted. What was generated can still be read."""
+        """End the request with the status GenerateInterrupted. Its tokens so far can still be read."""
         self._engine.stop_request(self._spec.model, self._handle)
 
 
 class AsyncGeneration(_Output):
-    """engine.generate(…) of an AsyncClientEngine."""
+    """A request of AsyncClientEngine.generate: started by entering, released by leaving the `async with` block."""
 
     def __init__(self, engine: AsyncClientEngine, spec: RequestSpec):
         super().__init__(spec)
@@ -137,16 +140,16 @@ class AsyncGeneration(_Output):
             self._release_failed(error)
 
     async def __aiter__(self) -> AsyncIterator[GeneratedElements]:
-        """As Generation's."""
+        """As iteration of Generation."""
         async for elements in self.queue:
             yield self._take(elements)
 
     async def read(self) -> AsyncGeneration:
-        """Read to the end; returns self."""
+        """Read all tokens until the request ends; returns self. Raises as iteration does."""
         async for _ in self:
             pass
         return self
 
     async def cancel(self) -> None:
-        """End the request: status GenerateInterrupted. What was generated can still be read."""
+        """End the request with the status GenerateInterrupted. Its tokens so far can still be read."""
         await self._engine.stop_request(self._spec.model, self._handle)

@@ -1,4 +1,4 @@
-"""DashInfer's `dashinfer.helper` and what it needs: a model described by a JSON file, and requests as plain objects."""
+"""DashInfer's `dashinfer.helper`: a model described by a JSON file, and requests as plain objects."""
 from __future__ import annotations
 
 import copy
@@ -21,23 +21,28 @@ _BITS = {"int8": "int8", "uint8": "int8", "int4": "uint4", "uint4": "uint4"}
 
 
 class QuantizeConfig:
-    """Which weights a conversion makes: `weight_type` of 8 or 4 bits; `extra_option` {"SubChannel": whether groups of
-    "GroupSize" columns share a scale}. `activation_type`: "int8" for products of integers, otherwise what weights are
-    expanded to.
+    """How a conversion quantizes weights.
+
+    Args:
+        activation_type: "int8" for integer GEMMs; otherwise the type that weights are dequantized to.
+        weight_type: "int8", "uint8", "int4" or "uint4".
+        quant_settings, quan_json: not available; must be None.
+        extra_option: {"SubChannel": whether groups of columns share a scale, "GroupSize": columns in a group}.
     """
 
     def __init__(self, activation_type: str = "bfloat16", weight_type: str = "uint8", quant_settings: Any = None,
-                 quan_json: dict | None = None, extra_option: dict | None = None):
+                 quan_json: dict[str, Any] | None = None,
+                 extra_option: dict[str, Any] | None = None):
         if quant_settings is not None or quan_json is not None:
-            raise ValueError("quant_settings and quan_json describe quantized checkpoints, which are not available yet; "
-                             "use extra_option")
+            raise ValueError("quant_settings and quan_json describe quantized checkpoints, which are not available "
+                             "yet; use extra_option")
         if str(weight_type).lower() not in _BITS:
             raise ValueError(f"weight_type={weight_type!r} is not known; allowed: {', '.join(_BITS)}")
         self.activation_type, self.weight_type = str(activation_type), str(weight_type)
         self.extra_option = {"SubChannel": False, "GroupSize": 512, **(extra_option or {})}
 
     def customized(self) -> dict[str, Any]:
-        """As customized_quant_config of HuggingFaceModel."""
+        """The argument customized_quant_config of HuggingFaceModel.serialize_to_path."""
         option = self.extra_option
         return {"weight_format": _BITS[self.weight_type.lower()],
                 "group_size": int(option["GroupSize"]) if option["SubChannel"] else 0,
@@ -46,16 +51,17 @@ class QuantizeConfig:
 
 
 class ConfigManager:
-    """Configs of EngineHelper: plain dicts, as their JSON files."""
+    """Reads, checks and writes configs of EngineHelper, which are plain dicts."""
 
     @staticmethod
-    def save_config_as_json(config: dict[str, Any], file_path: str | os.PathLike) -> None:
+    def save_config_as_json(config: dict[str, Any], file_path: str | os.PathLike[str]) -> None:
+        """Write a config to a JSON file."""
         with open(file_path, "w", encoding="utf-8") as file:
             json.dump(config, file, indent=4)
 
     @staticmethod
-    def get_config_from_json(file_path: str | os.PathLike) -> dict[str, Any]:
-        """A file's config, without defaults. ValueError if there is none, or it is no JSON object."""
+    def get_config_from_json(file_path: str | os.PathLike[str]) -> dict[str, Any]:
+        """The config in a JSON file, without defaults. Raises ValueError if it is missing or no JSON object."""
         if not os.path.exists(file_path):
             raise ValueError(f"{file_path} does not exist")
         try:
@@ -69,6 +75,7 @@ class ConfigManager:
 
     @staticmethod
     def get_default_config() -> dict[str, Any]:
+        """The default of every key."""
         return {
             "model_name": "", "model_type": "", "model_path": "~/dashinfer_models/", "data_type": "float32",
             "device_type": "CPU", "device_ids": [0], "multinode_mode": False,
@@ -85,7 +92,7 @@ class ConfigManager:
 
     @staticmethod
     def recursive_merge(dict1: dict[str, Any], dict2: dict[str, Any]) -> dict[str, Any]:
-        """dict1 with what dict2 has that is not None, dicts within merged likewise."""
+        """Set dict1's values to those of dict2 that are not None, recursively; returns dict1."""
         for key, value in dict2.items():
             if isinstance(value, dict) and isinstance(dict1.get(key), dict):
                 ConfigManager.recursive_merge(dict1[key], value)
@@ -95,7 +102,7 @@ class ConfigManager:
 
     @staticmethod
     def check_config(config: dict[str, Any]) -> None:
-        """ValueError naming what is wrong. `model_type` only has to be there: a checkpoint says what it is."""
+        """Raises ValueError naming a wrong key or value. `model_type` is not used: the checkpoint names its family."""
         known = ConfigManager.get_default_config()
         for key in config:
             if key not in known:
@@ -111,19 +118,19 @@ class ConfigManager:
 
     @staticmethod
     def create_config(user_config: dict[str, Any]) -> dict[str, Any]:
-        """A user's config with defaults for what it leaves out, checked."""
+        """A user's config with defaults for missing keys, checked."""
         config = ConfigManager.recursive_merge(ConfigManager.get_default_config(), copy.deepcopy(user_config))
         ConfigManager.check_config(config)
         return config
 
 
 @dataclass
-class Request:
-    """One request, before and after it is processed. Times in seconds."""
+class HelperRequest:
+    """One request and, once it is processed, its result. context_time and generate_time are in seconds."""
 
     id: int = -1
     model_info: str | None = None
-    torch_input: dict | None = None
+    torch_input: dict[str, Any] | None = None
     in_text: str | None = None
     in_tokens: list[int] | None = None
     in_tokens_len: int | None = None
@@ -131,7 +138,7 @@ class Request:
     out_tokens: list[int] | None = None
     out_tokens_len: int | None = None
     status: int | None = None
-    gen_cfg: dict | None = None
+    gen_cfg: dict[str, Any] | None = None
     start_timestamp: str | None = None
     end_timestamp: str | None = None
     context_time: float = 0.0
@@ -141,11 +148,13 @@ class Request:
 
 
 class EngineHelper:
-    """Converts a checkpoint and runs it, as a config of ConfigManager says. Several device_ids, or multinode_mode, run a
-    group of as many ranks as $AS_NUMA_NUM says; one, an Engine in this process.
+    """Converts a checkpoint and runs it, as a config of ConfigManager describes.
+
+    With several device_ids, or with multinode_mode, it starts a group of $AS_NUMA_NUM ranks; otherwise it makes an
+    Engine in this process.
     """
 
-    Request = Request
+    Request = HelperRequest
 
     def __init__(self, user_config: dict[str, Any]):
         config = ConfigManager.create_config(user_config)
@@ -183,7 +192,7 @@ class EngineHelper:
         return f"{base}.asgraph", f"{base}.asparam"
 
     def init_tokenizer(self, hf_model_path: str) -> None:
-        """Loads a checkpoint's tokenizer; its end of sequence is the default where the config has none (-1 or [])."""
+        """Load a checkpoint's tokenizer. Its end-of-sequence id is the default if the config has none (-1 or [])."""
         self.tokenizer = self._loader(hf_model_path).init_tokenizer().get_tokenizer()
         if self.default_gen_cfg.get("eos_token_id") in (-1, [], None):
             eos = self.tokenizer.eos_token_id
@@ -194,22 +203,23 @@ class EngineHelper:
         return HuggingFaceModel(hf_model_path, self.model_name, user_set_data_type=self.data_type)
 
     def check_model_exist(self) -> bool:
-        """Whether the converted files are there."""
+        """Whether the converted files exist."""
         missing = [path for path in self._files() if not os.path.exists(path)]
         if missing:
             logger.info("not converted yet: %s is missing", missing[0])
         return not missing
 
     def convert_model(self, hf_model_path: str) -> None:
-        """Writes the converted files to the config's model_path."""
-        quant = {}
+        """Convert a checkpoint into the directory model_path of the config."""
+        quant: dict[str, Any] = {}
         if self.quant_config is not None:
             quant = {"enable_quant": True, "customized_quant_config": self.quant_config.customized()}
         self._loader(hf_model_path).load_model().serialize_to_path(self.engine, self.model_path, **quant)
 
     def init_engine(self) -> None:
-        """Loads and starts the converted model. `matmul_precision` below "highest" is a permission that is not used:
-        the weights' type says what is computed in.
+        """Load and start the converted model. Raises AllSparkError (ALLSPARK_IO_ERROR) if it is not converted yet.
+
+        `matmul_precision` has no effect: the weights' type determines the precision.
         """
         graph, param = self._files()
         if not self.check_model_exist():
@@ -223,7 +233,7 @@ class EngineHelper:
         self.engine.start_model(self.model_name)
 
     def uninit_engine(self) -> None:
-        """Stops and frees the model."""
+        """Stop and free the model."""
         if self.engine_config["do_profiling"]:
             logger.info("%s", self.engine.get_op_profiling_info(self.model_name))
         self.engine.stop_model(self.model_name)
@@ -231,33 +241,34 @@ class EngineHelper:
 
     # --- requests ------------------------------------------------------------------------------------------------
 
-    def create_request(self, prompt: list, gen_cfg: list[dict] | None = None) -> list[Request]:
-        """Requests for a list of texts, or of lists of ids; `gen_cfg`: a config for each (default: the config's)."""
+    def create_request(self, prompt: list[Any], gen_cfg: list[dict[str, Any]] | None = None) -> list[HelperRequest]:
+        """Requests for prompts, each a text or a list of ids. `gen_cfg`: a config for each; None: the default."""
         if not prompt:
             raise ValueError("prompt is empty; give a list of texts, or of lists of ids")
         if gen_cfg is not None and len(gen_cfg) != len(prompt):
             raise ValueError(f"gen_cfg has {len(gen_cfg)} configs for {len(prompt)} prompts; give one for each")
         requests = []
         for i, given in enumerate(prompt):
+            text: str | None
             if isinstance(given, str):
                 text, encoded = given, self.tokenizer.encode(given)
                 ids = list(getattr(encoded, "ids", encoded))
             elif isinstance(given, (list, tuple)):
                 ids = list(given)
-                text = self.tokenizer.decode(ids, skip_special_tokens=False) if self.tokenizer is not None else None
+                text = None if self.tokenizer is None else self.tokenizer.decode(ids, skip_special_tokens=False)
             else:
                 raise TypeError(f"prompt[{i}] must be text or a list of ids, not {type(given).__name__}")
             config = gen_cfg[i] if gen_cfg is not None else self.default_gen_cfg
-            requests.append(Request(i, self.model_name, {"input_ids": ids}, text, ids, len(ids), gen_cfg=config))
+            requests.append(HelperRequest(i, self.model_name, {"input_ids": ids}, text, ids, len(ids), gen_cfg=config))
         return requests
 
-    def process_one_request(self, request: Request) -> None:
-        """Runs a request to its end; its fields then tell of the answer."""
+    def process_one_request(self, request: HelperRequest) -> None:
+        """Run a request to its end; its fields then hold the result. Raises AllSparkError if it fails."""
         for _ in self.process_one_request_stream(request):
             pass
 
-    def process_one_request_stream(self, request: Request) -> Iterator[str]:
-        """Runs a request; yields all of the text so far whenever there is more. Raises AllSparkError if it fails."""
+    def process_one_request_stream(self, request: HelperRequest) -> Iterator[str]:
+        """Run a request and yield its whole text so far whenever tokens arrive. Raises AllSparkError if it fails."""
         request.start_timestamp, begin = _now(), time.perf_counter()
         _, request.handle, request.queue = self.engine.start_request(
             self.model_name, request.torch_input or {"input_ids": request.in_tokens}, request.gen_cfg)
@@ -269,7 +280,7 @@ class EngineHelper:
                 ids += elements.ids_from_generate
                 request.status = int(request.queue.GenerateStatus())
                 request.out_tokens, request.out_tokens_len = ids, len(ids)
-                request.out_text = self.tokenizer.decode(ids, skip_special_tokens=True)
+                request.out_text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
                 yield request.out_text
         finally:
             request.generate_time = time.perf_counter() - begin - request.context_time
@@ -279,19 +290,20 @@ class EngineHelper:
         if request.status == GenerateRequestStatus.GenerateFinished:
             self.print_inference_result(request)
 
-    def print_inference_result(self, request: Request) -> None:
-        """With `verbose`, logs a request and its answer."""
+    def print_inference_result(self, request: HelperRequest) -> None:
+        """Log a request and its answer if `verbose` is set."""
         if self.verbose:
             logger.info("request %d: %d tokens in, %s out, %.3f s to the first, %.3f s then\n%s\n%s", request.id,
                         request.in_tokens_len, request.out_tokens_len, request.context_time, request.generate_time,
                         request.in_text, request.out_text)
 
-    def print_inference_result_all(self, request_list: list[Request]) -> None:
+    def print_inference_result_all(self, request_list: list[HelperRequest]) -> None:
+        """Log requests and their answers if `verbose` is set."""
         for request in request_list:
             self.print_inference_result(request)
 
-    def print_profiling_data(self, request_list: list[Request], total_time: float = 0.0) -> None:
-        """Logs means over requests, and with their `total_time` in seconds their throughput."""
+    def print_profiling_data(self, request_list: list[HelperRequest], total_time: float = 0.0) -> None:
+        """Log means over requests and, if their `total_time` in seconds is given, the throughput."""
         count = len(request_list)
         if not count:
             raise ValueError("request_list is empty")
@@ -303,11 +315,12 @@ class EngineHelper:
                     sum(r.generate_time for r in request_list) / count, rate)
 
     @staticmethod
-    def convert_request_to_jsonstr(request: Request) -> str:
-        """A request as JSON; what has no JSON form is null."""
+    def convert_request_to_jsonstr(request: HelperRequest) -> str:
+        """A request as JSON; values without a JSON form are null."""
         return json.dumps(vars(request), ensure_ascii=False, default=lambda value: None)
 
     def fetch_config(self) -> dict[str, Any]:
+        """The config with its defaults."""
         return self.config
 
 

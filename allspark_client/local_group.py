@@ -1,4 +1,4 @@
-"""The server group that `ClientEngine()` starts for itself: the `allspark serve` command in a process of its own."""
+"""The server group that `ClientEngine()` starts for itself: `allspark serve` in a process of its own."""
 from __future__ import annotations
 
 import fcntl
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
 
 from .environment import check_environment
 from .errors import AllSparkError, AsStatus
@@ -21,11 +22,11 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.05
 _STOP_SECONDS = 15.0
 _LOG_TAIL = 2000
-_PREFIX = "allspark-run-"      # of folders that are removed once nobody holds their lock
+_PREFIX = "allspark-run-"      # a directory with this prefix is removed once no process holds its lock
 
 
 class SelfStartedGroup:
-    """A supervisor with its ranks, serving on a Unix socket in a private directory, ended with this object."""
+    """A supervisor with its ranks. They serve on a Unix socket in a private directory until stop() is called."""
 
     def __init__(self) -> None:
         if importlib.util.find_spec("allspark_launch") is None:
@@ -36,8 +37,8 @@ class SelfStartedGroup:
         check_environment()
         self._owner = os.getpid()
         self._directory = _short_directory()
-        # Held as long as this process lives: a supervisor that outlives it, or the next group, removes a directory
-        # that nobody holds (allspark_launch/folders.py).
+        # This process holds the lock until it ends. A supervisor that outlives it, or the next group, removes
+        # directories that no process holds.
         self._lock = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._ready_file = os.path.join(self._directory, "ready.json")
@@ -47,12 +48,15 @@ class SelfStartedGroup:
                    "--model-root", "/", "--ready-file", self._ready_file, "--parent-pid", str(os.getpid())]
         logger.info("starting a server group: %s (log: %s)", " ".join(command), self._log_file)
         with open(self._log_file, "wb") as log:
-            # A session of its own: Ctrl-C in the terminal is for this process, which then stops the group in order.
+            # A session of its own: Ctrl-C in the terminal reaches only this process, which then stops the group.
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                                              start_new_session=True)
 
     def wait(self, timeout: float) -> list[str]:
-        """The addresses it serves on, once it is healthy. Raises AllSparkError with the end of its log."""
+        """Wait until the group is healthy, at most `timeout` seconds; returns its addresses.
+
+        Raises AllSparkError with the end of its log if it does not start.
+        """
         deadline = time.monotonic() + timeout
         while True:
             ready = self._read_ready()
@@ -68,13 +72,13 @@ class SelfStartedGroup:
             time.sleep(_POLL_SECONDS)
 
     def failure(self) -> str | None:
-        """Why the group cannot come back (its supervisor has ended), or None while it may."""
+        """Why the group cannot come back: its supervisor has ended. None while it may."""
         if self._process.poll() is None:
             return None
         return f"its supervisor exited with status {self._process.returncode}{self._tail()}"
 
     def stop(self) -> None:
-        """End the group; idempotent. In a forked child this does nothing: the group is the parent's."""
+        """End the group; idempotent. In a forked child it does nothing: the group belongs to the parent."""
         if os.getpid() != self._owner:
             return
         if self._process.poll() is None:
@@ -85,7 +89,7 @@ class SelfStartedGroup:
                 logger.warning("the server group (pid %d) did not stop within %g s; killing it", self._process.pid,
                                _STOP_SECONDS)
         try:
-            os.killpg(self._process.pid, signal.SIGKILL)    # what is left of it, if anything
+            os.killpg(self._process.pid, signal.SIGKILL)    # the remaining processes, if any
         except (ProcessLookupError, PermissionError):
             logger.debug("nothing is left of the server group %d", self._process.pid)
         self._process.wait()
@@ -94,10 +98,11 @@ class SelfStartedGroup:
             os.close(self._lock)
             self._lock = -1
 
-    def _read_ready(self) -> dict | None:
+    def _read_ready(self) -> dict[str, Any] | None:
         try:
             with open(self._ready_file, encoding="utf-8") as file:
-                return json.load(file)
+                ready: dict[str, Any] = json.load(file)
+                return ready
         except FileNotFoundError:
             return None
 
@@ -117,7 +122,7 @@ class SelfStartedGroup:
 
 
 def _short_directory() -> str:
-    """A private directory whose socket's path fits the 107 bytes that Unix allows."""
+    """A private directory with a path so short that its socket's path fits the 107 bytes that Unix allows."""
     directory = tempfile.mkdtemp(prefix=_PREFIX)
     if len(os.fsencode(directory)) > 80:
         os.rmdir(directory)

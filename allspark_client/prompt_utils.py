@@ -7,7 +7,7 @@ class PromptTemplate:
 
     @staticmethod
     def apply_chatml_template(inputs: str, system: str = "You are a helpful assistant.") -> str:
-        """`inputs` as a ChatML conversation that the assistant is to continue."""
+        """The user's message `inputs` as a ChatML conversation, ending where the assistant answers."""
         if not isinstance(inputs, str):
             raise TypeError(f"inputs must be a str, not {type(inputs).__name__}")
         turns = (("system", system), ("user", inputs))

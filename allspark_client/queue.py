@@ -1,4 +1,4 @@
-"""ResultQueue: where an engine leaves a request's tokens and its caller picks them up. Any thread may use it."""
+"""ResultQueue: the engine puts a request's tokens into it, and the caller takes them out."""
 from __future__ import annotations
 
 import asyncio
@@ -20,15 +20,16 @@ _REASONS = {
 
 
 class ResultQueue:
-    """Tokens and status of one request.
+    """The tokens and the status of one request. Any thread may call the methods; coroutines end in Async.
 
-    Whatever has arrived is handed out once, merged into one GeneratedElements (of one sample). After the end, the
-    getters return None; for a request that failed (InternalError) they raise its AllSparkError instead. Iterating
-    raises also for one that was interrupted by others than its caller: what came is not the whole answer.
+    The getters return each token once. Tokens of one sample that have arrived together are merged into one
+    GeneratedElements. After the end, once all tokens are read, getters return None; if the request has failed
+    (InternalError) they raise its AllSparkError instead. Iteration, `for elements in queue` or `async for` in an event
+    loop, also raises if the request was interrupted by anything but its caller, since the output is then incomplete.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()     # a signal's handler may end what it has interrupted
+        self._lock = threading.RLock()     # re-entrant: a signal handler may end the request whose getter it interrupts
         self._changed = threading.Condition(self._lock)
         self._elements: deque[GeneratedElements] = deque()
         self._status = GenerateRequestStatus.Init
@@ -37,13 +38,17 @@ class ResultQueue:
         self._length = 0
         self._tasks = LoopWaiters()
         self.stat = StatInfo()
-        #: what the chat's template has begun of the answer, such as "<think>\n"; known once the request is started
+        #: the start of the answer that the chat template wrote, such as "<think>\n"; known once the request is accepted
         self.opened = ""
 
     # --- the consumer's side -------------------------------------------------------------------------------------
 
     def Get(self, timeout_ms: float | None = None) -> GeneratedElements | None:
-        """All new tokens; blocks until there are some. None: ended and all read, or `timeout_ms` is over."""
+        """Wait for new tokens and return them.
+
+        Returns None once the request has ended and all tokens are read, or when `timeout_ms` milliseconds are over.
+        Raises AllSparkError if the request has failed.
+        """
         deadline = None if timeout_ms is None else time.monotonic() + _seconds(timeout_ms)
         with self._changed:
             while not self._elements and not self._status.final:
@@ -54,38 +59,40 @@ class ResultQueue:
             return self._take()
 
     def GetWithTimeout(self, timeout_ms: float) -> GeneratedElements | None:
-        """As Get, but waits at most `timeout_ms` milliseconds."""
+        """As Get, waiting at most `timeout_ms` milliseconds."""
         return self.Get(timeout_ms)
 
     def GetNoWait(self) -> GeneratedElements | None:
-        """What is there now; None if nothing is."""
+        """New tokens that have already arrived, or None. Raises AllSparkError if the request has failed."""
         with self._lock:
             return self._take()
 
     def GenerateStatus(self) -> GenerateRequestStatus:
-        """Where the request is; tokens may remain to be read when the status is already final."""
+        """The request's status. Tokens may remain to be read when the status is already final."""
         with self._lock:
             return self._status
 
     def FinishReason(self) -> str | None:
-        """Why the request ended: stop (end of sequence, or a stop string), length, stop_word, interrupted, error or tool_calls; None
-        while it has not.
+        """Why the request ended; None while it has not.
+
+        "stop": an end-of-sequence token or a stop string; "length": the maximum length; "stop_word": an entry of
+        stop_words_ids; "tool_calls": the answer ended with tool calls; "interrupted", "error".
         """
         with self._lock:
             return self._reason
 
     def GeneratedLength(self) -> int:
-        """Tokens generated so far, read or not, over all samples."""
+        """The number of tokens generated so far, read or not, over all samples."""
         with self._lock:
             return self._length
 
     def RequestStatInfo(self) -> StatInfo:
-        """Times and lengths of the request, a copy."""
+        """The times and lengths of the request, as a copy."""
         with self._lock:
             return copy.copy(self.stat)
 
     def wait_final(self, timeout: float | None = None) -> bool:
-        """Block until the request has ended, at most `timeout` seconds; whether it has."""
+        """Wait until the request has ended, at most `timeout` seconds; returns whether it has."""
         with self._changed:
             return self._changed.wait_for(lambda: self._status.final, timeout)
 
@@ -121,8 +128,8 @@ class ResultQueue:
             if not await self._awaited(news, deadline):
                 return self.GenerateStatus().final
 
-    async def _awaited(self, news: asyncio.Future, deadline: float | None) -> bool:
-        """Waits for a future of the queue's; whether it was resolved in time."""
+    async def _awaited(self, news: asyncio.Future[None], deadline: float | None) -> bool:
+        """Wait for a future of `_tasks`; returns whether it was resolved in time."""
         came = False
         try:
             if deadline is None:
@@ -150,7 +157,7 @@ class ResultQueue:
     # --- the engine's side ---------------------------------------------------------------------------------------
 
     def put(self, elements: GeneratedElements) -> None:
-        """Hand over new tokens. The queue owns `elements` from now on."""
+        """Add new tokens. The queue owns `elements` from now on."""
         with self._lock:
             if self._status.final:
                 return
@@ -162,22 +169,22 @@ class ResultQueue:
             self._wake()
 
     def set_status(self, status: GenerateRequestStatus) -> None:
-        """Note progress, which never goes back; a final status goes through finish()."""
+        """Advance the status to one that is not final; it never goes back. A final status is set by finish()."""
         with self._lock:
             if self._status < status <= GenerateRequestStatus.Generating:
                 self._status = GenerateRequestStatus(status)
 
     def update_stat(self, values: dict[str, float]) -> None:
-        """Take over fields of RequestStatInfo."""
+        """Set these fields of RequestStatInfo."""
         with self._lock:
             self.stat.update(values)
 
     def finish(self, status: GenerateRequestStatus, error: AllSparkError | None = None,
                reason: str | None = None) -> None:
-        """End the request; the first call counts, tokens put afterwards are dropped.
+        """End the request. Later calls have no effect, and tokens that are put afterwards are dropped.
 
-        `error`: with InternalError, what went wrong; with GenerateInterrupted, who did that, unless the caller did.
-        `reason`: what FinishReason() says, where the status does not tell.
+        `error`: for InternalError, what went wrong; for GenerateInterrupted, why, unless the caller asked for it.
+        `reason`: the value of FinishReason(), if the status does not imply it.
         """
         with self._lock:
             if self._status.final:

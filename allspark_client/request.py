@@ -1,4 +1,4 @@
-"""What a request is, on its way from an API call to the scheduler."""
+"""RequestSpec: a request between the API call and the scheduler."""
 from __future__ import annotations
 
 import os
@@ -15,7 +15,7 @@ _TRACE_LENGTH = 55      # of a traceparent of version 00
 
 
 def current_trace() -> str:
-    """The traceparent (W3C Trace Context) of the span that the caller is in; empty if this program makes no spans."""
+    """The traceparent (W3C Trace Context) of the caller's current span; empty if this program does not trace."""
     if "opentelemetry.sdk.trace" not in sys.modules:
         return ""
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -25,19 +25,19 @@ def current_trace() -> str:
 
 
 def adapter_name(lora: str) -> str:
-    """The name of a LoRA adapter that is given as NAME, PATH (then its last part is the name) or NAME=PATH."""
+    """The name of a LoRA adapter that is given as NAME, PATH (its last part is the name) or NAME=PATH."""
     name, given, _ = lora.partition("=")
     return name if given and "/" not in name else os.path.basename(lora.rstrip("/"))
 
 
 def adapter_path(lora: str) -> str:
-    """Where an adapter is that is so given: a path, or the name itself."""
+    """The path of a LoRA adapter that is given as NAME, PATH or NAME=PATH; NAME itself if it has none."""
     name, given, path = lora.partition("=")
     return path if given and "/" not in name else lora
 
 
 def absolute_lora(lora: str) -> str:
-    """The same, its path absolute if there is an adapter here: servers have another working directory."""
+    """`lora` with an absolute path if an adapter is there: servers have another working directory."""
     if not isinstance(lora, str):
         raise TypeError(f"lora_name must be a str, not {type(lora).__name__}")
     path = adapter_path(lora)
@@ -47,56 +47,54 @@ def absolute_lora(lora: str) -> str:
 
 @dataclass
 class RequestSpec:
-    """One request. Exactly one of `input_ids`, `text` and `messages` is given; rank 0 tokenizes the latter two."""
+    """One request. Exactly one of `input_ids`, `text` and `messages` is set; rank 0 tokenizes the latter two."""
 
     model: str
     input_ids: list[int] | None = None
     text: str | None = None
-    #: a chat: [{"role": "user", "content": "…"}, …], put through the checkpoint's chat template
+    #: a chat, [{"role": "user", "content": "…"}, …], which the checkpoint's chat template renders
     messages: list[dict[str, Any]] | None = None
-    #: beside messages, and beside the ids that they became; None: a plain chat, or none
+    #: options of messages, also once they are tokenized; None: a plain chat, or no chat
     chat: ChatOptions | None = None
     config: GenerateConfig = field(default_factory=GenerateConfig)
-    #: tokens that another group has already produced and the client has: they are not emitted again
+    #: tokens that another group has generated and the client has received: they are not sent again
     generated: list[int] = field(default_factory=list)
-    #: deliver newly decodable text with the tokens
+    #: whether elements carry text beside token ids
     want_text: bool = False
-    #: whose shares and limits count; empty: this client's own. Only an HTTP server in front may name others
+    #: the tenant whose shares and limits apply; empty: this client's own. Only an HTTP server may name others
     tenant: str = ""
-    #: with n > 1, instead of `generated`: of each sample
+    #: with n > 1, instead of `generated`: the tokens of each sample
     samples: list[list[int]] = field(default_factory=list)
-    #: it was taken before, by a server that was lost
+    #: another server, which was lost, had accepted it before
     resumed: bool = False
-    #: servers that were lost while they ran it, without a token since it began there: it may be what ends them
+    #: servers that were lost while they computed it, before it got a new token: it may have crashed them
     deaths: int = 0
-    #: digest of the LoRA adapter that config.lora_name was, where it was taken; rank 0 says it
+    #: digest of the LoRA adapter config.lora_name on the server that accepted the request; set by rank 0
     adapter: str = ""
-    #: what the chat's template has begun of the answer, such as "<think>\n"; rank 0 says it with the prompt's ids
+    #: the start of the answer that the chat template wrote, such as "<think>\n"; set by rank 0 with the prompt's ids
     opened: str = ""
-    #: a traceparent: the span below which this request's are
+    #: a traceparent: the parent of this request's spans
     trace: str = field(default_factory=current_trace)
 
     def set_prompt(self, ids: list[int]) -> None:
-        """The prompt is these ids from now on, whatever it was before: text rendered or tokenized anew, elsewhere or on
-        another day, may become others.
-        """
+        """Replace the prompt by its ids. Text that another server renders or tokenizes again may give other ids."""
         self.input_ids, self.text, self.messages = ids, None, None
 
     def check_tenant(self) -> None:
-        """Raises ValueError for a name that is too long, or cannot be sent."""
+        """Raises ValueError if the tenant's name is too long or no valid Unicode."""
         size = len(valid_unicode("tenant", self.tenant).encode())
         if size > MAX_TENANT_BYTES:
             raise ValueError(f"tenant={self.tenant[:40]!r}... has {size} bytes; allowed: at most {MAX_TENANT_BYTES}")
 
     def trust_trace(self, given: str) -> None:
-        """Takes a traceparent that somebody else gave; one of another form counts for nothing, as its standard says."""
+        """Set the traceparent that a caller gave. One of another form is ignored, as the standard demands."""
         self.trace = given if len(given) == _TRACE_LENGTH and given.isascii() else ""
 
     def generated_of(self, sample: int) -> list[int]:
-        """What another group has already produced of a sample."""
+        """The tokens of a sample that another group has already generated."""
         return self.samples[sample] if self.samples else self.generated
 
     @property
     def prompt_len(self) -> int:
-        """Prompt tokens; 0 while the prompt is not tokenized."""
+        """The number of prompt tokens; 0 before the prompt is tokenized."""
         return len(self.input_ids) if self.input_ids is not None else 0

@@ -1,17 +1,25 @@
-"""From what callers have as token ids to a list of ints."""
+"""Token ids of any form that callers have them in, as a list of ints."""
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 
 def as_token_ids(ids: Any, name: str = "input_ids") -> list[int]:
-    """Token ids as a list of ints, from a DLPack capsule, an object with __dlpack__, a NumPy array, or a list.
+    """Token ids as a list of ints.
 
-    Shape [n] or [1, n], of an integer type. A capsule is left as it is: it may be given again. Raises TypeError for other types and ValueError for other shapes, an empty
-    prompt, or negative ids; the upper end of the vocabulary is the engine's to check.
+    Args:
+        ids: a DLPack capsule, an object with __dlpack__, a NumPy array or a list of ints, of shape [n] or [1, n]. A
+            capsule is not consumed: it may be given again.
+        name: the argument's name in errors.
+
+    Raises:
+        TypeError: another type, elements that are no integers, or memory of a GPU.
+        ValueError: another shape, no ids, a negative id, or one beyond 32 bits. That ids are smaller than the
+            vocabulary is checked by the engine.
     """
     if isinstance(ids, (list, tuple)):
         array = _from_list(ids, name)
@@ -37,11 +45,12 @@ def as_token_ids(ids: Any, name: str = "input_ids") -> list[int]:
         value = int(array[wrong[0]])
         raise ValueError(f"{name}[{wrong[0]}]={value} is {'negative' if value < 0 else 'beyond 32 bits'}; "
                          "token ids start at 0 and end below the vocabulary's size")
-    return array.tolist()
+    values: list[int] = array.tolist()
+    return values
 
 
-def _from_list(ids: list | tuple, name: str) -> np.ndarray:
-    rows = ids
+def _from_list(ids: Sequence[Any], name: str) -> np.ndarray[Any, Any]:
+    rows: Sequence[Any] | np.ndarray[Any, Any] = ids
     if len(ids) == 1 and isinstance(ids[0], (list, tuple, np.ndarray)):
         rows = ids[0]
     for i, value in enumerate(rows):
@@ -55,7 +64,7 @@ def _from_list(ids: list | tuple, name: str) -> np.ndarray:
         raise ValueError(f"{name} holds a value beyond 64 bits; token ids end below the vocabulary's size") from None
 
 
-def _from_dlpack(source: Any, name: str, what: str) -> np.ndarray:
+def _from_dlpack(source: Any, name: str, what: str) -> np.ndarray[Any, Any]:
     try:
         return np.from_dlpack(source)
     except (BufferError, RuntimeError, TypeError, ValueError) as e:
@@ -66,29 +75,29 @@ class _Tensor(ctypes.Structure):
     """DLTensor of dlpack.h."""
 
     _fields_ = [("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
-                ("ndim", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
-                ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)),
-                ("byte_offset", ctypes.c_uint64)]
+                ("ndim", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8),
+                ("lanes", ctypes.c_uint16), ("shape", ctypes.POINTER(ctypes.c_int64)),
+                ("strides", ctypes.POINTER(ctypes.c_int64)), ("byte_offset", ctypes.c_uint64)]
 
 
-#: by the capsule's name, where its DLTensor is: behind a version, a pointer to its owner, its deleter, and flags
+#: by a capsule's name, the offset of its DLTensor in bytes: behind a version, a pointer to the owner, a deleter, flags
 _OFFSETS = {b"dltensor": 0, b"dltensor_versioned": 8 + 2 * ctypes.sizeof(ctypes.c_void_p) + 8}
 _CPU, _KINDS = 1, {0: "i", 1: "u", 2: "f", 4: "V", 6: "b"}
 
 
-def _from_capsule(capsule: Any, name: str) -> np.ndarray:
-    """A copy of what a capsule holds. Consumers of capsules take them over, for once; DashInfer's scripts start several
-    requests with one.
-    """
+def _from_capsule(capsule: Any, name: str) -> np.ndarray[Any, Any]:
+    """A copy of a capsule's tensor. The capsule is not consumed: DashInfer's scripts use one for several requests."""
     get_name, get_pointer = ctypes.pythonapi.PyCapsule_GetName, ctypes.pythonapi.PyCapsule_GetPointer
     get_name.restype, get_name.argtypes = ctypes.c_char_p, [ctypes.py_object]
     get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     kind = get_name(capsule)
     if kind not in _OFFSETS:
-        raise TypeError(f"{name}: a DLPack capsule of the name {(kind or b'').decode(errors='replace')!r} holds no tensor: "
-                        "it was given to something that has taken it over")
+        given = (kind or b"").decode(errors="replace")
+        raise TypeError(f"{name}: a DLPack capsule of the name {given!r} holds no tensor: another consumer has "
+                        "taken it over")
     tensor = _Tensor.from_address(get_pointer(capsule, kind) + _OFFSETS[kind])
-    if tensor.device_type != _CPU or tensor.lanes != 1 or tensor.code not in _KINDS or tensor.bits not in (8, 16, 32, 64):
+    if tensor.device_type != _CPU or tensor.lanes != 1 or tensor.code not in _KINDS \
+            or tensor.bits not in (8, 16, 32, 64):
         raise TypeError(f"{name}: a DLPack capsule cannot be read as an integer array in CPU memory (device type "
                         f"{tensor.device_type}, type code {tensor.code}, {tensor.bits} bits, {tensor.lanes} lanes)")
     dtype = np.dtype(f"{_KINDS[tensor.code]}{tensor.bits // 8}")
@@ -100,4 +109,5 @@ def _from_capsule(capsule: Any, name: str) -> np.ndarray:
     reach = [(n - 1) * stride for n, stride in zip(shape, strides)]
     before, after = -sum(r for r in reach if r < 0), sum(r for r in reach if r > 0) + dtype.itemsize
     data = (ctypes.c_char * (before + after)).from_address(tensor.data + tensor.byte_offset - before)
-    return np.ndarray(shape, dtype, data, before, strides).copy()
+    copy: np.ndarray[Any, Any] = np.ndarray(shape, dtype, data, before, strides).copy()
+    return copy

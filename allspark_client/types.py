@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class GenerateRequestStatus(IntEnum):
-    """Where a request is. The last three are final."""
+    """The state of a request. The last three are final."""
 
     Init = 0                 #: waiting to be scheduled
     ContextFinished = 1      #: the prompt has been computed
@@ -19,12 +19,12 @@ class GenerateRequestStatus(IntEnum):
 
     @property
     def final(self) -> bool:
-        """True once nothing more can come."""
+        """Whether the request has ended: no more tokens can arrive."""
         return self >= GenerateRequestStatus.GenerateFinished
 
 
 class TargetDevice(Enum):
-    """What AsModelRuntimeConfigBuilder.compute_unit places a model on."""
+    """The kind of device that AsModelRuntimeConfigBuilder.compute_unit places a model on."""
 
     CUDA = "CUDA"
     CPU = "CPU"
@@ -32,15 +32,15 @@ class TargetDevice(Enum):
 
 
 class RoPEScaleMethod(Enum):
-    """How HuggingFaceModel.set_rope_scale_method stretches the rotary embedding."""
+    """How HuggingFaceModel.set_rope_scale_method scales the rotary embedding for longer contexts."""
 
     NO_SCALE = 0
     YaRN = 3
-    NTK = 4     #: dynamic: with the context's length
+    NTK = 4     #: dynamic: depends on the length of the context
 
 
 class AsCacheMode(IntEnum):
-    """How keys and values are stored."""
+    """How the KV cache stores keys and values: as computed, or quantized to 8 or 4 bits."""
 
     AsCacheDefault = 0
     AsCacheQuantI8 = 1
@@ -56,21 +56,21 @@ class AsMHAPrefill(IntEnum):
 
 
 class AsEvictionStrategy(IntEnum):
-    """Which running request gives way when the cache is full."""
+    """Which running request is preempted when the cache is full."""
 
     MaxLength = 0
     Random = 1
 
 
 class AsSchedulingStrategy(IntEnum):
-    """Whether prompts go before running requests or share the step with them."""
+    """Whether prompts are computed before running requests or share the step with them."""
 
     ContextPriority = 0
     Balance = 1
 
 
 class VocabType(IntEnum):
-    """Tokenizer family of the `vocab` given for guided output."""
+    """Tokenizer family of GenerateConfig.vocab, which structured output uses."""
 
     VOCAB_TYPE_WPM = 0
     VOCAB_TYPE_SPM = 1
@@ -80,46 +80,47 @@ class VocabType(IntEnum):
 
 @dataclass
 class GeneratedElements:
-    """Tokens of one request (of one sample of it), in the order they were generated.
+    """New tokens of one sample of a request, in the order in which they were generated.
 
-    All lists that are not empty have one entry a token of `ids_from_generate`.
+    Each of log_probs_list and token_logprobs_list is empty or has one entry per token of ids_from_generate.
     """
 
     ids_from_generate: list[int] = field(default_factory=list)
-    #: per token the top_logprobs best (id, logprob) pairs, best first; empty unless logprobs=True
+    #: for each token, the top_logprobs most likely (id, logprob) pairs, most likely first; empty unless logprobs=True
     log_probs_list: list[list[tuple[int, float]]] = field(default_factory=list)
     #: logprob of each token; empty unless logprobs=True
     token_logprobs_list: list[float] = field(default_factory=list)
-    #: of a request with pooling one entry: {"embedding": float32 [hidden size]}
+    #: for a request with pooling, one entry: {"embedding": a float32 array of shape [hidden size]}
     tensors_from_model_inference: list[dict[str, Any]] = field(default_factory=list)
-    #: prompt tokens that came from the prefix cache; on a GPU, and in host memory
+    #: prompt tokens that came from the prefix cache: in all, from a GPU's memory, and from host memory
     prefix_cache_len: int = 0
     prefix_len_gpu: int = 0
     prefix_len_cpu: int = 0
-    #: which of the n samples of the prompt these tokens belong to
+    #: index of the sample that these tokens belong to, from 0 to n - 1
     sample_index: int = 0
     #: text that became decodable with these tokens, for requests started with text or messages
     text: str = ""
-    #: with prompt_logprobs, once: for each of the prompt's tokens but the first, pairs of id and log probability, its
-    #: own, then the likeliest
+    #: with prompt_logprobs, in one of the elements: for each token of the prompt but the first, pairs of id and log
+    #: probability: its own, then the most likely ones
     prompt_logprobs_list: list[list[tuple[int, float]]] = field(default_factory=list)
 
-    #: with the sample's last token: why it ended, as ResultQueue.FinishReason says it of the request
+    #: with the sample's last token: why the sample ended, in the words of ResultQueue.FinishReason
     finish_reason: str | None = None
-    #: which of GenerateConfig.stop ended it, if one did
+    #: the string of GenerateConfig.stop that ended the sample, if one did
     stop_string: str | None = None
 
-    def _get_text(self) -> str:
-        if len(self._pieces) > 1:
-            self._pieces = ["".join(self._pieces)]
-        return self._pieces[0]
-
     def _set_text(self, text: str) -> None:
-        self._pieces = [text]
+        self._texts: list[str] = [text]
+
+    def _get_text(self) -> str:
+        if len(self._texts) > 1:
+            self._texts = ["".join(self._texts)]
+        return self._texts[0]
 
     def extend(self, other: GeneratedElements) -> None:
-        """Append `other`, which follows this one and is of the same sample. Takes time for `other` alone, however much
-        is here already: text is joined when it is read.
+        """Append `other`, the next elements of the same sample.
+
+        The time depends on the size of `other` alone, since texts are joined when they are read.
         """
         self.ids_from_generate.extend(other.ids_from_generate)
         self.log_probs_list.extend(other.log_probs_list)
@@ -129,24 +130,25 @@ class GeneratedElements:
         self.prefix_cache_len = max(self.prefix_cache_len, other.prefix_cache_len)
         self.prefix_len_gpu = max(self.prefix_len_gpu, other.prefix_len_gpu)
         self.prefix_len_cpu = max(self.prefix_len_cpu, other.prefix_len_cpu)
-        self._pieces += other._pieces
+        self._texts += other._texts
         if other.finish_reason is not None:
             self.finish_reason, self.stop_string = other.finish_reason, other.stop_string
 
 
-# After @dataclass, which would take a property in the class for the field's default.
-GeneratedElements.text = property(GeneratedElements._get_text, GeneratedElements._set_text)
+# After @dataclass, which would take a property in the class for the field's default. In this form for type checkers, to
+# which the field stays a str.
+type.__setattr__(GeneratedElements, "text", property(GeneratedElements._get_text, GeneratedElements._set_text))
 
 
 @dataclass
 class RequestStatInfo:
-    """Times and lengths of one request. Times of day are Unix seconds, durations milliseconds; 0: not yet."""
+    """Times and lengths of one request. Times of day are Unix times in s, durations are in ms; 0: not known yet."""
 
     arrival_time: float = 0.0
     first_token_time: float = 0.0
     last_token_time: float = 0.0
     time_to_first_token: float = 0.0      #: ms from arrival
-    time_in_queue: float = 0.0            #: ms from arrival to the first step that had it
+    time_in_queue: float = 0.0            #: ms from arrival to the first step that computed it
     finish_time: float = 0.0              #: ms from arrival to the end
     context_token_length: int = 0         #: prompt tokens
     generated_token_length: int = 0
@@ -155,7 +157,7 @@ class RequestStatInfo:
     generate_tps: float = 0.0             #: generated tokens/s
 
     def update(self, values: dict[str, float]) -> None:
-        """Take over the known keys of `values`; others are ignored, so that old clients read newer servers."""
+        """Set the fields that `values` names. Other keys are ignored: old clients can read newer servers."""
         for f in fields(self):
             if f.name in values:
                 setattr(self, f.name, int(values[f.name]) if isinstance(f.default, int) else float(values[f.name]))
@@ -167,7 +169,7 @@ class RequestStatInfo:
 
 @dataclass
 class AsEngineStat:
-    """A model's load and counters, since it was started."""
+    """A model's load, and its counters since it was started. Spans are the cache's units of cache_span_size tokens."""
 
     model_name: str = ""
     total_span: int = 0
@@ -186,12 +188,12 @@ class AsEngineStat:
     prefix_cache_miss_token: int = 0
     prefix_cache_hit_rate: float = 0.0   #: 0…1
     prefix_cache_miss_rate: float = 0.0  #: 0…1
-    preempted_request: int = 0           #: times a running request gave way
-    total_host_span: int = 0             #: spans that the prefix cache's second tier can hold
+    preempted_request: int = 0           #: how often a running request was preempted
+    total_host_span: int = 0             #: spans that the host cache, the prefix cache's second tier, can hold
     used_host_span: int = 0
-    prefix_cache_host_token: int = 0     #: of prefix_cache_hit_token, those that came from the second tier
-    saved_host_span: int = 0             #: spans that were copied to the second tier
-    restored_host_span: int = 0          #: and back
+    prefix_cache_host_token: int = 0     #: of prefix_cache_hit_token, those from the host cache
+    saved_host_span: int = 0             #: spans copied to the host cache
+    restored_host_span: int = 0          #: spans copied back from it
 
     @property
     def pending_request(self) -> int:
@@ -199,16 +201,16 @@ class AsEngineStat:
         return self.pendding_request
 
     def dict(self) -> dict[str, str]:
-        """All fields, values as text (as DashInfer gives them)."""
+        """All fields, with their values as text, as in DashInfer."""
         return {name: str(value) for name, value in asdict(self).items()}
 
     def ToString(self) -> str:
-        """One line of 'field: value' pairs."""
+        """All fields as one line of 'field: value' pairs."""
         return ", ".join(f"{name}: {value}" for name, value in self.dict().items())
 
     @staticmethod
     def merged(stats: Iterable[AsEngineStat]) -> AsEngineStat:
-        """The sum over the members of a pool, with rates computed anew."""
+        """The sum of the statistics of a pool's members, with rates computed from the sums."""
         stats = list(stats)
         total = AsEngineStat(model_name=stats[0].model_name)
         for f in fields(AsEngineStat):
@@ -224,7 +226,7 @@ class AsEngineStat:
 
 @dataclass
 class ModelInfo:
-    """An installed model: what get_model_info returns."""
+    """An installed model, as get_model_info returns it."""
 
     name: str = ""
     architecture: str = ""
@@ -243,19 +245,19 @@ class ModelInfo:
     weight_dtype: str = ""
     cache_dtype: str = ""
     model_hash: str = ""
-    tokenizer_dir: str | None = None    #: in the process that has the model; clients of a server are not told
+    tokenizer_dir: str | None = None    #: a path in the engine's process; None in clients of a server
     dynamic_rope_original: int = 0      #: 0 unless the rotary scaling is dynamic
-    long_rope_original: int = 0         #: histories beyond it have another rotary embedding (LongRoPE); 0: they have not
-    #: of each cache group (layers that share spans), how many of the last positions it keeps; 0: all
+    long_rope_original: int = 0         #: contexts longer than this use LongRoPE's other factors; 0: no LongRoPE
+    #: for each cache group (layers that share spans), how many of the last positions it keeps; 0: all
     cache_windows: list[int] = field(default_factory=lambda: [0])
-    weight_group_size: int = 0          #: of quantized weights along K; 0: per output channel, or not quantized
-    host_spans: int = 0                 #: of the prefix cache's second tier
-    host_cache_bytes: int = 0           #: of the second tier, on rank 0
-    quantize_head: bool = True          #: whether the embedding and the head are in weight_dtype too
-    embeddings: bool = False            #: whether requests may have pooling: its program hands out hidden states
-    chat_format: str = ""               #: how its answers hold tool calls and reasoning, see allspark_server.chat
-    #: keys of GenerateConfig that the checkpoint's generation_config.json recommends; requests have them only where a
-    #: server applies them (the HTTP server does)
+    weight_group_size: int = 0          #: length along K of quantization groups; 0: per channel, or none
+    host_spans: int = 0                 #: spans of the host cache
+    host_cache_bytes: int = 0           #: of the host cache, on rank 0
+    quantize_head: bool = True          #: whether embedding and head are stored in weight_dtype, too
+    embeddings: bool = False            #: whether requests may set pooling
+    chat_format: str = ""               #: how answers spell tool calls and reasoning, see allspark_server.chat
+    #: values of GenerateConfig that the checkpoint's generation_config.json recommends. The HTTP server applies them;
+    #: engines do not
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
 
     def dict(self) -> dict[str, Any]:
@@ -264,40 +266,40 @@ class ModelInfo:
 
 
 class Detokenized(NamedTuple):
-    """What detokenize returns."""
+    """The result of detokenize."""
 
-    text: str               #: of all ids, special tokens included
-    tokens: list[bytes]     #: of each id; a token may be a part of a character
+    text: str               #: the text of all ids, special tokens included
+    tokens: list[bytes]     #: the bytes of each id; a token may be a part of a character
 
 
 @dataclass
 class ModelState:
-    """One line of list_models: enough for a client to choose a member of a pool, and to resume on it."""
+    """The state of an installed model, as list_models returns it."""
 
     name: str
     running: bool
-    fingerprint: str      #: equal only where the same request gives the same bytes
+    fingerprint: str      #: equal fingerprints: the same request gives the same bytes
     load: int = 0         #: waiting and running requests
-    work: int = 0         #: tokens of prompts that these still have to have computed, about
-    #: digests of the LoRA adapters that are loaded, by their names; where one is equal, so are the adapters
+    work: int = 0         #: prompt tokens of these requests that are not computed yet, about
+    #: names of the loaded LoRA adapters, and a digest of each: equal digests mean equal adapters
     adapters: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
 class MemberState:
-    """A group of a pool, as its client sees it."""
+    """A server group of a pool, as its client sees it."""
 
     address: str
     connected: bool = False
     version: str = ""
     ranks: int = 0
-    placement: list[str] = field(default_factory=list)      #: of each rank, where it runs
+    placement: list[str] = field(default_factory=list)      #: where each rank runs
     models: list[ModelState] = field(default_factory=list)
 
 
 @dataclass
 class AsFileInfo:
-    """Versions recorded in a serialized model, and this engine's."""
+    """The versions recorded in a serialized model's two files, and the engine's version."""
 
     create_version_graph: str = ""
     create_version_param: str = ""
@@ -306,13 +308,12 @@ class AsFileInfo:
 
 @dataclass
 class TlsConfig:
-    """PEM files of one end of a TLS connection.
+    """Paths of the PEM files for one end of a TLS connection.
 
-    A server needs `cert` and `key`; its `ca` makes client certificates mandatory. A client's `ca` replaces the
-    system's roots, its `cert` and `key` are shown to servers that ask; `server_name` is checked instead of the address.
+    A server needs `cert` and `key`; with `ca` it requires client certificates. A client needs none of them.
     """
 
-    ca: str | None = None
-    cert: str | None = None
-    key: str | None = None
-    server_name: str | None = None
+    ca: str | None = None           #: trusted certificate authorities; a client's default: the system's
+    cert: str | None = None         #: this end's certificate; a client shows it to servers that ask for one
+    key: str | None = None          #: the private key of `cert`
+    server_name: str | None = None  #: in a client: the name that the server's certificate must have, if not the address

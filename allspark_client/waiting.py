@@ -1,4 +1,4 @@
-"""How tasks of event loops wait for what other threads do."""
+"""How tasks of event loops wait for other threads."""
 from __future__ import annotations
 
 import asyncio
@@ -11,10 +11,12 @@ _together = threading.local()
 
 @contextlib.contextmanager
 def waking_together() -> Iterator[None]:
-    """Tasks that this thread wakes meanwhile are woken at the end, all of an event loop with one call: that call costs
-    more than what a task is woken for, a token.
+    """Delay the waking of tasks by this thread to the end of the block, with one call per event loop.
+
+    The call that wakes an event loop costs more than the handling of a token.
     """
-    _together.futures = futures = []
+    futures: list[asyncio.Future[None]] = []
+    _together.futures = futures
     try:
         yield
     finally:
@@ -23,24 +25,24 @@ def waking_together() -> Iterator[None]:
 
 
 class LoopWaiters:
-    """Tasks that wait for one thing. All calls are guarded by the lock that guards the thing."""
+    """The tasks that wait for a change of some object. Callers hold the lock of that object."""
 
     def __init__(self) -> None:
-        self._futures: list[asyncio.Future] = []
+        self._futures: list[asyncio.Future[None]] = []
 
-    def add(self) -> asyncio.Future:
-        """A future of the running event loop that `wake` resolves."""
+    def add(self) -> asyncio.Future[None]:
+        """A new future of the running event loop, which `wake` resolves."""
         future = asyncio.get_running_loop().create_future()
         self._futures.append(future)
         return future
 
-    def discard(self, future: asyncio.Future) -> None:
-        """Forget a future that nobody awaits any more."""
+    def discard(self, future: asyncio.Future[None]) -> None:
+        """Forget a future that no task awaits any more."""
         if future in self._futures:
             self._futures.remove(future)
 
     def wake(self) -> None:
-        """Resolve all futures; on any thread."""
+        """Resolve all futures. Any thread may call this."""
         if not self._futures:
             return
         futures, self._futures = self._futures, []
@@ -52,7 +54,7 @@ class LoopWaiters:
 
 
 class Event(threading.Event):
-    """An event that tasks can await, too."""
+    """A threading.Event that tasks can await, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,6 +62,7 @@ class Event(threading.Event):
         self._waiters = LoopWaiters()
 
     def set(self) -> None:
+        """As threading.Event.set; also wakes the tasks."""
         with self._guard:
             super().set()
             self._waiters.wake()
@@ -78,23 +81,25 @@ class Event(threading.Event):
         return self.is_set()
 
 
-async def resolved(future: asyncio.Future, timeout: float) -> bool:
-    """Whether a future gets its result in time. `asyncio.wait_for` would do, but before Python 3.12 it takes no notice
-    of a cancellation that comes together with the result: then a request whose client has gone would run on.
+async def resolved(future: asyncio.Future[None], timeout: float) -> bool:
+    """Whether a future gets its result within `timeout` seconds.
+
+    `asyncio.wait_for` is not used: before Python 3.12 it ignores a cancellation that arrives together with the result,
+    and a request whose client has disconnected would continue.
     """
     return bool((await asyncio.wait((future,), timeout=timeout))[0])
 
 
-def _resolve_in_loops(futures: list[asyncio.Future]) -> None:
-    by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future]] = {}
+def _resolve_in_loops(futures: list[asyncio.Future[None]]) -> None:
+    by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
     for future in futures:
         by_loop.setdefault(future.get_loop(), []).append(future)
     for loop, own in by_loop.items():
-        with contextlib.suppress(RuntimeError):     # that loop was closed with the task unfinished: nobody waits
+        with contextlib.suppress(RuntimeError):     # the loop was closed before its task had ended
             loop.call_soon_threadsafe(_resolve, own)
 
 
-def _resolve(futures: list[asyncio.Future]) -> None:
+def _resolve(futures: list[asyncio.Future[None]]) -> None:
     for future in futures:
         if not future.done():
             future.set_result(None)

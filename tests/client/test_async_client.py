@@ -138,8 +138,8 @@ def test_cancelled_while_no_server_can_be_reached(served):
 
     async def main():
         async with AsyncClientEngine(address, reconnect_timeout=30) as engine:
-            session = engine._engine._members[0].live_session
-            blocked = engine._engine._members[0]
+            session = engine._engine._pool.members[0].live_session
+            blocked = engine._engine._pool.members[0]
             await asyncio.to_thread(blocked._lock.acquire)  # as if another thread were connecting
             session._call.cancel()
             await asyncio.to_thread(wait_until, lambda: session.broken is not None, 5)

@@ -24,9 +24,11 @@ from allspark_client import (
     client as client_module,
     connection,
     convert,
+    pool,
+    session,
 )
 from allspark_client._proto import allspark_pb2 as pb
-from allspark_client.connection import MOST_LOSSES
+from allspark_client.live_request import MOST_LOSSES
 from support.fake_engine import FakeEngine
 from support.fake_service import expected, server_process, serving, tokens, wait_until
 
@@ -34,7 +36,7 @@ from support.fake_service import expected, server_process, serving, tokens, wait
 @pytest.fixture(autouse=True)
 def short_first_contact(monkeypatch):
     """Waiting for a server that is not there is tested once at full length."""
-    monkeypatch.setattr(client_module, "_FIRST_CONTACT_SECONDS", 1.0)
+    monkeypatch.setattr(pool, "_FIRST_CONTACT_SECONDS", 1.0)
 
 
 @pytest.fixture
@@ -206,7 +208,7 @@ def test_text_is_resumed_by_its_ids(inputs):
         with ClientEngine([first, second], reconnect_timeout=5) as engine:
             _, handle, queue = engine.start_request("m", inputs, {"max_new_tokens": 30})
             request = engine._requests[handle]
-            at = [member.address for member in engine._members].index(request.session.address)
+            at = [member.address for member in engine._pool.members].index(request.session.address)
             prompt = slow[at].submitted[-1].input_ids
             wait_until(lambda: queue.GeneratedLength() > 3, 5)
             break_connection(request)
@@ -352,7 +354,7 @@ def lose_answers(monkeypatch, method):
                 raise
         if name == method and not lost:
             lost.append(True)
-            raise connection.Unavailable(self.address, "the answer was lost")
+            raise session.Unavailable(self.address, "the answer was lost")
         return answer
 
     monkeypatch.setattr(connection.Member, "call", lossy)
@@ -378,7 +380,7 @@ def test_a_lost_answer_to_install_and_release(served, monkeypatch):
 
 def test_a_server_that_never_answers_a_request(served, monkeypatch):
     core, address = served
-    monkeypatch.setattr(connection, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(session, "ANSWER_SECONDS", 0.3)
     with ClientEngine(address, resume=False) as engine:
         core.submit_seconds = 2.0
         start = time.monotonic()

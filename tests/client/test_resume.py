@@ -53,7 +53,7 @@ def test_on_the_same_group_once_it_is_back(monkeypatch, ranks, victim):
     with ClientEngine(reconnect_timeout=60) as engine:
         install(engine)
         undisturbed = generate(engine, [1, 2, 3])
-        pid = engine._group._process.pid
+        pid = engine._pool.group._process.pid
         assert len(ranks_of(pid)) == ranks
         assert generate(engine, [1, 2, 3], 200, lambda: ranks_of(pid)[victim].kill()) == undisturbed
         assert engine.get_rank_nums() == ranks
@@ -71,7 +71,7 @@ def test_on_another_group_and_none_left(monkeypatch):
             whole = time.monotonic() - start
 
             def kill() -> None:
-                busy = max(range(2), key=lambda i: engine._members[i].session().live)
+                busy = max(range(2), key=lambda i: engine._pool.members[i].session().live)
                 victim = groups.pop(busy)
                 ranks = ranks_of(victim._process.pid)
                 victim._process.kill()  # all of it: it will not come back

@@ -422,7 +422,7 @@ def test_a_request_outlives_its_server_with_its_adapter(tmp_path, monkeypatch, v
             logprobs += elements.token_logprobs_list
             if not killed and len(ids) >= 50:
                 killed = True
-                ranks_of(engine._group._process.pid)[victim].kill()
+                ranks_of(engine._pool.group._process.pid)[victim].kill()
         assert ([ids], [logprobs]) == undisturbed
         assert engine.get_rank_nums() == 2 and list(engine.list_models()[0].adapters) == ["a"]
         engine.unload_lora("m", "a")

@@ -150,7 +150,7 @@ def test_who_was_without_a_token_longest_is_resumed_first(tmp_path):
         queues = [client.start_request("m", {"input_ids": [i]}, {"max_new_tokens": 200})[2] for i in range(4)]
         for queue in queues:
             queue.Get()
-        session = client._members[0].session()
+        session = client._pool.members[0].session()
         for request in session._live.values():
             if request.spec.input_ids[0] in (1, 3):
                 request.losses, request.generated_at_start = request.spec.input_ids[0], 10 ** 6

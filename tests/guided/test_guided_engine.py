@@ -302,7 +302,7 @@ def test_requests_outlive_their_server(monkeypatch):
         while min(queue.GeneratedLength() for queue in queues) < 20:
             time.sleep(0.002)
         assert max(queue.GeneratedLength() for queue in queues) < 440
-        ranks_of(engine._group._process.pid)[0].kill()
+        ranks_of(engine._pool.group._process.pid)[0].kill()
         assert [collect(queue)[0][:2] for queue in queues] == expected
 
 

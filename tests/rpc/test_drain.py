@@ -29,7 +29,7 @@ def test_a_draining_member_gets_no_new_requests(tmp_path):
         _, _, running = client.start_request("m", {"input_ids": PROMPT}, {"max_new_tokens": 200})
         running.Get()
         assert len(a.live) == 1
-        a_service = other._members[0]
+        a_service = other._pool.members[0]
         from allspark_client._proto import allspark_pb2 as pb
         info = a_service.call("Drain", pb.DrainRequest(), pb.ServerInfo)
         assert info.draining and info.requests == 1
@@ -48,11 +48,11 @@ def test_a_draining_member_gets_no_new_requests(tmp_path):
 def test_a_draining_member_takes_requests_that_lost_their_server(tmp_path):
     """It may be the last one that can go on with them."""
     with serving(f"unix:{tmp_path}/a", FakeEngine(0.01)) as (a, address), ClientEngine(address) as client:
-        session = client._members[0].session()
+        session = client._pool.members[0].session()
         _, _, queue = client.start_request("m", {"input_ids": PROMPT}, {"max_new_tokens": 100})
         queue.Get()
         from allspark_client._proto import allspark_pb2 as pb
-        client._members[0].call("Drain", pb.DrainRequest(), pb.ServerInfo)
+        client._pool.members[0].call("Drain", pb.DrainRequest(), pb.ServerInfo)
         session._call.cancel()      # the connection breaks
         tokens(queue)
         assert queue.GenerateStatus() is GenerateRequestStatus.GenerateFinished and queue.GeneratedLength() == 100

@@ -21,8 +21,8 @@ from allspark_client import (
     ClientEngine,
     GenerateRequestStatus as Status,
     TlsConfig,
-    client as client_module,
     convert,
+    pool,
 )
 from allspark_client._proto import allspark_pb2 as pb
 from allspark_client.version import __version__
@@ -38,7 +38,7 @@ from support.fake_service import MODEL, expected, serving, tokens, wait_until
 @pytest.fixture(autouse=True)
 def short_first_contact(monkeypatch):
     """Waiting for a server that is not there is tested once at full length."""
-    monkeypatch.setattr(client_module, "_FIRST_CONTACT_SECONDS", 1.0)
+    monkeypatch.setattr(pool, "_FIRST_CONTACT_SECONDS", 1.0)
 
 
 @pytest.fixture

@@ -1,0 +1,227 @@
+"""The members of a client's pool: which one a call goes to, and how long it is retried."""
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from google.protobuf.message import Message
+
+from ._proto import allspark_pb2 as pb
+from .affinity import PrefixMemory, beginnings
+from .connection import Member
+from .errors import AllSparkError, AsStatus, closed_engine, forked_engine
+from .live_request import has_adapter
+from .local_group import SelfStartedGroup
+from .request import RequestSpec
+from .session import OnLost, Unavailable
+from .types import TlsConfig
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+M = TypeVar("M", bound=Message)
+#: pause between attempts while no member can be reached, s
+RETRY_SECONDS = 0.2
+#: how old the load of the members may be when a request chooses one, s
+LOAD_AGE_SECONDS = 0.5
+#: how long a new client waits for its servers to accept connections, s
+_FIRST_CONTACT_SECONDS = 5.0
+#: about so many prompt tokens that wait to be computed keep a member as busy as one running request
+_TOKENS_PER_REQUEST = 256
+#: how long a server may take to answer a question, s
+_ANSWER_SECONDS = 30.0
+
+
+class Pool:
+    """One server group or several, and a client's calls to them. Any thread may call the methods."""
+
+    def __init__(self, resume: bool, reconnect_timeout: float):
+        """`resume`: calls wait for a server up to `reconnect_timeout` seconds; without, they fail at once."""
+        self.members: list[Member] = []
+        self.group: SelfStartedGroup | None = None      #: the group that this client has started, if any
+        self.resume, self.reconnect_timeout = resume, reconnect_timeout
+        self.closing = threading.Event()
+        self._owner = os.getpid()
+        self._prefixes = PrefixMemory()
+
+    def connect(self, addresses: list[str], tls: TlsConfig | None, token: str | None, on_lost: OnLost) -> None:
+        """Connect to these groups. Raises AllSparkError if none of them can be reached within seconds."""
+        self.members = [Member(address, tls, token, on_lost) for address in addresses]
+        deadline = time.monotonic() + _FIRST_CONTACT_SECONDS
+        while True:
+            failures = []
+            for member in self.members:
+                try:
+                    member.session(max(0.5, deadline - time.monotonic()))
+                except Unavailable as error:
+                    failures.append(str(error))
+            if len(failures) < len(self.members):
+                for failure in failures:
+                    logger.warning("%s; the pool continues without it", failure)
+                return
+            if time.monotonic() >= deadline:
+                raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, "; ".join(failures))
+            time.sleep(RETRY_SECONDS)
+
+    def close(self) -> None:
+        """Close the connections, and stop the group that this client has started."""
+        self.closing.set()
+        for member in self.members:
+            member.close()
+        if self.group is not None:
+            self.group.stop()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the client is closed, or being closed."""
+        return self.closing.is_set()
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a fork of the one that made the client: it has none of the client's threads."""
+        return os.getpid() != self._owner
+
+    def check_open(self) -> None:
+        """Raises AllSparkError on a closed client, and in a forked child."""
+        if self.forked:
+            raise forked_engine()
+        if self.closed:
+            raise closed_engine()
+
+    def failure(self) -> str | None:
+        """Why the group that this client has started cannot come back; None while it may."""
+        return self.group.failure() if self.group is not None else None
+
+    # --- calls ---------------------------------------------------------------------------------------------------
+
+    def retry(self, attempt: Callable[[Member], T], candidates: Callable[[], list[Member]] | None = None) -> T:
+        """The result of `attempt` with the first member that can be reached, retried up to reconnect_timeout.
+
+        `candidates`: the members in the order in which they are tried; by default, connected ones first. Raises what
+        `attempt` raises, and AllSparkError once no member could be reached.
+        """
+        deadline = time.monotonic() + self.reconnect_timeout
+        while True:
+            self.check_open()
+            unavailable: list[Unavailable] = []
+            for member in candidates() if candidates else self._connected_first():
+                try:
+                    return attempt(member)
+                except Unavailable as error:
+                    unavailable.append(error)
+            self.check_open()
+            details = "; ".join(map(str, unavailable))
+            failure = self.failure()
+            if failure is not None:
+                raise AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR, f"{details}: {failure}")
+            if not self.resume:
+                raise AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR, details)
+            if time.monotonic() >= deadline:
+                raise AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR,
+                                    f"{details}; gave up after {self.reconnect_timeout:g} s")
+            self.closing.wait(RETRY_SECONDS)
+
+    def call(self, method: str, request: Message, response_type: type[M], timeout: float = _ANSWER_SECONDS) -> M:
+        """A unary call to one member; it may take `timeout` seconds."""
+        return self.retry(lambda member: member.call(method, request, response_type, timeout))
+
+    def call_all(self, method: str, request: Message, again: Callable[[Member], object] | None = None) -> AsStatus:
+        """A call that every member must carry out; the first refusal is raised once all have answered.
+
+        There is no time limit, since loading a model takes long; the call fails if its connection breaks. Once a
+        member's answer was lost, `again` is called instead: the member may have carried out the call.
+        """
+        self.check_open()
+
+        def first(member: Member) -> None:
+            member.call(method, request, pb.Done)
+
+        def carry_out(member: Member) -> None:
+            attempts = itertools.chain([first], itertools.repeat(again or first))
+            self.retry(lambda m: next(attempts)(m), lambda: [member])
+
+        if len(self.members) == 1:
+            carry_out(self.members[0])
+            return AsStatus.ALLSPARK_SUCCESS
+        with ThreadPoolExecutor(len(self.members), thread_name_prefix="allspark-pool") as pool:
+            futures = [pool.submit(carry_out, member) for member in self.members]
+        for member, future in zip(self.members, futures):
+            error = future.exception()
+            if isinstance(error, AllSparkError):
+                raise AllSparkError(error.status, f"{error.message} (pool member {member.address})", error.retryable)
+            if error is not None:
+                raise error
+        return AsStatus.ALLSPARK_SUCCESS
+
+    def ask_connected(self, attempt: Callable[[Member], T]) -> list[T]:
+        """The results of `attempt` with each connected member; if there is none, waits for the first."""
+        self.check_open()
+        answers = []
+        for member in self.members:
+            if not member.connected:
+                member.reconnect_soon()
+                continue
+            try:
+                answers.append(attempt(member))
+            except Unavailable as error:
+                logger.warning("%s", error)
+        return answers or [self.retry(attempt)]
+
+    def ask_each(self, method: str, request: Message, response_type: type[M]) -> list[M]:
+        """A unary call to each connected member."""
+        return self.ask_connected(lambda member: member.call(method, request, response_type, _ANSWER_SECONDS))
+
+    def _connected_first(self) -> list[Member]:
+        return sorted(self.members, key=lambda member: not member.connected)
+
+    # --- choosing a member for a request -------------------------------------------------------------------------
+
+    def note_choice(self, spec: RequestSpec, member: Member) -> None:
+        """Remember that a member gets this request: its prompt's prefixes will be cached there."""
+        if len(self.members) > 1:
+            prompt = beginnings(spec)
+            familiar, saved = self._prefixes.find(prompt)
+            if prompt:
+                member.sent_work += prompt[-1][1] - (saved if familiar == member.address else 0)
+                self._prefixes.note(prompt, member.address)
+
+    def knows_loads(self) -> bool:
+        """Whether `by_load` would have to ask no member for its load."""
+        return len(self.members) == 1 or all(member.knows_models(LOAD_AGE_SECONDS)
+                                             for member in self.members if member.connected)
+
+    def by_load(self, spec: RequestSpec) -> list[Member]:
+        """Members in the order in which a new request should try them.
+
+        Members that run the model and take new requests come first; among these, the one with the least work left. A
+        prompt's prefix that a member has computed before counts as no work there.
+        """
+        if len(self.members) == 1:
+            return self.members
+        ranked: list[tuple[int, float, int, Member]] = []
+        familiar, saved = self._prefixes.find(beginnings(spec))
+        for order, member in enumerate(self.members):
+            if not member.connected:    # tried only if all others fail: connecting to a dead server takes seconds
+                member.reconnect_soon()
+                ranked.append((2, 0, order, member))
+                continue
+            try:
+                live = member.session().live
+                state = next((m for m in member.models(LOAD_AGE_SECONDS) if m.name == spec.model), None)
+            except (Unavailable, AllSparkError) as error:
+                logger.debug("not a candidate: %s", error)
+                ranked.append((2, 0, order, member))
+                continue
+            # The member counts this client's requests as well, but its figure may be older than the latest of them.
+            load: float = max(live, state.load) if state is not None else live
+            work = member.sent_work + (state.work if state is not None else 0)
+            load += (work - (saved if member.address == familiar else 0)) / _TOKENS_PER_REQUEST
+            takes = state is not None and state.running and not member.draining and has_adapter(state, spec)
+            ranked.append((0 if takes else 1, load, order, member))
+        return [entry[3] for entry in sorted(ranked, key=lambda entry: entry[:3])]
