@@ -66,6 +66,7 @@ BATCH, MAX_LENGTH = 32, 1024
 @dataclass
 class Row:
     """One format's scores (0…1, perplexities as they are) and its matrix product's relative error."""
+
     name: str
     dtype: str = ""
     scores: dict[str, float] = field(default_factory=dict)
@@ -74,7 +75,8 @@ class Row:
 
     def worst(self, reference: Row) -> tuple[float, str]:
         """By how many points the worst greedy task falls below the reference (negative if all are better), and which it
-        is."""
+        is.
+        """
         falls = [(100 * (reference.scores[name] - value), name) for name, value in self.scores.items()
                  if not name.startswith((PERPLEXITY, SAMPLED))]
         return max(falls, default=(0.0, ""))
@@ -156,7 +158,7 @@ class TeacherForcing:
         self.runner.close()
 
     def perplexity(self, sequences: list[list[int]]) -> float:
-        """exp of the mean negative log-probability of every token but the first of each sequence."""
+        """Exp of the mean negative log-probability of every token but the first of each sequence."""
         total, count = 0.0, 0
         for start in range(0, len(sequences), self.info.max_batch):
             for logprobs in self.logprobs(sequences[start:start + self.info.max_batch]):
@@ -199,7 +201,8 @@ def outlier_weights(rng: np.random.Generator, rows: int, columns: int) -> np.nda
 
 def product_error(form: str, rows: int = 896, columns: int = 896, batch: int = 16) -> float:
     """Root mean square of the product's error against float64, relative to that of the product. RuntimeError if this
-    build has no such format."""
+    build has no such format.
+    """
     rng = np.random.default_rng(0)
     weights, x = outlier_weights(rng, rows, columns), rng.normal(0, 1, (batch, columns)).astype(np.float32)
     dtype, group, _ = parts_of(form)

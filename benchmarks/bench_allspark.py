@@ -37,8 +37,8 @@ def generate(
     for _, queue in requests:
         counted -= len(queue.Get().ids_from_generate)
     first = time.perf_counter()
-    for handle, queue in requests:
-        for elements in queue:
+    for _, queue in requests:
+        for _elements in queue:
             pass
         counted += queue.GeneratedLength()
     seconds = time.perf_counter() - first

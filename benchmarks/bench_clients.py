@@ -28,8 +28,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any
 
 import psutil
 
@@ -300,7 +301,8 @@ def engine_alone(options: argparse.Namespace) -> None:
     """Does what its input says, line by line: "first", "rate SECONDS WARM"."""
     from allspark_server.engine.engine import Engine
     from allspark_server.runtime.group import LocalGroup
-    with Engine(group=LocalGroup(sorted(os.sched_getaffinity(0))[:options.cpus])) as engine:     # pinned as the group's rank
+    # pinned as the group's rank
+    with Engine(group=LocalGroup(sorted(os.sched_getaffinity(0))[:options.cpus])) as engine:
         engine.install_model(AsModelConfig.from_dict(fields(options)).validate())
         engine.start_model("m")
         alone = Alone(engine)

@@ -3,7 +3,8 @@ of the ceiling. `python bench_cuda.py [7b|0.5b|30b-a3b] [ranks=2] [decode=1,8,32
 [format=int4:64] [cache=bfloat16] [threads=1]`
 
 ranks: GPUs 0 ... of one host, each with a process of its own, or with threads=1 a thread of this one; ceilings are then
-theirs together."""
+theirs together.
+"""
 
 from __future__ import annotations
 
@@ -176,7 +177,7 @@ class Model:
 
     def prefill(self, batch: int, length: int, chunk: int, times: int = 4) -> float:
         """Seconds until all prompts have their first token, in steps of `chunk` rows; the least."""
-        _, layers, *_ = self.shape
+        _, _layers, *_ = self.shape
         best = 1e9
         for _ in range(times):
             began, slot, done = time.perf_counter(), 0, 0

@@ -1,5 +1,6 @@
 """What adapters cost on a GPU: steps of bench_cuda.py's shapes whose rows have none, the same one, or one of several.
-`python bench_cuda_lora.py [7b|0.5b] [rank=16] [adapters=4] [decode=1,32,256] [prefill=1x8192]`"""
+`python bench_cuda_lora.py [7b|0.5b] [rank=16] [adapters=4] [decode=1,32,256] [prefill=1x8192]`
+"""
 
 from __future__ import annotations
 

@@ -24,10 +24,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from bench_shape import SHAPES, Model, Shape  # noqa: E402
+from bench_shape import SHAPES, Model, Shape
 
-from allspark_server import _native  # noqa: E402
-from support.gguf_files import random_blocks, tokens_of, write_gguf  # noqa: E402
+from allspark_server import _native
+from support.gguf_files import random_blocks, tokens_of, write_gguf
 
 CONTEXT, PROMPT, STEPS = 128, 1024, 16
 

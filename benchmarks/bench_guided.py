@@ -13,8 +13,9 @@ import argparse
 import json
 import sysconfig
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 from allspark_client import AsModelConfig
 from allspark_server import Engine

@@ -39,7 +39,8 @@ MODEL, WORD, PROMPT = "script", " word", 16
 
 class Session:
     """One client's stream: every interval a token for each of its requests, in one message that is put together of
-    bytes that never change."""
+    bytes that never change.
+    """
 
     def __init__(self, interval: float):
         self._interval, self._live = interval, {}

@@ -23,15 +23,15 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from bench_load import LIBC, PIECE, timed  # noqa: E402
+from bench_load import LIBC, PIECE, timed
 
-from allspark_client.config import AsModelConfig  # noqa: E402
-from allspark_server import _native  # noqa: E402
-from allspark_server.weights.checkpoint import open_model  # noqa: E402
-from allspark_server.weights.formats import wanted_formats  # noqa: E402
-from allspark_server.weights.loader import Loader, unquantized_type  # noqa: E402
-from support.gguf_files import gguf_name, random_blocks, tokens_of, write_gguf  # noqa: E402
-from support.quantized_checkpoints import (  # noqa: E402
+from allspark_client.config import AsModelConfig
+from allspark_server import _native
+from allspark_server.weights.checkpoint import open_model
+from allspark_server.weights.formats import wanted_formats
+from allspark_server.weights.loader import Loader, unquantized_type
+from support.gguf_files import gguf_name, random_blocks, tokens_of, write_gguf
+from support.quantized_checkpoints import (
     SCHEMES,
     VOCAB,
     awq,

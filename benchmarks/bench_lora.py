@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from allspark_client import AsModelConfig  # noqa: E402
-from allspark_server import Engine  # noqa: E402
-from support.adapters import write_adapter  # noqa: E402
+from allspark_client import AsModelConfig
+from allspark_server import Engine
+from support.adapters import write_adapter
 
 ADAPTERS, BATCH = 8, 32
 #: tokens of a prompt, requests, new tokens

@@ -33,7 +33,7 @@ from allspark_server.engine.engine import Engine
 class Times:
     """A sink: when tokens came, and after how many steps."""
 
-    def __init__(self, engine: "Bench"):
+    def __init__(self, engine: Bench):
         self.engine, self.began = engine, time.perf_counter()
         self.first_step = engine.steps
         self.at: list[float] = []
@@ -79,7 +79,7 @@ class Bench:
         self.engine.start_model("m")
         self.model = self.engine._models["m"]
 
-    def __enter__(self) -> "Bench":
+    def __enter__(self) -> Bench:
         return self
 
     def __exit__(self, *_) -> None:

@@ -3,7 +3,8 @@
 has these. Steps are timed without it first. Prompts are one step, of all their rows.
 
 A kernel's time is from the end of the one before to its own: so those that begin early do not count twice. Kernels that
-are told apart by what came before them (the product after a norm, after attention ...) have lines of their own."""
+are told apart by what came before them (the product after a norm, after attention ...) have lines of their own.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from bench_cuda import BANDWIDTH, SHAPES, SPAN, Model  # noqa: E402
+from bench_cuda import BANDWIDTH, SHAPES, SPAN, Model
 
-from allspark_server.runtime.plan import DRAW, StepPlan, WorkItem  # noqa: E402
+from allspark_server.runtime.plan import DRAW, StepPlan, WorkItem
 
 STEPS = 10
 

@@ -12,15 +12,17 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Protocol
+from typing import Protocol
 
 
 @dataclass(frozen=True)
 class Cell:
     """`batch` sequences at once, `prompt` random tokens each, `output` tokens out."""
+
     batch: int
     prompt: int
     output: int
@@ -33,7 +35,9 @@ class Cell:
 @dataclass(frozen=True)
 class PeerFormat:
     """One of the peer's weight formats: its name there, bits stored for each weight, our formats it compares with;
-    integer: activations are quantized to 8 bits, products are of integers."""
+    integer: activations are quantized to 8 bits, products are of integers.
+    """
+
     name: str
     bits: float
     matches: tuple[str, ...]
@@ -43,6 +47,7 @@ class PeerFormat:
 @dataclass(frozen=True)
 class Job:
     """What to measure: a Hugging Face directory, a folder for what is converted, threads, cells; gpus: how many."""
+
     checkpoint: Path
     work: Path
     threads: int
@@ -103,7 +108,8 @@ def _version(module: str, distribution: str) -> str:
 def main(packages: dict[str, str], formats: list[PeerFormat],
          load: Callable[[Job, PeerFormat], AbstractContextManager[Model]], on_gpus: bool = False) -> None:
     """Runs an adapter. packages: module name → distribution; load(job, format): the model, for a with block. on_gpus:
-    it computes on them; those that it is to use are the only ones that it sees."""
+    it computes on them; those that it is to use are the only ones that it sees.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("--probe", action="store_true")
     parser.add_argument("--checkpoint", type=Path)

@@ -8,8 +8,8 @@ import contextlib
 import json
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator
 
 from adapter import Cell, Job, PeerFormat, main
 

@@ -5,8 +5,8 @@ import contextlib
 import ctypes
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator
 
 import numpy as np
 from adapter import Job, PeerFormat, Stepper, main

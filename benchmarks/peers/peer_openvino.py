@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator
 
 import numpy as np
 from adapter import Job, PeerFormat, Stepper, main

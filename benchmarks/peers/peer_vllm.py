@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from typing import Iterator
+from collections.abc import Iterator
 
 from adapter import Cell, Job, PeerFormat, main
 

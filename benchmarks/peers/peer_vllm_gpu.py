@@ -6,7 +6,7 @@ Its offline interface hides the steps: decode is the time of a whole run without
 from __future__ import annotations
 
 import contextlib
-from typing import Iterator
+from collections.abc import Iterator
 
 from adapter import Job, PeerFormat, main
 from peer_vllm import VllmModel

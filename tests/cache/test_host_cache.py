@@ -61,7 +61,7 @@ class Serving:
             raise
         self.engine.start_model("m")
 
-    def __enter__(self) -> "Serving":
+    def __enter__(self) -> Serving:
         return self
 
     def __exit__(self, *_) -> None:

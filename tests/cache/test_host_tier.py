@@ -118,7 +118,7 @@ def test_a_lasting_tier_has_what_was_computed():
     first = rig.add(prompt_of(80), 9)
     rig.run()
     assert len(rig.tier) >= 20 and rig.scheduler.counters.saved_spans >= 20
-    held = {key: host for key, host in rig.tier._host_of.items()}
+    held = dict(rig.tier._host_of.items())
     later = Rig(num_spans=64)
     later.prefix.tier = later.scheduler._spans.tier = HostTier(100, 4, held, lasting=True)
     later.executor.host = rig.executor.host

@@ -149,7 +149,7 @@ def test_cancelled_while_no_server_can_be_reached(served):
             with pytest.raises(asyncio.CancelledError):
                 await task
             blocked._lock.release()
-            _, handle, queue = await engine.start_request("m", {"input_ids": [2]}, {"max_new_tokens": 5})
+            _, _handle, queue = await engine.start_request("m", {"input_ids": [2]}, {"max_new_tokens": 5})
             assert await ids_of(queue) == expected([2], 5)
             assert [spec.input_ids for spec in core.submitted if spec.input_ids == [1]] == []
 

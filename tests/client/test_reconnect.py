@@ -155,7 +155,7 @@ def test_resume_on_the_same_server_once_it_is_back(tmp_path):
     with contextlib.ExitStack() as stack:
         process, _ = stack.enter_context(server_process(address))
         engine = stack.enter_context(ClientEngine(address, reconnect_timeout=20))
-        _, handle, queue = engine.start_request("m", {"input_ids": [5]}, {"max_new_tokens": 50})
+        _, _handle, queue = engine.start_request("m", {"input_ids": [5]}, {"max_new_tokens": 50})
         _, stopped, interrupted = engine.start_request("m", {"input_ids": [6]}, {"max_new_tokens": 50_000})
         wait_until(lambda: queue.GeneratedLength() > 5, 5)
         process.kill()
@@ -298,7 +298,7 @@ def test_no_resumption_where_the_fingerprint_differs(tmp_path):
     with server_process(f"unix:{tmp_path}/a", "one") as (a, address_a):
         with contextlib.ExitStack() as stack:
             engine = stack.enter_context(ClientEngine(address_a, reconnect_timeout=20))
-            _, handle, queue = engine.start_request("m", {"input_ids": [5]}, {"max_new_tokens": 10_000})
+            _, _handle, queue = engine.start_request("m", {"input_ids": [5]}, {"max_new_tokens": 10_000})
             queue.Get()
             a.kill()
             a.wait()
@@ -413,7 +413,7 @@ def test_a_server_that_says_nothing_is_given_up():
 
 
 def test_pool_goes_on_with_the_members_there_are(served, tmp_path):
-    core, address = served
+    _core, address = served
     with ClientEngine([f"unix:{tmp_path}/none", address], reconnect_timeout=1) as engine:
         _, _, queue = engine.start_request("m", {"input_ids": [3]}, {"max_new_tokens": 4})
         assert tokens(queue) == expected([3], 4)

@@ -73,7 +73,8 @@ def test_drafts_of_another_type(name, draft):
 
 def test_models_beside_each_other():
     """Kernels of one may run while those of the other do, and none waits for what the other keeps from beginning: each
-    has the bytes that it has alone."""
+    has the bytes that it has alone.
+    """
     names = {"dense": "qwen3-bf16-sharded", "experts": "qwen3-moe"}
     fields = {**FIELDS, "weight_dtype": "bfloat16", "cache_memory": 64 << 20}
     with Engine() as engine:

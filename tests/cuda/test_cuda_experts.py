@@ -1,5 +1,6 @@
 """Experts on the GPU: products of a stack against float64, ops against the reference backend, whole models against
-transformers and the CPU backend; the bits of a row are its own."""
+transformers and the CPU backend; the bits of a row are its own.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """What float16 does not hold: activations, keys and values beyond its range are cut to it, weights beyond it are
-counted; and what goes with its matrices."""
+counted; and what goes with its matrices.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +116,8 @@ def test_keys_and_values(dim):
 
 def test_weights():
     """Those that do not fit are counted with those that are not finite; the others are rounded to the nearest,
-    subnormal or not."""
+    subnormal or not.
+    """
     rng, gpu = np.random.default_rng(SEED), executor()
     values = (rng.normal(size=(70, 200)) * 10.0 ** rng.integers(-9, 4, (70, 1))).astype(np.float32)
     values[5, 90:94] = MOST, -MOST, 2.0**-24, 3 * 2.0**-25

@@ -1,5 +1,6 @@
 """Quantized weights and caches on the GPU: recovered as the CPU backend does, products by every kernel with the same
-bits."""
+bits.
+"""
 
 from __future__ import annotations
 
@@ -159,7 +160,8 @@ def test_float8(n, k):
 @pytest.mark.parametrize("n, k", [(17004, 700), (3700, 2900), (9000, 1536)])
 def test_products_whose_tiles_are_shared(n, k, form, group):
     """Sums in one piece, in several of a block of threads each, and in several that these share: they go on where
-    others have stopped."""
+    others have stopped.
+    """
     rng, gpu = np.random.default_rng(SEED), executor()
     handle = gpu.add_matrix(n, k, form, group)
     gpu.fill_matrix(handle, (rng.normal(size=(n, k)) * k**-0.5).astype(np.float32), "F32")
@@ -188,7 +190,8 @@ def test_one_row_that_its_product_quantizes(n, k, form):
 @pytest.mark.parametrize("n, k, rows", [(3700, 1100, 2900), (3584, 900, 1700), (4100, 132, 4200), (17000, 320, 1500)])
 def test_wide_tiles_in_several_turns(n, k, rows, form):
     """Blocks of threads have a tile, and then one beyond the last row or column, and share those that are left for the
-    end."""
+    end.
+    """
     rng, gpu = np.random.default_rng(SEED), executor()
     handle = gpu.add_matrix(n, k, form, 0)
     gpu.fill_matrix(handle, (rng.normal(size=(n, k)) * k**-0.5 + 0.01).astype(np.float32), "F32")

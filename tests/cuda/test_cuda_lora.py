@@ -1,5 +1,6 @@
 """Adapters on the GPU: products of low rank against the reference backend, whole models against the CPU's, and that the
-bits of a row are its own."""
+bits of a row are its own.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class Adapted:
     def __init__(self, k: int, blocks: list[int], ranks: list[dict[int, int]], form: str, gated: bool, dtype: str,
                  bias: bool, of_outputs: bool = False):
         """ranks: of each adapter, those of its targets, which are `blocks`. of_outputs: only rows with outputs are
-        computed."""
+        computed.
+        """
         own, n = Toy(SEED), sum(blocks)
         x = own.embedding(VOCAB, k, own.rng.normal(size=(VOCAB, k)))
         x = own.op("rms_norm", (x,), k, (own.vector(k),), eps=1e-5, unit_offset=False)
@@ -149,7 +151,8 @@ def test_matrices_that_cannot_be_are_refused():
 def test_logits_are_the_cpus(tmp_path, name, dtype, on_cpu, tolerance):
     """Of float32. In bfloat16 adapters of random matrices take logits far from these: on the CPU by 1 to 22 % of their
     deviation, on an H200 by 1.1 to 3.4 times that, whether adapters' sums are of float32 or by mma.sync. float16 is
-    nearer than the CPU's bfloat16."""
+    nearer than the CPU's bfloat16.
+    """
     def far(a, b):
         return np.sqrt(np.mean((a - b)**2))
 
@@ -175,7 +178,8 @@ def test_logits_are_the_cpus(tmp_path, name, dtype, on_cpu, tolerance):
 ], ids=lambda fields: fields["weight_dtype"])
 def test_bits_depend_on_nothing_else_in_the_batch(tmp_path, fields):
     """Of rows with an adapter, and of rows without one beside them: as they are alone, and as they are without any.
-    Decoding is by recorded steps."""
+    Decoding is by recorded steps.
+    """
     lora = pytest.importorskip("test_lora")
     base = lora.checkpoints.checkpoint(lora.NAME)
     first = lora.adapters.write_adapter(tmp_path / "first", base, rank=16)

@@ -63,7 +63,8 @@ ROUNDED = ("llama-bf16-heads-of-64", "qwen2-gqa-tied", "qwen2-yarn", "llama3", "
                                          *((name, "float16") for name in ROUNDED)])
 def test_16_bits_are_no_worse_than_transformers(name, dtype):
     """In float64 the same weights, as they are stored; errors as root mean squares over prompts. Where weights are
-    rounded, both have the same error of that beside their own."""
+    rounded, both have the same error of that beside their own.
+    """
     directory = checkpoint(name)
     ours = theirs = 0.0
     with Driver(directory, **({"weight_dtype": dtype} if name in ROUNDED else {}), **UNIT) as gpu:
@@ -100,7 +101,7 @@ def test_greedy_ids_in_float16(name):
     ({"weight_dtype": "float32", "cache_dtype": "float16"}, 0.004),
     ({"weight_dtype": "float16", "cache_mode": "AsCacheQuantI8"}, 0.1)], ids=str)
 def test_types_of_weights_and_caches(fields, tolerance):
-    """transformers' error in bfloat16 is 0.012 of the logits' deviation, in float16 0.0016."""
+    """Transformers' error in bfloat16 is 0.012 of the logits' deviation, in float16 0.0016."""
     directory = checkpoint("llama-bf16-heads-of-64")
     with Driver(directory, **fields, **UNIT) as gpu:
         for length in LENGTHS:

@@ -1,5 +1,6 @@
 """Every op of the CUDA backend against the reference backend, as tests/reference/test_cpu_ops.py has the CPU's; and
-that the bits of a row are its own."""
+that the bits of a row are its own.
+"""
 
 from __future__ import annotations
 
@@ -332,10 +333,11 @@ def test_same_request_same_bytes(form, dim, cache, sampling):
     rng = np.random.default_rng(SEED)
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 5, 17, 33, 40, 2)]
     expected = []
-    for slot, prompt in enumerate(prompts):
+    for _slot, prompt in enumerate(prompts):
         expected += tokens_of(compiled(small_model(form, dim), cache, graphs=False), [prompt], **sampling)
     for graphs in (True, False):
-        own = lambda: compiled(small_model(form, dim), cache, graphs=graphs)
+        def own():
+            return compiled(small_model(form, dim), cache, graphs=graphs)
         assert tokens_of(own(), prompts, **sampling) == expected
         assert tokens_of(own(), prompts, chunk=7, **sampling) == expected
         assert tokens_of(own(), prompts, LOOKUP, drafts=3, **sampling) == expected

@@ -1,5 +1,6 @@
 """Groups of several GPUs: sums over ranks, whole models against the CPU's ranks and against themselves, a rank that is
-killed. Ranks that are threads of this process need a GPU each; processes share what there is."""
+killed. Ranks that are threads of this process need a GPU each; processes share what there is.
+"""
 
 from __future__ import annotations
 
@@ -305,7 +306,8 @@ def test_a_group_of_two_processes_and_a_killed_rank():
                                           (3, "float16"), (4, "float32"), (3, "float8"), (3, "w8a8")])
 def test_processes_share_gpus(ranks, dtype):
     """However many GPUs there are; heads and features do not divide evenly by three. Same bytes alone and together, and
-    in float32 the greedy ids are those of as many ranks of CPUs, up to near-ties."""
+    in float32 the greedy ids are those of as many ranks of CPUs, up to near-ties.
+    """
     words, greedy = ["--gpus", unit(ranks)["compute_unit"].removeprefix("CUDA:")], {"do_sample": False}
     with background_group(words, timeout=120) as group, ClientEngine(group.addresses[0]) as engine:
         engine.install_model(AsModelConfig(model_name="m", model_path=str(shipped_model()), engine_max_length=512,

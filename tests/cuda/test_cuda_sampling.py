@@ -1,5 +1,6 @@
 """Draws on the GPU: tokens, log probabilities and likeliest ids have the bits of the host's sampler on the same
-logits."""
+logits.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def test_what_is_no_number_is_a_status():
     cases = [(Params(top_p=0.5, logprobs=True), [1, 2, token], None) for token in (5, 0, 7)]
     found = head.draws(cases)
     assert found.status.astype(bool).tolist() == [False, True, False] and found.tokens[1] == -1
-    for i, (params, history, mask) in enumerate(cases):
+    for i, (params, history, _mask) in enumerate(cases):
         assert_same(found, i, draw(found.logits[i], params, history))
 
 
@@ -111,5 +112,5 @@ def test_long_histories_are_too_many_edits_for_one_step():
     cases = [(Params(logit_bias=biases, seed=i, top_p=0.9, logprobs=True), rng.integers(1, vocab, 20), None)
              for i in range(SLOTS)]
     found = head.draws(cases)
-    for i, (params, history, mask) in enumerate(cases):
+    for i, (params, history, _mask) in enumerate(cases):
         assert_same(found, i, draw(found.logits[i], params, history))

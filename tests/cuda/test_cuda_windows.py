@@ -1,5 +1,6 @@
 """Layers with windows on the GPU: cache groups with tables of their own, whose spans others have when windows have left
-them behind; and the ops of the families that have such layers."""
+them behind; and the ops of the families that have such layers.
+"""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_a_machine_without_a_gpu_is_told_of():
     try:
         cuda.device_count()
     except ValueError as error:
-        assert "driver" in str(error) and "CPU:0" in str(error) or "too old" in str(error)
+        assert ("driver" in str(error) and "CPU:0" in str(error)) or "too old" in str(error)
     else:
         pytest.skip("there is a GPU")
     engine = Engine()

@@ -12,7 +12,9 @@ from support.fake_group import FakeGroup
 def make_engine():
     engines = []
 
-    def make(model=config(), start=True, state_file=None, **group):
+    default = config()
+
+    def make(model=default, start=True, state_file=None, **group):
         engine = Engine(group=FakeGroup(**group), state_file=state_file)
         engines.append(engine)
         if model is not None:

@@ -301,7 +301,7 @@ def test_more_requests_than_the_queue_holds(engine):
             started.append(start())
     assert caught.value.status is AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR
     assert len(started) >= 5  # two run, three wait
-    for _, handle, results in started:
+    for _, handle, _results in started:
         engine.stop_request(NAME, handle)  # release alone, of an asynchronous client, does not wait for the end
         engine.release_request(NAME, handle)
     assert all(results.GenerateStatus().final for _, _, results in started)

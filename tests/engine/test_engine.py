@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import threading
@@ -31,7 +32,7 @@ def test_many_threads_get_their_own_output(make_engine):
         thread.start()
     for thread in threads:
         thread.join()
-    assert outputs == {seed: True for seed in range(24)}
+    assert outputs == dict.fromkeys(range(24), True)
     stat = engine.get_as_engine_stat("m")
     assert (stat.running_request, stat.pendding_request, stat.used_span) == (0, 0, 0)
     assert stat.total_generated_token == sum(10 + seed for seed in range(24))
@@ -303,11 +304,11 @@ def test_profile_table(make_engine):
 
 def test_steps_run_while_ceilings_are_measured(make_engine):
     engine = make_engine(delay=0.001)
-    _, handle, results = engine.start_request("m", {"input_ids": [1]}, {"eos_token_id": -1, "max_new_tokens": 1000})
+    _, _handle, results = engine.start_request("m", {"input_ids": [1]}, {"eos_token_id": -1, "max_new_tokens": 1000})
     results.Get()
     engine.get_op_profiling_info("m")
     at = engine._group.measured_at
-    assert len(at) == 5 and all(after > before for before, after in zip(at, at[1:]))
+    assert len(at) == 5 and all(after > before for before, after in itertools.pairwise(at))
     assert results.GenerateStatus() not in (Status.GenerateFinished, Status.GenerateInterrupted)
 
 

@@ -146,7 +146,7 @@ def test_resumption(engine_of, model):
         for (prompt, generate), whole in zip(PROBES, first_run(engine, model)):
             if "n" in generate:
                 continue
-            ids, logprobs, top = whole[0]
+            ids, logprobs, _top = whole[0]
             for done in (1, 7, NEW_TOKENS - 1):
                 config = GenerateConfig(**{**ALWAYS, **generate})
                 spec = RequestSpec(name, input_ids=prompt, config=config, generated=ids[:done])

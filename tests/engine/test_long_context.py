@@ -103,7 +103,8 @@ def test_angles_at_the_last_positions(scaling, models):
 # -- what was said long ago --------------------------------------------------------------------------------------------
 def said(path, length: int, keys=KEYS, **fields) -> dict[int, tuple[list[int], list[float]]]:
     """What follows each key after a haystack, and the log probabilities. The haystack is the same for all: with a
-    prefix cache it is computed once."""
+    prefix cache it is computed once.
+    """
     engine, name = Engine(), "long"
     config = AsModelConfig(**{"model_name": name, "model_path": str(path), "engine_max_length": length + 8,
                               "engine_max_batch": 1, "max_step_tokens": 512, "num_threads": 2,

@@ -33,7 +33,7 @@ def targets_of(name: str) -> list[str]:
 
 
 def peft_model(name: str, directory, dtype=torch.float32):
-    """transformers' model with an adapter of PEFT's."""
+    """Transformers' model with an adapter of PEFT's."""
     peft = pytest.importorskip("peft")
     base = transformers.AutoModelForCausalLM.from_pretrained(checkpoints.checkpoint(name), dtype=dtype,
                                                              attn_implementation="eager")
@@ -57,7 +57,8 @@ class Adapted(Driver):
 @torch.inference_mode()
 def check_against_peft(name: str, directory, world: int, lengths, tokens: int = 24, **fields) -> None:
     """Logits after prompts and greedy tokens, against PEFT in float64, token by token with a cache: dynamic scaling
-    does not turn what is in the cache anew."""
+    does not turn what is in the cache anew.
+    """
     exact = peft_model(name, directory, torch.float64)
     with Adapted(name, directory, world, **fields) as driver:
         for length in lengths:

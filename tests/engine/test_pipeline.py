@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from concurrent.futures import Future
@@ -107,7 +108,7 @@ def test_models_take_turns(make_engine):
               for name in ("m", "n")]
     assert [collect(queue) for queue in queues] == [expected_output([1], 40)] * 2
     both = order[order.index("n"):len(order) - order[::-1].index("m")]
-    assert both.count("m") > 20 and all(a != b for a, b in zip(both, both[1:]))
+    assert both.count("m") > 20 and all(a != b for a, b in itertools.pairwise(both))
 
 
 def test_a_blocked_request_waits_without_cost_and_goes_on(make_engine):

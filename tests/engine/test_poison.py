@@ -54,7 +54,8 @@ def finish(started, count):
 @pytest.mark.parametrize("after", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_a_poisoned_request_is_refused_and_bystanders_finish(tmp_path, after):
     """One that ends its server at its first token, and one that does so later. It is tried beside others at first, then
-    twice alone."""
+    twice alone.
+    """
     address = f"unix:{tmp_path}/s"
     with supervised(address) as lives, contextlib.closing(connect(address)) as client:
         started = []
@@ -115,14 +116,15 @@ def test_a_suspect_needs_spans_of_others(tmp_path):
         from support.fake_group import expected_output
 
         assert tokens(request.queue) == expected_output([7] * 30, 10)
-        for prompt, queue in zip(prompts, queues):
+        for _prompt, queue in zip(prompts, queues):
             tokens(queue)
             assert queue.GeneratedLength() == 40
 
 
 def test_a_last_chance_comes_at_a_calm_time(monkeypatch):
     """Before anything has happened, or a while after: whoever kills servers from outside does so when something happens,
-    such as a first token, and that must not be taken for the request's doing."""
+    such as a first token, and that must not be taken for the request's doing.
+    """
     now = 100.0
     monkeypatch.setattr(suspects.time, "monotonic", lambda: now)
     line = suspects.Suspects()

@@ -1,5 +1,6 @@
 """What a request may want of its prompt: the log probabilities of its tokens, and an embedding. Through every engine,
-against transformers; the bits do not depend on chunks, batches, preemption or the prefix cache."""
+against transformers; the bits do not depend on chunks, batches, preemption or the prefix cache.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def config(name: str, **fields) -> AsModelConfig:
 
 @pytest.fixture
 def start(tmp_path):
-    """start(configured models, again=…, refused=…): an engine over the same state file, after the end of the last."""
+    """Starts an engine with configured models over the same state file, after the end of the last."""
     engines: list[Engine] = []
 
     def make(*configured: AsModelConfig, again: bool = False, refused: dict | None = None) -> Engine:

@@ -1,6 +1,7 @@
 """Speculation changes no bit: 40 requests alone, together, in random order and in a cache that is too small, without
 drafts, with looked-up ones and with a draft model's, on one rank and on two. Counters prove that drafts were accepted
-and rejected, rows discarded and sequences preempted."""
+and rejected, rows discarded and sequences preempted.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ KINDS = ("off", "prompt_lookup", "draft")
 
 def requests() -> list[tuple[list[int], dict[str, Any]]]:
     """Prompts that repeat themselves, so that something can be looked up; greedy and drawn, with all that changes a
-    draw."""
+    draw.
+    """
     rng = random.Random(3)
     stops = [[token] for token in range(0, 300, 9)]
     ways: list[dict[str, Any]] = [

@@ -36,7 +36,7 @@ def undecided(text: str, stops: list[str]) -> int:
 @settings(max_examples=400, deadline=None)
 @given(TEXT, STOPS, st.lists(st.integers(1, 7), min_size=1, max_size=40))
 def test_matcher_in_pieces(text, stops, sizes):
-    left, found, needed = reference(text, stops)
+    left, found, _needed = reference(text, stops)
     matcher, given_out, at, turn = StopMatcher(StopStrings(stops)), "", 0, 0
     while at < len(text) and matcher.found is None:
         piece = text[at : at + sizes[turn % len(sizes)]]
@@ -145,7 +145,7 @@ def test_what_is_held_back_comes_with_another_end(fake):
 
 
 def test_each_sample_has_its_own_stop(fake):
-    core, engine = fake
+    _core, engine = fake
     outputs = [expected([1], 30, sample) for sample in range(3)]
     texts = ["".join(f"<{i}>" for i in ids) for ids in outputs]
     stop = texts[1][30:41]
@@ -188,7 +188,7 @@ def test_resumed_after_the_stop_string():
         stop = "".join(f"<{i}>" for i in ids[-2:])
         spec = engine.generate("m", {"input_ids": [1]}, {"max_new_tokens": 60, "stop": stop})._spec
         spec.generated = ids
-        _, handle, queue = engine._start(spec)
+        _, _handle, queue = engine._start(spec)
         assert list(queue) == [] and queue.FinishReason() == "stop" and not core.live
 
 

@@ -1,5 +1,6 @@
 """Runs targets. Each input is limited in time, the process in memory; a file names the block in progress, which a crash
-leaves behind."""
+leaves behind.
+"""
 
 from __future__ import annotations
 

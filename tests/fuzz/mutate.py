@@ -101,7 +101,7 @@ def of_json(rng: Random, value: Any) -> bytes:
                 where[rng.choice(TEXTS)] = where.pop(key)
             case 2:
                 other, place = rng.choice(places)
-                if isinstance(other, dict) and place in other or isinstance(other, list) and place < len(other):
+                if (isinstance(other, dict) and place in other) or (isinstance(other, list) and place < len(other)):
                     where[key] = copy.deepcopy(other[place])
             case _:
                 where[key] = _json_value(rng, where[key])

@@ -36,7 +36,8 @@ def runner_of(path: Path, threads: int = 1) -> ModelRunner:
 
 class Plans(Target):
     """Plans that a scheduler could send, and changed ones, to one executor: what is refused must change nothing, and
-    what is accepted must finish."""
+    what is accepted must finish.
+    """
 
     name, share = "plan", 0.45
     SLOTS, SPANS, SPAN, LENGTH, ROWS = 4, 24, 16, 96, 32

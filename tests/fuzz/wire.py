@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
-from typing import Any, Callable
+from typing import Any
 
 from google.protobuf.message import DecodeError
 

@@ -100,7 +100,7 @@ def alone():
 
 def test_what_is_generated_is_what_the_format_says(alone):
     for samples in alone[:4]:
-        for ids, _, text in samples.values():
+        for _ids, _, text in samples.values():
             jsonschema.validate(json.loads(text), SCHEMA)
     assert len(alone[2]) == 3 and len({text for *_, text in alone[2].values()}) > 1
     assert alone[4][0][2].endswith("went home.")
@@ -212,7 +212,7 @@ def test_a_vocabulary_of_the_request():
         vocab = engine._models[name].tokenizer.backend.get_vocab()
         request = REQUESTS[0]
         given = ({"messages": CHAT}, {**request[1], "vocab": vocab, "vocab_type": "VOCAB_TYPE_BPE"})
-        (ids, _, text) = collect(start(engine, name, given))[0]
+        (_ids, _, text) = collect(start(engine, name, given))[0]
         jsonschema.validate(json.loads(text), SCHEMA)
 
 

@@ -1,5 +1,6 @@
 """What the HTTP server makes of answers with tool calls and reasoning, in each of the three forms of a chat. The model
-says what the test writes."""
+says what the test writes.
+"""
 
 from __future__ import annotations
 
@@ -143,7 +144,7 @@ HARMONY = ("<|channel|>analysis<|message|>Should I?<|end|><|start|>assistant<|ch
 
 def test_harmony():
     """gpt-oss' channels, in chats, responses and messages; as a whole and as they come."""
-    with serving(core=ScriptEngine("harmony")) as (engine, group), http_server_for(group, insecure=True) as address, \
+    with serving(core=ScriptEngine("harmony")) as (_engine, group), http_server_for(group, insecure=True) as address, \
             openai.OpenAI(base_url=f"http://{address}/v1", api_key="any", max_retries=0) as api:
         answer = api.chat.completions.create(**ask(HARMONY, tools=TOOLS))
         message = answer.choices[0].message

@@ -298,7 +298,7 @@ def test_beside_a_group(tmp_path):
 
 
 def test_the_command(http_server, tmp_path):
-    """allspark http, with TLS and keys, until SIGTERM; what cannot be served is said at once."""
+    """Allspark http, with TLS and keys, until SIGTERM; what cannot be served is said at once."""
     cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
     made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days",
             "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert]

@@ -1,6 +1,7 @@
 """`dashinfer_greedy.py CHECKPOINT TYPE WORK TOKENS`: greedy ids by DashInfer 1.3.0 in fp32, of the prompts that its input
 is a JSON list of, as a JSON list. In an environment of its own: dashinfer==1.3.0 (CPython 3.8 to 3.11), numpy<2, torch,
-transformers==4.44.2, safetensors."""
+transformers==4.44.2, safetensors.
+"""
 import json
 import os
 import sys

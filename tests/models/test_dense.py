@@ -136,7 +136,7 @@ def test_a_history_that_grows_beyond_the_original_length_is_computed_anew(engine
         name = f"longrope-{number}"
         engine.install_model(AsModelConfig(model_name=name, **fields, **more))
         engine.start_model(name)
-        for again in range(1 + ("enable_prefix_cache" in more)):
+        for _again in range(1 + ("enable_prefix_cache" in more)):
             first = engine.start_request(name, {"input_ids": prompt}, {**config, "do_sample": False})[2]
             careful = {**config, "seed": 5, "stop_words_ids": [[1, 1]]}
             second = engine.start_request(name, {"input_ids": other}, careful)[2]

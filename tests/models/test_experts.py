@@ -1,5 +1,6 @@
 """Models with experts (Qwen3-MoE, Qwen2-MoE, Mixtral) against transformers, and their properties: the same bits in every
-batch, on ranks that divide experts' features or whole experts, in every weight format, and serialized."""
+batch, on ranks that divide experts' features or whole experts, in every weight format, and serialized.
+"""
 
 from __future__ import annotations
 

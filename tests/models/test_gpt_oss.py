@@ -1,5 +1,6 @@
 """gpt-oss against transformers: logits and greedy output on 1 to 4 ranks, the same bits in every batch, every weight
-format, MXFP4 as its checkpoints have it, serialized and reloaded; o200k_harmony's tokenizer.json."""
+format, MXFP4 as its checkpoints have it, serialized and reloaded; o200k_harmony's tokenizer.json.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +134,8 @@ def test_the_same_bits_alone_and_in_a_batch(form, group):
 @pytest.mark.parametrize("name", BOTH)
 def test_weight_formats(name, form, group, tolerance):
     """On 1 and several ranks, where rows are groups, as heads are cut inside smaller ones; routers stay float32. With
-    a prompt that no rounding sends to another expert."""
+    a prompt that no rounding sends to another expert.
+    """
     prompt = prompt_of(40)
     expected = reference_logits(checkpoint(name), prompt)
     for world in (1, 3):
@@ -193,7 +195,8 @@ def write(directory, tensors, config):
 
 def mxfp4_tensors():
     """A checkpoint's, with experts of random codes, as (type, array); and the same experts' values, float64 [experts,
-    inputs, outputs]."""
+    inputs, outputs].
+    """
     rng, values = np.random.default_rng(5), {}
     source = open_model(str(checkpoint("gpt-oss-blocks"))).source.source
     tensors = {n: ("F32", np.asarray(source.get(n).data)) for n in source.names()}

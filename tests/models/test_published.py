@@ -1,5 +1,6 @@
 """Families that transformers does not have (the first Qwen, ChatGLM2 and 3, GLM-4 as first published, Baichuan 1 and 2)
-against a float64 reference written from what is published, and against transformers' models of the same numbers."""
+against a float64 reference written from what is published, and against transformers' models of the same numbers.
+"""
 
 from __future__ import annotations
 

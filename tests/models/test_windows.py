@@ -1,5 +1,6 @@
 """Layers with a sliding window give back the spans that they no longer see, and nothing else changes: cache groups, the
-scheduler's side of them without tensors, then real ones, beside the same models that keep all they have seen."""
+scheduler's side of them without tensors, then real ones, beside the same models that keep all they have seen.
+"""
 
 from __future__ import annotations
 

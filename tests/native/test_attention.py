@@ -115,7 +115,8 @@ def test_partial_results_fit_whatever_the_contexts(threads):
         lengths = [longest if rng.random() < 0.4 else int(rng.integers(1, longest + 1)) for _ in range(sequences)]
         lengths = lengths[:15]
         new, work = [], []
-        for i, n in enumerate(lengths):  # as after a hit in the prefix cache, whose spans are all one; the last is its own
+        # as after a hit in the prefix cache, whose spans are all one; the last is its own
+        for i, n in enumerate(lengths):
             start = (n - 1) // SPAN * SPAN
             new.append(NewSlot(i, [1] * n, GREEDY, start))
             work.append(WorkItem(i, n - start, DRAW, spans=[0] * (-(-n // SPAN) - 1) + [i + 1]))

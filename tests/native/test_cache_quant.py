@@ -155,7 +155,8 @@ def test_bytes_of_a_span():
 @pytest.mark.parametrize("model", ["qwen2-gqa-tied", "llama-dynamic"])
 def test_ranks_agree_and_the_cache_is_what_differs(mode, model):
     """Each KV head is quantized alone, so two ranks have the same cache but for fp32 error; against an fp32 cache the
-    difference is quantization's."""
+    difference is quantization's.
+    """
     from support.checkpoints import checkpoint, prompt_of
     from support.driver import Driver
 

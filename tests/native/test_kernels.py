@@ -183,7 +183,8 @@ def test_rope(half):
     assert np.allclose(_native.kernels.rope(x, c, s), expected, atol=1e-6)
 
 
-ROUNDS = _native.isa() in ("amx", "avx512_bf16")  # attention to a bfloat16 cache rounds queries and weights to bfloat16 too
+# attention to a bfloat16 cache rounds queries and weights to bfloat16 too
+ROUNDS = _native.isa() in ("amx", "avx512_bf16")
 BLOCKS = [(1, 16), (17, 16), (63, 32), (128, 128), (127, 64), (96, 16), (33, 32)]  # tokens, span size
 
 
@@ -249,7 +250,8 @@ def test_attention_does_not_depend_on_spans_or_hide_what_is_not_finite(dtype):
     for bad in (np.nan, np.inf):
         for array in (q, keys, values):
             poisoned = [x.copy() if x is array else x for x in (q, keys, values)]
-            next(x for x, y in zip(poisoned, (q, keys, values)) if y is array)[3, 5] = np.copysign(bad, q[3, 5])  # -inf as a score would be a weight of 0
+            # -inf as a score would be a weight of 0
+            next(x for x, y in zip(poisoned, (q, keys, values)) if y is array)[3, 5] = np.copysign(bad, q[3, 5])
             _, total, out = _native.kernels.attend(*poisoned, limits, 0.1, 32, dtype)
             assert not np.all(np.isfinite(out[3, :80] / total[3]))
 

@@ -30,7 +30,8 @@ def nearest(x):
 
 def instant_quant(weights, bits, group):
     """(q - middle, scale, offset), the latter per group and repeated along k, in the arithmetic of the native code: offset is
-    the middle of the range as bfloat16 has it, scale the least bfloat16 with which minimum and maximum still have a q."""
+    the middle of the range as bfloat16 has it, scale the least bfloat16 with which minimum and maximum still have a q.
+    """
     n, k = weights.shape
     group = min(group or k, k)
     levels, middle = np.float32(2**bits - 1), np.float32(2**(bits - 1))
@@ -150,7 +151,8 @@ def test_sums_are_exact_at_the_largest_values(dtype):
                                       (130_000, 0)])
 def test_sums_of_16_bits_are_exact_at_the_largest_values(dtype, k, group):
     """Activations of +-32639 and of less, weights of the largest and the least q: sums of a group that are far past 32 bits are
-    rounded once, or once a plane where activations are planes of 8 bits; to the bit."""
+    rounded once, or once a plane where activations are planes of 8 bits; to the bit.
+    """
     rng = np.random.default_rng(k + group)
     executor = _native.Executor(num_threads=2)
     levels, middle = 2**FORMATS[dtype][0] - 1, 2**(FORMATS[dtype][0] - 1)
@@ -162,11 +164,13 @@ def test_sums_of_16_bits_are_exact_at_the_largest_values(dtype, k, group):
     x[:, 0], x[0], x[1, 1::2], x[2], x[3] = 32_639, 32_639, -32_639, -32_639, 32_639 * rng.choice([-1, 1], k)
     handle = matrix(executor, q.astype(np.float32), dtype, group)
     total = np.zeros((45, 7), np.float32)
-    single = lambda a: a.astype(np.float32).astype(np.float64)
+    def single(a):
+        return a.astype(np.float32).astype(np.float64)
     for first in range(0, k, group or k):
         part, weights = x[:, first:first + (group or k)], (q[:, first:first + (group or k)] - middle).T
         planes = (part + 128) >> 8, part - 256 * ((part + 128) >> 8)
-        by_planes = lambda w: single(256 * single(planes[0] @ w) + single(planes[1] @ w))
+        def by_planes(w):
+            return single(256 * single(planes[0] @ w) + single(planes[1] @ w))
         chain = single(part @ weights) if _native.isa() in ("avx2", "avx2_vnni", "avx512", "neon") else by_planes(weights)
         total = single(chain + total)
         total = single(middle * by_planes(np.ones((part.shape[1], 1), np.int64)) + total)

@@ -222,7 +222,8 @@ def test_wide_nucleus_takes_the_second_round(ranks, one_rng):
 
 def test_candidates_below_what_a_rank_left_out_do_not_count(one_rng):
     """One rank holds 1,300 good tokens and sends 1,024, the other sends all of its worse ones: they must not fill
-    in."""
+    in.
+    """
     logits = np.concatenate([1 + one_rng.normal(0, 0.01, 1300), one_rng.normal(0, 0.01, 900)])
     p = Params(top_p=0.75)
     prob = distribution(np.float32(logits), p)

@@ -1,8 +1,10 @@
 """Matrices that others have quantized, in the kernels: each layout of scales and each type of codes against float64, to the
-bit where they are recovered; rows, threads and slices of K; orders of columns; what is refused."""
+bit where they are recovered; rows, threads and slices of K; orders of columns; what is refused.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -214,7 +216,7 @@ def test_a_matrix_is_the_same_however_its_codes_are_packed(packing, dtype):
             for as_packed in (False, True):
                 executor = _native.Executor(num_threads=2)
                 handle = executor.add_matrix(n, length, dtype, group, scales="float32", zeros="none")
-                for first, last in zip(cuts, cuts[1:]):
+                for first, last in itertools.pairwise(cuts):
                     rows, more = slice(first + 11, last + 11), {"packing": "rows"}
                     if not as_packed:
                         part = plain[rows]

@@ -1,4 +1,5 @@
 """The shared-memory window between ranks: here every rank is a thread with a Window of its own over one mapping."""
+import itertools
 import mmap
 import threading
 import time
@@ -94,7 +95,7 @@ def test_rows_are_summed_where_they_belong_and_gathered(size, threads):
         kept, wanted = [part.copy() for part in parts], in_rank_order(parts)
         ranks.run(lambda w: w.reduce_scatter_rows(parts[w.rank], threads))
         owned = [w.rows_of(rows) for w in ranks.windows]
-        assert owned[0][0] == 0 and owned[-1][1] == rows and all(a[1] == b[0] for a, b in zip(owned, owned[1:]))
+        assert owned[0][0] == 0 and owned[-1][1] == rows and all(a[1] == b[0] for a, b in itertools.pairwise(owned))
         for part, old, (begin, end) in zip(parts, kept, owned):
             assert np.array_equal(part[begin:end].view(np.uint32), wanted[begin:end].view(np.uint32))
             assert np.array_equal(part[:begin], old[:begin]) and np.array_equal(part[end:], old[end:])

@@ -1,5 +1,6 @@
 """What leaves this tree: the source distribution builds both wheels in a clean environment, they hold all that they need,
-and the client runs with the oldest versions that it asks for."""
+and the client runs with the oldest versions that it asks for.
+"""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def test_an_engine_needs_neither_torch_nor_mpi():
 
 def test_unknown_name():
     with pytest.raises(AttributeError, match="module 'allspark_server' has no attribute 'Motor'"):
-        allspark_server.Motor
+        _ = allspark_server.Motor
 
 
 @pytest.mark.parametrize("result, problem", [

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -125,7 +125,8 @@ class Runner:
 
     def step(self, plan: bytes, masks: Callable[[], np.ndarray] | np.ndarray | None = None) -> StepResult:
         """masks: uint32 [masks, words], or what gives them when they are needed; an item's mask is 1 + index, and its
-        further outputs have the ones that follow."""
+        further outputs have the ones that follow.
+        """
         batch = self.slots.begin(read_plan(plan))
         result = StepResult()
         for rank in self.ranks:
@@ -178,7 +179,7 @@ class Runner:
                 drawn.append(draw(parts, sampling, [*history, *item.drafts[:i]], mask))
             count = self.slots.accept(item, [each["token"] for each in drawn])
             result.counts.append(count)
-            for i, each in enumerate(drawn[:count]):
+            for each in drawn[:count]:
                 result.tokens.append(each["token"])
                 result.status.append(int(bool(each["status"])))
                 result.logprobs.append(each["logprob"])

@@ -1,5 +1,6 @@
 """Stored matrices: one form for all that a Program can declare (native/program/weight_spec.h), what it decodes to, and
-how checkpoints' own packings become that form."""
+how checkpoints' own packings become that form.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ TABLES = {"nf4": NF4, "e2m1": E2M1, "e4m3": _e4m3(np.arange(256))}
 class Stored:
     """A matrix [n, k]. codes: uint8 [n, k], of integers the value + 2^(bits - 1). scales, offsets: of each row (or so
     many) and group, already as numbers; with nested scales integers, that super_scales and super_offsets of each
-    super-group multiply. points: integers in place of 2^(bits - 1). group_of: of each column, if it is permuted."""
+    super-group multiply. points: integers in place of 2^(bits - 1). group_of: of each column, if it is permuted.
+    """
 
     format: str
     group: int
@@ -78,8 +80,9 @@ def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 def gptq(qweight, qzeros, scales, g_idx, bits: int, group: int) -> Stored:
-    """qweight int32 [k * bits / 32, n], qzeros int32 [groups, n * bits / 32] (one less than the zero point), scales
-    float16 [groups, n], g_idx [k]."""
+    """Qweight int32 [k * bits / 32, n], qzeros int32 [groups, n * bits / 32] (one less than the zero point), scales
+    float16 [groups, n], g_idx [k].
+    """
     codes = unpacked(np.ascontiguousarray(qweight.T), bits)
     points = unpacked(qzeros, bits).astype(int).T + 1
     layout = ScaleLayout("float16", "points", permuted=True)
@@ -90,7 +93,7 @@ AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where columns 0 to 7 are in a word
 
 
 def awq(qweight, qzeros, scales, group: int) -> Stored:
-    """qweight int32 [k, n / 8], qzeros int32 [groups, n / 8], scales float16 [groups, n]."""
+    """Qweight int32 [k, n / 8], qzeros int32 [groups, n / 8], scales float16 [groups, n]."""
 
     def ordered(words):
         return unpacked(words, 4).reshape(len(words), -1, 8)[:, :, AWQ_ORDER].reshape(len(words), -1).T
@@ -117,7 +120,8 @@ def mxfp4(blocks, scales) -> Stored:
 
 def nf4(packed, absmax, n: int, k: int) -> Stored:
     """bitsandbytes: uint8 of two codes, the upper half first, over the rows one after the other; a float32 scale for
-    each 64."""
+    each 64.
+    """
     codes = unpacked(packed.ravel(), 4).reshape(-1, 2)[:, ::-1].reshape(n, k)
     return Stored("nf4", 64, ScaleLayout("float32", "none"), codes, absmax.reshape(n, -1))
 

@@ -1,5 +1,6 @@
 """Toy programs with experts, for the tests of every backend. Those that end with sample have logits of VOCAB or of the
-width that they are given."""
+width that they are given.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +110,8 @@ def gated_by_one(own: Toy, width: int) -> Toy:
 
 def check_rows_that_are_no_numbers(own: Toy, compiled, data: bytes, last: list[int]) -> None:
     """Their status tells; rows beside them are as ever. compiled: makes a backend's program of a toy; data: a step of
-    prompts that draw; last: the last token of each."""
+    prompts that draw; last: the last token of each.
+    """
     x = embedded(own, 16)
     rows, scores = routed(own, x, 6, 2, normalized=True)
     own.finish(mlp(own, x, rows, scores, 6, 12))

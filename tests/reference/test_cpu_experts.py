@@ -41,7 +41,7 @@ def test_whole_experts_of_a_rank(first, count):
 
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "w8a8"])
 def test_biases_and_a_row_set_of_two_layers(form):
-    tolerance = dict((f, t) for f, g, t in FORMATS if not g)[form]
+    tolerance = {f: t for f, g, t in FORMATS if not g}[form]
     # Four products round their rows, one after the other.
     compare(toys.with_biases(toy(), 32, form), tolerance if form == "float32" else 3 * tolerance)
 

@@ -1,5 +1,6 @@
 """Every op of the CPU backend against the reference backend: programs of one op between embedding and sampling, with
-inputs made anew in each run, and sizes that are 1, odd and prime."""
+inputs made anew in each run, and sizes that are 1, odd and prime.
+"""
 
 from __future__ import annotations
 
@@ -251,7 +252,7 @@ def test_bits_of_a_window_do_not_depend_on_chunks(window, cache, threads):
 
 @pytest.mark.parametrize("inner", [1, 5, 37])
 def test_what_is_computed_together(inner):
-    """add and rms_norm, linear and silu_mul: ops that the backend may run as one."""
+    """Add and rms_norm, linear and silu_mul: ops that the backend may run as one."""
     own = toy()
     x = embedded(own, 29)
     y = own.op("linear", (x,), 29, (own.matrix(29, 29),))

@@ -1,5 +1,6 @@
 """What else the CPU backend's rows with outputs give: hidden states, log probabilities of prompts, draws under masks
-that are written while the step runs. Against the reference backend, on one rank and two."""
+that are written while the step runs. Against the reference backend, on one rank and two.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ class Cpu:
         self.masks, self.pool = self.ranks[0].masks, ThreadPoolExecutor(world)
 
     def step(self, data: bytes, want_logits: bool = False):
-        return [f.result() for f in [self.pool.submit(r.step, data, want_logits) for r in self.ranks]][0]
+        return next(f.result() for f in [self.pool.submit(r.step, data, want_logits) for r in self.ranks])
 
     def write(self, row: int, mask: np.ndarray) -> None:
         self.masks.bits[row] = mask

@@ -31,7 +31,7 @@ def field(word, index, bits):
 
 
 def with_halves(data, *at):
-    """ggml blocks whose float16 fields are numbers."""
+    """Ggml blocks whose float16 fields are numbers."""
     for offset in at:
         data[..., offset:offset + 2] = halves(*data.shape[:2])[..., None].view(np.uint8)
     return data
@@ -159,11 +159,11 @@ def case_q6_k():
 
     def value(row, column):
         block, i = data[row, column // 256], column % 256
-        part, quarter, l = i // 128, i % 128 // 32, i % 32
-        ql = int(block[64 * part + l + 32 * (quarter % 2)])
-        qh = int(block[128 + 32 * part + l])
+        part, quarter, lane = i // 128, i % 128 // 32, i % 32
+        ql = int(block[64 * part + lane + 32 * (quarter % 2)])
+        qh = int(block[128 + 32 * part + lane])
         code = (ql >> 4 if quarter >= 2 else ql & 15) | (qh >> 2 * quarter & 3) << 4
-        scale = int(block[192:208].view(np.int8)[8 * part + 2 * quarter + l // 16])
+        scale = int(block[192:208].view(np.int8)[8 * part + 2 * quarter + lane // 16])
         return half(block, 208) * scale * (code - 32)
 
     return encodings.q6_k(data), value

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -18,7 +20,7 @@ def rows(seed=3):
 
 
 def expert_mlp(toy, x, gate, up_gate, down, bias=None, first=0, count=EXPERTS, **router):
-    """router -> gate and up of each entry -> silu_mul -> down -> weighted sum, of experts [first, first + count)."""
+    """Router -> gate and up of each entry -> silu_mul -> down -> weighted sum, of experts [first, first + count)."""
     routed = toy.program.add_row_set(ALL, TOP)
     logits = toy.op("linear", (x,), EXPERTS, (toy.matrix(EXPERTS, WIDTH, gate),))
     weights = () if bias is None else (toy.vector(bias),)
@@ -117,7 +119,7 @@ def test_whole_experts_per_rank_add_up(cuts):
     gate, up_gate, down = weights()
     x = rows()
     parts = [through(x, gate, up_gate, down, None, first, last - first, normalized=True)
-             for first, last in zip(cuts, cuts[1:])]
+             for first, last in itertools.pairwise(cuts)]
     np.testing.assert_allclose(sum(parts), through(x, gate, up_gate, down, normalized=True), rtol=1e-12, atol=1e-13)
 
 

@@ -1,5 +1,6 @@
 """Graphs with what later models need: built, written and read, divided among ranks, loaded from a checkpoint of fused
-tensors, and computed; against one dense computation from the checkpoint's arrays."""
+tensors, and computed; against one dense computation from the checkpoint's arrays.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def attention(graph, x, number, heads, kv, dim, window):
 
 def experts(graph, h, scores, number, routed):
     """Experts in two tensors of three dimensions, each divided by features; or each a tensor of its own, whole experts
-    to a rank."""
+    to a rank.
+    """
     inner, whole = Split(INNER), Split(EXPERTS)
     if number == 0:
         both = tuple(Part("experts.gate_up", INNER, inner, first, 2 * INNER, expert=e)

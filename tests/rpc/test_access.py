@@ -70,7 +70,7 @@ def test_an_open_tcp_listener_is_refused(words, token_file, capsys):
     words = [token_file if word == "TOKENS" else word for word in words]
     assert main(["serve", "--dry-run", *words]) != 0
     error = capsys.readouterr().err
-    assert "refusing to serve on" in error and words[-1] in error or "example" in error or "0.0.0.0" in error
+    assert ("refusing to serve on" in error and words[-1] in error) or "example" in error or "0.0.0.0" in error
     for way in ("unix:/path", "--token-file", "--tls-cert", "--tls-ca", "--insecure"):
         assert way in error
 

@@ -1,5 +1,6 @@
 """Service and ClientEngine against an engine without a model: streams, errors, addresses, tokens, TLS, other
-programs."""
+programs.
+"""
 
 from __future__ import annotations
 
@@ -95,13 +96,13 @@ def test_many_threads_share_one_stream(served, client):
 
 
 def test_text_messages_and_samples(client):
-    _, handle, queue = client.start_request_text("m", None, "hey", {"max_new_tokens": 3})
+    _, _, queue = client.start_request_text("m", None, "hey", {"max_new_tokens": 3})
     assert "".join(e.text for e in queue) == "".join(f"<{t}>" for t in expected(list(b"hey"), 3))
-    _, handle, queue = client.start_request(
+    _, _, queue = client.start_request(
         "m", {"messages": [{"role": "user", "content": "x"}]}, {"max_new_tokens": 2}
     )
     assert len(tokens(queue)) == 2
-    _, handle, queue = client.start_request("m", {"input_ids": [4]}, {"max_new_tokens": 5, "n": 3})
+    _, _handle, queue = client.start_request("m", {"input_ids": [4]}, {"max_new_tokens": 5, "n": 3})
     by_sample = {0: [], 1: [], 2: []}
     for e in queue:
         by_sample[e.sample_index] += e.ids_from_generate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -87,7 +88,7 @@ def test_a_request_is_a_span_with_its_parts(collector, tmp_path):
     assert all(s.parent_span_id == whole.span_id and s.trace_id == whole.trace_id for s in parts)
     assert parts[0].start_time_unix_nano == whole.start_time_unix_nano
     assert parts[-1].end_time_unix_nano == whole.end_time_unix_nano
-    assert all(a.end_time_unix_nano == b.start_time_unix_nano for a, b in zip(parts, parts[1:]))
+    assert all(a.end_time_unix_nano == b.start_time_unix_nano for a, b in itertools.pairwise(parts))
 
 
 def test_the_span_of_who_asks_is_the_parent_through_the_http_server(collector, tmp_path):
@@ -115,7 +116,7 @@ def test_a_request_that_fails_has_a_span_that_says_why(collector, tmp_path):
 
     with serving(f"unix:{tmp_path}/s") as (core, address), ClientEngine(address) as client:
         core.interval = 0.05
-        _, handle, queue = client.start_request("m", {"input_ids": [7]}, {"max_new_tokens": 500})
+        _, _handle, queue = client.start_request("m", {"input_ids": [7]}, {"max_new_tokens": 500})
         queue.Get()
         core.release_model("m")
         assert wait_for(lambda: queue.GenerateStatus() is GenerateRequestStatus.GenerateInterrupted)

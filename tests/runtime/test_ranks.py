@@ -67,7 +67,7 @@ def greedy(engine, name: str, prompt: list[int], n: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def reference():
-    """reference(configuration, prompt length, n): the greedy tokens of transformers in float64, computed once."""
+    """Greedy tokens of transformers in float64, computed once: get(configuration, prompt length, tokens)."""
     known = {}
 
     def get(name: str, length: int, n: int):
@@ -351,7 +351,8 @@ def test_a_rank_without_mpirun_says_so():
 @pytest.fixture
 def foreign_python():
     """(interpreter, environment) with which user nobody can run this project: the one of this run, or, if that lies in
-    a private home, the system's of the same version with this one's packages."""
+    a private home, the system's of the same version with this one's packages.
+    """
     import numpy
     packages = Path(numpy.__file__).parent.parent
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:

@@ -73,7 +73,7 @@ def test_pool_counts_references_and_evicts_the_least_recently_used():
     pool = SpanPool(3)
     forgotten = []
     pool.set_evict_listener(forgotten.append)
-    a, b, c = pool.allocate(3)
+    a, b, _c = pool.allocate(3)
     assert pool.allocate(1) is None and pool.used == 3
     pool.keep(a)
     pool.keep(b)

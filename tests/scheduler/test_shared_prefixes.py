@@ -1,5 +1,6 @@
 """The same new prefix in flight twice is computed once, and whatever becomes of who computes it, the bits are the
-same."""
+same.
+"""
 
 from __future__ import annotations
 

@@ -73,7 +73,8 @@ def test_rows_far_into_a_context_cost_more():
 
 def test_a_prompt_gets_what_running_sequences_leave():
     """They alone take 34 ms; a prompt's rows half a millisecond each: 22 of these fit beside them into 50 ms, less a
-    tenth."""
+    tenth.
+    """
     budget = StepBudget(256, 8, 50.0)
     for _ in range(40):
         budget.learn(8, 8 * 100, 0.034, 8)
@@ -91,13 +92,13 @@ def test_a_prompt_gets_what_running_sequences_leave():
 def test_one_slow_step_is_not_taken_for_the_rule():
     budget = StepBudget(256, 8, 50.0)
     for alone in (True, False):
-        for step in range(60):
+        for _step in range(60):
             budget.learn(8, 0, 0.034, 8)
             budget.learn(rows_of(budget), 0, 0.030 + 5e-4 * rows_of(budget), 8)
         before = rows_of(budget)
         budget.learn(8 if alone else rows_of(budget), 0, 3.0, 8)
         assert rows_of(budget) >= before // 2
-        for step in range(60):
+        for _step in range(60):
             budget.learn(8, 0, 0.034, 8)
             budget.learn(rows_of(budget), 0, 0.030 + 5e-4 * rows_of(budget), 8)
         assert abs(rows_of(budget) - before) <= 2
@@ -114,7 +115,8 @@ def test_the_fewest_rows_are_given_even_where_the_target_is_out_of_reach():
 @pytest.mark.parametrize("target, most", ((0.0, 3.0), (1.5 * 34 + 8, 2.0)))
 def test_streams_keep_their_pace_while_a_long_prompt_is_computed(target, most):
     """As a small model on two cores: a step takes 34 ms, and each row of a prompt 3.2 ms more, both give or take a
-    tenth. The time between tokens of 8 streams while a prompt of 4,000 tokens comes, and then another."""
+    tenth. The time between tokens of 8 streams while a prompt of 4,000 tokens comes, and then another.
+    """
     rng = random.Random(5)
     limits = Limits(8, 256, 256, 32)
     budget = StepBudget(256, 8, target)

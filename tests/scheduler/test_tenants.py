@@ -77,7 +77,7 @@ def test_nobody_saves_up_by_being_away():
     rig = Rig(num_spans=4096, max_batch=4)
     busy = [rig.add(prompt_of(800, seed=i), 1, tenant="busy") for i in range(4)]
     rig.add(prompt_of(8, seed=8), 1, tenant="away")
-    while not busy[1] in rig.finished:
+    while busy[1] not in rig.finished:
         rig.step()
     back = [rig.add(prompt_of(800, seed=10 + i), 1, tenant="away") for i in range(4)]
     before = rows_of(rig, "busy")

@@ -27,7 +27,8 @@ def modules_of(checkpoint: Path) -> dict[str, tuple[int, int]]:
 def write_adapter(directory: Path, checkpoint: Path, targets: Any = ALL, rank: int = 8, dtype: str = "F32",
                   ranks: dict[str, int] | None = None, strength: float = 0.5, **config: Any) -> Path:
     """An adapter for the modules of these names; ranks: of single ones, by the ends of their names. Its values depend
-    on the directory's name. config: further fields of adapter_config.json."""
+    on the directory's name. config: further fields of adapter_config.json.
+    """
     directory.mkdir(parents=True)
     rng = np.random.default_rng(zlib.crc32(directory.name.encode()))
     tensors = {}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from typing import Any, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
+from typing import Any
 
 from allspark_client import AbstractEngine, AsyncClientEngine, GeneratedElements
 
@@ -31,7 +32,7 @@ class BlockingGeneration:
     def __init__(self, loop: Loop, generation: Any):
         self._loop, self._generation = loop, generation
 
-    def __enter__(self) -> "BlockingGeneration":
+    def __enter__(self) -> BlockingGeneration:
         self._loop.run(self._generation.__aenter__())
         return self
 
@@ -46,7 +47,7 @@ class BlockingGeneration:
             except StopAsyncIteration:
                 return
 
-    def read(self) -> "BlockingGeneration":
+    def read(self) -> BlockingGeneration:
         self._loop.run(self._generation.read())
         return self
 

@@ -249,7 +249,7 @@ def _model(directory: Path, dtype: torch.dtype):
 
 
 def reference_model(directory: Path, dtype: torch.dtype = torch.float32):
-    """transformers' model, as if it were fresh."""
+    """Transformers' model, as if it were fresh."""
     return reset_rotary(_model(Path(directory), dtype))
 
 
@@ -268,7 +268,8 @@ def reference_logits(directory: Path, prompt: list[int], dtype: torch.dtype = to
 @dataclass(frozen=True)
 class Greedy:
     """tokens: what greedy decoding gives; gaps: at each token, how far the two best logits are apart, in the logits'
-    standard deviations."""
+    standard deviations.
+    """
 
     tokens: list[int]
     gaps: list[float]
@@ -276,7 +277,7 @@ class Greedy:
 
 @torch.inference_mode()
 def reference_greedy(directory: Path, prompt: list[int], n: int, dtype: torch.dtype = torch.float64) -> Greedy:
-    """n tokens by greedy decoding in float64, token by token with a cache, ignoring the end-of-sequence token."""
+    """N tokens by greedy decoding in float64, token by token with a cache, ignoring the end-of-sequence token."""
     model, ids, cache = reference_model(directory, dtype), torch.tensor([prompt]), transformers.DynamicCache()
     tokens, gaps = [], []
     for _ in range(n):

@@ -1,5 +1,6 @@
 """The engine over a group without a model, for tests of service and client: what it says depends on ids alone, and
-tests can make it slow, deaf or unwilling."""
+tests can make it slow, deaf or unwilling.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from support.fake_group import FakeGroup, next_token
 
 def token_after(history: list[int]) -> int:
     """What follows a history; never the end of sequence. A prompt that begins with 999 fails after three tokens, one that
-    begins with 998 ends the process after as many tokens as its second id says."""
+    begins with 998 ends the process after as many tokens as its second id says.
+    """
     if history[0] == 998 and len(history) >= 2 + history[1]:
         os._exit(9)
     if history[0] == 999 and len(history) == 4:
@@ -32,7 +34,7 @@ def expected(prompt: list[int], count: int, sample: int = 0) -> list[int]:
 class _Tokenizer:
     """One id a byte; tokens are "<id>" and the engine's padding."""
 
-    def __init__(self, engine: "FakeEngine"):
+    def __init__(self, engine: FakeEngine):
         self._engine = engine
 
     def longest_text(self, tokens: int) -> None:
@@ -47,7 +49,7 @@ class _Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [byte + self._engine.text_offset for byte in text.encode()]
 
-    def detokenizer(self, keep=()) -> "_Tokenizer":
+    def detokenizer(self, keep=()) -> _Tokenizer:
         return self
 
     def push(self, ids: list[int]) -> str:

@@ -7,10 +7,10 @@ import os
 import struct
 import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Callable, Optional
 
 import numpy as np
 
@@ -77,10 +77,10 @@ class FakeExecutor:
         self.num_spans, self.max_length = num_spans, max_length
         self.token, self.drafts, self.samples_differ = token, drafts, samples_differ
         self.slots: dict[int, _Slot] = {}
-        self.cache: list[list[Optional[tuple[int, int]]]] = [[None] * span_size for _ in range(num_spans)]
+        self.cache: list[list[tuple[int, int] | None]] = [[None] * span_size for _ in range(num_spans)]
         self.plans: list[StepPlan] = []
         self.drafted = self.accepted = 0
-        self.host: dict[int, tuple[list[int], list[Optional[tuple[int, int]]]]] = {}  # of the second tier: key and ids
+        self.host: dict[int, tuple[list[int], list[tuple[int, int] | None]]] = {}  # of the second tier: key and ids
 
     def step(self, data: bytes) -> SimpleNamespace:
         plan = StepPlan.decode(data)
@@ -188,7 +188,8 @@ def step_result(drawn: list[list[int]], drafted: list[int]) -> SimpleNamespace:
 class FakeGroup:
     """A group of one process whose models are FakeExecutors; steps are computed on a thread, as they are submitted.
     `fail_at`: in which step, counted from 0, a rank is lost; `delay`: seconds a step takes; `loaded`: an event that a
-    load waits for; `token`: what follows a history."""
+    load waits for; `token`: what follows a history.
+    """
 
     size = 1
     depth = DEPTH
@@ -199,7 +200,7 @@ class FakeGroup:
         num_spans: int = 256,
         fail_at: int = -1,
         delay: float = 0,
-        loaded: Optional[threading.Event] = None,
+        loaded: threading.Event | None = None,
         token: Callable[[list[int]], int] = next_token,
         samples_differ: bool = False,
     ):
@@ -218,7 +219,7 @@ class FakeGroup:
     def start_load(self, config: AsModelConfig) -> None:
         self.config = config
 
-    def poll_load(self) -> Optional[ModelInfo]:
+    def poll_load(self) -> ModelInfo | None:
         self._drain()
         if self.loaded is not None and not self.loaded.is_set():
             return None

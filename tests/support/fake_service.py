@@ -1,5 +1,6 @@
 """What the tests of service and client share: servers around the fake engine, in this process or in one to be
-killed."""
+killed.
+"""
 
 from __future__ import annotations
 

@@ -37,7 +37,8 @@ K_M = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q6_K", "": "Q4_K"}
 
 def write_gguf(path: Path, metadata: dict[str, Any], tensors: dict[str, tuple[str, np.ndarray]]) -> Path:
     """metadata: ints as uint32, floats as float32, lists of strings, or arrays; tensors: (type, array) with raw blocks
-    [..., row bytes] of quantized types."""
+    [..., row bytes] of quantized types.
+    """
     def text(value: str) -> bytes:
         return struct.pack("<Q", len(value.encode())) + value.encode()
 
@@ -85,7 +86,7 @@ def random_blocks(kind: str, n: int, k: int, rng) -> np.ndarray:
 
 def recover(kind: str, raw: np.ndarray) -> np.ndarray:
     """float32 [n, k], block by block as ggml's C code does it."""
-    values, size, _ = BLOCKS[kind]
+    _values, size, _ = BLOCKS[kind]
     blocks = raw.reshape(-1, size)
     return np.concatenate([_block(kind, block) for block in blocks]).reshape(len(raw), -1).astype(np.float32)
 

@@ -12,7 +12,8 @@ DIM, SLOTS, LONGEST, SPAN = 16, 8, 128, 16
 
 class Head:
     """Logits of any vocabulary: a step's are a row of the embeddings, with some attention, times a matrix. ties: of
-    many ids they are the same."""
+    many ids they are the same.
+    """
 
     def __init__(self, vocab: int, rng: np.random.Generator, spread: float, ties: bool, masks: int = SLOTS,
                  cache: str = "float32"):

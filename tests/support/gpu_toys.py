@@ -20,7 +20,8 @@ def executor(threads: int = 2):
 def compiled(own: Toy, cache: str = "float32", masks: int = 0, graphs: bool = True, long: bool = False,
              outputs: int = 64, slots: int = 8, **more):
     """long: for contexts beyond a thousand; more: of allocate(). The toy's matrices become what the backend recovers
-    of them: each time of what they were given, as what was recovered may be quantized to other values."""
+    of them: each time of what they were given, as what was recovered may be quantized to other values.
+    """
     found, given = executor(), own.__dict__.setdefault("given", {})
     stacks = {op["weights"][0]: op["attributes"]["experts"] for op in own.program.ops if op["name"] == "expert_linear"}
     for handle, (n, k, form, group) in enumerate(own.program.weights):
@@ -160,7 +161,7 @@ def tokens_of(gpu, prompts, flags=0, chunk=100, drafts=0, steps=12, **sampling):
     rng = np.random.default_rng(0)
     while min(len(f) for f in found) < steps:
         work = []
-        for slot, p in enumerate(prompts):
+        for slot, _p in enumerate(prompts):
             rows = min(chunk, lengths[slot] - computed[slot])
             last = computed[slot] + rows == lengths[slot]
             known = rng.integers(0, VOCAB, drafts).tolist() if flags & GIVEN and last else []

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 import httpx
 

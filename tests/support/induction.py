@@ -95,7 +95,8 @@ KEYS = {token: 8 + token for token in range(5)}  # what is asked for, and what f
 
 def haystack(length: int, seed: int = 0) -> list[int]:
     """`length` tokens, with each key and its value once, from the beginning to the end; the other tokens are neither.
-    The first token has none before it, and takes itself for that."""
+    The first token has none before it, and takes itself for that.
+    """
     tokens = np.random.default_rng(seed).choice([5, 6, 7, 13, 14, 15], length).tolist()
     for number, (key, value) in enumerate(KEYS.items()):
         at = 1 + (length - 4) * number // (len(KEYS) - 1)

@@ -4,7 +4,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import struct
-from typing import Any, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 from allspark_client import AbstractEngine, AsModelConfig
 from support.checkpoints import checkpoint, prompt_of

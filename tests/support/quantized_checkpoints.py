@@ -1,12 +1,13 @@
 """Tiny checkpoints as other programs quantize them, in numpy from the published layouts, and beside each its twin: the same
-network with the recovered weights in float32."""
+network with the recovered weights in float32.
+"""
 
 from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable
 
 import numpy as np
 import safetensors.numpy
@@ -18,7 +19,8 @@ Made = tuple[dict[str, np.ndarray], np.ndarray]  # a module's tensors by suffix,
 MODULE = ".weight"
 FLOAT8 = "F8_E4M3"
 
-# Sizes that are no multiples of much: blocks of 128 x 128 and groups of 64 end in the middle; five ranks' worth of heads.
+# Sizes that are no multiples of much: blocks of 128 x 128 and groups of 64 end in the middle; five ranks' worth of
+# heads.
 SPEC = Spec("qwen2", _sizes(144, 6, 2, 352, layers=2, tie_word_embeddings=False) | _rope("default", 1e6))
 BLOCKS = Spec("qwen2", _sizes(256, 6, 2, 512, layers=2, head_dim=64, tie_word_embeddings=False) | _rope("default", 1e6))
 

@@ -20,7 +20,8 @@ class Clock:
 class Rig:
     """A scheduler and an executor that share limits. `depth`: steps that are planned before the oldest one's results
     are known, that one included. `executor`: arguments of FakeExecutor. `host_spans`: of the second tier. `windows`: of
-    the cache groups, 0 for full attention."""
+    the cache groups, 0 for full attention.
+    """
 
     def __init__(self, num_spans=64, span_size=4, max_batch=4, max_step_tokens=64, max_chunk=64, prefix=True, depth=1,
                  draft_kind=0, executor=None, host_spans=0, lasting=False, windows=(0,), **cache):

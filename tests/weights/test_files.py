@@ -1,5 +1,6 @@
 """Files that a client or a checkpoint names may be anything: each is opened, read and parsed within bounds, or refused
-by name."""
+by name.
+"""
 
 from __future__ import annotations
 

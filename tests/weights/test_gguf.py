@@ -292,7 +292,7 @@ def test_parts(pair, tmp_path):
 def test_blocks_are_recovered_as_ggml_s_own_library_does():
     quants = pytest.importorskip("gguf.quants")
     rng = np.random.default_rng(1)
-    for kind, (values, size, _) in BLOCKS.items():
+    for kind, (_values, _size, _) in BLOCKS.items():
         raw = random_blocks(kind, 5, 3 * 256, rng)
         np.testing.assert_array_equal(recover(kind, raw), quants.dequantize(raw, quants.GGMLQuantizationType(NUMBERS[kind])))
 

@@ -1,5 +1,6 @@
 """Checkpoints that others have quantized: recovered weights to the bit, text, ranks, serialized, invariance, what is
-refused."""
+refused.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +107,8 @@ MODULE = "model.layers.1.mlp.down_proj"
 
 def changed(directory: Path, target: Path, config=None, **tensors) -> Path:
     """A copy of a checkpoint. config(quantization_config) changes it; tensors: a module's by the last part of their names
-    (underscores for dots), each a function of an array or None."""
+    (underscores for dots), each a function of an array or None.
+    """
     target.mkdir(exist_ok=True)
     values = json.loads((directory / "config.json").read_text())
     if config is not None:

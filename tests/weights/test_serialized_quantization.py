@@ -1,5 +1,6 @@
 """Quantized weights that are serialized: the same bits as quantized at load, on any number of ranks; what is
-refused."""
+refused.
+"""
 
 import os
 import subprocess
@@ -75,7 +76,8 @@ def test_the_same_logits(tmp_path, dtype, group):
 @pytest.mark.parametrize("dtype, group", [("int8", 0), ("int4", 64), ("w8a8", 32), ("w4a8", 512)])
 def test_ranks_compute_the_same_but_for_the_order_of_sums(directory, dtype, group):
     """Weights do not depend on the number of ranks; of w8a8 and w4a8 the activations' scales do, which are each rank's
-    own."""
+    own.
+    """
     prompt, logits = prompt_of(40), {}
     for world, kind in ((1, "float32"), (1, dtype), (2, dtype), (3, dtype)):
         fields = {"weight_group_size": group} if kind == dtype else {}
@@ -391,7 +393,7 @@ def test_type_of_what_stays_unquantized(directory, tmp_path):
     )
     source = open_model(str(tmp_path / "m.asgraph")).source
     assert source.get("model.norm.weight").dtype == "F16"
-    assert {s for s in source.names()} == {s for s in open_model(str(directory)).source.names()}
+    assert set(source.names()) == set(open_model(str(directory)).source.names())
     a, info = recovered(tmp_path / "m.asgraph", 1)
     b, plain = recovered(directory, 1, weight_dtype="int8")
     assert_equal(a, b)

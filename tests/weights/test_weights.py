@@ -20,6 +20,8 @@ from allspark_server.weights.shard import Split, split
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+import itertools
+
 from reference.loading import Loaded, unquantized
 from support.checkpoints import STORED, check_logits, checkpoint, prompt_of, reference_logits, rewrite_header
 from support.driver import Driver
@@ -33,7 +35,7 @@ def test_ranges_are_balanced_and_cover_everything():
         for world in range(1, 9):
             ranges = [split(n, rank, world) for rank in range(world)]
             assert ranges[0][0] == 0 and ranges[-1][1] == n
-            assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:]))
+            assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
             widths = [end - begin for begin, end in ranges]
             assert max(widths) - min(widths) <= 1
 
@@ -255,7 +257,7 @@ def test_loader_reports_progress():
     Loader(
         model.graph, model.source, Loaded(), 1, 3, unquantized(model.graph), lambda *done: seen.append(done)
     ).load()
-    assert all(a[0] < b[0] for a, b in zip(seen, seen[1:]))
+    assert all(a[0] < b[0] for a, b in itertools.pairwise(seen))
     constants = len(model.graph.weights["rotary.inv_freq"].values)
     assert seen[-1] == (seen[-1][1] - constants, seen[-1][1])
 

@@ -1,5 +1,6 @@
 """Checks stories against the rules of the grammar in story.py: is every sentence one of its sentences, and
-do names, things, pronouns, articles and tense agree over the whole story?"""
+do names, things, pronouns, articles and tense agree over the whole story?
+"""
 
 from __future__ import annotations
 
@@ -111,7 +112,7 @@ class Checker:
             for slot, value in match.groupdict().items():
                 pronoun = story.pronoun_slot(slot)
                 if pronoun:
-                    masculine, feminine = (lex.PRONOUNS[pronoun[1]][g] for g in "mf")
+                    masculine, _feminine = (lex.PRONOUNS[pronoun[1]][g] for g in "mf")
                     gender = "m" if value.lower() == masculine else "f"
                     key = pronoun[0] + " gender"
                     if facts.setdefault(key, gender) != gender:

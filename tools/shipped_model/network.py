@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as functional
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -61,7 +61,7 @@ class Attention(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         group = shape.heads // shape.kv_heads
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
 
 
@@ -73,7 +73,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nn.Module):
@@ -116,12 +116,13 @@ class Network(nn.Module):
         x = self.embed_tokens(ids)
         for layer in self.layers:
             x = layer(x, cos, sin)
-        return F.linear(self.norm(x), self.embed_tokens.weight)
+        return functional.linear(self.norm(x), self.embed_tokens.weight)
 
 
 def write_checkpoint(network: Network, folder: Path, eos: list[int], pad: int) -> None:
     """Writes model.safetensors (bfloat16), config.json and generation_config.json. config.json has both spellings of
-    the fields that transformers 4 and 5 name differently."""
+    the fields that transformers 4 and 5 name differently.
+    """
     shape = network.shape
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"model.{name}": p.detach().to("cpu", torch.bfloat16).contiguous()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import random
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Callable
+from typing import Any
 
 import lexicon as lex
 
@@ -271,7 +272,8 @@ def held_out(text: str) -> bool:
 
 def request(rng: random.Random, evaluation: bool = False) -> tuple[str, str, Spec]:
     """(request, answer, what the answer must hold), from the held-out requests if ``evaluation``, else from the
-    others."""
+    others.
+    """
     while True:
         text, answer, spec = _request(rng)
         if held_out(text) == evaluation:

@@ -1,6 +1,6 @@
 """Trains the model's tokenizer: byte-level BPE, every digit a token of its own, ChatML-like special tokens.
 
-    python tokenizer.py OUTPUT_FOLDER
+python tokenizer.py OUTPUT_FOLDER
 """
 
 from __future__ import annotations

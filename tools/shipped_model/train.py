@@ -13,14 +13,14 @@ import argparse
 import math
 import shutil
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Callable, Iterator
 
 import corpus
 import numpy as np
 import sums
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as functional
 from network import Network, Shape, write_checkpoint
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -78,7 +78,7 @@ def loss_of(network: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     ids = torch.where(tokens < 0, -1 - tokens, tokens)
     targets = torch.where(tokens < 0, -100, tokens)[:, 1:]
     logits = network(ids[:, :-1])
-    return F.cross_entropy(logits.float().reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=-100)
+    return functional.cross_entropy(logits.float().reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=-100)
 
 
 def held_out_rows(tokenizer: Tokenizer, count: int) -> Tensor:

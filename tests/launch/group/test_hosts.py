@@ -1,5 +1,6 @@
 """Groups over several hosts. What needs no root makes hosts of this one, by name only: ranks then talk by MPI as those
-of different hosts do. See test_namespaces.py for hosts that are namespaces."""
+of different hosts do. See test_namespaces.py for hosts that are namespaces.
+"""
 import json
 import os
 import socket

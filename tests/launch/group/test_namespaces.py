@@ -1,5 +1,6 @@
 """Groups over hosts that are namespaces of this machine, each with its own network, name and /dev/shm: what becomes of
-requests when hosts, ranks and agents are lost. Needs root."""
+requests when hosts, ranks and agents are lost. Needs root.
+"""
 import contextlib
 import json
 import os

@@ -1,5 +1,6 @@
 """GPUs as the launcher sees them, on fabricated machines: topology, placement, doctor, command lines, metrics. No GPU
-is needed."""
+is needed.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ Legend:
 
 def add_gpu(root: Path, path: str, node: int, minor: int | None = None, hidden: bool = False) -> None:
     """A GPU at a PCI path, "0000:16/0000:16:01.0/0000:17:00.0", say. minor: of its driver's device file, None without a
-    driver; hidden: there is no such file."""
+    driver; hidden: there is no such file.
+    """
     folder = root / "sys/devices" / f"pci{path}"
     folder.mkdir(parents=True)
     address = folder.name
@@ -76,7 +78,7 @@ def test_gpus_their_nodes_and_links(root):
 
 
 def test_links_by_pci_bridges(tmp_path):
-    for address, path in ((0, "0000:16/0000:16:01.0/0000:17:00.0/0000:18:00.0"),
+    for _address, path in ((0, "0000:16/0000:16:01.0/0000:17:00.0/0000:18:00.0"),
                           (1, "0000:16/0000:16:01.0/0000:17:01.0/0000:19:00.0"),
                           (2, "0000:16/0000:16:02.0/0000:20:00.0"),
                           (3, "0000:40/0000:40:02.0/0000:41:00.0")):

@@ -34,7 +34,7 @@ def member(tmp_path, monkeypatch):
     monkeypatch.setenv("ALLSPARK_SUPERVISOR", str(tmp_path / "heartbeat"))
     (tmp_path / "group.json").write_text(json.dumps(REPORT))
     with serving(f"unix:{tmp_path}/s", FakeEngine(0.01)) as (_, address), ClientEngine(address) as client:
-        for i in range(3):
+        for _i in range(3):
             assert len(tokens(client.start_request("m", {"input_ids": [7] * 40}, {"max_new_tokens": 10})[2])) == 10
         yield client, address
 

@@ -105,7 +105,7 @@ def test_mistakes_have_a_line(tmp_path, old, new, message):
     path.write_text(POOL.replace(old, new))
     with pytest.raises(ValueError) as caught:
         Pool.from_file(str(path))
-    assert f"{path}, {message}" in str(caught.value) or message in str(caught.value) and "column" in message
+    assert f"{path}, {message}" in str(caught.value) or (message in str(caught.value) and "column" in message)
 
 
 def test_defaults_of_members(tmp_path):
@@ -129,7 +129,8 @@ def systemd_values(text: str) -> dict[str, configparser.SectionProxy]:
 
 def test_units_meet_the_start_limit_and_survive_a_lost_rank(tmp_path):
     """Read as systemd reads it: a supervisor that fails at once must reach the limit, for it is started every
-    RestartSec seconds; and a configuration error is not tried again at all."""
+    RestartSec seconds; and a configuration error is not tried again at all.
+    """
     pool = Pool("default", "daemon", {"a": GroupOptions(drain_limit=90), "b": GroupOptions(drain_limit=10)})
     files = unit_files(pool, tmp_path)
     unit = systemd_values(files["allspark-default@.service"])

@@ -1,5 +1,6 @@
 """Read by the Python of launchers when this folder is on PYTHONPATH: the machine is the one below $FABRICATED_MACHINE
-(machines.py). Its CPUs are real; memory stays where it is, for its nodes are not."""
+(machines.py). Its CPUs are real; memory stays where it is, for its nodes are not.
+"""
 
 import os
 import sys

@@ -1,5 +1,6 @@
 """Hosts made of namespaces on this machine: each has a network, a name, /etc/hosts and /dev/shm of its own. They share
-processes' ids and files. Needs root."""
+processes' ids and files. Needs root.
+"""
 from __future__ import annotations
 
 import contextlib
@@ -7,8 +8,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator
 
 HERE = Path(__file__).parent
 _SETUP = """
@@ -28,7 +29,7 @@ def _do(words: str) -> None:
 
 
 def why_not() -> str:
-    """What is missing, or "". """
+    """What is missing, or ""."""
     if os.geteuid() != 0:
         return "namespaces with networks need root"
     done = subprocess.run(["unshare", "--net", "--uts", "--mount", "ip", "link", "add", "type", "veth"],

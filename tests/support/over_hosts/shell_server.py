@@ -1,5 +1,6 @@
 """Runs whatever it is told by a connection, whose socket is the command's standard input and output: sshd, for hosts
-that are namespaces."""
+that are namespaces.
+"""
 import json
 import socket
 import subprocess

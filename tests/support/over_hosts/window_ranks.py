@@ -1,5 +1,6 @@
 """A rank of test_hosts.py, by mpirun: `window_ranks.py HOSTS` makes so many hosts of this one, and checks that a window
-over them computes what one on one host does."""
+over them computes what one on one host does.
+"""
 import faulthandler
 import sys
 import threading

@@ -1,6 +1,7 @@
 """What the virtual machine does at boot: a pool of systemd services, from its installation to its end, as the user, and
 in the part, that the kernel's command line names (proof.user=NAME proof.part=PART). Each step prints a line "PROOF ..."
-to the console, which prove.py reads; meanwhile that one's clients stream through the forwarded ports."""
+to the console, which prove.py reads; meanwhile that one's clients stream through the forwarded ports.
+"""
 
 from __future__ import annotations
 

@@ -82,7 +82,8 @@ def build(folder: Path) -> None:
 
 def compile_all(folder: Path, path: str) -> None:
     """Byte code beside all modules of a folder, which is `path` in the machine. Its Python is of this one's version.
-    Services cannot write byte code, and compiling at each start takes minutes where everything is emulated."""
+    Services cannot write byte code, and compiling at each start takes minutes where everything is emulated.
+    """
     subprocess.run([sys.executable, "-m", "compileall", "-q", "-j", "2", "--invalidation-mode", "unchecked-hash", "-s",
                     folder, "-p", path, folder], check=False, stdout=subprocess.DEVNULL)
 
