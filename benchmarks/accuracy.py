@@ -158,7 +158,7 @@ class TeacherForcing:
         self.runner.close()
 
     def perplexity(self, sequences: list[list[int]]) -> float:
-        """Exp of the mean negative log-probability of every token but the first of each sequence."""
+        """Perplexity: exp of the mean negative log-probability of every token but the first of each sequence."""
         total, count = 0.0, 0
         for start in range(0, len(sequences), self.info.max_batch):
             for logprobs in self.logprobs(sequences[start:start + self.info.max_batch]):

@@ -27,7 +27,7 @@ SIZES = (896, 4096, 32 * 4096, 512 * 4096)
 
 
 def measure(library: str, ranks: int, seconds: float) -> dict[int, float]:
-    """Us of a sum of each size, on rank 0."""
+    """Microseconds of a sum of each size, on rank 0."""
     spec = spec_from_file_location("_native", library, loader=ExtensionFileLoader("_native", library))
     native = module_from_spec(spec)
     spec.loader.exec_module(native)

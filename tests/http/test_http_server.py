@@ -16,8 +16,8 @@ import time
 import httpx
 import pytest
 
-from allspark_launch.group.http_server import HttpOptions, open_socket
 from allspark_launch.group.background import background_group, shipped_model
+from allspark_launch.group.http_server import HttpOptions, open_socket
 from support.http_helpers import KEYS, MODEL, STORY, post, refusal, token_file, within
 from support.waiting import wait_for
 
@@ -280,7 +280,7 @@ def test_a_worker_that_dies_is_started_again(http_server):
 
 
 def test_beside_a_group(tmp_path):
-    """allspark serve --http: one command, one key file for both listeners."""
+    """`allspark serve --http`: one command, one key file for both listeners."""
     from allspark_launch.options import GroupOptions
     keys = token_file(tmp_path)
     options = GroupOptions(http="127.0.0.1:0", token_file=keys).http_options("unix:/inner")
@@ -298,7 +298,7 @@ def test_beside_a_group(tmp_path):
 
 
 def test_the_command(http_server, tmp_path):
-    """Allspark http, with TLS and keys, until SIGTERM; what cannot be served is said at once."""
+    """`allspark http` with TLS and keys, until SIGTERM; what cannot be served is said at once."""
     cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
     made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days",
             "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert]

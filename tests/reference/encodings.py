@@ -80,7 +80,7 @@ def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 def gptq(qweight, qzeros, scales, g_idx, bits: int, group: int) -> Stored:
-    """Qweight int32 [k * bits / 32, n], qzeros int32 [groups, n * bits / 32] (one less than the zero point), scales
+    """`qweight` int32 [k * bits / 32, n], qzeros int32 [groups, n * bits / 32] (one less than the zero point), scales
     float16 [groups, n], g_idx [k].
     """
     codes = unpacked(np.ascontiguousarray(qweight.T), bits)
@@ -93,7 +93,7 @@ AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where columns 0 to 7 are in a word
 
 
 def awq(qweight, qzeros, scales, group: int) -> Stored:
-    """Qweight int32 [k, n / 8], qzeros int32 [groups, n / 8], scales float16 [groups, n]."""
+    """`qweight` int32 [k, n / 8], qzeros int32 [groups, n / 8], scales float16 [groups, n]."""
 
     def ordered(words):
         return unpacked(words, 4).reshape(len(words), -1, 8)[:, :, AWQ_ORDER].reshape(len(words), -1).T

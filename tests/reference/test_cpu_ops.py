@@ -252,7 +252,7 @@ def test_bits_of_a_window_do_not_depend_on_chunks(window, cache, threads):
 
 @pytest.mark.parametrize("inner", [1, 5, 37])
 def test_what_is_computed_together(inner):
-    """Add and rms_norm, linear and silu_mul: ops that the backend may run as one."""
+    """`add` and `rms_norm`, `linear` and `silu_mul`: ops that the backend may run as one."""
     own = toy()
     x = embedded(own, 29)
     y = own.op("linear", (x,), 29, (own.matrix(29, 29),))

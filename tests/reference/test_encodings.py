@@ -31,7 +31,7 @@ def field(word, index, bits):
 
 
 def with_halves(data, *at):
-    """Ggml blocks whose float16 fields are numbers."""
+    """GGML blocks whose float16 fields are numbers."""
     for offset in at:
         data[..., offset:offset + 2] = halves(*data.shape[:2])[..., None].view(np.uint8)
     return data

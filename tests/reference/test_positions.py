@@ -21,7 +21,7 @@ def rows(width=HEADS * DIM, n=ROWS):
 
 
 def rotated(x, positions=None, prompt_len=0, frequencies=2, rotary_dim=DIM, table=None, **attributes):
-    """Rope of rows x; frequencies: vectors, or how many tables of their own base."""
+    """Rotary embedding of rows x; frequencies: vectors, or how many tables of their own base."""
     toy = Toy()
     hidden = toy.embedding(3, x.shape[1])
     weights = [toy.vector(f) for f in frequencies]

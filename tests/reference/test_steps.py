@@ -237,7 +237,7 @@ def test_a_row_without_numbers_says_so(toy):
 
 # -- adapters ----------------------------------------------------------------------------------------------------------
 def with_lora():
-    """X -> W x + B A x (targets 0 and 1 of one packed product) -> + x."""
+    """Program: x -> W x + B A x (targets 0 and 1 of one packed product) -> + x."""
     toy = Toy(3)
     x = toy.embedding(VOCAB, WIDTH, np.random.default_rng(1).normal(size=(VOCAB, WIDTH)))
     y = toy.op("linear", (x,), WIDTH, (toy.matrix(WIDTH, WIDTH),))

@@ -57,12 +57,12 @@ class Toy:
                        head_dim=dim, group=q_heads // kv_heads, **{"layer": 0, "scale": dim**-0.5, **attributes})
 
     def finish(self, x: int) -> None:
-        """X [rows, vocabulary] are the logits."""
+        """`x` [rows, vocabulary] are the logits."""
         vocab = self.program.tensors[x][0]
         self.op("sample", (self.op("select_rows", (x,), vocab, rows=OUTPUTS),), vocab_begin=0, vocab_size=vocab)
 
     def emit(self, x: int) -> None:
-        """X [rows, any width] is what comes out."""
+        """`x` [rows, any width] is what comes out."""
         self.op("hidden_states", (self.op("select_rows", (x,), self.program.tensors[x][0], rows=OUTPUTS),))
 
     def runner(self, **limits) -> Runner:
@@ -118,7 +118,7 @@ def spans_for(positions: int, first: int = 0, size: int = 16) -> list[int]:
 def generate(runner: Runner, prompt, n: int, *, chunk: int = 1 << 20, drafts: int = 0, flags: int = 0, guess=None,
              slot: int = 0, first_span: int = 0, new: NewSlot | None = None, adapter: int = -1,
              **sampling) -> tuple[list[int], StepResult, int]:
-    """N tokens of one sequence, all results joined, and how many steps there were. guess: gives drafts, of the tokens
+    """`n` tokens of one sequence, all results joined, and how many steps there were. guess: gives drafts, of the tokens
     so far.
     """
     groups, size = len(runner.slots.limits.num_spans), runner.slots.limits.span_size

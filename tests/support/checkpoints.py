@@ -277,7 +277,7 @@ class Greedy:
 
 @torch.inference_mode()
 def reference_greedy(directory: Path, prompt: list[int], n: int, dtype: torch.dtype = torch.float64) -> Greedy:
-    """N tokens by greedy decoding in float64, token by token with a cache, ignoring the end-of-sequence token."""
+    """`n` tokens by greedy decoding in float64, token by token with a cache, ignoring the end-of-sequence token."""
     model, ids, cache = reference_model(directory, dtype), torch.tensor([prompt]), transformers.DynamicCache()
     tokens, gaps = [], []
     for _ in range(n):

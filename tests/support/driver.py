@@ -60,7 +60,7 @@ class Driver:
         return (int(results[0].tokens[0]), logits[0]) if len(logits) else (None, None)
 
     def generate(self, prompt: list[int], n: int, chunk: int | None = None) -> tuple[list[int], list[np.ndarray]]:
-        """N greedy tokens, and the logits that each was chosen from."""
+        """`n` greedy tokens, and the logits that each was chosen from."""
         size = self.info.span_size
         chunk = min(chunk or self.info.max_step_tokens, self.info.max_step_tokens)
         new = [NewSlot(0, list(prompt), SamplingParams(do_sample=False, prompt_len=len(prompt)).encode())]

@@ -144,7 +144,7 @@ def _frequencies(s: Sizes, prompt_len: int) -> np.ndarray:
 
 
 def _rotated(x: np.ndarray, angles: np.ndarray, adjacent: bool) -> np.ndarray:
-    """X [positions, heads, dim]; angles [positions, pairs]."""
+    """`x` [positions, heads, dim]; angles [positions, pairs]."""
     pairs = angles.shape[1]
     turned, cos, sin = x.copy(), np.cos(angles)[:, None], np.sin(angles)[:, None]
     first, second = (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if adjacent else (

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from allspark_launch.bench import peers, report
-from allspark_launch.bench.roofline import Machine, Workload
 from allspark_launch.bench.measure import Cell, Format, Timing
 from allspark_launch.bench.results import Row, Run
+from allspark_launch.bench.roofline import Machine, Workload
 from allspark_launch.bench.static import cells_from, stored_type
 from allspark_launch.cli import build_parser, main
 from allspark_launch.group.background import shipped_model

@@ -2,9 +2,10 @@
 import dataclasses
 import json
 
+import pytest
+
 import allspark_server.__main__ as rank
 import allspark_server.http.__main__ as worker
-import pytest
 from allspark_launch.cli import build_parser
 from allspark_launch.group.http_server import HttpOptions
 from allspark_launch.options import RELOADABLE, GroupOptions, ModelOptions, group_options, reference_rows

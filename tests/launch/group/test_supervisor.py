@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from allspark_launch.group.processes import processes_of_session
 from allspark_launch.group.incarnation import Limits, Start
+from allspark_launch.group.processes import processes_of_session
 from allspark_launch.group.supervisor import GroupFailed, Supervisor
 from support import waiting
 from support.paths import ROOT
