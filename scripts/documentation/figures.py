@@ -13,6 +13,8 @@ from .paths import RESULTS, ROOT
 HEAD = ("title", "machine", "date", "commit", "model", "unit", "better", "peer", "command", "remarks", "cells")
 CELL = ("row", "column", "value")
 OPTIONAL = ("ceiling", "peer", "peer_name", "better")
+#: the unit of a file whose values are ratios
+RATIO = "times the peer"
 _MARK = re.compile(r"(<!-- figures: ([\w.-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 
@@ -41,7 +43,7 @@ def _number(value: float) -> str:
 def _entry(one: dict[str, Any], better: str) -> str:
     """A figure, with the peer's and how many times better this engine is."""
     if one.get("peer") is None:
-        return _number(one["value"])
+        return _number(one["value"]) if better != RATIO else f"**{one['value']:.2f}**"
     lower = one.get("better", better) == "lower"
     ratio = one["peer"] / one["value"] if lower else one["value"] / one["peer"]
     return f"{_number(one['value'])} : {_number(one['peer'])} = **{ratio:.2f}**"
@@ -52,7 +54,8 @@ def grid(name: str) -> str:
     result = read(name)
     rows = list(dict.fromkeys(one["row"] for one in result["cells"]))
     columns = list(dict.fromkeys(one["column"] for one in result["cells"]))
-    entries = {(one["row"], one["column"]): _entry(one, result["better"]) for one in result["cells"]}
+    better = RATIO if result["unit"] == RATIO else result["better"]
+    entries = {(one["row"], one["column"]): _entry(one, better) for one in result["cells"]}
     body = [(row, *(entries.get((row, column), "") for column in columns)) for row in rows]
     head = "" if "column says" in result["unit"] else result["unit"]
     return table((head, *columns), body).replace(r"\*\*", "**")
@@ -61,7 +64,8 @@ def grid(name: str) -> str:
 def caption(name: str) -> str:
     """Where, when and beside whom the figures of a table were measured."""
     result = read(name)
-    beside = f" Entries are this engine : peer = times better; the peer is {result['peer']}." if result["peer"] else ""
+    what = "this engine's speed ÷ the peer's" if result["unit"] == RATIO else "this engine : peer = times better"
+    beside = f" Entries are {what}; the peer is {result['peer']}." if result["peer"] else ""
     return f"{result['model']}. {result['machine']}. {result['date']}, commit {result['commit']}.{beside}"
 
 
