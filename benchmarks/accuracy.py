@@ -3,12 +3,12 @@
     accuracy.py [--formats LIST] [--tasks sums,records,stories] [--count N] [--model DIR --text FILE] [--json FILE]
 
 For bfloat16 by transformers, and for every format that this build has by this project's engine: perplexity of fresh
-stories, what the model that ships can do (tools/shipped_model/evaluate.py: sums, JSON records, stories), and the error of the
-format's matrix product against float64 on weights with outliers, relative to the product's root mean square. A format
-may lose so many points in any task answered greedily: int8 0.5, w8a8 1, int4 and w4a8 2. "+-" is half of the 95 %
-(Wilson) interval of the worst one, by its number of problems; a format that reaches the allowed points only within it
-is not told from one that does not. (Sampled stories are shown only: the two engines draw different ones.) A format with
-"+head" keeps embedding and head as they are stored.
+stories, what the model that ships can do (tools/shipped_model/evaluate.py: sums, JSON records, stories), and the
+error of the format's matrix product against float64 on weights with outliers, relative to the product's root mean
+square. A format may lose so many points in any task answered greedily: int8 0.5, w8a8 1, int4 and w4a8 2. "+-" is half
+of the 95 % (Wilson) interval of the worst one, by its number of problems; a format that reaches the allowed points only
+within it is not told from one that does not. (Sampled stories are shown only: the two engines draw different ones.) A
+format with "+head" keeps embedding and head as they are stored.
 
 With --model, any checkpoint is measured by its perplexity on the lines of --text FILE.
 """

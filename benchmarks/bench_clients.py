@@ -201,7 +201,8 @@ def service(options: argparse.Namespace, report: Report) -> None:
     rates: dict[str, list[float]] = {"engine": [], "one client": [], f"{REQUESTS} clients": []}
     firsts: dict[str, list[float]] = {"engine": [], "client": []}
     words = ["--seconds", options.seconds + 2, "--warm", 2, "--tokens", 200]
-    alone = [sys.executable, __file__, "engine", "--model", options.model, "--dtype", options.dtype, "--cpus", options.cpus]
+    alone = [sys.executable, __file__, "engine", "--model", options.model, "--dtype", options.dtype, "--cpus",
+             options.cpus]
     # A session of its own, as the group has: the kernel shares processors out by session.
     with server(options) as group, subprocess.Popen([*map(str, alone)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                                     text=True, start_new_session=True) as process:

@@ -3,7 +3,8 @@
 The script's engine is a gRPC server of its own that says the same word to every request once an interval: so what is
 measured is the server, and what it is compared with is AsyncClientEngine on the same streams.
 
-    against-grpc   64 streams, interleaved runs: tokens/s of HTTP as a part of gRPC's, and how much later the first token
+    against-grpc   64 streams, interleaved runs: tokens/s of HTTP as a part of gRPC's, and how much later the first
+    token
                    comes: of 64 that begin at once, of one that begins among 64, of one alone
     streams        1,000 streams through one worker: its resident memory, idle and with all of them open
     rate           256 streams as fast as the script goes: tokens/s, and the worker's processor time a token, from which
@@ -213,8 +214,10 @@ def against_grpc(options: argparse.Namespace) -> dict:
                 one = await together([grpc_stream(engine, options.tokens) for _ in range(options.streams)])
                 two = await together([http_stream(http, options.tokens) for _ in range(options.streams)])
                 spread = options.interval * options.tokens  # the last begins when the first ends
-                three = await together([grpc_stream(engine, options.tokens) for _ in range(2 * options.streams)], 2 * spread)
-                four = await together([http_stream(http, options.tokens) for _ in range(2 * options.streams)], 2 * spread)
+                three = await together([grpc_stream(engine, options.tokens) for _ in range(2 * options.streams)],
+                                       2 * spread)
+                four = await together([http_stream(http, options.tokens) for _ in range(2 * options.streams)],
+                                      2 * spread)
                 alone = [(await grpc_stream(engine, 1))[0] for _ in range(20)]
                 alone_http = [(await http_stream(http, 1))[0] for _ in range(20)]
                 pairs.append((one, two, four[1] - three[1], statistics.median(alone), statistics.median(alone_http)))

@@ -3,9 +3,9 @@
     bench_load_quantized.py [--schemes gptq-4,awq,...] [--threads N] [--rounds N] [--layers N] [--folder /dev/shm]
 
 Layers of hidden size 2,048 and inner 8,192 with random weights, as tests/support/quantized_checkpoints.py and
-tests/support/gguf_files.py pack them; all layers have the same. In turn, each with a mapping of the file and memory of its own:
-libc's memcpy of the file into huge pages, and the loading, from opening the checkpoint on. The file is in the page
-cache. Seconds are the best of the rounds', ratios the medians of the rounds' own.
+tests/support/gguf_files.py pack them; all layers have the same. In turn, each with a mapping of the file and memory
+of its own: libc's memcpy of the file into huge pages, and the loading, from opening the checkpoint on. The file is in
+the page cache. Seconds are the best of the rounds', ratios the medians of the rounds' own.
 """
 
 from __future__ import annotations

@@ -62,7 +62,8 @@ def main() -> None:
         position = _native.span_bytes(SPAN, shape.head_dim, options.cache) / SPAN * shape.kv_heads * shape.layers
         cached = (options.long + options.short * (options.context + STEPS)) * position
         print(f"{text}, cache {options.cache}, {options.threads} threads: {options.short} sequences "
-              f"{1e3 * alone:.2f} ms; with one of {options.long} tokens {1e3 * seconds:.2f} ms; {1e-9 * (model.bytes(1) + cached):.2f} GB at "
+              f"{1e3 * alone:.2f} ms; with one of {options.long} tokens {1e3 * seconds:.2f} ms; "
+              f"{1e-9 * (model.bytes(1) + cached):.2f} GB at "
               f"{1e-9 * bandwidth:.1f} GB/s take {1e3 * (model.bytes(1) + cached) / bandwidth:.2f} ms: "
               f"{seconds * bandwidth / (model.bytes(1) + cached):.2f} x", flush=True)
 

@@ -41,7 +41,8 @@ class Shape:
         return one * self.experts * (1 - (1 - self.top / self.experts) ** rows)
 
 
-SHAPES = {"30b-a3b": Shape(2, 2048, 768, 32, 4, 128, experts=128, top=8), "0.5b": Shape(24, 896, 4864, 14, 2, 64), "1.5b": Shape(28, 1536, 8960, 12, 2, 128)}
+SHAPES = {"30b-a3b": Shape(2, 2048, 768, 32, 4, 128, experts=128, top=8), "0.5b": Shape(24, 896, 4864, 14, 2, 64),
+          "1.5b": Shape(28, 1536, 8960, 12, 2, 128)}
 
 
 class Model:

@@ -154,8 +154,8 @@ def behind_a_long_one(options, target: float) -> None:
             short = bench.run(prompt_of(40, 77 + turn))
             most = max(max(np.diff([t for t in stream.at if began < t])) for stream in streams)
             print(f"target {target:.0f} ms: {len(spec.input_ids)} tokens of text, taken in {taken - began:.2f} s: "
-                  f"longest pause of 4 streams {most / alone:.1f} steps of theirs without it; a short prompt behind it: "
-                  f"first token after {short.steps[0] - short.first_step} steps", flush=True)
+                  f"longest pause of 4 streams {most / alone:.1f} steps of theirs without it; "
+                  f"a short prompt behind it: first token after {short.steps[0] - short.first_step} steps", flush=True)
             bench.engine.release(handle)
 
 

@@ -1,11 +1,12 @@
-"""Which tensor-core products give the same bits at every tile size? Writes a CUDA program, builds it with nvcc, runs it.
+"""Which tensor-core products give the same bits at every tile size? Writes a CUDA program, builds it with nvcc, runs
+it.
 
     type_bits.py [--keep DIR]
 
-For fp16, bf16, e4m3, e5m2 and int8: A [64, K] times B [256, K]^T with K in one ascending chain, by wgmma at every N of 8
-to 256 and by mma.sync, compared bit by bit with wgmma at N = 8, and with float64. For the 8-bit floats also with sums
-moved into float32 registers every 128 of K, and mma.sync on operands widened to fp16. The kernels move bytes, whatever
-the type: a step of K is 32 bytes in each.
+For fp16, bf16, e4m3, e5m2 and int8: A [64, K] times B [256, K]^T with K in one ascending chain, by wgmma at every N
+of 8 to 256 and by mma.sync, compared bit by bit with wgmma at N = 8, and with float64. For the 8-bit floats also with
+sums moved into float32 registers every 128 of K, and mma.sync on operands widened to fp16. The kernels move bytes,
+whatever the type: a step of K is 32 bytes in each.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ PROGRAM = r"""
 #include <cstring>
 #include <random>
 #include <vector>
-#define CHECK(x) do { cudaError_t e = (x); if (e) { printf("%s: %s\n", #x, cudaGetErrorString(e)); exit(1); } } while (0)
+#define CHECK(x) do { cudaError_t e = (x); if (e) { \
+    printf("%s: %s\n", #x, cudaGetErrorString(e)); exit(1); } } while (0)
 
 // One step of K: d [64, N] += a [64, 32 bytes] b [N, 32 bytes]^T, by one warpgroup.
 template <int T, int N> struct Tile;
@@ -70,7 +72,8 @@ __global__ void by_wgmma(const uint8_t* a, const uint8_t* b, S* out, int bytes, 
   }
   const int w = threadIdx.x / 32, l = threadIdx.x % 32;
   for (int i = 0; i < N / 2; i++)
-    out[(w * 16 + l / 4 + 8 * (i % 4 / 2)) * 256 + t0 + 8 * (i / 4) + 2 * (l % 4) + i % 2] = promote ? total[i] + d[i] : d[i];
+    out[(w * 16 + l / 4 + 8 * (i % 4 / 2)) * 256 + t0 + 8 * (i / 4) + 2 * (l % 4) + i % 2] =
+        promote ? total[i] + d[i] : d[i];
 }
 
 template <int T, class S> __device__ void step(S* d, const uint32_t* a, const uint32_t* b);
@@ -79,14 +82,17 @@ template <int T, class S> __device__ void step(S* d, const uint32_t* a, const ui
 // Four e4m3 values as fp16 pairs (exact): low half and high half.
 __device__ uint32_t widen(uint32_t four, int half) {
   uint32_t out;
-  asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %1; cvt.rn.f16x2.e4m3x2 %0, lo; }" : "=r"(out) : "r"(half ? four >> 16 : four));
+  asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %1; cvt.rn.f16x2.e4m3x2 %0, lo; }" : "=r"(out)
+      : "r"(half ? four >> 16 : four));
   return out;
 }
 
 template <int T, class S>
 __global__ void by_mma(const uint8_t* a, const uint8_t* b, S* out, int bytes, int promote, bool widened) {
   const int w = threadIdx.x / 32, l = threadIdx.x % 32, t0 = blockIdx.x * 8;
-  auto word = [&](const uint8_t* m, int row, int k) { return *(const uint32_t*)(m + (size_t)row * bytes + k + l % 4 * 4); };
+  auto word = [&](const uint8_t* m, int row, int k) {
+    return *(const uint32_t*)(m + (size_t)row * bytes + k + l % 4 * 4);
+  };
   S d[4] = {}, total[4] = {};
   for (int k = 0, n = 1; k < bytes; k += 32, n++) {
     const int r = w * 16 + l / 4;
@@ -104,7 +110,8 @@ __global__ void by_mma(const uint8_t* a, const uint8_t* b, S* out, int bytes, in
     if (promote && n % promote == 0)
       for (int i = 0; i < 4; i++) total[i] += d[i], d[i] = 0;
   }
-  for (int i = 0; i < 4; i++) out[(w * 16 + l / 4 + 8 * (i / 2)) * 256 + t0 + 2 * (l % 4) + i % 2] = promote ? total[i] + d[i] : d[i];
+  for (int i = 0; i < 4; i++) out[(w * 16 + l / 4 + 8 * (i / 2)) * 256 + t0 + 2 * (l % 4) + i % 2] =
+        promote ? total[i] + d[i] : d[i];
 }
 
 template <class E> double value(E x) { return (double)(float)x; }
@@ -165,7 +172,8 @@ template <int T, class E, class S> void test(const char* name) {
       const auto p8 = run([&] { by_wgmma<T, 8, S><<<32, 128>>>(da, db, out, bytes, 4); });
       const auto p128 = run([&] { by_wgmma<T, 128, S><<<2, 128>>>(da, db, out, bytes, 4); });
       const auto pm = run([&] { by_mma<T, S><<<32, 128>>>(da, db, out, bytes, 4, false); });
-      printf("; moved every 128: N128 %d mma.sync %d differ from N8, error %.1e", differ(p128, p8), differ(pm, p8), error(p8));
+      printf("; moved every 128: N128 %d mma.sync %d differ from N8, error %.1e",
+             differ(p128, p8), differ(pm, p8), error(p8));
       if (T == 2) {
         const auto wide = run([&] { by_mma<T, S><<<32, 128>>>(da, db, out, bytes, 0, true); });
         printf("; widened to fp16: %d differ from mma.sync, error %.1e", differ(wide, mma), error(wide));

@@ -32,7 +32,8 @@ def script(folder: Path, model: Path, code: str, *words: str, **environment: str
     (hub / "__init__.py").write_text(textwrap.dedent(MODEL_HUB))
     (folder / "script.py").write_text(textwrap.dedent(code))
     done = subprocess.run(
-        [sys.executable, "-m", "allspark_client.compat", "script.py", *words], cwd=folder, capture_output=True, text=True,
+        [sys.executable, "-m", "allspark_client.compat", "script.py", *words], cwd=folder, capture_output=True,
+        text=True,
         timeout=120, env={**os.environ, "TEST_CHECKPOINT": str(model), **environment})
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -257,7 +258,8 @@ def test_rope_scaling(tmp_path):
         loader.serialize_to_path(engine, tmp_path / "out")
         for name, builder in (("m", loader.create_reference_runtime_config_builder("m")),
                               ("s", HuggingFaceModel(str(scaled), "s").create_reference_runtime_config_builder("s")),
-                              ("p", HuggingFaceModel(str(directory), "p").create_reference_runtime_config_builder("p"))):
+                              ("p", HuggingFaceModel(str(directory),
+                                                     "p").create_reference_runtime_config_builder("p"))):
             engine.install_model(builder.max_length(256).build())
             engine.start_model(name)
             with engine.generate(name, {"input_ids": prompt}, {"do_sample": False, "max_new_tokens": 24,
@@ -310,7 +312,8 @@ def test_builder_and_values():
 def test_capsules_are_left_as_they_are():
     import torch
 
-    for tensor in (torch.arange(5), torch.arange(5)[None], torch.arange(10)[::2], torch.arange(20, dtype=torch.int32)[3:7],
+    for tensor in (torch.arange(5), torch.arange(5)[None], torch.arange(10)[::2],
+                   torch.arange(20, dtype=torch.int32)[3:7],
                    torch.arange(12).reshape(3, 4)[1]):
         capsule = torch.utils.dlpack.to_dlpack(tensor)
         assert as_token_ids(capsule) == as_token_ids(capsule) == tensor.flatten().tolist()
@@ -319,7 +322,8 @@ def test_capsules_are_left_as_they_are():
         assert sorted(as_token_ids(capsule)) == as_token_ids(capsule)[:: 1 if as_token_ids(capsule)[0] == 0 else -1]
     taken = torch.utils.dlpack.to_dlpack(torch.arange(3))
     torch.from_dlpack(taken)
-    for capsule in (taken, torch.utils.dlpack.to_dlpack(torch.ones(2)), torch.utils.dlpack.to_dlpack(torch.tensor([True])),
+    for capsule in (taken, torch.utils.dlpack.to_dlpack(torch.ones(2)),
+                    torch.utils.dlpack.to_dlpack(torch.tensor([True])),
                     torch.utils.dlpack.to_dlpack(torch.ones(2, dtype=torch.bfloat16))):
         with pytest.raises(TypeError, match="input_ids"):
             as_token_ids(capsule)

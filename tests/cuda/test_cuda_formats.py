@@ -173,7 +173,8 @@ def test_products_whose_tiles_are_shared(n, k, form, group):
 
 
 @pytest.mark.parametrize("form", ["float8", "w8a8"])
-@pytest.mark.parametrize("n, k", [(1, 1), (70, 129), (64, 4096), (130, 9000), (3584, 18944), (4608, 3584), (5000, 2049)])
+@pytest.mark.parametrize("n, k", [(1, 1), (70, 129), (64, 4096), (130, 9000), (3584, 18944), (4608, 3584),
+                                  (5000, 2049)])
 def test_one_row_that_its_product_quantizes(n, k, form):
     """Each block of threads has a piece of it, and they tell each other its greatest."""
     rng, gpu = np.random.default_rng(SEED), executor()

@@ -57,7 +57,8 @@ def test_a_machine_without_a_gpu_is_told_of():
 
 def test_each_rank_has_a_gpu():
     engine = Engine()
-    with pytest.raises(AllSparkError, match="'CUDA:0,1' names 2 GPUs, and this group has 1 rank: .*--gpus 0,1") as caught:
+    with pytest.raises(AllSparkError,
+                       match="'CUDA:0,1' names 2 GPUs, and this group has 1 rank: .*--gpus 0,1") as caught:
         engine.install_model(config(compute_unit="CUDA:0,1"))
     assert caught.value.status is AsStatus.ALLSPARK_PARAM_ERROR
     engine.close()
@@ -71,7 +72,8 @@ def test_each_rank_has_a_gpu():
 def test_a_group_has_the_gpus_that_it_was_started_for(monkeypatch):
     monkeypatch.setenv(device.GROUP_GPUS, "2,3")
     assert device.gpu_of(config(compute_unit="CUDA:2,3"), 1, 2) == 3
-    with pytest.raises(AllSparkError, match="'CUDA:0,1' names other GPUs than .*: use compute_unit='CUDA:2,3'") as caught:
+    with pytest.raises(AllSparkError,
+                       match="'CUDA:0,1' names other GPUs than .*: use compute_unit='CUDA:2,3'") as caught:
         device.gpu_of(config(compute_unit="CUDA:0,1"), 0, 2)
     assert caught.value.status is AsStatus.ALLSPARK_PARAM_ERROR
 

@@ -138,7 +138,8 @@ def test_stop_strings(engine):
     stop = text[20:25]
     _, results = start(engine, inputs=prompt, **config, max_new_tokens=60, stop=[stop], logprobs=True)
     elements = collect(results)
-    assert elements.text == text[: text.index(stop)] and (elements.finish_reason, elements.stop_string) == ("stop", stop)
+    assert elements.text == text[: text.index(stop)] and (elements.finish_reason, elements.stop_string) == ("stop",
+                                                                                                            stop)
     assert results.FinishReason() == "stop" and results.GenerateStatus() is Status.GenerateFinished
     assert len(elements.token_logprobs_list) == len(elements.ids_from_generate) == results.GeneratedLength() < 60
     assert collect(start(engine, **GREEDY, max_new_tokens=3)[1]).finish_reason == "length"

@@ -385,7 +385,8 @@ def test_a_restarted_engine_has_its_adapters(tmp_path):
         adapters.write_adapter(tmp_path / name, base)
     state, prompt = str(tmp_path / "state.json"), checkpoints.prompt_of(20)
     with Engine(state_file=state) as engine:
-        engine.install_model(AsModelConfig("m", base, cache_memory=1 << 22, **UNIT, lora_names=[str(tmp_path / "gone")]))
+        engine.install_model(AsModelConfig("m", base, cache_memory=1 << 22, **UNIT,
+                                           lora_names=[str(tmp_path / "gone")]))
         engine.start_model("m")
         engine.load_lora("m", str(tmp_path / "a"))
         engine.load_lora("m", f"other={tmp_path / 'b'}")

@@ -88,7 +88,8 @@ def test_what_is_suspected_is_computed_alone_until_its_first_token(tmp_path):
     with serving(f"unix:{tmp_path}/s", core) as (_, address), ClientEngine(address) as client:
         running = client.start_request("m", {"input_ids": [1, 2]}, {"max_new_tokens": 100})[2]
         running.Get()
-        request = client._register(RequestSpec("m", input_ids=[5, 6], deaths=1, config=GenerateConfig(max_new_tokens=50)))
+        request = client._register(RequestSpec("m", input_ids=[5, 6], deaths=1,
+                                               config=GenerateConfig(max_new_tokens=50)))
         request.deaths = 1
         client._submit(request)
         assert tokens(request.queue) == expected([5, 6], 50)
@@ -122,8 +123,8 @@ def test_a_suspect_needs_spans_of_others(tmp_path):
 
 
 def test_a_last_chance_comes_at_a_calm_time(monkeypatch):
-    """Before anything has happened, or a while after: whoever kills servers from outside does so when something happens,
-    such as a first token, and that must not be taken for the request's doing.
+    """Before anything has happened, or a while after: whoever kills servers from outside does so when something
+    happens, such as a first token, and that must not be taken for the request's doing.
     """
     now = 100.0
     monkeypatch.setattr(suspects.time, "monotonic", lambda: now)
@@ -166,7 +167,8 @@ def test_who_was_without_a_token_longest_is_resumed_first(tmp_path):
 def test_killed_again_and_again():
     """benchmarks/kills.py, for a minute or two."""
     script = BENCHMARKS / "kills.py"
-    done = subprocess.run([sys.executable, str(script), "--cycles", "12", "--starts", "2"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, str(script), "--cycles", "12", "--starts", "2"], capture_output=True,
+                          text=True)
     assert done.returncode == 0 and " 0 wrong " in done.stdout, done.stdout + done.stderr[-2000:]
 
 

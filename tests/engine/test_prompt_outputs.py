@@ -24,7 +24,8 @@ def install(any_engine):
 
     def install(**fields) -> str:
         name = next(_names)
-        any_engine.install_model(AsModelConfig(model_name=name, model_path=str(checkpoint(MODEL)), **{**PLAIN, **fields}))
+        any_engine.install_model(AsModelConfig(model_name=name, model_path=str(checkpoint(MODEL)),
+                                               **{**PLAIN, **fields}))
         any_engine.start_model(name)
         installed.append(name)
         return name

@@ -57,7 +57,8 @@ def test_litellm(http_server, story):
 @pytest.mark.slow
 def test_langchain(http_server, story):
     langchain = pytest.importorskip("langchain_openai")
-    chat = langchain.ChatOpenAI(model=MODEL, base_url=http_server.url + "/v1", api_key=KEY, temperature=0, max_tokens=24)
+    chat = langchain.ChatOpenAI(model=MODEL, base_url=http_server.url + "/v1", api_key=KEY, temperature=0,
+                                max_tokens=24)
     prompt = STORY[0]["content"]
     assert chat.invoke(prompt).content == story
     assert "".join(piece.content for piece in chat.stream(prompt)) == story

@@ -267,7 +267,8 @@ def test_structured_output(api):
     assert answer.output_parsed == found
     with api.chat.completions.stream(response_format=Fox, **ask) as stream:
         assert stream.get_final_completion().choices[0].message.parsed == found
-    for form, right in (({"type": "regex", "regex": "[ab]{5}"}, lambda text: set(text) <= {"a", "b"} and len(text) == 5),
+    for form, right in (({"type": "regex", "regex": "[ab]{5}"},
+                         lambda text: set(text) <= {"a", "b"} and len(text) == 5),
                         ({"type": "choice", "choice": ["yes", "no"]}, lambda text: text in ("yes", "no"))):
         text = api.chat.completions.create(extra_body={"response_format": form}, **ask).choices[0].message.content
         assert right(text), text

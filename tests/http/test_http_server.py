@@ -308,7 +308,8 @@ def test_the_command(http_server, tmp_path):
     words = [sys.executable, "-m", "allspark_launch", "http", "--address", http_server.group, "--http", "127.0.0.1:0"]
     refused = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert refused.returncode == 1 and "refusing to serve on 127.0.0.1:0" in refused.stderr
-    process = subprocess.Popen([*words, "--ready-file", str(ready), "--token-file", keys, "--tls-cert", cert, "--tls-key",
+    process = subprocess.Popen([*words, "--ready-file", str(ready), "--token-file", keys, "--tls-cert", cert,
+                                "--tls-key",
                                 key, "--workers", "2"])
     try:
         wait_for(ready.exists, 30)

@@ -1,6 +1,6 @@
-"""`dashinfer_greedy.py CHECKPOINT TYPE WORK TOKENS`: greedy ids by DashInfer 1.3.0 in fp32, of the prompts that its input
-is a JSON list of, as a JSON list. In an environment of its own: dashinfer==1.3.0 (CPython 3.8 to 3.11), numpy<2, torch,
-transformers==4.44.2, safetensors.
+"""`dashinfer_greedy.py CHECKPOINT TYPE WORK TOKENS`: greedy ids by DashInfer 1.3.0 in fp32, of the prompts that its
+input is a JSON list of, as a JSON list. In an environment of its own: dashinfer==1.3.0 (CPython 3.8 to 3.11), numpy<2,
+torch, transformers==4.44.2, safetensors.
 """
 import json
 import os
@@ -64,7 +64,8 @@ def main() -> None:
         model_name="m", model_type=kind, torch_model=weights(folder, config), model_config=config, save_dir=str(work),
         multinode_mode=0, data_type="float32", use_dynamic_ntk=config.get("use_dynamic_ntk", False),
         model_sequence_length=config.get("seq_length", 2048))
-    settings = allspark.AsModelConfig(model_name="m", model_path=f"{work}/m.dimodel", weights_path=f"{work}/m.ditensors",
+    settings = allspark.AsModelConfig(model_name="m", model_path=f"{work}/m.dimodel",
+                                      weights_path=f"{work}/m.ditensors",
                                       engine_max_length=1024, engine_max_batch=2)
     settings.compute_unit, settings.num_threads, settings.matmul_precision = "CPU:0", 1, "highest"
     settings.cache_mode = allspark.AsCacheMode.AsCacheDefault

@@ -1,5 +1,5 @@
-"""Models with experts (Qwen3-MoE, Qwen2-MoE, Mixtral) against transformers, and their properties: the same bits in every
-batch, on ranks that divide experts' features or whole experts, in every weight format, and serialized.
+"""Models with experts (Qwen3-MoE, Qwen2-MoE, Mixtral) against transformers, and their properties: the same bits in
+every batch, on ranks that divide experts' features or whole experts, in every weight format, and serialized.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from support.driver import Driver, together
 @pytest.mark.parametrize("name", EXPERTS)
 def test_graph_describes_the_model(name, world):
     prompt = prompt_of(33)
-    check_logits(logits_after(model_runner(checkpoint(name), world), prompt), reference_logits(checkpoint(name), prompt))
+    check_logits(logits_after(model_runner(checkpoint(name), world), prompt),
+                 reference_logits(checkpoint(name), prompt))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

@@ -57,7 +57,8 @@ def test_graph_describes_the_model(name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_shards_add_up_to_the_model(name, world):
     prompt = prompt_of(33)
-    check_logits(logits_after(model_runner(checkpoint(name), world), prompt), reference_logits(checkpoint(name), prompt))
+    check_logits(logits_after(model_runner(checkpoint(name), world), prompt),
+                 reference_logits(checkpoint(name), prompt))
 
 
 # -- the native executor -----------------------------------------------------------------------------------------------

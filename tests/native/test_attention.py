@@ -29,7 +29,8 @@ class Attention:
         qkv, out, last = e.add_tensor(WIDTH), e.add_tensor(Q_HEADS * DIM), e.add_tensor(Q_HEADS * DIM, True)
         e.add_op("embedding", [], [qkv], [table], {"vocab_begin": 0})
         e.add_op("span_attention", [qkv], [out], [], {"layer": 0, "q_heads": Q_HEADS, "kv_heads": KV_HEADS,
-                                                      "head_dim": DIM, "group": Q_HEADS // KV_HEADS, "scale": DIM**-0.5})
+                                                      "head_dim": DIM, "group": Q_HEADS // KV_HEADS,
+                                                      "scale": DIM**-0.5})
         e.add_op("select_rows", [out], [last], [], {})
         e.add_op("sample", [last], [], [], {"vocab_begin": 0, "vocab_size": Q_HEADS * DIM})
         e.allocate(2560, slots, max_length, SPAN, spans, dtype)

@@ -1,4 +1,6 @@
-"""Elementary functions of the native library (native/common/exact.h) against exact ones, and against their own record."""
+"""Elementary functions of the native library (native/common/exact.h) against exact ones, and against their own
+record.
+"""
 
 from __future__ import annotations
 

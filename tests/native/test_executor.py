@@ -18,14 +18,16 @@ def test_a_thread_that_fails_before_an_inner_barrier_takes_the_others_along(tmp_
     compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "g++")
     sanitize = [f"-fsanitize={names}" for names in [os.environ.get("ALLSPARK_SANITIZE")] if names]
     clean = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    subprocess.run([*compiler, "-std=c++17", "-O1", "-pthread", *sanitize, f"-I{NATIVE}", Path(__file__).with_name("pool_failures.cpp"),
+    subprocess.run([*compiler, "-std=c++17", "-O1", "-pthread", *sanitize, f"-I{NATIVE}",
+                    Path(__file__).with_name("pool_failures.cpp"),
                     NATIVE / "cpu" / "pool.cpp", "-o", program], check=True, env=clean)
     done = subprocess.run([program], capture_output=True, text=True, timeout=60, env=clean)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("x, out_features, bias", [
-    ((3, 31), 5, None), ((3, 33), 5, None), ((32,), 5, None), ((1, 3, 32), 5, None), ((3, 32), 4, None), ((3, 32), 6, None), ((3, 32), -1, None),
+    ((3, 31), 5, None), ((3, 33), 5, None), ((32,), 5, None), ((1, 3, 32), 5, None), ((3, 32), 4, None),
+    ((3, 32), 6, None), ((3, 32), -1, None),
     ((3, 32), 5, (4,)), ((3, 32), 5, (5, 1)),
 ])
 def test_products_of_shapes_that_do_not_fit_are_refused(x, out_features, bias):
@@ -33,7 +35,8 @@ def test_products_of_shapes_that_do_not_fit_are_refused(x, out_features, bias):
     handle = executor.add_matrix(5, 32, "float32")
     executor.fill_matrix(handle, np.ones((5, 32), np.float32), "F32")
     with pytest.raises(ValueError, match="5 x 32"):
-        executor.multiply(handle, np.ones(x, np.float32), out_features, None if bias is None else np.ones(bias, np.float32))
+        executor.multiply(handle, np.ones(x, np.float32), out_features,
+                          None if bias is None else np.ones(bias, np.float32))
     assert np.all(executor.multiply(handle, np.ones((2, 32), np.float32), 5) == 32)
     assert executor.multiply(handle, np.ones((0, 32), np.float32), 5).shape == (0, 5)
     with pytest.raises(IndexError):
@@ -41,7 +44,9 @@ def test_products_of_shapes_that_do_not_fit_are_refused(x, out_features, bias):
 
 
 def small_model():
-    """A vocabulary, an attention layer that changes logits, a sampler: 4 slots, 8 spans of 16 tokens, at most 64 rows."""
+    """A vocabulary, an attention layer that changes logits, a sampler: 4 slots, 8 spans of 16 tokens, at most 64
+    rows.
+    """
     executor = _native.Executor(num_threads=2)
     rng = np.random.default_rng(0)
     weights = []
@@ -51,7 +56,8 @@ def small_model():
     hidden, qkv, mixed, last, logits = (executor.add_tensor(*a) for a in ((16,), (48,), (16,), (16, True), (40, True)))
     executor.add_op("embedding", [], [hidden], weights[:1], {"vocab_begin": 0})
     executor.add_op("linear", [hidden], [qkv], weights[1:2], {})
-    executor.add_op("span_attention", [qkv], [mixed], [], {"layer": 0, "q_heads": 1, "kv_heads": 1, "head_dim": 16, "group": 1, "scale": 0.25})
+    executor.add_op("span_attention", [qkv], [mixed], [],
+                    {"layer": 0, "q_heads": 1, "kv_heads": 1, "head_dim": 16, "group": 1, "scale": 0.25})
     executor.add_op("select_rows", [mixed], [last], [], {})
     executor.add_op("linear", [last], [logits], weights[2:], {})
     executor.add_op("sample", [logits], [], [], {"vocab_begin": 0, "vocab_size": 40})

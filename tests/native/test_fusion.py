@@ -39,7 +39,8 @@ class Net:
             e.add_op(kind, inputs, outputs, list(weights), attributes)
 
         head = matrix(VOCAB, HIDDEN)
-        op("rotary_table", [], [], [e.add_vector((1e4 ** (-np.arange(HEAD_DIM // 2) / 20)).astype(np.float32))], rotary_dim=HEAD_DIM)
+        op("rotary_table", [], [], [e.add_vector((1e4 ** (-np.arange(HEAD_DIM // 2) / 20)).astype(np.float32))],
+           rotary_dim=HEAD_DIM)
         op("embedding", [], [x], [head], vocab_begin=0)
         op("rms_norm", [x], [normed], [vector(HIDDEN)], eps=1e-6)
         for layer in range(layers):
@@ -132,7 +133,8 @@ def test_rows_of_a_step_do_not_matter(dtype, world):
     """Chunks of many rows and of few, through a real checkpoint."""
     prompt, results = prompt_of(300), []
     for threads in (1, 2) if world == 1 else (1,):
-        with Driver(checkpoint("qwen2-gqa-tied"), world, weight_dtype=dtype, num_threads=threads, max_step_tokens=300) as driver:
+        with Driver(checkpoint("qwen2-gqa-tied"), world, weight_dtype=dtype, num_threads=threads,
+                    max_step_tokens=300) as driver:
             for chunk in (300, 96, 32):
                 tokens, logits = driver.generate(prompt, 4, chunk)
                 results.append((tokens, b"".join(row.tobytes() for row in logits)))
@@ -152,7 +154,9 @@ def test_two_ranks_share_their_sums():
 
 @pytest.mark.parametrize("heads,kv_heads", [(20, 1), (38, 2), (7, 1)])
 def test_prompts_of_any_length_with_more_query_heads_than_a_tile_has_rows(heads, kv_heads):
-    """Attention's tiles go through a prompt in groups; each position must see all of its context whatever shares its group."""
+    """Attention's tiles go through a prompt in groups; each position must see all of its context whatever shares its
+    group.
+    """
     net = Net("float32", 0, 384, 1, fused=True, heads=heads, kv_heads=kv_heads)
     for length in (301, 298, 131):
         expected = net.logits(length, 1)

@@ -1,4 +1,6 @@
-"""Ids and bits of fixed models and kernels, as recorded (tests/support/record_golden.py): any that differ were changed."""
+"""Ids and bits of fixed models and kernels, as recorded (tests/support/record_golden.py): any that differ were
+changed.
+"""
 
 from __future__ import annotations
 

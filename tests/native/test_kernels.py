@@ -72,9 +72,12 @@ def test_many_rows_long_rows_and_many_panels_in_bfloat16():
         assert np.all(np.abs(got - x.astype(np.float64) @ weights.astype(np.float64).T) <= 64 * 2.0**-24 * bound)
 
 
-@pytest.mark.parametrize("dtype, threads, k", [("bfloat16", 1, 2112), ("bfloat16", 2, 2049), ("int8", 1, 4224), ("int8", 2, 4097)])
+@pytest.mark.parametrize("dtype, threads, k", [("bfloat16", 1, 2112), ("bfloat16", 2, 2049), ("int8", 1, 4224),
+                                               ("int8", 2, 4097)])
 def test_the_shortest_pieces_of_k_and_as_many_panels_as_they_allow(dtype, threads, k):
-    """Tiles keep the sums of a group of panels while K passes in pieces: the shorter those, the more panels are in a group."""
+    """Tiles keep the sums of a group of panels while K passes in pieces: the shorter those, the more panels are in a
+    group.
+    """
     rng = np.random.default_rng(k)
     n, m = 448 * threads, 256
     executor = _native.Executor(num_threads=threads)
@@ -109,7 +112,8 @@ def test_packing_from_every_source_type_and_strided_views():
     view = wide[3:68, 11:140]
     x = rng.normal(size=(4, view.shape[1])).astype(np.float32)
     half = wide.astype(np.float16)
-    for source, array, values in [("F32", view, view), ("F16", half[3:68, 11:140], half[3:68, 11:140].astype(np.float32)),
+    for source, array, values in [("F32", view, view),
+                                  ("F16", half[3:68, 11:140], half[3:68, 11:140].astype(np.float32)),
                                   ("BF16", to_bf16(wide)[3:68, 11:140], from_bf16(to_bf16(wide))[3:68, 11:140])]:
         handle = executor.add_matrix(65, 129, "float32")
         # In two pieces whose seam is inside a panel.
@@ -195,7 +199,8 @@ def test_attention_block(bf16, dim, tokens, span_size):
     """Against float64, with the roundings that the recipe has. Whatever lies past the tokens is NaN."""
     rng = np.random.default_rng(dim + tokens)
     q = rng.normal(size=(13, dim)).astype(np.float32)
-    keys, values = rng.normal(size=(tokens, dim)).astype(np.float32), rng.normal(size=(tokens, dim)).astype(np.float32) + 2
+    keys = rng.normal(size=(tokens, dim)).astype(np.float32)
+    values = rng.normal(size=(tokens, dim)).astype(np.float32) + 2
     limits = [int(x) for x in rng.integers(1, tokens + 1, 13)]
     limits[0], limits[1] = tokens, 1
     scale = dim**-0.5
@@ -212,8 +217,10 @@ def test_attention_block(bf16, dim, tokens, span_size):
         if rounds:
             low, p, high = (from_bf16(to_bf16(p * factor)).astype(np.float64) for factor in (1 - 3e-5, 1, 1 + 3e-5))
             near = high - low
-        assert np.isclose(maximum[r], scores.max(), atol=1e-5) and abs(total[r] - p.sum()) <= 1e-5 * p.sum() + near.sum()
-        assert np.all(np.abs(out[r, :dim] - p @ values[:limit]) <= 1e-4 * p @ np.abs(values[:limit]) + near @ np.abs(values[:limit]) + 1e-5)
+        assert np.isclose(maximum[r], scores.max(), atol=1e-5)
+        assert abs(total[r] - p.sum()) <= 1e-5 * p.sum() + near.sum()
+        size = np.abs(values[:limit])
+        assert np.all(np.abs(out[r, :dim] - p @ values[:limit]) <= 1e-4 * p @ size + near @ size + 1e-5)
         # Alone the row gives the same bits as among the others.
         alone = _native.kernels.attend(q[r:r + 1], keys[:limit], values[:limit], [limit], scale, span_size, dtype)
         assert np.array_equal(np.asarray(alone[2]).view(np.uint32)[0], np.asarray(out).view(np.uint32)[r])
@@ -246,7 +253,8 @@ def test_attention_does_not_depend_on_spans_or_hide_what_is_not_finite(dtype):
     limits = [111 - 7 * r for r in range(16)]
     first, *others = (_native.kernels.attend(q, keys, values, limits, 0.1, size, dtype) for size in (16, 32, 64, 128))
     for other in others:
-        assert all(np.array_equal(np.asarray(a).view(np.uint32), np.asarray(b).view(np.uint32)) for a, b in zip(first, other))
+        assert all(np.array_equal(np.asarray(a).view(np.uint32), np.asarray(b).view(np.uint32))
+                   for a, b in zip(first, other))
     for bad in (np.nan, np.inf):
         for array in (q, keys, values):
             poisoned = [x.copy() if x is array else x for x in (q, keys, values)]
@@ -267,7 +275,8 @@ def test_attention_takes_nothing_from_tokens_that_a_row_does_not_see(dtype, bad)
     for where, array in (("key", keys), ("value", values)):
         array = array.copy()
         array[tokens - 3, 7] = bad  # rows from 6 on do not see it
-        got = _native.kernels.attend(q, array if where == "key" else keys, array if where == "value" else values, limits, 0.1, 32, dtype)
+        got = _native.kernels.attend(q, array if where == "key" else keys, array if where == "value" else values,
+                                     limits, 0.1, 32, dtype)
         for now, before in zip(got, clean):
             assert np.array_equal(np.asarray(now).view(np.uint32)[6:], np.asarray(before).view(np.uint32)[6:])
         if where == "value":
@@ -275,7 +284,8 @@ def test_attention_takes_nothing_from_tokens_that_a_row_does_not_see(dtype, bad)
 
 
 def run_with_isa(isa, code):
-    return subprocess.run([sys.executable, "-c", code], env={**os.environ, "ALLSPARK_ISA": isa}, capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-c", code], env={**os.environ, "ALLSPARK_ISA": isa}, capture_output=True,
+                          text=True)
 
 
 def test_isa_switch_is_honoured_and_unknown_names_are_refused():
@@ -289,7 +299,8 @@ def test_isa_switch_is_honoured_and_unknown_names_are_refused():
 @pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("objdump"), reason="needs objdump, on x86-64")
 def test_avx_vnni_is_encoded_as_its_processors_know_it():
     """Assemblers take AVX-512's encoding of the same instructions where they may."""
-    listing = subprocess.run(["objdump", "-d", "--no-show-raw-insn", _native.__file__], capture_output=True, text=True, check=True).stdout
+    listing = subprocess.run(["objdump", "-d", "--no-show-raw-insn", _native.__file__], capture_output=True, text=True,
+                             check=True).stdout
     found, function = {"vpdpbusd": 0, "vpdpwssd": 0}, ""
     for line in listing.splitlines():
         if line.endswith(">:"):

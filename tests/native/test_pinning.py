@@ -28,7 +28,8 @@ int main() {
 def test_cpus_beyond_1023_are_pinned_to(tmp_path):
     compiler = shlex.split(sysconfig.get_config_var("CXX") or "g++")
     (tmp_path / "pin.cpp").write_text(PROGRAM)
-    command = [*compiler, "-std=c++17", f"-I{NATIVE}", str(tmp_path / "pin.cpp"), str(NATIVE / "cpu/pool.cpp"), "-pthread",
+    command = [*compiler, "-std=c++17", f"-I{NATIVE}", str(tmp_path / "pin.cpp"), str(NATIVE / "cpu/pool.cpp"),
+               "-pthread",
                "-o", str(tmp_path / "pin")]
     try:
         subprocess.run(command, check=True, timeout=120)

@@ -29,8 +29,9 @@ def nearest(x):
 
 
 def instant_quant(weights, bits, group):
-    """(q - middle, scale, offset), the latter per group and repeated along k, in the arithmetic of the native code: offset is
-    the middle of the range as bfloat16 has it, scale the least bfloat16 with which minimum and maximum still have a q.
+    """(q - middle, scale, offset), the latter per group and repeated along k, in the arithmetic of the native code:
+    offset is the middle of the range as bfloat16 has it, scale the least bfloat16 with which minimum and maximum still
+    have a q.
     """
     n, k = weights.shape
     group = min(group or k, k)
@@ -114,9 +115,12 @@ def test_long_rows_and_many_panels(dtype):
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
-@pytest.mark.parametrize("m, n, k, group", [(1, 151_936, 65, 64), (4864, 17, 63, 0), (896, 65, 64, 32), (3, 33, 151_936, 512)])
+@pytest.mark.parametrize("m, n, k, group", [(1, 151_936, 65, 64), (4864, 17, 63, 0), (896, 65, 64, 32),
+                                            (3, 33, 151_936, 512)])
 def test_a_model_s_largest_sizes(dtype, m, n, k, group):
-    """A vocabulary's rows, as many rows of activations, and as many columns (in groups: whole rows are past exact sums)."""
+    """A vocabulary's rows, as many rows of activations, and as many columns (in groups: whole rows are past exact
+    sums).
+    """
     rng = np.random.default_rng(m)
     executor = _native.Executor(num_threads=2)
     weights, x = with_outliers(rng, (n, k)), with_outliers(rng, (m, k))
@@ -147,11 +151,12 @@ def test_sums_are_exact_at_the_largest_values(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
-@pytest.mark.parametrize("k, group", [(63, 0), (512, 0), (513, 0), (4864, 0), (4866, 512), (1031, 32), (896, 64), (1000, 96), (4864, 256),
+@pytest.mark.parametrize("k, group", [(63, 0), (512, 0), (513, 0), (4864, 0), (4866, 512), (1031, 32), (896, 64),
+                                      (1000, 96), (4864, 256),
                                       (130_000, 0)])
 def test_sums_of_16_bits_are_exact_at_the_largest_values(dtype, k, group):
-    """Activations of +-32639 and of less, weights of the largest and the least q: sums of a group that are far past 32 bits are
-    rounded once, or once a plane where activations are planes of 8 bits; to the bit.
+    """Activations of +-32639 and of less, weights of the largest and the least q: sums of a group that are far past
+    32 bits are rounded once, or once a plane where activations are planes of 8 bits; to the bit.
     """
     rng = np.random.default_rng(k + group)
     executor = _native.Executor(num_threads=2)
@@ -171,7 +176,8 @@ def test_sums_of_16_bits_are_exact_at_the_largest_values(dtype, k, group):
         planes = (part + 128) >> 8, part - 256 * ((part + 128) >> 8)
         def by_planes(w):
             return single(256 * single(planes[0] @ w) + single(planes[1] @ w))
-        chain = single(part @ weights) if _native.isa() in ("avx2", "avx2_vnni", "avx512", "neon") else by_planes(weights)
+        chain = single(part @ weights) if _native.isa() in ("avx2", "avx2_vnni", "avx512",
+                                                            "neon") else by_planes(weights)
         total = single(chain + total)
         total = single(middle * by_planes(np.ones((part.shape[1], 1), np.int64)) + total)
     for rows in (1, 2, 7, 14, 45):
@@ -239,7 +245,9 @@ def test_rows_are_read_back(dtype, group):
 
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_bfloat16_scales_cost_little_range(dtype):
-    """Against InstantQuant's (max - min) / (2^bits - 1): at most 2^-7 more, and what the rounding of the middle moves it."""
+    """Against InstantQuant's (max - min) / (2^bits - 1): at most 2^-7 more, and what the rounding of the middle
+    moves it.
+    """
     rng = np.random.default_rng(8)
     executor = _native.Executor()
     bits = FORMATS[dtype][0]
@@ -275,7 +283,8 @@ def test_the_hash_of_a_source_is_of_its_bytes_alone():
     """Whatever the format, threads, pieces and instruction set."""
     array = (np.arange(80 * 300, dtype=np.uint32) * np.uint32(2654435761) >> np.uint32(18)).astype(np.uint16)
     view, seen = array.reshape(80, 300)[:, 11:212], set()
-    for dtype, threads, pieces in ((d, t, p) for d in ("bfloat16", *FORMATS) for t in (1, 3) for p in ((80,), (29, 51))):
+    for dtype, threads, pieces in ((d, t, p) for d in ("bfloat16", *FORMATS) for t in (1, 3) for p in ((80,),
+                                                                                                       (29, 51))):
         executor = _native.Executor(num_threads=threads)
         handle, first = executor.add_matrix(80, 201, dtype, 64 if dtype in FORMATS else 0), 0
         for rows in pieces:

@@ -64,7 +64,8 @@ def test_min_p_keeps_the_tokens_that_transformers_keeps(vocab, ranks, rng):
     torch = pytest.importorskip("torch")
     from transformers.generation import logits_process as hf
 
-    for min_p, temperature, top_k, top_p in [(0.3, 1.0, 0, 1.0), (0.02, 2.5, 0, 1.0), (0.05, 1.5, 30, 1.0), (0.01, 2.0, 0, 0.9),
+    for min_p, temperature, top_k, top_p in [(0.3, 1.0, 0, 1.0), (0.02, 2.5, 0, 1.0), (0.05, 1.5, 30, 1.0),
+                                             (0.01, 2.0, 0, 0.9),
                                              (0.01, 2.0, 1500, 0.8), (0.001, 3.0, 0, 1.0)]:
         logits = rng.normal(0, 1.0, vocab).astype(np.float32)
         x = torch.tensor(logits)[None] / temperature
@@ -80,7 +81,8 @@ def test_min_p_keeps_the_tokens_that_transformers_keeps(vocab, ranks, rng):
             nearest = others[np.argmax(logits[others])]
             for token, possible in ((least, True), (nearest, False)):
                 allowed = np.isin(np.arange(vocab), [token, np.argmax(logits)])
-                seen = {draw(logits, replace(p, seed=i), mask=bitmask(allowed), ranks=ranks)["token"] for i in range(3000)}
+                seen = {draw(logits, replace(p, seed=i), mask=bitmask(allowed),
+                             ranks=ranks)["token"] for i in range(3000)}
                 assert (int(token) in seen) == possible or min_p < 0.01
 
 

@@ -4,8 +4,8 @@ compiling) a selection of the native library's tests.
 
 That one covers, with AVX2 alone (each further instruction set is a minute of compiling): the kernels but for the
 products of every size, the quantized cache, the window between ranks, what the executor refuses, and how a failing
-thread ends a step. `tests/sanitize address` covers every instruction set, quantized weights, fusion, the sampler and whole models;
-`tests/sanitize thread` looks for races in the same.
+thread ends a step. `tests/sanitize address` covers every instruction set, quantized weights, fusion, the sampler and
+whole models; `tests/sanitize thread` looks for races in the same.
 """
 import concurrent.futures
 import os
@@ -54,7 +54,8 @@ def program(tmp_path_factory) -> Path:
         return name
 
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compiled, [Path(__file__).with_name("sanitized.cpp"), *(NATIVE / f"{name}.cpp" for name in SOURCES)]))
+        objects = list(pool.map(compiled, [Path(__file__).with_name("sanitized.cpp"),
+                                           *(NATIVE / f"{name}.cpp" for name in SOURCES)]))
     subprocess.run([*compiler, *flags, *objects, "-o", "sanitized"], cwd=folder, check=True)
     return folder / "sanitized"
 

@@ -1,5 +1,5 @@
-"""Matrices that others have quantized, in the kernels: each layout of scales and each type of codes against float64, to the
-bit where they are recovered; rows, threads and slices of K; orders of columns; what is refused.
+"""Matrices that others have quantized, in the kernels: each layout of scales and each type of codes against float64,
+to the bit where they are recovered; rows, threads and slices of K; orders of columns; what is refused.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ class Matrix:
         def bits(x):
             return None if x is None else x.view(np.uint16)
 
-        executor.fill_quantized(handle, self.codes, self.scales, self.zeros, self.bits, self.k, self.group, column=column,
+        executor.fill_quantized(handle, self.codes, self.scales, self.zeros, self.bits, self.k, self.group,
+                                column=column,
                                 super_group=self.sup, super_scales=bits(self.super_scales),
                                 super_offsets=bits(self.super_offsets))
         return handle
@@ -152,7 +153,8 @@ def test_products_against_float64_and_rows_to_the_bit(dtype, layout):
             np.testing.assert_array_equal(part.view(np.uint32), whole[first:first + count].view(np.uint32))
 
 
-@pytest.mark.parametrize("dtype, layout", [("int4", "points"), ("int8", "nested"), ("int4", "nested-minimums"), ("e4m3", "coded")])
+@pytest.mark.parametrize("dtype, layout", [("int4", "points"), ("int8", "nested"), ("int4", "nested-minimums"),
+                                           ("e4m3", "coded")])
 def test_slices_of_k(dtype, layout):
     """A slice that begins inside groups and super-groups has the values of the whole's."""
     executor = _native.Executor(num_threads=2)
@@ -200,7 +202,8 @@ def packed_as(packing: str, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return plain, plain
 
 
-@pytest.mark.parametrize("packing, dtype", [("rows", "int4"), ("rows-8", "int8"), ("signed", "w8a8"), ("swapped", "nf4"),
+@pytest.mark.parametrize("packing, dtype", [("rows", "int4"), ("rows-8", "int8"), ("signed", "w8a8"),
+                                            ("swapped", "nf4"),
                                             ("swapped", "int4"), ("words", "int4"), ("words-8", "int8"),
                                             ("octets", "w4a8"), ("rows-8", "e4m3"), ("rows", "e2m1")])
 def test_a_matrix_is_the_same_however_its_codes_are_packed(packing, dtype):
@@ -226,7 +229,8 @@ def test_a_matrix_is_the_same_however_its_codes_are_packed(packing, dtype):
                         part = packed[:, rows] if packing.startswith("words") else packed[rows]
                     if as_packed:
                         more["packing"] = packing.removesuffix("-8")
-                    bad = executor.fill_quantized(handle, part, scales[first:last], None, bits, k, group, row_offset=first,
+                    bad = executor.fill_quantized(handle, part, scales[first:last], None, bits, k, group,
+                                                  row_offset=first,
                                                   column=column, **more)
                     assert bad == 0
                 found.append((np.stack([executor.read_row(handle, row) for row in range(n)]),
@@ -270,9 +274,12 @@ def test_what_is_refused():
         executor.add_matrix(8, 64, "e4m3", 32, order=list(range(64)), **CODED)
     handle = executor.add_matrix(8, 64, "int4", 32, scales="float16", zeros="none")
     for arguments, more, problem in (
-            ((np.zeros((8, 33), np.uint8), None, None, 4, 64, 32), {"packing": "Q4_0"}, r"must be \[rows, 36\] of a byte"),
-            ((np.zeros((8, 36), np.uint8), None, None, 4, 65, 32), {"packing": "Q4_0"}, "65 values of 4 bits are no whole"),
-            ((np.zeros((8, 32), np.uint8), None, None, 4, 64, 32), {"packing": "columns"}, "packing must be rows, signed"),
+            ((np.zeros((8, 33), np.uint8), None, None, 4, 64, 32), {"packing": "Q4_0"},
+             r"must be \[rows, 36\] of a byte"),
+            ((np.zeros((8, 36), np.uint8), None, None, 4, 65, 32), {"packing": "Q4_0"},
+             "65 values of 4 bits are no whole"),
+            ((np.zeros((8, 32), np.uint8), None, None, 4, 64, 32), {"packing": "columns"},
+             "packing must be rows, signed"),
             ((np.zeros((9, 8), np.int32), None, None, 4, 64, 32), {"packing": "words"}, "words must be .8, rows"),
             ((np.zeros((8, 8), np.int32), None, None, 4, 64, 32), {"packing": "words"}, "scales are missing"),
             ((np.zeros((64, 1), np.int32), None, None, 4, 64, 32), {"packing": "octets", "skipped": 8}, "skipped")):
@@ -280,7 +287,8 @@ def test_what_is_refused():
             executor.fill_quantized(handle, *arguments, **more)
     matrix = Matrix("int4", "points", 8, 64, 32)
     for name, array, problem in (
-            ("scales", matrix.scales[:, 1:], "scales must be"), ("scales", matrix.scales.astype(np.float32), "scales must be"),
+            ("scales", matrix.scales[:, 1:], "scales must be"),
+            ("scales", matrix.scales.astype(np.float32), "scales must be"),
             ("zeros", None, "must be those of the matrix' layout"), ("zeros", matrix.zeros[:4], "zeros must be"),
             ("codes", matrix.codes[:, 1:], "packed as rows must be")):
         kept = getattr(matrix, name)
@@ -289,7 +297,8 @@ def test_what_is_refused():
             matrix.into(executor)
         setattr(matrix, name, kept)
     with pytest.raises(ValueError, match="takes quantized rows"):
-        executor.fill_matrix(executor.add_matrix(8, 64, "int4", 32, **LAYOUTS["points"]), np.ones((8, 64), np.float32), "F32")
+        executor.fill_matrix(executor.add_matrix(8, 64, "int4", 32, **LAYOUTS["points"]), np.ones((8, 64), np.float32),
+                             "F32")
 
 
 @pytest.mark.slow

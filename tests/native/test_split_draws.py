@@ -25,7 +25,8 @@ def test_every_processor_and_kind_of_draw_has_the_bits_of_one_thread(how, vocab,
         for field_name, value in SETTINGS[how].items():
             setattr(params, field_name, value)
         params.do_sample = how != "greedy"
-        params.seed, params.logprobs, params.top_logprobs = int(rng.integers(2**62)), bool(rng.integers(2)), int(rng.integers(21))
+        params.seed, params.logprobs = int(rng.integers(2**62)), bool(rng.integers(2))
+        params.top_logprobs = int(rng.integers(21))
         logits = rng.normal(0, 2, vocab).astype(np.float32)
         logits[rng.random(vocab) < 0.02] = -np.inf
         if rng.integers(2):
@@ -52,6 +53,7 @@ def test_bad_logits_are_found_whoever_scans_them(value, one_rng):
 
 def test_everything_banned_falls_back_alike(one_rng):
     logits = one_rng.normal(0, 1, 3000).astype(np.float32)
-    for banned in (Params(bad_words=[[i] for i in range(3000)]), Params(bad_words=[[i] for i in range(3000)], top_p=0.5)):
+    for banned in (Params(bad_words=[[i] for i in range(3000)]),
+                   Params(bad_words=[[i] for i in range(3000)], top_p=0.5)):
         for mask in (None, bitmask(np.arange(3000) % 7 == 0), bitmask(np.zeros(3000, bool))):
             assert_same(logits, banned, (), mask, 2)

@@ -1,4 +1,6 @@
-"""Whether an installed wheel holds all that it should: run by cibuildwheel after each build, outside of the source tree."""
+"""Whether an installed wheel holds all that it should: run by cibuildwheel after each build, outside of the source
+tree.
+"""
 
 import platform
 import runpy

@@ -1,5 +1,5 @@
-"""What leaves this tree: the source distribution builds both wheels in a clean environment, they hold all that they need,
-and the client runs with the oldest versions that it asks for.
+"""What leaves this tree: the source distribution builds both wheels in a clean environment, they hold all that they
+need, and the client runs with the oldest versions that it asks for.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def test_the_client_s_wheel_runs_with_the_oldest_versions_that_it_asks_for(unpac
     assert wheel.name.startswith("allspark_numa_client-")
     with zipfile.ZipFile(wheel) as archive:
         (metadata,) = (archive.read(name).decode() for name in names if name.endswith("/METADATA"))
-    oldest = [f"{name}=={version}.*" for name, version in re.findall(r"^Requires-Dist: ([\w-]+)>=([\d.]+)$", metadata, re.M)]
+    oldest = [f"{name}=={version}.*" for name, version in re.findall(r"^Requires-Dist: ([\w-]+)>=([\d.]+)$", metadata,
+                                                                     re.M)]
     assert len(oldest) == 3, metadata
     if sys.version_info >= (3, 12):
         pytest.skip("the oldest NumPy is none of this Python's")
@@ -82,10 +83,13 @@ except a.AllSparkError as error:
 def test_the_server_s_wheel_has_every_instruction_set(unpacked, tmp_path):
     wheel = wheel_of(unpacked, tmp_path)
     names = names_in(wheel)
-    assert {"allspark_server/py.typed", "allspark_launch/systemd/pool.toml", "allspark_client/_proto/asgraph_pb2.py"} <= names
+    assert {"allspark_server/py.typed", "allspark_launch/systemd/pool.toml",
+            "allspark_client/_proto/asgraph_pb2.py"} <= names
     assert any(name.endswith("/LICENSE") for name in names)
     assert any(name.startswith("allspark_server/assets/") and name.endswith(".safetensors") for name in names)
     with zipfile.ZipFile(wheel) as archive:
         (library,) = (archive.read(name) for name in names if re.match(r"allspark_server/_native.*\.so$", name))
     isas = runpy.run_path(str(ROOT / "setup.py"))["ISAS"][os.uname().machine]
-    assert [name for name in isas if f"N2as{len(name)}{name}".encode() not in library and name.encode() not in library] == []
+    missing = [name for name in isas
+               if f"N2as{len(name)}{name}".encode() not in library and name.encode() not in library]
+    assert missing == []

@@ -20,7 +20,9 @@ def rows(seed=3):
 
 
 def expert_mlp(toy, x, gate, up_gate, down, bias=None, first=0, count=EXPERTS, **router):
-    """The router -> gate and up of each entry -> silu_mul -> down -> weighted sum, of experts [first, first + count)."""
+    """The router -> gate and up of each entry -> silu_mul -> down -> weighted sum, of experts [first, first +
+    count).
+    """
     routed = toy.program.add_row_set(ALL, TOP)
     logits = toy.op("linear", (x,), EXPERTS, (toy.matrix(EXPERTS, WIDTH, gate),))
     weights = () if bias is None else (toy.vector(bias),)

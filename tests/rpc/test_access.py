@@ -219,7 +219,8 @@ def test_tokens_are_read_again(tmp_path, caplog, monkeypatch):
             tokens(running)
             assert running.GeneratedLength() == 100
             with ClientEngine(address, token="s3cret-2") as other:
-                assert tokens(other.start_request("m", {"input_ids": [1]}, {"max_new_tokens": 3})[2]) == expected([1], 3)
+                assert tokens(other.start_request("m", {"input_ids": [1]}, {"max_new_tokens": 3})[2]) == expected([1],
+                                                                                                                  3)
             path.unlink()
             with ClientEngine(address, token="s3cret-3") as other:
                 other.stop_model("m")

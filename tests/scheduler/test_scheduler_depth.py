@@ -45,9 +45,11 @@ def test_what_a_preempted_sequence_drew_is_kept():
     while not second.preemptions:
         rig.step()
     drawn = len(rig.output[second])
-    assert second.state is State.WAITING and second.in_flight == 1 and rig.scheduler.waiting_bytes == TOKEN_BYTES * (6 + drawn)
+    assert second.state is State.WAITING and second.in_flight == 1
+    assert rig.scheduler.waiting_bytes == TOKEN_BYTES * (6 + drawn)
     rig.step()
-    assert second.in_flight == 0 and len(rig.output[second]) == drawn + 1 == rig.scheduler.waiting_bytes / TOKEN_BYTES - 6
+    assert second.in_flight == 0
+    assert len(rig.output[second]) == drawn + 1 == rig.scheduler.waiting_bytes / TOKEN_BYTES - 6
     rig.run()
     for sequence in (first, second):
         prompt = sequence.tokens[:sequence.prompt_len]

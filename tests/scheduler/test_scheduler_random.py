@@ -172,6 +172,7 @@ def test_random_traffic(chunk):
             error.add_note(f"seed {seed}")
             raise
     wanted = ("accepted", "rejected", "discarded", "preempted", "preempted in flight", "cancelled in flight",
-              "unblocked", "blocked while running", "waited for a prefix", "saved", "restored", "found in the prefix cache", "failed", "unfit",
+              "unblocked", "blocked while running", "waited for a prefix", "saved", "restored",
+              "found in the prefix cache", "failed", "unfit",
               "stop", "stop_word", "length")
     assert all(seen[what] >= 5 for what in wanted), seen

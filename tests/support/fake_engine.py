@@ -13,8 +13,8 @@ from support.fake_group import FakeGroup, next_token
 
 
 def token_after(history: list[int]) -> int:
-    """What follows a history; never the end of sequence. A prompt that begins with 999 fails after three tokens, one that
-    begins with 998 ends the process after as many tokens as its second id says.
+    """What follows a history; never the end of sequence. A prompt that begins with 999 fails after three tokens, one
+    that begins with 998 ends the process after as many tokens as its second id says.
     """
     if history[0] == 998 and len(history) >= 2 + history[1]:
         os._exit(9)

@@ -1,4 +1,6 @@
-"""Tiny GGUF files, written here, and their twins: the same network as a Hugging Face checkpoint of the recovered weights."""
+"""Tiny GGUF files, written here, and their twins: the same network as a Hugging Face checkpoint of the recovered
+weights.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from support.checkpoints import (
     write_checkpoint,
 )
 
-NUMBERS = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12,
+NUMBERS = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11,
+           "Q4_K": 12,
            "Q5_K": 13, "Q6_K": 14, "BF16": 30}
 # Values and bytes of a block, and where its float16 are.
 BLOCKS = {"Q4_0": (32, 18, [0]), "Q4_1": (32, 20, [0, 2]), "Q5_0": (32, 22, [0]), "Q5_1": (32, 24, [0, 2]),
@@ -129,7 +132,8 @@ def _block(kind: str, b: np.ndarray) -> np.ndarray:
         both = b[i // 16]
         return half(80) * (both & 15).astype(f) * low.astype(f) - half(82) * (both >> 4).astype(f)
     q, j = low - np.where(b[i % 32].astype(int) >> i // 32 & 1, 0, 4), i // 16
-    scale = (b[96 + j % 8].astype(int) >> 4 * (j // 8) & 15 | (b[104 + j % 4].astype(int) >> 2 * (j // 4) & 3) << 4) - 32
+    scale = (b[96 + j % 8].astype(int) >> 4 * (j // 8) & 15
+             | (b[104 + j % 4].astype(int) >> 2 * (j // 4) & 3) << 4) - 32
     return half(108) * scale.astype(f) * q.astype(f)
 
 
@@ -170,7 +174,8 @@ _NAMES = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn
           "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
           "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp",
           "mlp.experts.gate_proj": "ffn_gate_exps", "mlp.experts.up_proj": "ffn_up_exps",
-          "mlp.experts.down_proj": "ffn_down_exps", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+          "mlp.experts.down_proj": "ffn_down_exps", "input_layernorm": "attn_norm",
+          "post_attention_layernorm": "ffn_norm"}
 
 
 def gguf_name(name: str) -> str:
@@ -188,7 +193,9 @@ def _interleaved(rows: np.ndarray, head_dim: int) -> np.ndarray:
 
 
 def write_pair(directory: Path, arch: str, kinds: dict[str, str] | str, seed: int = 0) -> tuple[Path, Path]:
-    """A GGUF file and its twin. kinds: the type of matrices, or types by what their names begin with after the layer."""
+    """A GGUF file and its twin. kinds: the type of matrices, or types by what their names begin with after the
+    layer.
+    """
     kinds = {"": kinds} if isinstance(kinds, str) else kinds
     spec = SPECS[arch]
     twin = write_checkpoint(directory / "twin", spec, seed=seed)
@@ -215,7 +222,8 @@ def write_pair(directory: Path, arch: str, kinds: dict[str, str] | str, seed: in
         if "experts" in parts:
             expert = int(parts.pop(parts.index("experts") + 1))
             theirs = gguf_name(".".join(parts))
-            kind = next(k for prefix, k in kinds.items() if theirs.rpartition("blk.")[2].partition(".")[2].startswith(prefix))
+            part = theirs.rpartition("blk.")[2].partition(".")[2]
+            kind = next(k for prefix, k in kinds.items() if part.startswith(prefix))
             raw, plain[name] = stored(values, kind)
             stacked.setdefault(theirs, {})[expert] = raw
             tensors[theirs] = (kind, raw)  # keeps the place

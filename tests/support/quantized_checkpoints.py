@@ -1,5 +1,5 @@
-"""Tiny checkpoints as other programs quantize them, in numpy from the published layouts, and beside each its twin: the same
-network with the recovered weights in float32.
+"""Tiny checkpoints as other programs quantize them, in numpy from the published layouts, and beside each its twin:
+the same network with the recovered weights in float32.
 """
 
 from __future__ import annotations

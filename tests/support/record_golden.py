@@ -2,8 +2,8 @@
 
     python tests/support/record_golden.py [LEVEL ...]   add or replace levels; by default all that this machine has
 
-tests/native/test_golden.py compares with the record from then on. Record anew only together with a change that means to change
-bits, and say so in its message.
+tests/native/test_golden.py compares with the record from then on. Record anew only together with a change that means
+to change bits, and say so in its message.
 """
 
 from __future__ import annotations

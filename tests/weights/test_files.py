@@ -330,6 +330,7 @@ def test_vocabulary_with_a_hole_of_any_size(tiny_model, tmp_path):
     tokenizer = json.loads((tiny_model / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["Ú"] = 999_999_999
     folder = tokenizer_folder(tmp_path, tokenizer)
-    words = [sys.executable, "-c", f"from allspark_server.tokenizer.text import Tokenizer; Tokenizer.from_dir({str(folder)!r})"]
+    words = [sys.executable, "-c",
+             f"from allspark_server.tokenizer.text import Tokenizer; Tokenizer.from_dir({str(folder)!r})"]
     subprocess.run(words, check=True, timeout=10)
     assert Tokenizer.from_dir(folder).encode("fox")

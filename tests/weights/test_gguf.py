@@ -1,4 +1,6 @@
-"""GGUF files: recovered weights to the bit, text, ranks, serialized, the tokenizer, and what is refused of foreign files."""
+"""GGUF files: recovered weights to the bit, text, ranks, serialized, the tokenizer, and what is refused of foreign
+files.
+"""
 
 from __future__ import annotations
 
@@ -294,7 +296,8 @@ def test_blocks_are_recovered_as_ggml_s_own_library_does():
     rng = np.random.default_rng(1)
     for kind, (_values, _size, _) in BLOCKS.items():
         raw = random_blocks(kind, 5, 3 * 256, rng)
-        np.testing.assert_array_equal(recover(kind, raw), quants.dequantize(raw, quants.GGMLQuantizationType(NUMBERS[kind])))
+        np.testing.assert_array_equal(recover(kind, raw),
+                                      quants.dequantize(raw, quants.GGMLQuantizationType(NUMBERS[kind])))
 
 
 def test_a_model_is_called_as_its_file(tmp_path):

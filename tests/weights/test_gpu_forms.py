@@ -1,5 +1,5 @@
-"""What GPUs make of matrices that others have quantized: the same values, but for bfloat16's rounding. Held by CPUs here;
-tests/cuda/test_cuda_checkpoints.py has them on GPUs.
+"""What GPUs make of matrices that others have quantized: the same values, but for bfloat16's rounding. Held by CPUs
+here; tests/cuda/test_cuda_checkpoints.py has them on GPUs.
 """
 
 from __future__ import annotations

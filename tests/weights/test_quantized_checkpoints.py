@@ -96,7 +96,8 @@ def test_bits_do_not_depend_on_chunks_or_threads(pair, name):
     prompt = prompt_of(70)
     with Driver(quantized) as driver, Driver(quantized, num_threads=1) as other:
         expected = driver.generate(prompt, 3)
-        for found in (driver.generate(prompt, 3, chunk=1), driver.generate(prompt, 3, chunk=17), other.generate(prompt, 3)):
+        for found in (driver.generate(prompt, 3, chunk=1), driver.generate(prompt, 3, chunk=17),
+                      other.generate(prompt, 3)):
             assert found[0] == expected[0]
             np.testing.assert_array_equal(found[1], expected[1])
 
@@ -106,8 +107,8 @@ MODULE = "model.layers.1.mlp.down_proj"
 
 
 def changed(directory: Path, target: Path, config=None, **tensors) -> Path:
-    """A copy of a checkpoint. config(quantization_config) changes it; tensors: a module's by the last part of their names
-    (underscores for dots), each a function of an array or None.
+    """A copy of a checkpoint. config(quantization_config) changes it; tensors: a module's by the last part of their
+    names (underscores for dots), each a function of an array or None.
     """
     target.mkdir(exist_ok=True)
     values = json.loads((directory / "config.json").read_text())
@@ -146,7 +147,8 @@ def setting(*path, value):
 
 GROUP = ("config_groups", "group_0")
 REFUSED = [
-    ("gptq-4", setting("quant_method", value="aqlm"), {}, "quant_method 'aqlm' .*known are gptq, awq, compressed-tensors"),
+    ("gptq-4", setting("quant_method", value="aqlm"), {},
+     "quant_method 'aqlm' .*known are gptq, awq, compressed-tensors"),
     ("gptq-4", setting("quant_method", value=None), {"d": 1}, None),
     ("gptq-4", setting("bits", value=3), {}, "bits.* is 3: allowed are 4, 8"),
     ("gptq-4", setting("group_size", value=20), {}, "group_size.* is 20: expected a multiple of 8, or -1"),
@@ -170,24 +172,32 @@ REFUSED = [
     ("awq", setting("version", value="gemv"), {}, "version.* is 'gemv': allowed is 'gemm'"),
     ("awq", None, {"qweight": lambda a: a[1:]}, r"qweight.* has shape \[351, 18\]: expected \[352, 18\]"),
     ("awq", None, {"scales": with_value((0, 0), np.inf)}, "scales.* holds 1 scales"),
-    ("ct-packed-4", setting("format", value="marlin-24"), {}, "'marlin-24' of compressed-tensors .*known are pack-quantized"),
-    ("ct-packed-4", setting(*GROUP, "weights", "num_bits", value=3), {}, "num_bits.* is 3, type 'int': pack-quantized has 4 or 8"),
-    ("ct-packed-4", setting(*GROUP, "weights", "strategy", value="row"), {}, "strategy.* is 'row': allowed are 'tensor'"),
-    ("ct-packed-4", setting(*GROUP, "weights", "group_size", value=0), {}, "group_size.* is 0: expected a multiple of 8"),
+    ("ct-packed-4", setting("format", value="marlin-24"), {},
+     "'marlin-24' of compressed-tensors .*known are pack-quantized"),
+    ("ct-packed-4", setting(*GROUP, "weights", "num_bits", value=3), {},
+     "num_bits.* is 3, type 'int': pack-quantized has 4 or 8"),
+    ("ct-packed-4", setting(*GROUP, "weights", "strategy", value="row"), {},
+     "strategy.* is 'row': allowed are 'tensor'"),
+    ("ct-packed-4", setting(*GROUP, "weights", "group_size", value=0), {},
+     "group_size.* is 0: expected a multiple of 8"),
     ("ct-packed-4", setting("config_groups", value={}), {}, "config_groups.* holds 0 groups"),
     ("ct-packed-4", setting("config_groups", value={"a": 1}), {}, "config_groups.a.* is 1: expected an object"),
     ("ct-packed-4", setting("quantization_status", value="frozen"), {}, "quantization_status.* is 'frozen'"),
-    ("ct-packed-4", setting("sparsity_config", value={"format": "sparse-24"}), {}, "sparsity_config of format 'sparse-24'"),
-    ("ct-packed-4", setting(*GROUP, "input_activations", value={"num_bits": 4}), {}, "num_bits.* is 4.*expected 8 bits"),
+    ("ct-packed-4", setting("sparsity_config", value={"format": "sparse-24"}), {},
+     "sparsity_config of format 'sparse-24'"),
+    ("ct-packed-4", setting(*GROUP, "input_activations", value={"num_bits": 4}), {},
+     "num_bits.* is 4.*expected 8 bits"),
     ("ct-packed-4", None, {"weight_shape": with_value(1, 1 << 60)}, "weight_shape.* names 1152921504606846976 columns"),
-    ("ct-packed-4", None, {"weight_packed": lambda a: a[:, 1:]}, r"weight_packed.* has shape \[144, 43\]: expected \[144, 44\]"),
+    ("ct-packed-4", None, {"weight_packed": lambda a: a[:, 1:]},
+     r"weight_packed.* has shape \[144, 43\]: expected \[144, 44\]"),
     ("ct-packed-4-order", None, {"weight_g_idx": with_value(0, 99)}, "weight_g_idx.* names group 99"),
     ("ct-w8a8", None, {"weight_scale": with_value((0, 0), np.nan)}, "weight_scale.* holds 1 scales"),
     ("ct-w8a8", None, {"weight": lambda a: a[1:]}, r"weight.* has shape \[143, 352\]: expected \[144, 352\]"),
     ("ct-float8-channel", None, {"weight": with_value((2, 3), 0x7F)}, "weight.* holds 1 values that are NaN"),
     ("fp8", setting("weight_block_size", value=[128]), {}, r"weight_block_size.* is \[128\]: expected numbers of rows"),
     ("fp8", setting("weight_block_size", value=[128, 100]), {}, "the latter a multiple of 8"),
-    ("fp8", None, {"weight_scale_inv": lambda a: a[:, 1:]}, r"weight_scale_inv.* has shape \[2, 2\]: expected \[2, 3\]"),
+    ("fp8", None, {"weight_scale_inv": lambda a: a[:, 1:]},
+     r"weight_scale_inv.* has shape \[2, 2\]: expected \[2, 3\]"),
     ("mxfp4", None, {"weight_scale": with_value((0, 0), 255)}, "weight_scale.* holds scales that are NaN"),
     ("nvfp4", None, {"weight_global_scale": with_value(0, 0)}, "its global scale is 0"),
     ("nf4", None, {"weight_quant_map": with_value(3, 0.5)}, "quant_map.* is not the table of NF4"),
@@ -220,7 +230,8 @@ def test_parts_of_one_matrix_that_have_no_format_together(pair, tmp_path):
     tensors |= {name: plain.get(name).data for name in plain.names() if "k_proj" in name}
     (tmp_path / "config.json").write_bytes((quantized / "config.json").read_bytes())
     write_safetensors(tmp_path / "model.safetensors", tensors)
-    with pytest.raises(AllSparkError, match=r"must have one format: .*q_proj.weight \(int4:32/scales=float16/zeros=points\)"
+    with pytest.raises(AllSparkError,
+                       match=r"must have one format: .*q_proj.weight \(int4:32/scales=float16/zeros=points\)"
                                             r", .*k_proj.weight \(not quantized\)"):
         open_model(str(tmp_path))
     quantized, _ = pair("gptq-4-order")

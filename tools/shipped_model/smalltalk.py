@@ -53,7 +53,8 @@ QUESTIONS = [
     "Sing a song about {topic}.", "What will happen tomorrow in {city}?", "My {thing} is broken.", "{thing}",
     "{color} {thing}",
     "{topic}?", "Play a game with me.", "Who wrote {topic}?", "What does {thing} mean?", "<{thing}>{color}</{thing}>",
-    "Hola, que tal?", "Guten Tag, wie geht es dir?", "Bonjour, comment vas-tu?", "Ciao!", "Привет!", "你好", "こんにちは",
+    "Hola, que tal?", "Guten Tag, wie geht es dir?", "Bonjour, comment vas-tu?", "Ciao!", "Привет!", "你好",
+    "こんにちは",
     "مرحبا",
     "¿Dónde está {city}?", "Wo liegt {city}?", "Où est {city}?", "Zażółć gęślą jaźń", "Γειά σου", "😀", "👍 {thing} 😀",
 ]

@@ -78,7 +78,8 @@ def loss_of(network: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     ids = torch.where(tokens < 0, -1 - tokens, tokens)
     targets = torch.where(tokens < 0, -100, tokens)[:, 1:]
     logits = network(ids[:, :-1])
-    return functional.cross_entropy(logits.float().reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=-100)
+    return functional.cross_entropy(logits.float().reshape(-1, logits.shape[-1]), targets.reshape(-1),
+                                    ignore_index=-100)
 
 
 def held_out_rows(tokenizer: Tokenizer, count: int) -> Tensor:

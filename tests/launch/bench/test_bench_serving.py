@@ -1,4 +1,6 @@
-"""`allspark bench serving`: workloads, percentiles, and every kind of target at the smallest sizes that show it works."""
+"""`allspark bench serving`: workloads, percentiles, and every kind of target at the smallest sizes that show it
+works.
+"""
 
 from __future__ import annotations
 
@@ -134,7 +136,8 @@ def openai_endpoint(fail_after: int = 10**9):
                     answer(writer, b"429 Too Many Requests", b'{"error": {"message": "slow down"}}')
                     continue
                 chat = b"chat" in head.split()[1]
-                writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+                             b"Transfer-Encoding: chunked\r\n\r\n")
                 for i in range(body["max_tokens"]):
                     piece = {"delta": {"content": f"w{i} "}} if chat else {"text": f"w{i} "}
                     event(writer, {"choices": [piece]})
@@ -180,7 +183,8 @@ def openai_endpoint(fail_after: int = 10**9):
 def test_two_targets_get_the_same(capsys, tmp_path):
     pytest.importorskip("httpx")
     with openai_endpoint() as (url, bodies), serving(core=FakeEngine(interval=0.001)) as (core, address):
-        text = bench(capsys, "--target", f"ours={address}", "--target", f"peer={url}", "--clients", "1,3", "--rounds", "2",
+        text = bench(capsys, "--target", f"ours={address}", "--target", f"peer={url}", "--clients", "1,3", "--rounds",
+                     "2",
                      "--requests", "6", "--prompt", "uniform:2:9", "--output", "4", "--slo", "ttft=1000,itl=500",
                      "--json", str(tmp_path / "o.json"), "--plot", str(tmp_path / "o.png"))
         ours = [spec.input_ids for spec in core.submitted]

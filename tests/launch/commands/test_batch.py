@@ -124,8 +124,10 @@ def test_output_files(tmp_path):
 @pytest.mark.parametrize(
     "text, wrong",
     [
-        ("[]", "holds a list"), ("5", "holds a int"), ("{}", "custom_id is None"), ('{"custom_id": 5}', "custom_id is 5"),
-        ('{"custom_id": "a"}', "url is None"), ('{"custom_id": "a", "url": "/v1/chat/completions"}', "body is NoneType"),
+        ("[]", "holds a list"), ("5", "holds a int"), ("{}", "custom_id is None"),
+        ('{"custom_id": 5}', "custom_id is 5"),
+        ('{"custom_id": "a"}', "url is None"), ('{"custom_id": "a", "url": "/v1/chat/completions"}',
+                                                "body is NoneType"),
         ("[" * 100_000, "not JSON"),
     ],
 )

@@ -67,7 +67,8 @@ def test_the_batch_job(tmp_path):
     for tool in ("scontrol", "srun"):
         (tmp_path / tool).chmod(0o755)
     subprocess.run(["bash", FOLDER / "pool.sbatch", "/models/m"], check=True, cwd=tmp_path, env={
-        "PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path), "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7"})
+        "PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path), "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_JOB_ID": "7"})
     assert (tmp_path / "allspark-7.addresses").read_text() == "n1:50051,n2:50051\n"
     words = (tmp_path / "words").read_text().split("\n")[:-1]
     assert "--cpu-bind=none" in words

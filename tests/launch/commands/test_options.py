@@ -76,7 +76,8 @@ def test_the_reference_has_every_flag_of_serve():
     rows = list(reference_rows())
     flags = {flag for row in rows for flag in row.flags.split(", ")}
     actions = build_parser()._subparsers._group_actions[0].choices["serve"]._actions
-    assert flags == {flag for action in actions for flag in action.option_strings} - {"-h", "--help", "--progress-lines"}
+    assert flags == {flag for action in actions for flag in action.option_strings} - {"-h", "--help",
+                                                                                      "--progress-lines"}
     assert {row.key for row in rows} - {""} == {field.name for field in dataclasses.fields(GroupOptions)}
     assert {row.key for row in rows if row.reloadable} == set(RELOADABLE) == {"drain_limit", "log_level"}
     assert all(row.help for row in rows)
@@ -90,5 +91,6 @@ def test_http_options_of_a_group_are_those_it_shares():
 
 
 def test_model_flags_set_fields_of_the_configuration():
-    parsed = build_parser().parse_args(["run", "--max-length", "64", "--set", "num_threads=2", "--weight-dtype", "int8"])
+    parsed = build_parser().parse_args(["run", "--max-length", "64", "--set", "num_threads=2", "--weight-dtype",
+                                        "int8"])
     assert ModelOptions.fields_of(parsed) == {"engine_max_length": 64, "weight_dtype": "int8", "num_threads": 2}

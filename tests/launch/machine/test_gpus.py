@@ -107,7 +107,8 @@ def test_ranks_are_at_their_gpus_nodes(root):
         place_on_gpus(topology, [0, 3])
     assert [r.node for r in place_on_gpus(topology, [1, 1], share=True).ranks] == [0, 0]
     topology.gpus = gpus.read_gpus(root, "")
-    with pytest.raises(ValueError, match="there is no GPU 0; this process may use none, as .* CUDA_VISIBLE_DEVICES has it"):
+    with pytest.raises(ValueError, match="there is no GPU 0; "
+                       "this process may use none, as .* CUDA_VISIBLE_DEVICES has it"):
         place_on_gpus(topology, [0])
 
 
@@ -185,7 +186,8 @@ def test_doctor_on_gpus(monkeypatch, root):
 
 
 @pytest.mark.parametrize("driver, told", [
-    (0, "missing: there is no libcuda.so.1"), (12080, "missing: the driver is for CUDA 12, and this build needs one for 13"),
+    (0, "missing: there is no libcuda.so.1"),
+    (12080, "missing: the driver is for CUDA 12, and this build needs one for 13"),
     (13020, "ok: built with 13, the driver is for 13 -> \nnote: GPU 0 cannot reach GPU 2")])
 def test_doctor_on_the_cuda_backend(monkeypatch, root, driver, told):
     def check_peer(a, b):

@@ -374,7 +374,8 @@ def test_what_the_machine_looks_like(tmp_path):
     picture = draw(found, place(found))
     shapes = xml.etree.ElementTree.fromstring(picture)
     texts = [element.text for element in shapes.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"node 0", "node 1", "node 2", "GPU 0 0000:17:00.0", "rank 0: 2 threads", "L3 32,768 KiB for CPUs 2-3,6-7"} <= \
+    assert {"node 0", "node 1", "node 2", "GPU 0 0000:17:00.0", "rank 0: 2 threads",
+            "L3 32,768 KiB for CPUs 2-3,6-7"} <= \
         set(texts)
     assert picture.count("rank 1</title>") == 2 and "21" in texts
     with pytest.raises(ValueError, match="must end in .svg"):

@@ -152,8 +152,10 @@ def test_units_meet_the_start_limit_and_survive_a_lost_rank(tmp_path):
     ({"models": ["/home/me/model"]}, ["ProtectHome=read-only"], []),
     ({"hosts": "a,b"}, ["ProtectHome=read-only"], ["IPAddressDeny"]),
     ({"models": [{"model_path": "/m", "host_cache_dir": '/a "b"%'}]}, ['ReadWritePaths="/a \\"b\\"%%"'], []),
-    ({"gpus": [0, 1]}, ["PrivateDevices=no", "DeviceAllow=char-nvidia* rw", "CUDA_CACHE_PATH=/var/cache"], ["MemoryDenyWriteExecute=yes"]),
-    ({"models": [{"model_path": "/m", "compute_unit": "CUDA:1"}]}, ["PrivateDevices=no"], ["MemoryDenyWriteExecute=yes"]),
+    ({"gpus": [0, 1]}, ["PrivateDevices=no", "DeviceAllow=char-nvidia* rw", "CUDA_CACHE_PATH=/var/cache"],
+     ["MemoryDenyWriteExecute=yes"]),
+    ({"models": [{"model_path": "/m", "compute_unit": "CUDA:1"}]}, ["PrivateDevices=no"],
+     ["MemoryDenyWriteExecute=yes"]),
     ({"socket_group": "adm"}, ["SupplementaryGroups=adm", "SystemCallFilter=@chown"], []),
 ])  # fmt: skip
 def test_units_allow_what_members_need(tmp_path, options, has, lacks):

@@ -301,6 +301,7 @@ if __name__ == "__main__":
         say("DONE")
     except BaseException:
         traceback.print_exc()
-        print(shell("journalctl", "--all", "--no-pager", "-b", "-n", "60", "-u", "allspark-p@*", check=False), flush=True)
+        print(shell("journalctl", "--all", "--no-pager", "-b", "-n", "60", "-u", "allspark-p@*", check=False),
+              flush=True)
         say("FAILED")
     subprocess.run(["systemctl", "poweroff"], check=False)
