@@ -3,6 +3,7 @@
 // results differ from the kernel for many rows. `./attend_few [check30 1@129 16@8000 28/4/128 int8 ...]`: sequences at
 // a position each; from then on heads, KV heads and their features; the cache's type. nvcc -O3 -std=c++17
 // -I../../../native -gencode arch=compute_90a,code=sm_90a attend_few.cu
+//   ../../../native/cuda/kernel_choice.cpp
 //   ../../../native/cuda/kernels/{attention/attention*,norm/rows*}.cu -o attend_few
 #include <algorithm>
 #include <cmath>
@@ -12,7 +13,7 @@
 #include <functional>
 #include <vector>
 
-#include "cuda/by_dtype16.h"
+#include "chosen.h"
 #include "cuda/kernels/attention/attention_mma.h"
 #include "cuda/kernels/common/device.cuh"
 
@@ -153,11 +154,11 @@ void check(int seed) {
   a.out = {results[0], nullptr, heads * dim};
   AS_DTYPE16::store_and_attend(a, &turn, tiles, count, runs > 1 ? 2 : 1, queue);
   a.out.values = results[1], AS_DTYPE16::store_cache(a, places, &turn, true, rows, queue);
-  AS_DTYPE16::attend_few(a, tiles, count, runs > 1 ? 2 : 1, queue);
-  a.out.values = results[2], AS_DTYPE16::attend_many(a, tiles, count, nullptr, queue);
+  AS_DTYPE16::attend_few(a, choice_of(a, queue).decode, tiles, count, runs > 1 ? 2 : 1, queue);
+  a.out.values = results[2], AS_DTYPE16::attend_many(a, choice_of(a, queue).prefill, tiles, count, nullptr, queue);
   a.out.values = results[3];
   if (type == CacheType::dtype16) attend_many_mma(a, tiles, count, queue);
-  else AS_DTYPE16::attend_many(a, tiles, count, nullptr, queue);
+  else AS_DTYPE16::attend_many(a, choice_of(a, queue).prefill, tiles, count, nullptr, queue);
   CHECK(cudaDeviceSynchronize());
   for (int i = 0; i < 3; i++) differ<<<ceil_div(out, 256), 256>>>(results[i], results[3], out, counters + i);
   CHECK(cudaMemcpy(found, counters, 24, cudaMemcpyDeviceToHost));
@@ -256,13 +257,14 @@ int main(int argc, char** argv) {
     const int splits = runs > 1 ? std::min(std::max(at_once, 2), std::max(runs, 2)) : 1;
     const auto once = [&](int layer, const Turn* t) {
       a.cache.data = data + layer * layer_bytes, a.out = {results[0], nullptr, heads * dim};
-      if (AS_DTYPE16::store_and_attend(a, t, device_tiles, sequences, splits, queue)) return;
+      if (choice_of(a, queue).stores)
+        return AS_DTYPE16::store_and_attend(a, t, device_tiles, sequences, splits, queue);
       AS_DTYPE16::store_cache(a, where, t, true, sequences, queue);
-      AS_DTYPE16::attend_few(a, device_tiles, sequences, splits, queue);
+      AS_DTYPE16::attend_few(a, choice_of(a, queue).decode, device_tiles, sequences, splits, queue);
     };
     once(0, nullptr);
     a.out.values = results[1];
-    AS_DTYPE16::attend_many(a, device_tiles, sequences, nullptr, queue);
+    AS_DTYPE16::attend_many(a, choice_of(a, queue).prefill, device_tiles, sequences, nullptr, queue);
     CHECK(cudaDeviceSynchronize());
     differ<<<ceil_div(out, 256), 256>>>(results[0], results[1], out, counter);
     CHECK(cudaMemcpy(&found, counter, 8, cudaMemcpyDeviceToHost));

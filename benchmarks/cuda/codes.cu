@@ -1,7 +1,8 @@
 // Products of quantized weights with 16-bit activations at Qwen2.5-7B's shapes: microseconds and the part of what
 // reading codes and scales takes, and bits against products of the same values in bfloat16. norm: of a row that a
 // kernel norms before; norms: that the product norms itself.
-//   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/codes.cu -o codes
+//   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/codes.cu
+//        native/cuda/kernel_choice.cpp -o codes
 //        native/cuda/kernels/{gemm/{gemm_{quantized*,dtype16,split_k,stream_k,prefill,f32},gemv*},norm/rows}.cu
 //   codes [check] [by=stream|mma] [norm|norms] [rows=1,8,16,32] [forms=4:64,4:128,4:0,8:64]
 //   [shapes=qkv,o,gate_up,down,head]
@@ -11,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/by_dtype16.h"
+#include "chosen.h"
 #include "cuda/kernels/quantize/quantized.cuh"
 
 using namespace as::cuda;
@@ -154,9 +155,11 @@ int main(int argc, char** argv) {
             for (GemmAlgo algo : {GemmAlgo::stream_k, GemmAlgo::mma, GemmAlgo::any}) {
               check(cudaMemsetAsync(y, 0, result, stream));
               Product own = p;
-              if (norms && algo == GemmAlgo::any && gemm_quantized_norms(p, rows, queue))
-                check(cudaMemsetAsync(x, 0xff, (size_t)shape.k * 2, stream)), own.unnormed = unnormed, own.norm = norm;
-              gemm_quantized(own, rows, queue, algo);
+              if (norms && algo == GemmAlgo::any) own.unnormed = unnormed, own.norm = norm;
+              const GemmChoice choice = chosen(own, rows, queue, algo);
+              if (choice.fused) check(cudaMemsetAsync(x, 0xff, (size_t)shape.k * 2, stream));
+              else own.unnormed = nullptr;
+              gemm_quantized(own, rows, queue, choice.algo);
               differ<<<blocks(result / 4), 256, 0, stream>>>((uint32_t*)y, (uint32_t*)expected, result / 4, found);
               check(cudaMemcpyAsync(&count, found, 8, cudaMemcpyDeviceToHost, stream));
               check(cudaStreamSynchronize(stream));
@@ -168,9 +171,10 @@ int main(int argc, char** argv) {
           const auto run = [&] {
             for (int i = 0; i < launches; i++) {
               p.w.codes = weights[i % copies];
-              if (norms && gemm_quantized_norms(p, rows, queue)) p.unnormed = unnormed, p.norm = norm;
-              else norm_rows();
-              gemm_quantized(p, rows, queue, algo);
+              if (norms) p.unnormed = unnormed, p.norm = norm;
+              const GemmChoice choice = chosen(p, rows, queue, algo);
+              if (!choice.fused) p.unnormed = nullptr, norm_rows();
+              gemm_quantized(p, rows, queue, choice.algo);
             }
           };
           run();

@@ -1,6 +1,7 @@
 // A layer of Qwen3-30B-A3B between two attentions, in bfloat16, kernel by kernel: microseconds, and the part of what
 // its bytes take, or its products; and whether one row has the same bits by both ways.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/experts.cu
+//        native/cuda/kernel_choice.cpp
 //        native/cuda/kernels/{moe/*,gemm/{gemm_{small_n,dtype16,split_k,stream_k,prefill,f32},gemv},norm/rows,quantize/pack}.cu
 //        -o experts
 //   experts [rows,rows... [rows of a tile]]
@@ -11,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/by_dtype16.h"
+#include "chosen.h"
 #include "cuda/kernels/common/dtype16.h"
 
 using namespace as::cuda;
@@ -109,37 +110,40 @@ int main(int argc, char** argv) {
   };
   const int given = argc > 2 ? std::atoi(argv[2]) : 0;
   const auto tile_rows = [&](int rows) {
-    return given ? given : AS_DTYPE16::expert_tile_rows(Kind::dtype16, rows * kTop, kExperts, queue);
+    return given ? given : choose_expert_gemm(chip_of(queue), Kind::dtype16, rows * kTop, kExperts).tile_rows;
   };
-  const ChosenRow chosen{router, logits.values, nullptr};
+  const auto gemm = [&](const Product& p, int rows) {
+    AS_DTYPE16::gemm_dtype16(p, rows, queue, plain(p, rows, queue));
+  };
+  const auto gemm_of_experts = [&](const ExpertProduct& e, int rows) {
+    const ExpertChoice choice =
+        choose_expert_gemm(chip_of(queue), Kind::dtype16, rows * kTop, kExperts, GemmAlgo::any, tile_rows(rows));
+    AS_DTYPE16::gemm_experts(e, rows * kTop, choice.tile_rows, queue, choice.algo);
+  };
+  const ChosenRow chosen_row{router, logits.values, nullptr};
   const Combination sum{made.values, routing, true, x, {}, {}}, normed{made.values, routing, true, x, norm, y};
   const std::pair<const char*, Part> o{
-      "o",
-      [&](const Layer& l, int rows) { AS_DTYPE16::gemm_dtype16(product(l.o, context, x, true, false), rows, queue); }},
-      next{"qkv", [&](const Layer& l, int rows) {
-             AS_DTYPE16::gemm_dtype16(product(l.qkv, y, qkv, false, false), rows, queue);
-           }};
+      "o", [&](const Layer& l, int rows) { gemm(product(l.o, context, x, true, false), rows); }},
+      next{"qkv", [&](const Layer& l, int rows) { gemm(product(l.qkv, y, qkv, false, false), rows); }};
   using Parts = std::vector<std::pair<const char*, Part>>;
-  const Parts many{
-      o,
-      {"norm", [&](const Layer&, int rows) { AS_DTYPE16::rms_norm(x.values, norm, rows, y, queue); }},
-      {"route",
-       [&](const Layer& l, int rows) {
-         route(product(l.gate, y, logits, false, false), router, routing, nullptr, rows, tile_rows(rows), queue);
-       }},
-      {"gate_up",
-       [&](const Layer& l, int rows) { AS_DTYPE16::gemm_experts(up(l), rows * kTop, tile_rows(rows), queue); }},
-      {"down",
-       [&](const Layer& l, int rows) { AS_DTYPE16::gemm_experts(down(l), rows * kTop, tile_rows(rows), queue); }},
-      {"combine, norm", [&](const Layer&, int rows) { AS_DTYPE16::combine_experts(normed, rows, queue); }},
-      next};
+  const Parts many{o,
+                   {"norm", [&](const Layer&, int rows) { AS_DTYPE16::rms_norm(x.values, norm, rows, y, queue); }},
+                   {"route",
+                    [&](const Layer& l, int rows) {
+                      route(product(l.gate, y, logits, false, false), router, routing, nullptr, rows, tile_rows(rows),
+                            queue);
+                    }},
+                   {"gate_up", [&](const Layer& l, int rows) { gemm_of_experts(up(l), rows); }},
+                   {"down", [&](const Layer& l, int rows) { gemm_of_experts(down(l), rows); }},
+                   {"combine, norm", [&](const Layer&, int rows) { AS_DTYPE16::combine_experts(normed, rows, queue); }},
+                   next};
   const Parts one{o,
                   {"norm, logits",
                    [&](const Layer& l, int) {
                      AS_DTYPE16::norm_and_logits(x.values, norm, y, product(l.gate, y, logits, false, false), queue);
                    }},
-                  {"gate_up", [&](const Layer& l, int) { AS_DTYPE16::gate_row(up(l), chosen, queue); }},
-                  {"down, sum", [&](const Layer& l, int) { AS_DTYPE16::combine_row(down(l), chosen, sum, queue); }},
+                  {"gate_up", [&](const Layer& l, int) { AS_DTYPE16::gate_row(up(l), chosen_row, queue); }},
+                  {"down, sum", [&](const Layer& l, int) { AS_DTYPE16::combine_row(down(l), chosen_row, sum, queue); }},
                   {"norm", [&](const Layer&, int rows) { AS_DTYPE16::rms_norm(x.values, norm, rows, y, queue); }},
                   next};
 

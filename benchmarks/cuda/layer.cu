@@ -4,6 +4,7 @@
 // two, without their sums; split: small products by clusters, too; float8, w8a8: weights and activations of 8 bits;
 // apart: rows become these by kernels of their own)
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/layer.cu
+//        native/cuda/kernel_choice.cpp
 //        native/cuda/kernels/{gemm/{gemm_{dtype16,split_k,stream_k,prefill,f32,8bit*,integer},gemv},norm/rows,
 //        attention/attention_few,quantize/{byte_rows,pack}}.cu
 #include <cstdio>
@@ -12,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/by_dtype16.h"
+#include "chosen.h"
 #include "cuda/kernels/attention/attention_mma.h"
 #include "cuda/kernels/quantize/quantized.cuh"
 
@@ -138,19 +139,22 @@ int main(int argc, char** argv) {
       if (bytes) {
         p.bytes = rows_of_bytes;
         if (norms) p.unnormed = x, p.norm = norm;
-        if (rows == 1 && !apart && gemv_8bit(p, queue)) return;
+        if (const GemmChoice choice = chosen(p, rows, queue); choice.fused && !apart)
+          return gemv_8bit(p, queue, choice.algo);
         if (!norms) quantize_activations(p, rows, queue);
         else if (has(norms)) rms_norm_into_bytes(x, norm, p, rows, queue);
-        float8 ? gemm_float8(p, rows, queue) : gemm_integer(p, rows, queue);
+        const GemmAlgo algo = plain(p, rows, queue);
+        float8 ? gemm_float8(p, rows, queue, algo) : gemm_integer(p, rows, queue, algo);
         return;
       }
       if (norms) {
         p.unnormed = x, p.norm = norm;
-        if (!apart && AS_DTYPE16::gemm_dtype16_norms(p, rows, queue)) return AS_DTYPE16::gemm_dtype16(p, rows, queue);
+        if (const GemmChoice choice = chosen(p, rows, queue); choice.fused && !apart)
+          return AS_DTYPE16::gemm_dtype16(p, rows, queue, choice.algo);
         p.unnormed = nullptr;
         if (has(norms)) AS_DTYPE16::rms_norm(x, norm, rows, {nullptr, normed, kHidden}, queue);
       }
-      AS_DTYPE16::gemm_dtype16(p, rows, queue, split ? GemmAlgo::split_k : GemmAlgo::any);
+      AS_DTYPE16::gemm_dtype16(p, rows, queue, plain(p, rows, queue, split ? GemmAlgo::split_k : GemmAlgo::any));
     };
     for (const Layer& l : layers) {
       if (has("qkv")) product(l.qkv, normed, {qkv, nullptr, wide}, false, false, bias, "norm1");

@@ -1,5 +1,6 @@
 // Products of Qwen2.5-7B's shapes by every kernel, alone: microseconds and the part of what reading the weights takes.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/linears.cu
+//        native/cuda/kernel_choice.cpp
 //        native/cuda/kernels/gemm/{gemm_{dtype16,split_k,stream_k,prefill,f32},gemv}.cu
 //        native/cuda/kernels/quantize/pack.cu -o linears
 //   linears [rows,rows... [ranks]]
@@ -8,7 +9,7 @@
 #include <cstring>
 #include <vector>
 
-#include "cuda/by_dtype16.h"
+#include "chosen.h"
 #include "cuda/kernels/common/dtype16.h"
 
 using namespace as::cuda;
@@ -81,7 +82,8 @@ int main(int argc, char** argv) {
         p.y = shape.gated ? Rows{nullptr, gated, shape.n / 2} : Rows{y, nullptr, shape.n};
         const auto run = [&] {
           for (int i = 0; i < launches; i++)
-            p.w.tiles = weights[i % copies], AS_DTYPE16::gemm_dtype16(p, rows, queue, kernel.algo);
+            p.w.tiles = weights[i % copies],
+            AS_DTYPE16::gemm_dtype16(p, rows, queue, plain(p, rows, queue, kernel.algo));
         };
         run();
         check(cudaStreamSynchronize(stream));

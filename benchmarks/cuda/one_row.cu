@@ -1,13 +1,14 @@
 // One row's products that norm it, or make 8 bits of it, themselves: their bits against those of rows made by kernels
 // of their own, at awkward sizes. And those of up to eight rows that are 8 bits by the same kernel.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/one_row.cu
+//        native/cuda/kernel_choice.cpp
 //        native/cuda/kernels/{gemm/{gemm_{dtype16,split_k,stream_k,prefill,f32,8bit*,integer},gemv},quantize/byte_rows,norm/rows}.cu
 #include <cstdio>
 #include <cstdlib>
 #include <tuple>
 #include <vector>
 
-#include "cuda/by_dtype16.h"
+#include "chosen.h"
 #include "cuda/kernels/gemm/gemm_wgmma.h"
 #include "cuda/kernels/quantize/quantized.cuh"
 
@@ -88,8 +89,7 @@ void few_rows() {
           p.y = {memory<float>(8 * width * 4), nullptr, width};
           quantize_activations(p, rows, queue);
           for (int turn = 0; turn < 1 + adds; turn++)
-            floats ? gemm_float8(p, rows, queue, own ? GemmAlgo::any : GemmAlgo::stream_k)
-                   : gemm_integer(p, rows, queue, own ? GemmAlgo::any : GemmAlgo::stream_k);
+            (floats ? gemm_float8 : gemm_integer)(p, rows, queue, own ? plain(p, rows, queue) : GemmAlgo::stream_k);
           found[own].resize(8 * width);
           check(cudaStreamSynchronize(stream));
           check(cudaMemcpy(found[own].data(), p.y.values, 8 * width * 4, cudaMemcpyDeviceToHost));
@@ -168,16 +168,16 @@ int main() {
             if (from == 0) p.unnormed = x, p.norm = norm;
             for (int turn = 0; turn < (s.adds ? 2 : 1); turn++) {
               if (own && bf16) {
-                there = from ? has_gemv(p, queue) : AS_DTYPE16::gemm_dtype16_norms(p, 1, queue);
-                if (there && from) gemv(p, queue);
-                else if (there) AS_DTYPE16::gemm_dtype16(p, 1, queue);
+                there = (from ? plain(p, 1, queue) : chosen(p, 1, queue).algo) == GemmAlgo::gemv;
+                if (there) gemv(p, queue);
               } else if (bf16) {
                 Product other = p;
                 other.unnormed = nullptr, other.x = {nullptr, tiles, s.k};
                 if (from == 0) AS_DTYPE16::rms_norm(x, norm, 1, other.x, queue);
-                AS_DTYPE16::gemm_dtype16(other, 1, queue, GemmAlgo::split_k);
+                AS_DTYPE16::gemm_dtype16(other, 1, queue, plain(other, 1, queue, GemmAlgo::split_k));
               } else if (own) {
-                there = gemv_8bit(p, queue);
+                const GemmChoice choice = chosen(p, 1, queue);
+                if ((there = choice.fused)) gemv_8bit(p, queue, choice.algo);
               } else {
                 from == 0 ? rms_norm_into_bytes(x, norm, p, 1, queue) : quantize_activations(p, 1, queue);
                 floats ? gemm_float8(p, 1, queue, GemmAlgo::stream_k) : gemm_integer(p, 1, queue, GemmAlgo::stream_k);

@@ -2,6 +2,7 @@
 // as a graph: microseconds that a sum (with its add and norm) adds to them. By how partial sums get to the other rank:
 // read by the sum, pushed by it, or pushed by the product. All must leave the same bits on both ranks.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/rank_sums.cu
+//        native/cuda/kernel_choice.cpp
 //        native/cuda/kernels/{gemm/{gemm_{dtype16,split_k,stream_k,prefill},gemv},quantize/pack,comm/sum_ranks}.cu -o
 //        rank_sums
 //   rank_sums [rows,rows...]
@@ -12,7 +13,7 @@
 #include <thread>
 #include <vector>
 
-#include "cuda/by_dtype16.h"
+#include "chosen.h"
 #include "cuda/kernels/common/dtype16.h"
 
 using namespace as::cuda;
@@ -117,7 +118,7 @@ int main(int argc, char** argv) {
             p.x = {nullptr, k.x[i], kInner[i]};
             p.y = {nullptr, reinterpret_cast<uint16_t*>(k.shared + header + call % 2 * half), kHidden};
             if (way == by_product) p.y.copy = reinterpret_cast<uint16_t*>(peers.place(1 - r, r, call));
-            AS_DTYPE16::gemm_dtype16(p, rows, k.queue);
+            AS_DTYPE16::gemm_dtype16(p, rows, k.queue, plain(p, rows, k.queue));
             if (way == alone) continue;
             RankSum s;
             s.peers = peers, s.call = call, s.calls = 2 * kLayers, s.is_dtype16 = true, s.dtype = kDType16,

@@ -199,3 +199,45 @@ def test_what_a_gpu_lacks_is_told_by_name():
             gpu.check(config(), {WeightFormat(form) for form in forms}, cache)
     gpu._group = [0]
     gpu.check(config(), {WeightFormat("float16"), WeightFormat("float32")}, "float16")
+
+
+AMPERE = dict(capability=80, sms=108, shared_bytes=163 << 10, prefill_clusters=0)
+
+
+@pytest.mark.parametrize("chip, shape, options, expected", [
+    ({}, (4608, 3584, "bfloat16"), {"normed": True}, [(1, "gemv, norms"), (128, "split_k"), (None, "prefill")]),
+    ({}, (3584, 3584, "float16"), {}, [(1, "gemv"), (256, "split_k"), (None, "prefill")]),
+    ({}, (3584, 18944, "bfloat16"), {"pushed": True}, [(256, "split_k"), (None, "prefill")]),
+    ({}, (37888, 3584, "bfloat16"), {"gated": True, "normed": True}, [(128, "stream_k"), (None, "prefill")]),
+    ({}, (70, 300, "bfloat16"), {}, [(8, "mma"), (None, "split_k")]),  # prefill writes 16 bytes at a time
+    ({}, (3584, 3584, "int4", 64), {"normed": True}, [(1, "gemv, norms"), (256, "stream_k"), (None, "prefill")]),
+    ({}, (3584, 3584, "w8a8"), {}, [(1, "gemv, quantizes"), (2, "small_m"), (64, "stream_k"), (None, "prefill")]),
+    ({}, (4608, 3584, "float8"), {"normed": True},
+     [(1, "gemv, norms"), (2, "small_m"), (64, "stream_k"), (None, "prefill")]),
+    ({}, (4608, 3584, "w4a8", 64), {"normed": True}, [(1, "stream_k, norms"), (None, "stream_k")]),
+    (AMPERE, (3584, 3584, "bfloat16"), {}, [(None, "mma")]),
+    (AMPERE, (4608, 3584, "int4", 64), {}, [(256, "mma"), (None, "prefill")]),
+    (AMPERE, (3584, 3584, "w8a8"), {}, [(None, "mma")]),
+    ({}, (256, 64, "float32"), {}, [(None, "simt")]),
+])
+def test_which_kernel_serves_a_linear(chip, shape, options, expected):
+    cuda = pytest.importorskip("allspark_server._cuda")
+    rows = cuda.gemm_kernels(cuda.Chip(**chip), *shape, **options)
+    assert [(row["last"], row["kernel"]) for row in rows] == expected
+    assert [row["first"] for row in rows] == [1, *(last + 1 for last, _ in expected[:-1])]
+
+
+def test_which_kernels_serve_experts_and_attention():
+    cuda = pytest.importorskip("allspark_server._cuda")
+
+    def kernels(rows):
+        return [row["kernel"] for row in rows]
+
+    hopper, ampere = cuda.Chip(), cuda.Chip(**AMPERE)
+    assert kernels(cuda.expert_kernels(hopper, 768, 2048, "bfloat16", experts=128)) == [
+        "mma, tiles of 8", "mma, tiles of 16", "mma, tiles of 32", "prefill, tiles of 64", "prefill, tiles of 128"]
+    assert kernels(cuda.expert_kernels(hopper, 768, 2048, "int4", 64, experts=128))[-1] == "mma, tiles of 64"
+    assert kernels(cuda.attention_kernels(hopper, "bfloat16", 128, 7)) == ["mma, stores", "wgmma"]
+    assert kernels(cuda.attention_kernels(hopper, "bfloat16", 128, 7, biased=True)) == ["mma, stores", "mma"]
+    assert kernels(cuda.attention_kernels(ampere, "int8", 96, 4)) == ["mma, stores", "mma"]
+    assert kernels(cuda.attention_kernels(ampere, "float32", 128, 4)) == ["simt", "simt"]
