@@ -105,7 +105,7 @@ int main(int argc, char** argv) {
     tiles.push_back({row, 1, kAt, (int)tables.size(), 0});
     for (int i = 0; i < spans; i++) tables.push_back(row * spans + i);
   }
-  const AttentionTile* few = copied(tiles);
+  const AttentionTile* decode_tiles = copied(tiles);
   Attention a;
   a.group = heads / kv, a.queries = heads, a.scale = 0.088f, a.width = wide, a.tables = copied(tables);
   a.most_runs = 2, a.partials = nullptr;
@@ -159,7 +159,7 @@ int main(int argc, char** argv) {
     for (const Layer& l : layers) {
       if (has("qkv")) product(l.qkv, normed, {qkv, nullptr, wide}, false, false, bias, "norm1");
       a.cache = l.cache;
-      if (has("attention")) attend_few_dtype16(a, few, rows, false, true, &turn, queue);
+      if (has("attention")) attend_decode_dtype16(a, decode_tiles, rows, false, true, &turn, queue);
       if (has("o ")) product(l.o, context, {x, nullptr, kHidden}, true, false, nullptr);
       if (has("gate_up")) product(l.gate_up, normed, {nullptr, act, inner}, false, true, nullptr, "norm2");
       if (has("down")) product(l.down, act, {x, nullptr, kHidden}, true, false, nullptr);

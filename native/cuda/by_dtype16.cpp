@@ -52,20 +52,20 @@ void silu_mul_pairs(const float* in, const float* bias, int rows, const Rows& ou
 void store_cache(const Attention& a, const int* where, const Turn* turn, bool queries, int rows, const Queue& queue) {
   AS_CALL(a.cache.dtype, store_cache, a, where, turn, queries, rows, queue);
 }
-void attend_few(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, int splits,
-                const Queue& queue) {
-  AS_CALL(a.cache.dtype, attend_few, a, algo, tiles, count, splits, queue);
+void attend_decode(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, int sharers,
+                   const Queue& queue) {
+  AS_CALL(a.cache.dtype, attend_decode, a, algo, tiles, count, sharers, queue);
 }
-void attend_many(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, const Turn* turn,
-                 const Queue& queue) {
-  AS_CALL(a.cache.dtype, attend_many, a, algo, tiles, count, turn, queue);
+void attend_prefill(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, const Turn* turn,
+                    const Queue& queue) {
+  AS_CALL(a.cache.dtype, attend_prefill, a, algo, tiles, count, turn, queue);
 }
 bool attend_turns(const Attention& a, AttentionAlgo algo, const Turn& turn) {
   AS_CALL(a.cache.dtype, attend_turns, a, algo, turn);
 }
-void store_and_attend(const Attention& a, const Turn* turn, const AttentionTile* tiles, int count, int splits,
+void store_and_attend(const Attention& a, const Turn* turn, const AttentionTile* tiles, int count, int sharers,
                       const Queue& queue) {
-  AS_CALL(a.cache.dtype, store_and_attend, a, turn, tiles, count, splits, queue);
+  AS_CALL(a.cache.dtype, store_and_attend, a, turn, tiles, count, sharers, queue);
 }
 
 void sum_ranks(const RankSum& sum, int rows, const Queue& queue) { AS_CALL(sum.dtype, sum_ranks, sum, rows, queue); }

@@ -25,8 +25,8 @@ namespace cuda {
   AS_OP(add_low_rank);      \
   AS_OP(silu_mul_pairs);    \
   AS_OP(store_cache);       \
-  AS_OP(attend_few);        \
-  AS_OP(attend_many);       \
+  AS_OP(attend_decode);     \
+  AS_OP(attend_prefill);    \
   AS_OP(attend_turns);      \
   AS_OP(store_and_attend);  \
   AS_OP(sum_ranks);         \

@@ -182,7 +182,7 @@ AttentionChoice choose_attention(const Chip& chip, CacheType type, int dim, int 
   choice.prefill = has_wgmma ? AttentionAlgo::wgmma : has_mma ? AttentionAlgo::mma : AttentionAlgo::simt;
   const bool decodes = has_mma && decode_fits(type, dim, 0, chip.shared_bytes);
   choice.decode = decodes ? AttentionAlgo::mma : AttentionAlgo::simt;
-  choice.stores = has_mma && decode_fits(type, dim, kFewPairs / group, chip.shared_bytes);
+  choice.stores = has_mma && decode_fits(type, dim, kDecodePairs / group, chip.shared_bytes);
   return choice;
 }
 

@@ -12,8 +12,8 @@ constexpr size_t kTileInts = sizeof(AttentionTile) / sizeof(int);
 }  // namespace
 
 bool StepData::Size::operator<(const Size& other) const {
-  return std::tie(rows, outputs, few, many, runs, adapted) <
-         std::tie(other.rows, other.outputs, other.few, other.many, other.runs, other.adapted);
+  return std::tie(rows, outputs, decode_tiles, prefill_tiles, runs, adapted) <
+         std::tie(other.rows, other.outputs, other.decode_tiles, other.prefill_tiles, other.runs, other.adapted);
 }
 
 StepData::StepData(int max_rows, int max_outputs, int max_slots, int max_spans, int span_size, int group,
@@ -25,12 +25,12 @@ StepData::StepData(int max_rows, int max_outputs, int max_slots, int max_spans, 
       windows_(std::move(windows)),
       pitch_(((size_t)max_rows + 3) / 4 * 4),
       table_(whole_pitches((size_t)max_slots * max_spans)) {
-  const size_t rows = max_rows, many = rows * group / kManyPairs + max_slots;
+  const size_t rows = max_rows, most_tiles = rows * group / kPrefillPairs + max_slots;
   size_t next = 0;
   const auto take = [&](size_t& offset, size_t ints) { offset = next, next += whole_pitches(ints); };
   take(step_, 1), take(tokens_, rows), take(positions_, rows), take(prompts_, rows), take(where_, pitch_ * groups_),
       take(adapters_, rows), take(chosen_, max_outputs);
-  take(few_, rows * kTileInts), take(many_, many * kTileInts), take(tables_, table_ * groups_);
+  take(decode_tiles_, rows * kTileInts), take(prefill_tiles_, most_tiles * kTileInts), take(tables_, table_ * groups_);
   all_ = next;
   for (Memory& turn : turns_) turn = Memory(all_ * sizeof(int), "rows of a step", Memory::Where::host);
   device_memory_ = Memory(all_ * sizeof(int), "rows of a step");
@@ -41,8 +41,8 @@ StepData::Size StepData::copy(const Batch& batch, int padded, const Device& devi
   Size size{(int)batch.rows.size(), (int)batch.outputs.size(), 0, 0, 1};
   int used = 0;  // of each group's table
   *host(step_) = (int)steps_++;
-  AttentionTile *few = reinterpret_cast<AttentionTile*>(host(few_)),
-                *many = reinterpret_cast<AttentionTile*>(host(many_));
+  AttentionTile *decode = reinterpret_cast<AttentionTile*>(host(decode_tiles_)),
+                *prefill = reinterpret_cast<AttentionTile*>(host(prefill_tiles_));
   for (const Item& item : batch.items) {
     const Slot& slot = batch.slot(item.slot);
     const int spans = (item.start + item.count + span_size_ - 1) / span_size_, pairs = item.count * group_;
@@ -54,11 +54,11 @@ StepData::Size StepData::copy(const Batch& batch, int padded, const Device& devi
     }
     size.adapted |= item.adapter >= 0;
     AttentionTile tile{item.row, item.count, item.start, used, 0};
-    if (pairs <= kFewPairs) {
-      few[size.few++] = tile;
+    if (pairs <= kDecodePairs) {
+      decode[size.decode_tiles++] = tile;
       if (item.start + item.count > kRunTokens) size.runs = 2;
     } else {
-      for (; tile.first < pairs; tile.first += kManyPairs) many[size.many++] = tile;
+      for (; tile.first < pairs; tile.first += kPrefillPairs) prefill[size.prefill_tiles++] = tile;
     }
     for (int r = item.row; r < item.row + item.count; r++) {
       const Row& row = batch.rows[r];
@@ -75,7 +75,7 @@ StepData::Size StepData::copy(const Batch& batch, int padded, const Device& devi
     host(tokens_)[r] = host(positions_)[r] = 0, host(prompts_)[r] = 1;
     for (int g = 0; g < groups_; g++) host(where_)[g * pitch_ + r] = -1;
     host(adapters_)[r] = -1, host(chosen_)[r] = 0;
-    few[r] = {0, 0, 0, 0, 0};
+    decode[r] = {0, 0, 0, 0, 0};
   }
   if (padded) size = {padded, padded, padded, 0, size.runs, size.adapted};
   send(size, used, device);
@@ -95,7 +95,8 @@ void StepData::send(const Size& size, int used, const Device& device) const {
                           device.stream()),
           "copying a step's rows");
   };
-  const size_t most = std::max({size.rows, size.outputs, size.few * (int)kTileInts, size.many * (int)kTileInts, 1}),
+  const size_t most = std::max({size.rows, size.outputs, size.decode_tiles * (int)kTileInts,
+                                size.prefill_tiles * (int)kTileInts, 1}),
                small = pitch_ / 4, tables = used;
   if (most > small) copy_all(0, tables_);
   else if (tables > small) copy(0, most, tables_ / pitch_);

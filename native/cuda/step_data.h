@@ -19,8 +19,8 @@ class StepData {
   // How many of everything a step has. Kernels are started for so many; those of a padded step do nothing for the rows
   // that the batch does not have.
   struct Size {
-    int rows = 0, outputs = 0, few = 0, many = 0;
-    int runs = 1;          // of the context of few tiles: 1, or 2 for more
+    int rows = 0, outputs = 0, decode_tiles = 0, prefill_tiles = 0;
+    int runs = 1;          // of the context of decode tiles: 1, or 2 for more
     bool adapted = false;  // some row has an adapter
     bool operator<(const Size& other) const;
   };
@@ -36,8 +36,8 @@ class StepData {
   const int* adapters() const { return at(adapters_); }                        // of each row, -1: none
   const int* chosen() const { return at(chosen_); }                            // the row of each output
   const int* tables(int group) const { return at(tables_) + group * table_; }  // of spans, of a cache group
-  const AttentionTile* few() const { return reinterpret_cast<const AttentionTile*>(at(few_)); }
-  const AttentionTile* many() const { return reinterpret_cast<const AttentionTile*>(at(many_)); }
+  const AttentionTile* decode_tiles() const { return reinterpret_cast<const AttentionTile*>(at(decode_tiles_)); }
+  const AttentionTile* prefill_tiles() const { return reinterpret_cast<const AttentionTile*>(at(prefill_tiles_)); }
 
  private:
   const int* at(size_t offset) const { return device_memory_.as<int>() + offset; }
@@ -49,7 +49,7 @@ class StepData {
   const std::vector<int> windows_;
   const size_t pitch_, table_;  // ints: every array begins at a multiple of a pitch; of spans of all sequences
   uint32_t steps_ = 0;          // they may come to be more than 2^31
-  size_t step_, tokens_, positions_, prompts_, where_, adapters_, chosen_, few_, many_, tables_,
+  size_t step_, tokens_, positions_, prompts_, where_, adapters_, chosen_, decode_tiles_, prefill_tiles_, tables_,
       all_;                          // offsets, in ints
   Memory turns_[2], device_memory_;  // of the host: one may still be copied when the next is written
   int turn_ = 0;

@@ -34,15 +34,16 @@ int bind_span_attention(Binding& b, size_t i) {
     if (!size.rows) return;
     const Turn* rotates = rope ? &*rope : nullptr;
     if (logn) scale_queries(a, data->positions(), logn, size.rows, queue);
-    const int tiles = std::max(size.few * a.cache.kv_heads, 1);
-    const int splits = size.runs > 1 ? std::clamp(wanted / tiles, 2, std::max(most, 2)) : 1;
-    if (kernels.stores && size.few && !size.many)
-      return store_and_attend(whole, rotates, data->few(), size.few, splits, queue);
+    const int tiles = std::max(size.decode_tiles * a.cache.kv_heads, 1);
+    const int sharers = size.runs > 1 ? std::clamp(wanted / tiles, 2, std::max(most, 2)) : 1;
+    if (kernels.stores && size.decode_tiles && !size.prefill_tiles)
+      return store_and_attend(whole, rotates, data->decode_tiles(), size.decode_tiles, sharers, queue);
     if (norms) head_norm(const_cast<float*>(a.qkv), a.width, norms->first, norms->second, size.rows, queue);
-    const bool rotates_queries = rotates && !size.few && attend_turns(a, kernels.prefill, *rotates);
+    const bool rotates_queries = rotates && !size.decode_tiles && attend_turns(a, kernels.prefill, *rotates);
     store_cache(a, where, rotates, !rotates_queries, size.rows, queue);
-    attend_few(a, kernels.decode, data->few(), size.few, splits, queue);
-    attend_many(a, kernels.prefill, data->many(), size.many, rotates_queries ? rotates : nullptr, queue);
+    attend_decode(a, kernels.decode, data->decode_tiles(), size.decode_tiles, sharers, queue);
+    attend_prefill(a, kernels.prefill, data->prefill_tiles(), size.prefill_tiles, rotates_queries ? rotates : nullptr,
+                   queue);
   });
   return 0;
 }

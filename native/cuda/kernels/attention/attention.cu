@@ -1,8 +1,8 @@
-// Attention by ordinary arithmetic: over float32 and quantized caches, and for heads that attention_mma.cu does not
-// have. A warp has a pair of a row and a query head; its lanes share the head's features.
+// Attention by ordinary arithmetic: over float32 and quantized caches, and for heads that attention_prefill_mma.cu does
+// not have. A warp has a pair of a row and a query head; its lanes share the head's features.
 #include "cuda/kernels/attention/attention.cuh"
 #include "cuda/kernels/attention/attention_mma.h"
-#include "cuda/kernels/attention/attention_wgmma.h"
+#include "cuda/kernels/attention/attention_prefill_wgmma.h"
 #include "cuda/kernels/quantize/quantized.cuh"
 
 namespace as {
@@ -208,12 +208,12 @@ __device__ Seen see_run(const Attention& a, const int* table, int kv_head, int p
   return seen;
 }
 
-// few: runs are shared by gridDim.z blocks, and left as partial results, unless there is but one.
+// decode: runs are shared by gridDim.z blocks, and left as partial results, unless there is but one.
 template <CacheType kType>
-__global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const AttentionTile* tiles, bool few) {
+__global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const AttentionTile* tiles, bool decode) {
   after_previous();
   const int kv_head = blockIdx.y, lane = threadIdx.x % 32, dim = a.cache.head_dim;
-  const TileRows rows(a, tiles[blockIdx.x], few ? kFewPairs : kManyPairs);
+  const TileRows rows(a, tiles[blockIdx.x], decode ? kDecodePairs : kPrefillPairs);
   const int* table = a.tables + rows.tile.table;
   for (int pair = threadIdx.x / 32; pair < rows.count; pair += kWarps) {
     if (!rows.has(pair, kv_head)) continue;
@@ -222,14 +222,14 @@ __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const 
 #pragma unroll
     for (int i = 0; i < kFeatures; i++)
       query[i] = i * 32 + lane < dim ? a.qkv[(size_t)row * a.width + (size_t)head * dim + i * 32 + lane] : 0.0f;
-    if (few && rows.first_run < rows.last_run) {
+    if (decode && rows.first_run < rows.last_run) {
       for (int run = rows.first_run + blockIdx.z; run <= rows.last_run; run += gridDim.z) {
         const Seen seen = see_run<kType>(a, table, kv_head, position, run, head, query);
         float* to = partial_of(a, blockIdx.x, kv_head, run);
-        if (lane == 0) to[pair] = seen.most, to[kFewPairs + pair] = seen.sum;
+        if (lane == 0) to[pair] = seen.most, to[kDecodePairs + pair] = seen.sum;
 #pragma unroll
         for (int i = 0; i < kFeatures; i++)
-          if (i * 32 + lane < dim) to[2 * kFewPairs + pair * dim + i * 32 + lane] = seen.values[i];
+          if (i * 32 + lane < dim) to[2 * kDecodePairs + pair * dim + i * 32 + lane] = seen.values[i];
       }
       continue;
     }
@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const 
 // Of partial results the rows: a thread for each feature of a pair.
 __global__ void merge_kernel(Attention a, const AttentionTile* tiles) {
   after_previous();
-  const TileRows rows(a, tiles[blockIdx.x], kFewPairs);
+  const TileRows rows(a, tiles[blockIdx.x], kDecodePairs);
   if (rows.first_run == rows.last_run) return;  // it is there already
   const int kv_head = blockIdx.y, dim = a.cache.head_dim, i = blockIdx.z * blockDim.x + threadIdx.x, pair = i / dim;
   if (pair >= rows.count || !rows.has(pair, kv_head)) return;
@@ -258,7 +258,7 @@ __global__ void merge_kernel(Attention a, const AttentionTile* tiles) {
 #pragma unroll
     for (int j = 0; j < kAtOnce; j++) {
       const float* from = partial_of(a, blockIdx.x, kv_head, min(first + j, rows.last_run));
-      its_most[j] = from[pair], its_sum[j] = from[kFewPairs + pair], its_value[j] = from[2 * kFewPairs + i];
+      its_most[j] = from[pair], its_sum[j] = from[kDecodePairs + pair], its_value[j] = from[2 * kDecodePairs + i];
     }
 #pragma unroll
     for (int j = 0; j < kAtOnce; j++) {
@@ -320,7 +320,7 @@ void store_cache(const Attention& a, const int* where, const Turn* turn, bool qu
 namespace {
 
 void merge(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
-  start(queue, merge_kernel, dim3(count, a.cache.kv_heads, ceil_div(kFewPairs * a.cache.head_dim, 256)), 256, 0, a,
+  start(queue, merge_kernel, dim3(count, a.cache.kv_heads, ceil_div(kDecodePairs * a.cache.head_dim, 256)), 256, 0, a,
         tiles);
   launched("attention's merge");
 }
@@ -336,32 +336,33 @@ auto attend_kernel_of(CacheType type) {
   return attend_kernel<CacheType::dtype16>;
 }
 
-void attend_few_mma(const Attention& a, const AttentionTile* tiles, int count, int splits, bool own, const Turn* turn,
-                    const Queue& queue) {
-  (a.cache.bits() <= 8 ? attend_few_quantized : attend_few_dtype16)(a, tiles, count, splits > 1, own, turn, queue);
+void attend_decode_mma(const Attention& a, const AttentionTile* tiles, int count, int sharers, bool own,
+                       const Turn* turn, const Queue& queue) {
+  (a.cache.bits() <= 8 ? attend_decode_quantized : attend_decode_dtype16)(a, tiles, count, sharers > 1, own, turn,
+                                                                          queue);
   launched("attention of few rows");
 }
 
 }  // namespace
 
-void attend_few(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, int splits,
-                const Queue& queue) {
+void attend_decode(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, int sharers,
+                   const Queue& queue) {
   if (count == 0) return;
-  if (algo == AttentionAlgo::mma) return attend_few_mma(a, tiles, count, splits, false, nullptr, queue);
-  start(queue, attend_kernel_of(a.cache.type), dim3(count, a.cache.kv_heads, splits), 32 * kWarps, 0, a, tiles, true);
+  if (algo == AttentionAlgo::mma) return attend_decode_mma(a, tiles, count, sharers, false, nullptr, queue);
+  start(queue, attend_kernel_of(a.cache.type), dim3(count, a.cache.kv_heads, sharers), 32 * kWarps, 0, a, tiles, true);
   launched("attention of few rows");
-  if (splits > 1) merge(a, tiles, count, queue);  // of a single run there is nothing to merge
+  if (sharers > 1) merge(a, tiles, count, queue);  // of a single run there is nothing to merge
 }
 
-void attend_many(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, const Turn* turn,
-                 const Queue& queue) {
+void attend_prefill(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, const Turn* turn,
+                    const Queue& queue) {
   if (count == 0) return;
   const dim3 grid(count, a.cache.kv_heads);
-  if (algo == AttentionAlgo::wgmma) attend_wgmma(a, tiles, count, turn, queue);
+  if (algo == AttentionAlgo::wgmma) attend_prefill_wgmma(a, tiles, count, turn, queue);
   else if (algo == AttentionAlgo::simt)
     start(queue, attend_kernel_of(a.cache.type), grid, 32 * kWarps, 0, a, tiles, false);
-  else if (a.cache.bits() <= 8) attend_many_quantized(a, tiles, count, queue);
-  else attend_many_mma(a, tiles, count, queue);
+  else if (a.cache.bits() <= 8) attend_prefill_quantized(a, tiles, count, queue);
+  else attend_prefill_mma(a, tiles, count, queue);
   launched("attention of many rows");
 }
 
@@ -369,9 +370,9 @@ bool attend_turns(const Attention& a, AttentionAlgo algo, const Turn& turn) {
   return algo == AttentionAlgo::wgmma && turns_pieces(a, turn);
 }
 
-void store_and_attend(const Attention& a, const Turn* turn, const AttentionTile* tiles, int count, int splits,
+void store_and_attend(const Attention& a, const Turn* turn, const AttentionTile* tiles, int count, int sharers,
                       const Queue& queue) {
-  attend_few_mma(a, tiles, count, splits, true, turn, queue);
+  attend_decode_mma(a, tiles, count, sharers, true, turn, queue);
 }
 
 }  // namespace AS_DTYPE16

@@ -15,9 +15,9 @@ namespace AS_DTYPE16 {
 
 constexpr float kLog2E = 1.44269504088896341f;
 
-// A tile, as a block of threads finds it. kFew: it is of few pairs, and what rows these are of is counted: a division
-// would take longer.
-template <bool kFew>
+// A tile, as a block of threads finds it. kDecode: it is of few pairs, and what rows these are of is counted: a
+// division would take longer.
+template <bool kDecode>
 struct RowsOfTile {
   AttentionTile tile;
   int group, count;         // query heads of a KV head; pairs that there are
@@ -33,7 +33,7 @@ struct RowsOfTile {
     last_run = greatest / kRunTokens;
   }
   __device__ int rows_before(int pair) const {
-    if (!kFew) return pair / group;
+    if (!kDecode) return pair / group;
     int rows = 0;
     for (; pair >= group; pair -= group) rows++;
     return rows;
@@ -48,7 +48,7 @@ struct RowsOfTile {
   __device__ int position(int pair) const { return tile.start + rows_before(tile.first + pair); }
 };
 using TileRows = RowsOfTile<false>;
-using FewRows = RowsOfTile<true>;
+using DecodeRows = RowsOfTile<true>;
 
 __device__ inline const char* head_of(const LayerCache& cache, int span, int kv_head) {
   return cache.data + span * cache.span_bytes() + kv_head * cache.head_bytes();
@@ -94,7 +94,7 @@ __device__ inline float share(float value, float sum) { return __fmul_rn(value, 
 
 // A run's partial result of a tile and KV head: maxima and sums of its pairs, then values [pair][head_dim].
 __device__ inline float* partial_of(const Attention& a, int tile, int kv_head, int run) {
-  const size_t size = kFewPairs * (2 + (size_t)a.cache.head_dim);
+  const size_t size = kDecodePairs * (2 + (size_t)a.cache.head_dim);
   return a.partials + (((size_t)tile * a.cache.kv_heads + kv_head) * a.most_runs + run) * size;
 }
 

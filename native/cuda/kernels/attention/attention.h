@@ -69,12 +69,12 @@ struct Attention {
   int* arrivals = nullptr;      // of tiles and KV heads: runs that are done; zero between launches
   Norm query_norm, key_norm;    // of store_and_attend() alone: of each head, before it is rotated; weight null: none
 };
-constexpr int kRunTokens = 256;  // context is attended to in runs of so many tokens, and these merged in order
-constexpr int kFewPairs = 16;    // pairs of a tile whose runs are shared out
-constexpr int kManyPairs = 128;  // pairs of other tiles
+constexpr int kRunTokens = 256;     // context is attended to in runs of so many tokens, and these merged in order
+constexpr int kDecodePairs = 16;    // pairs of a tile whose runs are shared out
+constexpr int kPrefillPairs = 128;  // pairs of other tiles
 constexpr int kLargestHead = 256;
 // Of one run of one tile and KV head.
-inline size_t partial_floats(int head_dim) { return kFewPairs * (2 + (size_t)head_dim); }
+inline size_t partial_floats(int head_dim) { return kDecodePairs * (2 + (size_t)head_dim); }
 
 // How queries and keys are rotated: all heads of them.
 struct Turn {
@@ -84,17 +84,17 @@ struct Turn {
 // Keys and values of rows enter the cache; where: each row's span * span_size + place in it, -1 for none. turn: null,
 // or what happens to keys on their way there, and, if `queries`, to queries where they are.
 void store_cache(const Attention& a, const int* where, const Turn* turn, bool queries, int rows, const Queue& queue);
-// tiles: of at most kFewPairs. splits: by how many blocks the runs of one are shared: 1 if no tile has several.
-void attend_few(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, int splits,
-                const Queue& queue);
-// tiles: of at most kManyPairs. turn: null, or what happens to queries first, if attend_turns().
-void attend_many(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, const Turn* turn,
-                 const Queue& queue);
+// tiles: of at most kDecodePairs. sharers: by how many blocks the runs of one are shared: 1 if no tile has several.
+void attend_decode(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, int sharers,
+                   const Queue& queue);
+// tiles: of at most kPrefillPairs. turn: null, or what happens to queries first, if attend_turns().
+void attend_prefill(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, const Turn* turn,
+                    const Queue& queue);
 bool attend_turns(const Attention& a, AttentionAlgo algo, const Turn& turn);
 // Queries at positions from `beyond` on, times log(position + 1) / log(beyond).
 void scale_queries(const Attention& a, const int* positions, double beyond, int rows, const Queue& queue);
-// store_cache() and attend_few() at once by mma, of a step whose tiles are all few.
-void store_and_attend(const Attention& a, const Turn* turn, const AttentionTile* tiles, int count, int splits,
+// store_cache() and attend_decode() at once by mma, of a step whose tiles are all few.
+void store_and_attend(const Attention& a, const Turn* turn, const AttentionTile* tiles, int count, int sharers,
                       const Queue& queue);
 
 }  // namespace cuda

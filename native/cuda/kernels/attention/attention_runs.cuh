@@ -5,7 +5,7 @@
 namespace as {
 namespace cuda {
 namespace AS_DTYPE16 {
-namespace few {
+namespace decode {
 
 constexpr int kTokens = 64,
               kBlocks = kRunTokens / kTokens;  // of a stage; stages of keys of a run, and as many of values
@@ -33,9 +33,9 @@ struct Begin {
 struct Shared {
   uint64_t full[kMostStages], empty[kMostStages];
   uint4 weights[kRunTokens / 16][32];  // of 16 positions each, as mma.sync's first operand
-  float maxima[kFewPairs][kConsumers], sums[kConsumers][kFewPairs][4];  // of a warp's positions
-  float shrunk[kBlocks][kFewPairs];  // what is left of a run's sums before each of its blocks
-  float own_scales[4][kFewPairs];    // of the tile's own rows: keys' scales and minimums, and values'
+  float maxima[kDecodePairs][kConsumers], sums[kConsumers][kDecodePairs][4];  // of a warp's positions
+  float shrunk[kBlocks][kDecodePairs];  // what is left of a run's sums before each of its blocks
+  float own_scales[4][kDecodePairs];    // of the tile's own rows: keys' scales and minimums, and values'
   Begin begin;
 };
 
@@ -43,7 +43,7 @@ struct Shared {
 // that is no more for any of them; then nothing is merged.
 __device__ inline Begin share_out(const Attention& a, const AttentionTile* tiles, int count) {
   const auto runs_of = [&](int tile) {
-    const FewRows rows(a, tiles[tile], kFewPairs);
+    const DecodeRows rows(a, tiles[tile], kDecodePairs);
     return rows.count ? rows.last_run - rows.first_run + 1 : 0;
   };
   const int each = (count + 31) / 32, lane = threadIdx.x % 32, first = lane * each, end = min(first + each, count);
@@ -67,7 +67,7 @@ __device__ inline Begin share_out(const Attention& a, const AttentionTile* tiles
   if (share.whole) {
     const bool has = (int)blockIdx.x < whole;
     share.tile = has ? blockIdx.x / heads : 0, share.kv_head = blockIdx.x % heads;
-    share.run = FewRows(a, tiles[share.tile], kFewPairs).first_run, share.count = has ? runs_of(share.tile) : 0;
+    share.run = DecodeRows(a, tiles[share.tile], kDecodePairs).first_run, share.count = has ? runs_of(share.tile) : 0;
     return share;
   }
   share.each = all / gridDim.x, share.more = all % gridDim.x;
@@ -78,7 +78,7 @@ __device__ inline Begin share_out(const Attention& a, const AttentionTile* tiles
   if (here) {
     int tile = first, within = begin, runs = runs_of(tile);
     for (; within >= runs * heads; runs = runs_of(++tile)) within -= runs * heads;
-    const FewRows rows(a, tiles[tile], kFewPairs);
+    const DecodeRows rows(a, tiles[tile], kDecodePairs);
     share.tile = tile, share.kv_head = within / runs, share.run = rows.first_run + within % runs;
   }
   const int from = __ffs(__ballot_sync(0xffffffffu, here)) - 1;
@@ -110,7 +110,7 @@ class Runs {
       : a_(a), tiles_(tiles), several_(several) {
     tile_ = begin.tile, kv_head_ = begin.kv_head, run_ = begin.run, left_ = begin.count, number_ = begin.number;
     if (!left_) return;
-    rows_ = FewRows(a, tiles[tile_], kFewPairs);
+    rows_ = DecodeRows(a, tiles[tile_], kDecodePairs);
     if (!several) run_ = rows_.first_run;
   }
 
@@ -119,7 +119,7 @@ class Runs {
   __device__ int kv_head() const { return kv_head_; }
   __device__ int run() const { return run_; }
   __device__ int number() const { return number_; }  // of this run among all
-  __device__ const FewRows& rows() const { return rows_; }
+  __device__ const DecodeRows& rows() const { return rows_; }
   // Of this tile and KV head, the last that the block has; and on to what comes after it.
   __device__ int last_own() const { return min(rows_.last_run, run_ + left_ - 1); }
   __device__ void next_tile() {
@@ -134,7 +134,7 @@ class Runs {
     }
     if (++kv_head_ == a_.cache.kv_heads) {
       kv_head_ = 0;
-      do rows_ = FewRows(a_, tiles_[++tile_], kFewPairs);
+      do rows_ = DecodeRows(a_, tiles_[++tile_], kDecodePairs);
       while (several_ && !rows_.count);
     }
     run_ = rows_.first_run;
@@ -145,7 +145,7 @@ class Runs {
   const AttentionTile* const tiles_;
   const bool several_;
   int tile_ = 0, kv_head_ = 0, run_ = 0, left_ = 0, number_ = 0;
-  FewRows rows_;
+  DecodeRows rows_;
 };
 
 // Of a run: its positions, in blocks of 64, and which of them are in the cache: those of the tile's own rows are not
@@ -153,7 +153,7 @@ class Runs {
 struct Extent {
   int begin, last, start, blocks;
 
-  __device__ Extent(const FewRows& rows, int run) : begin(run * kRunTokens), start(rows.tile.start) {
+  __device__ Extent(const DecodeRows& rows, int run) : begin(run * kRunTokens), start(rows.tile.start) {
     last = min(rows.position(rows.count - 1), begin + kRunTokens - 1);
     blocks = (last - begin) / kTokens + 1;
   }
@@ -165,14 +165,14 @@ __device__ inline void consumers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(3
 // these are together lies where the last of them has its place.
 struct Part {
   int tile, kv_head;
-  FewRows rows;
+  DecodeRows rows;
   int blocks, own;  // that have a part; this one's number among them
   int merged;       // the last run that is merged
 
   // run: one of the block's; number: of this run among all.
   __device__ Part(const Attention& a, const AttentionTile* tiles, int tile, int kv_head, int run, int number,
                   const Begin& begin)
-      : tile(tile), kv_head(kv_head), rows(a, tiles[tile], kFewPairs) {
+      : tile(tile), kv_head(kv_head), rows(a, tiles[tile], kDecodePairs) {
     const int first = number - (run - rows.first_run), last = first + rows.last_run - rows.first_run;
     const int block = begin.block_of(first);
     blocks = begin.block_of(last) - block + 1, own = blockIdx.x - block;
@@ -223,7 +223,7 @@ template <int kDim>
 __device__ void merge_part(const Attention& a, const Part& part, Shared& shared, uint32_t memory, int bytes) {
   constexpr int kWide = kDim < 128 ? kDim : 128, kChunks = kDim / kWide, kLeaving = 1 << 16;  // features; of a pair
   static_assert(kDim % kWide == 0 && kWide % 4 == 0);
-  const FewRows& rows = part.rows;
+  const DecodeRows& rows = part.rows;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, kv_head = part.kv_head, warps = kConsumers * part.blocks;
   const int chunks = rows.count * kChunks, mergers = kMergers * part.blocks, most_runs = min(32, bytes / (kWide * 4));
   int* arrivals = a.arrivals + part.tile * a.cache.kv_heads + kv_head;
@@ -238,13 +238,13 @@ __device__ void merge_part(const Attention& a, const Part& part, Shared& shared,
   for (; chunk < chunks; chunk += mergers) {
     const int pair = chunk / kChunks, feature = chunk % kChunks * kWide + (has ? lane * 4 : 0);
     const auto place = [&](int run, int at) { return partial_of(a, part.tile, kv_head, run) + at; };
-    const int at = 2 * kFewPairs + pair * kDim + feature;
-    float most = __ldcg(place(part.merged, pair)), sum = __ldcg(place(part.merged, kFewPairs + pair));
+    const int at = 2 * kDecodePairs + pair * kDim + feature;
+    float most = __ldcg(place(part.merged, pair)), sum = __ldcg(place(part.merged, kDecodePairs + pair));
     float4 total = __ldcg(reinterpret_cast<const float4*>(place(part.merged, at)));
 #pragma unroll 1
     for (int first = part.merged + 1; first <= rows.last_run; first += most_runs) {
       const int count = min(most_runs, rows.last_run - first + 1), own = first + min(lane, count - 1);
-      const float own_most = __ldcg(place(own, pair)), own_sum = __ldcg(place(own, kFewPairs + pair));
+      const float own_most = __ldcg(place(own, pair)), own_sum = __ldcg(place(own, kDecodePairs + pair));
 #pragma unroll 4
       for (int i = 0; i < count; i++)
         if (has) copy_16(memory + i * kWide * 4, place(first + i, at));
@@ -280,7 +280,7 @@ __device__ void merge_part(const Attention& a, const Part& part, Shared& shared,
   if (lane == 0 && atomicAdd(arrivals, kLeaving) == (min(mergers, chunks) - 1) * kLeaving + warps) *arrivals = 0;
 }
 
-}  // namespace few
+}  // namespace decode
 }  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

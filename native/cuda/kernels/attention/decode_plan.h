@@ -15,7 +15,7 @@ constexpr int kDecodeFixed = 11680, kDecodeTokens = 64, kDecodeStages = kRunToke
 constexpr bool decode_fits(CacheType type, int head_dim, int own_rows, int shared_bytes) {
   const int bits = type == CacheType::dtype16 ? 16 : type == CacheType::uint4 ? 4 : 8;
   const int row = head_dim * bits / 8 + 16, scales = type == CacheType::int8 || type == CacheType::uint4 ? 8 : 0;
-  const int fixed = kDecodeFixed + kFewPairs * 2 * (head_dim + 8) + 2 * own_rows * row;
+  const int fixed = kDecodeFixed + kDecodePairs * 2 * (head_dim + 8) + 2 * own_rows * row;
   return (shared_bytes - fixed) / (kDecodeTokens * (row + scales)) >= kDecodeStages;
 }
 

@@ -6,7 +6,7 @@
 namespace as {
 namespace cuda {
 namespace AS_DTYPE16 {
-namespace few {
+namespace decode {
 
 // A head of a row, normed (as head_norm() has it) and rotated if it is to be: a lane has every 32nd feature.
 template <int kDim>
@@ -84,7 +84,7 @@ struct TurnedHead {
   }
 };
 
-}  // namespace few
+}  // namespace decode
 }  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

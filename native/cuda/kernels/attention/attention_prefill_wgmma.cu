@@ -2,11 +2,12 @@
 // "FlashAttention-3", 2024): two warpgroups have 64 pairs each; while one computes weights, its products with the
 // weights before and the other's products go on. A third one copies keys and values into shared memory, 64 positions at
 // a time and several stages ahead, on into the next tile: there are no more blocks of threads than run at once. The
-// recipe is attention_mma.cu's, and so are the bits: products are the same chains, and a thread has the same values.
+// recipe is attention_prefill_mma.cu's, and so are the bits: products are the same chains, and a thread has the same
+// values.
 #include <algorithm>
 
 #include "cuda/kernels/attention/attention.cuh"
-#include "cuda/kernels/attention/attention_wgmma.h"
+#include "cuda/kernels/attention/attention_prefill_wgmma.h"
 #include "cuda/kernels/common/wgmma.cuh"
 
 namespace as {
@@ -15,7 +16,7 @@ namespace AS_DTYPE16 {
 namespace {
 
 [[maybe_unused]] constexpr int kTokens = kBlock;  // positions at a time
-constexpr int kGroups = kManyPairs / kBlock;      // warpgroups, of as many pairs
+constexpr int kGroups = kPrefillPairs / kBlock;   // warpgroups, of as many pairs
 constexpr int kThreads = 128 * (1 + kGroups), kStages = 5;
 
 // Keys of 64 positions are blocks of 64 features (tiles.h) one after the other, and so are values, and pairs' queries.
@@ -320,8 +321,8 @@ __device__ void ask_for_queries(const Attention& a, const TileRows& rows, int kv
 
 template <int kDim, bool kCapped>
 __global__ void __launch_bounds__(kThreads, 1)
-    attend_wgmma_kernel(const __grid_constant__ Attention a, const AttentionTile* tiles, int count, bool turns,
-                        const __grid_constant__ RotaryTable table) {
+    attend_prefill_wgmma_kernel(const __grid_constant__ Attention a, const AttentionTile* tiles, int count, bool turns,
+                                const __grid_constant__ RotaryTable table) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using S = Shape<kDim>;
   extern __shared__ __align__(1024) char shared[];
@@ -350,7 +351,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       const int own = turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x, i = turn * gridDim.x + own;
       if (i >= count * a.cache.kv_heads) break;
       const Item item{tiles[count - 1 - i / a.cache.kv_heads], i % a.cache.kv_heads};
-      const TileRows rows(a, item.tile, kManyPairs);
+      const TileRows rows(a, item.tile, kPrefillPairs);
       if (rows.count == 0) continue;
       put(item);
       if (turn) ask_for_queries<kDim>(a, rows, item.kv_head);
@@ -377,7 +378,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     await(ring);
     const Item item = barriers.items[number % kItems];
     if (item.kv_head < 0) return;
-    const TileRows rows(a, item.tile, kManyPairs);
+    const TileRows rows(a, item.tile, kPrefillPairs);
     const int last = rows.position(rows.count - 1);
     int begin = rows.first_run * kRunTokens;
     if (group * kBlock >= rows.count) {
@@ -456,7 +457,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 template <int kDim>
 void start_dim(const Attention& a, const AttentionTile* tiles, int count, const Turn* turn, const Queue& queue) {
-  const auto kernel = a.soft_cap > 0 ? attend_wgmma_kernel<kDim, true> : attend_wgmma_kernel<kDim, false>;
+  const auto kernel =
+      a.soft_cap > 0 ? attend_prefill_wgmma_kernel<kDim, true> : attend_prefill_wgmma_kernel<kDim, false>;
   allow_shared(kernel, Shape<kDim>::kShared);
   const int blocks = std::min(count * a.cache.kv_heads, processors());
   start(queue, kernel, dim3(blocks), kThreads, Shape<kDim>::kShared, a, tiles, count, turn != nullptr,
@@ -465,7 +467,8 @@ void start_dim(const Attention& a, const AttentionTile* tiles, int count, const 
 
 }  // namespace
 
-void attend_wgmma(const Attention& a, const AttentionTile* tiles, int count, const Turn* turn, const Queue& queue) {
+void attend_prefill_wgmma(const Attention& a, const AttentionTile* tiles, int count, const Turn* turn,
+                          const Queue& queue) {
   if (a.cache.head_dim == 64) start_dim<64>(a, tiles, count, turn, queue);
   else start_dim<128>(a, tiles, count, turn, queue);
 }

@@ -1,4 +1,4 @@
-// How keys and values come into shared memory, where few rows attend (attention_few.cuh).
+// How keys and values come into shared memory, where few rows attend (attention_decode.cuh).
 #pragma once
 #include "cuda/kernels/attention/attention_runs.cuh"
 #include "cuda/kernels/common/copy_ring.cuh"
@@ -6,7 +6,7 @@
 namespace as {
 namespace cuda {
 namespace AS_DTYPE16 {
-namespace few {
+namespace decode {
 
 // Keys, or values, of 64 positions in shared memory, as they are in the cache.
 template <int kDim, CacheType kType>
@@ -32,7 +32,7 @@ __device__ void copy_runs(const Attention& a, Runs runs, bool own, uint32_t full
   if (!own) await_previous();  // the tile's own rows entered the cache there
   RingPlace place;
   for (; runs.left(); runs.next()) {
-    const FewRows& rows = runs.rows();
+    const DecodeRows& rows = runs.rows();
     if (!rows.count) continue;
     const Extent extent(rows, runs.run());
     const int known = own ? min(extent.start, extent.last + 1) : extent.last + 1;  // positions before are in the cache
@@ -92,7 +92,7 @@ __device__ void copy_runs(const Attention& a, Runs runs, bool own, uint32_t full
   commit_copies(), wait_copies<0>();
 }
 
-}  // namespace few
+}  // namespace decode
 }  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as

@@ -1,10 +1,10 @@
-// Attention when sequences decode (native/cuda/kernels/attention/attention_few.cu), between kernels that read other
+// Attention when sequences decode (native/cuda/kernels/attention/attention_decode.cu), between kernels that read other
 // memory, as in a step: what a layer's attention adds to them, against the time that its bytes take; and how many
-// results differ from the kernel for many rows. `./attend_few [check30 1@129 16@8000 28/4/128 int8 ...]`: sequences at
-// a position each; from then on heads, KV heads and their features; the cache's type. nvcc -O3 -std=c++17
-// -I../../../native -gencode arch=compute_90a,code=sm_90a attend_few.cu
+// results differ from the kernel for many rows. `./attend_decode [check30 1@129 16@8000 28/4/128 int8 ...]`: sequences
+// at a position each; from then on heads, KV heads and their features; the cache's type. nvcc -O3 -std=c++17
+// -I../../../native -gencode arch=compute_90a,code=sm_90a attend_decode.cu
 //   ../../../native/cuda/kernel_choice.cpp
-//   ../../../native/cuda/kernels/{attention/attention*,norm/rows*}.cu -o attend_few
+//   ../../../native/cuda/kernels/{attention/attention*,norm/rows*}.cu -o attend_decode
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -105,19 +105,21 @@ void check(int seed) {
   a.cache = {nullptr, type, span, kv, dim, dim};
   a.group = group, a.queries = heads, a.scale = 1 / sqrtf(dim), a.width = (heads + 2 * kv) * dim;
   a.window = one_of({0, 0, 1, 100, 300, 700}), a.soft_cap = one_of({0, 0, 3});
-  std::vector<AttentionTile> few, many;
+  std::vector<AttentionTile> decode, prefill;
   std::vector<int> table, where;
   int rows = 0, spans = 0, runs = 1;
   for (int s = 0; s < sequences; s++) {
-    const int count = 1 + rand() % (kFewPairs / group), start = rand() % longest, own = (start + count - 1) / span + 1;
-    few.push_back({rows, count, start, (int)table.size(), 0}), many.push_back(few.back());
+    const int count = 1 + rand() % (kDecodePairs / group), start = rand() % longest,
+              own = (start + count - 1) / span + 1;
+    decode.push_back({rows, count, start, (int)table.size(), 0}), prefill.push_back(decode.back());
     for (int i = 0; i < own; i++) table.push_back(spans + (own - 1 - i));
-    for (int i = start; i < start + count; i++) where.push_back(table[few.back().table + i / span] * span + i % span);
+    for (int i = start; i < start + count; i++)
+      where.push_back(table[decode.back().table + i / span] * span + i % span);
     rows += count, spans += own, runs = std::max(runs, (start + count - 1) / kRunTokens + 1);
-    if (rand() % 8 == 0) few.push_back({0, 0, 0, 0, 0}), many.push_back(few.back());
+    if (rand() % 8 == 0) decode.push_back({0, 0, 0, 0, 0}), prefill.push_back(decode.back());
   }
   a.most_runs = runs + 1;
-  const int count = (int)few.size();
+  const int count = (int)decode.size();
   const size_t bytes = a.cache.span_bytes() * spans, out = (size_t)rows * heads * dim;
   const auto device = [](const void* from, size_t size) {
     char* p;
@@ -137,7 +139,7 @@ void check(int seed) {
 #ifndef OLD
   a.arrivals = (int*)device(nullptr, count * kv * 4);
 #endif
-  const AttentionTile* tiles = (AttentionTile*)device(few.data(), count * sizeof(AttentionTile));
+  const AttentionTile* tiles = (AttentionTile*)device(decode.data(), count * sizeof(AttentionTile));
   const int* places = (int*)device(where.data(), rows * 4);
   fill_floats<<<ceil_div((size_t)rows * a.width, 256), 256>>>(qkv, (size_t)rows * a.width);
   fill_floats<<<ceil_div((size_t)(rows + heads) * dim, 256), 256>>>(angles, (size_t)(rows + heads) * dim);
@@ -154,11 +156,11 @@ void check(int seed) {
   a.out = {results[0], nullptr, heads * dim};
   AS_DTYPE16::store_and_attend(a, &turn, tiles, count, runs > 1 ? 2 : 1, queue);
   a.out.values = results[1], AS_DTYPE16::store_cache(a, places, &turn, true, rows, queue);
-  AS_DTYPE16::attend_few(a, choice_of(a, queue).decode, tiles, count, runs > 1 ? 2 : 1, queue);
-  a.out.values = results[2], AS_DTYPE16::attend_many(a, choice_of(a, queue).prefill, tiles, count, nullptr, queue);
+  AS_DTYPE16::attend_decode(a, choice_of(a, queue).decode, tiles, count, runs > 1 ? 2 : 1, queue);
+  a.out.values = results[2], AS_DTYPE16::attend_prefill(a, choice_of(a, queue).prefill, tiles, count, nullptr, queue);
   a.out.values = results[3];
-  if (type == CacheType::dtype16) attend_many_mma(a, tiles, count, queue);
-  else AS_DTYPE16::attend_many(a, choice_of(a, queue).prefill, tiles, count, nullptr, queue);
+  if (type == CacheType::dtype16) attend_prefill_mma(a, tiles, count, queue);
+  else AS_DTYPE16::attend_prefill(a, choice_of(a, queue).prefill, tiles, count, nullptr, queue);
   CHECK(cudaDeviceSynchronize());
   for (int i = 0; i < 3; i++) differ<<<ceil_div(out, 256), 256>>>(results[i], results[3], out, counters + i);
   CHECK(cudaMemcpy(found, counters, 24, cudaMemcpyDeviceToHost));
@@ -257,14 +259,13 @@ int main(int argc, char** argv) {
     const int splits = runs > 1 ? std::min(std::max(at_once, 2), std::max(runs, 2)) : 1;
     const auto once = [&](int layer, const Turn* t) {
       a.cache.data = data + layer * layer_bytes, a.out = {results[0], nullptr, heads * dim};
-      if (choice_of(a, queue).stores)
-        return AS_DTYPE16::store_and_attend(a, t, device_tiles, sequences, splits, queue);
+      if (choice_of(a, queue).stores) return AS_DTYPE16::store_and_attend(a, t, device_tiles, sequences, splits, queue);
       AS_DTYPE16::store_cache(a, where, t, true, sequences, queue);
-      AS_DTYPE16::attend_few(a, choice_of(a, queue).decode, device_tiles, sequences, splits, queue);
+      AS_DTYPE16::attend_decode(a, choice_of(a, queue).decode, device_tiles, sequences, splits, queue);
     };
     once(0, nullptr);
     a.out.values = results[1];
-    AS_DTYPE16::attend_many(a, choice_of(a, queue).prefill, device_tiles, sequences, nullptr, queue);
+    AS_DTYPE16::attend_prefill(a, choice_of(a, queue).prefill, device_tiles, sequences, nullptr, queue);
     CHECK(cudaDeviceSynchronize());
     differ<<<ceil_div(out, 256), 256>>>(results[0], results[1], out, counter);
     CHECK(cudaMemcpy(&found, counter, 8, cudaMemcpyDeviceToHost));

@@ -1,8 +1,8 @@
-// Attention of many rows (native/cuda/kernels/attention/attention_wgmma.cu) at Qwen2.5-7B's shape, or its 0.5B's: its
-// bits against the kernel of mma.sync, and the time of both. `./attend [small] [1x8192 ...]`: sequences x their rows,
-// no context before them; `small` for those after it. nvcc -O3 -std=c++17 -I../../../native -gencode
-// arch=compute_90a,code=sm_90a attend.cu
-//   ../../../native/cuda/kernels/attention/attention_mma.cu -o attend
+// Attention of many rows (native/cuda/kernels/attention/attention_prefill_wgmma.cu) at Qwen2.5-7B's shape, or its
+// 0.5B's: its bits against the kernel of mma.sync, and the time of both. `./attend_prefill [small] [1x8192 ...]`:
+// sequences x their rows, no context before them; `small` for those after it. nvcc -O3 -std=c++17 -I../../../native
+// -gencode arch=compute_90a,code=sm_90a attend_prefill.cu
+//   ../../../native/cuda/kernels/attention/attention_prefill_mma.cu -o attend
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "cuda/kernels/attention/attention_mma.h"
-#include "cuda/kernels/attention/attention_wgmma.cu"
+#include "cuda/kernels/attention/attention_prefill_wgmma.cu"
 
 using namespace as::cuda;
 #define CHECK(x) must(x, #x)
@@ -61,7 +61,7 @@ int main(int argc, char** argv) {
     std::vector<AttentionTile> tiles;
     std::vector<int> table;
     for (int s = 0; s < sequences; s++) {
-      for (int first = 0; first < length * a.group; first += kManyPairs)
+      for (int first = 0; first < length * a.group; first += kPrefillPairs)
         tiles.push_back({s * length, length, 0, s * spans, first});
       for (int i = 0; i < spans; i++) table.push_back(s * spans + (i * 7 + 3) % spans);
     }
@@ -75,8 +75,8 @@ int main(int argc, char** argv) {
       CHECK(cudaMalloc(&results[by], out)), CHECK(cudaMemset(results[by], 0, out));
       a.out = {nullptr, results[by], heads * dim};
       const auto once = [&] {
-        if (by) attend_many_mma(a, device_tiles, (int)tiles.size(), queue);
-        else attend_wgmma(a, device_tiles, (int)tiles.size(), nullptr, queue);
+        if (by) attend_prefill_mma(a, device_tiles, (int)tiles.size(), queue);
+        else attend_prefill_wgmma(a, device_tiles, (int)tiles.size(), nullptr, queue);
       };
       cudaEvent_t begin, end;
       CHECK(cudaEventCreate(&begin)), CHECK(cudaEventCreate(&end));

@@ -1,5 +1,5 @@
 // Attention over caches of 16 bits by mma.sync: four warps of 16 pairs have the same keys and values in shared memory.
-// 64 positions at a time are copied ahead while the ones before are computed with. Few pairs: attention_few.cu.
+// 64 positions at a time are copied ahead while the ones before are computed with. Few pairs: attention_decode.cu.
 #include "cuda/kernels/attention/attention_mma.h"
 #include "cuda/kernels/attention/attention_pairs.cuh"
 #include "cuda/kernels/attention/decode_plan.h"
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(32 * kWarps) attend_mma_kernel(Attention a, co
 template <int kDim>
 void start_dim(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
   allow_shared(attend_mma_kernel<kDim>, kShared<kDim>);
-  start(queue, attend_mma_kernel<kDim>, dim3(count, a.cache.kv_heads, kManyPairs / kPairs<kDim>), 32 * kWarps,
+  start(queue, attend_mma_kernel<kDim>, dim3(count, a.cache.kv_heads, kPrefillPairs / kPairs<kDim>), 32 * kWarps,
         kShared<kDim>, a, tiles);
 }
 
@@ -84,7 +84,7 @@ void start_dim(const Attention& a, const AttentionTile* tiles, int count, const 
 
 static_assert(kShared<256> == kPrefillShared256);
 
-void attend_many_mma(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
+void attend_prefill_mma(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
   if (a.cache.head_dim == 64) start_dim<64>(a, tiles, count, queue);
   else if (a.cache.head_dim == 80) start_dim<80>(a, tiles, count, queue);
   else if (a.cache.head_dim == 96) start_dim<96>(a, tiles, count, queue);

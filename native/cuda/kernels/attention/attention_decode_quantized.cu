@@ -1,5 +1,5 @@
 // Attention for few rows over quantized caches.
-#include "cuda/kernels/attention/attention_few.cuh"
+#include "cuda/kernels/attention/attention_decode.cuh"
 #include "cuda/kernels/attention/attention_mma.h"
 
 namespace as {
@@ -8,15 +8,15 @@ namespace {
 
 template <CacheType kType>
 auto start_of(int head_dim) {
-  if (head_dim == 64) return few::start_few<64, kType>;
-  if (head_dim == 96) return few::start_few<96, kType>;
-  return head_dim == 128 ? few::start_few<128, kType> : few::start_few<256, kType>;
+  if (head_dim == 64) return decode::start_decode<64, kType>;
+  if (head_dim == 96) return decode::start_decode<96, kType>;
+  return head_dim == 128 ? decode::start_decode<128, kType> : decode::start_decode<256, kType>;
 }
 
 }  // namespace
 
-void attend_few_quantized(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own,
-                          const Turn* turn, const Queue& queue) {
+void attend_decode_quantized(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own,
+                             const Turn* turn, const Queue& queue) {
   const auto start = a.cache.type == CacheType::int8    ? start_of<CacheType::int8>(a.cache.head_dim)
                      : a.cache.type == CacheType::uint4 ? start_of<CacheType::uint4>(a.cache.head_dim)
                                                         : start_of<CacheType::float8>(a.cache.head_dim);

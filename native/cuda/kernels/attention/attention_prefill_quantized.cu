@@ -1,6 +1,6 @@
-// Attention over quantized caches by mma.sync: as attention_mma.cu, but what 64 positions have in the cache is copied
-// as it is, ahead, and then widened into bfloat16 in shared memory by all warps of a block of threads. Few pairs:
-// attention_few.cuh.
+// Attention over quantized caches by mma.sync: as attention_prefill_mma.cu, but what 64 positions have in the cache is
+// copied as it is, ahead, and then widened into bfloat16 in shared memory by all warps of a block of threads. Few
+// pairs: attention_decode.cuh.
 #include "cuda/kernels/attention/attention_mma.h"
 #include "cuda/kernels/attention/attention_pairs.cuh"
 #include "cuda/kernels/attention/decode_plan.h"
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kThreads) attend_quantized_kernel(Attention a,
 template <int kDim, CacheType kType>
 void start_type(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
   using S = Shape<kDim, kType>;
-  constexpr int kShared = S::kShared, kParts = kManyPairs / (S::kGroups * S::Pairs::kPairs);
+  constexpr int kShared = S::kShared, kParts = kPrefillPairs / (S::kGroups * S::Pairs::kPairs);
   allow_shared(attend_quantized_kernel<kDim, kType>, kShared);
   start(queue, attend_quantized_kernel<kDim, kType>, dim3(count, a.cache.kv_heads, kParts), kThreads, kShared, a,
         tiles);
@@ -152,7 +152,7 @@ void start_dim(const Attention& a, const AttentionTile* tiles, int count, const 
 
 static_assert(Shape<256, CacheType::int8>::kShared == kPrefillShared256);
 
-void attend_many_quantized(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
+void attend_prefill_quantized(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
   if (a.cache.head_dim == 64) start_dim<64>(a, tiles, count, queue);
   else if (a.cache.head_dim == 96) start_dim<96>(a, tiles, count, queue);
   else if (a.cache.head_dim == 128) start_dim<128>(a, tiles, count, queue);

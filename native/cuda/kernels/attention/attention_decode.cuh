@@ -9,7 +9,7 @@
 #pragma once
 #include <algorithm>
 
-#include "cuda/kernels/attention/attention_few_copies.cuh"
+#include "cuda/kernels/attention/attention_decode_copies.cuh"
 #include "cuda/kernels/attention/decode_plan.h"
 #include "cuda/kernels/attention/turned_head.cuh"
 #include "cuda/kernels/quantize/quantized.cuh"
@@ -17,7 +17,7 @@
 namespace as {
 namespace cuda {
 namespace AS_DTYPE16 {
-namespace few {
+namespace decode {
 
 static_assert(sizeof(Shared) == kDecodeFixed && kTokens == kDecodeTokens && kBlocks == kDecodeStages);
 
@@ -64,7 +64,7 @@ class Attender {
 
   // Of a tile and a KV head: queries, and what enters the cache where the block's runs have it. rotates: both.
   __device__ void begin_tile(const Runs& runs, bool own, bool rotates, const Turn& turn) {
-    const FewRows& rows = runs.rows();
+    const DecodeRows& rows = runs.rows();
     const int kv_head = runs.kv_head(), start = rows.tile.start;
     const int items = rows.count + (own ? rows.tile.count : 0);
 #pragma unroll 1
@@ -102,9 +102,9 @@ class Attender {
       if constexpr (S::kCodes) {
         float* scales = reinterpret_cast<float*>(to + a_.cache.scales_at()) + place;
         head.template quantize<kType>(to + place * S::kBytes, own_keys_ + i * S::kRow, scales, size,
-                                      &shared_.own_scales[0][i], kFewPairs);
+                                      &shared_.own_scales[0][i], kDecodePairs);
         value.template quantize<kType>(to + (size + place) * S::kBytes, own_values_ + i * S::kRow, scales + 2 * size,
-                                       size, &shared_.own_scales[2][i], kFewPairs);
+                                       size, &shared_.own_scales[2][i], kDecodePairs);
       } else {
         uint16_t* rows_there = reinterpret_cast<uint16_t*>(to) + place * kDim;
         head.write(rows_there), value.write(rows_there + size * kDim);
@@ -139,7 +139,7 @@ class Attender {
       const uint32_t from =
           is_own(at) ? shared_address(&shared_.own_scales[tensor][at - extent.start]) : stage + S::kScales + token * 4;
       scale = load_shared_float(from);
-      minimum = load_shared_float(from + (is_own(at) ? kFewPairs : kTokens) * 4);
+      minimum = load_shared_float(from + (is_own(at) ? kDecodePairs : kTokens) * 4);
     };
     const int block = warp_ / 2, first = warp_ % 2 * (kTokens / 2);
     float scores[4][4] = {};
@@ -403,7 +403,7 @@ class Attender {
            value(i + 1));
   }
   __device__ void write(const Runs& runs, const Values& values, const float (&most)[2], const float (&all)[2]) const {
-    const FewRows& rows = runs.rows();
+    const DecodeRows& rows = runs.rows();
     if (!has_features()) return;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -418,16 +418,16 @@ class Attender {
   }
   // For the merge, in the place of the run.
   __device__ void leave(const Runs& runs, const Values& values, const float (&most)[2], const float (&sum)[2]) const {
-    const FewRows& rows = runs.rows();
+    const DecodeRows& rows = runs.rows();
     float* to = partial_of(a_, runs.tile(), runs.kv_head(), runs.run());
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int pair = lane_ / 4 + 8 * h;
       if (pair >= rows.count || !rows.has(pair, runs.kv_head())) continue;
-      if (warp_ == 0 && lane_ % 4 == 0) to[pair] = most[h], to[kFewPairs + pair] = sum[h];
+      if (warp_ == 0 && lane_ % 4 == 0) to[pair] = most[h], to[kDecodePairs + pair] = sum[h];
       if (!has_features()) continue;
       each_two(values, h, [&](int feature, float first, float second) {
-        *reinterpret_cast<float2*>(to + 2 * kFewPairs + pair * kDim + feature) = make_float2(first, second);
+        *reinterpret_cast<float2*>(to + 2 * kDecodePairs + pair * kDim + feature) = make_float2(first, second);
       });
     }
   }
@@ -449,15 +449,15 @@ class Attender {
 // several runs, which is not for kLean. own_rows: of a tile, at most.
 template <int kDim, CacheType kType, bool kLean>
 __global__ void __launch_bounds__(threads(kLean), kLean ? 2 : 1)
-    attend_few_kernel(const __grid_constant__ Attention a, const AttentionTile* tiles, int count, bool split, bool own,
-                      bool rotates, const __grid_constant__ Turn turn, int own_rows, int stages) {
+    attend_decode_kernel(const __grid_constant__ Attention a, const AttentionTile* tiles, int count, bool split,
+                         bool own, bool rotates, const __grid_constant__ Turn turn, int own_rows, int stages) {
   using S = Shape<kDim, kType>;
   const bool several = !kLean && split;
   extern __shared__ __align__(128) char memory[];
   let_next_begin();
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   uint16_t* queries = reinterpret_cast<uint16_t*>(memory + sizeof(Shared));
-  char *own_keys = reinterpret_cast<char*>(queries + kFewPairs * S::kStride),
+  char *own_keys = reinterpret_cast<char*>(queries + kDecodePairs * S::kStride),
        *own_values = own_keys + own_rows * S::kRow;
   const uint32_t ring = shared_address(own_values + own_rows * S::kRow);
   const uint32_t full = shared_address(shared.full), empty = shared_address(shared.empty);
@@ -482,7 +482,7 @@ __global__ void __launch_bounds__(threads(kLean), kLean ? 2 : 1)
   RingPlace place;
   bool begins = true, merges = false;
   for (bool first = true; runs.left(); runs.next()) {
-    const FewRows& rows = runs.rows();
+    const DecodeRows& rows = runs.rows();
     if (!rows.count) continue;
     if (begins) {
       if (!first) consumers_meet();  // nobody reads the rows before any more
@@ -522,11 +522,11 @@ __global__ void __launch_bounds__(threads(kLean), kLean ? 2 : 1)
 // A ring has room for the blocks of a run's keys side by side (decode_plan.h): by that, warps that wait for one know it
 // from the one before.
 template <int kDim, CacheType kType>
-void start_few(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own, const Turn* turn,
-               const Queue& queue) {
+void start_decode(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own, const Turn* turn,
+                  const Queue& queue) {
   using S = Shape<kDim, kType>;
-  const int rows = own ? kFewPairs / a.group : 0, all = count * a.cache.kv_heads * (several ? a.most_runs : 1);
-  const int fixed = sizeof(Shared) + kFewPairs * 2 * S::kStride + 2 * rows * S::kRow;
+  const int rows = own ? kDecodePairs / a.group : 0, all = count * a.cache.kv_heads * (several ? a.most_runs : 1);
+  const int fixed = sizeof(Shared) + kDecodePairs * 2 * S::kStride + 2 * rows * S::kRow;
   const int there = processors(), half = (most_shared() + kReserved) / 2 - kReserved - fixed;
   const auto launch = [&](auto kernel, int threads, int blocks, int stages) {
     const int bytes = fixed + stages * S::kTensor;
@@ -536,15 +536,15 @@ void start_few(const Attention& a, const AttentionTile* tiles, int count, bool s
   };
   if constexpr (kDim <= 128) {  // a warp has a run's keys in a stage of its own
     if (!several && all > there && half >= kBlocks * S::kTensor)
-      return launch(attend_few_kernel<kDim, kType, true>, threads(true), 2 * there,
+      return launch(attend_decode_kernel<kDim, kType, true>, threads(true), 2 * there,
                     std::min(half / S::kTensor, kMostStages));
   }
   const int wanted = several || all > there ? kMostStages : kShortStages;
   const int stages = std::min((most_shared() - fixed) / S::kTensor, wanted);
-  launch(attend_few_kernel<kDim, kType, false>, threads(false), there, stages);
+  launch(attend_decode_kernel<kDim, kType, false>, threads(false), there, stages);
 }
 
-}  // namespace few
+}  // namespace decode
 }  // namespace AS_DTYPE16
 }  // namespace cuda
 }  // namespace as
