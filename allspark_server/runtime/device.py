@@ -279,7 +279,7 @@ class Gpu:
 
     def activation_bytes(self, model, rows, outputs):
         config, net = model.config, model.graph.config
-        runs = -(-config.engine_max_length // self._library.RUN_TOKENS)
+        splits = -(-config.engine_max_length // self._library.KV_SPLIT_TOKENS)
         partials = self._library.partial_bytes(net.head_dim) * net.num_kv_heads * runs * config.engine_max_batch
         widest = max(model.slice_of(weight).inputs for weight in model.graph.weights.values() if weight.is_matrix)
         rotary = rows * net.head_dim * 4

@@ -107,7 +107,7 @@ void check(int seed) {
   a.window = one_of({0, 0, 1, 100, 300, 700}), a.soft_cap = one_of({0, 0, 3});
   std::vector<AttentionTile> decode, prefill;
   std::vector<int> table, where;
-  int rows = 0, spans = 0, runs = 1;
+  int rows = 0, spans = 0, splits = 1;
   for (int s = 0; s < sequences; s++) {
     const int count = 1 + rand() % (kDecodePairs / group), start = rand() % longest,
               own = (start + count - 1) / span + 1;
@@ -115,10 +115,10 @@ void check(int seed) {
     for (int i = 0; i < own; i++) table.push_back(spans + (own - 1 - i));
     for (int i = start; i < start + count; i++)
       where.push_back(table[decode.back().table + i / span] * span + i % span);
-    rows += count, spans += own, runs = std::max(runs, (start + count - 1) / kRunTokens + 1);
+    rows += count, spans += own, splits = std::max(splits, (start + count - 1) / kKvSplitTokens + 1);
     if (rand() % 8 == 0) decode.push_back({0, 0, 0, 0, 0}), prefill.push_back(decode.back());
   }
-  a.most_runs = runs + 1;
+  a.most_splits = splits + 1;
   const int count = (int)decode.size();
   const size_t bytes = a.cache.span_bytes() * spans, out = (size_t)rows * heads * dim;
   const auto device = [](const void* from, size_t size) {
@@ -135,7 +135,7 @@ void check(int seed) {
   if (rand() % 4 == 0) a.sinks = angles + rows;
 #endif
   a.tables = (int*)device(table.data(), table.size() * 4);
-  a.partials = (float*)device(nullptr, partial_floats(dim) * kv * count * a.most_runs * 4);
+  a.partials = (float*)device(nullptr, partial_floats(dim) * kv * count * a.most_splits * 4);
 #ifndef OLD
   a.arrivals = (int*)device(nullptr, count * kv * 4);
 #endif
@@ -154,9 +154,9 @@ void check(int seed) {
   queue.stream = stream, queue.capability = 90;
   CHECK(cudaDeviceSynchronize());
   a.out = {results[0], nullptr, heads * dim};
-  AS_DTYPE16::store_and_attend(a, &turn, tiles, count, runs > 1 ? 2 : 1, queue);
+  AS_DTYPE16::store_and_attend(a, &turn, tiles, count, splits > 1 ? 2 : 1, queue);
   a.out.values = results[1], AS_DTYPE16::store_cache(a, places, &turn, true, rows, queue);
-  AS_DTYPE16::attend_decode(a, choice_of(a, queue).decode, tiles, count, runs > 1 ? 2 : 1, queue);
+  AS_DTYPE16::attend_decode(a, choice_of(a, queue).decode, tiles, count, splits > 1 ? 2 : 1, queue);
   a.out.values = results[2], AS_DTYPE16::attend_prefill(a, choice_of(a, queue).prefill, tiles, count, nullptr, queue);
   a.out.values = results[3];
   if (type == CacheType::dtype16) attend_prefill_mma(a, tiles, count, queue);
@@ -211,11 +211,11 @@ int main(int argc, char** argv) {
     if (!strcmp(argv[c], "uint4")) type = CacheType::uint4;
     if (!strcmp(argv[c], "float8")) type = CacheType::float8;
     if (sscanf(argv[c], "%d@%d", &sequences, &at) != 2) continue;
-    const int width = (heads + 2 * kv) * dim, spans = at / kSpan + 1, runs = at / kRunTokens + 1,
-              most_runs = std::max(runs, 32);  // as a model has it
+    const int width = (heads + 2 * kv) * dim, spans = at / kSpan + 1, splits = at / kKvSplitTokens + 1,
+              most_splits = std::max(splits, 32);  // as a model has it
     Attention a;
     a.cache = {nullptr, type, kSpan, kv, dim, dim};
-    a.group = heads / kv, a.queries = heads, a.scale = 1 / sqrtf(dim), a.width = width, a.most_runs = most_runs;
+    a.group = heads / kv, a.queries = heads, a.scale = 1 / sqrtf(dim), a.width = width, a.most_splits = most_splits;
     const size_t layer_bytes = a.cache.span_bytes() * spans * sequences, out = (size_t)sequences * heads * dim;
     float *qkv, *results[2], *partials, *turned;
     char* data;
@@ -224,7 +224,7 @@ int main(int argc, char** argv) {
     unsigned long long *counter, found;
     CHECK(cudaMalloc(&qkv, (size_t)sequences * width * 4)), CHECK(cudaMalloc(&data, layer_bytes * kLayers));
     CHECK(cudaMalloc(&counter, 8)), CHECK(cudaMemset(counter, 0, 8));
-    CHECK(cudaMalloc(&partials, partial_floats(dim) * kv * sequences * most_runs * 4));
+    CHECK(cudaMalloc(&partials, partial_floats(dim) * kv * sequences * most_splits * 4));
     CHECK(cudaMalloc(&arrivals, sequences * kv * 4)), CHECK(cudaMemset(arrivals, 0, sequences * kv * 4));
     CHECK(cudaMalloc(&turned, (size_t)sequences * dim * 4));
     fill_floats<<<ceil_div((size_t)sequences * width, 256), 256>>>(qkv, (size_t)sequences * width);
@@ -256,12 +256,13 @@ int main(int argc, char** argv) {
     Turn turn;
     turn.table.dim = dim, turn.table.cosine = turned, turn.table.sine = turned + sequences * dim / 2;
     const int at_once = (type == CacheType::dtype16 ? 2 : 3) * processors() / (sequences * kv);
-    const int splits = runs > 1 ? std::min(std::max(at_once, 2), std::max(runs, 2)) : 1;
+    const int sharers = splits > 1 ? std::min(std::max(at_once, 2), std::max(splits, 2)) : 1;
     const auto once = [&](int layer, const Turn* t) {
       a.cache.data = data + layer * layer_bytes, a.out = {results[0], nullptr, heads * dim};
-      if (choice_of(a, queue).stores) return AS_DTYPE16::store_and_attend(a, t, device_tiles, sequences, splits, queue);
+      if (choice_of(a, queue).stores)
+        return AS_DTYPE16::store_and_attend(a, t, device_tiles, sequences, sharers, queue);
       AS_DTYPE16::store_cache(a, where, t, true, sequences, queue);
-      AS_DTYPE16::attend_decode(a, choice_of(a, queue).decode, device_tiles, sequences, splits, queue);
+      AS_DTYPE16::attend_decode(a, choice_of(a, queue).decode, device_tiles, sequences, sharers, queue);
     };
     once(0, nullptr);
     a.out.values = results[1];

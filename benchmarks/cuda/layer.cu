@@ -108,7 +108,7 @@ int main(int argc, char** argv) {
   const AttentionTile* decode_tiles = copied(tiles);
   Attention a;
   a.group = heads / kv, a.queries = heads, a.scale = 0.088f, a.width = wide, a.tables = copied(tables);
-  a.most_runs = 2, a.partials = nullptr;
+  a.most_splits = 2, a.partials = nullptr;
   a.arrivals = memory<int>(kMostRows * kv * 4);
   Turn turn;
   turn.table.dim = kDim, turn.table.cosine = copied(std::vector<float>(kMostRows * kDim / 2, 0.8f));

@@ -348,7 +348,7 @@ PYBIND11_MODULE(_cuda, m) {
   m.def(
       "partial_bytes", [](int head_dim) { return partial_floats(head_dim) * sizeof(float); },
       "Memory that attention takes for partial results, for each sequence, KV head and run of context.");
-  m.attr("RUN_TOKENS") = kRunTokens;
+  m.attr("KV_SPLIT_TOKENS") = kKvSplitTokens;
   m.attr("MOST_RANKS") = kMostRanks;
   m.def(
       "measure_ceilings",

@@ -12,8 +12,8 @@ constexpr size_t kTileInts = sizeof(AttentionTile) / sizeof(int);
 }  // namespace
 
 bool StepData::Size::operator<(const Size& other) const {
-  return std::tie(rows, outputs, decode_tiles, prefill_tiles, runs, adapted) <
-         std::tie(other.rows, other.outputs, other.decode_tiles, other.prefill_tiles, other.runs, other.adapted);
+  return std::tie(rows, outputs, decode_tiles, prefill_tiles, kv_splits, adapted) <
+         std::tie(other.rows, other.outputs, other.decode_tiles, other.prefill_tiles, other.kv_splits, other.adapted);
 }
 
 StepData::StepData(int max_rows, int max_outputs, int max_slots, int max_spans, int span_size, int group,
@@ -56,7 +56,7 @@ StepData::Size StepData::copy(const Batch& batch, int padded, const Device& devi
     AttentionTile tile{item.row, item.count, item.start, used, 0};
     if (pairs <= kDecodePairs) {
       decode[size.decode_tiles++] = tile;
-      if (item.start + item.count > kRunTokens) size.runs = 2;
+      if (item.start + item.count > kKvSplitTokens) size.kv_splits = 2;
     } else {
       for (; tile.first < pairs; tile.first += kPrefillPairs) prefill[size.prefill_tiles++] = tile;
     }
@@ -77,7 +77,7 @@ StepData::Size StepData::copy(const Batch& batch, int padded, const Device& devi
     host(adapters_)[r] = -1, host(chosen_)[r] = 0;
     decode[r] = {0, 0, 0, 0, 0};
   }
-  if (padded) size = {padded, padded, padded, 0, size.runs, size.adapted};
+  if (padded) size = {padded, padded, padded, 0, size.kv_splits, size.adapted};
   send(size, used, device);
   return size;
 }

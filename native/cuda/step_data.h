@@ -20,7 +20,7 @@ class StepData {
   // that the batch does not have.
   struct Size {
     int rows = 0, outputs = 0, decode_tiles = 0, prefill_tiles = 0;
-    int runs = 1;          // of the context of decode tiles: 1, or 2 for more
+    int kv_splits = 1;     // of the context of decode tiles: 1, or 2 for more
     bool adapted = false;  // some row has an adapter
     bool operator<(const Size& other) const;
   };

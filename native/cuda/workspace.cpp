@@ -47,7 +47,7 @@ Workspace::Workspace(const Device& device, const Program& program, const Weights
       limits(limits),
       adapters(adapters),
       dtype(weights.dtype()),
-      most_runs((limits.max_length + kRunTokens - 1) / kRunTokens),
+      most_splits((limits.max_length + kKvSplitTokens - 1) / kKvSplitTokens),
       kernels(device.chip(dtype)) {
   check_limits();
   if (adapters && adapters->limits.is_dtype16 && adapters->limits.type != dtype)
@@ -223,7 +223,7 @@ void Workspace::allocate_cache() {
     layers.push_back(layer);
   }
   const int few = std::min(limits.max_rows, limits.max_slots);  // decode tiles of a step: at most one a sequence
-  partials = Memory(partial * few * most_runs * sizeof(float), "partial results of attention", Memory::Where::lent);
+  partials = Memory(partial * few * most_splits * sizeof(float), "partial results of attention", Memory::Where::lent);
   arrivals = Memory(few * most_heads * sizeof(int), "partial results of attention");
 }
 

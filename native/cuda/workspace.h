@@ -78,7 +78,7 @@ class Workspace {
   const Limits limits;
   const Adapters* const adapters;
   const DType16 dtype;          // of 16-bit weights and activations
-  const int most_runs;          // KV splits of the longest sequence
+  const int most_splits;        // KV splits of the longest sequence
   std::vector<Tensor> tensors;  // of the program
   std::vector<LayerCache> layers;
   int group = 1;                          // query heads of a KV head

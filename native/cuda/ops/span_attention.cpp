@@ -18,7 +18,7 @@ int bind_span_attention(Binding& b, size_t i) {
   a.scale = (float)op.number("scale"), a.soft_cap = (float)op.number("soft_cap"), a.window = op.integer("window");
   a.qkv = b.in(op).values(), a.width = b.in(op).rows.width, a.out = b.out(op).rows;
   a.tables = ws.data->tables(op.integer("cache_group")), a.partials = ws.partials.as<float>();
-  a.most_runs = ws.most_runs, a.arrivals = ws.arrivals.as<int>();
+  a.most_splits = ws.most_splits, a.arrivals = ws.arrivals.as<int>();
   if (op.flag("sinks")) a.sinks = b.vector(op, 0);
   if (op.flag("alibi")) a.slopes = b.vector(op, op.flag("sinks"));
   const double logn = op.number("logn");
@@ -28,14 +28,14 @@ int bind_span_attention(Binding& b, size_t i) {
   if (norms) whole.query_norm = norms->first.norm, whole.key_norm = norms->second.norm;
   const int* where = ws.data->where(op.integer("cache_group"));
   const int at_once = a.cache.type == CacheType::dtype16 ? 2 : 3;  // CTAs of attention that an SM runs at once
-  const int wanted = at_once * ws.device.processors(), most = ws.most_runs;
+  const int wanted = at_once * ws.device.processors(), most = ws.most_splits;
   const AttentionChoice kernels = ws.kernels.attention(a.cache, a.group, a.slopes || a.sinks);
   b.launches.push_back([=, data = &*ws.data, queue = b.queue](const Binding::Size& size) {
     if (!size.rows) return;
     const Turn* rotates = rope ? &*rope : nullptr;
     if (logn) scale_queries(a, data->positions(), logn, size.rows, queue);
     const int tiles = std::max(size.decode_tiles * a.cache.kv_heads, 1);
-    const int sharers = size.runs > 1 ? std::clamp(wanted / tiles, 2, std::max(most, 2)) : 1;
+    const int sharers = size.kv_splits > 1 ? std::clamp(wanted / tiles, 2, std::max(most, 2)) : 1;
     if (kernels.stores && size.decode_tiles && !size.prefill_tiles)
       return store_and_attend(whole, rotates, data->decode_tiles(), size.decode_tiles, sharers, queue);
     if (norms) head_norm(const_cast<float*>(a.qkv), a.width, norms->first, norms->second, size.rows, queue);

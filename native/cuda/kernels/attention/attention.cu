@@ -162,23 +162,23 @@ __global__ void __launch_bounds__(32) store_quantized_kernel(Attention a, const 
 struct Seen {
   float most = -INFINITY, sum = 0, values[kFeatures] = {};
 
-  __device__ void merge(const Seen& run) {
-    const float now = fmaxf(most, run.most), by = shrunk(most, now), run_by = shrunk(run.most, now);
-    most = now, sum = merged(sum, by, run.sum, run_by);
+  __device__ void merge(const Seen& split) {
+    const float now = fmaxf(most, split.most), by = shrunk(most, now), split_by = shrunk(split.most, now);
+    most = now, sum = merged(sum, by, split.sum, split_by);
 #pragma unroll
-    for (int i = 0; i < kFeatures; i++) values[i] = merged(values[i], by, run.values[i], run_by);
+    for (int i = 0; i < kFeatures; i++) values[i] = merged(values[i], by, split.values[i], split_by);
   }
 };
 
 // One run: 32 positions at a time, one a lane as far as scores and weights go.
 template <CacheType kType>
-__device__ Seen see_run(const Attention& a, const int* table, int kv_head, int position, int run, int head,
-                        const float (&query)[kFeatures]) {
+__device__ Seen see_split(const Attention& a, const int* table, int kv_head, int position, int split, int head,
+                          const float (&query)[kFeatures]) {
   const int lane = threadIdx.x % 32, dim = a.cache.head_dim, size = a.cache.span_size;
   const int least = a.window ? max(0, position - a.window + 1) : 0;
   const float factor = score_factor(a);
   Seen seen;
-  for (int begin = run * kRunTokens; begin < (run + 1) * kRunTokens && begin <= position; begin += 32) {
+  for (int begin = split * kKvSplitTokens; begin < (split + 1) * kKvSplitTokens && begin <= position; begin += 32) {
     float score = -INFINITY;
     for (int j = 0; j < 32 && begin + j <= position; j++) {
       const int at = begin + j;
@@ -222,10 +222,10 @@ __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const 
 #pragma unroll
     for (int i = 0; i < kFeatures; i++)
       query[i] = i * 32 + lane < dim ? a.qkv[(size_t)row * a.width + (size_t)head * dim + i * 32 + lane] : 0.0f;
-    if (decode && rows.first_run < rows.last_run) {
-      for (int run = rows.first_run + blockIdx.z; run <= rows.last_run; run += gridDim.z) {
-        const Seen seen = see_run<kType>(a, table, kv_head, position, run, head, query);
-        float* to = partial_of(a, blockIdx.x, kv_head, run);
+    if (decode && rows.first_split < rows.last_split) {
+      for (int split = rows.first_split + blockIdx.z; split <= rows.last_split; split += gridDim.z) {
+        const Seen seen = see_split<kType>(a, table, kv_head, position, split, head, query);
+        float* to = partial_of(a, blockIdx.x, kv_head, split);
         if (lane == 0) to[pair] = seen.most, to[kDecodePairs + pair] = seen.sum;
 #pragma unroll
         for (int i = 0; i < kFeatures; i++)
@@ -235,8 +235,8 @@ __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const 
     }
     if (blockIdx.z) continue;
     Seen total;
-    for (int run = rows.first_run; run <= rows.last_run; run++)
-      total.merge(see_run<kType>(a, table, kv_head, position, run, head, query));
+    for (int split = rows.first_split; split <= rows.last_split; split++)
+      total.merge(see_split<kType>(a, table, kv_head, position, split, head, query));
     const float sum = with_sink(a, head, total.sum, total.most);
 #pragma unroll
     for (int i = 0; i < kFeatures; i++)
@@ -248,23 +248,23 @@ __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const 
 __global__ void merge_kernel(Attention a, const AttentionTile* tiles) {
   after_previous();
   const TileRows rows(a, tiles[blockIdx.x], kDecodePairs);
-  if (rows.first_run == rows.last_run) return;  // it is there already
+  if (rows.first_split == rows.last_split) return;  // it is there already
   const int kv_head = blockIdx.y, dim = a.cache.head_dim, i = blockIdx.z * blockDim.x + threadIdx.x, pair = i / dim;
   if (pair >= rows.count || !rows.has(pair, kv_head)) return;
   float most = -INFINITY, sum = 0, value = 0;
   constexpr int kAtOnce = 8;
-  for (int first = rows.first_run; first <= rows.last_run; first += kAtOnce) {
+  for (int first = rows.first_split; first <= rows.last_split; first += kAtOnce) {
     float its_most[kAtOnce], its_sum[kAtOnce], its_value[kAtOnce];
 #pragma unroll
     for (int j = 0; j < kAtOnce; j++) {
-      const float* from = partial_of(a, blockIdx.x, kv_head, min(first + j, rows.last_run));
+      const float* from = partial_of(a, blockIdx.x, kv_head, min(first + j, rows.last_split));
       its_most[j] = from[pair], its_sum[j] = from[kDecodePairs + pair], its_value[j] = from[2 * kDecodePairs + i];
     }
 #pragma unroll
     for (int j = 0; j < kAtOnce; j++) {
-      if (first + j > rows.last_run) break;
-      const float now = fmaxf(most, its_most[j]), by = shrunk(most, now), run_by = shrunk(its_most[j], now);
-      most = now, sum = merged(sum, by, its_sum[j], run_by), value = merged(value, by, its_value[j], run_by);
+      if (first + j > rows.last_split) break;
+      const float now = fmaxf(most, its_most[j]), by = shrunk(most, now), split_by = shrunk(its_most[j], now);
+      most = now, sum = merged(sum, by, its_sum[j], split_by), value = merged(value, by, its_value[j], split_by);
     }
   }
   const int head = rows.head(pair, kv_head);

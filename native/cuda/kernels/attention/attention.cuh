@@ -1,8 +1,8 @@
 // What the kernels of attention share: which positions rows see, and how what they have seen is merged.
 //
-// The recipe of a row (a query head at a position): context is taken in runs of kRunTokens positions, from the run of
-// the first position that is seen on. A run gives the greatest score, the sum of weights relative to it, and the sum of
-// values times weights. Runs are merged in ascending order, each into what the runs before it gave. Positions that a
+// The recipe of a row (a query head at a position): context is taken in runs of kKvSplitTokens positions, from the run
+// of the first position that is seen on. A run gives the greatest score, the sum of weights relative to it, and the sum
+// of values times weights. Runs are merged in ascending order, each into what the runs before it gave. Positions that a
 // row does not see have weight zero and change nothing, so it does not matter which rows share a tile; and runs may be
 // computed in parallel.
 #pragma once
@@ -20,17 +20,17 @@ constexpr float kLog2E = 1.44269504088896341f;
 template <bool kDecode>
 struct RowsOfTile {
   AttentionTile tile;
-  int group, count;         // query heads of a KV head; pairs that there are
-  int first_run, last_run;  // that any of the pairs sees
-  int first_head, heads;    // of the first KV head those that others have; this rank's
+  int group, count;             // query heads of a KV head; pairs that there are
+  int first_split, last_split;  // that any of the pairs sees
+  int first_head, heads;        // of the first KV head those that others have; this rank's
 
   RowsOfTile() = default;
   __device__ RowsOfTile(const Attention& a, const AttentionTile& t, int most)
       : tile(t), group(a.group), first_head(a.first), heads(a.queries) {
     count = max(0, min(most, t.count * a.group - t.first));
     const int least = t.start + rows_before(t.first), greatest = t.start + rows_before(t.first + max(count, 1) - 1);
-    first_run = a.window ? max(0, least - a.window + 1) / kRunTokens : 0;
-    last_run = greatest / kRunTokens;
+    first_split = a.window ? max(0, least - a.window + 1) / kKvSplitTokens : 0;
+    last_split = greatest / kKvSplitTokens;
   }
   __device__ int rows_before(int pair) const {
     if (!kDecode) return pair / group;
@@ -81,8 +81,8 @@ __device__ inline float shrunk(float old, float now) { return now == -INFINITY ?
 __device__ inline float summed(float sum, float by, const float (&halves)[2]) {
   return __fmaf_rn(sum, by, __fadd_rn(halves[0], halves[1]));
 }
-__device__ inline float merged(float total, float by, float run, float run_by) {
-  return __fmaf_rn(run, run_by, __fmul_rn(total, by));
+__device__ inline float merged(float total, float by, float split, float split_by) {
+  return __fmaf_rn(split, split_by, __fmul_rn(total, by));
 }
 // The sum of all weights, and of the head's sink: a score without a value.
 __device__ inline float with_sink(const Attention& a, int head, float sum, float most) {
@@ -93,9 +93,9 @@ __device__ inline float inverse_of(float sum) { return sum == 0 ? 0.0f : __frcp_
 __device__ inline float share(float value, float sum) { return __fmul_rn(value, inverse_of(sum)); }
 
 // A run's partial result of a tile and KV head: maxima and sums of its pairs, then values [pair][head_dim].
-__device__ inline float* partial_of(const Attention& a, int tile, int kv_head, int run) {
+__device__ inline float* partial_of(const Attention& a, int tile, int kv_head, int split) {
   const size_t size = kDecodePairs * (2 + (size_t)a.cache.head_dim);
-  return a.partials + (((size_t)tile * a.cache.kv_heads + kv_head) * a.most_runs + run) * size;
+  return a.partials + (((size_t)tile * a.cache.kv_heads + kv_head) * a.most_splits + split) * size;
 }
 
 }  // namespace AS_DTYPE16

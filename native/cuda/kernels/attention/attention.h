@@ -65,13 +65,13 @@ struct Attention {
   Rows out;
   const int* tables = nullptr;  // of spans
   float* partials = nullptr;    // of runs of tiles that are split
-  int most_runs = 0;            // of any sequence
+  int most_splits = 0;          // of any sequence
   int* arrivals = nullptr;      // of tiles and KV heads: runs that are done; zero between launches
   Norm query_norm, key_norm;    // of store_and_attend() alone: of each head, before it is rotated; weight null: none
 };
-constexpr int kRunTokens = 256;     // context is attended to in runs of so many tokens, and these merged in order
-constexpr int kDecodePairs = 16;    // pairs of a tile whose runs are shared out
-constexpr int kPrefillPairs = 128;  // pairs of other tiles
+constexpr int kKvSplitTokens = 256;  // context is attended to in runs of so many tokens, and these merged in order
+constexpr int kDecodePairs = 16;     // pairs of a tile whose runs are shared out
+constexpr int kPrefillPairs = 128;   // pairs of other tiles
 constexpr int kLargestHead = 256;
 // Of one run of one tile and KV head.
 inline size_t partial_floats(int head_dim) { return kDecodePairs * (2 + (size_t)head_dim); }

@@ -63,9 +63,9 @@ class Attender {
         factor_(score_factor(a)) {}
 
   // Of a tile and a KV head: queries, and what enters the cache where the block's runs have it. rotates: both.
-  __device__ void begin_tile(const Runs& runs, bool own, bool rotates, const Turn& turn) {
-    const DecodeRows& rows = runs.rows();
-    const int kv_head = runs.kv_head(), start = rows.tile.start;
+  __device__ void begin_tile(const KvSplits& splits, bool own, bool rotates, const Turn& turn) {
+    const DecodeRows& rows = splits.rows();
+    const int kv_head = splits.kv_head(), start = rows.tile.start;
     const int items = rows.count + (own ? rows.tile.count : 0);
 #pragma unroll 1
     for (int item = warp_; item < items; item += kConsumers) {
@@ -79,8 +79,8 @@ class Attender {
         continue;
       }
       const bool query = kLean && item < rows.count;
-      const int i = query ? item : item - rows.count, at = start + i, run = at / kRunTokens;
-      if (query ? !rows.has(i, kv_head) : run < runs.run() || run > runs.last_own()) continue;  // another's
+      const int i = query ? item : item - rows.count, at = start + i, split = at / kKvSplitTokens;
+      if (query ? !rows.has(i, kv_head) : split < splits.split() || split > splits.last_own()) continue;  // another's
       const int row = query ? rows.row(i) : rows.tile.row + i;
       const int column = query ? rows.head(i, kv_head) : a_.width / kDim - 2 * a_.cache.kv_heads + kv_head;
       const float* from = a_.qkv + (size_t)row * a_.width + (size_t)column * kDim;
@@ -341,20 +341,20 @@ class Attender {
     for (int h = 0; h < 2; h++) total_most_[h] = -INFINITY, total_sum_[h] = 0;
   }
   // The run becomes part of the total.
-  __device__ void add_run() {
+  __device__ void add_split() {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const float now = fmaxf(total_most_[h], most_[h]), by = shrunk(total_most_[h], now),
-                  run_by = shrunk(most_[h], now);
-      total_most_[h] = now, total_sum_[h] = merged(total_sum_[h], by, sum_[h], run_by);
+                  split_by = shrunk(most_[h], now);
+      total_most_[h] = now, total_sum_[h] = merged(total_sum_[h], by, sum_[h], split_by);
 #pragma unroll
       for (int v = 0; v < kOwn; v++)
 #pragma unroll
-        for (int i = 2 * h; i < 2 * h + 2; i++) total_[v][i] = merged(total_[v][i], by, out_[v][i], run_by);
+        for (int i = 2 * h; i < 2 * h + 2; i++) total_[v][i] = merged(total_[v][i], by, out_[v][i], split_by);
     }
   }
   // As add_run(), of the one run that the tile has.
-  __device__ void end_run() {
+  __device__ void end_split() {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const float by = shrunk(most_[h], most_[h]);
@@ -365,11 +365,11 @@ class Attender {
         for (int i = 2 * h; i < 2 * h + 2; i++) out_[v][i] = merged(0, 0, out_[v][i], by);
     }
   }
-  __device__ void leave_run(const Runs& runs) const { leave(runs, out_, most_, sum_); }
-  __device__ void leave_total(const Runs& runs) const { leave(runs, total_, total_most_, total_sum_); }
-  __device__ void write_total(const Runs& runs) const {
-    if (kLean) write(runs, out_, most_, sum_);
-    else write(runs, total_, total_most_, total_sum_);
+  __device__ void leave_split(const KvSplits& splits) const { leave(splits, out_, most_, sum_); }
+  __device__ void leave_total(const KvSplits& splits) const { leave(splits, total_, total_most_, total_sum_); }
+  __device__ void write_total(const KvSplits& splits) const {
+    if (kLean) write(splits, out_, most_, sum_);
+    else write(splits, total_, total_most_, total_sum_);
   }
 
  private:
@@ -402,14 +402,15 @@ class Attender {
       each(warp_ * kOwn * 8 + (S::kCodes ? lane_ % 4 * 2 * kOwn + i : i / 2 * 8 + lane_ % 4 * 2), value(i),
            value(i + 1));
   }
-  __device__ void write(const Runs& runs, const Values& values, const float (&most)[2], const float (&all)[2]) const {
-    const DecodeRows& rows = runs.rows();
+  __device__ void write(const KvSplits& splits, const Values& values, const float (&most)[2],
+                        const float (&all)[2]) const {
+    const DecodeRows& rows = splits.rows();
     if (!has_features()) return;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int pair = lane_ / 4 + 8 * h;
-      if (pair >= rows.count || !rows.has(pair, runs.kv_head())) continue;
-      const int row = rows.row(pair), column = rows.head(pair, runs.kv_head()) * kDim;
+      if (pair >= rows.count || !rows.has(pair, splits.kv_head())) continue;
+      const int row = rows.row(pair), column = rows.head(pair, splits.kv_head()) * kDim;
       const float sum = with_sink(a_, heads_[h], all[h], most[h]);
       each_two(values, h, [&](int feature, float first, float second) {
         put_two(a_.out, row, column + feature, share(first, sum), share(second, sum));
@@ -417,13 +418,14 @@ class Attender {
     }
   }
   // For the merge, in the place of the run.
-  __device__ void leave(const Runs& runs, const Values& values, const float (&most)[2], const float (&sum)[2]) const {
-    const DecodeRows& rows = runs.rows();
-    float* to = partial_of(a_, runs.tile(), runs.kv_head(), runs.run());
+  __device__ void leave(const KvSplits& splits, const Values& values, const float (&most)[2],
+                        const float (&sum)[2]) const {
+    const DecodeRows& rows = splits.rows();
+    float* to = partial_of(a_, splits.tile(), splits.kv_head(), splits.split());
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int pair = lane_ / 4 + 8 * h;
-      if (pair >= rows.count || !rows.has(pair, runs.kv_head())) continue;
+      if (pair >= rows.count || !rows.has(pair, splits.kv_head())) continue;
       if (warp_ == 0 && lane_ % 4 == 0) to[pair] = most[h], to[kDecodePairs + pair] = sum[h];
       if (!has_features()) continue;
       each_two(values, h, [&](int feature, float first, float second) {
@@ -445,14 +447,14 @@ class Attender {
   float most_[2], sum_[2], total_most_[2], total_sum_[2];
 };
 
-// own: tiles' rows enter the cache here, too (rotated, if rotates), as store_cache() has it. split: tiles may have
-// several runs, which is not for kLean. own_rows: of a tile, at most.
+// own: tiles' rows enter the cache here, too (rotated, if rotates), as store_cache() has it. has_splits: tiles may have
+// several KV splits, which is not for kLean. own_rows: of a tile, at most.
 template <int kDim, CacheType kType, bool kLean>
 __global__ void __launch_bounds__(threads(kLean), kLean ? 2 : 1)
-    attend_decode_kernel(const __grid_constant__ Attention a, const AttentionTile* tiles, int count, bool split,
+    attend_decode_kernel(const __grid_constant__ Attention a, const AttentionTile* tiles, int count, bool has_splits,
                          bool own, bool rotates, const __grid_constant__ Turn turn, int own_rows, int stages) {
   using S = Shape<kDim, kType>;
-  const bool several = !kLean && split;
+  const bool several = !kLean && has_splits;
   extern __shared__ __align__(128) char memory[];
   let_next_begin();
   Shared& shared = *reinterpret_cast<Shared*>(memory);
@@ -472,50 +474,51 @@ __global__ void __launch_bounds__(threads(kLean), kLean ? 2 : 1)
   }
   __syncthreads();
   if (several) begin = shared.begin;
-  Runs runs(a, tiles, several, begin);
-  if (!runs.left()) return;
+  KvSplits splits(a, tiles, several, begin);
+  if (!splits.left()) return;
   if (threadIdx.x >= 32 * kConsumers)
-    return copy_runs<kDim, kType, producers(kLean)>(a, runs, own, full, empty, ring, stages);
+    return copy_splits<kDim, kType, producers(kLean)>(a, splits, own, full, empty, ring, stages);
 
   Attender<kDim, kType, kLean> attender(a, shared, queries, own_keys, own_values, ring, stages);
   await_previous();
   RingPlace place;
   bool begins = true, merges = false;
-  for (bool first = true; runs.left(); runs.next()) {
-    const DecodeRows& rows = runs.rows();
+  for (bool first = true; splits.left(); splits.next()) {
+    const DecodeRows& rows = splits.rows();
     if (!rows.count) continue;
     if (begins) {
       if (!first) consumers_meet();  // nobody reads the rows before any more
-      attender.begin_tile(runs, own, rotates, turn), first = false;
+      attender.begin_tile(splits, own, rotates, turn), first = false;
       attender.begin_part();
-      begins = false, merges = runs.run() == rows.first_run;
+      begins = false, merges = splits.split() == rows.first_split;
     }
-    const Extent extent(rows, runs.run());
+    const Extent extent(rows, splits.split());
     attender.attend(extent, own, place);
     place.advance(2 * extent.blocks, stages);
     if constexpr (kLean) {
-      attender.end_run(), attender.write_total(runs), begins = true;
+      attender.end_split(), attender.write_total(splits), begins = true;
       continue;
     }
-    if (merges) attender.add_run();
-    else attender.leave_run(runs);
-    if (runs.run() < runs.last_own()) continue;
+    if (merges) attender.add_split();
+    else attender.leave_split(splits);
+    if (splits.split() < splits.last_own()) continue;
     begins = true;
-    if (merges && runs.run() == rows.last_run) {
-      attender.write_total(runs);
+    if (merges && splits.split() == rows.last_split) {
+      attender.write_total(splits);
     } else {
-      if (merges) attender.leave_total(runs);
-      leave_part(a, runs);
+      if (merges) attender.leave_total(splits);
+      leave_part(a, splits);
     }
   }
   if (!several || shared.begin.whole) return;
   // Others may have something of what this block began with, and of what it ended with.
   begin = shared.begin;
   consumers_meet();  // nobody reads the ring any more
-  const bool same = begin.tile == runs.tile() && begin.kv_head == runs.kv_head(), end = threadIdx.x >= 32 * kMergers;
+  const bool same = begin.tile == splits.tile() && begin.kv_head == splits.kv_head(),
+             end = threadIdx.x >= 32 * kMergers;
   if (same && !end) return;
-  const Part part(a, tiles, end ? runs.tile() : begin.tile, end ? runs.kv_head() : begin.kv_head,
-                  end ? runs.run() : begin.run, end ? runs.number() : begin.number, begin);
+  const Part part(a, tiles, end ? splits.tile() : begin.tile, end ? splits.kv_head() : begin.kv_head,
+                  end ? splits.split() : begin.split, end ? splits.number() : begin.number, begin);
   if (part.blocks > 1) merge_part<kDim>(a, part, shared, ring, stages * S::kTensor / kConsumers);
 }
 
@@ -525,7 +528,7 @@ template <int kDim, CacheType kType>
 void start_decode(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own, const Turn* turn,
                   const Queue& queue) {
   using S = Shape<kDim, kType>;
-  const int rows = own ? kDecodePairs / a.group : 0, all = count * a.cache.kv_heads * (several ? a.most_runs : 1);
+  const int rows = own ? kDecodePairs / a.group : 0, all = count * a.cache.kv_heads * (several ? a.most_splits : 1);
   const int fixed = sizeof(Shared) + kDecodePairs * 2 * S::kStride + 2 * rows * S::kRow;
   const int there = processors(), half = (most_shared() + kReserved) / 2 - kReserved - fixed;
   const auto launch = [&](auto kernel, int threads, int blocks, int stages) {

@@ -1,6 +1,6 @@
 // How keys and values come into shared memory, where few rows attend (attention_decode.cuh).
 #pragma once
-#include "cuda/kernels/attention/attention_runs.cuh"
+#include "cuda/kernels/attention/kv_splits.cuh"
 #include "cuda/kernels/common/copy_ring.cuh"
 
 namespace as {
@@ -21,8 +21,8 @@ struct Shape {
 
 // The ring's part of a warp that copies.
 template <int kDim, CacheType kType, int kProducers>
-__device__ void copy_runs(const Attention& a, Runs runs, bool own, uint32_t full, uint32_t empty, uint32_t ring,
-                          int stages) {
+__device__ void copy_splits(const Attention& a, KvSplits splits, bool own, uint32_t full, uint32_t empty, uint32_t ring,
+                            int stages) {
   using S = Shape<kDim, kType>;
   constexpr int kPieces = S::kBytes / 16, kAll = kTokens * kPieces, kCopiers = 32 * kProducers;
   static_assert(S::kBytes % 16 == 0);
@@ -31,15 +31,15 @@ __device__ void copy_runs(const Attention& a, Runs runs, bool own, uint32_t full
   const size_t span_bytes = a.cache.span_bytes();
   if (!own) await_previous();  // the tile's own rows entered the cache there
   RingPlace place;
-  for (; runs.left(); runs.next()) {
-    const DecodeRows& rows = runs.rows();
+  for (; splits.left(); splits.next()) {
+    const DecodeRows& rows = splits.rows();
     if (!rows.count) continue;
-    const Extent extent(rows, runs.run());
+    const Extent extent(rows, splits.split());
     const int known = own ? min(extent.start, extent.last + 1) : extent.last + 1;  // positions before are in the cache
     // A run's spans, at most 16, each with a lane.
     const int first_span = extent.begin >> shift, at_lane = first_span + lane % 16;
     const int spans = at_lane << shift < known ? a.tables[rows.tile.table + at_lane] : 0;
-    const char* head = a.cache.data + runs.kv_head() * a.cache.head_bytes();
+    const char* head = a.cache.data + splits.kv_head() * a.cache.head_bytes();
 #pragma unroll 1
     for (int tensor = 0; tensor < 2 * extent.blocks; tensor++) {
       const bool value = tensor >= extent.blocks;

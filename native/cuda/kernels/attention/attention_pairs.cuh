@@ -40,7 +40,7 @@ class WarpPairs {
     clear(total_, total_most_, total_sum_);
   }
 
-  __device__ __forceinline__ void begin_run() { clear(out_, most_, sum_); }
+  __device__ __forceinline__ void begin_split() { clear(out_, most_, sum_); }
   // Positions from `begin` on; keys, values: where they are in shared memory.
   __device__ __forceinline__ void attend(uint32_t keys, uint32_t values, int begin) {
     const int lane = threadIdx.x % 32;
@@ -130,7 +130,7 @@ class WarpPairs {
       }
     }
   }
-  __device__ __forceinline__ void end_run() {
+  __device__ __forceinline__ void end_split() {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       sum_[h] += __shfl_xor_sync(0xffffffffu, sum_[h], 1);
@@ -139,16 +139,16 @@ class WarpPairs {
   }
 
   // A run becomes a part of the total, which is then written.
-  __device__ __forceinline__ void add_run() {
+  __device__ __forceinline__ void add_split() {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const float now = fmaxf(total_most_[h], most_[h]), by = shrunk(total_most_[h], now),
-                  run_by = shrunk(most_[h], now);
-      total_most_[h] = now, total_sum_[h] = merged(total_sum_[h], by, sum_[h], run_by);
+                  split_by = shrunk(most_[h], now);
+      total_most_[h] = now, total_sum_[h] = merged(total_sum_[h], by, sum_[h], split_by);
 #pragma unroll
       for (int v = 0; v < kValues; v++)
 #pragma unroll
-        for (int i = 2 * h; i < 2 * h + 2; i++) total_[v][i] = merged(total_[v][i], by, out_[v][i], run_by);
+        for (int i = 2 * h; i < 2 * h + 2; i++) total_[v][i] = merged(total_[v][i], by, out_[v][i], split_by);
     }
   }
   __device__ __forceinline__ void write_total() const {

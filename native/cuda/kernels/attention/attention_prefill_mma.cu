@@ -57,18 +57,18 @@ __global__ void __launch_bounds__(32 * kWarps) attend_mma_kernel(Attention a, co
     commit_copies();
   };
 
-  int begin = rows.first_run * kRunTokens, stage = 0;
+  int begin = rows.first_split * kKvSplitTokens, stage = 0;
   fetch(begin, 0);
-  for (int run = rows.first_run; run <= rows.last_run; run++) {
-    pairs.begin_run();
-    for (const int end = min((run + 1) * kRunTokens, last + 1); begin < end; begin += kTokens, stage ^= 1) {
+  for (int split = rows.first_split; split <= rows.last_split; split++) {
+    pairs.begin_split();
+    for (const int end = min((split + 1) * kKvSplitTokens, last + 1); begin < end; begin += kTokens, stage ^= 1) {
       wait_copies<0>();
       __syncthreads();
       if (begin + kTokens <= last) fetch(begin + kTokens, stage ^ 1);
       pairs.attend(base + stage * 2 * kTensor, base + (stage * 2 + 1) * kTensor, begin);
     }
-    pairs.end_run();
-    pairs.add_run();
+    pairs.end_split();
+    pairs.add_split();
   }
   pairs.write_total();
 }

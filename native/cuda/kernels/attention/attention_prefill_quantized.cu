@@ -114,11 +114,11 @@ __global__ void __launch_bounds__(kThreads) attend_quantized_kernel(Attention a,
       *reinterpret_cast<uint4*>(shared + value * kTensor + (token * kStride + eight * 8) * 2) = wide;
     }
   };
-  int begin = rows.first_run * kRunTokens, stage = 0;
+  int begin = rows.first_split * kKvSplitTokens, stage = 0;
   fetch(begin, 0), fetch(begin + kTokens, 1);
-  for (int run = rows.first_run; run <= rows.last_run; run++) {
-    pairs.begin_run();
-    for (const int end = min((run + 1) * kRunTokens, last + 1); begin < end; begin += kTokens, stage ^= 1) {
+  for (int split = rows.first_split; split <= rows.last_split; split++) {
+    pairs.begin_split();
+    for (const int end = min((split + 1) * kKvSplitTokens, last + 1); begin < end; begin += kTokens, stage ^= 1) {
       wait_copies<1>();
       __syncthreads();  // nobody reads what was widened before any more
       widen(begin, stage);
@@ -126,8 +126,8 @@ __global__ void __launch_bounds__(kThreads) attend_quantized_kernel(Attention a,
       fetch(begin + 2 * kTokens, stage);
       pairs.attend(base, base + kTensor, begin);
     }
-    pairs.end_run();
-    pairs.add_run();
+    pairs.end_split();
+    pairs.add_split();
   }
   pairs.write_total();
 }

@@ -245,18 +245,18 @@ class Attender {
     settle(values_);
   }
   // What the run gave goes to the total. begun: the next run's first scores are weighed already.
-  __device__ void end_run(bool begun) {
+  __device__ void end_split(bool begun) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       float most = begun ? ended_most_[h] : most_[h], sum = begun ? ended_sum_[h] : sum_[h];
       sum += __shfl_xor_sync(0xffffffffu, sum, 1);
       sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-      const float now = fmaxf(total_most_[h], most), by = shrunk(total_most_[h], now), run_by = shrunk(most, now);
-      total_most_[h] = now, total_sum_[h] = merged(total_sum_[h], by, sum, run_by);
+      const float now = fmaxf(total_most_[h], most), by = shrunk(total_most_[h], now), split_by = shrunk(most, now);
+      total_most_[h] = now, total_sum_[h] = merged(total_sum_[h], by, sum, split_by);
 #pragma unroll
       for (int i = 2 * h; i < kValues; i += 4) {
-        total_[i] = merged(total_[i], by, values_[i], run_by);
-        total_[i + 1] = merged(total_[i + 1], by, values_[i + 1], run_by);
+        total_[i] = merged(total_[i], by, values_[i], split_by);
+        total_[i + 1] = merged(total_[i + 1], by, values_[i + 1], split_by);
       }
     }
   }
@@ -355,7 +355,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (rows.count == 0) continue;
       put(item);
       if (turn) ask_for_queries<kDim>(a, rows, item.kv_head);
-      copy_context<kDim>(a, a.tables + rows.tile.table, item.kv_head, rows.first_run * kRunTokens,
+      copy_context<kDim>(a, a.tables + rows.tile.table, item.kv_head, rows.first_split * kKvSplitTokens,
                          rows.position(rows.count - 1), stages, at_stage, ring);
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
@@ -380,7 +380,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (item.kv_head < 0) return;
     const TileRows rows(a, item.tile, kPrefillPairs);
     const int last = rows.position(rows.count - 1);
-    int begin = rows.first_run * kRunTokens;
+    int begin = rows.first_split * kKvSplitTokens;
     if (group * kBlock >= rows.count) {
       // No products here make warps wait for each other; one that the others leave more than a turn of the ring behind
       // would wait for a stage that has long been full, and without end.
@@ -425,9 +425,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       attender.take_weights();
     };
     const auto go_on = [&](int stage) {
-      const bool first = begin % kRunTokens == 0;
+      const bool first = begin % kKvSplitTokens == 0;
       if (!first) attender.shrink_values();
-      else if (before >= 0) attender.end_run(true);
+      else if (before >= 0) attender.end_split(true);
       attender.begin_values(stages + stage * S::kStageBytes + S::kTensorBytes, first);
       before = stage;
     };
@@ -442,14 +442,14 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (group == 0 || goes_further) give_turn();
       if (goes_further) await(next_of(ring));
       attender.template wait_scores<true>();
-      attender.weigh(begin + kTokens, (begin + kTokens) % kRunTokens == 0);
+      attender.weigh(begin + kTokens, (begin + kTokens) % kKvSplitTokens == 0);
     }
     take_weights();
     go_on(ring.stage);
     ring.next();
     attender.wait_values();
     release(before);
-    attender.end_run(false);
+    attender.end_split(false);
     attender.write(item.kv_head);
   }
 #endif

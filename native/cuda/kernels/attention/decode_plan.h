@@ -9,7 +9,7 @@ constexpr int kPrefillShared256 = 152064;  // bytes of a CTA of prefill with hea
 
 // A CTA of attention_decode(): what it has beside queries, own rows and the ring of keys and values; positions of a
 // stage of the ring, and how many stages it needs at least.
-constexpr int kDecodeFixed = 11680, kDecodeTokens = 64, kDecodeStages = kRunTokens / kDecodeTokens;
+constexpr int kDecodeFixed = 11680, kDecodeTokens = 64, kDecodeStages = kKvSplitTokens / kDecodeTokens;
 
 // Whether a CTA has room. own_rows: of a tile, that the kernel stores in the cache itself.
 constexpr bool decode_fits(CacheType type, int head_dim, int own_rows, int shared_bytes) {

@@ -1,6 +1,6 @@
 // A head of a row, as attention of few rows takes it from what a linear made, and as it enters the cache.
 #pragma once
-#include "cuda/kernels/attention/attention_runs.cuh"
+#include "cuda/kernels/attention/kv_splits.cuh"
 #include "cuda/kernels/quantize/quantized.cuh"
 
 namespace as {

@@ -8,8 +8,8 @@ namespace AS_DTYPE16 {
 namespace decode {
 
 constexpr int kTokens = 64,
-              kBlocks = kRunTokens / kTokens;  // of a stage; stages of keys of a run, and as many of values
-constexpr int kConsumers = 8;                  // warps that compute
+              kBlocks = kKvSplitTokens / kTokens;  // of a stage; stages of keys of a run, and as many of values
+constexpr int kConsumers = 8;                      // warps that compute
 // Warps that copy, and all threads; lean: of a kernel whose blocks share a processor.
 __host__ __device__ constexpr int producers(bool lean) { return lean ? 2 : 4; }
 __host__ __device__ constexpr int threads(bool lean) { return 32 * (kConsumers + producers(lean)); }
@@ -19,7 +19,7 @@ constexpr int kShortStages = 6, kMostStages = 24;
 // Of the runs that a block of threads has: where they begin, how many, and the number of the first among all. Each
 // block has so many, the first ones one more; or all of a tile and a KV head.
 struct Begin {
-  int tile, kv_head, run, count, number;
+  int tile, kv_head, split, count, number;
   int each, more;
   bool whole;
 
@@ -32,7 +32,7 @@ struct Begin {
 
 struct Shared {
   uint64_t full[kMostStages], empty[kMostStages];
-  uint4 weights[kRunTokens / 16][32];  // of 16 positions each, as mma.sync's first operand
+  uint4 weights[kKvSplitTokens / 16][32];  // of 16 positions each, as mma.sync's first operand
   float maxima[kDecodePairs][kConsumers], sums[kConsumers][kDecodePairs][4];  // of a warp's positions
   float shrunk[kBlocks][kDecodePairs];  // what is left of a run's sums before each of its blocks
   float own_scales[4][kDecodePairs];    // of the tile's own rows: keys' scales and minimums, and values'
@@ -42,15 +42,15 @@ struct Shared {
 // A warp shares out the runs of all tiles, KV head by KV head: equal parts, or to each block a tile and KV head, where
 // that is no more for any of them; then nothing is merged.
 __device__ inline Begin share_out(const Attention& a, const AttentionTile* tiles, int count) {
-  const auto runs_of = [&](int tile) {
+  const auto splits_of = [&](int tile) {
     const DecodeRows rows(a, tiles[tile], kDecodePairs);
-    return rows.count ? rows.last_run - rows.first_run + 1 : 0;
+    return rows.count ? rows.last_split - rows.first_split + 1 : 0;
   };
   const int each = (count + 31) / 32, lane = threadIdx.x % 32, first = lane * each, end = min(first + each, count);
   int own = 0, most = 0;
   for (int i = first; i < end; i++) {
-    const int runs = runs_of(i);
-    own += runs, most = max(most, runs);
+    const int splits = splits_of(i);
+    own += splits, most = max(most, splits);
   }
   int before = own;
 #pragma unroll
@@ -67,19 +67,20 @@ __device__ inline Begin share_out(const Attention& a, const AttentionTile* tiles
   if (share.whole) {
     const bool has = (int)blockIdx.x < whole;
     share.tile = has ? blockIdx.x / heads : 0, share.kv_head = blockIdx.x % heads;
-    share.run = DecodeRows(a, tiles[share.tile], kDecodePairs).first_run, share.count = has ? runs_of(share.tile) : 0;
+    share.split = DecodeRows(a, tiles[share.tile], kDecodePairs).first_split,
+    share.count = has ? splits_of(share.tile) : 0;
     return share;
   }
   share.each = all / gridDim.x, share.more = all % gridDim.x;
   share.count = share.each + ((int)blockIdx.x < share.more), share.number = share.begin_of(blockIdx.x);
   const int begin = share.number - before * heads;
   const bool here = begin >= 0 && begin < own * heads;
-  share.tile = share.kv_head = share.run = 0;
+  share.tile = share.kv_head = share.split = 0;
   if (here) {
-    int tile = first, within = begin, runs = runs_of(tile);
-    for (; within >= runs * heads; runs = runs_of(++tile)) within -= runs * heads;
+    int tile = first, within = begin, splits = splits_of(tile);
+    for (; within >= splits * heads; splits = splits_of(++tile)) within -= splits * heads;
     const DecodeRows rows(a, tiles[tile], kDecodePairs);
-    share.tile = tile, share.kv_head = within / runs, share.run = rows.first_run + within % runs;
+    share.tile = tile, share.kv_head = within / splits, share.split = rows.first_split + within % splits;
   }
   const int from = __ffs(__ballot_sync(0xffffffffu, here)) - 1;
   if (from < 0) {
@@ -88,7 +89,7 @@ __device__ inline Begin share_out(const Attention& a, const AttentionTile* tiles
   }
   share.tile = __shfl_sync(0xffffffffu, share.tile, from);
   share.kv_head = __shfl_sync(0xffffffffu, share.kv_head, from);
-  share.run = __shfl_sync(0xffffffffu, share.run, from);
+  share.split = __shfl_sync(0xffffffffu, share.split, from);
   return share;
 }
 
@@ -99,37 +100,37 @@ __device__ inline Begin share_out_tiles(const Attention& a, int count) {
   share.each = 1, share.more = 0;
   if (all != gridDim.x) share.each = all / gridDim.x, share.more = all % gridDim.x;  // divisions take a while
   share.count = share.each + ((int)blockIdx.x < share.more), share.number = share.begin_of(blockIdx.x);
-  share.tile = share.number / heads, share.kv_head = share.number % heads, share.run = 0;
+  share.tile = share.number / heads, share.kv_head = share.number % heads, share.split = 0;
   return share;
 }
 
 // The runs that a block of threads has, one after the other.
-class Runs {
+class KvSplits {
  public:
-  __device__ Runs(const Attention& a, const AttentionTile* tiles, bool several, const Begin& begin)
+  __device__ KvSplits(const Attention& a, const AttentionTile* tiles, bool several, const Begin& begin)
       : a_(a), tiles_(tiles), several_(several) {
-    tile_ = begin.tile, kv_head_ = begin.kv_head, run_ = begin.run, left_ = begin.count, number_ = begin.number;
+    tile_ = begin.tile, kv_head_ = begin.kv_head, split_ = begin.split, left_ = begin.count, number_ = begin.number;
     if (!left_) return;
     rows_ = DecodeRows(a, tiles[tile_], kDecodePairs);
-    if (!several) run_ = rows_.first_run;
+    if (!several) split_ = rows_.first_split;
   }
 
   __device__ int left() const { return left_; }  // this one, and those after it
   __device__ int tile() const { return tile_; }
   __device__ int kv_head() const { return kv_head_; }
-  __device__ int run() const { return run_; }
+  __device__ int split() const { return split_; }
   __device__ int number() const { return number_; }  // of this run among all
   __device__ const DecodeRows& rows() const { return rows_; }
   // Of this tile and KV head, the last that the block has; and on to what comes after it.
-  __device__ int last_own() const { return min(rows_.last_run, run_ + left_ - 1); }
+  __device__ int last_own() const { return min(rows_.last_split, split_ + left_ - 1); }
   __device__ void next_tile() {
-    for (int i = last_own() - run_; i >= 0; i--) next();
+    for (int i = last_own() - split_; i >= 0; i--) next();
   }
   __device__ void next() {
     if (!--left_) return;
     number_++;
-    if (several_ && run_ < rows_.last_run) {
-      run_++;
+    if (several_ && split_ < rows_.last_split) {
+      split_++;
       return;
     }
     if (++kv_head_ == a_.cache.kv_heads) {
@@ -137,14 +138,14 @@ class Runs {
       do rows_ = DecodeRows(a_, tiles_[++tile_], kDecodePairs);
       while (several_ && !rows_.count);
     }
-    run_ = rows_.first_run;
+    split_ = rows_.first_split;
   }
 
  private:
   const Attention& a_;
   const AttentionTile* const tiles_;
   const bool several_;
-  int tile_ = 0, kv_head_ = 0, run_ = 0, left_ = 0, number_ = 0;
+  int tile_ = 0, kv_head_ = 0, split_ = 0, left_ = 0, number_ = 0;
   DecodeRows rows_;
 };
 
@@ -153,8 +154,8 @@ class Runs {
 struct Extent {
   int begin, last, start, blocks;
 
-  __device__ Extent(const DecodeRows& rows, int run) : begin(run * kRunTokens), start(rows.tile.start) {
-    last = min(rows.position(rows.count - 1), begin + kRunTokens - 1);
+  __device__ Extent(const DecodeRows& rows, int split) : begin(split * kKvSplitTokens), start(rows.tile.start) {
+    last = min(rows.position(rows.count - 1), begin + kKvSplitTokens - 1);
     blocks = (last - begin) / kTokens + 1;
   }
 };
@@ -170,13 +171,13 @@ struct Part {
   int merged;       // the last run that is merged
 
   // run: one of the block's; number: of this run among all.
-  __device__ Part(const Attention& a, const AttentionTile* tiles, int tile, int kv_head, int run, int number,
+  __device__ Part(const Attention& a, const AttentionTile* tiles, int tile, int kv_head, int split, int number,
                   const Begin& begin)
       : tile(tile), kv_head(kv_head), rows(a, tiles[tile], kDecodePairs) {
-    const int first = number - (run - rows.first_run), last = first + rows.last_run - rows.first_run;
+    const int first = number - (split - rows.first_split), last = first + rows.last_split - rows.first_split;
     const int block = begin.block_of(first);
     blocks = begin.block_of(last) - block + 1, own = blockIdx.x - block;
-    merged = rows.first_run + min(begin.begin_of(block + 1) - 1, last) - first;
+    merged = rows.first_split + min(begin.begin_of(block + 1) - 1, last) - first;
   }
 };
 
@@ -189,11 +190,11 @@ __device__ inline int arrived(const int* arrivals) {
   return value;
 }
 // A warp has left its part of a tile and a KV head for the merge.
-__device__ inline void leave_part(const Attention& a, const Runs& runs) {
+__device__ inline void leave_part(const Attention& a, const KvSplits& splits) {
   __syncwarp();
   if (threadIdx.x % 32) return;
   asm volatile(
-      "red.release.gpu.global.add.s32 [%0], 1;" ::"l"(a.arrivals + runs.tile() * a.cache.kv_heads + runs.kv_head())
+      "red.release.gpu.global.add.s32 [%0], 1;" ::"l"(a.arrivals + splits.tile() * a.cache.kv_heads + splits.kv_head())
       : "memory");
 }
 
@@ -225,7 +226,7 @@ __device__ void merge_part(const Attention& a, const Part& part, Shared& shared,
   static_assert(kDim % kWide == 0 && kWide % 4 == 0);
   const DecodeRows& rows = part.rows;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, kv_head = part.kv_head, warps = kConsumers * part.blocks;
-  const int chunks = rows.count * kChunks, mergers = kMergers * part.blocks, most_runs = min(32, bytes / (kWide * 4));
+  const int chunks = rows.count * kChunks, mergers = kMergers * part.blocks, most_splits = min(32, bytes / (kWide * 4));
   int* arrivals = a.arrivals + part.tile * a.cache.kv_heads + kv_head;
   int chunk = warp % kMergers * part.blocks + part.own;
   if (chunk >= chunks) return;
@@ -237,13 +238,13 @@ __device__ void merge_part(const Attention& a, const Part& part, Shared& shared,
   const bool has = lane * 4 < kWide;
   for (; chunk < chunks; chunk += mergers) {
     const int pair = chunk / kChunks, feature = chunk % kChunks * kWide + (has ? lane * 4 : 0);
-    const auto place = [&](int run, int at) { return partial_of(a, part.tile, kv_head, run) + at; };
+    const auto place = [&](int split, int at) { return partial_of(a, part.tile, kv_head, split) + at; };
     const int at = 2 * kDecodePairs + pair * kDim + feature;
     float most = __ldcg(place(part.merged, pair)), sum = __ldcg(place(part.merged, kDecodePairs + pair));
     float4 total = __ldcg(reinterpret_cast<const float4*>(place(part.merged, at)));
 #pragma unroll 1
-    for (int first = part.merged + 1; first <= rows.last_run; first += most_runs) {
-      const int count = min(most_runs, rows.last_run - first + 1), own = first + min(lane, count - 1);
+    for (int first = part.merged + 1; first <= rows.last_split; first += most_splits) {
+      const int count = min(most_splits, rows.last_split - first + 1), own = first + min(lane, count - 1);
       const float own_most = __ldcg(place(own, pair)), own_sum = __ldcg(place(own, kDecodePairs + pair));
 #pragma unroll 4
       for (int i = 0; i < count; i++)
@@ -263,10 +264,10 @@ __device__ void merge_part(const Attention& a, const Part& part, Shared& shared,
       __syncwarp();
 #pragma unroll 4
       for (int i = 0; i < count; i++) {
-        const float4 factor = factors[i], run = load_shared_four(memory + i * kWide * 4);
+        const float4 factor = factors[i], split = load_shared_four(memory + i * kWide * 4);
         sum = merged(sum, factor.x, factor.z, factor.y);
-        total.x = merged(total.x, factor.x, run.x, factor.y), total.y = merged(total.y, factor.x, run.y, factor.y);
-        total.z = merged(total.z, factor.x, run.z, factor.y), total.w = merged(total.w, factor.x, run.w, factor.y);
+        total.x = merged(total.x, factor.x, split.x, factor.y), total.y = merged(total.y, factor.x, split.y, factor.y);
+        total.z = merged(total.z, factor.x, split.z, factor.y), total.w = merged(total.w, factor.x, split.w, factor.y);
       }
       __syncwarp();
     }
