@@ -147,15 +147,15 @@ void check(int seed) {
   float* results[4];
   for (float*& result : results) result = (float*)device(nullptr, out * 4);
   unsigned long long *counters = (unsigned long long*)device(nullptr, 24), found[3];
-  Turn turn;
-  turn.table.dim = one_of({dim, dim / 2, 10}), turn.interleaved = rand() % 2;
-  turn.table.cosine = angles, turn.table.sine = angles + (size_t)rows * dim / 2;
+  Rope rope;
+  rope.table.dim = one_of({dim, dim / 2, 10}), rope.interleaved = rand() % 2;
+  rope.table.cosine = angles, rope.table.sine = angles + (size_t)rows * dim / 2;
   Queue queue;
   queue.stream = stream, queue.capability = 90;
   CHECK(cudaDeviceSynchronize());
   a.out = {results[0], nullptr, heads * dim};
-  AS_DTYPE16::store_and_attend(a, &turn, tiles, count, splits > 1 ? 2 : 1, queue);
-  a.out.values = results[1], AS_DTYPE16::store_cache(a, places, &turn, true, rows, queue);
+  AS_DTYPE16::store_and_attend(a, &rope, tiles, count, splits > 1 ? 2 : 1, queue);
+  a.out.values = results[1], AS_DTYPE16::store_cache(a, places, &rope, true, rows, queue);
   AS_DTYPE16::attend_decode(a, choice_of(a, queue).decode, tiles, count, splits > 1 ? 2 : 1, queue);
   a.out.values = results[2], AS_DTYPE16::attend_prefill(a, choice_of(a, queue).prefill, tiles, count, nullptr, queue);
   a.out.values = results[3];
@@ -171,7 +171,7 @@ void check(int seed) {
         "cap %g, "
         "rotary %d %d\n",
         seed, (int)type, found[0], found[1], found[2], out, dim, heads, kv, span, sequences, longest, a.window,
-        a.soft_cap, turn.table.dim, turn.interleaved);
+        a.soft_cap, rope.table.dim, rope.interleaved);
   for (const void* p :
        {(void*)qkv, (void*)angles, (void*)a.cache.data, (void*)a.tables, (void*)a.partials, (void*)tiles, (void*)places,
         (void*)counters, (void*)results[0], (void*)results[1], (void*)results[2], (void*)results[3]})
@@ -217,7 +217,7 @@ int main(int argc, char** argv) {
     a.cache = {nullptr, type, kSpan, kv, dim, dim};
     a.group = heads / kv, a.queries = heads, a.scale = 1 / sqrtf(dim), a.width = width, a.most_splits = most_splits;
     const size_t layer_bytes = a.cache.span_bytes() * spans * sequences, out = (size_t)sequences * heads * dim;
-    float *qkv, *results[2], *partials, *turned;
+    float *qkv, *results[2], *partials, *angles;
     char* data;
     AttentionTile* device_tiles;
     int *tables, *where, *arrivals;
@@ -226,9 +226,9 @@ int main(int argc, char** argv) {
     CHECK(cudaMalloc(&counter, 8)), CHECK(cudaMemset(counter, 0, 8));
     CHECK(cudaMalloc(&partials, partial_floats(dim) * kv * sequences * most_splits * 4));
     CHECK(cudaMalloc(&arrivals, sequences * kv * 4)), CHECK(cudaMemset(arrivals, 0, sequences * kv * 4));
-    CHECK(cudaMalloc(&turned, (size_t)sequences * dim * 4));
+    CHECK(cudaMalloc(&angles, (size_t)sequences * dim * 4));
     fill_floats<<<ceil_div((size_t)sequences * width, 256), 256>>>(qkv, (size_t)sequences * width);
-    fill_floats<<<ceil_div((size_t)sequences * dim, 256), 256>>>(turned, (size_t)sequences * dim);
+    fill_floats<<<ceil_div((size_t)sequences * dim, 256), 256>>>(angles, (size_t)sequences * dim);
     std::vector<AttentionTile> tiles;
     std::vector<int> table, places;
     for (int s = 0; s < sequences; s++) {
@@ -253,11 +253,11 @@ int main(int argc, char** argv) {
     }
     for (float*& result : results) CHECK(cudaMalloc(&result, out * 4)), CHECK(cudaMemset(result, 0, out * 4));
     CHECK(cudaDeviceSynchronize());
-    Turn turn;
-    turn.table.dim = dim, turn.table.cosine = turned, turn.table.sine = turned + sequences * dim / 2;
+    Rope rope;
+    rope.table.dim = dim, rope.table.cosine = angles, rope.table.sine = angles + sequences * dim / 2;
     const int at_once = (type == CacheType::dtype16 ? 2 : 3) * processors() / (sequences * kv);
     const int sharers = splits > 1 ? std::min(std::max(at_once, 2), std::max(splits, 2)) : 1;
-    const auto once = [&](int layer, const Turn* t) {
+    const auto once = [&](int layer, const Rope* t) {
       a.cache.data = data + layer * layer_bytes, a.out = {results[0], nullptr, heads * dim};
       if (choice_of(a, queue).stores)
         return AS_DTYPE16::store_and_attend(a, t, device_tiles, sequences, sharers, queue);
@@ -271,10 +271,10 @@ int main(int argc, char** argv) {
     differ<<<ceil_div(out, 256), 256>>>(results[0], results[1], out, counter);
     CHECK(cudaMemcpy(&found, counter, 8, cudaMemcpyDeviceToHost));
     const double both = time_of([&] {
-      for (int i = 0; i < kLayers; i++) between(i), once(i, &turn);
+      for (int i = 0; i < kLayers; i++) between(i), once(i, &rope);
     });
     const double only = time_of([&] {
-      for (int i = 0; i < kLayers; i++) once(i, &turn);
+      for (int i = 0; i < kLayers; i++) once(i, &rope);
     });
     printf("%d/%d/%d %s %s: %.1f us a layer, %.1f one after the other; bytes %.1f; %llu of %zu differ\n", heads, kv,
            dim,
@@ -294,7 +294,7 @@ int main(int argc, char** argv) {
       for (int j = 0; j < 6; j++) printf(" %.6g", shown[i][j]);
       printf(i ? "\n" : " |");
     }
-    for (void* p : {(void*)qkv, (void*)data, (void*)counter, (void*)partials, (void*)arrivals, (void*)turned,
+    for (void* p : {(void*)qkv, (void*)data, (void*)counter, (void*)partials, (void*)arrivals, (void*)angles,
                     (void*)tables, (void*)where, (void*)device_tiles, (void*)results[0], (void*)results[1]})
       CHECK(cudaFree(p));
   }

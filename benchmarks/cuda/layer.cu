@@ -110,9 +110,9 @@ int main(int argc, char** argv) {
   a.group = heads / kv, a.queries = heads, a.scale = 0.088f, a.width = wide, a.tables = copied(tables);
   a.most_splits = 2, a.partials = nullptr;
   a.arrivals = memory<int>(kMostRows * kv * 4);
-  Turn turn;
-  turn.table.dim = kDim, turn.table.cosine = copied(std::vector<float>(kMostRows * kDim / 2, 0.8f));
-  turn.table.sine = copied(std::vector<float>(kMostRows * kDim / 2, 0.6f));
+  Rope rope;
+  rope.table.dim = kDim, rope.table.cosine = copied(std::vector<float>(kMostRows * kDim / 2, 0.8f));
+  rope.table.sine = copied(std::vector<float>(kMostRows * kDim / 2, 0.6f));
   const Norm norm{copied(std::vector<float>(kHidden, 1.0f)), 1e-6f, false};
   const float* bias = copied(std::vector<float>(wide, 0.1f));
   std::vector<float> begin_x(kMostRows * kHidden);
@@ -159,7 +159,7 @@ int main(int argc, char** argv) {
     for (const Layer& l : layers) {
       if (has("qkv")) product(l.qkv, normed, {qkv, nullptr, wide}, false, false, bias, "norm1");
       a.cache = l.cache;
-      if (has("attention")) attend_decode_dtype16(a, decode_tiles, rows, false, true, &turn, queue);
+      if (has("attention")) attend_decode_dtype16(a, decode_tiles, rows, false, true, &rope, queue);
       if (has("o ")) product(l.o, context, {x, nullptr, kHidden}, true, false, nullptr);
       if (has("gate_up")) product(l.gate_up, normed, {nullptr, act, inner}, false, true, nullptr, "norm2");
       if (has("down")) product(l.down, act, {x, nullptr, kHidden}, true, false, nullptr);

@@ -49,23 +49,23 @@ void silu_mul_pairs(const float* in, const float* bias, int rows, const Rows& ou
   AS_CALL(out.dtype, silu_mul_pairs, in, bias, rows, out, queue);
 }
 
-void store_cache(const Attention& a, const int* where, const Turn* turn, bool queries, int rows, const Queue& queue) {
-  AS_CALL(a.cache.dtype, store_cache, a, where, turn, queries, rows, queue);
+void store_cache(const Attention& a, const int* where, const Rope* rope, bool queries, int rows, const Queue& queue) {
+  AS_CALL(a.cache.dtype, store_cache, a, where, rope, queries, rows, queue);
 }
 void attend_decode(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, int sharers,
                    const Queue& queue) {
   AS_CALL(a.cache.dtype, attend_decode, a, algo, tiles, count, sharers, queue);
 }
-void attend_prefill(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, const Turn* turn,
+void attend_prefill(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, const Rope* rope,
                     const Queue& queue) {
-  AS_CALL(a.cache.dtype, attend_prefill, a, algo, tiles, count, turn, queue);
+  AS_CALL(a.cache.dtype, attend_prefill, a, algo, tiles, count, rope, queue);
 }
-bool attend_turns(const Attention& a, AttentionAlgo algo, const Turn& turn) {
-  AS_CALL(a.cache.dtype, attend_turns, a, algo, turn);
+bool attend_prefill_ropes(const Attention& a, AttentionAlgo algo, const Rope& rope) {
+  AS_CALL(a.cache.dtype, attend_prefill_ropes, a, algo, rope);
 }
-void store_and_attend(const Attention& a, const Turn* turn, const AttentionTile* tiles, int count, int sharers,
+void store_and_attend(const Attention& a, const Rope* rope, const AttentionTile* tiles, int count, int sharers,
                       const Queue& queue) {
-  AS_CALL(a.cache.dtype, store_and_attend, a, turn, tiles, count, sharers, queue);
+  AS_CALL(a.cache.dtype, store_and_attend, a, rope, tiles, count, sharers, queue);
 }
 
 void sum_ranks(const RankSum& sum, int rows, const Queue& queue) { AS_CALL(sum.dtype, sum_ranks, sum, rows, queue); }

@@ -36,7 +36,7 @@ int bind_rope(Binding& b, size_t i) {
   const auto table = b.workspace.rotary_tables.find(op.integer("table"));
   if (table == b.workspace.rotary_tables.end())
     throw std::invalid_argument("no rotary table " + std::to_string(op.integer("table")));
-  const Turn rotation{table->second, std::string(op.choice("pairs")) == "interleaved"};
+  const Rope rotation{table->second, std::string(op.choice("pairs")) == "interleaved"};
   if (rotates_in_attention(b, i)) {
     b.rope = rotation, b.deferred = true;
     return 0;

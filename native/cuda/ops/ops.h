@@ -69,7 +69,7 @@ struct Binding {
   // Tensors whose gate and up columns are interleaved, and the bias that is still to be added.
   std::map<int, const float*> interleaved;
   // Work on heads that the next attention does: rotation, and before it norms of queries and keys.
-  std::optional<Turn> rope;
+  std::optional<Rope> rope;
   std::optional<std::pair<HeadNorm, HeadNorm>> head_norms;
   bool deferred = false;  // the op that was bound last left its work to a later one
   // Of row sets of experts: the tensor of weights that the router writes, and, where the router's layer has kernels for

@@ -22,7 +22,7 @@ int bind_span_attention(Binding& b, size_t i) {
   if (op.flag("sinks")) a.sinks = b.vector(op, 0);
   if (op.flag("alibi")) a.slopes = b.vector(op, op.flag("sinks"));
   const double logn = op.number("logn");
-  const std::optional<Turn> rope = std::exchange(b.rope, std::nullopt);
+  const std::optional<Rope> rope = std::exchange(b.rope, std::nullopt);
   const std::optional<std::pair<HeadNorm, HeadNorm>> norms = std::exchange(b.head_norms, std::nullopt);
   Attention whole = a;
   if (norms) whole.query_norm = norms->first.norm, whole.key_norm = norms->second.norm;
@@ -32,14 +32,14 @@ int bind_span_attention(Binding& b, size_t i) {
   const AttentionChoice kernels = ws.kernels.attention(a.cache, a.group, a.slopes || a.sinks);
   b.launches.push_back([=, data = &*ws.data, queue = b.queue](const Binding::Size& size) {
     if (!size.rows) return;
-    const Turn* rotates = rope ? &*rope : nullptr;
+    const Rope* rotates = rope ? &*rope : nullptr;
     if (logn) scale_queries(a, data->positions(), logn, size.rows, queue);
     const int tiles = std::max(size.decode_tiles * a.cache.kv_heads, 1);
     const int sharers = size.kv_splits > 1 ? std::clamp(wanted / tiles, 2, std::max(most, 2)) : 1;
     if (kernels.stores && size.decode_tiles && !size.prefill_tiles)
       return store_and_attend(whole, rotates, data->decode_tiles(), size.decode_tiles, sharers, queue);
     if (norms) head_norm(const_cast<float*>(a.qkv), a.width, norms->first, norms->second, size.rows, queue);
-    const bool rotates_queries = rotates && !size.decode_tiles && attend_turns(a, kernels.prefill, *rotates);
+    const bool rotates_queries = rotates && !size.decode_tiles && attend_prefill_ropes(a, kernels.prefill, *rotates);
     store_cache(a, where, rotates, !rotates_queries, size.rows, queue);
     attend_decode(a, kernels.decode, data->decode_tiles(), size.decode_tiles, sharers, queue);
     attend_prefill(a, kernels.prefill, data->prefill_tiles(), size.prefill_tiles, rotates_queries ? rotates : nullptr,

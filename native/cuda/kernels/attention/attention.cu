@@ -35,25 +35,26 @@ struct Cached {
   }
 };
 
-// A thread for each of the first `turned` pairs of features of the queries, which are rotated in place, and each value
+// A thread for each of the first `rotated` pairs of features of the queries, which are rotated in place, and each value
 // of the cache. rotates: keys as they enter the cache, as rope() does.
 template <CacheType kType>
-__global__ void store_kernel(Attention a, const int* where, bool rotates, RotaryTable t, bool interleaved, int turned) {
+__global__ void store_kernel(Attention a, const int* where, bool rotates, RotaryTable t, bool interleaved,
+                             int rotated) {
   after_previous();
   const int row = blockIdx.x, at = where[row], dim = a.cache.head_dim, padded = a.cache.padded_dim, half = t.dim / 2;
   const int queries = a.width / dim - 2 * a.cache.kv_heads;
   float* in = const_cast<float*>(a.qkv) + (size_t)row * a.width;
-  const auto turn = [&](const float* head, int pair, float& first, float& second) {
+  const auto rotate = [&](const float* head, int pair, float& first, float& second) {
     const float x = head[interleaved ? 2 * pair : pair], y = head[interleaved ? 2 * pair + 1 : pair + half];
     const float c = t.cosine[(size_t)row * half + pair], s = t.sine[(size_t)row * half + pair];
     first = __fmul_rn(x, c) - __fmul_rn(y, s), second = __fmul_rn(y, c) + __fmul_rn(x, s);
   };
-  const int i = blockIdx.y * blockDim.x + threadIdx.x - turned;
+  const int i = blockIdx.y * blockDim.x + threadIdx.x - rotated;
   if (i < 0) {
-    const int pair = (i + turned) % half;
-    float* head = in + (i + turned) / half * dim;
+    const int pair = (i + rotated) % half;
+    float* head = in + (i + rotated) / half * dim;
     float first, second;
-    turn(head, pair, first, second);
+    rotate(head, pair, first, second);
     head[interleaved ? 2 * pair : pair] = first, head[interleaved ? 2 * pair + 1 : pair + half] = second;
     return;
   }
@@ -64,7 +65,7 @@ __global__ void store_kernel(Attention a, const int* where, bool rotates, Rotary
   float x = feature < dim ? from[feature] : 0.0f;
   if (rotates && !value && feature < t.dim) {
     float first, second;
-    turn(from, interleaved ? feature / 2 : feature % half, first, second);
+    rotate(from, interleaved ? feature / 2 : feature % half, first, second);
     x = (interleaved ? feature % 2 : feature >= half) ? second : first;
   }
   char* to =
@@ -274,10 +275,10 @@ __global__ void merge_kernel(Attention a, const AttentionTile* tiles) {
 }  // namespace
 
 // Whether keys turn halves with halves, all features, eight values at a time.
-static bool turns_pieces(const Attention& a, const Turn& turn) {
+static bool ropes_pieces(const Attention& a, const Rope& rope) {
   const auto aligned = [](const float* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
-  const RotaryTable& t = turn.table;
-  return !turn.interleaved && t.dim == a.cache.head_dim && aligned(t.cosine) && aligned(t.sine);
+  const RotaryTable& t = rope.table;
+  return !rope.interleaved && t.dim == a.cache.head_dim && aligned(t.cosine) && aligned(t.sine);
 }
 
 template <bool kAll = kAllFormats>
@@ -289,31 +290,32 @@ static auto store_kernel_of(CacheType type) {
   return store_kernel<CacheType::dtype16>;
 }
 
-void store_cache(const Attention& a, const int* where, const Turn* turn, bool queries, int rows, const Queue& queue) {
-  const RotaryTable table = turn ? turn->table : RotaryTable();
-  const bool interleaved = turn && turn->interleaved;
+void store_cache(const Attention& a, const int* where, const Rope* rope, bool queries, int rows, const Queue& queue) {
+  const RotaryTable table = rope ? rope->table : RotaryTable();
+  const bool interleaved = rope && rope->interleaved;
   const int heads = a.width / a.cache.head_dim - 2 * a.cache.kv_heads;
   if (a.cache.quantized()) {
-    if (turn)
-      rope(const_cast<float*>(a.qkv), a.width, {0, heads + a.cache.kv_heads, a.cache.head_dim}, table, interleaved,
-           rows, queue);
+    if (rope)
+      cuda::rope(const_cast<float*>(a.qkv), a.width, {0, heads + a.cache.kv_heads, a.cache.head_dim}, table,
+                 interleaved, rows, queue);
     const auto kernel = a.cache.type == CacheType::int8 ? store_quantized_kernel<8> : store_quantized_kernel<4>;
     start(queue, kernel, dim3(rows, 2 * a.cache.kv_heads), 32, 0, a, where);
     launched("store_cache");
     return;
   }
-  if (a.cache.type == CacheType::dtype16 && a.cache.head_dim % 16 == 0 && (!turn || turns_pieces(a, *turn))) {
-    const int first = turn && queries ? 0 : heads, count = heads + 2 * a.cache.kv_heads - first;
+  if (a.cache.type == CacheType::dtype16 && a.cache.head_dim % 16 == 0 && (!rope || ropes_pieces(a, *rope))) {
+    const int first = rope && queries ? 0 : heads, count = heads + 2 * a.cache.kv_heads - first;
     const size_t pieces = (size_t)rows * count * (a.cache.head_dim / 16);
-    start(queue, store_pieces_kernel, ceil_div(pieces, 256), 256, 0, a, where, turn != nullptr, table, rows, first,
+    start(queue, store_pieces_kernel, ceil_div(pieces, 256), 256, 0, a, where, rope != nullptr, table, rows, first,
           count);
     launched("store_cache");
     return;
   }
   const auto kernel = store_kernel_of(a.cache.type);
-  const int turned = turn && queries ? heads * (table.dim / 2) : 0;
-  const int items = turned + 2 * a.cache.kv_heads * a.cache.padded_dim;
-  start(queue, kernel, dim3(rows, ceil_div(items, 256)), 256, 0, a, where, turn != nullptr, table, interleaved, turned);
+  const int rotated = rope && queries ? heads * (table.dim / 2) : 0;
+  const int items = rotated + 2 * a.cache.kv_heads * a.cache.padded_dim;
+  start(queue, kernel, dim3(rows, ceil_div(items, 256)), 256, 0, a, where, rope != nullptr, table, interleaved,
+        rotated);
   launched("store_cache");
 }
 
@@ -337,8 +339,8 @@ auto attend_kernel_of(CacheType type) {
 }
 
 void attend_decode_mma(const Attention& a, const AttentionTile* tiles, int count, int sharers, bool own,
-                       const Turn* turn, const Queue& queue) {
-  (a.cache.bits() <= 8 ? attend_decode_quantized : attend_decode_dtype16)(a, tiles, count, sharers > 1, own, turn,
+                       const Rope* rope, const Queue& queue) {
+  (a.cache.bits() <= 8 ? attend_decode_quantized : attend_decode_dtype16)(a, tiles, count, sharers > 1, own, rope,
                                                                           queue);
   launched("attention of few rows");
 }
@@ -354,11 +356,11 @@ void attend_decode(const Attention& a, AttentionAlgo algo, const AttentionTile* 
   if (sharers > 1) merge(a, tiles, count, queue);  // of a single run there is nothing to merge
 }
 
-void attend_prefill(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, const Turn* turn,
+void attend_prefill(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, const Rope* rope,
                     const Queue& queue) {
   if (count == 0) return;
   const dim3 grid(count, a.cache.kv_heads);
-  if (algo == AttentionAlgo::wgmma) attend_prefill_wgmma(a, tiles, count, turn, queue);
+  if (algo == AttentionAlgo::wgmma) attend_prefill_wgmma(a, tiles, count, rope, queue);
   else if (algo == AttentionAlgo::simt)
     start(queue, attend_kernel_of(a.cache.type), grid, 32 * kWarps, 0, a, tiles, false);
   else if (a.cache.bits() <= 8) attend_prefill_quantized(a, tiles, count, queue);
@@ -366,13 +368,13 @@ void attend_prefill(const Attention& a, AttentionAlgo algo, const AttentionTile*
   launched("attention of many rows");
 }
 
-bool attend_turns(const Attention& a, AttentionAlgo algo, const Turn& turn) {
-  return algo == AttentionAlgo::wgmma && turns_pieces(a, turn);
+bool attend_prefill_ropes(const Attention& a, AttentionAlgo algo, const Rope& rope) {
+  return algo == AttentionAlgo::wgmma && ropes_pieces(a, rope);
 }
 
-void store_and_attend(const Attention& a, const Turn* turn, const AttentionTile* tiles, int count, int sharers,
+void store_and_attend(const Attention& a, const Rope* rope, const AttentionTile* tiles, int count, int sharers,
                       const Queue& queue) {
-  attend_decode_mma(a, tiles, count, sharers, true, turn, queue);
+  attend_decode_mma(a, tiles, count, sharers, true, rope, queue);
 }
 
 }  // namespace AS_DTYPE16

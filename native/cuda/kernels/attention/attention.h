@@ -77,24 +77,24 @@ constexpr int kLargestHead = 256;
 inline size_t partial_floats(int head_dim) { return kDecodePairs * (2 + (size_t)head_dim); }
 
 // How queries and keys are rotated: all heads of them.
-struct Turn {
+struct Rope {
   RotaryTable table;
   bool interleaved = false;
 };
-// Keys and values of rows enter the cache; where: each row's span * span_size + place in it, -1 for none. turn: null,
+// Keys and values of rows enter the cache; where: each row's span * span_size + place in it, -1 for none. rope: null,
 // or what happens to keys on their way there, and, if `queries`, to queries where they are.
-void store_cache(const Attention& a, const int* where, const Turn* turn, bool queries, int rows, const Queue& queue);
+void store_cache(const Attention& a, const int* where, const Rope* rope, bool queries, int rows, const Queue& queue);
 // tiles: of at most kDecodePairs. sharers: by how many blocks the runs of one are shared: 1 if no tile has several.
 void attend_decode(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, int sharers,
                    const Queue& queue);
-// tiles: of at most kPrefillPairs. turn: null, or what happens to queries first, if attend_turns().
-void attend_prefill(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, const Turn* turn,
+// tiles: of at most kPrefillPairs. rope: null, or what happens to queries first, if attend_prefill_ropes().
+void attend_prefill(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, const Rope* rope,
                     const Queue& queue);
-bool attend_turns(const Attention& a, AttentionAlgo algo, const Turn& turn);
+bool attend_prefill_ropes(const Attention& a, AttentionAlgo algo, const Rope& rope);
 // Queries at positions from `beyond` on, times log(position + 1) / log(beyond).
 void scale_queries(const Attention& a, const int* positions, double beyond, int rows, const Queue& queue);
 // store_cache() and attend_decode() at once by mma, of a step whose tiles are all few.
-void store_and_attend(const Attention& a, const Turn* turn, const AttentionTile* tiles, int count, int sharers,
+void store_and_attend(const Attention& a, const Rope* rope, const AttentionTile* tiles, int count, int sharers,
                       const Queue& queue);
 
 }  // namespace cuda

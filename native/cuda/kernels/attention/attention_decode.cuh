@@ -11,7 +11,7 @@
 
 #include "cuda/kernels/attention/attention_decode_copies.cuh"
 #include "cuda/kernels/attention/decode_plan.h"
-#include "cuda/kernels/attention/turned_head.cuh"
+#include "cuda/kernels/attention/rope_head.cuh"
 #include "cuda/kernels/quantize/quantized.cuh"
 
 namespace as {
@@ -63,7 +63,7 @@ class Attender {
         factor_(score_factor(a)) {}
 
   // Of a tile and a KV head: queries, and what enters the cache where the block's runs have it. rotates: both.
-  __device__ void begin_tile(const KvSplits& splits, bool own, bool rotates, const Turn& turn) {
+  __device__ void begin_tile(const KvSplits& splits, bool own, bool rotates, const Rope& rope) {
     const DecodeRows& rows = splits.rows();
     const int kv_head = splits.kv_head(), start = rows.tile.start;
     const int items = rows.count + (own ? rows.tile.count : 0);
@@ -72,8 +72,8 @@ class Attender {
       if (!kLean && item < rows.count) {  // sooner by itself, but then there is more of it in registers
         if (!rows.has(item, kv_head)) continue;
         const int row = rows.row(item);
-        TurnedHead<kDim> head;
-        head.read(a_.qkv + (size_t)row * a_.width + (size_t)rows.head(item, kv_head) * kDim, a_.query_norm, row, turn,
+        RopeHead<kDim> head;
+        head.read(a_.qkv + (size_t)row * a_.width + (size_t)rows.head(item, kv_head) * kDim, a_.query_norm, row, rope,
                   rotates);
         head.write(queries_ + item * S::kStride);
         continue;
@@ -87,13 +87,13 @@ class Attender {
       const int size = a_.cache.span_size, place = at & (size - 1);  // a power of two
       int span = 0;
       Norm norm = a_.query_norm;
-      TurnedHead<kDim> head, value;
+      RopeHead<kDim> head, value;
       if (!query) {  // asked for before what the head is of
         norm = a_.key_norm;
         span = a_.tables[rows.tile.table + (at >> (31 - __clz(size)))];
-        value.read(from + a_.cache.kv_heads * kDim, Norm(), row, turn, false);
+        value.read(from + a_.cache.kv_heads * kDim, Norm(), row, rope, false);
       }
-      head.read(from, norm, row, turn, rotates);
+      head.read(from, norm, row, rope, rotates);
       if (query) {
         head.write(queries_ + i * S::kStride);
         continue;
@@ -452,7 +452,7 @@ class Attender {
 template <int kDim, CacheType kType, bool kLean>
 __global__ void __launch_bounds__(threads(kLean), kLean ? 2 : 1)
     attend_decode_kernel(const __grid_constant__ Attention a, const AttentionTile* tiles, int count, bool has_splits,
-                         bool own, bool rotates, const __grid_constant__ Turn turn, int own_rows, int stages) {
+                         bool own, bool rotates, const __grid_constant__ Rope rope, int own_rows, int stages) {
   using S = Shape<kDim, kType>;
   const bool several = !kLean && has_splits;
   extern __shared__ __align__(128) char memory[];
@@ -488,7 +488,7 @@ __global__ void __launch_bounds__(threads(kLean), kLean ? 2 : 1)
     if (!rows.count) continue;
     if (begins) {
       if (!first) consumers_meet();  // nobody reads the rows before any more
-      attender.begin_tile(splits, own, rotates, turn), first = false;
+      attender.begin_tile(splits, own, rotates, rope), first = false;
       attender.begin_part();
       begins = false, merges = splits.split() == rows.first_split;
     }
@@ -525,7 +525,7 @@ __global__ void __launch_bounds__(threads(kLean), kLean ? 2 : 1)
 // A ring has room for the blocks of a run's keys side by side (decode_plan.h): by that, warps that wait for one know it
 // from the one before.
 template <int kDim, CacheType kType>
-void start_decode(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own, const Turn* turn,
+void start_decode(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own, const Rope* rope,
                   const Queue& queue) {
   using S = Shape<kDim, kType>;
   const int rows = own ? kDecodePairs / a.group : 0, all = count * a.cache.kv_heads * (several ? a.most_splits : 1);
@@ -534,8 +534,8 @@ void start_decode(const Attention& a, const AttentionTile* tiles, int count, boo
   const auto launch = [&](auto kernel, int threads, int blocks, int stages) {
     const int bytes = fixed + stages * S::kTensor;
     allow_shared(kernel, bytes);
-    start(queue, kernel, dim3(std::min(all, blocks)), threads, bytes, a, tiles, count, several, own, turn != nullptr,
-          turn ? *turn : Turn(), rows, stages);
+    start(queue, kernel, dim3(std::min(all, blocks)), threads, bytes, a, tiles, count, several, own, rope != nullptr,
+          rope ? *rope : Rope(), rows, stages);
   };
   if constexpr (kDim <= 128) {  // a warp has a run's keys in a stage of its own
     if (!several && all > there && half >= kBlocks * S::kTensor)

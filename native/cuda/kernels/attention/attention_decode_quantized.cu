@@ -16,11 +16,11 @@ auto start_of(int head_dim) {
 }  // namespace
 
 void attend_decode_quantized(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own,
-                             const Turn* turn, const Queue& queue) {
+                             const Rope* rope, const Queue& queue) {
   const auto start = a.cache.type == CacheType::int8    ? start_of<CacheType::int8>(a.cache.head_dim)
                      : a.cache.type == CacheType::uint4 ? start_of<CacheType::uint4>(a.cache.head_dim)
                                                         : start_of<CacheType::float8>(a.cache.head_dim);
-  start(a, tiles, count, several, own, turn, queue);
+  start(a, tiles, count, several, own, rope, queue);
 }
 
 }  // namespace cuda

@@ -10,11 +10,11 @@ namespace cuda {
 // several runs. own: rows enter the cache, too, as store_cache() has it.
 namespace AS_DTYPE16 {
 void attend_decode_dtype16(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own,
-                           const Turn* turn, const Queue& queue);
+                           const Rope* rope, const Queue& queue);
 void attend_prefill_mma(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue);
 }  // namespace AS_DTYPE16
 void attend_decode_quantized(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own,
-                             const Turn* turn, const Queue& queue);
+                             const Rope* rope, const Queue& queue);
 void attend_prefill_quantized(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue);
 
 }  // namespace cuda

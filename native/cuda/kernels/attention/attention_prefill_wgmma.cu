@@ -107,9 +107,9 @@ __device__ void put_piece(char* to, int pair, int piece, const float (&x)[8], ui
                  to_dtype16x2(x[6], x[7]) & kept);
 }
 
-// Queries of 64 pairs from `first` on, by a warpgroup; turns: rotated, halves with halves, as store_cache() does it.
+// Queries of 64 pairs from `first` on, by a warpgroup; rotates: rotated, halves with halves, as store_cache() does it.
 // All are on their way before the first is needed: nobody multiplies meanwhile.
-template <int kDim, bool turns>
+template <int kDim, bool rotates>
 __device__ void copy_queries(const Attention& a, const TileRows& rows, int first, int kv_head, const RotaryTable& t,
                              char* to) {
   constexpr int kHalfDim = kDim / 2, kPieces = kHalfDim / 8, kTurns = kBlock * kPieces / 128;
@@ -129,7 +129,7 @@ __device__ void copy_queries(const Attention& a, const TileRows& rows, int first
     kept[turn] = there ? ~0u : 0;
     const float* head = a.qkv + (size_t)row * a.width + column;
     eight(head + piece * 8, x[turn]), eight(head + kHalfDim + piece * 8, y[turn]);
-    if (!turns) continue;
+    if (!rotates) continue;
     const size_t at = (size_t)row * kHalfDim + piece * 8;
     eight(t.cosine + at, cosine[turn]), eight(t.sine + at, sine[turn]);
   }
@@ -137,7 +137,7 @@ __device__ void copy_queries(const Attention& a, const TileRows& rows, int first
   for (int turn = 0; turn < kTurns; turn++) {
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-      if (!turns) continue;
+      if (!rotates) continue;
       const float was = x[turn][j];
       x[turn][j] = __fmul_rn(was, cosine[turn][j]) - __fmul_rn(y[turn][j], sine[turn][j]);
       y[turn][j] = __fmul_rn(y[turn][j], cosine[turn][j]) + __fmul_rn(was, sine[turn][j]);
@@ -321,8 +321,8 @@ __device__ void ask_for_queries(const Attention& a, const TileRows& rows, int kv
 
 template <int kDim, bool kCapped>
 __global__ void __launch_bounds__(kThreads, 1)
-    attend_prefill_wgmma_kernel(const __grid_constant__ Attention a, const AttentionTile* tiles, int count, bool turns,
-                                const __grid_constant__ RotaryTable table) {
+    attend_prefill_wgmma_kernel(const __grid_constant__ Attention a, const AttentionTile* tiles, int count,
+                                bool rotates, const __grid_constant__ RotaryTable table) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using S = Shape<kDim>;
   extern __shared__ __align__(1024) char shared[];
@@ -393,7 +393,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     all_here();  // nobody computes with the queries before any more
     char* own = shared + group * S::kTensorBytes;
-    if (turns) copy_queries<kDim, true>(a, rows, group * kBlock, item.kv_head, table, own);
+    if (rotates) copy_queries<kDim, true>(a, rows, group * kBlock, item.kv_head, table, own);
     else copy_queries<kDim, false>(a, rows, group * kBlock, item.kv_head, table, own);
     all_here();
     Attender<kDim, kCapped> attender(a, rows, group * kBlock, queries + group * S::kTensorBytes);
@@ -456,21 +456,21 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 template <int kDim>
-void start_dim(const Attention& a, const AttentionTile* tiles, int count, const Turn* turn, const Queue& queue) {
+void start_dim(const Attention& a, const AttentionTile* tiles, int count, const Rope* rope, const Queue& queue) {
   const auto kernel =
       a.soft_cap > 0 ? attend_prefill_wgmma_kernel<kDim, true> : attend_prefill_wgmma_kernel<kDim, false>;
   allow_shared(kernel, Shape<kDim>::kShared);
   const int blocks = std::min(count * a.cache.kv_heads, processors());
-  start(queue, kernel, dim3(blocks), kThreads, Shape<kDim>::kShared, a, tiles, count, turn != nullptr,
-        turn ? turn->table : RotaryTable());
+  start(queue, kernel, dim3(blocks), kThreads, Shape<kDim>::kShared, a, tiles, count, rope != nullptr,
+        rope ? rope->table : RotaryTable());
 }
 
 }  // namespace
 
-void attend_prefill_wgmma(const Attention& a, const AttentionTile* tiles, int count, const Turn* turn,
+void attend_prefill_wgmma(const Attention& a, const AttentionTile* tiles, int count, const Rope* rope,
                           const Queue& queue) {
-  if (a.cache.head_dim == 64) start_dim<64>(a, tiles, count, turn, queue);
-  else start_dim<128>(a, tiles, count, turn, queue);
+  if (a.cache.head_dim == 64) start_dim<64>(a, tiles, count, rope, queue);
+  else start_dim<128>(a, tiles, count, rope, queue);
 }
 
 }  // namespace AS_DTYPE16

@@ -8,7 +8,7 @@ namespace cuda {
 namespace AS_DTYPE16 {
 
 // Of caches of 16 bits, heads of 64 or 128 features without slopes and sinks; capability 9.0.
-void attend_prefill_wgmma(const Attention& a, const AttentionTile* tiles, int count, const Turn* turn,
+void attend_prefill_wgmma(const Attention& a, const AttentionTile* tiles, int count, const Rope* rope,
                           const Queue& queue);
 
 }  // namespace AS_DTYPE16

@@ -10,12 +10,12 @@ namespace decode {
 
 // A head of a row, normed (as head_norm() has it) and rotated if it is to be: a lane has every 32nd feature.
 template <int kDim>
-struct TurnedHead {
+struct RopeHead {
   static constexpr int kEach = (kDim + 31) / 32;
   float x[kEach];
 
-  __device__ void read(const float* head, const Norm& norm, int row, const Turn& turn, bool rotates) {
-    const RotaryTable& t = turn.table;
+  __device__ void read(const float* head, const Norm& norm, int row, const Rope& rope, bool rotates) {
+    const RotaryTable& t = rope.table;
     const int lane = threadIdx.x % 32, half = rotates ? t.dim / 2 : 0;
     float partner[kEach], cosine[kEach], sine[kEach], weights[kEach], partner_weights[kEach];
 #pragma unroll
@@ -24,8 +24,8 @@ struct TurnedHead {
       x[i] = f < kDim ? head[f] : 0.0f;
       if (norm.weight) weights[i] = f < kDim ? norm.weight[f] : 0.0f;
       if (f >= 2 * half) continue;
-      const int angle = turn.interleaved ? f / 2 : f < half ? f : f - half;
-      const int other = turn.interleaved ? f ^ 1 : f < half ? f + half : f - half;
+      const int angle = rope.interleaved ? f / 2 : f < half ? f : f - half;
+      const int other = rope.interleaved ? f ^ 1 : f < half ? f + half : f - half;
       partner[i] = head[other];
       if (norm.weight) partner_weights[i] = norm.weight[other];
       cosine[i] = t.cosine[(size_t)row * half + angle], sine[i] = t.sine[(size_t)row * half + angle];
@@ -46,7 +46,7 @@ struct TurnedHead {
       const int f = i * 32 + lane;
       if (f >= 2 * half) continue;
       const float own = __fmul_rn(x[i], cosine[i]), other = __fmul_rn(partner[i], sine[i]);
-      x[i] = (turn.interleaved ? f % 2 : f >= half) ? own + other : own - other;
+      x[i] = (rope.interleaved ? f % 2 : f >= half) ? own + other : own - other;
     }
   }
   __device__ void write(uint16_t* to) const {
