@@ -28,8 +28,8 @@ int64_t not_fitting(const HostRows& rows, DType16 type) {
 }  // namespace
 
 size_t adapter_bytes(int rank, int inputs, int columns, bool is_dtype16) {
-  if (is_dtype16) return (size_t)whole_ranks(rank) * (low_rank_stride(inputs) + columns) * sizeof(uint16_t);
-  return (size_t)rank * (low_rank_stride(inputs) + low_rank_stride(columns)) * sizeof(float);
+  if (is_dtype16) return (size_t)whole_ranks(rank) * (lora_stride(inputs) + columns) * sizeof(uint16_t);
+  return (size_t)rank * (lora_stride(inputs) + lora_stride(columns)) * sizeof(float);
 }
 
 template <typename Value>
@@ -60,24 +60,24 @@ int64_t Adapter::set(int target, const HostRows& a, const HostRows& b, float sca
                                 std::to_string(limits_.max_rank));
   Pair& pair = pairs_[target];
   const int ranks = limits_.is_dtype16 ? whole_ranks((int)rank) : (int)rank;
-  pair.a = put((int)rank, own.inputs, ranks, low_rank_stride(own.inputs),
+  pair.a = put((int)rank, own.inputs, ranks, lora_stride(own.inputs),
                [&](int row, int column) { return value_of(a, row, column); });
   if (limits_.is_dtype16)
     pair.b =
         put(own.columns, (int)rank, own.columns, ranks, [&](int row, int column) { return value_of(b, row, column); });
   else
-    pair.b = put((int)rank, own.columns, ranks, low_rank_stride(own.columns),
+    pair.b = put((int)rank, own.columns, ranks, lora_stride(own.columns),
                  [&](int row, int column) { return value_of(b, column, row); });
   pair.rank = (int)rank, pair.scale = scale;
   return not_fitting(a, limits_.type) + not_fitting(b, limits_.type);
 }
 
-std::vector<LowRank> Adapter::upload() {
+std::vector<LoraPair> Adapter::upload() {
   memory_ = Memory(bytes_.size(), "an adapter");
   if (!bytes_.empty())
     check(cudaMemcpy(memory_.as(), bytes_.data(), bytes_.size(), cudaMemcpyHostToDevice), "copying an adapter");
   bytes_ = {};
-  std::vector<LowRank> found(pairs_.size());
+  std::vector<LoraPair> found(pairs_.size());
   for (size_t i = 0; i < pairs_.size(); i++)
     if (const Pair& pair = pairs_[i]; pair.rank)
       found[i] = {memory_.as() + pair.a, memory_.as() + pair.b, pair.rank, pair.scale};
@@ -93,14 +93,14 @@ Adapters::Adapters(const Device& device, const AdapterLimits& limits, const Prog
     targets_[target] = {program.in(op, 1).width, op.integer("columns")};
   }
   device.use();
-  table_ = Memory(limits.count * targets_.size() * sizeof(LowRank), "a table of adapters");
+  table_ = Memory(limits.count * targets_.size() * sizeof(LoraPair), "a table of adapters");
 }
 
 void Adapters::set(int index, std::shared_ptr<Adapter> adapter) {
   device_.use();
-  const std::vector<LowRank> row = adapter ? adapter->upload() : std::vector<LowRank>(targets_.size());
+  const std::vector<LoraPair> row = adapter ? adapter->upload() : std::vector<LoraPair>(targets_.size());
   if (!row.empty())
-    check(cudaMemcpy(table_.as<LowRank>() + index * targets_.size(), row.data(), row.size() * sizeof(LowRank),
+    check(cudaMemcpy(table_.as<LoraPair>() + index * targets_.size(), row.data(), row.size() * sizeof(LoraPair),
                      cudaMemcpyHostToDevice),
           "copying an adapter");
   // Copies may be on their way yet, and the steps' stream does not wait for that.

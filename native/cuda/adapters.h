@@ -1,4 +1,4 @@
-// Adapters (kernels/lora/low_rank.cu): they come and go while a model runs; kernels find those of a step's rows in a
+// Adapters (kernels/lora/lora.cu): they come and go while a model runs; kernels find those of a step's rows in a
 // table.
 #pragma once
 #include <memory>
@@ -39,7 +39,7 @@ class Adapter {
   // be.
   int64_t set(int target, const HostRows& a, const HostRows& b, float scale);
   // Copies all that was set to the GPU in use. Returns what the table has of each target.
-  std::vector<LowRank> upload();
+  std::vector<LoraPair> upload();
 
  private:
   struct Pair {
@@ -67,7 +67,7 @@ class Adapters {
   // Between steps, or while none names the index. null: there is none of it any more.
   void set(int index, std::shared_ptr<Adapter> adapter);
   std::shared_ptr<Adapter> make() const { return std::make_shared<Adapter>(limits, targets_); }
-  const LowRank* table() const { return table_.as<LowRank>(); }  // [adapters, targets]
+  const LoraPair* table() const { return table_.as<LoraPair>(); }  // [adapters, targets]
   int targets() const { return (int)targets_.size(); }
   const AdapterLimits limits;
 

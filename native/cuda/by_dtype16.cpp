@@ -44,7 +44,7 @@ void gemm_dtype16(const Product& p, int rows, const Queue& queue, GemmAlgo algo)
   AS_CALL(p.w.dtype, gemm_dtype16, p, rows, queue, algo);
 }
 
-void add_low_rank(const AdaptedSums& a, int rows, const Queue& queue) { AS_CALL(a.type, add_low_rank, a, rows, queue); }
+void add_lora(const AdaptedSums& a, int rows, const Queue& queue) { AS_CALL(a.type, add_lora, a, rows, queue); }
 void silu_mul_pairs(const float* in, const float* bias, int rows, const Rows& out, const Queue& queue) {
   AS_CALL(out.dtype, silu_mul_pairs, in, bias, rows, out, queue);
 }

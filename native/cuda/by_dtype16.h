@@ -22,7 +22,7 @@ namespace cuda {
   AS_OP(to_tiles);             \
   AS_OP(prefill_clusters);     \
   AS_OP(gemm_dtype16);         \
-  AS_OP(add_low_rank);         \
+  AS_OP(add_lora);             \
   AS_OP(silu_mul_pairs);       \
   AS_OP(store_cache);          \
   AS_OP(attend_decode);        \

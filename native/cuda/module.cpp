@@ -192,7 +192,7 @@ void bind_adapters(py::module_& m) {
   m.def(
       "lora_bytes",
       [](int rows, int max_rank) {
-        return (size_t)rows * kMostTargets * kMostLowRankParts * whole_ranks(max_rank) * sizeof(float);
+        return (size_t)rows * kMostTargets * kMaxLoraKParts * whole_ranks(max_rank) * sizeof(float);
       },
       py::arg("rows"), py::arg("max_rank"), "Scratch memory of adapters' products with so many rows.");
   py::class_<Adapter, std::shared_ptr<Adapter>>(m, "Adapter", "A LoRA adapter's matrices, of Executor.new_adapter().")

@@ -168,7 +168,7 @@ void Workspace::allocate_scratch() {
   for (const OpNode& op : program.ops())
     if (op.is(Op::lora) && adapters)
       lora = std::max(lora, (size_t)max_rows(op.inputs[0]) * kMostTargets *
-                                low_rank_parts(in(op, 1).rows.width, adapters->limits.is_dtype16) *
+                                lora_k_parts(in(op, 1).rows.width, adapters->limits.is_dtype16) *
                                 whole_ranks(adapters->limits.max_rank));
   const std::vector<OpNode> ops = ops_of(program, false);
   for (size_t i = 0; i < ops.size(); i++) {

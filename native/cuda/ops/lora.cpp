@@ -40,7 +40,7 @@ int bind_lora(Binding& b, size_t i) {
     for (; next < end && sums.count < kMostTargets; next++)
       sums.columns[sums.count++] = {b.ops[next].integer("target"), b.ops[next].integer("offset"),
                                     b.ops[next].integer("columns")};
-    b.add_launch(y.row_set, [=, queue = b.queue](int rows) { add_low_rank(sums, rows, queue); });
+    b.add_launch(y.row_set, [=, queue = b.queue](int rows) { add_lora(sums, rows, queue); });
   }
   return (int)(last - i);
 }

@@ -8,7 +8,7 @@ namespace cuda {
 namespace AS_DTYPE16 {
 
 // By mma.sync, of matrices of 16 bits.
-void add_low_rank_dtype16(const AdaptedSums& a, int rows, const Queue& queue);
+void add_lora_dtype16(const AdaptedSums& a, int rows, const Queue& queue);
 
 #ifdef __CUDACC__
 

@@ -6,7 +6,7 @@
 // of matrices where they have the same adapter; the chains are the same.
 //
 // Which adapters there are is read from memory: a launch has blocks for every row, target and rank that could be.
-#include "cuda/kernels/lora/low_rank.cuh"
+#include "cuda/kernels/lora/lora.cuh"
 
 namespace as {
 namespace cuda {
@@ -63,10 +63,10 @@ __global__ void __launch_bounds__(32 * kWarps) shrink_alone_kernel(AdaptedSums a
   let_next_begin();
   const int row = blockIdx.x, number = blockIdx.y, rank = blockIdx.z, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int k = a.x.width, adapter = adapter_of(a, row, rows);
-  const LowRank pair =
-      adapter < 0 ? LowRank{nullptr, nullptr, 0, 0} : a.pairs[(size_t)adapter * a.targets + a.columns[number].target];
+  const LoraPair pair =
+      adapter < 0 ? LoraPair{nullptr, nullptr, 0, 0} : a.pairs[(size_t)adapter * a.targets + a.columns[number].target];
   const bool there = rank < pair.rank;
-  const float* matrix = reinterpret_cast<const float*>(pair.a) + (size_t)rank * low_rank_stride(k);
+  const float* matrix = reinterpret_cast<const float*>(pair.a) + (size_t)rank * lora_stride(k);
   const auto column_of = [&](int i) { return (i * kWarps + warp) * kPart + lane * 8; };
   float ahead[kAhead][8];
 #pragma unroll
@@ -104,12 +104,12 @@ template <int kRows, int kRanks>
 __global__ void __launch_bounds__(32 * kWarps) shrink_kernel(AdaptedSums a, int rows) {
   after_previous();
   const int first = blockIdx.x * kRows, number = blockIdx.y, lane = threadIdx.x % 32, k = a.x.width,
-            stride = low_rank_stride(k), rank = (blockIdx.z * kWarps + threadIdx.x / 32) * kRanks;
+            stride = lora_stride(k), rank = (blockIdx.z * kWarps + threadIdx.x / 32) * kRanks;
 #pragma unroll 1
   for (int i = 0; i < kRows; i++) {
     const uint32_t with = rows_with<kRows>(a, first, i, rows);
     if (!with) continue;
-    const LowRank pair = a.pairs[(size_t)adapter_of(a, first + i, rows) * a.targets + a.columns[number].target];
+    const LoraPair pair = a.pairs[(size_t)adapter_of(a, first + i, rows) * a.targets + a.columns[number].target];
     if (rank >= pair.rank) continue;
     const float* matrix = reinterpret_cast<const float*>(pair.a) + (size_t)rank * stride;
     float totals[kRanks][kRows] = {};
@@ -177,9 +177,9 @@ __global__ void __launch_bounds__(kExpandThreads) expand_alone_kernel(AdaptedSum
   let_next_begin();
   const int number = blockIdx.z, row = blockIdx.y, adapter = adapter_of(a, row, rows);
   const AdaptedColumns own = a.columns[number];
-  const int column = (blockIdx.x * kExpandThreads + threadIdx.x) * kColumns, stride = low_rank_stride(own.columns);
-  const LowRank pair =
-      adapter < 0 ? LowRank{nullptr, nullptr, 0, 0} : a.pairs[(size_t)adapter * a.targets + own.target];
+  const int column = (blockIdx.x * kExpandThreads + threadIdx.x) * kColumns, stride = lora_stride(own.columns);
+  const LoraPair pair =
+      adapter < 0 ? LoraPair{nullptr, nullptr, 0, 0} : a.pairs[(size_t)adapter * a.targets + own.target];
   const bool there = pair.rank && column < own.columns;
   const float* matrix = reinterpret_cast<const float*>(pair.b) + column;
   float ahead[kAhead][kColumns];
@@ -212,13 +212,13 @@ __global__ void __launch_bounds__(kExpandThreads) expand_kernel(AdaptedSums a, i
   after_previous();
   const int number = blockIdx.z, first = blockIdx.y * kRows;
   const AdaptedColumns own = a.columns[number];
-  const int column = (blockIdx.x * kExpandThreads + threadIdx.x) * kColumns, stride = low_rank_stride(own.columns);
+  const int column = (blockIdx.x * kExpandThreads + threadIdx.x) * kColumns, stride = lora_stride(own.columns);
   if (column >= own.columns) return;
 #pragma unroll 1
   for (int i = 0; i < kRows; i++) {
     const uint32_t with = rows_with<kRows>(a, first, i, rows);
     if (!with) continue;
-    const LowRank pair = a.pairs[(size_t)adapter_of(a, first + i, rows) * a.targets + own.target];
+    const LoraPair pair = a.pairs[(size_t)adapter_of(a, first + i, rows) * a.targets + own.target];
     if (!pair.rank) continue;
     const float* matrix = reinterpret_cast<const float*>(pair.b) + column;
     float sums[kRows][kColumns] = {};
@@ -255,8 +255,8 @@ __global__ void silu_mul_pairs_kernel(const float* in, int width, const float* b
 
 }  // namespace
 
-void add_low_rank(const AdaptedSums& a, int rows, const Queue& queue) {
-  if (a.is_dtype16) return add_low_rank_dtype16(a, rows, queue);
+void add_lora(const AdaptedSums& a, int rows, const Queue& queue) {
+  if (a.is_dtype16) return add_lora_dtype16(a, rows, queue);
   int columns = 0;
   for (int i = 0; i < a.count; i++) columns = a.columns[i].columns > columns ? a.columns[i].columns : columns;
   const bool alone = rows <= kAloneRows;

@@ -1,4 +1,4 @@
-// Adapters' products of low rank (low_rank.cu says more) with matrices of 16 bits, by mma.sync.
+// Adapters' products of low rank (lora.cu says more) with matrices of 16 bits, by mma.sync.
 //
 // Recipes, whatever else a launch has: of a x there is a chain of products over every eighth 32 columns of a part of K,
 // in ascending order, for each of eight; these are added in ascending order, then parts, and that times the scale. In
@@ -11,7 +11,7 @@
 // which place of an mma.sync's K something has does not matter.
 #include <algorithm>
 
-#include "cuda/kernels/lora/low_rank.cuh"
+#include "cuda/kernels/lora/lora.cuh"
 
 namespace as {
 namespace cuda {
@@ -56,7 +56,7 @@ struct RowsOfAdapters {
   }
 };
 
-__device__ LowRank pair_of(const AdaptedSums& a, int adapter, int number) {
+__device__ LoraPair pair_of(const AdaptedSums& a, int adapter, int number) {
   return a.pairs[(size_t)adapter * a.targets + a.columns[number].target];
 }
 
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   constexpr int kAhead = 4 / kSets;
   __shared__ float sums[kWarps][kSets * kRows * kRankBlock];
   let_next_begin();
-  const int k = a.x.width, parts = low_rank_parts(k, true), stride = low_rank_stride(k);
+  const int k = a.x.width, parts = lora_k_parts(k, true), stride = lora_stride(k);
   const int first = blockIdx.x * kSets * kRows, number = blockIdx.y / parts, part = blockIdx.y % parts;
   const int rank = blockIdx.z / turns * kRankBlock, warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4,
             t = threadIdx.x % 4;
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   bool waits = true;
   for (int adapter, turn = blockIdx.z % turns; (adapter = of_rows.next()) >= 0; turn += turns - 1) {
     if (turn % turns) continue;
-    const LowRank pair = pair_of(a, adapter, number);
+    const LoraPair pair = pair_of(a, adapter, number);
     const bool there = rank < pair.rank;
     const uint16_t* matrix = reinterpret_cast<const uint16_t*>(pair.a) + (size_t)(rank + g) * stride + 8 * t;
     uint4 w[kAhead][2];
@@ -199,7 +199,7 @@ __device__ HighLow high_low_of(const float4& x) {
 // zero.
 __device__ void read_u(const AdaptedSums& a, const RowsOfAdapters<1>& of_rows, int first, int number, int adapter,
                        float scale, int rank, uint32_t (&high)[4], uint32_t (&low)[4]) {
-  const int stride = whole_ranks(a.max_rank), parts = low_rank_parts(a.x.width, true);
+  const int stride = whole_ranks(a.max_rank), parts = lora_k_parts(a.x.width, true);
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int row = first + 8 * half + threadIdx.x % 32 / 4;
@@ -221,7 +221,7 @@ __device__ void read_u(const AdaptedSums& a, const RowsOfAdapters<1>& of_rows, i
 template <int kTiles>
 struct Columns {
   int number = 0, begin = 0, columns = 0, adapter = -1;
-  LowRank pair;
+  LoraPair pair;
   uint2 first[kTiles];
 
   __device__ void read(int rank, uint2 (&w)[kTiles]) const {
@@ -454,7 +454,7 @@ void expand(const AdaptedSums& a, int columns, int targets, int rows, int turns,
 template <int kSets>
 void shrink(const AdaptedSums& a, int rows, int turns, const Queue& queue) {
   start(queue, a.x.tiles ? shrink_kernel<true, kSets> : shrink_kernel<false, kSets>,
-        dim3(ceil_div(rows, kSets * kRows), a.count * low_rank_parts(a.x.width, true),
+        dim3(ceil_div(rows, kSets * kRows), a.count * lora_k_parts(a.x.width, true),
              whole_ranks(a.max_rank) / kRankBlock * turns),
         32 * kWarps, 0, a, rows, turns);
   launched("adapters");
@@ -462,7 +462,7 @@ void shrink(const AdaptedSums& a, int rows, int turns, const Queue& queue) {
 
 }  // namespace
 
-void add_low_rank_dtype16(const AdaptedSums& a, int rows, const Queue& queue) {
+void add_lora_dtype16(const AdaptedSums& a, int rows, const Queue& queue) {
   const int turns = rows > kFewRows ? 1 : std::clamp(std::min(a.adapter_count, rows), 1, kMostTurns);
   if (rows <= kFewRows) shrink<1>(a, rows, turns, queue);
   else shrink<2>(a, rows, turns, queue);
