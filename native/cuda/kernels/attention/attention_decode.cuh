@@ -127,7 +127,7 @@ class Attender {
   }
 
   // place: of the run's first stage in the ring.
-  __device__ void attend(const Extent& extent, bool own, RingPlace place) {
+  __device__ void attend(const Extent& extent, bool own, PipelineStage place) {
     const int from_rows = own ? extent.start : extent.last + 1;  // positions from there on are the tile's own rows
     const uint32_t keys = shared_address(own_keys_), values = shared_address(own_values_);
     // Where a position is; and its scale.
@@ -144,7 +144,7 @@ class Attender {
     const int block = warp_ / 2, first = warp_ % 2 * (kTokens / 2);
     float scores[4][4] = {};
     if (block < extent.blocks) {
-      const RingPlace own_place = place.after(block, stages_);
+      const PipelineStage own_place = place.after(block, stages_);
       const uint32_t stage = ring_ + own_place.stage * S::kTensor;
       if constexpr (S::kCodes) {
         wait_barrier(full_ + 8 * own_place.stage, own_place.parity);
@@ -481,7 +481,7 @@ __global__ void __launch_bounds__(threads(kLean), kLean ? 2 : 1)
 
   Attender<kDim, kType, kLean> attender(a, shared, queries, own_keys, own_values, ring, stages);
   await_previous();
-  RingPlace place;
+  PipelineStage place;
   bool begins = true, merges = false;
   for (bool first = true; splits.left(); splits.next()) {
     const DecodeRows& rows = splits.rows();

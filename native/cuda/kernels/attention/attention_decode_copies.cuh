@@ -1,7 +1,7 @@
 // How keys and values come into shared memory, where few rows attend (attention_decode.cuh).
 #pragma once
 #include "cuda/kernels/attention/kv_splits.cuh"
-#include "cuda/kernels/common/copy_ring.cuh"
+#include "cuda/kernels/common/pipeline.cuh"
 
 namespace as {
 namespace cuda {
@@ -30,7 +30,7 @@ __device__ void copy_splits(const Attention& a, KvSplits splits, bool own, uint3
   const int size = a.cache.span_size, shift = 31 - __clz(size), within = size - 1;
   const size_t span_bytes = a.cache.span_bytes();
   if (!own) await_previous();  // the tile's own rows entered the cache there
-  RingPlace place;
+  PipelineStage place;
   for (; splits.left(); splits.next()) {
     const DecodeRows& rows = splits.rows();
     if (!rows.count) continue;

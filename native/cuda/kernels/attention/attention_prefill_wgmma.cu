@@ -62,7 +62,7 @@ struct Stages {
 // Positions from `begin` to `last`, by a warpgroup.
 template <int kDim>
 __device__ void copy_context(const Attention& a, const int* table, int kv_head, int begin, int last, uint32_t stages,
-                             const Stages& barriers, Ring<kStages>& ring) {
+                             const Stages& barriers, Pipeline<kStages>& ring) {
   constexpr int kPieces = kDim / 8, kStep = 128 / kPieces;  // pieces of 16 bytes of a head; positions copied at once
   constexpr int kSide = 16;                                 // positions that lie side by side: spans have as many
   constexpr int kBytes = kDim * 2;                          // of a position
@@ -338,7 +338,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int group = warpgroup() - 1;
   const uint32_t queries = shared_address(shared), stages = queries + kGroups * S::kTensorBytes;
   const Stages at_stage(barriers);
-  Ring<kStages> ring;
+  Pipeline<kStages> ring;
   if (group < 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     int number = 0;
@@ -369,7 +369,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const auto release = [&](int stage) {
     if (threadIdx.x % 128 == 0) barrier_arrive(at_stage.empty_at(stage));
   };
-  const auto await = [&](const Ring<kStages>& at) {
+  const auto await = [&](const Pipeline<kStages>& at) {
     barrier_wait(at_stage.full_at(at.stage), at.parity);
     written_for_products();
   };
@@ -406,7 +406,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const auto give_turn = [&] {
       if (both) asm volatile("bar.arrive %0, 256;" ::"r"(4 - group) : "memory");
     };
-    const auto next_of = [](Ring<kStages> at) {
+    const auto next_of = [](Pipeline<kStages> at) {
       at.next();
       return at;
     };

@@ -250,7 +250,7 @@ AS_TILE(128, 64, 64, 65, 66, 67, 68, 69)
 
 // Which stage is next, and how often all have been used: barriers' parity.
 template <int kStages>
-struct Ring {
+struct Pipeline {
   int stage = 0, parity = 0;
 
   __device__ void next() {
@@ -259,10 +259,10 @@ struct Ring {
 };
 
 // The same of as many stages as a launch has.
-struct StageRing {
+struct DynamicPipeline {
   int count, stage = 0, parity = 0;
 
-  __device__ explicit StageRing(int count) : count(count) {}
+  __device__ explicit DynamicPipeline(int count) : count(count) {}
   __device__ void next() {
     if (++stage == count) stage = 0, parity ^= 1;
   }

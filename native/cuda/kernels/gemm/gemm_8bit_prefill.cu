@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   if (kSharers > 1) cluster_barrier();
   const int group = warpgroup() - 1;
-  Ring<kStages> ring;
+  Pipeline<kStages> ring;
   if (group < 0) {
     if constexpr (!S::kBeside) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     // A thread of each warp copies some parts of a tile: one alone would take longer to ask for them than they take.

@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   cluster_barrier();
   const int group = warpgroup() - 1;
-  Ring<S::kStages> ring;
+  Pipeline<S::kStages> ring;
   if (group < 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     // A thread of each warp copies some parts of a tile: one alone would take longer to ask for them than they take.

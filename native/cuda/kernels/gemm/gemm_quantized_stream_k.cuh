@@ -288,7 +288,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     barriers_are_there();
   }
   __syncthreads();
-  Ring<kStages> ring;
+  Pipeline<kStages> ring;
   if (group == kGroups) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::kCopyRegisters));
     // Of each copy that there is to ask for in a step a warp has its own, one thread of it.

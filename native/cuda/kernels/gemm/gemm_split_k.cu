@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kAlone ? 1 : 2)
                                      : reinterpret_cast<const char*>(p.w.tiles) + column_block * stride;
       from += (size_t)first * kBlockBytes;
       if (copies_rows) await_previous();
-      StageRing ring{room.stages};
+      DynamicPipeline ring{room.stages};
       for (int b = room.whole && copies_rows ? blocks : 0; b < blocks; b++, ring.next(), from += kBlockBytes) {
         uint64_t* barrier = &full[ring.stage];
         const uint32_t stage = stages + ring.stage * S::kStageBytes, x = stage + kGroups * kBlockBytes;
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kAlone ? 1 : 2)
       asm volatile("bar.sync 1, %0;" ::"n"(128 * kGroups) : "memory");
     }
     float d[kRows / 2];
-    StageRing ring{room.stages};
+    DynamicPipeline ring{room.stages};
     for (int b = 0, before = 0; b < blocks; b++, before = ring.stage, ring.next()) {
       barrier_wait(&full[ring.stage], ring.parity);
       const uint32_t stage = stages + ring.stage * S::kStageBytes, own = stage + group * kBlockBytes,

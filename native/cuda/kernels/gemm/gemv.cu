@@ -80,7 +80,7 @@ __device__ __forceinline__ void copy_weights(const Product& p, const Part& part,
   const char* from = S::kForm == Form::dtype16 ? reinterpret_cast<const char*>(p.w.tiles)
                                                : reinterpret_cast<const char*>(p.w.codes.words);
   from += ((size_t)part.column_block * k.blocks + part.first) * S::kBlockSize;
-  StageRing ring{count};
+  DynamicPipeline ring{count};
   for (int b = 0; b < part.blocks; b += S::kStageBlocks, ring.next(), from += kStageBytes) {
     const int bytes = min(S::kStageBlocks, part.blocks - b) * S::kBlockSize;
     barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
@@ -187,7 +187,7 @@ template <class S>
 __device__ __forceinline__ void multiply(int blocks, int count, uint32_t stages, uint32_t x, Shared<S>& s,
                                          float (&d)[4]) {
   const int lane = threadIdx.x % 32;
-  StageRing ring{count};
+  DynamicPipeline ring{count};
   const auto add = [&](uint32_t weights, bool adds) {
 #pragma unroll
     for (int i = 0; i < S::kRowBlock / kStepBytes; i++) {
@@ -225,7 +225,7 @@ template <class S>
 __device__ __forceinline__ void multiply_integers(int blocks, int count, uint2 scales, float2 of_rows,
                                                   const char* stages, uint32_t x, Shared<S>& s, float (&sums)[4]) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  StageRing ring{count};
+  DynamicPipeline ring{count};
   int d[4] = {};
   for (int b = 0; b < blocks; b += S::kStageBlocks, ring.next()) {
     barrier_wait(&s.full[ring.stage], ring.parity);

@@ -49,12 +49,12 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   let_next_begin();  // from here on: so what follows finds the lists that this kernel waited for
   const int items = __ldcg(r.tile_count) * columns, column_blocks = blocks_of(p.w.n);
   const int group = (int)threadIdx.x / 128 - 1, thread = threadIdx.x % 128;
-  Ring<kStages> ring;
+  Pipeline<kStages> ring;
   if (group < 0) {
     constexpr int kAround = S::kCopiers / 8;  // rows that the copiers take at once, a piece of a block each
     const char* x = reinterpret_cast<const char*>(p.x.tiles);
     const int piece = thread % 8;
-    Ring<kStages> told;
+    Pipeline<kStages> told;
     int untold = 0;
     const auto tell = [&] {
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // products read what was copied

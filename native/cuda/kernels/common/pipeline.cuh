@@ -37,14 +37,14 @@ __device__ inline void copy_up_to_16(uint32_t to, const void* from, int bytes) {
 }
 
 // A place in a ring of stages, whose number is known when a kernel starts.
-struct RingPlace {
+struct PipelineStage {
   int stage = 0, parity = 0;
 
   __device__ void advance(int by, int stages) {
     for (stage += by; stage >= stages; stage -= stages) parity ^= 1;
   }
-  __device__ RingPlace after(int by, int stages) const {
-    RingPlace place = *this;
+  __device__ PipelineStage after(int by, int stages) const {
+    PipelineStage place = *this;
     place.advance(by, stages);
     return place;
   }
