@@ -1,4 +1,4 @@
-"""What of a network adapters (LoRA) may be for: its linear layers, as the checkpoint names them."""
+"""The linear layers of a network that LoRA adapters can change, under the names that the checkpoint gives them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _SUFFIX = ".weight"
 
 @dataclass(frozen=True)
 class Target:
-    """A linear layer of the checkpoint: `parts`, one after the other, are all of its rows; as many `blocks` of the
-    columns that `weight` makes.
+    """A linear layer of the checkpoint. Its rows are `parts` of `weight`, one after the other; they make as many blocks
+    of the output.
     """
 
     module: str
@@ -22,15 +22,15 @@ class Target:
 
     @property
     def rows(self) -> int:
-        """Out features of the whole layer."""
+        """Output features of the whole layer."""
         return self.parts[0].stored_rows
 
 
 def with_adapters(graph: Graph) -> tuple[Graph, list[Target]]:
-    """The same network with an op for adapters behind each linear layer that the checkpoint has as a module, and what
-    the ops' targets are. Layers of experts have none, nor has an embedding that is the head too.
+    """The same network with an op for adapters after each linear layer that is a module of the checkpoint; returns it
+    and the targets of these ops. Experts, and an embedding that is also the head, are no targets.
     """
-    other, targets = copy.copy(graph), []
+    other, targets = copy.copy(graph), list[Target]()
     other.ops = []
     embeddings = {op.weights[0] for op in graph.ops if op.type == "embedding"}
     for op in graph.ops:

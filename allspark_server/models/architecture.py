@@ -10,8 +10,8 @@ from allspark_server.models.fields import Fields
 from allspark_server.models.graph import Graph
 from allspark_server.models.network import PLAIN_ROPE_TYPES, ExpertConfig, ModelConfig, RopeConfig
 
-# For families whose published code is part of the checkpoint. It is never run: the family's file describes what it does,
-# and a setting that would make it do something else is rejected.
+# For families whose published code is part of the checkpoint. It is never run: the family's file describes what it
+# does, and a setting that would make it do something else is rejected.
 OWN_CODE = "a float64 reference; DashInfer 1.3.0; transformers' model of the same numbers, if any"
 
 

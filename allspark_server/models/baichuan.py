@@ -1,5 +1,5 @@
 """Baichuan and Baichuan 2: Llama's network with queries, keys and values as one tensor; 13B with ALiBi (Press et al.,
-2022) instead of rotary embedding. The rows of Baichuan 2's head are normalized (weights/checkpoint.py).
+2022) instead of rotary embedding. Loading normalizes the rows of Baichuan 2's head (weights/checkpoint.py).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from allspark_server.models.network import ModelConfig
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:
-    """Powers of 2 ** (-8 / n) for the largest power of two n that is no more than `heads`; the heads beyond have every
-    other one of those for 2 n.
+    """The slope of each head (Press et al., 2022): powers of 2 ** (-8 / n), where n is the largest power of two up to
+    `heads`. Heads beyond n take every other slope of 2 n heads.
     """
     n = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8 * (i + 1) / n) for i in range(n)]
@@ -23,6 +23,7 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
 
 
 def baichuan(config: ModelConfig) -> Graph:
+    """Builds the network."""
     graph, x = begin(config)
     slopes = None
     if config.alibi:
@@ -41,12 +42,12 @@ def baichuan(config: ModelConfig) -> Graph:
 
 
 def _baichuan(fields: Fields) -> dict[str, Any]:
-    """The rows of Baichuan 2's head are normalized; its config.json alone has z_loss_weight."""
+    """Baichuan 2 is the version with normalized rows in its head; only its config.json has z_loss_weight."""
     return {"alibi": fields.need("alibi", bool), "unit_head": "z_loss_weight" in fields.values}
 
 
 def _translate(fields: Fields) -> Fields:
-    """7B, and 13B with ALiBi instead of rotary embedding, whose config.json has model_max_length alone."""
+    """13B, which has ALiBi instead of rotary embedding, is the version whose config.json has only model_max_length."""
     reject_other_values(fields, {"tie_word_embeddings": False})
     alibi = "max_position_embeddings" not in fields.values
     length = "model_max_length" if alibi else "max_position_embeddings"

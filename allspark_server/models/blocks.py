@@ -1,52 +1,55 @@
-"""Pieces that the model files share. Names follow the checkpoints of transformers."""
+"""Parts of networks that model files share. Names are those of transformers' checkpoints."""
 
 from __future__ import annotations
 
 from math import gcd
+from typing import Any
 
 from allspark_server.models.graph import Graph, Part, Tensor, Weight
 from allspark_server.models.network import ModelConfig
-from allspark_server.models.ops import Attribute
 from allspark_server.models.rotary import rotary_of
 from allspark_server.weights.shard import Split
 
-LOCAL = 1  # the number of the rotary table that layers with a window have, where it is their own
+LOCAL = 1  # the number of the rotary table of layers with a window, if they have one of their own
 
 
 def begin(config: ModelConfig, name: str = "model.embed_tokens.weight") -> tuple[Graph, Tensor]:
-    """An empty graph with the rotary tables and the token embedding, and the residual stream."""
+    """A new graph with the rotary tables and the token embedding; returns the graph and the residual stream."""
     graph = Graph(config)
     if not config.alibi:
         graph.rotary_table(rotary_of(config.rope, config.head_dim))
     if config.local_rope is not None:
         graph.rotary_table(rotary_of(config.local_rope, config.head_dim), LOCAL)
     embedding = graph.matrix(name, config.vocab_size, config.hidden_size, row_split=graph.vocab)
-    scaled = {} if config.embedding_scale == 1 else {"scale": config.embedding_scale}
+    scaled: dict[str, Any] = {} if config.embedding_scale == 1 else {"scale": config.embedding_scale}
     return graph, graph.embedding(embedding, **scaled)
 
 
 def qkv_projection(graph: Graph, x: Tensor, prefix: str, *, bias: bool) -> Tensor:
-    """Queries, keys and values by one packed matrix: columns [query heads | key heads | value heads]."""
+    """Queries, keys and values from one packed matrix: columns [query heads | key heads | value heads]."""
     weight, added = graph.packed(prefix, ("q_proj", "k_proj", "v_proj"),
                                  (graph.q_heads, graph.kv_heads, graph.kv_heads), graph.config.hidden_size, bias)
     return graph.linear(x, weight, added, out="qkv")
 
 
 def sliced_qkv(graph: Graph, x: Tensor, name: str, *, bias: bool = False) -> Tensor:
-    """The same of a checkpoint that holds them as one matrix."""
+    """As `qkv_projection`, for a checkpoint that stores them as one matrix."""
     weight, added = graph.sliced(name, (graph.q_heads, graph.kv_heads, graph.kv_heads), graph.config.hidden_size, bias)
     return graph.linear(x, weight, added, out="qkv")
 
 
 def output_projection(graph: Graph, attended: Tensor, prefix: str, name: str = "o_proj", *,
                       bias: bool = False) -> Tensor:
+    """Attention's output projection, summed over ranks."""
     return graph.row_parallel_linear(attended, f"{prefix}.{name}", graph.q_heads, bias, out="branch")
 
 
 def gated_mlp(graph: Graph, x: Tensor, prefix: str, names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"), *,
               bias: bool = False, gelu: bool = False) -> Tensor:
-    """down(silu(gate(x)) * up(x)), gate and up packed into one matrix. names: of gate, up and down, or of a matrix that
-    holds gate and up in the checkpoint, and of down. gelu: by tanh, instead of silu.
+    """down(silu(gate(x)) * up(x)), with gate and up packed into one matrix.
+
+    names: of gate, up and down; or, if the checkpoint stores gate and up as one matrix, of that matrix and down.
+    gelu: GELU (tanh approximation) instead of SiLU.
     """
     halves = (graph.intermediate, graph.intermediate)
     if len(names) == 2:
@@ -61,11 +64,12 @@ def gated_mlp(graph: Graph, x: Tensor, prefix: str, names: tuple[str, ...] = ("g
 def routed_experts(graph: Graph, x: Tensor, prefix: str,
                    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"), *, router: str = "gate",
                    bias: bool = False) -> Tensor:
-    """The weighted sum of the experts that each row's router chooses, a gated MLP each; of the rank's experts, or of
-    its features of each: the ranks' are to be added. names: of an expert's gate, up and down. router: its name; bias:
-    it and the experts have one.
+    """The weighted sum of the experts (gated MLPs) that the router chooses for each row.
+
+    Each rank computes its experts, or its features of each expert: the caller must add up the ranks' results.
+    names: of an expert's gate, up and down. router: its name. bias: the router and the experts have biases.
     """
-    config, hidden = graph.config.experts, graph.config.hidden_size
+    config, hidden = graph.experts, graph.config.hidden_size
     inner, whole, count = graph.expert_features, graph.whole_experts, config.count
     rows = graph.row_set("routed", config.per_token)
 
@@ -82,8 +86,8 @@ def routed_experts(graph: Graph, x: Tensor, prefix: str,
     def down(value: str) -> tuple[Part, ...]:
         return tuple(part(expert, names[2], hidden, None, value) for expert in range(count))
 
-    def added(name: str, parts: tuple[Part, ...], **more: bool) -> Weight | None:
-        return graph.weight(Weight(f"{name}.bias", parts, **more)) if bias else None
+    def added(name: str, parts: tuple[Part, ...], first_rank_only: bool = False) -> Weight | None:
+        return graph.weight(Weight(f"{name}.bias", parts, first_rank_only=first_rank_only)) if bias else None
 
     gate = f"{prefix}.{router}"
     logits = graph.linear(x, graph.matrix(f"{gate}.weight", count, hidden), added(gate, (Part(f"{gate}.bias", count),)),
@@ -103,8 +107,8 @@ def routed_experts(graph: Graph, x: Tensor, prefix: str,
 
 
 def shared_expert(graph: Graph, x: Tensor, prefix: str) -> Tensor:
-    """A gated MLP of all rows, times the sigmoid of each one's gate; the ranks' parts are to be added."""
-    size = graph.config.experts.shared_size
+    """A gated MLP for every row, times the sigmoid of the row's gate: the caller must add up the ranks' results."""
+    size = graph.experts.shared_size
     unit = gcd(size, 32)
     inner = Split(size // unit, unit)
     weight, _ = graph.packed(f"{prefix}.shared_expert", ("gate_proj", "up_proj"), (inner, inner),
@@ -116,12 +120,14 @@ def shared_expert(graph: Graph, x: Tensor, prefix: str) -> Tensor:
 
 
 def finish(graph: Graph, x: Tensor, norm: str = "model.norm.weight", head: str = "lm_head.weight",
-           **more: Attribute) -> Graph:
-    """Final norm, head (the embedding itself when tied) and sampling, for the rows that sample. more: attributes of the
-    norm.
+           unit_offset: int = 0) -> Graph:
+    """Final norm, head (the embedding itself when tied) and sampling, for OUTPUT_ROWS.
+
+    unit_offset: 1 if the norm multiplies by 1 + w instead of w.
     """
     config = graph.config
-    normed = graph.rms_norm(graph.select_rows(x), norm, **more)
+    offset: dict[str, Any] = {"unit_offset": unit_offset} if unit_offset else {}
+    normed = graph.rms_norm(graph.select_rows(x), norm, **offset)
     name = "model.embed_tokens.weight" if config.tie_word_embeddings else head
     weight = graph.matrix(name, config.vocab_size, config.hidden_size, row_split=graph.vocab)
     graph.hidden_states(normed)

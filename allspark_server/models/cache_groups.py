@@ -1,16 +1,16 @@
-"""Which layers share a cache group: those that keep the same positions of a sequence."""
+"""Cache groups: layers that keep the same positions of a sequence share one."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-MOST_GROUPS = 16  # about
+MOST_GROUPS = 16  # roughly; more would make the tables of spans large
 
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """What the cache keeps of the layers that name it: kind is full, sliding (the last `window` positions), latent or
-    recurrent.
+    """What the cache keeps for a group of layers. kind: "full"; "sliding" (the last `window` positions); "latent" or
+    "recurrent".
     """
 
     kind: str = "full"
@@ -18,12 +18,13 @@ class CacheGroup:
 
 
 def place_layers(windows: tuple[int, ...], layers: int) -> tuple[list[CacheGroup], list[tuple[int, int]]]:
-    """The cache groups of a model whose layers have these windows (0 for none; empty: none has one), and of each layer
-    its group and its number there.
+    """The cache groups of a model, and for each layer its group and its index within the group.
 
-    Groups share spans, so all have room for as many layers: as there are with a window or without, whichever are fewer
-    (or the tables would be too many). The last of a kind may have fewer. Windows of several sizes are kept as the
-    largest is.
+    windows: of each layer, 0 for none; empty if no layer has one. Groups take spans from one pool, so every group has
+    room
+    for the same number of layers: the number of layers with a window or of those without, whichever is smaller, unless
+    that makes more than MOST_GROUPS groups. The last group of a kind may hold fewer. All windows are kept at the size
+    of the largest.
     """
     if not any(windows):
         return [CacheGroup()], [(0, layer) for layer in range(layers)]

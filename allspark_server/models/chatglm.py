@@ -1,5 +1,5 @@
-"""ChatGLM2, ChatGLM3 and GLM-4 as it was first published: GLM-4's network (glm.py) under other names, with queries,
-keys and values as one tensor.
+"""ChatGLM2, ChatGLM3 and GLM-4 as first published: GLM-4's network (glm.py) with other names of weights, and with
+queries, keys and values as one tensor.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from allspark_server.models.network import ModelConfig
 
 
 def chatglm(config: ModelConfig) -> Graph:
+    """Builds the network."""
     graph, x = begin(config, "transformer.embedding.word_embeddings.weight")
     for layer in range(config.num_layers):
         prefix = f"transformer.encoder.layers.{layer}"
@@ -32,8 +33,8 @@ _ROTATED = 0.5  # part of a head's features
 def _translate(fields: Fields) -> Fields:
     """ChatGLM2, ChatGLM3 and GLM-4: rope_ratio multiplies the rotary base."""
     if "inner_hidden_size" in fields.values:
-        raise fields.error("inner_hidden_size", "is of the first ChatGLM, which is not supported: ChatGLM2, ChatGLM3 "
-                                                "and GLM-4 are")
+        raise fields.error("inner_hidden_size", "belongs to the first ChatGLM, which is not supported: supported are "
+                                                "ChatGLM2, ChatGLM3 and GLM-4")
     reject_other_values(fields, {
         "add_bias_linear": False, "rmsnorm": True, "post_layer_norm": True, "multi_query_attention": True,
         "apply_residual_connection_post_layernorm": False, "original_rope": True, "pre_seq_len": None,
@@ -42,8 +43,7 @@ def _translate(fields: Fields) -> Fields:
         raise fields.error("pre_seq_len", f"is {fields.values['pre_seq_len']}: prefix tuning is not served")
     ratio = fields.need_positive("rope_ratio", float) if fields.get("rope_ratio", float) is not None else 1.0
     if ratio != 1 and "chatglm2" in fields.get("_name_or_path", str, "").lower():
-        raise fields.error("rope_ratio", f"is {ratio}: of ChatGLM2, whose code divides positions by it, only 1 is "
-                                         "served")
+        raise fields.error("rope_ratio", f"is {ratio}: ChatGLM2's code divides positions by it; only 1 is served")
     return translated(
         fields, intermediate_size=fields.need_positive("ffn_hidden_size"),
         num_hidden_layers=fields.need_positive("num_layers", most=MAX_LAYERS),

@@ -1,13 +1,14 @@
-"""config.json of a Hugging Face checkpoint, as written by transformers 4 and 5, into a `ModelConfig`.
+"""Reads config.json of a Hugging Face checkpoint, as transformers 4 and 5 write it, into a `ModelConfig`.
 
-Nothing is guessed: a field that the architecture needs and the file lacks is an error naming both, as is a feature that
-the model files do not have (a sliding window where none is served, another activation, quantized weights).
+Nothing is guessed. A missing field that the architecture needs is an error that names field and file; so is a feature
+that the model files do not support (a sliding window where none is served, another activation, quantized weights).
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.models.architecture import Architecture
@@ -18,17 +19,19 @@ from allspark_server.models.rope_fields import read_rope, rescaled, sliding_rope
 from allspark_server.weights.files import read_json
 
 
-def read_config(directory: str | Path, rope_scaling: dict | None = None) -> ModelConfig:
+def read_config(directory: str | Path, rope_scaling: dict[str, Any] | None = None) -> ModelConfig:
     """Reads config.json (and the end-of-sequence ids of generation_config.json) of a checkpoint directory.
-    `rope_scaling`: instead of what stands there; as there, {} for none.
+
+    rope_scaling: replaces the field of that name; {} for no scaling. AllSparkError names the field that is wrong.
     """
     directory = Path(directory)
     fields = Fields(read_json(directory / "config.json"), directory / "config.json")
     return config_of(fields, _eos_token_ids(fields, directory), rope_scaling)
 
 
-def config_of(fields: Fields, eos_token_ids: tuple[int, ...], rope_scaling: dict | None = None) -> ModelConfig:
-    """What the fields of a config.json say."""
+def config_of(fields: Fields, eos_token_ids: tuple[int, ...],
+              rope_scaling: dict[str, Any] | None = None) -> ModelConfig:
+    """The network that the fields of a config.json describe."""
     name, architecture = _architecture(fields)
     if architecture.translate is not None:
         fields = architecture.translate(fields)
@@ -49,7 +52,7 @@ def config_of(fields: Fields, eos_token_ids: tuple[int, ...], rope_scaling: dict
     if rope_scaling is not None:
         fields = rescaled(fields, rope_scaling, rope_of)
     layers = fields.need_positive("num_hidden_layers", most=MAX_LAYERS)
-    more = {"rope": rope_of(fields), **(architecture.more(fields) if architecture.more else {})}
+    more: dict[str, Any] = {"rope": rope_of(fields), **(architecture.more(fields) if architecture.more else {})}
     if architecture.windows:
         more |= _layer_kinds(fields, architecture)
     if architecture.local_theta is not None:
@@ -98,7 +101,7 @@ def _head_dim(fields: Fields, architecture: Architecture, hidden: int, heads: in
 
 
 def _layer_kinds(fields: Fields, architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    """Windows of the layers, and which are without rotary embedding."""
+    """The windows of the layers, and the layers without rotary embedding."""
     count = fields.need_positive("num_hidden_layers", most=MAX_LAYERS)
     rotated = [1] * count
     if architecture.nope_layers:
@@ -127,7 +130,7 @@ def _layer_kinds(fields: Fields, architecture: Architecture) -> dict[str, tuple[
                                           f"expected {count} of full_attention or sliding_attention")
     if width is None and "sliding_attention" in types:
         raise fields.error("sliding_window", "is missing: layer_types holds sliding_attention")
-    windows = tuple(width if kind == "sliding_attention" else 0 for kind in types)
+    windows = tuple(int(width or 0) if kind == "sliding_attention" else 0 for kind in types)
     return {"windows": windows if any(windows) else (),
             "unrotated": tuple(i for i in range(count) if not rotated[i])}
 
@@ -145,7 +148,7 @@ def _refuse_unsupported(fields: Fields, architecture: Architecture) -> None:
     if sliding:
         raise fields.error("layer_types", f"holds {', '.join(sliding)}: only full_attention is supported, "
                                           "a sliding window is not available yet")
-    # Of these the window has every layer, or layers that config.json does not name.
+    # In models with experts the window applies to every layer, or to layers that config.json does not name.
     used = fields.get("use_sliding_window", bool, architecture.window_always)
     if architecture.experts and used and fields.get("sliding_window", int):
         raise fields.error("sliding_window", f"is {fields.values['sliding_window']}: a sliding window is not available "
@@ -158,7 +161,9 @@ def _refuse_unsupported(fields: Fields, architecture: Architecture) -> None:
 
 
 def _eos_token_ids(fields: Fields, directory: Path) -> tuple[int, ...]:
-    """generation_config.json's ids when it has some, otherwise config.json's: as transformers' generate does."""
+    """The ids of generation_config.json if it has some, otherwise those of config.json, as in transformers'
+    generate.
+    """
     for path in (directory / "generation_config.json", fields.path):
         values = read_json(path) if os.path.lexists(path) else {}
         found = values.get("eos_token_id")

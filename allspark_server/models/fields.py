@@ -1,4 +1,4 @@
-"""Typed access to a checkpoint's JSON, and the limits of what any network has."""
+"""Typed access to a checkpoint's JSON files, and upper limits for the sizes of a network."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from allspark_client.errors import AllSparkError, AsStatus
 
-# No network is near these; what is computed from them fits 32 bits, and building the op list takes a moment.
+# No known network is near these limits. With them, sizes fit 32 bits and building the op list takes no time.
 MAX_LAYERS, MAX_HEAD_DIM, MAX_SIZE, MAX_POSITIONS = 10_000, 1 << 13, 1 << 24, 1 << 30
 MAX_EOS_IDS = 1000
 MAX_EXPERTS = 1 << 14
@@ -21,10 +21,11 @@ class Fields:
         self.values, self.path, self.prefix = values, path, prefix
 
     def error(self, name: str, problem: str) -> AllSparkError:
+        """An error that names the field and the file; `problem` follows, as in "is 3: it must be even"."""
         return AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"field {self.prefix + name!r} of {self.path} {problem}")
 
     def get(self, name: str, kind: type, default: Any = None) -> Any:
-        """The field as `kind`; `default` when it is absent or null."""
+        """The field as `kind`; `default` if it is absent or null. AllSparkError if it has another type."""
         value = self.values.get(name)
         if value is None:
             return default
@@ -36,12 +37,14 @@ class Fields:
         return kind(value)
 
     def need(self, name: str, kind: type) -> Any:
+        """The field as `kind`. AllSparkError if it is absent or null."""
         value = self.get(name, kind)
         if value is None:
             raise self.error(name, f"is missing: expected {kind.__name__}")
         return value
 
     def need_positive(self, name: str, kind: type = int, most: float = MAX_SIZE) -> Any:
+        """A number above 0 and up to `most`. AllSparkError otherwise."""
         value = self.need(name, kind)
         if not 0 < value <= most:
             raise self.error(name, f"is {value!r}: it must be positive and at most {most}")

@@ -1,6 +1,6 @@
-"""Gemma 2 and 3 (text): norms by 1 + w before and after attention and MLP, GELU, a scaled embedding, windows on most
-layers. Gemma 2 caps scores and logits; Gemma 3 norms each query and key head, and layers with a window have a rotary
-embedding of their own.
+"""Gemma 2 and 3 (text): norms that multiply by 1 + w before and after attention and MLP, GELU, a scaled embedding, and
+windows on most layers. Gemma 2 caps scores and logits. Gemma 3 norms each query and key head; its layers with a window
+have their own rotary embedding.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from allspark_server.models.network import ModelConfig
 
 
 def gemma(config: ModelConfig) -> Graph:
+    """Builds the network."""
     graph, x = begin(config)
 
     def norm(y: Tensor, name: str, out: str = "normed") -> Tensor:
@@ -25,7 +26,8 @@ def gemma(config: ModelConfig) -> Graph:
 
     for layer in range(config.num_layers):
         prefix, window, bias = f"model.layers.{layer}", config.window(layer), config.attention_bias
-        scores = {"scale": config.query_scale} | ({"soft_cap": config.score_cap} if config.score_cap else {})
+        scores: dict[str, Any] = {"scale": config.query_scale}
+        scores |= {"soft_cap": config.score_cap} if config.score_cap else {}
         qkv = qkv_projection(graph, norm(x, "input_layernorm"), f"{prefix}.self_attn", bias=bias)
         if config.local_rope is not None:
             graph.head_norm(qkv, 0, f"{prefix}.self_attn.q_norm.weight", unit_offset=1)
@@ -40,11 +42,11 @@ def gemma(config: ModelConfig) -> Graph:
 
 
 def _gemma(fields: Fields, caps: tuple[float, float] = (0.0, 0.0)) -> dict[str, Any]:
-    """caps: of scores and logits, where config.json does not say."""
+    """Fields that Gemma 2 and 3 share. caps: defaults for the soft caps of scores and logits."""
     if fields.get("use_bidirectional_attention", bool, False):
         raise not_available(f"Attention in both directions (use_bidirectional_attention of {fields.path})")
     scale = np.float32(fields.need_positive("hidden_size") ** 0.5)
-    # The network was trained with the scale rounded to the weights' type.
+    # The network was trained with the scale rounded to the type of the weights.
     dtype = fields.get("dtype", str, fields.get("torch_dtype", str))
     if dtype == "bfloat16":
         bits = scale.view(np.uint32)
@@ -53,7 +55,7 @@ def _gemma(fields: Fields, caps: tuple[float, float] = (0.0, 0.0)) -> dict[str, 
         scale = np.float32(np.float16(scale))
 
     def cap(name: str, otherwise: float) -> float:
-        """Null is none, unlike a field that is absent."""
+        """A null field means no cap; an absent one means the default."""
         return otherwise if name not in fields.values else 0.0 if fields.get(name, float) is None else (
             fields.need_positive(name, float))
 
@@ -68,18 +70,18 @@ def _gemma2(fields: Fields) -> dict[str, Any]:
 
 
 def _gemma3(fields: Fields) -> dict[str, Any]:
-    if fields.get("attn_logit_softcapping", float) is not None:  # which transformers reads, and ignores
+    if fields.get("attn_logit_softcapping", float) is not None:  # transformers reads it and ignores it
         raise fields.error("attn_logit_softcapping", f"is {fields.values['attn_logit_softcapping']}: Gemma 3 has none")
     return _gemma(fields)
 
 
 def _translate(fields: Fields) -> Fields:
-    """The text part of a Gemma 3 with a vision tower: its text_config holds what differs from the defaults."""
+    """The text part of a multimodal Gemma 3: text_config holds the fields that differ from the defaults."""
     values = fields.need("text_config", dict)
-    defaults = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "rms_norm_eps": 1e-6,
-                "max_position_embeddings": 131_072}
-    outer = {name: fields.values[name] for name in ("dtype", "torch_dtype", "eos_token_id", "quantization_config",
-                                                    "tie_word_embeddings") if name in fields.values}
+    defaults: dict[str, Any] = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4,
+                                "rms_norm_eps": 1e-6, "max_position_embeddings": 131_072}
+    names = ("dtype", "torch_dtype", "eos_token_id", "quantization_config", "tie_word_embeddings")
+    outer = {name: fields.values[name] for name in names if name in fields.values}
     return Fields({**defaults, **outer, **values}, fields.path, "text_config.")
 
 

@@ -1,4 +1,4 @@
-"""How a checkpoint's authors recommend to draw from it: generation_config.json."""
+"""The sampling defaults that a checkpoint's authors recommend: generation_config.json."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ _KEYS = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_pena
 
 
 def sampling_defaults(directory: str | None) -> dict[str, Any]:
-    """Keys of GenerateConfig that the generation_config.json of a directory sets; none without the file. What is not
-    allowed in a request is left out, with a warning: no model is refused for its recommendations.
+    """The keys of GenerateConfig that generation_config.json in `directory` sets; empty without the file.
+
+    A value that a request could not have is left out with a warning, so that it does not keep the model from loading.
     """
     path = Path(directory or "", "generation_config.json")
     if not directory or not os.path.lexists(path):
@@ -33,7 +34,7 @@ def sampling_defaults(directory: str | None) -> dict[str, Any]:
         value = found.get(name)
         if value is None or name not in GenerateConfig.field_names():
             continue
-        if name == "temperature" and value == 0:    # what others write for "the likeliest token always"
+        if name == "temperature" and value == 0:    # a common way to write greedy decoding
             defaults["do_sample"] = False
             continue
         try:

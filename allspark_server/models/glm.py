@@ -1,5 +1,5 @@
-"""GLM-4: adjacent features of the first half of a head are rotated; biases on queries, keys and values. GLM-4-0414
-(`glm4`): what attention and MLP add is normed before.
+"""GLM-4: the rotary embedding pairs adjacent features of the first half of a head; queries, keys and values have
+biases. GLM-4-0414 (`glm4`) also norms the outputs of attention and MLP before they are added.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from allspark_server.models.network import ModelConfig
 
 
 def glm(config: ModelConfig) -> Graph:
+    """Builds the network."""
     graph, x = begin(config)
 
     def add(y: Tensor, norm: str) -> None:

@@ -1,4 +1,6 @@
-"""gpt-oss: biases everywhere, a sink for each head, every other layer with a window, experts with a clamped product."""
+"""gpt-oss: biases everywhere, an attention sink for each head, a window on every other layer, experts with a clamped
+activation.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from allspark_server.models.network import ModelConfig
 
 
 def gpt_oss(config: ModelConfig) -> Graph:
+    """Builds the network."""
     graph, x = begin(config)
     for layer in range(config.num_layers):
         prefix, bias = f"model.layers.{layer}", config.attention_bias
@@ -27,7 +30,7 @@ def gpt_oss(config: ModelConfig) -> Graph:
 
 
 def _translate(fields: Fields) -> Fields:
-    """Without a rotary embedding it has transformers' default, which is the published models'."""
+    """A config.json without a rotary embedding means transformers' default, which is that of the published models."""
     if fields.get("rope_parameters", dict) or fields.get("rope_scaling", dict):
         return fields
     return translated(fields, rope_scaling={"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,

@@ -1,57 +1,61 @@
 """The op list: a model as data, independent of the number of ranks.
 
 A model file describes its network once with the builder methods of `Graph`, one for each op of the native library's
-table (models/ops.py). The graph is what `.asgraph` stores, what the profiler names and what `runtime/lowering.py` turns
-into one rank's ops.
+table (models/ops.py). `.asgraph` stores the graph, the profiler names its ops, and `runtime/lowering.py` turns it into
+the ops of one rank.
 
-Activations are buffers of shape [rows, width], fp32. A buffer's columns are a list of blocks, each replicated on every
-rank or divided by a `Split`; buffers are reused by name from layer to layer, so a graph needs about ten.
+Activations are buffers of shape [rows, width], fp32. The columns of a buffer are a list of blocks. Each block is
+replicated on every rank or divided by a `Split`. Layers reuse buffers by name, so a graph needs about ten.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import gcd
+from typing import Any
 
 from allspark_server.models.cache_groups import CacheGroup, place_layers
-from allspark_server.models.network import ModelConfig
+from allspark_server.models.network import ExpertConfig, ModelConfig
 from allspark_server.models.ops import Attribute, op_spec
 from allspark_server.models.rotary import Rotary
 from allspark_server.weights.formats import StoredQuantization, WeightFormat
 from allspark_server.weights.shard import Split
 
 ALL_ROWS, OUTPUT_ROWS = "all", "outputs"
-# Features. Decode waits for the rank that has most to read: slices of every chosen expert are equal parts, of whole
-# experts one rank may have several and another none.
+# Fewest features of an expert's slice. Decode waits for the rank that has most to read. If every rank has a slice of
+# each expert, ranks read equal parts; if ranks hold whole experts, one may hold several of the chosen ones and another
+# none.
 LEAST_EXPERT_SLICE = 64
 
 
 def _range(size: int, split: Split | None, rank: int, world: int) -> tuple[int, int]:
-    """A rank's part of `size` features; the last unit of a split may reach past them."""
+    """A rank's range of `size` features. The last unit of a split may reach past the end."""
     begin, end = (0, size) if split is None else split.range_of(rank, world)
     return begin, min(end, size)
 
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive columns of an activation: `width` of the whole model, divided by `split` when there is one."""
+    """Consecutive columns of an activation: `width` columns of the whole model, divided by `split` if it is set."""
 
     width: int
     split: Split | None = None
 
     def range_of(self, rank: int, world: int) -> tuple[int, int]:
+        """The half-open range of the rank's columns."""
         return _range(self.width, self.split, rank, world)
 
     def width_of(self, rank: int, world: int) -> int:
+        """The number of the rank's columns."""
         begin, end = self.range_of(rank, world)
         return end - begin
 
 
 @dataclass(frozen=True)
 class RowSet:
-    """Rows that a router forms within the step: `times` entries for each row of the set `of`."""
+    """Rows that a router makes within the step: `times` entries for each row of the row set `of`."""
 
     name: str
     of: str
@@ -60,8 +64,10 @@ class RowSet:
 
 @dataclass(frozen=True)
 class Tensor:
-    """An activation buffer [rows, sum of the blocks' widths], fp32. rows: ALL_ROWS, OUTPUT_ROWS (those that sample, or
-    whose hidden states or log probabilities are wanted), or a row set's name.
+    """An activation buffer [rows, sum of the blocks' widths], fp32.
+
+    rows: ALL_ROWS; OUTPUT_ROWS (rows that sample, or whose hidden states or log probabilities are requested); or the
+    name of a row set.
     """
 
     name: str
@@ -70,18 +76,21 @@ class Tensor:
 
     @property
     def logit_rows(self) -> bool:
+        """Whether the rows are OUTPUT_ROWS."""
         return self.rows == OUTPUT_ROWS
 
     def width_of(self, rank: int, world: int) -> int:
+        """The number of the rank's columns."""
         return sum(block.width_of(rank, world) for block in self.blocks)
 
 
 @dataclass(frozen=True)
 class Part:
-    """`rows` rows of a weight, divided by `split` when there is one: rows [first, first + rows) of a tensor of the
-    checkpoint that has `of` rows (0: just these), or of number `expert` in a tensor of three dimensions.
+    """`rows` rows of a weight, divided by `split` if it is set.
 
-    unit: of `units`; ranks that hold it have the part, the others none of it (whole experts).
+    They are rows [first, first + rows) of a tensor of the checkpoint with `of` rows (0: it has no others). In a tensor
+    of three dimensions, `expert` is the index in the first one.
+    unit, units: if set, only ranks that hold this unit of `units` have the part (whole experts).
     """
 
     tensor: str
@@ -94,8 +103,8 @@ class Part:
     units: Split | None = None
 
     def range_of(self, rank: int, world: int) -> tuple[int, int]:
-        """The rank's rows, of this part's."""
-        if self.unit is not None:
+        """The half-open range of the rank's rows within the part."""
+        if self.unit is not None and self.units is not None:
             begin, end = self.units.units_of(rank, world)
             if not begin <= self.unit < end:
                 return 0, 0
@@ -103,12 +112,12 @@ class Part:
 
     @property
     def stored_rows(self) -> int:
-        """Of the checkpoint's tensor."""
+        """Rows of the checkpoint's tensor."""
         return self.of or self.rows
 
     @property
     def whole(self) -> bool:
-        """Whether it is a whole tensor of the checkpoint."""
+        """Whether the part is a whole tensor of the checkpoint."""
         return self.first == 0 and self.stored_rows == self.rows and self.expert is None
 
 
@@ -116,11 +125,13 @@ class Part:
 class Weight:
     """A weight of the executor: tensors of the checkpoint stacked by rows, or constants computed from the config.
 
-    columns: in_features of a matrix, 0 for a vector. column_split: how in_features are divided (row-parallel layers).
-    first_rank_only: zeros on the other ranks (the bias of a row-parallel layer, which all_reduce adds up), unless they
-    have whole experts' parts.
-    values_split: how constants are divided. stored: the format of a matrix that is serialized quantized. experts: how
-    many have equal shares of the parts, one after the other; 0: it is no stack of experts' weights.
+    columns: in_features of a matrix, 0 for a vector.
+    column_split: how in_features are divided (row-parallel layers).
+    first_rank_only: zeros on the other ranks (the bias of a row-parallel layer, which all_reduce adds up), unless ranks
+    hold whole experts.
+    values: the constants; values_split: how they are divided.
+    stored: the format of a matrix that is serialized in quantized form.
+    experts: the number of experts whose parts follow one another, as many parts for each; 0: not a stack of experts.
     """
 
     name: str
@@ -135,9 +146,11 @@ class Weight:
 
     @property
     def is_matrix(self) -> bool:
+        """Whether it has columns."""
         return self.columns > 0
 
     def rows_of(self, rank: int, world: int) -> int:
+        """The number of rows, or of a vector's values, that the rank holds."""
         if self.values:
             begin, end = _range(len(self.values), self.values_split, rank, world)
             return end - begin
@@ -149,21 +162,23 @@ class Weight:
         return (0, self.experts) if units is None else units.units_of(rank, world)
 
     def is_zero_on(self, rank: int, world: int) -> bool:
-        """Whether a vector's values count on another rank alone."""
+        """Whether a vector is zeros on this rank because only another rank adds it."""
         units = self.parts[0].units
         return self.first_rank_only and rank > 0 and not (units is not None and units.divides(world))
 
     def column_range_of(self, rank: int, world: int) -> tuple[int, int]:
+        """The half-open range of the rank's in_features."""
         return (0, self.columns) if self.column_split is None else self.column_split.range_of(rank, world)
 
     def elements_of(self, rank: int, world: int) -> int:
+        """The number of elements that the rank holds."""
         begin, end = self.column_range_of(rank, world)
         return self.rows_of(rank, world) * (end - begin if self.is_matrix else 1)
 
 
 @dataclass(frozen=True)
 class Op:
-    """One operation. inputs, outputs and weights are names; attrs hold values of the whole model, not of a rank."""
+    """One operation. inputs, outputs and weights are names; attrs are those of the whole model, not of a rank."""
 
     type: str
     inputs: tuple[str, ...] = ()
@@ -173,7 +188,7 @@ class Op:
 
 
 class Graph:
-    """Builder and container of the op list. The builder methods are named after the ops and return the output."""
+    """Builds and holds the op list. The builder methods are named after the ops and return the output."""
 
     def __init__(self, config: ModelConfig):
         self.config = config
@@ -182,40 +197,49 @@ class Graph:
         self.ops: list[Op] = []
         self.quantization: StoredQuantization | None = None
         self.row_sets: dict[str, RowSet] = {}
-        #: those of full attention come first
+        #: groups of full attention come first
         self.cache_groups, self._places = place_layers(config.windows, config.num_layers)
 
-    # -- the ways this model's dimensions are divided ------------------------------------------------------------------
+    # -- how the model's dimensions are divided among ranks ------------------------------------------------------------
+    @property
+    def experts(self) -> ExpertConfig:
+        """The description of the experts; the model must have some."""
+        if self.config.experts is None:
+            raise ValueError(f"{self.config.architecture} has no experts")
+        return self.config.experts
+
     @property
     def q_heads(self) -> Split:
+        """The features of query heads."""
         return Split(self.config.num_heads, self.config.head_dim)
 
     @property
     def kv_heads(self) -> Split:
+        """The features of KV heads; each goes to the ranks that have its query heads."""
         return Split(self.config.num_heads, self.config.head_dim, self.config.num_heads // self.config.num_kv_heads)
 
     @property
     def intermediate(self) -> Split:
-        """In whole groups of quantized weights, where the size allows that: down_proj is cut along K."""
+        """Features of the MLP, in multiples of 32 where the size allows: down_proj is cut along K, in whole groups."""
         unit = gcd(self.config.intermediate_size, 32)
         return Split(self.config.intermediate_size // unit, unit)
 
     @property
     def expert_features(self) -> Split:
-        """Each expert's features are divided as `intermediate` is, down to slices that are worth a product."""
-        size = self.config.experts.intermediate_size
+        """Features of an expert, divided as `intermediate` is, but in no slices below LEAST_EXPERT_SLICE."""
+        size = self.experts.intermediate_size
         unit = gcd(size, 32)
         return Split(size // unit, unit, least=LEAST_EXPERT_SLICE)
 
     @property
     def whole_experts(self) -> Split:
-        """Experts are divided where their features are not."""
-        return Split(self.config.experts.count, unless=self.expert_features)
+        """Whole experts, divided among ranks where their features are not."""
+        return Split(self.experts.count, unless=self.expert_features)
 
     @property
     def vocab(self) -> Split:
-        """In the sampler's chunks (native/sampling/sampler.h, chunk_of), so that draws do not depend on the number of
-        ranks. The last one may be short.
+        """Rows of the vocabulary, in the sampler's chunks (chunk_of in native/sampling/sampler.h), so that sampling
+        does not depend on the number of ranks. The last chunk may be short.
         """
         size = self.config.vocab_size
         unit = 1 if size <= 1024 else 16 if size <= 16384 else 256
@@ -232,7 +256,7 @@ class Graph:
         return other
 
     def with_whole_histories(self) -> Graph:
-        """The same model with one cache group, which keeps every position: windows are masks then."""
+        """The same model with one cache group that keeps every position; windows are then only masks."""
         other, layer = copy.copy(self), 0
         other.cache_groups, other.ops = [CacheGroup()], []
         for op in self.ops:
@@ -244,23 +268,23 @@ class Graph:
 
     # -- buffers and weights -------------------------------------------------------------------------------------------
     def row_set(self, name: str, times: int, of: str = ALL_ROWS) -> str:
-        """The rows called `name`, which routers form; returns the name."""
+        """Declares the rows `name` that a router makes, `times` for each row of `of`; returns the name."""
         wanted = RowSet(name, of, times)
         if of not in (ALL_ROWS, OUTPUT_ROWS, *self.row_sets) or self.row_sets.setdefault(name, wanted) != wanted:
-            raise ValueError(f"row set {name!r} is used in two ways, or is of rows that are not there: {wanted}")
+            raise ValueError(f"row set {name!r} is declared in two ways, or refers to unknown rows: {wanted}")
         return name
 
     def cache_group(self, kind: str, window: int = 0) -> int:
-        """The number of a cache group of that kind, which is added if there is none."""
+        """The number of the cache group of that kind; adds one if there is none."""
         wanted = CacheGroup(kind, window)
         if wanted not in self.cache_groups:
             self.cache_groups.append(wanted)
         return self.cache_groups.index(wanted)
 
     def tensor(self, name: str, blocks: tuple[Block, ...], rows: str = ALL_ROWS) -> Tensor:
-        """The buffer called `name`; the same one each time, so its shape must be the same each time."""
+        """The buffer `name`. Each use must give the same shape."""
         if rows not in (ALL_ROWS, OUTPUT_ROWS, *self.row_sets):
-            raise ValueError(f"buffer {name!r} has the rows {rows!r}, which are not there")
+            raise ValueError(f"buffer {name!r} has unknown rows {rows!r}")
         wanted = Tensor(name, blocks, rows)
         found = self.tensors.setdefault(name, wanted)
         if found != wanted:
@@ -268,7 +292,7 @@ class Graph:
         return found
 
     def weight(self, weight: Weight) -> Weight:
-        """Registers a weight; one that two ops share (a tied head) is registered once."""
+        """Registers a weight. Two ops may share one (a tied head); it is registered once."""
         found = self.weights.setdefault(weight.name, weight)
         if found != weight:
             raise ValueError(f"weight {weight.name!r} is used with two layouts: {found} and {weight}")
@@ -281,7 +305,9 @@ class Graph:
 
     def packed(self, prefix: str, names: tuple[str, ...], splits: tuple[Split, ...], columns: int,
                bias: bool) -> tuple[Weight, Weight | None]:
-        """Column-parallel layers over one input as one matrix (and bias): rows of `prefix.NAME.weight`, stacked."""
+        """Column-parallel layers with the same input as one matrix (and bias): `prefix.NAME.weight`, stacked by
+        rows.
+        """
         joined = f"{prefix}.{'+'.join(names)}"
 
         def parts(suffix: str) -> tuple[Part, ...]:
@@ -291,12 +317,13 @@ class Graph:
         return weight, self.weight(Weight(f"{joined}.bias", parts("bias"))) if bias else None
 
     # -- ops -----------------------------------------------------------------------------------------------------------
-    def _op(self, type: str, inputs=(), outputs=(), weights=(), **attrs: Attribute) -> None:
+    def _op(self, type: str, inputs: Iterable[Tensor] = (), outputs: Iterable[Tensor] = (),
+            weights: Iterable[Weight | None] = (), **attrs: Any) -> None:
         self.append(Op(type, tuple(t.name for t in inputs), tuple(t.name for t in outputs),
                        tuple(w.name for w in weights if w is not None), attrs))
 
     def append(self, op: Op) -> None:
-        """Adds an op to the list; ValueError when it names what is not there, or is not as the table of ops has it."""
+        """Appends an op. ValueError if it names an unknown buffer or weight, or does not fit the table of ops."""
         unknown = [n for n in (*op.inputs, *op.outputs) if n not in self.tensors]
         unknown += [n for n in op.weights if n not in self.weights]
         spec = op_spec(op.type)
@@ -305,8 +332,8 @@ class Graph:
         spec.check_graph(len(op.inputs), len(op.outputs), len(op.weights), op.attrs)
         self.ops.append(op)
 
-    def rotary_table(self, rotary: Rotary, table: int = 0, **more: Attribute) -> None:
-        """Cosines and sines of every position; one for each number, first."""
+    def rotary_table(self, rotary: Rotary, table: int = 0, **more: Any) -> None:
+        """Table number `table` of cosines and sines for every position. These ops come before all others."""
         name = f"rotary.{table}.inv_freq" if table else "rotary.inv_freq"
         frequencies = self.weight(Weight(name, values=tuple(float(f) for f in rotary.inv_freq)))
         long = None
@@ -321,8 +348,8 @@ class Graph:
                  dynamic=int(rotary.dynamic), base=rotary.base, factor=rotary.factor,
                  original_max=rotary.original_max, rotary_dim=rotary.dim, **more)
 
-    def embedding(self, weight: Weight, **more: Attribute) -> Tensor:
-        """Rows of the embedding; ids of another rank's part of the vocabulary give zeros, so all_reduce follows."""
+    def embedding(self, weight: Weight, **more: Any) -> Tensor:
+        """Rows of the embedding. Ids of another rank's part of the vocabulary give zeros, so all_reduce follows."""
         x = self.tensor("x", (Block(self.config.hidden_size),))
         self._op("embedding", outputs=(x,), weights=(weight,), **more)
         return self.all_reduce(x)
@@ -332,14 +359,15 @@ class Graph:
         self._op("all_reduce", (x,), (x,))
         return x
 
-    def rms_norm(self, x: Tensor, name: str, out: str = "normed", **more: Attribute) -> Tensor:
+    def rms_norm(self, x: Tensor, name: str, out: str = "normed", **more: Any) -> Tensor:
+        """RMS norm of each row with the checkpoint's weight `name`."""
         weight = self.weight(Weight(name, (Part(name, self.config.hidden_size),)))
         y = self.tensor(f"logit_{out}" if x.logit_rows else out, x.blocks, x.rows)
         self._op("rms_norm", (x,), (y,), (weight,), eps=self.config.rms_norm_eps, **more)
         return y
 
     def linear(self, x: Tensor, weight: Weight, bias: Weight | None, out: str) -> Tensor:
-        """Y = x W^T + b into the buffer `out`, whose columns are the weight's parts."""
+        """`y = x W^T + b` in the buffer `out`, whose blocks are the weight's parts."""
         blocks = tuple(Block(part.rows, part.split) for part in weight.parts)
         y = self.tensor(out, blocks, x.rows)
         self._op("linear", (x,), (y,), (weight, bias))
@@ -350,8 +378,8 @@ class Graph:
         return self.all_reduce(self.partial_linear(x, prefix, split, bias, out))
 
     def sliced(self, name: str, splits: tuple[Split, ...], columns: int, bias: bool) -> tuple[Weight, Weight | None]:
-        """Column-parallel layers that the checkpoint holds as one, NAME.weight (and NAME.bias): its rows are these, one
-        after the other.
+        """Column-parallel layers that the checkpoint stores as one tensor NAME.weight (and NAME.bias), one after the
+        other by rows.
         """
         of = sum(split.width for split in splits)
         firsts = [sum(split.width for split in splits[:i]) for i in range(len(splits))]
@@ -363,7 +391,7 @@ class Graph:
         return weight, self.weight(Weight(f"{name}.bias", parts(f"{name}.bias"))) if bias else None
 
     def partial_linear(self, x: Tensor, prefix: str, split: Split, bias: bool, out: str) -> Tensor:
-        """A linear layer whose input is divided among ranks: each has a part of its result, which are to be added."""
+        """A linear layer whose input is divided among ranks: the caller must add up the ranks' results."""
         hidden = self.config.hidden_size
         weight = self.matrix(f"{prefix}.weight", hidden, split.width, column_split=split)
         name = f"{prefix}.bias"
@@ -371,12 +399,14 @@ class Graph:
         return self.linear(x, weight, added, out)
 
     def lora(self, y: Tensor, x: Tensor, target: int, block: int = 0, blocks: int = 1) -> Tensor:
-        """Y += B A x of each row's adapter in some blocks of y, in place; it follows the linear layer that made y."""
+        """`y += B A x` with each row's adapter in `blocks` blocks of y, in place, after the linear layer that made
+        y.
+        """
         self._op("lora", (y, x), (y,), target=target, block=block, blocks=blocks)
         return y
 
-    def head_norm(self, qkv: Tensor, block: int, name: str, **more: Attribute) -> Tensor:
-        """RMS norm of each head of one block (0: queries, 1: keys) of the packed projection, in place."""
+    def head_norm(self, qkv: Tensor, block: int, name: str, **more: Any) -> Tensor:
+        """RMS norm of each head of a block (0: queries, 1: keys) of the packed projection, in place."""
         head_dim = self.config.head_dim
         weight = self.weight(Weight(name, (Part(name, head_dim),)))
         self._op("head_norm", (qkv,), (qkv,), (weight,), block=block, head_dim=head_dim, eps=self.config.rms_norm_eps,
@@ -384,13 +414,13 @@ class Graph:
         return qkv
 
     def qk_square_sums(self, qkv: Tensor) -> Tensor:
-        """Of all query heads, and of all key heads, the sum of their values' squares, each head counted on one rank."""
+        """Sums of squares over all query heads and over all key heads; each head is counted on one rank."""
         sums = self.tensor("square_sums", (Block(2),), qkv.rows)
         self._op("qk_square_sums", (qkv,), (sums,))
         return self.all_reduce(sums)
 
     def qk_norm(self, qkv: Tensor, q_name: str, k_name: str) -> Tensor:
-        """RMS norm of all queries as one vector, and of all keys, in place."""
+        """RMS norm of a row's queries as one vector, and of its keys as another, in place."""
         queries, keys = qkv.blocks[:2]
         weights = [self.weight(Weight(name, (Part(name, block.width, block.split),)))
                    for name, block in ((q_name, queries), (k_name, keys))]
@@ -398,19 +428,22 @@ class Graph:
                  q_width=queries.width, k_width=keys.width)
         return qkv
 
-    def rope(self, qkv: Tensor, **more: Attribute) -> Tensor:
-        """Rotates query and key heads (the two halves of a head's rotated features are the pairs), in place."""
+    def rope(self, qkv: Tensor, **more: Any) -> Tensor:
+        """Rotary embedding of query and key heads, in place. Feature i is paired with i + rotary_dim / 2 unless `pairs`
+        says "interleaved".
+        """
         dims = {"head_dim": self.config.head_dim, "rotary_dim": more.get("head_dim", self.config.rotary_dim)}
         self._op("rope", (qkv,), (qkv,), **{**dims, **more})
         return qkv
 
     def span_attention(self, qkv: Tensor, layer: int, *, sinks: Weight | None = None, slopes: Weight | None = None,
-                       window: int = 0, out: str = "attended", **more: Attribute) -> Tensor:
-        """Stores keys and values in the span cache and attends causally over the sequence's spans. sinks, slopes: a
-        value of each query head. window: the last positions that are seen, 0 for all.
+                       window: int = 0, out: str = "attended", **more: Any) -> Tensor:
+        """Stores keys and values in the span cache and attends causally over the sequence's spans.
+
+        sinks, slopes: one value for each query head. window: number of last positions that a row sees, 0 for all.
         """
         queries, keys = qkv.blocks[:2]
-        head_dim = more.get("head_dim", self.config.head_dim)
+        head_dim = int(more.get("head_dim", self.config.head_dim))
         y = self.tensor(out, (queries,))
         group, number = self._places[layer]
         if group:
@@ -427,7 +460,7 @@ class Graph:
         return y
 
     def head_values(self, name: str, heads: Split, values: tuple[float, ...] = ()) -> Weight:
-        """A vector with a value of each query head, from the checkpoint or these: attention's sinks and slopes."""
+        """A vector with one value for each query head (attention's sinks or slopes): `values`, or the checkpoint's."""
         split = Split(heads.units)
         parts = () if values else (Part(name, heads.units, split),)
         return self.weight(Weight(name, parts, values=values, values_split=split if values else None))
@@ -437,48 +470,48 @@ class Graph:
         return self._gated("silu_mul", gate_up, out)
 
     def gelu_tanh_mul(self, gate_up: Tensor, out: str = "activated") -> Tensor:
-        """gelu(gate) * up of the packed projection, by the approximation with tanh."""
+        """gelu(gate) * up of the packed projection, with the tanh approximation of GELU."""
         return self._gated("gelu_tanh_mul", gate_up, out)
 
     def clamped_silu_mul(self, gate_up: Tensor, alpha: float, limit: float, out: str = "activated") -> Tensor:
-        """gpt-oss' product of the packed projection: see the table of ops."""
+        """gpt-oss' clamped product of the packed projection: see the table of ops."""
         return self._gated("clamped_silu_mul", gate_up, out, alpha=alpha, limit=limit)
 
-    def _gated(self, type: str, gate_up: Tensor, out: str, **attrs: Attribute) -> Tensor:
+    def _gated(self, type: str, gate_up: Tensor, out: str, **attrs: Any) -> Tensor:
         y = self.tensor(out, gate_up.blocks[:1], gate_up.rows)
         self._op(type, (gate_up,), (y,), **attrs)
         return y
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """X += y."""
+        """`x += y`."""
         self._op("add", (x, y), (x,))
         return x
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
-        """X *= factor."""
+        """`x *= factor`."""
         self._op("scale", (x,), (x,), factor=factor)
         return x
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        """Cap * tanh(x / cap), in place."""
+        """`x = cap * tanh(x / cap)`."""
         self._op("soft_cap", (x,), (x,), cap=cap)
         return x
 
     def sigmoid_mul(self, y: Tensor, gate: Tensor) -> Tensor:
-        """Y *= sigmoid(gate), a gate for each row."""
+        """`y *= sigmoid(gate)` with one gate for each row."""
         self._op("sigmoid_mul", (y, gate), (y,))
         return y
 
     # -- experts -------------------------------------------------------------------------------------------------------
-    def router(self, logits: Tensor, rows: str, correction: Weight | None = None, **attrs: Attribute) -> Tensor:
-        """Forms the row set `rows` and returns its entries' weights."""
+    def router(self, logits: Tensor, rows: str, correction: Weight | None = None, **attrs: Any) -> Tensor:
+        """Chooses experts for each row: makes the row set `rows` and returns the weights of its entries."""
         y = self.tensor("routed", (Block(1),), rows)
         self._op("router", (logits,), (y,), (correction,), top_k=self.row_sets[rows].times, **attrs)
         return y
 
     def expert_linear(self, x: Tensor, weight: Weight, bias: Weight | None, rows: str, out: str) -> Tensor:
-        """Y = x W^T + b of each entry's expert, of a stack of experts' weights: one's parts make the output's
-        blocks.
+        """`y = x W^T + b` with the weights of each entry's expert. `weight` is a stack of experts; the parts of one
+        expert make the output's blocks.
         """
         each = weight.parts[:len(weight.parts) // weight.experts]
         blocks = tuple(Block(part.rows, part.split) for part in each)
@@ -487,21 +520,22 @@ class Graph:
         return y
 
     def combine_experts(self, y: Tensor, scores: Tensor, out: str) -> Tensor:
-        """The weighted sum of each row's experts, in ascending order of experts."""
+        """The weighted sum over each row's experts, added in ascending order of experts."""
         x = self.tensor(out, y.blocks, self.row_sets[y.rows].of)
         self._op("combine_experts", (y, scores), (x,))
         return x
 
     # -- outputs -------------------------------------------------------------------------------------------------------
     def select_rows(self, x: Tensor) -> Tensor:
-        """The rows with outputs."""
+        """Selects OUTPUT_ROWS."""
         y = self.tensor("selected", x.blocks, OUTPUT_ROWS)
         self._op("select_rows", (x,), (y,))
         return y
 
     def hidden_states(self, x: Tensor) -> None:
-        """Hands rows with outputs out, to requests that want them."""
+        """Returns hidden states to the requests that ask for them."""
         self._op("hidden_states", (x,))
 
     def sample(self, logits: Tensor) -> None:
+        """Samples the next token of each row."""
         self._op("sample", (logits,), vocab_size=self.config.vocab_size)

@@ -1,5 +1,5 @@
-"""Llama 2, 3, 3.1 and 3.2: optional biases on all four attention projections and on the MLP. Mistral and Ministral:
-with a sliding window on all layers, some or none. SmolLM3: with layers (every fourth) that have no rotary embedding.
+"""Llama 2, 3, 3.1 and 3.2: optional biases on all four attention projections and on the MLP. Mistral and Ministral also
+have a sliding window on all layers, some or none. In SmolLM3 every fourth layer has no rotary embedding.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from allspark_server.models.network import ModelConfig
 
 
 def llama(config: ModelConfig) -> Graph:
+    """Builds the network."""
     bias = config.attention_bias
     graph, x = begin(config)
     for layer in range(config.num_layers):

@@ -10,8 +10,9 @@ from allspark_server.models.network import ModelConfig
 
 
 def mixtral(config: ModelConfig) -> Graph:
+    """Builds the network."""
     graph, x = begin(config)
-    moe = "mlp" if config.experts.stacked else "block_sparse_moe"
+    moe = "mlp" if graph.experts.stacked else "block_sparse_moe"
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}"
         h = graph.rms_norm(x, f"{prefix}.input_layernorm.weight")

@@ -1,4 +1,4 @@
-"""What a network is made of: a model's description, independent of the file it was read from."""
+"""The description of a network, independent of the file that it was read from."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ PLAIN_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 ROPE_TYPES = (*PLAIN_ROPE_TYPES, "longrope")
 
 
-def _said_by_ops(default: Any) -> Any:
-    """A field that only the model files read: a graph's ops and weights say the same. An .asgraph does not store it,
-    and a model's hash does not have it beside them.
+def _in_graph(default: Any) -> Any:
+    """A field that only model files read; the graph's ops and weights contain it. An .asgraph does not store it, and
+    the model's hash does not cover it a second time.
     """
     return field(default=default, repr=False)
 
 
 def stored_fields(kind: type) -> list[str]:
-    """Names of a description's fields that an .asgraph stores."""
+    """The names of the fields of a description that an .asgraph stores."""
     return [f.name for f in fields(kind) if f.repr]
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding fields; `original_max` is the context length the scaling starts from (positions).
+    """A rotary embedding and its scaling.
 
-    dim: rotated features of a head, 0 for all. growth: of a dynamic base, see the table of ops. short_factors,
-    long_factors: LongRoPE's, a number for each pair.
+    original_max: the context length, in positions, beyond which the scaling applies. dim: rotated features of a head, 0
+    for all. growth: how a dynamic base grows, see the table of ops. short_factors, long_factors: LongRoPE's factors,
+    one for each pair of features.
     """
 
     type: str = "default"
@@ -43,19 +44,19 @@ class RopeConfig:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     truncate: bool = True
-    dim: int = _said_by_ops(0)
-    growth: str = _said_by_ops("linear")
-    short_factors: tuple[float, ...] = _said_by_ops(())
-    long_factors: tuple[float, ...] = _said_by_ops(())
+    dim: int = _in_graph(0)
+    growth: str = _in_graph("linear")
+    short_factors: tuple[float, ...] = _in_graph(())
+    long_factors: tuple[float, ...] = _in_graph(())
 
 
 @dataclass(frozen=True)
 class ExpertConfig:
-    """Layers with experts: `count` of them, of which each token goes to per_token; shared_size: the intermediate size
-    of an expert that all tokens go to, 0 where there is none.
+    """The experts of a layer: `count` experts, of which the router chooses `per_token` for each token.
 
-    normalized: the weights of a token's experts add up to 1. stacked: the checkpoint's tensors hold all experts of a
-    layer, as transformers 5 has them; otherwise each expert has its own.
+    normalized: the weights of a token's experts are scaled to a sum of 1. shared_size: intermediate size of the expert
+    that computes every token, 0 for none. dense_layers: layers without experts. stacked: a tensor of the checkpoint
+    holds all experts of a layer, as in transformers 5; otherwise each expert has its own tensors.
     """
 
     count: int
@@ -69,14 +70,18 @@ class ExpertConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What a model file needs to know.
+    """The description of a network from which a model file builds the graph.
 
-    windows: of each layer, 0 where it attends to all positions; empty: all layers do. local_rope: the rotary embedding
-    of layers with a window, None where it is that of the others. unrotated: layers without one. query_scale: of
-    attention's scores, 0 for head_dim ** -0.5. score_cap, logit_cap: x becomes cap * tanh(x / cap), 0 for none. alibi:
-    scores fall with distance instead of rotary embedding. logn: queries beyond that position grow with its logarithm, 0
-    for none. unit_head: the head's rows are normalized. swiglu: alpha and limit of experts' clamped product (see
-    clamped_silu_mul in the table of ops), None for silu(gate) * up.
+    windows: sliding window of each layer, 0 for full attention; empty if no layer has one.
+    unrotated: layers without rotary embedding.
+    local_rope: rotary embedding of layers with a window; None if it is that of the other layers.
+    query_scale: factor of attention's scores, 0 for head_dim ** -0.5.
+    score_cap, logit_cap: x becomes cap * tanh(x / cap); 0 for none.
+    alibi: linear biases of scores (ALiBi) instead of rotary embedding.
+    logn: queries beyond this position are scaled by the logarithm of their position (LogN); 0 for none.
+    unit_head: the rows of the head are normalized.
+    swiglu: alpha and limit of the experts' clamped activation (clamped_silu_mul in the table of ops); None for
+    silu(gate) * up.
     """
 
     architecture: str
@@ -95,28 +100,29 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     rope: RopeConfig = RopeConfig()
     experts: ExpertConfig | None = None
-    windows: tuple[int, ...] = _said_by_ops(())
-    unrotated: tuple[int, ...] = _said_by_ops(())
-    local_rope: RopeConfig | None = _said_by_ops(None)
-    embedding_scale: float = _said_by_ops(1.0)
-    query_scale: float = _said_by_ops(0.0)
-    score_cap: float = _said_by_ops(0.0)
-    logit_cap: float = _said_by_ops(0.0)
-    alibi: bool = _said_by_ops(False)
-    logn: int = _said_by_ops(0)
-    unit_head: bool = _said_by_ops(False)
-    swiglu: tuple[float, float] | None = _said_by_ops(None)
+    windows: tuple[int, ...] = _in_graph(())
+    unrotated: tuple[int, ...] = _in_graph(())
+    local_rope: RopeConfig | None = _in_graph(None)
+    embedding_scale: float = _in_graph(1.0)
+    query_scale: float = _in_graph(0.0)
+    score_cap: float = _in_graph(0.0)
+    logit_cap: float = _in_graph(0.0)
+    alibi: bool = _in_graph(False)
+    logn: int = _in_graph(0)
+    unit_head: bool = _in_graph(False)
+    swiglu: tuple[float, float] | None = _in_graph(None)
 
     def window(self, layer: int) -> int:
+        """The layer's sliding window in positions; 0 for full attention."""
         return self.windows[layer] if self.windows else 0
 
     @property
     def rotary_dim(self) -> int:
-        """Rotated features of a head."""
+        """The number of rotated features of a head."""
         return self.rope.dim or self.head_dim
 
     def checked(self) -> ModelConfig:
-        """Itself; ValueError naming the field when no network can be so."""
+        """Returns the description itself. ValueError names a field that no network can have."""
         def within(name: str, value: float, most: float) -> None:
             if not 0 < value <= most:
                 raise ValueError(f"{name} is {value!r}: it must be positive and at most {most}")

@@ -1,5 +1,5 @@
-"""OLMo 2: norms only after attention and MLP, and one over all queries and one over all keys. OLMo 3: with windows on
-most layers, which have a rotary embedding without scaling.
+"""OLMo 2: norms only after attention and MLP; one norm over all queries and one over all keys. OLMo 3 has windows on
+most layers; these layers have a rotary embedding without scaling.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from allspark_server.models.network import ModelConfig
 
 
 def olmo2(config: ModelConfig) -> Graph:
+    """Builds the network."""
     bias = config.attention_bias
     graph, x = begin(config)
     for layer in range(config.num_layers):

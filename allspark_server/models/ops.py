@@ -1,4 +1,4 @@
-"""The native library's table of ops (native/program/op_spec.h) as Python reads it."""
+"""The native library's table of ops (native/program/op_spec.h), read from its bindings."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ Attribute = bool | int | float | str
 
 @dataclass(frozen=True)
 class AttributeSpec:
-    """An attribute of an op. type: integer, number, flag or choice. scope: who gives it: "model", "rank" (lowering, for
-    each rank) or "graph" (the model, for lowering to replace).
+    """An attribute of an op.
+
+    type: "integer", "number", "flag" or "choice". scope: "model" if the model file sets it, "rank" if lowering sets it
+    for each rank, "graph" if the model file sets it and lowering replaces it.
     """
 
     name: str
@@ -29,7 +31,7 @@ class AttributeSpec:
 
     @property
     def allowed(self) -> str:
-        """In words."""
+        """The allowed values, for error messages."""
         if self.type == "flag":
             return "true or false"
         if self.type == "choice":
@@ -37,6 +39,7 @@ class AttributeSpec:
         return f"{'an integer' if self.type == 'integer' else 'a number'} of {self.least:.12g} to {self.most:.12g}"
 
     def fits(self, value: Attribute) -> bool:
+        """Whether the value is allowed."""
         if self.type == "choice" or isinstance(value, str):
             return self.type == "choice" and value in self.choices
         if self.type == "flag":
@@ -46,7 +49,7 @@ class AttributeSpec:
 
 @dataclass(frozen=True)
 class OpSpec:
-    """An op: how many inputs, outputs and weights it has (at least, at most), and its attributes by name."""
+    """An op. inputs, outputs, weights: the least and the largest number of them. attributes: by name."""
 
     name: str
     inputs: tuple[int, int]
@@ -57,7 +60,7 @@ class OpSpec:
     attributes: Mapping[str, AttributeSpec]
 
     def check_graph(self, inputs: int, outputs: int, weights: int, attrs: Mapping[str, Attribute]) -> None:
-        """Raises ValueError unless a graph, which is of the whole model, may hold such an op."""
+        """Raises ValueError unless a graph (of the whole model, not of a rank) may contain such an op."""
         found, expected = (inputs, outputs, weights), (self.inputs, self.outputs, self.weights)
         if not all(least <= n <= most for n, (least, most) in zip(found, expected)):
             wanted = [f"{least} to {most}" if most > least else str(least) for least, most in expected]
@@ -81,7 +84,7 @@ class OpSpec:
 
 @cache
 def op_specs() -> Mapping[str, OpSpec]:
-    """All ops there are, by name."""
+    """All ops by name."""
     return {
         spec["name"]: OpSpec(
             spec["name"],

@@ -1,5 +1,5 @@
-"""Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: Llama's network, with q, k, v and gate, up as one tensor each. Longer contexts
-by LongRoPE; a sliding window on all layers, or none; part of a head's features are rotated, or all.
+"""Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: Llama's network with q, k, v as one tensor and gate, up as another. Some use
+LongRoPE, a sliding window on all layers, or a rotary embedding of a part of a head's features.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from allspark_server.models.network import ModelConfig
 
 
 def phi3(config: ModelConfig) -> Graph:
+    """Builds the network."""
     graph, x = begin(config)
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}"

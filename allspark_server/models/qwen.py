@@ -1,5 +1,5 @@
-"""The first Qwen: queries, keys and values as one tensor with biases; beyond the length that it was trained for, a
-rotary base that grows with the prompt, and queries with the logarithm of their position.
+"""The first Qwen: queries, keys and values as one tensor with biases. Beyond the length of its training, the rotary
+base grows with the prompt (dynamic NTK) and queries are scaled by the logarithm of their position (LogN).
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from allspark_server.models.network import ModelConfig, RopeConfig
 
 
 def qwen(config: ModelConfig) -> Graph:
+    """Builds the network."""
     graph, x = begin(config, "transformer.wte.weight")
     for layer in range(config.num_layers):
         prefix = f"transformer.h.{layer}"
         h = graph.rms_norm(x, f"{prefix}.ln_1.weight")
         qkv = graph.rope(sliced_qkv(graph, h, f"{prefix}.attn.c_attn", bias=True))
-        attended = graph.span_attention(qkv, layer, **({"logn": config.logn} if config.logn else {}))
+        logn: dict[str, Any] = {"logn": config.logn} if config.logn else {}
+        attended = graph.span_attention(qkv, layer, **logn)
         graph.add(x, output_projection(graph, attended, f"{prefix}.attn", "c_proj"))
         h = graph.rms_norm(x, f"{prefix}.ln_2.weight")
         graph.add(x, gated_mlp(graph, h, f"{prefix}.mlp", ("w2", "w1", "c_proj")))
@@ -27,7 +29,7 @@ def qwen(config: ModelConfig) -> Graph:
 
 
 def _qwen(fields: Fields) -> dict[str, Any]:
-    """The length that it was trained for is seq_length."""
+    """seq_length is the length of the training."""
     length = fields.need_positive("seq_length", most=MAX_POSITIONS)
     more: dict[str, Any] = {"logn": length} if fields.get("use_logn_attn", bool, False) else {}
     if fields.get("use_dynamic_ntk", bool, False) and "rope_scaling" not in fields.values:
@@ -37,7 +39,7 @@ def _qwen(fields: Fields) -> dict[str, Any]:
 
 
 def _translate(fields: Fields) -> Fields:
-    """The first Qwen: gate and up have half of intermediate_size each."""
+    """Gate and up have half of intermediate_size each."""
     reject_other_values(fields, {"no_bias": True, "scale_attn_weights": True, "rotary_pct": 1.0,
                                  "tie_word_embeddings": False, "use_cache_quantization": False})
     inner = fields.need_positive("intermediate_size")

@@ -9,6 +9,7 @@ from allspark_server.models.network import ModelConfig
 
 
 def qwen2(config: ModelConfig) -> Graph:
+    """Builds the network."""
     graph, x = begin(config)
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}"

@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention; routed experts, and one that all tokens go to behind a gate."""
+"""Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention, routed experts, and a shared expert with a gate."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from allspark_server.models.network import ExpertConfig, ModelConfig
 
 
 def qwen2_moe(config: ModelConfig) -> Graph:
+    """Builds the network."""
     graph, x = begin(config)
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}"
@@ -26,7 +27,7 @@ def qwen2_moe(config: ModelConfig) -> Graph:
         qkv = graph.rope(qkv_projection(graph, h, f"{prefix}.self_attn", bias=config.attention_bias))
         graph.add(x, output_projection(graph, graph.span_attention(qkv, layer), f"{prefix}.self_attn"))
         h = graph.rms_norm(x, f"{prefix}.post_attention_layernorm.weight")
-        if layer in config.experts.dense_layers:
+        if layer in graph.experts.dense_layers:
             graph.add(x, gated_mlp(graph, h, f"{prefix}.mlp"))
         else:
             y = routed_experts(graph, h, f"{prefix}.mlp")

@@ -9,6 +9,7 @@ from allspark_server.models.network import ModelConfig
 
 
 def qwen3(config: ModelConfig) -> Graph:
+    """Builds the network."""
     bias = config.attention_bias
     graph, x = begin(config)
     for layer in range(config.num_layers):

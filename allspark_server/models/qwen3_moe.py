@@ -1,4 +1,4 @@
-"""Qwen3 with experts (Qwen3-30B-A3B): Qwen3's attention; layers without experts are as its dense ones."""
+"""Qwen3 with experts (Qwen3-30B-A3B): Qwen3's attention; layers without experts are Qwen3's."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from allspark_server.models.network import ModelConfig
 
 
 def qwen3_moe(config: ModelConfig) -> Graph:
+    """Builds the network."""
     bias = config.attention_bias
     graph, x = begin(config)
     for layer in range(config.num_layers):
@@ -21,7 +22,7 @@ def qwen3_moe(config: ModelConfig) -> Graph:
         attended = graph.span_attention(graph.rope(qkv), layer)
         graph.add(x, output_projection(graph, attended, f"{prefix}.self_attn", bias=bias))
         h = graph.rms_norm(x, f"{prefix}.post_attention_layernorm.weight")
-        if layer in config.experts.dense_layers:
+        if layer in graph.experts.dense_layers:
             graph.add(x, gated_mlp(graph, h, f"{prefix}.mlp"))
         else:
             graph.add(x, graph.all_reduce(routed_experts(graph, h, f"{prefix}.mlp")))

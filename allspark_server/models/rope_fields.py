@@ -1,4 +1,4 @@
-"""The rotary embedding of a config.json: `rope_parameters` (transformers 5, nested by kinds of layers where these
+"""Reads the rotary embedding of a config.json: `rope_parameters` (transformers 5, nested by kind of layer where they
 differ) or `rope_theta` and `rope_scaling` (transformers 4).
 """
 
@@ -11,15 +11,15 @@ from allspark_server.models.fields import MAX_POSITIONS, MAX_SIZE, Fields
 from allspark_server.models.network import PLAIN_ROPE_TYPES, RopeConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-LONGROPE_ALIASES = ("su",)  # as the first Phi-3 checkpoints call it
+LONGROPE_ALIASES = ("su",)  # the name in the first Phi-3 checkpoints
 
 
 def read_rope(fields: Fields, head_dim: int, default_theta: float, partial: float | None = None,
               kinds: Sequence[str] = PLAIN_ROPE_TYPES) -> RopeConfig:
-    """The rotary embedding, of layers that attend to all positions where these differ.
+    """The rotary embedding; where layers differ, that of the layers with full attention.
 
-    partial: the part of a head's features that is rotated where config.json does not say, None if that must be all.
-    kinds: scaling types that the architecture has.
+    partial: default part of a head's features that is rotated; None if only 1 is allowed. kinds: the scaling types that
+    the architecture supports.
     """
     name = "rope_scaling" if fields.get("rope_scaling", dict) else "rope_parameters"
     values = fields.get(name, dict, {})
@@ -73,7 +73,7 @@ def _rotated(fields: Fields, rope: Fields, head_dim: int, partial: float | None)
     dim = int(head_dim * part)
     if not 0 < dim <= head_dim or dim % 2:
         raise rope.error("partial_rotary_factor", f"is {part}: of head_dim {head_dim} it rotates {dim} features, which "
-                                                  "must be even, positive and no more than there are")
+                                                  f"must be even and from 2 to {head_dim}")
     return dim
 
 
@@ -86,8 +86,8 @@ def _factors(rope: Fields, name: str, pairs: int) -> tuple[float, ...]:
 
 
 def sliding_rope(fields: Fields, default_theta: float) -> RopeConfig:
-    """The rotary embedding of layers with a window, which is a plain one: of `rope_parameters.sliding_attention`, or of
-    `rope_local_base_freq` as transformers 4 has it.
+    """The rotary embedding of layers with a window, which has no scaling: from `rope_parameters.sliding_attention`
+    (transformers 5) or `rope_local_base_freq` (transformers 4).
     """
     values = fields.get("rope_parameters", dict, {}).get(SLIDING)
     if not isinstance(values, dict):
@@ -96,12 +96,12 @@ def sliding_rope(fields: Fields, default_theta: float) -> RopeConfig:
     rope = Fields(values, fields.path, f"rope_parameters.{SLIDING}.")
     kind = rope.get("rope_type", str, "default")
     if kind != "default":
-        raise rope.error("rope_type", f"is {kind!r}: layers with a window are served with 'default' alone")
+        raise rope.error("rope_type", f"is {kind!r}: layers with a window support only 'default'")
     return RopeConfig(theta=rope.get("rope_theta", float, default_theta))
 
 
-def rescaled(fields: Fields, rope_scaling: dict, read: Callable[[Fields], RopeConfig]) -> Fields:
-    """With another rotary scaling of the same frequencies; the context grows to what it is for."""
+def rescaled(fields: Fields, rope_scaling: dict[str, Any], read: Callable[[Fields], RopeConfig]) -> Fields:
+    """The same config.json with another rotary scaling; max_position_embeddings grows to the scaled length."""
     old = fields.get("rope_parameters", dict, {})
     kept = {name: old[name] for name in (SLIDING, "partial_rotary_factor") if name in old}
     values = {**fields.values, "rope_scaling": {"rope_theta": read(fields).theta, **kept, **rope_scaling},

@@ -1,9 +1,9 @@
 """Inverse frequencies of the rotary embedding for each scaling type.
 
-They are computed as transformers does, in float32 with the same order of operations: a last-bit difference in a
-frequency grows with the position, and logits must agree to 1e-4 of their standard deviation. Powers and logarithms are
-`decimal`'s, which are correctly rounded and so the same everywhere; the C library's and NumPy's differ between
-machines.
+They are computed as in transformers, in float32 with the same order of operations: a difference in the last bit of a
+frequency grows with the position, and logits must agree to 1e-4 of their standard deviation. Powers and logarithms come
+from `decimal`, which rounds correctly and so gives the same bits on every machine; those of the C library and NumPy
+differ between machines.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from allspark_server.models.network import RopeConfig
 
 @dataclass(frozen=True, eq=False)
 class Rotary:
-    """dim: rotated features of a head; inv_freq: float32 [dim / 2], radians per position; attention_factor multiplies
-    cosines and sines. long_inv_freq: instead, for rows whose length (max(prompt length, position + 1)) is beyond
-    original_max. With `dynamic`, such rows use a base that grows with the length: see the table of ops.
+    """A rotary embedding.
+
+    dim: rotated features of a head. inv_freq: float32 [dim / 2], radians per position. attention_factor multiplies
+    cosines and sines. long_inv_freq: used instead of inv_freq by rows whose length, max(prompt length, position + 1),
+    is beyond original_max. dynamic: such rows use a base that grows with the length (see the table of ops).
     """
 
     dim: int
@@ -36,13 +38,13 @@ class Rotary:
 
 
 def rotary_of(rope: RopeConfig, head_dim: int) -> Rotary:
-    """The rotary embedding of heads of that size; ValueError when its fields do not describe one."""
+    """The rotary embedding for heads of that size. ValueError if its frequencies are not finite."""
     try:
         with np.errstate(all="ignore"):
             rotary = _rotary_of(rope, rope.dim or head_dim)
         sound = math.isfinite(rotary.attention_factor) and bool(np.isfinite(rotary.inv_freq).all()) and (
             rotary.long_inv_freq is None or bool(np.isfinite(rotary.long_inv_freq).all()))
-    except (ArithmeticError, ValueError):  # a division by zero, an overflow, a logarithm of nothing
+    except (ArithmeticError, ValueError):  # a division by zero, an overflow, a logarithm of zero
         sound = False
     if not sound:
         raise ValueError(f"the rotary embedding of head_dim {head_dim} and {rope} is not finite")
@@ -69,7 +71,7 @@ def _rotary_of(rope: RopeConfig, dim: int) -> Rotary:
 
 
 def _powers(base: float, dim: int) -> np.ndarray:
-    """Base ** (0, 2, 4, … / dim), float32 [dim / 2]."""
+    """`base ** (i / dim)` for i = 0, 2, 4, …: float32 [dim / 2]."""
     exponents = np.arange(0, dim, 2).astype(np.float32) / np.float32(dim)
     return np.array([float(Decimal(base) ** Decimal(float(e))) for e in exponents], np.float64).astype(np.float32)
 
@@ -79,7 +81,7 @@ def _log(x: float) -> float:
 
 
 def _llama3(rope: RopeConfig, inv_freq: np.ndarray) -> np.ndarray:
-    """Long wavelengths are divided by the factor, short ones kept, those between interpolated."""
+    """Llama 3's scaling: low frequencies are divided by the factor, high ones kept, those between interpolated."""
     f32 = np.float32
     longest, shortest = rope.original_max / rope.low_freq_factor, rope.original_max / rope.high_freq_factor
     wavelength = f32(2 * math.pi) / inv_freq
@@ -91,7 +93,7 @@ def _llama3(rope: RopeConfig, inv_freq: np.ndarray) -> np.ndarray:
 
 
 def _yarn(rope: RopeConfig, dim: int) -> np.ndarray:
-    """NTK by parts: a ramp over the features between plain frequencies and those divided by the factor."""
+    """YaRN (Peng et al., 2023): a ramp over the features between plain frequencies and those divided by the factor."""
     f32 = np.float32
 
     def feature(rotations: float) -> float:

@@ -144,7 +144,7 @@ def test_a_normalized_head_is_as_torch_rounds_it(dtype, tmp_path):
     ("qwen", {"kv_channels": None}, "'kv_channels'.* is missing"),
     ("qwen-long", {"seq_length": "8192"}, "'seq_length'.* is '8192': expected int"),
     ("qwen-long", {"use_logn_attn": 1}, "'use_logn_attn'.* is 1: expected bool"),
-    ("chatglm3", {"inner_hidden_size": 16384}, "'inner_hidden_size'.* is of the first ChatGLM, which is not supported"),
+    ("chatglm3", {"inner_hidden_size": 16384}, "'inner_hidden_size'.* belongs to the first ChatGLM, which is not supported"),
     ("chatglm3", {"rmsnorm": False}, "'rmsnorm'.* is False: only True is served"),
     ("chatglm3", {"multi_query_attention": False}, "'multi_query_attention'.* only True is served"),
     ("chatglm3", {"pre_seq_len": 128}, "'pre_seq_len'.* is 128: "),

@@ -227,7 +227,7 @@ def test_layouts_of_scales_are_written_and_read():
      ' attrs { key: "offset" value { integer: 0 } } }', "op rope has no attribute offset: known are"),
     ('ops { type: "rms_norm" inputs: "x" outputs: "x" weights: "w" }', "op rms_norm needs attribute eps"),
     ('ops { type: "add" inputs: "x" outputs: "x" }', "has 1 inputs, 1 outputs and 0 weights: expected 2, 1 and 0"),
-    ('tensors { name: "y" blocks { width: 1 } rows: "routed" }', "has the rows 'routed', which are not there"),
+    ('tensors { name: "y" blocks { width: 1 } rows: "routed" }', "has unknown rows 'routed'"),
     ('row_sets { name: "a" of: "b" times: 2 }', "rows that are not there"),
     ('cache_groups { kind: "sliding" window: 4 } cache_groups { kind: "full" }',
      "groups of full attention are not the"),
@@ -258,7 +258,7 @@ def test_tensors_of_another_shape_are_named(source):
 def test_buffers_have_one_shape_and_row_sets_one_meaning():
     graph = Graph(CONFIG)
     graph.row_set("routed", 2)
-    with pytest.raises(ValueError, match="row set 'routed' is used in two ways"):
+    with pytest.raises(ValueError, match="row set 'routed' is declared in two ways"):
         graph.row_set("routed", 3)
     graph.tensor("x", (Block(3),), "routed")
     with pytest.raises(ValueError, match="buffer 'x' is used with two shapes"):
