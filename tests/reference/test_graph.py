@@ -228,7 +228,7 @@ def test_layouts_of_scales_are_written_and_read():
     ('ops { type: "rms_norm" inputs: "x" outputs: "x" weights: "w" }', "op rms_norm needs attribute eps"),
     ('ops { type: "add" inputs: "x" outputs: "x" }', "has 1 inputs, 1 outputs and 0 weights: expected 2, 1 and 0"),
     ('tensors { name: "y" blocks { width: 1 } rows: "routed" }', "has unknown rows 'routed'"),
-    ('row_sets { name: "a" of: "b" times: 2 }', "rows that are not there"),
+    ('row_sets { name: "a" of: "b" times: 2 }', "unknown rows"),
     ('cache_groups { kind: "sliding" window: 4 } cache_groups { kind: "full" }',
      "groups of full attention are not the"),
     ('weights { name: "v" columns: 4 parts { tensor: "t" rows: 3 first: 2 of: 4 } }', "rows 2 to 5 .* which has 4"),
