@@ -20,7 +20,8 @@ from tokenizers import models, normalizers, pre_tokenizers
 from allspark_client import AllSparkError, AsModelConfig, AsStatus, ClientEngine, TlsConfig, convert
 from allspark_client._proto import allspark_pb2 as pb
 from allspark_launch.cli import main
-from allspark_launch.pool.pool import TEMPLATES, Pool
+from allspark_launch.pool.pool import Pool
+from allspark_launch.pool.units import TEMPLATES
 from allspark_server.access import Access, ModelRoots, Role, default_address, mode_of, read_tokens
 from allspark_server.rpc.client_limits import ClientLimits
 from allspark_server.tokenizer.text_size import characters_per_token
