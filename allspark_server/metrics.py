@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from .engine.statistics import engine_stat
+
 if TYPE_CHECKING:
     from .engine.engine import Engine
     from .engine.served_model import ServedModel
@@ -18,7 +20,7 @@ _GAUGES = (
     ("requests_waiting", "Requests that wait", "pendding_request"),
     ("cache_tokens", "Tokens that the cache can hold", "total_token"),
     ("cache_free_tokens", "Of these, those that are free", "free_token"),
-    ("host_cache_spans", "Spans that the second tier can hold", "total_host_span"),
+    ("host_cache_spans", "Spans that the host cache can hold", "total_host_span"),
     ("host_cache_used_spans", "Of these, those in use", "used_host_span"),
 )
 _COUNTERS = (
@@ -51,7 +53,7 @@ class _Group:
         yield CounterMetricFamily("allspark_restarts", "Times that the group was started again",
                                   self._group.get("restarts", 0))
         models = self._engine.served_models()
-        stats = [(model.name, model.stat()) for model in models]
+        stats = [(model.name, engine_stat(model)) for model in models]
         for family, values in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
             for name, text, key in values:
                 yield _by_model(family(f"allspark_{name}", text, labels=["model"]), stats, key)

@@ -8,7 +8,7 @@ prompts: beside 8 streams, the time between their tokens while a prompt of 4,000
 without it; and how many steps a prompt of 50,000 tokens' text (200,000
 characters, tokenized here) delays streams, and a short prompt behind it.
 prefixes: the first token's time of a prompt of 2,000 new tokens, of another that shares them, of one whose spans come
-back from the second tier, in memory and from a file after a restart; rounds in turn, parts of the first.
+back from the host cache, in memory and from a file after a restart; rounds in turn, parts of the first.
 chats: 32 chats of 6 turns, in closed loop, all with the same system prompt: rows computed, as a part of the tokens that
 are new.
 """
@@ -178,7 +178,7 @@ def prefixes(options) -> None:
                     restored = bench.model.scheduler.counters.restored_tokens - before
                     parts = [f"{100 * times.first / first.first:.1f} %" for times in (second, third)]
                     print(f"{kind}: first {first.first:.2f} s; sharing 2,000 tokens {parts[0]} of it; with {restored} "
-                          f"tokens from the second tier {parts[1]}", flush=True)
+                          f"tokens from the host cache {parts[1]}", flush=True)
                     again.append((shared, first.first))
             if kind == "file":
                 with Bench(options, **fields) as bench:

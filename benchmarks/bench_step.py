@@ -22,7 +22,6 @@ from allspark_client.config import AsModelConfig, GenerateConfig
 from allspark_client.request import RequestSpec
 from allspark_client.types import ModelInfo
 from allspark_server.engine.output import OutputStage, StepOutput
-from allspark_server.engine.prepare import prepare
 from allspark_server.engine.request import Request
 from allspark_server.engine.served_model import ServedModel
 from allspark_server.rpc.client_stream import ClientStream, _RequestSink
@@ -66,7 +65,7 @@ def measure(running: int, waiting: int, accepted: int) -> None:
         session.register(i)
         prompt = [i % 1000] * (1 + i % 64)  # spans fill up at different steps
         spec = RequestSpec("m", input_ids=prompt, config=GenerateConfig(seed=1, eos_token_id=-1))
-        request = Request(i, _RequestSink(session, i), prepare(spec, info, None, model.keys))
+        request = Request(i, _RequestSink(session, i), model.input.prepare(spec))
         model.queue.reserve("", 1, request.size)
         model.enqueue(request)
         session._pending[i].answered = True

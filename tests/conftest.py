@@ -18,7 +18,10 @@ import pytest
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # read when grpc is first imported
 
 from allspark_client import AbstractEngine
+from allspark_server.engine import threads
 from support.tiny_tokenizer import add_tokenizer
+
+threads.enabled = True  # before the modules that check their threads are imported
 
 # nohup and shells that run something in the background have signals ignored, which whatever tests start would inherit;
 # a handler ends with exec.

@@ -4,11 +4,11 @@ A span is `span_size` consecutive positions of one sequence, over the layers of 
 The memory behind it belongs to the native executor. No tensors and no requests in this package.
 """
 
-from .host_tier import Copies, HostTier
+from .host_cache import Copies, HostCache
 from .prefix_cache import PrefixCache
 from .span_groups import NO_SPAN, SpanGroups
 from .span_keys import SpanKeys, in_group, scope
 from .span_pool import SpanPool
 
-__all__ = ["NO_SPAN", "Copies", "HostTier", "PrefixCache", "SpanGroups", "SpanKeys", "SpanPool", "in_group",
+__all__ = ["NO_SPAN", "Copies", "HostCache", "PrefixCache", "SpanGroups", "SpanKeys", "SpanPool", "in_group",
            "scope"]

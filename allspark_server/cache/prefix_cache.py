@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from .host_tier import HostTier
+from .host_cache import HostCache
 from .span_groups import SpanGroups
 from .span_keys import SpanKeys, in_group
 from .span_pool import SpanPool
@@ -20,12 +20,12 @@ class PrefixCache:
         keys: SpanKeys,
         ttl: float = 300.0,
         clock: Callable[[], float] = time.monotonic,
-        tier: HostTier | None = None,
+        host_cache: HostCache | None = None,
     ):
-        """`ttl`: seconds an unreferenced span is kept. `tier`: where those go then that are given away."""
+        """`ttl`: seconds an unreferenced span is kept. `host_cache`: where those go then that are given away."""
         self.keys = keys
         self.ttl = ttl
-        self.tier = tier
+        self.host_cache = host_cache
         self._pool = pool
         self._clock = clock
         self._span_of: dict[bytes, int] = {}
@@ -44,7 +44,7 @@ class PrefixCache:
 
     def match(self, keys: Sequence[bytes], groups: SpanGroups, restored: bool = False) -> int:
         """How many of the chain's first positions, in spans, need not be computed: of each group those spans are known
-        that later rows see. `restored`: or in the second tier.
+        that later rows see. `restored`: or in the host cache.
         """
         self.expire()
         length, windowed = len(keys), groups.windowed
@@ -71,24 +71,24 @@ class PrefixCache:
             self._span_of[key] = span
             self._key_of[span] = key
             self._pool.keep(span)
-            if self.tier is not None:
-                self.tier.computed(key, span)
+            if self.host_cache is not None:
+                self.host_cache.computed(key, span)
 
     def expire(self) -> None:
         """Frees the spans that nobody has used for `ttl` seconds."""
         self._pool.evict_older_than(self._clock() - self.ttl)
 
     def clear(self) -> None:
-        """What the cache holds is lost; no sequence references any of it. The second tier keeps what it has."""
+        """What the cache holds is lost; no sequence references any of it. The host cache keeps what it has."""
         self._pool.evict_older_than(float("inf"))
-        if self.tier is not None:
-            self.tier.cache_is_lost()
+        if self.host_cache is not None:
+            self.host_cache.cache_is_lost()
 
     def _known(self, key: bytes, restored: bool) -> bool:
-        return key in self._span_of or (restored and key in self.tier)
+        return key in self._span_of or (restored and key in self.host_cache)
 
     def _forget(self, span: int) -> None:
         key = self._key_of.pop(span)
         del self._span_of[key]
-        if self.tier is not None:
-            self.tier.evicted(key, span)
+        if self.host_cache is not None:
+            self.host_cache.evicted(key, span)

@@ -1,7 +1,7 @@
 """Chat formats: how families of models write tool calls and reasoning into the text of their answers.
 
-Rank 0 renders a chat's prompt and, for a forced tool call, constrains the answer to the format's grammar. Whoever
-shows the answer takes its text apart again, in any process: nothing here needs an engine. So a server does
+Each family has a module with its grammar and its parser. Rank 0 renders a chat's prompt and, for a forced tool call,
+constrains the answer to the format's grammar. Parsing an answer works in any process and needs no engine:
 
     options = {"messages": [...], "tools": [...], "tool_choice": "auto", ...}     # see allspark_client.chat.ChatOptions
     _, handle, queue = engine.start_request(model, options, config)
@@ -10,12 +10,13 @@ shows the answer takes its text apart again, in any process: nothing here needs 
         for event in parser.feed(elements.text): ...        # Content, Reasoning, ToolCallBegin, ToolCallArguments
     for event in parser.finish(): ...
 
-`options` must have at least one key beside messages (say, "tool_choice": "auto"), for special tokens that mark calls to
-be in the text.
+`options` must have at least one key beside messages (say, "tool_choice": "auto"): only then does the text contain the
+special tokens that mark calls.
 """
 
 from .events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
-from .formats import FORMATS, ChatFormat, chat_format, chat_format_of
+from .format import FORMATS, ChatFormat, chat_format
+from .formats import chat_format_of
 
 __all__ = ["FORMATS", "ChatFormat", "Content", "Event", "Reasoning", "ToolCallArguments", "ToolCallBegin",
            "chat_format", "chat_format_of"]

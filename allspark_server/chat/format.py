@@ -1,43 +1,225 @@
-"""Rank 0's part of a chat: its prompt, and the grammar of an answer that must be, or may be, a tool call."""
+"""What a chat format does with a request: render its prompt, and constrain its answer by a Lark grammar.
+
+`ChatFormat` is the base of the families' formats, which `formats.py` registers here. Showing an answer needs only
+`ChatFormat.parser`, in any process.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from allspark_client.chat import ChatOptions
-from allspark_client.request import RequestSpec
 
-from ..guided import schema_of
-from . import harmony
-from .formats import ChatFormat, opened_in
-from .lark import json_rule
+from .parser import OutputParser
 
 if TYPE_CHECKING:
-    from ..tokenizer.text import Tokenizer
+    from ..tokenizer.templates import ChatTemplates
 
-# A template that goes through a message's content takes parts; others want text.
+Message = dict[str, Any]
+#: returns the Lark text for a literal, which may be a special token
+Literal = Callable[[str], str]
+
+#: how forced arguments are written: as json.dumps does, which is what templates show to models
+JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+TAIL_IDS = 64  # last ids of a prompt whose text shows what the prompt has begun of the answer
+
+_OPENED_REASONING = re.compile(r"(<think>|\[THINK\])\s*\Z")
+_CLOSED_REASONING = re.compile(r"(</think>|\[/THINK\])\s*\Z")
+# A template that loops over a message's content takes content parts; other templates want text.
 _TAKES_PARTS = re.compile(r"""{%-?\s*for\s+\w+\s+in\s+[^%]*\bcontent\b""")
-TAIL_IDS = 64  # of a prompt, that show what it has begun of the answer
 
 
-def render(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], options: ChatOptions) -> str:
-    """The prompt's text. ValueError from the template, or without one."""
+class ChatFormat:
+    """How the models of one family write tool calls and reasoning. This one, "plain", has no calls.
+
+    Attributes: `trigger`: the text that calls begin with; "{": the answer is a call if and only if it begins so.
+    `markers`: texts that belong to the output even where they are special tokens. `stops`: special tokens that end an
+    answer. `template_signs`: texts that only this format's templates have. `architectures`: prefixes of the model
+    architectures that use it. `opened`: matches the end of a prompt that has begun a part of the answer, which is
+    group 1. `adapted_templates`: templates with this text need `adapt`.
+    """
+
+    name = "plain"
+    parser_class: type[OutputParser] = OutputParser
+    trigger = ""
+    markers: tuple[str, ...] = ("<think>", "</think>")
+    stops: tuple[str, ...] = ()
+    template_signs: tuple[str, ...] = ()
+    architectures: tuple[str, ...] = ()
+    opened: re.Pattern[str] | None = None
+    adapted_templates = ""
+
+    @property
+    def in_messages(self) -> bool:
+        """Whether all text of an answer is in messages of its format, even where nothing is called."""
+        return self.parser_class.IN_MESSAGES
+
+    def parser(
+        self, tools: Iterable[dict[str, Any]] = (), tool_choice: Any = None, opened: str = ""
+    ) -> OutputParser:
+        """A parser for one answer to a chat with these tools and this tool_choice. `opened`: the part of the answer
+        that the prompt has begun (ResultQueue.opened).
+        """
+        tools = [] if tool_choice == "none" else list(tools)
+        return (self.parser_class if tools or self.in_messages else _plain(self.parser_class))(tools, opened)
+
+    def adapt(
+        self, messages: list[Message], variables: dict[str, Any]
+    ) -> tuple[list[Message], dict[str, Any]]:
+        """Messages and template variables in the form that this family's templates take."""
+        return messages, variables
+
+    def call_rules(self, functions: list[dict[str, Any]], parallel: bool, literal: Literal) -> str | None:
+        """The Lark rule `calls`, and the rules that it needs; None if the format has no calls. `parallel`: allow
+        several calls.
+        """
+        return None
+
+    def answer_format(
+        self, options: ChatOptions, response_format: dict[str, Any] | None, prompt: str,
+        templates: Iterable[str], marks: dict[str, int],
+    ) -> dict[str, Any] | None:
+        """The response_format of an answer that must be a tool call, or whose calls or text must follow a schema.
+
+        None: the request asks for neither. `prompt`: the end of the prompt's text. `templates`: the checkpoint's chat
+        templates. `marks`: ids of special tokens by text. ValueError if the format has no such grammar.
+        """
+        if response_format is not None and response_format["type"] == "text":
+            response_format = None
+        constrains_calls = options.offered and (options.forced or response_format or options.strict)
+        if not constrains_calls and not (response_format and self.in_messages):
+            return None
+
+        def literal(text: str) -> str:
+            mark = marks.get(text)
+            return json.dumps(text) if mark is None else f"<[{mark}]>"
+
+        reasons = any("<think>" in template or "[THINK]" in template for template in templates)
+        answer = None if response_format is None or options.forced else _answer_rule(response_format)
+        grammar = self.grammar(options.offered, options.tool_choice, options.parallel_tool_calls, prompt, reasons,
+                               literal, answer)
+        return {"type": "grammar", "grammar": grammar}
+
+    def grammar(
+        self, tools: list[dict[str, Any]], tool_choice: Any, parallel: bool, prompt: str, reasons: bool,
+        literal: Literal, answer: str | None = None,
+    ) -> str:
+        """A Lark grammar of the answers to a rendered prompt.
+
+        With tool_choice "required" or a named function the answer must call a tool. Otherwise it allows all answers
+        whose calls follow their functions' schemas, or that match the Lark rule `answer`. `reasons`: the template
+        knows of reasoning. ValueError if the format has no such answer.
+        """
+        named = isinstance(tool_choice, dict)
+        forced = named or tool_choice == "required"
+        functions = [tool["function"] for tool in tools
+                     if not named or tool["function"]["name"] == tool_choice["function"]["name"]]
+        if not forced:  # arguments follow the schema only of functions that ask for it
+            functions = [f if f.get("strict") else {**f, "parameters": None} for f in functions]
+        return self.answer_grammar(functions, forced, parallel and not named, prompt, reasons, literal, answer)
+
+    def answer_grammar(
+        self, functions: list[dict[str, Any]], forced: bool, parallel: bool, prompt: str, reasons: bool,
+        literal: Literal, answer: str | None,
+    ) -> str:
+        """See `grammar`; of the functions that may be called."""
+        call_rules = self.call_rules(functions, parallel, literal)
+        if call_rules is None:
+            raise ValueError(f"the chat format {self.name!r} has no tool calls that could be guided: tool_choice may "
+                             "be 'none', or 'auto' where no tool is strict and no response_format given")
+        body, rules = "calls", [call_rules]
+        if self.trigger != "{":
+            free = not forced and answer is None
+            rules.append(after_text("begin", self.trigger, literal) if free else f"begin: {literal(self.trigger)}")
+        if answer and self.trigger == "{" and "%json" in answer:
+            raise ValueError(f"JSON is a call in the chat format {self.name!r}: an answer in JSON cannot stand beside "
+                             "tools that may be called or not; tool_choice must be 'none'")
+        if not forced:
+            body = "(calls | answer)"
+            rules.append(f"answer: {answer}" if answer else f"answer: TEXT\nTEXT: {self._text(literal)}")
+        start = body
+        begin, end = self.parser_class.REASONING[-1]
+        if match := _OPENED_REASONING.search(prompt):
+            end = dict(self.parser_class.REASONING).get(match[1], end)
+            start = f"reasoning {body}"
+        elif reasons and not _CLOSED_REASONING.search(prompt):
+            start = f"({literal(begin)} reasoning)? {body}"
+        if "reasoning" in start:
+            rules.append("reasoning: thought /\\s{0,4}/\n" + after_text("thought", end, literal))
+        return "\n".join([f"start: {start}", *rules])
+
+    def _text(self, literal: Literal) -> str:
+        """The Lark text for an answer without calls."""
+        if self.trigger == "{":
+            return r"/(\s*[^{\s](?s:.*))?/"
+        return text_without(self.trigger, literal)
+
+
+class JsonCallFormat(ChatFormat):
+    """A format whose calls are JSON objects {"name": ..., KEY: {...}}. Its grammar is data, in Lark.
+
+    `opening` and `closing` stand around all calls, `separator` between them; `item` is one call, by default the object,
+    or a rule that `call_rule` defines. "{trigger}" and "{end_mark}" stand for the literals of these attributes.
+    """
+
+    arguments_key = "arguments"
+    opening, item, separator, closing = "", "object", "", ""
+    call_rule, end_mark = "", ""
+
+    def call_rules(self, functions: list[dict[str, Any]], parallel: bool, literal: Literal) -> str:
+        """See ChatFormat."""
+        separator = self.separator.format(trigger=literal(self.trigger)) if parallel else ""
+        several = f" ({separator} {self.item})*" if parallel else ""
+        lines = [f"calls: {self.opening}{self.item}{several}{self.closing}"]
+        if self.call_rule:
+            lines.append(self.call_rule.format(end_mark=literal(self.end_mark)))
+        lines.append("object: " + " | ".join(f"object_{i}" for i in range(len(functions))))
+        for i, function in enumerate(functions):
+            head = json.dumps(json.dumps({"name": function["name"]})[:-1] + f', "{self.arguments_key}": ')
+            lines.append(f'object_{i}: {head} arguments_{i} "}}"')
+            lines.append(f"arguments_{i}: {json_rule(function.get('parameters'))}")
+        return "\n".join(lines)
+
+
+#: all formats by name
+FORMATS: dict[str, ChatFormat] = {}
+
+
+def chat_format(name: str) -> ChatFormat:
+    """The format of this name; ValueError with the known ones."""
+    if name not in FORMATS:
+        raise ValueError(f"chat_format={name!r} is not known; allowed: {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+def _plain(parser: type[OutputParser]) -> type[OutputParser]:
+    """The parser of a format's answers where there are no tools."""
+    return type("PlainParser", (OutputParser,), {"REASONING": parser.REASONING})
+
+
+# ---- prompts ----------------------------------------------------------------------------------------------
+
+
+def render(templates: ChatTemplates, messages: Sequence[Message], options: ChatOptions) -> str:
+    """The prompt's text. ValueError from the template, or if there is none."""
     tools = [{**tool, "function": {k: v for k, v in tool["function"].items() if k != "strict"}}
              for tool in options.offered]
-    kwargs = dict(options.chat_template_kwargs)
-    template = tokenizer.chat_template(bool(tools))
-    shown = [_shown(message, bool(_TAKES_PARTS.search(template))) for message in messages]
-    if harmony.CHANNEL in template:
-        shown, kwargs = harmony.as_templates_take(shown, kwargs)
-    return tokenizer.apply_chat_template(shown, tools=tools or None, **kwargs)
+    variables = dict(options.chat_template_kwargs)
+    source = templates.source(bool(tools))
+    takes_parts = bool(_TAKES_PARTS.search(source))
+    shown = [_shown(message, takes_parts) for message in messages]
+    for known in FORMATS.values():
+        if known.adapted_templates and known.adapted_templates in source:
+            shown, variables = known.adapt(shown, variables)
+    return templates.render(shown, tools=tools or None, **variables)
 
 
-def _shown(message: dict[str, Any], takes_parts: bool) -> dict[str, Any]:
-    """A message as templates are written for: arguments of calls as objects, and content as text unless the template
-    takes parts.
+def _shown(message: Message, takes_parts: bool) -> Message:
+    """A message as templates expect it: arguments of calls as objects, and content as text unless the template takes
+    parts.
     """
     shown = dict(message)
     if isinstance(shown.get("content"), list) and not takes_parts:
@@ -53,35 +235,15 @@ def _shown(message: dict[str, Any], takes_parts: bool) -> dict[str, Any]:
     return shown
 
 
-def opened(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
-    """What a prompt has begun of the answer."""
-    return opened_in(tokenizer.decode(prompt[-TAIL_IDS:], skip_special_tokens=False))
+def opened_in(prompt: str) -> str:
+    """The part of the answer that the end of a rendered prompt has begun: reasoning, a message's header, or ""."""
+    if match := _OPENED_REASONING.search(prompt):
+        return match[0]
+    patterns = (known.opened for known in FORMATS.values() if known.opened is not None)
+    return next((match[1] for pattern in patterns if (match := pattern.search(prompt))), "")
 
 
-def guided_calls(
-    tokenizer: Tokenizer, chat_format: ChatFormat, spec: RequestSpec
-) -> dict[str, Any] | None:
-    """The response_format of an answer that must be a tool call, or whose calls or text must follow a schema beside
-    what else its format has; None: the request asks for neither. ValueError if the format has none.
-    """
-    options, wanted = spec.chat, spec.config.response_format
-    if wanted is not None and wanted["type"] == "text":
-        wanted = None
-    tools = options.offered and (options.forced or wanted or options.strict)
-    if not tools and not (wanted and chat_format.in_messages):
-        return None
-
-    def literal(text: str) -> str:
-        mark = tokenizer.mark_id(text)
-        return json.dumps(text) if mark is None else f"<[{mark}]>"
-
-    tail = tokenizer.decode(spec.input_ids[-TAIL_IDS:], skip_special_tokens=False)
-    thinks = any("<think>" in t or "[THINK]" in t for t in tokenizer.chat_templates.values())
-    grammar = chat_format.grammar(
-        options.offered, options.tool_choice, options.parallel_tool_calls, tail, thinks, literal,
-        None if wanted is None or options.forced else _answer_rule(wanted),
-    )
-    return {"type": "grammar", "grammar": grammar}
+# ---- Lark -------------------------------------------------------------------------------------------------
 
 
 def _answer_rule(response_format: dict[str, Any]) -> str:
@@ -94,6 +256,40 @@ def _answer_rule(response_format: dict[str, Any]) -> str:
     if kind == "grammar":
         raise ValueError("a grammar cannot stand beside tools that may be called or not (tool_choice must be 'none'), "
                          "nor within a message of an answer that consists of messages")
-    schema, lenient = schema_of(response_format["json_schema"]) if kind == "json_schema" else ({}, False)
+    schema, lenient = {}, False
+    if kind == "json_schema":
+        from ..guided import schema_of  # which imports llguidance: parsing answers does not need it
+
+        schema, lenient = schema_of(response_format["json_schema"])
     flexible = not response_format.get("disable_any_whitespace", False)
     return json_rule(schema, {"whitespace_flexible": flexible, "lenient": lenient})
+
+
+def is_token(mark: str, literal: Literal) -> bool:
+    """Whether the mark is a special token, which cannot be a part of a lexeme."""
+    return literal(mark).startswith("<")
+
+
+def after_text(name: str, mark: str, literal: Literal) -> str:
+    """The Lark rule of this name: any text up to and with a mark."""
+    if is_token(mark, literal):
+        return f"{name}: {name.upper()} {literal(mark)}\n{name.upper()}: /(?s:.*)/"
+    return f"{name}[lazy]: /(?s:.*){escaped(mark)}/"
+
+
+def text_without(mark: str, literal: Literal) -> str:
+    """The Lark text for any text that does not contain the mark."""
+    if is_token(mark, literal):
+        return "/(?s:.*)/"
+    return f"/(?s:.*)/ & ~/(?s:.*){escaped(mark)}(?s:.*)/"
+
+
+def escaped(text: str) -> str:
+    """The text as a part of a regular expression in Lark."""
+    return re.escape(text).replace("/", r"\/")
+
+
+def json_rule(schema: Any, options: dict[str, Any] = JSON) -> str:
+    """The Lark rule of a JSON schema."""
+    schema = schema if isinstance(schema, dict) and schema else {"type": "object"}
+    return "%json " + json.dumps({**schema, "x-guidance": options})

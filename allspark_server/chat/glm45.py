@@ -1,96 +1,16 @@
-"""The parsers of the families' formats."""
+"""GLM-4.5: `<tool_call>name`, a pair of `<arg_key>` and `<arg_value>` for each argument, `</tool_call>`."""
 
 from __future__ import annotations
 
 import json
-import secrets
-import string
+from typing import Any
 
-from .parser import THINK, OutputParser, Steps
-
-
-class HermesParser(OutputParser):
-    """Hermes, Qwen2.5, Qwen3: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number of them."""
-
-    def _run(self) -> Steps:
-        while (yield from self._scan(("<tool_call>",), self._content)):
-            if (yield from self._call(before="<tool_call>")):
-                yield from self._scan(("</tool_call>",), lambda text: None)
-
-
-class LlamaParser(OutputParser):
-    """Llama 3: {"name": ..., "parameters": {...}}, after <|python_tag|> or as the whole answer; several are separated
-    by semicolons. JSON that names no function is content.
-    """
-
-    def _run(self) -> Steps:
-        while (c := (yield from self._peek_content())) == "{":
-            if not (yield from self._call(known=True)):
-                break
-            while (yield from self._peek()) == ";":
-                self._consume(1)
-        if c == "{":
-            return
-        while (yield from self._scan(("<|python_tag|>",), self._content)):
-            while (yield from self._peek()) == "{":
-                if not (yield from self._call()):
-                    return
-                while (yield from self._peek()) == ";":
-                    self._consume(1)
-
-    def _peek_content(self) -> Steps:
-        """The next character that is no white space, which stays."""
-        while not self._ended and not self._text.strip():
-            yield
-        return self._text.lstrip()[:1]
-
-
-class MistralParser(OutputParser):
-    """Mistral: [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]; newer models: [TOOL_CALLS]name[ARGS]{...}."""
-
-    REASONING = (*THINK, ("[THINK]", "[/THINK]"))
-    ALPHABET = string.ascii_letters + string.digits
-
-    def _run(self) -> Steps:
-        while (yield from self._scan(("[TOOL_CALLS]",), self._content)):
-            c = yield from self._peek()
-            if c == "[":
-                self._consume(1)
-                while (c := (yield from self._peek())) in ("{", ","):
-                    if c == ",":
-                        self._consume(1)
-                    elif not (yield from self._call()):
-                        return
-                if c == "]":
-                    self._consume(1)
-            elif c == "{":
-                yield from self._call()
-            else:
-                yield from self._named()
-
-    def _named(self) -> Steps:
-        name, marker = yield from self._collect(("[CALL_ID]", "[ARGS]", "{"))
-        call_id = None
-        if marker == "[CALL_ID]":
-            call_id, marker = yield from self._collect(("[ARGS]", "{"))
-        if marker is None:
-            self._content(name)
-            return
-        arguments = self._begin(name.strip(), call_id and call_id.strip())
-        if marker == "{":
-            self._text = "{" + self._text
-        if (yield from self._peek()) == "{":
-            yield from self._json_value(arguments)
-
-    @classmethod
-    def _new_id(cls) -> str:
-        return "".join(secrets.choice(cls.ALPHABET) for _ in range(9))  # templates insist on this form
+from .format import ChatFormat, Literal, after_text, json_rule
+from .parser import OutputParser, Steps
 
 
 class GlmParser(OutputParser):
-    """GLM-4.5: <tool_call>name, then <arg_key>key</arg_key><arg_value>value</arg_value> for each argument, and
-    </tool_call>. A value is text if the function's schema says so, otherwise JSON.
-    """
+    """A value is plain text if the function's schema makes it a string, otherwise JSON."""
 
     def _run(self) -> Steps:
         while (yield from self._scan(("<tool_call>",), self._content)):
@@ -129,6 +49,42 @@ class GlmParser(OutputParser):
         return (yield from self._scan(("<arg_key>", "</tool_call>"), lambda text: None))
 
 
+class GlmFormat(ChatFormat):
+    """The grammar writes a rule for each argument of each function."""
+
+    name = "glm45"
+    parser_class = GlmParser
+    trigger = "<tool_call>"
+    markers = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
+               "<think>", "</think>")
+    template_signs = ("<arg_key>",)
+    architectures = ("glm4_moe",)
+
+    def call_rules(self, functions: list[dict[str, Any]], parallel: bool, literal: Literal) -> str:
+        """See ChatFormat."""
+        several = rf' ("\n" {literal("<tool_call>")} call)*' if parallel else ""
+        lines = [f"calls: begin call{several}",
+                 f'call: ({" | ".join(f"call_{i}" for i in range(len(functions)))}) '
+                 f'{literal("</tool_call>")}']
+        for i, function in enumerate(functions):
+            schema = function.get("parameters")
+            if schema is None:
+                lines.append(f"call_{i}: {json.dumps(function['name'] + chr(10))} pair*")
+                continue
+            parts = [json.dumps(function["name"] + "\n")]
+            for j, (key, value) in enumerate((schema.get("properties") or {}).items()):
+                part = (rf'{literal("<arg_key>")} {json.dumps(key)} {literal("</arg_key>")} "\n" '
+                        rf'{literal("<arg_value>")} value_{i}_{j} {literal("</arg_value>")} "\n"')
+                parts.append(part if key in schema.get("required", ()) else f"({part})?")
+                lines.append(f"value_{i}_{j}: {_glm_value(value, schema)}")
+            lines.append(f"call_{i}: " + " ".join(parts))
+        if any(function.get("parameters") is None for function in functions):
+            key = rf'{literal("<arg_key>")} /[^<]+/ {literal("</arg_key>")}'
+            lines += [rf'pair: {key} "\n" {literal("<arg_value>")} value "\n"',
+                      after_text("value", "</arg_value>", literal)]
+        return "\n".join(lines)
+
+
 def _escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
@@ -138,3 +94,14 @@ def _json_or_text(value: str) -> str:
         return json.dumps(json.loads(value), ensure_ascii=False)
     except (ValueError, RecursionError):
         return json.dumps(value, ensure_ascii=False)
+
+
+def _glm_value(value: Any, schema: dict[str, Any]) -> str:
+    """A value: text as it is, without markup; otherwise JSON."""
+    if isinstance(value, dict) and value.get("type") == "string":
+        if "enum" in value or "const" in value:
+            return " | ".join(map(json.dumps, value.get("enum", [value.get("const")])))
+        most = value.get("maxLength", "")
+        return f"/[^<]{{{value.get('minLength', 0)},{most}}}/"
+    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    return json_rule({**value, **definitions} if isinstance(value, dict) else value)

@@ -1,4 +1,4 @@
-"""LoRA adapters that a model has loaded, and where those that are to be loaded are found."""
+"""LoRA adapters: those that a model has loaded, and how they are found and loaded."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.request import RequestSpec, adapter_name, adapter_path
 
-from .polling import poll
-
 if TYPE_CHECKING:
     from ..runtime.group import Group
+    from .engine_thread import EngineThread
     from .served_model import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -24,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter that is loaded. `index`: by which step plans name it. `digest`: of all that its results depend on."""
+    """A loaded adapter. `index`: its name in step plans. `digest`: of everything that its results depend on."""
 
     name: str
     directory: str
@@ -33,12 +32,12 @@ class Adapter:
 
     @property
     def given(self) -> str:
-        """What loads it again."""
+        """The lora_name that loads it again."""
         return f"{self.name}={self.directory}"
 
 
 def check_lora(name: Any) -> str:
-    """What a caller names an adapter by; TypeError or ValueError if it can be none."""
+    """A lora_name; TypeError or ValueError if it cannot be one."""
     if not isinstance(name, str):
         raise TypeError(f"lora_name must be a str, not {type(name).__name__}")
     if not adapter_name(name) or not adapter_path(name):
@@ -47,14 +46,14 @@ def check_lora(name: Any) -> str:
 
 
 def adapter_directory(config: AsModelConfig, lora: str) -> str:
-    """Where the adapter is that a caller names: below the model's directory, or else at its path."""
+    """The absolute directory of an adapter: below the model's directory if it exists there, otherwise its path."""
     path, model = adapter_path(lora), Path(config.model_path)
     beside = (model if model.is_dir() else model.parent) / path
     return os.path.abspath(beside if not os.path.isabs(path) and beside.is_dir() else path)
 
 
 class Adapters:
-    """The adapters of one model, at most `most`. The engine's thread changes them, any thread reads."""
+    """The adapters of one model, at most `most`. The engine's thread changes them; any thread reads them."""
 
     def __init__(self, model: str, most: int):
         self._model, self._most = model, most
@@ -64,11 +63,11 @@ class Adapters:
         return iter(list(self._loaded.values()))
 
     def __contains__(self, adapter: Adapter) -> bool:
-        """Whether it is this very one that is loaded."""
+        """Whether exactly this adapter is loaded."""
         return self._loaded.get(adapter.name) is adapter
 
     def find(self, lora: str) -> Adapter:
-        """The one that a request or a caller names. AllSparkError if it is not loaded."""
+        """The adapter of a lora_name. AllSparkError if it is not loaded."""
         found = self._loaded.get(adapter_name(lora))
         path = adapter_path(lora)
         if found is None or (path != found.name and os.path.isabs(path) and not _same(path, found.directory)):
@@ -78,8 +77,8 @@ class Adapters:
         return found
 
     def of_request(self, spec: RequestSpec) -> Adapter | None:
-        """The one that a request names, whose digest becomes the request's; None if it names none. AllSparkError if it
-        is not loaded, or is another than the one that a resumed request has had.
+        """The adapter that a request names, whose digest is stored in `spec`; None if it names none. AllSparkError if
+        it is not loaded, or differs from the one with which a resumed request began.
         """
         if not spec.config.lora_name:
             return None
@@ -92,7 +91,7 @@ class Adapters:
         return found
 
     def next_index(self, name: str) -> int:
-        """The index of an adapter that is about to be loaded. AllSparkError if it cannot be."""
+        """The index for an adapter that is about to be loaded. AllSparkError if it cannot be loaded."""
         if name in self._loaded:
             raise AllSparkError(AsStatus.ALLSPARK_LORA_ALREADY_LOADED,
                                 f"model {self._model!r} has an adapter named {name!r}; unload it first, or load this "
@@ -104,11 +103,11 @@ class Adapters:
         return next(index for index in range(self._most) if index not in used)
 
     def add(self, adapter: Adapter) -> None:
-        """It is loaded."""
+        """Takes an adapter that is loaded."""
         self._loaded[adapter.name] = adapter
 
     def remove(self, adapter: Adapter) -> None:
-        """It is about to be freed."""
+        """Removes an adapter that is about to be freed."""
         del self._loaded[adapter.name]
 
 
@@ -117,14 +116,14 @@ def _same(path: str, other: str) -> bool:
 
 
 class AdapterLoader:
-    """Loads and unloads adapters while steps go on. One at a time: the caller has the lock of loads."""
+    """Loads and unloads adapters while steps go on. One at a time: the caller holds the lock of loads."""
 
-    def __init__(self, call: Callable[[Callable[[], Any]], Any], group: Callable[[], Group],
+    def __init__(self, thread: EngineThread, group: Callable[[], Group],
                  check_there: Callable[[AsModelConfig], None]):
-        """call: runs a function on the engine's thread. There: group, with no step that would wait; check_there raises
-        if the model of this config was released.
+        """`group()`: the group with no step under way; `check_there(config)`: raises if the model of this config was
+        released; both on the engine's thread.
         """
-        self._call, self._group, self._check_there = call, group, check_there
+        self._thread, self._group, self._check_there = thread, group, check_there
 
     def load(self, model: ServedModel, lora: str) -> None:
         """AllSparkError if the adapter cannot be loaded."""
@@ -140,13 +139,13 @@ class AdapterLoader:
             self._check_there(model.config)
             model.adapters.add(Adapter(name, directory, index, digest))
 
-        index = self._call(start)
+        index = self._thread.call(start)
         try:
-            digest = poll(lambda: self._call(lambda: self._group().poll_load_adapter()))
-            self._call(lambda: add(digest))
+            digest = self._thread.poll(lambda: self._group().poll_load_adapter())
+            self._thread.call(lambda: add(digest))
         except BaseException:
             try:
-                self._call(lambda: self._group().unload_adapter(model.name, index))
+                self._thread.call(lambda: self._group().unload_adapter(model.name, index))
             except AllSparkError as error:  # the engine was closed meanwhile
                 logger.debug("giving up the load of adapter %r: %s", name, error)
             raise
@@ -160,4 +159,4 @@ class AdapterLoader:
             model.remove_adapter(adapter)
             self._group().unload_adapter(model.name, adapter.index)
 
-        self._call(free)
+        self._thread.call(free)

@@ -1,19 +1,18 @@
-"""Models whose device memory is given back for a while: their weights wait in the host's."""
+"""Unloading and loading of models' device memory; the weights stay in host memory meanwhile."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
 
-from .polling import poll
-
 if TYPE_CHECKING:
     from ..runtime.group import Group
+    from .engine_thread import EngineThread
     from .served_model import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -24,16 +23,16 @@ def _refused(message: str) -> AllSparkError:
 
 
 class MemoryMover:
-    """Gives models' device memory back and takes it again, while the steps of others go on."""
+    """Unloads and loads device memory of models while the steps of others go on."""
 
-    def __init__(self, loading: Lock, call: Callable[[Callable[[], Any]], Any], group: Callable[[], Group],
+    def __init__(self, lock: Lock, thread: EngineThread, group: Callable[[], Group],
                  check_there: Callable[[AsModelConfig], None]):
-        """loading: that of loads, of which there is one at a time. The others: as AdapterLoader has them."""
-        self._loading, self._call, self._group, self._check_there = loading, call, group, check_there
+        """`lock`: of loads; the others as AdapterLoader has them."""
+        self._lock, self._thread, self._group, self._check_there = lock, thread, group, check_there
 
     def move(self, model: ServedModel, loaded: bool) -> AsStatus:
-        """AllSparkError if it cannot be done; the model is then as it was, on all ranks."""
-        with self._loading:
+        """AllSparkError if it fails; the model is then unchanged on all ranks."""
+        with self._lock:
             self._move(model, loaded)
         return AsStatus.ALLSPARK_SUCCESS
 
@@ -47,11 +46,11 @@ class MemoryMover:
                 return False
             if model.running:
                 raise _refused(f"model {model.name!r} is running; call stop_model before unload_device_mem")
-            self._group()  # no step is under way any more
+            self._group()  # waits until no step is under way
             model.leave_memory()
             return True
 
-        if not self._call(begin):
+        if not self._thread.call(begin):
             return
         try:
             self._move_on_ranks(model, loaded)
@@ -63,10 +62,10 @@ class MemoryMover:
             raise
 
     def _move_on_ranks(self, model: ServedModel, loaded: bool) -> None:
-        def look() -> bool | None:
+        def poll_memory() -> bool | None:
             self._check_there(model.config)
             return self._group().poll_move_memory() or None
 
-        self._call(lambda: self._group().start_move_memory(model.name, loaded))
-        poll(lambda: self._call(look))
+        self._thread.call(lambda: self._group().start_move_memory(model.name, loaded))
+        self._thread.poll(poll_memory)
         model.loaded = loaded

@@ -1,6 +1,6 @@
-"""The output stage: a thread that turns what steps have drawn into text and messages, and tells requests of their ends.
+"""The output stage: a thread that turns sampled tokens into text and messages, and ends requests.
 
-Everything that a request's sink hears comes from here, in the order in which the engine's thread has put it.
+All calls of a request's sink come from here, in the order in which the engine's thread has put the events.
 """
 
 from __future__ import annotations
@@ -10,28 +10,28 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Union
 
 import numpy as np
 
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.types import GenerateRequestStatus
 
-from ..scheduler import FinishReason, Outcome, Sequence
+from ..scheduler import FinishReason, Outcome, Sequence, StepResult
 from .request import Request
-from .timings import Timings
+from .statistics import Timings
+from .threads import OUTPUT, output_only
 
 logger = logging.getLogger(__name__)
 
-# Steps and ends that may wait for the output stage; beyond it the engine's thread waits.
+# Events that may wait for the output stage; with more the engine's thread waits.
 MAX_WAITING = 256
-_LOOK_SECONDS = 1.0  # between two looks of somebody who waits at whether the thread still lives
+_ALIVE_SECONDS = 1.0  # time between a waiting thread's checks that the output stage's thread is alive
 _NO_TOP: list[tuple[int, float]] = []  # never filled
 
 
 @dataclass
 class End:
-    """The end of a request. `complete`: why, with GenerateFinished."""
+    """The end of a request. `complete`: the reason, with GenerateFinished."""
 
     request: Request
     status: GenerateRequestStatus
@@ -41,12 +41,12 @@ class End:
 
 @dataclass
 class StepOutput:
-    """What a step that ended at `now` has drawn: the scheduler's outcome and the StepResult that it speaks of; where
-    its model's times are counted; and the requests that are complete with it.
+    """The tokens of a step that ended at `now`: the scheduler's outcome and the StepResult it refers to; the histograms
+    of its model; and the requests that are complete with it.
     """
 
     outcome: Outcome
-    result: object
+    result: StepResult
     now: float
     timings: Timings
     ends: list[End] = field(default_factory=list)
@@ -54,56 +54,56 @@ class StepOutput:
 
 @dataclass
 class Begun:
-    """A step is about to hold a request that may be what ends servers."""
+    """A step is about to run a quarantined request."""
 
     request: Request
 
 
-Event = Union[StepOutput, End, Begun, threading.Event, None]
+Event = StepOutput | End | Begun | threading.Event | None
 
 
 class OutputStage:
-    """`on_undeliverable(request)`: a request has been ended because its sink or its text failed. `on_stop(sequence)`: a
-    stop string has ended a sequence that may still run.
+    """Calls `on_undeliverable(request)` after a request has ended because its sink or its text failed, and
+    `on_stop(sequence)` when a stop string has ended a sequence that may still run.
     """
 
     def __init__(self, on_undeliverable: Callable[[Request], None], on_stop: Callable[[Sequence], None]):
         self._on_undeliverable, self._on_stop = on_undeliverable, on_stop
-        #: whether steps' outputs are delivered by who puts them, between steps: where there is no processor for the thread
+        #: deliver steps on the thread that puts them, between steps: for machines without a CPU for this thread
         self.inline = False
         self._listeners: list[Callable[[], None]] = []
-        self._telling = threading.Lock()
+        self._notifying = threading.Lock()
         self._queue: queue.Queue[Event] = queue.Queue(MAX_WAITING)
-        self._thread = threading.Thread(target=self._run, name="allspark-output", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=OUTPUT, daemon=True)
         self._thread.start()
 
     def add_flush_listener(self, listener: Callable[[], None]) -> None:
-        """`listener()` is called after the tokens of each step, and after ends that no step brought."""
+        """`listener()` is called after the tokens of each step, and after ends without a step."""
         self._listeners.append(listener)
 
     def put(self, event: StepOutput | End | Begun) -> None:
-        """Hands over what happened. Waits while there is too much to do. RuntimeError if the thread has gone. Always by
-        one and the same thread.
+        """Takes an event; waits while too many are queued. Always on the same thread. RuntimeError if the output
+        stage's thread has ended.
         """
         if self.inline and isinstance(event, StepOutput) and not self._queue.unfinished_tasks and self.alive:
             self._deliver(event)
-            self._tell()
+            self._notify()
         else:
             self._put(event)
 
     def flush(self) -> None:
-        """Returns when everything that was put before has been told. Not on the output stage's thread."""
+        """Returns when all earlier events have been delivered. Not on the output stage's thread."""
         reached = threading.Event()
         try:
             self._put(reached)
         except RuntimeError:
             return
-        while not reached.wait(_LOOK_SECONDS):
+        while not reached.wait(_ALIVE_SECONDS):
             if not self._thread.is_alive():
                 return
 
     def close(self) -> None:
-        """Ends the thread, after all that was put."""
+        """Ends the thread after all queued events."""
         try:
             self._put(None)
         except RuntimeError:
@@ -112,61 +112,62 @@ class OutputStage:
 
     @property
     def alive(self) -> bool:
-        """Whether sinks are still told anything."""
+        """Whether events are still delivered."""
         return self._thread.is_alive()
 
     def _put(self, event: Event) -> None:
         while self._thread.is_alive():
             try:
-                return self._queue.put(event, timeout=_LOOK_SECONDS)
+                return self._queue.put(event, timeout=_ALIVE_SECONDS)
             except queue.Full:
                 continue
         raise RuntimeError("the output stage's thread has ended")
 
-    # --- its thread ---
+    # --- the output stage's thread ---
 
     def _run(self) -> None:
-        told = True  # of all that was delivered
+        notified = True  # whether listeners know of all delivered events
         event: Event
         while True:
-            if not told and self._queue.empty():
-                told = self._tell()
+            if not notified and self._queue.empty():
+                notified = self._notify()
             event = self._queue.get()
             if event is None:
                 break
             if isinstance(event, StepOutput):
                 self._deliver(event)
-                told = self._tell()
+                notified = self._notify()
             elif isinstance(event, End):
                 event.request.finish(event.status, event.error, event.complete)
-                told = False
+                notified = False
             elif isinstance(event, Begun):
                 event.request.announce()
-                told = False
+                notified = False
             else:
-                told = told or self._tell()
+                notified = notified or self._notify()
                 event.set()
-            event = None  # keeps nothing alive while it waits
+            event = None  # keep nothing alive while waiting
             self._queue.task_done()
-        if not told:
-            self._tell()
+        if not notified:
+            self._notify()
 
-    def _tell(self) -> bool:
-        with self._telling:
+    def _notify(self) -> bool:
+        with self._notifying:
             for listener in self._listeners:
                 try:
                     listener()
-                except Exception:  # a client's trouble is not the engine's
+                except Exception:  # a listener's error is not the engine's
                     logger.exception("a flush listener failed")
         return True
 
+    @output_only
     def _deliver(self, output: StepOutput) -> None:
         outcome, result, now = output.outcome, output.result, output.now
-        for probed in outcome.probed:
-            request = probed.sequence.owner.request
+        for prompt_rows in outcome.prompt_rows:
+            request = prompt_rows.sequence.owner.request
             if request.sink is not None:
                 try:
-                    request.deliver_prompt(probed)
+                    request.deliver_prompt(prompt_rows)
                 except Exception as error:
                     self._give_up(request, error)
         ended = dict(outcome.ended)
@@ -180,7 +181,7 @@ class OutputStage:
             sample = sequence.owner
             request = sample.request
             for at in range(first, first + kept):
-                if request.sink is None or sample.stopped:  # it could not be delivered, or nothing more belongs to it
+                if request.sink is None or sample.stopped:  # undeliverable, or ended by a stop string
                     break
                 logprob, top = None, _NO_TOP
                 if sample.top_logprobs >= 0:
@@ -210,8 +211,8 @@ class OutputStage:
         self._on_undeliverable(request)
 
 
-def _top(result, at: int, count: int) -> list[tuple[int, float]]:
-    """The `count` best ids of a result's row and their log probabilities."""
+def _top(result: StepResult, at: int, count: int) -> list[tuple[int, float]]:
+    """The top `count` ids of a result's row and their log probabilities."""
     if not count:
         return _NO_TOP
     ids: np.ndarray = result.top_ids[at, :count]

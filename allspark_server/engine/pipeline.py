@@ -1,4 +1,4 @@
-"""Keeps a group's ranks busy: the next step is submitted before the results of the last one are there."""
+"""Keeps a group's ranks busy: submits the next step before the results of the last one are known."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from allspark_client.types import GenerateRequestStatus
 from ..runtime.group import Group
 from ..scheduler import Step
 from .served_model import ServedModel
+from .threads import one_thread
 
 logger = logging.getLogger(__name__)
 
-_CALM_LOOK = 0.01  # s
+_QUARANTINE_POLL_SECONDS = 0.01
 
 
 @dataclass
 class _Running:
-    """A step that was submitted at `submitted`, in seconds of the monotonic clock."""
+    """A step, submitted at `submitted` on the monotonic clock."""
 
     model: ServedModel
     step: Step
@@ -30,32 +31,33 @@ class _Running:
 
 
 class Pipeline:
-    """The steps of all models in one queue of the group. On the engine's thread."""
+    """The steps of all models, in one queue of the group. On the engine's thread."""
 
     def __init__(self, group: Group):
         self._group = group
         self._running: deque[_Running] = deque()
-        self._last: ServedModel | None = None  # whose step was submitted last
-        self._after_alone = False  # it was the turn of one that is computed alone
-        self._ended = 0.0  # when the step that was collected last had ended
+        self._last: ServedModel | None = None  # the model of the last submitted step
+        self._after_alone = False  # the last turn was a quarantined sequence's
+        self._ended = 0.0  # when the last collected step ended
 
     @property
     def busy(self) -> bool:
         """Whether there are steps to collect."""
         return bool(self._running)
 
+    @one_thread
     def advance(self, models: Iterable[ServedModel]) -> None:
-        """Submits steps of models that have work, in turn, and collects the oldest one if there is no room for more, or
-        nothing more to submit.
+        """Submits steps of models that have work, in turn. Collects the oldest step if there is no room for more steps,
+        or nothing more to submit.
         """
         models = list(models)
-        alone = next((m for m in models if m.has_suspects and m.suspect is not None), None)
-        if alone is not None and (not self._after_alone or alone.suspect.slot >= 0):
+        alone = next((m for m in models if m.has_quarantined and m.quarantined is not None), None)
+        if alone is not None and (not self._after_alone or alone.quarantined.slot >= 0):
             self._after_alone = True
             self._advance_alone(alone)
             return
         self._after_alone = False
-        if self._last in models:  # the one after it first
+        if self._last in models:  # start with the model after it
             at = models.index(self._last) + 1
             models = models[at:] + models[:at]
         submitted = False
@@ -65,21 +67,22 @@ class Pipeline:
             submitted |= self._submit(model)
         if self._running and (len(self._running) >= self._group.depth or not submitted):
             self._collect()
-        elif not submitted and any(model.has_suspects for model in models):
-            time.sleep(_CALM_LOOK)  # it is too early for them, and there is nothing else to do
+        elif not submitted and any(model.has_quarantined for model in models):
+            time.sleep(_QUARANTINE_POLL_SECONDS)  # it is too early for them, and there is no other work
 
+    @one_thread
     def settle(self) -> None:
-        """Before calls of the group that wait for its steps: one that draws under masks may wait for what is written when
-        the one before it is collected.
+        """Call this before calls of the group that wait for its steps: a step that samples under masks may wait for
+        masks that are written only when the previous step is collected.
         """
         while any(running.step.masked for running in self._running):
             self._collect()
 
     def _advance_alone(self, model: ServedModel) -> None:
-        """A step of a request that may be what ends servers: no other must be blamed on it, nor it on another."""
+        """A step of a quarantined sequence with no other step under way, so that a crash has one possible cause."""
         while self._running:
             self._collect()
-        if model.suspect is not None and self._submit(model, alone=True):
+        if model.quarantined is not None and self._submit(model, alone=True):
             self._collect()
 
     def _submit(self, model: ServedModel, alone: bool = False) -> bool:
@@ -109,9 +112,9 @@ class Pipeline:
                 self._fail(model, error)
 
     def _fail(self, model: ServedModel, error: Exception) -> None:
-        """A defect: this model's cache is no longer what the scheduler thinks it is."""
+        """A defect: the model's cache may differ from what the scheduler assumes."""
         logger.error("a step of model %r failed", model.name, exc_info=error)
         model.failure = str(error) or type(error).__name__
-        model.give_up_masks()
+        model.release_masks()
         message = f"a step of model {model.name!r} failed: {model.failure}"
         model.end_all(GenerateRequestStatus.InternalError, AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR, message))

@@ -1,4 +1,4 @@
-"""Sequences of requests that may be what ended their servers, and whose turn it is to be computed alone."""
+"""Quarantine: requests that may have crashed their servers are computed alone."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import time
 from collections import deque
 
 from ..scheduler import Sequence, State
-from .prepare import MOST_DEATHS
 
-#: s without a first token of another one before one is tried for the last time. Whoever kills servers from outside often
-#: does so when something happens: that must not be taken for the request's doing.
+#: a request that crashes its server so often when run alone is rejected
+MAX_DEATHS = 2
+#: time without a first token of another quarantined request before a request's last attempt, in seconds. Whoever kills
+#: servers from outside often does so when something happens, which must not be blamed on the request.
 CALM_SECONDS = 1.0
 
 
-class Suspects:
-    """In the order in which they came; those that ended a server alone at calm times only: the first of them before all
-    others, while nothing has happened yet.
+class Quarantine:
+    """Sequences in the order of their arrival. Those that have crashed a server alone run only at calm times; the first
+    of them runs before all others if nothing has happened yet.
     """
 
     def __init__(self) -> None:
@@ -27,12 +28,12 @@ class Suspects:
         return bool(self._first or self._last)
 
     def add(self, sequence: Sequence) -> None:
-        """One more; it is blocked."""
-        (self._first if sequence.owner.request.deaths < MOST_DEATHS else self._last).append(sequence)
+        """Takes a blocked sequence."""
+        (self._first if sequence.owner.request.deaths < MAX_DEATHS else self._last).append(sequence)
 
     @property
     def next(self) -> Sequence | None:
-        """The one that is being computed, or else is to be; None: there is none, or it is too early."""
+        """The sequence that is running, or else runs next; None if there is none, or it is too early."""
         for waiting in (self._last, self._first):
             while waiting and (waiting[0].state is State.ENDED or waiting[0].planned >= len(waiting[0].tokens)):
                 waiting.popleft()

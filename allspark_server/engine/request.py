@@ -1,4 +1,4 @@
-"""A request inside the engine, from its taking to its end."""
+"""A request inside the engine, from its acceptance to its end."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from allspark_client.errors import AllSparkError
 from allspark_client.types import GenerateRequestStatus
 
 from ..logs import log_request
-from ..scheduler import FinishReason, Probed, Sequence
+from ..scheduler import FinishReason, PromptOutputRows, Sequence
 from ..tracing import trace_request
-from .prepare import Obstacle, PreparedRequest
-from .sinks import SampleEnd, Sink
+from .input_stage import Dependency, PreparedRequest
+from .results import SampleEnd, Sink
+from .threads import output_only
 
 if TYPE_CHECKING:
-    from ..tokenizer.stop_strings import OutputText
+    from ..tokenizer.detokenizer import OutputText
 
 logger = logging.getLogger(__name__)
 
@@ -28,97 +29,103 @@ _STATUS_WITH_TOKEN = {1: GenerateRequestStatus.ContextFinished, 2: GenerateReque
 
 
 class PromptResults:
-    """What rows of one prompt gave, as it comes."""
+    """Collects the results of one prompt's rows."""
 
     def __init__(self, sequence: Sequence, top: int, pooling: str | None):
-        """top: how many of the likeliest tokens are wanted beside each of the prompt's own."""
+        """`top`: how many top log probabilities are wanted beside that of each prompt token."""
         self._follows = sequence.tokens[1 : sequence.prompt_len]
         self._top, self._pooling = top, pooling
-        self._sum: np.ndarray | None = None  # of hidden states, in the order of the positions; or the last one
+        self._sum: np.ndarray | None = None  # of hidden states in order of positions, or the last one
         self._rows = 0
-        #: of each token but the first: its own and the likeliest, as pairs of id and log probability
+        #: for each token but the first: pairs of id and log probability, its own first, then the top ones
         self.logprobs: list[list[tuple[int, float]]] = []
 
-    def add(self, probed: Probed) -> None:
-        if probed.logprobs is not None:
-            top = zip(probed.top_ids[:, : self._top].tolist(), probed.top_logprobs[:, : self._top].tolist())
-            for value, (ids, values) in zip(probed.logprobs.tolist(), top):
+    def add(self, prompt_rows: PromptOutputRows) -> None:
+        """Takes the results of further rows, in order."""
+        if prompt_rows.logprobs is not None:
+            top = zip(prompt_rows.top_ids[:, : self._top].tolist(), prompt_rows.top_logprobs[:, : self._top].tolist())
+            for value, (ids, values) in zip(prompt_rows.logprobs.tolist(), top):
                 own = self._follows[len(self.logprobs)]
                 self.logprobs.append([(own, value), *((i, v) for i, v in zip(ids, values) if i >= 0)])
-        if probed.hidden is not None:
+        if prompt_rows.hidden is not None:
             if self._pooling == "last":
-                self._sum, self._rows = probed.hidden[-1].astype(np.float64), 1
+                self._sum, self._rows = prompt_rows.hidden[-1].astype(np.float64), 1
                 return
-            for row in probed.hidden:  # one by one: the sum does not depend on where the prompt was cut
+            for row in prompt_rows.hidden:  # one by one, so that the sum does not depend on where the prompt was cut
                 self._sum = row.astype(np.float64) if self._sum is None else self._sum + row
                 self._rows += 1
 
     def embedding(self) -> np.ndarray | None:
-        """float32 [hidden size]; None if none is wanted."""
+        """The embedding, float32 [hidden size]; None if none is wanted."""
         return None if self._sum is None else (self._sum / self._rows).astype(np.float32)
 
 
 @dataclass
 class Sample:
-    """One of a request's sequences, with what its output needs: the owner of the `Sequence`."""
+    """The owner of one of a request's sequences: what its output needs. `top_logprobs`: -1 without log probabilities.
+    """
 
     request: Request
     index: int
-    top_logprobs: int  # -1: no logprobs wanted
+    top_logprobs: int
     text: OutputText | None
     prompt: PromptResults | None = None
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has ended it; the engine's thread may not know that yet."""
+        """Whether a stop string has ended it. The engine's thread may not know that yet."""
         return self.text is not None and self.text.found is not None
 
 
 class Request:
-    """The engine's thread decides of it (`sequences`, `unfinished`, `ended`, `first_step`), the output stage tells its
-    sink (`status`, `done` and the rest); `done` and `status` may be read by any thread.
+    """The engine's thread changes `sequences`, `unfinished`, `ended` and `first_step`; the output stage changes the
+    rest and calls the sink. Any thread may read `done` and `status`.
+
+    `ended`: nothing more is computed for it. `done`: its sink has received the end. `size`: its bytes in the queue at
+    first. `first_step`, `first_token`, `last_token`, `arrival` and `deadline` are on the monotonic clock.
     """
 
     def __init__(self, handle: int, sink: Sink, prepared: PreparedRequest):
         self.handle, self.name, self.model, self.trace = handle, prepared.name, prepared.model, prepared.trace
         self.sink: Sink | None = sink
         self.sequences: list[Sequence] = prepared.sequences
-        self.obstacle: Obstacle | None = prepared.obstacle
+        self.dependency: Dependency | None = prepared.dependency
         self.adapter = prepared.adapter
-        self.deaths = prepared.deaths  # of servers: computed alone until its first tokens, for it may be what ends them
+        self.deaths = prepared.deaths  # crashed servers: it is quarantined until its first tokens
         for index, (sequence, text) in enumerate(zip(prepared.sequences, prepared.texts)):
             sequence.owner = Sample(self, index, prepared.top_logprobs, text)
-            if sequence.probe is not None:
+            if sequence.prompt_outputs is not None:
                 sequence.owner.prompt = PromptResults(sequence, prepared.prompt_logprobs, prepared.pooling)
         self.samples = self.unfinished = len(prepared.sequences)
-        self.tenant, self.size = prepared.tenant, prepared.size  # the size that it has in the queue at first
-        self.deadline = prepared.deadline  # on the monotonic clock: if it has not begun by then it ends
-        self.ended = False  # nothing more is computed for it
-        self.done = threading.Event()  # its sink was told of its end
+        self.tenant, self.size = prepared.tenant, prepared.size
+        self.deadline = prepared.deadline
+        self.ended = False
+        self.done = threading.Event()
         self.status = GenerateRequestStatus.Init
         self.generated = 0
-        self.reason: FinishReason | None = None  # of the sample that ended last
+        self.reason: FinishReason | None = None  # of the last sample to end
         self.wall_arrival, self.arrival = time.time(), time.monotonic()
-        self.first_step = self.first_token = self.last_token = 0.0  # on the monotonic clock, as `arrival`
+        self.first_step = self.first_token = self.last_token = 0.0
 
-    def deliver_prompt(self, probed: Probed) -> None:
-        """Takes results of rows of the prompt, and hands all to the sink when they are complete."""
-        sample: Sample = probed.sequence.owner
-        sample.prompt.add(probed)
-        if probed.complete:
+    def deliver_prompt(self, prompt_rows: PromptOutputRows) -> None:
+        """Takes results of the prompt's rows; gives all to the sink once they are complete."""
+        sample: Sample = prompt_rows.sequence.owner
+        sample.prompt.add(prompt_rows)
+        if prompt_rows.complete:
             self.sink.on_prompt(self.handle, sample.index, sample.prompt.logprobs, sample.prompt.embedding())
             sample.prompt = None
 
     def announce(self) -> None:
-        """Tells the sink that a step is about to hold it, all alone."""
+        """Tells the sink that a step is about to run it alone."""
         if self.sink is not None:
             self.sink.on_begun(self.handle)
 
     @property
     def begun(self) -> bool:
-        """Whether something was computed for it; and when nothing more will be."""
+        """Whether anything was computed for it, or it has ended."""
         return self.ended or self.first_step > 0
 
+    @output_only
     def deliver(
         self,
         sequence: Sequence,
@@ -128,8 +135,8 @@ class Request:
         reason: FinishReason | None,
         now: float,
     ) -> None:
-        """Hands one token of a step that ended at `now` to the sink, and the statuses that it brings. `reason`: why it
-        is the sequence's last; it may turn out to be, by a stop string.
+        """Gives one token of a step that ended at `now` to the sink, with the changes of status. `reason`: why it is
+        the sequence's last token; a stop string may make it the last one as well.
         """
         sample: Sample = sequence.owner
         self.last_token = now
@@ -148,21 +155,19 @@ class Request:
             end = SampleEnd(reason.value, sample.text.found if sample.text is not None else None)
         self.sink.on_token(self.handle, sample.index, token, logprob, top, text, sequence.prefix_len or 0, end)
 
+    @output_only
     def finish(
         self,
         status: GenerateRequestStatus,
         error: AllSparkError | None = None,
         complete: FinishReason | None = None,
     ) -> None:
-        """The end; later calls change nothing. From now on only the handle and the status are of interest.
-
-        `complete`: why, with GenerateFinished.
-        """
+        """Ends the request; later calls do nothing. `complete`: the reason, with GenerateFinished."""
         if self.done.is_set():
             return
         self.status = status
         if complete is not None:
-            reason = (self.reason or complete).value    # a stop string may have come first
+            reason = (self.reason or complete).value  # a stop string may have come first
         else:
             reason = "interrupted" if status is GenerateRequestStatus.GenerateInterrupted else "error"
         stat = self.stat()
@@ -171,15 +176,15 @@ class Request:
         trace_request(name, self.model, self.tenant, self.trace, stat, reason, error)
         try:
             self.sink.on_finish(self.handle, status, error, stat, reason)
-        except Exception:  # a sink's trouble must not keep other requests from ending
+        except Exception:  # a failing sink must not keep other requests from ending
             logger.exception("the end of request %d cannot be delivered", self.handle)
-        self.sink = self.obstacle = None  # callers may keep handles for long
-        if self.ended:  # otherwise the engine's thread still has to cancel them
+        self.sink = self.dependency = None  # callers may keep handles for long
+        if self.ended:  # otherwise the engine's thread must still cancel them
             self.sequences = []
         self.done.set()
 
     def stat(self) -> dict[str, float]:
-        """Values of RequestStatInfo."""
+        """The values of RequestStatInfo."""
         now = time.monotonic()
         prompt_len = self.sequences[0].prompt_len
         cached = self.sequences[0].prefix_len or 0

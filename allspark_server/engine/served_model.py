@@ -1,195 +1,127 @@
-"""One installed model: its scheduler, its live requests and its counters. Everything here runs on the engine's thread,
-except what says otherwise.
-"""
+"""One installed model: its requests, its scheduler and its steps."""
 
 from __future__ import annotations
 
-import heapq
-import math
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
-from allspark_client.request import RequestSpec
-from allspark_client.types import AsEngineStat, Detokenized, GenerateRequestStatus, ModelInfo, ModelState
+from allspark_client.types import GenerateRequestStatus, ModelInfo, ModelState
 
-from ..cache import HostTier, PrefixCache, SpanKeys, SpanPool
-from ..chat import chat_format, chat_format_of
+from ..cache import HostCache, PrefixCache, SpanKeys, SpanPool
 from ..guided import Guide, MaskWriter, MatcherError
 from ..runtime.plan import Flag
 from ..runtime.steps import DEPTH
-from ..scheduler import FinishReason, IsolatingScheduler, Limits, Sequence, State, Step
+from ..scheduler import FinishReason, Limits, QuarantineScheduler, Sequence, State, Step, StepResult, TokenBudget
 from .adapters import Adapter, Adapters
-from .fingerprint import fingerprint
+from .deadlines import Deadlines
+from .input_stage import InputStage
 from .output import Begun, End, OutputStage, StepOutput
-from .prepare import check_ids, need_tokenizer, prompt_ids
-from .quarantine import Suspects
+from .quarantine import Quarantine
 from .queue_limits import QueueLimits
 from .request import Request
-from .step_budget import StepBudget, Throughput
-from .timings import Timings
+from .statistics import Throughput, Timings
+from .threads import one_thread
 
 if TYPE_CHECKING:
-    from ..tokenizer.text import Tokenizer
+    from ..tokenizer.tokenizer import Tokenizer
 
-#: for the word to leave this process that a request is computed which may end it
+#: time for the message to leave this process that a request is computed which may end it
 ANNOUNCE_SECONDS = 0.02
 _DRAFT_KINDS = {"off": 0, "prompt_lookup": int(Flag.LOOKUP), "draft": int(Flag.MODEL)}
 
 
 class ServedModel:
-    """`running` says whether requests are taken; `failure` why they are not until the model is loaded again. What
-    happens to requests goes to `output`.
+    """Passes requests to the scheduler, plans steps, and takes their results; on the engine's thread unless said
+    otherwise.
+
+    `running`: it takes requests. `failure`: why it does not, until it is loaded again. `loaded`: its device memory is
+    there. `input`: its input stage. What happens to requests goes to `output`.
     """
 
     def __init__(
         self, config: AsModelConfig, info: ModelInfo, tokenizer: Tokenizer | None, digest: str,
-        output: OutputStage, held: dict[bytes, int] | None = None, guide: Guide | None = None, masks: Any = None,
+        output: OutputStage, host_spans: dict[bytes, int] | None = None, guide: Guide | None = None, masks: Any = None,
         post: Callable[[Callable[[], None]], None] = lambda command: None,
     ):
-        """`held`: what the prefix cache's second tier holds from before, by keys. `guide`, `masks`: of guided output, if
-        there is any: rank 0's native Masks. `post`: has a command run on the engine's thread.
+        """`digest`: the fingerprint. `host_spans`: spans by key that the host cache holds from before. `guide`,
+        `masks`: for constrained decoding, if it is available; `masks` is rank 0's native Masks. `post`: runs a command
+        on the engine's thread.
         """
-        self.config, self.info, self.tokenizer, self.fingerprint = config, info, tokenizer, digest
+        self.config, self.info, self.fingerprint = config, info, digest
         self.name = info.name
         self.running = False
-        #: whether its device memory is there; start_model needs it
         self.loaded = True
         self.failure: str | None = None
         self.live: set[Request] = set()
         self.throughput = Throughput()
         self.timings = Timings()
-        self.budget = StepBudget(
+        self.budget = TokenBudget(
             info.max_step_tokens, info.max_batch, config.target_token_latency, fixed=config.max_step_tokens > 0)
         self._output = output
         pool = SpanPool(info.num_spans)
         prefix = None
-        #: names spans of prompts; None without a prefix cache
-        self.keys: SpanKeys | None = None
-        self.tier: HostTier | None = None
+        keys: SpanKeys | None = None
+        self.host_cache: HostCache | None = None
         if config.enable_prefix_cache:
-            self.keys = SpanKeys(info.span_size, info.dynamic_rope_original, info.long_rope_original)
+            keys = SpanKeys(info.span_size, info.dynamic_rope_original, info.long_rope_original)
             if info.host_spans:
-                self.tier = HostTier(info.host_spans, info.span_size, held, bool(config.host_cache_dir))
-            prefix = PrefixCache(pool, self.keys, config.prefix_cache_ttl, tier=self.tier)
+                self.host_cache = HostCache(
+                    info.host_spans, info.span_size, host_spans, bool(config.host_cache_dir))
+            prefix = PrefixCache(pool, keys, config.prefix_cache_ttl, host_cache=self.host_cache)
         chunk = min(config.engine_max_prefill_length or info.max_step_tokens, info.max_step_tokens)
-        #: compiles grammars; None where output cannot be guided
-        self.guide = guide if masks is not None else None
-        self._masks = MaskWriter(masks, self._unguided) if masks is not None else None
+        self._guide = guide if masks is not None else None
+        self._masks = MaskWriter(masks, self._fail_constrained) if masks is not None else None
+        self.input = InputStage(info, tokenizer, keys, self._guide)
         self._post = post
         limits = Limits(
             info.max_batch, info.max_step_tokens, chunk, info.span_size, _DRAFT_KINDS[config.speculation],
             masks=len(masks.bits) // DEPTH if masks is not None else 0, anew_beyond=info.long_rope_original,
             windows=tuple(info.cache_windows),
         )
-        self.scheduler = IsolatingScheduler(limits, pool, prefix)
+        self.scheduler = QuarantineScheduler(limits, pool, prefix)
         self.queue = QueueLimits(info.name, self.scheduler, config.max_queue, config.max_queue_memory)
         self.adapters = Adapters(info.name, config.lora_max_num)
-        self._deadlines: list[tuple[float, int, Request]] = []  # a heap
-        self._suspects = Suspects()
+        self._deadlines = Deadlines()
+        self._quarantine = Quarantine()
 
-    @classmethod
-    def open(
-        cls, config: AsModelConfig, info: ModelInfo, output: OutputStage, held: dict[bytes, int] | None, masks: Any,
-        post: Callable[[Callable[[], None]], None],
-    ) -> ServedModel:
-        """A model with what its checkpoint has beside the weights. Any thread."""
-        tokenizer = guide = None
-        if info.tokenizer_dir:
-            from ..tokenizer.text import Tokenizer  # `tokenizers` and jinja2 are not needed to serve ids
-
-            tokenizer = Tokenizer.from_dir(info.tokenizer_dir)
-            info.chat_format = chat_format_of(tokenizer.chat_templates, info.architecture)
-            stops = [*tokenizer.stop_ids, *map(tokenizer.mark_id, chat_format(info.chat_format).stops)]
-            info.eos_token_ids += [i for i in dict.fromkeys(stops) if i is not None and i not in info.eos_token_ids]
-            guide = Guide.from_dir(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)
-            guide.start()
-        gpu = config.device_ids[0] if config.on_gpus else None
-        return cls(config, info, tokenizer, fingerprint(info, gpu), output, held, guide, masks, post)
-
-    # Any thread.
-
-    def check_running(self) -> None:
-        """Raises AllSparkError unless the model takes requests."""
+    def not_running(self) -> AllSparkError:
+        """Why the model takes no requests."""
         if self.failure is not None:
-            raise AllSparkError(
+            return AllSparkError(
                 AsStatus.ALLSPARK_RUNTIME_ERROR,
                 f"model {self.name!r} has failed ({self.failure}); start_model loads it again",
             )
-        if not self.running:
-            raise AllSparkError(
-                AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"model {self.name!r} is not running; call start_model first"
-            )
+        return AllSparkError(
+            AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"model {self.name!r} is not running; call start_model first"
+        )
 
     def state(self) -> ModelState:
-        """What a client needs to choose among the members of a pool."""
+        """What a client needs to choose among the members of a pool. Any thread."""
         load = self.scheduler.waiting + self.scheduler.running + self.queue.incoming
         return ModelState(self.name, self.running and self.failure is None, self.fingerprint, load,
                           self.scheduler.pending_tokens, {a.name: a.digest for a in self.adapters})
 
-    def stat(self) -> AsEngineStat:
-        """Load and counters. Read without a lock: values may be a step apart."""
-        scheduler, info = self.scheduler, self.info
-        counters, pool, groups = scheduler.counters, scheduler.pool, scheduler.limits.groups
-        rows, generated = self.throughput.rates(time.monotonic())
-        hit, seen = counters.prefix_tokens, counters.prompt_tokens
-        return AsEngineStat(
-            model_name=self.name,
-            total_span=pool.num_spans,
-            used_span=pool.used,
-            free_span=pool.available,
-            total_token=groups.positions(pool.num_spans),
-            free_token=groups.positions(pool.available),
-            pendding_request=scheduler.waiting + self.queue.incoming,
-            running_request=scheduler.running,
-            total_prefill_token=seen,
-            total_generated_token=counters.generated_tokens,
-            generate_token_persec=generated,
-            process_token_persec=rows,
-            token_usage_percentage=100.0 * pool.used / pool.num_spans,
-            prefix_cache_hit_token=hit,
-            prefix_cache_miss_token=seen - hit,
-            prefix_cache_hit_rate=hit / seen if seen else 0.0,
-            prefix_cache_miss_rate=(seen - hit) / seen if seen else 0.0,
-            preempted_request=counters.preemptions,
-            total_host_span=info.host_spans,
-            used_host_span=len(self.tier) if self.tier is not None else 0,
-            prefix_cache_host_token=counters.restored_tokens,
-            saved_host_span=counters.saved_spans,
-            restored_host_span=counters.restored_spans,
-        )
-
-    def tokenize(self, spec: RequestSpec, bare: bool) -> list[int]:
-        """The ids of a prompt; see prepare.prompt_ids."""
-        return prompt_ids(spec, self.tokenizer, self.info.max_length, bare)
-
-    def detokenize(self, ids: list[int]) -> Detokenized:
-        """The text of ids, and the bytes of each."""
-        check_ids("ids", ids, self.info.vocab_size)
-        tokenizer = need_tokenizer(self.tokenizer, self.name)
-        return Detokenized(tokenizer.decode(ids, skip_special_tokens=False), tokenizer.token_bytes(ids))
-
-    # The engine's thread.
-
     @property
     def has_work(self) -> bool:
         """Whether a step might be planned."""
-        return self.running and self.failure is None and (self.scheduler.has_work or bool(self._suspects))
+        return self.running and self.failure is None and (self.scheduler.has_work or bool(self._quarantine))
 
     @property
-    def suspect(self) -> Sequence | None:
-        """The sequence that is to be computed alone next, or is being so: see `plan_alone`."""
-        return self._suspects.next
+    def quarantined(self) -> Sequence | None:
+        """The sequence in quarantine whose turn it is, or which is running: see `plan_alone`."""
+        return self._quarantine.next
 
     @property
-    def has_suspects(self) -> bool:
-        """Whether there are any, be it too early for them."""
-        return bool(self._suspects)
+    def has_quarantined(self) -> bool:
+        """Whether any sequence is in quarantine, even if it is too early for it."""
+        return bool(self._quarantine)
 
+    @one_thread
     def enqueue(self, request: Request) -> None:
-        """Hands a request, for which there is room in the queue, to the scheduler."""
+        """Gives a request, for which room in the queue is reserved, to the scheduler."""
         self.queue.unreserve(request.tenant, request.samples, request.size)
         if request.ended:  # cancelled before it came here
             return
@@ -201,38 +133,37 @@ class ServedModel:
             self.end(request, GenerateRequestStatus.InternalError, error)
             return
         self.live.add(request)
-        if request.deadline < math.inf:
-            heapq.heappush(self._deadlines, (request.deadline, request.handle, request))
+        self._deadlines.add(request)
         for sequence in request.sequences:
             complete = sequence.tokens[sequence.prompt_len :] and sequence.stop.check(
                 sequence.tokens, sequence.prompt_len
             )
             if sequence.owner.stopped:
                 complete = FinishReason.STOP
-            if complete:  # a resumed request whose last token the client had already
+            if complete:  # a resumed request whose last token the client has already
                 self._end_sequence(sequence, complete)
             else:
-                if request.obstacle is not None:
-                    sequence.blocked_on = request.obstacle.name
+                if request.dependency is not None:
+                    sequence.blocked_on = request.dependency.name
                 elif request.deaths:
                     sequence.blocked_on = "a step of its own"
-                    self._suspects.add(sequence)
+                    self._quarantine.add(sequence)
                 self.scheduler.add(sequence)
 
     def check_loaded(self) -> None:
-        """AllSparkError while the device memory is given back, or under way."""
+        """AllSparkError unless the device memory is there."""
         if not self.loaded:
             raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR,
                                 f"the device memory of model {self.name!r} is unloaded; call load_device_mem first")
 
     def leave_memory(self) -> None:
-        """The device memory is about to be given back, or taken again; no step is under way."""
+        """The device memory is about to be unloaded or loaded; no step is under way."""
         self.loaded = False
         if self.scheduler.prefix_cache is not None:
             self.scheduler.prefix_cache.clear()
 
     def remove_adapter(self, adapter: Adapter) -> None:
-        """Requests cannot have it from now on. AllSparkError while some have it."""
+        """Requests cannot use the adapter from now on. AllSparkError if some use it or it is not loaded."""
         if adapter not in self.adapters:
             raise AllSparkError(AsStatus.ALLSPARK_LORA_NOT_FOUND, f"adapter {adapter.name!r} was unloaded")
         users = sum(request.adapter is adapter for request in self.live)
@@ -241,23 +172,25 @@ class ServedModel:
                                 f"adapter {adapter.name!r} of model {self.name!r} is in use by {users} requests")
         self.adapters.remove(adapter)
 
+    @one_thread
     def unblock(self, request: Request) -> None:
-        """What the request waited for is there, or is known to fail: then so does the request."""
+        """The request's dependency is there, or has failed: then the request fails as well."""
         if request.ended:
             return
-        error = request.obstacle.gone.exception()
+        error = request.dependency.done.exception()
         if error is None:
             for sequence in request.sequences:
                 self.scheduler.unblock(sequence)
         else:
             if not isinstance(error, AllSparkError):
-                error = AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR, f"{request.obstacle.name}: {error}")
+                error = AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR, f"{request.dependency.name}: {error}")
             self.end(request, GenerateRequestStatus.InternalError, error)
 
+    @one_thread
     def end(
         self, request: Request, status: GenerateRequestStatus, error: AllSparkError | None = None
     ) -> None:
-        """Ends a request before its time; nothing happens if it has ended."""
+        """Ends a request early. Does nothing if it has ended."""
         if request.ended:
             return
         request.ended = True
@@ -274,62 +207,60 @@ class ServedModel:
         for request in list(self.live):
             self.end(request, status, error)
 
-    def give_up_masks(self) -> None:
-        """Steps that still wait for masks need not: their results are of no use to anybody. Any thread."""
+    def release_masks(self) -> None:
+        """Lets steps that wait for masks continue; nobody needs their results. Any thread."""
         if self._masks is not None:
             self._masks.release()
 
     def close(self) -> None:
-        """Ends its threads and processes; the engine has no steps of it any more."""
+        """Ends the model's threads and processes, after its last step."""
         if self._masks is not None:
             self._masks.close()
-        if self.guide is not None:
-            self.guide.close()
+        if self._guide is not None:
+            self._guide.close()
 
-    def _unguided(self, sequence: Sequence, error: MatcherError) -> None:
-        """On the masks' thread: a sequence can go on in its grammar no more."""
+    def _fail_constrained(self, sequence: Sequence, error: MatcherError) -> None:
+        """On the masks' thread: a sequence cannot continue in its grammar."""
         failure = AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR, f"response_format: {error}")
         self._post(lambda: self.end(sequence.owner.request, GenerateRequestStatus.InternalError, failure))
 
+    @one_thread
     def finish_stopped(self, sequence: Sequence) -> None:
-        """The output stage has found a stop string: what the sequence has drawn since is discarded. Nothing happens if
-        it has ended.
+        """The output stage has found a stop string: later tokens of the sequence are discarded. Does nothing if it has
+        ended.
         """
         if sequence.state is not State.ENDED:
             self.scheduler.cancel(sequence)
             self._end_sequence(sequence, FinishReason.STOP)
 
     def seconds_to_deadline(self) -> float | None:
-        """How long until `expire` has something to do, at the earliest; None: never, as things are."""
-        return max(0.0, self._deadlines[0][0] - time.monotonic()) if self._deadlines else None
+        """The time until `expire` may have something to do; None: without limit."""
+        return self._deadlines.seconds_left()
 
+    @one_thread
     def expire(self) -> None:
-        """Ends the requests that have not begun in the time they had for that."""
-        deadlines = self._deadlines
-        while deadlines and (deadlines[0][2].begun or deadlines[0][0] <= time.monotonic()):
-            request = heapq.heappop(deadlines)[2]
-            if not request.begun:
-                waited = time.monotonic() - request.arrival
-                error = AllSparkError(
-                    AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR,
-                    f"the request has waited for {waited:.1f} s in the queue of model {self.name!r}, longer than its "
-                    "queue_timeout allows",
-                    retryable=True,
-                )
-                self.end(request, GenerateRequestStatus.InternalError, error)
-        if len(deadlines) > 2 * len(self.live) + 64:  # nobody may ever meet those that have begun
-            deadlines[:] = [entry for entry in deadlines if not entry[2].begun]
-            heapq.heapify(deadlines)
+        """Ends the requests that have not begun by their deadline."""
+        for request in self._deadlines.take_missed(len(self.live)):
+            waited = time.monotonic() - request.arrival
+            error = AllSparkError(
+                AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR,
+                f"the request has waited for {waited:.1f} s in the queue of model {self.name!r}, longer than its "
+                "queue_timeout allows",
+                retryable=True,
+            )
+            self.end(request, GenerateRequestStatus.InternalError, error)
 
+    @one_thread
     def plan(self) -> Step | None:
-        """The next step, if one can be planned before results of those that run."""
+        """The next step, if one can be planned before the results of running steps are known."""
         if self._deadlines:
             self.expire()
         return self._planned(self.scheduler.plan(self.budget))
 
+    @one_thread
     def plan_alone(self) -> Step | None:
-        """The next step of the `suspect`, when no other is under way. Its client is told before the first."""
-        sequence = self.suspect
+        """The next step of the `quarantined` sequence, when no other step is under way. Its client is told first."""
+        sequence = self.quarantined
         if sequence.state is State.BLOCKED:
             self._output.put(Begun(sequence.owner.request))
             self._output.flush()
@@ -353,12 +284,13 @@ class ServedModel:
                 request.first_step = request.first_step or now
         return step
 
-    def complete(self, step: Step, result, seconds: float) -> None:
-        """Takes the results of the oldest step that runs, which took so long, and passes on what it drew."""
+    @one_thread
+    def complete(self, step: Step, result: StepResult, seconds: float) -> None:
+        """Takes the results of the oldest running step, which took `seconds`, and passes its tokens on."""
         self.budget.learn(step.rows, step.context, seconds, step.decoding)
-        if self.tier is not None:
+        if self.host_cache is not None:
             copies = len(step.copies) if step.copies is not None else 0
-            self.tier.costs.learn(step.rows, seconds, copies, result.copy_seconds)
+            self.host_cache.costs.learn(step.rows, seconds, copies, result.copy_seconds)
         generated = self.scheduler.counters.generated_tokens
         outcome = self.scheduler.complete(step, result)
         if step.masked:
@@ -374,9 +306,9 @@ class ServedModel:
                 output.ends.append(end)
         generated = self.scheduler.counters.generated_tokens - generated
         self.throughput.add(output.now, step.rows, generated)
-        if generated or outcome.probed or outcome.computed:
+        if generated or outcome.prompt_rows or outcome.computed:
             self._output.put(output)
-        for index in outcome.failed:  # the sampler found nothing to draw from; other rows are not harmed
+        for index in outcome.failed:  # the sampler had no finite logits; other rows are not affected
             failure = AllSparkError(
                 AsStatus.ALLSPARK_RUNTIME_ERROR,
                 f"the logits of model {self.name!r} are not finite; its weights hold NaN or infinite values",
@@ -389,7 +321,7 @@ class ServedModel:
             self._output.put(end)
 
     def _ended_sequence(self, sequence: Sequence, reason: FinishReason) -> End | None:
-        """A sequence is complete: the end of its request, if it was the last."""
+        """A sequence is complete. Returns the end of its request if it was the last one."""
         request = sequence.owner.request
         request.unfinished -= 1
         if request.unfinished or request.ended:

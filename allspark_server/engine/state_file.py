@@ -1,4 +1,4 @@
-"""Where an engine records which models it has installed, so that one that takes its place can restore them."""
+"""The record of installed models, from which an engine that replaces this one restores them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from allspark_client.config import AsModelConfig
+from allspark_client.config import AsModelConfig, check_available
+from allspark_client.engine import check_config
 from allspark_client.errors import AllSparkError, AsStatus
 
 from ..weights.files import MAX_STATE_BYTES, parse_json, read_file
@@ -20,29 +21,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def state_entry(model: ServedModel, started: bool, configured: Collection[str]) -> dict[str, Any]:
-    """A model in the file, with what adapters it has. `configured`: names that the configuration brought, not a
-    client.
-    """
-    return {"config": model.config.to_dict(), "started": started, "configured": model.name in configured,
-            "adapters": [adapter.given for adapter in model.adapters]}
-
-
-def of_configuration(name: str, error: Exception) -> Exception:
-    """The error of a model of the configuration; a ValueError if its entry, or what that names, must change."""
+def _configuration_error(name: str, error: Exception) -> Exception:
+    """The error of a model of the configuration; a ValueError if the entry, or the files that it names, must change."""
     text = f"model {name!r} of the configuration cannot be loaded: {error}"
-    passing = (AsStatus.ALLSPARK_MEMORY_ERROR, AsStatus.ALLSPARK_RUNTIME_ERROR)
-    return (RuntimeError if isinstance(error, AllSparkError) and error.status in passing else ValueError)(text)
+    transient = (AsStatus.ALLSPARK_MEMORY_ERROR, AsStatus.ALLSPARK_RUNTIME_ERROR)
+    return (RuntimeError if isinstance(error, AllSparkError) and error.status in transient else ValueError)(text)
 
 
 class StateFile:
-    """A JSON list of models' entries. Any thread. `path` None: nothing is recorded."""
+    """A JSON list of entries of models. Any thread. `path` None: nothing is recorded."""
 
     def __init__(self, path: str | None):
         self._path = path
         self._lock = threading.Lock()
 
-    def read(self) -> dict[str, dict] | None:
+    def read(self) -> dict[str, dict[str, Any]] | None:
         """The entries by model name; None if there is no file that can be read."""
         if self._path is None or not os.path.exists(self._path):
             return None
@@ -53,9 +46,9 @@ class StateFile:
             logger.error("the state file %s cannot be read: %s; no models restored", self._path, error)
             return None
 
-    def to_restore(self, configured: Collection[AsModelConfig], again: bool) -> dict[str, dict]:
-        """The entries that count, by model name: see `Engine.restore`. ValueError if two of the configuration have one
-        name.
+    def to_restore(self, configured: Collection[AsModelConfig], again: bool) -> dict[str, dict[str, Any]]:
+        """The entries to restore, by model name; see `Engine.restore`. ValueError if two models of the configuration
+        have the same name.
         """
         recorded = self.read()
         if again and recorded is not None:
@@ -66,8 +59,8 @@ class StateFile:
         return entries | {name: entry for name, entry in (recorded or {}).items()
                           if not entry.get("configured") and name not in entries}
 
-    def write(self, entries: Callable[[], list[dict]]) -> None:
-        """Records what `entries()` gives; a reader sees the old file or the new one, never half of one."""
+    def write(self, entries: Callable[[], list[dict[str, Any]]]) -> None:
+        """Writes the list that `entries()` returns. A reader sees the old file or the new one, never a part."""
         if self._path is None:
             return
         temporary = f"{self._path}.new"
@@ -81,3 +74,62 @@ class StateFile:
                 os.replace(temporary, self._path)
             except OSError as error:
                 logger.error("the state file %s cannot be written: %s", self._path, error)
+
+
+class ModelRecord:
+    """Which models of an engine are installed, and where they came from. Any thread.
+
+    `configured`: names of models that the configuration brought, not a client. `unrestored`: models that could not be
+    restored, and why.
+    """
+
+    def __init__(self, path: str | None, models: Mapping[str, ServedModel]):
+        self.configured: set[str] = set()
+        self.unrestored: dict[str, str] = {}
+        self._file = StateFile(path)
+        self._models = models
+        self._pending: dict[str, dict[str, Any]] = {}  # entries of the file whose models are not installed yet
+
+    def save(self) -> None:
+        """Writes the file."""
+        self._file.write(lambda: [
+            *(self._entry(model, model.running) for model in list(self._models.values())),
+            *self._pending.values(),
+        ])
+
+    def keep(self, model: ServedModel) -> None:
+        """A started model is about to be loaded again; its entry stays in the file if that fails."""
+        self._pending[model.name] = self._entry(model, True)
+
+    def installed(self, name: str) -> bool:
+        """A model of this name is installed, or not to be restored any more. Returns whether it was pending."""
+        self.unrestored.pop(name, None)
+        return self._pending.pop(name, None) is not None
+
+    def restore(
+        self, configured: Collection[AsModelConfig], again: bool, check: Callable[[AsModelConfig], None],
+        load: Callable[[AsModelConfig, bool, list[str] | None], None],
+    ) -> None:
+        """See Engine.restore. `load(config, start, adapters)` installs a model."""
+        entries = self._file.to_restore(configured, again)
+        self.configured = {name for name, entry in entries.items() if entry.get("configured")}
+        self._pending = dict(entries)  # until they are installed, or a second crash would lose some
+        self.save()
+        for name, entry in entries.items():
+            try:
+                config = AsModelConfig.from_dict(entry["config"])
+                check_available(check_config(config))
+                if name not in self.configured:
+                    check(config)
+                logger.info("loading %s", name)
+                load(config, bool(entry.get("started")), entry.get("adapters"))
+            except (AllSparkError, ValueError, TypeError) as error:
+                if name in self.configured and not again:
+                    raise _configuration_error(name, error) from error
+                logger.error("model %r cannot be restored: %s; this group is not healthy until the model is installed "
+                             "or released", name, error)
+                self.unrestored[name] = str(error)
+
+    def _entry(self, model: ServedModel, started: bool) -> dict[str, Any]:
+        return {"config": model.config.to_dict(), "started": started, "configured": model.name in self.configured,
+                "adapters": [adapter.given for adapter in model.adapters]}

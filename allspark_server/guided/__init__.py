@@ -1,12 +1,12 @@
-"""Guided output: what a request's `response_format` allows becomes a mask over the vocabulary for each token.
+"""Constrained decoding: the output that a request's `response_format` allows becomes a token mask for each step.
 
-`Guide` is a model's: it compiles a format (checked first in a process that may be killed, checker.py) to a `Grammar`,
-which gives each sequence a `Matcher`; `MaskWriter` is the thread that keeps these and writes the masks of each step.
-Nothing here knows requests or devices.
+A model's `Guide` compiles a response_format to a `Grammar`, after a trial in a process that may be killed (checker.py).
+The grammar gives each sequence a `Matcher`. `MaskWriter` advances the matchers and writes the masks of each step in a
+thread. Nothing here depends on requests or devices.
 """
 
 from .checker import schema_of
-from .grammar import Grammar, Guide, Matcher, MatcherError
-from .masks import Guidance, MaskWriter
+from .grammar import Grammar, Guidance, Guide, Matcher, MatcherError
+from .masks import MaskWriter
 
 __all__ = ["Grammar", "Guidance", "Guide", "MaskWriter", "Matcher", "MatcherError", "schema_of"]

@@ -1,4 +1,4 @@
-"""Compiled grammars, and where each sequence is in its grammar."""
+"""Compiled grammars, and the place of each sequence in its grammar."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -26,29 +26,29 @@ logger = logging.getLogger(__name__)
 
 CACHED_GRAMMARS, CACHED_BYTES = 256, 512 << 20
 CACHED_VOCABULARIES = 2  # beside the checkpoint's
+MAX_FORCED = 16  # ids of one sequence that are known in advance, at most
 
 
 class MatcherError(Exception):
-    """A sequence can go on in its grammar no more: a token that it does not allow, or a limit of llguidance's."""
+    """A sequence cannot continue in its grammar: a token that it does not allow, or one of llguidance's limits."""
 
 
 class Matcher:
-    """Where one sequence is in its grammar. Not thread-safe, but several threads may each have one of one grammar."""
+    """The place of one sequence in its grammar. Not thread-safe; matchers of one grammar may be in different threads.
+    """
 
     def __init__(self, inner: LLMatcher, tokenizer: LLTokenizer, end_ids: frozenset[int]):
-        """end_ids: those that end the sequence; they are allowed where the grammar may end, and nowhere else."""
-        #: llguidance's own, for its calls that take several at once
+        """`end_ids`: ids that end the sequence. They are allowed only where the grammar may end."""
+        #: llguidance's matcher, for calls that take several at once
         self.inner = inner
         self._end = tokenizer.eos_token
         self._end_ids = end_ids
-        # Ids whose bits of llguidance's masks are not what they are for this request.
+        # Ids whose bits in llguidance's masks are wrong for this request.
         own = frozenset(tokenizer.eos_tokens)
         self._patched = () if end_ids == own else tuple((i, i in end_ids) for i in sorted(end_ids | own))
 
     def accept(self, ids: Iterable[int]) -> None:
-        """Further ids of the sequence, sampled or received; MatcherError if they do not fit. The end may come again and
-        again.
-        """
+        """Takes further ids of the sequence; MatcherError if they do not fit. The end may come repeatedly."""
         ended, consumed = self.inner.is_stopped(), []
         for i in ids:
             is_end = i in self._end_ids
@@ -67,8 +67,8 @@ class Matcher:
             raise error
 
     def patch(self, row: np.ndarray) -> None:
-        """Puts the request's end-of-sequence ids in the place of the tokenizer's, in a mask of the present state that
-        llguidance has written. After an error, the end is all that is allowed.
+        """Replaces the tokenizer's end-of-sequence ids by the request's, in a mask of the current state that llguidance
+        has written. After an error the mask allows only the end.
         """
         if self._patched:
             may_stop = self.inner.is_accepting() or self.inner.is_error()
@@ -85,32 +85,79 @@ class Matcher:
         return bool(self._patched)
 
     def forced(self) -> list[int]:
-        """The ids that follow now if the text that the grammar leaves no choice for is tokenized as usual. They are
-        drafts: masks may allow other ids for the same text. The end is none of them.
+        """The ids that follow now where the grammar allows only one text, tokenized as usual; the end is not included.
+        They are drafts: masks may allow other ids for the same text.
         """
         return self.inner.compute_ff_tokens()
 
     @property
     def may_stop(self) -> bool:
-        """Whether what there is satisfies the grammar."""
+        """Whether the sequence satisfies the grammar so far."""
         return self.inner.is_accepting()
 
     @property
     def must_stop(self) -> bool:
-        """Whether nothing but the end can follow."""
+        """Whether only the end can follow."""
         return self.inner.is_stopped()
 
     def fork(self) -> Matcher:
-        """Another one in the same state."""
+        """A copy in the same state."""
         copy = object.__new__(Matcher)
         copy.__dict__ = dict(self.__dict__, inner=self.inner.deep_copy())
         return copy
 
     def error(self) -> MatcherError | None:
-        """What is wrong, if anything is: it stays so."""
+        """The error, if there is one. An error is permanent."""
         if not self.inner.is_error():
             return None
         return MatcherError(self.inner.get_error().splitlines()[0][:300])
+
+
+@dataclass
+class Mask:
+    """A mask to write to row `index`, and the masks after each of `drafts` to the rows that follow."""
+
+    guidance: Guidance
+    index: int
+    drafts: list[int]
+
+
+class Guidance:
+    """The place of a sequence in its grammar, as the scheduler and the masks' thread see it."""
+
+    def __init__(self, matcher: Matcher, length: int):
+        """`length`: tokens of the sequence, prompt and output."""
+        self._matcher, self._length = matcher, length
+        self._failed = False
+        self._forced = length, matcher.forced()[:MAX_FORCED]
+        # On the engine's thread: planned samples whose tokens are not known, and the masks that wait for them.
+        self.pending = 0
+        self.deferred: deque[Mask] = deque()
+
+    def forced_after(self, length: int) -> list[int]:
+        """The known ids that follow a history of this length: drafts to be verified. Any thread."""
+        known, ids = self._forced
+        return ids[length - known :] if length >= known else []
+
+    # The masks' thread.
+
+    def advance(self, ids: list[int]) -> None:
+        """The sequence has sampled these ids. MatcherError if they do not fit, the first time."""
+        self._length += len(ids)
+        if not self._failed:
+            try:
+                self._matcher.accept(ids)
+                self._forced = self._length, self._matcher.forced()[:MAX_FORCED]
+                if error := self._matcher.error():
+                    raise error
+            except MatcherError:
+                self._failed = True  # its masks now allow only the end
+                raise
+
+    @property
+    def matcher(self) -> Matcher:
+        """The matcher of the sequence."""
+        return self._matcher
 
 
 @dataclass(frozen=True)
@@ -121,7 +168,7 @@ class Grammar:
     _tokenizer: LLTokenizer
 
     def matcher(self, end_ids: Iterable[int], ids: Iterable[int] = ()) -> Matcher:
-        """A sequence's, after ids that it has generated already."""
+        """The matcher of a sequence that has generated `ids` already."""
         matcher = Matcher(self._beginning.deep_copy(), self._tokenizer, frozenset(end_ids))
         matcher.accept(ids)
         return matcher
@@ -131,7 +178,7 @@ class Guide:
     """Compiles the response_formats of a model's requests. Safe to use from several threads."""
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_ids: Iterable[int]):
-        """tokenizer: the text of its tokenizer.json. vocab_size: of the model, which may be padded."""
+        """`tokenizer`: the text of tokenizer.json. `vocab_size`: the model's, which may be larger by padding."""
         self._vocab_size, self._eos_ids = vocab_size, list(eos_ids)
         self._parts = functools.cache(lambda: self._prepared(tokenizer))
         self._checker = Checker(self._parts)
@@ -141,20 +188,20 @@ class Guide:
         self._grammars: OrderedDict[tuple[str, bytes, str | None], Future[tuple[Grammar, int]]] = OrderedDict()
 
     def _prepared(self, tokenizer: str) -> tuple[str, int, list[int]]:
-        """What llguidance's tokenizer is made of."""
+        """The arguments of llguidance's tokenizer."""
         text, size = without_marks(tokenizer)
-        # It needs an id to tell of the end; matchers put a request's own in its place.
+        # llguidance needs an end-of-sequence id; matchers replace it by the request's own.
         eos_ids = [i for i in self._eos_ids if 0 <= i < size]
         return text, self._vocab_size, eos_ids or [min(size, self._vocab_size) - 1]
 
     @classmethod
     def from_dir(cls, path: str, vocab_size: int, eos_ids: Iterable[int]) -> Guide:
-        """Of the tokenizer in a directory."""
+        """A guide for the tokenizer in a directory."""
         return cls(tokenizer_json(path).decode(), vocab_size, eos_ids)
 
     def start(self) -> None:
-        """Reads the tokenizer, here and in the checker's process, so that the first request need not wait for it.
-        Returns at once.
+        """Starts to read the tokenizer, here and in the checker's process, so that the first request does not wait for
+        it. Returns at once.
         """
         def run() -> None:
             try:
@@ -174,28 +221,44 @@ class Guide:
         self, response_format: dict[str, Any], vocab: dict[str, int] | None = None,
         vocab_type: VocabType | None = None, field: str | None = None,
     ) -> Grammar:
-        """The grammar of a response_format, over the checkpoint's vocabulary or the one given. ValueError names what is
-        wrong with it, after a second at the most. field: what the caller has given, if not response_format.
+        """The grammar of a response_format, over `vocab` or the checkpoint's vocabulary. `field`: what the caller has
+        given, if not response_format. ValueError says what is wrong, after one second at most.
         """
         digest = b"" if vocab is None else _digest(vocab, vocab_type)
         key = (json.dumps(response_format), digest, field)
         with self._lock:
-            entry = self._grammars.get(key)
-            mine = entry is None
-            if mine:
-                entry = self._grammars[key] = Future()
+            known = self._grammars.get(key)
+            entry = known if known is not None else self._grammars.setdefault(key, Future())
             self._grammars.move_to_end(key)
-        if mine:
+        if known is None:
             try:
                 entry.set_result(self._compile(response_format, digest, vocab, vocab_type, field))
             except ValueError as error:
-                entry.set_exception(error)  # the next who tries it need not wait
+                entry.set_exception(error)  # the next request with it fails at once
             except BaseException as error:
                 with self._lock:
                     self._grammars.pop(key, None)
                 entry.set_exception(error)
             self._shrink()
         return entry.result()[0]
+
+    def guidances(
+        self, response_format: dict[str, Any], end_ids: Iterable[int], prompt_len: int, histories: list[list[int]],
+        vocab: dict[str, int] | None = None, vocab_type: VocabType | None = None, field: str | None = None,
+    ) -> list[Guidance]:
+        """The places of a request's samples, which have generated `histories` already; arguments as `compile` has them.
+        ValueError if a history does not follow the grammar.
+        """
+        grammar = self.compile(response_format, vocab, vocab_type, field)
+        try:
+            if any(histories):
+                matchers = [grammar.matcher(end_ids, generated) for generated in histories]
+            else:
+                first = grammar.matcher(end_ids)
+                matchers = [first.fork() for _ in histories]
+        except MatcherError as error:
+            raise ValueError(f"generated does not follow the {field or 'response_format'}: {error}") from error
+        return [Guidance(matcher, prompt_len + len(generated)) for matcher, generated in zip(matchers, histories)]
 
     def _compile(
         self, response_format: dict[str, Any], digest: bytes, vocab: dict[str, int] | None,
@@ -225,7 +288,7 @@ class Guide:
             return tokenizer
 
     def _shrink(self) -> None:
-        """Forgets the grammars that were not used for longest."""
+        """Removes the least recently used grammars."""
         with self._lock:
             done = [(key, entry) for key, entry in self._grammars.items() if entry.done()]
             sizes = [entry.result()[1] if entry.exception() is None else len(key[0]) for key, entry in done]

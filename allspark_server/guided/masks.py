@@ -1,9 +1,9 @@
-"""A thread that keeps the matchers of a model's sequences and writes their masks while the steps run.
+"""Writes the masks of constrained sequences in a thread of its own, in parallel with the forward pass.
 
-A step is planned, and begins, before the tokens of the one before it are known. So the mask of a sequence that draws in
-both is written when those tokens have come, while the layers of the second run; its sampling op, which comes last,
-waits for it. What the grammar leaves no choice for is known in advance, as far as it goes: the scheduler gives it as
-drafts.
+A step is planned and starts before the tokens of the previous step are known. If a sequence samples in both steps, the
+mask of the second is written once those tokens are known, while the second step's layers run. The sampling op, which
+comes last, waits for the mask. Where the grammar allows only one continuation, its ids are known in advance and the
+scheduler uses them as drafts.
 """
 
 from __future__ import annotations
@@ -11,120 +11,65 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from llguidance import LLExecutor
 
-from .grammar import Matcher, MatcherError
+from .grammar import Guidance, Mask, MatcherError
 
 if TYPE_CHECKING:
     from ..scheduler import Masked, Outcome, Sequence, Step
 
 logger = logging.getLogger(__name__)
 
-MAX_FORCED = 16  # ids of one sequence that are known in advance, at most
 CLOSE_SECONDS = 5.0
 
 
-@dataclass
-class _Mask:
-    """A mask to be written to row `index`, and those after each of `drafts` to the rows behind it."""
-
-    guidance: Guidance
-    index: int
-    drafts: list[int]
-
-
-class Guidance:
-    """Where a sequence is in its grammar, as the scheduler and the masks' thread see it."""
-
-    def __init__(self, matcher: Matcher, length: int):
-        """length: of the sequence, prompt and output."""
-        self._matcher, self._length = matcher, length
-        self._failed = False
-        self._forced = length, matcher.forced()[:MAX_FORCED]
-        # On the engine's thread: draws that are planned and whose tokens are not known, and the masks that wait for
-        # these.
-        self.pending = 0
-        self.deferred: deque[_Mask] = deque()
-
-    def forced_after(self, length: int) -> list[int]:
-        """The ids that will follow a history of this length, as far as they are known; drafts to be verified. Any
-        thread.
-        """
-        known, ids = self._forced
-        return ids[length - known :] if length >= known else []
-
-    # The masks' thread.
-
-    def advance(self, ids: list[int]) -> None:
-        """The sequence has drawn these. MatcherError if they do not fit, the first time."""
-        self._length += len(ids)
-        if not self._failed:
-            try:
-                self._matcher.accept(ids)
-                self._forced = self._length, self._matcher.forced()[:MAX_FORCED]
-                if error := self._matcher.error():
-                    raise error
-            except MatcherError:
-                self._failed = True  # its masks allow the end alone
-                raise
-
-    @property
-    def matcher(self) -> Matcher:
-        """The sequence's own."""
-        return self._matcher
-
-
 class MaskWriter:
-    """The thread of one model. `plan` and `complete` are told of every step, on the engine's thread."""
+    """The masks' thread of one model. The engine's thread calls `plan` and `complete` for every step."""
 
     def __init__(self, masks: Any, on_error: Callable[[Sequence, MatcherError], None]):
-        """masks: rank 0's native Masks. on_error(sequence, error): it can go on in its grammar no more; on the masks'
-        thread.
+        """`masks`: rank 0's native Masks. `on_error(sequence, error)`: called on the masks' thread if a sequence cannot
+        continue in its grammar.
         """
         self._masks, self._on_error = masks, on_error
         self._rows: np.ndarray = masks.bits
         self._executor = LLExecutor(num_threads=1)
-        self._jobs: queue.SimpleQueue[tuple[list[tuple[Sequence, list[int]]], list[_Mask]] | None]
+        self._jobs: queue.SimpleQueue[tuple[list[tuple[Sequence, list[int]]], list[Mask]] | None]
         self._jobs = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def plan(self, masked: list[Masked]) -> None:
-        """A step that draws under these masks was planned; to be called before it is submitted."""
+        """A step that samples under these masks was planned. Call this before the step is submitted."""
         ready = []
         for one in masked:
             for row in range(one.index, one.index + 1 + len(one.drafts)):
                 self._masks.clear(row)
             guidance: Guidance = one.sequence.guidance
-            mask = _Mask(guidance, one.index, one.drafts)
+            mask = Mask(guidance, one.index, one.drafts)
             (guidance.deferred if guidance.pending else ready).append(mask)
             guidance.pending += 1
         if ready:
             self._put(([], ready))
 
     def complete(self, step: Step, outcome: Outcome, tokens: np.ndarray) -> None:
-        """The tokens of the oldest step that was planned have come."""
-        drawn, ready = [], []
+        """The tokens of the oldest planned step are known."""
+        sampled, ready = [], []
         for one in step.masked:
             guidance: Guidance = one.sequence.guidance
             guidance.pending -= 1
             first, kept = int(outcome.first[one.draw]), int(outcome.kept[one.draw])
             if kept:
-                drawn.append((one.sequence, tokens[first : first + kept].tolist()))
+                sampled.append((one.sequence, tokens[first : first + kept].tolist()))
             if guidance.deferred:
                 ready.append(guidance.deferred.popleft())
-        if drawn or ready:
-            self._put((drawn, ready))
+        if sampled or ready:
+            self._put((sampled, ready))
 
     def release(self) -> None:
-        """No more tokens will come: steps that still wait for masks go on with whatever is there, for nobody. Any
-        thread.
-        """
+        """Lets steps that wait for masks continue with whatever is there: nobody needs their results. Any thread."""
         for row in range(len(self._rows)):
             self._masks.publish(row)
 
@@ -136,38 +81,38 @@ class MaskWriter:
             self._thread.join(CLOSE_SECONDS)
             self._thread = None
 
-    def _put(self, job: tuple[list[tuple[Sequence, list[int]]], list[_Mask]]) -> None:
-        if self._thread is None:  # most models never have any
+    def _put(self, job: tuple[list[tuple[Sequence, list[int]]], list[Mask]]) -> None:
+        if self._thread is None:  # most models never need it
             self._thread = threading.Thread(target=self._run, name="allspark-masks", daemon=True)
             self._thread.start()
         self._jobs.put(job)
 
-    # --- its thread ---
+    # --- the masks' thread ---
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            drawn, masks = job
+            sampled, masks = job
             try:
-                self._advance(drawn)
+                self._advance(sampled)
                 self._write(masks)
-            except Exception:  # a defect; the steps must not wait for it
+            except Exception:  # a defect; the steps must not wait for ever
                 logger.exception("masks cannot be written")
             for mask in masks:
-                # The first, which is always waited for, last: then all were published.
+                # The first row last: a step always waits for it, and then all rows are published.
                 for row in range(mask.index + len(mask.drafts), mask.index - 1, -1):
                     self._masks.publish(row)
-            job = drawn = masks = None  # keeps nothing alive while it waits
+            job = sampled = masks = None  # keep nothing alive while waiting
 
-    def _advance(self, drawn: list[tuple[Sequence, list[int]]]) -> None:
-        for sequence, ids in drawn:
+    def _advance(self, sampled: list[tuple[Sequence, list[int]]]) -> None:
+        for sequence, ids in sampled:
             try:
                 sequence.guidance.advance(ids)
             except MatcherError as error:
                 self._on_error(sequence, error)
 
-    def _write(self, masks: list[_Mask]) -> None:
-        """Writes masks; without the GIL but for those of requests with an end of their own. Those behind a draft that
-        is not allowed are left as they are: nobody gets there.
+    def _write(self, masks: list[Mask]) -> None:
+        """Writes masks, without the GIL unless requests have end-of-sequence ids of their own. Masks behind a draft
+        that the grammar does not allow stay as they are: sampling never reaches them.
         """
         rows, plain, drafted = self._rows, [], []
         for mask in masks:

@@ -11,7 +11,7 @@ from llguidance import LLTokenizer
 
 from allspark_client.types import VocabType
 
-from ..tokenizer.decoders import BYTE_CHARACTERS, is_mark
+from ..tokenizer.detokenizer import BYTE_CHARACTERS, is_mark
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPECIAL = re.compile(r"<\|.*\|>|<[a-z/_]+>|\[[A-Z]+\]", re.DOTALL)

@@ -15,7 +15,7 @@ from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.request import RequestSpec
 from allspark_client.types import GeneratedElements, GenerateRequestStatus
 
-from ..engine.sinks import SampleEnd, prompt_elements
+from ..engine.results import SampleEnd, prompt_elements
 from .client_limits import ClientLimits
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ class Device(Protocol):
     """isa: its kernels, as users are told. half: what checkpoints in float16 are computed in. step_tokens: rows of a step
     unless told otherwise; most_rows: that one may have. cache_share, largest_cache_share: of the memory that is left
     beside the weights, what a cache of unspecified size takes at most; and what it may take if that is needed for even
-    one request of full length. host_memory: whether it is the host's, of which a second tier of the cache takes its
+    one request of full length. host_memory: whether it is the host's, of which a host cache takes its
     part.
     """
 

@@ -69,7 +69,7 @@ class Group(Protocol):
         """
 
     def held_spans(self) -> dict[bytes, int]:
-        """What the second tier of the model that was loaded last holds from before: spans by their keys."""
+        """What the host cache of the model that was loaded last holds from before: spans by their keys."""
 
     def unload(self, name: str) -> None:
         """Begin to free a model on every rank; its load, if that is under way, is given up."""
@@ -135,7 +135,7 @@ def unpack_step(payload: bytes) -> tuple[str, bytes]:
 @dataclass
 class Answer:
     """What one rank reports of a load or an allocation: numbers of spans and (of a load) the digest of its weights or
-    of an adapter, and its device's address for the others, (of an allocation) what its second tier holds, that it is
+    of an adapter, and its device's address for the others, (of an allocation) what its host cache holds, that it is
     under way, or what error prevented it.
     """
 
@@ -225,7 +225,7 @@ class RankModels:
 
     def start_allocate(self, name: str, num_spans: int, host_spans: int, digests: list[str],
                        addresses: list[str]) -> None:
-        """Second phase: the KV cache and its second tier, of the same sizes on every rank. digests: of every rank's
+        """Second phase: the KV cache and its host cache, of the same sizes on every rank. digests: of every rank's
         weights; addresses: of their devices.
         """
         cancelled = self._cancelled

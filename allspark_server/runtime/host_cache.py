@@ -1,4 +1,4 @@
-"""The file in which a rank keeps spans of the prefix cache's second tier from one process to the next."""
+"""The file in which a rank keeps spans of the host cache from one process to the next."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class HostCacheFile:
 
 
 def pack_held(held: dict[bytes, int]) -> str:
-    """What a rank's second tier holds, for an answer."""
+    """What a rank's host cache holds, for an answer."""
     return base64.b64encode(b"".join(key + struct.pack("<i", span) for key, span in held.items())).decode()
 
 

@@ -11,7 +11,7 @@ A plan is a sequence of little-endian 32-bit words (floats bit for bit):
 
 Kinds of sections that the CPU backend knows:
 
-    COPIES    n_saved, then copies { span, span of the second tier, 4 words of the key }: n_saved that go there, then
+    COPIES    n_saved, then copies { span, span of the host cache, 4 words of the key }: n_saved that go there, then
               those that come back, in this order and before any row is computed. None of the former may share its
               target with another, nor any of the latter. A key says what a span holds: it must be what was saved there
 

@@ -78,7 +78,7 @@ class ModelRunner:
         self.address = ""
         #: where this process's memory is: see RankModels.numbers
         self.placement: dict = {}
-        #: how many spans the second tier can hold on this rank, known after load
+        #: how many spans the host cache can hold on this rank, known after load
         self.host_spans = 0
         #: of these, those that it holds from before, by their keys; known after allocate_cache
         self.held: dict[bytes, int] = {}
@@ -129,7 +129,7 @@ class ModelRunner:
     def allocate_cache(self, num_spans: int, digests: Sequence[str] = (), host_spans: int | None = None,
                        addresses: Sequence[str] = ()) -> ModelInfo:
         """Allocates KV cache and activations; the model can then run. num_spans, host_spans: the least of what ranks
-        can hold, in the second tier as many as this one by default. digests, addresses: every rank's, in order; by
+        can hold, in the host cache as many as this one by default. digests, addresses: every rank's, in order; by
         default this one's alone.
         """
         config, model = self.config, self._loaded()
@@ -147,7 +147,7 @@ class ModelRunner:
                                   DEPTH * outputs, adapters)
         hash_of_model = model_hash(model.opened, model.formats, digests or [self.digest])
         if host_spans:
-            with memory_errors(f"allocating the second tier of the prefix cache of model {config.model_name!r}"):
+            with memory_errors(f"allocating the host cache of model {config.model_name!r}"):
                 self._allocate_host_cache(host_spans, hash_of_model)
         if self.rank == 0:
             self._profiler, self._meter = Profiler(self._executor), self._device.meter()
@@ -226,7 +226,7 @@ class ModelRunner:
                     time.perf_counter() - began)
 
     def _allocate_host_cache(self, spans: int, hash_of_model: str) -> None:
-        """The second tier: memory, or a file, of which all is checked that it holds from before."""
+        """The host cache: memory, or a file, of which all is checked that it holds from before."""
         config, model = self.config, self._model
         if not config.host_cache_dir:
             self._executor.allocate_host_cache(spans)
@@ -346,7 +346,7 @@ class ModelRunner:
         return self.config.num_threads or physical_cores(self.cpus)
 
     def _count_host_spans(self) -> int:
-        """Spans of the second tier, with what the file and each of them has beside."""
+        """Spans of the host cache, with what the file and each of them has beside."""
         size = self.config.host_cache_memory
         spans = (size - HEADER - _PAGE) // (-(-self._span_bytes // 64) * 64 + 32)
         if size and spans < 1:

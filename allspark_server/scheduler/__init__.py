@@ -4,13 +4,28 @@
 oldest one has drawn.
 """
 
-from .isolation import IsolatingScheduler
-from .probe import Probe, Probed
+from .prompt_outputs import PromptOutputRows, PromptOutputs
+from .quarantine import QuarantineScheduler
 from .scheduler import Scheduler
 from .sequence import NO_ADAPTER, TOKEN_BYTES, FinishReason, Sequence, State, StopRules
-from .step import Counters, Limits, Masked, Outcome, Step
+from .step import Counters, Limits, Masked, Outcome, Step, StepResult
+from .token_budget import TokenBudget
 
 __all__ = [
-    "NO_ADAPTER", "TOKEN_BYTES", "Counters", "FinishReason", "IsolatingScheduler", "Limits", "Masked", "Outcome",
-    "Probe", "Probed", "Scheduler", "Sequence", "State", "Step", "StopRules",
+    "NO_ADAPTER",
+    "TOKEN_BYTES",
+    "Counters",
+    "FinishReason",
+    "Limits",
+    "Masked",
+    "Outcome",
+    "PromptOutputRows",
+    "PromptOutputs",
+    "QuarantineScheduler",
+    "Scheduler",
+    "Sequence",
+    "State",
+    "Step", "StepResult",
+    "StopRules",
+    "TokenBudget",
 ]

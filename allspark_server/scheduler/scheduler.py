@@ -11,17 +11,17 @@ from operator import attrgetter
 import numpy as np
 
 from ..cache import PrefixCache, SpanPool
-from ..engine.step_budget import StepBudget
 from ..runtime.plan import DRAW, MAX_STEP_DRAFTS, NewSlot, WorkTable
-from .draft import NOBODY, Draft
-from .probe import ProbeResults
-from .queue import WaitingQueue
+from .prompt_outputs import PromptOutputReader
 from .sequence import TOKEN_BYTES, FinishReason, Sequence, State
 from .slots import SlotTable
 from .spans import SequenceSpans, Taken
 from .speculation import DraftLengths
 from .step import Counters, Limits, Outcome, Step
+from .step_builder import NOBODY, StepBuilder
 from .tenants import Account, Tenants
+from .token_budget import TokenBudget
+from .waiting_queue import WaitingQueue
 
 # A level of priority is worth so many seconds of waiting, and there are so many levels up and down: whoever has waited
 # longer than the highest is worth goes before all that come later.
@@ -66,11 +66,11 @@ class Scheduler:
         self.counters = Counters()
         self._clock = clock
         self._arrivals = 0
-        self._tenants = Tenants(limits.max_batch)
-        self._queue = WaitingQueue(self._tenants)
+        self.tenants = Tenants(limits.max_batch)
+        self.queue = WaitingQueue(self.tenants)
         self._spans = SequenceSpans(limits.groups, pool, prefix_cache, clock)
-        self._restoring: list[Sequence] = []  # those that wait for more of the second tier's spans
-        self._running: list[Sequence] = []  # by rank
+        self._restoring: list[Sequence] = []  # those that wait for more of the host cache's spans
+        self.active: list[Sequence] = []  # by rank
         self._prompts: list[Sequence] = []  # of these, those that have rows of their history left to plan; by rank
         self._decoding: list[Sequence] | None = []  # the others; None: to be listed anew. Steps share the list
         self._decoding_slots = NOBODY
@@ -86,32 +86,27 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """Sequences in the queue, those that are blocked included."""
-        return self._queue.waiting + self._queue.blocked
+        return self.queue.waiting + self.queue.blocked
 
     @property
     def waiting_bytes(self) -> int:
         """What the sequences in the queue take in this process."""
-        return self._queue.bytes
-
-    def waiting_of(self, tenant: str) -> tuple[int, int]:
-        """A tenant's sequences in the queue, and their bytes. Any thread."""
-        account = self._tenants.get(tenant)
-        return (account.queued, account.queued_bytes) if account is not None else (0, 0)
+        return self.queue.bytes
 
     @property
     def blocked(self) -> int:
         """Sequences in the queue that wait for something else than a slot and spans."""
-        return self._queue.blocked
+        return self.queue.blocked
 
     @property
     def running(self) -> int:
         """Sequences with a slot."""
-        return len(self._running)
+        return len(self.active)
 
     @property
     def has_work(self) -> bool:
         """Whether there is any sequence to plan for."""
-        return bool(self._running or self._restoring) or self._queue.waiting > 0
+        return bool(self.active or self._restoring) or self.queue.waiting > 0
 
     def add(self, sequence: Sequence) -> None:
         """Puts a new sequence into the queue."""
@@ -120,7 +115,7 @@ class Scheduler:
         self._arrivals += 1
         if self.prefix_cache is not None and not sequence.root:
             sequence.root = self.prefix_cache.keys.root(sequence.salt, sequence.prompt_len, len(sequence.tokens))
-        self._queue.add(sequence)
+        self.queue.add(sequence)
 
     def block(self, sequence: Sequence, reason: str) -> None:
         """From now on the sequence, unless it has ended, waits for something outside; its place in the order stays."""
@@ -130,70 +125,70 @@ class Scheduler:
         if sequence.state is State.RUNNING:
             self._leave(sequence, State.WAITING)
         else:
-            self._queue.block(sequence)
+            self.queue.block(sequence)
 
     def unblock(self, sequence: Sequence) -> None:
         """What the sequence waited for is there. Nothing happens if it does not wait for anything."""
         sequence.blocked_on, sequence.awaited = "", None
         if sequence.state is State.BLOCKED:
-            self._queue.unblock(sequence)
+            self.queue.unblock(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
         """Ends a sequence, whatever its state; its spans and its slot are free at once."""
         if sequence.state is State.RUNNING:
             self._leave(sequence, State.ENDED)
         elif sequence.state is not State.ENDED:
-            self._queue.remove(sequence, State.ENDED)
+            self.queue.remove(sequence, State.ENDED)
 
-    def plan(self, cost: StepBudget | None = None) -> Step | None:
+    def plan(self, cost: TokenBudget | None = None) -> Step | None:
         """The next step, or None if nothing can be computed before the results of steps that run. Call `take_unfit`
         after it. `cost` limits it, too; running sequences always get their next row, and prompts a few.
         """
         limits = self.limits
-        self._spans.begin_step(not self._running)
+        self._spans.begin_step(not self.active)
         if self._restoring:
             restoring, self._restoring = self._restoring, []
             for sequence in restoring:
                 self.unblock(sequence)
-        if self._queue.waiting and not self._free_slots and len(self._tenants) > 1:
+        if self.queue.waiting and not self._free_slots and len(self.tenants) > 1:
             self._share_slots()
         preemptions = self.counters.preemptions
         self._cover_prompts()
-        draft = Draft(len(limits.windows))
+        builder = StepBuilder(len(limits.windows))
         # Single rows first: nobody who is already streaming waits for somebody's long prompt.
-        self._plan_decoding(draft)
+        self._plan_decoding(builder)
         may_admit = self.counters.preemptions == preemptions
-        budget = limits.max_step_tokens - draft.rows
-        if self._drafts is not None or draft.guided:
-            budget -= int(draft.drafts.sum())
+        budget = limits.max_step_tokens - builder.rows
+        if self._drafts is not None or builder.guided:
+            budget -= int(builder.drafts.sum())
         prompts = sorted(self._prompts, key=_turn_of) if self._prompts else []
         if cost is not None:
-            left = cost.for_prompts(draft.rows, draft.context, len(prompts) + self._queue.waiting)
+            left = cost.for_prompts(builder.rows, builder.context, len(prompts) + self.queue.waiting)
             rows = max(left, FEWEST_ROWS) / (1 + cost.price * (prompts[0].planned if prompts else 0))
             budget = int(min(budget, max(rows, 1)))
         if prompts and len(prompts[0].tokens) - prompts[0].planned > budget > 1:
-            budget -= self._share_with_short(draft, prompts, budget // 2, may_admit)
-        if prompts or (self._free_slots and self._queue.waiting):
-            self._plan_prompts(draft, prompts, budget, may_admit)
+            budget -= self._share_with_short(builder, prompts, budget // 2, may_admit)
+        if prompts or (self._free_slots and self.queue.waiting):
+            self._plan_prompts(builder, prompts, budget, may_admit)
         copies = self._spans.take_copies()
-        if not draft.rows and copies is None:
+        if not builder.rows and copies is None:
             return None
-        return self._step(draft, copies)
+        return self._step(builder, copies)
 
-    def _step(self, draft: Draft, copies) -> Step:
+    def _step(self, builder: StepBuilder, copies) -> Step:
         free, self._slots_to_free = self._slots_to_free, []
         self._mask_rows = self.limits.masks - self._mask_rows  # those of the last step may still be in use
-        return draft.step(free, self._slots, self.limits.draft_kind, copies, self._mask_rows)
+        return builder.step(free, self._slots, self.limits.draft_kind, copies, self._mask_rows)
 
     def complete(self, step: Step, result) -> Outcome:
         """Takes the StepResult of the oldest step that was planned and not completed."""
         table, counters = self._slots, self.counters
-        probes, probed, computed = ProbeResults(step, result), [], []
+        reader, prompt_rows, computed = PromptOutputReader(step, result), [], []
         for index in range(step.decoding, len(step.sequences)):
             sequence, slot = step.sequences[index], int(step.work.columns[WorkTable.SLOT, index])
             here = sequence.slot == slot and bool(table.epoch[slot] == step.epochs[index])
-            if sequence.probe is not None and (found := probes.take(index, sequence, sequence.computed, here)):
-                probed.append(found)
+            if sequence.prompt_outputs is not None and (found := reader.take(index, sequence, sequence.computed, here)):
+                prompt_rows.append(found)
             if here:
                 sequence.computed += int(step.work.columns[WorkTable.ROWS, index])
                 self._advance(sequence)
@@ -207,7 +202,7 @@ class Scheduler:
             drew = [drew[i] for i in step.drawing.tolist()]
             epochs, slots = epochs[step.drawing], slots[step.drawing]
         first = np.cumsum(counts) - counts if several else np.arange(len(counts))
-        outcome = Outcome(drew, first, counts.copy(), probed=probed, computed=computed)
+        outcome = Outcome(drew, first, counts.copy(), prompt_rows=prompt_rows, computed=computed)
         alive = table.epoch[slots] == epochs
         live = slots[alive]
         table.pending[live] -= 1
@@ -312,7 +307,7 @@ class Scheduler:
             sequence.computed = len(sequence.tokens) - 1
             self._advance(sequence)
         else:
-            self._queue.note_growth(sequence, kept * TOKEN_BYTES)
+            self.queue.note_growth(sequence, kept * TOKEN_BYTES)
         if reason is not None:
             outcome.ended.append((index, reason))
         if reason is not None or kept < len(tokens):
@@ -332,12 +327,12 @@ class Scheduler:
 
     # --- running sequences ---
 
-    def _plan_decoding(self, draft: Draft) -> None:
+    def _plan_decoding(self, builder: StepBuilder) -> None:
         """A row for each sequence whose history the ranks have, unless its maximum length may have been reached."""
         table, budget = self._slots, self.limits.max_step_tokens
         if self._decoding is None:
             prompts = set(map(id, self._prompts))
-            self._decoding = [sequence for sequence in self._running if id(sequence) not in prompts]
+            self._decoding = [sequence for sequence in self.active if id(sequence) not in prompts]
             self._decoding_slots = np.array([sequence.slot for sequence in self._decoding], np.int64)
         sequences, slots = self._decoding, self._decoding_slots
         longest = table.longest[slots]
@@ -347,19 +342,19 @@ class Scheduler:
         if not chosen.all():
             sequences = [sequences[i] for i in np.flatnonzero(chosen).tolist()]
             slots, longest = slots[chosen], longest[chosen]
-        drafts = self._choose_drafts(draft, sequences, slots, longest, budget)
+        drafts = self._choose_drafts(builder, sequences, slots, longest, budget)
         short = (longest + drafts > table.capacity[slots]).nonzero()[0]
         if len(short):
-            sequences, slots, longest, drafts = self._make_room(draft, short, sequences, slots, longest, drafts)
+            sequences, slots, longest, drafts = self._make_room(builder, short, sequences, slots, longest, drafts)
         table.longest[slots] = longest + 1 + drafts
         table.pending[slots] += 1
-        if len(self._tenants) > 1:  # nobody is compared with the only one
-            self._tenants.charge_slots(slots)
-        draft.sequences, draft.slots, draft.drafts = sequences, slots, drafts
-        draft.rows += len(slots)
-        draft.context += int(longest.sum()) - len(slots)
+        if len(self.tenants) > 1:  # nobody is compared with the only one
+            self.tenants.charge_slots(slots)
+        builder.sequences, builder.slots, builder.drafts = sequences, slots, drafts
+        builder.rows += len(slots)
+        builder.context += int(longest.sum()) - len(slots)
 
-    def _choose_drafts(self, draft: Draft, sequences: list[Sequence], slots: np.ndarray, longest: np.ndarray,
+    def _choose_drafts(self, builder: StepBuilder, sequences: list[Sequence], slots: np.ndarray, longest: np.ndarray,
                        budget: int) -> np.ndarray:
         """How many drafts each gets: none may pass its maximum length, and prompts keep half of the rows. Guided ones
         get what is known to follow, and nothing else.
@@ -369,19 +364,19 @@ class Scheduler:
         guided = self._slots.guided[slots].nonzero()[0].tolist()
         drafts = np.zeros(len(slots), np.int64) if self._drafts is None else self._drafts.choose(slots)
         for i in guided:
-            forced = draft.forced[int(slots[i])] = sequences[i].guidance.forced_after(int(longest[i]))
+            forced = builder.forced[int(slots[i])] = sequences[i].guidance.forced_after(int(longest[i]))
             drafts[i] = len(forced)
-        draft.guided = draft.guided or bool(guided)
+        builder.guided = builder.guided or bool(guided)
         drafts = np.minimum(drafts, self._slots.limit[slots] - longest - 1)
         left = budget - len(slots)
-        if self._prompts or self._queue.waiting:
+        if self._prompts or self.queue.waiting:
             left //= 2
         left = min(left, MAX_STEP_DRAFTS)
         if drafts.sum() > left:
             drafts[np.cumsum(drafts) > left] = 0
         return drafts
 
-    def _make_room(self, draft: Draft, short: np.ndarray, sequences: list[Sequence], slots: np.ndarray,
+    def _make_room(self, builder: StepBuilder, short: np.ndarray, sequences: list[Sequence], slots: np.ndarray,
                    longest: np.ndarray, drafts: np.ndarray) -> tuple:
         """Gives spans to those that are short of them, to some at the cost of others; returns who is left, as given."""
         given: dict[int, list[list[int]]] = {}  # of each cache group
@@ -404,8 +399,9 @@ class Scheduler:
             sequences = [sequences[i] for i in np.flatnonzero(keep).tolist()]
             slots, longest, drafts, counts = slots[keep], longest[keep], drafts[keep], counts[keep]
             given = {i: spans for i, spans in given.items() if keep[i]}
-        draft.span_counts = counts
-        draft.spans = [[span for spans in given.values() for span in spans[group]] for group in range(len(draft.spans))]
+        builder.span_counts = counts
+        groups = range(len(builder.spans))
+        builder.spans = [[span for spans in given.values() for span in spans[group]] for group in groups]
         return sequences, slots, longest, drafts
 
     def _extend(self, sequence: Sequence, positions: int) -> bool:
@@ -421,7 +417,7 @@ class Scheduler:
         """
         while not self._extend(sequence, positions):
             victim = self._last_of_the_largest()
-            if victim is sequence and len(self._running) == 1:
+            if victim is sequence and len(self.active) == 1:
                 if self._slots.pending[sequence.slot] == 0:
                     self._leave(sequence, State.ENDED)
                     self._unfit.append(sequence)
@@ -433,15 +429,15 @@ class Scheduler:
 
     def _last_of_the_largest(self) -> Sequence:
         """Of the tenant with most spans, the last that runs; never the first of all, unless it is the only one."""
-        if len(self._tenants) == 1 or len(self._running) == 1:
-            return self._running[-1]
+        if len(self.tenants) == 1 or len(self.active) == 1:
+            return self.active[-1]
         held: Counter = Counter()
-        for sequence in self._running[1:]:
+        for sequence in self.active[1:]:
             held[sequence.account] += sequence.held_spans
         return self._last_of(max(held, key=held.__getitem__))
 
     def _last_of(self, account: Account) -> Sequence:
-        return next(sequence for sequence in reversed(self._running) if sequence.account is account)
+        return next(sequence for sequence in reversed(self.active) if sequence.account is account)
 
     def _preempt(self, victim: Sequence) -> None:
         self._leave(victim, State.WAITING)
@@ -452,12 +448,12 @@ class Scheduler:
         """All slots are taken: the tenant that has the most of them gives one to the tenant whose turn it is, if that
         one has less than its share. Spans of who gives way stay in the prefix cache.
         """
-        claimant = self._queue.first()
+        claimant = self.queue.first()
         if claimant is None or claimant.in_flight or self.prefix_cache is None:
             return
-        share = max(1, self.limits.max_batch // len(self._tenants))
-        busiest = self._tenants.busiest()
-        needed = self._spans.needed(len(claimant.tokens)) + len(self._running)
+        share = max(1, self.limits.max_batch // len(self.tenants))
+        busiest = self.tenants.busiest()
+        needed = self._spans.needed(len(claimant.tokens)) + len(self.active)
         if claimant.account.running < share < busiest.running and needed <= self.pool.available:
             self._preempt(self._last_of(busiest))
 
@@ -467,7 +463,7 @@ class Scheduler:
         table.settle(sequence)
         sequence.in_flight = int(table.pending[slot])
         table.epoch[slot] += 1
-        self._running.remove(sequence)
+        self.active.remove(sequence)
         if sequence in self._prompts:
             self._prompts.remove(sequence)
         self._decoding = None
@@ -476,21 +472,21 @@ class Scheduler:
         abandoned = self._spans.release(sequence)
         sequence.state = state
         if state is State.WAITING:
-            self._queue.add(sequence)
-        self._tenants.leave_slot(sequence.account)
+            self.queue.add(sequence)
+        self.tenants.leave_slot(sequence.account)
         for follower in abandoned:
             self.unblock(follower)
 
-    def _plan_chunk(self, draft: Draft, sequence: Sequence, count: int) -> int:
+    def _plan_chunk(self, builder: StepBuilder, sequence: Sequence, count: int) -> int:
         """Up to `count` more rows of a history, as far as there are spans for them; returns how many."""
         begin = sequence.planned
-        count, flags = draft.add_chunk(sequence, min(count, int(self._slots.capacity[sequence.slot]) - begin))
+        count, flags = builder.add_chunk(sequence, min(count, int(self._slots.capacity[sequence.slot]) - begin))
         self._spans.before_writes(sequence, begin)
-        self._tenants.serve(sequence.account, count)
+        self.tenants.serve(sequence.account, count)
         if flags & DRAW:
             self._slots.longest[sequence.slot] += 1
             self._slots.pending[sequence.slot] += 1
-            draft.guided = draft.guided or sequence.guidance is not None
+            builder.guided = builder.guided or sequence.guidance is not None
         if sequence.planned == len(sequence.tokens):
             self._prompts.remove(sequence)
             self._decoding = None
@@ -509,32 +505,32 @@ class Scheduler:
             if self._slots.capacity[sequence.slot] <= sequence.planned == sequence.computed:
                 self._has_room(sequence, sequence.planned + 1)
 
-    def _plan_prompts(self, draft: Draft, prompts: list[Sequence], budget: int, may_admit: bool) -> None:
+    def _plan_prompts(self, builder: StepBuilder, prompts: list[Sequence], budget: int, may_admit: bool) -> None:
         """Gives `budget` rows to prompts, those in slots and waiting ones as it is their tenants' turn. A waiting one
         whose spans do not suffice is not overtaken, unless by short ones.
         """
         aside = []
         prompts = prompts[::-1]
         while budget > 0:
-            waiting = self._queue.first() if may_admit and self._free_slots and self._queue.waiting else None
+            waiting = self.queue.first() if may_admit and self._free_slots and self.queue.waiting else None
             if prompts and (waiting is None or prompts[-1].turn[0] <= waiting.account.time):
                 sequence = prompts.pop()
                 count = min(len(sequence.tokens) - sequence.planned, self.limits.max_chunk, budget)
-                budget -= self._plan_chunk(draft, sequence, count)
+                budget -= self._plan_chunk(builder, sequence, count)
             elif waiting is None:
                 break
             elif waiting.in_flight:
-                aside.append(self._queue.set_aside(waiting))
+                aside.append(self.queue.set_aside(waiting))
             elif self._spans.short is not waiting and self._take_spans(waiting):
-                budget -= self._start(draft, waiting, budget)
+                budget -= self._start(builder, waiting, budget)
             elif waiting.state is State.WAITING:
                 may_admit = False
                 last = waiting.account.time + BURST_STEPS * self.limits.max_step_tokens
-                budget -= self._admit_short(draft, len(waiting.tokens) // SHORT_PART, budget, last)
+                budget -= self._admit_short(builder, len(waiting.tokens) // SHORT_PART, budget, last)
         for sequence in aside:
-            self._queue.put_back(sequence)
+            self.queue.put_back(sequence)
 
-    def _share_with_short(self, draft: Draft, prompts: list[Sequence], room: int, may_admit: bool) -> int:
+    def _share_with_short(self, builder: StepBuilder, prompts: list[Sequence], room: int, may_admit: bool) -> int:
         """Gives up to `room` rows to prompts that are short beside the first of `prompts`, and takes out of these those
         that got some; waiting ones may be admitted for it. Returns how many rows they got.
         """
@@ -543,62 +539,62 @@ class Scheduler:
         for sequence in prompts[1:]:
             rest = len(sequence.tokens) - sequence.planned
             if rest <= limit and left > 0 and sequence.turn[0] <= last:
-                left -= self._plan_chunk(draft, sequence, min(rest, self.limits.max_chunk, left))
+                left -= self._plan_chunk(builder, sequence, min(rest, self.limits.max_chunk, left))
                 prompts.remove(sequence)
         if may_admit and left > 0:
-            left -= self._admit_short(draft, limit, left, last)
+            left -= self._admit_short(builder, limit, left, last)
         return room - left
 
-    def _admit_short(self, draft: Draft, limit: int, room: int, last: float) -> int:
+    def _admit_short(self, builder: StepBuilder, limit: int, room: int, last: float) -> int:
         """Admits waiting prompts of at most `limit` tokens, for up to `room` rows, of tenants whose time is at most
         `last`. Returns how many rows they got.
         """
         left, aside = room, []
-        while left > 0 and self._free_slots and (entry := self._queue.pop_shortest(limit)) is not None:
+        while left > 0 and self._free_slots and (entry := self.queue.pop_shortest(limit)) is not None:
             sequence = entry[-1]
             if sequence.account.time > last:  # it must wait for its tenant's turn, from now on
                 continue
             aside.append(entry)
             if sequence.in_flight:
                 continue
-            if not self._spans.has_room_beside(sequence, len(self._running)):
+            if not self._spans.has_room_beside(sequence, len(self.active)):
                 break
             if self._take_spans(sequence):
-                left -= self._start(draft, sequence, left)
+                left -= self._start(builder, sequence, left)
                 self._spans.note_overtaking(sequence)
         for entry in aside:
             if entry[-1].state is State.WAITING:
-                self._queue.put_back_shortest(entry)
+                self.queue.put_back_shortest(entry)
         return room - left
 
-    def _start(self, draft: Draft, sequence: Sequence, budget: int) -> int:
+    def _start(self, builder: StepBuilder, sequence: Sequence, budget: int) -> int:
         """Moves a waiting sequence that has its spans into a slot; returns how many rows it gets."""
-        self._queue.remove(sequence, State.RUNNING)
+        self.queue.remove(sequence, State.RUNNING)
         sequence.slot = self._free_slots.pop()
-        self._tenants.enter_slot(sequence.account, sequence.slot)
+        self.tenants.enter_slot(sequence.account, sequence.slot)
         self._slots.start(sequence)
         if self._drafts is not None:
             self._drafts.start(sequence.slot)
-        bisect.insort(self._running, sequence, key=_rank_of)
+        bisect.insort(self.active, sequence, key=_rank_of)
         bisect.insort(self._prompts, sequence, key=_rank_of)
-        draft.admitted.append(sequence)
-        draft.new.append(NewSlot(sequence.slot, sequence.tokens, sequence.sampling, sequence.planned))
+        builder.admitted.append(sequence)
+        builder.new.append(NewSlot(sequence.slot, sequence.tokens, sequence.sampling, sequence.planned))
         count = min(len(sequence.tokens) - sequence.planned, self.limits.max_chunk, budget)
-        return self._plan_chunk(draft, sequence, count)
+        return self._plan_chunk(builder, sequence, count)
 
     def _take_spans(self, sequence: Sequence) -> bool:
         """Gives a waiting sequence its spans. False if there are too few; or if some are to come, for which it is
         blocked then.
         """
         # One span to spare for each running sequence, lest the newcomer be preempted at once.
-        taken = self._spans.take(sequence, len(self._running))
-        if taken is Taken.COMING:
+        taken = self._spans.take(sequence, len(self.active))
+        if taken is Taken.PENDING:
             self.block(sequence, "spans that another request computes")
         elif taken is Taken.RESTORING:
-            self.block(sequence, "spans of the second tier")
+            self.block(sequence, "spans of the host cache")
             self._restoring.append(sequence)
-        elif taken is Taken.SHORT and not self._running:  # the whole cache is not enough
-            self._queue.remove(sequence, State.ENDED)
+        elif taken is Taken.SHORT and not self.active:  # the whole cache is not enough
+            self.queue.remove(sequence, State.ENDED)
             self._unfit.append(sequence)
         elif taken is Taken.YES and sequence.prefix_len is None:
             sequence.prefix_len = sequence.computed

@@ -7,10 +7,10 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .probe import Probe
+from .prompt_outputs import PromptOutputs
 
 if TYPE_CHECKING:
-    from ..guided.masks import Guidance
+    from ..guided import Guidance
     from .tenants import Account
 
 NO_ADAPTER = -1
@@ -20,7 +20,7 @@ TOKEN_BYTES = 40
 
 class State(enum.Enum):
     """Waiting for a slot and spans, or for them again; waiting for something else first (a grammar that is compiled,
-    spans of another tier), which `blocked_on` names; in the steps; done or cancelled.
+    spans from elsewhere), which `blocked_on` names; in the steps; done or cancelled.
     """
 
     WAITING = "waiting"
@@ -94,7 +94,7 @@ class Sequence:
     priority: int = 0  # higher goes first, for a while
     salt: str = ""
     adapter: int = NO_ADAPTER  # that its rows have
-    probe: Probe | None = None  # what is wanted of the prompt's rows
+    prompt_outputs: PromptOutputs | None = None  # what is wanted of the prompt's rows
     draws: bool = True  # False: it is complete when its prompt is computed
     tenant: str = ""  # whose shares and limits count
     extra: int = 0  # bytes that it takes in this process beside its tokens
@@ -116,10 +116,10 @@ class Sequence:
     sent_spans: int = 0  # of each table, how many the ranks have in the slot's
     entered: int = 0  # spans at the front that are in the prefix cache
     prefix_len: int | None = None  # positions found in the prefix cache when first admitted
-    restored: int = 0  # positions that came back from the second tier
+    restored: int = 0  # positions that came back from the host cache
     preemptions: int = 0
     account: Account | None = None  # its tenant's
-    # Of ComingSpans: spans that it has announced, who waits for some, (spans, number, sequence), and the earliest turn
+    # Of PendingSpans: spans that it has announced, who waits for some, (spans, number, sequence), and the earliest turn
     # of these; whom it waits for itself.
     announced: int = 0
     followers: list[tuple[int, int, Sequence]] = field(default_factory=list)
@@ -137,9 +137,10 @@ class Sequence:
         return min((self.account.time, self.rank), self.pull)
 
     @property
-    def probes_every_row(self) -> bool:
-        """Whether there are rows of its prompt left that all have to be computed for what they give."""
-        return self.probe is not None and self.probe.every and self.probe.received < self.prompt_len
+    def outputs_every_row(self) -> bool:
+        """Whether rows of its prompt are left that must all be computed for their outputs."""
+        wanted = self.prompt_outputs
+        return wanted is not None and wanted.every and wanted.received < self.prompt_len
 
     @property
     def covered(self) -> int:

@@ -1,4 +1,4 @@
-"""Which spans a sequence gets: those of the prefix cache, of its second tier, and new ones."""
+"""Which spans a sequence gets: those of the prefix cache, of the host cache, and new ones."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import enum
 import time
 from collections.abc import Callable
 
-from ..cache import NO_SPAN, Copies, HostTier, PrefixCache, SpanGroups, SpanPool, in_group
-from .coming import ComingSpans
+from ..cache import NO_SPAN, Copies, HostCache, PrefixCache, SpanGroups, SpanPool, in_group
+from .pending_spans import PendingSpans
 from .sequence import Sequence, State
 
-# How long copies from the second tier may hold up a step, in seconds, beside running sequences and without any; and
+# How long copies from the host cache may hold up a step, in seconds, beside running sequences and without any; and
 # how many there are while nobody knows how long they take.
 _PAUSE, _IDLE_PAUSE, _FIRST_COPIES = 0.01, 0.2, 16
 
@@ -20,12 +20,12 @@ _OVERTAKING_PART = 8
 
 class Taken(enum.Enum):
     """What came of the wish for spans: there they are; too few are free; somebody computes what comes next; some of
-    the second tier's are on their way, with more to come.
+    the host cache's are on their way, with more to come.
     """
 
     YES = "yes"
     SHORT = "short"
-    COMING = "coming"
+    PENDING = "pending"
     RESTORING = "restoring"
 
 
@@ -40,8 +40,8 @@ class SequenceSpans:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.groups, self.pool, self.prefix_cache = groups, pool, prefix_cache
-        self.tier: HostTier | None = prefix_cache.tier if prefix_cache is not None else None
-        self.coming = ComingSpans()
+        self.host_cache: HostCache | None = prefix_cache.host_cache if prefix_cache is not None else None
+        self.pending = PendingSpans()
         self._short: tuple[Sequence, int, bytes | None] | None = None  # see `short`
         self._overtakers: list[Sequence] = []  # those that went before that one
         self._departures = 0
@@ -87,8 +87,8 @@ class SequenceSpans:
 
     def begin_step(self, idle: bool) -> None:
         """Another step is planned; `idle`: nobody runs who would wait for its copies."""
-        if self.tier is not None:
-            seconds, pause = self.tier.costs.copy, _IDLE_PAUSE if idle else _PAUSE
+        if self.host_cache is not None:
+            seconds, pause = self.host_cache.costs.copy, _IDLE_PAUSE if idle else _PAUSE
             self._copies_left = max(_FIRST_COPIES, int(pause / seconds)) if seconds else _FIRST_COPIES
 
     def take(self, sequence: Sequence, spare: int) -> Taken:
@@ -102,21 +102,21 @@ class SequenceSpans:
                 if root != sequence.root:
                     sequence.root, sequence.keys = root, []
             # At least one row must be computed, or there would be nothing to sample from.
-            full = 0 if sequence.probes_every_row else (length - 1) // self._size
+            full = 0 if sequence.outputs_every_row else (length - 1) // self._size
             self.prefix_cache.keys.extend(sequence.keys, sequence.root, sequence.tokens, full)
             keys = sequence.keys[:full]
             hit = self.prefix_cache.match(keys, self.groups)
-            producer, end = self.coming.find(keys, hit)
+            producer, end = self.pending.find(keys, hit)
             if producer is not None:
-                self.coming.wait(sequence, producer, end)
-                return Taken.COMING
+                self.pending.wait(sequence, producer, end)
+                return Taken.PENDING
             next_key = keys[hit] if hit < full and keys[hit] not in self.prefix_cache else None
         self._hold(sequence, hit)
         if sum(self._missing(sequence)) + spare > self.pool.available:
             return self._too_few(sequence, next_key)
-        if self.tier is not None and hit < full:
+        if self.host_cache is not None and hit < full:
             reach = self.prefix_cache.match(keys, self.groups, restored=True)
-            if reach > hit and self.tier.costs.worthwhile() and not self._restore(sequence, keys, reach):
+            if reach > hit and self.host_cache.costs.worthwhile() and not self._restore(sequence, keys, reach):
                 return Taken.RESTORING
         sequence.entered, sequence.admitted = len(sequence.spans[0]), length
         missing = self._missing(sequence)
@@ -127,7 +127,7 @@ class SequenceSpans:
             table += new[:count]
             del new[:count]
         sequence.planned = sequence.computed = sequence.entered * self._size
-        self.coming.announce(sequence, sequence.entered, full)
+        self.pending.announce(sequence, sequence.entered, full)
         return Taken.YES
 
     def extend(self, sequence: Sequence, positions: int) -> bool:
@@ -138,8 +138,8 @@ class SequenceSpans:
             spans = self.pool.allocate(sum([count - len(table) for table in short]))
             if spans is None:
                 return False
-            if self.tier is not None:
-                self.tier.before_writes(spans)
+            if self.host_cache is not None:
+                self.host_cache.before_writes(spans)
             for table in short:
                 left = len(spans) - count + len(table)
                 table += spans[left:]
@@ -165,9 +165,9 @@ class SequenceSpans:
 
     def before_writes(self, sequence: Sequence, begin: int) -> None:
         """The step that is planned computes the positions of a history from `begin` to what is planned now."""
-        if self.tier is not None:
+        if self.host_cache is not None:
             for table in sequence.spans:
-                self.tier.before_writes(table[begin // self._size : self.groups.count_for(sequence.planned)])
+                self.host_cache.before_writes(table[begin // self._size : self.groups.count_for(sequence.planned)])
 
     def enter(self, sequence: Sequence) -> list[Sequence] | None:
         """Makes what has been computed of a sequence findable. Returns who has waited for that; None if there is
@@ -181,19 +181,19 @@ class SequenceSpans:
         for group, table in enumerate(sequence.spans):
             for index in range(begin, full):
                 self.prefix_cache.enter(in_group(sequence.keys[index], group), table[index])
-        return self.coming.arrived(sequence, begin, full) if sequence.announced > begin else []
+        return self.pending.arrived(sequence, begin, full) if sequence.announced > begin else []
 
     def release(self, sequence: Sequence) -> list[Sequence]:
         """Takes all spans of a sequence back. Returns who has waited for what it would have computed."""
         self._departures += 1
         self._let_go(sequence)
-        abandoned = self.coming.abandon(sequence) if sequence.announced else []
+        abandoned = self.pending.abandon(sequence) if sequence.announced else []
         sequence.lose_cache()
         return abandoned
 
     def take_copies(self) -> Copies | None:
-        """What the step that is planned copies between the tiers."""
-        return self.tier.take_copies() if self.tier is not None else None
+        """What the step that is planned copies between the caches."""
+        return self.host_cache.take_copies() if self.host_cache is not None else None
 
     def _hold(self, sequence: Sequence, length: int) -> None:
         """Makes so many spans of the prefix cache, as far as windows see them from there on, the sequence's first ones;
@@ -224,7 +224,7 @@ class SequenceSpans:
         return Taken.SHORT
 
     def _restore(self, sequence: Sequence, keys: list[bytes], length: int) -> bool:
-        """Brings back what the second tier has of so many spans that are to be the sequence's first ones, as many as a
+        """Brings back what the host cache has of so many spans that are to be the sequence's first ones, as many as a
         step may. False: there are more, and the sequence has none of them yet.
         """
         self._let_go(sequence)
@@ -234,7 +234,7 @@ class SequenceSpans:
         brought = set()
         for index, group in sorted(wanted):
             key, spans = in_group(keys[index], group), self.pool.allocate(1) if self._copies_left > 0 else None
-            if spans is None or not self.tier.restore(key, spans[0]):
+            if spans is None or not self.host_cache.restore(key, spans[0]):
                 self.pool.release(spans or [], self._clock())
                 self._let_go(sequence)
                 break

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
 from ..cache import Copies, SpanGroups
 from ..runtime.plan import COPIES, NewSlot, WorkTable, encode_plan
-from .probe import Probed
+from .prompt_outputs import PromptOutputRows
 from .sequence import FinishReason, Sequence
 
 
@@ -76,13 +77,31 @@ class Step:
         return encode_plan(self.free, self.new, self.work, sections)
 
 
+class StepResult(Protocol):
+    """The native result of a step. Rows are tokens, in the order of the items that sample; one item may have several.
+    """
+
+    tokens: np.ndarray  # int32 [rows]
+    counts: np.ndarray  # int32 [items]: tokens of each item
+    drafted: np.ndarray  # int32 [items]: drafts that were tried
+    status: np.ndarray  # [rows]: not 0 if there was nothing to sample from
+    logprobs: np.ndarray  # float32 [rows]
+    top_ids: np.ndarray  # int32 [rows, 20]; -1 for none
+    top_logprobs: np.ndarray  # float32 [rows, 20]
+    prompt_logprobs: np.ndarray  # float32 [rows of prompts]
+    prompt_top_ids: np.ndarray
+    prompt_top_logprobs: np.ndarray
+    hidden: np.ndarray  # float32 [rows of prompts, hidden size]
+    copy_seconds: float  # time of the copies between the caches
+
+
 @dataclass
 class Outcome:
     """What came of a step for the sequences that drew, in the order of its results.
 
     Of sequence i, the tokens first[i] … first[i] + kept[i] - 1 of the results belong to its output; kept[i] is 0 where
     it had ended before. `ended`: (i, why) of those that are complete now. `failed`: those that had nothing to draw
-    from. `probed`: what rows of prompts gave. `computed`: sequences that are complete without a draw.
+    from. `prompt_rows`: what rows of prompts gave. `computed`: sequences that are complete without a draw.
     """
 
     sequences: list[Sequence]
@@ -90,7 +109,7 @@ class Outcome:
     kept: np.ndarray
     ended: list[tuple[int, FinishReason]] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
-    probed: list[Probed] = field(default_factory=list)
+    prompt_rows: list[PromptOutputRows] = field(default_factory=list)
     computed: list[Sequence] = field(default_factory=list)
 
 
@@ -100,8 +119,8 @@ class Counters:
 
     prompt_tokens: int = 0
     prefix_tokens: int = 0  # of the prompt tokens, those found in the prefix cache
-    restored_tokens: int = 0  # of these, those that came back from its second tier
-    saved_spans: int = 0  # copied to the second tier
+    restored_tokens: int = 0  # of these, those that came back from the host cache
+    saved_spans: int = 0  # copied to the host cache
     restored_spans: int = 0  # and back
     generated_tokens: int = 0
     computed_rows: int = 0  # those of rejected drafts are not counted

@@ -50,26 +50,22 @@ class Tenants:
         self.times = np.zeros(_FIRST_ACCOUNTS)  # by the accounts' indices
         self.running = np.zeros(_FIRST_ACCOUNTS, np.int64)
         self._of_slot = np.zeros(slots, np.int64)
-        self._of: dict[str, Account] = {}
+        self.accounts: dict[str, Account] = {}
         self._at: list[Account | None] = [None] * _FIRST_ACCOUNTS
         self._free = list(range(_FIRST_ACCOUNTS - 1, -1, -1))
         self._departed: OrderedDict[str, float] = OrderedDict()
         self._floor = 0.0  # the time of the one that was served last, before it was
 
     def __len__(self) -> int:
-        return len(self._of)
-
-    def get(self, name: str) -> Account | None:
-        """The account of a tenant, if it has any sequence. Any thread."""
-        return self._of.get(name)
+        return len(self.accounts)
 
     def enter_queue(self, name: str, size: int) -> Account:
         """The account of a tenant, one of whose sequences, of so many bytes, enters the queue."""
-        account = self._of.get(name)
+        account = self.accounts.get(name)
         if account is None:
             if not self._free:
                 self._grow()
-            account = self._of[name] = Account(name, self._free.pop(), self)
+            account = self.accounts[name] = Account(name, self._free.pop(), self)
             self._at[account.index] = account
             self.times[account.index] = self._departed.pop(name, 0.0)
         if not account.queued:
@@ -118,10 +114,10 @@ class Tenants:
     def _forget(self, account: Account) -> None:
         if account.queued or account.running:
             return
-        del self._of[account.name]
+        del self.accounts[account.name]
         self._at[account.index] = None
         self._free.append(account.index)
-        if not self._of:  # nobody is left to compare anybody with
+        if not self.accounts:  # nobody is left to compare anybody with
             self._departed.clear()
             self._floor = 0.0
             return

@@ -1,39 +1,51 @@
-"""A tokenizer's decoder (tokenizer.json) as a chain of stream transformers with the same result as decoding at once."""
+"""Ids to text as they come: a tokenizer's decoder (tokenizer.json) as a chain of steps that work on a stream.
+
+The text of a stream is the same as that of all its ids decoded at once.
+"""
 
 from __future__ import annotations
 
 import abc
 import codecs
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import tokenizers
 
-_BYTE_RUN_LIMIT = 64  # bytes of a run of byte-fallback tokens that are held back before complete characters go out
+from .stop_strings import StopMatcher, StopStrings
+
+_BYTE_RUN_LIMIT = 64  # bytes of a run of byte-fallback tokens; longer runs give out their complete characters
 
 
 @contextlib.contextmanager
 def named_errors(what: str) -> Iterator[None]:
-    """Errors of `tokenizers` as ValueErrors that begin with `what`. It raises bare Exceptions, and what a checkpoint's
-    file makes its Rust code panic about is no Exception at all.
-    """
+    """Turns errors of the package `tokenizers` into ValueErrors that begin with `what`."""
     try:
         yield
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise ValueError(f"{what}: {error}") from error
+        raise named(error, what) from error
+
+
+def named(error: BaseException, what: str) -> BaseException:
+    """An error of the package `tokenizers` as a ValueError that begins with `what`; other errors as they are.
+
+    `tokenizers` raises bare Exceptions. A checkpoint's file can make its Rust code panic, which is not an Exception.
+    """
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        return error
+    return ValueError(f"{what}: {error}")
 
 
 def through(steps: Sequence[Step], tokens: list[str]) -> list[str]:
-    """What `steps`, one after the other, make of tokens."""
+    """The output of `steps`, applied in order to tokens."""
     for step in steps:
         tokens = [text for token in tokens for text in step.feed(token)]
     return tokens
 
 
 def chain(decoder: dict | None) -> list[Step] | None:
-    """The steps of a tokenizer.json's decoder as stream transformers with the same result; None if one is unknown."""
+    """The steps of a tokenizer.json's decoder; None if one of them is unknown."""
     if decoder is None:
         return [_Spaced()]
     listed = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
@@ -66,7 +78,7 @@ def chain(decoder: dict | None) -> list[Step] | None:
 
 
 def token_bytes(decoder: dict | None, token: str) -> bytes:
-    """What one token stands for in the middle of a text, in bytes: what no text of it alone could show."""
+    """The bytes of one token in the middle of a text, which may be a part of a character."""
     listed = decoder.get("decoders", []) if decoder is not None and decoder.get("type") == "Sequence" else [decoder]
     for entry in filter(None, listed):
         kind = entry.get("type")
@@ -91,7 +103,7 @@ def _prepends(entry: dict) -> bool:
 
 
 def is_mark(content: str) -> bool:
-    """Whether an added token of this text is taken for a special one even if it does not say so."""
+    """Whether an added token of this text counts as a special token even if it is not declared as one."""
     return content.startswith("<") and content.endswith(">")
 
 
@@ -100,17 +112,17 @@ class Step(abc.ABC):
 
     @abc.abstractmethod
     def feed(self, token: str) -> list[str]:
-        """What this step makes of the next token, as far as it is certain."""
+        """Takes the next token; returns the texts that are certain now."""
 
     def finish(self) -> list[str]:
-        """What was held back; the step is then as new."""
+        """Returns what was held back, and resets the step."""
         return []
 
 
 class _First(Step):
-    """A step that treats the first token in its own way."""
+    """A step that treats the first token differently."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.first = True
 
     def finish(self) -> list[str]:
@@ -119,7 +131,7 @@ class _First(Step):
 
 
 class _Spaced(_First):
-    """No decoder at all: tokens with spaces between."""
+    """Without a decoder: tokens with spaces between them."""
 
     def feed(self, token: str) -> list[str]:
         text = token if self.first else " " + token
@@ -149,7 +161,7 @@ class _Replace(Step):
 
 
 class _Strip(Step):
-    """Cuts up to `start` and `stop` times `content` off the ends of every token."""
+    """Removes `content` up to `start` times from the start of every token, and up to `stop` times from its end."""
 
     def __init__(self, content: str, start: int, stop: int):
         self.content = content
@@ -166,7 +178,7 @@ class _Strip(Step):
 
 
 class _StripStart(Step):
-    """Cuts up to `start` times `content` off the beginning of the whole text."""
+    """Removes `content` up to `start` times from the beginning of the whole text."""
 
     def __init__(self, content: str, start: int):
         self.content = content
@@ -189,7 +201,7 @@ class _StripStart(Step):
 
 
 def _byte_characters() -> dict[str, int]:
-    """The characters that byte-level vocabularies are spelled in: printable Latin-1, other bytes from U+0100."""
+    """The characters that byte-level vocabularies use for bytes: printable Latin-1 as it is, others from U+0100 on."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     other = [byte for byte in range(256) if byte not in plain]
     return {**{chr(byte): byte for byte in plain}, **{chr(0x100 + i): byte for i, byte in enumerate(other)}}
@@ -199,9 +211,9 @@ BYTE_CHARACTERS = _byte_characters()
 
 
 class _ByteLevel(Step):
-    """Tokens spelled in bytes; text comes out as its characters are complete, invalid bytes as U+FFFD."""
+    """Tokens stand for bytes. Characters come out once they are complete, invalid bytes as U+FFFD."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: str) -> list[str]:
@@ -218,14 +230,14 @@ class _ByteLevel(Step):
 
 
 class _ByteFallback(Step):
-    """Tokens <0x00>…<0xFF> stand for bytes. A run of them is text if it is valid UTF-8 as a whole; else each byte
-    is U+FFFD.
+    """Tokens <0x00>…<0xFF> stand for bytes. A run of them is text if it is valid UTF-8 as a whole; otherwise each byte
+    becomes U+FFFD.
 
-    So a run waits for its end. A long one (a script that the vocabulary lacks) gives its complete characters every 64
-    bytes.
+    So a run is held back until it ends. A long run, of a script that the vocabulary lacks, gives out its complete
+    characters every 64 bytes.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.run = bytearray()
 
     def feed(self, token: str) -> list[str]:
@@ -250,7 +262,7 @@ class _ByteFallback(Step):
             return ["\ufffd"] * len(data)
 
     def _incomplete(self) -> int:
-        """Bytes at the run's end that may be the beginning of a character."""
+        """How many bytes at the run's end may be the beginning of a character."""
         for back in range(1, 4):
             byte = self.run[-back]
             if byte >= 0xC0:
@@ -271,19 +283,19 @@ class _ByteFallback(Step):
 
 
 class Window:
-    """For decoders without a streaming form: decodes the last few ids again with every new one.
+    """For decoders without a streaming form: decodes the last few ids again with every new id.
 
-    Exact where a token's text depends on few tokens before it and on none behind it. Ids to be skipped must not
-    come here.
+    This is exact if a token's text depends on few tokens before it and on none after it. Ids to be skipped must not
+    be fed.
     """
 
-    KEEP = 8  # ids that stay as context
-    LIMIT = 64  # ids after which text goes out even if it ends in U+FFFD
+    KEEP = 8  # ids kept as context
+    LIMIT = 64  # with so many ids, text is given out even if it ends in U+FFFD
 
     def __init__(self, backend: tokenizers.Tokenizer):
         self.backend = backend
         self.ids: list[int] = []
-        self.given = ""  # text of the window that went out
+        self.given = ""  # text of the window that was given out
 
     def feed(self, token_id: int) -> str:
         self.ids.append(token_id)
@@ -306,3 +318,72 @@ class Window:
     def _decode(self, ids: list[int]) -> str:
         with named_errors("the tokenizer's decoder failed"):
             return self.backend.decode(ids, skip_special_tokens=False)
+
+
+class StreamDetokenizer:
+    """The text of a sequence of ids, given out as soon as it is certain.
+
+    The returned texts, joined, are Tokenizer.decode of all ids. A text never ends within a character and is never taken
+    back. Each id takes constant time. Not thread-safe: use one for each sequence.
+    """
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, decoder: dict[str, Any] | None, special_texts: frozenset[str],
+        keep: Iterable[str] = (), skip_special_tokens: bool = True,
+    ):
+        """`decoder`: of tokenizer.json. `keep`: special tokens that are not skipped."""
+        self._backend = backend
+        self._special = special_texts.difference(keep) if skip_special_tokens else frozenset()
+        self._chain = chain(decoder)
+        self._window = None if self._chain is not None else Window(backend)
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Takes further ids; returns the text that they complete."""
+        out: list[str] = []
+        for i in ids:
+            token = self._backend.id_to_token(int(i)) if i >= 0 else None
+            if token is None or token in self._special:
+                continue
+            if self._chain is None:
+                out.append(self._window.feed(int(i)))
+            else:
+                out.extend(through(self._chain, [token]))
+        return "".join(out)
+
+    def finish(self) -> str:
+        """Ends the sequence; returns what was held back, half a character as U+FFFD. The object can then be reused."""
+        if self._chain is None:
+            return self._window.finish()
+        out: list[str] = []
+        for at, step in enumerate(self._chain):
+            out.extend(through(self._chain[at + 1 :], step.finish()))
+        return "".join(out)
+
+
+class OutputText:
+    """The text of one sample as its tokens come, up to a stop string. The token that completes it is the last one."""
+
+    def __init__(self, detokenizer: StreamDetokenizer, stops: StopStrings | None, wanted: bool):
+        """`wanted`: return the text; otherwise only look for stop strings in it."""
+        self._detokenizer = detokenizer
+        self._matcher = None if stops is None else StopMatcher(stops)
+        self._wanted = wanted
+
+    @property
+    def found(self) -> str | None:
+        """The stop string that has ended the text, if any."""
+        return None if self._matcher is None else self._matcher.found
+
+    def push(self, ids: Iterable[int], last: bool = False) -> str | None:
+        """Takes further ids; returns the text that is certain now, None unless it is wanted. `last`: no more follow."""
+        text = self._detokenizer.push(ids)
+        matcher = self._matcher
+        if matcher is not None:
+            text = matcher.push(text)
+        if last and self.found is None:
+            rest = self._detokenizer.finish()
+            if matcher is not None:
+                rest = matcher.push(rest)
+                rest += matcher.finish()
+            text += rest
+        return text if self._wanted else None

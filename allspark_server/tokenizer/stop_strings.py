@@ -1,18 +1,14 @@
-"""Stop strings: where a text ends because one of them stands in it. Their beginnings are held back until decided."""
+"""Stop strings end a text. Text that may be the beginning of one is held back until that is decided."""
 
 from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .text import StreamDetokenizer
+from collections.abc import Sequence
 
 
 class StopStrings:
-    """The stop strings of a request, with what looking for them needs; its samples share it."""
+    """The stop strings of a request and the tables for finding them. The request's samples share them."""
 
     def __init__(self, strings: Sequence[str]):
         self.strings = tuple(dict.fromkeys(strings))
@@ -21,22 +17,22 @@ class StopStrings:
 
 
 class StopMatcher:
-    """Looks for stop strings in a text that comes in pieces, however it is cut.
+    """Finds stop strings in a text that comes in parts, however it is cut.
 
-    The text ends with the character that completes a stop string first, and is given without that string; of several
-    that one character completes, without the longest. Knuth, Morris and Pratt's way, for each of the strings: constant
-    time a character.
+    The text ends at the character that completes a stop string first, and is given out without that string. If one
+    character completes several, the longest counts. Each string is searched by the algorithm of Knuth, Morris and
+    Pratt: constant time for each character.
     """
 
     def __init__(self, stops: StopStrings):
         self._stops = stops
-        self._matched = [0] * len(stops.strings)    # how long a beginning of each string ends the text so far
-        self._held = ""                             # the longest of these
-        #: the string that was found; nothing more is taken then
+        self._matched = [0] * len(stops.strings)  # length of the prefix of each string that ends the text so far
+        self._held = ""  # the longest of these prefixes
+        #: the string that was found; no more text may follow
         self.found: str | None = None
 
     def push(self, text: str) -> str:
-        """Takes further text; returns what is certain not to belong to a stop string."""
+        """Takes further text; returns the text that certainly belongs to no stop string."""
         if not self._held and self._stops.first.search(text) is None:
             return text
         matched, strings, borders = self._matched, self._stops.strings, self._stops.borders
@@ -50,7 +46,7 @@ class StopMatcher:
                     length += 1
                     if length == len(string):
                         found = max(found, string, key=len)
-                        length = 0      # nothing follows
+                        length = 0  # nothing follows
                 matched[i] = length
             if found:
                 self.found = found
@@ -61,44 +57,13 @@ class StopMatcher:
         return whole[: len(whole) - held]
 
     def finish(self) -> str:
-        """The text ends here: what was held back."""
+        """Ends the text; returns what was held back."""
         held, self._held = self._held, ""
         return held
 
 
-class OutputText:
-    """The text of one sample as its tokens come, up to a stop string. Its tokens end with the one that completes that
-    string.
-    """
-
-    def __init__(self, detokenizer: StreamDetokenizer, stops: StopStrings | None, wanted: bool):
-        """`wanted`: whether somebody reads the text, or it is there for the stop strings alone."""
-        self._detokenizer = detokenizer
-        self._matcher = None if stops is None else StopMatcher(stops)
-        self._wanted = wanted
-
-    @property
-    def found(self) -> str | None:
-        """The stop string that has ended the text."""
-        return None if self._matcher is None else self._matcher.found
-
-    def push(self, ids: Iterable[int], last: bool = False) -> str | None:
-        """Takes further ids; returns the text that they make certain, None unless it is wanted. `last`: none follow."""
-        text = self._detokenizer.push(ids)
-        matcher = self._matcher
-        if matcher is not None:
-            text = matcher.push(text)
-        if last and self.found is None:
-            rest = self._detokenizer.finish()
-            if matcher is not None:
-                rest = matcher.push(rest)
-                rest += matcher.finish()
-            text += rest
-        return text if self._wanted else None
-
-
 def _borders(string: str) -> array:
-    """For each beginning of the string the length of the longest shorter beginning that ends it."""
+    """For each prefix of the string, the length of the longest shorter prefix that ends it."""
     borders = array("H", [0]) * len(string)
     length = 0
     for at in range(1, len(string)):

@@ -188,7 +188,7 @@ def _merges(order: dict[Any, Any], tokens: list[Any]) -> list[tuple[Any, Any]]:
 # -- tiktoken ----------------------------------------------------------------------------------------------------------
 def _tiktoken(file: Path, data: bytes, family: Family) -> dict[str, Any]:
     """Lines of a token in base64 and its rank, which is its id."""
-    from .decoders import BYTE_CHARACTERS  # which imports `tokenizers`: not needed to serve ids
+    from .detokenizer import BYTE_CHARACTERS  # which imports `tokenizers`: not needed to serve ids
 
     characters = {byte: character for character, byte in BYTE_CHARACTERS.items()}
     ranks: dict[bytes, int] = {}

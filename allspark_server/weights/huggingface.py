@@ -151,7 +151,7 @@ class HuggingFaceModel:
         except ImportError:
             AutoTokenizer = None
         if AutoTokenizer is None or (file is not None and file.name != JSON):
-            from allspark_server.tokenizer.text import Tokenizer
+            from allspark_server.tokenizer.tokenizer import Tokenizer
             self._tokenizer = Tokenizer.from_dir(directory)
         else:
             self._tokenizer = AutoTokenizer.from_pretrained(str(directory), padding_side=padding_side,

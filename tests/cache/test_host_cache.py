@@ -141,7 +141,7 @@ def test_a_file_outlives_the_process(tmp_path, expected, caplog):
 def test_damaged_spans_of_a_file_are_dropped(tmp_path, expected, caplog):
     with Serving(config(host_cache_dir=str(tmp_path))) as serving:
         assert [serving.ask(prompt) for prompt in PROMPTS] == expected["float32"]
-        held = len(serving.engine._models["m"].tier)
+        held = len(serving.engine._models["m"].host_cache)
     size = os.path.getsize(file_of(tmp_path))
     with open(file_of(tmp_path), "r+b") as file:
         file.seek(size - 60 * spans_bytes({}))

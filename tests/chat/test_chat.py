@@ -9,12 +9,10 @@ import tokenizers
 
 from allspark_client import GenerateConfig
 from allspark_client.chat import ChatOptions, check_messages
-from allspark_client.request import RequestSpec
 from allspark_server.chat import Content, Reasoning, ToolCallArguments, ToolCallBegin, chat_format, chat_format_of
-from allspark_server.chat.formats import opened_in
-from allspark_server.chat.prompt import guided_calls, opened, render
+from allspark_server.chat.format import TAIL_IDS, opened_in, render
 from allspark_server.guided import Guide, MatcherError
-from allspark_server.tokenizer.text import Tokenizer
+from allspark_server.tokenizer.tokenizer import Tokenizer
 from support.grammars import EOS, FABLE, VOCAB, walk
 from support.paths import ROOT
 from support.tool_calls import TIME, TOOLS, WEATHER, check_calls, joined
@@ -195,16 +193,16 @@ def test_tools_parts_and_calls_are_in_the_prompt():
     messages = check_messages([
         {"role": "user", "content": [{"type": "text", "text": "When?"}, {"type": "text", "text": "Now?"}]}, CALLED,
         {"role": "tool", "tool_call_id": "call_1", "content": "12:00"}])
-    text = render(tokenizer, messages, ChatOptions(tools=[TIME]))
+    text = render(tokenizer.templates, messages, ChatOptions(tools=[TIME]))
     assert text.startswith('TOOLS\n{"type": "function", "function": {"name": "now"')
     assert "When?\nNow?" in text and '<tool_call>now{"zone": "UTC"}' in text and "tool\n12:00" in text
-    assert "TOOLS" not in render(tokenizer, messages, ChatOptions(tools=[TIME], tool_choice="none"))
-    text = render(tokenizer, messages, ChatOptions(chat_template_kwargs={"enable_thinking": False}))
+    assert "TOOLS" not in render(tokenizer.templates, messages, ChatOptions(tools=[TIME], tool_choice="none"))
+    text = render(tokenizer.templates, messages, ChatOptions(chat_template_kwargs={"enable_thinking": False}))
     assert text.endswith("</think>\n\n") and opened_in(text) == ""
-    text = render(tokenizer, messages, ChatOptions(chat_template_kwargs={"open": True}))
-    assert opened(tokenizer, tokenizer.encode(text)) == "<think>\n"
+    text = render(tokenizer.templates, messages, ChatOptions(chat_template_kwargs={"open": True}))
+    assert opened_in(tail(tokenizer, text)) == "<think>\n"
     parts = with_template("{% for m in messages %}{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endfor %}")
-    assert render(parts, messages[:1], ChatOptions()) == "[When?][Now?]"
+    assert render(parts.templates, messages[:1], ChatOptions()) == "[When?][Now?]"
 
 
 @pytest.mark.parametrize("template, error", [
@@ -215,7 +213,7 @@ def test_tools_parts_and_calls_are_in_the_prompt():
 ])
 def test_errors_of_templates_name_the_line(template, error):
     with pytest.raises(ValueError, match=f"the chat template of it {error}"):
-        render(with_template(template), [{"role": "user", "content": "x"}], ChatOptions())
+        render(with_template(template).templates, [{"role": "user", "content": "x"}], ChatOptions())
 
 
 @pytest.mark.parametrize("values, kind, error", [
@@ -268,8 +266,13 @@ def guide():
 
 
 def calls_of(tokenizer, name, options, prompt, **config):
-    spec = RequestSpec("m", input_ids=tokenizer.encode(prompt), chat=options.check(), config=GenerateConfig(**config))
-    return guided_calls(tokenizer, chat_format(name), spec)
+    return chat_format(name).answer_format(
+        options.check(), GenerateConfig(**config).response_format, tail(tokenizer, prompt),
+        tokenizer.chat_templates.values(), tokenizer.marks)
+
+
+def tail(tokenizer, prompt):
+    return tokenizer.decode(tokenizer.encode(prompt)[-TAIL_IDS:], skip_special_tokens=False)
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "glm45"])
@@ -425,15 +428,15 @@ def test_a_chat_in_harmony(harmony):
     tokenizer, _ = harmony
     thought = {**CALLED, "reasoning_content": "I", "content": "call."}
     options = ChatOptions(tools=TOOLS, chat_template_kwargs={"reasoning_effort": "xhigh"})
-    text = render(tokenizer, [{"role": "user", "content": "When?"}, thought], options)
+    text = render(tokenizer.templates, [{"role": "user", "content": "When?"}, thought], options)
     assert text.endswith('<|start|>user<|message|>When?<|end|><|start|>assistant<|channel|>analysis<|message|>I\ncall.'
                          '<|end|><|start|>assistant to=functions.now<|channel|>commentary json<|message|>'
                          '{"zone": "UTC"}<|call|><|start|>assistant')
     assert "Reasoning: high" in text and "get_weather, now" in text
-    assert opened(tokenizer, tokenizer.encode(text)) == ""
+    assert opened_in(tail(tokenizer, text)) == ""
     for begun in ("<|channel|>final<|message|>", "<|channel|>commentary to=functions.now <|constrain|>json<|message|>"):
         options = ChatOptions(chat_template_kwargs={"begun": begun})
-        text = render(tokenizer, [{"role": "user", "content": "When?"}], options)
+        text = render(tokenizer.templates, [{"role": "user", "content": "When?"}], options)
         assert opened_in(text) == begun
     assert parse("harmony", '{"zone"', opened=begun) == ("", "", [("now", '{"zone"')])
 

@@ -179,7 +179,7 @@ def test_without_memory_models_go_on_and_others_are_refused():
 
 
 def test_a_draft_model_goes_and_comes_back_too():
-    """And the second tier has both models' spans."""
+    """And the host cache has both models' spans."""
     lora = pytest.importorskip("test_lora")
     from allspark_client import AsModelConfig
     from allspark_server import Engine
@@ -204,7 +204,7 @@ def test_a_draft_model_goes_and_comes_back_too():
 
 @pytest.mark.parametrize("tier", [0, 64 << 20])
 def test_an_engine_goes_on_with_the_same_bits(tmp_path, tier):
-    """With an adapter, grown into the prefix cache; what the second tier holds is still there."""
+    """With an adapter, grown into the prefix cache; what the host cache holds is still there."""
     lora = pytest.importorskip("test_lora")
     from allspark_client import AsModelConfig
     from allspark_server import Engine

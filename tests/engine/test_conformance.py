@@ -49,7 +49,7 @@ def engine(any_engine, tiny_model):
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model):
-    from allspark_server.tokenizer.text import Tokenizer
+    from allspark_server.tokenizer.tokenizer import Tokenizer
 
     return Tokenizer.from_dir(tiny_model)
 

@@ -14,7 +14,7 @@ from allspark_client import AllSparkError, AsStatus
 from allspark_client.config import GenerateConfig
 from allspark_client.queue import ResultQueue
 from allspark_client.request import RequestSpec
-from allspark_server.engine.sinks import QueueSink
+from allspark_server.engine.results import QueueSink
 from support.engine_helpers import Status, collect, config, refused, run
 from support.fake_group import expected_output
 
@@ -285,7 +285,7 @@ def test_close_ends_everything(make_engine):
 def test_an_idle_engine_uses_no_cpu(make_engine):
     engine = make_engine()
     run(engine, [1], max_new_tokens=2)
-    clock = time.pthread_getcpuclockid(engine._thread.ident)
+    clock = time.pthread_getcpuclockid(engine._thread.thread.ident)
     before = time.clock_gettime(clock)
     time.sleep(0.3)
     assert time.clock_gettime(clock) - before < 0.001

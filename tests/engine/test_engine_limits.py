@@ -17,7 +17,7 @@ from allspark_client.config import GenerateConfig
 from allspark_client.queue import ResultQueue
 from allspark_client.request import RequestSpec
 from allspark_server.engine import engine as engine_module
-from allspark_server.engine.sinks import QueueSink
+from allspark_server.engine.results import QueueSink
 from allspark_server.runtime.worker import Heartbeat
 from support.engine_helpers import Status, collect, config, refused, run
 from support.fake_group import expected_output
@@ -81,12 +81,12 @@ def test_the_end_of_the_engines_thread_is_told(make_engine):
     engine = make_engine(delay=0.002)
     _, handle, results = engine.start_request("m", {"input_ids": [1]}, {"eos_token_id": -1})
     results.Get()
-    engine._execute = lambda command: 1 / 0
-    with engine._lock:
-        engine._post(lambda: None)
+    engine._thread._execute = lambda command: 1 / 0
+    with engine._thread.lock:
+        engine._thread.post(lambda: None)
     engine.sync_request("m", handle)
     assert results.GenerateStatus() is Status.InternalError
-    engine._thread.join(5)
+    engine._thread.thread.join(5)
     assert engine._group.failures == ["the engine's thread failed: division by zero"]  # a supervised process ends there
     assert engine.failures()[""] == "division by zero" and engine._group.closed
     assert not engine.list_models()[0].running
@@ -102,8 +102,8 @@ def test_a_caller_does_not_wait_for_a_thread_that_is_gone(make_engine):
         time.sleep(0.1)
         raise SystemExit
 
-    with engine._lock:
-        engine._post(die)
+    with engine._thread.lock:
+        engine._thread.post(die)
     entered.wait(5)
     refused(AsStatus.ALLSPARK_RUNTIME_ERROR, engine.stop_model, "m", match="the engine has failed")
 
@@ -118,8 +118,8 @@ def test_what_the_thread_is_at_is_known_to_the_heartbeat(make_engine, tmp_path):
     heartbeat.watch(SimpleNamespace(served=False, numbers={}), lambda: engine.busy_since)
     heartbeat.send()
     assert "step_seconds" not in json.loads(beats.recv(4096))
-    with engine._lock:
-        engine._post(lambda: time.sleep(0.5))  # whatever it is that does not end
+    with engine._thread.lock:
+        engine._thread.post(lambda: time.sleep(0.5))  # whatever it is that does not end
     time.sleep(0.2)
     heartbeat.send()
     assert 0.1 < json.loads(beats.recv(4096))["step_seconds"] < 0.5
@@ -142,14 +142,14 @@ def test_a_load_holds_up_nobody_and_can_be_given_up(make_engine):
     threads = [threading.Thread(target=install, args=(name,)) for name in ("a", "b")]
     for thread in threads:
         thread.start()
-    wait_for(lambda: engine._loading is not None, 5)
-    first = engine._loading.model_name
+    wait_for(lambda: engine._loader.loading is not None, 5)
+    first = engine._loader.loading.model_name
     refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, engine.start_model, first, match="is still being loaded")
     assert run(engine, [1], max_new_tokens=5) == expected_output([1], 5)
     engine.release_model(first)
     wait_for(lambda: errors, 5)
     assert "was released while it was loaded" in errors[0]
-    wait_for(lambda: engine._loading is not None and engine._loading.model_name != first, 5)
+    wait_for(lambda: engine._loader.loading is not None and engine._loader.loading.model_name != first, 5)
     engine.close()
     for thread in threads:
         thread.join(5)
@@ -163,13 +163,17 @@ class CountingTokenizer:
     def __init__(self):
         self.encoded = 0
 
+    @property
+    def templates(self):
+        return self
+
     def longest_text(self, tokens):
         return tokens
 
-    def chat_template(self, tools):
+    def source(self, tools):
         return ""
 
-    def apply_chat_template(self, messages, tools):
+    def render(self, messages, tools):
         return messages[0]["content"]
 
     def encode(self, text, add_special_tokens=True):
@@ -180,7 +184,7 @@ class CountingTokenizer:
 @pytest.mark.parametrize("inputs", [{"text": "abc"}, {"messages": [{"role": "user", "content": "abc"}]}])
 def test_a_full_queue_refuses_before_the_prompt_is_read(make_engine, inputs):
     engine = make_engine(config(engine_max_batch=1, max_queue=1), delay=0.01)
-    tokenizer = engine._models["m"].tokenizer = CountingTokenizer()
+    tokenizer = engine._models["m"].input.tokenizer = CountingTokenizer()
     spec = {"eos_token_id": -1, "max_length": 200}
     for _ in range(2):
         engine.start_request("m", {"input_ids": [1]}, spec)
@@ -191,7 +195,7 @@ def test_a_full_queue_refuses_before_the_prompt_is_read(make_engine, inputs):
 @pytest.mark.parametrize("kind", ["text", "messages"])
 def test_a_text_that_cannot_fit_is_not_tokenized(make_engine, kind):
     engine = make_engine(config(engine_max_length=100, engine_max_batch=1, max_queue=0))
-    tokenizer = engine._models["m"].tokenizer = CountingTokenizer()
+    tokenizer = engine._models["m"].input.tokenizer = CountingTokenizer()
 
     def inputs(length):
         return {"text": "a" * length} if kind == "text" else {"messages": [{"role": "user", "content": "a" * length}]}

@@ -15,8 +15,8 @@ from allspark_client.queue import ResultQueue
 from allspark_client.request import RequestSpec
 from allspark_server.engine import output as output_module
 from allspark_server.engine.engine import Engine
-from allspark_server.engine.prepare import Obstacle
-from allspark_server.engine.sinks import QueueSink
+from allspark_server.engine.input_stage import Dependency
+from allspark_server.engine.results import QueueSink
 from support.fake_group import FakeGroup, expected_output
 from support.scheduler_rig import repetitive
 from support.waiting import wait_for
@@ -74,9 +74,9 @@ def spec(ids, **generate) -> RequestSpec:
     return RequestSpec("m", input_ids=ids, config=GenerateConfig(**{"eos_token_id": -1, **generate}))
 
 
-def submit(engine, ids, obstacle=None, **generate):
+def submit(engine, ids, dependency=None, **generate):
     results = ResultQueue()
-    return engine.submit(spec(ids, **generate), QueueSink(results), obstacle), results
+    return engine.submit(spec(ids, **generate), QueueSink(results), dependency), results
 
 
 def collect(results) -> list[int]:
@@ -114,12 +114,12 @@ def test_models_take_turns(make_engine):
 def test_a_blocked_request_waits_without_cost_and_goes_on(make_engine):
     engine = make_engine({"delay": 0.001})
     gone = Future()
-    _, blocked = submit(engine, [5], Obstacle("a grammar", gone), max_new_tokens=8)
+    _, blocked = submit(engine, [5], Dependency("a grammar", gone), max_new_tokens=8)
     _, other = submit(engine, [6], max_new_tokens=8)
     assert collect(other) == expected_output([6], 8)
     stat = engine.get_as_engine_stat("m")
     assert (stat.pendding_request, stat.running_request) == (1, 0) and blocked.GenerateStatus() is Status.Init
-    clock = time.pthread_getcpuclockid(engine._thread.ident)
+    clock = time.pthread_getcpuclockid(engine._thread.thread.ident)
     before = time.clock_gettime(clock)
     time.sleep(0.2)
     assert time.clock_gettime(clock) - before < 0.001
@@ -134,7 +134,7 @@ def test_a_blocked_request_waits_without_cost_and_goes_on(make_engine):
 def test_a_blocked_request_fails_with_what_it_waited_for(make_engine, error, match):
     engine = make_engine()
     gone = Future()
-    handle, blocked = submit(engine, [5], Obstacle("a grammar", gone), n=2)
+    handle, blocked = submit(engine, [5], Dependency("a grammar", gone), n=2)
     threading.Timer(0.05, lambda: gone.set_exception(error)).start()
     engine.sync_request("m", handle)
     assert blocked.GenerateStatus() is Status.InternalError
@@ -146,7 +146,7 @@ def test_a_blocked_request_fails_with_what_it_waited_for(make_engine, error, mat
 def test_a_blocked_request_can_be_cancelled(make_engine):
     engine = make_engine()
     gone = Future()
-    handle, blocked = submit(engine, [5], Obstacle("a grammar", gone))
+    handle, blocked = submit(engine, [5], Dependency("a grammar", gone))
     engine.stop_request("m", handle)
     assert blocked.GenerateStatus() is Status.GenerateInterrupted
     gone.set_result(None)

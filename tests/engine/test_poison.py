@@ -15,8 +15,8 @@ from allspark_client import AllSparkError, ClientEngine, GenerateRequestStatus
 from allspark_client.affinity import PrefixMemory, beginnings
 from allspark_client.config import GenerateConfig
 from allspark_client.request import RequestSpec
-from allspark_server.engine import quarantine as suspects
-from allspark_server.engine.prepare import MOST_DEATHS
+from allspark_server.engine import quarantine
+from allspark_server.engine.quarantine import MAX_DEATHS
 from allspark_server.scheduler import State
 from support.fake_engine import FakeEngine
 from support.fake_service import expected, server_process, serving, tokens, wait_until
@@ -71,7 +71,7 @@ def test_a_poisoned_request_is_refused_and_bystanders_finish(tmp_path, after):
         assert poisoned.GenerateStatus() is GenerateRequestStatus.InternalError
         finish(started, 60)
         # Its tokens count: dying after some of them, it is resumed beside others once more.
-        assert len(lives) == 1 + 1 + MOST_DEATHS + (1 if after else 0)
+        assert len(lives) == 1 + 1 + MAX_DEATHS + (1 if after else 0)
 
 
 def connect(address):
@@ -127,21 +127,21 @@ def test_a_last_chance_comes_at_a_calm_time(monkeypatch):
     happens, such as a first token, and that must not be taken for the request's doing.
     """
     now = 100.0
-    monkeypatch.setattr(suspects.time, "monotonic", lambda: now)
-    line = suspects.Suspects()
+    monkeypatch.setattr(quarantine.time, "monotonic", lambda: now)
+    line = quarantine.Quarantine()
     first, one, other = (SimpleNamespace(owner=SimpleNamespace(request=SimpleNamespace(deaths=deaths)),
                                          state=State.BLOCKED, planned=0, tokens=[1, 2], slot=-1)
-                         for deaths in (1, MOST_DEATHS, MOST_DEATHS))
+                         for deaths in (1, MAX_DEATHS, MAX_DEATHS))
     for sequence in (first, one, other):
         line.add(sequence)
     assert line.next is one
     one.planned = 2         # it has drawn
     assert line.next is first
-    first.slot, now = 3, now + suspects.CALM_SECONDS
+    first.slot, now = 3, now + quarantine.CALM_SECONDS
     assert line.next is first, "what has begun goes on"
     first.planned = 2
     assert line.next is None and line
-    now += suspects.CALM_SECONDS
+    now += quarantine.CALM_SECONDS
     assert line.next is other
     other.state = State.ENDED
     assert line.next is None and not line
@@ -175,7 +175,7 @@ def test_killed_again_and_again():
 def test_a_request_that_was_alone_often_enough_is_refused(tmp_path):
     with serving(f"unix:{tmp_path}/s") as (_, address), ClientEngine(address) as client:
         request = client._register(RequestSpec("m", input_ids=[5]))
-        request.deaths = MOST_DEATHS + 1
+        request.deaths = MAX_DEATHS + 1
         with pytest.raises(AllSparkError, match="it seems to be what ends them"):
             client._submit(request)
 

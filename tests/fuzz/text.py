@@ -6,7 +6,7 @@ import json
 from random import Random
 from typing import Any
 
-from allspark_server.tokenizer.text import Tokenizer
+from allspark_server.tokenizer.tokenizer import Tokenizer
 from fuzz import mutate
 from fuzz.target import MESSAGES, REFUSALS, Target
 from support.tiny_tokenizer import CHAT_TEMPLATE, add_tokenizer

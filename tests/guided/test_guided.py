@@ -12,7 +12,7 @@ import pytest
 from allspark_client.types import VocabType
 from allspark_server.guided import Guide, MatcherError
 from allspark_server.guided.vocabulary import token_bytes
-from allspark_server.tokenizer.text import Tokenizer
+from allspark_server.tokenizer.tokenizer import Tokenizer
 from support.grammars import EOS, FABLE, VOCAB, allowed, walk
 
 PERSON = {

@@ -21,7 +21,7 @@ from allspark_client.queue import ResultQueue
 from allspark_client.request import RequestSpec
 from allspark_server import Engine
 from allspark_server.chat import chat_format
-from allspark_server.engine.sinks import QueueSink
+from allspark_server.engine.results import QueueSink
 from allspark_server.guided import Matcher, MatcherError
 from support.processes import ranks_of
 from support.random_schemas import longest_text, random_schema
@@ -94,7 +94,7 @@ def collect(results) -> dict[int, tuple[list[int], list[str], str]]:
 def alone():
     """Each request by itself, in one piece, without drafts of any kind."""
     with pytest.MonkeyPatch.context() as patch, engine_with(enable_prefix_cache=False) as (engine, name):
-        patch.setattr("allspark_server.guided.masks.MAX_FORCED", 0)
+        patch.setattr("allspark_server.guided.grammar.MAX_FORCED", 0)
         return [collect(start(engine, name, request)) for request in REQUESTS]
 
 
@@ -159,14 +159,12 @@ def test_the_same_bits_after_resumption(alone):
 def _resumed(engine, name, inputs, config, generated) -> RequestSpec:
     from allspark_client.chat import ChatOptions
     from allspark_client.config import GenerateConfig
-    from allspark_server.engine.prepare import prompt_ids
 
     spec = RequestSpec(name, config=GenerateConfig.parse(config), generated=list(generated))
     spec.text, spec.messages = inputs.get("text"), inputs.get("messages")
     options = {key: value for key, value in inputs.items() if key not in ("text", "messages")}
     spec.chat = ChatOptions(**options) if options else None
-    model = engine._models[name]
-    spec.set_prompt(prompt_ids(spec, model.tokenizer, 512))
+    spec.set_prompt(engine._models[name].input.tokenize(spec))
     return spec
 
 
@@ -209,7 +207,7 @@ def test_what_cannot_be():
 
 def test_a_vocabulary_of_the_request():
     with engine_with() as (engine, name):
-        vocab = engine._models[name].tokenizer.backend.get_vocab()
+        vocab = engine._models[name].input.tokenizer.backend.get_vocab()
         request = REQUESTS[0]
         given = ({"messages": CHAT}, {**request[1], "vocab": vocab, "vocab_type": "VOCAB_TYPE_BPE"})
         (_ids, _, text) = collect(start(engine, name, given))[0]

@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 from allspark_client.errors import AllSparkError
 from allspark_server import HuggingFaceModel
 from allspark_server.models import read_config
-from allspark_server.tokenizer.text import Tokenizer
+from allspark_server.tokenizer.tokenizer import Tokenizer
 from allspark_server.weights.checkpoint import open_model
 from allspark_server.weights.safetensors import write_safetensors
 from reference.loading import logits_after, model_runner
@@ -355,7 +355,7 @@ def test_the_tokenizer_is_o200k_harmony_s(tmp_path):
     tiktoken = pytest.importorskip("tiktoken")
     from tokenizers import AddedToken, Regex, Tokenizer as Backend, decoders, models, pre_tokenizers, trainers
 
-    from allspark_server.tokenizer.decoders import BYTE_CHARACTERS
+    from allspark_server.tokenizer.detokenizer import BYTE_CHARACTERS
     from support.tiny_tokenizer import TRAINING_TEXT
 
     texts = [*TRAINING_TEXT, "HTTPServer's camelCase, I'LL 1234567 don't\n\n  /path/to\r\n\tx = {}  \n",

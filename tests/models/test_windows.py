@@ -252,7 +252,7 @@ def whole_histories(monkeypatch):
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=slow)])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_bits_as_of_whole_histories(name, world, whole_histories):
-    """In a batch, with prefix hits, preempted, from the second tier, with drafts, one and two steps ahead."""
+    """In a batch, with prefix hits, preempted, from the host cache, with drafts, one and two steps ahead."""
     prompts, new = prompts_for(), 130
     with served(name, world) as driver:
         windows = driver.info.cache_windows

@@ -143,7 +143,7 @@ def test_nothing_is_planned_while_all_are_blocked():
     sequence = rig.add(prompt_of(9), 8)
     for _ in range(4):
         rig.step()
-    rig.scheduler.block(sequence, "spans of another tier")
+    rig.scheduler.block(sequence, "spans from elsewhere")
     assert rig.pool.used == 0 and sequence.blocked_on and not rig.scheduler.has_work
     assert rig.step() is None and not rig.running  # what was in flight is kept
     drawn = len(rig.output[sequence])

@@ -101,7 +101,7 @@ class Run:
             sequence = rng.choice(self.live)
             if sequence.state in (State.WAITING, State.RUNNING):
                 self.seen["blocked while running"] += sequence.state is State.RUNNING
-                scheduler.block(sequence, "spans of another tier")
+                scheduler.block(sequence, "spans from elsewhere")
                 assert sequence.slot == -1 and not sequence.spans and sequence.state is State.BLOCKED
                 self.blocked.append(sequence)
         if self.blocked and rng.random() < 0.3:
@@ -118,8 +118,8 @@ class Run:
                 self.add()
             self.disturb()
             before = [(s, s.preemptions) for step, _ in rig.running for s in step.sequences]
-            if rig.tier is not None and rng.random() < 0.2:  # what copies cost, and rows
-                rig.tier.costs.copy, rig.tier.costs.row = rng.choice([0.0, 1e-3, 0.3]), rng.choice([0.0, 1e-3])
+            if rig.host_cache is not None and rng.random() < 0.2:  # what copies cost, and rows
+                rig.host_cache.costs.copy, rig.host_cache.costs.row = rng.choice([0.0, 1e-3, 0.3]), rng.choice([0.0, 1e-3])
             rig.step()
             self.seen["waited for a prefix"] += sum(s.awaited is not None for s in self.live)
             self.seen["preempted in flight"] += sum(s.preemptions - n for s, n in before)
@@ -145,7 +145,7 @@ class Run:
                 assert (got, rig.finished.get(sequence)) == (tokens, reason)
                 assert (sequence in rig.failed) == (reason is None)
             assert not sequence.followers and sequence.awaited is None
-        assert not scheduler._spans.coming._of and not len(scheduler._tenants)
+        assert not scheduler._spans.pending._of and not len(scheduler.tenants)
         counters, executor = scheduler.counters, rig.executor
         assert counters.generated_tokens == sum(map(len, rig.output.values()))
         assert counters.accepted_tokens == executor.accepted <= executor.drafted <= counters.drafted_tokens

@@ -10,22 +10,22 @@ from collections import deque
 import pytest
 
 from allspark_server.cache import PrefixCache, SpanKeys, SpanPool
-from allspark_server.engine.step_budget import StepBudget
+from allspark_server.scheduler.token_budget import TokenBudget
 from allspark_server.scheduler import Limits, Scheduler, Sequence, State, StopRules
 from support.fake_group import step_result
 
 
-def rows_of(budget: StepBudget) -> int:
+def rows_of(budget: TokenBudget) -> int:
     """Of a step, as a target allows."""
     return int(budget.for_prompts(0, 0, 1))
 
 
 def test_step_budget_holds_a_latency():
-    budget = StepBudget(1024, 8, 20.0)
+    budget = TokenBudget(1024, 8, 20.0)
     for _ in range(50):
         budget.learn(rows_of(budget), 0, rows_of(budget) * 1e-4)
     assert 140 <= rows_of(budget) <= 200
-    fixed = StepBudget(1024, 8, 0.0, fixed=True)
+    fixed = TokenBudget(1024, 8, 0.0, fixed=True)
     fixed.learn(8, 0, 0.03, 8)
     fixed.learn(1024, 0, 100.0, 8)
     assert fixed.for_prompts(8, 0, 1) == math.inf
@@ -33,14 +33,14 @@ def test_step_budget_holds_a_latency():
 
 def test_streams_and_prompts_share_a_step_by_their_numbers():
     """Streams alone take 34 ms; a prompt's row a millisecond more."""
-    budget = StepBudget(256, 8, 0.0)
+    budget = TokenBudget(256, 8, 0.0)
     assert budget.for_prompts(0, 0, 4) == budget.for_prompts(8, 0, 4) == math.inf  # nothing is known
     for _ in range(50):
         budget.learn(8, 0, 0.034, 8)
         budget.learn(108, 0, 0.134, 8)
     assert budget.for_prompts(0, 0, 4) == math.inf  # nobody waits for it
     assert 45 < budget.for_prompts(8, 0, 1) == budget.for_prompts(8, 0, 8) < 60
-    quick = StepBudget(256, 8, 0.0)
+    quick = TokenBudget(256, 8, 0.0)
     for _ in range(50):
         quick.learn(8, 0, 0.005, 8)
         quick.learn(108, 0, 0.015, 8)
@@ -52,7 +52,7 @@ def test_rows_far_into_a_context_cost_more():
     """A prompt is computed in chunks; a position before a row costs a thousandth of the row."""
     limits = Limits(4, 1024, 1024, 32)
     times = []
-    budget = StepBudget(1024, 4, 20.0)
+    budget = TokenBudget(1024, 4, 20.0)
     scheduler = Scheduler(limits, SpanPool(2048))
     scheduler.add(Sequence(list(range(30_000)), 30_000, b"", StopRules(30_001)))
     while scheduler.has_work:
@@ -66,7 +66,7 @@ def test_rows_far_into_a_context_cost_more():
         budget.learn(rows_of(budget), rows_of(budget)**2 // 2, 1e-4 * (rows_of(budget) + rows_of(budget)**2 / 2000))
     scheduler.add(Sequence([2] * 30_000, 30_000, b"", StopRules(30_001)))
     scheduler.plan()
-    scheduler._running[0].planned = 20_000  # found in a prefix cache, say
+    scheduler.active[0].planned = 20_000  # found in a prefix cache, say
     rows = scheduler.plan(budget).rows
     assert 0.005 < 1e-4 * (rows + rows * 20) < 0.024
 
@@ -75,7 +75,7 @@ def test_a_prompt_gets_what_running_sequences_leave():
     """They alone take 34 ms; a prompt's rows half a millisecond each: 22 of these fit beside them into 50 ms, less a
     tenth.
     """
-    budget = StepBudget(256, 8, 50.0)
+    budget = TokenBudget(256, 8, 50.0)
     for _ in range(40):
         budget.learn(8, 8 * 100, 0.034, 8)
     assert rows_of(budget) == 32
@@ -90,7 +90,7 @@ def test_a_prompt_gets_what_running_sequences_leave():
 
 
 def test_one_slow_step_is_not_taken_for_the_rule():
-    budget = StepBudget(256, 8, 50.0)
+    budget = TokenBudget(256, 8, 50.0)
     for alone in (True, False):
         for _step in range(60):
             budget.learn(8, 0, 0.034, 8)
@@ -105,7 +105,7 @@ def test_one_slow_step_is_not_taken_for_the_rule():
 
 
 def test_the_fewest_rows_are_given_even_where_the_target_is_out_of_reach():
-    budget = StepBudget(256, 8, 5.0)
+    budget = TokenBudget(256, 8, 5.0)
     for _ in range(20):
         budget.learn(8, 100, 0.034, 8)
         budget.learn(rows_of(budget), 100, 0.030 + 5e-4 * rows_of(budget), 8)
@@ -119,7 +119,7 @@ def test_streams_keep_their_pace_while_a_long_prompt_is_computed(target, most):
     """
     rng = random.Random(5)
     limits = Limits(8, 256, 256, 32)
-    budget = StepBudget(256, 8, target)
+    budget = TokenBudget(256, 8, target)
     pool = SpanPool(2048)
     scheduler = Scheduler(limits, pool, PrefixCache(pool, SpanKeys(32)))
     running, clock = deque(), 0.0

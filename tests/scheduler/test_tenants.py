@@ -12,9 +12,9 @@ from allspark_client.queue import ResultQueue
 from allspark_client.request import RequestSpec
 from allspark_server.access import Access, Client, Role
 from allspark_server.engine.engine import Engine
-from allspark_server.engine.prepare import Obstacle
+from allspark_server.engine.input_stage import Dependency
 from allspark_server.engine.queue_limits import QueueLimits
-from allspark_server.engine.sinks import QueueSink
+from allspark_server.engine.results import QueueSink
 from allspark_server.scheduler import State
 from support.fake_group import FakeGroup, expected_output
 from support.fake_service import serving, tokens
@@ -194,9 +194,9 @@ def test_accounts_of_many_tenants_do_not_stay():
     stays = rig.add(prompt_of(4), 30, tenant="stays")
     for i in range(3000):
         rig.scheduler.cancel(rig.add(prompt_of(4), tenant=str(i)))
-    tenants = rig.scheduler._tenants
+    tenants = rig.scheduler.tenants
     assert len(tenants) == 1 and len(tenants.times) <= 16 and len(tenants._departed) <= 1024
-    assert len(rig.scheduler._queue._turns) < 200
+    assert len(rig.scheduler.queue._turns) < 200
     rig.run()
     assert len(output(stays)) == 30 and len(tenants) == 0 and not tenants._departed
 
@@ -234,11 +234,11 @@ def make_engine(**group) -> Engine:
     return engine
 
 
-def submit(engine: Engine, obstacle=None, tenant: str = "", **config) -> ResultQueue:
+def submit(engine: Engine, dependency=None, tenant: str = "", **config) -> ResultQueue:
     results = ResultQueue()
     spec = RequestSpec("m", input_ids=[1, 2, 3], tenant=tenant)
     spec.config.update({"eos_token_id": -1, **config})
-    engine.submit(spec, QueueSink(results), obstacle)
+    engine.submit(spec, QueueSink(results), dependency)
     return results
 
 
@@ -262,7 +262,7 @@ def test_a_request_that_has_not_begun_in_time_ends():
         assert error.status is AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR and "queue_timeout" in error.message
         assert len(tokens_of(running)) == 59 and tokens_of(patient) == expected_output([1, 2, 3], 2)
         # Nothing runs, and nothing can be planned: the engine's thread sleeps, until then.
-        blocked = submit(engine, Obstacle("a grammar", Future()), queue_timeout=0.1)
+        blocked = submit(engine, Dependency("a grammar", Future()), queue_timeout=0.1)
         assert "longer than its queue_timeout allows" in error_of(blocked).message
         wait_for(lambda: engine.busy_since == 0)
         assert not engine._models["m"].live and len(engine._models["m"]._deadlines) <= 2
@@ -283,7 +283,7 @@ def test_looking_at_deadlines_does_not_grow_with_the_queue():
     engine.close()
 
     def seconds(waiting: int) -> float:
-        model._deadlines[:] = [(time.monotonic() + 1000 + i, i, Waiting()) for i in range(waiting)]
+        model._deadlines._heap[:] = [(time.monotonic() + 1000 + i, i, Waiting()) for i in range(waiting)]
         model.live = set(range(waiting))
         began = time.perf_counter()
         for _ in range(1000):

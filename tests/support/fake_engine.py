@@ -37,13 +37,17 @@ class _Tokenizer:
     def __init__(self, engine: FakeEngine):
         self._engine = engine
 
+    @property
+    def templates(self):
+        return self
+
     def longest_text(self, tokens: int) -> None:
         return None
 
-    def chat_template(self, tools: bool) -> str:
+    def source(self, tools: bool) -> str:
         return ""
 
-    def apply_chat_template(self, messages, tools) -> str:
+    def render(self, messages, tools) -> str:
         return str(messages)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -101,13 +105,13 @@ class FakeEngine(Engine):
         """What is known of requests."""
         return list(self._requests)
 
-    def submit(self, spec, sink, obstacle=None):
+    def submit(self, spec, sink, dependency=None):
         time.sleep(self.submit_seconds)
         if self.refusal is not None:
             raise self.refusal
         if spec.input_ids is not None and spec.input_ids[:1] == [666]:
             raise RuntimeError("a defect")
-        handle = super().submit(spec, sink, obstacle)
+        handle = super().submit(spec, sink, dependency)
         self.submitted.append(spec)
         return handle
 
@@ -123,7 +127,7 @@ class FakeEngine(Engine):
         super().close()
 
     def _publish(self, config, model) -> None:
-        model.fingerprint, model.tokenizer = self._fingerprint, _Tokenizer(self)
+        model.fingerprint, model.input.tokenizer = self._fingerprint, _Tokenizer(self)
         super()._publish(config, model)
 
 

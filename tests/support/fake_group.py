@@ -80,7 +80,7 @@ class FakeExecutor:
         self.cache: list[list[tuple[int, int] | None]] = [[None] * span_size for _ in range(num_spans)]
         self.plans: list[StepPlan] = []
         self.drafted = self.accepted = 0
-        self.host: dict[int, tuple[list[int], list[tuple[int, int] | None]]] = {}  # of the second tier: key and ids
+        self.host: dict[int, tuple[list[int], list[tuple[int, int] | None]]] = {}  # of the host cache: key and ids
 
     def step(self, data: bytes) -> SimpleNamespace:
         plan = StepPlan.decode(data)

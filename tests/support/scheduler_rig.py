@@ -4,7 +4,7 @@ from __future__ import annotations
 import random
 from collections import deque
 
-from allspark_server.cache import HostTier, PrefixCache, SpanKeys, SpanPool
+from allspark_server.cache import HostCache, PrefixCache, SpanKeys, SpanPool
 from allspark_server.runtime.plan import SamplingParams
 from allspark_server.scheduler import FinishReason, Limits, Scheduler, Sequence, StopRules
 from support.fake_group import FakeExecutor
@@ -19,7 +19,7 @@ class Clock:
 
 class Rig:
     """A scheduler and an executor that share limits. `depth`: steps that are planned before the oldest one's results
-    are known, that one included. `executor`: arguments of FakeExecutor. `host_spans`: of the second tier. `windows`: of
+    are known, that one included. `executor`: arguments of FakeExecutor. `host_spans`: of the host cache. `windows`: of
     the cache groups, 0 for full attention.
     """
 
@@ -27,9 +27,9 @@ class Rig:
                  draft_kind=0, executor=None, host_spans=0, lasting=False, windows=(0,), **cache):
         self.clock = Clock()
         self.pool = SpanPool(num_spans)
-        self.tier = HostTier(host_spans, span_size, lasting=lasting) if host_spans and prefix else None
+        self.host_cache = HostCache(host_spans, span_size, lasting=lasting) if host_spans and prefix else None
         keys = SpanKeys(span_size)
-        self.prefix = PrefixCache(self.pool, keys, clock=self.clock, tier=self.tier, **cache) if prefix else None
+        self.prefix = PrefixCache(self.pool, keys, clock=self.clock, host_cache=self.host_cache, **cache) if prefix else None
         limits = Limits(max_batch, max_step_tokens, max_chunk, span_size, draft_kind, windows=windows)
         self.scheduler = Scheduler(limits, self.pool, self.prefix, clock=self.clock)
         self.executor = FakeExecutor(num_spans, span_size, max_batch, max_step_tokens, windows=windows,

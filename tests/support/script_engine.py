@@ -32,15 +32,20 @@ class _Detokenizer:
 class _Tokenizer:
     """An id a byte."""
 
-    chat_templates: dict[str, str] = {}
+    sources: dict[str, str] = {}
+    marks: dict[str, int] = {}
+
+    @property
+    def templates(self):
+        return self
 
     def longest_text(self, tokens: int) -> None:
         return None
 
-    def chat_template(self, tools: bool) -> str:
+    def source(self, tools: bool) -> str:
         return ""
 
-    def apply_chat_template(self, messages, tools, **kwargs) -> str:
+    def render(self, messages, tools, **kwargs) -> str:
         script = messages[-1]["content"]
         return f"{messages[:-1]}{tools}{kwargs}{chr(BEGIN)}{script}{chr(END)}{kwargs.get('opened', '')}"
 
@@ -66,4 +71,4 @@ class ScriptEngine(FakeEngine):
 
     def _publish(self, config, model) -> None:
         super()._publish(config, model)
-        model.tokenizer, model.info.chat_format = _Tokenizer(), self._chat_format
+        model.input.tokenizer, model.info.chat_format = _Tokenizer(), self._chat_format

@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from allspark_server.tokenizer.text import StreamDetokenizer, Tokenizer
+from allspark_server.tokenizer.tokenizer import Tokenizer
 
 SEED = int(os.environ.get("ALLSPARK_TEST_SEED", secrets.randbits(32)))
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
@@ -146,7 +146,7 @@ def random_text(rng):
 
 def stream(tokenizer, ids, rng, skip=True):
     """Pieces of ids pushed in random portions; each must be whole characters."""
-    detokenizer = StreamDetokenizer(tokenizer, skip_special_tokens=skip)
+    detokenizer = tokenizer.detokenizer(skip_special_tokens=skip)
     pieces = []
     at = 0
     while at < len(ids):
@@ -233,7 +233,7 @@ def decoders_alphabet():
 
 def test_characters_come_as_soon_as_they_are_whole():
     tokenizer = Tokenizer(byte_level())
-    detokenizer = StreamDetokenizer(tokenizer)
+    detokenizer = tokenizer.detokenizer()
     for c in "ab 👍你é":
         ids = tokenizer.encode(c)
         assert [detokenizer.push([i]) for i in ids] == [""] * (len(ids) - 1) + [c]
@@ -247,7 +247,7 @@ def test_long_runs_of_byte_tokens_flow():
     tokenizer = Tokenizer(llama2())
     text = "བཀྲ་ཤིས་བདེ་ལེགས་" * 20
     ids = tokenizer.encode(text)
-    detokenizer = StreamDetokenizer(tokenizer)
+    detokenizer = tokenizer.detokenizer()
     waiting, worst, out = 0, 0, ""
     for i in ids:
         piece = detokenizer.push([i])
@@ -265,12 +265,12 @@ def test_leading_space_and_special_tokens():
     assert tokenizer.decode(ids, skip_special_tokens=False) == tokenizer.backend.decode(ids, skip_special_tokens=False)
     assert tokenizer.encode("Hello there", add_special_tokens=False) == ids[1:]
     eos = tokenizer.backend.token_to_id("</s>")
-    detokenizer = StreamDetokenizer(tokenizer)
+    detokenizer = tokenizer.detokenizer()
     assert detokenizer.push([*ids, eos]) + detokenizer.finish() == "Hello there"
 
 
 def test_bytes_of_tokens():
-    from allspark_server.tokenizer.decoders import token_bytes
+    from allspark_server.tokenizer.detokenizer import token_bytes
 
     llama = {"type": "Sequence", "decoders": [
         {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
@@ -285,7 +285,7 @@ def test_bytes_of_tokens():
 def test_time_per_token_does_not_grow():
     tokenizer = Tokenizer(byte_level())
     ids = tokenizer.encode(CORPUS[0]) * 400
-    detokenizer = StreamDetokenizer(tokenizer)
+    detokenizer = tokenizer.detokenizer()
 
     def spent(part):
         start = time.perf_counter()

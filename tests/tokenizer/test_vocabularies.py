@@ -15,7 +15,7 @@ sentencepiece = pytest.importorskip("sentencepiece")
 
 from allspark_client.errors import AllSparkError
 from allspark_server.guided.grammar import Guide
-from allspark_server.tokenizer.text import Tokenizer
+from allspark_server.tokenizer.tokenizer import Tokenizer
 from allspark_server.weights.checkpoint import _tokenizer
 from support.tiny_tokenizer import TRAINING_TEXT
 
@@ -53,7 +53,7 @@ def ranks():
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.train_from_iterator(TEXT + ["    " * 9, "=" * 40, "aaaaaaaaaaaaaaa"] * 4, trainers.BpeTrainer(
         vocab_size=900, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    from allspark_server.tokenizer.decoders import BYTE_CHARACTERS
+    from allspark_server.tokenizer.detokenizer import BYTE_CHARACTERS
 
     vocab = sorted(backend.get_vocab().items(), key=lambda item: item[1])
     return {bytes(BYTE_CHARACTERS[c] for c in token): i for i, (token, _) in enumerate(vocab)}

@@ -28,7 +28,7 @@ CALLS = {
     "model": "from allspark_server.weights.checkpoint import open_model; open_model(path)",
     "config": "from allspark_server.models import read_config; read_config(folder)",
     "weights": "from allspark_server.weights.checkpoint import open_weights; open_weights(Path(folder))",
-    "tokenizer": "from allspark_server.tokenizer.text import Tokenizer; Tokenizer.from_dir(folder)",
+    "tokenizer": "from allspark_server.tokenizer.tokenizer import Tokenizer; Tokenizer.from_dir(folder)",
 }
 CHILD = """
 import resource, sys
@@ -246,7 +246,7 @@ def tokenizer_folder(tmp_path: Path, tokenizer: dict, **config) -> Path:
 
 
 def test_tokenizer_files_that_are_none(tiny_model, tmp_path):
-    from allspark_server.tokenizer.text import Tokenizer
+    from allspark_server.tokenizer.tokenizer import Tokenizer
 
     good = json.loads((tiny_model / "tokenizer.json").read_text())
     for template in (3, ["x"]):
@@ -308,7 +308,7 @@ def test_templates_without_end(template, render):
 
 def test_panic_of_the_tokenizer_is_an_error(tiny_model, tmp_path):
     """A text on which a pattern backtracks without end makes its Rust code panic, which is no Exception."""
-    from allspark_server.tokenizer.text import Tokenizer
+    from allspark_server.tokenizer.tokenizer import Tokenizer
 
     tokenizer = json.loads((tiny_model / "tokenizer.json").read_text())
     tokenizer["pre_tokenizer"] = {
@@ -325,12 +325,12 @@ def test_panic_of_the_tokenizer_is_an_error(tiny_model, tmp_path):
 
 def test_vocabulary_with_a_hole_of_any_size(tiny_model, tmp_path):
     """Loading takes no time for ids that are not there."""
-    from allspark_server.tokenizer.text import Tokenizer
+    from allspark_server.tokenizer.tokenizer import Tokenizer
 
     tokenizer = json.loads((tiny_model / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["Ú"] = 999_999_999
     folder = tokenizer_folder(tmp_path, tokenizer)
     words = [sys.executable, "-c",
-             f"from allspark_server.tokenizer.text import Tokenizer; Tokenizer.from_dir({str(folder)!r})"]
+             f"from allspark_server.tokenizer.tokenizer import Tokenizer; Tokenizer.from_dir({str(folder)!r})"]
     subprocess.run(words, check=True, timeout=10)
     assert Tokenizer.from_dir(folder).encode("fox")

@@ -14,7 +14,7 @@ from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError
 from allspark_server import Engine, HuggingFaceModel
 from allspark_server.models.config import Fields
-from allspark_server.tokenizer.text import Tokenizer
+from allspark_server.tokenizer.tokenizer import Tokenizer
 from allspark_server.weights.checkpoint import open_model
 from allspark_server.weights.gguf import (
     GgufFile,

@@ -13,7 +13,7 @@ from allspark_client import ClientEngine
 from allspark_launch import resource_folder
 from allspark_launch.pool.members import Member, Target, placed
 from allspark_server.engine.report import GroupReport
-from allspark_server.engine.timings import Histogram
+from allspark_server.engine.statistics import Histogram
 from allspark_server.http.metrics import Metrics, of_members
 from allspark_server.logs import JsonFormatter, TextFormatter
 from support.fake_engine import FakeEngine

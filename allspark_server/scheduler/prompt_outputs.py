@@ -5,7 +5,7 @@ prompt's own tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,11 +13,11 @@ from ..runtime.plan import Flag, WorkTable
 
 if TYPE_CHECKING:
     from .sequence import Sequence
-    from .step import Step
+    from .step import Step, StepResult
 
 
 @dataclass
-class Probe:
+class PromptOutputs:
     """`flags`: HIDDEN or PROMPT of the plan; `every`: of every row of the prompt, else of the last alone. The results
     of the first `received` positions are there.
     """
@@ -28,7 +28,7 @@ class Probe:
 
 
 @dataclass
-class Probed:
+class PromptOutputRows:
     """Results of some of a prompt's rows, in order; `complete`: they are the last. With PROMPT, `logprobs` [rows], of
     the ids that follow, and the likeliest, `top_ids` and `top_logprobs` [rows, 20]; with HIDDEN, `hidden` [rows,
     width].
@@ -42,14 +42,14 @@ class Probed:
     hidden: np.ndarray | None = None
 
 
-class ProbeResults:
+class PromptOutputReader:
     """Hands the StepResult's rows of prompts out: `take` for each item in order."""
 
-    def __init__(self, step: Step, result: Any):
+    def __init__(self, step: Step, result: StepResult):
         self._columns, self._result = step.work.columns, result
         self._scores = self._hidden = 0  # taken so far
 
-    def take(self, index: int, sequence: Sequence, start: int, alive: bool) -> Probed | None:
+    def take(self, index: int, sequence: Sequence, start: int, alive: bool) -> PromptOutputRows | None:
         """Those of the item of this index, whose rows are positions from `start` on; None if there are no new ones.
         `alive`: the sequence still has the slot that they were computed in.
         """
@@ -62,18 +62,18 @@ class ProbeResults:
         self._hidden += outputs if flags & Flag.HIDDEN else 0
         if not alive:
             return None
-        probe, end = sequence.probe, start + rows
-        new = min(end - max(probe.received, end - outputs), outputs)
-        probe.received = max(probe.received, end)
+        prompt_outputs, end = sequence.prompt_outputs, start + rows
+        new = min(end - max(prompt_outputs.received, end - outputs), outputs)
+        prompt_outputs.received = max(prompt_outputs.received, end)
         if new <= 0:
             return None
-        probed = Probed(sequence, probe.received == sequence.prompt_len)
+        prompt_rows = PromptOutputRows(sequence, prompt_outputs.received == sequence.prompt_len)
         if flags & Flag.PROMPT:
             cut = slice(scores + outputs - new, scores + inside)
             if cut.stop > cut.start:
-                probed.logprobs = self._result.prompt_logprobs[cut]
-                probed.top_ids = self._result.prompt_top_ids[cut]
-                probed.top_logprobs = self._result.prompt_top_logprobs[cut]
+                prompt_rows.logprobs = self._result.prompt_logprobs[cut]
+                prompt_rows.top_ids = self._result.prompt_top_ids[cut]
+                prompt_rows.top_logprobs = self._result.prompt_top_logprobs[cut]
         if flags & Flag.HIDDEN:
-            probed.hidden = self._result.hidden[hidden + outputs - new : hidden + outputs]
-        return probed
+            prompt_rows.hidden = self._result.hidden[hidden + outputs - new : hidden + outputs]
+        return prompt_rows

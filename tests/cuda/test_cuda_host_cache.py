@@ -1,4 +1,4 @@
-"""The second tier on the GPU: spans that went to the host's memory and came back have the bits that they had."""
+"""The host cache on the GPU: spans that went to the host's memory and came back have the bits that they had."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def key(number: int) -> list[int]:
 
 
 def copies(saved: list[tuple[int, int]], restored: list[tuple[int, int]]) -> list[tuple[int, list[int]]]:
-    """Pairs (span, span of the second tier); a key for each of the latter."""
+    """Pairs (span, span of the host cache); a key for each of the latter."""
     return [(COPIES, [len(saved), *(word for span, host in saved + restored for word in (span, host, *key(host)))])]
 
 

@@ -1,7 +1,8 @@
-"""Where the results of requests go."""
+"""Where the results of requests go: the interface of sinks, and the sink that feeds a ResultQueue."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -12,14 +13,14 @@ from allspark_client.types import GeneratedElements, GenerateRequestStatus
 
 
 class SampleEnd(NamedTuple):
-    """Why a sample has ended: "stop" (end of sequence, or the stop string that is named), "length" or "stop_word"."""
+    """Why a sample has ended: "stop" (end of sequence, or `stop_string`), "length" or "stop_word"."""
 
     reason: str
     stop_string: str | None = None
 
 
 class Sink(Protocol):
-    """Where a request's results go. Called on the output stage's thread; must not block, nor wait for the engine."""
+    """Receives a request's results, on the output stage's thread. It must neither block nor wait for the engine."""
 
     def on_token(
         self,
@@ -32,22 +33,22 @@ class Sink(Protocol):
         cached: int,
         end: SampleEnd | None,
     ) -> None:
-        """A new token of one sample; `logprob` is None unless they are wanted, `text` what became certain, None
-        unless the spec wants text. `cached`: prompt tokens that came from the prefix cache. `end`: with its last.
+        """A new token of one sample. `logprob`: None unless wanted. `text`: the text that is certain now, None unless
+        wanted. `cached`: prompt tokens that came from the prefix cache. `end`: with the sample's last token.
         """
 
     def on_prompt(
         self, handle: int, sample: int, logprobs: list[list[tuple[int, float]]], embedding: np.ndarray | None
     ) -> None:
-        """What was wanted of the prompt itself, before any token: the log probabilities of its tokens but the first,
-        with the likeliest ones (empty if they are not wanted); its embedding.
+        """Results of the prompt itself, before any token. `logprobs`: of its tokens except the first, with the top
+        ones; empty unless wanted. `embedding`: float32 [hidden size], None unless wanted.
         """
 
     def on_status(self, handle: int, status: GenerateRequestStatus) -> None:
-        """Progress short of the end: ContextFinished with the first token, Generating with the second."""
+        """Progress before the end: ContextFinished with the first token, Generating with the second."""
 
     def on_begun(self, handle: int) -> None:
-        """A step is about to compute this request alone, since servers were lost while they ran it."""
+        """A step is about to run this request alone, because servers crashed while they ran it."""
 
     def on_finish(
         self,
@@ -57,7 +58,7 @@ class Sink(Protocol):
         stat: dict[str, float],
         reason: str,
     ) -> None:
-        """The last call for this request. `reason`: of the sample that ended last, as SampleEnd has it; "interrupted"
+        """The last call for this request. `reason`: that of the last sample to end, as in SampleEnd, or "interrupted"
         or "error".
         """
 
@@ -65,16 +66,16 @@ class Sink(Protocol):
 def prompt_elements(
     sample: int, logprobs: list[list[tuple[int, float]]], embedding: np.ndarray | None
 ) -> GeneratedElements:
-    """What `on_prompt` was told, as the API has it."""
+    """The arguments of `on_prompt` in the API's form."""
     tensors = [] if embedding is None else [{"embedding": embedding}]
     return GeneratedElements(sample_index=sample, prompt_logprobs_list=logprobs, tensors_from_model_inference=tensors)
 
 
+@dataclass
 class QueueSink:
     """Feeds a ResultQueue."""
 
-    def __init__(self, results: ResultQueue):
-        self._results = results
+    results: ResultQueue
 
     def on_token(
         self,
@@ -95,18 +96,18 @@ class QueueSink:
             elements.text = text
         if end is not None:
             elements.finish_reason, elements.stop_string = end
-        self._results.put(elements)
+        self.results.put(elements)
 
     def on_prompt(
         self, handle: int, sample: int, logprobs: list[list[tuple[int, float]]], embedding: np.ndarray | None
     ) -> None:
-        self._results.put(prompt_elements(sample, logprobs, embedding))
+        self.results.put(prompt_elements(sample, logprobs, embedding))
 
     def on_status(self, handle: int, status: GenerateRequestStatus) -> None:
-        self._results.set_status(status)
+        self.results.set_status(status)
 
     def on_begun(self, handle: int) -> None:
-        pass  # who runs an engine in its own process ends with it
+        pass  # in one process, the caller crashes with the engine
 
     def on_finish(
         self,
@@ -116,5 +117,5 @@ class QueueSink:
         stat: dict[str, float],
         reason: str,
     ) -> None:
-        self._results.update_stat(stat)
-        self._results.finish(status, error, reason)
+        self.results.update_stat(stat)
+        self.results.finish(status, error, reason)

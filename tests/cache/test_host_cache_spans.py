@@ -1,10 +1,10 @@
-"""The prefix cache's second tier, as the scheduler uses it: what goes there, what comes back, and what that costs."""
+"""the host cache, as the scheduler uses it: what goes there, what comes back, and what that costs."""
 
 from __future__ import annotations
 
 import pytest
 
-from allspark_server.cache.host_tier import CopyCosts, HostTier
+from allspark_server.cache.host_cache import CopyCosts, HostCache
 from allspark_server.scheduler import State
 from support.fake_group import expected_output
 from support.scheduler_rig import Rig, output, prompt_of
@@ -49,7 +49,7 @@ def test_what_is_not_saved_yet_comes_back_too():
     taker = rig.add(prompt_of(240, seed=1), 1)
     rig.step()
     rig.scheduler.cancel(taker)  # it had most of the spans and wrote to few
-    assert len(rig.tier) > 40
+    assert len(rig.host_cache) > 40
     again = rig.add(prompt_of(240), 1)
     rig.run()
     assert again.prefix_len == 236 and output(again) == expected_output(prompt_of(240), 1)
@@ -61,13 +61,13 @@ def test_many_spans_come_back_over_several_steps():
     rig.run()
     rig.add(prompt_of(1020, seed=1), 1)
     rig.run()
-    rig.tier.costs.copy, rig.tier.costs.row = 1e-3, 1.0
+    rig.host_cache.costs.copy, rig.host_cache.costs.row = 1e-3, 1.0
     stream = rig.add(prompt_of(4, seed=2), 60)
     rig.step()
     before = len(rig.executor.plans)
     again = rig.add(prompt_of(600), 1)
     rig.step()
-    assert again.state is State.BLOCKED and again.blocked_on == "spans of the second tier"
+    assert again.state is State.BLOCKED and again.blocked_on == "spans of the host cache"
     rig.run()
     copies = copies_of(rig)[before:]
     assert max(copies) <= 40 and sum(c > 0 for c in copies) >= 149 // 40  # with those that are saved for it
@@ -76,7 +76,7 @@ def test_many_spans_come_back_over_several_steps():
 
 
 def evicted() -> Rig:
-    """One in which another prompt has pushed prompt_of(600) out of the first tier."""
+    """One in which another prompt has pushed prompt_of(600) out of the device's cache."""
     rig = Rig(num_spans=260, host_spans=2000, max_batch=4)
     rig.add(prompt_of(600), 1)
     rig.run()
@@ -117,10 +117,10 @@ def test_a_lasting_tier_has_what_was_computed():
     rig = Rig(num_spans=64, host_spans=100, lasting=True)
     first = rig.add(prompt_of(80), 9)
     rig.run()
-    assert len(rig.tier) >= 20 and rig.scheduler.counters.saved_spans >= 20
-    held = dict(rig.tier._host_of.items())
+    assert len(rig.host_cache) >= 20 and rig.scheduler.counters.saved_spans >= 20
+    held = dict(rig.host_cache._host_of.items())
     later = Rig(num_spans=64)
-    later.prefix.tier = later.scheduler._spans.tier = HostTier(100, 4, held, lasting=True)
+    later.prefix.host_cache = later.scheduler._spans.host_cache = HostCache(100, 4, held, lasting=True)
     later.executor.host = rig.executor.host
     again = later.add(first.tokens[:88], 3)
     later.run()
@@ -128,23 +128,23 @@ def test_a_lasting_tier_has_what_was_computed():
 
 
 def test_the_least_recently_used_go_first():
-    tier = HostTier(2, 4)
+    host_cache = HostCache(2, 4)
     for span, key in enumerate((b"a" * 16, b"b" * 16)):
-        tier.evicted(key, span)
-    tier.before_writes([0, 1])
-    assert len(tier.take_copies().saved) == 2
-    assert tier.restore(b"a" * 16, 0)
-    tier.evicted(b"c" * 16, 2)
-    tier.before_writes([2])
-    copies = tier.take_copies()
+        host_cache.evicted(key, span)
+    host_cache.before_writes([0, 1])
+    assert len(host_cache.take_copies().saved) == 2
+    assert host_cache.restore(b"a" * 16, 0)
+    host_cache.evicted(b"c" * 16, 2)
+    host_cache.before_writes([2])
+    copies = host_cache.take_copies()
     assert copies.saved[2][0] != copies.restored[0][0]
-    assert [name * 16 in tier for name in (b"a", b"b", b"c")] == [True, False, True]
+    assert [name * 16 in host_cache for name in (b"a", b"b", b"c")] == [True, False, True]
     # More in one step than it holds: nothing that the step copies is overwritten in it.
     for span in range(3, 9):
-        tier.evicted(bytes([span]) * 16, span)
-    tier.before_writes(range(3, 9))
-    copies = tier.take_copies()
-    assert len({host for host, _ in copies.saved.values()}) == len(copies.saved) == 2 and len(tier) == 2
+        host_cache.evicted(bytes([span]) * 16, span)
+    host_cache.before_writes(range(3, 9))
+    copies = host_cache.take_copies()
+    assert len({host for host, _ in copies.saved.values()}) == len(copies.saved) == 2 and len(host_cache) == 2
 
 
 def test_what_is_not_worth_copying_is_computed():
@@ -157,7 +157,7 @@ def test_what_is_not_worth_copying_is_computed():
     assert abs(costs.copy - 0.05) < 1e-9 and not costs.worthwhile()  # 50 ms against 32
     assert sum(not costs.worthwhile() for _ in range(100)) < 30  # it is tried again
     rig = Rig(num_spans=32, host_spans=100)
-    rig.tier.costs.copy, rig.tier.costs.row = 10.0, 1e-6
+    rig.host_cache.costs.copy, rig.host_cache.costs.row = 10.0, 1e-6
     rig.add(prompt_of(80), 5)
     rig.run()
     rig.add(prompt_of(100, 1), 2)
@@ -177,19 +177,19 @@ def test_a_cache_too_small_for_what_comes_back():
 
 
 def test_a_cache_that_is_lost_takes_what_was_not_copied_along():
-    """Sleep: what the second tier holds stays, what it was still to be given is forgotten."""
-    tier = HostTier(4, 16)
+    """Sleep: what the host cache holds stays, what it was still to be given is forgotten."""
+    host_cache = HostCache(4, 16)
     keys = [bytes([i] * 16) for i in range(5)]
-    tier.evicted(keys[0], 10)
-    tier.before_writes([10])
-    assert tier.take_copies().saved == {10: (0, keys[0])}  # it is there after the step
-    tier.evicted(keys[1], 11)  # not copied yet
-    tier.evicted(keys[2], 12)
-    tier.before_writes([12])  # to be copied with the next step
-    assert tier.restore(keys[0], 13)
-    tier.cache_is_lost()
-    assert [key in tier for key in keys] == [True, False, False, False, False] and tier.take_copies() is None
+    host_cache.evicted(keys[0], 10)
+    host_cache.before_writes([10])
+    assert host_cache.take_copies().saved == {10: (0, keys[0])}  # it is there after the step
+    host_cache.evicted(keys[1], 11)  # not copied yet
+    host_cache.evicted(keys[2], 12)
+    host_cache.before_writes([12])  # to be copied with the next step
+    assert host_cache.restore(keys[0], 13)
+    host_cache.cache_is_lost()
+    assert [key in host_cache for key in keys] == [True, False, False, False, False] and host_cache.take_copies() is None
     for number in (3, 4, 1):  # and all of its room is there
-        tier.evicted(keys[number], 20 + number)
-        tier.before_writes([20 + number])
-    assert len(tier.take_copies().saved) == 3 and len(tier) == 4
+        host_cache.evicted(keys[number], 20 + number)
+        host_cache.before_writes([20 + number])
+    assert len(host_cache.take_copies().saved) == 3 and len(host_cache) == 4

@@ -7,7 +7,7 @@ import heapq
 from .sequence import Sequence
 
 
-class ComingSpans:
+class PendingSpans:
     """Full spans of histories that running sequences compute, by their keys, and the sequences that wait for some."""
 
     def __init__(self) -> None:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from .draft import Draft
 from .scheduler import Scheduler
 from .sequence import TOKEN_BYTES, Sequence, State
 from .step import Step
+from .step_builder import StepBuilder
 
 
-class IsolatingScheduler(Scheduler):
+class QuarantineScheduler(Scheduler):
     """A Scheduler that can also plan for one sequence, with nothing beside it."""
 
     @property
     def pending_tokens(self) -> int:
         """About how many tokens of histories are still to be computed. Any thread."""
-        return self._queue.bytes // TOKEN_BYTES + sum(len(s.tokens) - s.planned for s in list(self._prompts))
+        return self.queue.bytes // TOKEN_BYTES + sum(len(s.tokens) - s.planned for s in list(self._prompts))
 
     def plan_alone(self, sequence: Sequence) -> Step | None:
         """The next step of one sequence, which was blocked, and nothing else; until it draws. Others lose the slot and
         the spans that it needs. No step may be under way. None if it has ended: call `take_unfit`.
         """
-        draft = Draft(len(self.limits.windows))
+        builder = StepBuilder(len(self.limits.windows))
         self._spans.begin_step(False)
         budget = self.limits.max_step_tokens
         if sequence.state is State.BLOCKED:
@@ -31,10 +31,10 @@ class IsolatingScheduler(Scheduler):
                 if sequence.state is not State.WAITING:
                     return None
                 self._preempt(self._last_of_the_largest())
-            self._start(draft, sequence, budget)
+            self._start(builder, sequence, budget)
         elif sequence.state is State.RUNNING:
             count = min(len(sequence.tokens) - sequence.planned, self.limits.max_chunk, budget)
-            self._plan_chunk(draft, sequence, count)
+            self._plan_chunk(builder, sequence, count)
         else:
             return None
-        return self._step(draft, self._spans.take_copies())
+        return self._step(builder, self._spans.take_copies())

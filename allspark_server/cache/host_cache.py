@@ -1,4 +1,4 @@
-"""The prefix cache's second tier: which spans it holds, and the copies that bring them there and back."""
+"""the host cache: which spans it holds, and the copies that bring them there and back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FORGET = 0.98
 
 @dataclass
 class Copies:
-    """Of one step, which makes them before it computes anything: {span: (span of the second tier, key)}."""
+    """Of one step, which makes them before it computes anything: {span: (span of the host cache, key)}."""
 
     saved: dict[int, tuple[int, bytes]] = field(default_factory=dict)
     restored: dict[int, tuple[int, bytes]] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class CopyCosts:
         return False
 
 
-class HostTier:
+class HostCache:
     """Spans that were evicted from the cache, by their keys, the least recently used first to go.
 
     A span that is evicted is not copied until somebody is about to write to it: so a long prompt's admission, which
@@ -74,7 +74,7 @@ class HostTier:
         self._free = [host for host in range(spans - 1, -1, -1) if host not in taken]
         self._unsaved: dict[int, bytes] = {}  # evicted spans that still hold what they held
         self._span_of: dict[bytes, int] = {}  # the same
-        self._busy: set[int] = set()  # spans of the second tier that `copies` name
+        self._busy: set[int] = set()  # spans of the host cache that `copies` name
 
     def __len__(self) -> int:
         return len(self._host_of) + len(self._unsaved)

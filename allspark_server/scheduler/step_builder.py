@@ -14,7 +14,7 @@ NOBODY = np.zeros(0, np.int64)
 _GIVEN, _DRAFTING = int(Flag.GIVEN), int(Flag.LOOKUP | Flag.GIVEN | Flag.MODEL)
 
 
-class Draft:
+class StepBuilder:
     """What has been planned so far."""
 
     def __init__(self, groups: int) -> None:
@@ -24,7 +24,7 @@ class Draft:
         self.span_counts: np.ndarray | None = None  # of new spans of these in each group, if there are any
         self.spans: list[list[int]] = [[] for _ in range(groups)]  # of each group
         self.chunks: list[tuple[Sequence, int, int, int, list[list[int]]]] = []  # rows, flags, outputs, new spans
-        self.probes = MAX_STEP_PROBES  # rows of prompts that may still have outputs
+        self.output_rows_left = MAX_STEP_PROBES  # rows of prompts that may still have outputs
         self.new: list[NewSlot] = []
         self.admitted: list[Sequence] = []
         self.rows = self.context = 0
@@ -35,16 +35,16 @@ class Draft:
         """Up to `count` more rows of a history. Returns how many, and their flags: DRAW if they are the last of a
         sequence that draws.
         """
-        probe, flags, outputs = sequence.probe, 0, 0
-        if sequence.probes_every_row:
-            count = outputs = min(count, sequence.prompt_len - sequence.planned, self.probes)
+        wanted, flags, outputs = sequence.prompt_outputs, 0, 0
+        if sequence.outputs_every_row:
+            count = outputs = min(count, sequence.prompt_len - sequence.planned, self.output_rows_left)
         if count <= 0:
             return 0, 0
         if outputs:
-            self.probes -= count
-            flags = probe.flags
-        elif probe is not None and probe.received < sequence.planned + count == sequence.prompt_len:
-            flags, outputs = probe.flags, 1
+            self.output_rows_left -= count
+            flags = wanted.flags
+        elif wanted is not None and wanted.received < sequence.planned + count == sequence.prompt_len:
+            flags, outputs = wanted.flags, 1
         if sequence.draws and sequence.planned + count == len(sequence.tokens):
             flags, outputs = flags | DRAW, max(outputs, 1)
         self.chunks.append((sequence, count, flags, outputs, sequence.take_unsent()))

@@ -1,0 +1,387 @@
+"""The input stage: turns what a caller asked for into sequences that the scheduler takes as they are.
+
+It runs in the callers' threads. A request passes it in a line: tokenize, compile the grammar, encode the sampling
+parameters, make the sequences.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import os
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from allspark_client.chat import ChatOptions
+from allspark_client.config import GenerateConfig, check_available
+from allspark_client.errors import AllSparkError, AsStatus
+from allspark_client.request import RequestSpec
+from allspark_client.types import Detokenized, ModelInfo
+
+from ..cache import SpanGroups, SpanKeys, scope
+from ..chat import ChatFormat, chat_format
+from ..chat.format import TAIL_IDS, opened_in, render
+from ..guided import Guidance, Guide
+from ..runtime.plan import Flag, SamplingParams
+from ..scheduler import NO_ADAPTER, TOKEN_BYTES, PromptOutputs, Sequence, StopRules
+from .adapters import Adapter
+from .quarantine import MAX_DEATHS
+from .queue_limits import SEQUENCE_BYTES
+from .threads import callers_only
+
+if TYPE_CHECKING:
+    from ..tokenizer.detokenizer import OutputText
+    from ..tokenizer.tokenizer import Tokenizer
+
+#: log probabilities of one prompt, top ones included, that one message carries at most
+MAX_PROMPT_PAIRS = 1_000_000
+
+
+@dataclass
+class Dependency:
+    """Something that a request waits for beside a place in the batch, such as a grammar or spans from elsewhere. The
+    request continues when `done` has a result, and fails with its exception. `name`: for errors and logs.
+    """
+
+    name: str
+    done: Future
+
+
+@dataclass
+class PreparedRequest:
+    """A request that was checked and tokenized.
+
+    `sequences`: one for each sample, with the keys of its prompt's spans. `texts`: what makes the text of each sample,
+    if anyone needs it. `top_logprobs`: how many are wanted, -1 if no log probabilities are wanted at all.
+    `prompt_logprobs`: how many top ones are wanted for each token of the prompt, if any. `size`: bytes that all
+    sequences take in this process. `deadline`: when it ends if it has not begun, on the monotonic clock. `deaths`: how
+    many servers were lost while they ran it. `name`: the client's name for it. `trace`: the traceparent it came with.
+    """
+
+    sequences: list[Sequence]
+    texts: list[OutputText | None]
+    size: int
+    top_logprobs: int
+    prompt_logprobs: int = 0
+    pooling: str | None = None
+    deadline: float = math.inf
+    dependency: Dependency | None = None
+    deaths: int = 0
+    name: str = ""
+    model: str = ""
+    tenant: str = ""
+    adapter: Adapter | None = None
+    trace: str = ""
+
+
+class InputStage:
+    """The input stage of one model. `tokenizer`: None if the model takes ids only."""
+
+    def __init__(
+        self, info: ModelInfo, tokenizer: Tokenizer | None = None, keys: SpanKeys | None = None,
+        guide: Guide | None = None,
+    ):
+        """`keys`: names spans, if there is a prefix cache. `guide`: compiles grammars, if output can be constrained."""
+        self.tokenizer = tokenizer
+        self._info, self._keys, self._guide = info, keys, guide
+        groups = SpanGroups(info.span_size, tuple(info.cache_windows))
+        # The most positions of one sequence that the cache can hold.
+        self._cache_length = bisect.bisect_right(range(1, info.max_length + 1), info.num_spans, key=groups.needed)
+
+    def tokenize(self, spec: RequestSpec, bare: bool = False) -> list[int]:
+        """The prompt's ids, tokenized here if it came as text or as a chat.
+
+        `bare`: text without the special tokens that the tokenizer adds. AllSparkError if the text is so long that it
+        has certainly more tokens than the engine's maximum length.
+        """
+        given = [name for name in ("input_ids", "text", "messages") if getattr(spec, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"one of input_ids, text and messages must be given; given: {', '.join(given) or 'none'}")
+        if spec.input_ids is not None:
+            return spec.input_ids
+        tokenizer, text = self._need_tokenizer(), spec.text
+        if spec.messages is not None:
+            text = render(tokenizer.templates, spec.messages, spec.chat or ChatOptions())
+        max_length = self._info.max_length
+        longest = tokenizer.longest_text(max_length)
+        if longest is not None and len(text) > longest:
+            raise _over_limit(
+                f"the prompt is a text of {len(text)} characters: more than the {longest} that can make "
+                f"{max_length} tokens (engine_max_length of model {spec.model!r}, prompt and output together)"
+            )
+        # A chat template writes the special tokens itself.
+        return tokenizer.encode(text, add_special_tokens=not (bare or spec.messages is not None))
+
+    def detokenize(self, ids: list[int]) -> Detokenized:
+        """The text of ids, and the bytes of each."""
+        check_ids("ids", ids, self._info.vocab_size)
+        tokenizer = self._need_tokenizer()
+        return Detokenized(tokenizer.decode(ids, skip_special_tokens=False), tokenizer.token_bytes(ids))
+
+    @callers_only
+    def prepare(self, spec: RequestSpec, adapter: Adapter | None = None) -> PreparedRequest:
+        """Does all work on a request that does not need the engine's thread. `adapter`: the one that its config names.
+
+        Replaces a prompt of text or of a chat by its ids in `spec`. Raises ValueError or TypeError for a bad argument,
+        AllSparkError for a request that is refused.
+        """
+        check_available(spec.config)
+        config = spec.config.with_seed()
+        info, tokenizer, is_chat = self._info, self.tokenizer, spec.messages is not None
+        # The format applies if chat options were given, also with the ids that a chat became.
+        form = None if spec.chat is None else chat_format(spec.chat.chat_format or info.chat_format or "plain")
+
+        # Tokenize.
+        prompt = list(self.tokenize(spec))
+        if not prompt:
+            raise ValueError("the prompt is empty; it needs at least one token")
+        spec.set_prompt(prompt)
+        tail = ""
+        if form is not None and tokenizer is not None:
+            tail = tokenizer.decode(prompt[-TAIL_IDS:], skip_special_tokens=False)
+        histories = self._check_request(spec, config, prompt)
+        longest = max(map(len, histories))
+        limit = length_limit(config, len(prompt), longest, info)
+        if len(prompt) + longest > self._cache_length:
+            raise AllSparkError(
+                AsStatus.ALLSPARK_CACHE_MEMORY_OUT,
+                f"{len(prompt) + longest} tokens can never fit the cache of model {info.name!r}: "
+                f"{info.num_spans} spans of {info.span_size} tokens; give it more cache_memory",
+            )
+        prompt_outputs = _prompt_outputs(config, prompt, histories[0], info)
+        texts = self._output_texts(spec, () if form is None else form.markers)
+
+        # Compile the grammar.
+        if form is not None and is_chat:
+            spec.opened = opened_in(tail)
+        eos = eos_ids(config, info)
+        known_eos = [i for i in eos if i < info.vocab_size]
+        guidances = self._guidances(spec, form, tail, known_eos, histories)
+
+        # Encode the sampling parameters.
+        samplings = [_sampling_params(config, index, len(prompt), known_eos).encode() for index in range(config.n)]
+
+        # Make the sequences. A request in quarantine shares no spans with others.
+        salt = scope(config.cache_salt if not spec.deaths else f"{config.cache_salt} alone {os.urandom(8).hex()}",
+                     adapter.digest if adapter is not None else "")
+        root, chains = self._span_keys(salt, prompt, histories)
+        stop = StopRules(limit, frozenset(eos) if config.early_stopping else frozenset(),
+                         tuple(tuple(word) for word in config.stop_words_ids))
+        words = TOKEN_BYTES * sum(map(len, stop.stop_words))  # the samples share the rules
+        sequences: list[Sequence] = []
+        for generated, sampling, guidance, chain in zip(histories, samplings, guidances, chains):
+            sequences.append(
+                Sequence(
+                    tokens=prompt + generated,
+                    prompt_len=len(prompt),
+                    sampling=sampling,
+                    stop=stop,
+                    priority=config.priority,
+                    salt=salt,
+                    adapter=adapter.index if adapter is not None else NO_ADAPTER,
+                    prompt_outputs=None if sequences else prompt_outputs,  # one sample is enough
+                    draws=config.pooling is None,
+                    guidance=guidance,
+                    tenant=spec.tenant,
+                    extra=SEQUENCE_BYTES + len(sampling) + (0 if sequences else words),
+                    root=root,
+                    keys=chain,
+                )
+            )
+        timeout = config.queue_timeout if not longest else 0  # a resumed request has begun
+        return PreparedRequest(
+            sequences, texts, sum(sequence.size for sequence in sequences),
+            top_logprobs=config.top_logprobs if config.logprobs else -1,
+            prompt_logprobs=config.prompt_logprobs or 0,
+            pooling=config.pooling,
+            deadline=time.monotonic() + timeout if timeout else math.inf,
+            deaths=spec.deaths,
+            name=config.user_request_id or config.uuid or "",
+            model=spec.model,
+            tenant=spec.tenant,
+            adapter=adapter,
+            trace=spec.trace,
+        )
+
+    def _check_request(self, spec: RequestSpec, config: GenerateConfig, prompt: list[int]) -> list[list[int]]:
+        """Checks ids and what is resumed; returns the generated ids of each sample."""
+        vocab_size = self._info.vocab_size
+        check_ids("input_ids", prompt, vocab_size)
+        if (spec.generated and config.n > 1) or (spec.samples and len(spec.samples) != config.n):
+            raise ValueError(f"to resume a request with n={config.n} needs what was generated of each sample")
+        histories = [list(spec.generated_of(index)) for index in range(config.n)]
+        for generated in histories:
+            check_ids("generated", generated, vocab_size)
+        if spec.deaths > MAX_DEATHS:
+            raise AllSparkError(
+                AsStatus.ALLSPARK_RUNTIME_ERROR,
+                f"{MAX_DEATHS} servers were lost while they ran this request alone: it seems to be what ends them",
+            )
+        for name in ("bad_words_ids", "stop_words_ids"):
+            for i, word in enumerate(getattr(config, name)):
+                check_ids(f"{name}[{i}]", word, vocab_size)
+        check_ids("logit_bias", sorted(config.logit_bias), vocab_size)
+        return histories
+
+    def _guidances(
+        self, spec: RequestSpec, form: ChatFormat | None, tail: str, eos: list[int], histories: list[list[int]]
+    ) -> list[Guidance] | list[None]:
+        """The place of each sample in the grammar of its output; None if it has no grammar. `tail`: the prompt's end.
+        """
+        config, field = spec.config, None  # what to name in errors instead of response_format
+        response_format = config.response_format
+        if form is not None and spec.chat is not None and (spec.chat.forced or self.tokenizer is not None):
+            tokenizer = self._need_tokenizer()
+            constrained = form.answer_format(spec.chat, response_format, tail, tokenizer.templates.sources.values(),
+                                             tokenizer.marks)
+            if constrained is not None:
+                given = {"tools": spec.chat.offered, "response_format": response_format}
+                field = " and ".join(name for name, value in given.items() if value)
+                response_format = constrained
+        if response_format is None or response_format["type"] == "text" or config.pooling is not None:
+            return [None] * len(histories)
+        if self._guide is None:
+            raise AllSparkError(
+                AsStatus.ALLSPARK_INVALID_CALL_ERROR,
+                f"model {spec.model!r} has no tokenizer.json beside its checkpoint: its output cannot be guided "
+                f"({field or 'response_format'})",
+            )
+        # With early_stopping=False too, the grammar ends with an end-of-sequence id, which is ignored and comes again.
+        ends = eos or [word[0] for word in config.stop_words_ids if len(word) == 1]
+        if not ends:
+            raise ValueError(f"{field or 'response_format'} needs an id that ends the output: eos_token_id="
+                             f"{config.eos_token_id} gives none")
+        return self._guide.guidances(response_format, ends, len(spec.input_ids), histories,
+                                     vocab=config.vocab, vocab_type=config.vocab_type, field=field)
+
+    def _output_texts(self, spec: RequestSpec, markers: tuple[str, ...]) -> list[OutputText | None]:
+        config = spec.config
+        if not spec.want_text and not config.stop:
+            return [None] * config.n
+        from ..tokenizer.detokenizer import OutputText, StopStrings  # `tokenizers` is not needed to serve ids
+
+        tokenizer = self._need_tokenizer()
+        stops = StopStrings(config.stop) if config.stop else None
+        texts = [OutputText(tokenizer.detokenizer(keep=markers), stops, spec.want_text) for _ in range(config.n)]
+        for index, text in enumerate(texts):
+            if generated := spec.generated_of(index):
+                text.push(generated)  # the client has this text, except for what was held back
+        return texts
+
+    def _span_keys(
+        self, salt: str, prompt: list[int], histories: list[list[int]]
+    ) -> tuple[bytes, list[list[bytes]]]:
+        """The root of the hash chains, and the chain of each sample."""
+        keys, size = self._keys, self._info.span_size
+        if keys is None:
+            return b"", [[] for _ in histories]
+        root, common = keys.root(salt, len(prompt)), []
+        keys.extend(common, root, prompt, len(prompt) // size)
+        chains = [list(common) for _ in histories]
+        for chain, generated in zip(chains, histories):
+            if generated:
+                keys.extend(chain, root, prompt + generated, (len(prompt) + len(generated)) // size)
+        return root, chains
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise AllSparkError(
+                AsStatus.ALLSPARK_INVALID_CALL_ERROR,
+                f"model {self._info.name!r} has no tokenizer.json beside its checkpoint: it takes and gives ids alone",
+            )
+        return self.tokenizer
+
+
+def _prompt_outputs(
+    config: GenerateConfig, prompt: list[int], generated: list[int], info: ModelInfo
+) -> PromptOutputs | None:
+    """The results that are wanted of the prompt's rows; None: none, or the client has them already."""
+    if config.pooling is not None:
+        if not info.embeddings:
+            raise AllSparkError(
+                AsStatus.ALLSPARK_INVALID_CALL_ERROR,
+                f"model {info.name!r} was serialized without the op that hands out hidden states: pooling="
+                f"{config.pooling!r} needs it; convert its checkpoint again",
+            )
+        return PromptOutputs(int(Flag.HIDDEN), config.pooling == "mean")
+    if config.prompt_logprobs is None or generated or len(prompt) == 1:
+        return None
+    pairs = len(prompt) * (1 + config.prompt_logprobs)
+    if pairs > MAX_PROMPT_PAIRS:
+        raise _over_limit(f"prompt_logprobs={config.prompt_logprobs} of {len(prompt)} tokens are {pairs} log "
+                       f"probabilities; at most {MAX_PROMPT_PAIRS} are given")
+    return PromptOutputs(int(Flag.PROMPT), True)
+
+
+def check_ids(name: str, ids: list[int], vocab_size: int) -> None:
+    """ValueError unless all ids are in the vocabulary."""
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        index, bad = next((i, v) for i, v in enumerate(ids) if not 0 <= v < vocab_size)
+        raise ValueError(f"{name}[{index}]={bad} is not in the vocabulary; allowed: 0 to {vocab_size - 1}")
+
+
+def length_limit(config: GenerateConfig, prompt_len: int, generated: int, info: ModelInfo) -> int:
+    """The maximum length of prompt and output, in tokens. AllSparkError if not even one more token fits.
+
+    An explicit max_length above the engine's is refused. max_new_tokens and the engine's length both limit the output:
+    the lower limit counts.
+    """
+    limit = info.max_length
+    if config.max_length is not None:
+        if config.max_length > limit:
+            raise _over_limit(
+                f"max_length={config.max_length} exceeds engine_max_length={limit} of model {info.name!r}")
+        limit = config.max_length
+    if config.pooling is not None and prompt_len <= limit:
+        return prompt_len
+    if prompt_len >= limit:
+        which = "engine_max_length" if limit == info.max_length else "max_length"
+        raise _over_limit(
+            f"the prompt has {prompt_len} tokens and {which}={limit} counts prompt and output: "
+            f"at most {limit - 1} prompt tokens leave room for one of output"
+        )
+    if config.max_new_tokens is not None:
+        limit = min(limit, prompt_len + config.max_new_tokens)
+    if prompt_len + generated > limit:
+        raise _over_limit(f"{generated} tokens to resume from after {prompt_len} of prompt exceed the limit of {limit}")
+    return limit
+
+
+def eos_ids(config: GenerateConfig, info: ModelInfo) -> tuple[int, ...]:
+    """The end-of-sequence ids that count for a request. Ids beyond the vocabulary never occur and do no harm."""
+    value = config.eos_token_id
+    if value is None:
+        return tuple(info.eos_token_ids)
+    ids = [value] if isinstance(value, int) else value
+    return tuple(i for i in ids if i >= 0)
+
+
+def _sampling_params(config: GenerateConfig, index: int, prompt_len: int, eos: list[int]) -> SamplingParams:
+    """What the ranks need to sample the tokens of sample `index`."""
+    return SamplingParams(
+        do_sample=config.do_sample and config.top_k != 1,
+        logprobs=config.logprobs,
+        suppress_repetition_in_generation=config.suppress_repetition_in_generation,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        repetition_penalty=config.repetition_penalty,
+        presence_penalty=config.presence_penalty,
+        frequency_penalty=config.frequency_penalty,
+        no_repeat_ngram_size=config.no_repeat_ngram_size,
+        min_length=config.min_length,
+        top_logprobs=config.top_logprobs if config.logprobs else 0,
+        seed=config.seed,
+        sample_index=index,
+        prompt_len=prompt_len,
+        eos=tuple(eos),
+        bad_words=tuple(tuple(word) for word in config.bad_words_ids),
+        min_p=config.min_p,
+        logit_bias=tuple(sorted(config.logit_bias.items())),
+    )
+
+
+def _over_limit(message: str) -> AllSparkError:
+    return AllSparkError(AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR, message)

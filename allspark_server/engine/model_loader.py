@@ -1,0 +1,124 @@
+"""Loads models and adapters, and moves device memory, while the steps of other models go on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from allspark_client.config import AsModelConfig
+from allspark_client.errors import AllSparkError, AsStatus
+from allspark_client.types import ModelInfo
+
+from ..chat import chat_format, chat_format_of
+from ..guided import Guide
+from .adapters import AdapterLoader, check_lora
+from .device_memory import MemoryMover
+from .fingerprint import fingerprint
+from .served_model import ServedModel
+
+if TYPE_CHECKING:
+    from ..runtime.group import Group
+    from .engine_thread import EngineThread
+    from .output import OutputStage
+
+logger = logging.getLogger(__name__)
+
+
+class ModelLoader:
+    """Callers' threads load; the engine's thread only starts a load and looks whether it is done.
+
+    `lock`: one load at a time, because each plans with the memory that is left then. `loading`: the config of the load
+    under way; it is set on the engine's thread.
+    """
+
+    def __init__(
+        self, thread: EngineThread, group: Group, settled: Callable[[], Group], models: Mapping[str, ServedModel],
+        output: OutputStage, publish: Callable[[AsModelConfig, ServedModel], None],
+    ):
+        """`settled()`: the group with no step under way, on the engine's thread. `publish(config, model)`: takes a
+        loaded model, on the engine's thread.
+        """
+        self.lock = threading.Lock()
+        self.loading: AsModelConfig | None = None
+        self.adapters = AdapterLoader(thread, settled, self.check_there)
+        self.memory = MemoryMover(self.lock, thread, settled, self.check_there)
+        self._thread, self._group, self._settled = thread, group, settled
+        self._models, self._output, self._publish = models, output, publish
+
+    def load(self, config: AsModelConfig, start: bool = False, adapters: list[str] | None = None) -> None:
+        """Loads a model. `adapters`: LoRA adapters to load with it; None: those of its config."""
+        name = config.model_name
+        with self.lock:
+            self._thread.call(lambda: self._start_load(config))
+            try:
+                info = self._thread.poll(lambda: self._poll_load(config))
+                masks = self._thread.call(lambda: self._group.masks(name))
+                model = open_model(config, info, self._output, self._group.held_spans(), masks,
+                                   self._thread.post_if_open)
+                for lora in config.lora_names if adapters is None else adapters:
+                    self.adapters.load(model, check_lora(lora))
+                model.running = start
+                self._thread.call(lambda: self._finish_load(config, model))
+            except BaseException:
+                try:
+                    self._thread.call(lambda: self.give_up(config))
+                except AllSparkError as error:  # the engine was closed meanwhile
+                    logger.debug("giving up the load of model %r: %s", name, error)
+                raise
+
+    # --- the engine's thread ---
+
+    def check_there(self, config: AsModelConfig) -> None:
+        """AllSparkError unless the model of exactly this config is being loaded or is installed."""
+        model = self._models.get(config.model_name)
+        if self.loading is not config and (model is None or model.config is not config):
+            raise AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR,
+                                f"model {config.model_name!r} was released while it was loaded")
+
+    def give_up(self, config: AsModelConfig) -> None:
+        """Ends the load of this config, if it is under way."""
+        if self.loading is config:
+            self.loading = None
+            self._settled().unload(config.model_name)
+
+    def _start_load(self, config: AsModelConfig) -> None:
+        name = config.model_name
+        if name in self._models:
+            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                                f"a model named {name!r} is installed already; release it first")
+        # [0] is the default, which nobody chose. A number of GPUs other than that of ranks is an error elsewhere.
+        if not config.on_gpus and config.device_ids not in ([0], list(range(self._group.size))):
+            logger.warning("compute_unit=%r of model %r: the group's %d rank(s) decide where it runs, not these ids",
+                           config.compute_unit, name, self._group.size)
+        self._settled().start_load(config)
+        self.loading = config
+
+    def _poll_load(self, config: AsModelConfig) -> ModelInfo | None:
+        self.check_there(config)
+        return self._settled().poll_load()
+
+    def _finish_load(self, config: AsModelConfig, model: ServedModel) -> None:
+        self.check_there(config)
+        self.loading = None
+        self._publish(config, model)
+
+
+def open_model(
+    config: AsModelConfig, info: ModelInfo, output: OutputStage, host_spans: dict[bytes, int] | None, masks: Any,
+    post: Callable[[Callable[[], None]], None],
+) -> ServedModel:
+    """A model with what its checkpoint has beside the weights: tokenizer, chat format, grammars. Any thread."""
+    tokenizer = guide = None
+    if info.tokenizer_dir:
+        from ..tokenizer.tokenizer import Tokenizer  # `tokenizers` and jinja2 are not needed to serve ids
+
+        tokenizer = Tokenizer.from_dir(info.tokenizer_dir)
+        info.chat_format = chat_format_of(tokenizer.chat_templates, info.architecture)
+        stops = [*tokenizer.stop_ids, *map(tokenizer.mark_id, chat_format(info.chat_format).stops)]
+        info.eos_token_ids += [i for i in dict.fromkeys(stops) if i is not None and i not in info.eos_token_ids]
+        guide = Guide.from_dir(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)
+        guide.start()
+    gpu = config.device_ids[0] if config.on_gpus else None
+    return ServedModel(config, info, tokenizer, fingerprint(info, gpu), output, host_spans, guide, masks, post)

@@ -1,0 +1,82 @@
+"""The token budget of a step: how many rows a step may have, learned from what steps cost."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+
+class TokenBudget:
+    """How large steps may be. The output of requests does not depend on it.
+
+    With a target, the time of a step is kept below it. Without a target, and unless the number of rows is fixed, a step
+    with prompts may take a time that readers do not notice. Where steps take longer anyway, running and waiting
+    sequences share the step's time by their numbers: a few prompts make the time between others' tokens at most two and
+    a half times as long, whatever their length; many prompts are computed at nearly full speed.
+
+    The unit of cost is a row at the beginning of its context; `price` is the cost of each position before it. Steps of
+    running sequences alone show what a step costs in any case. Other steps show what a prompt's rows add to that. So
+    the first prompt after a pause gets at once all that the target leaves.
+    """
+
+    _MEMORY = 0.95  # part of the learned values that is kept after each step
+    _MARGIN, _STRIDE = 0.9, 1.25  # part of the target to use; how much the cost may grow from one step to the next
+    _FIRST = 4  # a step's cost while nothing is known, as a multiple of the fewest rows
+    _UNNOTICED = 0.05  # seconds between tokens that readers do not notice
+    _PART = 1.5  # time of a step with few prompts, relative to one without; less costs throughput
+
+    def __init__(self, max_rows: int, min_rows: int, target_ms: float, fixed: bool = False):
+        self._min, self._max, self._target = min(min_rows, max_rows), max_rows, target_ms / 1e3
+        self._learns = self._target > 0 or not fixed
+        self.price = 0.0
+        self._rows = min(max_rows, self._FIRST * self._min)  # of a step that holds the target
+        self._base = np.zeros(3)  # of steps without a prompt: rows, positions before them, seconds
+        self._row = 0.0  # seconds for a row; 0: unknown
+        self._sums = np.zeros(5)  # sums of rows^2, rows * context, context^2, rows * seconds, context * seconds
+
+    def for_prompts(self, decoding: int, context: int, prompts: int) -> float:
+        """The cost that rows of prompts may have in a step. `decoding`: running sequences that get a row in it;
+        `context`: positions before these rows, in all; `prompts`: prompts that want rows, waiting ones included.
+        """
+        if self._target > 0:
+            return self._rows - decoding - self.price * context
+        base = float(self._base[2])
+        if not decoding or not base or not self._row:
+            return math.inf
+        return max(self._PART * base * max(1.0, prompts / decoding), self._UNNOTICED - base) / self._row
+
+    def learn(self, rows: int, context: int, seconds: float, decoding: int = 0) -> None:
+        """Learns from a step. `context`: positions before its rows, in all; `decoding`: the rows that belong to running
+        sequences.
+        """
+        if not self._learns or rows < 1:
+            return
+        cost = np.array([rows, context, seconds])
+        if rows == decoding:
+            known = self._base[2] > 0
+            # Another process may have used the processor.
+            cost[2] = min(seconds, 2 * self._base[2]) if known else seconds
+            self._base = self._MEMORY * self._base + (1 - self._MEMORY) * cost if known else cost
+        else:
+            self._learn_prompt(*np.maximum(cost - self._base * (decoding > 0), (1, 0, 0)).tolist())
+        if self._row and self._target > 0:
+            base_rows, base_context, base = self._base.tolist() if decoding else (0.0, 0.0, 0.0)
+            left = (self._MARGIN * self._target - base) / self._row
+            wanted = left + base_rows + self.price * base_context
+            limit = max(self._rows, self._STRIDE * (rows + self.price * context))
+            self._rows = max(self._min, min(int(wanted), int(limit), self._max))
+
+    def _learn_prompt(self, rows: float, context: float, seconds: float) -> None:
+        """Least squares of seconds = a * rows + b * context."""
+        if self._row:
+            seconds = min(seconds, 1.5 * self._row * (rows + self.price * context))
+        terms = (rows * rows, rows * context, context * context, rows * seconds, context * seconds)
+        self._sums = self._MEMORY * self._sums + terms
+        rr, rc, cc, rs, cs = self._sums.tolist()
+        determinant = rr * cc - rc * rc
+        row = (cc * rs - rc * cs) / determinant if determinant > 1e-6 * rr * cc else 0.0
+        if row > 0:
+            self._row, self.price = row, max(0.0, (rr * cs - rc * rs) / determinant / row)
+        else:  # keep the known price
+            self._row = seconds / (rows + self.price * context)
