@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from .engine.statistics import engine_stat
-
 if TYPE_CHECKING:
     from .engine.engine import Engine
     from .engine.served_model import ServedModel
@@ -53,7 +51,7 @@ class _Group:
         yield CounterMetricFamily("allspark_restarts", "Times that the group was started again",
                                   self._group.get("restarts", 0))
         models = self._engine.served_models()
-        stats = [(model.name, engine_stat(model)) for model in models]
+        stats = [(model.name, model.stat()) for model in models]
         for family, values in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
             for name, text, key in values:
                 yield _by_model(family(f"allspark_{name}", text, labels=["model"]), stats, key)

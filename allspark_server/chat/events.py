@@ -1,9 +1,8 @@
-"""What an answer consists of, in the order in which it comes."""
+"""The parts of an answer, in the order in which they come."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Union
 
 
 @dataclass(frozen=True)
@@ -15,14 +14,14 @@ class Content:
 
 @dataclass(frozen=True)
 class Reasoning:
-    """More of the text that the model has written for itself."""
+    """More of the model's reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class ToolCallBegin:
-    """A tool is called; index: which call of this answer, from 0."""
+    """A call of a tool begins. `index`: the number of the call in this answer, from 0."""
 
     index: int
     id: str
@@ -37,4 +36,4 @@ class ToolCallArguments:
     delta: str
 
 
-Event = Union[Content, Reasoning, ToolCallBegin, ToolCallArguments]
+Event = Content | Reasoning | ToolCallBegin | ToolCallArguments

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from .format import ChatFormat, Literal, after_text, json_rule
@@ -36,7 +37,10 @@ class GlmParser(OutputParser):
                 opening = ", "
                 if is_text:
                     arguments('"')
-                    if (yield from self._scan(("</arg_value>",), lambda text: arguments(_escaped(text)))):
+                    def emit(text: str, arguments: Callable[[str], None] = arguments) -> None:
+                        arguments(_escaped(text))
+
+                    if (yield from self._scan(("</arg_value>",), emit)):
                         arguments('"')
                 else:
                     value, _ = yield from self._collect(("</arg_value>",))

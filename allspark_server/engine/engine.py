@@ -40,7 +40,6 @@ from .request import Request
 from .results import QueueSink, Sink
 from .served_model import ServedModel
 from .state_file import ModelRecord
-from .statistics import engine_stat
 
 logger = logging.getLogger(__name__)
 
@@ -257,7 +256,7 @@ class Engine(AbstractEngine):
 
     def get_as_engine_stat(self, model_name: str) -> AsEngineStat:
         """See AbstractEngine."""
-        return engine_stat(self._model(model_name))
+        return self._model(model_name).stat()
 
     def get_model_info(self, model_name: str) -> ModelInfo:
         """See AbstractEngine."""

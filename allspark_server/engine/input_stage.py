@@ -228,8 +228,7 @@ class InputStage:
     def _guidances(
         self, spec: RequestSpec, form: ChatFormat | None, tail: str, eos: list[int], histories: list[list[int]]
     ) -> list[Guidance] | list[None]:
-        """The place of each sample in the grammar of its output; None if it has no grammar. `tail`: the prompt's end.
-        """
+        """The place of each sample in its grammar; None without a grammar. `tail`: the end of the prompt's text."""
         config, field = spec.config, None  # what to name in errors instead of response_format
         response_format = config.response_format
         if form is not None and spec.chat is not None and (spec.chat.forced or self.tokenizer is not None):

@@ -62,8 +62,7 @@ class PromptResults:
 
 @dataclass
 class Sample:
-    """The owner of one of a request's sequences: what its output needs. `top_logprobs`: -1 without log probabilities.
-    """
+    """The owner of a request's sequence: what its output needs. `top_logprobs`: -1 without log probabilities."""
 
     request: Request
     index: int

@@ -88,6 +88,7 @@ class QueueSink:
         cached: int,
         end: SampleEnd | None,
     ) -> None:
+        """See Sink."""
         elements = GeneratedElements([token], prefix_cache_len=cached, prefix_len_cpu=cached, sample_index=sample)
         if logprob is not None:
             elements.token_logprobs_list = [logprob]
@@ -101,13 +102,15 @@ class QueueSink:
     def on_prompt(
         self, handle: int, sample: int, logprobs: list[list[tuple[int, float]]], embedding: np.ndarray | None
     ) -> None:
+        """See Sink."""
         self.results.put(prompt_elements(sample, logprobs, embedding))
 
     def on_status(self, handle: int, status: GenerateRequestStatus) -> None:
+        """See Sink."""
         self.results.set_status(status)
 
     def on_begun(self, handle: int) -> None:
-        pass  # in one process, the caller crashes with the engine
+        """Nothing to do: in one process, the caller crashes with the engine."""
 
     def on_finish(
         self,
@@ -117,5 +120,6 @@ class QueueSink:
         stat: dict[str, float],
         reason: str,
     ) -> None:
+        """See Sink."""
         self.results.update_stat(stat)
         self.results.finish(status, error, reason)

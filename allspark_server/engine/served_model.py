@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
-from allspark_client.types import GenerateRequestStatus, ModelInfo, ModelState
+from allspark_client.types import AsEngineStat, GenerateRequestStatus, ModelInfo, ModelState
 
 from ..cache import HostCache, PrefixCache, SpanKeys, SpanPool
 from ..guided import Guide, MaskWriter, MatcherError
@@ -22,7 +22,7 @@ from .output import Begun, End, OutputStage, StepOutput
 from .quarantine import Quarantine
 from .queue_limits import QueueLimits
 from .request import Request
-from .statistics import Throughput, Timings
+from .statistics import Throughput, Timings, engine_stat
 from .threads import one_thread
 
 if TYPE_CHECKING:
@@ -97,6 +97,10 @@ class ServedModel:
         return AllSparkError(
             AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"model {self.name!r} is not running; call start_model first"
         )
+
+    def stat(self) -> AsEngineStat:
+        """Load and counters. Any thread."""
+        return engine_stat(self)
 
     def state(self) -> ModelState:
         """What a client needs to choose among the members of a pool. Any thread."""

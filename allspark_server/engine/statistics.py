@@ -42,8 +42,7 @@ class Histogram:
 
 
 class Timings:
-    """A model's times in seconds. `first`: from a request's arrival to its first token; `between`: from token to token.
-    """
+    """A model's times in seconds. `first`: from arrival to the first token; `between`: from token to token."""
 
     def __init__(self) -> None:
         self.first, self.between = Histogram(FIRST_BOUNDS), Histogram(GAP_BOUNDS)

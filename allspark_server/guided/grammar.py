@@ -34,8 +34,7 @@ class MatcherError(Exception):
 
 
 class Matcher:
-    """The place of one sequence in its grammar. Not thread-safe; matchers of one grammar may be in different threads.
-    """
+    """The place of one sequence in its grammar. Not thread-safe, unlike the grammar itself."""
 
     def __init__(self, inner: LLMatcher, tokenizer: LLTokenizer, end_ids: frozenset[int]):
         """`end_ids`: ids that end the sequence. They are allowed only where the grammar may end."""

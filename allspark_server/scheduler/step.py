@@ -78,8 +78,7 @@ class Step:
 
 
 class StepResult(Protocol):
-    """The native result of a step. Rows are tokens, in the order of the items that sample; one item may have several.
-    """
+    """The native result of a step. Rows are tokens, in the order of the items that sample."""
 
     tokens: np.ndarray  # int32 [rows]
     counts: np.ndarray  # int32 [items]: tokens of each item

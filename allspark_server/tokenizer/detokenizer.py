@@ -298,6 +298,7 @@ class Window:
         self.given = ""  # text of the window that was given out
 
     def feed(self, token_id: int) -> str:
+        """Takes the next id; returns the text that is certain now."""
         self.ids.append(token_id)
         text = self._decode(self.ids)
         if text.endswith("\ufffd") and len(self.ids) < self.LIMIT:
@@ -310,6 +311,7 @@ class Window:
         return piece
 
     def finish(self) -> str:
+        """Returns the text that was held back, and resets the window."""
         text = self._decode(self.ids)
         piece = text[len(self.given) :]
         self.ids, self.given = [], ""

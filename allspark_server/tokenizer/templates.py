@@ -40,8 +40,7 @@ class Renderer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def render(self, template: str, variables: Mapping[str, Any]) -> str:
-        """The text. `variables` must fit in JSON. ValueError, whose message continues "the chat template", on failure.
-        """
+        """The text. `variables` must fit in JSON. On failure ValueError; its text continues "the chat template"."""
         try:
             request = json.dumps([template, variables]).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
