@@ -200,7 +200,7 @@ def test_files_that_are_refused(tmp_path):
         Serving(AsModelConfig("m", str(checkpoint(NAME)), cache_span_size=16, host_cache_memory=100))
 
 
-def test_a_full_disk_is_told(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported(tmp_path, monkeypatch):
     def full(fd, offset, size):
         raise OSError(28, "No space left on device")
 

@@ -103,7 +103,7 @@ def test_the_preempted_come_back():
         assert output(sequence) == expected_output(sequence.tokens[:24], 30)
 
 
-def test_one_of_the_second_tier_can_be_cancelled():
+def test_a_request_restored_from_the_host_cache_can_be_cancelled():
     rig = evicted()
     again = rig.add(prompt_of(600), 1)
     rig.step()
@@ -113,7 +113,7 @@ def test_one_of_the_second_tier_can_be_cancelled():
     assert again.state is State.ENDED
 
 
-def test_a_lasting_tier_has_what_was_computed():
+def test_a_lasting_host_cache_has_what_was_computed():
     rig = Rig(num_spans=64, host_spans=100, lasting=True)
     first = rig.add(prompt_of(80), 9)
     rig.run()

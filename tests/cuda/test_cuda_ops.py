@@ -347,7 +347,7 @@ def test_same_request_same_bytes(form, dim, cache, sampling):
 @pytest.mark.parametrize("sampling", [{}, {"repetition_penalty": 1.3, "presence_penalty": 0.5, "min_length": 60},
                                       {"do_sample": True, "seed": 9, "top_k": 7, "top_p": 0.8, "logprobs": True},
                                       {"logprobs": False, "no_repeat_ngram_size": 2}])
-def test_draws_are_the_reference_backends(sampling):
+def test_samples_are_the_reference_backends(sampling):
     """Tokens, until a choice is a near-tie."""
     own = small_model()
     gpu, runner = compiled(own), own.runner()

@@ -68,7 +68,7 @@ def test_the_bits_of_steps_one_after_the_other(drafts):
         assert found == expected
 
 
-def test_a_plan_that_does_not_follow_is_told_in_its_turn():
+def test_a_plan_out_of_order_is_reported_in_its_turn():
     head = Head(VOCAB, np.random.default_rng(1), 1.0, False)
     block = SamplingParams(do_sample=False, prompt_len=2).encode()
     first = StepPlan(new=[NewSlot(0, [1, 2], block, 0)], work=[WorkItem(0, 2, DRAW, spans=list(range(SPANS)))]).encode()

@@ -176,7 +176,7 @@ def test_bits_do_not_depend_on_chunks_and_others(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", *DTYPES16])
-def test_a_rank_that_does_not_come_is_told_of(monkeypatch, dtype):
+def test_a_missing_rank_is_reported(monkeypatch, dtype):
     """The step of one rank alone ends with an error, not never."""
     from allspark_server.runtime.device import Gpu
 

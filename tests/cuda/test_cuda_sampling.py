@@ -25,7 +25,7 @@ def assert_same(found, i: int, expected: dict) -> None:
 @pytest.mark.parametrize("vocab, spread, ties", [
     (300, 1.0, True), (1024, 2.0, False), (5003, 1.0, False), (16384, 0.5, True), (40_001, 1.0, False),
     (151_936, 0.2, False), (151_936, 1.0, True), (262_144, 1.5, False)])
-def test_every_processor_and_kind_of_draw(vocab, spread, ties):
+def test_every_processor_and_filter(vocab, spread, ties):
     rng = np.random.default_rng(vocab)
     head = Head(vocab, rng, spread, ties)
     cases = []
@@ -86,7 +86,7 @@ def test_prompts_are_scored():
             assert found.prompt_top_logprobs[at].tobytes() == np.array(top["top_logprobs"], np.float32).tobytes()
 
 
-def test_a_draw_is_the_same_in_every_batch():
+def test_a_sample_is_the_same_in_every_batch():
     vocab, rng = 40_000, np.random.default_rng(4)
     head = Head(vocab, rng, 0.6, False)
     cases = []

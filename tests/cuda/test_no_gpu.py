@@ -39,7 +39,7 @@ def test_an_installation_without_it_says_how_to_get_it(monkeypatch):
     engine.close()
 
 
-def test_a_machine_without_a_gpu_is_told_of():
+def test_a_machine_without_a_gpu_is_reported():
     cuda = pytest.importorskip("allspark_server._cuda")
     try:
         cuda.device_count()
@@ -189,7 +189,7 @@ def test_what_a_gpu_has_of_formats():
     assert not on_gpu(WeightFormat("int4", 128, ScaleLayout("float16", "points")))
 
 
-def test_what_a_gpu_lacks_is_told_by_name():
+def test_what_a_gpu_lacks_is_named():
     gpu = device.Gpu.__new__(device.Gpu)  # without one
     gpu.isa, gpu._capability = "sm_80 (without a name)", 80
     for forms, cache, refused in ((["e4m3"], "bfloat16", "a matrix of type e4m3 on CUDA"),

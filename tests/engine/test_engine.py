@@ -302,7 +302,7 @@ def test_profile_table(make_engine):
     assert len(lines) == 4
 
 
-def test_steps_run_while_ceilings_are_measured(make_engine):
+def test_steps_run_while_the_roofline_is_measured(make_engine):
     engine = make_engine(delay=0.001)
     _, _handle, results = engine.start_request("m", {"input_ids": [1]}, {"eos_token_id": -1, "max_new_tokens": 1000})
     results.Get()

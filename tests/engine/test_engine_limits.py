@@ -77,7 +77,7 @@ def test_a_failed_model_is_loaded_again_by_start_model(make_engine, tmp_path):
     assert json.loads((tmp_path / "state").read_text())[0]["started"] is True
 
 
-def test_the_end_of_the_engines_thread_is_told(make_engine):
+def test_the_end_of_the_engines_thread_is_reported(make_engine):
     engine = make_engine(delay=0.002)
     _, handle, results = engine.start_request("m", {"input_ids": [1]}, {"eos_token_id": -1})
     results.Get()
@@ -222,7 +222,7 @@ def test_what_may_not_be_opened_is_not_restored(make_engine, tmp_path):
     assert again.restore() == ["m"] and again.failures() == {}
 
 
-def test_failures_of_models_are_told(make_engine):
+def test_failures_of_models_are_reported(make_engine):
     engine = make_engine(fail_at=0)
     assert engine.failures() == {}
     _, handle, _ = engine.start_request("m", {"input_ids": [1]})

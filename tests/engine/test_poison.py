@@ -52,7 +52,7 @@ def finish(started, count):
 
 
 @pytest.mark.parametrize("after", [pytest.param(0, marks=pytest.mark.slow), 3])
-def test_a_poisoned_request_is_refused_and_bystanders_finish(tmp_path, after):
+def test_a_request_that_crashes_servers_is_refused_and_others_finish(tmp_path, after):
     """One that ends its server at its first token, and one that does so later. It is tried beside others at first, then
     twice alone.
     """
@@ -83,7 +83,7 @@ def connect(address):
             assert time.monotonic() < deadline
 
 
-def test_what_is_suspected_is_computed_alone_until_its_first_token(tmp_path):
+def test_a_quarantined_request_runs_alone_until_its_first_token(tmp_path):
     core = FakeEngine(0.01)
     with serving(f"unix:{tmp_path}/s", core) as (_, address), ClientEngine(address) as client:
         running = client.start_request("m", {"input_ids": [1, 2]}, {"max_new_tokens": 100})[2]
@@ -101,7 +101,7 @@ def test_what_is_suspected_is_computed_alone_until_its_first_token(tmp_path):
     assert {len(plan.work) for plan in plans[first + 1:first + 20]} == {2}
 
 
-def test_a_suspect_needs_spans_of_others(tmp_path):
+def test_a_quarantined_request_needs_spans_of_others(tmp_path):
     """They give way, and go on afterwards."""
     from support.fake_group import FakeGroup
 

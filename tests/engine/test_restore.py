@@ -96,7 +96,7 @@ def test_a_start_without_a_model_of_the_configuration_fails(start):
         start(config("m"), config("m"))
 
 
-def test_a_client_s_model_that_is_not_back_is_told(start, tmp_path):
+def test_a_client_s_model_that_is_not_back_is_reported(start, tmp_path):
     start(config("m")).install_model(config("by-client"))
     lost = {"by-client": MEMORY}
     second = start(config("m"), refused=lost)
@@ -112,7 +112,7 @@ def test_a_client_s_model_that_is_not_back_is_told(start, tmp_path):
     assert third.unrestored == {} and names(start(config("m"))) == {"m": True, "by-client-too": False}
 
 
-def test_after_a_restart_a_model_of_the_configuration_that_is_not_back_is_told(start):
+def test_after_a_restart_a_configured_model_that_is_not_back_is_reported(start):
     start(config("m"), config("n"))
     second = start(config("m"), config("n"), again=True, refused={"n": MEMORY})
     assert names(second) == {"m": True} and list(second.unrestored) == ["n"]

@@ -35,7 +35,7 @@ def undecided(text: str, stops: list[str]) -> int:
 
 @settings(max_examples=400, deadline=None)
 @given(TEXT, STOPS, st.lists(st.integers(1, 7), min_size=1, max_size=40))
-def test_matcher_in_pieces(text, stops, sizes):
+def test_matcher_over_cut_text(text, stops, sizes):
     left, found, _needed = reference(text, stops)
     matcher, given_out, at, turn = StopMatcher(StopStrings(stops)), "", 0, 0
     while at < len(text) and matcher.found is None:

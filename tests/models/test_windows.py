@@ -121,7 +121,7 @@ def test_a_prefix_ends_where_its_window_is_known():
     assert again.prefix_len == 68 and output(again) == expected_output(prompt_of(80), 5)
 
 
-def test_windowed_spans_come_back_from_the_second_tier():
+def test_windowed_spans_come_back_from_the_host_cache():
     rig = Rig(num_spans=48, windows=(0, 10), host_spans=400, depth=2, max_chunk=16)
     rig.add(prompt_of(80), 5)
     rig.run()

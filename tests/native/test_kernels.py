@@ -74,7 +74,7 @@ def test_many_rows_long_rows_and_many_panels_in_bfloat16():
 
 @pytest.mark.parametrize("dtype, threads, k", [("bfloat16", 1, 2112), ("bfloat16", 2, 2049), ("int8", 1, 4224),
                                                ("int8", 2, 4097)])
-def test_the_shortest_pieces_of_k_and_as_many_panels_as_they_allow(dtype, threads, k):
+def test_the_shortest_parts_of_k_and_as_many_panels_as_they_allow(dtype, threads, k):
     """Tiles keep the sums of a group of panels while K passes in pieces: the shorter those, the more panels are in a
     group.
     """

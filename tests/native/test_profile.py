@@ -75,7 +75,7 @@ def test_profiling_ends_by_itself_and_begins_anew_after_a_reading(runner, monkey
     assert counted() == 1                       # and the reading began a new one
 
 
-def test_an_op_is_measured_by_its_own_ceiling():
+def test_an_op_is_compared_with_its_own_roofline():
     op = profile.OpProfile("linear", "lm_head", 1, 1.0, 1.0, 1.0, bytes=5e9, operations=100e9)
     top = profile.Ceilings(20e9, 200e9, 800e9)
     assert profile.Profile([op], top).table().splitlines()[1].split()[-2] == "50.0%"
@@ -88,14 +88,14 @@ def nothing_measured(monkeypatch):
     monkeypatch.setattr(profile.CeilingMeter, "_known", {})
 
 
-def test_ceilings_are_measured_once(runner, nothing_measured):
+def test_the_roofline_is_measured_once(runner, nothing_measured):
     prefill(runner, 3)
     first = runner.profile().ceilings
     assert first.bytes_per_second > 1e8 and first.operations_per_second > 1e8
     assert runner.measure_ceilings() and runner.profile().ceilings is first
 
 
-def test_ceilings_are_measured_in_slices(runner, nothing_measured):
+def test_the_roofline_is_measured_in_slices(runner, nothing_measured):
     times = []
     done = False
     while not done:
@@ -115,7 +115,7 @@ def test_ceilings_are_measured_in_slices(runner, nothing_measured):
         assert figure / 3 <= part <= 3 * figure         # the same thing, on a machine with other work
 
 
-def test_8_bit_products_have_a_ceiling_at_every_level():
+def test_8_bit_gemms_have_a_roofline_at_every_level():
     from allspark_server import _native
     meter = _native.CeilingMeter(megabytes=32)
     while not meter.slice(0.01):

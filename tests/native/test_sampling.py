@@ -150,7 +150,7 @@ def test_bad_logits_are_a_status(filters, value, rng):
     assert draw(np.full(17, -np.inf), Params(**filters), ranks=2)["token"] == -1
 
 
-def test_minus_infinity_is_never_drawn(rng):
+def test_minus_infinity_is_never_sampled(rng):
     logits = rng.normal(size=600)
     logits[rng.random(600) < 0.9] = -np.inf
     logits[300] = 0
@@ -289,7 +289,7 @@ def test_top_k_and_top_p_supports(vocab, one_rng):
 
 
 @pytest.mark.parametrize("vocab", [17, 1031, 151936])
-def test_draws_do_not_depend_on_the_sharding(vocab, one_rng):
+def test_samples_do_not_depend_on_the_sharding(vocab, one_rng):
     logits = one_rng.normal(0, 2, vocab)
     history = one_rng.integers(0, vocab, 30)
     for seed in range(60 if vocab < 10**5 else 15):
@@ -312,7 +312,7 @@ def test_draws_do_not_depend_on_the_sharding(vocab, one_rng):
                 assert other["token"] == one["token"] and other["logprob"] == pytest.approx(one["logprob"], rel=1e-6)
 
 
-def test_thousands_of_draws_do_not_depend_on_the_sharding(one_rng):
+def test_thousands_of_samples_do_not_depend_on_the_sharding(one_rng):
     for i in range(4000):
         vocab = int(one_rng.choice([5, 300, 1024, 1025, 5003, 16384, 16400, 40001]))
         logits = one_rng.normal(0, one_rng.uniform(0, 4), vocab)
@@ -379,7 +379,7 @@ def test_same_key_same_bits(vocab, one_rng):
         assert draw(logits, p, [0], 2) == first
 
 
-def test_speculation_draws_with_the_position_alone(one_rng):
+def test_speculation_samples_by_the_position_alone(one_rng):
     """The draw at a position sees its distribution and key only, whatever the history that led there."""
     logits = one_rng.normal(0, 2, 500)
     for seed in range(50):

@@ -142,7 +142,7 @@ def test_a_prompts_log_probabilities_do_not_depend_on_its_chunks():
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "seed": 3, "temperature": 1.5, "top_p": 0.9}])
-def test_draws_wait_for_their_masks(world, sampling):
+def test_sampling_waits_for_masks(world, sampling):
     """Of three sequences two have masks, one of them with drafts, each with its own; they are written late."""
     rng, cpu, exact = np.random.default_rng(SEED + 4), Cpu(world), reference(world)
     allowed = [rng.choice(VOCAB, n, replace=False).tolist() for n in (2, 1, 30, 5)]

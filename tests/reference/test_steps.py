@@ -60,7 +60,7 @@ def test_positions_in_the_prefix_cache_are_not_computed(toy):
     assert found.tokens.tolist() == expected[:1] and found.counts.tolist() == [1]
 
 
-def test_spans_go_to_the_second_tier_and_come_back(toy):
+def test_spans_go_to_the_host_cache_and_come_back(toy):
     """So they do on CPUs: the same plans, with the same tokens."""
     runner, prompt = toy.runner(), prompt_of(40)
     expected, *_ = generate(toy.runner(), prompt, 3)

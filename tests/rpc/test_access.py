@@ -329,7 +329,7 @@ def served():
         yield core, channel
 
 
-def test_what_is_no_message_is_told_so(served, caplog):
+def test_invalid_messages_are_reported(served, caplog):
     """By the right code, and with one line in the log however many there are."""
     _, channel = served
     hostile = b"\xff" * 10

@@ -160,7 +160,7 @@ def test_a_step_that_fails_ends_the_group(threads):
     assert "rank 2" in errors[1]
 
 
-def test_the_first_step_is_told(monkeypatch):
+def test_the_first_step_is_announced(monkeypatch):
     """The supervisor counts lives that served nothing."""
     from allspark_server import _native
     from allspark_server.runtime import runner

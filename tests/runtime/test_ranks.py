@@ -392,7 +392,7 @@ def test_as_another_user(source, home, foreign_python):
                 if "allspark_server" in command_of(p) and os.stat(f"/proc/{p}").st_uid == nobody]
 
 
-def test_a_port_in_use_is_told(tmp_path):
+def test_a_port_in_use_is_reported(tmp_path):
     with background_group(["--ranks", "1"]) as started:
         with pytest.raises(RuntimeError, match="did not start.*(in use|already)"):
             with background_group(["--ranks", "1", "--address", started.addresses[0]]):
@@ -453,7 +453,7 @@ def test_an_mpi_that_threads_may_not_call_cannot_span_hosts(monkeypatch):
         join(2, 4096)
 
 
-def test_window_larger_than_shared_memory_is_told(monkeypatch):
+def test_a_window_larger_than_shared_memory_is_reported(monkeypatch):
     from allspark_server.runtime.mpi import MpiError, join
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     with pytest.raises(MpiError, match="docker run --shm-size"):

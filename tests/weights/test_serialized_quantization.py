@@ -246,7 +246,7 @@ def test_group_size_without_quantized_weights_is_refused():
     AsModelConfig("m", "/path", weight_dtype="w4a8", weight_group_size=64).validate()
 
 
-def test_groups_that_a_rank_would_cut_to_pieces_are_refused():
+def test_groups_that_a_rank_would_split_are_refused():
     assert [group_of_slice(64, first) for first in (0, 32, 64, 96, 200)] == [64, 32, 64, 32, 8]
     assert group_of_slice(0, 77) == 0
     plain = checkpoint("qwen2-gqa-tied")        # 151 features in the MLP: rank 1 begins at 76

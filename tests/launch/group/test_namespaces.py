@@ -195,7 +195,7 @@ def test_a_loss_changes_no_byte(happens, noticed, tmp_path, undisturbed, capsys)
                 assert ask(engine) == wanted
 
 
-def test_a_missing_host_is_told(tmp_path):
+def test_a_missing_host_is_reported(tmp_path):
     with namespaces.hosts(2, tmp_path) as hosts:
         hosts.link("h1", "down")
         with pytest.raises(FileNotFoundError), Group(hosts, tmp_path):
@@ -203,7 +203,7 @@ def test_a_missing_host_is_told(tmp_path):
         assert "the agent on h1 does not start" in (tmp_path / "log").read_text()
 
 
-def test_another_checkpoint_is_told(tmp_path):
+def test_another_checkpoint_is_reported(tmp_path):
     """One host has an edited copy at the same path."""
     copy = tmp_path / "model"
     shutil.copytree(shipped_model(), copy)

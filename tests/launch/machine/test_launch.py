@@ -104,7 +104,7 @@ def test_a_node_of_memory_only_gets_no_rank(tmp_path):
         place(topology, nodes=[1])
 
 
-def test_memory_of_nodes_without_cpus_is_used_only_as_told(tmp_path):
+def test_memory_of_nodes_without_cpus_is_used_only_where_configured(tmp_path):
     """Two sockets, the second without memory of its own; node 2 is CXL at the second, node 3 CXL as far from both."""
     root = machine(tmp_path, {0: [[0], [1]], 1: [[2], [3]], 2: [], 3: []}, memory={1: 0},
                    distances=[[10, 21, 24, 30], [21, 10, 14, 30], [24, 14, 10, 40], [30, 30, 40, 10]])
@@ -139,7 +139,7 @@ def test_each_start_is_planned_anew(tmp_path, monkeypatch):
     assert [r.node for r in plan_group(GroupOptions(), keep=2).placement.ranks] == [0, 0]
 
 
-def test_what_the_kernel_is_told_has_a_remedy(tmp_path):
+def test_kernel_settings_have_a_remedy(tmp_path):
     root = machine(tmp_path, {0: [[0], [1]], 1: [[2], [3]], 2: []})
     topology = read_topology(root)
     assert doctor.kernel_of(topology, str(root)) == []
@@ -340,7 +340,7 @@ def test_serve_config_file(tmp_path, capsys):
     (["run", "--model", "/", "--set", "engine_max_lenght=3", "x"], "engine_max_length"),
     (["convert", "/nowhere", "/tmp/x", "--weight-dtype", "int4"], "/nowhere is not a directory"),
 ])
-def test_mistakes_are_told(arguments, message, capsys):
+def test_mistakes_are_reported(arguments, message, capsys):
     assert main(arguments) == (EXIT_CONFIG if arguments[0] == "serve" else 1)
     assert message in capsys.readouterr().err
 

@@ -111,7 +111,7 @@ numa_nodes = [0]
     ("numa_nodes = [0]", 'numa_nodes = [0]\naddress = "unix:/a-1"', "member 'b': members 'a-1' and 'b' both have"),
     ('"nodes"', '"auto"', "line 3: member 'a': layout auto measures with a member's models; it names none"),
 ])  # fmt: skip
-def test_what_cannot_be_is_told_with_its_line(tmp_path, two_nodes, capsys, old, new, message):
+def test_impossible_layouts_are_reported_with_their_line(tmp_path, two_nodes, capsys, old, new, message):
     toml()
     path = tmp_path / "pool.toml"
     path.write_text(POOL.replace(old, new))

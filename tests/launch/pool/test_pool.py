@@ -223,7 +223,7 @@ def test_status_of_a_group_that_is_down(capsys, tmp_path):
     assert "down" in capsys.readouterr().out
 
 
-def test_an_unknown_member_is_told(tmp_path, capsys):
+def test_an_unknown_member_is_reported(tmp_path, capsys):
     write(tmp_path, [{"name": "a"}])
     assert main(["pool", "restart", "--config", str(tmp_path / "pool.json"), "z"]) == 1
     assert "there is no member 'z'; members: a" in capsys.readouterr().err
@@ -232,7 +232,7 @@ def test_an_unknown_member_is_told(tmp_path, capsys):
 # --- what systemd is told ---
 
 
-def test_systemd_is_told(tmp_path):
+def test_systemd_is_notified(tmp_path):
     path = tmp_path / "notify"
     environment = {"NOTIFY_SOCKET": str(path), "WATCHDOG_USEC": "300000", "WATCHDOG_PID": str(os.getpid())}
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:

@@ -17,7 +17,7 @@ def assert_same(logits, params, history, mask, ranks):
 @pytest.mark.parametrize("vocab, ranks", [(7, 1), (700, 2), (5003, 3), (40_000, 1), (151_936, 2)])
 @pytest.mark.parametrize("how", SETTINGS)
 @pytest.mark.timeout(300)
-def test_every_processor_and_kind_of_draw_has_the_bits_of_one_thread(how, vocab, ranks, one_rng):
+def test_every_processor_and_filter_has_the_bits_of_one_thread(how, vocab, ranks, one_rng):
     rng = one_rng
     names = list(PROCESSORS) if vocab < 10_000 else ["all", "logit_bias"]
     for name in names:
