@@ -48,7 +48,8 @@ ARM = ["-fno-schedule-insns", "-DAS_ISA_ARM"]
 ROOMS = ("batch", "bindings", "comm", "common", "cpu", "cpu/ops", "program", "sampling")
 # Folders of native/ with the CUDA backend's host sources, shared ones included; and the chips that its kernels are
 # compiled for: machine code, and PTX that the driver compiles for later ones.
-CUDA_ROOMS = ("batch", "program", "sampling", "cuda", "cuda/ops")
+CUDA_ROOMS = ("batch", "program", "sampling", "cuda", "cuda/kernels", "cuda/memory", "cuda/ops",
+              "cuda/step", "cuda/weights")
 CHIPS = ("arch=compute_80,code=sm_80", "arch=compute_90a,code=sm_90a", "arch=compute_80,code=compute_80")
 # The types that kernels of 16-bit floats are compiled for, one after the other (native/cuda/kernels/common/dtype16.h).
 DTYPES16 = ("bf16", "f16")

@@ -4,9 +4,9 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "cuda/dtype16.h"
 #include "cuda/ops/all_reduce.h"
 #include "cuda/ops/linear.h"
+#include "cuda/weights/dtype16.h"
 
 namespace as {
 namespace cuda {

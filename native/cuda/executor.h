@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "batch/queued_decoder.h"
-#include "cuda/drafting.h"
-#include "cuda/host_spans.h"
+#include "cuda/memory/host_spans.h"
 #include "cuda/runner.h"
+#include "cuda/step/drafting.h"
 
 namespace as {
 namespace cuda {

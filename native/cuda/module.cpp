@@ -7,9 +7,9 @@
 #include <optional>
 
 #include "bindings/step_result.h"
-#include "cuda/ceilings.h"
-#include "cuda/dtype16.h"
 #include "cuda/executor.h"
+#include "cuda/memory/ceilings.h"
+#include "cuda/weights/dtype16.h"
 #include "program/weight_spec.h"
 
 namespace py = pybind11;
@@ -240,7 +240,7 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
            py::arg("zeros").noconvert(), py::arg("bits"), py::arg("columns"), py::arg("group_size"),
            py::arg("row_offset") = 0, py::arg("column") = 0,
            "As the CPU backend's, of rows that quantize_rows made. Of float8 scales and zeros are halves of a float32 "
-           "(cuda/weights.h).")
+           "(cuda/weights/weights.h).")
       .def(
           "source_hash", [](const CudaExecutor& e, int id) { return e.weights().source_hash(id); }, py::arg("id"),
           "The CPU backend's hash of all bytes that a matrix was filled with.")

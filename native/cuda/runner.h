@@ -8,9 +8,9 @@
 
 #include "batch/logit_sampler.h"
 #include "batch/queued_decoder.h"
-#include "cuda/draws.h"
-#include "cuda/op_times.h"
 #include "cuda/ops/ops.h"
+#include "cuda/step/draws.h"
+#include "cuda/step/op_times.h"
 
 namespace as {
 namespace cuda {

@@ -4,12 +4,12 @@
 #include <optional>
 #include <vector>
 
-#include "cuda/adapters.h"
 #include "cuda/kernel_choice.h"
 #include "cuda/kernels/attention/attention.h"
 #include "cuda/kernels/moe/moe.h"
-#include "cuda/step_data.h"
-#include "cuda/weights.h"
+#include "cuda/step/step_data.h"
+#include "cuda/weights/adapters.h"
+#include "cuda/weights/weights.h"
 #include "program/program.h"
 
 namespace as {

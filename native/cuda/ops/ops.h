@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "comm/communicator.h"
-#include "cuda/exchange.h"
 #include "cuda/kernels/attention/attention.h"
 #include "cuda/kernels/norm/norm.h"
+#include "cuda/memory/exchange.h"
 #include "cuda/workspace.h"
 
 namespace as {

@@ -4,7 +4,7 @@
 #include <cstdlib>
 #include <random>
 
-#include "cuda/draw_list.h"
+#include "cuda/step/draw_list.h"
 #include "cuda/kernels/sampling/draw.cu"
 
 namespace {

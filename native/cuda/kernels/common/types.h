@@ -7,8 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cuda/quantized.h"
-#include "cuda/tiles.h"
+#include "cuda/kernels/common/quantized.h"
+#include "cuda/kernels/common/tiles.h"
 
 namespace as {
 namespace cuda {

@@ -11,8 +11,8 @@
 namespace as {
 namespace cuda {
 
-// Activations lie in blocks of 64 rows x 64 columns as codes of e4m3 do (cuda/quantized.h): of each 16 columns bytes 4
-// t to 4 t + 3 are columns 2 t, 2 t + 1 and the same eight further.
+// Activations lie in blocks of 64 rows x 64 columns as codes of e4m3 do (kernels/common/quantized.h): of each 16
+// columns bytes 4 t to 4 t + 3 are columns 2 t, 2 t + 1 and the same eight further.
 constexpr int kByteRow = kBlock, kByteBlock = kBlock * kByteRow;
 
 // The blocks of K that have a sum of their own: those of a group in a piece.

@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cuda/by_dtype16.h"
+#include "cuda/kernels/by_dtype16.h"
 #include "cuda/kernels/gemm/gemm_wgmma.h"
 #include "cuda/kernels/gemm/row_sums.cuh"
 #include "cuda/kernels/gemm/tile_parts.cuh"

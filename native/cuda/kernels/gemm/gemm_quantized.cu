@@ -2,7 +2,7 @@
 // sums are those of gemm_dtype16() with the matrix so rounded, to the bit: so the way is free. Few rows: weights
 // stream by as codes and are widened in registers, here by mma.sync as in gemm_dtype16.cu. Many: the matrix is
 // widened into tiles, some of its rows at a time, which gemm_dtype16() takes.
-#include "cuda/by_dtype16.h"
+#include "cuda/kernels/by_dtype16.h"
 #include "cuda/kernels/gemm/gemm_quantized.h"
 #include "cuda/kernels/gemm/gemv_plan.h"
 

@@ -1,4 +1,4 @@
-// Values of quantized matrices (cuda/quantized.h), as kernels recover them.
+// Values of quantized matrices (kernels/common/quantized.h), as kernels recover them.
 #pragma once
 #include <cuda_fp8.h>
 

@@ -1,4 +1,4 @@
-#include "cuda/step_data.h"
+#include "cuda/step/step_data.h"
 
 #include <algorithm>
 #include <tuple>

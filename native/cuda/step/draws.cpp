@@ -1,4 +1,4 @@
-#include "cuda/draws.h"
+#include "cuda/step/draws.h"
 
 #include <algorithm>
 #include <cstring>

@@ -3,8 +3,8 @@
 #include <vector>
 
 #include "batch/masks.h"
-#include "cuda/device.h"
-#include "cuda/draw_list.h"
+#include "cuda/memory/device.h"
+#include "cuda/step/draw_list.h"
 
 namespace as {
 namespace cuda {

@@ -1,4 +1,4 @@
-#include "cuda/weights.h"
+#include "cuda/weights/weights.h"
 
 #include <algorithm>
 #include <atomic>
@@ -6,9 +6,9 @@
 #include <stdexcept>
 
 #include "cpu/row_hash.h"
-#include "cuda/dtype16.h"
-#include "cuda/host_threads.h"
 #include "cuda/kernels/common/ceilings.h"
+#include "cuda/memory/host_threads.h"
+#include "cuda/weights/dtype16.h"
 
 namespace as {
 namespace cuda {

@@ -5,9 +5,9 @@
 #include <vector>
 
 #include "batch/batch.h"
-#include "cuda/device.h"
 #include "cuda/kernels/lora/lora.h"
-#include "cuda/weights.h"
+#include "cuda/memory/device.h"
+#include "cuda/weights/weights.h"
 #include "program/program.h"
 
 namespace as {

@@ -1,12 +1,12 @@
-#include "cuda/ceilings.h"
+#include "cuda/memory/ceilings.h"
 
 #include <algorithm>
 #include <functional>
 
-#include "cuda/device.h"
 #include "cuda/kernel_choice.h"
 #include "cuda/kernels/common/ceilings.h"
 #include "cuda/kernels/gemm/gemm.h"
+#include "cuda/memory/device.h"
 
 namespace as {
 namespace cuda {

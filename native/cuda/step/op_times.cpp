@@ -1,4 +1,4 @@
-#include "cuda/op_times.h"
+#include "cuda/step/op_times.h"
 
 #include <algorithm>
 

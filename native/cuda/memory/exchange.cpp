@@ -1,4 +1,4 @@
-#include "cuda/exchange.h"
+#include "cuda/memory/exchange.h"
 
 #include <chrono>
 #include <cstring>

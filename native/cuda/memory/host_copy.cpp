@@ -1,4 +1,4 @@
-#include "cuda/host_copy.h"
+#include "cuda/memory/host_copy.h"
 
 #include <cuda_runtime_api.h>
 #include <sys/mman.h>
@@ -9,7 +9,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "cuda/host_threads.h"
+#include "cuda/memory/host_threads.h"
 
 namespace as {
 namespace cuda {

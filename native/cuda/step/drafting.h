@@ -2,7 +2,7 @@
 // what comes next.
 #pragma once
 #include "batch/decoder.h"
-#include "cuda/host_spans.h"
+#include "cuda/memory/host_spans.h"
 #include "cuda/runner.h"
 
 namespace as {

@@ -1,4 +1,4 @@
-#include "cuda/host_spans.h"
+#include "cuda/memory/host_spans.h"
 
 #include <algorithm>
 #include <stdexcept>

@@ -1,6 +1,6 @@
 // Ops of which there is one for each type of 16 bits: what they are given says which it is. Those that have nothing of
 // 16 bits go to bfloat16's, which are there for all formats.
-#include "cuda/by_dtype16.h"
+#include "cuda/kernels/by_dtype16.h"
 
 namespace as {
 namespace cuda {

@@ -4,9 +4,9 @@
 #include <thread>
 #include <vector>
 
-#include "cuda/device.h"
-#include "cuda/host_copy.h"
 #include "cuda/kernels/quantize/quantize.h"
+#include "cuda/memory/device.h"
+#include "cuda/memory/host_copy.h"
 
 namespace as {
 namespace cuda {

@@ -1,4 +1,4 @@
-#include "cuda/device.h"
+#include "cuda/memory/device.h"
 
 #include <cuda.h>
 #include <dlfcn.h>

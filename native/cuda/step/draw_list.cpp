@@ -1,4 +1,4 @@
-#include "cuda/draw_list.h"
+#include "cuda/step/draw_list.h"
 
 #include <algorithm>
 

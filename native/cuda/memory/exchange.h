@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "cuda/device.h"
 #include "cuda/kernels/comm/sum_ranks.h"
+#include "cuda/memory/device.h"
 
 namespace as {
 namespace cuda {

@@ -3,8 +3,8 @@
 #include <vector>
 
 #include "batch/batch.h"
-#include "cuda/device.h"
 #include "cuda/kernels/attention/attention.h"
+#include "cuda/memory/device.h"
 #include "program/fusion.h"
 
 namespace as {

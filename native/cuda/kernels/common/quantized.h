@@ -14,7 +14,7 @@
 // Scales: for each block of 64 rows and group 64 words, scale below offset, tile by tile, row r + 8 beside row r. Rows
 // that there are not have zeros, and so the value zero; columns that there are not have any code.
 #pragma once
-#include "cuda/tiles.h"
+#include "cuda/kernels/common/tiles.h"
 
 namespace as {
 namespace cuda {

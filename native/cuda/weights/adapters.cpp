@@ -1,9 +1,9 @@
-#include "cuda/adapters.h"
+#include "cuda/weights/adapters.h"
 
 #include <cstring>
 #include <stdexcept>
 
-#include "cuda/dtype16.h"
+#include "cuda/weights/dtype16.h"
 
 namespace as {
 namespace cuda {
