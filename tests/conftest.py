@@ -1,6 +1,7 @@
-"""Fixtures that several test files share: a checkpoint with a tokenizer, and the engines that one suite runs against.
+"""Fixtures that several folders of tests share: a checkpoint with a tokenizer, and the engines that a suite runs
+against.
 
-Everything here is made on first use and lives for the whole session: a server group takes seconds to start.
+Each is made on first use and lives for the whole session, because a server group takes seconds to start.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-# Tests fork from a process in which gRPC has threads (to become another user, say): its fork handlers are not up to it.
+# Some tests fork while gRPC has threads, for example to become another user. gRPC's fork handlers cannot cope with
+# that.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # read when grpc is first imported
 
 from allspark_client import AbstractEngine
@@ -45,10 +47,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def engine_of() -> Iterator[Callable[[str], AbstractEngine]]:
-    """`engine_of(name)`: the session's engine of one kind of ENGINES, without models.
+    """`engine_of(name)` returns the session's engine of one kind of ENGINES, without models.
 
     "client-2" is a ClientEngine connected to a group of two ranks that the launcher started; "async-1" is an
-    AsyncClientEngine whose coroutines are run to their ends.
+    AsyncClientEngine whose coroutines run to completion.
     """
     with contextlib.ExitStack() as stack:
         engines: dict[str, AbstractEngine] = {}
@@ -84,7 +86,7 @@ def _start(name: str, stack: contextlib.ExitStack) -> AbstractEngine:
 
 @pytest.fixture(scope="session")
 def http_server(tmp_path_factory: pytest.TempPathFactory):
-    """A running HTTP server (RunningServer of http_helpers)."""
+    """A running HTTP server (RunningServer of support/http_helpers.py)."""
     from support.http_helpers import serving
 
     with serving(tmp_path_factory.mktemp("http")) as server:
@@ -93,7 +95,7 @@ def http_server(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="session")
 def api(http_server):
-    """OpenAI's own client of the server, that may generate."""
+    """OpenAI's own client of the HTTP server, with the key that may generate."""
     import openai
 
     from support.http_helpers import KEYS
@@ -104,14 +106,14 @@ def api(http_server):
 
 @pytest.fixture()
 def http_client(http_server):
-    """An httpx.Client of the HTTP server that may generate."""
+    """An httpx.Client of the HTTP server, with the key that may generate."""
     with http_server.client() as client:
         yield client
 
 
 @pytest.fixture(scope="session", params=ENGINES)
 def any_engine(request: pytest.FixtureRequest, engine_of: Callable[[str], AbstractEngine]) -> AbstractEngine:
-    """Each kind of engine in turn: what is tested with it holds for all."""
+    """Each kind of engine in turn. What is tested with this fixture holds for all of them."""
     return engine_of(request.param)
 
 

@@ -188,7 +188,8 @@ def test_a_cache_that_is_lost_takes_what_was_not_copied_along():
     host_cache.before_writes([12])  # to be copied with the next step
     assert host_cache.restore(keys[0], 13)
     host_cache.cache_is_lost()
-    assert [key in host_cache for key in keys] == [True, False, False, False, False] and host_cache.take_copies() is None
+    assert [key in host_cache for key in keys] == [True, False, False, False,
+                                                   False] and host_cache.take_copies() is None
     for number in (3, 4, 1):  # and all of its room is there
         host_cache.evicted(keys[number], 20 + number)
         host_cache.before_writes([20 + number])

@@ -1,4 +1,5 @@
-"""The modules that a request enters from Engine.start_request to the engine's queue: python tests/engine/request_path.py
+"""The modules that a request enters from Engine.start_request to the engine's queue: python
+tests/engine/request_path.py
 
 A module is entered when code of another module of allspark_server calls into it; calls in a row into the same module
 count once. Prints the modules of several kinds of requests in the order of their entries.

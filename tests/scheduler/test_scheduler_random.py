@@ -119,7 +119,8 @@ class Run:
             self.disturb()
             before = [(s, s.preemptions) for step, _ in rig.running for s in step.sequences]
             if rig.host_cache is not None and rng.random() < 0.2:  # what copies cost, and rows
-                rig.host_cache.costs.copy, rig.host_cache.costs.row = rng.choice([0.0, 1e-3, 0.3]), rng.choice([0.0, 1e-3])
+                rig.host_cache.costs.copy, rig.host_cache.costs.row = rng.choice([0.0, 1e-3, 0.3]), rng.choice([0.0,
+                                                                                                                1e-3])
             rig.step()
             self.seen["waited for a prefix"] += sum(s.awaited is not None for s in self.live)
             self.seen["preempted in flight"] += sum(s.preemptions - n for s, n in before)

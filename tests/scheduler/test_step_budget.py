@@ -10,8 +10,8 @@ from collections import deque
 import pytest
 
 from allspark_server.cache import PrefixCache, SpanKeys, SpanPool
-from allspark_server.scheduler.token_budget import TokenBudget
 from allspark_server.scheduler import Limits, Scheduler, Sequence, State, StopRules
+from allspark_server.scheduler.token_budget import TokenBudget
 from support.fake_group import step_result
 
 

@@ -1,4 +1,4 @@
-"""LoRA adapters of random values as PEFT writes them, and what the network with them computes."""
+"""Random LoRA adapters in PEFT's format, and models with such an adapter merged into their weights."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 
 def modules_of(checkpoint: Path) -> dict[str, tuple[int, int]]:
-    """(out features, in features) of the linear layers that adapters may be for."""
+    """Sizes (out features, in features) of the linear layers that an adapter may target."""
     _, targets = with_adapters(open_model(str(checkpoint), "").graph)
     return {target.module: (target.rows, target.weight.columns) for target in targets}
 
 
 def write_adapter(directory: Path, checkpoint: Path, targets: Any = ALL, rank: int = 8, dtype: str = "F32",
                   ranks: dict[str, int] | None = None, strength: float = 0.5, **config: Any) -> Path:
-    """An adapter for the modules of these names; ranks: of single ones, by the ends of their names. Its values depend
-    on the directory's name. config: further fields of adapter_config.json.
+    """Writes an adapter for the named modules. Its values depend on the directory's name.
+
+    `ranks` overrides the rank of single modules, keyed by the ends of their names; `config` adds fields to
+    adapter_config.json.
     """
     directory.mkdir(parents=True)
     rng = np.random.default_rng(zlib.crc32(directory.name.encode()))
@@ -58,7 +60,7 @@ def change_config(directory: Path, **config: Any) -> None:
 
 
 def merged(model: torch.nn.Module, directory: Path, scale) -> torch.nn.Module:
-    """The model with the adapter's products added to its weights; scale(module): of each."""
+    """The model with the adapter's products added to its weights; scale(module) is the factor of each."""
     file = SafetensorsFile(directory / "adapter_model.safetensors")
 
     def values(name: str) -> torch.Tensor:

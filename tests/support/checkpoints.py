@@ -1,7 +1,7 @@
 """Tiny random Hugging Face checkpoints with awkward sizes, and what transformers computes from them.
 
-`checkpoint(name)` writes one of CONFIGS once per process, `reference_logits`, `reference_greedy`, `check_logits` and
-`check_greedy` compare against transformers. Weights are scaled so that logits depend on the whole context.
+`checkpoint(name)` writes one of CONFIGS once per process. `reference_logits`, `reference_greedy`, `check_logits` and
+`check_greedy` compare with transformers. Weights are scaled so that logits depend on the whole context.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ import transformers
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
-VOCAB = 1031  # prime: divides among no number of ranks
+VOCAB = 1031  # prime: no number of ranks divides it
 NEAR_TIE = 2e-4  # of the logits' standard deviation: beyond this, float32 may pick either of the two best
 LOGIT_TOLERANCE = 1e-4  # of the logits' standard deviation
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A checkpoint: architecture family, config.json's fields, stored type, and a shard's size (None: one file)."""
+    """A checkpoint: architecture family, fields of config.json, stored type, and the size of a shard (None: one
+    file).
+    """
 
     family: str
     fields: dict[str, Any] = field(hash=False)
@@ -81,7 +83,7 @@ STORED = {
     "qwen2-bf16": Spec("qwen2", CONFIGS["qwen2-gqa-tied"].fields, "bfloat16"),
     "qwen3-bf16-sharded": Spec("qwen3", CONFIGS["qwen3-tied"].fields, "bfloat16", "100KB"),
     "llama-bf16": Spec("llama", CONFIGS["llama3"].fields, "bfloat16"),
-    # Heads that the CUDA backend attends with on tensor cores; in float16 below.
+    # Head sizes for which the CUDA backend uses tensor cores in attention; the same in float16 below.
     "llama-bf16-heads-of-64": Spec("llama", _sizes(144, 6, 2, 251, head_dim=64, attention_bias=True), "bfloat16"),
     "llama-fp16-sharded": Spec("llama", CONFIGS["llama-linear"].fields, "float16", "200KB"),
     "llama-fp16-heads-of-64": Spec("llama", _sizes(144, 6, 2, 251, head_dim=64, attention_bias=True), "float16"),
@@ -200,7 +202,7 @@ def _root() -> Path:
 
 @functools.cache
 def checkpoint(name: str) -> Path:
-    """The directory of a checkpoint of one of the tables, written on first use and removed when the process ends."""
+    """The directory of a named checkpoint, which is written on first use and removed when the process ends."""
     spec = (CONFIGS | DENSE | EXPERTS | GPT_OSS | STORED)[name]
     return write_checkpoint(_root() / name, spec, seed=zlib.crc32(repr(sorted(spec.fields.items())).encode()))
 
@@ -249,12 +251,12 @@ def _model(directory: Path, dtype: torch.dtype):
 
 
 def reference_model(directory: Path, dtype: torch.dtype = torch.float32):
-    """Transformers' model, as if it were fresh."""
+    """Transformers' model, in the state of a fresh one."""
     return reset_rotary(_model(Path(directory), dtype))
 
 
 def reset_rotary(model):
-    """The model, with the state that dynamic rotary scaling keeps reset to a fresh model's."""
+    """The model, with the state that dynamic rotary scaling keeps reset to that of a fresh one."""
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     return model
 
@@ -267,9 +269,7 @@ def reference_logits(directory: Path, prompt: list[int], dtype: torch.dtype = to
 
 @dataclass(frozen=True)
 class Greedy:
-    """tokens: what greedy decoding gives; gaps: at each token, how far the two best logits are apart, in the logits'
-    standard deviations.
-    """
+    """Greedy tokens, and for each of them the gap between the two best logits, in standard deviations of the logits."""
 
     tokens: list[int]
     gaps: list[float]
@@ -291,12 +291,14 @@ def reference_greedy(directory: Path, prompt: list[int], n: int, dtype: torch.dt
 
 @functools.cache
 def greedy_of(name: str, length: int = 90) -> Greedy:
-    """reference_greedy of 256 tokens after prompt_of(length, seed=1), of the checkpoint of this name."""
+    """reference_greedy for 256 tokens after prompt_of(length, seed=1), of the named checkpoint."""
     return reference_greedy(checkpoint(name), prompt_of(length, seed=1), 256)
 
 
 def check_logits(found: np.ndarray, expected: np.ndarray, tolerance: float = LOGIT_TOLERANCE) -> float:
-    """The largest difference in the logits' standard deviations; AssertionError when it reaches `tolerance`."""
+    """Returns the largest difference in standard deviations of the logits; raises AssertionError from `tolerance`
+    on.
+    """
     found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
     assert found.shape == expected.shape
     worst = float(np.abs(found - expected).max() / expected.std())
@@ -305,7 +307,9 @@ def check_logits(found: np.ndarray, expected: np.ndarray, tolerance: float = LOG
 
 
 def check_greedy(found: list[int], expected: Greedy) -> int:
-    """How many tokens are equal; AssertionError when they part before float64 has its two best logits nearly tied."""
+    """Returns how many tokens are equal. Raises AssertionError if they differ where float64's two best logits are not
+    nearly tied.
+    """
     assert len(found) == len(expected.tokens), f"{len(found)} tokens, expected {len(expected.tokens)}"
     for i, (a, b, gap) in enumerate(zip(found, expected.tokens, expected.gaps)):
         if gap < NEAR_TIE:
@@ -315,7 +319,7 @@ def check_greedy(found: list[int], expected: Greedy) -> int:
 
 
 def rewrite_header(path: Path, change) -> None:
-    """Changes the header of a safetensors (.asparam) file in place: change(header)."""
+    """Changes the header of a safetensors (.asparam) file in place by `change(header)`."""
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8:8 + length])

@@ -1,4 +1,6 @@
-"""Runs a model's ranks without an engine: threads of this process, their shared window over one NumPy array."""
+"""Runs the ranks of a model without an engine: each rank is a thread of this process, and their shared memory is a
+NumPy array.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,11 @@ from allspark_server.runtime.runner import ModelRunner
 
 PAGE = 4096
 
-MAPPED = []     # memory of windows stays: they beat in it as long as they live
+MAPPED = []     # keeps the shared memory alive: ranks write heartbeats into it until they are closed
 
 
 def windows(world: int) -> list:
-    """Of each rank its window; of one rank alone None."""
+    """The shared-memory window of each rank; None for a single rank."""
     if world == 1:
         return [None]
     from allspark_server import _native
@@ -29,14 +31,14 @@ def windows(world: int) -> list:
 
 
 def in_groups(info, spans: list[int]) -> list[list[int]]:
-    """Spans of each cache group but the first, beside these of the first one."""
+    """Spans of every cache group but the first, which go along with these spans of the first."""
     part = info.num_spans // len(info.cache_windows)
     assert not spans or spans[-1] < part
     return [[span + group * part for span in spans] for group in range(1, len(info.cache_windows))]
 
 
 class Driver:
-    """One sequence at a time on `world` ranks. Keyword arguments are fields of AsModelConfig."""
+    """Computes one sequence at a time on `world` ranks. Keyword arguments are fields of AsModelConfig."""
 
     def __init__(self, directory, world: int = 1, **fields):
         self.config = AsModelConfig(model_name="test", model_path=str(directory), **{
@@ -92,7 +94,9 @@ class Driver:
 
 
 def together(driver, prompts, chunk):
-    """Logits after each prompt and after three more tokens, of all prompts in the same steps of `chunk` rows each."""
+    """Logits after each prompt and after three more tokens. All prompts run in the same steps, in chunks of `chunk`
+    rows.
+    """
     size, done = driver.info.span_size, [0] * len(prompts)
     found, spans = [[] for _ in prompts], 0
     new = [NewSlot(i, [*p, 5, 6, 7], SamplingParams(do_sample=False, prompt_len=len(p)).encode())

@@ -1,4 +1,4 @@
-"""An engine on a group without tensors, and how its tests ask it."""
+"""Helpers for tests of an engine that runs on a group without tensors."""
 
 from __future__ import annotations
 

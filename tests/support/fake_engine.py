@@ -1,5 +1,6 @@
-"""The engine over a group without a model, for tests of service and client: what it says depends on ids alone, and
-tests can make it slow, deaf or unwilling.
+"""An engine over a group without a model, for tests of service and client.
+
+Its output depends on token ids alone. Tests can make it slow, ignore cancellations or refuse requests.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from support.fake_group import FakeGroup, next_token
 
 
 def token_after(history: list[int]) -> int:
-    """What follows a history; never the end of sequence. A prompt that begins with 999 fails after three tokens, one
-    that begins with 998 ends the process after as many tokens as its second id says.
+    """The token after a history; never the end of sequence.
+
+    A prompt that begins with 999 fails after three tokens. One that begins with 998 ends the process after as many
+    tokens as its second id says.
     """
     if history[0] == 998 and len(history) >= 2 + history[1]:
         os._exit(9)
@@ -24,7 +27,7 @@ def token_after(history: list[int]) -> int:
 
 
 def expected(prompt: list[int], count: int, sample: int = 0) -> list[int]:
-    """What the engine answers."""
+    """The tokens that the engine generates for a prompt."""
     history = list(prompt)
     for _ in range(count):
         history.append((token_after(history) + 7 * sample) % 1000)
@@ -32,7 +35,7 @@ def expected(prompt: list[int], count: int, sample: int = 0) -> list[int]:
 
 
 class _Tokenizer:
-    """One id a byte; tokens are "<id>" and the engine's padding."""
+    """One id per byte. A token's text is "<id>" and the engine's padding."""
 
     def __init__(self, engine: FakeEngine):
         self._engine = engine
@@ -64,21 +67,21 @@ class _Tokenizer:
 
 
 class FakeEngine(Engine):
-    """With a model "m", started. A step takes `interval` seconds; samples of a request differ."""
+    """An engine whose model "m" is started. A step takes `interval` seconds; the samples of a request differ."""
 
     def __init__(self, interval: float = 0.005, fingerprint: str = "fp", padding: str = "",
                  group: FakeGroup | None = None):
         super().__init__(group=group or FakeGroup(delay=interval, token=token_after, samples_differ=True))
         self._fingerprint, self.padding = fingerprint, padding
-        self.text_offset = 0  # what differs between two renderings of one text
+        self.text_offset = 0  # added to every id: lets a restarted engine tokenize a text differently
         self.submitted: list = []  # specs
         self.submit_seconds = 0.0
-        self.refusal: AllSparkError | None = None  # raised for every request
-        self.deaf = False  # to cancel
+        self.refusal: AllSparkError | None = None  # raised by submit() for every request
+        self.deaf = False  # ignores cancellations
         self.serve("m")
 
     def serve(self, name: str) -> None:
-        """Installs and starts a model unless it is."""
+        """Installs and starts a model unless that was done before."""
         if name not in self._models:
             self.install_model(AsModelConfig(name, "/none"))
         self.start_model(name)
@@ -97,12 +100,12 @@ class FakeEngine(Engine):
 
     @property
     def live(self) -> list:
-        """Requests that are computed or wait."""
+        """Requests that are running or waiting."""
         return [request for model in list(self._models.values()) for request in list(model.live)]
 
     @property
     def handles(self) -> list[int]:
-        """What is known of requests."""
+        """Handles of all requests that the engine still knows."""
         return list(self._requests)
 
     def submit(self, spec, sink, dependency=None):

@@ -1,4 +1,4 @@
-"""A group without tensors: checks every plan against the contract and returns scripted tokens."""
+"""A group without tensors: it checks every plan against the contract and returns scripted tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from allspark_server.runtime.steps import DEPTH
 
 
 def next_token(history: list[int], vocab: int = 1000) -> int:
-    """A token that depends on the whole history: a wrong history gives a wrong output."""
+    """A token that depends on the whole history, so that a wrong history gives a wrong output."""
     digest = hashlib.blake2b(struct.pack(f"<{len(history)}i", *history), digest_size=4).digest()
     return int.from_bytes(digest, "little") % vocab
 
@@ -39,12 +39,12 @@ def expected_output(prompt: list[int], count: int, token: Callable[[list[int]], 
 class _Slot:
     history: list[int]
     computed: int  # positions in the cache
-    sample: int  # that it is of its request
-    spans: list[list[int]] = field(default_factory=list)  # of each cache group
+    sample: int  # index among the request's samples
+    spans: list[list[int]] = field(default_factory=list)  # a table for each cache group
 
 
 def lookup(history: list[int], limit: int, longest: int = 3) -> list[int]:
-    """Up to `limit` tokens that followed the last earlier occurrence of the last `longest` tokens or fewer."""
+    """Up to `limit` tokens that followed the last earlier occurrence of the last `longest` tokens (or of fewer)."""
     for n in range(min(longest, len(history) - 1), 0, -1):
         for at in range(len(history) - n - 1, -1, -1):
             if history[at:at + n] == history[-n:]:
@@ -53,11 +53,12 @@ def lookup(history: list[int], limit: int, longest: int = 3) -> list[int]:
 
 
 class FakeExecutor:
-    """Follows plans as the native executor does. The "cache" remembers which ids, of which group, each span's positions
-    hold, so that a wrong or overwritten span is noticed as wrong keys would be. `windows`: of the cache groups, 0 for
-    full attention. `drafts`: what a draft model proposes after a history,
-    so many at most. A negative token stands for logits that are not finite. `samples_differ`: each sample of a request
-    has tokens of its own.
+    """Follows plans as the native executor does.
+
+    Its "cache" records which ids each position of a span holds, and for which cache group, so that a wrong or
+    overwritten span is noticed. `windows` are the sliding windows of the cache groups, 0 for full attention.
+    `drafts(history, limit)` plays the draft model. A negative token stands for logits that are not finite. With
+    `samples_differ` each sample of a request gets tokens of its own.
     """
 
     def __init__(
@@ -80,7 +81,8 @@ class FakeExecutor:
         self.cache: list[list[tuple[int, int] | None]] = [[None] * span_size for _ in range(num_spans)]
         self.plans: list[StepPlan] = []
         self.drafted = self.accepted = 0
-        self.host: dict[int, tuple[list[int], list[tuple[int, int] | None]]] = {}  # of the host cache: key and ids
+        # the host cache: key and ids by host slot
+        self.host: dict[int, tuple[list[int], list[tuple[int, int] | None]]] = {}
 
     def step(self, data: bytes) -> SimpleNamespace:
         plan = StepPlan.decode(data)
@@ -117,7 +119,7 @@ class FakeExecutor:
             self.cache[span] = list(self.host[host][1])
 
     def _work(self, item: WorkItem) -> list[int]:
-        """The tokens that the item draws."""
+        """The tokens that an item samples."""
         slot, size, given = self.slots[item.slot], self.span_size, bool(item.flags & Flag.GIVEN)
         assert item.drafts == 0 or (item.flags & DRAW and item.flags & (Flag.LOOKUP | Flag.GIVEN | Flag.MODEL))
         known = item.known[:len(item.known) - item.drafts] if given else item.known
@@ -154,7 +156,7 @@ class FakeExecutor:
         return (self.drafts if item.flags & Flag.MODEL else lookup)(slot.history, item.drafts)
 
     def _draw(self, slot: _Slot, drafts: list[int]) -> list[int]:
-        for i, draft in enumerate(drafts):  # the rows of rejected drafts write into the cache too
+        for i, draft in enumerate(drafts):  # rows of rejected drafts write into the cache, too
             self._write(slot, slot.computed + i, draft)
         self.drafted += len(drafts)
         drawn = []
@@ -170,7 +172,9 @@ class FakeExecutor:
 
 
 def step_result(drawn: list[list[int]], drafted: list[int]) -> SimpleNamespace:
-    """A StepResult, of the tokens of each item that draws and how many drafts it tried; a negative one has a status."""
+    """A StepResult from the tokens of each item that samples and the number of drafts that it tried. A negative token
+    gets an error status.
+    """
     tokens = np.array([token for each in drawn for token in each], np.int32)
     return SimpleNamespace(
         counts=np.array([len(each) for each in drawn], np.int32),
@@ -186,9 +190,11 @@ def step_result(drawn: list[list[int]], drafted: list[int]) -> SimpleNamespace:
 
 
 class FakeGroup:
-    """A group of one process whose models are FakeExecutors; steps are computed on a thread, as they are submitted.
-    `fail_at`: in which step, counted from 0, a rank is lost; `delay`: seconds a step takes; `loaded`: an event that a
-    load waits for; `token`: what follows a history.
+    """A group of one process whose models are FakeExecutors. Steps run in a thread, in the order in which they are
+    submitted.
+
+    `fail_at` is the step, counted from 0, in which a rank is lost; `delay` the seconds that a step takes; `loaded` an
+    event that loading waits for; `token` the function that continues a history.
     """
 
     size = 1
@@ -207,13 +213,13 @@ class FakeGroup:
         self.num_spans, self.fail_at, self.delay, self.loaded, self.token = num_spans, fail_at, delay, loaded, token
         self.samples_differ = samples_differ
         self._hurry = threading.Event()
-        self.deepest = 0    # steps that were submitted and not collected, at most
+        self.deepest = 0    # the largest number of steps in flight so far
         self._thread = ThreadPoolExecutor(1, "fake-group")
         self._submitted: deque[Future] = deque()
         self.failures: list[str] = []
         self.executors: dict[str, FakeExecutor] = {}
         self.steps = 0
-        self.measured_at: list[int] = []    # steps before each slice of measuring ceilings
+        self.measured_at: list[int] = []    # for each slice of measuring the roofline: steps computed before it
         self.closed = False
 
     def start_load(self, config: AsModelConfig) -> None:
@@ -264,7 +270,7 @@ class FakeGroup:
         return self._submitted.popleft().result()
 
     def hurry(self) -> None:
-        """From now on steps take no time, the one that runs included."""
+        """Makes all further steps take no time, and ends the delay of the running one."""
         self._hurry.set()
 
     def _drain(self) -> None:

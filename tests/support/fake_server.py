@@ -1,4 +1,4 @@
-"""A server group with the fake engine, in a process that tests may kill: fake_server.py ADDRESS [FINGERPRINT]."""
+"""A server group with the fake engine in a process that tests may kill: fake_server.py ADDRESS [FINGERPRINT]."""
 
 import sys
 import threading

@@ -1,5 +1,5 @@
-"""What the tests of service and client share: servers around the fake engine, in this process or in one to be
-killed.
+"""Servers around the fake engine, in this process or in one that a test kills; tests of service and client share
+them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["MODEL", "expected", "server_process", "serving", "tokens", "wait_unt
 
 
 def tokens(queue):
-    """All ids of a queue, until its end."""
+    """All ids of a queue until its end."""
     return [t for e in queue for t in e.ids_from_generate]
 
 
@@ -34,7 +34,7 @@ def wait_until(condition, seconds):
 
 @contextlib.contextmanager
 def serving(address="127.0.0.1:0", core=None, **options):
-    """A service in this process, open to everyone unless told otherwise; yields (core, address)."""
+    """A service in this process, without access control unless `options` say otherwise; yields (engine, address)."""
     core = core or FakeEngine()
     service = Service(core, [address], **{"access": Access(insecure=True), "roots": ModelRoots(["/"]), **options})
     try:

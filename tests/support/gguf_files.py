@@ -1,6 +1,4 @@
-"""Tiny GGUF files, written here, and their twins: the same network as a Hugging Face checkpoint of the recovered
-weights.
-"""
+"""Tiny GGUF files and their twins: Hugging Face checkpoints of the same network with the recovered weights."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from support.checkpoints import (
 NUMBERS = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11,
            "Q4_K": 12,
            "Q5_K": 13, "Q6_K": 14, "BF16": 30}
-# Values and bytes of a block, and where its float16 are.
+# Values and bytes of a block, and the offsets of its float16 fields.
 BLOCKS = {"Q4_0": (32, 18, [0]), "Q4_1": (32, 20, [0, 2]), "Q5_0": (32, 22, [0]), "Q5_1": (32, 24, [0, 2]),
           "Q8_0": (32, 34, [0]), "Q2_K": (256, 84, [80, 82]), "Q3_K": (256, 110, [108]), "Q4_K": (256, 144, [0, 2]),
           "Q5_K": (256, 176, [0, 2]), "Q6_K": (256, 210, [208])}
@@ -39,8 +37,10 @@ K_M = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q6_K", "": "Q4_K"}
 
 
 def write_gguf(path: Path, metadata: dict[str, Any], tensors: dict[str, tuple[str, np.ndarray]]) -> Path:
-    """metadata: ints as uint32, floats as float32, lists of strings, or arrays; tensors: (type, array) with raw blocks
-    [..., row bytes] of quantized types.
+    """Writes a GGUF file.
+
+    `metadata` maps names to ints (stored as uint32), floats (float32), lists of strings, or arrays; `tensors` to (type,
+    array), where an array of a quantized type holds raw blocks [..., bytes per row].
     """
     def text(value: str) -> bytes:
         return struct.pack("<Q", len(value.encode())) + value.encode()
@@ -75,7 +75,7 @@ def write_gguf(path: Path, metadata: dict[str, Any], tensors: dict[str, tuple[st
 
 
 def random_blocks(kind: str, n: int, k: int, rng) -> np.ndarray:
-    """Raw rows of a type, whose values have a deviation of about 1 / sqrt(k)."""
+    """Raw rows of a type. Their values have a standard deviation of about 1 / sqrt(k)."""
     values, size, halves = BLOCKS[kind]
     raw = rng.integers(0, 256, (n, k // values, size), dtype=np.uint8)
     most = {"Q4_0": 5, "Q4_1": 8, "Q5_0": 10, "Q5_1": 16, "Q8_0": 75, "Q2_K": 16, "Q3_K": 40, "Q4_K": 300, "Q5_K": 600,
@@ -88,7 +88,7 @@ def random_blocks(kind: str, n: int, k: int, rng) -> np.ndarray:
 
 
 def recover(kind: str, raw: np.ndarray) -> np.ndarray:
-    """float32 [n, k], block by block as ggml's C code does it."""
+    """The values of raw blocks as float32 [n, k], computed block by block as ggml's C code does."""
     _values, size, _ = BLOCKS[kind]
     blocks = raw.reshape(-1, size)
     return np.concatenate([_block(kind, block) for block in blocks]).reshape(len(raw), -1).astype(np.float32)
@@ -188,13 +188,13 @@ def gguf_name(name: str) -> str:
 
 
 def _interleaved(rows: np.ndarray, head_dim: int) -> np.ndarray:
-    """A projection's rows as llama.cpp has them: the halves of each head in turn."""
+    """Rows of a projection in llama.cpp's order, which interleaves the two halves of each head."""
     return rows.reshape(-1, 2, head_dim // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def write_pair(directory: Path, arch: str, kinds: dict[str, str] | str, seed: int = 0) -> tuple[Path, Path]:
-    """A GGUF file and its twin. kinds: the type of matrices, or types by what their names begin with after the
-    layer.
+    """Writes a GGUF file and its twin. `kinds` is the type of all matrices, or types by the beginning of a tensor's
+    name after the layer.
     """
     kinds = {"": kinds} if isinstance(kinds, str) else kinds
     spec = SPECS[arch]
@@ -206,7 +206,7 @@ def write_pair(directory: Path, arch: str, kinds: dict[str, str] | str, seed: in
     kind = "F32"
 
     def stored(values: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
-        """As in the file, and recovered."""
+        """A matrix as the file stores it, and its recovered values."""
         if kind in BLOCKS:
             raw = random_blocks(kind, *values.shape, rng)
             return raw, recover(kind, raw)

@@ -1,4 +1,4 @@
-"""A program of one head, whose logits are those of any vocabulary, in the CUDA backend."""
+"""A small program in the CUDA backend whose output is logits of a vocabulary of any size."""
 from __future__ import annotations
 
 import numpy as np
@@ -11,8 +11,8 @@ DIM, SLOTS, LONGEST, SPAN = 16, 8, 128, 16
 
 
 class Head:
-    """Logits of any vocabulary: a step's are a row of the embeddings, with some attention, times a matrix. ties: of
-    many ids they are the same.
+    """Logits of any vocabulary: rows of an embedding, some attention, and a matrix. With `ties` many ids have equal
+    logits.
     """
 
     def __init__(self, vocab: int, rng: np.random.Generator, spread: float, ties: bool, masks: int = SLOTS,
@@ -26,7 +26,7 @@ class Head:
         weights = (rng.normal(size=(vocab, DIM)) * spread).astype(np.float32)
         if ties:
             weights = weights[rng.integers(0, 20, vocab)]
-        rows[0] = np.nan  # of id 0
+        rows[0] = np.nan  # id 0 gives logits that are not finite
         assert e.fill_matrix(table, rows, "F32") == 3 * DIM and e.fill_matrix(head, weights, "F32") == 0
         e.add_op("embedding", [], [qkv], [table], {"vocab_begin": 0})
         e.add_op("span_attention", [qkv], [out], [], {"layer": 0, "q_heads": 1, "kv_heads": 1, "head_dim": DIM,
@@ -37,7 +37,9 @@ class Head:
         e.allocate(SLOTS * LONGEST, SLOTS, LONGEST, SPAN, SLOTS * LONGEST // SPAN, cache, SLOTS * LONGEST, masks)
 
     def draws(self, cases: list[tuple[Params, np.ndarray, np.ndarray | None]], flags: int = DRAW, outputs: int = 1):
-        """A step of sequences (parameters, history, mask) of their own, and its logits."""
+        """Computes a step with one new sequence for each case (parameters, history, mask); returns its samples and
+        logits.
+        """
         new, work, masks = [], [], self.e.masks
         for slot, (params, history, mask) in enumerate(cases):
             new.append(NewSlot(slot, [int(i) for i in history], params.block().tobytes(), 0))

@@ -19,8 +19,10 @@ def executor(threads: int = 2):
 
 def compiled(own: Toy, cache: str = "float32", masks: int = 0, graphs: bool = True, long: bool = False,
              outputs: int = 64, slots: int = 8, **more):
-    """long: for contexts beyond a thousand; more: of allocate(). The toy's matrices become what the backend recovers
-    of them: each time of what they were given, as what was recovered may be quantized to other values.
+    """Builds a toy program as a CUDA executor and writes the matrices' recovered values back into the toy.
+
+    `long` allows contexts of more than 1,000 positions; `more` are arguments of allocate(). Matrices are always filled
+    from the values first given, because quantizing recovered values again may change them.
     """
     found, given = executor(), own.__dict__.setdefault("given", {})
     stacks = {op["weights"][0]: op["attributes"]["experts"] for op in own.program.ops if op["name"] == "expert_linear"}
@@ -50,13 +52,13 @@ def compiled(own: Toy, cache: str = "float32", masks: int = 0, graphs: bool = Tr
 
 
 SEED = int(os.environ.get("ALLSPARK_TEST_SEED", int.from_bytes(os.urandom(3), "little")))
-LENGTHS = (1, 2, 17, 33, 70)  # of the prompts of one step
+LENGTHS = (1, 2, 17, 33, 70)  # lengths of the prompts of a step
 VOCAB = 53
-EXACT, ROUNDED = 2e-5, 2e-2  # of the values' size, as their root mean square; where products are of bfloat16
-#: of what is allowed to bfloat16, what is to float16: it has three bits more
+EXACT, ROUNDED = 2e-5, 2e-2  # relative to the values' root mean square; ROUNDED: products of bfloat16
+#: tolerance of float16 relative to bfloat16's: float16 has three more bits of mantissa
 HALF = 1 / 8
 DTYPES16 = ("bfloat16", "float16")
-MOST = 65504.0  # float16's largest
+MOST = 65504.0  # float16's largest value
 
 
 def toy():
@@ -68,13 +70,13 @@ def embedded(own: Toy, width: int) -> int:
 
 
 def step_of(given) -> bytes:
-    """All prompts in one step; each draws."""
+    """A step that computes all prompts whole and samples after each."""
     work = [item(slot, len(p), DRAW, spans=spans_for(len(p), 8 * slot)) for slot, p in enumerate(given)]
     return plan(work, [start(slot, p) for slot, p in enumerate(given)])
 
 
 def compare(own: Toy, tolerance: float = EXACT, cache: str = "float32") -> None:
-    """Logits of every prompt's last row; the program must end with sample."""
+    """Compares logits of every prompt's last row with the reference backend's. The program must end with `sample`."""
     rng = np.random.default_rng(SEED + 1)
     data = step_of([rng.integers(0, VOCAB, n).tolist() for n in LENGTHS])
     found = compiled(own, cache).step(data, True)
@@ -95,7 +97,7 @@ def as_bf16(x: np.ndarray) -> np.ndarray:
 
 
 def rounded(x: np.ndarray, form: str) -> np.ndarray:
-    """As values of this type, those beyond its range cut to it."""
+    """`x` rounded to a type; values beyond the type's range are clamped to it."""
     if form == "float16":
         return np.clip(x, -MOST, MOST).astype(np.float16).astype(float)
     return np.where(np.isnan(x), np.nan, as_bf16(x)) if form == "bfloat16" else x.astype(float)
@@ -106,7 +108,9 @@ HEADS = [(1, 1, 2), (3, 1, 5), (6, 2, 24), (5, 5, 33), (4, 2, 64), (7, 1, 64), (
 
 
 def logits_of_rows(gpu, prompts, rows_of_chunk) -> list[bytes]:
-    """Of every position of every prompt; all have a chunk in each step until they end."""
+    """Logits of every position of every prompt, as bytes. Every step computes a chunk of each prompt that is not
+    finished.
+    """
     computed, found, first_span = [0] * len(prompts), [b""] * len(prompts), [0]
     for prompt in prompts:
         first_span.append(first_span[-1] - -len(prompt) // 16)
@@ -154,7 +158,7 @@ def small_model(form: str = "float32", dim: int = 8):
 
 
 def tokens_of(gpu, prompts, flags=0, chunk=100, drafts=0, steps=12, **sampling):
-    """Tokens and bits of logprobs of prompts that run together."""
+    """Tokens and logprob bits of prompts that run together."""
     found = [[] for _ in prompts]
     new = [start(slot, p, **sampling) for slot, p in enumerate(prompts)]
     computed, spans, lengths = [0] * len(prompts), [0] * len(prompts), [len(p) for p in prompts]

@@ -8,7 +8,7 @@ import numpy as np
 from support.paths import ROOT
 
 FABLE = ROOT / "allspark_server/assets/fable"
-VOCAB, EOS = 1600, 2  # padded beyond the tokenizer's 1,536
+VOCAB, EOS = 1600, 2  # the tokenizer's 1,536 ids, padded
 
 
 def allowed(matcher) -> list[int]:
@@ -18,7 +18,7 @@ def allowed(matcher) -> list[int]:
 
 
 def walk(matcher, seed, end=EOS, longest=400) -> list[int]:
-    """Ids drawn evenly from what is allowed, up to the end."""
+    """Ids chosen at random among those that the mask allows, until the end of sequence."""
     draw, ids = random.Random(seed), []
     while len(ids) < longest:
         choice = draw.choice(allowed(matcher))

@@ -1,4 +1,4 @@
-"""What the tests of the HTTP server share: a group of the shipped model, and an HTTP server in front of it."""
+"""A server group with the shipped model and an HTTP server in front of it; tests of the HTTP server share them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STORY = [{"role": "user", "content": "Tell me a story about a fox."}]
 
 @dataclass
 class RunningServer:
-    """A running server. `engine`: a client of the group behind it."""
+    """A running HTTP server; `engine` is a client of the group behind it."""
 
     address: str
     engine: ClientEngine
@@ -38,18 +38,18 @@ class RunningServer:
         return httpx.Client(base_url=self.url, headers={"authorization": f"Bearer {key}"}, timeout=60, **options)
 
     def connect(self) -> socket.socket:
-        """A bare connection."""
+        """A plain TCP connection to the server."""
         host, _, port = self.address.rpartition(":")
         return socket.create_connection((host, int(port)), timeout=30)
 
     def live(self) -> int:
-        """Requests that the group computes or has waiting."""
+        """Number of requests that run or wait in the group."""
         stat = self.engine.get_as_engine_stat(MODEL)
         return stat.running_request + stat.pending_request
 
 
 def token_file(folder: Path) -> str:
-    """A token file with a key of each role."""
+    """Writes a token file with one key for each role."""
     path = folder / "keys"
     path.write_text("".join(f"{role} {key}\n" for role, key in KEYS.items()))
     path.chmod(0o600)
@@ -58,7 +58,7 @@ def token_file(folder: Path) -> str:
 
 @contextlib.contextmanager
 def http_server_for(group: str, **options: Any) -> Iterator[str]:
-    """An HTTP server in front of a group; yields its address once it answers."""
+    """Runs an HTTP server in front of a group; yields its address once it answers."""
     with http_server(HttpOptions(**{"address": "127.0.0.1:0", "pool": [group], **options})) as server:
         with httpx.Client(base_url=f"http://{server.address}", timeout=30) as client:
             wait_for(lambda: client.get("/health").status_code == 200, 30)
@@ -67,7 +67,7 @@ def http_server_for(group: str, **options: Any) -> Iterator[str]:
 
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[RunningServer]:
-    """A group of the shipped model, and an HTTP server in front of it that asks for keys."""
+    """Runs a group with the shipped model and an HTTP server in front of it that requires keys."""
     with contextlib.ExitStack() as stack:
         model = ["--model", str(shipped_model()), "--max-length", "1024"]
         group = stack.enter_context(background_group(model, timeout=60.0)).addresses[0]
@@ -76,14 +76,14 @@ def serving(folder: Path) -> Iterator[RunningServer]:
 
 
 def post(client: httpx.Client, path: str, **body: Any) -> Any:
-    """The answer's JSON; it must be no error."""
+    """Posts a request that must succeed; returns the answer's JSON."""
     answer = client.post(path, json={"model": MODEL, **body})
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
 def refusal(client: httpx.Client, path: str, body: Any, status: int = 400) -> dict[str, Any]:
-    """The error that a body gets."""
+    """Posts a body that must be refused with `status`; returns the error."""
     content = {"content": body} if isinstance(body, bytes) else {"json": body}
     answer = client.post(path, **content, headers={"content-type": "application/json"})
     assert answer.status_code == status, answer.text
@@ -93,7 +93,7 @@ def refusal(client: httpx.Client, path: str, body: Any, status: int = 400) -> di
 
 
 def within(seconds: float, condition: Any) -> bool:
-    """Whether a condition comes true in time."""
+    """Whether a condition becomes true within `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

@@ -1,11 +1,11 @@
-"""A model made by hand that finds things: after a token it says what followed that token before, however long ago.
+"""A hand-made model that retrieves: after a token it predicts the token that followed the same token earlier in the
+context.
 
-An induction head (Olsson et al., 2022). Tokens are codes: rows of a Hadamard matrix, so that two of them have nothing
-in common. The first layer attends to the position before its own, by position alone: its query is the key that all
-positions have, turned one step further. It writes that token's code beside each position's own. The second layer looks
-the own code up among the codes of those before, and says what stood there. Positions are told apart by the pairs of
-features that turn fast; codes are looked up by those that hardly turn over the whole context, which only scaling makes
-so few enough.
+It is an induction head (Olsson et al., 2022). Tokens have codes, which are orthogonal rows of a Hadamard matrix. The
+first layer attends to the previous position, by position alone: its query is the key that all positions share, rotated
+by one step. It writes the previous token's code beside each position's own. The second layer looks its own code up
+among these and outputs the code found there. Pairs of features that rotate fast tell positions apart; codes use the
+pairs that hardly rotate over the whole context, and only scaled rotary embeddings have enough of those.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from allspark_server.weights.safetensors import write_safetensors
 
 LENGTH = 131_072
 TOKENS, HIDDEN, HEAD_DIM, THETA = 16, 64, 64, 1e6
-OWN, ONE, BEFORE, SAID = slice(0, 16), 16, slice(17, 33), slice(33, 49)  # of the residual stream
+OWN, ONE, BEFORE, SAID = slice(0, 16), 16, slice(17, 33), slice(33, 49)  # width of the residual stream
 POSITION_PAIRS = 20  # the fastest ones
 CODE_PAIRS = 8  # the slowest ones
-SHARPNESS, LOOKUP = 16.0, 2.5  # of scores: for each pair of the one, for each value of the other
+SHARPNESS, LOOKUP = 16.0, 2.5  # of attention scores: per feature pair for positions, per value for codes
 
 SCALINGS = {
     "yarn": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
@@ -35,7 +35,7 @@ SCALINGS = {
 
 
 def codes() -> np.ndarray:
-    """[tokens, 16] of 1 and -1, orthogonal."""
+    """[tokens, 16] of 1 and -1; the rows are orthogonal."""
     rows = np.ones((1, 1))
     while len(rows) < TOKENS:
         rows = np.block([[rows, rows], [rows, -rows]])
@@ -43,7 +43,9 @@ def codes() -> np.ndarray:
 
 
 def induction_model(directory: Path, scaling: str, window: int = 0) -> Path:
-    """Writes the checkpoint. window: of the first layer, which needs no more than 2; 0: it attends to all."""
+    """Writes the checkpoint. `window` is the first layer's sliding window, for which 2 is enough; 0 means full
+    attention.
+    """
     rope = {**SCALINGS[scaling], "rope_theta": THETA}
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "hidden_size": HIDDEN,
@@ -90,13 +92,11 @@ def _weights(frequencies: np.ndarray, attention_factor: float) -> dict[str, np.n
     return tensors
 
 
-KEYS = {token: 8 + token for token in range(5)}  # what is asked for, and what followed it
+KEYS = {token: 8 + token for token in range(5)}  # what the test asks for, and what follows it
 
 
 def haystack(length: int, seed: int = 0) -> list[int]:
-    """`length` tokens, with each key and its value once, from the beginning to the end; the other tokens are neither.
-    The first token has none before it, and takes itself for that.
-    """
+    """`length` tokens that contain each key, followed by its value, once, spread from the beginning to the end."""
     tokens = np.random.default_rng(seed).choice([5, 6, 7, 13, 14, 15], length).tolist()
     for number, (key, value) in enumerate(KEYS.items()):
         at = 1 + (length - 4) * number // (len(KEYS) - 1)

@@ -1,4 +1,4 @@
-"""Requests whose ids and logprob bits must not depend on anything else, and how tests run them."""
+"""Requests whose ids and logprob bits must depend on nothing else, and functions that run them."""
 from __future__ import annotations
 
 import contextlib
@@ -15,7 +15,7 @@ PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_pena
 
 
 def bits(values: list[float]) -> list[str]:
-    """The floats as they are in float32; equal only if equal to the last bit."""
+    """Hexadecimal float32 representations, which are equal only if the floats are equal bit by bit."""
     return [struct.pack("<f", value).hex() for value in values]
 
 
@@ -40,7 +40,7 @@ def start(engine: AbstractEngine, name: str, probe: tuple[list[int], dict[str, A
 
 
 def collect(results) -> dict[int, tuple]:
-    """Ids, bits of their logprobs, and the best alternatives with bits, of each sample."""
+    """Ids, logprob bits, and the best alternatives with their bits, by sample."""
     samples: dict[int, tuple[list, list, list]] = {}
     for elements in results:
         ids, logprobs, top = samples.setdefault(elements.sample_index, ([], [], []))
@@ -67,7 +67,7 @@ def run_alone(engine: AbstractEngine, name: str) -> list[dict]:
 
 
 def run_together(engine: AbstractEngine, name: str, others=()) -> list[dict]:
-    """The probes between `others`, all at once."""
+    """Runs the probes between `others`, all at once; returns what collect() gives for each probe."""
     half = len(others) // 2
     before = [start(engine, name, other) for other in others[:half]]
     probes = [start(engine, name, probe)[2] for probe in PROBES]

@@ -1,4 +1,4 @@
-"""Instruction sets below the best one, of which the lowest alone is tested by default."""
+"""Instruction sets below the best one of this machine. By default only the lowest is tested."""
 
 from __future__ import annotations
 

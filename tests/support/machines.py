@@ -1,4 +1,4 @@
-"""Machines that are not there, as sysfs and /proc below a folder."""
+"""Fabricated machines: sysfs and /proc below a folder."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from pathlib import Path
 
 from allspark_launch.machine.topology import format_list
 
-GIB = 1 << 20  # in the kB of meminfo
+GIB = 1 << 20  # meminfo's kB
 
 
 def machine(root: Path, nodes: dict[int, list[list[int]]], *, memory: dict[int, int] | None = None,
             offline: list[int] = (), allowed: str | None = None, mems: str | None = None,
             distances: list[list[int]] | None = None) -> Path:
-    """Fabricate sysfs below `root`. nodes: id -> cores, each a list of its hardware threads. memory: node -> GiB."""
+    """Writes sysfs below `root`. `nodes` maps a node to its cores, each a list of hardware threads; `memory` a node to
+    GiB.
+    """
     cpus = sorted(c for cores in nodes.values() for core in cores for c in core)
     online = [c for c in cpus if c not in offline]
 

@@ -1,9 +1,9 @@
-"""Families that transformers does not have, computed in float64 from their published architectures; and tiny random
+"""Families that transformers does not have, computed in float64 from their published architectures, and tiny random
 checkpoints of them.
 
-Everything here is written from the papers and from what the checkpoints' own code does, and shares nothing with the
+Everything here is written from the papers and from the code that comes with the checkpoints. It shares nothing with the
 engine: whole sequences, no cache, one head after the other. `twin()` is one of transformers' own models with the same
-numbers, where the settings are such that there is one.
+numbers, for settings with which such a model exists.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BAICHUAN = {"model_type": "baichuan", "rms_norm_eps": 1e-6, "vocab_size": VOCAB
 PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen": {**_QWEN, "hidden_size": 72, "num_attention_heads": 6, "kv_channels": 12, "intermediate_size": 302,
              "seq_length": 2048, "use_dynamic_ntk": False, "use_logn_attn": False},
-    # Prompts of 300 and 700 are beyond the length that it was trained for, 256 new tokens more so.
+    # Prompts of 300 and 700 tokens exceed the length that the model was trained for.
     "qwen-long": {**_QWEN, "hidden_size": 96, "num_attention_heads": 6, "kv_channels": 16, "intermediate_size": 262,
                   "seq_length": 96, "use_dynamic_ntk": True, "use_logn_attn": True},
     "chatglm3": {**_GLM, "hidden_size": 72, "num_attention_heads": 6, "kv_channels": 20, "multi_query_group_num": 2,
@@ -56,7 +56,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Names:
-    """A layer's tensors, and what comes before and after the layers."""
+    """Names of a layer's tensors, and of the tensors before and after the layers."""
 
     embedding: str
     layer: str
@@ -83,7 +83,7 @@ NAMES = {
 
 @dataclass
 class Sizes:
-    """What the families' config.json say under different names."""
+    """Sizes that the families' config.json give under different names."""
 
     config: dict[str, Any]
     kind: str = field(init=False)
@@ -102,7 +102,7 @@ class Sizes:
 
 
 def write(directory: Path, config: dict[str, Any], seed: int = 0, dtype=torch.float32) -> Path:
-    """A checkpoint of random weights that make logits depend on the whole context."""
+    """Writes a checkpoint of random weights, scaled so that logits depend on the whole context."""
     s, names = Sizes(config), NAMES[config["model_type"]]
     generator = torch.Generator().manual_seed(seed)
 
@@ -132,7 +132,7 @@ def write(directory: Path, config: dict[str, Any], seed: int = 0, dtype=torch.fl
 
 # -- float64 -----------------------------------------------------------------------------------------------------------
 def _frequencies(s: Sizes, prompt_len: int) -> np.ndarray:
-    """In float32, as all of them compute them."""
+    """Rotary frequencies in float32, as all of these families compute them."""
     config, dim, base = s.config, s.dim, 10000.0
     if s.kind == "chatglm":
         dim, base = s.dim // 2, 10000.0 * config.get("rope_ratio", 1)
@@ -166,14 +166,14 @@ def _slopes(heads: int) -> list[float]:
 
 
 class Published:
-    """A checkpoint in float64."""
+    """A checkpoint, computed in float64."""
 
     def __init__(self, directory: Path):
         self.config = json.loads((directory / "config.json").read_text())
         self.tensors = {n: t.double().numpy() for n, t in load_file(directory / "model.safetensors").items()}
 
     def logits(self, ids: list[int], prompt_len: int | None = None) -> np.ndarray:
-        """[positions, vocabulary]; prompt_len: how many of the ids were the prompt, all by default."""
+        """Logits [positions, vocabulary]. `prompt_len` of the ids are the prompt; by default all are."""
         s, names, t = Sizes(self.config), NAMES[self.config["model_type"]], self.tensors
         count = len(ids)
 
@@ -221,7 +221,7 @@ class Published:
         return out.reshape(count, -1)
 
     def greedy(self, prompt: list[int], n: int) -> Greedy:
-        """As checkpoints.reference_greedy."""
+        """Like checkpoints.reference_greedy."""
         ids, gaps = list(prompt), []
         for _ in range(n):
             row = self.logits(ids, len(prompt))[-1]
@@ -233,7 +233,7 @@ class Published:
 
 # -- transformers' models with the same numbers ------------------------------------------------------------------------
 def twin(directory: Path):
-    """Qwen2, GLM or Llama of transformers with a checkpoint's numbers, in float32; None where there is none."""
+    """Transformers' Qwen2, GLM or Llama with a checkpoint's numbers, in float32; None if none of them fits."""
     config = json.loads((directory / "config.json").read_text())
     s, names, t = Sizes(config), NAMES[config["model_type"]], load_file(directory / "model.safetensors")
     if s.alibi or config.get("use_logn_attn") or config.get("use_dynamic_ntk"):

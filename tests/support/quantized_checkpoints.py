@@ -1,5 +1,5 @@
-"""Tiny checkpoints as other programs quantize them, in numpy from the published layouts, and beside each its twin:
-the same network with the recovered weights in float32.
+"""Tiny checkpoints in other programs' quantization formats, written in NumPy from the published layouts. Each has a
+twin: the same network with the recovered weights in float32.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BLOCKS = Spec("qwen2", _sizes(256, 6, 2, 512, layers=2, head_dim=64, tie_word_em
 
 
 def pack_words(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Adjacent values along the last axis into int32 words, the first in the lowest bits."""
+    """Packs adjacent values along the last axis into int32 words, the first into the lowest bits."""
     per = 32 // bits
     codes = np.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % per)]).astype(np.uint32)
     codes = codes.reshape(*codes.shape[:-1], -1, per)
@@ -54,7 +54,7 @@ def gptq(bits: int, group: int, *, symmetric=False, order=False, version="gptq")
         codes, scales = _codes(rng, (n, k), bits), _scales(rng, (groups, n), bits, k)
         points = np.full((groups, n), 1 << (bits - 1), np.uint8) if symmetric else _points(rng, (groups, n), bits)
         index = np.arange(k) // size
-        if order:  # columns in order of activations: the same in all layers over one input
+        if order:  # columns sorted by activation: the same order in all layers that share an input
             index = index[np.argsort(np.random.default_rng(salt).permutation(k))]
         weights = scales.astype(np.float32)[index].T * (codes.astype(np.float32) - points.astype(np.float32)[index].T)
         less = {4: 0x11111111, 8: 0x01010101}[bits] if version == "gptq" else 0
@@ -230,7 +230,7 @@ SCHEMES = {
 
 
 def write_safetensors(path: Path, tensors: dict) -> None:
-    """Arrays by name; (type, array) where NumPy has no such type."""
+    """Writes arrays by name; (type, array) where NumPy lacks the type."""
     header, data, offset = {}, [], 0
     names = {"float32": "F32", "float16": "F16", "int32": "I32", "int64": "I64", "int8": "I8", "uint8": "U8"}
     for name, value in tensors.items():
@@ -245,7 +245,7 @@ def write_safetensors(path: Path, tensors: dict) -> None:
 
 
 def write_pair(directory: Path, spec: Spec, make: Callable, config: dict, seed: int = 0) -> tuple[Path, Path]:
-    """A quantized checkpoint, and its twin in float32."""
+    """Writes a quantized checkpoint and its twin in float32."""
     twin = write_checkpoint(directory / "twin", spec, seed=seed)
     plain = safetensors.numpy.load_file(twin / "model.safetensors")
     quantized, rng = {}, np.random.default_rng(seed)
@@ -275,7 +275,7 @@ def scheme_pair(directory: Path, name: str) -> tuple[Path, Path]:
 
 
 def recovered(path, world, **fields):
-    """Each matrix of the model as its format recovers it, put together from the ranks' slices."""
+    """Each matrix of the model as its format recovers it, assembled from the ranks' slices; and the model's info."""
     whole = {}
     with Driver(path, world, **fields) as driver:
         for rank, runner in enumerate(driver.runners):

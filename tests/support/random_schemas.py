@@ -1,4 +1,4 @@
-"""Random JSON schemas that bound every string, number, array and depth, and how long their texts can become."""
+"""Random JSON schemas that bound every string, number, array and depth, and the longest texts they allow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST = 700  # characters of a text
 
 
 def random_schema(draw: random.Random) -> dict[str, Any]:
-    """An object whose text has at most MOST characters."""
+    """An object schema whose texts have at most MOST characters."""
     while True:
         schema = _object(draw, draw.randrange(1, 4))
         if longest_text(schema) <= MOST:
@@ -59,7 +59,9 @@ def _value(draw: random.Random, depth: int) -> dict[str, Any]:
 
 
 def longest_text(schema: dict[str, Any]) -> int:
-    """Tokens that hold any text of it: one a byte, each escaped character taking six, and the end's."""
+    """The number of tokens that hold any text of the schema: one per byte, six for each escaped character, and the
+    end.
+    """
     return _longest(schema) + 2
 
 

@@ -1,9 +1,10 @@
-"""Records what small fixed models and the kernels give on this machine, by instruction set, in golden.json.
+"""Records what small fixed models and the kernels compute on this machine, by instruction set, in
+tests/native/golden.json.
 
     python tests/support/record_golden.py [LEVEL ...]   add or replace levels; by default all that this machine has
 
-tests/native/test_golden.py compares with the record from then on. Record anew only together with a change that means
-to change bits, and say so in its message.
+tests/native/test_golden.py compares with this record. Record again only in a commit that means to change bits, and say
+so in its message.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ MODELS = {
 
 
 def write_model(name: str, directory: Path) -> Path:
-    """A checkpoint of fixed weights, the same with any version of any library."""
+    """Writes a checkpoint of fixed weights, which are the same with any version of any library."""
     from allspark_server.runtime.digest import fixed_values
     from allspark_server.weights.safetensors import write_safetensors
 
@@ -72,7 +73,7 @@ def write_model(name: str, directory: Path) -> Path:
 
 
 def run_case(directory: Path, world: int, fields: dict) -> str:
-    """Ids of a greedy and a sampled sequence, and a digest of their log probabilities' bits."""
+    """Ids of a greedy and a sampled sequence, and a digest of their logprob bits."""
     from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan, WorkItem
     from support.driver import Driver
 
@@ -98,7 +99,7 @@ def run_case(directory: Path, world: int, fields: dict) -> str:
 
 
 def cases() -> dict[str, tuple[str, int, dict]]:
-    """By name: model, ranks, configuration."""
+    """Cases by name: model, ranks, configuration."""
     from allspark_client.types import AsCacheMode
     from allspark_server.runtime.digest import WEIGHTS
 
@@ -113,7 +114,7 @@ def cases() -> dict[str, tuple[str, int, dict]]:
 
 
 def run_all() -> dict[str, str]:
-    """Every case on the instruction set in use."""
+    """Runs every case on the instruction set in use."""
     from allspark_server.runtime.digest import result_digests
 
     with tempfile.TemporaryDirectory() as folder:
@@ -129,7 +130,7 @@ def record(level: str, found: dict[str, str]) -> None:
 
 
 def run_level(level: str) -> dict[str, str]:
-    """Every case on an instruction set, in a process of its own."""
+    """Runs every case on an instruction set, in a process of its own."""
     done = subprocess.run([sys.executable, __file__, "--print"], env={**os.environ, "ALLSPARK_ISA": level}, text=True,
                           capture_output=True)
     if done.returncode:

@@ -1,6 +1,6 @@
-"""What the native sampler is compared with: numpy in float64; and cases for it.
+"""A reference for the native sampler, in NumPy and float64, and cases for it.
 
-Inputs are fresh in every run; ALLSPARK_TEST_SEED=N repeats those of a failing test (N is the number in its id).
+Inputs are new in every run. ALLSPARK_TEST_SEED=N repeats those of a failing test; N is the number in its id.
 """
 
 import os
@@ -14,12 +14,12 @@ import allspark_server._native as native
 
 SEED = int(os.environ.get("ALLSPARK_TEST_SEED", secrets.randbits(32)))
 SAMPLES = 20_000
-SMALLEST_P = 1e-6  # of a chi-square test: a right sampler fails one such test in a million
+SMALLEST_P = 1e-6  # of a chi-square test: a correct sampler fails one test in a million
 
 
 @dataclass
 class Params:
-    """The sampling block's fields, neutral by default."""
+    """Fields of the sampling block, neutral by default."""
 
     do_sample: bool = True
     logprobs: bool = False
@@ -92,7 +92,7 @@ def bitmask(allowed):
 
 
 def processed(logits, p, history):
-    """All processors in float64."""
+    """Logits after all processors, in float64."""
     x = np.array(logits, np.float64)
     history = list(history)
     for t in set(history[p.prompt_len if p.suppress else 0 :]):
@@ -144,7 +144,7 @@ def chi_square(tokens, prob):
     assert counts[prob == 0].sum() == 0, "a token was drawn that the filters exclude"
     expected = prob * len(tokens)
     order = np.argsort(expected)
-    # Cells with fewer than 5 expected draws are pooled.
+    # Cells with fewer than 5 expected samples are pooled.
     pooled, observed, want = [], [], []
     for t in order[expected[order] > 0]:
         pooled.append(t)
@@ -162,7 +162,7 @@ def chi_square(tokens, prob):
 
 
 def ranking(logits, params, history, ranks):
-    """Ids from best to worst by what greedy sampling takes when those before are masked; banned ones are left out."""
+    """Ids from best to worst, as greedy sampling takes them one after the other; banned ids are left out."""
     allowed = np.ones(len(logits), bool)
     alive = processed(logits, params, history) > -np.inf
     ids = []

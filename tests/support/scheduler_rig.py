@@ -18,9 +18,11 @@ class Clock:
 
 
 class Rig:
-    """A scheduler and an executor that share limits. `depth`: steps that are planned before the oldest one's results
-    are known, that one included. `executor`: arguments of FakeExecutor. `host_spans`: of the host cache. `windows`: of
-    the cache groups, 0 for full attention.
+    """A scheduler and an executor with the same limits.
+
+    `depth` steps are planned before the oldest one's results are known, that one included. `executor` are arguments of
+    FakeExecutor, `host_spans` the size of the host cache, and `windows` the cache groups' sliding windows, 0 for full
+    attention.
     """
 
     def __init__(self, num_spans=64, span_size=4, max_batch=4, max_step_tokens=64, max_chunk=64, prefix=True, depth=1,
@@ -29,7 +31,8 @@ class Rig:
         self.pool = SpanPool(num_spans)
         self.host_cache = HostCache(host_spans, span_size, lasting=lasting) if host_spans and prefix else None
         keys = SpanKeys(span_size)
-        self.prefix = PrefixCache(self.pool, keys, clock=self.clock, host_cache=self.host_cache, **cache) if prefix else None
+        self.prefix = PrefixCache(self.pool, keys, clock=self.clock, host_cache=self.host_cache,
+                                  **cache) if prefix else None
         limits = Limits(max_batch, max_step_tokens, max_chunk, span_size, draft_kind, windows=windows)
         self.scheduler = Scheduler(limits, self.pool, self.prefix, clock=self.clock)
         self.executor = FakeExecutor(num_spans, span_size, max_batch, max_step_tokens, windows=windows,
@@ -48,7 +51,7 @@ class Rig:
         return sequence
 
     def step(self):
-        """Plans a step, and completes the oldest one if there are enough, or nothing can be planned."""
+        """Plans a step. Completes the oldest step if `depth` steps run, or if nothing can be planned."""
         step = self.scheduler.plan()
         self.unfit += self.scheduler.take_unfit()
         plan = None
@@ -97,5 +100,5 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 def repetitive(history: list[int]) -> int:
-    """A token that often, but not always, repeats what was there: lookup's drafts are accepted and rejected."""
+    """A token that often, but not always, repeats an earlier one, so that lookup drafts are accepted and rejected."""
     return (history[-1] * 7 + len(history) // 9) % 5 if len(history) > 1 else 1

@@ -11,7 +11,7 @@ BEGIN, END, EOS = 1, 2, 999
 
 
 def next_byte(history: list[int]) -> int:
-    """What follows: byte by byte what stands between the last marks, then the end of sequence."""
+    """The next byte of the text between the last marks; at its end, the end of sequence."""
     end = len(history) - 1 - history[::-1].index(END)
     begin = end - 1 - history[:end][::-1].index(BEGIN)
     script, at = history[begin + 1:end], len(history) - 1 - end
@@ -30,7 +30,7 @@ class _Detokenizer:
 
 
 class _Tokenizer:
-    """An id a byte."""
+    """One id per byte."""
 
     sources: dict[str, str] = {}
     marks: dict[str, int] = {}
@@ -63,7 +63,7 @@ class _Tokenizer:
 
 
 class ScriptEngine(FakeEngine):
-    """With a model "m" of a chat format. A step takes `interval` seconds."""
+    """An engine with a model "m" of a chat format. A step takes `interval` seconds."""
 
     def __init__(self, chat_format: str, interval: float = 0.0):
         self._chat_format = chat_format

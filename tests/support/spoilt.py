@@ -1,4 +1,4 @@
-"""Copies of checkpoints that tests may spoil."""
+"""Copies of checkpoints with a changed config.json."""
 
 from __future__ import annotations
 

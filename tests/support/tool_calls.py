@@ -1,4 +1,4 @@
-"""Tools of chat requests, and what a chat parser's events add up to."""
+"""Tools of chat requests, and the sum of a chat parser's events."""
 from __future__ import annotations
 
 import json

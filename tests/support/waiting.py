@@ -1,10 +1,10 @@
-"""Waiting for what other processes do."""
+"""Waits for other processes."""
 
 import time
 
 
 def wait_for(condition, seconds: float = 30.0):
-    """The first true value of `condition()`; AssertionError if there is none within `seconds`."""
+    """Returns the first true value of `condition()`; raises AssertionError if there is none within `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         value = condition()

@@ -1,5 +1,6 @@
-"""Read by the Python of launchers when this folder is on PYTHONPATH: the machine is the one below $FABRICATED_MACHINE
-(machines.py). Its CPUs are real; memory stays where it is, for its nodes are not.
+"""Makes a launcher see the machine below $FABRICATED_MACHINE (support/machines.py) when this folder is on PYTHONPATH.
+
+CPUs are real. Memory is never bound, because its nodes do not exist.
 """
 
 import os

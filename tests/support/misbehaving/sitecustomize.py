@@ -1,10 +1,10 @@
-"""Read by the Python of a group's ranks when this folder is on PYTHONPATH: makes ModelRunner misbehave on demand."""
+"""Makes ModelRunner misbehave in a group's ranks when this folder is on PYTHONPATH."""
 
 import os
 import sys
 import time
 
-SLOW_SECONDS = 4.0  # that a model named "slow" takes to load
+SLOW_SECONDS = 4.0  # seconds that loading a model named "slow" takes
 
 
 def misbehave() -> None:
@@ -21,7 +21,7 @@ def misbehave() -> None:
         return load(self)
 
     def fail_once() -> None:
-        """With the error that the file $FAIL_STEP names."""
+        """Raises the error that the file $FAIL_STEP names, once."""
         path = os.environ.get("FAIL_STEP", "")
         if os.path.exists(path):
             with open(path, encoding="utf-8") as file:
@@ -30,12 +30,12 @@ def misbehave() -> None:
             raise {"RuntimeError": RuntimeError, "ValueError": ValueError}[name]("a defect")
 
     def failing_step(self, plan: bytes, want_logits: bool = False):
-        """A step of a rank other than 0."""
+        """Replaces the step of a rank other than 0."""
         fail_once()
         return step(self, plan, want_logits)
 
     def failing_collect(self):
-        """A step of rank 0."""
+        """Replaces the step of rank 0."""
         result = collect(self)
         fail_once()
         return result

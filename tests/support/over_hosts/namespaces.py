@@ -1,5 +1,5 @@
-"""Hosts made of namespaces on this machine: each has a network, a name, /etc/hosts and /dev/shm of its own. They share
-processes' ids and files. Needs root.
+"""Hosts made of namespaces: each has its own network, name, /etc/hosts and /dev/shm. They share process ids and files.
+Needs root.
 """
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _do(words: str) -> None:
 
 
 def why_not() -> str:
-    """What is missing, or ""."""
+    """What keeps namespaces from working here; "" if nothing does."""
     if os.geteuid() != 0:
         return "namespaces with networks need root"
     done = subprocess.run(["unshare", "--net", "--uts", "--mount", "ip", "link", "add", "type", "veth"],
@@ -38,7 +38,7 @@ def why_not() -> str:
 
 
 class Hosts:
-    """Hosts h0, h1, … with addresses 10.77.0.1, …, on a switch in a namespace of its own."""
+    """Hosts h0, h1, … with the addresses 10.77.0.1, … on a switch in a namespace of its own."""
 
     def __init__(self, count: int, folder: Path):
         self.names = [f"h{i}" for i in range(count)]
@@ -81,7 +81,9 @@ class Hosts:
         return self._processes[name].pid
 
     def enter(self, name: str) -> list[str]:
-        """Words that run a command on a host, on its processor: they share those of this machine out."""
+        """Command words that run something on a host. The hosts share this machine's processors out among
+        themselves.
+        """
         cpus = sorted(os.sched_getaffinity(0))
         own = cpus[self.names.index(name) % len(cpus)] if name in self.names else cpus[0]
         return ["taskset", "--cpu-list", str(own), "nsenter", "--target", str(self.pid(name)), "--net", "--uts",
@@ -92,11 +94,11 @@ class Hosts:
                               stdin=subprocess.DEVNULL).stdout
 
     def link(self, name: str, state: str) -> None:
-        """Plug a host's cable, "up" or "down", at the switch: the host itself does not see it in time."""
+        """Sets a host's cable "up" or "down" at the switch. The host itself does not notice it in time."""
         self.run("switch", "ip", "link", "set", f"to-{name}", state)
 
     def processes(self, name: str) -> list[int]:
-        """Those on a host that are not its own."""
+        """Processes that run on a host."""
         wanted, found = os.stat(f"/proc/{self.pid(name)}/ns/uts").st_ino, []
         own = {self.pid(name), *(shell.pid for shell in self._shells)}
         for entry in Path("/proc").glob("[0-9]*"):

@@ -1,4 +1,4 @@
-"""`shell_client.py HOST WORDS …`: ssh, for hosts that are namespaces; see shell_server.py."""
+"""`shell_client.py HOST WORDS …` plays ssh for hosts that are namespaces; see shell_server.py."""
 import json
 import os
 import selectors

@@ -1,5 +1,5 @@
-"""Runs whatever it is told by a connection, whose socket is the command's standard input and output: sshd, for hosts
-that are namespaces.
+"""Plays sshd for hosts that are namespaces: runs the command that a connection names, with the socket as standard input
+and output.
 """
 import json
 import socket

@@ -1,5 +1,5 @@
-"""A rank of test_hosts.py, by mpirun: `window_ranks.py HOSTS` makes so many hosts of this one, and checks that a window
-over them computes what one on one host does.
+"""A rank of test_hosts.py under mpirun. `window_ranks.py HOSTS` splits this host into HOSTS hosts and checks that a
+window over them computes the same bits as a window on one host.
 """
 import faulthandler
 import sys
@@ -68,7 +68,7 @@ def check_commands(w) -> None:
 
 
 def check_abort(w) -> None:
-    """An abort anywhere is heard everywhere."""
+    """An abort on any rank reaches all ranks."""
     from mpi4py import MPI
     MPI.COMM_WORLD.Barrier()
     if w.rank == w.size - 1:

@@ -1,6 +1,7 @@
-"""What the virtual machine does at boot: a pool of systemd services, from its installation to its end, as the user, and
-in the part, that the kernel's command line names (proof.user=NAME proof.part=PART). Each step prints a line "PROOF ..."
-to the console, which prove.py reads; meanwhile that one's clients stream through the forwarded ports.
+"""Runs in the virtual machine at boot: proves a pool of systemd services, from installation to removal.
+
+The kernel's command line names the user and the part (proof.user=NAME proof.part=PART). Each step prints a line "PROOF
+..." to the console, which prove.py reads. Meanwhile prove.py's clients stream through the forwarded ports.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ HERE = Path("/opt/proof")
 POOL = HERE / "pool.json"
 PACKAGES = next(Path("/opt/allspark").glob("lib/python3*/site-packages"))
 MODEL = str(next(PACKAGES.glob("allspark_server/assets/*/config.json")).parent)
-DEVIATION = 0.02        # of a rank's pages that may be elsewhere
+DEVIATION = 0.02        # part of a rank's pages that may be on another node
 # The other host is a namespace at the end of a cable with this much delay and loss in each direction.
 NETEM = "delay 20ms loss 1%"
 OTHER_HOST = f"""
@@ -45,7 +46,7 @@ OTHER_SHELL = "hostname h1 && mount -t tmpfs tmpfs /dev/shm && exec runuser -u {
 
 
 def say(text: str) -> None:
-    """A line for prove.py."""
+    """Prints a line for prove.py."""
     print(f"PROOF {text}", flush=True)
 
 
@@ -57,7 +58,7 @@ def shell(*words: str, check: bool = True) -> str:
 
 
 def allspark(*words: str) -> None:
-    """Runs a command, and passes on what it says while it says it."""
+    """Runs a command and passes its output on as it comes."""
     command = ["/opt/allspark/bin/python", "-u", "-m", "allspark_launch", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         for line in process.stdout:
@@ -67,7 +68,7 @@ def allspark(*words: str) -> None:
 
 
 def status() -> str:
-    """Of the pool; it may be down."""
+    """Status of the pool, which may be down."""
     return shell("/opt/allspark/bin/python", "-m", "allspark_launch", "pool", "status", "--config", str(POOL),
                  check=False)
 
@@ -97,7 +98,7 @@ def ranks() -> dict[int, int]:
 
 
 def check_pages() -> None:
-    """Each rank's own memory is on its node."""
+    """Checks that each rank's own memory is on its node."""
     for rank, pid in sorted(ranks().items()):
         on: dict[int, int] = {}
         for line in Path("/proc", str(pid), "numa_maps").read_text().splitlines():
@@ -112,12 +113,12 @@ def check_pages() -> None:
 
 
 def requests_run() -> bool:
-    """At member a. systemd is asked: each call of our own is seconds of emulation."""
+    """Requests that run at member a. systemd is asked, because a call of our own takes seconds under emulation."""
     return re.match("serving: [1-9]", unit("StatusText")) is not None
 
 
 def prove_group(user: str) -> None:
-    """One member with a rank on each node: placement, losses, drain."""
+    """One member with a rank on each node: placement, lost ranks, drain."""
     write_pool(user, [{"name": "a", "address": "0.0.0.0:50051"}])
     began = time.monotonic()
     allspark("pool", "install", "--config", str(POOL), "--now")
@@ -162,7 +163,7 @@ def prove_group(user: str) -> None:
 
 
 def prove_pool(user: str) -> None:
-    """Two members, one on each node: rolled, misconfigured, removed."""
+    """Two members, one on each node: rolling restart, wrong configuration, removal."""
     write_pool(user, [{"name": "a", "address": "0.0.0.0:50051", "numa_nodes": [0]},
                       {"name": "b", "address": "0.0.0.0:50052", "numa_nodes": [1]}])
     allspark("pool", "install", "--config", str(POOL), "--now")
@@ -188,7 +189,9 @@ def prove_pool(user: str) -> None:
 
 
 def prove_hosts(user: str) -> None:
-    """A member over two hosts between which packets are late and lost: the bytes of two ranks on one."""
+    """One member over two hosts, with late and lost packets between them: the bytes are those of two ranks on one
+    host.
+    """
     write_pool(user, [{"name": "a", "address": "0.0.0.0:50051"}])
     allspark("pool", "install", "--config", str(POOL), "--now")
     wanted = answers()
@@ -231,7 +234,7 @@ def prove_hosts(user: str) -> None:
 
 
 def answers() -> list:
-    """Ids and bits of probabilities, of two requests to member a."""
+    """Ids and logprob bits of two requests to member a."""
     sys.path.insert(0, str(PACKAGES))
     from allspark_client import ClientEngine
 
@@ -253,7 +256,7 @@ def answers() -> list:
 
 
 def host_of(pid: int) -> str:
-    """The name of the host that a process is on."""
+    """The name of the host that a process runs on."""
     own = os.stat("/proc/self/ns/net").st_ino
     return "h0" if os.stat(f"/proc/{pid}/ns/net").st_ino == own else "h1"
 
@@ -266,7 +269,7 @@ def is_agent(process: Path) -> bool:
 
 
 def owned(memory: Path) -> list[Path]:
-    """Files of groups in shared memory, less the folder that all groups of a user share."""
+    """Files of groups in shared memory, without the folder that all groups of a user share."""
     return [path for path in memory.glob("*") if not path.name.startswith("allspark-memory-")]
 
 

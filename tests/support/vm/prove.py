@@ -1,13 +1,13 @@
-"""A pool of systemd services in a virtual machine with two NUMA nodes, watched and used from outside.
+"""Proves a pool of systemd services in a virtual machine with two NUMA nodes, from outside.
 
     prove.py build DIR             makes the machine's image, with what this environment has installed
     prove.py run DIR USER PART     boots it with the last commit, proves that it works as USER; writes DIR/USER-PART.log
 
-PART is group (a member with a rank on each node: placement, losses, drain), pool (two members: a rolling restart, a
-hopeless configuration) or hosts (a member over two hosts, the other one a namespace behind netem's delay and loss).
+PART is group (a member with a rank on each node: placement, lost ranks, drain), pool (two members: a rolling restart, a
+wrong configuration) or hosts (a member over two hosts, one of them a namespace behind netem's delay and loss).
 
-Needs root, mmdebstrap, qemu-system-x86 and e2fsprogs (two-nodes.sh). A run takes up to ten minutes, and more beside
-other work: everything is emulated.
+Needs root, mmdebstrap, qemu-system-x86 and e2fsprogs (two-nodes.sh). A run takes up to ten minutes, and more on a busy
+machine: everything is emulated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[2]
 MACHINE = HERE / "two-nodes.sh"
-#: of the environment's packages, those that no server needs
+#: packages of the environment that no server needs
 LEFT_OUT = ("torch*", "functorch*", "transformers*", "scipy*", "sympy*", "matplotlib*", "networkx*", "PIL", "pillow*",
             "fontTools*", "anthropic*", "openai*", "pip*", "setuptools*", "hypothesis*", "_pytest", "pytest*",
             "grpc_tools*",
@@ -49,7 +49,7 @@ TTYPath=/dev/ttyS0
 
 
 def build(folder: Path) -> None:
-    """The image, and beside it the certificate that clients trust."""
+    """Builds the image, and beside it the certificate that clients trust."""
     overlay = folder / "overlay"
     shutil.rmtree(overlay, ignore_errors=True)
     environment = overlay / "opt/allspark"
@@ -81,15 +81,16 @@ def build(folder: Path) -> None:
 
 
 def compile_all(folder: Path, path: str) -> None:
-    """Byte code beside all modules of a folder, which is `path` in the machine. Its Python is of this one's version.
-    Services cannot write byte code, and compiling at each start takes minutes where everything is emulated.
+    """Writes byte code beside all modules of a folder, which is `path` in the machine; its Python has this one's
+    version.
+    Services cannot write byte code, and compiling at each start takes minutes under emulation.
     """
     subprocess.run([sys.executable, "-m", "compileall", "-q", "-j", "2", "--invalidation-mode", "unchecked-hash", "-s",
                     folder, "-p", path, folder], check=False, stdout=subprocess.DEVNULL)
 
 
 def pack(file: Path) -> None:
-    """The last commit, with what was built of it, as the machine unpacks it."""
+    """Packs the last commit, with what was built of it, in the form that the machine unpacks."""
     def of_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
         entry.uid = entry.gid = 0
         return entry
@@ -136,7 +137,7 @@ class Load:
                 thread.join(30)
 
     def _connect(self):
-        """A client. Its first contact is tried again and again: beside other work an emulated handshake takes long."""
+        """A connected client. Connecting is retried, because an emulated handshake takes long on a busy machine."""
         from allspark_client import AllSparkError, ClientEngine
 
         addresses = [f"localhost:{port}" for port in HOST_PORTS]
@@ -157,7 +158,7 @@ class Load:
                         {"max_new_tokens": NEW_TOKENS, "top_k": 1, "early_stopping": False})
                     ids = [i for elements in queue for i in elements.ids_from_generate]
                     client.release_request("m", handle)
-                except Exception as error:  # whatever ends a request is what must not happen
+                except Exception as error:  # no request may end early, whatever the reason
                     self.problems.append(f"client {number}: {error}")
                     return
                 if ids != self._expected.setdefault(prompt, ids) or len(ids) != NEW_TOKENS:
@@ -166,7 +167,7 @@ class Load:
 
 
 def run(folder: Path, user: str, part: str) -> int:
-    """Boots the machine; 0 if all was proven."""
+    """Boots the machine; returns 0 if everything was proven."""
     pack(folder / "code.tar")
     ports = [f"{host}:{guest}" for host, guest in zip(HOST_PORTS, (50051, 50052))]
     machine = subprocess.Popen([MACHINE, "run", folder, *ports], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
