@@ -1,9 +1,11 @@
-"""From what requests saw to figures: percentiles, throughput, goodput; as a table and as JSON."""
+"""Figures of requests: percentiles, throughput, goodput; as a table, as JSON and as a plot."""
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from .load import Point
 from .targets import Answer
 
 PERCENTILES = (50, 90, 99)
-#: what is measured of a request, in ms
+#: the latencies of a request, in ms
 METRICS = {"ttft": "time to first token", "itl": "between tokens", "tpot": "per token after the first",
            "e2e": "end to end"}
 SCHEMA = 1
@@ -20,13 +22,13 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Target:
-    """Of each metric that is named the most that a request may have, in ms; of `itl`, the 99th percentile of its own."""
+    """The highest value of each metric that a request may have, in ms. For `itl` its own 99th percentile counts."""
 
     limits: dict[str, float]
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        """"ttft=200,itl=50"; ValueError if it is none."""
+        """Parses "ttft=200,itl=50". Raises ValueError."""
         limits = {}
         for part in filter(None, text.split(",")):
             name, _, value = part.partition("=")
@@ -39,16 +41,15 @@ class Target:
         return cls(limits)
 
     def met_by(self, answer: Answer) -> bool:
+        """Whether a request's latencies are within the limits."""
         if answer.error:
             return False
-        seen = {name: measured(answer, name) for name in self.limits}
-        return all(not values or np.percentile(values, 99) <= self.limits[name] for name, values in seen.items())
+        latencies = {name: measured(answer, name) for name in self.limits}
+        return all(not values or np.percentile(values, 99) <= self.limits[name] for name, values in latencies.items())
 
 
 def measured(answer: Answer, metric: str) -> list[float]:
-    """One request's values of a metric, in ms. Latencies count from when the request was due: one that the load could not
-    send in time has waited.
-    """
+    """One request's values of a metric, in ms. Latencies count from when the request was due, not when it was sent."""
     events = answer.events
     if not events:
         return []
@@ -60,12 +61,12 @@ def measured(answer: Answer, metric: str) -> list[float]:
     if metric == "tpot":
         more = answer.output_tokens - events[0][1]
         return [1e3 * (last - first) / more] if more > 0 else []
-    return [1e3 * (after[0] - before[0]) for before, after in zip(events, events[1:])]
+    return [1e3 * (after[0] - before[0]) for before, after in itertools.pairwise(events)]
 
 
 @dataclass
 class Figures:
-    """Of one point of one target: one entry of each list a round."""
+    """The figures of one target at one load. `rounds` has one entry per round."""
 
     target: str
     point: Point
@@ -73,7 +74,7 @@ class Figures:
     errors: dict[str, int] = field(default_factory=dict)
 
     def add(self, answers: Sequence[Answer], seconds: float, slo: Target) -> None:
-        """A round's answers."""
+        """Adds the answers of a round."""
         good = [answer for answer in answers if not answer.error]
         for answer in answers:
             if answer.error:
@@ -96,18 +97,20 @@ class Figures:
         self.rounds.append(figures)
 
     def median(self, *path: str) -> float | None:
-        """The median round's figure; None where no round has it."""
-        found = []
+        """The median of the rounds; None if no round has the figure."""
+        values = []
         for figures in self.rounds:
             value: Any = figures
             for key in path:
                 value = value.get(key) if isinstance(value, dict) else None
             if value is not None:
-                found.append(value)
-        return statistics.median(found) if found else None
+                values.append(value)
+        return statistics.median(values) if values else None
 
     def to_dict(self) -> dict[str, Any]:
-        summary = {name: self.median(name) for name in ("requests_per_second", "output_tokens_per_second", "goodput")}
+        """For JSON."""
+        rates = ("requests_per_second", "output_tokens_per_second", "goodput")
+        summary: dict[str, Any] = {name: self.median(name) for name in rates}
         summary |= {metric: {p: self.median(metric, p) for p in (*(f"p{q}" for q in PERCENTILES), "mean", "max")}
                     for metric in METRICS}
         return {"target": self.target, "clients": self.point.clients or None, "rate": self.point.rate or None,
@@ -115,11 +118,12 @@ class Figures:
 
 
 def table(found: list[Figures], slo: Target) -> str:
-    """A line for each point of each target: the median of its rounds."""
+    """A line for each target and load: the median of its rounds."""
     width = max([len(f.target) for f in found] + [len("target")])
     goodput = f"{'goodput/s':>11}" if slo.limits else ""
     heads = "".join(f"{name + ' ms':>24}" for name in ("ttft", "itl", "e2e"))
-    lines = [f"{'target':<{width}} {'load':>12}{'requests':>10}{'failed':>8}{'tokens/s':>10}{'req/s':>8}{goodput}{heads}",
+    lines = [f"{'target':<{width}} {'load':>12}{'requests':>10}{'failed':>8}{'tokens/s':>10}{'req/s':>8}{goodput}"
+             + heads,
              f"{'':<{width}} {'':>12}{'':>10}{'':>8}{'':>10}{'':>8}{'' if not goodput else ' ' * 11}"
              + f"{'p50':>8}{'p90':>8}{'p99':>8}" * 3]
     for figures in found:
@@ -139,16 +143,17 @@ def table(found: list[Figures], slo: Target) -> str:
             lines.append(f"{figures.target}, {figures.point}: {count} x {error}")
         cached, prompt = (sum(r[name] for r in figures.rounds) for name in ("cached_tokens", "prompt_tokens"))
         if cached:
-            lines.append(f"{figures.target}, {figures.point}: {cached} of {prompt} prompt tokens came from the prefix cache")
+            lines.append(f"{figures.target}, {figures.point}: {cached} of {prompt} prompt tokens came from the prefix "
+                         "cache")
         late = max((r["late_ms"] for r in figures.rounds), default=0.0)
         if late > 50:
-            lines.append(f"{figures.target}, {figures.point}: requests were sent up to {late:.0f} ms late: this process "
-                         "cannot keep up with the load")
+            lines.append(f"{figures.target}, {figures.point}: requests were sent up to {late:.0f} ms late: this "
+                         "process cannot keep up with the load")
     return "\n".join(lines)
 
 
-def plot(found: list[Figures], path) -> bool:
-    """Latencies and throughput against the load, a line for each target. False if matplotlib is not installed."""
+def plot(found: list[Figures], path: Path) -> bool:
+    """Plots latencies and throughput over the load, a line per target. False if matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:

@@ -1,9 +1,10 @@
-"""Measures a pool member's layouts, one after the other, under the load that it is optimized for."""
+"""Measures the layouts of a pool member, one after the other, under the load that it is optimized for."""
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import math
 import sys
 import tempfile
 import time
@@ -15,7 +16,7 @@ from pathlib import Path
 from allspark_client import AllSparkError, ClientEngine
 from allspark_client.config import AsModelConfig
 
-from ..group.background import background_group
+from ..group.background import BackgroundGroup, background_group
 from ..options import GroupOptions
 from ..progress import Progress
 from . import latencies
@@ -24,14 +25,14 @@ from .load import Limits, Point, drive
 from .targets import Group
 from .workload import Arrivals, Shape, distribution, sessions
 
-PROMPT, OUTPUT = 256, 64        # tokens, of models whose context is long enough
-TIE = 0.03                      # a smaller difference is none
+PROMPT, OUTPUT = 256, 64        # tokens, if the model's context is long enough
+TIE = 0.03                      # a smaller relative difference counts as equal
 
 
 @dataclass(frozen=True)
 class Times:
-    """Bounds of a measurement, in seconds. start: until a layout's groups serve. round: in which requests are sent;
-    patience: for one that is on its way then.
+    """Times of a measurement, in seconds. start: until a layout's groups serve. round: in which requests are sent.
+    patience: for requests in progress at the end of a round.
     """
 
     start: float = 1800.0
@@ -42,7 +43,7 @@ class Times:
 
 @dataclass
 class Measured:
-    """A layout's figures; or why it was left out."""
+    """The figures of a layout, or the reason why it was left out."""
 
     layout: str
     groups: int
@@ -50,10 +51,11 @@ class Measured:
     reason: str = ""
 
     def score(self, purpose: str) -> float:
-        """More is better: output tokens/s, or requests a second that one client can have."""
+        """Higher is better: output tokens/s, or requests per second of one client."""
+        assert self.figures is not None
         if purpose == "throughput":
-            return self.figures.median("output_tokens_per_second")
-        return 1e3 / self.figures.median("e2e", "p50")
+            return self.figures.median("output_tokens_per_second") or 0.0
+        return 1e3 / (self.figures.median("e2e", "p50") or math.inf)
 
     def to_dict(self) -> dict:
         """For JSON."""
@@ -63,30 +65,30 @@ class Measured:
 
 def measure(layouts: dict[str, list[GroupOptions]], purpose: str, say: Callable[[str], None],
             times: Times = Times()) -> list[Measured]:
-    """Each layout's groups are started, loaded, and ended. A layout that does not start (too little memory, say), or
-    answers nothing, is left out with the reason. say: told how far it is.
+    """Starts, measures and ends the groups of each layout. A layout that does not start (for example for lack of
+    memory) or answers no request is left out, with the reason. `say` gets lines of progress.
     """
     point = _point(layouts, purpose)
-    found = []
+    measured = []
     for layout, groups in layouts.items():
         name = f"{layout}, {len(groups)} group{'s' * (len(groups) > 1)}"
         say(f"{name}: starting")
         try:
-            found.append(Measured(layout, len(groups), _measure(name, groups, point, say, times)))
+            measured.append(Measured(layout, len(groups), _measure(name, groups, point, say, times)))
         except (RuntimeError, OSError, AllSparkError) as error:
-            found.append(Measured(layout, len(groups), reason=str(error) or type(error).__name__))
-            say(f"{name}: left out: {found[-1].reason}")
-    return found
+            measured.append(Measured(layout, len(groups), reason=str(error) or type(error).__name__))
+            say(f"{name}: left out: {measured[-1].reason}")
+    return measured
 
 
 def table(found: list[Measured]) -> str:
-    """What was measured, as text."""
+    """The figures as text."""
     figures = [m.figures for m in found if m.figures]
     return latencies.table(figures, Slo({})) if figures else ""
 
 
 def choose(found: list[Measured], purpose: str) -> tuple[str, str]:
-    """(layout, why) of what was measured; at least one was. Of two that are as good, the first."""
+    """The best layout and the reason; of two equal ones the first. Raises RuntimeError if none was measured."""
     usable = [m for m in found if m.figures]
     if not usable:
         raise RuntimeError("no layout could be measured: " + "; ".join(f"{m.layout}: {m.reason}" for m in found))
@@ -97,15 +99,15 @@ def choose(found: list[Measured], purpose: str) -> tuple[str, str]:
     left = [m for m in found if m is not best]
     if not all(m.figures for m in left):
         return best.layout, "; ".join(f"{m.layout} was left out: {m.reason}" for m in left)
-    what = "output tokens/s" if purpose == "throughput" else "ms a request of one client"
+    unit = "output tokens/s" if purpose == "throughput" else "ms per request of one client"
     figure = (lambda m: m.score(purpose)) if purpose == "throughput" else (lambda m: 1e3 / m.score(purpose))
     against = ", ".join(f"{figure(m):.1f} of {m.layout}" for m in left)
     even = any(abs(m.score(purpose) / best.score(purpose) - 1) <= TIE for m in left)
-    return best.layout, f"{figure(best):.1f} {what}, against {against}" + (": as good as equal" if even else "")
+    return best.layout, f"{figure(best):.1f} {unit}, against {against}" + (": practically equal" if even else "")
 
 
 def _point(layouts: dict[str, list[GroupOptions]], purpose: str) -> Point:
-    """The same load for all: one client, or as many as the most groups compute at once."""
+    """The same load for all layouts: one client, or as many as the largest number of groups computes at once."""
     if purpose == "latency":
         return Point(clients=1)
     most = max(layouts.values(), key=len)
@@ -133,11 +135,11 @@ def _measure(name: str, groups: list[GroupOptions], point: Point, say: Callable[
 
 
 def _start(groups: list[GroupOptions], stack: contextlib.ExitStack, limit: float) -> list[str]:
-    """Starts groups at once, for the life of `stack`; returns their addresses."""
+    """Starts groups in parallel, until `stack` is closed; returns their addresses."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     show = _show if sys.stderr.isatty() else None
 
-    def start(number: int):
+    def start(number: int) -> tuple[contextlib.AbstractContextManager[BackgroundGroup], BackgroundGroup]:
         path = folder / f"{number}.json"
         path.write_text(json.dumps(groups[number].changed()), encoding="utf-8")
         group = background_group(["--config", str(path)], timeout=limit, on_progress=show)

@@ -1,4 +1,4 @@
-"""Puts a target under load and gathers what every request saw."""
+"""Puts a target under load and records every request."""
 from __future__ import annotations
 
 import asyncio
@@ -13,8 +13,8 @@ from .workload import Arrivals, Session
 
 @dataclass(frozen=True)
 class Point:
-    """A load: so many clients, each with one request at a time (closed loop), or `rate` sessions a second (open loop);
-    of a trace, its own arrivals, `rate` times as fast.
+    """A load: so many clients with one request at a time each (closed loop), or `rate` sessions per second (open loop).
+    A trace has arrivals of its own, which come `rate` times as fast.
     """
 
     clients: int = 0
@@ -25,14 +25,14 @@ class Point:
 
     @property
     def load(self) -> float:
-        """Its place on a plot's axis."""
+        """The value on the axis of a plot."""
         return self.clients or self.rate
 
 
 @dataclass(frozen=True)
 class Limits:
     """When a run ends: after so many requests, or with those that were sent within so many seconds. `patience`: seconds
-    for what is on its way then. `think`: seconds between an answer and the user's next turn.
+    that requests in progress get then. `think`: seconds between an answer and the user's next turn.
     """
 
     requests: int
@@ -42,7 +42,7 @@ class Limits:
 
 
 class Run:
-    """One point of one target. `answers`: of requests that were sent, in order; `seconds` from begin to last end."""
+    """A target under one load. `answers`: of all sent requests, in order. `seconds`: from the begin to the last end."""
 
     def __init__(self, target: Target, sessions: Iterator[Session], limits: Limits, on_answer: Callable[[], None]):
         self._target, self._sessions, self._limits, self._on_answer = target, sessions, limits, on_answer
@@ -53,7 +53,7 @@ class Run:
         self.seconds = 0.0
 
     async def closed(self, clients: int) -> None:
-        """Each client has a session after the other."""
+        """Each client runs one session after the other."""
         async def client() -> None:
             while not self._over:
                 session = next(self._sessions, None)
@@ -64,7 +64,7 @@ class Run:
         await self._all([asyncio.create_task(client()) for _ in range(clients)])
 
     async def open(self, arrivals: Iterator[float]) -> None:
-        """Sessions begin when they are due, whatever became of those before."""
+        """Sessions begin when they are due, whether or not earlier ones have ended."""
         tasks: list[asyncio.Task] = []
 
         async def send() -> None:
@@ -74,7 +74,7 @@ class Run:
                 if self._over:
                     return
                 tasks.append(asyncio.create_task(self._session(session, due)))
-                await asyncio.sleep(0)      # it counts itself
+                await asyncio.sleep(0)      # lets the session count its request
 
         self._begin = time.perf_counter()
         try:
@@ -84,7 +84,8 @@ class Run:
 
     @property
     def _over(self) -> bool:
-        return self._left <= 0 or (self._limits.seconds > 0 and time.perf_counter() - self._begin > self._limits.seconds)
+        seconds = self._limits.seconds
+        return self._left <= 0 or (seconds > 0 and time.perf_counter() - self._begin > seconds)
 
     async def _all(self, tasks: list[asyncio.Task]) -> None:
         self._begin = getattr(self, "_begin", time.perf_counter())
@@ -93,7 +94,7 @@ class Run:
         while pending:
             done, pending = await asyncio.wait(pending, timeout=1.0)
             for task in done:
-                task.result()       # a defect of the benchmark
+                task.result()       # raises only for a defect of the benchmark
             waited = waited + 1.0 if self._over and not done else 0.0
             if waited > self._limits.patience:
                 for task in pending:
@@ -104,7 +105,7 @@ class Run:
         self.seconds = max(ends, default=self._begin) - self._begin
 
     async def _session(self, session: Session, due: float) -> None:
-        said = Conversation()
+        conversation = Conversation()
         for turn in session.turns:
             if self._over:
                 return
@@ -113,7 +114,7 @@ class Run:
             self.answers.append(answer)
             answer.sent = time.perf_counter()
             try:
-                await self._target.ask(said, turn, next(self._numbers), answer)
+                await self._target.ask(conversation, turn, next(self._numbers), answer)
             except asyncio.CancelledError:
                 answer.error = f"no end within {self._limits.patience:g} s"
                 raise
@@ -122,7 +123,7 @@ class Run:
             self._on_answer()
             if answer.error:
                 return
-            said.add(turn, answer)
+            conversation.add(turn, answer)
             if turn is not session.turns[-1]:
                 await asyncio.sleep(self._limits.think)
                 due = time.perf_counter()
@@ -130,13 +131,13 @@ class Run:
 
 async def drive(target: Target, point: Point, arrivals: Arrivals, sessions: Iterator[Session], seed: list[int],
                 limits: Limits, traced: bool, on_answer: Callable[[], None]) -> Run:
-    """One run to its end."""
+    """Runs a target under one load to the end."""
     if not traced:
         run = Run(target, sessions, limits, on_answer)
         await (run.closed(point.clients) if point.clients else run.open(arrivals.times(point.rate, seed)))
         return run
-    known = list(sessions)
-    run = Run(target, iter(known), limits, on_answer)
+    listed = list(sessions)
+    run = Run(target, iter(listed), limits, on_answer)
     await (run.closed(point.clients) if point.clients else
-           run.open(session.arrival / point.rate for session in known))
+           run.open(session.arrival / point.rate for session in listed))
     return run

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from allspark_client import AbstractEngine
+
 FORMATS = ("float32", "bfloat16", "float16", "int8", "int4", "w8a8", "w4a8")
 
 
@@ -22,17 +24,17 @@ class Format:
 
     @classmethod
     def parse(cls, text: str) -> Format:
-        """"int4:64" and the like; ValueError if it is none."""
+        """Parses "int4:64", for example. Raises ValueError."""
         dtype, colon, group = text.partition(":")
         if dtype not in (*FORMATS, "auto") or (colon and not group.isdigit()):
-            raise ValueError(f"weight format {text!r} must be auto or one of {', '.join(FORMATS)}, with :GROUP if its "
-                             "scales are to be shared by groups, such as int4:64")
+            raise ValueError(f"weight format {text!r} must be auto or one of {', '.join(FORMATS)}, with :GROUP for "
+                             "scales of groups, such as int4:64")
         return cls(dtype, int(group or 0))
 
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """`batch` requests at once, of `prompt` random tokens each, `output` tokens out."""
+    """`batch` requests at once, with `prompt` random tokens and `output` output tokens each."""
 
     batch: int
     prompt: int
@@ -43,7 +45,7 @@ class Cell:
 
     @classmethod
     def parse(cls, text: str) -> Cell:
-        """"8x128x64": batch, prompt, output; ValueError if it is none."""
+        """Parses "8x128x64": batch, prompt, output. Raises ValueError."""
         found = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
         if not found or "0" in found.groups():
             raise ValueError(f"{text!r} must be BATCHxPROMPTxOUTPUT, all at least 1, such as 8x128x64")
@@ -52,16 +54,16 @@ class Cell:
 
 @dataclass(frozen=True)
 class Timing:
-    """Tokens/s of a cell: all prompts until the last first token; then, all sequences together, until the first of them
-    ends (None when there is nothing between).
+    """Tokens/s of a cell. prefill: of all prompts, until the last request has its first token. decode: of all sequences
+    together, from then until the first one ends; None if that takes no time.
     """
 
     prefill: float
     decode: float | None
 
 
-def time_cell(engine, name: str, cell: Cell, vocab_size: int, rng: np.random.Generator) -> Timing:
-    """Runs the cell once, greedily, on a started model. engine: an AbstractEngine."""
+def time_cell(engine: AbstractEngine, name: str, cell: Cell, vocab_size: int, rng: np.random.Generator) -> Timing:
+    """Runs the cell once, greedily, on a started model."""
     config = {"top_k": 1, "max_length": cell.prompt + cell.output, "early_stopping": False}
     prompts = rng.integers(min(10, vocab_size - 1), vocab_size, (cell.batch, cell.prompt))
     begin = time.perf_counter()

@@ -1,11 +1,12 @@
-"""Other engines on the same cells: each by a small adapter script, run by the interpreter that has its packages.
+"""Other engines on the same cells, each by a small adapter script that runs in the interpreter with its packages.
 
 An adapter is `peer_NAME.py` in benchmarks/peers (or --peers-dir). It is run as
-    PYTHON peer_NAME.py --probe [--gpus 0,1]                      exit 0 and its version, if its packages are there
-    PYTHON peer_NAME.py --checkpoint DIR --work DIR --threads N --formats bfloat16,int8 --cells 1x128x64,… [--gpus 0,1]
+    PYTHON peer_NAME.py --probe [--gpus 0,1]                      exits with 0 and prints its version, if its packages
+    exist PYTHON peer_NAME.py --checkpoint DIR --work DIR --threads N --formats bfloat16,int8 --cells 1x128x64,… [--gpus
+    0,1]
 and prints a line `RESULT {JSON}` for each format and cell: format, weight_bits (bits stored for each weight), integer
-(whether activations are quantized), for (which of our formats it compares with), cell, prefill and decode in tokens/s
-(null: not measured), or format and error.
+(whether activations are quantized), for (the formats of ours that it compares with), cell, prefill and decode in
+tokens/s (null: not measured); or format and error.
 """
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,9 +37,9 @@ class Peer:
     version: str = ""
     label: str = field(default="", compare=False)
 
-    def probe(self, gpus: list[int] = ()) -> bool:
-        """Whether its packages are importable there, and it computes on GPUs, or CPUs if there are none; learns their
-        version.
+    def probe(self, gpus: Sequence[int] = ()) -> bool:
+        """Whether the adapter can run: its packages can be imported, and it supports these GPUs, or CPUs. Sets
+        `version`, or the reason as `label`.
         """
         try:
             done = subprocess.run([self.python, str(self.script), "--probe", *_on(gpus)], capture_output=True,
@@ -53,7 +54,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class PeerResult:
-    """What an adapter found for one of its formats in one cell."""
+    """An adapter's result for one of its formats in one cell."""
 
     peer: str
     format: str
@@ -66,16 +67,17 @@ class PeerResult:
 
 
 def adapters(folder: Path) -> dict[str, Path]:
+    """The adapters in a directory, by name."""
     return {path.stem.removeprefix("peer_"): path for path in sorted(folder.glob("peer_*.py"))}
 
 
-def _on(gpus: list[int]) -> list[str]:
+def _on(gpus: Sequence[int]) -> list[str]:
     return ["--gpus", ",".join(map(str, gpus))] if gpus else []
 
 
-def choose(wanted: list[str], folder: Path = ADAPTERS, gpus: list[int] = ()) -> list[Peer]:
-    """The peers to run. wanted: NAME or NAME=PYTHON, which must be importable; "none"; or nothing: every adapter whose
-    packages this interpreter has. ValueError says what is wrong with a choice.
+def choose(wanted: list[str], folder: Path = ADAPTERS, gpus: Sequence[int] = ()) -> list[Peer]:
+    """The peers to run. `wanted`: NAME or NAME=PYTHON; "none"; or nothing: every adapter whose packages this
+    interpreter has. Raises ValueError for a peer that is not known or cannot run.
     """
     known = adapters(folder)
     if wanted == ["none"]:
@@ -96,9 +98,9 @@ def choose(wanted: list[str], folder: Path = ADAPTERS, gpus: list[int] = ()) -> 
 
 
 def run_peer(peer: Peer, checkpoint: Path, work: Path, threads: int, formats: list[Format], cells: list[Cell],
-             timeout: float, on_result: Callable[[PeerResult], None], gpus: list[int] = ()) -> None:
-    """Runs the adapter once over all cells; calls on_result as results come. A failure of the whole becomes a result
-    with `error` and no cell.
+             timeout: float, on_result: Callable[[PeerResult], None], gpus: Sequence[int] = ()) -> None:
+    """Runs the adapter once over all cells. Calls on_result with each result. A failure of the adapter becomes a result
+    with `error` and without a cell.
     """
     (work / peer.name).mkdir(parents=True, exist_ok=True)
     words = [peer.python, str(peer.script), "--checkpoint", str(checkpoint), "--work", str(work / peer.name),
@@ -107,6 +109,7 @@ def run_peer(peer: Peer, checkpoint: Path, work: Path, threads: int, formats: li
     log = work / peer.name / "stderr.txt"
     with open(log, "w", encoding="utf-8") as errors:
         process = subprocess.Popen(["timeout", str(timeout), *words], stdout=subprocess.PIPE, stderr=errors, text=True)
+        assert process.stdout is not None
         try:
             for line in process.stdout:
                 if line.startswith(MARK):

@@ -1,4 +1,4 @@
-"""A run as tables of text, and as plots."""
+"""A run as tables and as plots."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -11,7 +11,7 @@ TITLES = {"decode": "decode, tokens/s", "prefill": "prefill, tokens/s to the las
 
 
 def cells_of(run: Run, kind: str) -> list[Cell]:
-    """The cells of a table. Prefill does not depend on the output's length: of those that differ in it, the first."""
+    """The cells of a table. Prefill does not depend on the output's length, so the first such cell stands for all."""
     if kind == "decode":
         return [cell for cell in run.cells if any(cell in row.decode for row in run.rows)]
     found: dict[tuple[int, int], Cell] = {}
@@ -21,6 +21,7 @@ def cells_of(run: Run, kind: str) -> list[Cell]:
 
 
 def title_of(kind: str, cell: Cell) -> str:
+    """The title of a cell's column."""
     return f"{cell.batch} x {cell.prompt}" + (f" + {cell.output}" if kind == "decode" else "")
 
 
@@ -61,8 +62,8 @@ def _line(run: Run, kind: str, row: Row, cells: list[Cell], width: int) -> str:
 
 
 def plot(run: Run, path: Path) -> bool:
-    """Bars for each cell and engine with its roofline as a line, decode above prefill, to a file of matplotlib's formats
-    (.png, .svg, .pdf). False if matplotlib is not installed.
+    """Plots a bar for each cell and engine, and its roofline as a line, decode above prefill. `path`: a file of a
+    format of matplotlib (.png, .svg, .pdf). False if matplotlib is not installed.
     """
     try:
         import matplotlib

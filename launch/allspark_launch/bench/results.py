@@ -4,9 +4,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-from .roofline import Bound, Machine, Workload
 from .measure import Cell, Timing
+from .roofline import Bound, Machine, Workload
 
 SCHEMA = 1
 
@@ -20,17 +21,19 @@ class Series:
 
     @property
     def best(self) -> float:
+        """The highest."""
         return max(self.rounds)
 
     @property
     def median(self) -> float:
+        """The median."""
         return statistics.median(self.rounds)
 
 
 @dataclass
 class Row:
-    """One engine with one weight format. status: "measured", "not available yet" or "failed"; reason explains the
-    latter two. weight_bytes: of all ranks, as packed; token_bytes: of the cache, a token.
+    """One engine with one weight format. status: "measured", "not available yet" or "failed", the latter two with a
+    reason. weight_bytes: of the packed weights of all ranks. token_bytes: of one token in the cache.
     """
 
     engine: str
@@ -39,13 +42,14 @@ class Row:
     reason: str = ""
     weight_bytes: float = 0.0
     token_bytes: float = 0.0
-    integer: bool = False               # its matrix products are of 8-bit integers
-    matches: tuple[str, ...] = ()       # a peer's: our formats that it compares with
+    integer: bool = False               # GEMMs of 8-bit integers
+    matches: tuple[str, ...] = ()       # of a peer: our formats that it compares with
     prefill: dict[Cell, Series] = field(default_factory=dict)
     decode: dict[Cell, Series] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
+        """The name in tables."""
         return f"{self.engine} {self.format}".strip()
 
     def add(self, cell: Cell, timing: Timing, machine: Machine) -> None:
@@ -59,7 +63,7 @@ class Row:
 
 @dataclass
 class Run:
-    """Everything that a run of `allspark bench static` found."""
+    """All results of a run of `allspark bench static`."""
 
     settings: dict
     machine: dict
@@ -69,9 +73,11 @@ class Run:
     rows: list[Row] = field(default_factory=list)
 
     def best_machine(self) -> Machine:
+        """The highest rates of all measurements."""
         return self._machine(max)
 
     def median_machine(self) -> Machine:
+        """The median rates."""
         return self._machine(statistics.median)
 
     def _machine(self, choose: Callable[[list[float]], float]) -> Machine:
@@ -87,8 +93,8 @@ class Run:
                                     row.integer)
 
     def figure(self, kind: str, row: Row, cell: Cell) -> dict | None:
-        """Best and median, and the best and median part of the roofline that was measured around each round. None if the
-        figure was not measured.
+        """Best and median, and the best and median part of the roofline that was measured around each round. None if
+        the figure was not measured.
         """
         series = getattr(row, kind).get(cell)
         if series is None:
@@ -111,7 +117,7 @@ class Run:
         """For JSON: rates in tokens/s, bytes/s and operations/s."""
         results = []
         for row in self.rows:
-            entry = {"engine": row.engine, "format": row.format, "status": row.status}
+            entry: dict[str, Any] = {"engine": row.engine, "format": row.format, "status": row.status}
             if row.status != "measured":
                 results.append({**entry, "reason": row.reason})
                 continue

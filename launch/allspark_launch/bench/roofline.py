@@ -9,8 +9,8 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Machine:
-    """Measured rates of all threads together: bytes/s read from memory, multiplications and additions/s in fp32, of
-    8-bit integers summed in 32 bits, and of bfloat16 in tiles (each 0: not measured, or there are none).
+    """Measured rates of all threads together: bytes/s read from memory; multiplications and additions/s in fp32, of
+    8-bit integers with 32-bit sums, and of bfloat16 in tiles. 0: not measured or not available.
     """
 
     read: float
@@ -20,8 +20,8 @@ class Machine:
 
     @property
     def floats(self) -> float:
-        """Of products that are not of 8-bit integers both. Tiles take bfloat16, and two bytes for one activation in
-        just twice the time of one: their rate is that of weights alone in 8 or 4 bits too.
+        """The rate of GEMMs with activations that are not quantized. Tiles compute in bfloat16, also with weights of 8
+        or 4 bits.
         """
         return max(self.fp32, self.bf16)
 
@@ -38,9 +38,10 @@ class Bound:
 class Workload:
     """A model's shapes, over all ranks.
 
-    layer_weights: elements of the matrices that every row is multiplied by; head_weights: by sampled rows only;
-    stored_weights: elements of all matrices, with an embedding that is not the head too; attention: operations for
-    each pair of a row and a token that it sees.
+    layer_weights: elements of the matrices that every row is multiplied by.
+    head_weights: elements of those that only sampled rows are multiplied by.
+    stored_weights: elements of all matrices, including an embedding that is not the head.
+    attention: operations for each pair of a row and a token that it sees.
     """
 
     architecture: str
@@ -53,7 +54,7 @@ class Workload:
 
     @classmethod
     def of(cls, checkpoint: Path) -> Workload:
-        """The shapes of a Hugging Face directory or NAME.asgraph. Raises what opening it raises."""
+        """The shapes of a Hugging Face directory or NAME.asgraph. Raises what open_model raises."""
         from allspark_server.weights.checkpoint import open_model
         graph = open_model(str(checkpoint), "").graph
         net = graph.config
@@ -69,22 +70,22 @@ class Workload:
 
     def decode(self, machine: Machine, batch: int, context: float, weight_bytes: float, token_bytes: float,
                integer: bool = False) -> Bound:
-        """One step gives each of `batch` sequences a token. context: tokens that each holds, on average; weight_bytes:
-        of all matrices as packed; token_bytes: of the cache, a token; integer: activations are quantized too.
+        """A step gives each of `batch` sequences a token. context: average tokens of a sequence. weight_bytes: of all
+        packed matrices. token_bytes: of one token in the cache. integer: activations are quantized too.
         """
         weights = self.layer_weights + self.head_weights
         read = weight_bytes * min(1.0, weights / self.stored_weights) + batch * context * token_bytes
         return _bound(machine, batch, read, batch * 2 * weights, batch * self.attention * context, integer)
 
     def prefill(self, machine: Machine, batch: int, prompt: int, weight_bytes: float, integer: bool = False) -> Bound:
-        """`batch` prompts to their first tokens."""
+        """Processing `batch` prompts up to their first tokens."""
         products = batch * 2 * (prompt * self.layer_weights + self.head_weights)
         attention = batch * self.attention * prompt * (prompt + 1) / 2
         return _bound(machine, batch * prompt, weight_bytes, products, attention, integer)
 
 
 def _bound(machine: Machine, tokens: int, read: float, products: float, attention: float, integer: bool) -> Bound:
-    """Products of matrices are of integers if `integer`; attention never is."""
+    """`integer`: GEMMs are of integers. Attention never is."""
     rate = machine.int8 if integer and machine.int8 else machine.floats
     memory, compute = read / machine.read, products / rate + attention / machine.floats
     return Bound(tokens / max(memory, compute), "memory" if memory >= compute else "compute")

@@ -1,4 +1,4 @@
-"""`allspark bench serving`: latencies and throughput under the load that users make."""
+"""`allspark bench serving`: latencies and throughput under the load of users."""
 from __future__ import annotations
 
 import argparse
@@ -11,42 +11,50 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+from allspark_client import AbstractEngine
+from allspark_client.config import AsModelConfig
 
 from ..group.background import background_group, shipped_model
 from ..options import set_fields
 from ..progress import Progress
+from .arguments import checked, list_of
 from .latencies import METRICS, SCHEMA, Figures, Target as Slo, plot, table
 from .load import Limits, Point, drive
 from .targets import Group, InProcess, OpenAI, Target, failures
 from .workload import Arrivals, Shape, distribution, read_trace, sessions
 
+Number = TypeVar("Number", int, float)
+
 MODEL = "bench"
-WARM_UP = 1 << 31    # in a seed, in the place of a round
+WARM_UP = 1 << 31    # the round number in the seed of the warm-up
 
 DESCRIPTION = """\
 Measures what users of a server see: time to first token (ttft), time between tokens (itl), end to end (e2e), tokens/s,
-and with --slo how many requests a second meet a target (goodput).
+and with --slo the requests per second that meet a target (goodput).
 
 closed loop (--clients 1,4,16): so many users, each with one request at a time: throughput at a concurrency.
-open loop (--rate 1,2,4): sessions arrive so many a second, whatever became of those before: what a public server has to
-  bear. Latencies count from when a request was due, so a server that falls behind shows it.
-Each value of the list is a load; all are measured in turn, for all targets, --rounds times: the table has the median
-round, and machines whose speed drifts treat all alike.
+open loop (--rate 1,2,4): so many sessions arrive per second, whether or not earlier ones have ended, as at a public
+  server. Latencies count from when a request was due, so they show when a server falls behind.
+Each value of the list is a load. All loads are measured in turn, for all targets, --rounds times, so that a machine
+whose speed drifts treats all alike. The table has the median round.
 
-targets (--target, repeatable; NAME= before it names it in the table):
-  engine           an Engine in this process, of --model. Its threads share the interpreter with the load's: a server's
-                   figures are those of group
+targets (--target, repeatable; NAME= in front names it in the table):
+  engine           an Engine of --model in this process. Its threads share the Python interpreter with the load's
+                   threads; for a server's figures use group
   group            a server group of --model, started for this run (the default)
-  ADDRESS[,…]      a group or pool that runs: host:port, unix:/path; $ALLSPARK_TOKEN_FILE has its token
-  http://…         an endpoint of OpenAI's form (needs httpx), by /v1/completions with ids, or /v1/chat/completions with
-                   words where the sessions have several turns (or with --chat). Its tokens are its chunks; their sum is
-                   the usage that it reports
-All get the same requests: lengths, ids, sessions and arrivals depend on --seed alone, new in each round.
+  ADDRESS[,…]      a running group or pool: host:port or unix:/path; $ALLSPARK_TOKEN_FILE has its token
+  http://…         an OpenAI-compatible endpoint (needs httpx): /v1/completions with ids, or /v1/chat/completions with
+                   words if sessions have several turns (or with --chat). Each chunk counts as a token; the total is the
+                   usage that the endpoint reports
+All targets get the same requests: lengths, ids, sessions and arrivals depend only on --seed and the round.
 
 lengths (--prompt, --output, --turns): a number, uniform:LOW:HIGH, normal:MEAN:SD, lognormal:MEDIAN:SIGMA, exp:MEAN,
-choice:A:B:…; or --trace FILE, JSON lines {"timestamp": ms, "input_length": n, "output_length": n}, whose arrivals are
-kept (--rate 2: twice as fast). Prompts are random ids; output is greedy and ends by its length alone."""
+choice:A:B:…; or --trace FILE, JSON lines {"timestamp": ms, "input_length": n, "output_length": n}, with their
+arrivals (--rate 2: twice as fast). Prompts are random ids. Output is greedy and ends at its length."""
 
 EPILOG = """\
 examples:
@@ -58,26 +66,8 @@ examples:
       --clients 1,4,16 --rounds 3                                   two servers, interleaved"""
 
 
-def _list_of(parse):
-    def convert(text: str) -> list:
-        try:
-            return [parse(part) for part in text.split(",") if part]
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-    return convert
-
-
-def _checked(parse):
-    def convert(text: str):
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-    return convert
-
-
-def _above_zero(kind):
-    def parse(text: str):
+def _above_zero(kind: Callable[[str], Number]) -> Callable[[str], Number]:
+    def parse(text: str) -> Number:
         value = kind(text)
         if not 0 < value < math.inf:
             raise ValueError(f"{text} must be above 0")
@@ -85,80 +75,87 @@ def _above_zero(kind):
     return parse
 
 
-def add_serving(modes) -> None:
+def add_serving(modes: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `serving` to the modes of `allspark bench` (argparse's subparsers)."""
     p = modes.add_parser("serving", help="latencies and throughput under load, of groups, pools and OpenAI endpoints",
                          description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.set_defaults(handler=run_serving)
     g = p.add_argument_group("load")
-    g.add_argument("--clients", type=_list_of(_above_zero(int)), metavar="LIST", help="closed loop (default 1,4,16)")
-    g.add_argument("--rate", type=_list_of(_above_zero(float)), metavar="LIST", help="open loop: sessions a second")
-    g.add_argument("--arrivals", type=_checked(Arrivals.parse), default=Arrivals("poisson"), metavar="KIND",
-                   help="of the open loop: poisson (default), constant, burst:N, gamma:SHAPE")
-    g.add_argument("--requests", type=_checked(_above_zero(int)), metavar="N",
-                   help="of a load in a round (default: 8 a client, or 20 s of the rate; at least 16)")
-    g.add_argument("--duration", type=_checked(_above_zero(float)), metavar="S",
-                   help="send for so long instead; what is on its way then is waited for")
-    g.add_argument("--rounds", type=_checked(_above_zero(int)), default=1, metavar="N", help="default %(default)s")
+    g.add_argument("--clients", type=list_of(_above_zero(int)), metavar="LIST", help="closed loop (default 1,4,16)")
+    g.add_argument("--rate", type=list_of(_above_zero(float)), metavar="LIST", help="open loop: sessions a second")
+    g.add_argument("--arrivals", type=checked(Arrivals.parse), default=Arrivals("poisson"), metavar="KIND",
+                   help="arrivals of the open loop: poisson (default), constant, burst:N, gamma:SHAPE")
+    g.add_argument("--requests", type=checked(_above_zero(int)), metavar="N",
+                   help="requests of a load in a round (default: 8 per client, or 20 s of the rate; at least 16)")
+    g.add_argument("--duration", type=checked(_above_zero(float)), metavar="S",
+                   help="send requests for so long instead, then wait for those in progress")
+    g.add_argument("--rounds", type=checked(_above_zero(int)), default=1, metavar="N", help="default %(default)s")
     g.add_argument("--warmup", type=int, default=2, metavar="N",
-                   help="requests to each target before, not counted (default %(default)s)")
-    g.add_argument("--seed", type=int, default=0, metavar="N", help="of the workload (default %(default)s)")
+                   help="requests to each target before the measurement (default %(default)s)")
+    g.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the workload (default %(default)s)")
     g = p.add_argument_group("requests")
-    g.add_argument("--prompt", type=_checked(distribution), default=distribution("128"), metavar="DIST",
+    g.add_argument("--prompt", type=checked(distribution), default=distribution("128"), metavar="DIST",
                    help="tokens of a turn's prompt (default 128)")
-    g.add_argument("--output", type=_checked(distribution), default=distribution("64"), metavar="DIST",
+    g.add_argument("--output", type=checked(distribution), default=distribution("64"), metavar="DIST",
                    help="tokens of the answer (default 64)")
     g.add_argument("--trace", type=Path, metavar="FILE", help="arrivals and lengths from a file instead")
-    g.add_argument("--prefix", type=int, default=0, metavar="N", help="tokens that first prompts share, beside --prompt")
-    g.add_argument("--prefixes", type=_checked(_above_zero(int)), default=1, metavar="N",
-                   help="how many such beginnings there are (default 1)")
-    g.add_argument("--turns", type=_checked(distribution), default=distribution("1"), metavar="DIST",
-                   help="of a session: each continues what was said before (default 1)")
-    g.add_argument("--think", type=float, default=0.0, metavar="S", help="between an answer and the next turn (default 0)")
-    g.add_argument("--schema", type=Path, metavar="FILE", help="guided: answers must fit this JSON schema")
-    g.add_argument("--guided", type=float, default=1.0, metavar="PART", help="of the requests (default 1: all)")
+    g.add_argument("--prefix", type=int, default=0, metavar="N",
+                   help="tokens that first prompts share, in addition to --prompt")
+    g.add_argument("--prefixes", type=checked(_above_zero(int)), default=1, metavar="N",
+                   help="how many such prefixes there are (default 1)")
+    g.add_argument("--turns", type=checked(distribution), default=distribution("1"), metavar="DIST",
+                   help="turns of a session; each continues the conversation (default 1)")
+    g.add_argument("--think", type=float, default=0.0, metavar="S",
+                   help="seconds between an answer and the next turn (default 0)")
+    g.add_argument("--schema", type=Path, metavar="FILE",
+                   help="constrained decoding: answers must match this JSON schema")
+    g.add_argument("--guided", type=float, default=1.0, metavar="PART",
+                   help="the part of the requests with --schema (default 1: all)")
     g.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default 0: greedy")
     g = p.add_argument_group("targets")
     g.add_argument("--target", action="append", default=[], metavar="[NAME=]WHAT", help="see above; repeatable")
-    g.add_argument("--model", metavar="DIR", help="of engine and group (default: the shipped model)")
-    g.add_argument("--ranks", type=int, default=0, metavar="N", help="of group (default: one per NUMA node)")
-    g.add_argument("--threads", type=int, default=0, metavar="N", help="of each rank (default: every physical core)")
+    g.add_argument("--model", metavar="DIR", help="the model of engine and group (default: the shipped model)")
+    g.add_argument("--ranks", type=int, default=0, metavar="N", help="ranks of group (default: one per NUMA node)")
+    g.add_argument("--threads", type=int, default=0, metavar="N",
+                   help="threads of each rank (default: every physical core)")
     g.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="any field of AsModelConfig")
     g.add_argument("--model-name", default="", metavar="NAME",
-                   help="at addresses and endpoints (default: the one that is served there)")
-    g.add_argument("--chat", action="store_true", help="endpoints: chat completions with words instead of ids")
-    g.add_argument("--vocab-size", type=_checked(_above_zero(int)), default=0, metavar="N",
-                   help="ids that prompts are made of (default: the smallest of the targets'; endpoints do not tell "
-                        "theirs: 32000)")
-    g.add_argument("--key-env", default="OPENAI_API_KEY", metavar="NAME", help="endpoints' API key (default %(default)s)")
-    g.add_argument("--body", type=_checked(json.loads), default={"ignore_eos": True}, metavar="JSON",
-                   help="endpoints: what is added to each request (default: %(default)s)")
+                   help="the model at addresses and endpoints (default: the one that is served there)")
+    g.add_argument("--chat", action="store_true", help="endpoints: use chat completions, with words instead of ids")
+    g.add_argument("--vocab-size", type=checked(_above_zero(int)), default=0, metavar="N",
+                   help="prompts consist of ids below this (default: the smallest vocabulary of the targets; 32000 "
+                        "for endpoints, which do not report theirs)")
+    g.add_argument("--key-env", default="OPENAI_API_KEY", metavar="NAME",
+                   help="endpoints' API key (default %(default)s)")
+    g.add_argument("--body", type=checked(json.loads), default={"ignore_eos": True}, metavar="JSON",
+                   help="endpoints: fields that are added to each request (default: %(default)s)")
     g = p.add_argument_group("output")
-    g.add_argument("--slo", type=_checked(Slo.parse), default=Slo({}), metavar="LIST",
-                   help=f"goodput's target in ms, such as ttft=200,itl=50; of {', '.join(METRICS)} (itl: a request's own "
-                        "99th percentile)")
-    g.add_argument("--json", type=Path, metavar="FILE", help="everything, with each round's figures")
-    g.add_argument("--plot", type=Path, metavar="FILE", help="latency against load (.png, .svg or .pdf; needs matplotlib)")
+    g.add_argument("--slo", type=checked(Slo.parse), default=Slo({}), metavar="LIST",
+                   help=f"goodput's target in ms, such as ttft=200,itl=50; of {', '.join(METRICS)} (itl: a request's "
+                        "own 99th percentile)")
+    g.add_argument("--json", type=Path, metavar="FILE", help="write all figures of all rounds")
+    g.add_argument("--plot", type=Path, metavar="FILE",
+                   help="latency against load (.png, .svg or .pdf; needs matplotlib)")
 
 
 def points_of(options: argparse.Namespace) -> list[Point]:
     """The loads."""
     if options.clients and options.rate:
-        raise ValueError("--clients (closed loop) and --rate (open loop) are two different loads: give one of them")
+        raise ValueError("--clients (closed loop) and --rate (open loop) are two different loads: use one of them")
     if options.rate or (options.trace and not options.clients):
         return [Point(rate=rate) for rate in options.rate or [1.0]]
     return [Point(clients=clients) for clients in options.clients or [1, 4, 16]]
 
 
 def requests_of(point: Point, options: argparse.Namespace) -> int:
-    """How many requests a round of a load has."""
+    """The number of requests in a round of a load."""
     if options.duration:
         return sys.maxsize
     return options.requests or max(16, 8 * point.clients or round(20 * point.rate))
 
 
 def shape_of(options: argparse.Namespace) -> Shape:
-    """What sessions are made of."""
+    """The shape of sessions."""
     if options.prefix < 0 or options.think < 0 or not 0 <= options.guided <= 1:
         raise ValueError("--prefix and --think must be at least 0, --guided between 0 and 1")
     schema = json.loads(options.schema.read_text(encoding="utf-8")) if options.schema else None
@@ -168,6 +165,7 @@ def shape_of(options: argparse.Namespace) -> Shape:
 
 
 def run_serving(options: argparse.Namespace) -> int:
+    """Runs the command. 1 if a target answered no request."""
     points, shape = points_of(options), shape_of(options)
     if "ALLSPARK_LOG" not in os.environ:
         logging.getLogger().setLevel(logging.WARNING)
@@ -210,12 +208,13 @@ async def _measure(targets: list[Target], points: list[Point], shape: Shape,
         for number in range(options.rounds):
             for order, point in enumerate(points):
                 for target in targets:
-                    progress.show(f"{target.name}, {point}")
+                    label = f"{target.name}, {point}"
+                    progress.show(label)
 
-                    def count() -> None:
+                    def count(label: str = label) -> None:
                         if bounded:
                             progress.advance()
-                            progress.show(f"{target.name}, {point}")
+                            progress.show(label)
 
                     seed = [options.seed, number, order]
                     limits = Limits(totals[order], options.duration or 0, options.think, 60)
@@ -270,8 +269,7 @@ def _has_turns(options: argparse.Namespace) -> bool:
     return any(options.turns(rng) > 1 for _ in range(100))
 
 
-def _load(engine, options: argparse.Namespace, points: list[Point]) -> None:
-    from allspark_client.config import AsModelConfig
+def _load(engine: AbstractEngine, options: argparse.Namespace, points: list[Point]) -> None:
     checkpoint = Path(options.model).expanduser().resolve() if options.model else shipped_model()
     if not checkpoint.exists():
         raise ValueError(f"--model {options.model}: there is no such file or directory")

@@ -11,8 +11,11 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+
+from allspark_client import AbstractEngine, AllSparkError
+from allspark_client.config import AsModelConfig
 
 from ..group.background import background_group, shipped_model
 from ..machine.gpus import ORDER
@@ -21,10 +24,11 @@ from ..machine.topology import read_topology
 from ..options import set_fields
 from ..progress import Progress
 from . import peers as peer_runs
-from .roofline import Machine, Workload
+from .arguments import list_of
 from .measure import FORMATS, Cell, Format, Timing, time_cell
 from .report import plot, tables
 from .results import Row, Run
+from .roofline import Machine, Workload
 
 MODEL = "bench"
 DEFAULT_FORMATS = ("float32", "bfloat16", "int8", "int4:64", "w8a8", "w4a8:64")
@@ -39,13 +43,13 @@ A cell is BATCH requests at once, with PROMPT random tokens each, OUTPUT tokens 
   prefill   all prompt tokens / time until the last request has its first token
   decode    tokens / time, from then until the first request ends: all sequences together
 The roofline is measured with the same number of threads before and after every figure, and the higher one counts. The
-memory bandwidth of a shared machine may change by half within a minute, so a figure's part of the roofline says more than
-the figure:
-  decode    bytes that a step reads (weights as packed, and the cache) / rate of reading memory, or operations of the
-            step / rate of multiply-adds if that takes longer
-  prefill   operations (matrices, attention, head) / rate of multiply-adds: fp32, or 8-bit integers for the matrices of
-            w8a8 and w4a8 and of peers that quantize activations
-A model small enough for the CPU's caches may exceed these; so may products of bfloat16 pairs, tiles and integers the
+memory bandwidth of a shared machine may change by half within a minute, so a figure's part of the roofline says more
+than the figure:
+  decode    the longer of: bytes that a step reads (packed weights and cache) / rate of reading memory; operations of
+            the step / rate of multiply-adds
+  prefill   operations (matrices, attention, head) / rate of multiply-adds: in fp32, or in 8-bit integers for the
+            matrices of w8a8 and w4a8 and of peers that quantize activations
+A model that fits the CPU's caches may exceed the roofline. GEMMs of bfloat16 pairs, tiles and integers may exceed the
 fp32 rate. Compare figures of one run only."""
 
 EPILOG = """\
@@ -57,20 +61,11 @@ examples:
   allspark bench static --model DIR --gpus 0,1 --formats bfloat16 --batch 1,8,32 --output 64
   allspark bench static --model DIR --peer llama_cpp=/venvs/llama/bin/python --work-dir /tmp/peers
 
-On GPUs (--gpus) the roofline is the rate of reading their memory and the rate of a large bfloat16 GEMM by this backend's
-own kernel, all GPUs together. The format float16 is for GPUs only.
+On GPUs (--gpus) the roofline is the rate of reading their memory and the rate of a large bfloat16 GEMM by this
+backend's own kernel, all GPUs together. The format float16 is for GPUs only.
 
 Peers run on the same cells, each in a process of its own, by the adapters in benchmarks/peers. A format that this build
 does not have is listed as such."""
-
-
-def _list_of(parse: Callable) -> Callable[[str], list]:
-    def convert(text: str) -> list:
-        try:
-            return [parse(part) for part in text.split(",") if part]
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-    return convert
 
 
 def _positive(text: str) -> int:
@@ -79,49 +74,52 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def add_static(modes) -> None:
+def add_static(modes: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `static` to the modes of `allspark bench` (argparse's subparsers)."""
     p = modes.add_parser("static", help="weight formats x batch x prompt x output, without other load",
                          description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.set_defaults(handler=run_static)
     g = p.add_argument_group("what is measured")
     g.add_argument("--model", metavar="DIR", help="Hugging Face directory or NAME.asgraph (default: the shipped model)")
-    g.add_argument("--formats", type=_list_of(Format.parse), metavar="LIST",
+    g.add_argument("--formats", type=list_of(Format.parse), metavar="LIST",
                    default=[Format.parse(f) for f in DEFAULT_FORMATS],
                    help=f"of auto, {', '.join(FORMATS)}, with :GROUP for group-wise scales "
                         f"(default {','.join(DEFAULT_FORMATS)})")
-    g.add_argument("--batch", type=_list_of(_positive), metavar="LIST", help="the grid: batch sizes,")
-    g.add_argument("--prompt", type=_list_of(_positive), metavar="LIST", help="prompt lengths")
-    g.add_argument("--output", type=_list_of(_positive), metavar="LIST",
-                   help="and output lengths; what is not given of these three is 1, 128, 64")
-    g.add_argument("--cell", type=_list_of(Cell.parse), metavar="BxPxO", action="extend", default=[],
-                   help="single cells instead of, or beside, the grid; repeatable "
+    g.add_argument("--batch", type=list_of(_positive), metavar="LIST", help="the grid's batch sizes")
+    g.add_argument("--prompt", type=list_of(_positive), metavar="LIST", help="the grid's prompt lengths")
+    g.add_argument("--output", type=list_of(_positive), metavar="LIST",
+                   help="the grid's output lengths; of these three, those that are not given are 1, 128, 64")
+    g.add_argument("--cell", type=list_of(Cell.parse), metavar="BxPxO", action="extend", default=[],
+                   help="single cells, instead of the grid or in addition; repeatable "
                         f"(default: {' '.join(DEFAULT_CELLS)})")
-    g.add_argument("--rounds", type=int, default=3, metavar="N", help="of everything in turn (default %(default)s)")
+    g.add_argument("--rounds", type=int, default=3, metavar="N",
+                   help="rounds of all measurements in turn (default %(default)s)")
     g.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="any field of AsModelConfig")
     g = p.add_argument_group("where")
     g.add_argument("--ranks", type=int, default=0, metavar="N",
                    help="a group of N ranks (default: Engine, in this process)")
-    g.add_argument("--threads", type=int, default=0, metavar="N", help="of each rank (default: every physical core)")
-    g.add_argument("--gpus", type=_list_of(int), default=[], metavar="LIST",
-                   help="a group with one rank per GPU; the roofline is that of these GPUs, and only peers that use GPUs "
-                        "run")
+    g.add_argument("--threads", type=int, default=0, metavar="N",
+                   help="threads of each rank (default: every physical core)")
+    g.add_argument("--gpus", type=list_of(int), default=[], metavar="LIST",
+                   help="a group with one rank per GPU; the roofline is that of these GPUs, and only peers that use "
+                        "GPUs run")
     g = p.add_argument_group("peers")
     g.add_argument("--peer", action="append", default=[], metavar="NAME[=PYTHON]",
-                   help="an engine to compare with, and the interpreter that has it; repeatable; none: no peers "
+                   help="an engine to compare with, and the Python interpreter that has it; repeatable; none: no peers "
                         "(default: those that this interpreter can import)")
     g.add_argument("--peers-dir", type=Path, default=peer_runs.ADAPTERS, metavar="DIR", help="where the adapters are")
     g.add_argument("--work-dir", type=Path, metavar="DIR",
-                   help="keeps what peers convert (default: removed at the end)")
+                   help="directory for models that peers convert (default: a temporary one)")
     g.add_argument("--peer-timeout", type=float, default=900, metavar="S",
-                   help="seconds for a peer in a round (default %(default)g)")
+                   help="the most seconds of a peer in a round (default %(default)g)")
     g = p.add_argument_group("output")
-    g.add_argument("--json", type=Path, metavar="FILE", help="everything, with each round's figures")
-    g.add_argument("--plot", type=Path, metavar="FILE", help="bars and rooflines (.png, .svg or .pdf; needs matplotlib)")
+    g.add_argument("--json", type=Path, metavar="FILE", help="write all figures of all rounds")
+    g.add_argument("--plot", type=Path, metavar="FILE",
+                   help="bars and rooflines (.png, .svg or .pdf; needs matplotlib)")
 
 
 def cells_from(options: argparse.Namespace, positions: int) -> list[Cell]:
-    """The grid and the single cells; the default ones, no longer than the model's context."""
+    """The grid and the single cells. The default cells are no longer than the model's context."""
     cells = list(options.cell)
     if options.batch or options.prompt or options.output:
         cells += [Cell(*sizes) for sizes in itertools.product(options.batch or [1], options.prompt or [128],
@@ -133,6 +131,7 @@ def cells_from(options: argparse.Namespace, positions: int) -> list[Cell]:
 
 
 def run_static(options: argparse.Namespace) -> int:
+    """Runs the command. 1 if no figure was measured."""
     if options.rounds < 1:
         raise ValueError(f"--rounds {options.rounds} must be at least 1")
     if options.ranks < 0 or options.threads < 0:
@@ -143,7 +142,7 @@ def run_static(options: argparse.Namespace) -> int:
     if not checkpoint.exists():
         raise ValueError(f"--model {options.model}: there is no such file or directory")
     if "ALLSPARK_LOG" not in os.environ:
-        logging.getLogger().setLevel(logging.WARNING)       # each load would report itself
+        logging.getLogger().setLevel(logging.WARNING)       # without a message for each load
     run, peers, cpus, threads = prepare(options, checkpoint)
     with contextlib.ExitStack() as stack:
         work = options.work_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="allspark-bench-")))
@@ -171,7 +170,7 @@ def run_static(options: argparse.Namespace) -> int:
 
 
 def prepare(options: argparse.Namespace, checkpoint: Path) -> tuple[Run, list[peer_runs.Peer], list[int], int]:
-    """The empty run, the peers, and the CPUs (empty: not pinned) and number of all compute threads."""
+    """The empty run, the peers, the CPUs of all compute threads (empty: not pinned), and the number of threads."""
     from allspark_server.runtime.memory import physical_cores
     from allspark_server.runtime.native import native_library
     cpus: list[int] = []
@@ -214,14 +213,17 @@ class Meter:
             os.environ |= ORDER
 
     def now(self) -> Machine:
-        if self._gpus:
-            read, bf16 = map(sum, zip(*(self._cuda.measure_ceilings(gpu) for gpu in self._gpus)))
-            self._run.rooflines.append(Machine(read, bf16, bf16=bf16))
-            return self._run.rooflines[-1]
-        measured = self._native.measure_ceilings(self._cpus, self._threads, 2)
-        self._run.rooflines.append(Machine(*measured, self._native.measure_integer_rate(self._cpus, self._threads, 2),
-                                          self._native.measure_tile_ceilings(self._cpus, self._threads, 2)[0]))
+        """Measures the roofline."""
+        self._run.rooflines.append(self._measure())
         return self._run.rooflines[-1]
+
+    def _measure(self) -> Machine:
+        if self._cuda is not None:
+            read, bf16 = map(sum, zip(*(self._cuda.measure_ceilings(gpu) for gpu in self._gpus)))
+            return Machine(read, bf16, bf16=bf16)
+        read, fp32 = self._native.measure_ceilings(self._cpus, self._threads, 2)
+        return Machine(read, fp32, self._native.measure_integer_rate(self._cpus, self._threads, 2),
+                       self._native.measure_tile_ceilings(self._cpus, self._threads, 2)[0])
 
     def around(self, before: Machine) -> Machine:
         """The higher of each rate: before and now."""
@@ -231,7 +233,7 @@ class Meter:
 
 
 @contextlib.contextmanager
-def _engine(options: argparse.Namespace) -> Iterator:
+def _engine(options: argparse.Namespace) -> Iterator[AbstractEngine]:
     """An Engine, or a client of a group started for this run."""
     if not options.ranks and not options.gpus:
         from allspark_server import Engine
@@ -245,9 +247,8 @@ def _engine(options: argparse.Namespace) -> Iterator:
         yield engine
 
 
-def _config(options: argparse.Namespace, form: Format, checkpoint: Path, cells: list[Cell]):
-    from allspark_client.config import AsModelConfig
-    fields = {"model_name": MODEL, "model_path": str(checkpoint), "weight_dtype": form.dtype,
+def _config(options: argparse.Namespace, form: Format, checkpoint: Path, cells: list[Cell]) -> AsModelConfig:
+    fields: dict[str, object] = {"model_name": MODEL, "model_path": str(checkpoint), "weight_dtype": form.dtype,
               "weight_group_size": form.group, "engine_max_length": max(c.prompt + c.output for c in cells),
               "engine_max_batch": max(c.batch for c in cells), "enable_prefix_cache": False}
     if options.gpus:
@@ -258,12 +259,10 @@ def _config(options: argparse.Namespace, form: Format, checkpoint: Path, cells: 
     return AsModelConfig.from_dict(fields).validate()
 
 
-def measure_format(engine, row: Row, form: Format, checkpoint: Path, cells: list[Cell], options: argparse.Namespace,
-                   progress: Progress, meter: Meter) -> None:
-    """One round of one format: loads it, runs every cell, frees it. What goes wrong is noted in the row."""
+def measure_format(engine: AbstractEngine, row: Row, form: Format, checkpoint: Path, cells: list[Cell],
+                   options: argparse.Namespace, progress: Progress, meter: Meter) -> None:
+    """One round of one format: loads it, runs every cell, frees it. Notes a failure in the row."""
     import numpy as np
-
-    from allspark_client.errors import AllSparkError
     config = _config(options, form, checkpoint, cells)
     progress.show(f"loading {form}")
     try:
@@ -276,7 +275,8 @@ def measure_format(engine, row: Row, form: Format, checkpoint: Path, cells: list
     try:
         engine.start_model(MODEL)
         info = engine.get_model_info(MODEL)
-        row.weight_bytes = float(info.weight_bytes * info.ranks)        # of rank 0: the others' differ by a head or so
+        # info is of rank 0; other ranks differ by a head at most.
+        row.weight_bytes = float(info.weight_bytes * info.ranks)
         groups = len(info.cache_windows)
         row.token_bytes = info.cache_bytes * info.ranks * groups / (info.num_spans * info.span_size)
         rng = np.random.default_rng(0)
@@ -294,7 +294,7 @@ def measure_format(engine, row: Row, form: Format, checkpoint: Path, cells: list
 
 
 def stored_type(checkpoint: Path, gpus: list[int]) -> str:
-    """What peers are asked for where we compute a checkpoint as it is stored ("auto"): float16 is so on GPUs alone."""
+    """The type that peers use for a checkpoint as it is stored ("auto"). float16 is computed as such on GPUs only."""
     config = checkpoint / "config.json"
     fields = json.loads(config.read_text()) if config.is_file() else {}
     stored = fields.get("dtype") or fields.get("torch_dtype")
@@ -316,7 +316,7 @@ def measure_peer(run: Run, peer: peer_runs.Peer, checkpoint: Path, work: Path, t
             run.rows.append(row)
         if result.error:
             row.status, row.reason = "failed", result.error
-        else:
+        elif result.cell and result.timing:
             timed.append((row, result.cell, result.timing))
             progress.show(f"{row.name} {result.cell}")
 

@@ -1,4 +1,4 @@
-"""Whom `allspark bench serving` asks: an Engine in this process, a group or pool, or any OpenAI-compatible endpoint."""
+"""Targets of `allspark bench serving`: an Engine in this process, a group or pool, an OpenAI-compatible endpoint."""
 from __future__ import annotations
 
 import asyncio
@@ -14,11 +14,11 @@ from .workload import Turn
 
 @dataclass
 class Answer:
-    """What came of one request. Times are of time.perf_counter()."""
+    """The outcome of one request. Times are of time.perf_counter()."""
 
-    due: float                  # when it was to be sent
+    due: float                  # when it should be sent
     sent: float = 0.0
-    events: list[tuple[float, int]] = field(default_factory=list)  # when tokens came, and how many
+    events: list[tuple[float, int]] = field(default_factory=list)  # when tokens arrived, and how many
     ended: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -30,31 +30,35 @@ class Answer:
 
 @dataclass
 class Conversation:
-    """What has been said in a session so far."""
+    """The turns and answers of a session so far."""
 
     ids: list[int] = field(default_factory=list)
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def add(self, turn: Turn, answer: Answer) -> None:
+        """Adds a turn and its answer."""
         self.ids += turn.ids + answer.ids
         self.messages += [{"role": "user", "content": turn.text}, {"role": "assistant", "content": answer.text}]
 
 
 class Target(Protocol):
-    """`ask` sends a session's next turn and fills `answer`; it raises whatever goes wrong."""
+    """A server under test."""
 
     name: str
     vocab_size: int
 
-    async def open(self) -> None: ...
+    async def open(self) -> None:
+        """Connects and finds the model."""
 
-    async def ask(self, said: Conversation, turn: Turn, seed: int, answer: Answer) -> None: ...
+    async def ask(self, said: Conversation, turn: Turn, seed: int, answer: Answer) -> None:
+        """Sends the next turn of a session and fills in `answer`. Raises one of `failures` if that fails."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Disconnects."""
 
 
 class _EngineTarget:
-    """Requests of ids, greedy unless a temperature is given, that end by their length alone."""
+    """Sends requests of ids. They are greedy unless a temperature is given, and end at their length."""
 
     def __init__(self, name: str, model: str, temperature: float):
         self.name, self.vocab_size = name, 0
@@ -81,16 +85,18 @@ class _EngineTarget:
 
 
 class InProcess(_EngineTarget):
-    """An Engine of this process: its threads share the interpreter with the load's."""
+    """An Engine in this process, whose threads share the interpreter with the load's threads."""
 
     def __init__(self, name: str, engine: AbstractEngine, model: str, temperature: float):
         super().__init__(name, model, temperature)
         self._engine = engine
 
     async def open(self) -> None:
+        """Connects and finds the model."""
         self.vocab_size = self._engine.get_model_info(self._model).vocab_size
 
     async def ask(self, said: Conversation, turn: Turn, seed: int, answer: Answer) -> None:
+        """Sends a turn and fills in `answer`."""
         _, handle, queue = await asyncio.to_thread(
             self._engine.start_request, self._model, {"input_ids": said.ids + turn.ids}, self._config(turn, seed))
         try:
@@ -99,17 +105,18 @@ class InProcess(_EngineTarget):
             await asyncio.to_thread(self._engine.release_request, self._model, handle)
 
     async def close(self) -> None:
-        return
+        """Disconnects."""
 
 
 class Group(_EngineTarget):
-    """A group or a pool, by gRPC. Without a model: the one that runs there."""
+    """A group or a pool, by gRPC. Without a model name: the model that runs there."""
 
     def __init__(self, name: str, addresses: str, model: str, temperature: float):
         super().__init__(name, model, temperature)
         self._engine = AsyncClientEngine(addresses)
 
     async def open(self) -> None:
+        """Connects and finds the model."""
         if not self._model:
             running = [state.name for state in await self._engine.list_models() if state.running]
             if len(set(running)) != 1:
@@ -118,17 +125,19 @@ class Group(_EngineTarget):
         self.vocab_size = (await self._engine.get_model_info(self._model)).vocab_size
 
     async def ask(self, said: Conversation, turn: Turn, seed: int, answer: Answer) -> None:
+        """Sends a turn and fills in `answer`."""
         inputs = {"input_ids": said.ids + turn.ids}
         async with self._engine.generate(self._model, inputs, self._config(turn, seed)) as generation:
             await self._read(generation.queue, answer)
 
     async def close(self) -> None:
+        """Disconnects."""
         await self._engine.close()
 
 
 class OpenAI:
-    """An endpoint of OpenAI's form, streamed. `chat`: by /v1/chat/completions with messages of words, otherwise by
-    /v1/completions with ids. A chunk counts as a token; the total is the server's usage, if it tells.
+    """An OpenAI-compatible endpoint, streamed. `chat`: /v1/chat/completions with messages of words, otherwise
+    /v1/completions with ids. A chunk counts as a token. The total is the server's usage, if it reports that.
     """
 
     def __init__(self, name: str, url: str, model: str, temperature: float, chat: bool, vocab_size: int, key: str,
@@ -143,10 +152,11 @@ class OpenAI:
         self._base = base if base.endswith("/v1") else f"{base}/v1"
         self._http = httpx.AsyncClient(headers={"Authorization": f"Bearer {key}"} if key else {},
                                        timeout=httpx.Timeout(None, connect=10.0),
-                                       # Servers close what is idle for 5 s, some while the next request is sent.
+                                       # Servers close idle connections after 5 s, some as a request comes.
                                        limits=httpx.Limits(max_connections=None, keepalive_expiry=2.0))
 
     async def open(self) -> None:
+        """Connects and finds the model."""
         if self._model:
             return
         answer = await self._http.get(f"{self._base}/models", timeout=10.0)
@@ -168,6 +178,7 @@ class OpenAI:
         return "completions", body | {"prompt": turn.ids}
 
     async def ask(self, said: Conversation, turn: Turn, seed: int, answer: Answer) -> None:
+        """Sends a turn and fills in `answer`."""
         path, body = self._request(said, turn, seed)
         async with self._http.stream("POST", f"{self._base}/{path}", json=body) as response:
             if response.status_code != 200:
@@ -197,11 +208,12 @@ class OpenAI:
             answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
     async def close(self) -> None:
+        """Disconnects."""
         await self._http.aclose()
 
 
-#: what a request that failed may raise; anything else is a defect of the benchmark
 def failures() -> tuple[type[Exception], ...]:
+    """The exceptions of failed requests. Others are defects of the benchmark."""
     try:
         import httpx
     except ImportError:

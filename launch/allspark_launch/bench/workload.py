@@ -1,5 +1,5 @@
-"""What `allspark bench serving` asks for: sessions of requests, their lengths, and when they arrive. The same seed makes
-the same workload, whoever answers.
+"""The workload of `allspark bench serving`: sessions of requests, their lengths, their arrivals. The same seed gives
+the same workload for every target.
 """
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from typing import Any
 import numpy as np
 
 Draw = Callable[[np.random.Generator], int]
-#: of prompts made of text: about one token each in most vocabularies
-WORDS = ("time year people way day man thing woman life child world school state family student group country problem "
-         "hand part place case week company system program question work government number night point home water room "
-         "mother area money story fact month lot right study book eye job word business issue side kind head house").split()
+#: words of text prompts: about one token each in most vocabularies
+WORDS = ("time year people way day man thing woman life child world school state family student group country "
+         "problem hand part place case week company system program question work government number night point home "
+         "water room mother area money story fact month lot right study book eye job word business issue side kind "
+         "head house").split()
 
 
 def distribution(text: str) -> Draw:
-    """A source of lengths, at least 1: "128", "uniform:64:256", "normal:MEAN:SD", "lognormal:MEDIAN:SIGMA", "exp:MEAN",
-    or "choice:16:16:512". ValueError if it is none.
+    """A source of lengths, at least 1: "128", "uniform:64:256", "normal:MEAN:SD", "lognormal:MEDIAN:SIGMA", "exp:MEAN"
+    or "choice:16:16:512". Raises ValueError.
     """
     kind, *parameters = text.split(":")
     try:
@@ -29,7 +30,7 @@ def distribution(text: str) -> Draw:
             kind, parameters = "choice", [kind]
         values = [float(p) for p in parameters]
         draws: dict[str, Callable[[np.random.Generator], float]] = {
-            "uniform": lambda rng: rng.integers(int(values[0]), int(values[1]) + 1),
+            "uniform": lambda rng: float(rng.integers(int(values[0]), int(values[1]) + 1)),
             "normal": lambda rng: rng.normal(values[0], values[1]),
             "lognormal": lambda rng: rng.lognormal(np.log(values[0]), values[1]),
             "exp": lambda rng: rng.exponential(values[0]),
@@ -40,27 +41,28 @@ def distribution(text: str) -> Draw:
             raise ValueError("a length is negative")
         draw(np.random.default_rng(0))
     except (ValueError, KeyError, IndexError, FloatingPointError) as error:
-        raise ValueError(f"{text!r} is no distribution of lengths ({error}): a number, uniform:LOW:HIGH, normal:MEAN:SD, "
-                         "lognormal:MEDIAN:SIGMA, exp:MEAN or choice:A:B:…") from None
+        raise ValueError(f"{text!r} is no distribution of lengths ({error}): a number, uniform:LOW:HIGH, "
+                         "normal:MEAN:SD, lognormal:MEDIAN:SIGMA, exp:MEAN or choice:A:B:…") from None
     return lambda rng: max(1, round(float(draw(rng))))
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One request: new prompt tokens, as ids or as words of text; and how many tokens are wanted in answer."""
+    """One request: new prompt tokens, as ids or as words of text, and the number of output tokens."""
 
     ids: list[int]
     output: int
-    schema: dict | None = None      # that the answer must fit
+    schema: dict | None = None      # that the answer must match
 
     @property
     def text(self) -> str:
+        """The prompt as words."""
         return " ".join(WORDS[i % len(WORDS)] for i in self.ids)
 
 
 @dataclass(frozen=True)
 class Session:
-    """Turns of one user, each after the answer to the last; `arrival`: seconds after the run's begin (open loop)."""
+    """The turns of one user, one after the other. `arrival`: seconds after the begin of the run (open loop)."""
 
     turns: list[Turn]
     arrival: float = 0.0
@@ -68,8 +70,8 @@ class Session:
 
 @dataclass
 class Shape:
-    """What sessions are made of. `prefixes`: so many shared beginnings, of `prefix` tokens; `guided`: which part of the
-    requests must fit `schema`.
+    """The shape of sessions. `prefixes`: the number of shared prefixes, of `prefix` tokens each. `guided`: the part of
+    the requests whose answers must match `schema`.
     """
 
     prompt: Draw
@@ -83,8 +85,8 @@ class Shape:
 
 
 def sessions(shape: Shape, seed: list[int], vocab_size: int) -> Iterator[Session]:
-    """Endless; of a trace, as many as it has. The prefixes depend on the seed's first number alone: warm-up and rounds
-    share them, as users share a system prompt.
+    """Sessions without end, or those of a trace. Prefixes depend only on the first number of the seed: warm-up and
+    rounds share them, as users share a system prompt.
     """
     rng, common = np.random.default_rng(seed), np.random.default_rng(seed[0])
     low = min(10, vocab_size - 1)       # the first ids are often special tokens
@@ -116,18 +118,20 @@ class Arrivals:
 
     @classmethod
     def parse(cls, text: str) -> Arrivals:
+        """Parses such a text. Raises ValueError."""
         kind, _, parameter = text.partition(":")
         try:
             arrivals = cls(kind, float(parameter or 1))
-            if kind not in ("poisson", "constant", "burst", "gamma") or (parameter and kind in ("poisson", "constant")) \
-                    or arrivals.parameter <= 0 or (kind == "burst" and arrivals.parameter % 1):
+            plain = kind in ("poisson", "constant")
+            if (kind not in ("poisson", "constant", "burst", "gamma") or (parameter and plain)
+                    or arrivals.parameter <= 0 or (kind == "burst" and arrivals.parameter % 1)):
                 raise ValueError
         except ValueError:
             raise ValueError(f"{text!r} must be poisson, constant, burst:N or gamma:SHAPE") from None
         return arrivals
 
     def times(self, rate: float, seed: list[int]) -> Iterator[float]:
-        """Seconds after the begin, at `rate` a second."""
+        """Arrivals in seconds after the begin, `rate` per second on average."""
         rng, now, count = random.Random(repr(seed)), 0.0, 0
         while True:
             yield now
@@ -143,7 +147,7 @@ class Arrivals:
 
 def read_trace(path: Path, most: int) -> list[tuple[float, int, int]]:
     """(seconds, prompt tokens, output tokens) of a trace: JSON lines with `timestamp` (ms) or `arrival` (s), and
-    `input_length` or `prompt`, `output_length` or `output`. ValueError names the line that is wrong.
+    `input_length` or `prompt`, `output_length` or `output`. ValueError names the line with an error.
     """
     trace = []
     with open(path, encoding="utf-8") as file:
@@ -153,8 +157,8 @@ def read_trace(path: Path, most: int) -> list[tuple[float, int, int]]:
             try:
                 entry: dict[str, Any] = json.loads(line)
                 arrival = entry["arrival"] if "arrival" in entry else entry["timestamp"] / 1000
-                prompt = int(entry.get("input_length", entry.get("prompt")))
-                output = int(entry.get("output_length", entry.get("output")))
+                prompt = int(entry["input_length"] if "input_length" in entry else entry["prompt"])
+                output = int(entry["output_length"] if "output_length" in entry else entry["output"])
                 if arrival < 0 or prompt < 1 or output < 1:
                     raise ValueError("arrival and lengths must be positive")
             except (ValueError, TypeError, KeyError, AttributeError) as error:
