@@ -141,7 +141,7 @@ def add_serving(modes: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 def points_of(options: argparse.Namespace) -> list[Point]:
     """The loads."""
     if options.clients and options.rate:
-        raise ValueError("--clients (closed loop) and --rate (open loop) are two different loads: use one of them")
+        raise ValueError("--clients (closed loop) and --rate (open loop) are two different loads: give one of them")
     if options.rate or (options.trace and not options.clients):
         return [Point(rate=rate) for rate in options.rate or [1.0]]
     return [Point(clients=clients) for clients in options.clients or [1, 4, 16]]

@@ -1,1 +1,1 @@
-"""Pools: groups that run as systemd services, from one pool.toml."""
+"""Pools: groups that run as systemd services, described by one pool.toml."""

@@ -1,4 +1,4 @@
-"""Decides on the layout of a pool's members: as the file says, as a flag says, or as a measurement shows."""
+"""Decides on the layout of a pool's members: by the file, by a flag, or by a measurement."""
 from __future__ import annotations
 
 import argparse
@@ -13,25 +13,25 @@ from .units import is_active, target_name
 
 
 def installed_pool(options: argparse.Namespace) -> Pool:
-    """The file's pool, with the layout that was decided when it was installed."""
+    """The pool of the file, with the layout that was decided when it was installed."""
     pool = Pool.from_file(options.config)
     return pool.laid_out(layouts.Kept.read(pool.name, options.config_dir), read_topology())
 
 
 def laid_out_pool(options: argparse.Namespace) -> tuple[Pool, layouts.Kept]:
-    """The file's pool with the layout that is said, or measured now."""
+    """The pool of the file, with the layout of the file or the flags, or with one that is measured now."""
     pool = Pool.from_file(options.config)
     kept = layouts.Kept.read(pool.name, options.config_dir)
     for key in CHOICES:
         flag, own = getattr(options, key), getattr(pool, key)
         if flag and own not in ("", flag):
-            raise ValueError(f"{options.config}: {key} is {own!r}, but --{key} says {flag!r}; leave one of them out")
+            raise ValueError(f"{options.config}: {key} is {own!r}, but --{key} is {flag!r}; leave one of them out")
         if flag:
             kept.said[key] = flag
         elif own:
             kept.said.pop(key, None)
     machine = read_topology()
-    pool.laid_out(kept, machine)        # what is wrong is told before anything is measured
+    pool.laid_out(kept, machine)        # reports errors before anything is measured
     if (kept.said.get("layout") or pool.layout) == "auto":
         _decide(options, pool, kept, machine)
     elif options.measure:
@@ -41,7 +41,7 @@ def laid_out_pool(options: argparse.Namespace) -> tuple[Pool, layouts.Kept]:
 
 
 def _decide(options: argparse.Namespace, pool: Pool, kept: layouts.Kept, machine: Topology) -> None:
-    """Finds a layout for each member whose own is to be chosen; says what and why."""
+    """Finds a layout for each member that has none of its own. Prints the decision and the reason."""
     purpose = kept.said.get("optimize") or pool.optimize or layouts.PURPOSES[0]
     known = [] if options.measure else list(kept.decisions.values())
     for name, member in pool.members.items():
@@ -63,24 +63,27 @@ def _decide(options: argparse.Namespace, pool: Pool, kept: layouts.Kept, machine
             continue
         if running:
             raise ValueError(f"member {name!r} cannot be measured while the pool runs ({', '.join(running)}): stop it "
-                             f"(systemctl stop {target_name(pool.name)}), or say which layout")
+                             f"(systemctl stop {target_name(pool.name)}), or name a layout")
         if options.dry_run and not options.measure:
-            raise ValueError(f"nothing was decided for member {name!r} yet, and --dry-run measures with --measure only")
+            raise ValueError(f"there is no decision for member {name!r} yet, and --dry-run measures with --measure "
+                             "only")
         if not member.models:
-            raise ValueError(f"{pool.places[name].at()}: layout auto measures with a member's models; it names none")
+            raise ValueError(f"{pool.places[name].at()}: layout auto measures with a member's models; this one names "
+                             "none")
         kept.decisions[name] = _measured(name, member, machine, purpose, wanted)
         known.append(kept.decisions[name])
 
 
 def _measured(name: str, member: GroupOptions, machine: Topology, purpose: str, wanted: dict) -> layouts.Decision:
     from ..bench import layouts as bench
-    found = bench.measure(layouts.candidates(member, machine), purpose,
+    measured = bench.measure(layouts.candidates(member, machine), purpose,
                           lambda text: print(f"{name}: {text}", flush=True))
-    print(bench.table(found))
-    layout, why = bench.choose(found, purpose)
+    print(bench.table(measured))
+    layout, why = bench.choose(measured, purpose)
     print(f"{name}: layout {layout}, for {purpose}: {why}")
-    return layouts.Decision(layout, why, wanted, time.strftime("%Y-%m-%d %H:%M"), [m.to_dict() for m in found])
+    return layouts.Decision(layout, why, wanted, time.strftime("%Y-%m-%d %H:%M"), [m.to_dict() for m in measured])
 
 
 def installed_members(options: argparse.Namespace, pool: Pool) -> list[str]:
+    """The names of the members that are installed."""
     return [path.stem for path in sorted(Path(options.config_dir, pool.name).glob("*.json"))]

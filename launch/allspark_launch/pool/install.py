@@ -16,6 +16,7 @@ from .units import is_active, systemctl, target_name, unit_files, unit_name
 
 
 def install(options: argparse.Namespace) -> int:
+    """`allspark pool install`."""
     pool, kept = laid_out_pool(options)
     files = _files(options, pool)
     if options.dry_run:
@@ -34,6 +35,7 @@ def install(options: argparse.Namespace) -> int:
 
 
 def uninstall(options: argparse.Namespace) -> int:
+    """`allspark pool uninstall`."""
     pool = Pool.from_file(options.config)
     configs = Path(options.config_dir, pool.name)
     units = [unit_name(pool.name, member) for member in installed_members(options, pool)]
@@ -49,6 +51,7 @@ def uninstall(options: argparse.Namespace) -> int:
 
 
 def apply(options: argparse.Namespace) -> int:
+    """`allspark pool apply`."""
     pool, kept = laid_out_pool(options)
     files = _files(options, pool)
     configs = Path(options.config_dir, pool.name)
@@ -75,7 +78,7 @@ def apply(options: argparse.Namespace) -> int:
             restart.append(member)
         else:
             systemctl("reload", unit_name(pool.name, member))
-            print(f"{member}: {'as it was' if now == old else 'told of what changed'}")
+            print(f"{member}: {'unchanged' if now == old else 'reloaded'}")
     return restart_in_turn(pool, restart)
 
 
@@ -84,7 +87,7 @@ def _without(table: dict, keys: Iterable[str]) -> dict:
 
 
 def _files(options: argparse.Namespace, pool: Pool) -> dict[Path, str]:
-    """All that an installed pool consists of."""
+    """The files of an installed pool: path -> content."""
     configs = Path(options.config_dir, pool.name)
     return ({Path(options.unit_dir, name): text for name, text in unit_files(pool, Path(options.config_dir)).items()}
             | {configs / name: text for name, text in pool.configs().items()})
@@ -95,7 +98,7 @@ def _write(files: dict[Path, str]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_name(path.name + ".new")
         new.write_text(text)
-        new.chmod(0o644)        # names of files with secrets, no secrets
+        new.chmod(0o644)        # has names of files with secrets, but no secrets
         new.replace(path)
         print(f"wrote {path}")
 

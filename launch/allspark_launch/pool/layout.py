@@ -1,5 +1,5 @@
-"""How a pool's members are laid out over NUMA nodes: each as one wide group with a rank on every node, or as a group of
-its own on each node; and what was decided about it, kept beside the pool's configuration.
+"""The layout of a pool's members over NUMA nodes: one wide group with a rank on every node, or a group on each node.
+The decision about it is kept beside the pool's configuration.
 """
 from __future__ import annotations
 
@@ -16,35 +16,33 @@ from ..options import GroupOptions
 
 logger = logging.getLogger(__name__)
 
-#: what a pool file's `layout` may say, and `optimize`; the first is what holds where nothing is said
+#: the values of `layout` and `optimize` in a pool file, the default first
 LAYOUTS, PURPOSES = ("wide", "nodes", "auto"), ("throughput", "latency")
 
 
 def is_open(member: GroupOptions) -> bool:
-    """Whether a layout concerns a member: not one that is told its nodes, has other hosts, or computes on GPUs."""
+    """Whether a layout applies to a member: not if it has numa_nodes, hosts or gpus."""
     return member.numa_nodes is None and not member.hosts and not member.gpus
 
 
 def check(member: GroupOptions) -> None:
-    """ValueError naming an option that groups on each node could not have alike."""
+    """Raises ValueError for an option that groups on each node cannot share."""
     if member.ranks:
-        raise ValueError(f"ranks is {member.ranks}, but a group on each node has one rank; leave ranks out, or say "
+        raise ValueError(f"ranks is {member.ranks}, but a group on each node has one rank; leave ranks out, or set "
                          "numa_nodes")
     if any(isinstance(model, dict) and model.get("host_cache_dir") for model in member.models):
-        raise ValueError("host_cache_dir belongs to one group; for a group on each node write a member for each, with "
-                         "numa_nodes and a directory of its own")
+        raise ValueError("host_cache_dir belongs to one group; for a group on each node write one member per node, "
+                         "with numa_nodes and a directory of its own")
 
 
 def expand(name: str, member: GroupOptions, machine: Topology) -> dict[str, GroupOptions]:
-    """A group on each node instead of one member: NAME-NODE, on ports that follow one another, Unix sockets
-    PATH-NODE.
-    """
-    found = {}
+    """A group NAME-NODE on each node instead of one member. Ports are counted up; Unix sockets are called PATH-NODE."""
+    groups = {}
     for i, (node, memory) in enumerate(nearest_memory(machine, machine.default_nodes, member.memory_nodes).items()):
-        found[f"{name}-{node}"] = replace(
+        groups[f"{name}-{node}"] = replace(
             member, numa_nodes=[node], memory_nodes=list(memory), http=member.http and _shift(member.http, i, node),
             address=[_shift(address, i, node) for address in member.address])
-    return found
+    return groups
 
 
 def _shift(address: str, index: int, node: int) -> str:
@@ -55,7 +53,7 @@ def _shift(address: str, index: int, node: int) -> str:
 
 
 def candidates(member: GroupOptions, machine: Topology) -> dict[str, list[GroupOptions]]:
-    """Layout -> its groups, with what bears on their speed; they serve nobody."""
+    """Layout -> its groups, with the options that affect speed, for a measurement."""
     bare = GroupOptions(models=member.models, cpus_per_rank=member.cpus_per_rank, use_siblings=member.use_siblings,
                         strict=member.strict, memory_nodes=member.memory_nodes)
     wide = replace(bare, numa_nodes=machine.default_nodes)
@@ -63,7 +61,7 @@ def candidates(member: GroupOptions, machine: Topology) -> dict[str, list[GroupO
 
 
 def subject(member: GroupOptions, machine: Topology, purpose: str) -> dict:
-    """What a measurement holds for: it is worth nothing for another machine, model or purpose."""
+    """What a measurement is valid for: a machine, models and a purpose."""
     return {
         "optimize": purpose,
         "nodes": [{"id": node.id, "cpus": format_list(node.cpus), "memory_gib": round(node.memory_total / 2**30)}
@@ -74,7 +72,7 @@ def subject(member: GroupOptions, machine: Topology, purpose: str) -> dict:
 
 @dataclass
 class Decision:
-    """The layout of a member. measured: each layout's figures, for people."""
+    """The decision for a member. `subject`: what it is valid for. `measured`: each layout's figures, for people."""
 
     layout: str
     why: str
@@ -84,15 +82,13 @@ class Decision:
 
 
 def path_of(pool: str, config_dir: str) -> Path:
-    """Where a pool's Kept is: beside its folder, whose `*.json` are members'."""
+    """The file of a pool's Kept: beside its folder, whose `*.json` are the members' files."""
     return Path(config_dir, f"{pool}.layout.json")
 
 
 @dataclass
 class Kept:
-    """What is known of a pool beside its file: what install and apply were told by flags, and what was measured, by
-    member.
-    """
+    """What is kept of a pool beside its file: `said`, the flags of install and apply, and `decisions`, by member."""
 
     path: Path
     said: dict[str, str] = field(default_factory=dict)
@@ -100,7 +96,7 @@ class Kept:
 
     @classmethod
     def read(cls, pool: str, config_dir: str) -> Kept:
-        """ValueError if the file is not as `write` leaves it."""
+        """Reads the file, if there is one. Raises ValueError if it is damaged."""
         path = path_of(pool, config_dir)
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -108,11 +104,11 @@ class Kept:
         except FileNotFoundError:
             return cls(path)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); remove it, and what it had decided "
-                             "is measured again") from None
+            raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); remove it; then layouts are "
+                             "measured again") from None
 
     def write(self) -> None:
-        """Leaves no file where there is nothing to keep."""
+        """Writes the file, or removes it if there is nothing to keep."""
         if not self.said and not self.decisions:
             self.path.unlink(missing_ok=True)
             return
@@ -124,6 +120,6 @@ class Kept:
         new.replace(self.path)
 
     def layout_of(self, member: str, layout: str) -> str:
-        """What a pool's layout comes to for a member; wide as long as nothing was decided."""
+        """The layout of a member; "auto" is its decision, or wide before there is one."""
         decision = self.decisions.get(member)
         return layout if layout != "auto" else decision.layout if decision else LAYOUTS[0]

@@ -14,12 +14,14 @@ from .units import CONFIG_DIR
 if TYPE_CHECKING:
     from allspark_client._proto import allspark_pb2 as pb
 
+    from .pool import Pool
+
 CALL_SECONDS = 5.0
 
 
 @dataclass
 class Target:
-    """Where a group is, and how to reach it."""
+    """A group's address, and how to connect to it."""
 
     name: str
     address: str
@@ -28,19 +30,20 @@ class Target:
 
 
 def add_target_options(p: argparse.ArgumentParser) -> None:
-    """Of commands that look at groups."""
+    """Adds the flags of commands that connect to groups."""
     p.add_argument("--config", metavar="FILE", help="pool.toml")
     p.add_argument("--config-dir", default=CONFIG_DIR, metavar="DIR",
                    help="where it is installed (default %(default)s)")
-    p.add_argument("--address", action="append", default=[], help="a group's address; repeatable (instead of --config; "
-                                                                  "default $ALLSPARK_ADDRESS, or where a group serves "
-                                                                  "that was given none)")
-    p.add_argument("--token-file", metavar="FILE", help="present a token of this file: an admin's, if it has one")
-    p.add_argument("--tls-ca", metavar="PEM", help="connect with TLS, trusting these certificates")
+    p.add_argument("--address", action="append", default=[],
+                   help="a group's address, instead of --config; repeatable (default: $ALLSPARK_ADDRESS, or the "
+                        "address that a group without one serves on)")
+    p.add_argument("--token-file", metavar="FILE",
+                   help="present a token of this file: the one with the most powerful role")
+    p.add_argument("--tls-ca", metavar="PEM", help="connect with TLS and trust these certificates")
 
 
 def targets(options: argparse.Namespace) -> list[Target]:
-    """What the options name."""
+    """The groups that the flags name."""
     if options.config:
         from .decisions import installed_pool
         return pool_targets(installed_pool(options), options.token_file, options.tls_ca)
@@ -49,9 +52,9 @@ def targets(options: argparse.Namespace) -> list[Target]:
     return [Target(a, a, token, options.tls_ca or "") for a in addresses or [default_address()]]
 
 
-def pool_targets(pool, token_file: str | None = None, tls_ca: str | None = None) -> list[Target]:
-    """The members of a Pool, of each the Unix socket if it is there: it needs no certificate."""
-    found = []
+def pool_targets(pool: Pool, token_file: str | None = None, tls_ca: str | None = None) -> list[Target]:
+    """The members of a pool: each by its Unix socket if that exists, as it needs no certificate."""
+    members = []
     for name, member in pool.members.items():
         addresses = pool.addresses(name)
         here = [a for a in addresses if access.is_unix(a) and os.path.exists(a.removeprefix("unix:"))]
@@ -60,12 +63,12 @@ def pool_targets(pool, token_file: str | None = None, tls_ca: str | None = None)
             if address.startswith(anywhere):
                 address = "127.0.0.1:" + address.removeprefix(anywhere)
         ca = "" if access.is_unix(address) else tls_ca or member.tls_cert
-        found.append(Target(name, address, first_token(token_file or member.token_file), ca))
-    return found
+        members.append(Target(name, address, first_token(token_file or member.token_file), ca))
+    return members
 
 
 def first_token(path: str | None) -> str:
-    """A token of a file, of the role that may most; "" without a file."""
+    """The token of a file with the most powerful role; "" without a file."""
     if not path:
         return ""
     tokens = access.read_tokens(path)
@@ -78,9 +81,9 @@ def environment_addresses() -> list[str]:
 
 
 def default_address() -> str:
-    """Where the group is that was given no address."""
-    found = access.default_address(guarded=False)
-    return found if os.path.exists(found.removeprefix("unix:")) else access.TCP_ADDRESS
+    """The address of a group that was started without one."""
+    address = access.default_address(guarded=False)
+    return address if os.path.exists(address.removeprefix("unix:")) else access.TCP_ADDRESS
 
 
 class Member:
@@ -95,7 +98,7 @@ class Member:
             self._channel = grpc.secure_channel(target.address, credentials, options)
         else:
             self._channel = grpc.insecure_channel(target.address, options)
-        self._metadata = [("authorization", f"Bearer {target.token}")] if target.token else []
+        self._metadata = (("authorization", f"Bearer {target.token}"),) if target.token else ()
 
     def __enter__(self) -> Member:
         return self
@@ -103,13 +106,13 @@ class Member:
     def __exit__(self, *_: Any) -> None:
         self._channel.close()
 
-    def _call(self, method: str, request, response):
+    def _call(self, method: str, request: Any, response: Any) -> Any:
         call = self._channel.unary_unary(f"/allspark.Allspark/{method}", type(request).SerializeToString,
                                          response.FromString)
         return call(request, timeout=CALL_SECONDS, metadata=self._metadata)
 
     def info(self) -> pb.ServerInfo:
-        """What the group is, and how it is."""
+        """The group's ranks, models and state."""
         from allspark_client._proto import allspark_pb2 as pb
         return self._call("GetServerInfo", pb.ServerInfoRequest(), pb.ServerInfo)
 
@@ -119,12 +122,12 @@ class Member:
         return self._call("GetStat", pb.ModelRequest(model=model), pb.EngineStat)
 
     def drain(self, undo: bool = False) -> pb.ServerInfo:
-        """Have it take no new requests, or take them again. Needs an admin's token."""
+        """Makes the group refuse new requests, or accept them again. Needs the role admin."""
         from allspark_client._proto import allspark_pb2 as pb
         return self._call("Drain", pb.DrainRequest(undo=undo), pb.ServerInfo)
 
     def serves(self) -> bool:
-        """Whether health checks say so."""
+        """Whether its health is SERVING."""
         import grpc
         from grpc_health.v1 import health_pb2
         check = self._channel.unary_unary("/grpc.health.v1.Health/Check",
@@ -138,6 +141,6 @@ class Member:
 
 
 def placed(info: pb.ServerInfo) -> str:
-    """The part of the ranks' memory that is on the nodes where it should be."""
+    """The part of the ranks' memory that is on the intended nodes."""
     total = sum(sum(rank.bytes_on_node.values()) for rank in info.ranks)
     return f"{100 - 100 * sum(rank.misplaced_bytes for rank in info.ranks) / total:.1f}%" if total else "-"

@@ -19,8 +19,8 @@ DRAIN_SECONDS = 60.0
 
 @dataclass
 class Pool:
-    """A pool file: its name, the user its groups run as, and the options of each member. layout, optimize: as the file
-    says, "" where it does not. places: where members stand in it.
+    """The content of a pool file. `user`: whom the groups run as. `members`: the options of each group, by name.
+    `layout`, `optimize`: "" where the file has none. `places`: the members' places in the file.
     """
 
     name: str
@@ -32,13 +32,13 @@ class Pool:
 
     @classmethod
     def from_file(cls, path: str) -> Pool:
-        """Raises ValueError naming what is wrong in the file, and where."""
+        """Reads a pool file. ValueError names file, line and key of an error."""
         table = Table.read(path)
         values, where = table.values, table.location()
         for key in values:
             if key not in _KEYS:
                 raise ValueError(f"{where.at(key)}: unknown key {key!r}; known: {', '.join(_KEYS)}")
-        # Both go into units as they are: anything else, a line break above all, could become a setting there.
+        # Both are copied into units, where other characters (a line break, for example) could become a setting.
         for key in ("name", "user"):
             if not _is_word(values.get(key, "default")):
                 raise ValueError(f"{where.at(key)}: {key} {values[key]!r} must be of letters, digits, '.', '_' and '-'")
@@ -86,8 +86,8 @@ class Pool:
                 taken[address] = name
 
     def laid_out(self, kept: layouts.Kept, machine: Topology) -> Pool:
-        """The pool with a member for each node where its layout is so. Raises ValueError naming what cannot be."""
-        found = replace(self, members={}, places={})
+        """The pool with one member per NUMA node where the layout says so. ValueError names the member that cannot."""
+        result = replace(self, members={}, places={})
         layout = kept.said.get("layout") or self.layout or layouts.LAYOUTS[0]
         for name, member in self.members.items():
             parts = {name: member}
@@ -99,20 +99,20 @@ class Pool:
                 except ValueError as error:
                     raise ValueError(f"{self.places[name].at()}: layout is {layout}: {error}") from None
             for part, options in parts.items():
-                if part in found.members or (part != name and part in self.members):
+                if part in result.members or (part != name and part in self.members):
                     raise ValueError(f"{self.places[name].at('name')}: layout is {layout}: {part!r} is the name of "
                                      "another member")
-                found.members[part], found.places[part] = options, self.places[name]
-        found._check_addresses()
-        return found
+                result.members[part], result.places[part] = options, self.places[name]
+        result._check_addresses()
+        return result
 
     def addresses(self, member: str) -> list[str]:
-        """Where a member serves: as it says, and on a Unix socket in any case, for who runs the pool."""
+        """The addresses of a member: its own, and always a Unix socket, for the commands of the pool."""
         own = self.members[member].address
         return own if any(map(access.is_unix, own)) else [*own, socket_address(self.name, member)]
 
     def configs(self) -> dict[str, str]:
-        """File name -> content of the members' config files."""
+        """File name -> content of the members' configuration files."""
         return {f"{name}.json": json.dumps(replace(member, address=self.addresses(name)).changed(), indent=2) + "\n"
                 for name, member in self.members.items()}
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 import argparse
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
+from typing import Any
 
 from .decisions import installed_pool
 from .members import Member, Target, pool_targets, targets
@@ -18,18 +19,18 @@ _LOOK_SECONDS = 0.5
 _BACK_SECONDS = 3600.0
 
 
-def _chosen(found: Iterable[Target], names: list[str]) -> list[Target]:
-    found = list(found)
+def _chosen(members: list[Target], names: list[str]) -> list[Target]:
     for name in names:
-        if name not in (target.name for target in found):
-            raise ValueError(f"there is no member {name!r}; members: {', '.join(target.name for target in found)}")
-    return [target for target in found if not names or target.name in names]
+        if name not in (target.name for target in members):
+            raise ValueError(f"there is no member {name!r}; members: {', '.join(target.name for target in members)}")
+    return [target for target in members if not names or target.name in names]
 
 
 def drain(options: argparse.Namespace) -> int:
+    """`allspark pool drain`: 1 if requests are left at the limit."""
     left = 0
     chosen = _chosen(targets(options), options.members)
-    for target in chosen:       # all at once: no new request goes to one that is drained next
+    for target in chosen:       # all first, so that no request moves to a member that is drained next
         with Member(target) as member:
             _call(member.drain, target, options.undo)
     for target in chosen if not options.undo else ():
@@ -38,7 +39,7 @@ def drain(options: argparse.Namespace) -> int:
     return 1 if left else 0
 
 
-def _call(method, target: Target, *arguments):
+def _call(method: Callable[..., Any], target: Target, *arguments: Any) -> Any:
     import grpc
     try:
         return method(*arguments)
@@ -48,7 +49,7 @@ def _call(method, target: Target, *arguments):
 
 
 def _wait_until_empty(member: Member, limit: float = float("inf")) -> int:
-    """Waits until the requests of a draining member have ended, and says so; returns how many have not."""
+    """Waits until the requests of a draining member have ended, and reports it. Returns how many have not."""
     began, name = time.monotonic(), member.target.name
     first = info = _call(member.info, member.target)
     if not info.requests:
@@ -62,6 +63,7 @@ def _wait_until_empty(member: Member, limit: float = float("inf")) -> int:
 
 
 def restart(options: argparse.Namespace) -> int:
+    """`allspark pool restart`."""
     pool = installed_pool(options)
     names = [target.name for target in _chosen(pool_targets(pool), options.members)]
     if options.rolling:
@@ -71,15 +73,15 @@ def restart(options: argparse.Namespace) -> int:
 
 
 def restart_in_turn(pool: Pool, names: list[str]) -> int:
-    """Restarts members one after the other. Each stops once its requests have ended; the next one follows when it
-    serves again. Stops at the first that does not come back.
+    """Restarts members one after the other: each once its requests have ended, the next one when it serves again.
+    Raises RuntimeError at the first one that does not serve again.
     """
     for name in names:
         target = next(target for target in pool_targets(pool) if target.name == name)
         with Member(target) as member:
             try:
                 _call(member.drain, target)
-            except RuntimeError as error:       # it is down: nothing runs there
+            except RuntimeError as error:       # it is down, so no request runs there
                 logger.warning("%s", error)
             else:
                 _wait_until_empty(member)
@@ -90,7 +92,7 @@ def restart_in_turn(pool: Pool, names: list[str]) -> int:
             while not member.serves():
                 if time.monotonic() > deadline or not is_active(pool.name, name):
                     raise RuntimeError(f"member {name!r} does not serve after its restart: see journalctl -u "
-                                       f"{unit_name(pool.name, name)}; those after it were left as they are")
+                                       f"{unit_name(pool.name, name)}; the members after it were not restarted")
                 time.sleep(_LOOK_SECONDS)
         print(f"{name}: restarted, and serves")
     return 0

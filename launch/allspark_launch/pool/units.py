@@ -1,4 +1,4 @@
-"""A pool's systemd units, and the calls of systemctl that manage them."""
+"""The systemd units of a pool, and calls of systemctl."""
 from __future__ import annotations
 
 import logging
@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 
 TEMPLATES = resource_folder("systemd")
 UNIT_DIR, CONFIG_DIR = "/etc/systemd/system", "/etc/allspark"
-#: s that a group needs to stop beside what its requests may take: see supervisor.Limits
+#: seconds that a group needs to stop, in addition to its drain limit: see group.incarnation.Limits
 STOP_SECONDS = 45
 _NO_DEVICES = "PrivateDevices=yes\nMemoryDenyWriteExecute=yes"
-#: and where the driver keeps what it compiles for chips that there is no machine code for: that takes minutes, and homes
-#: are not to be written
+#: The driver compiles kernels for chips without machine code, which takes minutes. It keeps them in this directory, as
+#: the unit cannot write to home directories.
 _GPU_DEVICES = ("PrivateDevices=no\nDeviceAllow=char-nvidia* rw\n"
                 "Environment=CUDA_CACHE_PATH=/var/cache/allspark/cuda")
 _HOMES = ("/home", "/root", "/run/user")
@@ -40,21 +40,21 @@ def unit_name(pool: str, member: str) -> str:
 
 
 def target_name(pool: str) -> str:
-    """The unit that stands for all members."""
+    """The unit that contains all members."""
     return f"allspark-{pool}.target"
 
 
 def socket_address(pool: str, member: str) -> str:
-    """Where a member serves that was given no address."""
+    """The Unix socket of a member."""
     return f"unix:/run/allspark/{pool}/{member}/socket"
 
 
 def unit_files(pool: Pool, config_dir: Path) -> dict[str, str]:
-    """File name -> content of the pool's units: a template for its members, and the target."""
+    """File name -> content of the pool's units: the template of its members, and the target."""
     members = list(pool.members.values())
     command = [sys.executable, "-m", "allspark_launch", "serve", "--config", f"{config_dir}/{pool.name}/@.json",
                "--state-file", f"/var/lib/allspark/{pool.name}/@.json"]
-    # In ExecStart a % starts a specifier and a $ a variable; %i is the member's name.
+    # In ExecStart, % begins a specifier and $ a variable. %i is the member's name.
     line = shlex.join(command).replace("%", "%%").replace("$", "$$").replace("@.json", "%i.json")
     longest = max(member.drain_limit for member in members)
     groups = sorted({member.socket_group for member in members if member.socket_group})
@@ -62,7 +62,7 @@ def unit_files(pool: Pool, config_dir: Path) -> dict[str, str]:
         "pool": pool.name, "user": pool.user, "command": line,
         "stop_seconds": "infinity" if longest == math.inf else str(math.ceil(longest) + STOP_SECONDS),
         "groups": f"SupplementaryGroups={' '.join(groups)}" if groups else "",
-        "filter": "SystemCallFilter=@chown" if groups else "",    # to give sockets to their groups
+        "filter": "SystemCallFilter=@chown" if groups else "",    # sockets get their group by chown
         "protect_home": "read-only" if any(map(_needs_homes, members)) else "yes",
         "devices": _GPU_DEVICES if any(map(_needs_gpus, members)) else _NO_DEVICES,
         "writable": _line("ReadWritePaths", {path for m in members for path in _written(m)}),
@@ -79,7 +79,7 @@ def unit_files(pool: Pool, config_dir: Path) -> dict[str, str]:
 
 
 def _line(key: str, paths: set[str]) -> str:
-    """A setting that lists paths, quoted as systemd reads them; nothing without any."""
+    """A setting that lists paths, quoted for systemd; "" without paths."""
     quoted = ['"' + path.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%") + '"' for path in sorted(paths)]
     return f"{key}={' '.join(quoted)}" if paths else ""
 
@@ -90,7 +90,7 @@ def _models(member: GroupOptions) -> Iterator[dict]:
 
 
 def _paths(member: GroupOptions) -> Iterator[str]:
-    """What a member reads."""
+    """Paths that a member reads."""
     yield from (sys.prefix, sys.executable, *member.model_root)
     yield from (getattr(member, declared.name) for declared in options_of(GroupOptions) if declared.reads_file)
     for model in _models(member):
@@ -98,7 +98,7 @@ def _paths(member: GroupOptions) -> Iterator[str]:
 
 
 def _written(member: GroupOptions) -> Iterator[str]:
-    """Folders that a member writes to, beside those that systemd makes for it."""
+    """Directories that a member writes to, in addition to those that systemd creates for it."""
     yield from (str(model["host_cache_dir"]) for model in _models(member) if model.get("host_cache_dir"))
 
 
@@ -107,17 +107,17 @@ def _below(path: str, folders: tuple[str, ...]) -> bool:
 
 
 def _needs_homes(member: GroupOptions) -> bool:
-    """Whether it reads something there, or reaches other hosts by ssh, whose keys are there."""
+    """Whether it reads from home directories: models or tokens, or the keys of ssh."""
     return bool(member.hosts) or any(_below(path, _HOMES) for path in _paths(member))
 
 
 def _needs_gpus(member: GroupOptions) -> bool:
-    """Whether it computes on GPUs, or one of its models says so by itself."""
+    """Whether it, or one of its models, computes on GPUs."""
     return bool(member.gpus) or any(str(model.get("compute_unit", "")).startswith("CUDA") for model in _models(member))
 
 
 def _needs_network(member: GroupOptions) -> bool:
-    """Whether it serves or has other hosts, or loads a model from the Hub."""
+    """Whether it serves other hosts, runs on other hosts, or loads a model from the Hub."""
     from allspark_server.weights.hub import is_hub_id
     if member.hosts or any(is_hub_id(str(model.get("model_path", ""))) for model in _models(member)):
         return True
@@ -125,7 +125,7 @@ def _needs_network(member: GroupOptions) -> bool:
 
 
 def systemctl(*words: str, check: bool = True) -> str:
-    """What `systemctl WORDS` prints. Raises RuntimeError with what it says if it fails; with `check` False, "" then."""
+    """The output of `systemctl WORDS`. If it fails: RuntimeError with its message, or "" if `check` is false."""
     command = ["systemctl", *words]
     logger.info("%s", shlex.join(command))
     try:

@@ -171,7 +171,7 @@ def test_flags_hold_until_the_file_says(tmp_path, two_nodes, measured, systemctl
     assert main(words(tmp_path, "apply")) == 0 and list(config_of(tmp_path)) == ["a-0", "a-1"]
     write(tmp_path, [{"name": "a", "models": [MODEL]}], layout="wide")
     assert main(words(tmp_path, "apply", "--layout", "nodes")) == 1
-    assert "layout is 'wide', but --layout says 'nodes'; leave one of them out" in capsys.readouterr().err
+    assert "layout is 'wide', but --layout is 'nodes'; leave one of them out" in capsys.readouterr().err
     assert main(words(tmp_path, "apply")) == 0 and list(config_of(tmp_path)) == ["a"]
     assert main(words(tmp_path, "apply", "--measure")) == 1
     assert "--measure is for layout" in capsys.readouterr().err
@@ -192,7 +192,7 @@ def test_one_node_has_nothing_to_measure(tmp_path, measured, capsys, monkeypatch
 def test_the_better_layout_is_chosen():
     wide, nodes = result("wide", 1, 100, 200), result("nodes", 2, 102, 150)
     assert bench.choose([wide, nodes], "throughput") == \
-        ("wide", "100.0 output tokens/s, against 102.0 of nodes: as good as equal")
+        ("wide", "100.0 output tokens/s, against 102.0 of nodes: practically equal")
     assert bench.choose([wide, nodes], "latency") == \
         ("nodes", "150.0 ms a request of one client, against 200.0 of wide")
     missing = bench.Measured("wide", 1, reason="too large")

@@ -214,7 +214,7 @@ def test_apply_does_what_the_change_needs(tmp_path, systemctl, capsys):
     assert "disable --now allspark-default@c.service" in calls
     assert "start allspark-default@d.service" in calls and "reload allspark-default@b.service" in calls
     assert not any(call.startswith("restart") for call in calls)
-    assert "a: as it was" in said and "b: told of what changed" in said and "d: started" in said
+    assert "a: unchanged" in said and "b: reloaded" in said and "d: started" in said
     assert not (tmp_path / "c/default/c.json").exists()
 
 
