@@ -144,8 +144,8 @@ def add_arguments(parser: argparse.ArgumentParser, options: Iterable[Option],
 class ListenerOptions:
     """Options of a process that clients connect to: a group, or a worker of the HTTP server."""
 
-    token_file: str = option("", "clients must present a token of this file: a line 'ROLE TOKEN' for each, with the role "
-                             "read, generate, door or admin; a file with one token alone gives it the role admin",
+    token_file: str = option("", "clients must present a token of this file: a line 'ROLE TOKEN' for each, with the "
+                             "role read, generate, door or admin; a file with one token alone gives it the role admin",
                              section="access", metavar="FILE", ranks=FIRST_RANK, worker=True, reads_file=True)
     tls_cert: str = option("", "the server's certificate", section="access", metavar="PEM", ranks=FIRST_RANK,
                            worker=True, reads_file=True)
@@ -172,11 +172,11 @@ class ListenerOptions:
 class WorkerOptions(ListenerOptions):
     """Options of the HTTP server that its workers take as arguments."""
 
-    max_body_mib: int = option(0, "the largest request body that is accepted", section="limits", metavar="N", implied=16,
-                               worker=True)
+    max_body_mib: int = option(0, "the largest request body that is accepted", section="limits", metavar="N",
+                               implied=16, worker=True)
     #: addresses of the groups behind it
-    pool: list[str] = option(list, "the address of a group; repeatable (default: $ALLSPARK_ADDRESS, or the address that "
-                             "a group without one serves on)", section="groups", flag_name="address", worker=True)
+    pool: list[str] = option(list, "the address of a group; repeatable (default: $ALLSPARK_ADDRESS, or the address "
+                             "that a group without one serves on)", section="groups", flag_name="address", worker=True)
     pool_token_file: str = option("", "present a token of this file to groups: one with the role door if there is one, "
                                   "else admin or generate", section="groups", metavar="FILE", worker=True)
     pool_tls_ca: str = option("", "connect to groups with TLS and trust these certificates", section="groups",

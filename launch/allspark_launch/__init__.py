@@ -1,8 +1,8 @@
 """Starts and supervises server groups.
 
-`machine/` reads the machine's topology and places ranks, `group/` starts mpirun and supervises it, `pool/` manages groups
-as systemd services, `bench/` measures, `commands/` holds the remaining subcommands of `allspark` (cli.py). What a rank does
-once it runs is in `allspark_server/__main__.py`.
+`machine/` reads the machine's topology and places ranks, `group/` starts mpirun and supervises it, `pool/` manages
+groups as systemd services, `bench/` measures, `commands/` holds the remaining subcommands of `allspark` (cli.py). What
+a rank does once it runs is in `allspark_server/__main__.py`.
 """
 from pathlib import Path
 

@@ -29,8 +29,8 @@ class GroupOptions(RankOptions):
     http: str = option("", "also serve OpenAI's API at this address, in processes of its own; see allspark http",
                        metavar="HOST:PORT")
     http_workers: int = option(1, "how many processes serve HTTP", metavar="N")
-    hosts: str = option("", "spread the group over these hosts, of which this is one: a file with a line 'NAME' or 'NAME "
-                        "slots=N' for each, names separated by commas, or auto (the Slurm allocation, or the host file "
+    hosts: str = option("", "spread the group over these hosts, of which this is one: a file with a line 'NAME' or "
+                        "'NAME slots=N' for each, names separated by commas, or auto (the Slurm allocation, or the host file "
                         "of the Kubernetes MPI operator); there is one rank per NUMA node, or per slot, or --ranks in "
                         "all", section="hosts", aliases=("--hostfile",), metavar="FILE|NAMES")
     remote_shell: str = option("", "the command that runs a command on another host: it gets the host's name and the "
@@ -42,8 +42,8 @@ class GroupOptions(RankOptions):
     memory_nodes: list[int] = option(list, "NUMA nodes without CPUs (CXL, for example) whose memory ranks may use once "
                                      "that of their own node is full (default: none)", section="placement",
                                      metavar="LIST", parse=parse_list)
-    gpus: list[int] | None = option(None, "compute on these GPUs, such as 0,1: one rank per GPU, on the CPUs of its NUMA "
-                                    "node", section="placement", metavar="LIST", parse=parse_sequence)
+    gpus: list[int] | None = option(None, "compute on these GPUs, such as 0,1: one rank per GPU, on the CPUs of its "
+                                    "NUMA node", section="placement", metavar="LIST", parse=parse_sequence)
     cpus_per_rank: int = option(0, "compute threads of each rank (default: every physical core of its share)",
                                 section="placement", aliases=("--threads",), metavar="N")
     use_siblings: bool = option(False, "also put threads on second hardware threads", section="placement")
@@ -99,8 +99,8 @@ class GroupOptions(RankOptions):
         return {name: value for name, value in asdict(self).items() if value != getattr(default, name)}
 
     def addresses(self) -> list[str]:
-        """The addresses to serve on. Raises ValueError for an address that would be open to everybody who reaches it, and
-        for other errors in the options of listeners.
+        """The addresses to serve on. Raises ValueError for an address that would be open to everybody who reaches it,
+        and for other errors in the options of listeners.
         """
         access.mode_of(self.socket_mode, self.socket_group)
         guarded = bool(self.token_file or self.tls_ca)
@@ -136,8 +136,8 @@ class ModelOptions:
                                    model_field="engine_max_batch")
     weight_dtype: str | None = option(None, "auto (as stored), float32, bfloat16, int8, int4, w8a8, w4a8; on GPUs also "
                                       "float16, float8", section="model", metavar="TYPE", model_field="weight_dtype")
-    weight_group_size: int | None = option(None, "of quantized weights: 32 to 512 input features; 0: per output channel "
-                                           "(default)", section="model", metavar="K", model_field="weight_group_size")
+    weight_group_size: int | None = option(None, "of quantized weights: 32 to 512 input features; 0: per output "
+                                           "channel (default)", section="model", metavar="K", model_field="weight_group_size")
     set: list[str] = option(list, "any field of AsModelConfig; repeatable", section="model", metavar="FIELD=VALUE")
 
     @staticmethod
@@ -202,7 +202,8 @@ def model_config(parsed: argparse.Namespace, directory: str) -> dict:
 def group_options(parsed: argparse.Namespace) -> GroupOptions:
     """The options of `allspark serve`: those of the configuration file, with the flags' in their place."""
     group = GroupOptions.from_file(parsed.config) if parsed.config else GroupOptions()
-    models = [model_config(parsed, directory) for directory in parsed.models] or group.models
+    models: list[dict | str] = [model_config(parsed, directory) for directory in parsed.models]
+    models = models or group.models
     if parsed.model_name and len(models) > 1:
         raise ValueError("--model-name names one model, but there are several; use --config with a models table")
     return replace(group.with_flags(parsed), models=models)

@@ -1,6 +1,4 @@
-"""Output that never waits for its reader: a terminal that is paused, or a log collector that hangs, must not stop the
-process that watches over a group.
-"""
+"""Output that never waits for its reader: a paused terminal or a hanging log collector must not stop a supervisor."""
 from __future__ import annotations
 
 import collections
@@ -12,16 +10,20 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, BinaryIO, TextIO, cast
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 logger = logging.getLogger(__name__)
 
 MOST_PENDING = 1 << 20      # bytes
-CLOSE_SECONDS = 1.0         # for what is pending when the process ends
+CLOSE_SECONDS = 1.0         # for pending output when the process ends
 
 
 class Outlet(io.RawIOBase):
-    """A raw file over descriptor `fd` whose writes return at once; a thread passes them on. What a slow reader leaves
-    no room for is dropped, and the reader told how much.
+    """A raw file over descriptor `fd`. Writes return at once; a thread passes the data on. Data that a slow reader
+    leaves no room for is dropped; the reader gets a line with the number of bytes.
     """
 
     def __init__(self, fd: int):
@@ -33,7 +35,8 @@ class Outlet(io.RawIOBase):
         self._thread = threading.Thread(target=self._run, name=f"output-{fd}", daemon=True)
         self._thread.start()
 
-    def write(self, data) -> int:
+    def write(self, data: Buffer) -> int:
+        """Accepts the data. Never blocks."""
         data = bytes(data)
         with self._changed:
             if self._size + len(data) > MOST_PENDING:
@@ -45,17 +48,20 @@ class Outlet(io.RawIOBase):
         return len(data)
 
     def writable(self) -> bool:
+        """True."""
         return True
 
     def isatty(self) -> bool:
+        """Whether the descriptor is a terminal."""
         return os.isatty(self._fd)
 
     def fileno(self) -> int:
+        """The descriptor."""
         return self._fd
 
     def finish(self) -> bool:
-        """Ends the thread once everything is passed on. False if the reader does not take it within a second: then
-        writes are still accepted, and lost.
+        """Ends the thread once all data is passed on. False if the reader does not read it within a second; then
+        further writes are accepted and lost.
         """
         with self._changed:
             self._ending = True
@@ -80,7 +86,7 @@ class Outlet(io.RawIOBase):
         while data:
             try:
                 data = data[os.write(self._fd, data):]
-            except BlockingIOError:         # the reader's end is one that we share, and somebody made it so
+            except BlockingIOError:         # another process made the shared descriptor non-blocking
                 time.sleep(0.05)
             except OSError:                 # the reader has gone away
                 return
@@ -88,27 +94,28 @@ class Outlet(io.RawIOBase):
 
 @contextlib.contextmanager
 def unblocked() -> Iterator[Outlet]:
-    """For the length of a with block, sys.stdout, sys.stderr and the root logger's handlers write through outlets;
-    yields that of standard error.
+    """For the length of a with block, sys.stdout, sys.stderr and the root logger's handlers write through outlets.
+    Yields the one of standard error.
     """
     before = [sys.stdout, sys.stderr]
     for stream in before:
         stream.flush()
     outlets = [Outlet(1), Outlet(2)]
-    sys.stdout, sys.stderr = during = [io.TextIOWrapper(o, "utf-8", "backslashreplace", write_through=True)
-                                       for o in outlets]
+    during: list[TextIO] = [io.TextIOWrapper(cast(BinaryIO, outlet), "utf-8", "backslashreplace", write_through=True)
+                            for outlet in outlets]
+    sys.stdout, sys.stderr = during
     _exchange(before, during)
     try:
         yield outlets[1]
     finally:
-        # One whose reader is stuck stays in place: the messages of the process's end must not wait either.
+        # An outlet whose reader hangs stays in place, because the last messages must not wait either.
         after = [old if outlet.finish() else new for old, new, outlet in zip(before, during, outlets)]
         sys.stdout, sys.stderr = after
         _exchange(during, after)
 
 
-def _exchange(old, new) -> None:
-    """Let the root logger's handlers of the streams `old` write to `new`."""
+def _exchange(old: list[TextIO], new: list[TextIO]) -> None:
+    """Makes the root logger's handlers of the streams `old` write to `new`."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.StreamHandler) and handler.stream in old:
             handler.setStream(new[old.index(handler.stream)])

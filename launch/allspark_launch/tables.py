@@ -1,12 +1,15 @@
-"""TOML and JSON files of options, whose errors name file, line and field."""
+"""TOML and JSON files of options, with places for errors: file, line and key."""
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 
-#: where something stands: names of tables and keys, and numbers of entries of arrays of tables
+#: the path of a value: names of tables and keys, and indices into arrays of tables
 Where = tuple["str | int", ...]
 
 _HEADER = re.compile(r"\s*(\[\[?)\s*([^\[\]]+?)\s*\]\]?\s*(#.*)?$")
@@ -15,7 +18,7 @@ _KEY = re.compile(r"""\s*((?:[\w-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[\w-]+|"[^"]*"
 
 @dataclass
 class Table:
-    """What a file holds, and on which line each of its keys stands, as far as that is known."""
+    """The content of a file, and the lines of its keys as far as they are known."""
 
     path: str
     values: dict
@@ -23,9 +26,7 @@ class Table:
 
     @classmethod
     def read(cls, path: str) -> Table:
-        """A file, TOML if it is called so, else JSON. ValueError says where it is wrong; OSError that it cannot be
-        read.
-        """
+        """Reads a file: TOML if its name ends in .toml, else JSON. Raises ValueError (syntax) and OSError."""
         text = Path(path).read_text(encoding="utf-8")
         toml = str(path).endswith(".toml")
         try:
@@ -37,49 +38,45 @@ class Table:
         return cls(str(path), values, _toml_lines(text) if toml else {})
 
     def at(self, *where: str | int) -> str:
-        """File and line of a key, or of the table that it should be in, for the beginning of an error."""
+        """File and line of a key, or of the table that should contain it, for the beginning of an error."""
         for length in range(len(where), 0, -1):
             if (line := self.lines.get(where[:length])) is not None:
                 return f"{self.path}, line {line}"
         return self.path
 
     def location(self, *where: str | int) -> Location:
-        """Of one of its tables."""
+        """The location of one of its tables."""
         return Location(self, where)
 
 
 @dataclass
 class Location:
-    """A table inside of a file, for errors. `name`: what people call it, such as "member 'a'"."""
+    """The place of a table in a file, for errors. `name`: its name for people, such as "member 'a'"."""
 
     table: Table
     where: Where = ()
     name: str = ""
 
     def at(self, *keys: str | int) -> str:
-        """The beginning of an error about one of its keys."""
+        """The beginning of an error about a key of the table."""
         place = self.table.at(*self.where, *keys)
         return f"{place}: {self.name}" if self.name else place
 
     def inside(self, *where: str | int, name: str = "") -> Location:
-        """Of a table in this one."""
+        """The location of a table in this one."""
         return Location(self.table, (*self.where, *where), name or self.name)
 
 
-def _toml():
-    try:
-        import tomllib
-    except ModuleNotFoundError:
-        try:
-            import tomli as tomllib
-        except ModuleNotFoundError:
-            raise ValueError("TOML needs Python 3.11, or pip install tomli; JSON works everywhere") from None
-    return tomllib
+def _toml() -> ModuleType:
+    for name in ("tomllib", "tomli"):
+        with contextlib.suppress(ModuleNotFoundError):
+            return importlib.import_module(name)
+    raise ValueError("TOML needs Python 3.11, or pip install tomli; JSON works everywhere")
 
 
 def _toml_lines(text: str) -> dict[Where, int]:
-    """The line of each header and key of a TOML text that is known to be right. Text of several lines may hold what
-    looks like a key; a line too many harms nobody.
+    """The line of each header and key of a valid TOML text. A string of several lines may contain what looks like a
+    key; such an extra entry does no harm.
     """
     lines: dict[Where, int] = {}
     counts: dict[Where, int] = {}       # of arrays of tables

@@ -1,4 +1,4 @@
-"""`allspark batch`: answers a file of requests in OpenAI's batch form by the HTTP server's endpoints, in this process."""
+"""`allspark batch`: answers a file of requests in OpenAI's batch form, by the HTTP server's code in this process."""
 from __future__ import annotations
 
 import argparse
@@ -21,7 +21,7 @@ from .own_group import add_group_flags, own_group
 logger = logging.getLogger(__name__)
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
-#: a request that was refused for the moment is sent again: so often at most, and with pauses up to so many s
+#: a temporarily refused request is sent again: at most so often, with pauses of at most so many seconds
 _ATTEMPTS, _LONGEST_PAUSE = 12, 30.0
 _PASSING = (429, 503)
 _MAX_LINE = 64 << 20
@@ -29,16 +29,16 @@ _MAX_LINE = 64 << 20
 Answer = tuple[int, Any]
 
 EPILOG = """\
-A line of IN is {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {…}}, its url one of
-/v1/chat/completions, /v1/completions and /v1/embeddings. A line of OUT has the custom_id, and the answer:
+A line of IN is {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {…}}, with the url
+/v1/chat/completions, /v1/completions or /v1/embeddings. A line of OUT has the custom_id and the answer:
   {"id": …, "custom_id": "a", "response": {"status_code": 200, "request_id": …, "body": {…}}, "error": null}
-What a request's fields mean, and what is refused, is as over HTTP: such a line's status_code is 400. A line that is no
-request has "response": null and an "error". OUT's lines are in the order in which answers come.
+Fields of requests mean the same as over HTTP, and the same requests are refused: their status_code is 400. For a line
+that is not a request, "response" is null and "error" has the reason. Lines of OUT are in the order of the answers.
 
-Started again with the same files it goes on where it stopped: what OUT has is not asked again, and a line that was torn
-when the last run ended is mended. Lines that failed stay; remove them from OUT to have them asked again.
+Run again with the same files, the command continues: requests with an answer in OUT are not sent again, and an
+incomplete last line of OUT is repaired. Failed lines are kept; remove them from OUT to send these requests again.
 
-exit status: 0 if every line has its outcome.
+exit status: 0 if every line has an outcome.
 
 examples:
   allspark batch in.jsonl out.jsonl                                  the model that ships
@@ -47,7 +47,7 @@ examples:
 
 
 class NoRequest(ValueError):
-    """A line that is no request; `custom_id` if it has one."""
+    """A line that is not a request, with its custom_id if it has one."""
 
     def __init__(self, message: str, custom_id: str | None = None):
         super().__init__(message)
@@ -79,14 +79,16 @@ def parse_line(line: bytes) -> tuple[str, str, dict[str, Any]]:
     return custom_id, url, body
 
 
-# --- the file of answers -----------------------------------------------------------------------------------------
+# --- the output file -----------------------------------------------------------------------------------------
 
 
 class Output:
-    """OUT: what it has, and lines for what is new. One process at a time may hold it."""
+    """The file OUT. One process at a time may write it."""
 
     def __init__(self, path: Path):
-        """Mends a torn last line. Raises ValueError if the file is no batch's output, or another process writes it."""
+        """Repairs an incomplete last line. Raises ValueError if the file is not the output of a batch, or if another
+        process writes it.
+        """
         self._file = open(path, "a+b")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -94,7 +96,7 @@ class Output:
             self._file.close()
             raise ValueError(f"{path} is being written by another batch") from None
         try:
-            #: keys of the lines that have an outcome
+            #: keys of lines with an outcome
             self.done = self._read(path)
         except BaseException:
             self._file.close()
@@ -111,7 +113,7 @@ class Output:
                 done.add(entry["id"] if entry["custom_id"] is None else "custom " + entry["custom_id"])
             except (ValueError, KeyError, TypeError) as error:
                 if whole and line.strip():
-                    raise ValueError(f"{path}, line {number} is no line of a batch's output ({error}); "
+                    raise ValueError(f"{path}, line {number} is not a line of a batch's output ({error}); "
                                      "choose another file, or remove it") from None
                 if not whole:
                     break
@@ -123,11 +125,11 @@ class Output:
         return done
 
     def has(self, number: int, custom_id: str | None) -> bool:
-        """Whether the line of IN with this number, and custom_id if it has one, has its outcome."""
+        """Whether a line of IN, by its number or its custom_id, has an outcome."""
         return key_of(number, custom_id) in self.done
 
     def write(self, number: int, custom_id: str | None, answer: Answer | None, error: str = "") -> None:
-        """The outcome of a line."""
+        """Writes the outcome of a line."""
         response = None
         if answer is not None:
             body = answer[1]
@@ -140,15 +142,17 @@ class Output:
         self.done.add(key_of(number, custom_id))
 
     def close(self) -> None:
+        """Writes everything to disk and closes the file."""
         os.fsync(self._file.fileno())
         self._file.close()
 
 
 def key_of(number: int, custom_id: str | None) -> str:
+    """The key of a line in `Output.done`."""
     return f"batch_req_{number}" if custom_id is None else f"custom {custom_id}"
 
 
-# --- asking ------------------------------------------------------------------------------------------------------
+# --- requests ------------------------------------------------------------------------------------------------------
 
 
 class Endpoints:
@@ -168,7 +172,7 @@ class Endpoints:
         self._application = Application(worker)
 
     async def open(self) -> list[str]:
-        """Connects; returns the models that run there. Raises RuntimeError."""
+        """Connects to the groups. Returns the models that run there. Raises RuntimeError."""
         from allspark_server.http.errors import ApiError
         await self._pool.open()
         try:
@@ -177,17 +181,19 @@ class Endpoints:
             raise RuntimeError(error.message) from error
 
     async def close(self) -> None:
+        """Disconnects."""
         await self._pool.close()
 
     async def post(self, url: str, body: dict[str, Any]) -> Answer:
-        """(status, the answer's JSON)."""
+        """The status and the JSON of the answer to a request."""
         data = json.dumps(body).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
         scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
                  "path": url, "raw_path": url.encode(), "root_path": "", "query_string": b"", "headers": headers,
                  "client": ("batch", 0), "server": ("batch", None)}
         received = iter([{"type": "http.request", "body": data, "more_body": False}])
-        status, pieces = 0, []
+        status = 0
+        chunks: list[bytes] = []
 
         async def receive() -> dict[str, Any]:
             message = next(received, None)
@@ -198,13 +204,13 @@ class Endpoints:
             if message["type"] == "http.response.start":
                 status = message["status"]
             else:
-                pieces.append(message.get("body", b""))
+                chunks.append(message.get("body", b""))
 
         await self._application(scope, receive, send)
-        return status, json.loads(b"".join(pieces))
+        return status, json.loads(b"".join(chunks))
 
     async def post_until_taken(self, url: str, body: dict[str, Any]) -> Answer:
-        """As post, again and again while the pool is full, or away."""
+        """As post, but sends the request again while the pool is full or unreachable."""
         pause = 0.5
         for attempt in range(1, _ATTEMPTS + 1):
             answer = await self.post(url, body)
@@ -216,7 +222,7 @@ class Endpoints:
 
 
 class Batch:
-    """All lines of IN, so many at a time. `counts`: answered, failed, and had before."""
+    """All requests of IN, at most `concurrency` at a time. `counts`: answered, failed, had before."""
 
     def __init__(self, endpoints: Endpoints, output: Output, concurrency: int, progress: Progress):
         self._endpoints, self._output, self._progress = endpoints, output, progress
@@ -225,6 +231,7 @@ class Batch:
         self.counts = {"answered": 0, "failed": 0, "had before": 0}
 
     async def run(self, lines: IO[bytes]) -> None:
+        """Sends the requests of these lines and waits for all answers."""
         seen: set[str] = set()
         try:
             for number, line in enumerate(lines, 1):
@@ -248,8 +255,8 @@ class Batch:
                 self._note("failed")
             return
         if custom_id in seen:
-            raise ValueError(f"line {number} has the custom_id {custom_id!r} of an earlier line: answers could not be told "
-                             "apart")
+            raise ValueError(f"line {number} has the custom_id {custom_id!r} of an earlier line: their answers could "
+                             "not be told apart")
         seen.add(custom_id)
         if self._output.has(number, custom_id):
             self._note("had before")
@@ -286,17 +293,21 @@ def add_command(command: AddCommand) -> None:
     p.add_argument("input", type=Path, metavar="IN.jsonl")
     p.add_argument("output", type=Path, metavar="OUT.jsonl")
     p.add_argument("--address", action="append", default=[],
-                   help="a group that runs; repeatable (default: $ALLSPARK_ADDRESS, or a group started for the batch)")
-    p.add_argument("--token-file", metavar="FILE", help="groups are shown a token of this file ($ALLSPARK_TOKEN_FILE)")
+                   help="a running group; repeatable (default: $ALLSPARK_ADDRESS, or a group started for the batch)")
+    p.add_argument("--token-file", metavar="FILE",
+                   help="present a token of this file to groups (default: $ALLSPARK_TOKEN_FILE)")
     p.add_argument("--concurrency", type=int, default=64, metavar="N",
-                   help="requests at a time (default %(default)s); more than the batches of all groups keeps them full")
-    p.add_argument("--model", metavar="DIR", help="what a group of its own runs (default: the shipped model); requests "
-                                                  "call it by its directory's name, or --model-name")
-    p.add_argument("-v", "--verbose", action="store_true", help="show what the group's ranks log")
+                   help="requests at a time (default %(default)s); to keep groups busy, more than their batch sizes "
+                        "together")
+    p.add_argument("--model", metavar="DIR",
+                   help="the model of a group of its own (default: the shipped model); its name is --model-name, or "
+                        "the directory's name")
+    p.add_argument("-v", "--verbose", action="store_true", help="show the log of the group's ranks")
     add_group_flags(p)
 
 
 def run_batch(options: argparse.Namespace) -> int:
+    """Runs the command."""
     if options.concurrency < 1:
         raise ValueError(f"--concurrency {options.concurrency} must be at least 1")
     if options.output.exists() and options.input.exists() and options.output.samefile(options.input):
@@ -324,7 +335,8 @@ def run_batch(options: argparse.Namespace) -> int:
 async def _run(addresses: list[str], options: argparse.Namespace, lines: IO[bytes], output: Output,
                progress: Progress) -> dict[str, int]:
     task = asyncio.current_task()
-    with contextlib.suppress(NotImplementedError, ValueError):      # SIGTERM ends it as Ctrl-C does, in order
+    assert task is not None
+    with contextlib.suppress(NotImplementedError, ValueError):      # SIGTERM ends it in order, like Ctrl-C
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     endpoints = Endpoints(addresses, options.token_file or os.environ.get("ALLSPARK_TOKEN_FILE") or None)
     try:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from . import AddCommand
 
@@ -26,10 +27,12 @@ def add_command(command: AddCommand) -> None:
 
 
 def convert(options: argparse.Namespace) -> int:
+    """Runs the command."""
     from allspark_server import HuggingFaceModel
     source = Path(options.source).expanduser().resolve()
     name = options.name or (source.stem if source.suffix == ".gguf" else source.name)
-    form, quant = options.weight_dtype, {}
+    form: str = options.weight_dtype
+    quant: dict[str, Any] = {}
     if form in QUANTIZED:
         weight_format, compute_method = QUANTIZED[form]
         quant = {"enable_quant": True, "customized_quant_config": {

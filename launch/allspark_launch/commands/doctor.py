@@ -1,4 +1,4 @@
-"""`allspark doctor`: what this machine has for running groups, what is missing, and how to get it."""
+"""`allspark doctor`: checks whether groups can run on this machine, and says how to get what is missing."""
 from __future__ import annotations
 
 import argparse
@@ -21,12 +21,12 @@ from . import AddCommand
 
 MOST_FILES = 65536
 FEW_PROCESSES = 4096
-WINDOW_BYTES_PER_RANK = 8 << 20     # a little more than what native.Window asks for
+WINDOW_BYTES_PER_RANK = 8 << 20     # a little more than native.Window needs
 
 
 @dataclass
 class Finding:
-    """One line of the report. level: "ok", "note" (works, could be better) or "missing" (does not work)."""
+    """One line of the report. level: "ok", "note" (works, but could be better) or "missing" (does not work)."""
 
     level: str
     subject: str
@@ -41,6 +41,7 @@ def add_command(command: AddCommand) -> None:
 
 
 def doctor(options: argparse.Namespace) -> int:
+    """Runs the command. 1 if something is missing."""
     findings = examine()
     if options.json:
         print(json.dumps([asdict(f) for f in findings], indent=2))
@@ -51,7 +52,7 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 def examine() -> list[Finding]:
-    """Every check, in the order in which a start would meet them."""
+    """All checks, in the order in which a start needs their subjects."""
     machine = read_topology()
     return [*_python(), *_native(), *_processor(), *_mpi(), *_numactl(), *nodes_of(machine), *kernel_of(machine),
             *_memory(), *_limits(), *_shared_memory(machine), *gpus_of(machine)]
@@ -89,24 +90,21 @@ def _memory() -> list[Finding]:
     memory, swap = psutil.virtual_memory(), psutil.swap_memory()
     found = [Finding("ok", "memory", f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} available")]
     if swap.used > memory.total // 100:
-        found.append(Finding("note", "swap", f"{swap.used / 2**30:.1f} GiB are in use: a model that is swapped out is slow",
+        found.append(Finding("note", "swap", f"{swap.used / 2**30:.1f} GiB are in use: a swapped model is slow",
                              "as root: swapoff -a, or systemd's MemorySwapMax=0 for the units"))
     return found
 
 
 def kernel_of(machine: Topology, root: str = "/") -> list[Finding]:
-    """What the kernel's settings below `root` do to groups: clock, huge pages, pages that move."""
+    """Settings of the kernel that slow groups down: clock, huge pages, migration of pages."""
     def read(path: str) -> str:
-        try:
-            return Path(root, path).read_text(encoding="utf-8").strip()
-        except OSError:
-            return ""
+        return sysfs.text(Path(root, path))
 
     found = []
     governors = {cpu: read(f"sys/devices/system/cpu/cpu{cpu}/cpufreq/scaling_governor") for cpu in machine.allowed_cpus}
     slow = [cpu for cpu, governor in governors.items() if governor not in ("", "performance")]
     if slow:
-        text = f"the governor of CPUs {format_list(slow)} is {governors[slow[0]]!r}: they are slow to reach full speed"
+        text = f"the governor of CPUs {format_list(slow)} is {governors[slow[0]]!r}: they reach full speed slowly"
         found.append(Finding("note", "clock", text, "as root: cpupower frequency-set -g performance"))
     huge = "sys/kernel/mm/transparent_hugepage/"
     pages, defrag = (re.search(r"\[([\w+]+)\]", read(huge + name)) for name in ("enabled", "defrag"))
@@ -116,7 +114,7 @@ def kernel_of(machine: Topology, root: str = "/") -> list[Finding]:
     elif pages:
         found.append(Finding("ok", "huge pages", f"transparent ones: {pages[1]}"))
         if defrag and defrag[1] == "never":
-            text = "none are made when memory is asked for: after some uptime much of it is in small pages"
+            text = "allocations do not make huge pages: after some uptime much memory is in small pages"
             found.append(Finding("note", "huge pages", text, f"as root: echo madvise >/{huge}defrag"))
     balancing = read("proc/sys/kernel/numa_balancing")
     if balancing not in ("", "0") and len(machine.nodes) > 1:
@@ -124,8 +122,8 @@ def kernel_of(machine: Topology, root: str = "/") -> list[Finding]:
                              "as root: sysctl kernel.numa_balancing=0"))
     demotion = "sys/kernel/mm/numa/demotion_enabled"
     if read(demotion) in ("1", "true") and any(n.has_memory and not n.cpus for n in machine.nodes):
-        found.append(Finding("note", "NUMA", "the kernel may move what was not used for a while to nodes without CPUs, "
-                                             "whatever it is bound to", f"as root: echo 0 >/{demotion}"))
+        text = "the kernel may move unused memory to nodes without CPUs, even if it is bound to another node"
+        found.append(Finding("note", "NUMA", text, f"as root: echo 0 >/{demotion}"))
     return found
 
 
@@ -148,12 +146,12 @@ def _numactl() -> list[Finding]:
     path = shutil.which("numactl")
     if path:
         return [Finding("ok", "numactl", path)]
-    return [Finding("note", "numactl", "not installed: ranks bind themselves by system calls, which does the same",
-                    "apt-get install numactl, if you want to see the binding in the process list")]
+    return [Finding("note", "numactl", "not installed: ranks bind themselves by system calls, with the same effect",
+                    "apt-get install numactl shows the binding in the process list")]
 
 
 def nodes_of(machine: Topology) -> list[Finding]:
-    """Nodes, CPUs and quotas."""
+    """Findings about nodes, CPUs and quotas."""
     found = [Finding("ok", "NUMA", f"{len(machine.nodes)} node(s), "
                                    f"{sum(len(n.cores) for n in machine.nodes)} usable physical core(s)")]
     for n in machine.nodes:
@@ -162,7 +160,7 @@ def nodes_of(machine: Topology) -> list[Finding]:
         found.append(Finding("note", "CPUs", f"{format_list(machine.offline_cpus)} are offline",
                              "as root: echo 1 > /sys/devices/system/cpu/cpuN/online"))
     if machine.cpu_quota and machine.cpu_quota < sum(len(n.cores) for n in machine.nodes):
-        text = f"the cgroup allows {machine.cpu_quota:g} CPUs: ranks have no more threads than that, and may be paused"
+        text = f"the cgroup allows {machine.cpu_quota:g} CPUs: ranks have no more threads, and may be paused"
         found.append(Finding("note", "CPU quota", text, "pin with a cpuset instead (docker run --cpuset-cpus)"))
     return found
 
@@ -171,8 +169,8 @@ def _node(n: Node, machine: Topology) -> list[Finding]:
     found = []
     if not n.cpus and n.has_memory:
         size = f"{n.memory_total / 2**30:.0f} GiB"
-        found.append(Finding("ok", "NUMA", f"node {n.id} has {size} and no CPUs (CXL, say): only groups that name it "
-                                           "in memory_nodes use it"))
+        found.append(Finding("ok", "NUMA", f"node {n.id} has {size} and no CPUs (CXL, for example): only groups that "
+                                           "name it in memory_nodes use it"))
     elif not n.cores:
         found.append(Finding("note", "NUMA", f"node {n.id} has no CPU that this process may use",
                              "widen the container's cpuset (docker run --cpuset-cpus), or bring its CPUs online"))
@@ -180,22 +178,22 @@ def _node(n: Node, machine: Topology) -> list[Finding]:
         text = f"of node {n.id}, this process may use CPUs {format_list(n.usable_cpus)} of {format_list(n.cpus)}"
         found.append(Finding("note", "NUMA", text, "cpuset of the container, or taskset"))
     if n.cores and not n.has_memory:
-        text = (f"node {n.id} has no memory that this process may use: it gets no rank unless numa_nodes names it, "
-                f"which then uses that of node {machine.memory_node(n).id}")
+        text = (f"node {n.id} has no memory that this process may use: it gets a rank only if numa_nodes names it, "
+                f"with memory of node {machine.memory_node(n).id}")
         found.append(Finding("note", "NUMA", text, "memory modules on that socket" if not n.memory_total else
                              "widen the container's cpuset (docker run --cpuset-mems)"))
     return found
 
 
 def gpus_of(machine: Topology, root: str = "/") -> list[Finding]:
-    """The GPUs, their driver, its device files, what this installation has for them; nothing where there are none."""
+    """Findings about GPUs, their driver, its device files, and the CUDA backend; none without GPUs."""
     if not machine.gpus:
         return []
     found = []
     version = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", sysfs.text(Path(root, "proc/driver/nvidia/version")))
     if version is None:
         return [Finding("note", "GPUs", f"{len(machine.gpus)} NVIDIA GPU(s), and no driver that is loaded",
-                        "install NVIDIA's driver, until nvidia-smi lists them; groups on CPUs need none")]
+                        "install NVIDIA's driver, so that nvidia-smi lists them; groups on CPUs need none")]
     usable = sorted((gpu for gpu in machine.gpus if gpu.index >= 0), key=lambda gpu: gpu.index)
     names = ", ".join(f"{gpu.index}: {gpu.model or gpu.address}" for gpu in usable)
     found.append(Finding("ok", "GPUs", f"{names or 'none that this process may use'}; driver {version[1]}"))
@@ -213,7 +211,7 @@ def gpus_of(machine: Topology, root: str = "/") -> list[Finding]:
 
 
 def _cuda(usable: list[gpus.Gpu]) -> list[Finding]:
-    """The CUDA backend of this installation, whether the driver takes it, and whether GPUs reach each other."""
+    """Findings about the CUDA backend, its driver, and peer access between GPUs."""
     try:
         from allspark_server import (
             _cuda as cuda,
@@ -221,12 +219,12 @@ def _cuda(usable: list[gpus.Gpu]) -> list[Finding]:
         )
     except ImportError as error:
         return [Finding("note", "CUDA", f"this installation has no CUDA backend ({error})",
-                        "pip install '.[cuda]' and build with ALLSPARK_CUDA=1, where there is no CUDA toolkit")]
+                        "pip install '.[cuda]' and build with ALLSPARK_CUDA=1 if there is no CUDA toolkit")]
     os.environ |= gpus.ORDER
     built, driver = cuda.CUDA_VERSION // 1000, cuda.driver_version() // 1000
     if not driver:
-        return [Finding("missing", "CUDA", "there is no libcuda.so.1, the driver's library, that programs could load",
-                        "install NVIDIA's driver whole; in a container: --gpus all, with "
+        return [Finding("missing", "CUDA", "the driver's library libcuda.so.1 cannot be loaded",
+                        "install NVIDIA's complete driver; in a container: --gpus all, with "
                         "NVIDIA_DRIVER_CAPABILITIES=compute,utility")]
     if driver < built:
         return [Finding("missing", "CUDA", f"the driver is for CUDA {driver}, and this build needs one for {built}",
@@ -240,13 +238,13 @@ def _cuda(usable: list[gpus.Gpu]) -> list[Finding]:
     return found
 
 
-def _persistence(told: str) -> list[Finding]:
-    """told: what nvidia-smi says of persistence_mode, a line for each GPU."""
-    off = [line.split(",")[0].strip() for line in told.splitlines() if line.rstrip().endswith("Disabled")]
+def _persistence(modes: str) -> list[Finding]:
+    """`modes`: the output of nvidia-smi for persistence_mode, a line for each GPU."""
+    off = [line.split(",")[0].strip() for line in modes.splitlines() if line.rstrip().endswith("Disabled")]
     if not off:
         return []
     return [Finding("note", "GPUs", f"persistence mode of GPU {', '.join(off)} is off: after an idle time the driver "
-                    "starts anew, which takes seconds", "as root: systemctl enable --now nvidia-persistenced")]
+                    "takes seconds to start again", "as root: systemctl enable --now nvidia-persistenced")]
 
 
 def _limits() -> list[Finding]:
@@ -262,11 +260,11 @@ def _limits() -> list[Finding]:
         found.append(Finding("note", "open files", f"at most {files}: an HTTP server takes no more connections",
                              f"ulimit -n {MOST_FILES}; in a unit: LimitNOFILE={MOST_FILES}"))
     if locked != psutil.RLIM_INFINITY and locked < 64 << 20:
-        found.append(Finding("note", "locked memory", f"at most {locked >> 10} KiB may be locked, which some networks need",
+        found.append(Finding("note", "locked memory", f"at most {locked >> 10} KiB may be locked; some networks need it",
                              "ulimit -l unlimited; in a unit: LimitMEMLOCK=infinity"))
     processes = process.rlimit(psutil.RLIMIT_NPROC)[1]
     if processes != psutil.RLIM_INFINITY and processes < FEW_PROCESSES:
-        text = f"this user may have {processes} threads in all: each rank has one for each core, and some more"
+        text = f"this user may have {processes} threads in total: each rank has one per core, and some more"
         found.append(Finding("note", "processes", text, f"ulimit -u {FEW_PROCESSES}; in a unit: LimitNPROC="
                                                         f"{FEW_PROCESSES}, TasksMax={FEW_PROCESSES}"))
     return found

@@ -1,4 +1,4 @@
-"""`allspark fastchat-worker`: a model worker of FastChat's, by its HTTP protocol, in front of a group or a pool."""
+"""`allspark fastchat-worker`: a model worker with FastChat's HTTP protocol, in front of a group or a pool."""
 from __future__ import annotations
 
 import argparse
@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import urllib.request
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,18 +20,19 @@ from .own_group import add_group_flags, own_group
 
 logger = logging.getLogger(__name__)
 
-#: FastChat's WORKER_HEART_BEAT_INTERVAL; between two attempts to reach the controller, and for one, s
+#: seconds: FastChat's WORKER_HEART_BEAT_INTERVAL; between two attempts to reach the controller; for one attempt
 _BEAT_SECONDS, _RETRY_SECONDS, _ANSWER_SECONDS = 45.0, 3.0, 5.0
-#: of FastChat's ErrorCode
+#: values of FastChat's ErrorCode
 _OUT_OF_RANGE, _CONTEXT_OVERFLOW, _OVERLOADED, _INTERNAL = 40302, 40303, 42903, 50001
-#: a conversation in ChatML, as FastChat's Conversation has it; 9 is its SeparatorStyle.CHATML
+#: a conversation in ChatML, with the fields of FastChat's Conversation; 9 is its SeparatorStyle.CHATML
 CHATML = {"name": "chatml", "system_template": "<|im_start|>system\n{system_message}", "system_message": "",
           "roles": ["<|im_start|>user", "<|im_start|>assistant"], "messages": [], "offset": 0, "sep_style": 9,
           "sep": "<|im_end|>", "sep2": None, "stop_str": "<|im_end|>", "stop_token_ids": None}
 
 EPILOG = """\
-It registers with FastChat's controller, whose API server and web server then offer the model. They make the prompts:
---conv-template names one of FastChat's conversations (which needs fschat installed here), by default it is ChatML.
+The worker registers with FastChat's controller; then FastChat's API server and web server offer the model. They render
+the prompts with a conversation template: --conv-template names one of FastChat's (fschat must be installed here); the
+default is ChatML.
 
 examples:
   python -m fastchat.serve.controller
@@ -49,15 +50,16 @@ class Refused(Exception):
         self.code = code
 
     def body(self) -> dict[str, Any]:
+        """The answer's JSON."""
         return {"text": str(self), "error_code": self.code}
 
 
 def conversation(name: str | None) -> dict[str, Any]:
-    """A conversation's template. ValueError if FastChat knows none of that name."""
+    """The template of a conversation. Raises ValueError if FastChat does not know the name."""
     if name is None:
         return CHATML
     try:
-        from fastchat.conversation import get_conv_template
+        from fastchat.conversation import get_conv_template  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
         raise ValueError("--conv-template needs FastChat: pip install fschat") from None
     try:
@@ -68,7 +70,7 @@ def conversation(name: str | None) -> dict[str, Any]:
 
 
 def config_of(params: dict[str, Any], info: ModelInfo) -> GenerateConfig:
-    """What a request's parameters mean. Raises Refused."""
+    """The configuration for a request's parameters. Raises Refused."""
     if params.get("use_beam_search") or (params.get("best_of") or 1) > 1:
         raise Refused(_OUT_OF_RANGE, "best_of and beam search are not offered")
     if params.get("logprobs"):
@@ -105,17 +107,17 @@ class Identity:
 
 
 class Worker:
-    """Answers FastChat's API server. `open` before, `close` at the end."""
+    """Answers requests of FastChat's API server. Use it between `open` and `close`."""
 
     def __init__(self, engine: AsyncClientEngine, identity: Identity, template: dict[str, Any], concurrency: int):
         self._engine, self._identity, self._template = engine, identity, template
         self._room = asyncio.Semaphore(concurrency)
-        self._here = 0      # requests that run or wait
+        self._requests = 0  # that run or wait
         self._info = ModelInfo()
         self._heartbeats: asyncio.Task | None = None
 
     async def open(self, model: str | None, register: bool) -> None:
-        """Finds the model (`model`, or the one that runs), and registers until the controller answers."""
+        """Finds the model (`model`, or the only one that runs). Registers with the controller in the background."""
         await self._engine.__aenter__()
         running = sorted({state.name for state in await self._engine.list_models() if state.running})
         if model is None and len(running) != 1:
@@ -126,6 +128,7 @@ class Worker:
             self._heartbeats = asyncio.create_task(self._send_heartbeats())
 
     async def close(self) -> None:
+        """Disconnects."""
         if self._heartbeats is not None:
             self._heartbeats.cancel()
         await self._engine.close()
@@ -137,13 +140,14 @@ class Worker:
         while True:
             try:
                 if not known:
-                    await self._tell("/register_worker", {"worker_name": self._identity.address, "check_heart_beat": True,
-                                                          "worker_status": self.status(), "multimodal": False})
+                    await self._tell("/register_worker", {
+                        "worker_name": self._identity.address, "check_heart_beat": True,
+                        "worker_status": self.status(), "multimodal": False})
                     logger.info("registered with %s", self._identity.controller)
                     known = True
                 await asyncio.sleep(_BEAT_SECONDS)
                 answer = await self._tell("/receive_heart_beat", {"worker_name": self._identity.address,
-                                                                  "queue_length": self._here})
+                                                                  "queue_length": self._requests})
                 known = bool(answer and answer.get("exist"))
             except (OSError, ValueError) as error:
                 logger.warning("the controller at %s: %s", self._identity.controller, error)
@@ -159,13 +163,14 @@ class Worker:
         return await asyncio.to_thread(post)
 
     def status(self) -> dict[str, Any]:
-        return {"model_names": self._identity.names, "speed": 1, "queue_length": self._here}
+        """What the controller knows of this worker."""
+        return {"model_names": self._identity.names, "speed": 1, "queue_length": self._requests}
 
     # --- requests ------------------------------------------------------------------------------------------------
 
-    async def stream(self, params: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """The answer so far, whenever there is more; an error is the last."""
-        self._here += 1
+    async def stream(self, params: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """The answer so far, each time that it grows. An error comes last."""
+        self._requests += 1
         try:
             async with self._room:
                 prompt, config = params["prompt"], config_of(params, self._info)
@@ -180,7 +185,7 @@ class Worker:
         except (AllSparkError, ValueError, TypeError) as error:
             yield _refusal(error).body()
         finally:
-            self._here -= 1
+            self._requests -= 1
 
     @staticmethod
     def _answer(begin: str, generation: Any, reason: str | None) -> dict[str, Any]:
@@ -190,46 +195,50 @@ class Worker:
                           "total_tokens": usage.prompt_tokens + usage.generated_tokens}}
 
     async def whole(self, params: dict[str, Any]) -> dict[str, Any]:
-        """The last of `stream`."""
+        """The complete answer."""
         answer: dict[str, Any] = {}
-        async for answer in self.stream(params):
-            pass
+        async for part in self.stream(params):
+            answer = part
         return answer
 
     async def count(self, params: dict[str, Any]) -> dict[str, Any]:
-        """A prompt's tokens."""
+        """The number of tokens of a prompt."""
         if not params["prompt"]:
             return {"count": 0, "error_code": 0}
         return {"count": len(await self._engine.tokenize(self._info.name, {"text": params["prompt"]})), "error_code": 0}
 
     async def embed(self, params: dict[str, Any]) -> dict[str, Any]:
-        """The mean of each text's hidden states, of length 1."""
+        """The mean of each text's hidden states, scaled to length 1."""
         async def one(text: str) -> tuple[list[float], int]:
             async with self._engine.generate(self._info.name, {"text": text}, {"pooling": "mean"}) as generation:
                 await generation.read()
             vector = generation.samples[0].tensors_from_model_inference[0]["embedding"]
             return (vector / max(float((vector ** 2).sum()) ** 0.5, 1e-12)).tolist(), generation.usage.prompt_tokens
 
-        found = await asyncio.gather(*(one(text) for text in params["input"]))
-        return {"embedding": [vector for vector, _ in found], "token_num": sum(count for _, count in found)}
+        embedded = await asyncio.gather(*(one(text) for text in params["input"]))
+        return {"embedding": [vector for vector, _ in embedded], "token_num": sum(count for _, count in embedded)}
 
     async def details(self, _: dict[str, Any]) -> dict[str, Any]:
+        """The context length."""
         return {"context_length": self._info.max_length}
 
     async def conversation(self, _: dict[str, Any]) -> dict[str, Any]:
+        """The conversation's template."""
         return {"conv": self._template}
 
     async def worker_status(self, _: dict[str, Any]) -> dict[str, Any]:
+        """The status, for FastChat."""
         return self.status()
 
 
 def _refusal(error: AllSparkError | ValueError | TypeError) -> Refused:
-    """What an engine's refusal or failure is to FastChat."""
+    """An error of the engine as one of FastChat's error codes."""
     if isinstance(error, (ValueError, TypeError)):
         return Refused(_OUT_OF_RANGE, str(error))
     if error.retryable:
         return Refused(_OVERLOADED, error.message)
-    return Refused(_CONTEXT_OVERFLOW if error.status is AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR else _INTERNAL, error.message)
+    too_long = error.status is AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR
+    return Refused(_CONTEXT_OVERFLOW if too_long else _INTERNAL, error.message)
 
 
 def application(worker: Worker, model: str | None, register: bool) -> Any:
@@ -262,7 +271,7 @@ def application(worker: Worker, model: str | None, register: bool) -> Any:
         return StreamingResponse(lines())
 
     @contextlib.asynccontextmanager
-    async def life(_: Starlette) -> AsyncIterator[None]:
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
         await worker.open(model, register)
         try:
             yield
@@ -272,7 +281,7 @@ def application(worker: Worker, model: str | None, register: bool) -> Any:
     routes = {"/worker_generate": worker.whole, "/worker_get_embeddings": worker.embed, "/count_token": worker.count,
               "/worker_get_status": worker.worker_status, "/worker_get_conv_template": worker.conversation,
               "/model_details": worker.details}
-    return Starlette(lifespan=life, routes=[
+    return Starlette(lifespan=lifespan, routes=[
         Route("/worker_generate_stream", stream, methods=["POST"]),
         *(Route(path, answering(method), methods=["POST"]) for path, method in routes.items())])
 
@@ -285,23 +294,26 @@ def add_command(command: AddCommand) -> None:
     p = command("fastchat-worker", run_worker, "serve a model to FastChat",
                 epilog=EPILOG)
     p.add_argument("--address", action="append", default=[],
-                   help="a group that runs; repeatable (default: $ALLSPARK_ADDRESS, or a group of its own)")
-    p.add_argument("--model", metavar="DIR", help="what a group of its own runs (default: the shipped model)")
+                   help="a running group; repeatable (default: $ALLSPARK_ADDRESS, or a group of its own)")
+    p.add_argument("--model", metavar="DIR", help="the model of a group of its own (default: the shipped model)")
     p.add_argument("--controller-address", default="http://localhost:21001", metavar="URL", help="default %(default)s")
-    p.add_argument("--host", default="localhost", help="where to listen (default %(default)s; there are no keys: whoever "
-                                                       "reaches it may send requests)")
+    p.add_argument("--host", default="localhost",
+                   help="where to listen (default %(default)s); there are no keys: everybody who reaches it may send "
+                        "requests")
     p.add_argument("--port", type=int, default=21002, help="default %(default)s")
-    p.add_argument("--worker-address", metavar="URL", help="how others reach it (default: http://HOST:PORT)")
+    p.add_argument("--worker-address", metavar="URL",
+                   help="the URL for the controller and clients (default: http://HOST:PORT)")
     p.add_argument("--model-names", type=lambda text: [name for name in text.split(",") if name], default=[],
-                   metavar="LIST", help="what users call the model (default: as the group does)")
+                   metavar="LIST", help="names of the model for users (default: its name in the group)")
     p.add_argument("--conv-template", metavar="NAME", help="one of FastChat's conversations (default: ChatML)")
     p.add_argument("--limit-worker-concurrency", type=int, default=1024, metavar="N", help="default %(default)s")
-    p.add_argument("--no-register", action="store_true", help="do not tell the controller")
-    p.add_argument("-v", "--verbose", action="store_true", help="show what the group's ranks log")
+    p.add_argument("--no-register", action="store_true", help="do not register with the controller")
+    p.add_argument("-v", "--verbose", action="store_true", help="show the log of the group's ranks")
     add_group_flags(p)
 
 
 def run_worker(options: argparse.Namespace) -> int:
+    """Runs the command."""
     import uvicorn
     if options.limit_worker_concurrency < 1 or not 0 < options.port < 65536:
         raise ValueError("--limit-worker-concurrency must be at least 1, --port 1 to 65535")

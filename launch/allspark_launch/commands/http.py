@@ -15,9 +15,9 @@ from . import AddCommand
 
 EPILOG = """\
 Answers /v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings, /v1/models, /v1/messages (Anthropic's),
-/tokenize, /detokenize, /health, /metrics and /openapi.json. The server keeps no state: run any number of them, anywhere.
-Groups may come and go: requests continue on other groups, as those of any client do. allspark serve --http starts the
-same server beside a group.
+/tokenize, /detokenize, /health, /metrics and /openapi.json. The server keeps no state: run any number of them,
+anywhere. Groups may come and go: requests continue on other groups, as those of any client do. allspark serve --http
+starts the same server beside a group.
 
 Clients need a key of the token file, sent as 'Authorization: Bearer KEY' or 'x-api-key: KEY'. The rules for addresses
 are those of allspark serve.
@@ -26,7 +26,7 @@ examples:
   allspark http --address unix:/run/allspark/a --insecure
   allspark http --address 10.0.0.1:50051 --address 10.0.0.2:50051 --pool-token-file group-token \\
       --http 0.0.0.0:443 --tls-cert cert.pem --tls-key key.pem --token-file keys --workers 4"""
-#: in the log format of `allspark http` there is no choice
+#: its workers log as text
 _FLAGS = [declared for declared in options_of(HttpOptions) if declared.name != "log_format"]
 
 

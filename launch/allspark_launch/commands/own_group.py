@@ -23,7 +23,7 @@ def add_group_flags(p: argparse.ArgumentParser) -> None:
 def own_group(parsed: argparse.Namespace) -> Iterator[str]:
     """A group that runs the model of the flags, for the length of a with block; yields its address."""
     model = model_config(parsed, parsed.model or str(shipped_model()))
-    if parsed.max_length is None:       # not more than the model was made for: one short conversation
+    if parsed.max_length is None:       # one short conversation needs no more than the model's context
         model.setdefault("engine_max_length", _positions(Path(model["model_path"]), 2048))
     arguments = ["--model", model["model_path"], "--model-name", model["model_name"]]
     for key, value in model.items():
@@ -39,7 +39,7 @@ def own_group(parsed: argparse.Namespace) -> Iterator[str]:
 def _positions(path: Path, most: int) -> int:
     """The context length of a checkpoint, at most `most`."""
     try:
-        found = json.loads((path / "config.json").read_text()).get("max_position_embeddings")
+        positions = json.loads((path / "config.json").read_text()).get("max_position_embeddings")
     except (OSError, ValueError):
-        return most         # whatever is wrong with it, loading will say so better
-    return min(found, most) if isinstance(found, int) and found > 0 else most
+        return most         # loading reports errors of the checkpoint
+    return min(positions, most) if isinstance(positions, int) and positions > 0 else most

@@ -12,20 +12,19 @@ from . import AddCommand, Handler
 from .top import status
 
 EPILOG = f"""\
-  allspark pool install --config pool.toml --now      writes the units, enables and starts them
-  allspark pool apply --config pool.toml              makes the running pool what the edited file says
-  allspark pool restart --rolling --config pool.toml  one member after the other, each once its requests have ended
-  allspark pool status --config pool.toml             health, models and load of the members
+  allspark pool install --config pool.toml --now      write the units, enable and start them
+  allspark pool apply --config pool.toml              change the running pool to match the edited file
+  allspark pool restart --rolling --config pool.toml  restart the members in turn, each once its requests have ended
+  allspark pool status --config pool.toml             show health, models and load of the members
 
-What has changed in the file counts: members that are new are started, those that are gone are stopped, those whose
-tokens, drain_limit or log_level changed are told, and others are restarted, one after the other. A restart waits until
-the requests of the member have ended, as long as that takes: none is ended by it.
+apply starts new members and stops removed ones. It reloads members of which only tokens, drain_limit or log_level have
+changed, and restarts other changed members one after the other. A restart waits until the requests of the member have
+ended, however long that takes: it ends none.
 
-layout = "auto" in the file (or --layout auto) measures each member without numa_nodes, with its model, as one wide
-group and as a group on each NUMA node (NAME-NODE, ports counted up), for optimize = "latency" (one client) or
-"throughput" (as many as are computed at once), before the pool starts. What was decided is kept in the configuration
-directory and holds until --measure, or until a pool that does not run is applied with another model, purpose or
-machine.
+layout = "auto" in the file (or --layout auto) measures each member without numa_nodes before the pool starts, with its
+model, as one wide group and as a group on each NUMA node (NAME-NODE, with ports counted up), for optimize = "latency"
+(one client) or "throughput" (as many clients as are computed at once). The decision is kept in the configuration
+directory. It is valid until --measure, or until a stopped pool is applied with another model, purpose or machine.
 
 A commented example of pool.toml: {TEMPLATES / "pool.toml"}"""
 
@@ -47,33 +46,34 @@ def add_command(command: AddCommand) -> None:
 
     def of_layout(q: argparse.ArgumentParser) -> None:
         q.add_argument("--layout", choices=layouts.LAYOUTS, default="",
-                       help="of members without numa_nodes: a wide group with a rank on each NUMA node (default), a "
-                            "group on each of them, or what is measured to be better; kept until it is said anew")
+                       help="the layout of members without numa_nodes: one wide group with a rank on each NUMA node "
+                            "(default), a group on each node, or the one that a measurement shows to be better; kept "
+                            "until it is given again")
         q.add_argument("--optimize", "--for", choices=layouts.PURPOSES, default="",
-                       help="what auto measures (default throughput)")
-        q.add_argument("--measure", action="store_true", help="measure again what auto has decided before")
+                       help="what auto measures for (default throughput)")
+        q.add_argument("--measure", action="store_true", help="measure again, although auto has decided before")
 
     q = action("install", install, "write the systemd units of a pool")
     of_units(q)
     of_layout(q)
-    q.add_argument("--dry-run", action="store_true", help="print what would be written")
-    q.add_argument("--now", action="store_true", help="enable and start them, too")
-    q = action("apply", apply, "make the running pool what the edited file says")
+    q.add_argument("--dry-run", action="store_true", help="print the files instead of writing them")
+    q.add_argument("--now", action="store_true", help="also enable and start them")
+    q = action("apply", apply, "change the running pool to match the edited file")
     of_units(q)
     of_layout(q)
     q.set_defaults(dry_run=False)
-    q = action("uninstall", uninstall, "stop a pool and remove its units; what clients installed stays known")
+    q = action("uninstall", uninstall, "stop a pool and remove its units; the models that clients installed are kept")
     of_units(q)
-    q = action("drain", drain, "have members take no new requests, and wait until theirs have ended")
+    q = action("drain", drain, "make members refuse new requests, and wait until their requests have ended")
     add_target_options(q)
     q.add_argument("members", nargs="*", metavar="MEMBER", help="default: all")
-    q.add_argument("--undo", action="store_true", help="have them take requests again")
+    q.add_argument("--undo", action="store_true", help="make them accept requests again")
     q.add_argument("--limit", type=float, default=float("inf"), metavar="SECONDS", help="wait no longer than this")
     q = action("restart", restart, "restart members")
     q.add_argument("--config", required=True, metavar="FILE", help="pool.toml")
     q.add_argument("--config-dir", default=CONFIG_DIR, metavar="DIR", help="default %(default)s")
     q.add_argument("members", nargs="*", metavar="MEMBER", help="default: all")
     q.add_argument("--rolling", action="store_true",
-                   help="one after the other, each once its requests have ended, as long as that takes")
+                   help="one after the other, each once its requests have ended, however long that takes")
     q = action("status", status, "health, models and load of the members")
     add_target_options(q)

@@ -4,6 +4,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from typing import Any
+
+from allspark_client import AbstractEngine, ClientEngine
 
 from . import AddCommand
 from .own_group import add_group_flags, own_group
@@ -35,11 +38,11 @@ def add_command(command: AddCommand) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    """Runs the command."""
     prompt = sys.stdin.read() if parsed.prompt == "-" else parsed.prompt
     if not prompt.strip():
         raise ValueError("the prompt is empty")
     if parsed.address:
-        from allspark_client import ClientEngine
         with ClientEngine(parsed.address) as engine:
             models = [m.name for m in engine.list_models() if m.running]
             name = parsed.model_name or (models[0] if models else "")
@@ -47,15 +50,14 @@ def run(parsed: argparse.Namespace) -> int:
                 raise ValueError(f"the group at {parsed.address} runs no model; allspark serve --model starts one")
             _answer(engine, name, prompt, parsed)
         return 0
-    from allspark_client import ClientEngine
     with own_group(parsed) as address, ClientEngine(address) as engine:
         _answer(engine, engine.list_models()[0].name, prompt, parsed)
     return 0
 
 
-def _answer(engine, name: str, prompt: str, parsed: argparse.Namespace) -> None:
-    """Stream one answer to standard output, its speed to standard error."""
-    config = {"max_new_tokens": parsed.max_new_tokens}
+def _answer(engine: AbstractEngine, name: str, prompt: str, parsed: argparse.Namespace) -> None:
+    """Streams one answer to standard output, and its speed to standard error."""
+    config: dict[str, Any] = {"max_new_tokens": parsed.max_new_tokens}
     if parsed.greedy:
         config["do_sample"] = False
     for key in ("temperature", "top_p", "seed"):
@@ -67,7 +69,7 @@ def _answer(engine, name: str, prompt: str, parsed: argparse.Namespace) -> None:
     first, early, count = 0.0, 0, 0
     for elements in queue:
         count += len(elements.ids_from_generate)
-        if not first:       # the first message may bring several tokens, whose time is not known
+        if not first:       # the first message may have several tokens, whose times are not known
             first, early = time.perf_counter(), count
         sys.stdout.write(elements.text)
         sys.stdout.flush()

@@ -18,10 +18,11 @@ EPILOG = """\
 The mpirun line is printed first; --dry-run prints only that. The group is supervised: when a rank dies or hangs, the
 whole group is ended and started again with the models that were installed, including those that clients installed.
 
-Each start of this command sets up the models of the flags and the configuration file as they are now: changed ones are
-loaded again, removed ones are dropped, and those that clients had stopped or released are back. Models that clients
-installed are kept in the state file. If one of them cannot be restored, the group serves the others, and its health is
-NOT_SERVING until the model is installed or released. If a model of the configuration cannot be loaded, the command ends.
+Each start of this command sets up the models of the flags and the configuration file as they are now: changed ones
+are loaded again, removed ones are dropped, and those that clients had stopped or released are back. Models that
+clients installed are kept in the state file. If one of them cannot be restored, the group serves the others, and its
+health is NOT_SERVING until the model is installed or released. If a model of the configuration cannot be loaded, the
+command ends.
 
 With --hosts, an agent on each other host, started by ssh or srun, places ranks there and supervises them. allspark and
 the models must have the same paths on all hosts. A host is lost if nothing is heard from it for 4 s. Its processes end
@@ -55,11 +56,11 @@ def add_command(command: AddCommand) -> None:
 
 
 def _keys() -> str:
-    """The keys of the configuration file, and which of them a running group reads again."""
+    """The keys of the configuration file, and which of them SIGHUP changes."""
     lines = textwrap.fill(", ".join(declared.name for declared in options_of(GroupOptions)), 118, initial_indent="  ",
                           subsequent_indent="  ")
-    return (f"{lines}\nSIGHUP reads the file again: {' and '.join(RELOADABLE)} take effect at once, the other keys at the "
-            "next start.\nToken files are read again whenever they change.")
+    return (f"{lines}\nSIGHUP reads the file again: {' and '.join(RELOADABLE)} take effect at once, the other keys at "
+            "the next start.\nToken files are read again whenever they change.")
 
 
 def serve(parsed: argparse.Namespace) -> int:
@@ -85,13 +86,13 @@ def serve(parsed: argparse.Namespace) -> int:
 
 
 def show_progress(name: str, part: float) -> None:
-    """A bar on the terminal, removed when the load is complete."""
+    """Shows a bar on the terminal until the model is loaded."""
     bar = "#" * round(30 * part)
     sys.stderr.write("\r\033[K" if part >= 1 else f"\rloading {name} [{bar:<30}] {100 * part:3.0f} %")
     sys.stderr.flush()
 
 
 def print_progress(name: str, part: float) -> None:
-    """For the process that started this one; see background_group."""
+    """Reports the progress to the process that started this one; see background_group."""
     sys.stdout.buffer.write(PROGRESS_MARK + f"{part:.4f} {name}\n".encode())
     sys.stdout.flush()

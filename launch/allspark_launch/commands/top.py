@@ -42,7 +42,7 @@ def status(options: argparse.Namespace) -> int:
 
 
 def table(rows: Iterable[tuple[str, ...]]) -> list[str]:
-    """Lines with columns of equal width."""
+    """The rows as lines with aligned columns."""
     rows = list(rows)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     return ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[-1]]).rstrip() for row in rows]
@@ -67,7 +67,8 @@ def top(options: argparse.Namespace) -> int:
 
 def _top_table(members: list[Member]) -> list[str]:
     import grpc
-    rows = [("member", "model", "running", "waiting", "tokens/s", "prefill/s", "cache", "hits", "exchange", "wait", "")]
+    rows: list[tuple[str, ...]] = [
+        ("member", "model", "running", "waiting", "tokens/s", "prefill/s", "cache", "hits", "exchange", "wait", "")]
     for member in members:
         try:
             info = member.info()

@@ -21,15 +21,16 @@ def add_command(command: AddCommand) -> None:
 
 
 def topology(options: argparse.Namespace) -> int:
+    """Runs the command."""
     machine = read_topology()
     if options.gpus and options.numa_nodes is None:
         placement = place_on_gpus(machine, options.gpus, options.cpus_per_rank, options.use_siblings)
     else:
         placement = place(machine, options.ranks or int(os.environ.get(NUMA_NUM) or 0), options.numa_nodes,
                           options.cpus_per_rank, options.use_siblings, options.memory_nodes)
-    # Its numbers are not CUDA's where the environment hides some.
-    told = "" if "CUDA_VISIBLE_DEVICES" in os.environ or not machine.gpus else gpus.nvidia_smi("topo", "-m")
-    links = gpus.links(machine.gpus, gpus.nvlinks_of(told))
+    # nvidia-smi's numbers are not CUDA's if the environment hides some GPUs.
+    matrix = "" if "CUDA_VISIBLE_DEVICES" in os.environ or not machine.gpus else gpus.nvidia_smi("topo", "-m")
+    links = gpus.links(machine.gpus, gpus.nvlinks_of(matrix))
     if options.plot:
         drawing.save(options.plot, machine, placement)
     if options.json:
@@ -52,7 +53,7 @@ def topology(options: argparse.Namespace) -> int:
 
 
 def print_gpus(machine: Topology, links: dict[tuple[int, int], str]) -> None:
-    """The GPUs as a table, and how pairs of them are linked."""
+    """Prints the GPUs as a table, and how pairs of them are linked."""
     if not machine.gpus:
         return
     print(f"\n{'GPU':>4}  {'node':>4}  {'address':<14} {'link':<18} model")
@@ -64,7 +65,7 @@ def print_gpus(machine: Topology, links: dict[tuple[int, int], str]) -> None:
 
 
 def print_topology(machine: Topology) -> None:
-    """The nodes as a table, and what restricts this process."""
+    """Prints the nodes as a table, and the limits of this process."""
     print(f"{'node':>4}  {'cores':>5}  {'usable CPUs':<16} {'all CPUs':<16} {'memory':>9}  {'free':>9}  distances")
     for n in machine.nodes:
         memory = f"{n.memory_total / 2**30:.1f} GiB" if n.memory_total else "none"

@@ -109,7 +109,7 @@ numa_nodes = [0]
      'host_cache_memory = 100000000}]', "line 3: member 'a': layout is nodes: host_cache_dir belongs to one group"),
     ('name = "b"', 'name = "a-1"', "line 4: member 'a': layout is nodes: 'a-1' is the name of another member"),
     ("numa_nodes = [0]", 'numa_nodes = [0]\naddress = "unix:/a-1"', "member 'b': members 'a-1' and 'b' both have"),
-    ('"nodes"', '"auto"', "line 3: member 'a': layout auto measures with a member's models; it names none"),
+    ('"nodes"', '"auto"', "line 3: member 'a': layout auto measures with a member's models; this one names none"),
 ])  # fmt: skip
 def test_impossible_layouts_are_reported_with_their_line(tmp_path, two_nodes, capsys, old, new, message):
     toml()
@@ -151,7 +151,7 @@ def test_a_decision_is_kept_until_it_is_measured_again(tmp_path, two_nodes, meas
     monkeypatch.setattr(decisions, "is_active", lambda pool, member: False)
     assert main(words(tmp_path, "apply")) == 0
     assert measured[1:] == [([[0, 1], [0], [1]], "latency")] and list(config_of(tmp_path)) == ["a"]
-    assert "200.0 ms a request of one client, against 300.0 of nodes" in capsys.readouterr().out
+    assert "200.0 ms per request of one client, against 300.0 of nodes" in capsys.readouterr().out
     assert main(words(tmp_path, "apply", "--measure")) == 0 and len(measured) == 3
 
     # Members of the same models are decided together, and a renamed one keeps what is known.
@@ -194,7 +194,7 @@ def test_the_better_layout_is_chosen():
     assert bench.choose([wide, nodes], "throughput") == \
         ("wide", "100.0 output tokens/s, against 102.0 of nodes: practically equal")
     assert bench.choose([wide, nodes], "latency") == \
-        ("nodes", "150.0 ms a request of one client, against 200.0 of wide")
+        ("nodes", "150.0 ms per request of one client, against 200.0 of wide")
     missing = bench.Measured("wide", 1, reason="too large")
     assert bench.choose([missing, nodes], "latency") == ("nodes", "wide was left out: too large")
     with pytest.raises(RuntimeError, match="no layout could be measured: wide: too large"):
