@@ -30,9 +30,9 @@ class GroupOptions(RankOptions):
                        metavar="HOST:PORT")
     http_workers: int = option(1, "how many processes serve HTTP", metavar="N")
     hosts: str = option("", "spread the group over these hosts, of which this is one: a file with a line 'NAME' or "
-                        "'NAME slots=N' for each, names separated by commas, or auto (the Slurm allocation, or the host file "
-                        "of the Kubernetes MPI operator); there is one rank per NUMA node, or per slot, or --ranks in "
-                        "all", section="hosts", aliases=("--hostfile",), metavar="FILE|NAMES")
+                        "'NAME slots=N' for each, names separated by commas, or auto (the Slurm allocation, or the "
+                        "host file of the Kubernetes MPI operator); there is one rank per NUMA node, or per slot, or "
+                        "--ranks in all", section="hosts", aliases=("--hostfile",), metavar="FILE|NAMES")
     remote_shell: str = option("", "the command that runs a command on another host: it gets the host's name and the "
                                "command (default: ssh; srun in a Slurm allocation)", section="hosts", metavar="WORDS")
     ranks: int = option(0, "server processes (default: one per NUMA node)", section="placement", metavar="N",
@@ -137,7 +137,8 @@ class ModelOptions:
     weight_dtype: str | None = option(None, "auto (as stored), float32, bfloat16, int8, int4, w8a8, w4a8; on GPUs also "
                                       "float16, float8", section="model", metavar="TYPE", model_field="weight_dtype")
     weight_group_size: int | None = option(None, "of quantized weights: 32 to 512 input features; 0: per output "
-                                           "channel (default)", section="model", metavar="K", model_field="weight_group_size")
+                                           "channel (default)", section="model", metavar="K",
+                                           model_field="weight_group_size")
     set: list[str] = option(list, "any field of AsModelConfig; repeatable", section="model", metavar="FIELD=VALUE")
 
     @staticmethod

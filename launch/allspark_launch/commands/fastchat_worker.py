@@ -59,7 +59,7 @@ def conversation(name: str | None) -> dict[str, Any]:
     if name is None:
         return CHATML
     try:
-        from fastchat.conversation import get_conv_template  # type: ignore[import-not-found, unused-ignore]
+        from fastchat.conversation import get_conv_template
     except ImportError:
         raise ValueError("--conv-template needs FastChat: pip install fschat") from None
     try:
