@@ -260,8 +260,8 @@ def _limits() -> list[Finding]:
         found.append(Finding("note", "open files", f"at most {files}: an HTTP server takes no more connections",
                              f"ulimit -n {MOST_FILES}; in a unit: LimitNOFILE={MOST_FILES}"))
     if locked != psutil.RLIM_INFINITY and locked < 64 << 20:
-        found.append(Finding("note", "locked memory", f"at most {locked >> 10} KiB may be locked: few for a network",
-                             "ulimit -l unlimited; in a unit: LimitMEMLOCK=infinity"))
+        text = f"at most {locked >> 10} KiB may be locked, and some networks need more"
+        found.append(Finding("note", "locked memory", text, "ulimit -l unlimited; in a unit: LimitMEMLOCK=infinity"))
     processes = process.rlimit(psutil.RLIMIT_NPROC)[1]
     if processes != psutil.RLIM_INFINITY and processes < FEW_PROCESSES:
         text = f"this user may have {processes} threads in total: each rank has one per core, and some more"
