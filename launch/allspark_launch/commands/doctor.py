@@ -21,7 +21,7 @@ from . import AddCommand
 
 MOST_FILES = 65536
 FEW_PROCESSES = 4096
-WINDOW_BYTES_PER_RANK = 8 << 20     # a little more than native.Window needs
+SHARED_MEMORY_PER_RANK = 8 << 20    # a little more than the native library needs
 
 
 @dataclass
@@ -277,7 +277,7 @@ def _shared_memory(machine: Topology) -> list[Finding]:
         remedy = "as root: mount -t tmpfs tmpfs /dev/shm"
         return [Finding("note", "/dev/shm", f"{error}; MPI uses files instead", remedy)]
     ranks = max(2, len(machine.nodes))
-    needed = ranks * WINDOW_BYTES_PER_RANK
+    needed = ranks * SHARED_MEMORY_PER_RANK
     if free < needed:
         text = f"{free >> 20} MiB free; {ranks} ranks need {needed >> 20} MiB"
         return [Finding("missing", "/dev/shm", text, "docker run --shm-size=1g")]
