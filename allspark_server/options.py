@@ -176,7 +176,8 @@ class WorkerOptions(ListenerOptions):
                                implied=16, worker=True)
     #: addresses of the groups behind it
     pool: list[str] = option(list, "the address of a group; repeatable (default: $ALLSPARK_ADDRESS, or the address "
-                             "that a group without one serves on)", section="groups", flag_name="address", worker=True)
+                             "that a group without one serves on)", section="groups", flag_name="address",
+                             metavar="ADDRESS", worker=True)
     pool_token_file: str = option("", "present a token of this file to groups: one with the role door if there is one, "
                                   "else admin or generate", section="groups", metavar="FILE", worker=True)
     pool_tls_ca: str = option("", "connect to groups with TLS and trust these certificates", section="groups",
