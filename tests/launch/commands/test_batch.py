@@ -116,7 +116,7 @@ def test_output_files(tmp_path):
         output.close()
         assert path.read_bytes() == b"".join(data.splitlines(True)[:lines])
     path.write_bytes(b"something else\n" + data)
-    with pytest.raises(ValueError, match="line 1 is no line of a batch's output"):
+    with pytest.raises(ValueError, match="line 1 is not a line of a batch's output"):
         Output(path)
     assert path.read_bytes().startswith(b"something else")
 

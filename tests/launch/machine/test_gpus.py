@@ -186,7 +186,7 @@ def test_doctor_on_gpus(monkeypatch, root):
 
 
 @pytest.mark.parametrize("driver, told", [
-    (0, "missing: there is no libcuda.so.1"),
+    (0, "missing: the driver's library libcuda.so.1 cannot be loaded"),
     (12080, "missing: the driver is for CUDA 12, and this build needs one for 13"),
     (13020, "ok: built with 13, the driver is for 13 -> \nnote: GPU 0 cannot reach GPU 2")])
 def test_doctor_on_the_cuda_backend(monkeypatch, root, driver, told):

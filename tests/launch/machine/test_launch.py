@@ -125,7 +125,7 @@ def test_memory_of_nodes_without_cpus_is_used_only_where_configured(tmp_path):
         with pytest.raises(ValueError, match=why):
             place(topology, nodes=[0], memory_nodes=nodes)
     found = doctor.nodes_of(topology)
-    assert any("node 2 has 64 GiB and no CPUs (CXL, say)" in f.text for f in found if f.level == "ok")
+    assert any("node 2 has 64 GiB and no CPUs (CXL, for example)" in f.text for f in found if f.level == "ok")
     assert all(f.remedy for f in found if f.level != "ok") and any("node 1 has no memory" in f.text for f in found)
 
 
