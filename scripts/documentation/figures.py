@@ -69,7 +69,7 @@ def caption(name: str) -> str:
     return f"{result['model']}. {result['machine']}. {result['date']}, commit {result['commit']}.{beside}"
 
 
-def _ceilings(name: str) -> str:
+def _roofline(name: str) -> str:
     result = read(name)
     found: dict[str, list[str]] = {}
     for one in result["cells"]:
@@ -78,13 +78,13 @@ def _ceilings(name: str) -> str:
     if not found:
         return ""
     rows = [(row, "; ".join(parts)) for row, parts in found.items()]
-    return f"Part of the measured ceiling ({result['ceiling']}):\n\n{table(('', 'Part'), rows)}"
+    return f"Part of the measured roofline ({result['ceiling']}):\n\n{table(('', 'Part'), rows)}"
 
 
 def table_of(name: str) -> str:
     """Everything about one result file, for the page of figures."""
     result = read(name)
-    parts = [f"## {result['title']}", caption(name), grid(name), _ceilings(name),
+    parts = [f"## {result['title']}", caption(name), grid(name), _roofline(name),
              *(cell(remark) for remark in result["remarks"]),
              f"Command: `{result['command']}`. Data: `benchmarks/results/{name}.json`."]
     return "\n\n".join(part for part in parts if part)
