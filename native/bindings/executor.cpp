@@ -12,7 +12,7 @@
 
 #include "batch/stepper.h"
 #include "bindings/bindings.h"
-#include "bindings/step_result.h"
+#include "bindings/model.h"
 #include "cpu/blocks.h"
 #include "cpu/host_sampler.h"
 
@@ -21,26 +21,13 @@ namespace py = pybind11;
 namespace as {
 namespace {
 
-SourceType source_of(const std::string& name, const py::array& a) {
-  const bool two_bytes = a.itemsize() == 2;
-  if (name == "F32" && a.dtype().kind() == 'f' && a.itemsize() == 4) return SourceType::f32;
-  if (name == "F16" && two_bytes) return SourceType::f16;
-  if (name == "BF16" && two_bytes) return SourceType::bf16;
-  throw std::invalid_argument(
-      "source must be F32 (float32), F16 (float16 or uint16) or BF16 (uint16) and match the array, got " + name);
-}
-
 using Bytes = py::array_t<uint8_t, py::array::c_style>;
 using Scales = py::array_t<QuantizedScale, py::array::c_style>;
 
 // The rows of a two-dimensional array; its columns are all taken.
 SourceRows source_rows(const py::array& a, const std::string& source) {
-  if (a.ndim() != 2) throw std::invalid_argument("a matrix must be a 2-D array");
-  const SourceType type = source_of(source, a);
-  if (a.strides(0) % a.itemsize() || a.strides(1) % a.itemsize())
-    throw std::invalid_argument("a matrix' rows and columns must be whole elements apart");
-  const int64_t columns = a.shape(1), step = columns > 1 ? a.strides(1) / a.itemsize() : 1;
-  return {a.data(), type, (int64_t)(a.strides(0) / a.itemsize()), 0, 0, columns, columns, step};
+  const ArrayRows rows = array_rows(a, source);
+  return {rows.data, rows.type, rows.stride, 0, 0, rows.columns, rows.columns, rows.step};
 }
 
 // Rows of codes that are packed so, without what belongs to them unless they are blocks. rows: of octets.
@@ -127,27 +114,9 @@ void bind_adapters(py::module_& m) {
           "many of their values are NaN or infinite.");
 }
 
-// Gives back a model's memory, which takes seconds when it is large, while other threads run Python.
-struct WithoutGil {
-  void operator()(Executor* executor) const {
-    std::optional<py::gil_scoped_release> release;
-    if (PyGILState_Check()) release.emplace();
-    delete executor;
-  }
-};
-
 py::list profile_of(const Executor& e) {
   py::list all;
-  for (const CpuRunner::Step& step : e.steps()) {
-    const Counters& c = step.counters;
-    int index = step.parts.parts[0];
-    for (int p : step.parts.parts)
-      if (e.program().ops()[p].is(Op::linear)) index = p;
-    py::dict d;
-    d["index"] = index, d["op"] = step.parts.name, d["count"] = c.count, d["min"] = c.least, d["max"] = c.most;
-    d["sum"] = c.total, d["bytes"] = c.bytes, d["operations"] = c.operations;
-    all.append(d);
-  }
+  for (const CpuRunner::Step& step : e.steps()) all.append(profile_row(e.program(), step.parts, step.counters));
   return all;
 }
 
@@ -220,9 +189,6 @@ void bind_weights(py::class_<Executor, StepModel, std::shared_ptr<Executor>>& ex
            "fill_matrix of arrays one after the other, all at once; returns how many values of each are NaN or "
            "infinite.")
       .def(
-          "source_hash", [](const Executor& e, int id) { return e.weights().source_hash(id); }, py::arg("id"),
-          "A hash of all bytes that fill_matrix has read into a matrix, whatever the threads and the instruction set.")
-      .def(
           "quantize_rows",
           [](Executor& e, const py::array& a, const std::string& source, int bits, int64_t group_size) {
             SourceRows rows = source_rows(a, source);
@@ -248,10 +214,7 @@ void bind_weights(py::class_<Executor, StepModel, std::shared_ptr<Executor>>& ex
           "InstantQuant: (q uint8 [rows, columns], of 4 bits two in a byte, the even column in the lower half; scales "
           "and offsets\n"
           "[rows, groups]; how many values are NaN or infinite). A weight is recovered as scale * (q - 2^(bits - 1)) + "
-          "offset.")
-      .def("add_vector", [](Executor& e, py::array_t<float, py::array::c_style | py::array::forcecast> a) {
-        return e.add_vector(std::vector<float>(a.data(), a.data() + a.size()));
-      });
+          "offset.");
 }
 
 void bind_unpacking(py::module_& m) {
@@ -358,27 +321,9 @@ void bind_executor(py::module_& m) {
   executor.def(
       "beside", [](const Executor& e) { return std::shared_ptr<Executor>(new Executor(e), WithoutGil{}); },
       "An executor of another model on the threads of this one.");
+  bind_model<Executor>(executor);
   bind_weights(executor);
   executor
-      .def(
-          "add_row_set", [](Executor& e, int of, int times) { return e.program().add_row_set(of, times); },
-          py::arg("of"), py::arg("times"))
-      .def(
-          "add_cache_group",
-          [](Executor& e, const std::string& kind, int window) {
-            return e.program().add_cache_group(cache_kind_of(kind), window);
-          },
-          py::arg("kind"), py::arg("window") = 0, "Before any op; without, there is one of full attention.")
-      .def(
-          "add_tensor", [](Executor& e, int width, int rows) { return e.program().add_tensor(width, rows); },
-          py::arg("width"), py::arg("rows") = kAllRows)
-      .def(
-          "add_op",
-          [](Executor& e, const std::string& name, std::vector<int> inputs, std::vector<int> outputs,
-             std::vector<int> weights, const AttributeValues& attributes) {
-            e.program().add_op(name, std::move(inputs), std::move(outputs), std::move(weights), attributes);
-          },
-          py::arg("type"), py::arg("inputs"), py::arg("outputs"), py::arg("weights"), py::arg("attrs"))
       .def(
           "allocate",
           [](Executor& e, int max_rows, int max_slots, int max_length, int span_size, int num_spans,
@@ -398,16 +343,11 @@ void bind_executor(py::module_& m) {
           "that can be; the bits are the same. draft: an executor beside this one, allocated with the same spans, that "
           "makes drafts. masks: how many there are for plans to name. adapters, adapter_rank, adapter_dtype: of those "
           "that plans may name.")
-      .def("new_adapter", &Executor::new_adapter, "An empty Adapter, to be filled by any thread while steps run.")
-      .def("set_adapter", &Executor::set_adapter, py::arg("index"), py::arg("adapter"),
-           "Between steps, or while none names this index: plans may name the adapter by it from now on. None: no "
-           "longer.")
       .def("allocate_host_cache", &Executor::allocate_host_cache, py::arg("spans"), py::arg("file") = -1,
            py::arg("offset") = 0, py::call_guard<py::gil_scoped_release>(),
            "A second tier of the cache, and of the draft model's, after allocate() and before any step. file: a "
            "descriptor of a file\n"
            "that holds offset + host_cache_bytes(spans) bytes; -1: memory.")
-      .def("host_cache_bytes", &Executor::host_cache_bytes, py::arg("spans"))
       .def(
           "verify_host_cache",
           [](Executor& e) {
@@ -422,19 +362,6 @@ void bind_executor(py::module_& m) {
             return py::make_tuple(held, found.second);
           },
           "({key: span of the second tier}, how many spans were dropped, as they were not what had been written).")
-      .def_property_readonly("masks", &Executor::masks, "Rank 0's Masks; None where there are none.")
-      .def(
-          "step",
-          [](Executor& e, const py::bytes& plan, bool want_logits) {
-            const std::string bytes = plan;
-            StepOutput out;
-            {
-              py::gil_scoped_release release;
-              out = e.step(bytes, want_logits);
-            }
-            return to_result(out, want_logits);
-          },
-          py::arg("plan"), py::arg("want_logits") = false)
       .def(
           "multiply",
           [](Executor& e, int id, py::array_t<float, py::array::c_style | py::array::forcecast> x, int out_features,
@@ -475,7 +402,6 @@ void bind_executor(py::module_& m) {
             return out;
           },
           py::arg("id"), "All of a matrix, as its format recovers it.")
-      .def("set_profiling", &Executor::set_profiling)
       .def("profile", profile_of,
            "Per op that runs (\"rms_norm+linear\": two of the list together): index in the list (of the linear or the "
            "first), name, how often,\n"
@@ -488,9 +414,7 @@ void bind_executor(py::module_& m) {
             for (const auto& [p, n] : e.memory()) all.append(py::make_tuple((uintptr_t)p, n));
             return all;
           },
-          "(address, bytes) of weights and cache.")
-      .def("weight_bytes", [](const Executor& e) { return e.weights().bytes(); })
-      .def("cache_bytes", &Executor::cache_bytes);
+          "(address, bytes) of weights and cache.");
 
   py::class_<Stepper>(m, "Stepper", "Runs steps in order on a thread of its own, without Python in between.")
       .def(py::init<>())

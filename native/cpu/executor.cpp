@@ -1,5 +1,6 @@
 #include "cpu/executor.h"
 
+#include <climits>
 #include <stdexcept>
 
 #include "cpu/ops/product.h"
@@ -39,12 +40,8 @@ void Executor::allocate(const RunnerLimits& limits, const CacheLimits& cache, bo
                         std::shared_ptr<Executor> draft, int masks, const AdapterLimits& adapters) {
   if (draft && !draft->runner_) throw std::invalid_argument("allocate() of the draft model comes first");
   draft_ = std::move(draft);
-  if (masks < 0) throw std::invalid_argument("allocate: " + std::to_string(masks) + " masks");
-  if (rank_ == 0 && masks > 0 && !program_.ops().empty() && program_.ops().back().is(Op::sample))
-    masks_ = std::make_shared<Masks>(masks, program_.ops().back().integer("vocab_size"));
-  if (adapters.count < 0 || (adapters.count > 0 && adapters.max_rank < 1))
-    throw std::invalid_argument("allocate: " + std::to_string(adapters.count) + " adapters of ranks up to " +
-                                std::to_string(adapters.max_rank));
+  allocate_masks(masks, rank_ == 0);
+  check_adapters(adapters.count, adapters.max_rank, INT_MAX);
   adapters_ = adapters.count ? std::make_unique<Adapters>(adapters) : nullptr;
   runner_ =
       std::make_unique<CpuRunner>(core(), program_, weights_, limits, cache, fused, masks_.get(), adapters_.get());
@@ -63,16 +60,12 @@ void Executor::allocate(const RunnerLimits& limits, const CacheLimits& cache, bo
 }
 
 std::shared_ptr<Adapter> Executor::new_adapter() const {
-  int targets = 0;
-  for (const OpNode& op : program_.ops())
-    if (op.is(Op::lora)) targets = std::max(targets, op.integer("target") + 1);
   if (!adapters_) throw std::invalid_argument("there is no room for adapters");
-  return std::make_shared<Adapter>(adapters_->limits, targets);
+  return std::make_shared<Adapter>(adapters_->limits, adapter_targets());
 }
 
 void Executor::set_adapter(int index, std::shared_ptr<const Adapter> adapter) {
-  if (!adapters_ || index < 0 || index >= adapters_->limits.count)
-    throw std::invalid_argument("there is no adapter " + std::to_string(index));
+  check_adapter(index);
   slot_limits_.adapters[index] = adapter != nullptr;
   decoder_->set_adapter(index, adapter != nullptr);
   adapters_->set(index, std::move(adapter));

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "batch/decoder.h"
+#include "batch/model.h"
 #include "comm/window.h"
 #include "cpu/host_cache.h"
 #include "cpu/pool.h"
@@ -16,7 +17,7 @@
 
 namespace as {
 
-class Executor : public StepModel {
+class Executor : public Model {
  public:
   Executor(int rank, int world, std::shared_ptr<Window> window, std::vector<int> cpus, int threads);
   // Another model on the threads of this one: they run in turn.
@@ -29,8 +30,6 @@ class Executor : public StepModel {
   int add_vector(std::vector<float> values);
   Weights& weights() { return weights_; }
   const Weights& weights() const { return weights_; }
-  Program& program() { return program_; }
-  const Program& program() const { return program_; }
 
   // Compiles the program. Neither program nor weights may change from then on. draft: a model beside this one, which
   // was allocated with the same spans.
@@ -47,8 +46,6 @@ class Executor : public StepModel {
   HostCache& host_cache();
   size_t host_cache_bytes(int spans) const { return HostCache::bytes_for(caches(), spans); }
   StepOutput step(const std::string& plan, bool want_logits) override;
-  // Of rank 0, after allocate(); null where there are none.
-  std::shared_ptr<Masks> masks() const { return masks_; }
   void set_profiling(bool on) override;
   // Empty before allocate().
   const std::vector<CpuRunner::Step>& steps() const;
@@ -69,13 +66,10 @@ class Executor : public StepModel {
   std::shared_ptr<Window> window_;
   std::shared_ptr<Pool> pool_;
   Weights weights_;
-  Program program_;
   std::shared_ptr<Executor> draft_;
-  std::shared_ptr<Masks> masks_;
   std::unique_ptr<Adapters> adapters_;
   std::unique_ptr<CpuRunner> runner_;
   std::unique_ptr<HostCache> host_cache_;
-  SlotLimits slot_limits_;
   std::optional<Decoder> decoder_;
   Buffer scratch_;  // of multiply()
 };

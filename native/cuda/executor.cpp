@@ -57,15 +57,10 @@ void CudaExecutor::allocate(const Limits& limits, int masks, const AdapterLimits
   if (draft && (!draft->runner_ || draft->shared_device_ != shared_device_))
     throw std::invalid_argument("allocate() of the draft model, which must be beside this one, comes first");
   draft_ = std::move(draft);
-  if (masks < 0) throw std::invalid_argument("allocate: " + std::to_string(masks) + " masks");
-  constexpr int kMostRank = 65535;  // of blocks of threads, in one direction
-  if (adapters.count < 0 || (adapters.count > 0 && (adapters.max_rank < 1 || adapters.max_rank > kMostRank)))
-    throw std::invalid_argument("allocate: " + std::to_string(adapters.count) + " adapters of ranks up to " +
-                                std::to_string(adapters.max_rank));
+  check_adapters(adapters.count, adapters.max_rank, kMostLaunchRows);
   device_.use();
   weights_.finish();
-  if (masks > 0 && !program_.ops().empty() && program_.ops().back().is(Op::sample))
-    masks_ = std::make_shared<Masks>(masks, program_.ops().back().integer("vocab_size"));
+  allocate_masks(masks, true);
   if (window_ && (!exchange_ || !exchange_->connected() || limits.max_rows > shared_rows_))
     throw std::invalid_argument("ranks share() memory for " + std::to_string(limits.max_rows) +
                                 " rows, and connect(), before allocate()");
@@ -109,8 +104,7 @@ std::shared_ptr<Adapter> CudaExecutor::new_adapter() const {
 }
 
 void CudaExecutor::set_adapter(int index, std::shared_ptr<Adapter> adapter) {
-  if (!adapters_ || index < 0 || index >= adapters_->limits.count)
-    throw std::invalid_argument("there is no adapter " + std::to_string(index));
+  check_adapter(index);
   const bool loaded = adapter != nullptr;
   const auto tell = [&](bool loaded) {
     slot_limits_.adapters[index] = loaded;

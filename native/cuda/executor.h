@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "batch/model.h"
 #include "batch/queued_decoder.h"
 #include "cuda/memory/host_spans.h"
 #include "cuda/runner.h"
@@ -14,7 +15,7 @@
 namespace as {
 namespace cuda {
 
-class CudaExecutor : public StepModel {
+class CudaExecutor : public Model {
  public:
   // window: to the other ranks of a group; null: there are none.
   CudaExecutor(int device, std::shared_ptr<LogitSampler> sampler, std::shared_ptr<Communicator> window = nullptr);
@@ -27,7 +28,6 @@ class CudaExecutor : public StepModel {
   int add_vector(const std::vector<float>& values);
   Weights& weights() { return weights_; }
   const Weights& weights() const { return weights_; }
-  Program& program() { return program_; }
   const Device& device() const { return device_; }
 
   // With other ranks, when the program is there and before allocate(): the address of what they need of this GPU's
@@ -61,7 +61,6 @@ class CudaExecutor : public StepModel {
   std::vector<OpTime> profile() const { return runner_ ? runner_->profile() : std::vector<OpTime>(); }
   // After allocate(): which kernels the program runs.
   std::vector<KernelTable::Row> kernels() const;
-  std::shared_ptr<Masks> masks() const { return masks_; }
   // Of the last step: experts and numbers of entries, of each tile of a row set's.
   std::vector<std::pair<int, int>> expert_tiles(int row_set) const;
   size_t cache_bytes() const { return runner_ ? runner_->cache_bytes() : 0; }
@@ -88,14 +87,11 @@ class CudaExecutor : public StepModel {
   std::shared_ptr<LogitSampler> sampler_;
   const std::shared_ptr<Communicator> window_;
   Weights weights_;
-  Program program_;
-  std::shared_ptr<Masks> masks_;
   std::unique_ptr<Exchange> exchange_;
   int shared_rows_ = 0;
   bool unloaded_ = false;
   std::unique_ptr<Adapters> adapters_;
   std::unique_ptr<CudaRunner> runner_;
-  SlotLimits slot_limits_;
   std::unique_ptr<HostSpans> host_spans_;
   std::shared_ptr<CudaExecutor> draft_;
   std::optional<QueuedDecoder> decoder_;  // this one,

@@ -6,7 +6,7 @@
 
 #include <optional>
 
-#include "bindings/step_result.h"
+#include "bindings/model.h"
 #include "cuda/executor.h"
 #include "cuda/memory/ceilings.h"
 #include "cuda/weights/dtype16.h"
@@ -20,30 +20,9 @@ namespace {
 
 using Floats = py::array_t<float, py::array::c_style | py::array::forcecast>;
 
-// Gives back a model's memory while other threads run Python.
-struct WithoutGil {
-  void operator()(CudaExecutor* executor) const {
-    std::optional<py::gil_scoped_release> release;
-    if (PyGILState_Check()) release.emplace();
-    delete executor;
-  }
-};
-
-Source source_of(const std::string& name, const py::array& a) {
-  if (name == "F32" && a.dtype().kind() == 'f' && a.itemsize() == 4) return Source::f32;
-  if (name == "F16" && a.itemsize() == 2) return Source::f16;
-  if (name == "BF16" && a.itemsize() == 2) return Source::bf16;
-  throw std::invalid_argument(
-      "source must be F32 (float32), F16 (float16 or uint16) or BF16 (uint16) and match the array, got " + name);
-}
-
 HostRows host_rows(const py::array& a, const std::string& source, int64_t column) {
-  const Source type = source_of(source, a);
-  if (a.ndim() != 2) throw std::invalid_argument("a matrix must be a 2-D array");
-  if (a.strides(0) % a.itemsize() || a.strides(1) % a.itemsize())
-    throw std::invalid_argument("a matrix' rows and columns must be whole elements apart in memory");
-  const int64_t step = a.shape(1) > 1 ? a.strides(1) / a.itemsize() : 1;
-  return {a.data(), type, a.shape(0), (int64_t)(a.strides(0) / a.itemsize()), a.shape(1), column, step};
+  const ArrayRows rows = array_rows(a, source);
+  return {rows.data, rows.type, rows.rows, rows.stride, rows.columns, column, rows.step};
 }
 
 std::vector<int64_t> fill_rows(CudaExecutor& e, int id, const std::vector<py::array>& arrays, const std::string& source,
@@ -170,15 +149,7 @@ bool is_dtype16(const std::string& dtype) {
 
 py::list profile_of(CudaExecutor& e) {
   py::list all;
-  for (const OpTime& launch : e.profile()) {
-    int index = launch.op.parts[0];
-    for (int part : launch.op.parts)
-      if (e.program().ops()[part].is(Op::linear)) index = part;
-    py::dict d;
-    d["index"] = index, d["op"] = launch.op.name, d["count"] = launch.count, d["min"] = launch.least;
-    d["max"] = launch.most, d["sum"] = launch.total, d["bytes"] = launch.bytes, d["operations"] = launch.operations;
-    all.append(d);
-  }
+  for (const OpTime& launch : e.profile()) all.append(profile_row(e.program(), launch.op, launch));
   return all;
 }
 
@@ -241,13 +212,6 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
            py::arg("row_offset") = 0, py::arg("column") = 0,
            "As the CPU backend's, of rows that quantize_rows made. Of float8 scales and zeros are halves of a float32 "
            "(cuda/weights/weights.h).")
-      .def(
-          "source_hash", [](const CudaExecutor& e, int id) { return e.weights().source_hash(id); }, py::arg("id"),
-          "The CPU backend's hash of all bytes that a matrix was filled with.")
-      .def("add_vector",
-           [](CudaExecutor& e, const Floats& a) {
-             return e.add_vector(std::vector<float>(a.data(), a.data() + a.size()));
-           })
       .def(
           "read_row",
           [](const CudaExecutor& e, int id, int64_t row) {
@@ -402,29 +366,11 @@ PYBIND11_MODULE(_cuda, m) {
         return std::shared_ptr<CudaExecutor>(new CudaExecutor(e, std::move(sampler)), WithoutGil{});
       },
       py::arg("sampler"), "An executor of another model on the GPU of this one; they run in turn.");
+  bind_model<CudaExecutor>(executor);
   bind_weights(executor);
   bind_kernel_choice(m);
   bind_adapters(m);
   executor
-      .def(
-          "add_row_set", [](CudaExecutor& e, int of, int times) { return e.program().add_row_set(of, times); },
-          py::arg("of"), py::arg("times"))
-      .def(
-          "add_cache_group",
-          [](CudaExecutor& e, const std::string& kind, int window) {
-            return e.program().add_cache_group(cache_kind_of(kind), window);
-          },
-          py::arg("kind"), py::arg("window") = 0)
-      .def(
-          "add_tensor", [](CudaExecutor& e, int width, int rows) { return e.program().add_tensor(width, rows); },
-          py::arg("width"), py::arg("rows") = kAllRows)
-      .def(
-          "add_op",
-          [](CudaExecutor& e, const std::string& name, std::vector<int> inputs, std::vector<int> outputs,
-             std::vector<int> weights, const AttributeValues& attributes) {
-            e.program().add_op(name, std::move(inputs), std::move(outputs), std::move(weights), attributes);
-          },
-          py::arg("type"), py::arg("inputs"), py::arg("outputs"), py::arg("weights"), py::arg("attrs"))
       .def(
           "share",
           [](CudaExecutor& e, int max_rows, double seconds) {
@@ -458,11 +404,6 @@ PYBIND11_MODULE(_cuda, m) {
           "Compiles what was added; steps can follow. graphs: record steps that decode; the bits are the same. "
           "adapters, adapter_rank, adapter_dtype: of those that rows may have, if the program has ops for them. draft: "
           "another executor beside this one, allocated with the same spans, that makes drafts.")
-      .def("new_adapter", &CudaExecutor::new_adapter, "An empty Adapter, to be filled by any thread while steps run.")
-      .def("set_adapter", &CudaExecutor::set_adapter, py::arg("index"), py::arg("adapter"),
-           py::call_guard<py::gil_scoped_release>(),
-           "Between steps, or while none names this index: plans may name the adapter by it from now on. None: no "
-           "longer.")
       .def(
           "allocate_host_cache",
           [](CudaExecutor& e, int spans) {
@@ -473,33 +414,15 @@ PYBIND11_MODULE(_cuda, m) {
       .def("unload", &CudaExecutor::unload, py::call_guard<py::gil_scoped_release>(),
            "Between steps: weights go to pinned memory of the host, and the cache is lost; the GPU's memory is free.")
       .def("load", &CudaExecutor::load, py::call_guard<py::gil_scoped_release>(), "Undoes unload().")
-      .def("host_cache_bytes", &CudaExecutor::host_cache_bytes, py::arg("spans"))
-      .def(
-          "step",
-          [](CudaExecutor& e, const py::bytes& plan, bool want_logits) {
-            const std::string bytes = plan;
-            StepOutput out;
-            {
-              py::gil_scoped_release release;
-              out = e.step(bytes, want_logits);
-            }
-            return to_result(out, want_logits);
-          },
-          py::arg("plan"), py::arg("want_logits") = false)
       .def(
           "kernels", [](const CudaExecutor& e) { return to_list(e.kernels()); },
           "After allocate(): which kernels the program runs: dicts of op, shape, first and last row (None: no limit), "
           "kernel.")
       .def("expert_tiles", &CudaExecutor::expert_tiles, py::arg("row_set"),
            "(expert, entries) of each tile of a row set of experts, as the last step left it: for benchmarks.")
-      .def("set_profiling", &CudaExecutor::set_profiling, py::arg("on"))
       .def("profile", profile_of, "As the CPU backend's, of steps that were timed: a few of all.")
-      .def_property_readonly("masks", &CudaExecutor::masks, "Masks that draws may name; None where there are none.")
       .def_property_readonly("device_name", [](const CudaExecutor& e) { return e.device().name(); })
       .def_property_readonly(
           "capability", [](const CudaExecutor& e) { return e.device().capability(); }, "90 is 9.0.")
-      .def(
-          "free_bytes", [](const CudaExecutor& e) { return e.device().free_bytes(); }, "Of the GPU's memory, now.")
-      .def("weight_bytes", [](const CudaExecutor& e) { return e.weights().bytes(); })
-      .def("cache_bytes", &CudaExecutor::cache_bytes);
+      .def("free_bytes", [](const CudaExecutor& e) { return e.device().free_bytes(); }, "Of the GPU's memory, now.");
 }

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/source_type.h"
 #include "cpu/kernels/format.h"
 #include "cpu/kernels/span_layout.h"
 
@@ -39,7 +40,6 @@ constexpr int kBlockTokens = 128;  // context per partial result of attention, w
 // Bytes of a tile's prepared queries: 16 bits a value, then two floats a row.
 inline size_t query_bytes(const SpanLayout& s) { return (size_t)kTileRows * (s.query_dim() * 2 + 2 * sizeof(float)); }
 
-enum class SourceType { f32, f16, bf16 };  // of a checkpoint's values
 
 // Rows of a checkpoint's matrix, of which another matrix takes columns [column, column + its k). They are quantized in
 // groups of `group` of all the `columns`, so that what a rank's slice is does not depend on where it was cut.

@@ -7,7 +7,7 @@ namespace cuda {
 
 #define AS_CALL(dtype, op, ...) return (dtype) == DType16::f16 ? f16::op(__VA_ARGS__) : bf16::op(__VA_ARGS__)
 
-void pack_rows(const void* rows, Source source, int64_t stride, int count, const Matrix& matrix, int first,
+void pack_rows(const void* rows, SourceType source, int64_t stride, int count, const Matrix& matrix, int first,
                unsigned long long* bad, const Queue& queue) {
   AS_CALL(matrix.dtype, pack_rows, rows, source, stride, count, matrix, first, bad, queue);
 }

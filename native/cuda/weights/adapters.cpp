@@ -13,9 +13,9 @@ constexpr size_t kAlign = 16;  // bytes: of matrices
 
 float value_of(const HostRows& rows, int64_t row, int64_t column) {
   const int64_t at = row * rows.stride + rows.column + column;
-  if (rows.source == Source::f32) return static_cast<const float*>(rows.data)[at];
+  if (rows.source == SourceType::f32) return static_cast<const float*>(rows.data)[at];
   return widened(static_cast<const uint16_t*>(rows.data)[at],
-                 rows.source == Source::bf16 ? DType16::bf16 : DType16::f16);
+                 rows.source == SourceType::bf16 ? DType16::bf16 : DType16::f16);
 }
 
 int64_t not_fitting(const HostRows& rows, DType16 type) {

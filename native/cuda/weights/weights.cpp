@@ -17,7 +17,7 @@ namespace {
 constexpr size_t kStagingBytes = 32 << 20;  // at most: small matrices take less
 constexpr size_t kCopyAlign = 4096;         // of matrices in the host's memory
 
-size_t size_of(Source source) { return source == Source::f32 ? 4 : 2; }
+size_t size_of(SourceType source) { return source == SourceType::f32 ? 4 : 2; }
 
 constexpr int64_t kRowsTogether = 64;  // that are staged: of transposed ones a column is a few cache lines
 

@@ -26,7 +26,7 @@ struct HostCodes {
 // `column` on.
 struct HostRows {
   const void* data;
-  Source source;
+  SourceType source;
   int64_t count, stride, columns, column, step;
 };
 

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/source_type.h"
 #include "cuda/kernels/common/quantized.h"
 #include "cuda/kernels/common/tiles.h"
 
@@ -66,8 +67,6 @@ struct Queue {
   // No programmatic launch: the previous kernel writes weights that this one prefetches.
   bool no_pdl = false;
 };
-
-enum class Source { f32, f16, bf16 };
 
 // gate * sigmoid(alpha * gate) * (up + shift), the gate at most limit, up within +-limit: as it stands, silu(gate) *
 // up.

@@ -91,10 +91,10 @@ void pair_rows(const Matrix& from, const Matrix& to, const Queue& queue) {
   launched("pair_rows");
 }
 
-void pack_rows(const void* rows, Source source, int64_t stride, int count, const Matrix& matrix, int first,
+void pack_rows(const void* rows, SourceType source, int64_t stride, int count, const Matrix& matrix, int first,
                unsigned long long* bad, const Queue& queue) {
-  if (source == Source::f32) pack<float>(rows, stride, count, matrix, first, bad, queue);
-  else if (source == Source::f16) pack<__half>(rows, stride, count, matrix, first, bad, queue);
+  if (source == SourceType::f32) pack<float>(rows, stride, count, matrix, first, bad, queue);
+  else if (source == SourceType::f16) pack<__half>(rows, stride, count, matrix, first, bad, queue);
   else pack<__nv_bfloat16>(rows, stride, count, matrix, first, bad, queue);
 }
 

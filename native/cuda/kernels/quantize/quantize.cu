@@ -148,13 +148,13 @@ __global__ void place_kernel(const uint8_t* codes, const uint16_t* scales, const
 
 }  // namespace
 
-void quantize_rows(const void* rows, Source source, int64_t columns, int group, int64_t column, int count,
+void quantize_rows(const void* rows, SourceType source, int64_t columns, int group, int64_t column, int count,
                    const Matrix& matrix, int first, float* ranges, unsigned long long* bad, const Queue& queue) {
   const auto part = [&](auto type) {
     quantize<decltype(type)>(rows, (int)columns, group, (int)column, count, matrix, first, ranges, bad, queue);
   };
-  if (source == Source::f32) part(float());
-  else if (source == Source::f16) part(__half());
+  if (source == SourceType::f32) part(float());
+  else if (source == SourceType::f16) part(__half());
   else part(__nv_bfloat16());
 }
 

@@ -10,12 +10,12 @@ namespace cuda {
 
 // Puts rows [count, matrix.k] of `source`, `stride` values apart, into rows [first, first + count) of a matrix; adds
 // how many values are NaN or infinite, or too large for a matrix of float16, to *bad.
-void pack_rows(const void* rows, Source source, int64_t stride, int count, const Matrix& matrix, int first,
+void pack_rows(const void* rows, SourceType source, int64_t stride, int count, const Matrix& matrix, int first,
                unsigned long long* bad, const Queue& queue);
 // Quantizes rows [count, columns], groups of so many columns each, as InstantQuant does (cpu/kernels/quantize.cpp), to
 // the bit: into rows from `first` on of a matrix whose columns are those from `column` on, and whose groups are parts
 // of these. ranges: of each row and group two floats, to work in. Adds how many values are NaN or infinite to *bad.
-void quantize_rows(const void* rows, Source source, int64_t columns, int group, int64_t column, int count,
+void quantize_rows(const void* rows, SourceType source, int64_t columns, int group, int64_t column, int count,
                    const Matrix& matrix, int first, float* ranges, unsigned long long* bad, const Queue& queue);
 // Places codes [count, k] a byte each, and scales and offsets [count, groups] in bfloat16, into rows from `first` on.
 void place_rows(const uint8_t* codes, const uint16_t* scales, const uint16_t* offsets, int count, const Matrix& matrix,

@@ -1,0 +1,32 @@
+#include "batch/model.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace as {
+
+void Model::allocate_masks(int masks, bool samples) {
+  if (masks < 0) throw std::invalid_argument("allocate: " + std::to_string(masks) + " masks");
+  if (samples && masks > 0 && !program_.ops().empty() && program_.ops().back().is(Op::sample))
+    masks_ = std::make_shared<Masks>(masks, program_.ops().back().integer("vocab_size"));
+}
+
+void Model::check_adapters(int count, int max_rank, int most_rank) {
+  if (count < 0 || (count > 0 && (max_rank < 1 || max_rank > most_rank)))
+    throw std::invalid_argument("allocate: " + std::to_string(count) + " adapters of ranks up to " +
+                                std::to_string(max_rank));
+}
+
+void Model::check_adapter(int index) const {
+  if (index < 0 || index >= (int)slot_limits_.adapters.size())
+    throw std::invalid_argument("there is no adapter " + std::to_string(index));
+}
+
+int Model::adapter_targets() const {
+  int targets = 0;
+  for (const OpNode& op : program_.ops())
+    if (op.is(Op::lora)) targets = std::max(targets, op.integer("target") + 1);
+  return targets;
+}
+
+}  // namespace as

@@ -1,0 +1,35 @@
+// What a rank's model is on any device, until it is compiled: its program, and the limits of what plans may ask for.
+#pragma once
+#include <memory>
+#include <string>
+
+#include "batch/decoder.h"
+#include "batch/masks.h"
+#include "batch/slots.h"
+#include "program/program.h"
+
+namespace as {
+
+class Model : public StepModel {
+ public:
+  Program& program() { return program_; }
+  const Program& program() const { return program_; }
+  // After allocation, on the rank that samples; null if there are none.
+  std::shared_ptr<Masks> masks() const { return masks_; }
+
+ protected:
+  // Throws std::invalid_argument for numbers of masks, of adapters or of their ranks that cannot be. samples: whether
+  // this rank samples, and so has the masks.
+  void allocate_masks(int masks, bool samples);
+  static void check_adapters(int count, int max_rank, int most_rank);
+  // Throws std::invalid_argument if there is no adapter of this index.
+  void check_adapter(int index) const;
+  // The largest number of a target of an adapter, and one more.
+  int adapter_targets() const;
+
+  Program program_;
+  std::shared_ptr<Masks> masks_;
+  SlotLimits slot_limits_;
+};
+
+}  // namespace as
