@@ -1,16 +1,16 @@
-"""How much each weight format costs in quality: one table.
+"""Prints a table of what each weight format costs in quality.
 
     accuracy.py [--formats LIST] [--tasks sums,records,stories] [--count N] [--model DIR --text FILE] [--json FILE]
 
-For bfloat16 by transformers, and for every format that this build has by this project's engine: perplexity of fresh
-stories, what the model that ships can do (tools/shipped_model/evaluate.py: sums, JSON records, stories), and the
-error of the format's matrix product against float64 on weights with outliers, relative to the product's root mean
-square. A format may lose so many points in any task answered greedily: int8 0.5, w8a8 1, int4 and w4a8 2. "+-" is half
-of the 95 % (Wilson) interval of the worst one, by its number of problems; a format that reaches the allowed points only
-within it is not told from one that does not. (Sampled stories are shown only: the two engines draw different ones.) A
-format with "+head" keeps embedding and head as they are stored.
+bfloat16 is computed by transformers, every format of this build by this project's engine. Measured are the perplexity
+of new stories, the tasks of the shipped model (tools/shipped_model/evaluate.py: sums, JSON records, stories), and the
+error of the format's GEMM against float64 on weights with outliers, relative to the product's root mean square.
 
-With --model, any checkpoint is measured by its perplexity on the lines of --text FILE.
+A format may lose this many points in any task answered greedily: int8 0.5, w8a8 1, int4 and w4a8 2. "+-" is half of the
+95 % (Wilson) interval of the worst task, given its number of problems. Sampled stories are shown only, because the two
+engines sample differently. A format with "+head" keeps embedding and head as they are stored.
+
+With --model, the perplexity of any checkpoint is measured on the lines of --text FILE.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ BATCH, MAX_LENGTH = 32, 1024
 
 @dataclass
 class Row:
-    """One format's scores (0…1, perplexities as they are) and its matrix product's relative error."""
+    """Scores of a format (0 to 1; perplexities as they are) and the relative error of its GEMM."""
 
     name: str
     dtype: str = ""
@@ -74,8 +74,8 @@ class Row:
     missing: str = ""
 
     def worst(self, reference: Row) -> tuple[float, str]:
-        """By how many points the worst greedy task falls below the reference (negative if all are better), and which it
-        is.
+        """How many points the worst greedy task falls below the reference (negative if all are better), and its
+        name.
         """
         falls = [(100 * (reference.scores[name] - value), name) for name, value in self.scores.items()
                  if not name.startswith((PERPLEXITY, SAMPLED))]
@@ -83,13 +83,13 @@ class Row:
 
 
 def half_interval(share: float, count: int) -> float:
-    """Half of the 95 % Wilson interval of a share found in so many problems, in points."""
+    """Half of the 95 % Wilson interval, in points, of a share measured on this many problems."""
     z = 1.96
     return 100 * z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
 
 
 def problems_of(name: str, count: int | None) -> int:
-    """How many problems a score of measure() is of."""
+    """Number of problems behind a score of measure()."""
     task = next((task for task in TASKS if task in name), "")
     return count or COUNTS.get(task, 1)
 
@@ -107,7 +107,7 @@ def config_of(folder: Path, form: str) -> AsModelConfig:
 
 
 class EngineModel:
-    """What evaluate.Model is, by this project's engine. Token ids come from the same tokenizer."""
+    """evaluate.Model's interface on this project's engine. Token ids come from the same tokenizer."""
 
     def __init__(self, folder: Path, form: str, tokenizer):
         self.config, self.tokenizer = config_of(folder, form), tokenizer
@@ -128,7 +128,7 @@ class EngineModel:
                                                                  add_generation_prompt=True) for p in prompts], limit)
 
     def generate(self, texts: list[str], limit: int, sample: bool = False) -> list[str]:
-        """Continuations without special tokens; greedy, or sampled at temperature 1 with the text's place as seed."""
+        """Continuations without special tokens: greedy, or sampled at temperature 1 with the text's index as seed."""
         requests = []
         for seed, text in enumerate(texts):
             options = {"max_new_tokens": limit, "do_sample": sample, "seed": seed}
@@ -142,13 +142,15 @@ class EngineModel:
         return answers
 
     def perplexity(self, texts: list[str]) -> float:
-        """Per token, over the tokens after the first of each text."""
+        """Perplexity per token, over all tokens but the first of each text."""
         with contextlib.closing(TeacherForcing(self.config)) as model:
             return model.perplexity([self.tokenizer(text)["input_ids"] for text in texts])
 
 
 class TeacherForcing:
-    """The log-probability of given tokens: sequences are fed token by token, and each step's logits judge the next."""
+    """Log-probabilities of given tokens: sequences are fed token by token, and each step's logits score the next
+    token.
+    """
 
     def __init__(self, config: AsModelConfig):
         self.runner = ModelRunner(config)
@@ -193,15 +195,15 @@ class TeacherForcing:
 
 
 def outlier_weights(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
-    """Normal weights, float32 as bfloat16 holds them, of which one in a thousand is twenty times as large."""
+    """Normal weights rounded to bfloat16, in float32; one in a thousand is twenty times as large."""
     weights = rng.normal(0, 0.02, (rows, columns)).astype(np.float32)
     weights[rng.random(weights.shape) < 1e-3] *= 20
     return (weights.view(np.uint32) & 0xFFFF0000).view(np.float32)
 
 
 def product_error(form: str, rows: int = 896, columns: int = 896, batch: int = 16) -> float:
-    """Root mean square of the product's error against float64, relative to that of the product. RuntimeError if this
-    build has no such format.
+    """Root mean square error of a GEMM against float64, relative to the product's. Raises RuntimeError if this build
+    lacks the format.
     """
     rng = np.random.default_rng(0)
     weights, x = outlier_weights(rng, rows, columns), rng.normal(0, 1, (batch, columns)).astype(np.float32)
@@ -218,7 +220,7 @@ def product_error(form: str, rows: int = 896, columns: int = 896, batch: int = 1
 
 
 def score(model, tasks: list[str], count: int | None, text: list[str]) -> dict[str, float]:
-    """The tasks' scores and the perplexity of given texts. count: problems of each task; None: COUNTS."""
+    """Scores of the tasks and perplexity of given texts. `count`: problems of each task (None: COUNTS)."""
     scores: dict[str, float] = {}
     for task in tasks:
         began = time.monotonic()
@@ -247,7 +249,9 @@ def measure(folder: Path, forms: list[str], tasks: list[str], count: int | None,
 
 
 def table(rows: list[Row], count: int | None) -> str:
-    """As text; "worst" is the most points that a greedy task falls below the reference, beside what is allowed."""
+    """The rows as text. "worst" is the most points that a greedy task falls below the reference, next to the allowed
+    points.
+    """
     reference = rows[0]
     names = list(reference.scores)
     width = max(len(row.name) for row in rows)

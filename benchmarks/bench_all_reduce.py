@@ -1,10 +1,10 @@
-"""What sums over the ranks of one host take by two native libraries, such as that of a commit before a change and ours.
+"""Compares the all-reduce of two native libraries over the ranks of one host, for example before and after a change.
 
     bench_all_reduce.py OLD_LIBRARY NEW_LIBRARY [--ranks 2] [--rounds 9] [--seconds 1]
 
-A LIBRARY is a _native*.so. In turn, and the old one twice, for the noise: processes with a window over shared memory
-add up messages of each size. A round's figure is the time that nine of ten calls are slower than, which other work on
-the machine moves least; the table has the median over the rounds, and that of the rounds' ratios.
+A LIBRARY is a _native*.so. The libraries take turns, the old one twice to show the noise. Processes sum messages of
+each size through shared memory. A round's figure is the 10th percentile of the call times, which other work on the
+machine moves least. The table shows the median over the rounds, and the median of the rounds' ratios.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
-"""Decode and prefill speed of this project on a checkpoint directory, measured as the peers' scripts do.
+"""Measures decode and prefill speed on a checkpoint directory, in the same way as the peers' scripts.
 
     bench_allspark.py CHECKPOINT [--ranks N] [--threads N] [--batch 1 4 8] [--weight-dtype auto|int4:64] [--json]
 
---ranks 0 (default): Engine in this process with --threads threads. --ranks N: a ClientEngine and a group of N ranks.
-Prompts of 128 random tokens, 64 tokens out, greedy; prefill is the time to the first token of a prompt of 1,024
-(--prefill). --context N: decode at batch 1 after a prompt of N instead of the batches, 32 tokens out. Beside each
-figure, as "NAME/ceiling", its part of the ceiling measured right before and after (the higher counts): decode, bytes of
-weights and cache a step over the read bandwidth; prefill, operations of matrices and attention over the fp32
-multiply-add rate.
+--ranks 0 (default) is an Engine in this process with --threads threads; --ranks N a ClientEngine and a group of N
+ranks. Prompts have 128 random tokens and answers 64, greedy. Prefill is the time to the first token of a prompt of
+1,024 (--prefill). --context N measures decode at batch 1 after a prompt of N, with 32 tokens out, instead of the
+batches.
+
+Beside each figure, "NAME/ceiling" is its fraction of the roofline, measured right before and after (the higher counts):
+for decode, bytes of weights and cache per step over the read bandwidth; for prefill, operations of matrices and
+attention over the fp32 multiply-add rate.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ def generate(
 
 
 class Best:
-    """The best figure of each name, and the best part of its ceiling."""
+    """The best figure of each name, and its best fraction of the roofline."""
 
     def __init__(self, threads: int):
         self.figures: dict[str, float] = {}
@@ -58,7 +60,7 @@ class Best:
         return Machine(*_native.measure_ceilings(self._cpus, len(self._cpus), 2))
 
     def note(self, name: str, before: Machine, rate: float, bound) -> None:
-        """bound: a Machine's ceiling of that figure, tokens/s."""
+        """Records a figure; `bound` computes its roofline, in tokens/s, from a Machine."""
         after = self.ceilings()
         ceiling = bound(Machine(max(before.read, after.read), max(before.fp32, after.fp32)))
         for key, value in ((name, rate), (f"{name}/ceiling", rate / ceiling)):

@@ -1,10 +1,10 @@
-"""The attention kernel alone, in and out of cache, as fractions of what the machine can do.
+"""Measures the attention kernel alone, in and out of cache, as fractions of the machine's rates.
 
     bench_attention.py [--threads 1] [--rows 7] [--dim 64] [--heads 2] [--tokens 400000] [--span 32]
 
-Per type of cache: bytes/s over the measured read bandwidth, and operations/s (2 multiply-adds per token, value and row)
-over the measured fp32 FMA rate (which products of bfloat16 and of integers may pass). `rows` is query heads per KV
-head; 7 rows of 64 with 2 KV heads are Qwen2.5-0.5B's.
+For each type of cache: bytes/s over the measured read bandwidth, and operations/s (2 multiply-adds per token, value and
+row) over the measured fp32 FMA rate, which bfloat16 and integer products may exceed. `rows` is query heads per KV head;
+7 rows of 64 with 2 KV heads are Qwen2.5-0.5B's.
 """
 
 from __future__ import annotations

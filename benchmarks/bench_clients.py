@@ -1,19 +1,22 @@
-"""What clients cost a server, and each other.
+"""Measures what clients cost a server and each other.
 
     bench_clients.py [--model DIR] [--only idle connections clients service] [--idle 10000] [--busy 256] [--rounds 3]
                      [--seconds 10] [--dtype bfloat16] [--cpus 1]
 
-One table of what was measured beside what it should be. One thread computes, so that a core is spare on a machine of
-two; clients are other processes (crowd.py), by a Unix socket. Rounds of what is compared are interleaved, and the
-median of their ratios is told.
+Prints one table of measured figures beside their targets. One thread computes, so that a machine with two cores has one
+to spare. Clients are other processes (crowd.py) on a Unix socket. Rounds of what is compared are interleaved, and the
+median of their ratios counts.
 
-idle: a group of two ranks without requests: CPU time of all its processes, and how much later a first token comes after
-10 s without any than right after a request's end.
-connections: memory beyond the model of so many idle connections with open sessions, and of busy ones beside them.
-clients: 16 polite clients beside each kind of bad one: their p99 between tokens, as a part of that beside a polite one
-with as many requests; and beside two polite ones in turn, which shows how much the machine makes of it.
-service: tokens/s of 64 requests through the service, of one client and of 64, as a part of an Engine's in one process
-without it; and how much later a first token comes.
+idle: CPU time of all processes of an idle group of two ranks; and how much later a first token comes after 10 idle
+seconds than right after a request.
+
+connections: memory, beyond the model's, of many idle connections with open sessions, and of busy ones beside them.
+
+clients: the p99 time between tokens of 16 well-behaved clients beside each kind of badly behaved one, relative to that
+beside a well-behaved one with as many requests; a second well-behaved one shows the noise.
+
+service: tokens/s of 64 requests of one client and of 64 clients through the service, relative to an Engine in one
+process; and how much later a first token comes.
 """
 
 from __future__ import annotations
@@ -66,7 +69,7 @@ def fields(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class Server:
-    """A group, and its processes."""
+    """A group and its processes."""
 
     def __init__(self, address: str, supervisor: int):
         self.address, self._supervisor = address, psutil.Process(supervisor)
@@ -79,7 +82,7 @@ class Server:
         return self.rank0.memory_full_info().uss / MIB
 
     def cpu(self) -> float:
-        """Seconds that all its processes have computed so far, by the scheduler's clock: ticks are too coarse."""
+        """CPU seconds of all processes so far, by the scheduler's clock, because ticks are too coarse."""
         spent = 0
         for process in (self._supervisor, *self._supervisor.children(recursive=True)):
             for thread in Path(f"/proc/{process.pid}/task").iterdir():
@@ -89,7 +92,9 @@ class Server:
 
     @contextlib.contextmanager
     def crowd(self, kind: str, *words: str | int) -> Iterator[Callable[[], dict[str, Any]]]:
-        """Clients of a kind, once all are greeted; what it yields ends them, or waits for their end, and reports."""
+        """Starts clients of a kind and waits until all are connected; yields a function that ends or awaits them and
+        returns their report.
+        """
         command = [sys.executable, str(CROWD), self.address, kind, *map(str, words)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                               start_new_session=True) as process:
@@ -133,7 +138,7 @@ def idle(options: argparse.Namespace, report: Report) -> None:
 
 
 def first_token(engine: ClientEngine, prompt: int = PROMPT) -> float:
-    """Seconds until a request alone has its first token."""
+    """Seconds to the first token of a request that runs alone."""
     began = time.perf_counter()
     ids = [int(began * 1e6) // 7**i % 1000 + 10 for i in range(prompt)]     # no prefix that was there
     _, handle, tokens = engine.start_request("m", {"input_ids": ids}, {"max_new_tokens": 4, "early_stopping": False})
@@ -170,7 +175,7 @@ def connections(options: argparse.Namespace, report: Report) -> None:
 
 
 def clients(options: argparse.Namespace, report: Report) -> None:
-    """Each kind between two turns of its polite twin."""
+    """Measures each kind of client between two turns of its well-behaved counterpart."""
     many = ["--each", 8, "--tokens", 1000, "--top", 20]
     kinds = {"another polite one, which is the noise": ("busy", ["--each", 8]),
              "one that never reads": ("deaf", many), "one that never releases": ("keeps", ["--each", 8]),
@@ -239,7 +244,7 @@ def service(options: argparse.Namespace, report: Report) -> None:
 
 
 class Sink:
-    """Counts tokens; says when the first came, and the end."""
+    """Counts tokens; records when the first token and the end came."""
 
     def __init__(self, ended: queue.SimpleQueue):
         self.began, self.first, self.tokens, self.handle = time.perf_counter(), 0.0, 0, 0
@@ -257,7 +262,7 @@ class Sink:
 
 
 class Alone:
-    """An engine that this process asks itself."""
+    """An engine that this process asks directly."""
 
     def __init__(self, engine):
         self._engine, self._number = engine, 0
@@ -271,7 +276,7 @@ class Alone:
         return sink
 
     def first(self) -> float:
-        """Seconds until a request alone has its first token."""
+        """Seconds to the first token of a request that runs alone."""
         ended: queue.SimpleQueue = queue.SimpleQueue()
         sink = self.submit(4, ended)
         ended.get()
@@ -279,7 +284,7 @@ class Alone:
         return sink.first
 
     def rate(self, seconds: float, warm: float) -> float:
-        """Tokens/s of as many requests as a client has at once, without the first seconds."""
+        """Tokens/s of as many requests as a client has at once, after a warm-up."""
         ended: queue.SimpleQueue = queue.SimpleQueue()
         live = [self.submit(200, ended) for _ in range(REQUESTS)]
         done, began = 0, time.perf_counter()
@@ -299,7 +304,7 @@ class Alone:
 
 
 def engine_alone(options: argparse.Namespace) -> None:
-    """Does what its input says, line by line: "first", "rate SECONDS WARM"."""
+    """Executes its input line by line: "first", "rate SECONDS WARM"."""
     from allspark_server.engine.engine import Engine
     from allspark_server.runtime.group import LocalGroup
     # pinned as the group's rank

@@ -1,9 +1,11 @@
-"""Steps of a real shape on a GPU, with random weights made here, without an engine: milliseconds, tokens/s and the part
-of the ceiling. `python bench_cuda.py [7b|0.5b|30b-a3b] [ranks=2] [decode=1,8,32] [prefill=1x1024] [context=8000x1]
-[format=int4:64] [cache=bfloat16] [threads=1]`
+"""Measures steps of a real model's shape on a GPU, with random weights and without an engine: milliseconds, tokens/s
+and the fraction of the roofline.
 
-ranks: GPUs 0 ... of one host, each with a process of its own, or with threads=1 a thread of this one; ceilings are then
-theirs together.
+`python bench_cuda.py [7b|0.5b|30b-a3b] [ranks=2] [decode=1,8,32] [prefill=1x1024] [context=8000x1] [format=int4:64]
+[cache=bfloat16] [threads=1]`
+
+`ranks` are GPUs 0, 1, … of one host, each with a process of its own (or, with threads=1, a thread); the roofline is
+then that of all of them.
 """
 
 from __future__ import annotations
@@ -33,13 +35,13 @@ SPAN, BANDWIDTH, RATE = 32, 4.44e12, 792e12  # measured on an H200
 
 
 def format_of(text: str) -> tuple[str, int]:
-    """A type of weights, and its group size."""
+    """Type of weights and group size."""
     dtype, _, group = text.partition(":")
     return dtype, int(group or 0)
 
 
 def window_of(rank: int, ranks: int, path: str):
-    """The ranks' window, over a file of shared memory; None of one rank alone."""
+    """The ranks' shared memory, in a file; None for a single rank."""
     if ranks == 1:
         return None
     size = -(-_native.Window.bytes_needed(ranks) // 4096) * 4096
@@ -152,7 +154,7 @@ class Model:
               f"{time.perf_counter() - began:.2f} s", flush=True)
 
     def start(self, slots: int, length: int, cached: int = 0, draws: bool = True):
-        """A step that computes the rest of prompts whose first positions are taken as cached."""
+        """A step that computes the rest of prompts whose first positions count as cached."""
         block = SamplingParams(do_sample=False, prompt_len=length).encode()
         new = [NewSlot(s, [(7 * i + s) % 1000 for i in range(length)], block, cached) for s in range(slots)]
         work = [WorkItem(s, length - cached, DRAW if draws else 0,
@@ -163,7 +165,7 @@ class Model:
         self.e.step(StepPlan(free=list(range(slots))).encode())
 
     def decode(self, batch: int, context: int = 128, steps: int = 60) -> float:
-        """Seconds of a step, the median."""
+        """Median seconds of a step."""
         self.e.step(self.start(batch, context + 1, context // SPAN * SPAN))
         plan, seconds = StepPlan(work=[WorkItem(s, 1, DRAW) for s in range(batch)]).encode(), []
         for _ in range(steps):
@@ -176,7 +178,7 @@ class Model:
         return float(np.median(seconds[10:]))
 
     def prefill(self, batch: int, length: int, chunk: int, times: int = 4) -> float:
-        """Seconds until all prompts have their first token, in steps of `chunk` rows; the least."""
+        """Least seconds until all prompts have their first token, in steps of `chunk` rows."""
         _, _layers, *_ = self.shape
         best = 1e9
         for _ in range(times):
@@ -202,7 +204,7 @@ class Model:
         return positions * self.position_bytes
 
     def step_bytes(self, batch: int, context: int) -> float:
-        """What a step reads; of experts those that the last decode() has touched."""
+        """Bytes that a step reads; of experts, those that the last decode() used."""
         return self.bytes + self.shape[1] * self.touched * self.expert_bytes + batch * self.kv_bytes(context)
 
 

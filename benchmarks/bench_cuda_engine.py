@@ -1,9 +1,11 @@
-"""What stands between a GPU's kernels and a served request: `python bench_cuda_engine.py [0.5b|7b] [draws=1,32,256]
-[engine=1,32] [sampled=1,32] [format=int4:64]`
+"""Compares served requests on a GPU with the native steps beneath them.
 
-draws: a step of so many rows, drawn in several ways, against greedy ones; native steps (bench_cuda.py), interleaved.
-engine, sampled: tokens/s of so many requests through Engine, greedy ones or with top_p, on a random checkpoint of the
-same shape, against native steps; start-up, and when the first token came. format: of weights, with a group size.
+`python bench_cuda_engine.py [0.5b|7b] [draws=1,32,256] [engine=1,32] [sampled=1,32] [format=int4:64]`
+
+draws: a step of that many rows with several kinds of sampling against greedy; native steps (bench_cuda.py),
+interleaved. engine, sampled: tokens/s of that many requests through Engine, greedy or with top_p, on a random
+checkpoint of the same shape, against native steps; start-up time, and time to the first token. format: type of weights
+with a group size.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ ONE = 0, 1, "", "bfloat16", "bfloat16"  # rank, of bfloat16 (bench_cuda.Model)
 
 
 class Sampled(Model):
-    """The same steps, drawn in any way."""
+    """The same steps with any sampling parameters."""
 
     way: dict = {}
 
@@ -72,7 +74,7 @@ def draws(name: str, batches: list[int]) -> None:
 
 
 def write_checkpoint(directory: Path, name: str) -> None:
-    """Random weights of a shape, as Qwen2's."""
+    """Writes random weights of a shape in Qwen2's format."""
     hidden, layers, heads, kv, dim, inner, vocab = SHAPES[name]
     config = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": hidden,
               "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv,

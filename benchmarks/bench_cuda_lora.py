@@ -1,4 +1,6 @@
-"""What adapters cost on a GPU: steps of bench_cuda.py's shapes whose rows have none, the same one, or one of several.
+"""Measures what adapters cost on a GPU: steps of bench_cuda.py's shapes whose rows use no adapter, the same one, or
+several.
+
 `python bench_cuda_lora.py [7b|0.5b] [rank=16] [adapters=4] [decode=1,32,256] [prefill=1x8192]`
 """
 
@@ -16,7 +18,7 @@ from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan
 
 
 class WithAdapters:
-    """An executor whose linears, but the head, are followed by ops for adapters."""
+    """An executor in which ops for adapters follow every linear but the head."""
 
     def __init__(self, executor, widths: dict[int, list[int]], rank: int, count: int):
         """widths: of the targets of a linear that makes so many columns."""
@@ -54,7 +56,7 @@ class WithAdapters:
 
 
 def decode(model: Model, batch: int, adapters: list[int], steps: int = 60) -> float:
-    """Seconds of a step at context 128, the median; row i has adapters[i % len(adapters)]."""
+    """Median seconds of a step at context 128; row i uses adapters[i % len(adapters)]."""
     model.e.step(model.start(batch, 129, 128 // SPAN * SPAN))
     plan = StepPlan(work=[WorkItem(s, 1, DRAW, adapter=adapters[s % len(adapters)]) for s in range(batch)]).encode()
     seconds = []
@@ -67,7 +69,7 @@ def decode(model: Model, batch: int, adapters: list[int], steps: int = 60) -> fl
 
 
 def prefill(model: Model, batch: int, length: int, adapter: int, times: int = 4) -> float:
-    """Seconds of one step, the least."""
+    """Least seconds of a step."""
     best, block = 1e9, SamplingParams(do_sample=False, prompt_len=length).encode()
     for _ in range(times):
         new = [NewSlot(s, [(7 * i + s) % 1000 for i in range(length)], block, 0) for s in range(batch)]

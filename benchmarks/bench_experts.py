@@ -1,13 +1,14 @@
-"""Layers of experts beside llama.cpp: tokens/s of the same shape with random weights, in turn, and their ratios.
+"""Compares layers of experts with llama.cpp: tokens/s of the same shape with random weights, in turn, and their ratios.
 
     bench_experts.py LLAMA_BATCHED_BENCH [--threads 2] [--layers 2] [--formats bfloat16:0=BF16 w8a8:0=Q8_0 w4a8:32=Q4_0]
                      [--rounds 3]
 
-Layers of Qwen3-30B-A3B's shape (128 experts of 768 features, 8 a token) and a vocabulary of 8,192, so that these
-are what takes the time: this engine's native executor, as bench_shape.py runs it, and llama.cpp's llama-batched-bench
-on a GGUF file that is written here. Decoding at context 128, prefill of 1,024 tokens. To compare levels of instruction
-sets, $ALLSPARK_ISA and a llama.cpp that was built so. Figures are the best of the rounds', ratios the medians of the
-rounds' own; beside decoding, the part of the read bandwidth that the weights of a step's experts take.
+The layers have Qwen3-30B-A3B's shape (128 experts of 768 features, 8 per token) and a vocabulary of 8,192, so that
+experts take most of the time. This project's native executor runs as in bench_shape.py, llama.cpp as
+llama-batched-bench on a GGUF file that is written here. Decode is at context 128, prefill of 1,024 tokens. To compare
+instruction sets, set $ALLSPARK_ISA and use a llama.cpp built for the same one. Figures are the best of the rounds,
+ratios the median of the rounds' ratios. Beside decode stands the fraction of the read bandwidth that a step's experts
+take.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ CONTEXT, PROMPT, STEPS = 128, 1024, 16
 
 
 def write_model(path: Path, shape: Shape, kind: str) -> Path:
-    """All experts of a layer have the same random values, in memory of their own."""
+    """Writes a GGUF file whose experts have the same random values, each in memory of its own."""
     rng = np.random.default_rng(0)
 
     def matrix(n: int, k: int, experts: int = 0) -> tuple[str, np.ndarray]:
@@ -71,7 +72,7 @@ def write_model(path: Path, shape: Shape, kind: str) -> Path:
 
 
 def llama(program: str, model: Path, threads: int, batches: list[int]) -> dict[str, float]:
-    """Tokens/s by what is measured."""
+    """llama.cpp's tokens/s by what is measured."""
     found = {}
     for prompt, steps, counts in ((CONTEXT, STEPS, batches), (PROMPT, 1, [1])):
         length = max(counts) * (prompt + steps)
@@ -122,7 +123,7 @@ def main() -> None:
             batch = 0 if what == "prefill" else int(what.split()[1])
             part = f"{model.bytes(batch) * best[0] / batch / bandwidth:>7.2f}" if batch else ""
             print(f"{form:>12} {kind:<5}{what:<10}{best[0]:>9.1f}{best[1]:>9.1f}{ratio:>7.2f}{part}", flush=True)
-        del model  # before the next one's memory is taken
+        del model  # frees its memory before the next one takes memory
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What grammars cost: bench_guided.py MODEL_DIR [--tokenizer FILE] [--batch 32] [--tokens 64] [--rounds 3].
+"""Measures what grammars cost: bench_guided.py MODEL_DIR [--tokenizer FILE] [--batch 32] [--tokens 64] [--rounds 3].
 
-Tokens/s of a full batch without a grammar and with some, in turn, so that a busy machine harms all alike; the best of
-the rounds counts. Every request runs to its length: what follows a grammar's end is end-of-sequence ids. Strings are
-drawn evenly, as from a model of random weights, the worst case for the automata. It needs a core to spare beside
---threads. MODEL_DIR needs a tokenizer.json; `--make-tokenizer` writes one of 151,643 entries there, trained on the
-sources of the packages that are installed.
+Tokens/s of a full batch without a grammar and with several, in turn, so that other work on the machine affects all
+alike; the best round counts. Every request runs to its length: end-of-sequence ids follow a grammar's end. Strings are
+sampled uniformly, as a model with random weights would do; this is the worst case for the automata. A core beside those
+of --threads must be free. MODEL_DIR needs a tokenizer.json; `--make-tokenizer` writes one of 151,643 entries, trained
+on the sources of the installed packages.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FORMATS: dict[str, dict[str, Any] | None] = {
 
 
 def make_tokenizer(target: Path, size: int = 151643, characters: int = 60_000_000) -> None:
-    """Takes minutes."""
+    """Trains a tokenizer; takes minutes."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     def texts() -> Iterator[str]:
@@ -61,7 +61,7 @@ def make_tokenizer(target: Path, size: int = 151643, characters: int = 60_000_00
 
 
 def tokens_per_second(engine: Engine, batch: int, tokens: int, form: dict[str, Any] | None, seed: int) -> float:
-    """Of a batch whose prompts have been computed."""
+    """Tokens/s of a batch once its prompts are computed."""
     config = {"max_new_tokens": tokens, "early_stopping": False, "response_format": form}
     queues = [engine.start_request("m", {"input_ids": [5 + i, 7, 11]}, {**config, "seed": seed + i})[2]
               for i in range(batch)]

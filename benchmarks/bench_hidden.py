@@ -1,9 +1,10 @@
-"""How much of a step's cost in Python is not hidden behind the step before it: bench_hidden.py [RUNNING …] [--ms 5].
+"""Measures how much of a step's Python time is not hidden behind the previous step: bench_hidden.py [RUNNING …] [--ms
+5].
 
-A whole engine on a group that computes nothing: a step takes `--ms` milliseconds from when it is submitted and the one
-before it has ended, on nobody's processor, and draws token 1 for every row. What is given is the time a step takes
-beyond that, which is when a real group would have stood idle, over a few seconds, and the processor's time of the whole
-process. It needs a core to spare.
+A whole engine runs on a group that computes nothing: a step ends `--ms` milliseconds after it was submitted and the
+previous one has ended, without using a processor, and samples token 1 for every row. Printed are the time that a step
+takes beyond that, in which a real group would be idle, over a few seconds, and the CPU time of the whole process. A
+core must be free.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from allspark_server.runtime.plan import DRAW, StepPlan
 
 
 class Group:
-    """`idle`: seconds between the end of a step and the beginning of the next one, in all."""
+    """`idle` is the sum of the seconds between the end of a step and the beginning of the next one."""
 
     size, depth = 1, 2
 
@@ -78,7 +79,7 @@ class Group:
 
 
 class Nowhere:
-    """A sink."""
+    """A sink that drops everything."""
 
     def on_token(self, *_) -> None:
         pass

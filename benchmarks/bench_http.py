@@ -1,14 +1,14 @@
-"""What HTTP costs: bench_http.py {against-grpc,streams,rate} …, in front of an engine that answers from a script.
+"""Measures what HTTP costs: bench_http.py {against-grpc,streams,rate} …, in front of an engine that answers from a
+script.
 
-The script's engine is a gRPC server of its own that says the same word to every request once an interval: so what is
-measured is the server, and what it is compared with is AsyncClientEngine on the same streams.
+The scripted engine is a gRPC server that sends the same word to every request once per interval, so that only the HTTP
+server is measured. It is compared with AsyncClientEngine on the same streams.
 
-    against-grpc   64 streams, interleaved runs: tokens/s of HTTP as a part of gRPC's, and how much later the first
-    token
-                   comes: of 64 that begin at once, of one that begins among 64, of one alone
+    against-grpc   64 streams, interleaved runs: tokens/s of HTTP relative to gRPC's, and how much later the first
+                   token comes: of 64 that begin at once, of one that begins among 64, of one alone
     streams        1,000 streams through one worker: its resident memory, idle and with all of them open
-    rate           256 streams as fast as the script goes: tokens/s, and the worker's processor time a token, from which
-                   the rate of N workers with a core each follows
+    rate           256 streams as fast as the script allows: tokens/s, and the worker's CPU time per token, which
+                   gives the rate of N workers with a core each
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ MODEL, WORD, PROMPT = "script", " word", 16
 
 
 class Session:
-    """One client's stream: every interval a token for each of its requests, in one message that is put together of
-    bytes that never change.
+    """One client's stream: in every interval, one message with a token for each of its requests, assembled from
+    constant bytes.
     """
 
     def __init__(self, interval: float):
@@ -91,7 +91,7 @@ class Session:
 
 
 def serve_script(address: str, interval: float) -> None:
-    """Runs the script's engine until the process is ended."""
+    """Runs the scripted engine until the process is ended."""
     info = convert.model_info_to_pb(ModelInfo(name=MODEL, max_length=1 << 20, vocab_size=1000, model_hash="script"))
     answers = {"GetModelInfo": info, "GetServerInfo": pb.ServerInfo(
         protocol=convert.PROTOCOL, models=[pb.ModelState(name=MODEL, running=True)])}
@@ -120,7 +120,7 @@ def serve_script(address: str, interval: float) -> None:
 
 @contextlib.contextmanager
 def script(interval: float):
-    """The script's engine in a process of its own; yields its address."""
+    """Runs the scripted engine in a process of its own; yields its address."""
     with tempfile.TemporaryDirectory() as folder:
         address = f"unix:{folder}/script"
         process = subprocess.Popen([sys.executable, __file__, "serve", "--address", address, "--interval",
@@ -136,7 +136,7 @@ def script(interval: float):
 
 @contextlib.contextmanager
 def http_endpoint(address: str, workers: int = 1):
-    """An HTTP server in front of it; yields its address and its workers."""
+    """Runs an HTTP server in front of it; yields its address and its workers."""
     with http_server(HttpOptions("127.0.0.1:0", workers, insecure=True, pool=[address])) as running:
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
@@ -161,7 +161,7 @@ async def answers(address: str) -> bool:
 
 
 async def http_stream(address: str, tokens: int) -> tuple[float, int]:
-    """One completion as it comes: s to the first token, and how many came."""
+    """Streams one completion; returns seconds to the first token and the number of tokens."""
     host, _, port = address.rpartition(":")
     body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": tokens, "stream": True}).encode()
     began = time.perf_counter()
@@ -182,7 +182,7 @@ async def http_stream(address: str, tokens: int) -> tuple[float, int]:
 
 
 async def grpc_stream(engine: AsyncClientEngine, tokens: int) -> tuple[float, int]:
-    """The same from the engine's own client."""
+    """The same with the engine's own client."""
     began, first, count = time.perf_counter(), 0.0, 0
     async with engine.generate(MODEL, {"text": "x"}, {"max_new_tokens": tokens}) as generation:
         async for elements in generation:
@@ -192,7 +192,7 @@ async def grpc_stream(engine: AsyncClientEngine, tokens: int) -> tuple[float, in
 
 
 async def together(streams: list, spread: float = 0.0) -> tuple[float, float]:
-    """Tokens/s of all streams, and the median of their first tokens' s. spread: s over which they begin."""
+    """Tokens/s of all streams, and the median seconds to their first tokens. They begin within `spread` seconds."""
     async def later(stream, delay: float):
         await asyncio.sleep(delay)
         return await stream

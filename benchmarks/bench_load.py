@@ -1,11 +1,11 @@
-"""How long loading and quantizing a checkpoint takes, beside reading its file and writing as much as results.
+"""Measures loading and quantizing a checkpoint, beside reading its file and writing as many bytes.
 
     bench_load.py CHECKPOINT [--formats int8,w8a8,int4:64,…] [--threads N] [--rounds N]
 
-In turn, each with a mapping of the file and memory of its own (what both cost is in both): all the file is copied
-through a buffer that caches hold and as many bytes as the format's matrices take are written, with libc's memcpy and
-memset on as many threads; and the checkpoint is loaded. The file is in the page cache. Best of the rounds: seconds that
-passed, and of CPU.
+In turn, each with its own mapping of the file and its own memory (whose costs are in both): the file is copied through
+a buffer that fits the caches, and as many bytes as the format's matrices take are written, with libc's memcpy and
+memset on as many threads; and the checkpoint is loaded. The file is in the page cache. Printed is the best of the
+rounds: elapsed seconds and CPU seconds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PIECE = 256 << 10
 
 
 def read_and_write(path: Path, result_bytes: int, threads: int) -> None:
-    """The least that loading can do: reads the file, and writes as many bytes into fresh huge pages."""
+    """The least work that loading can do: reads the file and writes as many bytes into fresh huge pages."""
     with open(path, "rb") as file, ThreadPoolExecutor(threads) as pool:
         source = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         target = mmap.mmap(-1, result_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # of shared memory small pages
@@ -53,7 +53,7 @@ def read_and_write(path: Path, result_bytes: int, threads: int) -> None:
 
 
 def load(checkpoint: Path, form: WeightFormat, threads: int) -> int:
-    """Loads the weights as a rank does; returns the bytes that they take."""
+    """Loads the weights as a rank does; returns their bytes."""
     model = open_model(str(checkpoint))
     formats = Quantization(form).formats(model.graph, unquantized_type(model.graph, model.source))
     executor = _native.Executor(num_threads=threads)
@@ -62,7 +62,7 @@ def load(checkpoint: Path, form: WeightFormat, threads: int) -> int:
 
 
 def timed(work: Callable[[], object]) -> np.ndarray:
-    """(seconds, CPU seconds) that it takes."""
+    """(seconds, CPU seconds) of a call."""
     began, spent = time.perf_counter(), time.process_time()
     work()
     return np.array([time.perf_counter() - began, time.process_time() - spent])

@@ -1,11 +1,11 @@
-"""How long loading a quantized checkpoint takes, beside copying its file into fresh pages with as many threads.
+"""Measures loading a quantized checkpoint, beside copying its file into fresh pages with as many threads.
 
     bench_load_quantized.py [--schemes gptq-4,awq,...] [--threads N] [--rounds N] [--layers N] [--folder /dev/shm]
 
-Layers of hidden size 2,048 and inner 8,192 with random weights, as tests/support/quantized_checkpoints.py and
-tests/support/gguf_files.py pack them; all layers have the same. In turn, each with a mapping of the file and memory
-of its own: libc's memcpy of the file into huge pages, and the loading, from opening the checkpoint on. The file is in
-the page cache. Seconds are the best of the rounds', ratios the medians of the rounds' own.
+Layers of hidden size 2,048 and inner size 8,192 with random weights, packed by tests/support/quantized_checkpoints.py
+and tests/support/gguf_files.py; all layers have the same weights. In turn, each with its own mapping of the file and
+its own memory: libc's memcpy of the file into huge pages, and loading, including opening the checkpoint. The file is in
+the page cache. Seconds are the best of the rounds, ratios the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ DEFAULT = "gptq-4,gptq-4-symmetric,gptq-8,awq,ct-packed-4,ct-w8a8,fp8,mxfp4,nf4,
 
 
 def write_model(folder: Path, scheme: str, layers: int) -> Path:
-    """The model's path; its weights are one file."""
+    """Writes the model as one file; returns its path."""
     rng = np.random.default_rng(0)
     ends = {"model.embed_tokens.weight": rng.normal(size=(VOCAB, HIDDEN)).astype(np.float32),
             "lm_head.weight": rng.normal(size=(VOCAB, HIDDEN)).astype(np.float32),

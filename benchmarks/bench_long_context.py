@@ -1,9 +1,9 @@
-"""One sequence of a long context among short ones: a decoding step beside the time that its bytes take.
+"""Measures a decode step of one long sequence among short ones, beside the time that its bytes take.
 
     bench_long_context.py [--threads 16] [--long 131072] [--short 32] [--context 128] [--formats bfloat16:0]
 
-Of Qwen2.5-0.5B's shape. The long sequence's cache is not computed but taken as a prefix that is there (of zeros): what
-is measured is how its blocks are shared out among threads. Bandwidth is measured before and after, the better counts.
+The shape is Qwen2.5-0.5B's. The long sequence's cache is taken as a cached prefix of zeros, not computed: what is
+measured is how threads share its blocks. Bandwidth is measured before and after; the better figure counts.
 """
 
 from __future__ import annotations

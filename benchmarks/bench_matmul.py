@@ -1,10 +1,10 @@
-"""Products of one weight matrix alone, as fractions of what the machine can do: formats interleaved.
+"""Measures products of one weight matrix alone, as fractions of the machine's rates; formats are interleaved.
 
     bench_matmul.py [--out N] [--in K] [--copies 24] [--threads 2] [--rows 1 2 4 8 16 256] [--formats w4a8:64 ...]
 
 Each run multiplies `copies` matrices in turn, so that they come from memory as a model's do. Printed per format and
-number of rows: the best of --repeats as bytes/s over the measured read bandwidth, and operations/s over the measured
-fp32 FMA rate (integer formats can pass 1).
+number of rows is the best of --repeats: bytes/s over the measured read bandwidth, and operations/s over the measured
+fp32 FMA rate (integer formats can exceed 1).
 """
 
 from __future__ import annotations

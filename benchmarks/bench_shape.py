@@ -1,11 +1,12 @@
-"""A model of a real shape with random weights, on the native executor alone: prefill, decode, and where the time goes.
+"""Measures a model of a real shape with random weights on the native executor: prefill, decode, and time per kind of
+op.
 
     bench_shape.py [--shape 0.5b 1.5b] [--threads 16] [--formats bfloat16:0 w8a8:0] [--prompt 1024] [--batch 1 8 32]
     [--context 128]
 
-No checkpoint, engine or tokenizer: what is measured is the step. Ceilings are measured beforehand. Prefill is given in
-operations really done (weights of all rows, the head's of one, attention's causal half) over the AMX peak, or over the
-fp32 FMA rate without AMX; decode as bytes of weights over the read bandwidth.
+No checkpoint, engine or tokenizer is involved. The machine's rates are measured first. Prefill is given in operations
+really done (weights for all rows, the head for one, attention's causal half) over the AMX peak, or over the fp32 FMA
+rate without AMX; decode as bytes of weights over the read bandwidth.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class Shape:
     top: int = 0
 
     def expert_bytes(self, dtype: str, group: int, rows: int) -> float:
-        """That a step of so many rows reads in a layer, when their experts are independent and equally likely."""
+        """Bytes of experts that a step of this many rows reads in a layer, if rows choose experts independently and
+        uniformly.
+        """
         one = sum(_native.matrix_bytes(n, k, dtype, group) - 4096 for n, k in ((2 * self.inner, self.hidden),
                                                                               (self.hidden, self.inner)))
         return one * self.experts * (1 - (1 - self.top / self.experts) ** rows)
@@ -154,7 +157,7 @@ class Model:
         return seconds
 
     def decode(self, batch: int, steps: int) -> float:
-        """Seconds of a step, the median."""
+        """Median seconds of a step."""
         for slot in range(batch):
             self.start(slot, self.context, slot * -(-(self.context + 32) // SPAN))
         self.executor.set_profiling(True)
@@ -168,7 +171,7 @@ class Model:
         return float(np.median(times))
 
     def report(self) -> str:
-        """Milliseconds of each kind of op since profiling was set."""
+        """Milliseconds of each kind of op since profiling was switched on."""
         total: dict[str, float] = {}
         count = 1
         for op in self.executor.profile():

@@ -1,16 +1,17 @@
-"""What requests cost each other, and what they spare each other, on a real model.
+"""Measures what requests cost each other, and what they save each other, on a real model.
 
     bench_sharing.py CHECKPOINT [--threads 1] [--dtype w8a8] [--rounds 3] [--only prompts prefixes chats]
 
-The checkpoint may have no tokenizer: then it gets the one of the model that ships.
+A checkpoint without a tokenizer gets that of the shipped model.
 
-prompts: beside 8 streams, the time between their tokens while a prompt of 4,000 tokens arrives, as a part of the median
-without it; and how many steps a prompt of 50,000 tokens' text (200,000
-characters, tokenized here) delays streams, and a short prompt behind it.
-prefixes: the first token's time of a prompt of 2,000 new tokens, of another that shares them, of one whose spans come
-back from the host cache, in memory and from a file after a restart; rounds in turn, parts of the first.
-chats: 32 chats of 6 turns, in closed loop, all with the same system prompt: rows computed, as a part of the tokens that
-are new.
+prompts: the time between tokens of 8 streams while a prompt of 4,000 tokens arrives, relative to the median without it;
+and how many steps the text of a 50,000-token prompt (200,000 characters, tokenized here) delays the streams and a short
+prompt behind it.
+
+prefixes: time to the first token of a prompt of 2,000 new tokens, of another that shares them, and of one whose spans
+come back from the host cache, in memory and from a file after a restart; rounds in turn, relative to the first.
+
+chats: 32 chats of 6 turns, in a closed loop, with the same system prompt: rows computed, relative to the new tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from allspark_server.engine.engine import Engine
 
 
 class Times:
-    """A sink: when tokens came, and after how many steps."""
+    """A sink that records when tokens came, and after how many steps."""
 
     def __init__(self, engine: Bench):
         self.engine, self.began = engine, time.perf_counter()

@@ -1,15 +1,15 @@
-"""What speculative decoding brings at batch 1: tokens/s with it over tokens/s without, in turns.
+"""Measures what speculative decoding gains at batch 1: tokens/s with it over tokens/s without, in turn.
 
     bench_speculation.py FOLDER [--threads 2] [--formats bfloat16 w8a8] [--tokens 256] [--rounds 3]
 
-Writes checkpoints of Qwen2.5-0.5B's shape into FOLDER, unless they are there:
+Writes checkpoints of Qwen2.5-0.5B's shape into FOLDER unless they exist:
 
     successor   random but for `o` and `down`, which are zero, and an untied head that maps each token to a successor:
-                so the answer is known, and prompts can be made that hold any part of its transitions
-    large       random in layers 1 to 4, the others add zero; their time is that of a model of 24 layers
-    draft       layers 1 to 4 of it, which says what `large` says
+                the answer is known, and prompts can contain any part of its transitions
+    large       random in layers 1 to 4, the others add zero; it takes the time of a model of 24 layers
+    draft       layers 1 to 4 of `large`, which predict the same tokens
 
-Prompt lookup is measured where 80 % of the answer's transitions stand in the prompt and where none does.
+Prompt lookup is measured with 80 % of the answer's transitions in the prompt, and with none.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def successor(token: int) -> int:
 
 
 def write(folder: Path, layers: int, head: bool, zero_from: int) -> None:
-    """A checkpoint whose layers from `zero_from` on add zero. head: untied, and of successors."""
+    """Writes a checkpoint whose layers from `zero_from` on add zero. `head`: untied, and maps tokens to successors."""
     folder.mkdir(parents=True, exist_ok=True)
     config = dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", hidden_size=HIDDEN, intermediate_size=INNER,
                   num_hidden_layers=layers, num_attention_heads=14, num_key_value_heads=2, vocab_size=VOCAB,
@@ -75,7 +75,7 @@ def write(folder: Path, layers: int, head: bool, zero_from: int) -> None:
 
 
 def prompts(tokens: int) -> dict[str, list[int]]:
-    """Of the successor model, each with its last token where the answer begins."""
+    """Prompts for the successor model, each ending with the token before the answer."""
     rng = np.random.default_rng(1)
     start, orbit = 4711, [4711]
     for _ in range(tokens):
@@ -88,7 +88,7 @@ def prompts(tokens: int) -> dict[str, list[int]]:
 
 
 class Served:
-    """A model in an engine, and how fast it answers."""
+    """A model in an engine, and its speed."""
 
     def __init__(self, folder: Path, dtype: str, threads: int, speculation: str, draft: str = ""):
         self.engine = Engine()
@@ -98,7 +98,7 @@ class Served:
         self.engine.start_model("m")
 
     def answer(self, prompt: list[int], tokens: int) -> tuple[list[int], float]:
-        """The answer, and its tokens/s after the first."""
+        """The answer, and its tokens/s after the first token."""
         config = {"do_sample": False, "max_new_tokens": tokens, "early_stopping": False}
         _, handle, queue = self.engine.start_request("m", {"input_ids": prompt}, config)
         ids = list(queue.Get().ids_from_generate)
@@ -111,7 +111,7 @@ class Served:
 
 
 def compare(name: str, plain: Served, other: Served, prompt: list[int], tokens: int, rounds: int) -> dict:
-    """Both in turns; the answers must be the same."""
+    """Runs both in turn; their answers must be equal."""
     rates: list[tuple[float, float]] = []
     for _ in range(rounds + 1):  # the first round warms up
         (ids, without), (same, speculating) = plain.answer(prompt, tokens), other.answer(prompt, tokens)

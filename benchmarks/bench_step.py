@@ -1,11 +1,10 @@
-"""What a step costs in Python, without any computing: bench_step.py [RUNNING …] [--waiting N] [--drafts N].
+"""Measures the Python time of a step, without any computing: bench_step.py [RUNNING …] [--waiting N] [--drafts N].
 
-For each number of running requests, all of one client's session (as the service files them), with two steps in flight:
-the medians over 300 steps of the processor's time for planning, encoding, and completing and handing over on the
-engine's thread, in us, and the mean of their sum as a part of the allowance, 60 us + 1 us for each running request;
-then what the output stage's thread and the event loop (ClientStream.take) have to do for a step, with more requests
-waiting.
-`--drafts`: every sequence gets drafts, of which so many are accepted.
+For each number of running requests, all of one client's session (as the service groups them), with two steps in flight:
+median CPU time over 300 steps, in microseconds, for planning, encoding, and completing and handing over in the engine's
+thread; the mean of their sum relative to the allowance of 60 us + 1 us per running request; then the work of the output
+stage's thread and of the event loop (ClientStream.take) for a step, with more requests waiting. With `--drafts` every
+sequence gets drafts, and that many are accepted.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ STEPS, WARM, DEPTH = 300, 50, 2
 
 
 class Output(OutputStage):
-    """An output stage without its thread: what it is given waits for the benchmark."""
+    """An output stage without its thread: what it receives waits for the benchmark."""
 
     def __init__(self):
         super().__init__(lambda request: None, lambda sequence: None)
@@ -43,7 +42,7 @@ class Output(OutputStage):
 
 
 def result_of(step, accepted: int) -> SimpleNamespace:
-    """Token 1 for every row that draws, and for as many drafts."""
+    """A result of token 1 for every row that samples, and for as many drafts."""
     counts = 1 + np.minimum(step.work.columns[WorkTable.DRAFTS, step.drawing], max(accepted, 0))
     tokens = np.ones(int(counts.sum()), np.int32)
     drafted = step.work.columns[WorkTable.DRAFTS, step.drawing]

@@ -1,12 +1,11 @@
-"""Runs benchmarks in turn, several rounds, with the machine's ceilings measured before each round; prints best and
+"""Runs benchmarks in turn for several rounds and measures the machine's rates before each round; prints best and
 median.
 
-    compare.py --rounds 3 'ours=python benchmarks/bench_allspark.py CKPT' 'peer=venv/bin/python bench_dashinfer.py CKPT
-    WORK 2'
+    compare.py --rounds 3 'ours=python benchmarks/bench_allspark.py CKPT' 'peer=venv/bin/python bench_dashinfer.py
+    CKPT WORK 2'
 
-Each command prints a line "RESULT name… {dictionary}" (the peers' scripts do). Machines drift by half from hour to
-hour:
-compare figures of one run of this script only.
+Each command prints a line "RESULT name… {dictionary}", as the peers' scripts do. A machine's speed can drift by half
+from hour to hour: compare figures of one run only.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Many clients in one process: HTTP/2 connections to a group, each with an open Session call, by hand. A gRPC channel
-takes hundreds of kilobytes of its own, and behaves.
+"""Many clients in one process: hand-written HTTP/2 connections to a group, each with an open Session call. A gRPC
+channel would take hundreds of kilobytes each, and would always behave well.
 
     crowd.py ADDRESS KIND --clients N [--each N] [--seconds S] [--tokens N] [--prompt N]
 
-Kinds: `idle` says hello, and answers pings; `busy` has one request after the other, so many at once; `deaf` has them
-and reads nothing; `keeps` never releases one; `large` sends the largest message again and again. When all have been
-greeted, and at the end, a line of JSON is printed.
+Kinds: `idle` only says hello and answers pings; `busy` runs one request after the other, --each at once; `deaf` does so
+but reads nothing; `keeps` never releases a request; `large` sends the largest message again and again. A line of JSON
+is printed when all clients are connected, and at the end.
 """
 
 from __future__ import annotations
@@ -52,20 +52,22 @@ def _greeting(window: int) -> bytes:
 
 
 def _wire(request: pb.SessionRequest) -> bytes:
-    """A gRPC message, the content of frames."""
+    """A gRPC message as the content of HTTP/2 frames."""
     data = request.SerializeToString()
     return b"\0" + struct.pack(">I", len(data)) + data
 
 
 @functools.cache
 def _large() -> bytes:
-    """More text than the context holds, refused once it was read. Its id is always the same: that one is free again."""
+    """More text than the context holds, which the server refuses after reading it. Its id is always the same, because
+    it is free again.
+    """
     request = pb.GenerateRequest(model=MODEL, text="a b " * (_LARGEST // 4))
     return _wire(pb.SessionRequest(start=pb.StartRequest(id=1, request=request)))
 
 
 class Client:
-    """One connection. `answered`: greeted by the server."""
+    """One connection; `answered` once the server has greeted it."""
 
     def __init__(self, address: str, options: argparse.Namespace, number: int):
         self.options, self.random, self.answered, self.over = options, random.Random(number), False, False
@@ -94,7 +96,7 @@ class Client:
         self.flush()
 
     def flush(self) -> None:
-        """As much as the socket takes."""
+        """Writes as much as the socket takes."""
         while self._out:
             try:
                 del self._out[:self.socket.send(self._out[:1 << 20])]
@@ -109,7 +111,7 @@ class Client:
         return bool(self._out)
 
     def receive(self) -> None:
-        """What has come."""
+        """Reads and handles what has come."""
         try:
             data = self.socket.recv(1 << 18)
         except BlockingIOError:
@@ -160,7 +162,7 @@ class Client:
                 self._message(body)
 
     def _pay(self) -> None:
-        """Sends of what is held as much as the server's windows allow, in frames."""
+        """Sends held data in frames, as far as the server's windows allow."""
         while len(self._held) and min(self._credit) > 0:
             part = bytes(self._held[:min(16384, *self._credit)])
             del self._held[:len(part)]

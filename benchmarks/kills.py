@@ -1,10 +1,11 @@
-"""Kills ranks of a group under load, again and again: every output must be the undisturbed one, nothing may be left.
+"""Kills ranks of a group under load again and again: every output must be the undisturbed one, and nothing may be left
+over.
 
     kills.py [--cycles N] [--ranks N] [--model DIR] [--starts N]
 
-Each cycle waits for the first token that follows the kill before, then kills a random rank; `--starts` of them kill it
-during the start that follows, before it serves. Prints how long it took from a kill to the next token, under what load
-of the machine, and what the supervisor and its client have grown to.
+Each cycle waits for the first token after the previous kill, then kills a random rank. `--starts` of the cycles kill it
+during the restart, before the group serves. Prints the time from a kill to the next token, the machine's load, and the
+memory of the supervisor and its client.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ def ranks_of(supervisor: int) -> list[int]:
 
 
 def held_by(pid: int) -> str:
-    """What a process has of what could grow."""
+    """Resources of a process that could leak."""
     process = psutil.Process(pid)
     return f"{process.memory_info().rss >> 20} MiB, {process.num_fds()} descriptors, {process.num_threads()} threads"
 
 
 class Load:
-    """Streams requests one after the other until told to stop."""
+    """Streams requests one after the other until it is stopped."""
 
     def __init__(self, address: str):
         self._engine = ClientEngine(address, reconnect_timeout=300)
@@ -71,7 +72,7 @@ class Load:
         while not self._end.is_set():
             try:
                 ids = self._ids(stream)
-            except Exception as error:  # any end but the right one counts
+            except Exception as error:  # any other end is a failure
                 self.wrong.append(f"stream {stream}: {error}")
                 print(self.wrong[-1], flush=True)
                 continue
@@ -88,7 +89,7 @@ class Load:
 
 
 def cycle(load: Load, supervisor: int, at_start: bool) -> float:
-    """Kills a rank; returns s to the next token."""
+    """Kills a rank; returns the seconds to the next token."""
     before = ranks_of(supervisor)
     killed = time.monotonic()
     os.kill(random.choice(before), signal.SIGKILL)
@@ -98,7 +99,7 @@ def cycle(load: Load, supervisor: int, at_start: bool) -> float:
         time.sleep(random.uniform(0, 0.5))
         with contextlib.suppress(ProcessLookupError):
             os.kill(random.choice(sorted(fresh)), signal.SIGKILL)
-    # A token that was on its way when the rank was killed is none that followed.
+    # A token that was on its way when the rank was killed does not count as one after the kill.
     while not (load.last_token > killed + 0.1 and set(ranks_of(supervisor)).isdisjoint(before)):
         time.sleep(0.005)
         if time.monotonic() - killed > 300:

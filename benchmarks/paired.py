@@ -1,11 +1,11 @@
-"""Is a change slower? Two installations in turn on twelve named cells, the old one against itself as the noise.
+"""Checks whether a change is slower: two installations in turn on twelve named cells, the old one also against itself
+as noise.
 
     paired.py OLD_PYTHON NEW_PYTHON --model CKPT [--alternations 5] [--threads N] [--json FILE]
 
-Runs `allspark bench static` of both interpreters' installations, old, new and old again in a rotating order, so that a
-machine that drifts by half within an hour drifts under all three. A cell's ratio is the median over the alternations of
-new / mean(old, old again); the noise, that of old / old again, where nothing differs. A new build passes with a
-geometric mean of at least 0.98 (--least).
+Runs `allspark bench static` of both interpreters' installations: old, new and old again, in a rotating order, so that a
+drift of the machine affects all three. A cell's ratio is the median over the alternations of new / mean(old, old
+again); its noise that of old / old again. A new build passes with a geometric mean of at least 0.98 (--least).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CELLS = {"decode 1": "1x128x64", "decode 8": "8x128x32", "prefill 1024": "1x1024
 
 
 def measure(python: str, options: argparse.Namespace) -> dict[str, float]:
-    """Tokens/s of each named cell, by one run of `allspark bench static`."""
+    """Tokens/s of each named cell from one run of `allspark bench static`."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         line = [python, "-m", "allspark_launch", "bench", "static", "--model", options.model, "--rounds", "1",

@@ -1,4 +1,4 @@
-"""NCCL's all-reduce of [rows, 3584], a graph of 56: what all_reduce.cu is compared with. Needs torch and 2 GPUs."""
+"""NCCL's all-reduce of [rows, 3584] in a graph of 56, for comparison with all_reduce.cu. Needs torch and 2 GPUs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What cuBLASLt does in e4m3 with a scale for each row and each column (torch._scaled_mm), at the shapes of Qwen2.5-7B:
-`python scaled_mm.py [rows,rows...]`; microseconds and TFLOP/s of each product, with fast accumulation and without.
+"""Measures cuBLASLt's e4m3 GEMM with a scale per row and column (torch._scaled_mm) at Qwen2.5-7B's shapes.
+
+`python scaled_mm.py [rows,rows...]` prints microseconds and TFLOP/s, with and without fast accumulation.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Where the time of a step goes, kernel by kernel, as CUPTI records it (torch's profiler sees all of its process):
-`python step_kernels.py [7b] [decode=1,8] [lines=14] [prefill=1x1024] [format=float8] [cache=int8]`, as bench_cuda.py
-has these. Steps are timed without it first. Prompts are one step, of all their rows.
+"""Shows the time of a step, kernel by kernel, as CUPTI records it (torch's profiler sees the whole process).
 
-A kernel's time is from the end of the one before to its own: so those that begin early do not count twice. Kernels that
-are told apart by what came before them (the product after a norm, after attention ...) have lines of their own.
+`python step_kernels.py [7b] [decode=1,8] [lines=14] [prefill=1x1024] [format=float8] [cache=int8]`, with
+bench_cuda.py's arguments. Steps are timed without the profiler first. Prompts are one step of all their rows.
+
+A kernel's time runs from the end of the previous one to its own end, so that overlapping kernels do not count twice.
+Kernels that depend on what ran before them (a GEMM after a norm, after attention, …) have lines of their own.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def short(name: str) -> str:
 
 
 def kernels_of(step, times: int) -> list[tuple[float, float, str]]:
-    """Of some steps: start and end in us, and name."""
+    """Start and end in us, and name, of the kernels of some steps."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(times):
             step()

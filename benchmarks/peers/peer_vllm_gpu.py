@@ -1,7 +1,7 @@
-"""vLLM on GPUs. Needs: vllm (the wheel of PyPI), and what it brings. With VLLM_BATCH_INVARIANT=1 in the environment it
-is measured in the mode in which a request's tokens do not depend on the batch, as they never do here.
+"""vLLM on GPUs. Needs: vllm (the wheel of PyPI) and its requirements. With VLLM_BATCH_INVARIANT=1 in the environment it
+is measured in the mode in which a request's tokens do not depend on the batch, which is always so here.
 
-Its offline interface hides the steps: decode is the time of a whole run without that of a run of one token.
+Its offline interface hides the steps: decode is the time of a whole run minus that of a run of one token.
 """
 from __future__ import annotations
 
