@@ -40,8 +40,8 @@ import psutil
 from allspark_client import ClientEngine
 from allspark_client.config import AsModelConfig, GenerateConfig
 from allspark_client.request import RequestSpec
-from allspark_launch.group.background import background_group, shipped_model
 from allspark_launch.commands.top import table
+from allspark_launch.group.background import background_group, shipped_model
 
 CROWD = Path(__file__).with_name("crowd.py")
 MIB = 1 << 20

@@ -1,4 +1,6 @@
-"""The prefix cache's second tier with real spans: the bits that come back, in memory and in a file, on every rank."""
+"""The host cache (the prefix cache's offload tier) with real spans: the restored bits, in memory and in a file, on
+every rank.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ KEY = bytes(range(16))
 
 
 def config(spans: int = 14, host: int = 64, **fields) -> AsModelConfig:
-    """A cache of so many spans and a second tier of about so many."""
+    """A cache of `spans` spans and a host cache of about as many as `host`."""
     size = spans_bytes(fields)
     return AsModelConfig(model_name="m", model_path=str(checkpoint(NAME)), cache_span_size=16, engine_max_length=200,
                          engine_max_batch=3, num_threads=2, cache_memory=spans * size,
@@ -87,7 +89,7 @@ PROMPTS = [[(17 * i * i + 31 * seed + i) % 1000 for i in range(150)] for seed in
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, list]:
-    """Of each cache, what an engine without a prefix cache says."""
+    """For each type of cache, the output of an engine without a prefix cache."""
     found = {}
     for name, fields in MODES.items():
         with Serving(config(40, 0, enable_prefix_cache=False, **fields)) as serving:
@@ -232,7 +234,7 @@ def words(saved, restored) -> list[int]:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_copies_of_every_rank(world):
-    """A sequence's span goes away, is overwritten and comes back: the logits are the same."""
+    """A sequence's span is offloaded, overwritten and restored: the logits are the same."""
     prompt = PROMPTS[0][:40]
     with Driver(checkpoint(NAME), world, cache_span_size=16, host_cache_memory=1 << 20) as driver:
         sampling = SamplingParams(do_sample=False, prompt_len=40).encode()

@@ -1,4 +1,4 @@
-"""the host cache, as the scheduler uses it: what goes there, what comes back, and what that costs."""
+"""The host cache as the scheduler uses it: which spans are offloaded, which come back, and what that costs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.scheduler_rig import Rig, output, prompt_of
 
 
 def copies_of(rig: Rig) -> list[int]:
-    """How many copies each plan had."""
+    """Number of copies in each plan."""
     return [sum(len(words) // 6 for _, words in plan.sections) for plan in rig.executor.plans]
 
 
@@ -76,7 +76,7 @@ def test_many_spans_come_back_over_several_steps():
 
 
 def evicted() -> Rig:
-    """One in which another prompt has pushed prompt_of(600) out of the device's cache."""
+    """A rig in which another prompt has evicted prompt_of(600) from the device's cache."""
     rig = Rig(num_spans=260, host_spans=2000, max_batch=4)
     rig.add(prompt_of(600), 1)
     rig.run()
@@ -151,11 +151,11 @@ def test_what_is_not_worth_copying_is_computed():
     costs = CopyCosts(32)
     assert costs.worthwhile()
     costs.learn(rows=256, seconds=0.256, copies=0, copy_seconds=0)
-    costs.learn(rows=1, seconds=5.0, copies=0, copy_seconds=0)  # of no account
+    costs.learn(rows=1, seconds=5.0, copies=0, copy_seconds=0)  # too few to matter
     assert abs(costs.row - 1e-3) < 1e-9 and costs.worthwhile()
     costs.learn(rows=0, seconds=0.1, copies=2, copy_seconds=0.1)
     assert abs(costs.copy - 0.05) < 1e-9 and not costs.worthwhile()  # 50 ms against 32
-    assert sum(not costs.worthwhile() for _ in range(100)) < 30  # it is tried again
+    assert sum(not costs.worthwhile() for _ in range(100)) < 30  # copying is tried again
     rig = Rig(num_spans=32, host_spans=100)
     rig.host_cache.costs.copy, rig.host_cache.costs.row = 10.0, 1e-6
     rig.add(prompt_of(80), 5)
@@ -177,7 +177,7 @@ def test_a_cache_too_small_for_what_comes_back():
 
 
 def test_a_cache_that_is_lost_takes_what_was_not_copied_along():
-    """Sleep: what the host cache holds stays, what it was still to be given is forgotten."""
+    """In sleep, the host cache keeps what it holds and forgets copies that were not made yet."""
     host_cache = HostCache(4, 16)
     keys = [bytes([i] * 16) for i in range(5)]
     host_cache.evicted(keys[0], 10)
@@ -190,7 +190,7 @@ def test_a_cache_that_is_lost_takes_what_was_not_copied_along():
     host_cache.cache_is_lost()
     assert [key in host_cache for key in keys] == [True, False, False, False,
                                                    False] and host_cache.take_copies() is None
-    for number in (3, 4, 1):  # and all of its room is there
+    for number in (3, 4, 1):  # and all of its space is free
         host_cache.evicted(keys[number], 20 + number)
         host_cache.before_writes([20 + number])
     assert len(host_cache.take_copies().saved) == 3 and len(host_cache) == 4

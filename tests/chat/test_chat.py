@@ -1,4 +1,4 @@
-"""Chat formats: recorded answers taken apart however they are cut, prompts, and grammars of forced calls."""
+"""Chat formats: parsing of recorded answers however they are split, prompts, and grammars of forced calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def parse(name, pieces, tools=TOOLS, choice=None, opened=""):
 
 
 PARIS, BERLIN = '{"city": "Paris"}', '{"city": "Berlin", "days": 2}'
-# What models of these families have written, in the form that their model cards and templates publish.
+# Answers in the form that the families' model cards and templates publish.
 RECORDED = [
     ("hermes", '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>', "", "",
      [("get_weather", PARIS)]),
@@ -384,7 +384,7 @@ def test_marks_that_are_special_tokens():
             assert free.matcher([EOS], tokenizer.encode("I look: ") + ids).may_stop
             with pytest.raises(MatcherError):
                 free.matcher([EOS], tokenizer.encode("I look: " + text.replace("UTC", "UTX")))
-        # Spelled in text, they are text.
+        # Marks that are spelled out in text are plain text.
         matcher = guide.compile({"type": "choice", "choice": ["a<tool_call>b"]}).matcher([EOS])
         assert len(walk(matcher, 0)) > 4 and matcher.must_stop
     finally:
@@ -393,7 +393,7 @@ def test_marks_that_are_special_tokens():
 
 # ---- harmony --------------------------------------------------------------------------------------------------------
 
-# What the published template makes of a chat, as far as it matters here.
+# The part of the published template that matters here.
 HARMONY = (
     "{%- macro message(head, text, end='<|end|>') %}{{- '<|start|>' + head + '<|message|>' + text + end }}"
     "{%- endmacro %}"
@@ -415,7 +415,7 @@ FINAL = "<|channel|>final<|message|>"
 
 @pytest.fixture(scope="module", params=["special", "text"])
 def harmony(request):
-    """A tokenizer whose marks are special tokens, as o200k_harmony's are, or none; and its guide."""
+    """A tokenizer with or without special tokens for the marks, as o200k_harmony has them; and its guide."""
     backend = tokenizers.Tokenizer.from_file(str(FABLE / "tokenizer.json"))
     if request.param == "special":
         backend.add_special_tokens(list(chat_format("harmony").markers))

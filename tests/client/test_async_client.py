@@ -1,4 +1,4 @@
-"""AsyncClientEngine where ClientEngine's tests say nothing of it: cancellation, resumption, pools, many requests."""
+"""AsyncClientEngine, where ClientEngine's tests do not cover it: cancellation, resumption, pools, many requests."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_cancelled_tasks_leave_nothing(served):
                 await task
             assert reading[0].status is Status.GenerateInterrupted and not engine._engine._requests
             await asyncio.to_thread(wait_until, lambda: not core.live, 5)
-            core.submit_seconds = 0.3  # now cancelled before the server's word
+            core.submit_seconds = 0.3  # cancelled before the server answers
             task = asyncio.create_task(one())
             await asyncio.sleep(0.1)
             task.cancel()

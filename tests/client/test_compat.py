@@ -1,4 +1,4 @@
-"""DashInfer's import lines, and that importing the client stays light."""
+"""DashInfer's import lines, and the small cost of importing the client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DashInfer's own world: scripts in the manner of its CPU examples, run as they are, and the helpers they use."""
+"""DashInfer's API: scripts in the style of its CPU examples, run unchanged, and the helpers that they use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODEL_HUB = """
 
 
 def script(folder: Path, model: Path, code: str, *words: str, **environment: str) -> str:
-    """What a script prints that is run by `python -m allspark_client.compat`. Its model hub is a stub."""
+    """Output of a script under `python -m allspark_client.compat`, with a stub of its model hub."""
     hub = folder / "modelscope"
     hub.mkdir(exist_ok=True)
     (hub / "__init__.py").write_text(textwrap.dedent(MODEL_HUB))
@@ -174,7 +174,7 @@ CONFIG = {
 
 @pytest.mark.parametrize("multi", [False, True])
 def test_evaluation(tmp_path, tiny_model, multi):
-    """With several devices the helper runs a group of ranks."""
+    """With several devices the helper starts a group of ranks."""
     config = json.loads(json.dumps(CONFIG))
     if multi:  # whose slices of the tiny model's matrices do not begin with a group
         config["device_ids"], config["quantization_config"]["SubChannel"] = [0, 1], False
@@ -232,7 +232,9 @@ def test_helper_requests(tmp_path, tiny_model):
 
 
 def test_rope_scaling(tmp_path):
-    """Serialized with another scaling, a checkpoint is what transformers makes of it with that in its config.json."""
+    """Serialized with another rotary scaling, a checkpoint computes what transformers does with that scaling in
+    config.json.
+    """
     directory = checkpoint("qwen2-gqa-tied")
     loader = HuggingFaceModel(str(directory), "m", user_set_data_type="float32").load_model()
     made_for = loader.get_model_context_length()

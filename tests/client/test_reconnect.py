@@ -1,4 +1,6 @@
-"""Clients that vanish or do not read, servers that die: nothing leaks, nothing hangs, requests go on elsewhere."""
+"""Clients that vanish or stop reading, and servers that die: nothing leaks or hangs, and requests continue
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ from support.fake_service import expected, server_process, serving, tokens, wait
 
 @pytest.fixture(autouse=True)
 def short_first_contact(monkeypatch):
-    """Waiting for a server that is not there is tested once at full length."""
+    """Shortens the wait for a server that is not there; one test covers its full length."""
     monkeypatch.setattr(pool, "_FIRST_CONTACT_SECONDS", 1.0)
 
 
@@ -173,7 +175,9 @@ def test_resume_on_the_same_server_once_it_is_back(tmp_path):
 
 
 def test_a_request_that_keeps_losing_its_server_is_given_up():
-    """It may be what ends them: it must not be handed over for ever. One that gains tokens in between may be."""
+    """The request may be what crashes the servers, so it must not be retried for ever. A request that gains tokens in
+    between may be.
+    """
     slow = FakeEngine(interval=0.2)
     with serving(core=slow) as (core, address), ClientEngine(address, reconnect_timeout=20) as engine:
         _, handle, queue = engine.start_request("m", {"input_ids": [5]}, {"max_new_tokens": 10_000})
@@ -201,7 +205,7 @@ def break_connection(request):
 
 @pytest.mark.parametrize("inputs", [{"text": "hey"}, {"messages": [{"role": "user", "content": "x"}]}])
 def test_text_is_resumed_by_its_ids(inputs):
-    """The other server would make other ids of it: a template may ask for the time."""
+    """Another server might tokenize the text differently, for example because a template asks for the time."""
     slow = [FakeEngine(interval=0.02) for _ in range(2)]
     slow[1].text_offset = 1
     with serving(core=slow[0]) as (_, first), serving(core=slow[1]) as (_, second):
@@ -222,7 +226,7 @@ def test_text_is_resumed_by_its_ids(inputs):
 
 @contextlib.contextmanager
 def distant(address, seconds):
-    """A TCP proxy to `address` that holds every byte back for so long; yields its own address."""
+    """A TCP proxy to `address` that delays every byte by `delay` seconds; yields its own address."""
     host, port = address.rsplit(":", 1)
     listener = socket.create_server(("127.0.0.1", 0))
 
@@ -343,7 +347,7 @@ def test_nobody_listens(tmp_path, monkeypatch):
 
 
 def lose_answers(monkeypatch, method):
-    """The next answer to `method` is lost, whatever it is: the client cannot know whether the server has obeyed."""
+    """Loses the next answer to `method`, so that the client cannot know whether the server obeyed."""
     call, lost = connection.Member.call, []
 
     def lossy(self, name, *args):

@@ -96,7 +96,7 @@ def test_finish_reason():
 
 
 def test_a_reader_that_is_slow_costs_the_writer_nothing():
-    """What is handed over is merged at once, in time that does not grow with what is unread already."""
+    """New results are merged at once, in a time that does not grow with the number of unread ones."""
     q, unread = a.ResultQueue(), 30_000
 
     def put(count: int) -> float:

@@ -1,4 +1,4 @@
-"""A request outlives its server: real groups are killed, and the continuation is the same bits."""
+"""A request outlives its server: real groups are killed, and the continuation has the same bits."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_on_another_group_and_none_left(monkeypatch):
 
 
 def test_a_chat_whose_template_tells_the_time(tiny_model, tmp_path):
-    """Rendered again it would be another prompt: the tokens it has go on after the ids that they followed."""
+    """Rendered again, the prompt would differ: the continuation follows the ids of the first rendering."""
     directory = shutil.copytree(tiny_model, tmp_path / "m")
     config = json.loads((directory / "tokenizer_config.json").read_text())
     config["chat_template"] = "{{ strftime_now('%H:%M:%S.%f') }} {{ messages[0].content }}"

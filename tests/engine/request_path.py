@@ -1,8 +1,9 @@
-"""The modules that a request enters from Engine.start_request to the engine's queue: python
-tests/engine/request_path.py
+"""Prints the modules that a request enters between Engine.start_request and the engine's queue.
 
-A module is entered when code of another module of allspark_server calls into it; calls in a row into the same module
-count once. Prints the modules of several kinds of requests in the order of their entries.
+    python tests/engine/request_path.py
+
+A module is entered when code of another module of allspark_server calls into it; consecutive calls into the same module
+count once. Several kinds of requests are printed, each with its modules in the order of entry.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bad input gets a clear error, and the server goes on: after every test here the engine still answers as before."""
+"""Bad input gets a clear error, and the server continues: after every test the engine still answers as before."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GREEDY = {"do_sample": False, "eos_token_id": -1, "max_new_tokens": 8}
 
 @pytest.fixture(scope="module")
 def served(any_engine, tiny_model):
-    """The engine, a started model, and what that model answers."""
+    """The engine, a started model, and that model's answer to a fixed request."""
     config = AsModelConfig(
         model_name=NAME, model_path=str(tiny_model), engine_max_length=128, engine_max_batch=2, max_queue=3
     )
@@ -63,7 +63,7 @@ def ask(engine) -> list[int]:
 
 @pytest.fixture
 def broken(tiny_model, tmp_path) -> Path:
-    """A copy of the checkpoint, to be damaged."""
+    """A copy of the checkpoint that a test may damage."""
     return Path(shutil.copytree(tiny_model, tmp_path / "broken"))
 
 
@@ -86,7 +86,7 @@ def edit_config(directory: Path, change) -> None:
 
 
 def edit_tensors(directory: Path, change) -> None:
-    """`change(header, data)` may alter the safetensors header's entries and the bytes of the tensors."""
+    """Lets `change(header, data)` alter the safetensors header's entries and the tensors' bytes."""
     path = directory / "model.safetensors"
     raw = path.read_bytes()
     (length,) = struct.unpack_from("<Q", raw)
@@ -178,7 +178,7 @@ def test_nan_weights_bring_a_warning(engine, broken, caplog):
     engine.start_model("x")
     _, _, results = engine.start_request("x", {"input_ids": PROMPT}, {"max_new_tokens": 3})
     engine.sync_request("x")
-    assert results.GenerateStatus().final  # what it writes is undefined; that it ends is not
+    assert results.GenerateStatus().final  # its output is undefined, but it must end
     engine.release_model("x")
     if not engine.is_allspark_work_as_service():
         assert any(name in record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
@@ -287,7 +287,7 @@ def test_prompt_that_can_never_fit_the_cache(engine, tiny_model):
     with pytest.raises(AllSparkError, match="ALLSPARK_CACHE_MEMORY_OUT"):
         for elements in results:
             got += len(elements.ids_from_generate)
-    assert got == 2 * 32 + 1 - len(PROMPT)  # the last token needs no room of its own
+    assert got == 2 * 32 + 1 - len(PROMPT)  # the last token takes no space in the cache
     engine.release_model("x")
 
 

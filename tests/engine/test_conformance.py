@@ -1,6 +1,6 @@
-"""One suite for all engines: Engine, and ClientEngine with groups of one and of two ranks, on a real checkpoint.
+"""One suite for all engines on a real checkpoint: Engine, and ClientEngine with groups of one and of two ranks.
 
-What the API promises is tested here once; a test that needs to know which engine it talks to does not belong here.
+Each promise of the API is tested here once. A test that needs to know which engine it talks to does not belong here.
 """
 
 from __future__ import annotations

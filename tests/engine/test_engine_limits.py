@@ -1,4 +1,4 @@
-"""What an engine keeps, refuses and survives: handles, waiting prompts, failed models, the end of its thread."""
+"""Limits and failures of an engine: handles, waiting prompts, failed models, the end of its thread."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_what_the_thread_is_at_is_known_to_the_heartbeat(make_engine, tmp_path):
     heartbeat.send()
     assert "step_seconds" not in json.loads(beats.recv(4096))
     with engine._thread.lock:
-        engine._thread.post(lambda: time.sleep(0.5))  # whatever it is that does not end
+        engine._thread.post(lambda: time.sleep(0.5))  # any cause that keeps it from ending
     time.sleep(0.2)
     heartbeat.send()
     assert 0.1 < json.loads(beats.recv(4096))["step_seconds"] < 0.5
@@ -158,7 +158,7 @@ def test_a_load_holds_up_nobody_and_can_be_given_up(make_engine):
 
 
 class CountingTokenizer:
-    """A tokenizer's part in starting requests: one id a character, and how often it was asked."""
+    """A tokenizer with one id per character that counts its calls."""
 
     def __init__(self):
         self.encoded = 0

@@ -1,8 +1,8 @@
-"""Same request, same bytes: a request's ids and the bits of its logprobs do not depend on anything but the request.
+"""Same request, same bytes: a request's ids and logprob bits depend on nothing but the request.
 
 Runs against one process and against a group of two ranks, each compared with itself; and an Engine against a group of
-one rank. With ALLSPARK_TEST_UNIT=CUDA:0 on a GPU, alone and behind a server; with CUDA:0,1 in a group of two. Every
-probe is compared with its first run: alone, prompt in one piece, one thread, no prefix cache.
+one rank. ALLSPARK_TEST_UNIT=CUDA:0 runs it on a GPU, alone and behind a server; CUDA:0,1 in a group of two. Every probe
+is compared with its first run: alone, with its prompt in one chunk, one thread and no prefix cache.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def test_prompt_in_chunks(engine, model, chunk):
 
 
 def test_small_steps_shared_by_many(engine, model):
-    """The step's budget cuts prompts at positions that depend on the others."""
+    """The step's budget cuts prompts at positions that depend on other requests."""
     with installed(engine, model, max_step_tokens=29) as name:
         assert run_together(engine, name, OTHERS) == first_run(engine, model)
 
@@ -95,7 +95,7 @@ def test_prefix_cache(engine, model):
 
 
 def cache_of_one(engine, model, spare: int, **fields: Any) -> dict[str, Any]:
-    """Fields of a model whose cache holds one request of 768 tokens, and so many spans more."""
+    """Fields of a model whose cache holds one request of 768 tokens and `more` further spans."""
     fields["engine_max_length"] = 768
     with installed(engine, model, **{**fields, "engine_max_batch": 1}) as name:
         info = engine.get_model_info(name)
@@ -114,7 +114,9 @@ def test_preemption(engine, model):
 
 
 def test_everything_at_once(engine, model):
-    """Small cache, small chunks, shared prefixes, priorities, cancelled requests: who finishes has the same bytes."""
+    """Small cache, small chunks, shared prefixes, priorities, cancelled requests: every request that finishes has the
+    same bytes.
+    """
     expected = first_run(engine, model)
     fields = {"engine_max_prefill_length": 40, "max_step_tokens": 60, "num_threads": 0, "enable_prefix_cache": True}
     rng = random.Random(5)
@@ -140,7 +142,7 @@ def test_everything_at_once(engine, model):
 
 
 def test_resumption(engine_of, model):
-    """A request continued elsewhere from any of its tokens: prompt and tokens are computed anew, as one prompt."""
+    """A request continued elsewhere from any of its tokens: prompt and tokens are computed again as one prompt."""
     engine = engine_of("engine")
     with installed(engine, model, engine_max_prefill_length=48, enable_prefix_cache=True) as name:
         for (prompt, generate), whole in zip(PROBES, first_run(engine, model)):

@@ -1,7 +1,7 @@
-"""131,072 tokens: angles of the last positions, memory as announced, and what was said long ago is found by a model
-made for that (support/induction.py), through every type of cache, with the same bits however it is computed.
+"""Contexts of 131,072 tokens: rotary angles of the last positions, memory, and retrieval by a model made for that
+(support/induction.py) with every type of cache; the same bits however it is computed.
 
-By default over shorter contexts; all with -m "slow or not slow".
+By default contexts are shorter; -m "slow or not slow" runs all lengths.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SCALED = [name for name in SCALINGS if name != "none"]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """The checkpoints, by scaling, and with a window on the first layer."""
+    """Checkpoints by rotary scaling and the first layer's window."""
     made = {}
 
     def get(scaling: str, window: int = 0):
@@ -65,7 +65,7 @@ def published(scaling: str) -> tuple[np.ndarray, float]:
 
 @pytest.mark.parametrize("scaling", SCALED)
 def test_angles_at_the_last_positions(scaling, models):
-    """Those of float64, but for the rounding of position * frequency to float32, as transformers has it."""
+    """Angles equal float64's but for the rounding of position * frequency to float32, as in transformers."""
     rotary = rotary_of(read_config(models(scaling)).rope, HEAD_DIM)
     expected, factor = published(scaling)
     np.testing.assert_allclose(rotary.inv_freq, expected, rtol=1e-6)  # computed in float32
@@ -102,8 +102,8 @@ def test_angles_at_the_last_positions(scaling, models):
 
 # -- what was said long ago --------------------------------------------------------------------------------------------
 def said(path, length: int, keys=KEYS, **fields) -> dict[int, tuple[list[int], list[float]]]:
-    """What follows each key after a haystack, and the log probabilities. The haystack is the same for all: with a
-    prefix cache it is computed once.
+    """The token after each key at the end of a haystack, and log probabilities. The haystack is the same for all keys,
+    so a prefix cache computes it once.
     """
     engine, name = Engine(), "long"
     config = AsModelConfig(**{"model_name": name, "model_path": str(path), "engine_max_length": length + 8,
@@ -140,21 +140,21 @@ def test_what_was_said_is_found_through_every_type_of_cache(scaling, cache, leng
 
 @pytest.mark.parametrize("length", [SHORT, pytest.param(LENGTH, marks=slow)])
 def test_what_was_said_is_found_beside_a_window(length, models):
-    """The first layer keeps two positions' worth of spans; the bits are those of one that keeps all."""
+    """The first layer keeps the spans of two positions; the bits are those of a layer that keeps all."""
     found = said(models("yarn", 2), length, max_step_tokens=256)
     check(found)
 
 
 @slow
 def test_without_scaling_it_is_not_found(models):
-    """The model depends on what is tested."""
+    """Without scaled rotary embeddings the model fails, so the other tests do test scaling."""
     found = said(models("none"), LENGTH, keys=[0])
     assert found[0][0][0] != KEYS[0] or found[0][1][0] < -0.01
 
 
 @pytest.mark.parametrize("length", [SHORT, pytest.param(LENGTH, marks=slow)])
 def test_the_same_bits_however_it_is_computed(length, models):
-    """In other chunks, without prefix cache and with drafts."""
+    """With other chunks, without prefix cache, with drafts."""
     path, last = models("llama3"), list(KEYS)[-1:]
     expected = said(path, length)
     check(expected)
@@ -199,7 +199,7 @@ MEASURED = """
 
 @pytest.mark.parametrize("length", [SHORT, pytest.param(LENGTH, marks=slow)])
 def test_memory_is_what_was_announced(length, models):
-    """Of one request of full length: what a process has more when all of it was computed than before loading."""
+    """One request of full length: the growth of the process between loading and the end of the request."""
     script = textwrap.dedent(MEASURED).format(paths=sys.path, path=str(models("yarn")), length=length, step=512)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Adapters: equal to PEFT's, beside each other in a batch, loaded and unloaded while a model serves."""
+"""Adapters: equal to PEFT's, several in one batch, loaded and unloaded while a model serves."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def targets_of(name: str) -> list[str]:
 
 
 def peft_model(name: str, directory, dtype=torch.float32):
-    """Transformers' model with an adapter of PEFT's."""
+    """Transformers' model with a PEFT adapter."""
     peft = pytest.importorskip("peft")
     base = transformers.AutoModelForCausalLM.from_pretrained(checkpoints.checkpoint(name), dtype=dtype,
                                                              attn_implementation="eager")
@@ -41,7 +41,7 @@ def peft_model(name: str, directory, dtype=torch.float32):
 
 
 class Adapted(Driver):
-    """A Driver whose sequence has an adapter."""
+    """A Driver whose sequence uses an adapter."""
 
     def __init__(self, name: str, directory, world: int = 1, **fields):
         super().__init__(checkpoints.checkpoint(name), world, **fields)
@@ -56,8 +56,8 @@ class Adapted(Driver):
 
 @torch.inference_mode()
 def check_against_peft(name: str, directory, world: int, lengths, tokens: int = 24, **fields) -> None:
-    """Logits after prompts and greedy tokens, against PEFT in float64, token by token with a cache: dynamic scaling
-    does not turn what is in the cache anew.
+    """Compares logits after prompts and greedy tokens with PEFT in float64, token by token with a cache, because
+    dynamic scaling does not rotate cached keys again.
     """
     exact = peft_model(name, directory, torch.float64)
     with Adapted(name, directory, world, **fields) as driver:
@@ -100,7 +100,7 @@ def test_every_family_on_any_number_of_ranks(tmp_path, name, world):
 
 @pytest.mark.slow
 def test_directories_that_peft_writes(tmp_path):
-    """As its own save_pretrained leaves them, of each way to say what is a target."""
+    """Directories of PEFT's own save_pretrained, for each way to name targets."""
     peft = pytest.importorskip("peft")
     for number, options in enumerate([
         {"target_modules": "all-linear", "r": 4},
@@ -149,7 +149,9 @@ def logits_of(driver, items, steps: int = 3) -> list[list[bytes]]:
     pytest.param(3, {"weight_dtype": "bfloat16"}, marks=pytest.mark.slow),
 ])
 def test_bits_depend_on_nothing_else_in_the_batch(tmp_path, world, fields):
-    """Of rows with an adapter, and of rows without one beside them: as they are alone, and as they are without any."""
+    """Rows with an adapter have the bits that they have alone; rows without one beside them, the bits of a batch
+    without adapters.
+    """
     base = checkpoints.checkpoint(NAME)
     first = adapters.write_adapter(tmp_path / "first", base, rank=16)
     second = adapters.write_adapter(tmp_path / "second", base, ["q_proj", "down_proj"], rank=3)
@@ -214,7 +216,7 @@ def test_what_is_not_served_is_refused_by_name(tmp_path):
         with pytest.raises(TypeError, match="lora_name must be a str"):
             engine.load_lora("m", 1)
         assert engine.list_models()[0].adapters == {}
-        engine.load_lora("m", str(good))  # nothing of all that has stayed
+        engine.load_lora("m", str(good))  # none of that is left
         assert list(engine.list_models()[0].adapters) == ["good"]
         engine.install_model(AsModelConfig("none", base, lora_max_num=0, cache_memory=1 << 22))
         refused(AsStatus.ALLSPARK_LORA_NUM_EXCEED_LIMIT_ERROR, engine.load_lora, "none", str(good),
@@ -260,7 +262,7 @@ GENERATE = {"max_new_tokens": 24, "early_stopping": False, "seed": 3, "logprobs"
 
 
 def run(engine, prompt, lora="", name="m", **config):
-    """(ids and log probabilities, of each sample; positions of the prompt that the prefix cache had)."""
+    """Ids and log probabilities of each sample, and the number of prompt positions from the prefix cache."""
     _, handle, queue = engine.start_request(name, {"input_ids": prompt},
                                             {**GENERATE, **({"lora_name": lora} if lora else {}), **config})
     ids, logprobs, cached = [[] for _ in range(config.get("n", 1))], [[] for _ in range(config.get("n", 1))], 0
@@ -319,7 +321,9 @@ def test_many_adapters_come_and_go_while_a_model_serves(tmp_path):
 
 
 def test_serialized_with_adapters(tmp_path):
-    """DashInfer's way: beside the model's files, found by their names; the bits of the checkpoint's own."""
+    """Adapters beside the serialized model's files, found by name as in DashInfer, give the bits of the checkpoint's
+    own.
+    """
     base, chosen = checkpoints.checkpoint(NAME), {"input_base_dir": tmp_path, "lora_names": ["one", "two"]}
     for name in chosen["lora_names"]:
         adapters.write_adapter(tmp_path / name, base)
@@ -400,7 +404,7 @@ def test_a_restarted_engine_has_its_adapters(tmp_path):
 
 @pytest.mark.parametrize("victim", [0])
 def test_a_request_outlives_its_server_with_its_adapter(tmp_path, monkeypatch, victim):
-    """On two ranks; the group that takes over has loaded the adapter again."""
+    """On two ranks. The group that takes over has loaded the adapter itself."""
     from support.processes import ranks_of
 
     base = checkpoints.checkpoint(NAME)

@@ -1,4 +1,4 @@
-"""The engine's stages: steps two deep, requests that wait for something, the output stage, speculation."""
+"""The engine's stages: two steps in flight, requests that wait for a dependency, the output stage, speculation."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make_engine():
 
 
 class Recorder:
-    """A sink that notes everything; `seconds`: what it takes for each token; `fails_at`: the token that it refuses."""
+    """A sink that records everything. It takes `seconds` for each token and refuses token `fails_at`."""
 
     def __init__(self, seconds: float = 0.0, fails_at: int = -1):
         self.seconds, self.fails_at = seconds, fails_at
@@ -155,7 +155,7 @@ def test_a_blocked_request_can_be_cancelled(make_engine):
 
 @pytest.mark.parametrize("seconds", [0.0, 0.01])
 def test_a_stopped_requests_last_event_is_its_end(make_engine, seconds):
-    """Whatever still waits for the output stage when it is stopped."""
+    """Even if the output stage still holds events when the request is stopped."""
     engine = make_engine({"delay": 0.001})
     sink = Recorder(seconds)
     handle = engine.submit(spec([1]), sink)

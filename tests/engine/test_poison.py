@@ -1,4 +1,4 @@
-"""Requests that end their servers: each is retried alone and refused, and no other one suffers."""
+"""Requests that crash their servers: each is retried alone and then refused, and no other request suffers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from support.paths import BENCHMARKS
 
 @contextlib.contextmanager
 def supervised(address):
-    """A server that is started again whenever it ends; yields the list of its lives."""
+    """A server that is restarted whenever it ends; yields the list of its incarnations."""
     lives, over = [], threading.Event()
 
     def run():
@@ -53,7 +53,7 @@ def finish(started, count):
 
 @pytest.mark.parametrize("after", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_a_request_that_crashes_servers_is_refused_and_others_finish(tmp_path, after):
-    """One that ends its server at its first token, and one that does so later. It is tried beside others at first, then
+    """One request crashes its server at its first token, another one later. It is retried beside others first, then
     twice alone.
     """
     address = f"unix:{tmp_path}/s"
@@ -102,7 +102,7 @@ def test_a_quarantined_request_runs_alone_until_its_first_token(tmp_path):
 
 
 def test_a_quarantined_request_needs_spans_of_others(tmp_path):
-    """They give way, and go on afterwards."""
+    """Other requests are preempted for it and continue afterwards."""
     from support.fake_group import FakeGroup
 
     core = FakeEngine(group=FakeGroup(delay=0.005, num_spans=4))
@@ -123,8 +123,8 @@ def test_a_quarantined_request_needs_spans_of_others(tmp_path):
 
 
 def test_a_last_chance_comes_at_a_calm_time(monkeypatch):
-    """Before anything has happened, or a while after: whoever kills servers from outside does so when something
-    happens, such as a first token, and that must not be taken for the request's doing.
+    """A last retry runs before anything else happened, or a while after. Servers that are killed from outside often die
+    when something happens, such as a first token; the request must not be blamed for that.
     """
     now = 100.0
     monkeypatch.setattr(quarantine.time, "monotonic", lambda: now)
@@ -135,7 +135,7 @@ def test_a_last_chance_comes_at_a_calm_time(monkeypatch):
     for sequence in (first, one, other):
         line.add(sequence)
     assert line.next is one
-    one.planned = 2         # it has drawn
+    one.planned = 2         # it has sampled
     assert line.next is first
     first.slot, now = 3, now + quarantine.CALM_SECONDS
     assert line.next is first, "what has begun goes on"
@@ -148,7 +148,7 @@ def test_a_last_chance_comes_at_a_calm_time(monkeypatch):
 
 
 def test_who_was_without_a_token_longest_is_resumed_first(tmp_path):
-    """Or servers that end at their first token would never come to it."""
+    """Otherwise servers that crash at a request's first token would never reach that request."""
     with serving(f"unix:{tmp_path}/s", FakeEngine(0.01)) as (a, address), ClientEngine(address) as client:
         queues = [client.start_request("m", {"input_ids": [i]}, {"max_new_tokens": 200})[2] for i in range(4)]
         for queue in queues:
@@ -165,7 +165,7 @@ def test_who_was_without_a_token_longest_is_resumed_first(tmp_path):
 
 @pytest.mark.slow
 def test_killed_again_and_again():
-    """benchmarks/kills.py, for a minute or two."""
+    """Runs benchmarks/kills.py for a minute or two."""
     script = BENCHMARKS / "kills.py"
     done = subprocess.run([sys.executable, str(script), "--cycles", "12", "--starts", "2"], capture_output=True,
                           text=True)
@@ -209,7 +209,7 @@ def test_a_pool_keeps_conversations_where_they_are_and_shares_the_rest(tmp_path)
         for i in range(8):
             assert ask(common + [i]) == expected(common + [i], 2)
         assert sorted((len(a.submitted), len(b.submitted))) == [0, 8], "the prefix is where it was computed"
-        # While that member is busy, they are better off elsewhere.
+        # While that member is busy, others are faster.
         home, away = (a, b) if a.submitted else (b, a)
         home.interval = 1000
         with ClientEngine(first if home is a else second) as other:

@@ -1,5 +1,5 @@
-"""What a request may want of its prompt: the log probabilities of its tokens, and an embedding. Through every engine,
-against transformers; the bits do not depend on chunks, batches, preemption or the prefix cache.
+"""Outputs about a request's prompt: log probabilities of its tokens, and an embedding. With every engine, against
+transformers. The bits do not depend on chunks, batches, preemption or the prefix cache.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def ask(engine, name: str, length: int, seed: int = 0, **generate):
 
 
 def answer(results):
-    """(prompt's log probabilities, embedding, ids) of a request of one sample."""
+    """(log probabilities of the prompt, embedding, ids) of a request with one sample."""
     logprobs, embedding, ids = [], None, []
     for elements in results:
         assert not (elements.prompt_logprobs_list and ids)  # they come first
@@ -80,7 +80,7 @@ def test_embeddings_are_the_hidden_states_of_transformers(any_engine, install, p
 
 
 def test_the_bits_are_those_of_a_request_alone(any_engine, install):
-    """Other chunks, neighbours, a cache that is too small for all, prompts that are in the prefix cache already."""
+    """With other chunks, neighbours, a cache too small for all, and prompts that are in the prefix cache already."""
     wanted = [{"prompt_logprobs": 20}, {"pooling": "mean"}, {"pooling": "last"}, {"prompt_logprobs": 0}, {}]
     lengths = [70, 120, 33, 200, 150]
     alone = install(enable_prefix_cache=False)

@@ -1,4 +1,4 @@
-"""The input stage is a line: few modules, and hardly any of them entered twice."""
+"""The input stage is a line: a request enters few modules, and hardly any of them twice."""
 
 from __future__ import annotations
 

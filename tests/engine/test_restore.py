@@ -1,4 +1,4 @@
-"""Which models a group has after a start and after a restart: the configuration's, and those that clients installed."""
+"""The models of a group after a start and after a restart: configured ones, and those that clients installed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.fake_group import FakeGroup
 
 
 class Group(FakeGroup):
-    """Models named in `refused` cannot be loaded, for the reason given there."""
+    """Loading a model named in `refused` fails for the reason given there."""
 
     def __init__(self, refused: dict[str, Exception]):
         super().__init__()
@@ -67,7 +67,7 @@ def test_a_start_has_the_models_that_the_configuration_names(start):
 
 
 def test_a_replaced_group_has_what_the_lost_one_had(start):
-    """Until the next start, models of the configuration are the clients' to stop and release."""
+    """Until the next start, clients may stop and release configured models."""
     configured = config("released"), config("stopped"), config("m")
     first = start(*configured)
     first.release_model("released")

@@ -1,6 +1,6 @@
-"""Speculation changes no bit: 40 requests alone, together, in random order and in a cache that is too small, without
-drafts, with looked-up ones and with a draft model's, on one rank and on two. Counters prove that drafts were accepted
-and rejected, rows discarded and sequences preempted.
+"""Speculation changes no bit: 40 requests alone, together, in random order and with a cache that is too small; without
+drafts, with prompt lookup and with a draft model; on one rank and on two. Counters prove that drafts were accepted and
+rejected, rows discarded and sequences preempted.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ KINDS = ("off", "prompt_lookup", "draft")
 
 
 def requests() -> list[tuple[list[int], dict[str, Any]]]:
-    """Prompts that repeat themselves, so that something can be looked up; greedy and drawn, with all that changes a
-    draw.
+    """Repetitive prompts, so that lookup finds drafts; greedy and sampled, with every parameter that changes a
+    sample.
     """
     rng = random.Random(3)
     stops = [[token] for token in range(0, 300, 9)]
@@ -47,7 +47,7 @@ def requests() -> list[tuple[list[int], dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def perturbed(tmp_path_factory) -> Path:
-    """The model with some noise on its weights: a draft model that is often right and often wrong."""
+    """The model with noise on its weights, which makes a draft model that is often right and often wrong."""
     folder = tmp_path_factory.mktemp("draft")
     source = checkpoint(MODEL)
     (folder / "config.json").write_bytes((source / "config.json").read_bytes())
@@ -71,7 +71,7 @@ def config(speculation: str, draft: Path, **fields: Any) -> AsModelConfig:
 
 
 def run(engine: AbstractEngine, order: list[int], together: bool) -> dict[int, tuple]:
-    """Ids, bits of the logprobs and of the best alternatives, and the finish reason, by request."""
+    """Ids, bits of the logprobs and of the best alternatives, and finish reason, by request."""
     always = {"max_new_tokens": NEW_TOKENS, "eos_token_id": -1, "logprobs": True, "top_logprobs": 2}
     all_requests, started, outputs = requests(), {}, {}
 
@@ -131,7 +131,7 @@ def test_one_rank(kind, perturbed, expected, dtype):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cache_that_is_too_small(kind, perturbed, expected, dtype):
-    """By half: sequences give way to others and are computed anew."""
+    """Too small by half: sequences are preempted and computed again."""
     order = list(range(40))
     random.Random(6).shuffle(order)
     fields = {"num_threads": 2, "engine_max_length": 208, "weight_dtype": dtype}
@@ -140,7 +140,7 @@ def test_a_cache_that_is_too_small(kind, perturbed, expected, dtype):
         spans = engine.get_model_info("m").num_spans
         per_span = engine.get_model_info("m").cache_bytes // spans
         engine.release_model("m")
-        small = 26 * per_span * (2 if kind == "draft" else 1)   # the draft model's spans are paid for, too
+        small = 26 * per_span * (2 if kind == "draft" else 1)   # the draft model's spans count, too
         engine.install_model(config(kind, perturbed, **fields, cache_memory=small))
         assert engine.get_model_info("m").num_spans <= 27
         engine.start_model("m")
@@ -152,7 +152,7 @@ def test_a_cache_that_is_too_small(kind, perturbed, expected, dtype):
 
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_two_ranks(kind, perturbed, engine_of, dtype):
-    """Against themselves without drafts."""
+    """Two ranks, compared with themselves without drafts."""
     engine, order = engine_of("client-2"), list(range(40))
     outputs = []
     for each in ("off", kind):

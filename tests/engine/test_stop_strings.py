@@ -1,4 +1,4 @@
-"""Stop strings: the matcher against a plain reference, and the whole way through the engine."""
+"""Stop strings: the matcher against a plain reference, and the whole path through the engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STOPS = st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=5)
 
 
 def reference(text: str, stops: list[str]) -> tuple[str, str | None, int]:
-    """What is left of a text, the string that ended it, and how many characters were needed to know that."""
+    """The text that is left, the stop string, and the number of characters that were needed to find it."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -92,7 +92,7 @@ def test_bad_values(value, error, text):
 
 @pytest.fixture(params=["engine", "client"])
 def fake(request):
-    """(the fake engine, what requests go through)"""
+    """The fake engine, and a function that starts requests on it."""
     with serving(core=FakeEngine(interval=0.001)) as (core, address):
         if request.param == "engine":
             yield core, core
@@ -182,7 +182,7 @@ def test_resumed_with_text_held_back():
 
 
 def test_resumed_after_the_stop_string():
-    """The server goes away between the last token and the word that it was the last."""
+    """The server is lost between the last token and the message that it was the last."""
     with serving(core=FakeEngine()) as (core, address), ClientEngine(address) as engine:
         ids = expected([1], 9)
         stop = "".join(f"<{i}>" for i in ids[-2:])

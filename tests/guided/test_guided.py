@@ -1,4 +1,4 @@
-"""Guided output's room: formats, grammars, matchers, and the process that tries grammars out."""
+"""Constrained decoding: formats, grammars, matchers, and the process that tries grammars out."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_hostile_ones_are_refused_within_a_second(guide, form):
     with pytest.raises(ValueError, match="response_format"):
         guide.compile(form)
     assert time.monotonic() - began < 1.0
-    assert guide.compile({"type": "regex", "regex": f"ok{began}"})  # it has not done any harm
+    assert guide.compile({"type": "regex", "regex": f"ok{began}"})  # it did no harm
 
 
 def test_nobody_waits_for_a_hostile_one(guide):
@@ -133,7 +133,7 @@ def test_the_end_is_the_requests(guide):
     other = guide.compile(form).matcher([7, 1599])
     assert {7, 1599} <= set(allowed(other)) and EOS not in allowed(other)
     other.accept([7])
-    assert set(allowed(other)) == {7, 1599}  # and again, for who ignores it
+    assert set(allowed(other)) == {7, 1599}  # and again, for a caller that ignores it
     letter = guide.compile({"type": "regex", "regex": "ab"})
     a = allowed(letter.matcher([EOS]))[0]
     assert a not in allowed(letter.matcher([a]))  # an end is no text

@@ -1,4 +1,6 @@
-"""Guided output through the engines: what a schema says, and the bits that a request has alone."""
+"""Constrained decoding through the engines: outputs match their schema, and requests have the bits that they have
+alone.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,7 @@ def start(engine, name, request):
 
 
 def collect(results) -> dict[int, tuple[list[int], list[str], str]]:
-    """Ids, bits of their logprobs and of the best alternatives', and text, of each sample."""
+    """Ids, bits of their logprobs and of the best alternatives, and text, of each sample."""
     samples: dict[int, list] = {}
     for elements in results:
         one = samples.setdefault(elements.sample_index, [[], [], ""])
@@ -92,7 +94,7 @@ def collect(results) -> dict[int, tuple[list[int], list[str], str]]:
 
 @pytest.fixture(scope="module")
 def alone():
-    """Each request by itself, in one piece, without drafts of any kind."""
+    """Runs each request alone, with its prompt in one chunk and without drafts."""
     with pytest.MonkeyPatch.context() as patch, engine_with(enable_prefix_cache=False) as (engine, name):
         patch.setattr("allspark_server.guided.grammar.MAX_FORCED", 0)
         return [collect(start(engine, name, request)) for request in REQUESTS]
@@ -139,7 +141,7 @@ def test_the_same_bits_after_preemption(alone):
 
 
 def test_the_same_bits_after_resumption(alone):
-    """As ClientEngine resumes on another group: by ids, and with the format or the tools."""
+    """Resumed on another group as ClientEngine does it: by ids, and with the format or the tools."""
     with engine_with() as (engine, name):
         for (inputs, config), samples in zip(REQUESTS, alone):
             if config.get("n", 1) > 1:
@@ -182,7 +184,7 @@ def test_steps_and_models_end_while_masks_are_awaited():
         engine.install_model(AsModelConfig(model_name=other, model_path=str(FABLE), num_threads=1))
         engine.stop_model(name)
         engine.release_model(name)
-        assert time.monotonic() - began < 20  # nobody has waited for a mask that nobody writes
+        assert time.monotonic() - began < 20  # no step waited for a mask that nothing writes
         engine.start_model(other)
         engine.start_request(other, {"text": "Once"}, endless)[2].Get()
 
@@ -262,7 +264,7 @@ def test_a_hostile_format_holds_up_nobody_of_its_session(engine_of):
     engine.install_model(AsModelConfig(model_name=name, model_path=str(FABLE), engine_max_length=512, num_threads=1))
     try:
         engine.start_model(name)
-        collect(start(engine, name, REQUESTS[5]))  # the process that tries grammars out runs
+        collect(start(engine, name, REQUESTS[5]))  # the process that tries grammars out is running
         hostile = {"response_format": {"type": "regex", "regex": "((a{1000}){1000}){999}"}}
         ended: dict[str, float] = {}
 

@@ -33,7 +33,7 @@ TOKENS = {"see": Role.READ, "ask": Role.GENERATE, "rule": Role.ADMIN}
 
 @pytest.fixture
 def certificate(tmp_path) -> dict[str, str]:
-    """A certificate for localhost that signs itself, as the fields of a TlsConfig."""
+    """A self-signed certificate for localhost, as fields of a TlsConfig."""
     words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days",
              "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout",
              tmp_path / "key.pem", "-out", tmp_path / "cert.pem"]
@@ -172,7 +172,7 @@ def test_token_files(tmp_path, caplog):
 
 @pytest.mark.parametrize("text", ["", "\n"])
 def test_an_empty_token_file_does_not_open_the_listener(tmp_path, text):
-    """Neither under the supervisor nor by hand."""
+    """Neither under the supervisor nor without it."""
     path = tmp_path / "tokens"
     path.write_text(text)
     words = ["--address", f"unix:{tmp_path}/s", "--token-file", str(path)]
@@ -198,7 +198,7 @@ def test_the_client_finds_its_token_in_the_environment(monkeypatch, tmp_path):
 
 
 def test_tokens_are_read_again(tmp_path, caplog, monkeypatch):
-    """Whenever the file changes; what is half written, or wrong, changes nothing. What runs goes on."""
+    """Whenever the file changes. An incomplete or wrong file changes nothing, and running requests continue."""
     monkeypatch.setattr("allspark_server.access.TOKEN_LOOK_SECONDS", 0.0)
     path = tmp_path / "tokens"
     path.write_text("generate s3cret-1\n")
@@ -253,7 +253,7 @@ CALLS_OF_ALL = {"GetServerInfo": pb.ServerInfoRequest(), "GetStat": pb.ModelRequ
 
 
 def call(channel, method, data: bytes, token=None, timeout=10.0):
-    """A call of one message; returns its first answer's bytes, or the code that it ended with."""
+    """Makes a call with one message; returns the first answer's bytes or the status code."""
     metadata = [("authorization", f"Bearer {token}")] if token else []
     path = method if method.startswith("/") else f"/allspark.Allspark/{method}"
     try:
@@ -330,7 +330,7 @@ def served():
 
 
 def test_invalid_messages_are_reported(served, caplog):
-    """By the right code, and with one line in the log however many there are."""
+    """With the right code, and with one line in the log however many there are."""
     _, channel = served
     hostile = b"\xff" * 10
     methods = [*ADMIN_CALLS, *CALLS_OF_ALL, "Generate", "Session", "/grpc.health.v1.Health/Check",
@@ -381,7 +381,7 @@ def test_messages_are_limited():
 
 
 def test_long_texts_hold_up_nobody(served, monkeypatch):
-    """Not requests of others, nor statistics, nor what a client leaves behind."""
+    """They delay neither requests of others, nor statistics, nor the cleanup after a client."""
     core, channel = served
     gate, submit = threading.Event(), core.submit
 
@@ -443,7 +443,7 @@ def test_health_tells_what_does_not_serve(served):
 
 @pytest.fixture
 def tree(tmp_path):
-    """root/good, a checkpoint; root/bad, one with a file from outside; outside/secret; links between them."""
+    """root/good, a checkpoint; root/bad, one with a file from outside; outside/secret; and links between them."""
     good, bad, outside = tmp_path / "root/good", tmp_path / "root/bad", tmp_path / "outside"
     for folder in (good, bad, outside, tmp_path / "root/blobs"):
         folder.mkdir(parents=True)
@@ -504,7 +504,7 @@ def test_paths_of_clients_are_checked(tree):
 
 
 def test_answers_name_no_path_that_the_client_has_not_named(tree, monkeypatch):
-    """Neither where models lie, nor what an unexpected error of the system is about."""
+    """Neither the places of models, nor the object of an unexpected system error."""
     with serving(roots=ModelRoots([tree / "root"])) as (core, address), ClientEngine(address) as client:
         with pytest.raises(AllSparkError) as caught:
             client.install_model(AsModelConfig("x", "/dev/zero"))

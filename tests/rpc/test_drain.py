@@ -1,4 +1,4 @@
-"""Groups that are asked to stop: requests that run end as they would have, new ones go elsewhere."""
+"""Groups that are asked to stop: running requests finish normally, and new ones go elsewhere."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_draining_member_gets_no_new_requests(tmp_path):
 
 
 def test_a_draining_member_takes_requests_that_lost_their_server(tmp_path):
-    """It may be the last one that can go on with them."""
+    """It may be the last member that can continue them."""
     with serving(f"unix:{tmp_path}/a", FakeEngine(0.01)) as (a, address), ClientEngine(address) as client:
         session = client._pool.members[0].session()
         _, _, queue = client.start_request("m", {"input_ids": PROMPT}, {"max_new_tokens": 100})
@@ -78,7 +78,7 @@ def test_pool_drain_waits_for_the_last_request(tmp_path, capsys):
 
 
 class Group:
-    """`allspark serve` with a model, as systemd starts it."""
+    """`allspark serve` with a model, started as systemd does it."""
 
     def __init__(self, folder, **options):
         self.told: list[bytes] = []

@@ -1,6 +1,4 @@
-"""Service and ClientEngine against an engine without a model: streams, errors, addresses, tokens, TLS, other
-programs.
-"""
+"""Service and ClientEngine with an engine without a model: streams, errors, addresses, tokens, TLS, other programs."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ from support.fake_service import MODEL, expected, serving, tokens, wait_until
 
 @pytest.fixture(autouse=True)
 def short_first_contact(monkeypatch):
-    """Waiting for a server that is not there is tested once at full length."""
+    """Shortens the wait for a server that is not there; one test covers its full length."""
     monkeypatch.setattr(pool, "_FIRST_CONTACT_SECONDS", 1.0)
 
 
@@ -329,13 +327,13 @@ def test_models_and_information(client):
 
 
 def test_who_sends_much_is_read_slowly(served, client, monkeypatch):
-    """Beyond a burst a stream has so many bytes a second; other streams do not wait for it."""
+    """After a burst, a stream is read at a limited rate; other streams do not wait for it."""
     monkeypatch.setattr(service_module, "_BURST", 100_000)
     monkeypatch.setattr(service_module, "_RATE", 400_000)
     _, address = served
 
     def send(engine, size: int) -> float:
-        """Seconds until it was taken, or refused: it may be too long for the model."""
+        """Seconds until a text was accepted or refused; it may be too long for the model."""
         began = time.monotonic()
         with contextlib.suppress(AllSparkError):
             engine.start_request("m", {"text": "x" * size}, {"max_new_tokens": 1})

@@ -1,4 +1,4 @@
-"""Spans of requests, as an OpenTelemetry collector receives them."""
+"""Tracing: the spans of requests that an OpenTelemetry collector receives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
 class Collector(BaseHTTPRequestHandler):
-    """What takes OTLP by HTTP."""
+    """An OTLP receiver over HTTP."""
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -44,7 +44,7 @@ class Collector(BaseHTTPRequestHandler):
 
 @pytest.fixture()
 def collector(monkeypatch):
-    """A collector that this process's spans go to."""
+    """A collector that receives this process's spans."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Collector)
     server.spans, server.resources = [], []
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))

@@ -44,7 +44,7 @@ def test_plan_layout_is_the_documented_one():
     work = [WorkItem(2, 8, DRAW, [4], [6, 7], adapter=5), WorkItem(3, 1, DRAW | Flag.LOOKUP, [], [9], 2, mask=6)]
     words = (0x41535032, 1, 1, 2, 1, 1) + (8,)
     words += (1, 4, 2) + struct.unpack("<16i", GREEDY) + (9, 8)
-    words += (2, 3, 8, 1, 1, 1, 0, 2, 1, 3, 5, -1, 0, 6, 1, 0, 2, 1)  # column by column
+    words += (2, 3, 8, 1, 1, 1, 0, 2, 1, 3, 5, -1, 0, 6, 1, 0, 2, 1)  # one column after the other
     words += (4,) + (6, 7, 9)
     words += (11, 2, 12, 13)
     data = StepPlan([8], [NewSlot(1, [9, 8], GREEDY, 4)], work, [(11, [12, 13])]).encode()
@@ -260,7 +260,7 @@ def test_preemption_recomputes_and_loses_nothing():
     sequences = [rig.add(prompt_of(6, seed=i), 20) for i in range(3)]
     rig.run()
     assert rig.scheduler.counters.preemptions > 0
-    assert sequences[0].preemptions == 0  # the first never gives way
+    assert sequences[0].preemptions == 0  # the first is never preempted
     assert all(output(s) == expected_output(s.tokens[:6], 20) for s in sequences)
 
 
@@ -291,7 +291,7 @@ def test_cancel_frees_everything(after):
         rig.step()
     for sequence in sequences[:3]:
         rig.scheduler.cancel(sequence)
-        rig.scheduler.cancel(sequence)  # twice is once
+        rig.scheduler.cancel(sequence)  # cancelling twice has one effect
     assert rig.scheduler.waiting + rig.scheduler.running == 1
     rig.run()
     assert output(sequences[3]) == expected_output(sequences[3].tokens[:9], 20)

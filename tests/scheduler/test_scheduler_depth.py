@@ -1,4 +1,4 @@
-"""What the scheduler does while steps run whose results it does not know: drafts, late stops, blocked sequences."""
+"""The scheduler while steps with unknown results run: drafts, late stops, blocked sequences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.scheduler_rig import Rig, output, prompt_of
 
 
 def counting(history: list[int]) -> int:
-    """0 to 6, again and again: lookup is always right once it has seen a round."""
+    """Tokens 0 to 6 in a cycle: lookup is always right after the first cycle."""
     return (history[-1] + 1) % 7
 
 
@@ -54,7 +54,7 @@ def test_what_a_preempted_sequence_drew_is_kept():
     for sequence in (first, second):
         prompt = sequence.tokens[:sequence.prompt_len]
         assert output(sequence) == expected_output(prompt, 12)
-    assert rig.scheduler.counters.generated_tokens == 24  # none was drawn twice
+    assert rig.scheduler.counters.generated_tokens == 24  # none was sampled twice
 
 
 def test_only_completed_steps_enter_the_prefix_cache():

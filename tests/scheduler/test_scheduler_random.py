@@ -1,4 +1,4 @@
-"""Random runs of the scheduler on the fake executor: whatever happens, outputs are as expected and nothing leaks."""
+"""Random runs of the scheduler on the fake executor: outputs are always as expected, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from support.fake_group import expected_output
 from support.scheduler_rig import Rig, output, prompt_of, repetitive
 
 RUNS = 800
-CHUNKS = 4  # runs are spread over so many tests
+CHUNKS = 4  # number of tests that the runs are spread over
 
 
 def corrupted(history: list[int]) -> int:
-    """As above, with logits that are not finite now and then."""
+    """Like repetitive(), with logits that are not finite now and then."""
     return -1 if sum(history[-6:]) == 11 else repetitive(history)
 
 
@@ -31,7 +31,7 @@ def guess(history: list[int], limit: int) -> list[int]:
 
 
 def expected_until_stop(prompt: list[int], stop: StopRules, token) -> tuple[list[int], FinishReason | None]:
-    """The output that rules end, and why; None where the sampler has nothing to draw from."""
+    """The output up to the stop, and its reason; None where no token can be sampled."""
     tokens = list(prompt)
     while True:
         tokens.append(token(tokens))
@@ -43,7 +43,7 @@ def expected_until_stop(prompt: list[int], stop: StopRules, token) -> tuple[list
 
 
 class Run:
-    """One random run: traffic for a while, then until all is done."""
+    """A random run: traffic for a while, then until everything is done."""
 
     def __init__(self, seed: int):
         rng = self.rng = random.Random(seed)
@@ -118,7 +118,7 @@ class Run:
                 self.add()
             self.disturb()
             before = [(s, s.preemptions) for step, _ in rig.running for s in step.sequences]
-            if rig.host_cache is not None and rng.random() < 0.2:  # what copies cost, and rows
+            if rig.host_cache is not None and rng.random() < 0.2:  # cost of copies and rows
                 rig.host_cache.costs.copy, rig.host_cache.costs.row = rng.choice([0.0, 1e-3, 0.3]), rng.choice([0.0,
                                                                                                                 1e-3])
             rig.step()

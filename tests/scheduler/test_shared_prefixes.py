@@ -1,5 +1,5 @@
-"""The same new prefix in flight twice is computed once, and whatever becomes of who computes it, the bits are the
-same.
+"""A new prefix that two requests need at once is computed once. Whatever happens to the request that computes it, the
+bits are the same.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_one_that_waits_can_be_cancelled():
 
 
 def test_whoever_is_waited_for_is_served_as_those_that_wait():
-    """A prefix that a tenant's request computes, whose turn is far away, does not keep others waiting."""
+    """Requests do not wait for a prefix that a low-priority tenant's request computes."""
     rig = Rig(num_spans=4096, max_batch=8, max_chunk=64)
     for i in range(3):
         rig.add(prompt_of(1000, seed=20 + i), 1, tenant="heavy")

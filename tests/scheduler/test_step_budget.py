@@ -1,4 +1,4 @@
-"""What a step may cost: under a target, and where prompts and streams share its time."""
+"""The budget of a step: with a target latency, and with prompts and streams that share its time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.fake_group import step_result
 
 
 def rows_of(budget: TokenBudget) -> int:
-    """Of a step, as a target allows."""
+    """Rows of a step that a target allows."""
     return int(budget.for_prompts(0, 0, 1))
 
 
@@ -32,7 +32,7 @@ def test_step_budget_holds_a_latency():
 
 
 def test_streams_and_prompts_share_a_step_by_their_numbers():
-    """Streams alone take 34 ms; a prompt's row a millisecond more."""
+    """Streams alone take 34 ms; each row of a prompt adds a millisecond."""
     budget = TokenBudget(256, 8, 0.0)
     assert budget.for_prompts(0, 0, 4) == budget.for_prompts(8, 0, 4) == math.inf  # nothing is known
     for _ in range(50):
@@ -49,7 +49,7 @@ def test_streams_and_prompts_share_a_step_by_their_numbers():
 
 
 def test_rows_far_into_a_context_cost_more():
-    """A prompt is computed in chunks; a position before a row costs a thousandth of the row."""
+    """A prompt is computed in chunks; each earlier position adds a thousandth of a row's cost."""
     limits = Limits(4, 1024, 1024, 32)
     times = []
     budget = TokenBudget(1024, 4, 20.0)
@@ -72,9 +72,7 @@ def test_rows_far_into_a_context_cost_more():
 
 
 def test_a_prompt_gets_what_running_sequences_leave():
-    """They alone take 34 ms; a prompt's rows half a millisecond each: 22 of these fit beside them into 50 ms, less a
-    tenth.
-    """
+    """Running sequences take 34 ms, a prompt's rows half a millisecond each: 22 of them fit into 50 ms less a tenth."""
     budget = TokenBudget(256, 8, 50.0)
     for _ in range(40):
         budget.learn(8, 8 * 100, 0.034, 8)
@@ -114,8 +112,9 @@ def test_the_fewest_rows_are_given_even_where_the_target_is_out_of_reach():
 
 @pytest.mark.parametrize("target, most", ((0.0, 3.0), (1.5 * 34 + 8, 2.0)))
 def test_streams_keep_their_pace_while_a_long_prompt_is_computed(target, most):
-    """As a small model on two cores: a step takes 34 ms, and each row of a prompt 3.2 ms more, both give or take a
-    tenth. The time between tokens of 8 streams while a prompt of 4,000 tokens comes, and then another.
+    """Simulates a small model on two cores: a step takes 34 ms, and each row of a prompt 3.2 ms more, both up to a
+    tenth more or less. Measured is the time between tokens of 8 streams while a prompt of 4,000 tokens comes, and then
+    another.
     """
     rng = random.Random(5)
     limits = Limits(8, 256, 256, 32)
@@ -155,4 +154,4 @@ def test_streams_keep_their_pace_while_a_long_prompt_is_computed(target, most):
         steps(50)
     median = statistics.median(gaps[False])
     assert statistics.quantiles(gaps[True], n=100)[98] < most * median
-    assert statistics.median(gaps[True]) > 1.3 * median  # and it uses what it may
+    assert statistics.median(gaps[True]) > 1.3 * median  # and it uses its whole allowance

@@ -1,4 +1,4 @@
-"""Shares and limits of tenants: rows, slots, the queue, deadlines, and who may speak for whom."""
+"""Shares and limits of tenants: rows, slots, the queue, deadlines, and which clients may act for which tenants."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rows_of(rig: Rig, tenant: str) -> int:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_rows_of_prompts_are_shared_among_tenants(depth):
     rig = Rig(num_spans=4096, max_batch=8, depth=depth)
-    for tenant, prompts in (("a", 12), ("b", 3), ("c", 1)):  # whoever asks for more does not get more
+    for tenant, prompts in (("a", 12), ("b", 3), ("c", 1)):  # asking for more does not give more
         for i in range(prompts):
             rig.add(prompt_of(600, seed=hash((tenant, i))), 1, tenant=tenant)
     for _ in range(24):
@@ -224,7 +224,7 @@ def test_a_full_queue_has_room_for_tenants_that_have_little_in_it():
     limits.unreserve("late", 1, 100_000)
     limits.unreserve("greedy", 81, 810_000)
     assert limits.incoming == limits.incoming_bytes == 0 and not limits._of
-    limits.reserve("huge", 1, 10**9)  # alone it may wait, whatever its size
+    limits.reserve("huge", 1, 10**9)  # alone in the queue, a request of any size may wait
 
 
 def make_engine(**group) -> Engine:
@@ -261,7 +261,7 @@ def test_a_request_that_has_not_begun_in_time_ends():
         assert 0.2 <= time.monotonic() - began < 0.45 and error.retryable
         assert error.status is AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR and "queue_timeout" in error.message
         assert len(tokens_of(running)) == 59 and tokens_of(patient) == expected_output([1, 2, 3], 2)
-        # Nothing runs, and nothing can be planned: the engine's thread sleeps, until then.
+        # Nothing runs and nothing can be planned, so the engine's thread sleeps until then.
         blocked = submit(engine, Dependency("a grammar", Future()), queue_timeout=0.1)
         assert "longer than its queue_timeout allows" in error_of(blocked).message
         wait_for(lambda: engine.busy_since == 0)

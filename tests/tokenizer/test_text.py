@@ -1,4 +1,4 @@
-"""Tokenizers, chat templates (against transformers) and streaming detokenization (against decoding at once)."""
+"""Tokenizers, chat templates (against transformers) and streaming detokenization (against decoding all at once)."""
 
 import json
 import os
@@ -95,7 +95,7 @@ def unigram():
 
 
 def word_level():
-    """No decoder: ids are joined by spaces."""
+    """A tokenizer without a decoder: ids are joined by spaces."""
     t = tokenizers.Tokenizer(models.WordLevel(unk_token="<unk>"))
     t.pre_tokenizer = pre_tokenizers.Whitespace()
     t.train_from_iterator(CORPUS, trainers.WordLevelTrainer(special_tokens=["<unk>", *SPECIAL], show_progress=False))
@@ -145,7 +145,7 @@ def random_text(rng):
 
 
 def stream(tokenizer, ids, rng, skip=True):
-    """Pieces of ids pushed in random portions; each must be whole characters."""
+    """Texts of ids that are pushed in random portions; each must consist of whole characters."""
     detokenizer = tokenizer.detokenizer(skip_special_tokens=skip)
     pieces = []
     at = 0
@@ -178,7 +178,7 @@ def test_stream_of_text_is_decode(kind, rng):
 
 @pytest.mark.parametrize("skip", [True, False])
 def test_stream_of_random_ids_is_decode(kind, rng, skip):
-    """What a model of random weights writes: bytes that are no characters, special tokens, unknown ids."""
+    """Random ids give bytes that are no characters, special tokens and unknown ids."""
     make, tokenizer = kind
     if make is word_piece:
         pytest.skip("decodes a window again: exact for text, not for arbitrary ids")
@@ -213,7 +213,7 @@ def test_invalid_bytes(make, rng):
 
 
 def decoders_alphabet():
-    """Byte of each character of the byte-level alphabet, by asking the decoder."""
+    """The byte of each character of the byte-level alphabet, found by asking the decoder."""
     decoder = decoders.ByteLevel()
     out = {}
     for c in pre_tokenizers.ByteLevel.alphabet():

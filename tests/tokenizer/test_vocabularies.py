@@ -1,4 +1,4 @@
-"""Tokenizers of tiktoken and sentencepiece files: ids and texts are those of the two libraries."""
+"""Tokenizers of tiktoken and sentencepiece files: ids and texts equal those of the two libraries."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\
 
 
 def texts(count=400, seed=0):
-    """Pieces of the training text, characters of all kinds, and runs of one character."""
+    """Parts of the training text, characters of all kinds, and runs of one character."""
     rng = random.Random(seed)
     alphabet = "ab c\n\t0123 .,!?=-'’éß你好世界の한🙂\u0301\u200b\x00\r\\<>|"
     for _ in range(count):
@@ -46,7 +46,7 @@ def texts(count=400, seed=0):
 
 @pytest.fixture(scope="module")
 def ranks():
-    """As tiktoken has them: bytes first, then tokens in the order in which they are made."""
+    """tiktoken's ranks: bytes first, then tokens in the order of their merges."""
     from tokenizers import Tokenizer as Backend, models, pre_tokenizers, trainers
 
     backend = Backend(models.BPE())
@@ -245,7 +245,7 @@ def test_a_unigram_model_is_refused(tmp_path):
 
 
 def test_served_as_text_and_serialized(qwen, tmp_path, engine_of):
-    """An engine takes text and chats of such a checkpoint, and of what it is serialized to."""
+    """An engine takes text and chats with such a checkpoint, and with its serialized form."""
     pytest.importorskip("torch")
     from allspark_client import AsModelConfig
     from allspark_server import HuggingFaceModel
