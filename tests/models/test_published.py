@@ -152,7 +152,7 @@ def test_a_normalized_head_is_as_torch_rounds_it(dtype, tmp_path):
     ("chatglm3", {"quantization_bit": 4}, "'quantization_bit'.* is 4: only 0 is served"),
     ("chatglm3", {"padded_vocab_size": None}, "'padded_vocab_size'.* is missing"),
     ("chatglm3", {"rope_ratio": 0}, "'rope_ratio'.* is 0.0: it must be positive"),
-    ("chatglm3", {"rope_ratio": 4, "_name_or_path": "THUDM/chatglm2-6b-32k"}, "'rope_ratio'.* is 4.0: of ChatGLM2"),
+    ("chatglm3", {"rope_ratio": 4, "_name_or_path": "THUDM/chatglm2-6b-32k"}, "'rope_ratio'.* is 4.0: ChatGLM2"),
     ("chatglm3", {"multi_query_group_num": 4}, "'num_key_value_heads'.* is 4: it must divide"),
     ("baichuan-13b", {"model_max_length": None}, "'model_max_length'.* is missing"),
     ("baichuan-13b", {"hidden_act": "gelu"}, "'hidden_act'.* is 'gelu': only 'silu'"),
