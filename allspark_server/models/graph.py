@@ -145,6 +145,13 @@ class Weight:
     experts: int = 0
 
     @property
+    def stored_format(self) -> WeightFormat:
+        """`stored` of a weight that is serialized in quantized form."""
+        if self.stored is None:
+            raise ValueError(f"weight {self.name!r} is not quantized")
+        return self.stored
+
+    @property
     def is_matrix(self) -> bool:
         """Whether it has columns."""
         return self.columns > 0

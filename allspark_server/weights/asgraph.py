@@ -1,4 +1,6 @@
-"""A model's serialized form: NAME.asgraph (op list, a protobuf message, binary or text), NAME.asparam (weights)."""
+"""The serialized form of a model: NAME.asgraph (op list, a protobuf message, binary or text) and NAME.asparam
+(weights).
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from google.protobuf import text_format
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from allspark_client._proto import asgraph_pb2 as pb
 from allspark_client.errors import AllSparkError, AsStatus, not_available
-from allspark_server.models.registry import ARCHITECTURES
 from allspark_server.models.graph import ALL_ROWS, OUTPUT_ROWS, Block, CacheGroup, Graph, Op, Part, Weight
 from allspark_server.models.network import ExpertConfig, ModelConfig, RopeConfig, stored_fields
 from allspark_server.models.ops import Attribute
+from allspark_server.models.registry import ARCHITECTURES
 from allspark_server.weights.files import MAX_GRAPH_BYTES, read_file
 from allspark_server.weights.formats import (
     BESIDE_CODES,
@@ -49,13 +51,14 @@ PIECE_ELEMENTS = 1 << 22
 
 logger = logging.getLogger(__name__)
 
-# (q [n, row bytes], scales [n, groups], offsets [n, groups], how many values are NaN or infinite) of (data, its stored
-# type, bits, group size): the native library's.
+# The native library's function: (data, its stored type, bits, group size) -> (q [n, row bytes], scales [n, groups],
+# offsets [n, groups], number of values that are NaN or infinite).
 Quantize = Callable[[np.ndarray, str, int, int], tuple[np.ndarray, np.ndarray, np.ndarray, int]]
 
 
 # -- graph <-> message -------------------------------------------------------------------------------------------------
 def to_message(graph: Graph) -> pb.Graph:
+    """The protobuf message that stores a graph."""
     config = {name: getattr(graph.config, name) for name in stored_fields(ModelConfig)}
     rope, experts = config.pop("rope"), config.pop("experts")
     stored = {name: getattr(rope, name) for name in stored_fields(RopeConfig) if getattr(rope, name) is not None}
@@ -117,7 +120,7 @@ def _format_message(form: WeightFormat | None) -> pb.Format | None:
 
 
 def from_message(message: pb.Graph) -> Graph:
-    """Rebuilds a graph; ValueError when it is not consistent."""
+    """The graph that a message stores. ValueError if it is not consistent."""
     if message.version not in (VERSION, QUANTIZED_VERSION):
         raise ValueError(
             f"its version is {message.version}: this build reads versions {VERSION} and {QUANTIZED_VERSION}"
@@ -140,11 +143,11 @@ def from_message(message: pb.Graph) -> Graph:
         if how.unquantized not in BESIDE_CODES:
             raise ValueError(f"its unquantized weights are of the unknown type {how.unquantized!r}")
         graph.quantization = StoredQuantization(_format_of(how.format), how.quantize_head, how.unquantized)
-    ids = Split(config.vocab_size)  # how graphs of earlier builds divide the vocabulary
+    ids = Split(config.vocab_size)  # graphs of earlier builds divide the vocabulary by ids
 
-    def split_of(message, width: int) -> Split | None:
+    def split_of(message: pb.Block | pb.Part, width: int) -> Split | None:
         if width == config.vocab_size and _stored_split(message, "split") in (ids, graph.vocab):
-            return graph.vocab  # its last unit may reach past the vocabulary
+            return graph.vocab  # its last unit may reach past the end of the vocabulary
         return _split_of(message, width)
 
     for row_set in message.row_sets:
@@ -152,7 +155,7 @@ def from_message(message: pb.Graph) -> Graph:
     if message.cache_groups:
         graph.cache_groups = [CacheGroup(group.kind, group.window) for group in message.cache_groups]
         if graph.cache_groups != sorted(graph.cache_groups, key=lambda group: group.kind != "full"):
-            raise ValueError("its cache groups of full attention are not the first")
+            raise ValueError("its cache groups of full attention do not come first")
     for t in message.tensors:
         blocks = tuple(Block(b.width, split_of(b, b.width)) for b in t.blocks)
         if not blocks or any(block.width < 1 for block in blocks):
@@ -167,7 +170,7 @@ def from_message(message: pb.Graph) -> Graph:
         column_split = _split_of(w, w.columns, "column_split")
         stored = _format_of(w.stored) if w.HasField("stored") else None
         if stored is not None and (graph.quantization is None or not w.columns):
-            raise ValueError(f"weight {w.name!r} is quantized, which this model or a vector cannot be")
+            raise ValueError(f"weight {w.name!r} is quantized, but the model is not, or it is a vector")
         values_split = _split_of(w, len(w.values), "values_split")
         graph.weight(
             Weight(w.name, parts, w.columns, column_split, w.first_rank_only, tuple(w.values), stored, values_split,
@@ -178,12 +181,12 @@ def from_message(message: pb.Graph) -> Graph:
         try:
             graph.append(Op(op.type, tuple(op.inputs), tuple(op.outputs), tuple(op.weights), attrs))
         except ValueError as error:
-            raise ValueError(f"op {number} ({op.type}) of the model's graph cannot be: {error}") from None
+            raise ValueError(f"op {number} ({op.type}) of the model's graph is not valid: {error}") from None
     return graph
 
 
-def _part_of(message: pb.Part, split_of: Callable) -> Part:
-    """A weight's part; ValueError unless its rows are some of the tensor's."""
+def _part_of(message: pb.Part, split_of: Callable[[pb.Part, int], Split | None]) -> Part:
+    """A part of a weight. ValueError unless its rows lie within the tensor."""
     expert, unit = (getattr(message, n) if message.HasField(n) else None for n in ("expert", "unit"))
     split, units = split_of(message, message.rows), _stored_split(message, "units")
     if unit is not None and (units is None or units.group != 1 or units.size != 1 or not 0 <= unit < units.units):
@@ -212,7 +215,7 @@ def _format_of(message: pb.Format) -> WeightFormat:
 
 
 def _computable(form: WeightFormat) -> bool:
-    """Whether scales can be laid out so."""
+    """Whether the layout of the scales is one that kernels compute with."""
     layout, coded = form.layout, form.dtype not in ("int8", "int4", "w8a8", "w4a8")
     nested = layout.super_group > 0
     return (layout.scales in SCALE_TYPES and layout.zeros in ("none", "offsets", "points") and layout.group_rows == 1
@@ -223,8 +226,8 @@ def _computable(form: WeightFormat) -> bool:
             and not (coded and (layout.zeros != "none" or layout.permuted)))
 
 
-def _split_of(message, width: int, name: str = "split") -> Split | None:
-    """The split of a dimension of `width` features; None when every rank has all of them."""
+def _split_of(message: Message, width: int, name: str = "split") -> Split | None:
+    """The split of a dimension of `width` features; None if every rank has all of them."""
     split = _stored_split(message, name)
     if split is not None and (split.units < 1 or split.size < 1 or split.group < 1 or split.units % split.group
                               or split.width != width):
@@ -233,18 +236,19 @@ def _split_of(message, width: int, name: str = "split") -> Split | None:
     return split
 
 
-def _stored_split(message, name: str) -> Split | None:
-    if not message.HasField(name):
+def _stored_split(message: Message, name: str) -> Split | None:
+    if not message.HasField(name):  # type: ignore[arg-type]  # the messages with this field
         return None
     split = getattr(message, name)
     other = _stored_split(split, "unless")
     if split.least < 0 or (other is not None and (other.unless is not None or min(other.units, other.size) < 1)):
-        raise ValueError(f"it holds a split of {split.units} units that cannot be")
+        raise ValueError(f"it holds an invalid split of {split.units} units")
     return Split(split.units, split.size, split.group, split.least, other)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
 def write_graph(graph: Graph, path: Path, *, text: bool = False) -> None:
+    """Writes an .asgraph file. AllSparkError if that fails."""
     message = to_message(graph)
     if text:
         data = TEXT_MARK + text_format.MessageToString(message).encode()
@@ -257,7 +261,7 @@ def write_graph(graph: Graph, path: Path, *, text: bool = False) -> None:
 
 
 def read_graph(path: Path) -> Graph:
-    """Reads an .asgraph file, binary or text; AllSparkError when it is damaged or of another version."""
+    """Reads an .asgraph file, binary or text. AllSparkError if it is damaged or of another version."""
     data = read_file(path, MAX_GRAPH_BYTES)
     try:
         if data.startswith(TEXT_MARK):
@@ -272,15 +276,17 @@ def read_graph(path: Path) -> Graph:
 def write_params(
     graph: Graph, source: Source, path: Path, dtype: str = "auto", quantize: Quantize | None = None
 ) -> None:
-    """Writes each tensor that the graph uses, whole, with its crc32. dtype: of tensors that are not quantized, "auto"
-    (as stored) or of STORED_TYPES. quantize: for a graph with quantized weights, unless they are so in the source.
+    """Writes every tensor that the graph uses, whole, with its crc32.
+
+    dtype: the type of tensors that are not quantized: "auto" (as stored) or a key of STORED_TYPES. quantize: quantizes
+    the weights of a graph with quantized weights; None if they are quantized in the source.
     """
     wanted = None if dtype == "auto" else STORED_TYPES[dtype]
     weights = {part.tensor: (weight, part) for weight in graph.weights.values() for part in weight.parts}
     stored = {name: weight.stored for name, (weight, _) in weights.items()}
     entries: list[tuple[str, str, tuple[int, ...]]] = []
     data: list[Iterator[np.ndarray]] = []
-    # What is read in place must be aligned, and bytes come in any number: they are last.
+    # Tensors that are read in place must be aligned. Quantized ones have any number of bytes, so they come last.
     for name in sorted(stored, key=lambda n: (stored[n] is not None, n)):
         form = stored[name]
         if form is not None and quantize is None:
@@ -311,22 +317,23 @@ def write_params(
 
 
 def _arrays_of(suffixes: Iterable[str]) -> list[int]:
-    """Which of QuantizedRows.arrays() these are."""
+    """The indices of these tensors in QuantizedRows.arrays()."""
     return [1 + (SCALE, OFFSET, SUPER_SCALE, SUPER_OFFSET).index(suffix) for suffix in suffixes]
 
 
 def _stored_pieces(tensor: QuantizedTensor, form: WeightFormat, shape: tuple[int, int],
                    array: int) -> Iterator[np.ndarray]:
     """The pieces of one array of a matrix that is quantized in its source."""
-    return (np.ascontiguousarray(rows.arrays()[array]) for _, rows in tensor.pieces(0, *shape, plain=form))
+    arrays = (rows.arrays()[array] for _, rows in tensor.pieces(0, *shape, plain=form))
+    return (np.ascontiguousarray(found) for found in arrays if found is not None)
 
 
 def _quantized_pieces(tensor: StoredTensor, form: WeightFormat, quantize: Quantize) -> list[Iterator[np.ndarray]]:
-    """The pieces of scales, offsets and q, of a tensor that is quantized when the first of them is asked for."""
+    """The pieces of scales, offsets and q of a tensor. It is quantized when the first of them is requested."""
     later: list[np.ndarray] = []
 
     def scales() -> Iterator[np.ndarray]:
-        rows = np.ascontiguousarray(tensor.data.reshape(-1, tensor.shape[-1]))
+        rows = np.ascontiguousarray(tensor.values.reshape(-1, tensor.shape[-1]))
         q, scale, offset, bad = quantize(rows, tensor.dtype, form.bits, form.group_size)
         if bad:
             logger.warning(
@@ -345,15 +352,15 @@ def _quantized_pieces(tensor: StoredTensor, form: WeightFormat, quantize: Quanti
 
 
 def _pieces(tensor: StoredTensor, kind: str) -> Iterator[np.ndarray]:
-    """The tensor's elements as contiguous pieces of stored type `kind`."""
-    flat = tensor.data.reshape(-1)
+    """The tensor's elements in contiguous pieces of the stored type `kind`."""
+    flat = tensor.values.reshape(-1)
     for begin in range(0, flat.size, PIECE_ELEMENTS):
         piece = np.ascontiguousarray(flat[begin:begin + PIECE_ELEMENTS])
         yield piece if kind == tensor.dtype else from_float32(to_float32(piece, tensor.dtype), kind)
 
 
 def to_float32(data: np.ndarray, dtype: str) -> np.ndarray:
-    """F32, F16 or BF16 data as float32, exactly."""
+    """F32, F16 or BF16 data as float32. The conversion is exact."""
     if dtype == "BF16":
         return (data.astype(np.uint32) << 16).view(np.float32)
     return np.ascontiguousarray(data, np.float32)

@@ -1,5 +1,5 @@
-"""One format for matrices that were quantized in several and are computed as one (queries, keys and values; an
-embedding that is the head as well): values stay what they are, to the bit.
+"""A common format for tensors that were quantized in different formats and are computed as one matrix (queries, keys
+and values; an embedding that is also the head). Values stay the same to the bit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NESTED = ScaleLayout("float16", "offsets", super_group=0, scale_bits=8)
 
 
 def common_form(forms: Sequence[WeightFormat]) -> WeightFormat | None:
-    """A format that holds matrices of all of these exactly; None when there is none."""
+    """A format that represents matrices of all these formats exactly; None if there is none."""
     if len(set(forms)) == 1:
         return forms[0]
     if any(f.dtype not in ("int8", "int4") or f.layout.permuted or not f.group_size for f in forms):
@@ -26,13 +26,13 @@ def common_form(forms: Sequence[WeightFormat]) -> WeightFormat | None:
     supers = {f.layout.super_group for f in forms}
     if len(supers) == 1 and supers != {0}:
         return WeightFormat("int8", size, replace(_NESTED, super_group=supers.pop()))
-    if any(f.layout.scales != "float16" for f in forms):  # products of others need more than float32 has
+    if any(f.layout.scales != "float16" for f in forms):  # products of other scales do not fit float32 exactly
         return None
     return WeightFormat("int8", size, ScaleLayout("float32", "offsets"))
 
 
 def converted(tensor: QuantizedTensor, own: WeightFormat, form: WeightFormat, columns: int) -> QuantizedTensor:
-    """The same matrix in a format that common_form() gave for it and others."""
+    """The same matrix, stored in the format `own`, in the format `form` that common_form() returned."""
     if replace(own, dtype=form.dtype) == form and own.bits == form.bits:
         return tensor
     layout = own.layout
@@ -46,15 +46,16 @@ def converted(tensor: QuantizedTensor, own: WeightFormat, form: WeightFormat, co
     def rows(begin: int, end: int) -> QuantizedRows:
         found = tensor.plain_rows(begin, end, own, columns)
         codes = unpack_codes(found.codes, own.bits, columns) + np.uint8(128 - center)
-        scales, zeros = found.scales, found.zeros
+        scales, zeros = found.own_scales, found.zeros
         if form.layout.super_group:
             if zeros is None:
                 zeros = np.zeros_like(scales)
-            above = found.super_offsets
-            return QuantizedRows(codes, wide(scales), wide(zeros), found.super_scales,
-                                 np.zeros_like(found.super_scales) if above is None else above)
+            above, super_scales = found.super_offsets, found.super_scales
+            assert super_scales is not None
+            return QuantizedRows(codes, wide(scales), wide(zeros), super_scales,
+                                 np.zeros_like(super_scales) if above is None else above)
         scale, offset = plain_scales(found, own)
-        if layout.zeros == "points":
+        if layout.zeros == "points" and zeros is not None:
             offset = scale * (np.float32(center) - zeros.astype(np.float32))
         return QuantizedRows(pack_codes(codes, 8), wide(scale), wide(offset))
 
@@ -62,14 +63,14 @@ def converted(tensor: QuantizedTensor, own: WeightFormat, form: WeightFormat, co
 
 
 def plain_scales(rows: QuantizedRows, form: WeightFormat) -> tuple[np.ndarray, np.ndarray]:
-    """A row's scales and offsets as float32, of float16 or nested ones; zeros where there are no offsets."""
+    """Scales and offsets of each group as float32 [n, groups], from float16 or nested ones; offsets are 0 if absent."""
     layout = form.layout
-    scale = rows.scales.astype(np.float32)
+    scale = rows.own_scales.astype(np.float32)
     has = layout.zeros == "offsets"
-    offset = rows.zeros.astype(np.float32) if has else np.zeros_like(scale)
-    if layout.super_group:
+    offset = rows.zeros.astype(np.float32) if has and rows.zeros is not None else np.zeros_like(scale)
+    if layout.super_group and rows.super_scales is not None:
         above = np.arange(scale.shape[1]) * form.group_size // layout.super_group
         scale = scale * rows.super_scales.astype(np.float32)[:, above]
-        if has:
+        if has and rows.super_offsets is not None:
             offset = offset * rows.super_offsets.astype(np.float32)[:, above]
     return scale, offset

@@ -1,4 +1,4 @@
-"""Whether hosts have the same checkpoint, each its own copy of it."""
+"""Checks that the hosts of a group have the same checkpoint."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
 
-_WHOLE = 8 << 20  # bytes up to which all of a file is read
-_SAMPLES, _SAMPLE = 64, 64 << 10  # of a larger one so many pieces of so many bytes, first and last among them
+_WHOLE = 8 << 20  # files up to this many bytes are read whole
+_SAMPLES, _SAMPLE = 64, 64 << 10  # number and bytes of the samples of a larger file; the first and last bytes are included
 _SUFFIXES = {".json", ".safetensors", ".bin", ".model", ".tiktoken", ".jinja", ".gguf", ".asgraph", ".asparam"}
 
 
 def file_digests(config: AsModelConfig) -> dict[str, str]:
-    """Digests of a model's files by their paths: of large ones size and samples, which tell versions apart, trained
-    ones and quantized ones; that no bit has flipped they do not say. Files that cannot be read are left out.
+    """Digests of a model's files by path. For large files they cover the size and samples: enough to tell versions of a
+    checkpoint apart, but not to find a flipped bit. Files that cannot be read are left out.
     """
     found = {}
     for place in filter(None, (config.model_path, config.weights_path, config.draft_model)):
@@ -46,8 +46,9 @@ def _digest(file: Path) -> str:
 
 
 def check_copies(name: str, hosts: Mapping[str, Mapping[str, str]]) -> None:
-    """AllSparkError if a file of model `name` is another one on some host; hosts: file_digests by host, rank 0's first.
-    What a host lacks its ranks have missed before, or do without.
+    """AllSparkError if a file of model `name` differs between hosts. hosts: file_digests by host, rank 0's host first.
+
+    Files that a host lacks are ignored: its ranks report missing files themselves.
     """
     (own, wanted), *others = hosts.items()
     for host, found in others:
@@ -55,5 +56,5 @@ def check_copies(name: str, hosts: Mapping[str, Mapping[str, str]]) -> None:
             if found[file] != wanted.get(file, found[file]):
                 raise AllSparkError(
                     AsStatus.ALLSPARK_PARAM_ERROR,
-                    f"model {name!r}: {file} on host {host} is another than on host {own}; every host of a group needs "
+                    f"model {name!r}: {file} on host {host} differs from that on host {own}; every host of a group needs "
                     "the same checkpoint")

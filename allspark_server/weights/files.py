@@ -1,5 +1,5 @@
-"""The one way to a file that a client or a checkpoint names: only regular files open, and whole ones are read within a
-limit. Everything here raises AllSparkError naming the file, what is wrong with it, and what would be right.
+"""Opens files that a client or a checkpoint names. Only regular files are opened, and files that are read whole have a
+size limit. Errors are AllSparkError and name the file, the problem and what is expected.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 from allspark_client.errors import AllSparkError, AsStatus
 
 MIB = 1 << 20
-# Several times what the largest published checkpoints have; what is parsed takes up to twenty times as much memory.
+# Several times the sizes in the largest published checkpoints. Parsing can take twenty times as much memory.
 MAX_CONFIG_BYTES = 4 * MIB  # config.json, generation_config.json
 MAX_INDEX_BYTES = 32 * MIB  # *.index.json
 MAX_GRAPH_BYTES = 8 * MIB  # .asgraph
@@ -28,12 +28,12 @@ def _error(problem: str, status: AsStatus = AsStatus.ALLSPARK_IO_ERROR) -> AllSp
     return AllSparkError(status, problem)
 
 
-def open_regular(path: str | os.PathLike) -> BinaryIO:
-    """Opens a regular file to be read. Nothing else is opened even for a moment: a FIFO would wait for a writer, and a
-    device may act on it. Links are followed.
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Opens a regular file for reading. Links are followed. Other kinds of files are not opened even for a moment,
+    since a FIFO would wait for a writer and a device may act on being opened.
     """
     try:
-        # What was looked at is what is opened: O_PATH holds the file without opening it.
+        # O_PATH refers to the file without opening it, so the file that is checked is the file that is opened.
         held = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except FileNotFoundError:
         raise _error(f"{path} does not exist") from None
@@ -51,12 +51,12 @@ def open_regular(path: str | os.PathLike) -> BinaryIO:
         os.close(held)
 
 
-def read_file(path: str | os.PathLike, limit: int) -> bytes:
-    """The whole of a regular file of at most `limit` bytes."""
+def read_file(path: str | os.PathLike[str], limit: int) -> bytes:
+    """The content of a regular file of at most `limit` bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
-            raise _error(f"{path} has {size} bytes: at most {limit} are read of a file of this kind")
+            raise _error(f"{path} has {size} bytes: a file of this kind may have at most {limit}")
         try:
             return file.read(size)
         except OSError as error:
@@ -64,7 +64,7 @@ def read_file(path: str | os.PathLike, limit: int) -> bytes:
 
 
 def parse_json(data: bytes | str) -> Any:
-    """JSON from a foreign file; ValueError, whatever is wrong with it."""
+    """Parses JSON of untrusted origin. ValueError for every problem."""
     try:
         return json.loads(data)
     except RecursionError:
@@ -72,7 +72,7 @@ def parse_json(data: bytes | str) -> Any:
 
 
 def read_json(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """A JSON object from a file."""
+    """The JSON object in a file of at most `limit` bytes."""
     try:
         values = parse_json(read_file(path, limit))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The formats that a model's matrices get: which of them are quantized, and how."""
+"""The formats of a model's matrices: which are quantized, and how."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from allspark_client.errors import AllSparkError, AsStatus, nearest_name
 if TYPE_CHECKING:
     from allspark_server.models.graph import Graph, Weight
 
-SMALLEST_GROUP = 8  # along K, that the kernels have
-SCALE, OFFSET, SUPER_SCALE, SUPER_OFFSET = ".scale", ".offset", ".super_scale", ".super_offset"
-ORDER = ".order"  # tensors of a quantized one, after its name
+SMALLEST_GROUP = 8  # the smallest group along K that the kernels support
+# Suffixes of the tensors that belong to a quantized tensor, after its name.
+SCALE, OFFSET, SUPER_SCALE, SUPER_OFFSET, ORDER = ".scale", ".offset", ".super_scale", ".super_offset", ".order"
 
-
-BESIDE_CODES = ("float32", "bfloat16")  # types of what is left unquantized in a quantized model
-CODED = ("e4m3", "nf4", "e2m1")  # codes of floats, which only checkpoints have
+BESIDE_CODES = ("float32", "bfloat16")  # types of unquantized weights in a quantized model
+CODED = ("e4m3", "nf4", "e2m1")  # small floats; only checkpoints have them
 STORED_DTYPES = ("int8", "int4", "w8a8", "w4a8", *CODED)
-SCALE_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # of a matrix that others have quantized
+SCALE_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # scales of quantized checkpoints
 NESTED_TYPE = "I8"  # of nested scales
 MOST_CODES = {8: 256, 4: 16}
 
 
 @dataclass(frozen=True)
 class ScaleLayout:
-    """How the scales of a matrix' groups are laid out: see native/program/scale_layout.h, which has the same fields.
-    center: None: 2^(bits - 1).
+    """The layout of the scales of a matrix's groups: see native/program/scale_layout.h, which has the same fields.
+
+    center: None means 2^(bits - 1).
     """
 
     scales: str = "bfloat16"
@@ -42,14 +42,14 @@ class ScaleLayout:
     center: int | None = None
 
     def changed(self) -> dict[str, object]:
-        """The fields that are not InstantQuant's."""
+        """The fields that differ from those of InstantQuant."""
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
 
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """A matrix' format: AsModelConfig's weight_dtype (but for "auto") and weight_group_size, and of matrices that
-    others have quantized the layout of their scales.
+    """The format of a matrix: weight_dtype (except "auto") and weight_group_size as in AsModelConfig; for a matrix of a
+    quantized checkpoint also the layout of its scales.
     """
 
     dtype: str
@@ -58,30 +58,31 @@ class WeightFormat:
 
     @property
     def quantized(self) -> bool:
+        """Whether the matrix is quantized."""
         return self.dtype not in UNQUANTIZED
 
     @property
     def bits(self) -> int:
-        """Of a quantized value."""
+        """Bits of a quantized value."""
         return 8 if self.dtype in ("int8", "w8a8", "e4m3", "float8") else 4
 
     def groups(self, columns: int) -> int:
-        """In a row of so many values."""
+        """The number of groups in a row of `columns` values."""
         return -(-columns // self.group_size) if self.group_size else 1
 
     def super_groups(self, columns: int) -> int:
-        """In a row of so many values, of nested scales."""
+        """The number of super-groups (of nested scales) in a row of `columns` values."""
         return -(-columns // self.layout.super_group)
 
     def row_bytes(self, columns: int) -> int:
-        """Of a serialized row's quantized values: of 4 bits, two in a byte."""
+        """Bytes of a serialized row of `columns` quantized values; 4-bit values are stored two to a byte."""
         return columns if self.bits == 8 else -(-columns // 2)
 
     def scale_tensors(self, columns: int) -> dict[str, tuple[str, int]]:
-        """What a matrix in rows of so many values has beside these, serialized: type and length of a row, by the suffix
-        of the name.
+        """The tensors that are serialized beside a matrix with rows of `columns` values: stored type and row length by
+        the suffix of the name.
         """
-        layout, found = self.layout, {}
+        layout, found = self.layout, dict[str, tuple[str, int]]()
         kind = NESTED_TYPE if layout.super_group else SCALE_TYPES[layout.scales]
         found[SCALE] = kind, self.groups(columns)
         if layout.zeros != "none":
@@ -92,9 +93,9 @@ class WeightFormat:
                 found[SUPER_OFFSET] = "F16", self.super_groups(columns)
         return found
 
-    def native(self, first: int = 0) -> dict[str, object]:
-        """Arguments of the native library's functions for a rank's part of a matrix, its slice of K beginning at
-        `first`. A matrix whose columns are permuted is laid out in its own order before.
+    def native(self, first: int = 0) -> dict[str, Any]:
+        """Arguments of the native library's functions for a rank's slice of K that begins at column `first`. A matrix
+        with permuted columns must first be laid out in its own order.
         """
         layout = self.layout
         if layout.super_group:
@@ -108,18 +109,20 @@ class WeightFormat:
 
 
 def not_numbers(dtype: str) -> str:
-    """What values are that a matrix of this type counts as not finite."""
+    """A description, for messages, of the values that a matrix of this type cannot hold."""
     return "NaN or infinite" + (", or beyond the range of float16" if dtype == "float16" else "")
 
 
 def activated(form: WeightFormat) -> WeightFormat:
-    """The same values, multiplied with activations of 8 bits where integers are."""
+    """The same values with 8-bit activations, if they are integers."""
     return replace(form, dtype={"int8": "w8a8", "int4": "w4a8"}.get(form.dtype, form.dtype))
 
 
 def group_of_slice(group_size: int, first: int) -> int:
-    """The group size of a rank's slice of K that begins at `first`, inside a group perhaps: every group of the slice is
-    part of one of the whole row's, whose scale it has. AllSparkError when the cut leaves too little.
+    """The group size of a rank's slice of K that begins at column `first`, which may lie inside a group.
+
+    Each group of the slice is a part of one group of the whole row and has its scale. AllSparkError if the parts would
+    be smaller than SMALLEST_GROUP.
     """
     if group_size == 0 or first == 0:
         return group_size
@@ -127,16 +130,16 @@ def group_of_slice(group_size: int, first: int) -> int:
     if common < SMALLEST_GROUP:
         raise AllSparkError(
             AsStatus.ALLSPARK_PARAM_ERROR,
-            f"weight_group_size={group_size} is not possible with these ranks: one's part of a matrix begins at "
-            f"input feature {first}, inside a group and at no multiple of {SMALLEST_GROUP}; use "
+            f"weight_group_size={group_size} is not possible with this number of ranks: a rank's slice of a matrix "
+            f"begins at input feature {first}, inside a group and not at a multiple of {SMALLEST_GROUP}; use "
             "weight_group_size=0 or another number of ranks",
         )
     return common
 
 
 def routing_weights(graph: Graph) -> set[str]:
-    """Names of the matrices that make logits of experts and gates of rows: small ones, which stay float32, as a last
-    bit of them can send a row elsewhere.
+    """Names of the matrices of routers and of gates of shared experts. They are small and stay float32, because a
+    difference in the last bit can route a token to another expert.
     """
     logits = {op.inputs[0] for op in graph.ops if op.type == "router"}
     logits |= {op.inputs[1] for op in graph.ops if op.type == "sigmoid_mul"}
@@ -145,8 +148,8 @@ def routing_weights(graph: Graph) -> set[str]:
 
 @dataclass(frozen=True)
 class Quantization:
-    """What is wanted of a model's matrices. tensors: patterns of tensor names, the first that matches counts; None: not
-    quantized.
+    """The requested formats of a model's matrices. tensors: formats by patterns of tensor names, of which the first
+    match counts; None: not quantized.
     """
 
     format: WeightFormat
@@ -154,13 +157,14 @@ class Quantization:
     tensors: Mapping[str, WeightFormat | None] = field(default_factory=dict)
 
     def formats(self, graph: Graph, unquantized: str) -> dict[str, WeightFormat]:
-        """The format of each matrix of the graph. unquantized: the type of those that stay as they are."""
+        """The format of each matrix of the graph. unquantized: the type of matrices that are not quantized."""
         plain = WeightFormat(unquantized)
         head = {name for op in graph.ops if op.type == "embedding" for name in op.weights}
         head |= {
             op.weights[0] for op in graph.ops if op.type == "linear" and graph.tensors[op.outputs[0]].name == "logits"
         }
-        routing, unused, found = routing_weights(graph), set(self.tensors), {}
+        routing, unused = routing_weights(graph), set[str | None](self.tensors)
+        found: dict[str, WeightFormat] = {}
         for weight in graph.weights.values():
             if not weight.is_matrix:
                 continue
@@ -177,15 +181,14 @@ class Quantization:
                                  + ", ".join(f"{name} ({form})" for name, form in chosen.items()))
             found[weight.name] = next(iter(chosen.values()))
         if unused:
-            raise ValueError(
-                f"no matrix of the model is called {sorted(unused)[0]!r}, or none that no earlier pattern names"
-            )
+            pattern = next(p for p in self.tensors if p in unused)
+            raise ValueError(f"the pattern {pattern!r} matches no matrix that earlier patterns leave over")
         return found
 
 
 def wanted_formats(graph: Graph, config: AsModelConfig, unquantized: str) -> dict[str, WeightFormat]:
-    """The format of each matrix of an opened model: as the config wants them, or as they are serialized, if
-    quantized.
+    """The format of each matrix of an opened model: as the config requests; for a model that is stored in quantized
+    form, as it is stored. AllSparkError if the config requests another format than the stored one.
     """
     if graph.quantization is None:
         dtype = unquantized if config.weight_dtype == "auto" else config.weight_dtype
@@ -193,7 +196,7 @@ def wanted_formats(graph: Graph, config: AsModelConfig, unquantized: str) -> dic
         return Quantization(form, config.quantize_head).formats(graph, unquantized)
     stored = graph.quantization.format
     wanted, quantized = WeightFormat(config.weight_dtype, config.weight_group_size), activated(stored)
-    foreign = graph.quantization.is_foreign  # then integers may be multiplied with activations of 8 bits as well
+    foreign = graph.quantization.is_foreign  # then 8-bit activations may be requested as well
     by_bytes = foreign and wanted.dtype == quantized.dtype and wanted.group_size in (0, stored.group_size)
     if config.weight_dtype != "auto" and not by_bytes and replace(stored, layout=ScaleLayout()) != wanted:
         raise AllSparkError(
@@ -221,8 +224,8 @@ def wanted_formats(graph: Graph, config: AsModelConfig, unquantized: str) -> dic
 
 @dataclass(frozen=True)
 class StoredQuantization:
-    """Of a model that was serialized quantized: the format of its matrices (each has its own beside it), whether
-    embedding and head are quantized as well, and what "auto" made of the checkpoint it came from.
+    """How a stored model is quantized: the format of most matrices (each also stores its own), whether embedding and
+    head are quantized, and the type of unquantized weights that "auto" chose for the original checkpoint.
     """
 
     format: WeightFormat
@@ -231,7 +234,7 @@ class StoredQuantization:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether others have quantized it."""
+        """Whether the checkpoint was quantized by another program."""
         return self.format.layout != ScaleLayout()
 
 
@@ -243,12 +246,12 @@ KEYS = ("quant_method", "weight_format", "compute_method", "activate_format", "g
 
 
 def quantization_of(weight_only_quant: bool, customized: Mapping[str, Any] | None) -> Quantization:
-    """What serialize_to_path's arguments mean, if enable_quant is set.
+    """The quantization that serialize_to_path's arguments request when enable_quant is set.
 
-    customized, with DashInfer's keys: {"quant_method": "instant_quant", "weight_format": "int8" | "uint4",
-    "compute_method": "weight_only" | "activate_quant", "group_size": 64}; and "quantize_head": bool, "tensors":
-    {pattern of tensor names: None (not quantized) or {"weight_format", "compute_method", "group_size"}, of which absent
-    ones are as above}.
+    customized has DashInfer's keys: {"quant_method": "instant_quant", "weight_format": "int8" | "uint4",
+    "compute_method": "weight_only" | "activate_quant", "group_size": 64}; also "quantize_head": bool and "tensors":
+    {pattern of tensor names: None (not quantized) or {"weight_format", "compute_method", "group_size"}, each with the
+    value above as its default}. ValueError or TypeError names the key that is wrong.
     """
     values = dict(customized or {})
     _check_keys("customized_quant_config", values, KEYS)
@@ -263,7 +266,7 @@ def quantization_of(weight_only_quant: bool, customized: Mapping[str, Any] | Non
     head = values.get("quantize_head", True)
     if not isinstance(head, bool):
         raise TypeError(f"customized_quant_config: quantize_head={head!r}: expected a bool")
-    # As in DashInfer, whose examples name activate_quant where they want it.
+    # As in DashInfer: with a configuration, weights alone are quantized unless it says activate_quant.
     weight_only = weight_only_quant or bool(customized)
     default = _format("customized_quant_config", values, {"weight_format": "int8", "group_size": 0,
                                                           "compute_method": COMPUTE_METHODS[0 if weight_only else 1]})
@@ -272,7 +275,7 @@ def quantization_of(weight_only_quant: bool, customized: Mapping[str, Any] | Non
     given = values.get("tensors", {})
     if not isinstance(given, Mapping):
         raise TypeError(f"customized_quant_config: tensors={given!r}: expected a dict of patterns")
-    tensors = {}
+    tensors: dict[str, WeightFormat | None] = {}
     for pattern, form in given.items():
         where = f"customized_quant_config: tensors[{pattern!r}]"
         if form is None:

@@ -1,7 +1,7 @@
-"""Fills a rank's native weights, slice by slice, straight from the mapped checkpoint.
+"""Fills a rank's native weights, slice by slice, from the memory-mapped checkpoint.
 
-The native library takes strided views of the mapping and packs them with all its threads, so nothing of size is copied
-here; only vectors (norms, biases) are converted in Python.
+The native library takes strided views of the mapping and packs them with all its threads, so nothing large is copied
+here. Only vectors (norms, biases) are converted in Python.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +29,7 @@ Progress = Callable[[int, int], None]
 
 
 def stored_tensor(source: Source, weight: Weight, part: Part) -> StoredTensor:
-    """The checkpoint's tensor of a part, its type and shape checked against what the graph expects."""
+    """The checkpoint's tensor of a part. AllSparkError if its type or shape is not what the graph expects."""
     try:
         tensor = source.get(part.tensor)
     except KeyError:
@@ -38,7 +39,7 @@ def stored_tensor(source: Source, weight: Weight, part: Part) -> StoredTensor:
         raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                             f"{source.where()} has no tensor {part.tensor!r}{hint}") from None
     expected = (part.stored_rows, weight.columns) if weight.is_matrix else (part.stored_rows,)
-    if part.expert is not None:  # of any number of them
+    if part.expert is not None:  # the tensor may hold any number of experts
         expected = (max(tensor.shape[:1] + (part.expert + 1,)), *expected)
     if tensor.shape != expected:
         raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"tensor {part.tensor!r} in {tensor.file} has shape "
@@ -48,13 +49,13 @@ def stored_tensor(source: Source, weight: Weight, part: Part) -> StoredTensor:
                                                            f"{tensor.dtype}: expected one of {', '.join(NUMPY_TYPES)}")
     if part.expert is None:
         return tensor
-    return replace(tensor, name=f"{tensor.name}[{part.expert}]", shape=expected[1:], data=tensor.data[part.expert])
+    return replace(tensor, name=f"{tensor.name}[{part.expert}]", shape=expected[1:], data=tensor.values[part.expert])
 
 
 def quantized_tensor(source: Source, weight: Weight, part: Part) -> QuantizedTensor:
-    """The quantized tensor of a part, checked against what the graph expects."""
+    """The quantized tensor of a part. AllSparkError if it is missing or not what the graph expects."""
     try:
-        return source.quantized(part.tensor, weight.stored, (part.stored_rows, weight.columns), part.expert)
+        return source.quantized(part.tensor, weight.stored_format, (part.stored_rows, weight.columns), part.expert)
     except KeyError as error:
         raise AllSparkError(
             AsStatus.ALLSPARK_PARAM_ERROR, f"{source.where()} has no tensor {error.args[0]!r}"
@@ -62,13 +63,14 @@ def quantized_tensor(source: Source, weight: Weight, part: Part) -> QuantizedTen
 
 
 def column_slice(source: Source, weight: Weight, form: WeightFormat, rank: int, world: int) -> ColumnSlice:
-    """A rank's columns of a matrix in this format."""
+    """The columns of a matrix in this format that a rank holds."""
     order = None
     if weight.stored is not None and form.layout.permuted:
         orders = [(part, quantized_tensor(source, weight, part)) for part in weight.parts]
         order = orders[0][1].order
         for part, tensor in orders:
-            if not np.array_equal(tensor.order, order):
+            if (tensor.order is None) != (order is None) or (
+                    tensor.order is not None and order is not None and not np.array_equal(tensor.order, order)):
                 raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                                     f"tensors {weight.parts[0].tensor!r} and {part.tensor!r} in {tensor.file} are "
                                     "computed as one matrix and must have their columns in the same order of groups")
@@ -76,10 +78,12 @@ def column_slice(source: Source, weight: Weight, form: WeightFormat, rank: int, 
 
 
 def unquantized_type(graph: Graph, source: Source, half: str = "float32") -> str:
-    """The weight_dtype that "auto" is for a checkpoint, whether or not it is quantized; checks every tensor's presence,
-    type and shape. bfloat16 matrices stay so and all else is float32, in which float16 values are exact. half: the type
-    of matrices that all are float16; where that is not float32, float32 is too slow to be meant by those of both types
-    of 16 bits, and they are bfloat16, which has the range of both.
+    """The weight_dtype that "auto" means for a checkpoint, quantized or not. Checks that every tensor is present and
+    has the right type and shape.
+
+    bfloat16 matrices stay bfloat16. Other types become float32, which holds float16 exactly, with two exceptions on
+    devices where float32 is slow (`half` is not "float32" there): matrices that are all float16 get the type `half`,
+    and a mixture of float16 and bfloat16 becomes bfloat16, which has the range of both.
     """
     found = set()
     for weight in graph.weights.values():
@@ -107,13 +111,13 @@ class Loader:
         self,
         graph: Graph,
         source: Source,
-        executor,
+        executor: Any,
         rank: int,
         world: int,
         formats: Mapping[str, WeightFormat],
         progress: Progress | None = None,
     ):
-        """formats: of each matrix, by the weight's name. progress: gets (elements done, of how many)."""
+        """formats: of each matrix, by the weight's name. progress: called with (elements loaded, elements in all)."""
         self.graph, self.source, self.executor = graph, source, executor
         self.rank, self.world, self.formats, self.progress = rank, world, formats, progress
         self._digest = hashlib.blake2b(digest_size=16)
@@ -125,7 +129,7 @@ class Loader:
                 for name, weight in self.graph.weights.items()}
 
     def digest(self) -> str:
-        """Of all bytes that load() has read: the same on every load of a checkpoint by this rank of as many."""
+        """A digest of all bytes that load() has read. It is the same for each load by this rank of as many ranks."""
         return self._digest.hexdigest()
 
     def _matrix(self, weight: Weight) -> int:
@@ -136,15 +140,15 @@ class Loader:
         order = {} if columns.order is None else {"order": columns.order.tolist()}
         identity = self.executor.add_matrix(weight.rows_of(self.rank, self.world), columns.inputs, experts=end - begin,
                                             **columns.native(), **order)
-        together: list[tuple[StoredTensor, int, int]] = []  # experts' rows, which are many small pieces
+        together: list[tuple[StoredTensor, int, int]] = []  # filled in one call: an expert's rows are small
         for part in weight.parts:
             begin, end = (part.first + row for row in part.range_of(self.rank, self.world))
-            if begin == end:  # another rank's
+            if begin == end:  # another rank has it
                 continue
             if weight.stored is not None and not form.quantized:
                 self._digest.update(f"{part.tensor} {weight.stored} {form} {begin} {end} {first} {last} ".encode())
-                tensor = quantized_tensor(self.source, weight, part)
-                for row, values in recovered(tensor, weight.stored, begin, end, weight.columns):
+                coded = quantized_tensor(self.source, weight, part)
+                for row, values in recovered(coded, weight.stored, begin, end, weight.columns):
                     self.executor.fill_rows(identity, [values], "F32", offset + row - begin, first, 0)
             elif weight.stored is not None:
                 self._digest.update(f"{part.tensor} {form} {begin} {end} {first} {last} ".encode())
@@ -165,10 +169,10 @@ class Loader:
 
     def _fill_quantized(self, identity: int, weight: Weight, part: Part, columns: ColumnSlice, begin: int, end: int,
                         offset: int) -> None:
-        """Rows [begin, end) of a quantized tensor as a matrix' rows from `offset` on."""
+        """Fills rows of a matrix from `offset` on with rows [begin, end) of a quantized tensor."""
         tensor = quantized_tensor(self.source, weight, part)
-        form, gathered = weight.stored, columns.places is not None
-        if form.layout != columns.form.layout:  # the device has others
+        form, gathered = weight.stored_format, columns.places is not None
+        if form.layout != columns.form.layout:  # the device has another layout
             tensor, form = recoded(tensor, form, columns.form, weight.columns), columns.form
 
         def bits(half: np.ndarray | None) -> np.ndarray | None:
@@ -188,11 +192,11 @@ class Loader:
 
     def _fill(self, identity: int, pieces: list[tuple[StoredTensor, int, int]], end: int, column: int,
               form: WeightFormat) -> None:
-        """Rows of tensors of one type, one after the other, as a matrix' rows up to `end`. Whole rows: a slice along K
-        is quantized by the ranges of the groups that it was cut from.
+        """Fills rows of a matrix up to `end` with rows of tensors of one type, one after the other. It passes whole
+        rows, because a slice along K is quantized with the ranges of the groups that it was cut from.
         """
         begin = end - sum(last - first for _, first, last in pieces)
-        counts = self.executor.fill_rows(identity, [tensor.data[first:last] for tensor, first, last in pieces],
+        counts = self.executor.fill_rows(identity, [tensor.values[first:last] for tensor, first, last in pieces],
                                          pieces[0][0].dtype, begin, column, form.group_size)
         for (tensor, *_), bad in zip(pieces, counts):
             if bad:
@@ -208,8 +212,8 @@ class Loader:
             tensor = stored_tensor(self.source, weight, part)
             begin, end = (part.first + row for row in part.range_of(self.rank, self.world))
             self._digest.update(f"{tensor.name} {tensor.dtype} {begin} {end} ".encode())
-            self._digest.update(tensor.data[begin:end].tobytes())
-            values = to_float32(tensor.data[begin:end], tensor.dtype)
+            self._digest.update(tensor.values[begin:end].tobytes())
+            values = to_float32(tensor.values[begin:end], tensor.dtype)
             bad = values.size - int(np.isfinite(values).sum())
             if bad:
                 self._warn(tensor, bad, "float32")

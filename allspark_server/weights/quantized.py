@@ -1,5 +1,5 @@
-"""Quantized matrices as they pass from a file to the native library: plain rows of codes, scales and what else there
-is, whatever packed them. A rank's slice of K whose columns have an order of their own.
+"""Quantized matrices on their way from a file to the native library: rows of quantized values (codes) with their
+scales, independent of the format of the file; and a rank's slice of K, also for permuted columns.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,13 +24,15 @@ PIECE_ELEMENTS, MAX_WORKERS = 1 << 22, 16
 
 @dataclass(frozen=True, eq=False)
 class QuantizedRows:
-    """Rows [n, k] of a quantized matrix, each array a view of any strides. codes: uint8 [n, k], or of 4 bits
-    [n, ceil(k / 2)] with the even column in the lower half. scales [n, groups] of the format's type (BF16: uint16), or
-    int8 of nested ones. zeros: offsets of the same type, or uint8 zero points. super_scales, super_offsets: float16
-    [n, super-groups].
+    """Rows [n, k] of a quantized matrix. Each array is a view with any strides.
 
-    packing: how codes lie if not so, as the file has them (the native library's fill_quantized); of blocks, which hold
-    their scales as well, nothing else is given. skipped: of the first word of "octets", rows before the first.
+    codes: uint8 [n, k]; 4-bit values uint8 [n, ceil(k / 2)] with the even column in the lower half.
+    scales: [n, groups] in the format's type (BF16 as uint16); nested scales int8.
+    zeros: offsets in the same type, or zero points uint8.
+    super_scales, super_offsets: float16 [n, super-groups].
+    packing: "rows" if codes are laid out as above, otherwise the file's layout (see fill_quantized in the native
+    library). Blocks contain their scales, so nothing but codes is given for them.
+    skipped: with packing "octets", the rows in the first word that come before the first row.
     """
 
     codes: np.ndarray
@@ -41,11 +43,18 @@ class QuantizedRows:
     packing: str = "rows"
     skipped: int = 0
 
+    @property
+    def own_scales(self) -> np.ndarray:
+        """`scales` of rows whose packing is "rows"."""
+        assert self.scales is not None, f"rows packed as {self.packing} have no scales of their own"
+        return self.scales
+
     def arrays(self) -> tuple[np.ndarray | None, ...]:
+        """codes, scales, zeros, super_scales, super_offsets."""
         return self.codes, self.scales, self.zeros, self.super_scales, self.super_offsets
 
     def plain(self, form: WeightFormat, columns: int) -> QuantizedRows:
-        """The same with plain rows of codes and scales of their own."""
+        """The same rows with the packing "rows" and separate scales."""
         if self.packing == "rows":
             return self
         native = native_library()
@@ -58,29 +67,31 @@ class QuantizedRows:
         scales, minimums = native.unpack_scales(self.codes, columns, self.packing)
         if offset is None:
             return QuantizedRows(codes, scales, None, scale)
-        minus = (offset.view(np.uint16) ^ np.uint16(0x8000)).view(np.float16)  # minimums are subtracted
+        minus = (offset.view(np.uint16) ^ np.uint16(0x8000)).view(np.float16)  # the file's minimums are subtracted
         return QuantizedRows(codes, scales, minimums, scale, minus)
 
 
-# GGUF's blocks that the native library takes: bytes of one, and where its float16 scale and offset (or minimums') are.
-BLOCKS = {"Q4_0": (18, 0, None), "Q4_1": (20, 0, 2), "Q8_0": (34, 0, None), "Q4_K": (144, 0, 2), "Q5_K": (176, 0, 2),
+# GGUF's blocks that the native library reads: bytes of a block, and the places of its float16 scale and offset.
+BLOCKS: dict[str, tuple[int, int, int | None]] = {"Q4_0": (18, 0, None), "Q4_1": (20, 0, 2), "Q8_0": (34, 0, None), "Q4_K": (144, 0, 2), "Q5_K": (176, 0, 2),
           "Q6_K": (210, 208, None)}
 
 
 def block_floats(rows: QuantizedRows) -> tuple[np.ndarray, np.ndarray | None]:
-    """float16 [n, blocks]: scales and offsets of rows of blocks."""
-    size, *places = BLOCKS[rows.packing]
+    """The scales and offsets of rows of GGUF blocks: float16 [n, blocks]; None if the blocks have no offsets."""
+    size, scale_at, offset_at = BLOCKS[rows.packing]
     blocks = rows.codes.reshape(len(rows.codes), -1, size)
-    scale, offset = (None if at is None else np.ascontiguousarray(blocks[:, :, at:at + 2]).view("<f2")[..., 0]
-                     for at in places)
-    return scale, offset
+    def floats(at: int) -> np.ndarray:
+        return np.ascontiguousarray(blocks[:, :, at:at + 2]).view("<f2")[..., 0]
+
+    return floats(scale_at), None if offset_at is None else floats(offset_at)
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizedTensor:
-    """A quantized matrix [n, k] of a file, whose codes' tensor is called `name`. rows(begin, end) gives some of its
-    rows. order: the column that each place of a row's codes is for, where they are not in turn. mapped: rows are
-    little more than views of the file.
+    """A quantized matrix [n, k] of a file.
+
+    name: of the tensor with the quantized values. rows(begin, end): some of its rows. order: the column of each place
+    in a row, if columns are permuted. mapped: rows are views of the mapped file, so reading them costs nothing.
     """
 
     name: str
@@ -90,7 +101,7 @@ class QuantizedTensor:
     mapped: bool = False
 
     def plain_rows(self, begin: int, end: int, form: WeightFormat, columns: int) -> QuantizedRows:
-        """rows() as plain ones; AllSparkError if a block's scale is NaN or infinite."""
+        """rows(begin, end) with the packing "rows". AllSparkError if the scale of a block is NaN or infinite."""
         found = self.rows(begin, end)
         if found.packing in BLOCKS:
             self.check_finite(*block_floats(found))
@@ -98,8 +109,9 @@ class QuantizedTensor:
 
     def pieces(self, begin: int, end: int, columns: int,
                plain: WeightFormat | None = None) -> Iterator[tuple[int, QuantizedRows]]:
-        """Its rows [begin, end), some at a time, each with the first one's number; the next are unpacked meanwhile.
-        plain: the matrix' format, if they are to be plain.
+        """Rows [begin, end) in pieces, each with the index of its first row. Other threads prepare the next pieces.
+
+        plain: the matrix's format if pieces are to have the packing "rows".
         """
         def some(begin: int, end: int) -> QuantizedRows:
             return self.rows(begin, end) if plain is None else self.plain_rows(begin, end, plain, columns)
@@ -115,14 +127,15 @@ class QuantizedTensor:
             raise self.not_finite(bad, "scales")
 
     def not_finite(self, count: int, what: str) -> AllSparkError:
+        """The error for `count` values or scales that are not finite."""
         return AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"tensor {self.name!r} in {self.file} holds {count} {what} "
                                                             "that are NaN or infinite")
 
 
 def in_pieces(some: Callable[[int, int], T], begin: int, end: int, columns: int,
               elements: int = PIECE_ELEMENTS) -> Iterator[tuple[int, T]]:
-    """What `some` makes of rows [begin, end), about so many elements at a time, each with the first row's number; the
-    next are made meanwhile, by other threads.
+    """`some(begin, end)` of rows [begin, end) in pieces of about `elements` elements, each with the index of its first
+    row. Other threads prepare the next pieces.
     """
     height = max(64, elements // columns // 64 * 64)
     if end - begin <= height:
@@ -141,7 +154,7 @@ def in_pieces(some: Callable[[int, int], T], begin: int, end: int, columns: int,
 
 
 def pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
-    """uint8 [n, k] as QuantizedRows has them."""
+    """Packs uint8 [n, k] as in QuantizedRows.codes."""
     if bits == 8:
         return np.ascontiguousarray(codes)
     if codes.shape[1] % 2:
@@ -150,7 +163,7 @@ def pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def unpack_codes(codes: np.ndarray, bits: int, columns: int) -> np.ndarray:
-    """The reverse: uint8 [n, columns]."""
+    """The reverse of pack_codes: uint8 [n, columns]."""
     if bits == 8:
         return codes
     both = np.empty((*codes.shape, 2), np.uint8)
@@ -167,8 +180,10 @@ def reordered(rows: QuantizedRows, form: WeightFormat, order: np.ndarray) -> Qua
 
 @dataclass(frozen=True, eq=False)
 class ColumnSlice:
-    """Columns [first, last) of a matrix as one rank has them: `inputs` of them, in groups as `form` says. places: of
-    permuted columns, where each is in a row, -1 for none; order: which of the slice's columns each then is.
+    """Columns [first, last) of a matrix, as one rank holds them in the format `form`.
+
+    places: for permuted columns, the place of each in a stored row, -1 for padding. order: the column of the slice that
+    each place holds.
     """
 
     form: WeightFormat
@@ -179,19 +194,20 @@ class ColumnSlice:
 
     @property
     def inputs(self) -> int:
+        """The number of columns."""
         return self.last - self.first
 
     @property
     def gathered(self) -> int:
-        """Places, padding included; 0: as many as columns."""
+        """The number of places with padding; 0 if columns are not permuted."""
         return 0 if self.order is None else len(self.order)
 
-    def native(self) -> dict[str, object]:
+    def native(self) -> dict[str, Any]:
         """Arguments of the native library's functions."""
         return self.form.native(self.first if self.order is None else 0)
 
     def of(self, rows: QuantizedRows, columns: int) -> QuantizedRows:
-        """The rows' codes in those places."""
+        """The rows with their values moved to `places`."""
         if self.places is None:
             return rows
         rows = rows.plain(self.form, columns)
@@ -201,8 +217,10 @@ class ColumnSlice:
 
 def slice_columns(form: WeightFormat, order: np.ndarray | None, first: int, last: int,
                   columns: int) -> ColumnSlice:
-    """A rank's slice of a matrix' columns. Of permuted ones (act-order) a slice has some of every group: groups are
-    then as long as the one with most, rounded up, the others padded with places that no column has.
+    """A rank's slice of a matrix's columns.
+
+    If columns are permuted (act-order), the slice contains columns of every group. All groups of the slice are then as
+    long as its longest, rounded up; the others are padded.
     """
     if order is None:
         return ColumnSlice(form, first, last)
@@ -222,8 +240,8 @@ def slice_columns(form: WeightFormat, order: np.ndarray | None, first: int, last
 
 
 def checked_order(name: str, file: Path, groups_of: np.ndarray, group_size: int) -> np.ndarray | None:
-    """The order that makes the groups of columns adjacent, from the group of each column (GPTQ's g_idx); None when they
-    are. AllSparkError unless each group has `group_size` columns, the last one what is left.
+    """The order of columns that makes groups adjacent, from the group of each column (GPTQ's g_idx); None if they are
+    adjacent already. AllSparkError unless each group has `group_size` columns; the last one may have fewer.
     """
     columns = len(groups_of)
     size = group_size or columns

@@ -1,4 +1,4 @@
-"""safetensors files, read by mapping: tensors are views of the page cache and nothing is copied.
+"""safetensors files, read by memory mapping: tensors are views of the page cache, and nothing is copied.
 
 Layout: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the data.
 """
@@ -13,18 +13,19 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.weights.files import open_regular, parse_json
 
-# How each stored type is seen by NumPy, which has no bfloat16.
+# The NumPy type of each stored type; NumPy has no bfloat16.
 NUMPY_TYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
               "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
-# Quantized values, and what belongs to them.
-QUANTIZED_TYPES = {**NUMPY_TYPES, "U8": np.dtype("u1"), "I8": np.dtype("i1"), "I32": np.dtype("<i4"),
+# The same with the types of quantized values and their scales.
+QUANTIZED_TYPES: dict[str, np.dtype[Any]] = {**NUMPY_TYPES, "U8": np.dtype("u1"), "I8": np.dtype("i1"), "I32": np.dtype("<i4"),
                    "I64": np.dtype("<i8"), "F8_E4M3": np.dtype("u1"), "F8_E8M0": np.dtype("u1")}
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS, MAX_ELEMENTS = 32, 1 << 48
@@ -32,8 +33,10 @@ MAX_DIMENSIONS, MAX_ELEMENTS = 32, 1 << 48
 
 @dataclass(frozen=True, eq=False)
 class StoredTensor:
-    """A tensor of a checkpoint. data: of `shape` and the type of QUANTIZED_TYPES (BF16: uint16, floats of 8 bits:
-    uint8); None for types that no model file uses. file: where it is stored, for messages.
+    """A tensor of a checkpoint.
+
+    data: an array of `shape` with the NumPy type of QUANTIZED_TYPES (BF16 is uint16, 8-bit floats are uint8); None for
+    types that no model uses. file: where it is stored, for messages.
     """
 
     name: str
@@ -42,13 +45,19 @@ class StoredTensor:
     data: np.ndarray | None
     file: Path
 
+    @property
+    def values(self) -> np.ndarray:
+        """`data` of a tensor whose type models use."""
+        assert self.data is not None, f"tensor {self.name!r} has the type {self.dtype}"
+        return self.data
+
 
 def _broken(path: Path, problem: str) -> AllSparkError:
     return AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"{path} is not a readable safetensors file: {problem}")
 
 
 class SafetensorsFile:
-    """One mapped file. Tensors are views of the mapping, which lives as long as the last of them."""
+    """One mapped file. Tensors are views of the mapping, which is freed with the last of them."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -62,7 +71,7 @@ class SafetensorsFile:
                 raise _broken(self.path, f"it cannot be mapped: {error}") from error
         self.header_bytes, self.metadata, self._entries = self._read_header(size)
 
-    def _read_header(self, size: int) -> tuple[int, dict[str, str], dict[str, dict]]:
+    def _read_header(self, size: int) -> tuple[int, dict[str, str], dict[str, dict[str, Any]]]:
         length = int.from_bytes(self._map[:8], "little")
         if length > MAX_HEADER_BYTES:
             raise _broken(self.path, f"its header claims {length} bytes; at most {MAX_HEADER_BYTES} are allowed")
@@ -87,7 +96,7 @@ class SafetensorsFile:
         return 8 + length, metadata, header
 
     def _check_entry(self, name: str, entry: object) -> list[int]:
-        """Checks one tensor's header entry; returns where its data begins and ends."""
+        """Checks the header entry of a tensor; returns the begin and the end of its data."""
         if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
             raise _broken(self.path, f"the header entry of tensor {name!r} lacks dtype, shape or data_offsets")
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -100,15 +109,16 @@ class SafetensorsFile:
         if offsets[1] - offsets[0] != needed:
             raise _broken(self.path, f"tensor {name!r} ({dtype}, shape {shape}) needs {needed} bytes, its data_offsets "
                                      f"{offsets} span {offsets[1] - offsets[0]}")
-        if not needed and math.prod(max(n, 1) for n in shape) > MAX_ELEMENTS:  # NumPy multiplies these
+        if not needed and math.prod(max(n, 1) for n in shape) > MAX_ELEMENTS:  # NumPy multiplies them
             raise _broken(self.path, f"tensor {name!r} has the impossible shape {shape}")
         return offsets
 
     def names(self) -> Iterable[str]:
+        """The names of all tensors."""
         return self._entries.keys()
 
     def get(self, name: str) -> StoredTensor:
-        """The tensor called `name`, as a view; KeyError when the file has none."""
+        """The tensor `name` as a view. KeyError if the file has none."""
         entry = self._entries[name]
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         data = None
@@ -119,17 +129,17 @@ class SafetensorsFile:
         return StoredTensor(name, dtype, shape, data, self.path)
 
     def raw(self, name: str) -> memoryview:
-        """The tensor's bytes as stored."""
+        """The bytes of the tensor as stored."""
         begin, end = self._entries[name]["data_offsets"]
         return memoryview(self._map)[self.header_bytes + begin:self.header_bytes + end]
 
 
 def write_safetensors(path: Path, tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str],
                       data: Iterable[Iterable[np.ndarray]], checksums: bool = False) -> None:
-    """Writes a file from (name, dtype, shape) and, in the same order, each tensor's data as contiguous pieces.
+    """Writes a file from (name, dtype, shape) and, in the same order, the data of each tensor as contiguous pieces.
 
-    The data is consumed one piece at a time, so a checkpoint need not fit into memory. The file appears under its name
-    only when it is complete. checksums: "crc32:NAME" of every tensor into the metadata.
+    Data is consumed one piece at a time, so a checkpoint need not fit into memory. The file appears under its name only
+    when it is complete. checksums: adds "crc32:NAME" of every tensor to the metadata. AllSparkError if writing fails.
     """
     header: dict[str, object] = {}
     offset = 0
@@ -151,7 +161,7 @@ def write_safetensors(path: Path, tensors: Iterable[tuple[str, str, tuple[int, .
             for name, pieces in zip(header, data):
                 crc = 0
                 for piece in pieces:
-                    content = memoryview(piece).cast("B")
+                    content = piece.reshape(-1).view(np.uint8).data
                     file.write(content)
                     crc = zlib.crc32(content, crc) if checksums else 0
                 if checksums:

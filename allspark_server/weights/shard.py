@@ -1,8 +1,8 @@
 """How weights and activations are divided among the ranks of a tensor-parallel group.
 
-Ranges are contiguous and balanced, and need not be even: Xeon 6 has three NUMA nodes a socket, so 14 heads on 3 ranks
-become 5, 5 and 4. KV heads are shared by several query heads (grouped-query attention): a rank keeps a copy of every
-KV head that its query heads read, so neighbouring ranks may hold the same one.
+Ranges are contiguous and balanced, but not always equal: a Xeon 6 has three NUMA nodes per socket, and 14 heads on 3
+ranks become 5, 5 and 4. Several query heads share a KV head (grouped-query attention). A rank keeps a copy of every KV
+head that its query heads read, so two neighbouring ranks may hold the same one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 def split(n: int, rank: int, world: int) -> tuple[int, int]:
-    """The half-open range (begin, end) of `n` units that `rank` of `world` holds; the first ranks hold one more."""
+    """The half-open range of `n` units that rank `rank` of `world` holds. The first `n % world` ranks hold one more."""
     base, extra = divmod(n, world)
     begin = rank * base + min(rank, extra)
     return begin, begin + base + (1 if rank < extra else 0)
@@ -19,14 +19,13 @@ def split(n: int, rank: int, world: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Split:
-    """A dimension divided among ranks: `units` units, balanced, each `size` features wide.
+    """A dimension divided among ranks: `units` units in balanced ranges, each unit `size` features wide.
 
-    With `group` > 1 the units are query heads and the features belong to units // group KV heads: a rank's range covers
+    group: if above 1, units are query heads and the features belong to units // group KV heads; a rank's range covers
     each KV head that one of its query heads reads.
-
-    least: where a rank would hold fewer features, every rank holds all of them. unless: a dimension that is divided
-    instead, where it can be: then every rank holds all of this one (whole experts are, where slices of each would be
-    too narrow).
+    least: if a rank would hold fewer features than this, the dimension is not divided: every rank holds all of it.
+    unless: another dimension. If that one is divided, this one is not (experts are distributed whole only where slices
+    of each expert would be too narrow).
     """
 
     units: int
@@ -36,14 +35,14 @@ class Split:
     unless: Split | None = None
 
     def divides(self, world: int) -> bool:
-        """Whether ranks hold different parts."""
+        """Whether `world` ranks hold different parts."""
         if self.unless is not None and self.unless.divides(world):
             return False
         return self.units // world * self.size >= self.least
 
     @property
     def width(self) -> int:
-        """Features of the whole dimension."""
+        """The number of features of the whole dimension."""
         return self.units // self.group * self.size
 
     def units_of(self, rank: int, world: int) -> tuple[int, int]:

@@ -221,5 +221,5 @@ def test_checkpoints_that_differ_are_named(tmp_path, tiny_model):
     assert file_digests(AsModelConfig(model_name="g", model_path=str(large))) != before
     check_copies("m", {"a": own, "b": dict(own)})
     check_copies("m", {"a": own, "b": {}})
-    with pytest.raises(AllSparkError, match="model 'm': .*config.json on host c is another than on host a"):
+    with pytest.raises(AllSparkError, match="model 'm': .*config.json on host c differs from that on host a"):
         check_copies("m", {"a": own, "b": own, "c": {**own, str(tiny_model / "config.json"): "0"}})

@@ -216,7 +216,7 @@ def test_another_checkpoint_is_reported(tmp_path):
             with ClientEngine(group.address) as engine, pytest.raises(Exception) as error:
                 engine.install_model(AsModelConfig(model_name="m", model_path=str(copy)))
                 engine.start_model("m")
-            assert f"{copy / 'config.json'} on host h1 is another than on host h0" in str(error.value)
+            assert f"{copy / 'config.json'} on host h1 differs from that on host h0" in str(error.value)
 
 
 SLURM = """
