@@ -1,5 +1,5 @@
-"""What the HTTP server makes of answers with tool calls and reasoning, in each of the three forms of a chat. The model
-says what the test writes.
+"""Tool calls and reasoning in the HTTP server's answers, in each of the three chat APIs. The model says what the test
+writes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def test_calls_of_tools(api, server):
     assert len({call.id for call in message.tool_calls}) == 2 and all(c.type == "function" for c in message.tool_calls)
     sent = server[1].submitted[-1]
     assert [tool["function"]["name"] for tool in sent.chat.tools] == ["weather", "time"]
-    # Without tools, or told not to call one, it is text.
+    # Without tools, or with tool_choice "none", it is text.
     for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
         plain = api.chat.completions.create(**ask(CALLS, **more)).choices[0]
         assert plain.message.content == CALLS and not plain.message.tool_calls and plain.finish_reason == "stop"
@@ -81,7 +81,7 @@ def test_reasoning(api):
 
 
 def test_a_conversation_goes_on(api, server):
-    """An answer can be sent back as it came, with the results of its calls."""
+    """An answer can be sent back unchanged, with the results of its calls."""
     body = ask(CALLS, tools=TOOLS)
     message = api.chat.completions.create(**body).choices[0].message
     results = [{"role": "tool", "tool_call_id": call.id, "content": "fine"} for call in message.tool_calls]
@@ -143,7 +143,7 @@ HARMONY = ("<|channel|>analysis<|message|>Should I?<|end|><|start|>assistant<|ch
 
 
 def test_harmony():
-    """gpt-oss' channels, in chats, responses and messages; as a whole and as they come."""
+    """gpt-oss' channels in chats, responses and messages, whole and streamed."""
     with serving(core=ScriptEngine("harmony")) as (_engine, group), http_server_for(group, insecure=True) as address, \
             openai.OpenAI(base_url=f"http://{address}/v1", api_key="any", max_retries=0) as api:
         answer = api.chat.completions.create(**ask(HARMONY, tools=TOOLS))

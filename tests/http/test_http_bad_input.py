@@ -1,4 +1,6 @@
-"""Each field of each endpoint, wrong in type, in range and in size: 400 naming it, and the server goes on."""
+"""Every field of every endpoint with a wrong type, range or size: the answer is 400 and names the field, and the server
+continues.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from allspark_server.http.tokenize import DetokenizeRequest, TokenizeRequest
 from support.http_helpers import MODEL, STORY, post, refusal
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-#: a request that is right, of each endpoint, and its form
+#: a valid request of each endpoint, and its API
 RIGHT = {
     CHAT: ({"messages": STORY, "max_tokens": 1}, ChatRequest),
     COMPLETIONS: ({"prompt": "Once", "max_tokens": 1}, CompletionRequest),
@@ -28,7 +30,7 @@ RIGHT = {
 }
 TEXT, FLAG, NUMBER = ("x", ""), (True, False), (1, 1.5)
 MANY = list(range(3000))
-#: wrong values of fields, and what the error names where that is not the field itself
+#: wrong values of fields, and the name in the error if it is not the field's
 GENERATION = {
     "model": (1, True, None, [], {}, "", "x" * 5000),
     "temperature": ("hot", True, [], {}, -0.1, 2.1, 1e308, 10**400),
@@ -213,14 +215,14 @@ def test_wrong_fields(http_client, path):
 
 @pytest.mark.parametrize("path", RIGHT)
 def test_every_field_is_tested(path):
-    """Fields that are known, and no table knows how to get wrong."""
+    """Fails for a known field that no table has wrong values for."""
     ignored = {"prediction", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
     assert set(RIGHT[path][1].model_fields) - set(WRONG[path]) <= ignored
 
 
 @pytest.mark.parametrize("path", RIGHT)
 def test_no_value_breaks_the_server(http_client, path):
-    """Whatever stands in a field, the answer is no 500: for a model that is not there, so that nothing is computed."""
+    """Whatever a field holds, the answer is never 500. The model does not exist, so nothing is computed."""
     right, form = RIGHT[path]
     values = (None, True, -1, 10**30, 1.5, 1e308, "", "\u0000", "ü" * 1000, [], {}, [[[]]], {"type": {}}, [None], [{}])
     for field, value in itertools.product(form.model_fields, values):
@@ -237,7 +239,7 @@ def test_missing_fields(http_client):
 
 
 def test_paths_of_fields(http_client):
-    """The whole path, also through alternatives."""
+    """The whole path of a field, also through alternatives."""
     content = [{"type": "text", "text": "a"}, {"type": "text", "text": 1}]
     body = {"model": MODEL, "messages": [*STORY, {"role": "user", "content": content}]}
     assert refusal(http_client, CHAT, body)["param"] == "messages[1].content[1].text"

@@ -1,4 +1,4 @@
-"""The HTTP server and programs that were written for others' servers."""
+"""The HTTP server with programs that were written for other servers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_langchain(http_server, story):
 
 @pytest.mark.slow
 def test_lm_eval(http_server, tmp_path):
-    """A local task through local-completions: log probabilities of given texts, and generated ones."""
+    """A local task through local-completions: log probabilities of given texts, and generated texts."""
     pytest.importorskip("lm_eval")
     from allspark_launch.group.background import shipped_model
 
@@ -103,7 +103,7 @@ metric_list: [{{metric: acc}}]
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_schemathesis(http_server, tmp_path):
-    """Requests made from the server's own description, for a model that is there: no 5xx, no hang."""
+    """Requests generated from the server's own OpenAPI description, for an existing model: no 5xx, no hang."""
     program = Path(sys.executable).with_name("schemathesis")
     if not program.exists():
         pytest.skip("schemathesis is not installed")

@@ -1,4 +1,4 @@
-"""/v1/messages, as Anthropic's own client sees it."""
+"""/v1/messages with Anthropic's own client."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_errors_are_anthropics(api, http_server):
 
 
 def test_events_on_the_wire(http_server):
-    """The order that Anthropic documents, each event under its name."""
+    """Events come in the order that Anthropic documents, each under its name."""
     header = {"x-api-key": KEYS["generate"], "anthropic-version": "2023-06-01"}
     answer = httpx.post(http_server.url + "/v1/messages", json={**ASK, "max_tokens": 3, "stream": True}, headers=header)
     events = [block.split("\n") for block in answer.text.strip().split("\n\n")]

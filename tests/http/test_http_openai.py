@@ -1,4 +1,4 @@
-"""The HTTP server as OpenAI's own client sees it."""
+"""The HTTP server with OpenAI's own client."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GREEDY = {"model": MODEL, "temperature": 0, "max_tokens": 24}
 
 @pytest.fixture(scope="module")
 def story(http_server):
-    """What the group says through a client of its own: text and ids, greedily."""
+    """The group's greedy answer by a client of its own: text and ids."""
     _, handle, results = http_server.engine.start_request(
         MODEL, {"messages": STORY}, {"do_sample": False, "max_new_tokens": 24})
     elements = list(results)
@@ -95,7 +95,7 @@ def test_logprobs_of_chats(api, story):
 
 
 def test_defaults_of_the_checkpoint(api, story):
-    """generation_config.json says greedy: without a temperature, so it is; with one, draws differ."""
+    """generation_config.json asks for greedy decoding. A request with a temperature is sampled."""
     ask = {"model": MODEL, "messages": STORY, "max_tokens": 24}
     assert api.chat.completions.create(**ask).choices[0].message.content == story[0]
     assert len({api.chat.completions.create(temperature=1.5, **ask).choices[0].message.content for _ in range(4)}) > 1
@@ -140,7 +140,7 @@ def test_logprobs_of_completions(api):
 
 
 def test_stop_strings(api, story):
-    """Across tokens, not in the text, as it comes, too."""
+    """Stop strings may span tokens and are not part of the text, streamed or not."""
     words = story[0].split()
     stop = " ".join(words[4:7])[1:-1]   # begins and ends within words
     expected = story[0][:story[0].index(stop)]
@@ -252,7 +252,7 @@ def test_many_at_once(http_server, story):
 
 
 class Fox(pydantic.BaseModel):
-    """What a structured answer is read into."""
+    """The type of a structured answer."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
     name: Annotated[str, pydantic.Field(pattern="^[A-Z][a-z]{2,8}$")]

@@ -1,4 +1,4 @@
-"""The HTTP server's page, clicked through in a headless browser. $ALLSPARK_SCREENSHOTS: a folder for screenshots."""
+"""The HTTP server's page, operated in a headless browser. $ALLSPARK_SCREENSHOTS names a folder for screenshots."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_pool(http_server):
 
 
 def test_page_is_whole(http_server, http_client):
-    """It needs no key and nothing from elsewhere."""
+    """The page needs no key, and loads nothing from elsewhere."""
     import httpx
     answer = httpx.get(http_server.url + "/")
     assert answer.status_code == 200 and answer.headers["content-type"] == "text/html; charset=utf-8"
@@ -93,7 +93,7 @@ def test_click_through(http_server, browser, scheme):
     page.get_by_role("button", name="Clear").click()
     assert page.locator(".message").count() == 0
 
-    # Stopped, an answer stays as far as it came.
+    # A stopped answer keeps what has come.
     page.get_by_label("Tools (JSON)").fill("")
     page.get_by_label("Most tokens").fill("900")
     page.get_by_label("Temperature").fill("2")
@@ -116,7 +116,7 @@ def test_click_through(http_server, browser, scheme):
 
 
 def test_what_readers_of_screens_hear(http_server, browser):
-    """Every control has a name."""
+    """Every control has a name for screen readers."""
     page = browser.new_page()
     page.goto(http_server.url)
     nameless = page.evaluate("""() => [...document.querySelectorAll('button, input, select, textarea')]

@@ -40,7 +40,7 @@ def test_slow_writers(monkeypatch):
 
 
 def test_bodies_all_together():
-    """What many send at once is bounded, and given back when they have gone."""
+    """The bodies of all requests together are bounded; their share is given back when they end."""
     reader = bodies.Bodies(1000, 1000)
     held = asyncio.Event()
 
@@ -71,7 +71,7 @@ def test_bodies_all_together():
 @pytest.mark.parametrize("unread, late, stuck", [(0, 0.5, False), (0, 30, False), (0, 61, True), (1 << 17, 0.5, False),
                                                  (1 << 17, 2, True)])
 def test_slow_readers(unread, late, stuck):
-    """Who does not read is cut off after a while, and soon if much piles up."""
+    """A client that does not read is cut off after a while, and soon if much piles up."""
     aborted = []
 
     async def send(_):
@@ -95,7 +95,7 @@ def test_slow_readers(unread, late, stuck):
 
 @contextlib.contextmanager
 def server(monkeypatch, **limits):
-    """A server of the HTTP server's connections, whose application answers nothing but "fine"."""
+    """The HTTP server's connections with an application that always answers "fine"."""
     for name, value in limits.items():
         monkeypatch.setattr(*((protocol, name) if name.isupper() else (protocol.Connection, name)), value)
 
@@ -128,7 +128,7 @@ def test_connections_that_say_nothing(monkeypatch):
 
 
 def test_too_many_connections(monkeypatch):
-    """The oldest idle one makes room; one that is served stays."""
+    """The oldest idle connection is closed; one that is being served stays."""
     with server(monkeypatch, limit=4) as connect, contextlib.ExitStack() as stack:
         idle = [stack.enter_context(connect()) for _ in range(4)]
         time.sleep(0.2)
@@ -142,7 +142,7 @@ def test_too_many_connections(monkeypatch):
 
 
 def test_chunks_of_one_byte_and_endless_trailers(monkeypatch):
-    """What is around small chunks is allowed, what follows the last one is not without end."""
+    """Overhead of small chunks is allowed; trailers are bounded."""
     head = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
     with server(monkeypatch) as connect:
         with connect() as connection:

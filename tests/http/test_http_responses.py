@@ -1,4 +1,4 @@
-"""/v1/responses, as OpenAI's own client sees it."""
+"""/v1/responses with OpenAI's own client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP server: who may come in, what it withstands, and that it runs by itself."""
+"""The HTTP server: access, robustness, and life of its own."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_vanished_clients_request_ends(http_server, stream):
 
 
 def test_a_client_that_vanishes_while_it_waits(http_server):
-    """More requests than the batch has room for: those that wait are given up, too."""
+    """More requests than the batch holds: waiting ones are cancelled, too."""
     connections = [http_server.connect() for _ in range(40)]
     for connection in connections:
         connection.sendall(request(http_server, {**LONG, "n": 8}))
@@ -238,7 +238,9 @@ def test_silent_connections_block_nobody(http_server, http_client, count):
 
 
 def test_a_server_outlives_its_groups(tmp_path):
-    """It starts before there is a group, says so, serves when there is one, and says so again when it has gone."""
+    """It starts before there is a group and reports that; serves once there is one; and reports again when the group is
+    gone.
+    """
     address = f"unix:{tmp_path}/group"
     from allspark_launch.group.http_server import http_server
     with http_server(HttpOptions(address="127.0.0.1:0", pool=[address], insecure=True)) as server:
@@ -272,7 +274,7 @@ def test_a_worker_that_dies_is_started_again(http_server):
         wait_for(lambda: len(server.pids) == 2 and found[0] not in server.pids and found[1] in server.pids, 10)
         with httpx.Client(base_url=f"http://{server.address}", timeout=30) as client:
             assert post(client, "/v1/completions", prompt="Once", max_tokens=1)
-            # What the worker that died had counted is there still; an answer is counted once it is sent.
+            # The dead worker's counts are kept; an answer is counted once it is sent.
             wait_for(lambda: any('endpoint="completions"' in line and line.endswith(" 2.0")
                                  for line in client.get("/metrics").text.splitlines()), 5)
         pids = server.pids
@@ -298,7 +300,7 @@ def test_beside_a_group(tmp_path):
 
 
 def test_the_command(http_server, tmp_path):
-    """`allspark http` with TLS and keys, until SIGTERM; what cannot be served is said at once."""
+    """`allspark http` with TLS and keys, until SIGTERM; impossible configurations are reported at once."""
     cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
     made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days",
             "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert]

@@ -14,7 +14,7 @@ exit 0
 
 @pytest.fixture()
 def systemctl(tmp_path, monkeypatch):
-    """Returns the calls so far, and forgets them."""
+    """A fake systemctl; the fixture returns the calls since the last query."""
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "systemctl").write_text(SYSTEMCTL)

@@ -1,6 +1,6 @@
-"""`dashinfer_greedy.py CHECKPOINT TYPE WORK TOKENS`: greedy ids by DashInfer 1.3.0 in fp32, of the prompts that its
-input is a JSON list of, as a JSON list. In an environment of its own: dashinfer==1.3.0 (CPython 3.8 to 3.11), numpy<2,
-torch, transformers==4.44.2, safetensors.
+"""`dashinfer_greedy.py CHECKPOINT TYPE WORK TOKENS` reads prompts as a JSON list from its input and prints DashInfer
+1.3.0's greedy ids in fp32 as a JSON list. It needs an environment of its own: dashinfer==1.3.0 (CPython 3.8 to 3.11),
+numpy<2, torch, transformers==4.44.2, safetensors.
 """
 import json
 import os
@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 
 def weights(folder: Path, config: dict) -> dict:
-    """Of the checkpoint, and the frequencies that checkpoints of these families hold, too."""
+    """Tensors of the checkpoint, and the rotary frequencies that checkpoints of these families contain, too."""
     state = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
     dim = config["size_per_head"]
 

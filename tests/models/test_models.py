@@ -75,7 +75,7 @@ def test_logits(name, world):
 @pytest.mark.parametrize("world", RANKS)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_output(name, world):
-    """256 tokens, by chunks of 48 rows and then one by one."""
+    """256 tokens; prompts in chunks of 48 rows, then token by token."""
     with Driver(checkpoint(name), world) as driver:
         for length in GREEDY_PROMPTS:
             prompt = prompt_of(length, seed=1)
@@ -132,7 +132,7 @@ def test_float32_rounded_to_bfloat16():
 # -- spellings of config.json ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", CONFIGS)
 def test_spelling_of_transformers_4(name, tmp_path):
-    """rope_theta and rope_scaling (with the older "type"), torch_dtype: the same model."""
+    """rope_theta, rope_scaling (with the older "type") and torch_dtype give the same model."""
     directory = checkpoint(name)
     values = json.loads((directory / "config.json").read_text())
     rope = values.pop("rope_parameters")

@@ -1,5 +1,5 @@
-"""Families that transformers does not have (the first Qwen, ChatGLM2 and 3, GLM-4 as first published, Baichuan 1 and 2)
-against a float64 reference written from what is published, and against transformers' models of the same numbers.
+"""Families that transformers does not have (the first Qwen, ChatGLM2 and 3, GLM-4 as first published, Baichuan 1 and
+2), against a float64 reference written from the publications and against transformers' models with the same numbers.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def test_the_reference_is_as_transformers(name, checkpoint):
 
 @pytest.mark.parametrize("heads", [1, 2, 5, 8, 14, 40])
 def test_slopes_are_those_of_bloom(heads):
-    """Of transformers, which has ALiBi in Bloom."""
+    """Bloom is the model of transformers that has ALiBi."""
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
     from allspark_server.models.baichuan import alibi_slopes
@@ -75,7 +75,7 @@ def test_logits(name, world, checkpoint, request):
 @pytest.mark.parametrize("length", [1, 90])
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_greedy_output(name, length, checkpoint):
-    """256 tokens, by chunks of 48 rows and then one by one."""
+    """256 tokens; prompts in chunks of 48 rows, then token by token."""
     prompt = prompt_of(length, seed=1)
     expected = Published(checkpoint(name)).greedy(prompt, 256)
     for world in (1, 2, 3, 4):

@@ -1,7 +1,7 @@
-"""Families that transformers does not have, against an implementation that was not written here: DashInfer 1.3.0.
+"""Families that transformers does not have, against an independent implementation: DashInfer 1.3.0.
 
-It needs an environment of its own; $ALLSPARK_DASHINFER names its Python (see dashinfer_greedy.py). DashInfer 1.3.0 does
-not compute LogN attention on CPUs (its ids are those of the same model without): that is left to published.py.
+It needs an environment of its own; $ALLSPARK_DASHINFER names its Python (see dashinfer_greedy.py). On CPUs DashInfer
+1.3.0 does not compute LogN attention (its ids are those of the same model without), so only published.py covers that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WIDE = {"hidden_size": 128, "num_attention_heads": 4}
 _QWEN = {**_WIDE, "kv_channels": 32, "intermediate_size": 512, "use_logn_attn": False}
 _GLM = {**_WIDE, "kv_channels": 32, "ffn_hidden_size": 256}
 _BAICHUAN = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128}
-#: by what they are called here: one of published.py's, DashInfer's adapter, and sizes that it takes
+#: by name: a configuration of published.py, DashInfer's adapter, and sizes that it supports
 MODELS = {
     "qwen": ("qwen", "Qwen_v10", _QWEN),
     "qwen-ntk": ("qwen-long", "Qwen_v10", _QWEN),
@@ -40,7 +40,7 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_ids_are_dashinfers(name, tmp_path):
-    """Up to near-ties of these logits."""
+    """Ids are equal up to near-ties of the logits."""
     python = os.environ.get("ALLSPARK_DASHINFER")
     if not python:
         pytest.skip("ALLSPARK_DASHINFER names no Python with dashinfer==1.3.0")

@@ -1,5 +1,5 @@
-"""Layers with a sliding window give back the spans that they no longer see, and nothing else changes: cache groups, the
-scheduler's side of them without tensors, then real ones, beside the same models that keep all they have seen.
+"""Layers with a sliding window free the spans that they no longer see, and nothing else changes: cache groups, the
+scheduler without tensors, and real models beside the same models with whole histories.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ def test_spans_of_groups():
 
 # -- the scheduler -----------------------------------------------------------------------------------------------------
 def keys_of(rig: Rig, tokens: list[int]) -> list[bytes]:
-    """Of the full spans of a prompt."""
+    """Keys of the full spans of a prompt."""
     keys, names = [], rig.prefix.keys
     names.extend(keys, names.root("", len(tokens)), tokens, len(tokens) // names.span_size)
     return keys
 
 
 def forget(rig: Rig, key: bytes, group: int) -> None:
-    """A kept span is given away."""
+    """Evicts one of the kept spans."""
     rig.pool._evict(rig.prefix.find(in_group(key, group)))
 
 
 def most_used(rig: Rig) -> int:
-    """Runs all there is; the most spans that were in use at a time."""
+    """Runs everything; returns the largest number of spans in use at a time."""
     most = 0
     while rig.scheduler.has_work or rig.running:
         rig.step()
@@ -81,7 +81,7 @@ def test_a_long_generation_has_as_many_spans_as_its_windows_need(depth, prefix):
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_prompt_that_is_longer_than_the_cache(depth):
-    """With windows on all layers; it never has more spans than it was admitted with."""
+    """With windows on all layers, it never has more spans than it was admitted with."""
     rig = Rig(num_spans=14, windows=(8,), max_chunk=8, max_step_tokens=8, depth=depth)
     one, two = rig.add(prompt_of(400), 40), rig.add(prompt_of(300, seed=1), 40)
     assert most_used(rig) <= 14 and rig.scheduler.counters.preemptions == 0
@@ -104,7 +104,7 @@ def test_a_prefix_needs_of_a_windowed_group_what_is_seen_from_its_end():
 
 
 def test_a_prefix_ends_where_its_window_is_known():
-    """Spans of a windowed group are given away sooner: of what was left, the longest beginning that can be used is."""
+    """Spans of a windowed group are evicted sooner: the longest prefix that is still usable is used."""
     rig = Rig(num_spans=64, windows=(0, 8))
     rig.add(prompt_of(80), 1)
     rig.run()
@@ -135,7 +135,7 @@ def test_windowed_spans_come_back_from_the_host_cache():
 
 
 def test_prompts_that_share_what_they_leave_behind_do_not_wait_for_each_other_forever():
-    """Their windows' spans are free only when all have passed them."""
+    """The spans of their windows are free only when all of them have passed."""
     for seed in range(20):
         rig = Rig(num_spans=30, windows=(12, 12), max_chunk=4, max_step_tokens=9, max_batch=4, depth=1 + seed % 3)
         common = prompt_of(24 + seed, seed)
@@ -175,7 +175,7 @@ MODELS = ["gemma2", "mistral-window", pytest.param("gemma3", marks=slow), pytest
 
 
 class Ranks:
-    """A Driver's ranks as a Rig has its executor."""
+    """A Driver's ranks as the executor of a Rig."""
 
     def __init__(self, driver):
         self.driver, self.plans = driver, [None]
@@ -185,7 +185,7 @@ class Ranks:
 
 
 class RealRig(Rig):
-    """A Rig with a model: `bits` are the log probabilities of what was drawn."""
+    """A Rig with a model; `bits` are the log probabilities of the samples."""
 
     def __init__(self, driver, **fields):
         info = driver.info
@@ -230,7 +230,7 @@ def histories(prompts, new_tokens, driver, **fields):
 
 
 def prompts_for(vocab: int = 90) -> list[list[int]]:
-    """One of a few tokens, long ones, and two that begin alike."""
+    """One of a few tokens, long ones, and two with the same beginning."""
     common = [token % vocab for token in prompt_of(200, 7)]
     lengths = ((3, 1), (330, 2), (70, 3))
     more = [[token % vocab for token in prompt_of(length, seed)] for length, seed in lengths]
@@ -239,7 +239,7 @@ def prompts_for(vocab: int = 90) -> list[list[int]]:
 
 @pytest.fixture
 def whole_histories(monkeypatch):
-    """From here on windows are masks only."""
+    """From here on windows only mask; no spans are freed."""
     from allspark_server.runtime import runner
 
     class Whole(runner.RankModel):
@@ -252,14 +252,14 @@ def whole_histories(monkeypatch):
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=slow)])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_bits_as_of_whole_histories(name, world, whole_histories):
-    """In a batch, with prefix hits, preempted, from the host cache, with drafts, one and two steps ahead."""
+    """In a batch, with prefix hits, after preemption, from the host cache, with drafts, one and two steps ahead."""
     prompts, new = prompts_for(), 130
     with served(name, world) as driver:
         windows = driver.info.cache_windows
         assert max(windows) > 0 and driver.info.num_spans >= 16
         found = [histories(prompts, new, driver)]
         needed = SpanGroups(16, tuple(windows), 128).needed(600)
-        spare = 24 if len(windows) > 5 else 12  # what lets somebody in who has to go again
+        spare = 24 if len(windows) > 5 else 12  # this admits a sequence that must be preempted again
         found.append(histories(prompts, new, driver, depth=2, num_spans=needed + spare, prefix=False, max_chunk=48))
         assert found[-1][1].scheduler.counters.preemptions > 0
         found.append(histories(prompts, new, driver, depth=2, num_spans=needed + 30, max_chunk=31,
@@ -289,7 +289,7 @@ def test_every_type_of_cache(cache, whole_histories):
 
 @pytest.mark.parametrize("name, share", [("mistral-window", 0.0), ("gemma2", 0.5)])
 def test_a_long_generation_takes_what_is_announced(name, share):
-    """Windows on all layers: no more spans for more tokens. On half of them: half as many more."""
+    """With windows on all layers, more tokens take no more spans; with windows on half of them, half as many more."""
     with served(name, engine_max_batch=1, max_step_tokens=16) as driver:
         info, runner = driver.info, driver.runners[0]
         groups = SpanGroups(16, tuple(info.cache_windows), 32)

@@ -1,6 +1,4 @@
-"""Whether an installed wheel holds all that it should: run by cibuildwheel after each build, outside of the source
-tree.
-"""
+"""Checks that an installed wheel is complete. cibuildwheel runs it after each build, outside of the source tree."""
 
 import platform
 import runpy

@@ -1,5 +1,5 @@
-"""What leaves this tree: the source distribution builds both wheels in a clean environment, they hold all that they
-need, and the client runs with the oldest versions that it asks for.
+"""The source distribution builds both wheels in a clean environment; the wheels are complete; and the client runs with
+the oldest versions that it allows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def unpacked(tmp_path_factory) -> Path:
 
 
 def wheel_of(tree: Path, folder: Path, **environment: str) -> Path:
-    """Built in an environment that has what pyproject.toml names and nothing else."""
+    """Builds a wheel in an environment that has only what pyproject.toml names."""
     run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, tree,
         env={**os.environ, **environment}, cwd=folder)
     (wheel,) = folder.glob("*.whl")

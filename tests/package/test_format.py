@@ -9,7 +9,7 @@ from support.paths import ROOT
 
 
 def test_native_code_is_formatted():
-    """Run `clang-format -i` on what this names."""
+    """To mend a failure, run `clang-format -i` on the files that it names."""
     beside = shutil.which("clang-format", path=str(Path(sys.executable).parent))
     assert beside, "clang-format is a test requirement: pip install '.[test]'"
     sources = sorted(str(p.relative_to(ROOT)) for kind in ("*.h", "*.cpp") for p in (ROOT / "native").rglob(kind))

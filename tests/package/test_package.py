@@ -1,4 +1,4 @@
-"""What importing allspark_server needs, and what it says when that is not there."""
+"""Requirements of importing allspark_server, and the errors if one is missing."""
 
 from __future__ import annotations
 

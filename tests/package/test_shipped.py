@@ -1,4 +1,4 @@
-"""Quick checks of the model that ships and of the scripts that make and judge it."""
+"""Quick checks of the shipped model, and of the scripts that make and evaluate it."""
 
 from __future__ import annotations
 

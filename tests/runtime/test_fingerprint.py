@@ -1,4 +1,4 @@
-"""What the fingerprint covers, and that results do not depend on the process's floating-point modes."""
+"""The fingerprint's contents, and independence of results from the process's floating-point modes."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_the_model_part_covers_every_byte_of_a_serialized_model(tmp_path, world,
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="sets MXCSR")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_flushing_denormals_in_the_process_changes_nothing(threads):
-    """MXCSR is the calling thread's, and threads inherit it."""
+    """MXCSR belongs to the calling thread, and new threads inherit it."""
     libm = ctypes.CDLL(ctypes.util.find_library("m"))
     x, w = np.full((3, 64), 1e-25, np.float32), np.full((40, 64), 1e-15, np.float32)
 

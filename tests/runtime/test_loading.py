@@ -1,4 +1,6 @@
-"""Groups whose ranks load slowly or fail in a step: others' streams and cancels go on, and no failure is silent."""
+"""Groups whose ranks load slowly or fail in a step: other streams and cancellations continue, and no failure is
+silent.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ BOUND = 1.5  # seconds; a load takes 4
 
 @pytest.fixture(params=["1", "2"])
 def group(request, monkeypatch, tmp_path):
-    """A group of one or two ranks that misbehave (misbehaving/sitecustomize.py)."""
+    """A group of one or two ranks that misbehave (support/misbehaving/sitecustomize.py)."""
     monkeypatch.setenv("PYTHONPATH", str(MISBEHAVING), prepend=":")
     monkeypatch.setenv("FAIL_STEP", str(tmp_path / "fail"))
     with background_group(["--ranks", request.param], timeout=60) as started:

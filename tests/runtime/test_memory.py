@@ -1,4 +1,4 @@
-"""What a rank may allocate, and what it says when that is not enough."""
+"""How much memory a rank may allocate, and its errors when that is not enough."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_weights_that_do_not_fit(monkeypatch):
 
 
 def test_allocation_that_the_system_refuses():
-    """In a process whose address space is limited after the check: the native failure keeps its documented status."""
+    """The process's address space is limited after the check; the native failure has its documented status."""
     code = f"""
 import resource
 from allspark_client.config import AsModelConfig
@@ -152,7 +152,7 @@ def test_ranks_share_nodes_and_limits(tmp_path, monkeypatch):
 
 
 def test_memory_without_cpus_is_counted_by_those_who_are_bound_to_it(tmp_path, monkeypatch):
-    """Node 2 is CXL, node 1 has CPUs alone."""
+    """Node 2 is CXL memory, node 1 has only CPUs."""
     monkeypatch.setattr(memory.reservations, "pending", lambda nodes: 0)
     meminfo = "Node {0} MemTotal: {1} kB\nNode {0} MemFree: {1} kB\n"
     folder = "sys/devices/system/node/node"
@@ -195,7 +195,7 @@ sys.stdin.read()
 
 
 def started_group(folder, touched=0) -> subprocess.Popen:
-    """Another group, in a session of its own, which plans to take six tenths of what seems to be free."""
+    """Another group, in a session of its own, that plans to take six tenths of the apparently free memory."""
     return subprocess.Popen([sys.executable, "-c", GROUP, str(folder), str(touched)], stdin=subprocess.PIPE,
                             stdout=subprocess.PIPE, text=True, start_new_session=True)
 
@@ -221,7 +221,7 @@ def test_what_is_touched_is_not_reserved_any_more(reservations):
 
 
 def test_own_models_count_once_they_are_planned(reservations):
-    """Ranks that load one model share what is free; what they have reserved for it must not count twice."""
+    """Ranks that load one model share the free memory; their reservations for it must not count twice."""
     one = reservations.Reservation("m", 100 * MIB, [0])
     entry = next(f for f in reservations.folder().iterdir() if f.name != "lock")
     assert 90 * MIB < reservations.pending([0]) <= 100 * MIB

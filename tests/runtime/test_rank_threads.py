@@ -1,4 +1,4 @@
-"""How ranks of a group agree, without mpirun: threads as ranks, and models without tensors."""
+"""Agreement between the ranks of a group, without mpirun: ranks are threads, and models have no tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.waiting import wait_for
 
 
 class FakeStepper:
-    """Stands for native.Stepper, which takes native executors only: computes at once."""
+    """Replaces native.Stepper, which takes only native executors; it computes at once."""
 
     def __init__(self):
         self.ended: list[Future] = []
@@ -37,7 +37,7 @@ class FakeStepper:
 
 
 class FakeRunner:
-    """Stands for ModelRunner; fails where its model's name says, as in "load1" (rank 1, in load)."""
+    """Replaces ModelRunner; it fails where its model's name says so, as in "load1" (rank 1, in load)."""
 
     def __init__(self, config, *, rank, world, window, cpus):
         self.name, self.rank, self.closed, self.digest = config.model_name, rank, False, f"digest {rank}"
@@ -111,7 +111,7 @@ def threads(monkeypatch):
 
 
 def load(group, name: str):
-    """As the engine loads a model."""
+    """Loads a model as the engine does."""
     group.start_load(AsModelConfig(model_name=name, model_path="x"))
     try:
         return wait_for(group.poll_load)
@@ -161,7 +161,7 @@ def test_a_step_that_fails_ends_the_group(threads):
 
 
 def test_the_first_step_is_announced(monkeypatch):
-    """The supervisor counts lives that served nothing."""
+    """The supervisor counts incarnations that served nothing."""
     from allspark_server import _native
     from allspark_server.runtime import runner
     from allspark_server.runtime.group import LocalGroup

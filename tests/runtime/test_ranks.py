@@ -1,4 +1,4 @@
-"""Real groups: mpirun, pinned ranks, the shared window, the service; on tiny checkpoints, against transformers."""
+"""Real groups on tiny checkpoints, against transformers: mpirun, pinned ranks, shared memory, the service."""
 import contextlib
 import json
 import os
@@ -46,7 +46,7 @@ def command_of(pid: int) -> list[str]:
 
 
 def ranks_of(supervisor: int) -> dict[int, int]:
-    """CPU list position -> process of the ranks below a supervisor; in rank order."""
+    """Processes of the ranks below a supervisor, by their position in the CPU list; in rank order."""
     found = [p for mpirun in children(supervisor) for p in children(mpirun) if "allspark_server" in command_of(p)]
     leader = [p for p in found if "--address" in command_of(p)]
     return dict(enumerate(leader + sorted(set(found) - set(leader))))
@@ -101,7 +101,7 @@ def test_world_and_binding(group):
 
 @pytest.mark.parametrize("name", checkpoints.CONFIGS)
 def test_greedy_is_what_transformers_says(group, reference, name):
-    """The table of configurations and ranks, briefly; the long one is test_table."""
+    """A short version of test_table over configurations and ranks."""
     install(group.engine, name, checkpoints.checkpoint(name), engine_max_length=512)
     try:
         for length in (1, 7, 150):
@@ -114,7 +114,7 @@ def test_greedy_is_what_transformers_says(group, reference, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", checkpoints.CONFIGS)
 def test_table(group, reference, name, capsys):
-    """256 tokens, prompts from 1 to 700, all at once. Prints one line of the table."""
+    """256 tokens, prompts of 1 to 700 tokens, all at once. Prints one line of the table."""
     install(group.engine, name, checkpoints.checkpoint(name), engine_max_length=1024, max_step_tokens=64)
     counts = []
     try:
@@ -169,7 +169,7 @@ def cpu_seconds(pids) -> float:
 
 @pytest.fixture
 def pair():
-    """A fresh group of two ranks with a model, to be treated badly."""
+    """A new group of two ranks with a model, which the test may damage."""
     with background_group(["--ranks", "2", "--model", str(checkpoints.checkpoint(CONFIGURATION)),
                            "--model-name", "m"], timeout=60) as started:
         with ClientEngine(started.addresses[0]) as engine:
@@ -217,7 +217,7 @@ def test_nothing_outlives_a_killed_parent(tmp_path):
 
 
 def test_nothing_is_left_of_a_killed_client():
-    """Neither processes nor folders, sockets and shared memory of the group that it had started for itself."""
+    """No processes, folders, sockets or shared memory of the group that it had started for itself."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         code = ("import time; from allspark_client import ClientEngine\n"
                 "with ClientEngine() as e:\n    print(e.get_rank_nums(), flush=True); time.sleep(100)")
@@ -237,7 +237,7 @@ def test_nothing_is_left_of_a_killed_client():
 
 
 def test_a_rank_that_cannot_allocate(pair):
-    """Rank 1 alone is out of address space: the load fails naming it, and the group goes on."""
+    """Only rank 1 is out of address space: loading fails with an error that names it, and the group continues."""
     rank1 = ranks_of(pair.supervisor)[1]
     size = int(Path(f"/proc/{rank1}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     limits = resource.prlimit(rank1, resource.RLIMIT_AS, (size + (32 << 20), resource.RLIM_INFINITY))
@@ -260,7 +260,7 @@ def test_a_frozen_rank_is_replaced(pair):
 
 @pytest.mark.slow
 def test_a_group_that_serves_between_kills_is_always_started_again(pair):
-    """More kills, each soon after a start, than lives that serve nothing are allowed to be."""
+    """More kills, each soon after a start, than the number of incarnations that may serve nothing."""
     for _ in range(7):
         before = wait_for(lambda: len(ranks_of(pair.supervisor)) == 2 and ranks_of(pair.supervisor))
         assert len(greedy(pair.engine, "m", [5, 6, 7], 2)) == 2
@@ -290,7 +290,7 @@ def test_each_mpi_installation(source, numactl, monkeypatch, reference, tmp_path
 
 
 def listening(pids: list[int]) -> list[str]:
-    """Addresses, as the kernel writes them, of the TCP sockets on which these processes listen."""
+    """Addresses, in the kernel's notation, of the TCP sockets on which these processes listen."""
     inodes = set()
     for pid in pids:
         for fd in Path(f"/proc/{pid}/fd").iterdir():
@@ -321,7 +321,7 @@ def by_hand(mpirun, *words: str, **environment: str) -> subprocess.Popen:
 
 @pytest.mark.parametrize("source", MPIS)
 def test_mpirun_by_hand(source, tmp_path):
-    """The line of the documentation, without launcher or environment."""
+    """The command line of the documentation, without launcher or environment."""
     process = by_hand(MPIS[source].mpirun, "--ranks", "2", "--address", f"unix:{tmp_path}/s", "--cpus", "0")
     try:
         wait_for((tmp_path / "s").exists)
@@ -350,8 +350,8 @@ def test_a_rank_without_mpirun_says_so():
 
 @pytest.fixture
 def foreign_python():
-    """(interpreter, environment) with which user nobody can run this project: the one of this run, or, if that lies in
-    a private home, the system's of the same version with this one's packages.
+    """(interpreter, environment) with which the user nobody can run this project: this run's, or, if that lies in a
+    private home, the system's of the same version with this one's packages.
     """
     import numpy
     packages = Path(numpy.__file__).parent.parent
@@ -376,7 +376,7 @@ def foreign_python():
 @pytest.mark.parametrize("source", MPIS)
 @pytest.mark.parametrize("home", ["/nonexistent", None])
 def test_as_another_user(source, home, foreign_python):
-    """No home directory, nothing writable but /tmp."""
+    """Without a home directory, and with nothing writable but /tmp."""
     python, environment = foreign_python
     if home is None:
         del environment["HOME"]
@@ -400,7 +400,9 @@ def test_a_port_in_use_is_reported(tmp_path):
 
 
 def served_by(tmp_path, **config) -> tuple[int, str]:
-    """`allspark serve` of one rank with this configuration, until it ends: (exit status, its last words)."""
+    """Runs `allspark serve` with one rank and this configuration until it ends; returns its exit status and last
+    output.
+    """
     (tmp_path / "group.json").write_text(json.dumps({"ranks": 1, **config}))
     done = subprocess.run([sys.executable, "-m", "allspark_launch", "serve", "--config", str(tmp_path / "group.json")],
                           capture_output=True, text=True, timeout=90)
@@ -408,7 +410,7 @@ def served_by(tmp_path, **config) -> tuple[int, str]:
 
 
 def test_exit_status_tells_whether_to_start_again(tmp_path):
-    """78: not before somebody has mended what the error names."""
+    """78 means: not before the named error is corrected."""
     status, error = served_by(tmp_path, address=f"unix:{tmp_path}/s", models=["/nowhere/model"])
     assert status == 78 and "model 'model' of the configuration cannot be loaded" in error
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -417,7 +419,7 @@ def test_exit_status_tells_whether_to_start_again(tmp_path):
 
 
 def test_an_edited_configuration_counts(tmp_path):
-    """The state file keeps what clients installed, not what the configuration said once."""
+    """The state file keeps models that clients installed, not earlier contents of the configuration."""
     def models(*entries: dict, install: str = "") -> dict[str, int]:
         path = str(checkpoints.checkpoint(CONFIGURATION))
         (tmp_path / "group.json").write_text(json.dumps({"models": [{"model_path": path, **e} for e in entries]}))

@@ -46,7 +46,7 @@ def texts(count=400, seed=0):
 
 @pytest.fixture(scope="module")
 def ranks():
-    """tiktoken's ranks: bytes first, then tokens in the order of their merges."""
+    """The ranks of tiktoken: bytes first, then tokens in the order of their merges."""
     from tokenizers import Tokenizer as Backend, models, pre_tokenizers, trainers
 
     backend = Backend(models.BPE())

@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture
 def copy(tmp_path):
-    """A function that copies a checkpoint to where it may be spoilt."""
+    """A function that copies a checkpoint to a folder where a test may damage it."""
     def make(name="qwen2-gqa-tied"):
         from support.checkpoints import checkpoint
 

@@ -1,4 +1,4 @@
-"""config.json, generation_config.json and tokenizers of a checkpoint: what is read, and what is named as wrong."""
+"""config.json, generation_config.json and tokenizers of a checkpoint: what is read, and which errors are named."""
 
 from __future__ import annotations
 

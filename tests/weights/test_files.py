@@ -1,5 +1,5 @@
-"""Files that a client or a checkpoint names may be anything: each is opened, read and parsed within bounds, or refused
-by name.
+"""Files that a client or a checkpoint names may contain anything: each is opened, read and parsed within bounds, or
+refused by name.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def folder_of(path: Path | str, tmp_path: Path) -> Path:
 
 
 def refused_by_child(call: str, path: Path | str, tmp_path: Path) -> str:
-    """What a process of its own, with a GiB of memory and a few seconds, says about a file."""
+    """The error about a file in a process of its own that has a GiB of memory and a few seconds."""
     words = [sys.executable, "-c", CHILD, CALLS[call], str(path), str(folder_of(path, tmp_path))]
     done = subprocess.run(words, capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done.stderr[-500:]
@@ -199,7 +199,7 @@ def graph(tmp_path_factory):
 def test_graphs_that_cannot_be(graph, change, problem, tmp_path):
     from allspark_server.weights.asgraph import read_graph
 
-    # tensors[1] has to be one that is divided
+    # tensors[1] must be one that is split over ranks
     graph.tensors.sort(key=lambda t: not t.blocks[0].HasField("split"))
     graph.tensors.insert(0, graph.tensors.pop())
     change(graph)
@@ -209,7 +209,7 @@ def test_graphs_that_cannot_be(graph, change, problem, tmp_path):
 
 
 def test_ops_that_cannot_be(tiny_model, tmp_path):
-    """Each op of an .asgraph in turn loses something: the model is refused, nothing is indexed that is not there."""
+    """Each op of an .asgraph in turn loses a part: the model is refused, and nothing is indexed out of range."""
     from allspark_client import AsModelConfig
     from allspark_server.runtime.runner import ModelRunner
     from allspark_server.weights.asgraph import to_message
@@ -261,7 +261,7 @@ def test_tokenizer_files_that_are_none(tiny_model, tmp_path):
 
 
 def test_ops_that_reach_past_their_buffers():
-    """What the executor refuses because it would read where nothing is."""
+    """The executor refuses ops that would read past a buffer."""
     from allspark_server import _native
 
     executor = _native.Executor()
@@ -297,7 +297,7 @@ def render():
     "{% macro f(n) %}{{ f(n + 1) }}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
 ])  # fmt: skip
 def test_templates_without_end(template, render):
-    """Each is refused in bounded time and memory, and the next one is rendered."""
+    """Each is refused within bounded time and memory, and the next one is rendered."""
     with pytest.raises(
         ValueError,
         match="takes more than 2 s of a processor or 1024 MiB of memory|failed on the messages|gives more than",
@@ -307,7 +307,7 @@ def test_templates_without_end(template, render):
 
 
 def test_panic_of_the_tokenizer_is_an_error(tiny_model, tmp_path):
-    """A text on which a pattern backtracks without end makes its Rust code panic, which is no Exception."""
+    """A text on which a pattern backtracks endlessly makes the Rust code panic, which is not an Exception."""
     from allspark_server.tokenizer.tokenizer import Tokenizer
 
     tokenizer = json.loads((tiny_model / "tokenizer.json").read_text())
@@ -324,7 +324,7 @@ def test_panic_of_the_tokenizer_is_an_error(tiny_model, tmp_path):
 
 
 def test_vocabulary_with_a_hole_of_any_size(tiny_model, tmp_path):
-    """Loading takes no time for ids that are not there."""
+    """Ids that do not exist take no loading time."""
     from allspark_server.tokenizer.tokenizer import Tokenizer
 
     tokenizer = json.loads((tiny_model / "tokenizer.json").read_text())

@@ -1,6 +1,4 @@
-"""GGUF files: recovered weights to the bit, text, ranks, serialized, the tokenizer, and what is refused of foreign
-files.
-"""
+"""GGUF files: recovered weights bit by bit, text, ranks, serialization, the tokenizer, and refusal of foreign files."""
 
 from __future__ import annotations
 
@@ -133,7 +131,7 @@ def test_text_through_an_engine(pair):
 
 
 def test_sentence_pieces():
-    """Pieces with scores: as sentencepiece's BPE finds them, bytes for what has no piece."""
+    """Pieces with scores give the tokens of sentencepiece's BPE, and bytes where there is no piece."""
     pieces = ["<unk>", "<s>", "</s>"] + [f"<0x{i:02X}>" for i in range(256)] + [
         "▁", "a", "b", "c", "ab", "▁a", "▁ab", "abc", "▁abc"]
     scores = np.array([0.0] * 260 + [-float(i) for i in range(len(pieces) - 260)], np.float32)
@@ -149,7 +147,7 @@ def test_sentence_pieces():
 
 # -- foreign files -----------------------------------------------------------------------------------------------------
 def _file(tmp_path, change=None, **metadata) -> Path:
-    """A small sound file, then with changed metadata (None: without it) and tensors."""
+    """A small valid file with changed metadata (None: without it) and tensors."""
     rng = np.random.default_rng(0)
     values = {**metadata_of("qwen2", SPECS["qwen2"]), **metadata}
     tensors = {"token_embd.weight": ("Q8_0", random_blocks("Q8_0", 1031, 96, rng)),
@@ -259,7 +257,7 @@ def test_headers_that_are_cut_off_or_lie(tmp_path):
         written(tokens, value)
         with pytest.raises(AllSparkError, match="not a readable GGUF file"):
             GgufFile(path)
-    for _ in range(300):  # whatever it is: an error that names the file, or a file
+    for _ in range(300):  # either an error that names the file, or a valid file
         changed = bytearray(data)
         for at in rng.integers(0, header, 3):
             changed[at] = rng.integers(0, 256)

@@ -1,5 +1,5 @@
-"""What GPUs make of matrices that others have quantized: the same values, but for bfloat16's rounding. Held by CPUs
-here; tests/cuda/test_cuda_checkpoints.py has them on GPUs.
+"""Matrices that others quantized, in the form in which GPUs hold them: the same values up to bfloat16's rounding. CPUs
+hold them here; tests/cuda/test_cuda_checkpoints.py runs on GPUs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def test_formats_of_matrices(name, codes, tmp_path):
 
 
 def opened_on_gpu(directory, **fields) -> RankModel:
-    """As a GPU has it, its types checked, without one."""
+    """A model opened with a GPU's checks of types, without a GPU."""
     gpu = Gpu.__new__(Gpu)
     gpu.isa, gpu._capability, gpu._group = "sm_90 (without a name)", 90, [0]
     config = AsModelConfig("m", str(directory), compute_unit="CUDA:0", **fields)
@@ -78,7 +78,7 @@ HALF, WHOLE, OTHER = "llama-fp16-sharded", "llama3", "llama-bf16"
     (OTHER, {"cache_dtype": "float16"}, "bfloat16", "float16", []),
     # Gates of experts stay float32.
     ("qwen3-moe", {"weight_dtype": "float16"}, "float16", "float16", ["float32"]),
-    # Products of codes are in bfloat16, and what is beside them, too.
+    # GEMMs of quantized values are in bfloat16, and so is everything beside them.
     (HALF, {"weight_dtype": "int8", "quantize_head": False}, "int8", "bfloat16", ["bfloat16"]),
     (HALF, {"weight_dtype": "float8", "quantize_head": False}, "float8", "bfloat16", ["bfloat16"]),
     (HALF, {"weight_dtype": "int4", "weight_group_size": 64, "cache_dtype": "float16"}, "int4", "float16", []),
@@ -91,7 +91,7 @@ def test_types_of_models(name, fields, weights, cache, beside):
 
 
 def test_types_of_others_codes(tmp_path):
-    """Their checkpoints have what they left unquantized in float16, mostly."""
+    """Their checkpoints mostly keep unquantized weights in float16."""
     quantized, _ = pair_of(tmp_path, "gptq-4")
     model = opened_on_gpu(quantized)
     assert (model.weight_dtype, model.cache_dtype) == ("int4", "bfloat16")
@@ -102,7 +102,7 @@ def test_types_of_others_codes(tmp_path):
 
 
 def test_types_of_both_kinds_of_16_bits(tmp_path):
-    """bfloat16 has the range of both; CPUs compute both in float32."""
+    """bfloat16 covers the range of both; CPUs compute both in float32."""
     shutil.copytree(checkpoint(OTHER), tmp_path, dirs_exist_ok=True)
     file = tmp_path / "model.safetensors"
     tensors = safetensors.torch.load_file(file)
@@ -116,7 +116,7 @@ def test_types_of_both_kinds_of_16_bits(tmp_path):
 
 @pytest.mark.parametrize("given, cache", [({}, "float16"), ({"weight_format": "int8"}, "float32")])
 def test_types_of_serialized_models(given, cache, tmp_path):
-    """A quantized one says what is beside its codes, as CPUs compute it."""
+    """A quantized model states the types beside its quantized values, as CPUs compute with them."""
     source = HuggingFaceModel(checkpoint(HALF), "m").load_model()
     source.serialize_to_path(None, str(tmp_path), enable_quant=bool(given), customized_quant_config=given or None)
     model = opened_on_gpu(tmp_path / "m.asgraph", weights_path=str(tmp_path / "m.asparam"))
@@ -124,7 +124,7 @@ def test_types_of_serialized_models(given, cache, tmp_path):
 
 
 def test_what_is_counted_as_no_number(tmp_path, caplog):
-    """Of float16 it is what lies beyond its range, too."""
+    """For float16, values beyond its range count as well."""
     class Counting:
         def __getattr__(self, name):
             return lambda *given, **_: [1] * len(given[1]) if name == "fill_rows" else 0
@@ -150,12 +150,12 @@ def test_what_is_counted_as_no_number(tmp_path, caplog):
     (WeightFormat("e4m3", 128, ScaleLayout("float32", "none")), False, 90, WeightFormat("bfloat16")),
 ])
 def test_forms(form, experts, capability, expected):
-    """None: it stays, for the backend to refuse."""
+    """None: the form stays, and the backend refuses it."""
     assert gpu_form(form, experts, capability) == (expected or form)
 
 
 def test_slices_inside_groups():
-    """Of ranks whose parts begin where a group does not, or a part of one that GPUs have."""
+    """Ranks whose parts begin inside a group, or inside a part of a group that GPUs support."""
     form = WeightFormat("int4", 128, ScaleLayout("float16", "points"))
     assert gpu_form(form, False, 90, [0, 9472]) == gpu_form(form, False, 90, [0, 32]) == WeightFormat("int4", 128)
     assert gpu_form(form, False, 90, [0, 72]) == WeightFormat("bfloat16")

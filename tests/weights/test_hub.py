@@ -1,4 +1,4 @@
-"""Models by their id on the Hugging Face Hub: from a cache, and from a Hub that runs here."""
+"""Models by their id on the Hugging Face Hub: from a cache, and from a fake Hub."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def fill(cache, *left_out):
-    """Puts the shipped model into the cache, as a download does: links to blobs."""
+    """Puts the shipped model into the cache in the way of a download: as links to blobs."""
     folder = cache / "models--allspark--fable"
     snapshot = folder / "snapshots" / COMMIT
     for path in (snapshot, folder / "refs", folder / "blobs"):
@@ -46,7 +46,7 @@ def fill(cache, *left_out):
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the Hub as a download needs."""
+    """A fake of the Hub, as far as a download needs it."""
 
     def do_HEAD(self):
         self.do_GET(body=False)

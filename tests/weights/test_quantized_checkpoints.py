@@ -1,5 +1,5 @@
-"""Checkpoints that others have quantized: recovered weights to the bit, text, ranks, serialized, invariance, what is
-refused.
+"""Checkpoints that other programs quantized: recovered weights bit by bit, text, ranks, serialization, invariance,
+refusals.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ MODULE = "model.layers.1.mlp.down_proj"
 
 
 def changed(directory: Path, target: Path, config=None, **tensors) -> Path:
-    """A copy of a checkpoint. config(quantization_config) changes it; tensors: a module's by the last part of their
-    names (underscores for dots), each a function of an array or None.
+    """A changed copy of a checkpoint. config(quantization_config) changes its configuration; `tensors` maps the last
+    part of a module's tensor names (underscores for dots) to a function of the array, or to None.
     """
     target.mkdir(exist_ok=True)
     values = json.loads((directory / "config.json").read_text())
@@ -220,7 +220,7 @@ def test_what_is_refused(pair, tmp_path, number):
 
 
 def test_parts_of_one_matrix_that_have_no_format_together(pair, tmp_path):
-    """Queries quantized, keys not; orders of columns that differ."""
+    """Queries are quantized, keys are not; or their columns are ordered differently."""
     def mixed(name: str):
         return name if "k_proj" not in name else None
 

@@ -1,4 +1,4 @@
-"""What a checkpoint recommends for drawing from it."""
+"""The sampling parameters that a checkpoint recommends."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Quantized weights that are serialized: the same bits as quantized at load, on any number of ranks; what is
-refused.
-"""
+"""Serialized quantized weights: the same bits as weights quantized at load, on any number of ranks; and refusals."""
 
 import os
 import subprocess
@@ -75,8 +73,8 @@ def test_the_same_logits(tmp_path, dtype, group):
 
 @pytest.mark.parametrize("dtype, group", [("int8", 0), ("int4", 64), ("w8a8", 32), ("w4a8", 512)])
 def test_ranks_compute_the_same_but_for_the_order_of_sums(directory, dtype, group):
-    """Weights do not depend on the number of ranks; of w8a8 and w4a8 the activations' scales do, which are each rank's
-    own.
+    """Weights do not depend on the number of ranks. The activation scales of w8a8 and w4a8 do, because each rank has
+    its own.
     """
     prompt, logits = prompt_of(40), {}
     for world, kind in ((1, "float32"), (1, dtype), (2, dtype), (3, dtype)):
@@ -387,7 +385,7 @@ def test_existing_files_are_kept_if_their_format_is_wanted(directory, tmp_path):
 
 
 def test_type_of_what_stays_unquantized(directory, tmp_path):
-    """user_set_data_type converts it; the numbers are then others than the checkpoint's, and so is the hash."""
+    """user_set_data_type converts it; the numbers then differ from the checkpoint's, and so does the hash."""
     HuggingFaceModel(directory, "m", user_set_data_type="float16").serialize_to_path(
         None, tmp_path, **options("int8", 0)
     )

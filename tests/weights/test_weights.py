@@ -1,4 +1,4 @@
-"""Reading checkpoints: what is good is read as it is, what is bad is named."""
+"""Reading checkpoints: valid ones are read exactly, and errors of others are named."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_more_ranks_than_query_heads_are_refused():
 # -- safetensors -------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def simple(tmp_path):
-    """A safetensors file of one float32 and one bfloat16 tensor."""
+    """A safetensors file with one float32 and one bfloat16 tensor."""
     a, b = np.arange(6, dtype=np.float32).reshape(2, 3), np.array([0x3F80, 0xC000], np.uint16)
     path = tmp_path / "x.safetensors"
     write_safetensors(path, [("a", "F32", (2, 3)), ("b", "BF16", (2,))], {"format": "test"}, [[a], [b]])

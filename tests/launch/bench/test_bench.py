@@ -1,4 +1,4 @@
-"""`allspark bench static` and benchmarks/accuracy.py, at the smallest sizes that show they work."""
+"""`allspark bench static` and benchmarks/accuracy.py at the smallest sizes that show that they work."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_static_on_the_shipped_model(capsys, tmp_path, adapters):
     assert found["schema"] == 1 and found["benchmark"] == "static"
     assert set(found) == {"schema", "benchmark", "machine", "settings", "model", "ceilings", "results"}
     assert found["machine"]["threads"] == 1 and found["settings"]["peers"][0]["version"].startswith("numpy")
-    # Two rounds of two a cell of each of three formats, and of two of the peer.
+    # Two rounds: two measurements per cell for each of three formats, and for two of the peer's.
     assert len(found["ceilings"]) == 2 * (2 * 3 * 3 + 2)
     assert all(min(c["read"], c["fp32"], c["int8"]) > 1e8 for c in found["ceilings"])
     ours = [r for r in found["results"] if r["engine"] == "allspark" and r["format"] == "bfloat16"]
@@ -186,7 +186,7 @@ def test_choice_of_peers(adapters):
 def test_an_adapter_says_what_to_install(adapters, tmp_path):
     with pytest.raises(ValueError, match="missing: no_such_module; .*pip install nothing .*peer_absent.py begins with"):
         peers.choose(["absent"], adapters)
-    for module in ("no_such.module", "json.no_such"):       # of a package that is not there, and that is
+    for module in ("no_such.module", "json.no_such"):       # of a missing package, and of an installed one
         script = tmp_path / "peer_sub.py"
         script.write_text(
             (tmp_path / "peer_fake.py").read_text().replace("'numpy': 'numpy'", f"'{module}': 'thing[extra]'")
@@ -253,7 +253,7 @@ def test_table():
         "90",
         "%",
         "m",
-    ]  # 900 of 1e6 / 1000 tokens/s, the best part
+    ]  # 900 of 1e6 / 1000 tokens/s is the best fraction
     prefill = [line for line in lines if line.startswith("allspark int8")][1]
     assert prefill.split()[2:4] == ["4000.0", "(4000.0)"]
     assert lines[-1].split() == ["allspark", "int4", "not", "available", "yet"]

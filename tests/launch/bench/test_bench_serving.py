@@ -1,6 +1,4 @@
-"""`allspark bench serving`: workloads, percentiles, and every kind of target at the smallest sizes that show it
-works.
-"""
+"""`allspark bench serving`: workloads, percentiles, and every kind of target at the smallest sizes."""
 
 from __future__ import annotations
 
@@ -118,7 +116,7 @@ def test_figures():
 
 @contextlib.contextmanager
 def openai_endpoint(fail_after: int = 10**9):
-    """An endpoint that answers with words; yields (its URL, the bodies that came)."""
+    """An endpoint that answers with words; yields its URL and the bodies that it received."""
     bodies: list[dict] = []
 
     async def handle(reader, writer):

@@ -1,4 +1,4 @@
-"""`allspark batch`: every endpoint, lines that are wrong, and going on after whatever ended the last run."""
+"""`allspark batch`: every endpoint, invalid lines, and resuming after an interrupted run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODEL = "fable"
 
 @pytest.fixture(scope="module")
 def group():
-    """The address of a group whose queue is short."""
+    """The address of a group with a short queue."""
     with background_group(["--model", str(shipped_model()), "--max-length", "512", "--set", "max_queue=4",
                            "--max-batch", "4"], timeout=60.0) as running:
         yield running.addresses[0]
@@ -35,7 +35,7 @@ def line(custom_id, url="/v1/completions", **body) -> str:
 
 
 def batch(folder: Path, group: str, *words: str) -> dict[str, dict]:
-    """Runs the command; the lines of its output by custom_id, and those that have none by id."""
+    """Runs the command; returns its output lines by custom_id, and those without one by id."""
     assert main(["batch", "--address", group, *words, str(folder / "in"), str(folder / "out")]) == 0
     entries = [json.loads(text) for text in (folder / "out").read_text().splitlines()]
     found = {entry["custom_id"] or entry["id"]: entry for entry in entries}

@@ -1,4 +1,4 @@
-"""FastChat's worker: the protocol by itself, and behind FastChat's own controller and API server."""
+"""FastChat's worker: the protocol alone, and behind FastChat's own controller and API server."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def group():
 
 @pytest.fixture(scope="module")
 def worker(group):
-    """The URL of a worker that tells no controller."""
+    """The URL of a worker that registers with no controller."""
     port = free_port()
     with process("allspark_launch", "fastchat-worker", "--address", group, "--host", "127.0.0.1", "--port", str(port),
                  "--no-register", "--model-names", "fox,story"):
@@ -93,7 +93,7 @@ def test_refusals(worker, group):
     with httpx.stream("POST", f"{worker}/worker_generate_stream", timeout=60, json={
             "prompt": "Once", "max_new_tokens": 400, "stop_token_ids": [], "temperature": 1}) as response:
         next(response.iter_bytes())
-    with ClientEngine(group) as engine:  # who has gone needs no answer
+    with ClientEngine(group) as engine:  # a client that has gone needs no answer
         wait_for(lambda: engine.get_as_engine_stat(MODEL).running_request == 0, 10)
     assert post(f"{worker}/worker_get_status")["queue_length"] == 0
 
@@ -124,7 +124,7 @@ pydantic.BaseModel.json = lambda self, ensure_ascii=True, **keywords: self.model
 
 @pytest.mark.slow
 def test_fastchat_itself(group, tmp_path):
-    """Its controller, its API server, and OpenAI's client."""
+    """FastChat's controller and API server, with OpenAI's client."""
     pytest.importorskip("fastchat")
     openai = pytest.importorskip("openai")
     assert conversation("qwen-7b-chat")["sep_style"] == CHATML["sep_style"]

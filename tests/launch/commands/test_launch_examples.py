@@ -1,4 +1,4 @@
-"""The examples of launch/examples: their command lines are ones that `allspark` takes, their files whole."""
+"""The examples of launch/examples: `allspark` accepts their command lines, and their files are valid."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FOLDER = resource_folder("examples")
 
 
 def group(words: list[str], tmp_path: Path):
-    """The options of `allspark serve`; its listeners are safe ones. Models and secrets are at other places here."""
+    """Options of `allspark serve` with protected listeners. Models and secrets are elsewhere on this machine."""
     model = tmp_path / "model"
     model.mkdir(exist_ok=True)
     words = [re.sub(r"(?<=^--model=)/.*", str(model), word) for word in words]
@@ -61,7 +61,7 @@ def test_the_pods(tmp_path):
 
 
 def test_the_batch_job(tmp_path):
-    """With srun and scontrol that only say what they are asked."""
+    """Programs srun and scontrol are fakes that only record their arguments."""
     (tmp_path / "scontrol").write_text("#!/bin/sh\nprintf 'n1\\nn2\\n'\n")
     (tmp_path / "srun").write_text('#!/bin/sh\nfor word; do echo "$word"; done >words\n')
     for tool in ("scontrol", "srun"):
@@ -78,7 +78,9 @@ def test_the_batch_job(tmp_path):
 
 
 def test_the_job_over_nodes(tmp_path):
-    """One group; allspark only says what it is asked. tests/launch/group/test_namespaces.py has Slurm itself run it."""
+    """One group; `allspark` is a fake that records its arguments. tests/launch/group/test_namespaces.py runs the job
+    under Slurm.
+    """
     (tmp_path / "allspark").write_text('#!/bin/sh\nfor word; do echo "$word"; done >words\n')
     (tmp_path / "allspark").chmod(0o755)
     subprocess.run(["bash", FOLDER / "group.sbatch", "/models/m", "50052"], check=True, cwd=tmp_path, env={

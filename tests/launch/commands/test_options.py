@@ -1,4 +1,4 @@
-"""Options are declared once: what parsers, configuration files and the arguments of processes make of a declaration."""
+"""Options are declared once; parsers, configuration files and processes' arguments follow from the declaration."""
 import dataclasses
 import json
 
@@ -21,7 +21,7 @@ from allspark_server.options import (
 
 
 def other_value(declared):
-    """A value that is not the default."""
+    """A value other than the default."""
     if declared.choices:
         return next(choice for choice in declared.choices if choice != declared.effective_default)
     return {"str": "text", "int": 3, "bool": True, "float": 2.5, "list[str]": ["a", "b"], "list[int]": [2, 5],
@@ -51,7 +51,7 @@ def test_http_workers_take_every_option_that_is_theirs():
 
 
 def test_a_flag_is_what_the_key_is(tmp_path):
-    """Each option of a group, once as a flag and once as a key of the configuration file."""
+    """Each option of a group, as a flag and as a key of the configuration file."""
     for declared in options_of(GroupOptions):
         if declared.name in ("models", "http_workers"):
             continue

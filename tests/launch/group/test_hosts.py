@@ -1,5 +1,5 @@
-"""Groups over several hosts. What needs no root makes hosts of this one, by name only: ranks then talk by MPI as those
-of different hosts do. See test_namespaces.py for hosts that are namespaces.
+"""Groups over several hosts. Tests that need no root split this host into several by name only: their ranks then talk
+by MPI as those of different hosts do. See test_namespaces.py for hosts that are namespaces.
 """
 import json
 import os
@@ -37,14 +37,14 @@ def mpirun(source: str, ranks: int, *words: str) -> subprocess.Popen:
     *((source, 4, 2) for source in MPIS),
     *(pytest.param(next(iter(MPIS)), *shape, marks=pytest.mark.slow) for shape in ((4, 4), (3, 2), (5, 2), (7, 3)))])
 def test_windows_over_hosts(source, ranks, count):
-    """Sums, rows, messages and commands are those of one host, bit by bit; aborts reach everybody."""
+    """Sums, rows, messages and commands equal those on one host, bit by bit; aborts reach every rank."""
     process = mpirun(source, ranks, str(HERE / "window_ranks.py"), str(count))
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 0 and "all checks passed" in output, output
 
 
 def answer(folder: Path, model: Path, *words: str) -> list:
-    """What a group of four ranks says: ids and bits of their probabilities."""
+    """The answer of a group of four ranks: ids and logprob bits."""
     process = mpirun(next(iter(MPIS)), 4, "-m", "allspark_server", "--no-spin", "--cpus", "0", "--model-root", "/",
                      "--address", f"unix:{folder}/s", *words)
     try:
@@ -128,7 +128,7 @@ def test_sharing_ranks_out():
 
 
 def test_a_host_that_is_not_there_yet_is_no_error_of_the_configuration(tmp_path, capsys):
-    """Systemd tries again."""
+    """Systemd's restart tries again."""
     words = ["serve", "--hosts", f"{OWN},b.invalid", "--address", f"unix:{tmp_path}/s", "--remote-shell"]
     assert main([*words, "false"]) == 1
     assert "the agent on b.invalid does not start by false" in capsys.readouterr().err
@@ -169,7 +169,7 @@ class Agent:
         raise AssertionError(f"no {kind}: {self.process.stderr.read()}")
 
     def launch(self, tmp_path: Path) -> int:
-        """A daemon whose child has a session of its own, and outlives it; the child's process."""
+        """Starts a daemon whose child has a session of its own and outlives it; returns the child's process."""
         file = tmp_path / "pid"
         self.send(launch={"command": f"setsid sh -c 'echo $$ >{file}.new; mv {file}.new {file}; exec sleep 100' &",
                           "environment": {}})

@@ -1,5 +1,5 @@
-"""Groups over hosts that are namespaces of this machine, each with its own network, name and /dev/shm: what becomes of
-requests when hosts, ranks and agents are lost. Needs root.
+"""Groups over hosts that are namespaces, each with its own network, name and /dev/shm: requests survive the loss of
+hosts, ranks and agents. Needs root.
 """
 import contextlib
 import json
@@ -61,7 +61,7 @@ class Group:
 
 
 def ask(engine, arrived=lambda: None, n: int = TOKENS) -> list:
-    """Ids and bits of probabilities. arrived(): called at each message."""
+    """Ids and logprob bits; arrived() is called for each message."""
     found = []
     config = {"max_new_tokens": n, "early_stopping": False, "seed": 3, "temperature": 1.3, "logprobs": True,
               "top_logprobs": 2}
@@ -76,7 +76,7 @@ def ask(engine, arrived=lambda: None, n: int = TOKENS) -> list:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """What a group of so many ranks on one host says."""
+    """The answer of a group of `ranks` ranks on one host."""
     known = {}
 
     def get(ranks: int) -> list:
@@ -152,7 +152,7 @@ def freeze_agent(hosts):
 @pytest.mark.parametrize("happens,noticed", [(cut, 5.0), (kill_rank, 1.0), (freeze_rank, 5.0), (kill_agent, 1.0),
                                              (freeze_agent, 5.0)], ids=lambda x: getattr(x, "__name__", ""))
 def test_a_loss_changes_no_byte(happens, noticed, tmp_path, undisturbed, capsys):
-    """Mid-request; the request goes on in under 15 s, elsewhere if need be."""
+    """A loss amid a request: the request continues within 15 s, elsewhere if necessary."""
     wanted = undisturbed(2)
     with namespaces.hosts(2, tmp_path) as hosts:
         with Group(hosts, tmp_path, "--ranks", "2") as group, ClientEngine(group.address) as engine:
@@ -189,7 +189,7 @@ def test_a_loss_changes_no_byte(happens, noticed, tmp_path, undisturbed, capsys)
             with capsys.disabled():
                 print(f"\n{happens.__name__}: noticed after {lost:.2f} s, next token after {seen.gap:.2f} s")
             assert lost < noticed and seen.gap < 15
-            if happens is cut:          # who was cut off has ended by itself
+            if happens is cut:          # ranks that were cut off have ended by themselves
                 assert not set(before) & set(ranks_on(hosts, "h1")) and not agents_on(hosts, "h1")
                 hosts.link("h1", "up")
                 assert ask(engine) == wanted
@@ -245,7 +245,7 @@ PartitionName=all Nodes=ALL Default=YES State=UP
 
 @pytest.mark.skipif(not all(map(shutil.which, ("slurmctld", "slurmd", "sbatch"))), reason="Slurm is not installed")
 def test_slurm(tmp_path, undisturbed):
-    """A job of a real slurmctld and two slurmds, as launch/examples/group.sbatch has it."""
+    """launch/examples/group.sbatch under a real slurmctld and two slurmds."""
     wanted = undisturbed(2)
     (tmp_path / "state").mkdir()
     file = tmp_path / "slurm.conf"
@@ -260,7 +260,7 @@ exec {sys.executable} -m allspark_launch serve --hosts auto --address unix:{tmp_
         slurm = ["env", f"SLURM_CONF={file}"]
         for name, words in (("h0", ["slurmctld", "-D"]), ("h0", ["slurmd", "-D", "-N", "h0"]),
                             ("h1", ["slurmd", "-D", "-N", "h1"])):
-            # The hosts' end is theirs.
+            # Agents end with their hosts.
             subprocess.Popen([*hosts.enter(name), *slurm, *words], stdin=subprocess.DEVNULL,
                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
         try:
@@ -280,7 +280,7 @@ exec {sys.executable} -m allspark_launch serve --hosts auto --address unix:{tmp_
 
 @pytest.mark.skipif(not os.path.exists("/usr/sbin/sshd"), reason="sshd is not installed")
 def test_ssh(tmp_path, undisturbed):
-    """Agents started by ssh, as by default."""
+    """Agents that ssh starts, which is the default."""
     wanted = undisturbed(2)
     for name in ("host", "user"):
         subprocess.run(["ssh-keygen", "-q", "-N", "", "-t", "ed25519", "-f", str(tmp_path / name)], check=True)

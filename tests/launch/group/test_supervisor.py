@@ -116,7 +116,7 @@ class Fake:
     def wait_ready(self) -> dict:
         wait_for(lambda: (self.folder / "ready").exists())
         wait_for(lambda: len(self.ranks()) == 2)
-        # Both have been heard of: a rank stopped before its first heartbeat is late in starting, not silent.
+        # Both ranks have sent heartbeats: one that is stopped before its first counts as starting late, not as silent.
         wait_for(lambda: all((self.folder / f"rank.py.{pid}.sent").exists() for pid in self.ranks()))
         return json.loads((self.folder / "ready").read_text())
 
@@ -140,7 +140,7 @@ class Fake:
 
 
 def command_of(pid: int) -> str:
-    """A process's command line; "" once it has ended, also as a zombie."""
+    """A process's command line; "" once it has ended, or is a zombie."""
     try:
         return Path("/proc", str(pid), "cmdline").read_text(errors="replace")
     except OSError:
@@ -234,7 +234,7 @@ def test_supervisor_gives_up_with_the_last_lines(fake):
 
 @pytest.mark.parametrize("mode", ["answers", "good"])
 def test_only_incarnations_that_served_nothing_are_counted(fake, mode):
-    """Of groups that are killed soon after each start, one that had answered meanwhile is started again and again."""
+    """A group that is killed soon after each start, but served something in between, is restarted without limit."""
     f = fake(mode)
     for _ in range(5):
         f.wait_ready()
@@ -277,7 +277,7 @@ def test_an_error_of_the_start_is_not_repeated(fake):
 
 
 def test_a_log_that_nobody_reads_does_not_stop_the_supervisor(fake):
-    """Ranks print far more than pipes hold; both supervisor's ends are pipes that are never read."""
+    """Ranks print far more than pipes hold; both of the supervisor's outputs are pipes that nobody reads."""
     f = fake("flood", driver=SERVE)
     f.wait_ready()
     time.sleep(2)
@@ -299,7 +299,7 @@ def test_output_that_is_not_read_in_time_is_dropped_and_counted():
     assert os.read(read_end, 100) == b"first\n"
     for _ in range(3 * MOST_PENDING // 1000):
         outlet.write(b"x" * 999 + b"\n")
-    assert not outlet.finish()                              # in a second: nobody has read
+    assert not outlet.finish()                              # within a second, although nobody reads
     received, dropped = b"", 0
     while received.count(b"x" * 999) * 1000 + dropped < 3 * MOST_PENDING // 1000 * 1000:
         received += os.read(read_end, 1 << 20)
@@ -327,7 +327,7 @@ def test_supervisor_in_process_reports_a_missing_mpirun(tmp_path):
 
 
 def test_a_killed_rank_is_noticed_within_a_second(fake):
-    """Also where mpirun does not."""
+    """Even if mpirun does not notice it."""
     f = fake("unnoticed")
     f.wait_ready()
     ranks, mpirun = f.ranks(), f.mpirun()
@@ -340,7 +340,7 @@ def test_a_killed_rank_is_noticed_within_a_second(fake):
 
 
 def test_a_stopped_rank_is_noticed_within_five_seconds(fake):
-    """Though a rank that is only silent has longer: it may be busy."""
+    """A rank that is only silent has longer, because it may be busy."""
     f = fake(driver=DRIVER.replace("heartbeat_timeout=2.5", "heartbeat_timeout=30"))
     f.wait_ready()
     victim = f.ranks()[1]
@@ -360,7 +360,7 @@ def test_a_group_that_answers_no_health_call_is_ended(fake):
 
 
 def test_an_incarnation_that_owed_requests_is_followed_by_one_of_as_many_ranks(tmp_path):
-    """However many there would be otherwise; and what is known of the loss is in the plan."""
+    """Even if the machine now suggests another number; the plan says why the last incarnation was lost."""
     for name, text in (("rank.py", FAKE_RANK), ("mpirun.py", FAKE_MPIRUN)):
         (tmp_path / name).write_text(text)
     owed, ready = [], threading.Event()

@@ -1,4 +1,4 @@
-"""The pool where it counts: systemd as init, two NUMA nodes, in a virtual machine (tests/support/vm/prove.py)."""
+"""A pool in a virtual machine with systemd as init and two NUMA nodes (tests/support/vm/prove.py)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2700)]
 
 @pytest.fixture(scope="module")
 def image() -> Path:
-    """Built for the sources as they are, in $ALLSPARK_VM: the folder says that the machine may be used up for it."""
+    """The machine's image for the present sources, in $ALLSPARK_VM. Setting the variable permits using the whole
+    machine.
+    """
     folder = os.environ.get("ALLSPARK_VM")
     if not folder:
         pytest.skip("set ALLSPARK_VM to a folder for the machine's image; the run takes 20 minutes and all cores")

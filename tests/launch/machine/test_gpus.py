@@ -1,5 +1,5 @@
-"""GPUs as the launcher sees them, on fabricated machines: topology, placement, doctor, command lines, metrics. No GPU
-is needed.
+"""GPUs in the launcher, on fabricated machines: topology, placement, doctor, command lines, metrics. No GPU is
+needed.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Legend:
 
 
 def add_gpu(root: Path, path: str, node: int, minor: int | None = None, hidden: bool = False) -> None:
-    """A GPU at a PCI path, "0000:16/0000:16:01.0/0000:17:00.0", say. minor: of its driver's device file, None without a
-    driver; hidden: there is no such file.
+    """Adds a GPU at a PCI path such as "0000:16/0000:16:01.0/0000:17:00.0". `minor` is the number of its device file
+    (None: no driver); `hidden`: the file does not exist.
     """
     folder = root / "sys/devices" / f"pci{path}"
     folder.mkdir(parents=True)
@@ -58,7 +58,7 @@ def add_gpu(root: Path, path: str, node: int, minor: int | None = None, hidden: 
 
 @pytest.fixture()
 def root(tmp_path) -> Path:
-    """Two nodes of four cores, two GPUs at the first, one at the second, and one that is hidden."""
+    """Two nodes of four cores, with two GPUs on the first, one on the second, and a hidden one."""
     machine(tmp_path, {0: [[0], [1], [2], [3]], 1: [[4], [5], [6], [7]]})
     add_gpu(tmp_path, "0000:16/0000:16:01.0/0000:17:00.0", 0, minor=1)
     add_gpu(tmp_path, "0000:16/0000:16:01.0/0000:18:00.0", 0, minor=0)
@@ -113,7 +113,7 @@ def test_ranks_are_at_their_gpus_nodes(root):
 
 
 def test_gpus_that_the_kernel_does_not_show(tmp_path):
-    """As in some containers: on the nodes in turn."""
+    """As in some containers: GPUs are spread over the nodes in turn."""
     placement = place_on_gpus(read_topology(machine(tmp_path, {0: [[0], [1]], 1: [[2], [3]]})), [0, 1, 2])
     assert [(r.gpu, r.node, r.cpus) for r in placement.ranks] == [(0, 0, (0,)), (1, 1, (2, 3)), (2, 0, (1,))]
 
@@ -140,7 +140,7 @@ def test_the_command_line_of_two_gpus(monkeypatch, root):
 
 
 def test_gpus_are_ranks_in_the_order_given():
-    """One named twice is not dropped but refused; ranks would be fewer than was asked for."""
+    """A GPU named twice is refused; dropping it would start fewer ranks than asked for."""
     options = cli.build_parser().parse_args(["topology", "--gpus", "3,0-1,0"])
     assert options.gpus == [3, 0, 1, 0]
     with pytest.raises(SystemExit):

@@ -105,7 +105,9 @@ def test_a_node_of_memory_only_gets_no_rank(tmp_path):
 
 
 def test_memory_of_nodes_without_cpus_is_used_only_where_configured(tmp_path):
-    """Two sockets, the second without memory of its own; node 2 is CXL at the second, node 3 CXL as far from both."""
+    """Two sockets, the second without memory of its own; node 2 is CXL memory near the second, node 3 CXL memory
+    equally far from both.
+    """
     root = machine(tmp_path, {0: [[0], [1]], 1: [[2], [3]], 2: [], 3: []}, memory={1: 0},
                    distances=[[10, 21, 24, 30], [21, 10, 14, 30], [24, 14, 10, 40], [30, 30, 40, 10]])
     topology = read_topology(root)
@@ -205,7 +207,7 @@ def test_kernel_without_numa_and_cgroup_quota(tmp_path):
      "sys/fs/cgroup/cpu/kubepods/pod1/cpu.cfs_period_us": "100000\n"},
 ], ids=["container", "version 2", "version 1"])
 def test_a_quota_limits_threads(tmp_path, files):
-    """The usual case in Kubernetes: all cores of a large host are visible, the time of four is allowed."""
+    """The usual case in Kubernetes: all cores of a large host are visible, but only the time of four may be used."""
     root = machine(tmp_path, {0: [[c] for c in range(64)]})
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -225,7 +227,7 @@ MPI4 = launch_mpi.Installation(Path("/usr/bin/mpirun"), Path("/usr/lib/libmpi.so
 
 
 def contexts(words: list[str]) -> list[list[str]]:
-    """The words of each rank, from its -np on."""
+    """The command words of each rank, from its -np on."""
     found: list[list[str]] = [[]]
     for word in words:
         if word == ":":
@@ -392,7 +394,7 @@ def test_folders_of_killed_processes_are_removed(tmp_path):
 
 
 def test_a_folder_that_others_prepared_harms_no_file(tmp_path):
-    """Anybody may make a "stale" folder in /tmp: what it links to must be neither truncated nor removed."""
+    """Any user may create a "stale" folder in /tmp. Files that it links to must be neither truncated nor removed."""
     parent, victim = tmp_path / "tmp", tmp_path / "victim"
     parent.mkdir()
     parent.chmod(0o1777)
@@ -421,7 +423,7 @@ def test_folders_that_others_could_exchange_are_not_removed(tmp_path):
 
 
 def test_groups_that_start_together_keep_their_folders(tmp_path):
-    """Many processes make and remove folders; each must find its own whole until it is done with it."""
+    """Many processes create and remove folders; each must find its own intact until it has finished."""
     code = ("import sys\nfrom allspark_launch.group.folders import private_folder\n"
             "for i in range(60):\n"
             "    with private_folder(sys.argv[1]) as folder:\n"

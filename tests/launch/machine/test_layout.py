@@ -1,4 +1,4 @@
-"""How a pool uses a machine's NUMA nodes: one wide group or a group on each; what is measured for it, and kept."""
+"""How a pool uses NUMA nodes: one wide group or a group per node; the measurement, and the decision that is kept."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODEL = {"model_name": "m", "model_path": "/m"}
 
 @pytest.fixture()
 def two_nodes(tmp_path, monkeypatch):
-    """Two nodes with a core each, of those that this process may use, and a third with memory alone."""
+    """Two nodes with one core each, of those that this process may use, and a third with memory alone."""
     first, second = (*sorted(os.sched_getaffinity(0)), os.cpu_count())[:2]
     root = machine(tmp_path / "machine", {0: [[first]], 1: [[second]], 2: []})
     monkeypatch.setattr(decisions, "read_topology", lambda: read_topology(root))
@@ -35,7 +35,9 @@ def two_nodes(tmp_path, monkeypatch):
 
 @pytest.fixture()
 def measured(monkeypatch):
-    """Nothing is measured: nodes are better for throughput, wide for latency. Returns for what."""
+    """A fake measurement: nodes are better for throughput, wide for latency. Returns the purposes that were
+    measured.
+    """
     asked = []
 
     def measure(found, purpose, say):
@@ -142,7 +144,7 @@ def test_a_decision_is_kept_until_it_is_measured_again(tmp_path, two_nodes, meas
     assert "a: layout nodes, as measured at " in said and len(measured) == 1
     assert not any(call.split()[0] in ("restart", "disable") for call in calls)
 
-    # While the pool runs, nothing flips: neither for another purpose nor because somebody asks to measure.
+    # While the pool runs, its layout stays: for another purpose, and when a measurement is requested.
     write(tmp_path, [{"name": "a", "models": [MODEL]}], layout="auto", optimize="latency")
     assert main(words(tmp_path, "apply")) == 0
     assert "for other models, another purpose or machine" in capsys.readouterr().out and len(measured) == 1
@@ -205,7 +207,7 @@ def test_the_better_layout_is_chosen():
 
 
 def test_two_groups_against_a_wide_one(tmp_path, two_nodes, capsys, monkeypatch):
-    """Both layouts are started on two nodes of one core each, loaded, and ended."""
+    """Starts and loads both layouts on two nodes with one core each, and ends them."""
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two CPUs")
     monkeypatch.setenv("PYTHONPATH", str(FABRICATED), prepend=":")

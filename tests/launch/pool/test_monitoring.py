@@ -1,4 +1,4 @@
-"""What a pool tells those who watch it: metrics, alert rules, a dashboard, logs."""
+"""Monitoring of a pool: metrics, alert rules, a dashboard, logs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ REPORT = {"restarts": 3, "ranks": [
 
 @pytest.fixture()
 def member(tmp_path, monkeypatch):
-    """A group that has answered a few requests, of whose ranks its supervisor has reported."""
+    """A group that has answered a few requests, with its supervisor's report of the ranks."""
     monkeypatch.setenv("ALLSPARK_SUPERVISOR", str(tmp_path / "heartbeat"))
     (tmp_path / "group.json").write_text(json.dumps(REPORT))
     with serving(f"unix:{tmp_path}/s", FakeEngine(0.01)) as (_, address), ClientEngine(address) as client:
@@ -104,7 +104,7 @@ def test_logs(journal, monkeypatch):
 
 
 def expressions() -> dict[str, str]:
-    """Of alerts and panels, by what they belong to."""
+    """The expressions of alerts and panels, by their owner."""
     found = {}
     dashboard = json.loads((FOLDER / "dashboard.json").read_text())
     for panel in dashboard["panels"]:
@@ -138,7 +138,7 @@ def test_alerts_and_panels_ask_for_metrics_that_there_are(member):
 
 
 def test_the_dashboard_is_one_to_grafana():
-    """By the types that Grafana generates from its schema."""
+    """Checked with the types that Grafana generates from its schema."""
     dashboards = pytest.importorskip("grafana_foundation_sdk.models.dashboard")
     encoder = pytest.importorskip("grafana_foundation_sdk.cog.encoder")
     given = json.loads((FOLDER / "dashboard.json").read_text())

@@ -1,4 +1,4 @@
-"""A pool's file, its systemd units, and the commands that manage it; systemctl is one that takes notes."""
+"""A pool's file, its systemd units, and the commands that manage it, with a fake systemctl that records its calls."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ def systemd_values(text: str) -> dict[str, configparser.SectionProxy]:
 
 
 def test_units_meet_the_start_limit_and_survive_a_lost_rank(tmp_path):
-    """Read as systemd reads it: a supervisor that fails at once must reach the limit, for it is started every
-    RestartSec seconds; and a configuration error is not tried again at all.
+    """Units are read as systemd reads them: a supervisor that fails at once must reach the start limit although it is
+    restarted after RestartSec seconds; after a configuration error it is not restarted at all.
     """
     pool = Pool("default", "daemon", {"a": GroupOptions(drain_limit=90), "b": GroupOptions(drain_limit=10)})
     files = unit_files(pool, tmp_path)
@@ -166,7 +166,7 @@ def test_units_allow_what_members_need(tmp_path, options, has, lacks):
 
 @pytest.mark.parametrize("user", ["root", "nobody", "allspark"])
 def test_systemd_thinks_well_of_the_units(tmp_path, user):
-    """With every relaxation that a member may need at once."""
+    """`systemd-analyze security`, with every relaxation that a member may need at once."""
     if not shutil.which("systemd-analyze"):
         pytest.skip("needs systemd-analyze")
     widest = GroupOptions(address=["0.0.0.0:1"], insecure=True, socket_group="adm", models=["/home/m"], gpus=[0])
@@ -193,7 +193,7 @@ def test_install_and_uninstall(tmp_path, systemctl, capsys):
     assert main(words(tmp_path, "install", "--now")) == 0
     assert systemctl() == ["daemon-reload", "enable allspark-default@a.service allspark-default@b.service "
                            "allspark-default.target", "start allspark-default.target"]
-    write(tmp_path, [{"name": "b"}])    # what was installed counts, not what the file says by now
+    write(tmp_path, [{"name": "b"}])    # the installed configuration counts, not the changed file
     assert main(words(tmp_path, "uninstall")) == 0
     assert systemctl() == ["disable --now allspark-default.target allspark-default@a.service "
                            "allspark-default@b.service", "daemon-reload"]
@@ -206,7 +206,7 @@ def test_apply_does_what_the_change_needs(tmp_path, systemctl, capsys):
     assert main(words(tmp_path, "apply")) == 0
     assert [call for call in systemctl() if call.split()[0] not in ("daemon-reload", "enable", "is-active")] == \
         [f"reload allspark-default@{m}.service" for m in "abc"]
-    # b's limits are told to it; c is gone, d is new.
+    # b is told its limits; c is gone, d is new.
     write(tmp_path, [{"name": "a"}, {"name": "b", "log_level": "debug"}, {"name": "d"}])
     capsys.readouterr()
     assert main(words(tmp_path, "apply")) == 0
