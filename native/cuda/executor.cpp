@@ -23,7 +23,7 @@ CudaExecutor::CudaExecutor(const CudaExecutor& beside, std::shared_ptr<LogitSamp
   if (beside.window_) throw std::invalid_argument("a model beside one of several ranks is not available on CUDA yet");
 }
 
-// What is given back on a thread that has not chosen a GPU would wake the first one, whose memory that takes.
+// Freeing memory on a thread that has chosen no GPU would initialize GPU 0, which takes memory there.
 CudaExecutor::~CudaExecutor() { cudaSetDevice(device_.index()); }
 
 int CudaExecutor::add_matrix(int rows, int k, const std::string& format, int group, int experts) {
@@ -189,7 +189,7 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
       bytes(m.takes_bytes() ? byte_rows_bytes(rows, m.k) : 0, "quantized activations");
   check(cudaMemcpy(in.as(), x, in.size(), cudaMemcpyHostToDevice), "copying rows");
   if (bias) check(cudaMemcpy(added.as(), bias, added.size(), cudaMemcpyHostToDevice), "copying a bias");
-  // They may be on their way yet, and other streams do not wait for that.
+  // Copies may still be in flight, and other streams do not wait for them.
   check(cudaStreamSynchronize(nullptr), "copying rows");
   const Queue queue = device_.queue();
   Product p;

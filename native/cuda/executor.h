@@ -1,4 +1,4 @@
-// One rank's model on its GPU: weights and program as they are built, then compiled; steps.
+// One rank's model on its GPU: its weights and program are built, then compiled; then it runs steps.
 #pragma once
 #include <memory>
 #include <optional>
@@ -19,8 +19,8 @@ class CudaExecutor : public Model {
  public:
   // window: to the other ranks of a group; null: there are none.
   CudaExecutor(int device, std::shared_ptr<LogitSampler> sampler, std::shared_ptr<Communicator> window = nullptr);
-  // Another model on the GPU of this one, in the same stream: they run in turn. std::invalid_argument where there are
-  // other ranks.
+  // Another model on the same GPU and stream: the two run in turn. Throws std::invalid_argument if there are other
+  // ranks.
   CudaExecutor(const CudaExecutor& beside, std::shared_ptr<LogitSampler> sampler);
   ~CudaExecutor() override;
 
@@ -30,26 +30,26 @@ class CudaExecutor : public Model {
   const Weights& weights() const { return weights_; }
   const Device& device() const { return device_; }
 
-  // With other ranks, when the program is there and before allocate(): the address of what they need of this GPU's
-  // memory in steps of up to so many rows, "" without any; and then the addresses of all, in rank order. seconds: how
-  // long the GPU waits for another rank.
+  // With other ranks, after the program is built and before allocate(): share() returns the address of the memory that
+  // other ranks access in steps of up to max_rows rows ("" with one rank); connect() takes the addresses of all ranks,
+  // in rank order. seconds: how long the GPU waits for another rank.
   std::string share(int max_rows, double seconds);
   void connect(const std::vector<std::string>& addresses);
-  // Compiles the program. Neither program nor weights may change from then on. masks: how many there are for plans to
-  // name. adapters: as many as plans may name, if the program has ops for them. draft: a model beside this one, which
-  // was allocated with the same spans: it makes drafts, and begin() does nothing.
+  // Compiles the program; from then on neither program nor weights may change. masks: how many masks plans may name.
+  // adapters: how many adapters plans may name, if the program has ops for them. draft: a draft model on the same GPU,
+  // allocated with the same spans; with it begin() does nothing.
   void allocate(const Limits& limits, int masks, const AdapterLimits& adapters = {},
                 std::shared_ptr<CudaExecutor> draft = nullptr);
-  // After allocate(): an empty adapter for this program, to be filled by any thread, while steps run.
+  // After allocate(): an empty adapter for this program. Any thread may fill it while steps run.
   std::shared_ptr<Adapter> new_adapter() const;
-  // Between steps, or while none names this index: plans may name the adapter by it from now on; null: no longer.
+  // Between steps, or while no plan names this index: sets the adapter that plans name by it; null removes it.
   void set_adapter(int index, std::shared_ptr<Adapter> adapter);
-  // A second tier of the cache, after allocate() and before any step.
+  // Allocates a host cache, after allocate() and before any step.
   void allocate_host_cache(int spans);
   size_t host_cache_bytes(int spans) const { return spans * HostSpans::span_bytes(layers()); }
-  // After allocate(), between steps: weights go to pinned memory of the host, and back; what the cache held is lost.
-  // Nothing happens if they are where they are to go. Both throw std::runtime_error, and change nothing, where there is
-  // not enough memory.
+  // After allocate(), between steps: unload() moves the weights to pinned host memory and load() moves them back; the
+  // cache's content is lost. A second call does nothing. Both throw std::runtime_error, and change nothing, if memory
+  // runs out.
   void unload();
   void load();
   StepOutput step(const std::string& plan, bool want_logits) override;
@@ -61,24 +61,24 @@ class CudaExecutor : public Model {
   std::vector<OpTime> profile() const { return runner_ ? runner_->profile() : std::vector<OpTime>(); }
   // After allocate(): which kernels the program runs.
   std::vector<KernelTable::Row> kernels() const;
-  // Of the last step: experts and numbers of entries, of each tile of a row set's.
+  // (expert, entries) of each tile of a row set in the last step.
   std::vector<std::pair<int, int>> expert_tiles(int row_set) const;
   size_t cache_bytes() const { return runner_ ? runner_->cache_bytes() : 0; }
 
-  // y [rows, n] = x w^T (+ bias): one matrix alone, for tests.
-  // rounded: to 16 bits, as the products of ranks leave their partial sums.
+  // y [rows, n] = x w^T (+ bias) with one matrix, for tests.
+  // rounded: y is rounded to 16 bits, as partial sums of ranks are.
   std::vector<float> multiply(int id, const float* x, const float* bias, int rows, GemmAlgo algo, bool rounded = false);
-  // y [rows, top, n]: of each row, by each of the experts chosen [rows, top] for it, ascending; a stack alone, for
-  // tests. tile_rows: 0 for what a step would take.
+  // y [rows, top, n]: each row times the matrices of its experts, chosen [rows, top] in ascending order, for tests.
+  // tile_rows: 0 for the choice that a step makes.
   std::vector<float> multiply_experts(int id, const float* x, const int* chosen, int rows, int top, GemmAlgo algo,
                                       int tile_rows);
-  // y [rows, width] = the sum of parts [ranks, rows, width] (+ y), and normed: the same normed; with all on this GPU.
-  // pushed: the parts of ranks from 1 on have been.
+  // y [rows, width] = the sum of parts [ranks, rows, width] (+ y), and normed = its norm, with all parts on this GPU.
+  // pushed: the parts of ranks from 1 on are in the memory that ranks push to.
   void sum_ranks(const float* parts, int ranks, int rows, int width, const float* norm, const std::string& dtype,
                  bool adds, bool pushed, float* y, float* normed);
 
  private:
-  std::vector<LayerCache> layers() const;  // of this model, and of the draft model
+  std::vector<LayerCache> layers() const;  // of this model and of the draft model
   void make_decoder();
   void check_loaded() const;
 
@@ -94,8 +94,8 @@ class CudaExecutor : public Model {
   std::unique_ptr<CudaRunner> runner_;
   std::unique_ptr<HostSpans> host_spans_;
   std::shared_ptr<CudaExecutor> draft_;
-  std::optional<QueuedDecoder> decoder_;  // this one,
-  std::optional<Drafting> drafting_;      // or, with a draft model, this one
+  std::optional<QueuedDecoder> decoder_;  // without a draft model
+  std::optional<Drafting> drafting_;      // with a draft model
 };
 
 }  // namespace cuda

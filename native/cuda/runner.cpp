@@ -10,7 +10,7 @@ namespace as {
 namespace cuda {
 namespace {
 
-// Steps of single rows are padded to one of these numbers of rows, for each of which there is a graph.
+// Decode steps are padded to one of these numbers of rows; each has a CUDA graph.
 int padded_rows(int rows) {
   if (rows <= 4) return rows;
   for (int step = 2;; step *= 2)
@@ -27,7 +27,7 @@ bool is_greedy(const SamplingParams& p, const Output& out) {
 }  // namespace
 
 CudaRunner::~CudaRunner() {
-  cudaStreamSynchronize(device_.stream());  // a step may have been begun
+  cudaStreamSynchronize(device_.stream());  // a step may be running
   for (auto& [size, replay] : replays_)
     if (replay.graph) cudaGraphExecDestroy(replay.graph);
   if (drawn_) cudaEventDestroy(drawn_);
@@ -125,7 +125,7 @@ bool CudaRunner::draw(const Batch& batch) {
   }
   if (!drawn_) check(cudaEventCreateWithFlags(&drawn_, cudaEventDisableTiming), "making an event");
   check(cudaEventRecord(drawn_, device_.stream()), "recording an event");
-  if (ranks_) return false;  // they have to agree first
+  if (ranks_) return false;  // ranks have to agree first
   return std::find(drawn_by_.begin(), drawn_by_.end(), DrawnBy::host) == drawn_by_.end();
 }
 
@@ -198,7 +198,7 @@ void CudaRunner::agree(std::vector<Best>& best) const {
   std::memcpy(bytes_of(best), all.data(), bytes);
 }
 
-// Whether every row is its sequence's only one, and a token is drawn after it.
+// Whether every row is the only one of its sequence, and is sampled from.
 bool CudaRunner::decodes(const Batch& batch) const {
   return batch.rows.size() == batch.items.size() && batch.outputs.size() == batch.rows.size() &&
          std::all_of(batch.items.begin(), batch.items.end(), [](const Item& item) { return !(item.flags & kHidden); });
@@ -229,7 +229,7 @@ void CudaRunner::copy_logits(const Batch& batch, bool all) {
   }
 }
 
-// Queues the copy of hidden states, of items that want them.
+// Queues the copy of hidden states for the items that ask for them.
 void CudaRunner::copy_hidden(const Batch& batch) {
   hidden_rows_ = 0;
   if (hidden_ < 0) return;
@@ -271,7 +271,7 @@ void CudaRunner::set_profiling(bool on) {
   if (on) times_.clear();
 }
 
-// A step of a size is launched op by op when it comes for the first time, which loads its kernels; then recorded.
+// The first step of a size runs launch by launch, which loads its kernels; the second is recorded as a graph.
 void CudaRunner::replay(const Size& size) {
   if (!graphs_ && !replays_.count(size)) return launch(size, true);
   const auto [found, first] = replays_.try_emplace(size);
@@ -294,11 +294,12 @@ void CudaRunner::replay(const Size& size) {
     check(made, "making a graph of a step");
   }
   const cudaError_t replayed = cudaGraphLaunch(replay.graph, device_.stream());
-  if (replayed == cudaErrorMemoryAllocation) return launch_instead(found, size);  // the first one may want some, too
+  if (replayed == cudaErrorMemoryAllocation)
+    return launch_instead(found, size);  // a graph's first launch may need memory, too
   check(replayed, "replaying a step");
 }
 
-// Where there is no memory for a graph: steps go on without more of them.
+// There is no memory for a graph: this step and later sizes run launch by launch.
 void CudaRunner::launch_instead(std::map<Size, Replay>::iterator replay, const Size& size) {
   cudaGetLastError();
   if (replay->second.graph) cudaGraphExecDestroy(replay->second.graph);

@@ -1,14 +1,14 @@
-// What a GPU does at most, measured: for benchmarks, to tell what part of it models reach.
+// A GPU's measured roofline, of which benchmarks and profiles report the part that models reach.
 #pragma once
 
 namespace as {
 namespace cuda {
 
 struct Ceilings {
-  double read = 0;  // bytes/s of the GPU's memory
-  double bf16 = 0;  // multiplications and additions/s of a large product of bfloat16, by this backend's own kernel
+  double read = 0;  // bytes/s read from the GPU's memory
+  double bf16 = 0;  // operations/s (a multiply-add is two) of a large bfloat16 GEMM by this backend's own kernel
 };
-// Takes 40 ms and half a gigabyte of the GPU's memory. Throws std::runtime_error where there is not that much.
+// Takes 40 ms and half a gigabyte of the GPU's memory. Throws std::runtime_error if there is not that much.
 Ceilings measure_ceilings(int device);
 
 }  // namespace cuda

@@ -26,7 +26,7 @@ std::string mib(size_t bytes) { return std::to_string(bytes >> 20) + " MiB"; }
 
 void check(cudaError_t result, const char* what) {
   if (result == cudaSuccess) return;
-  cudaGetLastError();  // it is told here, and not once more by the next launch
+  cudaGetLastError();  // reported here, so the next launch does not report it again
   throw std::runtime_error(std::string("CUDA: ") + what + ": " + cudaGetErrorString(result));
 }
 
@@ -80,7 +80,7 @@ Device::Device(int index) : index_(index) {
   check(cudaGetDeviceProperties(&properties, index), "asking what the GPU is");
   name_ = properties.name;
   capability_ = 10 * properties.major + properties.minor, processors_ = properties.multiProcessorCount;
-  // For tests: a chip is given the kernels of those before it.
+  // For tests: a chip runs the kernels of older chips.
   if (const char* pretended = std::getenv("ALLSPARK_TEST_CAPABILITY"))
     capability_ = std::min(capability_, std::atoi(pretended));
   if (capability_ < kLeastCapability)
@@ -88,7 +88,7 @@ Device::Device(int index) : index_(index) {
                                 std::to_string(properties.major) + "." + std::to_string(properties.minor) +
                                 ": there are kernels for 8.0 (Ampere) and later; use compute_unit='CPU:0'");
   use();
-  if (capability_ == 90) {  // others have no kernel that wants it
+  if (capability_ == 90) {  // only kernels of Hopper use it
     sums_ = Memory(kScratchBlocks * kScratchFloats * sizeof(float), "sums of products");
     flags_ = Memory(kScratchBlocks * kScratchFlags * sizeof(int), "sums of products");
     pieces_ = Memory(kScratchPieces * sizeof(float), "sums of products");
@@ -114,10 +114,10 @@ size_t Device::free_bytes() const {
   return free;
 }
 
-// The driver's functions for memory whose pages come and go behind an address.
+// The driver's functions that map and unmap physical pages at a reserved address.
 namespace {
 
-constexpr size_t kLeastLent = 1 << 20;  // bytes: less shares pages with others, and stays
+constexpr size_t kLeastLent = 1 << 20;  // bytes: smaller allocations share pages, and cannot be given back
 
 struct Pages {
   decltype(&cuMemGetAllocationGranularity) granularity = nullptr;
@@ -154,7 +154,7 @@ CUmemAllocationProp pages_of(int device) {
   return wanted;
 }
 
-// They have the same numbers.
+// Driver and runtime use the same error numbers.
 cudaError_t error_of(CUresult result) { return static_cast<cudaError_t>(result); }
 static_assert((int)CUDA_ERROR_OUT_OF_MEMORY == cudaErrorMemoryAllocation &&
               (int)CUDA_ERROR_NOT_SUPPORTED == cudaErrorNotSupported);
@@ -164,7 +164,7 @@ CUdeviceptr address_of(const void* data) { return reinterpret_cast<CUdeviceptr>(
 }  // namespace
 
 void Memory::fail(cudaError_t result) const {
-  cudaGetLastError();  // it is told here
+  cudaGetLastError();  // reported here
   size_t free = 0, total = 0;
   std::string text = "cannot allocate " + mib(bytes_) +
                      (where_ == Where::host ? " of pinned memory" : " of the GPU's memory") + " for " + purpose_ + ": ";
@@ -182,7 +182,7 @@ Memory::Memory(size_t bytes, const char* purpose, Where where) : bytes_(bytes), 
     check(cudaGetDevice(&device_), "asking for the GPU in use");
     const CUmemAllocationProp wanted = pages_of(device_);
     const cudaError_t result = error_of(pages().granularity(&page, &wanted, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED));
-    if (result == cudaErrorNotSupported) where_ = Where::device;  // as of some virtual GPUs: it stays
+    if (result == cudaErrorNotSupported) where_ = Where::device;  // some virtual GPUs: the memory cannot be given back
     else if (result != cudaSuccess) fail(result);
   }
   if (where_ == Where::lent) {

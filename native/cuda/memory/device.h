@@ -1,4 +1,4 @@
-// A GPU, and memory of it and for it.
+// A GPU, its memory, and pinned host memory.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -15,14 +15,14 @@ namespace cuda {
 // Throws std::runtime_error saying what failed.
 void check(cudaError_t result, const char* what);
 
-// Memory of the GPU that is in use on this thread, or of the host that the GPU can copy from and to (pinned).
+// Memory of the GPU in use on this thread, or pinned memory of the host.
 class Memory {
  public:
-  // lent: of the device, and large memory can be given back to it for a while.
+  // lent: memory of the device; if it is large, it can be given back for a while.
   enum class Where { device, lent, host };
 
   Memory() = default;
-  // Zeroed. Throws std::runtime_error saying what it was for, and how much there is.
+  // The memory is zeroed. Throws std::runtime_error with its purpose and how much memory is free.
   Memory(size_t bytes, const char* purpose, Where where = Where::device);
   ~Memory();
   Memory(Memory&& other) noexcept { swap(other); }
@@ -38,11 +38,11 @@ class Memory {
   size_t size() const { return bytes_; }
   // Whether give_back() does anything.
   bool lent() const { return where_ == Where::lent && data_; }
-  // Its content is lost, its address stays; nothing on the device may use it. take_again() throws as the constructor
-  // does, and leaves any content.
+  // give_back() frees the memory but keeps its address; no work on the device may use it. take_again() throws as the
+  // constructor does; the content is undefined.
   void give_back();
   void take_again();
-  // It stays as long as the process: others may still use it.
+  // Leaks the memory, because other processes may still use it.
   void forget() { data_ = nullptr; }
 
  private:
@@ -57,22 +57,23 @@ class Memory {
   size_t bytes_ = 0;
   Where where_ = Where::device;
   const char* purpose_ = "";
-  // Of what is lent:
+  // Of lent memory:
   int device_ = 0;
-  size_t pages_ = 0;               // bytes, in whole pages
+  size_t pages_ = 0;               // bytes, rounded up to pages
   unsigned long long handle_ = 0;  // of the pages
   bool there_ = false;
 };
 
 class Device {
  public:
-  // Throws std::invalid_argument that says what to do: no driver, one that is too old, no such GPU, an unknown one.
+  // Throws std::invalid_argument that says what to do if there is no driver, it is too old, there is no such GPU, or
+  // the GPU is not supported.
   explicit Device(int index);
   ~Device();
   Device(const Device&) = delete;
   Device& operator=(const Device&) = delete;
 
-  // Before the runtime is called on a thread.
+  // To be called on a thread before it calls the CUDA runtime.
   void use() const { check(cudaSetDevice(index_), "choosing the GPU"); }
   void wait() const { check(cudaStreamSynchronize(stream_), "a step on the GPU"); }
   int index() const { return index_; }

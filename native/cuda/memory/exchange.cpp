@@ -10,12 +10,12 @@ namespace as {
 namespace cuda {
 namespace {
 
-constexpr size_t kHeader = 4096;      // bytes before the partial sums: flags, and who has left
-constexpr size_t kLeft = 2048;        // where these are
+constexpr size_t kHeader = 4096;      // bytes before the partial sums: flags, and which ranks have left
+constexpr size_t kLeft = 2048;        // offset of the latter
 constexpr size_t kGranule = 2 << 20;  // smaller allocations may share their memory with others
-constexpr double kLeaveSeconds = 2;   // that a rank waits for the others to leave
+constexpr double kLeaveSeconds = 2;   // how long a rank waits for the others to leave
 
-// The memory of a rank, for the others.
+// How other ranks open a rank's memory.
 struct Address {
   char magic[8];
   uint64_t process;
@@ -25,7 +25,7 @@ struct Address {
 };
 constexpr char kMagic[8] = {'A', 'S', 'P', 'E', 'E', 'R', '0', '2'};
 
-// Of this process: ids of processes may be the same in two containers.
+// Process ids may be equal in two containers, this number is not.
 uint64_t own_process() {
   static const uint64_t number = (uint64_t)std::random_device()() << 32 | std::random_device()();
   return number;
@@ -62,7 +62,7 @@ Exchange::Exchange(const Device& device, int rank, int world, size_t buffer_byte
 Exchange::~Exchange() {
   try {
     leave();
-  } catch (const std::runtime_error&) {}  // the device is of no more use
+  } catch (const std::runtime_error&) {}  // the device is no longer usable
   for (void* opened : opened_) cudaIpcCloseMemHandle(opened);
   if (told_ && !connected_) memory_.forget();
 }
@@ -124,7 +124,7 @@ Rows Exchange::partial(int call, int width, bool is_dtype16, DType16 dtype) cons
 }
 
 uint16_t* Exchange::place(int call, int width) const {
-  // Padding would be waited for: it is pushed by sum_ranks() alone.
+  // Only sum_ranks() pushes padding, for which the other rank would wait.
   if (peers_.world != 2 || !peers_.pushed_bytes || width % 8) return nullptr;
   return reinterpret_cast<uint16_t*>(peers_.place(1 - peers_.rank, peers_.rank, call));
 }
@@ -138,7 +138,7 @@ void Exchange::check_waits() const {
                            "group is given up");
 }
 
-// Memory that others have open must stay. The last that a rank does with another's is to say that it has left.
+// Memory that other ranks have open must not be freed. A rank's last write to another's memory says that it has left.
 void Exchange::leave() {
   if (!connected_) return;
   device_.use();

@@ -1,6 +1,6 @@
-// What the ranks of several GPUs have of each other: memory of each GPU that the others read and write, by CUDA's IPC
-// between processes (over NVLink, or PCIe). It holds two buffers for the rank's partial sums, places for those that the
-// others push, and the flags by which kernels wait for each other (kernels/comm/sum_ranks.cu).
+// Memory of each rank's GPU that the other ranks read and write, opened by CUDA IPC (over NVLink or PCIe). It holds two
+// buffers for the rank's partial sums, buffers that other ranks push theirs to, and the flags by which kernels wait for
+// each other (kernels/comm/sum_ranks.cu).
 #pragma once
 #include <string>
 #include <vector>
@@ -13,28 +13,28 @@ namespace cuda {
 
 class Exchange {
  public:
-  // buffer_bytes: of the largest partial sum; pushed: of the largest one that is pushed, or 0. seconds: how long a
-  // kernel waits for another rank.
+  // buffer_bytes: of the largest partial sum; pushed: of the largest one that is pushed, 0 for none. seconds: how long
+  // a kernel waits for another rank.
   Exchange(const Device& device, int rank, int world, size_t buffer_bytes, size_t pushed, double seconds);
-  // Gives the memory back once no other rank has it open. If this one has told its address and could not connect, that
-  // is never known: then it stays as long as the process.
+  // Frees the memory once no other rank has it open. If this rank has given its address away but could not connect, it
+  // cannot know that, and leaks the memory.
   ~Exchange();
   Exchange(const Exchange&) = delete;
   Exchange& operator=(const Exchange&) = delete;
 
-  // By which the other ranks open this one's memory.
+  // The address by which other ranks open this rank's memory.
   std::string address();
-  // Opens that of all ranks. addresses: every rank's, in rank order. std::invalid_argument that says what to do where
-  // GPUs do not reach each other.
+  // Opens the memory of all ranks. addresses: every rank's, in rank order. Throws std::invalid_argument that says what
+  // to do if GPUs cannot reach each other.
   void connect(const std::vector<std::string>& addresses);
   bool connected() const { return connected_; }
-  // Peers::step is the caller's to add.
+  // The caller sets Peers::step.
   const Peers& peers() const { return peers_; }
-  // Where this rank's partial sums of a call of a step go.
+  // Where this rank writes its partial sums for a call of a step.
   Rows partial(int call, int width, bool is_dtype16, DType16 dtype) const;
-  // Where few rows of them are pushed to by what makes them; null where sum_ranks() does that.
+  // The other rank's memory to which a GEMM pushes partial sums of few rows; null if sum_ranks() pushes them.
   uint16_t* place(int call, int width) const;
-  // After a step: throws std::runtime_error if a kernel has waited for another rank in vain.
+  // After a step: throws std::runtime_error if a kernel timed out waiting for another rank.
   void check_waits() const;
 
  private:
@@ -48,9 +48,9 @@ class Exchange {
   std::vector<void*> opened_;  // of other processes
 };
 
-// Of a partial sum.
+// Bytes of a partial sum.
 size_t partial_bytes(int rows, int width, bool is_dtype16);
-// Of all that an exchange takes.
+// Bytes of GPU memory that an exchange takes.
 size_t exchange_bytes(int world, size_t buffer_bytes, size_t pushed);
 
 }  // namespace cuda

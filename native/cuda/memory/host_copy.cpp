@@ -30,18 +30,18 @@ HostCopy::HostCopy(size_t bytes, const char* purpose, const Made& made) {
   if (mapped_ == MAP_FAILED) fail(std::strerror(errno));
   data_ = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(mapped_) + kHuge - 1) / kHuge * kHuge);
   bytes_ = bytes, pinned_.assign((bytes + kPart - 1) / kPart, false);
-  madvise(data_, bytes, MADV_HUGEPAGE);  // where there are none it is slower
+  madvise(data_, bytes, MADV_HUGEPAGE);  // without huge pages it is slower
   int device = 0;
   cudaGetDevice(&device);
   try {
     share_work((int64_t)pinned_.size(), bytes, [&](int64_t first, int64_t last) {
-      cudaSetDevice(device);  // or it would be the first one's
+      cudaSetDevice(device);  // otherwise this thread would use GPU 0
       for (int64_t part = first; part < last; part++) {
         const size_t begin = part * kPart, end = std::min(begin + kPart, bytes_);
         for (size_t at = begin; at < end; at += kPage) *static_cast<volatile char*>(data_ + at) = 0;
         const cudaError_t result = cudaHostRegister(data_ + begin, end - begin, cudaHostRegisterDefault);
         if (result != cudaSuccess) {
-          cudaGetLastError();  // it is told here
+          cudaGetLastError();  // reported here
           fail(cudaGetErrorString(result));
         }
         pinned_[part] = true;
@@ -49,7 +49,7 @@ HostCopy::HostCopy(size_t bytes, const char* purpose, const Made& made) {
       }
     });
   } catch (...) {
-    cudaDeviceSynchronize();  // copies may be under way
+    cudaDeviceSynchronize();  // copies may be in flight
     give_up();
     throw;
   }

@@ -1,6 +1,5 @@
-// Memory of the host that the GPU copies from and to at the link's speed, made and given up as fast as may be: huge
-// pages that several threads touch first, then pinned, part by part, so that copies into the first parts are under way
-// while the others are made.
+// Host memory that the GPU copies from and to at the link's speed, allocated and freed quickly: several threads touch
+// huge pages and pin them part by part, so that copies into the first parts overlap with allocating the others.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -13,10 +12,10 @@ namespace cuda {
 
 class HostCopy {
  public:
-  // Bytes [begin, end) of the copy that begins at `data` can be copied into; told by several threads.
+  // Called by several threads: bytes [begin, end) of the memory at `data` are ready to be copied into.
   using Made = std::function<void(char* data, size_t begin, size_t end)>;
   HostCopy() = default;
-  // Throws std::runtime_error saying what it was for.
+  // Throws std::runtime_error that names the purpose.
   HostCopy(size_t bytes, const char* purpose, const Made& made);
   ~HostCopy();
   HostCopy(HostCopy&& other) noexcept { swap(other); }
@@ -27,7 +26,7 @@ class HostCopy {
 
   char* as() const { return data_; }
   size_t size() const { return bytes_; }
-  // Calls copy(first byte, bytes) for each that is pinned by itself of [begin, end): no copy crosses their borders.
+  // Calls copy(first byte, bytes) for each separately pinned part of [begin, end): no copy may cross their borders.
   template <typename Copy>
   static void each_part(size_t begin, size_t end, const Copy& copy) {
     for (size_t at = begin, next; at < end; at = next) {
@@ -47,7 +46,7 @@ class HostCopy {
   size_t bytes_ = 0;
   void* mapped_ = nullptr;
   size_t mapped_bytes_ = 0;
-  std::vector<char> pinned_;  // of each part, whether it is
+  std::vector<char> pinned_;  // of each part: whether it is pinned
 };
 
 }  // namespace cuda

@@ -1,5 +1,5 @@
-// The prefix cache's second tier: pinned memory of the host, which the GPU reads and writes by itself, in the order of
-// the steps that are queued.
+// The host cache of the prefix cache: pinned memory, which the GPU reads and writes itself, in stream order with the
+// steps.
 #pragma once
 #include <vector>
 
@@ -12,7 +12,7 @@ namespace cuda {
 
 class HostSpans : public SpanStore {
  public:
-  // layers: of caches of so many spans; device and caches must outlive this.
+  // layers: of caches with cache_spans spans each; device and caches must outlive this.
   HostSpans(const Device& device, const std::vector<LayerCache>& layers, int cache_spans, int spans);
   ~HostSpans() override;
 
@@ -28,14 +28,14 @@ class HostSpans : public SpanStore {
 
   const Device& device_;
   const int layers_;
-  size_t largest_ = 0;  // part of a span, of one layer
+  size_t largest_ = 0;  // bytes of the largest layer's part of a span
   std::vector<SpanKey> keys_;
   Memory memory_, parts_;
   struct Turn {
     Memory pairs;
     cudaEvent_t began, ended;
   };
-  Turn turns_[2];  // one may still be under way when the next is queued
+  Turn turns_[2];  // one may still be in flight when the next is queued
   Memory copies_;
   int turn_ = 0, under_way_ = 0;
 };

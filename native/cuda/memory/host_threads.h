@@ -1,4 +1,4 @@
-// Copying much memory of the host: one thread does not keep up with the link to a GPU.
+// Copies large host memory by several threads: one does not keep up with the link to a GPU.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -12,11 +12,11 @@
 namespace as {
 namespace cuda {
 
-// Calls work(begin, end) for parts of [0, count) on several threads, this one included; bytes: of all, which says how
-// many are worth their start. Throws what one of them has thrown.
+// Calls work(begin, end) for parts of [0, count) on several threads, this one included. bytes: of all work, from which
+// the number of threads follows. Rethrows an exception of one of them.
 template <typename Work>
 void share_work(int64_t count, size_t bytes, const Work& work) {
-  constexpr size_t kEach = 2 << 20, kMost = 16;  // bytes of a thread, at least; threads
+  constexpr size_t kEach = 2 << 20, kMost = 16;  // least bytes of a thread; most threads
   const size_t most = std::min<size_t>(kMost, std::max(1u, std::thread::hardware_concurrency()));
   const int64_t threads = std::min<int64_t>(count, std::clamp<size_t>(bytes / kEach, 1, most));
   if (threads <= 1) return work((int64_t)0, count);
@@ -34,7 +34,7 @@ void share_work(int64_t count, size_t bytes, const Work& work) {
   others.reserve(threads);
   for (int64_t i = 1; i < threads; i++) try {
       others.emplace_back(part, i);
-    } catch (const std::system_error&) {  // there are no more threads
+    } catch (const std::system_error&) {  // no more threads can be started
       part(i);
     }
   part(0);

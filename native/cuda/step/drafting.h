@@ -1,5 +1,4 @@
-// Steps with drafts of another model on the same GPU: one after the other, each waited for, as what is drafted decides
-// what comes next.
+// Steps with a draft model on the same GPU. They do not overlap: the drafts decide the target's rows.
 #pragma once
 #include "batch/decoder.h"
 #include "cuda/memory/host_spans.h"
@@ -10,7 +9,7 @@ namespace cuda {
 
 class Drafting {
  public:
-  // All must outlive this. store: null, or the second tier of both caches.
+  // All must outlive this. store: null, or the host cache of both models.
   Drafting(CudaRunner& runner, CudaRunner& draft, HostSpans* store, const SlotLimits& limits)
       : runner_(runner), draft_(draft), store_(store), decoder_(runner_, &draft_, store ? &store_ : nullptr, limits) {}
 

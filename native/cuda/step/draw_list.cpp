@@ -8,7 +8,7 @@ namespace {
 
 using namespace sampling;
 
-// What processors do, listed instead of done.
+// Lists the edits that logit processors make, instead of making them.
 class ListedEdits {
  public:
   explicit ListedEdits(std::vector<Edit>* lists) : lists_(lists) {}

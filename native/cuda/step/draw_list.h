@@ -1,4 +1,4 @@
-// What a step draws on the device, as the kernels read it.
+// What a step samples on the device, as the kernels read it.
 #pragma once
 #include <vector>
 
@@ -11,19 +11,19 @@ namespace cuda {
 
 class DrawList {
  public:
-  // vocab_size: of the logits. most_edits: that fit into a step.
+  // vocab_size: columns of the logits. most_edits: the most edits of logits in a step.
   DrawList(int vocab_size, size_t most_edits) : vocab_size_(vocab_size), most_edits_(most_edits) {}
 
   size_t most_edits() const { return most_edits_; }
   void clear() { draws_.clear(), edits_.clear(), edited_ = apart_ = false; }
-  // Adds what is wanted of outputs[row]. mask: which of the step's it is drawn under; -1: none. False, and nothing is
-  // added: too many edits.
+  // Adds the sample that outputs[row] asks for. mask: the index of its mask in the step; -1: none. Returns false, and
+  // adds nothing, if there are too many edits.
   bool add(const Batch& batch, int row, int mask);
 
   const std::vector<RowDraw>& draws() const { return draws_; }
   const std::vector<Edit>& edits() const { return edits_; }
   bool edited() const { return edited_; }
-  bool apart() const { return apart_; }  // whether any has RowDraw::sums_apart()
+  bool apart() const { return apart_; }  // whether any sample has RowDraw::sums_apart()
 
  private:
   const int vocab_size_;
@@ -32,7 +32,7 @@ class DrawList {
   std::vector<Edit> edits_;
   bool edited_ = false, apart_ = false;
   sampling::Occurrences seen_;
-  std::vector<Edit> of_row_[4];  // that repeat, lower, ban, bias
+  std::vector<Edit> of_row_[4];  // repetition penalties, other penalties, bans, biases
 };
 
 }  // namespace cuda

@@ -8,8 +8,8 @@ namespace as {
 namespace cuda {
 namespace {
 
-constexpr double kMaskSeconds = 30;                          // longer than any mask takes to be written
-constexpr size_t kEditsOfARow = 4096, kMostEdits = 1 << 20;  // of a row on average, of a step
+constexpr double kMaskSeconds = 30;                          // longer than any mask takes
+constexpr size_t kEditsOfARow = 4096, kMostEdits = 1 << 20;  // of a row on average; of a step
 
 size_t rounded(size_t bytes) { return (bytes + 255) / 256 * 256; }
 

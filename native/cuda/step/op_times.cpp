@@ -6,7 +6,8 @@ namespace as {
 namespace cuda {
 namespace {
 
-constexpr int64_t kSkipped = 2, kFirst = 3, kEvery = 64;  // steps: the first load kernels; then three; then a few
+constexpr int64_t kSkipped = 2, kFirst = 3,
+                  kEvery = 64;  // steps: not the first ones, which load kernels; then three; then one of 64
 
 }  // namespace
 
@@ -51,7 +52,7 @@ void OpTimes::add(int turn, int form, size_t launches, bool drawn, const Batch& 
     if (launch.op.parts.empty()) continue;
     const OpNode& op = program_.ops()[launch.op.parts[0]];
     const int tensor = op.inputs.empty() ? (op.outputs.empty() ? -1 : op.outputs[0]) : op.inputs[0];
-    if (tensor >= 0 && !program_.rows_of(program_.tensors()[tensor].rows, size)) continue;  // there was nothing to do
+    if (tensor >= 0 && !program_.rows_of(program_.tensors()[tensor].rows, size)) continue;  // the launch had no rows
     double time = 0;
     for (int n = 0; n < launch.launches; n++) time += seconds(t, i + n);
     if (drawn && i + launch.launches == launches) time += seconds(t, launches + 1);

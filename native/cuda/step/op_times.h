@@ -1,4 +1,4 @@
-// What launches cost, by events between them: of some steps, which are launched one by one for that.
+// Times of launches, by CUDA events between them. Only some steps are timed: they run launch by launch.
 #pragma once
 #include <vector>
 
@@ -10,11 +10,11 @@
 namespace as {
 namespace cuda {
 
-// Of a launch, of all steps that were timed. op: those of the program that it computes.
+// Of a launch, over all timed steps. op: the program's ops that it computes.
 struct OpTime {
   FusedOp op;
-  const LayerCache* layer = nullptr;  // of attention
-  int launches = 1;                   // from this one on, which compute it together; the others have no parts
+  const LayerCache* layer = nullptr;  // the cache of an attention
+  int launches = 1;                   // how many launches from this one on compute the op; the others have no parts
   int64_t count = 0;
   double total = 0, least = 0, most = 0;  // seconds
   double bytes = 0, operations = 0;       // in total
@@ -25,17 +25,17 @@ class OpTimes {
   explicit OpTimes(const Program& program) : program_(program) {}
   ~OpTimes();
 
-  // The launches of a form of the program, in order; the last one draws, too.
+  // The launches of a form of the program, in order. The last one's time includes sampling.
   void set(int form, std::vector<OpTime> launches) { forms_[form] = std::move(launches); }
   void clear();
-  // Whether the next step is one to be timed: few are, as a step is slower so.
+  // Whether the next step is to be timed. Few are, because timing slows a step.
   bool due();
 
-  // A step of a turn, of two: begin(), mark() before each launch and after the last, mark() before and after draws. Two
-  // steps may be under way.
+  // Two steps may be in flight, so each has one of two turns. For a step: begin(), mark() before each launch and after
+  // the last, mark() before and after sampling.
   void begin(int turn) { turns_[turn].used = 0; }
   void mark(int turn, cudaStream_t stream);
-  // When all of it has been computed. launches: so many of the form's were started; drawn: the others, too, and draws.
+  // After the step has finished. launches: how many of the form's launches ran; drawn: whether all ran, and sampling.
   void add(int turn, int form, size_t launches, bool drawn, const Batch& batch, StepSize size);
 
   std::vector<OpTime> all() const;
@@ -45,7 +45,7 @@ class OpTimes {
     std::vector<cudaEvent_t> events;
     size_t used = 0;
   };
-  double seconds(const Turn& turn, size_t i) const;  // from event i to the next
+  double seconds(const Turn& turn, size_t i) const;  // from event i to event i + 1
 
   const Program& program_;
   std::vector<OpTime> forms_[2];

@@ -39,7 +39,7 @@ StepData::StepData(int max_rows, int max_outputs, int max_slots, int max_spans, 
 StepData::Size StepData::copy(const Batch& batch, int padded, const Device& device) {
   turn_ = 1 - turn_;
   Size size{(int)batch.rows.size(), (int)batch.outputs.size(), 0, 0, 1};
-  int used = 0;  // of each group's table
+  int used = 0;  // entries used of each group's table
   *host(step_) = (int)steps_++;
   AttentionTile *decode = reinterpret_cast<AttentionTile*>(host(decode_tiles_)),
                 *prefill = reinterpret_cast<AttentionTile*>(host(prefill_tiles_));
@@ -82,8 +82,8 @@ StepData::Size StepData::copy(const Batch& batch, int padded, const Device& devi
   return size;
 }
 
-// Queues the copy of what a step has: of a small one the beginning of every array, which is one copy of two dimensions;
-// of others all arrays.
+// Queues the copy of a step's arrays: of a small step the beginning of each array, in one two-dimensional copy; of
+// others all arrays.
 void StepData::send(const Size& size, int used, const Device& device) const {
   const auto copy = [&](size_t begin, size_t ints, size_t height) {
     check(cudaMemcpy2DAsync(device_memory_.as<int>() + begin, pitch_ * sizeof(int), host(begin), pitch_ * sizeof(int),

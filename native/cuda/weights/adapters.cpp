@@ -9,7 +9,7 @@ namespace as {
 namespace cuda {
 namespace {
 
-constexpr size_t kAlign = 16;  // bytes: of matrices
+constexpr size_t kAlign = 16;  // bytes: alignment of matrices
 
 float value_of(const HostRows& rows, int64_t row, int64_t column) {
   const int64_t at = row * rows.stride + rows.column + column;
@@ -103,7 +103,7 @@ void Adapters::set(int index, std::shared_ptr<Adapter> adapter) {
     check(cudaMemcpy(table_.as<LoraPair>() + index * targets_.size(), row.data(), row.size() * sizeof(LoraPair),
                      cudaMemcpyHostToDevice),
           "copying an adapter");
-  // Copies may be on their way yet, and the steps' stream does not wait for that.
+  // Copies may still be in flight, and the steps' stream does not wait for them.
   check(cudaStreamSynchronize(nullptr), "copying an adapter");
   loaded_.at(index) = std::move(adapter);
 }

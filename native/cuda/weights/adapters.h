@@ -1,5 +1,5 @@
-// Adapters (kernels/lora/lora.cu): they come and go while a model runs; kernels find those of a step's rows in a
-// table.
+// LoRA adapters (kernels/lora/lora.cu). They are loaded and unloaded while a model runs; kernels find a row's adapter
+// in a table.
 #pragma once
 #include <memory>
 #include <vector>
@@ -13,32 +13,32 @@
 namespace as {
 namespace cuda {
 
-// What a compiled program has room for.
+// The adapters that a compiled program has room for.
 struct AdapterLimits {
-  int count = 0;  // at once; 0: rows have none
+  int count = 0;  // loaded at once; 0: rows have no adapters
   int max_rank = 0;
-  bool is_dtype16 = false;  // their matrices are of 16 bits; else float32
+  bool is_dtype16 = false;  // their matrices are of 16 bits, else float32
   DType16 type = DType16::bf16;
 };
 
 // Bytes of one target's two matrices.
 size_t adapter_bytes(int rank, int inputs, int columns, bool is_dtype16);
 
-// One adapter's matrices, filled by whoever loads it, in the host's memory: steps go on meanwhile.
+// One adapter's matrices in host memory. Any thread may fill it while steps run.
 class Adapter {
  public:
-  // A target's columns, and what the linear that makes them reads.
+  // The columns of a target, and the input features of its linear.
   struct Target {
     int inputs = 0, columns = 0;
   };
   Adapter(const AdapterLimits& limits, std::vector<Target> targets)
       : limits_(limits), targets_(std::move(targets)), pairs_(targets_.size()) {}
 
-  // Gives a target its matrices, all columns of `a` [rank, in features] and `b` [columns, rank]. Returns how many
-  // values are NaN or infinite, or would be as float16. Throws std::invalid_argument for a target or sizes that cannot
-  // be.
+  // Sets a target's matrices, `a` [rank, in features] and `b` [columns, rank]. Returns how many values are NaN or
+  // infinite, or too large for float16 if matrices are that. Throws std::invalid_argument for an unknown target or
+  // wrong sizes.
   int64_t set(int target, const HostRows& a, const HostRows& b, float scale);
-  // Copies all that was set to the GPU in use. Returns what the table has of each target.
+  // Copies all matrices to the GPU in use. Returns the table's row: an entry for each target.
   std::vector<LoraPair> upload();
 
  private:
@@ -47,8 +47,8 @@ class Adapter {
     int rank = 0;
     float scale = 0;
   };
-  // Returns where a matrix [rows, columns] is, in `whole_rows` rows of `stride` values, filled up with zeros;
-  // value(row, column) gives them as floats.
+  // Appends a matrix [rows, columns], padded with zeros to whole_rows rows of `stride` values; value(row, column)
+  // returns floats. Returns its offset in bytes.
   template <typename Value>
   size_t put(int rows, int columns, int whole_rows, int stride, const Value& value);
 
@@ -59,12 +59,12 @@ class Adapter {
   Memory memory_;
 };
 
-// The adapters that are loaded.
+// The loaded adapters.
 class Adapters {
  public:
   Adapters(const Device& device, const AdapterLimits& limits, const Program& program);
 
-  // Between steps, or while none names the index. null: there is none of it any more.
+  // Between steps, or while no plan names the index. null: removes the adapter.
   void set(int index, std::shared_ptr<Adapter> adapter);
   std::shared_ptr<Adapter> make() const { return std::make_shared<Adapter>(limits, targets_); }
   const LoraPair* table() const { return table_.as<LoraPair>(); }  // [adapters, targets]

@@ -1,4 +1,4 @@
-// Floats of 16 bits on the host.
+// 16-bit floats on the host.
 #pragma once
 #include <cuda_fp16.h>
 
@@ -18,17 +18,17 @@ inline float widened(uint16_t bits, DType16 dtype) {
   raw.x = bits;
   return __half2float(__half(raw));
 }
-// To nearest, to even; what is too large for float16 becomes its largest.
+// Rounds to nearest even; values too large for float16 become its largest.
 constexpr float kLargestFloat16 = 65504;
 inline uint16_t rounded(float x, DType16 dtype) {
   if (dtype == DType16::bf16) return float_to_bf16(x);
   return static_cast<__half_raw>(__float2half_rn(std::clamp(x, -kLargestFloat16, kLargestFloat16))).x;
 }
-// Whether that is a number as large as x.
+// Whether x is finite, and not too large for the type.
 inline bool fits(float x, DType16 dtype) {
   return std::isfinite(x) && (dtype == DType16::bf16 || std::abs(x) < kTooLarge);
 }
-// Of a type's name: of others bfloat16, which is what goes with them.
+// The 16-bit type that goes with a type of this name: bfloat16 unless it is float16.
 inline DType16 dtype16_of(const std::string& dtype) { return dtype == "float16" ? DType16::f16 : DType16::bf16; }
 
 }  // namespace cuda

@@ -14,12 +14,13 @@ namespace as {
 namespace cuda {
 namespace {
 
-constexpr size_t kStagingBytes = 32 << 20;  // at most: small matrices take less
-constexpr size_t kCopyAlign = 4096;         // of matrices in the host's memory
+constexpr size_t kStagingBytes = 32 << 20;  // at most; small matrices take less
+constexpr size_t kCopyAlign = 4096;         // alignment in the host copy
 
 size_t size_of(SourceType source) { return source == SourceType::f32 ? 4 : 2; }
 
-constexpr int64_t kRowsTogether = 64;  // that are staged: of transposed ones a column is a few cache lines
+constexpr int64_t kRowsTogether =
+    64;  // rows staged at a time: a column of a transposed tensor is then a few cache lines
 
 // Rows from `begin` on of a transposed tensor become rows of `columns` adjacent values, from column `first` on.
 template <typename T>
@@ -29,7 +30,7 @@ void gather(const HostRows& r, int64_t begin, int64_t rows, int64_t first, int64
     for (int64_t row = 0; row < rows; row++) to[row * columns + k] = from[row * r.stride];
 }
 
-// Copies some rows for the GPU to take.
+// Copies rows into a staging buffer.
 void stage(const HostRows& r, int64_t begin, int64_t rows, int64_t first, int64_t columns, char* to) {
   const size_t item = size_of(r.source), bytes = columns * item;
   if (r.step == 1)
@@ -80,7 +81,7 @@ Matrix matrix_of(int rows, int k, const std::string& format, int group, int expe
 
 namespace {
 
-// Of one in a stack.
+// Bytes of one matrix of a stack.
 size_t one_bytes(const Matrix& m) {
   if (m.kind == Kind::f32) return (size_t)m.n * m.k * sizeof(float);
   if (m.kind == Kind::dtype16) return tiles_bytes(m.n, m.k);
@@ -92,7 +93,7 @@ void advance(T*& pointer, size_t bytes) {
   if (pointer) pointer = reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(pointer) + bytes);
 }
 
-// One of a stack.
+// One matrix of a stack.
 Matrix one_of(Matrix m, int expert) {
   const size_t before = expert * one_bytes(m);
   advance(m.values, before), advance(m.tiles, before), advance(m.codes.words, before), advance(m.codes.scales, before);
@@ -134,7 +135,7 @@ int Weights::add_matrix(int rows, int k, const std::string& format, int group, i
   return (int)weights_.size() - 1;
 }
 
-// Says where a matrix' values are in its memory.
+// Sets the pointers of a matrix into its memory.
 void Weights::place(Matrix& m, const Memory& memory) {
   if (m.kind == Kind::f32) m.values = memory.as<float>();
   else if (m.kind == Kind::dtype16) m.tiles = memory.as<uint16_t>();
@@ -169,7 +170,7 @@ std::vector<int64_t> Weights::fill_rows(int id, const std::vector<HostRows>& row
     const HostRows& r = rows[i];
     const int64_t group = group_size ? std::min(group_size, r.columns) : r.columns;
     check_rows(m, r.count, row_offset, r.column, r.columns, group);
-    // The columns that are needed: of codes whole groups, as ranges are theirs.
+    // Quantization needs whole groups of columns, because it finds their range.
     int64_t first = r.column, last = r.column + m.k;
     if (m.codes.bits) first = first / group * group, last = std::min((last + group - 1) / group * group, r.columns);
     const size_t item = size_of(r.source), row_bytes = (last - first) * item,
@@ -223,7 +224,7 @@ void Weights::fill_quantized(int id, const HostCodes& r, int64_t row_offset) {
   device_.use();
   const int64_t groups = (r.columns + r.group - 1) / r.group, own_groups = m.codes.groups,
                 stride = r.bits == 8 ? r.columns : (r.columns + 1) / 2;
-  // In a turn's memory: codes, then scales and offsets.
+  // A turn's memory holds quantized values, then scales and offsets.
   const size_t row_bytes = (m.k + 3) / 4 * 4 + 2 * own_groups * sizeof(uint16_t);
   const int64_t most = staging_.allocate(r.count * row_bytes) / row_bytes;
   if (!most && r.count) throw std::invalid_argument("rows of " + std::to_string(m.k) + " columns are too long");
@@ -307,7 +308,7 @@ std::vector<float> Weights::read_rows(int id, int64_t first, int64_t count) cons
 void Weights::pair(int id) {
   Weight& w = weights_.at(id);
   Matrix paired = one_of(w.matrix, 0);
-  paired.n = paired_rows(w.matrix.n);  // as many blocks of rows
+  paired.n = paired_rows(w.matrix.n);  // the number of 64-row blocks is unchanged
   const size_t bytes = one_bytes(paired);
   const Memory made(bytes, "weights");
   place(paired, made);
@@ -357,7 +358,7 @@ void Weights::load() {
               "loading weights");
       });
   device_.wait();
-  freeing_ = std::thread([copy = std::move(copy_), device = device_.index()]() mutable {  // that takes a while
+  freeing_ = std::thread([copy = std::move(copy_), device = device_.index()]() mutable {  // takes seconds
     cudaSetDevice(device);
     HostCopy gone(std::move(copy));
   });
