@@ -182,7 +182,7 @@ class InputStage:
                     salt=salt,
                     adapter=adapter.index if adapter is not None else NO_ADAPTER,
                     prompt_outputs=None if sequences else prompt_outputs,  # one sample is enough
-                    draws=config.pooling is None,
+                    generates=config.pooling is None,
                     guidance=guidance,
                     tenant=spec.tenant,
                     extra=SEQUENCE_BYTES + len(sampling) + (0 if sequences else words),

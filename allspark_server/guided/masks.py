@@ -60,7 +60,7 @@ class MaskWriter:
         for one in step.masked:
             guidance: Guidance = one.sequence.guidance
             guidance.pending -= 1
-            first, kept = int(outcome.first[one.draw]), int(outcome.kept[one.draw])
+            first, kept = int(outcome.first[one.sample]), int(outcome.kept[one.sample])
             if kept:
                 sampled.append((one.sequence, tokens[first : first + kept].tolist()))
             if guidance.deferred:

@@ -1,7 +1,7 @@
-"""Decides what each step computes. Knows token ids, spans and slots; no tensors, no threads, no text.
+"""Decides what each step computes. It deals in token ids, spans and slots, not in tensors, threads or text.
 
-`Scheduler.plan()` gives the next step, before the results of those that run; `Scheduler.complete()` takes what the
-oldest one has drawn.
+`Scheduler.plan()` returns the next step before the results of running steps are known; `Scheduler.complete()` takes the
+results of the oldest one.
 """
 
 from .prompt_outputs import PromptOutputRows, PromptOutputs

@@ -1,4 +1,4 @@
-"""Spans that are being computed, so that they are computed once."""
+"""Spans that running sequences compute, so that others wait for them instead of computing them again."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from .sequence import Sequence
 
 
 class PendingSpans:
-    """Full spans of histories that running sequences compute, by their keys, and the sequences that wait for some."""
+    """Full spans of histories that running sequences compute, by key, and the sequences that wait for them."""
 
     def __init__(self) -> None:
-        self._of: dict[bytes, Sequence] = {}
+        self._producers: dict[bytes, Sequence] = {}
         self._waits = 0
 
     def announce(self, sequence: Sequence, begin: int, end: int) -> None:
-        """The spans begin ... end-1 of a sequence, whose keys it has, will be computed."""
+        """The sequence, whose keys are known, will compute its spans begin ... end-1."""
         sequence.announced = end
         for key in sequence.keys[begin:end]:
-            self._of.setdefault(key, sequence)
+            self._producers.setdefault(key, sequence)
 
     def find(self, keys: list[bytes], begin: int) -> tuple[Sequence | None, int]:
-        """Who computes the span of keys[begin], and how many of the keys it will have by and by."""
-        producer = self._of.get(keys[begin]) if begin < len(keys) else None
+        """The sequence that computes the span of keys[begin], and the end of the keys that it will compute."""
+        producer = self._producers.get(keys[begin]) if begin < len(keys) else None
         end = begin
-        while producer is not None and end < len(keys) and self._of.get(keys[end]) is producer:
+        while producer is not None and end < len(keys) and self._producers.get(keys[end]) is producer:
             end += 1
         return producer, end
 
     def wait(self, sequence: Sequence, producer: Sequence, spans: int) -> None:
-        """The sequence waits until the producer has entered so many spans into the prefix cache. It pulls the producer
-        forward: whoever waits for it is served with it.
+        """The sequence waits until the producer has entered so many spans into the prefix cache. The producer's turn
+        moves forward to that of the sequence.
         """
         self._waits += 1
         sequence.awaited = producer
@@ -38,7 +38,7 @@ class PendingSpans:
         producer.pull = min(producer.pull, (sequence.account.time, sequence.rank), sequence.pull)
 
     def arrived(self, sequence: Sequence, begin: int, end: int) -> list[Sequence]:
-        """The sequence's spans begin ... end-1 are in the prefix cache: who has waited for that."""
+        """Spans begin ... end-1 of the sequence are in the prefix cache. Returns the sequences that waited for them."""
         self._withdraw(sequence, begin, min(end, sequence.announced))
         ready = []
         while sequence.followers and sequence.followers[0][0] <= end:
@@ -46,7 +46,7 @@ class PendingSpans:
         return ready
 
     def abandon(self, sequence: Sequence) -> list[Sequence]:
-        """The sequence will not compute what is left: who has waited for it."""
+        """The sequence will not compute the rest of its spans. Returns the sequences that waited for them."""
         self._withdraw(sequence, sequence.entered, sequence.announced)
         ready = [one for *_, follower in sequence.followers for one in self._release(sequence, follower)]
         sequence.followers, sequence.announced, sequence.pull = [], 0, Sequence.pull
@@ -54,12 +54,12 @@ class PendingSpans:
 
     def _withdraw(self, sequence: Sequence, begin: int, end: int) -> None:
         for key in sequence.keys[begin:end]:
-            if self._of.get(key) is sequence:
-                del self._of[key]
+            if self._producers.get(key) is sequence:
+                del self._producers[key]
 
     @staticmethod
     def _release(producer: Sequence, follower: Sequence) -> list[Sequence]:
-        if follower.awaited is not producer:  # it has gone its own way
+        if follower.awaited is not producer:  # it does not wait any more
             return []
         follower.awaited = None
         return [follower]

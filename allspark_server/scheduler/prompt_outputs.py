@@ -1,6 +1,4 @@
-"""What is wanted of a prompt's rows beside the token that follows: their hidden states, the log probabilities of the
-prompt's own tokens.
-"""
+"""Outputs of a prompt's rows beside the next token: hidden states, and log probabilities of the prompt's own tokens."""
 
 from __future__ import annotations
 
@@ -18,8 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class PromptOutputs:
-    """`flags`: HIDDEN or PROMPT of the plan; `every`: of every row of the prompt, else of the last alone. The results
-    of the first `received` positions are there.
+    """The outputs that a request wants. `flags`: HIDDEN or PROMPT of the plan. `every`: of every row of the prompt,
+    otherwise of the last one. `received`: positions whose results are there.
     """
 
     flags: int
@@ -29,9 +27,8 @@ class PromptOutputs:
 
 @dataclass
 class PromptOutputRows:
-    """Results of some of a prompt's rows, in order; `complete`: they are the last. With PROMPT, `logprobs` [rows], of
-    the ids that follow, and the likeliest, `top_ids` and `top_logprobs` [rows, 20]; with HIDDEN, `hidden` [rows,
-    width].
+    """Results of some of a prompt's rows, in order. `complete`: they are the last ones. With PROMPT: `logprobs` [rows]
+    of the next ids, and `top_ids` and `top_logprobs` [rows, 20]. With HIDDEN: `hidden` [rows, hidden size].
     """
 
     sequence: Sequence
@@ -43,15 +40,15 @@ class PromptOutputRows:
 
 
 class PromptOutputReader:
-    """Hands the StepResult's rows of prompts out: `take` for each item in order."""
+    """Distributes the prompt rows of a StepResult. Call `take` for each item in order."""
 
     def __init__(self, step: Step, result: StepResult):
         self._columns, self._result = step.work.columns, result
         self._scores = self._hidden = 0  # taken so far
 
     def take(self, index: int, sequence: Sequence, start: int, alive: bool) -> PromptOutputRows | None:
-        """Those of the item of this index, whose rows are positions from `start` on; None if there are no new ones.
-        `alive`: the sequence still has the slot that they were computed in.
+        """The results of the item of this index, whose rows are positions from `start` on; None if there are no new
+        ones. `alive`: the sequence still has the slot in which they were computed.
         """
         flags, rows, outputs = self._columns[[WorkTable.FLAGS, WorkTable.ROWS, WorkTable.OUTPUTS], index].tolist()
         if not flags & (Flag.HIDDEN | Flag.PROMPT):
@@ -63,6 +60,7 @@ class PromptOutputReader:
         if not alive:
             return None
         prompt_outputs, end = sequence.prompt_outputs, start + rows
+        assert prompt_outputs is not None
         new = min(end - max(prompt_outputs.received, end - outputs), outputs)
         prompt_outputs.received = max(prompt_outputs.received, end)
         if new <= 0:

@@ -1,4 +1,4 @@
-"""Steps of one sequence alone: of a request that may be what ended servers."""
+"""Steps of one sequence alone, for requests in quarantine."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from .step_builder import StepBuilder
 
 
 class QuarantineScheduler(Scheduler):
-    """A Scheduler that can also plan for one sequence, with nothing beside it."""
+    """A Scheduler that can also plan steps with a single sequence."""
 
     @property
     def pending_tokens(self) -> int:
-        """About how many tokens of histories are still to be computed. Any thread."""
+        """Approximate number of tokens of histories that are still to be computed. Any thread."""
         return self.queue.bytes // TOKEN_BYTES + sum(len(s.tokens) - s.planned for s in list(self._prompts))
 
     def plan_alone(self, sequence: Sequence) -> Step | None:
-        """The next step of one sequence, which was blocked, and nothing else; until it draws. Others lose the slot and
-        the spans that it needs. No step may be under way. None if it has ended: call `take_unfit`.
+        """The next step of one sequence alone, which is blocked at first, until it samples a token. Others are
+        preempted for the slot and the spans that it needs. No step may be under way. None if it has ended: call
+        `take_unfit`.
         """
         builder = StepBuilder(len(self.limits.windows))
         self._spans.begin_step(False)

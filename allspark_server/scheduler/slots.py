@@ -1,4 +1,4 @@
-"""What the scheduler knows of the slots, as arrays: a step of a thousand sequences is planned and completed at once."""
+"""The slots as arrays, so that a step of a thousand sequences is planned and completed in a few operations."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ _NEVER = np.iinfo(np.int64).max
 class SlotTable:
     """One entry for each slot; int64 unless said otherwise.
 
-    `epoch` counts the sequences that left the slot, so that results of one that left can be told. `length`: tokens of
-    the history that are known here; `longest`: those that the ranks may have when all planned steps are done, were all
-    drafts accepted. `pending`: results that are to come. `capacity`: positions in the sequence's spans. `limit`: its
-    maximum length, or that at which it leaves to be computed anew. `guided` (bool): whether its tokens are drawn under
-    masks. `span_end`: the length at which the next span is full, which may enter the prefix cache, and which windows
-    may move by. `careful` (bool): whether its tokens must be looked at one by one. `adapter`: that its rows have.
+    `epoch`: number of sequences that have left the slot; it identifies results of former ones. `length`: known tokens
+    of the history. `longest`: tokens that the ranks may have after all planned steps, if all drafts are accepted.
+    `pending`: results that will come. `capacity`: positions in the sequence's spans. `limit`: its maximum length, or
+    the length at which it leaves to be computed again. `guided` (bool): its tokens are sampled under masks. `span_end`:
+    the length at which the next span is full, which may enter the prefix cache and move windows. `careful` (bool): its
+    tokens must be checked one by one. `adapter`: the adapter of its rows.
 
-    The last tokens of a sequence stay in `tail` [slots, TAIL], `tail_length` of them, until somebody needs them.
+    The last tokens of a sequence stay in `tail` [slots, TAIL], `tail_length` of them, until they are needed.
     """
 
     TAIL = 64
     EOS = 8  # end-of-sequence ids of one sequence that are compared at once
 
     def __init__(self, slots: int, span_size: int, watched: bool, anew_beyond: int = 0):
-        """watched: somebody wants to know of full spans. anew_beyond: see Limits."""
+        """`watched`: full spans matter. `anew_beyond`: see Limits."""
         self._span_size, self._watched, self._anew_beyond = span_size, watched, anew_beyond
         self.epoch, self.length, self.longest, self.pending = (np.zeros(slots, np.int64) for _ in range(4))
         self.capacity, self.limit, self.span_end, self.tail_length = (np.zeros(slots, np.int64) for _ in range(4))
-        self.any_guided = False  # whether any sequence ever was
+        self.any_guided = False  # whether any sequence ever was guided
         self.careful, self.guided = np.zeros(slots, bool), np.zeros(slots, bool)
         self.adapter = np.full(slots, NO_ADAPTER, np.int64)
         self.eos = np.full((slots, self.EOS), -1, np.int32)
         self.tail = np.zeros((slots, self.TAIL), np.int32)
 
     def start(self, sequence: Sequence) -> None:
-        """A sequence has taken its slot, with its spans and nothing planned."""
+        """A sequence has taken its slot, with its spans and without planned rows."""
         slot, stop = sequence.slot, sequence.stop
         self.length[slot] = self.longest[slot] = len(sequence.tokens)
         self.pending[slot] = self.tail_length[slot] = 0
@@ -58,7 +58,7 @@ class SlotTable:
         self.capacity[sequence.slot] = sequence.covered * self._span_size
 
     def note_computed(self, sequence: Sequence) -> None:
-        """More of its positions are computed, and whoever wants to know of full spans was told."""
+        """More of its positions are computed, and its full spans are in the prefix cache."""
         full = sequence.computed // self._span_size
         self.span_end[sequence.slot] = (full + 1) * self._span_size if self._watched else _NEVER
 

@@ -6,12 +6,12 @@ import numpy as np
 
 
 class DraftLengths:
-    """For each slot, how many drafts its sequence gets in a step: more while all are accepted, fewer while not, none
-    after some steps in a row in which none was. Then it is tried again now and then, ever more rarely. What a sequence
-    outputs does not depend on it.
+    """The number of drafts that the sequence of each slot gets in a step: more while all are accepted, fewer otherwise,
+    and none after some steps in a row without an accepted draft. Then trials follow at growing intervals. The output of
+    a sequence does not depend on it.
     """
 
-    FIRST, PROBE = 4, 2  # drafts in the beginning, and of a trial
+    FIRST, PROBE = 4, 2  # drafts at first, and in a trial
     MISSES = 3  # steps in a row without an accepted draft, after which there are none
     PAUSE, LONGEST_PAUSE = 16, 512  # steps without drafts before the next trial: at first, and at most
 
@@ -20,13 +20,13 @@ class DraftLengths:
         self._drafts, self._misses, self._pause, self._next_pause = (np.zeros(slots, np.int64) for _ in range(4))
 
     def start(self, slot: int) -> None:
-        """Another sequence has taken the slot."""
+        """A new sequence has taken the slot."""
         self._drafts[slot] = min(self.FIRST, self._longest)
         self._misses[slot] = self._pause[slot] = 0
         self._next_pause[slot] = self.PAUSE
 
     def choose(self, slots: np.ndarray) -> np.ndarray:
-        """Drafts of each of these slots in the next step."""
+        """The drafts of each of these slots in the next step."""
         drafts = self._drafts[slots]
         off = slots[drafts == 0]
         if len(off):
@@ -36,7 +36,7 @@ class DraftLengths:
         return drafts
 
     def learn(self, slots: np.ndarray, drafts: np.ndarray, accepted: np.ndarray) -> None:
-        """Takes notice of how many of so many drafts were accepted."""
+        """Learns how many of the drafts of each slot were accepted."""
         tried = drafts > 0
         slots, drafts, accepted = slots[tried], drafts[tried], accepted[tried]
         grown = np.minimum(drafts + 2, self._longest)

@@ -1,4 +1,4 @@
-"""What passes in and out of the scheduler: limits, a planned step, what came of it, and totals."""
+"""The scheduler's data: limits, planned steps, their results and outcomes, and totals."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from .sequence import FinishReason, Sequence
 
 @dataclass(frozen=True)
 class Limits:
-    """What one step may hold. `max_chunk`: rows of one prompt in one step. `draft_kind`: the plan's flag of the way in
-    which drafts are made, 0 for no speculation; `max_drafts`: of one sequence in one step. `masks`: of one step; there
-    must be twice as many, as the next step takes others. `anew_beyond`: a history that grows beyond this length is
-    computed anew, as all of it then is with other frequencies (LongRoPE); 0: none is. `windows`: of each cache group,
-    see SpanGroups.
+    """What one step may hold.
+
+    `max_chunk`: rows of one prompt. `draft_kind`: the plan's flag for the kind of drafts, 0 without speculation.
+    `max_drafts`: drafts of one sequence. `masks`: masks of one step; twice as many exist, because the next step uses
+    others. `anew_beyond`: a history that grows beyond this length is computed again, because LongRoPE then changes its
+    frequencies; 0: never. `windows`: of each cache group, see SpanGroups.
     """
 
     max_batch: int
@@ -34,45 +35,45 @@ class Limits:
 
     @property
     def groups(self) -> SpanGroups:
-        """What spans sequences need: with windows, of a prompt those of two steps beside them."""
+        """How many spans sequences need. Windows need those of two steps of a prompt beside their own."""
         return SpanGroups(self.span_size, self.windows, 2 * self.max_chunk)
 
 
 @dataclass
 class Masked:
-    """A draw under masks: the sequence, the draw's place among the step's, the row of its mask, and the drafts, whose
-    masks are in the rows behind.
+    """A sample under masks. `sample`: its index among the step's samples. `index`: the row of its mask; the masks after
+    its `drafts` are in the next rows.
     """
 
     sequence: Sequence
-    draw: int
+    sample: int
     index: int
     drafts: list[int]
 
 
 @dataclass
 class Step:
-    """A planned step: what the ranks get, and which sequence each work item is for.
+    """A planned step: what the ranks get, and the sequence of each work item.
 
-    The first `decoding` items are single rows, with drafts if there are any, of sequences whose history the ranks have;
-    the others are chunks of prompts. `drawing`: indices of the items that draw, in order; all of the first kind do.
+    The first `decoding` items are single rows, perhaps with drafts, of sequences whose history the ranks have. The
+    others are chunks of prompts. `sampling`: indices of the items that sample, in order; all of the first kind do.
     """
 
     free: list[int]
     new: list[NewSlot]
     work: WorkTable
     sequences: list[Sequence]
-    epochs: np.ndarray  # of the items' slots
+    epochs: np.ndarray  # of the slots of the items
     decoding: int
-    drawing: np.ndarray
-    admitted: list[Sequence]  # those that have just got their slots
+    sampling: np.ndarray
+    admitted: list[Sequence]  # sequences that have just got their slots
     rows: int  # without drafts
-    context: int  # positions before each row, in all; an upper bound
-    copies: Copies | None = None  # made before anything is computed
+    context: int  # positions before the rows, in all; an upper bound
+    copies: Copies | None = None  # made before the rows are computed
     masked: list[Masked] = field(default_factory=list)
 
     def encode(self) -> bytes:
-        """The step plan's wire form."""
+        """The wire form of the step plan."""
         sections = [(COPIES, self.copies.words())] if self.copies is not None else ()
         return encode_plan(self.free, self.new, self.work, sections)
 
@@ -96,11 +97,11 @@ class StepResult(Protocol):
 
 @dataclass
 class Outcome:
-    """What came of a step for the sequences that drew, in the order of its results.
+    """The outcome of a step for the sequences that sampled, in the order of its results.
 
-    Of sequence i, the tokens first[i] … first[i] + kept[i] - 1 of the results belong to its output; kept[i] is 0 where
-    it had ended before. `ended`: (i, why) of those that are complete now. `failed`: those that had nothing to draw
-    from. `prompt_rows`: what rows of prompts gave. `computed`: sequences that are complete without a draw.
+    Tokens first[i] … first[i] + kept[i] - 1 of the results belong to the output of sequence i; kept[i] is 0 if it had
+    ended before. `ended`: (i, reason) of sequences that are complete now. `failed`: those that had nothing to sample
+    from. `prompt_rows`: results of prompts' rows. `computed`: sequences that are complete without sampling.
     """
 
     sequences: list[Sequence]
@@ -114,17 +115,17 @@ class Outcome:
 
 @dataclass
 class Counters:
-    """Totals since the model was started."""
+    """Totals since the start of the model."""
 
     prompt_tokens: int = 0
-    prefix_tokens: int = 0  # of the prompt tokens, those found in the prefix cache
-    restored_tokens: int = 0  # of these, those that came back from the host cache
+    prefix_tokens: int = 0  # prompt tokens found in the prefix cache
+    restored_tokens: int = 0  # of these, tokens from the host cache
     saved_spans: int = 0  # copied to the host cache
-    restored_spans: int = 0  # and back
+    restored_spans: int = 0  # copied back
     generated_tokens: int = 0
-    computed_rows: int = 0  # those of rejected drafts are not counted
+    computed_rows: int = 0  # rows of rejected drafts do not count
     discarded_rows: int = 0  # rows whose token came after the end of its sequence
-    drafted_tokens: int = 0  # drafts that were asked for
+    drafted_tokens: int = 0  # drafts that were tried
     accepted_tokens: int = 0
     preemptions: int = 0
     steps: int = 0

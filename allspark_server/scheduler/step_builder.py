@@ -1,4 +1,4 @@
-"""A step while it is planned."""
+"""Builds a step while it is planned."""
 
 from __future__ import annotations
 
@@ -10,42 +10,43 @@ from .sequence import Sequence
 from .slots import SlotTable
 from .step import Masked, Step
 
-NOBODY = np.zeros(0, np.int64)
+NO_SLOTS = np.zeros(0, np.int64)
 _GIVEN, _DRAFTING = int(Flag.GIVEN), int(Flag.LOOKUP | Flag.GIVEN | Flag.MODEL)
 
 
 class StepBuilder:
-    """What has been planned so far."""
+    """What has been planned of a step so far."""
 
     def __init__(self, groups: int) -> None:
-        """groups: of the cache."""
-        self.sequences: list[Sequence] = []  # with a single row and drafts
-        self.slots = self.drafts = NOBODY  # of these
-        self.span_counts: np.ndarray | None = None  # of new spans of these in each group, if there are any
-        self.spans: list[list[int]] = [[] for _ in range(groups)]  # of each group
-        self.chunks: list[tuple[Sequence, int, int, int, list[list[int]]]] = []  # rows, flags, outputs, new spans
-        self.output_rows_left = MAX_STEP_PROBES  # rows of prompts that may still have outputs
+        """`groups`: the number of cache groups."""
+        self.sequences: list[Sequence] = []  # those with a single row, and perhaps drafts
+        self.slots = self.drafts = NO_SLOTS  # of these
+        self.span_counts: np.ndarray | None = None  # new spans of each of these in each group, if any
+        self.spans: list[list[int]] = [[] for _ in range(groups)]  # new spans of each group
+        # with rows, flags, outputs and new spans
+        self.chunks: list[tuple[Sequence, int, int, int, list[list[int]]]] = []
+        self.output_rows_left = MAX_STEP_PROBES  # rows of prompts that may have outputs
         self.new: list[NewSlot] = []
         self.admitted: list[Sequence] = []
         self.rows = self.context = 0
-        self.forced: dict[int, list[int]] = {}  # what guided sequences may be given as drafts, by their slots
-        self.guided = False  # whether any sequence draws under masks
+        self.forced: dict[int, list[int]] = {}  # known ids of constrained sequences, by slot, as drafts
+        self.guided = False  # whether any sequence samples under masks
 
     def add_chunk(self, sequence: Sequence, count: int) -> tuple[int, int]:
-        """Up to `count` more rows of a history. Returns how many, and their flags: DRAW if they are the last of a
-        sequence that draws.
+        """Adds up to `count` more rows of a history. Returns how many, and their flags: DRAW if they end the history of
+        a sequence that generates tokens.
         """
         wanted, flags, outputs = sequence.prompt_outputs, 0, 0
         if sequence.outputs_every_row:
             count = outputs = min(count, sequence.prompt_len - sequence.planned, self.output_rows_left)
         if count <= 0:
             return 0, 0
-        if outputs:
+        if outputs and wanted is not None:
             self.output_rows_left -= count
             flags = wanted.flags
         elif wanted is not None and wanted.received < sequence.planned + count == sequence.prompt_len:
             flags, outputs = wanted.flags, 1
-        if sequence.draws and sequence.planned + count == len(sequence.tokens):
+        if sequence.generates and sequence.planned + count == len(sequence.tokens):
             flags, outputs = flags | DRAW, max(outputs, 1)
         self.chunks.append((sequence, count, flags, outputs, sequence.take_unsent()))
         self.rows += count
@@ -56,7 +57,7 @@ class StepBuilder:
     def step(
         self, free: list[int], slots: SlotTable, draft_kind: int, copies: Copies | None, masks: int
     ) -> Step:
-        """What was planned. masks: the first row of masks that it may have."""
+        """The planned step. `masks`: the first mask row that it may use."""
         n, chunks = len(self.slots), self.chunks
         columns = np.zeros((WorkTable.N_SPANS + len(self.spans), n + len(chunks)), np.int32)
         columns[WorkTable.SLOT, :n] = self.slots
@@ -69,7 +70,7 @@ class StepBuilder:
         if self.span_counts is not None:
             columns[WorkTable.N_SPANS :, :n] = self.span_counts
         sequences, spans = self.sequences, self.spans
-        drawing = np.arange(n)
+        sampling = np.arange(n)
         if chunks:
             sequences, spans = sequences + [sequence for sequence, *_ in chunks], [list(each) for each in spans]
             for index, (sequence, rows, flags, outputs, new_spans) in enumerate(chunks, n):
@@ -77,20 +78,20 @@ class StepBuilder:
                                      *map(len, new_spans))
                 for each, new in zip(spans, new_spans):
                     each += new
-            drawing = np.flatnonzero(columns[WorkTable.FLAGS] & DRAW)
-        known, masked = self._mask(columns, sequences, drawing, masks) if self.guided else ([], [])
+            sampling = np.flatnonzero(columns[WorkTable.FLAGS] & DRAW)
+        known, masked = self._mask(columns, sequences, sampling, masks) if self.guided else ([], [])
         table = WorkTable(columns, np.array(known, np.int32), [np.array(each, np.int32) for each in spans])
-        return Step(free, self.new, table, sequences, slots.epoch[columns[WorkTable.SLOT]], n, drawing, self.admitted,
+        return Step(free, self.new, table, sequences, slots.epoch[columns[WorkTable.SLOT]], n, sampling, self.admitted,
                     self.rows, self.context, copies, masked)
 
     def _mask(
-        self, columns: np.ndarray, sequences: list[Sequence], drawing: np.ndarray, row: int
+        self, columns: np.ndarray, sequences: list[Sequence], sampling: np.ndarray, row: int
     ) -> tuple[list[int], list[Masked]]:
-        """Gives guided draws their masks, from `row` on, and what is known to follow as drafts: the known ids of the
-        step, and the draws.
+        """Assigns masks, from `row` on, and drafts of known ids to constrained sequences. Returns the step's known ids,
+        and the samples under masks.
         """
         known, masked = [], []
-        for draw, index in enumerate(drawing.tolist()):
+        for sample, index in enumerate(sampling.tolist()):
             sequence = sequences[index]
             if sequence.guidance is None:
                 continue
@@ -100,6 +101,6 @@ class StepBuilder:
             columns[WorkTable.FLAGS, index] &= ~_DRAFTING
             columns[WorkTable.FLAGS, index] |= _GIVEN if drafts else 0
             known += drafts
-            masked.append(Masked(sequence, draw, row, drafts))
+            masked.append(Masked(sequence, sample, row, drafts))
             row += 1 + len(drafts)
         return known, masked

@@ -1,4 +1,4 @@
-"""Who requests come from, and what has been computed for each."""
+"""The tenants that requests come from, and what has been computed for each."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import numpy as np
 if TYPE_CHECKING:
     from .sequence import Sequence
 
-# Of tenants that have nothing in the engine: whose times are remembered, so that leaving does not make one a newcomer.
+# Times of so many tenants without sequences are remembered, so that leaving does not make a tenant a newcomer.
 _REMEMBERED = 1024
 _FIRST_ACCOUNTS = 8
 
 
 class Account:
-    """What the scheduler keeps of one tenant. `queued` sequences, those that are blocked included, have `queued_bytes`;
-    `waiting` of them could be admitted: they are in `ranked`, a heap by rank that also has some that do not wait any
-    more. `listed`: it is among those whose turn may come.
+    """The scheduler's record of one tenant.
+
+    `queued`: its sequences in the queue, blocked ones included, which take `queued_bytes`. `waiting`: those that could
+    be admitted; they are in `ranked`, a heap by rank that also has sequences that have left. `listed`: the queue has
+    its turn.
     """
 
     def __init__(self, name: str, index: int, tenants: Tenants):
@@ -29,7 +31,7 @@ class Account:
 
     @property
     def time(self) -> float:
-        """Its virtual time: rows that were computed for it. Whoever has the least goes first."""
+        """Its virtual time: the rows computed for it. The tenant with the least goes first."""
         return float(self._tenants.times[self.index])
 
     @property
@@ -39,28 +41,27 @@ class Account:
 
 
 class Tenants:
-    """Those that have sequences in the engine, with a virtual time each (Sheng et al., "Fairness in serving large
-    language models", 2024: the virtual token counter).
+    """The tenants that have sequences in the engine, each with a virtual time (the virtual token counter of Sheng et
+    al., "Fairness in serving large language models", 2024). `accounts`: by name; any thread may read it.
 
-    One that has something in the queue again, after it had nothing, begins not before the one that was served last:
-    nobody saves up for later by not asking.
+    A tenant whose queue was empty starts no earlier than the tenant served last: pauses earn no credit.
     """
 
     def __init__(self, slots: int):
-        self.times = np.zeros(_FIRST_ACCOUNTS)  # by the accounts' indices
+        self.times = np.zeros(_FIRST_ACCOUNTS)  # by index of the account
         self.running = np.zeros(_FIRST_ACCOUNTS, np.int64)
         self._of_slot = np.zeros(slots, np.int64)
         self.accounts: dict[str, Account] = {}
         self._at: list[Account | None] = [None] * _FIRST_ACCOUNTS
         self._free = list(range(_FIRST_ACCOUNTS - 1, -1, -1))
         self._departed: OrderedDict[str, float] = OrderedDict()
-        self._floor = 0.0  # the time of the one that was served last, before it was
+        self._floor = 0.0  # the time of the tenant served last, before it was served
 
     def __len__(self) -> int:
         return len(self.accounts)
 
     def enter_queue(self, name: str, size: int) -> Account:
-        """The account of a tenant, one of whose sequences, of so many bytes, enters the queue."""
+        """The account of a tenant; one of its sequences, of `size` bytes, enters the queue."""
         account = self.accounts.get(name)
         if account is None:
             if not self._free:
@@ -75,34 +76,36 @@ class Tenants:
         return account
 
     def leave_queue(self, account: Account, size: int, running: bool) -> None:
-        """One of its sequences leaves the queue: `running` into a slot (see `enter_slot`), otherwise for good."""
+        """One of its sequences leaves the queue, into a slot if `running` (see `enter_slot`)."""
         account.queued -= 1
         account.queued_bytes -= size
         if not running:
             self._forget(account)
 
     def enter_slot(self, account: Account, slot: int) -> None:
-        """One of its sequences, which has left the queue, is in this slot."""
+        """One of its sequences, which has left the queue, takes this slot."""
         self.running[account.index] += 1
         self._of_slot[slot] = account.index
 
     def leave_slot(self, account: Account) -> None:
-        """One of its sequences has left its slot; if it goes back to the queue, it is there already."""
+        """One of its sequences has left its slot. If it goes back to the queue, it is there already."""
         self.running[account.index] -= 1
         self._forget(account)
 
     def serve(self, account: Account, rows: int) -> None:
-        """It is its turn: so many rows of a prompt are computed for it."""
+        """Charges the tenant whose turn it is for so many rows of a prompt."""
         self._floor = max(self._floor, account.time)
         self.times[account.index] += rows
 
     def charge_slots(self, slots: np.ndarray) -> None:
-        """A row is computed for each of these slots."""
+        """Charges tenants for a row in each of these slots."""
         self.times += np.bincount(self._of_slot[slots], minlength=len(self.times))
 
     def busiest(self) -> Account:
-        """The one with the most slots. There must be one."""
-        return self._at[int(self.running.argmax())]
+        """The tenant with the most slots. There must be one."""
+        account = self._at[int(self.running.argmax())]
+        assert account is not None
+        return account
 
     def _grow(self) -> None:
         size = len(self.times)
@@ -117,7 +120,7 @@ class Tenants:
         del self.accounts[account.name]
         self._at[account.index] = None
         self._free.append(account.index)
-        if not self.accounts:  # nobody is left to compare anybody with
+        if not self.accounts:  # no tenant is left to compare with
             self._departed.clear()
             self._floor = 0.0
             return

@@ -1,8 +1,9 @@
-"""The sequences that wait."""
+"""The waiting queue."""
 
 from __future__ import annotations
 
 import heapq
+from typing import Any
 
 from .sequence import Sequence, State
 from .tenants import Account, Tenants
@@ -11,9 +12,9 @@ ShortEntry = tuple[int, int, Sequence]
 
 
 class WaitingQueue:
-    """Waiting sequences, by rank within each tenant and by length, and the blocked ones beside them.
+    """Waiting sequences, by rank within each tenant and by length, and the blocked sequences beside them.
 
-    The heaps hold the same sequences; those that do not wait any more are dropped when met.
+    The heaps hold the same sequences. Sequences that have left are dropped when they come up.
     """
 
     def __init__(self, tenants: Tenants) -> None:
@@ -22,11 +23,11 @@ class WaitingQueue:
         self.bytes = 0  # of both
         self._tenants = tenants
         self._entries = 0
-        self._turns: list[tuple[float, int, Account]] = []  # by times, which have grown since for some
+        self._turns: list[tuple[float, int, Account]] = []  # by time, which may have grown since
         self._by_length: list[ShortEntry] = []
 
     def add(self, sequence: Sequence) -> None:
-        """Takes a sequence, as waiting or as blocked if it says what it is blocked on."""
+        """Takes a sequence; it is blocked if `blocked_on` is set, otherwise it waits."""
         size = sequence.size
         self.bytes += size
         sequence.account = self._tenants.enter_queue(sequence.tenant, size)
@@ -37,12 +38,12 @@ class WaitingQueue:
             self._push(sequence)
 
     def unblock(self, sequence: Sequence) -> None:
-        """A blocked sequence waits from now on, at the place that its rank gives it."""
+        """Lets a blocked sequence wait, at the place of its rank."""
         self.blocked -= 1
         self._push(sequence)
 
     def block(self, sequence: Sequence) -> None:
-        """A waiting sequence is blocked from now on."""
+        """Blocks a waiting sequence."""
         self.waiting -= 1
         sequence.account.waiting -= 1
         self.blocked += 1
@@ -50,7 +51,7 @@ class WaitingQueue:
         self._compact(sequence.account)
 
     def remove(self, sequence: Sequence, state: State) -> None:
-        """Takes a waiting or blocked sequence out, into `state`."""
+        """Removes a waiting or blocked sequence, which gets `state`."""
         account, size = sequence.account, sequence.size
         self.bytes -= size
         if sequence.state is State.BLOCKED:
@@ -63,12 +64,12 @@ class WaitingQueue:
         self._compact(account)
 
     def note_growth(self, sequence: Sequence, size: int) -> None:
-        """A sequence in the queue has become so many bytes larger."""
+        """A sequence in the queue has grown by so many bytes."""
         self.bytes += size
         sequence.account.queued_bytes += size
 
     def first(self) -> Sequence | None:
-        """Of the tenant whose turn it is, the waiting sequence of the lowest rank. It stays where it is: remove it,
+        """The waiting sequence of the lowest rank of the tenant whose turn it is. It stays in the queue: remove it,
         block it or set it aside.
         """
         turns = self._turns
@@ -87,7 +88,7 @@ class WaitingQueue:
         return None
 
     def set_aside(self, sequence: Sequence) -> Sequence:
-        """Lets the next one be the first. The sequence still counts as waiting: put it back."""
+        """Makes the next sequence the first. This one still counts as waiting: put it back."""
         heapq.heappop(sequence.account.ranked)
         return sequence
 
@@ -109,7 +110,7 @@ class WaitingQueue:
         return None
 
     def put_back_shortest(self, entry: ShortEntry) -> None:
-        """Undoes pop_shortest."""
+        """Undoes `pop_shortest`."""
         heapq.heappush(self._by_length, entry)
 
     def _entry(self) -> int:
@@ -124,8 +125,9 @@ class WaitingQueue:
         heapq.heappush(self._by_length, (len(sequence.tokens), self._entry(), sequence))
 
     def _compact(self, account: Account) -> None:
-        """Nobody may ever meet those that have left."""
-        for heap, waiting in ((account.ranked, account.waiting), (self._by_length, self.waiting)):
+        """Removes sequences that have left if there are many: they may never come up."""
+        heaps: tuple[tuple[list[Any], int], ...] = ((account.ranked, account.waiting), (self._by_length, self.waiting))
+        for heap, waiting in heaps:
             if len(heap) > 2 * waiting + 64:
                 heap[:] = [entry for entry in heap if entry[-1].state is State.WAITING]
                 heapq.heapify(heap)

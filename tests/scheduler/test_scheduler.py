@@ -10,7 +10,7 @@ import pytest
 from allspark_server.cache import SpanKeys, SpanPool
 from allspark_server.runtime.plan import DRAW, Flag, NewSlot, SamplingParams, StepPlan, WorkItem
 from allspark_server.scheduler import FinishReason, State, StopRules
-from allspark_server.scheduler.scheduler import PRIORITY_LEVELS, PRIORITY_SECONDS
+from allspark_server.scheduler.state import PRIORITY_LEVELS, PRIORITY_SECONDS
 from support.fake_group import expected_output
 from support.scheduler_rig import Rig, output, prompt_of
 

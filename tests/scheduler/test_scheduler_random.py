@@ -146,7 +146,7 @@ class Run:
                 assert (got, rig.finished.get(sequence)) == (tokens, reason)
                 assert (sequence in rig.failed) == (reason is None)
             assert not sequence.followers and sequence.awaited is None
-        assert not scheduler._spans.pending._of and not len(scheduler.tenants)
+        assert not scheduler._spans.pending._producers and not len(scheduler.tenants)
         counters, executor = scheduler.counters, rig.executor
         assert counters.generated_tokens == sum(map(len, rig.output.values()))
         assert counters.accepted_tokens == executor.accepted <= executor.drafted <= counters.drafted_tokens

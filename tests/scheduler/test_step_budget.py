@@ -59,7 +59,7 @@ def test_rows_far_into_a_context_cost_more():
         step = scheduler.plan(budget)
         times.append(1e-4 * (step.rows + step.context / 1000))
         budget.learn(step.rows, step.context, times[-1])
-        scheduler.complete(step, step_result([[1]] * len(step.drawing), [0] * len(step.drawing)))
+        scheduler.complete(step, step_result([[1]] * len(step.sampling), [0] * len(step.sampling)))
     assert 0.0008 < budget.price < 0.0012
     assert max(times[8:]) < 0.024 and sum(times[8:-1]) / len(times[8:-1]) > 0.014
     for _ in range(20):  # short prompts only
@@ -140,7 +140,7 @@ def test_streams_keep_their_pace_while_a_long_prompt_is_computed(target, most):
             clock += seconds
             gaps[oldest.rows > oldest.decoding].append(seconds)
             budget.learn(oldest.rows, oldest.context, seconds, oldest.decoding)
-            scheduler.complete(oldest, step_result([[1]] * len(oldest.drawing), [0] * len(oldest.drawing)))
+            scheduler.complete(oldest, step_result([[1]] * len(oldest.sampling), [0] * len(oldest.sampling)))
             if prompt is not None and prompt.state is State.ENDED:
                 return
 

@@ -1,0 +1,200 @@
+"""The waiting and running sequences of a model, their slots and their spans."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from ..cache import PrefixCache, SpanPool
+from .sequence import Sequence, State
+from .slots import SlotTable
+from .spans import SequenceSpans
+from .speculation import DraftLengths
+from .step import Counters, Limits
+from .step_builder import NO_SLOTS
+from .tenants import Account, Tenants
+from .waiting_queue import WaitingQueue
+
+# A level of priority is worth so many seconds of waiting, and there are so many levels up and down. So a sequence that
+# has waited longer than the highest priority is worth goes before all that arrive later.
+PRIORITY_SECONDS, PRIORITY_LEVELS = 30.0, 10
+
+
+class SchedulerState:
+    """Sequences enter and leave the queue and the slots here; `Scheduler` decides when."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        pool: SpanPool,
+        prefix_cache: PrefixCache | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.limits = limits
+        self.pool = pool
+        self.prefix_cache = prefix_cache
+        self.counters = Counters()
+        self._clock = clock
+        self._arrivals = 0
+        self.tenants = Tenants(limits.max_batch)
+        self.queue = WaitingQueue(self.tenants)
+        self._spans = SequenceSpans(limits.groups, pool, prefix_cache, clock)
+        self._restoring: list[Sequence] = []  # wait for more spans of the host cache
+        self.active: list[Sequence] = []  # by rank
+        self._prompts: list[Sequence] = []  # of these, those with rows of their history left to plan; by rank
+        self._decoding: list[Sequence] | None = []  # the others; None: out of date. Steps share the list
+        self._decoding_slots = NO_SLOTS
+        self._windowed = any(limits.windows)
+        watched = prefix_cache is not None or self._windowed
+        self._slots = SlotTable(limits.max_batch, limits.span_size, watched, limits.anew_beyond)
+        self._drafts = DraftLengths(limits.max_batch, limits.max_drafts) if limits.draft_kind else None
+        self._free_slots = list(range(limits.max_batch - 1, -1, -1))
+        self._slots_to_free: list[int] = []  # the next plan tells the ranks
+        self._unfit: list[Sequence] = []
+        self._mask_rows = 0  # the first mask row of the last step
+
+    @property
+    def waiting(self) -> int:
+        """Sequences in the queue, blocked ones included."""
+        return self.queue.waiting + self.queue.blocked
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of the sequences in the queue in this process."""
+        return self.queue.bytes
+
+    @property
+    def blocked(self) -> int:
+        """Sequences in the queue that wait for something other than a slot and spans."""
+        return self.queue.blocked
+
+    @property
+    def running(self) -> int:
+        """Sequences with a slot."""
+        return len(self.active)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is any sequence to plan for."""
+        return bool(self.active or self._restoring) or self.queue.waiting > 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Puts a new sequence into the queue."""
+        level = max(-PRIORITY_LEVELS, min(sequence.priority, PRIORITY_LEVELS))
+        sequence.rank = (self._clock() - PRIORITY_SECONDS * level, self._arrivals)
+        self._arrivals += 1
+        if self.prefix_cache is not None and not sequence.root:
+            sequence.root = self.prefix_cache.keys.root(sequence.salt, sequence.prompt_len, len(sequence.tokens))
+        self.queue.add(sequence)
+
+    def block(self, sequence: Sequence, reason: str) -> None:
+        """Lets a sequence that has not ended wait for something outside. It keeps its place in the order."""
+        if sequence.state in (State.ENDED, State.BLOCKED):
+            return
+        sequence.blocked_on = reason
+        if sequence.state is State.RUNNING:
+            self._leave(sequence, State.WAITING)
+        else:
+            self.queue.block(sequence)
+
+    def unblock(self, sequence: Sequence) -> None:
+        """Ends the waiting of a blocked sequence. Does nothing if it is not blocked."""
+        sequence.blocked_on, sequence.awaited = "", None
+        if sequence.state is State.BLOCKED:
+            self.queue.unblock(sequence)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Ends a sequence in any state; its spans and its slot are free at once."""
+        if sequence.state is State.RUNNING:
+            self._leave(sequence, State.ENDED)
+        elif sequence.state is not State.ENDED:
+            self.queue.remove(sequence, State.ENDED)
+
+    def take_unfit(self) -> list[Sequence]:
+        """Removes and returns sequences that ended because the whole cache cannot hold one more of their tokens."""
+        unfit, self._unfit = self._unfit, []
+        return unfit
+
+    def _advance(self, sequence: Sequence) -> None:
+        """Takes notice of computed positions: full spans enter the prefix cache, spans behind windows become free."""
+        ready = self._spans.enter(sequence)
+        if self._windowed and self._spans.slide(sequence):
+            self._slots.note_spans(sequence)
+        if ready is not None or self._windowed:
+            self._slots.note_computed(sequence)
+        for follower in ready or ():
+            self.unblock(follower)
+
+    def _extend(self, sequence: Sequence, positions: int) -> bool:
+        """Gives the sequence the spans of `positions`, if enough are free."""
+        if not self._spans.extend(sequence, positions):
+            return False
+        self._slots.note_spans(sequence)
+        return True
+
+    def _has_room(self, sequence: Sequence, positions: int) -> bool:
+        """Gives the sequence the spans of `positions`, preempting others if necessary. False if it had to leave itself,
+        or must wait for the results of its running steps.
+        """
+        while not self._extend(sequence, positions):
+            victim = self._last_of_the_largest()
+            if victim is sequence and len(self.active) == 1:
+                if self._slots.pending[sequence.slot] == 0:
+                    self._leave(sequence, State.ENDED)
+                    self._unfit.append(sequence)
+                return False
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _last_of_the_largest(self) -> Sequence:
+        """The last running sequence of the tenant with the most spans; the first of all only if it is the only one."""
+        if len(self.tenants) == 1 or len(self.active) == 1:
+            return self.active[-1]
+        held: Counter = Counter()
+        for sequence in self.active[1:]:
+            held[sequence.account] += sequence.held_spans
+        return self._last_of(max(held, key=held.__getitem__))
+
+    def _last_of(self, account: Account) -> Sequence:
+        return next(sequence for sequence in reversed(self.active) if sequence.account is account)
+
+    def _preempt(self, victim: Sequence) -> None:
+        self._leave(victim, State.WAITING)
+        victim.preemptions += 1
+        self.counters.preemptions += 1
+
+    def _share_slots(self) -> None:
+        """If all slots are taken, the tenant with the most slots gives one to the tenant whose turn it is, if that one
+        has less than its share. The preempted sequence's spans stay in the prefix cache.
+        """
+        claimant = self.queue.first()
+        if claimant is None or claimant.in_flight or self.prefix_cache is None:
+            return
+        share = max(1, self.limits.max_batch // len(self.tenants))
+        busiest = self.tenants.busiest()
+        needed = self._spans.needed(len(claimant.tokens)) + len(self.active)
+        if claimant.account.running < share < busiest.running and needed <= self.pool.available:
+            self._preempt(self._last_of(busiest))
+
+    def _leave(self, sequence: Sequence, state: State) -> None:
+        """Takes a running sequence's slot and spans; unless it ends, it goes back to the queue."""
+        table, slot = self._slots, sequence.slot
+        table.settle(sequence)
+        sequence.in_flight = int(table.pending[slot])
+        table.epoch[slot] += 1
+        self.active.remove(sequence)
+        if sequence in self._prompts:
+            self._prompts.remove(sequence)
+        self._decoding = None
+        self._slots_to_free.append(slot)
+        self._free_slots.append(slot)
+        abandoned = self._spans.release(sequence)
+        sequence.state = state
+        if state is State.WAITING:
+            self.queue.add(sequence)
+        self.tenants.leave_slot(sequence.account)
+        for follower in abandoned:
+            self.unblock(follower)
