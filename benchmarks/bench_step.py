@@ -43,7 +43,7 @@ class Output(OutputStage):
 
 def result_of(step, accepted: int) -> SimpleNamespace:
     """A result of token 1 for every row that samples, and for as many drafts."""
-    counts = 1 + np.minimum(step.work.columns[WorkTable.DRAFTS, step.drawing], max(accepted, 0))
+    counts = 1 + np.minimum(step.work.columns[WorkTable.DRAFTS, step.sampling], max(accepted, 0))
     tokens = np.ones(int(counts.sum()), np.int32)
     drafted = step.work.columns[WorkTable.DRAFTS, step.sampling]
     status = np.zeros(len(tokens), np.int32)
