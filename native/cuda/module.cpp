@@ -159,13 +159,13 @@ void bind_adapters(py::module_& m) {
       [](int rank, int inputs, int columns, const std::string& dtype) {
         return adapter_bytes(rank, inputs, columns, is_dtype16(dtype));
       },
-      py::arg("rank"), py::arg("inputs"), py::arg("columns"), py::arg("dtype"), "Of one target's two matrices.");
+      py::arg("rank"), py::arg("inputs"), py::arg("columns"), py::arg("dtype"), "Bytes of a target's two matrices.");
   m.def(
       "lora_bytes",
       [](int rows, int max_rank) {
         return (size_t)rows * kMostTargets * kMaxLoraKParts * whole_ranks(max_rank) * sizeof(float);
       },
-      py::arg("rows"), py::arg("max_rank"), "Scratch memory of adapters' products with so many rows.");
+      py::arg("rows"), py::arg("max_rank"), "Bytes of scratch memory that adapters' GEMMs take for so many rows.");
   py::class_<Adapter, std::shared_ptr<Adapter>>(m, "Adapter", "A LoRA adapter's matrices, of Executor.new_adapter().")
       .def(
           "set",
@@ -191,11 +191,12 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
           },
           py::arg("out_features"), py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0,
           py::arg("experts") = 1, py::arg("order") = std::vector<int>{},
-          "Keywords, of the layout of scales, count for types that have some.")
+          "Keywords describe the layout of scales of quantized types.")
       .def("fill_rows", fill_rows, py::arg("id"), py::arg("arrays"), py::arg("source"), py::arg("row_offset") = 0,
            py::arg("column") = 0, py::arg("group_size") = py::none(),
-           "Columns `column`... of arrays' rows, one array after the other, become a matrix' rows; returns how many "
-           "values of each are NaN or infinite, or too large for a matrix of float16.")
+           "Columns `column`... of the arrays' rows, one array after the other, become rows of a matrix. "
+           "Returns for each array how many values are NaN or infinite, or too large for a matrix of "
+           "float16.")
       .def(
           "fill_matrix",
           [](CudaExecutor& e, int id, const py::array& a, const std::string& source, int64_t row_offset, int64_t column,
@@ -206,12 +207,12 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
           py::arg("group_size") = py::none())
       .def(
           "fill_noise", [](CudaExecutor& e, int id, float size) { e.weights().fill_noise(id, size); }, py::arg("id"),
-          py::arg("size"), "A matrix of random values between -size and size, made on the GPU: for benchmarks.")
+          py::arg("size"), "Fills a matrix with random values between -size and size on the GPU: for benchmarks.")
       .def("fill_quantized", fill_quantized, py::arg("id"), py::arg("q").noconvert(), py::arg("scales").noconvert(),
            py::arg("zeros").noconvert(), py::arg("bits"), py::arg("columns"), py::arg("group_size"),
            py::arg("row_offset") = 0, py::arg("column") = 0,
-           "As the CPU backend's, of rows that quantize_rows made. Of float8 scales and zeros are halves of a float32 "
-           "(cuda/weights/weights.h).")
+           "As the CPU backend's, for rows that quantize_rows made. For float8, scales and zeros are the "
+           "two halves of a float32 (cuda/weights/weights.h).")
       .def(
           "read_row",
           [](const CudaExecutor& e, int id, int64_t row) {
@@ -227,7 +228,7 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
             const std::vector<float> values = e.weights().read_rows(id, 0, rows);
             return py::array_t<float>({(py::ssize_t)rows, (py::ssize_t)m.k}, values.data());
           },
-          py::arg("id"), "All of a matrix, as it has them.")
+          py::arg("id"), "All rows of a matrix as it stores them.")
       .def(
           "multiply",
           [](CudaExecutor& e, int id, const Floats& x, int out_features, const std::optional<Floats>& bias,
@@ -244,8 +245,8 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
           },
           py::arg("id"), py::arg("x"), py::arg("out_features"), py::arg("bias") = py::none(), py::arg("algo") = "any",
           py::arg("rounded") = false,
-          "x w^T (+ bias) with one matrix, for tests. algo: any, mma, split_k, stream_k or prefill. rounded: to the "
-          "matrix' 16 bits, as ranks leave partial sums.")
+          "x w^T (+ bias) with one matrix, for tests. algo: any, mma, split_k, stream_k or prefill. "
+          "rounded: the result is rounded to the matrix' 16-bit type, as ranks' partial sums are.")
       .def(
           "multiply_experts",
           [](CudaExecutor& e, int id, const Floats& x, const Integers& chosen, const std::string& algo, int tile_rows) {
@@ -263,7 +264,8 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
             return py::array_t<float>({x.shape(0), (py::ssize_t)top, (py::ssize_t)m.n}, y.data());
           },
           py::arg("id"), py::arg("x"), py::arg("chosen"), py::arg("algo") = "any", py::arg("tile_rows") = 0,
-          "[rows, experts of each, n]: x times the matrices of a stack that are chosen for each row, for tests.")
+          "[rows, experts of a row, n]: x times the matrices of a stack that are chosen for each row, for "
+          "tests.")
       .def(
           "sum_ranks",
           [](CudaExecutor& e, const Floats& parts, const Floats& y, const Floats& norm, const std::string& dtype,
@@ -278,8 +280,8 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
             return py::make_tuple(total, normed);
           },
           py::arg("parts"), py::arg("y"), py::arg("norm"), py::arg("dtype"), py::arg("adds"), py::arg("pushed") = false,
-          "(The sum over ranks of what their parts are, or that added to y; the same normed, eps 1e-6), with all parts "
-          "on this GPU, for tests.");
+          "(The sum of the ranks' parts, or that added to y; its norm, eps 1e-6), with all parts on this "
+          "GPU, for tests.");
 }
 
 }  // namespace
@@ -291,7 +293,7 @@ PYBIND11_MODULE(_cuda, m) {
   using namespace as::cuda;
   m.doc() = "The CUDA backend.";
   py::module_::import("allspark_server._native");
-  m.def("device_count", device_count, "How many GPUs there are; ValueError that says what to do if none can be used.");
+  m.def("device_count", device_count, "Number of GPUs. Raises ValueError that says what to do if none can be used.");
   m.def(
       "matrix_bytes",
       [](int n, int k, const std::string& dtype, int group_size, int experts, const py::kwargs& layout) {
@@ -305,13 +307,13 @@ PYBIND11_MODULE(_cuda, m) {
       "widened_bytes",
       [](int n, int k, bool gated, int rows) { return widened_bytes(gated ? paired_rows(n) : n, k, gated, rows); },
       py::arg("out_features"), py::arg("in_features"), py::arg("gated"), py::arg("rows"),
-      "Memory that products of a quantized matrix with so many rows work in. gated: its rows make gates, and what they "
-      "gate.");
+      "Bytes of scratch memory that GEMMs of a quantized matrix take for so many rows. gated: it has "
+      "gate and up rows.");
   m.def("span_bytes",
         [](int size, int dim, const std::string& dtype) { return span_bytes(size, dim, cache_type_of(dtype)); });
   m.def(
       "partial_bytes", [](int head_dim) { return partial_floats(head_dim) * sizeof(float); },
-      "Memory that attention takes for partial results, for each sequence, KV head and run of context.");
+      "Bytes that attention takes for partial results of a sequence, KV head and KV split.");
   m.attr("KV_SPLIT_TOKENS") = kKvSplitTokens;
   m.attr("MOST_RANKS") = kMostRanks;
   m.def(
@@ -331,7 +333,7 @@ PYBIND11_MODULE(_cuda, m) {
         cudaDriverGetVersion(&version);
         return version;
       },
-      "The CUDA version that the driver is for, as 13020 for 13.2; 0: there is no driver.");
+      "The CUDA version of the driver, as 13020 for 13.2; 0: there is no driver.");
   m.def(
       "memory_info",
       [](int device) {
@@ -340,9 +342,9 @@ PYBIND11_MODULE(_cuda, m) {
         check(cudaMemGetInfo(&free, &total), "asking for free memory");
         return std::make_pair(free, total);
       },
-      py::arg("device"), py::call_guard<py::gil_scoped_release>(), "Bytes of a GPU's memory: free ones, and all.");
+      py::arg("device"), py::call_guard<py::gil_scoped_release>(), "(free, all) bytes of a GPU's memory.");
   m.def("check_peer", check_peer, py::arg("device"), py::arg("other"),
-        "ValueError that says what to do unless GPU `device` can reach the memory of GPU `other`.");
+        "Raises ValueError that says what to do unless GPU `device` can reach the memory of GPU `other`.");
   m.def(
       "exchange_bytes",
       [](int world, int rows, int width, const std::string& dtype) {
@@ -350,8 +352,8 @@ PYBIND11_MODULE(_cuda, m) {
         return exchange_bytes(world, bytes(rows), bytes(std::min(rows, kPushedRows)));
       },
       py::arg("world"), py::arg("rows"), py::arg("width"), py::arg("dtype"),
-      "Memory that a rank of so many shares with the others, for sums of so many rows of this width, of weights of "
-      "that type.");
+      "Bytes that a rank of `world` shares with the others, for sums of so many rows of this width "
+      "with weights of this type.");
   py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecutor>> executor(
       m, "Executor", "A model's op list, weights and KV cache on one GPU.");
   executor.def(py::init([](int device, std::shared_ptr<LogitSampler> sampler, std::shared_ptr<Communicator> window) {
@@ -365,7 +367,7 @@ PYBIND11_MODULE(_cuda, m) {
       [](const CudaExecutor& e, std::shared_ptr<LogitSampler> sampler) {
         return std::shared_ptr<CudaExecutor>(new CudaExecutor(e, std::move(sampler)), WithoutGil{});
       },
-      py::arg("sampler"), "An executor of another model on the GPU of this one; they run in turn.");
+      py::arg("sampler"), "An executor of another model on the same GPU; the two run in turn.");
   bind_model<CudaExecutor>(executor);
   bind_weights(executor);
   bind_kernel_choice(m);
@@ -382,10 +384,10 @@ PYBIND11_MODULE(_cuda, m) {
             return py::bytes(address);
           },
           py::arg("max_rows"), py::arg("seconds") = kWaitSeconds,
-          "When all ops are added: what other ranks connect() to, for steps of up to so many rows; b'' without any. "
-          "seconds: how long the GPU waits for another rank.")
+          "After all ops are added: the address that other ranks connect() to, for steps of up to max_rows "
+          "rows; b'' with one rank. seconds: how long the GPU waits for another rank.")
       .def("connect", &CudaExecutor::connect, py::arg("addresses"), py::call_guard<py::gil_scoped_release>(),
-           "Every rank's address, in rank order; before allocate().")
+           "Takes every rank's address, in rank order; before allocate().")
       .def(
           "allocate",
           [](CudaExecutor& e, int max_rows, int max_slots, int max_length, int span_size, int num_spans,
@@ -401,28 +403,32 @@ PYBIND11_MODULE(_cuda, m) {
           py::arg("cache_dtype"), py::arg("max_outputs") = 0, py::arg("masks") = 0, py::arg("graphs") = true,
           py::arg("adapters") = 0, py::arg("adapter_rank") = 0, py::arg("adapter_dtype") = "float32",
           py::arg("draft") = nullptr,
-          "Compiles what was added; steps can follow. graphs: record steps that decode; the bits are the same. "
-          "adapters, adapter_rank, adapter_dtype: of those that rows may have, if the program has ops for them. draft: "
-          "another executor beside this one, allocated with the same spans, that makes drafts.")
+          "Compiles the program; then steps can run. graphs: replay decode steps as CUDA graphs; the bits "
+          "are the same. adapters, adapter_rank, adapter_dtype: number, largest rank and type of adapters, "
+          "if the program has ops for them. draft: an executor beside this one, allocated with the same "
+          "spans, that makes drafts.")
       .def(
           "allocate_host_cache",
           [](CudaExecutor& e, int spans) {
             py::gil_scoped_release release;
             e.allocate_host_cache(spans);
           },
-          py::arg("spans"), "A second tier of the cache in pinned memory, after allocate() and before any step.")
+          py::arg("spans"), "Allocates a host cache in pinned memory, after allocate() and before any step.")
       .def("unload", &CudaExecutor::unload, py::call_guard<py::gil_scoped_release>(),
-           "Between steps: weights go to pinned memory of the host, and the cache is lost; the GPU's memory is free.")
+           "Between steps: moves the weights to pinned host memory and frees the GPU's memory; the cache's "
+           "content is lost.")
       .def("load", &CudaExecutor::load, py::call_guard<py::gil_scoped_release>(), "Undoes unload().")
       .def(
           "kernels", [](const CudaExecutor& e) { return to_list(e.kernels()); },
           "After allocate(): which kernels the program runs: dicts of op, shape, first and last row (None: no limit), "
           "kernel.")
       .def("expert_tiles", &CudaExecutor::expert_tiles, py::arg("row_set"),
-           "(expert, entries) of each tile of a row set of experts, as the last step left it: for benchmarks.")
-      .def("profile", profile_of, "As the CPU backend's, of steps that were timed: a few of all.")
+           "(expert, entries) of each tile of a row set of experts in the last step, for benchmarks.")
+      .def("profile", profile_of, "As the CPU backend's, over the few steps that are timed.")
       .def_property_readonly("device_name", [](const CudaExecutor& e) { return e.device().name(); })
       .def_property_readonly(
           "capability", [](const CudaExecutor& e) { return e.device().capability(); }, "90 is 9.0.")
-      .def("free_bytes", [](const CudaExecutor& e) { return e.device().free_bytes(); }, "Of the GPU's memory, now.");
+      .def(
+          "free_bytes", [](const CudaExecutor& e) { return e.device().free_bytes(); },
+          "Free bytes of the GPU's memory.");
 }

@@ -14,10 +14,10 @@ size_t HostSpans::span_bytes(const std::vector<LayerCache>& layers) {
 
 HostSpans::HostSpans(const Device& device, const std::vector<LayerCache>& layers, int cache_spans, int spans)
     : device_(device), layers_((int)layers.size()) {
-  if (spans < 1) throw std::invalid_argument("a second tier of " + std::to_string(spans) + " spans");
+  if (spans < 1) throw std::invalid_argument("a host cache of " + std::to_string(spans) + " spans");
   device.use();
   keys_.resize(spans);
-  memory_ = Memory(spans * span_bytes(layers), "the prefix cache's second tier", Memory::Where::host);
+  memory_ = Memory(spans * span_bytes(layers), "the host cache", Memory::Where::host);
   std::vector<SpanPart> parts;
   size_t at = 0;
   for (const LayerCache& layer : layers) {
@@ -54,7 +54,7 @@ void HostSpans::copy(const std::vector<SpanCopy>& saved, const std::vector<SpanC
   for (const SpanCopy& copy : restored)
     if (keys_[copy.host] != copy.key)
       throw std::runtime_error("span " + std::to_string(copy.host) +
-                               " of the prefix cache's second tier is not what was written there");
+                               " of the host cache is not what was written there");
   check(cudaEventRecord(turns_[turn_].began, device_.stream()), "copying spans");
   queue(saved, true, 0);
   queue(restored, false, saved.size());
