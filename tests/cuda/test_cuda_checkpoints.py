@@ -1,4 +1,4 @@
-"""Checkpoints that others have quantized, on GPUs: their weights, logits against transformers with these, ranks."""
+"""Checkpoints that other programs quantized, on GPUs: their weights, logits against transformers, ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cache(monkeypatch, tmp_path):
 
 
 def weights_of(directory, world=1, **fields):
-    """But gates, whose rows are in another order once they are compiled: logits tell of them."""
+    """All matrices but gates, whose rows are reordered at compilation; logits cover those."""
     return {name: values for name, values in recovered(directory, world, **fields)[0].items() if "gate_" not in name}
 
 
@@ -42,7 +42,7 @@ def test_weights_are_the_producer_s(name, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_the_recovered_weights(name, tmp_path):
-    """Beside the twin's in bfloat16, as root mean squares over prompts."""
+    """Compared with the error of the twin in bfloat16, as root mean squares over prompts."""
     quantized, twin = pair_of(tmp_path, name)
     errors = []
     for directory, dtype in ((quantized, "auto"), (twin, "bfloat16")):
@@ -57,7 +57,7 @@ def test_logits_are_those_of_the_recovered_weights(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["gptq-4-order", "awq", "fp8", "ct-float8-channel", "q4_k_m"])
 def test_weights_of_two_ranks(name, tmp_path, monkeypatch):
-    """Which may share a GPU: nothing is computed."""
+    """Ranks may share a GPU, because nothing is computed."""
     monkeypatch.setenv(SHARED_GPUS, "1")
     quantized, twin = pair_of(tmp_path, name)
     found = weights_of(quantized, 2, compute_unit="CUDA:0,0", cache_memory=64 << 20)

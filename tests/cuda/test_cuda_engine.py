@@ -20,7 +20,7 @@ REQUESTS = [({"do_sample": False}, 30), ({"seed": 3, "temperature": 1.2, "top_k"
 
 
 def answers(engine, name: str, requests=REQUESTS) -> list:
-    """Of all requests at once: ids and logprobs."""
+    """Ids and logprobs of all requests, run at once."""
     started = [engine.start_request(name, {"input_ids": prompt_of(length)},
                                     {"max_new_tokens": 40, "eos_token_id": -1, **config})[2]
                for config, length in requests]
@@ -59,7 +59,7 @@ def test_engine_and_client_give_the_same_bytes(name, dtype):
 @pytest.mark.parametrize("name, draft", [("llama-fp16-heads-of-64", "llama-bf16-heads-of-64"),
                                          ("llama-bf16-heads-of-64", "llama-fp16-heads-of-64")])
 def test_drafts_of_another_type(name, draft):
-    """Of the same weights, rounded: many are right, and no bit changes."""
+    """The draft model has the same weights with other rounding: many drafts are right, and no bit changes."""
     found = []
     for fields in ({}, {"speculation": "draft", "draft_model": str(checkpoint(draft))}):
         with Engine() as engine:
@@ -72,9 +72,7 @@ def test_drafts_of_another_type(name, draft):
 
 
 def test_models_beside_each_other():
-    """Kernels of one may run while those of the other do, and none waits for what the other keeps from beginning: each
-    has the bytes that it has alone.
-    """
+    """Kernels of two models may overlap without waiting for each other: each has the bytes that it has alone."""
     names = {"dense": "qwen3-bf16-sharded", "experts": "qwen3-moe"}
     fields = {**FIELDS, "weight_dtype": "bfloat16", "cache_memory": 64 << 20}
     with Engine() as engine:

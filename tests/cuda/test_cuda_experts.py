@@ -1,5 +1,5 @@
-"""Experts on the GPU: products of a stack against float64, ops against the reference backend, whole models against
-transformers and the CPU backend; the bits of a row are its own.
+"""Experts on the GPU: GEMMs of a stack against float64, ops against the reference backend, whole models against
+transformers and the CPU backend; a row's bits are independent of other rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CODES = [("int8", 0), ("int8", 64), ("int8", 16), ("int4", 0), ("int4", 64), ("i
 
 # -- products ----------------------------------------------------------------------------------------------------------
 def choices(rng, kind: str, rows: int, experts: int, top: int) -> np.ndarray:
-    """[rows, top], ascending in each row. even, or few: as many rows as there are go to the same ones."""
+    """[rows, top], ascending in each row. Rows are spread evenly over experts, or all go to a few."""
     if kind == "few":
         return np.tile(np.sort(rng.permutation(experts)[:top]), (rows, 1)).astype(np.int32)
     return np.stack([np.sort(rng.permutation(experts)[:top]) for _ in range(rows)]).astype(np.int32)
@@ -42,7 +42,7 @@ def choices(rng, kind: str, rows: int, experts: int, top: int) -> np.ndarray:
 @pytest.mark.parametrize("form, group", [("float32", 0), ("bfloat16", 0), ("float16", 0), *CODES])
 @pytest.mark.parametrize("n, k", [(1, 1), (3, 7), (41, 31), (64, 64), (130, 257), (96, 768), (200, 1091), (1536, 130)])
 def test_products_of_any_number_of_rows_have_the_same_bits(n, k, form, group):
-    """By every kernel and height of tiles, experts without rows and all rows to a few; and against float64."""
+    """With every kernel and tile height, with experts without rows and with all rows on a few; and against float64."""
     if group and (k < 64 or (n, k) == (1536, 130)):
         pytest.skip("there are others")
     experts, top, rng, found = 9, 3, np.random.default_rng(SEED), executor()
@@ -118,7 +118,7 @@ def test_one_row_has_the_bits_of_many(experts, top, width, inner, first, count, 
     ("bfloat16", True, 3.0), ("bfloat16", False, 3.0), ("bfloat16", True, 0.0), ("float16", True, 3.0)])
 def test_one_row_of_whole_layers_has_the_bits_of_many(experts, top, width, inner, first, count, heads, kv, dim, form,
                                                       normalized, spread):
-    """And where all logits are equal."""
+    """Also if all logits are equal."""
     own = toy()
     x = embedded(own, width)
 
@@ -171,7 +171,7 @@ def test_sigmoid_mul(width):
 
 
 def layers(form: str, dim: int) -> Toy:
-    """A model of two layers with norms of heads and experts, one that all rows go to beside them."""
+    """A model of two layers with norms of heads, experts, and a shared expert."""
     own = toy()
     x, wide = embedded(own, 64), 64
 
@@ -204,7 +204,7 @@ def layers(form: str, dim: int) -> Toy:
 @pytest.mark.parametrize("form, dim", [("float32", 16), *((form, dim) for form in ("bfloat16", "float16")
                                                           for dim in (16, 64, 128))])
 def test_same_request_same_bytes(form, dim):
-    """Alone, in a batch that is padded, in chunks, recorded or not."""
+    """Alone, in a padded batch, in chunks, with and without a recorded graph."""
     cache, rng = form, np.random.default_rng(SEED)
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 5, 17, 33, 40, 2, 3)]
     expected = []
@@ -282,7 +282,7 @@ def test_greedy_ids_are_the_cpus(name):
 @pytest.mark.parametrize("dtype, most", [("bfloat16", 0.1), ("float16", 0.1 / 4)])
 @pytest.mark.parametrize("name", names())
 def test_16_bits_are_near_float32(name, dtype, most):
-    """Logits near those of float32; bits the same alone, in a batch and in chunks."""
+    """Logits are near float32's; bits are the same alone, in a batch and in chunks."""
     pytest.importorskip("transformers")
     from support.checkpoints import checkpoint, prompt_of, reference_logits
     from support.driver import Driver, together
@@ -304,7 +304,7 @@ def test_16_bits_are_near_float32(name, dtype, most):
 
 @pytest.mark.parametrize("name, ranks", [("qwen3-moe", 2), ("qwen3-moe-mixed", 2), ("qwen2-moe", 2)])
 def test_ranks(name, ranks):
-    """Slices of experts, and whole ones."""
+    """With slices of experts, and with whole experts."""
     pytest.importorskip("transformers")
     from allspark_server import _cuda
     from support.checkpoints import check_logits, checkpoint, prompt_of, reference_logits

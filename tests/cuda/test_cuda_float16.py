@@ -1,5 +1,5 @@
-"""What float16 does not hold: activations, keys and values beyond its range are cut to it, weights beyond it are
-counted; and what goes with its matrices.
+"""The range of float16: activations, keys and values beyond it are clamped, weights beyond it are counted; and the
+types of everything beside float16 matrices.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.mark.parametrize("n, k", [(70, 300), (1030, 900)])
 def test_rows(n, k):
-    """What is beyond its range is cut to it, by every kernel; what is no number makes its own row none."""
+    """Every kernel clamps values beyond the range; a row with a NaN becomes NaN, and no other."""
     rng, gpu = np.random.default_rng(SEED), executor()
     handle = gpu.add_matrix(n, k, "float16")
     gpu.fill_matrix(handle, (rng.normal(size=(n, k)) * k**-0.5).astype(np.float32), "F32")
@@ -58,7 +58,7 @@ def test_rows(n, k):
 
 @pytest.mark.parametrize("inner", [37, 200, 1100])
 def test_gates(inner):
-    """Of rows that are given, and of a product."""
+    """With rows that are given, and with a GEMM's output."""
     own, hidden = toy(), 24
     both = embedded(own, 2 * inner)
     own.weights[0] *= 300.0
@@ -75,7 +75,7 @@ def test_gates(inner):
     found = compiled(own).step(step_of(prompts()), True).logits
 
     def gates(both: np.ndarray) -> np.ndarray:
-        """Some of which do not fit."""
+        """Some of the gates exceed the range."""
         g, u = both[:, :inner], both[:, inner:]
         values = g / (1 + np.exp(np.clip(-g, None, 700))) * u
         assert (np.abs(values) > MOST).any()
@@ -91,7 +91,7 @@ def test_gates(inner):
 
 @pytest.mark.parametrize("dim", [24, 64, 128])
 def test_keys_and_values(dim):
-    """They are kept as its largest; those that are no numbers harm their own sequence alone."""
+    """They are clamped; those that are not finite affect only their own sequence."""
     own = toy()
     table = own.rng.normal(size=(VOCAB, 4 * dim)).astype(np.float32)  # two heads of queries, one of keys and of values
     own.finish(own.attention(own.embedding(VOCAB, 4 * dim, table), 2, 1, dim))
@@ -115,7 +115,7 @@ def test_keys_and_values(dim):
 
 
 def test_weights():
-    """Those that do not fit are counted with those that are not finite; the others are rounded to the nearest,
+    """Weights beyond the range are counted with those that are not finite; all others are rounded to the nearest,
     subnormal or not.
     """
     rng, gpu = np.random.default_rng(SEED), executor()
@@ -141,7 +141,7 @@ def test_weights():
 @pytest.mark.parametrize("first, second", [("bfloat16", "float16"), ("float16", "bfloat16"), ("float16", "int4"),
                                            ("int8", "float16"), ("float16", "w8a8"), ("float8", "float16")])
 def test_a_program_has_one_type_of_16_bits(first, second):
-    """Codes go with bfloat16."""
+    """Quantized values go with bfloat16."""
     own = toy()
     x = embedded(own, 64)
     for form in (first, second):

@@ -1,5 +1,5 @@
-"""Quantized weights and caches on the GPU: recovered as the CPU backend does, products by every kernel with the same
-bits.
+"""Quantized weights and caches on the GPU: recovered values equal the CPU backend's, and GEMM kernels agree bit by
+bit.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def rows_of(backend, handle: int, n: int) -> np.ndarray:
 @pytest.mark.parametrize("form, group", [*FORMATS, ("w8a8", 64)])
 @pytest.mark.parametrize("source", ["F32", "F16", "BF16"])
 def test_weights_are_quantized_as_on_the_cpu(form, group, source):
-    """To the bit; equal values, zeros and wide ranges among them, and a slice of rows that are longer."""
+    """Bit by bit; with equal values, zeros, wide ranges, and a slice of longer rows."""
     rng, gpu, cpu = np.random.default_rng(SEED), executor(), _native.Executor()
     for n, k in SIZES[:7]:
         values = rng.normal(size=(n, k)) * 10.0 ** rng.integers(-4, 4, (n, 1))
@@ -101,7 +101,7 @@ def test_rows_that_are_quantized_already(form, bits, group):
 
 
 def of_bytes(x: np.ndarray) -> np.ndarray:
-    """Rows of activations of 8 bits, recovered."""
+    """Rows quantized to 8 bits, recovered."""
     top = np.abs(x).max(1, keepdims=True)
     return np.rint(x * (np.float32(127) / top)).astype(float) * (top / np.float32(127))
 
@@ -109,7 +109,7 @@ def of_bytes(x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("n, k", [(1, 1), (3, 7), *SIZES[4:]])
 @pytest.mark.parametrize("form, group", [*FORMATS, ("int4", 192), *INTEGERS])
 def test_products_of_any_number_of_rows_have_the_same_bits(n, k, form, group):
-    """By every kernel; and against float64."""
+    """With every kernel; and against float64."""
     rng, gpu = np.random.default_rng(SEED), executor()
     handle = gpu.add_matrix(n, k, form, group)
     gpu.fill_matrix(handle, (rng.normal(size=(n, k)) * k**-0.5 + 0.01).astype(np.float32), "F32")
@@ -159,8 +159,8 @@ def test_float8(n, k):
 @pytest.mark.parametrize("form, group", [("float8", 0), ("int4", 64), ("int8", 0), ("w8a8", 0), ("w4a8", 64)])
 @pytest.mark.parametrize("n, k", [(17004, 700), (3700, 2900), (9000, 1536)])
 def test_products_whose_tiles_are_shared(n, k, form, group):
-    """Sums in one piece, in several of a block of threads each, and in several that these share: they go on where
-    others have stopped.
+    """Split-K in one part, in several with a CTA each, and in several that CTAs share, where one continues another's
+    sum.
     """
     rng, gpu = np.random.default_rng(SEED), executor()
     handle = gpu.add_matrix(n, k, form, group)
@@ -176,7 +176,7 @@ def test_products_whose_tiles_are_shared(n, k, form, group):
 @pytest.mark.parametrize("n, k", [(1, 1), (70, 129), (64, 4096), (130, 9000), (3584, 18944), (4608, 3584),
                                   (5000, 2049)])
 def test_one_row_that_its_product_quantizes(n, k, form):
-    """Each block of threads has a piece of it, and they tell each other its greatest."""
+    """Each CTA has a part of the row; CTAs exchange the largest value."""
     rng, gpu = np.random.default_rng(SEED), executor()
     handle = gpu.add_matrix(n, k, form, 0)
     gpu.fill_matrix(handle, (rng.normal(size=(n, k)) * k**-0.5).astype(np.float32), "F32")
@@ -190,9 +190,7 @@ def test_one_row_that_its_product_quantizes(n, k, form):
 @pytest.mark.parametrize("form", ["float8", "w8a8"])
 @pytest.mark.parametrize("n, k, rows", [(3700, 1100, 2900), (3584, 900, 1700), (4100, 132, 4200), (17000, 320, 1500)])
 def test_wide_tiles_in_several_turns(n, k, rows, form):
-    """Blocks of threads have a tile, and then one beyond the last row or column, and share those that are left for the
-    end.
-    """
+    """CTAs have a tile, then one beyond the last row or column, and share the remaining ones."""
     rng, gpu = np.random.default_rng(SEED), executor()
     handle = gpu.add_matrix(n, k, form, 0)
     gpu.fill_matrix(handle, (rng.normal(size=(n, k)) * k**-0.5 + 0.01).astype(np.float32), "F32")
@@ -204,7 +202,7 @@ def test_wide_tiles_in_several_turns(n, k, rows, form):
 
 @pytest.mark.parametrize("form", ["w8a8", "w4a8", "float8"])
 def test_rows_of_activations_that_are_no_numbers(form):
-    """A row of zeros is zeros; one with a NaN or an infinity is NaN, and no other."""
+    """A row of zeros gives zeros; a row with a NaN or an infinity gives NaN, and no other does."""
     rng, gpu = np.random.default_rng(SEED), executor()
     handle = gpu.add_matrix(70, 300, form, 0 if form == "float8" else 64)
     gpu.fill_matrix(handle, rng.normal(size=(70, 300)).astype(np.float32), "F32")
@@ -222,7 +220,7 @@ def test_rows_of_activations_that_are_no_numbers(form):
 @pytest.mark.parametrize("hidden, inner", [(1, 3), (7, 40), (130, 8), (257, 70), (1025, 200), (3584, 130), (4100, 70),
                                            (200, 8200), (3584, 1500)])
 def test_one_row_has_the_bits_of_many(hidden, inner, form, group):
-    """Where products norm it themselves, too."""
+    """Also if GEMMs apply the norm themselves."""
     own = toy()
 
     def matrix(n, k):
@@ -326,13 +324,13 @@ def test_quantized_caches_with_rotated_keys_and(variant, cache):
     own.finish(own.attention(x, 4, 2, 64, **variant))
     for backend in (compiled(own, cache), on_cpu(own, dtype=cache)):
         logits.append(backend.step(data, True).logits)
-    # A rotated key's last bit may be another, and then a code.
+    # A rotated key's last bit may differ, and then its quantized value.
     assert np.abs(logits[0] - logits[1]).max() < (0.05 if cache == "int8" else 0.15) * np.sqrt(np.mean(logits[1]**2))
 
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_a_cache_of_float8(heads):
-    """Against the reference with keys and values so rounded."""
+    """Against the reference with equally rounded keys and values."""
     q_heads, kv_heads, dim = heads
     own = toy()
     values = own.rng.normal(size=(VOCAB, (q_heads + 2 * kv_heads) * dim)).astype(np.float32)
@@ -366,7 +364,7 @@ def test_bits_of_attention_do_not_depend_on_chunks(dim, window, cache):
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_keys_that_are_no_numbers(cache):
-    """They harm their own sequence alone."""
+    """They affect only their own sequence."""
     values = np.random.default_rng(SEED).normal(size=(VOCAB, 4 * 64))
     own = toy()
     own.finish(own.attention(own.embedding(VOCAB, 4 * 64, values), 2, 1, 64))

@@ -1,4 +1,4 @@
-"""The host cache on the GPU: spans that went to the host's memory and came back have the bits that they had."""
+"""The host cache on the GPU: spans that are offloaded and restored keep their bits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def key(number: int) -> list[int]:
 
 
 def copies(saved: list[tuple[int, int]], restored: list[tuple[int, int]]) -> list[tuple[int, list[int]]]:
-    """Pairs (span, span of the host cache); a key for each of the latter."""
+    """Pairs (span, span of the host cache), with a key for each of the latter."""
     return [(COPIES, [len(saved), *(word for span, host in saved + restored for word in (span, host, *key(host)))])]
 
 
@@ -48,7 +48,7 @@ def test_spans_that_come_back(cache):
     found = stepper.collect()
     assert found.tokens.tolist() == expected.tokens.tolist()
     assert found.logprobs.tobytes() == expected.logprobs.tobytes()
-    # What comes back may go to a span that is saved in the same step.
+    # A restored span may overwrite one that is saved in the same step.
     head.e.step(StepPlan(free=[1]).encode())
     swapped = [(span, host - 20) for span, host in restored]
     found = head.e.step(begin(1, prompt, 96, table, copies(swapped, restored)), True)

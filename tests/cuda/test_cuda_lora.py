@@ -1,5 +1,5 @@
-"""Adapters on the GPU: products of low rank against the reference backend, whole models against the CPU's, and that the
-bits of a row are its own.
+"""Adapters on the GPU: low-rank products against the reference backend, whole models against the CPU's; a row's bits
+are independent of other rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.cuda
 
 SEED = int(os.environ.get("ALLSPARK_TEST_SEED", int.from_bytes(os.urandom(3), "little")))
 VOCAB, MOST = 53, 40
-EXACT, ROUNDED = 2e-5, 8e-2  # of the values' size, as their root mean square; where values are rounded to bfloat16
+EXACT, ROUNDED = 2e-5, 8e-2  # relative to the values' root mean square; where values are rounded to bfloat16
 LENGTHS, WHICH = (1, 30, 45, 1, 17, 2), (0, -1, 1, 0, -1, 1)  # prompts of one step, and their adapters
 
 
@@ -27,12 +27,12 @@ def seed():
 
 
 class Adapted:
-    """A linear, its targets' adapters, and perhaps a gate: in the GPU, and in the reference."""
+    """A linear with its targets' adapters, and perhaps a gate, on the GPU and in the reference."""
 
     def __init__(self, k: int, blocks: list[int], ranks: list[dict[int, int]], form: str, gated: bool, dtype: str,
                  bias: bool, of_outputs: bool = False):
-        """ranks: of each adapter, those of its targets, which are `blocks`. of_outputs: only rows with outputs are
-        computed.
+        """`ranks` of each adapter are those of its targets, which are `blocks`. With `of_outputs`, only rows with
+        outputs are computed.
         """
         own, n = Toy(SEED), sum(blocks)
         x = own.embedding(VOCAB, k, own.rng.normal(size=(VOCAB, k)))
@@ -70,7 +70,7 @@ def step_of(prompts, which) -> bytes:
 
 
 def rows_of(gpu, prompts, which) -> list[bytes]:
-    """Bits of the logits of each."""
+    """Bits of the logits of each row."""
     found = [row.tobytes() for row in gpu.step(step_of(prompts, which), True).logits]
     gpu.step(plan([], free=range(len(prompts))))
     return found
@@ -86,7 +86,7 @@ def rows_of(gpu, prompts, which) -> list[bytes]:
     (33, [1, 2, 3, 4, 5, 6], False), (5003, [40, 72], False), (9000, [9, 130], False),
 ])
 def test_products_of_low_rank(k, blocks, gated, form, dtype, tolerance):
-    """Against the reference; and every row alone has the bits that it has beside others."""
+    """Against the reference; and every row has the same bits alone and beside others."""
     ranks = [{target: 1 + (7 * target + 15) % MOST for target in range(len(blocks))}, {len(blocks) - 1: MOST}]
     own = Adapted(k, blocks, ranks, form, gated, dtype, bias=True)
     rng = np.random.default_rng(SEED + 2)
@@ -113,7 +113,7 @@ def test_products_of_low_rank(k, blocks, gated, form, dtype, tolerance):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_rows_with_outputs_have_their_adapters(dtype):
-    """A head's: the bits of all rows."""
+    """Adapters of a head: the bits of all rows."""
     rng = np.random.default_rng(SEED + 2)
     prompts = [rng.integers(0, VOCAB, length).tolist() for length in LENGTHS]
     found = [rows_of(Adapted(96, [40, 9], [{0: 5, 1: 8}, {1: 3}], dtype, False, dtype, True, of_outputs).gpu,
@@ -149,8 +149,8 @@ def test_matrices_that_cannot_be_are_refused():
                                                       ("float16", "bfloat16", 1.0)])
 @pytest.mark.parametrize("name", ["qwen2-gqa-tied", "llama-biases", "phi3-window", "glm4"])
 def test_logits_are_the_cpus(tmp_path, name, dtype, on_cpu, tolerance):
-    """Of float32. In bfloat16 adapters of random matrices take logits far from these: on the CPU by 1 to 22 % of their
-    deviation, on an H200 by 1.1 to 3.4 times that, whether adapters' sums are of float32 or by mma.sync. float16 is
+    """In float32. In bfloat16, adapters of random matrices take logits far from these: on the CPU by 1 to 22 % of their
+    deviation, on an H200 by 1.1 to 3.4 times that, whether adapters' sums are in float32 or by mma.sync. float16 is
     nearer than the CPU's bfloat16.
     """
     def far(a, b):
@@ -177,8 +177,8 @@ def test_logits_are_the_cpus(tmp_path, name, dtype, on_cpu, tolerance):
     {"weight_dtype": "float8"}, {"weight_dtype": "int4", "weight_group_size": 32},
 ], ids=lambda fields: fields["weight_dtype"])
 def test_bits_depend_on_nothing_else_in_the_batch(tmp_path, fields):
-    """Of rows with an adapter, and of rows without one beside them: as they are alone, and as they are without any.
-    Decoding is by recorded steps.
+    """Rows with an adapter have the bits that they have alone; rows without one, the bits of a batch without adapters.
+    Decode runs recorded graphs.
     """
     lora = pytest.importorskip("test_lora")
     base = lora.checkpoints.checkpoint(lora.NAME)
@@ -201,7 +201,9 @@ def test_bits_depend_on_nothing_else_in_the_batch(tmp_path, fields):
 
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-3), ("bfloat16", 0.2), ("float16", 0.2 / 4)])
 def test_on_several_gpus(tmp_path, dtype, tolerance):
-    """A rank's parts of an adapter add up to what the CPU's ranks make of it; rows without one keep their bits."""
+    """The ranks' parts of an adapter add up to the result of the CPU's ranks; rows without an adapter keep their
+    bits.
+    """
     lora = pytest.importorskip("test_lora")
     from allspark_server import _cuda
 

@@ -1,4 +1,4 @@
-"""Many rows: blocks of threads have several tiles, one after the other; each row has the bits that it has among few."""
+"""Many rows: CTAs process several tiles one after the other, and each row has the bits that it has among few."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_products(form, group, n, k, rows):
 
 @pytest.mark.parametrize("form, group", FORMS)
 def test_gates_and_sums(form, group):
-    """Of four prompts in a step: rows are normed, and what is gated is added to them."""
+    """Four prompts in a step: rows are normed, and gated values are added to them."""
     own, rng, inner = Toy(SEED), np.random.default_rng(SEED), 8520
 
     def matrix(n, k):
@@ -59,7 +59,7 @@ def test_gates_and_sums(form, group):
 @pytest.mark.parametrize("form, cache", [("bfloat16", "bfloat16"), ("float16", "float16"), ("float8", "float8"),
                                          ("w8a8", "int8"), ("int4", "uint4")])
 def test_a_batch_of_512(form, cache):
-    """Decoding by recorded steps, or not: who is in it has the bits that it has among eight."""
+    """Decode with and without recorded graphs: each sequence has the bits that it has among eight."""
     rng = np.random.default_rng(SEED)
     prompts = [rng.integers(0, VOCAB, length).tolist() for length in rng.integers(1, 20, 512)]
     found = [tokens_of(compiled(small_model(form, 64), cache, graphs=graphs, long=True, outputs=512, slots=512),

@@ -1,4 +1,4 @@
-"""A GPU's memory is given back and had again: weights wait in the host's, what follows has the bits of before."""
+"""A GPU's memory is released and taken again: weights wait in host memory, and bits stay the same."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def free() -> int:
 
 
 def test_gigabytes_go_and_come_back_at_the_links_speed():
-    """Recorded steps go on as they were recorded."""
+    """Recorded graphs remain valid."""
     width, layers = 8192, 12
     gpu, rng = executor(), np.random.default_rng(0)
     before = free()
@@ -67,7 +67,7 @@ def test_gigabytes_go_and_come_back_at_the_links_speed():
         gpu.unload()
         gone = time.perf_counter() - began
         assert before - free() < 0.1 * weights or not ALONE
-        gpu.unload()  # it is gone
+        gpu.unload()  # its memory is free
         with pytest.raises(ValueError, match="the GPU's memory was given back: load.. before steps"):
             step(0)
         began = time.perf_counter()
@@ -81,7 +81,7 @@ def test_gigabytes_go_and_come_back_at_the_links_speed():
 
 
 def test_other_gpus_are_left_alone():
-    """A model on the second GPU takes no memory of the first, on whatever thread it is loaded, moved and released."""
+    """A model on the second GPU takes no memory of the first, whichever thread loads, moves and releases it."""
     from allspark_server import _cuda
 
     if _cuda.device_count() < 2:
@@ -111,7 +111,7 @@ def test_other_gpus_are_left_alone():
 
 @pytest.mark.skipif(not ALONE, reason="ALLSPARK_TEST_WHOLE_GPU=1 says that nobody else needs the GPU's memory")
 def test_memory_that_others_have_taken():
-    """Nothing has changed, and once it is free again the model is as it was."""
+    """The failure changes nothing, and once memory is free the model is as before."""
     gpu = executor()
     table = gpu.add_matrix(53, 4 << 20, "float32")  # 848 MiB
     x = gpu.add_tensor(4 << 20)
@@ -135,7 +135,7 @@ def test_memory_that_others_have_taken():
 
 
 def all_of_it() -> list:
-    """Who has all of the GPU's memory as long as this is kept, but for a few MiB."""
+    """Takes all of the GPU's memory but a few MiB for as long as it is kept."""
     found = [executor()]
     for wanted in (1 << 30, 64 << 20, 4 << 20):
         while free() > 2 * wanted:
@@ -145,7 +145,7 @@ def all_of_it() -> list:
 
 @pytest.mark.skipif(not ALONE, reason="ALLSPARK_TEST_WHOLE_GPU=1 says that nobody else needs the GPU's memory")
 def test_without_memory_models_go_on_and_others_are_refused():
-    """In batches that they have not had, too; what was refused is there once there is room."""
+    """Also with new batch sizes; a refused model can be loaded once memory is free."""
     lora = pytest.importorskip("test_lora")
     from allspark_client import AllSparkError, AsModelConfig, AsStatus
     from allspark_server import Engine
@@ -179,7 +179,7 @@ def test_without_memory_models_go_on_and_others_are_refused():
 
 
 def test_a_draft_model_goes_and_comes_back_too():
-    """And the host cache has both models' spans."""
+    """The host cache holds both models' spans."""
     lora = pytest.importorskip("test_lora")
     from allspark_client import AsModelConfig
     from allspark_server import Engine
@@ -204,7 +204,7 @@ def test_a_draft_model_goes_and_comes_back_too():
 
 @pytest.mark.parametrize("tier", [0, 64 << 20])
 def test_an_engine_goes_on_with_the_same_bits(tmp_path, tier):
-    """With an adapter, grown into the prefix cache; what the host cache holds is still there."""
+    """With an adapter and a prefix cache; the host cache keeps what it holds."""
     lora = pytest.importorskip("test_lora")
     from allspark_client import AsModelConfig
     from allspark_server import Engine

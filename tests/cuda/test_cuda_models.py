@@ -44,7 +44,7 @@ def test_logits_and_greedy_ids_in_float32(name):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_families_that_transformers_does_not_have(name, tmp_path):
-    """Among them ALiBi's slopes, and queries that grow with the logarithm of their position."""
+    """Including ALiBi's slopes, and queries that grow with the logarithm of their position."""
     write(tmp_path / name, PUBLISHED[name], 3)
     reference = Published(tmp_path / name)
     with Driver(tmp_path / name, weight_dtype="float32", **UNIT) as gpu:
@@ -62,8 +62,8 @@ ROUNDED = ("llama-bf16-heads-of-64", "qwen2-gqa-tied", "qwen2-yarn", "llama3", "
 @pytest.mark.parametrize("name, dtype", [*((name, spec.dtype) for name, spec in STORED.items()),
                                          *((name, "float16") for name in ROUNDED)])
 def test_16_bits_are_no_worse_than_transformers(name, dtype):
-    """In float64 the same weights, as they are stored; errors as root mean squares over prompts. Where weights are
-    rounded, both have the same error of that beside their own.
+    """Against the stored weights in float64, as root mean squares over prompts. If weights are rounded, both have that
+    error besides their own.
     """
     directory = checkpoint(name)
     ours = theirs = 0.0
@@ -82,7 +82,7 @@ def test_16_bits_are_no_worse_than_transformers(name, dtype):
 
 @pytest.mark.parametrize("name", ["llama-fp16-heads-of-64", "llama-fp16-sharded", "qwen3-tied", "gemma2"])
 def test_greedy_ids_in_float16(name):
-    """Those of float64, until its two best logits are nearly tied."""
+    """Ids equal float64's until its two best logits are nearly tied."""
     directory, compared = checkpoint(name), 0
     with Driver(directory, weight_dtype="float16", **UNIT) as gpu:
         for length in LENGTHS[:-1]:
@@ -111,7 +111,7 @@ def test_types_of_weights_and_caches(fields, tolerance):
 
 
 def test_codes_of_a_float16_checkpoint():
-    """What is beside them is bfloat16."""
+    """Everything beside quantized values is bfloat16."""
     directory, fields = checkpoint("llama-fp16-sharded"), {"weight_dtype": "int8", "quantize_head": False}
     with Driver(directory, **fields, **UNIT) as gpu, Driver(directory, **fields) as cpu:
         assert (gpu.info.weight_dtype, gpu.info.cache_dtype) == ("int8", "bfloat16")

@@ -1,5 +1,5 @@
-"""Every op of the CUDA backend against the reference backend, as tests/reference/test_cpu_ops.py has the CPU's; and
-that the bits of a row are its own.
+"""Every op of the CUDA backend against the reference backend, like tests/reference/test_cpu_ops.py for the CPU; a row's
+bits are independent of other rows.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def test_linear(n, k, form, tolerance, bias):
                                   (4500, 3990), (9001, 300), (16500, 130), (17003, 65)])
 @pytest.mark.parametrize("form", ["float32", *DTYPES16])
 def test_products_of_any_number_of_rows_have_the_same_bits(n, k, form):
-    """By every kernel; and against float64."""
+    """With every kernel; and against float64."""
     rng, found = np.random.default_rng(SEED), executor()
     values = (rng.normal(size=(n, k)) * k**-0.5).astype(np.float32)
     handle = found.add_matrix(n, k, form)
@@ -120,7 +120,7 @@ def test_products_of_any_number_of_rows_have_the_same_bits(n, k, form):
 @pytest.mark.parametrize("form", DTYPES16)
 @pytest.mark.parametrize("n, k, rows", [(5000, 5000, 900), (17100, 2000, 700)])
 def test_tiles_that_processors_share_have_the_same_bits(n, k, rows, form):
-    """So many that the last ones are begun by some blocks of threads and ended by others; by pieces of K, and whole."""
+    """So many tiles that some CTAs begin the last ones and others finish them: by parts of K, and whole."""
     rng, found = np.random.default_rng(SEED), executor()
     handle = found.add_matrix(n, k, form)
     found.fill_matrix(handle, rng.standard_normal((n, k), np.float32) * np.float32(k**-0.5), "F32")
@@ -162,7 +162,7 @@ def test_sources_of_weights_and_what_is_not_finite():
     # Gates have more rows than a grid in its second dimension.
     (24, 33_000, "bfloat16", 6e-2), (24, 33_000, "float16", 6e-2 * HALF)])
 def test_what_is_computed_together(hidden, inner, form, tolerance):
-    """Norms, gates, attention and sums whose results products read, or add to."""
+    """Fusion of norms, gates, attention and sums with the GEMMs that read them or add to them."""
     own = toy()
 
     def matrix(n, k):
@@ -216,7 +216,7 @@ VARIANTS = [{"window": 1}, {"window": 20}, {"soft_cap": 1.5}, {"window": 33, "so
 
 
 def attention_with(own: Toy, x: int, q_heads: int, kv_heads: int, dim: int, variant) -> int:
-    """sinks, alibi: of random sinks, and slopes as ALiBi has them."""
+    """Attention with random sinks, or with ALiBi's slopes."""
     weights = [own.vector(q_heads)] if variant.get("sinks") else []
     if variant.get("alibi"):
         weights.append(own.vector(2.0 ** (-8 * np.arange(1, q_heads + 1) / q_heads)))
@@ -238,7 +238,7 @@ def test_attention_with(variant, dim, cache, tolerance):
     *((dim, variant) for dim in (80, 256) for variant in ({}, {"window": 300, "soft_cap": 3.0})),
     *((dim, variant) for dim in (16, 64) for variant in ({"sinks": True, "window": 300}, {"alibi": True}))])
 def test_bits_of_attention_do_not_depend_on_chunks(dim, variant, cache):
-    """Contexts of several runs; the last chunk of one row is a step that decodes."""
+    """Contexts of several KV splits; a last chunk of one row is a decode step."""
     results, lengths = [], [1290, 515]
     for chunk in (1290, 333, 47, -1):
         own = Toy(7)
@@ -273,7 +273,7 @@ def test_bits_of_attention_do_not_depend_on_chunks(dim, variant, cache):
         (7, 80), (2, 96), (3, 96), (4, 256), (7, 256))),
     *((group, dim, cache) for cache in ("int8", "uint4", "float8") for group, dim in ((7, 128), (2, 64), (3, 96)))])
 def test_rows_attend_alike_in_chunks_of_any_size(group, dim, cache):
-    """Several requests in a step; rotated queries; from a row or two at a time to tiles and one row past them."""
+    """Several requests per step with rotated queries: chunks of one or two rows up to whole tiles and one row more."""
     own, rng = Toy(SEED), np.random.default_rng(SEED)
     kv = 1 + group % 2
     x = embedded(own, (group + 2) * kv * dim)
@@ -293,7 +293,7 @@ def test_rows_attend_alike_in_chunks_of_any_size(group, dim, cache):
 @pytest.mark.parametrize("cache", ["bfloat16", "float16", "int8", "uint4", "float8"])
 @pytest.mark.parametrize("dim, longest", [(128, 12), (128, 300), (64, 12), (256, 12)])
 def test_many_requests_decode_as_their_prompts_are_read(dim, longest, cache):
-    """More tiles than a GPU has processors, of one run each or one of two: a row at a time, and all at once."""
+    """More tiles than the GPU has SMs, with one or two KV splits each: row by row, and all at once."""
     own, rng, group, kv = Toy(SEED), np.random.default_rng(SEED), 7, 2
     x = embedded(own, (group + 2) * kv * dim)
     own.rotary(dim)
@@ -329,7 +329,7 @@ SAMPLING = [{}, {"do_sample": True, "seed": 5, "temperature": 1.5, "top_logprobs
     ("bfloat16", 64, "float16", {}), ("bfloat16", 128, "float16", {}), ("float32", 64, "float16", {}),
     ("int4", 64, "float16", {}), ("float8", 64, "float16", {})])
 def test_same_request_same_bytes(form, dim, cache, sampling):
-    """Alone, in a batch, in chunks, with drafts, recorded or not."""
+    """Alone, in a batch, in chunks, with drafts, with and without recorded graphs."""
     rng = np.random.default_rng(SEED)
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 5, 17, 33, 40, 2)]
     expected = []
@@ -348,7 +348,7 @@ def test_same_request_same_bytes(form, dim, cache, sampling):
                                       {"do_sample": True, "seed": 9, "top_k": 7, "top_p": 0.8, "logprobs": True},
                                       {"logprobs": False, "no_repeat_ngram_size": 2}])
 def test_samples_are_the_reference_backends(sampling):
-    """Tokens, until a choice is a near-tie."""
+    """Tokens are equal until a choice is a near-tie."""
     own = small_model()
     gpu, runner = compiled(own), own.runner()
     prompt = np.random.default_rng(SEED).integers(0, VOCAB, 30).tolist()
@@ -404,7 +404,7 @@ def test_logits_that_are_no_numbers_harm_nobody_else(sampling):
 
 @pytest.mark.parametrize("form", DTYPES16)
 def test_rows_that_are_no_numbers_leave_nothing_behind(form):
-    """Rows of two widths become 16 bits in the same memory, where the narrower ones have padding."""
+    """Rows of two widths are converted to 16 bits in the same memory, where the narrower ones have padding."""
     own = toy()
     x = own.embedding(VOCAB, 24, np.where(np.arange(VOCAB)[:, None] == 7, np.nan, own.rng.normal(size=(VOCAB, 24))))
     for n, k in ((40, 24), (VOCAB, 40)):

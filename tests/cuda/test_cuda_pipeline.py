@@ -1,4 +1,4 @@
-"""Steps that are queued while the GPU computes the ones before: the bits of steps one after the other."""
+"""Steps that are queued while the GPU computes earlier ones have the bits of steps run one after the other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WAYS = [dict(do_sample=False), dict(top_p=0.9), dict(), dict(top_k=5, repetition
 
 
 def plans(seed: int, masks, drafts: int = 0) -> list[bytes]:
-    """Sequences that come, are computed in chunks, and go, whatever is drawn."""
+    """Plans with sequences that come, are computed in chunks, and go, whatever is sampled."""
     rng, left, found = np.random.default_rng(seed), {}, []
     for step in range(90):
         free, new, work = [], [], []

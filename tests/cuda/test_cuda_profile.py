@@ -1,4 +1,4 @@
-"""What ops cost on the GPU: counted as on CPUs, timed by events, of steps that have the bits of others."""
+"""Costs of ops on the GPU: counted as on CPUs and timed by events, in steps whose bits do not change."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Groups of several GPUs: sums over ranks, whole models against the CPU's ranks and against themselves, a rank that is
-killed. Ranks that are threads of this process need a GPU each; processes share what there is.
+"""Groups of several GPUs: sums over ranks, whole models against the CPU's ranks and against themselves, and a killed
+rank. Ranks that are threads of this process need a GPU each; processes share the GPUs that exist.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def shared(monkeypatch):
 
 
 def unit(ranks: int) -> dict[str, str]:
-    """A GPU for each rank, or what there is in turn."""
+    """A GPU for each rank; if there are fewer GPUs, in turn."""
     from allspark_server import _cuda
 
     count = _cuda.device_count()
@@ -45,14 +45,16 @@ def needs(gpus: int) -> None:
 
 
 def on_gpus(ranks: int, directory=None, **fields) -> Driver:
-    """On GPUs of their own: what a thread does on a GPU may wait for all that runs there, as for a rank that waits."""
+    """Ranks on GPUs of their own, because a thread's GPU work may wait for everything that runs there, including a
+    waiting rank.
+    """
     needs(ranks)
     return Driver(directory or shipped_model(), ranks, engine_max_length=512, cache_memory=64 << 20,
                   **{"max_step_tokens": 256, **unit(ranks), **fields})
 
 
 def as_type(x: np.ndarray, dtype: str) -> np.ndarray:
-    """float32 values that are of this type."""
+    """float32 values, rounded to this type."""
     return rounded(x, dtype).astype(np.float32)
 
 
@@ -62,7 +64,7 @@ def as_type(x: np.ndarray, dtype: str) -> np.ndarray:
 @pytest.mark.parametrize("dtype, pushed", [("float32", False), *((half, pushed) for half in DTYPES16
                                                                  for pushed in (False, True))])
 def test_ranks_are_added_in_order(ranks, width, dtype, pushed):
-    """To the bit; a row's bits are its own; normed as it should be."""
+    """Bit by bit; a row's bits are independent of others; and the norm is correct."""
     gpu, rng = executor(), np.random.default_rng(SEED)
     parts = (rng.normal(size=(ranks, 67, width)) * 10.0 ** rng.integers(-3, 3, (ranks, 67, 1))).astype(np.float32)
     y, norm = rng.normal(size=(67, width)).astype(np.float32), rng.normal(size=width).astype(np.float32)
@@ -82,7 +84,7 @@ def test_ranks_are_added_in_order(ranks, width, dtype, pushed):
 @pytest.mark.parametrize("pushed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES16)
 def test_parts_that_are_no_numbers_or_do_not_fit_in_order(dtype, pushed):
-    """NaNs of both signs are no memory that was not written yet; float16 cuts what is beyond its range."""
+    """NaNs of both signs are not taken for memory that is not written yet; float16 clamps values beyond its range."""
     gpu, rng = executor(), np.random.default_rng(SEED)
     parts, zeros, ones = rng.normal(size=(3, 9, 200)).astype(np.float32), np.zeros((9, 200)), np.ones(200)
     parts[1, 2, 7], parts[2, 4, 199] = 1e6, -7e4
@@ -98,7 +100,7 @@ def test_parts_that_are_no_numbers_or_do_not_fit_in_order(dtype, pushed):
 @pytest.mark.parametrize("form", DTYPES16)
 @pytest.mark.parametrize("n, k", [(3584, 448), (100, 200), (53, 70), (260, 1030), (16640, 200)])
 def test_partial_sums_are_the_products_rounded(n, k, form):
-    """By every kernel, of few rows and many."""
+    """With every kernel, for few rows and many."""
     gpu, rng = executor(), np.random.default_rng(SEED)
     handle = gpu.add_matrix(n, k, form)
     gpu.fill_matrix(handle, (rng.normal(size=(n, k)) * k**-0.5).astype(np.float32), "F32")
@@ -110,7 +112,7 @@ def test_partial_sums_are_the_products_rounded(n, k, form):
 
 
 def test_partial_sums_of_a_matrix_in_parts_are_the_products_rounded():
-    """One that is too large to be widened at once: each part's columns are where they belong."""
+    """A matrix too large to be widened at once: the columns of each part are at their places."""
     gpu, rng, n, k = executor(), np.random.default_rng(SEED), 16448, 8256
     handle, scales = gpu.add_matrix(n, k, "int4", 64), np.full((n, k // 64), 0x3B80, np.uint16)  # 2^-8
     gpu.fill_quantized(handle, rng.integers(0, 256, (n, k // 2), np.uint8), scales, np.zeros_like(scales), 4, k, 64)
@@ -126,7 +128,7 @@ def prompt_of(length: int) -> list[int]:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_float32_is_the_cpus(ranks):
-    """Logits and greedy ids of as many ranks, in chunks, with heads and features that do not divide evenly."""
+    """Logits and greedy ids of as many CPU ranks, in chunks, with heads and features that do not divide evenly."""
     with on_gpus(ranks, weight_dtype="float32") as gpu, \
             Driver(shipped_model(), ranks, weight_dtype="float32", engine_max_length=512) as cpu:
         for length in (1, 33, 200):
@@ -143,7 +145,7 @@ def test_float32_is_the_cpus(ranks):
 @pytest.mark.parametrize("name", ["qwen2-gqa-tied", "llama-dynamic", "qwen3-bf16-sharded", "llama-bf16-heads-of-64"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_awkward_heads(name, ranks):
-    """KV heads that two ranks share: 14 query heads and 2 KV heads on 3 ranks, say."""
+    """KV heads shared by two ranks, for example 14 query heads and 2 KV heads on 3 ranks."""
     pytest.importorskip("transformers")
     from support.checkpoints import checkpoint
 
@@ -177,7 +179,7 @@ def test_bits_do_not_depend_on_chunks_and_others(dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", *DTYPES16])
 def test_a_missing_rank_is_reported(monkeypatch, dtype):
-    """The step of one rank alone ends with an error, not never."""
+    """The step of a single rank ends with an error instead of waiting for ever."""
     from allspark_server.runtime.device import Gpu
 
     monkeypatch.setattr(Gpu, "share", lambda self, e, rows: e.share(rows, 1.5).hex())
@@ -282,7 +284,7 @@ def collect(asked) -> tuple[list, list]:
 
 
 def test_a_group_of_two_processes_and_a_killed_rank():
-    """Same bytes alone and together, with graphs and prefix cache; and after a rank was killed in the middle."""
+    """The same bytes alone and together, with graphs and prefix cache; also after a rank was killed."""
     needs(2)
     words = ["--gpus", unit(2)["compute_unit"].removeprefix("CUDA:")]
     with background_group(words, timeout=120) as group, \
@@ -305,8 +307,8 @@ def test_a_group_of_two_processes_and_a_killed_rank():
 @pytest.mark.parametrize("ranks, dtype", [(2, "bfloat16"), (2, "float16"), (3, "float32"), (3, "bfloat16"),
                                           (3, "float16"), (4, "float32"), (3, "float8"), (3, "w8a8")])
 def test_processes_share_gpus(ranks, dtype):
-    """However many GPUs there are; heads and features do not divide evenly by three. Same bytes alone and together, and
-    in float32 the greedy ids are those of as many ranks of CPUs, up to near-ties.
+    """With any number of GPUs; heads and features do not divide evenly by three. The same bytes alone and together; in
+    float32 the greedy ids equal those of as many CPU ranks up to near-ties.
     """
     words, greedy = ["--gpus", unit(ranks)["compute_unit"].removeprefix("CUDA:")], {"do_sample": False}
     with background_group(words, timeout=120) as group, ClientEngine(group.addresses[0]) as engine:

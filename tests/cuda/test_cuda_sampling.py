@@ -1,4 +1,4 @@
-"""Draws on the GPU: tokens, log probabilities and likeliest ids have the bits of the host's sampler on the same
+"""Sampling on the GPU: tokens, log probabilities and best alternatives have the bits of the host's sampler on the same
 logits.
 """
 
@@ -105,7 +105,7 @@ def test_a_sample_is_the_same_in_every_batch():
 
 
 def test_long_histories_are_too_many_edits_for_one_step():
-    """Then the host draws the rows that are left."""
+    """The host then samples the remaining rows."""
     vocab, rng = 151_936, np.random.default_rng(5)
     head = Head(vocab, rng, 1.0, False)
     biases = [(int(i), 0.5) for i in rng.permutation(vocab)]

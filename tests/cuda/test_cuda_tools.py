@@ -1,4 +1,4 @@
-"""What shows and measures GPUs, on a real one: topology, doctor, metrics, `bench static`."""
+"""Tools that show and measure GPUs, on a real one: topology, doctor, metrics, `bench static`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def count() -> int:
 
 
 def test_topology(capsys):
-    """A rank for each GPU. In some containers the kernel shows no GPU; one that it shows has a name."""
+    """A rank for each GPU. In some containers the kernel shows no GPU; GPUs that it shows have a name."""
     gpus = list(range(count()))
     assert cli.main(["topology", "--json", "--gpus", ",".join(map(str, gpus))]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -38,7 +38,7 @@ def test_topology(capsys):
 
 
 def test_doctor(capsys):
-    """Nothing that a GPU needs is missing where tests run on one."""
+    """On a machine that runs these tests, no requirement of GPUs is missing."""
     cli.main(["doctor"])
     shown = capsys.readouterr().out
     print(shown)
@@ -46,7 +46,7 @@ def test_doctor(capsys):
 
 
 def test_metrics():
-    """Of each rank's GPU, what is used and what is free; what a model takes is in it."""
+    """Used and free memory of each rank's GPU; a model's memory is included."""
     from support.metrics import metrics_of, samples
 
     with background_group(["--gpus", "0"], timeout=120) as group, ClientEngine(group.addresses[0]) as engine:
@@ -62,7 +62,7 @@ def test_metrics():
 
 
 def test_bench_static(capsys, tmp_path):
-    """Figures beside ceilings that this GPU's kernels reach."""
+    """Figures beside rooflines that this GPU's kernels reach."""
     words = ["bench", "static", "--gpus", "0", "--peer", "none", "--formats", "bfloat16,float16,int8", "--cell",
              "1x32x40", "--cell", "8x200x40", "--rounds", "1", "--json", str(tmp_path / "out.json")]
     assert cli.main(words) == 0

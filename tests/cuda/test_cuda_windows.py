@@ -1,5 +1,5 @@
-"""Layers with windows on the GPU: cache groups with tables of their own, whose spans others have when windows have left
-them behind; and the ops of the families that have such layers.
+"""Layers with windows on the GPU: cache groups with tables of their own, whose spans are reused once windows have
+passed them; and the ops of families with such layers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def seed():
 
 
 def layers(dim: int, groups, last: float = 0.0) -> Toy:
-    """A layer of attention of each group, all number 0 there, on top of each other. last: the last id's embedding."""
+    """An attention layer per group, all with number 0, on top of each other; `last` is the last id's embedding."""
     own = Toy(SEED, groups)
     table = own.rng.normal(size=(VOCAB, 4 * dim)) / 4
     table[VOCAB - 1] = last
@@ -43,14 +43,16 @@ def layers(dim: int, groups, last: float = 0.0) -> Toy:
 
 
 def spans_of(groups, first: int, begin: int, end: int) -> tuple[list[int], list[list[int]]]:
-    """Fresh spans for positions [begin, end), each group's from another part of the cache on."""
+    """New spans for positions [begin, end); each group uses another part of the cache."""
     fresh = [list(range(first + 80 * group + -(-begin // 16), first + 80 * group + -(-end // 16)))
              for group in range(len(groups))]
     return fresh[0], fresh[1:]
 
 
 def logits_of(gpu, groups, prompt, chunks, first: int = 0, slot: int = 0, others=None) -> np.ndarray:
-    """Of the last row of each chunk. others(begin): further items, and what enters, of the step from a position on."""
+    """Logits of the last row of each chunk; others(begin) gives further items and sections for the step at a
+    position.
+    """
     found, begin = [], 0
     for chunk in chunks:
         end = min(begin + chunk, len(prompt))
@@ -66,7 +68,7 @@ def logits_of(gpu, groups, prompt, chunks, first: int = 0, slot: int = 0, others
 
 @functools.cache
 def expected_logits(dim: int, groups, prompt: tuple[int, ...]) -> np.ndarray:
-    """The reference backend's, which take a second."""
+    """The reference backend's logits, which take a second."""
     spans = spans_for(len(prompt))
     return layers(dim, groups).runner(num_spans=(64,) * len(groups), max_length=1024, max_rows=1024).step(
         plan([item(0, len(prompt), DRAW, spans=spans, other_spans=[spans] * (len(groups) - 1))],
@@ -77,7 +79,7 @@ def expected_logits(dim: int, groups, prompt: tuple[int, ...]) -> np.ndarray:
 @pytest.mark.parametrize("cache, tolerance", CACHES)
 @pytest.mark.parametrize("groups", [(FULL, FIRST), (SECOND, FULL, FIRST), (FIRST,)], ids=len)
 def test_groups_against_the_reference(groups, cache, tolerance, dim):
-    """At once, in chunks, and decoding; a sequence may come with spans that are behind its window already."""
+    """At once, in chunks, and in decode; a sequence may start with spans that its window has already passed."""
     prompt = np.random.default_rng(SEED + 1).integers(0, VOCAB - 1, 700).tolist()
     own = layers(dim, groups)
     gpu = compiled(own, cache, long=True)
@@ -94,7 +96,7 @@ def test_groups_against_the_reference(groups, cache, tolerance, dim):
 @pytest.mark.parametrize("dim", [24, 64, 128])
 @pytest.mark.parametrize("cache", [cache for cache, _ in CACHES])
 def test_spans_behind_a_window_may_be_anybodys(cache, dim):
-    """Another sequence overwrites them with what is no number."""
+    """Another sequence overwrites them with NaN."""
     groups = (FIRST,)
     rng = np.random.default_rng(SEED + 2)
     prompt, other = rng.integers(0, VOCAB - 1, 700).tolist(), [VOCAB - 1] * 600
@@ -104,7 +106,7 @@ def test_spans_behind_a_window_may_be_anybodys(cache, dim):
         gpu = compiled(own, cache, long=True)
 
         def others(begin: int):
-            """From the 640th position on somebody else has the first 600 positions' spans."""
+            """From position 640 on, another sequence has the spans of the first 600 positions."""
             if begin < 640 or not overwritten:
                 return [], []
             at = (begin - 640) * 10

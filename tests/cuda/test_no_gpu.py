@@ -1,4 +1,4 @@
-"""What needs no GPU: a CPU installation neither needs nor loads the CUDA backend, and errors say what to do."""
+"""Tests that need no GPU: a CPU installation neither needs nor loads the CUDA backend, and errors name the remedy."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_float8_is_for_gpus():
 @pytest.mark.parametrize("fields", [{"weight_dtype": "float16"}, {"cache_dtype": "float16"},
                                     {"weight_dtype": "int8", "cache_dtype": "float16"}])
 def test_float16_is_for_gpus(fields):
-    """And on one it is no longer refused by name, whatever else is missing."""
+    """On a GPU it is not refused by name, whatever else is missing."""
     name, engine = next(name for name, value in fields.items() if value == "float16"), Engine()
     refused = f"{name}='float16' is for GPUs .*; on CPUs use 'float32' or 'bfloat16'"
     with pytest.raises(AllSparkError, match=refused) as caught:

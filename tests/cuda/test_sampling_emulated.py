@@ -1,4 +1,4 @@
-"""The kernels of draws on the CPU, by an emulation of blocks of threads, against the host's sampler."""
+"""The sampling kernels on the CPU, through an emulation of CTAs, against the host's sampler."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Hostile inputs by the thousand for everything that parses what others wrote: step plans, wire messages, model files.
+"""Fuzzing of everything that parses foreign data: step plans, wire messages, model files.
 
-    python -m fuzz --count 1000000                         all targets in turn, in the shares that they have
+    python -m fuzz --count 1000000                         all targets in turn, by their shares
     python -m fuzz --target plan --seed 7 --count 100000   one of them
     python -m fuzz --target plan --seed 7 --block 123      a block again, as a failure names it
     tests/sanitize address --run -m fuzz --count 1000000   with AddressSanitizer and UndefinedBehaviorSanitizer
 
-`mutate.py` changes bytes, JSON and protobuf messages; `plans.py`, `wire.py`, `files.py` and `text.py` have the targets,
-each of which makes its inputs from a seed and says which errors may come out; `__main__.py` counts, and watches time
-and memory.
+`mutate.py` changes bytes, JSON and protobuf messages; `plans.py`, `wire.py`, `files.py` and `text.py` hold the targets,
+each of which makes its inputs from a seed and says which errors are allowed; `__main__.py` counts, and watches time and
+memory.
 """

@@ -1,5 +1,5 @@
-"""Runs targets. Each input is limited in time, the process in memory; a file names the block in progress, which a crash
-leaves behind.
+"""Runs targets. Time is limited for each input, memory for the process. A file names the block in progress, so that it
+is known after a crash.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from fuzz.target import Target
 from fuzz.targets import TARGETS
 
 BLOCK = 250  # inputs that share what start() made; a block is the smallest thing that can be run again
-REARM = 2.0  # seconds between settings of the watchdog: a hang is noticed so much later at most
+REARM = 2.0  # seconds between settings of the watchdog, and so the largest delay of noticing a hang
 
 
 class Findings:
-    """Inputs that did what no input may, each written to a file of its own. Few are shown of many that are alike."""
+    """Inputs that caused a finding, each written to a file of its own. Similar ones are shown only once."""
 
     def __init__(self, folder: Path):
         self.folder, self.seen = folder, dict[str, int]()
@@ -63,7 +63,9 @@ def run(
     max_rss: float = 4096.0,
     progress: float = 60.0,
 ) -> tuple[int, int]:
-    """(inputs, how many of them were accepted). limit: seconds an input may take. max_rss: MiB the process may take."""
+    """Returns (inputs, accepted inputs). `limit` is the seconds that an input may take, `max_rss` the MiB of the
+    process.
+    """
     target = kind(folder / kind.name)
     done = accepted = 0
     armed = began = told = time.monotonic()

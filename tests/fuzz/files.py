@@ -1,4 +1,4 @@
-"""A model's files, but for its tokenizer's."""
+"""The files of a model but its tokenizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fuzz.target import CONFIG, REFUSALS, ROPES, Target, tensors_of
 
 
 def _touch(source: Any) -> None:
-    """Every byte of every tensor."""
+    """Reads every byte of every tensor."""
     for name in list(source.names()):
         tensor = source.get(name)
         if tensor.data is not None:
@@ -101,7 +101,7 @@ class Index(Target):
 
 
 class Config(Target):
-    """config.json and generation_config.json, and the op list that they describe."""
+    """config.json and generation_config.json, and the op list that follows from them."""
 
     name, share = "config", 0.05
 
@@ -119,7 +119,7 @@ class Config(Target):
 
 
 class Serialized(Target):
-    """.asgraph and .asparam; what is read is installed, and computes a step."""
+    """.asgraph and .asparam: files that can be read are installed and compute a step."""
 
     name, share = "graph", 0.05
 

@@ -1,4 +1,4 @@
-"""Mutators: what they return depends on the random generator and the seeds alone."""
+"""Mutators. Their results depend only on the random generator and the seeds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNSIGNED64 = {FieldDescriptor.TYPE_UINT64, FieldDescriptor.TYPE_FIXED64}
 
 
 def integer(rng: Random, bits: int = 64, signed: bool = True) -> int:
-    """An interesting integer of so many bits."""
+    """An interesting integer with this many bits."""
     value = rng.choice(INTEGERS) + rng.choice((0, 0, 0, -1, 1)) if rng.random() < 0.8 else rng.getrandbits(bits)
     value &= (1 << bits) - 1
     return value - (1 << bits) if signed and value >> (bits - 1) else value
@@ -54,7 +54,7 @@ def of_bytes(rng: Random, data: bytes, other: bytes = b"") -> bytes:
 
 # -- JSON --------------------------------------------------------------------------------------------------------------
 def _places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """All (container, key) below a value."""
+    """All pairs (container, key) below a value."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         found.append((value, key))
@@ -86,7 +86,7 @@ def _json_value(rng: Random, near: Any) -> Any:
 
 
 def of_json(rng: Random, value: Any) -> bytes:
-    """Changes some places of a JSON value, and now and then the bytes."""
+    """Changes some places of a JSON value, and sometimes its bytes."""
     value = copy.deepcopy(value)
     for _ in range(rng.choice((1, 1, 1, 2, 3, 6))):
         places = _places(value, [])
@@ -129,7 +129,7 @@ def _messages(message: Message, found: list[Message]) -> list[Message]:
 
 
 def scalar(rng: Random, field: FieldDescriptor, texts: list[str]) -> Any:
-    """A value of a field's type; texts: strings that mean something in the message."""
+    """A value of a field's type; `texts` are strings with a meaning in the message."""
     kind = field.type
     if kind in (FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT):
         return rng.choice(REALS) if rng.random() < 0.7 else rng.uniform(-10, 10)
@@ -147,7 +147,7 @@ def scalar(rng: Random, field: FieldDescriptor, texts: list[str]) -> Any:
 
 
 def of_message(rng: Random, message: Message, texts: list[str]) -> bytes:
-    """Sets, clears, repeats and removes fields by their descriptors, and now and then changes the bytes."""
+    """Sets, clears, repeats and removes fields by their descriptors, and sometimes changes bytes."""
     message = copy.deepcopy(message)
     for _ in range(rng.choice((1, 1, 1, 2, 3, 6))):
         inner = rng.choice(_messages(message, []))

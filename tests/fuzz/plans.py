@@ -13,7 +13,7 @@ from fuzz.target import CONFIG, Finding, Target, tensors_of
 
 
 def runner_of(path: Path, threads: int = 1) -> ModelRunner:
-    """A loaded model, small in every way."""
+    """A loaded model that is small in every respect."""
     config = AsModelConfig(
         model_name="m",
         model_path=str(path),
@@ -35,9 +35,7 @@ def runner_of(path: Path, threads: int = 1) -> ModelRunner:
 
 
 class Plans(Target):
-    """Plans that a scheduler could send, and changed ones, to one executor: what is refused must change nothing, and
-    what is accepted must finish.
-    """
+    """Valid and changed plans for one executor: a refused plan must change nothing, and an accepted one must finish."""
 
     name, share = "plan", 0.45
     SLOTS, SPANS, SPAN, LENGTH, ROWS = 4, 24, 16, 96, 32
@@ -48,7 +46,7 @@ class Plans(Target):
     def start(self, rng: Random) -> None:
         self.runner = runner_of(self.folder, rng.choice((1, 1, 1, 2)))
         self.slots: dict[int, list[int]] = {}  # [tokens of history, cached positions, spans]
-        self.ended: set[int] = set()  # slots that had nothing to draw from
+        self.ended: set[int] = set()  # slots without a token to sample
         self.last = b""
 
     def one(self, rng: Random) -> bool:

@@ -1,4 +1,4 @@
-"""What a target is, and the small model that several are about."""
+"""The interface of targets, and the small model that several of them use."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ MESSAGES = [{"role": "user", "content": "hello"}, {"role": "assistant", "content
 
 
 class Finding(Exception):
-    """What must not be."""
+    """A violation that a target has found."""
 
 
 class Target:
-    """`start` makes what a block of inputs shares, `one` makes one input, keeps it in `data` and runs it: True when it
-    was accepted, False when refused in one of the ways that are right. Anything that is raised is a finding.
+    """A target. `start` prepares what a block of inputs shares. `one` makes one input, keeps it in `data` and runs it;
+    it returns True if the input was accepted, False if it was refused in an allowed way. Any exception is a finding.
 
-    share: of all inputs, when all targets run.
+    `share` is the target's part of all inputs when all targets run.
     """
 
     name = ""
@@ -46,10 +46,10 @@ class Target:
         self.prepare()
 
     def prepare(self) -> None:
-        """Makes the seeds, once."""
+        """Makes the seeds once."""
 
     def start(self, rng: Random) -> None:
-        """A block of inputs begins."""
+        """Starts a block of inputs."""
 
     def one(self, rng: Random) -> bool:
         raise NotImplementedError

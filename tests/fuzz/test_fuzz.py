@@ -1,4 +1,4 @@
-"""A short selection of what tests/fuzz runs by the million."""
+"""A short selection of the inputs that tests/fuzz runs by the million."""
 
 from __future__ import annotations
 
@@ -25,4 +25,4 @@ def test_hostile_inputs(kind, tmp_path, capfd):
     done, accepted = run(kind, 2026, range(BLOCKS[kind.name]), tmp_path, findings, max_rss=float("inf"))
     assert not findings.seen, capfd.readouterr()
     assert done == BLOCKS[kind.name] * BLOCK
-    assert 0 < accepted < done  # the inputs are neither all noise nor all as they should be
+    assert 0 < accepted < done  # the inputs are neither all invalid nor all valid

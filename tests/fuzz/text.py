@@ -1,4 +1,4 @@
-"""A tokenizer's files."""
+"""The files of a tokenizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.tiny_tokenizer import CHAT_TEMPLATE, add_tokenizer
 
 
 class Tokenizers(Target):
-    """tokenizer.json: what is read encodes and decodes a text."""
+    """tokenizer.json: a file that can be read encodes and decodes a text."""
 
     name, share = "tokenizer", 0.02
 
@@ -33,7 +33,7 @@ class Tokenizers(Target):
         return True
 
     def _parts(self, rng: Random) -> dict[str, Any]:
-        """The seed with other parts, which most changes hit."""
+        """The seed with other parts, which most changes affect."""
         small = {"<unk>": 0, "a": 1, "b": 2, "ab": 3, "##a": 4, " ": 5}
         model = rng.choice((
             {"type": "BPE", "vocab": small, "merges": ["a b"], "unk_token": "<unk>", "byte_fallback": True,
@@ -101,7 +101,7 @@ class Tokenizers(Target):
 
 
 class TokenizerConfigs(Target):
-    """tokenizer_config.json with its chat templates, which are rendered."""
+    """tokenizer_config.json with chat templates, which are rendered."""
 
     name, share = "tokenizer_config", 0.02
 

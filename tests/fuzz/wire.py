@@ -19,7 +19,7 @@ from fuzz.target import MESSAGES, REFUSALS, Finding, Target
 
 
 class Messages(Target):
-    """Every message that either side of the wire decodes; what is decoded is encoded again."""
+    """Every message that either side of the wire decodes; decoded messages are encoded again."""
 
     name, share = "wire", 0.3
     engine = None
@@ -100,7 +100,7 @@ class Messages(Target):
         convert.request_to_pb(convert.request_from_pb(message))
 
     def _session(self, message: pb.SessionRequest) -> None:
-        """As the service does with a session's messages."""
+        """Handles a session's messages as the service does."""
         action = message.WhichOneof("action")
         if action == "start":
             spec = convert.request_from_pb(message.start.request)

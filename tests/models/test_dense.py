@@ -1,7 +1,7 @@
-"""Dense families whose networks are not Llama's (Phi-3, GLM-4, Gemma 2 and 3, OLMo 2 and 3) against transformers, and
-their properties: the same bits in every batch, any number of ranks, every weight format, and serialized.
+"""Dense families that differ from Llama (Phi-3, GLM-4, Gemma 2 and 3, OLMo 2 and 3) against transformers, and their
+properties: the same bits in every batch, any number of ranks, every weight format, and serialized.
 
-By default a part of it runs; all with -m "slow or not slow".
+By default only a part runs; -m "slow or not slow" runs all.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ slow = pytest.mark.slow
 
 
 def some(names, chosen):
-    """All names; those that are not chosen only with -m slow."""
+    """All names; those that are not chosen are marked slow."""
     return [name if name in chosen else pytest.param(name, marks=slow) for name in names]
 
 
@@ -101,11 +101,11 @@ def test_ranks(name):
 
 
 @slow
-@pytest.mark.timeout(1200)  # whoever is first computes the reference, token by token in float64
+@pytest.mark.timeout(1200)  # the first test computes the reference, token by token in float64
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", DENSE)
 def test_greedy_output(name, world):
-    """256 tokens, by chunks of 48 rows and then one by one."""
+    """256 tokens; prompts in chunks of 48 rows, then token by token."""
     with Driver(checkpoint(name), world) as driver:
         for length in (1, 90):
             check_greedy(driver.generate(prompt_of(length, seed=1), 256, chunk=48)[0], greedy_of(name, length))
@@ -114,7 +114,9 @@ def test_greedy_output(name, world):
 # -- beyond the original length ----------------------------------------------------------------------------------------
 @torch.inference_mode()
 def grown(directory, prompt, n):
-    """As reference_greedy, all positions anew for each token: what transformers does at the original length."""
+    """Like reference_greedy, with all positions computed again for each token, as transformers does up to the original
+    length.
+    """
     model, ids, gaps = reference_model(directory, torch.float64), list(prompt), []
     for _ in range(n):
         logits = model(torch.tensor([ids])).logits[0, -1].double()
@@ -126,7 +128,7 @@ def grown(directory, prompt, n):
 
 @slow
 def test_a_history_that_grows_beyond_the_original_length_is_computed_anew(engine_of):
-    """LongRoPE: by transformers, and with the same bits however it came there."""
+    """LongRoPE: equal to transformers, with the same bits however the length was reached."""
     engine, bits = engine_of("engine"), []
     prompt, other = prompt_of(240), prompt_of(250, seed=4)
     fields = {"model_path": str(checkpoint("phi3-longrope")), "num_threads": 1, "engine_max_length": 768}
@@ -214,7 +216,7 @@ def test_serialized_and_reloaded(name, form, group, tmp_path):
 # -- with a vision tower -----------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory):
-    """A Gemma 3 that also sees, as transformers 5 writes it."""
+    """A Gemma 3 with a vision part, as transformers 5 writes it."""
     import transformers
 
     text = dict(DENSE["gemma3"].fields)
@@ -233,7 +235,9 @@ def seeing(tmp_path_factory):
 
 
 def older_names(directory, target):
-    """As transformers 4 wrote it, and as it is published: text_config holds what differs from the defaults."""
+    """The configuration in transformers 4's form, and as published: text_config holds what differs from the
+    defaults.
+    """
     source = open_model(str(directory)).source.source
     tensors = {}
     for name in source.names():
@@ -272,7 +276,7 @@ def changed(tmp_path, name, change):
 
 @pytest.mark.parametrize("name", DENSE)
 def test_spelling_of_transformers_4(name, tmp_path):
-    """rope_theta, rope_scaling and rope_local_base_freq, torch_dtype, no layer_types: the same model."""
+    """rope_theta, rope_scaling, rope_local_base_freq, torch_dtype and no layer_types give the same model."""
     def older(values):
         rope = values.pop("rope_parameters")
         values["torch_dtype"] = values.pop("dtype")
@@ -338,7 +342,7 @@ def test_configs_that_are_refused(name, change, problem, tmp_path):
 @slow
 @pytest.mark.parametrize("name", [*DENSE, *PUBLISHED])
 def test_no_value_of_a_field_is_a_surprise(name, tmp_path):
-    """Whatever one field holds: it is read, or refused in words."""
+    """Any value of a field is either read or refused with an explanation."""
     config = PUBLISHED.get(name) or json.loads((checkpoint(name) / "config.json").read_text())
     odd = [None, -1, 0, "x", [], {}, True, 2.5, 1 << 40, 1e300, [1, "a", None], {"a": [1]}, float("nan"), "1e400"]
 
@@ -363,7 +367,7 @@ def test_no_value_of_a_field_is_a_surprise(name, tmp_path):
 
 
 def test_rescaled_keeps_what_it_does_not_change(tmp_path):
-    """set_rope_scale_method on heads that are rotated in part, and on layers with a rotary embedding of their own."""
+    """set_rope_scale_method on heads that are partly rotated, and on layers with rotary embeddings of their own."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
     glm, gemma = read_config(checkpoint("glm"), yarn), read_config(checkpoint("gemma3"), yarn)
     assert (glm.rope.type, glm.rope.dim, glm.max_position_embeddings) == ("yarn", 10, 2048)

@@ -54,7 +54,7 @@ def test_logits(name, world):
 @pytest.mark.parametrize("name", [name if name in ("qwen3-moe-mixed", "qwen2-moe") else
                                   pytest.param(name, marks=pytest.mark.slow) for name in EXPERTS])
 def test_greedy_output(name, world):
-    """By chunks of 48 rows and then one by one."""
+    """Prompts in chunks of 48 rows, then token by token."""
     with Driver(checkpoint(name), world) as driver:
         prompt = prompt_of(90, seed=1)
         check_greedy(driver.generate(prompt, 256, chunk=48)[0], greedy_of(name))
@@ -67,7 +67,7 @@ def test_greedy_output(name, world):
     ("qwen3-moe-mixed", 2, [37, 37], [(0, 4), (4, 7)]), ("qwen2-moe-normalized", 3, [64, 64, 64], [(0, 5)] * 3),
 ])  # fmt: skip
 def test_what_ranks_have(name, world, features, experts):
-    """Slices of every expert, or whole experts where slices would be too narrow."""
+    """Slices of every expert, or whole experts if slices would be too narrow."""
     graph = open_model(str(checkpoint(name))).graph
     down = next(w for w in graph.weights.values() if w.name.endswith("experts.down_proj"))
     ranks = range(world)
@@ -116,7 +116,7 @@ def test_weight_formats(name, form, group, tolerance):
 
 
 def stacked(name, directory):
-    """The checkpoint as transformers 5 has it in memory: all experts of a layer in one tensor."""
+    """The checkpoint in transformers 5's form in memory: all experts of a layer in one tensor."""
     source = open_model(str(checkpoint(name))).source
     tensors = {n: np.asarray(source.get(n).data) for n in source.names()}
     config = read_config(checkpoint(name))

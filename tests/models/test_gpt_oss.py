@@ -1,5 +1,5 @@
 """gpt-oss against transformers: logits and greedy output on 1 to 4 ranks, the same bits in every batch, every weight
-format, MXFP4 as its checkpoints have it, serialized and reloaded; o200k_harmony's tokenizer.json.
+format, MXFP4 as published, serialized and reloaded; and o200k_harmony's tokenizer.json.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ slow = pytest.mark.slow
 
 # -- against transformers ----------------------------------------------------------------------------------------------
 def cases(worlds, *default):
-    """(name, ranks): all of them, but for some slow ones."""
+    """All (name, ranks), some of them marked slow."""
     return pytest.mark.parametrize("name, world", [
         pytest.param(name, world, marks=[] if (name, world) in default else slow) for name in BOTH for world in worlds])
 
@@ -53,7 +53,7 @@ def test_graph_describes_the_model(name, world):
 
 
 def check_prompts(directory, world, lengths, twin=None):
-    """twin: what transformers computes with, of a checkpoint that it cannot."""
+    """Compares logits. `twin` is the checkpoint that transformers computes with if it cannot read the tested one."""
     with Driver(directory, world) as driver:
         for length in lengths:
             _, logits = driver.generate(prompt_of(length), 1)
@@ -78,10 +78,10 @@ def test_logits_of_all_lengths(name):
 
 
 @slow
-@pytest.mark.timeout(1200)  # whoever is first computes the reference, token by token in float64
+@pytest.mark.timeout(1200)  # the first test computes the reference, token by token in float64
 @cases((1, 2, 3, 4))
 def test_greedy_output(name, world):
-    """By chunks of 48 rows and then one by one."""
+    """Prompts in chunks of 48 rows, then token by token."""
     with Driver(checkpoint(name), world) as driver:
         prompt = prompt_of(90, seed=1)
         check_greedy(driver.generate(prompt, 256, chunk=48)[0], greedy_of(name))
@@ -133,8 +133,8 @@ def test_the_same_bits_alone_and_in_a_batch(form, group):
     ("bfloat16", 0, 0.1), ("int8", 0, 0.15), ("int4", 32, 1.2), ("w8a8", 0, 0.3), ("w4a8", 32, 1.2)])
 @pytest.mark.parametrize("name", BOTH)
 def test_weight_formats(name, form, group, tolerance):
-    """On 1 and several ranks, where rows are groups, as heads are cut inside smaller ones; routers stay float32. With
-    a prompt that no rounding sends to another expert.
+    """On one rank, and on several with whole rows as groups, because heads are split inside smaller groups. Routers
+    stay float32. No rounding changes the prompt's choice of experts.
     """
     prompt = prompt_of(40)
     expected = reference_logits(checkpoint(name), prompt)
@@ -164,7 +164,7 @@ def test_serialized_and_reloaded(name, form, tmp_path):
 
 
 def test_values_are_those_of_the_checkpoint():
-    """Of experts that are stored transposed and interleaved; float32 and bfloat16, one thread or two."""
+    """Experts that are stored transposed and interleaved; float32 and bfloat16, one thread or two."""
     for name in ("gpt-oss-plain", "gpt-oss-bf16"):
         found, _ = recovered(checkpoint(name), 1)
         stored = open_model(str(checkpoint(name))).source.source
@@ -185,7 +185,7 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 
 
 def write(directory, tensors, config):
-    """tensors: (type, array) by name."""
+    """Writes tensors given as (type, array) by name."""
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     write_safetensors(directory / "model.safetensors", [(n, kind, a.shape) for n, (kind, a) in tensors.items()], {},
@@ -194,7 +194,7 @@ def write(directory, tensors, config):
 
 
 def mxfp4_tensors():
-    """A checkpoint's, with experts of random codes, as (type, array); and the same experts' values, float64 [experts,
+    """A checkpoint's tensors with random MXFP4 experts, as (type, array); and these experts' values, float64 [experts,
     inputs, outputs].
     """
     rng, values = np.random.default_rng(5), {}
@@ -214,7 +214,9 @@ def mxfp4_tensors():
 
 @pytest.fixture(scope="module")
 def mxfp4(tmp_path_factory):
-    """A checkpoint as gpt-oss' are published (but for float32 where they have bfloat16), and its twin, recovered."""
+    """A checkpoint in gpt-oss' published form (with float32 instead of bfloat16), and its twin with recovered
+    weights.
+    """
     root = tmp_path_factory.mktemp("mxfp4")
     config = json.loads((checkpoint("gpt-oss-blocks") / "config.json").read_text())
     tensors, values = mxfp4_tensors()
@@ -247,7 +249,7 @@ def test_mxfp4_logits_of_all_lengths(mxfp4):
 
 
 @slow
-@pytest.mark.timeout(1200)  # whoever is first computes the reference, token by token in float64
+@pytest.mark.timeout(1200)  # the first test computes the reference, token by token in float64
 @pytest.mark.parametrize("world", [1, 3])
 def test_mxfp4_greedy_output(mxfp4, world):
     with Driver(mxfp4[0], world) as driver:
@@ -308,7 +310,7 @@ def changed(tmp_path, change):
 
 
 def test_spellings_of_config_json(tmp_path):
-    """Of transformers 4, and of what only the class gives."""
+    """Names of transformers 4, and values that only the class gives."""
     def older(values):
         rope = values.pop("rope_parameters")
         values.update(rope_theta=rope.pop("rope_theta"), rope_scaling=rope, experts_per_token=3,
@@ -341,7 +343,7 @@ def test_configs_that_are_refused(change, problem, tmp_path):
 
 
 # -- tokenizer.json ----------------------------------------------------------------------------------------------------
-# o200k's way to cut a text into words.
+# o200k's pattern for splitting a text into words.
 _LETTERS = (r"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]{}[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]{}"
             r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?")
 O200K = "|".join([_LETTERS.format("*", "+"), _LETTERS.format("+", "*"), r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*",

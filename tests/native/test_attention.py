@@ -1,4 +1,4 @@
-"""Attention through the executor: one result, to the last bit, however a step's blocks of context are shared out."""
+"""Attention through the executor: the same bits however a step's blocks of context are split over threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GREEDY = SamplingParams(do_sample=False).encode()
 
 
 class Attention:
-    """An executor of nothing but attention: a token's queries, key and value are its embedding."""
+    """An executor with attention alone: a token's queries, key and value are its embedding."""
 
     def __init__(self, threads: int, dtype: str = "float32", max_length: int = 2560, spans: int = 400,
                  slots: int = 16):
@@ -45,7 +45,7 @@ class Attention:
         return list(range(first, self.spans))
 
     def last_row(self, tokens: list[int], chunks: list[int], others: tuple[int, ...]) -> np.ndarray:
-        """The last token's row, after `chunks` before its own, in a step together with sequences of `others` tokens."""
+        """The last token's row, computed after `chunks` rows before it, in a step with sequences of `others` tokens."""
         assert sum(chunks) == len(tokens)
         new, spans = [NewSlot(0, tokens, GREEDY)], self.take_spans(len(tokens))
         for count in chunks[:-1]:
@@ -71,7 +71,7 @@ def tokens_of(n: int, seed: int = 0) -> list[int]:
 
 
 def reference(table: np.ndarray, tokens: list[int]) -> np.ndarray:
-    """The last token's attention over all, in float64."""
+    """Attention of the last token over all tokens, in float64."""
     rows = table[tokens].astype(np.float64)
     q, k, v = (part.reshape(len(tokens), -1, DIM)
                for part in np.split(rows, [Q_HEADS * DIM, (Q_HEADS + KV_HEADS) * DIM], axis=1))
@@ -84,14 +84,16 @@ def reference(table: np.ndarray, tokens: list[int]) -> np.ndarray:
 
 
 def chunkings(n: int) -> list[list[int]]:
-    """The last token alone, the last of 100 rows, the prompt in one piece, and in unequal ones."""
+    """The last token alone, the last of 100 rows, the prompt in one chunk, and in unequal chunks."""
     return [[n - 1, 1], [n - 100, 100], [n], [700, n - 713, 13]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_bits_do_not_depend_on_how_blocks_are_shared_out(dtype, context):
-    """Few sequences: threads split their contexts. Many, or one thread: each tile's blocks are one thread's."""
+    """With few sequences, threads split their contexts; with many, or one thread, a tile's blocks belong to one
+    thread.
+    """
     tokens, rows = tokens_of(context), {}
     for threads in (1, 2, 3, 5):
         attention = Attention(threads, dtype)
@@ -107,7 +109,7 @@ def test_bits_do_not_depend_on_how_blocks_are_shared_out(dtype, context):
 
 @pytest.mark.parametrize("threads", [2, 3, 5, 8, 13])
 def test_partial_results_fit_whatever_the_contexts(threads):
-    """Random sets of contexts up to the longest that was announced. share_pairs() itself checks that they fit."""
+    """Random sets of contexts up to the longest announced one. share_pairs() itself checks that they fit."""
     rng = np.random.default_rng(threads)
     longest = int(rng.integers(9, 40)) * BLOCK + 1
     attention = Attention(threads, max_length=longest, spans=16)
@@ -128,7 +130,7 @@ def test_partial_results_fit_whatever_the_contexts(threads):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_memory_of_partial_results_is_small(dtype):
-    """A partial result for each run of 8 blocks where threads' parts meet, not one of every block for each thread."""
+    """One partial result per run of 8 blocks where threads' parts meet, not one of every block for each thread."""
     threads, context, dim = 64, 131_072, 128
     per_thread = _native.attention_bytes(threads, context, dim, dtype) / threads
     every_block = 4 * (context // BLOCK) * TILE_ROWS * (2 + dim) * 4

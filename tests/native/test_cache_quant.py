@@ -1,4 +1,4 @@
-"""The quantized KV cache: kernels against float64 over the cache as it is read back, error bounds, bits, answers."""
+"""The quantized KV cache: kernels against float64 over the recovered cache, error bounds, bits, answers."""
 import os
 import pathlib
 import subprocess
@@ -19,7 +19,7 @@ def bits_of(x):
 
 
 def read_back(x, dtype):
-    """The rows [tokens, dim] as the cache gives them back: float64 from the float32 scale and minimum."""
+    """Rows [tokens, dim] recovered from the cache, in float64 from the float32 scale and minimum."""
     x = x.astype(np.float32)
     low, high = x.min(axis=1, keepdims=True), x.max(axis=1, keepdims=True)
     step = ((high.astype(np.float64) - low) / LEVELS[dtype]).astype(np.float32)
@@ -68,7 +68,7 @@ def test_block_against_float64(dtype, dim, tokens, span_size):
 @pytest.mark.parametrize("dtype", LEVELS)
 @pytest.mark.parametrize("tokens", [1, 2, 15, 33, 127, 128])
 def test_weights_are_rounded_to_16_bits(dtype, tokens):
-    """Tokens seen alike, scales that differ: a weight may be off by 2^-16 of the largest, and no more."""
+    """With equal scores and different scales, a weight may be off by 2^-16 of the largest, and no more."""
     rng = np.random.default_rng(tokens)
     values = (rng.normal(size=(tokens, 64)) * rng.uniform(0.1, 3, (tokens, 1))).astype(np.float32)
     q, keys = np.zeros((9, 64), np.float32), rng.normal(size=(tokens, 64)).astype(np.float32)
@@ -82,7 +82,7 @@ def test_weights_are_rounded_to_16_bits(dtype, tokens):
 
 
 def one_token(dtype, key, value, query):
-    """(score of the query, value as it is read back) of a cache of one token."""
+    """(score of the query, recovered value) of a cache of one token."""
     maximum, total, out = _native.kernels.attend(query[None], key[None], value[None], [1], 1.0, 16, dtype)
     assert total[0] == 1
     return maximum[0], out[0, :len(key)]
@@ -133,7 +133,7 @@ def test_values_that_are_not_finite_do_not_pass_for_numbers(dtype):
 
 @pytest.mark.parametrize("dtype", LEVELS)
 def test_largest_integer_sums_do_not_overflow(dtype):
-    """Queries and keys of the largest magnitudes in every place, at the longest head."""
+    """Queries and keys with the largest magnitudes everywhere, at the largest head size."""
     for dim in (256, 257, 512):
         query, key = np.full(dim, 3, np.float32), np.ones(dim, np.float32)
         key[0] = 0
@@ -154,8 +154,8 @@ def test_bytes_of_a_span():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("model", ["qwen2-gqa-tied", "llama-dynamic"])
 def test_ranks_agree_and_the_cache_is_what_differs(mode, model):
-    """Each KV head is quantized alone, so two ranks have the same cache but for fp32 error; against an fp32 cache the
-    difference is quantization's.
+    """Each KV head is quantized alone, so two ranks have the same cache up to fp32 error. The difference to an fp32
+    cache is that of quantization.
     """
     from support.checkpoints import checkpoint, prompt_of
     from support.driver import Driver

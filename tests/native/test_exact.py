@@ -1,6 +1,4 @@
-"""Elementary functions of the native library (native/common/exact.h) against exact ones, and against their own
-record.
-"""
+"""Elementary functions of the native library (native/common/exact.h) against exact ones and against recorded bits."""
 
 from __future__ import annotations
 
@@ -66,7 +64,7 @@ def test_cosines_and_sines(high):
 
 
 def test_rounded_to_float_as_libm():
-    """What the rotary table stores is what exact functions give, rounded: as libm's do, but for one in a million."""
+    """The rotary table's values equal libm's results rounded to float, but for one in a million."""
     angles = np.float32(np.arange(4000)[:, None] * np.float32(1e4) ** -np.linspace(0, 1, 32, dtype=np.float32)).ravel()
     found = np.array([_native.exact.cos_sin(float(a)) for a in angles[::7]])
     wanted = np.stack([np.cos(angles[::7].astype(np.float64)), np.sin(angles[::7].astype(np.float64))], axis=1)

@@ -1,4 +1,4 @@
-"""The executor: what it must refuse and leave as it was, and what one thread's failure does to the others."""
+"""The executor: what it refuses without changing anything, and the effect of one thread's failure on the others."""
 import os
 import shlex
 import subprocess

@@ -1,4 +1,4 @@
-"""Ops computed together give the bits of the ops one by one, for any number of rows, threads and ranks."""
+"""Fused ops have the bits of single ops, for any number of rows, threads and ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORMATS = [("float32", 0), ("bfloat16", 0), ("int8", 0), ("int8", 64), ("w8a8", 
 
 
 class Net:
-    """A two-layer model with awkward widths, with norms of heads or without."""
+    """A two-layer model with awkward widths, with or without norms of heads."""
 
     def __init__(self, dtype: str, group: int, inner: int, threads: int, fused: bool, bias: bool = True,
                  heads: int = HEADS, kv_heads: int = HEADS, cache: str = "float32", layers: int = LAYERS):
@@ -64,7 +64,7 @@ class Net:
         e.allocate(512, 32, 512, SPAN, 32, cache, fused=fused)
 
     def logits(self, length: int, chunk: int) -> np.ndarray:
-        """Of the last of `length` tokens, computed `chunk` at a time."""
+        """Logits of the last of `length` tokens, computed in chunks of `chunk`."""
         tokens = [(7 * i + 3) % VOCAB for i in range(length)]
         new = [NewSlot(0, tokens, SamplingParams(do_sample=False, prompt_len=length).encode())]
         spans = 0
@@ -80,7 +80,7 @@ class Net:
 
 
     def barriers(self, rows: int) -> int:
-        """Of a step with one row of each of `rows` sequences."""
+        """Barriers of a step with one row of each of `rows` sequences."""
         sampling = SamplingParams(do_sample=False, prompt_len=3).encode()
         begin = StepPlan(new=[NewSlot(slot, [3, 1, 4], sampling) for slot in range(rows)],
                          work=[WorkItem(slot, 3, DRAW, spans=[slot]) for slot in range(rows)])
@@ -104,7 +104,7 @@ def test_fused_ops_have_the_bits_of_the_ops_one_by_one(dtype, group, inner):
 
 @pytest.mark.parametrize("dtype,group", [("float32", 0), ("bfloat16", 0), ("w8a8", 0)])
 def test_they_are_computed_together(dtype, group):
-    """Else the test above would compare the same with the same."""
+    """Ensures that the test above compares fused ops with single ones."""
     net = Net(dtype, group, 384, 1, fused=True, bias=False)
     net.executor.set_profiling(True)
     net.logits(40, 40)
@@ -118,7 +118,7 @@ def test_they_are_computed_together(dtype, group):
 
 @pytest.mark.parametrize("dtype,group", [("bfloat16", 0), ("int8", 64), ("w8a8", 0)])
 def test_threads_seldom_wait_for_each_other(dtype, group):
-    """Barriers a layer, on one rank: what embedding, head and sampling take does not count."""
+    """Barriers per layer on one rank, without those of embedding, head and sampling."""
     def barriers(rows: int) -> float:
         counts = [Net(dtype, group, 384, 2, fused=True, layers=n).barriers(rows) for n in (LAYERS, 2 * LAYERS)]
         return (counts[1] - counts[0]) / LAYERS
@@ -130,7 +130,7 @@ def test_threads_seldom_wait_for_each_other(dtype, group):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "w8a8"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_rows_of_a_step_do_not_matter(dtype, world):
-    """Chunks of many rows and of few, through a real checkpoint."""
+    """Chunks of many rows and of few, with a real checkpoint."""
     prompt, results = prompt_of(300), []
     for threads in (1, 2) if world == 1 else (1,):
         with Driver(checkpoint("qwen2-gqa-tied"), world, weight_dtype=dtype, num_threads=threads,
@@ -142,7 +142,7 @@ def test_rows_of_a_step_do_not_matter(dtype, world):
 
 
 def test_two_ranks_share_their_sums():
-    """Ranks of a group run the same fused ops: their sums meet in all_reduce, which stays where it was."""
+    """Ranks of a group run the same fused ops; their sums still meet in all_reduce."""
     prompt = prompt_of(70)
     found = []
     for world in (1, 2):
@@ -154,7 +154,7 @@ def test_two_ranks_share_their_sums():
 
 @pytest.mark.parametrize("heads,kv_heads", [(20, 1), (38, 2), (7, 1)])
 def test_prompts_of_any_length_with_more_query_heads_than_a_tile_has_rows(heads, kv_heads):
-    """Attention's tiles go through a prompt in groups; each position must see all of its context whatever shares its
+    """Attention's tiles process a prompt in groups; each position must see its whole context, whatever is in its
     group.
     """
     net = Net("float32", 0, 384, 1, fused=True, heads=heads, kv_heads=kv_heads)

@@ -1,5 +1,5 @@
-"""Ids and bits of fixed models and kernels, as recorded (tests/support/record_golden.py): any that differ were
-changed.
+"""Ids and bits of fixed models and kernels against the record (tests/support/record_golden.py). A difference means that
+bits have changed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Kernels of every instruction set this machine has, against float64, at awkward sizes; bitwise invariance."""
+"""Kernels of every instruction set of this machine, at awkward sizes: against float64, and bit by bit for
+invariance.
+"""
 import os
 import platform
 import shutil
@@ -75,8 +77,8 @@ def test_many_rows_long_rows_and_many_panels_in_bfloat16():
 @pytest.mark.parametrize("dtype, threads, k", [("bfloat16", 1, 2112), ("bfloat16", 2, 2049), ("int8", 1, 4224),
                                                ("int8", 2, 4097)])
 def test_the_shortest_parts_of_k_and_as_many_panels_as_they_allow(dtype, threads, k):
-    """Tiles keep the sums of a group of panels while K passes in pieces: the shorter those, the more panels are in a
-    group.
+    """Tiles keep the sums of a group of panels while they pass over K in parts: the shorter the parts, the more panels
+    are in a group.
     """
     rng = np.random.default_rng(k)
     n, m = 448 * threads, 256
@@ -196,7 +198,7 @@ BLOCKS = [(1, 16), (17, 16), (63, 32), (128, 128), (127, 64), (96, 16), (33, 32)
 @pytest.mark.parametrize("dim", [1, 18, 63, 64, 80, 128, 512])
 @pytest.mark.parametrize("tokens,span_size", BLOCKS)
 def test_attention_block(bf16, dim, tokens, span_size):
-    """Against float64, with the roundings that the recipe has. Whatever lies past the tokens is NaN."""
+    """Against float64 with the recipe's roundings. Memory past the tokens holds NaN."""
     rng = np.random.default_rng(dim + tokens)
     q = rng.normal(size=(13, dim)).astype(np.float32)
     keys = rng.normal(size=(tokens, dim)).astype(np.float32)
@@ -229,7 +231,9 @@ def test_attention_block(bf16, dim, tokens, span_size):
 
 @pytest.mark.parametrize("dim", [18, 64, 128])
 def test_attention_weights_add_up_to_one(dim):
-    """The sum is that of the weights as rounded: an error is of the size of the values' spread, not of the values."""
+    """The sum is taken over rounded weights, so errors are proportional to the spread of the values, not to their
+    size.
+    """
     rng = np.random.default_rng(dim)
     tokens = 127
     q, keys = (rng.normal(size=(n, dim)).astype(np.float32) * 2 for n in (16, tokens))
@@ -274,7 +278,7 @@ def test_attention_takes_nothing_from_tokens_that_a_row_does_not_see(dtype, bad)
     clean = _native.kernels.attend(q, keys, values, limits, 0.1, 32, dtype)
     for where, array in (("key", keys), ("value", values)):
         array = array.copy()
-        array[tokens - 3, 7] = bad  # rows from 6 on do not see it
+        array[tokens - 3, 7] = bad  # rows from 6 on do not attend to it
         got = _native.kernels.attend(q, array if where == "key" else keys, array if where == "value" else values,
                                      limits, 0.1, 32, dtype)
         for now, before in zip(got, clean):
@@ -298,7 +302,7 @@ def test_isa_switch_is_honoured_and_unknown_names_are_refused():
 
 @pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("objdump"), reason="needs objdump, on x86-64")
 def test_avx_vnni_is_encoded_as_its_processors_know_it():
-    """Assemblers take AVX-512's encoding of the same instructions where they may."""
+    """Assemblers may choose AVX-512's encoding of the same instructions."""
     listing = subprocess.run(["objdump", "-d", "--no-show-raw-insn", _native.__file__], capture_output=True, text=True,
                              check=True).stdout
     found, function = {"vpdpbusd": 0, "vpdpwssd": 0}, ""

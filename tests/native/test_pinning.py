@@ -1,4 +1,4 @@
-"""Threads on machines with more processors than this one: the pool asks for CPUs that fixed-size masks cannot name."""
+"""Pinning of threads on machines with more processors than this one: CPUs that fixed-size masks cannot name."""
 
 import shlex
 import subprocess

@@ -1,4 +1,4 @@
-"""What get_op_profiling_info tells: the counted bytes and operations, and when steps are profiled."""
+"""Profiling of ops: counted bytes and operations, and which steps are profiled."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_bytes_and_operations_are_those_of_shapes_and_rows(runner):
     assert out.operations == layers * rows * hidden * (2 * heads + 1)
     floats = heads * hidden + rows * (heads + 2 * hidden)
     assert layers * 4 * floats <= out.bytes <= layers * (4 * floats * 1.2 + 8192)  # panels are padded
-    head = ops["linear", "lm_head"]  # of the one row that draws
+    head = ops["linear", "lm_head"]  # of the one row that samples
     assert head.operations == 2 * hidden * net.vocab_size
     attention = ops["rope+span_attention", ""]
     rotated = 3 * rows * (heads + kv_heads)
@@ -112,7 +112,7 @@ def test_the_roofline_is_measured_in_slices(runner, nothing_measured):
     for part, figure in zip(
         (found.bytes_per_second, found.operations_per_second, found.integer_operations_per_second), whole
     ):
-        assert figure / 3 <= part <= 3 * figure         # the same thing, on a machine with other work
+        assert figure / 3 <= part <= 3 * figure         # the same, allowing for other work on the machine
 
 
 def test_8_bit_gemms_have_a_roofline_at_every_level():

@@ -1,4 +1,4 @@
-"""Quantized weight formats: packing, products against float64 and exact integers, bits, whole models."""
+"""Quantized weight formats: packing, GEMM against float64 and exact integers, bits, whole models."""
 import mmap
 import os
 import subprocess
@@ -22,15 +22,16 @@ def outwards(x):
 
 
 def nearest(x):
-    """float32 rounded to bfloat16, to nearest even, short of what doubles to infinity."""
+    """float32 rounded to the nearest bfloat16, ties to even, below the values whose double is infinite."""
     bits = x.astype(np.float32).view(np.uint32)
     bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000
     return ((bits & 0x80000000) | np.minimum(bits & 0x7fffffff, 0x7eff0000)).view(np.float32)
 
 
 def instant_quant(weights, bits, group):
-    """(q - middle, scale, offset), the latter per group and repeated along k, in the arithmetic of the native code:
-    offset is the middle of the range as bfloat16 has it, scale the least bfloat16 with which minimum and maximum still
+    """(q - middle, scale, offset), the latter two per group and repeated along k, in the native code's arithmetic.
+
+    The offset is the middle of the range in bfloat16; the scale the least bfloat16 with which minimum and maximum still
     have a q.
     """
     n, k = weights.shape
@@ -55,12 +56,12 @@ def instant_quant(weights, bits, group):
 
 
 def activation_levels(dtype):
-    """The largest integer that an activation becomes."""
+    """The largest integer of a quantized activation."""
     return 127 if FORMATS[dtype][1] else 127 * 257
 
 
 def expected_product(x, weights, dtype, group):
-    """(float64 product, bound of what float32 sums may lose)."""
+    """(product in float64, bound of the error of float32 sums)."""
     q, scales, offsets = (a.astype(np.float64) for a in instant_quant(weights, FORMATS[dtype][0], group))
     rounded, scale = quantized_rows(x, activation_levels(dtype))
     values = rounded * scale.astype(np.float64)
@@ -118,7 +119,7 @@ def test_long_rows_and_many_panels(dtype):
 @pytest.mark.parametrize("m, n, k, group", [(1, 151_936, 65, 64), (4864, 17, 63, 0), (896, 65, 64, 32),
                                             (3, 33, 151_936, 512)])
 def test_a_model_s_largest_sizes(dtype, m, n, k, group):
-    """A vocabulary's rows, as many rows of activations, and as many columns (in groups: whole rows are past exact
+    """A vocabulary's rows, as many rows of activations, and as many columns (in groups, because whole rows exceed exact
     sums).
     """
     rng = np.random.default_rng(m)
@@ -132,7 +133,7 @@ def test_a_model_s_largest_sizes(dtype, m, n, k, group):
 
 @pytest.mark.parametrize("dtype", ["w8a8", "w4a8"])
 def test_sums_are_exact_at_the_largest_values(dtype):
-    """Activations of +-127, weights of the largest and least q: nothing saturates, at a length where 16 bits would."""
+    """Activations of +-127 and the largest and least q: nothing saturates, at a length where 16 bits would."""
     executor = _native.Executor(num_threads=2)
     levels, middle = 2**FORMATS[dtype][0] - 1, 2**(FORMATS[dtype][0] - 1)
     for k in (64, 4096, 130_000):
@@ -155,8 +156,8 @@ def test_sums_are_exact_at_the_largest_values(dtype):
                                       (1000, 96), (4864, 256),
                                       (130_000, 0)])
 def test_sums_of_16_bits_are_exact_at_the_largest_values(dtype, k, group):
-    """Activations of +-32639 and of less, weights of the largest and the least q: sums of a group that are far past
-    32 bits are rounded once, or once a plane where activations are planes of 8 bits; to the bit.
+    """Activations of +-32639 and less with the largest and least q: sums of a group far beyond 32 bits are rounded once
+    (once per plane if activations are planes of 8 bits), bit by bit.
     """
     rng = np.random.default_rng(k + group)
     executor = _native.Executor(num_threads=2)
@@ -245,8 +246,8 @@ def test_rows_are_read_back(dtype, group):
 
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_bfloat16_scales_cost_little_range(dtype):
-    """Against InstantQuant's (max - min) / (2^bits - 1): at most 2^-7 more, and what the rounding of the middle
-    moves it.
+    """Compared with InstantQuant's (max - min) / (2^bits - 1), scales are at most 2^-7 larger, plus the shift by the
+    middle's rounding.
     """
     rng = np.random.default_rng(8)
     executor = _native.Executor()
@@ -280,7 +281,7 @@ def test_packing_from_every_source_type_and_strided_views(dtype):
 
 
 def test_the_hash_of_a_source_is_of_its_bytes_alone():
-    """Whatever the format, threads, pieces and instruction set."""
+    """For every format, number of threads, split and instruction set."""
     array = (np.arange(80 * 300, dtype=np.uint32) * np.uint32(2654435761) >> np.uint32(18)).astype(np.uint16)
     view, seen = array.reshape(80, 300)[:, 11:212], set()
     for dtype, threads, pieces in ((d, t, p) for d in ("bfloat16", *FORMATS) for t in (1, 3) for p in ((80,),
@@ -295,7 +296,7 @@ def test_the_hash_of_a_source_is_of_its_bytes_alone():
 
 
 def test_the_hash_of_words_is_of_their_bytes_alone():
-    """Whatever the threads, of rows that are hashed in several blocks; and each lies where it belongs."""
+    """For every number of threads, with rows that are hashed in several blocks; and each row is stored at its place."""
     n, k, rng, seen = 2500, 64, np.random.default_rng(4), set()
     words = rng.integers(0, 1 << 32, (k // 8, n), np.uint64).astype(np.uint32)
     scales = rng.random((n, k // 32), np.float32)
@@ -330,7 +331,7 @@ def test_non_finite_values(dtype):
 
 
 def guarded(array):
-    """A copy of the array whose last byte is the last of a page that an unreadable page follows."""
+    """A copy of the array that ends at the end of a page before an unreadable page."""
     size = -(-array.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     memory = mmap.mmap(-1, size + mmap.PAGESIZE)
     import ctypes
@@ -370,7 +371,7 @@ WHOLE = [("int8", 0), ("int4", 64), ("w8a8", 0), ("w4a8", 64)]
 
 
 def quantized_weights(directory, dtype, group):
-    """The checkpoint's matrices as the format recovers them."""
+    """The checkpoint's matrices after quantization, recovered."""
     from allspark_server.weights.checkpoint import open_model
 
     model = open_model(str(directory))
@@ -379,7 +380,7 @@ def quantized_weights(directory, dtype, group):
 
 @pytest.mark.parametrize("dtype, group", [("int8", 0), ("int8", 32), ("int4", 32)])
 def test_weight_only_model_computes_with_its_quantized_weights(dtype, group):
-    """Head and embedding included: against the op list in float64 over weights that are quantized in NumPy."""
+    """Including head and embedding: against the op list in float64 with weights that NumPy quantized."""
     from reference.loading import loaded, logits_after, runner_of
     from support.checkpoints import check_logits, checkpoint, prompt_of
     from support.driver import Driver

@@ -1,4 +1,4 @@
-"""The native sampler against independent references: numpy in float64 and transformers' logits processors."""
+"""The native sampler against independent references: NumPy in float64 and transformers' logits processors."""
 
 from dataclasses import replace
 
@@ -60,7 +60,7 @@ def test_processors_as_transformers(name, vocab, ranks, rng):
 
 @pytest.mark.parametrize("vocab, ranks", [(50, 1), (2000, 2), (5003, 1), (5003, 3)])
 def test_min_p_keeps_the_tokens_that_transformers_keeps(vocab, ranks, rng):
-    """Also sets wider than the candidates, with and without top_k and top_p."""
+    """Also for sets larger than the candidates, with and without top_k and top_p."""
     torch = pytest.importorskip("torch")
     from transformers.generation import logits_process as hf
 
@@ -75,7 +75,7 @@ def test_min_p_keeps_the_tokens_that_transformers_keeps(vocab, ranks, rng):
         p = Params(min_p=min_p, temperature=temperature, top_k=top_k, top_p=top_p)
         drawn = {draw(logits, replace(p, seed=i), ranks=ranks)["token"] for i in range(300)}
         assert drawn <= set(kept.tolist())
-        least = kept[np.argmin(logits[kept])]  # the last token of the set can be drawn, the first behind it cannot
+        least = kept[np.argmin(logits[kept])]  # the last token of the set can be sampled, the next one cannot
         others = np.setdiff1d(np.arange(vocab), kept)
         if top_k == 0 and top_p == 1 and others.size:
             nearest = others[np.argmax(logits[others])]
@@ -223,8 +223,8 @@ def test_wide_nucleus_takes_the_second_round(ranks, one_rng):
 
 
 def test_candidates_below_what_a_rank_left_out_do_not_count(one_rng):
-    """One rank holds 1,300 good tokens and sends 1,024, the other sends all of its worse ones: they must not fill
-    in.
+    """One rank has 1,300 good tokens and sends 1,024; the other sends all of its worse ones. These must not fill the
+    gap.
     """
     logits = np.concatenate([1 + one_rng.normal(0, 0.01, 1300), one_rng.normal(0, 0.01, 900)])
     p = Params(top_p=0.75)
@@ -347,7 +347,7 @@ def test_distribution_of_a_wide_top_k(ranks, one_rng):
 
 
 def test_wide_sets_end_at_the_right_token(one_rng):
-    """Ties go to the lowest id, in whatever bins they are; equal logits fill one bin alone."""
+    """Ties go to the lowest id, in whichever bins; equal logits fill one bin."""
     vocab = 6000
     for logits in (np.zeros(vocab), one_rng.integers(0, 3, vocab).astype(float), one_rng.normal(0, 1e-9, vocab)):
         order = np.lexsort((np.arange(vocab), -np.float32(logits)))
@@ -375,12 +375,12 @@ def test_same_key_same_bits(vocab, one_rng):
     for filters in (dict(), dict(top_k=4), dict(top_p=0.95), dict(temperature=2.5, top_p=0.99)):
         p = Params(seed=2**63 + 12345, sample_index=3, logprobs=True, top_logprobs=20, **filters)
         first = draw(logits, p, [0], 2)
-        draw(logits[::-1], replace(p, seed=1), [0], 1)  # nothing is kept between draws
+        draw(logits[::-1], replace(p, seed=1), [0], 1)  # nothing is kept between samples
         assert draw(logits, p, [0], 2) == first
 
 
 def test_speculation_samples_by_the_position_alone(one_rng):
-    """The draw at a position sees its distribution and key only, whatever the history that led there."""
+    """A sample depends on its position's distribution and key only, not on how the history was reached."""
     logits = one_rng.normal(0, 2, 500)
     for seed in range(50):
         p = Params(seed=seed, top_p=0.95)
@@ -393,7 +393,7 @@ def test_speculation_samples_by_the_position_alone(one_rng):
 @pytest.mark.parametrize("vocab", SIZES)
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_logprobs(vocab, ranks, one_rng):
-    """Of the model's own logits, whatever processors, filters and masks do."""
+    """Log probabilities are those of the model's own logits, whatever processors, filters and masks do."""
     logits = np.float32(one_rng.normal(0, 4, vocab) + 30)
     want = log_softmax(logits)
     history = one_rng.integers(0, vocab, 20)

@@ -1,11 +1,12 @@
-"""The native library under AddressSanitizer and UndefinedBehaviorSanitizer: what takes bytes from outside of a process,
-the decoder of plans and the window between ranks, in a program that is compiled in seconds; and (slow: minutes of
-compiling) a selection of the native library's tests.
+"""The native library under AddressSanitizer and UndefinedBehaviorSanitizer.
 
-That one covers, with AVX2 alone (each further instruction set is a minute of compiling): the kernels but for the
-products of every size, the quantized cache, the window between ranks, what the executor refuses, and how a failing
-thread ends a step. `tests/sanitize address` covers every instruction set, quantized weights, fusion, the sampler and
-whole models; `tests/sanitize thread` looks for races in the same.
+Code that takes bytes from outside of the process (the decoder of plans and the shared memory between ranks) is tested
+in a program that compiles in seconds. Marked slow, because it takes minutes to compile: a selection of the native
+library's tests with AVX2 alone. It covers the kernels but for GEMM of every size, the quantized cache, shared memory,
+the executor's refusals, and the end of a step when a thread fails.
+
+`tests/sanitize address` covers every instruction set, quantized weights, fusion, the sampler and whole models;
+`tests/sanitize thread` looks for races in the same tests.
 """
 import concurrent.futures
 import os
@@ -35,7 +36,7 @@ SOURCES = ["batch/decoder", "batch/draft_model", "batch/lookup", "batch/plan", "
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory) -> Path:
-    """sanitized.cpp."""
+    """sanitized.cpp, compiled."""
     if "ALLSPARK_SANITIZE" in os.environ:
         pytest.skip("this is such a run")
     folder = tmp_path_factory.mktemp("sanitized")

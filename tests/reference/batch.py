@@ -1,4 +1,4 @@
-"""Slots, and what a plan makes of them: the rows of a step."""
+"""Slots, and the rows of a step that a plan makes of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOOKED_AT, LONGEST = 32, 16  # of prompt lookup: the latest places, and ids of a
 
 @dataclass(frozen=True)
 class Limits:
-    """What plans may ask for, and of each cache group how many spans there are."""
+    """Limits on what plans may ask for, and the number of spans of each cache group."""
 
     max_rows: int = 256
     max_slots: int = 8
@@ -49,7 +49,9 @@ class Row:
 
 @dataclass
 class Item:
-    """Outputs [output, output + outputs + drafts) are of adjacent rows: those of `rows`, then those of drafts."""
+    """Outputs [output, output + outputs + drafts) belong to adjacent rows: first those of `rows`, then those of
+    drafts.
+    """
 
     slot: int
     start: int
@@ -67,7 +69,7 @@ class Item:
 
 @dataclass
 class Copy:
-    """A span goes to one of the second tier, or comes back: it must be what was saved there under its key."""
+    """Offloads a span to the host cache, or restores it; a restored span must have been saved under the same key."""
 
     span: int
     host: int
@@ -84,7 +86,7 @@ class Batch:
 
 
 def look_up(history: list[int], most: int) -> list[int]:
-    """What follows the longest match of the history's last ids among the latest places with its last two."""
+    """The tokens that follow the longest match of the history's last ids, among the latest places of its last two."""
     last = len(history) - 1
     places = [p for p in range(1, last) if history[p - 1:p + 1] == history[-2:]][-LOOKED_AT:]
     best, found = 1, -1
@@ -107,7 +109,7 @@ class Slots:
         self.limits, self.live = limits, {}  # slot number -> Slot
 
     def begin(self, plan: Plan) -> Batch:
-        """Brings the slots up to date; ValueError for what does not follow from them."""
+        """Updates the slots; raises ValueError for items that do not follow from them."""
         limits = self.limits
         for slot in plan.free:
             if self.live.pop(slot, None) is None:
@@ -175,7 +177,7 @@ class Slots:
         slot.cached = end
 
     def accept(self, item: Item, tokens: list[int]) -> int:
-        """Takes over what was drawn after the last row and each draft; returns how many tokens count."""
+        """Takes over the samples after the last row and after each draft; returns how many tokens count."""
         slot, kept = self.live[item.slot], 0
         while kept < len(item.drafts) and tokens[kept] == item.drafts[kept]:
             kept += 1

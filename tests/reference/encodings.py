@@ -1,5 +1,5 @@
-"""Stored matrices: one form for all that a Program can declare (native/program/weight_spec.h), what it decodes to, and
-how checkpoints' own packings become that form.
+"""Stored matrices: a common form for all that a Program can declare (native/program/weight_spec.h), its decoding, and
+the conversion of checkpoints' packings to it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 
 
 def _e4m3(codes):
-    """OCP FP8 E4M3: no infinities, one NaN of each sign."""
+    """OCP FP8 E4M3: no infinities, one NaN per sign."""
     sign, exponent, mantissa = np.where(codes >> 7, -1.0, 1.0), codes >> 3 & 15, codes & 7
     values = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent.astype(int) - 7))
     return np.where(codes & 127 == 127, np.nan, sign * values)
@@ -31,9 +31,12 @@ TABLES = {"nf4": NF4, "e2m1": E2M1, "e4m3": _e4m3(np.arange(256))}
 
 @dataclass
 class Stored:
-    """A matrix [n, k]. codes: uint8 [n, k], of integers the value + 2^(bits - 1). scales, offsets: of each row (or so
-    many) and group, already as numbers; with nested scales integers, that super_scales and super_offsets of each
-    super-group multiply. points: integers in place of 2^(bits - 1). group_of: of each column, if it is permuted.
+    """A matrix [n, k].
+
+    `codes` is uint8 [n, k]: quantized values, for integers the value + 2^(bits - 1). `scales` and `offsets` are numbers
+    for each row (or block of rows) and group; nested scales are integers that super_scales and super_offsets of each
+    super-group multiply. `points` are integers that replace 2^(bits - 1). `group_of` is the group of each column, if
+    columns are permuted.
     """
 
     format: str
@@ -51,7 +54,7 @@ class Stored:
         return program.add_matrix(*self.codes.shape, self.format, self.group, **self.layout.changed())
 
     def decode(self) -> np.ndarray:
-        """What the matrix is, in float64."""
+        """The matrix in float64."""
         (n, k), layout = self.codes.shape, self.layout
         column_groups = np.arange(k) // (self.group or k) if self.group_of is None else self.group_of
         rows = np.arange(n)[:, None] // layout.group_rows
@@ -73,7 +76,7 @@ class Stored:
 
 
 def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
-    """Fields of each word of the last axis, the lowest first: [..., words * fields]."""
+    """Fields of each word along the last axis, the lowest first: [..., words * fields]."""
     width = 8 * words.itemsize
     fields = words[..., None].view(f"u{words.itemsize}") >> np.arange(0, width, bits, dtype=f"u{words.itemsize}")
     return (fields & ((1 << bits) - 1)).astype(np.uint8).reshape(*words.shape[:-1], -1)

@@ -1,5 +1,5 @@
-"""Toy programs with experts, for the tests of every backend. Those that end with sample have logits of VOCAB or of the
-width that they are given.
+"""Toy programs with experts for the tests of every backend. Programs that end with `sample` have logits of VOCAB or of
+the given width.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def routed(own: Toy, x: int, experts: int, top: int, weights=(), spread: float =
 
 
 def mlp(own: Toy, x: int, rows: int, scores: int, experts: int, inner: int, form="float32", group=0, first=0) -> int:
-    """Gate and up, silu_mul, down and the weighted sum: of `experts` experts from `first` on."""
+    """Gate and up, silu_mul, down and the weighted sum, for `experts` experts from `first` on."""
     width, own_part = own.program.tensors[x][0], {"experts": experts, "expert_begin": first}
     both = own.op("expert_linear", (x,), 2 * inner, (stack(own, experts, 2 * inner, width, form, group),), rows,
                   **own_part)
@@ -53,7 +53,7 @@ def normalized(own: Toy, experts: int, top: int, width: int, inner: int, form="f
 
 
 def with_router(own: Toy, router: dict, corrected: bool) -> Toy:
-    """Of twelve experts, five for a row; router: its attributes."""
+    """Twelve experts, five per row; `router` are the router's attributes."""
     x = embedded(own, 19)
     correction = (own.vector(own.rng.normal(size=12) * 0.1),) if corrected else ()
     rows, scores = routed(own, x, 12, 5, correction, **router)
@@ -78,7 +78,7 @@ def equal_logits(own: Toy) -> Toy:
 
 
 def of_a_rank(own: Toy, first: int, count: int, form="float32", group=0) -> Toy:
-    """Whole experts, `count` of ten: entries of others add nothing, whatever lies in the buffers."""
+    """`count` whole experts of ten: entries of other experts add nothing, whatever the buffers hold."""
     x = embedded(own, 24)
     rows, scores = routed(own, x, 10, 2, normalized=True)
     own.finish(own.op("add", (x, mlp(own, x, rows, scores, count, 32, form, group, first))))
@@ -86,7 +86,7 @@ def of_a_rank(own: Toy, first: int, count: int, form="float32", group=0) -> Toy:
 
 
 def with_biases(own: Toy, inner: int, form="float32", group=0, gates="silu_mul", **attributes) -> Toy:
-    """Two layers that share a row set, with biases. gates: the op between their products."""
+    """Two layers that share a row set, with biases; `gates` is the op between their products."""
     x = embedded(own, 40)
     rows, scores = routed(own, x, 7, 3, normalized=True)
     for _ in range(2):
@@ -101,7 +101,7 @@ def with_biases(own: Toy, inner: int, form="float32", group=0, gates="silu_mul",
 
 
 def gated_by_one(own: Toy, width: int) -> Toy:
-    """sigmoid_mul: rows times the sigmoid of a value of each."""
+    """sigmoid_mul: multiplies each row by the sigmoid of one value."""
     x = embedded(own, width)
     own.op("sigmoid_mul", (x, own.op("linear", (x,), 1, (own.matrix(1, width),))))
     own.finish(x)
@@ -109,8 +109,10 @@ def gated_by_one(own: Toy, width: int) -> Toy:
 
 
 def check_rows_that_are_no_numbers(own: Toy, compiled, data: bytes, last: list[int]) -> None:
-    """Their status tells; rows beside them are as ever. compiled: makes a backend's program of a toy; data: a step of
-    prompts that draw; last: the last token of each.
+    """Rows that are not finite get an error status, and their neighbours are unaffected.
+
+    `compiled` makes a backend's program of a toy; `data` is a step of prompts that sample; `last` the last token of
+    each.
     """
     x = embedded(own, 16)
     rows, scores = routed(own, x, 6, 2, normalized=True)
@@ -124,7 +126,7 @@ def check_rows_that_are_no_numbers(own: Toy, compiled, data: bytes, last: list[i
 
 
 def contradictions(new) -> list[tuple[Toy, str]]:
-    """Programs that cannot be, and what a backend says of them. new: makes a toy."""
+    """Invalid programs, and a backend's error for each; `new` makes a toy."""
     other = new()
     x = embedded(other, 8)
     rows, scores = routed(other, x, 4, 2)

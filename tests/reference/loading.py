@@ -1,4 +1,4 @@
-"""Models in the reference backend: graph, lowering and shards without kernels."""
+"""Loads models into the reference backend: graph, lowering and shards without kernels."""
 
 from __future__ import annotations
 

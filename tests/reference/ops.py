@@ -31,7 +31,7 @@ def gelu_tanh(x):
 
 # -- positions ---------------------------------------------------------------------------------------------------------
 def _grown(attrs, length):
-    """Frequencies of a dynamic table for a length beyond original_max, in single precision as transformers has them."""
+    """Frequencies of a dynamic table for a length beyond original_max, in single precision as in transformers."""
     dim, ratio = attrs["rotary_dim"], length / attrs["original_max"]
     if attrs["growth"] == "powers":
         factor = max(2.0 ** np.ceil(np.log2(ratio) + 1) - 1, 1.0)
@@ -43,7 +43,7 @@ def _grown(attrs, length):
 
 
 def _part_of_pairs(attrs):
-    """Of each pair, by which part of a position it goes."""
+    """For each pair, the part of a position that rotates it."""
     sections = [attrs[name] for name in ("temporal", "height", "width")]
     pairs = attrs["rotary_dim"] // 2
     if not any(sections):

@@ -1,6 +1,6 @@
-"""Reads step plans of version 2, from the words alone: neither runtime/plan.py nor the native parser has a part in it.
+"""Reads step plans of version 2 from their words, independently of runtime/plan.py and the native parser.
 
-Of sampling blocks (native/sampling/sampler.h) it needs where they end, and the prompt's length.
+Of sampling blocks (native/sampling/sampler.h) it needs the end and the prompt's length.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _sampling(words: _Words) -> Sampling:
 
 
 def read_plan(data: bytes) -> Plan:
-    """The plan in `data`; ValueError when it is not one."""
+    """The plan in `data`; raises ValueError for anything else."""
     words = _Words(data)
     magic, n_free, n_new, n_work, n_groups, n_sections = words.take(6).tolist()
     if magic != MAGIC:

@@ -1,4 +1,4 @@
-"""Attention of the reference backend over spans, against one dense formula, and transformers where it has one."""
+"""Attention of the reference backend over spans, against one dense formula, and against transformers where possible."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def rows(width, n=ROWS, seed=3):
 
 
 def dense(x, q_heads, kv_heads, dim, scale=None, window=0, soft_cap=0.0, sinks=None, slopes=None, logn=0):
-    """All rows of one sequence at once, by matrices: nothing of spans, nothing row by row."""
+    """All rows of one sequence at once by matrix products, without spans."""
     n = len(x)
     q, k, v = np.split(x, [q_heads * dim, (q_heads + kv_heads) * dim], 1)
     q = q.reshape(n, q_heads, dim).transpose(1, 0, 2) * (scale or dim**-0.5)
@@ -66,7 +66,7 @@ def test_variants(name, heads):
 
 @pytest.mark.parametrize("name", ["plain", "all"])
 def test_chunks_do_not_matter_and_spans_are_found_by_their_table(name):
-    """Spans in any order, two sequences in one step, prompts cut anywhere: what dense attention gives for each."""
+    """With spans in any order, two sequences per step and prompts cut anywhere, results equal dense attention."""
     heads = (6, 2, 4)
     toy, a, b = Toy(), rows(40, 45, 1), rows(40, 30, 2)
     toy.emit(declare(toy, toy.embedding(3, 40), *heads, **VARIANTS[name]))
@@ -94,7 +94,7 @@ def test_chunks_do_not_matter_and_spans_are_found_by_their_table(name):
 
 
 def test_layers_differ_in_geometry_window_and_cache_group():
-    """Two attentions of one program, of which the second keeps a window in a group of its own."""
+    """Two attentions in one program; the second has a window and a cache group of its own."""
     toy, x = Toy(groups=(("full", 0), ("sliding", 9))), rows(40)
     hidden = toy.embedding(3, 40)
     first = toy.attention(hidden, 6, 2, 4)
@@ -104,7 +104,7 @@ def test_layers_differ_in_geometry_window_and_cache_group():
 
 
 def test_spans_that_a_window_has_left_behind_are_used_again():
-    """A sliding group with room for three spans holds a sequence of twelve: each is overwritten once no row sees it."""
+    """A sliding group of three spans holds a sequence of twelve: a span is overwritten once no row sees it."""
     heads, x = (2, 1, 4), rows(16, 48)
     toy = Toy(groups=(("sliding", 8),))
     toy.emit(toy.attention(toy.embedding(3, 16), *heads, window=8))
@@ -118,7 +118,9 @@ def test_spans_that_a_window_has_left_behind_are_used_again():
 
 
 def test_a_span_given_too_early_to_another_shows():
-    """What the reference backend is for: wrong handling of spans changes values (here, a row that sees another's)."""
+    """The purpose of the reference backend: wrong handling of spans changes values (here, a row that sees
+    another's).
+    """
     heads, x = (2, 1, 4), rows(16, 12)
     toy = Toy()
     toy.emit(toy.attention(toy.embedding(3, 16), *heads))

@@ -1,5 +1,5 @@
 """Every op of the CPU backend against the reference backend: programs of one op between embedding and sampling, with
-inputs made anew in each run, and sizes that are 1, odd and prime.
+new inputs in each run, and sizes that are 1, odd and prime.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from support.driver import windows
 SEED = int(os.environ.get("ALLSPARK_TEST_SEED", int.from_bytes(os.urandom(3), "little")))
 LENGTHS = (1, 2, 17, 33, 70)  # of the prompts of one step
 VOCAB = 53
-EXACT = 2e-5  # of the values' size, as their root mean square
+EXACT = 2e-5  # relative to the values' root mean square
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def toy():
 
 def compiled(own: Toy, threads: int = 2, rank: int = 0, world: int = 1, window=None, dtype="float32", masks: int = 0,
              fused: bool = True, long: bool = False):
-    """The same program in the CPU backend; long: for contexts beyond a thousand."""
+    """The same program in the CPU backend; `long` allows contexts of more than 1,000 positions."""
     executor = _native.Executor(rank, world, window, [], threads)
     stacks = {op["weights"][0]: op["attributes"]["experts"] for op in own.program.ops if op["name"] == "expert_linear"}
     for handle, (n, k, form, group) in enumerate(own.program.weights):
@@ -64,13 +64,13 @@ def prompts():
 
 
 def step_of(given) -> bytes:
-    """All prompts in one step; each draws."""
+    """A step that computes all prompts whole and samples after each."""
     work = [item(slot, len(p), DRAW, spans=spans_for(len(p), 8 * slot)) for slot, p in enumerate(given)]
     return plan(work, [start(slot, p) for slot, p in enumerate(given)])
 
 
 def compare(own: Toy, tolerance: float = EXACT, threads: int = 2, cache: str = "float32") -> None:
-    """Logits of every prompt's last row; the program must end with sample."""
+    """Compares logits of every prompt's last row. The program must end with `sample`."""
     executor, data = compiled(own, threads, dtype=cache), step_of(prompts())
     found = executor.step(data, True)
     expected = own.runner().step(data)
@@ -222,7 +222,7 @@ def test_attention_with(variant, cache, tolerance):
 @pytest.mark.parametrize("cache", [cache for cache, _ in CACHES])
 @pytest.mark.parametrize("window", [0, 1, 100, 128, 300, 1100])
 def test_bits_of_a_window_do_not_depend_on_chunks(window, cache, threads):
-    """Contexts of several runs of blocks, whose first ones a window leaves behind."""
+    """Contexts of several KV splits, the first of which a window leaves behind."""
     results, lengths = [], [1290, 515]
     for chunk in (1290, 333, 47):
         own = Toy(7)
@@ -274,7 +274,7 @@ ABSENT = [(spec.name, name) for spec in op_specs().values() if spec.name in KNOW
 
 
 def program_with(op: str, attribute: str) -> Toy:
-    """A program whose op has that attribute at something else than its default."""
+    """A program whose op has this attribute at another value than the default."""
     own, spec = toy(), op_spec(op).attributes[attribute]
     other = {"flag": True, "choice": spec.choices[-1] if spec.choices else ""}.get(spec.type, 3)
     change = {attribute: 4 if attribute in ("temporal", "height", "width") else other}
@@ -320,7 +320,7 @@ def small_model():
 
 
 class CpuSteps:
-    """The executor as the reference's tests drive a runner."""
+    """The executor with the interface through which the reference's tests drive a runner."""
 
     def __init__(self, executor):
         self.executor, self.slots = executor, Slots(Limits())
@@ -334,7 +334,7 @@ class CpuSteps:
 @pytest.mark.parametrize("flags, chunk", [(0, 5), (0, 100), (LOOKUP, 100), (GIVEN, 7)])
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "seed": 5, "temperature": 1.5, "top_logprobs": 4}])
 def test_whole_sequences(flags, chunk, sampling):
-    """Prompts in chunks and drafts of both kinds: tokens of both backends, as far as choices are not near-ties."""
+    """Prompts in chunks and both kinds of drafts: both backends give the same tokens up to near-ties."""
     own = small_model()
     executor, prompt = compiled(own), prompts()[3][:16] * 2  # something to look up
     expected, exact, _ = generate(own.runner(), prompt, 20, **sampling)

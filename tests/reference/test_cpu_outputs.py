@@ -1,5 +1,5 @@
-"""What else the CPU backend's rows with outputs give: hidden states, log probabilities of prompts, draws under masks
-that are written while the step runs. Against the reference backend, on one rank and two.
+"""Further outputs of the CPU backend's rows: hidden states, log probabilities of prompts, and samples under masks that
+are written while the step runs. Against the reference backend, on one rank and two.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def seed():
 
 
 def model(rank: int = 0, world: int = 1, hidden: bool = True) -> Toy:
-    """Two layers and a norm that every rank has whole, and a head divided among them."""
+    """Two layers and a norm that every rank has whole, and a head divided among ranks."""
     own = Toy(SEED)
     x = own.embedding(VOCAB, WIDTH, own.rng.normal(size=(VOCAB, WIDTH)))
     own.rotary(8)
@@ -143,7 +143,7 @@ def test_a_prompts_log_probabilities_do_not_depend_on_its_chunks():
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "seed": 3, "temperature": 1.5, "top_p": 0.9}])
 def test_sampling_waits_for_masks(world, sampling):
-    """Of three sequences two have masks, one of them with drafts, each with its own; they are written late."""
+    """Two of three sequences have masks, one of them with drafts that have their own; masks are written late."""
     rng, cpu, exact = np.random.default_rng(SEED + 4), Cpu(world), reference(world)
     allowed = [rng.choice(VOCAB, n, replace=False).tolist() for n in (2, 1, 30, 5)]
     allowed[1] = [4]

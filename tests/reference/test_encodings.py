@@ -1,4 +1,4 @@
-"""Weights as others store them: decoded by the reference backend, and value by value as their layouts are published."""
+"""Weights in foreign formats: decoded by the reference backend, and value by value from their published layouts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def half(block, at):
     return struct.unpack_from("<e", block.tobytes(), at)[0]
 
 
-# Each: the stored matrix, and a function (row, column) -> value that knows nothing but the published layout.
+# Each returns the stored matrix and a function (row, column) -> value written from the published layout alone.
 def case_gptq(bits=4):
     k, n, group = 64, 24, 32
     qweight, qzeros, scales = words(k * bits // 32, n), words(k // group, n * bits // 32), halves(k // group, n)

@@ -48,7 +48,7 @@ def through(x, *args, **router):
 
 
 def by_hand(x, chosen, shares, up_gate, down):
-    """Every row's experts one by one."""
+    """Computes every row's experts one by one."""
     out = np.zeros_like(x)
     for row in range(len(x)):
         for expert, share in sorted(zip(chosen[row], shares[row])):
@@ -117,7 +117,7 @@ def test_biases_of_experts_and_rows_that_are_routed_already():
 
 @pytest.mark.parametrize("cuts", [(0, 10), (0, 4, 10), (0, 1, 2, 10)])
 def test_whole_experts_per_rank_add_up(cuts):
-    """Each rank computes its own experts' entries; the rest of a row's sum comes with all_reduce."""
+    """Each rank computes the entries of its own experts; all_reduce adds up the rest of a row's sum."""
     gate, up_gate, down = weights()
     x = rows()
     parts = [through(x, gate, up_gate, down, None, first, last - first, normalized=True)
@@ -134,7 +134,7 @@ def test_a_row_does_not_see_what_others_route_to():
 
 
 def test_a_row_s_sum_is_in_ascending_order_of_experts():
-    """Whatever order they were chosen in: here the last first, and (large - large) + 1 is not (1 - large) + large."""
+    """In whatever order they were chosen: here the last first, and (large - large) + 1 is not (1 - large) + large."""
     toy = Toy()
     hidden, routed = toy.embedding(3, WIDTH), toy.program.add_row_set(ALL, 3)
     logits = toy.op("linear", (hidden,), 3, (toy.matrix(3, WIDTH, np.zeros((3, WIDTH))),))

@@ -1,5 +1,5 @@
-"""Graphs with what later models need: built, written and read, divided among ranks, loaded from a checkpoint of fused
-tensors, and computed; against one dense computation from the checkpoint's arrays.
+"""Graphs with features that later models need: built, written and read, split over ranks, loaded from a checkpoint with
+fused tensors, and computed; against one dense computation from the checkpoint's arrays.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def frequencies(table, dim):
 
 
 def build() -> Graph:
-    """Two layers that differ in all that layers may differ in."""
+    """Two layers that differ in everything in which layers may differ."""
     graph = Graph(CONFIG)
     for table, layer in enumerate(LAYERS):
         graph.rotary_table(Rotary(layer["dim"], BASES[table], frequencies(table, layer["dim"])), table)
@@ -54,7 +54,7 @@ def build() -> Graph:
 
 
 def attention(graph, x, number, heads, kv, dim, window):
-    """One fused tensor [q | k | v], of which each is a slice; sinks in the first layer, slopes in the second."""
+    """One fused tensor [q | k | v] that is sliced; sinks in the first layer, slopes in the second."""
     queries, keys = Split(heads, dim), Split(heads, dim, heads // kv)
     of = (heads + 2 * kv) * dim
     firsts = (0, heads * dim, (heads + kv) * dim)
@@ -74,8 +74,8 @@ def attention(graph, x, number, heads, kv, dim, window):
 
 
 def experts(graph, h, scores, number, routed):
-    """Experts in two tensors of three dimensions, each divided by features; or each a tensor of its own, whole experts
-    to a rank.
+    """Experts in two three-dimensional tensors, split by features; or each in a tensor of its own, with whole experts
+    per rank.
     """
     inner, whole = Split(INNER), Split(EXPERTS)
     if number == 0:
@@ -133,7 +133,7 @@ def source(arrays, tmp_path_factory):
 
 
 def turned(x, number, heads, dim, pairs):
-    """Rotated heads of x [rows, heads * dim], by complex numbers."""
+    """Heads of x [rows, heads * dim] after rotary embedding, computed with complex numbers."""
     angles = (np.arange(len(x), dtype=np.float32)[:, None] * frequencies(number, dim)).astype(float)
     y = x.reshape(len(x), heads, dim)
     a, b = (y[..., :dim // 2], y[..., dim // 2:]) if pairs == "halves" else (y[..., ::2], y[..., 1::2])
@@ -175,7 +175,7 @@ def expected_logits(arrays, prompt, lora=None):
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_the_same_on_any_number_of_ranks(arrays, source, world):
-    """... and the dense computation, from a checkpoint of fused tensors and through the written graph."""
+    """And equal to the dense computation, from a checkpoint of fused tensors and through the written graph."""
     graph = from_message(to_message(build()))
     model = OpenedModel(graph, source, None)
     assert unquantized_type(graph, source) == "float32"

@@ -82,7 +82,7 @@ def test_partial_halves_are_those_of_phi():
 
 
 def test_each_rope_chooses_its_table():
-    """Gemma 3's layers: a local base and a global one."""
+    """Gemma 3's layers have a local base or a global one."""
     x, found = rows(), {}
     for chosen in (0, 7):
         toy = Toy()
@@ -106,7 +106,7 @@ def three_parts():
 
 @pytest.mark.parametrize("family, sections", [("qwen2_vl", (2, 3, 5)), ("qwen3_vl", (6, 2, 2))])
 def test_positions_of_three_parts(family, sections):
-    """Qwen 2 VL has the parts' pairs one after the other, Qwen 3 VL in turn."""
+    """In Qwen 2 VL the parts' pairs come one after the other, in Qwen 3 VL in turn."""
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
     from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
@@ -160,7 +160,7 @@ def of_transformers(config, length):
 
 @pytest.mark.parametrize("prompt_len", [20, 33])
 def test_longrope_chooses_a_table_by_the_request_s_length(prompt_len):
-    """32 positions were trained; a prompt beyond takes the long factors from its first position on."""
+    """The original length is 32 positions; a longer prompt uses the long factors from its first position on."""
     short, long = [1.0 + 0.05 * i for i in range(DIM // 2)], [1.5 + i for i in range(DIM // 2)]
     config = rope_config("longrope", short_factor=short, long_factor=long, factor=4.0,
                          original_max_position_embeddings=32)

@@ -1,4 +1,4 @@
-"""The table of ops and programs: what is refused, in which words; what is bound; costs."""
+"""The table of ops, and programs: errors and their texts, bound weights, costs."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_positions_in_the_prefix_cache_are_not_computed(toy):
 
 
 def test_spans_go_to_the_host_cache_and_come_back(toy):
-    """So they do on CPUs: the same plans, with the same tokens."""
+    """With the same plans and tokens as on CPUs."""
     runner, prompt = toy.runner(), prompt_of(40)
     expected, *_ = generate(toy.runner(), prompt, 3)
     runner.step(plan([item(0, 32, 0, spans=[5, 6])], [start(0, prompt)]))
@@ -81,7 +81,7 @@ def test_spans_go_to_the_host_cache_and_come_back(toy):
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN, {**DRAWN, "repetition_penalty": 1.4, "no_repeat_ngram_size": 3}])
 @pytest.mark.parametrize("right", [0, 2, 4])
 def test_drafts_change_no_token_and_what_is_rejected_leaves_no_trace(toy, sampling, right):
-    """Of four drafts so many are right: 1 + so many tokens come of each step, and they are those drawn alone."""
+    """If n of four drafts are right, a step yields 1 + n tokens, and they are those sampled without drafts."""
     prompt = prompt_of(19)
     expected, alone, steps = generate(toy.runner(span_size=4), prompt, 24, **sampling)
 
@@ -126,7 +126,7 @@ def test_drafts_end_where_spans_or_the_length_end(toy):
 
 
 def test_a_plan_is_made_before_the_last_one_s_tokens_are_known(toy):
-    """Rows say how many positions, not which tokens: ranks have them."""
+    """Items give numbers of positions, not tokens, because ranks know the tokens."""
     prompt = prompt_of(20)
     expected, *_ = generate(toy.runner(), prompt, 6, **DRAWN)
     plans = [plan([item(0, 20, DRAW, spans=spans_for(26))], [start(0, prompt, **DRAWN)])]
@@ -148,7 +148,7 @@ def test_a_forced_continuation_enters_the_history(toy):
 # -- outputs -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("cuts", [(21,), (5, 16), (1, 2, 18)])
 def test_log_probabilities_of_a_prompt_and_hidden_states(toy, cuts):
-    """Of every position, wherever the prompt is cut: what each token's own row would have given."""
+    """Outputs of every position are independent of chunks: they are those of each token's own row."""
     prompt, runner, new, found, hidden = prompt_of(21), toy.runner(), None, [], []
     new, begin = [start(0, prompt)], 0
     for count in cuts:
@@ -185,7 +185,7 @@ def mask_of(allowed):
 
 
 def test_masks_are_bound_late_and_each_draft_has_its_own(toy):
-    """The mask is asked for when the sampling op needs it; the item's further outputs have the ones that follow."""
+    """A mask is read when the sampling op needs it; an item's further outputs use the masks that follow."""
     prompt, asked = prompt_of(8), []
     masks = np.stack([mask_of([30, 31]), mask_of([4]), mask_of([6, 7]), mask_of(range(VOCAB))])
 
@@ -272,7 +272,9 @@ def test_adapters_add_to_a_linear_before_its_residual():
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
 def divided(world):
-    """The model's last product, divided along K: ranks' parts are added up in rank order. The head by vocabulary."""
+    """Splits the model's last product along K, so that ranks' parts are added in rank order, and the head by
+    vocabulary.
+    """
     cuts, ids = np.linspace(0, WIDTH, world + 1).astype(int), np.linspace(0, VOCAB, world + 1).astype(int)
     rng = np.random.default_rng(4)
     table, weight, head = (rng.normal(size=(n, WIDTH)) for n in (VOCAB, WIDTH, VOCAB))

@@ -15,12 +15,12 @@ ROWS, WIDTH = 7, 13
 
 
 def inputs(rows=ROWS, width=WIDTH, seed=5, scale=1.0):
-    """Rows as sections carry them: exact in single precision."""
+    """Rows for sections, which are exact in single precision."""
     return (np.random.default_rng(seed).normal(size=(rows, width)) * scale).astype(np.float32).astype(float)
 
 
 def through(width_out, name, x, weights=(), **attributes):
-    """What one op makes of rows x."""
+    """Output of one op for rows x."""
     toy = Toy()
     rows = toy.embedding(3, x.shape[1])
     handles = [toy.vector(w) if np.ndim(w) == 1 else toy.matrix(*np.shape(w), w) for w in weights]
@@ -29,7 +29,7 @@ def through(width_out, name, x, weights=(), **attributes):
 
 
 def test_embedding_is_scaled_and_rows_may_be_given_instead():
-    """Gemma's scale, of tokens alone; an image's rows stand among them as they are."""
+    """Gemma's scale applies to tokens alone; an image's rows stay unscaled."""
     toy, table, given = Toy(), inputs(11, 6, 1), inputs(2, 6, 2)
     toy.emit(toy.embedding(11, 6, table, scale=6**0.5))
     tokens = [4, 9, 0, 10]

@@ -16,7 +16,7 @@ ALL, OUTPUTS = _native.ALL_ROWS, _native.OUTPUT_ROWS
 
 
 class Toy:
-    """A program of one rank as it is built, with random weights."""
+    """A program of one rank under construction, with random weights."""
 
     def __init__(self, seed: int = 0, groups=(("full", 0),)):
         self.program, self.weights, self.rng = _native.Program(), {}, np.random.default_rng(seed)
@@ -30,14 +30,14 @@ class Toy:
         return handle
 
     def vector(self, values) -> int:
-        """Of these values, or of so many."""
+        """A vector of these values, or of this many random ones."""
         values = self.rng.normal(size=values) if isinstance(values, int) else np.asarray(values, float)
         handle = self.program.add_vector(len(values))
         self.weights[handle] = values
         return handle
 
     def op(self, name: str, inputs, out=None, weights=(), rows: int | None = None, **attributes):
-        """Adds an op. out: its output's width; rows: the output's row set, by default the first input's."""
+        """Adds an op. `out` is the output's width; `rows` its row set, by default the first input's."""
         if out is not None:
             out = self.program.add_tensor(out, self.program.tensors[inputs[0]][1] if rows is None else rows)
         self.program.add_op(name, list(inputs), [] if out is None else [out], list(weights), attributes)
@@ -47,7 +47,7 @@ class Toy:
         return self.op("embedding", (), width, (self.matrix(vocab, width, values),), ALL, vocab_begin=0, **attributes)
 
     def rotary(self, dim: int, base: float = 10000.0, **attributes) -> np.ndarray:
-        """A table; returns its frequencies."""
+        """Adds a rotary table; returns its frequencies."""
         frequencies = (base ** (-np.arange(0, dim, 2) / dim)).astype(np.float32)
         self.op("rotary_table", (), None, (self.vector(frequencies),), rotary_dim=dim, **attributes)
         return frequencies.astype(float)
@@ -57,12 +57,12 @@ class Toy:
                        head_dim=dim, group=q_heads // kv_heads, **{"layer": 0, "scale": dim**-0.5, **attributes})
 
     def finish(self, x: int) -> None:
-        """`x` [rows, vocabulary] are the logits."""
+        """Ends the program with `x` [rows, vocabulary] as logits."""
         vocab = self.program.tensors[x][0]
         self.op("sample", (self.op("select_rows", (x,), vocab, rows=OUTPUTS),), vocab_begin=0, vocab_size=vocab)
 
     def emit(self, x: int) -> None:
-        """`x` [rows, any width] is what comes out."""
+        """Ends the program with `x` [rows, any width] as output."""
         self.op("hidden_states", (self.op("select_rows", (x,), self.program.tensors[x][0], rows=OUTPUTS),))
 
     def runner(self, **limits) -> Runner:
@@ -70,7 +70,7 @@ class Toy:
         return compile([self.program], [self.weights], limits)
 
     def emitted(self, tokens=None, embeddings=None, prompt_len: int = 0, positions=None) -> np.ndarray:
-        """What a fresh runner emits for each position of one prompt, of tokens or of embeddings [positions, width]."""
+        """Output of a new runner for each position of one prompt of tokens or embeddings [positions, width]."""
         sections, tokens = [], list(range(len(embeddings))) if tokens is None else list(tokens)
         if embeddings is not None:
             sections.append(embedded(0, 0, embeddings))
@@ -84,7 +84,7 @@ class Toy:
 
 
 def start(slot: int, history, cached: int = 0, extra: bytes = b"", **sampling) -> NewSlot:
-    """extra: fields behind the sampling block, see fields()."""
+    """A new slot of a plan; `extra` are fields behind the sampling block, see fields()."""
     block = SamplingParams(**{"do_sample": False, "prompt_len": len(history), "logprobs": True, **sampling}).encode()
     if extra:
         block = struct.pack("<i", struct.unpack_from("<i", block)[0] | 8) + block[4:] + extra
@@ -92,7 +92,7 @@ def start(slot: int, history, cached: int = 0, extra: bytes = b"", **sampling) -
 
 
 def fields(min_p: float = 0.0, logit_bias=None) -> bytes:
-    """Behind a sampling block: what only some requests have."""
+    """Fields behind a sampling block, which only some requests have."""
     bias = b"".join(struct.pack("<if", *pair) for pair in (logit_bias or {}).items())
     return struct.pack("<fi", min_p, len(logit_bias or {})) + bias
 
@@ -106,7 +106,7 @@ def plan(work, new=(), free=(), sections=()) -> bytes:
 
 
 def embedded(slot: int, first: int, rows) -> tuple[int, list[int]]:
-    """The section that gives rows [n, width] for a slot's positions."""
+    """A section that gives rows [n, width] for a slot's positions."""
     rows = np.asarray(rows, "<f4")
     return EMBEDDINGS, [slot, first, len(rows), rows.shape[1], *rows.ravel().view("<i4").tolist()]
 
@@ -118,9 +118,7 @@ def spans_for(positions: int, first: int = 0, size: int = 16) -> list[int]:
 def generate(runner: Runner, prompt, n: int, *, chunk: int = 1 << 20, drafts: int = 0, flags: int = 0, guess=None,
              slot: int = 0, first_span: int = 0, new: NewSlot | None = None, adapter: int = -1,
              **sampling) -> tuple[list[int], StepResult, int]:
-    """`n` tokens of one sequence, all results joined, and how many steps there were. guess: gives drafts, of the tokens
-    so far.
-    """
+    """`n` tokens of one sequence, all results joined, and the number of steps. guess(tokens) gives drafts."""
     groups, size = len(runner.slots.limits.num_spans), runner.slots.limits.span_size
     entering, tokens, results, computed, spans = [new or start(slot, prompt, **sampling)], [], [], 0, 0
     while len(tokens) < n:
