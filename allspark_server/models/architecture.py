@@ -51,6 +51,8 @@ class Architecture:
     experts: Callable[[Fields, int], ExpertConfig] | None = None  # reads the fields of experts, given the layer count
     more: Callable[[Fields], dict[str, Any]] | None = None        # reads further fields of ModelConfig
     translate: Callable[[Fields], Fields] | None = None           # renames the fields of a config.json of its own kind
+    stored_as: str = ""                   # the view of the checkpoint's tensors that the graph uses (VIEWS in
+                                          # weights/checkpoint.py); "": the tensors as they are
 
 
 def translated(fields: Fields, **values: Any) -> Fields:

@@ -93,5 +93,5 @@ ARCHITECTURES = {
     "Gemma2ForCausalLM": Architecture(gemma, "gemma2", "Gemma 2", window_pattern=2, more=_gemma2, **_GEMMA),
     "Gemma3ForCausalLM": Architecture(gemma, "gemma3_text", "Gemma 3 (text)", **_GEMMA3),
     "Gemma3ForConditionalGeneration": Architecture(gemma, "gemma3", "Gemma 3 (text part of the multimodal models)",
-                                                   translate=_translate, **_GEMMA3),
+                                                   translate=_translate, stored_as="text_part", **_GEMMA3),
 }

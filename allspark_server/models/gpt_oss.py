@@ -46,5 +46,6 @@ def _swiglu(fields: Fields) -> dict[str, Any]:
 ARCHITECTURES = {
     "GptOssForCausalLM": Architecture(
         gpt_oss, "gpt_oss", "gpt-oss", head_dim=64, has_bias_fields=True, attention_bias=True, windows=True, window=128,
-        window_pattern=2, rope_theta=1.5e5, experts=mixtral_experts, more=_swiglu, translate=_translate),
+        window_pattern=2, rope_theta=1.5e5, experts=mixtral_experts, more=_swiglu, translate=_translate,
+        stored_as="interleaved_experts"),
 }

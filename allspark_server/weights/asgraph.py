@@ -237,7 +237,7 @@ def _split_of(message: Message, width: int, name: str = "split") -> Split | None
 
 
 def _stored_split(message: Message, name: str) -> Split | None:
-    if not message.HasField(name):  # type: ignore[arg-type]  # the messages with this field
+    if not message.HasField(name):
         return None
     split = getattr(message, name)
     other = _stored_split(split, "unless")
@@ -311,6 +311,7 @@ def write_params(
         entries += [(name + suffix, kind, (*rows, width))
                     for suffix, (kind, width) in form.scale_tensors(columns).items()]
         entries.append((name, "U8", (*rows, form.row_bytes(columns))))
+        assert quantize is not None  # otherwise the source has it quantized, see above
         data += _quantized_pieces(tensor, form, quantize)
     formats = {f"format:{name}": str(form) for name, form in stored.items() if form is not None}
     write_safetensors(path, entries, {"format": PARAM_FORMAT, **formats}, data, checksums=True)

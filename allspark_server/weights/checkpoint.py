@@ -1,6 +1,7 @@
-"""Finds and opens the files of a model: a Hugging Face directory (safetensors or torch .bin) or .asgraph + .asparam.
+"""Finds and opens the files of a model: a Hugging Face directory (safetensors or torch .bin), .asgraph + .asparam, or
+GGUF.
 
-Every format is presented as a `Source` of named, whole tensors; which part of each a rank keeps is the loader's affair.
+Every format is presented as a `Source` of named, whole tensors. The loader decides which part of each a rank keeps.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.models import Graph, ModelConfig, build_graph, read_config
+from allspark_server.models.registry import ARCHITECTURES
 from allspark_server.tokenizer.vocabularies import vocabulary_file
 from allspark_server.weights.asgraph import PARAM_FORMAT, STORED_TYPES, from_float32, read_graph, to_float32
 from allspark_server.weights.common_form import common_form
@@ -48,64 +50,74 @@ TORCH_SINGLE, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 class Source(Protocol):
     """Named tensors of a model."""
 
-    def names(self) -> Iterable[str]: ...
+    def names(self) -> Iterable[str]:
+        """The names of all tensors, quantized matrices counted once."""
 
     def get(self, name: str) -> StoredTensor:
-        """The tensor, as a view; KeyError when there is none."""
+        """The tensor as a view. KeyError if there is none."""
 
     def form(self, name: str) -> WeightFormat | None:
-        """The format of a tensor that is quantized, as Graph.quantized() and not the file has it; None: it is not."""
+        """The format of a quantized tensor that is an ordinary tensor in the graph; None if the tensor is not
+        quantized.
+        """
 
     def quantized(self, name: str, form: WeightFormat, shape: tuple[int, int],
                   expert: int | None = None) -> QuantizedTensor:
-        """A quantized matrix of `shape` in this format, or that of one expert in a tensor of any number of them;
-        KeyError when there is none, AllSparkError when it is another.
+        """A quantized matrix of `shape` in this format. With `expert`, that expert's matrix in a tensor of several.
+
+        KeyError if there is none, AllSparkError if it has another shape or format.
         """
 
     def verify(self, rank: int, world: int) -> None:
-        """Compares checksums, if the format has any; the ranks of a group share the work."""
+        """Compares checksums if the format has any. The ranks of a group share the work."""
 
     def where(self) -> str:
-        """What to call the source in messages."""
+        """The name of the source in messages."""
 
     def checksum(self) -> str:
-        """Of the checksums that verify() compares, so of all tensors' bytes; "" when the format has none."""
+        """A digest of the checksums that verify() compares, and so of all tensors; "" if the format has none."""
 
 
 class SafetensorsSource:
-    """One or many safetensors files of a directory."""
+    """One or several safetensors files of a directory."""
 
     def __init__(self, location: Path, files: Mapping[str, SafetensorsFile]):
-        """files: for each tensor's name, the file that holds it."""
+        """files: the file of each tensor, by the tensor's name."""
         self.location, self.files = location, files
 
     def names(self) -> Iterable[str]:
+        """See `Source.names`."""
         return self.files.keys()
 
     def get(self, name: str) -> StoredTensor:
+        """See `Source.get`."""
         return self.files[name].get(name)
 
     def form(self, name: str) -> None:
+        """See `Source.form`."""
         return None
 
     def quantized(self, name: str, form: WeightFormat, shape: tuple[int, int],
                   expert: int | None = None) -> QuantizedTensor:
+        """See `Source.quantized`."""
         raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
-                            f"{self.where()} is no .asparam file: the graph's weights are quantized")
+                            f"{self.where()} is not an .asparam file, but the graph's weights are quantized")
 
     def verify(self, rank: int, world: int) -> None:
         """Hugging Face checkpoints have no checksums; lengths were compared when the files were opened."""
 
     def where(self) -> str:
+        """See `Source.where`."""
         return str(self.location)
 
     def checksum(self) -> str:
+        """See `Source.checksum`."""
         return ""
 
 
 class ParamSource(SafetensorsSource):
-    """An .asparam file: safetensors with a crc32 of every tensor in its metadata. A quantized matrix is several
-    tensors, see quantized().
+    """An .asparam file: safetensors with a crc32 of every tensor in its metadata. A quantized matrix consists of
+    several tensors; see quantized().
     """
 
     def __init__(self, path: Path):
@@ -117,31 +129,34 @@ class ParamSource(SafetensorsSource):
         super().__init__(path, dict.fromkeys(self.file.names(), self.file))
 
     def names(self) -> Iterable[str]:
+        """See `Source.names`."""
         quantized = [name for name in self.files if f"format:{name}" in self.file.metadata]
         suffixes = SCALE, OFFSET, SUPER_SCALE, SUPER_OFFSET, ORDER
         return self.files.keys() - {name + suffix for name in quantized for suffix in suffixes}
 
     def quantized(self, name: str, form: WeightFormat, shape: tuple[int, int],
                   expert: int | None = None) -> QuantizedTensor:
+        """See `Source.quantized`."""
         q, found = self.get(name), self.file.metadata.get(f"format:{name}")
         if found != str(form):
             raise AllSparkError(
                 AsStatus.ALLSPARK_PARAM_ERROR, f"tensor {name!r} in {q.file} has the format {found}: expected {form}"
             )
         rows = (shape[0],) if expert is None else (max(q.shape[:1] + (expert + 1,)), shape[0])
-        one, arrays = slice(None) if expert is None else expert, {}
+        one, arrays = slice(None) if expert is None else expert, dict[str, np.ndarray]()
         for suffix, (kind, width) in {"": ("U8", form.row_bytes(shape[1])), **form.scale_tensors(shape[1])}.items():
-            arrays[suffix] = self._checked(name + suffix, kind, (*rows, width), f"{form} of {list(shape)}").data[one]
+            arrays[suffix] = self._checked(name + suffix, kind, (*rows, width), f"{form} of {list(shape)}").values[one]
         order = None
         if form.layout.permuted:
-            order = self._checked(name + ORDER, "I32", shape[1:], f"{form} of {list(shape)}").data
+            order = self._checked(name + ORDER, "I32", shape[1:], f"{form} of {list(shape)}").values
             if not np.array_equal(np.sort(order), np.arange(shape[1])):
                 raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
-                                    f"tensor {name + ORDER!r} in {q.file} is no order of {shape[1]} columns")
-        chosen = [arrays.get(suffix) for suffix in ("", SCALE, OFFSET, SUPER_SCALE, SUPER_OFFSET)]
+                                    f"tensor {name + ORDER!r} in {q.file} is not a permutation of {shape[1]} columns")
 
         def some(begin: int, end: int) -> QuantizedRows:
-            return QuantizedRows(*(array if array is None else array[begin:end] for array in chosen))
+            found = {suffix: array[begin:end] for suffix, array in arrays.items()}
+            return QuantizedRows(found[""], found.get(SCALE), found.get(OFFSET), found.get(SUPER_SCALE),
+                                 found.get(SUPER_OFFSET))
 
         return QuantizedTensor(name, q.file, some, order, mapped=True)
 
@@ -156,6 +171,7 @@ class ParamSource(SafetensorsSource):
         return tensor
 
     def verify(self, rank: int, world: int) -> None:
+        """See `Source.verify`."""
         names = sorted(self.files)[rank::world]
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # crc32 runs without the GIL
             for name, found in zip(names, pool.map(lambda n: zlib.crc32(self.file.raw(n)), names)):
@@ -166,12 +182,13 @@ class ParamSource(SafetensorsSource):
                                         f"expected {expected}")
 
     def checksum(self) -> str:
+        """See `Source.checksum`."""
         facts = [(name, self.get(name).dtype, self.file.metadata.get(f"crc32:{name}")) for name in sorted(self.files)]
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
 
 class _UnitRows:
-    """A stored matrix whose rows are scaled to the length 1, in its type: those that are taken, as they are taken."""
+    """A stored matrix whose rows are scaled to length 1 when they are read, in the stored type."""
 
     def __init__(self, data: np.ndarray, dtype: str):
         self.data, self.dtype = data, dtype
@@ -186,61 +203,71 @@ class _UnitRows:
 
 
 class Changed:
-    """A source that is seen differently: the base of those that change one thing."""
+    """A view of another source: the base class of views that change one thing."""
 
     def __init__(self, source: Source):
         self.source = source
 
     def stored_name(self, name: str) -> str:
-        """What a tensor is called in the source; KeyError if it has none of that name."""
+        """The tensor's name in the source. KeyError if there is none."""
         return name
 
     def names(self) -> Iterable[str]:
+        """See `Source.names`."""
         return self.source.names()
 
     def get(self, name: str) -> StoredTensor:
+        """See `Source.get`."""
         return self.source.get(self.stored_name(name))
 
     def form(self, name: str) -> WeightFormat | None:
+        """See `Source.form`."""
         return self.source.form(self.stored_name(name))
 
     def quantized(self, name: str, form: WeightFormat, shape: tuple[int, int],
                   expert: int | None = None) -> QuantizedTensor:
+        """See `Source.quantized`."""
         return self.source.quantized(self.stored_name(name), form, shape, expert)
 
     def verify(self, rank: int, world: int) -> None:
+        """See `Source.verify`."""
         self.source.verify(rank, world)
 
     def where(self) -> str:
+        """See `Source.where`."""
         return self.source.where()
 
     def checksum(self) -> str:
+        """See `Source.checksum`."""
         return self.source.checksum()
 
 
 class UnitHead(Changed):
-    """With a head whose rows are scaled to the length 1 (Baichuan 2's NormHead)."""
+    """A view whose head has rows of length 1 (Baichuan 2's NormHead)."""
 
     HEAD = "lm_head.weight"
 
     def get(self, name: str) -> StoredTensor:
+        """See `Source.get`."""
         tensor = self.source.get(name)
         if name != self.HEAD or tensor.dtype not in STORED_TYPES.values() or len(tensor.shape) != 2:
             return tensor
-        return dataclasses.replace(tensor, data=_UnitRows(tensor.data, tensor.dtype))
+        rows: Any = _UnitRows(tensor.values, tensor.dtype)  # stands for an array
+        return dataclasses.replace(tensor, data=rows)
 
     def form(self, name: str) -> WeightFormat | None:
+        """See `Source.form`."""
         form = self.source.form(name)
         if form is not None and name == self.HEAD:
-            raise ValueError(f"{name} is quantized ({form}), and its rows are to be scaled to the length 1: only a "
-                             "head in floats is served here")
+            raise ValueError(f"{name} is quantized ({form}), but its rows must be scaled to length 1: only an unquantized "
+                             "head is served for this architecture")
         return form
 
 
 class TextPart(Changed):
-    """The text part of a checkpoint that also sees, under the names that it has alone."""
+    """The text part of a multimodal checkpoint, with the names of a text-only checkpoint."""
 
-    PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."),  # of transformers 4, and 5
+    PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."),  # transformers 4, and 5
                 ("language_model.lm_head.", "lm_head."), ("lm_head.", "lm_head."))
 
     def __init__(self, source: Source):
@@ -249,25 +276,30 @@ class TextPart(Changed):
                       if name.startswith(prefix)}
 
     def names(self) -> Iterable[str]:
+        """See `Source.names`."""
         return self.inner.keys()
 
     def stored_name(self, name: str) -> str:
         return self.inner[name]
 
     def form(self, name: str) -> WeightFormat | None:
+        """See `Source.form`."""
         return self.source.form(self.inner[name]) if name in self.inner else None
 
 
 class InterleavedExperts(Changed):
-    """With the experts of gpt-oss one by one: `experts.gate_up_proj` [experts, inputs, 2 outputs], whose even columns
-    are gate's, as `experts.E.gate_proj.weight` and `experts.E.up_proj.weight` [outputs, inputs]; `experts.down_proj`
-    likewise, and `_bias` of both as `.bias`.
+    """A view of gpt-oss's experts with one tensor for each expert.
+
+    `experts.gate_up_proj` [experts, inputs, 2 outputs], whose even columns are gate's, becomes
+    `experts.E.gate_proj.weight` and `experts.E.up_proj.weight` [outputs, inputs]. `experts.down_proj` and the `_bias`
+    tensors are treated likewise.
     """
 
     KINDS = {"gate_proj": ("gate_up_proj", 0, 2), "up_proj": ("gate_up_proj", 1, 2), "down_proj": ("down_proj", 0, 1)}
     EXPERT = re.compile(r"(.*\.experts)\.([0-9]{1,9})\.(gate_proj|up_proj|down_proj)\.(weight|bias)")
 
     def names(self) -> Iterable[str]:
+        """See `Source.names`."""
         names = set(self.source.names())
         found = set(names)
         for kind, (stored, *_) in self.KINDS.items():
@@ -279,6 +311,7 @@ class InterleavedExperts(Changed):
         return found
 
     def get(self, name: str) -> StoredTensor:
+        """See `Source.get`."""
         match = self.EXPERT.fullmatch(name)
         if match is None:
             return self.source.get(name)
@@ -292,7 +325,7 @@ class InterleavedExperts(Changed):
 
 
 class TorchSource:
-    """pytorch_model.bin files, read by torch in its weights-only mode, which runs no code from the file."""
+    """pytorch_model.bin files, read with torch's weights-only mode, which runs no code from the file."""
 
     def __init__(self, location: Path, files: list[Path]):
         try:
@@ -304,11 +337,11 @@ class TorchSource:
         self.location = location
         self.kinds = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
         self.bits = torch.int16
-        self.tensors: dict[str, tuple[object, Path]] = {}
+        self.tensors: dict[str, tuple[Any, Path]] = {}
         for path in files:
             with open_regular(path) as file:
                 size = os.fstat(file.fileno()).st_size
-                held = f"/proc/self/fd/{file.fileno()}"  # torch maps only what it opens by name
+                held = f"/proc/self/fd/{file.fileno()}"  # torch maps only files that it opens by name
                 try:
                     found = torch.load(held, map_location="cpu", weights_only=True, mmap=True)
                 except Exception as error:  # torch raises many types; the file is foreign input
@@ -317,16 +350,18 @@ class TorchSource:
             if not isinstance(found, dict) or not all(isinstance(t, torch.Tensor) for t in found.values()):
                 raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"weight file {path} does not hold tensors by name")
             for name, t in found.items():
-                # A view can repeat what is stored; copied out, that may be of any size.
+                # A view can repeat stored elements; copying it could take any amount of memory.
                 if t.layout != torch.strided or t.device.type != "cpu" or t.numel() * t.element_size() > size:
                     raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"tensor {name!r} in {path} is not stored whole")
-            # Parameters and transposed views are allowed; everything else is seen as it is stored.
+            # Parameters and transposed views are allowed.
             self.tensors.update((name, (t.detach().contiguous(), path)) for name, t in found.items())
 
     def names(self) -> Iterable[str]:
+        """See `Source.names`."""
         return self.tensors.keys()
 
     def get(self, name: str) -> StoredTensor:
+        """See `Source.get`."""
         tensor, path = self.tensors[name]
         kind, data = self.kinds.get(tensor.dtype), None
         if kind is not None:
@@ -334,34 +369,41 @@ class TorchSource:
         return StoredTensor(name, kind or str(tensor.dtype), tuple(tensor.shape), data, path)
 
     def form(self, name: str) -> None:
+        """See `Source.form`."""
         return None
 
     quantized = SafetensorsSource.quantized
 
     def verify(self, rank: int, world: int) -> None:
-        """Torch's zip container is checked by torch."""
+        """Does nothing: torch checks its zip container itself."""
 
     def where(self) -> str:
+        """See `Source.where`."""
         return str(self.location)
 
     def checksum(self) -> str:
+        """See `Source.checksum`."""
         return ""
+
+
+#: views of a checkpoint by the name that Architecture.stored_as has
+VIEWS: dict[str, type[Changed]] = {"text_part": TextPart, "interleaved_experts": InterleavedExperts}
 
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model's op list and its weights; tokenizer_dir: where tokenizer.json is, None when there is none."""
+    """The op list of a model and its weights. tokenizer_dir: the directory of tokenizer.json, None if there is none."""
 
     graph: Graph
     source: Source
     tokenizer_dir: str | None
 
 
-def open_model(model_path: str, weights_path: str = "", rope_scaling: dict | None = None) -> OpenedModel:
+def open_model(model_path: str, weights_path: str = "", rope_scaling: dict[str, Any] | None = None) -> OpenedModel:
     """Opens a Hugging Face directory, a GGUF file, or an .asgraph file with its .asparam (by default the file beside
-    it). `rope_scaling`: of a directory, see read_config.
+    it).
 
-    Raises AllSparkError naming the file and what is wrong with it.
+    rope_scaling: for a directory, see read_config. AllSparkError names the file and the problem.
     """
     path = Path(model_path)
     if os.path.isdir(path):
@@ -369,10 +411,8 @@ def open_model(model_path: str, weights_path: str = "", rope_scaling: dict | Non
         source = _quantized_source(source, path)
         try:
             config = read_config(path, rope_scaling)
-            if config.architecture == "Gemma3ForConditionalGeneration":
-                source = TextPart(source)
-            if config.architecture == "GptOssForCausalLM":
-                source = InterleavedExperts(source)
+            if view := ARCHITECTURES[config.architecture].stored_as:
+                source = VIEWS[view](source)
             config = _tied_as_stored(config, source)
             if config.unit_head:
                 source = UnitHead(source)
@@ -405,7 +445,9 @@ def _open_gguf(path: Path) -> OpenedModel:
 
 
 def _quantized_source(source: Source, directory: Path) -> Source:
-    """The source of a checkpoint that its config.json, or the quantize_config.json of older ones, calls quantized."""
+    """The source of a checkpoint whose config.json (or quantize_config.json, in older ones) says how it is quantized;
+    the source itself if it is not.
+    """
     from allspark_server.weights.schemes import quantized_source
 
     path = directory / "config.json"
@@ -423,8 +465,8 @@ def _quantized_source(source: Source, directory: Path) -> Source:
 
 
 def _quantized_graph(graph: Graph, source: Source) -> Graph:
-    """The graph with the formats that the source's matrices have, if any is quantized. ValueError where tensors that
-    are computed as one matrix have formats that are none together.
+    """The graph with the formats of the source's matrices, if any is quantized. ValueError if tensors that are computed
+    as one matrix have no common format.
     """
     formats: dict[str, WeightFormat | None] = {}
     for weight in graph.weights.values():
@@ -432,11 +474,12 @@ def _quantized_graph(graph: Graph, source: Source) -> Graph:
             found = {part.tensor: source.form(part.tensor) for part in weight.parts}
             formats[weight.name] = None
             if any(form is not None for form in found.values()):
-                formats[weight.name] = None if None in found.values() else common_form(list(found.values()))
+                forms = [form for form in found.values() if form is not None]
+                formats[weight.name] = common_form(forms) if len(forms) == len(found) else None
                 if formats[weight.name] is None:
                     raise ValueError("these tensors are computed as one matrix and must have one format: " + ", ".join(
                         f"{name} ({form or 'not quantized'})" for name, form in found.items()))
-    sizes = Counter()
+    sizes: Counter[WeightFormat] = Counter()
     for name, form in formats.items():
         if form is not None:
             sizes[form] += graph.weights[name].elements_of(0, 1)
@@ -445,7 +488,7 @@ def _quantized_graph(graph: Graph, source: Source) -> Graph:
     plain = set()
     for name, form in formats.items():
         for part in graph.weights[name].parts if form is None else ():
-            with contextlib.suppress(KeyError):  # the loader says which is missing
+            with contextlib.suppress(KeyError):  # the loader reports missing tensors
                 plain.add(source.get(part.tensor).dtype)
     unquantized = "bfloat16" if plain == {"BF16"} else "float32"
     head = {name for op in graph.ops if op.type in ("embedding", "linear") for name in op.weights
@@ -455,7 +498,7 @@ def _quantized_graph(graph: Graph, source: Source) -> Graph:
 
 
 def _tied_as_stored(config: ModelConfig, source: Source) -> ModelConfig:
-    """The config, untied when a head is stored that differs from the embedding; transformers 5 does so too."""
+    """The config, untied if the checkpoint stores a head that differs from the embedding, as in transformers 5."""
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
     names = source.names()
     if not config.tie_word_embeddings or embedding not in names or head not in names:
@@ -463,15 +506,15 @@ def _tied_as_stored(config: ModelConfig, source: Source) -> ModelConfig:
     if source.form(embedding) or source.form(head):
         return dataclasses.replace(config, tie_word_embeddings=False)
     a, b = source.get(embedding), source.get(head)
-    if a.dtype == b.dtype and a.shape == b.shape and (a.data is None or np.array_equal(a.data, b.data)):
+    if a.dtype == b.dtype and a.shape == b.shape and (a.data is None or np.array_equal(a.data, b.values)):
         return config
-    logger.warning("config.json of %s ties the head to the embedding, but %r is stored and differs: it is used",
+    logger.warning("config.json of %s ties the head to the embedding, but the stored %r differs from it and is used",
                    source.where(), head)
     return dataclasses.replace(config, tie_word_embeddings=False)
 
 
 def _experts_as_stored(config: ModelConfig, source: Source) -> ModelConfig:
-    """The config, its experts stacked when the checkpoint's are (transformers 5 can save them so)."""
+    """The config, with stacked experts if the checkpoint stores them stacked (transformers 5 can)."""
     if config.experts is None or not any(name.endswith(".experts.gate_up_proj") for name in source.names()):
         return config
     return dataclasses.replace(config, experts=dataclasses.replace(config.experts, stacked=True))
@@ -482,7 +525,7 @@ def _tokenizer(directory: Path) -> str | None:
 
 
 def open_weights(path: Path) -> Source:
-    """The weights of a Hugging Face directory, or of one safetensors file."""
+    """The weights of a Hugging Face directory or of one safetensors file."""
     if not os.path.isdir(path):
         return _single(path)
     if os.path.lexists(path / SINGLE):
@@ -529,11 +572,11 @@ def _indexed(directory: Path) -> SafetensorsSource:
 
 
 def model_hash(model: OpenedModel, formats: Mapping[str, WeightFormat], digests: Sequence[str]) -> str:
-    """An identity of a model's numbers: config, ops, every byte of the tensors, and the formats that its matrices (by
-    the weight's name) have.
+    """A digest of everything that a model computes with: config, ops, all bytes of its tensors, and the formats of its
+    matrices (by the weight's name).
 
-    digests: Loader.digest() of every rank. Copies of a checkpoint, or of what it is serialized to, have the same hash
-    on as many ranks, wherever they lie.
+    digests: Loader.digest() of every rank. Copies of a checkpoint, or of its serialized form, have the same hash on the
+    same number of ranks.
     """
     graph = model.graph
     ops = [(op.type, op.inputs, op.outputs, op.weights, sorted(op.attrs.items())) for op in graph.ops]

@@ -1,9 +1,10 @@
-"""What the CUDA backend makes of matrices that others have quantized: it has one layout of scales for integers, groups
-with a scale and an offset in bfloat16 (InstantQuant's), and e4m3 with a float32 scale for each row.
+"""Formats of quantized checkpoints on the CUDA backend.
 
-Codes of 4 bits, and symmetric ones of 8, keep being codes: their scales are rounded to bfloat16, as servers do that
-compute in it. What has no such form (FP8 in blocks, FP4, NF4, permuted columns, zero points of 8 bits, whose offsets
-are too large for bfloat16) is recovered, to the bit as CPUs do, and rounded to bfloat16.
+The backend has one layout of scales for integers, groups with a scale and an offset in bfloat16 (as InstantQuant), and
+e4m3 with a float32 scale for each row. 4-bit values and symmetric 8-bit values stay quantized; their scales are rounded
+to bfloat16, as in other servers that compute in bfloat16. Other formats (FP8 in blocks, FP4, NF4, permuted columns,
+8-bit zero points, whose offsets are too large for bfloat16) are dequantized as on CPUs, to the bit, and rounded to
+bfloat16.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from allspark_server.weights.formats import SCALE_TYPES, WeightFormat
 from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor, in_pieces
 
 GPU_FORMATS = (*UNQUANTIZED, *GROUPED, "float8")
-HOPPER = 90  # the first compute capability with products in float8
+HOPPER = 90  # the compute capability with float8 kernels
 RECOVERED = "bfloat16"
 HALF_OF_5_BITS = 16
-RECOVERED_ELEMENTS = 1 << 18  # at a time: a millisecond's
+RECOVERED_ELEMENTS = 1 << 18  # dequantized at a time: about a millisecond of work
 
 
 def on_gpu(form: WeightFormat) -> bool:
-    """Whether the CUDA backend has matrices of this format."""
+    """Whether the CUDA backend computes with matrices of this format."""
     if form.dtype == "float8":
         return not form.group_size
     size, small = form.group_size, () if form.dtype in ("w8a8", "w4a8") else (16, 32)
@@ -37,8 +38,10 @@ def on_gpu(form: WeightFormat) -> bool:
 
 
 def gpu_form(form: WeightFormat, experts: bool, capability: int, firsts: Sequence[int] = (0,)) -> WeightFormat:
-    """The format on GPUs of a matrix that is stored in this one; experts: it is a stack of theirs; firsts: the columns
-    that ranks' slices begin at. What it was asked to be (w8a8) and cannot is left as it is, and the backend refuses it.
+    """The format on GPUs of a matrix that is stored in the format `form`.
+
+    experts: it is a stack of experts' weights. firsts: the columns at which ranks' slices begin. A requested format
+    (w8a8) that is not possible is returned as it is; the backend then rejects it.
     """
     if on_gpu(form):
         return form
@@ -46,24 +49,24 @@ def gpu_form(form: WeightFormat, experts: bool, capability: int, firsts: Sequenc
         return WeightFormat("float8")
     same = WeightFormat(form.dtype, form.group_size)
     size = form.group_size
-    groups = {gcd(size, first) if size else 0 for first in (0, *firsts)}  # as formats.py slices them
+    groups = {gcd(size, first) if size else 0 for first in (0, *firsts)}  # as in formats.group_of_slice
     if _has_codes(form) and all(on_gpu(replace(same, group_size=each)) for each in groups):
         return same
     return form if form.dtype in ("w8a8", "w4a8") else WeightFormat(RECOVERED)
 
 
 def _has_codes(form: WeightFormat) -> bool:
-    """Whether codes can stay, with the scales and offsets that a GPU has."""
+    """Whether values can stay quantized with the scales and offsets of the CUDA backend."""
     layout = form.layout
     if layout.permuted or layout.group_rows != 1:
         return False
-    # Codes of 8 bits that are about another one than 128 are GGUF's, of 5 bits (those with offsets) and 6.
+    # 8-bit values with another center than 128 come from GGUF: 5-bit ones (with offsets) and 6-bit ones.
     return form.bits == 4 or layout.zeros == "none" or (layout.zeros == "offsets" and layout.center is not None)
 
 
 def recoded(tensor: QuantizedTensor, own: WeightFormat, form: WeightFormat, columns: int) -> QuantizedTensor:
-    """A matrix of format `own` in the one that gpu_form() gave for it. Its scales and zeros are uint16 [n, groups]:
-    bfloat16, or of float8 the lower and the upper half of the float32 that a row has.
+    """A matrix of the format `own` in the format `form` that gpu_form() returned for it. Its scales and zeros are
+    uint16 [n, groups]: bfloat16, or for float8 the lower and the upper half of each row's float32 scale.
     """
     def as_floats(found: QuantizedRows) -> QuantizedRows:
         bad = int(((found.codes & 0x7F) == 0x7F).sum())
@@ -82,13 +85,13 @@ def recoded(tensor: QuantizedTensor, own: WeightFormat, form: WeightFormat, colu
             scale = _floats(found.scales, own)
             offset = _floats(found.zeros, own) if layout.zeros == "offsets" else np.zeros_like(scale)
         scales = _bfloat16(scale)
-        if layout.zeros != "offsets":  # so that the code which stands for zero still does, nearly
+        if layout.zeros != "offsets":  # offsets then follow the rounded scales: the value for zero stays near zero
             scale = to_float32(scales, "BF16")
-        if layout.zeros == "points":
+        if layout.zeros == "points" and found.zeros is not None:
             offset = scale * (np.float32(middle) - found.zeros.astype(np.float32))
         elif own.bits == 4:
             offset = offset + scale * np.float32(middle - center)
-        elif layout.zeros == "offsets":  # of 5 bits: the smaller the offset, the less is rounded
+        elif layout.zeros == "offsets":  # 5-bit values: a smaller offset loses less to rounding
             codes, offset = codes + np.uint8(middle - center - HALF_OF_5_BITS), offset + scale * HALF_OF_5_BITS
         elif center != middle:
             codes = codes + np.uint8(middle - center)
@@ -103,7 +106,9 @@ def recoded(tensor: QuantizedTensor, own: WeightFormat, form: WeightFormat, colu
 
 def recovered(tensor: QuantizedTensor, own: WeightFormat, begin: int, end: int,
               columns: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Rows [begin, end) of a matrix as float32 [some, columns], some at a time, each with the first one's number."""
+    """Dequantizes rows [begin, end) of a matrix: pieces of float32 [n, columns], each with the index of its first
+    row.
+    """
     layout, order = own.layout, {} if tensor.order is None else {"order": tensor.order.tolist()}
 
     def bits(half: np.ndarray | None) -> np.ndarray | None:
@@ -111,7 +116,7 @@ def recovered(tensor: QuantizedTensor, own: WeightFormat, begin: int, end: int,
 
     def some(begin: int, end: int) -> np.ndarray:
         rows = tensor.plain_rows(begin, end, own, columns)
-        executor = native_library().Executor(num_threads=1)  # of CPUs, for its way to recover
+        executor = native_library().Executor(num_threads=1)  # the CPU's, to dequantize with its bits
         matrix = executor.add_matrix(end - begin, columns, **own.native(), **order)
         bad = executor.fill_quantized(matrix, rows.codes, rows.scales, rows.zeros, own.bits, columns=columns,
                                       group_size=own.group_size, super_group=layout.super_group,
@@ -123,8 +128,9 @@ def recovered(tensor: QuantizedTensor, own: WeightFormat, begin: int, end: int,
     return in_pieces(some, begin, end, columns, RECOVERED_ELEMENTS)
 
 
-def _floats(values: np.ndarray, form: WeightFormat) -> np.ndarray:
+def _floats(values: np.ndarray | None, form: WeightFormat) -> np.ndarray:
     """Scales or offsets of the format's type as float32."""
+    assert values is not None
     return to_float32(values, SCALE_TYPES[form.layout.scales])
 
 

@@ -1,8 +1,8 @@
-"""Models named by their id on the Hugging Face Hub (org/name, or org/name@revision): from the local cache, and into it
-where there is a network.
+"""Models named by their id on the Hugging Face Hub (org/name, or org/name@revision): taken from the local cache, and
+downloaded into it if there is a network.
 
-What the cache has whole is used as it is, without asking the Hub for something newer: a group that is started again
-serves what it served.
+A complete model in the cache is used as it is, without asking the Hub for a newer revision, so that a restarted group
+serves the same model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
-#: what a checkpoint is read from: no code, and none of the weights that other frameworks have
+#: the files that are downloaded: no code, and no weights of other frameworks
 _FILES = ["*.json", "*.jinja", "*.txt", "*.model", "additional_chat_templates/*.jinja"]
 _WEIGHTS, _TORCH_WEIGHTS = ["*.safetensors"], ["pytorch_model*.bin"]
 _IGNORED = ["original/*", "onnx/*", "openvino/*"]
@@ -32,27 +32,27 @@ _PATHS = ("model_path", "draft_model")
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether a path can only be a model's id on the Hub: it has its form, and nothing is there by that name."""
+    """Whether a path has the form of a Hub id and names no existing file."""
     return _ID.fullmatch(path) is not None and not os.path.lexists(path)
 
 
 def hub_name(path: str) -> str:
-    """What a model is called unless it is told: the last part of its id."""
-    return _ID.fullmatch(path)["repo"].rpartition("/")[2]
+    """The default name of a model: the last part of its id."""
+    return path.partition("@")[0].rpartition("/")[2]
 
 
 def local_directory(path: str, *, download: bool = True) -> str:
-    """The directory of a model: of an id, its snapshot in the local cache, downloaded if it is not there whole and
-    `download` allows it; of anything else, what was given. A progress bar is shown on a terminal.
+    """The directory of a model: for a Hub id its snapshot in the local cache, otherwise `path` itself.
 
-    Raises AllSparkError (IO) if the model cannot be had, saying why.
+    An incomplete snapshot is downloaded if `download` allows it, with a progress bar on a terminal. AllSparkError
+    (ALLSPARK_IO_ERROR) says why a model is not available.
     """
-    if not is_hub_id(path):
+    found = _ID.fullmatch(path)
+    if found is None or not is_hub_id(path):
         return path
     import huggingface_hub
     from huggingface_hub import errors
 
-    found = _ID.fullmatch(path)
     where: dict[str, Any] = {"repo_id": found["repo"], "revision": found["revision"]}
     try:
         cached = huggingface_hub.try_to_load_from_cache(filename="config.json", **where)
@@ -64,14 +64,14 @@ def local_directory(path: str, *, download: bool = True) -> str:
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         raise _unavailable(path, f"{why}, and HF_HUB_OFFLINE is set")
     if not download:
-        raise _unavailable(path, f"{why}, and clients of this server may not have models downloaded")
+        raise _unavailable(path, f"{why}, and clients of this server may not download models")
     logger.info("downloading %s from the Hub", path)
     try:
         return _download(where)
     except errors.GatedRepoError:
-        raise _unavailable(path, "the Hub gives it only to those who accepted its terms; set HF_TOKEN") from None
+        raise _unavailable(path, "its terms must be accepted on the Hub; then set HF_TOKEN") from None
     except errors.RepositoryNotFoundError:
-        raise _unavailable(path, "the Hub has no such model, or shows it only with a token (HF_TOKEN)") from None
+        raise _unavailable(path, "the Hub has no such model, or it is private and needs a token (HF_TOKEN)") from None
     except errors.RevisionNotFoundError:
         raise _unavailable(path, "the model has no such revision") from None
     except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as error:
@@ -80,7 +80,7 @@ def local_directory(path: str, *, download: bool = True) -> str:
 
 
 def with_local_paths(config: AsModelConfig, *, download: bool = True) -> AsModelConfig:
-    """A copy of a config whose ids are directories. Raises as local_directory."""
+    """A copy of a config with Hub ids replaced by directories. Raises as local_directory does."""
     config = copy.deepcopy(config)
     for name in _PATHS:
         setattr(config, name, local_directory(getattr(config, name), download=download))
@@ -100,7 +100,7 @@ def _download(where: dict[str, Any]) -> str:
 
 
 def _is_whole(snapshot: Path) -> bool:
-    """Whether a snapshot has all that a model is loaded from."""
+    """Whether a snapshot has all files that a model is loaded from."""
     if not (snapshot / "config.json").exists():
         return False
     for index in snapshot.glob("*.index.json"):
@@ -114,15 +114,15 @@ def _is_whole(snapshot: Path) -> bool:
 
 def _unavailable(path: str, why: str) -> AllSparkError:
     return AllSparkError(AsStatus.ALLSPARK_IO_ERROR,
-                         f"there is no file or directory {path!r} here, and as a model of the Hugging Face Hub it "
-                         f"cannot be had: {why}")
+                         f"there is no file or directory {path!r}, and as a model of the Hugging Face Hub it is not "
+                         f"available: {why}")
 
 
 def _silent_bar() -> Any:
     from tqdm.auto import tqdm
 
     class Silent(tqdm):
-        """A progress bar that nobody sees."""
+        """A progress bar that shows nothing."""
 
         def __init__(self, *arguments: Any, **named: Any):
             super().__init__(*arguments, **{**named, "disable": True})

@@ -1,7 +1,8 @@
-"""HuggingFaceModel: opens a Hugging Face checkpoint, serializes it, and prepares configs that fit it."""
+"""HuggingFaceModel: opens a Hugging Face checkpoint, serializes it, and prepares matching configurations."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
@@ -39,19 +40,21 @@ ROPE_SCALINGS = {RoPEScaleMethod.YaRN: "yarn", RoPEScaleMethod.NTK: "dynamic"}
 
 
 class HuggingFaceModel:
-    """Loader, converter and serializer of a checkpoint directory or a GGUF file. Methods that return nothing else
-    return the object, so that calls can be chained. Code in a checkpoint is never run.
+    """Loads, converts and serializes a checkpoint directory or a GGUF file.
+
+    Methods without another result return the object, so that calls can be chained. Code in a checkpoint is never run.
     """
 
-    def __init__(self, path: str | os.PathLike, name: str, user_set_data_type: str | None = "auto",
+    def __init__(self, path: str | os.PathLike[str], name: str, user_set_data_type: str | None = "auto",
                  in_memory_serialize: bool = False, trust_remote_code: bool = False):
-        """name: of the serialized files; slashes become underscores. user_set_data_type: of serialized weights: "auto"
-        (or None: as stored), "float32", "bfloat16" or "float16". in_memory_serialize: serialize_to_path writes to
-        memory, too.
+        """path: the directory or GGUF file. name: of the serialized files; slashes become underscores.
+
+        user_set_data_type: the type of serialized weights: "auto" (or None: as stored), "float32", "bfloat16" or
+        "float16". in_memory_serialize: serialize_to_path writes to memory. trust_remote_code: ignored, with a warning.
         """
         name = str(name).replace("/", "_")
         if name in ("", ".", ".."):
-            raise ValueError(f"name={name!r} cannot be a file's name")
+            raise ValueError(f"name={name!r} cannot be a file name")
         if trust_remote_code:
             logger.warning("trust_remote_code is ignored: code in a checkpoint is never run")
         self.path, self.name = Path(path), name
@@ -59,8 +62,8 @@ class HuggingFaceModel:
         self.in_memory = in_memory_serialize
         self.model_config: ModelConfig | None = None
         self._model: OpenedModel | None = None
-        self._rope_scaling: dict | None = None      # instead of config.json's
-        self._customized: dict | None = None        # init_quantization's
+        self._rope_scaling: dict[str, Any] | None = None      # instead of config.json's
+        self._customized: dict[str, Any] | None = None        # init_quantization's
         self._unquantized = ""
         self._tokenizer: Any = None
         self._files: tuple[Path, Path] | None = None
@@ -76,10 +79,11 @@ class HuggingFaceModel:
     # -- reading -------------------------------------------------------------------------------------------------------
     def load_model(self, override_data_type: str | None = None, direct_load: bool = True,
                    load_format: str = "auto") -> HuggingFaceModel:
-        """Maps the weight files, checks every tensor's presence, type and shape; AllSparkError says what is wrong.
+        """Maps the weight files and checks that every tensor is present with the right type and shape.
 
-        override_data_type: as user_set_data_type. direct_load, load_format: of DashInfer's signature; weights always
-        are read without transformers, and their format is recognized.
+        override_data_type: as user_set_data_type. direct_load, load_format: part of DashInfer's signature and ignored;
+        weights are always read without transformers, and their format is detected. AllSparkError names the file and the
+        problem.
         """
         if override_data_type is not None:
             self.data_type = self._checked_type("override_data_type", override_data_type)
@@ -99,63 +103,62 @@ class HuggingFaceModel:
         return self
 
     def get_model_context_length(self) -> int:
-        """Positions that the model was made for, with set_rope_scale_method's scaling."""
+        """The model's context length in positions, with set_rope_scale_method's scaling."""
         return self._config().max_position_embeddings
 
-    def set_rope_scale_method(self, method: RoPEScaleMethod, parameter_dict: dict | None = None) -> HuggingFaceModel:
-        """What is serialized from now on has this rotary scaling instead of config.json's. parameter_dict: as a
-        config.json's rope_scaling, say {"factor": 4.0, "original_max_position_embeddings": 32768}.
+    def set_rope_scale_method(self, method: RoPEScaleMethod, parameter_dict: dict[str, Any] | None = None) -> HuggingFaceModel:
+        """Replaces config.json's rotary scaling in what is serialized from now on.
+
+        parameter_dict: the fields of rope_scaling, such as {"factor": 4.0, "original_max_position_embeddings": 32768}.
         """
         if not isinstance(method, RoPEScaleMethod):
             raise TypeError(f"method must be a RoPEScaleMethod, not {type(method).__name__}")
         given = dict(parameter_dict or {})
         if method is RoPEScaleMethod.NO_SCALE:
-            scaling: dict = {}
+            scaling: dict[str, Any] = {}
         else:
             kind = ROPE_SCALINGS[method]
             named = given.pop("type", given.pop("rope_type", kind))
             if named != kind:
-                raise ValueError(f"parameter_dict: type={named!r} is not what {method} is; leave it out, or {kind!r}")
+                raise ValueError(f"parameter_dict: type={named!r} contradicts {method}; leave it out or use {kind!r}")
             scaling = {"rope_type": kind, "type": kind, **given}
-        self.model_config = read_config(self._directory(), scaling)     # which says what is wrong
+        self.model_config = read_config(self._directory(), scaling)     # raises if the scaling is wrong
         self._rope_scaling, self._files = scaling, None
         return self.load_model() if self._model is not None else self
 
-    def init_quantization(self, enable: bool = True, customized_quant_config: dict | None = None) -> HuggingFaceModel:
-        """Serializing with enable_quant uses this customized_quant_config unless it is given another."""
+    def init_quantization(self, enable: bool = True, customized_quant_config: dict[str, Any] | None = None) -> HuggingFaceModel:
+        """Sets the default customized_quant_config for serializing with enable_quant."""
         if customized_quant_config is not None:
-            quantization_of(False, customized_quant_config)     # which says what is wrong
+            quantization_of(False, customized_quant_config)     # raises if it is wrong
         elif enable:
             path = self._directory() / "config.json"
             if "quantization_config" not in read_json(path):
                 raise ValueError(f"{path} has no quantization_config: give a customized_quant_config")
-            self.load_model()   # which says what is wrong: it is serialized as it is
+            self.load_model()   # raises if the checkpoint's own quantization is not served
         self._customized = customized_quant_config if enable else None
         return self
 
     def free_model(self) -> HuggingFaceModel:
-        """Lets go of the mapped weight files."""
+        """Releases the mapped weight files."""
         self._model = None
         return self
 
     def init_tokenizer(self, padding_side: str = "left") -> HuggingFaceModel:
-        """Loads the tokenizer: transformers' where that is installed and has it, otherwise this package's, which never
-        pads.
+        """Loads the tokenizer: transformers' if it is installed and supports it, otherwise this package's, which does
+        not pad.
         """
         directory = self._checkpoint() if self.path.is_dir() else self._opened().tokenizer_dir
         if directory is None:
-            raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"{self.path} holds no tokenizer that is known")
+            raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"{self.path} holds no tokenizer that is supported")
         file = vocabulary_file(directory)
-        try:
-            from transformers import AutoTokenizer
-        except ImportError:
-            AutoTokenizer = None
-        if AutoTokenizer is None or (file is not None and file.name != JSON):
+        known = file is None or file.name == JSON
+        if not known or importlib.util.find_spec("transformers") is None:
             from allspark_server.tokenizer.tokenizer import Tokenizer
             self._tokenizer = Tokenizer.from_dir(directory)
         else:
-            self._tokenizer = AutoTokenizer.from_pretrained(str(directory), padding_side=padding_side,
-                                                            trust_remote_code=False, local_files_only=True)
+            import transformers
+            self._tokenizer = transformers.AutoTokenizer.from_pretrained(
+                str(directory), padding_side=padding_side, trust_remote_code=False, local_files_only=True)
         return self
 
     def get_tokenizer(self) -> Any:
@@ -165,20 +168,21 @@ class HuggingFaceModel:
         return self._tokenizer
 
     # -- serializing ---------------------------------------------------------------------------------------------------
-    def serialize_to_path(self, engine: Any, model_output_dir: str | os.PathLike, enable_quant: bool = False,
-                          weight_only_quant: bool = False, customized_quant_config: dict | None = None,
+    def serialize_to_path(self, engine: Any, model_output_dir: str | os.PathLike[str], enable_quant: bool = False,
+                          weight_only_quant: bool = False, customized_quant_config: dict[str, Any] | None = None,
                           skip_if_exists: bool = False, multinode_mode: bool = True, lora_cfg: Any = None,
                           text_graph: bool = False) -> HuggingFaceModel:
         """Writes NAME.asgraph and NAME.asparam (and the tokenizer's files into NAME.tokenizer) to `model_output_dir`.
 
-        enable_quant: quantizes the matrices, to "int8" with weight_only_quant, otherwise to "w8a8";
-        customized_quant_config says otherwise, see weights/formats.py. user_set_data_type is then the type of what
-        stays unquantized. Loading gives the very weights that quantizing the checkpoint at load does. skip_if_exists:
-        if there are files of this name and format.
-        engine, multinode_mode: of DashInfer's signature; what is written never depends on the number of ranks.
-        lora_cfg: {"input_base_dir": DIR, "lora_names": [NAME, ...], "lora_only": False}: PEFT's adapters DIR/NAME go
-        beside the model's files, where load_lora(model, NAME) finds them; lora_only: nothing else is written.
-        text_graph: write the op list as text.
+        enable_quant: quantizes the matrices, to "int8" with weight_only_quant and otherwise to "w8a8", or as
+        customized_quant_config says (see weights/formats.py). user_set_data_type is then the type of the unquantized
+        weights. Loading the files gives the same weights as quantizing the checkpoint when it is loaded.
+        skip_if_exists: keeps existing files of this name and format.
+        lora_cfg: {"input_base_dir": DIR, "lora_names": [NAME, ...], "lora_only": False}: copies PEFT's adapters
+        DIR/NAME beside the model's files, where load_lora(model, NAME) finds them. lora_only: writes nothing else.
+        text_graph: writes the op list as text.
+        engine, multinode_mode: part of DashInfer's signature and ignored; the files do not depend on the number of
+        ranks.
         """
         adapters = self._adapters(lora_cfg) if lora_cfg else {}
         how = self._quantization(enable_quant, weight_only_quant, customized_quant_config)
@@ -188,19 +192,19 @@ class HuggingFaceModel:
             self._serialize(Path(model_output_dir), how, skip_if_exists, text_graph)
         return self._copy_adapters(adapters, Path(model_output_dir))
 
-    def serialize(self, engine: Any, model_output_dir: str | os.PathLike = "", enable_quant: bool = False,
-                  weight_only_quant: bool = False, customized_quant_config: dict | None = None,
+    def serialize(self, engine: Any, model_output_dir: str | os.PathLike[str] = "", enable_quant: bool = False,
+                  weight_only_quant: bool = False, customized_quant_config: dict[str, Any] | None = None,
                   multinode_mode: bool = True, lora_cfg: Any = None) -> HuggingFaceModel:
-        """serialize_to_memory if the object was made with in_memory_serialize, otherwise serialize_to_path."""
+        """serialize_to_memory if the object was created with in_memory_serialize, otherwise serialize_to_path."""
         if not self.in_memory and not os.fspath(model_output_dir):
             raise ValueError("model_output_dir is empty; without in_memory_serialize=True a directory is needed")
         return self.serialize_to_path(engine, model_output_dir, enable_quant, weight_only_quant,
                                       customized_quant_config, False, multinode_mode, lora_cfg)
 
     def serialize_to_memory(self, engine: Any, enable_quant: bool = False, weight_only_quant: bool = False,
-                            customized_quant_config: dict | None = None, text_graph: bool = False,
+                            customized_quant_config: dict[str, Any] | None = None, text_graph: bool = False,
                             multinode_mode: bool = True, lora_cfg: Any = None) -> HuggingFaceModel:
-        """The same into files that live in memory (/dev/shm), which free_memory_serialize_file() removes."""
+        """As serialize_to_path, into files in memory (/dev/shm) that free_memory_serialize_file() removes."""
         adapters = self._adapters(lora_cfg) if lora_cfg else {}
         return self._serialize_to_memory(
             self._quantization(enable_quant, weight_only_quant, customized_quant_config), text_graph, adapters
@@ -220,8 +224,8 @@ class HuggingFaceModel:
         self._memory = weakref.finalize(self, shutil.rmtree, folder, True)
         return self._serialize(Path(folder), how, False, text_graph)._copy_adapters(adapters, Path(folder))
 
-    def _adapters(self, config: dict) -> dict[str, LoraAdapter]:
-        """Those that a lora_cfg names, checked against the model."""
+    def _adapters(self, config: dict[str, Any]) -> dict[str, LoraAdapter]:
+        """The adapters that a lora_cfg names, checked against the model."""
         if not isinstance(config, dict):
             raise TypeError(f"lora_cfg must be a dict, not {type(config).__name__}")
         known = ("input_base_dir", "lora_names", "lora_only")
@@ -231,7 +235,7 @@ class HuggingFaceModel:
         if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) and Path(n).name == n for n in names):
             raise ValueError(f"lora_cfg: lora_names={names!r}: expected names of directories in input_base_dir")
         if self.in_memory and config.get("lora_only", False):
-            raise ValueError("lora_cfg: lora_only=True needs a directory: in memory the model is serialized, too")
+            raise ValueError("lora_cfg: lora_only=True needs a directory; in memory the model is always serialized")
         graph, targets = with_adapters(self._opened().graph)
         base = Path(config.get("input_base_dir", "."))
         return {name: open_adapter(base / name, graph, targets, sys.maxsize) for name in names}
@@ -244,8 +248,8 @@ class HuggingFaceModel:
             raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"cannot write to {directory}: {error}") from error
         return self
 
-    def _quantization(self, enable: bool, weight_only: bool, customized: dict | None) -> Quantization | None:
-        """None: no quantization; as in DashInfer, weight_only_quant alone asks for none."""
+    def _quantization(self, enable: bool, weight_only: bool, customized: dict[str, Any] | None) -> Quantization | None:
+        """The requested quantization, or None. As in DashInfer, weight_only_quant without enable_quant means none."""
         if enable:
             return quantization_of(weight_only, customized or self._customized)
         if customized:
@@ -253,7 +257,7 @@ class HuggingFaceModel:
         return None
 
     def free_memory_serialize_file(self) -> HuggingFaceModel:
-        """Removes what serialize_to_memory made; a model that is installed from it is not affected."""
+        """Removes the files of serialize_to_memory. A model that was installed from them is not affected."""
         if self._memory is not None:
             self._memory()
             self._memory = self._files = None
@@ -276,15 +280,16 @@ class HuggingFaceModel:
         return self
 
     def _is_written(self, graph_path: Path, how: Quantization | None) -> bool:
-        """Whether a serialized model has the rotary scaling and the quantization that are wanted."""
+        """Whether a serialized model has the requested rotary scaling and quantization."""
         graph = read_graph(graph_path)
         stored, wanted = graph.quantization, how or self._opened().graph.quantization
         return repr(graph.config.rope) == repr(self._config().rope) and \
             (stored and (stored.format, stored.quantize_head)) == (wanted and (wanted.format, wanted.quantize_head))
 
     def _copy_tokenizer(self, folder: Path) -> None:
-        if self._opened().tokenizer_dir is not None:
-            directory = Path(self._opened().tokenizer_dir)
+        tokenizer_dir = self._opened().tokenizer_dir
+        if tokenizer_dir is not None:
+            directory = Path(tokenizer_dir)
             found = [directory / name for name in TOKENIZER_FILES if (directory / name).exists()]
             folder.mkdir(exist_ok=True)
             for file in found:
@@ -292,13 +297,13 @@ class HuggingFaceModel:
                     shutil.copyfileobj(source, target)
 
     def _graph(self, how: Quantization | None) -> Graph:
-        """The op list of what is serialized."""
+        """The op list that is serialized."""
         graph = self._opened().graph
         if how is None:
             return graph
         if graph.quantization is not None:
-            raise ValueError(f"enable_quant: {self.path} is quantized already ({graph.quantization.format}); without "
-                             "enable_quant it is serialized as it is")
+            raise ValueError(f"enable_quant: {self.path} is already quantized ({graph.quantization.format}); serialize it "
+                             "without enable_quant")
         unquantized = (
             self._unquantized if self.data_type == "auto" else "bfloat16" if self.data_type == "bfloat16" else "float32"
         )
@@ -319,15 +324,16 @@ class HuggingFaceModel:
                 continue
             tensor = source.get(name)
             kind = tensor.dtype if self.data_type == "auto" else STORED_TYPES[self.data_type]
-            total += ITEM_BYTES[kind] * tensor.data.size
+            total += ITEM_BYTES[kind] * tensor.values.size
         return total
 
     # -- configs -------------------------------------------------------------------------------------------------------
     def create_reference_runtime_config_builder(self, name: str, target_device: TargetDevice | str = TargetDevice.CPU,
                                                 device_ids: list[int] | None = None, max_batch: int = 1,
                                                 max_context_length: int = -1) -> AsModelRuntimeConfigBuilder:
-        """A builder set up for this model: the serialized files if there are some, otherwise the checkpoint itself.
-        max_context_length: the engine's maximum length; -1: the default, or what the model was made for if less.
+        """A builder for this model: of the serialized files if there are some, otherwise of the checkpoint.
+
+        max_context_length: engine_max_length; -1 means the default, or the model's context length if that is less.
         """
         builder = AsModelRuntimeConfigBuilder().model_name(name).compute_unit(target_device, device_ids)
         builder.max_batch(max_batch)
@@ -335,7 +341,7 @@ class HuggingFaceModel:
             builder.model_file_path(*map(str, self._files))
         elif self._rope_scaling is not None:
             raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR,
-                                "set_rope_scale_method is for what is serialized: call serialize_to_path first")
+                                "set_rope_scale_method applies to serialized models: call serialize_to_path first")
         else:
             builder.model_dir(str(self._checkpoint()))
         config = self._config()
@@ -360,9 +366,9 @@ class HuggingFaceModel:
             values["eos_token_id"] = list(self._config().eos_token_ids)
         return builder.update(values)
 
-    def export_model_diconfig(self, path: str | os.PathLike) -> HuggingFaceModel:
-        """Writes an AsModelConfig for this model as JSON, which AsModelConfig.from_dict and `allspark serve --config`
-        read; into NAME.json when `path` is a directory.
+    def export_model_diconfig(self, path: str | os.PathLike[str]) -> HuggingFaceModel:
+        """Writes an AsModelConfig for this model as JSON, for AsModelConfig.from_dict and `allspark serve --config`;
+        into NAME.json if `path` is a directory.
         """
         target = Path(path)
         target = target / f"{self.name}.json" if target.is_dir() else target
@@ -375,7 +381,7 @@ class HuggingFaceModel:
 
     # ------------------------------------------------------------------------------------------------------------------
     def _checkpoint(self) -> Path:
-        """The directory, or the GGUF file."""
+        """The directory or the GGUF file."""
         return self.path if self.path.suffix == ".gguf" and self.path.is_file() else self._directory()
 
     def _directory(self) -> Path:
@@ -387,9 +393,11 @@ class HuggingFaceModel:
     def _opened(self) -> OpenedModel:
         if self._model is None:
             self.load_model()
+        assert self._model is not None
         return self._model
 
     def _config(self) -> ModelConfig:
         if self.model_config is None:
             self.read_model_config()
+        assert self.model_config is not None
         return self.model_config

@@ -1,7 +1,8 @@
-"""Adapters as PEFT stores them: a directory with adapter_config.json and adapter_model.safetensors.
+"""LoRA adapters (Hu et al., 2021) as PEFT stores them: a directory with adapter_config.json and
+adapter_model.safetensors.
 
-A linear layer W of the network becomes W + scale * B A. Anything else that PEFT can make of an adapter is refused by
-name, and so is one whose files do not say the same.
+A linear layer W of the network becomes W + scale * B A. Other features of PEFT are rejected by name, and so are
+adapters whose two files disagree.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from allspark_server.weights.safetensors import NUMPY_TYPES, SafetensorsFile, St
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 _ALL_LINEAR = "all-linear"
-# Fields of the configuration that say what is computed, and those that only training knows.
+# Fields of the configuration that affect the result, and fields that only training uses.
 _READ = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules",
          "exclude_modules", "layers_to_transform", "layers_pattern", "init_lora_weights", "bias"}
 _OF_TRAINING = {"auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version",
                 "lora_dropout", "megatron_core", "runtime_config", "loftq_config", "eva_config", "lora_ga_config",
                 "qalora_group_size", "ensure_weight_tying"}
-# Ways to begin that leave the network's own weights as they are.
+# Initializations that do not change the network's own weights.
 _PLAIN_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True)
 class LoraPair:
-    """A layer's matrices: a [rank, in features], b [out features, rank]; and what their product is multiplied with."""
+    """The matrices of a layer, a [rank, in features] and b [out features, rank], and the factor of their product."""
 
     a: StoredTensor
     b: StoredTensor
@@ -45,7 +46,7 @@ class LoraPair:
 
 
 class _Config:
-    """adapter_config.json. AllSparkError for what is not served."""
+    """adapter_config.json. AllSparkError names a field that is not served."""
 
     def __init__(self, path: Path):
         self.path, self.values = path, read_json(path)
@@ -92,7 +93,7 @@ class _Config:
         return found
 
     def targeted(self, module: str, is_head: bool) -> bool:
-        """Whether the adapter is for a module, as PEFT decides it."""
+        """Whether the adapter changes a module, by PEFT's rules."""
         if isinstance(self.targets, str) and self.targets.lower() == _ALL_LINEAR:
             return not is_head and not (self.excluded and self._matches(self.excluded, module))
         if (self.excluded and self._matches(self.excluded, module)) or not self._matches(self.targets, module):
@@ -112,7 +113,7 @@ class _Config:
         try:
             return re.fullmatch(names, module) is not None
         except re.error as error:
-            raise self.error("target_modules", f"is no pattern: {error}") from None
+            raise self.error("target_modules", f"is not a regular expression: {error}") from None
 
     def _by_pattern(self, name: str, module: str, default: Any) -> Any:
         for pattern, value in self.patterns[name].items():
@@ -120,23 +121,26 @@ class _Config:
                 if re.match(rf"(.*\.)?({pattern})$", module):
                     return value
             except re.error as error:
-                raise self.error(name, f"has {pattern!r}, which is no pattern: {error}") from None
+                raise self.error(name, f"has {pattern!r}, which is not a regular expression: {error}") from None
         return default
 
     def rank_and_scale(self, module: str) -> tuple[int, float]:
+        """The rank and the factor for a module."""
         rank = self._by_pattern("rank_pattern", module, self.rank)
         alpha = self._by_pattern("alpha_pattern", module, self.alpha)
         return rank, alpha / (math.sqrt(rank) if self.values.get("use_rslora") else rank)
 
 
 class LoraAdapter:
-    """What an adapter has for a network's targets. `pairs`: by the targets' numbers. `digest`: of all that its results
-    depend on; wherever it is equal the adapters are.
+    """An adapter for a network. `pairs`: its matrices by the index of the target. `digest`: of everything that its
+    results depend on; adapters with equal digests are equal.
     """
 
     def __init__(self, directory: str | Path, targets: Sequence[Target], head: str, max_rank: int):
-        """head: the module that makes logits. AllSparkError: ..._LORA_NOT_FOUND if there is no adapter in this
-        directory, ..._LORA_RANK_EXCEED_LIMIT_ERROR if a rank is above max_rank.
+        """head: the module that computes logits.
+
+        AllSparkError: ALLSPARK_LORA_NOT_FOUND if the directory holds no adapter, ALLSPARK_LORA_RANK_EXCEED_LIMIT_ERROR
+        if a rank is above max_rank, ALLSPARK_PARAM_ERROR if the adapter does not fit the network.
         """
         self.directory = Path(directory)
         for name in (CONFIG, TENSORS):
@@ -151,7 +155,7 @@ class LoraAdapter:
             names = [f"{_PREFIX}{target.module}{suffix}" for suffix in (_A, _B)]
             wanted, found = self._config.targeted(target.module, target.module == head), unread & set(names)
             if len(found) == 1:
-                raise self._error(f"{TENSORS} has {found.pop()!r} alone of {names}")
+                raise self._error(f"{TENSORS} has {found.pop()!r} but not both of {names}")
             if wanted and not found:
                 raise self._error(f"{TENSORS} has no {names[0]!r}, which {CONFIG} asks for")
             if found and not wanted:
@@ -160,15 +164,15 @@ class LoraAdapter:
                 self.pairs[number] = self._pair(target, names, max_rank)
                 unread -= found
         if unread:
-            raise self._error(f"{sorted(unread)[0]!r} is for nothing that adapters are served for: these are the "
-                              "network's linear layers, but those of experts and a head that is the embedding too")
+            raise self._error(f"{sorted(unread)[0]!r} belongs to no layer that adapters can change: these are linear "
+                              "layers, except experts and a head that is also the embedding")
         self.digest = self._digest()
 
     def _pair(self, target: Target, names: list[str], max_rank: int) -> LoraPair:
         rank, scale = self._config.rank_and_scale(target.module)
         if rank > max_rank:
             raise AllSparkError(AsStatus.ALLSPARK_LORA_RANK_EXCEED_LIMIT_ERROR,
-                                f"{self.directory} has the rank {rank} for {target.module!r}: lora_max_rank is "
+                                f"{self.directory} has rank {rank} for {target.module!r}, but lora_max_rank is "
                                 f"{max_rank}")
         shapes = (rank, target.weight.columns), (target.rows, rank)
         tensors = [self._file.get(name) for name in names]
@@ -176,7 +180,7 @@ class LoraAdapter:
             if tensor.shape != shape or tensor.dtype not in NUMPY_TYPES:
                 raise self._error(f"tensor {tensor.name!r} has type {tensor.dtype} and shape {list(tensor.shape)}: "
                                   f"expected {list(shape)} of {', '.join(NUMPY_TYPES)}")
-        return LoraPair(*tensors, scale)
+        return LoraPair(tensors[0], tensors[1], scale)
 
     def _digest(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
@@ -188,7 +192,7 @@ class LoraAdapter:
         return digest.hexdigest()
 
     def copy_to(self, directory: Path) -> None:
-        """Its files into a directory, which is made."""
+        """Copies the adapter's files into a directory; creates it if needed."""
         directory.mkdir(parents=True, exist_ok=True)
         for name in (CONFIG, TENSORS):
             target = directory / name
@@ -201,6 +205,6 @@ class LoraAdapter:
 
 
 def open_adapter(directory: str | Path, graph: Graph, targets: Sequence[Target], max_rank: int) -> LoraAdapter:
-    """An adapter for a network. AllSparkError if it is none, see LoraAdapter."""
+    """Opens an adapter for a network. AllSparkError as in LoraAdapter."""
     head = next(op.weights[0] for op in graph.ops if "logits" in op.outputs)
     return LoraAdapter(directory, targets, head.removesuffix(".weight"), max_rank)

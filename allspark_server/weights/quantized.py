@@ -234,9 +234,9 @@ def slice_columns(form: WeightFormat, order: np.ndarray | None, first: int, last
     places = np.full((groups, size), -1, np.int64)
     for row, found in zip(places, members):
         row[:len(found)] = found
-    places = places.reshape(-1)
-    local = np.where(places < 0, -1, order[np.maximum(places, 0)] - first).astype(np.int32)
-    return ColumnSlice(replace(form, group_size=size), first, last, places, local)
+    flat = places.reshape(-1)
+    local = np.where(flat < 0, -1, order[np.maximum(flat, 0)] - first).astype(np.int32)
+    return ColumnSlice(replace(form, group_size=size), first, last, flat, local)
 
 
 def checked_order(name: str, file: Path, groups_of: np.ndarray, group_size: int) -> np.ndarray | None:

@@ -21,12 +21,13 @@ from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.weights.files import open_regular, parse_json
 
 # The NumPy type of each stored type; NumPy has no bfloat16.
-NUMPY_TYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+NUMPY_TYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
               "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
 # The same with the types of quantized values and their scales.
-QUANTIZED_TYPES: dict[str, np.dtype[Any]] = {**NUMPY_TYPES, "U8": np.dtype("u1"), "I8": np.dtype("i1"), "I32": np.dtype("<i4"),
-                   "I64": np.dtype("<i8"), "F8_E4M3": np.dtype("u1"), "F8_E8M0": np.dtype("u1")}
+QUANTIZED_TYPES: dict[str, np.dtype[Any]] = {
+    **NUMPY_TYPES, "U8": np.dtype("u1"), "I8": np.dtype("i1"), "I32": np.dtype("<i4"), "I64": np.dtype("<i8"),
+    "F8_E4M3": np.dtype("u1"), "F8_E8M0": np.dtype("u1")}
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS, MAX_ELEMENTS = 32, 1 << 48
 

@@ -202,7 +202,7 @@ def test_what_is_not_served_is_refused_by_name(tmp_path):
         no("which adapter_config.json does not ask for", layers_to_transform=[0, 1])
         no(r"expected \[5, 112\]", r=5)
         no("r is -1", r=-1)
-        no("target_modules is no pattern", target_modules="(")
+        no("target_modules is not a regular expression", target_modules="(")
         no("the rank 9 for .*q_proj.*lora_max_rank is 8", AsStatus.ALLSPARK_LORA_RANK_EXCEED_LIMIT_ERROR,
            rank_pattern={"q_proj": 9})
         refused(AsStatus.ALLSPARK_LORA_NOT_FOUND, engine.load_lora, "m", str(tmp_path / "none"),

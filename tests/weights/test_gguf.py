@@ -12,6 +12,8 @@ from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError
 from allspark_server import Engine, HuggingFaceModel
 from allspark_server.models.config import Fields
+from allspark_server.models.network import RopeConfig
+from allspark_server.models.rotary import rotary_of
 from allspark_server.tokenizer.tokenizer import Tokenizer
 from allspark_server.weights.checkpoint import open_model
 from allspark_server.weights.gguf import (
@@ -214,6 +216,24 @@ def test_tensors_that_are_refused(tmp_path):
         path.write_bytes(data)
         with pytest.raises(AllSparkError, match=problem):
             GgufFile(path)
+
+
+def test_rope_factors_are_llama3_s_scaling(tmp_path):
+    """Llama 3.1's converter stores the quotient of plain and scaled frequencies as the tensor rope_freqs.weight."""
+    plain = model_config([GgufFile(_file(tmp_path))])
+    scaled = RopeConfig("llama3", plain.rope.theta, 8.0, 8192, 1.0, 4.0)
+    factors = (rotary_of(plain.rope, plain.head_dim).inv_freq / rotary_of(scaled, plain.head_dim).inv_freq)
+
+    def with_factors(values):
+        def change(tensors):
+            tensors["rope_freqs.weight"] = ("F32", values.astype(np.float32))
+
+        return model_config([GgufFile(_file(tmp_path, change))]).rope
+
+    assert with_factors(factors) == scaled
+    assert with_factors(np.ones_like(factors)) == plain.rope
+    with pytest.raises(AllSparkError, match="rope_freqs.weight.* holds factors that are not those of llama3's scaling"):
+        with_factors(factors * np.linspace(1, 2, len(factors), dtype=np.float32))
 
 
 def test_scales_that_are_no_numbers(tmp_path):

@@ -449,7 +449,7 @@ def test_existing_files_are_kept_if_wanted(serialized):
 def test_what_hugging_face_model_refuses(tmp_path, caplog):
     with pytest.raises(ValueError, match="user_set_data_type='int3' is not known; allowed: auto, float32"):
         HuggingFaceModel(tmp_path, "m", user_set_data_type="int3")
-    with pytest.raises(ValueError, match="cannot be a file's name"):
+    with pytest.raises(ValueError, match="cannot be a file name"):
         HuggingFaceModel(tmp_path, "..")
     assert HuggingFaceModel(tmp_path, "org/m", user_set_data_type=None).name == "org_m"
     with pytest.raises(ValueError, match="override_data_type='int3'"):

@@ -29,7 +29,7 @@ MAX_HEADER_BYTES = 256 * MIB
 MAX_PARTS = 1000
 DEFAULT_ALIGNMENT, MAX_ALIGNMENT = 32, 1 << 20
 STRING, ARRAY, BOOL = 8, 9, 7
-_SCALARS = {0: np.dtype("u1"), 1: np.dtype("i1"), 2: np.dtype("<u2"), 3: np.dtype("<i2"), 4: np.dtype("<u4"),
+_SCALARS: dict[int, np.dtype[Any]] = {0: np.dtype("u1"), 1: np.dtype("i1"), 2: np.dtype("<u2"), 3: np.dtype("<i2"), 4: np.dtype("<u4"),
             5: np.dtype("<i4"), 6: np.dtype("<f4"), 7: np.dtype("u1"), 10: np.dtype("<u8"), 11: np.dtype("<i8"),
             12: np.dtype("<f8")}
 _PART = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf")

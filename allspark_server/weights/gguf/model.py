@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from allspark_server.weights.common_form import converted
 from allspark_server.weights.formats import WeightFormat
 from allspark_server.weights.gguf.file import GgufFile, GgufTensor
 from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor
-from allspark_server.weights.safetensors import NUMPY_TYPES, StoredTensor
+from allspark_server.weights.safetensors import QUANTIZED_TYPES, StoredTensor
 
 # general.architecture -> config.json's "architectures"; the second with experts.
 ARCHITECTURES = {
@@ -177,23 +176,19 @@ class _Metadata(Fields):
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"tensor {ROPE_FACTORS!r} in {tensor.file} has type "
                                 f"{tensor.type.name} and shape {list(tensor.shape)}: expected F32, a factor of at "
                                 f"least 1 for each of {config.head_dim // 2} frequencies")
-        scaling = {"rope_type": "llama3", "factor": float(factors.max()), "low_freq_factor": 1.0,
-                   "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+        factor = float(factors.max())
+        scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                   "original_max_position_embeddings": 8192}
         values = {"rope_theta": config.rope.theta, "rope_scaling": scaling}
         if (factors == 1).all():
             return {"rope_theta": config.rope.theta}
-        wanted = rotary_of(_with_rope(config, RopeConfig(
-            "llama3", config.rope.theta, scaling["factor"], 8192, 1.0, 4.0))).inv_freq
-        plain = rotary_of(_with_rope(config, RopeConfig(theta=config.rope.theta))).inv_freq
+        wanted = rotary_of(RopeConfig("llama3", config.rope.theta, factor, 8192, 1.0, 4.0), config.head_dim).inv_freq
+        plain = rotary_of(RopeConfig(theta=config.rope.theta), config.head_dim).inv_freq
         if np.abs(np.asarray(plain) / np.asarray(wanted) / factors - 1).max() > _FACTORS_TOLERANCE:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                                 f"tensor {ROPE_FACTORS!r} in {tensor.file} holds factors that are not those of "
-                                f"llama3's scaling by {scaling['factor']:g} from 8192 positions")
+                                f"llama3's scaling by {factor:g} from 8192 positions")
         return values
-
-
-def _with_rope(config: ModelConfig, rope: RopeConfig) -> ModelConfig:
-    return replace(config, rope=rope)
 
 
 def _as_written(value: float) -> float:
@@ -241,10 +236,11 @@ class GgufSource:
         return tensor, rows, None
 
     def get(self, name: str) -> StoredTensor:
+        """See `Source.get`."""
         tensor, rows, order = self._found(name)
         if not tensor.type.plain:
             return StoredTensor(name, tensor.type.name, tensor.shape, None, tensor.file)
-        data = tensor.data[rows].view(NUMPY_TYPES[tensor.type.plain])
+        data = tensor.data[rows].view(QUANTIZED_TYPES[tensor.type.plain])
         shape = tensor.shape
         if rows.stop - rows.start != len(tensor.data):  # an expert's
             shape = shape[1:]
@@ -256,6 +252,7 @@ class GgufSource:
         return StoredTensor(name, tensor.type.plain, data.shape, data, tensor.file)
 
     def form(self, name: str) -> WeightFormat | None:
+        """See `Source.form`."""
         try:
             tensor = self._found(name)[0]
         except KeyError:
@@ -264,9 +261,10 @@ class GgufSource:
 
     def quantized(self, name: str, form: WeightFormat, shape: tuple[int, int],
                   expert: int | None = None) -> QuantizedTensor:
+        """See `Source.quantized`."""
         tensor, some, order = self._found(name)
-        kind, height = tensor.type, some.stop - some.start
-        if kind.form is None or expert is not None:
+        kind, height, own_form = tensor.type, some.stop - some.start, tensor.type.form
+        if own_form is None or expert is not None:
             raise KeyError(name)
         if (height, tensor.shape[-1]) != shape:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
@@ -278,19 +276,21 @@ class GgufSource:
             if kind.rows is None:
                 return QuantizedRows(taken, packing=kind.name)
             found = kind.rows(taken.reshape(end - begin, -1, kind.bytes))
-            floats = [found.scales, found.zeros] if not kind.form.layout.super_group else \
+            floats = [found.scales, found.zeros] if not own_form.layout.super_group else \
                 [found.super_scales, found.super_offsets]
             own.check_finite(*floats)
             return found
 
         own = QuantizedTensor(tensor.name, tensor.file, rows, mapped=kind.rows is None and order is None)
-        return converted(own, kind.form, form, shape[1])
+        return converted(own, own_form, form, shape[1])
 
     def verify(self, rank: int, world: int) -> None:
         """GGUF has no checksums; lengths were compared when the file was opened."""
 
     def where(self) -> str:
+        """See `Source.where`."""
         return str(self.path)
 
     def checksum(self) -> str:
+        """See `Source.checksum`."""
         return ""

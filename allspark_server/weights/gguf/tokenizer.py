@@ -141,13 +141,13 @@ def _byte_level(fields: Fields, ids: dict[str, int]) -> Any:
     pre = fields.get(PREFIX + "pre", str, "default")
     if pre not in _WORDS:
         raise not_available(f"The tokenizer {PREFIX}pre={pre!r} of {fields.path} (known are {', '.join(_WORDS)})")
-    merges = [tuple(merge.split(" ")) for merge in _strings(fields, "merges")]
+    merges: list[Any] = [tuple(merge.split(" ")) for merge in _strings(fields, "merges")]
     wrong = next((merge for merge in merges if len(merge) != 2), None)
     if wrong is not None:
         raise fields.error(PREFIX + "merges", f"holds {' '.join(wrong)!r}: expected two tokens each")
     words = _WORDS[pre]
     backend = Tokenizer(models.BPE(ids, merges, fuse_unk=False, ignore_merges=words in _WHOLE_WORDS))
-    steps = [pre_tokenizers.Digits(individual_digits=True)] if pre in _DIGITS else []
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pre in _DIGITS else []
     if words is not None:
         steps.append(pre_tokenizers.Split(Regex(words), "isolated"))
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words is None))
@@ -166,10 +166,10 @@ def _sentence_piece(fields: Fields, tokens: list[str], ids: dict[str, int]) -> A
     unknown = fields.get(PREFIX + "unknown_token_id", int, 0)
     if not 0 <= unknown < len(tokens):
         raise fields.error(PREFIX + "unknown_token_id", f"is {unknown}: there are {len(tokens)} tokens")
-    backend = Tokenizer(models.BPE(ids, _merges(ids, scores), unk_token=tokens[unknown], fuse_unk=True,
+    backend = Tokenizer(models.BPE(ids, list(_merges(ids, scores)), unk_token=tokens[unknown], fuse_unk=True,
                                    byte_fallback=True))
-    steps = [normalizers.Replace(" ", "▁")]
-    begins = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps: list[Any] = [normalizers.Replace(" ", "▁")]
+    begins: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if fields.get(PREFIX + "add_space_prefix", bool, True):
         steps.insert(0, normalizers.Prepend("▁"))
         begins.append(decoders.Strip(" ", 1, 0))
@@ -179,7 +179,7 @@ def _sentence_piece(fields: Fields, tokens: list[str], ids: dict[str, int]) -> A
 
 def _merges(ids: dict[str, int], scores: dict[str, float]) -> Iterable[tuple[str, str]]:
     """Pairs of pieces that are a piece together, the best first."""
-    found = []
+    found: list[tuple[float, str, str]] = []
     for piece, score in scores.items():
         pairs = [(piece[:i], piece[i:]) for i in range(1, min(len(piece), 256))]
         known = [(ids[a], ids[b], a, b) for a, b in pairs if a in ids and b in ids]

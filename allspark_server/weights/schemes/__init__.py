@@ -1,6 +1,6 @@
-"""Quantized Hugging Face checkpoints: what each scheme's tensors are called and how they are packed, one file a family
-of schemes. What comes out are the checkpoint's own integers (or codes), scales and zero points (weights/quantized.py):
-nothing is quantized anew.
+"""Quantized Hugging Face checkpoints: the names and the packing of each scheme's tensors, one file for each family of
+schemes. The result is the checkpoint's own quantized values, scales and zero points (weights/quantized.py): nothing is
+quantized again.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ SCHEMES: dict[str, type[Scheme]] = {
 
 
 def quantized_source(source: Source, values: dict[str, Any], path: Path) -> QuantizedSource:
-    """The source of a checkpoint whose config.json (`path`) has the quantization_config `values`; AllSparkError for a
-    scheme that is not known.
+    """The source of a checkpoint whose config.json (`path`) has the quantization_config `values`. AllSparkError if the
+    scheme is unknown.
     """
     fields = Fields(values, path, "quantization_config.")
     method = fields.get("quant_method", str, "gptq" if "desc_act" in values else None)

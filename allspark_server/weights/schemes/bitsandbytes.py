@@ -1,7 +1,8 @@
-"""bitsandbytes: NF4 in blocks of adjacent values, whose largest magnitudes may themselves be quantized, and LLM.int8().
+"""bitsandbytes: NF4 (Dettmers et al., 2023) in blocks of adjacent values, whose scales may themselves be quantized, and
+LLM.int8() (Dettmers et al., 2022).
 
-Of LLM.int8() weights alone are quantized here: activations of its outliers' columns, which it multiplies as float16,
-are not told apart, as all activations have 16 bits.
+Of LLM.int8() only the weights are quantized here. bitsandbytes multiplies outlier columns in float16; here all
+activations have at least 16 bits, so outliers need no special treatment.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from allspark_server.weights.schemes.scheme import check_finite, need, wrong
 STATE, SCALES = ".weight.quant_state.bitsandbytes__nf4", ".SCB"
 _PARTS = (".weight", ".weight.absmax", ".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map", STATE,
           SCALES, ".weight_format")
-# NF4's table as the kernels have it: values of others are no NF4.
+# The values of NF4 that the kernels use. A checkpoint with another table is rejected.
 _NF4 = np.array([-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
                  -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
                  0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023,
@@ -30,7 +31,7 @@ _NF4 = np.array([-1.0, -0.6961928009986877, -0.5250730514526367, -0.394917488098
 
 
 class BitsAndBytes:
-    """A checkpoint with NF4's tensors beside each weight, or SCB, a scale of each row of int8."""
+    """A checkpoint with NF4's tensors beside each weight, or with SCB, a scale for each row of int8."""
 
     def __init__(self, source: Source, config: Fields):
         self.source = source
@@ -39,22 +40,25 @@ class BitsAndBytes:
             raise not_available(f"bnb_4bit_quant_type 'fp4' ({fp4[0]}; known is 'nf4')")
 
     def modules(self) -> Iterable[str]:
+        """See `Scheme.modules`."""
         return [name.removesuffix(suffix) for name in self.source.names() for suffix in (STATE, SCALES)
                 if name.endswith(suffix)]
 
     def parts(self, module: str) -> Iterable[str]:
+        """See `Scheme.parts`."""
         return [module + suffix for suffix in _PARTS]
 
     def form(self, module: str) -> WeightFormat:
+        """See `Scheme.form`."""
         if module + SCALES in self.source.names():
             return WeightFormat("int8", 0, ScaleLayout("float32", "none"))
         return WeightFormat("nf4", self._state(module)["blocksize"], ScaleLayout("float32", "none"))
 
     def _state(self, module: str) -> dict[str, Any]:
-        """How a matrix of NF4 was quantized."""
+        """The parameters with which a matrix was quantized to NF4."""
         tensor = need(self.source, module + STATE, ("U8",))
         try:
-            state = parse_json(tensor.data.tobytes())
+            state = parse_json(tensor.values.tobytes())
         except ValueError as error:
             wrong(tensor, f"is not valid JSON: {error}")
         sizes = [state.get(name) for name in ("blocksize", "nested_blocksize")] if isinstance(state, dict) else []
@@ -65,22 +69,23 @@ class BitsAndBytes:
         return state
 
     def tensor(self, module: str, form: WeightFormat, shape: tuple[int, int]) -> QuantizedTensor:
+        """See `Scheme.tensor`."""
         n, k = shape
         if form.dtype == "int8":
             weight = need(self.source, module + ".weight", ("I8",), shape)
             scales = need(self.source, module + SCALES, ("F32",), (n,))
             check_finite(scales)
-            each = scales.data.reshape(n, 1) / np.float32(127)
+            each = scales.values.reshape(n, 1) / np.float32(127)
             return QuantizedTensor(weight.name, weight.file, lambda begin, end: QuantizedRows(
-                weight.data[begin:end].view(np.uint8), each[begin:end], packing="signed"), mapped=True)
+                weight.values[begin:end].view(np.uint8), each[begin:end], packing="signed"), mapped=True)
         weight = need(self.source, module + ".weight", ("U8",), (n * k // 2, 1))
         if k % form.group_size:
             wrong(weight, f"has rows of {k} values in blocks of {form.group_size}: a block may not reach past a row")
         table = need(self.source, module + ".weight.quant_map", ("F32",), (16,))
-        if not np.array_equal(table.data, _NF4):
-            wrong(table, "is not the table of NF4")
+        if not np.array_equal(table.values, _NF4):
+            wrong(table, "is not NF4's table of values")
         largest = self._largest(module, n * k // form.group_size)
-        codes = weight.data.reshape(n, k // 2)
+        codes = weight.values.reshape(n, k // 2)
 
         def rows(begin: int, end: int) -> QuantizedRows:
             return QuantizedRows(codes[begin:end], largest().reshape(n, -1)[begin:end], packing="swapped")
@@ -88,20 +93,21 @@ class BitsAndBytes:
         return QuantizedTensor(weight.name, weight.file, rows, mapped=True)
 
     def _largest(self, module: str, count: int) -> Callable[[], np.ndarray]:
-        """float32: each block's largest magnitude, as bitsandbytes recovers it. What it is made of is checked at
-        once.
+        """A function that computes the scale (largest magnitude) of each block in float32 as bitsandbytes does. The
+        tensors that it reads are checked at once.
         """
         state, name = self._state(module), module + ".weight.absmax"
         size = state.get("nested_blocksize")
         if size is None:
             scales = need(self.source, name, ("F32",), (count,))
             check_finite(scales)
-            return lambda: scales.data
-        scales = need(self.source, name, ("U8",), (count,))
+            return lambda: scales.values
+        nested = need(self.source, name, ("U8",), (count,))
         table = need(self.source, module + ".weight.nested_quant_map", ("F32",), (256,))
         above = need(self.source, module + ".weight.nested_absmax", ("F32",), (-(-count // size),))
         offset = state.get("nested_offset")
-        if type(offset) not in (int, float) or not abs(offset) < 1e30:
+        if not isinstance(offset, (int, float)) or isinstance(offset, bool) or not abs(offset) < 1e30:
             wrong(self.source.get(module + STATE), f"has nested_offset {offset!r}: expected a number")
-        check_finite(table), check_finite(above)
-        return lambda: table.data[scales.data] * np.repeat(above.data, size)[:count] + np.float32(offset)
+        check_finite(table)
+        check_finite(above)
+        return lambda: table.values[nested.values] * np.repeat(above.values, size)[:count] + np.float32(offset)

@@ -1,9 +1,8 @@
-"""compressed-tensors (llm-compressor, of SmoothQuant, GPTQ, AWQ and simple rounding): integers of 8 bits, integers of 4
-or 8 bits packed into words, FP8, and FP4 with scales of 8 bits (MXFP4, NVFP4).
+"""compressed-tensors (llm-compressor: SmoothQuant, GPTQ, AWQ and rounding): 8-bit integers, 4-bit or 8-bit integers
+packed into words, FP8, and FP4 with 8-bit scales (MXFP4, NVFP4).
 
-Which of a checkpoint's groups of settings is a module's is seen from its tensors: the first group that they fit. Scales
-of activations are not read: with 8-bit integer activations each token gets its own (w8a8, w4a8), all others stay
-float32.
+A checkpoint may have several groups of settings. A module belongs to the first group that fits its tensors. Scales of
+activations are not read: 8-bit integer activations get a scale for each token (w8a8, w4a8), all others stay float32.
 """
 
 from __future__ import annotations
@@ -50,17 +49,19 @@ _COMPONENTS = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "
 
 @dataclass(frozen=True)
 class _Group:
-    """Settings of some modules. block: (rows, columns) that share a scale; group: columns that do, 0: all."""
+    """Settings of some modules. block: (rows, columns) that share a scale. group: columns that share one, 0 for all.
+    activations: they are 8-bit integers.
+    """
 
     format: str
     bits: int
     group: int
     block: tuple[int, int] | None
-    activations: bool  # of 8-bit integers
+    activations: bool
 
 
 class CompressedTensors:
-    """A checkpoint with weight_packed or weight, weight_scale and what else its format has."""
+    """A checkpoint with weight_packed or weight, weight_scale and the further tensors of its format."""
 
     def __init__(self, source: Source, config: Fields):
         self.source = source
@@ -81,7 +82,7 @@ class CompressedTensors:
             fields = Fields(values, config.path, f"quantization_config.config_groups.{name}.")
             self.groups.append(self._group(fields, config))
         if config.get("kv_cache_scheme", dict):
-            logger.warning("%s: kv_cache_scheme is not used; cache_mode says how keys and values are held", config.path)
+            logger.warning("%s: kv_cache_scheme is ignored; set cache_mode to quantize the KV cache", config.path)
 
     def _group(self, fields: Fields, config: Fields) -> _Group:
         weights = Fields(fields.need("weights", dict), fields.path, fields.prefix + "weights.")
@@ -113,13 +114,15 @@ class CompressedTensors:
         return _Group(default, bits, size, block, quantized)
 
     def modules(self) -> Iterable[str]:
+        """See `Scheme.modules`."""
         return [name.removesuffix(".weight_scale") for name in self._names if name.endswith(".weight_scale")]
 
     def parts(self, module: str) -> Iterable[str]:
+        """See `Scheme.parts`."""
         return [f"{module}.{name}" for name in _COMPONENTS]
 
     def _stored(self, module: str) -> tuple[_Group, StoredTensor]:
-        """The group of a module's settings, and what holds its values."""
+        """The settings of a module, and the tensor with its values."""
         packed = f"{module}.weight_packed" in self._names
         weight = need(self.source, f"{module}.weight{'_packed' if packed else ''}", ("I32", "U8", "I8", "F8_E4M3"))
         two = f"{module}.weight_global_scale" in self._names
@@ -136,14 +139,15 @@ class CompressedTensors:
             fitting = [g for g in fitting if scale.shape[-1:] == (groups_of(columns, g.group),)] or fitting
         if not fitting:
             known = ", ".join(dict.fromkeys(group.format for group in self.groups))
-            wrong(weight, f"has type {weight.dtype}, which none of quantization_config's groups ({known}) has")
+            wrong(weight, f"has type {weight.dtype}, which fits none of quantization_config's groups ({known})")
         return fitting[0], weight
 
     def _columns(self, module: str) -> int:
         shape = need(self.source, f"{module}.weight_shape", ("I64", "I32"), (2,))
-        return int(shape.data[1])
+        return int(shape.values[1])
 
     def form(self, module: str) -> WeightFormat:
+        """See `Scheme.form`."""
         group, weight = self._stored(module)
         kinds = {MXFP4: ("U8", "F8_E8M0"), NVFP4: ("F8_E4M3",)}.get(group.format, tuple(SCALE_NAMES))
         scales = need(self.source, f"{module}.weight_scale", kinds)
@@ -158,19 +162,20 @@ class CompressedTensors:
         return WeightFormat(dtype, group.group, ScaleLayout(scale_type, points, permuted=permuted))
 
     def _points_matter(self, module: str) -> bool:
-        """Whether any zero point is other than 0, as a signed integer."""
+        """Whether any zero point, as a signed integer, differs from 0."""
         points = need(self.source, f"{module}.weight_zero_point", ("I8", "I32"))
         middle = 0 if points.dtype == "I8" else np.int32(np.uint32(0x88888888)) if \
             self._stored(module)[0].bits == 4 else np.int32(np.uint32(0x80808080))
-        return bool((points.data != middle).any())
+        return bool(np.any(points.values != middle))
 
     def _order(self, module: str, group: _Group, columns: int | None = None) -> np.ndarray | None:
         name = f"{module}.weight_g_idx"
-        if name not in self._names or (need(self.source, name, ("I32",)).data == -1).all():
+        if name not in self._names or np.all(need(self.source, name, ("I32",)).values == -1):
             return None
         return column_order(self.source, name, group.group, columns)
 
     def tensor(self, module: str, form: WeightFormat, shape: tuple[int, int]) -> QuantizedTensor:
+        """See `Scheme.tensor`."""
         group, weight = self._stored(module)
         n, k = shape
         if group.format in (MXFP4, NVFP4):
@@ -181,6 +186,7 @@ class CompressedTensors:
                 wrong(self.source.get(f"{module}.weight_shape"), f"names {self._columns(module)} columns: expected {k}")
         else:
             need(self.source, weight.name, (weight.dtype,), shape)
+        scale_shapes: list[tuple[int, ...]]
         if group.block:
             scale_shapes = [(-(-n // group.block[0]), -(-k // group.block[1]))]
         elif group.group:
@@ -192,12 +198,12 @@ class CompressedTensors:
         if group.format == FLOATS:
             return float8_tensor(weight, scales, group.block or ((1, group.group) if group.group else None))
         order = self._order(module, group, k)
-        each = scales.data.reshape(len(scales.data) if scales.shape else 1, -1)
+        each = scales.values.reshape(len(scales.values) if scales.shape else 1, -1)
         each = np.broadcast_to(each, (n, each.shape[1]))
         points = self._points(module, group, n, each.shape[1]) if form.layout.zeros == "points" else None
 
         def rows(begin: int, end: int) -> QuantizedRows:
-            found = QuantizedRows(weight.data[begin:end].view(np.uint8)[:, :form.row_bytes(k)], each[begin:end],
+            found = QuantizedRows(weight.values[begin:end].view(np.uint8)[:, :form.row_bytes(k)], each[begin:end],
                                   None if points is None else points[begin:end],
                                   packing="signed" if group.format == INTEGERS else "rows")
             return found if order is None else reordered(found.plain(form, k), form, order)
@@ -205,15 +211,15 @@ class CompressedTensors:
         return QuantizedTensor(weight.name, weight.file, rows, order, mapped=order is None)
 
     def _points(self, module: str, group: _Group, n: int, groups: int) -> np.ndarray:
-        """Zero points as unsigned integers [n, groups]: packed, words hold adjacent rows'."""
+        """Zero points as unsigned integers [n, groups]; packed words hold those of adjacent rows."""
         per_word, name = 32 // group.bits, f"{module}.weight_zero_point"
         found = need(self.source, name, ("I8", "I32"), (n, groups), (n,), (1,), (-(-n // per_word), groups))
         if found.dtype == "I8":
-            signed = found.data.reshape(len(found.data), -1).astype(np.int16)
+            signed = found.values.reshape(len(found.values), -1).astype(np.int16)
             if group.bits == 4 and (signed.min() < -8 or signed.max() > 7):
                 wrong(found, f"holds {signed.min()} to {signed.max()}: expected -8 to 7")
             return np.broadcast_to(signed + (1 << group.bits - 1), (n, groups)).astype(np.uint8)
-        words = np.ascontiguousarray(found.data.T).view(np.uint8)
+        words = np.ascontiguousarray(found.values.T).view(np.uint8)
         return np.ascontiguousarray(unpack_codes(words, group.bits, n).T)
 
     def _float4(self, module: str, group: _Group, weight: StoredTensor, shape: tuple[int, int]) -> QuantizedTensor:
@@ -222,24 +228,24 @@ class CompressedTensors:
         scales = need(self.source, f"{module}.weight_scale", ("U8", "F8_E8M0", "F8_E4M3"),
                       (n, groups_of(k, group.group)))
         if group.format == MXFP4:
-            if (scales.data == 255).any():
+            if np.any(scales.values == 255):
                 wrong(scales, "holds scales that are NaN")
             table = np.ldexp(np.float32(1), np.minimum(np.arange(256), 254) - 127)
         else:
             overall = need(self.source, f"{module}.weight_global_scale", ("F32",), (1,), ())
             check_finite(overall)
-            if ((scales.data & 0x7F) == 0x7F).any() or not overall.data.reshape(-1)[0]:
+            if np.any((scales.values & 0x7F) == 0x7F) or not overall.values.reshape(-1)[0]:
                 wrong(scales, "holds scales that are NaN, or its global scale is 0")
-            table = e4m3_values() / overall.data.reshape(-1)[0]
+            table = e4m3_values() / overall.values.reshape(-1)[0]
 
         def rows(begin: int, end: int) -> QuantizedRows:
-            return QuantizedRows(weight.data[begin:end], table[scales.data[begin:end]])
+            return QuantizedRows(weight.values[begin:end], table[scales.values[begin:end]])
 
         return QuantizedTensor(weight.name, weight.file, rows, mapped=True)
 
 
 def e4m3_values() -> np.ndarray:
-    """float32 [256]: what the codes of FP8 stand for."""
+    """The value of each FP8 (e4m3) byte: float32 [256]."""
     codes = np.arange(256)
     exponent, fraction = codes >> 3 & 15, codes & 7
     values = np.where(exponent > 0, np.ldexp(1 + fraction / 8, exponent - 7), np.ldexp(fraction / 8, -6))

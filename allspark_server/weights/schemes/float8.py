@@ -1,5 +1,5 @@
-"""FP8 (e4m3) with a scale for each block of rows and columns (Qwen3-FP8, DeepSeek), each row, or the whole matrix.
-Activations, which others round to FP8 as well, stay float32.
+"""FP8 (e4m3) with a scale for each block of rows and columns (Qwen3-FP8, DeepSeek), for each row, or for the whole
+matrix. Other programs also round activations to FP8; here they stay float32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from allspark_server.weights.schemes.scheme import SCALE_NAMES, check_finite, ne
 
 
 def block_of(config: Fields, name: str) -> tuple[int, int] | None:
-    """A field with (rows, columns) of a block; None: it is absent."""
+    """A field with (rows, columns) of a block; None if it is absent."""
     sizes = config.get(name, list)
     if sizes is None:
         return None
@@ -29,20 +29,22 @@ def block_of(config: Fields, name: str) -> tuple[int, int] | None:
 
 
 def float8_tensor(weight: StoredTensor, scales: StoredTensor, block: tuple[int, int] | None) -> QuantizedTensor:
-    """A matrix [n, k] of e4m3 with scales for each of its blocks, or (None) each row or the whole."""
+    """A matrix [n, k] of e4m3 with a scale for each block of (rows, columns); without `block` for each row or for
+    all.
+    """
     check_finite(scales)
-    data = scales.data.reshape(1, 1) if scales.data.size == 1 else scales.data.reshape(len(scales.data), -1)
+    data = scales.values.reshape(1, 1) if scales.values.size == 1 else scales.values.reshape(len(scales.values), -1)
     height = block[0] if block else 1 if len(data) > 1 else weight.shape[0]
 
     def rows(begin: int, end: int) -> QuantizedRows:
-        return QuantizedRows(weight.data[begin:end], data[np.arange(begin, end) // height])
+        return QuantizedRows(weight.values[begin:end], data[np.arange(begin, end) // height])
 
     return QuantizedTensor(weight.name, weight.file, rows, mapped=True)
 
 
 class BlockFloat8:
-    """A checkpoint with weight [n, k] in e4m3 and weight_scale_inv, a scale of each block, or weight_scale, one of each
-    row or of all.
+    """A checkpoint with weight [n, k] in e4m3, and weight_scale_inv with a scale for each block or weight_scale with a
+    scale for each row or for all.
     """
 
     def __init__(self, source: Source, config: Fields):
@@ -50,16 +52,20 @@ class BlockFloat8:
         self.suffix = ".weight_scale_inv" if self.block else ".weight_scale"
 
     def modules(self) -> Iterable[str]:
+        """See `Scheme.modules`."""
         return [name.removesuffix(self.suffix) for name in self.source.names() if name.endswith(self.suffix)]
 
     def parts(self, module: str) -> Iterable[str]:
+        """See `Scheme.parts`."""
         return [module + suffix for suffix in (".weight", self.suffix, ".input_scale", ".input_scale_ub")]
 
     def form(self, module: str) -> WeightFormat:
+        """See `Scheme.form`."""
         scales = need(self.source, module + self.suffix, tuple(SCALE_NAMES))
         return WeightFormat("e4m3", self.block[1] if self.block else 0, ScaleLayout(SCALE_NAMES[scales.dtype], "none"))
 
     def tensor(self, module: str, form: WeightFormat, shape: tuple[int, int]) -> QuantizedTensor:
+        """See `Scheme.tensor`."""
         n, k = shape
         weight = need(self.source, module + ".weight", ("F8_E4M3",), shape)
         shapes = [(-(-n // self.block[0]), -(-k // self.block[1]))] if self.block else [(n, 1), (n,), (1,), ()]

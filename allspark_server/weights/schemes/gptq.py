@@ -1,10 +1,10 @@
-"""GPTQ (AutoGPTQ, GPTQModel) and AWQ (AutoAWQ): integers of 4 or 8 bits packed into words of 32, with a scale and a
+"""GPTQ (AutoGPTQ, GPTQModel) and AWQ (AutoAWQ): integers of 4 or 8 bits packed into 32-bit words, with a scale and a
 zero point for each group of rows of the transposed matrix.
 
-GPTQ: words hold adjacent k, lowest bits first: transposed, they are the rows of QuantizedRows as they lie. Zero points
-are stored less one in its first format; the words as a whole were subtracted from, so they are added to as a whole.
-g_idx (act-order): the group of each column.
-AWQ: words hold eight adjacent rows' k, from the lowest bits on those of rows 0, 2, 4, 6, 1, 3, 5 and 7.
+GPTQ: a word holds adjacent k with the first in the lowest bits, so the transposed matrix has the layout of
+QuantizedRows. The first version of the format stores zero points minus one. It subtracted from whole words, so the
+correction is added to whole words. g_idx (act-order) is the group of each column.
+AWQ: a word holds one k of eight adjacent rows, in the order 0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits.
 """
 
 from __future__ import annotations
@@ -53,20 +53,23 @@ class Gptq:
         version = choice(config, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
         choice(config, "pack_dtype", ("int32",), "int32")
         if config.get("dynamic", dict):
-            raise config.error("dynamic", "gives modules formats of their own: only one for all is supported")
+            raise config.error("dynamic", "gives modules different formats: only one format for all is supported")
         self.less = _ONES[self.bits] if version == "gptq" else 0
 
     def modules(self) -> Iterable[str]:
+        """See `Scheme.modules`."""
         return _modules(self.source)
 
     def parts(self, module: str) -> Iterable[str]:
+        """See `Scheme.parts`."""
         return [f"{module}.{name}" for name in ("qweight", "qzeros", "scales", "g_idx")]
 
     def form(self, module: str) -> WeightFormat:
+        """See `Scheme.form`."""
         zeros = need(self.source, f"{module}.qzeros", ("I32",))
-        # Symmetric, as most are: no zero point is other than the middle.
+        # Most checkpoints are symmetric: every zero point is the middle of the range.
         middle = np.uint32((1 << self.bits - 1) * _ONES[self.bits] - self.less & 0xFFFFFFFF)
-        symmetric = bool((zeros.data.view(np.uint32) == middle).all())
+        symmetric = bool((zeros.values.view(np.uint32) == middle).all())
         scales = need(self.source, f"{module}.scales", tuple(SCALE_NAMES))
         layout = ScaleLayout(SCALE_NAMES[scales.dtype], "none" if symmetric else "points",
                              permuted=self._order(module) is not None)
@@ -79,6 +82,7 @@ class Gptq:
         return column_order(self.source, name, self.group_size, columns)
 
     def tensor(self, module: str, form: WeightFormat, shape: tuple[int, int]) -> QuantizedTensor:
+        """See `Scheme.tensor`."""
         n, k = shape
         per_word, groups = 32 // self.bits, groups_of(k, self.group_size)
         weight = need(self.source, f"{module}.qweight", ("I32",), (-(-k // per_word), n))
@@ -89,13 +93,13 @@ class Gptq:
 
         def rows(begin: int, end: int) -> QuantizedRows:
             points = None if form.layout.zeros == "none" else self._points(zeros, n)[:, begin:end].T
-            found = QuantizedRows(weight.data[:, begin:end], scales.data[:, begin:end].T, points, packing="words")
+            found = QuantizedRows(weight.values[:, begin:end], scales.values[:, begin:end].T, points, packing="words")
             return found if order is None else reordered(found.plain(form, k), form, order)
 
         return QuantizedTensor(weight.name, weight.file, rows, order, mapped=order is None)
 
     def _points(self, zeros: StoredTensor, n: int) -> np.ndarray:
-        words = zeros.data.view(np.uint32) + np.uint32(self.less)
+        words = zeros.values.view(np.uint32) + np.uint32(self.less)
         return unpack_codes(words.view(np.uint8), self.bits, n)
 
 
@@ -111,16 +115,20 @@ class Awq:
             raise config.error("version", f"is {version!r}: allowed is 'gemm'")
 
     def modules(self) -> Iterable[str]:
+        """See `Scheme.modules`."""
         return _modules(self.source)
 
     def parts(self, module: str) -> Iterable[str]:
+        """See `Scheme.parts`."""
         return [f"{module}.{name}" for name in ("qweight", "qzeros", "scales")]
 
     def form(self, module: str) -> WeightFormat:
+        """See `Scheme.form`."""
         scales = need(self.source, f"{module}.scales", tuple(SCALE_NAMES))
         return WeightFormat("int4", self.group_size, ScaleLayout(SCALE_NAMES[scales.dtype], "points"))
 
     def tensor(self, module: str, form: WeightFormat, shape: tuple[int, int]) -> QuantizedTensor:
+        """See `Scheme.tensor`."""
         n, k = shape
         groups, words = groups_of(k, self.group_size), -(-n // 8)
         weight = need(self.source, f"{module}.qweight", ("I32",), (k, words))
@@ -129,16 +137,16 @@ class Awq:
         check_finite(scales)
 
         def rows(begin: int, end: int) -> QuantizedRows:
-            return QuantizedRows(weight.data[:, begin // 8:-(-end // 8)], scales.data[:, begin:end].T,
-                                 _octets(zeros.data)[:, begin:end].T, packing="octets", skipped=begin % 8)
+            return QuantizedRows(weight.values[:, begin // 8:-(-end // 8)], scales.values[:, begin:end].T,
+                                 _octets(zeros.values)[:, begin:end].T, packing="octets", skipped=begin % 8)
 
         return QuantizedTensor(weight.name, weight.file, rows, mapped=True)
 
 
 def _octets(words: np.ndarray) -> np.ndarray:
-    """uint8 [groups, n]: the values of AWQ's words, whose halves' values take turns as rows."""
-    x = words.view(np.uint32)
-    t = (x ^ x >> 8) & 0x0000FF00  # the inner bytes change places, then the inner values of each half
+    """The values of AWQ's words in the order of rows: uint8 [groups, n]."""
+    x: np.ndarray = words.view(np.uint32)
+    t = (x ^ x >> 8) & 0x0000FF00  # swaps the inner bytes; below, the inner values of each half
     x = x ^ t ^ t << 8
     t = (x ^ x >> 4) & 0x00F000F0
     return unpack_codes((x ^ t ^ t << 4).view(np.uint8), 4, 8 * words.shape[1])

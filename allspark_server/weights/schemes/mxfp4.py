@@ -1,4 +1,6 @@
-"""MXFP4 as gpt-oss' checkpoints have it: codes of e2m1 in blocks of 32, each with a power of two."""
+"""MXFP4 (OCP Microscaling Formats 1.0) as in gpt-oss's checkpoints: e2m1 values in blocks of 32, each block with a
+power of two as its scale.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,14 @@ from allspark_server.weights.schemes.scheme import need, wrong
 
 BLOCK = 32
 _NAN = 255
-# bfloat16: the powers of two that bytes stand for, 2^(byte - 127). The least is subnormal.
+# The scale of each byte, 2^(byte - 127), as bits of bfloat16. The smallest is subnormal.
 _POWERS = np.maximum(np.arange(256, dtype=np.uint16) << 7, 0x40)
 
 
 class Mxfp4:
     """A checkpoint with `experts.gate_up_proj_blocks` [experts, outputs, blocks, 16] and `_scales` [experts, outputs,
-    blocks], gate's rows the even ones, and the same of down_proj; modules are `experts.E.gate_proj` and so on.
+    blocks], in which even rows are gate's and odd rows up's, and the same for down_proj. Modules are
+    `experts.E.gate_proj` and so on.
     """
 
     def __init__(self, source: Source, config: Fields):
@@ -37,16 +40,20 @@ class Mxfp4:
                     self.experts[f"{prefix}.{expert}.{kind}"] = f"{prefix}.{stored}", expert, slice(first, None, step)
 
     def modules(self) -> Iterable[str]:
+        """See `Scheme.modules`."""
         return self.experts
 
     def parts(self, module: str) -> Iterable[str]:
+        """See `Scheme.parts`."""
         stored, *_ = self.experts[module]
         return f"{stored}_blocks", f"{stored}_scales"
 
     def form(self, module: str) -> WeightFormat:
+        """See `Scheme.form`."""
         return WeightFormat("e2m1", BLOCK, ScaleLayout("bfloat16", "none"))
 
     def tensor(self, module: str, form: WeightFormat, shape: tuple[int, int]) -> QuantizedTensor:
+        """See `Scheme.tensor`."""
         stored, expert, of = self.experts[module]
         n, k = shape
         blocks, scales = need(self.source, f"{stored}_blocks", ("U8",)), need(self.source, f"{stored}_scales", ("U8",))
@@ -56,9 +63,9 @@ class Mxfp4:
                           f"whole blocks of {BLOCK}")
         if scales.shape != whole:
             wrong(scales, f"has shape {list(scales.shape)}: expected {list(whole)}")
-        codes, powers = blocks.data[expert, of].reshape(n, k // 2), scales.data[expert, of]
+        codes, powers = blocks.values[expert, of].reshape(n, k // 2), scales.values[expert, of]
         if (powers == _NAN).any():
-            wrong(scales, f"holds scales that are NaN, of expert {expert}")
+            wrong(scales, f"holds scales of expert {expert} that are NaN")
 
         def rows(begin: int, end: int) -> QuantizedRows:
             return QuantizedRows(codes[begin:end], _POWERS[powers[begin:end]])

@@ -1,4 +1,4 @@
-"""What a scheme of quantized checkpoints says of a module's tensors, and the source of tensors that it makes."""
+"""The interface of a scheme of quantized checkpoints, and the source that presents its matrices as ordinary tensors."""
 
 from __future__ import annotations
 
@@ -21,43 +21,46 @@ WEIGHT = ".weight"
 
 
 class Scheme(Protocol):
-    """Reads the tensors of modules that a scheme has quantized: module `m` is what has the tensor `m.weight` in a
-    checkpoint that is not.
+    """Reads the tensors of quantized modules. Module `m` is the module whose weight is `m.weight` in an unquantized
+    checkpoint.
     """
 
     def __init__(self, source: Source, config: Fields): ...
 
     def modules(self) -> Iterable[str]:
-        """Those that are quantized."""
+        """The quantized modules."""
 
     def parts(self, module: str) -> Iterable[str]:
         """The names of a module's tensors."""
 
     def form(self, module: str) -> WeightFormat:
-        """The format of a module's matrix; AllSparkError when it is none that can be computed with."""
+        """The format of a module's matrix. AllSparkError if kernels cannot compute with it."""
 
     def tensor(self, module: str, form: WeightFormat, shape: tuple[int, int]) -> QuantizedTensor:
-        """A module's matrix, which has that format; every tensor's type and shape checked."""
+        """A module's matrix in the format that `form` returned. AllSparkError if a tensor has a wrong type or shape."""
 
 
 class QuantizedSource:
-    """A checkpoint's tensors, those of quantized modules by the names that they would have otherwise."""
+    """The tensors of a quantized checkpoint; quantized modules have the names of the unquantized checkpoint."""
 
     def __init__(self, source: Source, scheme: Scheme):
         self.source, self.scheme = source, scheme
         self.modules = set(scheme.modules())
-        # Asked for often, and for some every scale is looked at.
+        # Cached: they are requested often, and some need a look at every scale.
         self._forms: dict[str, WeightFormat] = {}
         self._tensors: dict[tuple[str, WeightFormat, tuple[int, int]], QuantizedTensor] = {}
 
     def names(self) -> Iterable[str]:
+        """See `Source.names`."""
         own = {name for module in self.modules for name in self.scheme.parts(module)}
         return (set(self.source.names()) - own) | {module + WEIGHT for module in self.modules}
 
     def get(self, name: str) -> StoredTensor:
+        """See `Source.get`."""
         return self.source.get(name)
 
     def form(self, name: str) -> WeightFormat | None:
+        """See `Source.form`."""
         module = name.removesuffix(WEIGHT)
         if not name.endswith(WEIGHT) or module not in self.modules:
             return None
@@ -67,6 +70,7 @@ class QuantizedSource:
 
     def quantized(self, name: str, form: WeightFormat, shape: tuple[int, int],
                   expert: int | None = None) -> QuantizedTensor:
+        """See `Source.quantized`."""
         own = self.form(name)
         if own is None or expert is not None:
             raise KeyError(name)
@@ -77,22 +81,28 @@ class QuantizedSource:
         return self._tensors[key]
 
     def verify(self, rank: int, world: int) -> None:
+        """See `Source.verify`."""
         self.source.verify(rank, world)
 
     def where(self) -> str:
+        """See `Source.where`."""
         return self.source.where()
 
     def checksum(self) -> str:
+        """See `Source.checksum`."""
         return self.source.checksum()
 
 
 # -- what schemes share ------------------------------------------------------------------------------------------------
 def wrong(tensor: StoredTensor, problem: str) -> NoReturn:
+    """Raises AllSparkError that names the tensor and its file; `problem` follows, as in "has shape [3]: expected
+    [4]".
+    """
     raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"tensor {tensor.name!r} in {tensor.file} {problem}")
 
 
 def need(source: Source, name: str, kinds: tuple[str, ...], *shapes: tuple[int, ...]) -> StoredTensor:
-    """The tensor called `name`, of one of these types and, if any are given, shapes."""
+    """The tensor `name`. AllSparkError unless it has one of these types and, if given, one of these shapes."""
     try:
         tensor = source.get(name)
     except KeyError:
@@ -105,8 +115,8 @@ def need(source: Source, name: str, kinds: tuple[str, ...], *shapes: tuple[int, 
 
 
 def check_finite(tensor: StoredTensor) -> None:
-    """AllSparkError if a scale is NaN or infinite."""
-    data = tensor.data
+    """AllSparkError if a scale of the tensor is NaN or infinite."""
+    data = tensor.values
     exponents = {"BF16": 0x7F80, "F16": 0x7C00}.get(tensor.dtype)
     if exponents is None:
         bad = ~np.isfinite(data)
@@ -117,18 +127,18 @@ def check_finite(tensor: StoredTensor) -> None:
 
 
 def column_order(source: Source, name: str, size: int, columns: int | None) -> np.ndarray | None:
-    """The order of columns that a tensor with the group of each asks for (checked_order); columns: how many there are,
-    where that is known.
+    """The order of columns that follows from the tensor `name` with the group of each column (checked_order). columns:
+    their number, if known.
     """
     groups = need(source, name, ("I32",))
     if len(groups.shape) != 1 or not groups.shape[0] or columns not in (None, groups.shape[0]):
         wrong(groups, f"has shape {list(groups.shape)}: expected the group of each column"
                       + (f", [{columns}]" if columns is not None else ""))
-    return checked_order(name, groups.file, groups.data, size)
+    return checked_order(name, groups.file, groups.values, size)
 
 
 def group_size(config: Fields, name: str, *, none: int | None = -1) -> int:
-    """A field's number of columns that share a scale; 0: the whole row, which the file calls `none`."""
+    """The number of columns that share a scale, from a field; 0 for whole rows, which the file writes as `none`."""
     size = config.need(name, int)
     if size == none:
         return 0
@@ -138,8 +148,8 @@ def group_size(config: Fields, name: str, *, none: int | None = -1) -> int:
     return size
 
 
-def choice(config: Fields, name: str, allowed: dict[Any, Any] | tuple, default: Any = None) -> Any:
-    """A field that must be one of these."""
+def choice(config: Fields, name: str, allowed: dict[Any, Any] | tuple[Any, ...], default: Any = None) -> Any:
+    """The value of a field. AllSparkError unless it is one of `allowed`."""
     value = config.values.get(name, default)
     if not isinstance(value, (str, int)) or value not in allowed or isinstance(value, bool):
         raise config.error(name, f"is {value!r}: allowed are {', '.join(map(repr, allowed))}")
@@ -147,4 +157,5 @@ def choice(config: Fields, name: str, allowed: dict[Any, Any] | tuple, default: 
 
 
 def groups_of(columns: int, size: int) -> int:
+    """The number of groups of `size` columns; 1 if size is 0."""
     return math.ceil(columns / size) if size else 1
