@@ -80,7 +80,7 @@ class GpuCeilingMeter:
     def measure(self) -> bool:
         """RuntimeError where there is not that much memory."""
         if self._index not in self._known:
-            self._known[self._index] = Ceilings(*cuda_library().measure_ceilings(self._index))
+            self._known[self._index] = Ceilings(*cuda_library().measure_roofline(self._index))
         return True
 
     def finish(self) -> Ceilings:

@@ -8,7 +8,7 @@
 
 #include "bindings/model.h"
 #include "cuda/executor.h"
-#include "cuda/memory/ceilings.h"
+#include "cuda/memory/roofline.h"
 #include "cuda/weights/dtype16.h"
 #include "program/weight_spec.h"
 
@@ -317,9 +317,9 @@ PYBIND11_MODULE(_cuda, m) {
   m.attr("KV_SPLIT_TOKENS") = kKvSplitTokens;
   m.attr("MOST_RANKS") = kMostRanks;
   m.def(
-      "measure_ceilings",
+      "measure_roofline",
       [](int device) {
-        const Ceilings found = measure_ceilings(device);
+        const Roofline found = measure_roofline(device);
         return std::make_pair(found.read, found.bf16);
       },
       py::arg("device"), py::call_guard<py::gil_scoped_release>(),

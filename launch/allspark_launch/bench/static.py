@@ -219,7 +219,7 @@ class Meter:
 
     def _measure(self) -> Machine:
         if self._cuda is not None:
-            read, bf16 = map(sum, zip(*(self._cuda.measure_ceilings(gpu) for gpu in self._gpus)))
+            read, bf16 = map(sum, zip(*(self._cuda.measure_roofline(gpu) for gpu in self._gpus)))
             return Machine(read, bf16, bf16=bf16)
         read, fp32 = self._native.measure_ceilings(self._cpus, self._threads, 2)
         return Machine(read, fp32, self._native.measure_integer_rate(self._cpus, self._threads, 2),

@@ -216,7 +216,7 @@ def test_the_roofline_is_that_of_all_gpus_together(monkeypatch):
     from allspark_launch.bench.static import Meter
     from allspark_server.runtime import native
 
-    measured = SimpleNamespace(measure_ceilings=lambda gpu: (4e12 + gpu, 8e14))
+    measured = SimpleNamespace(measure_roofline=lambda gpu: (4e12 + gpu, 8e14))
     monkeypatch.setattr(native, "cuda_library", lambda: measured)
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
     run = SimpleNamespace(rooflines=[])

@@ -1,4 +1,4 @@
-#include "cuda/memory/ceilings.h"
+#include "cuda/memory/roofline.h"
 
 #include <algorithm>
 #include <functional>
@@ -35,10 +35,10 @@ double least_seconds(const Device& device, const std::function<void()>& queue_wo
 
 }  // namespace
 
-Ceilings measure_ceilings(int index) {
+Roofline measure_roofline(int index) {
   const Device device(index);
   const Queue queue = device.queue();
-  Ceilings found;
+  Roofline found;
   {
     const Memory data(kReadBytes, "measuring"), sink(sizeof(uint32_t), "measuring");
     found.read =
