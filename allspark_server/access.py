@@ -1,6 +1,7 @@
 """Roles: who may call what over a server group's listeners, and which paths clients may name.
 
-Imports nothing heavy: the launcher checks with it what it is about to start, the service what it is about to open.
+It imports nothing heavy: the launcher uses it to check options before it starts processes, and the service before it
+listens.
 """
 from __future__ import annotations
 
@@ -34,15 +35,15 @@ TCP_ADDRESS = "127.0.0.1:50051"
 
 
 class Role(enum.Enum):
-    """What a client may do."""
+    """What a client may do. Each role includes the ones before it."""
 
     READ = "read"           # information and statistics
-    GENERATE = "generate"   # that, and requests
-    DOOR = "door"           # that, and requests for tenants that it names: an HTTP server in front of the group
+    GENERATE = "generate"   # also requests
+    DOOR = "door"           # also requests for tenants that it names: for an HTTP server in front
     ADMIN = "admin"         # everything
 
     def includes(self, other: Role) -> bool:
-        """Whether who has this role may do what `other` may."""
+        """Whether this role allows everything that `other` allows."""
         return _RANKS[self] >= _RANKS[other]
 
 
@@ -51,15 +52,16 @@ _RANKS = {role: rank for rank, role in enumerate(Role)}
 
 @dataclass(frozen=True)
 class Client:
-    """Who a call comes from: what it may do, and whose shares and limits its requests count for. `tenant` is empty
-    where nothing tells clients apart but their connections.
+    """The client of a call: its role, and the tenant whose shares and limits its requests count for.
+
+    `tenant` is empty if clients differ only by their connections.
     """
 
     role: Role
     tenant: str = ""
 
     def tenant_of(self, named: str, connection: str) -> str:
-        """The tenant of a request of this client's, which may name one. AllSparkError if it may not."""
+        """The tenant of a request that names `named` or "". Raises AllSparkError if the role does not allow it."""
         own = self.tenant or connection
         if not named or named == own:
             return own
@@ -73,11 +75,11 @@ class Client:
 # --- tokens ------------------------------------------------------------------------------------------------------
 
 
-def read_tokens(path: str | os.PathLike) -> dict[str, Role]:
-    """The tokens of a file and the role of each.
+def read_tokens(path: str | os.PathLike[str]) -> dict[str, Role]:
+    """The tokens of a file, and the role of each.
 
-    One `ROLE TOKEN` a line, roles read, generate, door and admin; blank lines and lines that begin with # do not count.
-    A file that holds one token and nothing else is an administrator's. Raises ValueError naming file and line.
+    Each line is `ROLE TOKEN` with a role of read, generate, door or admin; blank lines and lines that begin with # are
+    skipped. A file with a single token and no role gives it the role admin. Raises ValueError naming file and line.
     """
     known = ", ".join(role.value for role in Role)
     tokens: dict[str, Role] = {}
@@ -94,44 +96,46 @@ def read_tokens(path: str | os.PathLike) -> dict[str, Role]:
         if len(words) != 2:
             raise ValueError(f"{where} must be 'ROLE TOKEN', with a role of {known}")
         name, token = words
-        if name not in roles:       # which may be a token, so it is not shown
+        if name not in roles:       # not shown, since it may be a token
             raise ValueError(f"{where} does not begin with a role; known: {known}")
         if not (token.isascii() and token.isprintable()):
             raise ValueError(f"the token in {where} must be of printable ASCII characters")
         if token in tokens:
-            raise ValueError(f"{where} has a token that stands in the file already")
+            raise ValueError(f"{where} has a token that an earlier line has already")
         tokens[token] = Role(name)
     if os.stat(path).st_mode & stat.S_IROTH:
         logger.warning("the token file %s can be read by every user of this machine: chmod o= %s", path, path)
     return tokens
 
 
-# --- listeners -------------------------------------------------------------------------------------------------------
+# --- listeners ---------------------------------------------------------------------------------------------------
 
 
 def check_listener(address: str, *, token: bool, tls: bool, client_ca: bool, insecure: bool) -> None:
-    """ValueError unless it is safe to serve on `address` with what clients must have. Unix sockets are guarded by
-    their mode. TCP needs TLS, with a token or a client's certificate; on this machine alone a token is enough.
+    """Raises ValueError unless it is safe to listen on `address` with the protection that the other arguments name.
+
+    Unix sockets are protected by their mode. TCP needs TLS with tokens or client certificates; on a loopback address
+    tokens are enough. `insecure` allows everything.
     """
     if is_unix(address) or insecure:
         return
     if (tls and (token or client_ca)) or (token and is_loopback(address)):
         return
-    lacks = ("clients need neither a token nor a certificate" if not token and not client_ca else
+    reason = ("clients need neither a token nor a certificate" if not token and not client_ca else
              "the token would cross the network in clear text" if not tls else "")
     raise ValueError(
-        f"refusing to serve on {address}: {lacks}. Serve on a Unix socket (--address unix:/path), with a token "
+        f"refusing to serve on {address}: {reason}. Serve on a Unix socket (--address unix:/path), with a token "
         "(--token-file FILE; beyond this machine with --tls-cert and --tls-key too), to clients' certificates "
-        "(--tls-cert, --tls-key and --tls-ca), or, where whoever reaches the port may do everything, with --insecure")
+        "(--tls-cert, --tls-key and --tls-ca), or, if everyone who reaches the port may do everything, with --insecure")
 
 
 def is_unix(address: str) -> bool:
-    """Whether an address is a Unix socket's path."""
+    """Whether an address is the path of a Unix socket."""
     return address.startswith("unix:")
 
 
 def is_loopback(address: str) -> bool:
-    """Whether a host:port is reached from this machine alone."""
+    """Whether a host:port can be reached only from this machine."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -140,14 +144,16 @@ def is_loopback(address: str) -> bool:
 
 
 def default_address(guarded: bool) -> str:
-    """Where a group serves that was given no address: TCP on this machine when `guarded` (clients need a token or a
-    certificate, or the operator wants none), otherwise a Unix socket that only this user can open.
+    """The address of a group for which none was given.
+
+    It is a loopback TCP address if `guarded` (clients need a token or a certificate, or --insecure was given),
+    otherwise a Unix socket that only this user can open.
     """
     return TCP_ADDRESS if guarded else f"unix:{_private_directory()}/allspark.sock"
 
 
 def _private_directory() -> str:
-    """$XDG_RUNTIME_DIR, or a directory of this user's in the temporary one. Raises ValueError if that is not safe."""
+    """$XDG_RUNTIME_DIR, or this user's directory in the temporary one. Raises ValueError if others can use that."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if os.path.isabs(runtime) and len(os.fsencode(runtime)) < 80 and _is_private(runtime):
         return runtime
@@ -157,20 +163,20 @@ def _private_directory() -> str:
     except FileExistsError:
         pass
     if not _is_private(path):
-        raise ValueError(f"{path} is not a directory of this user's alone: give --address unix:/path")
+        raise ValueError(f"{path} is not a directory that only this user can open: give --address unix:/path")
     return path
 
 
 def _is_private(path: str) -> bool:
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
 def socket_mode(text: str) -> int:
-    """The mode of "0660". Raises ValueError."""
+    """The mode that a text such as "0660" means. Raises ValueError."""
     try:
         mode = int(text, 8)
     except ValueError:
@@ -181,27 +187,29 @@ def socket_mode(text: str) -> int:
 
 
 def mode_of(mode: str, group: str) -> int:
-    """The mode of Unix sockets that options ask for: this user's alone, or its group's too where one is named."""
+    """The mode of Unix sockets by the options: `mode`, or by default for this user, and for `group` if it is set."""
     return socket_mode(mode) if mode else 0o660 if group else 0o600
 
 
-#: s between two looks at whether the token file has changed
+#: how often the token file is checked for changes, s
 TOKEN_LOOK_SECONDS = 1.0
 
 
 @dataclass
 class Access:
-    """What clients need, and what they may do with it: the role of their token, where there are tokens; otherwise of
-    the way by which they come.
+    """What clients must show, and the role that they then have.
+
+    With tokens, a client has the role of its token. Otherwise clients with a certificate have `tls_role`, and clients
+    of Unix sockets and of unprotected listeners are admin.
     """
 
     tokens: Mapping[str, Role] = field(default_factory=dict)
     tls: TlsConfig | None = None
-    #: of clients that show a certificate, where there are no tokens
+    #: the role of clients with a certificate, if there are no tokens
     tls_role: Role = Role.ADMIN
     insecure: bool = False
-    #: where the tokens are, instead; read again whenever it changes
-    token_file: str | os.PathLike | None = None
+    #: the file of the tokens, instead of `tokens`; it is read again when it changes
+    token_file: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         #: how often the tokens have changed
@@ -211,14 +219,15 @@ class Access:
 
     def _take(self, tokens: Mapping[str, Role]) -> None:
         if any(not token for token in tokens):
-            raise ValueError("an empty token would let everyone in")
+            raise ValueError("an empty token would admit everyone")
         self.tokens = tokens
-        # Digests have one length: comparing them tells nothing of a token.
+        # Digests have the same length: the time of a comparison reveals nothing about a token.
         self._digests = [(_digest(f"Bearer {token}".encode()), role) for token, role in tokens.items()]
 
     def look(self) -> int:
-        """Reads the token file if it has changed, a second ago at most; returns `changes`. One that cannot be read, or
-        holds no token, changes nothing: nobody is let in or shut out by half an edit.
+        """Read the token file again if it has changed, checked once a second; returns `changes`.
+
+        A file that cannot be read, or has no token, changes nothing: half an edit neither admits nor excludes anyone.
         """
         now = time.monotonic()
         if self.token_file is None or now < self._next_look:
@@ -230,21 +239,21 @@ class Access:
             try:
                 self._take(read_tokens(self.token_file))
             except OSError as error:
-                logger.error("the tokens are as they were: their file cannot be read: %s", error.strerror)
+                logger.error("the tokens stay as they were: their file cannot be read: %s", error.strerror)
             except ValueError as error:
-                logger.error("the tokens are as they were: %s", str(error).replace(f" {self.token_file}", ""))
+                logger.error("the tokens stay as they were: %s", str(error).replace(f" {self.token_file}", ""))
             else:
                 self.changes += 1
                 logger.info("the token file was read again: %d tokens", len(self.tokens))
         return self.changes
 
     def check_listener(self, address: str) -> None:
-        """As the function of this name; warns of a listener without protection."""
+        """As the function check_listener; also warns about listeners without protection."""
         check_listener(address, token=bool(self.tokens), tls=self.tls is not None,
-                   client_ca=self.tls is not None and self.tls.ca is not None, insecure=self.insecure)
+                       client_ca=self.tls is not None and self.tls.ca is not None, insecure=self.insecure)
         if not is_unix(address) and not is_loopback(address) and (self.tls is None or not self.guarded):
-            logger.warning("whoever reaches %s may %s", address,
-                           "read clients' tokens on the way" if self.tokens else "do everything with this group")
+            logger.warning("everyone who reaches %s can %s", address,
+                           "read the tokens of clients" if self.tokens else "do everything with this group")
 
     @property
     def guarded(self) -> bool:
@@ -252,14 +261,15 @@ class Access:
         return bool(self.tokens) or (self.tls is not None and self.tls.ca is not None)
 
     def client(self, context: Any) -> Client | None:
-        """Behind a gRPC call; None if it shows no valid token where one is needed."""
+        """The client of a gRPC call; None if it needs a token and shows no valid one."""
         names = b",".join(context.peer_identities() or ()).decode(errors="replace")
         return self.known(dict(context.invocation_metadata() or ()).get("authorization", ""),
                           is_unix(context.peer()), names)
 
     def known(self, authorization: str | bytes, unix: bool, names: str = "") -> Client | None:
-        """Who shows this authorization header, over a Unix socket or not, and these names in a certificate; None if
-        there is no such token where one is needed.
+        """The client with this authorization header; None if it needs a token and shows no valid one.
+
+        `unix`: whether it uses a Unix socket; `names`: the names in its certificate.
         """
         if self._digests:
             self.look()
@@ -269,21 +279,21 @@ class Access:
         return Client(Role.ADMIN)
 
     def bearer(self, header: str | bytes) -> Client | None:
-        """Who shows this authorization header; None if there is no such token."""
+        """The client with this authorization header; None if there is no such token."""
         digest, role = _digest(header.encode() if isinstance(header, str) else header), None
-        for expected, its_role in self._digests:    # all of them: the time does not tell which one it was
+        for expected, its_role in self._digests:    # all of them: the time does not reveal which one matched
             if hmac.compare_digest(digest, expected):
                 role = its_role
         return Client(role, f"token:{digest.hex()[:16]}") if role is not None else None
 
 
-def _version(path: str | os.PathLike | None) -> tuple[int, ...]:
-    """What changes with a file."""
+def _version(path: str | os.PathLike[str] | None) -> tuple[int, ...]:
+    """Values that differ once a file has changed."""
     try:
-        found = os.stat(path) if path is not None else None
+        status = os.stat(path) if path is not None else None
     except OSError:
         return ()
-    return (found.st_mtime_ns, found.st_size, found.st_ino, found.st_dev) if found is not None else ()
+    return (status.st_mtime_ns, status.st_size, status.st_ino, status.st_dev) if status is not None else ()
 
 
 def _digest(header: bytes) -> bytes:
@@ -294,14 +304,17 @@ def _digest(header: bytes) -> bytes:
 
 
 class ModelRoots:
-    """Which paths clients may name: those of the models that the operator named, and what lies below a root.
+    """The paths that clients may name: those of the operator's models, and everything below a root directory.
 
-    Links are resolved first, those inside of a checkpoint too. Whoever can write below a root is trusted not to
-    exchange files meanwhile.
+    Symbolic links are resolved first, also those in a checkpoint. Users who can write below a root are trusted not to
+    replace files between the check and the use.
+
+    Args:
+        roots: directories; "/" allows every path. Raises ValueError for one that does not exist.
+        models: the operator's models.
     """
 
-    def __init__(self, roots: Iterable[str | os.PathLike] = (), models: Iterable[AsModelConfig] = ()):
-        """`roots`: directories, "/" for no limit; ValueError for one that is not there. `models`: the operator's."""
+    def __init__(self, roots: Iterable[str | os.PathLike[str]] = (), models: Iterable[AsModelConfig] = ()):
         self._roots = []
         for root in roots:
             if not os.path.isdir(root):
@@ -324,14 +337,15 @@ class ModelRoots:
             self.check_adapter(lora, config)
 
     def check_load(self, models: Iterable[ServedModel], name: str, lora: str) -> None:
-        """Raises AllSparkError (denied) unless an adapter may be loaded for the model of that name, if there is one."""
+        """Raises AllSparkError (denied) unless an adapter may be loaded for the model `name`, if that is installed."""
         for model in models:
             if model.name == name:
                 self.check_adapter(lora, model.config)
 
     def check_adapter(self, lora: str, config: AsModelConfig) -> None:
-        """Raises AllSparkError (denied) unless an adapter's directory may be opened: those below a model's that the
-        operator named may.
+        """Raises AllSparkError (denied) unless an adapter's directory may be opened.
+
+        Directories inside of the checkpoints of the operator's models may.
         """
         directory, model = adapter_directory(config, check_lora(lora)), os.path.realpath(config.model_path)
         if model not in self._named or not _inside(os.path.realpath(directory), model):
@@ -366,7 +380,7 @@ def _inside(path: str, directory: str) -> bool:
 
 
 def _parts(path: str) -> Iterator[str]:
-    """What loading `path` may open besides it: links to files in its directory, and the folders of a tokenizer."""
+    """Other paths that loading `path` may open: symbolic links beside it, and the directories of its tokenizer."""
     folders = [Path(path)] if os.path.isdir(path) else [Path(path).parent, Path(path).with_suffix(".tokenizer")]
     for folder in folders:
         for part in (folder, folder / "additional_chat_templates"):
@@ -374,5 +388,5 @@ def _parts(path: str) -> Iterator[str]:
             try:
                 with os.scandir(part) as entries:
                     yield from (entry.path for entry in entries if entry.is_symlink() and not entry.is_dir())
-            except OSError:     # it is not there, or cannot be read: then not by the loader either
+            except OSError:     # missing or not readable: the loader cannot open it either
                 continue

@@ -1,4 +1,4 @@
-"""How all processes of a group log: text for people or JSON for programs, with priorities where the journal reads it."""
+"""The log format of all processes of a group: text or JSON, with priorities for systemd's journal."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import os
 import sys
 
 FORMATS = ("text", "json")
-#: a line for each request that has ended; off unless asked for
+#: the logger of ended requests, one line each; off by default
 REQUESTS = "allspark_server.requests"
 _PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
-#: attributes of a record that go into JSON beside the message
+#: attributes of a record that JSON has beside the message
 _FIELDS = ("request", "model", "tenant", "prompt_tokens", "cached_tokens", "generated_tokens", "queue_seconds",
            "first_token_seconds", "seconds", "reason")
 
 
 class TextFormatter(logging.Formatter):
-    """`who`: the process, such as "rank 0"."""
+    """Formats records as text. `process`: its name in the log, such as "rank 0"."""
 
-    def __init__(self, who: str):
-        super().__init__(f"%(asctime)s {who} %(levelname)s %(name)s: %(message)s")
+    def __init__(self, process: str):
+        super().__init__(f"%(asctime)s {process} %(levelname)s %(name)s: %(message)s")
         self._journal = "JOURNAL_STREAM" in os.environ
 
     def format(self, record: logging.LogRecord) -> str:
-        """A line, or several with a traceback."""
+        """A record as a line, followed by its traceback if it has one."""
         text = super().format(record)
         if not self._journal:
             return text
@@ -33,15 +33,15 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(TextFormatter):
-    """One object a line: time (s since 1970), level, process, logger, message, and what of a request is known."""
+    """Formats a record as a JSON object in a line: time (Unix time, s), level, process, logger, message, fields."""
 
-    def __init__(self, who: str):
-        super().__init__(who)
-        self._who = who
+    def __init__(self, process: str):
+        super().__init__(process)
+        self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """A line."""
-        entry = {"time": round(record.created, 6), "level": record.levelname.lower(), "process": self._who,
+        """A record as a line."""
+        entry = {"time": round(record.created, 6), "level": record.levelname.lower(), "process": self._process,
                  "logger": record.name, "message": record.getMessage()}
         entry |= {name: getattr(record, name) for name in _FIELDS if hasattr(record, name)}
         if record.exc_info:
@@ -50,16 +50,16 @@ class JsonFormatter(TextFormatter):
         return f"<{_PRIORITIES.get(record.levelno, 6)}>{line}" if self._journal else line
 
 
-def set_up(who: str, level: str = "info", form: str = "text", requests: bool = False) -> None:
-    """Log to standard error from now on. `requests`: a line for each, too."""
+def set_up(process: str, level: str = "info", form: str = "text", requests: bool = False) -> None:
+    """Log to standard error. `form`: one of FORMATS; `requests`: also log a line for each ended request."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter((JsonFormatter if form == "json" else TextFormatter)(who))
+    handler.setFormatter((JsonFormatter if form == "json" else TextFormatter)(process))
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.getLogger(REQUESTS).setLevel(logging.INFO if requests else logging.WARNING)
 
 
 def log_request(name: str, model: str, tenant: str, stat: dict[str, float], reason: str) -> None:
-    """A request has ended. `stat`: values of RequestStatInfo, in ms."""
+    """Log that a request has ended. `stat`: values of RequestStatInfo, times in ms; `reason`: why it ended."""
     logger = logging.getLogger(REQUESTS)
     if not logger.isEnabledFor(logging.INFO):
         return

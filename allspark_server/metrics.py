@@ -1,4 +1,4 @@
-"""A group's counters and gauges in Prometheus' text format."""
+"""A group's metrics in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -9,35 +9,37 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 if TYPE_CHECKING:
+    from allspark_client.types import AsEngineStat
+
     from .engine.engine import Engine
     from .engine.served_model import ServedModel
 
-#: name, text, and what of AsEngineStat
+#: name, description, and field of AsEngineStat
 _GAUGES = (
-    ("requests_running", "Requests in slots", "running_request"),
-    ("requests_waiting", "Requests that wait", "pendding_request"),
-    ("cache_tokens", "Tokens that the cache can hold", "total_token"),
-    ("cache_free_tokens", "Of these, those that are free", "free_token"),
+    ("requests_running", "Requests that a step computes", "running_request"),
+    ("requests_waiting", "Waiting requests", "pendding_request"),
+    ("cache_tokens", "Tokens that the KV cache can hold", "total_token"),
+    ("cache_free_tokens", "Free tokens of the KV cache", "free_token"),
     ("host_cache_spans", "Spans that the host cache can hold", "total_host_span"),
-    ("host_cache_used_spans", "Of these, those in use", "used_host_span"),
+    ("host_cache_used_spans", "Spans of the host cache in use", "used_host_span"),
 )
 _COUNTERS = (
-    ("prompt_tokens", "Tokens of prompts that were taken", "total_prefill_token"),
-    ("generated_tokens", "Tokens that were generated", "total_generated_token"),
-    ("prefix_miss_tokens", "Tokens of prompts that were computed", "prefix_cache_miss_token"),
-    ("preemptions", "Times that a running request gave way", "preempted_request"),
+    ("prompt_tokens", "Prompt tokens of accepted requests", "total_prefill_token"),
+    ("generated_tokens", "Generated tokens", "total_generated_token"),
+    ("prefix_miss_tokens", "Prompt tokens that were computed", "prefix_cache_miss_token"),
+    ("preemptions", "Times that a running request was preempted", "preempted_request"),
 )
 
 
 def render(engine: Engine, group: dict[str, Any], *, requests: int, draining: bool) -> str:
-    """All of a group. `group`: of GroupReport; `requests`: whose ends were not sent yet."""
+    """All metrics of a group. `group`: of GroupReport; `requests`: how many have not been told of their end yet."""
     registry = CollectorRegistry()
     registry.register(_Group(engine, group, requests, draining))
     return generate_latest(registry).decode()
 
 
 class _Group:
-    """A collector that is read once."""
+    """A collector of a group's metrics, which is read once."""
 
     def __init__(self, engine: Engine, group: dict[str, Any], requests: int, draining: bool):
         self._engine, self._group, self._requests, self._draining = engine, group, requests, draining
@@ -45,17 +47,17 @@ class _Group:
     def collect(self) -> Iterator[Metric]:
         """The metric families."""
         failures = self._engine.failures()
-        yield GaugeMetricFamily("allspark_requests", "Requests whose ends were not sent yet", self._requests)
+        yield GaugeMetricFamily("allspark_requests", "Requests whose end was not sent yet", self._requests)
         yield GaugeMetricFamily("allspark_draining", "1 while no new requests are taken", int(self._draining))
-        yield GaugeMetricFamily("allspark_healthy", "1 unless something that should serve does not", int(not failures))
-        yield CounterMetricFamily("allspark_restarts", "Times that the group was started again",
+        yield GaugeMetricFamily("allspark_healthy", "1 unless the engine or a model has failed", int(not failures))
+        yield CounterMetricFamily("allspark_restarts", "Restarts of the group",
                                   self._group.get("restarts", 0))
         models = self._engine.served_models()
         stats = [(model.name, model.stat()) for model in models]
         for family, values in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
             for name, text, key in values:
                 yield _by_model(family(f"allspark_{name}", text, labels=["model"]), stats, key)
-        hits = CounterMetricFamily("allspark_prefix_hit_tokens", "Tokens of prompts that came from the prefix cache",
+        hits = CounterMetricFamily("allspark_prefix_hit_tokens", "Prompt tokens that came from the prefix cache",
                                    labels=["model", "tier"])
         for name, stat in stats:
             hits.add_metric([name, "memory"], stat.prefix_cache_hit_token - stat.prefix_cache_host_token)
@@ -65,15 +67,16 @@ class _Group:
         yield from _ranks(self._group.get("ranks", []))
 
 
-def _by_model(family: Metric, stats: list, key: str) -> Metric:
+def _by_model(family: GaugeMetricFamily | CounterMetricFamily, stats: list[tuple[str, AsEngineStat]],
+              key: str) -> Metric:
     for name, stat in stats:
         family.add_metric([name], getattr(stat, key))
     return family
 
 
 def _timings(models: list[ServedModel]) -> Iterator[Metric]:
-    for name, text, key in (("first_token", "From a request's arrival to its first token", "first"),
-                            ("between_tokens", "From a token of a request to its next", "between")):
+    for name, text, key in (("first_token", "Time from a request's arrival to its first token", "first"),
+                            ("between_tokens", "Time from a token of a request to its next", "between")):
         family = HistogramMetricFamily(f"allspark_{name}_seconds", text, labels=["model"])
         for model in models:
             histogram = getattr(model.timings, key)
@@ -82,18 +85,18 @@ def _timings(models: list[ServedModel]) -> Iterator[Metric]:
 
 
 def parts_of(rank: dict[str, Any]) -> dict[str, float]:
-    """What the time of a rank's steps went to, in s: computing, adding up what ranks computed, waiting for others."""
+    """The time of a rank's steps in s by part: computing, exchanging partial sums, waiting for other ranks."""
     exchange, wait = rank.get("exchange_seconds", 0.0), rank.get("wait_seconds", 0.0)
     compute = rank.get("step_seconds", 0.0) - exchange
     return {"compute": max(0.0, compute), "exchange": max(0.0, exchange - wait), "wait": wait}
 
 
 def _ranks(ranks: list[dict[str, Any]]) -> Iterator[Metric]:
-    seconds = CounterMetricFamily("allspark_rank_seconds", "Time of steps by what it went to", labels=["rank", "part"])
+    seconds = CounterMetricFamily("allspark_rank_seconds", "Time of steps by part", labels=["rank", "part"])
     steps = CounterMetricFamily("allspark_rank_steps", "Steps that a rank has computed", labels=["rank"])
     memory = GaugeMetricFamily("allspark_rank_memory_bytes", "A rank's memory by NUMA node", labels=["rank", "node"])
-    misplaced = GaugeMetricFamily("allspark_rank_misplaced_share", "Part of a rank's memory that is on other nodes "
-                                  "than it should be", labels=["rank"])
+    misplaced = GaugeMetricFamily("allspark_rank_misplaced_share", "Fraction of a rank's memory on other NUMA "
+                                  "nodes than its own", labels=["rank"])
     gpus = GaugeMetricFamily("allspark_rank_gpu_memory_bytes", "Memory of a rank's GPU",
                              labels=["rank", "gpu", "state"])
     for number, rank in enumerate(ranks):

@@ -1,6 +1,6 @@
-"""Spans of requests for OpenTelemetry (the extra "otel"), named as its conventions for generative models have them.
+"""OpenTelemetry spans of requests (the extra "otel"), named by its conventions for generative models.
 
-A request that is resumed elsewhere has a span of each group that held it, side by side below the caller's own.
+A request that was resumed has a span from each group that computed it, all children of the caller's span.
 https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/
 """
 
@@ -17,17 +17,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: any of these asks for traces, as everywhere
+#: the standard variables that turn tracing on
 VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_TRACES_EXPORTER")
-#: a span's parts: name, and the value of RequestStatInfo (ms after the arrival) where it begins
+#: child spans: name, and the value of RequestStatInfo (ms after arrival) at which it begins
 _PARTS = (("queue", ""), ("prefill", "time_in_queue"), ("decode", "time_to_first_token"))
 
-_tracer: Tracer | None = None  # of this process; without it nothing is recorded
+_tracer: Tracer | None = None  # None: tracing is off
 
 
 def set_up(environ: Mapping[str, str] = os.environ) -> None:
-    """Exports spans from now on if the standard variables (OTEL_EXPORTER_OTLP_ENDPOINT, ...) ask for it. ValueError for
-    an exporter that is not known, RuntimeError where OpenTelemetry is not installed.
+    """Export spans if the standard variables (OTEL_EXPORTER_OTLP_ENDPOINT, …) ask for it.
+
+    Raises ValueError for an unknown exporter, RuntimeError if OpenTelemetry is not installed.
     """
     if environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or not any(environ.get(name) for name in VARIABLES):
         return
@@ -45,7 +46,7 @@ def set_up(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def export(exporter: SpanExporter) -> None:
-    """Hands spans to this exporter, in batches, on a thread of their own; those of the last are sent at exit."""
+    """Send spans to this exporter, in batches on a thread of its own; the last batch is sent at exit."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -66,18 +67,19 @@ def _exporter(kind: str, environ: Mapping[str, str]) -> SpanExporter:
     protocol = (environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
                 or "http/protobuf")
     if protocol == "grpc":
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-    elif protocol == "http/protobuf":
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    else:
-        raise ValueError(f"OTEL_EXPORTER_OTLP_PROTOCOL={protocol}: known are http/protobuf and grpc")
-    return OTLPSpanExporter()
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
+        return GrpcExporter()
+    if protocol == "http/protobuf":
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
+        return HttpExporter()
+    raise ValueError(f"OTEL_EXPORTER_OTLP_PROTOCOL={protocol}: known are http/protobuf and grpc")
 
 
 def trace_request(name: str, model: str, tenant: str, parent: str, stat: dict[str, float], reason: str,
                   error: Exception | None) -> None:
-    """A request has ended: its span, with what it waited for. `parent`: the traceparent that it came with, or empty;
-    `stat`: values of RequestStatInfo; `error`: why it failed, if it did.
+    """Record the span of an ended request, with child spans for queue, prefill and decode.
+
+    `parent`: the request's traceparent, or empty; `stat`: values of RequestStatInfo; `error`: why it failed, if it did.
     """
     if _tracer is None:
         return

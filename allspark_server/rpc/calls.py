@@ -1,4 +1,4 @@
-"""Single calls of the service: when they are read, their first message, their refusal, and what is logged of them."""
+"""Helpers of calls: limits of what clients send, the first message, errors, and log lines about clients."""
 from __future__ import annotations
 
 import asyncio
@@ -7,6 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
@@ -18,10 +19,12 @@ from allspark_client.errors import AllSparkError, AsStatus
 
 logger = logging.getLogger(__name__)
 
-#: how long a stream may stay without its first message, and other calls, whose message may be large
+EOF: Any = grpc.aio.EOF     # type: ignore[attr-defined]    # missing in grpc-stubs
+
+#: how long a session may take to send its first message, s; and other calls, whose message may be large
 HELLO_SECONDS, RECEIVE_SECONDS = 10.0, 60.0
 _TINY_MESSAGE = 2 << 10
-_QUIET_SECONDS = 10.0       # between two log lines on what clients do wrong
+_QUIET_SECONDS = 10.0       # between two log lines about wrong calls
 _CODES = {
     AsStatus.ALLSPARK_PARAM_ERROR: grpc.StatusCode.INVALID_ARGUMENT,
     AsStatus.ALLSPARK_MEMORY_ERROR: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -33,22 +36,24 @@ _CODES = {
 
 
 class Writer:
-    """The context of a call to servicers that write messages."""
+    """The context of a call, for servicers that write messages instead of bytes."""
 
-    def __init__(self, context: grpc.aio.ServicerContext):
+    def __init__(self, context: grpc.aio.ServicerContext[Any, Any]):
         self._context = context
 
     async def write(self, message: Message) -> None:
+        """Send a message."""
         await self._context.write(message.SerializeToString())
 
 
 class RareLog:
-    """Warns of what clients can bring about as often as they like, but not as often."""
+    """Logs a warning about clients at most every ten seconds: clients could cause any number of them."""
 
     def __init__(self, text: str):
         self._text, self._next, self._more = text, 0.0, 0
 
     def __call__(self, peer: str) -> None:
+        """Warn about a client."""
         if (now := time.monotonic()) < self._next:
             self._more += 1
             return
@@ -58,8 +63,9 @@ class RareLog:
 
 
 class Allowance:
-    """What a stream may send: `burst` bytes at once, `rate` bytes a second for long. Its messages are copied and
-    decoded under the interpreter's lock, which those who make other clients' messages need as well.
+    """How much a stream may send: `burst` bytes at once, `rate` bytes per second in the long run.
+
+    Messages are copied and decoded under the interpreter lock, which the threads of all other clients need, too.
     """
 
     def __init__(self, burst: int, rate: int):
@@ -67,7 +73,7 @@ class Allowance:
         self._left, self._at = float(burst), time.monotonic()
 
     def take(self, size: int) -> float:
-        """Notes a message; returns the seconds until the next one may be read."""
+        """Count a message of `size` bytes; returns the seconds until the next message may be read."""
         now = time.monotonic()
         self._left = min(self._burst, self._left + self._rate * (now - self._at)) - size
         self._at = now
@@ -75,7 +81,7 @@ class Allowance:
 
 
 class Gates:
-    """Lets so many calls of each client in at once. Used on one event loop."""
+    """Limits how many calls of each client are handled at the same time. Used on one event loop."""
 
     def __init__(self, most: int):
         self._most = most
@@ -84,7 +90,7 @@ class Gates:
 
     @contextlib.asynccontextmanager
     async def enter(self, client: str) -> AsyncIterator[None]:
-        """Raises AllSparkError if the others do not get on."""
+        """A context manager around a call. Raises AllSparkError if the client's other calls do not finish in time."""
         gate = self._gates.setdefault(client, asyncio.Semaphore(self._most))
         self._users[client] += 1
         try:
@@ -105,32 +111,33 @@ class Gates:
 
 
 def is_tiny(data: bytes, request: pb.GenerateRequest) -> bool:
-    """Whether the event loop may take a request itself, which is less work than two changes of threads: nothing is
-    tokenized, and nothing multiplies.
+    """Whether the event loop may start a request itself, which costs less than two changes of threads.
+
+    The request is small, has ids instead of text, and asks for one sample.
     """
     return len(data) <= _TINY_MESSAGE and request.HasField("input_ids") and request.config.n <= 1
 
 
 def is_guided(request: pb.GenerateRequest) -> bool:
-    """Whether it has a grammar, which may take a second to compile."""
+    """Whether a request has a grammar, which may take a second to compile."""
     forced = request.chat_options.tool_choice_json not in ("", '"auto"', '"none"')
     return forced or '"strict"' in request.chat_options.tools_json or request.config.HasField("response_format_json")
 
 
-async def receive(context: grpc.aio.ServicerContext, seconds: float = RECEIVE_SECONDS) -> bytes:
-    """The first message of a call. Raises ValueError or AllSparkError if none comes."""
+async def receive(context: grpc.aio.ServicerContext[Any, Any], seconds: float = RECEIVE_SECONDS) -> bytes:
+    """The first message of a call. Raises ValueError or AllSparkError if none arrives within `seconds`."""
     try:
-        data = await asyncio.wait_for(context.read(), seconds)
+        data: bytes = await asyncio.wait_for(context.read(), seconds)
     except asyncio.TimeoutError:
         raise AllSparkError(AsStatus.ALLSPARK_REQUEST_DENIED,
                             f"a call's first message must come within {seconds:g} s") from None
-    if data is grpc.aio.EOF:
+    if data is EOF:
         raise ValueError("the call ended before its first message")
     return data
 
 
-async def abort(context: grpc.aio.ServicerContext, error: BaseException) -> None:
-    """End a call with an error that the client raises again as it was; never returns."""
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> NoReturn:
+    """End a call with an error, which the client raises again. Never returns."""
     message = convert.error_to_pb(error)
     if message.elsewhere:
         code = grpc.StatusCode.UNAVAILABLE

@@ -1,4 +1,4 @@
-"""How many requests clients may have at once, whatever model they are for."""
+"""Limits of the requests that clients have at the same time, over all models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from allspark_client.errors import AllSparkError, AsStatus
 
 
 class ClientLimits:
-    """Places for requests that wait or run: of the server, and of each tenant; 0: no limit. Any thread."""
+    """Counts requests that wait or run. Any thread may call the methods.
+
+    Args:
+        total: most requests of all tenants together; 0: no limit.
+        of_tenant: most requests of one tenant; 0: no limit.
+    """
 
     def __init__(self, total: int = 0, of_tenant: int = 0):
         if total < 0 or of_tenant < 0:
@@ -19,7 +24,7 @@ class ClientLimits:
         self._taken: Counter[str] = Counter()
 
     def enter(self, tenant: str) -> None:
-        """Takes a place; AllSparkError if there is none."""
+        """Count a new request; raises AllSparkError (`.retryable`) if there are too many."""
         with self._lock:
             if self._of_tenant and self._taken[tenant] >= self._of_tenant:
                 raise _full(f"this client has {self._of_tenant} requests already, as many as it may have at once")
@@ -28,7 +33,7 @@ class ClientLimits:
             self._taken[tenant] += 1
 
     def leave(self, tenant: str) -> None:
-        """Gives a place back."""
+        """Count a request's end."""
         with self._lock:
             self._taken[tenant] -= 1
             if not self._taken[tenant]:

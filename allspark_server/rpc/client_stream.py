@@ -1,4 +1,4 @@
-"""One client's side of the service: what it still has to be sent, and which of the engine's requests are its own."""
+"""The results that wait to be sent to one client, and the requests that belong to it."""
 from __future__ import annotations
 
 import asyncio
@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from allspark_client import convert
 from allspark_client._proto import allspark_pb2 as pb
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: A client that reads slowly is sent larger messages less often. One that lets this many tokens and top-logprob pairs
-#: pile up is disconnected: its requests together cannot produce that much between two reads of a program that is alive.
+#: A client that reads slowly gets larger messages less often. A client that leaves so many tokens and top-logprob pairs
+#: unread is disconnected: its requests cannot generate that much between two reads of a program that still runs.
 MAX_PENDING = 4_000_000
-#: What all clients together may leave unread, about half a gigabyte; beyond it the one with most of it is disconnected.
+#: Most that all clients together may leave unread, about half a gigabyte; beyond it the slowest is disconnected.
 MAX_PENDING_OF_ALL = 2 * MAX_PENDING
-#: News that may wait for the event loop before the output stage merges them itself.
+#: Results that may wait for the event loop before the output stage merges them itself.
 _MAX_FILED = 1 << 14
 
 
@@ -40,13 +40,13 @@ def _values(tensors: list[dict[str, Any]]) -> int:
 
 @dataclass
 class _Pending:
-    """What happened to one request since the last message."""
+    """The results of one request since the last message."""
 
-    stopped: bool = False       # before it was started
-    answered: bool = False      # Started was sent, or is in `event`: until then results are held back
+    stopped: bool = False       # by the client, before it was started
+    answered: bool = False      # Started was sent, or is in `event`; results wait for it
     event: pb.RequestEvent | None = None
     elements: list[GeneratedElements] = field(default_factory=list)
-    texts: list[list[str]] = field(default_factory=list)    # of each of `elements`, in pieces
+    texts: list[list[str]] = field(default_factory=list)    # of each of `elements`, in parts
     size: int = 0               # tokens and top-logprob pairs of `elements`
     begun: bool = False         # a step is about to compute it alone
     status: GenerateRequestStatus | None = None
@@ -55,7 +55,7 @@ class _Pending:
     reason: str = ""
 
     def add_prompt(self, elements: GeneratedElements) -> int:
-        """Takes what was wanted of the prompt; returns its size."""
+        """Add results about the prompt; returns their size."""
         self.elements.append(elements)
         self.texts.append([])
         size = sum(map(len, elements.prompt_logprobs_list)) + _values(elements.tensors_from_model_inference)
@@ -64,7 +64,7 @@ class _Pending:
 
     def add(self, sample: int, token: int, logprob: float | None, top: list[tuple[int, float]], text: str | None,
             cached: int, end: SampleEnd | None) -> int:
-        """Takes a token; returns its size."""
+        """Add a token; returns its size."""
         if not self.elements or self.elements[-1].sample_index != sample:
             self.elements.append(
                 GeneratedElements(prefix_cache_len=cached, prefix_len_cpu=cached, sample_index=sample))
@@ -85,7 +85,7 @@ class _Pending:
 
 
 class _RequestSink:
-    """The engine's Sink of one request: files everything under the client's id for it."""
+    """The engine's Sink of one request. It files results under the client's id of the request."""
 
     def __init__(self, stream: ClientStream, request_id: int):
         self._stream, self._id = stream, request_id
@@ -110,14 +110,15 @@ class _RequestSink:
         self._stream.file((self._id, _NO_SAMPLE, status, error, stat, reason, 0, None))
 
 
-#: One call of a sink, cheap to make: (id, sample, token, logprob, top, text, cached, end), or, of a status or an
-#: end, (id, _NO_SAMPLE, status, error, stat, reason, 0, None), or of a prompt (id, _OF_PROMPT, elements, then Nones).
-_News = tuple[int, int, Any, Any, Any, Any, int, Any]
+#: The arguments of one call of a sink, as a tuple because it is cheap: (id, sample, token, logprob, top, text, cached,
+#: end); for a status or an end (id, _NO_SAMPLE, status, error, stat, reason, 0, None); for results about a prompt
+#: (id, _OF_PROMPT, elements, then Nones).
+_Result = tuple[int, int, Any, Any, Any, Any, int, Any]
 _NO_SAMPLE, _OF_PROMPT, _BEGUN = -1, -2, -3
 
 
 class Backlog:
-    """What the clients of a service have left unread, all together. Any thread."""
+    """How much each client of a service has left unread. Any thread may call the methods."""
 
     def __init__(self, limit: int = MAX_PENDING_OF_ALL):
         self._limit = limit
@@ -126,7 +127,7 @@ class Backlog:
         self._total = 0
 
     def set(self, stream: ClientStream, size: int) -> ClientStream | None:
-        """Notes how much a stream holds now; returns the one that must go, if all together hold too much."""
+        """Set how much a stream holds; returns the largest stream if all together hold too much."""
         with self._lock:
             self._total += size - self._of.pop(stream, 0)
             if size:
@@ -135,46 +136,49 @@ class Backlog:
 
 
 class ClientStream:
-    """Requests of one client, from its first message until its stream ends.
+    """The requests of one client, from its first message until its stream ends.
 
-    Filled by the output stage's thread, which never waits here; emptied by the service's event loop. `ready` is set by
-    the loop after a step that left something to send.
+    The output stage's thread files results and never waits; the service's event loop takes them. The loop sets `ready`
+    after a step with results.
     """
 
-    def __init__(self, engine: Engine, news: Callable[[ClientStream, bool], None], max_pending: int = MAX_PENDING,
+    def __init__(self, engine: Engine, notify: Callable[[ClientStream, bool], None], max_pending: int = MAX_PENDING,
                  backlog: Backlog | None = None, limits: ClientLimits | None = None):
-        """`news(stream, now)` is told that something was filed, once until it is taken or merged; with `now`, no
-        engine step will follow to flush it. `backlog`, `limits`: shared by all streams of a service.
+        """`notify(stream, now)` is called when results were filed, once until they are taken or merged.
+
+        With `now`, no engine step may follow that would flush them. `backlog`, `limits`: shared by all streams.
         """
         self._engine = engine
-        self._news = news
+        self._notify = notify
         self._max_pending = max_pending
         self._max_filed = min(_MAX_FILED, max_pending)
         self._shared = backlog or Backlog()
         self._limits = limits or ClientLimits()
-        self._filed: deque[_News] = deque()     # by the output stage, without a lock; merged below under the lock
-        self._noted = False                     # `news` was told of what is filed
+        self._filed: deque[_Result] = deque()     # by the output stage, without a lock; merged under the lock
+        self._notified = False                  # `notify` was called for what is filed
         self._lock = threading.Lock()
         self._pending: dict[int, _Pending] = {}
-        self._changed: dict[int, None] = {}     # ids with something to send, in order
+        self._changed: dict[int, None] = {}     # ids with results to send, in order
         self._handles: dict[int, int] = {}
         self._tenants: dict[int, str] = {}      # of handles
-        self._size = 0                          # of all pending
+        self._size = 0                          # of all `_pending`
         self._closed = False
         self.overflow = False
-        self.task: asyncio.Task | None = None   # the call that sends; cancelled on overflow, since it may be stuck
+        #: the call that sends; cancelled on overflow, since it may be blocked
+        self.task: asyncio.Task[None] | None = None
         self.ready = asyncio.Event()
 
     def register(self, request_id: int) -> None:
-        """A request of this id follows; whatever its client says of it until then counts. ValueError if there is one."""
+        """Announce a request; its client may stop or release it from now on. ValueError if the id is in use."""
         with self._lock:
             if request_id in self._pending or request_id in self._handles:
                 raise ValueError(f"id {request_id} is in use by another request of this stream")
             self._pending[request_id] = _Pending()
 
     def start(self, request_id: int, spec: RequestSpec) -> None:
-        """Submit a registered request; its answer (started or refused) becomes part of the next message. Blocks; any
-        thread.
+        """Submit a registered request; the answer, started or refused, becomes part of the next message.
+
+        Any thread may call this; it may block.
         """
         with self._lock:
             pending = self._pending.get(request_id)
@@ -185,10 +189,10 @@ class ClientStream:
             as_ids = spec.input_ids is not None
             handle = self._submit(request_id, spec)
             started.adapter = spec.adapter
-            if not as_ids:      # they are in the spec now
+            if not as_ids:      # the engine has set them in the spec
                 started.prompt_ids.extend(spec.input_ids)
                 started.opened = spec.opened
-        except Exception as error:  # whatever it is, it is this client's to see
+        except Exception as error:  # reported to the client
             if not isinstance(error, (AllSparkError, ValueError, TypeError)):
                 logger.exception("submitting a request failed")
             self._answer(request_id, pb.RequestEvent(id=request_id, refused=convert.error_to_pb(error)))
@@ -197,7 +201,7 @@ class ClientStream:
             gone = self._closed or self._pending.get(request_id) is not pending
             if not gone:
                 self._handles[request_id] = handle
-        if gone:    # the client vanished, or wants it no more, while the engine took the request
+        if gone:    # the client disconnected, or released it, while the engine accepted it
             self._release(handle)
             return
         if pending.stopped:
@@ -215,7 +219,7 @@ class ClientStream:
         return handle
 
     def refuse(self, request_id: int, error: Exception) -> None:
-        """Answer a registered request that never reaches the engine."""
+        """Reject a registered request."""
         self._answer(request_id, pb.RequestEvent(id=request_id, refused=convert.error_to_pb(error)))
 
     def _answer(self, request_id: int, event: pb.RequestEvent) -> None:
@@ -225,38 +229,38 @@ class ClientStream:
                 return
             pending.answered, pending.event = True, event
             self._changed[request_id] = None
-        self._news(self, True)
+        self._notify(self, True)
 
-    def file(self, news: _News) -> None:
-        """Note news of a request."""
-        self._filed.append(news)
-        if len(self._filed) > self._max_filed:  # the event loop does not take them: keep them compact
+    def file(self, result: _Result) -> None:
+        """Add a result of a request. Only the output stage's thread calls this; it does not wait."""
+        self._filed.append(result)
+        if len(self._filed) > self._max_filed:  # the event loop is late: keep the results compact
             with self._lock:
                 self._merge()
-        if not self._noted:
-            self._noted = True
-            self._news(self, False)
+        if not self._notified:
+            self._notified = True
+            self._notify(self, False)
 
     def _merge(self) -> None:
-        """File all news with their requests; the caller holds the lock."""
-        self._noted = False     # first: what is filed from now on may be left for the next time
+        """Move all filed results to their requests; the caller holds the lock."""
+        self._notified = False     # first: results filed from now on may wait for the next time
         filed = self._filed
         while filed:
-            news = filed.popleft()
-            request_id = news[0]
+            result = filed.popleft()
+            request_id = result[0]
             pending = self._pending.get(request_id)
             if pending is None:
                 continue
-            if news[1] == _NO_SAMPLE:
-                pending.status = news[2]
-                if news[4] is not None:
-                    pending.error, pending.stat, pending.reason = news[3:6]
-            elif news[1] == _BEGUN:
+            if result[1] == _NO_SAMPLE:
+                pending.status = result[2]
+                if result[4] is not None:
+                    pending.error, pending.stat, pending.reason = result[3:6]
+            elif result[1] == _BEGUN:
                 pending.begun = True
-            elif news[1] == _OF_PROMPT:
-                self._size += pending.add_prompt(news[2])
+            elif result[1] == _OF_PROMPT:
+                self._size += pending.add_prompt(result[2])
             else:
-                self._size += pending.add(*news[1:])
+                self._size += pending.add(*result[1:])
             if pending.answered:
                 self._changed[request_id] = None
         self.overflow = self.overflow or self._size > self._max_pending
@@ -266,10 +270,10 @@ class ClientStream:
         largest = self._shared.set(self, self._size)
         if largest is not None:
             largest.overflow = True
-            largest._news(largest, False)
+            largest._notify(largest, False)
 
     def take(self) -> list[pb.RequestEvent]:
-        """What is to be sent now, one event a request."""
+        """The events to be sent now, one for each request with results."""
         taken: list[tuple[int, _Pending]] = []
         ended: list[int] = []
         with self._lock:
@@ -289,12 +293,12 @@ class ClientStream:
                 else:
                     self._pending[request_id] = _Pending(answered=True)
             self._note_size()
-        for handle in ended:    # all is said of them: nobody needs to remember them until the client releases them
+        for handle in ended:    # nothing more will be sent about them
             self._release(handle)
         return [_event(request_id, pending) for request_id, pending in taken]
 
     def stop(self, request_id: int) -> None:
-        """Cancel a request; harmless if it has ended or was never started."""
+        """Cancel a request. Has no effect if it has ended or was never started."""
         with self._lock:
             handle = self._handles.get(request_id)
             if handle is None and request_id in self._pending:
@@ -302,11 +306,11 @@ class ClientStream:
         if handle is not None:
             try:
                 self._engine.cancel(handle)
-            except AllSparkError as error:   # it ended, or its model was released, meanwhile
+            except AllSparkError as error:   # it has ended, or its model was released
                 logger.debug("stopping request %d: %s", request_id, error)
 
     def release(self, request_id: int) -> None:
-        """Free a request; nothing more is sent for it."""
+        """Free a request; nothing more is sent about it."""
         with self._lock:
             handle = self._handles.pop(request_id, None)
             pending = self._pending.pop(request_id, None)
@@ -317,7 +321,7 @@ class ClientStream:
             self._release(handle)
 
     def close(self) -> None:
-        """Cancel and free all requests: the client has gone."""
+        """Cancel and free all requests, since the client has disconnected."""
         with self._lock:
             self._closed = True
             handles, self._handles = list(self._handles.values()), {}
@@ -329,12 +333,12 @@ class ClientStream:
 
     @property
     def requests(self) -> int:
-        """Those whose ends were not sent yet. Any thread."""
+        """The number of requests whose end has not been sent yet. Any thread may read it."""
         return len(self._pending)
 
     @property
     def idle(self) -> bool:
-        """Nothing is live or waiting to be sent."""
+        """Whether no request is live, and nothing waits to be sent."""
         with self._lock:
             return not self._pending
 
@@ -348,13 +352,13 @@ class ClientStream:
 
 def _event(request_id: int, pending: _Pending) -> pb.RequestEvent:
     event = pending.event if pending.event is not None else pb.RequestEvent(id=request_id)
-    for elements, pieces in zip(pending.elements, pending.texts):
-        elements.text = "".join(pieces)
+    for elements, parts in zip(pending.elements, pending.texts):
+        elements.text = "".join(parts)
     if pending.begun:
         event.begun = True
     event.elements.extend(convert.elements_to_pb(e) for e in pending.elements)
     if pending.status is not None:
-        event.status = int(pending.status)
+        event.status = cast("pb.RequestStatus", int(pending.status))
     if pending.error is not None:
         event.error.CopyFrom(convert.error_to_pb(pending.error))
     if pending.stat is not None:
@@ -364,13 +368,13 @@ def _event(request_id: int, pending: _Pending) -> pb.RequestEvent:
 
 
 def overflow_error(pending: int) -> AllSparkError:
-    """Why a client that does not read is disconnected."""
+    """The error of a client that does not read and is disconnected."""
     return AllSparkError(AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR,
                          f"the client left more than {pending} generated tokens unread; its requests were cancelled")
 
 
 def generate_response(event: pb.RequestEvent) -> pb.GenerateResponse:
-    """An event of the Generate call's only request."""
+    """An event as a message of the Generate call."""
     values: dict[str, Any] = {"elements": event.elements}
     if event.HasField("status"):
         values["status"] = event.status

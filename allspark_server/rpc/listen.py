@@ -1,4 +1,4 @@
-"""Opens the addresses of a service: host:port, with TLS or without, and Unix sockets."""
+"""Opens the listeners of a service: TCP ports, with or without TLS, and Unix sockets."""
 from __future__ import annotations
 
 import contextlib
@@ -22,8 +22,10 @@ logger = logging.getLogger(__name__)
 
 def listen(server: grpc.aio.Server, address: str, tls: TlsConfig | None, socket_mode: int,
            socket_group: str = "") -> str:
-    """Make `server` listen; returns the address with the port that it got. `tls` is for TCP, `socket_mode` and
-    `socket_group` (a name; "": the process's own) for Unix sockets. Raises AllSparkError naming what is wrong.
+    """Make `server` listen on an address; returns the address, with the port that was chosen.
+
+    `tls` applies to TCP, `socket_mode` and `socket_group` (a name; "": the process's own) to Unix sockets. Raises
+    AllSparkError with the reason.
     """
     unix = is_unix(address)
     if unix:
@@ -36,23 +38,24 @@ def listen(server: grpc.aio.Server, address: str, tls: TlsConfig | None, socket_
         if credentials is not None:
             port = server.add_secure_port(address, credentials)
         else:
-            with umask(0o777 & ~socket_mode):      # a socket is made with its mode: there is no moment without
+            with umask(0o777 & ~socket_mode):      # the socket has its mode from the start
                 port = server.add_insecure_port(address)
     except RuntimeError as error:
-        port, cause = 0, error
-    else:
-        cause = None
+        raise _in_use(address) from error
     if port == 0:
-        raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR,
-                            f"cannot listen on {address}: the port is in use, or the host is not this machine's"
-                            ) from cause
+        raise _in_use(address)
     if unix and socket_group:
         give_to_group(address[len("unix:"):], socket_group)
     return address if unix else f"{address.rsplit(':', 1)[0]}:{port}"
 
 
+def _in_use(address: str) -> AllSparkError:
+    return AllSparkError(AsStatus.ALLSPARK_IO_ERROR,
+                         f"cannot listen on {address}: the port is in use, or the host is not this machine's")
+
+
 def give_to_group(path: str, group: str) -> None:
-    """Let a group's members open a socket. Raises AllSparkError if there is none, or this user is not in it."""
+    """Let the members of a Unix group open a socket. Raises AllSparkError if this user is not one of them."""
     try:
         os.chown(path, -1, grp.getgrnam(group).gr_gid, follow_symlinks=False)
     except KeyError:
@@ -64,7 +67,7 @@ def give_to_group(path: str, group: str) -> None:
 
 @contextlib.contextmanager
 def umask(mask: int) -> Iterator[None]:
-    """Of this process, for the length of a with block."""
+    """A context manager that sets the process's umask."""
     before = os.umask(mask)
     try:
         yield
@@ -73,7 +76,7 @@ def umask(mask: int) -> Iterator[None]:
 
 
 def free_socket_path(address: str) -> str:
-    """The absolute path of "unix:PATH" or "unix:///PATH", free to be bound: a socket nobody listens on is removed."""
+    """The absolute path of "unix:PATH" or "unix:///PATH", free to be bound: a stale socket is removed."""
     path = address[len("unix:"):]
     path = os.path.abspath("/" + path.lstrip("/") if path.startswith("//") else path)
     if len(os.fsencode(path)) > 107:
@@ -92,7 +95,7 @@ def free_socket_path(address: str) -> str:
         if not os.path.islink(path) and not _is_socket(path):
             raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR,
                                 f"cannot listen on unix:{path}: the path exists and is not a socket") from None
-        logger.warning("removing the stale socket %s: nobody listens on it", path)
+        logger.warning("removing the stale socket %s: no process listens on it", path)
         os.unlink(path)
         return path
     except OSError as error:

@@ -109,11 +109,11 @@ def test_default_address(monkeypatch, tmp_path, capsys):
     assert default_address(guarded=False) == f"unix:{own}/allspark.sock"
     assert stat.S_IMODE(own.stat().st_mode) == 0o700
     own.chmod(0o777)
-    with pytest.raises(ValueError, match="not a directory of this user's alone"):
+    with pytest.raises(ValueError, match="not a directory that only this user can open"):
         default_address(guarded=False)
     own.rmdir()
     own.symlink_to("/tmp")
-    with pytest.raises(ValueError, match="not a directory of this user's alone"):
+    with pytest.raises(ValueError, match="not a directory that only this user can open"):
         default_address(guarded=False)
 
 
@@ -148,7 +148,7 @@ def test_a_pool_with_an_open_listener_is_not_installed(tmp_path, capsys):
     ("", "holds no token"), (" \n\t\n", "holds no token"), ("# admin x\n", "holds no token"),
     ("admin a\nroot b\n", "line 2 .*does not begin with a role; known: read, generate, door, admin"),
     ("admin a\nb\n", "line 2 .*must be 'ROLE TOKEN'"), ("admin\n", "line 1 .*must be 'ROLE TOKEN'"),
-    ("admin a b\n", "line 1 .*must be 'ROLE TOKEN'"), ("admin a\n\n# more\nread a\n", "line 4 .*stands in the file"),
+    ("admin a b\n", "line 1 .*must be 'ROLE TOKEN'"), ("admin a\n\n# more\nread a\n", "line 4 .*an earlier line has"),
     ("admin \u00e4\n", "printable ASCII"),
 ])  # fmt: skip
 def test_token_files_that_make_no_sense(tmp_path, text, message):
@@ -211,7 +211,7 @@ def test_tokens_are_read_again(tmp_path, caplog, monkeypatch):
             for wrong in ("", "s3cret-1\ns3cret-2\n"):
                 path.write_text(wrong)
                 assert client.start_request("m", {"input_ids": [1]}, {"max_new_tokens": 1})
-            assert "the tokens are as they were" in caplog.text
+            assert "the tokens stay as they were" in caplog.text
             path.write_text("generate s3cret-2\nadmin s3cret-3\n")
             with pytest.raises(AllSparkError, match="REQUEST_DENIED: a request needs the role generate"):
                 client.start_request("m", {"input_ids": [1]}, {"max_new_tokens": 1})

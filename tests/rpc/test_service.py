@@ -26,7 +26,7 @@ from allspark_client import (
 from allspark_client._proto import allspark_pb2 as pb
 from allspark_client.version import __version__
 from allspark_server.access import Access, Role
-from allspark_server.rpc import service as service_module
+from allspark_server.rpc import streams
 from allspark_server.rpc.calls import Gates
 from allspark_server.rpc.client_stream import Backlog, ClientStream, _Pending, _RequestSink
 from allspark_server.rpc.service import Service
@@ -328,8 +328,8 @@ def test_models_and_information(client):
 
 def test_who_sends_much_is_read_slowly(served, client, monkeypatch):
     """After a burst, a stream is read at a limited rate; other streams do not wait for it."""
-    monkeypatch.setattr(service_module, "_BURST", 100_000)
-    monkeypatch.setattr(service_module, "_RATE", 400_000)
+    monkeypatch.setattr(streams, "_BURST", 100_000)
+    monkeypatch.setattr(streams, "_RATE", 400_000)
     _, address = served
 
     def send(engine, size: int) -> float:

@@ -1,0 +1,239 @@
+"""The methods of rank 0's service: who may call them, where they run, and those that answer one message with one.
+
+Every method is registered as a stream of bytes, also those that take one message and answer with one: no message is
+received before the role of its sender is known (access.py), and bytes that are no message get an answer that says so.
+"""
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError, Message
+from grpc_health.v1 import health, health_pb2
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+from allspark_client import convert
+from allspark_client._proto import allspark_pb2 as pb
+from allspark_client.errors import AllSparkError, AsStatus
+
+from ..access import Access, Client, ModelRoots, Role
+from ..weights.hub import with_local_paths
+from .calls import EOF, Gates, RareLog, Writer, abort, receive
+from .health import SERVICE_NAME, Health
+
+if TYPE_CHECKING:
+    from ..engine.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+#: messages from this size on have threads of their own: a short prompt must not wait for the tokenizing of long texts
+_LARGE_MESSAGE = 64 << 10
+#: calls of one client that are read, or wait for a thread, at the same time
+_AT_ONCE = 12
+EVERY_ROLE = frozenset(Role)
+REQUESTS = frozenset((Role.GENERATE, Role.DOOR, Role.ADMIN))
+ADMIN = frozenset((Role.ADMIN,))
+M = TypeVar("M", bound=Message)
+#: the body of a method: it is called with the context and the client, which has been allowed to call it
+Method = Callable[[grpc.aio.ServicerContext, Client], Awaitable[None]]
+_ANYONE = Client(Role.READ)     # the client of methods that ask for no token
+
+
+class Workers:
+    """Threads for blocking calls of the engine. Calls that may take long have threads of their own."""
+
+    def __init__(self) -> None:
+        self.control = ThreadPoolExecutor(4, thread_name_prefix="allspark-control")         # loads take minutes
+        self.input = ThreadPoolExecutor(4, thread_name_prefix="allspark-input")             # prompts of usual size
+        self.large_input = ThreadPoolExecutor(2, thread_name_prefix="allspark-large-input")
+        self.guided_input = ThreadPoolExecutor(4, thread_name_prefix="allspark-guided-input")   # compiles grammars
+        self.statistics = ThreadPoolExecutor(2, thread_name_prefix="allspark-statistics")
+        self.ends = ThreadPoolExecutor(1, thread_name_prefix="allspark-ends")               # of sessions
+
+    def of_message(self, data: bytes) -> ThreadPoolExecutor:
+        """The threads that handle a request of this size."""
+        return self.input if len(data) < _LARGE_MESSAGE else self.large_input
+
+    def shutdown(self) -> None:
+        """End the threads; loads that still run are not waited for."""
+        self.control.shutdown(wait=False, cancel_futures=True)
+        for pool in (self.input, self.large_input, self.guided_input, self.statistics):
+            pool.shutdown(cancel_futures=True)
+        self.ends.shutdown()
+
+
+class Methods:
+    """Makes gRPC handlers: checks roles, limits concurrency, decodes messages."""
+
+    def __init__(self, access: Access, workers: Workers):
+        self._access, self._workers = access, workers
+        self.gates = Gates(_AT_ONCE)
+        self._undecodable = RareLog("a message of %s cannot be decoded")
+        self._refused = RareLog("a call of %s was refused: it shows no valid token")
+
+    def method(self, name: str, roles: frozenset[Role] | None, method: Method) -> grpc.RpcMethodHandler[Any, Any]:
+        """A method for clients of these roles; None: for anyone."""
+        async def handler(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> None:
+            client = _ANYONE
+            if roles is not None:
+                known = self._access.client(context)
+                if known is None:
+                    given = "authorization" in dict(context.invocation_metadata() or ())
+                    self._refused(context.peer())
+                    await context.abort(grpc.StatusCode.UNAUTHENTICATED,
+                                        "a wrong bearer token" if given else "a bearer token is needed")
+                    return
+                client = known
+                if client.role not in roles:
+                    await abort(context, denied(name, roles, client.role))
+            await method(context, client)
+
+        return grpc.stream_stream_rpc_method_handler(handler)
+
+    def unary(self, name: str, request_type: type[M], pool: ThreadPoolExecutor | None,
+              call: Callable[[M], Message]) -> Method:
+        """A method that answers one message with one. `call` runs in a thread of `pool`; None: chosen by size."""
+        async def method(context: grpc.aio.ServicerContext[Any, Any], client: Client) -> None:
+            try:
+                async with self.gates.enter(client.tenant or context.peer()):
+                    data = await receive(context)
+                    request = self.parse(request_type, data, context)
+                response = await asyncio.get_running_loop().run_in_executor(
+                    pool or self._workers.of_message(data), call, request)
+            except Exception as error:
+                if not isinstance(error, (AllSparkError, ValueError, TypeError)):
+                    logger.exception("%s failed", name)
+                await abort(context, error)
+            await context.write(response.SerializeToString())
+
+        return method
+
+    def parse(self, message_type: type[M], data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> M:
+        """The message that a client sent. Any thread may call this. Raises ValueError."""
+        try:
+            return message_type.FromString(data)
+        except DecodeError as error:
+            self._undecodable(context.peer())
+            raise ValueError(f"the bytes sent are no {message_type.DESCRIPTOR.name} message: {error}") from None
+
+    def probes(self, state: Health) -> dict[str, dict[str, grpc.RpcMethodHandler[Any, Any]]]:
+        """The services of health checks, which need no token, and of reflection."""
+        servicer = reflection.aio.ReflectionServicer(
+            (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME))
+
+        async def request_of(context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            try:
+                return self.parse(health_pb2.HealthCheckRequest, await receive(context), context)
+            except (ValueError, AllSparkError) as error:
+                await abort(context, error)
+
+        async def check(context: grpc.aio.ServicerContext[Any, Any], _: Client) -> None:
+            answer = await state.servicer.Check(await request_of(context), context)
+            await context.write(answer.SerializeToString())
+
+        async def watch(context: grpc.aio.ServicerContext[Any, Any], _: Client) -> None:
+            await state.servicer.Watch(await request_of(context), Writer(context))
+
+        async def reflect(context: grpc.aio.ServicerContext[Any, Any], _: Client) -> None:
+            async def requests() -> AsyncIterator[Any]:
+                while (data := await context.read()) is not EOF:
+                    yield self.parse(reflection_pb2.ServerReflectionRequest, data, context)
+
+            try:
+                async for response in servicer.ServerReflectionInfo(requests(), context):
+                    await context.write(response.SerializeToString())
+            except ValueError as error:
+                await abort(context, error)
+
+        return {health.SERVICE_NAME: {"Check": self.method("Check", None, check),
+                                      "Watch": self.method("Watch", None, watch)},
+                reflection.SERVICE_NAME: {"ServerReflectionInfo": self.method("ServerReflectionInfo", EVERY_ROLE,
+                                                                              reflect)}}
+
+
+class UnaryCalls:
+    """The calls to the engine that answer one message with one."""
+
+    def __init__(self, engine: Engine, roots: ModelRoots):
+        self._engine, self._roots = engine, roots
+
+    def handlers(self, methods: Methods, workers: Workers, info: Callable[[], pb.ServerInfo],
+                 drain: Callable[[bool], None], metrics: Callable[[], str],
+                 ) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
+        """The calls by name. `info`, `drain`, `metrics`: of the service."""
+        engine = self._engine
+        model, lora = pb.ModelRequest, pb.LoraRequest
+
+        def done(action: Callable[[Any], object]) -> Callable[[Any], pb.Done]:
+            def call(request: Any) -> pb.Done:
+                action(request)
+                return pb.Done()
+
+            return call
+
+        def drained(request: pb.DrainRequest) -> pb.ServerInfo:
+            drain(request.undo)
+            return info()
+
+        admin, everyone, prompts = (ADMIN, workers.control), (EVERY_ROLE, workers.statistics), (REQUESTS, None)
+        calls: list[tuple[str, type[Message], tuple[frozenset[Role], ThreadPoolExecutor | None],
+                          Callable[[Any], Message]]] = [
+            ("InstallModel", pb.InstallModelRequest, admin, self._install),
+            ("StartModel", model, admin, done(lambda r: engine.start_model(r.model))),
+            ("StopModel", model, admin, done(lambda r: engine.stop_model(r.model))),
+            ("ReleaseModel", model, admin, done(lambda r: engine.release_model(r.model))),
+            ("LoadLora", lora, admin, done(self._load_lora)),
+            ("UnloadLora", lora, admin, done(lambda r: engine.unload_lora(r.model, r.lora))),
+            ("UnloadDeviceMem", model, admin, done(lambda r: engine.unload_device_mem(r.model))),
+            ("LoadDeviceMem", model, admin, done(lambda r: engine.load_device_mem(r.model))),
+            ("GetOpProfiling", model, admin,
+             lambda r: pb.OpProfiling(table=engine.get_op_profiling_info(r.model))),
+            ("GetFileInformation", pb.FileInformationRequest, admin, self._file_information),
+            ("GetStat", model, everyone, lambda r: convert.engine_stat_to_pb(engine.get_as_engine_stat(r.model))),
+            ("GetModelInfo", model, everyone, lambda r: convert.model_info_to_pb(engine.get_model_info(r.model))),
+            ("Tokenize", pb.TokenizeRequest, prompts, self._tokenize),
+            ("Detokenize", pb.DetokenizeRequest, prompts, self._detokenize),
+            ("GetServerInfo", pb.ServerInfoRequest, everyone, lambda _: info()),
+            ("GetMetrics", pb.MetricsRequest, everyone, lambda _: pb.Metrics(text=metrics())),
+            ("Drain", pb.DrainRequest, admin, drained),
+        ]
+        return {name: methods.method(name, roles, methods.unary(name, request_type, pool, call))
+                for name, request_type, (roles, pool), call in calls}
+
+    def _install(self, request: pb.InstallModelRequest) -> pb.Done:
+        config = with_local_paths(convert.model_config_from_pb(request.config), download=self._roots.everywhere)
+        self._roots.check_model(config)
+        try:
+            self._engine.install_model(config)
+        except AllSparkError:
+            if not (request.retried and self._engine.installed(config)):
+                raise
+        return pb.Done()
+
+    def _load_lora(self, request: pb.LoraRequest) -> None:
+        self._roots.check_load(self._engine.served_models(), request.model, request.lora)
+        self._engine.load_lora(request.model, request.lora)
+
+    def _tokenize(self, request: pb.TokenizeRequest) -> pb.Tokenized:
+        return pb.Tokenized(ids=self._engine._tokenize(convert.request_from_pb(request.request), request.bare))
+
+    def _detokenize(self, request: pb.DetokenizeRequest) -> pb.Detokenized:
+        answer = self._engine.detokenize(request.model, list(request.ids))
+        return pb.Detokenized(text=answer.text, tokens=answer.tokens)
+
+    def _file_information(self, request: pb.FileInformationRequest) -> pb.FileInformation:
+        self._roots.check("as_graph_path", request.graph_path)
+        self._roots.check("as_param_path", request.param_path)
+        return pb.FileInformation(**vars(self._engine.get_file_information(request.graph_path, request.param_path)))
+
+
+def denied(what: str, roles: frozenset[Role], role: Role) -> AllSparkError:
+    """The error of a client whose role does not allow `what`. `roles`: those that do."""
+    needed = " or ".join(r.value for r in Role if r in roles)
+    return AllSparkError(AsStatus.ALLSPARK_REQUEST_DENIED,
+                         f"{what} needs the role {needed}; this client's is {role.value}")
