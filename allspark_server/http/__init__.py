@@ -1,8 +1,10 @@
 """The HTTP server: OpenAI's API (and Anthropic's messages) in front of a pool of server groups.
 
-A process of its own: it speaks to the groups as any client does and imports neither the engine nor the native library,
-so that a server that stalls or dies never harms a step. It keeps no state: requests of one user may go to any of its
-workers. An endpoint is a file: its wire form (pydantic models), what it asks of the pool, and how the answer is
-written, at once or as server-sent events. `call.py` is what they all stand on, `app.py` lists them, `__main__.py` is
-the process.
+It runs in processes of its own, which talk to the groups as any client does and import neither the engine nor the
+native library: a process that stalls or crashes never delays a step. It keeps no state: requests of one user may go to
+any of its workers.
+
+Each endpoint has a file: its wire form (pydantic models, in `*_wire.py` where they are many), its request to the pool,
+and how the answer is written, at once or as server-sent events. `call.py` has what endpoints share, `app.py` lists
+them, `__main__.py` is the process.
 """

@@ -1,5 +1,6 @@
-"""A worker of the HTTP server: `python -m allspark_server.http --fd N --address …`. `allspark http` and `allspark serve
---http` open the socket, start the workers, and start them again.
+"""A worker of the HTTP server: `python -m allspark_server.http --fd N --address …`.
+
+`allspark http` and `allspark serve --http` open the socket, start the workers, and restart workers that have ended.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import resource
 import signal
 import socket
 import ssl
+from typing import Any
 
 from allspark_client.types import TlsConfig
 from allspark_server import logs
@@ -25,17 +27,18 @@ from .metrics import Metrics
 from .pool import Pool
 from .protocol import Connection
 
-#: s for answers under way when the worker is told to stop, and between two requests of a connection
+#: how long answers may take once the worker must stop, and how long a connection may wait for its next request, s
 GRACE_SECONDS, KEEP_ALIVE_SECONDS = 5, 75
 BACKLOG = 2048
-#: file descriptors that connections leave to the rest
+#: file descriptors that are not used for connections
 _OTHER_FILES = 256
 _MOST_CONNECTIONS = 50_000
 _BODIES_ALL_TOGETHER = 256 << 20
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="python -m allspark_server.http", description=__doc__.splitlines()[0])
+    """The parser of a worker's command line."""
+    p = argparse.ArgumentParser(prog="python -m allspark_server.http", description=(__doc__ or "").splitlines()[0])
     p.add_argument("--fd", type=int, required=True, help="the listening socket")
     add_arguments(p, [declared for declared in options_of(WorkerOptions) if declared.worker],
                   lambda declared: declared.effective_default)
@@ -58,15 +61,16 @@ def pool_token(path: str | None) -> tuple[str, bool]:
 
 
 def main() -> None:
+    """Run a worker until it is told to stop."""
     import uvicorn
     parent = os.environ.get("ALLSPARK_HTTP_PARENT")
     if parent:
         die_with_parent(signal.SIGTERM)
-        if os.getppid() != int(parent):     # it ended before
+        if os.getppid() != int(parent):     # the parent had ended before
             return
     a = parser().parse_args()
     logs.set_up("http", a.log_level, a.log_format)
-    for name in ("uvicorn.error", "uvicorn.access"):    # of what clients can bring about as often as they like
+    for name in ("uvicorn.error", "uvicorn.access"):    # about errors that clients could cause any number of times
         logging.getLogger(name).setLevel("CRITICAL" if a.log_level != "debug" else "DEBUG")
     tls = TlsConfig(a.tls_ca or None, a.tls_cert, a.tls_key) if a.tls_cert else None
     access = Access(tls=tls, tls_role=Role(a.tls_role), token_file=a.token_file or None)
@@ -75,7 +79,7 @@ def main() -> None:
     worker = HttpWorker(pool, access, Bodies(a.max_body_mib << 20, _BODIES_ALL_TOGETHER), Metrics(), names_tenants)
     listener = socket.socket(fileno=a.fd)
     Connection.limit = _connections()
-    secure = {} if tls is None else {
+    secure: dict[str, Any] = {} if tls is None else {
         "ssl_certfile": tls.cert, "ssl_keyfile": tls.key, "ssl_ca_certs": tls.ca,
         "ssl_cert_reqs": ssl.CERT_REQUIRED if tls.ca else ssl.CERT_NONE}
     config = uvicorn.Config(Application(worker), http=Connection, ws="none", lifespan="on", log_config=None,
@@ -85,7 +89,7 @@ def main() -> None:
 
 
 def _connections() -> int:
-    """How many connections this process may have, with as many files as the system lets it open."""
+    """The limit of connections, after raising the limit of open files as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_CONNECTIONS + _OTHER_FILES
     most = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)

@@ -1,4 +1,4 @@
-"""All endpoints, as one ASGI application."""
+"""The ASGI application with all endpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .tokenize import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 
 
 async def _metrics(call: Call, _: None) -> None:
-    """Counters of this server and of the groups behind it, for Prometheus."""
+    """Metrics of this server and of the groups behind it, for Prometheus."""
     try:
         members = await call.pool.metrics()
     except ApiError:
@@ -36,7 +36,7 @@ async def _metrics(call: Call, _: None) -> None:
 
 
 def _endpoints(worker: HttpWorker) -> list[tuple[str, str, Endpoint]]:
-    """Method, path and endpoint."""
+    """The endpoints, each with its method and path."""
     generate, read = Role.GENERATE, Role.READ
     return [
         ("POST", "/v1/chat/completions", Endpoint(worker, "chat", chat, form=ChatRequest, role=generate)),
@@ -60,7 +60,7 @@ def _endpoints(worker: HttpWorker) -> list[tuple[str, str, Endpoint]]:
 
 
 class Application:
-    """The ASGI application: finds the endpoint of a path. Its life is that of the connection to the pool."""
+    """The ASGI application. It finds the endpoint of a path, and is connected to the pool while it runs."""
 
     def __init__(self, worker: HttpWorker):
         self._worker = worker
@@ -68,11 +68,11 @@ class Application:
         description = json.dumps(describe(endpoints)).encode()
 
         async def openapi(call: Call, _: None) -> None:
-            """This description."""
+            """This API description."""
             await call.reply(description)
 
         endpoints.append(("GET", "/openapi.json", Endpoint(worker, "openapi", openapi, role=None)))
-        #: of each path, or of what a path begins with, the endpoint of each method
+        #: endpoints by path, or by the beginning of the path, and then by method
         self._paths: dict[str, dict[str, Endpoint]] = {}
         self._prefixes: dict[str, dict[str, Endpoint]] = {}
         for method, path, endpoint in endpoints:
@@ -83,8 +83,9 @@ class Application:
                 methods["HEAD"] = endpoint
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        """Serve a request, or the application's start and end."""
         if scope["type"] == "lifespan":
-            await self._live(receive, send)
+            await self._lifespan(receive, send)
         else:
             await self._find(scope)(scope, receive, send)
 
@@ -107,7 +108,7 @@ class Application:
 
         return Endpoint(self._worker, "none", refuse, role=None)
 
-    async def _live(self, receive: Receive, send: Send) -> None:
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()     # lifespan.startup
         await self._worker.pool.open()
         watch = asyncio.create_task(self._worker.watch())

@@ -1,4 +1,4 @@
-"""Bodies of requests, bounded in size, in time and all together."""
+"""Reads bodies of requests, with limits of size, time and total memory."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from .errors import ApiError
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
-#: s without a further piece of a body, and for all of it
-PIECE_SECONDS, WHOLE_SECONDS = 20.0, 300.0
+#: how long a client may send nothing of a body, and how long a whole body may take, s
+CHUNK_SECONDS, WHOLE_SECONDS = 20.0, 300.0
 
 
 class Gone(Exception):
@@ -19,7 +19,7 @@ class Gone(Exception):
 
 
 class Bodies:
-    """Reads bodies. `limit`: bytes of one; `all_together`: of those that are being read or worked on at a time."""
+    """Reads bodies of at most `limit` bytes each, and `all_together` bytes being read at the same time."""
 
     def __init__(self, limit: int, all_together: int):
         self.limit, self._left = limit, max(limit, all_together)
@@ -29,33 +29,33 @@ class Bodies:
         headers = dict(scope["headers"])
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if kind != b"application/json":
-            # Anything else a web page could send from a user's browser without asking this server first.
+            # A web page could send other types from a user's browser without a CORS preflight.
             raise ApiError(415, "The body must be JSON, with the header 'Content-Type: application/json'")
         if headers.get(b"content-encoding", b"identity").lower() != b"identity":
             raise ApiError(415, "The body must not be compressed")
         length = headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > self.limit:
             raise self._too_large()
-        pieces: list[bytes] = []
+        chunks: list[bytes] = []
         size = 0
         deadline = time.monotonic() + WHOLE_SECONDS
         try:
             while True:
-                message = await asyncio.wait_for(receive(), min(PIECE_SECONDS, max(0.0, deadline - time.monotonic())))
+                message = await asyncio.wait_for(receive(), min(CHUNK_SECONDS, max(0.0, deadline - time.monotonic())))
                 if message["type"] == "http.disconnect":
                     raise Gone
-                piece = message.get("body", b"")
-                size += len(piece)
-                self._left -= len(piece)
+                chunk = message.get("body", b"")
+                size += len(chunk)
+                self._left -= len(chunk)
                 if size > self.limit:
                     raise self._too_large()
                 if self._left < 0:
                     raise ApiError(503, "Too many large requests are being read; try again later", retry_after=1)
-                pieces.append(piece)
+                chunks.append(chunk)
                 if not message.get("more_body"):
-                    return b"".join(pieces)
+                    return b"".join(chunks)
         except asyncio.TimeoutError:
-            raise ApiError(408, "The body did not come in time") from None
+            raise ApiError(408, "The body did not arrive in time") from None
         finally:
             self._left += size
 

@@ -1,4 +1,4 @@
-"""One HTTP request on its way: who sent it, what it asks of the pool, and how it is answered."""
+"""What endpoints share: a call with its client, its requests to the pool and its answer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
-#: how long a client may leave what was sent to it unread, s, and how many tokens may pile up for it meanwhile
+#: how long a client may not read what it is sent, s, and how many tokens may wait for it meanwhile
 UNREAD_SECONDS, UNREAD_TOKENS = 60.0, 1 << 16
 _LOOK_SECONDS = 1.0
 _SEND_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
@@ -37,13 +37,13 @@ _SEND_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cach
 
 @dataclass
 class HttpWorker:
-    """What all calls of a process share."""
+    """The state of a worker process that all its calls share."""
 
     pool: Pool
     access: Access
     bodies: Bodies
     metrics: Metrics
-    #: whether groups let it say whose shares and limits a request counts for
+    #: whether the worker's token lets it name the tenants of its requests
     names_tenants: bool = True
 
     def __post_init__(self) -> None:
@@ -51,25 +51,25 @@ class HttpWorker:
         self.started = int(time.time())
 
     async def watch(self) -> None:
-        """Cuts off clients that do not read; for as long as the process lives."""
+        """Disconnect clients that do not read. Runs until it is cancelled."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             now = time.monotonic()
             for call in list(self.calls):
                 if call.stuck(now):
-                    logger.warning("%s does not read what it is sent; its request is cancelled", call.peer)
+                    logger.warning("%s does not read its answer; its request is cancelled", call.peer)
                     call.abort()
 
 
 class Call:
-    """A request and its answer. `client`: who sent it."""
+    """An HTTP request and its answer. `client`: its role and tenant."""
 
     def __init__(self, worker: HttpWorker, scope: dict[str, Any], send: Send, client: Client):
         self.worker, self.pool, self.client = worker, worker.pool, client
         self._scope, self._send = scope, send
         self._sending_since = 0.0
         self._answers: list[Answer] = []
-        self.task: asyncio.Task | None = None
+        self.task: asyncio.Future[None] | None = None
         self.status = 0
         self.created = int(time.time())
         self.began = time.monotonic()
@@ -81,17 +81,17 @@ class Call:
 
     @property
     def path_rest(self) -> str:
-        """What stands in the path for a {name} at its end."""
-        return self._scope["path_rest"]
+        """The part of the path that stands for a {name} at its end."""
+        return str(self._scope["path_rest"])
 
-    # --- what it asks of the pool --------------------------------------------------------------------------------
+    # --- requests to the pool --------------------------------------------------------------------------------
 
     async def model(self, name: str) -> ModelInfo:
-        """What a model is. Raises ApiError (404) for one that is not there."""
+        """A model's description. Raises ApiError (404) if there is no such model."""
         return await self.pool.info(name)
 
     def generate(self, spec: RequestSpec) -> Answer:
-        """A request to the pool, for an `async with`."""
+        """A request to the pool, to be entered with `async with`."""
         if self.worker.names_tenants:
             spec.tenant = self.client.tenant or f"http:{(self._scope.get('client') or ('unix',))[0]}"
         spec.trust_trace(dict(self._scope["headers"]).get(b"traceparent", b"").decode("latin-1"))
@@ -100,27 +100,27 @@ class Call:
         return answer
 
     def ended(self, choices: Choices) -> None:
-        """Notes what a request to the pool took."""
+        """Count a finished request to the pool in the metrics."""
         stat = choices.answer.stat
         self.worker.metrics.generated(choices.info.name, len(choices.answer.prompt_ids), choices.cached_tokens,
-                                    choices.tokens, stat.time_to_first_token / 1e3)
+                                      choices.tokens, stat.time_to_first_token / 1e3)
 
-    # --- how it is answered --------------------------------------------------------------------------------------
+    # --- the answer --------------------------------------------------------------------------------------
 
     async def reply(self, body: Any, status: int = 200, kind: bytes = b"application/json",
                     headers: list[tuple[bytes, bytes]] | None = None) -> None:
-        """Answers at once: bytes as they are, anything else as JSON."""
+        """Send the whole answer: bytes as they are, anything else as JSON."""
         data = body if isinstance(body, bytes) else json.dumps(body, ensure_ascii=False).encode(errors="replace")
         await self._start(status, [(b"content-type", kind), (b"content-length", str(len(data)).encode()),
                                    *(headers or ())])
         await self.write(data, False)
 
     async def stream(self) -> None:
-        """Begins an answer of server-sent events."""
+        """Begin an answer of server-sent events."""
         await self._start(200, _SEND_HEADERS)
 
     async def write(self, data: bytes, more: bool = True) -> None:
-        """Sends a part of the answer; waits while the client does not take what was sent."""
+        """Send a part of the answer; waits while the client does not read."""
         self._sending_since = time.monotonic()
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
         self._sending_since = 0.0
@@ -131,7 +131,7 @@ class Call:
         self._sending_since = 0.0
 
     def stuck(self, now: float) -> bool:
-        """Whether the client has stopped to read."""
+        """Whether the client has stopped reading."""
         if not self._sending_since:
             return False
         late = now - self._sending_since
@@ -139,7 +139,7 @@ class Call:
         return late > UNREAD_SECONDS or (late > _LOOK_SECONDS and unread > UNREAD_TOKENS)
 
     def abort(self) -> None:
-        """Ends the connection as it is, and what runs for it."""
+        """Close the connection at once, and cancel the handler."""
         extensions = self._scope.get("extensions") or {}
         if "allspark.abort" in extensions:
             extensions["allspark.abort"]()
@@ -152,10 +152,16 @@ ErrorBody = Callable[[ApiError], dict[str, Any]]
 
 
 class Endpoint:
-    """An ASGI application for one path: finds out who calls, reads the body as `form`, and lets `handler` answer.
+    """An ASGI application for one path: checks the client's role, parses the body, and calls the handler.
 
-    `role`: what the client must be allowed to do; None: anybody may. `error_body`: how errors are written. `kind`: what
-    answers are, if all is well and they are no events.
+    Args:
+        worker: the state of the process.
+        name: the endpoint's name in metrics and in the API description.
+        handler: writes the answer.
+        form: the pydantic model of the body; None: there is no body.
+        role: the role that a client needs; None: none.
+        error_body: the form of errors.
+        kind: the content type of answers that are no events.
     """
 
     def __init__(self, worker: HttpWorker, name: str, handler: Handler, *, form: type[Wire] | None = None,
@@ -165,6 +171,7 @@ class Endpoint:
         self._worker, self._error_body = worker, error_body
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        """Serve a request."""
         worker = self._worker
         call = Call(worker, scope, send, Client(Role.READ))
         worker.calls.add(call)
@@ -175,9 +182,9 @@ class Endpoint:
                 form = parse(self.form, await worker.bodies.read(scope, receive))
             await self._until_gone(call, form, receive)
         except Gone:
-            call.status = call.status or 499    # as nginx notes it
+            call.status = call.status or 499    # nginx' status for a client that has disconnected
         except Exception as error:
-            await self._tell(call, error)
+            await self._send_error(call, error)
         finally:
             worker.calls.discard(call)
             worker.metrics.request(self.name, call.status, time.monotonic() - call.began)
@@ -188,7 +195,7 @@ class Endpoint:
         return admit(self._worker.access, scope, self.role)
 
     async def _until_gone(self, call: Call, form: Any, receive: Receive) -> None:
-        """Runs the handler, but no longer than the client stays."""
+        """Run the handler; cancel it if the client disconnects."""
         call.task = asyncio.ensure_future(self.handler(call, form))
         watch = asyncio.ensure_future(self._wait_gone(receive))
         try:
@@ -206,8 +213,8 @@ class Endpoint:
         while (await receive())["type"] != "http.disconnect":
             continue
 
-    async def _tell(self, call: Call, error: Exception) -> None:
-        """Answers with an error; if the answer has begun as events, with a last one that is the error."""
+    async def _send_error(self, call: Call, error: Exception) -> None:
+        """Answer with an error; if events have been sent already, with a last event that is the error."""
         known = error if isinstance(error, ApiError) else INTERNAL
         if known is INTERNAL:
             logger.error("%s failed", self.name, exc_info=error)
@@ -220,24 +227,24 @@ class Endpoint:
                 data = json.dumps(self._error_body(known)).encode()
                 await call.write(event + b"data: " + data + b"\n\n")
                 await call.write(b"", False)
-        except Exception as failure:    # the connection is what failed
-            logger.debug("an error could not be told: %s", failure)
+        except Exception as failure:    # the connection has failed
+            logger.debug("an error could not be sent: %s", failure)
 
 
 async def reply_error(call: Call, error: ApiError, error_body: ErrorBody = ApiError.body) -> None:
-    """Answers with an error."""
+    """Answer with an error."""
     headers = [(b"retry-after", str(error.retry_after).encode())] if error.retry_after else []
     if error.allow:
         headers.append((b"allow", error.allow.encode()))
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    if error.status in (408, 413):      # what is left of the body will not be read
+    if error.status in (408, 413):      # the rest of the body will not be read
         headers.append((b"connection", b"close"))
     await call.reply(error_body(error), error.status, headers=headers)
 
 
 def admit(access: Access, scope: dict[str, Any], role: Role) -> Client:
-    """Who calls. Raises ApiError (401, 403) unless it may do what `role` may."""
+    """The client of a request. Raises ApiError: 401 without a valid key, 403 if its role does not include `role`."""
     headers = dict(scope["headers"])
     given = headers.get(b"authorization")
     if given is None and b"x-api-key" in headers:
@@ -255,5 +262,5 @@ def admit(access: Access, scope: dict[str, Any], role: Role) -> Client:
 
 
 def new_id(prefix: str) -> str:
-    """An id of an answer."""
+    """A new id that begins with `prefix`."""
     return f"{prefix}{secrets.token_hex(12)}"

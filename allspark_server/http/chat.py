@@ -1,4 +1,4 @@
-"""/v1/chat/completions."""
+"""/v1/chat/completions, OpenAI's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _check(request: ChatRequest) -> None:
         if getattr(request, name) is not None:
             raise not_available(name, why)
     if request.modalities is not None and request.modalities != ["text"]:
-        raise not_available("modalities", "it generates text alone")
+        raise not_available("modalities", "it generates only text")
     if request.verbosity not in (None, "medium"):
         raise not_available("verbosity", "no model of this server knows it")
     if request.tools is None and request.tool_choice not in (None, "none"):
@@ -47,7 +47,7 @@ def _check(request: ChatRequest) -> None:
 
 
 def _template_kwargs(request: ChatRequest) -> dict[str, Any] | None:
-    """What the template is told; the effort by the names that templates have for it."""
+    """Variables for the chat template; the reasoning effort by the names that templates use."""
     return {**effort_kwargs(request.reasoning_effort), **(request.chat_template_kwargs or {})} or None
 
 
@@ -79,7 +79,7 @@ async def chat(call: Call, request: ChatRequest) -> None:
 
 
 async def _whole(call: Call, request: ChatRequest, info: ModelInfo, talks: Talks) -> dict[str, Any]:
-    found = []
+    choices = []
     for talk in talks.all:
         message: dict[str, Any] = {"role": "assistant", "content": talk.content, "refusal": None, "annotations": []}
         if talk.reasoning:
@@ -87,7 +87,7 @@ async def _whole(call: Call, request: ChatRequest, info: ModelInfo, talks: Talks
         if talk.calls:
             message["content"] = talk.content or None
             message["tool_calls"] = talk.calls
-        found.append({
+        choices.append({
             "index": talk.choice.index,
             "message": message,
             "logprobs": await _logprobs(call, request, info, talk.choice.elements) if request.logprobs else None,
@@ -98,7 +98,7 @@ async def _whole(call: Call, request: ChatRequest, info: ModelInfo, talks: Talks
         "object": "chat.completion",
         "created": call.created,
         "model": request.model,
-        "choices": found,
+        "choices": choices,
         "usage": usage([talks.choices], reasoning=await talks.reasoning_tokens()),
         "service_tier": "default",
         "system_fingerprint": fingerprint(info),
@@ -111,7 +111,7 @@ async def _logprobs(call: Call, request: ChatRequest, info: ModelInfo, elements:
 
 
 class _Stream:
-    """Writes chunks. All that chunks share is written once; a token's cost is its text."""
+    """Writes chunks. The text that all chunks share is made once, so that a token costs little."""
 
     def __init__(self, call: Call, request: ChatRequest, info: ModelInfo, talks: Talks):
         self._call, self._request, self._info, self._talks = call, request, info, talks
@@ -122,7 +122,7 @@ class _Stream:
         self._tail = ']' + (',"usage":null' if self._wants_usage else '') + '}\n\n'
 
     async def run(self) -> None:
-        """Writes all of it."""
+        """Write the whole stream."""
         call, talks = self._call, self._talks
         await call.stream()
         await call.write("".join(self._chunk(talk, '{"role":"assistant","content":"","refusal":null}')
@@ -132,11 +132,11 @@ class _Stream:
             logprobs = "null"
             if self._request.logprobs:
                 logprobs = json.dumps(await _logprobs(call, self._request, self._info, elements))
-                events = events or [Content("")]    # of what is held back until more is known
+                events = events or [Content("")]    # the text is held back until more is known
             chunks = self._events(talk, events, logprobs)
             if elements.finish_reason is not None:
                 chunks += self._last(talk)
-            if chunks:      # not of a part of a character, or a special token
+            if chunks:      # none for a part of a character, or a special token
                 await call.write(chunks.encode())
         last = [self._last(talk) for talk in talks.all if talk.choice.ended is None]
         if self._wants_usage:
@@ -149,7 +149,7 @@ class _Stream:
         return self._events(talk, talk.finish()) + self._chunk(talk, "{}", reason=f'"{reason}"')
 
     def _events(self, talk: Talk, events: list[Event], logprobs: str = "null") -> str:
-        """A chunk each; the first has the logprobs."""
+        """One chunk per event; the first has the log probabilities."""
         chunks = []
         for event in events:
             chunks.append(self._chunk(talk, _delta(event), logprobs))

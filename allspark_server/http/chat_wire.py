@@ -1,8 +1,11 @@
-"""The wire form of chats: messages, tools and formats of answers."""
+"""The wire form of /v1/chat/completions: messages, tools and response formats.
+
+https://platform.openai.com/docs/api-reference/chat
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -15,44 +18,56 @@ FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]+$", min_length=1,
 
 
 class TextPart(Wire):
+    """A text part of a message."""
+
     type: Literal["text"]
     text: str
 
 
 class RefusalPart(Wire):
+    """A refusal in a message of the assistant."""
+
     type: Literal["refusal"]
     refusal: str
 
 
 Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
-Content = Union[str, Annotated[list[TextPart], Field(min_length=1)]]
+Content = str | Annotated[list[TextPart], Field(min_length=1)]
 
 
 class SystemMessage(Wire):
+    """Instructions to the model."""
+
     role: Literal["system", "developer"]
     content: Content
     name: str | None = None
 
 
 class UserMessage(Wire):
+    """A message of the user."""
+
     role: Literal["user"]
     content: Content
     name: str | None = None
 
 
 class CalledFunction(Wire):
+    """The function of a tool call; `arguments` is JSON."""
+
     name: FunctionName
     arguments: str
 
 
 class ToolCall(Wire):
+    """A tool call of the assistant."""
+
     id: str
     type: Literal["function"]
     function: CalledFunction
 
 
 class AssistantMessage(Wire):
-    """As this server answers, so that answers can be sent back as they are."""
+    """An answer that a client sends back; it has all the fields of this server's answers."""
 
     role: Literal["assistant"]
     content: str | Annotated[list[Part], Field(min_length=1)] | None = None
@@ -72,6 +87,8 @@ class AssistantMessage(Wire):
 
 
 class ToolMessage(Wire):
+    """The result of a tool call."""
+
     role: Literal["tool"]
     content: Content
     tool_call_id: str
@@ -83,52 +100,66 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=4096)]
 
 
 def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
-    """The messages as templates know them."""
-    found = []
+    """Messages in the form of chat templates."""
+    plain_chat = []
     for message in messages:
         plain = message.model_dump(exclude_none=True, exclude={"refusal", "annotations"})
-        if message.role == "developer":     # templates know of the older name alone
+        if message.role == "developer":     # templates know only the older name
             plain["role"] = "system"
         if message.role == "assistant":
             plain.setdefault("content", message.refusal or "")
-        found.append(plain)
-    return found
+        plain_chat.append(plain)
+    return plain_chat
 
 
 # --- tools and formats -------------------------------------------------------------------------------------------
 
 
 class Function(Wire):
+    """A function that the model may call."""
+
     name: FunctionName
     description: str | None = None
     parameters: JsonObject | None = None
-    #: a forced call holds to its schema in any case
+    #: forced calls follow the schema in any case
     strict: bool | None = None
 
 
 class Tool(Wire):
+    """A tool that the model may call."""
+
     type: Literal["function"]
     function: Function
 
 
 class FunctionChoice(Wire):
+    """The name of the function that the model must call."""
+
     name: FunctionName
 
 
 class ToolChoice(Wire):
+    """The tool that the model must call."""
+
     type: Literal["function"]
     function: FunctionChoice
 
 
 class TextFormat(Wire):
+    """Any text."""
+
     type: Literal["text"]
 
 
 class JsonFormat(Wire):
+    """A JSON object."""
+
     type: Literal["json_object"]
 
 
 class JsonSchema(Wire):
+    """A named JSON schema."""
+
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: str | None = None
     schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
@@ -136,27 +167,35 @@ class JsonSchema(Wire):
 
 
 class JsonSchemaFormat(Wire):
+    """JSON that matches a schema."""
+
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
 
 class RegexFormat(Wire):
+    """Text that matches a regular expression."""
+
     type: Literal["regex"]
     regex: Annotated[str, Field(min_length=1)]
 
 
 class GrammarFormat(Wire):
+    """Text that a grammar derives."""
+
     type: Literal["grammar"]
     grammar: Annotated[str, Field(min_length=1)]
     syntax: Literal["lark", "ebnf"] | None = None
 
 
 class ChoiceFormat(Wire):
+    """One of several strings."""
+
     type: Literal["choice"]
     choice: Annotated[list[str], Field(min_length=1, max_length=4096)]
 
 
-#: OpenAI's first three, and this server's own
+#: the first three are OpenAI's, the others this server's own
 ResponseFormat = Annotated[
     TextFormat | JsonFormat | JsonSchemaFormat | RegexFormat | GrammarFormat | ChoiceFormat,
     Field(discriminator="type"),
@@ -167,6 +206,8 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ChatRequest(Generation):
+    """A request for an answer to a chat."""
+
     messages: Messages
     max_completion_tokens: Annotated[int | None, Field(ge=1, le=INT32_MAX)] = None
     logprobs: bool | None = None
@@ -181,13 +222,13 @@ class ChatRequest(Generation):
     reasoning_effort: Effort | None = None
     modalities: list[Literal["text", "audio"]] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
-    # Refused by name, whatever they hold.
+    # Rejected with any value.
     audio: Any = None
     functions: Any = None
     function_call: Any = None
     web_search_options: Any = None
     moderation: Any = None
-    # What OpenAI keeps, bills by or speeds up with: nothing of it changes an answer.
+    # OpenAI's fields for storage, billing and speed. They have no effect.
     prediction: JsonObject | None = None
     store: bool | None = None
     metadata: Metadata | None = None

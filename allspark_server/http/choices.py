@@ -1,4 +1,4 @@
-"""What a request generates, choice by choice, as the endpoints of text write it."""
+"""The choices of an answer: what each sample of a request has generated so far."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from .pool import Answer, Pool
 
 _REASONS = {"stop": "stop", "stop_word": "stop", "length": "length", "tool_calls": "tool_calls"}
 DONE = b"data: [DONE]\n\n"
-quoted = json.encoder.encode_basestring_ascii   # a string as JSON, the fastest way that there is
+quoted = json.encoder.encode_basestring_ascii   # a str as JSON, in the fastest way
 
 
 @dataclass
 class Choice:
-    """One sample as far as it has come."""
+    """One sample, as far as it is generated."""
 
     index: int
     ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    #: why it ended, in the engine's words, and at which stop string; None while it has not, or at none
+    #: why it ended (ResultQueue.FinishReason), and the stop string that ended it; None while it runs
     ended: str | None = None
     stop_string: str | None = None
-    #: what was generated, if its logprobs are wanted
+    #: what was generated, with log probabilities, if the request wants these
     elements: GeneratedElements = field(default_factory=GeneratedElements)
 
     def take(self, elements: GeneratedElements, logprobs: bool) -> None:
-        """Notes what has come."""
+        """Add new tokens."""
         self.ids += elements.ids_from_generate
         self.texts.append(elements.text)
         if elements.finish_reason is not None:
@@ -39,7 +39,7 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The text so far."""
         return "".join(self.texts)
 
 
@@ -53,13 +53,13 @@ class Choices:
         self.all = [Choice(first_index + i) for i in range(config.n)]
 
     def take(self, elements: GeneratedElements) -> Choice:
-        """Notes what has come; returns whose it is."""
+        """Add new tokens; returns the choice that they belong to."""
         choice = self.all[elements.sample_index]
         choice.take(elements, self._logprobs)
         return choice
 
     async def collect(self) -> Choices:
-        """Waits for all of it."""
+        """Read all tokens until the request ends; returns self."""
         async for elements in self.answer:
             self.take(elements)
         return self
@@ -70,18 +70,19 @@ class Choices:
 
     @property
     def tokens(self) -> int:
-        """Of all samples."""
+        """The number of generated tokens of all samples."""
         return sum(len(choice.ids) for choice in self.all)
 
     @property
     def cached_tokens(self) -> int:
-        """Of the prompt, those that came from the prefix cache."""
+        """The number of prompt tokens from the prefix cache."""
         return self.answer.stat.context_cached_length
 
 
 def usage(parts: list[Choices], generated: bool = True, reasoning: int = 0) -> dict[str, Any]:
-    """OpenAI's count of what requests took; `generated`: whether what they generated is shown; `reasoning`: how many
-    tokens of it the model wrote for itself.
+    """OpenAI's `usage` of requests.
+
+    `generated`: whether generated tokens count; `reasoning`: how many of them are reasoning.
     """
     prompt = sum(len(part.answer.prompt_ids) for part in parts)
     completion = sum(part.tokens for part in parts) if generated else 0
@@ -101,12 +102,12 @@ def usage(parts: list[Choices], generated: bool = True, reasoning: int = 0) -> d
 
 
 def fingerprint(info: ModelInfo) -> str:
-    """OpenAI's system_fingerprint: where it is equal, so are answers to the same seed."""
+    """OpenAI's system_fingerprint: if it is equal, so are answers with the same seed."""
     return f"fp_{info.model_hash[:10]}_{info.ranks}"
 
 
 async def token_bytes(pool: Pool, info: ModelInfo, elements: GeneratedElements) -> dict[int, bytes]:
-    """The bytes of all tokens that logprobs speak of."""
+    """The bytes of all tokens that the log probabilities name."""
     ids = set(elements.ids_from_generate)
     for pairs in elements.log_probs_list:
         ids.update(i for i, _ in pairs)

@@ -1,4 +1,4 @@
-"""/v1/completions."""
+"""/v1/completions, OpenAI's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
-from typing import Annotated, Any, Union
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -21,19 +21,21 @@ from .pool import Answer, Pool
 from .sampling import check_room, check_stream_options, config_of
 from .wire import INT32_MAX, Generation
 
-#: OpenAI's
+#: OpenAI's default
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 2048
-#: what may be ready to be written of several prompts' completions
+#: results of several prompts that may wait to be written
 _WAITING = 64
 
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Ids = Annotated[list[TokenId], Field(min_length=1)]
-Prompt = Union[str, Ids, Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)],
-               Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]]
+Prompt = (str | Ids | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+          | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)])
 
 
 class CompletionRequest(Generation):
+    """A request for completions of one prompt or several."""
+
     prompt: Prompt
     logprobs: Annotated[int | None, Field(ge=0, le=5)] = None
     echo: bool | None = None
@@ -42,35 +44,35 @@ class CompletionRequest(Generation):
 
 
 class _Part:
-    """One prompt's completions. `echo`: the prompt's text, if wanted; `logprobs`: how many alternatives are wanted."""
+    """One prompt's completions. `echo`: the prompt's text, if wanted; `logprobs`: how many alternatives, or None."""
 
     def __init__(self, choices: Choices, echo: str, logprobs: int | None):
         self.choices, self.echo = choices, echo
         self.top = logprobs or 0
-        #: the prompt's logprobs are wanted, too, and have not been written yet
+        #: whether the prompt's log probabilities must still be written
         self.owes_prompt = bool(echo) and logprobs is not None
         self.logprobs = [CompletionLogprobs(self.top, len(echo)) for _ in choices.all]
         self.prompt_logprobs: list[list[tuple[int, float]]] = []
 
     def take(self, elements: GeneratedElements) -> Choice:
-        """Notes what has come; returns whose it is."""
+        """Add new tokens; returns the choice that they belong to."""
         self.prompt_logprobs = self.prompt_logprobs or elements.prompt_logprobs_list
         return self.choices.take(elements)
 
     async def collect(self) -> None:
-        """Waits for all of it."""
+        """Read all tokens until the request ends."""
         async for elements in self.choices.answer:
             self.take(elements)
 
     async def of_prompt(self, pool: Pool) -> dict[str, Any]:
-        """The prompt's logprobs: of each of its tokens, with None for the first, which nothing precedes."""
-        ids, found = self.choices.answer.prompt_ids, self.prompt_logprobs
-        known = await pool.token_bytes(self.choices.info, {*ids, *(i for pairs in found for i, _ in pairs)})
+        """The log probabilities of the prompt's tokens; None for the first, which has no context."""
+        ids, given = self.choices.answer.prompt_ids, self.prompt_logprobs
+        known = await pool.token_bytes(self.choices.info, {*ids, *(i for pairs in given for i, _ in pairs)})
         return CompletionLogprobs(self.top).of(
-            ids, [None, *(pairs[0][1] for pairs in found)], [[], *(pairs[1:] for pairs in found)], known, self.echo)
+            ids, [None, *(pairs[0][1] for pairs in given)], [[], *(pairs[1:] for pairs in given)], known, self.echo)
 
     async def of(self, pool: Pool, at: int, elements: GeneratedElements) -> dict[str, Any]:
-        """Logprobs of further tokens of the choice `at`."""
+        """The log probabilities of new tokens of the choice with index `at`."""
         tokens = await token_bytes(pool, self.choices.info, elements)
         return self.logprobs[at].of(elements.ids_from_generate, elements.token_logprobs_list,
                                     elements.log_probs_list, tokens)
@@ -87,7 +89,7 @@ def _check(request: CompletionRequest) -> None:
 
 
 def prompts_of(given: Any, name: str) -> list[str | list[int]]:
-    """The texts or ids of a field that may hold one or several. Raises ApiError if one is empty."""
+    """The prompts of a field that may hold one or several. Raises ApiError if one is empty."""
     if isinstance(given, str) or isinstance(given[0], int):
         given = [given]
     for i, prompt in enumerate(given):
@@ -97,8 +99,9 @@ def prompts_of(given: Any, name: str) -> list[str | list[int]]:
 
 
 async def start_all(call: Call, stack: contextlib.AsyncExitStack, specs: list[RequestSpec], name: str) -> list[Answer]:
-    """Starts requests at once, for as long as `stack` lives. Raises ApiError, which names the field `name`, if one is
-    refused.
+    """Start requests at the same time; `stack` releases them.
+
+    Raises ApiError if one is rejected; `name` is the field that the error names.
     """
     started = await asyncio.gather(*(stack.enter_async_context(call.generate(spec)) for spec in specs),
                                    return_exceptions=True)
@@ -116,7 +119,7 @@ async def completions(call: Call, request: CompletionRequest) -> None:
     _check(request)
     info = await call.model(request.model)
     wanted = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    config = config_of(request, info, max(wanted, 1))   # of what is generated for 0, nothing is shown
+    config = config_of(request, info, max(wanted, 1))   # 0 is not possible: one token is generated and not shown
     if request.logprobs is not None:
         config.logprobs, config.top_logprobs = True, request.logprobs
         config.prompt_logprobs = request.logprobs if request.echo else None
@@ -125,7 +128,7 @@ async def completions(call: Call, request: CompletionRequest) -> None:
                          **({"text": one} if isinstance(one, str) else {"input_ids": one})) for one in prompts]
     async with contextlib.AsyncExitStack() as stack:
         answers = await start_all(call, stack, specs, "prompt")
-        parts = []
+        parts: list[_Part] = []
         for answer, prompt in zip(answers, prompts):
             check_room(info, len(answer.prompt_ids), wanted, "max_tokens")
             echo = ""
@@ -139,12 +142,14 @@ async def completions(call: Call, request: CompletionRequest) -> None:
 
 
 class _Writer:
+    """Writes an answer, at once or as events."""
+
     def __init__(self, call: Call, request: CompletionRequest, info: ModelInfo, parts: list[_Part], wanted: int):
         self._call, self._request, self._info, self._parts, self._wanted = call, request, info, parts, wanted
         self._id = new_id("cmpl-")
 
     async def run(self) -> None:
-        """Writes the answer, at once or as it comes."""
+        """Write the answer."""
         if self._request.stream:
             await self._stream()
         else:
@@ -158,10 +163,10 @@ class _Writer:
         return usage([part.choices for part in self._parts], generated=bool(self._wanted))
 
     async def _whole(self) -> dict[str, Any]:
-        found = []
+        choices = []
         for part in self._parts:
             for at, choice in enumerate(part.choices.all):
-                found.append({
+                choices.append({
                     "text": part.echo + (choice.text if self._wanted else ""),
                     "index": choice.index,
                     "logprobs": await self._logprobs(part, at, choice),
@@ -172,7 +177,7 @@ class _Writer:
             "object": "text_completion",
             "created": self._call.created,
             "model": self._request.model,
-            "choices": found,
+            "choices": choices,
             "usage": self._usage(),
             "system_fingerprint": fingerprint(self._info),
         }
@@ -180,12 +185,12 @@ class _Writer:
     async def _logprobs(self, part: _Part, at: int, choice: Choice) -> dict[str, Any] | None:
         if self._request.logprobs is None:
             return None
-        found = [await part.of_prompt(self._call.pool)] if part.owes_prompt else []
-        if self._wanted or not found:
-            found.append(await part.of(self._call.pool, at, choice.elements))
-        return joined(found)
+        parts = [await part.of_prompt(self._call.pool)] if part.owes_prompt else []
+        if self._wanted or not parts:
+            parts.append(await part.of(self._call.pool, at, choice.elements))
+        return joined(parts)
 
-    # --- as it comes ---
+    # --- as events ---
 
     async def _stream(self) -> None:
         call, request = self._call, self._request
@@ -204,10 +209,10 @@ class _Writer:
                 await call.write(chunk(choice, part.echo))
         async for part, elements in _merged(self._parts):
             choice = part.take(elements)
-            if part.owes_prompt:    # the logprobs of a prompt come with the first token
+            if part.owes_prompt:    # the prompt's log probabilities come with the first token
                 of_prompt = json.dumps(await part.of_prompt(call.pool))
-                for each in part.choices.all:
-                    await call.write(chunk(each, part.echo, of_prompt))
+                for sample in part.choices.all:
+                    await call.write(chunk(sample, part.echo, of_prompt))
                 part.owes_prompt = False
             logprobs = "null"
             if request.logprobs is not None:
@@ -230,7 +235,7 @@ class _Writer:
 
 
 async def _merged(parts: list[_Part]) -> AsyncIterator[tuple[_Part, GeneratedElements]]:
-    """What comes for any of the parts, until all have ended. Raises what one of them ends with."""
+    """New tokens of all parts as they arrive, until all have ended. Raises the error of a part that fails."""
     if len(parts) == 1:
         async for elements in parts[0].choices.answer:
             yield parts[0], elements
@@ -239,9 +244,9 @@ async def _merged(parts: list[_Part]) -> AsyncIterator[tuple[_Part, GeneratedEle
 
     async def pump(part: _Part) -> None:
         try:
-            async for elements in part.choices.answer:
-                await ready.put((part, elements))
-        except Exception as error:  # raised again by who reads
+            async for new in part.choices.answer:
+                await ready.put((part, new))
+        except Exception as error:  # raised again by the reader
             await ready.put((part, error))
         else:
             await ready.put((part, None))
@@ -250,13 +255,13 @@ async def _merged(parts: list[_Part]) -> AsyncIterator[tuple[_Part, GeneratedEle
     try:
         left = len(parts)
         while left:
-            part, elements = await ready.get()
-            if isinstance(elements, Exception):
-                raise elements
-            if elements is None:
+            part, result = await ready.get()
+            if isinstance(result, Exception):
+                raise result
+            if result is None:
                 left -= 1
             else:
-                yield part, elements
+                yield part, result
     finally:
         for task in tasks:
             task.cancel()

@@ -1,4 +1,4 @@
-"""/v1/embeddings: pooled hidden states of a model's last layer."""
+"""/v1/embeddings, OpenAI's: pooled hidden states of a model's last layer."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from .wire import INT32_MAX, ModelName, Wire
 
 
 class EmbeddingRequest(Wire):
+    """A request for embeddings of one input or several."""
+
     model: ModelName
     input: Prompt
     encoding_format: Literal["float", "base64"] | None = None
@@ -28,12 +30,12 @@ class EmbeddingRequest(Wire):
     user: str | None = None
     pooling: Annotated[
         Literal["last", "mean"] | None,
-        Field(description="Of the last token, as by default, or the mean over all of the text's"),
+        Field(description="The hidden state of the last token (default), or the mean over all tokens"),
     ] = None
 
 
 async def embeddings(call: Call, request: EmbeddingRequest) -> None:
-    """An embedding of each input, of length 1."""
+    """An embedding of each input, normalized to length 1."""
     await call.model(request.model)
     config = checked({"pooling": request.pooling or "last"})
     inputs = prompts_of(request.input, "input")
@@ -41,20 +43,20 @@ async def embeddings(call: Call, request: EmbeddingRequest) -> None:
                          **({"text": one} if isinstance(one, str) else {"input_ids": one})) for one in inputs]
     async with contextlib.AsyncExitStack() as stack:
         answers = await start_all(call, stack, specs, "input")
-        found = await asyncio.gather(*map(_embedding, answers))
-        if request.dimensions is not None and request.dimensions != len(found[0]):
-            raise not_available("dimensions", f"this model's embeddings have {len(found[0])}")
+        vectors = await asyncio.gather(*map(_embedding, answers))
+        if request.dimensions is not None and request.dimensions != len(vectors[0]):
+            raise not_available("dimensions", f"this model's embeddings have {len(vectors[0])}")
         tokens = sum(len(answer.prompt_ids) for answer in answers)
     await call.reply({
         "object": "list",
         "data": [{"object": "embedding", "index": i, "embedding": _written(vector, request.encoding_format)}
-                 for i, vector in enumerate(found)],
+                 for i, vector in enumerate(vectors)],
         "model": request.model,
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     })
 
 
-async def _embedding(answer: Answer) -> np.ndarray:
+async def _embedding(answer: Answer) -> np.ndarray[Any, Any]:
     async for elements in answer:
         for tensors in elements.tensors_from_model_inference:
             vector = np.asarray(tensors["embedding"], dtype=np.float32)
@@ -63,6 +65,6 @@ async def _embedding(answer: Answer) -> np.ndarray:
     raise ApiError(500, "the model gave no embedding")
 
 
-def _written(vector: np.ndarray, form: str | None) -> Any:
-    """As numbers, or as OpenAI's own client asks for it: little-endian float32 in base64."""
+def _written(vector: np.ndarray[Any, Any], form: str | None) -> Any:
+    """A vector as a list of numbers, or as OpenAI's client wants it: little-endian float32 in base64."""
     return base64.b64encode(vector.astype("<f4").tobytes()).decode() if form == "base64" else vector.tolist()

@@ -1,4 +1,4 @@
-"""Errors as HTTP tells them, in OpenAI's form and in Anthropic's."""
+"""Errors of HTTP answers, in OpenAI's form and in Anthropic's."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import re
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from allspark_client.errors import AllSparkError, AsStatus
 
-#: OpenAI's types of errors, by status
+#: OpenAI's error types by HTTP status
 _TYPES = {429: "rate_limit_error", 401: "invalid_request_error", 403: "permission_error"}
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
@@ -21,7 +22,7 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-#: of statuses with which a running or refused request may end
+#: HTTP statuses by the status of the engine's error
 _STATUSES = {
     AsStatus.ALLSPARK_PARAM_ERROR: 400,
     AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR: 400,
@@ -32,7 +33,7 @@ _STATUSES = {
     AsStatus.ALLSPARK_IO_ERROR: 503,
     AsStatus.ALLSPARK_MEMORY_ERROR: 503,
 }
-#: the wire's names of GenerateConfig's fields, where they differ
+#: names of fields in HTTP requests by their names in the engine, where they differ
 NAMES = {
     "input_ids": "prompt",
     "text": "prompt",
@@ -47,8 +48,15 @@ _MAX_VALUE = 80  # characters of a wrong value in an error
 
 
 class ApiError(Exception):
-    """An answer that is an error. `param`: the field of the request that is wrong; `code`: OpenAI's word for what is.
-    `retry_after`: seconds after which the same request may be accepted; `allow`: the methods that a path takes.
+    """An error that is sent as the answer.
+
+    Args:
+        status: the HTTP status.
+        message: what is wrong.
+        param: the field of the request that is wrong; None: none.
+        code: OpenAI's code of the error.
+        retry_after: seconds after which the same request may be accepted; 0: never.
+        allow: the methods that the path accepts, for 405.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None,
@@ -58,23 +66,23 @@ class ApiError(Exception):
         self.retry_after, self.allow = retry_after, allow
 
     def body(self) -> dict[str, Any]:
-        """As OpenAI writes it."""
+        """The error in OpenAI's form."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def anthropic_body(self) -> dict[str, Any]:
-        """As Anthropic writes it."""
+        """The error in Anthropic's form."""
         kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
 
 def bad_value(param: str, why: str) -> ApiError:
-    """A field that cannot be what it is."""
+    """The error of a field with a wrong value."""
     return ApiError(400, f"Invalid value for '{param}': {why}", param, "invalid_value")
 
 
 def not_available(param: str, what: str) -> ApiError:
-    """A field of OpenAI's that this server does not honour."""
+    """The error of one of OpenAI's fields that this server does not support."""
     return ApiError(400, f"'{param}' is not supported by this server: {what}", param, "unsupported_parameter")
 
 
@@ -82,7 +90,7 @@ INTERNAL = ApiError(500, "The server has a defect; its log says more", code="int
 
 
 def from_engine(error: AllSparkError | ValueError | TypeError) -> ApiError:
-    """What an engine's refusal or failure is called here."""
+    """An engine's error as an HTTP error."""
     text = error.message if isinstance(error, AllSparkError) else str(error)
     if isinstance(error, (ValueError, TypeError)):
         return ApiError(400, text, _param(text), "invalid_value")
@@ -99,19 +107,19 @@ def from_engine(error: AllSparkError | ValueError | TypeError) -> ApiError:
 
 
 def _param(text: str) -> str | None:
-    """The field that an engine's error text begins with, as the wire calls it."""
-    found = re.match(r"([a-z_]+)((?:\[[^\]]*\])*)[ =.:]", text)
-    if found is None or found[1] in ("the", "model", "a", "only"):
+    """The field that an engine's error begins with, by its name in HTTP requests."""
+    match = re.match(r"([a-z_]+)((?:\[[^\]]*\])*)[ =.:]", text)
+    if match is None or match[1] in ("the", "model", "a", "only"):
         return None
-    name = NAMES.get(found[1])
-    return found[1] + found[2] if name is None else name
+    name = NAMES.get(match[1])
+    return match[1] + match[2] if name is None else name
 
 
-# --- what pydantic found wrong -----------------------------------------------------------------------------------
+# --- validation --------------------------------------------------------------------------------------------------
 
 
 def from_validation(error: ValidationError, body: bytes) -> ApiError:
-    """The first thing that is wrong with a body, naming its field by its path."""
+    """The first error that pydantic found in a body; it names the field by its path."""
     problems = error.errors(include_url=False)
     if problems[0]["type"] == "json_invalid":
         return ApiError(400, f"The body is not valid JSON: {problems[0]['msg'].removeprefix('Invalid JSON: ')}",
@@ -123,10 +131,10 @@ def from_validation(error: ValidationError, body: bytes) -> ApiError:
     if not isinstance(value, dict):
         return ApiError(400, "The body must be a JSON object", code="invalid_json")
     paths = [(_path(problem, value), problem) for problem in problems]
-    # Of a union each alternative complains; the one that understood most of the value comes first.
+    # Each alternative of a union reports an error; the one that matched most of the value is taken.
     first = paths[0][0].split("[")[0].split(".")[0]
     param, _ = max(((path, problem) for path, problem in paths if path.split("[")[0].split(".")[0] == first),
-                   key=lambda found: (found[0].count("[") + found[0].count("."), _indices(found[1])))
+                   key=lambda entry: (entry[0].count("[") + entry[0].count("."), _indices(entry[1])))
     of_param = [problem for path, problem in paths if path == param]
     kind = of_param[0]["type"]
     if kind in ("missing", "union_tag_not_found"):
@@ -141,12 +149,12 @@ def from_validation(error: ValidationError, body: bytes) -> ApiError:
     return ApiError(400, f"Invalid value for '{param}': {why}, but got {shown}", param, code)
 
 
-def _indices(problem: dict[str, Any]) -> list[int]:
+def _indices(problem: ErrorDetails) -> list[int]:
     return [part for part in problem["loc"] if isinstance(part, int)]
 
 
-def _path(problem: dict[str, Any], body: Any) -> str:
-    """messages[0].content, of a location that also has the names of the alternatives that were tried."""
+def _path(problem: ErrorDetails, body: Any) -> str:
+    """The path of a field, such as messages[0].content. A location also has the names of tried alternatives."""
     path = ""
     at = body
     for part in problem["loc"]:

@@ -1,4 +1,4 @@
-"""Log probabilities in the forms of chats and of completions."""
+"""Log probabilities in OpenAI's forms for chats and for completions."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 from allspark_client.types import GeneratedElements
 
-#: JSON knows no -inf: what others write for it
+#: what other servers write for -inf, which JSON does not have
 _LEAST = -9999.0
 
 
 def finite(logprob: float) -> float:
-    """As JSON can hold it."""
+    """A log probability that JSON can represent."""
     return logprob if math.isfinite(logprob) else _LEAST
 
 
 def token_text(data: bytes) -> str:
-    """A token's text; of a part of a character the form that OpenAI's completions have."""
+    """A token's text; for a part of a character, its bytes in the form of OpenAI's completions."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -26,14 +26,14 @@ def token_text(data: bytes) -> str:
 
 
 def chat_logprobs(elements: GeneratedElements, tokens: dict[int, bytes], top: int) -> list[dict[str, Any]]:
-    """`content` of a choice's logprobs: an entry a token, with `top` alternatives."""
-    found = []
+    """The field `content` of a chat's logprobs: an entry per token, with `top` alternatives."""
+    entries = []
     for i, logprob, pairs in zip(elements.ids_from_generate, elements.token_logprobs_list, elements.log_probs_list):
-        found.append({
+        entries.append({
             **_chat_entry(tokens[i], logprob),
             "top_logprobs": [_chat_entry(tokens[other], value) for other, value in pairs[:top]],
         })
-    return found
+    return entries
 
 
 def _chat_entry(data: bytes, logprob: float) -> dict[str, Any]:
@@ -41,17 +41,20 @@ def _chat_entry(data: bytes, logprob: float) -> dict[str, Any]:
 
 
 class CompletionLogprobs:
-    """`logprobs` of a completion's choice, whose text begins at `offset`."""
+    """Makes the field `logprobs` of a completion's choice, whose text begins at `offset`."""
 
     def __init__(self, top: int, offset: int = 0):
         self._top, self._offset = top, offset
 
     def of(self, ids: Sequence[int], logprobs: Sequence[float | None], tops: Sequence[list[tuple[int, float]]],
            tokens: dict[int, bytes], text: str | None = None) -> dict[str, Any]:
-        """Of further tokens. A logprob of None: the first token of a prompt, which nothing precedes. `text`: of all
-        tokens, where some may not be in it: what a tokenizer puts before a prompt.
+        """The field for the next tokens. A logprob is None for the first token of a prompt, which has no context.
+
+        `text`: the text of all tokens, which may lack some: those that a tokenizer puts before a prompt.
         """
-        texts, offsets, best = [], [], []
+        texts: list[str] = []
+        offsets: list[int] = []
+        best: list[dict[str, float] | None] = []
         for i, logprob, pairs in zip(ids, logprobs, tops):
             data = tokens[i]
             texts.append(token_text(data))
@@ -63,7 +66,7 @@ class CompletionLogprobs:
                 best.append(None)
                 continue
             entry = {token_text(tokens[other]): finite(value) for other, value in pairs[:self._top]}
-            entry.setdefault(texts[-1], finite(logprob))    # OpenAI's hold the token itself in any case
+            entry.setdefault(texts[-1], finite(logprob))    # OpenAI always includes the token itself
             best.append(entry)
         return {
             "tokens": texts,
@@ -74,7 +77,7 @@ class CompletionLogprobs:
 
 
 def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Logprobs of tokens that follow each other."""
+    """The fields of consecutive tokens as one."""
     if len(parts) == 1:
         return parts[0]
     return {key: None if parts[0][key] is None else [value for part in parts for value in part[key]]

@@ -1,4 +1,4 @@
-"""/v1/messages and /v1/messages/count_tokens: Anthropic's form of a chat."""
+"""/v1/messages and /v1/messages/count_tokens, Anthropic's."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def messages(call: Call, request: MessagesRequest) -> None:
 
 
 async def count_tokens(call: Call, request: Prompt) -> None:
-    """How many tokens a chat's prompt has."""
+    """The number of tokens of a chat's prompt."""
     _check(request)
     await call.model(request.model)
     spec = chat_spec(request.model, messages_of(request), GenerateConfig(), **options_of(request))
@@ -57,9 +57,10 @@ def _whole(request: MessagesRequest, talks: Talks) -> dict[str, Any]:
         content.append({"type": "thinking", "thinking": talk.reasoning, "signature": ""})
     if talk.content:
         content.append({"type": "text", "text": talk.content})
-    for made in talk.calls:
-        content.append({"type": "tool_use", "id": made["id"], "name": made["function"]["name"],
-                        "input": _input(made["function"]["arguments"])})
+    for tool_call in talk.calls:
+        function = tool_call["function"]
+        content.append({"type": "tool_use", "id": tool_call["id"], "name": function["name"],
+                        "input": _input(function["arguments"])})
     return {**_message(new_id("msg_"), request, content), **_end(talk, talks),
             "usage": {**_input_usage(talks), "output_tokens": talks.choices.tokens}}
 
@@ -69,12 +70,12 @@ def _message(name: str, request: MessagesRequest, content: list[dict[str, Any]])
 
 
 def _input(arguments: str) -> Any:
-    """A call's arguments; of an answer that was cut short within them, none."""
+    """The arguments of a call; none if the answer ended within them."""
     try:
-        found = json.loads(arguments or "{}")
+        values = json.loads(arguments or "{}")
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return values if isinstance(values, dict) else {}
 
 
 def _end(talk: Talk, talks: Talks) -> dict[str, Any]:
@@ -90,7 +91,7 @@ def _input_usage(talks: Talks) -> dict[str, Any]:
 
 
 class _Stream:
-    """Writes events, block by block."""
+    """Writes events: a block for each part of the answer."""
 
     def __init__(self, call: Call, request: MessagesRequest, talks: Talks):
         self._call, self._request, self._talks = call, request, talks
@@ -98,7 +99,7 @@ class _Stream:
         self._blocks = 0
 
     async def run(self) -> None:
-        """Writes all of it."""
+        """Write the whole stream."""
         call, talks = self._call, self._talks
         await call.stream()
         begun = {**_message(new_id("msg_"), self._request, []), "stop_reason": None, "stop_sequence": None,

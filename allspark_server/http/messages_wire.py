@@ -1,4 +1,7 @@
-"""The wire form of /v1/messages, which is Anthropic's, and how it becomes messages of a chat."""
+"""The wire form of /v1/messages, and its conversion to messages of a chat.
+
+https://docs.anthropic.com/en/api/messages
+"""
 
 from __future__ import annotations
 
@@ -9,28 +12,34 @@ from pydantic import Field
 
 from .chat_wire import Effort, FunctionName
 from .errors import not_available
-from .talk import effort_kwargs
+from .talk import effort_kwargs, function_call, function_choice
 from .wire import INT32_MAX, JsonObject, ModelName, Stop, Wire
 
 
 class CacheControl(Wire):
-    """Where a cached prefix may end: here any prefix is cached."""
+    """Where a cached prefix may end. It has no effect: every prefix is cached."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
 
 
 class Block(Wire):
+    """A part of a message, or a tool."""
+
     cache_control: CacheControl | None = None
 
 
 class TextBlock(Block):
+    """A text part of a message."""
+
     type: Literal["text"]
     text: str
     citations: list[JsonObject] | None = None
 
 
 class ToolUseBlock(Block):
+    """A tool call of the assistant."""
+
     type: Literal["tool_use"]
     id: str
     name: FunctionName
@@ -38,6 +47,8 @@ class ToolUseBlock(Block):
 
 
 class ToolResultBlock(Block):
+    """The result of a tool call."""
+
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | list[TextBlock] | None = None
@@ -45,6 +56,8 @@ class ToolResultBlock(Block):
 
 
 class ThinkingBlock(Wire):
+    """The assistant's reasoning."""
+
     type: Literal["thinking"]
     thinking: str
     signature: str | None = None
@@ -55,11 +68,15 @@ AssistantBlock = Annotated[TextBlock | ToolUseBlock | ThinkingBlock, Field(discr
 
 
 class UserMessage(Wire):
+    """A message of the user."""
+
     role: Literal["user"]
     content: str | Annotated[list[UserBlock], Field(min_length=1)]
 
 
 class AssistantMessage(Wire):
+    """A message of the assistant."""
+
     role: Literal["assistant"]
     content: str | list[AssistantBlock]
 
@@ -68,6 +85,8 @@ Message = Annotated[UserMessage | AssistantMessage, Field(discriminator="role")]
 
 
 class Tool(Block):
+    """A tool that the model may call."""
+
     name: FunctionName
     input_schema: JsonObject
     description: str | None = None
@@ -79,17 +98,23 @@ class Tool(Block):
 
 
 class AnyToolChoice(Wire):
+    """The model may (auto) or must (any) call a tool."""
+
     type: Literal["auto", "any"]
     disable_parallel_tool_use: bool | None = None
 
 
 class NamedToolChoice(Wire):
+    """The model must call this tool."""
+
     type: Literal["tool"]
     name: FunctionName
     disable_parallel_tool_use: bool | None = None
 
 
 class NoToolChoice(Wire):
+    """The model must not call a tool."""
+
     type: Literal["none"]
 
 
@@ -97,18 +122,24 @@ ToolChoice = Annotated[AnyToolChoice | NamedToolChoice | NoToolChoice, Field(dis
 
 
 class ThinkingOn(Wire):
+    """Reasoning is on."""
+
     type: Literal["enabled"]
-    #: at most so many: here as many as the answer may have
+    #: has no effect: max_tokens alone limits the answer
     budget_tokens: Annotated[int, Field(ge=1024, le=INT32_MAX)]
     display: Literal["summarized"] | None = None
 
 
 class ThinkingAdaptive(Wire):
+    """The model decides whether to reason."""
+
     type: Literal["adaptive"]
     display: Literal["summarized"] | None = None
 
 
 class ThinkingOff(Wire):
+    """Reasoning is off."""
+
     type: Literal["disabled"]
 
 
@@ -116,21 +147,27 @@ Thinking = Annotated[ThinkingOn | ThinkingAdaptive | ThinkingOff, Field(discrimi
 
 
 class SchemaFormat(Wire):
+    """JSON that matches a schema."""
+
     type: Literal["json_schema"]
     schema_: Annotated[JsonObject, Field(alias="schema")]
 
 
 class OutputConfig(Wire):
+    """The form of the answer, and the effort of reasoning."""
+
     effort: Effort | None = None
     format: SchemaFormat | None = None
 
 
 class MessagesMetadata(Wire):
+    """Metadata, without effect."""
+
     user_id: Annotated[str, Field(max_length=512)] | None = None
 
 
 class Prompt(Wire):
-    """What counting tokens takes, too."""
+    """The fields that count_tokens has, too."""
 
     model: ModelName
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
@@ -146,6 +183,8 @@ class Prompt(Wire):
 
 
 class MessagesRequest(Prompt):
+    """A request for an answer to a chat."""
+
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)]
     temperature: Annotated[float | None, Field(ge=0, le=1)] = None
     top_p: Annotated[float | None, Field(ge=0, le=1)] = None
@@ -160,41 +199,41 @@ class MessagesRequest(Prompt):
 
 
 def messages_of(request: Prompt) -> list[dict[str, Any]]:
-    """The prompt as messages of a chat; results of tools are messages of their own there."""
-    found: list[dict[str, Any]] = []
+    """The prompt as messages of a chat, in which each tool result is a message of its own."""
+    chat: list[dict[str, Any]] = []
     if request.system:
-        found.append({"role": "system", "content": _text(request.system)})
-    for i, message in enumerate(request.messages):
+        chat.append({"role": "system", "content": _text(request.system)})
+    for message in request.messages:
         if isinstance(message, AssistantMessage):
-            found.append(_assistant(message))
+            chat.append(_assistant(message))
         elif isinstance(message.content, str):
-            found.append({"role": "user", "content": message.content})
+            chat.append({"role": "user", "content": message.content})
         else:
             texts = [block for block in message.content if isinstance(block, TextBlock)]
             for block in message.content:
                 if isinstance(block, ToolResultBlock):
-                    found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)})
+                    chat.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)})
             if texts:
-                found.append({"role": "user", "content": _text(texts)})
-    if found[-1]["role"] == "assistant":
-        raise not_available(f"messages[{i}]", "it does not continue an assistant's message: the last must be a user's")
-    return found
+                chat.append({"role": "user", "content": _text(texts)})
+    if chat[-1]["role"] == "assistant":
+        raise not_available(f"messages[{len(request.messages) - 1}]",
+                            "it does not continue an assistant's message: the last must be a user's")
+    return chat
 
 
 def _assistant(message: AssistantMessage) -> dict[str, Any]:
     if isinstance(message.content, str):
         return {"role": "assistant", "content": message.content}
-    found: dict[str, Any] = {
+    plain: dict[str, Any] = {
         "role": "assistant", "content": _text([block for block in message.content if isinstance(block, TextBlock)])}
     thoughts = [block.thinking for block in message.content if isinstance(block, ThinkingBlock)]
-    calls = [{"id": block.id, "type": "function",
-              "function": {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}}
+    calls = [function_call(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
              for block in message.content if isinstance(block, ToolUseBlock)]
     if thoughts:
-        found["reasoning_content"] = "".join(thoughts)
+        plain["reasoning_content"] = "".join(thoughts)
     if calls:
-        found["tool_calls"] = calls
-    return found
+        plain["tool_calls"] = calls
+    return plain
 
 
 def _text(content: str | list[TextBlock] | None) -> str:
@@ -204,15 +243,16 @@ def _text(content: str | list[TextBlock] | None) -> str:
 
 
 def options_of(request: Prompt) -> dict[str, Any]:
-    """The rest of the prompt, as ChatOptions."""
+    """The fields of ChatOptions that the prompt sets."""
     tools = [{"type": "function", "function": {
         "name": tool.name, "parameters": tool.input_schema, **({"strict": True} if tool.strict else {}),
         **({"description": tool.description} if tool.description is not None else {})}} for tool in request.tools or ()]
-    choice, parallel = None, None
+    choice: str | dict[str, Any] | None = None
+    parallel = None
     if tools and request.tool_choice is not None:
         given = request.tool_choice
         if isinstance(given, NamedToolChoice):
-            choice = {"type": "function", "function": {"name": given.name}}
+            choice = function_choice(given.name)
         else:
             choice = {"auto": "auto", "any": "required", "none": "none"}[given.type]
         parallel = False if getattr(given, "disable_parallel_tool_use", None) else None
@@ -224,7 +264,7 @@ def options_of(request: Prompt) -> dict[str, Any]:
 
 
 def response_format_of(request: Prompt) -> dict[str, Any] | None:
-    """What the answer must be, as chats have it."""
+    """The response format of the answer, in the form of chats; None for any text."""
     if request.output_config is None or request.output_config.format is None:
         return None
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": request.output_config.format.schema_}}

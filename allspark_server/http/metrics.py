@@ -1,4 +1,4 @@
-"""What the HTTP server's workers have done, as Prometheus reads it."""
+"""Metrics of the HTTP server, in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-#: s, of whole requests, first tokens and gaps between tokens
+#: buckets of the histograms, s: of whole requests, and of first tokens
 _WHOLE = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST.encode()
 
 
 def of_members(texts: dict[str, str | None]) -> bytes:
-    """The groups' own metrics as one text, each with the label `member`; `allspark_up` says who answers."""
+    """The groups' own metrics as one text, with the label `member`. `allspark_up` says which groups answer."""
     families: dict[str, Metric] = {}
     up = GaugeMetricFamily("allspark_up", "1 while the member answers", labels=["member"])
     for member, text in texts.items():
@@ -31,7 +31,7 @@ def of_members(texts: dict[str, str | None]) -> bytes:
 
 
 class _Collected:
-    """A collector of what is known already."""
+    """A collector of metrics that exist already."""
 
     def __init__(self, families: list[Metric]):
         self._families = families
@@ -42,9 +42,7 @@ class _Collected:
 
 
 class Metrics:
-    """Counters of this process; `text` gives those of all workers together, where $PROMETHEUS_MULTIPROC_DIR is the
-    folder that they share.
-    """
+    """The metrics of this process. Workers share them through files in the folder $PROMETHEUS_MULTIPROC_DIR."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -61,12 +59,12 @@ class Metrics:
         self._generated = Counter("allspark_http_generated_tokens", "Generated tokens", ["model"], registry=registry)
 
     def request(self, endpoint: str, status: int, seconds: float) -> None:
-        """An HTTP request has ended."""
+        """Count an HTTP request that has ended after `seconds`."""
         self._requests.labels(endpoint, str(status)).inc()
         self._seconds.labels(endpoint).observe(seconds)
 
     def generated(self, model: str, prompt: int, cached: int, tokens: int, first: float) -> None:
-        """A request to the pool has ended. `first`: s to its first token, 0 without one."""
+        """Count a request to the pool that has ended. `first`: time to its first token in s, 0 if it has none."""
         self._prompt.labels(model).inc(prompt)
         self._cached.labels(model).inc(cached)
         self._generated.labels(model).inc(tokens)
@@ -74,7 +72,7 @@ class Metrics:
             self._first.labels(model).observe(first)
 
     def text(self) -> bytes:
-        """In Prometheus' text format."""
+        """The metrics of all workers in Prometheus' text format."""
         if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
             return generate_latest(self._registry)
         registry = CollectorRegistry()

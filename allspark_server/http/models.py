@@ -15,7 +15,7 @@ def _card(model: ModelState, created: int) -> dict[str, Any]:
 
 
 def _cards(model: ModelState, created: int) -> list[dict[str, Any]]:
-    """Of a model and, as vLLM has it, of each of its adapters, which are asked for like models."""
+    """The entries of a model and, as in vLLM, of each of its adapters, which clients name like models."""
     card = _card(model, created)
     return [card, *({**card, "id": name, "parent": model.name} for name in sorted(model.adapters))]
 
@@ -28,9 +28,9 @@ async def list_models(call: Call, _: None) -> None:
 
 
 async def one_model(call: Call, _: None) -> None:
-    """A model or an adapter, and how long prompt and output together may be."""
+    """A model or an adapter, with the most tokens of prompt and output together."""
     name = call.path_rest
-    base, _ = await call.pool.resolve(name)
+    base = (await call.pool.resolve(name))[0]
     for model in await call.pool.models():
         if model.name == base and model.running:
             info = await call.model(base)
@@ -41,7 +41,7 @@ async def one_model(call: Call, _: None) -> None:
 
 
 async def health(call: Call, _: None) -> None:
-    """200 while the pool serves a model, 503 otherwise; for probes, who have no keys."""
+    """200 while the pool serves a model, 503 otherwise; for probes, which have no key."""
     try:
         running = any(model.running for model in await call.pool.models())
     except ApiError as error:

@@ -1,4 +1,4 @@
-"""The HTTP server's description of itself, as OpenAPI."""
+"""The API description of the HTTP server, as OpenAPI."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _ERROR = {
         }
     },
 }
-#: what may go wrong anywhere, and what does so only with a body
+#: errors of all endpoints, and further errors of those with a body
 _FAILURES = {"401": "No valid key", "403": "The key does not allow this", "503": "The pool cannot serve now"}
 _BODY_FAILURES = {
     "400": "A field is wrong; the error names it",
     "404": "There is no such model",
-    "408": "The body did not come in time",
+    "408": "The body did not arrive in time",
     "413": "The body is too large",
-    "415": "The body is no JSON",
+    "415": "The body is not JSON",
     "429": "Too many requests wait",
 }
 
 
 def describe(endpoints: list[tuple[str, str, Endpoint]]) -> dict[str, Any]:
-    """The description of endpoints: method, path and endpoint each."""
+    """The description of endpoints, each given with its method and path."""
     forms = {endpoint.form for _, _, endpoint in endpoints if endpoint.form is not None}
     ordered = sorted(forms, key=lambda form: form.__name__)
     schemas, definitions = models_json_schema([(form, "validation") for form in ordered], ref_template=_REFERENCE)
@@ -45,7 +45,7 @@ def describe(endpoints: list[tuple[str, str, Endpoint]]) -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "allspark", "version": __version__,
-                 "description": "OpenAI's API, Anthropic's messages, and what vLLM adds, before a pool of engines."},
+                 "description": "OpenAI's API, Anthropic's messages and vLLM's additions, before a pool of engines."},
         "paths": paths,
         "components": {
             "schemas": {**definitions.get("$defs", {}), "Error": _ERROR},

@@ -1,4 +1,4 @@
-"""/, a page to chat and to look at the pool, and /pool, what that page shows."""
+"""/, a page to chat and to watch the pool, and /pool, the data of that page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .call import Call
 from .errors import ApiError
 
 _PAGE = (Path(__file__).parent / "page.html").read_bytes()
-#: it needs nothing from elsewhere, and nobody may put it into a page of theirs
+#: the page loads nothing from elsewhere, and other pages may not embed it
 _HEADERS = [
     (b"content-security-policy", b"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
                                  b"connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"),
@@ -23,12 +23,12 @@ _INFO = ("name", "architecture", "max_length", "max_batch", "ranks", "isa", "wei
 
 
 async def page(call: Call, _: None) -> None:
-    """A page to chat and to look at the pool; it asks for a key where one is needed."""
+    """A page to chat and to watch the pool; it asks for a key if one is needed."""
     await call.reply(_PAGE, kind=b"text/html; charset=utf-8", headers=_HEADERS)
 
 
 async def pool(call: Call, _: None) -> None:
-    """The groups behind this server, and their models' load."""
+    """The groups behind this server, and the load of their models."""
     members = await call.pool.members()
     names = dict.fromkeys(model.name for member in members for model in member.models if model.running)
     models = await asyncio.gather(*(_model(call, name) for name in names))
@@ -39,6 +39,6 @@ async def pool(call: Call, _: None) -> None:
 async def _model(call: Call, name: str) -> dict[str, Any] | None:
     try:
         info, stat = await asyncio.gather(call.pool.info(name), call.pool.stat(name))
-    except ApiError:    # it is gone by now
+    except ApiError:    # the model was released meanwhile
         return None
     return {**{field: getattr(info, field) for field in _INFO}, "stat": asdict(stat)}

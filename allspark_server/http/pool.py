@@ -1,4 +1,4 @@
-"""The pool behind the HTTP server: a client's engine, as coroutines."""
+"""The HTTP server's client of its pool."""
 
 from __future__ import annotations
 
@@ -29,36 +29,39 @@ from .errors import ApiError, from_engine
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-#: how long requests wait for a server that is being started again, s
+#: how long requests wait for a server that restarts, s
 RECONNECT_SECONDS = 20.0
 _RETRY_SECONDS = 0.5
 #: how long calls wait for the first attempt to connect, s
 _FIRST_SECONDS = 2.0
-#: how old what is known of the models may be, s
+#: how old the states and the descriptions of models may be, s
 _MODELS_AGE, _INFO_AGE = 0.5, 5.0
 
 
 class Pool:
-    """Connects on its own, also to groups that are not there yet; all calls raise ApiError."""
+    """The groups behind the HTTP server. Connects in the background, also to groups that start later.
+
+    Methods run on the event loop, and raise ApiError.
+    """
 
     def __init__(self, addresses: Sequence[str], token: str | None = None, tls: TlsConfig | None = None):
         self._engine = AsyncClientEngine(list(addresses), token=token or "", tls=tls,
                                          reconnect_timeout=RECONNECT_SECONDS)
         self._connected = False
         self._why = "connecting"
-        self._connecting: asyncio.Task | None = None
-        self._tried = asyncio.Event()   # to connect: before, nobody knows whether there is a pool
+        self._connecting: asyncio.Task[None] | None = None
+        self._tried = asyncio.Event()   # set after the first attempt to connect
         self._models: tuple[float, list[ModelState]] = (0.0, [])
         self._infos: dict[str, tuple[float, ModelInfo]] = {}
-        self._refreshing: set[asyncio.Task] = set()
+        self._refreshing: set[asyncio.Task[None]] = set()
         self._tokens: dict[str, tuple[str, dict[int, bytes]]] = {}
 
     async def open(self) -> None:
-        """Begins to connect; returns at once."""
+        """Begin to connect; does not wait."""
         self._connecting = asyncio.create_task(self._connect())
 
     async def close(self) -> None:
-        """Ends the connections; live requests are cancelled by their servers."""
+        """Close the connections; servers cancel live requests."""
         if self._connecting is not None:
             self._connecting.cancel()
         await self._engine.close()
@@ -76,23 +79,24 @@ class Pool:
             if not self._connected:
                 await asyncio.sleep(_RETRY_SECONDS)
 
-    # --- what is there -------------------------------------------------------------------------------------------
+    # --- models --------------------------------------------------------------------------------------------------
 
     async def models(self) -> list[ModelState]:
-        """The models of all members, one entry a name; running if it runs anywhere."""
+        """The models of all members, one entry per name; running if it runs on any member."""
         if time.monotonic() - self._models[0] > _MODELS_AGE:
-            found: dict[str, ModelState] = {}
+            merged: dict[str, ModelState] = {}
             for model in await self._ask(self._engine.list_models):
-                known = found.setdefault(model.name, ModelState(model.name, False, model.fingerprint))
+                known = merged.setdefault(model.name, ModelState(model.name, False, model.fingerprint))
                 known.running, known.load = known.running or model.running, known.load + model.load
                 if model.running:
                     known.adapters |= model.adapters
-            self._models = time.monotonic(), list(found.values())
+            self._models = time.monotonic(), list(merged.values())
         return self._models[1]
 
     async def resolve(self, name: str) -> tuple[str, str]:
-        """The model that a client's `model` means, and the adapter: its own name, or that of an adapter of it, which
-        more than one model may not have.
+        """The model and the adapter ("" for none) that a client's field `model` names.
+
+        The name is that of a model, or of an adapter, which then only one model may have.
         """
         if name in self._infos:
             return name, ""
@@ -106,8 +110,9 @@ class Pool:
         return bases[0], name
 
     async def info(self, name: str) -> ModelInfo:
-        """Of a model, or the one that an adapter is for. What is known is given at once, and asked for again in the
-        background.
+        """The description of a model, or of the model of an adapter.
+
+        A known description is returned at once, and refreshed in the background.
         """
         name, _ = await self.resolve(name)
         at, info = self._infos.get(name, (0.0, None))
@@ -137,26 +142,26 @@ class Pool:
         return await self._ask(self._engine.members)
 
     async def metrics(self) -> dict[str, str | None]:
-        """Of each group, by its address; None where it does not answer."""
+        """The metrics of each group, by its address; None for a group that does not answer."""
         return await self._ask(self._engine._metrics)
 
     async def stat(self, name: str) -> AsEngineStat:
-        """Load and counters of a model, over the pool."""
+        """The load and the counters of a model over all members."""
         return await self._ask(self._engine.get_as_engine_stat, name)
 
     # --- text ----------------------------------------------------------------------------------------------------
 
     async def tokenize(self, spec: RequestSpec, bare: bool = False) -> list[int]:
-        """The ids of a request's prompt. `bare`: text without what the tokenizer puts around it."""
+        """The ids of a request's prompt. `bare`: without tokens that the tokenizer adds to text."""
         spec.model, _ = await self.resolve(spec.model)
         return await self._ask(self._engine._tokenize, spec, bare)
 
     async def detokenize(self, name: str, ids: list[int]) -> Detokenized:
-        """Their text, and the bytes of each."""
+        """The text of token ids, and the bytes of each."""
         return await self._ask(self._engine.detokenize, (await self.resolve(name))[0], ids)
 
     async def token_bytes(self, info: ModelInfo, ids: set[int]) -> dict[int, bytes]:
-        """The bytes of tokens, at least of these; asked for once in a model's life."""
+        """The bytes of tokens, at least of these ids. Each is asked for once per loaded model."""
         model_hash, known = self._tokens.get(info.name, ("", {}))
         if model_hash != info.model_hash:
             known = {}
@@ -169,11 +174,11 @@ class Pool:
     # --- requests ------------------------------------------------------------------------------------------------
 
     def generate(self, spec: RequestSpec) -> Answer:
-        """A request, for an `async with`: it is started on entering and released on leaving."""
+        """A request, to be entered with `async with`, which starts it and in the end releases it."""
         return Answer(self, spec)
 
     async def _ask(self, method: Callable[..., Awaitable[T]], *arguments: Any) -> T:
-        """A call to the pool. Raises ApiError."""
+        """Call a method of the engine; raises ApiError."""
         if not self._connected:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._tried.wait(), _FIRST_SECONDS)
@@ -186,13 +191,13 @@ class Pool:
 
 
 class Answer:
-    """One request while it runs: its tokens as they come."""
+    """A running request. Iteration yields its tokens as they arrive; it raises ApiError."""
 
     def __init__(self, pool: Pool, spec: RequestSpec):
         self._pool, self.spec = pool, spec
         self._generation = AsyncGeneration(pool._engine, spec)
         self.started = False
-        self._taken = 0     # tokens
+        self._taken = 0     # tokens that were read
 
     async def __aenter__(self) -> Answer:
         self.spec.model, self.spec.config.lora_name = await self._pool.resolve(self.spec.model)
@@ -218,27 +223,27 @@ class Answer:
 
     @property
     def prompt_ids(self) -> list[int]:
-        """The prompt's, whatever it came as."""
+        """The token ids of the prompt."""
         return self.spec.input_ids or []
 
     @property
     def opened(self) -> str:
-        """What a chat's template has begun of the answer."""
+        """The start of the answer that the chat template wrote."""
         return self._generation.queue.opened
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it ended, in the engine's words; None while it runs."""
+        """As ResultQueue.FinishReason; None while the request runs."""
         return self._generation.queue.FinishReason()
 
     @property
     def stat(self) -> RequestStatInfo:
-        """Times and lengths."""
+        """The times and lengths of the request."""
         return self._generation.queue.RequestStatInfo()
 
     @property
     def unread(self) -> int:
-        """Tokens that wait to be taken, each as much as it holds of log probabilities."""
+        """The tokens that wait to be read, each weighted by the number of its log probabilities."""
         config = self.spec.config
         size = 1 + config.top_logprobs if config.logprobs else 1
         return size * (self._generation.queue.GeneratedLength() - self._taken)

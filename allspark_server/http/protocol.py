@@ -1,33 +1,33 @@
-"""The server's side of a connection: uvicorn's, with bounds on what a peer may leave unsaid."""
+"""The server's side of a connection: uvicorn's, with limits for slow and silent clients."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-#: s for the head of a request, from the connection's or the head's beginning
+#: how long the head of a request may take, s, from the begin of the connection or of the head
 HEAD_SECONDS = 20.0
-MAX_HEAD = 64 << 10     # bytes: request line and headers; of chunked bodies also what is around the chunks
-_FRAMING = 8            # bytes around a chunk of one byte, for each of which so many more are allowed
+MAX_HEAD = 64 << 10     # bytes of request line and headers, and of the framing of chunked bodies
+_FRAMING = 8            # bytes of framing that are allowed for each byte of a chunked body
 
 
 class Connection(HttpToolsProtocol):
-    """Ends connections whose requests do not come, and the oldest idle one where there are too many."""
+    """Closes connections whose requests do not arrive in time, and the oldest idle one if there are too many."""
 
-    #: connections of a process; one more ends an idle one
+    #: most connections of a process; one more closes an idle one
     limit = 1 << 30
-    #: those that wait for a request, the oldest first
-    idle: dict[Connection, None] = {}
+    #: connections that wait for a request, the oldest first
+    idle: ClassVar[dict[Connection, None]] = {}
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
         self._late: asyncio.TimerHandle | None = None
-        self._overhead = 0      # bytes that were no body, of this request
+        self._overhead = 0      # bytes of this request that are not body
 
     def connection_made(self, transport: Any) -> None:
-        """As uvicorn's; the clock begins to run."""
+        """As uvicorn's; starts the time limit of the head."""
         super().connection_made(transport)
         self.idle[self] = None
         self._expect_head()
@@ -35,13 +35,13 @@ class Connection(HttpToolsProtocol):
             next(iter(self.idle)).transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """As uvicorn's."""
+        """As uvicorn's; stops the time limit."""
         self.idle.pop(self, None)
         self._stop_clock()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """As uvicorn's; too long a head is answered with 431."""
+        """As uvicorn's; answers 431 if the head is too long."""
         self._overhead += len(data)
         super().data_received(data)
         if self._overhead > MAX_HEAD and not self.transport.is_closing():
@@ -50,27 +50,28 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def on_message_begin(self) -> None:
-        """As uvicorn's."""
+        """As uvicorn's; adds extensions that endpoints use."""
         super().on_message_begin()
-        self.scope["extensions"] = {"allspark.abort": self.transport.abort,
-                                    "allspark.certificate": _names(self.transport.get_extra_info("peercert"))}
+        extensions: dict[str, Any] = {"allspark.abort": self.transport.abort,
+                                      "allspark.certificate": _names(self.transport.get_extra_info("peercert"))}
+        self.scope["extensions"] = extensions
         if self._late is None:
             self._expect_head()
 
     def on_headers_complete(self) -> None:
-        """As uvicorn's."""
+        """As uvicorn's; stops the time limit of the head."""
         self._overhead = 0
         self._stop_clock()
         self.idle.pop(self, None)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """As uvicorn's."""
+        """As uvicorn's; does not count the body as head."""
         self._overhead -= (1 + _FRAMING) * len(body)
         super().on_body(body)
 
     def on_response_complete(self) -> None:
-        """As uvicorn's."""
+        """As uvicorn's; the connection is then idle."""
         super().on_response_complete()
         if not self.transport.is_closing() and self.cycle.response_complete:
             self._overhead = 0
@@ -90,7 +91,7 @@ class Connection(HttpToolsProtocol):
 
 
 def _names(certificate: dict[str, Any] | None) -> str:
-    """Of whom a client's certificate is: its alternative names, or the common one."""
+    """The alternative names in a client's certificate, or its common name."""
     if not certificate:
         return ""
     names = [name for _, name in certificate.get("subjectAltName", ())]

@@ -1,4 +1,4 @@
-"""/v1/responses. Nothing is stored: what came before is sent again by who wants it."""
+"""/v1/responses, OpenAI's. Nothing is stored: clients send earlier items again."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .choices import token_bytes
 from .errors import ApiError, bad_value, not_available
 from .logprobs import chat_logprobs
 from .responses_wire import ResponsesRequest, messages_of, tools_of
-from .sampling import check_room, config_of
+from .sampling import check_room, check_stream_options, config_of
 from .talk import Talks, chat_spec, effort_kwargs
 
 _LOGPROBS = "message.output_text.logprobs"
-#: of `include`: what this server has nothing of, or gives in any case
+#: values of `include` that are accepted: the first is honoured, the second has no effect
 _INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
 _REFUSED = {
     "previous_response_id": "nothing is stored; send what came before as 'input'",
@@ -45,8 +45,7 @@ def _check(request: ResponsesRequest) -> None:
         raise not_available("text.verbosity", "no model of this server knows it")
     if not request.tools and request.tool_choice not in (None, "none", "auto"):
         raise bad_value("tool_choice", "it is only allowed when 'tools' are specified")
-    if request.stream_options is not None and not request.stream:
-        raise bad_value("stream_options", "it is only allowed when 'stream' is true")
+    check_stream_options(request)
 
 
 def _wants_logprobs(request: ResponsesRequest) -> bool:
@@ -79,19 +78,20 @@ async def responses(call: Call, request: ResponsesRequest) -> None:
 
 
 def _format(request: ResponsesRequest) -> dict[str, Any] | None:
-    """text.format as chats have it; None for text of any kind."""
+    """text.format in the form of chats; None for any text."""
     given = request.text.format if request.text is not None else None
     if given is None or given.type == "text":
         return None
-    found = given.model_dump(exclude_none=True, by_alias=True)
+    plain = given.model_dump(exclude_none=True, by_alias=True)
     if given.type == "json_object":
-        return found
-    return {"type": found.pop("type"), "json_schema": found}
+        return plain
+    return {"type": plain.pop("type"), "json_schema": plain}
 
 
 class _Writer:
-    """One response, as a whole or event by event. Its items are written as they come: `output` has those that are
-    complete, `_item` the one that is being written.
+    """Writes a response, as a whole or as events.
+
+    `_output` has the items that are complete, `_item` the one that is being generated.
     """
 
     def __init__(self, call: Call, request: ResponsesRequest, info: ModelInfo, talks: Talks):
@@ -100,19 +100,19 @@ class _Writer:
         self._sequence = 0
         self._output: list[dict[str, Any]] = []
         self._item: dict[str, Any] | None = None
-        self._pieces: list[str] = []            # of the text, reasoning or arguments of `_item`
+        self._parts: list[str] = []             # the text, reasoning or arguments of `_item`
         self._logprobs: list[dict[str, Any]] = []
-        self._events: list[bytes] = []          # that are to be sent
+        self._events: list[bytes] = []          # to be sent
 
     async def whole(self) -> None:
-        """Answers at once."""
+        """Write the response as a whole."""
         async for elements in self._talks.choices.answer:
             await self._take(elements)
         self._end()
         await self._call.reply(await self._response(self._status()))
 
     async def stream(self) -> None:
-        """Answers as it comes."""
+        """Write the response as events."""
         await self._call.stream()
         try:
             for name in ("created", "in_progress"):
@@ -173,23 +173,27 @@ class _Writer:
             self._delta("response.function_call_arguments.delta", event.delta)
 
     def _open(self, item: dict[str, Any]) -> None:
-        self._item, self._pieces = item, []
+        self._item, self._parts = item, []
         self._emit("response.output_item.added", output_index=len(self._output), item=item)
 
-    def _part(self, what: str, part: dict[str, Any]) -> None:
-        self._emit(f"response.content_part.{what}", item_id=self._item["id"], output_index=len(self._output),
-                   content_index=0, part=part)
+    def _place(self) -> dict[str, Any]:
+        """Where the current item is in the response."""
+        assert self._item is not None
+        return {"item_id": self._item["id"], "output_index": len(self._output)}
+
+    def _part(self, event: str, part: dict[str, Any]) -> None:
+        self._emit(f"response.content_part.{event}", **self._place(), content_index=0, part=part)
 
     def _delta(self, kind: str, text: str, **fields: Any) -> None:
-        self._pieces.append(text)
-        self._emit(kind, item_id=self._item["id"], output_index=len(self._output), delta=text, **fields)
+        self._parts.append(text)
+        self._emit(kind, **self._place(), delta=text, **fields)
 
     def _close(self, status: str = "completed") -> None:
-        """Completes the item that is being written, if there is one."""
+        """Complete the current item, if there is one."""
         item = self._item
         if item is None:
             return
-        text, at = "".join(self._pieces), {"item_id": item["id"], "output_index": len(self._output)}
+        text, at = "".join(self._parts), self._place()
         if item["type"] == "function_call":
             item["arguments"] = text
             self._emit("response.function_call_arguments.done", **at, name=item["name"], arguments=text)
@@ -210,7 +214,7 @@ class _Writer:
     def _end(self) -> None:
         for event in self._talks.all[0].finish():
             self._note(event)
-        if self._item is None and not self._output:     # an answer of nothing is a message all the same
+        if self._item is None and not self._output:     # an empty answer is a message, too
             self._note(Content(""))
         self._close(self._status())
 

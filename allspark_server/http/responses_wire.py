@@ -1,24 +1,32 @@
-"""The wire form of /v1/responses: its request, and how its input becomes messages."""
+"""The wire form of /v1/responses, and the conversion of its input to messages of a chat.
+
+https://platform.openai.com/docs/api-reference/responses
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Optional
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
 from .chat_wire import Effort, FunctionName, JsonFormat, JsonSchema, TextFormat
 from .errors import not_available
+from .talk import function_call, function_choice
 from .wire import INT32_MAX, JsonObject, Metadata, ModelName, Wire
 
 # --- input -------------------------------------------------------------------------------------------------------
 
 
 class InputText(Wire):
+    """A text part of an input."""
+
     type: Literal["input_text"]
     text: str
 
 
 class OutputText(Wire):
+    """A text part of an earlier answer."""
+
     type: Literal["output_text"]
     text: str
     annotations: list[JsonObject] | None = None
@@ -26,20 +34,26 @@ class OutputText(Wire):
 
 
 class Refusal(Wire):
+    """A refusal in an earlier answer."""
+
     type: Literal["refusal"]
     refusal: str
 
 
 class ReasoningText(Wire):
+    """A part of the reasoning of an earlier answer."""
+
     type: Literal["reasoning_text"]
     text: str
 
 
 MessagePart = Annotated[InputText | OutputText | Refusal, Field(discriminator="type")]
-Status = Optional[Literal["in_progress", "completed", "incomplete"]]
+Status = Literal["in_progress", "completed", "incomplete"] | None
 
 
 class MessageItem(Wire):
+    """A message."""
+
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[MessagePart]
@@ -49,6 +63,8 @@ class MessageItem(Wire):
 
 
 class CallItem(Wire):
+    """A tool call of an earlier answer."""
+
     type: Literal["function_call"]
     call_id: str
     name: FunctionName
@@ -58,6 +74,8 @@ class CallItem(Wire):
 
 
 class CallOutputItem(Wire):
+    """The result of a tool call."""
+
     type: Literal["function_call_output"]
     call_id: str
     output: str | Annotated[list[InputText], Field(min_length=1)]
@@ -66,6 +84,8 @@ class CallOutputItem(Wire):
 
 
 class ReasoningItem(Wire):
+    """The reasoning of an earlier answer."""
+
     type: Literal["reasoning"]
     id: str | None = None
     summary: list[JsonObject] = []
@@ -75,12 +95,13 @@ class ReasoningItem(Wire):
 
 
 def _kind(item: Any) -> Any:
-    """Of an item; a message need not say that it is one."""
+    """The type of an item; it may be missing in a message."""
     return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
 
 
 Item = Annotated[
-    Annotated[MessageItem, Tag("message")] | Annotated[CallItem, Tag("function_call")] | Annotated[CallOutputItem, Tag("function_call_output")] | Annotated[ReasoningItem, Tag("reasoning")],
+    Annotated[MessageItem, Tag("message")] | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CallOutputItem, Tag("function_call_output")] | Annotated[ReasoningItem, Tag("reasoning")],
     Discriminator(_kind),
 ]
 
@@ -89,6 +110,8 @@ Item = Annotated[
 
 
 class FunctionTool(Wire):
+    """A function that the model may call."""
+
     type: Literal["function"]
     name: FunctionName
     description: str | None = None
@@ -97,20 +120,28 @@ class FunctionTool(Wire):
 
 
 class FunctionToolChoice(Wire):
+    """The function that the model must call."""
+
     type: Literal["function"]
     name: FunctionName
 
 
 class JsonSchemaFormat(JsonSchema):
+    """JSON that matches a schema."""
+
     type: Literal["json_schema"]
 
 
 class TextOptions(Wire):
+    """The form of the answer's text."""
+
     format: Annotated[TextFormat | JsonFormat | JsonSchemaFormat, Field(discriminator="type")] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ReasoningOptions(Wire):
+    """How the model reasons."""
+
     effort: Effort | None = None
     context: Literal["auto"] | None = None
     mode: Literal["standard"] | None = None
@@ -119,10 +150,14 @@ class ReasoningOptions(Wire):
 
 
 class ResponseStreamOptions(Wire):
+    """Options of streams."""
+
     include_obfuscation: bool | None = None
 
 
 class ResponsesRequest(Wire):
+    """A request for an answer to an input."""
+
     model: ModelName
     input: Annotated[str, Field(min_length=1)] | Annotated[list[Item], Field(min_length=1, max_length=4096)]
     instructions: str | None = None
@@ -140,7 +175,7 @@ class ResponsesRequest(Wire):
     reasoning: ReasoningOptions | None = None
     include: list[str] | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    #: nothing is stored, and the answer says so
+    #: has no effect: nothing is stored, and the answer says so
     store: bool | None = None
     metadata: Metadata | None = None
     user: str | None = None
@@ -149,7 +184,7 @@ class ResponsesRequest(Wire):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: JsonObject | None = None
-    # Refused by name, whatever they hold.
+    # Rejected with any value.
     previous_response_id: Any = None
     conversation: Any = None
     background: Any = None
@@ -159,7 +194,7 @@ class ResponsesRequest(Wire):
     context_management: Any = None
     image: Any = None
     moderation: Any = None
-    # This server's own, as for chats.
+    # This server's own fields, as for chats.
     seed: Annotated[int | None, Field(ge=-(2**63), le=2**63 - 1)] = None
     top_k: Annotated[int | None, Field(ge=-1, le=INT32_MAX)] = None
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
@@ -173,36 +208,35 @@ class ResponsesRequest(Wire):
 
 
 def messages_of(request: ResponsesRequest) -> list[dict[str, Any]]:
-    """The input as messages of a chat. What one answer consisted of (reasoning, text, calls) is one message again."""
-    found: list[dict[str, Any]] = []
+    """The input as messages of a chat. The items of one answer (reasoning, text, calls) become one message."""
+    chat: list[dict[str, Any]] = []
     if request.instructions is not None:
-        found.append({"role": "system", "content": request.instructions})
+        chat.append({"role": "system", "content": request.instructions})
     if isinstance(request.input, str):
-        return [*found, {"role": "user", "content": request.input}]
-    answer: dict[str, Any] | None = None    # the assistant's, while it goes on
+        return [*chat, {"role": "user", "content": request.input}]
+    answer: dict[str, Any] | None = None    # the current message of the assistant
     for i, item in enumerate(request.input):
         if isinstance(item, MessageItem) and item.role != "assistant":
             answer = None
             role = "system" if item.role == "developer" else item.role
-            found.append({"role": role, "content": _text(item.content)})
+            chat.append({"role": role, "content": _text(item.content)})
             continue
         if isinstance(item, CallOutputItem):
             answer = None
-            found.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            chat.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
             continue
         if answer is None or (isinstance(item, MessageItem) and answer["content"]):
             answer = {"role": "assistant", "content": ""}
-            found.append(answer)
+            chat.append(answer)
         if isinstance(item, MessageItem):
             answer["content"] = _text(item.content)
         elif isinstance(item, CallItem):
-            function = {"name": item.name, "arguments": item.arguments}
-            answer.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+            answer.setdefault("tool_calls", []).append(function_call(item.call_id, item.name, item.arguments))
         elif item.encrypted_content is not None and not item.content:
             raise not_available(f"input[{i}].encrypted_content", "it has no key for what others encrypted")
         elif item.content:
             answer["reasoning_content"] = "".join(part.text for part in item.content)
-    return found
+    return chat
 
 
 def _text(content: str | list[Any]) -> str:
@@ -212,10 +246,8 @@ def _text(content: str | list[Any]) -> str:
 
 
 def tools_of(request: ResponsesRequest) -> tuple[list[dict[str, Any]] | None, Any]:
-    """Tools and the choice of one, as chats have them."""
+    """The tools and tool_choice, in the form of chats."""
     tools = [{"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type"})}
              for tool in request.tools or ()]
     choice = request.tool_choice
-    if isinstance(choice, FunctionToolChoice):
-        choice = {"type": "function", "function": {"name": choice.name}}
-    return tools or None, choice
+    return tools or None, function_choice(choice.name) if isinstance(choice, FunctionToolChoice) else choice

@@ -1,24 +1,32 @@
-"""From the fields of a request to a GenerateConfig."""
+"""Makes a GenerateConfig of the fields of a request."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from allspark_client.config import GenerateConfig
 from allspark_client.types import ModelInfo
 
 from .errors import NAMES, ApiError, bad_value, not_available
-from .wire import Generation, Wire
+from .wire import Wire
+
+
+class SamplingFields(Protocol):
+    """The fields that every request for text has."""
+
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+
 
 _SAME = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "cache_salt", "priority", "n")
 
 
-def config_of(request: Wire, info: ModelInfo, max_tokens: int | None) -> GenerateConfig:
-    """The config of a request, of the fields of Generation that it has; `max_tokens`: None for as many as there is room
-    for. Raises ApiError.
+def config_of(request: SamplingFields, info: ModelInfo, max_tokens: int | None) -> GenerateConfig:
+    """The config of a request, from those fields of Generation that it has. Raises ApiError.
 
-    temperature and top_p of 0 are the limit that they stand for, the likeliest token always. The checkpoint's defaults
-    hold for what the request leaves out; where they are greedy, only a temperature asks for draws.
+    A temperature or top_p of 0 means greedy decoding. The checkpoint's defaults apply to fields that are missing; if
+    they are greedy, only a temperature turns sampling on. `max_tokens`: None for as many as fit.
     """
     values: dict[str, Any] = dict(info.sampling_defaults)
     if request.temperature is not None:
@@ -52,10 +60,10 @@ def config_of(request: Wire, info: ModelInfo, max_tokens: int | None) -> Generat
 
 
 def checked(values: dict[str, Any]) -> GenerateConfig:
-    """A config of these values. Raises ApiError naming the one that is wrong."""
+    """A config with these values. Raises ApiError naming the value that is wrong."""
     try:
         return GenerateConfig(**values)
-    except (ValueError, TypeError):     # once more, one by one
+    except (ValueError, TypeError):     # find it by checking each alone
         for name, value in values.items():
             if name not in GenerateConfig.field_names():
                 raise not_available(name, "its engine does not have it yet") from None
@@ -66,14 +74,14 @@ def checked(values: dict[str, Any]) -> GenerateConfig:
         raise
 
 
-def _guided(request: Wire) -> dict[str, Any] | None:
-    """What an answer must be, by vLLM's fields for it."""
+def _guided(request: SamplingFields) -> dict[str, Any] | None:
+    """The response format by vLLM's fields guided_json, guided_regex, guided_choice and guided_grammar."""
     given = [name for name in ("json", "regex", "choice", "grammar")
              if getattr(request, f"guided_{name}", None) is not None]
     if not given:
         return None
     if len(given) > 1 or getattr(request, "response_format", None) is not None:
-        raise bad_value(f"guided_{given[-1]}", "an answer has one form: there is another field that says it")
+        raise bad_value(f"guided_{given[-1]}", "an answer has one form, and another field sets it")
     name, value = given[0], getattr(request, f"guided_{given[0]}")
     if name == "json":
         return {"type": "json_schema", "json_schema": {"name": "answer", "schema": value}}
@@ -81,16 +89,16 @@ def _guided(request: Wire) -> dict[str, Any] | None:
 
 
 def _biases(given: dict[str, float]) -> dict[int, float]:
-    found = {}
+    biases = {}
     for key, value in given.items():
         if not key.isdecimal():
             raise bad_value("logit_bias", f"its keys are token ids, and {key!r} is none")
-        found[int(key)] = value
-    return found
+        biases[int(key)] = value
+    return biases
 
 
 def check_room(info: ModelInfo, prompt_tokens: int, max_tokens: int | None, param: str) -> None:
-    """ApiError if prompt and wanted output exceed the context: what is promised is not cut short silently."""
+    """Raises ApiError if prompt and `max_tokens` exceed the context: an answer is never shortened silently."""
     if max_tokens is not None and prompt_tokens + max_tokens > info.max_length:
         raise ApiError(
             400,
@@ -102,13 +110,13 @@ def check_room(info: ModelInfo, prompt_tokens: int, max_tokens: int | None, para
         )
 
 
-def check_stream_options(request: Generation) -> None:
-    """ApiError if there are some without a stream."""
+def check_stream_options(request: Any) -> None:
+    """Raises ApiError if a request has stream_options without a stream."""
     if request.stream_options is not None and not request.stream:
         raise bad_value("stream_options", "it is only allowed when 'stream' is true")
 
 
 def response_format(given: Wire) -> dict[str, Any] | None:
-    """What answers must be, in the engine's form; None for text of any kind."""
-    found = given.model_dump(exclude_none=True, by_alias=True)
-    return None if found == {"type": "text"} else found
+    """A response format in the engine's form; None for any text."""
+    plain = given.model_dump(exclude_none=True, by_alias=True)
+    return None if plain == {"type": "text"} else plain

@@ -1,4 +1,4 @@
-"""A chat on its way to the pool, and its answers taken apart: what chats, responses and messages have in common."""
+"""What chats, responses and messages share: a chat's request to the pool, and its parsed answer."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from .pool import Answer
 
 
 def chat_spec(model: str, messages: list[dict[str, Any]], config: GenerateConfig, **options: Any) -> RequestSpec:
-    """A request for the answer to messages in OpenAI's form. `options`: of ChatOptions; None: not given. Raises
-    ApiError.
+    """A request to answer messages in OpenAI's form. `options`: fields of ChatOptions; None: not given.
+
+    Raises ApiError naming the field that is wrong.
     """
     try:
         chat = ChatOptions(**{name: value for name, value in options.items() if value is not None}).check()
@@ -27,13 +28,23 @@ def chat_spec(model: str, messages: list[dict[str, Any]], config: GenerateConfig
     return RequestSpec(model, messages=messages, chat=chat, config=config, want_text=True)
 
 
+def function_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A tool call in OpenAI's form. `arguments`: JSON."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def function_choice(name: str) -> dict[str, Any]:
+    """OpenAI's tool_choice of a named function."""
+    return {"type": "function", "function": {"name": name}}
+
+
 def effort_kwargs(effort: str | None) -> dict[str, Any]:
-    """An effort of reasoning, by the names that templates have for it."""
+    """A reasoning effort as variables of chat templates, by the names that these use."""
     return {} if effort is None else {"enable_thinking": effort != "none", "reasoning_effort": effort}
 
 
 class Talk:
-    """One choice of a chat's answer: what of its text is for the user, what the model told itself, what it calls."""
+    """One choice of a chat's answer, parsed into content, reasoning and tool calls."""
 
     def __init__(self, answer: Answer, info: ModelInfo, choice: Choice):
         options = answer.spec.chat or ChatOptions()
@@ -48,11 +59,11 @@ class Talk:
         self._begun: list[ToolCallBegin] = []
 
     def feed(self, text: str) -> list[Event]:
-        """What further text brings."""
+        """Parse new text; returns its events."""
         return self._note(self._parser.feed(text))
 
     def finish(self) -> list[Event]:
-        """What the end of the text brings."""
+        """Parse the end of the text; returns its events."""
         return self._note(self._parser.finish())
 
     def _note(self, events: list[Event]) -> list[Event]:
@@ -70,28 +81,27 @@ class Talk:
 
     @property
     def content(self) -> str:
-        """For the user."""
+        """The text for the user."""
         return "".join(self._content)
 
     @property
     def reasoning(self) -> str:
-        """For the model itself."""
+        """The reasoning, which is not for the user."""
         return "".join(self._reasoning)
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """Of tools, in OpenAI's form."""
-        return [{"id": begun.id, "type": "function",
-                 "function": {"name": begun.name, "arguments": "".join(arguments)}}
+        """The tool calls, in OpenAI's form."""
+        return [function_call(begun.id, begun.name, "".join(arguments))
                 for begun, arguments in zip(self._begun, self._arguments)]
 
     def finish_reason(self, choices: Choices, of_named: str = "stop") -> str:
-        """Why the choice ended, in OpenAI's words: one that had to call a named function "stops"."""
+        """Why the choice ended, in OpenAI's words. `of_named`: the word for a call that tool_choice named."""
         reason = choices.finish_reason(self.choice)
         return reason if reason != "stop" or not self._begun else of_named if self._named else "tool_calls"
 
     async def reasoning_tokens(self, call: Call, info: ModelInfo) -> int:
-        """How many of the choice's tokens are reasoning, with what closes it."""
+        """The number of the choice's tokens that are reasoning, including the end mark."""
         if not self._reasoning:
             return 0
         ends = [end.encode() for _, end in self._parser.REASONING]
@@ -113,13 +123,13 @@ class Talks:
         self.all = [Talk(answer, info, choice) for choice in self.choices.all]
 
     def take(self, elements: GeneratedElements) -> tuple[Talk, list[Event]]:
-        """Notes what has come; returns whose it is and what it brings."""
+        """Add new tokens; returns the choice that they belong to, and their events."""
         talk = self.all[elements.sample_index]
         self.choices.take(elements)
         return talk, talk.feed(elements.text) if elements.text else []
 
     async def collect(self) -> Talks:
-        """Waits for all of it."""
+        """Read all tokens until the request ends; returns self."""
         async for elements in self.choices.answer:
             self.take(elements)
         for talk in self.all:
@@ -127,5 +137,5 @@ class Talks:
         return self
 
     async def reasoning_tokens(self) -> int:
-        """Of all choices."""
+        """The number of reasoning tokens of all choices."""
         return sum([await talk.reasoning_tokens(self._call, self.info) for talk in self.all])

@@ -18,6 +18,8 @@ from .wire import ModelName, Wire
 
 
 class TokenizeRequest(Wire):
+    """A request for the token ids of a text or a chat."""
+
     model: ModelName
     prompt: str | None = None
     messages: Messages | None = None
@@ -32,12 +34,14 @@ class TokenizeRequest(Wire):
 
 
 class DetokenizeRequest(Wire):
+    """A request for the text of token ids."""
+
     model: ModelName
     tokens: Annotated[list[TokenId], Field(max_length=1 << 20)]
 
 
 async def tokenize(call: Call, request: TokenizeRequest) -> None:
-    """The ids of a text or a chat."""
+    """The token ids of a text or a chat."""
     info = await call.model(request.model)
     ids: list[int] = []
     if request.messages is not None:
@@ -53,7 +57,7 @@ async def tokenize(call: Call, request: TokenizeRequest) -> None:
 
 
 async def detokenize(call: Call, request: DetokenizeRequest) -> None:
-    """The text of ids."""
+    """The text of token ids."""
     await call.model(request.model)
     text = (await call.pool.detokenize(request.model, request.tokens)).text if request.tokens else ""
     await call.reply({"prompt": text})

@@ -1,4 +1,4 @@
-"""What the wire's models share: strict types, and the fields of every request that generates."""
+"""What the wire forms share: strict types, and the fields of requests that generate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INT32_MAX = 2**31 - 1
 
 
 class Wire(BaseModel):
-    """A message: no conversions ("1" is no number), no unknown fields, no NaN."""
+    """Base of the wire forms: no conversions ("1" is not a number), no unknown fields, no NaN."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -23,22 +23,25 @@ Message = TypeVar("Message", bound=Wire)
 
 
 def parse(kind: type[Message], body: bytes) -> Message:
-    """The message of a body. Raises ApiError naming the field that is wrong. Within messages and items, unknown fields
-    that are null count as absent: clients send answers back with all that their types know.
+    """A body as a message. Raises ApiError naming the field that is wrong.
+
+    Unknown fields below the top level are ignored if they are null: clients send answers back with all the fields of
+    their own types.
     """
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        try:
-            if (rest := _without_nulls(error, body)) is not None:
-                return kind.model_validate_json(rest)
-        except ValidationError as second:
-            error, body = second, rest
-        raise from_validation(error, body) from None
+        rest = _without_nulls(error, body)
+        if rest is None:
+            raise from_validation(error, body) from None
+    try:
+        return kind.model_validate_json(rest)
+    except ValidationError as error:
+        raise from_validation(error, rest) from None
 
 
 def _without_nulls(error: ValidationError, body: bytes) -> bytes | None:
-    """The body without unknown fields that are null, below its own; None if there are none."""
+    """The body without unknown fields that are null, below the top level; None if it has none."""
     nulls = [problem["loc"] for problem in error.errors(include_url=False)
              if problem["type"] == "extra_forbidden" and problem["input"] is None and len(problem["loc"]) > 1]
     if not nulls:
@@ -46,7 +49,7 @@ def _without_nulls(error: ValidationError, body: bytes) -> bytes | None:
     value = json.loads(body)
     for *path, name in nulls:
         at = value
-        for part in path:   # the names of alternatives are no part of the value
+        for part in path:   # skips the names of a union's alternatives
             at = at[part] if isinstance(part, int) else at.get(part, at) if isinstance(at, dict) else at
         if isinstance(at, dict):
             at.pop(name, None)
@@ -54,8 +57,10 @@ def _without_nulls(error: ValidationError, body: bytes) -> bytes | None:
 
 
 class StreamOptions(Wire):
+    """OpenAI's options of streams."""
+
     include_usage: bool | None = None
-    #: OpenAI pads its chunks against those who measure their lengths; nothing is padded here
+    #: OpenAI pads chunks to hide their lengths; this server does not
     include_obfuscation: bool | None = None
 
 
@@ -66,8 +71,9 @@ Metadata = Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max
 
 
 class Generation(Wire):
-    """OpenAI's fields that chat and completions share, and this server's own, in GenerateConfig's spelling. What is
-    absent or null has the checkpoint's own value, where that has one, or OpenAI's.
+    """Fields of chats and completions: OpenAI's, and this server's own in GenerateConfig's spelling.
+
+    A field that is missing or null has the checkpoint's recommended value if there is one, otherwise OpenAI's default.
     """
 
     model: ModelName
@@ -85,28 +91,28 @@ class Generation(Wire):
     max_tokens: Annotated[int | None, Field(ge=0, le=INT32_MAX)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    #: only noted by OpenAI for its own purposes, and not at all here
+    #: ignored
     user: str | None = None
 
     top_k: Annotated[
-        int | None, Field(ge=-1, le=INT32_MAX, description="Among how many tokens to draw; 0 and -1: all")
+        int | None, Field(ge=-1, le=INT32_MAX, description="Number of most likely tokens to sample from; 0 and -1: all")
     ] = None
     min_p: Annotated[
-        float | None, Field(ge=0, le=1, description="Least probability, as a part of the likeliest token's")
+        float | None, Field(ge=0, le=1, description="Least probability, relative to that of the most likely token")
     ] = None
     repetition_penalty: Annotated[float | None, Field(gt=0, le=100)] = None
     ignore_eos: Annotated[
-        bool | None, Field(description="Go on after an end-of-sequence token, up to the wanted length")
+        bool | None, Field(description="Continue after an end-of-sequence token, up to max_tokens")
     ] = None
     cache_salt: Annotated[
         str | None,
-        Field(max_length=1024, description="Cached prefixes are shared among requests of one salt only"),
+        Field(max_length=1024, description="Cached prefixes are shared only between requests with the same salt"),
     ] = None
     priority: Annotated[
-        int | None, Field(ge=-INT32_MAX, le=INT32_MAX, description="Higher goes first; 30 s of waiting a level")
+        int | None, Field(ge=-INT32_MAX, le=INT32_MAX, description="Higher first; a level is worth 30 s of waiting")
     ] = None
     guided_json: Annotated[
-        JsonObject | None, Field(description="The answer is JSON of this schema, as by 'response_format'")
+        JsonObject | None, Field(description="A JSON schema of the answer, as in 'response_format'")
     ] = None
     guided_regex: Annotated[str | None, Field(min_length=1)] = None
     guided_choice: Annotated[list[str] | None, Field(min_length=1, max_length=4096)] = None

@@ -21,7 +21,7 @@ HEADERS = [(b"content-type", b"application/json")]
 
 
 def test_slow_writers(monkeypatch):
-    monkeypatch.setattr(bodies, "PIECE_SECONDS", 0.05)
+    monkeypatch.setattr(bodies, "CHUNK_SECONDS", 0.05)
     monkeypatch.setattr(bodies, "WHOLE_SECONDS", 0.3)
     reader = bodies.Bodies(1000, 1000)
 
