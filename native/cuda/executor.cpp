@@ -8,8 +8,7 @@
 #include "cuda/ops/linear.h"
 #include "cuda/weights/dtype16.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 CudaExecutor::CudaExecutor(int device, std::shared_ptr<LogitSampler> sampler, std::shared_ptr<Communicator> window)
     : shared_device_(std::make_shared<Device>(device)),
@@ -310,5 +309,4 @@ void CudaExecutor::sum_ranks(const float* parts, int ranks, int rows, int width,
   check(cudaMemcpy(normed, result.as(), bytes, cudaMemcpyDeviceToHost), "copying rows");
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

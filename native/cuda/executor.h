@@ -12,8 +12,7 @@
 #include "cuda/runner.h"
 #include "cuda/step/drafting.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 class CudaExecutor : public Model {
  public:
@@ -98,5 +97,4 @@ class CudaExecutor : public Model {
   std::optional<Drafting> drafting_;      // with a draft model
 };
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

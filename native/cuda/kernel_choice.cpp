@@ -9,8 +9,7 @@
 #include "cuda/kernels/comm/sum_ranks.h"
 #include "cuda/kernels/gemm/gemv_plan.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 constexpr int kManyRows = 256;  // what serves one row more than so many serves any number
@@ -271,5 +270,4 @@ std::string format_of(const Matrix& w) {
   return "";
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

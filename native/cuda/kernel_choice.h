@@ -11,8 +11,7 @@
 #include "cuda/kernels/common/chip.h"
 #include "cuda/kernels/gemm/gemm.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 // A linear, as the choice depends on it.
 struct Gemm {
@@ -103,5 +102,4 @@ const char* name_of(AttentionAlgo algo);
 GemmAlgo gemm_algo_of(const std::string& name);
 std::string format_of(const Matrix& matrix);  // as add_matrix() takes it
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

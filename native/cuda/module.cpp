@@ -14,8 +14,7 @@
 
 namespace py = pybind11;
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 using Floats = py::array_t<float, py::array::c_style | py::array::forcecast>;
@@ -285,8 +284,7 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
 }
 
 }  // namespace
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda
 
 PYBIND11_MODULE(_cuda, m) {
   using namespace as;

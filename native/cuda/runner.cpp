@@ -6,8 +6,7 @@
 
 #include "cuda/ops/all_reduce.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 // Decode steps are padded to one of these numbers of rows; each has a CUDA graph.
@@ -307,5 +306,4 @@ void CudaRunner::launch_instead(std::map<Size, Replay>::iterator replay, const S
   launch(size, true);
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

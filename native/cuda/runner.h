@@ -12,8 +12,7 @@
 #include "cuda/step/draws.h"
 #include "cuda/step/op_times.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 class CudaRunner : public QueuedRunner {
  public:
@@ -97,5 +96,4 @@ class CudaRunner : public QueuedRunner {
   bool graphs_ = true;  // false: there was no memory for another graph
 };
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

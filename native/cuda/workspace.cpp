@@ -10,8 +10,7 @@
 #include "cuda/ops/fusion.h"
 #include "cuda/ops/ops.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 constexpr size_t kAlign = 1024;            // bytes: alignment of tensors
@@ -266,5 +265,4 @@ void Workspace::allocate_expert_rows() {
       throw std::invalid_argument("op linear: weight " + std::to_string(op.weights[0]) + " is a stack of experts");
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

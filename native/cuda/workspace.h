@@ -12,8 +12,7 @@
 #include "cuda/weights/weights.h"
 #include "program/program.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 struct Limits {
   int max_rows = 0, max_outputs = 0, max_slots = 0, max_length = 0;
@@ -101,5 +100,4 @@ class Workspace {
   Memory* const lent_[4] = {&activations, &cache, &partials, &widened};
 };
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

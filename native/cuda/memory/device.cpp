@@ -12,8 +12,7 @@
 #include "cuda/kernels/common/shared_limit.h"
 #include "cuda/kernels/gemm/gemm.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 constexpr int kLeastCapability = 80;
@@ -248,5 +247,4 @@ void Memory::release() {
   else cudaFreeHost(data_);
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -9,8 +9,7 @@
 #include "cuda/kernels/common/chip.h"
 #include "cuda/kernels/common/types.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 // Throws std::runtime_error saying what failed.
 void check(cudaError_t result, const char* what);
@@ -99,5 +98,4 @@ int device_count();
 // Throws std::invalid_argument unless this GPU can read and write the other's memory.
 void check_peer(int device, int other);
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

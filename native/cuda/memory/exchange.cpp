@@ -6,8 +6,7 @@
 #include <stdexcept>
 #include <thread>
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 constexpr size_t kHeader = 4096;      // bytes before the partial sums: flags, and which ranks have left
@@ -167,5 +166,4 @@ void Exchange::leave() {
   }
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

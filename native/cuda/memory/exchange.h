@@ -8,8 +8,7 @@
 #include "cuda/kernels/comm/sum_ranks.h"
 #include "cuda/memory/device.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 class Exchange {
  public:
@@ -53,5 +52,4 @@ size_t partial_bytes(int rows, int width, bool is_dtype16);
 // Bytes of GPU memory that an exchange takes.
 size_t exchange_bytes(int world, size_t buffer_bytes, size_t pushed);
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

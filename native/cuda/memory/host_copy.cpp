@@ -11,8 +11,7 @@
 
 #include "cuda/memory/host_threads.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 constexpr size_t kHuge = 2 << 20, kPage = 4096;  // bytes
@@ -63,5 +62,4 @@ void HostCopy::give_up() {
 
 HostCopy::~HostCopy() { give_up(); }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -7,8 +7,7 @@
 #include <utility>
 #include <vector>
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 class HostCopy {
  public:
@@ -49,5 +48,4 @@ class HostCopy {
   std::vector<char> pinned_;  // of each part: whether it is pinned
 };
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

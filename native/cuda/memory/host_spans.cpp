@@ -3,8 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 size_t HostSpans::span_bytes(const std::vector<LayerCache>& layers) {
   size_t bytes = 0;
@@ -72,5 +71,4 @@ void HostSpans::queue(const std::vector<SpanCopy>& copies, bool saves, size_t fi
   copy_spans(parts_.as<SpanPart>(), layers_, largest_, to, (int)copies.size(), saves, device_.queue());
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

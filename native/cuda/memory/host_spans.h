@@ -7,8 +7,7 @@
 #include "cuda/kernels/attention/attention.h"
 #include "cuda/memory/device.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 class HostSpans : public SpanStore {
  public:
@@ -40,5 +39,4 @@ class HostSpans : public SpanStore {
   int turn_ = 0, under_way_ = 0;
 };
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -9,8 +9,7 @@
 #include <thread>
 #include <vector>
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 // Calls work(begin, end) for parts of [0, count) on several threads, this one included. bytes: of all work, from which
 // the number of threads follows. Rethrows an exception of one of them.
@@ -42,5 +41,4 @@ void share_work(int64_t count, size_t bytes, const Work& work) {
   if (failed) std::rethrow_exception(failed);
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -8,8 +8,7 @@
 #include "cuda/kernels/gemm/gemm.h"
 #include "cuda/memory/device.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 constexpr size_t kReadBytes = 512 << 20;  // many times the L2 cache
@@ -55,5 +54,4 @@ Roofline measure_roofline(int index) {
   return found;
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

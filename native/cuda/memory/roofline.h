@@ -1,8 +1,7 @@
 // A GPU's measured roofline, of which benchmarks and profiles report the part that models reach.
 #pragma once
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 struct Roofline {
   double read = 0;  // bytes/s read from the GPU's memory
@@ -11,5 +10,4 @@ struct Roofline {
 // Takes 40 ms and half a gigabyte of the GPU's memory. Throws std::runtime_error if there is not that much.
 Roofline measure_roofline(int device);
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -4,8 +4,7 @@
 
 #include "cuda/ops/ops.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 // Whether the ranks' parts of the sum that ops[all_reduce] makes are of 16 bits, else float32.
 bool sums_in_dtype16(const std::vector<OpNode>& ops, const Weights& weights, size_t all_reduce);
@@ -15,5 +14,4 @@ size_t largest_partial(const Program& program, const Weights& weights, int max_r
 // Begins a form with a sum of no rows if it has an odd number of sums: see Binding::calls.
 void bind_first_call(Binding& b);
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

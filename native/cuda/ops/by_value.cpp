@@ -1,8 +1,7 @@
 // Ops in place on every value.
 #include "cuda/ops/ops.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 int bind_add(Binding& b, size_t i) {
@@ -45,5 +44,4 @@ const RegisterCudaOp kAdd(Op::add, bind_add), kScale(Op::scale, bind_scale), kSo
     kSigmoidMul(Op::sigmoid_mul, bind_sigmoid_mul);
 
 }  // namespace
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

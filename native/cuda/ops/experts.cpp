@@ -5,8 +5,7 @@
 #include "cuda/ops/fusion.h"
 #include "cuda/ops/linear.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 constexpr int kMostGroups = 32;  // of a router
@@ -126,5 +125,4 @@ const RegisterCudaOp kRouter(Op::router, [](Binding& b, size_t i) { return bind_
     kExpertLinear(Op::expert_linear, bind_expert_linear), kCombineExperts(Op::combine_experts, bind_combine_experts);
 
 }  // namespace
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -4,8 +4,7 @@
 
 #include "cuda/ops/all_reduce.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 constexpr int kMostNormed = 8192;  // columns: of rows that all kernels norm with the same bits
@@ -132,5 +131,4 @@ uint16_t* place_of(const Binding& b, size_t i) {
   return b.ranks->exchange.place(b.next_call, partial->width);
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

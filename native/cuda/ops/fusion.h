@@ -3,8 +3,7 @@
 #include "cuda/kernels/gemm/gemm.h"
 #include "cuda/ops/ops.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 // The ops of a form: with adapters all, without adapters those that are not lora.
 std::vector<OpNode> ops_of(const Program& program, bool adapted);
@@ -37,5 +36,4 @@ std::optional<Rows> partial_of(const Binding& b, size_t i);
 // The other rank's memory, to which the GEMM ops[i] pushes its partial sums of few rows; null: it does not.
 uint16_t* place_of(const Binding& b, size_t i);
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -2,8 +2,7 @@
 #include "cuda/kernels/lora/lora.h"
 #include "cuda/ops/ops.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 int bind_silu_mul(Binding& b, size_t i) {
@@ -34,5 +33,4 @@ const RegisterCudaOp kSiluMul(Op::silu_mul, bind_silu_mul, OutputForm::tiles),
     kGeluTanhMul(Op::gelu_tanh_mul, bind_gelu_tanh_mul, OutputForm::tiles);
 
 }  // namespace
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

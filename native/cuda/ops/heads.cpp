@@ -5,8 +5,7 @@
 
 #include "cuda/ops/fusion.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 // The norm of keys is often the op after the norm of queries: one launch does both.
@@ -76,5 +75,4 @@ const RegisterCudaOp kHeadNorm(Op::head_norm, bind_head_norm), kRope(Op::rope, b
     kRotaryTable(Op::rotary_table, bind_rotary_table);
 
 }  // namespace
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -5,8 +5,7 @@
 #include "cuda/kernels/moe/moe.h"
 #include "cuda/ops/fusion.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 // Whether a tensor is logits of experts, or gates of rows.
@@ -81,5 +80,4 @@ namespace {
 const RegisterCudaOp kLinear(Op::linear, [](Binding& b, size_t i) { return bind_linear(b, i, false); });
 
 }  // namespace
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -3,8 +3,7 @@
 #include "cuda/kernel_choice.h"
 #include "cuda/ops/ops.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 // The kernel that was chosen.
 void launch_gemm(const Product& p, int rows, GemmChoice choice, const Queue& queue);
@@ -13,5 +12,4 @@ int bind_linear(Binding& b, size_t i, bool norms);
 // logits: whether ops[i - 1], the linear that makes them, is computed here, too.
 int bind_router(Binding& b, size_t i, bool logits);
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -3,8 +3,7 @@
 #include "cuda/kernels/lora/lora.h"
 #include "cuda/ops/fusion.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 // All targets of a linear at once; with the activation, or the add, that follows if that may be.
@@ -48,5 +47,4 @@ int bind_lora(Binding& b, size_t i) {
 const RegisterCudaOp kLora(Op::lora, bind_lora);
 
 }  // namespace
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

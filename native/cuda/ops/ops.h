@@ -13,8 +13,7 @@
 #include "cuda/memory/exchange.h"
 #include "cuda/workspace.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 // A kernel launch, or a few, of a step of this size.
 using Launch = std::function<void(const Workspace::Size&)>;
@@ -102,5 +101,4 @@ Norm norm_of(const OpNode& op, const float* weight);
 Gating gating_of(const OpNode& op);
 Heads heads_of(const OpNode& op);
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -1,8 +1,7 @@
 // Norms of all queries and all keys, each as one vector over all ranks.
 #include "cuda/ops/ops.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 int bind_qk_square_sums(Binding& b, size_t i) {
@@ -28,5 +27,4 @@ int bind_qk_norm(Binding& b, size_t i) {
 const RegisterCudaOp kQkSquareSums(Op::qk_square_sums, bind_qk_square_sums), kQkNorm(Op::qk_norm, bind_qk_norm);
 
 }  // namespace
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

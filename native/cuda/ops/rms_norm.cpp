@@ -1,8 +1,7 @@
 #include "cuda/ops/fusion.h"
 #include "cuda/ops/linear.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 int bind_rms_norm(Binding& b, size_t i) {
@@ -29,5 +28,4 @@ int bind_rms_norm(Binding& b, size_t i) {
 const RegisterCudaOp kRmsNorm(Op::rms_norm, bind_rms_norm, OutputForm::both);
 
 }  // namespace
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

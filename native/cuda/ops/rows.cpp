@@ -2,8 +2,7 @@
 #include "cuda/kernels/sampling/best.h"
 #include "cuda/ops/fusion.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 int bind_embedding(Binding& b, size_t i) {
@@ -41,5 +40,4 @@ const RegisterCudaOp kEmbedding(Op::embedding, bind_embedding), kSelectRows(Op::
     kHiddenStates(Op::hidden_states, bind_hidden_states), kSample(Op::sample, bind_sample);
 
 }  // namespace
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -2,8 +2,7 @@
 
 #include "cuda/ops/fusion.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 int bind_span_attention(Binding& b, size_t i) {
@@ -51,5 +50,4 @@ int bind_span_attention(Binding& b, size_t i) {
 const RegisterCudaOp kSpanAttention(Op::span_attention, bind_span_attention, OutputForm::cache_type);
 
 }  // namespace
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

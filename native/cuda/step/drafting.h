@@ -4,8 +4,7 @@
 #include "cuda/memory/host_spans.h"
 #include "cuda/runner.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 class Drafting {
  public:
@@ -41,5 +40,4 @@ class Drafting {
   Decoder decoder_;
 };
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -2,8 +2,7 @@
 
 #include <algorithm>
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 using namespace sampling;
@@ -55,5 +54,4 @@ bool DrawList::add(const Batch& batch, int row, int mask) {
   return true;
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -6,8 +6,7 @@
 #include "cuda/kernels/sampling/draw.h"
 #include "sampling/processors.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 class DrawList {
  public:
@@ -35,5 +34,4 @@ class DrawList {
   std::vector<Edit> of_row_[4];  // repetition penalties, other penalties, bans, biases
 };
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -4,8 +4,7 @@
 #include <cstring>
 #include <stdexcept>
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 constexpr double kMaskSeconds = 30;                          // longer than any mask takes
@@ -82,5 +81,4 @@ void Draws::take(std::vector<SampleOutput>& samples) const {
   for (size_t i = 0; i < list_.draws().size(); i++) samples[list_.draws()[i].row] = host_drawn_.as<SampleOutput>()[i];
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

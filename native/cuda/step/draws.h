@@ -6,8 +6,7 @@
 #include "cuda/memory/device.h"
 #include "cuda/step/draw_list.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 // How an output is sampled: not at all, by best_tokens() alone (argmax), by these kernels, or on the host.
 enum class DrawnBy : uint8_t { nobody, best, draws, host };
@@ -38,5 +37,4 @@ class Draws {
   Memory draws_, edits_, bits_, drawn_, sums_;
 };
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

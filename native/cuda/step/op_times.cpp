@@ -2,8 +2,7 @@
 
 #include <algorithm>
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 constexpr int64_t kSkipped = 2, kFirst = 3,
@@ -72,5 +71,4 @@ std::vector<OpTime> OpTimes::all() const {
   return found;
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -7,8 +7,7 @@
 #include "cuda/memory/device.h"
 #include "program/fusion.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 // Of a launch, over all timed steps. op: the program's ops that it computes.
 struct OpTime {
@@ -53,5 +52,4 @@ class OpTimes {
   int64_t steps_ = 0;
 };
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -3,8 +3,7 @@
 #include <algorithm>
 #include <tuple>
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 constexpr size_t kTileInts = sizeof(AttentionTile) / sizeof(int);
@@ -104,5 +103,4 @@ void StepData::send(const Size& size, int used, const Device& device) const {
   for (int g = 0; g < groups_ && used; g++) copy_all(tables_ + g * table_, tables);
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -6,8 +6,7 @@
 #include "cuda/kernels/attention/attention.h"
 #include "cuda/memory/device.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 class StepData {
  public:
@@ -54,5 +53,4 @@ class StepData {
   int turn_ = 0;
 };
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -5,8 +5,7 @@
 
 #include "cuda/weights/dtype16.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 constexpr size_t kAlign = 16;  // bytes: alignment of matrices
@@ -108,5 +107,4 @@ void Adapters::set(int index, std::shared_ptr<Adapter> adapter) {
   loaded_.at(index) = std::move(adapter);
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

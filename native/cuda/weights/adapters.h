@@ -10,8 +10,7 @@
 #include "cuda/weights/weights.h"
 #include "program/program.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 // The adapters that a compiled program has room for.
 struct AdapterLimits {
@@ -78,5 +77,4 @@ class Adapters {
   Memory table_;
 };
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

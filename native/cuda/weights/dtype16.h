@@ -9,8 +9,7 @@
 #include "common/bf16.h"
 #include "cuda/kernels/common/types.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 inline float widened(uint16_t bits, DType16 dtype) {
   if (dtype == DType16::bf16) return bf16_to_float(bits);
@@ -31,5 +30,4 @@ inline bool fits(float x, DType16 dtype) {
 // The 16-bit type that goes with a type of this name: bfloat16 unless it is float16.
 inline DType16 dtype16_of(const std::string& dtype) { return dtype == "float16" ? DType16::f16 : DType16::bf16; }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -10,8 +10,7 @@
 #include "cuda/memory/host_threads.h"
 #include "cuda/weights/dtype16.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 constexpr size_t kStagingBytes = 32 << 20;  // at most; small matrices take less
@@ -407,5 +406,4 @@ size_t Weights::bytes() const {
   return total;
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

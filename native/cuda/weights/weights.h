@@ -8,8 +8,7 @@
 #include "cuda/memory/device.h"
 #include "cuda/memory/host_copy.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 // Adjacent quantized rows in host memory: 8-bit values a byte each, 4-bit values two in a byte, the even column in the
 // lower half. A row has `columns` columns, in groups of `group`; the matrix takes those from `column` on. scales and
@@ -107,5 +106,4 @@ class Weights {
   std::thread freeing_;  // frees the last copy
 };
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -2,8 +2,7 @@
 #pragma once
 #include "cuda/kernels/attention/attention.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 constexpr int kPrefillShared256 = 152064;  // bytes of a CTA of prefill with heads of 256 features, of any cache type
 
@@ -19,5 +18,4 @@ constexpr bool decode_fits(CacheType type, int head_dim, int own_rows, int share
   return (shared_bytes - fixed) / (kDecodeTokens * (row + scales)) >= kDecodeStages;
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -1,8 +1,7 @@
 // What the choice among kernels depends on of a GPU.
 #pragma once
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 struct Chip {
   int capability = 0;        // 90 is 9.0
@@ -11,5 +10,4 @@ struct Chip {
   int prefill_clusters = 0;  // clusters of gemm_prefill()'s largest tile that run at once; 0 unless capability is 90
 };
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -6,8 +6,7 @@
 #include "cuda/kernels/common/chip.h"
 #include "cuda/kernels/norm/norm.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 constexpr int kFewByteRows = 2;       // 8-bit rows that small_m takes: to load more costs more than clusters save
 constexpr int kMaxStreamedRows = 64;  // 8-bit rows: for more there is prefill
@@ -81,5 +80,4 @@ struct QuantizedGemvPlan {
   }
 };
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda
