@@ -366,10 +366,10 @@ PYBIND11_MODULE(_cuda, m) {
         return std::shared_ptr<CudaExecutor>(new CudaExecutor(e, std::move(sampler)), WithoutGil{});
       },
       py::arg("sampler"), "An executor of another model on the same GPU; the two run in turn.");
-  bind_model<CudaExecutor>(executor);
-  bind_weights(executor);
   bind_kernel_choice(m);
   bind_adapters(m);
+  bind_model<CudaExecutor>(executor);
+  bind_weights(executor);
   executor
       .def(
           "share",
