@@ -50,7 +50,9 @@ int64_t fill_quantized(CudaExecutor& e, int id, const Bytes& q, const Words16& s
     throw std::invalid_argument("quantized rows packed as " + py::str(more["packing"]).cast<std::string>() +
                                 " are not available on CUDA yet");
   if ((bits != 8 && bits != 4) || columns < 1 || group_size < 0)
-    throw std::invalid_argument("fill_quantized: bits, columns or group_size");
+    throw std::invalid_argument(
+        "fill_quantized: bits must be 4 or 8, columns at least 1 and group_size at least 0, got " +
+        std::to_string(bits) + ", " + std::to_string(columns) + " and " + std::to_string(group_size));
   const int64_t group = group_size ? group_size : columns, groups = (columns + group - 1) / group,
                 width = bits == 8 ? columns : (columns + 1) / 2;
   if (q.ndim() != 2 || q.shape(1) != width)
@@ -184,7 +186,7 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
           "add_matrix",
           [](CudaExecutor& e, int n, int k, const std::string& dtype, int group_size, int experts,
              const std::vector<int>& order, const py::kwargs& layout) {
-            if (!order.empty()) throw std::invalid_argument("columns in an order are not available on CUDA yet");
+            if (!order.empty()) throw std::invalid_argument("columns in another order are not available on CUDA yet");
             matrix_of(n, k, dtype, group_size, experts);  // types are refused before what they have
             return e.add_matrix(n, k, dtype, group_of(dtype, group_size, layout), experts);
           },

@@ -50,7 +50,7 @@ Workspace::Workspace(const Device& device, const Program& program, const Weights
       kernels(device.chip(dtype)) {
   check_limits();
   if (adapters && adapters->limits.is_dtype16 && adapters->limits.type != dtype)
-    refuse("adapters of another type of 16 bits than the weights");
+    refuse("adapters of another 16-bit type than the weights");
   device.use();
   allocate_tensors();
   allocate_scratch();
@@ -237,8 +237,8 @@ void Workspace::allocate_expert_rows() {
                                   std::to_string(op.weights[0]) + " has " + std::to_string(m.experts));
     if (m.takes_bytes()) refuse("experts of other types than float32, bfloat16, float16, int8 and int4");
     if (m.takes_tiles() && most_shared() < kExpertsShared)
-      refuse("experts of type bfloat16, float16, int8 and int4 on a GPU whose blocks of threads have less than " +
-             std::to_string(kExpertsShared >> 10) + " KiB of shared memory: " + device.name());
+      refuse("experts of type bfloat16, float16, int8 and int4 on a GPU with less than " +
+             std::to_string(kExpertsShared >> 10) + " KiB of shared memory for a CTA: " + device.name());
     if (m.takes_tiles() && tiles_bytes(max_rows(op.inputs[0]), m.k) > INT_MAX)  // kernels use 32-bit byte offsets
       refuse("steps of so many rows of experts: lower max_step_tokens");
     const auto [found, first] = expert_rows.try_emplace(set, ExpertRows{{}, m.kind});

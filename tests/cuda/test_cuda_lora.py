@@ -140,7 +140,7 @@ def test_matrices_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="adapters are float32, bfloat16 or float16, not int8"):
         compiled(Toy(SEED), adapters=1, adapter_rank=4, adapter_dtype="int8")
     for form, dtype in (("float16", "bfloat16"), ("bfloat16", "float16")):
-        with pytest.raises(ValueError, match="adapters of another type of 16 bits than the weights"):
+        with pytest.raises(ValueError, match="adapters of another 16-bit type than the weights"):
             Adapted(31, [12, 5], [{0: 3}], form, False, dtype, False)
 
 

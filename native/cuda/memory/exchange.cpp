@@ -84,7 +84,7 @@ void Exchange::connect(const std::vector<std::string>& addresses) {
   device_.use();
   for (int r = 0; r < peers_.world; r++) {
     Address other;
-    if (addresses[r].size() != sizeof other) throw std::invalid_argument("the address of a rank is not whole");
+    if (addresses[r].size() != sizeof other) throw std::invalid_argument("the address of a rank is incomplete");
     std::memcpy(&other, addresses[r].data(), sizeof other);
     if (std::memcmp(other.magic, kMagic, sizeof kMagic) || other.rank != r || other.world != peers_.world ||
         other.buffer_bytes != peers_.buffer_bytes || other.pushed != peers_.pushed_bytes)

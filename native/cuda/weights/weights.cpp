@@ -64,8 +64,8 @@ Matrix matrix_of(int rows, int k, const std::string& format, int group, int expe
   if (floats && group) throw std::invalid_argument("weights of type float8 have a scale for each row, and no groups");
   if (group < 0 || !has_group(group ? group : k, k) || (integers && group && group < k && group % kBlock))
     throw std::invalid_argument("weights of type " + format + " in groups of " + std::to_string(group) +
-                                " are not available on CUDA: of " + (integers ? "" : "16, 32 and ") +
-                                "multiples of 64 they are, and of whole rows");
+                                " are not available on CUDA: groups may be " + (integers ? "" : "16, 32, ") +
+                                "a multiple of 64 or whole rows");
   if ((integers || floats) && k > kMostIntegers)
     throw std::invalid_argument("matrix of " + std::to_string(k) +
                                 " input features: sums of 8-bit products are exact up to " +
@@ -394,9 +394,9 @@ DType16 Weights::dtype() const {
   }
   const bool f16 = are_dtype16[(int)DType16::f16];
   if (f16 && (are_dtype16[(int)DType16::bf16] || others))
-    throw std::invalid_argument("weights of type float16 beside others of type " +
+    throw std::invalid_argument("weights of type float16 with others of type " +
                                 std::string(others ? "int8, int4, w8a8, w4a8 or float8" : "bfloat16") +
-                                ": the CUDA backend has them alone, and beside float32");
+                                ": the CUDA backend allows only float32 beside float16");
   return f16 ? DType16::f16 : DType16::bf16;
 }
 
