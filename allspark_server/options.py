@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass
 from typing import Any
@@ -26,37 +26,40 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 @dataclass(frozen=True)
 class Option:
-    """One option. `kind` is the annotation without "| None", such as "int" or "list[str]"."""
+    """One option.
+
+    name, kind, default: of the dataclass' field; `kind` is its annotation without "| None", such as "int".
+    help: shown by --help and on the reference page; "" hides the option from both. `section` groups options there.
+    flag_name: the flag without hyphens in front; "": the name. `aliases` are further flags.
+    parse: the value of a flag's text, for types that argparse does not know; raises ValueError.
+    choices; accepts, rule: the allowed values; or a test of a value, and what a value must be, for the error.
+    implied: the value that the default stands for, if that is another one.
+    ranks: which ranks get it as an argument: FIRST_RANK, EVERY_RANK or "" (none).
+    worker: whether workers of the HTTP server get it as an argument.
+    reloadable: whether a running group takes over a new value on SIGHUP.
+    environment: the environment variable that is read where neither flag nor key is given.
+    reads_file: whether it names a file that the group reads.
+    model_field: the field of AsModelConfig that it sets.
+    """
 
     name: str
     kind: str
     default: Any
-    #: shown by --help and on the reference page; "" hides the option from both
     help: str
     section: str = ""
     metavar: str | None = None
-    #: the flag without hyphens in front; "": the name. `aliases` are further flags
     flag_name: str = ""
     aliases: tuple[str, ...] = ()
-    #: the value of a flag's text, for types that argparse does not know; raises ValueError
     parse: Callable[[str], Any] | None = None
     choices: tuple[str, ...] = ()
-    #: what a value must be, for the error if `accepts` is false
-    rule: str = ""
     accepts: Callable[[Any], bool] | None = None
-    #: the value that the default stands for, if that is another one
+    rule: str = ""
     implied: Any = None
-    #: which ranks get it as an argument: FIRST_RANK, EVERY_RANK or "" (none)
     ranks: str = ""
-    #: whether workers of the HTTP server get it as an argument
     worker: bool = False
-    #: whether a group that runs takes over a new value on SIGHUP
     reloadable: bool = False
-    #: the environment variable that is read where neither flag nor key is given
     environment: str = ""
-    #: whether it names a file that the group reads
     reads_file: bool = False
-    #: the field of AsModelConfig that it sets
     model_field: str = ""
 
     @property
@@ -83,12 +86,10 @@ class Option:
             details["action"] = "store_true"
         else:
             details |= {"metavar": self.metavar, "choices": self.choices or None}
-            if self.parse is not None:
-                details["type"] = self._parsed
-            elif self.kind.startswith("list["):
+            if self.parse is None and self.kind.startswith("list["):
                 details["action"] = "append"
-            elif self.kind in ("int", "float"):
-                details["type"] = {"int": int, "float": float}[self.kind]
+            else:
+                details["type"] = self._parsed if self.parse else {"int": int, "float": float}.get(self.kind)
         parser.add_argument(self.flag, *self.aliases, **details)
 
     def _parsed(self, text: str) -> Any:
@@ -109,12 +110,12 @@ class Option:
         return [word for item in (value if isinstance(value, list) else [value])
                 for word in (self.flag, json.dumps(item) if isinstance(item, dict) else str(item))]
 
-    def check(self, value: Any) -> None:
-        """Raises ValueError for a value of the right type that is not allowed."""
+    def check(self, value: Any, where: str) -> None:
+        """Raises ValueError, which begins with `where`, for a value of the right type that is not allowed."""
         if self.choices and value != self.default and value not in self.choices:
-            raise ValueError(f"{self.name} is {value!r}; allowed: {', '.join(self.choices)}")
+            raise ValueError(f"{where}: {self.name} is {value!r}; allowed: {', '.join(self.choices)}")
         if self.accepts is not None and not self.accepts(value):
-            raise ValueError(f"{self.name} is {value}; it must be {self.rule}")
+            raise ValueError(f"{where}: {self.name} is {value}; it must be {self.rule}")
 
 
 def option(default: Any, help: str, **details: Any) -> Any:
@@ -140,41 +141,37 @@ def add_arguments(parser: argparse.ArgumentParser, options: Iterable[Option],
         declared.add_to(sections[declared.section], default(declared))
 
 
+_access = functools.partial(option, section="access", ranks=FIRST_RANK)
+_file = functools.partial(_access, reads_file=True, worker=True)
+_logs = functools.partial(option, section="logs", ranks=EVERY_RANK, worker=True)
+_limit = functools.partial(option, section="limits", metavar="N", ranks=FIRST_RANK)
+
+
 @dataclass
 class ListenerOptions:
     """Options of a process that clients connect to: a group, or a worker of the HTTP server."""
 
-    token_file: str = option("", "clients must present a token of this file: a line 'ROLE TOKEN' for each, with the "
-                             "role read, generate, door or admin; a file with one token alone gives it the role admin",
-                             section="access", metavar="FILE", ranks=FIRST_RANK, worker=True, reads_file=True)
-    tls_cert: str = option("", "the server's certificate", section="access", metavar="PEM", ranks=FIRST_RANK,
-                           worker=True, reads_file=True)
-    tls_key: str = option("", "the key of that certificate", section="access", metavar="PEM", ranks=FIRST_RANK,
-                          worker=True, reads_file=True)
-    tls_ca: str = option("", "require client certificates that these certificates have signed", section="access",
-                         metavar="PEM", ranks=FIRST_RANK, worker=True, reads_file=True)
-    tls_role: str = option("", "the role of clients with a certificate if there is no token file", section="access",
-                           choices=tuple(role.value for role in access.Role), implied=access.Role.ADMIN.value,
-                           ranks=FIRST_RANK, worker=True)
-    insecure: bool = option(False, "serve a TCP address even if everybody who reaches it may do everything",
-                            section="access", ranks=FIRST_RANK)
-    socket_mode: str = option("", "the mode of Unix sockets (default 0600: this user alone; 0660 with --socket-group)",
-                              section="access", metavar="MODE", ranks=FIRST_RANK)
-    socket_group: str = option("", "the group that Unix sockets belong to", section="access", metavar="NAME",
-                               ranks=FIRST_RANK)
-    log_level: str = option("info", "log messages from this level on", section="logs", choices=LOG_LEVELS,
-                            ranks=EVERY_RANK, worker=True, reloadable=True)
-    log_format: str = option("text", "how to log: text for people, json for programs", section="logs",
-                             choices=logs.FORMATS, ranks=EVERY_RANK, worker=True)
+    token_file: str = _file("", "clients must present a token of this file: a line 'ROLE TOKEN' for each, with the "
+                            "role read, generate, door or admin; a file with one token alone gives it the role admin",
+                            metavar="FILE")
+    tls_cert: str = _file("", "the server's certificate", metavar="PEM")
+    tls_key: str = _file("", "the key of that certificate", metavar="PEM")
+    tls_ca: str = _file("", "require client certificates that these certificates have signed", metavar="PEM")
+    tls_role: str = _access("", "the role of clients with a certificate if there is no token file", worker=True,
+                            choices=tuple(role.value for role in access.Role), implied=access.Role.ADMIN.value)
+    insecure: bool = _access(False, "serve a TCP address even if everybody who reaches it may do everything")
+    socket_mode: str = _access("", "the mode of Unix sockets (default 0600: this user alone; 0660 with --socket-group)",
+                               metavar="MODE")
+    socket_group: str = _access("", "the group that Unix sockets belong to", metavar="NAME")
+    log_level: str = _logs("info", "log messages from this level on", choices=LOG_LEVELS, reloadable=True)
+    log_format: str = _logs("text", "how to log: text for people, json for programs", choices=logs.FORMATS)
 
 
 @dataclass
 class WorkerOptions(ListenerOptions):
-    """Options of the HTTP server that its workers take as arguments."""
+    """Options of the HTTP server that its workers take as arguments. `pool`: the addresses of the groups behind it."""
 
-    max_body_mib: int = option(0, "the largest request body that is accepted", section="limits", metavar="N",
-                               implied=16, worker=True)
-    #: addresses of the groups behind it
+    max_body_mib: int = _limit(0, "the largest request body that is accepted", implied=16, worker=True)
     pool: list[str] = option(list, "the address of a group; repeatable (default: $ALLSPARK_ADDRESS, or the address "
                              "that a group without one serves on)", section="groups", flag_name="address",
                              metavar="ADDRESS", worker=True)
@@ -190,8 +187,8 @@ class RankOptions(ListenerOptions):
 
     log_requests: bool = option(False, "log a line for each request that has ended", section="logs", ranks=FIRST_RANK)
     models: list[dict | str] = option(list, "a checkpoint to load and start: a directory, or org/name on the Hub; "
-                                      "repeatable; without one, clients install what they need",
-                                      flag_name="model", metavar="DIR", ranks=FIRST_RANK)
+                                      "repeatable; without one, clients install what they need", flag_name="model",
+                                      metavar="DIR", ranks=FIRST_RANK)
     address: list[str] = option(list, "host:port or unix:/path to serve on; repeatable (default: a Unix socket of this "
                                 "user; 127.0.0.1:50051 with a token file, --tls-ca or --insecure)", ranks=FIRST_RANK)
     state_file: str = option("", "keep the list of models in this file (default: a temporary file)", metavar="FILE",
@@ -199,18 +196,14 @@ class RankOptions(ListenerOptions):
     drain_limit: float = option(0.0, "how long requests may continue after a stop is requested, while no new ones are "
                                 "accepted (default 0; inf: until they have ended); a second request to stop ends them "
                                 "at once", metavar="SECONDS", ranks=FIRST_RANK, reloadable=True,
-                                rule="a number of seconds, at least 0, or inf",
-                                accepts=lambda value: value >= 0 and not math.isnan(value))
+                                accepts=lambda value: value >= 0, rule="a number of seconds, at least 0, or inf")
     model_root: list[str] = option(list, "clients may install models from below this directory; repeatable (default: "
-                                   "only those that --model names)", section="access", metavar="DIR",
-                                   ranks=FIRST_RANK)
-    max_message_mib: int = option(0, "the largest message that is accepted from a client", section="limits",
-                                  metavar="N", implied=16, ranks=FIRST_RANK)
-    max_requests: int = option(0, "how many requests of all clients may wait or run (default: only the limits of the "
-                               "models)", section="limits", metavar="N", ranks=FIRST_RANK)
-    max_tenant_requests: int = option(0, "how many requests of one tenant may wait or run; a tenant is a token, a "
-                                      "certificate, or otherwise a connection", section="limits", metavar="N",
-                                      ranks=FIRST_RANK)
+                                   "only those that --model names)", section="access", metavar="DIR", ranks=FIRST_RANK)
+    max_message_mib: int = _limit(0, "the largest message that is accepted from a client", implied=16)
+    max_requests: int = _limit(0, "how many requests of all clients may wait or run (default: only the limits of the "
+                               "models)")
+    max_tenant_requests: int = _limit(0, "how many requests of one tenant may wait or run; a tenant is a token, a "
+                                      "certificate, or otherwise a connection")
     strict: bool = option(False, "do not serve a model if its memory is on the wrong NUMA nodes", section="placement",
                           ranks=EVERY_RANK)
 

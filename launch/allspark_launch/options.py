@@ -74,23 +74,17 @@ class GroupOptions(RankOptions):
                 except (ValueError, TypeError) as error:
                     raise ValueError(f"{where.at('models', i)}: models: {error}") from None
         for key, value in values.items():
-            try:
-                known[key].check(value)
-            except ValueError as error:
-                raise ValueError(f"{where.at(key)}: {error}") from None
+            known[key].check(value, where.at(key))
         return cls(**values)
 
     def with_flags(self, parsed: argparse.Namespace) -> GroupOptions:
         """These options with the flags of a command line in their place. Raises ValueError."""
-        flags = {declared.name: getattr(parsed, declared.name) for declared in options_of(GroupOptions)
-                 if declared.name != "models"}
-        given = {name: value for name, value in flags.items() if value not in (None, 0, False, [])}
+        given = {}
         for declared in options_of(GroupOptions):
-            if declared.name in given:
-                try:
-                    declared.check(given[declared.name])
-                except ValueError as error:
-                    raise ValueError(f"{declared.flag}: {error}") from None
+            value = None if declared.name == "models" else getattr(parsed, declared.name)
+            if value not in (None, 0, False, []):
+                declared.check(value, declared.flag)
+                given[declared.name] = value
         return replace(self, **given)
 
     def changed(self) -> dict[str, Any]:
@@ -210,33 +204,12 @@ def group_options(parsed: argparse.Namespace) -> GroupOptions:
     return replace(group.with_flags(parsed), models=models)
 
 
-@dataclass(frozen=True)
-class ReferenceRow:
-    """One option on the reference page. Texts are "" where the option has no such thing."""
-
-    section: str
-    flags: str
-    key: str
-    environment: str
-    kind: str
-    default: str
-    choices: str
-    reloadable: bool
-    help: str
-
-
-def reference_rows() -> Iterator[ReferenceRow]:
-    """Every option of `allspark serve`, for the documentation. Those with a key also are keys of pool.toml's [defaults]
-    and [[member]].
+def reference_rows() -> Iterator[tuple[Option, bool]]:
+    """Every option of `allspark serve`, for the documentation, and whether it is a key of configuration files, as well
+    as of [defaults] and [[member]] in pool.toml.
     """
     for declared in (ServeOptions, GroupOptions, ModelOptions):
-        for o in options_of(declared):
-            if o.help:
-                default = o.effective_default
-                yield ReferenceRow(o.section, ", ".join([o.flag, *o.aliases]),
-                                   o.name if declared is GroupOptions else "", o.environment, o.kind,
-                                   "" if default in (None, "", []) else str(default), ", ".join(o.choices),
-                                   o.reloadable, o.help)
+        yield from ((option, declared is GroupOptions) for option in options_of(declared) if option.help)
 
 
 def _is_a(value: object, kind: str) -> bool:
