@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TextIO, cast
 
 if TYPE_CHECKING:
@@ -90,6 +91,15 @@ class Outlet(io.RawIOBase):
                 time.sleep(0.05)
             except OSError:                 # the reader has gone away
                 return
+
+
+def write_whole(path: Path, text: str, mode: int | None = None) -> None:
+    """Writes a file that readers see whole or not at all. `mode`: its permissions."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(text, encoding="utf-8")
+    if mode is not None:
+        new.chmod(mode)
+    new.replace(path)
 
 
 @contextlib.contextmanager

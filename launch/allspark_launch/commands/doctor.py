@@ -97,17 +97,15 @@ def _memory() -> list[Finding]:
 
 def kernel_of(machine: Topology, root: str = "/") -> list[Finding]:
     """Settings of the kernel that slow groups down: clock, huge pages, migration of pages."""
-    def read(path: str) -> str:
-        return sysfs.text(Path(root, path))
-
     found = []
-    governors = {cpu: read(f"sys/devices/system/cpu/cpu{cpu}/cpufreq/scaling_governor") for cpu in machine.allowed_cpus}
+    governors = {cpu: sysfs.text(Path(root, f"sys/devices/system/cpu/cpu{cpu}/cpufreq/scaling_governor"))
+                 for cpu in machine.allowed_cpus}
     slow = [cpu for cpu, governor in governors.items() if governor not in ("", "performance")]
     if slow:
         text = f"the governor of CPUs {format_list(slow)} is {governors[slow[0]]!r}: they reach full speed slowly"
         found.append(Finding("note", "clock", text, "as root: cpupower frequency-set -g performance"))
     huge = "sys/kernel/mm/transparent_hugepage/"
-    pages, defrag = (re.search(r"\[([\w+]+)\]", read(huge + name)) for name in ("enabled", "defrag"))
+    pages, defrag = (re.search(r"\[([\w+]+)\]", sysfs.text(Path(root, huge + name))) for name in ("enabled", "defrag"))
     if pages and pages[1] == "never":
         found.append(Finding("note", "huge pages", "transparent huge pages are off: memory is read more slowly",
                              f"as root: echo madvise >/{huge}enabled"))
@@ -116,12 +114,12 @@ def kernel_of(machine: Topology, root: str = "/") -> list[Finding]:
         if defrag and defrag[1] == "never":
             text = "allocations do not make huge pages: after some uptime much memory is in small pages"
             found.append(Finding("note", "huge pages", text, f"as root: echo madvise >/{huge}defrag"))
-    balancing = read("proc/sys/kernel/numa_balancing")
+    balancing = sysfs.text(Path(root, "proc/sys/kernel/numa_balancing"))
     if balancing not in ("", "0") and len(machine.nodes) > 1:
         found.append(Finding("note", "NUMA", "automatic balancing is on; pinned ranks gain nothing from it",
                              "as root: sysctl kernel.numa_balancing=0"))
     demotion = "sys/kernel/mm/numa/demotion_enabled"
-    if read(demotion) in ("1", "true") and any(n.has_memory and not n.cpus for n in machine.nodes):
+    if sysfs.text(Path(root, demotion)) in ("1", "true") and any(n.has_memory and not n.cpus for n in machine.nodes):
         text = "the kernel may move unused memory to nodes without CPUs, even if it is bound to another node"
         found.append(Finding("note", "NUMA", text, f"as root: echo 0 >/{demotion}"))
     return found

@@ -10,6 +10,7 @@ from pathlib import Path
 from allspark_server.options import add_arguments, options_of
 
 from ..group.http_server import HttpOptions, http_server
+from ..output import write_whole
 from ..pool.members import default_address, environment_addresses
 from . import AddCommand
 
@@ -45,8 +46,6 @@ def _http(parsed: argparse.Namespace) -> int:
         signal.signal(number, lambda *_: stop.set())
     with http_server(options) as running:
         if parsed.ready_file:
-            path = Path(parsed.ready_file)
-            path.with_name(path.name + ".new").write_text(json.dumps({"address": running.address}) + "\n")
-            path.with_name(path.name + ".new").replace(path)
+            write_whole(Path(parsed.ready_file), json.dumps({"address": running.address}) + "\n")
         stop.wait()
     return 0

@@ -6,6 +6,8 @@ import sys
 import time
 from collections.abc import Iterable
 
+import grpc
+
 from ..pool.members import Member, add_target_options, placed, targets
 from . import AddCommand
 
@@ -20,7 +22,6 @@ def add_command(command: AddCommand) -> None:
 
 def status(options: argparse.Namespace) -> int:
     """`allspark pool status`: 0 if all members serve."""
-    import grpc
     rows = [("member", "address", "state", "ranks", "placed", "requests", "restarts", "models")]
     bad = 0
     for target in targets(options):
@@ -66,7 +67,6 @@ def top(options: argparse.Namespace) -> int:
 
 
 def _top_table(members: list[Member]) -> list[str]:
-    import grpc
     rows: list[tuple[str, ...]] = [
         ("member", "model", "running", "waiting", "tokens/s", "prefill/s", "cache", "hits", "exchange", "wait", "")]
     for member in members:

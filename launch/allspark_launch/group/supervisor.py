@@ -27,6 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..output import write_whole
 from .agents import Agent, Agents
 from .incarnation import Incarnation, Limits, Rank, Start
 from .notify import Notifier
@@ -403,10 +404,7 @@ class Supervisor:
 
 
 def _write_json(file: Path, content: dict) -> None:
-    """Writes a file that a reader sees whole or not at all."""
-    temporary = file.with_name(file.name + ".new")
     try:
-        temporary.write_text(json.dumps(content) + "\n")
-        temporary.replace(file)
+        write_whole(file, json.dumps(content) + "\n")
     except OSError as error:
         logger.error("%s cannot be written: %s", file.name, error.strerror)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..options import RELOADABLE
+from ..output import write_whole
 from . import layout as layouts
 from .decisions import installed_members, laid_out_pool
 from .pool import Pool
@@ -96,10 +97,7 @@ def _files(options: argparse.Namespace, pool: Pool) -> dict[Path, str]:
 def _write(files: dict[Path, str]) -> None:
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(path.name + ".new")
-        new.write_text(text)
-        new.chmod(0o644)        # has names of files with secrets, but no secrets
-        new.replace(path)
+        write_whole(path, text, 0o644)      # it has names of files with secrets, but no secrets
         print(f"wrote {path}")
 
 

@@ -13,6 +13,7 @@ from allspark_server import access
 from ..machine.placement import nearest_memory
 from ..machine.topology import Topology, format_list
 from ..options import GroupOptions
+from ..output import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -113,11 +114,8 @@ class Kept:
             self.path.unlink(missing_ok=True)
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        new = self.path.with_name(self.path.name + ".new")
-        new.write_text(json.dumps({"said": self.said, "decisions": {n: asdict(d) for n, d in self.decisions.items()}},
-                                  indent=1) + "\n", encoding="utf-8")
-        new.chmod(0o644)
-        new.replace(self.path)
+        content = {"said": self.said, "decisions": {n: asdict(d) for n, d in self.decisions.items()}}
+        write_whole(self.path, json.dumps(content, indent=1) + "\n", 0o644)
 
     def layout_of(self, member: str, layout: str) -> str:
         """The layout of a member; "auto" is its decision, or wide before there is one."""

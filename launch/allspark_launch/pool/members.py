@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import grpc
+from grpc_health.v1 import health_pb2
+
+from allspark_client._proto import allspark_pb2 as pb
 from allspark_server import access
 
 from .units import CONFIG_DIR
 
 if TYPE_CHECKING:
-    from allspark_client._proto import allspark_pb2 as pb
-
     from .pool import Pool
 
 CALL_SECONDS = 5.0
@@ -90,7 +92,6 @@ class Member:
     """A connection to one group. Its calls raise grpc.RpcError."""
 
     def __init__(self, target: Target):
-        import grpc
         self.target = target
         options = [("grpc.default_authority", "localhost")] if access.is_unix(target.address) else []
         if target.tls_ca:
@@ -113,23 +114,18 @@ class Member:
 
     def info(self) -> pb.ServerInfo:
         """The group's ranks, models and state."""
-        from allspark_client._proto import allspark_pb2 as pb
         return self._call("GetServerInfo", pb.ServerInfoRequest(), pb.ServerInfo)
 
     def stat(self, model: str) -> pb.EngineStat:
         """A model's load and counters."""
-        from allspark_client._proto import allspark_pb2 as pb
         return self._call("GetStat", pb.ModelRequest(model=model), pb.EngineStat)
 
     def drain(self, undo: bool = False) -> pb.ServerInfo:
         """Makes the group refuse new requests, or accept them again. Needs the role admin."""
-        from allspark_client._proto import allspark_pb2 as pb
         return self._call("Drain", pb.DrainRequest(undo=undo), pb.ServerInfo)
 
     def serves(self) -> bool:
         """Whether its health is SERVING."""
-        import grpc
-        from grpc_health.v1 import health_pb2
         check = self._channel.unary_unary("/grpc.health.v1.Health/Check",
                                           health_pb2.HealthCheckRequest.SerializeToString,
                                           health_pb2.HealthCheckResponse.FromString)

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import grpc
+
 from .decisions import installed_pool
 from .members import Member, Target, pool_targets, targets
 from .pool import Pool
@@ -40,7 +42,6 @@ def drain(options: argparse.Namespace) -> int:
 
 
 def _call(method: Callable[..., Any], target: Target, *arguments: Any) -> Any:
-    import grpc
     try:
         return method(*arguments)
     except grpc.RpcError as error:
