@@ -27,12 +27,12 @@ def laid_out_pool(options: argparse.Namespace) -> tuple[Pool, layouts.Kept]:
         if flag and own not in ("", flag):
             raise ValueError(f"{options.config}: {key} is {own!r}, but --{key} is {flag!r}; leave one of them out")
         if flag:
-            kept.said[key] = flag
+            kept.flags[key] = flag
         elif own:
-            kept.said.pop(key, None)
+            kept.flags.pop(key, None)
     machine = read_topology()
     pool.laid_out(kept, machine)        # reports errors before anything is measured
-    if (kept.said.get("layout") or pool.layout) == "auto":
+    if (kept.flags.get("layout") or pool.layout) == "auto":
         _decide(options, pool, kept, machine)
     elif options.measure:
         raise ValueError("--measure is for layout = \"auto\"")
@@ -42,7 +42,7 @@ def laid_out_pool(options: argparse.Namespace) -> tuple[Pool, layouts.Kept]:
 
 def _decide(options: argparse.Namespace, pool: Pool, kept: layouts.Kept, machine: Topology) -> None:
     """Finds a layout for each member that has none of its own. Prints the decision and the reason."""
-    purpose = kept.said.get("optimize") or pool.optimize or layouts.PURPOSES[0]
+    purpose = kept.flags.get("optimize") or pool.optimize or layouts.PURPOSES[0]
     known = [] if options.measure else list(kept.decisions.values())
     for name, member in pool.members.items():
         if not layouts.is_open(member):
@@ -77,7 +77,7 @@ def _decide(options: argparse.Namespace, pool: Pool, kept: layouts.Kept, machine
 def _measured(name: str, member: GroupOptions, machine: Topology, purpose: str, wanted: dict) -> layouts.Decision:
     from ..bench import layouts as bench
     measured = bench.measure(layouts.candidates(member, machine), purpose,
-                          lambda text: print(f"{name}: {text}", flush=True))
+                             lambda text: print(f"{name}: {text}", flush=True))
     print(bench.table(measured))
     layout, why = bench.choose(measured, purpose)
     print(f"{name}: layout {layout}, for {purpose}: {why}")

@@ -89,10 +89,10 @@ def path_of(pool: str, config_dir: str) -> Path:
 
 @dataclass
 class Kept:
-    """What is kept of a pool beside its file: `said`, the flags of install and apply, and `decisions`, by member."""
+    """What is kept of a pool beside its file: `flags`, those of install and apply, and `decisions`, by member."""
 
     path: Path
-    said: dict[str, str] = field(default_factory=dict)
+    flags: dict[str, str] = field(default_factory=dict)
     decisions: dict[str, Decision] = field(default_factory=dict)
 
     @classmethod
@@ -110,11 +110,11 @@ class Kept:
 
     def write(self) -> None:
         """Writes the file, or removes it if there is nothing to keep."""
-        if not self.said and not self.decisions:
+        if not self.flags and not self.decisions:
             self.path.unlink(missing_ok=True)
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        content = {"said": self.said, "decisions": {n: asdict(d) for n, d in self.decisions.items()}}
+        content = {"said": self.flags, "decisions": {n: asdict(d) for n, d in self.decisions.items()}}
         write_whole(self.path, json.dumps(content, indent=1) + "\n", 0o644)
 
     def layout_of(self, member: str, layout: str) -> str:

@@ -88,7 +88,7 @@ class Pool:
     def laid_out(self, kept: layouts.Kept, machine: Topology) -> Pool:
         """The pool with one member per NUMA node where the layout says so. ValueError names the member that cannot."""
         result = replace(self, members={}, places={})
-        layout = kept.said.get("layout") or self.layout or layouts.LAYOUTS[0]
+        layout = kept.flags.get("layout") or self.layout or layouts.LAYOUTS[0]
         for name, member in self.members.items():
             parts = {name: member}
             if layouts.is_open(member) and layout != "wide":
