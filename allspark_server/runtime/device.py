@@ -4,6 +4,7 @@ native executors for it.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,6 +23,8 @@ from allspark_server.weights.quantized import ColumnSlice
 
 if TYPE_CHECKING:
     from allspark_server.runtime.rank_model import RankModel
+
+logger = logging.getLogger(__name__)
 
 #: bytes of a GPU's memory for the driver, kernels and recorded steps, which are not counted otherwise
 GPU_RESERVE = 768 << 20
@@ -297,6 +300,8 @@ class Gpu:
                  draft: Any, masks: int, adapters: dict[str, Any]) -> None:
         """See `Device.allocate`."""
         executor.allocate(rows, *sizes, cache_dtype, outputs, masks, draft=draft, **adapters)
+        for row in executor.kernels():
+            logger.debug("kernel of %(op)s, %(shape)s, rows %(first)s to %(last)s: %(kernel)s", row)
 
     def meter(self) -> GpuCeilingMeter:
         """See `Device.meter`."""
