@@ -1,8 +1,8 @@
 // The kernels that a model's step would take, for benchmarks that launch them one by one. Compile with
 // native/cuda/kernel_choice.cpp.
 #pragma once
-#include "cuda/kernels/by_dtype16.h"
 #include "cuda/kernel_choice.h"
+#include "cuda/kernels/by_dtype16.h"
 #include "cuda/kernels/common/shared_limit.h"
 
 namespace as {

@@ -4,8 +4,8 @@
 #include <cstdlib>
 #include <random>
 
-#include "cuda/step/draw_list.h"
 #include "cuda/kernels/sampling/draw.cu"
+#include "cuda/step/draw_list.h"
 
 namespace {
 

@@ -7,7 +7,7 @@
 // adjacent tiles of rows and of columns are a cluster: each copies a part of what they share for all. Pieces of K
 // (tiles.h) are computed one after the other and added in registers, or for wide tiles partly in shared memory; or,
 // where tiles are too few for all processors, by as many blocks of a cluster, which then add them up out of each
-// other's memory. Tiles that are left for the end are shared by pieces (tile_parts.cuh).
+// other's memory. Tiles that are left for the end are shared by pieces (tile_scheduler.cuh).
 //
 // What bounds tiles of 192 columns and less is shared memory, which gives or takes 128 bytes in a cycle: the wider, the
 // fewer bytes for each product.
@@ -17,9 +17,9 @@
 #include <utility>
 
 #include "cuda/kernels/common/wgmma_registers.cuh"
-#include "cuda/kernels/gemm/byte_tile_ends.cuh"
-#include "cuda/kernels/gemm/row_sums.cuh"
-#include "cuda/kernels/gemm/tile_parts.cuh"
+#include "cuda/kernels/gemm/epilogue_8bit.cuh"
+#include "cuda/kernels/gemm/epilogue_rows.cuh"
+#include "cuda/kernels/gemm/tile_scheduler.cuh"
 
 namespace as {
 namespace cuda {
@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int pieces = S::kBeside ? k.count : 1, cluster = kSharers * pieces;
   const int rank = blockIdx.x % cluster, piece = rank % pieces, down = rank / pieces / kAcross,
             across = rank / pieces % kAcross;
-  const Parts<S, true> parts(walk, k.blocks, blockIdx.x / cluster, gridDim.x / cluster, down, across);
+  const TileScheduler<S, true> parts(walk, k.blocks, blockIdx.x / cluster, gridDim.x / cluster, down, across);
   const int count = parts.count();
   // Of a part of a tile what is computed here.
   const int first_block = piece * k.length, end_block = S::kBeside ? min(first_block + k.length, k.blocks) : k.blocks;
@@ -409,7 +409,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         const auto& sums = of_pieces<kChained>(total, d);
         const Results<S, std::decay_t<decltype(sums)>> results(sums, end_now);
         if constexpr (!kGated)
-          write_sums<kColumns, kAsked, true>(p, rows, first_row, end.column, results, end_now + kColumns * 4);
+          epilogue_rows<kColumns, kAsked, true>(p, rows, first_row, end.column, results, end_now + kColumns * 4);
         else if (p.bias) write_gated<true, kColumns>(p, rows, first_row, end.column / 2, results);
         else write_gated<false, kColumns>(p, rows, first_row, end.column / 2, results);
       }

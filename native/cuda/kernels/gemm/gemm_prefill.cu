@@ -11,9 +11,9 @@
 #include <type_traits>
 
 #include "cuda/kernels/by_dtype16.h"
+#include "cuda/kernels/gemm/epilogue_rows.cuh"
 #include "cuda/kernels/gemm/gemm_wgmma.h"
-#include "cuda/kernels/gemm/row_sums.cuh"
-#include "cuda/kernels/gemm/tile_parts.cuh"
+#include "cuda/kernels/gemm/tile_scheduler.cuh"
 
 namespace as {
 namespace cuda {
@@ -145,8 +145,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) char shared[];
   __shared__ Barriers<S::kStages> barriers;
   const int rank = blockIdx.x % kCluster, down = rank / kAcross, across = rank % kAcross;
-  const Parts<S, false> parts(walk, k.blocks, blockIdx.x / S::kCluster, gridDim.x / S::kCluster,
-                              blockIdx.x % S::kCluster / S::kAcross, blockIdx.x % S::kAcross);
+  const TileScheduler<S, false> parts(walk, k.blocks, blockIdx.x / S::kCluster, gridDim.x / S::kCluster,
+                                      blockIdx.x % S::kCluster / S::kAcross, blockIdx.x % S::kAcross);
   const int count = parts.count();
   const uint32_t stages = shared_address(shared);
   let_next_begin();
@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
         for (int i = 0; i < 4; i++) v[i] = sums[sixteen * 8 + h * 2 + i / 2 * 4 + i % 2];
       };
-      if constexpr (!kGated) write_sums<kColumns, 4, false>(p, rows, first_row, end.column, results);
+      if constexpr (!kGated) epilogue_rows<kColumns, 4, false>(p, rows, first_row, end.column, results);
       else if (p.bias) write_gated<true, kColumns>(p, rows, first_row, end.column / 2, results);
       else write_gated<false, kColumns>(p, rows, first_row, end.column / 2, results);
     }

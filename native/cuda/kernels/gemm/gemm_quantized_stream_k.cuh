@@ -18,7 +18,7 @@
 #include "cuda/kernels/common/wgmma_registers.cuh"
 #include "cuda/kernels/gemm/byte_pieces.cuh"
 #include "cuda/kernels/gemm/code_fragments.cuh"
-#include "cuda/kernels/gemm/column_sums.cuh"
+#include "cuda/kernels/gemm/epilogue_columns.cuh"
 #include "cuda/kernels/gemm/stream_k_scheduler.cuh"
 
 namespace as {
@@ -527,7 +527,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         const float* from = scratch.pieces + (size_t)place * k.pieces * S::kSums + threadIdx.x;
         add_pieces<kValues, S::kWorkers, S::kSums>(from, k.pieces, sums);
       }
-      finish_columns<Format::kScales>(p, rows, row, column_block, sums, S::kOwn ? &made.scale : p.bytes.scales);
+      epilogue_columns<Format::kScales>(p, rows, row, column_block, sums, S::kOwn ? &made.scale : p.bytes.scales);
     }
   }
 #endif

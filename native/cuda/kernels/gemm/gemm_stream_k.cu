@@ -35,10 +35,10 @@ struct Part {
   int tile, begin, end;
 };
 // The parts that a block of threads has, in the order in which it computes them.
-struct Parts {
+struct TileScheduler {
   int blocks, begin, end;  // of K; what is its own of all blocks of all tiles
 
-  __device__ Parts(int tiles, int blocks) : blocks(blocks) {
+  __device__ TileScheduler(int tiles, int blocks) : blocks(blocks) {
     const int64_t all = (int64_t)tiles * blocks;
     begin = (int)(all * blockIdx.x / gridDim.x), end = (int)(all * (blockIdx.x + 1) / gridDim.x);
   }
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64_t full[kStages], empty[kStages];
   const int row_tiles = (rows + kRows - 1) / kRows, column_blocks = blocks_of(p.w.n);
-  const Parts parts((column_blocks + kGroups - 1) / kGroups * row_tiles, k.blocks);
+  const TileScheduler parts((column_blocks + kGroups - 1) / kGroups * row_tiles, k.blocks);
   const int count = parts.count();
   const uint32_t stages = shared_address(shared);
   let_next_begin();

@@ -28,9 +28,9 @@ struct TilePart {
 // the other. kFirst: what others go on with comes first of all, so that clusters do not end their tiles, and write, all
 // at the same time; or after tiles that are not shared. down, across: the block's place in its cluster.
 template <typename S, bool kFirst>
-class Parts {
+class TileScheduler {
  public:
-  __device__ Parts(const Walk& walk, int blocks, int cluster, int clusters, int down, int across)
+  __device__ TileScheduler(const Walk& walk, int blocks, int cluster, int clusters, int down, int across)
       : walk_(walk),
         blocks_(blocks),
         units_((blocks + walk.unit - 1) / walk.unit),

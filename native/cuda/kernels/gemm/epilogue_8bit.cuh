@@ -9,8 +9,8 @@
 #include <utility>
 
 #include "cuda/kernels/gemm/epilogue.cuh"
+#include "cuda/kernels/gemm/epilogue_rows.cuh"
 #include "cuda/kernels/gemm/gemm_integer.h"
-#include "cuda/kernels/gemm/row_sums.cuh"
 
 namespace as {
 namespace cuda {
@@ -101,8 +101,8 @@ class Totals {
   uint32_t shared_;
 };
 
-// What a thread's sums of a tile are in the end, as write_sums() and write_gated() ask for them: of 16 columns, of its
-// first or its second row, columns 2 q, 2 q + 1, 8 + 2 q, 9 + 2 q.
+// What a thread's sums of a tile are in the end, as epilogue_rows() and write_gated() ask for them: of 16 columns, of
+// its first or its second row, columns 2 q, 2 q + 1, 8 + 2 q, 9 + 2 q.
 template <typename S, typename Sums>
 class Results {
  public:

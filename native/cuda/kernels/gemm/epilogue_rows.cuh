@@ -70,8 +70,8 @@ __device__ inline float4 load_four(uint32_t address) {
 // each has four adjacent ones. Of kAsked of these at a time what they are added to is asked for while those before are
 // computed with: one after the other would wait for each. bias: of the tile's columns, where it is in shared memory.
 template <int kColumns, int kAsked, bool kBiasShared, typename Results>
-__device__ inline void write_sums(const Product& p, int rows, int first_row, int first_column, const Results& results,
-                                  uint32_t bias = 0) {
+__device__ inline void epilogue_rows(const Product& p, int rows, int first_row, int first_column,
+                                     const Results& results, uint32_t bias = 0) {
   constexpr int kSixteens = kColumns / 16, kSteps = (kSixteens + kAsked - 1) / kAsked * 2;
   const unsigned thread = afresh(threadIdx.x % 128), lane = thread % 32, odd = lane % 2;
   const int width = p.y.width, within = 8 * odd + lane % 4 / 2 * 4, column = first_column + within,
