@@ -239,7 +239,7 @@ class BuildExt(build_ext):
             # Draws have the host's bits: no product is contracted with a sum.
             kernels = ROOT / "native/cuda/kernels"
             jobs += [(source, temporary / "cuda" / dtype / source.parent.relative_to(kernels),
-                      [str(nvcc), *flags, f"-DAS_DTYPE16={dtype}", *(["-fmad=false"] if source.stem == "draw" else [])])
+                      [str(nvcc), *flags, f"-DAS_DTYPE16={dtype}", *(["-fmad=false"] if source.stem == "sample" else [])])
                      for source in sorted(kernels.rglob("*.cu"))
                      for dtype in (DTYPES16 if "AS_DTYPE16" in source.read_text() else DTYPES16[:1])]
             libraries += [str(static), "-ldl", "-lrt"]

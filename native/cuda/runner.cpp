@@ -53,7 +53,7 @@ CudaRunner::CudaRunner(const Device& device, const Program& program, Weights& we
     host_hidden_ =
         Memory(outputs * workspace_.tensors[hidden_].rows.width * sizeof(float), "hidden states", Memory::Where::host);
   if (width == sample.integer("vocab_size"))
-    draws_.emplace(device_, logits().values(), workspace_.best.as<Best>(), width, (int)outputs, masks);
+    draws_.emplace(device_, logits().values(), workspace_.best.as<Argmax>(), width, (int)outputs, masks);
   sampler_.attach(sample, host_logits_.as<float>(), width, (int)outputs, masks);
 }
 
@@ -116,8 +116,8 @@ bool CudaRunner::draw(const Batch& batch) {
     if (drawing_.timed) times_.mark(drawing_.turn, device_.stream());
     if (draws_) draws_->queue(batch, drawn_by_);
     if (drawing_.timed) times_.mark(drawing_.turn, device_.stream());
-    if (std::find(drawn_by_.begin(), drawn_by_.end(), DrawnBy::best) != drawn_by_.end())
-      check(cudaMemcpyAsync(host_best_.as(), workspace_.best.as(), batch.outputs.size() * kBestParts * sizeof(Best),
+    if (std::find(drawn_by_.begin(), drawn_by_.end(), SampledBy::argmax) != drawn_by_.end())
+      check(cudaMemcpyAsync(host_best_.as(), workspace_.best.as(), batch.outputs.size() * kArgmaxParts * sizeof(Argmax),
                             cudaMemcpyDeviceToHost, device_.stream()),
             "copying draws");
     copy_logits(batch, drawing_.want_logits);
@@ -125,7 +125,7 @@ bool CudaRunner::draw(const Batch& batch) {
   if (!drawn_) check(cudaEventCreateWithFlags(&drawn_, cudaEventDisableTiming), "making an event");
   check(cudaEventRecord(drawn_, device_.stream()), "recording an event");
   if (ranks_) return false;  // ranks have to agree first
-  return std::find(drawn_by_.begin(), drawn_by_.end(), DrawnBy::host) == drawn_by_.end();
+  return std::find(drawn_by_.begin(), drawn_by_.end(), SampledBy::host) == drawn_by_.end();
 }
 
 bool CudaRunner::done() const { return cudaEventQuery(drawn_) != cudaErrorNotReady; }
@@ -152,20 +152,20 @@ Drawn CudaRunner::finish(const Batch& batch) {
   Batch rest;  // what the host draws
   bool any = false;
   rest.outputs = batch.outputs, rest.slots = batch.slots;
-  std::vector<Best> drawn_here;  // of the outputs that the device draws
+  std::vector<Argmax> drawn_here;  // of the outputs that the device draws
   const int begin = program_.ops().back().integer("vocab_begin");
   for (size_t i = 0; i < outputs; i++) {
-    if (drawn_by_[i] == DrawnBy::host) any = true;
+    if (drawn_by_[i] == SampledBy::host) any = true;
     else rest.outputs[i].wanted = Wanted::nothing;
-    if (drawn_by_[i] != DrawnBy::best) continue;
-    Best best = together(host_best_.as<Best>() + i * kBestParts);
+    if (drawn_by_[i] != SampledBy::argmax) continue;
+    Argmax best = merged(host_best_.as<Argmax>() + i * kArgmaxParts);
     if (best.token >= 0) best.token += begin;
     drawn_here.push_back(best);
   }
   if (ranks_ && !drawn_here.empty()) agree(drawn_here);
   auto best = drawn_here.begin();
   for (size_t i = 0; i < outputs; i++) {
-    if (drawn_by_[i] != DrawnBy::best) continue;
+    if (drawn_by_[i] != SampledBy::argmax) continue;
     std::fill_n(drawn.samples[i].top_ids, kMaxTopLogprobs, -1);
     if (best->not_finite || best->token < 0) drawn.samples[i].status = SampleStatus::kNotFinite;
     else drawn.samples[i].token = best->token;
@@ -177,11 +177,11 @@ Drawn CudaRunner::finish(const Batch& batch) {
 
 // The best of every rank's part of the vocabulary become the best of all, on every rank. Of equal logits the lower
 // rank's counts, whose ids are lower.
-void CudaRunner::agree(std::vector<Best>& best) const {
-  const auto bytes_of = [](std::vector<Best>& all) { return reinterpret_cast<char*>(all.data()); };
-  const size_t bytes = best.size() * sizeof(Best);
+void CudaRunner::agree(std::vector<Argmax>& best) const {
+  const auto bytes_of = [](std::vector<Argmax>& all) { return reinterpret_cast<char*>(all.data()); };
+  const size_t bytes = best.size() * sizeof(Argmax);
   const std::vector<std::string> messages = ranks_->window.gather(std::string(bytes_of(best), bytes));
-  std::vector<Best> other(best.size());
+  std::vector<Argmax> other(best.size());
   for (size_t r = 1; r < messages.size(); r++) {  // on rank 0
     if (messages[r].size() != bytes) throw std::runtime_error("a rank drew for another batch");
     std::memcpy(bytes_of(other), messages[r].data(), bytes);
@@ -207,17 +207,17 @@ bool CudaRunner::decodes(const Batch& batch) const {
 void CudaRunner::share_draws(const Batch& batch) {
   drawn_by_.clear();
   for (const Output& out : batch.outputs) {
-    if (out.wanted == Wanted::nothing) drawn_by_.push_back(DrawnBy::nobody);
+    if (out.wanted == Wanted::nothing) drawn_by_.push_back(SampledBy::nobody);
     else if (out.wanted == Wanted::draw && is_greedy(batch.slot(out.slot).sampling, out))
-      drawn_by_.push_back(DrawnBy::best);
-    else drawn_by_.push_back(draws_ ? DrawnBy::draws : DrawnBy::host);
+      drawn_by_.push_back(SampledBy::argmax);
+    else drawn_by_.push_back(draws_ ? SampledBy::device : SampledBy::host);
   }
 }
 
 // Queues the copy of what the host draws from.
 void CudaRunner::copy_logits(const Batch& batch, bool all) {
   const size_t width = logits().rows.width;
-  const auto wanted = [&](size_t i) { return all || drawn_by_[i] == DrawnBy::host; };
+  const auto wanted = [&](size_t i) { return all || drawn_by_[i] == SampledBy::host; };
   for (size_t begin = 0, end; begin < batch.outputs.size(); begin = end) {
     for (end = begin; end < batch.outputs.size() && wanted(end); end++) {}
     if (end > begin)

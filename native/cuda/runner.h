@@ -9,7 +9,7 @@
 #include "batch/logit_sampler.h"
 #include "batch/queued_decoder.h"
 #include "cuda/ops/ops.h"
-#include "cuda/step/draws.h"
+#include "cuda/step/device_sampler.h"
 #include "cuda/step/op_times.h"
 
 namespace as::cuda {
@@ -66,7 +66,7 @@ class CudaRunner : public QueuedRunner {
   bool decodes(const Batch& batch) const;
   void share_draws(const Batch& batch);
   void copy_logits(const Batch& batch, bool all);
-  void agree(std::vector<Best>& best) const;
+  void agree(std::vector<Argmax>& best) const;
 
   const Device& device_;
   const Program& program_;
@@ -80,8 +80,8 @@ class CudaRunner : public QueuedRunner {
   int hidden_ = -1;       // the tensor of hidden states; -1: none
   size_t hidden_rows_ = 0;
   Memory host_best_, host_logits_, host_hidden_;
-  std::optional<Draws> draws_;     // none: this rank has a part of the vocabulary
-  std::vector<DrawnBy> drawn_by_;  // of each output of the step
+  std::optional<DeviceSampler> draws_;  // none: this rank has a part of the vocabulary
+  std::vector<SampledBy> drawn_by_;     // of each output of the step
   struct Step {
     bool heads, want_logits;  // heads: whether it computes logits
     bool timed = false;

@@ -19,7 +19,7 @@ SEED = int(os.environ.get("ALLSPARK_TEST_SEED", secrets.randbits(31)))
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_bits_of_the_hosts_sampler(tmp_path):
-    sources = [NATIVE / "cuda/step/draw_list.cpp", NATIVE / "sampling/sampler.cpp",
+    sources = [NATIVE / "cuda/step/sample_list.cpp", NATIVE / "sampling/sampler.cpp",
                NATIVE / "sampling/sampler_shard.cpp"]
     emulated = Path(__file__).parent / "emulated"
     compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "g++")

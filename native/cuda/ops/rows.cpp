@@ -1,5 +1,5 @@
 // Ops that choose rows: the embedding, rows with outputs, hidden states and the logits that are sampled.
-#include "cuda/kernels/sampling/best.h"
+#include "cuda/kernels/sampling/argmax.h"
 #include "cuda/ops/fusion.h"
 
 namespace as::cuda {
@@ -10,7 +10,7 @@ int bind_embedding(Binding& b, size_t i) {
   const Rows y = partial_of(b, i).value_or(b.out(op).rows);
   b.add_launch(kAllRows,
                [=, table = b.matrix(op), begin = op.integer("vocab_begin"), factor = (float)op.number("scale"),
-                data = &*b.workspace.data, drawn = b.workspace.best.as<Best>(),
+                data = &*b.workspace.data, drawn = b.workspace.best.as<Argmax>(),
                 queue = b.queue](int rows) { embed(table, data->tokens(), drawn, rows, begin, factor, y, queue); });
   return 0;
 }
@@ -30,8 +30,8 @@ int bind_hidden_states(Binding& b, size_t i) {
 }
 
 int bind_sample(Binding& b, size_t i) {
-  b.add_launch(kOutputRows, [logits = b.in(b.ops[i]), best = b.workspace.best.as<Best>(), queue = b.queue](int rows) {
-    best_tokens(logits.values(), logits.rows.width, rows, best, queue);
+  b.add_launch(kOutputRows, [logits = b.in(b.ops[i]), best = b.workspace.best.as<Argmax>(), queue = b.queue](int rows) {
+    argmax(logits.values(), logits.rows.width, rows, best, queue);
   });
   return 0;
 }

@@ -1,11 +1,11 @@
-// The kernels of draws (native/cuda/kernels/sampling/draw.cu) on the CPU, against native/sampling on the same logits:
+// The kernels of draws (native/cuda/kernels/sampling/sample.cu) on the CPU, against native/sampling on the same logits:
 // random cases, their number and seed being the arguments. Ends with 1, and says why, at the first difference.
 #include <cstdio>
 #include <cstdlib>
 #include <random>
 
-#include "cuda/kernels/sampling/draw.cu"
-#include "cuda/step/draw_list.h"
+#include "cuda/kernels/sampling/sample.cu"
+#include "cuda/step/sample_list.h"
 
 namespace {
 
@@ -103,13 +103,13 @@ class Cases {
 };
 
 // best_tokens()
-std::vector<Best> best_of(Case& c, int rows) {
-  std::vector<Best> found;
+std::vector<Argmax> best_of(Case& c, int rows) {
+  std::vector<Argmax> found;
   for (int r = 0; r < rows; r++)
-    for (int part = 0; part < kBestParts; part++) {
-      Best best{-INFINITY, -1, 0};
-      const int end = (int)((int64_t)c.vocab * (part + 1) / kBestParts);
-      for (int i = (int)((int64_t)c.vocab * part / kBestParts); i < end; i++) {
+    for (int part = 0; part < kArgmaxParts; part++) {
+      Argmax best{-INFINITY, -1, 0};
+      const int end = (int)((int64_t)c.vocab * (part + 1) / kArgmaxParts);
+      for (int i = (int)((int64_t)c.vocab * part / kArgmaxParts); i < end; i++) {
         const float x = c.row(r)[i];
         if (!(x <= FLT_MAX)) best.not_finite++;
         else if (x > best.logit) best.logit = x, best.token = i;
@@ -152,14 +152,14 @@ bool same(const SampleOutput& a, const SampleOutput& b) {
 bool check(Case& c, int number) {
   const int rows = (int)c.slots.size();
   c.batch.slots = &c.slots;
-  DrawList list(c.vocab, 1 << 20);
+  SampleList list(c.vocab, 1 << 20);
   for (int r = 0; r < rows; r++)
     if (!list.add(c.batch, r, c.mask_of[r])) return false;
   const std::vector<float> before = c.logits;
-  std::vector<Best> best = best_of(c, rows);
+  std::vector<Argmax> best = best_of(c, rows);
   std::vector<Edit> edits = list.edits();
   std::vector<SampleOutput> drawn(rows);
-  DrawTask task;
+  SampleTask task;
   task.logits = c.logits.data(), task.width = c.vocab, task.chunk = chunk_of(c.vocab);
   task.chunks = (c.vocab + task.chunk - 1) / task.chunk;
   task.best = best.data(), task.masks = c.masks.data(), task.mask_words = c.words();
@@ -171,7 +171,7 @@ bool check(Case& c, int number) {
     maxima[i].resize(chunks), sums[i].resize(chunks), groups[i].resize(chunks * groups_of(task.chunk));
     (i ? task.raw : task.processed) = {maxima[i].data(), sums[i].data(), groups[i].data()};
   }
-  draw_rows(task, rows, list.edited(), list.apart(), {});
+  sample_rows(task, rows, list.edited(), list.apart(), {});
   if (std::memcmp(before.data(), c.logits.data(), before.size() * sizeof(float))) {
     std::printf("case %d: logits were changed\n", number);
     return false;

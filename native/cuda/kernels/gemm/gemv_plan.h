@@ -42,8 +42,8 @@ struct QuantizedGemvPlan {
   static constexpr int kSharedBlocks = 32;                              // least blocks of K that two warps share
   // Stages of a warp's ring. More bytes in flight than needed slow the SM's copies down, and delay the row's.
   static constexpr int kShallow = 2, kDeep = 3;
-  static constexpr int kNormed = 3, kMostNormed = 512;   // eights of a row that is normed: of a thread, of all
-  int pairs, together, shared_units, warps, stages = 0;  // stages: 0 if the row does not fit shared memory
+  static constexpr int kNormed = 3, kMostNormed = 512;  // eights of a row that is normed: of a thread, of all
+  int pairs, merged, shared_units, warps, stages = 0;   // stages: 0 if the row does not fit shared memory
 
   static bool is_fine(const Codes& codes) { return codes.groups > 1 && codes.group < kBlock; }
   // Sums of the chains of all warps, in whole lines of shared memory.
@@ -59,15 +59,15 @@ struct QuantizedGemvPlan {
     pairs = ceil_div(w.n, kTileRows) * kTilePairs;
     const auto even = [](int x) { return x + x % 2; };  // two are a line of memory
     const int most = kMostWarps * kUnit / k.count / 2 * 2, own = ceil_div(pairs, sms);
-    together = even(ceil_div(own, ceil_div(own, most)));
-    const int units = ceil_div(together * k.count, kUnit), more = units % kSchedulers;
+    merged = even(ceil_div(own, ceil_div(own, most)));
+    const int units = ceil_div(merged * k.count, kUnit), more = units % kSchedulers;
     // Where schedulers would have unequal numbers of warps, two warps share a unit.
     shared_units = k.count == 1 && k.blocks >= kSharedBlocks && units > more && more <= kSchedulers / 2 &&
                            units + more <= kMostWarps
                        ? more
                        : 0;
     warps = units + shared_units;
-    const bool deep = w.codes.bits == 8 || ceil_div(pairs, together) > sms;  // several turns
+    const bool deep = w.codes.bits == 8 || ceil_div(pairs, merged) > sms;  // several turns
     for (int depth : {deep ? kDeep : kShallow, kShallow})
       if (!stages &&
           shared_bytes(w.codes.bits, is_fine(w.codes), depth, warps, k.count * k.length) <= (size_t)most_shared)

@@ -254,15 +254,14 @@ __device__ __forceinline__ void meet(int unit) {
 // eight chains, the last so many are by two warps each, one after the other.
 template <class S>
 __global__ void __launch_bounds__(32 * kMostWarps)
-    row_kernel(const __grid_constant__ Product p, int pairs, const __grid_constant__ Divisor together, int shared_units,
+    row_kernel(const __grid_constant__ Product p, int pairs, const __grid_constant__ Divisor merged, int shared_units,
                Pieces k, const __grid_constant__ Divisor piece_length, const __grid_constant__ SetPace sets) {
   extern __shared__ __align__(128) char shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32, units = warps - shared_units;
   const bool goes_on = warp >= units, leaves = !goes_on && warp >= units - shared_units;
-  const int unit = goes_on ? warp - shared_units : warp, pairs_at_once = together.by(),
-            chains = pairs_at_once * k.count;
+  const int unit = goes_on ? warp - shared_units : warp, pairs_at_once = merged.by(), chains = pairs_at_once * k.count;
   const auto chain = [&](int i) {
-    const int number = min(unit * kUnit + i, chains - 2 + i % 2), piece = together(number), begin = piece * k.length;
+    const int number = min(unit * kUnit + i, chains - 2 + i % 2), piece = merged(number), begin = piece * k.length;
     return Chain{number - piece * pairs_at_once, begin, min(k.length, k.blocks - begin)};
   };
   Chain own = chain(lane / 4), of_scales = chain(lane % 4 * 2);
@@ -425,12 +424,12 @@ void start_row(const Product& p, const Plan& plan, const Queue& queue) {
   using S = Shape<kBits, kFine, kStages>;
   const Pieces k(p.w.k, p.w.most_pieces);
   const size_t shared = S::shared(plan.warps, k.count * k.length);
-  const int groups = ceil_div(plan.pairs, plan.together);
+  const int groups = ceil_div(plan.pairs, plan.merged);
   allow_shared(row_kernel<S>, shared);
   // As many turns for every block of threads, if there are several.
   start_reading(queue, {p.w.codes.words, codes_bytes(p.w.n, p.w.k, kBits)}, row_kernel<S>,
                 dim3(ceil_div(groups, ceil_div(groups, processors()))), 32 * plan.warps, shared, p, plan.pairs,
-                Divisor(plan.together), plan.shared_units, k, Divisor(k.length), SetPace::of<S>(p.w.codes, k.blocks));
+                Divisor(plan.merged), plan.shared_units, k, Divisor(k.length), SetPace::of<S>(p.w.codes, k.blocks));
   launched("linear with quantized weights, one row");
 }
 

@@ -99,9 +99,9 @@ PiecesGrid grid_of(Kernel kernel, const Matrix& w, const Pieces& k, int rows, in
   const int tiles = ceil_div(w.n, S::kColumns), groups = ceil_div(rows, S::kRows);
   const size_t shared = S::shared(warps);
   allow_shared(kernel, shared);
-  int together = 0;
-  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&together, kernel, 32 * warps, shared);
-  const int most = std::max(1, processors() * std::max(together, 1) / groups);
+  int merged = 0;
+  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&merged, kernel, 32 * warps, shared);
+  const int most = std::max(1, processors() * std::max(merged, 1) / groups);
   // As many turns for every block of threads, if there are several.
   const int turns = ceil_div(tiles, most);
   return {tiles, warps, dim3(ceil_div(tiles, turns), groups), shared};

@@ -181,9 +181,9 @@ void start_tiles(const ExpertProduct& e, int items, int columns, const Queue& qu
   const auto kernel = gemm_experts_kernel<kBits, kFine, kTiles, kDeep>;
   const Matrix& w = e.product.w;
   allow_shared(kernel, S::kShared);
-  int together = 1;
-  if (!kDeep) cudaOccupancyMaxActiveBlocksPerMultiprocessor(&together, kernel, 32 * kWarps, S::kShared);
-  const int grid = std::min(items, std::max(together, 1) * processors());
+  int merged = 1;
+  if (!kDeep) cudaOccupancyMaxActiveBlocksPerMultiprocessor(&merged, kernel, 32 * kWarps, S::kShared);
+  const int grid = std::min(items, std::max(merged, 1) * processors());
   const size_t expert_bytes =
       kBits == 16 ? tiles_bytes(w.n, w.k) : codes_bytes(w.n, w.k, kBits) + scales_bytes(w.n, w.codes.groups);
   start(queue, kernel, grid, 32 * kWarps, S::kShared, e, columns, items, blocks_of(w.k), expert_bytes);

@@ -1,7 +1,7 @@
 // Ops on rows: embedding, norms, activations, rotary embedding.
 #pragma once
 #include "cuda/kernels/common/types.h"
-#include "cuda/kernels/sampling/best.h"
+#include "cuda/kernels/sampling/argmax.h"
 
 namespace as {
 namespace cuda {
@@ -10,7 +10,7 @@ namespace cuda {
 void read_row(const Matrix& matrix, int row, float* out, const Queue& queue);
 
 // drawn: of the outputs of the step before, the likeliest tokens, for which tokens have drawn_after() (batch.h).
-void embed(const Matrix& table, const int* tokens, const Best* drawn, int rows, int vocab_begin, float scale,
+void embed(const Matrix& table, const int* tokens, const Argmax* drawn, int rows, int vocab_begin, float scale,
            const Rows& out, const Queue& queue);
 // weight: of a norm; 1 is added to it with unit_offset.
 struct Norm {

@@ -18,13 +18,13 @@ __device__ float value_of(const Matrix& m, int row, int column) {
 }
 
 // The token that has been drawn of some parts, by a warp: 0 where there is none.
-__device__ int drawn_token(const Best* parts) {
-  static_assert(kBestParts == 32);
-  Best best = parts[threadIdx.x % 32];
+__device__ int sampled_token(const Argmax* parts) {
+  static_assert(kArgmaxParts == 32);
+  Argmax best = parts[threadIdx.x % 32];
   for (int step = 1; step < 32; step *= 2) {  // lanes of lower ids keep what both have
-    const Best later = {__shfl_down_sync(0xffffffffu, best.logit, step),
-                        __shfl_down_sync(0xffffffffu, best.token, step),
-                        __shfl_down_sync(0xffffffffu, best.not_finite, step)};
+    const Argmax later = {__shfl_down_sync(0xffffffffu, best.logit, step),
+                          __shfl_down_sync(0xffffffffu, best.token, step),
+                          __shfl_down_sync(0xffffffffu, best.not_finite, step)};
     add_part(best, later);
   }
   return __shfl_sync(0xffffffffu, best.not_finite ? 0 : max(best.token, 0), 0);
@@ -32,11 +32,11 @@ __device__ int drawn_token(const Best* parts) {
 
 // Of few rows several blocks of threads have one: whatever a value takes, it takes it once.
 __global__ void __launch_bounds__(kThreads)
-    embed_kernel(Matrix table, const int* tokens, const Best* drawn, int vocab_begin, float scale, Rows out) {
+    embed_kernel(Matrix table, const int* tokens, const Argmax* drawn, int vocab_begin, float scale, Rows out) {
   after_previous();
   const int row = blockIdx.x;
   int id = tokens[row];
-  if (id < 0) id = drawn_token(drawn + (size_t)~id * kBestParts);
+  if (id < 0) id = sampled_token(drawn + (size_t)~id * kArgmaxParts);
   id -= vocab_begin;
   const bool there = id >= 0 && id < table.n;
   const int own = blockIdx.y * kThreads + threadIdx.x, step = gridDim.y * kThreads;
@@ -134,7 +134,7 @@ __global__ void copy_kernel(const float* in, const int* chosen, Rows out) {
 
 }  // namespace
 
-void embed(const Matrix& table, const int* tokens, const Best* drawn, int rows, int vocab_begin, float scale,
+void embed(const Matrix& table, const int* tokens, const Argmax* drawn, int rows, int vocab_begin, float scale,
            const Rows& out, const Queue& queue) {
   const int parts = ceil_div(table.k, kThreads * (table.tiles ? 8 : 1)),
             most = ceil_div(processors(), std::max(rows, 1));

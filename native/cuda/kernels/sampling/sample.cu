@@ -3,11 +3,11 @@
 // A block lists a row's best logits: all that reach a threshold, of which the groups' maxima tell that there are
 // enough; sorts them, and goes on as native/sampling does with candidates. Few are tried first. If candidates are too
 // few, it searches for the last token of the set in the rounds that native/sampling has.
-#include "cuda/kernels/sampling/draw.h"
+#include "cuda/kernels/sampling/sample.h"
 
 #include <cstring>
 
-#include "cuda/kernels/sampling/draw_best.cuh"
+#include "cuda/kernels/sampling/sample_listed.cuh"
 #include "sampling/processors.h"
 
 namespace as {
@@ -19,45 +19,46 @@ constexpr int kFew = 128;  // how many of a nucleus are tried first
 
 // ---- processors
 
-__global__ void __launch_bounds__(kEditThreads) edit_kernel(DrawTask task) {
+__global__ void __launch_bounds__(kEditThreads) edit_kernel(SampleTask task) {
   after_previous();
-  const RowDraw& draw = task.draws[blockIdx.x];
-  float* x = task.logits + (size_t)draw.row * task.width;
-  Edit* edits = task.edits + draw.first_edit;
-  for (int i = threadIdx.x; i < draw.edits(); i += kEditThreads) edits[i].before = x[edits[i].id];
+  const RowSample& sample = task.draws[blockIdx.x];
+  float* x = task.logits + (size_t)sample.row * task.width;
+  Edit* edits = task.edits + sample.first_edit;
+  for (int i = threadIdx.x; i < sample.edits(); i += kEditThreads) edits[i].before = x[edits[i].id];
   __syncthreads();
-  for (int i = threadIdx.x; i < draw.repeats; i += kEditThreads) x[edits[i].id] = repeated(x[edits[i].id], edits[i].by);
+  for (int i = threadIdx.x; i < sample.repeats; i += kEditThreads)
+    x[edits[i].id] = repeated(x[edits[i].id], edits[i].by);
   __syncthreads();
-  edits += draw.repeats;
-  for (int i = threadIdx.x; i < draw.lowers; i += kEditThreads) x[edits[i].id] = lowered(x[edits[i].id], edits[i].by);
+  edits += sample.repeats;
+  for (int i = threadIdx.x; i < sample.lowers; i += kEditThreads) x[edits[i].id] = lowered(x[edits[i].id], edits[i].by);
   __syncthreads();
-  edits += draw.lowers;
-  for (int i = threadIdx.x; i < draw.bans; i += kEditThreads) x[edits[i].id] = -INFINITY;
+  edits += sample.lowers;
+  for (int i = threadIdx.x; i < sample.bans; i += kEditThreads) x[edits[i].id] = -INFINITY;
   __syncthreads();
-  edits += draw.bans;
-  for (int i = threadIdx.x; i < draw.biases; i += kEditThreads) {
+  edits += sample.bans;
+  for (int i = threadIdx.x; i < sample.biases; i += kEditThreads) {
     const int id = edits[i].id;
     if (x[id] == -INFINITY || (i && edits[i - 1].id == id)) continue;
-    for (int k = i; k < draw.biases && edits[k].id == id; k++) x[id] = biased(x[id], edits[k].by);
+    for (int k = i; k < sample.biases && edits[k].id == id; k++) x[id] = biased(x[id], edits[k].by);
   }
 }
 
 // kRaw: of the model's logits, of draws that sum them apart.
 template <bool kRaw>
-__global__ void __launch_bounds__(kSumThreads) sum_kernel(DrawTask task) {
+__global__ void __launch_bounds__(kSumThreads) sum_kernel(SampleTask task) {
   after_previous();
-  const RowDraw& draw = task.draws[blockIdx.y];
-  if (kRaw && !draw.sums_apart()) return;
-  Logits x = processed_of(task, draw);
+  const RowSample& sample = task.draws[blockIdx.y];
+  if (kRaw && !sample.sums_apart()) return;
+  Logits x = processed_of(task, sample);
   if (kRaw) x.mask = nullptr;
-  const float scale = kRaw ? 1.0f : draw.scale;
+  const float scale = kRaw ? 1.0f : sample.scale;
   const ChunkSums& to = kRaw ? task.raw : task.processed;
   const size_t first = (size_t)blockIdx.y * task.chunks;
   if (task.chunk == kChunk) {
     const int c = blockIdx.x * (kSumThreads / kLanes) + threadIdx.x / kLanes;
     float top, group;
     double sum;
-    sum_chunk(x, task.width, scale, c, kRaw || draw.weighs(), top, sum, group);
+    sum_chunk(x, task.width, scale, c, kRaw || sample.weighs(), top, sum, group);
     if (c >= task.chunks) return;
     if (threadIdx.x % kLanes < kGroups) to.groups[(first + c) * kGroups + threadIdx.x % kLanes] = group;
     if (threadIdx.x % kLanes == 0) to.maxima[first + c] = top, to.sums[first + c] = sum;
@@ -127,8 +128,8 @@ __device__ __noinline__ int inverse_cdf(const float* weights, int count, double 
   return pick;
 }
 
-__device__ __noinline__ int first_best(Shared& s, const DrawTask& task, const Logits& x, const RowSums& row,
-                                       float top) {
+__device__ __noinline__ int first_greatest(Shared& s, const SampleTask& task, const Logits& x, const RowSums& row,
+                                           float top) {
   int found = INT_MAX;
   for (int c = threadIdx.x; c < row.chunks; c += kThreads)
     if (row.maxima[c] >= top) found = min(found, c);
@@ -138,8 +139,8 @@ __device__ __noinline__ int first_best(Shared& s, const DrawTask& task, const Lo
 
 // Without filters: the chunk whose log(weight) plus noise is the greatest, then one of its tokens.
 template <typename Values>
-__device__ __noinline__ int draw_chunk(Shared& s, const DrawTask& task, const RowDraw& draw, const Values& x,
-                                       const RowSums& row, float top) {
+__device__ __noinline__ int sample_chunk(Shared& s, const SampleTask& task, const RowSample& sample, const Values& x,
+                                         const RowSums& row, float top) {
   double best = 0.0;
   int winner = INT_MAX;
   const auto take = [&](double key, int chunk) {
@@ -147,11 +148,11 @@ __device__ __noinline__ int draw_chunk(Shared& s, const DrawTask& task, const Ro
       best = key, winner = chunk;
   };
   for (int c = threadIdx.x; c < row.chunks; c += kThreads) {
-    const double weight = row.sums[c] * exp_nonpositive((row.maxima[c] - top) * draw.scale);
+    const double weight = row.sums[c] * exp_nonpositive((row.maxima[c] - top) * sample.scale);
     if (!(weight > 0.0)) continue;
-    const Uniforms pair = chunk_uniforms_of(draw.random, c / 2);
+    const Uniforms pair = chunk_uniforms_of(sample.random, c / 2);
     const double wait = -exact::log(c % 2 ? pair.second : pair.first);
-    take(exact::log(row.sums[c] / wait) + (double)row.maxima[c] * draw.scale, c);
+    take(exact::log(row.sums[c] / wait) + (double)row.maxima[c] * sample.scale, c);
   }
   const auto take_of_lanes = [&] {
 #pragma unroll 1
@@ -167,11 +168,11 @@ __device__ __noinline__ int draw_chunk(Shared& s, const DrawTask& task, const Ro
   take_of_lanes();
   const int begin = winner * task.chunk, count = min(task.chunk, task.width - begin);
   if ((int)threadIdx.x < count)
-    s.weights[threadIdx.x] = exp_nonpositive((x(begin + threadIdx.x) - row.maxima[winner]) * draw.scale);
+    s.weights[threadIdx.x] = exp_nonpositive((x(begin + threadIdx.x) - row.maxima[winner]) * sample.scale);
   __syncthreads();
   if (threadIdx.x == 0) {
     const double sum = sum_in_order(s.weights, count);
-    s.token = begin + inverse_cdf(s.weights, count, sum, uniforms_of(draw.random).second);
+    s.token = begin + inverse_cdf(s.weights, count, sum, uniforms_of(sample.random).second);
   }
   __syncthreads();
   return s.token;
@@ -179,22 +180,23 @@ __device__ __noinline__ int draw_chunk(Shared& s, const DrawTask& task, const Ro
 
 // Among the best `size` that are listed; kWider: these are not enough. need: the weight to reach, if it is not a
 // part of theirs. whole: there are no others.
-__device__ __noinline__ int draw_listed(Shared& s, const RowDraw& draw, int size, float top, double need, bool whole) {
-  const double steps = steps_of(draw.scale);
+__device__ __noinline__ int sample_listed(Shared& s, const RowSample& sample, int size, float top, double need,
+                                          bool whole) {
+  const double steps = steps_of(sample.scale);
   int behind = size;  // the first that min_p leaves out
   for (int i = threadIdx.x; i < size; i += kThreads) {
     const float logit = logit_of(s.list[i]);
-    s.weights[i] = exp_nonpositive((logit - top) * draw.scale);
-    if (draw.deepest >= 0 && depth_of(logit, top, steps) > draw.deepest) behind = min(behind, i);
+    s.weights[i] = exp_nonpositive((logit - top) * sample.scale);
+    if (sample.deepest >= 0 && depth_of(logit, top, steps) > sample.deepest) behind = min(behind, i);
   }
   behind = block_min(s.ids, behind);
   if (threadIdx.x == 0) {
-    if (draw.kind == Draw::top_k && draw.top_p < 1.0f) need = sum_in_order(s.weights, size) * (double)draw.top_p;
+    if (sample.kind == Draw::top_k && sample.top_p < 1.0f) need = sum_in_order(s.weights, size) * (double)sample.top_p;
     double sum;
     const int kept = count_to(s.weights, behind, need, sum);
     s.token = kWider;
     if (kept < size || sum >= need || whole)
-      s.token = id_of(s.list[inverse_cdf(s.weights, kept, sum, uniforms_of(draw.random).first)]);
+      s.token = id_of(s.list[inverse_cdf(s.weights, kept, sum, uniforms_of(sample.random).first)]);
   }
   __syncthreads();
   const int token = s.token;
@@ -226,7 +228,7 @@ __device__ uint64_t mass_of(float weight) {
 }
 
 // Adds up the bins of a search's level.
-__device__ void fill_bins(Shared& s, const DrawTask& task, const RowDraw& draw, const Kept& x, int level) {
+__device__ void fill_bins(Shared& s, const SampleTask& task, const RowSample& sample, const Kept& x, int level) {
   for (int b = threadIdx.x; b < kBins; b += kThreads) s.bins.counts[b] = s.bins.low[b] = s.bins.high[b] = 0;
   __syncthreads();
   const int shift = shift_of(level);
@@ -243,7 +245,7 @@ __device__ void fill_bins(Shared& s, const DrawTask& task, const RowDraw& draw, 
       const uint64_t place = x.place(values[k], from + k * kThreads) >> shift;
       if (level && place >> kDigitBits != digits) continue;
       const int bin = (int)(place % kBins);
-      const uint64_t mass = mass_of(exp_nonpositive((values[k] - (float)x.top) * draw.scale));
+      const uint64_t mass = mass_of(exp_nonpositive((values[k] - (float)x.top) * sample.scale));
       atomicAdd(&s.bins.counts[bin], 1u);
       const uint32_t low = (uint32_t)mass, before = atomicAdd(&s.bins.low[bin], low);
       const uint32_t high = (uint32_t)(mass >> 32) + (before + low < before);
@@ -254,27 +256,27 @@ __device__ void fill_bins(Shared& s, const DrawTask& task, const RowDraw& draw, 
 }
 
 // From a set that is wider than what can be listed: the rounds of merge_narrowed(), and the draw.
-__device__ __noinline__ int draw_wide(Shared& s, const DrawTask& task, const RowDraw& draw, const Logits& logits,
-                                      float top) {
+__device__ __noinline__ int sample_wide(Shared& s, const SampleTask& task, const RowSample& sample,
+                                        const Logits& logits, float top) {
   static_assert(kBins == kThreads, "each thread has a bin");
-  Kept x{logits, top, steps_of(draw.scale), 0};
-  bool by_count = draw.kind == Draw::top_k;
-  double target = by_count ? draw.top_k : -1.0;
+  Kept x{logits, top, steps_of(sample.scale), 0};
+  bool by_count = sample.kind == Draw::top_k;
+  double target = by_count ? sample.top_k : -1.0;
   uint64_t count = 0, mass = 0;  // of tokens in bins before x.last
   int level = 0;
   const auto end_search = [&](bool all, uint64_t up_to) {
-    if (by_count && draw.top_p < 1.0f) {
-      by_count = false, target = (double)up_to * (double)draw.top_p;
+    if (by_count && sample.top_p < 1.0f) {
+      by_count = false, target = (double)up_to * (double)sample.top_p;
       x.last = count = mass = 0, level = 0;
       return;
     }
     if (all) x.last = ~0ull;
-    if (draw.deepest >= 0) x.last = min((Key)x.last, (Key)draw.deepest << kIdBits | (((Key)1 << kIdBits) - 1));
+    if (sample.deepest >= 0) x.last = min((Key)x.last, (Key)sample.deepest << kIdBits | (((Key)1 << kIdBits) - 1));
     level = kLevels;
   };
-  if (!by_count && draw.top_p == 1.0f) end_search(true, 0);
+  if (!by_count && sample.top_p == 1.0f) end_search(true, 0);
   while (level < kLevels) {
-    fill_bins(s, task, draw, x, level);
+    fill_bins(s, task, sample, x, level);
     const int bin = threadIdx.x, own = (int)s.bins.counts[bin];
     const Key own_mass = (Key)s.bins.high[bin] << 32 | s.bins.low[bin];
     const Key up_to = block_scan(s.masses, own_mass);
@@ -282,7 +284,7 @@ __device__ __noinline__ int draw_wide(Shared& s, const DrawTask& task, const Row
     if (target < 0.0) {
       if (bin == kBins - 1) s.mass = up_to;
       __syncthreads();
-      target = (double)s.mass * (double)draw.top_p;
+      target = (double)s.mass * (double)sample.top_p;
       __syncthreads();
     }
     const uint64_t reached = by_count ? count + counted : mass + up_to;
@@ -307,7 +309,7 @@ __device__ __noinline__ int draw_wide(Shared& s, const DrawTask& task, const Row
     }
   }
   // The sums that there are may still be needed for log probabilities.
-  const ChunkSums& to = draw.sums_apart() ? task.processed : task.raw;
+  const ChunkSums& to = sample.sums_apart() ? task.processed : task.raw;
   float* maxima = to.maxima + (size_t)blockIdx.x * task.chunks;
   double* sums = to.sums + (size_t)blockIdx.x * task.chunks;
   if (task.chunk == kChunk) {
@@ -315,42 +317,43 @@ __device__ __noinline__ int draw_wide(Shared& s, const DrawTask& task, const Row
       const int c = from + threadIdx.x / kLanes;
       float most, group;
       double sum;
-      sum_chunk(x, task.width, draw.scale, c, true, most, sum, group);
+      sum_chunk(x, task.width, sample.scale, c, true, most, sum, group);
       if (c < task.chunks && threadIdx.x % kLanes == 0) maxima[c] = most, sums[c] = sum;
     }
   } else {
     for (int c = threadIdx.x; c < task.chunks; c += kThreads)
-      sum_small_chunk(x, c * task.chunk, min((c + 1) * task.chunk, task.width), draw.scale, maxima[c], sums[c]);
+      sum_small_chunk(x, c * task.chunk, min((c + 1) * task.chunk, task.width), sample.scale, maxima[c], sums[c]);
   }
   __syncthreads();
-  return draw_chunk(s, task, draw, x, row_sums(task, to, blockIdx.x), top);
+  return sample_chunk(s, task, sample, x, row_sums(task, to, blockIdx.x), top);
 }
 
-__device__ int draw_token(Shared& s, const DrawTask& task, const RowDraw& draw, const Logits& x, const RowSums& row) {
+__device__ int sample_token(Shared& s, const SampleTask& task, const RowSample& sample, const Logits& x,
+                            const RowSums& row) {
   const float top = block_max(s, row.maxima, row.chunks);
   if (top == -INFINITY) return kNothing;
-  if (draw.kind == Draw::greedy) return first_best(s, task, x, row, top);
-  if (draw.kind == Draw::all) return draw_chunk(s, task, draw, x, row, top);
-  const bool by_count = draw.kind == Draw::top_k;
-  const int most = by_count ? min(draw.top_k, kCandidates) : kCandidates;
+  if (sample.kind == Draw::greedy) return first_greatest(s, task, x, row, top);
+  if (sample.kind == Draw::all) return sample_chunk(s, task, sample, x, row, top);
+  const bool by_count = sample.kind == Draw::top_k;
+  const int most = by_count ? min(sample.top_k, kCandidates) : kCandidates;
   double need = INFINITY;
-  if (!by_count && draw.top_p < 1.0f) need = total_weight(s, row, top, draw.scale) * (double)draw.top_p;
+  if (!by_count && sample.top_p < 1.0f) need = total_weight(s, row, top, sample.scale) * (double)sample.top_p;
   // No weight is above 1, but for rounding: so many cannot be enough.
-  if (need > kCandidates + 1 && need < INFINITY && draw.deepest < 0) return draw_wide(s, task, draw, x, top);
+  if (need > kCandidates + 1 && need < INFINITY && sample.deepest < 0) return sample_wide(s, task, sample, x, top);
   for (int want = by_count ? most : kFew;; want = kCandidates) {
     Key limit = limit_of_groups(s, row, want);
-    int count = list_best(s, task, x, row, limit, want + 1);
+    int count = list_greatest(s, task, x, row, limit, want + 1);
     if (want == kCandidates && count == most && limit != ~0ull)  // are those all?
-      limit = ~0ull, count = list_best(s, task, x, row, limit, want + 1);
-    const bool whole = (by_count && draw.top_k <= kCandidates) || (limit == ~0ull && count <= most);
+      limit = ~0ull, count = list_greatest(s, task, x, row, limit, want + 1);
+    const bool whole = (by_count && sample.top_k <= kCandidates) || (limit == ~0ull && count <= most);
     int token = kWider;
-    if (whole || !by_count) token = draw_listed(s, draw, min(count, most), top, need, whole);
-    if (token == kWider && want == kCandidates) token = draw_wide(s, task, draw, x, top);
+    if (whole || !by_count) token = sample_listed(s, sample, min(count, most), top, need, whole);
+    if (token == kWider && want == kCandidates) token = sample_wide(s, task, sample, x, top);
     if (token != kWider) return token;
   }
 }
 
-__device__ Key best_key(Shared& s, const DrawTask& task, const Logits& x) {
+__device__ Key best_key(Shared& s, const SampleTask& task, const Logits& x) {
   Key best = ~0ull;
   for (int id = threadIdx.x; id < task.width; id += kThreads)
     if (const float value = x(id); value > -INFINITY) best = min(best, key_of(value, id));
@@ -358,41 +361,41 @@ __device__ Key best_key(Shared& s, const DrawTask& task, const Logits& x) {
 }
 
 // The best that the mask allows; without one, the first end-of-sequence id, or the best of all.
-__device__ __noinline__ int fallback(Shared& s, const DrawTask& task, const RowDraw& draw, const Logits& x) {
+__device__ __noinline__ int fallback(Shared& s, const SampleTask& task, const RowSample& sample, const Logits& x) {
   const Key allowed = best_key(s, task, x);
   if (allowed != ~0ull) return id_of(allowed);
-  return draw.end >= 0 ? draw.end : id_of(best_key(s, task, {x.values, nullptr}));
+  return sample.end >= 0 ? sample.end : id_of(best_key(s, task, {x.values, nullptr}));
 }
 
-__global__ void __launch_bounds__(kThreads) draw_kernel(DrawTask task) {
+__global__ void __launch_bounds__(kThreads) sample_kernel(SampleTask task) {
   after_previous();
   __shared__ Shared s;
   if (threadIdx.x < 256) s.histogram[threadIdx.x] = 0;
   __syncthreads();
-  const RowDraw& draw = task.draws[blockIdx.x];
-  float* logits = task.logits + (size_t)draw.row * task.width;
-  static_assert(kBestParts == 32, "a lane has a part");
-  const Best& part = task.best[draw.row * kBestParts + threadIdx.x % 32];
+  const RowSample& sample = task.draws[blockIdx.x];
+  float* logits = task.logits + (size_t)sample.row * task.width;
+  static_assert(kArgmaxParts == 32, "a lane has a part");
+  const Argmax& part = task.best[sample.row * kArgmaxParts + threadIdx.x % 32];
   const int bad = of_lanes(part.not_finite, [](int a, int b) { return a + b; });
   const float most = of_lanes(part.token >= 0 ? part.logit : -INFINITY, [](float a, float b) { return greater(a, b); });
   const bool numbers = !bad && most > -INFINITY;
-  int token = draw.target;
+  int token = sample.target;
   if (token < 0 && numbers)
-    token = draw_token(s, task, draw, processed_of(task, draw), row_sums(task, task.processed, blockIdx.x));
+    token = sample_token(s, task, sample, processed_of(task, sample), row_sums(task, task.processed, blockIdx.x));
   __syncthreads();
-  const Edit* edits = task.edits + draw.first_edit;
-  for (int i = threadIdx.x; i < draw.edits(); i += kThreads) logits[edits[i].id] = edits[i].before;
+  const Edit* edits = task.edits + sample.first_edit;
+  for (int i = threadIdx.x; i < sample.edits(); i += kThreads) logits[edits[i].id] = edits[i].before;
   __syncthreads();
 
-  if (token == kNothing) token = fallback(s, task, draw, processed_of(task, draw));
+  if (token == kNothing) token = fallback(s, task, sample, processed_of(task, sample));
   double log_norm = 0.0;
   int tops = 0;
-  if (numbers && draw.top_logprobs >= 0) {
-    const RowSums row = row_sums(task, draw.sums_apart() ? task.raw : task.processed, blockIdx.x);
+  if (numbers && sample.top_logprobs >= 0) {
+    const RowSums row = row_sums(task, sample.sums_apart() ? task.raw : task.processed, blockIdx.x);
     log_norm = most + exact::log(total_weight(s, row, most, 1.0f));
-    if (draw.top_logprobs > 0) {
-      Key limit = limit_of_groups(s, row, draw.top_logprobs);
-      tops = min(list_best(s, task, {logits, nullptr}, row, limit, draw.top_logprobs), draw.top_logprobs);
+    if (sample.top_logprobs > 0) {
+      Key limit = limit_of_groups(s, row, sample.top_logprobs);
+      tops = min(list_greatest(s, task, {logits, nullptr}, row, limit, sample.top_logprobs), sample.top_logprobs);
     }
   }
   SampleOutput& to = task.drawn[blockIdx.x];
@@ -403,22 +406,22 @@ __global__ void __launch_bounds__(kThreads) draw_kernel(DrawTask task) {
   }
   if (threadIdx.x) return;
   // The next step's rows find it where they find likeliest tokens.
-  if (numbers && draw.target < 0) task.best[draw.row * kBestParts] = {INFINITY, token, 0};
+  if (numbers && sample.target < 0) task.best[sample.row * kArgmaxParts] = {INFINITY, token, 0};
   to.token = numbers ? token : -1;
-  to.logprob = numbers && draw.top_logprobs >= 0 ? (float)(logits[token] - log_norm) : 0.0f;
+  to.logprob = numbers && sample.top_logprobs >= 0 ? (float)(logits[token] - log_norm) : 0.0f;
   to.status = numbers ? SampleStatus::kOk : SampleStatus::kNotFinite;
 }
 
 }  // namespace
 
-void draw_rows(const DrawTask& task, int draws, bool edited, bool apart, const Queue& queue) {
+void sample_rows(const SampleTask& task, int draws, bool edited, bool apart, const Queue& queue) {
   const int each = task.chunk == kChunk ? kSumThreads / kLanes : kSumThreads;
   const dim3 blocks(ceil_div(task.chunks, each), draws);
   if (apart) start(queue, sum_kernel<true>, blocks, kSumThreads, 0, task);
   if (edited) start(queue, edit_kernel, dim3(draws), kEditThreads, 0, task);
   start(queue, sum_kernel<false>, blocks, kSumThreads, 0, task);
-  start(queue, draw_kernel, dim3(draws), kThreads, 0, task);
-  launched("draw_rows");
+  start(queue, sample_kernel, dim3(draws), kThreads, 0, task);
+  launched("sample_rows");
 }
 
 }  // namespace cuda

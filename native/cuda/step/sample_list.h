@@ -3,15 +3,15 @@
 #include <vector>
 
 #include "batch/batch.h"
-#include "cuda/kernels/sampling/draw.h"
+#include "cuda/kernels/sampling/sample.h"
 #include "sampling/processors.h"
 
 namespace as::cuda {
 
-class DrawList {
+class SampleList {
  public:
   // vocab_size: columns of the logits. most_edits: the most edits of logits in a step.
-  DrawList(int vocab_size, size_t most_edits) : vocab_size_(vocab_size), most_edits_(most_edits) {}
+  SampleList(int vocab_size, size_t most_edits) : vocab_size_(vocab_size), most_edits_(most_edits) {}
 
   size_t most_edits() const { return most_edits_; }
   void clear() { draws_.clear(), edits_.clear(), edited_ = apart_ = false; }
@@ -19,15 +19,15 @@ class DrawList {
   // adds nothing, if there are too many edits.
   bool add(const Batch& batch, int row, int mask);
 
-  const std::vector<RowDraw>& draws() const { return draws_; }
+  const std::vector<RowSample>& draws() const { return draws_; }
   const std::vector<Edit>& edits() const { return edits_; }
   bool edited() const { return edited_; }
-  bool apart() const { return apart_; }  // whether any sample has RowDraw::sums_apart()
+  bool apart() const { return apart_; }  // whether any sample has RowSample::sums_apart()
 
  private:
   const int vocab_size_;
   const size_t most_edits_;
-  std::vector<RowDraw> draws_;
+  std::vector<RowSample> draws_;
   std::vector<Edit> edits_;
   bool edited_ = false, apart_ = false;
   sampling::Occurrences seen_;

@@ -1,4 +1,4 @@
-#include "cuda/step/draws.h"
+#include "cuda/step/device_sampler.h"
 
 #include <algorithm>
 #include <cstring>
@@ -14,20 +14,21 @@ size_t rounded(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 }  // namespace
 
-Draws::Draws(const Device& device, float* logits, Best* best, int vocab_size, int max_outputs, Masks* masks)
+DeviceSampler::DeviceSampler(const Device& device, float* logits, Argmax* best, int vocab_size, int max_outputs,
+                             Masks* masks)
     : device_(device), masks_(masks), list_(vocab_size, std::min(kEditsOfARow * max_outputs, kMostEdits)) {
   const size_t rows = max_outputs;
   const auto both = [](Memory& host, Memory& on_device, size_t bytes, const char* purpose) {
     host = Memory(bytes, purpose, Memory::Where::host), on_device = Memory(bytes, purpose);
   };
-  both(host_draws_, draws_, rows * sizeof(RowDraw), "draws");
+  both(host_draws_, draws_, rows * sizeof(RowSample), "draws");
   both(host_edits_, edits_, list_.most_edits() * sizeof(Edit), "penalties of draws");
   both(host_drawn_, drawn_, rows * sizeof(SampleOutput), "what is drawn");
   if (masks) both(host_masks_, bits_, rows * masks->words() * sizeof(uint32_t), "masks of draws");
   task_.logits = logits, task_.width = vocab_size, task_.best = best;
   task_.chunk = chunk_of(vocab_size), task_.chunks = (vocab_size + task_.chunk - 1) / task_.chunk;
   task_.masks = bits_.as<uint32_t>(), task_.mask_words = masks ? masks->words() : 0;
-  task_.draws = draws_.as<RowDraw>(), task_.edits = edits_.as<Edit>(), task_.drawn = drawn_.as<SampleOutput>();
+  task_.draws = draws_.as<RowSample>(), task_.edits = edits_.as<Edit>(), task_.drawn = drawn_.as<SampleOutput>();
   const size_t chunks = rows * task_.chunks, groups = chunks * groups_of(task_.chunk);
   const size_t each =
       rounded(chunks * sizeof(double)) + rounded(chunks * sizeof(float)) + rounded(groups * sizeof(float));
@@ -41,17 +42,17 @@ Draws::Draws(const Device& device, float* logits, Best* best, int vocab_size, in
   }
 }
 
-void Draws::send(const Memory& host, const Memory& device, size_t bytes) const {
+void DeviceSampler::send(const Memory& host, const Memory& device, size_t bytes) const {
   if (bytes)
     check(cudaMemcpyAsync(device.as(), host.as(), bytes, cudaMemcpyHostToDevice, device_.stream()), "copying draws");
 }
 
-void Draws::queue_masks(const Batch& batch, const std::vector<DrawnBy>& by) {
+void DeviceSampler::queue_masks(const Batch& batch, const std::vector<SampledBy>& by) {
   mask_of_.assign(batch.outputs.size(), -1);
   int count = 0;
   for (size_t i = 0; i < batch.outputs.size(); i++) {
     const int mask = batch.outputs[i].mask;
-    if (!mask || by[i] != DrawnBy::draws) continue;
+    if (!mask || by[i] != SampledBy::device) continue;
     if (!masks_) throw std::logic_error("a draw under a mask, and there are no masks");
     std::copy_n(masks_->wait(mask - 1, kMaskSeconds), masks_->words(),
                 host_masks_.as<uint32_t>() + (size_t)count * masks_->words());
@@ -60,24 +61,24 @@ void Draws::queue_masks(const Batch& batch, const std::vector<DrawnBy>& by) {
   if (count) send(host_masks_, bits_, (size_t)count * masks_->words() * sizeof(uint32_t));
 }
 
-void Draws::queue(const Batch& batch, std::vector<DrawnBy>& by) {
+void DeviceSampler::queue(const Batch& batch, std::vector<SampledBy>& by) {
   list_.clear();
   queue_masks(batch, by);
   for (size_t i = 0; i < batch.outputs.size(); i++)
-    if (by[i] == DrawnBy::draws && !list_.add(batch, (int)i, mask_of_[i])) by[i] = DrawnBy::host;
+    if (by[i] == SampledBy::device && !list_.add(batch, (int)i, mask_of_[i])) by[i] = SampledBy::host;
   const size_t draws = list_.draws().size();
   if (!draws) return;
-  std::copy(list_.draws().begin(), list_.draws().end(), host_draws_.as<RowDraw>());
+  std::copy(list_.draws().begin(), list_.draws().end(), host_draws_.as<RowSample>());
   std::copy(list_.edits().begin(), list_.edits().end(), host_edits_.as<Edit>());
-  send(host_draws_, draws_, draws * sizeof(RowDraw));
+  send(host_draws_, draws_, draws * sizeof(RowSample));
   send(host_edits_, edits_, list_.edits().size() * sizeof(Edit));
-  draw_rows(task_, (int)draws, list_.edited(), list_.apart(), device_.queue());
+  sample_rows(task_, (int)draws, list_.edited(), list_.apart(), device_.queue());
   check(cudaMemcpyAsync(host_drawn_.as(), drawn_.as(), draws * sizeof(SampleOutput), cudaMemcpyDeviceToHost,
                         device_.stream()),
         "copying what was drawn");
 }
 
-void Draws::take(std::vector<SampleOutput>& samples) const {
+void DeviceSampler::take(std::vector<SampleOutput>& samples) const {
   for (size_t i = 0; i < list_.draws().size(); i++) samples[list_.draws()[i].row] = host_drawn_.as<SampleOutput>()[i];
 }
 

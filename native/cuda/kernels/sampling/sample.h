@@ -1,7 +1,7 @@
 // Draws on the device, with the bits of native/sampling: the same sums in the same order, from the same random numbers.
 // Files that include this are compiled without contraction of products and sums.
 #pragma once
-#include "cuda/kernels/sampling/best.h"
+#include "cuda/kernels/sampling/argmax.h"
 #include "sampling/sampler_blob.h"
 
 namespace as {
@@ -14,7 +14,7 @@ struct Edit {
 };
 
 // A row to be drawn from, or scored. Parameters are as sampler.h has them.
-struct RowDraw {
+struct RowSample {
   int32_t row;  // of the logits
   sampling::Draw kind;
   int32_t target;               // the id whose log probability is wanted instead of a draw; -1: none
@@ -45,19 +45,19 @@ struct ChunkSums {
 };
 AS_BOTH constexpr int groups_of(int chunk) { return chunk == 256 ? kGroups : 1; }
 
-struct DrawTask {
+struct SampleTask {
   float* logits = nullptr;  // [rows, width]; left as they are
   int width = 0, chunk = 0, chunks = 0;
-  Best* best = nullptr;             // of each row of the logits; becomes what is drawn
+  Argmax* best = nullptr;           // of each row of the logits; becomes what is drawn
   const uint32_t* masks = nullptr;  // [masks, mask_words]
   int mask_words = 0;
-  const RowDraw* draws = nullptr;
+  const RowSample* draws = nullptr;
   Edit* edits = nullptr;
   ChunkSums raw, processed;
   SampleOutput* drawn = nullptr;  // [draws]
 };
 // edited, apart: whether any of the draws has edits, or sums_apart().
-void draw_rows(const DrawTask& task, int draws, bool edited, bool apart, const Queue& queue);
+void sample_rows(const SampleTask& task, int draws, bool edited, bool apart, const Queue& queue);
 
 }  // namespace cuda
 }  // namespace as

@@ -2,7 +2,7 @@
 #include <cfloat>
 
 #include "cuda/kernels/common/device.cuh"
-#include "cuda/kernels/sampling/best.h"
+#include "cuda/kernels/sampling/argmax.h"
 
 namespace as {
 namespace cuda {
@@ -17,12 +17,12 @@ __device__ void take_better(float& value, int& id, float other, int other_id) {
 
 // kFour: logits are read four at a time, as rows are of whole fours.
 template <bool kFour>
-__global__ void __launch_bounds__(kThreads) best_kernel(const float* logits, int width, Best* best) {
+__global__ void __launch_bounds__(kThreads) argmax_kernel(const float* logits, int width, Argmax* best) {
   constexpr int kEach = kFour ? 4 : 1;
   after_previous();
   const float* x = logits + (size_t)blockIdx.y * width;
   const int64_t units = width / kEach;
-  const int begin = (int)(units * blockIdx.x / kBestParts), end = (int)(units * (blockIdx.x + 1) / kBestParts);
+  const int begin = (int)(units * blockIdx.x / kArgmaxParts), end = (int)(units * (blockIdx.x + 1) / kArgmaxParts);
   float value = -INFINITY;
   int id = INT_MAX, bad = 0;
 #pragma unroll 1
@@ -65,15 +65,15 @@ __global__ void __launch_bounds__(kThreads) best_kernel(const float* logits, int
   value = values[warp], id = ids[warp], bad = wrong[warp];
   take_lanes(kWarps);
   if (threadIdx.x) return;
-  best[blockIdx.y * kBestParts + blockIdx.x] = {value, value > -INFINITY ? id : -1, bad};
+  best[blockIdx.y * kArgmaxParts + blockIdx.x] = {value, value > -INFINITY ? id : -1, bad};
 }
 
 }  // namespace
 
-void best_tokens(const float* logits, int width, int rows, Best* best, const Queue& queue) {
-  const auto kernel = width % 4 ? best_kernel<false> : best_kernel<true>;
-  start(queue, kernel, dim3(kBestParts, rows), kThreads, 0, logits, width, best);
-  launched("best_tokens");
+void argmax(const float* logits, int width, int rows, Argmax* best, const Queue& queue) {
+  const auto kernel = width % 4 ? argmax_kernel<false> : argmax_kernel<true>;
+  start(queue, kernel, dim3(kArgmaxParts, rows), kThreads, 0, logits, width, best);
+  launched("argmax");
 }
 
 }  // namespace cuda

@@ -4,7 +4,7 @@
 // what is called from several places is no part of these.
 #pragma once
 #include "common/exact.h"
-#include "cuda/kernels/sampling/draw_sums.cuh"
+#include "cuda/kernels/sampling/sample_sums.cuh"
 
 namespace as {
 namespace cuda {
@@ -173,7 +173,7 @@ __device__ __noinline__ Key limit_of_groups(Shared& s, const RowSums& row, int w
 
 // Calls visit(key) for all finite logits up to the limit, by any of the threads.
 template <typename Visit>
-__device__ void visit_best(const DrawTask& task, const Logits& x, const RowSums& row, Key limit, Visit visit) {
+__device__ void visit_greatest(const SampleTask& task, const Logits& x, const RowSums& row, Key limit, Visit visit) {
   const auto look = [&](int id, float value) {
     const Key key = key_of(value, id);
     if (key <= limit && value > -INFINITY) visit(key);
@@ -201,12 +201,12 @@ __device__ void visit_best(const DrawTask& task, const Logits& x, const RowSums&
 }
 
 // A limit that at least `want` logits, and no more than kListed, have or are before, given one of which more are.
-__device__ __noinline__ Key limit_of_logits(Shared& s, const DrawTask& task, const Logits& x, const RowSums& row,
+__device__ __noinline__ Key limit_of_logits(Shared& s, const SampleTask& task, const Logits& x, const RowSums& row,
                                             Key limit, int want) {
   Key prefix = 0;
   int before = 0;
   for (int shift = 56;; shift -= 8) {
-    visit_best(task, x, row, limit, [&](Key key) {
+    visit_greatest(task, x, row, limit, [&](Key key) {
       if (shift == 56 || (key ^ prefix) >> (shift + 8) == 0) atomicAdd(&s.histogram[key >> shift & 255], 1);
     });
     __syncthreads();
@@ -227,12 +227,12 @@ __device__ __noinline__ Key limit_of_logits(Shared& s, const DrawTask& task, con
 
 // Lists the finite logits up to the limit, in order, and returns how many there are. If they are more than kListed,
 // only some are listed, at least `want`, and the limit becomes theirs.
-__device__ __noinline__ int list_best(Shared& s, const DrawTask& task, const Logits& x, const RowSums& row, Key& limit,
-                                      int want) {
+__device__ __noinline__ int list_greatest(Shared& s, const SampleTask& task, const Logits& x, const RowSums& row,
+                                          Key& limit, int want) {
   for (;;) {
     if (threadIdx.x == 0) s.count = 0;
     __syncthreads();
-    visit_best(task, x, row, limit, [&](Key key) {
+    visit_greatest(task, x, row, limit, [&](Key key) {
       const int at = atomicAdd(&s.count, 1);
       if (at < kListed) s.list[at] = key;
     });

@@ -1,4 +1,4 @@
-#include "cuda/step/draw_list.h"
+#include "cuda/step/sample_list.h"
 
 #include <algorithm>
 
@@ -22,21 +22,21 @@ class ListedEdits {
 
 }  // namespace
 
-bool DrawList::add(const Batch& batch, int row, int mask) {
+bool SampleList::add(const Batch& batch, int row, int mask) {
   const Output& out = batch.outputs[row];
   const Slot& slot = batch.slot(out.slot);
   const bool scores = out.wanted == Wanted::score;
   const SamplingParams& p = scores ? scoring_params() : slot.sampling;
-  RowDraw draw{};
-  draw.row = row, draw.kind = kind_of(p), draw.mask = mask;
-  draw.target = scores ? slot.history[out.history] : -1;
-  draw.top_k = p.top_k, draw.top_p = p.top_p;
-  draw.top_logprobs = p.logprobs() ? p.top_logprobs : -1;
-  draw.deepest = p.min_p > 0.0f ? min_p_depth(p) : -1;
-  draw.scale = draw.kind == Draw::greedy ? 1.0f : 1.0f / p.temperature;
-  draw.end = !p.eos.empty() && p.eos[0] >= 0 && p.eos[0] < vocab_size_ ? p.eos[0] : -1;
-  draw.random = {p.seed, p.sample_index, out.history};
-  draw.first_edit = (int32_t)edits_.size();
+  RowSample sample{};
+  sample.row = row, sample.kind = kind_of(p), sample.mask = mask;
+  sample.target = scores ? slot.history[out.history] : -1;
+  sample.top_k = p.top_k, sample.top_p = p.top_p;
+  sample.top_logprobs = p.logprobs() ? p.top_logprobs : -1;
+  sample.deepest = p.min_p > 0.0f ? min_p_depth(p) : -1;
+  sample.scale = sample.kind == Draw::greedy ? 1.0f : 1.0f / p.temperature;
+  sample.end = !p.eos.empty() && p.eos[0] >= 0 && p.eos[0] < vocab_size_ ? p.eos[0] : -1;
+  sample.random = {p.seed, p.sample_index, out.history};
+  sample.first_edit = (int32_t)edits_.size();
   if (!scores) {
     for (auto& list : of_row_) list.clear();
     const SampleInput input{&p, slot.history.data(), out.history, nullptr, nullptr};
@@ -46,11 +46,11 @@ bool DrawList::add(const Batch& batch, int row, int mask) {
     if (edits_.size() + edits > most_edits_) return false;
     std::stable_sort(of_row_[3].begin(), of_row_[3].end(), [](const Edit& a, const Edit& b) { return a.id < b.id; });
     for (const auto& list : of_row_) edits_.insert(edits_.end(), list.begin(), list.end());
-    draw.repeats = (int32_t)of_row_[0].size(), draw.lowers = (int32_t)of_row_[1].size();
-    draw.bans = (int32_t)of_row_[2].size(), draw.biases = (int32_t)of_row_[3].size();
+    sample.repeats = (int32_t)of_row_[0].size(), sample.lowers = (int32_t)of_row_[1].size();
+    sample.bans = (int32_t)of_row_[2].size(), sample.biases = (int32_t)of_row_[3].size();
   }
-  edited_ |= draw.edits() > 0, apart_ |= draw.sums_apart();
-  draws_.push_back(draw);
+  edited_ |= sample.edits() > 0, apart_ |= sample.sums_apart();
+  draws_.push_back(sample);
   return true;
 }
 

@@ -1,7 +1,7 @@
 // Of a row that is drawn from: its logits, and sums of chunks of them, in the order that native/sampling has.
 #pragma once
 #include "cuda/kernels/common/device.cuh"
-#include "cuda/kernels/sampling/draw.h"
+#include "cuda/kernels/sampling/sample.h"
 
 namespace as {
 namespace cuda {
@@ -24,9 +24,9 @@ struct Logits {
   __device__ float operator()(int id) const { return mask && !allows(mask, id) ? -INFINITY : values[id]; }
 };
 
-__device__ inline Logits processed_of(const DrawTask& task, const RowDraw& draw) {
-  return {task.logits + (size_t)draw.row * task.width,
-          draw.mask < 0 ? nullptr : task.masks + (size_t)draw.mask * task.mask_words};
+__device__ inline Logits processed_of(const SampleTask& task, const RowSample& sample) {
+  return {task.logits + (size_t)sample.row * task.width,
+          sample.mask < 0 ? nullptr : task.masks + (size_t)sample.mask * task.mask_words};
 }
 
 __device__ inline float greater(float a, float b) { return b > a ? b : a; }
@@ -76,9 +76,9 @@ struct RowSums {
   int chunks, group_count;
 };
 
-__device__ inline RowSums row_sums(const DrawTask& task, const ChunkSums& of, int draw) {
+__device__ inline RowSums row_sums(const SampleTask& task, const ChunkSums& of, int sample) {
   const int groups = groups_of(task.chunk);
-  const size_t first = (size_t)draw * task.chunks;
+  const size_t first = (size_t)sample * task.chunks;
   return {of.maxima + first, of.sums + first, of.groups + first * groups, task.chunks, task.chunks * groups};
 }
 

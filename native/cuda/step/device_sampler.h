@@ -4,34 +4,34 @@
 
 #include "batch/masks.h"
 #include "cuda/memory/device.h"
-#include "cuda/step/draw_list.h"
+#include "cuda/step/sample_list.h"
 
 namespace as::cuda {
 
 // How an output is sampled: not at all, by best_tokens() alone (argmax), by these kernels, or on the host.
-enum class DrawnBy : uint8_t { nobody, best, draws, host };
+enum class SampledBy : uint8_t { nobody, argmax, device, host };
 
-class Draws {
+class DeviceSampler {
  public:
   // logits [max_outputs, vocab_size] and best, their rows' argmax (best_tokens), are on the device; a row's sample
   // replaces its argmax. masks: null, or the masks that outputs name. All must outlive this.
-  Draws(const Device& device, float* logits, Best* best, int vocab_size, int max_outputs, Masks* masks);
+  DeviceSampler(const Device& device, float* logits, Argmax* best, int vocab_size, int max_outputs, Masks* masks);
 
   // Queues the samples of a batch that `by` assigns to these kernels; waits for masks while the device computes.
   // Assigns samples that only the host can make to the host.
-  void queue(const Batch& batch, std::vector<DrawnBy>& by);
+  void queue(const Batch& batch, std::vector<SampledBy>& by);
   // The samples, after the device has computed them.
   void take(std::vector<SampleOutput>& samples) const;
 
  private:
-  void queue_masks(const Batch& batch, const std::vector<DrawnBy>& by);
+  void queue_masks(const Batch& batch, const std::vector<SampledBy>& by);
   // Queues the copy of so many bytes to the device.
   void send(const Memory& host, const Memory& device, size_t bytes) const;
 
   const Device& device_;
   Masks* const masks_;
-  DrawList list_;
-  DrawTask task_;
+  SampleList list_;
+  SampleTask task_;
   std::vector<int> mask_of_;  // of each output: the index of its mask in the step; -1: none
   Memory host_draws_, host_edits_, host_masks_, host_drawn_;
   Memory draws_, edits_, bits_, drawn_, sums_;
