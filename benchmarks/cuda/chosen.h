@@ -20,13 +20,13 @@ inline AttentionChoice choice_of(const Attention& a, const Queue& queue) {
 }
 
 // fused: p.unnormed is normed, or p.x quantized, by the kernel.
-inline GemmChoice chosen(const Product& p, int rows, const Queue& queue, GemmAlgo wanted = GemmAlgo::any) {
+inline GemmChoice chosen(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo wanted = GemmAlgo::any) {
   Gemm gemm = gemm_of(p);
   gemm.normed = p.unnormed, gemm.fuses = p.unnormed || p.w.takes_bytes(), gemm.pushed = p.y.copy;
   return choose_gemm(chip_of(queue), gemm, rows, wanted);
 }
 // What is chosen once the row has been normed, and quantized.
-inline GemmAlgo plain(Product p, int rows, const Queue& queue, GemmAlgo wanted = GemmAlgo::any) {
+inline GemmAlgo plain(GemmArgs p, int rows, const Queue& queue, GemmAlgo wanted = GemmAlgo::any) {
   Gemm gemm = gemm_of(p);
   gemm.pushed = p.y.copy;
   return choose_gemm(chip_of(queue), gemm, rows, wanted).algo;

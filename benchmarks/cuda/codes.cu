@@ -125,7 +125,7 @@ int main(int argc, char** argv) {
           fill_scales<<<blocks(set_bytes / 4), 256, 0, stream>>>(w.scales, set_bytes / 4);
         }
         fill_rows<<<blocks((size_t)kMostRows * shape.k), 256, 0, stream>>>(x, kMostRows, shape.k);
-        Product p;
+        GemmArgs p;
         p.w = {shape.n, shape.k, Kind::codes, kDType16,
                nullptr, nullptr, weights[0],  pieces_of_codes(shape.n, shape.k)};
         p.adds = shape.adds, p.gated = shape.gated, p.x = {nullptr, x, shape.k};
@@ -144,7 +144,7 @@ int main(int argc, char** argv) {
           if (rows < 1 || rows > kMostRows) continue;
           if (checks) {
             norm_rows();
-            Product other = p;
+            GemmArgs other = p;
             other.w.kind = Kind::dtype16, other.w.tiles = tiles, other.w.codes = {};
             check(cudaMemsetAsync(y, 0, result, stream)), check(cudaMemsetAsync(found, 0, 8, stream));
             AS_DTYPE16::gemm_dtype16(other, rows, queue, GemmAlgo::mma);
@@ -154,7 +154,7 @@ int main(int argc, char** argv) {
             std::printf("  %d:", rows);
             for (GemmAlgo algo : {GemmAlgo::stream_k, GemmAlgo::mma, GemmAlgo::any}) {
               check(cudaMemsetAsync(y, 0, result, stream));
-              Product own = p;
+              GemmArgs own = p;
               if (norms && algo == GemmAlgo::any) own.unnormed = unnormed, own.norm = norm;
               const GemmChoice choice = chosen(own, rows, queue, algo);
               if (choice.fused) check(cudaMemsetAsync(x, 0xff, (size_t)shape.k * 2, stream));

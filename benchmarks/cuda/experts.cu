@@ -94,28 +94,28 @@ int main(int argc, char** argv) {
 
   using Part = std::function<void(const Layer&, int rows)>;
   const auto product = [](const Matrix& w, const Rows& from, const Rows& to, bool adds, bool gates) {
-    Product p;
+    GemmArgs p;
     p.w = w, p.x = from, p.y = to, p.adds = adds, p.gated = gates;
     return p;
   };
   const auto up = [&](const Layer& l) {
-    ExpertProduct e;
-    e.product = product(l.up, y, gated, false, true), e.routing = routing, e.gathers = true;
+    ExpertGemmArgs e;
+    e.gemm = product(l.up, y, gated, false, true), e.routing = routing, e.gathers = true;
     return e;
   };
   const auto down = [&](const Layer& l) {
-    ExpertProduct e;
-    e.product = product(l.down, gated, made, false, false), e.routing = routing, e.follows = true;
+    ExpertGemmArgs e;
+    e.gemm = product(l.down, gated, made, false, false), e.routing = routing, e.follows = true;
     return e;
   };
   const int given = argc > 2 ? std::atoi(argv[2]) : 0;
   const auto tile_rows = [&](int rows) {
     return given ? given : choose_expert_gemm(chip_of(queue), Kind::dtype16, rows * kTop, kExperts).tile_rows;
   };
-  const auto gemm = [&](const Product& p, int rows) {
+  const auto gemm = [&](const GemmArgs& p, int rows) {
     AS_DTYPE16::gemm_dtype16(p, rows, queue, plain(p, rows, queue));
   };
-  const auto gemm_of_experts = [&](const ExpertProduct& e, int rows) {
+  const auto gemm_of_experts = [&](const ExpertGemmArgs& e, int rows) {
     const ExpertChoice choice =
         choose_expert_gemm(chip_of(queue), Kind::dtype16, rows * kTop, kExperts, GemmAlgo::any, tile_rows(rows));
     AS_DTYPE16::gemm_experts(e, rows * kTop, choice.tile_rows, queue, choice.algo);

@@ -134,7 +134,7 @@ int main(int argc, char** argv) {
     // norms: of what the product has from `from`, if that is not null.
     const auto product = [&](const Matrix& w, const uint16_t* from, const Rows& to, bool adds, bool gated,
                              const float* b, const char* norms = nullptr) {
-      Product p;
+      GemmArgs p;
       p.w = w, p.x = {nullptr, const_cast<uint16_t*>(from), w.k}, p.y = to, p.adds = adds, p.gated = gated, p.bias = b;
       if (bytes) {
         p.bytes = rows_of_bytes;

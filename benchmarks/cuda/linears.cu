@@ -75,7 +75,7 @@ int main(int argc, char** argv) {
       std::printf("%-8s %4d rows:", shape.name, rows);
       for (const auto& kernel : kernels) {
         if (rows < kernel.least || rows > kernel.most) continue;
-        Product p;
+        GemmArgs p;
         p.w = {shape.n, shape.k, Kind::dtype16, kDType16, nullptr, nullptr, {}, most_pieces(shape.n)},
         p.adds = shape.adds, p.gated = shape.gated;
         p.x = {nullptr, x, shape.k};

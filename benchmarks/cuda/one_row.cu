@@ -80,7 +80,7 @@ void few_rows() {
         uint16_t* spare = memory<uint16_t>(tiles_bytes(1, 8 * k));
         fill_row<<<ceil_div(8 * k, 256), 256>>>(x, spare, 8 * k, seed++, 3.0f);
         check(cudaDeviceSynchronize());
-        Product p;
+        GemmArgs p;
         p.w = m, p.adds = adds, p.gated = gated, p.x = {x, nullptr, k};
         char* bytes = memory<char>(byte_rows_bytes(8, k));
         p.bytes = byte_rows(bytes, 8, k);
@@ -146,7 +146,7 @@ int main() {
             fill_matrix<<<ceil_div((size_t)n * s.k, 256), 256>>>(values, n, s.k, seed++);
             m.tiles = values, m.codes.bits = 0, m.most_pieces = most_pieces(n);
           }
-          Product p;
+          GemmArgs p;
           float *x = memory<float>(s.k * 4), *weight = memory<float>(s.k * 4), *bias = memory<float>(s.n * 4);
           uint16_t *tiles = memory<uint16_t>(tiles_bytes(1, s.k)), *spare = memory<uint16_t>(tiles_bytes(1, s.k));
           fill_row<<<ceil_div(s.k, 256), 256>>>(weight, spare, s.k, seed++, 1.0f);
@@ -171,7 +171,7 @@ int main() {
                 there = (from ? plain(p, 1, queue) : chosen(p, 1, queue).algo) == GemmAlgo::gemv;
                 if (there) gemv(p, queue);
               } else if (bf16) {
-                Product other = p;
+                GemmArgs other = p;
                 other.unnormed = nullptr, other.x = {nullptr, tiles, s.k};
                 if (from == 0) AS_DTYPE16::rms_norm(x, norm, 1, other.x, queue);
                 AS_DTYPE16::gemm_dtype16(other, 1, queue, plain(other, 1, queue, GemmAlgo::split_k));

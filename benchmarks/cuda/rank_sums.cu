@@ -112,7 +112,7 @@ int main(int argc, char** argv) {
         int call = 0;
         for (int layer = 0; layer < kLayers; layer++)
           for (int i = 0; i < 2; i++, call++) {
-            Product p;
+            GemmArgs p;
             p.w = {kHidden, kInner[i],           Kind::dtype16, kDType16, nullptr, k.weights[i][layer % kCopies],
                    {},      most_pieces(kHidden)};
             p.x = {nullptr, k.x[i], kInner[i]};

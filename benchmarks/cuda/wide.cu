@@ -36,7 +36,7 @@ __global__ void differ(const uint32_t* a, const uint32_t* b, size_t count, unsig
 }
 
 struct Problem {
-  Product p;
+  GemmArgs p;
   int rows;
   size_t y_bytes;
   void* y = nullptr;

@@ -13,10 +13,10 @@
 #include "cuda/kernels/gemm/gemm_8bit_prefill.cu"
 #include "cuda/kernels/gemm/gemm_quantized_stream_k.cuh"
 
-void as::cuda::gemm_float8_stream_k(const Product& p, int rows, const Queue& queue) {
+void as::cuda::gemm_float8_stream_k(const GemmArgs& p, int rows, const Queue& queue) {
   start_quantized_stream_k<Floats>(p, rows, queue);
 }
-void as::cuda::gemm_integer_stream_k(const Product& p, int rows, const Queue& queue) {
+void as::cuda::gemm_integer_stream_k(const GemmArgs& p, int rows, const Queue& queue) {
   start_quantized_stream_k<Integers<8>>(p, rows, queue);
 }
 
@@ -27,10 +27,10 @@ void must(cudaError_t e, const char* what) {
 }
 
 bool integers;
-void stream(const Product& p, int rows, const Queue& queue) {
+void stream(const GemmArgs& p, int rows, const Queue& queue) {
   integers ? gemm_integer_stream_k(p, rows, queue) : gemm_float8_stream_k(p, rows, queue);
 }
-void wide(const Product& p, int rows, const Queue& queue) {
+void wide(const GemmArgs& p, int rows, const Queue& queue) {
   integers ? gemm_integer_prefill(p, rows, queue) : gemm_float8_prefill(p, rows, queue);
 }
 
@@ -64,7 +64,7 @@ __global__ void differ(const uint32_t* a, const uint32_t* b, size_t count, unsig
   if (i < count && a[i] != b[i]) atomicAdd(n, 1ull);
 }
 // Sums in float64 of some of a product: out [rows, columns], and of the sizes of what is summed.
-__global__ void exact(Product p, int columns, double* out) {
+__global__ void exact(GemmArgs p, int columns, double* out) {
   const int row = blockIdx.x, column = blockIdx.y * blockDim.x + threadIdx.x, blocks = blocks_of(p.w.k);
   if (column >= columns) return;
   double sum = 0;
@@ -90,7 +90,7 @@ T* memory(size_t bytes) {
 }
 
 struct Problem {
-  Product p;
+  GemmArgs p;
   int rows;
   size_t y_bytes;
   std::vector<uint32_t*> copies;  // of the weights
@@ -137,9 +137,9 @@ struct Problem {
 struct Way {
   char name[32];
   const Choice* choice;
-  void (*stream)(const Product&, int, const Queue&);
+  void (*stream)(const GemmArgs&, int, const Queue&);
 
-  void start(const Product& p, int rows, const Queue& queue) const {
+  void start(const GemmArgs& p, int rows, const Queue& queue) const {
     choice ? choice->start(p, rows, choice->nanoseconds, queue) : stream(p, rows, queue);
   }
 };
@@ -273,7 +273,7 @@ void layer(int rows) {
   fill_floats<<<14, 256>>>(weight, 3584, 3);
   const Norm norm{weight, 1e-6f, false};
   // What o and down add to, attention's rows and gated ones.
-  Product o = all[1]->p, down = all[3]->p, qkv = all[0]->p, gate_up = all[2]->p;
+  GemmArgs o = all[1]->p, down = all[3]->p, qkv = all[0]->p, gate_up = all[2]->p;
   down.y = o.y;
   o.x = {nullptr, memory<uint16_t>(tiles_bytes((rows + 127) / 128 * 128, 3584)), 3584};
   down.x = {nullptr, gate_up.y.tiles, 18944};
@@ -313,7 +313,7 @@ void bytes(int rows) {
   for (const Problem* a : {&o, &down}) {
     const size_t pairs = (size_t)rows * a->p.w.k / 2;
     fill_pairs<<<ceil_div(pairs, 256), 256>>>((uint32_t*)a->x, pairs);
-    Product p = a->p;
+    GemmArgs p = a->p;
     p.x = {nullptr, (uint16_t*)a->x, a->p.w.k};
     show(a == &o ? "attention's" : "gated", rows * 3. * p.w.k,
          [&](const Queue& on) { quantize_activations(p, rows, on); });

@@ -191,7 +191,7 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
   // Copies may still be in flight, and other streams do not wait for them.
   check(cudaStreamSynchronize(nullptr), "copying rows");
   const Queue queue = device_.queue();
-  Product p;
+  GemmArgs p;
   p.w = m, p.bias = bias ? added.as<float>() : nullptr;
   p.x = {in.as<float>(), nullptr, m.k}, p.y = {out.as<float>(), nullptr, m.n};
   const Memory pieces(rounded ? tiles_bytes(rows, m.n) : 0, "activations");
@@ -227,8 +227,8 @@ std::vector<float> CudaExecutor::multiply_experts(int id, const float* x, const 
   Memory in((size_t)rows * m.k * sizeof(float), "activations"), out(y.size() * sizeof(float), "activations"),
       tiles(m.takes_tiles() ? tiles_bytes(rows, m.k) : 0, "activations"),
       memory(routing_bytes(rows, top, m.experts), "rows of experts");
-  ExpertProduct e;
-  Product& p = e.product;
+  ExpertGemmArgs e;
+  GemmArgs& p = e.gemm;
   e.routing.top = top, e.routing.end = m.experts, e.gathers = true;
   place_routing(memory.as(), rows, m.experts, e.routing);
   check(cudaMemcpy(in.as(), x, in.size(), cudaMemcpyHostToDevice), "copying rows");

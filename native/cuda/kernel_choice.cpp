@@ -144,7 +144,7 @@ constexpr const char* kGemmNames[] = {"any",     "simt",    "small_n",  "mma",  
 
 }  // namespace
 
-Gemm gemm_of(const Product& p) {
+Gemm gemm_of(const GemmArgs& p) {
   Gemm g;
   g.w = p.w, g.writes_16_bytes = p.gated ? p.y.tiles != nullptr : p.y.width % 4 == 0 && p.w.n % 4 == 0;
   return g;

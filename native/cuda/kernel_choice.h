@@ -23,7 +23,7 @@ struct Gemm {
   bool few_columns = false;     // logits of experts or gates of rows: float32, of few columns
 };
 // The GEMM of a product that is not normed or pushed.
-Gemm gemm_of(const Product& p);
+Gemm gemm_of(const GemmArgs& p);
 
 struct GemmChoice {
   GemmAlgo algo = GemmAlgo::simt;

@@ -40,7 +40,7 @@ void to_tiles(const float* in, int rows, const Rows& out, const Queue& queue) {
 }
 
 int prefill_clusters(DType16 dtype) { AS_CALL(dtype, prefill_clusters, dtype); }
-void gemm_dtype16(const Product& p, int rows, const Queue& queue, GemmAlgo algo) {
+void gemm_dtype16(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo algo) {
   AS_CALL(p.w.dtype, gemm_dtype16, p, rows, queue, algo);
 }
 
@@ -70,21 +70,21 @@ void store_and_attend(const Attention& a, const Rope* rope, const AttentionTile*
 
 void sum_ranks(const RankSum& sum, int rows, const Queue& queue) { AS_CALL(sum.dtype, sum_ranks, sum, rows, queue); }
 
-void gemm_experts(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue, GemmAlgo algo) {
-  AS_CALL(p.product.w.dtype, gemm_experts, p, entries, tile_rows, queue, algo);
+void gemm_experts(const ExpertGemmArgs& p, int entries, int tile_rows, const Queue& queue, GemmAlgo algo) {
+  AS_CALL(p.gemm.w.dtype, gemm_experts, p, entries, tile_rows, queue, algo);
 }
 void combine_experts(const Combination& c, int rows, const Queue& queue) {
   AS_CALL(c.dtype(), combine_experts, c, rows, queue);
 }
-bool norms_with_logits(const Product& logits) { return bf16::norms_with_logits(logits); }
-void norm_and_logits(const float* x, const Norm& norm, const Rows& normed, const Product& logits, const Queue& queue) {
+bool norms_with_logits(const GemmArgs& logits) { return bf16::norms_with_logits(logits); }
+void norm_and_logits(const float* x, const Norm& norm, const Rows& normed, const GemmArgs& logits, const Queue& queue) {
   AS_CALL(normed.dtype, norm_and_logits, x, norm, normed, logits, queue);
 }
-void gate_row(const ExpertProduct& e, const ChosenRow& row, const Queue& queue) {
-  AS_CALL(e.product.w.dtype, gate_row, e, row, queue);
+void gate_row(const ExpertGemmArgs& e, const ChosenRow& row, const Queue& queue) {
+  AS_CALL(e.gemm.w.dtype, gate_row, e, row, queue);
 }
-void combine_row(const ExpertProduct& e, const ChosenRow& row, const Combination& c, const Queue& queue) {
-  AS_CALL(e.product.w.dtype, combine_row, e, row, c, queue);
+void combine_row(const ExpertGemmArgs& e, const ChosenRow& row, const Combination& c, const Queue& queue) {
+  AS_CALL(e.gemm.w.dtype, combine_row, e, row, c, queue);
 }
 
 }  // namespace cuda

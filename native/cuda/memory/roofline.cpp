@@ -46,7 +46,7 @@ Roofline measure_roofline(int index) {
   const Memory weights(tiles_bytes(kColumns, kDepth), "measuring"), rows(tiles_bytes(kRows, kDepth), "measuring"),
       sums((size_t)kRows * kColumns * sizeof(float), "measuring");
   fill_bf16(weights.as(), weights.size(), queue), fill_bf16(rows.as(), rows.size(), queue);
-  Product p;
+  GemmArgs p;
   p.w.kind = Kind::dtype16, p.w.n = kColumns, p.w.k = kDepth, p.w.tiles = weights.as<uint16_t>();
   p.x = {nullptr, rows.as<uint16_t>(), kDepth}, p.y = {sums.as<float>(), nullptr, kColumns};
   const GemmAlgo algo = choose_gemm(device.chip(DType16::bf16), gemm_of(p), kRows).algo;

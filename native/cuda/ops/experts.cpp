@@ -36,8 +36,8 @@ int bind_expert_linear(Binding& b, size_t i) {
   const std::optional<ChosenRow> row = b.routed[y.row_set].row;
   const bool gated = is_gated(b.ops, b.weights, i);
   if (gated && b.paired.insert(op.weights[0]).second) b.weights.pair(op.weights[0]);
-  ExpertProduct e;
-  Product& p = e.product;
+  ExpertGemmArgs e;
+  GemmArgs& p = e.gemm;
   p.w = b.matrix(op), p.bias = b.vector(op, 1), p.gated = gated;
   p.x = x.rows, p.y = gated ? b.out(b.ops[i + 1]).rows : y.rows;
   if (gated) e.gating = gating_of(b.ops[i + 1]);
@@ -53,7 +53,7 @@ int bind_expert_linear(Binding& b, size_t i) {
     const int rows = ws->rows_of(x.row_set, size), entries = ws->rows_of(y.row_set, size);
     if (!rows) return;
     if (row && entries == e.routing.top) return gated ? gate_row(e, *row, queue) : combine_row(e, *row, c, queue);
-    if (converts) to_tiles(x.values(), rows, e.product.x, queue);
+    if (converts) to_tiles(x.values(), rows, e.gemm.x, queue);
     const ExpertChoice choice = table.at(entries);
     gemm_experts(e, entries, choice.tile_rows, queue, choice.algo);
   });
@@ -99,7 +99,7 @@ int bind_router(Binding& b, size_t i, bool logits) {
         (has(other.outputs, shares) && !other.is(Op::router)))
       refuse(std::string("op ") + other.spec->name + " of the weights that a router makes");
   const int* where = x.row_set == kAllRows ? b.workspace.data->where(0) : nullptr;
-  const Product p = logits ? logits_of(b, i - 1) : Product{};
+  const GemmArgs p = logits ? logits_of(b, i - 1) : GemmArgs{};
   const bool row = has_row_kernels_at(b, i), norms = logits && i > 1 && norms_with_router(b, i - 2);
   Binding::Routed& routed = b.routed[y.row_set] = {shares, {}};
   if (row) routed.row = ChosenRow{router, x.values(), where};

@@ -67,9 +67,9 @@ bool norms_for_linear(const Binding& b, size_t i) {
          !read_from(b.ops, i + 2, made);
 }
 
-Product logits_of(const Binding& b, size_t linear) {
+GemmArgs logits_of(const Binding& b, size_t linear) {
   const OpNode& op = b.ops[linear];
-  Product p;
+  GemmArgs p;
   p.w = b.matrix(op), p.bias = b.vector(op, 1), p.x = b.in(op).rows, p.y = b.out(op).rows;
   return p;
 }

@@ -24,7 +24,7 @@ bool norms_with_router(const Binding& b, size_t norm);
 // Whether the layer of ops[router] has kernels for steps of one row.
 bool has_row_kernels_at(const Binding& b, size_t router);
 // The GEMM of a router's logits.
-Product logits_of(const Binding& b, size_t linear);
+GemmArgs logits_of(const Binding& b, size_t linear);
 // Whether ops[rope] rotates all queries and keys of the attention that follows.
 bool rotates_in_attention(const Binding& b, size_t rope);
 // Whether ops[norm] and the next op norm all queries and all keys of the attention that follows, and no other op reads

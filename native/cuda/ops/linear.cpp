@@ -17,7 +17,7 @@ bool is_routing(const Program& program, int tensor) {
 
 }  // namespace
 
-void launch_gemm(const Product& p, int rows, GemmChoice choice, const Queue& queue) {
+void launch_gemm(const GemmArgs& p, int rows, GemmChoice choice, const Queue& queue) {
   if (choice.algo == GemmAlgo::small_n) gemm_small_n(p, rows, queue);
   else if (p.w.kind == Kind::f32) gemm_f32(p, rows, queue);
   else if (p.w.kind == Kind::dtype16) gemm_dtype16(p, rows, queue, choice.algo);
@@ -37,7 +37,7 @@ int bind_linear(Binding& b, size_t i, bool norms) {
   const std::optional<size_t> sum = add_after(b, i, op.outputs[0]);
   const bool gated = is_gated(b.ops, b.weights, i);
   if (gated && b.paired.insert(op.weights[0]).second) b.weights.pair(op.weights[0]);
-  Product p;
+  GemmArgs p;
   p.w = b.matrix(op), p.bias = b.vector(op, 1), p.adds = sum.has_value(), p.gated = gated;
   p.x = x.rows;
   p.y = sum ? b.in(b.ops[*sum]).rows : partial_of(b, i).value_or(b.out(b.ops[gated ? i + 1 : i]).rows);
@@ -49,7 +49,7 @@ int bind_linear(Binding& b, size_t i, bool norms) {
   if (p.w.takes_bytes()) p.bytes = byte_rows(ws.byte_rows.as(), ws.max_rows(op.inputs[0]), p.w.k);
   const bool converts = p.w.takes_tiles() && !x.rows.tiles;
   if (converts) p.x = {nullptr, ws.tiles.as<uint16_t>(), x.rows.width, ws.dtype};
-  Product fused = p;
+  GemmArgs fused = p;
   if (norms)
     fused.unnormed = b.in(b.ops[i - 1]).values(), fused.norm = norm_of(b.ops[i - 1], b.vector(b.ops[i - 1], 0));
   uint16_t* const place = sum ? nullptr : place_of(b, i);

@@ -168,13 +168,13 @@ class Attender {
   }
 
   __device__ void begin_scores(uint32_t keys) {
-    begin_products();
+    begin_wgmma();
 #pragma unroll
     for (int s = 0; s < kDim / 16; s++) {
       const int at = s / 4 * kBlockBytes + s % 4 * kStepBytes;
       Tile<kTokens>::multiply(scores_, further(queries_, at), further(descriptor(keys), at), s > 0);
     }
-    commit_products();
+    commit_wgmma();
   }
   // Scores become weights, while products with the weights before may be under way: what was seen before in the run
   // is made relative to the new maximum afterwards, by shrink_values(). first: of a run; the one before may not have
@@ -227,21 +227,21 @@ class Attender {
     for (int i = 0; i < kScores / 2; i++) weights_[i / 4][i % 4] = to_dtype16x2(scores_[2 * i], scores_[2 * i + 1]);
   }
   __device__ void begin_values(uint32_t values, bool first) {
-    begin_products();
+    begin_wgmma();
 #pragma unroll
     for (int s = 0; s < kTokens / 16; s++)
       WeighedTile<kDim>::multiply(values_, weights_[s], further(descriptor_of_columns(values), s * 16 * kRowBytes),
                                   s > 0 || !first);
-    commit_products();
+    commit_wgmma();
   }
   // Scores are products that were begun before the values' that are under way, if these are.
   template <bool kValuesToo>
   __device__ void wait_scores() {
-    wait_products<kValuesToo ? 1 : 0>();
+    wait_wgmma<kValuesToo ? 1 : 0>();
     settle(scores_);
   }
   __device__ void wait_values() {
-    wait_products<0>();
+    wait_wgmma<0>();
     settle(values_);
   }
   // What the run gave goes to the total. begun: the next run's first scores are weighed already.

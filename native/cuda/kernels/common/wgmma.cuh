@@ -143,10 +143,10 @@ __device__ inline uint64_t further(uint64_t descriptor, int bytes) {
   return descriptor & ~0ull << 32 | ((uint32_t)descriptor + (bytes >> 4));
 }
 constexpr int kStepBytes = 32;  // from 16 columns to the next
-__device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ inline void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ inline void begin_wgmma() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void commit_wgmma() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int kLeft>
-__device__ inline void wait_products() {
+__device__ inline void wait_wgmma() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
 }
 // What products have left in registers is not read before it is there.

@@ -25,14 +25,14 @@ struct ScaleSets {
 // What a warp does to steps of two blocks of K that lie in shared memory as S says: 16 columns by S::kRows rows. Sums
 // are those of one chain of products in ascending order.
 template <class S>
-class StepProducts {
+class StepGemm {
  public:
   using Format = typename S::Format;
   static constexpr int kBits = Format::kBits, kSets = Format::kFine ? 4 : 1;
 
   // group: of 64 columns, of which a warp has a quarter. second: how many sets further than the first block's the
   // second one's are, as a rule.
-  __device__ StepProducts(const ScaleSets& sets, int second, int group, int warp, int lane)
+  __device__ StepGemm(const ScaleSets& sets, int second, int group, int warp, int lane)
       : codes_(S::kGroupsAt + group * S::kGroupBytes + (warp * LaneCodes<kBits>::kLoads * 32 + lane) * 16),
         scales_(S::kGroupsAt + group * S::kGroupBytes + S::kSetsAt + (warp * 8 + lane / 4) * 8),
         second_(scales_ + second * S::kSetBytes),

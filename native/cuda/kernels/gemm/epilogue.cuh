@@ -14,7 +14,7 @@ struct Place {
   int row, column;
 };
 template <int kCount, bool kPushes = false, typename Where>
-__device__ inline void finish(const Product& p, int rows, int width, const float* sums, Where where) {
+__device__ inline void finish(const GemmArgs& p, int rows, int width, const float* sums, Where where) {
   float before[kCount], bias[kCount];
 #pragma unroll
   for (int i = 0; i < kCount; i++) {
@@ -39,7 +39,7 @@ __device__ inline void finish(const Product& p, int rows, int width, const float
 struct Added {
   float4 bias, before;
 };
-__device__ inline Added read_added(const Product& p, int row, int column) {
+__device__ inline Added read_added(const GemmArgs& p, int row, int column) {
   Added added;
   if (p.bias) added.bias = read_four(p.bias, column, p.w.n);
   if (p.adds) added.before = read_four(p.y.values + (size_t)row * p.y.width, column, p.w.n);
@@ -47,18 +47,18 @@ __device__ inline Added read_added(const Product& p, int row, int column) {
 }
 
 template <bool kPushes = false>
-__device__ inline void finish_four(const Product& p, int row, int column, float4 sums, const Added& added) {
+__device__ inline void finish_four(const GemmArgs& p, int row, int column, float4 sums, const Added& added) {
   if (p.bias) sums = sum_of(sums, added.bias);
   if (p.adds) sums = sum_of(added.before, sums);
   put_four<kPushes>(p.y, row, column, p.w.n, sums);
 }
 
 // The same of a gate and what it gates; column: of the result.
-__device__ inline float gated(const Product& p, int column, float gate, float up) {
+__device__ inline float gated(const GemmArgs& p, int column, float gate, float up) {
   if (p.bias) gate = __fadd_rn(gate, p.bias[column]), up = __fadd_rn(up, p.bias[p.y.width + column]);
   return silu_times(gate, up);
 }
-__device__ inline void finish_gated(const Product& p, int row, int column, float gate, float up) {
+__device__ inline void finish_gated(const GemmArgs& p, int row, int column, float gate, float up) {
   put(p.y, row, column, gated(p, column, gate, up));
 }
 

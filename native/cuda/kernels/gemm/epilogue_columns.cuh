@@ -15,7 +15,7 @@ enum class SumScales { none, rows, columns_and_rows };
 // the block's column warp * 16 + lane / 4 + i % 4 / 2 * 8, where gates and what they gate are side by side. of_rows:
 // scales.
 template <SumScales kScales, int kValues>
-__device__ inline void epilogue_columns(const Product& p, int rows, int first_row, int column_block,
+__device__ inline void epilogue_columns(const GemmArgs& p, int rows, int first_row, int column_block,
                                         float (&sums)[kValues], const float* of_rows) {
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, row = first_row + lane % 4 * 2,
             core = warp * 16 + lane / 4;

@@ -14,7 +14,7 @@ namespace AS_DTYPE16 {
 // adjacent ones of each eight; lanes exchange these, so that each has eight adjacent ones at a time. Few instructions
 // count here: nobody multiplies meanwhile, and they do not stay in the cache.
 template <bool kBias, int kColumns, typename Results>
-__device__ inline void write_gated(const Product& p, int rows, int first_row, int first_column,
+__device__ inline void write_gated(const GemmArgs& p, int rows, int first_row, int first_column,
                                    const Results& results) {
   constexpr int kEights = kColumns / 16;
   const unsigned thread = afresh(threadIdx.x % 128), lane = thread % 32, quarter = lane % 4;
@@ -50,7 +50,7 @@ __device__ inline void write_gated(const Product& p, int rows, int first_row, in
 
 // What a warpgroup's sums of 64 rows are added to is on its way into the second-level cache.
 template <int kColumns>
-__device__ inline void ask_for_added(const Product& p, int rows, int first_row, int first_column) {
+__device__ inline void ask_for_added(const GemmArgs& p, int rows, int first_row, int first_column) {
   constexpr int kLine = 32;  // values
   const int count = min(kColumns, p.w.n - first_column), width = p.y.width;
   for (int i = threadIdx.x % 128; i < kBlock * (kColumns / kLine); i += 128) {
@@ -70,7 +70,7 @@ __device__ inline float4 load_four(uint32_t address) {
 // each has four adjacent ones. Of kAsked of these at a time what they are added to is asked for while those before are
 // computed with: one after the other would wait for each. bias: of the tile's columns, where it is in shared memory.
 template <int kColumns, int kAsked, bool kBiasShared, typename Results>
-__device__ inline void epilogue_rows(const Product& p, int rows, int first_row, int first_column,
+__device__ inline void epilogue_rows(const GemmArgs& p, int rows, int first_row, int first_column,
                                      const Results& results, uint32_t bias = 0) {
   constexpr int kSixteens = kColumns / 16, kSteps = (kSixteens + kAsked - 1) / kAsked * 2;
   const unsigned thread = afresh(threadIdx.x % 128), lane = thread % 32, odd = lane % 2;

@@ -8,7 +8,7 @@ namespace cuda {
 
 // y = x w^T + bias, or that added to what y has. gated: silu of the first half of the sums times the second, w being
 // what pair_rows() made.
-struct Product {
+struct GemmArgs {
   Matrix w;
   const float* bias = nullptr;
   bool adds = false, gated = false;
@@ -31,19 +31,19 @@ enum class GemmAlgo {
   stream_k,  // wgmma: CTAs stay and share the weights evenly
   prefill,   // wgmma: tiles of many rows
 };
-void gemm_f32(const Product& p, int rows, const Queue& queue);
+void gemm_f32(const GemmArgs& p, int rows, const Queue& queue);
 // 16-bit weights: mma, gemv (of p.x, or of p.unnormed), split_k, stream_k or prefill.
-void gemm_dtype16(const Product& p, int rows, const Queue& queue, GemmAlgo algo);
+void gemm_dtype16(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo algo);
 // Quantized weights with activations in bfloat16: mma, gemv (the same), stream_k or prefill.
-void gemm_quantized(const Product& p, int rows, const Queue& queue, GemmAlgo algo);
+void gemm_quantized(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo algo);
 // What that takes for a matrix [n, k] and so many rows at most; gated: n as pair_rows() makes it.
 size_t widened_bytes(int n, int k, bool gated, int rows);
 // Of integers, with activations p.bytes: mma, small_m, stream_k or prefill.
-void gemm_integer(const Product& p, int rows, const Queue& queue, GemmAlgo algo);
+void gemm_integer(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo algo);
 // The same of floats of 8 bits, on Hopper alone: small_m, stream_k or prefill.
-void gemm_float8(const Product& p, int rows, const Queue& queue, GemmAlgo algo);
+void gemm_float8(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo algo);
 // One row, p.x or p.unnormed, which the kernel quantizes to 8 bits itself, on Hopper: gemv or, of p.unnormed, stream_k.
-void gemv_8bit(const Product& p, const Queue& queue, GemmAlgo algo);
+void gemv_8bit(const GemmArgs& p, const Queue& queue, GemmAlgo algo);
 // How many clusters of gemm_prefill()'s largest tile for whole sums run at once.
 int prefill_clusters(DType16 dtype);
 

@@ -102,7 +102,7 @@ struct Copy {
 
 // Number n of the copies of a block of threads; first: block of K.
 template <typename S>
-__device__ Copy copy_of(const Product& p, int rows, const TilePart& at, int blocks, int first, int down, int across,
+__device__ Copy copy_of(const GemmArgs& p, int rows, const TilePart& at, int blocks, int first, int down, int across,
                         int n) {
   Copy copy;
   if (n < Own<S>::kRows) {
@@ -151,7 +151,7 @@ __device__ void multiply(int (&d)[kColumns / 2], uint32_t own, uint32_t theirs, 
 // The end of a tile whose pieces are in the shared memories of a cluster: every thread of it has every so many fours
 // of columns.
 template <typename S, bool kGated>
-__device__ void add_beside(const Product& p, int rows, const TilePart& at, uint32_t sums, int piece, int pieces,
+__device__ void add_beside(const GemmArgs& p, int rows, const TilePart& at, uint32_t sums, int piece, int pieces,
                            int first_rank) {
   constexpr int kColumns = S::kColumns;
   const int fours = (kGated ? kColumns / 2 : kColumns) / 4, first_column = kGated ? at.column / 2 : at.column;
@@ -199,7 +199,7 @@ __device__ void add_beside(const Product& p, int rows, const TilePart& at, uint3
 
 template <typename S, bool kGated>
 __global__ void __launch_bounds__(kThreads, 1)
-    gemm_prefill_kernel(const __grid_constant__ Product p, int rows, Pieces k, const __grid_constant__ Walk walk,
+    gemm_prefill_kernel(const __grid_constant__ GemmArgs p, int rows, Pieces k, const __grid_constant__ Walk walk,
                         bool late, Scratch scratch) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kColumns = S::kColumns, kDown = S::kDown, kAcross = S::kAcross, kSharers = S::kSharers,
@@ -329,10 +329,10 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (; b + 1 < end; b += kStep, ring.next()) {
           barrier_wait(&full[ring.stage], ring.parity);
           if (there) {
-            begin_products();
+            begin_wgmma();
             multiply_block(0, b > first), multiply_block(1, true);
-            commit_products();
-            wait_products<1>();
+            commit_wgmma();
+            wait_wgmma<1>();
           } else {  // one thread tells for all, and a warp that still writes the tile before must not miss a turn
             warps_meet(group);
           }
@@ -341,15 +341,15 @@ __global__ void __launch_bounds__(kThreads, 1)
           if (group == 0 && b == begun + S::kAhead * kStep && number == 0 && apart)
             asm volatile("bar.arrive 1, 256;" ::: "memory");
         }
-        wait_products<0>();
+        wait_wgmma<0>();
         settle(d);
         if (b > first) release(last);
         if (b < end) {
           barrier_wait(&full[ring.stage], ring.parity);
-          begin_products();
+          begin_wgmma();
           multiply_block(0, b > first);
-          commit_products();
-          wait_products<0>();
+          commit_wgmma();
+          wait_wgmma<0>();
           settle(d);
           release(ring.stage);
           b++, ring.next();
@@ -468,7 +468,7 @@ struct Kernel {
     Walk walk;
     return plan(w, rows, nanoseconds, &walk);
   }
-  static void start(const Product& p, int rows, int nanoseconds, const Queue& queue) {
+  static void start(const GemmArgs& p, int rows, int nanoseconds, const Queue& queue) {
     Walk walk;
     plan(p.w, rows, nanoseconds, &walk);
     const int pieces = pieces_of(p.w), cluster = S::kSharers * pieces;
@@ -487,7 +487,7 @@ struct Choice {
   Sums sums;
   int down, across, nanoseconds;
   int64_t (*cost)(const Matrix& w, int rows, int nanoseconds);
-  void (*start)(const Product&, int rows, int nanoseconds, const Queue&);
+  void (*start)(const GemmArgs&, int rows, int nanoseconds, const Queue&);
 };
 // Cycles of 0.67 ns, which is what power allows: of tensor cores, of shared memory, which gives or takes 128 bytes in
 // one, and of the second-level cache, which gives a processor 38.
@@ -515,7 +515,7 @@ constexpr Choice kOfIntegers[] = {
 };
 
 template <int kCount>
-void start_best(const Choice (&choices)[kCount], const Product& p, int rows, const Queue& queue) {
+void start_best(const Choice (&choices)[kCount], const GemmArgs& p, int rows, const Queue& queue) {
   const Pieces k(p.w.k, p.w.most_pieces);
   const Choice* best = nullptr;
   int64_t least = INT64_MAX;
@@ -530,8 +530,8 @@ void start_best(const Choice (&choices)[kCount], const Product& p, int rows, con
 
 }  // namespace
 
-void gemm_float8_prefill(const Product& p, int rows, const Queue& queue) { start_best(kOfFloats, p, rows, queue); }
-void gemm_integer_prefill(const Product& p, int rows, const Queue& queue) { start_best(kOfIntegers, p, rows, queue); }
+void gemm_float8_prefill(const GemmArgs& p, int rows, const Queue& queue) { start_best(kOfFloats, p, rows, queue); }
+void gemm_integer_prefill(const GemmArgs& p, int rows, const Queue& queue) { start_best(kOfIntegers, p, rows, queue); }
 
 }  // namespace cuda
 }  // namespace as

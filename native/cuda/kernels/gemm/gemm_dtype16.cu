@@ -44,7 +44,7 @@ struct Walk {
 };
 
 template <typename S, int kTiles>
-__global__ void __launch_bounds__(32 * kMostWarps) gemm_kernel(Product p, int rows, int tiles, Pieces k) {
+__global__ void __launch_bounds__(32 * kMostWarps) gemm_kernel(GemmArgs p, int rows, int tiles, Pieces k) {
   extern __shared__ __align__(128) char shared[];
   constexpr int kStages = S::kStages, kBytes = S::kStageBytes, kSums = S::kSums, kColumns = S::kColumns;
   const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(32 * kMostWarps) gemm_kernel(Product p, int ro
 }
 
 template <int kTiles, int kDeep = 0>
-void start_tiles(const Product& p, int rows, const Queue& queue) {
+void start_tiles(const GemmArgs& p, int rows, const Queue& queue) {
   using S = Shape<kTiles, kDeep>;
   const auto kernel = gemm_kernel<S, kTiles>;
   const Pieces k(p.w.k, p.w.most_pieces);
@@ -146,7 +146,7 @@ void start_tiles(const Product& p, int rows, const Queue& queue) {
 
 // Of up to eight rows: where no processor has more than two blocks of threads, more of the weights may be on their way
 // before the rows are there.
-void start_few(const Product& p, int rows, const Queue& queue) {
+void start_few(const GemmArgs& p, int rows, const Queue& queue) {
   constexpr int kDeep = 8;
   const bool few = ceil_div(p.w.n, kTileRows) <= 2 * processors();
   if (queue.capability == 90 && few && Pieces(p.w.k, p.w.most_pieces).length >= kDeep)
@@ -156,7 +156,7 @@ void start_few(const Product& p, int rows, const Queue& queue) {
 
 }  // namespace
 
-void gemm_dtype16(const Product& p, int rows, const Queue& queue, GemmAlgo algo) {
+void gemm_dtype16(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo algo) {
   if (algo == GemmAlgo::gemv) return gemv(p, queue);
   if (algo == GemmAlgo::split_k) return gemm_split_k(p, rows, queue);
   if (algo == GemmAlgo::stream_k) return gemm_stream_k(p, rows, queue);

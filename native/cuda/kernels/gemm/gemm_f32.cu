@@ -7,7 +7,7 @@ namespace {
 
 constexpr int kTile = 64, kDepth = 16, kThreads = 256, kEach = 4;  // a thread has 4 x 4 values
 
-__global__ void __launch_bounds__(kThreads) gemm_f32_kernel(Product p, int rows) {
+__global__ void __launch_bounds__(kThreads) gemm_f32_kernel(GemmArgs p, int rows) {
   after_previous();
   __shared__ float xs[kDepth][kTile + 1], ws[kDepth][kTile + 1];
   const int row0 = blockIdx.y * kTile, column0 = blockIdx.x * kTile, k = p.w.k;
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads) gemm_f32_kernel(Product p, int rows)
 
 }  // namespace
 
-void gemm_f32(const Product& p, int rows, const Queue& queue) {
+void gemm_f32(const GemmArgs& p, int rows, const Queue& queue) {
   start(queue, gemm_f32_kernel, dim3(ceil_div(p.w.n, kTile), ceil_div(rows, kTile)), kThreads, 0, p, rows);
   launched("linear in float32");
 }

@@ -13,8 +13,8 @@ namespace cuda {
 constexpr float kLargestFloat8 = 448.0f;
 
 // Any rows; many.
-void gemm_float8_stream_k(const Product& p, int rows, const Queue& queue);
-void gemm_float8_prefill(const Product& p, int rows, const Queue& queue);
+void gemm_float8_stream_k(const GemmArgs& p, int rows, const Queue& queue);
+void gemm_float8_prefill(const GemmArgs& p, int rows, const Queue& queue);
 
 }  // namespace cuda
 }  // namespace as

@@ -32,7 +32,7 @@ struct Shape {
 
 template <int kBits, int kTiles, int kColumnTiles>
 __global__ void __launch_bounds__(32 * kMostWarps)
-    gemm_kernel(const __grid_constant__ Product p, int rows, int tiles, Pieces k, Segments segments) {
+    gemm_kernel(const __grid_constant__ GemmArgs p, int rows, int tiles, Pieces k, Segments segments) {
   using S = Shape<kBits, kTiles, kColumnTiles>;
   extern __shared__ __align__(128) char shared[];
   constexpr int kStages = S::kStages, kBytes = S::kStageBytes, kSums = S::kSums, kColumns = S::kColumns;
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
 }
 
 template <int kBits, int kTiles, int kColumnTiles>
-void start_tiles(const Product& p, int rows, const Queue& queue) {
+void start_tiles(const GemmArgs& p, int rows, const Queue& queue) {
   using S = Shape<kBits, kTiles, kColumnTiles>;
   const auto kernel = gemm_kernel<kBits, kTiles, kColumnTiles>;
   const Pieces k(p.w.k, p.w.most_pieces);
@@ -154,7 +154,7 @@ void start_tiles(const Product& p, int rows, const Queue& queue) {
 }
 
 template <int kBits>
-void start_rows(const Product& p, int rows, const Queue& queue) {
+void start_rows(const GemmArgs& p, int rows, const Queue& queue) {
   if (rows <= 2 && p.w.n < kManyColumns) start_tiles<kBits, 1, 1>(p, rows, queue);
   else if (rows <= 8) start_tiles<kBits, 1, 2>(p, rows, queue);
   else if (rows <= 16) start_tiles<kBits, 2, 2>(p, rows, queue);
@@ -164,7 +164,7 @@ void start_rows(const Product& p, int rows, const Queue& queue) {
 
 }  // namespace
 
-void gemm_integer(const Product& p, int rows, const Queue& queue, GemmAlgo algo) {
+void gemm_integer(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo algo) {
   if (algo == GemmAlgo::small_m) gemm_few_rows_8bit(p, rows, queue);
   else if (algo == GemmAlgo::prefill) gemm_integer_prefill(p, rows, queue);
   else if (algo == GemmAlgo::stream_k) gemm_integer_stream_k(p, rows, queue);

@@ -83,8 +83,8 @@ __device__ __forceinline__ void add_segment(float& total, uint32_t scales, int s
 }  // namespace AS_DTYPE16
 
 // By wgmma, of chips of capability 9.0: any rows; many, of codes of 8 bits in one group.
-void gemm_integer_stream_k(const Product& p, int rows, const Queue& queue);
-void gemm_integer_prefill(const Product& p, int rows, const Queue& queue);
+void gemm_integer_stream_k(const GemmArgs& p, int rows, const Queue& queue);
+void gemm_integer_prefill(const GemmArgs& p, int rows, const Queue& queue);
 
 }  // namespace cuda
 }  // namespace as

@@ -137,7 +137,7 @@ __device__ const auto& of_pieces(const float (&piece)[kValues], const float (&to
 
 template <typename S, bool kGated>
 __global__ void __launch_bounds__(kThreads, 1)
-    gemm_prefill_kernel(const __grid_constant__ Product p, int rows, const __grid_constant__ Pieces k,
+    gemm_prefill_kernel(const __grid_constant__ GemmArgs p, int rows, const __grid_constant__ Pieces k,
                         const __grid_constant__ Walk walk, Scratch scratch) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kColumns = S::kColumns, kDown = S::kDown, kAcross = S::kAcross, kCluster = S::kCluster;
@@ -253,14 +253,14 @@ __global__ void __launch_bounds__(kThreads, 1)
           barrier_wait(&barriers.full[ring.stage], ring.parity);
           const uint32_t stage = stages + ring.stage * S::kStageBytes, own = stage + group * kBlockBytes,
                          theirs = stage + kRows * kRowBytes;
-          begin_products();
+          begin_wgmma();
 #pragma unroll
           for (int step = 0; step < 4; step++)
             Tile<kColumns>::multiply(d, further(descriptor(own), step * kStepBytes),
                                      further(descriptor(theirs), step * kStepBytes),
                                      step > 0 || !decltype(anew)::value);
-          commit_products();
-          wait_products<1>();
+          commit_wgmma();
+          wait_wgmma<1>();
           if (last >= 0) release(last);
           last = ring.stage;
           if (number == 0 && b == begun.begin + kAhead) let_other_begin();
@@ -274,12 +274,12 @@ __global__ void __launch_bounds__(kThreads, 1)
           multiply(std::true_type());
         }
         if constexpr (kWhole) {  // both ways end here: else the compiler lets all products wait for each other
-          wait_products<0>();
+          wait_wgmma<0>();
           settle(d);
         }
 #pragma unroll 1
         while (b < end) multiply(std::false_type());
-        wait_products<0>();
+        wait_wgmma<0>();
         release(last);
         settle(d);
         if constexpr (!kWhole) {
@@ -348,7 +348,7 @@ struct Kernel {
     Walk walk;
     return plan(rows, w, k, nanoseconds, &walk);
   }
-  static void start(const Product& p, int rows, int nanoseconds, const Queue& queue) {
+  static void start(const GemmArgs& p, int rows, int nanoseconds, const Queue& queue) {
     const Pieces k(p.w.k, p.w.most_pieces);
     Walk walk;
     plan(rows, p.w, k, nanoseconds, &walk);
@@ -366,7 +366,7 @@ struct Kernel {
 struct Choice {
   int columns, down, across, nanoseconds;
   int64_t (*cost)(int rows, const Matrix& w, const Pieces& k, int nanoseconds);
-  void (*start)(const Product&, int rows, int nanoseconds, const Queue&);
+  void (*start)(const GemmArgs&, int rows, int nanoseconds, const Queue&);
 };
 template <int kColumns, bool kWhole, int kDown, int kAcross>
 constexpr Choice choice(int nanoseconds) {
@@ -382,7 +382,7 @@ constexpr Choice kByOne[] = {choice<256, true, 2, 1>(760), choice<256, true, 2, 
 
 int prefill_clusters(DType16) { return Kernel<Shape<256, true, 2, 1>>::clusters(); }
 
-void gemm_prefill(const Product& p, int rows, const Queue& queue) {
+void gemm_prefill(const GemmArgs& p, int rows, const Queue& queue) {
   const Pieces k(p.w.k, p.w.most_pieces);
   const Choice* best = nullptr;
   int64_t least = INT64_MAX;

@@ -38,7 +38,7 @@ struct Shape {
 
 template <int kBits, int kTiles, int kColumnTiles, bool kFine>
 __global__ void __launch_bounds__(32 * kMostWarps)
-    gemm_kernel(const __grid_constant__ Product p, int rows, int tiles, Pieces k) {
+    gemm_kernel(const __grid_constant__ GemmArgs p, int rows, int tiles, Pieces k) {
   using S = Shape<kBits, kTiles, kColumnTiles, kFine>;
   extern __shared__ __align__(128) char shared[];
   constexpr int kStages = S::kStages, kBytes = S::kStageBytes, kSums = S::kSums, kColumns = S::kColumns;
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
 }
 
 template <int kBits, int kTiles, int kColumnTiles, bool kFine>
-void start_tiles(const Product& p, int rows, const Queue& queue) {
+void start_tiles(const GemmArgs& p, int rows, const Queue& queue) {
   using S = Shape<kBits, kTiles, kColumnTiles, kFine>;
   const auto kernel = gemm_kernel<kBits, kTiles, kColumnTiles, kFine>;
   const Pieces k(p.w.k, p.w.most_pieces);
@@ -157,7 +157,7 @@ void start_tiles(const Product& p, int rows, const Queue& queue) {
 }
 
 template <int kBits, bool kFine>
-void start_rows(const Product& p, int rows, const Queue& queue) {
+void start_rows(const GemmArgs& p, int rows, const Queue& queue) {
   // Few columns of a sum in pieces: so small that all processors have some.
   if (rows <= 2 && p.w.n < kManyColumns) start_tiles<kBits, 1, 1, kFine>(p, rows, queue);
   else if (rows <= 8) start_tiles<kBits, 1, 2, kFine>(p, rows, queue);
@@ -218,13 +218,13 @@ int part_rows(int n, int k, bool gated) {
   return std::max<int>(1, (int)(kWidenedBytes / row_bytes / (kTogether * kBlock))) * kTogether * kBlock;
 }
 
-void gemm_widened(const Product& p, int rows, const Queue& queue) {
+void gemm_widened(const GemmArgs& p, int rows, const Queue& queue) {
   const int part = part_rows(p.w.n, p.w.k, p.gated);
   Queue no_pdl = queue;
   no_pdl.no_pdl = true;
   for (int first = 0; first < p.w.n; first += part) {
     const int n = std::min(part, p.w.n - first);
-    Product some = p;
+    GemmArgs some = p;
     widen(p.w, first / kBlock, blocks_of(n), p.widened, queue);
     some.w = {n, p.w.k, Kind::dtype16, DType16::bf16, nullptr, p.widened};
     some.w.most_pieces = p.w.most_pieces;
@@ -243,13 +243,13 @@ size_t widened_bytes(int n, int k, bool gated, int rows) {
   return rows > kMostFused ? tiles_bytes(part_rows(n, k, gated), k) : 0;
 }
 
-void gemm_quantized_mma(const Product& p, int rows, const Queue& queue) {
+void gemm_quantized_mma(const GemmArgs& p, int rows, const Queue& queue) {
   const bool fine = p.w.codes.groups > 1 && p.w.codes.group < kBlock;
   if (p.w.codes.bits == 4) fine ? start_rows<4, true>(p, rows, queue) : start_rows<4, false>(p, rows, queue);
   else fine ? start_rows<8, true>(p, rows, queue) : start_rows<8, false>(p, rows, queue);
 }
 
-void gemm_quantized(const Product& p, int rows, const Queue& queue, GemmAlgo algo) {
+void gemm_quantized(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo algo) {
   if (algo == GemmAlgo::gemv) gemv_quantized(p, queue);
   else if (algo == GemmAlgo::prefill) gemm_widened(p, rows, queue);
   else if (algo == GemmAlgo::stream_k) gemm_quantized_stream_k(p, rows, queue);

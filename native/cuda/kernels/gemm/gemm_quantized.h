@@ -6,10 +6,10 @@ namespace as {
 namespace cuda {
 
 // By mma.sync: any chip. By wgmma: chips of capability 9.0.
-void gemm_quantized_mma(const Product& p, int rows, const Queue& queue);
-void gemm_quantized_stream_k(const Product& p, int rows, const Queue& queue);
+void gemm_quantized_mma(const GemmArgs& p, int rows, const Queue& queue);
+void gemm_quantized_stream_k(const GemmArgs& p, int rows, const Queue& queue);
 // By mma.sync, of one row, which it may norm itself. Chips of capability 9.0.
-void gemv_quantized(const Product& p, const Queue& queue);
+void gemv_quantized(const GemmArgs& p, const Queue& queue);
 
 }  // namespace cuda
 }  // namespace as

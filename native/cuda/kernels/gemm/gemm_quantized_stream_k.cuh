@@ -113,7 +113,7 @@ class StreamKCopies {
  public:
   using Format = typename S::Format;
 
-  __device__ StreamKCopies(const Product& p, const StreamKScheduler& parts, int rows, const Steps& k,
+  __device__ StreamKCopies(const GemmArgs& p, const StreamKScheduler& parts, int rows, const Steps& k,
                            const Divisor& row_tiles, int warp)
       : p_(p), parts_(parts), k_(k), row_tiles_(row_tiles), sets_(p.w.codes, k.blocks), rows_(rows), warp_(warp) {
     begin();
@@ -181,7 +181,7 @@ class StreamKCopies {
     }
   }
 
-  const Product& p_;
+  const GemmArgs& p_;
   StreamKScheduler parts_;
   StreamKUnit part_;
   const Steps& k_;
@@ -241,7 +241,7 @@ struct OwnRow {
 };
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 template <class S>
-__device__ __forceinline__ void make_row(const Product& p, const Segments& segments, char* row, OwnRow<S>& own) {
+__device__ __forceinline__ void make_row(const GemmArgs& p, const Segments& segments, char* row, OwnRow<S>& own) {
   using Normed = typename S::Normed;
   const int pieces = segments.blocks * (kBlock / kPieceColumns);
   Normed normed(p.norm, p.w.k);
@@ -264,7 +264,7 @@ __device__ __forceinline__ void make_row(const Product& p, const Segments& segme
 
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, 1)
-    quantized_stream_k_kernel(const __grid_constant__ Product p, int rows, const __grid_constant__ Steps k,
+    quantized_stream_k_kernel(const __grid_constant__ GemmArgs p, int rows, const __grid_constant__ Steps k,
                               const __grid_constant__ Divisor row_tiles, Segments segments, Scratch scratch,
                               const __grid_constant__ StreamKPartition shares) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -320,7 +320,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     int segment_end = 0;  // a block
     const ScaleSets sets(codes, k.blocks);
     const bool regular = sets.regular();
-    const StepProducts<S> products(sets, sets.second(), group, warp, lane);
+    const StepGemm<S> products(sets, sets.second(), group, warp, lane);
     // Steps of two whole blocks, of regular sets; others are computed block by block.
     const int whole_steps = Format::kSegments || !regular ? 0 : p.w.k / (kStepBlocks * kBlock);
     // Of block j of a stage, which is `block` of K, its first set.
@@ -352,7 +352,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     };
     const auto multiply = [&](int stage, int j, int block, bool adds, uint32_t(&a)[Format::kParts][4]) {
       const uint32_t x = rows_at(stage, j, block);
-      begin_products();
+      begin_wgmma();
 #pragma unroll
       for (int i = 0; i < Format::kParts; i++) {
         if constexpr (Format::kFloats)
@@ -363,7 +363,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           ByteTile<kRows>::multiply(d, a[i], byte_descriptor(x + i * kStepBytes), i > 0 || adds);
         else RegisterTile<kRows>::multiply(d, a[i], descriptor(x + i * kStepBytes), i > 0 || adds);
       }
-      commit_products();
+      commit_wgmma();
     };
     const auto multiply_few = [&](int stage, int j, int block, const uint32_t(&a)[Format::kParts][4]) {
       const uint32_t x = rows_at(stage, j, block);
@@ -475,7 +475,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           if (Format::kFloats && both) {  // a segment is the whole step
             adds = true;
           } else {
-            wait_products<0>();
+            wait_wgmma<0>();
             settle(d);
             adds = !end_segment(stage, 0, block);
           }
@@ -485,7 +485,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
             barrier_wait(&full[ring.stage], ring.parity);
             load(ring.stage, 0, block + kStepBlocks, a[0]);
           }
-          wait_products<0>();
+          wait_wgmma<0>();
           settle(d);
           if (both) adds = !end_segment(stage, 1, block + 1);
           __syncwarp();
@@ -534,7 +534,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 }
 
 template <typename S>
-void start_stream_k_tiles(const Product& p, int rows, const Queue& queue) {
+void start_stream_k_tiles(const GemmArgs& p, int rows, const Queue& queue) {
   const Pieces k(p.w.k, p.w.most_pieces);
   const int tiles = S::tiles(p.w.n, rows), most = std::min(processors(), kScratchBlocks);
   const size_t tile_sums = S::kSums * k.count;
@@ -555,7 +555,7 @@ void start_stream_k_tiles(const Product& p, int rows, const Queue& queue) {
 
 // Tiles as wide as they can be and still be enough: rows are read again for each.
 template <class Format, int kRows, int kMostGroups, bool kOwn = false>
-void start_stream_k_rows(const Product& p, int rows, const Queue& queue) {
+void start_stream_k_rows(const GemmArgs& p, int rows, const Queue& queue) {
   using Wide = StreamKShape<Format, kRows, kMostGroups, kOwn>;
   const int pieces = Wide::tiles(p.w.n, rows) * Pieces(p.w.k, p.w.most_pieces).count;
   const bool alone = pieces <= processors() && pieces >= processors() * 2 / 3;
@@ -564,7 +564,7 @@ void start_stream_k_rows(const Product& p, int rows, const Queue& queue) {
 }
 
 template <class Format>
-void start_quantized_stream_k(const Product& p, int rows, const Queue& queue) {
+void start_quantized_stream_k(const GemmArgs& p, int rows, const Queue& queue) {
   if (rows <= 8) start_stream_k_rows<Format, 8, 4>(p, rows, queue);
   else if (rows <= 16) start_stream_k_rows<Format, 16, 4>(p, rows, queue);
   else if (rows <= 32) start_stream_k_rows<Format, 32, 4>(p, rows, queue);

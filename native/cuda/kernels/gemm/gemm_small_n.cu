@@ -11,7 +11,7 @@ constexpr int kWarps = 8;
 // A warp has kRows rows and kColumns columns of the result at a time. The columns' weights, which are the block's, are
 // in shared memory before the kernel before this one has made the rows.
 template <int kRows, int kColumns, bool kWhole>
-__global__ void __launch_bounds__(32 * kWarps) gemm_small_n_kernel(Product p, int rows) {
+__global__ void __launch_bounds__(32 * kWarps) gemm_small_n_kernel(GemmArgs p, int rows) {
   extern __shared__ __align__(16) float weights[];
   const int first = blockIdx.x * kColumns, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   let_next_begin();
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(32 * kWarps) gemm_small_n_kernel(Product p, in
 }
 
 template <int kRows, int kColumns>
-void start_few(const Product& p, int rows, const Queue& queue) {
+void start_few(const GemmArgs& p, int rows, const Queue& queue) {
   const auto kernel =
       p.w.k % kLaneColumns ? gemm_small_n_kernel<kRows, kColumns, false> : gemm_small_n_kernel<kRows, kColumns, true>;
   const size_t shared = (size_t)kColumns * padded_columns(p.w.k) * sizeof(float);
@@ -53,7 +53,7 @@ bool has_small_n(const Matrix& m) {
   return m.kind == Kind::f32 && m.n <= kMostExperts && 4 * sizeof(float) * padded_columns(m.k) <= kMostShared;
 }
 
-void gemm_small_n(const Product& p, int rows, const Queue& queue) {
+void gemm_small_n(const GemmArgs& p, int rows, const Queue& queue) {
   if (rows <= 4 * kWarps) start_few<1, 1>(p, rows, queue);
   else start_few<8, 4>(p, rows, queue);
 }

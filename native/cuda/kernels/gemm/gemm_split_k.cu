@@ -38,7 +38,7 @@ constexpr int kShort = 16;  // up to so many blocks of K a piece is short, which
 
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, S::kAlone ? 1 : 2)
-    gemm_split_k_kernel(const __grid_constant__ Product p, int rows, Pieces k, Room room) {
+    gemm_split_k_kernel(const __grid_constant__ GemmArgs p, int rows, Pieces k, Room room) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kRows = S::kRows, kGroups = S::kGroups, kBeside = S::kBeside, kCopiers = S::kCopiers;
   extern __shared__ __align__(1024) char shared[];
@@ -137,19 +137,19 @@ __global__ void __launch_bounds__(S::kThreads, S::kAlone ? 1 : 2)
       barrier_wait(&full[ring.stage], ring.parity);
       const uint32_t stage = stages + ring.stage * S::kStageBytes, own = stage + group * kBlockBytes,
                      theirs = room.whole ? whole + b * kRows * kRowBytes : stage + kGroups * kBlockBytes;
-      begin_products();
+      begin_wgmma();
 #pragma unroll
       for (int step = 0; step < 4; step++)
         Tile<kRows>::multiply(d, further(descriptor(own), step * kStepBytes),
                               further(descriptor(theirs), step * kStepBytes), step > 0 || b > 0);
-      commit_products();
-      wait_products<1>();
+      commit_wgmma();
+      wait_wgmma<1>();
       if (const int teller = threadIdx.x % 128; b > 0 && teller < kBeside) {
         if (kBeside == 1) barrier_arrive(&empty[before]);
         else barrier_arrive_at(&empty[before], piece + teller * k.count);
       }
     }
-    wait_products<0>();
+    wait_wgmma<0>();
     settle(d);
     asm volatile("bar.sync 1, %0;" ::"n"(128 * kGroups) : "memory");  // nobody reads the stages any more
     float* sums = reinterpret_cast<float*>(shared);
@@ -212,7 +212,7 @@ Room room_of(int at_once, bool whole) {
 }
 
 template <int kRows, int kGroups, int kBeside = 1, bool kAlone = false>
-void start_split_k(const Product& p, int rows, const Queue& queue, int at_once = kAlone, bool whole = false) {
+void start_split_k(const GemmArgs& p, int rows, const Queue& queue, int at_once = kAlone, bool whole = false) {
   using S = Shape<kRows, kGroups, kBeside, kAlone>;
   const Pieces k(p.w.k, p.w.most_pieces);
   const Room room = room_of<S>(at_once, whole);
@@ -226,7 +226,7 @@ void start_split_k(const Product& p, int rows, const Queue& queue, int at_once =
 
 // Whether all clusters run at once.
 template <int kRows, int kGroups, int kBeside, bool kAlone>
-bool fits(const Product& p, int rows) {
+bool fits(const GemmArgs& p, int rows) {
   using S = Shape<kRows, kGroups, kBeside, kAlone>;
   const int count = Pieces(p.w.k, p.w.most_pieces).count;
   static int at_once[kMostPieces + 1] = {};
@@ -250,7 +250,7 @@ bool fits(const Product& p, int rows) {
 // in all blocks of threads at once. Of long ones that is little, and stages beyond what hides latency only keep the
 // next kernel from beginning.
 template <int kRows>
-void start_few(const Product& p, int rows, const Queue& queue) {
+void start_few(const GemmArgs& p, int rows, const Queue& queue) {
   const Pieces k(p.w.k, p.w.most_pieces);
   const int blocks = blocks_of(p.w.n) * k.count, wanted = (blocks + processors() - 1) / processors();
   const int at_once = k.length > kShort || wanted > 3 ? 0 : std::max(wanted, 2);
@@ -260,7 +260,7 @@ void start_few(const Product& p, int rows, const Queue& queue) {
 
 }  // namespace
 
-void gemm_split_k(const Product& p, int rows, const Queue& queue) {
+void gemm_split_k(const GemmArgs& p, int rows, const Queue& queue) {
   if (rows <= 8) return start_few<8>(p, rows, queue);
   if (rows <= 16) return start_few<16>(p, rows, queue);
   if (rows <= 32) return start_few<32>(p, rows, queue);

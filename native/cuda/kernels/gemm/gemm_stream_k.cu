@@ -54,7 +54,7 @@ struct TileScheduler {
 
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, 1)
-    gemm_stream_k_kernel(const __grid_constant__ Product p, int rows, Pieces k, Scratch scratch) {
+    gemm_stream_k_kernel(const __grid_constant__ GemmArgs p, int rows, Pieces k, Scratch scratch) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kRows = S::kRows, kGroups = S::kGroups, kStages = S::kStages, kValues = S::kValues;
   extern __shared__ __align__(1024) char shared[];
@@ -142,19 +142,19 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       barrier_wait(&full[stage], turn);
       const uint32_t weights = stages + stage * S::kStageBytes + group * kBlockBytes,
                      x = stages + stage * S::kStageBytes + kGroups * kBlockBytes;
-      begin_products();
+      begin_wgmma();
 #pragma unroll
       for (int step = 0; step < 4; step++)
         Tile<kRows>::multiply(d, further(descriptor(weights), step * kStepBytes),
                               further(descriptor(x), step * kStepBytes), step > 0 || b > 0);
-      commit_products();
+      commit_wgmma();
       if (thread == 0 && before >= 0 && ahead.number < count) {  // what was computed with before
         barrier_wait(&empty[before], before_turn);
         fetch_weights(ahead, before), fetch_rows(ahead, before);
         next(ahead);
       }
       __syncwarp();
-      wait_products<0>();
+      wait_wgmma<0>();
       settle(d);
       if (thread == 0) barrier_arrive(&empty[stage]);
       before = stage, before_turn = turn;
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 }
 
 template <typename S>
-void start_stream_k(const Product& p, int rows, const Queue& queue) {
+void start_stream_k(const GemmArgs& p, int rows, const Queue& queue) {
   static_assert(S::kSums <= kScratchFloats);
   allow_shared(gemm_stream_k_kernel<S>, S::kShared);
   // A tile has two blocks of threads at most.
@@ -204,7 +204,7 @@ void start_stream_k(const Product& p, int rows, const Queue& queue) {
 
 // Tiles as wide as they can be and still be enough: rows are read again for each.
 template <int kRows, int kMostGroups>
-void start_rows(const Product& p, int rows, const Queue& queue) {
+void start_rows(const GemmArgs& p, int rows, const Queue& queue) {
   using Wide = Shape<kRows, kMostGroups>;
   if (Wide::tiles(p.w.n, rows) >= processors()) start_stream_k<Wide>(p, rows, queue);
   else start_stream_k<Shape<kRows, 2>>(p, rows, queue);
@@ -212,7 +212,7 @@ void start_rows(const Product& p, int rows, const Queue& queue) {
 
 }  // namespace
 
-void gemm_stream_k(const Product& p, int rows, const Queue& queue) {
+void gemm_stream_k(const GemmArgs& p, int rows, const Queue& queue) {
   if (rows <= 8) start_rows<8, 4>(p, rows, queue);
   else if (rows <= 16) start_rows<16, 4>(p, rows, queue);
   else if (rows <= 32) start_rows<32, 4>(p, rows, queue);

@@ -75,7 +75,7 @@ __device__ __forceinline__ void await_told(const uint64_t* barrier) {
 
 // By one thread.
 template <class S>
-__device__ __forceinline__ void copy_weights(const Product& p, const Part& part, const Pieces& k, int count,
+__device__ __forceinline__ void copy_weights(const GemmArgs& p, const Part& part, const Pieces& k, int count,
                                              uint32_t stages, Shared<S>& s) {
   const char* from = S::kForm == Form::dtype16 ? reinterpret_cast<const char*>(p.w.tiles)
                                                : reinterpret_cast<const char*>(p.w.codes.words);
@@ -92,7 +92,7 @@ __device__ __forceinline__ void copy_weights(const Product& p, const Part& part,
 // The piece's part of the row into shared memory, as products take it; returns the row's scale. ask: for what sums are
 // added to, which is on its way then, too.
 template <class S, typename Ask>
-__device__ __forceinline__ float make_row(const Product& p, int rows, const Part& part, const Pieces& k, char* row,
+__device__ __forceinline__ float make_row(const GemmArgs& p, int rows, const Part& part, const Pieces& k, char* row,
                                           Shared<S>& s, Ask ask) {
   constexpr int kParts = S::kRowBlock / 16, kKept = S::kKept;  // 16 bytes of the row each, of a block
   const int begin = part.first * kParts, parts = part.blocks * kParts, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -203,21 +203,21 @@ __device__ __forceinline__ void multiply(int blocks, int count, uint32_t stages,
     barrier_wait(&s.full[ring.stage], ring.parity);
     const uint32_t stage = stages + ring.stage * kStageBytes;
     if (b + S::kStageBlocks <= blocks) {
-      begin_products();
+      begin_wgmma();
 #pragma unroll
       for (int j = 0; j < S::kStageBlocks; j++) add(stage + j * S::kBlockSize, j > 0 || b > 0);
-      commit_products();
+      commit_wgmma();
     } else {
       for (int j = 0; b + j < blocks; j++) {
-        begin_products();
+        begin_wgmma();
         add(stage + j * S::kBlockSize, j > 0 || b > 0);
-        commit_products();
+        commit_wgmma();
       }
     }
-    wait_products<1>();
+    wait_wgmma<1>();
     if (b > 0 && lane == 0) barrier_arrive(&s.empty[last]);
   }
-  wait_products<0>();
+  wait_wgmma<0>();
   settle(d);
 }
 // The same of integers; scales: of these columns; of_rows: sums of these rows, of the piece.
@@ -252,7 +252,7 @@ __device__ __forceinline__ void multiply_integers(int blocks, int count, uint2 s
 
 template <class S>
 __global__ void __launch_bounds__(kThreads)
-    gemv_kernel(const __grid_constant__ Product p, int rows, Pieces k, int count) {
+    gemv_kernel(const __grid_constant__ GemmArgs p, int rows, Pieces k, int count) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char shared[];
   __shared__ Shared<S> s;
@@ -355,7 +355,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <Form kForm, From kFrom, int kKept>
-void start_row(const Product& p, const GemvPlan& room, const Queue& queue, int rows = 1) {
+void start_row(const GemmArgs& p, const GemvPlan& room, const Queue& queue, int rows = 1) {
   const int count = room.k.count;
   const auto kernel =
       count == 1 ? gemv_kernel<Shape<kForm, kFrom, kKept, true>> : gemv_kernel<Shape<kForm, kFrom, kKept, false>>;
@@ -366,7 +366,7 @@ void start_row(const Product& p, const GemvPlan& room, const Queue& queue, int r
 }
 
 template <Form kForm>
-void start_bytes(const Product& p, const GemvPlan& room, const Queue& queue) {
+void start_bytes(const GemmArgs& p, const GemvPlan& room, const Queue& queue) {
   if (p.unnormed && p.w.k <= 2 * kWorkers * kPieceColumns) start_row<kForm, From::unnormed, 2>(p, room, queue);
   else if (p.unnormed) start_row<kForm, From::unnormed, 4>(p, room, queue);
   else if (p.x.tiles) start_row<kForm, From::tiles, 4>(p, room, queue);
@@ -375,7 +375,7 @@ void start_bytes(const Product& p, const GemvPlan& room, const Queue& queue) {
 
 }  // namespace
 
-void gemv(const Product& p, const Queue& queue) {
+void gemv(const GemmArgs& p, const Queue& queue) {
   const GemvPlan room(p.w, 1, processors());
   if constexpr (kAllFormats) {
     if (p.w.kind == Kind::float8) return start_bytes<Form::float8>(p, room, queue);
@@ -385,7 +385,7 @@ void gemv(const Product& p, const Queue& queue) {
   else start_row<Form::dtype16, From::tiles, 0>(p, room, queue);
 }
 
-void gemm_few_rows_8bit(const Product& p, int rows, const Queue& queue) {
+void gemm_few_rows_8bit(const GemmArgs& p, int rows, const Queue& queue) {
   const GemvPlan room(p.w, kRowTile, processors());
   if constexpr (kAllFormats) {
     if (p.w.kind == Kind::float8) start_row<Form::float8, From::bytes, 0>(p, room, queue, rows);

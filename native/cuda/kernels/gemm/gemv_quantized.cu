@@ -193,7 +193,7 @@ struct RowPlaces {
 };
 
 // The row, as it lies: sixteen bytes a thread, all asked for before any are put down.
-__device__ __forceinline__ void copy_row(const Product& p, int blocks, const RowPlaces& places, char* x) {
+__device__ __forceinline__ void copy_row(const GemmArgs& p, int blocks, const RowPlaces& places, char* x) {
   const int part = threadIdx.x % 8;
   const char* from = reinterpret_cast<const char*>(p.x.tiles) + part * 16;
   for (int first = threadIdx.x / 8; first < blocks; first += blockDim.x) {
@@ -214,7 +214,7 @@ __device__ __forceinline__ void read_row(const float* row, int width, float (&va
 #pragma unroll
   for (int i = 0; i < kNormed; i++) read_eight(row, (i * blockDim.x + threadIdx.x) * 8, width, values[i]);
 }
-__device__ __forceinline__ void norm_row(const Product& p, const float (&weights)[kNormed][8], float* squares,
+__device__ __forceinline__ void norm_row(const GemmArgs& p, const float (&weights)[kNormed][8], float* squares,
                                          const RowPlaces& places, char* x) {
   const int width = p.w.k, all = blocks_of(width) * 8;
   float values[kNormed][8];
@@ -254,7 +254,7 @@ __device__ __forceinline__ void meet(int unit) {
 // eight chains, the last so many are by two warps each, one after the other.
 template <class S>
 __global__ void __launch_bounds__(32 * kMostWarps)
-    row_kernel(const __grid_constant__ Product p, int pairs, const __grid_constant__ Divisor merged, int shared_units,
+    row_kernel(const __grid_constant__ GemmArgs p, int pairs, const __grid_constant__ Divisor merged, int shared_units,
                Pieces k, const __grid_constant__ Divisor piece_length, const __grid_constant__ SetPace sets) {
   extern __shared__ __align__(128) char shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32, units = warps - shared_units;
@@ -420,7 +420,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
 }
 
 template <int kBits, bool kFine, int kStages>
-void start_row(const Product& p, const Plan& plan, const Queue& queue) {
+void start_row(const GemmArgs& p, const Plan& plan, const Queue& queue) {
   using S = Shape<kBits, kFine, kStages>;
   const Pieces k(p.w.k, p.w.most_pieces);
   const size_t shared = S::shared(plan.warps, k.count * k.length);
@@ -434,14 +434,14 @@ void start_row(const Product& p, const Plan& plan, const Queue& queue) {
 }
 
 template <int kBits, bool kFine>
-void start_stages(const Product& p, const Plan& plan, const Queue& queue) {
+void start_stages(const GemmArgs& p, const Plan& plan, const Queue& queue) {
   if (plan.stages == kDeep) start_row<kBits, kFine, kDeep>(p, plan, queue);
   else start_row<kBits, kFine, kShallow>(p, plan, queue);
 }
 
 }  // namespace
 
-void gemv_quantized(const Product& p, const Queue& queue) {
+void gemv_quantized(const GemmArgs& p, const Queue& queue) {
   const Plan plan(p.w, processors(), most_shared());
   const bool fine = Plan::is_fine(p.w.codes);
   if (p.w.codes.bits == 4) fine ? start_stages<4, true>(p, plan, queue) : start_stages<4, false>(p, plan, queue);

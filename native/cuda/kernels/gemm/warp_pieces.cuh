@@ -78,7 +78,7 @@ __device__ void add_pieces(const float* sums, float* totals, const Pieces& k, in
 
 // Totals of gates and what they gate, eight columns of each in turn, become results of tile number `tile` of columns.
 template <int kColumns, int kSums>
-__device__ void put_gated(const Product& p, int rows, int first_row, int tile, const float* totals) {
+__device__ void put_gated(const GemmArgs& p, int rows, int first_row, int tile, const float* totals) {
   for (int i = threadIdx.x; i < kSums / 2; i += blockDim.x) {
     const int row = i / (kColumns / 2), c = i % (kColumns / 2), column = tile * (kColumns / 2) + c;
     const float* gate = totals + row * kColumns + c / 8 * kTileRows + c % 8;

@@ -248,7 +248,7 @@ __global__ void silu_mul_pairs_kernel(const float* in, int width, const float* b
   const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= out.width) return;
   const float* sums = in + (size_t)row * width + i / 8 * 16 + i % 8;
-  Product p;
+  GemmArgs p;
   p.bias = bias, p.y.width = out.width;
   put(out, row, i, gated(p, i, sums[0], sums[8]));
 }

@@ -369,7 +369,7 @@ struct IntoGated {
   }
   __device__ static void finish(const AdaptedSums& a, int, int begin, int half, int row, const Before& before,
                                 const bool (&has)[2], const float (&d)[2][kTiles][4]) {
-    Product p;
+    GemmArgs p;
     p.bias = a.bias, p.y.width = a.paired_gates;
 #pragma unroll
     for (int n = 0; n < kTiles; n++) {

@@ -91,8 +91,8 @@ __global__ void __launch_bounds__(kGroupThreads) group_kernel(Routing routing, i
 // Few rows: a block for each expert makes its logits; the last one to end routes all rows and groups their entries.
 template <bool kWhole>
 __global__ void __launch_bounds__(kFewThreads)
-    route_few_kernel(const __grid_constant__ Product logits, Router router, Routing routing, const int* where, int rows,
-                     int tile_rows) {
+    route_few_kernel(const __grid_constant__ GemmArgs logits, Router router, Routing routing, const int* where,
+                     int rows, int tile_rows) {
   extern __shared__ __align__(16) float shared[];
   __shared__ int chosen[kFewRows * kMostTop];
   __shared__ bool last, there[kFewRows];
@@ -176,7 +176,7 @@ void route(const float* logits, const Router& router, const Routing& routing, co
   group_entries(routing, rows, tile_rows, queue);
 }
 
-void route(const Product& logits, const Router& router, const Routing& routing, const int* where, int rows,
+void route(const GemmArgs& logits, const Router& router, const Routing& routing, const int* where, int rows,
            int tile_rows, const Queue& queue) {
   if (rows > kFewRows || router.experts > kFewExperts) {
     gemm_small_n(logits, rows, queue);

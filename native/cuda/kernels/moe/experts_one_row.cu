@@ -23,7 +23,7 @@ constexpr int kWarps = 8;
 // Logits of a row that is normed first, as rms_norm() and gemm_small_n() make these.
 template <bool kWhole>
 __global__ void __launch_bounds__(kNormThreads)
-    norm_and_logits_kernel(const float* x, Norm norm, Rows normed, const __grid_constant__ Product logits) {
+    norm_and_logits_kernel(const float* x, Norm norm, Rows normed, const __grid_constant__ GemmArgs logits) {
   extern __shared__ __align__(128) char shared[];
   float *weights = reinterpret_cast<float*>(shared), *row = weights + padded_columns(logits.w.k);
   const int width = logits.w.k, first = kEight * threadIdx.x, expert = blockIdx.x;
@@ -86,12 +86,12 @@ constexpr int kStageBytes = S::kBytes + kRowBytes;
 template <typename S, int kStages, typename ItemAt>
 class Stream {
  public:
-  __device__ Stream(const ExpertProduct& e, const Chosen& chosen, size_t expert_bytes, char* ring, int items,
+  __device__ Stream(const ExpertGemmArgs& e, const Chosen& chosen, size_t expert_bytes, char* ring, int items,
                     ItemAt item_at)
       : e_(e),
         chosen_(chosen),
         expert_bytes_(expert_bytes),
-        blocks_(blocks_of(e.product.w.k)),
+        blocks_(blocks_of(e.gemm.w.k)),
         ring_(ring + threadIdx.x / 32 * kStages * kBytes),
         items_(items),
         item_at_(item_at) {
@@ -116,7 +116,7 @@ class Stream {
       __syncwarp();
       fetch(stage_ == 0 ? kStages - 1 : stage_ - 1);  // what was computed with last
       const char* stage = ring_ + stage_ * kBytes;
-      Fragments<S> weights(stage, e_.product.w.k - b * kBlock);
+      Fragments<S> weights(stage, e_.gemm.w.k - b * kBlock);
       const uint32_t* row = reinterpret_cast<const uint32_t*>(stage + S::kBytes) + lane;  // of the first four lanes
 #pragma unroll
       for (int step = 0; step < 4; step++) {
@@ -134,7 +134,7 @@ class Stream {
 
   __device__ void begin_item() {
     const Item item = item_at_(item_);
-    const Matrix& w = e_.product.w;
+    const Matrix& w = e_.gemm.w;
     const int expert = chosen_.experts[item.entry], lane = threadIdx.x % 32, row = e_.gathers ? 0 : item.entry;
     weights_ = reinterpret_cast<const char*>(S::kBits == 16 ? static_cast<const void*>(w.tiles) : w.codes.words) +
                expert * expert_bytes_ + (size_t)(item.tile / 4) * blocks_ * kWeightBlock +
@@ -142,7 +142,7 @@ class Stream {
     if constexpr (S::kBits != 16)
       scales_ = w.codes.scales + expert * expert_bytes_ / 4 + (size_t)(item.tile / 4) * w.codes.groups * kScaleWords +
                 item.tile % 4 * kTileRows;
-    row_ = reinterpret_cast<const char*>(e_.product.x.tiles) + piece_offset(row, lane % 8);
+    row_ = reinterpret_cast<const char*>(e_.gemm.x.tiles) + piece_offset(row, lane % 8);
   }
   __device__ void fetch_weights(int stage, int block) {
     const int lane = threadIdx.x % 32;
@@ -151,7 +151,7 @@ class Stream {
 #pragma unroll
     for (int i = 0; i < S::kTileBytes / 512; i++) copy_16(to + i * 512 + lane * 16, from + i * 512 + lane * 16);
     if constexpr (S::kBits != 16) {
-      const Matrix& w = e_.product.w;
+      const Matrix& w = e_.gemm.w;
       const int group = min(block * kBlock + (S::kFine ? lane / 4 * 16 : 0), w.k - 1) / w.codes.group;
       if (lane < S::kSets * 4)
         copy_16(to + S::kWeights + lane * 16, scales_ + (size_t)group * kScaleWords + lane % 4 * 4);
@@ -172,7 +172,7 @@ class Stream {
     commit_copies();
   }
 
-  const ExpertProduct& e_;
+  const ExpertGemmArgs& e_;
   const Chosen& chosen_;
   const size_t expert_bytes_;
   const int blocks_;
@@ -188,11 +188,11 @@ class Stream {
 
 template <typename S, int kStages>
 __global__ void __launch_bounds__(32 * kWarps)
-    gate_row_kernel(const __grid_constant__ ExpertProduct e, const __grid_constant__ ChosenRow row, int tiles,
+    gate_row_kernel(const __grid_constant__ ExpertGemmArgs e, const __grid_constant__ ChosenRow row, int tiles,
                     size_t expert_bytes) {
   extern __shared__ __align__(128) char shared[];
   __shared__ Chosen chosen;
-  const Product& p = e.product;
+  const GemmArgs& p = e.gemm;
   await_previous();  // before the next kernel begins: so that finds the logits, too
   choose(row, e.routing, reinterpret_cast<float*>(shared), chosen);
   const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * gridDim.x + blockIdx.x, step = gridDim.x * kWarps,
@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(32 * kWarps)
 // each: warps that share the experts of a tile of columns; at_once: such tiles of a block of threads.
 template <typename S, int kStages>
 __global__ void __launch_bounds__(32 * kWarps)
-    combine_row_kernel(const __grid_constant__ ExpertProduct e, const __grid_constant__ ChosenRow row,
+    combine_row_kernel(const __grid_constant__ ExpertGemmArgs e, const __grid_constant__ ChosenRow row,
                        const __grid_constant__ Combination c, int tiles, int each, int at_once, size_t expert_bytes) {
   extern __shared__ __align__(128) char shared[];
   __shared__ Chosen chosen;
@@ -267,27 +267,27 @@ size_t bytes_of_expert(const Matrix& w) {
 }
 
 template <typename S, int kStages>
-void start_gates(const ExpertProduct& e, const ChosenRow& row, const Queue& queue) {
+void start_gates(const ExpertGemmArgs& e, const ChosenRow& row, const Queue& queue) {
   const auto kernel = gate_row_kernel<S, kStages>;
-  const int tiles = ceil_div(e.product.w.n, kTileRows);
+  const int tiles = ceil_div(e.gemm.w.n, kTileRows);
   constexpr size_t shared = kWarps * kStages * kStageBytes<S>;
   static_assert(shared >= 2 * sizeof(float) * (kMostExperts + 3));
   allow_shared(kernel, shared);
   const int grid = std::min(ceil_div((size_t)tiles * e.routing.top, kWarps), processors());
-  start(queue, kernel, grid, 32 * kWarps, shared, e, row, tiles, bytes_of_expert(e.product.w));
+  start(queue, kernel, grid, 32 * kWarps, shared, e, row, tiles, bytes_of_expert(e.gemm.w));
   launched("gates of a row's experts");
 }
 
 template <typename S, int kStages>
-void start_sums(const ExpertProduct& e, const ChosenRow& row, const Combination& c, const Queue& queue) {
+void start_sums(const ExpertGemmArgs& e, const ChosenRow& row, const Combination& c, const Queue& queue) {
   const auto kernel = combine_row_kernel<S, kStages>;
-  const int tiles = ceil_div(e.product.w.n, kTileRows), each = std::min(e.routing.top, kWarps);
+  const int tiles = ceil_div(e.gemm.w.n, kTileRows), each = std::min(e.routing.top, kWarps);
   const int at_once = std::min(kWarps / each, ceil_div(tiles, processors()));
   constexpr size_t shared = kWarps * kStages * kStageBytes<S>;
   static_assert(shared >= 2 * sizeof(float) * (kMostExperts + 3));
   allow_shared(kernel, shared);
   start(queue, kernel, std::min(ceil_div(tiles, at_once), processors()), 32 * kWarps, shared, e, row, c, tiles, each,
-        at_once, bytes_of_expert(e.product.w));
+        at_once, bytes_of_expert(e.gemm.w));
   launched("sums of a row's experts");
 }
 
@@ -314,9 +314,9 @@ void by_type(const Matrix& w, Start start) {
 
 }  // namespace
 
-bool norms_with_logits(const Product& logits) { return has_small_n(logits.w) && logits.w.k <= kEight * kNormThreads; }
+bool norms_with_logits(const GemmArgs& logits) { return has_small_n(logits.w) && logits.w.k <= kEight * kNormThreads; }
 
-void norm_and_logits(const float* x, const Norm& norm, const Rows& normed, const Product& logits, const Queue& queue) {
+void norm_and_logits(const float* x, const Norm& norm, const Rows& normed, const GemmArgs& logits, const Queue& queue) {
   const auto kernel = logits.w.k % kLaneColumns ? norm_and_logits_kernel<false> : norm_and_logits_kernel<true>;
   const size_t shared = 2 * sizeof(float) * padded_columns(logits.w.k);
   allow_shared(kernel, shared);
@@ -324,15 +324,15 @@ void norm_and_logits(const float* x, const Norm& norm, const Rows& normed, const
   launched("norm and logits of a row");
 }
 
-void gate_row(const ExpertProduct& e, const ChosenRow& row, const Queue& queue) {
-  by_type(e.product.w, [&](auto type) {
+void gate_row(const ExpertGemmArgs& e, const ChosenRow& row, const Queue& queue) {
+  by_type(e.gemm.w, [&](auto type) {
     using S = decltype(type);
     start_gates<S, stages_of<S>(kGateStages)>(e, row, queue);
   });
 }
 
-void combine_row(const ExpertProduct& e, const ChosenRow& row, const Combination& c, const Queue& queue) {
-  by_type(e.product.w, [&](auto type) {
+void combine_row(const ExpertGemmArgs& e, const ChosenRow& row, const Combination& c, const Queue& queue) {
+  by_type(e.gemm.w, [&](auto type) {
     using S = decltype(type);
     start_sums<S, stages_of<S>(kSumStages)>(e, row, c, queue);
   });

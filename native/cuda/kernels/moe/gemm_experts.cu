@@ -40,13 +40,14 @@ struct Ahead {
 };
 
 template <int kBits, bool kFine, int kTiles, bool kDeep>
-__global__ void __launch_bounds__(32 * kWarps) gemm_experts_kernel(const __grid_constant__ ExpertProduct e, int columns,
-                                                                   int most, int blocks, size_t expert_bytes) {
+__global__ void __launch_bounds__(32 * kWarps)
+    gemm_experts_kernel(const __grid_constant__ ExpertGemmArgs e, int columns, int most, int blocks,
+                        size_t expert_bytes) {
   using S = Shape<kBits, kFine, kTiles, kDeep>;
   extern __shared__ __align__(128) char shared[];
   constexpr int kStages = S::kStages, kBytes = S::kStageBytes;
   constexpr int kWeightBlock = kBlockValues * kBits / 8;  // bytes of 64 rows x 64 columns
-  const Product& p = e.product;
+  const GemmArgs& p = e.gemm;
   const Routing& r = e.routing;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, step = gridDim.x * kWarps;
   char* own = shared + warp * kStages * kBytes;
@@ -175,11 +176,11 @@ __global__ void __launch_bounds__(32 * kWarps) gemm_experts_kernel(const __grid_
 }
 
 template <int kBits, bool kFine, int kTiles, bool kDeep>
-void start_tiles(const ExpertProduct& e, int items, int columns, const Queue& queue) {
+void start_tiles(const ExpertGemmArgs& e, int items, int columns, const Queue& queue) {
   using S = Shape<kBits, kFine, kTiles, kDeep>;
   static_assert(S::kStages >= 3);
   const auto kernel = gemm_experts_kernel<kBits, kFine, kTiles, kDeep>;
-  const Matrix& w = e.product.w;
+  const Matrix& w = e.gemm.w;
   allow_shared(kernel, S::kShared);
   int merged = 1;
   if (!kDeep) cudaOccupancyMaxActiveBlocksPerMultiprocessor(&merged, kernel, 32 * kWarps, S::kShared);
@@ -191,8 +192,8 @@ void start_tiles(const ExpertProduct& e, int items, int columns, const Queue& qu
 }
 
 template <int kBits, bool kFine, int kTiles>
-void start_tiles(const ExpertProduct& e, int entries, const Queue& queue) {
-  const int columns = ceil_div(e.product.w.n, kColumnTiles * kTileRows),
+void start_tiles(const ExpertGemmArgs& e, int entries, const Queue& queue) {
+  const int columns = ceil_div(e.gemm.w.n, kColumnTiles * kTileRows),
             items = most_items(e, entries, kTiles * kRowTile, columns);
   if (kTiles == 1 && queue.capability == 90 && items <= kWarps * processors())
     return start_tiles<kBits, kFine, 1, true>(e, items, columns, queue);
@@ -200,7 +201,7 @@ void start_tiles(const ExpertProduct& e, int entries, const Queue& queue) {
 }
 
 template <int kBits, bool kFine>
-void start_rows(const ExpertProduct& e, int entries, int tile_rows, const Queue& queue) {
+void start_rows(const ExpertGemmArgs& e, int entries, int tile_rows, const Queue& queue) {
   if (tile_rows <= 8) start_tiles<kBits, kFine, 1>(e, entries, queue);
   else if (tile_rows <= 16) start_tiles<kBits, kFine, 2>(e, entries, queue);
   else if (tile_rows <= 32) start_tiles<kBits, kFine, 4>(e, entries, queue);
@@ -211,10 +212,10 @@ void start_rows(const ExpertProduct& e, int entries, int tile_rows, const Queue&
 constexpr int kTile = 64, kDepth = 16, kThreads = 256, kEach = 4;
 
 __global__ void __launch_bounds__(kThreads)
-    gemm_experts_f32_kernel(const __grid_constant__ ExpertProduct e, int columns) {
+    gemm_experts_f32_kernel(const __grid_constant__ ExpertGemmArgs e, int columns) {
   __shared__ float xs[kDepth][kTile + 1], ws[kDepth][kTile + 1];
   __shared__ int rows[kTile];
-  const Product& p = e.product;
+  const GemmArgs& p = e.gemm;
   const Routing& r = e.routing;
   const int k = p.w.k, n = p.w.n, ty = threadIdx.x / 16, tx = threadIdx.x % 16;
   after_previous();
@@ -259,9 +260,9 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 template <bool kAll = kAllFormats>
-static void start_format(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue) {
+static void start_format(const ExpertGemmArgs& p, int entries, int tile_rows, const Queue& queue) {
   if constexpr (kAll) {
-    const Codes& codes = p.product.w.codes;
+    const Codes& codes = p.gemm.w.codes;
     const bool fine = codes.groups > 1 && codes.group < kBlock;
     if (codes.bits == 4)
       return fine ? start_rows<4, true>(p, entries, tile_rows, queue)
@@ -273,8 +274,8 @@ static void start_format(const ExpertProduct& p, int entries, int tile_rows, con
   start_rows<16, false>(p, entries, tile_rows, queue);
 }
 
-void gemm_experts(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue, GemmAlgo algo) {
-  const Matrix& w = p.product.w;
+void gemm_experts(const ExpertGemmArgs& p, int entries, int tile_rows, const Queue& queue, GemmAlgo algo) {
+  const Matrix& w = p.gemm.w;
   if (w.kind == Kind::f32) {
     const int columns = ceil_div(w.n, kTile);
     const int grid = std::min(most_items(p, entries, kTile, columns), 8 * processors());

@@ -10,10 +10,10 @@ namespace cuda {
 namespace AS_DTYPE16 {
 
 // By wgmma, for chips of capability 9.0; tile_rows: 64 or 128.
-void gemm_experts_prefill(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue);
+void gemm_experts_prefill(const ExpertGemmArgs& p, int entries, int tile_rows, const Queue& queue);
 
 // How many items there may be, of so many for each tile of entries.
-inline int most_items(const ExpertProduct& p, int entries, int tile_rows, int columns) {
+inline int most_items(const ExpertGemmArgs& p, int entries, int tile_rows, int columns) {
   const int experts = p.routing.end - p.routing.begin;
   return std::min(entries, entries / tile_rows + experts) * columns;
 }
@@ -25,15 +25,15 @@ __device__ inline ExpertTile tile_at(const Routing& r, int i) {
 }
 
 // Where a piece of the first block of a tile's row is in x, which is in tiles; -1: there is no such row.
-__device__ inline int row_offset(const ExpertProduct& e, const ExpertTile& tile, int slot, int piece, int blocks) {
+__device__ inline int row_offset(const ExpertGemmArgs& e, const ExpertTile& tile, int slot, int piece, int blocks) {
   if (slot >= tile.count) return -1;
   const int entry = tile.first + slot, row = e.gathers ? __ldcg(e.routing.row_of + entry) : entry;
   return row / kBlock * blocks * kBlockBytes + piece_offset(row % kBlock, piece);
 }
 
 // Null: none.
-__device__ inline const float* bias_of(const ExpertProduct& e, int expert) {
-  const Product& p = e.product;
+__device__ inline const float* bias_of(const ExpertGemmArgs& e, int expert) {
+  const GemmArgs& p = e.gemm;
   return p.bias ? p.bias + (size_t)expert * (p.gated ? 2 * p.y.width : p.y.width) : nullptr;
 }
 

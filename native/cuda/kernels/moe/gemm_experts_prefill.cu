@@ -30,12 +30,12 @@ struct Shape {
 
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, 1)
-    gemm_experts_prefill_kernel(const __grid_constant__ ExpertProduct e, int columns, int blocks) {
+    gemm_experts_prefill_kernel(const __grid_constant__ ExpertGemmArgs e, int columns, int blocks) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kRows = S::kRows, kGroups = S::kGroups, kStages = S::kStages;
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64_t full[kStages], empty[kStages];
-  const Product& p = e.product;
+  const GemmArgs& p = e.gemm;
   const Routing& r = e.routing;
   const uint32_t stages = shared_address(shared);
   if (threadIdx.x == 0) {
@@ -102,17 +102,17 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         barrier_wait(&full[ring.stage], ring.parity);
         const uint32_t stage = stages + ring.stage * S::kStageBytes, own = stage + group * kBlockBytes,
                        theirs = stage + kGroups * kBlockBytes;
-        begin_products();
+        begin_wgmma();
 #pragma unroll
         for (int step = 0; step < 4; step++)
           Tile<kRows>::multiply(d, descriptor(own + step * kStepBytes), descriptor(theirs + step * kStepBytes),
                                 step > 0 || b > 0);
-        commit_products();
-        wait_products<1>();
+        commit_wgmma();
+        wait_wgmma<1>();
         if (b > 0 && thread == 0) barrier_arrive(&empty[last]);
         last = ring.stage;
       }
-      wait_products<0>();
+      wait_wgmma<0>();
       settle(d);
       if (thread == 0) barrier_arrive(&empty[last]);
       // Number i of a thread is of entry i / 4 * 8 + lane % 4 * 2 + i % 2; gates and what they gate are side by side.
@@ -154,17 +154,17 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 }
 
 template <typename S>
-void start_prefill(const ExpertProduct& p, int entries, const Queue& queue) {
-  const int columns = ceil_div(blocks_of(p.product.w.n), S::kGroups);
+void start_prefill(const ExpertGemmArgs& p, int entries, const Queue& queue) {
+  const int columns = ceil_div(blocks_of(p.gemm.w.n), S::kGroups);
   allow_shared(gemm_experts_prefill_kernel<S>, S::kShared);
   const int grid = std::min(most_items(p, entries, S::kRows, columns), processors());
-  start(queue, gemm_experts_prefill_kernel<S>, grid, S::kThreads, S::kShared, p, columns, blocks_of(p.product.w.k));
+  start(queue, gemm_experts_prefill_kernel<S>, grid, S::kThreads, S::kShared, p, columns, blocks_of(p.gemm.w.k));
   launched("linear of experts of 16 bits, many rows");
 }
 
 }  // namespace
 
-void gemm_experts_prefill(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue) {
+void gemm_experts_prefill(const ExpertGemmArgs& p, int entries, int tile_rows, const Queue& queue) {
   if (tile_rows == 64) start_prefill<Shape<64, 4>>(p, entries, queue);
   else start_prefill<Shape<128, 4>>(p, entries, queue);
 }

@@ -40,12 +40,12 @@ void place_routing(char* memory, int rows, int experts, Routing& routing);
 // Whether gemm_small_n() takes a matrix: of float32, not large.
 bool has_small_n(const Matrix& matrix);
 // As gemm_f32(), but in another order, and neither adding nor gated.
-void gemm_small_n(const Product& p, int rows, const Queue& queue);
+void gemm_small_n(const GemmArgs& p, int rows, const Queue& queue);
 // where: of each row, negative for rows that a padded step only has in name, which go nowhere; null: all are there.
 void route(const float* logits, const Router& router, const Routing& routing, const int* where, int rows, int tile_rows,
            const Queue& queue);
 // The same of logits that are still to be made, by gemm_small_n().
-void route(const Product& logits, const Router& router, const Routing& routing, const int* where, int rows,
+void route(const GemmArgs& logits, const Router& router, const Routing& routing, const int* where, int rows,
            int tile_rows, const Queue& queue);
 // Entries of given experts [rows, top], which are where entries will be; the second half of route().
 void group_entries(const Routing& routing, int rows, int tile_rows, const Queue& queue);
@@ -54,13 +54,13 @@ void group_entries(const Routing& routing, int rows, int tile_rows, const Queue&
 // are one chain each, whatever the kernel; codes are rounded to bfloat16 first. gathers: x has rows, else entries.
 // follows: the kernel before on the stream is such a product, too, of the same routing and type. entries: of the step,
 // of all experts. algo: simt, mma or prefill.
-struct ExpertProduct {
-  Product product;
+struct ExpertGemmArgs {
+  GemmArgs gemm;
   Routing routing;
   bool gathers = false, follows = false;
   Gating gating = {};  // where the product is gated
 };
-void gemm_experts(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue, GemmAlgo algo);
+void gemm_experts(const ExpertGemmArgs& p, int entries, int tile_rows, const Queue& queue, GemmAlgo algo);
 
 // y [rows, width] = of each row the sum of its entries times their weights, in ascending order of experts, or that
 // added to what y has; and if there is a norm with a weight, rows of y normed, too.
@@ -78,8 +78,8 @@ void combine_experts(const Combination& c, int rows, const Queue& queue);
 
 // ---- a step of one row, with the bits of what is above
 // The row's logits, and the row itself, normed first: as rms_norm() and gemm_small_n().
-bool norms_with_logits(const Product& logits);
-void norm_and_logits(const float* x, const Norm& norm, const Rows& normed, const Product& logits, const Queue& queue);
+bool norms_with_logits(const GemmArgs& logits);
+void norm_and_logits(const float* x, const Norm& norm, const Rows& normed, const GemmArgs& logits, const Queue& queue);
 // A row whose logits are there. where: its place, or null.
 struct ChosenRow {
   Router router;
@@ -88,8 +88,8 @@ struct ChosenRow {
 };
 // The gated product with its experts' matrices, and of the result the other one, summed up: as route(),
 // gemm_experts(), and combine_experts() but for the norm. The second follows the first on the stream.
-void gate_row(const ExpertProduct& e, const ChosenRow& row, const Queue& queue);
-void combine_row(const ExpertProduct& e, const ChosenRow& row, const Combination& c, const Queue& queue);
+void gate_row(const ExpertGemmArgs& e, const ChosenRow& row, const Queue& queue);
+void combine_row(const ExpertGemmArgs& e, const ChosenRow& row, const Combination& c, const Queue& queue);
 
 // x [rows, width] *= sigmoid(gate [rows])
 void sigmoid_mul(float* x, const float* gate, int rows, int width, const Queue& queue);

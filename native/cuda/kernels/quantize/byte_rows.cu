@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kThreads, kKept > 2 && kTiles ? 1024 / kThread
 
 // So many blocks of threads that each processor has as many as it can.
 template <bool kNorms, bool kTiles, int kThreads, int kKept>
-void quantize(const Rows& x, const Norm& norm, const Product& p, int rows, const Queue& queue) {
+void quantize(const Rows& x, const Norm& norm, const GemmArgs& p, int rows, const Queue& queue) {
   const Pieces k(p.w.k, p.w.most_pieces);
   const bool floats = p.w.codes.floats;
   const auto kernel = floats ? bytes_kernel<true, kNorms, kTiles, kThreads, kKept>
@@ -128,7 +128,7 @@ void quantize(const Rows& x, const Norm& norm, const Product& p, int rows, const
 
 // As few threads as keep a row in registers.
 template <bool kTiles>
-void quantize_rows(const Product& p, int rows, const Queue& queue) {
+void quantize_rows(const GemmArgs& p, int rows, const Queue& queue) {
   const int pieces = (p.w.k + kPieceColumns - 1) / kPieceColumns;
   if (pieces <= 128) quantize<false, kTiles, 128, 1>(p.x, {}, p, rows, queue);
   else if (pieces <= 2 * 128) quantize<false, kTiles, 128, 2>(p.x, {}, p, rows, queue);
@@ -141,13 +141,13 @@ constexpr int kFewThreads = 256, kManyThreads = 512;  // that norm a row: sums a
 
 }  // namespace
 
-void quantize_activations(const Product& p, int rows, const Queue& queue) {
+void quantize_activations(const GemmArgs& p, int rows, const Queue& queue) {
   p.x.tiles ? quantize_rows<true>(p, rows, queue) : quantize_rows<false>(p, rows, queue);
 }
 
 bool norms_into_bytes(int width) { return width <= kManyThreads * kPieceColumns; }
 
-void rms_norm_into_bytes(const float* x, const Norm& norm, const Product& p, int rows, const Queue& queue) {
+void rms_norm_into_bytes(const float* x, const Norm& norm, const GemmArgs& p, int rows, const Queue& queue) {
   const Rows in{const_cast<float*>(x), nullptr, p.w.k};
   if (p.w.k <= kFewThreads * kPieceColumns) quantize<true, false, kFewThreads, 1>(in, norm, p, rows, queue);
   else quantize<true, false, kManyThreads, 1>(in, norm, p, rows, queue);

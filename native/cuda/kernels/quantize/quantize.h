@@ -21,7 +21,7 @@ void quantize_rows(const void* rows, SourceType source, int64_t columns, int gro
 void place_rows(const uint8_t* codes, const uint16_t* scales, const uint16_t* offsets, int count, const Matrix& matrix,
                 int first, const Queue& queue);
 
-struct Product;
+struct GemmArgs;
 
 // Rows of activations of 8 bits (kernels/gemm/gemm_integer.h), with the sums of parts of them, and each row's scale.
 struct ByteRows {
@@ -38,9 +38,9 @@ constexpr int paired_rows(int n) { return (n / 2 + 7) / 8 * 16; }
 void pair_rows(const Matrix& from, const Matrix& to, const Queue& queue);
 
 // Rows as such products take them: p.x becomes p.bytes.
-void quantize_activations(const Product& p, int rows, const Queue& queue);
+void quantize_activations(const GemmArgs& p, int rows, const Queue& queue);
 // Rows [rows, p.w.k] normed, and quantized at once, of rows so wide at most.
-void rms_norm_into_bytes(const float* x, const Norm& norm, const Product& p, int rows, const Queue& queue);
+void rms_norm_into_bytes(const float* x, const Norm& norm, const GemmArgs& p, int rows, const Queue& queue);
 bool norms_into_bytes(int width);
 
 }  // namespace cuda
