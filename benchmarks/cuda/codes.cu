@@ -52,10 +52,10 @@ static __global__ void fill_floats(float* values, int count, float size) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < count) values[i] = ((int)(noise(i + 77) >> 8) * 0x1p-24f - 0.5f) * size;
 }
-static __global__ void widen(Codes codes, int n, int k, uint16_t* tiles) {
+static __global__ void widen(Quants quants, int n, int k, uint16_t* tiles) {
   const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
   if (i < (size_t)n * k)
-    tiles[tile_offset(i / k, i % k, blocks_of(k))] = to_dtype16(value_of(codes, (int)(i / k), (int)(i % k), k));
+    tiles[tile_offset(i / k, i % k, blocks_of(k))] = to_dtype16(value_of(quants, (int)(i / k), (int)(i % k), k));
 }
 static __global__ void differ(const uint32_t* a, const uint32_t* b, size_t count, unsigned long long* found) {
   const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
@@ -111,23 +111,23 @@ int main(int argc, char** argv) {
     for (const std::string& name : split(asked))
       for (const auto& shape : shapes) {
         if (name != shape.name) continue;
-        Codes codes;
-        codes.bits = form[0] - '0', codes.group = std::atoi(form.c_str() + 2);
-        if (codes.group == 0) codes.group = shape.k;
-        codes.groups = (shape.k + codes.group - 1) / codes.group;
-        const size_t word_bytes = codes_bytes(shape.n, shape.k, codes.bits),
-                     set_bytes = scales_bytes(shape.n, codes.groups), bytes = word_bytes + set_bytes;
+        Quants quants;
+        quants.bits = form[0] - '0', quants.group = std::atoi(form.c_str() + 2);
+        if (quants.group == 0) quants.group = shape.k;
+        quants.groups = (shape.k + quants.group - 1) / quants.group;
+        const size_t word_bytes = quants_bytes(shape.n, shape.k, quants.bits),
+                     set_bytes = scales_bytes(shape.n, quants.groups), bytes = word_bytes + set_bytes;
         const int copies = checks ? 1 : (int)((400 << 20) / bytes) + 1, launches = copies < 16 ? 16 : copies;
-        std::vector<Codes> weights(copies, codes);
-        for (Codes& w : weights) {
+        std::vector<Quants> weights(copies, quants);
+        for (Quants& w : weights) {
           w.words = memory<uint32_t>(word_bytes), w.scales = memory<uint32_t>(set_bytes);
           fill_words<<<blocks(word_bytes / 4), 256, 0, stream>>>(w.words, word_bytes / 4);
           fill_scales<<<blocks(set_bytes / 4), 256, 0, stream>>>(w.scales, set_bytes / 4);
         }
         fill_rows<<<blocks((size_t)kMostRows * shape.k), 256, 0, stream>>>(x, kMostRows, shape.k);
         GemmArgs p;
-        p.w = {shape.n, shape.k, Kind::codes, kDType16,
-               nullptr, nullptr, weights[0],  pieces_of_codes(shape.n, shape.k)};
+        p.w = {shape.n, shape.k, Kind::quantized, kDType16,
+               nullptr, nullptr, weights[0],      pieces_of_codes(shape.n, shape.k)};
         p.adds = shape.adds, p.gated = shape.gated, p.x = {nullptr, x, shape.k};
         p.y = shape.gated ? Rows{nullptr, reinterpret_cast<uint16_t*>(y), shape.n / 2} : Rows{y, nullptr, shape.n};
         const Norm norm{ones, 1e-6f, false};
@@ -137,7 +137,7 @@ int main(int argc, char** argv) {
         const size_t result = shape.gated ? tiles_bytes(kMostRows, shape.n / 2) : (size_t)kMostRows * shape.n * 4;
         uint16_t* tiles = checks ? memory<uint16_t>(tiles_bytes(shape.n, shape.k)) : nullptr;
         if (checks)
-          widen<<<blocks((size_t)shape.n * shape.k), 256, 0, stream>>>(codes = weights[0], shape.n, shape.k, tiles);
+          widen<<<blocks((size_t)shape.n * shape.k), 256, 0, stream>>>(quants = weights[0], shape.n, shape.k, tiles);
         std::printf("%-5s %-8s", form.c_str(), shape.name);
         for (const std::string& text : split(rows_asked)) {
           const int rows = std::atoi(text.c_str());
@@ -145,7 +145,7 @@ int main(int argc, char** argv) {
           if (checks) {
             norm_rows();
             GemmArgs other = p;
-            other.w.kind = Kind::dtype16, other.w.tiles = tiles, other.w.codes = {};
+            other.w.kind = Kind::dtype16, other.w.tiles = tiles, other.w.quants = {};
             check(cudaMemsetAsync(y, 0, result, stream)), check(cudaMemsetAsync(found, 0, 8, stream));
             AS_DTYPE16::gemm_dtype16(other, rows, queue, GemmAlgo::mma);
             check(cudaMemcpyAsync(expected, y, result, cudaMemcpyDeviceToDevice, stream));
@@ -170,7 +170,7 @@ int main(int argc, char** argv) {
           }
           const auto run = [&] {
             for (int i = 0; i < launches; i++) {
-              p.w.codes = weights[i % copies];
+              p.w.quants = weights[i % copies];
               if (norms) p.unnormed = unnormed, p.norm = norm;
               const GemmChoice choice = chosen(p, rows, queue, algo);
               if (!choice.fused) p.unnormed = nullptr, norm_rows();
@@ -201,7 +201,7 @@ int main(int argc, char** argv) {
         }
         std::printf("\n");
         std::fflush(stdout);
-        for (Codes& w : weights) cudaFree(w.words), cudaFree(w.scales);
+        for (Quants& w : weights) cudaFree(w.words), cudaFree(w.scales);
         cudaFree(tiles);
       }
 }

@@ -49,22 +49,23 @@ struct Layer {
   LayerCache cache;
 };
 bool float8 = false, w8a8 = false;
-__global__ void fill_codes(Codes codes, size_t words, int rows, uint64_t seed) {
+__global__ void fill_quants(Quants quants, size_t words, int rows, uint64_t seed) {
   const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
   uint64_t noise = (i + seed) * 0x9E3779B97F4A7C15ull;
   noise ^= noise >> 29, noise *= 0xBF58476D1CE4E5B9ull, noise ^= noise >> 32;
-  if (i < words) codes.words[i] = codes.floats ? noise & 0xbfbfbfbfu : noise;  // floats below 2, no NaN
-  const float scale = (codes.floats ? 1e-2f : 2e-4f) * (1 + (noise >> 40) % 8 / 8.0f);
-  if (i < (size_t)rows) codes.scales[i] = codes.floats ? __float_as_uint(scale) : to_dtype16x2(scale, scale * (i % 5));
+  if (i < words) quants.words[i] = quants.floats ? noise & 0xbfbfbfbfu : noise;  // floats below 2, no NaN
+  const float scale = (quants.floats ? 1e-2f : 2e-4f) * (1 + (noise >> 40) % 8 / 8.0f);
+  if (i < (size_t)rows)
+    quants.scales[i] = quants.floats ? __float_as_uint(scale) : to_dtype16x2(scale, scale * (i % 5));
 }
 Matrix matrix(int n, int k) {
   if (float8 || w8a8) {
     Matrix m{n, k, float8 ? Kind::float8 : Kind::integers};
-    m.codes = {8, k, 1, float8, true, memory<uint32_t>(codes_bytes(n, k, 8)), memory<uint32_t>(scales_bytes(n, 1))};
+    m.quants = {8, k, 1, float8, true, memory<uint32_t>(quants_bytes(n, k, 8)), memory<uint32_t>(scales_bytes(n, 1))};
     m.most_pieces = pieces_of_codes(n, k, kMostPieces);
-    const size_t words = codes_bytes(n, k, 8) / 4;
+    const size_t words = quants_bytes(n, k, 8) / 4;
     static uint64_t seed = 1;
-    fill_codes<<<(words + 255) / 256, 256>>>(m.codes, words, blocks_of(n) * kBlock, seed);
+    fill_quants<<<(words + 255) / 256, 256>>>(m.quants, words, blocks_of(n) * kBlock, seed);
     seed += words;
     check(cudaDeviceSynchronize());
     return m;

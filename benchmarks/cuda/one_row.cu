@@ -34,12 +34,12 @@ __device__ uint64_t noise(uint64_t i) {
   return i ^ i >> 32;
 }
 // What is padding of columns has any code, of floats a NaN.
-__global__ void fill_codes(Codes codes, int n, int k, size_t words, uint64_t seed) {
+__global__ void fill_quants(Quants quants, int n, int k, size_t words, uint64_t seed) {
   const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
-  if (i < words) codes.words[i] = codes.floats ? noise(i + seed) & 0xbfbfbfbfu : noise(i + seed);
-  const size_t rows = (size_t)blocks_of(n) * kBlock * codes.groups;
-  const float scale = (codes.floats ? 1e-2f : 2e-4f) * (1 + noise(i) % 8 / 8.0f);
-  if (i < rows) codes.scales[i] = codes.floats ? __float_as_uint(scale) : to_dtype16x2(scale, scale * (i % 5));
+  if (i < words) quants.words[i] = quants.floats ? noise(i + seed) & 0xbfbfbfbfu : noise(i + seed);
+  const size_t rows = (size_t)blocks_of(n) * kBlock * quants.groups;
+  const float scale = (quants.floats ? 1e-2f : 2e-4f) * (1 + noise(i) % 8 / 8.0f);
+  if (i < rows) quants.scales[i] = quants.floats ? __float_as_uint(scale) : to_dtype16x2(scale, scale * (i % 5));
 }
 __global__ void fill_matrix(uint16_t* tiles, int n, int k, uint64_t seed) {
   const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
@@ -71,10 +71,10 @@ void few_rows() {
                                                                                          {3001, 5120, false, false}})
       for (int rows : {1, 2, 3, 5, 8}) {
         Matrix m{n, k, floats ? Kind::float8 : Kind::integers};
-        const size_t words = codes_bytes(n, k, 8) / 4, all = std::max<size_t>(words, (size_t)blocks_of(n) * kBlock);
-        m.codes = {8, k, 1, floats, true, memory<uint32_t>(words * 4), memory<uint32_t>(scales_bytes(n, 1))};
+        const size_t words = quants_bytes(n, k, 8) / 4, all = std::max<size_t>(words, (size_t)blocks_of(n) * kBlock);
+        m.quants = {8, k, 1, floats, true, memory<uint32_t>(words * 4), memory<uint32_t>(scales_bytes(n, 1))};
         m.most_pieces = pieces_of_codes(n, k, kMostPieces);
-        fill_codes<<<ceil_div(all, 256), 256>>>(m.codes, n, k, words, seed++);
+        fill_quants<<<ceil_div(all, 256), 256>>>(m.quants, n, k, words, seed++);
         const int width = gated ? n / 2 : n;
         float* x = memory<float>(8 * k * 4);
         uint16_t* spare = memory<uint16_t>(tiles_bytes(1, 8 * k));
@@ -99,7 +99,7 @@ void few_rows() {
         for (int i = 0; i < 8 * width; i++) differ += found[0][i] != found[1][i];
         done++;
         if (differ) wrong++, std::printf("%d rows, %d x %d, floats %d: %d differ\n", rows, n, k, floats, differ);
-        for (void* data : {(void*)m.codes.words, (void*)m.codes.scales, (void*)x, (void*)spare, (void*)bytes})
+        for (void* data : {(void*)m.quants.words, (void*)m.quants.scales, (void*)x, (void*)spare, (void*)bytes})
           check(cudaFree(data));
       }
   std::printf("few rows: %d compared, %d of them wrong\n", done, wrong);
@@ -134,17 +134,17 @@ int main() {
           if ((from == 0 && s.k > 8192) || (odd != 0.25f && (s.n > 9000 || from > 1))) continue;
           Matrix m{n, s.k, bf16 ? Kind::dtype16 : floats ? Kind::float8 : Kind::integers};
           const int groups = group && group < s.k ? ceil_div(s.k, group) : 1;
-          m.codes = {bits, groups > 1 ? group : s.k, groups, floats, bits == 8, nullptr, nullptr};
-          m.codes.words = memory<uint32_t>(codes_bytes(n, s.k, bits));
-          m.codes.scales = memory<uint32_t>(scales_bytes(n, groups));
+          m.quants = {bits, groups > 1 ? group : s.k, groups, floats, bits == 8, nullptr, nullptr};
+          m.quants.words = memory<uint32_t>(quants_bytes(n, s.k, bits));
+          m.quants.scales = memory<uint32_t>(scales_bytes(n, groups));
           m.most_pieces = pieces_of_codes(n, s.k, bits == 8 ? kMostPieces : kMostCodePieces);
-          const size_t words = codes_bytes(n, s.k, bits) / 4,
+          const size_t words = quants_bytes(n, s.k, bits) / 4,
                        all = std::max<size_t>(words, (size_t)blocks_of(n) * kBlock * groups);
-          fill_codes<<<ceil_div(all, 256), 256>>>(m.codes, n, s.k, words, seed++);
+          fill_quants<<<ceil_div(all, 256), 256>>>(m.quants, n, s.k, words, seed++);
           if (bf16) {
             uint16_t* values = memory<uint16_t>(tiles_bytes(n, s.k));
             fill_matrix<<<ceil_div((size_t)n * s.k, 256), 256>>>(values, n, s.k, seed++);
-            m.tiles = values, m.codes.bits = 0, m.most_pieces = most_pieces(n);
+            m.tiles = values, m.quants.bits = 0, m.most_pieces = most_pieces(n);
           }
           GemmArgs p;
           float *x = memory<float>(s.k * 4), *weight = memory<float>(s.k * 4), *bias = memory<float>(s.n * 4);
@@ -198,7 +198,7 @@ int main() {
             wrong++, std::printf("%s %d x %d gated %d from %d odd %g: %d of %d differ, first %d: %08x %08x\n", form,
                                  s.n, s.k, s.gated, from, odd, differ, width, first, found[0][first], found[1][first]);
           for (void* data :
-               {(void*)m.codes.words, (void*)m.codes.scales, (void*)x, (void*)weight, (void*)bias, (void*)tiles,
+               {(void*)m.quants.words, (void*)m.quants.scales, (void*)x, (void*)weight, (void*)bias, (void*)tiles,
                 (void*)spare, (void*)spare2, (void*)p.bytes.values, (void*)y[0], (void*)y[1], (void*)m.tiles})
             check(cudaFree(data));
         }

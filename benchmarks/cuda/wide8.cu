@@ -39,17 +39,17 @@ __device__ float noise(uint64_t i) {  // about normal
   return ((int)(i & 0xffff) + (int)(i >> 16 & 0xffff) + (int)(i >> 32 & 0xffff) + (int)(i >> 48) - 131070) * 2.6e-5f;
 }
 // A matrix of codes; what is padding of columns has any.
-__global__ void fill(Codes codes, size_t rows, int columns, uint64_t seed) {
+__global__ void fill(Quants quants, size_t rows, int columns, uint64_t seed) {
   const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
   if (i >= rows * columns / 2) return;
   const int row = i / (columns / 2), column = i % (columns / 2) * 2;
-  const size_t word = word_of(codes, row, column, blocks_of(columns));
+  const size_t word = word_of(quants, row, column, blocks_of(columns));
   const float low = noise(2 * i + seed), high = noise(2 * i + 1 + seed), scale = 1e-3f * (1 + row % 7);
-  const int of_low = codes.floats ? to_e4m3(low * 100) : min(max((int)(128 + low * 40), 0), 255),
-            of_high = codes.floats ? to_e4m3(high * 100) : min(max((int)(128 + high * 40), 0), 255);
-  reinterpret_cast<uint16_t*>(codes.words)[word * 2 + bit_of(8, column) / 16] = of_low | of_high << 8;
+  const int of_low = quants.floats ? to_e4m3(low * 100) : min(max((int)(128 + low * 40), 0), 255),
+            of_high = quants.floats ? to_e4m3(high * 100) : min(max((int)(128 + high * 40), 0), 255);
+  reinterpret_cast<uint16_t*>(quants.words)[word * 2 + bit_of(8, column) / 16] = of_low | of_high << 8;
   if (column) return;
-  codes.scales[scale_of(row, 0, 1)] = codes.floats ? __float_as_uint(scale) : to_dtype16x2(scale, scale * (row % 5));
+  quants.scales[scale_of(row, 0, 1)] = quants.floats ? __float_as_uint(scale) : to_dtype16x2(scale, scale * (row % 5));
 }
 __global__ void fill_floats(float* x, size_t count, uint64_t seed) {
   const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
@@ -75,10 +75,10 @@ __global__ void exact(GemmArgs p, int columns, double* out) {
     const size_t to =
         ((size_t)(column / kBlock) * blocks + k / kBlock) * kByteBlock + byte_piece(column % kBlock, k % kBlock / 16);
     sum += (double)from_e4m3(p.bytes.values[at + within]) *
-           from_e4m3(reinterpret_cast<const uint8_t*>(p.w.codes.words)[to + within]);
+           from_e4m3(reinterpret_cast<const uint8_t*>(p.w.quants.words)[to + within]);
   }
   out[(size_t)row * columns + column] =
-      sum * __uint_as_float(p.w.codes.scales[scale_of(column, 0, 1)]) * p.bytes.scales[row];
+      sum * __uint_as_float(p.w.quants.scales[scale_of(column, 0, 1)]) * p.bytes.scales[row];
 }
 
 Queue queue{nullptr, 90};
@@ -101,11 +101,11 @@ struct Problem {
     const int blocks = (rows + 127) / 128 * 128;
     p.w.n = n, p.w.k = k, p.w.kind = integers ? Kind::integers : Kind::float8,
     p.w.most_pieces = pieces_of_codes(n, k, kMostPieces);
-    p.w.codes = {8, k, 1, !integers, true, nullptr, memory<uint32_t>(scales_bytes(n, 1))};
+    p.w.quants = {8, k, 1, !integers, true, nullptr, memory<uint32_t>(scales_bytes(n, 1))};
     for (int i = 0; i < count; i++) {
-      copies.push_back(memory<uint32_t>(codes_bytes(n, k, 8)));
-      p.w.codes.words = copies.back();
-      fill<<<ceil_div((size_t)n * k / 2, 256), 256>>>(p.w.codes, n, k, 1);
+      copies.push_back(memory<uint32_t>(quants_bytes(n, k, 8)));
+      p.w.quants.words = copies.back();
+      fill<<<ceil_div((size_t)n * k / 2, 256), 256>>>(p.w.quants, n, k, 1);
     }
     x = memory<float>((size_t)rows * k * 4), bytes = memory<char>(byte_rows_bytes(rows, k));
     fill_floats<<<ceil_div((size_t)rows * k, 256), 256>>>((float*)x, (size_t)rows * k, 77);
@@ -123,7 +123,7 @@ struct Problem {
   }
   ~Problem() {
     for (uint32_t* w : copies) CHECK(cudaFree(w));
-    CHECK(cudaFree(p.w.codes.scales)), CHECK(cudaFree(x)), CHECK(cudaFree(y)), CHECK(cudaFree(bytes)),
+    CHECK(cudaFree(p.w.quants.scales)), CHECK(cudaFree(x)), CHECK(cudaFree(y)), CHECK(cudaFree(bytes)),
         CHECK(cudaFree((void*)p.bias));
   }
   // The first rows alone: where sums lie depends on how many there are.
@@ -246,7 +246,7 @@ float seconds(const Run& run) {
 float seconds(const Way& way, Problem& a, int times) {
   return seconds([&](const Queue& on) {
            for (int i = 0; i < times; i++)
-             a.p.w.codes.words = a.copies[i % a.copies.size()], way.start(a.p, a.rows, on);
+             a.p.w.quants.words = a.copies[i % a.copies.size()], way.start(a.p, a.rows, on);
          }) /
          times;
 }
@@ -281,8 +281,8 @@ void layer(int rows) {
     for (int i = 0; i < 3; i++) tells_late[i] = which >> i & 1;
     const float t = seconds([&](const Queue& on) {
       for (int i = 0; i < kLayers; i++) {
-        qkv.w.codes.words = all[0]->copies[i], o.w.codes.words = all[1]->copies[i];
-        gate_up.w.codes.words = all[2]->copies[i], down.w.codes.words = all[3]->copies[i];
+        qkv.w.quants.words = all[0]->copies[i], o.w.quants.words = all[1]->copies[i];
+        gate_up.w.quants.words = all[2]->copies[i], down.w.quants.words = all[3]->copies[i];
         rms_norm_into_bytes(o.y.values, norm, qkv, rows, on), wide(qkv, rows, on);
         quantize_activations(o, rows, on), wide(o, rows, on);
         rms_norm_into_bytes(o.y.values, norm, gate_up, rows, on), wide(gate_up, rows, on);

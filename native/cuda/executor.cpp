@@ -181,7 +181,7 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
   Memory in((size_t)rows * m.k * sizeof(float), "activations"), out(y.size() * sizeof(float), "activations"),
       added(bias ? m.n * sizeof(float) : 0, "a bias"),
       tiles(m.takes_tiles() ? tiles_bytes(rows, m.k) : 0, "activations"),
-      widened(m.kind == Kind::codes && (algo == GemmAlgo::any || algo == GemmAlgo::prefill)
+      widened(m.kind == Kind::quantized && (algo == GemmAlgo::any || algo == GemmAlgo::prefill)
                   ? widened_bytes(m.n, m.k, false, 1 << 30)
                   : 0,
               "widened weights"),

@@ -24,7 +24,7 @@ bool has_gemv(const Chip& chip, const Gemm& g, bool normed, bool pushed) {
   if (!is_hopper(chip) || pushed) return false;
   const bool fits = w.kind == Kind::dtype16
                         ? !normed || w.k <= kNormedColumns
-                        : w.codes.in_rows && w.codes.groups == 1 && (!normed || w.k <= kNormedBytes);
+                        : w.quants.in_rows && w.quants.groups == 1 && (!normed || w.k <= kNormedBytes);
   return fits && w.most_pieces > 1 && w.most_pieces <= kMostPieces && GemvPlan(w, 1, chip.sms).stages > 0;
 }
 
@@ -54,7 +54,7 @@ GemmAlgo fused_algo(const Chip& chip, const Gemm& g) {
     return has_gemv(chip, g, g.normed, false) ? GemmAlgo::gemv
            : g.normed && w.k <= kNormedBytes  ? GemmAlgo::stream_k
                                               : GemmAlgo::simt;
-  const bool norms = w.kind == Kind::codes
+  const bool norms = w.kind == Kind::quantized
                          ? QuantizedGemvPlan(w, chip.sms, chip.shared_bytes).norms(w.k)
                          : fastest(chip, w, 1, false) == GemmAlgo::split_k && has_gemv(chip, g, true, false);
   return g.normed && norms ? GemmAlgo::gemv : GemmAlgo::simt;
@@ -91,7 +91,7 @@ GemmAlgo choose_bytes(const Chip& chip, const Gemm& g, int rows, GemmAlgo algo) 
   if (any && rows <= kFewByteRows && has_gemv(chip, g, false, false) &&
       GemvPlan(w, GemvPlan::kRowTile, chip.sms).stages)
     return GemmAlgo::small_m;
-  const bool has_prefill = (floats || (w.codes.bits == 8 && w.codes.groups == 1)) && g.writes_16_bytes;
+  const bool has_prefill = (floats || (w.quants.bits == 8 && w.quants.groups == 1)) && g.writes_16_bytes;
   return has_prefill && (algo == GemmAlgo::prefill || (any && rows > kMaxStreamedRows)) ? GemmAlgo::prefill
                                                                                         : GemmAlgo::stream_k;
 }
@@ -110,7 +110,7 @@ RowRanges<Choice> ranges_of(int most, const Choose& choose) {
 }
 
 auto key_of(const Matrix& w) {
-  return std::make_tuple(w.n, w.k, w.kind, w.dtype, w.codes.bits, w.codes.group, w.most_pieces, w.experts);
+  return std::make_tuple(w.n, w.k, w.kind, w.dtype, w.quants.bits, w.quants.group, w.most_pieces, w.experts);
 }
 
 auto key_of(const Gemm& g) {
@@ -155,7 +155,7 @@ GemmChoice choose_gemm(const Chip& chip, const Gemm& g, int rows, GemmAlgo wante
   if (wanted == GemmAlgo::any && rows == 1)
     if (const GemmAlgo algo = fused_algo(chip, g); algo != GemmAlgo::simt) return {algo, true};
   if (g.w.kind == Kind::dtype16) return {choose_dtype16(chip, g, rows, wanted)};
-  if (g.w.kind == Kind::codes) return {choose_quantized(chip, g, rows, wanted)};
+  if (g.w.kind == Kind::quantized) return {choose_quantized(chip, g, rows, wanted)};
   return {choose_bytes(chip, g, rows, wanted)};
 }
 
@@ -253,17 +253,17 @@ GemmAlgo gemm_algo_of(const std::string& name) {
 
 std::string format_of(const Matrix& w) {
   const auto groups = [&](const char* name) {
-    return name + (w.codes.groups > 1 ? " in groups of " + std::to_string(w.codes.group) : std::string());
+    return name + (w.quants.groups > 1 ? " in groups of " + std::to_string(w.quants.group) : std::string());
   };
   switch (w.kind) {
     case Kind::f32:
       return "float32";
     case Kind::dtype16:
       return w.dtype == DType16::f16 ? "float16" : "bfloat16";
-    case Kind::codes:
-      return groups(w.codes.bits == 8 ? "int8" : "int4");
+    case Kind::quantized:
+      return groups(w.quants.bits == 8 ? "int8" : "int4");
     case Kind::integers:
-      return groups(w.codes.bits == 8 ? "w8a8" : "w4a8");
+      return groups(w.quants.bits == 8 ? "w8a8" : "w4a8");
     case Kind::float8:
       return "float8";
   }

@@ -28,10 +28,10 @@ std::vector<int64_t> fill_rows(CudaExecutor& e, int id, const std::vector<py::ar
                                int64_t row_offset, int64_t column, std::optional<int64_t> group_size) {
   std::vector<HostRows> rows;
   const Matrix& m = e.weights().matrix(id);
-  const int64_t group = group_size.value_or(m.codes.bits ? m.codes.group : 0);
+  const int64_t group = group_size.value_or(m.quants.bits ? m.quants.group : 0);
   for (const py::array& a : arrays) {
     rows.push_back(host_rows(a, source, column));
-    if (m.codes.bits && !group_size && a.shape(1) != m.k)
+    if (m.quants.bits && !group_size && a.shape(1) != m.k)
       throw std::invalid_argument("fill_matrix: " + std::to_string(a.shape(1)) + " columns do not fit a matrix of " +
                                   std::to_string(m.k));
   }
@@ -61,7 +61,7 @@ int64_t fill_quantized(CudaExecutor& e, int id, const Bytes& q, const Words16& s
     if (a->ndim() != 2 || a->shape(0) != q.shape(0) || a->shape(1) != groups)
       throw std::invalid_argument("fill_quantized: scales and offsets must be [rows, " + std::to_string(groups) +
                                   "] of 2 bytes each");
-  const HostCodes rows{bits, q.data(), scales.data(), offsets.data(), q.shape(0), columns, column, group};
+  const HostQuants rows{bits, q.data(), scales.data(), offsets.data(), q.shape(0), columns, column, group};
   py::gil_scoped_release release;
   e.weights().fill_quantized(id, rows, row_offset);
   return 0;

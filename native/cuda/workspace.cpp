@@ -178,7 +178,7 @@ void Workspace::allocate_scratch() {
     if (!op.is(Op::linear)) continue;
     const Matrix& w = weights.matrix(op.weights[0]);
     if (w.takes_bytes()) bytes = std::max(bytes, byte_rows_bytes(max_rows(op.inputs[0]), w.k));
-    if (w.kind != Kind::codes) continue;
+    if (w.kind != Kind::quantized) continue;
     const bool gated = is_gated(ops, weights, i);
     wide = std::max(wide, widened_bytes(gated ? paired_rows(w.n) : w.n, w.k, gated, max_rows(op.inputs[0])));
   }

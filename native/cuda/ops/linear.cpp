@@ -21,7 +21,7 @@ void launch_gemm(const GemmArgs& p, int rows, GemmChoice choice, const Queue& qu
   if (choice.algo == GemmAlgo::small_n) gemm_small_n(p, rows, queue);
   else if (p.w.kind == Kind::f32) gemm_f32(p, rows, queue);
   else if (p.w.kind == Kind::dtype16) gemm_dtype16(p, rows, queue, choice.algo);
-  else if (p.w.kind == Kind::codes) gemm_quantized(p, rows, queue, choice.algo);
+  else if (p.w.kind == Kind::quantized) gemm_quantized(p, rows, queue, choice.algo);
   else if (choice.fused) gemv_8bit(p, queue, choice.algo);
   else if (p.w.kind == Kind::integers) gemm_integer(p, rows, queue, choice.algo);
   else gemm_float8(p, rows, queue, choice.algo);
@@ -45,7 +45,7 @@ int bind_linear(Binding& b, size_t i, bool norms) {
     b.interleaved[op.outputs[0]] = p.bias;
     p.bias = nullptr, p.y.width = p.w.n;
   }
-  if (p.w.kind == Kind::codes) p.widened = ws.widened.as<uint16_t>();
+  if (p.w.kind == Kind::quantized) p.widened = ws.widened.as<uint16_t>();
   if (p.w.takes_bytes()) p.bytes = byte_rows(ws.byte_rows.as(), ws.max_rows(op.inputs[0]), p.w.k);
   const bool converts = p.w.takes_tiles() && !x.rows.tiles;
   if (converts) p.x = {nullptr, ws.tiles.as<uint16_t>(), x.rows.width, ws.dtype};

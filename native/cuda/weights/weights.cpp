@@ -70,11 +70,11 @@ Matrix matrix_of(int rows, int k, const std::string& format, int group, int expe
     throw std::invalid_argument("matrix of " + std::to_string(k) +
                                 " input features: sums of 8-bit products are exact up to " +
                                 std::to_string(kMostIntegers));
-  m.kind = floats ? Kind::float8 : integers ? Kind::integers : Kind::codes;
-  m.codes.bits = eight ? 8 : 4, m.codes.floats = floats, m.codes.in_rows = floats || (integers && eight);
-  m.codes.group = group && group < k ? group : k;
-  m.codes.groups = (k + m.codes.group - 1) / m.codes.group;
-  m.most_pieces = pieces_of_codes(m.n, k, m.codes.in_rows ? kMostPieces : kMostCodePieces);
+  m.kind = floats ? Kind::float8 : integers ? Kind::integers : Kind::quantized;
+  m.quants.bits = eight ? 8 : 4, m.quants.floats = floats, m.quants.in_rows = floats || (integers && eight);
+  m.quants.group = group && group < k ? group : k;
+  m.quants.groups = (k + m.quants.group - 1) / m.quants.group;
+  m.most_pieces = pieces_of_codes(m.n, k, m.quants.in_rows ? kMostPieces : kMostCodePieces);
   return m;
 }
 
@@ -84,7 +84,7 @@ namespace {
 size_t one_bytes(const Matrix& m) {
   if (m.kind == Kind::f32) return (size_t)m.n * m.k * sizeof(float);
   if (m.kind == Kind::dtype16) return tiles_bytes(m.n, m.k);
-  return codes_bytes(m.n, m.k, m.codes.bits) + scales_bytes(m.n, m.codes.groups);
+  return quants_bytes(m.n, m.k, m.quants.bits) + scales_bytes(m.n, m.quants.groups);
 }
 
 template <typename T>
@@ -95,7 +95,8 @@ void advance(T*& pointer, size_t bytes) {
 // One matrix of a stack.
 Matrix one_of(Matrix m, int expert) {
   const size_t before = expert * one_bytes(m);
-  advance(m.values, before), advance(m.tiles, before), advance(m.codes.words, before), advance(m.codes.scales, before);
+  advance(m.values, before), advance(m.tiles, before), advance(m.quants.words, before),
+      advance(m.quants.scales, before);
   m.experts = 1;
   return m;
 }
@@ -138,9 +139,9 @@ int Weights::add_matrix(int rows, int k, const std::string& format, int group, i
 void Weights::place(Matrix& m, const Memory& memory) {
   if (m.kind == Kind::f32) m.values = memory.as<float>();
   else if (m.kind == Kind::dtype16) m.tiles = memory.as<uint16_t>();
-  if (!m.codes.bits) return;
-  m.codes.words = memory.as<uint32_t>();
-  m.codes.scales = m.codes.words + codes_bytes(m.n, m.k, m.codes.bits) / sizeof(uint32_t);
+  if (!m.quants.bits) return;
+  m.quants.words = memory.as<uint32_t>();
+  m.quants.scales = m.quants.words + quants_bytes(m.n, m.k, m.quants.bits) / sizeof(uint32_t);
 }
 
 void Weights::check_rows(const Matrix& m, int64_t count, int64_t row_offset, int64_t column, int64_t columns,
@@ -150,11 +151,11 @@ void Weights::check_rows(const Matrix& m, int64_t count, int64_t row_offset, int
     throw std::invalid_argument("rows " + std::to_string(row_offset) + "..." + std::to_string(row_offset + count) +
                                 " of columns " + std::to_string(column) + "... of " + std::to_string(columns) +
                                 " do not fit a matrix of " + std::to_string(rows) + " x " + std::to_string(m.k));
-  if (!m.codes.bits) return;
-  for (int64_t first = 0; first < m.k; first += m.codes.group) {
-    const int64_t last = std::min<int64_t>(first + m.codes.group, m.k) - 1;
+  if (!m.quants.bits) return;
+  for (int64_t first = 0; first < m.k; first += m.quants.group) {
+    const int64_t last = std::min<int64_t>(first + m.quants.group, m.k) - 1;
     if (group < 1 || (column + first) / group != (column + last) / group)
-      throw std::invalid_argument("groups of " + std::to_string(m.codes.group) + " from column " +
+      throw std::invalid_argument("groups of " + std::to_string(m.quants.group) + " from column " +
                                   std::to_string(column) + " on are not parts of groups of " + std::to_string(group));
   }
 }
@@ -171,9 +172,9 @@ std::vector<int64_t> Weights::fill_rows(int id, const std::vector<HostRows>& row
     check_rows(m, r.count, row_offset, r.column, r.columns, group);
     // Quantization needs whole groups of columns, because it finds their range.
     int64_t first = r.column, last = r.column + m.k;
-    if (m.codes.bits) first = first / group * group, last = std::min((last + group - 1) / group * group, r.columns);
+    if (m.quants.bits) first = first / group * group, last = std::min((last + group - 1) / group * group, r.columns);
     const size_t item = size_of(r.source), row_bytes = (last - first) * item,
-                 range_bytes = m.codes.bits ? (last - first + group - 1) / group * 2 * sizeof(float) : 0;
+                 range_bytes = m.quants.bits ? (last - first + group - 1) / group * 2 * sizeof(float) : 0;
     const size_t staged = staging_.allocate(r.count * (row_bytes + range_bytes));
     const int64_t most = staged / (row_bytes + range_bytes);
     if (!most && r.count)
@@ -200,7 +201,7 @@ std::vector<int64_t> Weights::fill_rows(int id, const std::vector<HostRows>& row
       check(cudaMemcpyAsync(own.device.as(), own.host.as(), some * row_bytes, cudaMemcpyHostToDevice, device_.stream()),
             "loading weights");
       unsigned long long* bad = counts.as<unsigned long long>() + i;
-      if (m.codes.bits)
+      if (m.quants.bits)
         quantize_rows(own.device.as(), r.source, last - first, (int)group, r.column - first, (int)some, one,
                       (int)first_row, reinterpret_cast<float*>(own.device.as() + staged - some * range_bytes), bad,
                       device_.queue());
@@ -215,13 +216,13 @@ std::vector<int64_t> Weights::fill_rows(int id, const std::vector<HostRows>& row
   return {bad.begin(), bad.end()};
 }
 
-void Weights::fill_quantized(int id, const HostCodes& r, int64_t row_offset) {
+void Weights::fill_quantized(int id, const HostQuants& r, int64_t row_offset) {
   const Matrix m = matrix(id);
   check_rows(m, r.count, row_offset, r.column, r.columns, r.group);
-  if (m.codes.bits != r.bits)
+  if (m.quants.bits != r.bits)
     throw std::invalid_argument("values of " + std::to_string(r.bits) + " bits do not fit the matrix");
   device_.use();
-  const int64_t groups = (r.columns + r.group - 1) / r.group, own_groups = m.codes.groups,
+  const int64_t groups = (r.columns + r.group - 1) / r.group, own_groups = m.quants.groups,
                 stride = r.bits == 8 ? r.columns : (r.columns + 1) / 2;
   // A turn's memory holds quantized values, then scales and offsets.
   const size_t row_bytes = (m.k + 3) / 4 * 4 + 2 * own_groups * sizeof(uint16_t);
@@ -233,22 +234,22 @@ void Weights::fill_quantized(int id, const HostCodes& r, int64_t row_offset) {
     some = std::min({most, r.count - done, m.n - first_row});
     const Staging::Turn& own = staging_.turns[turn];
     check(cudaEventSynchronize(own.packed), "loading weights");
-    const size_t codes_end = (some * m.k + 3) / 4 * 4;
-    uint8_t* codes = own.host.as<uint8_t>();
-    uint16_t *scales = reinterpret_cast<uint16_t*>(codes + codes_end), *offsets = scales + some * own_groups;
+    const size_t quants_end = (some * m.k + 3) / 4 * 4;
+    uint8_t* quants = own.host.as<uint8_t>();
+    uint16_t *scales = reinterpret_cast<uint16_t*>(quants + quants_end), *offsets = scales + some * own_groups;
     std::atomic<uint64_t> hash{0};
     share_work(some, some * m.k, [&](int64_t begin, int64_t end) {
       uint64_t own_hash = 0;
       for (int64_t row = begin; row < end; row++) {
         const int64_t at = done + row;
-        const uint8_t* from = r.codes + at * stride;
+        const uint8_t* from = r.quants + at * stride;
         const uint16_t *its_scales = r.scales + at * groups, *its_offsets = r.offsets + at * groups;
-        uint8_t* to = codes + row * m.k;
+        uint8_t* to = quants + row * m.k;
         if (r.bits == 8) std::memcpy(to, from + r.column, m.k);
         else
           for (int64_t i = 0; i < m.k; i++) to[i] = from[(r.column + i) / 2] >> (r.column + i) % 2 * 4 & 15;
         for (int64_t g = 0; g < own_groups; g++) {
-          const int64_t theirs = (r.column + g * m.codes.group) / r.group;
+          const int64_t theirs = (r.column + g * m.quants.group) / r.group;
           scales[row * own_groups + g] = its_scales[theirs], offsets[row * own_groups + g] = its_offsets[theirs];
         }
         own_hash += row_hash(from, stride, row_offset + at) +
@@ -258,10 +259,10 @@ void Weights::fill_quantized(int id, const HostCodes& r, int64_t row_offset) {
       hash += own_hash;
     });
     weights_[id].hash += hash;
-    const size_t bytes = codes_end + 2 * some * own_groups * sizeof(uint16_t);
+    const size_t bytes = quants_end + 2 * some * own_groups * sizeof(uint16_t);
     check(cudaMemcpyAsync(own.device.as(), own.host.as(), bytes, cudaMemcpyHostToDevice, device_.stream()),
           "loading weights");
-    const uint16_t* placed = reinterpret_cast<const uint16_t*>(own.device.as() + codes_end);
+    const uint16_t* placed = reinterpret_cast<const uint16_t*>(own.device.as() + quants_end);
     place_rows(own.device.as<uint8_t>(), placed, placed + some * own_groups, (int)some,
                one_of(m, (int)((row_offset + done) / m.n)), (int)first_row, device_.queue());
     check(cudaEventRecord(own.packed, device_.stream()), "loading weights");

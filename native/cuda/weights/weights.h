@@ -13,9 +13,9 @@ namespace as::cuda {
 // Adjacent quantized rows in host memory: 8-bit values a byte each, 4-bit values two in a byte, the even column in the
 // lower half. A row has `columns` columns, in groups of `group`; the matrix takes those from `column` on. scales and
 // offsets [count, groups] are bfloat16; for e4m3 they are the lower and the upper half of a row's float32 scale.
-struct HostCodes {
+struct HostQuants {
   int bits;
-  const uint8_t* codes;
+  const uint8_t* quants;
   const uint16_t *scales, *offsets;
   int64_t count, columns, column, group;
 };
@@ -46,7 +46,7 @@ class Weights {
   // rows.
   std::vector<int64_t> fill_rows(int id, const std::vector<HostRows>& rows, int64_t row_offset, int64_t group);
   // The same for rows that InstantQuant has quantized.
-  void fill_quantized(int id, const HostCodes& rows, int64_t row_offset);
+  void fill_quantized(int id, const HostQuants& rows, int64_t row_offset);
   // Fills a 16-bit matrix with whole blocks of columns with random values, uniform in [-size, size], on the device: for
   // benchmarks of large models.
   void fill_noise(int id, float size);

@@ -143,16 +143,16 @@ __global__ void __launch_bounds__(32) store_quantized_kernel(Attention a, const 
   low = -warp_max(-low), high = warp_max(high), bad = __any_sync(0xffffffffu, bad);
   const Levels<kBits> levels(low, high, bad);
   char* to = const_cast<char*>(head_of(cache, at / size, head));
-  uint8_t* codes = reinterpret_cast<uint8_t*>(to + (value * size + at % size) * cache.row_bytes());
+  uint8_t* quants = reinterpret_cast<uint8_t*>(to + (value * size + at % size) * cache.row_bytes());
 #pragma unroll
   for (int i = 0; i < kPairs; i++) {
     const int pair = i * 32 + lane;
     if (2 * pair >= cache.padded_dim) continue;
     int q[2];
 #pragma unroll
-    for (int j = 0; j < 2; j++) q[j] = 2 * pair + j < dim ? levels.code(x[i][j]) : 0;
-    if (kBits == 4) codes[pair] = (uint8_t)(q[0] | q[1] << 4);
-    else codes[2 * pair] = (uint8_t)q[0], codes[2 * pair + 1] = (uint8_t)q[1];
+    for (int j = 0; j < 2; j++) q[j] = 2 * pair + j < dim ? levels.quant(x[i][j]) : 0;
+    if (kBits == 4) quants[pair] = (uint8_t)(q[0] | q[1] << 4);
+    else quants[2 * pair] = (uint8_t)q[0], quants[2 * pair + 1] = (uint8_t)q[1];
   }
   if (lane) return;
   float* scales = reinterpret_cast<float*>(to + cache.scales_at()) + 2 * value * size + at % size;

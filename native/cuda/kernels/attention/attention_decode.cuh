@@ -33,14 +33,14 @@ __device__ inline float load_shared_float(uint32_t address) { return __uint_as_f
 
 // Value number i of some adjacent ones.
 template <CacheType kType>
-__device__ inline float widened(uint32_t codes, int i, float scale, float minimum) {
+__device__ inline float widened(uint32_t quants, int i, float scale, float minimum) {
   if constexpr (kType == CacheType::float8) {
-    return from_e4m3((uint8_t)(codes >> 8 * i));
+    return from_e4m3((uint8_t)(quants >> 8 * i));
   } else {
     // 2^23 + code: the code is the lowest bits of a fraction of 23.
-    const uint32_t code =
-        kType == CacheType::int8 ? __byte_perm(codes, 0x4b000000u, 0x7540u + i) : (codes >> 4 * i & 15u) | 0x4b000000u;
-    return fmaf(__uint_as_float(code) - 8388608.0f, scale, minimum);
+    const uint32_t quant = kType == CacheType::int8 ? __byte_perm(quants, 0x4b000000u, 0x7540u + i)
+                                                    : (quants >> 4 * i & 15u) | 0x4b000000u;
+    return fmaf(__uint_as_float(quant) - 8388608.0f, scale, minimum);
   }
 }
 
@@ -99,7 +99,7 @@ class Attender {
         continue;
       }
       char* to = const_cast<char*>(head_of(a_.cache, span, kv_head));
-      if constexpr (S::kCodes) {
+      if constexpr (S::kQuants) {
         float* scales = reinterpret_cast<float*>(to + a_.cache.scales_at()) + place;
         head.template quantize<kType>(to + place * S::kBytes, own_keys_ + i * S::kRow, scales, size,
                                       &shared_.own_scales[0][i], kDecodePairs);
@@ -146,7 +146,7 @@ class Attender {
     if (block < extent.blocks) {
       const PipelineStage own_place = place.after(block, stages_);
       const uint32_t stage = ring_ + own_place.stage * S::kTensor;
-      if constexpr (S::kCodes) {
+      if constexpr (S::kQuants) {
         wait_barrier(full_ + 8 * own_place.stage, own_place.parity);
         uint32_t from[4];
         float scale[4] = {}, minimum[4] = {};
@@ -164,9 +164,9 @@ class Attender {
             uint32_t k[2];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-              const uint32_t codes = load_shared<S::kBits / 4>(from[t] + (s * 16 + half * 8) * S::kBits / 8);
-              k[half] = to_dtype16x2(widened<kType>(codes, 0, scale[t], minimum[t]),
-                                     widened<kType>(codes, 1, scale[t], minimum[t]));
+              const uint32_t quants = load_shared<S::kBits / 4>(from[t] + (s * 16 + half * 8) * S::kBits / 8);
+              k[half] = to_dtype16x2(widened<kType>(quants, 0, scale[t], minimum[t]),
+                                     widened<kType>(quants, 1, scale[t], minimum[t]));
             }
             multiply_add(scores[t], query_[s], k[0], k[1]);
           }
@@ -285,28 +285,29 @@ class Attender {
       const int begin = extent.begin + b * kTokens;
       wait_barrier(full_ + 8 * place.stage, place.parity);
       if (!has_features()) {
-      } else if constexpr (S::kCodes) {
+      } else if constexpr (S::kQuants) {
         // Of four positions codes of adjacent features: a column of each of the products, which are of their own
         // features each.
-        constexpr int kCodeBytes = (kOwn * S::kBits + 7) / 8;
+        constexpr int kQuantBytes = (kOwn * S::kBits + 7) / 8;
         const int feature = (warp_ * 8 + lane_ / 4) * kOwn;
         const int shifted = kOwn * S::kBits < 8 ? feature % 2 * 4 : 0;
 #pragma unroll
         for (int s = 0; s < 4; s++) {
-          uint32_t codes[4];
+          uint32_t quants[4];
           float scale[4] = {}, minimum[4] = {};
 #pragma unroll
           for (int i = 0; i < 4; i++) {
             const int token = s * 16 + i / 2 * 8 + lane_ % 4 * 2 + i % 2;
-            codes[i] = load_shared<kCodeBytes>(row_of(begin + token, token, stage, values) + feature * S::kBits / 8) >>
-                       shifted;
+            quants[i] =
+                load_shared<kQuantBytes>(row_of(begin + token, token, stage, values) + feature * S::kBits / 8) >>
+                shifted;
             if (S::kScaled) scale_of(begin + token, token, stage, 2, scale[i], minimum[i]);
           }
 #pragma unroll
           for (int v = 0; v < kOwn; v++) {
             float x[4];
 #pragma unroll
-            for (int i = 0; i < 4; i++) x[i] = widened<kType>(codes[i], v, scale[i], minimum[i]);
+            for (int i = 0; i < 4; i++) x[i] = widened<kType>(quants[i], v, scale[i], minimum[i]);
             multiply_add(out_[v], weights[s], to_dtype16x2(x[0], x[1]), to_dtype16x2(x[2], x[3]));
           }
         }
@@ -395,11 +396,11 @@ class Attender {
   template <typename Each>
   __device__ void each_two(const Values& values, int h, Each each) const {
     const auto value = [&](int i) {
-      return S::kCodes ? values[i % kOwn][2 * h + i / kOwn] : values[i / 2][2 * h + i % 2];
+      return S::kQuants ? values[i % kOwn][2 * h + i / kOwn] : values[i / 2][2 * h + i % 2];
     };
 #pragma unroll
     for (int i = 0; i < 2 * kOwn; i += 2)
-      each(warp_ * kOwn * 8 + (S::kCodes ? lane_ % 4 * 2 * kOwn + i : i / 2 * 8 + lane_ % 4 * 2), value(i),
+      each(warp_ * kOwn * 8 + (S::kQuants ? lane_ % 4 * 2 * kOwn + i : i / 2 * 8 + lane_ % 4 * 2), value(i),
            value(i + 1));
   }
   __device__ void write(const KvSplits& splits, const Values& values, const float (&most)[2],

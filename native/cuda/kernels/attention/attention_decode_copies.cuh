@@ -11,7 +11,7 @@ namespace decode {
 // Keys, or values, of 64 positions in shared memory, as they are in the cache.
 template <int kDim, CacheType kType>
 struct Shape {
-  static constexpr bool kCodes = kType != CacheType::dtype16, kScaled = kCodes && kType != CacheType::float8;
+  static constexpr bool kQuants = kType != CacheType::dtype16, kScaled = kQuants && kType != CacheType::float8;
   static constexpr int kBits = kType == CacheType::dtype16 ? 16 : kType == CacheType::uint4 ? 4 : 8;
   static constexpr int kBytes = kDim * kBits / 8, kRow = kBytes + 16;  // of a position: rows lie in different banks
   static constexpr int kScales = kTokens * kRow;                       // where they are, and then minimums

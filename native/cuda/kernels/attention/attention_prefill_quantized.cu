@@ -30,20 +30,20 @@ template <CacheType kType>
 __device__ uint4 widened_eight(const char* from, float scale, float minimum) {
   float x[8];
   if constexpr (kType == CacheType::float8) {
-    const uint2 codes = *reinterpret_cast<const uint2*>(from);
+    const uint2 quants = *reinterpret_cast<const uint2*>(from);
 #pragma unroll
-    for (int j = 0; j < 8; j++) x[j] = from_e4m3((uint8_t)((j < 4 ? codes.x : codes.y) >> j % 4 * 8));
+    for (int j = 0; j < 8; j++) x[j] = from_e4m3((uint8_t)((j < 4 ? quants.x : quants.y) >> j % 4 * 8));
   } else {
     // 2^23 + code: the code is the lowest bits of a fraction of 23.
     if constexpr (kType == CacheType::int8) {
-      const uint2 codes = *reinterpret_cast<const uint2*>(from);
+      const uint2 quants = *reinterpret_cast<const uint2*>(from);
 #pragma unroll
       for (int j = 0; j < 8; j++)
-        x[j] = __uint_as_float(__byte_perm(j < 4 ? codes.x : codes.y, 0x4b000000u, 0x7540u + j % 4));
+        x[j] = __uint_as_float(__byte_perm(j < 4 ? quants.x : quants.y, 0x4b000000u, 0x7540u + j % 4));
     } else {
-      const uint32_t codes = *reinterpret_cast<const uint32_t*>(from);
+      const uint32_t quants = *reinterpret_cast<const uint32_t*>(from);
 #pragma unroll
-      for (int j = 0; j < 8; j++) x[j] = __uint_as_float((codes >> 4 * j & 15u) | 0x4b000000u);
+      for (int j = 0; j < 8; j++) x[j] = __uint_as_float((quants >> 4 * j & 15u) | 0x4b000000u);
     }
 #pragma unroll
     for (int j = 0; j < 8; j++) x[j] = fmaf(x[j] - 8388608.0f, scale, minimum);

@@ -71,12 +71,12 @@ struct RopeHead {
 #pragma unroll
     for (int i = 0; i < kEach; i++) {
       const int f = i * 32 + lane;
-      int code = kType == CacheType::float8 ? to_e4m3(x[i]) : levels.code(x[i]);
+      int quant = kType == CacheType::float8 ? to_e4m3(x[i]) : levels.quant(x[i]);
       if (kBits == 4) {
-        code |= __shfl_down_sync(0xffffffffu, code, 1) << 4;
-        if (f < kDim && f % 2 == 0) to[f / 2] = also[f / 2] = (char)code;
+        quant |= __shfl_down_sync(0xffffffffu, quant, 1) << 4;
+        if (f < kDim && f % 2 == 0) to[f / 2] = also[f / 2] = (char)quant;
       } else if (f < kDim) {
-        to[f] = also[f] = (char)code;
+        to[f] = also[f] = (char)quant;
       }
     }
     if (lane || kType == CacheType::float8) return;

@@ -20,12 +20,12 @@ namespace as {
 namespace cuda {
 
 constexpr int kTileRows = 16;
-constexpr int kScaleWords = kBlock;                                              // of a block of rows and a group
-AS_BOTH constexpr int code_words(int bits) { return kBlockValues * bits / 32; }  // of a block
-AS_BOTH constexpr int code_bytes(int bits) { return 4 * code_words(bits); }
+constexpr int kScaleWords = kBlock;                                               // of a block of rows and a group
+AS_BOTH constexpr int quant_words(int bits) { return kBlockValues * bits / 32; }  // of a block
+AS_BOTH constexpr int quant_bytes(int bits) { return 4 * quant_words(bits); }
 
 // Codes of a matrix [n, k].
-struct Codes {
+struct Quants {
   int bits = 0;               // 4 or 8; 0: the matrix is not quantized
   int group = 0, groups = 0;  // columns of one (the last may have fewer), and how many a row has
   bool floats = false;        // codes are e4m3, 8 bits, and a row has one scale, float32, and no offset
@@ -41,13 +41,13 @@ AS_BOTH inline size_t word_of(int bits, int row, int column, int column_blocks) 
   const int step = column % kBlock / 16;
   const int place = bits == 4 ? (tile * 32 + lane) * 4 + step / 2 * 2 + below
                               : ((tile * 2 + step / 2) * 32 + lane) * 4 + step % 2 * 2 + below;
-  return block * code_words(bits) + place;
+  return block * quant_words(bits) + place;
 }
 AS_BOTH constexpr int byte_piece(int row, int piece) { return row * kBlock + (piece ^ row % 8 / 2) * 16; }
-AS_BOTH inline size_t word_of(const Codes& c, int row, int column, int column_blocks) {
+AS_BOTH inline size_t word_of(const Quants& c, int row, int column, int column_blocks) {
   if (!c.in_rows) return word_of(c.bits, row, column, column_blocks);
   const size_t block = (size_t)(row / kBlock) * column_blocks + column / kBlock;
-  return block * code_words(8) + byte_piece(row % kBlock, column % kBlock / 16) / 4 + column % 8 / 2;
+  return block * quant_words(8) + byte_piece(row % kBlock, column % kBlock / 16) / 4 + column % 8 / 2;
 }
 AS_BOTH inline int bit_of(int bits, int column) {
   const int half = column % 16 / 8, odd = column % 2;
@@ -58,8 +58,8 @@ AS_BOTH inline size_t scale_of(int row, int group, int groups) {
          row % kTileRows / 8;
 }
 
-AS_BOTH inline size_t codes_bytes(int n, int k, int bits) {
-  return (size_t)blocks_of(n) * blocks_of(k) * code_bytes(bits);
+AS_BOTH inline size_t quants_bytes(int n, int k, int bits) {
+  return (size_t)blocks_of(n) * blocks_of(k) * quant_bytes(bits);
 }
 AS_BOTH inline size_t scales_bytes(int n, int groups) { return (size_t)blocks_of(n) * groups * kScaleWords * 4; }
 

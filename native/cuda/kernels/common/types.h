@@ -30,20 +30,20 @@ struct Rows {
 };
 
 // A matrix [n, k]: float32 row by row, or of 16 bits in tiles, or codes.
-enum class Kind { f32, dtype16, codes, integers, float8 };  // the last two: codes for activations of 8 bits
+enum class Kind { f32, dtype16, quantized, integers, float8 };  // the last two: codes for activations of 8 bits
 struct Matrix {
   int n = 0, k = 0;
   Kind kind = Kind::f32;
   DType16 dtype = DType16::bf16;
   const float* values = nullptr;
   const uint16_t* tiles = nullptr;
-  Codes codes = {};
+  Quants quants = {};
   int most_pieces = kMostPieces;  // of a sum along K
   int experts = 1;                // a stack of so many such matrices, one after the other
 
   bool takes_bytes() const { return kind == Kind::integers || kind == Kind::float8; }
   // Of its products' rows of activations: they must be in tiles; or they may, as they are rounded to 8 bits anyway.
-  bool takes_tiles() const { return kind == Kind::dtype16 || kind == Kind::codes; }
+  bool takes_tiles() const { return kind == Kind::dtype16 || kind == Kind::quantized; }
   bool reads_tiles() const { return takes_tiles() || takes_bytes(); }
 };
 

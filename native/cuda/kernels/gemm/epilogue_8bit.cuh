@@ -27,7 +27,7 @@ __device__ void ask_for_end(const GemmArgs& p, int rows, int first_row, int firs
                             int first_block, uint32_t to) {
   for (int word = threadIdx.x % 128 * 4; word < S::kEndWords; word += 4 * 128) {
     const int of_bias = word - S::kColumns, of_row = of_bias - S::kColumns;
-    const void* from = p.w.codes.scales + scale_of(first_column, 0, 1) + word;
+    const void* from = p.w.quants.scales + scale_of(first_column, 0, 1) + word;
     bool there = first_column + word < blocks_of(p.w.n) * kBlock;
     if (of_row >= 0) {
       const int row = first_row + of_row % kBlock, last = min(first_block + of_row / kBlock * k.length, k.blocks) - 1;

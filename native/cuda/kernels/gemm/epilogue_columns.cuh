@@ -24,7 +24,7 @@ __device__ inline void epilogue_columns(const GemmArgs& p, int rows, int first_r
     if constexpr (kScales == SumScales::columns_and_rows)
 #pragma unroll
       for (int i = 0; i < 2; i++)
-        of_columns[i] = __uint_as_float(p.w.codes.scales[scale_of(column_block * kBlock + core + 8 * i, 0, 1)]);
+        of_columns[i] = __uint_as_float(p.w.quants.scales[scale_of(column_block * kBlock + core + 8 * i, 0, 1)]);
 #pragma unroll
     for (int i = 0; i < kValues; i++) {
       const int at = row + i / 4 * 8 + i % 2;

@@ -120,7 +120,7 @@ __device__ Copy copy_of(const GemmArgs& p, int rows, const TilePart& at, int blo
   while (part > 0 && begin < end) begin = (begin / kBlock + 1) * kBlock, part--;
   if (begin >= end) return copy;
   const int next = min(end, (begin / kBlock + 1) * kBlock);
-  copy.from = reinterpret_cast<const char*>(p.w.codes.words) +
+  copy.from = reinterpret_cast<const char*>(p.w.quants.words) +
               ((size_t)(begin / kBlock) * blocks + first + copy.first) * kByteBlock + begin % kBlock * kByteRow;
   copy.to = S::kRowBytes + (copy.first * S::kColumns + begin - at.column) * kByteRow;
   copy.bytes = (next - begin) * kByteRow;
@@ -157,7 +157,7 @@ __device__ void add_beside(const GemmArgs& p, int rows, const TilePart& at, uint
   const int fours = (kGated ? kColumns / 2 : kColumns) / 4, first_column = kGated ? at.column / 2 : at.column;
   const int width = kGated ? p.y.width : p.w.n;
   const int count = min(kRows, rows - at.row) * fours;
-  const float* scales = reinterpret_cast<const float*>(p.w.codes.scales);
+  const float* scales = reinterpret_cast<const float*>(p.w.quants.scales);
   // Sums of four columns, from that one of the tile on: all pieces are asked for before they are added.
   const auto total = [&](int row, int column) {
     const uint32_t from = sums + (row * sums_stride(S::kColumns) + column) * 4;

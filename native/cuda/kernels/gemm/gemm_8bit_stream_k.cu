@@ -6,8 +6,8 @@ namespace as {
 namespace cuda {
 
 void gemm_integer_stream_k(const GemmArgs& p, int rows, const Queue& queue) {
-  if (p.w.codes.bits == 4) start_quantized_stream_k<Integers<4>>(p, rows, queue);
-  else if (p.w.codes.groups == 1) start_quantized_stream_k<Integers<8, true>>(p, rows, queue);
+  if (p.w.quants.bits == 4) start_quantized_stream_k<Integers<4>>(p, rows, queue);
+  else if (p.w.quants.groups == 1) start_quantized_stream_k<Integers<8, true>>(p, rows, queue);
   else start_quantized_stream_k<Integers<8>>(p, rows, queue);
 }
 
@@ -24,8 +24,8 @@ void gemm_float8(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo algo)
 void gemv_8bit(const GemmArgs& p, const Queue& queue, GemmAlgo algo) {
   if (algo == GemmAlgo::gemv) gemv(p, queue);
   else if (p.w.kind == Kind::float8) start_stream_k_rows<Floats, 8, 4, true>(p, 1, queue);
-  else if (p.w.codes.bits == 4) start_stream_k_rows<Integers<4>, 8, 4, true>(p, 1, queue);
-  else if (p.w.codes.groups == 1) start_stream_k_rows<Integers<8, true>, 8, 4, true>(p, 1, queue);
+  else if (p.w.quants.bits == 4) start_stream_k_rows<Integers<4>, 8, 4, true>(p, 1, queue);
+  else if (p.w.quants.groups == 1) start_stream_k_rows<Integers<8, true>, 8, 4, true>(p, 1, queue);
   else start_stream_k_rows<Integers<8>, 8, 4, true>(p, 1, queue);
 }
 

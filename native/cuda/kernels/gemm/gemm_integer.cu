@@ -17,10 +17,10 @@ constexpr int kSharedBytes = 108 << 10;  // at most: two blocks of threads fit a
 template <int kBits, int kTiles, int kColumnTiles>
 struct Shape {
   static constexpr int kColumns = kTileRows * kColumnTiles, kRows = kRowTile * kTiles;
-  static constexpr int kCodes = kColumnTiles * code_bytes(kBits) / 4, kScales = kColumns * 4;
+  static constexpr int kQuants = kColumnTiles * quant_bytes(kBits) / 4, kScales = kColumns * 4;
   static constexpr int kRowSums = kTiles * kRowTile * 4;
   static constexpr int kStages = kTiles == 1 ? (kBits == 4 ? 9 : 7) : kTiles == 2 ? 5 : kTiles == 4 ? 4 : 3;
-  static constexpr int kStageBytes = kCodes + kScales + kTiles * kStageRows + kRowSums;
+  static constexpr int kStageBytes = kQuants + kScales + kTiles * kStageRows + kRowSums;
   static constexpr int kSums = kColumns * kRows;  // of a piece
   static constexpr size_t kWarpBytes = kSums * 4 + kStages * kStageBytes;
 
@@ -36,14 +36,14 @@ __global__ void __launch_bounds__(32 * kMostWarps)
   using S = Shape<kBits, kTiles, kColumnTiles>;
   extern __shared__ __align__(128) char shared[];
   constexpr int kStages = S::kStages, kBytes = S::kStageBytes, kSums = S::kSums, kColumns = S::kColumns;
-  constexpr int kRowsAt = S::kCodes + S::kScales, kRowSumsAt = kRowsAt + kTiles * kStageRows;
+  constexpr int kRowsAt = S::kQuants + S::kScales, kRowSumsAt = kRowsAt + kTiles * kStageRows;
   const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   float* totals = reinterpret_cast<float*>(shared);  // of the rounds before: [row][column]
   float* sums = totals + kSums;                      // of each warp's piece
   char* const ring = reinterpret_cast<char*>(sums + warps * kSums) + warp * kStages * kBytes;
   const uint32_t ring_at = shared_address(ring);
   const int first_row = blockIdx.y * kTiles * kRowTile, stride = blocks_of(rows) * kBlock;
-  const Codes& codes = p.w.codes;
+  const Quants& quants = p.w.quants;
   const char* x = reinterpret_cast<const char*>(p.bytes.values) + (size_t)(first_row / kBlock) * k.blocks * kByteBlock +
                   first_row % kBlock * kByteRow;
 
@@ -53,15 +53,15 @@ __global__ void __launch_bounds__(32 * kMostWarps)
     if (at.tile >= tiles) return;
     const int row_block = at.tile * kColumnTiles / 4, first = at.tile * kColumnTiles % 4;
     const uint32_t to = ring_at + stage * kBytes + lane * 16;
-    const char* from = reinterpret_cast<const char*>(codes.words) +
-                       ((size_t)row_block * k.blocks + at.block) * code_bytes(kBits) + first * (code_bytes(kBits) / 4) +
-                       lane * 16;
+    const char* from = reinterpret_cast<const char*>(quants.words) +
+                       ((size_t)row_block * k.blocks + at.block) * quant_bytes(kBits) +
+                       first * (quant_bytes(kBits) / 4) + lane * 16;
 #pragma unroll
-    for (int i = 0; i < S::kCodes / 512; i++) copy_16(to + i * 512, from + i * 512);
+    for (int i = 0; i < S::kQuants / 512; i++) copy_16(to + i * 512, from + i * 512);
     if (lane < S::kScales / 16)
-      copy_16(to + S::kCodes,
-              reinterpret_cast<const char*>(codes.scales) +
-                  (((size_t)row_block * codes.groups + at.group) * kScaleWords + first * kTileRows) * 4 + lane * 16);
+      copy_16(to + S::kQuants,
+              reinterpret_cast<const char*>(quants.scales) +
+                  (((size_t)row_block * quants.groups + at.group) * kScaleWords + first * kTileRows) * 4 + lane * 16);
   };
   const auto fetch_rows = [&](const GroupWalk& at, int stage) {
     if (at.tile >= tiles) return;
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
 #pragma unroll
           for (int m = 0; m < kColumnTiles; m++) {
             uint32_t a[2][4];
-            load_integers<kBits>(at + m * (code_bytes(kBits) / 4), a);
+            load_integers<kBits>(at + m * (quant_bytes(kBits) / 4), a);
 #pragma unroll
             for (int half = 0; half < 2; half++)
 #pragma unroll
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
             end = segments.end(end + 1);
 #pragma unroll
             for (int m = 0; m < kColumnTiles; m++) {
-              const uint2 two = reinterpret_cast<const uint2*>(at + S::kCodes)[m * 8 + lane / 4];
+              const uint2 two = reinterpret_cast<const uint2*>(at + S::kQuants)[m * 8 + lane / 4];
               const uint32_t scales[2] = {two.x, two.y};
 #pragma unroll
               for (int t = 0; t < kTiles; t++) {
@@ -168,7 +168,7 @@ void gemm_integer(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo algo
   if (algo == GemmAlgo::small_m) gemm_few_rows_8bit(p, rows, queue);
   else if (algo == GemmAlgo::prefill) gemm_integer_prefill(p, rows, queue);
   else if (algo == GemmAlgo::stream_k) gemm_integer_stream_k(p, rows, queue);
-  else if (p.w.codes.bits == 4) start_rows<4>(p, rows, queue);
+  else if (p.w.quants.bits == 4) start_rows<4>(p, rows, queue);
   else start_rows<8>(p, rows, queue);
 }
 

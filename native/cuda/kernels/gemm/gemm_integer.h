@@ -20,7 +20,7 @@ struct Segments {
   int group_blocks, piece_blocks, blocks;
 
   Segments(const Matrix& w, const Pieces& k)
-      : group_blocks(w.codes.groups > 1 ? w.codes.group / kBlock : k.blocks),
+      : group_blocks(w.quants.groups > 1 ? w.quants.group / kBlock : k.blocks),
         piece_blocks(k.length),
         blocks(k.blocks) {}
   AS_BOTH int group(int block) const { return block / group_blocks; }

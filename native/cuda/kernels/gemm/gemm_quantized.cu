@@ -23,10 +23,10 @@ constexpr int kSharedBytes = 108 << 10;  // at most: two blocks of threads fit a
 template <int kBits, int kTiles, int kColumnTiles, bool kFine>
 struct Shape {
   static constexpr int kColumns = kTileRows * kColumnTiles, kRows = kRowTile * kTiles;
-  static constexpr int kCodes = kColumnTiles * code_bytes(kBits) / 4;
+  static constexpr int kQuants = kColumnTiles * quant_bytes(kBits) / 4;
   static constexpr int kSets = kFine ? 4 : 1, kSetBytes = kColumns * 4;
   static constexpr int kStages = kTiles == 1 ? (kBits == 4 ? 9 : 7) : kTiles == 2 ? (kBits == 4 ? 5 : 4) : 3;
-  static constexpr int kStageBytes = kCodes + kSets * kSetBytes + kTiles * kStageRows;
+  static constexpr int kStageBytes = kQuants + kSets * kSetBytes + kTiles * kStageRows;
   static constexpr int kSums = kColumns * kRows;  // of a piece
   static constexpr size_t kWarpBytes = kSums * 4 + kStages * kStageBytes;
 
@@ -48,34 +48,34 @@ __global__ void __launch_bounds__(32 * kMostWarps)
   char* const ring = reinterpret_cast<char*>(sums + warps * kSums) + warp * kStages * kBytes;
   const uint32_t ring_at = shared_address(ring);
   const int first_row = blockIdx.y * kTiles * kRowTile;
-  const Codes& codes = p.w.codes;
-  const int sets = kFine ? kBlock / codes.group : 1;
+  const Quants& quants = p.w.quants;
+  const int sets = kFine ? kBlock / quants.group : 1;
   const char* x = reinterpret_cast<const char*>(p.x.tiles) + (size_t)(first_row / kBlock) * k.blocks * kBlockBytes +
                   first_row % kBlock / kRowTile * kStageRows;
 
-  GroupWalk ahead{(int)blockIdx.x, warp, codes.groups > 1 ? max(codes.group / kBlock, 1) : k.blocks};
+  GroupWalk ahead{(int)blockIdx.x, warp, quants.groups > 1 ? max(quants.group / kBlock, 1) : k.blocks};
   ahead.begin_piece(k);
   const auto fetch_weights = [&](const GroupWalk& at, int stage) {
     if (at.tile >= tiles) return;
     const int row_block = at.tile * kColumnTiles / 4, first = at.tile * kColumnTiles % 4;
     uint32_t to = ring_at + stage * kBytes + lane * 16;
-    const char* from = reinterpret_cast<const char*>(codes.words) +
-                       ((size_t)row_block * k.blocks + at.block) * code_bytes(kBits) + first * (code_bytes(kBits) / 4) +
-                       lane * 16;
+    const char* from = reinterpret_cast<const char*>(quants.words) +
+                       ((size_t)row_block * k.blocks + at.block) * quant_bytes(kBits) +
+                       first * (quant_bytes(kBits) / 4) + lane * 16;
 #pragma unroll
-    for (int i = 0; i < S::kCodes / 512; i++) copy_16(to + i * 512, from + i * 512);
+    for (int i = 0; i < S::kQuants / 512; i++) copy_16(to + i * 512, from + i * 512);
     constexpr int kCopies = S::kSetBytes / 16;  // of a set
     const int group = kFine ? at.block * sets : at.group;
     for (int i = lane; i < sets * kCopies; i += 32)
-      if (const int set = i / kCopies; group + set < codes.groups)
-        copy_16(ring_at + stage * kBytes + S::kCodes + i * 16,
-                reinterpret_cast<const char*>(codes.scales) +
-                    (((size_t)row_block * codes.groups + group + set) * kScaleWords + first * kTileRows) * 4 +
+      if (const int set = i / kCopies; group + set < quants.groups)
+        copy_16(ring_at + stage * kBytes + S::kQuants + i * 16,
+                reinterpret_cast<const char*>(quants.scales) +
+                    (((size_t)row_block * quants.groups + group + set) * kScaleWords + first * kTileRows) * 4 +
                     i % kCopies * 16);
   };
   const auto fetch_rows = [&](const GroupWalk& at, int stage) {
     if (at.tile >= tiles) return;
-    const uint32_t to = ring_at + stage * kBytes + S::kCodes + S::kSets * S::kSetBytes;
+    const uint32_t to = ring_at + stage * kBytes + S::kQuants + S::kSets * S::kSetBytes;
     const char* from = x + (size_t)at.block * kBlockBytes;
 #pragma unroll
     for (int i = 0; i < kTiles * kStageRows / 512; i++)
@@ -101,15 +101,15 @@ __global__ void __launch_bounds__(32 * kMostWarps)
           __syncwarp();
           fetch(stage == 0 ? kStages - 1 : stage - 1);  // what was computed with last
           const char* at = ring + stage * kBytes;
-          const uint32_t x_at = ring_at + stage * kBytes + S::kCodes + S::kSets * S::kSetBytes;
+          const uint32_t x_at = ring_at + stage * kBytes + S::kQuants + S::kSets * S::kSetBytes;
           const int there = p.w.k - (begin + b) * kBlock;  // columns
-          LaneCodes<kBits> own[kColumnTiles];
+          LaneQuants<kBits> own[kColumnTiles];
           Affine scales[kColumnTiles][2];
 #pragma unroll
           for (int m = 0; m < kColumnTiles; m++)
 #pragma unroll
-            for (int i = 0; i < LaneCodes<kBits>::kLoads; i++)
-              own[m].loaded[i] = reinterpret_cast<const uint4*>(at)[(m * LaneCodes<kBits>::kLoads + i) * 32 + lane];
+            for (int i = 0; i < LaneQuants<kBits>::kLoads; i++)
+              own[m].loaded[i] = reinterpret_cast<const uint4*>(at)[(m * LaneQuants<kBits>::kLoads + i) * 32 + lane];
           uint32_t y[kTiles][4];
 #pragma unroll
           for (int step = 0; step < 4; step++) {
@@ -120,7 +120,8 @@ __global__ void __launch_bounds__(32 * kMostWarps)
             for (int m = 0; m < kColumnTiles; m++) {
               if (kFine || step == 0) {
                 const int set = kFine ? step * sets / 4 : 0;
-                const uint2 two = reinterpret_cast<const uint2*>(at + S::kCodes + set * S::kSetBytes)[m * 8 + lane / 4];
+                const uint2 two =
+                    reinterpret_cast<const uint2*>(at + S::kQuants + set * S::kSetBytes)[m * 8 + lane / 4];
                 scales[m][0].set(two.x), scales[m][1].set(two.y);
               }
               uint32_t a[4];
@@ -168,22 +169,22 @@ void start_rows(const GemmArgs& p, int rows, const Queue& queue) {
 
 // A warp for each tile of 16 rows and block of columns: by way of shared memory, so that whole lines are written.
 template <int kBits>
-__global__ void __launch_bounds__(128) widen_kernel(Codes codes, int k, int first_block, uint16_t* to) {
+__global__ void __launch_bounds__(128) widen_kernel(Quants quants, int k, int first_block, uint16_t* to) {
   after_previous();
   __shared__ __align__(16) char shared[4][kTileRows * kRowBytes];
   const int lane = threadIdx.x % 32, tile = threadIdx.x / 32, blocks = blocks_of(k);
   const int row_block = first_block + blockIdx.y, block = blockIdx.x, there = k - block * kBlock;
-  LaneCodes<kBits> own;
+  LaneQuants<kBits> own;
 #pragma unroll
-  for (int i = 0; i < LaneCodes<kBits>::kLoads; i++)
+  for (int i = 0; i < LaneQuants<kBits>::kLoads; i++)
     own.loaded[i] = reinterpret_cast<const uint4*>(
-        codes.words +
-        ((size_t)row_block * blocks + block) * code_words(kBits))[(tile * LaneCodes<kBits>::kLoads + i) * 32 + lane];
+        quants.words +
+        ((size_t)row_block * blocks + block) * quant_words(kBits))[(tile * LaneQuants<kBits>::kLoads + i) * 32 + lane];
 #pragma unroll
   for (int step = 0; step < 4; step++) {
-    const int group = min(block * kBlock + step * 16, k - 1) / codes.group;
+    const int group = min(block * kBlock + step * 16, k - 1) / quants.group;
     const uint32_t* scales =
-        codes.scales + ((size_t)row_block * codes.groups + group) * kScaleWords + tile * kTileRows + lane / 4 * 2;
+        quants.scales + ((size_t)row_block * quants.groups + group) * kScaleWords + tile * kTileRows + lane / 4 * 2;
     Affine rows[2];
     rows[0].set(scales[0]), rows[1].set(scales[1]);
     uint32_t a[4];
@@ -203,8 +204,8 @@ __global__ void __launch_bounds__(128) widen_kernel(Codes codes, int k, int firs
 }
 
 void widen(const Matrix& w, int first_block, int row_blocks, uint16_t* to, const Queue& queue) {
-  const auto kernel = w.codes.bits == 4 ? widen_kernel<4> : widen_kernel<8>;
-  start(queue, kernel, dim3(blocks_of(w.k), row_blocks), 128, 0, w.codes, w.k, first_block, to);
+  const auto kernel = w.quants.bits == 4 ? widen_kernel<4> : widen_kernel<8>;
+  start(queue, kernel, dim3(blocks_of(w.k), row_blocks), 128, 0, w.quants, w.k, first_block, to);
   launched("widening weights");
 }
 
@@ -244,8 +245,8 @@ size_t widened_bytes(int n, int k, bool gated, int rows) {
 }
 
 void gemm_quantized_mma(const GemmArgs& p, int rows, const Queue& queue) {
-  const bool fine = p.w.codes.groups > 1 && p.w.codes.group < kBlock;
-  if (p.w.codes.bits == 4) fine ? start_rows<4, true>(p, rows, queue) : start_rows<4, false>(p, rows, queue);
+  const bool fine = p.w.quants.groups > 1 && p.w.quants.group < kBlock;
+  if (p.w.quants.bits == 4) fine ? start_rows<4, true>(p, rows, queue) : start_rows<4, false>(p, rows, queue);
   else fine ? start_rows<8, true>(p, rows, queue) : start_rows<8, false>(p, rows, queue);
 }
 

@@ -17,8 +17,8 @@
 
 #include "cuda/kernels/common/wgmma_registers.cuh"
 #include "cuda/kernels/gemm/byte_pieces.cuh"
-#include "cuda/kernels/gemm/code_fragments.cuh"
 #include "cuda/kernels/gemm/epilogue_columns.cuh"
+#include "cuda/kernels/gemm/quant_fragments.cuh"
 #include "cuda/kernels/gemm/stream_k_scheduler.cuh"
 
 namespace as {
@@ -72,9 +72,9 @@ struct StreamKShape {
   // Of a block: of rows, of their sums, of a group's codes and scales.
   static constexpr int kRowBytes = kOwn ? 0 : Format::kRowBytes, kRowsBytes = kRows * kRowBytes;
   static constexpr int kSumsBytes = kHasSums && !kOwn && !Format::kWhole ? kRows * 4 : 0;
-  static constexpr int kCodesBytes = code_bytes(Format::kBits), kSetBytes = kScaleWords * 4;
+  static constexpr int kQuantsBytes = quant_bytes(Format::kBits), kSetBytes = kScaleWords * 4;
   static constexpr int kSumsAt = kStepBlocks * kRowsBytes, kGroupsAt = kSumsAt + kStepBlocks * kSumsBytes;
-  static constexpr int kSetsAt = kStepBlocks * kCodesBytes;
+  static constexpr int kSetsAt = kStepBlocks * kQuantsBytes;
   static constexpr int kGroupBytes = kSetsAt + kStepBlocks * Format::kSets * kSetBytes;
   static constexpr int kStageBytes = (kGroupsAt + kGroups * kGroupBytes + 1023) / 1024 * 1024;
   static constexpr int kStages = (216 << 10) / kStageBytes < 16 ? (216 << 10) / kStageBytes : 16;
@@ -115,13 +115,13 @@ class StreamKCopies {
 
   __device__ StreamKCopies(const GemmArgs& p, const StreamKScheduler& parts, int rows, const Steps& k,
                            const Divisor& row_tiles, int warp)
-      : p_(p), parts_(parts), k_(k), row_tiles_(row_tiles), sets_(p.w.codes, k.blocks), rows_(rows), warp_(warp) {
+      : p_(p), parts_(parts), k_(k), row_tiles_(row_tiles), sets_(p.w.quants, k.blocks), rows_(rows), warp_(warp) {
     begin();
   }
   __device__ bool there() const { return there_; }
   __device__ void next() {
     if (++step_ == part_.end) return begin();
-    codes_ += kStepBlocks * S::kCodesBytes, x_ += kStepBlocks * kBlock * Format::kRowBytes;
+    quants_ += kStepBlocks * S::kQuantsBytes, x_ += kStepBlocks * kBlock * Format::kRowBytes;
     if constexpr (Format::kSets) {
       for (left_ -= kStepBlocks; left_ <= 0; left_ += sets_.blocks) set_ += sets_.each;
     }
@@ -132,11 +132,11 @@ class StreamKCopies {
     int sets = 0;
     if constexpr (Format::kSets) sets = min(left_ == 1 && blocks > 1 ? 2 * sets_.each : sets_.each, sets_.count - set_);
     if (warp_ == 0)
-      barrier_expect(full, blocks * (there_rows_ * S::kRowBytes + S::kSumsBytes + groups_ * S::kCodesBytes) +
+      barrier_expect(full, blocks * (there_rows_ * S::kRowBytes + S::kSumsBytes + groups_ * S::kQuantsBytes) +
                                groups_ * sets * S::kSetBytes);
     const uint64_t policy = evicted_first();
     to += S::kGroupsAt;
-    if (warp_ < groups_) copy_bulk(to + warp_ * S::kGroupBytes, codes_, blocks * S::kCodesBytes, full, policy);
+    if (warp_ < groups_) copy_bulk(to + warp_ * S::kGroupBytes, quants_, blocks * S::kQuantsBytes, full, policy);
     if constexpr (Format::kSets)
       if (scaled() < groups_)
         copy_bulk(to + scaled() * S::kGroupBytes + S::kSetsAt, scales_ + (size_t)set_ * S::kSetBytes,
@@ -166,11 +166,11 @@ class StreamKCopies {
     row_ = (part_.tile - tile * row_tiles_.by()) * S::kRows, there_rows_ = min(S::kRows, rows_ - row_);
     own_rows_ = i * kBlock < S::kRows ? min(kBlock, there_rows_ - i * kBlock) : 0;
     groups_ = min(S::kGroups, blocks_of(p_.w.n) - column_block);
-    const Codes& codes = p_.w.codes;
-    codes_ = reinterpret_cast<const char*>(codes.words) +
-             ((size_t)(column_block + warp_) * k_.blocks + block) * S::kCodesBytes;
+    const Quants& quants = p_.w.quants;
+    quants_ = reinterpret_cast<const char*>(quants.words) +
+              ((size_t)(column_block + warp_) * k_.blocks + block) * S::kQuantsBytes;
     scales_ =
-        reinterpret_cast<const char*>(codes.scales) + (size_t)(column_block + scaled()) * codes.groups * S::kSetBytes;
+        reinterpret_cast<const char*>(quants.scales) + (size_t)(column_block + scaled()) * quants.groups * S::kSetBytes;
     const char* x = Format::kParts == 4 ? reinterpret_cast<const char*>(p_.x.tiles)
                                         : reinterpret_cast<const char*>(p_.bytes.values);
     x_ = x + (((size_t)(row_ / kBlock + i) * k_.blocks + block + warp_ % kStepBlocks) * kBlock + row_ % kBlock) *
@@ -188,7 +188,7 @@ class StreamKCopies {
   const Divisor& row_tiles_;
   const ScaleSets sets_;
   const int rows_, warp_;
-  const char *codes_, *scales_, *x_;
+  const char *quants_, *scales_, *x_;
   int step_, row_, there_rows_, own_rows_, groups_, set_, left_;  // left_: blocks of the set, from the step's first on
   bool there_;
 };
@@ -281,7 +281,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   uint32_t stages = shared_address(shared), full_at = shared_address(full), empty_at = shared_address(empty);
   // The compiler has these in registers: it would work them out again in every step.
   asm volatile("" : "+r"(stages), "+r"(full_at), "+r"(empty_at));
-  const Codes& codes = p.w.codes;
+  const Quants& quants = p.w.quants;
   let_next_begin();
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; i++) barrier_init(&full[i], 1), barrier_init(&empty[i], 4 * kGroups);
@@ -318,7 +318,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     typename Format::Sum d[kValues];
     float total[Format::kSegments ? kValues : 1];
     int segment_end = 0;  // a block
-    const ScaleSets sets(codes, k.blocks);
+    const ScaleSets sets(quants, k.blocks);
     const bool regular = sets.regular();
     const StepGemm<S> products(sets, sets.second(), group, warp, lane);
     // Steps of two whole blocks, of regular sets; others are computed block by block.
@@ -328,14 +328,14 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       return shared + stage * S::kStageBytes + S::kGroupsAt + group * S::kGroupBytes + S::kSetsAt +
              (j ? sets.second(block - 1) : 0) * S::kSetBytes + (warp * 8 + lane / 4) * 8;
     };
-    const auto codes_at = [&](int stage, int j) {
-      return stage * S::kStageBytes + S::kGroupsAt + group * S::kGroupBytes + j * S::kCodesBytes;
+    const auto quants_at = [&](int stage, int j) {
+      return stage * S::kStageBytes + S::kGroupsAt + group * S::kGroupBytes + j * S::kQuantsBytes;
     };
     // Block j of a stage, which is `block` of K, as the product's first operand.
     const auto load = [&](int stage, int j, int block, uint32_t(&a)[Format::kParts][4]) {
       if constexpr (Format::kFloats) return;  // products read them themselves
       if constexpr (Format::kSegments) {
-        load_integers<kBits>(shared + codes_at(stage, j) + warp * (S::kCodesBytes / 4), a);
+        load_integers<kBits>(shared + quants_at(stage, j) + warp * (S::kQuantsBytes / 4), a);
       } else if constexpr (!Format::kFloats) {
         const uint32_t at = stages + stage * S::kStageBytes;
         if (j == 0 || regular) products.weights(at, j, a);
@@ -357,7 +357,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       for (int i = 0; i < Format::kParts; i++) {
         if constexpr (Format::kFloats)
           Float8Tile<kRows>::multiply(
-              d, byte_descriptor(stages + codes_at(stage, j) + i * kStepBytes),
+              d, byte_descriptor(stages + quants_at(stage, j) + i * kStepBytes),
               S::kOwn ? row_descriptor(x + i * kStepBytes) : byte_descriptor(x + i * kStepBytes), i > 0 || adds);
         else if constexpr (Format::kSegments)
           ByteTile<kRows>::multiply(d, a[i], byte_descriptor(x + i * kStepBytes), i > 0 || adds);
@@ -418,7 +418,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       const int row = (part.tile - tile * row_tiles.by()) * kRows;
       const bool own = column_block < column_blocks;  // else the columns are beyond the last
       if constexpr (Format::kWhole) {
-        const uint32_t* scales = codes.scales + (size_t)column_block * kScaleWords + warp * kTileRows + lane / 4 * 2;
+        const uint32_t* scales = quants.scales + (size_t)column_block * kScaleWords + warp * kTileRows + lane / 4 * 2;
         if (own) of_tile = *reinterpret_cast<const uint2*>(scales);
         first_row = row;
       }

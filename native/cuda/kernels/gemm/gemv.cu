@@ -78,7 +78,7 @@ template <class S>
 __device__ __forceinline__ void copy_weights(const GemmArgs& p, const Part& part, const Pieces& k, int count,
                                              uint32_t stages, Shared<S>& s) {
   const char* from = S::kForm == Form::dtype16 ? reinterpret_cast<const char*>(p.w.tiles)
-                                               : reinterpret_cast<const char*>(p.w.codes.words);
+                                               : reinterpret_cast<const char*>(p.w.quants.words);
   from += ((size_t)part.column_block * k.blocks + part.first) * S::kBlockSize;
   DynamicPipeline ring{count};
   for (int b = 0; b < part.blocks; b += S::kStageBlocks, ring.next(), from += kStageBytes) {
@@ -284,7 +284,7 @@ __global__ void __launch_bounds__(kThreads)
     float of_columns[2], bias, before;
   };
   const int columns = p.gated ? kBlock / 2 : kBlock;
-  const uint32_t* scales = p.w.codes.scales + part.column_block * kScaleWords;
+  const uint32_t* scales = p.w.quants.scales + part.column_block * kScaleWords;
   const auto end_of = [&](int i) {
     End e = {i / columns, i % columns};
     e.place = p.gated ? e.column / 8 * 16 + e.column % 8 : e.column;
@@ -302,9 +302,9 @@ __global__ void __launch_bounds__(kThreads)
     if (p.adds) e.before = p.y.values[(size_t)e.row * p.y.width + e.column];
   };
   End own = end_of(threadIdx.x);
-  uint2 of_codes = {};
+  uint2 of_quants = {};
   if constexpr (S::kForm == Form::integers)
-    of_codes = *reinterpret_cast<const uint2*>(scales + warp * kTileRows + lane / 4 * 2);
+    of_quants = *reinterpret_cast<const uint2*>(scales + warp * kTileRows + lane / 4 * 2);
   char* const row = shared + count * kStageBytes;
   const float scale = make_row<S>(p, rows, part, k, row, s, [&] { ask(own); });
   row_is_there<kWorkers>();
@@ -320,7 +320,7 @@ __global__ void __launch_bounds__(kThreads)
       for (int i = 0; i < kWarps; i++) sum += s.integers[i];
       of_rows.x = (float)sum;
     }
-    multiply_integers<S>(part.blocks, count, of_codes, of_rows, shared, shared_address(row), s, d);
+    multiply_integers<S>(part.blocks, count, of_quants, of_rows, shared, shared_address(row), s, d);
   } else {
     multiply<S>(part.blocks, count, stages, shared_address(row), s, d);
   }

@@ -45,11 +45,11 @@ struct QuantizedGemvPlan {
   static constexpr int kNormed = 3, kMostNormed = 512;  // eights of a row that is normed: of a thread, of all
   int pairs, merged, shared_units, warps, stages = 0;   // stages: 0 if the row does not fit shared memory
 
-  static bool is_fine(const Codes& codes) { return codes.groups > 1 && codes.group < kBlock; }
+  static bool is_fine(const Quants& quants) { return quants.groups > 1 && quants.group < kBlock; }
   // Sums of the chains of all warps, in whole lines of shared memory.
   AS_BOTH static constexpr int sums_bytes(int warps) { return (warps + 1) / 2 * 2 * kTileRows * 4; }
   static size_t shared_bytes(int bits, bool fine, int stages, int warps, int k_blocks) {
-    const int blocks = 16 / bits, sets = fine ? 4 : 1, stage = blocks * (code_bytes(bits) / 4 + sets * kTileRows * 4);
+    const int blocks = 16 / bits, sets = fine ? 4 : 1, stage = blocks * (quant_bytes(bits) / 4 + sets * kTileRows * 4);
     return (size_t)warps * stages * stage + sums_bytes(warps) + (size_t)k_blocks * kRowBytes;
   }
 
@@ -67,10 +67,10 @@ struct QuantizedGemvPlan {
                        ? more
                        : 0;
     warps = units + shared_units;
-    const bool deep = w.codes.bits == 8 || ceil_div(pairs, merged) > sms;  // several turns
+    const bool deep = w.quants.bits == 8 || ceil_div(pairs, merged) > sms;  // several turns
     for (int depth : {deep ? kDeep : kShallow, kShallow})
       if (!stages &&
-          shared_bytes(w.codes.bits, is_fine(w.codes), depth, warps, k.count * k.length) <= (size_t)most_shared)
+          shared_bytes(w.quants.bits, is_fine(w.quants), depth, warps, k.count * k.length) <= (size_t)most_shared)
         stages = depth;
   }
   // Whether the kernel can norm a row of so many columns itself.

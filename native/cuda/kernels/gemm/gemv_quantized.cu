@@ -9,10 +9,10 @@
 // where schedulers would have unequal numbers of them, the one that goes on with the chains of another.
 #include <algorithm>
 
-#include "cuda/kernels/gemm/code_fragments.cuh"
 #include "cuda/kernels/gemm/epilogue.cuh"
 #include "cuda/kernels/gemm/gemm_quantized.h"
 #include "cuda/kernels/gemm/gemv_plan.h"
+#include "cuda/kernels/gemm/quant_fragments.cuh"
 #include "cuda/kernels/gemm/stream_k_scheduler.cuh"
 
 namespace as {
@@ -27,8 +27,8 @@ constexpr int kShallow = Plan::kShallow, kDeep = Plan::kDeep, kNormed = Plan::kN
 template <int kBits_, bool kFine_, int kStages_>
 struct Shape {
   static constexpr int kBits = kBits_, kStages = kStages_, kBlocks = 16 / kBits, kSets = kFine_ ? 4 : 1;
-  static constexpr int kTileBytes = code_bytes(kBits) / 4, kSetBytes = kTileRows * 4;
-  static constexpr int kCodesBytes = kBlocks * kTileBytes, kStageBytes = kCodesBytes + kBlocks * kSets * kSetBytes;
+  static constexpr int kTileBytes = quant_bytes(kBits) / 4, kSetBytes = kTileRows * 4;
+  static constexpr int kQuantsBytes = kBlocks * kTileBytes, kStageBytes = kQuantsBytes + kBlocks * kSets * kSetBytes;
 
   static size_t shared(int warps, int k_blocks) { return Plan::shared_bytes(kBits, kFine_, kStages, warps, k_blocks); }
 };
@@ -37,15 +37,15 @@ struct Shape {
 __device__ __forceinline__ void keep(uint32_t& x) { asm volatile("" : "+r"(x)); }
 
 template <class S>
-struct BlockCodes {
-  LaneCodes<S::kBits> codes;
+struct BlockQuants {
+  LaneQuants<S::kBits> quants;
   uint2 scales[S::kSets];
 
   // Block j of a stage, of which a lane has its codes and scales where these say.
-  __device__ __forceinline__ void read(uint32_t codes_at, uint32_t scales_at, int j) {
+  __device__ __forceinline__ void read(uint32_t quants_at, uint32_t scales_at, int j) {
 #pragma unroll
-    for (int i = 0; i < LaneCodes<S::kBits>::kLoads; i++)
-      codes.loaded[i] = load_16(codes_at + j * S::kTileBytes + i * 512);
+    for (int i = 0; i < LaneQuants<S::kBits>::kLoads; i++)
+      quants.loaded[i] = load_16(quants_at + j * S::kTileBytes + i * 512);
 #pragma unroll
     for (int i = 0; i < S::kSets; i++) scales[i] = load_8(scales_at + (j * S::kSets + i) * S::kSetBytes);
   }
@@ -54,7 +54,7 @@ struct BlockCodes {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       if (i < S::kSets) rows[0].set(scales[i].x), rows[1].set(scales[i].y);
-      codes.fragment(i, rows, a[i]);
+      quants.fragment(i, rows, a[i]);
     }
   }
 };
@@ -66,10 +66,10 @@ struct SetPace {
   int each, more;
 
   template <class S>
-  static SetPace of(const Codes& codes, int k_blocks) {
-    if (S::kSets > 1) return {Divisor(1), kBlock / codes.group, S::kBlocks * kBlock / codes.group};
-    if (codes.groups == 1) return {Divisor(std::max(k_blocks, 1)), 1, 0};
-    const int blocks = std::max(codes.group / kBlock, 1);
+  static SetPace of(const Quants& quants, int k_blocks) {
+    if (S::kSets > 1) return {Divisor(1), kBlock / quants.group, S::kBlocks * kBlock / quants.group};
+    if (quants.groups == 1) return {Divisor(std::max(k_blocks, 1)), 1, 0};
+    const int blocks = std::max(quants.group / kBlock, 1);
     return {Divisor(blocks), 1, S::kBlocks % blocks ? -1 : S::kBlocks / blocks};
   }
 };
@@ -87,11 +87,11 @@ class Copies {
  public:
   // ring: the warp's; first: its pair 0; by: pairs from one turn to the next. whole: blocks that all chains have, of
   // `length`.
-  __device__ __forceinline__ Copies(const Matrix& w, uint32_t ring, const Chain& codes, const Chain& scales, int first,
+  __device__ __forceinline__ Copies(const Matrix& w, uint32_t ring, const Chain& quants, const Chain& scales, int first,
                                     int pairs, int by, int k_blocks, int whole, int length, const SetPace& sets)
-      : codes_(w.codes),
+      : quants_(w.quants),
         sets_(sets),
-        own_(codes),
+        own_(quants),
         of_scales_(scales),
         first_(first),
         pairs_(pairs),
@@ -100,7 +100,7 @@ class Copies {
         whole_(whole - S::kBlocks),
         length_(length),
         to_(ring + lane() * 16),
-        scales_to_(ring + S::kCodesBytes + lane() * 16) {
+        scales_to_(ring + S::kQuantsBytes + lane() * 16) {
     first_set_ = set_of(of_scales_.begin);
     if (sets.more < 0) whole_ = -1;
     has_scales_ = lane() < kPlaces * 4;
@@ -111,7 +111,7 @@ class Copies {
   __device__ __forceinline__ void fetch(uint32_t stage) {
     if (block_ <= limit_) fetch_whole(stage);
     else fetch_rest(stage);
-    block_ += S::kBlocks, from_ += S::kBlocks * code_bytes(S::kBits), set_ += sets_.more;
+    block_ += S::kBlocks, from_ += S::kBlocks * quant_bytes(S::kBits), set_ += sets_.more;
     commit_copies();
   }
 
@@ -122,7 +122,7 @@ class Copies {
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
   __device__ __forceinline__ void fetch_whole(uint32_t stage) const {
 #pragma unroll
-    for (int i = 0; i < S::kBlocks * kCopies; i++) copy_codes(stage, i);
+    for (int i = 0; i < S::kBlocks * kCopies; i++) copy_quants(stage, i);
 #pragma unroll
     for (int i = 0; i < kPlaces; i += 8)
       copy_scales(stage, i, set_ + i / S::kSets * sets_.each, kPlaces >= 8 || has_scales_);
@@ -135,16 +135,16 @@ class Copies {
     if (block_ <= limit_) return fetch_whole(stage);
 #pragma unroll
     for (int i = 0; i < S::kBlocks * kCopies; i++)
-      if (block_ + i / kCopies < own_.blocks) copy_codes(stage, i);
+      if (block_ + i / kCopies < own_.blocks) copy_quants(stage, i);
 #pragma unroll
     for (int i = 0; i < kPlaces; i += 8) {
       const int block = block_ + i / S::kSets;
-      copy_scales(stage, i, min(set_of(of_scales_.begin + block), codes_.groups - 1), kPlaces >= 8 || has_scales_,
+      copy_scales(stage, i, min(set_of(of_scales_.begin + block), quants_.groups - 1), kPlaces >= 8 || has_scales_,
                   block + lane() / 4 / S::kSets < of_scales_.blocks ? 16 : 0);
     }
   }
-  __device__ __forceinline__ void copy_codes(uint32_t stage, int i) const {
-    copy_16(to_ + stage + i * 512, from_ + i / kCopies * code_bytes(S::kBits) + i % kCopies * 512);
+  __device__ __forceinline__ void copy_quants(uint32_t stage, int i) const {
+    copy_16(to_ + stage + i * 512, from_ + i / kCopies * quant_bytes(S::kBits) + i % kCopies * 512);
   }
   __device__ __forceinline__ void copy_scales(uint32_t stage, int i, int set, int there, int bytes = 16) const {
     asm volatile("{ .reg .pred p;\nsetp.ne.s32 p, %2, 0;\n@p cp.async.cg.shared.global [%0], [%1], 16, %3; }" ::"r"(
@@ -160,14 +160,14 @@ class Copies {
   __device__ __forceinline__ void at_pairs() {
     const int own = min(first_ + own_.pair, pairs_ - 1), other = min(first_ + of_scales_.pair, pairs_ - 2);
     block_ = 0, set_ = first_set_, limit_ = first_ < pairs_ ? whole_ : -1;
-    from_ = reinterpret_cast<const char*>(codes_.words) +
-            ((size_t)(own / (kBlock / 2)) * k_blocks_ + own_.begin) * code_bytes(S::kBits) +
+    from_ = reinterpret_cast<const char*>(quants_.words) +
+            ((size_t)(own / (kBlock / 2)) * k_blocks_ + own_.begin) * quant_bytes(S::kBits) +
             own % (kBlock / 2) / kTilePairs * S::kTileBytes + (own % kTilePairs * 4 + lane() % 4) * 16;
-    scales_ = reinterpret_cast<const char*>(codes_.scales) +
-              (size_t)(other / (kBlock / 2)) * codes_.groups * (kScaleWords * 4) + other % (kBlock / 2) * 8;
+    scales_ = reinterpret_cast<const char*>(quants_.scales) +
+              (size_t)(other / (kBlock / 2)) * quants_.groups * (kScaleWords * 4) + other % (kBlock / 2) * 8;
   }
 
-  const Codes& codes_;
+  const Quants& quants_;
   const SetPace& sets_;
   const Chain own_, of_scales_;
   int first_;
@@ -296,9 +296,9 @@ __global__ void __launch_bounds__(32 * kMostWarps)
   __syncthreads();
   const int row_begin = __shfl_sync(0xffffffffu, own.begin, lane % kUnit * 4);
   // Row i of the second operand is of chain i's piece: products of two different chains are nobody's.
-  uint32_t codes_at = ring + lane * 16, scales_at = ring + S::kCodesBytes + lane / 4 * 8,
+  uint32_t quants_at = ring + lane * 16, scales_at = ring + S::kQuantsBytes + lane / 4 * 8,
            row_at = shared_address(x) + places(row_begin, lane / 8);
-  keep(codes_at), keep(scales_at), keep(row_at);
+  keep(quants_at), keep(scales_at), keep(row_at);
   const int other_half = piece_length(row_begin) & 1 ? -64 : 64;
 
   // Of what chains' sums in shared memory make, which a thread may have one of and asks ahead for what that is added
@@ -346,13 +346,13 @@ __global__ void __launch_bounds__(32 * kMostWarps)
       stage = stage == (S::kStages - 1) * S::kStageBytes ? 0 : stage + S::kStageBytes;
       if (b + S::kBlocks <= whole) {
         constexpr int kAhead = S::kSets == 1 ? S::kBlocks : 1;  // more would not fit registers
-        BlockCodes<S> blocks[S::kBlocks];
+        BlockQuants<S> blocks[S::kBlocks];
 #pragma unroll
-        for (int j = 0; j < kAhead; j++) blocks[j].read(codes_at + stage, scales_at + stage, j);
+        for (int j = 0; j < kAhead; j++) blocks[j].read(quants_at + stage, scales_at + stage, j);
         copies.fetch(done);
 #pragma unroll
         for (int j = 0; j < S::kBlocks; j++) {
-          if (j >= kAhead) blocks[j].read(codes_at + stage, scales_at + stage, j);
+          if (j >= kAhead) blocks[j].read(quants_at + stage, scales_at + stage, j);
           uint32_t y[2][4], a[4][4];
           load_rows(y, j);
           blocks[j].values(a);
@@ -363,8 +363,8 @@ __global__ void __launch_bounds__(32 * kMostWarps)
         for (int j = 0; j < S::kBlocks && b + j < length; j++) {
           uint32_t y[2][4], a[4][4];
           load_rows(y, j);
-          BlockCodes<S> block;
-          block.read(codes_at + stage, scales_at + stage, j);
+          BlockQuants<S> block;
+          block.read(quants_at + stage, scales_at + stage, j);
           block.values(a);
           const int columns = min(p.w.k - own.begin * kBlock, own.blocks * kBlock) - (b + j) * kBlock;
 #pragma unroll
@@ -427,9 +427,9 @@ void start_row(const GemmArgs& p, const Plan& plan, const Queue& queue) {
   const int groups = ceil_div(plan.pairs, plan.merged);
   allow_shared(row_kernel<S>, shared);
   // As many turns for every block of threads, if there are several.
-  start_reading(queue, {p.w.codes.words, codes_bytes(p.w.n, p.w.k, kBits)}, row_kernel<S>,
+  start_reading(queue, {p.w.quants.words, quants_bytes(p.w.n, p.w.k, kBits)}, row_kernel<S>,
                 dim3(ceil_div(groups, ceil_div(groups, processors()))), 32 * plan.warps, shared, p, plan.pairs,
-                Divisor(plan.merged), plan.shared_units, k, Divisor(k.length), SetPace::of<S>(p.w.codes, k.blocks));
+                Divisor(plan.merged), plan.shared_units, k, Divisor(k.length), SetPace::of<S>(p.w.quants, k.blocks));
   launched("linear with quantized weights, one row");
 }
 
@@ -443,8 +443,8 @@ void start_stages(const GemmArgs& p, const Plan& plan, const Queue& queue) {
 
 void gemv_quantized(const GemmArgs& p, const Queue& queue) {
   const Plan plan(p.w, processors(), most_shared());
-  const bool fine = Plan::is_fine(p.w.codes);
-  if (p.w.codes.bits == 4) fine ? start_stages<4, true>(p, plan, queue) : start_stages<4, false>(p, plan, queue);
+  const bool fine = Plan::is_fine(p.w.quants);
+  if (p.w.quants.bits == 4) fine ? start_stages<4, true>(p, plan, queue) : start_stages<4, false>(p, plan, queue);
   else fine ? start_stages<8, true>(p, plan, queue) : start_stages<8, false>(p, plan, queue);
 }
 

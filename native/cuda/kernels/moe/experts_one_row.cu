@@ -136,11 +136,11 @@ class Stream {
     const Item item = item_at_(item_);
     const Matrix& w = e_.gemm.w;
     const int expert = chosen_.experts[item.entry], lane = threadIdx.x % 32, row = e_.gathers ? 0 : item.entry;
-    weights_ = reinterpret_cast<const char*>(S::kBits == 16 ? static_cast<const void*>(w.tiles) : w.codes.words) +
+    weights_ = reinterpret_cast<const char*>(S::kBits == 16 ? static_cast<const void*>(w.tiles) : w.quants.words) +
                expert * expert_bytes_ + (size_t)(item.tile / 4) * blocks_ * kWeightBlock +
                item.tile % 4 * S::kTileBytes;
     if constexpr (S::kBits != 16)
-      scales_ = w.codes.scales + expert * expert_bytes_ / 4 + (size_t)(item.tile / 4) * w.codes.groups * kScaleWords +
+      scales_ = w.quants.scales + expert * expert_bytes_ / 4 + (size_t)(item.tile / 4) * w.quants.groups * kScaleWords +
                 item.tile % 4 * kTileRows;
     row_ = reinterpret_cast<const char*>(e_.gemm.x.tiles) + piece_offset(row, lane % 8);
   }
@@ -152,7 +152,7 @@ class Stream {
     for (int i = 0; i < S::kTileBytes / 512; i++) copy_16(to + i * 512 + lane * 16, from + i * 512 + lane * 16);
     if constexpr (S::kBits != 16) {
       const Matrix& w = e_.gemm.w;
-      const int group = min(block * kBlock + (S::kFine ? lane / 4 * 16 : 0), w.k - 1) / w.codes.group;
+      const int group = min(block * kBlock + (S::kFine ? lane / 4 * 16 : 0), w.k - 1) / w.quants.group;
       if (lane < S::kSets * 4)
         copy_16(to + S::kWeights + lane * 16, scales_ + (size_t)group * kScaleWords + lane % 4 * 4);
     }
@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(32 * kWarps)
 
 size_t bytes_of_expert(const Matrix& w) {
   if (w.kind == Kind::dtype16) return tiles_bytes(w.n, w.k);
-  return codes_bytes(w.n, w.k, w.codes.bits) + scales_bytes(w.n, w.codes.groups);
+  return quants_bytes(w.n, w.k, w.quants.bits) + scales_bytes(w.n, w.quants.groups);
 }
 
 template <typename S, int kStages>
@@ -305,9 +305,9 @@ constexpr int stages_of(int plain) {
 template <bool kAll = kAllFormats, typename Start>
 void by_type(const Matrix& w, Start start) {
   if constexpr (kAll) {
-    const bool fine = w.codes.groups > 1 && w.codes.group < kBlock;
-    if (w.codes.bits == 4) return fine ? start(ColumnTiles<4, true, 1>()) : start(ColumnTiles<4, false, 1>());
-    if (w.codes.bits == 8) return fine ? start(ColumnTiles<8, true, 1>()) : start(ColumnTiles<8, false, 1>());
+    const bool fine = w.quants.groups > 1 && w.quants.group < kBlock;
+    if (w.quants.bits == 4) return fine ? start(ColumnTiles<4, true, 1>()) : start(ColumnTiles<4, false, 1>());
+    if (w.quants.bits == 8) return fine ? start(ColumnTiles<8, true, 1>()) : start(ColumnTiles<8, false, 1>());
   }
   start(ColumnTiles<16, false, 1>());
 }

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   const uint32_t ring = shared_address(own);
   const char* x = reinterpret_cast<const char*>(p.x.tiles);
   const char* matrices =
-      kBits == 16 ? reinterpret_cast<const char*>(p.w.tiles) : reinterpret_cast<const char*>(p.w.codes.words);
+      kBits == 16 ? reinterpret_cast<const char*>(p.w.tiles) : reinterpret_cast<const char*>(p.w.quants.words);
   if (!e.follows) await_previous();
   const int first_item = warp * gridDim.x + blockIdx.x;
   // At once: behind the last tile the list has others. most: of items, that there may be.
@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(32 * kWarps)
     ahead.weights =
         matrices + tile.expert * expert_bytes + (size_t)(column / 2) * blocks * kWeightBlock + column % 2 * S::kWeights;
     if constexpr (kBits != 16)
-      ahead.scales = p.w.codes.scales + tile.expert * expert_bytes / 4 +
-                     (size_t)(column / 2) * p.w.codes.groups * kScaleWords + column % 2 * S::kColumns;
+      ahead.scales = p.w.quants.scales + tile.expert * expert_bytes / 4 +
+                     (size_t)(column / 2) * p.w.quants.groups * kScaleWords + column % 2 * S::kColumns;
   };
   const auto begin_rows = [&](const ExpertTile& tile) {
 #pragma unroll
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(32 * kWarps)
 #pragma unroll
     for (int i = 0; i < S::kWeights / 512; i++) copy_16(to + i * 512 + lane * 16, from + i * 512 + lane * 16);
     if constexpr (kBits != 16) {
-      const int group = min(block * kBlock + (kFine ? lane / 8 * 16 : 0), p.w.k - 1) / p.w.codes.group;
+      const int group = min(block * kBlock + (kFine ? lane / 8 * 16 : 0), p.w.k - 1) / p.w.quants.group;
       if (lane < S::kSets * 8)
         copy_16(to + S::kWeights + lane * 16, ahead.scales + (size_t)group * kScaleWords + lane % 8 * 4);
     }
@@ -186,7 +186,7 @@ void start_tiles(const ExpertGemmArgs& e, int items, int columns, const Queue& q
   if (!kDeep) cudaOccupancyMaxActiveBlocksPerMultiprocessor(&merged, kernel, 32 * kWarps, S::kShared);
   const int grid = std::min(items, std::max(merged, 1) * processors());
   const size_t expert_bytes =
-      kBits == 16 ? tiles_bytes(w.n, w.k) : codes_bytes(w.n, w.k, kBits) + scales_bytes(w.n, w.codes.groups);
+      kBits == 16 ? tiles_bytes(w.n, w.k) : quants_bytes(w.n, w.k, kBits) + scales_bytes(w.n, w.quants.groups);
   start(queue, kernel, grid, 32 * kWarps, S::kShared, e, columns, items, blocks_of(w.k), expert_bytes);
   launched("linear of experts");
 }
@@ -262,12 +262,12 @@ __global__ void __launch_bounds__(kThreads)
 template <bool kAll = kAllFormats>
 static void start_format(const ExpertGemmArgs& p, int entries, int tile_rows, const Queue& queue) {
   if constexpr (kAll) {
-    const Codes& codes = p.gemm.w.codes;
-    const bool fine = codes.groups > 1 && codes.group < kBlock;
-    if (codes.bits == 4)
+    const Quants& quants = p.gemm.w.quants;
+    const bool fine = quants.groups > 1 && quants.group < kBlock;
+    if (quants.bits == 4)
       return fine ? start_rows<4, true>(p, entries, tile_rows, queue)
                   : start_rows<4, false>(p, entries, tile_rows, queue);
-    if (codes.bits == 8)
+    if (quants.bits == 8)
       return fine ? start_rows<8, true>(p, entries, tile_rows, queue)
                   : start_rows<8, false>(p, entries, tile_rows, queue);
   }

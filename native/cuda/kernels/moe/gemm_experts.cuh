@@ -58,8 +58,8 @@ class Fragments {
 #pragma unroll
       for (int m = 0; m < S::kCount; m++) {
 #pragma unroll
-        for (int i = 0; i < LaneCodes<kCodeBits>::kLoads; i++)
-          codes_[m].loaded[i] = reinterpret_cast<const uint4*>(stage + m * S::kTileBytes)[i * 32 + lane];
+        for (int i = 0; i < LaneQuants<kQuantBits>::kLoads; i++)
+          quants_[m].loaded[i] = reinterpret_cast<const uint4*>(stage + m * S::kTileBytes)[i * 32 + lane];
         if constexpr (!S::kFine) set(m, 0);
       }
     }
@@ -70,13 +70,13 @@ class Fragments {
       load_cores(a, shared_address(stage_) + piece_offset(m * kTileRows + lane % 16, 2 * step + lane / 16));
     } else {
       if constexpr (S::kFine) set(m, step);
-      codes_[m].fragment(step, rows_[m], a);
+      quants_[m].fragment(step, rows_[m], a);
       if (there_ < kBlock) cut_fragment(a, there_ - step * 16);
     }
   }
 
  private:
-  static constexpr int kCodeBits = S::kBits == 16 ? 8 : S::kBits;
+  static constexpr int kQuantBits = S::kBits == 16 ? 8 : S::kBits;
   __device__ void set(int m, int number) {
     const uint2 both = reinterpret_cast<const uint2*>(
         stage_ + S::kWeights + number * S::kSetBytes)[(m * kTileRows + threadIdx.x % 32 / 4 * 2) / 2];
@@ -85,7 +85,7 @@ class Fragments {
 
   const char* stage_;
   const int there_;
-  LaneCodes<kCodeBits> codes_[S::kCount];
+  LaneQuants<kQuantBits> quants_[S::kCount];
   Affine rows_[S::kCount][2];
 };
 

@@ -13,7 +13,7 @@ constexpr int kThreads = 256;
 
 __device__ float value_of(const Matrix& m, int row, int column) {
   if (m.tiles) return from_dtype16(m.tiles[tile_offset(row, column, blocks_of(m.k))]);
-  if (m.codes.bits) return AS_DTYPE16::value_of(m.codes, row, column, m.k);
+  if (m.quants.bits) return AS_DTYPE16::value_of(m.quants, row, column, m.k);
   return m.values[(size_t)row * m.k + column];
 }
 

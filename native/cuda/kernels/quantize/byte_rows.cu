@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kThreads, kKept > 2 && kTiles ? 1024 / kThread
 template <bool kNorms, bool kTiles, int kThreads, int kKept>
 void quantize(const Rows& x, const Norm& norm, const GemmArgs& p, int rows, const Queue& queue) {
   const Pieces k(p.w.k, p.w.most_pieces);
-  const bool floats = p.w.codes.floats;
+  const bool floats = p.w.quants.floats;
   const auto kernel = floats ? bytes_kernel<true, kNorms, kTiles, kThreads, kKept>
                              : bytes_kernel<false, kNorms, kTiles, kThreads, kKept>;
   static int at_once[2] = {};

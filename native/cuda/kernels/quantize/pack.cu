@@ -54,18 +54,20 @@ __global__ void pair_kernel(Matrix from, Matrix to) {
 
 // A thread for each word of a row's codes, and behind these for each group: words are of one row, and its columns lie
 // alike in all rows.
-__global__ void pair_codes_kernel(Matrix from, Matrix to) {
+__global__ void pair_quants_kernel(Matrix from, Matrix to) {
   after_previous();
-  const int bits = to.codes.bits, each = 32 / bits, blocks = blocks_of(to.k), words = blocks * kBlock / each;
+  const int bits = to.quants.bits, each = 32 / bits, blocks = blocks_of(to.k), words = blocks * kBlock / each;
   const int i = blockIdx.y * blockDim.x + threadIdx.x, row = blockIdx.x, group = i - words;
   const int half = from.n / 2, source = row / 16 * 8 + row % 8, other = source + (row % 16 < 8 ? 0 : half);
-  if (group >= to.codes.groups || source >= half) return;
+  if (group >= to.quants.groups || source >= half) return;
   if (group >= 0) {
-    to.codes.scales[scale_of(row, group, to.codes.groups)] = from.codes.scales[scale_of(other, group, to.codes.groups)];
+    to.quants.scales[scale_of(row, group, to.quants.groups)] =
+        from.quants.scales[scale_of(other, group, to.quants.groups)];
     return;
   }
   const int column = i / 4 * 4 * each + i % 4 * 2;  // the word's first
-  to.codes.words[word_of(to.codes, row, column, blocks)] = from.codes.words[word_of(from.codes, other, column, blocks)];
+  to.quants.words[word_of(to.quants, row, column, blocks)] =
+      from.quants.words[word_of(from.quants, other, column, blocks)];
 }
 
 // Evenly between -size and size.
@@ -81,9 +83,9 @@ __global__ void noise_kernel(uint32_t* data, size_t count, float size, uint64_t 
 }  // namespace
 
 void pair_rows(const Matrix& from, const Matrix& to, const Queue& queue) {
-  if (to.codes.bits) {
-    const int items = blocks_of(to.k) * kBlock * to.codes.bits / 32 + to.codes.groups;
-    start(queue, pair_codes_kernel, dim3(to.n, ceil_div(items, 128)), 128, 0, from, to);
+  if (to.quants.bits) {
+    const int items = blocks_of(to.k) * kBlock * to.quants.bits / 32 + to.quants.groups;
+    start(queue, pair_quants_kernel, dim3(to.n, ceil_div(items, 128)), 128, 0, from, to);
     launched("pair_rows");
     return;
   }

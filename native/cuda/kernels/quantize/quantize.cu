@@ -61,13 +61,13 @@ __global__ void range_kernel(const T* rows, int columns, int group, int column, 
   low = -warp_max(-low), high = warp_max(high);
   uint32_t scales = kNanOffset;  // and a scale of zero; of floats a scale
   Range range = {0, 0};
-  if (!wrong && m.codes.floats) {
+  if (!wrong && m.quants.floats) {
     const float top = fmaxf(-low, high);
     const bool none = !(top > 1e-34f);
     range.factor = none ? 0 : __fdiv_rn(kLargestFloat8, top);
     scales = __float_as_uint(none ? 0 : __fdiv_rn(top, kLargestFloat8));
   } else if (!wrong) {
-    range = range_of(low, high, m.codes.bits, scales);
+    range = range_of(low, high, m.quants.bits, scales);
   }
   // Groups of the matrix that are parts of this one.
   const int from = max(0, begin - column), to = min(m.k, end - column);
@@ -76,16 +76,16 @@ __global__ void range_kernel(const T* rows, int columns, int group, int column, 
     if (wrong && from < to) atomicAdd(bad, (unsigned long long)wrong);
   }
   if (from < to)
-    for (int own = from / m.codes.group + lane; own * m.codes.group < to; own += 32)
-      m.codes.scales[scale_of(first + row, own, m.codes.groups)] = scales;
+    for (int own = from / m.quants.group + lane; own * m.quants.group < to; own += 32)
+      m.quants.scales[scale_of(first + row, own, m.quants.groups)] = scales;
 }
 
 // A thread for each word of a row's codes.
 template <typename T>
-__global__ void code_kernel(const T* rows, int columns, int group, int column, Matrix m, int first,
-                            const Range* ranges) {
+__global__ void quant_kernel(const T* rows, int columns, int group, int column, Matrix m, int first,
+                             const Range* ranges) {
   after_previous();
-  const int bits = m.codes.bits, each = 32 / bits, words = blocks_of(m.k) * kBlock / each;
+  const int bits = m.quants.bits, each = 32 / bits, words = blocks_of(m.k) * kBlock / each;
   const int row = blockIdx.y, i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= words) return;
   // The word's columns: pairs from `begin` on, eight further from one to the next.
@@ -97,7 +97,7 @@ __global__ void code_kernel(const T* rows, int columns, int group, int column, M
     if (own >= m.k) continue;
     const float x = widened(rows[(size_t)row * columns + column + own]);
     const Range range = ranges[(size_t)row * groups + (column + own) / group];
-    if (m.codes.floats) {
+    if (m.quants.floats) {
       word |= (range.factor ? (uint32_t)to_e4m3(__fmul_rn(x, range.factor)) : 0) << bit_of(bits, own);
       continue;
     }
@@ -105,7 +105,7 @@ __global__ void code_kernel(const T* rows, int columns, int group, int column, M
         __fadd_rn(rintf(__fmul_rn(__fsub_rn(__fmul_rn(x, 0.5f), range.half_offset), range.factor)), middle);
     word |= (uint32_t)fmaxf(0.0f, fminf(levels, scaled)) << bit_of(bits, own);
   }
-  m.codes.words[word_of(m.codes, first + row, begin, blocks_of(m.k))] = word;
+  m.quants.words[word_of(m.quants, first + row, begin, blocks_of(m.k))] = word;
 }
 
 template <typename T>
@@ -118,32 +118,32 @@ void quantize(const void* source, int columns, int group, int column, int count,
   start(queue, range_kernel<T>, dim3(ceil_div(count * groups, kWarps)), 32 * kWarps, 0, rows, columns, group, column,
         count, m, first, own, bad);
   launched("quantize_rows, ranges");
-  const int words = blocks_of(m.k) * kBlock * m.codes.bits / 32;
+  const int words = blocks_of(m.k) * kBlock * m.quants.bits / 32;
   for (int done = 0; done < count; done += kMostRows) {
-    start(queue, code_kernel<T>, dim3(ceil_div(words, 128), std::min(count - done, kMostRows)), 128, 0,
+    start(queue, quant_kernel<T>, dim3(ceil_div(words, 128), std::min(count - done, kMostRows)), 128, 0,
           rows + (size_t)done * columns, columns, group, column, m, first + done, own + (size_t)done * groups);
     launched("quantize_rows");
   }
 }
 
 // A thread for each word of a row, and behind these for each group.
-__global__ void place_kernel(const uint8_t* codes, const uint16_t* scales, const uint16_t* offsets, Matrix m,
+__global__ void place_kernel(const uint8_t* quants, const uint16_t* scales, const uint16_t* offsets, Matrix m,
                              int first) {
   after_previous();
-  const int bits = m.codes.bits, each = 32 / bits, words = blocks_of(m.k) * kBlock / each;
+  const int bits = m.quants.bits, each = 32 / bits, words = blocks_of(m.k) * kBlock / each;
   const int row = blockIdx.y, i = blockIdx.x * blockDim.x + threadIdx.x, group = i - words;
-  if (group >= m.codes.groups) return;
+  if (group >= m.quants.groups) return;
   if (group >= 0) {
-    const size_t at = (size_t)row * m.codes.groups + group;
-    m.codes.scales[scale_of(first + row, group, m.codes.groups)] = scales[at] | (uint32_t)offsets[at] << 16;
+    const size_t at = (size_t)row * m.quants.groups + group;
+    m.quants.scales[scale_of(first + row, group, m.quants.groups)] = scales[at] | (uint32_t)offsets[at] << 16;
     return;
   }
   const int begin = i / 4 * 4 * each + i % 4 * 2;
   uint32_t word = 0;
   for (int j = 0; j < each; j++)
     if (const int own = begin + j / 2 * 8 + j % 2; own < m.k)
-      word |= (uint32_t)codes[(size_t)row * m.k + own] << bit_of(bits, own);
-  m.codes.words[word_of(m.codes, first + row, begin, blocks_of(m.k))] = word;
+      word |= (uint32_t)quants[(size_t)row * m.k + own] << bit_of(bits, own);
+  m.quants.words[word_of(m.quants, first + row, begin, blocks_of(m.k))] = word;
 }
 
 }  // namespace
@@ -158,13 +158,13 @@ void quantize_rows(const void* rows, SourceType source, int64_t columns, int gro
   else part(__nv_bfloat16());
 }
 
-void place_rows(const uint8_t* codes, const uint16_t* scales, const uint16_t* offsets, int count, const Matrix& matrix,
+void place_rows(const uint8_t* quants, const uint16_t* scales, const uint16_t* offsets, int count, const Matrix& matrix,
                 int first, const Queue& queue) {
-  const int items = blocks_of(matrix.k) * kBlock * matrix.codes.bits / 32 + matrix.codes.groups;
+  const int items = blocks_of(matrix.k) * kBlock * matrix.quants.bits / 32 + matrix.quants.groups;
   for (int done = 0; done < count; done += kMostRows) {
     start(queue, place_kernel, dim3(ceil_div(items, 128), std::min(count - done, kMostRows)), 128, 0,
-          codes + (size_t)done * matrix.k, scales + (size_t)done * matrix.codes.groups,
-          offsets + (size_t)done * matrix.codes.groups, matrix, first + done);
+          quants + (size_t)done * matrix.k, scales + (size_t)done * matrix.quants.groups,
+          offsets + (size_t)done * matrix.quants.groups, matrix, first + done);
     launched("place_rows");
   }
 }

@@ -18,7 +18,7 @@ void pack_rows(const void* rows, SourceType source, int64_t stride, int count, c
 void quantize_rows(const void* rows, SourceType source, int64_t columns, int group, int64_t column, int count,
                    const Matrix& matrix, int first, float* ranges, unsigned long long* bad, const Queue& queue);
 // Places codes [count, k] a byte each, and scales and offsets [count, groups] in bfloat16, into rows from `first` on.
-void place_rows(const uint8_t* codes, const uint16_t* scales, const uint16_t* offsets, int count, const Matrix& matrix,
+void place_rows(const uint8_t* quants, const uint16_t* scales, const uint16_t* offsets, int count, const Matrix& matrix,
                 int first, const Queue& queue);
 
 struct GemmArgs;

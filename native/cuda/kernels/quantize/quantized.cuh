@@ -13,8 +13,8 @@ __device__ inline uint8_t to_e4m3(float x) { return __nv_cvt_float_to_fp8(x, __N
 __device__ inline uint16_t two_e4m3(float low, float high) {
   return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
 }
-__device__ inline float from_e4m3(uint8_t code) {
-  return __half2float(__half(__nv_cvt_fp8_to_halfraw(code, __NV_E4M3)));
+__device__ inline float from_e4m3(uint8_t quant) {
+  return __half2float(__half(__nv_cvt_fp8_to_halfraw(quant, __NV_E4M3)));
 }
 
 // How values between two are quantized in a cache: as the CPU backend does it (cpu/cache.cpp). bad: some are no
@@ -30,7 +30,7 @@ struct Levels {
     flat = bad || step < 1e-37f;                   // equal values, or nearly: the inverse would overflow
     inverse = flat ? 0 : __fdiv_rn(2.0f, step), half = __fmul_rn(0.5f, low);
   }
-  __device__ int code(float x) const {
+  __device__ int quant(float x) const {
     return flat ? 0 : min(kMost, __float2int_rn(__fmul_rn(__fsub_rn(__fmul_rn(0.5f, x), half), inverse)));
   }
   __device__ float scale() const { return bad ? NAN : flat ? 0 : step; }
@@ -38,11 +38,11 @@ struct Levels {
 };
 
 // To the bit what the CPU backend recovers.
-__device__ inline float recovered(uint32_t scales, int code, int bits) {
+__device__ inline float recovered(uint32_t scales, int quant, int bits) {
   const float scale = __uint_as_float(scales << 16), offset = __uint_as_float(scales & 0xffff0000u);
-  return __fadd_rn(__fmul_rn(scale, (float)(code - (1 << (bits - 1)))), offset);
+  return __fadd_rn(__fmul_rn(scale, (float)(quant - (1 << (bits - 1)))), offset);
 }
-__device__ inline float value_of(const Codes& c, int row, int column, int k) {
+__device__ inline float value_of(const Quants& c, int row, int column, int k) {
   const uint32_t word = c.words[word_of(c, row, column, blocks_of(k))];
   if (c.floats)
     return __fmul_rn(__uint_as_float(c.scales[scale_of(row, 0, 1)]), from_e4m3(word >> bit_of(8, column) & 0xff));
@@ -87,7 +87,7 @@ struct Affine {
 
 // What a lane has of a tile of 16 rows x 64 columns, as loaded: 16 bytes at a time.
 template <int kBits>
-struct LaneCodes {
+struct LaneQuants {
   static constexpr int kLoads = kBits / 4;
   uint4 loaded[kLoads];
 

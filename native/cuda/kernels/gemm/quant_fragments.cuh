@@ -10,10 +10,10 @@ namespace AS_DTYPE16 {
 struct ScaleSets {
   int each, blocks, count;  // count: of a row
 
-  AS_BOTH ScaleSets(const Codes& codes, int k_blocks)
-      : each(codes.groups > 1 && codes.group < kBlock ? kBlock / codes.group : 1),
-        blocks(codes.groups > 1 ? (codes.group > kBlock ? codes.group / kBlock : 1) : k_blocks),
-        count(codes.groups) {}
+  AS_BOTH ScaleSets(const Quants& quants, int k_blocks)
+      : each(quants.groups > 1 && quants.group < kBlock ? kBlock / quants.group : 1),
+        blocks(quants.groups > 1 ? (quants.group > kBlock ? quants.group / kBlock : 1) : k_blocks),
+        count(quants.groups) {}
   // Whether the second blocks of steps of two are all alike: of a set of their own, or of the first block's.
   AS_BOTH bool regular() const { return blocks == 1 || blocks % 2 == 0 || count == 1; }
   // How many sets further the second block of a step has its first one than the first, which is `block`, has; as a
@@ -33,12 +33,12 @@ class StepGemm {
   // group: of 64 columns, of which a warp has a quarter. second: how many sets further than the first block's the
   // second one's are, as a rule.
   __device__ StepGemm(const ScaleSets& sets, int second, int group, int warp, int lane)
-      : codes_(S::kGroupsAt + group * S::kGroupBytes + (warp * LaneCodes<kBits>::kLoads * 32 + lane) * 16),
+      : quants_(S::kGroupsAt + group * S::kGroupBytes + (warp * LaneQuants<kBits>::kLoads * 32 + lane) * 16),
         scales_(S::kGroupsAt + group * S::kGroupBytes + S::kSetsAt + (warp * 8 + lane / 4) * 8),
         second_(scales_ + second * S::kSetBytes),
         each_(sets.each),
         x_{(uint32_t)piece_offset(lane % 8, lane / 8), (uint32_t)piece_offset(lane % 8, 4 + lane / 8)} {
-    keep(codes_), keep(scales_), keep(second_), keep(x_[0]), keep(x_[1]);
+    keep(quants_), keep(scales_), keep(second_), keep(x_[0]), keep(x_[1]);
   }
 
   // The weights of block j of a step, mma.sync's first operands; stage: where the step is; further: how many sets
@@ -76,7 +76,7 @@ class StepGemm {
 
  private:
   struct Block {
-    LaneCodes<kBits> codes;
+    LaneQuants<kBits> quants;
     uint2 scales[kSets];
   };
 
@@ -85,8 +85,8 @@ class StepGemm {
   __device__ __forceinline__ Block read(uint32_t stage, int j, uint32_t scales) const {
     Block block;
 #pragma unroll
-    for (int i = 0; i < LaneCodes<kBits>::kLoads; i++)
-      block.codes.loaded[i] = load_16(stage + codes_ + j * S::kCodesBytes + i * 512);
+    for (int i = 0; i < LaneQuants<kBits>::kLoads; i++)
+      block.quants.loaded[i] = load_16(stage + quants_ + j * S::kQuantsBytes + i * 512);
 #pragma unroll
     for (int i = 0; i < kSets; i++)
       block.scales[i] = load_8(stage + scales + (kSets > 1 ? i * each_ / 4 * S::kSetBytes : 0));
@@ -97,11 +97,11 @@ class StepGemm {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       if (i < kSets) rows[0].set(block.scales[i].x), rows[1].set(block.scales[i].y);
-      block.codes.fragment(i, rows, a[i]);
+      block.quants.fragment(i, rows, a[i]);
     }
   }
 
-  uint32_t codes_, scales_, second_;  // of a lane, from where a stage begins on
+  uint32_t quants_, scales_, second_;  // of a lane, from where a stage begins on
   int each_;
   uint32_t x_[2];
 };
