@@ -95,7 +95,7 @@ int main(int argc, char** argv) {
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   Queue queue{stream, 90, {}};
   queue.scratch = {memory<float>(kScratchBlocks * kScratchFloats * 4), memory<int>(kScratchBlocks * kScratchFlags * 4),
-                   memory<float>(kScratchPieces * 4), memory<int>(kScratchCounts * 4)};
+                   memory<float>(kScratchParts * 4), memory<int>(kScratchCounts * 4)};
   constexpr int kMostRows = 128;
   constexpr size_t kResult = (size_t)kMostRows * 152064 * 4;
   uint16_t* x = memory<uint16_t>(tiles_bytes(kMostRows, 18944));
@@ -127,7 +127,7 @@ int main(int argc, char** argv) {
         fill_rows<<<blocks((size_t)kMostRows * shape.k), 256, 0, stream>>>(x, kMostRows, shape.k);
         GemmArgs p;
         p.w = {shape.n, shape.k, Kind::quantized, kDType16,
-               nullptr, nullptr, weights[0],      pieces_of_codes(shape.n, shape.k)};
+               nullptr, nullptr, weights[0],      quant_split_k(shape.n, shape.k)};
         p.adds = shape.adds, p.gated = shape.gated, p.x = {nullptr, x, shape.k};
         p.y = shape.gated ? Rows{nullptr, reinterpret_cast<uint16_t*>(y), shape.n / 2} : Rows{y, nullptr, shape.n};
         const Norm norm{ones, 1e-6f, false};

@@ -39,7 +39,7 @@ static Matrix in_tiles(int n, int k, int experts, uint64_t seed, const Queue& qu
   const size_t bytes = tiles_bytes(n, k) * experts;
   uint16_t* tiles = memory<uint16_t>(bytes);
   AS_DTYPE16::fill_noise(tiles, bytes, kDType16, 0.035f, seed, queue);
-  Matrix m{n, k, Kind::dtype16, kDType16, nullptr, tiles, {}, most_pieces(n), experts};
+  Matrix m{n, k, Kind::dtype16, kDType16, nullptr, tiles, {}, max_split_k(n), experts};
   return m;
 }
 
@@ -49,7 +49,7 @@ int main(int argc, char** argv) {
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   Queue queue{stream, 90, {}};
   queue.scratch = {memory<float>(kScratchBlocks * kScratchFloats * 4), memory<int>(kScratchBlocks * kScratchFlags * 4),
-                   memory<float>(kScratchPieces * 4), memory<int>(kScratchCounts * 4)};
+                   memory<float>(kScratchParts * 4), memory<int>(kScratchCounts * 4)};
   std::vector<int> all;
   for (char* at = std::strtok(argc > 1 ? argv[1] : strdup("1"), ","); at; at = std::strtok(nullptr, ","))
     all.push_back(std::atoi(at));

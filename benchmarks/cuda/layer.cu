@@ -6,7 +6,7 @@
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/layer.cu
 //        native/cuda/kernel_choice.cpp
 //        native/cuda/kernels/{gemm/{gemm_{dtype16,split_k,stream_k,prefill,f32,8bit*,integer},gemv},norm/rows,
-//        attention/attention_few,quantize/{byte_rows,pack}}.cu
+//        attention/attention_few,quantize/{quantize_rows,pack}}.cu
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -62,7 +62,7 @@ Matrix matrix(int n, int k) {
   if (float8 || w8a8) {
     Matrix m{n, k, float8 ? Kind::float8 : Kind::integers};
     m.quants = {8, k, 1, float8, true, memory<uint32_t>(quants_bytes(n, k, 8)), memory<uint32_t>(scales_bytes(n, 1))};
-    m.most_pieces = pieces_of_codes(n, k, kMostPieces);
+    m.max_split_k = quant_split_k(n, k, kMaxSplitK);
     const size_t words = quants_bytes(n, k, 8) / 4;
     static uint64_t seed = 1;
     fill_quants<<<(words + 255) / 256, 256>>>(m.quants, words, blocks_of(n) * kBlock, seed);
@@ -70,7 +70,7 @@ Matrix matrix(int n, int k) {
     check(cudaDeviceSynchronize());
     return m;
   }
-  return {n, k, Kind::dtype16, kDType16, nullptr, memory<uint16_t>(tiles_bytes(n, k), 0.03f), {}, most_pieces(n)};
+  return {n, k, Kind::dtype16, kDType16, nullptr, memory<uint16_t>(tiles_bytes(n, k), 0.03f), {}, max_split_k(n)};
 }
 
 }  // namespace
@@ -91,7 +91,7 @@ int main(int argc, char** argv) {
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   queue = {stream, 90, {}};
   queue.scratch = {memory<float>(kScratchBlocks * kScratchFloats * 4), memory<int>(kScratchBlocks * kScratchFlags * 4),
-                   memory<float>(kScratchPieces * 4), memory<int>(kScratchCounts * 4)};
+                   memory<float>(kScratchParts * 4), memory<int>(kScratchCounts * 4)};
   std::vector<Layer> layers(kLayers);
   const int spans = (kAt + kSpan) / kSpan;
   for (Layer& l : layers) {

@@ -76,7 +76,7 @@ int main(int argc, char** argv) {
       for (const auto& kernel : kernels) {
         if (rows < kernel.least || rows > kernel.most) continue;
         GemmArgs p;
-        p.w = {shape.n, shape.k, Kind::dtype16, kDType16, nullptr, nullptr, {}, most_pieces(shape.n)},
+        p.w = {shape.n, shape.k, Kind::dtype16, kDType16, nullptr, nullptr, {}, max_split_k(shape.n)},
         p.adds = shape.adds, p.gated = shape.gated;
         p.x = {nullptr, x, shape.k};
         p.y = shape.gated ? Rows{nullptr, gated, shape.n / 2} : Rows{y, nullptr, shape.n};

@@ -2,7 +2,7 @@
 // of their own, at awkward sizes. And those of up to eight rows that are 8 bits by the same kernel.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/one_row.cu
 //        native/cuda/kernel_choice.cpp
-//        native/cuda/kernels/{gemm/{gemm_{dtype16,split_k,stream_k,prefill,f32,8bit*,integer},gemv},quantize/byte_rows,norm/rows}.cu
+//        native/cuda/kernels/{gemm/{gemm_{dtype16,split_k,stream_k,prefill,f32,8bit*,integer},gemv},quantize/quantize_rows,norm/rows}.cu
 #include <cstdio>
 #include <cstdlib>
 #include <tuple>
@@ -73,7 +73,7 @@ void few_rows() {
         Matrix m{n, k, floats ? Kind::float8 : Kind::integers};
         const size_t words = quants_bytes(n, k, 8) / 4, all = std::max<size_t>(words, (size_t)blocks_of(n) * kBlock);
         m.quants = {8, k, 1, floats, true, memory<uint32_t>(words * 4), memory<uint32_t>(scales_bytes(n, 1))};
-        m.most_pieces = pieces_of_codes(n, k, kMostPieces);
+        m.max_split_k = quant_split_k(n, k, kMaxSplitK);
         fill_quants<<<ceil_div(all, 256), 256>>>(m.quants, n, k, words, seed++);
         const int width = gated ? n / 2 : n;
         float* x = memory<float>(8 * k * 4);
@@ -111,7 +111,7 @@ int main() {
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   queue = {stream, 90, {}};
   queue.scratch = {memory<float>(kScratchBlocks * kScratchFloats * 4), memory<int>(kScratchBlocks * kScratchFlags * 4),
-                   memory<float>(kScratchPieces * 4), memory<int>(kScratchCounts * 4)};
+                   memory<float>(kScratchParts * 4), memory<int>(kScratchCounts * 4)};
   const struct {
     int n, k;
     bool gated, adds, bias;
@@ -137,14 +137,14 @@ int main() {
           m.quants = {bits, groups > 1 ? group : s.k, groups, floats, bits == 8, nullptr, nullptr};
           m.quants.words = memory<uint32_t>(quants_bytes(n, s.k, bits));
           m.quants.scales = memory<uint32_t>(scales_bytes(n, groups));
-          m.most_pieces = pieces_of_codes(n, s.k, bits == 8 ? kMostPieces : kMostCodePieces);
+          m.max_split_k = quant_split_k(n, s.k, bits == 8 ? kMaxSplitK : kMaxQuantSplitK);
           const size_t words = quants_bytes(n, s.k, bits) / 4,
                        all = std::max<size_t>(words, (size_t)blocks_of(n) * kBlock * groups);
           fill_quants<<<ceil_div(all, 256), 256>>>(m.quants, n, s.k, words, seed++);
           if (bf16) {
             uint16_t* values = memory<uint16_t>(tiles_bytes(n, s.k));
             fill_matrix<<<ceil_div((size_t)n * s.k, 256), 256>>>(values, n, s.k, seed++);
-            m.tiles = values, m.quants.bits = 0, m.most_pieces = most_pieces(n);
+            m.tiles = values, m.quants.bits = 0, m.max_split_k = max_split_k(n);
           }
           GemmArgs p;
           float *x = memory<float>(s.k * 4), *weight = memory<float>(s.k * 4), *bias = memory<float>(s.n * 4);

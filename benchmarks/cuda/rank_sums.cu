@@ -69,7 +69,7 @@ int main(int argc, char** argv) {
     check(cudaStreamCreateWithFlags(&k.stream, cudaStreamNonBlocking));
     k.queue = {k.stream, 90, {}};
     k.queue.scratch = {memory<float>(kScratchBlocks * kScratchFloats * 4),
-                       memory<int>(kScratchBlocks * kScratchFlags * 4), memory<float>(kScratchPieces * 4),
+                       memory<int>(kScratchBlocks * kScratchFlags * 4), memory<float>(kScratchParts * 4),
                        memory<int>(kScratchCounts * 4)};
     for (int i = 0; i < 2; i++) {
       for (int c = 0; c < kCopies; c++) {
@@ -114,7 +114,7 @@ int main(int argc, char** argv) {
           for (int i = 0; i < 2; i++, call++) {
             GemmArgs p;
             p.w = {kHidden, kInner[i],           Kind::dtype16, kDType16, nullptr, k.weights[i][layer % kCopies],
-                   {},      most_pieces(kHidden)};
+                   {},      max_split_k(kHidden)};
             p.x = {nullptr, k.x[i], kInner[i]};
             p.y = {nullptr, reinterpret_cast<uint16_t*>(k.shared + header + call % 2 * half), kHidden};
             if (way == by_product) p.y.copy = reinterpret_cast<uint16_t*>(peers.place(1 - r, r, call));

@@ -52,7 +52,7 @@ struct Problem {
     y_bytes = gated ? tiles_bytes(blocks, width) : (size_t)rows * width * 4;
     CHECK(cudaMalloc(&y, y_bytes));
     reset();
-    p.w.n = n, p.w.k = k, p.w.kind = Kind::dtype16, p.w.tiles = w, p.w.most_pieces = most_pieces(n);
+    p.w.n = n, p.w.k = k, p.w.kind = Kind::dtype16, p.w.tiles = w, p.w.max_split_k = max_split_k(n);
     p.x = {nullptr, x, k}, p.gated = gated, p.adds = adds;
     p.y = {gated ? nullptr : (float*)y, gated ? (uint16_t*)y : nullptr, width};
     float* b = nullptr;
@@ -71,8 +71,8 @@ struct Problem {
 
 Queue queue{nullptr, 90};
 std::vector<Choice> choices(const Problem& a) {
-  if (Pieces(a.p.w.k, a.p.w.most_pieces).count == 1) return {std::begin(kByOne), std::end(kByOne)};
-  return {std::begin(kByPieces), std::end(kByPieces)};
+  if (SplitK(a.p.w.k, a.p.w.max_split_k).count == 1) return {std::begin(kByOne), std::end(kByOne)};
+  return {std::begin(kSplitTiles), std::end(kSplitTiles)};
 }
 // choice: null for what gemm_prefill() chooses, &kSplit for the kernel of some rows.
 const Choice kSplit{};

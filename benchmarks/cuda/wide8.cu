@@ -2,7 +2,7 @@
 // stream's, their error against float64, and their speed at the shapes of Qwen2.5-7B.
 // `./wide8 [integers] [check] [error] [tiles | layer | bytes] [rows=128,8192] [only=gate_up]`, integers being w8a8's
 // nvcc -O3 -std=c++17 -I../../../native -gencode arch=compute_90a,code=sm_90a wide8.cu
-//   ../../../native/cuda/kernels/quantize/byte_rows.cu -o wide8
+//   ../../../native/cuda/kernels/quantize/quantize_rows.cu -o wide8
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -70,10 +70,10 @@ __global__ void exact(GemmArgs p, int columns, double* out) {
   double sum = 0;
   for (int k = 0; k < p.w.k; k++) {
     const size_t at =
-        ((size_t)(row / kBlock) * blocks + k / kBlock) * kByteBlock + byte_piece(row % kBlock, k % kBlock / 16);
+        ((size_t)(row / kBlock) * blocks + k / kBlock) * kByteBlock + byte_chunk(row % kBlock, k % kBlock / 16);
     const int within = (k % 8 / 2) * 4 + k % 16 / 8 * 2 + k % 2;
     const size_t to =
-        ((size_t)(column / kBlock) * blocks + k / kBlock) * kByteBlock + byte_piece(column % kBlock, k % kBlock / 16);
+        ((size_t)(column / kBlock) * blocks + k / kBlock) * kByteBlock + byte_chunk(column % kBlock, k % kBlock / 16);
     sum += (double)from_e4m3(p.bytes.values[at + within]) *
            from_e4m3(reinterpret_cast<const uint8_t*>(p.w.quants.words)[to + within]);
   }
@@ -100,7 +100,7 @@ struct Problem {
   Problem(int n, int k, int rows, bool gated, bool adds, bool bias, int count = 1) : rows(rows) {
     const int blocks = (rows + 127) / 128 * 128;
     p.w.n = n, p.w.k = k, p.w.kind = integers ? Kind::integers : Kind::float8,
-    p.w.most_pieces = pieces_of_codes(n, k, kMostPieces);
+    p.w.max_split_k = quant_split_k(n, k, kMaxSplitK);
     p.w.quants = {8, k, 1, !integers, true, nullptr, memory<uint32_t>(scales_bytes(n, 1))};
     for (int i = 0; i < count; i++) {
       copies.push_back(memory<uint32_t>(quants_bytes(n, k, 8)));
@@ -151,7 +151,7 @@ std::vector<Way> ways(const Problem& a, bool streams) {
       all.push_back({"s128/4", nullptr, start_stream_k_tiles<StreamKShape<Floats, 128, 4>>});
   }
   const auto add = [&](const Choice& c) {
-    if ((c.sums == Sums::whole) != (Pieces(a.p.w.k, a.p.w.most_pieces).count == 1)) return;
+    if ((c.sums == Sums::whole) != (SplitK(a.p.w.k, a.p.w.max_split_k).count == 1)) return;
     Way way{"", &c, nullptr};
     snprintf(way.name, sizeof way.name, "%d%s/%dx%d", c.columns, c.sums == Sums::beside ? "b" : "", c.down, c.across);
     all.push_back(way);
@@ -178,7 +178,7 @@ void check(int n, int k, int rows, bool gated, bool adds, bool bias) {
     return count;
   };
   printf("%dx%d, %d rows%s%s%s, %d pieces: differ", n, k, rows, gated ? ", gated" : "", adds ? ", adds" : "",
-         bias ? ", bias" : "", Pieces(k, a.p.w.most_pieces).count);
+         bias ? ", bias" : "", SplitK(k, a.p.w.max_split_k).count);
   if (!gated)
     for (int few : {1, 9, 20, 64, 100})
       if (few < rows) {
@@ -211,7 +211,7 @@ void error(int n, int k) {
     }
   const double size = std::sqrt(square / e.size());
   printf("%dx%d, %d pieces: error rms %.2e, most %.2e of the results' rms; slope %.2e\n", n, k,
-         Pieces(k, a.p.w.most_pieces).count, std::sqrt(wrong / e.size()) / size, most / size, slope / square);
+         SplitK(k, a.p.w.max_split_k).count, std::sqrt(wrong / e.size()) / size, most / size, slope / square);
   CHECK(cudaFree(expected));
 }
 
@@ -326,7 +326,7 @@ int main(int argc, char** argv) {
   setvbuf(stdout, nullptr, _IOLBF, 0);
   CHECK(cudaMalloc(&counter, 8));
   queue.scratch = {memory<float>(kScratchBlocks * kScratchFloats * 4), memory<int>(kScratchBlocks * kScratchFlags * 4),
-                   memory<float>(kScratchPieces * 4), memory<int>(kScratchCounts * 4)};
+                   memory<float>(kScratchParts * 4), memory<int>(kScratchCounts * 4)};
   const auto asked = [&](const char* what) {
     for (int i = 1; i < argc; i++)
       if (!strcmp(argv[i], what)) return true;

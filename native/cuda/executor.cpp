@@ -194,8 +194,8 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
   GemmArgs p;
   p.w = m, p.bias = bias ? added.as<float>() : nullptr;
   p.x = {in.as<float>(), nullptr, m.k}, p.y = {out.as<float>(), nullptr, m.n};
-  const Memory pieces(rounded ? tiles_bytes(rows, m.n) : 0, "activations");
-  if (rounded) p.y = {nullptr, pieces.as<uint16_t>(), m.n, m.dtype};
+  const Memory values16(rounded ? tiles_bytes(rows, m.n) : 0, "activations");
+  if (rounded) p.y = {nullptr, values16.as<uint16_t>(), m.n, m.dtype};
   p.widened = widened.as<uint16_t>();
   if (m.takes_bytes()) p.bytes = byte_rows(bytes.as(), rows, m.k);
   Gemm gemm = gemm_of(p);
@@ -206,8 +206,8 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
   launch_gemm(p, rows, choice, queue);
   device_.wait();
   if (rounded) {
-    std::vector<uint16_t> values(pieces.size() / sizeof(uint16_t));
-    check(cudaMemcpy(values.data(), pieces.as(), pieces.size(), cudaMemcpyDeviceToHost), "copying rows");
+    std::vector<uint16_t> values(values16.size() / sizeof(uint16_t));
+    check(cudaMemcpy(values.data(), values16.as(), values16.size(), cudaMemcpyDeviceToHost), "copying rows");
     for (int row = 0; row < rows; row++)
       for (int column = 0; column < m.n; column++)
         y[(size_t)row * m.n + column] = cuda::widened(values[tile_offset(row, column, blocks_of(m.n))], m.dtype);

@@ -25,12 +25,12 @@ bool has_gemv(const Chip& chip, const Gemm& g, bool normed, bool pushed) {
   const bool fits = w.kind == Kind::dtype16
                         ? !normed || w.k <= kNormedColumns
                         : w.quants.in_rows && w.quants.groups == 1 && (!normed || w.k <= kNormedBytes);
-  return fits && w.most_pieces > 1 && w.most_pieces <= kMostPieces && GemvPlan(w, 1, chip.sms).stages > 0;
+  return fits && w.max_split_k > 1 && w.max_split_k <= kMaxSplitK && GemvPlan(w, 1, chip.sms).stages > 0;
 }
 
 // Whether gemm_prefill() is the fastest for a number of rows that the other kernels are for.
 bool prefill_is_best(const Chip& chip, const Matrix& w, int rows) {
-  const Pieces k(w.k, w.most_pieces);
+  const SplitK k(w.k, w.max_split_k);
   if (k.count == 1) return ceil_div(rows, 4 * kBlock) * ceil_div(w.n, 4 * kBlock) >= chip.prefill_clusters;
   const int ctas = ceil_div(w.n, 2 * kBlock) * k.count;  // clusters of gemm_split_k() would take a second turn, for few
   return ctas > chip.sms && 4 * ctas < 5 * chip.sms;
@@ -40,9 +40,9 @@ bool prefill_is_best(const Chip& chip, const Matrix& w, int rows) {
 GemmAlgo fastest(const Chip& chip, const Matrix& w, int rows, bool pushed) {
   // Values of a matrix that has arrived before clusters have begun, and of one whose parts are long for its size.
   constexpr int64_t kSmall = 10 << 20, kSmallAndLong = 40 << 20;
-  const bool is_long = Pieces(w.k, w.most_pieces).length >= 32;
+  const bool is_long = SplitK(w.k, w.max_split_k).length >= 32;
   if (rows > 256 || (rows > 128 && !pushed && prefill_is_best(chip, w, rows))) return GemmAlgo::prefill;
-  if (w.most_pieces == 1) return GemmAlgo::stream_k;
+  if (w.max_split_k == 1) return GemmAlgo::stream_k;
   return rows <= 8 && (int64_t)w.n * w.k < (is_long ? kSmallAndLong : kSmall) ? GemmAlgo::mma : GemmAlgo::split_k;
 }
 
@@ -70,7 +70,7 @@ GemmAlgo choose_dtype16(const Chip& chip, const Gemm& g, int rows, GemmAlgo algo
   if (algo == GemmAlgo::prefill && !g.writes_16_bytes) algo = GemmAlgo::split_k;
   // Split-K parts need a CTA of a cluster each, or a warp; stream-K computes sums of one part.
   if (algo == GemmAlgo::split_k || algo == GemmAlgo::stream_k)
-    return g.w.most_pieces == 1 ? GemmAlgo::stream_k : GemmAlgo::split_k;
+    return g.w.max_split_k == 1 ? GemmAlgo::stream_k : GemmAlgo::split_k;
   return algo;
 }
 
@@ -110,7 +110,7 @@ RowRanges<Choice> ranges_of(int most, const Choose& choose) {
 }
 
 auto key_of(const Matrix& w) {
-  return std::make_tuple(w.n, w.k, w.kind, w.dtype, w.quants.bits, w.quants.group, w.most_pieces, w.experts);
+  return std::make_tuple(w.n, w.k, w.kind, w.dtype, w.quants.bits, w.quants.group, w.max_split_k, w.experts);
 }
 
 auto key_of(const Gemm& g) {

@@ -90,9 +90,9 @@ Device::Device(int index) : index_(index) {
   if (capability_ == 90) {  // only kernels of Hopper use it
     sums_ = Memory(kScratchBlocks * kScratchFloats * sizeof(float), "sums of products");
     flags_ = Memory(kScratchBlocks * kScratchFlags * sizeof(int), "sums of products");
-    pieces_ = Memory(kScratchPieces * sizeof(float), "sums of products");
+    k_parts_ = Memory(kScratchParts * sizeof(float), "sums of products");
     arrivals_ = Memory(kScratchCounts * sizeof(int), "sums of products");
-    scratch_ = {sums_.as<float>(), flags_.as<int>(), pieces_.as<float>(), arrivals_.as<int>()};
+    scratch_ = {sums_.as<float>(), flags_.as<int>(), k_parts_.as<float>(), arrivals_.as<int>()};
   }
   check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream");
 }

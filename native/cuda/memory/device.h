@@ -89,7 +89,7 @@ class Device {
   int index_, capability_ = 0, processors_ = 0;
   std::string name_;
   cudaStream_t stream_ = nullptr;
-  Memory sums_, flags_, pieces_, arrivals_;
+  Memory sums_, flags_, k_parts_, arrivals_;
   Scratch scratch_;
 };
 

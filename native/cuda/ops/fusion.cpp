@@ -127,7 +127,7 @@ uint16_t* place_of(const Binding& b, size_t i) {
   if (!b.ops[i].is(Op::linear)) return nullptr;
   const Matrix& m = b.matrix(b.ops[i]);
   const std::optional<Rows> partial = partial_of(b, i);
-  if (!partial || m.kind != Kind::dtype16 || m.most_pieces == 1) return nullptr;
+  if (!partial || m.kind != Kind::dtype16 || m.max_split_k == 1) return nullptr;
   return b.ranks->exchange.place(b.next_call, partial->width);
 }
 

@@ -52,7 +52,7 @@ Matrix matrix_of(int rows, int k, const std::string& format, int group, int expe
   m.experts = experts;
   if (format == "float32") return m;
   if (format == "bfloat16" || format == "float16") {
-    m.kind = Kind::dtype16, m.dtype = dtype16_of(format), m.most_pieces = most_pieces(m.n);
+    m.kind = Kind::dtype16, m.dtype = dtype16_of(format), m.max_split_k = max_split_k(m.n);
     return m;
   }
   const bool floats = format == "float8", integers = format == "w8a8" || format == "w4a8",
@@ -74,7 +74,7 @@ Matrix matrix_of(int rows, int k, const std::string& format, int group, int expe
   m.quants.bits = eight ? 8 : 4, m.quants.floats = floats, m.quants.in_rows = floats || (integers && eight);
   m.quants.group = group && group < k ? group : k;
   m.quants.groups = (k + m.quants.group - 1) / m.quants.group;
-  m.most_pieces = pieces_of_codes(m.n, k, m.quants.in_rows ? kMostPieces : kMostCodePieces);
+  m.max_split_k = quant_split_k(m.n, k, m.quants.in_rows ? kMaxSplitK : kMaxQuantSplitK);
   return m;
 }
 

@@ -77,11 +77,11 @@ __global__ void store_kernel(Attention a, const int* where, bool rotates, Rotary
 
 // The same of caches of 16 bits whose keys turn halves with halves, if at all, all features of a head: a thread has
 // eight features of a head and those half a head further on. first: of the heads in `qkv`; count: of a row.
-__global__ void __launch_bounds__(256) store_pieces_kernel(Attention a, const int* where, bool rotates, RotaryTable t,
+__global__ void __launch_bounds__(256) store_chunks_kernel(Attention a, const int* where, bool rotates, RotaryTable t,
                                                            unsigned rows, unsigned first, unsigned count) {
   after_previous();
-  const unsigned dim = a.cache.head_dim, half = dim / 2, pieces = half / 8, kv_heads = a.cache.kv_heads;
-  const unsigned i = blockIdx.x * blockDim.x + threadIdx.x, of_row = i / pieces, column = i % pieces * 8;
+  const unsigned dim = a.cache.head_dim, half = dim / 2, chunks = half / 8, kv_heads = a.cache.kv_heads;
+  const unsigned i = blockIdx.x * blockDim.x + threadIdx.x, of_row = i / chunks, column = i % chunks * 8;
   const unsigned row = of_row / count, head = first + of_row % count, queries = a.width / dim - 2 * kv_heads;
   if (row >= rows) return;
   float* in = const_cast<float*>(a.qkv) + (size_t)row * a.width + head * dim;
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(256) store_pieces_kernel(Attention a, const in
     reinterpret_cast<float4*>(to)[0] = make_float4(values[0], values[1], values[2], values[3]);
     reinterpret_cast<float4*>(to)[1] = make_float4(values[4], values[5], values[6], values[7]);
   };
-  const auto put_piece = [](char* to, const float(&values)[8]) {
+  const auto put_chunk = [](char* to, const float(&values)[8]) {
     *reinterpret_cast<uint4*>(to) = make_uint4(to_dtype16x2(values[0], values[1]), to_dtype16x2(values[2], values[3]),
                                                to_dtype16x2(values[4], values[5]), to_dtype16x2(values[6], values[7]));
   };
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(256) store_pieces_kernel(Attention a, const in
     const int size = a.cache.span_size, shift = __ffs(size) - 1;
     char* to = const_cast<char*>(head_of(a.cache, at >> shift, head - queries - value * kv_heads)) +
                (value * size + (at & (size - 1))) * a.cache.row_bytes();
-    put_piece(to + column * 2, x), put_piece(to + (half + column) * 2, y);
+    put_chunk(to + column * 2, x), put_chunk(to + (half + column) * 2, y);
   }
 }
 
@@ -275,7 +275,7 @@ __global__ void merge_kernel(Attention a, const AttentionTile* tiles) {
 }  // namespace
 
 // Whether keys turn halves with halves, all features, eight values at a time.
-static bool ropes_pieces(const Attention& a, const Rope& rope) {
+static bool ropes_chunks(const Attention& a, const Rope& rope) {
   const auto aligned = [](const float* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
   const RotaryTable& t = rope.table;
   return !rope.interleaved && t.dim == a.cache.head_dim && aligned(t.cosine) && aligned(t.sine);
@@ -303,10 +303,10 @@ void store_cache(const Attention& a, const int* where, const Rope* rope, bool qu
     launched("store_cache");
     return;
   }
-  if (a.cache.type == CacheType::dtype16 && a.cache.head_dim % 16 == 0 && (!rope || ropes_pieces(a, *rope))) {
+  if (a.cache.type == CacheType::dtype16 && a.cache.head_dim % 16 == 0 && (!rope || ropes_chunks(a, *rope))) {
     const int first = rope && queries ? 0 : heads, count = heads + 2 * a.cache.kv_heads - first;
-    const size_t pieces = (size_t)rows * count * (a.cache.head_dim / 16);
-    start(queue, store_pieces_kernel, ceil_div(pieces, 256), 256, 0, a, where, rope != nullptr, table, rows, first,
+    const size_t chunks = (size_t)rows * count * (a.cache.head_dim / 16);
+    start(queue, store_chunks_kernel, ceil_div(chunks, 256), 256, 0, a, where, rope != nullptr, table, rows, first,
           count);
     launched("store_cache");
     return;
@@ -369,7 +369,7 @@ void attend_prefill(const Attention& a, AttentionAlgo algo, const AttentionTile*
 }
 
 bool attend_prefill_ropes(const Attention& a, AttentionAlgo algo, const Rope& rope) {
-  return algo == AttentionAlgo::wgmma && ropes_pieces(a, rope);
+  return algo == AttentionAlgo::wgmma && ropes_chunks(a, rope);
 }
 
 void store_and_attend(const Attention& a, const Rope* rope, const AttentionTile* tiles, int count, int sharers,

@@ -24,7 +24,7 @@ template <int kDim, CacheType kType, int kProducers>
 __device__ void copy_splits(const Attention& a, KvSplits splits, bool own, uint32_t full, uint32_t empty, uint32_t ring,
                             int stages) {
   using S = Shape<kDim, kType>;
-  constexpr int kPieces = S::kBytes / 16, kAll = kTokens * kPieces, kCopiers = 32 * kProducers;
+  constexpr int kChunks = S::kBytes / 16, kAll = kTokens * kChunks, kCopiers = 32 * kProducers;
   static_assert(S::kBytes % 16 == 0);
   const int warp = threadIdx.x / 32 - kConsumers, lane = threadIdx.x % 32;
   const int size = a.cache.span_size, shift = 31 - __clz(size), within = size - 1;
@@ -49,22 +49,22 @@ __device__ void copy_splits(const Attention& a, KvSplits splits, bool own, uint3
       if constexpr (kProducers == 4) {  // sooner: all of them are asked for one after the other
 #pragma unroll
         for (int i = 0; i < (kAll + kCopiers - 1) / kCopiers; i++) {
-          const int each = i * kCopiers + warp * 32 + lane, token = each / kPieces, at = begin + token;
+          const int each = i * kCopiers + warp * 32 + lane, token = each / kChunks, at = begin + token;
           if (kAll % kCopiers && each >= kAll) continue;  // whole warps
-          const int span = __shfl_sync(0xffffffffu, spans, (at >> shift) - first_span), piece = each % kPieces * 16;
+          const int span = __shfl_sync(0xffffffffu, spans, (at >> shift) - first_span), chunk = each % kChunks * 16;
           const bool there = at < known;
           const char* from = head;
-          if (there) from += span * span_bytes + ((value ? size : 0) + (at & within)) * S::kBytes + piece;
-          copy_16(to + token * S::kRow + piece, from, there);
+          if (there) from += span * span_bytes + ((value ? size : 0) + (at & within)) * S::kBytes + chunk;
+          copy_16(to + token * S::kRow + chunk, from, there);
         }
       } else {
         // In few registers: 16 positions are adjacent in the cache, as no span is smaller, so a copy's addresses are
         // those of the first and what is known to the compiler.
-        constexpr int kAdjacent = 16, kTogether = kAdjacent * kPieces;
+        constexpr int kAdjacent = 16, kTogether = kAdjacent * kChunks;
 #pragma unroll 1
         for (int first = warp * kAdjacent; first < kTokens; first += kProducers * kAdjacent) {
           const int at = begin + first, span = __shfl_sync(0xffffffffu, spans, (at >> shift) - first_span);
-          const int there = min(max(known - at, 0), kAdjacent) * kPieces;
+          const int there = min(max(known - at, 0), kAdjacent) * kChunks;
           const char* from = head;
           if (there) from += span * span_bytes + ((value ? size : 0) + (at & within)) * S::kBytes;
           from += lane * 16;
@@ -72,7 +72,7 @@ __device__ void copy_splits(const Attention& a, KvSplits splits, bool own, uint3
           for (int i = 0; i < (kTogether + 31) / 32; i++) {
             const int each = i * 32 + lane;
             if (kTogether % 32 && each >= kTogether) continue;
-            copy_16(to + (first + each / kPieces) * S::kRow + each % kPieces * 16, from + i * 512, each < there);
+            copy_16(to + (first + each / kChunks) * S::kRow + each % kChunks * 16, from + i * 512, each < there);
           }
         }
       }

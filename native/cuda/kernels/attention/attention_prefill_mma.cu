@@ -40,17 +40,17 @@ __global__ void __launch_bounds__(32 * kWarps) attend_mma_kernel(Attention a, co
   const int size = a.cache.span_size;
   const auto fetch = [&](int begin, int stage) {
     // Which spans the block has, at most four: one read by as many lanes, not one for each token.
-    constexpr int kSpans = kTokens / 16, kPieces = kDim / 8;
+    constexpr int kSpans = kTokens / 16, kChunks = kDim / 8;
     const int first = begin / size, own = first + min(lane, kSpans - 1);
     const int spans = own * size <= last ? table[own] : 0;
 #pragma unroll 8
-    for (int i = threadIdx.x; i < kTokens * kPieces; i += 32 * kWarps) {
-      const int token = i / kPieces, at = begin + token, piece = i % kPieces;
+    for (int i = threadIdx.x; i < kTokens * kChunks; i += 32 * kWarps) {
+      const int token = i / kChunks, at = begin + token, chunk = i % kChunks;
       const bool there = at <= last;
       const int span = __shfl_sync(0xffffffffu, spans, at / size - first);
       const char* from = a.cache.data;
-      if (there) from = head_of(a.cache, span, kv_head) + ((size_t)(at % size) * kDim + piece * 8) * 2;
-      const uint32_t to = base + stage * 2 * kTensor + (token * kStride + piece * 8) * 2;
+      if (there) from = head_of(a.cache, span, kv_head) + ((size_t)(at % size) * kDim + chunk * 8) * 2;
+      const uint32_t to = base + stage * 2 * kTensor + (token * kStride + chunk * 8) * 2;
       copy_16(to, from, there);
       copy_16(to + kTensor, there ? from + (size_t)size * kDim * 2 : from, there);
     }

@@ -75,18 +75,18 @@ __global__ void __launch_bounds__(kThreads) attend_quantized_kernel(Attention a,
   const auto fetch = [&](int begin, int stage) {
     if (begin <= last) {
       // Which spans the block has, at most four: one read by as many lanes, not one for each token.
-      constexpr int kSpans = kTokens / 16, kPieces = S::kRow / 16;
+      constexpr int kSpans = kTokens / 16, kChunks = S::kRow / 16;
       const int first = begin / size, own = first + min(lane, kSpans - 1);
       const int spans = own * size <= last ? table[own] : 0;
       const uint32_t to = base + 2 * kTensor + stage * S::kRaw;
 #pragma unroll
-      for (int i = threadIdx.x; i < kTokens * kPieces; i += kThreads) {
-        const int token = i / kPieces, at = begin + token, piece = i % kPieces;
+      for (int i = threadIdx.x; i < kTokens * kChunks; i += kThreads) {
+        const int token = i / kChunks, at = begin + token, chunk = i % kChunks;
         const int span = __shfl_sync(0xffffffffu, spans, at / size - first);
         if (at > last) continue;
-        const char* from = head_of(a.cache, span, kv_head) + (size_t)(at % size) * S::kRow + piece * 16;
-        copy_16(to + token * S::kRow + piece * 16, from);
-        copy_16(to + (kTokens + token) * S::kRow + piece * 16, from + (size_t)size * S::kRow);
+        const char* from = head_of(a.cache, span, kv_head) + (size_t)(at % size) * S::kRow + chunk * 16;
+        copy_16(to + token * S::kRow + chunk * 16, from);
+        copy_16(to + (kTokens + token) * S::kRow + chunk * 16, from + (size_t)size * S::kRow);
       }
       if (S::kScaled && threadIdx.x < kTokens) {  // scales and minimums of four positions each
         const int which = threadIdx.x / 16, token = threadIdx.x % 16 * 4, at = begin + token;

@@ -63,13 +63,13 @@ struct Stages {
 template <int kDim>
 __device__ void copy_context(const Attention& a, const int* table, int kv_head, int begin, int last, uint32_t stages,
                              const Stages& barriers, Pipeline<kStages>& ring) {
-  constexpr int kPieces = kDim / 8, kStep = 128 / kPieces;  // pieces of 16 bytes of a head; positions copied at once
+  constexpr int kChunks = kDim / 8, kStep = 128 / kChunks;  // pieces of 16 bytes of a head; positions copied at once
   constexpr int kSide = 16;                                 // positions that lie side by side: spans have as many
   constexpr int kBytes = kDim * 2;                          // of a position
   const int shift = __ffs(a.cache.span_size) - 1, within = a.cache.span_size - 1, lane = threadIdx.x % 32;
-  const int piece = threadIdx.x % kPieces, own = threadIdx.x / kPieces;
+  const int chunk = threadIdx.x % kChunks, own = threadIdx.x / kChunks;
   static_assert(kStep % 8 == 0 && kSide % kStep == 0);  // so that a thread's pieces are at the same place of their rows
-  const int place = piece / 8 * kBlockBytes + piece_offset(own, piece % 8), own_bytes = own * kBytes + piece * 16;
+  const int place = chunk / 8 * kBlockBytes + chunk_offset(own, chunk % 8), own_bytes = own * kBytes + chunk * 16;
   const char* head = a.cache.data + kv_head * a.cache.head_bytes();
   const size_t span_bytes = a.cache.span_bytes(), values_behind = (size_t)a.cache.span_size * kBytes;
   // Where 64 positions are, 16 by 16: each found by a lane, ahead of its use.
@@ -101,8 +101,8 @@ __device__ void copy_context(const Attention& a, const int* table, int kv_head, 
 }
 
 // kept: all ones, or zero, which such a piece then is.
-__device__ void put_piece(char* to, int pair, int piece, const float (&x)[8], uint32_t kept) {
-  *reinterpret_cast<uint4*>(to + piece / 8 * kBlockBytes + piece_offset(pair, piece % 8)) =
+__device__ void put_chunk(char* to, int pair, int chunk, const float (&x)[8], uint32_t kept) {
+  *reinterpret_cast<uint4*>(to + chunk / 8 * kBlockBytes + chunk_offset(pair, chunk % 8)) =
       make_uint4(to_dtype16x2(x[0], x[1]) & kept, to_dtype16x2(x[2], x[3]) & kept, to_dtype16x2(x[4], x[5]) & kept,
                  to_dtype16x2(x[6], x[7]) & kept);
 }
@@ -112,8 +112,8 @@ __device__ void put_piece(char* to, int pair, int piece, const float (&x)[8], ui
 template <int kDim, bool rotates>
 __device__ void copy_queries(const Attention& a, const TileRows& rows, int first, int kv_head, const RotaryTable& t,
                              char* to) {
-  constexpr int kHalfDim = kDim / 2, kPieces = kHalfDim / 8, kTurns = kBlock * kPieces / 128;
-  const int piece = threadIdx.x % kPieces, own = threadIdx.x % 128 / kPieces;
+  constexpr int kHalfDim = kDim / 2, kChunks = kHalfDim / 8, kTurns = kBlock * kChunks / 128;
+  const int chunk = threadIdx.x % kChunks, own = threadIdx.x % 128 / kChunks;
   float x[kTurns][8], y[kTurns][8], cosine[kTurns][8], sine[kTurns][8];
   uint32_t kept[kTurns];
   const auto eight = [](const float* from, float(&values)[8]) {
@@ -123,14 +123,14 @@ __device__ void copy_queries(const Attention& a, const TileRows& rows, int first
   };
 #pragma unroll
   for (int turn = 0; turn < kTurns; turn++) {
-    const int pair = first + own + turn * (128 / kPieces);
+    const int pair = first + own + turn * (128 / kChunks);
     const bool there = pair < rows.count && rows.has(pair, kv_head);
     const int row = there ? rows.row(pair) : rows.tile.row, column = there ? rows.head(pair, kv_head) * kDim : 0;
     kept[turn] = there ? ~0u : 0;
     const float* head = a.qkv + (size_t)row * a.width + column;
-    eight(head + piece * 8, x[turn]), eight(head + kHalfDim + piece * 8, y[turn]);
+    eight(head + chunk * 8, x[turn]), eight(head + kHalfDim + chunk * 8, y[turn]);
     if (!rotates) continue;
-    const size_t at = (size_t)row * kHalfDim + piece * 8;
+    const size_t at = (size_t)row * kHalfDim + chunk * 8;
     eight(t.cosine + at, cosine[turn]), eight(t.sine + at, sine[turn]);
   }
 #pragma unroll
@@ -142,8 +142,8 @@ __device__ void copy_queries(const Attention& a, const TileRows& rows, int first
       x[turn][j] = __fmul_rn(was, cosine[turn][j]) - __fmul_rn(y[turn][j], sine[turn][j]);
       y[turn][j] = __fmul_rn(y[turn][j], cosine[turn][j]) + __fmul_rn(was, sine[turn][j]);
     }
-    const int pair = own + turn * (128 / kPieces);
-    put_piece(to, pair, piece, x[turn], kept[turn]), put_piece(to, pair, kPieces + piece, y[turn], kept[turn]);
+    const int pair = own + turn * (128 / kChunks);
+    put_chunk(to, pair, chunk, x[turn], kept[turn]), put_chunk(to, pair, kChunks + chunk, y[turn], kept[turn]);
   }
   written_for_products();
 }

@@ -7,7 +7,7 @@ namespace cuda {
 namespace {
 
 constexpr int kThreads = 256, kEach = 16;
-constexpr size_t kPiece = (size_t)kThreads * kEach * sizeof(uint4);  // of a block of threads
+constexpr size_t kChunk = (size_t)kThreads * kEach * sizeof(uint4);  // of a block of threads
 
 __global__ void __launch_bounds__(kThreads) copy_kernel(const SpanPart* parts, const SpanPair* pairs, bool saves) {
   after_previous();
@@ -33,7 +33,7 @@ void copy_spans(const SpanPart* parts, int layers, size_t largest, const SpanPai
   constexpr int kMost = 32768;  // of the grid's third dimension
   for (int first = 0; first < count; first += kMost)
     start(queue, copy_kernel,
-          dim3(ceil_div(largest, (int)kPiece), layers, count - first < kMost ? count - first : kMost), kThreads, 0,
+          dim3(ceil_div(largest, (int)kChunk), layers, count - first < kMost ? count - first : kMost), kThreads, 0,
           parts, pairs + first, saves);
   launched("copy_spans");
 }

@@ -43,11 +43,11 @@ AS_BOTH inline size_t word_of(int bits, int row, int column, int column_blocks) 
                               : ((tile * 2 + step / 2) * 32 + lane) * 4 + step % 2 * 2 + below;
   return block * quant_words(bits) + place;
 }
-AS_BOTH constexpr int byte_piece(int row, int piece) { return row * kBlock + (piece ^ row % 8 / 2) * 16; }
+AS_BOTH constexpr int byte_chunk(int row, int chunk) { return row * kBlock + (chunk ^ row % 8 / 2) * 16; }
 AS_BOTH inline size_t word_of(const Quants& c, int row, int column, int column_blocks) {
   if (!c.in_rows) return word_of(c.bits, row, column, column_blocks);
   const size_t block = (size_t)(row / kBlock) * column_blocks + column / kBlock;
-  return block * quant_words(8) + byte_piece(row % kBlock, column % kBlock / 16) / 4 + column % 8 / 2;
+  return block * quant_words(8) + byte_chunk(row % kBlock, column % kBlock / 16) / 4 + column % 8 / 2;
 }
 AS_BOTH inline int bit_of(int bits, int column) {
   const int half = column % 16 / 8, odd = column % 2;

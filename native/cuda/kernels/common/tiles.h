@@ -16,7 +16,7 @@ constexpr int kBlock = 64;                     // rows and columns of a block
 constexpr int kBlockValues = kBlock * kBlock;  // of one
 constexpr int kBlockBytes = 2 * kBlockValues;  // of one
 constexpr int kRowBytes = 128;                 // of a row of a block
-constexpr int kMostPieces = 4;                 // of a sum along K
+constexpr int kMaxSplitK = 4;                  // of a sum along K
 
 AS_BOTH constexpr int blocks_of(int n) { return (n + kBlock - 1) / kBlock; }
 constexpr size_t tiles_bytes(int rows, int columns) {
@@ -29,34 +29,34 @@ AS_BOTH inline size_t tile_offset(unsigned row, unsigned column, unsigned column
 }
 
 // Where piece `piece` of row `row` is in a block, in bytes.
-AS_BOTH constexpr int piece_offset(int row, int piece) { return row * kRowBytes + (piece ^ row % 8) * 16; }
+AS_BOTH constexpr int chunk_offset(int row, int chunk) { return row * kRowBytes + (chunk ^ row % 8) * 16; }
 
 // A sum over K is cut into pieces of equal numbers of blocks (the last may be shorter), by the matrix alone: each is
 // one chain of tensor-core products in ascending order, and they are added in ascending order. So it does not matter
 // who computes which piece, and for how many rows at once. Matrices of 16 bits with many rows keep all processors busy
 // without: there a sum is one piece, and who goes on with somebody else's goes on from what that one left.
 constexpr int kManyColumns = 16384;  // of a result
-constexpr int most_pieces(int n) { return n < kManyColumns ? kMostPieces : 1; }
+constexpr int max_split_k(int n) { return n < kManyColumns ? kMaxSplitK : 1; }
 
-struct Pieces {
+struct SplitK {
   int blocks, count, length;  // blocks of K; pieces; blocks of a piece
 
-  explicit Pieces(int k, int most = kMostPieces) : blocks(blocks_of(k)) {
+  explicit SplitK(int k, int most = kMaxSplitK) : blocks(blocks_of(k)) {
     length = (blocks + most - 1) / most;
-    if (most > kMostPieces) length += length % 2;  // of quantized matrices alone: whole pairs
+    if (most > kMaxSplitK) length += length % 2;  // of quantized matrices alone: whole pairs
     count = (blocks + length - 1) / length;
   }
 };
 
 // Of quantized matrices: so many pieces that nearly all processors have one of 256 columns, or else at least one of
 // 128; and each of whole pairs of blocks, which kernels take in one step.
-constexpr int kMostCodePieces = 10, kProcessors = 132;
-inline int pieces_of_codes(int n, int k, int at_most = kMostCodePieces) {
+constexpr int kMaxQuantSplitK = 10, kProcessors = 132;
+inline int quant_split_k(int n, int k, int at_most = kMaxQuantSplitK) {
   const int tiles = (n + 4 * kBlock - 1) / (4 * kBlock), alone = kProcessors / tiles;
   int most = (kProcessors * 2 * kBlock + n - 1) / n;
   if (alone * tiles > kProcessors * 7 / 8) most = alone;
   if (most > at_most) most = at_most;
-  while (most > 1 && most <= kMostPieces && Pieces(k, most).length % 2 && Pieces(k, most).count > 1) most--;
+  while (most > 1 && most <= kMaxSplitK && SplitK(k, most).length % 2 && SplitK(k, most).count > 1) most--;
   return most;
 }
 

@@ -38,8 +38,8 @@ struct Matrix {
   const float* values = nullptr;
   const uint16_t* tiles = nullptr;
   Quants quants = {};
-  int most_pieces = kMostPieces;  // of a sum along K
-  int experts = 1;                // a stack of so many such matrices, one after the other
+  int max_split_k = kMaxSplitK;  // of a sum along K
+  int experts = 1;               // a stack of so many such matrices, one after the other
 
   bool takes_bytes() const { return kind == Kind::integers || kind == Kind::float8; }
   // Of its products' rows of activations: they must be in tiles; or they may, as they are rounded to 8 bits anyway.
@@ -51,11 +51,11 @@ struct Matrix {
 // them pieces of sums, with how many have come. Flags and counts are zero between launches.
 constexpr int kScratchBlocks = 144, kScratchFlags = 4;
 constexpr size_t kScratchFloats = 192 * 256;
-constexpr size_t kScratchPieces = 12 << 20, kScratchCounts = kScratchPieces / 1024;
+constexpr size_t kScratchParts = 12 << 20, kScratchCounts = kScratchParts / 1024;
 struct Scratch {
   float* sums = nullptr;
   int* flags = nullptr;
-  float* pieces = nullptr;
+  float* k_parts = nullptr;
   int* arrivals = nullptr;
 };
 

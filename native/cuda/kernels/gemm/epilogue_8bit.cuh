@@ -23,7 +23,7 @@ __device__ inline void warps_meet(int group) { asm volatile("bar.sync %0, 128;" 
 // What the end of a warpgroup's tile reads (kEndWords) is on its way into shared memory. k: of the pieces that are
 // computed here; first_block: of K.
 template <typename S>
-__device__ void ask_for_end(const GemmArgs& p, int rows, int first_row, int first_column, const Pieces& k,
+__device__ void ask_for_end(const GemmArgs& p, int rows, int first_row, int first_column, const SplitK& k,
                             int first_block, uint32_t to) {
   for (int word = threadIdx.x % 128 * 4; word < S::kEndWords; word += 4 * 128) {
     const int of_bias = word - S::kColumns, of_row = of_bias - S::kColumns;
@@ -136,7 +136,7 @@ class Results {
 
 // Sums of all pieces, or of the one that there is.
 template <bool kChained, typename Totals, typename Sums>
-__device__ const auto& of_pieces(const Totals& total, const Sums& d) {
+__device__ const auto& of_parts(const Totals& total, const Sums& d) {
   if constexpr (kChained) return total;
   else return d;
 }

@@ -4,7 +4,7 @@
 // A block of threads has a tile of 128 rows of activations and some columns (rows of the weights) at a time. Four
 // threads have blocks of both sides copied into shared memory, several steps of 128 of K ahead and on into the next
 // tile while this one is written; two warpgroups multiply, each 64 rows with all columns. Blocks of threads that have
-// adjacent tiles of rows and of columns are a cluster: each copies a part of what they share for all. Pieces of K
+// adjacent tiles of rows and of columns are a cluster: each copies a part of what they share for all. SplitK of K
 // (tiles.h) are computed one after the other and added in registers, or for wide tiles partly in shared memory; or,
 // where tiles are too few for all processors, by as many blocks of a cluster, which then add them up out of each
 // other's memory. Tiles that are left for the end are shared by pieces (tile_scheduler.cuh).
@@ -33,7 +33,7 @@ constexpr int kBandRows = 2048;
 // From one row of sums in shared memory to the next: two adjacent ones of each of eight rows lie in different banks.
 AS_BOTH constexpr int sums_stride(int columns) { return columns + 8; }
 
-// Pieces of a sum: there is one, or they are summed one after the other, or side by side in a cluster.
+// SplitK of a sum: there is one, or they are summed one after the other, or side by side in a cluster.
 enum class Sums { whole, chained, beside };
 
 // A tile: kColumns columns. A cluster: kDown tiles of rows by kAcross of columns, and of each all pieces, if these are
@@ -51,7 +51,7 @@ struct Shape {
   // What the end of a tile reads beside sums, in words: scales and biases of its columns, scales of a warpgroup's rows,
   // and of integers sums of these rows. A warpgroup has two, as some of its warps may still read that of the tile
   // before.
-  static constexpr int kRowSums = kFloats ? 0 : kSums == Sums::chained ? kMostPieces : 1;
+  static constexpr int kRowSums = kFloats ? 0 : kSums == Sums::chained ? kMaxSplitK : 1;
   static constexpr int kEndWords = kFloats && kBeside ? 0 : 2 * kColumns + (1 + kRowSums) * kBlock;
   static constexpr int kEndBytes = kGroups * 2 * kEndWords * 4;
   // Of sums of pieces what a thread keeps in registers; the others are in shared memory.
@@ -71,7 +71,7 @@ struct Shape {
 };
 
 template <typename S>
-Walk walk_of(int rows, const Pieces& k, int columns) {
+Walk walk_of(int rows, const SplitK& k, int columns) {
   const int down = ceil_div(rows, S::kDown * S::kTileRows), across = ceil_div(columns, S::kAcross * S::kColumns);
   return {down, across, down * across, S::kBeside ? k.blocks : k.length};
 }
@@ -151,7 +151,7 @@ __device__ void multiply(int (&d)[kColumns / 2], uint32_t own, uint32_t theirs, 
 // The end of a tile whose pieces are in the shared memories of a cluster: every thread of it has every so many fours
 // of columns.
 template <typename S, bool kGated>
-__device__ void add_beside(const GemmArgs& p, int rows, const TilePart& at, uint32_t sums, int piece, int pieces,
+__device__ void add_beside(const GemmArgs& p, int rows, const TilePart& at, uint32_t sums, int k_part, int k_parts,
                            int first_rank) {
   constexpr int kColumns = S::kColumns;
   const int fours = (kGated ? kColumns / 2 : kColumns) / 4, first_column = kGated ? at.column / 2 : at.column;
@@ -161,23 +161,23 @@ __device__ void add_beside(const GemmArgs& p, int rows, const TilePart& at, uint
   // Sums of four columns, from that one of the tile on: all pieces are asked for before they are added.
   const auto total = [&](int row, int column) {
     const uint32_t from = sums + (row * sums_stride(S::kColumns) + column) * 4;
-    float4 of[kMostPieces];
+    float4 of[kMaxSplitK];
 #pragma unroll
-    for (int i = 0; i < kMostPieces; i++)
-      if (i < pieces) of[i] = read_at(from, first_rank + i);
+    for (int i = 0; i < kMaxSplitK; i++)
+      if (i < k_parts) of[i] = read_at(from, first_rank + i);
     const float* of_columns = scales + scale_of(at.column + column, 0, 1);
     const float of_row = p.bytes.scales[at.row + row];
     float four[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) four[i] = S::kFloats ? of_columns[2 * i] : 1;
 #pragma unroll
-    for (int i = 1; i < kMostPieces; i++)
-      if (i < pieces) of[0] = sum_of(of[0], of[i]);
+    for (int i = 1; i < kMaxSplitK; i++)
+      if (i < k_parts) of[0] = sum_of(of[0], of[i]);
     return make_float4(__fmul_rn(__fmul_rn(of[0].x, four[0]), of_row), __fmul_rn(__fmul_rn(of[0].y, four[1]), of_row),
                        __fmul_rn(__fmul_rn(of[0].z, four[2]), of_row), __fmul_rn(__fmul_rn(of[0].w, four[3]), of_row));
   };
 #pragma unroll 2
-  for (int i = piece * kThreads + threadIdx.x; i < count; i += pieces * kThreads) {
+  for (int i = k_part * kThreads + threadIdx.x; i < count; i += k_parts * kThreads) {
     const int row = i / fours, c = i % fours * 4, column = first_column + c;
     if (column >= width) continue;
     if constexpr (!kGated) {
@@ -199,7 +199,7 @@ __device__ void add_beside(const GemmArgs& p, int rows, const TilePart& at, uint
 
 template <typename S, bool kGated>
 __global__ void __launch_bounds__(kThreads, 1)
-    gemm_prefill_kernel(const __grid_constant__ GemmArgs p, int rows, Pieces k, const __grid_constant__ Walk walk,
+    gemm_prefill_kernel(const __grid_constant__ GemmArgs p, int rows, SplitK k, const __grid_constant__ Walk walk,
                         bool late, Scratch scratch) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kColumns = S::kColumns, kDown = S::kDown, kAcross = S::kAcross, kSharers = S::kSharers,
@@ -210,13 +210,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ TilePart places[kPlaces];
   static_assert(kPlaces >= kStages + 2);  // each that is on its way has a stage at least
   // Of a cluster's blocks of threads those of a tile are adjacent, and then those of a row of tiles.
-  const int pieces = S::kBeside ? k.count : 1, cluster = kSharers * pieces;
-  const int rank = blockIdx.x % cluster, piece = rank % pieces, down = rank / pieces / kAcross,
-            across = rank / pieces % kAcross;
+  const int k_parts = S::kBeside ? k.count : 1, cluster = kSharers * k_parts;
+  const int rank = blockIdx.x % cluster, k_part = rank % k_parts, down = rank / k_parts / kAcross,
+            across = rank / k_parts % kAcross;
   const TileScheduler<S, true> parts(walk, k.blocks, blockIdx.x / cluster, gridDim.x / cluster, down, across);
   const int count = parts.count();
   // Of a part of a tile what is computed here.
-  const int first_block = piece * k.length, end_block = S::kBeside ? min(first_block + k.length, k.blocks) : k.blocks;
+  const int first_block = k_part * k.length, end_block = S::kBeside ? min(first_block + k.length, k.blocks) : k.blocks;
   const uint32_t stages = shared_address(shared);
   if (!late) let_next_begin();
   if (threadIdx.x == 0) {
@@ -236,8 +236,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       constexpr int kCopies = (Own<S>::kCopies + kCopiers - 1) / kCopiers;  // of a thread
       const int warp = threadIdx.x / 32;
       uint16_t beside = 0, above = 0;  // blocks that share rows, and columns
-      for (int i = 0; i < kAcross; i++) beside |= 1 << ((down * kAcross + i) * pieces + piece);
-      for (int i = 0; i < kDown; i++) above |= 1 << ((i * kAcross + across) * pieces + piece);
+      for (int i = 0; i < kAcross; i++) beside |= 1 << ((down * kAcross + i) * k_parts + k_part);
+      for (int i = 0; i < kDown; i++) above |= 1 << ((i * kAcross + across) * k_parts + k_part);
       bool waited = false;
       for (int number = 0; number < count; number++) {
         TilePart at = parts[number];
@@ -289,7 +289,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const auto release = [&](int stage) {
       if (teller >= kSharers) return;
       if (kSharers == 1) barrier_arrive(&empty[stage]);
-      else barrier_arrive_at(&empty[stage], teller * pieces + piece);
+      else barrier_arrive_at(&empty[stage], teller * k_parts + k_part);
     };
     barrier_wait(&full[0], 0);
     const int begun = places[0].begin, steps = (places[0].end - begun) / kStep;
@@ -406,7 +406,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         const TilePart end = places[afresh(number) % kPlaces];
         const int first_row = end.row + group * kBlock;
         if constexpr (S::kFloats || !kChained) await_end(group);
-        const auto& sums = of_pieces<kChained>(total, d);
+        const auto& sums = of_parts<kChained>(total, d);
         const Results<S, std::decay_t<decltype(sums)>> results(sums, end_now);
         if constexpr (!kGated)
           epilogue_rows<kColumns, kAsked, true>(p, rows, first_row, end.column, results, end_now + kColumns * 4);
@@ -418,7 +418,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncwarp();
   if constexpr (S::kBeside) {
     cluster_barrier();
-    add_beside<S, kGated>(p, rows, parts[0], stages, piece, pieces, rank - piece);
+    add_beside<S, kGated>(p, rows, parts[0], stages, k_part, k_parts, rank - k_part);
   }
   // Other blocks may still tell this one's barriers, or read its sums.
   if (kSharers > 1 || S::kBeside) cluster_barrier();
@@ -431,29 +431,30 @@ constexpr int kHandOver = 4000;  // nanoseconds that a cluster waits for sums wh
 template <typename S>
 struct Kernel {
   // How many clusters run at once; pieces: side by side.
-  static int clusters(int pieces) {
-    static int counts[kMostPieces + 1] = {};
-    int& count = counts[pieces];
+  static int clusters(int k_parts) {
+    static int counts[kMaxSplitK + 1] = {};
+    int& count = counts[k_parts];
     if (count) return count;
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = S::kSharers * pieces, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    attribute.val.clusterDim.x = S::kSharers * k_parts, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(S::kSharers * pieces), config.blockDim = dim3(kThreads), config.dynamicSmemBytes = S::kShared;
+    config.gridDim = dim3(S::kSharers * k_parts), config.blockDim = dim3(kThreads),
+    config.dynamicSmemBytes = S::kShared;
     config.attrs = &attribute, config.numAttrs = 1;
     int found = 0;
     constexpr auto kFunction = gemm_prefill_kernel<S, false>;
     allow_shared(kFunction, S::kShared);
     if (cudaOccupancyMaxActiveClusters(&found, kFunction, &config) != cudaSuccess) cudaGetLastError();
-    return count = found > 0 ? found : std::max(1, processors() / (S::kSharers * pieces));
+    return count = found > 0 ? found : std::max(1, processors() / (S::kSharers * k_parts));
   }
-  static int pieces_of(const Matrix& w) { return S::kBeside ? Pieces(w.k, w.most_pieces).count : 1; }
+  static int k_parts_of(const Matrix& w) { return S::kBeside ? SplitK(w.k, w.max_split_k).count : 1; }
   // How tiles are shared out, and how many nanoseconds that takes if a step takes so many. Where the last turn of all
   // clusters would leave many idle, its tiles and those of the one before are shared, if they are of several pieces.
   static int64_t plan(const Matrix& w, int rows, int nanoseconds, Walk* walk) {
-    const Pieces k(w.k, w.most_pieces);
+    const SplitK k(w.k, w.max_split_k);
     *walk = walk_of<S>(rows, k, w.n);
-    const int most = clusters(pieces_of(w)), count = walk->count(), over = count % most, turns = ceil_div(count, most);
+    const int most = clusters(k_parts_of(w)), count = walk->count(), over = count % most, turns = ceil_div(count, most);
     const int64_t steps = ceil_div(S::kBeside ? k.length : k.blocks, kStep), tile = steps * nanoseconds + S::kEnd,
                   whole = turns * tile;
     if (S::kSums != Sums::chained || count < most || over == 0 || most * S::kSharers > kScratchBlocks) return whole;
@@ -471,12 +472,12 @@ struct Kernel {
   static void start(const GemmArgs& p, int rows, int nanoseconds, const Queue& queue) {
     Walk walk;
     plan(p.w, rows, nanoseconds, &walk);
-    const int pieces = pieces_of(p.w), cluster = S::kSharers * pieces;
+    const int k_parts = k_parts_of(p.w), cluster = S::kSharers * k_parts;
     const auto kernel = p.gated ? gemm_prefill_kernel<S, true> : gemm_prefill_kernel<S, false>;
     allow_shared(kernel, S::kShared);
-    const int count = S::kBeside ? walk.count() : std::min(walk.count(), clusters(pieces));
+    const int count = S::kBeside ? walk.count() : std::min(walk.count(), clusters(k_parts));
     start_clusters(queue, kernel, dim3(count * cluster), dim3(cluster), kThreads, S::kShared, p, rows,
-                   Pieces(p.w.k, p.w.most_pieces), walk, tells_late[(int)S::kSums], queue.scratch);
+                   SplitK(p.w.k, p.w.max_split_k), walk, tells_late[(int)S::kSums], queue.scratch);
     launched("linear in 8 bits, many rows");
   }
 };
@@ -516,12 +517,12 @@ constexpr Choice kOfIntegers[] = {
 
 template <int kCount>
 void start_best(const Choice (&choices)[kCount], const GemmArgs& p, int rows, const Queue& queue) {
-  const Pieces k(p.w.k, p.w.most_pieces);
+  const SplitK k(p.w.k, p.w.max_split_k);
   const Choice* best = nullptr;
   int64_t least = INT64_MAX;
   for (const Choice& choice : choices) {
     const bool beside = choice.sums == Sums::beside;
-    if ((choice.sums == Sums::whole) != (k.count == 1) || (beside && k.count > kMostPieces)) continue;
+    if ((choice.sums == Sums::whole) != (k.count == 1) || (beside && k.count > kMaxSplitK)) continue;
     const int64_t cost = choice.cost(p.w, rows, choice.nanoseconds);
     if (cost < least) best = &choice, least = cost;
   }

@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "cuda/kernels/gemm/gemm_wgmma.h"
-#include "cuda/kernels/gemm/warp_pieces.cuh"
+#include "cuda/kernels/gemm/warp_split_k.cuh"
 
 namespace as {
 namespace cuda {
@@ -33,18 +33,18 @@ struct Shape {
 
 // The blocks of K that a warp computes, for all columns that its block of threads has.
 struct Walk {
-  int tile, piece, block, end;  // 16 columns; piece; block of K, and where the piece ends
+  int tile, k_part, block, end;  // 16 columns; piece; block of K, and where the piece ends
 
-  __device__ void begin_piece(const Pieces& k) { block = piece * k.length, end = min(block + k.length, k.blocks); }
-  __device__ void next(const Pieces& k, int warp, int warps) {
+  __device__ void begin_part(const SplitK& k) { block = k_part * k.length, end = min(block + k.length, k.blocks); }
+  __device__ void next(const SplitK& k, int warp, int warps) {
     if (++block < end) return;
-    if ((piece += warps) >= k.count) piece = warp, tile += gridDim.x;
-    begin_piece(k);
+    if ((k_part += warps) >= k.count) k_part = warp, tile += gridDim.x;
+    begin_part(k);
   }
 };
 
 template <typename S, int kTiles>
-__global__ void __launch_bounds__(32 * kMostWarps) gemm_kernel(GemmArgs p, int rows, int tiles, Pieces k) {
+__global__ void __launch_bounds__(32 * kMostWarps) gemm_kernel(GemmArgs p, int rows, int tiles, SplitK k) {
   extern __shared__ __align__(128) char shared[];
   constexpr int kStages = S::kStages, kBytes = S::kStageBytes, kSums = S::kSums, kColumns = S::kColumns;
   const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(32 * kMostWarps) gemm_kernel(GemmArgs p, int r
                   first_row % kBlock / kRowTile * kStageRows;
 
   Walk ahead{(int)blockIdx.x, warp, 0, 0};
-  ahead.begin_piece(k);
+  ahead.begin_part(k);
   const auto fetch_weights = [&](const Walk& at, int stage) {
     if (at.tile >= tiles) return;
     const uint32_t to = ring + stage * kBytes;
@@ -90,10 +90,10 @@ __global__ void __launch_bounds__(32 * kMostWarps) gemm_kernel(GemmArgs p, int r
   int stage = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     for (int round = 0; round * warps < k.count; round++) {
-      const int piece = round * warps + warp;
-      if (piece < k.count) {
+      const int k_part = round * warps + warp;
+      if (k_part < k.count) {
         float d[1][kTiles][4] = {};
-        const int blocks = min(k.length, k.blocks - piece * k.length);
+        const int blocks = min(k.length, k.blocks - k_part * k.length);
         for (int b = 0; b < blocks; b++) {
           wait_copies<kStages - 2>();
           __syncwarp();
@@ -103,20 +103,20 @@ __global__ void __launch_bounds__(32 * kMostWarps) gemm_kernel(GemmArgs p, int r
 #pragma unroll
           for (int step = 0; step < 4; step++) {
             uint32_t a[4];
-            load_cores(a, at + piece_offset(lane % 16, 2 * step + lane / 16));
+            load_cores(a, at + chunk_offset(lane % 16, 2 * step + lane / 16));
 #pragma unroll
             for (int t = 0; t < kTiles; t++) {
               if (step % 2 == 0)
-                load_cores(y[t], at + kStageWeights + t * kStageRows + piece_offset(lane % 8, 2 * step + lane / 8));
+                load_cores(y[t], at + kStageWeights + t * kStageRows + chunk_offset(lane % 8, 2 * step + lane / 8));
               multiply_add(d[0][t], a, y[t][step % 2 * 2], y[t][step % 2 * 2 + 1]);
             }
           }
           stage = stage + 1 == kStages ? 0 : stage + 1;
         }
-        put_piece(d, sums + warp * kSums);
+        put_part(d, sums + warp * kSums);
       }
       __syncthreads();
-      add_pieces<kSums>(sums, totals, k, round, [&](int i, float total) {
+      add_parts<kSums>(sums, totals, k, round, [&](int i, float total) {
         if (p.gated) return total;
         if (i == threadIdx.x && tile == blockIdx.x) {
           if (p.bias) total = __fadd_rn(total, bias);
@@ -138,8 +138,8 @@ template <int kTiles, int kDeep = 0>
 void start_tiles(const GemmArgs& p, int rows, const Queue& queue) {
   using S = Shape<kTiles, kDeep>;
   const auto kernel = gemm_kernel<S, kTiles>;
-  const Pieces k(p.w.k, p.w.most_pieces);
-  const PiecesGrid grid = grid_of<S>(kernel, p.w, k, rows, kDeep ? kMostPieces : S::most_warps());
+  const SplitK k(p.w.k, p.w.max_split_k);
+  const SplitKGrid grid = grid_of<S>(kernel, p.w, k, rows, kDeep ? kMaxSplitK : S::most_warps());
   start(queue, kernel, grid.blocks, 32 * grid.warps, grid.shared, p, rows, grid.tiles, k);
   launched("linear of 16 bits");
 }
@@ -149,7 +149,7 @@ void start_tiles(const GemmArgs& p, int rows, const Queue& queue) {
 void start_few(const GemmArgs& p, int rows, const Queue& queue) {
   constexpr int kDeep = 8;
   const bool few = ceil_div(p.w.n, kTileRows) <= 2 * processors();
-  if (queue.capability == 90 && few && Pieces(p.w.k, p.w.most_pieces).length >= kDeep)
+  if (queue.capability == 90 && few && SplitK(p.w.k, p.w.max_split_k).length >= kDeep)
     return start_tiles<1, kDeep>(p, rows, queue);
   start_tiles<1>(p, rows, queue);
 }

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "cuda/kernels/gemm/warp_pieces.cuh"
+#include "cuda/kernels/gemm/warp_split_k.cuh"
 
 namespace as {
 namespace cuda {
@@ -32,7 +32,7 @@ struct Shape {
 
 template <int kBits, int kTiles, int kColumnTiles>
 __global__ void __launch_bounds__(32 * kMostWarps)
-    gemm_kernel(const __grid_constant__ GemmArgs p, int rows, int tiles, Pieces k, Segments segments) {
+    gemm_kernel(const __grid_constant__ GemmArgs p, int rows, int tiles, SplitK k, Segments segments) {
   using S = Shape<kBits, kTiles, kColumnTiles>;
   extern __shared__ __align__(128) char shared[];
   constexpr int kStages = S::kStages, kBytes = S::kStageBytes, kSums = S::kSums, kColumns = S::kColumns;
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
                   first_row % kBlock * kByteRow;
 
   GroupWalk ahead{(int)blockIdx.x, warp, segments.group_blocks};
-  ahead.begin_piece(k);
+  ahead.begin_part(k);
   const auto fetch_weights = [&](const GroupWalk& at, int stage) {
     if (at.tile >= tiles) return;
     const int row_block = at.tile * kColumnTiles / 4, first = at.tile * kColumnTiles % 4;
@@ -85,11 +85,11 @@ __global__ void __launch_bounds__(32 * kMostWarps)
   int stage = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     for (int round = 0; round * warps < k.count; round++) {
-      const int piece = round * warps + warp;
-      if (piece < k.count) {
+      const int k_part = round * warps + warp;
+      if (k_part < k.count) {
         int d[kColumnTiles][kTiles][4] = {};
         float total[kColumnTiles][kTiles][4] = {};
-        const int begin = piece * k.length, blocks = min(k.length, k.blocks - begin);
+        const int begin = k_part * k.length, blocks = min(k.length, k.blocks - begin);
         int end = segments.end(begin);
         for (int b = 0; b < blocks; b++) {
           wait_copies<kStages - 2>();
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
           uint32_t y[kTiles][4];
 #pragma unroll
           for (int t = 0; t < kTiles; t++)
-            load_cores(y[t], ring_at + stage * kBytes + kRowsAt + t * kStageRows + byte_piece(lane % 8, lane / 8));
+            load_cores(y[t], ring_at + stage * kBytes + kRowsAt + t * kStageRows + byte_chunk(lane % 8, lane / 8));
 #pragma unroll
           for (int m = 0; m < kColumnTiles; m++) {
             uint32_t a[2][4];
@@ -128,10 +128,10 @@ __global__ void __launch_bounds__(32 * kMostWarps)
           }
           stage = stage + 1 == kStages ? 0 : stage + 1;
         }
-        put_piece(total, sums + warp * kSums);
+        put_part(total, sums + warp * kSums);
       }
       __syncthreads();
-      add_pieces<kSums>(sums, totals, k, round, [&](int i, float total) {
+      add_parts<kSums>(sums, totals, k, round, [&](int i, float total) {
         const Place at{first_row + i / kColumns, tile * kColumns + i % kColumns};
         if (at.row < rows) total = __fmul_rn(total, p.bytes.scales[at.row]);
         if (!p.gated) finish<1>(p, rows, p.w.n, &total, [&](int) { return at; });
@@ -147,8 +147,8 @@ template <int kBits, int kTiles, int kColumnTiles>
 void start_tiles(const GemmArgs& p, int rows, const Queue& queue) {
   using S = Shape<kBits, kTiles, kColumnTiles>;
   const auto kernel = gemm_kernel<kBits, kTiles, kColumnTiles>;
-  const Pieces k(p.w.k, p.w.most_pieces);
-  const PiecesGrid grid = grid_of<S>(kernel, p.w, k, rows, S::most_warps());
+  const SplitK k(p.w.k, p.w.max_split_k);
+  const SplitKGrid grid = grid_of<S>(kernel, p.w, k, rows, S::most_warps());
   start(queue, kernel, grid.blocks, 32 * grid.warps, grid.shared, p, rows, grid.tiles, k, Segments(p.w, k));
   launched("linear in integers");
 }

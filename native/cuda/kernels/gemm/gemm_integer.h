@@ -2,7 +2,7 @@
 //
 // Recipe: in each piece of K (tiles.h) the exact sum of code * activation over each group, or the part of it that the
 // piece has; as a float times the scale, and the sum of these activations times the offset, are added to the piece's
-// total, fused, groups in ascending order. Pieces are added in ascending order, and the sum is multiplied by the row's
+// total, fused, groups in ascending order. SplitK are added in ascending order, and the sum is multiplied by the row's
 // scale.
 #pragma once
 #include "cuda/kernels/gemm/gemm_float8.h"
@@ -17,23 +17,23 @@ constexpr int kByteRow = kBlock, kByteBlock = kBlock * kByteRow;
 
 // The blocks of K that have a sum of their own: those of a group in a piece.
 struct Segments {
-  int group_blocks, piece_blocks, blocks;
+  int group_blocks, part_blocks, blocks;
 
-  Segments(const Matrix& w, const Pieces& k)
+  Segments(const Matrix& w, const SplitK& k)
       : group_blocks(w.quants.groups > 1 ? w.quants.group / kBlock : k.blocks),
-        piece_blocks(k.length),
+        part_blocks(k.length),
         blocks(k.blocks) {}
   AS_BOTH int group(int block) const { return block / group_blocks; }
   // The first block of a block's segment.
   AS_BOTH int begin(int block) const {
-    const int group = block / group_blocks * group_blocks, piece = block / piece_blocks * piece_blocks;
-    return group > piece ? group : piece;
+    const int group = block / group_blocks * group_blocks, k_part = block / part_blocks * part_blocks;
+    return group > k_part ? group : k_part;
   }
   // The last block of a block's segment.
   AS_BOTH int end(int block) const {
     int last = block / group_blocks * group_blocks + group_blocks - 1;
-    const int piece = block / piece_blocks * piece_blocks + piece_blocks - 1;
-    last = last < piece ? last : piece;
+    const int k_part = block / part_blocks * part_blocks + part_blocks - 1;
+    last = last < k_part ? last : k_part;
     return last < blocks ? last : blocks - 1;
   }
 };
@@ -48,7 +48,7 @@ __device__ __forceinline__ void load_integers(const char* tile, uint32_t (&a)[2]
   if constexpr (kBits == 8) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      load_cores(a[half], shared_address(tile) + byte_piece(lane % 16, 2 * half + lane / 16));
+      load_cores(a[half], shared_address(tile) + byte_chunk(lane % 16, 2 * half + lane / 16));
 #pragma unroll
       for (int i = 0; i < 4; i++) a[half][i] ^= 0x80808080u;
     }

@@ -43,7 +43,7 @@ struct Shape {
 };
 
 template <typename S>
-Walk walk_of(int rows, const Pieces& k, int columns) {
+Walk walk_of(int rows, const SplitK& k, int columns) {
   const int down = ceil_div(rows, S::kDown * kRows), across = ceil_div(columns, S::kAcross * S::kColumns);
   return {down, across, down * across, S::kWhole ? 1 : k.length};
 }
@@ -128,8 +128,8 @@ struct Part {
 
 // What sums are in the end.
 template <bool kWhole, int kValues, int kTotals>
-__device__ const auto& of_pieces(const float (&piece)[kValues], const float (&total)[kTotals]) {
-  if constexpr (kWhole) return piece;
+__device__ const auto& of_parts(const float (&k_part)[kValues], const float (&total)[kTotals]) {
+  if constexpr (kWhole) return k_part;
   else return total;
 }
 
@@ -137,7 +137,7 @@ __device__ const auto& of_pieces(const float (&piece)[kValues], const float (&to
 
 template <typename S, bool kGated>
 __global__ void __launch_bounds__(kThreads, 1)
-    gemm_prefill_kernel(const __grid_constant__ GemmArgs p, int rows, const __grid_constant__ Pieces k,
+    gemm_prefill_kernel(const __grid_constant__ GemmArgs p, int rows, const __grid_constant__ SplitK k,
                         const __grid_constant__ Walk walk, Scratch scratch) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kColumns = S::kColumns, kDown = S::kDown, kAcross = S::kAcross, kCluster = S::kCluster;
@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           for (int i = 0; i < kColumns / 2; i++) total[i] = __fadd_rn(total[i], d[i]);
         }
       } while (!kWhole && b < last_block);
-      const float(&sums)[kColumns / 2] = of_pieces<kWhole>(d, total);
+      const float(&sums)[kColumns / 2] = of_parts<kWhole>(d, total);
       const TilePart end = barriers.parts[afresh((unsigned)number) % barriers.kParts];
       if (end.end < k.blocks) {
         hand_over(scratch, group, sums);
@@ -333,7 +333,7 @@ struct Kernel {
   }
   // How tiles are shared out, and how many nanoseconds that takes if a block of K takes so many. Where the last turn of
   // all clusters would leave many idle, its tiles and those of the one before are shared.
-  static int64_t plan(int rows, const Matrix& w, const Pieces& k, int nanoseconds, Walk* walk) {
+  static int64_t plan(int rows, const Matrix& w, const SplitK& k, int nanoseconds, Walk* walk) {
     *walk = walk_of<S>(rows, k, w.n);
     const int count = walk->count(), over = count % clusters(), turns = ceil_div(count, clusters());
     const int64_t tile = (int64_t)k.blocks * nanoseconds + kEnd, whole = turns * tile;
@@ -344,12 +344,12 @@ struct Kernel {
     walk->whole = count - clusters() - over;
     return shared;
   }
-  static int64_t cost(int rows, const Matrix& w, const Pieces& k, int nanoseconds) {
+  static int64_t cost(int rows, const Matrix& w, const SplitK& k, int nanoseconds) {
     Walk walk;
     return plan(rows, w, k, nanoseconds, &walk);
   }
   static void start(const GemmArgs& p, int rows, int nanoseconds, const Queue& queue) {
-    const Pieces k(p.w.k, p.w.most_pieces);
+    const SplitK k(p.w.k, p.w.max_split_k);
     Walk walk;
     plan(rows, p.w, k, nanoseconds, &walk);
     const auto kernel = p.gated ? gemm_prefill_kernel<S, true> : gemm_prefill_kernel<S, false>;
@@ -365,7 +365,7 @@ struct Kernel {
 // what tensor cores and shared memory can do, not measured one by one.
 struct Choice {
   int columns, down, across, nanoseconds;
-  int64_t (*cost)(int rows, const Matrix& w, const Pieces& k, int nanoseconds);
+  int64_t (*cost)(int rows, const Matrix& w, const SplitK& k, int nanoseconds);
   void (*start)(const GemmArgs&, int rows, int nanoseconds, const Queue&);
 };
 template <int kColumns, bool kWhole, int kDown, int kAcross>
@@ -373,9 +373,9 @@ constexpr Choice choice(int nanoseconds) {
   using K = Kernel<Shape<kColumns, kWhole, kDown, kAcross>>;
   return {kColumns, kDown, kAcross, nanoseconds, K::cost, K::start};
 }
-constexpr Choice kByPieces[] = {choice<192, false, 2, 1>(590), choice<160, false, 2, 1>(510),
-                                choice<128, false, 2, 1>(440), choice<128, false, 2, 2>(425),
-                                choice<112, false, 2, 2>(370)};
+constexpr Choice kSplitTiles[] = {choice<192, false, 2, 1>(590), choice<160, false, 2, 1>(510),
+                                  choice<128, false, 2, 1>(440), choice<128, false, 2, 2>(425),
+                                  choice<112, false, 2, 2>(370)};
 constexpr Choice kByOne[] = {choice<256, true, 2, 1>(760), choice<256, true, 2, 2>(780), choice<192, true, 2, 1>(620)};
 
 }  // namespace
@@ -383,7 +383,7 @@ constexpr Choice kByOne[] = {choice<256, true, 2, 1>(760), choice<256, true, 2, 
 int prefill_clusters(DType16) { return Kernel<Shape<256, true, 2, 1>>::clusters(); }
 
 void gemm_prefill(const GemmArgs& p, int rows, const Queue& queue) {
-  const Pieces k(p.w.k, p.w.most_pieces);
+  const SplitK k(p.w.k, p.w.max_split_k);
   const Choice* best = nullptr;
   int64_t least = INT64_MAX;
   const auto consider = [&](const Choice& choice) {
@@ -393,7 +393,7 @@ void gemm_prefill(const GemmArgs& p, int rows, const Queue& queue) {
   if (k.count == 1)
     for (const Choice& choice : kByOne) consider(choice);
   else
-    for (const Choice& choice : kByPieces) consider(choice);
+    for (const Choice& choice : kSplitTiles) consider(choice);
   best->start(p, rows, best->nanoseconds, queue);
 }
 

@@ -8,7 +8,7 @@
 
 #include <algorithm>
 
-#include "cuda/kernels/gemm/warp_pieces.cuh"
+#include "cuda/kernels/gemm/warp_split_k.cuh"
 #include "cuda/kernels/quantize/quantized.cuh"
 
 namespace as {
@@ -38,7 +38,7 @@ struct Shape {
 
 template <int kBits, int kTiles, int kColumnTiles, bool kFine>
 __global__ void __launch_bounds__(32 * kMostWarps)
-    gemm_kernel(const __grid_constant__ GemmArgs p, int rows, int tiles, Pieces k) {
+    gemm_kernel(const __grid_constant__ GemmArgs p, int rows, int tiles, SplitK k) {
   using S = Shape<kBits, kTiles, kColumnTiles, kFine>;
   extern __shared__ __align__(128) char shared[];
   constexpr int kStages = S::kStages, kBytes = S::kStageBytes, kSums = S::kSums, kColumns = S::kColumns;
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
                   first_row % kBlock / kRowTile * kStageRows;
 
   GroupWalk ahead{(int)blockIdx.x, warp, quants.groups > 1 ? max(quants.group / kBlock, 1) : k.blocks};
-  ahead.begin_piece(k);
+  ahead.begin_part(k);
   const auto fetch_weights = [&](const GroupWalk& at, int stage) {
     if (at.tile >= tiles) return;
     const int row_block = at.tile * kColumnTiles / 4, first = at.tile * kColumnTiles % 4;
@@ -92,10 +92,10 @@ __global__ void __launch_bounds__(32 * kMostWarps)
   int stage = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     for (int round = 0; round * warps < k.count; round++) {
-      const int piece = round * warps + warp;
-      if (piece < k.count) {
+      const int k_part = round * warps + warp;
+      if (k_part < k.count) {
         float d[kColumnTiles][kTiles][4] = {};
-        const int begin = piece * k.length, blocks = min(k.length, k.blocks - begin);
+        const int begin = k_part * k.length, blocks = min(k.length, k.blocks - begin);
         for (int b = 0; b < blocks; b++) {
           wait_copies<kStages - 2>();
           __syncwarp();
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
           for (int step = 0; step < 4; step++) {
 #pragma unroll
             for (int t = 0; t < kTiles; t++)
-              if (step % 2 == 0) load_cores(y[t], x_at + t * kStageRows + piece_offset(lane % 8, 2 * step + lane / 8));
+              if (step % 2 == 0) load_cores(y[t], x_at + t * kStageRows + chunk_offset(lane % 8, 2 * step + lane / 8));
 #pragma unroll
             for (int m = 0; m < kColumnTiles; m++) {
               if (kFine || step == 0) {
@@ -133,10 +133,10 @@ __global__ void __launch_bounds__(32 * kMostWarps)
           }
           stage = stage + 1 == kStages ? 0 : stage + 1;
         }
-        put_piece(d, sums + warp * kSums);
+        put_part(d, sums + warp * kSums);
       }
       __syncthreads();
-      add_pieces<kSums>(sums, totals, k, round, [&](int i, float total) {
+      add_parts<kSums>(sums, totals, k, round, [&](int i, float total) {
         const Place at{first_row + i / kColumns, tile * kColumns + i % kColumns};
         if (!p.gated) finish<1>(p, rows, p.w.n, &total, [&](int) { return at; });
         return total;
@@ -151,8 +151,8 @@ template <int kBits, int kTiles, int kColumnTiles, bool kFine>
 void start_tiles(const GemmArgs& p, int rows, const Queue& queue) {
   using S = Shape<kBits, kTiles, kColumnTiles, kFine>;
   const auto kernel = gemm_kernel<kBits, kTiles, kColumnTiles, kFine>;
-  const Pieces k(p.w.k, p.w.most_pieces);
-  const PiecesGrid grid = grid_of<S>(kernel, p.w, k, rows, S::most_warps());
+  const SplitK k(p.w.k, p.w.max_split_k);
+  const SplitKGrid grid = grid_of<S>(kernel, p.w, k, rows, S::most_warps());
   start(queue, kernel, grid.blocks, 32 * grid.warps, grid.shared, p, rows, grid.tiles, k);
   launched("linear with quantized weights");
 }
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(128) widen_kernel(Quants quants, int k, int fi
     if (there < kBlock) cut_fragment(a, there - step * 16);
 #pragma unroll
     for (int i = 0; i < 4; i++)
-      *reinterpret_cast<uint32_t*>(shared[tile] + piece_offset(lane / 4 + i % 2 * 8, step * 2 + i / 2) + lane % 4 * 4) =
+      *reinterpret_cast<uint32_t*>(shared[tile] + chunk_offset(lane / 4 + i % 2 * 8, step * 2 + i / 2) + lane % 4 * 4) =
           a[i];
   }
   __syncwarp();
@@ -228,7 +228,7 @@ void gemm_widened(const GemmArgs& p, int rows, const Queue& queue) {
     GemmArgs some = p;
     widen(p.w, first / kBlock, blocks_of(n), p.widened, queue);
     some.w = {n, p.w.k, Kind::dtype16, DType16::bf16, nullptr, p.widened};
-    some.w.most_pieces = p.w.most_pieces;
+    some.w.max_split_k = p.w.max_split_k;
     if (first) {  // which is a multiple of a block of columns
       if (p.y.values) some.y.values += first;
       if (p.y.tiles) some.y.tiles += (size_t)first / kBlock * kBlockValues;

@@ -16,9 +16,9 @@
 #include <algorithm>
 
 #include "cuda/kernels/common/wgmma_registers.cuh"
-#include "cuda/kernels/gemm/byte_pieces.cuh"
 #include "cuda/kernels/gemm/epilogue_columns.cuh"
 #include "cuda/kernels/gemm/quant_fragments.cuh"
+#include "cuda/kernels/gemm/quantize_chunks.cuh"
 #include "cuda/kernels/gemm/stream_k_scheduler.cuh"
 
 namespace as {
@@ -79,7 +79,7 @@ struct StreamKShape {
   static constexpr int kStageBytes = (kGroupsAt + kGroups * kGroupBytes + 1023) / 1024 * 1024;
   static constexpr int kStages = (216 << 10) / kStageBytes < 16 ? (216 << 10) / kStageBytes : 16;
   static constexpr int kOwnAt = kStages * kStageBytes, kShared = kOwnAt + (kOwn ? kNormedBytes + kBehindRow : 0);
-  using Normed = NormedPieces<kWorkers, kNormedBytes / kPieceColumns / kWorkers>;
+  using Normed = NormedChunks<kWorkers, kNormedBytes / kChunkColumns / kWorkers>;
   static constexpr int kValues = kRows / 2;  // of a thread
   static constexpr size_t kSums = (size_t)kWorkers * kValues;
   static_assert(kStages >= 3 && kSums * (kHasSums ? 2 : 1) <= kScratchFloats && kGroups <= kScratchFlags);
@@ -202,29 +202,29 @@ __device__ inline void clear(Sum (&d)[kValues]) {
 
 // The sums of all pieces in ascending order. Of few values everything is asked for before anything is added.
 template <int kValues, int kStride, size_t kPiece>
-__device__ inline void add_pieces(const float* from, int pieces, float (&sums)[kValues]) {
+__device__ inline void add_parts(const float* from, int k_parts, float (&sums)[kValues]) {
   if constexpr (kValues <= 16) {
     constexpr int kTogether = 4;
 #pragma unroll
     for (int first = 0; first < kValues; first += kTogether) {
-      float all[kMostCodePieces][kTogether];
+      float all[kMaxQuantSplitK][kTogether];
 #pragma unroll
-      for (int piece = 0; piece < kMostCodePieces; piece++)
+      for (int k_part = 0; k_part < kMaxQuantSplitK; k_part++)
 #pragma unroll
         for (int i = 0; i < kTogether; i++)
-          if (piece < pieces) all[piece][i] = __ldcg(from + piece * kPiece + (first + i) * kStride);
+          if (k_part < k_parts) all[k_part][i] = __ldcg(from + k_part * kPiece + (first + i) * kStride);
 #pragma unroll
       for (int i = 0; i < kTogether; i++) sums[first + i] = all[0][i];
 #pragma unroll
-      for (int piece = 1; piece < kMostCodePieces; piece++)
+      for (int k_part = 1; k_part < kMaxQuantSplitK; k_part++)
 #pragma unroll
         for (int i = 0; i < kTogether; i++)
-          if (piece < pieces) sums[first + i] = __fadd_rn(sums[first + i], all[piece][i]);
+          if (k_part < k_parts) sums[first + i] = __fadd_rn(sums[first + i], all[k_part][i]);
     }
   } else {
 #pragma unroll
     for (int i = 0; i < kValues; i++) sums[i] = __ldcg(from + i * kStride);
-    for (int piece = 1; piece < pieces; piece++) {
+    for (int k_part = 1; k_part < k_parts; k_part++) {
       from += kPiece;
 #pragma unroll
       for (int i = 0; i < kValues; i++) sums[i] = __fadd_rn(sums[i], __ldcg(from + i * kStride));
@@ -243,7 +243,7 @@ struct OwnRow {
 template <class S>
 __device__ __forceinline__ void make_row(const GemmArgs& p, const Segments& segments, char* row, OwnRow<S>& own) {
   using Normed = typename S::Normed;
-  const int pieces = segments.blocks * (kBlock / kPieceColumns);
+  const int k_parts = segments.blocks * (kBlock / kChunkColumns);
   Normed normed(p.norm, p.w.k);
   if (S::kHasSums)
     for (int i = threadIdx.x; i < segments.blocks; i += S::kWorkers) own.sums[i] = 0;
@@ -253,10 +253,10 @@ __device__ __forceinline__ void make_row(const GemmArgs& p, const Segments& segm
 #pragma unroll
   for (int i = 0; i < Normed::kKept; i++) {
     const int at = normed.place(i);
-    if (at >= pieces) continue;
+    if (at >= k_parts) continue;
     int sum = 0;
-    *reinterpret_cast<uint4*>(row + at * kPieceColumns) = scale.bytes(normed[i], sum);
-    if (S::kHasSums) atomicAdd(&own.sums[segments.end(at / (kBlock / kPieceColumns))], sum);
+    *reinterpret_cast<uint4*>(row + at * kChunkColumns) = scale.bytes(normed[i], sum);
+    if (S::kHasSums) atomicAdd(&own.sums[segments.end(at / (kBlock / kChunkColumns))], sum);
   }
   row_is_there<S::kWorkers>();
 }
@@ -374,8 +374,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         for (int t = 0; t < kRows / 8; t++) {
           auto& own = reinterpret_cast<typename Format::Sum(&)[4]>(d[4 * t]);
           uint32_t y[4];
-          load_cores(y, S::kOwn ? x + lane / 8 * kPieceColumns
-                                : x + t * 8 * Format::kRowBytes + byte_piece(lane % 8, lane / 8));
+          load_cores(y, S::kOwn ? x + lane / 8 * kChunkColumns
+                                : x + t * 8 * Format::kRowBytes + byte_chunk(lane % 8, lane / 8));
           multiply_add(own, a[0], y[0], y[1]), multiply_add(own, a[1], y[2], y[3]);
         }
       }
@@ -511,21 +511,21 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         if constexpr (Format::kSegments) sums[i] = total[i];
         else sums[i] = d[i];
       }
-      if (k.pieces > 1) {
+      if (k.k_parts > 1) {
         const int place = shares.of == StreamKSplit::tiles ? blockIdx.x : part.tile;
-        float* to = scratch.pieces + ((size_t)place * k.pieces + part.piece) * S::kSums + threadIdx.x;
+        float* to = scratch.k_parts + ((size_t)place * k.k_parts + part.k_part) * S::kSums + threadIdx.x;
 #pragma unroll
         for (int i = 0; i < kValues; i++) __stcg(to + i * S::kWorkers, sums[i]);
         group_barrier(group);
         if (thread == 0) {
           int* count = scratch.arrivals + place * kGroups + group;
           arrived[group] = arrive(count);
-          if (arrived[group] == k.pieces - 1) *count = 0;
+          if (arrived[group] == k.k_parts - 1) *count = 0;
         }
         group_barrier(group);
-        if (arrived[group] != k.pieces - 1) continue;
-        const float* from = scratch.pieces + (size_t)place * k.pieces * S::kSums + threadIdx.x;
-        add_pieces<kValues, S::kWorkers, S::kSums>(from, k.pieces, sums);
+        if (arrived[group] != k.k_parts - 1) continue;
+        const float* from = scratch.k_parts + (size_t)place * k.k_parts * S::kSums + threadIdx.x;
+        add_parts<kValues, S::kWorkers, S::kSums>(from, k.k_parts, sums);
       }
       epilogue_columns<Format::kScales>(p, rows, row, column_block, sums, S::kOwn ? &made.scale : p.bytes.scales);
     }
@@ -535,7 +535,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 
 template <typename S>
 void start_stream_k_tiles(const GemmArgs& p, int rows, const Queue& queue) {
-  const Pieces k(p.w.k, p.w.most_pieces);
+  const SplitK k(p.w.k, p.w.max_split_k);
   const int tiles = S::tiles(p.w.n, rows), most = std::min(processors(), kScratchBlocks);
   const size_t tile_sums = S::kSums * k.count;
   // Of more tiles than have a place for their pieces each, a block of threads computes whole ones. A piece that is
@@ -543,9 +543,9 @@ void start_stream_k_tiles(const GemmArgs& p, int rows, const Queue& queue) {
   StreamKSplit of = StreamKSplit::steps;
   int blocks =
       (int)std::min<int64_t>(most, std::max<int64_t>(1, (int64_t)tiles * steps_of(k.blocks) / steps_of(k.length)));
-  if (k.count > 1 && tiles * tile_sums > kScratchPieces)
-    of = StreamKSplit::tiles, blocks = std::min({most, tiles, (int)(kScratchPieces / tile_sums)});
-  else if (tiles * k.count <= most) of = StreamKSplit::pieces;
+  if (k.count > 1 && tiles * tile_sums > kScratchParts)
+    of = StreamKSplit::tiles, blocks = std::min({most, tiles, (int)(kScratchParts / tile_sums)});
+  else if (tiles * k.count <= most) of = StreamKSplit::k_parts;
   const StreamKPartition shares(of, tiles, k, blocks);
   allow_shared(quantized_stream_k_kernel<S>, S::kShared);
   start(queue, quantized_stream_k_kernel<S>, dim3(shares.blocks), S::kThreads, S::kShared, p, rows, Steps(k),
@@ -557,8 +557,8 @@ void start_stream_k_tiles(const GemmArgs& p, int rows, const Queue& queue) {
 template <class Format, int kRows, int kMostGroups, bool kOwn = false>
 void start_stream_k_rows(const GemmArgs& p, int rows, const Queue& queue) {
   using Wide = StreamKShape<Format, kRows, kMostGroups, kOwn>;
-  const int pieces = Wide::tiles(p.w.n, rows) * Pieces(p.w.k, p.w.most_pieces).count;
-  const bool alone = pieces <= processors() && pieces >= processors() * 2 / 3;
+  const int k_parts = Wide::tiles(p.w.n, rows) * SplitK(p.w.k, p.w.max_split_k).count;
+  const bool alone = k_parts <= processors() && k_parts >= processors() * 2 / 3;
   if (alone || Wide::tiles(p.w.n, rows) >= processors()) start_stream_k_tiles<Wide>(p, rows, queue);
   else start_stream_k_tiles<StreamKShape<Format, kRows, 2, kOwn>>(p, rows, queue);
 }

@@ -38,15 +38,15 @@ constexpr int kShort = 16;  // up to so many blocks of K a piece is short, which
 
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, S::kAlone ? 1 : 2)
-    gemm_split_k_kernel(const __grid_constant__ GemmArgs p, int rows, Pieces k, Room room) {
+    gemm_split_k_kernel(const __grid_constant__ GemmArgs p, int rows, SplitK k, Room room) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kRows = S::kRows, kGroups = S::kGroups, kBeside = S::kBeside, kCopiers = S::kCopiers;
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64_t full[S::kMostStages], empty[S::kMostStages];
-  const int piece = blockIdx.x, column_block = blockIdx.y * kGroups, first_row = blockIdx.z * kRows;
+  const int k_part = blockIdx.x, column_block = blockIdx.y * kGroups, first_row = blockIdx.z * kRows;
   // Of a cluster's blocks of threads those of the same columns are adjacent.
   const int beside = blockIdx.y % kBeside, first_rank = beside * k.count;
-  const int first = piece * k.length, blocks = min(k.length, k.blocks - first);
+  const int first = k_part * k.length, blocks = min(k.length, k.blocks - first);
   const int group = warpgroup(), lane = threadIdx.x % 32;
   const uint32_t stages = shared_address(shared);
   if (threadIdx.x == 0) {
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kAlone ? 1 : 2)
   __syncthreads();
   if (kBeside > 1) cluster_barrier();
   // In the end each thread of the cluster has every so many fours of columns, the first of which it asks for ahead.
-  const int fours = (p.gated ? S::kColumns / 2 : S::kColumns) / 4, own = piece * blockDim.x + threadIdx.x;
+  const int fours = (p.gated ? S::kColumns / 2 : S::kColumns) / 4, own = k_part * blockDim.x + threadIdx.x;
   const int count = min(kRows, rows - first_row) * fours, step = k.count * blockDim.x;
   const int width = p.gated ? p.y.width : p.w.n, first_column = column_block * (p.gated ? kBlock / 2 : kBlock);
   Added added[S::kAsked];
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kAlone ? 1 : 2)
           for (int i = own * kBeside + beside; i < row_blocks; i += kCopiers * kBeside) {
             const uint32_t to = x + i * kBlockBytes;
             if (kBeside == 1) copy_bulk(to, from + i * stride, row_bytes, barrier);
-            else copy_bulk_to(to, from + i * stride, row_bytes, barrier, (1 | 1 << k.count) << piece);
+            else copy_bulk_to(to, from + i * stride, row_bytes, barrier, (1 | 1 << k.count) << k_part);
           }
         } else {
           if (own == 0) barrier_expect(barrier, groups * kBlockBytes + (room.whole ? 0 : row_blocks * row_bytes));
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kAlone ? 1 : 2)
       wait_wgmma<1>();
       if (const int teller = threadIdx.x % 128; b > 0 && teller < kBeside) {
         if (kBeside == 1) barrier_arrive(&empty[before]);
-        else barrier_arrive_at(&empty[before], piece + teller * k.count);
+        else barrier_arrive_at(&empty[before], k_part + teller * k.count);
       }
     }
     wait_wgmma<0>();
@@ -162,14 +162,14 @@ __global__ void __launch_bounds__(S::kThreads, S::kAlone ? 1 : 2)
   // Sums of four columns: all pieces are asked for before they are added.
   const auto total = [&](int row, int column) {
     const uint32_t at = stages + (row * S::kStride + column) * 4;
-    float4 pieces[kMostPieces];
+    float4 k_parts[kMaxSplitK];
 #pragma unroll
-    for (int i = 0; i < kMostPieces; i++)
-      if (i < k.count) pieces[i] = read_at(at, first_rank + i);
+    for (int i = 0; i < kMaxSplitK; i++)
+      if (i < k.count) k_parts[i] = read_at(at, first_rank + i);
 #pragma unroll
-    for (int i = 1; i < kMostPieces; i++)
-      if (i < k.count) pieces[0] = sum_of(pieces[0], pieces[i]);
-    return pieces[0];
+    for (int i = 1; i < kMaxSplitK; i++)
+      if (i < k.count) k_parts[0] = sum_of(k_parts[0], k_parts[i]);
+    return k_parts[0];
   };
   const auto end = [&](int i, const Added& added) {
     const int row = i / fours, c = i % fours * 4, column = first_column + c;
@@ -214,7 +214,7 @@ Room room_of(int at_once, bool whole) {
 template <int kRows, int kGroups, int kBeside = 1, bool kAlone = false>
 void start_split_k(const GemmArgs& p, int rows, const Queue& queue, int at_once = kAlone, bool whole = false) {
   using S = Shape<kRows, kGroups, kBeside, kAlone>;
-  const Pieces k(p.w.k, p.w.most_pieces);
+  const SplitK k(p.w.k, p.w.max_split_k);
   const Room room = room_of<S>(at_once, whole);
   const size_t bytes = shared_bytes<S>(room);
   allow_shared(gemm_split_k_kernel<S>, bytes);
@@ -228,8 +228,8 @@ void start_split_k(const GemmArgs& p, int rows, const Queue& queue, int at_once 
 template <int kRows, int kGroups, int kBeside, bool kAlone>
 bool fits(const GemmArgs& p, int rows) {
   using S = Shape<kRows, kGroups, kBeside, kAlone>;
-  const int count = Pieces(p.w.k, p.w.most_pieces).count;
-  static int at_once[kMostPieces + 1] = {};
+  const int count = SplitK(p.w.k, p.w.max_split_k).count;
+  static int at_once[kMaxSplitK + 1] = {};
   if (!at_once[count]) {
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeClusterDimension;
@@ -251,7 +251,7 @@ bool fits(const GemmArgs& p, int rows) {
 // next kernel from beginning.
 template <int kRows>
 void start_few(const GemmArgs& p, int rows, const Queue& queue) {
-  const Pieces k(p.w.k, p.w.most_pieces);
+  const SplitK k(p.w.k, p.w.max_split_k);
   const int blocks = blocks_of(p.w.n) * k.count, wanted = (blocks + processors() - 1) / processors();
   const int at_once = k.length > kShort || wanted > 3 ? 0 : std::max(wanted, 2);
   constexpr int kFewWhole = 2;  // rows: one thread asks for more of them as soon as all threads bring them
@@ -267,7 +267,7 @@ void gemm_split_k(const GemmArgs& p, int rows, const Queue& queue) {
   if (rows <= 64) return start_few<64>(p, rows, queue);
   // Rows are read once for each cluster's columns, and weights for each tile of rows: as large as all clusters still
   // run at once, and most processors have one.
-  const int blocks = ceil_div(p.w.n, 2 * kBlock) * Pieces(p.w.k, p.w.most_pieces).count;
+  const int blocks = ceil_div(p.w.n, 2 * kBlock) * SplitK(p.w.k, p.w.max_split_k).count;
   if (3 * blocks >= 2 * processors()) {
     if (rows > 128 && fits<256, 2, 2, true>(p, rows)) return start_split_k<256, 2, 2, true>(p, rows, queue);
     if (rows > 128 && fits<256, 2, 1, true>(p, rows)) return start_split_k<256, 2, 1, true>(p, rows, queue);

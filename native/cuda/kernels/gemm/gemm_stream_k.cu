@@ -54,7 +54,7 @@ struct TileScheduler {
 
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, 1)
-    gemm_stream_k_kernel(const __grid_constant__ GemmArgs p, int rows, Pieces k, Scratch scratch) {
+    gemm_stream_k_kernel(const __grid_constant__ GemmArgs p, int rows, SplitK k, Scratch scratch) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kRows = S::kRows, kGroups = S::kGroups, kStages = S::kStages, kValues = S::kValues;
   extern __shared__ __align__(1024) char shared[];
@@ -197,7 +197,7 @@ void start_stream_k(const GemmArgs& p, int rows, const Queue& queue) {
   allow_shared(gemm_stream_k_kernel<S>, S::kShared);
   // A tile has two blocks of threads at most.
   const int blocks = std::min({S::tiles(p.w.n, rows), processors(), (int)kScratchBlocks});
-  start(queue, gemm_stream_k_kernel<S>, dim3(blocks), S::kThreads, S::kShared, p, rows, Pieces(p.w.k, p.w.most_pieces),
+  start(queue, gemm_stream_k_kernel<S>, dim3(blocks), S::kThreads, S::kShared, p, rows, SplitK(p.w.k, p.w.max_split_k),
         queue.scratch);
   launched("linear of 16 bits, weights streaming");
 }

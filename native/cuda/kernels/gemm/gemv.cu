@@ -10,10 +10,10 @@
 #include <algorithm>
 
 #include "cuda/kernels/common/wgmma_registers.cuh"
-#include "cuda/kernels/gemm/byte_pieces.cuh"
 #include "cuda/kernels/gemm/epilogue.cuh"
 #include "cuda/kernels/gemm/gemm_wgmma.h"
 #include "cuda/kernels/gemm/gemv_plan.h"
+#include "cuda/kernels/gemm/quantize_chunks.cuh"
 #include "cuda/kernels/quantize/quantized.cuh"
 
 namespace as {
@@ -39,23 +39,26 @@ struct Shape {
   static constexpr int kRows = kFrom == From::bytes ? kRowTile : 1;
   static constexpr int kRowBlock = kBlockSize / kBlock;  // bytes of a row
   static constexpr int kStageBlocks = kStageBytes / kBlockSize;
-  using Normed = std::conditional_t<kForm == Form::dtype16, RoundedRow<kWorkers>, NormedPieces<kWorkers, kKept>>;
+  using Normed = std::conditional_t<kForm == Form::dtype16, RoundedRow<kWorkers>, NormedChunks<kWorkers, kKept>>;
 };
 
 // What a block of threads has of the product: a piece of 64 columns.
 struct Part {
-  int piece, column_block, first, blocks;  // the last two: of K
+  int k_part, column_block, first, blocks;  // the last two: of K
 
-  __device__ explicit Part(const Pieces& k)
-      : piece(blockIdx.x), column_block(blockIdx.y), first(piece * k.length), blocks(min(k.length, k.blocks - first)) {}
+  __device__ explicit Part(const SplitK& k)
+      : k_part(blockIdx.x),
+        column_block(blockIdx.y),
+        first(k_part * k.length),
+        blocks(min(k.length, k.blocks - first)) {}
 };
 
 // What a block of threads has in shared memory beside stages and its part of the row.
 template <class S>
 struct Shared {
   uint64_t full[kMostStages], empty[kMostStages], tops_there, sums_there;
-  uint32_t tops[kMostPieces * kWarps];  // of the parts of the row
-  float sums[kMostPieces][S::kRows * kBlock];
+  uint32_t tops[kMaxSplitK * kWarps];  // of the parts of the row
+  float sums[kMaxSplitK][S::kRows * kBlock];
   int integers[kWarps];  // sums of parts of the row
   typename S::Normed::Shared norming;
 };
@@ -75,7 +78,7 @@ __device__ __forceinline__ void await_told(const uint64_t* barrier) {
 
 // By one thread.
 template <class S>
-__device__ __forceinline__ void copy_weights(const GemmArgs& p, const Part& part, const Pieces& k, int count,
+__device__ __forceinline__ void copy_weights(const GemmArgs& p, const Part& part, const SplitK& k, int count,
                                              uint32_t stages, Shared<S>& s) {
   const char* from = S::kForm == Form::dtype16 ? reinterpret_cast<const char*>(p.w.tiles)
                                                : reinterpret_cast<const char*>(p.w.quants.words);
@@ -92,7 +95,7 @@ __device__ __forceinline__ void copy_weights(const GemmArgs& p, const Part& part
 // The piece's part of the row into shared memory, as products take it; returns the row's scale. ask: for what sums are
 // added to, which is on its way then, too.
 template <class S, typename Ask>
-__device__ __forceinline__ float make_row(const GemmArgs& p, int rows, const Part& part, const Pieces& k, char* row,
+__device__ __forceinline__ float make_row(const GemmArgs& p, int rows, const Part& part, const SplitK& k, char* row,
                                           Shared<S>& s, Ask ask) {
   constexpr int kParts = S::kRowBlock / 16, kKept = S::kKept;  // 16 bytes of the row each, of a block
   const int begin = part.first * kParts, parts = part.blocks * kParts, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -150,13 +153,13 @@ __device__ __forceinline__ float make_row(const GemmArgs& p, int rows, const Par
         if (const int at = normed.place(i) - begin; at >= 0 && at < parts) store(scale, at, normed[i]);
       return end_row(scale);
     } else {
-      using Piece = cuda::Piece<S::kFrom == From::tiles>;
-      Piece kept[kKept];
-      const auto read = [&](int at, Piece& to) { to.read(p.x, 0, at < parts ? (begin + at) * kPieceColumns : p.w.k); };
-      // Pieces beyond those that a thread keeps, which are read twice.
+      using Chunk = cuda::Chunk<S::kFrom == From::tiles>;
+      Chunk kept[kKept];
+      const auto read = [&](int at, Chunk& to) { to.read(p.x, 0, at < parts ? (begin + at) * kChunkColumns : p.w.k); };
+      // SplitK beyond those that a thread keeps, which are read twice.
       const auto others = [&](auto work) {
         for (int at = kKept * kWorkers + threadIdx.x; at < parts; at += kWorkers) {
-          Piece x;
+          Chunk x;
           read(at, x), work(at, x);
         }
       };
@@ -166,9 +169,9 @@ __device__ __forceinline__ float make_row(const GemmArgs& p, int rows, const Par
       uint32_t most = 0;
 #pragma unroll
       for (int i = 0; i < kKept; i++) most = kept[i].top(most);
-      others([&](int, const Piece& x) { most = x.top(most); });
+      others([&](int, const Chunk& x) { most = x.top(most); });
       most = __reduce_max_sync(0xffffffffu, most);
-      if (lane < k.count) tell<S>(&s.tops[part.piece * kWarps + warp], lane, most, &s.tops_there);
+      if (lane < k.count) tell<S>(&s.tops[part.k_part * kWarps + warp], lane, most, &s.tops_there);
       ask();
       await_told<S>(&s.tops_there);
       for (int i = 0; i < k.count * kWarps; i++) most = max(most, s.tops[i]);
@@ -176,7 +179,7 @@ __device__ __forceinline__ float make_row(const GemmArgs& p, int rows, const Par
 #pragma unroll
       for (int i = 0; i < kKept; i++)
         if (const int at = i * kWorkers + threadIdx.x; at < parts) store(scale, at, kept[i]);
-      others([&](int at, const Piece& x) { store(scale, at, x); });
+      others([&](int at, const Chunk& x) { store(scale, at, x); });
       return end_row(scale);
     }
   }
@@ -236,7 +239,7 @@ __device__ __forceinline__ void multiply_integers(int blocks, int count, uint2 s
       uint32_t a[2][4], y[4];
       load_integers<8>(stage + j * kByteBlock, a);
       const uint32_t block = x + (b + j) * S::kRows * kByteRow;
-      load_cores(y, S::kFrom == From::bytes ? block + byte_piece(lane % 8, lane / 8) : block + lane / 8 * 16);
+      load_cores(y, S::kFrom == From::bytes ? block + byte_chunk(lane % 8, lane / 8) : block + lane / 8 * 16);
       multiply_add(d, a[0], y[0], y[1]), multiply_add(d, a[1], y[2], y[3]);
     }
     __syncwarp();
@@ -252,7 +255,7 @@ __device__ __forceinline__ void multiply_integers(int blocks, int count, uint2 s
 
 template <class S>
 __global__ void __launch_bounds__(kThreads)
-    gemv_kernel(const __grid_constant__ GemmArgs p, int rows, Pieces k, int count) {
+    gemv_kernel(const __grid_constant__ GemmArgs p, int rows, SplitK k, int count) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char shared[];
   __shared__ Shared<S> s;
@@ -266,7 +269,7 @@ __global__ void __launch_bounds__(kThreads)
     barrier_init(&s.tops_there, 1), barrier_init(&s.sums_there, 1);
     barriers_are_there();
     barrier_expect(&s.tops_there, k.count * kWarps * 4);
-    if (part.piece == 0) barrier_expect(&s.sums_there, k.count * rows * kBlock * 4);
+    if (part.k_part == 0) barrier_expect(&s.sums_there, k.count * rows * kBlock * 4);
   }
   __syncthreads();
   if constexpr (!S::kAlone) cluster_arrive();
@@ -289,7 +292,7 @@ __global__ void __launch_bounds__(kThreads)
     End e = {i / columns, i % columns};
     e.place = p.gated ? e.column / 8 * 16 + e.column % 8 : e.column;
     e.column += part.column_block * columns;
-    e.there = part.piece == 0 && i < rows * columns && e.column < (p.gated ? p.y.width : p.w.n);
+    e.there = part.k_part == 0 && i < rows * columns && e.column < (p.gated ? p.y.width : p.w.n);
     if constexpr (S::kForm == Form::float8)
 #pragma unroll
       for (int j = 0; j < 2; j++)
@@ -327,7 +330,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int i = 0; i < 4; i++)
     if (const int at = lane % 4 * 2 + i % 2; at < rows)
-      tell<S>(&s.sums[part.piece][at * kBlock + warp * kTileRows + lane / 4 + i / 2 * 8], 0, __float_as_uint(d[i]),
+      tell<S>(&s.sums[part.k_part][at * kBlock + warp * kTileRows + lane / 4 + i / 2 * 8], 0, __float_as_uint(d[i]),
               &s.sums_there);
   if (!S::kAlone && !own.there) return;
   await_told<S>(&s.sums_there);
@@ -335,7 +338,7 @@ __global__ void __launch_bounds__(kThreads)
     const auto total = [&](int j) {
       const int at = own.row * kBlock + own.place + 8 * j;
       float all = s.sums[0][at];
-      for (int piece = 1; piece < k.count; piece++) all = __fadd_rn(all, s.sums[piece][at]);
+      for (int k_part = 1; k_part < k.count; k_part++) all = __fadd_rn(all, s.sums[k_part][at]);
       if constexpr (S::kForm == Form::float8) all = __fmul_rn(all, own.of_columns[j]);
       if constexpr (S::kForm == Form::dtype16) return all;
       return __fmul_rn(all, S::kFrom == From::bytes ? p.bytes.scales[own.row] : scale);
@@ -367,7 +370,7 @@ void start_row(const GemmArgs& p, const GemvPlan& room, const Queue& queue, int 
 
 template <Form kForm>
 void start_bytes(const GemmArgs& p, const GemvPlan& room, const Queue& queue) {
-  if (p.unnormed && p.w.k <= 2 * kWorkers * kPieceColumns) start_row<kForm, From::unnormed, 2>(p, room, queue);
+  if (p.unnormed && p.w.k <= 2 * kWorkers * kChunkColumns) start_row<kForm, From::unnormed, 2>(p, room, queue);
   else if (p.unnormed) start_row<kForm, From::unnormed, 4>(p, room, queue);
   else if (p.x.tiles) start_row<kForm, From::tiles, 4>(p, room, queue);
   else start_row<kForm, From::values, 2>(p, room, queue);

@@ -16,17 +16,17 @@ constexpr int kMostFused = 256;       // 16-bit rows: for more, quantized weight
 struct GemvPlan {
   static constexpr int kStageBytes = 16 << 10, kMostStages = 12;
   static constexpr int kRowTile = 8;  // rows of small_m's operand
-  Pieces k;
+  SplitK k;
   int stages = 0;  // of the ring of weights in a CTA's shared memory; 0: there is no room
   size_t shared = 0;
 
-  GemvPlan(const Matrix& w, int rows, int sms) : k(w.k, w.most_pieces) {
+  GemvPlan(const Matrix& w, int rows, int sms) : k(w.k, w.max_split_k) {
     constexpr size_t kAll = 226 << 10, kFixed = 2 << 10;  // shared memory of an SM; of a CTA, beside ring and rows
     constexpr int kMostAtOnce = 3;                        // CTAs on an SM
     const int block_bytes = w.kind == Kind::dtype16 ? kBlockBytes : kBlockValues, row_bytes = block_bytes / kBlock;
     const int at_once = (blocks_of(w.n) * k.count + sms - 1) / sms, stage_blocks = kStageBytes / block_bytes;
     const size_t row = (size_t)rows * k.length * row_bytes + kBehindRow,
-                 fixed = kFixed + rows * kMostPieces * kBlock * sizeof(float);
+                 fixed = kFixed + rows * kMaxSplitK * kBlock * sizeof(float);
     stages = at_once > kMostAtOnce ? 0 : std::min((k.length + stage_blocks - 1) / stage_blocks, kMostStages);
     while (stages > 0 && kAll / at_once < stages * kStageBytes + row + fixed) stages--;
     if (stages < 3 && stages * stage_blocks < k.length) stages = 0;
@@ -55,7 +55,7 @@ struct QuantizedGemvPlan {
 
   QuantizedGemvPlan(const Matrix& w, int sms, int most_shared) {
     const auto ceil_div = [](int n, int by) { return (n + by - 1) / by; };
-    const Pieces k(w.k, w.most_pieces);
+    const SplitK k(w.k, w.max_split_k);
     pairs = ceil_div(w.n, kTileRows) * kTilePairs;
     const auto even = [](int x) { return x + x % 2; };  // two are a line of memory
     const int most = kMostWarps * kUnit / k.count / 2 * 2, own = ceil_div(pairs, sms);

@@ -255,14 +255,14 @@ __device__ __forceinline__ void meet(int unit) {
 template <class S>
 __global__ void __launch_bounds__(32 * kMostWarps)
     row_kernel(const __grid_constant__ GemmArgs p, int pairs, const __grid_constant__ Divisor merged, int shared_units,
-               Pieces k, const __grid_constant__ Divisor piece_length, const __grid_constant__ SetPace sets) {
+               SplitK k, const __grid_constant__ Divisor part_length, const __grid_constant__ SetPace sets) {
   extern __shared__ __align__(128) char shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32, units = warps - shared_units;
   const bool goes_on = warp >= units, leaves = !goes_on && warp >= units - shared_units;
   const int unit = goes_on ? warp - shared_units : warp, pairs_at_once = merged.by(), chains = pairs_at_once * k.count;
   const auto chain = [&](int i) {
-    const int number = min(unit * kUnit + i, chains - 2 + i % 2), piece = merged(number), begin = piece * k.length;
-    return Chain{number - piece * pairs_at_once, begin, min(k.length, k.blocks - begin)};
+    const int number = min(unit * kUnit + i, chains - 2 + i % 2), k_part = merged(number), begin = k_part * k.length;
+    return Chain{number - k_part * pairs_at_once, begin, min(k.length, k.blocks - begin)};
   };
   Chain own = chain(lane / 4), of_scales = chain(lane % 4 * 2);
   if (leaves || goes_on) {  // K is one piece
@@ -289,7 +289,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
   // Where the last piece is shorter, it goes on with zeros.
   for (int i = k.blocks * 8 + threadIdx.x; i < row_blocks * 8; i += blockDim.x)
     reinterpret_cast<uint4*>(x)[i] = make_uint4(0, 0, 0, 0);
-  const RowPlaces places{piece_length};
+  const RowPlaces places{part_length};
   await_previous();
   if (p.unnormed) norm_row(p, norm_weights, sums, places, x);
   else copy_row(p, k.blocks, places, x);
@@ -299,7 +299,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
   uint32_t quants_at = ring + lane * 16, scales_at = ring + S::kQuantsBytes + lane / 4 * 8,
            row_at = shared_address(x) + places(row_begin, lane / 8);
   keep(quants_at), keep(scales_at), keep(row_at);
-  const int other_half = piece_length(row_begin) & 1 ? -64 : 64;
+  const int other_half = part_length(row_begin) & 1 ? -64 : 64;
 
   // Of what chains' sums in shared memory make, which a thread may have one of and asks ahead for what that is added
   // to.
@@ -396,12 +396,12 @@ __global__ void __launch_bounds__(32 * kMostWarps)
     if (has_values) *reinterpret_cast<float2*>(sums + warp * kTileRows + lane / 4 * 2) = make_float2(two[0], two[1]);
     __syncthreads();
     const auto total = [&](int place) {
-      float all[kMostCodePieces];
+      float all[kMaxQuantSplitK];
 #pragma unroll
-      for (int i = 0; i < kMostCodePieces; i++)
+      for (int i = 0; i < kMaxQuantSplitK; i++)
         if (i < k.count) all[i] = sums[i * pairs_at_once * 2 + place];
 #pragma unroll
-      for (int i = 1; i < kMostCodePieces; i++)
+      for (int i = 1; i < kMaxQuantSplitK; i++)
         if (i < k.count) all[0] = __fadd_rn(all[0], all[i]);
       return all[0];
     };
@@ -422,7 +422,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
 template <int kBits, bool kFine, int kStages>
 void start_row(const GemmArgs& p, const Plan& plan, const Queue& queue) {
   using S = Shape<kBits, kFine, kStages>;
-  const Pieces k(p.w.k, p.w.most_pieces);
+  const SplitK k(p.w.k, p.w.max_split_k);
   const size_t shared = S::shared(plan.warps, k.count * k.length);
   const int groups = ceil_div(plan.pairs, plan.merged);
   allow_shared(row_kernel<S>, shared);

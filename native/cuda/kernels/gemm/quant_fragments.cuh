@@ -37,7 +37,7 @@ class StepGemm {
         scales_(S::kGroupsAt + group * S::kGroupBytes + S::kSetsAt + (warp * 8 + lane / 4) * 8),
         second_(scales_ + second * S::kSetBytes),
         each_(sets.each),
-        x_{(uint32_t)piece_offset(lane % 8, lane / 8), (uint32_t)piece_offset(lane % 8, 4 + lane / 8)} {
+        x_{(uint32_t)chunk_offset(lane % 8, lane / 8), (uint32_t)chunk_offset(lane % 8, 4 + lane / 8)} {
     keep(quants_), keep(scales_), keep(second_), keep(x_[0]), keep(x_[1]);
   }
 

@@ -30,25 +30,25 @@ class Divisor {
 
 // K in steps.
 struct Steps {
-  int blocks, pieces;
+  int blocks, k_parts;
   Divisor count, length;  // length: steps of a piece
 
-  explicit Steps(const Pieces& k)
-      : blocks(k.blocks), pieces(k.count), count(steps_of(k.blocks)), length(steps_of(k.length)) {}
+  explicit Steps(const SplitK& k)
+      : blocks(k.blocks), k_parts(k.count), count(steps_of(k.blocks)), length(steps_of(k.length)) {}
 };
 
 // What blocks of threads have of all steps of all tiles: a piece each, or whole tiles, or equal numbers of steps.
-enum class StreamKSplit { pieces, tiles, steps };
+enum class StreamKSplit { k_parts, tiles, steps };
 struct StreamKPartition {
   StreamKSplit of;
   int blocks;      // of threads
   int each, more;  // tiles or steps of a block of threads; the first `more` have one more
-  Divisor pieces;
+  Divisor k_parts;
 
   // most: blocks of threads.
-  StreamKPartition(StreamKSplit of, int tiles, const Pieces& k, int most)
-      : of(of), blocks(most), each(0), more(0), pieces(k.count) {
-    if (of == StreamKSplit::pieces) {
+  StreamKPartition(StreamKSplit of, int tiles, const SplitK& k, int most)
+      : of(of), blocks(most), each(0), more(0), k_parts(k.count) {
+    if (of == StreamKSplit::k_parts) {
       blocks = tiles * k.count;
       return;
     }
@@ -57,9 +57,9 @@ struct StreamKPartition {
   }
   // Where a block of threads begins, of all steps of all tiles.
   __device__ int begin(int block, const Steps& k) const {
-    if (of == StreamKSplit::pieces) {
-      const int tile = pieces(block);
-      return tile * k.count.by() + (block - tile * pieces.by()) * k.length.by();
+    if (of == StreamKSplit::k_parts) {
+      const int tile = k_parts(block);
+      return tile * k.count.by() + (block - tile * k_parts.by()) * k.length.by();
     }
     return (block * each + min(block, more)) * (of == StreamKSplit::tiles ? k.count.by() : 1);
   }
@@ -68,7 +68,7 @@ struct StreamKPartition {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 // A part of a piece: steps [begin, end) of [first, last), which the piece has.
 struct StreamKUnit {
-  int tile, piece, begin, end, first, last;
+  int tile, k_part, begin, end, first, last;
 };
 // The parts that a block of threads has, in the order in which it computes them; positions count steps of all tiles.
 class StreamKScheduler {
@@ -104,7 +104,7 @@ class StreamKScheduler {
   }
   __device__ void set(StreamKUnit& part, int from, int to) const {
     part.tile = k_.count(from), from -= part.tile * k_.count.by(), to -= part.tile * k_.count.by();
-    part.begin = from, part.end = to, part.piece = k_.length(from), part.first = part.piece * k_.length.by();
+    part.begin = from, part.end = to, part.k_part = k_.length(from), part.first = part.k_part * k_.length.by();
     part.last = min(part.first + k_.length.by(), k_.count.by());
   }
 

@@ -142,7 +142,7 @@ class Stream {
     if constexpr (S::kBits != 16)
       scales_ = w.quants.scales + expert * expert_bytes_ / 4 + (size_t)(item.tile / 4) * w.quants.groups * kScaleWords +
                 item.tile % 4 * kTileRows;
-    row_ = reinterpret_cast<const char*>(e_.gemm.x.tiles) + piece_offset(row, lane % 8);
+    row_ = reinterpret_cast<const char*>(e_.gemm.x.tiles) + chunk_offset(row, lane % 8);
   }
   __device__ void fetch_weights(int stage, int block) {
     const int lane = threadIdx.x % 32;

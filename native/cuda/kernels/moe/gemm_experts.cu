@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(32 * kWarps)
       if (ahead.block >= there) fetch_weights(stage, ahead.block);
 #pragma unroll
       for (int i = 0; i < 2 * kTiles; i++)
-        copy_16(ring + stage * kBytes + S::kRowsAt + piece_offset(lane / 8 + 4 * i, lane % 8),
+        copy_16(ring + stage * kBytes + S::kRowsAt + chunk_offset(lane / 8 + 4 * i, lane % 8),
                 x + max(ahead.rows[i], 0) + (size_t)ahead.block * kBlockBytes, ahead.rows[i] >= 0);
       if (++ahead.block == blocks) {
         ahead.block = 0, ahead.item += step;
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(32 * kWarps)
         for (int m = 0; m < kColumnTiles; m++) weights.load(m, step, a[m]);
 #pragma unroll
         for (int t = 0; t < kTiles; t++) {
-          if (step % 2 == 0) load_cores(y[t], rows + t * kStageRows + piece_offset(lane % 8, 2 * step + lane / 8));
+          if (step % 2 == 0) load_cores(y[t], rows + t * kStageRows + chunk_offset(lane % 8, 2 * step + lane / 8));
 #pragma unroll
           for (int m = 0; m < kColumnTiles; m++)
             multiply_add(d[m][t], a[m], y[t][step % 2 * 2], y[t][step % 2 * 2 + 1]);

@@ -25,10 +25,10 @@ __device__ inline ExpertTile tile_at(const Routing& r, int i) {
 }
 
 // Where a piece of the first block of a tile's row is in x, which is in tiles; -1: there is no such row.
-__device__ inline int row_offset(const ExpertGemmArgs& e, const ExpertTile& tile, int slot, int piece, int blocks) {
+__device__ inline int row_offset(const ExpertGemmArgs& e, const ExpertTile& tile, int slot, int chunk, int blocks) {
   if (slot >= tile.count) return -1;
   const int entry = tile.first + slot, row = e.gathers ? __ldcg(e.routing.row_of + entry) : entry;
-  return row / kBlock * blocks * kBlockBytes + piece_offset(row % kBlock, piece);
+  return row / kBlock * blocks * kBlockBytes + chunk_offset(row % kBlock, chunk);
 }
 
 // Null: none.
@@ -67,7 +67,7 @@ class Fragments {
   __device__ void load(int m, int step, uint32_t (&a)[4]) {
     const int lane = threadIdx.x % 32;
     if constexpr (S::kBits == 16) {
-      load_cores(a, shared_address(stage_) + piece_offset(m * kTileRows + lane % 16, 2 * step + lane / 16));
+      load_cores(a, shared_address(stage_) + chunk_offset(m * kTileRows + lane % 16, 2 * step + lane / 16));
     } else {
       if constexpr (S::kFine) set(m, step);
       quants_[m].fragment(step, rows_[m], a);

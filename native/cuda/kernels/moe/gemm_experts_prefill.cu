@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   if (group < 0) {
     constexpr int kAround = S::kCopiers / 8;  // rows that the copiers take at once, a piece of a block each
     const char* x = reinterpret_cast<const char*>(p.x.tiles);
-    const int piece = thread % 8;
+    const int chunk = thread % 8;
     Pipeline<kStages> told;
     int untold = 0;
     const auto tell = [&] {
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
                             ((size_t)tile.expert * column_blocks + first_block) * blocks * kBlockBytes;
       int rows[kRows / kAround];  // offsets into x; -1: there is no such row
 #pragma unroll
-      for (int i = 0; i < kRows / kAround; i++) rows[i] = row_offset(e, tile, thread / 8 + i * kAround, piece, blocks);
+      for (int i = 0; i < kRows / kAround; i++) rows[i] = row_offset(e, tile, thread / 8 + i * kAround, chunk, blocks);
       for (int b = 0; b < blocks; b++, ring.next()) {
         barrier_wait(&empty[ring.stage], ring.parity ^ 1);
         const uint32_t to = stages + ring.stage * S::kStageBytes;
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         }
 #pragma unroll
         for (int i = 0; i < kRows / kAround; i++)
-          copy_16(to + kGroups * kBlockBytes + piece_offset(thread / 8 + i * kAround, piece),
+          copy_16(to + kGroups * kBlockBytes + chunk_offset(thread / 8 + i * kAround, chunk),
                   x + max(rows[i], 0) + (size_t)b * kBlockBytes, rows[i] >= 0);
         commit_copies();
         if (untold < S::kLag) {

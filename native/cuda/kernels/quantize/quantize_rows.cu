@@ -1,7 +1,7 @@
 // Rows of activations become rows of 8 bits, integers or floats, on their way from a norm where there is one.
 #include <algorithm>
 
-#include "cuda/kernels/gemm/byte_pieces.cuh"
+#include "cuda/kernels/gemm/quantize_chunks.cuh"
 
 namespace as {
 namespace cuda {
@@ -18,19 +18,19 @@ __global__ void __launch_bounds__(kThreads, kKept > 2 && kTiles ? 1024 / kThread
   __shared__ float squares[kNorms ? kWarps : 1];
   __shared__ uint32_t tops[2][kWarps];  // by turns: some warps may still read those of the row before
   __shared__ int sums[kFloats ? 1 : kMostBlocks];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pieces = segments.blocks * 4, k = in.width;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, chunks = segments.blocks * 4, k = in.width;
   constexpr bool kAhead = kKept <= 2;
-  Piece<kTiles> kept[kKept], next[kAhead ? kKept : 1], weights[kNorms ? kKept : 1];
-  const auto piece_of = [](int i) { return i * kThreads + (int)threadIdx.x; };
-  const auto read = [&](int row, Piece<kTiles>* to) {
+  Chunk<kTiles> kept[kKept], next[kAhead ? kKept : 1], weights[kNorms ? kKept : 1];
+  const auto chunk_of = [](int i) { return i * kThreads + (int)threadIdx.x; };
+  const auto read = [&](int row, Chunk<kTiles>* to) {
 #pragma unroll
-    for (int i = 0; i < kKept; i++) to[i].read(in, row, piece_of(i) * kPieceColumns);
+    for (int i = 0; i < kKept; i++) to[i].read(in, row, chunk_of(i) * kChunkColumns);
   };
   let_next_begin();
   if constexpr (kNorms) {
 #pragma unroll
     for (int i = 0; i < kKept; i++)  // nobody makes these: no need to wait for the kernel before
-      weights[i].read(norm.weight, piece_of(i) * kPieceColumns, k);
+      weights[i].read(norm.weight, chunk_of(i) * kChunkColumns, k);
   }
   await_previous();
   if (kAhead) read(blockIdx.x, next);
@@ -57,9 +57,9 @@ __global__ void __launch_bounds__(kThreads, kKept > 2 && kTiles ? 1024 / kThread
 #pragma unroll
     for (int i = 0; i < kKept; i++) most = kept[i].top(most);
     if constexpr (!kNorms)
-      for (int piece = piece_of(kKept); piece < pieces; piece += kThreads) {
-        Piece<kTiles> x;
-        x.read(in, row, piece * kPieceColumns);
+      for (int chunk = chunk_of(kKept); chunk < chunks; chunk += kThreads) {
+        Chunk<kTiles> x;
+        x.read(in, row, chunk * kChunkColumns);
         most = x.top(most);
       }
     most = __reduce_max_sync(0xffffffffu, most);
@@ -68,39 +68,39 @@ __global__ void __launch_bounds__(kThreads, kKept > 2 && kTiles ? 1024 / kThread
     for (int w = 0; w < kWarps; w++) most = max(most, tops[turn][w]);
     const ByteScale<kFloats> scale(most);
     if (threadIdx.x == 0) out.scales[row] = scale.scale;
-    const auto store = [&](int piece, const Piece<kTiles>& x) {
+    const auto store = [&](int chunk, const Chunk<kTiles>& x) {
       int sum = 0;
       const uint4 bytes = scale.bytes(x, sum);
-      const int block = piece / 4;
+      const int block = chunk / 4;
       *reinterpret_cast<uint4*>(out.values + ((size_t)(row / kBlock) * segments.blocks + block) * kByteBlock +
-                                byte_piece(row % kBlock, piece % 4)) = bytes;
+                                byte_chunk(row % kBlock, chunk % 4)) = bytes;
       return sum;
     };
     // A warp's pieces are most often all of one segment: then it adds once.
-    const auto add = [&](int piece, int sum) {
-      const int first = segments.end(min(piece - lane, pieces - 1) / 4),
-                last = segments.end(min(piece - lane + 31, pieces - 1) / 4);
+    const auto add = [&](int chunk, int sum) {
+      const int first = segments.end(min(chunk - lane, chunks - 1) / 4),
+                last = segments.end(min(chunk - lane + 31, chunks - 1) / 4);
       if (first == last) {
         sum = __reduce_add_sync(0xffffffffu, sum);
         if (lane == 0) atomicAdd(&sums[first], sum);
-      } else if (piece < pieces) {
-        atomicAdd(&sums[segments.end(piece / 4)], sum);
+      } else if (chunk < chunks) {
+        atomicAdd(&sums[segments.end(chunk / 4)], sum);
       }
     };
 #pragma unroll
     for (int i = 0; i < kKept; i++) {
-      const int piece = piece_of(i), sum = piece < pieces ? store(piece, kept[i]) : 0;
-      if constexpr (!kFloats) add(piece, sum);
+      const int chunk = chunk_of(i), sum = chunk < chunks ? store(chunk, kept[i]) : 0;
+      if constexpr (!kFloats) add(chunk, sum);
     }
     if constexpr (!kNorms)
-      for (int piece = piece_of(kKept); piece - lane < pieces; piece += kThreads) {
+      for (int chunk = chunk_of(kKept); chunk - lane < chunks; chunk += kThreads) {
         int sum = 0;
-        if (piece < pieces) {
-          Piece<kTiles> x;
-          x.read(in, row, piece * kPieceColumns);
-          sum = store(piece, x);
+        if (chunk < chunks) {
+          Chunk<kTiles> x;
+          x.read(in, row, chunk * kChunkColumns);
+          sum = store(chunk, x);
         }
-        if constexpr (!kFloats) add(piece, sum);
+        if constexpr (!kFloats) add(chunk, sum);
       }
     if (kFloats) continue;
     __syncthreads();
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kThreads, kKept > 2 && kTiles ? 1024 / kThread
 // So many blocks of threads that each processor has as many as it can.
 template <bool kNorms, bool kTiles, int kThreads, int kKept>
 void quantize(const Rows& x, const Norm& norm, const GemmArgs& p, int rows, const Queue& queue) {
-  const Pieces k(p.w.k, p.w.most_pieces);
+  const SplitK k(p.w.k, p.w.max_split_k);
   const bool floats = p.w.quants.floats;
   const auto kernel = floats ? bytes_kernel<true, kNorms, kTiles, kThreads, kKept>
                              : bytes_kernel<false, kNorms, kTiles, kThreads, kKept>;
@@ -129,11 +129,11 @@ void quantize(const Rows& x, const Norm& norm, const GemmArgs& p, int rows, cons
 // As few threads as keep a row in registers.
 template <bool kTiles>
 void quantize_rows(const GemmArgs& p, int rows, const Queue& queue) {
-  const int pieces = (p.w.k + kPieceColumns - 1) / kPieceColumns;
-  if (pieces <= 128) quantize<false, kTiles, 128, 1>(p.x, {}, p, rows, queue);
-  else if (pieces <= 2 * 128) quantize<false, kTiles, 128, 2>(p.x, {}, p, rows, queue);
-  else if (pieces <= 3 * 256) quantize<false, kTiles, 256, 3>(p.x, {}, p, rows, queue);
-  else if (pieces <= 4 * 320) quantize<false, kTiles, 320, 4>(p.x, {}, p, rows, queue);
+  const int chunks = (p.w.k + kChunkColumns - 1) / kChunkColumns;
+  if (chunks <= 128) quantize<false, kTiles, 128, 1>(p.x, {}, p, rows, queue);
+  else if (chunks <= 2 * 128) quantize<false, kTiles, 128, 2>(p.x, {}, p, rows, queue);
+  else if (chunks <= 3 * 256) quantize<false, kTiles, 256, 3>(p.x, {}, p, rows, queue);
+  else if (chunks <= 4 * 320) quantize<false, kTiles, 320, 4>(p.x, {}, p, rows, queue);
   else quantize<false, kTiles, 512, 3>(p.x, {}, p, rows, queue);
 }
 
@@ -145,11 +145,11 @@ void quantize_activations(const GemmArgs& p, int rows, const Queue& queue) {
   p.x.tiles ? quantize_rows<true>(p, rows, queue) : quantize_rows<false>(p, rows, queue);
 }
 
-bool norms_into_bytes(int width) { return width <= kManyThreads * kPieceColumns; }
+bool norms_into_bytes(int width) { return width <= kManyThreads * kChunkColumns; }
 
 void rms_norm_into_bytes(const float* x, const Norm& norm, const GemmArgs& p, int rows, const Queue& queue) {
   const Rows in{const_cast<float*>(x), nullptr, p.w.k};
-  if (p.w.k <= kFewThreads * kPieceColumns) quantize<true, false, kFewThreads, 1>(in, norm, p, rows, queue);
+  if (p.w.k <= kFewThreads * kChunkColumns) quantize<true, false, kFewThreads, 1>(in, norm, p, rows, queue);
   else quantize<true, false, kManyThreads, 1>(in, norm, p, rows, queue);
 }
 

@@ -1,5 +1,5 @@
 // How rows of activations become rows of 8 bits, integers or floats: pieces of 16 columns, of which a thread has some;
-// the same for who writes them into memory (byte_rows.cu) and who multiplies them at once.
+// the same for who writes them into memory (quantize_rows.cu) and who multiplies them at once.
 #pragma once
 #include "cuda/kernels/gemm/gemm_integer.h"
 #include "cuda/kernels/norm/normed_row.cuh"
@@ -8,13 +8,13 @@ namespace as {
 namespace cuda {
 namespace AS_DTYPE16 {
 
-constexpr int kPieceColumns = 16;
+constexpr int kChunkColumns = 16;
 
 // 16 columns of a row of floats, or in tiles, as they come; zeros behind the row's end.
 template <bool kTiles>
-struct Piece;
+struct Chunk;
 template <>
-struct Piece<false> : RowPart<kPieceColumns> {
+struct Chunk<false> : RowPart<kChunkColumns> {
   using RowPart::read;
   __device__ void read(const Rows& in, int row, int column) {
     read(in.values + (size_t)row * in.width, column, in.width);
@@ -22,17 +22,17 @@ struct Piece<false> : RowPart<kPieceColumns> {
   // The greatest of that and of what there is, without signs, as bits: of what is not finite these are the greatest.
   __device__ uint32_t top(uint32_t least) const {
 #pragma unroll
-    for (int i = 0; i < kPieceColumns; i++) least = max(least, __float_as_uint(values[i]) & 0x7fffffffu);
+    for (int i = 0; i < kChunkColumns; i++) least = max(least, __float_as_uint(values[i]) & 0x7fffffffu);
     return least;
   }
 };
 template <>
-struct Piece<true> {
-  uint32_t pairs[kPieceColumns / 2];
+struct Chunk<true> {
+  uint32_t pairs[kChunkColumns / 2];
 
   __device__ void read(const Rows& in, int row, int column) {
 #pragma unroll
-    for (int i = 0; i < kPieceColumns; i += 8) {
+    for (int i = 0; i < kChunkColumns; i += 8) {
       const int first = column + i, there = in.width - first;
       uint4 eight = make_uint4(0, 0, 0, 0);
       if (there > 0) eight = *reinterpret_cast<const uint4*>(in.tiles + tile_offset(row, first, blocks_of(in.width)));
@@ -47,7 +47,7 @@ struct Piece<true> {
   __device__ uint32_t top(uint32_t least) const {
     uint32_t two = 0;
 #pragma unroll
-    for (int i = 0; i < kPieceColumns / 2; i++) two = __vmaxu2(two, pairs[i] & 0x7fff7fffu);
+    for (int i = 0; i < kChunkColumns / 2; i++) two = __vmaxu2(two, pairs[i] & 0x7fff7fffu);
     return max(least, max(two << 16, two & 0xffff0000u));
   }
 };
@@ -67,7 +67,7 @@ struct ByteScale {
   }
   // A piece's 16 bytes; adds integers' sum.
   template <bool kTiles>
-  __device__ uint4 bytes(const Piece<kTiles>& x, int& sum) const {
+  __device__ uint4 bytes(const Chunk<kTiles>& x, int& sum) const {
     uint32_t words[4] = {};
     if (inverse != 0) {
 #pragma unroll
@@ -87,11 +87,11 @@ struct ByteScale {
   }
 };
 
-// Pieces of one row that is normed. make(): the greatest, the same in all threads.
+// SplitK of one row that is normed. make(): the greatest, the same in all threads.
 template <int kThreads, int kKept_>
-class NormedPieces : public NormedRow<Piece<false>, kThreads, kKept_> {
+class NormedChunks : public NormedRow<Chunk<false>, kThreads, kKept_> {
  public:
-  using Base = NormedRow<Piece<false>, kThreads, kKept_>;
+  using Base = NormedRow<Chunk<false>, kThreads, kKept_>;
   using Base::Base;
   struct Shared : Base::Shared {
     uint32_t tops[kThreads / 32];

@@ -16,24 +16,24 @@ constexpr int kRowTile = 8;
 // The blocks of K that a warp computes, for all columns that its block of threads has; and of each its group of scales,
 // which is of `group_blocks` blocks.
 struct GroupWalk {
-  int tile, piece, group_blocks, block, end, group, group_end;
+  int tile, k_part, group_blocks, block, end, group, group_end;
 
-  __device__ void begin_piece(const Pieces& k) {
-    block = piece * k.length, end = min(block + k.length, k.blocks);
+  __device__ void begin_part(const SplitK& k) {
+    block = k_part * k.length, end = min(block + k.length, k.blocks);
     group = block / group_blocks, group_end = (group + 1) * group_blocks;
   }
-  __device__ void next(const Pieces& k, int warp, int warps) {
+  __device__ void next(const SplitK& k, int warp, int warps) {
     if (++block == group_end) group++, group_end += group_blocks;
     if (block < end) return;
-    if ((piece += warps) >= k.count) piece = warp, tile += gridDim.x;
-    begin_piece(k);
+    if ((k_part += warps) >= k.count) k_part = warp, tile += gridDim.x;
+    begin_part(k);
   }
 };
 
 // What a warp has on its way before it multiplies, by fetch(walk, stage). Of weights, before the kernel before this one
 // has made the rows:
 template <int kStages, typename Walk, typename Fetch>
-__device__ __forceinline__ void fetch_first_weights(Walk at, const Pieces& k, int warp, int warps, const Fetch& fetch) {
+__device__ __forceinline__ void fetch_first_weights(Walk at, const SplitK& k, int warp, int warps, const Fetch& fetch) {
   let_next_begin();
 #pragma unroll
   for (int i = 0; i < kStages - 1; i++, at.next(k, warp, warps)) fetch(at, i);
@@ -41,7 +41,7 @@ __device__ __forceinline__ void fetch_first_weights(Walk at, const Pieces& k, in
 }
 // and of rows; each stage is a group of copies with its weights.
 template <int kStages, typename Walk, typename Fetch>
-__device__ __forceinline__ void fetch_first_rows(Walk& at, const Pieces& k, int warp, int warps, const Fetch& fetch) {
+__device__ __forceinline__ void fetch_first_rows(Walk& at, const SplitK& k, int warp, int warps, const Fetch& fetch) {
 #pragma unroll
   for (int i = 0; i < kStages - 1; i++, at.next(k, warp, warps)) {
     fetch(at, i);
@@ -51,7 +51,7 @@ __device__ __forceinline__ void fetch_first_rows(Walk& at, const Pieces& k, int 
 
 // A warp's sums, as mma.sync has them of tiles of 16 columns and 8 rows, become sums[row][column].
 template <int kColumnTiles, int kTiles>
-__device__ void put_piece(const float (&d)[kColumnTiles][kTiles][4], float* sums) {
+__device__ void put_part(const float (&d)[kColumnTiles][kTiles][4], float* sums) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int m = 0; m < kColumnTiles; m++)
@@ -66,12 +66,12 @@ __device__ void put_piece(const float (&d)[kColumnTiles][kTiles][4], float* sums
 // Adds a round's pieces, [warp][row][column], to the totals of those before. last(i, total): takes a total that is
 // whole, and gives what it is in the end.
 template <int kSums, typename Last>
-__device__ void add_pieces(const float* sums, float* totals, const Pieces& k, int round, const Last& last) {
-  const int warps = blockDim.x / 32, pieces = min(warps, k.count - round * warps);
+__device__ void add_parts(const float* sums, float* totals, const SplitK& k, int round, const Last& last) {
+  const int warps = blockDim.x / 32, k_parts = min(warps, k.count - round * warps);
   const bool is_last = (round + 1) * warps >= k.count;
   for (int i = threadIdx.x; i < kSums; i += blockDim.x) {
     float total = round ? totals[i] : sums[i];
-    for (int w = round ? 0 : 1; w < pieces; w++) total = __fadd_rn(total, sums[w * kSums + i]);
+    for (int w = round ? 0 : 1; w < k_parts; w++) total = __fadd_rn(total, sums[w * kSums + i]);
     totals[i] = is_last ? last(i, total) : total;
   }
 }
@@ -87,14 +87,14 @@ __device__ void put_gated(const GemmArgs& p, int rows, int first_row, int tile, 
 }
 
 // How such a kernel is started: tiles of columns, and blocks of threads for them, for each group of rows.
-struct PiecesGrid {
+struct SplitKGrid {
   int tiles, warps;
   dim3 blocks;
   size_t shared;
 };
 // S: what a block of threads has (kColumns, kRows, shared()); most_warps: of a block.
 template <typename S, typename Kernel>
-PiecesGrid grid_of(Kernel kernel, const Matrix& w, const Pieces& k, int rows, int most_warps) {
+SplitKGrid grid_of(Kernel kernel, const Matrix& w, const SplitK& k, int rows, int most_warps) {
   const int rounds = ceil_div(k.count, most_warps), warps = ceil_div(k.count, rounds);
   const int tiles = ceil_div(w.n, S::kColumns), groups = ceil_div(rows, S::kRows);
   const size_t shared = S::shared(warps);
