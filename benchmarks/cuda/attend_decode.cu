@@ -255,7 +255,7 @@ int main(int argc, char** argv) {
     CHECK(cudaDeviceSynchronize());
     Rope rope;
     rope.table.dim = dim, rope.table.cosine = angles, rope.table.sine = angles + sequences * dim / 2;
-    const int at_once = (type == CacheType::dtype16 ? 2 : 3) * processors() / (sequences * kv);
+    const int at_once = (type == CacheType::dtype16 ? 2 : 3) * sm_count() / (sequences * kv);
     const int sharers = splits > 1 ? std::min(std::max(at_once, 2), std::max(splits, 2)) : 1;
     const auto once = [&](int layer, const Rope* t) {
       a.cache.data = data + layer * layer_bytes, a.out = {results[0], nullptr, heads * dim};

@@ -94,7 +94,7 @@ int main(int argc, char** argv) {
   cudaStream_t stream;
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   Queue queue{stream, 90, {}};
-  queue.scratch = {memory<float>(kScratchBlocks * kScratchFloats * 4), memory<int>(kScratchBlocks * kScratchFlags * 4),
+  queue.scratch = {memory<float>(kScratchCtas * kScratchFloats * 4), memory<int>(kScratchCtas * kScratchFlags * 4),
                    memory<float>(kScratchParts * 4), memory<int>(kScratchCounts * 4)};
   constexpr int kMostRows = 128;
   constexpr size_t kResult = (size_t)kMostRows * 152064 * 4;

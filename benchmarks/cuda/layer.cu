@@ -90,7 +90,7 @@ int main(int argc, char** argv) {
             wide = (heads + 2 * kv) * kDim;
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   queue = {stream, 90, {}};
-  queue.scratch = {memory<float>(kScratchBlocks * kScratchFloats * 4), memory<int>(kScratchBlocks * kScratchFlags * 4),
+  queue.scratch = {memory<float>(kScratchCtas * kScratchFloats * 4), memory<int>(kScratchCtas * kScratchFlags * 4),
                    memory<float>(kScratchParts * 4), memory<int>(kScratchCounts * 4)};
   std::vector<Layer> layers(kLayers);
   const int spans = (kAt + kSpan) / kSpan;

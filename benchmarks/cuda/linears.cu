@@ -52,7 +52,7 @@ int main(int argc, char** argv) {
   cudaStream_t stream;
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   Queue queue{stream, 90, {}};
-  queue.scratch = {memory<float>(kScratchBlocks * kScratchFloats * 4), memory<int>(kScratchBlocks * kScratchFlags * 4)};
+  queue.scratch = {memory<float>(kScratchCtas * kScratchFloats * 4), memory<int>(kScratchCtas * kScratchFlags * 4)};
   const int most_rows = 4096;
   uint16_t* x = memory<uint16_t>(tiles_bytes(most_rows, 18944));
   float* y = memory<float>((size_t)most_rows * 152064 * 4 / 8);

@@ -110,7 +110,7 @@ void few_rows() {
 int main() {
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   queue = {stream, 90, {}};
-  queue.scratch = {memory<float>(kScratchBlocks * kScratchFloats * 4), memory<int>(kScratchBlocks * kScratchFlags * 4),
+  queue.scratch = {memory<float>(kScratchCtas * kScratchFloats * 4), memory<int>(kScratchCtas * kScratchFlags * 4),
                    memory<float>(kScratchParts * 4), memory<int>(kScratchCounts * 4)};
   const struct {
     int n, k;

@@ -68,9 +68,8 @@ int main(int argc, char** argv) {
     check(cudaDeviceEnablePeerAccess(1 - r, 0));
     check(cudaStreamCreateWithFlags(&k.stream, cudaStreamNonBlocking));
     k.queue = {k.stream, 90, {}};
-    k.queue.scratch = {memory<float>(kScratchBlocks * kScratchFloats * 4),
-                       memory<int>(kScratchBlocks * kScratchFlags * 4), memory<float>(kScratchParts * 4),
-                       memory<int>(kScratchCounts * 4)};
+    k.queue.scratch = {memory<float>(kScratchCtas * kScratchFloats * 4), memory<int>(kScratchCtas * kScratchFlags * 4),
+                       memory<float>(kScratchParts * 4), memory<int>(kScratchCounts * 4)};
     for (int i = 0; i < 2; i++) {
       for (int c = 0; c < kCopies; c++) {
         const size_t bytes = tiles_bytes(kHidden, kInner[i]);

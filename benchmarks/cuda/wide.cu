@@ -119,9 +119,9 @@ float seconds(const Choice* choice, const Problem& a, int times) {
 int main(int argc, char** argv) {
   setvbuf(stdout, nullptr, _IOLBF, 0);
   CHECK(cudaMalloc(&counter, 8));
-  CHECK(cudaMalloc(&queue.scratch.sums, sizeof(float) * kScratchBlocks * kScratchFloats));
-  CHECK(cudaMalloc(&queue.scratch.flags, sizeof(int) * kScratchBlocks * kScratchFlags));
-  CHECK(cudaMemset(queue.scratch.flags, 0, sizeof(int) * kScratchBlocks * kScratchFlags));
+  CHECK(cudaMalloc(&queue.scratch.sums, sizeof(float) * kScratchCtas * kScratchFloats));
+  CHECK(cudaMalloc(&queue.scratch.flags, sizeof(int) * kScratchCtas * kScratchFlags));
+  CHECK(cudaMemset(queue.scratch.flags, 0, sizeof(int) * kScratchCtas * kScratchFlags));
   const auto asked = [&](const char* what) {
     for (int i = 1; i < argc; i++)
       if (!strcmp(argv[i], what)) return true;

@@ -325,7 +325,7 @@ void bytes(int rows) {
 int main(int argc, char** argv) {
   setvbuf(stdout, nullptr, _IOLBF, 0);
   CHECK(cudaMalloc(&counter, 8));
-  queue.scratch = {memory<float>(kScratchBlocks * kScratchFloats * 4), memory<int>(kScratchBlocks * kScratchFlags * 4),
+  queue.scratch = {memory<float>(kScratchCtas * kScratchFloats * 4), memory<int>(kScratchCtas * kScratchFlags * 4),
                    memory<float>(kScratchParts * 4), memory<int>(kScratchCounts * 4)};
   const auto asked = [&](const char* what) {
     for (int i = 1; i < argc; i++)

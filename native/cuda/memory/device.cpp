@@ -78,7 +78,7 @@ Device::Device(int index) : index_(index) {
   cudaDeviceProp properties;
   check(cudaGetDeviceProperties(&properties, index), "asking what the GPU is");
   name_ = properties.name;
-  capability_ = 10 * properties.major + properties.minor, processors_ = properties.multiProcessorCount;
+  capability_ = 10 * properties.major + properties.minor, sm_count_ = properties.multiProcessorCount;
   // For tests: a chip runs the kernels of older chips.
   if (const char* pretended = std::getenv("ALLSPARK_TEST_CAPABILITY"))
     capability_ = std::min(capability_, std::atoi(pretended));
@@ -88,8 +88,8 @@ Device::Device(int index) : index_(index) {
                                 ": there are kernels for 8.0 (Ampere) and later; use compute_unit='CPU:0'");
   use();
   if (capability_ == 90) {  // only kernels of Hopper use it
-    sums_ = Memory(kScratchBlocks * kScratchFloats * sizeof(float), "sums of products");
-    flags_ = Memory(kScratchBlocks * kScratchFlags * sizeof(int), "sums of products");
+    sums_ = Memory(kScratchCtas * kScratchFloats * sizeof(float), "sums of products");
+    flags_ = Memory(kScratchCtas * kScratchFlags * sizeof(int), "sums of products");
     k_parts_ = Memory(kScratchParts * sizeof(float), "sums of products");
     arrivals_ = Memory(kScratchCounts * sizeof(int), "sums of products");
     scratch_ = {sums_.as<float>(), flags_.as<int>(), k_parts_.as<float>(), arrivals_.as<int>()};
@@ -103,7 +103,7 @@ Device::~Device() {
 
 Chip Device::chip(DType16 dtype) const {
   use();
-  return {capability_, processors_, most_shared(), capability_ == 90 ? prefill_clusters(dtype) : 0};
+  return {capability_, sm_count_, most_shared(), capability_ == 90 ? prefill_clusters(dtype) : 0};
 }
 
 size_t Device::free_bytes() const {

@@ -77,7 +77,7 @@ class Device {
   void wait() const { check(cudaStreamSynchronize(stream_), "a step on the GPU"); }
   int index() const { return index_; }
   int capability() const { return capability_; }  // 90 is 9.0
-  int processors() const { return processors_; }
+  int sm_count() const { return sm_count_; }
   const std::string& name() const { return name_; }
   cudaStream_t stream() const { return stream_; }
   // dtype: of the 16-bit weights.
@@ -86,7 +86,7 @@ class Device {
   size_t free_bytes() const;
 
  private:
-  int index_, capability_ = 0, processors_ = 0;
+  int index_, capability_ = 0, sm_count_ = 0;
   std::string name_;
   cudaStream_t stream_ = nullptr;
   Memory sums_, flags_, k_parts_, arrivals_;

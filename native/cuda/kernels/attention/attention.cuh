@@ -15,7 +15,7 @@ namespace AS_DTYPE16 {
 
 constexpr float kLog2E = 1.44269504088896341f;
 
-// A tile, as a block of threads finds it. kDecode: it is of few pairs, and what rows these are of is counted: a
+// A tile, as a CTA finds it. kDecode: it is of few pairs, and what rows these are of is counted: a
 // division would take longer.
 template <bool kDecode>
 struct RowsOfTile {

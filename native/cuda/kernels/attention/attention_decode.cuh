@@ -1,9 +1,9 @@
-// Attention for few rows of a sequence, as when it decodes: up to 16 pairs of a row and a query head. Blocks of threads
+// Attention for few rows of a sequence, as when it decodes: up to 16 pairs of a row and a query head. CTAs
 // stay, and share out the runs of all tiles and KV heads evenly. Of a block's warps some copy keys and values through a
 // ring in shared memory, ahead of what is computed, from one run to the next; eight compute: each has 32 of a run's
 // positions for the scores, and some of the features for the values. Runs are merged by the block that has a tile's
 // first ones, as it goes, and those after them, when all have come, by all that have a part. Many tiles of one run each
-// take as long as a tile waits for what it asks: of these two blocks share a processor, by a kernel of few registers.
+// take as long as a tile waits for what it asks: of these two blocks share an SM, by a kernel of few registers.
 // Bits are those of WarpPairs: every score and every sum is the same chain, and what a quantized cache has is rounded
 // to 16 bits.
 #pragma once
@@ -531,7 +531,7 @@ void start_decode(const Attention& a, const AttentionTile* tiles, int count, boo
   using S = Shape<kDim, kType>;
   const int rows = own ? kDecodePairs / a.group : 0, all = count * a.cache.kv_heads * (several ? a.most_splits : 1);
   const int fixed = sizeof(Shared) + kDecodePairs * 2 * S::kStride + 2 * rows * S::kRow;
-  const int there = processors(), half = (most_shared() + kReserved) / 2 - kReserved - fixed;
+  const int there = sm_count(), half = (most_shared() + kReserved) / 2 - kReserved - fixed;
   const auto launch = [&](auto kernel, int threads, int blocks, int stages) {
     const int bytes = fixed + stages * S::kTensor;
     allow_shared(kernel, bytes);

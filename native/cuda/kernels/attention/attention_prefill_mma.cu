@@ -14,7 +14,7 @@ constexpr int kTokens = 64, kWarps = 4;  // positions at a time
 template <int kDim>
 constexpr int kGroups = kWarps / WarpPairs<kDim>::kShare;  // of warps that have the same pairs
 template <int kDim>
-constexpr int kPairs = kGroups<kDim> * WarpPairs<kDim>::kPairs;  // of a block of threads
+constexpr int kPairs = kGroups<kDim> * WarpPairs<kDim>::kPairs;  // of a CTA
 template <int kDim>
 constexpr int kShared = 2 * 2 * WarpPairs<kDim>::kTensor +
                         kGroups<kDim> * WarpPairs<kDim>::kQueries;  // bytes: two stages of keys and values, and queries

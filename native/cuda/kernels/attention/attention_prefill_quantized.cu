@@ -1,5 +1,5 @@
 // Attention over quantized caches by mma.sync: as attention_prefill_mma.cu, but what 64 positions have in the cache is
-// copied as it is, ahead, and then widened into bfloat16 in shared memory by all warps of a block of threads. Few
+// copied as it is, ahead, and then widened into bfloat16 in shared memory by all warps of a CTA. Few
 // pairs: attention_decode.cuh.
 #include "cuda/kernels/attention/attention_mma.h"
 #include "cuda/kernels/attention/attention_pairs.cuh"

@@ -1,7 +1,7 @@
 // Attention of many pairs of a row and a query head over caches of 16 bits by wgmma (after Shah et al.,
 // "FlashAttention-3", 2024): two warpgroups have 64 pairs each; while one computes weights, its products with the
 // weights before and the other's products go on. A third one copies keys and values into shared memory, 64 positions at
-// a time and several stages ahead, on into the next tile: there are no more blocks of threads than run at once. The
+// a time and several stages ahead, on into the next tile: there are no more CTAs than run at once. The
 // recipe is attention_prefill_mma.cu's, and so are the bits: products are the same chains, and a thread has the same
 // values.
 #include <algorithm>
@@ -346,7 +346,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (threadIdx.x == 0) barriers.items[number % kItems] = item;
       number++;
     };
-    // Tiles that see most come first, and blocks of threads take them there and back: so all have as much.
+    // Tiles that see most come first, and CTAs take them there and back: so all have as much.
     for (int turn = 0;; turn++) {
       const int own = turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x, i = turn * gridDim.x + own;
       if (i >= count * a.cache.kv_heads) break;
@@ -460,7 +460,7 @@ void start_dim(const Attention& a, const AttentionTile* tiles, int count, const 
   const auto kernel =
       a.soft_cap > 0 ? attend_prefill_wgmma_kernel<kDim, true> : attend_prefill_wgmma_kernel<kDim, false>;
   allow_shared(kernel, Shape<kDim>::kShared);
-  const int blocks = std::min(count * a.cache.kv_heads, processors());
+  const int blocks = std::min(count * a.cache.kv_heads, sm_count());
   start(queue, kernel, dim3(blocks), kThreads, Shape<kDim>::kShared, a, tiles, count, rope != nullptr,
         rope ? rope->table : RotaryTable());
 }

@@ -7,7 +7,7 @@ namespace cuda {
 namespace {
 
 constexpr int kThreads = 256, kEach = 16;
-constexpr size_t kChunk = (size_t)kThreads * kEach * sizeof(uint4);  // of a block of threads
+constexpr size_t kChunk = (size_t)kThreads * kEach * sizeof(uint4);  // of a CTA
 
 __global__ void __launch_bounds__(kThreads) copy_kernel(const SpanPart* parts, const SpanPair* pairs, bool saves) {
   after_previous();

@@ -1,4 +1,4 @@
-// How blocks of threads that stay share out what tiles of few rows have to see: runs of context, KV head by KV head.
+// How CTAs that stay share out what tiles of few rows have to see: runs of context, KV head by KV head.
 #pragma once
 #include "cuda/kernels/attention/attention.cuh"
 
@@ -10,13 +10,13 @@ namespace decode {
 constexpr int kTokens = 64,
               kBlocks = kKvSplitTokens / kTokens;  // of a stage; stages of keys of a run, and as many of values
 constexpr int kConsumers = 8;                      // warps that compute
-// Warps that copy, and all threads; lean: of a kernel whose blocks share a processor.
+// Warps that copy, and all threads; lean: of a kernel whose blocks share an SM.
 __host__ __device__ constexpr int producers(bool lean) { return lean ? 2 : 4; }
 __host__ __device__ constexpr int threads(bool lean) { return 32 * (kConsumers + producers(lean)); }
 constexpr int kReserved = 1 << 10;  // of a block's shared memory, for the system
 constexpr int kShortStages = 6, kMostStages = 24;
 
-// Of the runs that a block of threads has: where they begin, how many, and the number of the first among all. Each
+// Of the runs that a CTA has: where they begin, how many, and the number of the first among all. Each
 // block has so many, the first ones one more; or all of a tile and a KV head.
 struct Begin {
   int tile, kv_head, split, count, number;
@@ -104,7 +104,7 @@ __device__ inline Begin share_out_tiles(const Attention& a, int count) {
   return share;
 }
 
-// The runs that a block of threads has, one after the other.
+// The runs that a CTA has, one after the other.
 class KvSplits {
  public:
   __device__ KvSplits(const Attention& a, const AttentionTile* tiles, bool several, const Begin& begin)
@@ -162,7 +162,7 @@ struct Extent {
 
 __device__ inline void consumers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(32 * kConsumers) : "memory"); }
 
-// What a block of threads has of a tile and a KV head. The block that has the first runs merges them as it goes; what
+// What a CTA has of a tile and a KV head. The block that has the first runs merges them as it goes; what
 // these are together lies where the last of them has its place.
 struct Part {
   int tile, kv_head;
@@ -219,7 +219,7 @@ __device__ inline void put_two(const Rows& out, int row, int column, float first
 // all of these blocks, which are there: there are no more than find room, and none waits before it has left its own
 // parts. If they are not, as when two such kernels have a part of the chip each, the step ends as an error and not
 // never. memory: shared, of `bytes` of each warp. Loops are not unrolled far: a kernel's instructions are not in the
-// processor's cache when they are first wanted.
+// SM's cache when they are first wanted.
 template <int kDim>
 __device__ void merge_part(const Attention& a, const Part& part, Shared& shared, uint32_t memory, int bytes) {
   constexpr int kWide = kDim < 128 ? kDim : 128, kChunks = kDim / kWide, kLeaving = 1 << 16;  // features; of a pair

@@ -22,7 +22,7 @@ namespace AS_DTYPE16 {
 namespace {
 
 constexpr int kThreads = 512, kEight = 8;
-constexpr int kBlocks = 2;  // of threads, of a processor
+constexpr int kBlocks = 2;  // of threads, of an SM
 constexpr int kLooks = 64;  // at what is waited for, between two at the clock
 
 __device__ uint64_t nanoseconds() {
@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(kThreads, kRanks <= 4 ? kBlocks : 1)
 
 void sum_ranks(const RankSum& sum, int rows, const Queue& queue) {
   const int threads = std::clamp(ceil_div(sum.y.width, 32 * kEight) * 32, 32, kThreads);
-  const int blocks = std::clamp(rows, 1, kBlocks * processors());  // one to meet, whatever there is to add
+  const int blocks = std::clamp(rows, 1, kBlocks * sm_count());  // one to meet, whatever there is to add
   const bool whole = sum.y.width % kEight == 0;
   const auto choose = [&](auto few, auto some, auto many) {
     start(queue, sum.peers.world <= 2 ? few : sum.peers.world <= 4 ? some : many, blocks, threads, 0, sum, rows);

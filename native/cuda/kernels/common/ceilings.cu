@@ -6,7 +6,7 @@ namespace as {
 namespace cuda {
 namespace {
 
-constexpr int kThreads = 512, kAtOnce = 4, kBlocks = 4;  // of threads, of a processor
+constexpr int kThreads = 512, kAtOnce = 4, kBlocks = 4;  // of threads, of an SM
 
 __global__ void __launch_bounds__(kThreads) read_kernel(const uint4* data, size_t count, uint32_t* sink) {
   after_previous();
@@ -36,7 +36,7 @@ __global__ void fill_kernel(uint32_t* data, size_t count) {
 }  // namespace
 
 void read_memory(const void* data, size_t bytes, uint32_t* sink, const Queue& queue) {
-  start(queue, read_kernel, kBlocks * processors(), kThreads, 0, static_cast<const uint4*>(data), bytes / 16, sink);
+  start(queue, read_kernel, kBlocks * sm_count(), kThreads, 0, static_cast<const uint4*>(data), bytes / 16, sink);
   launched("reading memory");
 }
 

@@ -96,7 +96,7 @@ void allow_shared(Kernel kernel, size_t bytes) {
 }
 
 // Of the device in use.
-inline int processors() {
+inline int sm_count() {
   int device = 0, count = 1;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
@@ -137,7 +137,7 @@ __device__ inline float warp_sum(float x) {
   return x;
 }
 
-// Sum over a block of threads, kMost at most, the same in all of them: over each warp's lanes, then over warps in
+// Sum over a CTA, kMost at most, the same in all of them: over each warp's lanes, then over warps in
 // ascending order.
 template <int kMost>
 __device__ inline float block_sum(float x, unsigned threads) {

@@ -7,7 +7,7 @@
 namespace as {
 namespace cuda {
 
-// Of the GPU in use, bytes of shared memory that a block of threads may have: 227 KiB on Hopper, 163 on the A100, 99 on
+// Of the GPU in use, bytes of shared memory that a CTA may have: 227 KiB on Hopper, 163 on the A100, 99 on
 // many others.
 inline int most_shared() {
   int device = 0, bytes = 0;

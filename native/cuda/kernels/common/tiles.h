@@ -33,7 +33,7 @@ AS_BOTH constexpr int chunk_offset(int row, int chunk) { return row * kRowBytes 
 
 // A sum over K is cut into pieces of equal numbers of blocks (the last may be shorter), by the matrix alone: each is
 // one chain of tensor-core products in ascending order, and they are added in ascending order. So it does not matter
-// who computes which piece, and for how many rows at once. Matrices of 16 bits with many rows keep all processors busy
+// who computes which piece, and for how many rows at once. Matrices of 16 bits with many rows keep all SMs busy
 // without: there a sum is one piece, and who goes on with somebody else's goes on from what that one left.
 constexpr int kManyColumns = 16384;  // of a result
 constexpr int max_split_k(int n) { return n < kManyColumns ? kMaxSplitK : 1; }
@@ -48,13 +48,13 @@ struct SplitK {
   }
 };
 
-// Of quantized matrices: so many pieces that nearly all processors have one of 256 columns, or else at least one of
+// Of quantized matrices: so many pieces that nearly all SMs have one of 256 columns, or else at least one of
 // 128; and each of whole pairs of blocks, which kernels take in one step.
-constexpr int kMaxQuantSplitK = 10, kProcessors = 132;
+constexpr int kMaxQuantSplitK = 10, kReferenceSms = 132;
 inline int quant_split_k(int n, int k, int at_most = kMaxQuantSplitK) {
-  const int tiles = (n + 4 * kBlock - 1) / (4 * kBlock), alone = kProcessors / tiles;
-  int most = (kProcessors * 2 * kBlock + n - 1) / n;
-  if (alone * tiles > kProcessors * 7 / 8) most = alone;
+  const int tiles = (n + 4 * kBlock - 1) / (4 * kBlock), alone = kReferenceSms / tiles;
+  int most = (kReferenceSms * 2 * kBlock + n - 1) / n;
+  if (alone * tiles > kReferenceSms * 7 / 8) most = alone;
   if (most > at_most) most = at_most;
   while (most > 1 && most <= kMaxSplitK && SplitK(k, most).length % 2 && SplitK(k, most).count > 1) most--;
   return most;

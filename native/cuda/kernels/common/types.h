@@ -47,9 +47,9 @@ struct Matrix {
   bool reads_tiles() const { return takes_tiles() || takes_bytes(); }
 };
 
-// Where blocks of threads of one launch leave sums for each other: kScratchFloats and kScratchFlags each; and all of
+// Where CTAs of one launch leave sums for each other: kScratchFloats and kScratchFlags each; and all of
 // them pieces of sums, with how many have come. Flags and counts are zero between launches.
-constexpr int kScratchBlocks = 144, kScratchFlags = 4;
+constexpr int kScratchCtas = 144, kScratchFlags = 4;
 constexpr size_t kScratchFloats = 192 * 256;
 constexpr size_t kScratchParts = 12 << 20, kScratchCounts = kScratchParts / 1024;
 struct Scratch {

@@ -19,7 +19,7 @@ __device__ inline void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 __device__ inline void barrier_arrive(uint64_t* barrier) { barrier_arrive(shared_address(barrier)); }
-// At a block of threads of the cluster. What is told is that products have read, not what was written: so a fence of
+// At a CTA of the cluster. What is told is that products have read, not what was written: so a fence of
 // the whole cluster's memory is not wanted.
 __device__ inline void barrier_arrive_at(uint64_t* barrier, int block) {
   asm volatile(
@@ -40,7 +40,7 @@ __device__ inline void barrier_wait(uint32_t barrier, int parity) {
       : "memory");
 }
 __device__ inline void barrier_wait(uint64_t* barrier, int parity) { barrier_wait(shared_address(barrier), parity); }
-// Whether what another block of threads wrote before is there.
+// Whether what another CTA wrote before is there.
 __device__ inline void set_flag(int* flag, int value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
@@ -53,7 +53,7 @@ __device__ inline int get_flag(const int* flag) {
 __device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 __device__ inline void cluster_barrier() { cluster_arrive(), cluster_wait(); }
-// A word into shared memory of a block of threads of the cluster, whose barrier is told of four bytes; and who waits
+// A word into shared memory of a CTA of the cluster, whose barrier is told of four bytes; and who waits
 // for all that it expects.
 __device__ inline void send(const void* to, int block, uint32_t word, const uint64_t* barrier) {
   asm volatile(

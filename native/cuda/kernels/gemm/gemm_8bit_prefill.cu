@@ -1,12 +1,12 @@
 // Products of 8 bits with many rows of activations of 8 bits: of floats (gemm_float8.h), and of integers in one group
 // (gemm_integer.h), as gemm_prefill.cu has those of bfloat16.
 //
-// A block of threads has a tile of 128 rows of activations and some columns (rows of the weights) at a time. Four
+// A CTA has a tile of 128 rows of activations and some columns (rows of the weights) at a time. Four
 // threads have blocks of both sides copied into shared memory, several steps of 128 of K ahead and on into the next
-// tile while this one is written; two warpgroups multiply, each 64 rows with all columns. Blocks of threads that have
+// tile while this one is written; two warpgroups multiply, each 64 rows with all columns. CTAs that have
 // adjacent tiles of rows and of columns are a cluster: each copies a part of what they share for all. SplitK of K
 // (tiles.h) are computed one after the other and added in registers, or for wide tiles partly in shared memory; or,
-// where tiles are too few for all processors, by as many blocks of a cluster, which then add them up out of each
+// where tiles are too few for all SMs, by as many blocks of a cluster, which then add them up out of each
 // other's memory. Tiles that are left for the end are shared by pieces (tile_scheduler.cuh).
 //
 // What bounds tiles of 192 columns and less is shared memory, which gives or takes 128 bytes in a cycle: the wider, the
@@ -82,7 +82,7 @@ constexpr int kPlaces = 16;
 
 constexpr int gcd(int a, int b) { return b ? gcd(b, a % b) : a; }
 
-// What a block of threads copies of what it shares: blocks of rows, and columns, of which each block of 64 and each
+// What a CTA copies of what it shares: blocks of rows, and columns, of which each block of 64 and each
 // block of K of a step is a copy of its own.
 template <typename S>
 struct Own {
@@ -100,7 +100,7 @@ struct Copy {
   bool of_rows = false;
 };
 
-// Number n of the copies of a block of threads; first: block of K.
+// Number n of the copies of a CTA; first: block of K.
 template <typename S>
 __device__ Copy copy_of(const GemmArgs& p, int rows, const TilePart& at, int blocks, int first, int down, int across,
                         int n) {
@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   // Where tiles are is said by who copies: that takes divisions, and nobody multiplies meanwhile.
   __shared__ TilePart places[kPlaces];
   static_assert(kPlaces >= kStages + 2);  // each that is on its way has a stage at least
-  // Of a cluster's blocks of threads those of a tile are adjacent, and then those of a row of tiles.
+  // Of a cluster's CTAs those of a tile are adjacent, and then those of a row of tiles.
   const int k_parts = S::kBeside ? k.count : 1, cluster = kSharers * k_parts;
   const int rank = blockIdx.x % cluster, k_part = rank % k_parts, down = rank / k_parts / kAcross,
             across = rank / k_parts % kAcross;
@@ -446,7 +446,7 @@ struct Kernel {
     constexpr auto kFunction = gemm_prefill_kernel<S, false>;
     allow_shared(kFunction, S::kShared);
     if (cudaOccupancyMaxActiveClusters(&found, kFunction, &config) != cudaSuccess) cudaGetLastError();
-    return count = found > 0 ? found : std::max(1, processors() / (S::kSharers * k_parts));
+    return count = found > 0 ? found : std::max(1, sm_count() / (S::kSharers * k_parts));
   }
   static int k_parts_of(const Matrix& w) { return S::kBeside ? SplitK(w.k, w.max_split_k).count : 1; }
   // How tiles are shared out, and how many nanoseconds that takes if a step takes so many. Where the last turn of all
@@ -457,7 +457,7 @@ struct Kernel {
     const int most = clusters(k_parts_of(w)), count = walk->count(), over = count % most, turns = ceil_div(count, most);
     const int64_t steps = ceil_div(S::kBeside ? k.length : k.blocks, kStep), tile = steps * nanoseconds + S::kEnd,
                   whole = turns * tile;
-    if (S::kSums != Sums::chained || count < most || over == 0 || most * S::kSharers > kScratchBlocks) return whole;
+    if (S::kSums != Sums::chained || count < most || over == 0 || most * S::kSharers > kScratchCtas) return whole;
     const int units = ceil_div(k.blocks, walk->unit), part = ceil_div((most + over) * units, most);
     const int64_t shared =
         (turns - 2) * tile + (int64_t)part * ceil_div(walk->unit, kStep) * nanoseconds + 2 * S::kEnd + kHandOver;
@@ -491,7 +491,7 @@ struct Choice {
   void (*start)(const GemmArgs&, int rows, int nanoseconds, const Queue&);
 };
 // Cycles of 0.67 ns, which is what power allows: of tensor cores, of shared memory, which gives or takes 128 bytes in
-// one, and of the second-level cache, which gives a processor 38.
+// one, and of the second-level cache, which gives an SM 38.
 template <bool kFloats, int kColumns, Sums kSums, int kDown, int kAcross>
 constexpr Choice choice() {
   using S = Shape<kFloats, kColumns, kSums, kDown, kAcross>;

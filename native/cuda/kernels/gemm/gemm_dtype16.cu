@@ -1,7 +1,7 @@
 // Products of 16 bits by mma.sync: for few rows, where all that counts is how fast the weights stream by, and on chips
 // without wgmma for any number.
 //
-// A block of threads has 16 columns and up to 64 rows of activations. Each of its warps copies its part of both sides
+// A CTA has 16 columns and up to 64 rows of activations. Each of its warps copies its part of both sides
 // into shared memory several stages ahead, and no other warp sees that.
 #include <algorithm>
 
@@ -15,9 +15,9 @@ namespace {
 
 constexpr int kStageWeights = kTileRows * kBlock * 2;  // bytes of a stage: 64 of K
 constexpr int kStageRows = kRowTile * kBlock * 2;
-constexpr int kSharedBytes = 112 << 10;  // at most: two blocks of threads fit a processor of Hopper's and the A100
+constexpr int kSharedBytes = 112 << 10;  // at most: two CTAs fit an SM of Hopper's and the A100
 
-// kTiles: of 8 rows each. kDeep: blocks of threads are few, and each has much on its way.
+// kTiles: of 8 rows each. kDeep: CTAs are few, and each has much on its way.
 template <int kTiles, int kDeep = 0>
 struct Shape {
   static constexpr int kStages = kDeep ? kDeep : kTiles <= 1 ? 5 : kTiles <= 2 ? 4 : kTiles <= 4 ? 3 : 2;
@@ -31,7 +31,7 @@ struct Shape {
   }
 };
 
-// The blocks of K that a warp computes, for all columns that its block of threads has.
+// The blocks of K that a warp computes, for all columns that its CTA has.
 struct Walk {
   int tile, k_part, block, end;  // 16 columns; piece; block of K, and where the piece ends
 
@@ -144,11 +144,11 @@ void start_tiles(const GemmArgs& p, int rows, const Queue& queue) {
   launched("linear of 16 bits");
 }
 
-// Of up to eight rows: where no processor has more than two blocks of threads, more of the weights may be on their way
+// Of up to eight rows: where no SM has more than two CTAs, more of the weights may be on their way
 // before the rows are there.
 void start_few(const GemmArgs& p, int rows, const Queue& queue) {
   constexpr int kDeep = 8;
-  const bool few = ceil_div(p.w.n, kTileRows) <= 2 * processors();
+  const bool few = ceil_div(p.w.n, kTileRows) <= 2 * sm_count();
   if (queue.capability == 90 && few && SplitK(p.w.k, p.w.max_split_k).length >= kDeep)
     return start_tiles<1, kDeep>(p, rows, queue);
   start_tiles<1>(p, rows, queue);

@@ -11,7 +11,7 @@ namespace cuda {
 namespace {
 
 constexpr int kStageRows = kRowTile * kByteRow;
-constexpr int kSharedBytes = 108 << 10;  // at most: two blocks of threads fit a processor of Hopper's and the A100
+constexpr int kSharedBytes = 108 << 10;  // at most: two CTAs fit an SM of Hopper's and the A100
 
 // kTiles: of 8 rows of activations; kColumnTiles: of 16 columns (rows of the weights).
 template <int kBits, int kTiles, int kColumnTiles>

@@ -1,11 +1,11 @@
 // Products of 16 bits by wgmma for many rows.
 //
-// A block of threads has a tile of 128 rows of activations and some columns (rows of the weights) at a time, and
+// A CTA has a tile of 128 rows of activations and some columns (rows of the weights) at a time, and
 // there are no more blocks than run at once: each computes one tile after the other, and an equal part of those that
 // are left for the end. Who begins a tile does so long before the other, who goes on from its sums. Four threads have
 // blocks of both sides copied into shared memory, several stages ahead and on into the next tile while this one is
 // written; two warpgroups multiply, each 64 rows with all columns. Sums of a piece of K (tiles.h) are added to those of
-// the pieces before in registers. Blocks of threads that have adjacent tiles of rows and of columns are a cluster: each
+// the pieces before in registers. CTAs that have adjacent tiles of rows and of columns are a cluster: each
 // copies a part of what they share for all, as what the second-level cache delivers is the limit.
 #include <cstdint>
 #include <type_traits>
@@ -49,7 +49,7 @@ Walk walk_of(int rows, const SplitK& k, int columns) {
 }
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// What a block of threads shares beside stages. Which parts it has is said by who copies: that takes divisions, and
+// What a CTA shares beside stages. Which parts it has is said by who copies: that takes divisions, and
 // nobody multiplies meanwhile. More than these are never on their way: each has a stage at least.
 template <int kStages>
 struct Barriers {
@@ -327,7 +327,7 @@ struct Kernel {
       int found = 0;
       allow_shared(kFunction, S::kShared);
       if (cudaOccupancyMaxActiveClusters(&found, kFunction, &config) != cudaSuccess) cudaGetLastError();
-      return found > 0 ? found : processors() / S::kCluster;
+      return found > 0 ? found : sm_count() / S::kCluster;
     }();
     return count;
   }
@@ -337,7 +337,7 @@ struct Kernel {
     *walk = walk_of<S>(rows, k, w.n);
     const int count = walk->count(), over = count % clusters(), turns = ceil_div(count, clusters());
     const int64_t tile = (int64_t)k.blocks * nanoseconds + kEnd, whole = turns * tile;
-    if (count < clusters() || over == 0 || clusters() * S::kCluster > kScratchBlocks) return whole;
+    if (count < clusters() || over == 0 || clusters() * S::kCluster > kScratchCtas) return whole;
     const int units = ceil_div(k.blocks, walk->unit), part = ceil_div((size_t)(clusters() + over) * units, clusters());
     const int64_t shared = (turns - 2) * tile + (int64_t)part * walk->unit * nanoseconds + 2 * kEnd + kHandOver;
     if (shared >= whole) return whole;

@@ -16,7 +16,7 @@ namespace cuda {
 namespace {
 
 constexpr int kStageRows = kRowTile * kBlock * 2;
-constexpr int kSharedBytes = 108 << 10;  // at most: two blocks of threads fit a processor of Hopper's and the A100
+constexpr int kSharedBytes = 108 << 10;  // at most: two CTAs fit an SM of Hopper's and the A100
 
 // kTiles: of 8 rows of activations; kColumnTiles: of 16 columns (rows of the weights). kFine: scales change within a
 // block of K.
@@ -159,7 +159,7 @@ void start_tiles(const GemmArgs& p, int rows, const Queue& queue) {
 
 template <int kBits, bool kFine>
 void start_rows(const GemmArgs& p, int rows, const Queue& queue) {
-  // Few columns of a sum in pieces: so small that all processors have some.
+  // Few columns of a sum in pieces: so small that all SMs have some.
   if (rows <= 2 && p.w.n < kManyColumns) start_tiles<kBits, 1, 1, kFine>(p, rows, queue);
   else if (rows <= 8) start_tiles<kBits, 1, 2, kFine>(p, rows, queue);
   else if (rows <= 16) start_tiles<kBits, 2, 2, kFine>(p, rows, queue);

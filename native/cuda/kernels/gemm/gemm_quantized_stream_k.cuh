@@ -1,6 +1,6 @@
 // Products of quantized weights by wgmma in a stream of weights, as gemm_stream_k.cu has those of bfloat16.
 //
-// A block of threads stays on its processor and has an equal part of all steps of all tiles: a step is two blocks of K,
+// A CTA stays on its SM and has an equal part of all steps of all tiles: a step is two blocks of K,
 // a tile some columns (rows of the weights) by some rows of activations. Four warps have steps copied into shared
 // memory, as far ahead as there is room, on and on through the tiles; warpgroups multiply, each 64 columns with all
 // rows: a warp makes of its 16 columns' codes the product's first operand in registers, while the product before is
@@ -8,9 +8,9 @@
 // bits are the same (not of floats of 8 bits) and which takes fewer instructions than wgmma's descriptors and waits.
 //
 // A tile's sum over K is that of pieces (tiles.h), which whoever comes last adds up in ascending order. Where nearly
-// all processors have a piece if each has one, so it is, as hand-overs take longer than steps that some have less. A
-// piece that two blocks of threads share is begun first of all by the one and finished last by the other, who goes on
-// from what the first has left in global memory long ago. Everybody waits for blocks of threads of lower numbers alone,
+// all SMs have a piece if each has one, so it is, as hand-overs take longer than steps that some have less. A
+// piece that two CTAs share is begun first of all by the one and finished last by the other, who goes on
+// from what the first has left in global memory long ago. Everybody waits for CTAs of lower numbers alone,
 // which have begun before.
 #pragma once
 #include <algorithm>
@@ -106,7 +106,7 @@ __device__ inline void group_barrier(int group) {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 constexpr int kCopyWarps = kGroupThreads / 32;
-// What a warp asks for in each of a block of threads' steps: a group's codes, a group's scales, and some of the rows.
+// What a warp asks for in each of a CTA' steps: a group's codes, a group's scales, and some of the rows.
 // All that takes a division is worked out when a part begins: in each step it would take longer than its weights do.
 template <class S>
 class StreamKCopies {
@@ -536,9 +536,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 template <typename S>
 void start_stream_k_tiles(const GemmArgs& p, int rows, const Queue& queue) {
   const SplitK k(p.w.k, p.w.max_split_k);
-  const int tiles = S::tiles(p.w.n, rows), most = std::min(processors(), kScratchBlocks);
+  const int tiles = S::tiles(p.w.n, rows), most = std::min(sm_count(), kScratchCtas);
   const size_t tile_sums = S::kSums * k.count;
-  // Of more tiles than have a place for their pieces each, a block of threads computes whole ones. A piece that is
+  // Of more tiles than have a place for their pieces each, a CTA computes whole ones. A piece that is
   // shared is by two.
   StreamKSplit of = StreamKSplit::steps;
   int blocks =
@@ -558,8 +558,8 @@ template <class Format, int kRows, int kMostGroups, bool kOwn = false>
 void start_stream_k_rows(const GemmArgs& p, int rows, const Queue& queue) {
   using Wide = StreamKShape<Format, kRows, kMostGroups, kOwn>;
   const int k_parts = Wide::tiles(p.w.n, rows) * SplitK(p.w.k, p.w.max_split_k).count;
-  const bool alone = k_parts <= processors() && k_parts >= processors() * 2 / 3;
-  if (alone || Wide::tiles(p.w.n, rows) >= processors()) start_stream_k_tiles<Wide>(p, rows, queue);
+  const bool alone = k_parts <= sm_count() && k_parts >= sm_count() * 2 / 3;
+  if (alone || Wide::tiles(p.w.n, rows) >= sm_count()) start_stream_k_tiles<Wide>(p, rows, queue);
   else start_stream_k_tiles<StreamKShape<Format, kRows, 2, kOwn>>(p, rows, queue);
 }
 

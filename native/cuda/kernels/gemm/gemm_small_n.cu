@@ -41,7 +41,7 @@ void start_few(const GemmArgs& p, int rows, const Queue& queue) {
   allow_shared(kernel, shared);
   const int columns = ceil_div(p.w.n, kColumns), groups = ceil_div(rows, kWarps * kRows);
   // Weights are read anew by each block: no more of them than run at once.
-  const int most = 2 * processors() / columns;
+  const int most = 2 * sm_count() / columns;
   start(queue, kernel, dim3(columns, most < 1 ? 1 : groups < most ? groups : most), 32 * kWarps, shared, p, rows);
   launched("linear with few columns");
 }

@@ -29,7 +29,7 @@ __device__ inline float multiply_add(float4 a, float4 b, float sum) {
   return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, sum))));
 }
 
-// A block of threads brings rows [first, first + count) of a matrix into shared memory.
+// A CTA brings rows [first, first + count) of a matrix into shared memory.
 template <bool kWhole>
 __device__ void bring_rows(const Matrix& m, int first, int count, float* to) {
   const int length = padded_columns(m.k);

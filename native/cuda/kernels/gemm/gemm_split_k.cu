@@ -1,7 +1,7 @@
 // Products of 16 bits by wgmma for some rows, as when many sequences decode: all that counts is how fast the weights
-// stream by, and the rows are too many for every block of threads to read them for a few columns.
+// stream by, and the rows are too many for every CTA to read them for a few columns.
 //
-// A cluster of blocks of threads has 64 or 128 columns (rows of the weights) and up to 256 rows of activations; each
+// A cluster of CTAs has 64 or 128 columns (rows of the weights) and up to 256 rows of activations; each
 // block computes one piece of K (tiles.h). Some threads have blocks of both sides copied into shared memory, several
 // stages ahead. Then all add up the pieces in ascending order, each a share of the values, out of each other's memory.
 #include <algorithm>
@@ -14,8 +14,8 @@ namespace cuda {
 namespace AS_DTYPE16 {
 namespace {
 
-// kRows: of activations; kGroups: warpgroups, of 64 columns each; kBeside: blocks of threads of a cluster that compute
-// the same piece for adjacent columns, and share the rows that they copy; kAlone: a processor has one block of threads.
+// kRows: of activations; kGroups: warpgroups, of 64 columns each; kBeside: CTAs of a cluster that compute
+// the same piece for adjacent columns, and share the rows that they copy; kAlone: an SM has one CTA.
 template <int kRows_, int kGroups_, int kBeside_, bool kAlone_>
 struct Shape {
   static constexpr int kRows = kRows_, kGroups = kGroups_, kBeside = kBeside_;
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kAlone ? 1 : 2)
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64_t full[S::kMostStages], empty[S::kMostStages];
   const int k_part = blockIdx.x, column_block = blockIdx.y * kGroups, first_row = blockIdx.z * kRows;
-  // Of a cluster's blocks of threads those of the same columns are adjacent.
+  // Of a cluster's CTAs those of the same columns are adjacent.
   const int beside = blockIdx.y % kBeside, first_rank = beside * k.count;
   const int first = k_part * k.length, blocks = min(k.length, k.blocks - first);
   const int group = warpgroup(), lane = threadIdx.x % 32;
@@ -200,13 +200,13 @@ size_t shared_bytes(const Room& room) {
   return room.stages * S::kStageBytes + (room.whole ? kShort * S::kRows * kRowBytes : 0);
 }
 
-// at_once: so many blocks of threads have all of a processor's memory for their stages; 0: these are few, and what
+// at_once: so many CTAs have all of an SM's memory for their stages; 0: these are few, and what
 // comes next finds room beside them.
 template <typename S>
 Room room_of(int at_once, bool whole) {
   Room room{S::kLeastStages, whole};
   if (!at_once) return room;
-  constexpr size_t kAll = 226 << 10, kFixed = 2 << 10;  // of a processor; beside stages, of a block of threads
+  constexpr size_t kAll = 226 << 10, kFixed = 2 << 10;  // of an SM; beside stages, of a CTA
   for (room.stages = S::kMostStages; kAll / at_once < shared_bytes<S>(room) + kFixed; room.stages--) {}
   return room;
 }
@@ -247,12 +247,12 @@ bool fits(const GemmArgs& p, int rows) {
 }
 
 // Of short pieces most are on their way before the kernel before this one has made the rows, if there is room for that
-// in all blocks of threads at once. Of long ones that is little, and stages beyond what hides latency only keep the
+// in all CTAs at once. Of long ones that is little, and stages beyond what hides latency only keep the
 // next kernel from beginning.
 template <int kRows>
 void start_few(const GemmArgs& p, int rows, const Queue& queue) {
   const SplitK k(p.w.k, p.w.max_split_k);
-  const int blocks = blocks_of(p.w.n) * k.count, wanted = (blocks + processors() - 1) / processors();
+  const int blocks = blocks_of(p.w.n) * k.count, wanted = (blocks + sm_count() - 1) / sm_count();
   const int at_once = k.length > kShort || wanted > 3 ? 0 : std::max(wanted, 2);
   constexpr int kFewWhole = 2;  // rows: one thread asks for more of them as soon as all threads bring them
   start_split_k<kRows, 1>(p, rows, queue, at_once, rows <= kFewWhole && at_once == 2);
@@ -266,9 +266,9 @@ void gemm_split_k(const GemmArgs& p, int rows, const Queue& queue) {
   if (rows <= 32) return start_few<32>(p, rows, queue);
   if (rows <= 64) return start_few<64>(p, rows, queue);
   // Rows are read once for each cluster's columns, and weights for each tile of rows: as large as all clusters still
-  // run at once, and most processors have one.
+  // run at once, and most SMs have one.
   const int blocks = ceil_div(p.w.n, 2 * kBlock) * SplitK(p.w.k, p.w.max_split_k).count;
-  if (3 * blocks >= 2 * processors()) {
+  if (3 * blocks >= 2 * sm_count()) {
     if (rows > 128 && fits<256, 2, 2, true>(p, rows)) return start_split_k<256, 2, 2, true>(p, rows, queue);
     if (rows > 128 && fits<256, 2, 1, true>(p, rows)) return start_split_k<256, 2, 1, true>(p, rows, queue);
     if (fits<128, 2, 2, true>(p, rows)) return start_split_k<128, 2, 2, true>(p, rows, queue);

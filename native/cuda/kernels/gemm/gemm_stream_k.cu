@@ -1,12 +1,12 @@
 // Products of 16 bits by wgmma for some rows, as when sequences decode, and many columns (rows of the weights), whose
 // sums over K are one piece (tiles.h): all that counts is how fast the weights stream by.
 //
-// A block of threads stays on its processor and has an equal part of all blocks of the weights: some tiles of columns,
+// A CTA stays on its SM and has an equal part of all blocks of the weights: some tiles of columns,
 // the end of the one before and the beginning of the one after. Warpgroups multiply, each 64 columns with all rows; a
 // thread of each also has blocks of both sides copied into shared memory, as far ahead as there is room, on and on
 // through the tiles. A tile that is shared is begun first of all by the one and finished last by the other, who goes on
 // from the sums that the first has left in global memory long ago (compare Osama et al., "Stream-K", 2023). Everybody
-// waits for blocks of threads of lower numbers alone, which have begun before.
+// waits for CTAs of lower numbers alone, which have begun before.
 #include <algorithm>
 
 #include "cuda/kernels/common/wgmma.cuh"
@@ -34,7 +34,7 @@ struct Shape {
 struct Part {
   int tile, begin, end;
 };
-// The parts that a block of threads has, in the order in which it computes them.
+// The parts that a CTA has, in the order in which it computes them.
 struct TileScheduler {
   int blocks, begin, end;  // of K; what is its own of all blocks of all tiles
 
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   await_previous();
   __syncwarp();
 
-  // Where a thread's sums are for another block of threads: adjacent threads side by side.
+  // Where a thread's sums are for another CTA: adjacent threads side by side.
   const auto sums_of = [&](int block) { return scratch.sums + block * S::kSums + threadIdx.x; };
   int stage = 0, turn = 0, before = -1, before_turn = 0;
   float d[kValues];
@@ -195,8 +195,8 @@ template <typename S>
 void start_stream_k(const GemmArgs& p, int rows, const Queue& queue) {
   static_assert(S::kSums <= kScratchFloats);
   allow_shared(gemm_stream_k_kernel<S>, S::kShared);
-  // A tile has two blocks of threads at most.
-  const int blocks = std::min({S::tiles(p.w.n, rows), processors(), (int)kScratchBlocks});
+  // A tile has two CTAs at most.
+  const int blocks = std::min({S::tiles(p.w.n, rows), sm_count(), (int)kScratchCtas});
   start(queue, gemm_stream_k_kernel<S>, dim3(blocks), S::kThreads, S::kShared, p, rows, SplitK(p.w.k, p.w.max_split_k),
         queue.scratch);
   launched("linear of 16 bits, weights streaming");
@@ -206,7 +206,7 @@ void start_stream_k(const GemmArgs& p, int rows, const Queue& queue) {
 template <int kRows, int kMostGroups>
 void start_rows(const GemmArgs& p, int rows, const Queue& queue) {
   using Wide = Shape<kRows, kMostGroups>;
-  if (Wide::tiles(p.w.n, rows) >= processors()) start_stream_k<Wide>(p, rows, queue);
+  if (Wide::tiles(p.w.n, rows) >= sm_count()) start_stream_k<Wide>(p, rows, queue);
   else start_stream_k<Shape<kRows, 2>>(p, rows, queue);
 }
 

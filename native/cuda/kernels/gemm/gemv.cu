@@ -2,7 +2,7 @@
 // decodes with, where a matrix is so small that what comes before and after its products counts. Of 16 bits, and of 8
 // bits, floats or integers of one group; of these a few rows, too, that have been made 8 bits before.
 //
-// A cluster of blocks of threads has 64 columns (rows of the weights), each block one piece of K. A warp has weights
+// A cluster of CTAs has 64 columns (rows of the weights), each block one piece of K. A warp has weights
 // copied into shared memory, on their way before the kernel before this one has made the row. The others have the
 // piece's part of the row there as products take it: normed, if that is asked for, and made 8 bits, for which blocks
 // tell each other the greatest. They multiply, and send sums to the cluster's first block, which adds them in ascending
@@ -42,7 +42,7 @@ struct Shape {
   using Normed = std::conditional_t<kForm == Form::dtype16, RoundedRow<kWorkers>, NormedChunks<kWorkers, kKept>>;
 };
 
-// What a block of threads has of the product: a piece of 64 columns.
+// What a CTA has of the product: a piece of 64 columns.
 struct Part {
   int k_part, column_block, first, blocks;  // the last two: of K
 
@@ -53,7 +53,7 @@ struct Part {
         blocks(min(k.length, k.blocks - first)) {}
 };
 
-// What a block of threads has in shared memory beside stages and its part of the row.
+// What a CTA has in shared memory beside stages and its part of the row.
 template <class S>
 struct Shared {
   uint64_t full[kMostStages], empty[kMostStages], tops_there, sums_there;
@@ -64,7 +64,7 @@ struct Shared {
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// A word for a block of threads of the cluster, where there is one: without, such instructions are illegal.
+// A word for a CTA of the cluster, where there is one: without, such instructions are illegal.
 template <class S>
 __device__ __forceinline__ void tell(void* to, int block, uint32_t word, const uint64_t* barrier) {
   if constexpr (S::kAlone) *static_cast<uint32_t*>(to) = word;
@@ -379,7 +379,7 @@ void start_bytes(const GemmArgs& p, const GemvPlan& room, const Queue& queue) {
 }  // namespace
 
 void gemv(const GemmArgs& p, const Queue& queue) {
-  const GemvPlan room(p.w, 1, processors());
+  const GemvPlan room(p.w, 1, sm_count());
   if constexpr (kAllFormats) {
     if (p.w.kind == Kind::float8) return start_bytes<Form::float8>(p, room, queue);
     if (p.w.kind == Kind::integers) return start_bytes<Form::integers>(p, room, queue);
@@ -389,7 +389,7 @@ void gemv(const GemmArgs& p, const Queue& queue) {
 }
 
 void gemm_few_rows_8bit(const GemmArgs& p, int rows, const Queue& queue) {
-  const GemvPlan room(p.w, kRowTile, processors());
+  const GemvPlan room(p.w, kRowTile, sm_count());
   if constexpr (kAllFormats) {
     if (p.w.kind == Kind::float8) start_row<Form::float8, From::bytes, 0>(p, room, queue, rows);
     else start_row<Form::integers, From::bytes, 0>(p, room, queue, rows);

@@ -3,7 +3,7 @@
 //
 // A product is shared out by pairs of columns, eight apart in a tile of the weights, and pieces of K (tiles.h): eight
 // such chains, of whatever pieces, are the sixteen rows of a product of a warp, whose second operand has the row's
-// values of each chain's piece as a column. So processors have equal parts, of 14 pairs where a tile has eight. A block
+// values of each chain's piece as a column. So SMs have equal parts, of 14 pairs where a tile has eight. A block
 // of threads has all pieces of its pairs, and adds them up in shared memory; the row is there as a whole, and may be
 // normed on its way. A warp copies the codes that it needs itself, some blocks ahead; so warps wait for nobody but,
 // where schedulers would have unequal numbers of them, the one that goes on with the chains of another.
@@ -77,7 +77,7 @@ struct SetPace {
 // A piece of K of two columns of the result that lie eight apart in a tile, side by side: what a row of
 // mma.sync's first operand and the row eight further have, and what one lane of four has codes of.
 struct Chain {
-  int pair, begin, blocks;  // pair: of those of the block of threads
+  int pair, begin, blocks;  // pair: of those of the CTA
 };
 
 // What a warp copies, a stage at a time: eight chains of every so many pairs. All that takes a division is worked out
@@ -250,7 +250,7 @@ __device__ __forceinline__ void meet(int unit) {
   asm volatile("bar.sync %0, 64;" ::"r"(1 + unit) : "memory");
 }
 
-// pairs: of which a block of threads has `together` at a time, and of each k.count chains. shared_units: of units of
+// pairs: of which a CTA has `together` at a time, and of each k.count chains. shared_units: of units of
 // eight chains, the last so many are by two warps each, one after the other.
 template <class S>
 __global__ void __launch_bounds__(32 * kMostWarps)
@@ -426,9 +426,9 @@ void start_row(const GemmArgs& p, const Plan& plan, const Queue& queue) {
   const size_t shared = S::shared(plan.warps, k.count * k.length);
   const int groups = ceil_div(plan.pairs, plan.merged);
   allow_shared(row_kernel<S>, shared);
-  // As many turns for every block of threads, if there are several.
+  // As many turns for every CTA, if there are several.
   start_reading(queue, {p.w.quants.words, quants_bytes(p.w.n, p.w.k, kBits)}, row_kernel<S>,
-                dim3(ceil_div(groups, ceil_div(groups, processors()))), 32 * plan.warps, shared, p, plan.pairs,
+                dim3(ceil_div(groups, ceil_div(groups, sm_count()))), 32 * plan.warps, shared, p, plan.pairs,
                 Divisor(plan.merged), plan.shared_units, k, Divisor(k.length), SetPace::of<S>(p.w.quants, k.blocks));
   launched("linear with quantized weights, one row");
 }
@@ -442,7 +442,7 @@ void start_stages(const GemmArgs& p, const Plan& plan, const Queue& queue) {
 }  // namespace
 
 void gemv_quantized(const GemmArgs& p, const Queue& queue) {
-  const Plan plan(p.w, processors(), most_shared());
+  const Plan plan(p.w, sm_count(), most_shared());
   const bool fine = Plan::is_fine(p.w.quants);
   if (p.w.quants.bits == 4) fine ? start_stages<4, true>(p, plan, queue) : start_stages<4, false>(p, plan, queue);
   else fine ? start_stages<8, true>(p, plan, queue) : start_stages<8, false>(p, plan, queue);

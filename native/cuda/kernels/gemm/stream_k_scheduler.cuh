@@ -1,4 +1,4 @@
-// What blocks of threads that stay on their processors have of a product whose weights stream by: equal parts of all
+// What CTAs that stay on their SMs have of a product whose weights stream by: equal parts of all
 // steps of K of all tiles of the result.
 #pragma once
 #include "cuda/kernels/common/device.cuh"
@@ -37,15 +37,15 @@ struct Steps {
       : blocks(k.blocks), k_parts(k.count), count(steps_of(k.blocks)), length(steps_of(k.length)) {}
 };
 
-// What blocks of threads have of all steps of all tiles: a piece each, or whole tiles, or equal numbers of steps.
+// What CTAs have of all steps of all tiles: a piece each, or whole tiles, or equal numbers of steps.
 enum class StreamKSplit { k_parts, tiles, steps };
 struct StreamKPartition {
   StreamKSplit of;
   int blocks;      // of threads
-  int each, more;  // tiles or steps of a block of threads; the first `more` have one more
+  int each, more;  // tiles or steps of a CTA; the first `more` have one more
   Divisor k_parts;
 
-  // most: blocks of threads.
+  // most: CTAs.
   StreamKPartition(StreamKSplit of, int tiles, const SplitK& k, int most)
       : of(of), blocks(most), each(0), more(0), k_parts(k.count) {
     if (of == StreamKSplit::k_parts) {
@@ -55,7 +55,7 @@ struct StreamKPartition {
     const int all = of == StreamKSplit::tiles ? tiles : tiles * steps_of(k.blocks);
     each = all / blocks, more = all % blocks;
   }
-  // Where a block of threads begins, of all steps of all tiles.
+  // Where a CTA begins, of all steps of all tiles.
   __device__ int begin(int block, const Steps& k) const {
     if (of == StreamKSplit::k_parts) {
       const int tile = k_parts(block);
@@ -70,7 +70,7 @@ struct StreamKPartition {
 struct StreamKUnit {
   int tile, k_part, begin, end, first, last;
 };
-// The parts that a block of threads has, in the order in which it computes them; positions count steps of all tiles.
+// The parts that a CTA has, in the order in which it computes them; positions count steps of all tiles.
 class StreamKScheduler {
  public:
   __device__ StreamKScheduler(const Steps& k, const StreamKPartition& shares)

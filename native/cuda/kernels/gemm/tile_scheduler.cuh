@@ -1,4 +1,4 @@
-// How blocks of threads of which all run at once share out the tiles of a product with many rows: each computes one
+// How CTAs of which all run at once share out the tiles of a product with many rows: each computes one
 // after the other, and an equal part of those that are left for the end. Who begins a tile does so long before the
 // other, who goes on from its sums.
 #pragma once
@@ -17,7 +17,7 @@ struct Walk {
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// A part of a tile of a block of threads: where it is, and blocks [begin, end) of K.
+// A part of a tile of a CTA: where it is, and blocks [begin, end) of K.
 struct TilePart {
   int row, column, begin, end;
 };
@@ -67,7 +67,7 @@ class TileScheduler {
   int turns_, begin_, end_;  // of units of what is shared
 };
 
-// Of a warpgroup, in that place of its block of threads': sums that another goes on with, and those to go on from.
+// Of a warpgroup, in that place of its CTA': sums that another goes on with, and those to go on from.
 // barrier: a named one of its own. One by one: else the compiler keeps sums in fours, which costs registers.
 template <typename Sums>
 __device__ void hand_over(const Scratch& scratch, int group, int barrier, const Sums& sums) {

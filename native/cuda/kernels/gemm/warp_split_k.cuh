@@ -1,4 +1,4 @@
-// What products by mma.sync share. A block of threads has some columns (rows of the weights) and rows of activations.
+// What products by mma.sync share. A CTA has some columns (rows of the weights) and rows of activations.
 // Each of its warps computes pieces of K (tiles.h) by itself; after each round of pieces, one a warp, all add them up
 // in ascending order.
 #pragma once
@@ -13,7 +13,7 @@ namespace AS_DTYPE16 {
 constexpr int kMostWarps = 8;
 constexpr int kRowTile = 8;
 
-// The blocks of K that a warp computes, for all columns that its block of threads has; and of each its group of scales,
+// The blocks of K that a warp computes, for all columns that its CTA has; and of each its group of scales,
 // which is of `group_blocks` blocks.
 struct GroupWalk {
   int tile, k_part, group_blocks, block, end, group, group_end;
@@ -86,13 +86,13 @@ __device__ void put_gated(const GemmArgs& p, int rows, int first_row, int tile, 
   }
 }
 
-// How such a kernel is started: tiles of columns, and blocks of threads for them, for each group of rows.
+// How such a kernel is started: tiles of columns, and CTAs for them, for each group of rows.
 struct SplitKGrid {
   int tiles, warps;
   dim3 blocks;
   size_t shared;
 };
-// S: what a block of threads has (kColumns, kRows, shared()); most_warps: of a block.
+// S: what a CTA has (kColumns, kRows, shared()); most_warps: of a block.
 template <typename S, typename Kernel>
 SplitKGrid grid_of(Kernel kernel, const Matrix& w, const SplitK& k, int rows, int most_warps) {
   const int rounds = ceil_div(k.count, most_warps), warps = ceil_div(k.count, rounds);
@@ -101,8 +101,8 @@ SplitKGrid grid_of(Kernel kernel, const Matrix& w, const SplitK& k, int rows, in
   allow_shared(kernel, shared);
   int merged = 0;
   cudaOccupancyMaxActiveBlocksPerMultiprocessor(&merged, kernel, 32 * warps, shared);
-  const int most = std::max(1, processors() * std::max(merged, 1) / groups);
-  // As many turns for every block of threads, if there are several.
+  const int most = std::max(1, sm_count() * std::max(merged, 1) / groups);
+  // As many turns for every CTA, if there are several.
   const int turns = ceil_div(tiles, most);
   return {tiles, warps, dim3(ceil_div(tiles, turns), groups), shared};
 }

@@ -55,7 +55,7 @@ __device__ float* inner_of(const AdaptedSums& a, int row, int number) {
   return a.inner + ((size_t)row * a.count + number) * whole_ranks(a.max_rank);
 }
 
-// A row by itself: one block of threads for a rank, whose warps have a part of the columns each. What others do not
+// A row by itself: one CTA for a rank, whose warps have a part of the columns each. What others do not
 // make is read before the kernel before this one has ended. Blocks: rows, targets, ranks.
 __global__ void __launch_bounds__(32 * kWarps) shrink_alone_kernel(AdaptedSums a, int rows) {
   constexpr int kAhead = 4;

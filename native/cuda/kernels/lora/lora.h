@@ -16,7 +16,7 @@ struct LoraPair {
 constexpr int kRankBlock = 16;
 AS_BOTH constexpr int lora_stride(int columns) { return (columns + 7) / 8 * 8; }
 AS_BOTH constexpr int whole_ranks(int rank) { return (rank + kRankBlock - 1) / kRankBlock * kRankBlock; }
-// Sums over K of matrices of 16 bits are made in so many parts, by different blocks of threads.
+// Sums over K of matrices of 16 bits are made in so many parts, by different CTAs.
 constexpr int kMaxLoraKParts = 8;
 AS_BOTH constexpr int lora_k_parts(int k, bool is_dtype16) {
   const int parts = is_dtype16 ? (k + 1023) / 1024 : 1;

@@ -263,7 +263,7 @@ __device__ float2 sum_of(const float2& a, const float2& b) {
   return make_float2(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y));
 }
 
-// What is done with sums; kTiles: of 8 columns, of a warp; kBlocks: of threads, of a processor. Added to a target's
+// What is done with sums; kTiles: of 8 columns, of a warp; kBlocks: of threads, of an SM. Added to a target's
 // columns of y:
 struct IntoY {
   static constexpr int kTiles = 8, kKinds = 1, kBlocks = 3;
@@ -445,7 +445,7 @@ __global__ void __launch_bounds__(32 * kExpandWarps, Into::kBlocks)
 template <typename Into>
 void expand(const AdaptedSums& a, int columns, int targets, int rows, int turns, const Queue& queue) {
   const int wide = ceil_div(columns, kExpandWarps * Into::kTiles * 8), tiles = ceil_div(rows, kRows);
-  const int each = rows <= kFewRows ? 1 : std::clamp(tiles * wide * targets / (16 * processors()), 1, 16);
+  const int each = rows <= kFewRows ? 1 : std::clamp(tiles * wide * targets / (16 * sm_count()), 1, 16);
   start(queue, expand_kernel<Into>, dim3(wide, ceil_div(tiles, each), targets * turns), 32 * kExpandWarps, 0, a, rows,
         each, turns);
   launched("adapters");

@@ -12,9 +12,9 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kGroupThreads = 1024;
-constexpr int kFewRows = 32, kFewThreads = 512, kFewExperts = 256;  // rows of a step that one block of threads routes
+constexpr int kFewRows = 32, kFewThreads = 512, kFewExperts = 256;  // rows of a step that one CTA routes
 
-// A block of threads sorts entries by expert; in which order those of one are does not matter to anybody. chosen:
+// A CTA sorts entries by expert; in which order those of one are does not matter to anybody. chosen:
 // [entries] their experts. shared: three numbers of each expert.
 __device__ void group(const Routing& routing, const int* chosen, int entries, int tile_rows, int* shared) {
   const int experts = routing.end - routing.begin, lane = threadIdx.x % 32, warp = threadIdx.x / 32;

@@ -1,9 +1,9 @@
 // A layer of experts for a step of one row, where latencies are what counts: in three launches, each of which has its
 // weights on their way while the one before still runs, and none of which waits for lists that another has made.
 //
-// Every block of threads norms the row by itself and makes one expert's logit; in the two launches of products every
+// Every CTA norms the row by itself and makes one expert's logit; in the two launches of products every
 // block chooses the row's experts by itself, and each warp has 16 columns (rows of the weights) of an expert at a time,
-// one chain over K, whose weights it copies into shared memory several stages ahead. These two are on a processor at
+// one chain over K, whose weights it copies into shared memory several stages ahead. These two are on an SM at
 // once: the second one's weights stream on while the first one ends. It has all experts of its columns in a block of
 // threads, which adds them up.
 #include <algorithm>
@@ -55,7 +55,7 @@ struct Chosen {
   float shares[kMostTop];
 };
 
-// By a block of threads. scratch: as route_row_together() has it.
+// By a CTA. scratch: as route_row_together() has it.
 __device__ void choose(const ChosenRow& row, const Routing& r, float* scratch, Chosen& chosen) {
   __shared__ int all[kMostTop];
   __shared__ float shares[kMostTop];
@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
 }
 
-// each: warps that share the experts of a tile of columns; at_once: such tiles of a block of threads.
+// each: warps that share the experts of a tile of columns; at_once: such tiles of a CTA.
 template <typename S, int kStages>
 __global__ void __launch_bounds__(32 * kWarps)
     combine_row_kernel(const __grid_constant__ ExpertGemmArgs e, const __grid_constant__ ChosenRow row,
@@ -273,7 +273,7 @@ void start_gates(const ExpertGemmArgs& e, const ChosenRow& row, const Queue& que
   constexpr size_t shared = kWarps * kStages * kStageBytes<S>;
   static_assert(shared >= 2 * sizeof(float) * (kMostExperts + 3));
   allow_shared(kernel, shared);
-  const int grid = std::min(ceil_div((size_t)tiles * e.routing.top, kWarps), processors());
+  const int grid = std::min(ceil_div((size_t)tiles * e.routing.top, kWarps), sm_count());
   start(queue, kernel, grid, 32 * kWarps, shared, e, row, tiles, bytes_of_expert(e.gemm.w));
   launched("gates of a row's experts");
 }
@@ -282,16 +282,16 @@ template <typename S, int kStages>
 void start_sums(const ExpertGemmArgs& e, const ChosenRow& row, const Combination& c, const Queue& queue) {
   const auto kernel = combine_row_kernel<S, kStages>;
   const int tiles = ceil_div(e.gemm.w.n, kTileRows), each = std::min(e.routing.top, kWarps);
-  const int at_once = std::min(kWarps / each, ceil_div(tiles, processors()));
+  const int at_once = std::min(kWarps / each, ceil_div(tiles, sm_count()));
   constexpr size_t shared = kWarps * kStages * kStageBytes<S>;
   static_assert(shared >= 2 * sizeof(float) * (kMostExperts + 3));
   allow_shared(kernel, shared);
-  start(queue, kernel, std::min(ceil_div(tiles, at_once), processors()), 32 * kWarps, shared, e, row, c, tiles, each,
+  start(queue, kernel, std::min(ceil_div(tiles, at_once), sm_count()), 32 * kWarps, shared, e, row, c, tiles, each,
         at_once, bytes_of_expert(e.gemm.w));
   launched("sums of a row's experts");
 }
 
-// Of a warp, for weights of 16 bits; both launches' stages fit a processor. Narrower weights have more of them in as
+// Of a warp, for weights of 16 bits; both launches' stages fit an SM. Narrower weights have more of them in as
 // many bytes.
 constexpr int kGateStages = 5, kSumStages = 8, kMostStages = 16;
 

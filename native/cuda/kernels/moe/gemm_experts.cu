@@ -1,5 +1,5 @@
 // Products of rows with the matrices of their experts. A work item is a tile of an expert's entries and some columns
-// (rows of the weights); how many there are is known to the device alone, so blocks of threads stay and take one after
+// (rows of the weights); how many there are is known to the device alone, so CTAs stay and take one after
 // the other.
 //
 // Of 16 bits, and with codes that are widened to bfloat16 in registers, each warp has items of its own: 32 columns and
@@ -184,7 +184,7 @@ void start_tiles(const ExpertGemmArgs& e, int items, int columns, const Queue& q
   allow_shared(kernel, S::kShared);
   int merged = 1;
   if (!kDeep) cudaOccupancyMaxActiveBlocksPerMultiprocessor(&merged, kernel, 32 * kWarps, S::kShared);
-  const int grid = std::min(items, std::max(merged, 1) * processors());
+  const int grid = std::min(items, std::max(merged, 1) * sm_count());
   const size_t expert_bytes =
       kBits == 16 ? tiles_bytes(w.n, w.k) : quants_bytes(w.n, w.k, kBits) + scales_bytes(w.n, w.quants.groups);
   start(queue, kernel, grid, 32 * kWarps, S::kShared, e, columns, items, blocks_of(w.k), expert_bytes);
@@ -195,7 +195,7 @@ template <int kBits, bool kFine, int kTiles>
 void start_tiles(const ExpertGemmArgs& e, int entries, const Queue& queue) {
   const int columns = ceil_div(e.gemm.w.n, kColumnTiles * kTileRows),
             items = most_items(e, entries, kTiles * kRowTile, columns);
-  if (kTiles == 1 && queue.capability == 90 && items <= kWarps * processors())
+  if (kTiles == 1 && queue.capability == 90 && items <= kWarps * sm_count())
     return start_tiles<kBits, kFine, 1, true>(e, items, columns, queue);
   start_tiles<kBits, kFine, kTiles, false>(e, items, columns, queue);
 }
@@ -278,7 +278,7 @@ void gemm_experts(const ExpertGemmArgs& p, int entries, int tile_rows, const Que
   const Matrix& w = p.gemm.w;
   if (w.kind == Kind::f32) {
     const int columns = ceil_div(w.n, kTile);
-    const int grid = std::min(most_items(p, entries, kTile, columns), 8 * processors());
+    const int grid = std::min(most_items(p, entries, kTile, columns), 8 * sm_count());
     start(queue, gemm_experts_f32_kernel, grid, kThreads, 0, p, columns);
     launched("linear of experts in float32");
     return;

@@ -1,6 +1,6 @@
 // Products of experts of 16 bits by wgmma, for many entries of each.
 //
-// A block of threads has a tile of an expert's entries and kGroups x 64 columns (rows of the weights) at a time; there
+// A CTA has a tile of an expert's entries and kGroups x 64 columns (rows of the weights) at a time; there
 // are no more blocks than run at once, and each takes one tile after the other from the list that the device has made.
 // One warpgroup copies several stages ahead and on into the next tile: weights in bulk, rows piece by piece, as they
 // are gathered. The others multiply, each 64 columns with all entries of the tile.
@@ -157,7 +157,7 @@ template <typename S>
 void start_prefill(const ExpertGemmArgs& p, int entries, const Queue& queue) {
   const int columns = ceil_div(blocks_of(p.gemm.w.n), S::kGroups);
   allow_shared(gemm_experts_prefill_kernel<S>, S::kShared);
-  const int grid = std::min(most_items(p, entries, S::kRows, columns), processors());
+  const int grid = std::min(most_items(p, entries, S::kRows, columns), sm_count());
   start(queue, gemm_experts_prefill_kernel<S>, grid, S::kThreads, S::kShared, p, columns, blocks_of(p.gemm.w.k));
   launched("linear of experts of 16 bits, many rows");
 }

@@ -138,7 +138,7 @@ __device__ inline void route_row(const float* logits, const Router& router, int 
   weigh_chosen(mine, router, top, scores, reinterpret_cast<float*>(keys), chosen, shares);
 }
 
-// The same by a block of threads, sooner: each pair of them counts who comes before an expert. scratch: two numbers of
+// The same by a CTA, sooner: each pair of them counts who comes before an expert. scratch: two numbers of
 // each expert, and three more. The first warp has what comes out.
 __device__ inline void route_row_together(const float* logits, const Router& router, int top, bool there,
                                           float* scratch, int* chosen, float* shares) {

@@ -1,4 +1,4 @@
-// A row of activations that each block of threads norms itself, for its own products and with the bits of the kernels
+// A row of activations that each CTA norms itself, for its own products and with the bits of the kernels
 // that norm rows, while its first weights are on their way: so the kernel that is before them is not waited for.
 #pragma once
 #include "cuda/kernels/common/device.cuh"

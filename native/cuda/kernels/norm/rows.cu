@@ -30,7 +30,7 @@ __device__ int sampled_token(const Argmax* parts) {
   return __shfl_sync(0xffffffffu, best.not_finite ? 0 : max(best.token, 0), 0);
 }
 
-// Of few rows several blocks of threads have one: whatever a value takes, it takes it once.
+// Of few rows several CTAs have one: whatever a value takes, it takes it once.
 __global__ void __launch_bounds__(kThreads)
     embed_kernel(Matrix table, const int* tokens, const Argmax* drawn, int vocab_begin, float scale, Rows out) {
   after_previous();
@@ -61,7 +61,7 @@ __global__ void read_row_kernel(Matrix m, int row, float* out) {
 }
 
 // kNormThreads: of a row; sums are as those of more threads, which would have nothing to add. kEights: how many times
-// eight values of its row a thread keeps in registers. kMany: a block of threads has several rows, and the next is on
+// eight values of its row a thread keeps in registers. kMany: a CTA has several rows, and the next is on
 // its way while it sums up one.
 template <int kNormThreads, int kEights, bool kMany>
 __global__ void __launch_bounds__(kNormThreads) rms_norm_kernel(const float* x, Norm norm, int rows, Rows out) {
@@ -136,8 +136,7 @@ __global__ void copy_kernel(const float* in, const int* chosen, Rows out) {
 
 void embed(const Matrix& table, const int* tokens, const Argmax* drawn, int rows, int vocab_begin, float scale,
            const Rows& out, const Queue& queue) {
-  const int parts = ceil_div(table.k, kThreads * (table.tiles ? 8 : 1)),
-            most = ceil_div(processors(), std::max(rows, 1));
+  const int parts = ceil_div(table.k, kThreads * (table.tiles ? 8 : 1)), most = ceil_div(sm_count(), std::max(rows, 1));
   start(queue, embed_kernel, dim3(rows, std::max(std::min(parts, most), 1)), kThreads, 0, table, tokens, drawn,
         vocab_begin, scale, out);
   launched("embedding");
@@ -150,7 +149,7 @@ void read_row(const Matrix& matrix, int row, float* out, const Queue& queue) {
 
 void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Queue& queue) {
   const auto start_threads = [&](auto kernel, auto many, int threads) {
-    const int most = processors() * (1024 / threads);  // that run at once
+    const int most = sm_count() * (1024 / threads);  // that run at once
     if (rows <= most) start(queue, kernel, rows, threads, 0, x, norm, rows, out);
     else start(queue, many, most, threads, 0, x, norm, rows, out);
   };

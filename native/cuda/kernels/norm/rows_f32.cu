@@ -154,7 +154,7 @@ void qk_norm(float* x, int width, const QkNorm& norm, const float* sums, int row
 }
 
 void head_norm(float* x, int width, const HeadNorm& first, const HeadNorm& second, int rows, const Queue& queue) {
-  constexpr int kHeads = 4;  // of a block of threads
+  constexpr int kHeads = 4;  // of a CTA
   start(queue, head_norm_kernel, dim3(ceil_div(first.heads.count + second.heads.count, kHeads), rows), 32 * kHeads, 0,
         x, width, first, second);
   launched("head_norm");

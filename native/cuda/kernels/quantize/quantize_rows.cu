@@ -8,7 +8,7 @@ namespace cuda {
 namespace {
 
 constexpr int kMostBlocks = blocks_of(kMostIntegers);  // of K
-// A block of threads has a row at a time, and asks for its next one before it computes, if rows are short. kTiles: `in`
+// A CTA has a row at a time, and asks for its next one before it computes, if rows are short. kTiles: `in`
 // is in tiles. kKept: pieces that a thread keeps in registers; kNorms: the row is normed first, and there are no
 // others.
 template <bool kFloats, bool kNorms, bool kTiles, int kThreads, int kKept>
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kThreads, kKept > 2 && kTiles ? 1024 / kThread
   }
 }
 
-// So many blocks of threads that each processor has as many as it can.
+// So many CTAs that each SM has as many as it can.
 template <bool kNorms, bool kTiles, int kThreads, int kKept>
 void quantize(const Rows& x, const Norm& norm, const GemmArgs& p, int rows, const Queue& queue) {
   const SplitK k(p.w.k, p.w.max_split_k);
@@ -120,7 +120,7 @@ void quantize(const Rows& x, const Norm& norm, const GemmArgs& p, int rows, cons
   int& blocks = at_once[floats];
   if (!blocks) {
     if (cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0) != cudaSuccess) cudaGetLastError();
-    blocks = std::max(blocks, 1) * processors();
+    blocks = std::max(blocks, 1) * sm_count();
   }
   start(queue, kernel, std::min(rows, blocks), kThreads, 0, x, rows, Segments(p.w, k), p.bytes, norm);
   launched("quantizing activations");

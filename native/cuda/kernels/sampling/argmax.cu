@@ -1,4 +1,4 @@
-// The likeliest token of each row, in parts: blocks of threads share a row.
+// The likeliest token of each row, in parts: CTAs share a row.
 #include <cfloat>
 
 #include "cuda/kernels/common/device.cuh"

@@ -1,4 +1,4 @@
-// Draws: processors, then sums of chunks by all processors of the device, then a block of threads for each row.
+// Draws: processors, then sums of chunks by all processors of the device, then a CTA for each row.
 //
 // A block lists a row's best logits: all that reach a threshold, of which the groups' maxima tell that there are
 // enough; sorts them, and goes on as native/sampling does with candidates. Few are tried first. If candidates are too

@@ -1,4 +1,4 @@
-// A row's best logits in order, as a block of threads finds them: all threads call these, and get the same.
+// A row's best logits in order, as a CTA finds them: all threads call these, and get the same.
 //
 // Instructions are not in any cache when a step draws, and most are executed once: fetching them is what takes time. So
 // what is called from several places is no part of these.
