@@ -1,8 +1,7 @@
 """The server side: engine, gRPC service, scheduler, span cache, graph and models, weights, ranks.
 
-A request goes service → input stage → engine → scheduler → cache → runtime, and what it draws → output stage → service;
-models and weights stand beside that way. The two public names are loaded on first use, so that importing this package
-needs neither the native library nor MPI.
+A request goes service → input stage → engine → scheduler → cache → runtime, and its tokens go output stage → service.
+The two public names are loaded on first use, so importing this package needs neither the native library nor MPI.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ __all__ = ["Engine", "HuggingFaceModel", "__version__"]
 def __getattr__(name: str) -> Any:
     if name == "Engine":
         from allspark_server.runtime.native import native_library
-        native_library()  # says clearly what is wrong if it cannot be loaded
+        native_library()  # its error says clearly what is wrong
         from allspark_server.engine.engine import Engine
         return Engine
     if name == "HuggingFaceModel":

@@ -1,7 +1,7 @@
 """One rank of a server group: `mpirun … numactl … python -m allspark_server --ranks N …`.
 
-Rank 0 serves; the others obey it. The launcher (`allspark serve`) writes the command line and supervises; the same
-line typed by hand works, unsupervised.
+Rank 0 serves; the other ranks follow its plans. The launcher (`allspark serve`) writes the command line and supervises
+the processes. The same line typed by hand works without supervision.
 """
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import signal
 from .runtime.binding import bind_process, die_with_parent
 
 if os.environ.get("ALLSPARK_SUPERVISOR"):
-    die_with_parent(signal.SIGKILL)     # before anything slow: an mpirun that is killed must not leave ranks behind
+    die_with_parent(signal.SIGKILL)  # before slow imports: a killed mpirun must not leave ranks behind
 
 import argparse
 import gc
@@ -22,7 +22,7 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import logs, tracing
 from .access import Access, ModelRoots, Role, default_address, mode_of
@@ -32,19 +32,24 @@ from .runtime import memory
 from .runtime.worker import EXIT_FAILED, Heartbeat, serve
 
 if TYPE_CHECKING:
+    from allspark_client.config import AsModelConfig
+    from allspark_client.types import TlsConfig
+
     from .rpc.service import Service
+    from .runtime.group import LocalGroup, WindowGroup
 
 logger = logging.getLogger("allspark_server")
 
-# How long a rank waits for another inside a step or a load before the group is given up. Loads of different ranks may
-# differ by minutes when one node's pages come from a slow disk; dead and stopped ranks are noticed within seconds.
+# How long a rank waits for another inside a step or a load before the group ends. The loads of ranks may differ by
+# minutes if one node reads from a slow disk; dead and stopped ranks are noticed within seconds.
 PEER_TIMEOUT_SECONDS = 900.0
-# How long a group that is started again only to end its requests waits for their clients.
+# How long a group that was restarted only to end its requests waits for their clients.
 RETURN_SECONDS = 15.0
-_LOOK_SECONDS = 0.05        # between two looks at how many requests there still are
+_DRAIN_POLL_SECONDS = 0.05
 
 
 def parser() -> argparse.ArgumentParser:
+    """The parser of a rank's command line."""
     p = argparse.ArgumentParser(prog="python -m allspark_server", description=__doc__.splitlines()[0],
                                 epilog="--model also accepts the fields of an AsModelConfig as JSON.")
     p.add_argument("--ranks", type=int, default=0, help="how many ranks the group must have (checked)")
@@ -70,7 +75,7 @@ def numbers(text: str) -> list[int]:
     return found
 
 
-def model_config(text: str):
+def model_config(text: str) -> AsModelConfig:
     """The AsModelConfig of one --model argument: a JSON object, or a directory named after its last part."""
     from allspark_client.config import AsModelConfig
 
@@ -80,13 +85,12 @@ def model_config(text: str):
     if is_hub_id(text):
         return AsModelConfig(model_name=hub_name(text), model_path=local_directory(text))
     path = Path(text).expanduser().resolve()
-    return AsModelConfig(model_name=path.stem if path.suffix in (".asgraph", ".gguf") else path.name, model_path=str(path))
+    name = path.stem if path.suffix in (".asgraph", ".gguf") else path.name
+    return AsModelConfig(model_name=name, model_path=str(path))
 
 
 def is_misconfiguration(error: Exception) -> bool:
-    """Whether a start would fail like this again, whatever else happens on the machine: not so where memory or an
-    address is taken.
-    """
+    """Whether every start would fail like this: not if memory or an address is in use."""
     from allspark_client.errors import AllSparkError, AsStatus
     if isinstance(error, AllSparkError):
         return error.status in (AsStatus.ALLSPARK_PARAM_ERROR, AsStatus.ALLSPARK_INVALID_CALL_ERROR)
@@ -94,19 +98,20 @@ def is_misconfiguration(error: Exception) -> bool:
 
 
 class Rank:
-    """This process: its arguments, its place in the group, its line to the supervisor."""
+    """This process: its arguments, its place in the group, and its heartbeat to the supervisor."""
 
     def __init__(self, arguments: argparse.Namespace):
         self.arguments = arguments
-        # mpirun says which rank this is before MPI does, so that an early failure already has a name.
+        # mpirun tells the rank's number before MPI does, so that early failures can name it.
         self.number = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMIX_RANK", "0")))
         self.expected = arguments.ranks or int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))
         self.cpus = numbers(arguments.cpus) or None
         path = os.environ.get("ALLSPARK_SUPERVISOR")
         self.heartbeat = Heartbeat(path, self.number) if path else None
-        self._asked: queue.SimpleQueue[str] = queue.SimpleQueue()   # what signals say: "stop" and "reload"
+        self._asked: queue.SimpleQueue[str] = queue.SimpleQueue()  # by signals: "stop" and "reload"
 
     def run(self) -> None:
+        """Joins the group and serves until it is stopped."""
         if self.heartbeat:
             self.heartbeat.start()
         a = self.arguments
@@ -149,9 +154,9 @@ class Rank:
         world.finalize()
 
     def _handle_signals(self) -> None:
-        """Rank 0 stops in order when a signal says so, and then lets the others go. Under a supervisor that signal is
-        SIGUSR1: SIGTERM comes from an mpirun that has lost a rank. Then clients must see the connection break, for
-        that is what makes them resume elsewhere; an orderly stop would end their requests.
+        """Rank 0 stops in order on a signal, and then ends the other ranks. Under a supervisor the signal is SIGUSR1,
+        because SIGTERM comes from an mpirun that has lost a rank. Then clients must see the connection break, so that
+        they resume elsewhere; an orderly stop would end their requests.
         """
         if self.heartbeat:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -163,8 +168,8 @@ class Rank:
             signal.signal(number, (lambda *_, meaning=meaning: self._asked.put(meaning)) if self.number == 0
                           else signal.SIG_IGN)
 
-    def lead(self, group) -> None:
-        """Rank 0: engine and service, until a signal."""
+    def lead(self, group: LocalGroup | WindowGroup) -> None:
+        """Rank 0: runs engine and service until a signal."""
         from .engine.engine import Engine
         from .rpc.service import Service
         a = self.arguments
@@ -181,7 +186,7 @@ class Rank:
                           max_message=a.max_message_mib << 20)
         engine.restore(models, again=int(os.environ.get("ALLSPARK_RESTARTS", "0")) > 0, check=roots.check_model)
         gc.collect()
-        gc.freeze()     # what is loaded stays: collections between steps need not go through it
+        gc.freeze()  # collections between steps skip what is loaded
         addresses = service.start()
         logger.info("serving on %s", ", ".join(addresses))
         if self.heartbeat:
@@ -193,19 +198,19 @@ class Rank:
         service.stop()
         engine.close()
         if self.heartbeat:
-            self.heartbeat.state("stopping")    # with nothing left to do
+            self.heartbeat.state("stopping")  # with no work left
         group.close()
 
     @staticmethod
-    def _health(service: Service) -> dict:
-        """What rank 0's beats say of the service."""
-        found = {"requests": service.requests, "draining": service.draining}
+    def _health(service: Service) -> dict[str, Any]:
+        """What rank 0's heartbeats say of the service."""
+        found: dict[str, Any] = {"requests": service.requests, "draining": service.draining}
         if service.healthy:
             found["healthy_seconds"] = time.monotonic() - service.healthy
         return found
 
     def _reload(self) -> None:
-        """Takes over what the supervisor has read anew. Tokens are read again by themselves."""
+        """Takes the options that the supervisor has reloaded. Tokens are reloaded automatically."""
         path = Path(os.environ.get("ALLSPARK_SUPERVISOR", "/none")).with_name("reload.json")
         try:
             values = json.loads(path.read_text())
@@ -215,22 +220,20 @@ class Rank:
             logger.error("nothing was reloaded: %s", error)
 
     def _drain(self, service: Service) -> None:
-        """Takes no new requests, and waits until the others have ended, their time is up, or a stop is asked for
-        again.
-        """
+        """Takes no new requests, and waits until the others have ended, the time is up, or another stop comes."""
         limit = self.arguments.drain_limit
         began, before = time.monotonic(), service.requests
         service.drain()
         if self.heartbeat:
             self.heartbeat.send()
-        # Clients of a lost group come back with what it owes them.
+        # Clients of a lost group come back for their unfinished requests.
         returned_by = began + RETURN_SECONDS if os.environ.get("ALLSPARK_OWES") else began
         if before and limit:
             logger.info("draining: %d requests have %s", before,
                         "as long as they take" if limit == float("inf") else f"{limit:g} s to end")
         while (service.requests or time.monotonic() < returned_by) and time.monotonic() < began + limit:
             try:
-                if self._asked.get(timeout=_LOOK_SECONDS) == "stop":
+                if self._asked.get(timeout=_DRAIN_POLL_SECONDS) == "stop":
                     break
             except queue.Empty:
                 continue
@@ -239,8 +242,8 @@ class Rank:
         logger.log(level, "stopping after %.1f s: %d requests have ended by themselves, %d are ended now",
                    time.monotonic() - began, max(0, before - ended), ended)
 
-    def tls(self):
-        """The TlsConfig of the arguments, None without TLS."""
+    def tls(self) -> TlsConfig | None:
+        """The TlsConfig of the arguments; None without TLS."""
         from allspark_client.types import TlsConfig
         a = self.arguments
         if not (a.tls_cert or a.tls_key or a.tls_ca):
@@ -250,8 +253,8 @@ class Rank:
         return TlsConfig(ca=a.tls_ca or None, cert=a.tls_cert, key=a.tls_key)
 
     def fail(self, message: str, fatal: bool = False, misconfigured: bool = False) -> None:
-        """End this process because the group cannot go on; never returns. Not by sys.exit: MPI's own end would wait
-        for the other ranks.
+        """Ends this process because the group cannot go on; never returns. It does not use sys.exit, because the end of
+        MPI would wait for the other ranks.
         """
         logger.error("%s", message)
         if self.heartbeat:
@@ -263,14 +266,15 @@ class Rank:
 
 
 def main() -> None:
+    """Runs one rank."""
     arguments = parser().parse_args()
     rank = Rank(arguments)
     logs.set_up(f"rank {rank.number}", arguments.log_level, arguments.log_format, arguments.log_requests)
     try:
         rank.run()
-    except Exception as error:      # whatever it was, the other ranks and the supervisor must hear of it
+    except Exception as error:  # the other ranks and the supervisor must know of any error
         logger.debug("rank %d failed", rank.number, exc_info=True)
-        # Errors of a start (a bad checkpoint, a port in use, a mixed MPI) would only repeat.
+        # Errors of a start (a bad checkpoint, a port in use, mixed MPIs) would only repeat.
         name = "" if isinstance(error, (RuntimeError, ValueError)) else f"{type(error).__name__}: "
         rank.fail(f"rank {rank.number}: {name}{error}", fatal=True, misconfigured=is_misconfiguration(error))
 

@@ -85,7 +85,7 @@ class PrefixCache:
             self.host_cache.cache_is_lost()
 
     def _known(self, key: bytes, restored: bool) -> bool:
-        return key in self._span_of or (restored and key in self.host_cache)
+        return key in self._span_of or (restored and self.host_cache is not None and key in self.host_cache)
 
     def _forget(self, span: int) -> None:
         key = self._key_of.pop(span)

@@ -256,7 +256,8 @@ def _answer_rule(response_format: dict[str, Any]) -> str:
     if kind == "grammar":
         raise ValueError("a grammar cannot stand beside tools that may be called or not (tool_choice must be 'none'), "
                          "nor within a message of an answer that consists of messages")
-    schema, lenient = {}, False
+    schema: Any = {}
+    lenient = False
     if kind == "json_schema":
         from ..guided import schema_of  # which imports llguidance: parsing answers does not need it
 

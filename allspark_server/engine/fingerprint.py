@@ -1,4 +1,4 @@
-"""What a model's fingerprint is made of: all that the bytes of its answers come from."""
+"""The fingerprint of a model: a digest of everything that the bytes of its answers depend on."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from allspark_client.types import ModelInfo
 from ..runtime.digest import results_digest
 from ..weights.files import MAX_TOKENIZER_BYTES, read_file
 
-# Files that text becomes ids and ids become text by, the chat templates among them.
+# Files that decide how text becomes ids and ids become text, chat templates included.
 _TOKENIZER_FILES = ("tokenizer*", "qwen.tiktoken", "special_tokens*", "added_tokens*", "chat_template*",
                     "additional_chat_templates/*.jinja")
 
 
 def fingerprint(info: ModelInfo, gpu: int | None = None) -> str:
-    """Equal for two groups only if a request gives the same bytes on both. gpu: that computes; None: CPUs do."""
-    # Not in it: engine_max_length. Dynamic rotary scaling goes by a prompt's length and a row's position, nothing else
-    # by any length.
+    """Equal for two groups only if a request gives the same bytes on both. `gpu`: the one that computes; None: CPUs."""
+    # engine_max_length is not included: only dynamic rotary scaling depends on a length, and that is the prompt's.
     facts = (results_digest(gpu), info.ranks, info.weight_dtype, info.weight_group_size, info.quantize_head,
              info.cache_dtype, info.span_size, info.model_hash, _tokenizer_digest(info.tokenizer_dir),
              sorted(info.eos_token_ids),
-             importlib.metadata.version("llguidance"))  # grammars become masks by it
+             importlib.metadata.version("llguidance"))  # it turns grammars into masks
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 
-def _tokenizer_digest(directory: str) -> str:
+def _tokenizer_digest(directory: str | None) -> str:
     digest = hashlib.sha256()
-    for path in sorted(path for name in _TOKENIZER_FILES for path in Path(directory).glob(name)) if directory else ():
+    if not directory:
+        return digest.hexdigest()
+    for path in sorted(path for name in _TOKENIZER_FILES for path in Path(directory).glob(name)):
         if path.is_file():
             data = read_file(path, MAX_TOKENIZER_BYTES)
             digest.update(f"{path.relative_to(directory)} {len(data)} ".encode() + data)

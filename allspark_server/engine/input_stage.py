@@ -101,7 +101,7 @@ class InputStage:
             raise ValueError(f"one of input_ids, text and messages must be given; given: {', '.join(given) or 'none'}")
         if spec.input_ids is not None:
             return spec.input_ids
-        tokenizer, text = self._need_tokenizer(), spec.text
+        tokenizer, text = self._need_tokenizer(), spec.text or ""
         if spec.messages is not None:
             text = render(tokenizer.templates, spec.messages, spec.chat or ChatOptions())
         max_length = self._info.max_length
@@ -252,7 +252,7 @@ class InputStage:
         if not ends:
             raise ValueError(f"{field or 'response_format'} needs an id that ends the output: eos_token_id="
                              f"{config.eos_token_id} gives none")
-        return self._guide.guidances(response_format, ends, len(spec.input_ids), histories,
+        return self._guide.guidances(response_format, ends, spec.prompt_len, histories,
                                      vocab=config.vocab, vocab_type=config.vocab_type, field=field)
 
     def _output_texts(self, spec: RequestSpec, markers: tuple[str, ...]) -> list[OutputText | None]:
@@ -263,8 +263,10 @@ class InputStage:
 
         tokenizer = self._need_tokenizer()
         stops = StopStrings(config.stop) if config.stop else None
-        texts = [OutputText(tokenizer.detokenizer(keep=markers), stops, spec.want_text) for _ in range(config.n)]
-        for index, text in enumerate(texts):
+        texts: list[OutputText | None] = []
+        for index in range(config.n):
+            text = OutputText(tokenizer.detokenizer(keep=markers), stops, spec.want_text)
+            texts.append(text)
             if generated := spec.generated_of(index):
                 text.push(generated)  # the client has this text, except for what was held back
         return texts
@@ -276,7 +278,8 @@ class InputStage:
         keys, size = self._keys, self._info.span_size
         if keys is None:
             return b"", [[] for _ in histories]
-        root, common = keys.root(salt, len(prompt)), []
+        root = keys.root(salt, len(prompt))
+        common: list[bytes] = []
         keys.extend(common, root, prompt, len(prompt) // size)
         chains = [list(common) for _ in histories]
         for chain, generated in zip(chains, histories):
@@ -372,7 +375,7 @@ def _sampling_params(config: GenerateConfig, index: int, prompt_len: int, eos: l
         no_repeat_ngram_size=config.no_repeat_ngram_size,
         min_length=config.min_length,
         top_logprobs=config.top_logprobs if config.logprobs else 0,
-        seed=config.seed,
+        seed=config.seed or 0,
         sample_index=index,
         prompt_len=prompt_len,
         eos=tuple(eos),

@@ -52,7 +52,8 @@ class Pipeline:
         """
         models = list(models)
         alone = next((m for m in models if m.has_quarantined and m.quarantined is not None), None)
-        if alone is not None and (not self._after_alone or alone.quarantined.slot >= 0):
+        turn = alone.quarantined if alone is not None else None
+        if alone is not None and turn is not None and (not self._after_alone or turn.slot >= 0):
             self._after_alone = True
             self._advance_alone(alone)
             return

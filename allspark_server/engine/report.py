@@ -1,4 +1,4 @@
-"""What rank 0 knows of the other ranks: the supervisor hears all heartbeats, and leaves a file of what they said."""
+"""What rank 0 knows of the other ranks: the supervisor collects all heartbeats in a file."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from pathlib import Path
 from typing import Any
 
 NAME = "group.json"
-_LOOK_SECONDS = 1.0
+_READ_SECONDS = 1.0
 
 
 class GroupReport:
-    """The file beside the supervisor's socket, read at most once a second. Without a supervisor nothing is known."""
+    """The file beside the supervisor's socket, read at most once a second; empty without a supervisor."""
 
     def __init__(self) -> None:
         supervisor = os.environ.get("ALLSPARK_SUPERVISOR")
         self._path = Path(supervisor).with_name(NAME) if supervisor else None
-        self._read, self._known = 0.0, {}
+        self._read = 0.0
+        self._known: dict[str, Any] = {}
 
     def read(self) -> dict[str, Any]:
         """{"restarts": …, "ranks": [{"node", "bytes_on_node", "misplaced_bytes", "steps", "step_seconds",
-        "exchange_seconds", "wait_seconds", "gpu": {"index", "free", "total"}}, …]}; keys that are not known are
-        missing.
+        "exchange_seconds", "wait_seconds", "gpu": {"index", "free", "total"}}, …]}, without unknown keys.
         """
         now = time.monotonic()
-        if self._path is not None and now - self._read > _LOOK_SECONDS:
+        if self._path is not None and now - self._read > _READ_SECONDS:
             self._read = now
             try:
                 self._known = json.loads(self._path.read_text())

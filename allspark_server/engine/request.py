@@ -43,6 +43,7 @@ class PromptResults:
     def add(self, prompt_rows: PromptOutputRows) -> None:
         """Takes the results of further rows, in order."""
         if prompt_rows.logprobs is not None:
+            assert prompt_rows.top_ids is not None and prompt_rows.top_logprobs is not None
             top = zip(prompt_rows.top_ids[:, : self._top].tolist(), prompt_rows.top_logprobs[:, : self._top].tolist())
             for value, (ids, values) in zip(prompt_rows.logprobs.tolist(), top):
                 own = self._follows[len(self.logprobs)]
@@ -109,6 +110,7 @@ class Request:
     def deliver_prompt(self, prompt_rows: PromptOutputRows) -> None:
         """Takes results of the prompt's rows; gives all to the sink once they are complete."""
         sample: Sample = prompt_rows.sequence.owner
+        assert sample.prompt is not None and self.sink is not None
         sample.prompt.add(prompt_rows)
         if prompt_rows.complete:
             self.sink.on_prompt(self.handle, sample.index, sample.prompt.logprobs, sample.prompt.embedding())
@@ -152,6 +154,7 @@ class Request:
         if reason is not None:
             self.reason = reason
             end = SampleEnd(reason.value, sample.text.found if sample.text is not None else None)
+        assert self.sink is not None
         self.sink.on_token(self.handle, sample.index, token, logprob, top, text, sequence.prefix_len or 0, end)
 
     @output_only
@@ -174,6 +177,7 @@ class Request:
         log_request(name, self.model, self.tenant, stat, reason)
         trace_request(name, self.model, self.tenant, self.trace, stat, reason, error)
         try:
+            assert self.sink is not None
             self.sink.on_finish(self.handle, status, error, stat, reason)
         except Exception:  # a failing sink must not keep other requests from ending
             logger.exception("the end of request %d cannot be delivered", self.handle)
@@ -207,4 +211,5 @@ class Request:
 
     def _set_status(self, status: GenerateRequestStatus) -> None:
         self.status = status
+        assert self.sink is not None
         self.sink.on_status(self.handle, status)

@@ -179,15 +179,16 @@ class ServedModel:
     @one_thread
     def unblock(self, request: Request) -> None:
         """The request's dependency is there, or has failed: then the request fails as well."""
-        if request.ended:
+        dependency = request.dependency
+        if request.ended or dependency is None:
             return
-        error = request.dependency.done.exception()
+        error = dependency.done.exception()
         if error is None:
             for sequence in request.sequences:
                 self.scheduler.unblock(sequence)
         else:
             if not isinstance(error, AllSparkError):
-                error = AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR, f"{request.dependency.name}: {error}")
+                error = AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR, f"{dependency.name}: {error}")
             self.end(request, GenerateRequestStatus.InternalError, error)
 
     @one_thread
@@ -265,6 +266,7 @@ class ServedModel:
     def plan_alone(self) -> Step | None:
         """The next step of the `quarantined` sequence, when no other step is under way. Its client is told first."""
         sequence = self.quarantined
+        assert sequence is not None
         if sequence.state is State.BLOCKED:
             self._output.put(Begun(sequence.owner.request))
             self._output.flush()
@@ -279,7 +281,7 @@ class ServedModel:
                 f"cannot hold the {len(sequence.tokens)} tokens of this request; give it more cache_memory",
             )
             self.end(sequence.owner.request, GenerateRequestStatus.InternalError, error)
-        if step is not None and step.masked:
+        if step is not None and step.masked and self._masks is not None:
             self._masks.plan(step.masked)
         if step is not None and step.admitted:
             now = time.monotonic()
@@ -297,7 +299,7 @@ class ServedModel:
             self.host_cache.costs.learn(step.rows, seconds, copies, result.copy_seconds)
         generated = self.scheduler.counters.generated_tokens
         outcome = self.scheduler.complete(step, result)
-        if step.masked:
+        if step.masked and self._masks is not None:
             self._masks.complete(step, outcome, result.tokens)
         output = StepOutput(outcome, result, time.monotonic(), self.timings)
         for index, reason in outcome.ended:

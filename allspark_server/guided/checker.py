@@ -1,9 +1,9 @@
-"""Grammars as llguidance takes them, tried out in a process that may be killed.
+"""Tries out grammars in a process that may be killed, before llguidance compiles them here.
 
-A grammar is its sender's program. llguidance's limits bound most of what one can do, but not all: an intersection of
-expressions may take minutes, and deep recursion the whole process. So each is first compiled, and walked for some
-steps, in a process forked for it alone, which is limited in time and memory; what that survives, this one survives,
-too. This file is that process' whole program, too.
+A grammar is a program of its sender. llguidance's limits do not cover everything: an intersection of expressions may
+take minutes, and deep recursion may crash the process. So each grammar is first compiled, and walked for some steps, in
+a process forked for it alone with limits of time and memory. What that process survives, this one survives as well.
+This file is also the program of that process.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from typing import Any
 
 import llguidance
 
-# Seconds for a grammar: of a processor, and of the clock for one that gets none; bytes beyond the tokenizer's.
+# Limits for a grammar: CPU seconds, wall-clock seconds for a process that gets no CPU, bytes beyond the tokenizer's.
 CPU_SECONDS, SECONDS, MEMORY_BYTES = 0.6, 0.9, 256 << 20
-STEP_SECONDS = 0.025  # of a processor, that a mask may take; it must not hold up the batch
-WALK_STEPS, SLOW_STEPS = 24, 3  # of the trial; how many of them may take longer
-MAX_BYTES = 512 << 10  # of a response_format
+STEP_SECONDS = 0.025  # CPU time that a mask may take; it must not delay the batch
+WALK_STEPS, SLOW_STEPS = 24, 3  # steps of the trial, and how many of them may be slower
+MAX_BYTES = 512 << 10  # length of a response_format as JSON
 START_SECONDS = 30.0  # for the process to read the tokenizer
-NICE = 5  # running requests go first
-STACK_BYTES = 1 << 20  # half of what the threads have that later use the grammar
+NICE = 5  # running requests have priority
+STACK_BYTES = 1 << 20  # half the stack of the threads that later use the grammar
 RUN = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
 LIMITS: dict[str, Any] = {
     "max_lexer_states": 30_000,
@@ -43,16 +43,16 @@ LIMITS: dict[str, Any] = {
 
 
 def read_tokenizer(text: str, vocab_size: int, eos_ids: list[int]) -> llguidance.LLTokenizer:
-    """Of the text of a tokenizer.json, which must have the ids that tell of the end."""
+    """Llguidance's tokenizer from the text of a tokenizer.json, which must have the end-of-sequence ids."""
     return llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_ids)
 
 
 def grammar_text(response_format: dict[str, Any]) -> str:
-    """What llguidance compiles for a response_format that GenerateConfig has checked. ValueError: its grammar cannot be
-    read.
+    """The text that llguidance compiles for a response_format that GenerateConfig has checked. ValueError if its
+    grammar cannot be read.
     """
     kind = response_format["type"]
-    options = {"whitespace_flexible": not response_format.get("disable_any_whitespace", False)}
+    options: Any = {"whitespace_flexible": not response_format.get("disable_any_whitespace", False)}
     if kind == "json_object":
         return llguidance.LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=options)
     if kind == "json_schema":
@@ -71,13 +71,13 @@ def grammar_text(response_format: dict[str, Any]) -> str:
 
         try:
             text = gbnf_to_lark(text)
-        except Exception as error:  # of its own type, and others
+        except Exception as error:  # it has a type of its own, and raises others too
             raise ValueError(str(error)) from error
     return llguidance.LLMatcher.grammar_from_lark(text)
 
 
 def schema_of(given: Any) -> tuple[Any, bool]:
-    """The schema itself, and whether keywords that are not known are passed over."""
+    """The schema itself, and whether unknown keywords are ignored."""
     if isinstance(given, str):
         given = json.loads(given)
     if isinstance(given, dict) and "schema" in given and set(given) <= {"name", "description", "schema", "strict"}:
@@ -86,7 +86,7 @@ def schema_of(given: Any) -> tuple[Any, bool]:
 
 
 def new_matcher(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
-    """At the beginning of a grammar, with its first mask computed. ValueError says why it cannot be."""
+    """A matcher at the beginning of a grammar, with its first mask computed. ValueError if the grammar is wrong."""
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=llguidance.LLParserLimits(**LIMITS))
     if not matcher.is_error():
         matcher.compute_bitmask()
@@ -103,7 +103,7 @@ class Checker:
     """
 
     def __init__(self, tokenizer: Callable[[], tuple[str, int, list[int]]]):
-        """tokenizer: gives what `read_tokenizer` takes, when the process starts."""
+        """`tokenizer()`: returns the arguments of `read_tokenizer` when the process starts."""
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -112,26 +112,26 @@ class Checker:
         self.closed = False
 
     def start(self) -> None:
-        """Starts the process unless it runs, so that the first request need not wait for it."""
+        """Starts the process if it does not run, so that the first request does not wait for it."""
         with self._lock:
             self._running()
 
     def close(self) -> None:
-        """Ends the process, and whatever waits for it; there will be no other."""
+        """Ends the process, and all calls that wait for it. It is not started again."""
         self.closed = True
         if self._owner != os.getpid():
             return
         if (process := self._process) is not None:
-            process.kill()  # whoever is starting it has the lock, and goes on now
+            process.kill()  # a thread that is starting it holds the lock, and continues now
         with self._lock:
-            if self._process is not None:
+            if self._process is not None and self._control is not None:
                 self._control.close()
                 self._process.kill()
                 self._process.wait()
             self._process = None
 
     def check(self, response_format: dict[str, Any]) -> tuple[str, int]:
-        """What llguidance compiles for it, and how many bytes that took; ValueError says why it cannot, or must not."""
+        """The text that llguidance compiles, and the bytes that this took. ValueError if it fails or takes too much."""
         try:
             data = json.dumps(response_format).encode()
         except (TypeError, ValueError, RecursionError) as error:
@@ -144,47 +144,51 @@ class Checker:
                 try:
                     socket.send_fds(self._running(), [b"+"], [theirs.fileno()])
                 except OSError:  # it has just ended
-                    self._process.kill()
-                    self._process.wait()
+                    if self._process is not None:
+                        self._process.kill()
+                        self._process.wait()
                     socket.send_fds(self._running(), [b"+"], [theirs.fileno()])
             answer = _ask(mine, data, time.monotonic() + SECONDS)
         if not answer:
             raise ValueError(
                 f"is too complex: it takes more than {CPU_SECONDS:g} s or {MEMORY_BYTES >> 20} MiB to compile"
             )
-        text, error, size = json.loads(answer)
-        if error:
-            raise ValueError(error)
+        text, message, size = json.loads(answer)
+        if message:
+            raise ValueError(message)
         return text, size
 
     def _running(self) -> socket.socket:
         if self.closed:
             raise ValueError("cannot be compiled: the model is being released")
-        if self._owner != os.getpid() or self._process is None or self._process.poll() is not None:
-            # It ends when it can read no more from this one.
+        control = self._control
+        if (control is None or self._owner != os.getpid() or self._process is None
+                or self._process.poll() is not None):
+            # The process ends when this connection is closed.
             self._owner = os.getpid()
-            self._control, theirs = socket.socketpair()
+            control, theirs = socket.socketpair()
+            self._control = control
             with theirs:
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", RUN, __file__],
                     cwd="/",
-                    stdin=theirs,
+                    stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                 )
-            self._control.settimeout(START_SECONDS)
+            control.settimeout(START_SECONDS)
             data, ready = json.dumps(self._tokenizer()).encode(), b""
             with contextlib.suppress(OSError):  # a timeout, too
-                self._control.sendall(len(data).to_bytes(8, "little") + data)
-                ready = self._control.recv(1)
+                control.sendall(len(data).to_bytes(8, "little") + data)
+                ready = control.recv(1)
             if not ready:
                 self._process.kill()
                 raise ValueError("cannot be compiled: the tokenizer cannot be used for grammars")
-        return self._control
+        return control
 
 
 def _ask(connection: socket.socket, data: bytes, deadline: float) -> bytes:
-    """The answer; empty when the process ended, or was too late."""
+    """The answer; empty if the process ended or was too late."""
     answer = bytearray()
     with contextlib.suppress(OSError):  # a timeout, too
         connection.settimeout(SECONDS)
@@ -199,7 +203,7 @@ def _ask(connection: socket.socket, data: bytes, deadline: float) -> bytes:
     return b""
 
 
-# ---- what runs in the process --------------------------------------------------------------------------------
+# ---- the program of the process --------------------------------------------------------------------------------
 
 
 def _resident() -> int:
@@ -212,7 +216,7 @@ def _try(tokenizer: llguidance.LLTokenizer, response_format: dict[str, Any]) -> 
     text = grammar_text(response_format)
     matcher = new_matcher(tokenizer, text)
     slow = 0
-    draw = random.Random(0)
+    rng = random.Random(0)
     for _ in range(WALK_STEPS):
         began = time.thread_time()
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
@@ -221,8 +225,8 @@ def _try(tokenizer: llguidance.LLTokenizer, response_format: dict[str, Any]) -> 
             raise ValueError(f"is too complex: masks take more than {1e3 * STEP_SECONDS:g} ms each")
         if matcher.is_stopped() or not mask:
             break
-        # The first allowed id after a random one; no uniform draw, but every kind of token comes up.
-        at = draw.randrange(mask.bit_length())
+        # The first allowed id after a random one: not uniform, but every kind of token comes up.
+        at = rng.randrange(mask.bit_length())
         later = mask >> at
         if not matcher.consume_token(at + (later & -later).bit_length() - 1):
             break
@@ -241,11 +245,11 @@ def _serve(connection: socket.socket, tokenizer: llguidance.LLTokenizer) -> None
     while part := connection.recv(1 << 16):
         data += part
     os.nice(NICE)
-    # Their signals end the process, whatever that is in.
+    # The signals of these timers end the process wherever it is.
     signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
     before = _resident()
-    answer = ["", "", 0]
+    answer: list[Any] = ["", "", 0]
 
     def run() -> None:
         try:
@@ -263,9 +267,9 @@ def _serve(connection: socket.socket, tokenizer: llguidance.LLTokenizer) -> None
 
 
 def main() -> None:
-    """Reads a tokenizer, then answers each connection that it is sent, in a process of its own."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes
+    """Reads a tokenizer, then answers each connection that it receives in a process of its own."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no one waits for the processes
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     control = socket.socket(fileno=os.dup(0))
     with control.makefile("rb") as stream:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from llguidance import LLExecutor
 
-from .grammar import Guidance, Mask, MatcherError
+from .grammar import Mask, MatcherError
 
 if TYPE_CHECKING:
     from ..scheduler import Masked, Outcome, Sequence, Step
@@ -43,11 +43,12 @@ class MaskWriter:
 
     def plan(self, masked: list[Masked]) -> None:
         """A step that samples under these masks was planned. Call this before the step is submitted."""
-        ready = []
+        ready: list[Mask] = []
         for one in masked:
             for row in range(one.index, one.index + 1 + len(one.drafts)):
                 self._masks.clear(row)
-            guidance: Guidance = one.sequence.guidance
+            guidance = one.sequence.guidance
+            assert guidance is not None
             mask = Mask(guidance, one.index, one.drafts)
             (guidance.deferred if guidance.pending else ready).append(mask)
             guidance.pending += 1
@@ -58,7 +59,8 @@ class MaskWriter:
         """The tokens of the oldest planned step are known."""
         sampled, ready = [], []
         for one in step.masked:
-            guidance: Guidance = one.sequence.guidance
+            guidance = one.sequence.guidance
+            assert guidance is not None
             guidance.pending -= 1
             first, kept = int(outcome.first[one.sample]), int(outcome.kept[one.sample])
             if kept:
@@ -101,11 +103,12 @@ class MaskWriter:
                 # The first row last: a step always waits for it, and then all rows are published.
                 for row in range(mask.index + len(mask.drafts), mask.index - 1, -1):
                     self._masks.publish(row)
-            job = sampled = masks = None  # keep nothing alive while waiting
+            job, sampled, masks = None, [], []  # keep nothing alive while waiting
 
     def _advance(self, sampled: list[tuple[Sequence, list[int]]]) -> None:
         for sequence, ids in sampled:
             try:
+                assert sequence.guidance is not None
                 sequence.guidance.advance(ids)
             except MatcherError as error:
                 self._on_error(sequence, error)

@@ -1,11 +1,10 @@
-"""Tokenizers as llguidance needs them: the checkpoint's, and of a vocabulary that comes with a request, as DashInfer's
-do, for its grammar to use instead.
-"""
+"""Tokenizers for llguidance: the checkpoint's, or one for a vocabulary that comes with a request (DashInfer)."""
 
 from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 from llguidance import LLTokenizer
 
@@ -17,13 +16,15 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPECIAL = re.compile(r"<\|.*\|>|<[a-z/_]+>|\[[A-Z]+\]", re.DOTALL)
 
 
-_NO_TEXT = "\ufdd0"  # a code point that is no character
+_NO_TEXT = "\ufdd0"  # a code point that is not a character
 
 
 def without_marks(tokenizer: str) -> tuple[str, int]:
-    """A tokenizer.json in which no text is tokenized to a marking token (<|im_end|>, <tool_call>), and how many ids it
-    has. llguidance's drafts are tokenized text, and it takes such tokens in them for the text that they are spelled
-    with, but accepts them only as <[id]>.
+    """A tokenizer.json in which no text is tokenized to a marking token (<|im_end|>, <tool_call>), and its number of
+    ids.
+
+    llguidance's drafts are tokenized text. In them it takes marking tokens for the text that they are spelled with, but
+    it accepts these tokens only as <[id]>.
     """
     value = json.loads(tokenizer)
     renamed = {}
@@ -43,7 +44,7 @@ def without_marks(tokenizer: str) -> tuple[str, int]:
 
 
 class _Vocabulary:
-    """What llguidance asks of a tokenizer that it does not know."""
+    """The interface that llguidance expects of an unknown tokenizer."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -53,9 +54,10 @@ class _Vocabulary:
         self._ids = {token: i for i, token in reversed(list(enumerate(tokens))) if token}
         self._longest = max(map(len, self._ids), default=0)
 
-    def __call__(self, text: str) -> list[int]:
-        """Ids of a text, the longest first: drafts alone depend on it."""
-        data, ids = text.encode() if isinstance(text, str) else text, []
+    def __call__(self, text: str | bytes) -> list[int]:
+        """The ids of a text, longest tokens first. Only drafts depend on it."""
+        data = text.encode() if isinstance(text, str) else text
+        ids: list[int] = []
         while data:
             length = next((n for n in range(min(self._longest, len(data)), 0, -1) if data[:n] in self._ids), 0)
             if not length:
@@ -68,8 +70,8 @@ class _Vocabulary:
 def tokenizer_of_vocab(
     vocab: dict[str, int], vocab_type: VocabType | None, vocab_size: int, eos_ids: list[int]
 ) -> LLTokenizer:
-    """A tokenizer of these tokens; ids that have none, and end-of-sequence ids, stand for no text. vocab_type None:
-    byte-level BPE's spelling. ValueError for ids that the model does not have.
+    """A tokenizer of these tokens. Ids without a token, and end-of-sequence ids, stand for no text. `vocab_type`: None
+    for the spelling of byte-level BPE. ValueError for ids that the model does not have.
     """
     tokens, special = [b""] * vocab_size, sorted(eos_ids)
     for token, i in vocab.items():
@@ -78,20 +80,21 @@ def tokenizer_of_vocab(
         tokens[i] = token_bytes(token, vocab_type)
         if i not in eos_ids and _SPECIAL.fullmatch(token):
             special.append(i)
-    for i, token in enumerate(tokens):
-        if not token:
+    for i, spelling in enumerate(tokens):
+        if not spelling:
             tokens[i] = f"<[{i}]>".encode()
             special.append(i)
-    return LLTokenizer(_Vocabulary(tokens, sorted(set(special)), eos_ids[0]), n_vocab=vocab_size, eos_token=eos_ids)
+    vocabulary: Any = _Vocabulary(tokens, sorted(set(special)), eos_ids[0])
+    return LLTokenizer(vocabulary, n_vocab=vocab_size, eos_token=eos_ids)
 
 
 def token_bytes(token: str, vocab_type: VocabType | None) -> bytes:
-    """The bytes that a token stands for, as a tokenizer of this family spells them."""
+    """The bytes of a token, as tokenizers of this family spell them."""
     if vocab_type in (VocabType.VOCAB_TYPE_SPM, VocabType.VOCAB_TYPE_UGM):
         byte = _BYTE.fullmatch(token)
         return bytes([int(byte[1], 16)]) if byte else token.replace("\u2581", " ").encode()
     if vocab_type == VocabType.VOCAB_TYPE_WPM:
-        # Words go without the spaces between that decoding puts there, and which grammars need not know.
+        # Decoding puts spaces between words; grammars do without them.
         return token.removeprefix("##").encode()
     if all(character in BYTE_CHARACTERS for character in token):
         return bytes(BYTE_CHARACTERS[character] for character in token)

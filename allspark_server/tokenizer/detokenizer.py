@@ -336,8 +336,9 @@ class StreamDetokenizer:
         """`decoder`: of tokenizer.json. `keep`: special tokens that are not skipped."""
         self._backend = backend
         self._special = special_texts.difference(keep) if skip_special_tokens else frozenset()
-        self._chain = chain(decoder)
-        self._window = None if self._chain is not None else Window(backend)
+        steps = chain(decoder)
+        self._chain = steps or []
+        self._window = Window(backend) if steps is None else None
 
     def push(self, ids: Iterable[int]) -> str:
         """Takes further ids; returns the text that they complete."""

@@ -74,6 +74,7 @@ class Renderer:
     def _ask(self, request: bytes) -> bytes:
         """The answer's line; empty if the process ended."""
         process, answer = self._running(), b""
+        assert process.stdin is not None and process.stdout is not None
         timer = threading.Timer(WAIT_SECONDS, process.kill)
         timer.start()
         with contextlib.suppress(OSError):

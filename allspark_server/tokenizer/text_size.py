@@ -1,4 +1,4 @@
-"""How much text a token can stand for: what is longer than all tokens of a prompt need not be tokenized."""
+"""The most text that a token can stand for: a text that is too long for a prompt then need not be tokenized."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 
 import tokenizers
 
-_COMPOSED = 4  # characters that NFC makes one of, at most: Greek letters with three marks
+_COMPOSED = 4  # most characters that NFC composes into one: Greek letters with three marks
 
 
 def characters_per_token(backend: tokenizers.Tokenizer) -> int | None:
-    """The most characters of a text that one token covers, or None where that has no bound that is sure: a tokenizer
-    may drop blanks, or make one unknown token of any number of characters.
+    """The most characters of a text that one token covers; None without a certain bound: a tokenizer may drop blanks,
+    or make one unknown token of any number of characters.
     """
     if not isinstance(backend.model, tokenizers.models.BPE):
         return None
     parts = _parts(backend.normalizer, "normalizers") + _parts(backend.pre_tokenizer, "pretokenizers")
     added = backend.get_added_tokens_decoder().values()
     if not all(map(_keeps_all, parts)) or any(token.lstrip or token.rstrip for token in added):
-        return None  # blanks around added tokens may go with them
+        return None  # added tokens may absorb blanks around them
     vocabulary = backend.get_vocab(with_added_tokens=True)
     kinds = {part["type"] for part in parts}
     if "ByteLevel" in kinds:
@@ -34,7 +34,7 @@ def characters_per_token(backend: tokenizers.Tokenizer) -> int | None:
 
 
 def _parts(component: Any, inner: str) -> list[dict[str, Any]]:
-    """A normalizer or pre-tokenizer as the list of those that it consists of, in the form of tokenizer.json."""
+    """The parts of a normalizer or pre-tokenizer, in the form of tokenizer.json."""
     return [] if component is None else _flat(json.loads(component.__getstate__()), inner)
 
 

@@ -55,7 +55,7 @@ class Tokenizer:
         self._decoder = decoder
         self._exact = detokenizer.chain(decoder) is not None
         if not self._exact:
-            logger.info("%s: decoder %s is streamed by decoding a window again", source, decoder.get("type"))
+            logger.info("%s: decoder %s is streamed by decoding a window again", source, (decoder or {}).get("type"))
         added = backend.get_added_tokens_decoder()
         special_texts = frozenset(token.content for token in added.values() if token.special)
         self.marks = {token.content: i for i, token in added.items()

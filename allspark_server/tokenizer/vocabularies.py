@@ -1,8 +1,8 @@
-"""Vocabularies of tiktoken and sentencepiece as a tokenizer.json: of checkpoints that have no such file of their own.
+"""Converts vocabularies of tiktoken and sentencepiece to a tokenizer.json, for checkpoints without that file.
 
-Their tokenizers are code of the checkpoint, which is never run. What it adds to the vocabulary (special tokens, a
-prefix, a chat template) is here, by the class that tokenizer_config.json names. Ids are those of the libraries tiktoken
-and sentencepiece, which tests compare with.
+The tokenizers of such checkpoints are code in the checkpoint, which is never run. What that code adds to the vocabulary
+(special tokens, a prefix, a chat template) is listed here by the class that tokenizer_config.json names. Ids equal
+those of the libraries tiktoken and sentencepiece; tests compare them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from ..weights.files import MAX_TOKENIZER_BYTES, read_file, read_json
 
 TIKTOKEN, MODEL, JSON = "qwen.tiktoken", "tokenizer.model", "tokenizer.json"
-MAX_TOKENS, MAX_TOKEN = 1 << 24, 1 << 10  # and the longest, of which each pair of parts is looked up
+MAX_TOKENS, MAX_TOKEN = 1 << 24, 1 << 10  # the number, and the length of the longest: each pair of parts is looked up
 BLANK = "\u2581"  # how sentencepiece writes a space
 
 _WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|"
@@ -32,9 +32,9 @@ _RANKS = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 class Family:
     """What a tokenizer's class adds to its vocabulary.
 
-    special: texts of the ids that follow the vocabulary's. prefix: special tokens before every text. digits: how many
-    of them tiktoken puts into one token at most. composed: text is normalized to NFC. chat: the chat template, of a
-    checkpoint with that generation_config; stops: tokens that then end an answer, beside the end of sequence.
+    `special`: texts of the ids after the vocabulary's. `prefix`: special tokens before every text. `digits`: how many
+    digits tiktoken puts into one token at most. `composed`: text is normalized to NFC. `chat`: returns the chat
+    template for a checkpoint's generation_config; `stops`: tokens that then end an answer, beside the end of sequence.
     """
 
     special: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ def _qwen_chat(generation: Mapping[str, Any], vocab: Mapping[str, int]) -> str |
 
 def _baichuan_chat(generation: Mapping[str, Any], vocab: Mapping[str, int]) -> str | None:
     texts = {i: text for text, i in vocab.items()}
-    user, assistant = (texts.get(generation.get(f"{role}_token_id")) for role in ("user", "assistant"))
+    user, assistant = (texts.get(generation.get(f"{role}_token_id", -1)) for role in ("user", "assistant"))
     if user is None or assistant is None:
         return None
     return ("{% for message in messages %}{% if message['role'] == 'user' %}" + user
@@ -85,7 +85,7 @@ FAMILIES = {
 
 
 def vocabulary_file(directory: str | Path) -> Path | None:
-    """tokenizer.json, or the vocabulary that stands for it in a checkpoint of a known tokenizer's class."""
+    """tokenizer.json, or the vocabulary that replaces it if the tokenizer's class is known."""
     directory = Path(directory)
     for name in (JSON, TIKTOKEN, MODEL):
         if os.path.lexists(directory / name) and (name == JSON or _class_of(directory) in FAMILIES):
@@ -94,8 +94,8 @@ def vocabulary_file(directory: str | Path) -> Path | None:
 
 
 def tokenizer_json(directory: str | Path) -> bytes:
-    """A checkpoint's tokenizer.json, or what one of its vocabulary would be. FileNotFoundError without either,
-    ValueError or AllSparkError for a file that cannot be read.
+    """A checkpoint's tokenizer.json, or one made from its vocabulary. FileNotFoundError if it has neither, ValueError
+    or AllSparkError for a file that cannot be read.
     """
     file = vocabulary_file(directory)
     if file is None:
@@ -116,10 +116,11 @@ def _converted(file: Path) -> dict[str, Any]:
     special = {text: first + i for i, text in enumerate(family.special)}
     listed = config.get("added_tokens_decoder")
     for i, token in listed.items() if isinstance(listed, dict) else ():
-        if not re.fullmatch(r"[0-9]{1,7}", i) or _text(token) is None:
+        text = _text(token)
+        if not re.fullmatch(r"[0-9]{1,7}", i) or text is None:
             raise ValueError(f"added_tokens_decoder of {directory / 'tokenizer_config.json'} holds {i!r}: {token!r}: "
                              "expected an id and its token")
-        special[_text(token)] = int(i)
+        special[text] = int(i)
     vocab.update(special)
     known = {token["id"] for token in found["added_tokens"]}
     found["added_tokens"] += [_added(i, text, True) for text, i in special.items() if i not in known]
@@ -139,9 +140,9 @@ def _converted(file: Path) -> dict[str, Any]:
 
 
 def chat_of(directory: str | Path, vocab: Mapping[str, int]) -> tuple[str, list[int]] | None:
-    """The chat template that a checkpoint's code has, and ids that end an answer; None where it has none."""
-    family = FAMILIES.get(_class_of(directory))
-    template = family.chat(_read(directory, "generation_config.json"), vocab) if family else None
+    """The chat template in a checkpoint's code, and ids that end an answer; None if there is none."""
+    family = FAMILIES.get(_class_of(directory)) or Family()
+    template = family.chat(_read(directory, "generation_config.json"), vocab)
     return None if template is None else (template, [vocab[text] for text in family.stops if text in vocab])
 
 
@@ -171,8 +172,8 @@ def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **more: Any) -> d
 
 
 def _merges(order: dict[Any, Any], tokens: list[Any]) -> list[tuple[Any, Any]]:
-    """Every pair that makes one of `tokens`, which come in the order in which they are made; order: of all parts.
-    ValueError for a token that is too long.
+    """Every pair that makes one of `tokens`, which are in the order of their making. `order`: of all parts. ValueError
+    for a token that is too long.
     """
     found = []
     longest = max(map(len, tokens), default=0)
@@ -187,7 +188,7 @@ def _merges(order: dict[Any, Any], tokens: list[Any]) -> list[tuple[Any, Any]]:
 
 # -- tiktoken ----------------------------------------------------------------------------------------------------------
 def _tiktoken(file: Path, data: bytes, family: Family) -> dict[str, Any]:
-    """Lines of a token in base64 and its rank, which is its id."""
+    """Reads lines of a token in base64 and its rank, which is its id."""
     from .detokenizer import BYTE_CHARACTERS  # which imports `tokenizers`: not needed to serve ids
 
     characters = {byte: character for character, byte in BYTE_CHARACTERS.items()}
@@ -222,16 +223,17 @@ def _tiktoken(file: Path, data: bytes, family: Family) -> dict[str, Any]:
 
 # -- sentencepiece -----------------------------------------------------------------------------------------------------
 def _sentencepiece(file: Path, data: bytes) -> dict[str, Any]:
-    """A model of kind BPE: pieces that are better by their scores are made first."""
+    """Reads a model of kind BPE: pieces with better scores are made first."""
     try:
-        from sentencepiece import sentencepiece_model_pb2 as pb
+        from sentencepiece import sentencepiece_model_pb2
     except ImportError:
         raise ValueError(f"{file} is a sentencepiece model, and sentencepiece is not installed: pip install "
                          "sentencepiece") from None
+    pb: Any = sentencepiece_model_pb2
     model, kinds = pb.ModelProto(), pb.ModelProto.SentencePiece
     try:
         model.ParseFromString(data)
-    except Exception as error:  # protobuf's DecodeError, of whichever of its implementations
+    except Exception as error:  # a DecodeError of one of protobuf's implementations
         raise ValueError(f"{file} is neither a sentencepiece model nor tiktoken's ranks: {error}") from None
     trainer, normal = model.trainer_spec, model.normalizer_spec
     if not model.pieces or len(model.pieces) > MAX_TOKENS:

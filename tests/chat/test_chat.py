@@ -222,7 +222,7 @@ def test_errors_of_templates_name_the_line(template, error):
     ({"tools": [{"type": "code"}]}, ValueError, r"tools\[0\]\.type='code'"),
     ({"tools": [{"type": "function"}]}, TypeError, r"tools\[0\]\.function"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, ValueError, r"tools\[0\]\.function\.name='a b'"),
-    ({"tools": [TIME, TIME]}, ValueError, r"tools\[1\]\.function\.name='now' is the name of another"),
+    ({"tools": [TIME, TIME]}, ValueError, r"tools\[1\]\.function\.name='now' is also the name of another"),
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": 5}}]}, TypeError, r"function\.parameters"),
     ({"tool_choice": "any"}, ValueError, "tool_choice='any' is not known; allowed: auto, none, required"),
     ({"tool_choice": "required"}, ValueError, "needs tools"),
