@@ -217,7 +217,8 @@ def test_layouts_of_scales_are_written_and_read():
 
 @pytest.mark.parametrize("change, problem", [
     ('ops { type: "rope" inputs: "x" outputs: "x" attrs { key: "heds" value { integer: 1 } } }',
-     r"op 0 \(rope\) of the model's graph is not valid: op rope has no attribute heds: known are head_dim.*did you mean"),
+     r"op 0 \(rope\) of the model's graph is not valid: "
+     "op rope has no attribute heds: known are head_dim.*did you mean"),
     ('ops { type: "rope" inputs: "x" outputs: "x" attrs { key: "head_dim" value { integer: 4 } }'
      ' attrs { key: "pairs" value { choice: "all" } } }',
      "attribute pairs is 'all': expected one of halves, interleaved"),
