@@ -117,6 +117,23 @@ def any_engine(request: pytest.FixtureRequest, engine_of: Callable[[str], Abstra
     return engine_of(request.param)
 
 
+@pytest.fixture()
+def served():
+    """The fake engine, and the address of a service around it in this process."""
+    from support.fake_service import serving
+
+    with serving() as (engine, address):
+        yield engine, address
+
+
+@pytest.fixture()
+def short_first_contact(monkeypatch):
+    """Shortens the wait for a server that is not there; one test covers its full length."""
+    from allspark_client import pool
+
+    monkeypatch.setattr(pool, "_FIRST_CONTACT_SECONDS", 1.0)
+
+
 def _why_no_gpu() -> str:
     try:
         from allspark_server import (

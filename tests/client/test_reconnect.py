@@ -26,7 +26,6 @@ from allspark_client import (
     client as client_module,
     connection,
     convert,
-    pool,
     session,
 )
 from allspark_client._proto import allspark_pb2 as pb
@@ -34,17 +33,7 @@ from allspark_client.live_request import MOST_LOSSES
 from support.fake_engine import FakeEngine
 from support.fake_service import expected, server_process, serving, tokens, wait_until
 
-
-@pytest.fixture(autouse=True)
-def short_first_contact(monkeypatch):
-    """Shortens the wait for a server that is not there; one test covers its full length."""
-    monkeypatch.setattr(pool, "_FIRST_CONTACT_SECONDS", 1.0)
-
-
-@pytest.fixture
-def served():
-    with serving() as (core, address):
-        yield core, address
+pytestmark = pytest.mark.usefixtures("short_first_contact")
 
 
 # --- clients that vanish, or do not read ---

@@ -1,14 +1,12 @@
 """The quantized KV cache: kernels against float64 over the recovered cache, error bounds, bits, answers."""
 import os
 import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from allspark_server import _native
-from support.levels import LOWER
+from support.levels import LOWER, run_again
 
 LEVELS = {"int8": 255, "uint4": 15}
 MODES = {"AsCacheQuantI8": "int8", "AsCacheQuantU4": "uint4"}
@@ -254,10 +252,4 @@ def test_fingerprint_covers_the_cache():
 @pytest.mark.parametrize("isa", LOWER)
 def test_lower_instruction_sets_pass_the_same_tests(isa):
     chosen = "block or round_trip or equal or finite or overflow or ranks"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", chosen],
-        env={**os.environ, "ALLSPARK_ISA": isa},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
+    run_again(__file__, isa, "-k", chosen)

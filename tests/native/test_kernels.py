@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from allspark_server import _native
-from support.levels import LOWER
+from support.levels import LOWER, run_again
 
 SIZES = [1, 3, 17, 63, 64, 65, 896]
 
@@ -322,9 +322,7 @@ def test_avx_vnni_is_encoded_as_its_processors_know_it():
 @pytest.mark.skipif("ALLSPARK_ISA" in os.environ, reason="an instruction set is forced from outside")
 @pytest.mark.parametrize("isa", LOWER)
 def test_lower_instruction_sets_pass_the_same_tests(isa):
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
-                          env={**os.environ, "ALLSPARK_ISA": isa}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
+    run_again(__file__, isa)
 
 
 @pytest.mark.parametrize("message, op, attributes", [

@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from allspark_server import _native
-from support.levels import LOWER
+from support.levels import LOWER, run_again
 from support.quantization import quantized_rows
 
 LAYOUTS = {
@@ -305,6 +303,4 @@ def test_what_is_refused():
 @pytest.mark.skipif("ALLSPARK_ISA" in os.environ, reason="an instruction set is forced from outside")
 @pytest.mark.parametrize("isa", LOWER)
 def test_lower_instruction_sets_pass_the_same_tests(isa):
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
-                          env={**os.environ, "ALLSPARK_ISA": isa}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
+    run_again(__file__, isa)

@@ -21,7 +21,6 @@ from allspark_client import (
     GenerateRequestStatus as Status,
     TlsConfig,
     convert,
-    pool,
 )
 from allspark_client._proto import allspark_pb2 as pb
 from allspark_client.version import __version__
@@ -33,17 +32,7 @@ from allspark_server.rpc.service import Service
 from support.fake_engine import FakeEngine
 from support.fake_service import MODEL, expected, serving, tokens, wait_until
 
-
-@pytest.fixture(autouse=True)
-def short_first_contact(monkeypatch):
-    """Shortens the wait for a server that is not there; one test covers its full length."""
-    monkeypatch.setattr(pool, "_FIRST_CONTACT_SECONDS", 1.0)
-
-
-@pytest.fixture
-def served():
-    with serving() as (core, address):
-        yield core, address
+pytestmark = pytest.mark.usefixtures("short_first_contact")
 
 
 @pytest.fixture

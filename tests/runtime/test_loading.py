@@ -12,6 +12,7 @@ import pytest
 from allspark_client import AllSparkError, AsModelConfig, ClientEngine, GenerateRequestStatus as Status
 from allspark_launch.group.background import background_group
 from support.paths import SUPPORT
+from support.waiting import write_whole
 
 MISBEHAVING = SUPPORT / "misbehaving"
 FOREVER = {"top_k": 1, "eos_token_id": -1}
@@ -89,7 +90,7 @@ def test_a_failed_step_ends_the_group_and_requests_continue_on_the_next(engine, 
     undisturbed = [i for e in engine.start_request("m", {"input_ids": [5, 6]}, config)[2] for i in e.ids_from_generate]
     _, _, queue = engine.start_request("m", {"input_ids": [5, 6]}, config)
     found = queue.Get().ids_from_generate
-    (tmp_path / "fail").write_text("RuntimeError")
+    write_whole(tmp_path / "fail", "RuntimeError")
     found += [i for e in queue for i in e.ids_from_generate]
     assert not (tmp_path / "fail").exists()
     assert queue.GenerateStatus() is Status.GenerateFinished and found == undisturbed
@@ -99,7 +100,7 @@ def test_a_refused_plan_fails_the_model_alone(engine, tmp_path):
     if engine.get_rank_nums() == 2:
         pytest.skip("the file fails a step of one rank alone, a plan is refused by all")
     _, _, queue = engine.start_request("m", {"input_ids": [5, 6]}, FOREVER)
-    (tmp_path / "fail").write_text("ValueError")
+    write_whole(tmp_path / "fail", "ValueError")
     with pytest.raises(AllSparkError, match="ALLSPARK_RUNTIME_ERROR: a step of model 'm' failed: a defect"):
         list(queue)
     assert not engine.list_models()[0].running

@@ -1,6 +1,8 @@
-"""Waits for other processes."""
+"""Waits for other processes, and writes files that they wait for."""
 
+import os
 import time
+from pathlib import Path
 
 
 def wait_for(condition, seconds: float = 30.0):
@@ -12,3 +14,10 @@ def wait_for(condition, seconds: float = 30.0):
             return value
         time.sleep(0.05)
     raise AssertionError(f"not within {seconds} s")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that another process waits for: it appears with its whole text, never empty or in part."""
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_text(text)
+    os.replace(unfinished, path)

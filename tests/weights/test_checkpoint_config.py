@@ -11,7 +11,7 @@ from allspark_client.errors import AllSparkError
 from allspark_server import HuggingFaceModel
 from allspark_server.models import read_config
 from allspark_server.weights.checkpoint import open_model
-from support.spoilt import spoil_config
+from support.checkpoint_edits import edit_config
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -24,7 +24,7 @@ from support.checkpoints import checkpoint
                                    "num_key_value_heads", "vocab_size", "rms_norm_eps", "max_position_embeddings"))
 def test_missing_field_is_named_with_its_file(copy, field):
     directory = copy()
-    spoil_config(directory, **{field: ...})
+    edit_config(directory, **{field: ...})
     with pytest.raises(AllSparkError, match=f"field '{field}' of .*config.json is missing"):
         read_config(directory)
 
@@ -51,7 +51,7 @@ def test_missing_field_is_named_with_its_file(copy, field):
 ])
 def test_config_that_cannot_be_served(copy, changes, problem):
     directory = copy()
-    spoil_config(directory, **changes)
+    edit_config(directory, **changes)
     with pytest.raises(AllSparkError, match=problem):
         read_config(directory)
 
@@ -70,14 +70,14 @@ def test_config_that_is_not_json(copy):
 def test_fields_that_may_be_absent(copy):
     directory = copy()
     plain = read_config(directory)
-    spoil_config(directory, architectures=..., tie_word_embeddings=..., use_sliding_window=True, sliding_window=64,
+    edit_config(directory, architectures=..., tie_word_embeddings=..., use_sliding_window=True, sliding_window=64,
                  max_window_layers=3, layer_types=..., hidden_act=..., rope_parameters=...)
     (directory / "generation_config.json").unlink()
     found = read_config(directory)
     assert (found.architecture, found.tie_word_embeddings, found.rope.theta) == ("Qwen2ForCausalLM", False, 10000.0)
     assert found.eos_token_ids == plain.eos_token_ids == (2,)
     llama = copy("llama-biases")
-    spoil_config(llama, num_key_value_heads=..., head_dim=...)
+    edit_config(llama, num_key_value_heads=..., head_dim=...)
     assert read_config(llama) == read_config(checkpoint("llama-biases"))
 
 

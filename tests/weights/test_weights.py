@@ -23,9 +23,9 @@ pytest.importorskip("transformers")
 import itertools
 
 from reference.loading import Loaded, unquantized
+from support.checkpoint_edits import edit_config
 from support.checkpoints import STORED, check_logits, checkpoint, prompt_of, reference_logits, rewrite_header
 from support.driver import Driver
-from support.spoilt import spoil_config
 
 
 # -- who holds what ----------------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def test_values_that_are_not_finite_bring_one_warning(copy, caplog, name, value)
 
 def test_unused_tensors_are_named(copy, caplog):
     directory = copy("llama-biases")
-    spoil_config(directory, mlp_bias=False)
+    edit_config(directory, mlp_bias=False)
     with Driver(directory):
         pass
     assert "holds 9 tensors that LlamaForCausalLM does not use: model.layers.0.mlp.down_proj.bias" in caplog.text

@@ -23,11 +23,14 @@ def misbehave() -> None:
     def fail_once() -> None:
         """Raises the error that the file $FAIL_STEP names, once."""
         path = os.environ.get("FAIL_STEP", "")
-        if os.path.exists(path):
-            with open(path, encoding="utf-8") as file:
-                name = file.read()
-            os.unlink(path)
-            raise {"RuntimeError": RuntimeError, "ValueError": ValueError}[name]("a defect")
+        taken = f"{path}.{os.getpid()}"
+        try:
+            os.rename(path, taken)  # only one rank takes it
+        except FileNotFoundError:
+            return
+        with open(taken, encoding="utf-8") as file:
+            name = file.read()
+        raise {"RuntimeError": RuntimeError, "ValueError": ValueError}[name]("a defect")
 
     def failing_step(self, plan: bytes, want_logits: bool = False):
         """Replaces the step of a rank other than 0."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 
-def spoil_config(directory, **changes):
+def edit_config(directory, **changes):
     values = json.loads((directory / "config.json").read_text())
     for name, value in changes.items():
         if value is ...:
