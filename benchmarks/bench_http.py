@@ -137,7 +137,7 @@ def script(interval: float):
 @contextlib.contextmanager
 def http_endpoint(address: str, workers: int = 1):
     """Runs an HTTP server in front of it; yields its address and its workers."""
-    with http_server(HttpOptions("127.0.0.1:0", workers, insecure=True, pool=[address])) as running:
+    with http_server(HttpOptions(address="127.0.0.1:0", workers=workers, insecure=True, pool=[address])) as running:
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
             found = [psutil.Process(pid) for pid in running.pids]
