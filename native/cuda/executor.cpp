@@ -10,16 +10,18 @@
 
 namespace as::cuda {
 
-CudaExecutor::CudaExecutor(int device, std::shared_ptr<LogitSampler> sampler, std::shared_ptr<Communicator> window)
+CudaExecutor::CudaExecutor(int device, std::shared_ptr<LogitSampler> sampler,
+                           std::shared_ptr<Communicator> communicator)
     : shared_device_(std::make_shared<Device>(device)),
       device_(*shared_device_),
       sampler_(std::move(sampler)),
-      window_(window && window->size() > 1 ? std::move(window) : nullptr),
+      communicator_(communicator && communicator->size() > 1 ? std::move(communicator) : nullptr),
       weights_(device_) {}
 
 CudaExecutor::CudaExecutor(const CudaExecutor& beside, std::shared_ptr<LogitSampler> sampler)
     : shared_device_(beside.shared_device_), device_(*shared_device_), sampler_(std::move(sampler)), weights_(device_) {
-  if (beside.window_) throw std::invalid_argument("a model beside one of several ranks is not available on CUDA yet");
+  if (beside.communicator_)
+    throw std::invalid_argument("a model beside one of several ranks is not available on CUDA yet");
 }
 
 // Freeing memory on a thread that has chosen no GPU would initialize GPU 0, which takes memory there.
@@ -37,8 +39,8 @@ int CudaExecutor::add_vector(const std::vector<float>& values) {
 }
 
 std::string CudaExecutor::share(int max_rows, double seconds) {
-  if (!window_) return "";
-  exchange_ = std::make_unique<Exchange>(device_, window_->rank(), window_->size(),
+  if (!communicator_) return "";
+  exchange_ = std::make_unique<Exchange>(device_, communicator_->rank(), communicator_->size(),
                                          largest_partial(program_, weights_, max_rows),
                                          largest_partial(program_, weights_, std::min(max_rows, kPushedRows)), seconds);
   shared_rows_ = max_rows;
@@ -46,7 +48,7 @@ std::string CudaExecutor::share(int max_rows, double seconds) {
 }
 
 void CudaExecutor::connect(const std::vector<std::string>& addresses) {
-  if (!window_) return;
+  if (!communicator_) return;
   if (!exchange_) throw std::logic_error("share() before connect()");
   exchange_->connect(addresses);
 }
@@ -60,11 +62,11 @@ void CudaExecutor::allocate(const Limits& limits, int masks, const AdapterLimits
   device_.use();
   weights_.finish();
   allocate_masks(masks, true);
-  if (window_ && (!exchange_ || !exchange_->connected() || limits.max_rows > shared_rows_))
+  if (communicator_ && (!exchange_ || !exchange_->connected() || limits.max_rows > shared_rows_))
     throw std::invalid_argument("ranks share() memory for " + std::to_string(limits.max_rows) +
                                 " rows, and connect(), before allocate()");
   std::optional<Ranks> ranks;
-  if (window_) ranks.emplace(Ranks{*exchange_, *window_});
+  if (communicator_) ranks.emplace(Ranks{*exchange_, *communicator_});
   adapters_ = adapters.count ? std::make_unique<Adapters>(device_, adapters, program_) : nullptr;
   runner_ = std::make_unique<CudaRunner>(device_, program_, weights_, limits, *sampler_, masks_.get(),
                                          ranks ? &*ranks : nullptr, adapters_.get());

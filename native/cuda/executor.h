@@ -16,8 +16,8 @@ namespace as::cuda {
 
 class CudaExecutor : public Model {
  public:
-  // window: to the other ranks of a group; null: there are none.
-  CudaExecutor(int device, std::shared_ptr<LogitSampler> sampler, std::shared_ptr<Communicator> window = nullptr);
+  // communicator: to the other ranks of a group; null: there are none.
+  CudaExecutor(int device, std::shared_ptr<LogitSampler> sampler, std::shared_ptr<Communicator> communicator = nullptr);
   // Another model on the same GPU and stream: the two run in turn. Throws std::invalid_argument if there are other
   // ranks.
   CudaExecutor(const CudaExecutor& beside, std::shared_ptr<LogitSampler> sampler);
@@ -84,7 +84,7 @@ class CudaExecutor : public Model {
   const std::shared_ptr<Device> shared_device_;
   Device& device_;
   std::shared_ptr<LogitSampler> sampler_;
-  const std::shared_ptr<Communicator> window_;
+  const std::shared_ptr<Communicator> communicator_;
   Weights weights_;
   std::unique_ptr<Exchange> exchange_;
   int shared_rows_ = 0;

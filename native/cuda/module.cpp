@@ -76,7 +76,7 @@ int group_of(const std::string& dtype, int group_size, const py::kwargs& layout)
   return group_size;
 }
 
-constexpr double kWaitSeconds = 30;  // dead and stopped ranks are noticed earlier, by window and supervisor
+constexpr double kWaitSeconds = 30;  // dead and stopped ranks are noticed earlier, by shared memory and supervisor
 
 CacheType cache_type_of(const std::string& name) {
   if (name == "float32") return CacheType::f32;
@@ -356,12 +356,13 @@ PYBIND11_MODULE(_cuda, m) {
       "with weights of this type.");
   py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecutor>> executor(
       m, "Executor", "A model's op list, weights and KV cache on one GPU.");
-  executor.def(py::init([](int device, std::shared_ptr<LogitSampler> sampler, std::shared_ptr<Communicator> window) {
-                 return std::shared_ptr<CudaExecutor>(new CudaExecutor(device, std::move(sampler), std::move(window)),
-                                                      WithoutGil{});
-               }),
-               py::arg("device"), py::arg("sampler"), py::arg("window") = nullptr,
-               "window: to the other ranks of a group; the sampler must have it, too.");
+  executor.def(
+      py::init([](int device, std::shared_ptr<LogitSampler> sampler, std::shared_ptr<Communicator> communicator) {
+        return std::shared_ptr<CudaExecutor>(new CudaExecutor(device, std::move(sampler), std::move(communicator)),
+                                             WithoutGil{});
+      }),
+      py::arg("device"), py::arg("sampler"), py::arg("communicator") = nullptr,
+      "communicator: of the other ranks of a group; the sampler must have it, too.");
   executor.def(
       "beside",
       [](const CudaExecutor& e, std::shared_ptr<LogitSampler> sampler) {

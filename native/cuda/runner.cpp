@@ -180,7 +180,7 @@ Drawn CudaRunner::finish(const Batch& batch) {
 void CudaRunner::agree(std::vector<Argmax>& best) const {
   const auto bytes_of = [](std::vector<Argmax>& all) { return reinterpret_cast<char*>(all.data()); };
   const size_t bytes = best.size() * sizeof(Argmax);
-  const std::vector<std::string> messages = ranks_->window.gather(std::string(bytes_of(best), bytes));
+  const std::vector<std::string> messages = ranks_->communicator.gather(std::string(bytes_of(best), bytes));
   std::vector<Argmax> other(best.size());
   for (size_t r = 1; r < messages.size(); r++) {  // on rank 0
     if (messages[r].size() != bytes) throw std::runtime_error("a rank drew for another batch");
@@ -192,7 +192,7 @@ void CudaRunner::agree(std::vector<Argmax>& best) const {
     }
   }
   std::string all(bytes_of(best), bytes);
-  ranks_->window.broadcast(all);
+  ranks_->communicator.broadcast(all);
   if (all.size() != bytes) throw std::runtime_error("rank 0 drew for another batch");
   std::memcpy(bytes_of(best), all.data(), bytes);
 }
@@ -258,7 +258,7 @@ void CudaRunner::launch(const Size& size, bool heads, bool timed) {
 void CudaRunner::add_times(const Batch& batch) {
   StepSize size;
   size.rows = (double)batch.rows.size(), size.outputs = (double)batch.outputs.size();
-  size.world = ranks_ ? ranks_->window.size() : 1;
+  size.world = ranks_ ? ranks_->communicator.size() : 1;
   size.weight_bytes = weights_.sizes();
   const Form& form = forms_[drawing_.form];
   times_.add(drawing_.turn, drawing_.form, drawing_.heads ? form.launches.size() : form.heads_from, drawing_.heads,

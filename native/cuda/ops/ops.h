@@ -21,7 +21,7 @@ using Launch = std::function<void(const Workspace::Size&)>;
 // The other ranks of a group: memory of their GPUs, and the channel by which processes agree on samples.
 struct Ranks {
   Exchange& exchange;
-  Communicator& window;
+  Communicator& communicator;
 };
 
 // Where ops find what they run on, while one form of a program (with ops for adapters, or without) becomes launches.
