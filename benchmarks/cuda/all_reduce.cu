@@ -1,6 +1,6 @@
-// All-reduce in rank order over peer memory, two GPUs of one process: one-shot (everybody reads all partials) and
-// two-shot (each sums its part, then gathers), bf16 or fp32 partials, replayed as a graph of 56 a step. Sums are fp32,
-// in rank order. nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a all_reduce.cu && ./a.out
+// All-reduce in rank order over peer memory on two GPUs of one process: one-shot (each rank reads all partial sums) and
+// two-shot (each rank sums its part, then gathers), with bf16 or fp32 partial sums, replayed as a graph of 56 per step.
+// Sums are fp32, in rank order. nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a all_reduce.cu && ./a.out
 #include <cuda_bf16.h>
 
 #include <algorithm>

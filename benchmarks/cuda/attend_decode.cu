@@ -1,7 +1,7 @@
-// Attention when sequences decode (native/cuda/kernels/attention/attention_decode.cu), between kernels that read other
-// memory, as in a step: what a layer's attention adds to them, against the time that its bytes take; and how many
-// results differ from the kernel for many rows. `./attend_decode [check30 1@129 16@8000 28/4/128 int8 ...]`: sequences
-// at a position each; from then on heads, KV heads and their features; the cache's type. nvcc -O3 -std=c++17
+// Decode attention (native/cuda/kernels/attention/attention_decode.cu) between kernels that read other memory, as in a
+// step: the time that a layer's attention adds, against the time that its bytes take; and the number of results that
+// differ from the prefill kernel's. `./attend_decode [check30 1@129 16@8000 28/4/128 int8 ...]`: N@P measures N
+// sequences at position P; HEADS/KV_HEADS/SIZE and a cache type apply to the arguments after them. nvcc -O3 -std=c++17
 // -I../../../native -gencode arch=compute_90a,code=sm_90a attend_decode.cu
 //   ../../../native/cuda/kernel_choice.cpp
 //   ../../../native/cuda/kernels/{attention/attention*,norm/rows*}.cu -o attend_decode

@@ -1,6 +1,6 @@
-// Attention of many rows (native/cuda/kernels/attention/attention_prefill_wgmma.cu) at Qwen2.5-7B's shape, or its
-// 0.5B's: its bits against the kernel of mma.sync, and the time of both. `./attend_prefill [small] [1x8192 ...]`:
-// sequences x their rows, no context before them; `small` for those after it. nvcc -O3 -std=c++17 -I../../../native
+// Prefill attention (native/cuda/kernels/attention/attention_prefill_wgmma.cu) at the shape of Qwen2.5-7B or 0.5B:
+// its bits against the mma.sync kernel's, and the time of both. `./attend_prefill [small] [1x8192 ...]`: sequences x
+// rows, without earlier context; `small` selects 0.5B for the arguments after it. nvcc -O3 -std=c++17 -I../../../native
 // -gencode arch=compute_90a,code=sm_90a attend_prefill.cu
 //   ../../../native/cuda/kernels/attention/attention_prefill_mma.cu -o attend
 #include <cmath>

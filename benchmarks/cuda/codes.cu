@@ -1,6 +1,6 @@
-// Products of quantized weights with 16-bit activations at Qwen2.5-7B's shapes: microseconds and the part of what
-// reading codes and scales takes, and bits against products of the same values in bfloat16. norm: of a row that a
-// kernel norms before; norms: that the product norms itself.
+// GEMM of quantized weights and 16-bit activations at Qwen2.5-7B's shapes: microseconds, the fraction of the time that
+// reading quantized values and scales takes, and bits against GEMM of the same values in bfloat16. norm: a kernel norms
+// the row first; norms: the GEMM kernel norms it.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/codes.cu
 //        native/cuda/kernel_choice.cpp -o codes
 //        native/cuda/kernels/{gemm/{gemm_{quantized*,dtype16,split_k,stream_k,prefill,f32},gemv*},norm/rows}.cu

@@ -1,5 +1,5 @@
-// A layer of Qwen3-30B-A3B between two attentions, in bfloat16, kernel by kernel: microseconds, and the part of what
-// its bytes take, or its products; and whether one row has the same bits by both ways.
+// The part of a Qwen3-30B-A3B layer between two attentions, in bfloat16, kernel by kernel: microseconds, and fractions
+// of the time that its bytes or its operations take; and whether one row has the same bits with both sets of kernels.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/experts.cu
 //        native/cuda/kernel_choice.cpp
 //        native/cuda/kernels/{moe/*,gemm/{gemm_{small_n,dtype16,split_k,stream_k,prefill,f32},gemv},norm/rows,quantize/pack}.cu

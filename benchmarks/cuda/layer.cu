@@ -1,8 +1,8 @@
-// A decode step's layers of Qwen2.5-7B's shape in bfloat16 or 8 bits, each kernel behind the one before as in a step:
-// us a layer, and a hash of what comes out; then without some of the kernels, which tells what those add. `layer
-// [rows=1,8,32] [whole] [half] [split] [float8 | w8a8] [apart]` (whole: nothing is left out; half: a rank's part of
-// two, without their sums; split: small products by clusters, too; float8, w8a8: weights and activations of 8 bits;
-// apart: rows become these by kernels of their own)
+// The layers of a decode step at Qwen2.5-7B's shape in bfloat16 or 8 bits, with kernels one after the other as in a
+// step: us per layer and a hash of the output; then without some of the kernels, which shows what these add. `layer
+// [rows=1,8,32] [whole] [half] [split] [float8 | w8a8] [apart]` (whole: leave out nothing; half: one rank's part of
+// two, without all-reduce; split: small GEMMs by split-K, too; float8, w8a8: 8-bit weights and activations; apart:
+// separate kernels quantize rows)
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/layer.cu
 //        native/cuda/kernel_choice.cpp
 //        native/cuda/kernels/{gemm/{gemm_{dtype16,split_k,stream_k,prefill,f32,8bit*,integer},gemv},norm/rows,

@@ -1,4 +1,5 @@
-// Products of Qwen2.5-7B's shapes by every kernel, alone: microseconds and the part of what reading the weights takes.
+// GEMM at Qwen2.5-7B's shapes by each kernel alone: microseconds, and the fraction of the time that reading the weights
+// takes.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/linears.cu
 //        native/cuda/kernel_choice.cpp
 //        native/cuda/kernels/gemm/{gemm_{dtype16,split_k,stream_k,prefill,f32},gemv}.cu

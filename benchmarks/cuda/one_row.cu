@@ -1,5 +1,5 @@
-// One row's products that norm it, or make 8 bits of it, themselves: their bits against those of rows made by kernels
-// of their own, at awkward sizes. And those of up to eight rows that are 8 bits by the same kernel.
+// GEMV kernels that norm or quantize their row themselves: their bits against those of separate kernels, at awkward
+// sizes. Also GEMM of up to eight rows with the same fused quantization.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/one_row.cu
 //        native/cuda/kernel_choice.cpp
 //        native/cuda/kernels/{gemm/{gemm_{dtype16,split_k,stream_k,prefill,f32,8bit*,integer},gemv},quantize/quantize_rows,norm/rows}.cu

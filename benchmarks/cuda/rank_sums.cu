@@ -1,6 +1,6 @@
-// Sums over two ranks behind the products that make what they sum, as layers of Qwen2.5-7B's shape have them, replayed
-// as a graph: microseconds that a sum (with its add and norm) adds to them. By how partial sums get to the other rank:
-// read by the sum, pushed by it, or pushed by the product. All must leave the same bits on both ranks.
+// All-reduce over two ranks after the GEMMs that make the partial sums, in layers of Qwen2.5-7B's shape, replayed as a
+// graph: microseconds that a sum (with its add and norm) adds. Variants of how partial sums reach the other rank: read
+// by the sum's kernel, pushed by it, or pushed by the GEMM. All must give the same bits on both ranks.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/rank_sums.cu
 //        native/cuda/kernel_choice.cpp
 //        native/cuda/kernels/{gemm/{gemm_{dtype16,split_k,stream_k,prefill},gemv},quantize/pack,comm/sum_ranks}.cu -o

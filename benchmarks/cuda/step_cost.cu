@@ -1,5 +1,5 @@
-// What a decode step costs besides its bytes: kernels of a graph, with and without programmatic dependent launch, and
-// grid barriers of one persistent kernel; then the same ways streaming the weights of Qwen2.5-7B's shape once. nvcc -O3
+// Costs of a decode step besides its bytes: kernels of a graph with and without programmatic dependent launch, and grid
+// barriers of one persistent kernel; then all of these while streaming Qwen2.5-7B's weights once. nvcc -O3
 // -std=c++17 -gencode arch=compute_90a,code=sm_90a step_cost.cu && ./a.out
 #include <algorithm>
 #include <cstdint>

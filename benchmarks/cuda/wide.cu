@@ -1,6 +1,6 @@
-// Products of many rows (native/cuda/kernels/gemm/gemm_prefill.cu) by each tile: their bits against the kernel of some
-// rows, and their speed at the shapes of Qwen2.5-7B and, with `small`, of its 0.5B.
-// `./wide [check] [time] [split] [tiles] [small] [rows=1024,8192] [qkv o gate_up down head]`: of all linears, or of
+// Prefill GEMM (native/cuda/kernels/gemm/gemm_prefill.cu) with each tile size: bits against the kernel for fewer rows,
+// and speed at the shapes of Qwen2.5-7B and, with `small`, 0.5B.
+// `./wide [check] [time] [split] [tiles] [small] [rows=1024,8192] [qkv o gate_up down head]`: all matrices, or
 // these. nvcc -O3 -std=c++17 -I../../../native -gencode arch=compute_90a,code=sm_90a wide.cu
 //   ../../../native/cuda/kernels/gemm/{gemm_{dtype16,split_k,stream_k},gemv}.cu -o wide
 #include <algorithm>

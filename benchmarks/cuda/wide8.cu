@@ -1,5 +1,5 @@
-// Products of floats of 8 bits (native/cuda/kernels/gemm/gemm_8bit_prefill.cu) by each tile: their bits against the
-// stream's, their error against float64, and their speed at the shapes of Qwen2.5-7B.
+// Prefill GEMM of 8-bit floats (native/cuda/kernels/gemm/gemm_8bit_prefill.cu) with each tile size: bits against the
+// stream-K kernel's, error against float64, and speed at the shapes of Qwen2.5-7B.
 // `./wide8 [integers] [check] [error] [tiles | layer | bytes] [rows=128,8192] [only=gate_up]`, integers being w8a8's
 // nvcc -O3 -std=c++17 -I../../../native -gencode arch=compute_90a,code=sm_90a wide8.cu
 //   ../../../native/cuda/kernels/quantize/quantize_rows.cu -o wide8

@@ -1,4 +1,4 @@
-// A thread that fails before a barrier which the others come to: no op can be made to do that from Python.
+// A thread fails before a barrier that the others reach. No op can be made to do that from Python.
 #include <atomic>
 #include <cstdio>
 #include <stdexcept>
@@ -16,7 +16,8 @@ int main() {
           // As a step has it: ops in guards, with barriers within and after them.
           auto op = [&](int thread) {
             for (int i = 0; i < kBarriers; i++) {
-              if (thread == bad && i == at) throw std::runtime_error("thread " + std::to_string(bad) + " at " + std::to_string(at));
+              if (thread == bad && i == at)
+                throw std::runtime_error("thread " + std::to_string(bad) + " at " + std::to_string(at));
               if (!pool.barrier()) return;
               passed++;
             }
@@ -30,9 +31,7 @@ int main() {
                 passed = 1000;
               }
             });
-          } catch (const std::exception& e) {
-            error = e.what();
-          }
+          } catch (const std::exception& e) { error = e.what(); }
           if (error != "thread " + std::to_string(bad) + " at " + std::to_string(at) || passed > at * kThreads) {
             std::printf("error '%s', %d barriers passed\n", error.c_str(), passed.load());
             return 1;
