@@ -2,8 +2,7 @@
 // 16 bits go to bfloat16's, which are there for all formats.
 #include "cuda/kernels/by_dtype16.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 #define AS_CALL(dtype, op, ...) return (dtype) == DType16::f16 ? f16::op(__VA_ARGS__) : bf16::op(__VA_ARGS__)
 
@@ -87,5 +86,4 @@ void combine_row(const ExpertGemmArgs& e, const ChosenRow& row, const Combinatio
   AS_CALL(e.gemm.w.dtype, combine_row, e, row, c, queue);
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

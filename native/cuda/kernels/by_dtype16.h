@@ -7,8 +7,7 @@
 #include "cuda/kernels/lora/lora.h"
 #include "cuda/kernels/moe/moe.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 #define AS_OPS                 \
   AS_OP(pack_rows);            \
@@ -48,5 +47,4 @@ AS_OPS
 #undef AS_OPS
 #undef AS_OP
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -5,8 +5,7 @@
 #include "cuda/kernels/attention/attention_prefill_wgmma.h"
 #include "cuda/kernels/quantize/quantized.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace {
 
@@ -378,5 +377,4 @@ void store_and_attend(const Attention& a, const Rope* rope, const AttentionTile*
 }
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

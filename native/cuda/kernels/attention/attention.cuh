@@ -9,8 +9,7 @@
 #include "cuda/kernels/attention/attention.h"
 #include "cuda/kernels/common/device.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 
 constexpr float kLog2E = 1.44269504088896341f;
@@ -99,5 +98,4 @@ __device__ inline float* partial_of(const Attention& a, int tile, int kv_head, i
 }
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

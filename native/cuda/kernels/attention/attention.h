@@ -2,8 +2,7 @@
 #pragma once
 #include "cuda/kernels/norm/norm.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 // The cache of a layer: spans, in each its KV heads, of each keys and then values [span_size, padded_dim]. Quantized as
 // the CPU backend does (cpu/kernels/span_layout.h): a value is q * scale + minimum, of uint4 two features in a byte,
@@ -97,5 +96,4 @@ void scale_queries(const Attention& a, const int* positions, double beyond, int 
 void store_and_attend(const Attention& a, const Rope* rope, const AttentionTile* tiles, int count, int sharers,
                       const Queue& queue);
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -2,8 +2,7 @@
 #include "cuda/kernels/attention/attention_decode.cuh"
 #include "cuda/kernels/attention/attention_mma.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 
 void attend_decode_dtype16(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own,
@@ -17,5 +16,4 @@ void attend_decode_dtype16(const Attention& a, const AttentionTile* tiles, int c
 }
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

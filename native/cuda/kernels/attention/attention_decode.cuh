@@ -14,8 +14,7 @@
 #include "cuda/kernels/attention/rope_head.cuh"
 #include "cuda/kernels/quantize/quantized.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace decode {
 
@@ -550,5 +549,4 @@ void start_decode(const Attention& a, const AttentionTile* tiles, int count, boo
 
 }  // namespace decode
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

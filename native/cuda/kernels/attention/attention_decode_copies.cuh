@@ -3,8 +3,7 @@
 #include "cuda/kernels/attention/kv_splits.cuh"
 #include "cuda/kernels/common/pipeline.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace decode {
 
@@ -94,5 +93,4 @@ __device__ void copy_splits(const Attention& a, KvSplits splits, bool own, uint3
 
 }  // namespace decode
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -2,8 +2,7 @@
 #include "cuda/kernels/attention/attention_decode.cuh"
 #include "cuda/kernels/attention/attention_mma.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 template <CacheType kType>
@@ -23,5 +22,4 @@ void attend_decode_quantized(const Attention& a, const AttentionTile* tiles, int
   start(a, tiles, count, several, own, rope, queue);
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

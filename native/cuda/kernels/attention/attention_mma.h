@@ -3,8 +3,7 @@
 #include "cuda/kernels/attention/attention.h"
 #include "cuda/kernels/common/dtype16.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 // Of caches of 16 bits, or quantized; heads of 64, 96, 128 or 256 features, of 16 bits also 80. several: tiles may have
 // several runs. own: rows enter the cache, too, as store_cache() has it.
@@ -17,5 +16,4 @@ void attend_decode_quantized(const Attention& a, const AttentionTile* tiles, int
                              const Rope* rope, const Queue& queue);
 void attend_prefill_quantized(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue);
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -3,8 +3,7 @@
 #pragma once
 #include "cuda/kernels/attention/attention.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 
 template <int kDim>
@@ -192,5 +191,4 @@ class WarpPairs {
 };
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -4,8 +4,7 @@
 #include "cuda/kernels/attention/attention_pairs.cuh"
 #include "cuda/kernels/attention/decode_plan.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace {
 
@@ -93,5 +92,4 @@ void attend_prefill_mma(const Attention& a, const AttentionTile* tiles, int coun
 }
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

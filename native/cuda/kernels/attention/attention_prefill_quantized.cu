@@ -6,8 +6,7 @@
 #include "cuda/kernels/attention/decode_plan.h"
 #include "cuda/kernels/quantize/quantized.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 constexpr int kTokens = 64, kWarps = 4, kThreads = 32 * kWarps;  // positions at a time
@@ -159,5 +158,4 @@ void attend_prefill_quantized(const Attention& a, const AttentionTile* tiles, in
   else start_dim<256>(a, tiles, count, queue);
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

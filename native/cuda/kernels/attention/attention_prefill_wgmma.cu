@@ -10,8 +10,7 @@
 #include "cuda/kernels/attention/attention_prefill_wgmma.h"
 #include "cuda/kernels/common/wgmma.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace {
 
@@ -474,5 +473,4 @@ void attend_prefill_wgmma(const Attention& a, const AttentionTile* tiles, int co
 }
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -3,8 +3,7 @@
 #include "cuda/kernels/attention/attention.h"
 #include "cuda/kernels/common/dtype16.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 
 // Of caches of 16 bits, heads of 64 or 128 features without slopes and sinks; capability 9.0.
@@ -12,5 +11,4 @@ void attend_prefill_wgmma(const Attention& a, const AttentionTile* tiles, int co
                           const Queue& queue);
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -2,8 +2,7 @@
 #include "cuda/kernels/attention/attention.h"
 #include "cuda/kernels/common/device.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 constexpr int kThreads = 256, kEach = 16;
@@ -38,5 +37,4 @@ void copy_spans(const SpanPart* parts, int layers, size_t largest, const SpanPai
   launched("copy_spans");
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

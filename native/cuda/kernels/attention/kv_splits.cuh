@@ -2,8 +2,7 @@
 #pragma once
 #include "cuda/kernels/attention/attention.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace decode {
 
@@ -283,5 +282,4 @@ __device__ void merge_part(const Attention& a, const Part& part, Shared& shared,
 
 }  // namespace decode
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -3,8 +3,7 @@
 #include "cuda/kernels/attention/kv_splits.cuh"
 #include "cuda/kernels/quantize/quantized.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace decode {
 
@@ -86,5 +85,4 @@ struct RopeHead {
 
 }  // namespace decode
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

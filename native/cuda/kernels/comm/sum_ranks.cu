@@ -16,8 +16,7 @@
 #include "cuda/kernels/comm/sum_ranks.h"
 #include "cuda/kernels/common/device.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace {
 
@@ -269,5 +268,4 @@ void sum_ranks(const RankSum& sum, int rows, const Queue& queue) {
 }
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

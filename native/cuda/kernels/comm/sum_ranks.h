@@ -2,8 +2,7 @@
 #pragma once
 #include "cuda/kernels/norm/norm.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 constexpr int kMostRanks = 8;
 // Partial sums in tiles of so many rows at most are pushed into the other ranks' memory; of more the others read
@@ -43,5 +42,4 @@ void sum_ranks(const RankSum& sum, int rows, const Queue& queue);
 // Whether partial sums in tiles of so many rows are pushed.
 inline bool pushes(const Peers& peers, int rows) { return peers.pushed_bytes && rows > 0 && rows <= kPushedRows; }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

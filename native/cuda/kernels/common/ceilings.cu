@@ -2,8 +2,7 @@
 #include "cuda/kernels/common/ceilings.h"
 #include "cuda/kernels/common/device.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 constexpr int kThreads = 512, kAtOnce = 4, kBlocks = 4;  // of threads, of an SM
@@ -45,5 +44,4 @@ void fill_bf16(void* data, size_t bytes, const Queue& queue) {
   launched("filling memory");
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

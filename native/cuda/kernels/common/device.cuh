@@ -13,8 +13,7 @@
 #define AS_TEXT(name) AS_TEXT_OF(name)
 #define AS_DTYPE16_TEXT AS_TEXT(AS_DTYPE16)  // in PTX
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 
 // After a launch.
@@ -304,5 +303,4 @@ __device__ inline void put_eight(const Rows& out, int row, int column, int width
 }
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

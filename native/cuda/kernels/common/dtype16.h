@@ -8,8 +8,7 @@
 #define AS_DTYPE16 bf16
 #endif
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 namespace AS_DTYPE16 {
 constexpr DType16 kDType16 = DType16::AS_DTYPE16;
@@ -18,5 +17,4 @@ constexpr bool kAllFormats = kDType16 == DType16::bf16;
 }  // namespace AS_DTYPE16
 using namespace AS_DTYPE16;
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -3,8 +3,7 @@
 #pragma once
 #include "cuda/kernels/common/device.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 
 __device__ inline void init_barrier(uint32_t barrier, int arrivals) {
@@ -51,5 +50,4 @@ struct PipelineStage {
 };
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

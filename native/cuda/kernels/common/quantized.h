@@ -16,8 +16,7 @@
 #pragma once
 #include "cuda/kernels/common/tiles.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 constexpr int kTileRows = 16;
 constexpr int kScaleWords = kBlock;                                               // of a block of rows and a group
@@ -68,5 +67,4 @@ AS_BOTH constexpr bool has_group(int group, int k) {
   return group >= k || group % kBlock == 0 || group == 32 || group == 16;
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -4,8 +4,7 @@
 #include <algorithm>
 #include <cstdlib>
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 // Of the GPU in use, bytes of shared memory that a CTA may have: 227 KiB on Hopper, 163 on the A100, 99 on
 // many others.
@@ -18,5 +17,4 @@ inline int most_shared() {
   return pretended && std::atoi(pretended) % 10 ? std::min(bytes, 99 << 10) : bytes;
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

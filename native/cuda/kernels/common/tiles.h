@@ -9,8 +9,7 @@
 
 #include "common/host_device.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 constexpr int kBlock = 64;                     // rows and columns of a block
 constexpr int kBlockValues = kBlock * kBlock;  // of one
@@ -60,5 +59,4 @@ inline int quant_split_k(int n, int k, int at_most = kMaxQuantSplitK) {
   return most;
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

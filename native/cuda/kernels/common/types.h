@@ -11,8 +11,7 @@
 #include "cuda/kernels/common/quantized.h"
 #include "cuda/kernels/common/tiles.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 // Floats of 16 bits: bfloat16 and IEEE 754's binary16 (float16), as PTX names them. Values too large for float16 become
 // its largest, 65504. What is of 16 bits in a program is all of one type, but for the cache. Kernels of other formats
@@ -74,5 +73,4 @@ struct Gating {
   float alpha = 1, limit = HUGE_VALF, shift = 0;
 };
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

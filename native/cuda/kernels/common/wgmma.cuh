@@ -2,8 +2,7 @@
 #pragma once
 #include "cuda/kernels/common/device.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -305,5 +304,4 @@ __device__ inline void exchange(uint32_t (&words)[4]) {
 #endif
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -2,8 +2,7 @@
 #pragma once
 #include "cuda/kernels/common/wgmma.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -118,5 +117,4 @@ __device__ inline void settle(int (&d)[kValues]) {
 #endif
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -3,8 +3,7 @@
 #include "cuda/kernels/common/device.cuh"
 #include "cuda/kernels/gemm/gemm.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 
 // What products leave of sums: each and its bias, added to what is there if they are to be. Of kCount values of a
@@ -63,5 +62,4 @@ __device__ inline void finish_gated(const GemmArgs& p, int row, int column, floa
 }
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

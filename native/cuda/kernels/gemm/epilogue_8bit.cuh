@@ -12,8 +12,7 @@
 #include "cuda/kernels/gemm/epilogue_rows.cuh"
 #include "cuda/kernels/gemm/gemm_integer.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -143,5 +142,4 @@ __device__ const auto& of_parts(const Totals& total, const Sums& d) {
 #endif
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -3,8 +3,7 @@
 #include "cuda/kernels/gemm/epilogue.cuh"
 #include "cuda/kernels/quantize/quantized.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 
 // How sums become values: as they are, or times the scale of their row of activations of 8 bits, or of floats the
@@ -51,5 +50,4 @@ __device__ inline void epilogue_columns(const GemmArgs& p, int rows, int first_r
 }
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -2,8 +2,7 @@
 #pragma once
 #include "cuda/kernels/common/wgmma.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -120,5 +119,4 @@ __device__ inline void epilogue_rows(const GemmArgs& p, int rows, int first_row,
 #endif
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -3,8 +3,7 @@
 #include "cuda/kernels/norm/norm.h"
 #include "cuda/kernels/quantize/quantize.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 // y = x w^T + bias, or that added to what y has. gated: silu of the first half of the sums times the second, w being
 // what pair_rows() made.
@@ -47,5 +46,4 @@ void gemv_8bit(const GemmArgs& p, const Queue& queue, GemmAlgo algo);
 // How many clusters of gemm_prefill()'s largest tile for whole sums run at once.
 int prefill_clusters(DType16 dtype);
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -21,8 +21,7 @@
 #include "cuda/kernels/gemm/epilogue_rows.cuh"
 #include "cuda/kernels/gemm/tile_scheduler.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 constexpr int kMostShared = 226 << 10;
@@ -534,5 +533,4 @@ void start_best(const Choice (&choices)[kCount], const GemmArgs& p, int rows, co
 void gemm_float8_prefill(const GemmArgs& p, int rows, const Queue& queue) { start_best(kOfFloats, p, rows, queue); }
 void gemm_integer_prefill(const GemmArgs& p, int rows, const Queue& queue) { start_best(kOfIntegers, p, rows, queue); }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

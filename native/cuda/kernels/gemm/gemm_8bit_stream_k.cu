@@ -2,8 +2,7 @@
 #include "cuda/kernels/gemm/gemm_quantized_stream_k.cuh"
 #include "cuda/kernels/gemm/gemm_wgmma.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 void gemm_integer_stream_k(const GemmArgs& p, int rows, const Queue& queue) {
   if (p.w.quants.bits == 4) start_quantized_stream_k<Integers<4>>(p, rows, queue);
@@ -29,5 +28,4 @@ void gemv_8bit(const GemmArgs& p, const Queue& queue, GemmAlgo algo) {
   else start_stream_k_rows<Integers<8>, 8, 4, true>(p, 1, queue);
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

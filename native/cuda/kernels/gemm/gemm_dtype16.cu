@@ -8,8 +8,7 @@
 #include "cuda/kernels/gemm/gemm_wgmma.h"
 #include "cuda/kernels/gemm/warp_split_k.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace {
 
@@ -168,5 +167,4 @@ void gemm_dtype16(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo algo
 }
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

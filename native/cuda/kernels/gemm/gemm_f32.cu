@@ -1,8 +1,7 @@
 // Products in float32: each value one chain of fused multiply-adds along K. For comparison, not for speed.
 #include "cuda/kernels/gemm/epilogue.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 constexpr int kTile = 64, kDepth = 16, kThreads = 256, kEach = 4;  // a thread has 4 x 4 values
@@ -40,5 +39,4 @@ void gemm_f32(const GemmArgs& p, int rows, const Queue& queue) {
   launched("linear in float32");
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

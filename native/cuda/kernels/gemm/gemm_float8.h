@@ -7,8 +7,7 @@
 #pragma once
 #include "cuda/kernels/gemm/gemm.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 constexpr float kLargestFloat8 = 448.0f;
 
@@ -16,5 +15,4 @@ constexpr float kLargestFloat8 = 448.0f;
 void gemm_float8_stream_k(const GemmArgs& p, int rows, const Queue& queue);
 void gemm_float8_prefill(const GemmArgs& p, int rows, const Queue& queue);
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

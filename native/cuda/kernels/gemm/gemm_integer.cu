@@ -6,8 +6,7 @@
 
 #include "cuda/kernels/gemm/warp_split_k.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 constexpr int kStageRows = kRowTile * kByteRow;
@@ -172,5 +171,4 @@ void gemm_integer(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo algo
   else start_rows<8>(p, rows, queue);
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

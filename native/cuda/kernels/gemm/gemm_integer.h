@@ -8,8 +8,7 @@
 #include "cuda/kernels/gemm/gemm_float8.h"
 #include "cuda/kernels/quantize/quantized.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 // Activations lie in blocks of 64 rows x 64 columns as codes of e4m3 do (kernels/common/quantized.h): of each 16
 // columns bytes 4 t to 4 t + 3 are columns 2 t, 2 t + 1 and the same eight further.
@@ -86,5 +85,4 @@ __device__ __forceinline__ void add_segment(float& total, uint32_t scales, int s
 void gemm_integer_stream_k(const GemmArgs& p, int rows, const Queue& queue);
 void gemm_integer_prefill(const GemmArgs& p, int rows, const Queue& queue);
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -15,8 +15,7 @@
 #include "cuda/kernels/gemm/gemm_wgmma.h"
 #include "cuda/kernels/gemm/tile_scheduler.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace {
 
@@ -398,5 +397,4 @@ void gemm_prefill(const GemmArgs& p, int rows, const Queue& queue) {
 }
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -11,8 +11,7 @@
 #include "cuda/kernels/gemm/warp_split_k.cuh"
 #include "cuda/kernels/quantize/quantized.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 constexpr int kStageRows = kRowTile * kBlock * 2;
@@ -257,5 +256,4 @@ void gemm_quantized(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo al
   else gemm_quantized_mma(p, rows, queue);
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -2,8 +2,7 @@
 #include "cuda/kernels/gemm/gemm_quantized.h"
 #include "cuda/kernels/gemm/gemm_quantized_stream_k.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 void gemm_quantized_stream_k(const GemmArgs& p, int rows, const Queue& queue) {
   const bool fine = p.w.quants.groups > 1 && p.w.quants.group < kBlock;
@@ -13,5 +12,4 @@ void gemm_quantized_stream_k(const GemmArgs& p, int rows, const Queue& queue) {
   else start_quantized_stream_k<Rounded<8, false>>(p, rows, queue);
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

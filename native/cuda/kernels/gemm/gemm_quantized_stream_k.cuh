@@ -21,8 +21,7 @@
 #include "cuda/kernels/gemm/quantize_chunks.cuh"
 #include "cuda/kernels/gemm/stream_k_scheduler.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 
 constexpr int kGroupThreads = 128;
@@ -573,5 +572,4 @@ void start_quantized_stream_k(const GemmArgs& p, int rows, const Queue& queue) {
 }
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

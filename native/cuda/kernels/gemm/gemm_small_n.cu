@@ -2,8 +2,7 @@
 #include "cuda/kernels/gemm/gemm_small_n.cuh"
 #include "cuda/kernels/moe/moe.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 constexpr int kWarps = 8;
@@ -58,5 +57,4 @@ void gemm_small_n(const GemmArgs& p, int rows, const Queue& queue) {
   else start_few<8, 4>(p, rows, queue);
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -3,8 +3,7 @@
 #pragma once
 #include "cuda/kernels/gemm/epilogue.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 
 constexpr int kLaneColumns = 4, kWarpColumns = 32 * kLaneColumns;  // adjacent ones of a lane, of a warp
@@ -69,5 +68,4 @@ __device__ void multiply_rows(const float* x, int there, const float* weights, i
 }
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -9,8 +9,7 @@
 #include "cuda/kernels/common/wgmma.cuh"
 #include "cuda/kernels/gemm/gemm_wgmma.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace {
 
@@ -278,5 +277,4 @@ void gemm_split_k(const GemmArgs& p, int rows, const Queue& queue) {
 }
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -12,8 +12,7 @@
 #include "cuda/kernels/common/wgmma.cuh"
 #include "cuda/kernels/gemm/gemm_wgmma.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace {
 
@@ -222,5 +221,4 @@ void gemm_stream_k(const GemmArgs& p, int rows, const Queue& queue) {
 }
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

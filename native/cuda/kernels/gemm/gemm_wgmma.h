@@ -3,8 +3,7 @@
 #include "cuda/kernels/common/dtype16.h"
 #include "cuda/kernels/gemm/gemm.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 
 void gemm_stream_k(const GemmArgs& p, int rows, const Queue& queue);
@@ -16,5 +15,4 @@ void gemv(const GemmArgs& p, const Queue& queue);
 void gemm_few_rows_8bit(const GemmArgs& p, int rows, const Queue& queue);
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

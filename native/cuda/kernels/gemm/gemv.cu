@@ -16,8 +16,7 @@
 #include "cuda/kernels/gemm/quantize_chunks.cuh"
 #include "cuda/kernels/quantize/quantized.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace {
 
@@ -397,5 +396,4 @@ void gemm_few_rows_8bit(const GemmArgs& p, int rows, const Queue& queue) {
 }
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

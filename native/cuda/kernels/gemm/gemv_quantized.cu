@@ -15,8 +15,7 @@
 #include "cuda/kernels/gemm/quant_fragments.cuh"
 #include "cuda/kernels/gemm/stream_k_scheduler.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 using Plan = QuantizedGemvPlan;
@@ -448,5 +447,4 @@ void gemv_quantized(const GemmArgs& p, const Queue& queue) {
   else fine ? start_stages<8, true>(p, plan, queue) : start_stages<8, false>(p, plan, queue);
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -2,8 +2,7 @@
 #pragma once
 #include "cuda/kernels/quantize/quantized.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 
 // How sets of scales go along with blocks of K: a block has `each` of them, or so many blocks share one.
@@ -107,5 +106,4 @@ class StepGemm {
 };
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

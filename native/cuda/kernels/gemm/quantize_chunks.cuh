@@ -4,8 +4,7 @@
 #include "cuda/kernels/gemm/gemm_integer.h"
 #include "cuda/kernels/norm/normed_row.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 
 constexpr int kChunkColumns = 16;
@@ -111,5 +110,4 @@ class NormedChunks : public NormedRow<Chunk<false>, kThreads, kKept_> {
 };
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

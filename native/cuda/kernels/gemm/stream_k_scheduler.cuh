@@ -3,8 +3,7 @@
 #pragma once
 #include "cuda/kernels/common/device.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 
 constexpr int kStepBlocks = 2;  // of K
@@ -114,5 +113,4 @@ class StreamKScheduler {
 #endif
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -4,8 +4,7 @@
 #pragma once
 #include "cuda/kernels/common/wgmma.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 
 // The tiles of a product, cluster by cluster. Those from `whole` on are shared: each cluster has an equal part, of one
@@ -96,5 +95,4 @@ __device__ void go_on_from(const Scratch& scratch, int block, int group, int bar
 #endif
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

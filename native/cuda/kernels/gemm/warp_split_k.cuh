@@ -6,8 +6,7 @@
 
 #include "cuda/kernels/gemm/epilogue.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 
 constexpr int kMostWarps = 8;
@@ -108,5 +107,4 @@ SplitKGrid grid_of(Kernel kernel, const Matrix& w, const SplitK& k, int rows, in
 }
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -8,8 +8,7 @@
 // Which adapters there are is read from memory: a launch has blocks for every row, target and rank that could be.
 #include "cuda/kernels/lora/lora.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace {
 
@@ -276,5 +275,4 @@ void silu_mul_pairs(const float* in, const float* bias, int rows, const Rows& ou
 }
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -3,8 +3,7 @@
 #include "cuda/kernels/gemm/epilogue.cuh"
 #include "cuda/kernels/lora/lora.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 
 // By mma.sync, of matrices of 16 bits.
@@ -28,5 +27,4 @@ __device__ inline int place_of(const AdaptedSums& a, int column) {
 #endif
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -2,8 +2,7 @@
 #pragma once
 #include "cuda/kernels/common/types.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 // Of a target, which is some of a linear's columns, an adapter's matrices. Of float32: a [rank, in features] and b
 // [columns, rank] transposed, in rows of lora_stride() values. Of 16 bits, for mma.sync: a in such rows, and b as
@@ -51,5 +50,4 @@ struct AdaptedSums {
 };
 void add_lora(const AdaptedSums& a, int rows, const Queue& queue);
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -13,8 +13,7 @@
 
 #include "cuda/kernels/lora/lora.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace {
 
@@ -474,5 +473,4 @@ void add_lora_dtype16(const AdaptedSums& a, int rows, const Queue& queue) {
 }
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

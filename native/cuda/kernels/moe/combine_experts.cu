@@ -4,8 +4,7 @@
 #include "cuda/kernels/common/device.cuh"
 #include "cuda/kernels/moe/moe.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace {
 
@@ -66,5 +65,4 @@ void combine_experts(const Combination& c, int rows, const Queue& queue) {
 }
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

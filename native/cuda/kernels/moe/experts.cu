@@ -6,8 +6,7 @@
 #include "cuda/kernels/moe/moe.h"
 #include "cuda/kernels/moe/routing.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 constexpr int kThreads = 256;
@@ -196,5 +195,4 @@ void sigmoid_mul(float* x, const float* gate, int rows, int width, const Queue& 
   launched("sigmoid_mul");
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

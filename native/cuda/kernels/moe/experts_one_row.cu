@@ -12,8 +12,7 @@
 #include "cuda/kernels/moe/gemm_experts.cuh"
 #include "cuda/kernels/moe/routing.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace {
 
@@ -339,5 +338,4 @@ void combine_row(const ExpertGemmArgs& e, const ChosenRow& row, const Combinatio
 }
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -8,8 +8,7 @@
 #include "cuda/kernels/moe/gemm_experts.cuh"
 #include "cuda/kernels/quantize/quantized.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace {
 
@@ -288,5 +287,4 @@ void gemm_experts(const ExpertGemmArgs& p, int entries, int tile_rows, const Que
 }
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

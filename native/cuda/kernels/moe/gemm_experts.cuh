@@ -5,8 +5,7 @@
 #include "cuda/kernels/moe/moe.h"
 #include "cuda/kernels/quantize/quantized.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 
 // By wgmma, for chips of capability 9.0; tile_rows: 64 or 128.
@@ -90,5 +89,4 @@ class Fragments {
 };
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

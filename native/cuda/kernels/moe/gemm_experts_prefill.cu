@@ -9,8 +9,7 @@
 #include "cuda/kernels/common/wgmma.cuh"
 #include "cuda/kernels/moe/gemm_experts.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace {
 
@@ -170,5 +169,4 @@ void gemm_experts_prefill(const ExpertGemmArgs& p, int entries, int tile_rows, c
 }
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

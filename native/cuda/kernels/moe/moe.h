@@ -4,8 +4,7 @@
 #pragma once
 #include "cuda/kernels/gemm/gemm.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 constexpr int kMostExperts = 1024, kMostTop = 32;  // of a router: experts; those that a row goes to
 
@@ -94,5 +93,4 @@ void combine_row(const ExpertGemmArgs& e, const ChosenRow& row, const Combinatio
 // x [rows, width] *= sigmoid(gate [rows])
 void sigmoid_mul(float* x, const float* gate, int rows, int width, const Queue& queue);
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -5,8 +5,7 @@
 #include "cuda/kernels/common/device.cuh"
 #include "cuda/kernels/moe/moe.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 
 // An index of a value, ahead of others if the value is greater, or the index lower.
@@ -177,5 +176,4 @@ __device__ inline void route_row_together(const float* logits, const Router& rou
 }
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

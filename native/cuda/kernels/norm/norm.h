@@ -3,8 +3,7 @@
 #include "cuda/kernels/common/types.h"
 #include "cuda/kernels/sampling/argmax.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 // out [k] float32: a row as the matrix has it.
 void read_row(const Matrix& matrix, int row, float* out, const Queue& queue);
@@ -74,5 +73,4 @@ void rope(float* x, int width, const Heads& heads, const RotaryTable& table, boo
 // silu_mul of sums whose columns lie as pair_rows() has them; bias: null, or to be added first, as it is without.
 void silu_mul_pairs(const float* in, const float* bias, int rows, const Rows& out, const Queue& queue);
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

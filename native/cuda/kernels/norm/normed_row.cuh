@@ -4,8 +4,7 @@
 #include "cuda/kernels/common/device.cuh"
 #include "cuda/kernels/norm/norm.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 
 // So many adjacent columns of a row, which a thread has; zeros behind the row's end.
@@ -120,5 +119,4 @@ class RoundedRow : public NormedRow<RowPart<8>, kThreads, kNormedColumns / 8 / k
 };
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

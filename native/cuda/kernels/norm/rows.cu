@@ -4,8 +4,7 @@
 #include "cuda/kernels/norm/norm.h"
 #include "cuda/kernels/quantize/quantized.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace {
 
@@ -183,5 +182,4 @@ void to_tiles(const float* in, int rows, const Rows& out, const Queue& queue) {
 }
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -2,8 +2,7 @@
 #include "cuda/kernels/attention/attention.h"
 #include "cuda/kernels/common/device.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 constexpr int kThreads = 256;
@@ -176,5 +175,4 @@ void scale_queries(const Attention& a, const int* positions, double beyond, int 
   launched("scaling of queries");
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

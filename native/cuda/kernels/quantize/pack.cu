@@ -2,8 +2,7 @@
 #include "cuda/kernels/common/device.cuh"
 #include "cuda/kernels/quantize/quantize.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace {
 
@@ -108,5 +107,4 @@ void fill_noise(void* data, size_t bytes, DType16, float size, uint64_t seed, co
 }
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -5,8 +5,7 @@
 #include "cuda/kernels/gemm/gemm_float8.h"
 #include "cuda/kernels/quantize/quantized.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 constexpr int kMostRows = 65535;  // of a grid
@@ -169,5 +168,4 @@ void place_rows(const uint8_t* quants, const uint16_t* scales, const uint16_t* o
   }
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -5,8 +5,7 @@
 
 #include "cuda/kernels/norm/norm.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 // Puts rows [count, matrix.k] of `source`, `stride` values apart, into rows [first, first + count) of a matrix; adds
 // how many values are NaN or infinite, or too large for a matrix of float16, to *bad.
@@ -43,5 +42,4 @@ void quantize_activations(const GemmArgs& p, int rows, const Queue& queue);
 void rms_norm_into_bytes(const float* x, const Norm& norm, const GemmArgs& p, int rows, const Queue& queue);
 bool norms_into_bytes(int width);
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

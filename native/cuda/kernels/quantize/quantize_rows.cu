@@ -3,8 +3,7 @@
 
 #include "cuda/kernels/gemm/quantize_chunks.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 constexpr int kMostBlocks = blocks_of(kMostIntegers);  // of K
@@ -164,5 +163,4 @@ ByteRows byte_rows(char* memory, int rows, int k) {
   return {reinterpret_cast<uint8_t*>(memory), sums, sums + blocks * kBlock};
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -4,8 +4,7 @@
 
 #include "cuda/kernels/common/device.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 
 // To nearest, to even; larger ones become the largest, 448.
@@ -122,5 +121,4 @@ __device__ inline void cut_fragment(uint32_t (&a)[4], int columns) {
 }
 
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

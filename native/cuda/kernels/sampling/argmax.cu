@@ -4,8 +4,7 @@
 #include "cuda/kernels/common/device.cuh"
 #include "cuda/kernels/sampling/argmax.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 constexpr int kThreads = 256, kTogether = 5;  // reads of a thread that are on their way at once
@@ -76,5 +75,4 @@ void argmax(const float* logits, int width, int rows, Argmax* best, const Queue&
   launched("argmax");
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

@@ -2,8 +2,7 @@
 #pragma once
 #include "cuda/kernels/common/types.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 // Of each row, of each of kBestParts parts of the vocabulary: the greatest logit, its id (of equal ones the first; -1:
 // all are -infinite), and how many logits are NaN or +infinite. A part for each lane of a warp that takes the best.
@@ -28,5 +27,4 @@ AS_BOTH inline Argmax merged(const Argmax* parts) {
 // Of the model's own logits.
 void argmax(const float* logits, int width, int rows, Argmax* best, const Queue& queue);
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

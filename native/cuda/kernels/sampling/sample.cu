@@ -10,8 +10,7 @@
 #include "cuda/kernels/sampling/sample_listed.cuh"
 #include "sampling/processors.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace {
 
 constexpr int kEditThreads = 256, kSumThreads = 256;
@@ -424,5 +423,4 @@ void sample_rows(const SampleTask& task, int draws, bool edited, bool apart, con
   launched("sample_rows");
 }
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

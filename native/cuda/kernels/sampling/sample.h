@@ -4,8 +4,7 @@
 #include "cuda/kernels/sampling/argmax.h"
 #include "sampling/sampler_blob.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 
 // What a processor does to a logit, and room for what the model gave.
 struct Edit {
@@ -59,5 +58,4 @@ struct SampleTask {
 // edited, apart: whether any of the draws has edits, or sums_apart().
 void sample_rows(const SampleTask& task, int draws, bool edited, bool apart, const Queue& queue);
 
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

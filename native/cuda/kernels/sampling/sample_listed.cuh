@@ -6,8 +6,7 @@
 #include "common/exact.h"
 #include "cuda/kernels/sampling/sample_sums.cuh"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace {
 
@@ -261,5 +260,4 @@ __device__ __noinline__ int list_greatest(Shared& s, const SampleTask& task, con
 
 }  // namespace
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda

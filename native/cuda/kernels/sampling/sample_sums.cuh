@@ -3,8 +3,7 @@
 #include "cuda/kernels/common/device.cuh"
 #include "cuda/kernels/sampling/sample.h"
 
-namespace as {
-namespace cuda {
+namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace {
 
@@ -84,5 +83,4 @@ __device__ inline RowSums row_sums(const SampleTask& task, const ChunkSums& of, 
 
 }  // namespace
 }  // namespace AS_DTYPE16
-}  // namespace cuda
-}  // namespace as
+}  // namespace as::cuda
