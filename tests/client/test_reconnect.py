@@ -157,7 +157,7 @@ def test_resume_on_the_same_server_once_it_is_back(tmp_path):
         assert waiting.is_alive() and not queue.GenerateStatus().final
         engine.stop_request("m", stopped)
         assert interrupted.GenerateStatus() is Status.GenerateInterrupted
-        stack.enter_context(server_process(address))  # its stale socket is no obstacle
+        stack.enter_context(server_process(address))  # a stale socket does not matter
         assert tokens(queue) == expected([5], 50)
         waiting.join(10)
         assert not waiting.is_alive()

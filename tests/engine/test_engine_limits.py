@@ -111,19 +111,19 @@ def test_a_caller_does_not_wait_for_a_thread_that_is_gone(make_engine):
 def test_what_the_thread_is_at_is_known_to_the_heartbeat(make_engine, tmp_path):
     engine = make_engine(delay=0.5)
     wait_for(lambda: engine.busy_since == 0.0, 5)
-    beats = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    beats.bind(str(tmp_path / "socket"))
-    beats.settimeout(5)
+    heartbeats = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    heartbeats.bind(str(tmp_path / "socket"))
+    heartbeats.settimeout(5)
     heartbeat = Heartbeat(str(tmp_path / "socket"), 0)
     heartbeat.watch(SimpleNamespace(served=False, numbers={}), lambda: engine.busy_since)
     heartbeat.send()
-    assert "step_seconds" not in json.loads(beats.recv(4096))
+    assert "step_seconds" not in json.loads(heartbeats.recv(4096))
     with engine._thread.lock:
         engine._thread.post(lambda: time.sleep(0.5))  # any cause that keeps it from ending
     time.sleep(0.2)
     heartbeat.send()
-    assert 0.1 < json.loads(beats.recv(4096))["step_seconds"] < 0.5
-    beats.close()
+    assert 0.1 < json.loads(heartbeats.recv(4096))["step_seconds"] < 0.5
+    heartbeats.close()
 
 
 def test_a_load_holds_up_nobody_and_can_be_given_up(make_engine):

@@ -90,10 +90,10 @@ def test_angles_at_the_last_positions(scaling, models):
         new = [NewSlot(0, [0] * LENGTH, SamplingParams(prompt_len=LENGTH).encode(), first)] if begin == first else []
         spans = [0] * (LENGTH // 128) if begin == first else []
         step = StepPlan(new=new, work=[WorkItem(0, 64, int(Flag.HIDDEN), outputs=64, spans=spans)])
-        turned = executor.step(step.encode()).hidden
+        rotated = executor.step(step.encode()).hidden
     positions = np.arange(LENGTH - 64, LENGTH)
     angles = positions[:, None] * np.asarray(rotary.inv_freq, float)
-    found = np.asarray(turned, float) / rotary.attention_factor
+    found = np.asarray(rotated, float) / rotary.attention_factor
     rounded = (positions[:, None].astype(np.float32) * np.asarray(rotary.inv_freq, np.float32)).astype(float)
     np.testing.assert_allclose(found, np.concatenate([np.cos(rounded), np.sin(rounded)], 1), rtol=0, atol=2e-7)
     error = np.abs(found - np.concatenate([np.cos(angles), np.sin(angles)], 1))

@@ -26,20 +26,20 @@ from support.paths import BENCHMARKS
 @contextlib.contextmanager
 def supervised(address):
     """A server that is restarted whenever it ends; yields the list of its incarnations."""
-    lives, over = [], threading.Event()
+    incarnations, over = [], threading.Event()
 
     def run():
         while not over.is_set():
             with server_process(address) as (process, _):
-                lives.append(process)
+                incarnations.append(process)
                 while process.poll() is None and not over.wait(0.02):
                     pass
 
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        wait_until(lambda: lives, 10)
-        yield lives
+        wait_until(lambda: incarnations, 10)
+        yield incarnations
     finally:
         over.set()
         thread.join()
@@ -57,7 +57,7 @@ def test_a_request_that_crashes_servers_is_refused_and_others_finish(tmp_path, a
     twice alone.
     """
     address = f"unix:{tmp_path}/s"
-    with supervised(address) as lives, contextlib.closing(connect(address)) as client:
+    with supervised(address) as incarnations, contextlib.closing(connect(address)) as client:
         started = []
         for i in range(6):
             started.append(([i, 1], client.start_request("m", {"input_ids": [i, 1]}, {"max_new_tokens": 60})[2]))
@@ -71,7 +71,7 @@ def test_a_request_that_crashes_servers_is_refused_and_others_finish(tmp_path, a
         assert poisoned.GenerateStatus() is GenerateRequestStatus.InternalError
         finish(started, 60)
         # Its tokens count: dying after some of them, it is resumed beside others once more.
-        assert len(lives) == 1 + 1 + MAX_DEATHS + (1 if after else 0)
+        assert len(incarnations) == 1 + 1 + MAX_DEATHS + (1 if after else 0)
 
 
 def connect(address):

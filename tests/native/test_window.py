@@ -207,7 +207,7 @@ SILENT = dict(timeout=60.0, beat_seconds=0.02)
 @pytest.mark.parametrize("wait", [lambda w: w.gather(b"x"), lambda w: [w.publish(1, b""), w.publish(2, b"")]])
 def test_a_silent_rank_is_noticed_long_before_the_time_limit(wait):
     ranks = Ranks(2, **SILENT)
-    ranks.windows[1].close()    # beats no more, as a process that ended or is stopped
+    ranks.windows[1].close()    # sends no more heartbeats, like a process that ended or is stopped
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="rank 0 waited for rank 1 in .* silent"):
         wait(ranks.windows[0])
@@ -216,7 +216,7 @@ def test_a_silent_rank_is_noticed_long_before_the_time_limit(wait):
 
 def test_a_rank_that_waits_for_commands_notices_that_rank_0_is_silent():
     ranks = Ranks(2, **SILENT)
-    assert ranks.windows[1].wait_command(1.0) is None   # 50 beats: idle is not silent
+    assert ranks.windows[1].wait_command(1.0) is None   # 50 heartbeats: idle is not silent
     ranks.windows[0].close()
     with pytest.raises(RuntimeError, match="rank 1 waited for rank 0 .* silent"):
         ranks.windows[1].wait_command(30)
@@ -226,7 +226,7 @@ def test_a_rank_that_is_late_but_alive_is_waited_for():
     ranks = Ranks(2, **SILENT)
 
     def run(window):
-        time.sleep(window.rank * 1.5)   # 75 beats
+        time.sleep(window.rank * 1.5)   # 75 heartbeats
         return window.gather(b"x")
 
     assert ranks.run(run)[0] == [b"x", b"x"]

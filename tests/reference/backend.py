@@ -55,7 +55,7 @@ class Rank:
                 raise ValueError(f"the reference backend does not have cache groups of kind {kind}")
         self.adapters: list[Adapter] = []
         self._caches: dict[tuple[int, int], np.ndarray] = {}
-        self._tier: dict[int, tuple[tuple[int, ...], dict]] = {}  # of the second tier: by span, its key and values
+        self._host: dict[int, tuple[tuple[int, ...], dict]] = {}  # the host cache: key and values by span
         self.values: dict[int, np.ndarray] = {}
         self.tables: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.entries: dict[int, list[tuple[int, int]]] = {}  # of a routed row set: (expert, row), ascending
@@ -70,13 +70,13 @@ class Rank:
         return weight.decode()
 
     def copy(self, batch: Batch) -> None:
-        """Between the cache and its second tier: a span of whatever group it is."""
+        """Copies a span of any group to the host cache, or back."""
         for one in batch.saved:
-            self._tier[one.host] = one.key, {which: cache[one.span].copy() for which, cache in self._caches.items()}
+            self._host[one.host] = one.key, {which: cache[one.span].copy() for which, cache in self._caches.items()}
         for one in batch.restored:
-            key, values = self._tier[one.host]
+            key, values = self._host[one.host]
             if key != one.key:
-                raise ValueError(f"step plan: span {one.host} of the second tier is not what was saved there")
+                raise ValueError(f"step plan: span {one.host} of the host cache is not what was saved there")
             for which, cache in self._caches.items():
                 cache[one.span] = values.get(which, np.nan)
 

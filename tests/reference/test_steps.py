@@ -73,7 +73,7 @@ def test_spans_go_to_the_host_cache_and_come_back(toy):
     work = item(1, 8, DRAW, spans=[3, 6, 9])
     found = runner.step(plan([work], [start(1, prompt, cached=32)], free=[0], sections=[(COPIES, restored)]))
     assert found.tokens.tolist() == expected[:1]
-    with pytest.raises(ValueError, match="span 1 of the second tier is not what was saved there"):
+    with pytest.raises(ValueError, match="span 1 of the host cache is not what was saved there"):
         runner.step(plan([], sections=[(COPIES, [0, 6, 1, *key[0]])]))
 
 

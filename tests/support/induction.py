@@ -71,8 +71,8 @@ def _weights(frequencies: np.ndarray, attention_factor: float) -> dict[str, np.n
     second = {name: np.zeros((HIDDEN, HIDDEN)) for name in "qkvo"}
     norm = (17 / HIDDEN) ** 0.5, (33 / HIDDEN) ** 0.5  # what the layers' RMS norms divide by
     for pair in range(POSITION_PAIRS):
-        turned = np.cos(frequencies[pair]), -np.sin(frequencies[pair])
-        first["q"][pair, ONE], first["q"][half + pair, ONE] = np.array(turned) * SHARPNESS * scale * norm[0]
+        rotated = np.cos(frequencies[pair]), -np.sin(frequencies[pair])
+        first["q"][pair, ONE], first["q"][half + pair, ONE] = np.array(rotated) * SHARPNESS * scale * norm[0]
         first["k"][pair, ONE] = norm[0]
     for at in range(16):
         pair = half - CODE_PAIRS + at % CODE_PAIRS

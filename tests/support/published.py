@@ -146,12 +146,12 @@ def _frequencies(s: Sizes, prompt_len: int) -> np.ndarray:
 def _rotated(x: np.ndarray, angles: np.ndarray, adjacent: bool) -> np.ndarray:
     """`x` [positions, heads, dim]; angles [positions, pairs]."""
     pairs = angles.shape[1]
-    turned, cos, sin = x.copy(), np.cos(angles)[:, None], np.sin(angles)[:, None]
+    rotated, cos, sin = x.copy(), np.cos(angles)[:, None], np.sin(angles)[:, None]
     first, second = (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if adjacent else (
         slice(0, pairs), slice(pairs, 2 * pairs))
-    turned[..., first] = x[..., first] * cos - x[..., second] * sin
-    turned[..., second] = x[..., second] * cos + x[..., first] * sin
-    return turned
+    rotated[..., first] = x[..., first] * cos - x[..., second] * sin
+    rotated[..., second] = x[..., second] * cos + x[..., first] * sin
+    return rotated
 
 
 def _slopes(heads: int) -> list[float]:

@@ -202,7 +202,7 @@ def test_a_lease_runs_out(tmp_path):
     with Agent(lease=1.5) as agent:
         pid = agent.launch(tmp_path)
         for _ in range(4):
-            agent.wait("alive", lease=True)     # answered: two seconds, and it lives
+            agent.wait("alive", lease=True)     # answered: it still lives after two seconds
         assert is_alive(pid)
         began = time.monotonic()
         assert agent.process.wait(10) == 5 and time.monotonic() - began < 3 and not is_alive(pid)
