@@ -1,7 +1,7 @@
-"""Takes apart an answer's text as it comes.
+"""Parses an answer's text as it comes.
 
-A format's parser is one generator, `_run`, which reads as if the whole text were there: where it needs more, it yields,
-and `feed` goes on with it. What it makes of a text does not depend on how the text is cut.
+A format's parser is a generator, `_run`, which reads as if the whole text were there. It yields where it needs more
+text, and `feed` resumes it. The events do not depend on how the text is cut.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ THINK = (("<think>", "</think>"),)
 
 
 class OutputParser:
-    """Of an answer that holds no calls: content, after reasoning at its beginning if there is any. For one sequence."""
+    """Parses an answer without calls: content, perhaps with reasoning before it. One parser is for one sequence."""
 
     REASONING: Sequence[tuple[str, str]] = THINK
     #: whether all text is in messages of the format, even where nothing is called
     IN_MESSAGES = False
 
     def __init__(self, tools: Iterable[dict[str, Any]] = (), opened: str = ""):
-        """tools: those that the model was told of, in OpenAI's form. opened: what the prompt has begun of the
-        answer.
+        """`tools`: those that the prompt describes, in OpenAI's form. `opened`: the part of the answer that the prompt
+        has begun.
         """
-        #: parameters' schemas by function
+        #: schemas of the parameters by function
         self.functions = {t["function"]["name"]: t["function"].get("parameters") or {} for t in tools}
         self.calls = 0
         self._text = opened
         self._ended = False
         self._events: list[Event] = []
-        self._space = ""  # the end of the content, held back: between content and calls it is dropped
-        self._taken: list[str] | None = None  # what was consumed, while that may yet turn out to be content
+        self._space = ""  # white space that ends the content; it is dropped before a call
+        self._taken: list[str] | None = None  # consumed text that may still be content
         self._steps = self._all()
         next(self._steps)
 
     def feed(self, text: str) -> list[Event]:
-        """Takes more of the answer; returns what is certain now."""
+        """Takes more of the answer; returns the events that are certain now."""
         self._text += text
         next(self._steps, None)
         return self._take_events()
 
     def finish(self) -> list[Event]:
-        """The answer has ended: what was held back."""
+        """Ends the answer; returns the events that were held back."""
         self._ended = True
         next(self._steps, None)
         if self._space and not self.calls:
@@ -57,13 +57,13 @@ class OutputParser:
     def _all(self) -> Steps:
         yield from self._reasoning()
         yield from self._run()
-        while True:  # whatever a format leaves is content
+        while True:  # the rest is content
             yield from self._scan((), self._content)
             if self._ended:
                 return
 
     def _run(self) -> Steps:
-        """A format's own way with what follows the reasoning."""
+        """Parses what follows the reasoning; formats override it."""
         return
         yield
 
@@ -94,7 +94,7 @@ class OutputParser:
     # ---- events ----
 
     def _take_events(self) -> list[Event]:
-        """Those since the last call, of each kind in one piece."""
+        """The events since the last call; neighbours of one kind are merged."""
         events: list[Event] = []
         for event in self._events:
             last = events[-1] if events else None
@@ -116,7 +116,7 @@ class OutputParser:
             self._events.append(Content(kept))
 
     def _begin(self, name: str, id: str | None = None) -> Callable[[str], None]:
-        """A call begins; returns what takes more of its arguments."""
+        """Begins a call; returns a function that takes more of its arguments."""
         index, self._space = self.calls, ""
         self.calls += 1
         self._events.append(ToolCallBegin(index, id or self._new_id(), name))
@@ -135,7 +135,7 @@ class OutputParser:
         return text
 
     def _peek(self) -> Steps:
-        """Skips white space; returns the next character, "" at the end."""
+        """Skips white space; returns the next character, or "" at the end."""
         while True:
             self._consume(len(self._text) - len(self._text.lstrip()))
             if self._text or self._ended:
@@ -143,7 +143,7 @@ class OutputParser:
             yield
 
     def _scan(self, markers: Sequence[str], emit: Callable[[str], None]) -> Steps:
-        """Passes on the text up to the first of the markers, and consumes that; returns it, None at the end."""
+        """Emits the text up to the first of the markers, and consumes that marker; returns it, or None at the end."""
         while True:
             found = [(at, marker) for marker in markers if (at := self._text.find(marker)) >= 0]
             if found:
@@ -158,13 +158,13 @@ class OutputParser:
             yield
 
     def _collect(self, markers: Sequence[str]) -> Steps:
-        """The text up to the first of the markers, and the marker."""
+        """Returns the text up to the first of the markers, and that marker."""
         parts: list[str] = []
         marker = yield from self._scan(markers, parts.append)
         return "".join(parts), marker
 
     def _json_value(self, emit: Callable[[str], None]) -> Steps:
-        """Passes on the text of the JSON value that begins with the next character; returns whether it has ended."""
+        """Emits the text of the JSON value that begins with the next character; returns whether it was complete."""
         depth, in_string, escaped = 0, False, False
         while True:
             for at, c in enumerate(self._text):
@@ -193,7 +193,7 @@ class OutputParser:
             yield
 
     def _json_string(self) -> Steps:
-        """The string that begins with the next character; None if it is none."""
+        """Returns the JSON string that begins with the next character; None if there is none."""
         parts: list[str] = []
         ended = yield from self._json_value(parts.append)
         try:
@@ -203,8 +203,8 @@ class OutputParser:
         return value if isinstance(value, str) else None
 
     def _call(self, known: bool = False, before: str = "") -> Steps:
-        """A call as an object {"name": ..., "arguments" or "parameters": {...}} that begins here; returns whether it is
-        one. If not, it goes to the content, after `before`. known: only if there is a function of that name.
+        """Parses a call {"name": ..., "arguments" or "parameters": {...}}; returns whether it is one. Otherwise its
+        text becomes content, after `before`. `known`: only names of `functions` count.
         """
         self._taken = []
         begun = yield from self._call_object(known)
@@ -256,7 +256,7 @@ class OutputParser:
 
 
 def _beginning_at_end(text: str, markers: Sequence[str]) -> int:
-    """How many characters at the end of the text may be the beginning of a marker."""
+    """The number of characters at the end of the text that may be the beginning of a marker."""
     longest = max(map(len, markers), default=1) - 1
     for count in range(min(longest, len(text)), 0, -1):
         tail = text[-count:]

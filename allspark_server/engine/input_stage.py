@@ -193,16 +193,10 @@ class InputStage:
         timeout = config.queue_timeout if not longest else 0  # a resumed request has begun
         return PreparedRequest(
             sequences, texts, sum(sequence.size for sequence in sequences),
-            top_logprobs=config.top_logprobs if config.logprobs else -1,
-            prompt_logprobs=config.prompt_logprobs or 0,
-            pooling=config.pooling,
-            deadline=time.monotonic() + timeout if timeout else math.inf,
-            deaths=spec.deaths,
-            name=config.user_request_id or config.uuid or "",
-            model=spec.model,
-            tenant=spec.tenant,
-            adapter=adapter,
-            trace=spec.trace,
+            top_logprobs=config.top_logprobs if config.logprobs else -1, prompt_logprobs=config.prompt_logprobs or 0,
+            pooling=config.pooling, deadline=time.monotonic() + timeout if timeout else math.inf, deaths=spec.deaths,
+            name=config.user_request_id or config.uuid or "", model=spec.model, tenant=spec.tenant, adapter=adapter,
+            trace=spec.trace
         )
 
     def _check_request(self, spec: RequestSpec, config: GenerateConfig, prompt: list[int]) -> list[list[int]]:
@@ -363,25 +357,14 @@ def eos_ids(config: GenerateConfig, info: ModelInfo) -> tuple[int, ...]:
 def _sampling_params(config: GenerateConfig, index: int, prompt_len: int, eos: list[int]) -> SamplingParams:
     """What the ranks need to sample the tokens of sample `index`."""
     return SamplingParams(
-        do_sample=config.do_sample and config.top_k != 1,
-        logprobs=config.logprobs,
-        suppress_repetition_in_generation=config.suppress_repetition_in_generation,
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        repetition_penalty=config.repetition_penalty,
-        presence_penalty=config.presence_penalty,
-        frequency_penalty=config.frequency_penalty,
-        no_repeat_ngram_size=config.no_repeat_ngram_size,
-        min_length=config.min_length,
-        top_logprobs=config.top_logprobs if config.logprobs else 0,
-        seed=config.seed or 0,
-        sample_index=index,
-        prompt_len=prompt_len,
-        eos=tuple(eos),
-        bad_words=tuple(tuple(word) for word in config.bad_words_ids),
-        min_p=config.min_p,
-        logit_bias=tuple(sorted(config.logit_bias.items())),
+        do_sample=config.do_sample and config.top_k != 1, logprobs=config.logprobs,
+        suppress_repetition_in_generation=config.suppress_repetition_in_generation, temperature=config.temperature,
+        top_k=config.top_k, top_p=config.top_p, repetition_penalty=config.repetition_penalty,
+        presence_penalty=config.presence_penalty, frequency_penalty=config.frequency_penalty,
+        no_repeat_ngram_size=config.no_repeat_ngram_size, min_length=config.min_length,
+        top_logprobs=config.top_logprobs if config.logprobs else 0, seed=config.seed or 0, sample_index=index,
+        prompt_len=prompt_len, eos=tuple(eos), bad_words=tuple(tuple(word) for word in config.bad_words_ids),
+        min_p=config.min_p, logit_bias=tuple(sorted(config.logit_bias.items()))
     )
 
 

@@ -128,13 +128,8 @@ class Request:
 
     @output_only
     def deliver(
-        self,
-        sequence: Sequence,
-        token: int,
-        logprob: float | None,
-        top: list[tuple[int, float]],
-        reason: FinishReason | None,
-        now: float,
+        self, sequence: Sequence, token: int, logprob: float | None, top: list[tuple[int, float]],
+        reason: FinishReason | None, now: float,
     ) -> None:
         """Gives one token of a step that ended at `now` to the sink, with the changes of status. `reason`: why it is
         the sequence's last token; a stop string may make it the last one as well.
@@ -159,10 +154,7 @@ class Request:
 
     @output_only
     def finish(
-        self,
-        status: GenerateRequestStatus,
-        error: AllSparkError | None = None,
-        complete: FinishReason | None = None,
+        self, status: GenerateRequestStatus, error: AllSparkError | None = None, complete: FinishReason | None = None,
     ) -> None:
         """Ends the request; later calls do nothing. `complete`: the reason, with GenerateFinished."""
         if self.done.is_set():

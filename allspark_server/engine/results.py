@@ -23,15 +23,8 @@ class Sink(Protocol):
     """Receives a request's results, on the output stage's thread. It must neither block nor wait for the engine."""
 
     def on_token(
-        self,
-        handle: int,
-        sample: int,
-        token: int,
-        logprob: float | None,
-        top: list[tuple[int, float]],
-        text: str | None,
-        cached: int,
-        end: SampleEnd | None,
+        self, handle: int, sample: int, token: int, logprob: float | None, top: list[tuple[int, float]],
+        text: str | None, cached: int, end: SampleEnd | None,
     ) -> None:
         """A new token of one sample. `logprob`: None unless wanted. `text`: the text that is certain now, None unless
         wanted. `cached`: prompt tokens that came from the prefix cache. `end`: with the sample's last token.
@@ -51,11 +44,7 @@ class Sink(Protocol):
         """A step is about to run this request alone, because servers crashed while they ran it."""
 
     def on_finish(
-        self,
-        handle: int,
-        status: GenerateRequestStatus,
-        error: AllSparkError | None,
-        stat: dict[str, float],
+        self, handle: int, status: GenerateRequestStatus, error: AllSparkError | None, stat: dict[str, float],
         reason: str,
     ) -> None:
         """The last call for this request. `reason`: that of the last sample to end, as in SampleEnd, or "interrupted"
@@ -78,15 +67,8 @@ class QueueSink:
     results: ResultQueue
 
     def on_token(
-        self,
-        handle: int,
-        sample: int,
-        token: int,
-        logprob: float | None,
-        top: list[tuple[int, float]],
-        text: str | None,
-        cached: int,
-        end: SampleEnd | None,
+        self, handle: int, sample: int, token: int, logprob: float | None, top: list[tuple[int, float]],
+        text: str | None, cached: int, end: SampleEnd | None,
     ) -> None:
         """See Sink."""
         elements = GeneratedElements([token], prefix_cache_len=cached, prefix_len_cpu=cached, sample_index=sample)
@@ -113,11 +95,7 @@ class QueueSink:
         """Nothing to do: in one process, the caller crashes with the engine."""
 
     def on_finish(
-        self,
-        handle: int,
-        status: GenerateRequestStatus,
-        error: AllSparkError | None,
-        stat: dict[str, float],
+        self, handle: int, status: GenerateRequestStatus, error: AllSparkError | None, stat: dict[str, float],
         reason: str,
     ) -> None:
         """See Sink."""

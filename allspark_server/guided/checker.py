@@ -170,11 +170,8 @@ class Checker:
             self._control = control
             with theirs:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", RUN, __file__],
-                    cwd="/",
-                    stdin=theirs.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
+                    [sys.executable, "-c", RUN, __file__], cwd="/", stdin=theirs.fileno(), stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL
                 )
             control.settimeout(START_SECONDS)
             data, ready = json.dumps(self._tokenizer()).encode(), b""

@@ -34,10 +34,7 @@ class SequenceSpans:
     """Gives sequences their spans and takes them back; it does not deal with slots."""
 
     def __init__(
-        self,
-        groups: SpanGroups,
-        pool: SpanPool,
-        prefix_cache: PrefixCache | None = None,
+        self, groups: SpanGroups, pool: SpanPool, prefix_cache: PrefixCache | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.groups, self.pool, self.prefix_cache = groups, pool, prefix_cache

@@ -25,10 +25,7 @@ class SchedulerState:
     """Sequences enter and leave the queue and the slots here; `Scheduler` decides when."""
 
     def __init__(
-        self,
-        limits: Limits,
-        pool: SpanPool,
-        prefix_cache: PrefixCache | None = None,
+        self, limits: Limits, pool: SpanPool, prefix_cache: PrefixCache | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.limits = limits

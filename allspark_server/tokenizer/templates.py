@@ -63,11 +63,8 @@ class Renderer:
         if self._process is None or self._process.poll() is not None:
             # The process ends when its standard input is closed.
             self._process = subprocess.Popen(
-                [sys.executable, "-c", RUN, __file__],
-                cwd="/",
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
+                [sys.executable, "-c", RUN, __file__], cwd="/", stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL
             )
         return self._process
 

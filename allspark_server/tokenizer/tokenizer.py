@@ -28,12 +28,8 @@ class Tokenizer:
     """
 
     def __init__(
-        self,
-        backend: tokenizers.Tokenizer,
-        special_tokens: dict[str, Any] | None = None,
-        chat_templates: dict[str, str] | None = None,
-        source: str = "tokenizer",
-        stop_ids: Sequence[int] = (),
+        self, backend: tokenizers.Tokenizer, special_tokens: dict[str, Any] | None = None,
+        chat_templates: dict[str, str] | None = None, source: str = "tokenizer", stop_ids: Sequence[int] = (),
     ):
         """`special_tokens`: for example {"eos_token": "</s>"}; chat templates see them by these names.
         `chat_templates`: jinja sources by name; the usual one is "default". `source`: the name in error messages.
@@ -152,11 +148,8 @@ class Tokenizer:
         return found
 
     def apply_chat_template(
-        self,
-        messages: Sequence[dict[str, Any]],
-        add_generation_prompt: bool = True,
-        tools: list[dict[str, Any]] | None = None,
-        **variables: Any,
+        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None, **variables: Any,
     ) -> str:
         """The text of a chat; see ChatTemplates.render."""
         return self.templates.render(messages, add_generation_prompt, tools, **variables)
