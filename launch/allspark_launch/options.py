@@ -138,9 +138,9 @@ class ModelOptions:
     @staticmethod
     def fields_of(parsed: argparse.Namespace) -> dict[str, Any]:
         """The fields of AsModelConfig that a command line sets, without the name. Raises ValueError."""
-        found = {declared.model_field: getattr(parsed, declared.name) for declared in options_of(ModelOptions)
-                 if declared.model_field and getattr(parsed, declared.name) is not None}
-        return found | set_fields(parsed.set)
+        values = {declared.model_field: getattr(parsed, declared.name) for declared in options_of(ModelOptions)
+                  if declared.model_field and getattr(parsed, declared.name) is not None}
+        return values | set_fields(parsed.set)
 
 
 @dataclass
@@ -167,16 +167,16 @@ def set_fields(items: list[str]) -> dict[str, object]:
     """The fields that `--set FIELD=VALUE` flags give: values as JSON, or as text, such as bfloat16. Raises
     ValueError.
     """
-    found: dict[str, object] = {}
+    values: dict[str, object] = {}
     for item in items:
         key, equals, text = item.partition("=")
         if not equals:
             raise ValueError(f"--set {item!r} must be FIELD=VALUE")
         try:
-            found[key] = json.loads(text)
+            values[key] = json.loads(text)
         except ValueError:
-            found[key] = text
-    return found
+            values[key] = text
+    return values
 
 
 def model_config(parsed: argparse.Namespace, directory: str) -> dict:

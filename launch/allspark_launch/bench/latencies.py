@@ -117,16 +117,16 @@ class Figures:
                 "median": summary, "rounds": self.rounds, "errors": self.errors}
 
 
-def table(found: list[Figures], slo: Target) -> str:
+def table(results: list[Figures], slo: Target) -> str:
     """A line for each target and load: the median of its rounds."""
-    width = max([len(f.target) for f in found] + [len("target")])
+    width = max([len(f.target) for f in results] + [len("target")])
     goodput = f"{'goodput/s':>11}" if slo.limits else ""
     heads = "".join(f"{name + ' ms':>24}" for name in ("ttft", "itl", "e2e"))
     lines = [f"{'target':<{width}} {'load':>12}{'requests':>10}{'failed':>8}{'tokens/s':>10}{'req/s':>8}{goodput}"
              + heads,
              f"{'':<{width}} {'':>12}{'':>10}{'':>8}{'':>10}{'':>8}{'' if not goodput else ' ' * 11}"
              + f"{'p50':>8}{'p90':>8}{'p99':>8}" * 3]
-    for figures in found:
+    for figures in results:
         line = (f"{figures.target:<{width}} {figures.point!s:>12}"
                 f"{sum(r['requests'] for r in figures.rounds):>10}{sum(r['failed'] for r in figures.rounds):>8}"
                 f"{figures.median('output_tokens_per_second') or 0:>10.1f}"
@@ -138,7 +138,7 @@ def table(found: list[Figures], slo: Target) -> str:
                 value = figures.median(metric, f"p{p}")
                 line += f"{'-':>8}" if value is None else f"{value:>8.1f}" if value < 1e4 else f"{value:>8.0f}"
         lines.append(line)
-    for figures in found:
+    for figures in results:
         for error, count in figures.errors.items():
             lines.append(f"{figures.target}, {figures.point}: {count} x {error}")
         cached, prompt = (sum(r[name] for r in figures.rounds) for name in ("cached_tokens", "prompt_tokens"))
@@ -152,7 +152,7 @@ def table(found: list[Figures], slo: Target) -> str:
     return "\n".join(lines)
 
 
-def plot(found: list[Figures], path: Path) -> bool:
+def plot(results: list[Figures], path: Path) -> bool:
     """Plots latencies and throughput over the load, a line per target. False if matplotlib is not installed."""
     try:
         import matplotlib
@@ -163,10 +163,10 @@ def plot(found: list[Figures], path: Path) -> bool:
     panels = [("ttft", "time to first token, ms"), ("itl", "between tokens, ms"), ("e2e", "end to end, ms"),
               ("output_tokens_per_second", "output tokens/s")]
     figure, axes = pyplot.subplots(2, 2, figsize=(11, 8), layout="constrained")
-    names = list(dict.fromkeys(f.target for f in found))
+    names = list(dict.fromkeys(f.target for f in results))
     for axis, (metric, title) in zip(axes.flat, panels):
         for number, name in enumerate(names):
-            points = sorted((f for f in found if f.target == name), key=lambda f: f.point.load)
+            points = sorted((f for f in results if f.target == name), key=lambda f: f.point.load)
             for percentile, style in ((("p50", "-"), ("p99", "--")) if metric in METRICS else (("", "-"),)):
                 path_of = (metric, percentile) if percentile else (metric,)
                 values = [(f.point.load, value) for f in points if (value := f.median(*path_of)) is not None]
@@ -175,7 +175,7 @@ def plot(found: list[Figures], path: Path) -> bool:
         axis.set_title(title)
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
-        axis.set_xlabel("clients" if found and found[0].point.clients else "sessions a second")
+        axis.set_xlabel("clients" if results and results[0].point.clients else "sessions a second")
         axis.legend(fontsize="small")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

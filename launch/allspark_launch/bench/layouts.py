@@ -81,22 +81,22 @@ def measure(layouts: dict[str, list[GroupOptions]], purpose: str, say: Callable[
     return measured
 
 
-def table(found: list[Measured]) -> str:
+def table(measured: list[Measured]) -> str:
     """The figures as text."""
-    figures = [m.figures for m in found if m.figures]
+    figures = [m.figures for m in measured if m.figures]
     return latencies.table(figures, Slo({})) if figures else ""
 
 
-def choose(found: list[Measured], purpose: str) -> tuple[str, str]:
+def choose(measured: list[Measured], purpose: str) -> tuple[str, str]:
     """The best layout and the reason; of two equal ones the first. Raises RuntimeError if none was measured."""
-    usable = [m for m in found if m.figures]
+    usable = [m for m in measured if m.figures]
     if not usable:
-        raise RuntimeError("no layout could be measured: " + "; ".join(f"{m.layout}: {m.reason}" for m in found))
+        raise RuntimeError("no layout could be measured: " + "; ".join(f"{m.layout}: {m.reason}" for m in measured))
     best = usable[0]
     for other in usable[1:]:
         if other.score(purpose) > best.score(purpose) * (1 + TIE):
             best = other
-    left = [m for m in found if m is not best]
+    left = [m for m in measured if m is not best]
     if not all(m.figures for m in left):
         return best.layout, "; ".join(f"{m.layout} was left out: {m.reason}" for m in left)
     unit = "output tokens/s" if purpose == "throughput" else "ms per request of one client"

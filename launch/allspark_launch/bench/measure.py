@@ -46,10 +46,10 @@ class Cell:
     @classmethod
     def parse(cls, text: str) -> Cell:
         """Parses "8x128x64": batch, prompt, output. Raises ValueError."""
-        found = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
-        if not found or "0" in found.groups():
+        match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
+        if not match or "0" in match.groups():
             raise ValueError(f"{text!r} must be BATCHxPROMPTxOUTPUT, all at least 1, such as 8x128x64")
-        return cls(*map(int, found.groups()))
+        return cls(*map(int, match.groups()))
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ def cells_of(run: Run, kind: str) -> list[Cell]:
     """The cells of a table. Prefill does not depend on the output's length, so the first such cell stands for all."""
     if kind == "decode":
         return [cell for cell in run.cells if any(cell in row.decode for row in run.rows)]
-    found: dict[tuple[int, int], Cell] = {}
+    cells: dict[tuple[int, int], Cell] = {}
     for cell in run.cells:
-        found.setdefault((cell.batch, cell.prompt), cell)
-    return list(found.values())
+        cells.setdefault((cell.batch, cell.prompt), cell)
+    return list(cells.values())
 
 
 def title_of(kind: str, cell: Cell) -> str:
@@ -78,8 +78,8 @@ def plot(run: Run, path: Path) -> bool:
         cells = cells_of(run, kind)
         width = 0.8 / max(1, len(rows))
         for i, row in enumerate(rows):
-            found = [(x, run.figure(kind, row, cell)) for x, cell in enumerate(cells)]
-            places = [(x + (i - (len(rows) - 1) / 2) * width, f) for x, f in found if f is not None]
+            figures = [(x, run.figure(kind, row, cell)) for x, cell in enumerate(cells)]
+            places = [(x + (i - (len(rows) - 1) / 2) * width, f) for x, f in figures if f is not None]
             axis.bar([x for x, _ in places], [f["best"] for _, f in places], 0.9 * width, label=row.name)
             axis.hlines([f["ceiling"] for _, f in places], [x - width / 2 for x, _ in places],
                         [x + width / 2 for x, _ in places], colors="black", linewidth=1)

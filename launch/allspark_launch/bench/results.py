@@ -56,9 +56,9 @@ class Row:
         """Adds a timing. `machine`: the roofline that was measured around it."""
         for series, rate in ((self.prefill, timing.prefill), (self.decode, timing.decode)):
             if rate is not None:
-                found = series.setdefault(cell, Series())
-                found.rounds.append(rate)
-                found.machines.append(machine)
+                own = series.setdefault(cell, Series())
+                own.rounds.append(rate)
+                own.machines.append(machine)
 
 
 @dataclass

@@ -173,18 +173,18 @@ def run_serving(options: argparse.Namespace) -> int:
         targets = [_target(text, options, points, stack) for text in options.target or ["group"]]
         if len({target.name for target in targets}) < len(targets):
             raise ValueError("two targets have one name: write --target NAME=WHAT")
-        found = asyncio.run(_measure(targets, points, shape, options))
-    print(table(found, options.slo))
+        results = asyncio.run(_measure(targets, points, shape, options))
+    print(table(results, options.slo))
     if options.json:
-        options.json.write_text(json.dumps(_report(found, options), indent=1) + "\n", encoding="utf-8")
-    if options.plot and not plot(found, options.plot):
+        options.json.write_text(json.dumps(_report(results, options), indent=1) + "\n", encoding="utf-8")
+    if options.plot and not plot(results, options.plot):
         print(f"{options.plot} was not drawn: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)
-    return 0 if all(any(r["requests"] for r in figures.rounds) for figures in found) else 1
+    return 0 if all(any(r["requests"] for r in figures.rounds) for figures in results) else 1
 
 
 async def _measure(targets: list[Target], points: list[Point], shape: Shape,
                    options: argparse.Namespace) -> list[Figures]:
-    found = [Figures(target.name, point) for target in targets for point in points]
+    results = [Figures(target.name, point) for target in targets for point in points]
     totals = [min(requests_of(point, options), len(shape.trace) or sys.maxsize) for point in points]
     bounded = not options.duration
     progress = Progress(options.rounds * len(targets) * (sum(totals) if bounded else len(points)))
@@ -220,7 +220,7 @@ async def _measure(targets: list[Target], points: list[Point], shape: Shape,
                     limits = Limits(totals[order], options.duration or 0, options.think, 60)
                     run = await drive(target, point, options.arrivals, sessions(shape, seed, vocab_size), seed, limits,
                                       bool(shape.trace), count)
-                    figures = next(f for f in found if (f.target, f.point) == (target.name, point))
+                    figures = next(f for f in results if (f.target, f.point) == (target.name, point))
                     figures.add(run.answers, run.seconds, options.slo)
                     if not bounded:
                         progress.advance()
@@ -228,7 +228,7 @@ async def _measure(targets: list[Target], points: list[Point], shape: Shape,
         progress.close()
         for target in targets:
             await target.close()
-    return found
+    return results
 
 
 def _without_trace(shape: Shape) -> Shape:
@@ -239,20 +239,20 @@ def _without_trace(shape: Shape) -> Shape:
 
 
 def _target(text: str, options: argparse.Namespace, points: list[Point], stack: contextlib.ExitStack) -> Target:
-    name, what = text, text
+    name, place = text, text
     label, equals, rest = text.partition("=")
     if equals and label and not set(label) & set(":/"):
-        name, what = label, rest
-    if what.startswith(("http://", "https://")):
+        name, place = label, rest
+    if place.startswith(("http://", "https://")):
         chat = options.chat or _has_turns(options)
-        return OpenAI(name, what, options.model_name, options.temperature, chat, 0, os.environ.get(options.key_env, ""),
-                      options.body)
-    if what == "engine":
+        key = os.environ.get(options.key_env, "")
+        return OpenAI(name, place, options.model_name, options.temperature, chat, 0, key, options.body)
+    if place == "engine":
         from allspark_server import Engine
         engine = stack.enter_context(Engine())
         _load(engine, options, points)
         return InProcess(name, engine, MODEL, options.temperature)
-    if what == "group":
+    if place == "group":
         from allspark_client import ClientEngine
         words = ["--ranks", str(options.ranks)] if options.ranks else []
         words += ["--threads", str(options.threads)] if options.threads else []
@@ -260,7 +260,7 @@ def _target(text: str, options: argparse.Namespace, points: list[Point], stack: 
         with ClientEngine(group.addresses[0]) as engine:
             _load(engine, options, points)
         return Group(name, group.addresses[0], MODEL, options.temperature)
-    return Group(name, what, options.model_name, options.temperature)
+    return Group(name, place, options.model_name, options.temperature)
 
 
 def _has_turns(options: argparse.Namespace) -> bool:
@@ -281,9 +281,9 @@ def _load(engine: AbstractEngine, options: argparse.Namespace, points: list[Poin
     engine.start_model(MODEL)
 
 
-def _report(found: list[Figures], options: argparse.Namespace) -> dict:
+def _report(results: list[Figures], options: argparse.Namespace) -> dict:
     plain = {key: str(value) if isinstance(value, (Path, Arrivals)) else value for key, value in vars(options).items()
              if not callable(value) and key not in ("slo", "handler", "command", "mode")}
     return {"schema": SCHEMA, "benchmark": "serving", "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "machine": {"platform": platform.platform(), "cpus": os.cpu_count()}, "words": sys.argv[1:],
-            "settings": plain, "slo": options.slo.limits, "results": [figures.to_dict() for figures in found]}
+            "settings": plain, "slo": options.slo.limits, "results": [figures.to_dict() for figures in results]}

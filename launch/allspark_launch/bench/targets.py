@@ -50,7 +50,7 @@ class Target(Protocol):
     async def open(self) -> None:
         """Connects and finds the model."""
 
-    async def ask(self, said: Conversation, turn: Turn, seed: int, answer: Answer) -> None:
+    async def ask(self, conversation: Conversation, turn: Turn, seed: int, answer: Answer) -> None:
         """Sends the next turn of a session and fills in `answer`. Raises one of `failures` if that fails."""
 
     async def close(self) -> None:
@@ -95,10 +95,11 @@ class InProcess(_EngineTarget):
         """Connects and finds the model."""
         self.vocab_size = self._engine.get_model_info(self._model).vocab_size
 
-    async def ask(self, said: Conversation, turn: Turn, seed: int, answer: Answer) -> None:
+    async def ask(self, conversation: Conversation, turn: Turn, seed: int, answer: Answer) -> None:
         """Sends a turn and fills in `answer`."""
         _, handle, queue = await asyncio.to_thread(
-            self._engine.start_request, self._model, {"input_ids": said.ids + turn.ids}, self._config(turn, seed))
+            self._engine.start_request, self._model, {"input_ids": conversation.ids + turn.ids},
+            self._config(turn, seed))
         try:
             await self._read(queue, answer)
         finally:
@@ -124,9 +125,9 @@ class Group(_EngineTarget):
             self._model = running[0]
         self.vocab_size = (await self._engine.get_model_info(self._model)).vocab_size
 
-    async def ask(self, said: Conversation, turn: Turn, seed: int, answer: Answer) -> None:
+    async def ask(self, conversation: Conversation, turn: Turn, seed: int, answer: Answer) -> None:
         """Sends a turn and fills in `answer`."""
-        inputs = {"input_ids": said.ids + turn.ids}
+        inputs = {"input_ids": conversation.ids + turn.ids}
         async with self._engine.generate(self._model, inputs, self._config(turn, seed)) as generation:
             await self._read(generation.queue, answer)
 
@@ -166,7 +167,7 @@ class OpenAI:
             raise ValueError(f"{self.name} serves {', '.join(served) or 'no model'}: name one with --model-name")
         self._model = served[0]
 
-    def _request(self, said: Conversation, turn: Turn, seed: int) -> tuple[str, dict[str, Any]]:
+    def _request(self, conversation: Conversation, turn: Turn, seed: int) -> tuple[str, dict[str, Any]]:
         body: dict[str, Any] = {"model": self._model, "max_tokens": turn.output, "temperature": self._temperature,
                                 "seed": seed, "stream": True, "stream_options": {"include_usage": True}}
         if turn.schema is not None:
@@ -174,12 +175,13 @@ class OpenAI:
         else:
             body |= self._body
         if self._chat:
-            return "chat/completions", body | {"messages": [*said.messages, {"role": "user", "content": turn.text}]}
+            messages = [*conversation.messages, {"role": "user", "content": turn.text}]
+            return "chat/completions", body | {"messages": messages}
         return "completions", body | {"prompt": turn.ids}
 
-    async def ask(self, said: Conversation, turn: Turn, seed: int, answer: Answer) -> None:
+    async def ask(self, conversation: Conversation, turn: Turn, seed: int, answer: Answer) -> None:
         """Sends a turn and fills in `answer`."""
-        path, body = self._request(said, turn, seed)
+        path, body = self._request(conversation, turn, seed)
         async with self._http.stream("POST", f"{self._base}/{path}", json=body) as response:
             if response.status_code != 200:
                 text = (await response.aread()).decode(errors="replace")

@@ -277,8 +277,8 @@ class Batch:
         self._output.write(number, custom_id, answer)
         self._note("answered" if answer[0] == 200 else "failed")
 
-    def _note(self, what: str) -> None:
-        self.counts[what] += 1
+    def _note(self, outcome: str) -> None:
+        self.counts[outcome] += 1
         self._progress.advance()
         self._progress.show(f"{self.counts['failed']} failed" if self.counts["failed"] else "")
 
@@ -328,7 +328,7 @@ def run_batch(options: argparse.Namespace) -> int:
             addresses = [stack.enter_context(own_group(options))]
         lines.seek(0)
         counts = asyncio.run(_run(addresses, options, lines, output, progress))
-    print(", ".join(f"{count} {what}" for what, count in counts.items()) + f" of {total}", file=sys.stderr)
+    print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()) + f" of {total}", file=sys.stderr)
     return 0
 
 

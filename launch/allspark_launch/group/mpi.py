@@ -69,13 +69,13 @@ def _system_mpirun() -> list[Path]:
     wheel = _wheel_mpirun()
     folders = [*os.environ.get("PATH", "").split(os.pathsep), "/usr/bin", "/usr/local/bin", "/usr/lib64/openmpi/bin",
                "/opt/openmpi/bin"]
-    found = []
+    paths = []
     for folder in dict.fromkeys(os.path.realpath(f) for f in folders if f):
         # Resolved, because Open MPI derives its prefix from the path: "/" for /bin/mpirun where /bin is a link.
         path = Path(folder) / "mpirun"
         if os.access(path, os.X_OK) and (wheel is None or not path.samefile(wheel)):
-            found.append(path)
-    return found
+            paths.append(path)
+    return paths
 
 
 def _examine(mpirun: Path, source: str) -> Installation:

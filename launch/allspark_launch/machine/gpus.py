@@ -78,11 +78,11 @@ def _chosen(usable: list[Gpu], visible: str | None) -> list[Gpu]:
         return usable
     chosen: list[Gpu] = []
     for name in map(str.strip, visible.split(",")):
-        found = usable[int(name):int(name) + 1] if name.isdigit() else [
+        matching = usable[int(name):int(name) + 1] if name.isdigit() else [
             gpu for gpu in usable if name.startswith("GPU-") and gpu.uuid.startswith(name)]
-        if len(found) != 1:
+        if len(matching) != 1:
             break
-        chosen += found
+        chosen += matching
     return chosen
 
 
@@ -120,12 +120,12 @@ def nvlinks_of(topology: str) -> dict[tuple[int, int], str]:
     lines = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", topology).splitlines()]
     columns = next(([int(w[3:]) for w in words if re.fullmatch(r"GPU\d+", w)] for words in lines
                     if words and re.fullmatch(r"GPU\d+", words[0])), [])
-    found = {}
+    nvlinks = {}
     for words in lines:
         if not words or not re.fullmatch(r"GPU\d+", words[0]) or "X" not in words[1:len(columns) + 1]:
             continue        # a line without an X is the head of the table
         row = int(words[0][3:])
         for column, link in zip(columns, words[1:]):
             if row < column and re.fullmatch(r"NV\d+", link):
-                found[row, column] = link
-    return found
+                nvlinks[row, column] = link
+    return nvlinks
