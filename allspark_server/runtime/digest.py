@@ -10,6 +10,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,8 @@ RANK = 21
 LONG = 1190  # tokens: more than a run of attention's blocks
 WEIGHTS = (("float32", 0), ("bfloat16", 0), ("int8", 0), ("int4", 32), ("w8a8", 0), ("w4a8", 32))
 # Formats of checkpoints that others have quantized: type, group, layout of scales.
-FOREIGN = (("int4", 32, {"scales": "float16", "zeros": "points"}),
+FOREIGN: tuple[tuple[str, int, dict[str, Any]], ...] = (
+           ("int4", 32, {"scales": "float16", "zeros": "points"}),
            ("w8a8", 0, {"scales": "float32", "zeros": "none"}),
            ("int4", 32, {"scales": "float16", "zeros": "offsets", "super_group": 256, "scale_bits": 8, "center": 0}),
            ("int8", 16, {"scales": "float16", "zeros": "none", "super_group": 256, "scale_bits": 8, "center": 32}),
@@ -47,12 +49,12 @@ def fixed_values(shape: tuple[int, ...], seed: int) -> np.ndarray:
     return (x.astype(np.float32) * np.float32(2**-23) - np.float32(1)).reshape(shape)
 
 
-def _on_cpu():
+def _on_cpu() -> Any:
     return native_library().Executor(num_threads=1)
 
 
 def _executor(weights: str, group: int, cache: str, experts: bool = False, empty: Callable = _on_cpu,
-              adapted: bool = False):
+              adapted: bool = False) -> Any:
     """A model of one layer. experts: with some, a quarter of the size each, in place of its MLP. empty: makes an
     executor of a device. adapted: with an adapter, of the type of the weights.
     """
@@ -122,7 +124,7 @@ def _executor(weights: str, group: int, cache: str, experts: bool = False, empty
     return e
 
 
-def _run(executor, lengths: tuple[int, ...], adapter: int = -1) -> str:
+def _run(executor: Any, lengths: tuple[int, ...], adapter: int = -1) -> str:
     """Prompts of these lengths in one step, then a step of single tokens: a digest of logits and draws."""
     digest = hashlib.sha256()
     spans, new, work = 0, [], []
@@ -154,7 +156,7 @@ def _draw() -> str:
     return digest.hexdigest()[:16]
 
 
-def _foreign(dtype: str, group: int, layout: dict) -> str:
+def _foreign(dtype: str, group: int, layout: dict[str, Any]) -> str:
     """Products of a matrix with scales in such a layout: a digest."""
     n, k, e = 70, 576, native_library().Executor(num_threads=1)
     bits, nested = 4 if dtype in ("int4", "nf4") else 8, layout.get("super_group", 0)
@@ -204,7 +206,7 @@ def adapter_digests() -> dict[str, str]:
 @functools.lru_cache(maxsize=8)
 def gpu_digests(index: int) -> dict[str, str]:
     """The same of a GPU, by format of weights and type of cache."""
-    def empty():
+    def empty() -> Any:
         return cuda_library().Executor(index, native_library().HostSampler(1))
 
     found = {f"weights {weights}": _run(_executor(weights, 0, "float32", empty=empty), (3, 37, 1, 290))

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
@@ -45,8 +45,8 @@ class Group(Protocol):
 
     @property
     def depth(self) -> int:
-        """Steps that are worth having submitted and not collected: 1 where the engine's thread and the output stage would
-        take turns with the computing threads, as no processor is left for them.
+        """Steps that are worth having submitted and not collected: 1 where the engine's thread and the output stage
+        would take turns with the computing threads, as no processor is left for them.
         """
 
     def start_load(self, config: AsModelConfig) -> None:
@@ -57,13 +57,13 @@ class Group(Protocol):
         unloads the model, and the group goes on without it.
         """
 
-    def masks(self, name: str):
+    def masks(self, name: str) -> Any:
         """Rank 0's native Masks of a loaded model; None if it has none. Its rows are for `DEPTH` steps in turn."""
 
     def submit(self, name: str, plan: bytes) -> None:
         """Queue a step plan. At most `depth` steps, of all models, may be submitted and not collected."""
 
-    def collect(self):
+    def collect(self) -> Any:
         """Rank 0's StepResult of the oldest step that was submitted. Raises what the step raised; ValueError: every
         rank has refused the plan, and nothing was computed.
         """
@@ -153,7 +153,7 @@ class Answer:
     message: str = ""
 
     @classmethod
-    def of_exception(cls, error: Exception) -> Answer:
+    def of_exception(cls, error: BaseException) -> Answer:
         if isinstance(error, AllSparkError):
             return cls(error="AllSparkError", status=int(error.status), message=error.message)
         if isinstance(error, (ValueError, TypeError)):
@@ -199,7 +199,7 @@ class RankModels:
     the loading thread. host: this rank's, where the group has several; leads: it is the first of its host.
     """
 
-    def __init__(self, rank: int = 0, world: int = 1, window=None, cpus: list[int] | None = None, host: str = "",
+    def __init__(self, rank: int = 0, world: int = 1, window: Any = None, cpus: list[int] | None = None, host: str = "",
                  leads: bool = False):
         self._host, self._leads = host, leads
         self.rank, self.world, self.window, self.cpus = rank, world, window, cpus
@@ -300,7 +300,8 @@ class RankModels:
 
     def _in_background(self, work: Callable[[], Answer | None]) -> Future:
         """Do work on a thread of its own, after all that was given here before."""
-        before, result = self._background, Future()
+        before = self._background
+        result: Future[Any] = Future()
 
         def run() -> None:
             if before is not None:
@@ -387,7 +388,7 @@ class LocalGroup:
     def __init__(self, cpus: list[int] | None = None, on_failure: Callable[[str], None] | None = None):
         self.models = RankModels(cpus=cpus)
         self._on_failure = on_failure
-        self._config: AsModelConfig | None = None
+        self._config = AsModelConfig()   # of the load under way
         self._allocating = False
         self._held: dict[bytes, int] = {}
         self._results: list[str] = []       # of every rank
@@ -413,11 +414,13 @@ class LocalGroup:
             return None
         if self._allocating:
             self._held = held_by_all(answer.held for answer in answers)
-            return self._with_results(self.models.info)
+            info = self.models.info
+            assert info is not None  # every rank has answered
+            return self._with_results(info)
         self._compare_hosts(answers)
         name, spans = self._config.model_name, min(answer.value for answer in answers)
         host_spans, digests = min(answer.host_spans for answer in answers), [answer.digest for answer in answers]
-        request = {"name": name, "num_spans": spans, "host_spans": host_spans, "digests": digests,
+        request: dict[str, Any] = {"name": name, "num_spans": spans, "host_spans": host_spans, "digests": digests,
                    "addresses": [answer.address for answer in answers]}
         self._tell(Command.ALLOCATE, json.dumps(request).encode())
         self.models.start_allocate(**request)
@@ -450,7 +453,7 @@ class LocalGroup:
         both = hashlib.blake2b(repr((info.model_hash, self._results)).encode(), digest_size=16)
         return replace(info, model_hash=both.hexdigest())
 
-    def masks(self, name: str):
+    def masks(self, name: str) -> Any:
         return self.models.runners[name].masks
 
     def held_spans(self) -> dict[bytes, int]:
@@ -460,7 +463,7 @@ class LocalGroup:
         self._steps.submit(self.models.runners[name], name, plan, beside=self.depth > 1)
         self._submitted.append((name, time.monotonic()))
 
-    def collect(self):
+    def collect(self) -> Any:
         name, submitted = self._submitted.popleft() if self._submitted else ("", 0.0)
         try:
             result = self._steps.collect()
@@ -478,7 +481,7 @@ class LocalGroup:
         self.models.unload(name)
 
     def start_load_adapter(self, name: str, index: int, directory: str) -> None:
-        request = {"name": name, "index": index, "directory": directory}
+        request: dict[str, Any] = {"name": name, "index": index, "directory": directory}
         self._tell(Command.LOAD_ADAPTER, json.dumps(request).encode())
         self.models.start_load_adapter(**request)
 
@@ -496,7 +499,7 @@ class LocalGroup:
         self.models.unload_adapter(name, index)
 
     def start_move_memory(self, name: str, loaded: bool) -> None:
-        request = {"name": name, "loaded": loaded}
+        request: dict[str, Any] = {"name": name, "loaded": loaded}
         self._tell(Command.MOVE_MEMORY, json.dumps(request).encode())
         self.models.start_move_memory(**request)
 
@@ -535,7 +538,7 @@ class WindowGroup(LocalGroup):
     process.
     """
 
-    def __init__(self, window, size: int, cpus: list[int] | None, on_failure: Callable[[str], None], host: str = ""):
+    def __init__(self, window: Any, size: int, cpus: list[int] | None, on_failure: Callable[[str], None], host: str = ""):
         """host: this one's name, where there are several."""
         super().__init__(cpus, on_failure)
         self.size = size

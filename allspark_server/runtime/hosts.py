@@ -12,6 +12,7 @@ import socket
 import struct
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import psutil
 
@@ -54,7 +55,7 @@ class Between:
     first: list[int]
     mpi: list[int]
     sockets: list[int]
-    communicator: object = field(repr=False)
+    communicator: Any = field(repr=False)
 
 
 def layout_of(hosts: list[int], rank: int) -> Layout:
@@ -67,13 +68,13 @@ def layout_of(hosts: list[int], rank: int) -> Layout:
     return Layout([*first, len(hosts)], own)
 
 
-def connect(world, layout: Layout, library: str, loopback: bool) -> Between:
+def connect(world: Any, layout: Layout, library: str, loopback: bool) -> Between:
     """Collective. library: the path of the MPI library that is loaded. loopback: all hosts are this one (a test)."""
     from mpi4py import MPI
     own = world.Dup()
     own.Set_errhandler(MPI.ERRORS_RETURN)
     functions = ctypes.CDLL(library)
-    mpi = [ctypes.cast(getattr(functions, f"MPI_{name}"), ctypes.c_void_p).value for name in ("Isend", "Irecv", "Test")]
+    mpi: list[Any] = [ctypes.cast(getattr(functions, f"MPI_{name}"), ctypes.c_void_p).value for name in ("Isend", "Irecv", "Test")]
     mpi += [ctypes.c_void_p.from_address(MPI._addressof(thing)).value for thing in (MPI.BYTE, own)]
     sockets: list[int] = []
     if world.rank == 0:

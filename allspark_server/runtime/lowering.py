@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.models.graph import ALL_ROWS, OUTPUT_ROWS, Graph, Op
 from allspark_server.models.ops import Attribute
@@ -27,7 +29,7 @@ def local_attrs(graph: Graph, op: Op, rank: int, world: int) -> dict[str, Attrib
     attrs = dict(op.attrs)
     blocks = graph.tensors[op.inputs[0]].blocks if op.inputs else ()
     widths = [block.width_of(rank, world) for block in blocks]
-    head_dim = attrs.get("head_dim", 1)
+    head_dim = int(attrs.get("head_dim", 1))
     if op.type == "embedding":
         attrs["vocab_begin"] = graph.weights[op.weights[0]].parts[0].range_of(rank, world)[0]
     elif op.type == "head_norm":
@@ -46,8 +48,8 @@ def local_attrs(graph: Graph, op: Op, rank: int, world: int) -> dict[str, Attrib
         attrs["q_head_begin"] = blocks[0].range_of(rank, world)[0] // head_dim
         attrs["kv_begin"] = blocks[1].range_of(rank, world)[0] // head_dim
     elif op.type == "lora":
-        block, blocks = int(attrs.pop("block", 0)), int(attrs.pop("blocks", 1))
-        attrs["offset"], attrs["columns"] = sum(widths[:block]), sum(widths[block:block + blocks])
+        block, count = int(attrs.pop("block", 0)), int(attrs.pop("blocks", 1))
+        attrs["offset"], attrs["columns"] = sum(widths[:block]), sum(widths[block:block + count])
     elif op.type == "expert_linear":
         begin, end = graph.weights[op.weights[0]].experts_of(rank, world)
         attrs["experts"], attrs["expert_begin"] = end - begin, begin
@@ -56,7 +58,7 @@ def local_attrs(graph: Graph, op: Op, rank: int, world: int) -> dict[str, Attrib
     return attrs
 
 
-def add_ops(graph: Graph, program, weights: dict[str, int], rank: int, world: int) -> None:
+def add_ops(graph: Graph, program: Any, weights: dict[str, int], rank: int, world: int) -> None:
     """Declares the rank's activation buffers and ops in a program; weights: its id for each weight's name."""
     native = native_library()
     rows = {ALL_ROWS: native.ALL_ROWS, OUTPUT_ROWS: native.OUTPUT_ROWS}

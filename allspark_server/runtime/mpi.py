@@ -11,6 +11,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .hosts import Between, Layout, connect, layout_of
 
@@ -60,7 +61,7 @@ class World:
     size: int
     library: str
     addresses: list[int]
-    window: object      # keeps the mapping alive
+    window: Any         # keeps the mapping alive
     between: Between | None = None
 
     def finalize(self) -> None:
@@ -130,7 +131,7 @@ def join(expected: int, segment_bytes: int, split: int = 0) -> World:
     return World(world.rank, world.size, loaded, addresses, window, between)
 
 
-def _allocate(host, layout: Layout, rank: int, segment_bytes: int) -> tuple[object, list[int]]:
+def _allocate(host: Any, layout: Layout, rank: int, segment_bytes: int) -> tuple[Any, list[int]]:
     """Shared memory of this host: each rank's own segment, and behind it the mirrors of other hosts' ranks that it
     receives for; where every rank's is.
     """
@@ -140,7 +141,7 @@ def _allocate(host, layout: Layout, rank: int, segment_bytes: int) -> tuple[obje
     step = -(-segment_bytes // _PAGE) * _PAGE
     count = 1 + len(layout.mirrors(rank))
     window = MPI.Win.Allocate_shared(count * step + _PAGE, 1, info=info, comm=host)
-    own = window.Shared_query(host.rank)[0]
+    own: Any = window.Shared_query(host.rank)[0]
     memoryview(own).cast("B")[:] = bytes(own.nbytes)        # first touch by the owner: its node
     found = {}
     for local, owner in enumerate(layout.here):

@@ -140,7 +140,7 @@ class SamplingParams:
             bool(words[0] & _DO_SAMPLE),
             bool(words[0] & _LOGPROBS),
             bool(words[0] & _SUPPRESS),
-            *words[1:10],
+            *words[1:10],  # type: ignore[misc]  # the fields up to seed
             seed=words[10] | words[11] << 32,
             sample_index=words[12],
             prompt_len=words[13],

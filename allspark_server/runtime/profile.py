@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from allspark_server.models.graph import Graph, Op
 from allspark_server.runtime.memory import available_memory
@@ -26,7 +27,8 @@ _MEASURED_MIB = 512  # read to measure bandwidth: much more than caches hold
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What a number of threads together can do at most: bytes/s read from memory, operations/s in registers in fp32 (where
+    """What a number of threads together can do at most: bytes/s read from memory, operations/s in registers in fp32
+    (where
     there are tiles: in bfloat16), and of 8-bit integers (0: not measured).
     """
 
@@ -42,7 +44,8 @@ class CeilingMeter:
 
     def __init__(self, cpus: list[int], threads: int):
         """cpus: to pin the threads to, or []."""
-        self._cpus, self._threads, self._native = cpus, threads, None
+        self._cpus, self._threads = cpus, threads
+        self._native: Any = None    # the native meter while it measures
 
     @property
     def ceilings(self) -> Ceilings | None:
@@ -66,7 +69,7 @@ class CeilingMeter:
         """All of the rest at once: up to a second, at the first call of a process."""
         while not self.measure():
             pass
-        return self.ceilings
+        return self._known[tuple(self._cpus), self._threads]
 
 
 class GpuCeilingMeter:
@@ -175,7 +178,7 @@ def summarize(entries: list[OpProfile]) -> list[OpProfile]:
 class Profiler:
     """Decides which steps of an executor are profiled; see the top of this file. `active`: call before_step."""
 
-    def __init__(self, executor):
+    def __init__(self, executor: Any):
         self._executor = executor
         self.active = False
         self._renew = False

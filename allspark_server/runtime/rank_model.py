@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import numpy as np
 
@@ -106,7 +107,7 @@ class RankModel:
         return found
 
     # -- loading ---------------------------------------------------------------------------------------------------
-    def load(self, executor, progress: Progress | None) -> None:
+    def load(self, executor: Any, progress: Progress | None) -> None:
         """Fills an executor with the weights and the ops. progress: gets (elements done, of how many)."""
         self.source.verify(self.rank, self.world)
         loader = Loader(self.graph, self.source, executor, self.rank, self.world, self.formats, progress)
@@ -128,7 +129,7 @@ class RankModel:
             total += device.adapter_bytes(pair.a.shape[0], end - begin, rows, self.adapter_dtype) if rows else 0
         return total
 
-    def fill_adapter(self, adapter: LoraAdapter, native) -> None:
+    def fill_adapter(self, adapter: LoraAdapter, native: Any) -> None:
         """Fills a native Adapter. A layer whose rows are divided needs all of A and its rows of B; one whose columns
         are divided its columns of A, and all of B: what ranks add up then has their parts of B A x.
         """
@@ -136,11 +137,11 @@ class RankModel:
             target = self.targets[number]
             begin, end = target.weight.column_range_of(self.rank, self.world)
             ranges = [part.range_of(self.rank, self.world) for part in target.parts]
-            rows = [pair.b.data[part.first + first:part.first + last]
+            rows = [pair.b.values[part.first + first:part.first + last]
                     for part, (first, last) in zip(target.parts, ranges) if first < last]
             if not rows:
                 continue
-            bad = native.set(number, pair.a.data[:, begin:end], pair.a.dtype,
+            bad = native.set(number, pair.a.values[:, begin:end], pair.a.dtype,
                              rows[0] if len(rows) == 1 else np.concatenate(rows), pair.b.dtype, pair.scale)
             if bad:
                 logger.warning("the adapter in %s holds %d values that are %s for %s; outputs with it will be wrong",

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from allspark_client.config import AsModelConfig, check_available
 from allspark_client.errors import AllSparkError, AsStatus, not_available
@@ -14,7 +15,7 @@ from allspark_server.cache import SpanGroups
 from allspark_server.models.generation import sampling_defaults
 from allspark_server.runtime import memory
 from allspark_server.runtime.binding import pages_by_node
-from allspark_server.runtime.device import Device, device_of, gpu_of, step_tokens
+from allspark_server.runtime.device import device_of, gpu_of, step_tokens
 from allspark_server.runtime.digest import results_digest
 from allspark_server.runtime.host_cache import HEADER, HostCacheFile
 from allspark_server.runtime.memory import memory_nodes, nodes_of_cpus, own_nodes, physical_cores
@@ -55,19 +56,19 @@ class ModelRunner:
     of spans.
     """
 
-    def __init__(self, config: AsModelConfig, *, rank: int = 0, world: int = 1, window=None,
+    def __init__(self, config: AsModelConfig, *, rank: int = 0, world: int = 1, window: Any = None,
                  cpus: list[int] | None = None):
         """window: the ranks' shared memory (None: one rank). cpus: the compute threads' (None: they are not pinned)."""
         self.config, self.rank, self.world, self.window = config, rank, world, window
         self.cpus = list(cpus or [])
         #: called during load with (elements done, of how many)
         self.progress: Progress | None = None
-        self._device: Device | None = None
-        self._executor = None
+        self._device: Any = None    # a Device, and its native executors, once load() has begun
+        self._executor: Any = None
         self._reservation: Reservation | None = None  # of memory that is not touched yet
         self._model: RankModel | None = None
         self._draft: RankModel | None = None
-        self._draft_executor = None
+        self._draft_executor: Any = None
         self._profiler: Profiler | None = None
         self._meter: CeilingMeter | GpuCeilingMeter | None = None
         self._host_file: HostCacheFile | None = None
@@ -227,7 +228,7 @@ class ModelRunner:
 
     def _allocate_host_cache(self, spans: int, hash_of_model: str) -> None:
         """The host cache: memory, or a file, of which all is checked that it holds from before."""
-        config, model = self.config, self._model
+        config, model = self.config, self._loaded()
         if not config.host_cache_dir:
             self._executor.allocate_host_cache(spans)
             return
@@ -245,7 +246,7 @@ class ModelRunner:
         logger.info("%s holds %d of %d spans of model %r; they were checked in %.2f s", self._host_file.path,
                     len(self.held), spans, config.model_name, time.perf_counter() - began)
 
-    def step(self, plan: bytes, want_logits: bool = False):
+    def step(self, plan: bytes, want_logits: bool = False) -> Any:
         """Runs one step plan; see runtime/plan.py. Returns the native StepResult; other threads' Python runs on."""
         switch = self._profiler_switch()
         if switch is not None:
@@ -253,13 +254,13 @@ class ModelRunner:
         return self._executor.step(plan, want_logits)
 
     @property
-    def masks(self):
+    def masks(self) -> Any:
         """Rank 0's native Masks, which draws may be made under: as many as the outputs of all steps that are under
         way.
         """
         return self._executor.masks
 
-    def submit(self, stepper, plan: bytes, window, kind: int, prefix: bytes) -> None:
+    def submit(self, stepper: Any, plan: bytes, window: Any, kind: int, prefix: bytes) -> None:
         """Has a native Stepper run a step plan, after publishing prefix + plan in `window` (None: no other ranks)."""
         switch = self._profiler_switch()
         stepper.submit(self._executor, plan, window, kind, prefix, -1 if switch is None else int(switch))
@@ -274,11 +275,12 @@ class ModelRunner:
         """
         self._loaded()
         with memory_errors("measuring what the device does at most"):
-            return self._meter.measure()
+            return self._meter is None or self._meter.measure()
 
     def profile(self) -> Profile:
         """What the ops of the steps profiled last cost (rank 0 only); first measures what is left of the ceilings."""
         model = self._loaded()
+        assert self._profiler is not None and self._meter is not None
         return Profile(summarize(self._profiler.read(model.graph, model.formats)), self._meter.finish())
 
     def close(self) -> None:
@@ -296,6 +298,12 @@ class ModelRunner:
     def _loaded(self) -> RankModel:
         if self._model is None or self._executor is None:
             raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"model {self.config.model_name!r} is not loaded")
+        return self._model
+
+    @property
+    def _shard(self) -> RankModel:
+        """The model's shard, which load() has opened."""
+        assert self._model is not None
         return self._model
 
     def _rows_of_step(self) -> int:
@@ -325,7 +333,7 @@ class ModelRunner:
     @property
     def _groups(self) -> SpanGroups:
         """The cache groups, as the scheduler has them: with windows, the spans of two steps beside them."""
-        windows = tuple(group.window for group in self._model.graph.cache_groups)
+        windows = tuple(group.window for group in self._shard.graph.cache_groups)
         return SpanGroups(self.config.cache_span_size, windows, 2 * self._rows_of_step())
 
     def _pinned(self) -> list[int]:
@@ -365,7 +373,7 @@ class ModelRunner:
             return AllSparkError(
                 AsStatus.ALLSPARK_MEMORY_ERROR,
                 f"model {config.model_name!r} does not fit: rank {self.rank} of {self.world} needs {mib(fixed)} for "
-                f"weights ({self._model.weight_dtype}) and activations and {mib(cache_bytes)} for {what}, "
+                f"weights ({self._shard.weight_dtype}) and activations and {mib(cache_bytes)} for {what}, "
                 f"{mib(available)} are available")
 
         if config.cache_memory:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .native import native_library
 
@@ -23,10 +23,10 @@ class Steps:
     step is computed by `collect` itself.
     """
 
-    def __init__(self, window=None) -> None:
+    def __init__(self, window: Any = None) -> None:
         """window: where each step is published for the other ranks first; None: there are none."""
         self._window = window
-        self._stepper = None
+        self._stepper: Any = None
         self._collectors: deque[Callable] = deque()
 
     def submit(self, runner: ModelRunner, name: str, plan: bytes, kind: int = 0, prefix: bytes = b"",
@@ -44,7 +44,7 @@ class Steps:
         runner.submit(self._stepper, plan, self._window, kind, prefix)
         self._collectors.append(self._stepper.collect)
 
-    def collect(self):
+    def collect(self) -> Any:
         """The oldest step's StepResult, once it is there. Raises what the step raised; RuntimeError if there is
         none.
         """
@@ -57,7 +57,7 @@ class Steps:
         if self._stepper is not None:
             self._stepper.drain()
 
-    def _compute(self, runner: ModelRunner, plan: bytes, kind: int, prefix: bytes):
+    def _compute(self, runner: ModelRunner, plan: bytes, kind: int, prefix: bytes) -> Any:
         if self._window is not None:
             self._window.publish(kind, prefix + plan)
         return runner.step(plan)

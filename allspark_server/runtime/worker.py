@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from allspark_client.config import AsModelConfig
 
@@ -110,7 +111,7 @@ class Heartbeat:
         """From now on, all messages have what `details()` returns, too."""
         self._details = details
 
-    def state(self, state: str, **details) -> None:
+    def state(self, state: str, **details: Any) -> None:
         """Tell the supervisor at once what this rank is doing: "starting", "ready", "stopping" or "failed" (with
         error=…, and fatal=True if starting again would not help).
         """
@@ -124,7 +125,7 @@ class Heartbeat:
             self._reported = now
             self.send(loading=name, part=part)
 
-    def send(self, **details) -> None:
+    def send(self, **details: Any) -> None:
         began = self._busy_since()
         if began:
             details["step_seconds"] = time.monotonic() - began
