@@ -2,7 +2,7 @@
 #pragma once
 #include "cuda/kernels/attention/attention.h"
 #include "cuda/kernels/comm/sum_ranks.h"
-#include "cuda/kernels/common/ceilings.h"
+#include "cuda/kernels/common/roofline.h"
 #include "cuda/kernels/gemm/gemm.h"
 #include "cuda/kernels/lora/lora.h"
 #include "cuda/kernels/moe/moe.h"

@@ -4,7 +4,7 @@
 #include <functional>
 
 #include "cuda/kernel_choice.h"
-#include "cuda/kernels/common/ceilings.h"
+#include "cuda/kernels/common/roofline.h"
 #include "cuda/kernels/gemm/gemm.h"
 #include "cuda/memory/device.h"
 

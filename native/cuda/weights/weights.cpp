@@ -6,7 +6,7 @@
 #include <stdexcept>
 
 #include "cpu/row_hash.h"
-#include "cuda/kernels/common/ceilings.h"
+#include "cuda/kernels/common/roofline.h"
 #include "cuda/memory/host_threads.h"
 #include "cuda/weights/dtype16.h"
 

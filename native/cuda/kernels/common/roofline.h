@@ -1,4 +1,4 @@
-// Kernels that measure what the GPU does at most (cuda/ceilings.h).
+// Kernels that measure what the GPU does at most (cuda/memory/roofline.h).
 #pragma once
 #include "cuda/kernels/common/types.h"
 

@@ -1,6 +1,6 @@
 // What a GPU does at most, as far as that is measured: memory that is read.
-#include "cuda/kernels/common/ceilings.h"
 #include "cuda/kernels/common/device.cuh"
+#include "cuda/kernels/common/roofline.h"
 
 namespace as::cuda {
 namespace {
