@@ -17,12 +17,7 @@ from allspark_client.errors import not_available
 from allspark_server.models.config import Fields
 from allspark_server.weights.checkpoint import Source
 from allspark_server.weights.formats import ScaleLayout, WeightFormat
-from allspark_server.weights.quantized import (
-    QuantizedRows,
-    QuantizedTensor,
-    reordered,
-    unpack_codes,
-)
+from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor, reordered, unpack_codes
 from allspark_server.weights.safetensors import StoredTensor
 from allspark_server.weights.schemes.float8 import block_of, float8_tensor
 from allspark_server.weights.schemes.scheme import (

@@ -16,12 +16,7 @@ import numpy as np
 from allspark_server.models.config import Fields
 from allspark_server.weights.checkpoint import Source
 from allspark_server.weights.formats import ScaleLayout, WeightFormat
-from allspark_server.weights.quantized import (
-    QuantizedRows,
-    QuantizedTensor,
-    reordered,
-    unpack_codes,
-)
+from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor, reordered, unpack_codes
 from allspark_server.weights.safetensors import StoredTensor
 from allspark_server.weights.schemes.scheme import (
     SCALE_NAMES,
