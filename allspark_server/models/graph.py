@@ -329,6 +329,22 @@ class Graph:
         self.append(Op(type, tuple(t.name for t in inputs), tuple(t.name for t in outputs),
                        tuple(w.name for w in weights if w is not None), attrs))
 
+    def op(self, type: str, *inputs: Tensor, weights: tuple[Weight | None, ...] = (), out: str = "",
+           blocks: tuple[Block, ...] | None = None, **attrs: Any) -> Tensor:
+        """Adds an op by its row of the op table and returns its output.
+
+        The output is the first input where the op works in place, else the buffer `out` with `blocks` (None: the first
+        input's) and the rows of the op's row rule.
+        """
+        spec = op_spec(type)
+        y = inputs[0]
+        if not spec.in_place:
+            rows = {"as_input": y.rows, "all": ALL_ROWS, "selected": OUTPUT_ROWS}
+            y = self.tensor(out, y.blocks if blocks is None else blocks,
+                            self.row_sets[y.rows].of if spec.rows == "combined" else rows[spec.rows])
+        self._op(type, inputs, (y,), weights, **attrs)
+        return y
+
     def append(self, op: Op) -> None:
         """Appends an op. ValueError if it names an unknown buffer or weight, or does not fit the table of ops."""
         unknown = [n for n in (*op.inputs, *op.outputs) if n not in self.tensors]
@@ -363,22 +379,18 @@ class Graph:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Adds the ranks' partial results, in place, in rank order."""
-        self._op("all_reduce", (x,), (x,))
-        return x
+        return self.op("all_reduce", x)
 
     def rms_norm(self, x: Tensor, name: str, out: str = "normed", **more: Any) -> Tensor:
         """RMS norm of each row with the checkpoint's weight `name`."""
         weight = self.weight(Weight(name, (Part(name, self.config.hidden_size),)))
-        y = self.tensor(f"logit_{out}" if x.logit_rows else out, x.blocks, x.rows)
-        self._op("rms_norm", (x,), (y,), (weight,), eps=self.config.rms_norm_eps, **more)
-        return y
+        return self.op("rms_norm", x, weights=(weight,), out=f"logit_{out}" if x.logit_rows else out,
+                       eps=self.config.rms_norm_eps, **more)
 
     def linear(self, x: Tensor, weight: Weight, bias: Weight | None, out: str) -> Tensor:
         """`y = x W^T + b` in the buffer `out`, whose blocks are the weight's parts."""
         blocks = tuple(Block(part.rows, part.split) for part in weight.parts)
-        y = self.tensor(out, blocks, x.rows)
-        self._op("linear", (x,), (y,), (weight, bias))
-        return y
+        return self.op("linear", x, weights=(weight, bias), out=out, blocks=blocks)
 
     def row_parallel_linear(self, x: Tensor, prefix: str, split: Split, bias: bool, out: str) -> Tensor:
         """A linear layer whose input is divided among ranks, and the all_reduce that makes its result whole."""
@@ -474,40 +486,31 @@ class Graph:
 
     def silu_mul(self, gate_up: Tensor, out: str = "activated") -> Tensor:
         """silu(gate) * up of the packed projection."""
-        return self._gated("silu_mul", gate_up, out)
+        return self.op("silu_mul", gate_up, out=out, blocks=gate_up.blocks[:1])
 
     def gelu_tanh_mul(self, gate_up: Tensor, out: str = "activated") -> Tensor:
         """gelu(gate) * up of the packed projection, with the tanh approximation of GELU."""
-        return self._gated("gelu_tanh_mul", gate_up, out)
+        return self.op("gelu_tanh_mul", gate_up, out=out, blocks=gate_up.blocks[:1])
 
     def clamped_silu_mul(self, gate_up: Tensor, alpha: float, limit: float, out: str = "activated") -> Tensor:
         """gpt-oss' clamped product of the packed projection: see the table of ops."""
-        return self._gated("clamped_silu_mul", gate_up, out, alpha=alpha, limit=limit)
-
-    def _gated(self, type: str, gate_up: Tensor, out: str, **attrs: Any) -> Tensor:
-        y = self.tensor(out, gate_up.blocks[:1], gate_up.rows)
-        self._op(type, (gate_up,), (y,), **attrs)
-        return y
+        return self.op("clamped_silu_mul", gate_up, out=out, blocks=gate_up.blocks[:1], alpha=alpha, limit=limit)
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         """`x += y`."""
-        self._op("add", (x, y), (x,))
-        return x
+        return self.op("add", x, y)
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """`x *= factor`."""
-        self._op("scale", (x,), (x,), factor=factor)
-        return x
+        return self.op("scale", x, factor=factor)
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         """`x = cap * tanh(x / cap)`."""
-        self._op("soft_cap", (x,), (x,), cap=cap)
-        return x
+        return self.op("soft_cap", x, cap=cap)
 
     def sigmoid_mul(self, y: Tensor, gate: Tensor) -> Tensor:
         """`y *= sigmoid(gate)` with one gate for each row."""
-        self._op("sigmoid_mul", (y, gate), (y,))
-        return y
+        return self.op("sigmoid_mul", y, gate)
 
     # -- experts -------------------------------------------------------------------------------------------------------
     def router(self, logits: Tensor, rows: str, correction: Weight | None = None, **attrs: Any) -> Tensor:
@@ -528,16 +531,12 @@ class Graph:
 
     def combine_experts(self, y: Tensor, scores: Tensor, out: str) -> Tensor:
         """The weighted sum over each row's experts, added in ascending order of experts."""
-        x = self.tensor(out, y.blocks, self.row_sets[y.rows].of)
-        self._op("combine_experts", (y, scores), (x,))
-        return x
+        return self.op("combine_experts", y, scores, out=out)
 
     # -- outputs -------------------------------------------------------------------------------------------------------
     def select_rows(self, x: Tensor) -> Tensor:
         """Selects OUTPUT_ROWS."""
-        y = self.tensor("selected", x.blocks, OUTPUT_ROWS)
-        self._op("select_rows", (x,), (y,))
-        return y
+        return self.op("select_rows", x, out="selected")
 
     def hidden_states(self, x: Tensor) -> None:
         """Returns hidden states to the requests that ask for them."""

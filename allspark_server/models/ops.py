@@ -16,8 +16,9 @@ Attribute = bool | int | float | str
 class AttributeSpec:
     """An attribute of an op.
 
-    type: "integer", "number", "flag" or "choice". scope: "model" if the model file sets it, "rank" if lowering sets it
-    for each rank, "graph" if the model file sets it and lowering replaces it.
+    type: "integer", "number", "flag" or "choice". scope: "model" if the model file sets it, "rank" if lowering computes
+    it for each rank by `rule` from columns of `blocks` blocks starting at `block`, "graph" if the model file sets it and
+    lowering replaces it.
     """
 
     name: str
@@ -28,6 +29,9 @@ class AttributeSpec:
     least: float
     most: float
     choices: tuple[str, ...]
+    rule: str
+    block: int
+    blocks: int
 
     @property
     def allowed(self) -> str:

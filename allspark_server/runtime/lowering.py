@@ -6,7 +6,7 @@ from typing import Any
 
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.models.graph import ALL_ROWS, OUTPUT_ROWS, Graph, Op
-from allspark_server.models.ops import Attribute
+from allspark_server.models.ops import Attribute, op_spec
 from allspark_server.runtime.native import native_library
 
 
@@ -25,36 +25,34 @@ def check_ranks(graph: Graph, world: int) -> None:
 
 
 def local_attrs(graph: Graph, op: Op, rank: int, world: int) -> dict[str, Attribute]:
-    """The op's attributes for one rank: columns and heads counted in the rank's own buffers."""
-    attrs = dict(op.attrs)
+    """The op's attributes for one rank, by the rules of the op table: columns and heads count in the rank's buffers."""
+    spec = op_spec(op.type)
     blocks = graph.tensors[op.inputs[0]].blocks if op.inputs else ()
     widths = [block.width_of(rank, world) for block in blocks]
-    head_dim = int(attrs.get("head_dim", 1))
-    if op.type == "embedding":
-        attrs["vocab_begin"] = graph.weights[op.weights[0]].parts[0].range_of(rank, world)[0]
-    elif op.type == "head_norm":
-        block = int(attrs.pop("block"))
-        attrs["offset"], attrs["heads"] = sum(widths[:block]), widths[block] // head_dim
-    elif op.type == "qk_square_sums":  # a KV head that two ranks hold counts on the first of them
-        begin, end = blocks[1].range_of(rank, world)
-        first = max(begin, blocks[1].range_of(rank - 1, world)[1]) if rank else begin
-        attrs["q_columns"], attrs["k_offset"], attrs["k_columns"] = widths[0], widths[0] + first - begin, end - first
-    elif op.type == "qk_norm":
-        attrs["q_columns"], attrs["k_columns"] = widths[:2]
-    elif op.type == "rope":
-        attrs["offset"], attrs["heads"] = 0, (widths[0] + widths[1]) // head_dim
-    elif op.type == "span_attention":
-        attrs["q_heads"], attrs["kv_heads"] = widths[0] // head_dim, widths[1] // head_dim
-        attrs["q_head_begin"] = blocks[0].range_of(rank, world)[0] // head_dim
-        attrs["kv_begin"] = blocks[1].range_of(rank, world)[0] // head_dim
-    elif op.type == "lora":
-        block, count = int(attrs.pop("block", 0)), int(attrs.pop("blocks", 1))
-        attrs["offset"], attrs["columns"] = sum(widths[:block]), sum(widths[block:block + count])
-    elif op.type == "expert_linear":
-        begin, end = graph.weights[op.weights[0]].experts_of(rank, world)
-        attrs["experts"], attrs["expert_begin"] = end - begin, begin
-    elif op.type == "sample":
-        attrs["vocab_begin"] = blocks[0].range_of(rank, world)[0]
+    attrs = {name: value for name, value in op.attrs.items() if spec.attributes[name].scope != "graph"}
+
+    def value(rule: str, first: int, count: int) -> int:
+        if rule not in ("weight_begin", "experts", "expert_begin") and first + count > len(blocks):
+            raise IndexError(f"blocks {first} to {first + count - 1} of {len(blocks)}")
+        columns, head_dim = sum(widths[first:first + count]), int(op.attrs.get("head_dim", 1))
+        if rule in ("begin", "head_begin"):
+            begin = blocks[first].range_of(rank, world)[0]
+            return begin if rule == "begin" else begin // head_dim
+        if rule in ("own_offset", "own_width"):  # a KV head that two ranks hold counts on the first of them
+            begin = blocks[first].range_of(rank, world)[0]
+            shared = max(0, blocks[first].range_of(rank - 1, world)[1] - begin) if rank else 0
+            return sum(widths[:first]) + shared if rule == "own_offset" else columns - shared
+        if rule == "weight_begin":
+            return graph.weights[op.weights[0]].parts[0].range_of(rank, world)[0]
+        if rule in ("experts", "expert_begin"):
+            begin, end = graph.weights[op.weights[0]].experts_of(rank, world)
+            return begin if rule == "expert_begin" else end - begin
+        return {"offset": sum(widths[:first]), "width": columns, "heads": columns // head_dim}[rule]
+
+    for a in spec.attributes.values():
+        if a.scope == "rank":
+            first, count = op.attrs.get("block", a.block), op.attrs.get("blocks", a.blocks)
+            attrs[a.name] = value(a.rule, int(first), int(count))
     return attrs
 
 

@@ -25,6 +25,7 @@ py::dict to_dict(const AttributeSpec& a) {
   d["name"] = a.name, d["type"] = name_of(a.type), d["scope"] = name_of(a.scope), d["required"] = a.required;
   d["default"] = default_of(a);
   d["least"] = a.least, d["most"] = a.most;
+  d["rule"] = name_of(a.rule), d["block"] = a.block, d["blocks"] = a.blocks;
   d["choices"] = std::vector<std::string>(a.choices.begin(), a.choices.end());
   return d;
 }
@@ -74,7 +75,7 @@ void bind_program(py::module_& m) {
       "name, type (integer, number, flag, choice), scope (model, rank, graph), required, default (a str for an "
       "integer: "
       "another\n"
-      "attribute's value), least, most, choices.");
+      "attribute's value), least, most, choices, and of the scope rank: rule, block and blocks (RankRule).");
   py::class_<Program, std::shared_ptr<Program>>(
       m, "Program", "A model's ops for one rank, checked. add_* functions raise ValueError and change nothing then.")
       .def(py::init<>())

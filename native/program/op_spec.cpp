@@ -297,7 +297,12 @@ std::vector<OpSpec> table() {
   const auto counted = [](const char* name) { return within(whole_or(name, 0), 0, kLargestCount); };
   const auto positive = [](AttributeSpec a) { return within(std::move(a), 1, kLargestCount); };
   const auto at_least_0 = [](AttributeSpec a) { return within(std::move(a), 0, a.most); };
-  const auto of_rank = [](const char* name) { return whole(name, Scope::rank); };
+  const auto of_rank = [](const char* name, RankRule rule, int block = 0, int blocks = 1) {
+    AttributeSpec a = whole(name, Scope::rank);
+    a.rule = rule, a.block = block, a.blocks = blocks;
+    return a;
+  };
+  const auto optional = [](AttributeSpec a) { return a.required = false, a; };  // the default is 0
   return {
 #define OP(name, ...) {Op::name, #name, __VA_ARGS__},
 #include "program/op_table.h"
@@ -332,6 +337,12 @@ const char* name_of(AttributeType type) {
 const char* name_of(Scope scope) {
   constexpr const char* kNames[] = {"model", "rank", "graph"};
   return kNames[(int)scope];
+}
+
+const char* name_of(RankRule rule) {
+  constexpr const char* kNames[] = {"none",       "offset",    "width",        "heads",   "begin",       "head_begin",
+                                    "own_offset", "own_width", "weight_begin", "experts", "expert_begin"};
+  return kNames[(int)rule];
 }
 
 const char* name_of(RowRule rule) {

@@ -22,6 +22,22 @@ enum class AttributeType { integer, number, flag, choice };
 // rank's own buffers), or a graph of the whole model alone, for lowering to replace.
 enum class Scope { model, rank, graph };
 
+// How lowering computes an attribute of Scope::rank. Columns are those that the rank holds of the first input's blocks
+// [block, block + blocks); attributes `block` and `blocks` of the op, where it has them, replace the spec's.
+enum class RankRule {
+  none,
+  offset,      // columns before the blocks
+  width,       // columns of the blocks
+  heads,       // width / head_dim
+  begin,       // of the block, counted in the whole model's columns
+  head_begin,  // begin / head_dim
+  own_offset,  // as offset and width, without the heads that the rank before holds too
+  own_width,
+  weight_begin,  // the first row of the first weight that the rank holds
+  experts,       // how many of a stack's experts the rank holds
+  expert_begin,  // and the first of them
+};
+
 constexpr int kLargestCount = 1 << 24;  // counts, widths and positions of any model; products of two fit 64 bits
 
 struct AttributeSpec {
@@ -33,6 +49,8 @@ struct AttributeSpec {
   const char* otherwise_as;  // or the attribute of the same op that gives the default, null: none
   double least, most;        // of integers and numbers
   std::vector<const char*> choices;
+  RankRule rule = RankRule::none;
+  int block = 0, blocks = 1;
 };
 
 // Rows of an op's outputs.
@@ -86,5 +104,6 @@ const OpSpec& op_spec(const std::string& name);
 const char* name_of(AttributeType type);
 const char* name_of(Scope scope);
 const char* name_of(RowRule rule);
+const char* name_of(RankRule rule);
 
 }  // namespace as

@@ -8,12 +8,12 @@
 // with a longer history. temporal, height, width: how many pairs go by each part of a position of three.
 OP(rotary_table, kNone, kNone, {1, 2}, false, RowRule::none,
    {number_or("attention_factor", 1), flag("dynamic"), number_or("base", 0), number_or("factor", 1),
-   number_or("original_max", 0), whole("rotary_dim"), table_number, choice("growth", {"linear", "powers"}),
-   counted("temporal"), counted("height"), counted("width"), flag("interleaved_sections"), flag("long_table")},
+    number_or("original_max", 0), whole("rotary_dim"), table_number, choice("growth", {"linear", "powers"}),
+    counted("temporal"), counted("height"), counted("width"), flag("interleaved_sections"), flag("long_table")},
    check_rotary_table, cost_rotary_table)
 // Rows of a table, scaled; zeros for ids of other ranks. A row that is given as an embedding is that, on rank 0.
-OP(embedding, kNone, kOne, kOne, false, RowRule::all, {number_or("scale", 1), of_rank("vocab_begin")},
-   check_embedding, cost_embedding)
+OP(embedding, kNone, kOne, kOne, false, RowRule::all,
+   {number_or("scale", 1), of_rank("vocab_begin", RankRule::weight_begin)}, check_embedding, cost_embedding)
 // The ranks' parts added up, in rank order.
 OP(all_reduce, kOne, kOne, kNone, true, RowRule::as_input, {}, check_nothing, cost_all_reduce)
 // unit_offset: the weight is 1 + w.
@@ -21,24 +21,26 @@ OP(rms_norm, kOne, kOne, kOne, false, RowRule::as_input, {number("eps"), flag("u
    check_rms_norm, each_value<4>)
 OP(linear, kOne, kOne, {1, 2}, false, RowRule::as_input, {}, check_linear, cost_linear)
 OP(head_norm, kOne, kOne, kOne, true, RowRule::as_input,
-   {number("eps"), whole("head_dim"), flag("unit_offset"), of_rank("offset"), of_rank("heads"),
-   within(whole("block", Scope::graph), 0, 255)},
+   {number("eps"), whole("head_dim"), flag("unit_offset"), of_rank("offset", RankRule::offset),
+    of_rank("heads", RankRule::heads), within(whole("block", Scope::graph), 0, 255)},
    check_head_norm, cost_head_norm)
 // Of [queries | keys | values], in which ranks may hold heads twice: squares of all queries and of all keys, added
 // up, each head's on one rank.
 OP(qk_square_sums, kOne, kOne, kNone, false, RowRule::as_input,
-   {at_least_0(of_rank("q_columns")), at_least_0(of_rank("k_offset")), at_least_0(of_rank("k_columns"))},
+   {at_least_0(of_rank("q_columns", RankRule::width)), at_least_0(of_rank("k_offset", RankRule::own_offset, 1)),
+    at_least_0(of_rank("k_columns", RankRule::own_width, 1))},
    check_qk_square_sums, each_value<1>)
 // RMS norm of all queries and of all keys, each as one vector of that width over all ranks, by those sums (second
 // input), all_reduced.
 OP(qk_norm, kTwo, kOne, kTwo, true, RowRule::as_input,
-   {number("eps"), positive(whole("q_width")), positive(whole("k_width")), at_least_0(of_rank("q_columns")),
-   at_least_0(of_rank("k_columns"))},
+   {number("eps"), positive(whole("q_width")), positive(whole("k_width")),
+    at_least_0(of_rank("q_columns", RankRule::width)), at_least_0(of_rank("k_columns", RankRule::width, 1))},
    check_qk_norm, each_value<2>)
 // The first rotary_dim features of each head. pairs: (i, i + rotary_dim / 2), or (2 i, 2 i + 1).
 OP(rope, kOne, kOne, kNone, true, RowRule::as_input,
    {whole("head_dim"), whole_or_as("rotary_dim", "head_dim"), table_number,
-   choice("pairs", {"halves", "interleaved"}), of_rank("offset"), of_rank("heads")},
+    choice("pairs", {"halves", "interleaved"}), of_rank("offset", RankRule::offset),
+    of_rank("heads", RankRule::heads, 0, 2)},
    check_rope, cost_rope)
 // Of [queries | keys | values]. A query at position p sees positions above p - window (0: all) up to p. Scores
 // are scale * q k, then soft_cap * tanh(score / soft_cap), plus the head's slope * (the key's position - p); a
@@ -46,9 +48,9 @@ OP(rope, kOne, kOne, kNone, true, RowRule::as_input,
 // log(logn).
 OP(span_attention, kOne, kOne, {0, 2}, false, RowRule::as_input,
    {whole("layer"), whole("head_dim"), whole("group"), number("scale"), within(whole_or("cache_group", 0), 0, 255),
-   counted("window"), at_least_0(number_or("soft_cap", 0)), flag("sinks"), flag("alibi"),
-   at_least_0(number_or("logn", 0)), of_rank("q_heads"), of_rank("kv_heads"),
-   whole_or("q_head_begin", 0, Scope::rank), whole_or("kv_begin", 0, Scope::rank)},
+    counted("window"), at_least_0(number_or("soft_cap", 0)), flag("sinks"), flag("alibi"),
+    at_least_0(number_or("logn", 0)), of_rank("q_heads", RankRule::heads), of_rank("kv_heads", RankRule::heads, 1),
+    optional(of_rank("q_head_begin", RankRule::head_begin)), optional(of_rank("kv_begin", RankRule::head_begin, 1))},
    check_span_attention, cost_span_attention)
 // Products of an activation of the first half of the columns and the second half.
 OP(silu_mul, kOne, kOne, kNone, false, RowRule::as_input, {}, check_gated, each_value<5>)
@@ -66,12 +68,13 @@ OP(soft_cap, kOne, kOne, kNone, true, RowRule::as_input, {within(number("cap"), 
 // lowest; the scores alone weigh, normalized to 1 or not, times scale.
 OP(router, kOne, kOne, {0, 1}, false, RowRule::routed,
    {positive(whole("top_k")), choice("scores", {"softmax", "sigmoid"}), flag("normalized"), number_or("scale", 1),
-   positive(whole_or("groups", 1)), positive(whole_or("top_groups", 1))},
+    positive(whole_or("groups", 1)), positive(whole_or("top_groups", 1))},
    check_router, each_value<8>)
 // Each entry by the rows of its expert in a stack of `experts` matrices (and biases), the rank's from
 // expert_begin on; zeros for those of other ranks.
 OP(expert_linear, kOne, kOne, {1, 2}, false, RowRule::expanded,
-   {positive(of_rank("experts")), at_least_0(whole_or("expert_begin", 0, Scope::rank))},
+   {positive(of_rank("experts", RankRule::experts)),
+    at_least_0(optional(of_rank("expert_begin", RankRule::expert_begin)))},
    check_expert_linear, cost_expert_linear)
 // The entries' rows times their weights (second input), added up for each row in ascending order of experts.
 OP(combine_experts, kTwo, kOne, kNone, false, RowRule::combined, {}, check_combine_experts, each_value<2>)
@@ -82,12 +85,12 @@ OP(sigmoid_mul, kTwo, kOne, kNone, true, RowRule::as_input, {}, check_sigmoid_mu
 // adapter are as if it were not there.
 OP(lora, kTwo, kOne, kNone, true, RowRule::as_input,
    {at_least_0(whole("target")), within(whole_or("block", 0, Scope::graph), 0, 255),
-   within(whole_or("blocks", 1, Scope::graph), 1, 255), at_least_0(of_rank("offset")),
-   at_least_0(of_rank("columns"))},
+    within(whole_or("blocks", 1, Scope::graph), 1, 255),
+    at_least_0(of_rank("offset", RankRule::offset)), at_least_0(of_rank("columns", RankRule::width))},
    check_lora, each_value<1>)
 OP(select_rows, kOne, kOne, kNone, false, RowRule::selected, {}, check_select_rows, cost_select_rows)
 // Hands rows out, of items that want them.
 OP(hidden_states, kOne, kNone, kNone, false, RowRule::none, {}, check_hidden_states, each_value<0>)
 // Draws a token for each row of items that draw, and gives log probabilities of prompts for the others.
-OP(sample, kOne, kNone, kNone, false, RowRule::none, {whole("vocab_size"), of_rank("vocab_begin")},
+OP(sample, kOne, kNone, kNone, false, RowRule::none, {whole("vocab_size"), of_rank("vocab_begin", RankRule::begin)},
    check_sample, each_value<1>)

@@ -129,3 +129,10 @@ int find_between(const float* x, int n, float low, float high, int* found) {
   }
   return count;
 }
+
+LogitKernels logit_passes() {
+  LogitKernels k{};
+  k.group_max = group_max, k.mask_group_max = mask_group_max, k.chunk_sum_exp = chunk_sum_exp;
+  k.exp_values = exp_values, k.weigh_bins = weigh_bins, k.find_between = find_between;
+  return k;
+}

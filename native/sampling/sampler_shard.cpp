@@ -490,7 +490,7 @@ namespace sampling {
 static const LogitKernels* g_kernels = nullptr;  // set once at import, before any thread draws
 
 const LogitKernels& logit_kernels() {
-  static const LogitKernels baseline{group_max, mask_group_max, chunk_sum_exp, exp_values, weigh_bins, find_between};
+  static const LogitKernels baseline = logit_passes();
   return g_kernels ? *g_kernels : baseline;
 }
 

@@ -16,7 +16,7 @@ using namespace sampling;
 }  // namespace
 
 const LogitKernels& logit_kernels() {
-  static const LogitKernels kernels{group_max, mask_group_max, chunk_sum_exp, exp_values, weigh_bins, find_between};
+  static const LogitKernels kernels = logit_passes();
   return kernels;
 }
 

@@ -105,7 +105,11 @@ void expand(const Packed& b, const float* u, int ldu, float* const* y, int rows,
 }  // namespace
 
 const LowRankKernels& low_rank_kernels() {
-  static const LowRankKernels table = {W, shrink, expand};
+  static const LowRankKernels table = [] {
+    LowRankKernels k{};
+    k.lanes = W, k.shrink = shrink, k.expand = expand;
+    return k;
+  }();
   return table;
 }
 

@@ -18,36 +18,40 @@ constexpr double (*kMultiplyTiles)(int64_t, bool) = nullptr;
 #endif
 
 const Kernels& kernels() {
-  static const Kernels table = {AS_NAME(AS_ISA),
-                                {panel_rows_count, kPairs},
-                                matmul,
-                                matmul_gated,
-                                prepared,
-                                prepare,
-                                quantize,
-                                read_row,
-                                rms_norm,
-                                square_sum,
-                                multiply,
-                                silu_mul,
-                                gelu_tanh_mul,
-                                clamped_silu_mul,
-                                scale,
-                                soft_cap,
-                                add,
-                                sum_partials,
-                                weighted_sum,
-                                prepare_queries,
-                                attend,
-                                end_attention,
-                                merge,
-                                rope,
-                                rope_interleaved,
-                                logit_kernels,
-                                read_memory,
-                                multiply_add,
-                                integer_multiply_add,
-                                kMultiplyTiles};
+  static const Kernels table = [] {
+    Kernels k{};
+    k.name = AS_NAME(AS_ISA);
+    k.rules = {panel_rows_count, kPairs};
+    k.matmul = matmul;
+    k.matmul_gated = matmul_gated;
+    k.prepared = prepared;
+    k.prepare = prepare;
+    k.quantize = quantize;
+    k.read_row = read_row;
+    k.rms_norm = rms_norm;
+    k.square_sum = square_sum;
+    k.multiply = multiply;
+    k.silu_mul = silu_mul;
+    k.gelu_tanh_mul = gelu_tanh_mul;
+    k.clamped_silu_mul = clamped_silu_mul;
+    k.scale = scale;
+    k.soft_cap = soft_cap;
+    k.add = add;
+    k.sum_partials = sum_partials;
+    k.weighted_sum = weighted_sum;
+    k.prepare_queries = prepare_queries;
+    k.attend = attend;
+    k.end_attention = end_attention;
+    k.merge = merge;
+    k.rope = rope;
+    k.rope_interleaved = rope_interleaved;
+    k.logits = logit_kernels;
+    k.read_memory = read_memory;
+    k.multiply_add = multiply_add;
+    k.integer_multiply_add = integer_multiply_add;
+    k.multiply_tiles = kMultiplyTiles;
+    return k;
+  }();
   return table;
 }
 
