@@ -130,27 +130,28 @@ class Rank:
             self.lead(LocalGroup(self.cpus, self.fail))
             return
         from . import _native
-        from .runtime.group import RankModels, WindowGroup
+        from .runtime.group import RankModels, SharedMemoryGroup
         from .runtime.mpi import join
-        world = join(self.expected, _native.Window.bytes_needed(self.expected), a.split_hosts)
+        world = join(self.expected, _native.SharedMemory.bytes_needed(self.expected), a.split_hosts)
         between, host, leads = {}, "", False
         if world.between is not None:
             host, leads = socket.gethostname(), world.rank in world.between.first
             between = {"hosts": _native.Hosts(world.rank, world.between.first, world.between.mpi),
                        "sockets": world.between.sockets}
-        window = _native.Window(world.rank, world.size, world.addresses, not a.no_spin, PEER_TIMEOUT_SECONDS, **between)
+        shared_memory = _native.SharedMemory(world.rank, world.size, world.addresses, not a.no_spin,
+                                             PEER_TIMEOUT_SECONDS, **between)
         logger.info("rank %d of %d on CPUs %s", world.rank, world.size, a.cpus or "any")
         if world.rank == 0:
-            self.lead(WindowGroup(window, world.size, self.cpus, self.fail, host))
+            self.lead(SharedMemoryGroup(shared_memory, world.size, self.cpus, self.fail, host))
         else:
-            models = RankModels(world.rank, world.size, window, self.cpus, host, leads)
+            models = RankModels(world.rank, world.size, shared_memory, self.cpus, host, leads)
             if self.heartbeat:
                 self.heartbeat.watch(models)
                 self.heartbeat.state("ready")
             serve(models)
         if self.heartbeat:
             self.heartbeat.stop()
-        window.close()
+        shared_memory.close()
         world.finalize()
 
     def _handle_signals(self) -> None:

@@ -31,7 +31,7 @@ def measure(library: str, ranks: int, seconds: float) -> dict[int, float]:
     spec = spec_from_file_location("_native", library, loader=ExtensionFileLoader("_native", library))
     native = module_from_spec(spec)
     spec.loader.exec_module(native)
-    step = -(-native.Window.bytes_needed(ranks) // 4096) * 4096
+    step = -(-native.SharedMemory.bytes_needed(ranks) // 4096) * 4096
     memory = mmap.mmap(-1, step * ranks)
     base = np.frombuffer(memory, np.uint8).ctypes.data
     children, rank = [], 0
@@ -42,7 +42,7 @@ def measure(library: str, ranks: int, seconds: float) -> dict[int, float]:
         children.append(child)
     cpus = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cpus[rank % len(cpus)]})
-    window = native.Window(rank, ranks, [base + r * step for r in range(ranks)], len(cpus) >= ranks, 60.0, 1.0)
+    window = native.SharedMemory(rank, ranks, [base + r * step for r in range(ranks)], len(cpus) >= ranks, 60.0, 1.0)
     found = {}
     for size in SIZES:
         x = np.zeros(size, np.float32)

@@ -44,13 +44,13 @@ def window_of(rank: int, ranks: int, path: str):
     """The ranks' shared memory, in a file; None for a single rank."""
     if ranks == 1:
         return None
-    size = -(-_native.Window.bytes_needed(ranks) // 4096) * 4096
+    size = -(-_native.SharedMemory.bytes_needed(ranks) // 4096) * 4096
     with open(path, "r+b") as file:
         file.truncate(size * ranks)
         mapped = mmap.mmap(file.fileno(), size * ranks)
     address = np.frombuffer(mapped, np.uint8).ctypes.data
     MAPPED.append(mapped)
-    return _native.Window(rank, ranks, [address + r * size for r in range(ranks)], True, 120.0)
+    return _native.SharedMemory(rank, ranks, [address + r * size for r in range(ranks)], True, 120.0)
 
 
 class Model:
@@ -64,7 +64,7 @@ class Model:
         vocab = whole - begin if rank == ranks - 1 else vocab
         self.slots, self.length = max_slots, max_length
         self.window = window = window_of(rank, ranks, path)
-        self.e = e = _cuda.Executor(rank, _native.HostSampler(8, window=window), window)
+        self.e = e = _cuda.Executor(rank, _native.HostSampler(8, shared_memory=window), window)
         rng = np.random.default_rng(0)
         noise = (rng.normal(size=(4096, max(hidden, inner, heads * dim))) * 0.02).astype(np.float32)
         noise = (noise.view(np.uint32) >> 16).astype(np.uint16)

@@ -63,8 +63,8 @@ class Device(Protocol):
     def reserve(self, name: str, size: int) -> Reservation | None:
         """Announces to other processes that `size` bytes will be used soon; None if the device itself tells them."""
 
-    def executor(self, rank: int, world: int, window: Any) -> Any:
-        """A native executor for a model. window: the ranks' shared memory, None for one rank."""
+    def executor(self, rank: int, world: int, shared_memory: Any) -> Any:
+        """A native executor for a model. shared_memory: the ranks' shared memory, None for one rank."""
 
     def beside(self, executor: Any) -> Any:
         """An executor for the draft model of `executor`."""
@@ -151,9 +151,9 @@ class Cpus:
         """See `Device.reserve`."""
         return Reservation(name, size, bound_nodes())
 
-    def executor(self, rank: int, world: int, window: Any) -> Any:
+    def executor(self, rank: int, world: int, shared_memory: Any) -> Any:
         """See `Device.executor`."""
-        return self._native.Executor(rank, world, window, self._cpus, self._threads)
+        return self._native.Executor(rank, world, shared_memory, self._cpus, self._threads)
 
     def beside(self, executor: Any) -> Any:
         """See `Device.beside`."""
@@ -220,12 +220,12 @@ class Gpu:
     cache_share = largest_cache_share = 0.95
     host_memory = False
 
-    def __init__(self, index: int, threads: int, group: Sequence[int] = (), window: Any = None):
-        """threads: those that sample tokens on the host. group: the GPUs of all ranks if there are several; `window` is
+    def __init__(self, index: int, threads: int, group: Sequence[int] = (), shared_memory: Any = None):
+        """threads: those that sample tokens on the host. group: the GPUs of all ranks if there are several; `shared_memory` is
         then their shared memory. AllSparkError says what to do if there is no such GPU or it cannot reach the others.
         """
         self._library, self._index, self._threads = cuda_library(), index, min(threads, MOST_SAMPLING_THREADS)
-        self._group, self._window = list(group) or [index], window
+        self._group, self._shared_memory = list(group) or [index], shared_memory
         if len(self._group) > self._library.MOST_RANKS:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"a group has up to {self._library.MOST_RANKS} GPUs, and "
                                 f"compute_unit names {len(self._group)}: start a group for each part of them")
@@ -272,7 +272,7 @@ class Gpu:
         """See `Device.reserve`."""
         return None  # the driver knows how much memory is used
 
-    def executor(self, rank: int, world: int, window: Any) -> Any:
+    def executor(self, rank: int, world: int, shared_memory: Any) -> Any:
         """See `Device.executor`."""
         found, self._first = self._first, None
         return found or self._executor()
@@ -282,10 +282,10 @@ class Gpu:
         return executor.beside(self._sampler())
 
     def _executor(self) -> Any:
-        return self._library.Executor(self._index, self._sampler(), self._window)
+        return self._library.Executor(self._index, self._sampler(), self._shared_memory)
 
     def _sampler(self) -> Any:
-        return native_library().HostSampler(self._threads, window=self._window)
+        return native_library().HostSampler(self._threads, shared_memory=self._shared_memory)
 
     def share(self, executor: Any, rows: int) -> str:
         """See `Device.share`."""
@@ -367,13 +367,13 @@ def step_tokens(config: AsModelConfig) -> int:
 
 
 def device_of(config: AsModelConfig, rank: int, world: int, cpus: list[int], threads: int,
-              window: Any = None) -> Device:
-    """The device that compute_unit names. window: the ranks' shared memory. AllSparkError says what to do if there is
+              shared_memory: Any = None) -> Device:
+    """The device that compute_unit names. shared_memory: the ranks' shared memory. AllSparkError says what to do if there is
     no such GPU, or not one for each rank.
     """
     if not config.on_gpus:
         return Cpus(cpus, threads)
-    return Gpu(gpu_of(config, rank, world), threads, config.device_ids if world > 1 else (), window)
+    return Gpu(gpu_of(config, rank, world), threads, config.device_ids if world > 1 else (), shared_memory)
 
 
 def gpu_memory(index: int) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """Groups: the processes that compute a step together, as the engine (on rank 0) sees them.
 
-`LocalGroup` is this process alone. `WindowGroup` is rank 0 of several processes: it publishes every call
-in the shared window, does its own part, and gathers the others' answers. What every rank does with a call is
+`LocalGroup` is this process alone. `SharedMemoryGroup` is rank 0 of several processes: it publishes every call
+in shared memory, does its own part, and gathers the others' answers. What every rank does with a call is
 `RankModels`; the loop of ranks > 0 is in worker.py.
 
 Models are loaded and freed on a thread of each rank, in the order of the commands, while the ranks' main threads go on
@@ -199,10 +199,10 @@ class RankModels:
     the loading thread. host: this rank's, where the group has several; leads: it is the first of its host.
     """
 
-    def __init__(self, rank: int = 0, world: int = 1, window: Any = None, cpus: list[int] | None = None, host: str = "",
-                 leads: bool = False):
+    def __init__(self, rank: int = 0, world: int = 1, shared_memory: Any = None, cpus: list[int] | None = None,
+                 host: str = "", leads: bool = False):
         self._host, self._leads = host, leads
-        self.rank, self.world, self.window, self.cpus = rank, world, window, cpus
+        self.rank, self.world, self.shared_memory, self.cpus = rank, world, shared_memory, cpus
         self.runners: dict[str, ModelRunner] = {}
         self.info: ModelInfo | None = None      # of the model that was loaded last
         self.progress: Callable[[str, float], None] = lambda name, part: None
@@ -268,9 +268,9 @@ class RankModels:
     def numbers(self) -> dict:
         """What the supervisor is told of this rank. Any thread."""
         found = {"steps": self.steps, "step_seconds": round(self.step_seconds, 6), **self.placement}
-        if self.window is not None:
-            found |= {"exchange_seconds": round(self.window.exchange_seconds, 6),
-                      "wait_seconds": round(self.window.wait_seconds, 6)}
+        if self.shared_memory is not None:
+            found |= {"exchange_seconds": round(self.shared_memory.exchange_seconds, 6),
+                      "wait_seconds": round(self.shared_memory.wait_seconds, 6)}
         gpus = [runner.gpu for runner in list(self.runners.values()) if runner.gpu is not None]
         if gpus:
             from .device import gpu_memory
@@ -331,7 +331,8 @@ class RankModels:
 
         os.sched_setaffinity(0, self._affinity)     # not the one CPU that steps have pinned the thread's parent to
         progress(0, 1)
-        runner = ModelRunner(config, rank=self.rank, world=self.world, window=self.window, cpus=self.cpus)
+        runner = ModelRunner(config, rank=self.rank, world=self.world, shared_memory=self.shared_memory,
+                             cpus=self.cpus)
         runner.progress = progress
         try:
             spans = runner.load()
@@ -531,20 +532,21 @@ class LocalGroup:
         return [own]
 
 
-class WindowGroup(LocalGroup):
-    """Rank 0 of a group whose ranks share a native.Window, on one host or on several.
+class SharedMemoryGroup(LocalGroup):
+    """Rank 0 of a group whose ranks share a native.SharedMemory, on one host or on several.
 
     on_failure(message): also called when any other rank failed. The group cannot go on then; the caller ends the
     process.
     """
 
-    def __init__(self, window: Any, size: int, cpus: list[int] | None, on_failure: Callable[[str], None], host: str = ""):
+    def __init__(self, shared_memory: Any, size: int, cpus: list[int] | None, on_failure: Callable[[str], None],
+                 host: str = ""):
         """host: this one's name, where there are several."""
         super().__init__(cpus, on_failure)
         self.size = size
-        self._window = window
-        self.models = RankModels(0, size, window, cpus, host, leads=True)
-        self._steps = Steps(window)
+        self._shared_memory = shared_memory
+        self.models = RankModels(0, size, shared_memory, cpus, host, leads=True)
+        self._steps = Steps(shared_memory)
         self._closed = False
 
     def submit(self, name: str, plan: bytes) -> None:
@@ -553,8 +555,8 @@ class WindowGroup(LocalGroup):
         self._submitted.append((name, time.monotonic()))
 
     def fail(self, message: str) -> None:
-        message = self._window.aborted() or message
-        self._window.abort(message)
+        message = self._shared_memory.aborted() or message
+        self._shared_memory.abort(message)
         super().fail(message)
 
     def close(self) -> None:
@@ -567,7 +569,7 @@ class WindowGroup(LocalGroup):
     def _tell(self, command: Command, payload: bytes) -> None:
         super()._tell(command, payload)
         try:
-            self._window.publish(int(command), payload)
+            self._shared_memory.publish(int(command), payload)
         except RuntimeError as error:
             self.fail(f"rank 0: {command.name.lower()}: {error}")
             raise
@@ -575,7 +577,7 @@ class WindowGroup(LocalGroup):
     def _ask(self, own: Answer) -> list[Answer]:
         self._tell(Command.POLL, b"")
         try:
-            return [Answer.decode(a) for a in self._window.gather(own.encode())]
+            return [Answer.decode(a) for a in self._shared_memory.gather(own.encode())]
         except RuntimeError as error:
             self.fail(f"rank 0: {error}")
             raise

@@ -53,7 +53,7 @@ def _starter() -> Path | None:
 
 @dataclass
 class World:
-    """The MPI world of a group. `addresses`: each rank's window segment, or its mirror on this host, mapped in this
+    """The MPI world of a group. `addresses`: each rank's segment of shared memory, or its mirror on this host, mapped in this
     process. `between`: what there is between hosts; None: there is one host.
     """
 
@@ -161,7 +161,7 @@ def _check_shared_memory(needed: int) -> None:
         return                                              # MPI then uses a file in its session directory
     free = stat.f_bavail * stat.f_frsize
     if free < needed:
-        raise MpiError(f"the ranks' window needs {needed >> 20} MiB of shared memory, but /dev/shm has "
+        raise MpiError(f"the ranks need {needed >> 20} MiB of shared memory, but /dev/shm has "
                        f"{free >> 20} MiB free; give the container more (docker run --shm-size=1g)")
 
 

@@ -56,10 +56,10 @@ class ModelRunner:
     of spans.
     """
 
-    def __init__(self, config: AsModelConfig, *, rank: int = 0, world: int = 1, window: Any = None,
+    def __init__(self, config: AsModelConfig, *, rank: int = 0, world: int = 1, shared_memory: Any = None,
                  cpus: list[int] | None = None):
-        """window: the ranks' shared memory (None: one rank). cpus: the compute threads' (None: they are not pinned)."""
-        self.config, self.rank, self.world, self.window = config, rank, world, window
+        """shared_memory: of the ranks (None: one rank). cpus: the compute threads' (None: they are not pinned)."""
+        self.config, self.rank, self.world, self.shared_memory = config, rank, world, shared_memory
         self.cpus = list(cpus or [])
         #: called during load with (elements done, of how many)
         self.progress: Progress | None = None
@@ -90,7 +90,7 @@ class ModelRunner:
         check_available(self.config.validate())
         config = self.config
         device = self._device = device_of(config, self.rank, self.world, self._pinned(), self._host_threads,
-                                          self.window)
+                                          self.shared_memory)
         # A draft model's tables are those of its target, and it may lag behind.
         whole = config.speculation == "draft"
         model = self._model = RankModel(config, config.model_path, config.weights_path, self.rank, self.world, device,
@@ -112,7 +112,7 @@ class ModelRunner:
         with planning():
             spans = self._spans(device.available(self.world), fixed)
             self._reservation = device.reserve(config.model_name, fixed + spans * self._span_bytes)
-        self._executor = device.executor(self.rank, self.world, self.window)
+        self._executor = device.executor(self.rank, self.world, self.shared_memory)
         with memory_errors(f"loading the weights of model {config.model_name!r}"):
             model.load(self._executor, self._report())
         self.digest = model.digest
@@ -260,10 +260,10 @@ class ModelRunner:
         """
         return self._executor.masks
 
-    def submit(self, stepper: Any, plan: bytes, window: Any, kind: int, prefix: bytes) -> None:
-        """Has a native Stepper run a step plan, after publishing prefix + plan in `window` (None: no other ranks)."""
+    def submit(self, stepper: Any, plan: bytes, shared_memory: Any, kind: int, prefix: bytes) -> None:
+        """Has a native Stepper run a plan, after publishing prefix + plan in `shared_memory` (None: no other ranks)."""
         switch = self._profiler_switch()
-        stepper.submit(self._executor, plan, window, kind, prefix, -1 if switch is None else int(switch))
+        stepper.submit(self._executor, plan, shared_memory, kind, prefix, -1 if switch is None else int(switch))
 
     def _profiler_switch(self) -> bool | None:
         """Whether the next step switches profiling on or off; None: it stays."""

@@ -23,9 +23,9 @@ class Steps:
     step is computed by `collect` itself.
     """
 
-    def __init__(self, window: Any = None) -> None:
-        """window: where each step is published for the other ranks first; None: there are none."""
-        self._window = window
+    def __init__(self, shared_memory: Any = None) -> None:
+        """shared_memory: where each step is published for the other ranks first; None: there are none."""
+        self._shared_memory = shared_memory
         self._stepper: Any = None
         self._collectors: deque[Callable] = deque()
 
@@ -41,7 +41,7 @@ class Steps:
             return
         if self._stepper is None:
             self._stepper = native_library().Stepper()
-        runner.submit(self._stepper, plan, self._window, kind, prefix)
+        runner.submit(self._stepper, plan, self._shared_memory, kind, prefix)
         self._collectors.append(self._stepper.collect)
 
     def collect(self) -> Any:
@@ -58,6 +58,6 @@ class Steps:
             self._stepper.drain()
 
     def _compute(self, runner: ModelRunner, plan: bytes, kind: int, prefix: bytes) -> Any:
-        if self._window is not None:
-            self._window.publish(kind, prefix + plan)
+        if self._shared_memory is not None:
+            self._shared_memory.publish(kind, prefix + plan)
         return runner.step(plan)

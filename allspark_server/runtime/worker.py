@@ -1,4 +1,4 @@
-"""What a rank other than 0 does: obey the commands that rank 0 publishes in the window; and the heartbeat that every
+"""What a rank other than 0 does: obey the commands that rank 0 publishes in shared memory; and the heartbeat that every
 rank sends to the supervisor.
 """
 from __future__ import annotations
@@ -30,9 +30,9 @@ def serve(models: RankModels) -> None:
     """Obey until rank 0 closes the group. Raises RuntimeError if the group was aborted, or a step failed here (which
     aborts it).
     """
-    window = models.window
+    shared_memory = models.shared_memory
     while True:
-        command = window.wait_command(WAIT_SECONDS)
+        command = shared_memory.wait_command(WAIT_SECONDS)
         if command is None:
             continue
         kind, payload = command
@@ -43,7 +43,7 @@ def serve(models: RankModels) -> None:
             except ValueError as error:     # rank 0 has refused the same plan in the same state, and reports it
                 logger.error("rank %d: step of %r: %s", models.rank, name, error)
             except Exception as error:
-                window.abort(f"rank {models.rank}: {error}")
+                shared_memory.abort(f"rank {models.rank}: {error}")
                 raise RuntimeError(f"rank {models.rank}: step of {name!r}: {error}") from error
         elif kind == Command.LOAD:
             models.start_load(AsModelConfig.from_dict(json.loads(payload)))
@@ -51,7 +51,7 @@ def serve(models: RankModels) -> None:
             request = json.loads(payload)
             models.start_allocate(**request)
         elif kind == Command.POLL:
-            window.gather(models.answer().encode())
+            shared_memory.gather(models.answer().encode())
         elif kind == Command.UNLOAD:
             models.unload(payload.decode())
         elif kind == Command.LOAD_ADAPTER:
@@ -91,13 +91,13 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """No more datagrams, and no more looks at the window: for a clean end, before its memory goes away."""
+        """No more datagrams, and no more looks at the shared memory: for a clean end, before it goes away."""
         self._stop.set()
         self._thread.join()
 
     def watch(self, models: RankModels, busy_since: Callable[[], float] | None = None) -> None:
         """From now on also tell of the member's loads, how long its main thread has been at one thing and that it has
-        computed a step, count in its window, and end the process if the window says that the group was aborted.
+        computed a step, count in its shared memory, and end the process if the shared memory says that the group was aborted.
 
         busy_since(): when that thread began what it is doing, on the monotonic clock, 0.0 while it waits for work;
         without it, only steps count.
@@ -146,8 +146,8 @@ class Heartbeat:
 
     def _run(self) -> None:
         while not self._stop.wait(HEARTBEAT_SECONDS):
-            window = self._models.window if self._models else None
-            message = window.aborted() if window is not None else None
+            shared_memory = self._models.shared_memory if self._models else None
+            message = shared_memory.aborted() if shared_memory is not None else None
             if message:
                 time.sleep(HEARTBEAT_SECONDS)       # the thread that noticed first reports it better
                 logger.error("the group was aborted: %s", message)

@@ -23,6 +23,6 @@ void bind_executor(pybind11::module_& m);
 void bind_kernels(pybind11::module_& m);
 void bind_program(pybind11::module_& m);
 void bind_sampler(pybind11::module_& m);
-void bind_window(pybind11::module_& m);
+void bind_shared_memory(pybind11::module_& m);
 
 }  // namespace as

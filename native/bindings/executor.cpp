@@ -309,12 +309,13 @@ void bind_executor(py::module_& m) {
                                                                       "The CPU's sampling op, with threads of its own.")
       .def(py::init<int, std::vector<int>, std::shared_ptr<Communicator>>(), py::arg("threads"),
            py::arg("cpus") = std::vector<int>{}, py::arg("window") = nullptr,
-           "window: to the other ranks of a group, each of which has a part of the vocabulary.");
+           "shared_memory: to the other ranks of a group, each of which has a part of the vocabulary.");
   py::class_<Executor, StepModel, std::shared_ptr<Executor>> executor(
       m, "Executor", "A model's op list, weights and KV cache of one rank.");
-  executor.def(py::init([](int rank, int world, std::shared_ptr<Window> window, std::vector<int> cpus, int threads) {
+  executor.def(py::init([](int rank, int world, std::shared_ptr<SharedMemory> shared_memory, std::vector<int> cpus,
+                           int threads) {
                  return std::shared_ptr<Executor>(
-                     new Executor(rank, world, std::move(window), std::move(cpus), threads), WithoutGil{});
+                     new Executor(rank, world, std::move(shared_memory), std::move(cpus), threads), WithoutGil{});
                }),
                py::arg("rank") = 0, py::arg("world") = 1, py::arg("window") = nullptr,
                py::arg("cpus") = std::vector<int>{}, py::arg("num_threads") = 1);
@@ -420,17 +421,19 @@ void bind_executor(py::module_& m) {
       .def(py::init<>())
       .def(
           "submit",
-          [](Stepper& s, std::shared_ptr<StepModel> executor, const py::bytes& plan, std::shared_ptr<Window> window,
-             int kind, const py::bytes& prefix, int profiling) {
+          [](Stepper& s, std::shared_ptr<StepModel> executor, const py::bytes& plan,
+             std::shared_ptr<SharedMemory> shared_memory, int kind, const py::bytes& prefix, int profiling) {
             const std::string bytes = plan;
-            s.submit({executor, bytes, [executor, window, kind, command = std::string(prefix) + bytes, profiling] {
-                        if (window) window->publish(kind, command);
-                        if (profiling >= 0) executor->set_profiling(profiling);
-                      }});
+            s.submit(
+                {executor, bytes, [executor, shared_memory, kind, command = std::string(prefix) + bytes, profiling] {
+                   if (shared_memory) shared_memory->publish(kind, command);
+                   if (profiling >= 0) executor->set_profiling(profiling);
+                 }});
           },
           py::arg("executor"), py::arg("plan"), py::arg("window") = nullptr, py::arg("kind") = 0,
           py::arg("prefix") = py::bytes(), py::arg("profiling") = -1,
-          "Queues a step. window: publish prefix + plan as a command of this kind first. profiling: 1 on, 0 off, -1 as "
+          "Queues a step. shared_memory: publish prefix + plan as a command of this kind first. profiling: 1 on, 0 "
+          "off, -1 as "
           "it is.")
       .def(
           "collect",

@@ -82,7 +82,7 @@ PYBIND11_MODULE(_native, m) {
       },
       py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0, py::arg("gathered") = 0,
       "Scratch memory that a product with such a matrix takes for each row of activations.");
-  as::bind_window(m);
+  as::bind_shared_memory(m);
   as::bind_executor(m);
   as::bind_program(m);
   as::bind_sampler(m);

@@ -1,5 +1,5 @@
-// The window that ranks of a host share, for Python.
-#include "comm/window.h"
+// Python bindings of the shared memory between ranks.
+#include "comm/shared_memory.h"
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "cpu/kernels/kernels.h"
 
 namespace py = pybind11;
 
@@ -23,7 +24,7 @@ namespace {
 using Floats = py::array_t<float, py::array::c_style>;
 using Rows = py::array_t<uint8_t, py::array::c_style>;
 
-// call(thread) in as many threads; the first one's exception. Returns the seconds.
+// Runs call(thread) on `threads` threads and rethrows the first exception. Returns the seconds taken.
 template <typename Call>
 double in_threads(int threads, Call call) {
   py::gil_scoped_release release;
@@ -50,7 +51,7 @@ void check_matrix(const py::array& x) {
 
 }  // namespace
 
-void bind_window(py::module_& m) {
+void bind_shared_memory(py::module_& m) {
   py::class_<Hosts, std::shared_ptr<Hosts>>(m, "Hosts",
                                             "The hosts of a group and MPI between them (native/comm/hosts.h).")
       .def(py::init([](int rank, std::vector<int> first, const std::vector<uintptr_t>& mpi) {
@@ -66,23 +67,26 @@ void bind_window(py::module_& m) {
       .def_property_readonly("own", &Hosts::own)
       .def("receiver", &Hosts::receiver, py::arg("host"), py::arg("rank"));
   py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator", "What the ranks of a group exchange.");
-  py::class_<Window, Communicator, std::shared_ptr<Window>>(
-      m, "Window", "Shared memory between the ranks of a host (native/comm/window.h).")
+  py::class_<SharedMemory, Communicator, std::shared_ptr<SharedMemory>>(
+      m, "SharedMemory", "Shared memory between the ranks of a host (native/comm/shared_memory.h).")
       .def_static(
           "bytes_needed", [](int) { return sizeof(Segment); }, py::arg("size") = 1,
           "Bytes each rank allocates and zeroes.")
-      .def(py::init<int, int, const std::vector<uintptr_t>&, bool, double, double, std::shared_ptr<Hosts>,
-                    const std::vector<int>&>(),
+      .def(py::init([](int rank, int size, const std::vector<uintptr_t>& addresses, bool spin, double timeout,
+                       double heartbeat_seconds, std::shared_ptr<Hosts> hosts, const std::vector<int>& sockets) {
+             return std::make_shared<SharedMemory>(rank, size, addresses, spin, timeout, kernels().sum_partials,
+                                                   heartbeat_seconds, std::move(hosts), sockets);
+           }),
            py::arg("rank"), py::arg("size"), py::arg("addresses"), py::arg("spin"), py::arg("timeout"),
-           py::arg("beat_seconds") = 1.0, py::arg("hosts") = nullptr, py::arg("sockets") = std::vector<int>())
-      .def_property_readonly("exchange_seconds", &Window::exchange_seconds,
+           py::arg("heartbeat_seconds") = 1.0, py::arg("hosts") = nullptr, py::arg("sockets") = std::vector<int>())
+      .def_property_readonly("exchange_seconds", &SharedMemory::exchange_seconds,
                              "What thread 0 has spent in the exchanges of steps.")
-      .def_property_readonly("wait_seconds", &Window::wait_seconds, "Of these, waiting for other ranks.")
-      .def("close", &Window::close, py::call_guard<py::gil_scoped_release>(),
-           "No more beats; before the memory goes away.")
+      .def_property_readonly("wait_seconds", &SharedMemory::wait_seconds, "Of these, waiting for other ranks.")
+      .def("close", &SharedMemory::close, py::call_guard<py::gil_scoped_release>(),
+           "No more heartbeats; before the memory goes away.")
       .def(
           "publish",
-          [](Window& w, int kind, const py::bytes& payload) {
+          [](SharedMemory& w, int kind, const py::bytes& payload) {
             const std::string bytes = payload;
             py::gil_scoped_release release;
             w.publish(kind, bytes);
@@ -90,7 +94,7 @@ void bind_window(py::module_& m) {
           py::arg("kind"), py::arg("payload"))
       .def(
           "wait_command",
-          [](Window& w, double timeout) -> py::object {
+          [](SharedMemory& w, double timeout) -> py::object {
             int kind = 0;
             std::string payload;
             bool got;
@@ -104,7 +108,7 @@ void bind_window(py::module_& m) {
           py::arg("timeout"))
       .def(
           "gather",
-          [](Window& w, const py::bytes& payload) -> py::object {
+          [](SharedMemory& w, const py::bytes& payload) -> py::object {
             const std::string bytes = payload;
             std::vector<std::string> all;
             {
@@ -119,7 +123,7 @@ void bind_window(py::module_& m) {
           py::arg("payload"))
       .def(
           "broadcast",
-          [](Window& w, std::string bytes) {
+          [](SharedMemory& w, std::string bytes) {
             {
               py::gil_scoped_release release;
               w.broadcast(bytes);
@@ -129,7 +133,7 @@ void bind_window(py::module_& m) {
           py::arg("payload") = std::string(), "Rank 0's bytes, on every rank.")
       .def(
           "all_reduce",
-          [](Window& w, Floats& x, int threads, int repeats) {
+          [](SharedMemory& w, Floats& x, int threads, int repeats) {
             float* data = x.mutable_data();
             const size_t n = x.size();
             return in_threads(threads, [&](int thread) {
@@ -140,7 +144,7 @@ void bind_window(py::module_& m) {
           "x (float32) becomes the sum over ranks, by so many threads; returns seconds.")
       .def(
           "reduce_scatter_rows",
-          [](Window& w, Floats& x, int threads) {
+          [](SharedMemory& w, Floats& x, int threads) {
             check_matrix(x);
             float* data = x.mutable_data();
             const size_t rows = x.shape(0), width = x.shape(1);
@@ -149,7 +153,7 @@ void bind_window(py::module_& m) {
           py::arg("x").noconvert(), py::arg("threads") = 1, "This rank's rows of x become the sums over ranks.")
       .def(
           "all_gather_rows",
-          [](Window& w, Rows& x, int threads) {
+          [](SharedMemory& w, Rows& x, int threads) {
             check_matrix(x);
             uint8_t* data = x.mutable_data();
             const size_t rows = x.shape(0), bytes = x.shape(1);
@@ -157,17 +161,17 @@ void bind_window(py::module_& m) {
           },
           py::arg("x").noconvert(), py::arg("threads") = 1, "Every rank's rows of x (uint8), of which it has its own.")
       .def(
-          "rows_of", [](const Window& w, size_t rows) { return w.rows_of(rows, w.rank()); }, py::arg("rows"),
+          "rows_of", [](const SharedMemory& w, size_t rows) { return w.rows_of(rows, w.rank()); }, py::arg("rows"),
           "The half-open range of rows that this rank has of scattered ones.")
-      .def("abort", &Window::abort, py::arg("message"), py::call_guard<py::gil_scoped_release>())
+      .def("abort", &SharedMemory::abort, py::arg("message"), py::call_guard<py::gil_scoped_release>())
       .def("aborted",
-           [](const Window& w) -> py::object {
+           [](const SharedMemory& w) -> py::object {
              std::string message;
              if (!w.aborted(message)) return py::none();
              return py::str(message);
            })
-      .def_property_readonly("rank", &Window::rank)
-      .def_property_readonly("size", &Window::size);
+      .def_property_readonly("rank", &SharedMemory::rank)
+      .def_property_readonly("size", &SharedMemory::size);
 }
 
 }  // namespace as

@@ -1,11 +1,10 @@
-// What the ranks of a group exchange. Backends know nothing of how: Window (ranks of one host, shared memory) is the
-// one implementation that CPUs need today.
+// Collectives and commands between the ranks of a group, as backends see them. SharedMemory is the implementation.
 //
-// Collectives are called by all ranks in the same order with the same sizes. Those that take (thread, threads) are
-// called by every thread of a rank's pool; what a call leaves may be read by other threads after the pool's next
-// barrier. Sums are taken in rank order, whatever the message's size: ((rank 0's + rank 1's) + rank 2's) + ...
+// All ranks call the collectives in the same order with the same sizes. A collective with parameters (thread, threads)
+// is called by every thread of the rank's pool; other threads may read its result after the pool's next barrier.
+// Sums are always taken in rank order, whatever the size: ((rank 0's + rank 1's) + rank 2's) + ...
 //
-// Every wait is bounded: it throws std::runtime_error when a rank has aborted, is silent, or is later than timeout().
+// Every wait is bounded. It throws std::runtime_error when a rank has aborted, is silent, or exceeds timeout().
 #pragma once
 #include <cstddef>
 #include <string>
@@ -13,6 +12,9 @@
 #include <vector>
 
 namespace as {
+
+// out[i] = ((partials[0][i] + partials[1][i]) + partials[2][i]) + ... for i < n. The backend supplies this kernel.
+using SumPartials = void (*)(const float* const* partials, int count, float* out, size_t n);
 
 class Communicator {
  public:
@@ -23,31 +25,32 @@ class Communicator {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
-  virtual bool spin() const = 0;       // whether waiting threads may keep their processors busy
+  virtual bool spin() const = 0;       // whether waiting threads may spin
   virtual double timeout() const = 0;  // seconds
 
-  // The half-open range that rank r has of n rows that are scattered: sizes differ by at most one; with fewer rows than
-  // ranks some have none.
+  // The half-open range of n scattered rows that belongs to rank r. Sizes differ by at most one. With fewer rows than
+  // ranks, some ranks have none.
   std::pair<size_t, size_t> rows_of(size_t n, int r) const { return {n * r / size_, n * (r + 1) / size_}; }
 
-  // x [n] becomes the sum over ranks.
+  // Replaces x [n] by its sum over the ranks.
   virtual void all_reduce(float* x, size_t n, int thread, int threads) = 0;
-  // x [rows, width]: this rank's rows (rows_of) become the sums over ranks; the others are as they were.
+  // Replaces this rank's rows (rows_of) of x [rows, width] by their sums over the ranks. Other rows do not change.
   virtual void reduce_scatter_rows(float* x, size_t rows, size_t width, int thread, int threads) = 0;
-  // base: `rows` rows of `row_bytes` bytes, of which this rank has its own; it gets the others from their ranks.
+  // base holds `rows` rows of `row_bytes` bytes. This rank's rows are filled in; the call fills in the other ranks'
+  // rows.
   virtual void all_gather_rows(void* base, size_t rows, size_t row_bytes, int thread, int threads) = 0;
 
-  // By one thread a rank. Rank 0 gets every rank's bytes, in rank order; the others get nothing.
+  // Called by one thread a rank. Returns every rank's bytes in rank order on rank 0, and nothing on other ranks.
   virtual std::vector<std::string> gather(const std::string& bytes) = 0;
-  // By one thread a rank, within a step: `bytes` becomes rank 0's. Meant for short messages: the ranks spin for it.
+  // Called by one thread a rank, within a step. Replaces `bytes` by rank 0's. For short messages: the ranks spin.
   virtual void broadcast(std::string& bytes) = 0;
 
-  // Between steps: rank 0 gives the others work, for which they sleep.
+  // Sends a command from rank 0 to the other ranks, which sleep between steps.
   virtual void publish(int kind, const std::string& payload) = 0;
-  // False: no command within `timeout` seconds.
+  // Returns false if no command arrives within `timeout` seconds.
   virtual bool wait_command(double timeout, int& kind, std::string& payload) = 0;
 
-  // Ends every wait of every rank with this message; the group is of no more use. By any thread.
+  // Ends every wait of every rank with this message. The group cannot be used afterwards. Any thread may call it.
   virtual void abort(const std::string& message) = 0;
   virtual bool aborted(std::string& message) const = 0;
 

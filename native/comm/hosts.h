@@ -1,11 +1,11 @@
-// The ranks of other hosts, as those of a window see them.
+// Exchange with the ranks of other hosts, through mirrors in this host's shared memory.
 //
-// Each has a segment here as well, its mirror. What a rank publishes on its own host it also sends to every other host
-// by MPI, where one rank, the receiver, has it put into the mirror and then publishes there, too: so a window reads the
-// pieces of all ranks alike and adds them up in the same order, on one host or on many.
+// Every remote rank has a mirror: a segment on this host. When a rank publishes a chunk, it also sends it by MPI to one
+// rank of every other host, the receiver. The receiver lets MPI write the chunk into the mirror and publishes it there.
+// So shared memory reads the chunks of local and remote ranks alike and sums them in the same order.
 //
-// MPI comes as Python has it: addresses of functions and Open MPI's handles. It is called inside of steps only, by any
-// thread of a rank (MPI_THREAD_MULTIPLE), never so that it blocks.
+// Python passes MPI as the addresses of functions and Open MPI's handles. MPI is called only within steps, by any
+// thread of a rank (MPI_THREAD_MULTIPLE), and never in a way that blocks.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -24,7 +24,7 @@ struct Mpi {
 
 class Hosts {
  public:
-  // first: of each host the first rank, ascending from 0, and behind them how many ranks there are. Ranks are those of
+  // first: the first rank of each host, ascending from 0, followed by the number of ranks. Ranks are those of
   // `mpi.comm`.
   Hosts(int rank, std::vector<int> first, const Mpi& mpi, int lanes);
 
@@ -33,20 +33,20 @@ class Hosts {
   int first(int host) const { return first_[host]; }
   int end(int host) const { return first_[host + 1]; }
   bool here(int rank) const { return rank >= first(own_) && rank < end(own_); }
-  // Who gets on a host what a rank of another one sends.
+  // The rank of `host` that receives what `rank`, of another host, sends.
   int receiver(int host, int rank) const { return first(host) + rank % (end(host) - first(host)); }
 
-  // A lane's next message to or from a rank. Once it has come, `arrived` is told `value`. What is named must stay until
-  // progress() says so. One thread a lane at a time.
+  // Starts a lane's next message to or from a rank. When it has arrived, `arrived` is set to `value`. Buffers must stay
+  // valid until progress() returns true. One thread a lane at a time.
   void send(int lane, int to, const char* data, size_t bytes);
   void receive(int lane, int from, char* data, size_t most, Signal& arrived, uint32_t value);
-  // Whether all that was begun on a lane is done.
+  // Returns whether all messages that were started on a lane are complete.
   bool progress(int lane);
 
  private:
   struct Request {
     void* handle;
-    Signal* arrived;  // null: one that is sent
+    Signal* arrived;  // null for a send
     uint32_t value;
   };
   struct alignas(64) Requests {

@@ -13,14 +13,14 @@
 namespace as {
 namespace {
 
-constexpr int kLookMs = 200;               // between two looks at whether the group was given up here
-constexpr double kShortSend = 0.5;         // s; beats that cannot be sent are as good as lost
+constexpr int kLookMs = 200;               // between two checks whether this host has aborted
+constexpr double kShortSend = 0.5;         // s; a heartbeat that takes longer counts as lost
 constexpr uint64_t kLongest = 1ull << 30;  // bytes of a message
 
 }  // namespace
 
-Link::Link(LinkEnd& end, std::vector<int> sockets, std::vector<int> hosts, double beat_seconds, size_t piece)
-    : end_(end), beat_seconds_(beat_seconds), piece_(piece) {
+Link::Link(LinkEnd& end, std::vector<int> sockets, std::vector<int> hosts, double heartbeat_seconds, size_t piece)
+    : end_(end), heartbeat_seconds_(heartbeat_seconds), piece_(piece) {
   if (sockets.empty() || sockets.size() != hosts.size()) throw std::invalid_argument("link: one socket for each host");
   for (size_t i = 0; i < sockets.size(); i++) {
     fcntl(sockets[i], F_SETFL, fcntl(sockets[i], F_GETFL) | O_NONBLOCK);
@@ -33,7 +33,7 @@ Link::Link(LinkEnd& end, std::vector<int> sockets, std::vector<int> hosts, doubl
 void Link::close() {
   if (!thread_.joinable()) return;
   closed_ = true;
-  if (write(wake_[1], "x", 1) < 0) return thread_.join();  // the pipe is full: it is awake
+  if (write(wake_[1], "x", 1) < 0) return thread_.join();  // the pipe is full, so the thread is awake
   thread_.join();
   std::string why;
   const bool aborted = end_.aborted(why);
@@ -47,7 +47,8 @@ void Link::close() {
 }
 
 void Link::command(int kind, const std::string& payload) {
-  for (const Peer& peer : peers_) send(peer, kCommand, kind, payload.data(), payload.size(), kLease * beat_seconds_);
+  for (const Peer& peer : peers_)
+    send(peer, kCommand, kind, payload.data(), payload.size(), kLease * heartbeat_seconds_);
 }
 
 void Link::send(const Peer& peer, Type type, int kind, const char* data, size_t bytes, double timeout) {
@@ -78,7 +79,8 @@ void Link::send(const Peer& peer, Type type, int kind, const char* data, size_t 
 }
 
 void Link::run() {
-  const auto beat_pause = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(beat_seconds_));
+  const auto beat_pause =
+      std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(heartbeat_seconds_));
   auto next_beat = Clock::now();
   std::vector<pollfd> ready(peers_.size() + 1);
   while (!closed_) {
@@ -90,14 +92,14 @@ void Link::run() {
         } catch (const std::runtime_error&) { peer.open = false; }
     }
     if (Clock::now() >= next_beat) {
-      beat();
+      send_heartbeat();
       next_beat = Clock::now() + beat_pause;
     }
     const bool idle = relay();
     for (size_t i = 0; i < peers_.size(); i++) ready[i] = {peers_[i].open ? peers_[i].socket : -1, POLLIN, 0};
     ready.back() = {wake_[0], POLLIN, 0};
     const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(next_beat - Clock::now()).count();
-    // Ranks that have not taken the last command yet are in a step: they will have soon.
+    // A rank that has not taken the last command yet is in a step, and takes it soon.
     const int64_t wait = idle ? std::clamp<int64_t>(left, 0, kLookMs * 1'000'000ll) : 200'000;
     const timespec limit{0, (long)wait};
     if (ppoll(ready.data(), ready.size(), &limit, nullptr) <= 0) continue;
@@ -106,16 +108,17 @@ void Link::run() {
   }
 }
 
-void Link::beat() {
-  const std::vector<uint64_t> beats = end_.beats();
+void Link::send_heartbeat() {
+  const std::vector<uint64_t> heartbeats = end_.heartbeats();
   for (Peer& peer : peers_) {
     if (!peer.open) continue;
     if (++peer.silent > kLease) {
-      lose(peer, "nothing has come from it for " + std::to_string(kLease) + " beats");
+      lose(peer, "nothing has come from it for " + std::to_string(kLease) + " heartbeats");
       continue;
     }
     try {
-      send(peer, kBeats, 0, reinterpret_cast<const char*>(beats.data()), beats.size() * sizeof beats[0], kShortSend);
+      send(peer, kHeartbeats, 0, reinterpret_cast<const char*>(heartbeats.data()),
+           heartbeats.size() * sizeof heartbeats[0], kShortSend);
     } catch (const std::runtime_error& error) { lose(peer, error.what()); }
   }
 }
@@ -127,7 +130,7 @@ void Link::lose(Peer& peer, const std::string& why) {
 
 void Link::read(Peer& peer) {
   char buffer[1 << 16];
-  std::string ended;  // why nothing more comes
+  std::string ended;  // why no more data arrives
   while (ended.empty()) {
     const ssize_t n = recv(peer.socket, buffer, sizeof buffer, 0);
     if (n < 0 && (errno == EAGAIN || errno == EINTR)) break;
@@ -145,14 +148,14 @@ void Link::read(Peer& peer) {
     else if (header.type == kAbort) end_.abort(std::string(data, header.length));
     else if (header.type == kBye) peer.open = false;
     else {
-      std::vector<uint64_t> beats(header.length / sizeof(uint64_t));
-      std::memcpy(beats.data(), data, beats.size() * sizeof beats[0]);
-      end_.heard(peer.host, beats);
+      std::vector<uint64_t> heartbeats(header.length / sizeof(uint64_t));
+      std::memcpy(heartbeats.data(), data, heartbeats.size() * sizeof heartbeats[0]);
+      end_.heard(peer.host, heartbeats);
     }
     at += sizeof header + header.length;
   }
   peer.received.erase(0, at);
-  if (!ended.empty() && peer.open) lose(peer, ended);  // without a farewell
+  if (!ended.empty() && peer.open) lose(peer, ended);  // closed without a farewell
 }
 
 bool Link::relay() {

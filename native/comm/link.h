@@ -1,8 +1,7 @@
-// The connections between hosts that are open all the time: one from rank 0 to the first rank of every other host. They
-// carry commands, for which a thread sleeps on a socket (MPI's waits would keep a processor busy), beats, and the news
-// that the group is given up.
+// Permanent connections between hosts: one from rank 0 to the first rank of every other host. They carry commands (a
+// thread sleeps on the socket, where a wait by MPI would keep a core busy), heartbeats, and aborts.
 //
-// A host from which nothing comes for kLease beats of this one's own is lost, and so is one whose connection is closed
+// A host is lost when nothing arrives from it for kLease of this host's own heartbeats, or when its connection closes
 // without a farewell.
 #pragma once
 #include <atomic>
@@ -18,13 +17,13 @@ namespace as {
 
 constexpr int kLease = 5;
 
-// Whose link it is. Called by the link's thread.
+// The owner of a link. The link's thread calls these functions.
 class LinkEnd {
  public:
   virtual ~LinkEnd() = default;
-  virtual std::vector<uint64_t> beats() const = 0;                       // of all ranks
-  virtual void heard(int host, const std::vector<uint64_t>& beats) = 0;  // those that the ranks of `host` know of
-  // Hands on a command of rank 0, or a part of it. False: its place is taken still.
+  virtual std::vector<uint64_t> heartbeats() const = 0;                       // of all ranks
+  virtual void heard(int host, const std::vector<uint64_t>& heartbeats) = 0;  // the counts that `host` knows
+  // Passes on a command of rank 0, or a chunk of one. Returns false if its buffer is still in use.
   virtual bool relay(int kind, const char* data, size_t bytes, bool more) = 0;
   virtual void abort(const std::string& message) = 0;
   virtual bool aborted(std::string& message) const = 0;
@@ -32,18 +31,18 @@ class LinkEnd {
 
 class Link {
  public:
-  // sockets: connected ones, which are closed in the end; hosts: whose they are. piece: bytes of a command that are
-  // relayed at once.
-  Link(LinkEnd& end, std::vector<int> sockets, std::vector<int> hosts, double beat_seconds, size_t piece);
+  // sockets: connected; close() closes them. hosts: the host at the other end of each. piece: bytes of a command that
+  // are passed on at a time.
+  Link(LinkEnd& end, std::vector<int> sockets, std::vector<int> hosts, double heartbeat_seconds, size_t piece);
   ~Link() { close(); }
   void close();
 
-  // To all hosts. Throws std::runtime_error if one is lost, or the group was given up.
+  // Sends a command to all hosts. Throws std::runtime_error if one is lost or the group has aborted.
   void command(int kind, const std::string& payload);
 
  private:
   using Clock = std::chrono::steady_clock;
-  enum Type : uint32_t { kCommand = 1, kBeats, kAbort, kBye };
+  enum Type : uint32_t { kCommand = 1, kHeartbeats, kAbort, kBye };
   struct Header {
     uint32_t type;
     int32_t kind;
@@ -52,7 +51,7 @@ class Link {
   struct Peer {
     int socket, host;
     std::string received;
-    int silent = 0;  // beats of this host since the last message
+    int silent = 0;  // this host's heartbeats since the last message
     bool open = true;
   };
   struct Relayed {
@@ -61,20 +60,20 @@ class Link {
     size_t done = 0;
   };
   void run();
-  void beat();
+  void send_heartbeat();
   void read(Peer& peer);
   void lose(Peer& peer, const std::string& why);
-  bool relay();  // whether all commands are handed on
+  bool relay();  // returns whether all commands were passed on
   void send(const Peer& peer, Type type, int kind, const char* data, size_t bytes, double timeout);
 
   LinkEnd& end_;
   std::vector<Peer> peers_;
-  const double beat_seconds_;
+  const double heartbeat_seconds_;
   const size_t piece_;
   std::deque<Relayed> relayed_;
   std::mutex sending_;
   std::atomic<bool> closed_{false};
-  bool told_ = false;  // the others know that the group is given up
+  bool told_ = false;  // the other hosts have been told of the abort
   int wake_[2];
   std::thread thread_;
 };

@@ -1,75 +1,80 @@
-#include "comm/window.h"
+#include "comm/shared_memory.h"
 
 #include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <stdexcept>
 
-#include "cpu/kernels/kernels.h"
-
 namespace as {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr int64_t kSlice = 50'000'000;  // ns a waiter sleeps before it looks for an abort again
-constexpr int64_t kHostSlice = 50'000;  // and before it looks again for what other hosts have sent
+constexpr int64_t kSlice = 50'000'000;  // ns that a waiter sleeps before it checks for an abort
+constexpr int64_t kHostSlice = 50'000;  // and before it checks again for messages of other hosts
 constexpr size_t kLine = 64;
-// Messages up to which one wait is better than several lanes.
+// Up to this size, one wait costs less than several lanes.
 constexpr size_t kOneLaneBytes = 32 << 10;
-// Sums up to which everybody reads everything rather than scatter and gather, which waits twice. Measured: microseconds
-// of processor time a rank, on two cores that share a cache,
+// Up to this size, every rank reads all partials. Larger sums are scattered and gathered, which waits twice. Measured
+// in microseconds of processor time a rank (at once / scattered), on two cores that share a cache:
 //                128 KB   256 KB   512 KB    4 MB   12 MB
 //   2 ranks       14/15    25/26    50/47  560/420  1800/1370
 //   4 ranks       21/36    41/48    80/66  970/800  3240/2340
-// Far memory, of which scattering reads half at 4 ranks, makes that larger.
+// Remote memory moves the limit up: with 4 ranks, scattering reads half as much of it.
 constexpr size_t kAtOnceBytes = 256 << 10;
-// Of a larger sum so much is scattered and gathered at a time, while it is in the caches: a piece of half a buffer.
+// A larger sum is scattered and gathered in blocks of this size, which stay in the caches: half a buffer each.
 constexpr size_t kBlockFloats = kLanes * kLaneBytes / sizeof(float) / 2;
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
 }  // namespace
 
-Window::Window(int rank, int size, const std::vector<uintptr_t>& addresses, bool spin, double timeout,
-               double beat_seconds, std::shared_ptr<Hosts> hosts, const std::vector<int>& sockets)
-    : Communicator(rank, size), hosts_(std::move(hosts)), spin_(spin), timeout_(timeout), watched_(std::max(size, 0)) {
+SharedMemory::SharedMemory(int rank, int size, const std::vector<uintptr_t>& addresses, bool spin, double timeout,
+                           SumPartials sum, double heartbeat_seconds, std::shared_ptr<Hosts> hosts,
+                           const std::vector<int>& sockets)
+    : Communicator(rank, size),
+      hosts_(std::move(hosts)),
+      spin_(spin),
+      timeout_(timeout),
+      sum_(sum),
+      watched_(std::max(size, 0)) {
   if (size < 1 || rank < 0 || rank >= size || (int)addresses.size() != size)
-    throw std::invalid_argument("window: rank " + std::to_string(rank) + " of " + std::to_string(size) + " with " +
-                                std::to_string(addresses.size()) + " segments; one segment a rank is needed");
+    throw std::invalid_argument("shared memory: rank " + std::to_string(rank) + " of " + std::to_string(size) +
+                                " with " + std::to_string(addresses.size()) +
+                                " segments; one segment a rank is needed");
   if (size > kMostRanks)
-    throw std::invalid_argument("window: " + std::to_string(size) + " ranks; a group has at most " +
+    throw std::invalid_argument("shared memory: " + std::to_string(size) + " ranks; a group has at most " +
                                 std::to_string(kMostRanks));
-  if (!(beat_seconds > 0)) throw std::invalid_argument("window: beat_seconds must be positive");
+  if (!(heartbeat_seconds > 0)) throw std::invalid_argument("shared memory: heartbeat_seconds must be positive");
   for (uintptr_t a : addresses) {
-    if (a == 0 || a % 64 != 0) throw std::invalid_argument("window: segments must be aligned to 64 bytes");
+    if (a == 0 || a % 64 != 0) throw std::invalid_argument("shared memory: segments must be aligned to 64 bytes");
     segments_.push_back(reinterpret_cast<Segment*>(a));
   }
   std::vector<int> linked;  // hosts
   for (int h = 1; hosts_ && rank == 0 && h < hosts_->size(); h++) linked.push_back(h);
   if (hosts_ && rank != 0 && rank == first_here() && hosts_->own() > 0) linked = {0};
   if (linked.size() != sockets.size() || (hosts_ && hosts_->end(hosts_->size() - 1) != size))
-    throw std::invalid_argument("window: hosts with " + std::to_string(sockets.size()) + " sockets for " +
+    throw std::invalid_argument("shared memory: hosts with " + std::to_string(sockets.size()) + " sockets for " +
                                 std::to_string(linked.size()) + " connections of rank " + std::to_string(rank));
-  beating_ = std::thread([this, pause = std::chrono::duration<double>(beat_seconds)] {
+  heartbeat_thread_ = std::thread([this, pause = std::chrono::duration<double>(heartbeat_seconds)] {
     std::unique_lock<std::mutex> lock(closing_);
-    do segments_[rank_]->beats.fetch_add(1, std::memory_order_relaxed);
+    do segments_[rank_]->heartbeats.fetch_add(1, std::memory_order_relaxed);
     while (!closed_.wait_for(lock, pause, [this] { return is_closed_; }));
   });
   if (!linked.empty())
-    link_ = std::make_unique<Link>(static_cast<LinkEnd&>(*this), sockets, linked, beat_seconds, kCommandBytes);
+    link_ = std::make_unique<Link>(static_cast<LinkEnd&>(*this), sockets, linked, heartbeat_seconds, kCommandBytes);
 }
 
-void Window::close() {
+void SharedMemory::close() {
   if (link_) link_->close();
   {
     std::lock_guard<std::mutex> lock(closing_);
     is_closed_ = true;
   }
   closed_.notify_all();
-  if (beating_.joinable()) beating_.join();
+  if (heartbeat_thread_.joinable()) heartbeat_thread_.join();
 }
 
-bool Window::aborted(std::string& message) const {
+bool SharedMemory::aborted(std::string& message) const {
   for (const Segment* s : segments_)
     if (s->aborted.load(std::memory_order_acquire) == 2) {
       message.assign(s->message, strnlen(s->message, sizeof s->message));
@@ -78,36 +83,38 @@ bool Window::aborted(std::string& message) const {
   return false;
 }
 
-void Window::check_abort() const {
+void SharedMemory::check_abort() const {
   std::string message;
   if (aborted(message)) throw std::runtime_error(message);
 }
 
-void Window::abort(const std::string& message) {
+void SharedMemory::abort(const std::string& message) {
   Segment* own = segments_[rank_];
   uint32_t nobody = 0;
   if (!own->aborted.compare_exchange_strong(nobody, 1)) return;  // another thread of this rank was first
   size_t length = std::min(message.size(), sizeof own->message - 1);
-  while (length < message.size() && length > 0 && (message[length] & 0xc0) == 0x80) length--;  // whole characters
+  while (length < message.size() && length > 0 && (message[length] & 0xc0) == 0x80)
+    length--;  // cut at a whole character
   std::memcpy(own->message, message.data(), length);
   own->message[length] = 0;
   own->aborted.store(2, std::memory_order_release);
-  for (Segment* s : segments_) {  // wake every sleeper; waits look at `aborted` when they wake
+  for (Segment* s : segments_) {  // wake every sleeper: waits check `aborted` when they wake
     for (Lane& lane : s->lanes) lane.signal.wake();
     s->command.wake();
     s->taken.wake();
   }
 }
 
-void Window::check_silence(int peer, const char* what) {
+void SharedMemory::check_silence(int peer, const char* what) {
   Watched& watched = watched_[peer];
-  const uint64_t beats = segments_[peer]->beats.load(std::memory_order_relaxed),
-                 own = segments_[rank_]->beats.load(std::memory_order_relaxed);
-  if (beats != watched.beats.load(std::memory_order_relaxed)) {
-    watched.beats.store(beats, std::memory_order_relaxed), watched.since.store(own, std::memory_order_relaxed);
+  const uint64_t heartbeats = segments_[peer]->heartbeats.load(std::memory_order_relaxed),
+                 own = segments_[rank_]->heartbeats.load(std::memory_order_relaxed);
+  if (heartbeats != watched.heartbeats.load(std::memory_order_relaxed)) {
+    watched.heartbeats.store(heartbeats, std::memory_order_relaxed),
+        watched.since.store(own, std::memory_order_relaxed);
     return;
   }
-  if (own < watched.since.load(std::memory_order_relaxed) + kSilentBeats) return;
+  if (own < watched.since.load(std::memory_order_relaxed) + kSilentHeartbeats) return;
   const std::string message = "rank " + std::to_string(rank_) + " waited for rank " + std::to_string(peer) + " in " +
                               what +
                               ", but that is silent: "
@@ -116,23 +123,23 @@ void Window::check_silence(int peer, const char* what) {
   throw std::runtime_error(message);
 }
 
-Window::Timed::Timed(std::atomic<int64_t>& nanoseconds, bool counts)
+SharedMemory::Timed::Timed(std::atomic<int64_t>& nanoseconds, bool counts)
     : nanoseconds_(nanoseconds), start_(counts ? Clock::now().time_since_epoch() / std::chrono::nanoseconds(1) : -1) {}
 
-Window::Timed::~Timed() {
+SharedMemory::Timed::~Timed() {
   if (start_ < 0) return;
   const int64_t now = Clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
   nanoseconds_.store(nanoseconds_.load(std::memory_order_relaxed) + now - start_, std::memory_order_relaxed);
 }
 
-void Window::give_up(int peer, const char* what) {
+void SharedMemory::give_up(int peer, const char* what) {
   const std::string message = "rank " + std::to_string(rank_) + " waited " + std::to_string((int)timeout_) +
                               " s for rank " + std::to_string(peer) + " in " + what + "; the group is given up";
   abort(message);
   throw std::runtime_error(message);
 }
 
-void Window::wait(Signal& signal, uint32_t target, int peer, const char* what, int lane) {
+void SharedMemory::wait(Signal& signal, uint32_t target, int peer, const char* what, int lane) {
   if (reached(signal.value.load(std::memory_order_acquire), target)) return;
   const Timed timed(waited_, &signal == &segments_[peer]->lanes[0].signal);
   int spins = spin_ ? kSpins * 4 : 0;
@@ -151,13 +158,13 @@ void Window::wait(Signal& signal, uint32_t target, int peer, const char* what, i
   }
 }
 
-void Window::await_all(int lane, uint32_t sequence, const char* what) {
+void SharedMemory::await_all(int lane, uint32_t sequence, const char* what) {
   for (int r = 0; r < size_; r++)
     if (r != rank_) await(r, lane, sequence, what);
   finish(lane, what);
 }
 
-void Window::finish(int lane, const char* what) {
+void SharedMemory::finish(int lane, const char* what) {
   if (all_heard(lane)) return;
   const auto start = Clock::now();
   for (int64_t tries = 0; !all_heard(lane); tries++) {
@@ -169,9 +176,9 @@ void Window::finish(int lane, const char* what) {
   }
 }
 
-// Buffers of mirrors are free: a rank that publishes a piece has seen that all others have published the one before,
-// and so have read the one that the buffer held.
-void Window::exchange(int lane, uint32_t sequence, size_t bytes, size_t stride) {
+// The buffers of mirrors are free at this point: a rank publishes a chunk only after it has seen all other ranks
+// publish the previous one, and they have then read the chunk that the buffer held before.
+void SharedMemory::exchange(int lane, uint32_t sequence, size_t bytes, size_t stride) {
   for (int h = 0; h < hosts_->size(); h++) {
     if (h == hosts_->own()) continue;
     const size_t begin = stride * hosts_->first(h), count = stride ? stride * hosts_->end(h) - begin : bytes;
@@ -183,11 +190,11 @@ void Window::exchange(int lane, uint32_t sequence, size_t bytes, size_t stride) 
       hosts_->receive(lane, r, piece(r, lane, sequence) + begin, most, segments_[r]->lanes[lane].signal, sequence + 1);
 }
 
-Window::Scattered Window::scattered(size_t rows, size_t width, size_t bytes) const {
+SharedMemory::Scattered SharedMemory::scattered(size_t rows, size_t width, size_t bytes) const {
   return {*this, rows, width, bytes, rows * width * bytes <= kOneLaneBytes ? 1 : kLanes};
 }
 
-Window::Range Window::Scattered::lane(int rank, int lane) const {
+SharedMemory::Range SharedMemory::Scattered::lane(int rank, int lane) const {
   const auto [first, last] = ranks.rows_of(rows, rank);
   const size_t begin = first * width, end = last * width, unit = kLine / bytes;
   const size_t lines = (end - begin + unit - 1) / unit;
@@ -195,51 +202,52 @@ Window::Range Window::Scattered::lane(int rank, int lane) const {
   return {at(lane), at(lane + 1)};
 }
 
-Window::Range Window::Scattered::share(int rank, int lane, size_t offset, size_t most) const {
+SharedMemory::Range SharedMemory::Scattered::share(int rank, int lane, size_t offset, size_t most) const {
   const Range range = this->lane(rank, lane);
   const size_t begin = std::min(range.end, range.begin + offset);
   return {begin, std::min(range.end, begin + most)};
 }
 
-size_t Window::Scattered::longest(int which) const {
+size_t SharedMemory::Scattered::longest(int which) const {
   size_t most = 0;
   for (int r = 0; r < ranks.size(); r++) most = std::max(most, lane(r, which).size());
   return most;
 }
 
-size_t Window::Scattered::stride(int lane, size_t offset, size_t most) const {
+size_t SharedMemory::Scattered::stride(int lane, size_t offset, size_t most) const {
   constexpr size_t kUnit = kLine / sizeof(float);
   return std::min(most, (longest(lane) - offset + kUnit - 1) / kUnit * kUnit);
 }
 
-void Window::all_reduce(float* x, size_t n, int thread, int threads) {
+void SharedMemory::all_reduce(float* x, size_t n, int thread, int threads) {
   if (size_ == 1) return;
   const Timed timed(exchanged_, thread == 0);
   if (n * sizeof(float) <= kAtOnceBytes) return all_reduce_at_once(x, n, thread, threads);
   for (size_t begin = 0; begin < n; begin += kBlockFloats) {
     const Scattered shape = scattered(std::min(kBlockFloats, n - begin), 1, sizeof(float));
     reduce_scatter(x + begin, shape, thread, threads);
-    all_gather(reinterpret_cast<char*>(x + begin), shape, thread, threads);  // each thread the lanes that it has summed
+    all_gather(reinterpret_cast<char*>(x + begin), shape, thread,
+               threads);  // each thread gathers the lanes that it summed
   }
 }
 
-void Window::reduce_scatter_rows(float* x, size_t rows, size_t width, int thread, int threads) {
+void SharedMemory::reduce_scatter_rows(float* x, size_t rows, size_t width, int thread, int threads) {
   if (size_ == 1) return;
   const Timed timed(exchanged_, thread == 0);
   reduce_scatter(x, scattered(rows, width, sizeof(float)), thread, threads);
 }
 
-void Window::all_gather_rows(void* base, size_t rows, size_t row_bytes, int thread, int threads) {
+void SharedMemory::all_gather_rows(void* base, size_t rows, size_t row_bytes, int thread, int threads) {
   if (size_ == 1) return;
   const Timed timed(exchanged_, thread == 0);
   all_gather(static_cast<char*>(base), scattered(rows, row_bytes, 1), thread, threads);
 }
 
-// A thread's lanes advance together, piece by piece, so that publishing all comes before waiting for any. How many
-// pieces a lane has follows from the shape, so that ranks agree.
+// A thread's lanes advance together, chunk by chunk: it publishes all of them before it waits for any. The number of
+// chunks of a lane follows from the shape, so all ranks agree on it.
 
-void Window::reduce_scatter(float* x, const Scattered& shape, int thread, int threads) {
-  // A piece holds as much of each rank's part.
+void SharedMemory::reduce_scatter(float* x, const Scattered& shape, int thread, int threads) {
+  // A chunk holds an equal part for each rank.
   const size_t most = kLaneBytes / kLine / size_ * kLine / sizeof(float);
   const float* partials[kMostRanks];
   size_t longest = 0;
@@ -265,12 +273,12 @@ void Window::reduce_scatter(float* x, const Scattered& shape, int thread, int th
       for (int r = 0; r < size_; r++)
         partials[r] =
             r == rank_ ? x + own.begin : reinterpret_cast<const float*>(piece(r, lane, sequence)) + rank_ * stride;
-      kernels().sum_partials(partials, size_, x + own.begin, own.size());
+      sum_(partials, size_, x + own.begin, own.size());
     }
   }
 }
 
-void Window::all_gather(char* base, const Scattered& shape, int thread, int threads) {
+void SharedMemory::all_gather(char* base, const Scattered& shape, int thread, int threads) {
   const size_t most = kLaneBytes / shape.bytes;
   size_t longest = 0;
   for (int lane = thread; lane < shape.lanes; lane += threads) longest = std::max(longest, shape.longest(lane));
@@ -296,8 +304,8 @@ void Window::all_gather(char* base, const Scattered& shape, int thread, int thre
   }
 }
 
-// Every rank reads all of every other's.
-void Window::all_reduce_at_once(float* x, size_t n, int thread, int threads) {
+// Every rank reads all values of every other rank.
+void SharedMemory::all_reduce_at_once(float* x, size_t n, int thread, int threads) {
   const int lanes = n * sizeof(float) <= kOneLaneBytes ? 1 : kLanes;
   constexpr size_t kMost = kLaneBytes / sizeof(float);
   const float* partials[kMostRanks];
@@ -319,18 +327,18 @@ void Window::all_reduce_at_once(float* x, size_t n, int thread, int threads) {
       const uint32_t sequence = sequence_[lane].next++;
       await_all(lane, sequence, "allreduce");
       for (int r = 0; r < size_; r++) partials[r] = reinterpret_cast<const float*>(piece(r, lane, sequence));
-      kernels().sum_partials(partials, size_, x + range.begin, range.size());
+      sum_(partials, size_, x + range.begin, range.size());
     }
   }
 }
 
-std::vector<std::string> Window::gather(const std::string& bytes) {
+std::vector<std::string> SharedMemory::gather(const std::string& bytes) {
   std::vector<std::string> all(rank_ == 0 ? size_ : 0);
   if (size_ == 1) {
     all[0] = bytes;
     return all;
   }
-  // The first piece starts with the length; everybody reads all lengths, so all agree on the number of pieces.
+  // The first chunk starts with the length. Every rank reads all lengths, so all agree on the number of chunks.
   const uint64_t length = bytes.size();
   std::string message(reinterpret_cast<const char*>(&length), sizeof length);
   message += bytes;
@@ -361,13 +369,13 @@ std::vector<std::string> Window::gather(const std::string& bytes) {
   return all;
 }
 
-// The first rank of each host hands the pieces to the others there.
-void Window::broadcast(std::string& bytes) {
+// The first rank of each host passes the chunks on to the other ranks of its host.
+void SharedMemory::broadcast(std::string& bytes) {
   if (size_ == 1) return;
   constexpr int kLane = kBroadcastLane;
   Signal& sent = segments_[0]->lanes[kLane].signal;
   uint64_t length = bytes.size();
-  size_t at = 0;  // of the length and the bytes behind it
+  size_t at = 0;  // position in the bytes, which follow the length
   do {
     const uint32_t sequence = sequence_[kLane].next++;
     char* data = piece(0, kLane, sequence);
@@ -391,14 +399,14 @@ void Window::broadcast(std::string& bytes) {
       segments_[rank_]->lanes[kLane].signal.publish(sequence + 1);
     }
     if (rank_ != first_here()) continue;
-    // Now that it is on its way: all have taken the piece before, whose buffer comes next.
+    // The chunk is under way. Before its successor reuses the other buffer, all ranks must have taken the one before.
     for (int r = first_here() + 1; r < end_here(); r++)
       wait(segments_[r]->lanes[kLane].signal, sequence, r, "broadcast", kLane);
     finish(kLane, "broadcast");
   } while (at < length);
 }
 
-void Window::publish(int kind, const std::string& payload) {
+void SharedMemory::publish(int kind, const std::string& payload) {
   if (link_) link_->command(kind, payload);
   size_t offset = 0;
   do {
@@ -409,7 +417,7 @@ void Window::publish(int kind, const std::string& payload) {
   } while (offset < payload.size());
 }
 
-void Window::put_command(uint32_t before, int kind, const char* data, size_t bytes, bool more) {
+void SharedMemory::put_command(uint32_t before, int kind, const char* data, size_t bytes, bool more) {
   Segment* root = segments_[0];
   std::memcpy(root->command_data, data, bytes);
   root->kind = kind;
@@ -418,26 +426,26 @@ void Window::put_command(uint32_t before, int kind, const char* data, size_t byt
   root->command.publish(before + 1);
 }
 
-bool Window::relay(int kind, const char* data, size_t bytes, bool more) {
+bool SharedMemory::relay(int kind, const char* data, size_t bytes, bool more) {
   for (int r = first_here(); r < end_here(); r++)
     if (!reached(segments_[r]->taken.value.load(std::memory_order_acquire), relayed_)) return false;
   put_command(relayed_++, kind, data, bytes, more);
   return true;
 }
 
-std::vector<uint64_t> Window::beats() const {
+std::vector<uint64_t> SharedMemory::heartbeats() const {
   std::vector<uint64_t> found;
-  for (const Segment* s : segments_) found.push_back(s->beats.load(std::memory_order_relaxed));
+  for (const Segment* s : segments_) found.push_back(s->heartbeats.load(std::memory_order_relaxed));
   return found;
 }
 
-void Window::heard(int host, const std::vector<uint64_t>& beats) {
-  for (int r = 0; r < std::min(size_, (int)beats.size()); r++)
+void SharedMemory::heard(int host, const std::vector<uint64_t>& heartbeats) {
+  for (int r = 0; r < std::min(size_, (int)heartbeats.size()); r++)
     if (host == 0 ? !hosts_->here(r) : r >= hosts_->first(host) && r < hosts_->end(host))
-      segments_[r]->beats.store(beats[r], std::memory_order_relaxed);
+      segments_[r]->heartbeats.store(heartbeats[r], std::memory_order_relaxed);
 }
 
-bool Window::wait_command(double timeout, int& kind, std::string& payload) {
+bool SharedMemory::wait_command(double timeout, int& kind, std::string& payload) {
   Segment* root = segments_[0];
   payload.clear();
   const auto start = Clock::now();
@@ -461,7 +469,7 @@ bool Window::wait_command(double timeout, int& kind, std::string& payload) {
     const double left = timeout - seconds_since(start);
     if (left <= 0 && payload.empty()) return false;
     if (left <= -timeout_) throw std::runtime_error("rank 0 stopped in the middle of a command");
-    // Commands wake the sleeper at once; the long slice only bounds how late an abort is seen (it also wakes).
+    // A command wakes the sleeper at once. The slice bounds how late it notices an abort, which wakes it, too.
     root->command.sleep(seen, (int64_t)(std::clamp(left, 0.001, 0.9) * 1e9));
   }
 }

@@ -6,21 +6,21 @@
 #include "cpu/ops/product.h"
 
 namespace as {
-Executor::Executor(int rank, int world, std::shared_ptr<Window> window, std::vector<int> cpus, int threads)
+Executor::Executor(int rank, int world, std::shared_ptr<SharedMemory> shared_memory, std::vector<int> cpus, int threads)
     : rank_(rank),
       world_(world),
-      window_(std::move(window)),
-      pool_(std::make_shared<Pool>(threads, std::move(cpus), window_ ? window_->spin() : true)),
+      shared_memory_(std::move(shared_memory)),
+      pool_(std::make_shared<Pool>(threads, std::move(cpus), shared_memory_ ? shared_memory_->spin() : true)),
       weights_(*pool_, kernels()) {
   if (world < 1 || rank < 0 || rank >= world)
     throw std::invalid_argument("rank " + std::to_string(rank) + " is not in 0..." + std::to_string(world - 1));
-  if (world > 1 && !window_) throw std::invalid_argument("a group of several ranks needs a window");
+  if (world > 1 && !shared_memory_) throw std::invalid_argument("a group of several ranks needs shared memory");
 }
 
 Executor::Executor(const Executor& beside)
     : rank_(beside.rank_),
       world_(beside.world_),
-      window_(beside.window_),
+      shared_memory_(beside.shared_memory_),
       pool_(beside.pool_),
       weights_(*pool_, kernels()) {}
 

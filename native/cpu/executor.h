@@ -8,7 +8,7 @@
 
 #include "batch/decoder.h"
 #include "batch/model.h"
-#include "comm/window.h"
+#include "comm/shared_memory.h"
 #include "cpu/host_cache.h"
 #include "cpu/pool.h"
 #include "cpu/runner.h"
@@ -19,7 +19,7 @@ namespace as {
 
 class Executor : public Model {
  public:
-  Executor(int rank, int world, std::shared_ptr<Window> window, std::vector<int> cpus, int threads);
+  Executor(int rank, int world, std::shared_ptr<SharedMemory> shared_memory, std::vector<int> cpus, int threads);
   // Another model on the threads of this one: they run in turn.
   explicit Executor(const Executor& beside);
 
@@ -60,10 +60,10 @@ class Executor : public Model {
 
  private:
   std::vector<const SpanCache*> caches() const;
-  Core core() { return {rank_, world_, world_ > 1 ? window_.get() : nullptr, *pool_, kernels()}; }
+  Core core() { return {rank_, world_, world_ > 1 ? shared_memory_.get() : nullptr, *pool_, kernels()}; }
 
   int rank_, world_;
-  std::shared_ptr<Window> window_;
+  std::shared_ptr<SharedMemory> shared_memory_;
   std::shared_ptr<Pool> pool_;
   Weights weights_;
   std::shared_ptr<Executor> draft_;

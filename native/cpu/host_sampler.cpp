@@ -5,10 +5,11 @@
 namespace as {
 
 // Threads sleep between draws: the device works meanwhile, and others may want the processors.
-HostSampler::HostSampler(int threads, std::vector<int> cpus, std::shared_ptr<Communicator> window)
-    : window_(window && window->size() > 1 ? std::move(window) : nullptr),
+HostSampler::HostSampler(int threads, std::vector<int> cpus, std::shared_ptr<Communicator> shared_memory)
+    : shared_memory_(shared_memory && shared_memory->size() > 1 ? std::move(shared_memory) : nullptr),
       pool_(threads, std::move(cpus), false),
-      core_{window_ ? window_->rank() : 0, window_ ? window_->size() : 1, window_.get(), pool_, kernels()},
+      core_{shared_memory_ ? shared_memory_->rank() : 0, shared_memory_ ? shared_memory_->size() : 1,
+            shared_memory_.get(), pool_, kernels()},
       no_weights_(pool_, kernels()) {}
 
 void HostSampler::attach(const OpNode& op, float* logits, int width, int max_outputs, Masks* masks) {

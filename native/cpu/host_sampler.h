@@ -10,14 +10,14 @@ namespace as {
 
 class HostSampler : public LogitSampler {
  public:
-  // window: to the other ranks of a group, each of which has a part of the vocabulary; null: there are none.
-  HostSampler(int threads, std::vector<int> cpus, std::shared_ptr<Communicator> window = nullptr);
+  // shared_memory: to the other ranks of a group, each of which has a part of the vocabulary; null: there are none.
+  HostSampler(int threads, std::vector<int> cpus, std::shared_ptr<Communicator> shared_memory = nullptr);
 
   void attach(const OpNode& op, float* logits, int width, int max_outputs, Masks* masks) override;
   void draw(const Batch& batch, std::vector<SampleOutput>& samples) override;
 
  private:
-  const std::shared_ptr<Communicator> window_;
+  const std::shared_ptr<Communicator> shared_memory_;
   Pool pool_;
   const Core core_;
   const Weights no_weights_;

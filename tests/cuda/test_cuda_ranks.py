@@ -198,7 +198,7 @@ def test_addresses_are_checked():
     from allspark_server import _cuda, _native
 
     pair = windows(2)
-    gpu = _cuda.Executor(0, _native.HostSampler(1, window=pair[0]), pair[0])
+    gpu = _cuda.Executor(0, _native.HostSampler(1, shared_memory=pair[0]), pair[0])
     address = gpu.share(16)
     with pytest.raises(ValueError, match="not whole"):
         gpu.connect([address, b"x"])

@@ -3,7 +3,7 @@
 //   sanitized plans    the decoder of step plans, with a model that only reads what it is given. Standard input: plans,
 //                      each with its length (uint32) before it. Answers, int32 each: -1 for one that is refused, or how
 //                      many items draw, and of each the number of tokens.
-//   sanitized window   windows of several ranks over one host's memory, each rank a thread
+//   sanitized shared_memory   windows of several ranks over one host's memory, each rank a thread
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -15,25 +15,17 @@
 #include <vector>
 
 #include "batch/decoder.h"
-#include "comm/window.h"
-#include "cpu/kernels/kernels.h"
+#include "comm/shared_memory.h"
 
 namespace as {
 
-// Windows add by the chosen instruction set's kernel, which is not here.
-const Kernels& kernels() {
-  static const Kernels only = [] {
-    Kernels table{};
-    table.sum_partials = [](const float* const* partials, int count, float* out, size_t n) {
-      for (size_t i = 0; i < n; i++) {
-        float sum = partials[0][i];
-        for (int r = 1; r < count; r++) sum += partials[r][i];
-        out[i] = sum;
-      }
-    };
-    return table;
-  }();
-  return only;
+// The chosen instruction set's kernel is not compiled here.
+void sum_partials(const float* const* partials, int count, float* out, size_t n) {
+  for (size_t i = 0; i < n; i++) {
+    float sum = partials[0][i];
+    for (int r = 1; r < count; r++) sum += partials[r][i];
+    out[i] = sum;
+  }
 }
 
 }  // namespace as
@@ -99,12 +91,12 @@ void plans() {
 // What rank r has at i: sums of a few are exact.
 float value(int r, size_t i) { return float(int((i * 31 + r * 17) % 1009) - 500); }
 
-void use(as::Window& window, int ranks) {
-  const int rank = window.rank();
+void use(as::SharedMemory& shared_memory, int ranks) {
+  const int rank = shared_memory.rank();
   for (const size_t n : {size_t(1), size_t(7), size_t(897), size_t(8193), size_t(300001)}) {
     std::vector<float> x(n);
     for (size_t i = 0; i < n; i++) x[i] = value(rank, i);
-    window.all_reduce(x.data(), n, 0, 1);
+    shared_memory.all_reduce(x.data(), n, 0, 1);
     for (size_t i = 0; i < n; i++) {
       float sum = 0;
       for (int r = 0; r < ranks; r++) sum += value(r, i);
@@ -114,8 +106,8 @@ void use(as::Window& window, int ranks) {
   for (const auto& [rows, width] : {std::pair<size_t, size_t>{1, 13}, {5, 1}, {257, 96}}) {
     std::vector<float> x(rows * width);
     for (size_t i = 0; i < x.size(); i++) x[i] = value(rank, i);
-    window.reduce_scatter_rows(x.data(), rows, width, 0, 1);
-    window.all_gather_rows(x.data(), rows, width * sizeof(float), 0, 1);
+    shared_memory.reduce_scatter_rows(x.data(), rows, width, 0, 1);
+    shared_memory.all_gather_rows(x.data(), rows, width * sizeof(float), 0, 1);
     for (size_t i = 0; i < x.size(); i++) {
       float sum = 0;
       for (int r = 0; r < ranks; r++) sum += value(r, i);
@@ -124,24 +116,24 @@ void use(as::Window& window, int ranks) {
   }
   for (const size_t length : {0, 1, 262137, 700001}) {
     std::string message(rank == 0 ? length : 3, char('a' + length % 26));
-    window.broadcast(message);
+    shared_memory.broadcast(message);
     require(message == std::string(length, char('a' + length % 26)), "a broadcast is wrong");
-    const auto all = window.gather(std::string(length + rank, char('a' + rank)));
+    const auto all = shared_memory.gather(std::string(length + rank, char('a' + rank)));
     require(all.size() == (rank ? 0u : (size_t)ranks), "a gather is wrong");
     for (size_t r = 0; r < all.size(); r++)
       require(all[r] == std::string(length + r, char('a' + r)), "what was gathered");
     if (rank == 0) {
-      window.publish(3, std::string(length * 2, 'c'));
+      shared_memory.publish(3, std::string(length * 2, 'c'));
     } else {
       int kind = 0;
       std::string payload;
-      require(window.wait_command(20, kind, payload) && kind == 3 && payload.size() == length * 2,
+      require(shared_memory.wait_command(20, kind, payload) && kind == 3 && payload.size() == length * 2,
               "a command is wrong");
     }
   }
-  if (rank == ranks - 1) window.abort("that is all");
+  if (rank == ranks - 1) shared_memory.abort("that is all");
   try {
-    window.gather("x");
+    shared_memory.gather("x");
   } catch (const std::runtime_error& error) { require(std::strstr(error.what(), "that is all"), "another error"); }
 }
 
@@ -157,9 +149,9 @@ void windows() {
     std::vector<std::thread> threads;
     for (int r = 0; r < ranks; r++)
       threads.emplace_back([&, r] {
-        as::Window window(r, ranks, addresses, false, 30);
-        use(window, ranks);
-        window.close();
+        as::SharedMemory shared_memory(r, ranks, addresses, false, 30, as::sum_partials);
+        use(shared_memory, ranks);
+        shared_memory.close();
       });
     for (auto& thread : threads) thread.join();
   }
@@ -170,6 +162,6 @@ void windows() {
 int main(int count, char** words) {
   const std::string what = count > 1 ? words[1] : "";
   if (what == "plans") plans();
-  if (what == "window") windows();
-  return what != "plans" && what != "window";
+  if (what == "shared_memory") windows();
+  return what != "plans" && what != "shared_memory";
 }

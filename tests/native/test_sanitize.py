@@ -31,7 +31,7 @@ SELECTED = ["native/test_executor.py", "native/test_window.py", "native/test_ker
 LEFT_OUT = ["lower", "ranks_agree", "shipped_model", "same_request", "largest", "matmul_against_float64"]
 NO_RUNTIME = 77  # tests/sanitize's exit status where the compiler has no sanitizers
 SOURCES = ["batch/decoder", "batch/draft_model", "batch/lookup", "batch/plan", "batch/slots", "comm/hosts", "comm/link",
-           "comm/window", "sampling/sampler", "sampling/sampler_shard"]
+           "comm/shared_memory", "sampling/sampler", "sampling/sampler_shard"]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The shared-memory window between ranks: here every rank is a thread with a Window of its own over one mapping."""
+"""The shared memory between ranks: here every rank is a thread with a SharedMemory of its own over one mapping."""
 import itertools
 import mmap
 import threading
@@ -15,17 +15,17 @@ MAPPED = []  # stays: windows beat in it until they are closed
 class Ranks:
     """`size` windows over one anonymous shared mapping, as MPI.Win.Allocate_shared would give them to processes."""
 
-    def __init__(self, size, timeout=20.0, spin=False, beat_seconds=1.0):
-        step = (_native.Window.bytes_needed(size) + 4095) // 4096 * 4096
+    def __init__(self, size, timeout=20.0, spin=False, heartbeat_seconds=1.0):
+        step = (_native.SharedMemory.bytes_needed(size) + 4095) // 4096 * 4096
         self.memory = mmap.mmap(-1, step * size)
         self.view = np.frombuffer(self.memory, np.uint8)
         MAPPED.append(self.view)
         base = self.view.ctypes.data
         addresses = [base + r * step for r in range(size)]
-        self.windows = [_native.Window(r, size, addresses, spin, timeout, beat_seconds) for r in range(size)]
+        self.windows = [_native.SharedMemory(r, size, addresses, spin, timeout, heartbeat_seconds) for r in range(size)]
 
     def run(self, function, timeout=30):
-        """Calls function(window) for every rank at once; returns results in rank order, raises the first error."""
+        """Calls function(shared_memory) for every rank at once; returns results in rank order, raises the first error."""
         results, errors = [None] * len(self.windows), []
 
         def call(rank):
@@ -111,8 +111,8 @@ def test_rows_of_any_number_of_bytes_are_gathered(size):
     for rows, width in [(1, 1), (2, 3), (9, 5), (33, 129), (17, 70_001)]:
         wanted = rng.integers(0, 256, (rows, width), dtype=np.uint8)
         parts = [np.zeros_like(wanted) for _ in range(size)]
-        for part, window in zip(parts, ranks.windows):
-            own = slice(*window.rows_of(rows))
+        for part, shared_memory in zip(parts, ranks.windows):
+            own = slice(*shared_memory.rows_of(rows))
             part[own] = wanted[own]
         ranks.run(lambda w: w.all_gather_rows(parts[w.rank], 2))
         assert all(np.array_equal(part, wanted) for part in parts)
@@ -130,16 +130,16 @@ def test_a_broadcast_of_any_length_reaches_all(size):
 def test_collectives_of_all_kinds_follow_one_another():
     ranks = Ranks(3)
 
-    def run(window):
+    def run(shared_memory):
         seen = []
         for i in range(50):
-            x = np.full((5, 7), window.rank + i, np.float32)
-            window.all_reduce(x, 2)
-            window.reduce_scatter_rows(x, 2)
+            x = np.full((5, 7), shared_memory.rank + i, np.float32)
+            shared_memory.all_reduce(x, 2)
+            shared_memory.reduce_scatter_rows(x, 2)
             own = x.view(np.uint8)
-            window.all_gather_rows(own, 2)
-            token = window.broadcast(str(i).encode())
-            everyone = window.gather(bytes([window.rank]))
+            shared_memory.all_gather_rows(own, 2)
+            token = shared_memory.broadcast(str(i).encode())
+            everyone = shared_memory.gather(bytes([shared_memory.rank]))
             seen.append((set(x.ravel().tolist()), token, everyone))
         return seen
 
@@ -161,12 +161,12 @@ def test_commands_of_any_length_arrive_in_order():
     ranks = Ranks(3)
     payloads = [b"", b"x" * 10, bytes(3_000_000), b"y" * (1 << 20), b"end"]
 
-    def run(window):
-        if window.rank == 0:
+    def run(shared_memory):
+        if shared_memory.rank == 0:
             for kind, payload in enumerate(payloads):
-                window.publish(kind, payload)
+                shared_memory.publish(kind, payload)
             return None
-        return [window.wait_command(10) for _ in payloads]
+        return [shared_memory.wait_command(10) for _ in payloads]
 
     for got in ranks.run(run)[1:]:
         assert got == list(enumerate(payloads))
@@ -182,12 +182,12 @@ def test_waiting_for_a_command_times_out_and_costs_no_cpu():
 def test_an_abort_ends_every_wait_with_its_message():
     ranks = Ranks(3)
 
-    def run(window):
-        if window.rank == 2:
+    def run(shared_memory):
+        if shared_memory.rank == 2:
             time.sleep(0.2)
-            window.abort("rank 2 cannot go on")
+            shared_memory.abort("rank 2 cannot go on")
             return None
-        return window.gather(b"x") if window.rank == 0 else window.wait_command(20)
+        return shared_memory.gather(b"x") if shared_memory.rank == 0 else shared_memory.wait_command(20)
 
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="rank 2 cannot go on"):
@@ -201,7 +201,7 @@ def test_a_missing_rank_is_named_after_the_time_limit():
         ranks.windows[0].gather(b"x")
 
 
-SILENT = dict(timeout=60.0, beat_seconds=0.02)
+SILENT = dict(timeout=60.0, heartbeat_seconds=0.02)
 
 
 @pytest.mark.parametrize("wait", [lambda w: w.gather(b"x"), lambda w: [w.publish(1, b""), w.publish(2, b"")]])
@@ -225,9 +225,9 @@ def test_a_rank_that_waits_for_commands_notices_that_rank_0_is_silent():
 def test_a_rank_that_is_late_but_alive_is_waited_for():
     ranks = Ranks(2, **SILENT)
 
-    def run(window):
-        time.sleep(window.rank * 1.5)   # 75 heartbeats
-        return window.gather(b"x")
+    def run(shared_memory):
+        time.sleep(shared_memory.rank * 1.5)   # 75 heartbeats
+        return shared_memory.gather(b"x")
 
     assert ranks.run(run)[0] == [b"x", b"x"]
 

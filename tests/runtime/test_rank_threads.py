@@ -39,7 +39,7 @@ class FakeStepper:
 class FakeRunner:
     """Replaces ModelRunner; it fails where its model's name says so, as in "load1" (rank 1, in load)."""
 
-    def __init__(self, config, *, rank, world, window, cpus):
+    def __init__(self, config, *, rank, world, shared_memory, cpus):
         self.name, self.rank, self.closed, self.digest = config.model_name, rank, False, f"digest {rank}"
         self.host_spans, self.held = 10 + rank, {bytes([0] * 16): 0, bytes([rank + 1] * 16): 1}
         self.placement = {}
@@ -62,10 +62,10 @@ class FakeRunner:
         self._maybe_fail("step")
         return self.rank, plan
 
-    def submit(self, stepper: FakeStepper, plan: bytes, window, kind: int, prefix: bytes) -> None:
+    def submit(self, stepper: FakeStepper, plan: bytes, shared_memory, kind: int, prefix: bytes) -> None:
         def job():
-            if window is not None:
-                window.publish(kind, prefix + plan)
+            if shared_memory is not None:
+                shared_memory.publish(kind, prefix + plan)
             return self.step(plan)
 
         stepper.run(job)
@@ -76,17 +76,17 @@ class FakeRunner:
 
 @pytest.fixture
 def threads(monkeypatch):
-    """WindowGroup with two more ranks as threads; yields (group, failures, workers' errors)."""
+    """SharedMemoryGroup with two more ranks as threads; yields (group, failures, workers' errors)."""
     from allspark_server import _native
     from allspark_server.runtime import runner
-    from allspark_server.runtime.group import RankModels, WindowGroup
+    from allspark_server.runtime.group import RankModels, SharedMemoryGroup
     from allspark_server.runtime.worker import serve
     monkeypatch.setattr(runner, "ModelRunner", FakeRunner)
     monkeypatch.setattr(_native, "Stepper", FakeStepper)
-    step = -(-_native.Window.bytes_needed(3) // 4096) * 4096
+    step = -(-_native.SharedMemory.bytes_needed(3) // 4096) * 4096
     memory = mmap.mmap(-1, 3 * step)
     view = np.frombuffer(memory, np.uint8)
-    windows = [_native.Window(r, 3, [view.ctypes.data + i * step for i in range(3)], False, 10.0) for r in range(3)]
+    windows = [_native.SharedMemory(r, 3, [view.ctypes.data + i * step for i in range(3)], False, 10.0) for r in range(3)]
     failures, errors = [], {}
 
     def work(rank: int) -> None:
@@ -98,7 +98,7 @@ def threads(monkeypatch):
     running = [threading.Thread(target=work, args=(r,)) for r in (1, 2)]
     for t in running:
         t.start()
-    group = WindowGroup(windows[0], 3, None, failures.append)
+    group = SharedMemoryGroup(windows[0], 3, None, failures.append)
     yield group, failures, errors
     if not failures:
         group.close()
@@ -106,8 +106,8 @@ def threads(monkeypatch):
     for t in running:
         t.join(10)
         assert not t.is_alive()
-    for window in windows:
-        window.close()
+    for shared_memory in windows:
+        shared_memory.close()
 
 
 def load(group, name: str):

@@ -18,16 +18,16 @@ MAPPED = []     # keeps the shared memory alive: ranks write heartbeats into it 
 
 
 def windows(world: int) -> list:
-    """The shared-memory window of each rank; None for a single rank."""
+    """The shared memory of each rank; None for a single rank."""
     if world == 1:
         return [None]
     from allspark_server import _native
-    size = -(-_native.Window.bytes_needed(world) // PAGE) * PAGE
+    size = -(-_native.SharedMemory.bytes_needed(world) // PAGE) * PAGE
     memory = np.zeros(size * world + PAGE, np.uint8)
     MAPPED.append(memory)
     first = -(-memory.ctypes.data // PAGE) * PAGE
     addresses = [first + rank * size for rank in range(world)]
-    return [_native.Window(rank, world, addresses, False, 60.0) for rank in range(world)]
+    return [_native.SharedMemory(rank, world, addresses, False, 60.0) for rank in range(world)]
 
 
 def in_groups(info, spans: list[int]) -> list[list[int]]:
@@ -44,8 +44,8 @@ class Driver:
         self.config = AsModelConfig(model_name="test", model_path=str(directory), **{
             "engine_max_length": 1024, "engine_max_batch": 2, "num_threads": 2 if world == 1 else 1, **fields})
         self.pool = ThreadPoolExecutor(world)
-        self.runners = [ModelRunner(self.config, rank=rank, world=world, window=window)
-                        for rank, window in enumerate(windows(world))]
+        self.runners = [ModelRunner(self.config, rank=rank, world=world, shared_memory=shared_memory)
+                        for rank, shared_memory in enumerate(windows(world))]
         spans = min(self._each(lambda runner: runner.load()))
         digests, addresses = [each.digest for each in self.runners], [each.address for each in self.runners]
         self.infos = self._each(lambda runner: runner.allocate_cache(spans, digests, addresses=addresses))

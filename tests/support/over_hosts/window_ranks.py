@@ -83,13 +83,13 @@ def check_abort(w) -> None:
 
 def main() -> None:
     faulthandler.dump_traceback_later(60, exit=True)
-    world = join(0, _native.Window.bytes_needed(), split=int(sys.argv[1]))
+    world = join(0, _native.SharedMemory.bytes_needed(), split=int(sys.argv[1]))
     between = {}
     if world.between is not None:
         between = {"hosts": _native.Hosts(world.rank, world.between.first, world.between.mpi),
                    "sockets": world.between.sockets}
     assert (world.between is None) == (sys.argv[1] == "1")
-    w = _native.Window(world.rank, world.size, world.addresses, False, 30.0, 0.2, **between)
+    w = _native.SharedMemory(world.rank, world.size, world.addresses, False, 30.0, 0.2, **between)
     for check in (check_sums, check_rows, check_messages, check_commands, check_abort):
         check(w)
     w.close()
