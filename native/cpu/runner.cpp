@@ -23,22 +23,22 @@ void check_attributes(const OpNode& op) {
 constexpr size_t kNowhere = SIZE_MAX;  // a tensor without memory
 
 // The first op that a tensor is seen by, and the last.
-struct Life {
+struct LiveRange {
   int first = -1, last = -1;
 };
 
-std::vector<Life> lives_of(const Program& program, const std::vector<FusedOp>& ops) {
+std::vector<LiveRange> live_ranges(const Program& program, const std::vector<FusedOp>& ops) {
   const std::vector<bool> never = never_written(program, ops);
-  std::vector<Life> lives(program.tensors().size());
+  std::vector<LiveRange> ranges(program.tensors().size());
   for (int i = 0; i < (int)ops.size(); i++)
     for (int p : ops[i].parts)
       for (const auto* list : {&program.ops()[p].inputs, &program.ops()[p].outputs})
         for (int t : *list) {
           if (never[t]) continue;
-          if (lives[t].first < 0) lives[t].first = i;
-          lives[t].last = i;
+          if (ranges[t].first < 0) ranges[t].first = i;
+          ranges[t].last = i;
         }
-  return lives;
+  return ranges;
 }
 
 }  // namespace
@@ -191,12 +191,12 @@ void CpuRunner::check_experts() const {
   }
 }
 
-// Gives every tensor a place in the activations' memory, and returns these; tensors whose lives do not overlap share
-// it.
+// Gives every tensor a place in the activations' memory, and returns these; tensors whose live ranges do not overlap
+// share it.
 std::vector<size_t> CpuRunner::lay_out(Form& form, Needs& all) const {
   const std::vector<FusedOp>& ops = form.ops;
   const auto& specs = program_.tensors();
-  const std::vector<Life> lives = lives_of(program_, ops);
+  const std::vector<LiveRange> ranges = live_ranges(program_, ops);
   std::vector<size_t> needs(specs.size());
   size_t &prepared = all.prepared, &attended = all.attended, &gated = all.gated, &widest = all.widest;
   for (size_t t = 0; t < specs.size(); t++) {
@@ -235,12 +235,12 @@ std::vector<size_t> CpuRunner::lay_out(Form& form, Needs& all) const {
   std::vector<Region> regions;
   std::vector<int> region_of(specs.size(), -1), order(specs.size());
   for (size_t i = 0; i < order.size(); i++) order[i] = (int)i;
-  std::sort(order.begin(), order.end(), [&](int a, int b) { return lives[a].first < lives[b].first; });
+  std::sort(order.begin(), order.end(), [&](int a, int b) { return ranges[a].first < ranges[b].first; });
   for (int t : order) {
-    if (lives[t].first < 0) continue;
+    if (ranges[t].first < 0) continue;
     int best = -1;
     for (int r = 0; r < (int)regions.size(); r++) {
-      if (regions[r].free_after >= lives[t].first) continue;
+      if (regions[r].free_after >= ranges[t].first) continue;
       const auto waste = [&](int q) {
         return regions[q].bytes > needs[t] ? regions[q].bytes - needs[t] : needs[t] - regions[q].bytes;
       };
@@ -248,7 +248,7 @@ std::vector<size_t> CpuRunner::lay_out(Form& form, Needs& all) const {
     }
     if (best < 0) regions.push_back({0, 0, -1}), best = (int)regions.size() - 1;
     regions[best].bytes = std::max(regions[best].bytes, needs[t]);
-    regions[best].free_after = lives[t].last;
+    regions[best].free_after = ranges[t].last;
     region_of[t] = best;
   }
   size_t total = 0;
