@@ -57,7 +57,7 @@ class Best:
         self._cpus = list(range(threads))
 
     def ceilings(self) -> Machine:
-        return Machine(*_native.measure_ceilings(self._cpus, len(self._cpus), 2))
+        return Machine(*_native.measure_roofline(self._cpus, len(self._cpus), 2))
 
     def note(self, name: str, before: Machine, rate: float, bound) -> None:
         """Records a figure; `bound` computes its roofline, in tokens/s, from a Machine."""

@@ -22,7 +22,7 @@ def main() -> None:
     cpus = list(range(o.threads))
     print(_native.isa())
     for dtype in ("float32", "bfloat16", "int8", "uint4"):
-        bandwidth, rate = _native.measure_ceilings(cpus, o.threads, 3, 256)
+        bandwidth, rate = _native.measure_roofline(cpus, o.threads, 3, 256)
         for place, tokens, repeats in (("in cache", 512, 100), ("out of cache", o.tokens, 5)):
             seconds, size = _native.kernels.attend_seconds(
                 o.rows, o.dim, o.span, dtype, tokens, o.heads, cpus, o.threads, repeats

@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     shape = replace(SHAPES["30b-a3b"], vocab=8192, layers=options.layers)
-    bandwidth, _ = _native.measure_ceilings(list(range(options.threads)), options.threads, 5, 1024)
+    bandwidth, _ = _native.measure_roofline(list(range(options.threads)), options.threads, 5, 1024)
     print(f"{_native.isa()}, {options.threads} threads, {shape.layers} layers, read {bandwidth / 1e9:.1f} GB/s; "
           "tokens/s here, there, median ratio, of the bandwidth here", flush=True)
     for text in options.formats:

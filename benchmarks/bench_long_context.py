@@ -56,9 +56,9 @@ def main() -> None:
         model.executor.step(StepPlan(
             new=[NewSlot(options.short, ids, sampling, options.long)],
             work=[WorkItem(options.short, 1, DRAW, spans=list(range(long_spans)))]).encode())
-        before = _native.measure_ceilings(cpus, options.threads, 5, 1024)[0]
+        before = _native.measure_roofline(cpus, options.threads, 5, 1024)[0]
         seconds = steps(StepPlan(work=[*items, WorkItem(options.short, 1, DRAW)]))
-        bandwidth = max(before, _native.measure_ceilings(cpus, options.threads, 5, 1024)[0])
+        bandwidth = max(before, _native.measure_roofline(cpus, options.threads, 5, 1024)[0])
         position = _native.span_bytes(SPAN, shape.head_dim, options.cache) / SPAN * shape.kv_heads * shape.layers
         cached = (options.long + options.short * (options.context + STEPS)) * position
         print(f"{text}, cache {options.cache}, {options.threads} threads: {options.short} sequences "

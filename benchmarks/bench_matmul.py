@@ -46,7 +46,7 @@ def main() -> None:
     best: dict[tuple[str, int], float] = {}
     bandwidth = rate = 0.0
     for _ in range(options.repeats):
-        measured = _native.measure_ceilings(cpus, options.threads, 1, 256)
+        measured = _native.measure_roofline(cpus, options.threads, 1, 256)
         bandwidth, rate = max(bandwidth, measured[0]), max(rate, measured[1])
         for rows in options.rows:
             x = rng.normal(size=(rows, k)).astype(np.float32)

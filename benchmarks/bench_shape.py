@@ -196,8 +196,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     cpus = list(range(options.threads))
-    bandwidth, rate = _native.measure_ceilings(cpus, options.threads, 5, 1024)
-    bf16, int8 = _native.measure_tile_ceilings(cpus, options.threads, 5)
+    bandwidth, rate = _native.measure_roofline(cpus, options.threads, 5, 1024)
+    bf16, int8 = _native.measure_tile_roofline(cpus, options.threads, 5)
     print(f"{_native.isa()}, {options.threads} threads: read {bandwidth / 1e9:.1f} GB/s, fp32 {rate / 1e12:.2f} T/s, "
           f"tiles bf16 {bf16 / 1e12:.2f}, int8 {int8 / 1e12:.2f} T/s", flush=True)
     for name in options.shape:
@@ -218,7 +218,7 @@ def main() -> None:
             model.executor.set_profiling(True)
             times, peaks = [], []
             for _ in range(options.repeats):
-                peaks.append(_native.measure_tile_ceilings(cpus, options.threads, 1)[0])
+                peaks.append(_native.measure_tile_roofline(cpus, options.threads, 1)[0])
                 times.append(model.prefill(options.prompt))
             peak = max(peaks) or rate
             n = options.prompt

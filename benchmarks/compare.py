@@ -39,7 +39,7 @@ def main() -> None:
     options = parser.parse_args()
     figures: dict[str, dict[str, list[float]]] = {}
     for number in range(options.rounds):
-        bandwidth, rate = _native.measure_ceilings(threads=options.threads)
+        bandwidth, rate = _native.measure_roofline(threads=options.threads)
         ceilings = {"read GB/s": bandwidth / 1e9, "fp32 GFLOP/s": rate / 1e9}
         for name, result in [
             ("ceilings", ceilings),

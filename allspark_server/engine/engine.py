@@ -282,7 +282,7 @@ class Engine(AbstractEngine):
         """See AbstractEngine."""
         call = self._thread.call
         # The first call of a process measures the machine's ceilings, in slices between the steps of running requests.
-        while not call(lambda: self._settled().measure_ceilings(self._model(model_name).name)):
+        while not call(lambda: self._settled().measure_roofline(self._model(model_name).name)):
             time.sleep(BETWEEN_SLICES)
         return call(lambda: self._settled().profile(self._model(model_name).name)).table()
 

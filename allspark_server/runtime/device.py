@@ -15,7 +15,7 @@ from allspark_server.models.graph import OUTPUT_ROWS, Graph
 from allspark_server.runtime.binding import GROUP_GPUS
 from allspark_server.runtime.memory import available_memory, bound_nodes
 from allspark_server.runtime.native import cuda_library, native_library
-from allspark_server.runtime.profile import CeilingMeter, GpuCeilingMeter
+from allspark_server.runtime.profile import RooflineMeter, GpuRooflineMeter
 from allspark_server.runtime.reservations import Reservation
 from allspark_server.weights.formats import WeightFormat
 from allspark_server.weights.gpu_forms import HOPPER, RECOVERED, gpu_form, on_gpu
@@ -87,7 +87,7 @@ class Device(Protocol):
         adapters: the native library's arguments for LoRA adapters; {} for none.
         """
 
-    def meter(self) -> CeilingMeter | GpuCeilingMeter:
+    def meter(self) -> RooflineMeter | GpuRooflineMeter:
         """A measurement of the device's peak rates."""
 
     def matrix_bytes(self, rows: int, part: ColumnSlice, experts: int) -> int:
@@ -172,9 +172,9 @@ class Cpus:
         """See `Device.allocate`."""
         executor.allocate(rows, *sizes, cache_dtype, outputs, draft=draft, masks=masks, **adapters)
 
-    def meter(self) -> CeilingMeter:
+    def meter(self) -> RooflineMeter:
         """See `Device.meter`."""
-        return CeilingMeter(self._cpus, self._threads)
+        return RooflineMeter(self._cpus, self._threads)
 
     def matrix_bytes(self, rows: int, part: ColumnSlice, experts: int) -> int:
         """See `Device.matrix_bytes`."""
@@ -303,9 +303,9 @@ class Gpu:
         for row in executor.kernels():
             logger.debug("kernel of %(op)s, %(shape)s, rows %(first)s to %(last)s: %(kernel)s", row)
 
-    def meter(self) -> GpuCeilingMeter:
+    def meter(self) -> GpuRooflineMeter:
         """See `Device.meter`."""
-        return GpuCeilingMeter(self._index)
+        return GpuRooflineMeter(self._index)
 
     def matrix_bytes(self, rows: int, part: ColumnSlice, experts: int) -> int:
         """See `Device.matrix_bytes`."""

@@ -95,7 +95,7 @@ class Group(Protocol):
     def poll_move_memory(self) -> bool:
         """Whether that is done. Raises what a rank raised."""
 
-    def measure_ceilings(self, name: str) -> bool:
+    def measure_roofline(self, name: str) -> bool:
         """A few milliseconds of measuring what profile() compares with; whether it is all measured."""
 
     def profile(self, name: str) -> Profile:
@@ -507,9 +507,9 @@ class LocalGroup:
     def poll_move_memory(self) -> bool:
         return self._poll_answers() is not None
 
-    def measure_ceilings(self, name: str) -> bool:
+    def measure_roofline(self, name: str) -> bool:
         self._steps.drain()
-        return self.models.runners[name].measure_ceilings()
+        return self.models.runners[name].measure_roofline()
 
     def profile(self, name: str) -> Profile:
         self._steps.drain()

@@ -26,7 +26,7 @@ _MEASURED_MIB = 512  # read to measure bandwidth: much more than caches hold
 
 
 @dataclass(frozen=True)
-class Ceilings:
+class Roofline:
     """What a number of threads together can do at most: bytes/s read from memory, operations/s in registers in fp32
     (where
     there are tiles: in bfloat16), and of 8-bit integers (0: not measured).
@@ -37,10 +37,10 @@ class Ceilings:
     integer_operations_per_second: float = 0.0
 
 
-class CeilingMeter:
+class RooflineMeter:
     """Measures the ceilings of some threads once in a process, SLICE_SECONDS at a time: steps can run in between."""
 
-    _known: dict[tuple[tuple[int, ...], int], Ceilings] = {}
+    _known: dict[tuple[tuple[int, ...], int], Roofline] = {}
 
     def __init__(self, cpus: list[int], threads: int):
         """cpus: to pin the threads to, or []."""
@@ -48,34 +48,34 @@ class CeilingMeter:
         self._native: Any = None    # the native meter while it measures
 
     @property
-    def ceilings(self) -> Ceilings | None:
+    def roofline(self) -> Roofline | None:
         """None: not measured yet."""
         return self._known.get((tuple(self._cpus), self._threads))
 
     def measure(self) -> bool:
         """A slice of it, unless all is measured. Returns whether all is."""
-        if self.ceilings is not None:
+        if self.roofline is not None:
             return True
         if self._native is None:
             mib = max(32, min(_MEASURED_MIB, (available_memory(1) >> 20) // 4))
-            self._native = native_library().CeilingMeter(self._cpus, self._threads, mib)
+            self._native = native_library().RooflineMeter(self._cpus, self._threads, mib)
         if not self._native.slice(SLICE_SECONDS):
             return False
-        self._known[tuple(self._cpus), self._threads] = Ceilings(*self._native.rates())
+        self._known[tuple(self._cpus), self._threads] = Roofline(*self._native.rates())
         self._native = None     # and its memory
         return True
 
-    def finish(self) -> Ceilings:
+    def finish(self) -> Roofline:
         """All of the rest at once: up to a second, at the first call of a process."""
         while not self.measure():
             pass
         return self._known[tuple(self._cpus), self._threads]
 
 
-class GpuCeilingMeter:
+class GpuRooflineMeter:
     """The same of a GPU, at once: 40 ms, and half a gigabyte of its memory."""
 
-    _known: dict[int, Ceilings] = {}
+    _known: dict[int, Roofline] = {}
 
     def __init__(self, index: int):
         self._index = index
@@ -83,10 +83,10 @@ class GpuCeilingMeter:
     def measure(self) -> bool:
         """RuntimeError where there is not that much memory."""
         if self._index not in self._known:
-            self._known[self._index] = Ceilings(*cuda_library().measure_roofline(self._index))
+            self._known[self._index] = Roofline(*cuda_library().measure_roofline(self._index))
         return True
 
-    def finish(self) -> Ceilings:
+    def finish(self) -> Roofline:
         self.measure()
         return self._known[self._index]
 
@@ -126,7 +126,7 @@ class Profile:
     """A model's ops by kind, the most expensive first, and the ceilings of the rank and threads that were timed."""
 
     ops: list[OpProfile]
-    ceilings: Ceilings
+    roofline: Roofline
 
     def table(self) -> str:
         """As text: times in milliseconds, part of the total, bytes and operations, their rates, the part of its ceiling
@@ -140,7 +140,7 @@ class Profile:
         width = max([len(op.op) for op in self.ops] + [len("ceiling")])
         lines = [f"{'op':<{width}} {'count':>9} {'min':>9} {'max':>9} {'mean':>9} {'sum':>11} {'%':>6} {'GB':>10} "
                  f"{'Gop':>10} {'GB/s':>7} {'Gop/s':>7} {'ceiling':>7}  weight"]
-        top = self.ceilings
+        top = self.roofline
         for op in self.ops:
             seconds = op.sum or 1e-12
             rate = (op.integer and top.integer_operations_per_second) or top.operations_per_second

@@ -20,7 +20,7 @@ from allspark_server.runtime.digest import results_digest
 from allspark_server.runtime.host_cache import HEADER, HostCacheFile
 from allspark_server.runtime.memory import memory_nodes, nodes_of_cpus, own_nodes, physical_cores
 from allspark_server.runtime.plan import MAX_STEP_DRAFTS, MAX_STEP_PROBES
-from allspark_server.runtime.profile import CeilingMeter, GpuCeilingMeter, Profile, Profiler, summarize
+from allspark_server.runtime.profile import RooflineMeter, GpuRooflineMeter, Profile, Profiler, summarize
 from allspark_server.runtime.rank_model import RankModel, check_draft
 from allspark_server.runtime.reservations import Reservation, planning
 from allspark_server.runtime.steps import DEPTH
@@ -70,7 +70,7 @@ class ModelRunner:
         self._draft: RankModel | None = None
         self._draft_executor: Any = None
         self._profiler: Profiler | None = None
-        self._meter: CeilingMeter | GpuCeilingMeter | None = None
+        self._meter: RooflineMeter | GpuRooflineMeter | None = None
         self._host_file: HostCacheFile | None = None
         self._adapter_memory: dict[int, Reservation | None] = {}  # by the adapters' index
         #: of the bytes that load has read on this rank
@@ -269,7 +269,7 @@ class ModelRunner:
         """Whether the next step switches profiling on or off; None: it stays."""
         return self._profiler.before_step() if self._profiler is not None and self._profiler.active else None
 
-    def measure_ceilings(self) -> bool:
+    def measure_roofline(self) -> bool:
         """A slice of measuring what profile() compares with (rank 0 only), between steps. Returns whether it is all
         done.
         """

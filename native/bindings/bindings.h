@@ -18,7 +18,7 @@ constexpr const char* kLayoutFields =
     "How the scales are laid out, by keywords (program/scale_layout.h): scales, zeros, group_rows, permuted, "
     "super_group, scale_bits, center.";
 
-void bind_ceilings(pybind11::module_& m);
+void bind_roofline(pybind11::module_& m);
 void bind_executor(pybind11::module_& m);
 void bind_kernels(pybind11::module_& m);
 void bind_program(pybind11::module_& m);

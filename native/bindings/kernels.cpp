@@ -145,7 +145,7 @@ void bind_kernels(py::module_& m) {
       "(least seconds, bytes) of attending once to all of a cache that is `heads` KV heads wide, `rows` query heads "
       "each.");
   m.def(
-      "measure_ceilings",
+      "measure_roofline",
       [](std::vector<int> cpus, int threads, int repeats, size_t megabytes) {
         py::gil_scoped_release release;
         Pool pool(threads, std::move(cpus), true);
@@ -176,7 +176,7 @@ void bind_kernels(py::module_& m) {
       py::arg("cpus") = std::vector<int>{}, py::arg("threads") = 1, py::arg("repeats") = 5, py::arg("megabytes") = 512,
       "(bytes/s read from memory, fp32 operations/s) of that many threads together: the best of `repeats`.");
   m.def(
-      "measure_tile_ceilings",
+      "measure_tile_roofline",
       [](std::vector<int> cpus, int threads, int repeats) {
         py::gil_scoped_release release;
         Pool pool(threads, std::move(cpus), true);

@@ -87,5 +87,5 @@ PYBIND11_MODULE(_native, m) {
   as::bind_program(m);
   as::bind_sampler(m);
   as::bind_kernels(m);
-  as::bind_ceilings(m);
+  as::bind_roofline(m);
 }

@@ -106,8 +106,8 @@ def test_the_roofline_is_measured_in_slices(runner, nothing_measured):
             prefill(runner, 3)      # steps run in between
     assert len(times) >= 12 and sorted(times)[len(times) // 2] < 5 * profile.SLICE_SECONDS
     found, native = runner.profile().ceilings, native_library()
-    bandwidth, rate = native.measure_ceilings(runner._pinned(), 1, 3, 256)
-    tiles = native.measure_tile_ceilings(runner._pinned(), 1, 3)[0]  # 0 without tiles
+    bandwidth, rate = native.measure_roofline(runner._pinned(), 1, 3, 256)
+    tiles = native.measure_tile_roofline(runner._pinned(), 1, 3)[0]  # 0 without tiles
     whole = (bandwidth, max(rate, tiles), native.measure_integer_rate(runner._pinned(), 1, 3))
     for part, figure in zip(
         (found.bytes_per_second, found.operations_per_second, found.integer_operations_per_second), whole
@@ -117,7 +117,7 @@ def test_the_roofline_is_measured_in_slices(runner, nothing_measured):
 
 def test_8_bit_gemms_have_a_roofline_at_every_level():
     from allspark_server import _native
-    meter = _native.CeilingMeter(megabytes=32)
+    meter = _native.RooflineMeter(megabytes=32)
     while not meter.slice(0.01):
         pass
     assert min(meter.rates()) > 0 and _native.measure_integer_rate(repeats=1) > 0

@@ -221,9 +221,9 @@ class Meter:
         if self._cuda is not None:
             read, bf16 = map(sum, zip(*(self._cuda.measure_roofline(gpu) for gpu in self._gpus)))
             return Machine(read, bf16, bf16=bf16)
-        read, fp32 = self._native.measure_ceilings(self._cpus, self._threads, 2)
+        read, fp32 = self._native.measure_roofline(self._cpus, self._threads, 2)
         return Machine(read, fp32, self._native.measure_integer_rate(self._cpus, self._threads, 2),
-                       self._native.measure_tile_ceilings(self._cpus, self._threads, 2)[0])
+                       self._native.measure_tile_roofline(self._cpus, self._threads, 2)[0])
 
     def around(self, before: Machine) -> Machine:
         """The higher of each rate: before and now."""

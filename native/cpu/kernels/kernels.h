@@ -93,7 +93,7 @@ struct Kernels {
   void (*rope)(float* x, const float* cosine, const float* sine, int half);
   void (*rope_interleaved)(float* x, const float* cosine, const float* sine, int half);  // pairs (x[2 i], x[2 i + 1])
   const LogitKernels& (*logits)();  // passes over logits, for the sampler
-  // Ceilings (ceilings.cpp).
+  // The roofline (roofline.cpp).
   float (*read_memory)(const float* p, size_t n);
   double (*multiply_add)(int64_t rounds, float* keep);
   double (*integer_multiply_add)(int64_t rounds, float* keep);

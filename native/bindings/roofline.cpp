@@ -1,4 +1,4 @@
-// Rates beside measure_ceilings (kernels.cpp): that of 8-bit integers, and all of them measured a little at a
+// Rates beside measure_roofline (kernels.cpp): that of 8-bit integers, and all of them measured a little at a
 // time.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -27,9 +27,9 @@ MultiplyAdd integer_multiply_add() {
 }
 
 // The machine's ceilings, measured in slices of a few milliseconds for a caller who has steps to run in between.
-class CeilingMeter {
+class RooflineMeter {
  public:
-  CeilingMeter(std::vector<int> cpus, int threads, size_t megabytes)
+  RooflineMeter(std::vector<int> cpus, int threads, size_t megabytes)
       : cpus_(std::move(cpus)),
         threads_(threads),
         memory_(megabytes << 20, "measuring bandwidth"),
@@ -113,16 +113,16 @@ class CeilingMeter {
 
 }  // namespace
 
-void bind_ceilings(py::module_& m) {
-  py::class_<CeilingMeter>(m, "CeilingMeter",
-                           "Measures what measure_ceilings and measure_integer_rate do, a little at a time.")
+void bind_roofline(py::module_& m) {
+  py::class_<RooflineMeter>(m, "RooflineMeter",
+                            "Measures what measure_roofline and measure_integer_rate do, a little at a time.")
       .def(py::init<std::vector<int>, int, size_t>(), py::arg("cpus") = std::vector<int>{}, py::arg("threads") = 1,
            py::arg("megabytes") = 512)
-      .def("slice", &CeilingMeter::slice, py::arg("seconds"), py::call_guard<py::gil_scoped_release>(),
+      .def("slice", &RooflineMeter::slice, py::arg("seconds"), py::call_guard<py::gil_scoped_release>(),
            "Measures for about that long; True when all is measured.")
       .def(
           "rates",
-          [](const CeilingMeter& self) { return std::make_tuple(self.rates()[0], self.rates()[1], self.rates()[2]); },
+          [](const RooflineMeter& self) { return std::make_tuple(self.rates()[0], self.rates()[1], self.rates()[2]); },
           "(bytes/s read, fp32 operations/s or with tiles bfloat16 ones, 8-bit operations/s or 0), the best of the "
           "slices so far.");
   m.def(
