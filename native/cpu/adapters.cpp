@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "cpu/kernels/low_rank.h"
+#include "cpu/kernels/lora.h"
 #include "cpu/weights.h"
 
 namespace as {
@@ -18,8 +18,8 @@ Packed layout_of(int rows, int columns, int panel, Format format) {
 }  // namespace
 
 size_t adapter_bytes(int rank, int inputs, int columns, Format format) {
-  return matrix_bytes(layout_of(rank, inputs, low_rank_kernels().a_panel(), format)) +
-         matrix_bytes(layout_of(columns, rank, low_rank_kernels().b_panel(), format));
+  return matrix_bytes(layout_of(rank, inputs, lora_kernels().a_panel(), format)) +
+         matrix_bytes(layout_of(columns, rank, lora_kernels().b_panel(), format));
 }
 
 Adapter::Adapter(const AdapterLimits& limits, int targets) : limits_(limits) {
@@ -42,8 +42,7 @@ int64_t Adapter::set(int target, const SourceRows& a, int rank, const SourceRows
     throw std::invalid_argument("adapter: matrices of " + std::to_string(rank) + " x " + std::to_string(a.columns) +
                                 " and " + std::to_string(columns) + " x " + std::to_string(b.columns) +
                                 "; ranks are at most " + std::to_string(limits_.max_rank));
-  pairs_[target] = {packed(a, rank, low_rank_kernels().a_panel()), packed(b, columns, low_rank_kernels().b_panel()),
-                    scale};
+  pairs_[target] = {packed(a, rank, lora_kernels().a_panel()), packed(b, columns, lora_kernels().b_panel()), scale};
   return pack_floats(pairs_[target].a, a, 0, rank) + pack_floats(pairs_[target].b, b, 0, columns);
 }
 

@@ -14,16 +14,16 @@
 #include <sys/prctl.h>
 #endif
 
-#include "cpu/kernels/low_rank.h"
+#include "cpu/kernels/lora.h"
 #include "sampling/sampler.h"
 
 namespace as {
 
 // setup.py's list of the instruction sets that kernels are compiled for, best first: AS_FOR_EACH_ISA(X) is X(name) ...
-#define AS_DECLARE(name)                    \
-  namespace name {                          \
-  const Kernels& kernels();                 \
-  const LowRankKernels& low_rank_kernels(); \
+#define AS_DECLARE(name)             \
+  namespace name {                   \
+  const Kernels& kernels();          \
+  const LoraKernels& lora_kernels(); \
   }
 AS_FOR_EACH_ISA(AS_DECLARE)
 
@@ -93,10 +93,10 @@ struct Isa {
   const char* name;
   bool (*supported)();
   const Kernels& (*kernels)();
-  const LowRankKernels& (*low_rank)();
+  const LoraKernels& (*lora)();
 };
 
-#define AS_ENTRY(name) {#name, has_##name, name::kernels, name::low_rank_kernels},
+#define AS_ENTRY(name) {#name, has_##name, name::kernels, name::lora_kernels},
 const Isa kIsas[] = {AS_FOR_EACH_ISA(AS_ENTRY)};
 
 const Isa& choose() {
@@ -128,8 +128,8 @@ const Kernels& kernels() {
   return table;
 }
 
-const LowRankKernels& low_rank_kernels() {
-  static const LowRankKernels& table = chosen().low_rank();
+const LoraKernels& lora_kernels() {
+  static const LoraKernels& table = chosen().lora();
   return table;
 }
 

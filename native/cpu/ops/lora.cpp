@@ -4,7 +4,7 @@
 // all of these being there, those with B by columns. A value is made by the kernels' recipe of its own row, then added:
 // so it depends on nothing else in the step, and rows without an adapter are not touched.
 #include "cpu/ops/lora.h"
-#include "cpu/kernels/low_rank.h"
+#include "cpu/kernels/lora.h"
 #include "cpu/ops/ops.h"
 
 namespace as {
@@ -14,7 +14,7 @@ constexpr int kRowsTogether = 32;
 
 // Floats of A x of one target.
 int inner_width(const AdapterLimits& limits) {
-  const int panel = low_rank_kernels().a_panel();
+  const int panel = lora_kernels().a_panel();
   return (limits.max_rank + panel - 1) / panel * panel;
 }
 
@@ -22,7 +22,7 @@ class Lora : public BoundOp {
  public:
   explicit Lora(const Binding& b)
       : core_(b.core),
-        k_(low_rank_kernels()),
+        k_(lora_kernels()),
         rows_(b.parts[0].in(1).of_outputs ? b.adapters->outputs : b.adapters->all),
         x_(b.parts[0].in(1)),
         y_(b.parts[0].in(0)),
@@ -97,7 +97,7 @@ class Lora : public BoundOp {
   }
 
   const Core& core_;
-  const LowRankKernels& k_;
+  const LoraKernels& k_;
   const AdaptedRows& rows_;
   const Tensor x_, y_;
   const int inner_width_;

@@ -1,7 +1,7 @@
 // Recipes, whatever the number of rows: of A x two chains of fused multiply-adds, over even and over odd k in ascending
 // order, then their sum, then times the scale; of B u one chain over k, from zero, which is then added to y. One row
 // alone has as many chains as hide the latency of memory, several as many as that of multiply-adds.
-#include "cpu/kernels/low_rank.h"
+#include "cpu/kernels/lora.h"
 
 #include "cpu/kernels/tile.h"
 #include "cpu/simd.h"
@@ -104,9 +104,9 @@ void expand(const Packed& b, const float* u, int ldu, float* const* y, int rows,
 
 }  // namespace
 
-const LowRankKernels& low_rank_kernels() {
-  static const LowRankKernels table = [] {
-    LowRankKernels k{};
+const LoraKernels& lora_kernels() {
+  static const LoraKernels table = [] {
+    LoraKernels k{};
     k.lanes = W, k.shrink = shrink, k.expand = expand;
     return k;
   }();

@@ -6,7 +6,7 @@
 
 namespace as {
 
-struct LowRankKernels {
+struct LoraKernels {
   int lanes;  // of a vector
   // Rows of a panel of A and of B, both laid out as [k][panel].
   int a_panel() const { return lanes; }
@@ -18,6 +18,6 @@ struct LowRankKernels {
 };
 
 // Those of the kernels in use.
-const LowRankKernels& low_rank_kernels();
+const LoraKernels& lora_kernels();
 
 }  // namespace as
