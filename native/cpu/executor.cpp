@@ -3,7 +3,7 @@
 #include <climits>
 #include <stdexcept>
 
-#include "cpu/ops/product.h"
+#include "cpu/ops/gemm.h"
 
 namespace as {
 Executor::Executor(int rank, int world, std::shared_ptr<SharedMemory> shared_memory, std::vector<int> cpus, int threads)
@@ -113,7 +113,7 @@ void Executor::multiply(int id, const float* x, const float* bias, float* y, int
   pool_->run([&](int thread) {
     Activations a;
     if (!activations(all, thread, m, input, rows, scratch_, a)) return;
-    const Share share = share_of(thread, pool_->size(), m.panels(), rows);
+    const WorkUnit share = work_unit_of(thread, pool_->size(), m.panels(), rows);
     if (share.empty()) return;
     a.x += (size_t)share.r0 * m.inputs, a.prepared += share.r0 * a.stride;
     all.k.matmul(m, a, bias, y + (size_t)share.r0 * m.n, m.n, share.r1 - share.r0, share.p0, share.p1);

@@ -6,7 +6,7 @@
 #include <map>
 #include <stdexcept>
 
-#include "cpu/ops/product.h"
+#include "cpu/ops/gemm.h"
 #include "cpu/ops/routing.h"
 
 namespace as {

@@ -219,14 +219,14 @@ class Waiting {
 
 // Rows and panels of one product, for blocks of up to 32 tile rows.
 template <typename F, int Parts, typename Weights, typename Finish>
-class Product {
+class Gemm {
  public:
   static constexpr int kHeight = kPair / F::kPlanes;  // rows of a block
 
   // Units [u0, u1) of panels: panel u, or (Parts = 2) panels u and u + w.panels() / 2. `weights` of a panel.
   // finish.begin(unit), then finish.row(row, sums...) for each row.
-  Product(const Packed& w, const Activations& a, const PreparedLayout& at, int m, int u0, int u1, Weights& weights,
-          Finish& finish)
+  Gemm(const Packed& w, const Activations& a, const PreparedLayout& at, int m, int u0, int u1, Weights& weights,
+       Finish& finish)
       : a_(a),
         values_at_(at.values_at),
         second_(F::kPlanes == 2 ? (int64_t)at.plane_bytes : kAmxRows * (int64_t)a.stride),
@@ -355,8 +355,8 @@ class Product {
 template <typename F, int Parts, typename Weights, typename Finish>
 void multiply(const Packed& w, const Activations& a, const PreparedLayout& at, int m, int u0, int u1, Weights&& weights,
               Finish&& finish) {
-  Product<F, Parts, std::remove_reference_t<Weights>, std::remove_reference_t<Finish>>(w, a, at, m, u0, u1, weights,
-                                                                                       finish)
+  Gemm<F, Parts, std::remove_reference_t<Weights>, std::remove_reference_t<Finish>>(w, a, at, m, u0, u1, weights,
+                                                                                    finish)
       .run();
 }
 

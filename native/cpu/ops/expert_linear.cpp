@@ -7,8 +7,8 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "cpu/ops/gemm.h"
 #include "cpu/ops/ops.h"
-#include "cpu/ops/product.h"
 #include "cpu/ops/routing.h"
 
 namespace as {

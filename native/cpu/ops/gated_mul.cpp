@@ -8,7 +8,7 @@ class GatedMul : public BoundOp {
  public:
   explicit GatedMul(const Binding& b)
       : core_(b.core),
-        product_(b.parts[0].is(Op::silu_mul) ? b.core.k.silu_mul : b.core.k.gelu_tanh_mul),
+        multiply_(b.parts[0].is(Op::silu_mul) ? b.core.k.silu_mul : b.core.k.gelu_tanh_mul),
         in_(b.parts[0].in()),
         out_(b.parts[0].out()) {
     const OpNode& op = b.parts[0].op;
@@ -24,13 +24,13 @@ class GatedMul : public BoundOp {
       const float *gate = in_.row(r) + c0, *up = gate + n;
       float* y = out_.row(r) + c0;
       if (clamped_) core_.k.clamped_silu_mul(gate, up, y, c1 - c0, alpha_, limit_);
-      else product_(gate, up, y, c1 - c0);
+      else multiply_(gate, up, y, c1 - c0);
     }
   }
 
  private:
   const Core& core_;
-  void (*const product_)(const float* gate, const float* up, float* y, int n);
+  void (*const multiply_)(const float* gate, const float* up, float* y, int n);
   const Tensor in_, out_;
   bool clamped_ = false;
   float alpha_ = 0, limit_ = 0;

@@ -4,8 +4,8 @@
 // own: that takes less than waiting for each other. With a silu_mul after it a panel of gate and one of up give n
 // columns instead of 2n, at once as the next linear wants its rows where that is bfloat16; of few rows a thread
 // computes all its panels first. With an add after it each thread adds what it has made.
+#include "cpu/ops/gemm.h"
 #include "cpu/ops/ops.h"
-#include "cpu/ops/product.h"
 
 namespace as {
 namespace {
@@ -27,7 +27,7 @@ class Linear : public BoundOp {
     Activations a;
     if (!(!norm_.empty() ? normed(thread, rows, a) : activations(core_, thread, m_, in_, rows, scratch_.prepared, a)))
       return;
-    const Share share = share_of(thread, threads, gated_ ? m_.panels() / 2 : m_.panels(), rows);
+    const WorkUnit share = work_unit_of(thread, threads, gated_ ? m_.panels() / 2 : m_.panels(), rows);
     if (share.empty()) return;
     const auto [p0, p1, r0, r1] = share;
     a.x += (size_t)r0 * m_.inputs, a.prepared += r0 * a.stride;

@@ -39,17 +39,17 @@ class Lora : public BoundOp {
   }
 
   void begin(const Batch&) override {
-    products_.clear();
+    gemms_.clear();
     for (const AdaptedRows::Group& group : rows_.groups)
       for (int t = 0; t < (int)targets_.size(); t++)
         for (int r = 0; group.adapter->pair(targets_[t].number) && r < group.count; r += kRowsTogether)
-          products_.push_back(
+          gemms_.push_back(
               {group.adapter->pair(targets_[t].number), t, group.begin + r, std::min(kRowsTogether, group.count - r)});
   }
 
   void run(const Batch&, int thread) override {
-    const auto [begin, end] = part((long)products_.size(), thread, core_.pool.size());
-    for (int p = begin; p < end; p++) shrink(products_[p]);
+    const auto [begin, end] = part((long)gemms_.size(), thread, core_.pool.size());
+    for (int p = begin; p < end; p++) shrink(gemms_[p]);
     if (!core_.pool.barrier()) return;
     for (const AdaptedRows::Group& group : rows_.groups) expand(group, thread);
   }
@@ -59,7 +59,7 @@ class Lora : public BoundOp {
     int number, offset;  // its first column of y
   };
   // Rows of one adapter by one target's A.
-  struct Product {
+  struct Gemm {
     const Adapter::Pair* pair;
     int target, begin, count;
   };
@@ -69,7 +69,7 @@ class Lora : public BoundOp {
     return inner_.as<float>() + (size_t)entry * ld() + (size_t)target * inner_width_;
   }
 
-  void shrink(const Product& p) const {
+  void shrink(const Gemm& p) const {
     const float* x[kRowsTogether];
     for (int i = 0; i < p.count; i++) x[i] = x_.row(rows_.rows[p.begin + i]);
     k_.shrink(p.pair->a, x, p.count, p.pair->scale, inner(p.begin, p.target), ld());
@@ -103,7 +103,7 @@ class Lora : public BoundOp {
   const int inner_width_;
   const Buffer& inner_;  // of each entry of rows_ and each target, A x
   std::vector<Target> targets_;
-  std::vector<Product> products_;
+  std::vector<Gemm> gemms_;
 };
 
 }  // namespace

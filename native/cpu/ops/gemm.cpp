@@ -1,10 +1,10 @@
-#include "cpu/ops/product.h"
+#include "cpu/ops/gemm.h"
 
 #include <algorithm>
 
 namespace as {
 
-Share share_of(int thread, int threads, int panels, int rows) {
+WorkUnit work_unit_of(int thread, int threads, int panels, int rows) {
   constexpr int kRowsTogether = 32;
   const int row_tiles = (rows + kRowsTogether - 1) / kRowsTogether;
   int row_parts = 1;

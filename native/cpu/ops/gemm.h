@@ -11,13 +11,13 @@ constexpr int kManyRows = 33;
 constexpr int kGatedPanels = 8;
 
 // Part of a product that one thread computes: panels and rows.
-struct Share {
+struct WorkUnit {
   int p0, p1, r0, r1;
   bool empty() const { return r0 >= r1 || p0 >= p1; }
 };
 
 // Few rows: panels are shared out. Many: rows too, so that threads get parts as equal as can be.
-Share share_of(int thread, int threads, int panels, int rows);
+WorkUnit work_unit_of(int thread, int threads, int panels, int rows);
 
 // Bytes of scratch memory for `rows` prepared rows of a product, or for one row in a copy for each thread.
 size_t prepared_bytes(const Core& core, const Packed& m, int rows);
