@@ -107,16 +107,16 @@ AS_AVX2_INLINE void store_columns(const V (&x)[8], char* first, char* second, in
 template <Packing kPacking, int kBits>
 AS_AVX2 int place_lanes(const Packed& w, const StoredRows& stored, int64_t column, int64_t row, int rows, int panel,
                         int lane) {
-  constexpr int kUnit = kBits == 4 ? 8 : 4, kHalf = 4 * kUnit, kPiece = 8 * kUnit;
+  constexpr int kUnit = kBits == 4 ? 8 : 4, kHalf = 4 * kUnit, kChunk = 8 * kUnit;
   const int64_t stride = (int64_t)w.panel * 4;
   const V bias = _mm256_set1_epi8((char)w.bias);
-  const int end = w.k / kPiece * kPiece;
+  const int end = w.k / kChunk * kChunk;
   const auto place_of = [&](int k) __attribute__((always_inline)) {
     const int g = k / w.group;
     return w.weights(panel, g) + (k - g * w.group) / kUnit * stride + (int64_t)lane * 4;
   };
-  for (int k0 = 0; k0 < end; k0 += 2 * kPiece) {
-    const int pieces = std::min(2, (end - k0) / kPiece);
+  for (int k0 = 0; k0 < end; k0 += 2 * kChunk) {
+    const int pieces = std::min(2, (end - k0) / kChunk);
     char* to[4];
     for (int i = 0; i < 2 * pieces; i++) to[i] = place_of(k0 + i * kHalf);
     for (int r = 0; r < rows; r += 8) {
@@ -125,7 +125,7 @@ AS_AVX2 int place_lanes(const Packed& w, const StoredRows& stored, int64_t colum
         V x[8];
 #pragma GCC unroll 8
         for (int i = 0; i < 8; i++) {
-          x[i] = eight_lanes<kPacking, kBits>(from + i * stored.stride, column + k0 + piece * kPiece);
+          x[i] = eight_lanes<kPacking, kBits>(from + i * stored.stride, column + k0 + piece * kChunk);
           if constexpr (kBits == 8) x[i] = _mm256_add_epi8(x[i], bias);
         }
         store_columns(x, to[2 * piece] + r * 4, to[2 * piece + 1] + r * 4, stride);
@@ -159,12 +159,12 @@ AS_AVX2_INLINE void store_byte_columns(const __m128i (&x)[8], char* to, int64_t 
 template <int kBits>
 AS_AVX2 int place_bytes(const Packed& w, const StoredRows& stored, int64_t column, int64_t row, int rows, int panel,
                         int lane, int64_t& bad) {
-  constexpr int kUnit = kBits == 4 ? 2 : 1, kPiece = 16 * kUnit;
-  const int end = w.k / kPiece * kPiece;
+  constexpr int kUnit = kBits == 4 ? 2 : 1, kChunk = 16 * kUnit;
+  const int end = w.k / kChunk * kChunk;
   const __m128i low = _mm_set1_epi8(15), magnitude = _mm_set1_epi8(0x7f);
   const bool swapped = stored.packing == Packing::swapped_rows;
   __m128i found = _mm_setzero_si128();
-  for (int k0 = 0; k0 < end; k0 += kPiece) {
+  for (int k0 = 0; k0 < end; k0 += kChunk) {
     const int g = k0 / w.group;
     char* to = w.weights(panel, g) + (int64_t)(k0 - g * w.group) / kUnit * w.panel + lane;
     for (int r = 0; r < rows; r += 8) {

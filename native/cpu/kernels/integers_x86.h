@@ -439,7 +439,7 @@ AS_INLINE void add_pairs8(vi (&acc)[R][NV], int r, const vi (&w)[NV], vi a) {
 }
 
 struct Nibbles : WidenedNibbles {
-  static constexpr int kPiece = 32;  // k: eight pairs, as many as 16 bits hold
+  static constexpr int kChunk = 32;  // k: eight pairs, as many as 16 bits hold
   template <int R, typename L>
   static AS_INLINE void add_bytes(const vi (&weights)[NV], L&& line, int at, vi (&part)[R][NV]) {
 #pragma GCC unroll 16
@@ -448,10 +448,10 @@ struct Nibbles : WidenedNibbles {
   template <int R, typename L>
   static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV]) {
     const vi mask = iset(0x0f0f0f0f), ones = iset(0x00010001);
-    for (int k0 = 0; k0 < k; k0 += kPiece) {
+    for (int k0 = 0; k0 < k; k0 += kChunk) {
       vi part[R][NV];
       clear(part);
-      for (int i = k0, end = std::min(k, k0 + kPiece); i < end; i += kUnit, w += NR * 4) {
+      for (int i = k0, end = std::min(k, k0 + kChunk); i < end; i += kUnit, w += NR * 4) {
         vi weights[NV];
         prefetch_unit<R, kAheadNibbles>(w);
 #pragma GCC unroll 4
@@ -471,10 +471,10 @@ struct Nibbles : WidenedNibbles {
   template <int R, typename L>
   static AS_INLINE void multiply(const Wide* block, int k, L&& line, vi* kept, bool add) {
     const vi ones = iset(0x00010001);
-    for (int k0 = 0; k0 < k; k0 += kPiece, add = true) {
+    for (int k0 = 0; k0 < k; k0 += kChunk, add = true) {
       vi part[R][NV];
       clear(part);
-      for (int i = k0, end = std::min(k, k0 + kPiece); i < end; i += 4, block += NR * 4) {
+      for (int i = k0, end = std::min(k, k0 + kChunk); i < end; i += 4, block += NR * 4) {
         vi weights[NV];
 #pragma GCC unroll 4
         for (int v = 0; v < NV; v++) weights[v] = iload(block + v * W * 4);

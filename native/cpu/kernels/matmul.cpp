@@ -104,7 +104,7 @@ void panel_rows(const typename F::T* w, int k, const typename F::X* x, size_t ld
       const typename F::X* xr = x + r0 * ldx + first;
       if constexpr (F::kConvert)
         if (convert) {
-          fetch_piece(block + (size_t)steps * NR, sizeof(*w) * KC * NR, r0 / MR, (m + MR - 1) / MR);
+          fetch_part(block + (size_t)steps * NR, sizeof(*w) * KC * NR, r0 / MR, (m + MR - 1) / MR);
           dispatch<Floats<float>, MR>(rows, converted, steps, xr, ldx, c, ldc, first > 0);
         }
       if (!convert) dispatch<F, MR>(rows, block, steps, xr, ldx, c, ldc, first > 0);

@@ -235,12 +235,12 @@ class Gemm {
         u1_(u1),
         half_(w.panels() / 2),
         steps_((w.k + F::kStep - 1) / F::kStep),
-        cuts_(cuts_of(steps_)),
+        parts_of_k_(cuts_of(steps_)),
         weights_(weights),
-        waiting_(finish, steps_ / cuts_) {}
+        waiting_(finish, steps_ / parts_of_k_) {}
 
   void run() {
-    cuts_ == 1 ? rows_stay() : pieces();
+    parts_of_k_ == 1 ? rows_stay() : split_k();
     waiting_.flush();
   }
 
@@ -302,7 +302,7 @@ class Gemm {
   }
 
   // K in pieces: the accumulators of some rows and a group of panels are kept meanwhile.
-  void pieces() {
+  void split_k() {
     static_assert(Parts <= kGroup && kCutRows % kPair == 0);
     const int most = std::max(1, panels_of_group(steps_) / Parts);
     const int groups = (u1_ - u0_ + most - 1) / most, height = std::min(m_, kCutRows / F::kPlanes);
@@ -311,9 +311,10 @@ class Gemm {
       for (int g = 0; g < groups; g++) {
         const int g0 = u0_ + (int)((int64_t)(u1_ - u0_) * g / groups),
                   g1 = u0_ + (int)((int64_t)(u1_ - u0_) * (g + 1) / groups), units = g1 - g0;
-        for (int i = 0; i < cuts_; i++) {
-          const int begin = (int)((int64_t)steps_ * i / cuts_), end = (int)((int64_t)steps_ * (i + 1) / cuts_);
-          const bool over = i + 1 == cuts_, more = !over || g + 1 < groups || m1 < m_;
+        for (int i = 0; i < parts_of_k_; i++) {
+          const int begin = (int)((int64_t)steps_ * i / parts_of_k_),
+                    end = (int)((int64_t)steps_ * (i + 1) / parts_of_k_);
+          const bool over = i + 1 == parts_of_k_, more = !over || g + 1 < groups || m1 < m_;
           const int next_begin = over ? 0 : end, next_u = over ? (g + 1 < groups ? g1 : u0_) : g0;
           for (int r = m0, pass = 0; r < m1; r += kHeight, pass++) {
             const int next_rows = r + kHeight < m1 ? std::min(kHeight, m1 - r - kHeight) : 0;
@@ -346,7 +347,7 @@ class Gemm {
   const Activations& a_;
   const size_t values_at_;
   const int64_t second_;
-  const int m_, u0_, u1_, half_, steps_, cuts_;
+  const int m_, u0_, u1_, half_, steps_, parts_of_k_;
   Weights& weights_;
   Waiting<Parts, Finish> waiting_;
   Tiles tiles_;

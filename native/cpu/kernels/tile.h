@@ -46,7 +46,7 @@ AS_INLINE void prefetch_weights(const void* w) {
 constexpr int kStreamAhead = 3072;  // bytes, of weights of 8 bits and more
 
 // Fetches piece `i` of `pieces` of what lies at p: the next block of weights, bit by bit while this one is worked on.
-AS_INLINE void fetch_piece(const void* p, size_t bytes, int i, int pieces) {
+AS_INLINE void fetch_part(const void* p, size_t bytes, int i, int pieces) {
   const size_t share = (bytes / pieces + 64) / 64 * 64;
   const char* from = static_cast<const char*>(p) + i * share;
   for (size_t line = 0; line < share; line += 64) prefetch_far(from + line);

@@ -44,11 +44,11 @@ AttentionWork::AttentionWork(const AttentionShape& shape, const SpanLayout& layo
 size_t AttentionWork::partial_floats() const { return partial_floats_of(layout); }
 
 void AttentionWork::begin(const Batch& batch) {
-  tiles.clear(), pieces.clear(), pairs.clear(), shared.clear();
+  tiles.clear(), units.clear(), pairs.clear(), shared.clear();
   make_tiles(batch);
   by_pairs = threads > 1 && (int)tiles.size() < 4 * threads;
   if (by_pairs) share_pairs();
-  else make_pieces();
+  else make_units();
 }
 
 void AttentionWork::make_tiles(const Batch& batch) {
@@ -106,25 +106,25 @@ void AttentionWork::share_pairs() {
 }
 
 // Groups, longest contexts first; those that would keep one thread busy for long are cut at whole runs.
-void AttentionWork::make_pieces() {
+void AttentionWork::make_units() {
   const int most =
       std::min(kGroupTiles, std::max(1, (int)tiles.size() / (8 * threads)));  // some groups for each thread
   double total = 0;  // of blocks, a group's counted once: reading them is most of it
   for (int t = 0; t < (int)tiles.size(); t++) {
     const Tile& tile = tiles[t];
     // Later positions of the same heads: so a group's last tile sees most.
-    const bool joins = !pieces.empty() && pieces.back().count < most && tiles[t - 1].slot == tile.slot &&
+    const bool joins = !units.empty() && units.back().count < most && tiles[t - 1].slot == tile.slot &&
                        tiles[t - 1].head0 == tile.head0;
-    if (joins) total -= pieces.back().end - pieces.back().begin, pieces.back().count++;
-    else pieces.push_back({t, 1, tile.first, 0});
-    pieces.back().end = tile.blocks;
-    total += tile.blocks - pieces.back().begin;
+    if (joins) total -= units.back().end - units.back().begin, units.back().count++;
+    else units.push_back({t, 1, tile.first, 0});
+    units.back().end = tile.blocks;
+    total += tile.blocks - units.back().begin;
   }
   const int share = (int)(total / (4 * threads)), longest = kRunBlocks * std::max(1, share / kRunBlocks);
   const int room = (int)(partials.size() / (partial_floats() * sizeof(float)));
-  std::vector<Piece> cut;
+  std::vector<WorkUnit> cut;
   int kept = 0;
-  for (const Piece& whole : pieces) {
+  for (const WorkUnit& whole : units) {
     const int results = runs_of(whole.begin, whole.end) * whole.count;
     if (threads == 1 || whole.end - whole.begin <= 2 * longest || kept + results > room) {
       cut.push_back(whole);
@@ -142,9 +142,9 @@ void AttentionWork::make_pieces() {
       cut.push_back({whole.first, whole.count, begin, end});
     }
   }
-  pieces = std::move(cut);
-  std::stable_sort(pieces.begin(), pieces.end(),
-                   [](const Piece& a, const Piece& b) { return a.end - a.begin > b.end - b.begin; });
+  units = std::move(cut);
+  std::stable_sort(units.begin(), units.end(),
+                   [](const WorkUnit& a, const WorkUnit& b) { return a.end - a.begin > b.end - b.begin; });
 }
 
 }  // namespace as

@@ -63,7 +63,7 @@ struct TileBlock {
 
 // Blocks [begin, end) of the context of `count` adjacent tiles of one sequence and the same heads, the last of which
 // sees most to the end, the first most from the beginning.
-struct Piece {
+struct WorkUnit {
   int first, count, begin, end;
 };
 
@@ -79,8 +79,8 @@ struct AttentionWork {
   std::vector<Tile> tiles;
   bool by_pairs = false;
   std::vector<TileBlock> pairs;
-  std::vector<Piece> pieces;  // the most expensive first, as far as is easily known
-  std::vector<int> shared;    // tiles that several threads have parts of
+  std::vector<WorkUnit> units;  // the most expensive first, as far as is easily known
+  std::vector<int> shared;      // tiles that several threads have parts of
   // Of each sequence one row, and one tile for each KV head: who attends to its last block can write the key before.
   bool one_tile_a_key = false;
   Buffer partials;
@@ -90,7 +90,7 @@ struct AttentionWork {
  private:
   void make_tiles(const Batch& batch);
   void share_pairs();
-  void make_pieces();
+  void make_units();
 };
 
 // Memory that attention of a geometry takes for partial results and queries.

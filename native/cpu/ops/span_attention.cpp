@@ -66,7 +66,7 @@ class SpanAttention : public BoundOp {
     }
     core_.pool.guard([&] {
       if (work_->by_pairs) attend_pairs(batch, thread);
-      else attend_pieces(batch, thread);
+      else attend_units(batch, thread);
       core_.k.end_attention();
     });
     const int rows = (int)batch.rows.size();
@@ -96,8 +96,8 @@ class SpanAttention : public BoundOp {
                     float* result) const;
   void merge_ascending(const Tile& tile, int block, const float* partial, float* run, float* result) const;
   void finish_rows(const Tile& tile, int row0, int row1, const float* result) const;
-  void attend_piece(const Batch& batch, const Piece& piece, const Scratchpad& s) const;
-  void attend_pieces(const Batch& batch, int thread);
+  void attend_unit(const Batch& batch, const WorkUnit& unit, const Scratchpad& s) const;
+  void attend_units(const Batch& batch, int thread);
   void attend_pairs(const Batch& batch, int thread) const;
   void finish_shared(const Tile& tile, int row0, int row1, const Scratchpad& s) const;
   void finish_by_tiles(int thread) const;
@@ -266,21 +266,21 @@ void SpanAttention::finish_rows(const Tile& tile, int row0, int row1, const floa
   }
 }
 
-void SpanAttention::attend_piece(const Batch& batch, const Piece& piece, const Scratchpad& s) const {
+void SpanAttention::attend_unit(const Batch& batch, const WorkUnit& unit, const Scratchpad& s) const {
   const size_t floats = work_->partial_floats();
-  const Tile *tiles = &work_->tiles[piece.first], &longest = tiles[piece.count - 1];
+  const Tile *tiles = &work_->tiles[unit.first], &longest = tiles[unit.count - 1];
   AttentionTile prepared[kGroupTiles];
-  for (int i = 0; i < piece.count; i++)
+  for (int i = 0; i < unit.count; i++)
     prepared[i] = prepare_tile(tiles[i], s.queries + i * query_bytes(layout_),
                                s.heads + (size_t)i * kTileRows * layout_.padded_dim);
-  if (work_->one_tile_a_key && piece.end == longest.blocks) write_row(batch, longest.row, longest.kv_head, s.key);
+  if (work_->one_tile_a_key && unit.end == longest.blocks) write_row(batch, longest.row, longest.kv_head, s.key);
   Tile all = longest;  // of the sequence and heads, for where spans are
   all.position = tiles->position, all.positions = longest.context() - all.position;
   int first = 0, last = 0;  // tiles before and after see nothing of the block
-  for (int b = piece.begin; b < piece.end; b++) {
+  for (int b = unit.begin; b < unit.end; b++) {
     while (b >= tiles[first].blocks) first++;
-    while (last < piece.count && tiles[last].first <= b) last++;
-    const BlockSpans spans = spans_of(batch, all, b, all, std::min(b + 1, piece.end - 1));
+    while (last < unit.count && tiles[last].first <= b) last++;
+    const BlockSpans spans = spans_of(batch, all, b, all, std::min(b + 1, unit.end - 1));
     for (int i = first; i < last; i++) take_block(prepared[i], tiles[i], b, spans, i == first, s.partials + i * floats);
     core_.k.attend(prepared + first, last - first);
     for (int i = first; i < last; i++) {
@@ -294,14 +294,14 @@ void SpanAttention::attend_piece(const Batch& batch, const Piece& piece, const S
       merge_block(tile, b, 0, tile.rows(), s.partials + i * floats, run);
     }
   }
-  for (int i = 0; i < piece.count; i++)
+  for (int i = 0; i < unit.count; i++)
     if (!tiles[i].shared) finish_rows(tiles[i], 0, tiles[i].rows(), s.results + i * floats);
 }
 
-void SpanAttention::attend_pieces(const Batch& batch, int thread) {
+void SpanAttention::attend_units(const Batch& batch, int thread) {
   const Scratchpad s = scratch(thread);
-  for (int taken; (taken = taken_.fetch_add(1, std::memory_order_relaxed)) < (int)work_->pieces.size();)
-    attend_piece(batch, work_->pieces[taken], s);
+  for (int taken; (taken = taken_.fetch_add(1, std::memory_order_relaxed)) < (int)work_->units.size();)
+    attend_unit(batch, work_->units[taken], s);
 }
 
 void SpanAttention::attend_pairs(const Batch& batch, int thread) const {
