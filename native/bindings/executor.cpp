@@ -219,17 +219,17 @@ void bind_weights(py::class_<Executor, StepModel, std::shared_ptr<Executor>>& ex
 
 void bind_unpacking(py::module_& m) {
   m.def(
-      "unpack_codes",
+      "unpack_quantized",
       [](const py::array& q, int bits, int64_t columns, const std::string& packing, int skipped, int64_t rows) {
         int64_t count;
         const StoredRows stored = stored_rows(q, bits, columns, packing, skipped, rows, count);
-        Bytes codes({(py::ssize_t)count, (py::ssize_t)stored.row_bytes()});
-        uint8_t* to = codes.mutable_data();
+        Bytes quantized({(py::ssize_t)count, (py::ssize_t)stored.row_bytes()});
+        uint8_t* to = quantized.mutable_data();
         {
           py::gil_scoped_release release;
-          unpack_codes(stored, count, to);
+          unpack_quantized(stored, count, to);
         }
-        return codes;
+        return quantized;
       },
       py::arg("q").noconvert(), py::arg("bits"), py::arg("columns"), py::arg("packing"), py::arg("skipped") = 0,
       py::arg("rows") = -1, "Codes that are packed as fill_quantized says, as plain rows. rows: of octets.");

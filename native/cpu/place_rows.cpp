@@ -271,7 +271,7 @@ void place_words_of_octets(const uint8_t* from, int64_t stride, int length, int 
 int place_eights(const Packed& w, const StoredRows& stored, int64_t column, int64_t row, int rows, int panel, int lane,
                  int64_t& bad) {
   if (rows == 0) return 0;
-  if (is_coded(w.format)) {
+  if (is_small_float(w.format)) {
     if (is_transposed(stored.packing) || is_block(stored.packing) || column % w.unit() || w.group % (16 * w.unit()))
       return 0;
     if (stored.bits == 8) return place_bytes<8>(w, stored, column, row, rows, panel, lane, bad);

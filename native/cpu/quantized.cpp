@@ -203,7 +203,8 @@ class Heads {
 };
 
 // As place(), of codes of floats. Returns how many of e4m3 are NaN.
-int place_codes(const Packed& w, const uint8_t (*q)[kPlacedK], int rows, int n, int k0, int lane, char* weights) {
+int place_small_floats(const Packed& w, const uint8_t (*q)[kPlacedK], int rows, int n, int k0, int lane,
+                       char* weights) {
   const int unit = w.unit();
   int bad = 0;
   char* out = weights + (int64_t)(k0 / unit) * w.panel + lane;
@@ -235,9 +236,10 @@ int place_values(const Packed& w, const StoredRows& stored, int64_t column, int6
     }
     for (int at = 0, g = first; at < n; at += w.group, g++) {
       const int length = std::min(n - at, w.group);
-      const auto* codes = reinterpret_cast<const uint8_t(*)[kPlacedK]>(q[0] + at);
-      if (is_coded(w.format)) bad += place_codes(w, codes, rows, length, in_group, lane, w.weights(panel, g));
-      else place(w, codes, rows, length, in_group, lane, w.weights(panel, g));
+      const auto* quantized = reinterpret_cast<const uint8_t(*)[kPlacedK]>(q[0] + at);
+      if (is_small_float(w.format))
+        bad += place_small_floats(w, quantized, rows, length, in_group, lane, w.weights(panel, g));
+      else place(w, quantized, rows, length, in_group, lane, w.weights(panel, g));
     }
     k += n;
   }
@@ -439,7 +441,7 @@ int64_t place_rows(const Packed& w, const StoredRows& stored, int64_t row_offset
   return place_any(w, stored, row_offset, column, r0, r1);
 }
 
-void unpack_codes(const StoredRows& stored, int64_t rows, uint8_t* out) {
+void unpack_quantized(const StoredRows& stored, int64_t rows, uint8_t* out) {
   alignas(16) uint8_t q[kPlacedK];
   for (int64_t r = 0; r < rows; r++, out += stored.row_bytes())
     for (int64_t k = 0; k < stored.columns; k += kPlacedK) {

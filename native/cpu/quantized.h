@@ -93,6 +93,6 @@ int64_t quantize_rows(const Kernels& kernels, const SourceRows& source, const Qu
 int64_t place_rows(const Packed& w, const StoredRows& rows, int64_t row_offset, int64_t column, int64_t r0, int64_t r1);
 
 // The codes of `rows` stored rows as RowShape says, into [rows, row_bytes()].
-void unpack_codes(const StoredRows& stored, int64_t rows, uint8_t* out);
+void unpack_quantized(const StoredRows& stored, int64_t rows, uint8_t* out);
 
 }  // namespace as

@@ -32,13 +32,13 @@ Packed packed_of(const Rules& rules, int out_features, int in_features, const st
       (scaling.group_rows != 1 || scaling.permuted || (nested && scaling.scales != ScaleType::float16) ||
        (nested && (scaling.scale_bits != 8 || scaling.zeros == ZeroType::points)) ||
        scaling.scales == ScaleType::none || scaling.scales == ScaleType::e8m0 ||
-       (is_coded(format) && scaling.zeros != ZeroType::none)))
+       (is_small_float(format) && scaling.zeros != ZeroType::none)))
     throw std::invalid_argument(
         "the CPU backend takes scales of float32, bfloat16 and float16 for each row and group, or float16 times 8 "
         "bits, and no offsets or zero points of codes");
-  if (is_coded(format) && scaling.is_default())
+  if (is_small_float(format) && scaling.is_default())
     throw std::invalid_argument("a matrix of " + dtype + " has no offsets: say how its scales are laid out");
-  if (gathered < 0 || (gathered && (!is_quantized(format) || is_coded(format))))
+  if (gathered < 0 || (gathered && (!is_quantized(format) || is_small_float(format))))
     throw std::invalid_argument("columns in an order of their own are for matrices of integers");
   const Packed packed =
       layout(out_features, gathered ? gathered : in_features, rules, format, group_size, scaling, in_features);

@@ -6,7 +6,7 @@
 namespace as {
 namespace {
 
-enum class Values { plain, integers, coded };  // as they are; integers; codes of a table or a small float type
+enum class Values { plain, integers, small_floats };  // as they are; integers; codes of a table or a small float type
 
 struct FormatSpec {
   const char* name;
@@ -16,11 +16,11 @@ struct FormatSpec {
 
 // w8a8 and w4a8 are stored as int8 and int4, float8 as e4m3; activations are quantized too.
 constexpr FormatSpec kFormats[] = {
-    {"float32", 32, Values::plain}, {"bfloat16", 16, Values::plain}, {"float16", 16, Values::plain},
-    {"int8", 8, Values::integers},  {"int4", 4, Values::integers},   {"w8a8", 8, Values::integers},
-    {"w4a8", 4, Values::integers},  {"int6", 6, Values::integers},   {"int5", 5, Values::integers},
-    {"int3", 3, Values::integers},  {"int2", 2, Values::integers},   {"nf4", 4, Values::coded},
-    {"e2m1", 4, Values::coded},     {"e4m3", 8, Values::coded},      {"float8", 8, Values::coded}};
+    {"float32", 32, Values::plain},    {"bfloat16", 16, Values::plain},   {"float16", 16, Values::plain},
+    {"int8", 8, Values::integers},     {"int4", 4, Values::integers},     {"w8a8", 8, Values::integers},
+    {"w4a8", 4, Values::integers},     {"int6", 6, Values::integers},     {"int5", 5, Values::integers},
+    {"int3", 3, Values::integers},     {"int2", 2, Values::integers},     {"nf4", 4, Values::small_floats},
+    {"e2m1", 4, Values::small_floats}, {"e4m3", 8, Values::small_floats}, {"float8", 8, Values::small_floats}};
 
 const FormatSpec& format_spec(const std::string& name) {
   std::string known;
@@ -72,7 +72,7 @@ void check_matrix(const WeightSpec& m) {
   const std::string text = "matrix of format " + m.format;
   if (l.is_default()) return;
   if (f.values == Values::plain) throw std::invalid_argument(text + " has no scales");
-  if (f.values == Values::coded && l.zeros == ZeroType::points)
+  if (f.values == Values::small_floats && l.zeros == ZeroType::points)
     throw std::invalid_argument(text + " has no zero points: its codes are no integers");
   if (l.center >= 0 && (f.values != Values::integers || l.center >= 1 << (int)f.bits))
     throw std::invalid_argument(text + " has no code " + std::to_string(l.center) + " to stand for 0");

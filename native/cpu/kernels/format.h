@@ -29,7 +29,7 @@ namespace as {
 enum class Format : int { f32, bf16, int8, int4, w8a8, w4a8, e4m3, nf4, e2m1 };
 
 AS_INLINE bool is_quantized(Format f) { return f >= Format::int8; }
-AS_INLINE bool is_coded(Format f) { return f >= Format::e4m3; }  // codes of floats, multiplied as such
+AS_INLINE bool is_small_float(Format f) { return f >= Format::e4m3; }  // codes of floats, multiplied as such
 AS_INLINE int bits_of(Format f) {
   switch (f) {
     case Format::f32:
@@ -100,7 +100,7 @@ struct Packed {
   // How many k are padded to a whole.
   AS_INLINE int unit() const {
     if (pairs) return 32;
-    if (!planes) return is_coded(format) && bits_of(format) == 4 ? 2 : 1;
+    if (!planes) return is_small_float(format) && bits_of(format) == 4 ? 2 : 1;
     return bits_of(format) == 4 ? 8 : 4;
   }
   AS_INLINE size_t weight_bytes(int length) const {

@@ -145,7 +145,7 @@ void matmul(const Packed& w, const Activations& a, const float* bias, float* y, 
 #else
   else if (w.format == Format::bf16) matmul_typed<Floats<uint16_t>>(w, a, bias, y, ldy, m, p0, p1);
 #endif
-  else if (is_coded(w.format)) matmul_coded(w, a, bias, y, ldy, m, p0, p1);
+  else if (is_small_float(w.format)) matmul_small_floats(w, a, bias, y, ldy, m, p0, p1);
   else matmul_integer(w, a, bias, y, ldy, m, p0, p1);
 }
 

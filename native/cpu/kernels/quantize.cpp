@@ -10,9 +10,9 @@
 #include <cstring>
 #include <limits>
 
-#include "cpu/kernels/codes.h"
 #include "cpu/kernels/kernels.h"
 #include "cpu/kernels/place.h"
+#include "cpu/kernels/small_floats.h"
 #include "cpu/kernels/tables.h"
 #include "cpu/simd.h"
 
@@ -265,8 +265,9 @@ void read_row(const Packed& w, int64_t row, float* y) {
       const int to = w.order ? w.order[k] : k;
       if (to < 0) continue;
       const int code = code_of(w, weights, lane, i);
-      y[to] = scale.scale * (is_coded(w.format) ? coded_value(w.format, code) : (float)(code - scale.center)) +
-              scale.offset;
+      y[to] =
+          scale.scale * (is_small_float(w.format) ? small_float_value(w.format, code) : (float)(code - scale.center)) +
+          scale.offset;
     }
   }
 }

@@ -8,7 +8,8 @@ namespace AS_ISA {
 extern const int panel_rows_count;
 void matmul(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1);
 void matmul_integer(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1);
-void matmul_coded(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1);
+void matmul_small_floats(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0,
+                         int p1);
 void matmul_gated(const Packed& w, const Activations& a, const float* bias, const GatedOutput& out, int m, int p0,
                   int p1);
 PreparedLayout prepared(const Packed& w);

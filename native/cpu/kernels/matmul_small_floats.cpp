@@ -9,9 +9,9 @@
 // memory delivers 4 bytes a cycle to a core.
 #include <algorithm>
 
-#include "cpu/kernels/codes.h"
 #include "cpu/kernels/kernels.h"
 #include "cpu/kernels/scales.h"
+#include "cpu/kernels/small_floats.h"
 #include "cpu/kernels/tables.h"
 #include "cpu/kernels/tile.h"
 #include "cpu/simd.h"
@@ -51,7 +51,7 @@ struct Nibbles {
 #if defined(AS_ISA_AVX512)
   vf table;
   explicit Nibbles(Format format) : table(vload(table_of(format))) {}
-  AS_INLINE vf look_up(vi codes) const { return _mm512_permutexvar_ps(codes, table); }
+  AS_INLINE vf look_up(vi quantized) const { return _mm512_permutexvar_ps(quantized, table); }
   AS_INLINE void convert(const uint8_t* w, vf (&out)[kUnit][NV]) const {
 #pragma GCC unroll 4
     for (int v = 0; v < NV; v++) {
@@ -64,8 +64,8 @@ struct Nibbles {
   vf low, high;
   explicit Nibbles(Format format) : low(vload(table_of(format))), high(vload(table_of(format) + 8)) {}
   // By the three lowest bits of every lane, then the fourth, moved to the sign.
-  AS_INLINE vf look_up(vi codes, vi fourth) const {
-    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, codes), _mm256_permutevar8x32_ps(high, codes),
+  AS_INLINE vf look_up(vi quantized, vi fourth) const {
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, quantized), _mm256_permutevar8x32_ps(high, quantized),
                             _mm256_castsi256_ps(fourth));
   }
   AS_INLINE void convert(const uint8_t* w, vf (&out)[kUnit][NV]) const {
@@ -93,8 +93,8 @@ constexpr int kDirectRows = 2;
 
 // chain [R][NR] = (load ? chain : 0) + x [R, k] w [k, NR], of codes.
 template <int R, typename F>
-AS_INLINE void multiply_codes(const F& format, const uint8_t* w, int k, const float* x, size_t ldx, float* chain,
-                              bool load) {
+AS_INLINE void multiply_small_floats(const F& format, const uint8_t* w, int k, const float* x, size_t ldx, float* chain,
+                                     bool load) {
   vf acc[R][NV];
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++)
@@ -172,15 +172,15 @@ void multiply_panel(const F& format, const Packed& w, const float* x, size_t ldx
     const int length = w.group_k(g), most = rows <= kDirectRows ? length : KC;
     for (int first = 0; first < length; first += most) {
       const int k = std::min(most, length - first);
-      const uint8_t* codes = weights + w.weight_bytes(first);
+      const uint8_t* quantized = weights + w.weight_bytes(first);
       const float* values = x + k0 + first;
       if (rows <= kDirectRows) {
         with_constant<kDirectRows>(rows, [&](auto count) {
-          multiply_codes<decltype(count)::value>(format, codes, k, values, ldx, chains, first > 0);
+          multiply_small_floats<decltype(count)::value>(format, quantized, k, values, ldx, chains, first > 0);
         });
         continue;
       }
-      convert_block(format, codes, k, block);
+      convert_block(format, quantized, k, block);
       for (int r0 = 0; r0 < rows; r0 += MR)
         with_constant<MR>(std::min(MR, rows - r0), [&](auto count) {
           multiply_floats<decltype(count)::value>(block, k, values + r0 * ldx, ldx, chains + r0 * NR, first > 0);
@@ -212,7 +212,8 @@ void matmul_format(const Packed& w, const Activations& a, const float* bias, flo
 
 }  // namespace
 
-void matmul_coded(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1) {
+void matmul_small_floats(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0,
+                         int p1) {
   if (w.format == Format::e4m3) return matmul_format<Bytes>(w, a, bias, y, ldy, m, p0, p1);
   matmul_format<Nibbles>(w, a, bias, y, ldy, m, p0, p1);
 }

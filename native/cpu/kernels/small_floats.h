@@ -41,7 +41,7 @@ AS_INLINE float e4m3_value(int code) {
   return value * 0x1p120f;
 }
 
-AS_INLINE float coded_value(Format format, int code) {
+AS_INLINE float small_float_value(Format format, int code) {
   return format == Format::e4m3 ? e4m3_value(code) : table_of(format)[code];
 }
 
