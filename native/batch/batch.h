@@ -21,7 +21,7 @@ struct Slot {
 };
 
 // In place of an id that is not known yet: that the step before draws after its output number `output`.
-constexpr int32_t drawn_after(int output) { return ~output; }
+constexpr int32_t sampled_after(int output) { return ~output; }
 
 // A position of a sequence to be computed.
 struct Row {
@@ -30,13 +30,13 @@ struct Row {
 
 // What is wanted of a row with an output, beside its hidden state perhaps: nothing, a token drawn after it, or the log
 // probability of the id that follows it in the history.
-enum class Wanted : uint8_t { nothing, draw, score };
+enum class Wanted : uint8_t { nothing, sample, score };
 
 // A row with an output. The history up to it has `history` ids. mask: 1 + the index of the mask (batch/masks.h) to draw
 // under, 0 for none.
 struct Output {
   int row, slot, history;
-  Wanted wanted = Wanted::draw;
+  Wanted wanted = Wanted::sample;
   int mask = 0;
 };
 
@@ -48,9 +48,9 @@ struct Item {
   int32_t flags;        // WorkFlags
   int adapter = -1;     // of its rows; -1: none
 
-  bool draws() const { return flags & kDraw; }
+  bool samples() const { return flags & kSample; }
   // The first output after which a token is drawn: that of the last row that is no draft.
-  int drawn() const { return output + outputs - 1 - drafts; }
+  int first_sample() const { return output + outputs - 1 - drafts; }
 };
 
 struct Batch {
@@ -63,7 +63,7 @@ struct Batch {
 };
 
 // What was wanted of each of a batch's outputs. Every rank has the tokens, rank 0 the rest.
-struct Drawn {
+struct RunOutput {
   std::vector<SampleOutput> samples;
   std::vector<float> logits;  // [outputs, local vocabulary], if wanted
   int logit_width = 0;
@@ -86,7 +86,7 @@ class SpanStore {
 class Runner {
  public:
   virtual ~Runner() = default;
-  virtual Drawn run(const Batch& batch, bool want_logits) = 0;
+  virtual RunOutput run(const Batch& batch, bool want_logits) = 0;
 };
 
 }  // namespace as

@@ -22,24 +22,24 @@ StepOutput Decoder::step(const std::string& bytes, bool want_logits) {
   if (draft_) draft_->draft(slots_);
   const Batch& batch = slots_.batch();
   if (batch.rows.empty()) return output;
-  Drawn drawn = runner_.run(batch, want_logits);
+  RunOutput result = runner_.run(batch, want_logits);
   const double copy_seconds = output.copy_seconds;
-  output = output_of(batch, drawn, slots_.accept(batch, drawn.samples));
+  output = output_of(batch, result, slots_.accept(batch, result.samples));
   output.copy_seconds = copy_seconds;
   return output;
 }
 
-StepOutput output_of(const Batch& batch, Drawn& drawn, const std::vector<Slots::Accepted>& accepted) {
+StepOutput output_of(const Batch& batch, RunOutput& result, const std::vector<Slots::Accepted>& accepted) {
   StepOutput output;
   for (const Slots::Accepted& item : accepted) {
     output.counts.push_back(item.count), output.drafted.push_back(item.drafts);
-    const auto first = drawn.samples.begin() + item.output;
+    const auto first = result.samples.begin() + item.output;
     output.samples.insert(output.samples.end(), first, first + item.count);
   }
   for (size_t i = 0; i < batch.outputs.size(); i++)
-    if (batch.outputs[i].wanted == Wanted::score) output.scores.push_back(drawn.samples[i]);
-  output.hidden = std::move(drawn.hidden), output.hidden_width = drawn.hidden_width;
-  output.logits = std::move(drawn.logits), output.logit_width = drawn.logit_width;
+    if (batch.outputs[i].wanted == Wanted::score) output.scores.push_back(result.samples[i]);
+  output.hidden = std::move(result.hidden), output.hidden_width = result.hidden_width;
+  output.logits = std::move(result.logits), output.logit_width = result.logit_width;
   return output;
 }
 

@@ -36,7 +36,7 @@ class StepModel {
   // step() does.
   virtual bool begin(const std::string&) { return false; }
   // Queues the draws of the step that was begun last, once there is no other one. May wait for masks.
-  virtual void draw() {}
+  virtual void sample() {}
   // Whether finish() would not wait.
   virtual bool done() const { return true; }
   // What comes of the step that was begun first.
@@ -44,7 +44,7 @@ class StepModel {
 };
 
 // What a batch's samples are to whoever sent the plan. Takes logits and hidden states out of `drawn`.
-StepOutput output_of(const Batch& batch, Drawn& drawn, const std::vector<Slots::Accepted>& accepted);
+StepOutput output_of(const Batch& batch, RunOutput& result, const std::vector<Slots::Accepted>& accepted);
 
 class Decoder {
  public:

@@ -13,7 +13,7 @@ class LogitSampler {
   // batch's outputs. masks: null, or those that draws name. All must outlive the sampler's use.
   virtual void attach(const OpNode& op, float* logits, int width, int max_outputs, Masks* masks) = 0;
   // What is wanted of each output; samples are of the batch's outputs.
-  virtual void draw(const Batch& batch, std::vector<SampleOutput>& samples) = 0;
+  virtual void sample(const Batch& batch, std::vector<SampleOutput>& samples) = 0;
 };
 
 }  // namespace as

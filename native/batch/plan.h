@@ -19,7 +19,7 @@ struct NewSequence {
 
 // What an item's flags say.
 enum WorkFlags : int32_t {
-  kDraw = 1,        // a token is drawn after the last row, which is the history's last
+  kSample = 1,      // a token is drawn after the last row, which is the history's last
   kLookup = 2,      // drafts are looked up in the history
   kGiven = 4,       // the last known ids are drafts
   kDraftModel = 8,  // drafts are the draft model's
@@ -36,7 +36,7 @@ struct Work {
   std::vector<int32_t> known;               // appended to the history first
   std::vector<std::vector<int32_t>> spans;  // appended to the tables of each cache group
 
-  bool draws() const { return flags & kDraw; }
+  bool samples() const { return flags & kSample; }
 };
 
 // In a span table: no span, as a window has left its positions behind.

@@ -18,7 +18,7 @@ bool has_drafts(const Batch& batch) {
 
 StepOutput QueuedDecoder::step(const std::string& plan, bool want_logits) {
   if (!begin(plan, want_logits)) throw std::logic_error("a step, and another one is not finished");
-  draw();
+  sample();
   return finish();
 }
 
@@ -41,9 +41,9 @@ bool QueuedDecoder::begin(const std::string& bytes, bool want_logits) {
   return true;
 }
 
-void QueuedDecoder::draw() {
+void QueuedDecoder::sample() {
   Step& step = steps_.back();
-  if (!step.batch.rows.empty() && !runner_.draw(step.batch)) return;
+  if (!step.batch.rows.empty() && !runner_.sample(step.batch)) return;
   if (has_drafts(step.batch)) return;
   slots_.foretell(step.batch);
   step.foretold = true;
@@ -55,8 +55,8 @@ StepOutput QueuedDecoder::finish() {
   steps_.pop_front();
   StepOutput output;
   if (!step.batch.rows.empty()) {
-    Drawn drawn = runner_.finish(step.batch);
-    output = output_of(step.batch, drawn, slots_.accept(step.batch, drawn.samples, step.foretold));
+    RunOutput result = runner_.finish(step.batch);
+    output = output_of(step.batch, result, slots_.accept(step.batch, result.samples, step.foretold));
   }
   if (step.copies) output.copy_seconds = store_->finish();
   return output;

@@ -12,13 +12,13 @@ namespace as {
 class QueuedRunner {
  public:
   virtual ~QueuedRunner() = default;
-  // Queues a batch's rows. For an id that the step before draws after output i a row has drawn_after(i).
+  // Queues a batch's rows. For an id that the step before draws after output i a row has sampled_after(i).
   virtual void begin(const Batch& batch, bool want_logits) = 0;
   // Queues its draws; false: some are to be drawn on the host, so that no row of the next step may refer to them.
-  virtual bool draw(const Batch& batch) = 0;
+  virtual bool sample(const Batch& batch) = 0;
   // Whether finish() would not wait.
   virtual bool done() const = 0;
-  virtual Drawn finish(const Batch& batch) = 0;
+  virtual RunOutput finish(const Batch& batch) = 0;
 };
 
 class QueuedDecoder {
@@ -31,7 +31,7 @@ class QueuedDecoder {
   StepOutput step(const std::string& plan, bool want_logits);
   // The same in parts, as of StepModel.
   bool begin(const std::string& plan, bool want_logits = false);
-  void draw();
+  void sample();
   bool done() const { return steps_.empty() || steps_.front().batch.rows.empty() || runner_.done(); }
   StepOutput finish();
   // An adapter is loaded, or no longer: rows may name it from now on, or not.
@@ -41,7 +41,7 @@ class QueuedDecoder {
   struct Step {
     Batch batch;
     bool copies = false;    // of spans
-    bool foretold = false;  // its tokens stand in histories already, as drawn_after()
+    bool foretold = false;  // its tokens stand in histories already, as sampled_after()
   };
 
   QueuedRunner& runner_;

@@ -87,14 +87,14 @@ void Slots::check(const Plan& plan, bool has_draft_model) {
       refuse(name + " has adapter " + std::to_string(w.adapter) + " of " + std::to_string(limits_.adapters.size()));
     if (w.adapter >= 0 && !limits_.adapters[w.adapter])
       refuse(name + " has adapter " + std::to_string(w.adapter) + ", which is not loaded");
-    if (w.drafts < 0 || w.drafts > limits_.max_rows || (w.drafts && !(drafting && w.draws())))
+    if (w.drafts < 0 || w.drafts > limits_.max_rows || (w.drafts && !(drafting && w.samples())))
       refuse(name + " has " + std::to_string(w.drafts) + " drafts but nothing to make them, or to draw after them");
     if ((w.flags & kGiven) && (long)w.known.size() < w.drafts)
       refuse(name + ": " + std::to_string(w.drafts) + " drafts among " + std::to_string(w.known.size()) + " known ids");
-    if (w.outputs < 0 || w.outputs > w.rows || (w.draws() && !w.outputs))
+    if (w.outputs < 0 || w.outputs > w.rows || (w.samples() && !w.outputs))
       refuse(name + " has " + std::to_string(w.outputs) + " outputs of " + std::to_string(w.rows) + " rows");
-    if (w.mask < 0 || (w.mask && (!w.draws() || w.mask + w.drafts > limits_.masks)))
-      refuse(name + " has mask " + std::to_string(w.mask) + " for " + std::to_string(w.draws() + w.drafts) +
+    if (w.mask < 0 || (w.mask && (!w.samples() || w.mask + w.drafts > limits_.masks)))
+      refuse(name + " has mask " + std::to_string(w.mask) + " for " + std::to_string(w.samples() + w.drafts) +
              " draws; there are " + std::to_string(limits_.masks));
     check_spans(w, slot);
     slot.history += (long)w.known.size() - (w.flags & kGiven ? w.drafts : 0);
@@ -107,8 +107,8 @@ void Slots::check(const Plan& plan, bool has_draft_model) {
       if (spans * limits_.span_size < end)
         refuse("positions up to " + std::to_string(end) + " of " + name + " are not covered by its " +
                std::to_string(spans) + " spans");
-    if (w.draws() && end != slot.history) refuse("only a sequence's last row can draw");
-    if ((w.flags & kPromptLogprobs) && w.outputs && !w.draws() && end == slot.history)
+    if (w.samples() && end != slot.history) refuse("only a sequence's last row can draw");
+    if ((w.flags & kPromptLogprobs) && w.outputs && !w.samples() && end == slot.history)
       refuse(name + ": no token follows its last row, whose log probability is wanted");
     rows += w.rows + w.drafts, outputs += w.outputs + w.drafts;
   }
@@ -151,7 +151,7 @@ const Batch& Slots::batch() {
   batch_.rows.clear(), batch_.outputs.clear(), batch_.items.clear();
   for (const Pending& p : pending_) {
     Slot& slot = slots_[p.slot];
-    const int drafts = p.draws() ? (int)slot.history.size() - p.end : 0, start = slot.cached;
+    const int drafts = p.samples() ? (int)slot.history.size() - p.end : 0, start = slot.cached;
     const Item item{p.slot,
                     (int)batch_.rows.size(),
                     start,
@@ -162,7 +162,7 @@ const Batch& Slots::batch() {
                     p.flags,
                     p.adapter};
     for (int i = start; i < start + item.count; i++) batch_.rows.push_back({p.slot, i, slot.history[i]});
-    const int inside = p.outputs - p.draws();  // outputs after which nothing is drawn
+    const int inside = p.outputs - p.samples();  // outputs after which nothing is drawn
     for (int i = 0; i < item.outputs; i++) {
       Output out{item.row + p.rows - p.outputs + i, p.slot, p.end - p.outputs + 1 + i};
       if (i < inside) out.wanted = p.flags & kPromptLogprobs ? Wanted::score : Wanted::nothing;
@@ -177,33 +177,33 @@ const Batch& Slots::batch() {
 
 void Slots::foretell(const Batch& batch) {
   for (const Item& item : batch.items)
-    if (item.draws()) slots_[item.slot].history.push_back(drawn_after(item.drawn()));
+    if (item.samples()) slots_[item.slot].history.push_back(sampled_after(item.first_sample()));
 }
 
 std::vector<Slots::Accepted> Slots::accept(const Batch& batch, const std::vector<SampleOutput>& samples,
                                            bool foretold) {
   std::vector<Accepted> accepted;
   for (const Item& item : batch.items) {
-    if (!item.draws()) continue;
+    if (!item.samples()) continue;
     Slot& slot = slots_[item.slot];
-    const int drawn = item.drawn();
+    const int first = item.first_sample();
     if (foretold) {  // unless another sequence has the slot by now
       const size_t place = (size_t)item.start + item.count;
       if (place < slot.history.size() && slot.history[place] < 0)
-        slot.history[place] = std::max(samples[drawn].token, 0);
-      accepted.push_back({drawn, 1, 0});
+        slot.history[place] = std::max(samples[first].token, 0);
+      accepted.push_back({first, 1, 0});
       continue;
     }
     const int end = slot.cached;  // the first draft's position
     int kept = 0;
-    while (kept < item.drafts && samples[drawn + kept].token == slot.history[end + kept]) kept++;
+    while (kept < item.drafts && samples[first + kept].token == slot.history[end + kept]) kept++;
     slot.history.resize(end + kept);
     // A row without a token (its logits are no numbers): the sequence ends, whatever is computed for it before the
     // scheduler knows.
-    slot.history.push_back(std::max(samples[drawn + kept].token, 0));
+    slot.history.push_back(std::max(samples[first + kept].token, 0));
     slot.cached = end + kept;
     slot.drafted = std::min(slot.drafted, slot.cached);  // what it made of rejected drafts is overwritten
-    accepted.push_back({drawn, kept + 1, item.drafts});
+    accepted.push_back({first, kept + 1, item.drafts});
   }
   return accepted;
 }

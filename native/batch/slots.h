@@ -39,7 +39,7 @@ class Slots {
     int32_t flags;
     int adapter;
 
-    bool draws() const { return flags & kDraw; }
+    bool samples() const { return flags & kSample; }
     bool by_model() const { return flags & kDraftModel; }
   };
   const std::vector<Pending>& pending() const { return pending_; }
@@ -54,8 +54,8 @@ class Slots {
     int output, count, drafts;
   };
   std::vector<Accepted> accept(const Batch& batch, const std::vector<SampleOutput>& samples, bool foretold = false);
-  // A token will be drawn after each item that draws and has no drafts: histories have drawn_after() in its place until
-  // that batch is accepted as one that was foretold, though other plans may have come in between.
+  // A token will be drawn after each item that draws and has no drafts: histories have sampled_after() in its place
+  // until that batch is accepted as one that was foretold, though other plans may have come in between.
   void foretell(const Batch& batch);
 
  private:

@@ -90,7 +90,7 @@ void Stepper::begin_next(std::unique_lock<std::mutex>& lock) {
     if (!begun && alone) whole = job.model->step(job.plan, false);
   } catch (...) { step.error = std::current_exception(); }
   if (step.error || begun) begun_.push_back(step);
-  if (alone && begun && !step.error) draw(begun_.back());
+  if (alone && begun && !step.error) sample(begun_.back());
   held_ = !begun && !step.error && !alone;
   const bool ended = alone && step.error;
   if (!held_) job = {};  // what it holds is let go of without the lock
@@ -101,9 +101,9 @@ void Stepper::begin_next(std::unique_lock<std::mutex>& lock) {
   if (ended) finish_first(lock);
 }
 
-void Stepper::draw(Begun& step) {
+void Stepper::sample(Begun& step) {
   try {
-    step.model->draw();
+    step.model->sample();
   } catch (...) { step.error = std::current_exception(); }
 }
 
@@ -123,7 +123,7 @@ void Stepper::finish_first(std::unique_lock<std::mutex>& lock) {
   add_result(std::move(result));
   if (begun_.empty() || begun_.front().error) return;
   lock.unlock();
-  draw(begun_.front());
+  sample(begun_.front());
   lock.lock();
 }
 

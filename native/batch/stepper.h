@@ -50,7 +50,7 @@ class Stepper {
   bool await_work(std::unique_lock<std::mutex>& lock);
   void begin_next(std::unique_lock<std::mutex>& lock);
   void finish_first(std::unique_lock<std::mutex>& lock);
-  void draw(Begun& step);
+  void sample(Begun& step);
   void add_result(Result result);
 
   mutable std::mutex mutex_;

@@ -85,13 +85,13 @@ py::dict sample_once(const py::sequence& logits, const Ints& block, const Ints& 
   // One rank's round, by one call or by several threads.
   const auto split = [&](const SampleInput& in, int begin, int local, int size, const Search* at,
                          std::vector<uint8_t>& blob) {
-    ShardDraw draw;
-    draw.begin(in, begin, local, size, threads, at);
+    ShardSampler sampler;
+    sampler.begin(in, begin, local, size, threads, at);
     std::vector<std::thread> others;
-    for (int t = 1; t < threads; ++t) others.emplace_back([&draw, t] { draw.scan(t); });
-    draw.scan(0);
+    for (int t = 1; t < threads; ++t) others.emplace_back([&sampler, t] { sampler.scan(t); });
+    sampler.scan(0);
     for (std::thread& other : others) other.join();
-    return draw.finish(blob);
+    return sampler.finish(blob);
   };
   SampleOutput out;
   Search search{};
@@ -134,7 +134,7 @@ std::pair<double, double> sample_seconds(const Floats& logits, const Ints& block
   SampleInput input;
   input.params = &params;
   input.logits = row.data();
-  ShardDraw draw;
+  ShardSampler sampler;
   Pool pool(threads, {}, true);
   using Clock = std::chrono::steady_clock;
   const auto since = [](Clock::time_point start) {
@@ -149,14 +149,14 @@ std::pair<double, double> sample_seconds(const Floats& logits, const Ints& block
     const auto start = Clock::now();
     pool.run([&](int thread) {
       for (bool first = true;; first = false) {
-        if (thread == 0) draw.begin(input, 0, vocab, vocab, threads, first ? nullptr : &search);
+        if (thread == 0) sampler.begin(input, 0, vocab, vocab, threads, first ? nullptr : &search);
         pool.barrier();
-        draw.scan(thread);
+        sampler.scan(thread);
         pool.barrier();
         if (thread == 0) {
           const auto begin = Clock::now();
           blob.clear();
-          draw.finish(blob);
+          sampler.finish(blob);
           const Blobs blobs{{blob.data(), blob.size()}};
           done = first ? merge(params, 0, blobs, search, out) : merge_narrowed(params, blobs, search, out);
           alone += since(begin);

@@ -22,15 +22,15 @@ void HostSampler::attach(const OpNode& op, float* logits, int width, int max_out
   std::vector<std::shared_ptr<AttentionWork>> works;
   const std::vector<std::shared_ptr<Routing>> routings;
   op_ = cpu_op({Op::sample})(Binding{
-      core_, {Part{op, no_weights_, {rows}, {}}}, limits_, cache, scratch, tables, works, routings, drawn_, masks});
+      core_, {Part{op, no_weights_, {rows}, {}}}, limits_, cache, scratch, tables, works, routings, output_, masks});
 }
 
-void HostSampler::draw(const Batch& batch, std::vector<SampleOutput>& samples) {
-  if (!op_) throw std::logic_error("attach() before draw()");
-  drawn_.samples.swap(samples);
+void HostSampler::sample(const Batch& batch, std::vector<SampleOutput>& samples) {
+  if (!op_) throw std::logic_error("attach() before sample()");
+  output_.samples.swap(samples);
   op_->begin(batch);
   pool_.run([&](int thread) { pool_.guard([&] { op_->run(batch, thread); }); });
-  drawn_.samples.swap(samples);
+  output_.samples.swap(samples);
 }
 
 }  // namespace as

@@ -14,7 +14,7 @@ class HostSampler : public LogitSampler {
   HostSampler(int threads, std::vector<int> cpus, std::shared_ptr<Communicator> shared_memory = nullptr);
 
   void attach(const OpNode& op, float* logits, int width, int max_outputs, Masks* masks) override;
-  void draw(const Batch& batch, std::vector<SampleOutput>& samples) override;
+  void sample(const Batch& batch, std::vector<SampleOutput>& samples) override;
 
  private:
   const std::shared_ptr<Communicator> shared_memory_;
@@ -22,7 +22,7 @@ class HostSampler : public LogitSampler {
   const Core core_;
   const Weights no_weights_;
   RunnerLimits limits_;
-  Drawn drawn_;
+  RunOutput output_;
   std::unique_ptr<BoundOp> op_;
 };
 

@@ -85,7 +85,7 @@ void CpuRunner::bind(Form& form, Masks* masks, const Adapters* adapters) {
   form.begin = steps_.size();
   for (size_t i = 0; i < form.ops.size(); i++) {
     const FusedOp& fused = form.ops[i];
-    Binding binding{core_, {}, limits_, cache_, scratch_, rotary_, attention_, routings_, drawn_, masks, adapters};
+    Binding binding{core_, {}, limits_, cache_, scratch_, rotary_, attention_, routings_, output_, masks, adapters};
     for (size_t p = 0; p < fused.parts.size(); p++) {
       const OpNode& op = program_.ops()[fused.parts[p]];
       Part part{op, weights_, {}, {}};
@@ -277,9 +277,9 @@ void CpuRunner::allocate(const Needs& needs) {
   scratch_.lora = Buffer(needs.lora, "adapters' products");
 }
 
-Drawn CpuRunner::run(const Batch& batch, bool want_logits) {
-  drawn_ = {};
-  drawn_.samples.resize(batch.outputs.size());
+RunOutput CpuRunner::run(const Batch& batch, bool want_logits) {
+  output_ = {};
+  output_.samples.resize(batch.outputs.size());
   const Form& form = adapters_ && adapters_->begin(batch) ? adapted_ : plain_;
   const bool heads = !form.heads || want_logits ||
                      std::any_of(batch.outputs.begin(), batch.outputs.end(),
@@ -303,8 +303,8 @@ Drawn CpuRunner::run(const Batch& batch, bool want_logits) {
     }
     if (want_logits && thread == 0)
       core_.pool.guard([&] {
-        drawn_.logits.assign(logits.data, logits.data + batch.outputs.size() * logits.width);
-        drawn_.logit_width = logits.width;
+        output_.logits.assign(logits.data, logits.data + batch.outputs.size() * logits.width);
+        output_.logit_width = logits.width;
       });
   };
   try {
@@ -313,7 +313,7 @@ Drawn CpuRunner::run(const Batch& batch, bool want_logits) {
     if (core_.peers) core_.peers->abort(std::string("rank ") + std::to_string(core_.rank) + ": " + e.what());
     throw;
   }
-  return std::move(drawn_);
+  return std::move(output_);
 }
 
 void CpuRunner::record(Step& step, const Batch& batch, double seconds) const {

@@ -41,7 +41,7 @@ class CpuRunner : public Runner {
   CpuRunner(const Core& core, const Program& program, const Weights& weights, const RunnerLimits& limits,
             const CacheLimits& cache, bool fused, Masks* masks = nullptr, Adapters* adapters = nullptr);
 
-  Drawn run(const Batch& batch, bool want_logits) override;
+  RunOutput run(const Batch& batch, bool want_logits) override;
   void set_profiling(bool on);  // on: counts anew; off: what was counted stays
   const std::vector<Step>& steps() const { return steps_; }
   const SpanCache& cache() const { return cache_; }
@@ -86,7 +86,7 @@ class CpuRunner : public Runner {
   Form plain_, adapted_;
   std::vector<Step> steps_;
   std::vector<Step*> needed_;  // of the step that runs
-  Drawn drawn_;
+  RunOutput output_;
   bool profiling_ = false;
 };
 

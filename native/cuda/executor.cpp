@@ -166,7 +166,7 @@ bool CudaExecutor::begin(const std::string& plan) {
   return decoder_->begin(plan);
 }
 
-void CudaExecutor::draw() { decoder_->draw(); }
+void CudaExecutor::sample() { decoder_->sample(); }
 
 void CudaExecutor::set_profiling(bool on) {
   if (runner_) runner_->set_profiling(on);

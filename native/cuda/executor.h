@@ -53,7 +53,7 @@ class CudaExecutor : public Model {
   void load();
   StepOutput step(const std::string& plan, bool want_logits) override;
   bool begin(const std::string& plan) override;
-  void draw() override;
+  void sample() override;
   bool done() const override { return !decoder_ || decoder_->done(); }
   StepOutput finish() override;
   void set_profiling(bool on) override;

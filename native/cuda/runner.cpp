@@ -107,7 +107,7 @@ void CudaRunner::begin(const Batch& batch, bool want_logits) {
   else launch(size, heads, begun_.timed);
 }
 
-bool CudaRunner::draw(const Batch& batch) {
+bool CudaRunner::sample(const Batch& batch) {
   device_.use();
   drawing_ = begun_;
   copy_hidden(batch);
@@ -130,12 +130,12 @@ bool CudaRunner::draw(const Batch& batch) {
 
 bool CudaRunner::done() const { return cudaEventQuery(drawn_) != cudaErrorNotReady; }
 
-Drawn CudaRunner::finish(const Batch& batch) {
+RunOutput CudaRunner::finish(const Batch& batch) {
   device_.use();
   check(cudaEventSynchronize(drawn_), "a step on the GPU");
   if (ranks_) ranks_->exchange.check_waits();
   if (drawing_.timed) add_times(batch);
-  Drawn drawn;
+  RunOutput drawn;
   const size_t outputs = batch.outputs.size();
   drawn.samples.resize(outputs);
   if (hidden_rows_) {
@@ -171,7 +171,7 @@ Drawn CudaRunner::finish(const Batch& batch) {
     else drawn.samples[i].token = best->token;
     ++best;
   }
-  if (any) sampler_.draw(rest, drawn.samples);
+  if (any) sampler_.sample(rest, drawn.samples);
   return drawn;
 }
 
@@ -208,7 +208,7 @@ void CudaRunner::share_draws(const Batch& batch) {
   drawn_by_.clear();
   for (const Output& out : batch.outputs) {
     if (out.wanted == Wanted::nothing) drawn_by_.push_back(SampledBy::nobody);
-    else if (out.wanted == Wanted::draw && is_greedy(batch.slot(out.slot).sampling, out))
+    else if (out.wanted == Wanted::sample && is_greedy(batch.slot(out.slot).sampling, out))
       drawn_by_.push_back(SampledBy::argmax);
     else drawn_by_.push_back(draws_ ? SampledBy::device : SampledBy::host);
   }

@@ -27,9 +27,9 @@ class CudaRunner : public QueuedRunner {
   ~CudaRunner() override;
 
   void begin(const Batch& batch, bool want_logits) override;
-  bool draw(const Batch& batch) override;
+  bool sample(const Batch& batch) override;
   bool done() const override;
-  Drawn finish(const Batch& batch) override;
+  RunOutput finish(const Batch& batch) override;
   size_t cache_bytes() const { return workspace_.cache_bytes(); }
   const std::vector<LayerCache>& layers() const { return workspace_.layers; }
   // The large memories are given back, and taken again, zeroed; the cache's content is lost. No work on the device may

@@ -187,14 +187,14 @@ void choose_fallback(const SamplingParams& params, const std::vector<Part>& part
   const Header* allowed = nullptr;
   for (const Part& part : parts) {
     const Header& head = part.head;
-    if (head.best_id >= 0 && (!best || head.best_raw > best->best_raw)) best = &head;
+    if (head.argmax_id >= 0 && (!best || head.argmax_raw > best->argmax_raw)) best = &head;
     if (head.allowed_id >= 0 && (!allowed || head.allowed_raw > allowed->allowed_raw)) allowed = &head;
   }
   if (allowed) return choose(params, log_norm, allowed->allowed_id, allowed->allowed_raw, out);
   for (const Part& part : parts) {
     if (part.head.eos_id >= 0) return choose(params, log_norm, part.head.eos_id, part.head.eos_raw, out);
   }
-  choose(params, log_norm, best->best_id, best->best_raw, out);
+  choose(params, log_norm, best->argmax_id, best->argmax_raw, out);
 }
 
 float highest(const std::vector<Part>& parts) {
@@ -218,7 +218,7 @@ size_t inverse_cdf(const std::vector<float>& weights, size_t kept, double sum, d
 
 // The winner of the ranks' winners; ties go to the lowest rank, as they do to the lowest chunk within one.
 template <class Head, class HeadOf>
-const Head* best_winner(size_t count, HeadOf head_of) {
+const Head* max_winner(size_t count, HeadOf head_of) {
   const Head* best = nullptr;
   for (size_t r = 0; r < count; ++r) {
     const Head& head = head_of(r);
@@ -326,8 +326,8 @@ SamplingParams SamplingParams::parse(const int32_t*& p, const int32_t* end) {
 }
 
 bool may_narrow(const SamplingParams& params) {
-  const Draw kind = kind_of(params);
-  return kind == Draw::nucleus || (kind == Draw::top_k && params.top_k > kCandidates);
+  const SamplingKind kind = kind_of(params);
+  return kind == SamplingKind::nucleus || (kind == SamplingKind::top_k && params.top_k > kCandidates);
 }
 
 const SamplingParams& scoring_params() {
@@ -357,20 +357,20 @@ bool merge(const SamplingParams& params, int position, const Blobs& blobs, Searc
     choose_fallback(params, parts, log_norm, out);
     return true;
   }
-  const Draw kind = kind_of(params);
-  if (kind == Draw::all) {
-    const Header* head = best_winner<Header>(parts.size(), [&](size_t r) -> const Header& { return parts[r].head; });
+  const SamplingKind kind = kind_of(params);
+  if (kind == SamplingKind::all) {
+    const Header* head = max_winner<Header>(parts.size(), [&](size_t r) -> const Header& { return parts[r].head; });
     choose(params, log_norm, head->winner_id, head->winner_raw, out);
     return true;
   }
-  Ranking ranking(parts, kind == Draw::top_k ? std::min(params.top_k, kCandidates) : kCandidates);
-  if (kind == Draw::greedy) {
+  Ranking ranking(parts, kind == SamplingKind::top_k ? std::min(params.top_k, kCandidates) : kCandidates);
+  if (kind == SamplingKind::greedy) {
     choose(params, log_norm, ranking[0].id, ranking[0].raw, out);
     return true;
   }
   bool whole = ranking.whole();
-  if (kind == Draw::top_k && params.top_k <= kCandidates) whole = true;
-  if (kind == Draw::top_k && !whole) {
+  if (kind == SamplingKind::top_k && params.top_k <= kCandidates) whole = true;
+  if (kind == SamplingKind::top_k && !whole) {
     begin_search(params, top, log_norm, search);
     return false;
   }
@@ -395,7 +395,7 @@ bool merge(const SamplingParams& params, int position, const Blobs& blobs, Searc
   double need = std::numeric_limits<double>::infinity();
   if (params.top_p < 1.0f) {
     double mass = 0.0;  // that top_p is a part of
-    if (kind == Draw::nucleus) {
+    if (kind == SamplingKind::nucleus) {
       for (const Part& part : parts) {
         if (part.head.max != kBanned)
           mass += part.head.sum * exact::exp((static_cast<double>(part.head.max) - top) * scale);
@@ -457,7 +457,7 @@ bool merge_narrowed(const SamplingParams& params, const Blobs& blobs, Search& se
   }
   if (search.level == kLevels) {
     const auto* head =
-        best_winner<NarrowedHeader>(heads.size(), [&](size_t r) -> const NarrowedHeader& { return heads[r]; });
+        max_winner<NarrowedHeader>(heads.size(), [&](size_t r) -> const NarrowedHeader& { return heads[r]; });
     choose(params, search.log_norm, head->winner_id, head->winner_raw, out);
     return true;
   }

@@ -37,7 +37,8 @@
 // decides where a nucleus ends once in some 1e13 draws.)
 //
 // Thread safety: all functions are reentrant; calls on different rows may run at the same time, merge() too (blobs_of()
-// says where each row's blobs are). Few rows and many threads: ShardDraw is candidates() and narrow() cut into parts.
+// says where each row's blobs are). Few rows and many threads: ShardSampler is candidates() and narrow() cut into
+// parts.
 //
 // The sampling block, in 32-bit words (floats bit for bit): flags (1 do_sample, 2 logprobs, 4
 // suppress_repetition_in_generation, 8: the extension follows at the end), temperature, top_k, top_p,
@@ -153,7 +154,7 @@ size_t narrow(const SampleInput& input, int vocab_begin, int vocab_local, int vo
 // candidates() or narrow() of a row by several threads: begin() by one, then scan() of every part by any, at the same
 // time, and when all are done finish() by one. The blob has the same bytes however many parts there are. In between,
 // the row's logits may be changed. To be kept for further rows: what it allocates is of the vocabulary's size.
-class ShardDraw {
+class ShardSampler {
  public:
   // search: null for candidates(), else narrow()'s. What `input` points to has to stay until finish() returns.
   void begin(const SampleInput& input, int vocab_begin, int vocab_local, int vocab_size, int parts,
@@ -176,7 +177,7 @@ class ShardDraw {
     std::vector<std::pair<int32_t, float>> changes;  // of processors: place in the part, what was there before
     std::vector<sampling::Bin> bins;
   };
-  bool draws_narrowed() const { return narrows_ && search_.level == kLevels; }
+  bool samples_narrowed() const { return narrows_ && search_.level == kLevels; }
   float* processed_logits() { return input_.mask ? masked_.data() : input_.logits; }
   // The first of x that is `value`, the greatest of all parts' `most`.
   int first_of(const float* x, const Stats& stats, float Part::* most, float value) const;

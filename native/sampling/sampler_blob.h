@@ -25,9 +25,9 @@ struct Header {
   int32_t n_top;
   int32_t truncated;  // there are finite logits below the last candidate
   float raw_max;
-  float max;        // after the processors
-  int32_t best_id;  // fallback if everything is banned: best raw logit of the shard, -1 if none is finite
-  float best_raw;
+  float max;          // after the processors
+  int32_t argmax_id;  // fallback if everything is banned: best raw logit of the shard, -1 if none is finite
+  float argmax_raw;
   int32_t allowed_id;  // the same among the ids that the mask allows
   float allowed_raw;
   int32_t eos_id;  // the first end-of-sequence id if it is in this shard, else -1
@@ -77,12 +77,12 @@ inline bool better(const Candidate& a, const Candidate& b) {
   return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
 }
 
-enum class Draw { greedy, top_k, nucleus, all };
+enum class SamplingKind { greedy, top_k, nucleus, all };
 
-inline Draw kind_of(const SamplingParams& p) {
-  if (p.greedy()) return Draw::greedy;
-  if (p.top_k > 0) return Draw::top_k;
-  return p.top_p < 1.0f || p.min_p > 0.0f ? Draw::nucleus : Draw::all;
+inline SamplingKind kind_of(const SamplingParams& p) {
+  if (p.greedy()) return SamplingKind::greedy;
+  if (p.top_k > 0) return SamplingKind::top_k;
+  return p.top_p < 1.0f || p.min_p > 0.0f ? SamplingKind::nucleus : SamplingKind::all;
 }
 
 Uniforms uniforms(const SamplingParams& params, int position);

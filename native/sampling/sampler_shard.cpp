@@ -67,7 +67,7 @@ int first_of_value(const float* x, int n, const float* groups, float value) {
 }
 
 // The `want` best finite logits by (value descending, id ascending), in no order. True if finite ones were left out.
-bool select_best(const float* x, int n, int begin, const float* groups, int want, std::vector<Candidate>& out) {
+bool select_top(const float* x, int n, int begin, const float* groups, int want, std::vector<Candidate>& out) {
   thread_local std::vector<float> order;
   out.clear();
   const size_t count = group_count(n);
@@ -108,7 +108,7 @@ void weigh_chunks(const float* x, int n, int chunk, float scale, const float* gr
 }
 
 // Sum of the weights relative to `top`, the greatest of the maxima.
-double total_weight(const ShardDraw::Stats& stats, size_t chunks, float top, float scale) {
+double total_weight(const ShardSampler::Stats& stats, size_t chunks, float top, float scale) {
   double sum = 0.0;
   for (size_t c = 0; c < chunks; ++c) {
     const double depth = (static_cast<double>(top) - stats.maxima[c]) * scale;
@@ -125,8 +125,8 @@ struct Winner {
 // Unrestricted sampling: the chunk with the greatest key log(weight) + Gumbel noise, ties to the first, and the token
 // that `second` draws in it. The key is log(sum / E) + maximum * scale with E = -log(uniform), which has an exponential
 // distribution: the chunk with the smallest E / weight, so that most need no logarithm: E >= 1 - uniform.
-Winner draw_chunk(const SamplingParams& p, int position, const float* x, int begin, int n, int chunk,
-                  const ShardDraw::Stats& stats) {
+Winner sample_chunk(const SamplingParams& p, int position, const float* x, int begin, int n, int chunk,
+                    const ShardSampler::Stats& stats) {
   const LogitKernels& kernels = logit_kernels();
   const float scale = 1.0f / p.temperature;
   const size_t chunks = chunk_count(n, chunk);
@@ -268,8 +268,8 @@ void check_shard(int begin, int local, int vocab_size) {
   }
 }
 
-void ShardDraw::begin(const SampleInput& input, int vocab_begin, int vocab_local, int vocab_size, int parts,
-                      const Search* search) {
+void ShardSampler::begin(const SampleInput& input, int vocab_begin, int vocab_local, int vocab_size, int parts,
+                         const Search* search) {
   check_shard(vocab_begin, vocab_local, vocab_size);
   if (parts < 1) throw std::invalid_argument("a shard is scanned in 1 or more parts, not " + std::to_string(parts));
   input_ = input;
@@ -284,7 +284,7 @@ void ShardDraw::begin(const SampleInput& input, int vocab_begin, int vocab_local
     if (stats->maxima.size() < chunks) stats->maxima.resize(chunks), stats->sums.resize(chunks);
   }
   if (input_.mask && masked_.size() < static_cast<size_t>(local_)) masked_.resize(local_);
-  if (draws_narrowed() && kept_.size() < static_cast<size_t>(local_)) kept_.resize(local_);
+  if (samples_narrowed() && kept_.size() < static_cast<size_t>(local_)) kept_.resize(local_);
   parts_.resize(parts);
   const int units = chunk_count(local_, kChunk);
   for (int i = 0; i < parts; ++i) {
@@ -298,7 +298,7 @@ void ShardDraw::begin(const SampleInput& input, int vocab_begin, int vocab_local
   }
 }
 
-void ShardDraw::scan(int index) {
+void ShardSampler::scan(int index) {
   Part& part = parts_[index];
   const int from = part.begin, n = part.end - part.begin;
   if (n <= 0) return;
@@ -327,19 +327,19 @@ void ShardDraw::scan(int index) {
   }
   part.max = max_of(current, group_count(n));
   const float scale = 1.0f / p.temperature;
-  if (draws_narrowed()) {
+  if (samples_narrowed()) {
     keep_set(x, begin_ + from, n, scale, search_, kept_.data() + from);
     kernels.group_max(kept_.data() + from, n, current);
     weigh(kept_.data() + from, scale, processed_);
   } else if (narrows_) {
     fill_bins(x, begin_ + from, n, scale, search_, part.bins);
   } else {
-    const Draw kind = kind_of(p);
-    if (kind == Draw::all || (kind == Draw::nucleus && p.top_p < 1.0f)) weigh(x, scale, processed_);
+    const SamplingKind kind = kind_of(p);
+    if (kind == SamplingKind::all || (kind == SamplingKind::nucleus && p.top_p < 1.0f)) weigh(x, scale, processed_);
   }
 }
 
-int ShardDraw::first_of(const float* x, const Stats& stats, float Part::* most, float value) const {
+int ShardSampler::first_of(const float* x, const Stats& stats, float Part::* most, float value) const {
   for (const Part& part : parts_) {
     if (part.*most != value) continue;
     const float* groups = stats.groups.data() + group_count(part.begin);
@@ -348,18 +348,18 @@ int ShardDraw::first_of(const float* x, const Stats& stats, float Part::* most, 
   return -1;
 }
 
-void ShardDraw::put_back() {
+void ShardSampler::put_back() {
   if (input_.mask) return;
   for (const Part& part : parts_)
     for (auto it = part.changes.rbegin(); it != part.changes.rend(); ++it)
       input_.logits[part.begin + it->first] = it->second;
 }
 
-size_t ShardDraw::finish(std::vector<uint8_t>& blob) {
+size_t ShardSampler::finish(std::vector<uint8_t>& blob) {
   return narrows_ ? finish_narrow(blob) : finish_candidates(blob);
 }
 
-size_t ShardDraw::finish_candidates(std::vector<uint8_t>& blob) {
+size_t ShardSampler::finish_candidates(std::vector<uint8_t>& blob) {
   const SamplingParams& p = *input_.params;
   const size_t chunks = chunk_count(local_, chunk_);
   const float* raw = input_.logits;  // after put_back()
@@ -367,8 +367,8 @@ size_t ShardDraw::finish_candidates(std::vector<uint8_t>& blob) {
   head.magic = kCandidatesMagic;
   head.vocab_begin = begin_;
   head.vocab_local = local_;
-  head.best_id = head.allowed_id = head.eos_id = head.winner_id = -1;
-  head.best_raw = head.allowed_raw = head.max = kBanned;
+  head.argmax_id = head.allowed_id = head.eos_id = head.winner_id = -1;
+  head.argmax_raw = head.allowed_raw = head.max = kBanned;
   head.raw_max = kBanned;
   for (const Part& part : parts_) {
     head.not_finite += part.not_finite;
@@ -379,21 +379,21 @@ size_t ShardDraw::finish_candidates(std::vector<uint8_t>& blob) {
   top.clear(), chosen.clear();
   if (numbers) {
     const float* x = processed_logits();
-    const Draw kind = kind_of(p);
+    const SamplingKind kind = kind_of(p);
     for (const Part& part : parts_) head.max = std::max(head.max, part.max);
     if (head.max == kBanned) {
       // Nothing to draw: what is taken then rank 0 knows.
-    } else if (kind == Draw::greedy) {
+    } else if (kind == SamplingKind::greedy) {
       chosen.push_back({begin_ + first_of(x, processed_, &Part::max, head.max), head.max, 0.0f});
-    } else if (kind == Draw::all) {
-      const Winner winner = draw_chunk(p, input_.history_len, x, begin_, local_, chunk_, processed_);
+    } else if (kind == SamplingKind::all) {
+      const Winner winner = sample_chunk(p, input_.history_len, x, begin_, local_, chunk_, processed_);
       head.winner_id = begin_ + winner.index;
       head.winner_key = winner.key;
     } else {
-      if (kind == Draw::nucleus && p.top_p < 1.0f)
+      if (kind == SamplingKind::nucleus && p.top_p < 1.0f)
         head.sum = total_weight(processed_, chunks, head.max, 1.0f / p.temperature);
-      const int want = kind == Draw::top_k ? std::min(p.top_k, kCandidates) : kCandidates;
-      head.truncated = select_best(x, local_, begin_, processed_.groups.data(), std::min(want, local_), chosen);
+      const int want = kind == SamplingKind::top_k ? std::min(p.top_k, kCandidates) : kCandidates;
+      head.truncated = select_top(x, local_, begin_, processed_.groups.data(), std::min(want, local_), chosen);
     }
   }
   put_back();
@@ -407,9 +407,9 @@ size_t ShardDraw::finish_candidates(std::vector<uint8_t>& blob) {
   }
   if (numbers) {
     if (p.logprobs()) head.raw_sum = total_weight(raw_, chunks, head.raw_max, 1.0f);
-    if (p.top_logprobs > 0) select_best(raw, local_, begin_, raw_.groups.data(), p.top_logprobs, top);
-    head.best_id = begin_ + first_of(raw, raw_, &Part::raw_max, head.raw_max);
-    head.best_raw = head.raw_max;
+    if (p.top_logprobs > 0) select_top(raw, local_, begin_, raw_.groups.data(), p.top_logprobs, top);
+    head.argmax_id = begin_ + first_of(raw, raw_, &Part::raw_max, head.raw_max);
+    head.argmax_raw = head.raw_max;
     if (input_.mask) {
       for (int i = 0; i < local_ && head.max == kBanned; ++i) {  // else nobody asks
         if (!allows(input_.mask, begin_ + i) || !(raw[i] > head.allowed_raw)) continue;
@@ -417,8 +417,8 @@ size_t ShardDraw::finish_candidates(std::vector<uint8_t>& blob) {
         head.allowed_raw = raw[i];
       }
     } else {
-      head.allowed_id = head.best_id;
-      head.allowed_raw = head.best_raw;
+      head.allowed_id = head.argmax_id;
+      head.allowed_raw = head.argmax_raw;
     }
     if (head.winner_id >= 0) head.winner_raw = raw[head.winner_id - begin_];
     for (Candidate& c : chosen) c.raw = raw[c.id - begin_];
@@ -434,14 +434,14 @@ size_t ShardDraw::finish_candidates(std::vector<uint8_t>& blob) {
   return bytes;
 }
 
-size_t ShardDraw::finish_narrow(std::vector<uint8_t>& blob) {
+size_t ShardSampler::finish_narrow(std::vector<uint8_t>& blob) {
   NarrowedHeader head{};
   head.magic = kNarrowedMagic;
   head.winner_id = -1;
   std::vector<Bin> bins;
-  if (draws_narrowed()) {
+  if (samples_narrowed()) {
     const Winner winner =
-        draw_chunk(*input_.params, input_.history_len, kept_.data(), begin_, local_, chunk_, processed_);
+        sample_chunk(*input_.params, input_.history_len, kept_.data(), begin_, local_, chunk_, processed_);
     if (winner.index >= 0) head.winner_id = begin_ + winner.index;
     head.winner_key = winner.key;
   } else {
@@ -466,23 +466,23 @@ size_t ShardDraw::finish_narrow(std::vector<uint8_t>& blob) {
 
 namespace {
 
-size_t draw_alone(const SampleInput& input, int begin, int local, int vocab_size, const Search* search,
-                  std::vector<uint8_t>& blob) {
-  thread_local ShardDraw draw;
-  draw.begin(input, begin, local, vocab_size, 1, search);
-  draw.scan(0);
-  return draw.finish(blob);
+size_t sample_alone(const SampleInput& input, int begin, int local, int vocab_size, const Search* search,
+                    std::vector<uint8_t>& blob) {
+  thread_local ShardSampler sampler;
+  sampler.begin(input, begin, local, vocab_size, 1, search);
+  sampler.scan(0);
+  return sampler.finish(blob);
 }
 
 }  // namespace
 
 size_t candidates(const SampleInput& input, int begin, int local, int vocab_size, std::vector<uint8_t>& blob) {
-  return draw_alone(input, begin, local, vocab_size, nullptr, blob);
+  return sample_alone(input, begin, local, vocab_size, nullptr, blob);
 }
 
 size_t narrow(const SampleInput& input, int begin, int local, int vocab_size, const Search& search,
               std::vector<uint8_t>& blob) {
-  return draw_alone(input, begin, local, vocab_size, &search, blob);
+  return sample_alone(input, begin, local, vocab_size, &search, blob);
 }
 
 namespace sampling {

@@ -8,18 +8,18 @@ namespace {
 
 class HiddenStates : public BoundOp {
  public:
-  explicit HiddenStates(const Binding& b) : core_(b.core), in_(b.parts[0].in()), drawn_(b.drawn) {}
+  explicit HiddenStates(const Binding& b) : core_(b.core), in_(b.parts[0].in()), output_(b.output) {}
 
   bool needed(const Batch& batch) const override { return core_.rank == 0 && wanted(batch) > 0; }
 
   void begin(const Batch& batch) override {
-    drawn_.hidden.resize((size_t)wanted(batch) * in_.width);
-    drawn_.hidden_width = in_.width;
+    output_.hidden.resize((size_t)wanted(batch) * in_.width);
+    output_.hidden_width = in_.width;
   }
 
   void run(const Batch& batch, int thread) override {
     if (thread != 0) return;
-    float* to = drawn_.hidden.data();
+    float* to = output_.hidden.data();
     for (const Item& item : batch.items)
       if (item.flags & kHidden) to = std::copy_n(in_.row(item.output), (size_t)rows_of(item) * in_.width, to);
   }
@@ -35,7 +35,7 @@ class HiddenStates : public BoundOp {
 
   const Core& core_;
   const Tensor in_;
-  Drawn& drawn_;
+  RunOutput& output_;
 };
 
 }  // namespace

@@ -56,7 +56,7 @@ struct Binding {
   std::vector<std::shared_ptr<RotaryTable>>& rotary;       // of the ops before
   std::vector<std::shared_ptr<AttentionWork>>& attention;  // of the layers before
   const std::vector<std::shared_ptr<Routing>>& routings;   // by row set, null where none is formed
-  Drawn& drawn;                                            // the step's
+  RunOutput& output;                                       // the step's
   Masks* masks;                                            // null: there are none
   const Adapters* adapters = nullptr;                      // null: rows have none
   bool feeds_sum = false;  // of an add: its sum is next read by a sum over ranks that adds to it

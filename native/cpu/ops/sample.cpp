@@ -18,10 +18,10 @@ class Sample : public BoundOp {
         vocab_begin_(b.parts[0].op.integer("vocab_begin")),
         vocab_size_(b.parts[0].op.integer("vocab_size")),
         logits_(b.parts[0].in()),
-        drawn_(b.drawn),
+        output_(b.output),
         masks_(b.masks),
         own_(b.limits.max_outputs),
-        draws_(std::min(b.limits.max_outputs, b.core.pool.size())) {}
+        shard_samplers_(std::min(b.limits.max_outputs, b.core.pool.size())) {}
 
   void begin(const Batch& batch) override {
     round_.clear();
@@ -31,7 +31,7 @@ class Sample : public BoundOp {
       if (out.wanted == Wanted::nothing) continue;
       round_.push_back({(int)r, {}});
       // Ranks know from the plan whether a set may be wider than the candidates; rank 0 then says whether any is.
-      may_narrow_ |= out.wanted == Wanted::draw && as::may_narrow(batch.slot(out.slot).sampling);
+      may_narrow_ |= out.wanted == Wanted::sample && as::may_narrow(batch.slot(out.slot).sampling);
       masked_ |= out.mask > 0;
     }
   }
@@ -83,16 +83,16 @@ class Sample : public BoundOp {
   const Core& core_;
   const int vocab_begin_, vocab_size_;
   const Tensor logits_;
-  Drawn& drawn_;
+  RunOutput& output_;
   Masks* const masks_;
   std::vector<const uint32_t*> mask_of_;  // of each output
   std::string masks_sent_;                // rank 0's, as it sends them
   std::vector<RoundRow> round_;
   bool first_ = true, may_narrow_ = false, masked_ = false;
-  std::vector<std::vector<uint8_t>> own_;  // this rank's blob of each row
-  std::vector<ShardDraw> draws_;           // of rows that threads share
-  std::vector<std::string> messages_;      // of each rank
-  std::vector<Blobs> blobs_;               // in them: of each row of the round
+  std::vector<std::vector<uint8_t>> own_;     // this rank's blob of each row
+  std::vector<ShardSampler> shard_samplers_;  // of rows that threads share
+  std::vector<std::string> messages_;         // of each rank
+  std::vector<Blobs> blobs_;                  // in them: of each row of the round
   std::vector<char> done_;
 };
 
@@ -134,14 +134,14 @@ bool Sample::scan(const Batch& batch, int thread) {
     });
   return every(thread, rows,
                [&](int i) {
-                 draws_[i].begin(input(batch, round_[i].row), vocab_begin_, logits_.width, vocab_size_, parts,
-                                 search_of(i));
+                 shard_samplers_[i].begin(input(batch, round_[i].row), vocab_begin_, logits_.width, vocab_size_, parts,
+                                          search_of(i));
                }) &&
-         every(thread, (size_t)rows * parts, [&](int i) { draws_[i / parts].scan(i % parts); }) &&
+         every(thread, (size_t)rows * parts, [&](int i) { shard_samplers_[i / parts].scan(i % parts); }) &&
          every(thread, rows, [&](int i) {
            auto& blob = own_[round_[i].row];
            blob.clear();
-           draws_[i].finish(blob);
+           shard_samplers_[i].finish(blob);
          });
 }
 
@@ -160,12 +160,12 @@ void Sample::merge_row(const Batch& batch, int index) {
   RoundRow& r = round_[index];
   const Output& out = batch.outputs[r.row];
   if (out.wanted == Wanted::score) {
-    score(batch.slot(out.slot).history[out.history], blobs_[index], drawn_.samples[r.row]);
+    score(batch.slot(out.slot).history[out.history], blobs_[index], output_.samples[r.row]);
     done_[index] = true;
     return;
   }
   const SamplingParams& params = batch.slot(out.slot).sampling;
-  SampleOutput& sample = drawn_.samples[r.row];
+  SampleOutput& sample = output_.samples[r.row];
   done_[index] = first_ ? merge(params, out.history, blobs_[index], r.search, sample)
                         : merge_narrowed(params, blobs_[index], r.search, sample);
 }
@@ -183,20 +183,20 @@ void Sample::tell() {
       put(&count, sizeof count);
       if (count) put(again.data(), count * sizeof(RoundRow));
       else
-        for (const SampleOutput& sample : drawn_.samples) put(&sample.token, sizeof sample.token);
+        for (const SampleOutput& sample : output_.samples) put(&sample.token, sizeof sample.token);
     }
     core_.peers->broadcast(message);
     if (core_.rank != 0) {
       if (message.size() < sizeof count) throw std::runtime_error("rank 0 did not say what it drew");
       std::memcpy(&count, message.data(), sizeof count);
       const char* rest = message.data() + sizeof count;
-      const size_t bytes = count ? count * sizeof(RoundRow) : drawn_.samples.size() * sizeof(int32_t);
+      const size_t bytes = count ? count * sizeof(RoundRow) : output_.samples.size() * sizeof(int32_t);
       if (message.size() != sizeof count + bytes)
         throw std::runtime_error("rank 0 says what it drew for another batch");
       again.resize(count);
       if (count) std::memcpy(static_cast<void*>(again.data()), rest, bytes);
       else
-        for (SampleOutput& sample : drawn_.samples) std::memcpy(&sample.token, rest, 4), rest += 4;
+        for (SampleOutput& sample : output_.samples) std::memcpy(&sample.token, rest, 4), rest += 4;
     }
   }
   round_ = std::move(again);

@@ -19,9 +19,9 @@ class Drafting {
   struct Waiting : Runner {
     CudaRunner& runner;
     explicit Waiting(CudaRunner& runner) : runner(runner) {}
-    Drawn run(const Batch& batch, bool want_logits) override {
+    RunOutput run(const Batch& batch, bool want_logits) override {
       runner.begin(batch, want_logits);
-      runner.draw(batch);
+      runner.sample(batch);
       return runner.finish(batch);
     }
   };

@@ -8,7 +8,7 @@ namespace as::cuda {
 // out [k] float32: a row as the matrix has it.
 void read_row(const Matrix& matrix, int row, float* out, const Queue& queue);
 
-// drawn: of the outputs of the step before, the likeliest tokens, for which tokens have drawn_after() (batch.h).
+// drawn: of the outputs of the step before, the likeliest tokens, for which tokens have sampled_after() (batch.h).
 void embed(const Matrix& table, const int* tokens, const Argmax* drawn, int rows, int vocab_begin, float scale,
            const Rows& out, const Queue& queue);
 // weight: of a norm; 1 is added to it with unit_offset.

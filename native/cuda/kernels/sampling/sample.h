@@ -15,7 +15,7 @@ struct Edit {
 // A row to be drawn from, or scored. Parameters are as sampler.h has them.
 struct RowSample {
   int32_t row;  // of the logits
-  sampling::Draw kind;
+  sampling::SamplingKind kind;
   int32_t target;               // the id whose log probability is wanted instead of a draw; -1: none
   int32_t top_k, top_logprobs;  // top_logprobs: -1 if there are no log probabilities either
   int32_t deepest;              // how many steps below the best min_p's last tokens are; -1: no min_p
@@ -30,7 +30,7 @@ struct RowSample {
   AS_BOTH bool sums_apart() const { return top_logprobs >= 0 && (scale != 1.0f || mask >= 0 || edits() > 0); }
   // Whether there is use for sums of what is drawn from: others need the greatest logits alone.
   AS_BOTH bool weighs() const {
-    return kind == sampling::Draw::nucleus || kind == sampling::Draw::all || (top_logprobs >= 0 && !sums_apart());
+    return kind == sampling::SamplingKind::nucleus || kind == sampling::SamplingKind::all || (top_logprobs >= 0 && !sums_apart());
   }
 };
 
