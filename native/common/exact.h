@@ -1,6 +1,6 @@
-// Elementary functions in double precision that give the same bits on every machine and with every C library, which
-// libm's do not: basic operations alone, in a fixed order (the build forbids contraction). Within a few units of the
-// last place, which is plenty for results that are rounded to float or compared. Tests: tests/native/test_exact.py.
+// Elementary functions in double precision with the same bits on every machine and with every C library (libm differs).
+// They use basic operations only, in a fixed order; the build forbids contraction. The error is a few units in the last
+// place, enough for results that are rounded to float or compared. Tests: tests/native/test_exact.py.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -29,7 +29,7 @@ AS_BOTH inline double nearest(double x) {
 }
 
 constexpr double kLn2High = 6.93147180369123816490e-01,
-                 kLn2Low = 1.90821492927058770002e-10;  // fdlibm's: 33 bits, the rest
+                 kLn2Low = 1.90821492927058770002e-10;  // as in fdlibm: 33 bits, and the rest
 
 // e^x; 0 below -708, infinity above 709.
 AS_BOTH inline double exp(double x) {
@@ -38,7 +38,7 @@ AS_BOTH inline double exp(double x) {
   if (x > 709.0) return from_bits(0x7ff0000000000000ull);
   const double n = nearest(x * 1.44269504088896338700);
   const double r = (x - n * kLn2High) - n * kLn2Low;
-  double p = 1.0 / 6227020800.0;  // Taylor's polynomial of degree 13, |r| <= ln 2 / 2
+  double p = 1.0 / 6227020800.0;  // Taylor polynomial of degree 13, |r| <= ln 2 / 2
   constexpr double kInverses[] = {
       1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040, 1.0 / 720,
       1.0 / 120,       1.0 / 24,       1.0 / 6,       0.5,          1.0,         1.0};
@@ -60,21 +60,21 @@ AS_BOTH inline double log(double x) {
   return (double)exponent * kLn2High + ((double)exponent * kLn2Low + tail + 2.0 * s);
 }
 
-// base^exponent, base > 0: relative error about 2^-52 |exponent log base|.
+// base^exponent for base > 0. Relative error: about 2^-52 |exponent log base|.
 inline double pow(double base, double exponent) { return exp(exponent * log(base)); }
 
 struct Angle {
   double cosine, sine;
 };
 
-// Of |x| < 2^28.
+// For |x| < 2^28.
 inline Angle cos_sin(double x) {
-  // pi / 2 in three parts of 24 bits, whose products with n are exact, and the rest.
+  // pi / 2 in three parts of 24 bits, whose products with n are exact, and a remainder.
   constexpr double kHalfPi[4] = {0x1.921fb4p+0, 0x1.4442d0p-24, 0x1.846988p-48, 0x1.8cc51701b839ap-72};
   const double n = nearest(x * 0.63661977236758134308);
   double r = x;
   for (double part : kHalfPi) r -= n * part;
-  const double z = r * r;  // |r| <= pi / 4: Taylor's polynomials of degree 17 and 18
+  const double z = r * r;  // |r| <= pi / 4: Taylor polynomials of degrees 17 and 18
   double s = 1.0 / 355687428096000.0;
   constexpr double kSine[] = {
       -1.0 / 1307674368000.0, 1.0 / 6227020800.0, -1.0 / 39916800, 1.0 / 362880, -1.0 / 5040, 1.0 / 120, -1.0 / 6};

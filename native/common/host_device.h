@@ -1,4 +1,4 @@
-// Functions that kernels of GPUs call, too.
+// Marks functions that GPU kernels call, too.
 #pragma once
 
 #ifdef __CUDACC__

@@ -1,4 +1,4 @@
-// Waiting on a word of memory: spin briefly, then sleep on a futex. Works between threads and, in shared memory,
+// Waiting for a word of memory: spin briefly, then sleep on a futex. Works between threads and, in shared memory,
 // between processes.
 #pragma once
 #include <linux/futex.h>
@@ -20,14 +20,13 @@ inline void cpu_pause() {
 #endif
 }
 
-// A counter that others wait for. `sleepers` says whether a wake-up call is needed at all.
+// A counter to wait for. `sleepers` tells whether a wake-up call is needed.
 struct Signal {
   std::atomic<uint32_t> value{0};
   std::atomic<uint32_t> sleepers{0};
 
-  // Of a store to `value` here and the sleeper's counting of itself one comes first in the order that all agree on:
-  // either is the sleeper seen, or it sees the new value. (No fence, which ThreadSanitizer does not understand and
-  // which costs the same.)
+  // The store to `value` and the sleeper's increment are sequentially consistent: either the sleeper is seen here, or
+  // it sees the new value. (A fence costs the same, and ThreadSanitizer does not understand it.)
   void wake() {
     if (sleepers.load(std::memory_order_seq_cst))
       syscall(SYS_futex, (uint32_t*)&value, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
@@ -36,7 +35,7 @@ struct Signal {
     value.store(v, std::memory_order_seq_cst);
     wake();
   }
-  // Sleeps while value == seen, at most `nanoseconds` (< 1e9); may wake early.
+  // Sleeps while value == seen, at most `nanoseconds` (< 1e9). May return early.
   void sleep(uint32_t seen, int64_t nanoseconds) {
     sleepers.fetch_add(1, std::memory_order_seq_cst);
     if (value.load(std::memory_order_seq_cst) == seen) {
@@ -47,7 +46,7 @@ struct Signal {
   }
 };
 
-// Pauses before a waiter goes to sleep: some tens of microseconds, about what a futex wake-up costs.
+// Pauses before a waiter sleeps: some tens of microseconds, about the cost of a futex wake-up.
 constexpr int kSpins = 1500;
 
 // True once `v` has reached `target` (counters wrap around).

@@ -1,6 +1,6 @@
-// Preloaded into mpirun when all ranks are on this host: what it would let listen on every address listens on the
-// loopback interface. Open MPI's out-of-band messaging (4.1 and 5.0) cannot be told to: it binds to INADDR_ANY whatever
-// its interface parameters say, and does not start without a listener. Nobody on one host connects to it.
+// Preloaded into mpirun when all ranks are on this host. Makes sockets that would listen on every address listen on the
+// loopback interface. Open MPI's out-of-band messaging (4.1 and 5.0) binds to INADDR_ANY whatever its interface
+// parameters say, and does not start without a listener. On a single host, nothing connects to it.
 #include <arpa/inet.h>
 #include <dlfcn.h>
 #include <netinet/in.h>
@@ -25,7 +25,7 @@ extern "C" __attribute__((visibility("default"))) int bind(int fd, const sockadd
       v6.sin6_addr = in6addr_loopback;
       const int done = next(fd, reinterpret_cast<sockaddr*>(&v6), sizeof v6);
       if (done == 0 || errno != EADDRNOTAVAIL) return done;
-      const int only = 0;  // no interface here has IPv6: IPv4's loopback, in IPv6's spelling
+      const int only = 0;  // this host has no IPv6: IPv4's loopback as an IPv6 address
       if (setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &only, sizeof only) != 0) return -1;
       inet_pton(AF_INET6, "::ffff:127.0.0.1", &v6.sin6_addr);
       return next(fd, reinterpret_cast<sockaddr*>(&v6), sizeof v6);

@@ -35,7 +35,7 @@ class Fusion {
   bool is_at(size_t i, Op op) const { return i < order_.size() && ops_[order_[i]].is(op); }
   const OpNode& at(size_t i) const { return ops_[order_[i]]; }
 
-  // Whether op `reader` alone reads what op `writer` leaves in a tensor.
+  // Whether op `reader` is the only reader of what op `writer` leaves in a tensor.
   bool reads_alone(size_t writer, size_t reader, int tensor) const {
     if (!has(at(reader).inputs, tensor)) return false;
     for (size_t i = writer + 1; i < order_.size(); i++) {
@@ -45,7 +45,7 @@ class Fusion {
     return true;
   }
 
-  // How many ops from i on are one; 0: none of this kind begins here.
+  // The number of ops from i on that fuse; 0: no such fusion begins here.
   size_t attention(size_t i) const {
     size_t end = i;
     const auto in_place = [&] { return at(end).inputs == at(i).inputs; };
@@ -61,7 +61,7 @@ class Fusion {
     const OpNode& op = at(end);
     const int out = op.outputs[0];
     if (is_at(end + 1, Op::silu_mul) && reads_alone(end, end + 1, out) && gates_(op)) return end + 2 - i;
-    // A norm before it would read what others add to.
+    // With a norm before it, the linear would read what other threads add to.
     const bool adds =
         end == i && is_at(end + 1, Op::add) && at(end + 1).inputs[1] == out && !has(op.inputs, at(end + 1).inputs[0]);
     return end + 1 - i + (adds && reads_alone(end, end + 1, out));
@@ -84,7 +84,7 @@ class Fusion {
     return end + 1 - i;
   }
 
-  // Of one linear's columns.
+  // Consecutive lora ops of one linear.
   size_t loras(size_t i) const {
     size_t end = i;
     while (is_at(end, Op::lora) && at(end).inputs == at(i).inputs) end++;
@@ -112,7 +112,7 @@ std::vector<FusedOp> one_by_one(const Program& program, bool adapters) {
 
 const OpNode* only_linear(const Program& program, const std::vector<FusedOp>& ops, size_t op, int tensor) {
   const OpNode* reader = nullptr;
-  const bool experts = program.ops()[ops[op].parts[0]].is(Op::expert_linear);  // whose rows are sorted as the reader's
+  const bool experts = program.ops()[ops[op].parts[0]].is(Op::expert_linear);  // its rows are sorted like the reader's
   for (size_t i = op + 1; i < ops.size(); i++)
     for (size_t p = 0; p < ops[i].parts.size(); p++) {
       const OpNode& part = program.ops()[ops[i].parts[p]];
@@ -158,10 +158,11 @@ Cost cost_of(const Program& program, const FusedOp& op, const StepSize& size) {
   for (size_t p = 0; p < op.parts.size(); p++) {
     const OpNode& part = program.ops()[op.parts[p]];
     const Cost own = program.cost(part, size);
-    const bool of_heads = part.is(Op::head_norm) || part.is(Op::rope);  // on copies of them, if attention follows
+    const bool of_heads = part.is(Op::head_norm) || part.is(Op::rope);  // on copies of the heads, if attention follows
     total.bytes += of_heads && op.parts.size() > 1 ? 0 : own.bytes, total.operations += own.operations;
     if (!p || of_heads || part.is(Op::span_attention)) continue;
-    // What the part before leaves is not read again; if it was for this part alone, nor is it written.
+    // A fused part does not read the previous part's output again. If it is the only reader, that is not written
+    // either.
     const OpNode& before = program.ops()[op.parts[p - 1]];
     for (int t : part.inputs) {
       if (!has(before.outputs, t)) continue;

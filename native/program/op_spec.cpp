@@ -68,7 +68,7 @@ void vector_is(const Program& p, const OpNode& op, int i, long n) {
   if (w.n != n) throw wrong(op, "vector of " + std::to_string(w.n) + " values, expected " + std::to_string(n));
 }
 
-// A range of heads in the input's columns.
+// Checks a range of heads in the input's columns.
 void check_heads(const Program& p, const OpNode& op, int rotary_dim) {
   const int offset = op.integer("offset"), heads = op.integer("heads"), head_dim = op.integer("head_dim");
   if (offset < 0 || heads < 0 || head_dim < 1 || rotary_dim < 0 || rotary_dim > head_dim || rotary_dim % 2 ||
@@ -76,7 +76,7 @@ void check_heads(const Program& p, const OpNode& op, int rotary_dim) {
     throw std::invalid_argument(std::string("op ") + op.spec->name + " reaches past its input");
 }
 
-// The rotary table of that number, or null.
+// The rotary table with this number, or null.
 const OpNode* rotary_table(const Program& p, int number) {
   for (const OpNode& op : p.ops())
     if (op.is(Op::rotary_table) && op.integer("table") == number) return &op;
@@ -234,7 +234,7 @@ double bytes_of(const Program& p, int weight, const StepSize& size) {
   return size.weight_bytes.empty() ? p.weights()[weight].bytes() : size.weight_bytes.at(weight);
 }
 
-// Inputs and outputs once each.
+// Bytes of all inputs and outputs, once each.
 double moved(const Program& p, const OpNode& op, const StepSize& size) {
   double total = 0;
   for (const auto* list : {&op.inputs, &op.outputs})
@@ -242,7 +242,7 @@ double moved(const Program& p, const OpNode& op, const StepSize& size) {
   return total;
 }
 
-template <int kOperations>  // for each value of the first tensor
+template <int kOperations>  // for each value of the output
 Cost each_value(const Program& p, const OpNode& op, const StepSize& size) {
   return {moved(p, op, size), kOperations * values(p, op.outputs.empty() ? p.in(op) : p.out(op), size)};
 }
@@ -276,7 +276,7 @@ Cost cost_rope(const Program& p, const OpNode& op, const StepSize& size) {
 }
 
 Cost cost_span_attention(const Program& p, const OpNode& op, const StepSize& size) {
-  const double cache = (size.context + size.rows) * size.position_bytes * op.integer("kv_heads");  // read, and written
+  const double cache = (size.context + size.rows) * size.position_bytes * op.integer("kv_heads");  // read and written
   return {moved(p, op, size) + cache, size.seen * op.integer("q_heads") * 4 * op.integer("head_dim")};
 }
 

@@ -18,63 +18,63 @@ enum class Op {
 
 enum class AttributeType { integer, number, flag, choice };
 
-// Who gives an attribute: the model (the same on every rank), lowering for each rank (heads and columns counted in the
-// rank's own buffers), or a graph of the whole model alone, for lowering to replace.
+// Who sets an attribute: the model (the same value on every rank), lowering (for each rank, in the rank's own columns
+// and heads), or the whole model's graph, for lowering to replace.
 enum class Scope { model, rank, graph };
 
-// How lowering computes an attribute of Scope::rank. Columns are those that the rank holds of the first input's blocks
-// [block, block + blocks); attributes `block` and `blocks` of the op, where it has them, replace the spec's.
+// How lowering computes an attribute of Scope::rank. It counts the columns that the rank holds of the first input's
+// blocks [block, block + blocks). If the op has attributes `block` and `blocks`, these replace the spec's.
 enum class RankRule {
   none,
   offset,      // columns before the blocks
   width,       // columns of the blocks
   heads,       // width / head_dim
-  begin,       // of the block, counted in the whole model's columns
+  begin,       // of the block, in columns of the whole model
   head_begin,  // begin / head_dim
-  own_offset,  // as offset and width, without the heads that the rank before holds too
+  own_offset,  // offset and width, without the heads that the previous rank holds too
   own_width,
   weight_begin,  // the first row of the first weight that the rank holds
-  experts,       // how many of a stack's experts the rank holds
-  expert_begin,  // and the first of them
+  experts,       // how many of the stack's experts the rank holds
+  expert_begin,  // the first of them
 };
 
-constexpr int kLargestCount = 1 << 24;  // counts, widths and positions of any model; products of two fit 64 bits
+constexpr int kLargestCount = 1 << 24;  // limit of counts, widths and positions; the product of two fits 64 bits
 
 struct AttributeSpec {
   const char* name;
   AttributeType type;
   Scope scope;
   bool required;
-  double otherwise;          // default; of a choice, its index
-  const char* otherwise_as;  // or the attribute of the same op that gives the default, null: none
+  double otherwise;          // default; for a choice, its index
+  const char* otherwise_as;  // or the attribute of the same op that gives the default, or null
   double least, most;        // of integers and numbers
   std::vector<const char*> choices;
   RankRule rule = RankRule::none;
   int block = 0, blocks = 1;
 };
 
-// Rows of an op's outputs.
+// Which rows an op's outputs have.
 enum class RowRule {
-  none,      // it has no outputs
-  as_input,  // the first input's
+  none,      // no outputs
+  as_input,  // those of the first input
   all,       // all rows of the step
   selected,  // rows with outputs, of an input with all rows
-  routed,    // a row set that the op forms: so many entries for each row of the input
-  expanded,  // a row set that was formed of the input's rows, or is the input's
-  combined,  // the rows that the first input's row set was formed of
+  routed,    // a row set that the op forms: several entries for each input row
+  expanded,  // a row set formed from the input's rows, or the input's own rows
+  combined,  // the rows from which the first input's row set was formed
 };
 
-// What a step works on, for costs. Attention's counts are those of one op: they depend on its window.
+// The size of a step, for costs. Attention's counts are those of one op, because they depend on its window.
 struct StepSize {
-  double rows = 0, outputs = 0;      // of the step; with outputs
-  double seen = 0, context = 0;      // pairs of a query row and a position that it sees; positions in the cache seen
-  double position_bytes = 0;         // of the cache: a position's keys and values in one KV head
+  double rows = 0, outputs = 0;      // rows of the step; rows with outputs
+  double seen = 0, context = 0;      // pairs of query row and visible position; cache positions read
+  double position_bytes = 0;         // keys and values of one position in one KV head
   double world = 1;                  // ranks
-  std::vector<double> weight_bytes;  // as the backend holds them, by weight; empty: as the encoding has them
+  std::vector<double> weight_bytes;  // as the backend stores them, by weight; empty: as the format stores them
 };
 
 struct Cost {
-  double bytes = 0;       // read or written at least once, wherever they are
+  double bytes = 0;       // read or written at least once
   double operations = 0;  // additions, multiplications, divisions and exponentials
 };
 
@@ -86,10 +86,10 @@ struct OpSpec {
   Op op;
   const char* name;
   Arity inputs, outputs, weights;
-  bool in_place;  // the output is the first input, and may be left out
+  bool in_place;  // the output is the first input and may be left out
   RowRule rows;
   std::vector<AttributeSpec> attributes;
-  // The shape rule; throws std::invalid_argument. Arity, rows and attributes are checked before.
+  // The shape rule. Throws std::invalid_argument. Arity, rows and attributes are checked before.
   void (*check)(const Program& program, const OpNode& op);
   Cost (*cost)(const Program& program, const OpNode& op, const StepSize& size);
 
@@ -98,7 +98,7 @@ struct OpSpec {
 
 // Of every op, in the order of the enumeration.
 const std::vector<OpSpec>& op_specs();
-// Throws std::invalid_argument for an op that there is not.
+// Throws std::invalid_argument for an unknown name.
 const OpSpec& op_spec(const std::string& name);
 
 const char* name_of(AttributeType type);

@@ -1,20 +1,20 @@
-// The table of ops: a row is all that the program's side knows about an op. op_spec.h makes the enumeration of it and
-// op_spec.cpp the specs: each defines OP and includes this file. A row is
+// The op table: one row for each op. op_spec.h makes the enumeration from it and op_spec.cpp the specs: each defines OP
+// and includes this file. A row is
 //   OP(name, inputs, outputs, weights, in place, rows, attributes, check, cost)
 // clang-format off
-// Cosines and sines of rows' positions. A row's length is that of its prompt, or position + 1 if that is larger.
-// Beyond original_max a dynamic base grows with it (as transformers has it, or as Qwen v1: in powers of two, with
-// the prompt's length alone); or the second weight, a long_table, is taken, also by all rows of a slot that began
-// with a longer history. temporal, height, width: how many pairs go by each part of a position of three.
+// Cosines and sines of the rows' positions. A row's length is its prompt's length, or position + 1 if that is larger.
+// Beyond original_max, a dynamic base grows with the length (growth "linear": as in transformers; "powers": as in Qwen
+// v1, in powers of two of the prompt's length); or the second weight (long_table) is used, also by all rows of a slot
+// whose initial history was longer. temporal, height, width: how many pairs use each component of 3-D positions.
 OP(rotary_table, kNone, kNone, {1, 2}, false, RowRule::none,
    {number_or("attention_factor", 1), flag("dynamic"), number_or("base", 0), number_or("factor", 1),
     number_or("original_max", 0), whole("rotary_dim"), table_number, choice("growth", {"linear", "powers"}),
     counted("temporal"), counted("height"), counted("width"), flag("interleaved_sections"), flag("long_table")},
    check_rotary_table, cost_rotary_table)
-// Rows of a table, scaled; zeros for ids of other ranks. A row that is given as an embedding is that, on rank 0.
+// Scaled rows of a table; zeros for ids of other ranks. Rows given as embeddings are passed through on rank 0.
 OP(embedding, kNone, kOne, kOne, false, RowRule::all,
    {number_or("scale", 1), of_rank("vocab_begin", RankRule::weight_begin)}, check_embedding, cost_embedding)
-// The ranks' parts added up, in rank order.
+// The sum of the ranks' partial results, in rank order.
 OP(all_reduce, kOne, kOne, kNone, true, RowRule::as_input, {}, check_nothing, cost_all_reduce)
 // unit_offset: the weight is 1 + w.
 OP(rms_norm, kOne, kOne, kOne, false, RowRule::as_input, {number("eps"), flag("unit_offset")},
@@ -24,38 +24,37 @@ OP(head_norm, kOne, kOne, kOne, true, RowRule::as_input,
    {number("eps"), whole("head_dim"), flag("unit_offset"), of_rank("offset", RankRule::offset),
     of_rank("heads", RankRule::heads), within(whole("block", Scope::graph), 0, 255)},
    check_head_norm, cost_head_norm)
-// Of [queries | keys | values], in which ranks may hold heads twice: squares of all queries and of all keys, added
-// up, each head's on one rank.
+// Input: [queries | keys | values]. Outputs the sum of squares of all queries and that of all keys. A head that several
+// ranks hold is counted on one rank.
 OP(qk_square_sums, kOne, kOne, kNone, false, RowRule::as_input,
    {at_least_0(of_rank("q_columns", RankRule::width)), at_least_0(of_rank("k_offset", RankRule::own_offset, 1)),
     at_least_0(of_rank("k_columns", RankRule::own_width, 1))},
    check_qk_square_sums, each_value<1>)
-// RMS norm of all queries and of all keys, each as one vector of that width over all ranks, by those sums (second
-// input), all_reduced.
+// RMS norm over all queries and over all keys of all ranks (widths q_width and k_width), from the square sums (second
+// input) after all_reduce.
 OP(qk_norm, kTwo, kOne, kTwo, true, RowRule::as_input,
    {number("eps"), positive(whole("q_width")), positive(whole("k_width")),
     at_least_0(of_rank("q_columns", RankRule::width)), at_least_0(of_rank("k_columns", RankRule::width, 1))},
    check_qk_norm, each_value<2>)
-// The first rotary_dim features of each head. pairs: (i, i + rotary_dim / 2), or (2 i, 2 i + 1).
+// Rotates the first rotary_dim features of each head. Pairs are (i, i + rotary_dim / 2) or (2 i, 2 i + 1).
 OP(rope, kOne, kOne, kNone, true, RowRule::as_input,
    {whole("head_dim"), whole_or_as("rotary_dim", "head_dim"), table_number,
     choice("pairs", {"halves", "interleaved"}), of_rank("offset", RankRule::offset),
     of_rank("heads", RankRule::heads, 0, 2)},
    check_rope, cost_rope)
-// Of [queries | keys | values]. A query at position p sees positions above p - window (0: all) up to p. Scores
-// are scale * q k, then soft_cap * tanh(score / soft_cap), plus the head's slope * (the key's position - p); a
-// sink is one more score without a value. logn: queries beyond that position are multiplied by log(p + 1) /
-// log(logn).
+// Input: [queries | keys | values]. A query at position p sees positions in (p - window, p]; window 0: all up to p.
+// Scores are scale * q k, then soft_cap * tanh(score / soft_cap), plus slope * (key position - p). A sink is one more
+// score without a value. logn: queries beyond that position are multiplied by log(p + 1) / log(logn).
 OP(span_attention, kOne, kOne, {0, 2}, false, RowRule::as_input,
    {whole("layer"), whole("head_dim"), whole("group"), number("scale"), within(whole_or("cache_group", 0), 0, 255),
     counted("window"), at_least_0(number_or("soft_cap", 0)), flag("sinks"), flag("alibi"),
     at_least_0(number_or("logn", 0)), of_rank("q_heads", RankRule::heads), of_rank("kv_heads", RankRule::heads, 1),
     optional(of_rank("q_head_begin", RankRule::head_begin)), optional(of_rank("kv_begin", RankRule::head_begin, 1))},
    check_span_attention, cost_span_attention)
-// Products of an activation of the first half of the columns and the second half.
+// Activation of the first half of the columns, times the second half.
 OP(silu_mul, kOne, kOne, kNone, false, RowRule::as_input, {}, check_gated, each_value<5>)
 OP(gelu_tanh_mul, kOne, kOne, kNone, false, RowRule::as_input, {}, check_gated, each_value<9>)
-// gate * sigmoid(alpha * gate) * (up + 1), the gate at most limit, up within +-limit.
+// gate * sigmoid(alpha * gate) * (up + 1), with gate at most `limit` and up within +-limit.
 OP(clamped_silu_mul, kOne, kOne, kNone, false, RowRule::as_input, {number("alpha"), number("limit")},
    check_gated, each_value<9>)
 OP(add, kTwo, kOne, kNone, true, RowRule::as_input, {}, check_add, each_value<1>)
@@ -63,34 +62,33 @@ OP(scale, kOne, kOne, kNone, true, RowRule::as_input, {number("factor")}, check_
 // cap * tanh(x / cap)
 OP(soft_cap, kOne, kOne, kNone, true, RowRule::as_input, {within(number("cap"), 1e-30, kAnyNumber)},
    check_nothing, each_value<3>)
-// Of logits of experts: the row set of the output, top_k entries for each row, and their weights. Scores plus the
-// correction (a weight) choose, first top_groups groups by their two best, then experts, of equal ones the
-// lowest; the scores alone weigh, normalized to 1 or not, times scale.
+// Input: logits of experts. Forms the output's row set, top_k entries for each row, and outputs their weights. Scores
+// plus the correction (optional weight) select: first top_groups groups by the sum of their two largest, then experts;
+// the lowest index wins ties. Weights are the plain scores, optionally normalized to sum 1, times scale.
 OP(router, kOne, kOne, {0, 1}, false, RowRule::routed,
    {positive(whole("top_k")), choice("scores", {"softmax", "sigmoid"}), flag("normalized"), number_or("scale", 1),
     positive(whole_or("groups", 1)), positive(whole_or("top_groups", 1))},
    check_router, each_value<8>)
-// Each entry by the rows of its expert in a stack of `experts` matrices (and biases), the rank's from
-// expert_begin on; zeros for those of other ranks.
+// Multiplies each entry with its expert's matrix from a stack of `experts` matrices (and biases), the rank's experts
+// from expert_begin on. Entries of other ranks' experts become zero.
 OP(expert_linear, kOne, kOne, {1, 2}, false, RowRule::expanded,
    {positive(of_rank("experts", RankRule::experts)),
     at_least_0(optional(of_rank("expert_begin", RankRule::expert_begin)))},
    check_expert_linear, cost_expert_linear)
-// The entries' rows times their weights (second input), added up for each row in ascending order of experts.
+// Sums each row's entries times their weights (second input), in ascending order of experts.
 OP(combine_experts, kTwo, kOne, kNone, false, RowRule::combined, {}, check_combine_experts, each_value<2>)
-// y * sigmoid(the row's gate)
+// y * sigmoid(gate of the row)
 OP(sigmoid_mul, kTwo, kOne, kNone, true, RowRule::as_input, {}, check_sigmoid_mul, each_value<1>)
-// y + B A x of the row's adapter, in columns [offset, offset + columns) of y, which are those of `blocks` blocks;
-// target: which of the adapter's pairs of matrices. It follows the linear that made y, and rows without an
-// adapter are as if it were not there.
+// y += B A x of the row's adapter, in columns [offset, offset + columns) of y, those of `blocks` blocks. target: which
+// of the adapter's pairs of matrices. Follows the linear that made y. Rows without an adapter do not change.
 OP(lora, kTwo, kOne, kNone, true, RowRule::as_input,
    {at_least_0(whole("target")), within(whole_or("block", 0, Scope::graph), 0, 255),
     within(whole_or("blocks", 1, Scope::graph), 1, 255),
     at_least_0(of_rank("offset", RankRule::offset)), at_least_0(of_rank("columns", RankRule::width))},
    check_lora, each_value<1>)
 OP(select_rows, kOne, kOne, kNone, false, RowRule::selected, {}, check_select_rows, cost_select_rows)
-// Hands rows out, of items that want them.
+// Outputs hidden states for items that request them.
 OP(hidden_states, kOne, kNone, kNone, false, RowRule::none, {}, check_hidden_states, each_value<0>)
-// Draws a token for each row of items that draw, and gives log probabilities of prompts for the others.
+// Samples a token for each item that generates, and computes log probabilities of prompt tokens for the others.
 OP(sample, kOne, kNone, kNone, false, RowRule::none, {whole("vocab_size"), of_rank("vocab_begin", RankRule::begin)},
    check_sample, each_value<1>)

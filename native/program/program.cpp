@@ -34,7 +34,7 @@ std::string allowed_of(const AttributeSpec& a) {
          " to " + text_of(a.most);
 }
 
-// What is given, as the spec's type; NaN if it is none.
+// Converts a given value to the spec's type. Returns NaN if it does not fit.
 double typed(const AttributeSpec& a, const AttributeValue& given) {
   if (const auto* text = std::get_if<std::string>(&given)) {
     if (a.type != AttributeType::choice) return NAN;
@@ -56,7 +56,7 @@ std::vector<double> typed_values(const OpSpec& spec, const AttributeValues& give
   const std::string op = std::string("op ") + spec.name;
   std::vector<double> values;
   for (const AttributeSpec& a : spec.attributes) {
-    if (a.scope == Scope::graph) {  // lowering has replaced it
+    if (a.scope == Scope::graph) {  // lowering replaced it
       values.push_back(0);
       continue;
     }
@@ -186,7 +186,7 @@ int Program::add_op(const std::string& name, std::vector<int> inputs, std::vecto
   return (int)ops_.size() - 1;
 }
 
-// Whether the outputs have the rows that the spec gives them.
+// Checks that the outputs have the rows that the spec requires.
 void Program::check_rows(const OpNode& op) const {
   const std::string text = std::string("op ") + op.spec->name;
   const auto differ = [&] { return std::invalid_argument(text + ": input and output differ in rows"); };

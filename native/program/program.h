@@ -1,4 +1,4 @@
-// A model's ops for one rank, as checked data: what a backend compiles. It knows no rows, memory or devices.
+// One rank's ops of a model as validated data, which backends compile. Independent of rows, memory and devices.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -14,44 +14,44 @@
 
 namespace as {
 
-// An attribute as it is given; a node holds it as the spec's type.
+// An attribute as given. A node stores it in the type of its spec.
 using AttributeValue = std::variant<bool, int64_t, double, std::string>;
 using AttributeValues = std::map<std::string, AttributeValue>;
 
 enum class TensorType { float32, bfloat16 };
 
-// Rows that tensors have in common. 0 and 1 are always there; others are formed by a router within the step: `times`
-// entries for each row of set `of`.
+// A set of rows that tensors share. Sets 0 and 1 always exist. A router forms others within the step: `times` entries
+// for each row of set `of`.
 constexpr int kAllRows = 0, kOutputRows = 1;
 struct RowSet {
   int of, times;
 };
 
 struct TensorSpec {
-  int width, rows;  // rows: a row set
+  int width, rows;  // rows: index of a row set
   TensorType type;
 };
 
-// What a cache group keeps of a sequence: every position, the last `window`, compressed positions, or a state.
+// What a cache group keeps of a sequence: every position, the last `window` ones, compressed positions, or a state.
 enum class CacheKind { full, sliding, latent, recurrent };
 struct CacheGroup {
   CacheKind kind;
-  int window;  // of sliding
+  int window;  // of sliding groups
 };
 
 struct OpNode {
   const OpSpec* spec;
   std::vector<int> inputs, outputs, weights;
-  std::vector<double> values;  // of spec's attributes; choices as indices
+  std::vector<double> values;  // of the spec's attributes; choices as indices
 
   Op kind() const { return spec->op; }
   bool is(Op op) const { return spec->op == op; }
-  // By name and type; std::logic_error if the spec has no such attribute.
+  // Attributes by name and type. Throw std::logic_error if the spec has no such attribute.
   int integer(const char* name) const { return (int)value(name, AttributeType::integer); }
   double number(const char* name) const { return value(name, AttributeType::number); }
   bool flag(const char* name) const { return value(name, AttributeType::flag) != 0; }
   const char* choice(const char* name) const;
-  // For backends: throws std::invalid_argument naming the first attribute that is neither known to it nor at its
+  // For backends: throws std::invalid_argument naming the first attribute that is not in `known` and not at its
   // default.
   void allow_only(std::initializer_list<const char*> known, const char* backend) const;
 
@@ -64,8 +64,7 @@ inline bool has(const std::vector<int>& tensors, int tensor) {
   return std::find(tensors.begin(), tensors.end(), tensor) != tensors.end();
 }
 
-// Every add function returns the new thing's id, and throws std::invalid_argument naming what was wrong; the program is
-// then as before.
+// Every add function returns the new item's index. If it throws std::invalid_argument, the program is unchanged.
 class Program {
  public:
   int add_matrix(int out_features, int in_features, const std::string& format, int group_size,
@@ -80,14 +79,14 @@ class Program {
   const std::vector<WeightSpec>& weights() const { return weights_; }
   const std::vector<RowSet>& row_sets() const { return row_sets_; }
   const std::vector<TensorSpec>& tensors() const { return tensors_; }
-  // Without any that was added, one of full attention, from the first op on.
+  // If none was added, the first op adds one of full attention.
   const std::vector<CacheGroup>& cache_groups() const { return cache_groups_; }
   std::vector<int> windows() const;  // of each cache group
   const std::vector<OpNode>& ops() const { return ops_; }
 
   const TensorSpec& in(const OpNode& op, int i = 0) const { return tensors_[op.inputs[i]]; }
   const TensorSpec& out(const OpNode& op, int i = 0) const { return tensors_[op.outputs[i]]; }
-  // How many entries a row set has in such a step.
+  // How many rows a row set has in such a step.
   double rows_of(int row_set, const StepSize& size) const;
   Cost cost(const OpNode& op, const StepSize& size) const { return op.spec->cost(*this, op, size); }
 
@@ -103,7 +102,7 @@ class Program {
 
 const char* name_of(TensorType type);
 const char* name_of(CacheKind kind);
-// Throw std::invalid_argument for a name that there is not.
+// Throw std::invalid_argument for an unknown name.
 TensorType tensor_type_of(const std::string& name);
 CacheKind cache_kind_of(const std::string& name);
 

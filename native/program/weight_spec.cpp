@@ -6,7 +6,7 @@
 namespace as {
 namespace {
 
-enum class Values { plain, integers, small_floats };  // as they are; integers; codes of a table or a small float type
+enum class Values { plain, integers, small_floats };  // floats; integers; small floats, such as e4m3 or nf4
 
 struct FormatSpec {
   const char* name;
@@ -14,7 +14,7 @@ struct FormatSpec {
   Values values;
 };
 
-// w8a8 and w4a8 are stored as int8 and int4, float8 as e4m3; activations are quantized too.
+// w8a8 and w4a8 are stored as int8 and int4, and float8 as e4m3. They quantize activations, too.
 constexpr FormatSpec kFormats[] = {
     {"float32", 32, Values::plain},    {"bfloat16", 16, Values::plain},   {"float16", 16, Values::plain},
     {"int8", 8, Values::integers},     {"int4", 4, Values::integers},     {"w8a8", 8, Values::integers},

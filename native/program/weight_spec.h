@@ -1,4 +1,4 @@
-// What a weight is: its shape and how its values are stored. Values themselves are a backend's.
+// A weight's shape and storage format. Backends hold the values.
 #pragma once
 #include <string>
 
@@ -9,16 +9,16 @@ namespace as {
 struct WeightSpec {
   int n, k;
   std::string format;
-  int group;  // along k, of quantized formats; 0: one group a row
+  int group;  // values along k that share a scale; 0: one group a row
   ScaleLayout layout;
 
-  double bytes() const;  // stored
+  double bytes() const;  // as stored
 };
 
-// Throws std::invalid_argument naming what was wrong.
+// Throws std::invalid_argument that names the problem.
 void check_matrix(const WeightSpec& matrix);
 
-// Throw std::invalid_argument for a name that there is not.
+// Throw std::invalid_argument for an unknown name.
 ScaleType scale_type_of(const std::string& name);
 ZeroType zero_type_of(const std::string& name);
 const char* name_of(ScaleType type);

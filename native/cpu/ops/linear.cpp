@@ -47,7 +47,7 @@ class Linear : public BoundOp {
 
  private:
   // A thread's panels of gate, then those of up, whose columns it then multiplies.
-  void gate_few(const Activations& a, const Share& share) {
+  void gate_few(const Activations& a, const WorkUnit& share) {
     const int half = m_.panels() / 2, c0 = share.p0 * m_.panel, n = m_.n / 2;
     float* both = scratch_.gated.as<float>();
     const auto [p0, p1, r0, r1] = share;

@@ -205,6 +205,6 @@ void Sample::tell() {
 
 }  // namespace
 
-const RegisterCpuOp kSample({{Op::sample}}, bind_op<Sample>);
+const RegisterCpuOp kSampleOp({{Op::sample}}, bind_op<Sample>);
 
 }  // namespace as

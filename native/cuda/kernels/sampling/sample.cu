@@ -138,13 +138,8 @@ __device__ __noinline__ int first_greatest(Shared& s, const SampleTask& task, co
 
 // Without filters: the chunk whose log(weight) plus noise is the greatest, then one of its tokens.
 template <typename Values>
-<<<<<<< HEAD:native/cuda/kernels/sampling/sample.cu
 __device__ __noinline__ int sample_chunk(Shared& s, const SampleTask& task, const RowSample& sample, const Values& x,
                                          const RowSums& row, float top) {
-=======
-__device__ __noinline__ int sample_chunk(Shared& s, const DrawTask& task, const RowDraw& draw, const Values& x,
-                                       const RowSums& row, float top) {
->>>>>>> 7f8c463b (Say sample, as the field does, where code said draw):native/cuda/kernels/sampling/draw.cu
   double best = 0.0;
   int winner = INT_MAX;
   const auto take = [&](double key, int chunk) {
@@ -195,11 +190,8 @@ __device__ __noinline__ int sample_listed(Shared& s, const RowSample& sample, in
   }
   behind = block_min(s.ids, behind);
   if (threadIdx.x == 0) {
-<<<<<<< HEAD:native/cuda/kernels/sampling/sample.cu
-    if (sample.kind == SamplingKind::top_k && sample.top_p < 1.0f) need = sum_in_order(s.weights, size) * (double)sample.top_p;
-=======
-    if (draw.kind == SamplingKind::top_k && draw.top_p < 1.0f) need = sum_in_order(s.weights, size) * (double)draw.top_p;
->>>>>>> 7f8c463b (Say sample, as the field does, where code said draw):native/cuda/kernels/sampling/draw.cu
+    if (sample.kind == SamplingKind::top_k && sample.top_p < 1.0f)
+      need = sum_in_order(s.weights, size) * (double)sample.top_p;
     double sum;
     const int kept = count_to(s.weights, behind, need, sum);
     s.token = kWider;
@@ -267,15 +259,9 @@ __device__ void fill_bins(Shared& s, const SampleTask& task, const RowSample& sa
 __device__ __noinline__ int sample_wide(Shared& s, const SampleTask& task, const RowSample& sample,
                                         const Logits& logits, float top) {
   static_assert(kBins == kThreads, "each thread has a bin");
-<<<<<<< HEAD:native/cuda/kernels/sampling/sample.cu
   Kept x{logits, top, steps_of(sample.scale), 0};
   bool by_count = sample.kind == SamplingKind::top_k;
   double target = by_count ? sample.top_k : -1.0;
-=======
-  Kept x{logits, top, steps_of(draw.scale), 0};
-  bool by_count = draw.kind == SamplingKind::top_k;
-  double target = by_count ? draw.top_k : -1.0;
->>>>>>> 7f8c463b (Say sample, as the field does, where code said draw):native/cuda/kernels/sampling/draw.cu
   uint64_t count = 0, mass = 0;  // of tokens in bins before x.last
   int level = 0;
   const auto end_search = [&](bool all, uint64_t up_to) {
@@ -339,28 +325,17 @@ __device__ __noinline__ int sample_wide(Shared& s, const SampleTask& task, const
       sum_small_chunk(x, c * task.chunk, min((c + 1) * task.chunk, task.width), sample.scale, maxima[c], sums[c]);
   }
   __syncthreads();
-<<<<<<< HEAD:native/cuda/kernels/sampling/sample.cu
   return sample_chunk(s, task, sample, x, row_sums(task, to, blockIdx.x), top);
-=======
-  return sample_chunk(s, task, draw, x, row_sums(task, to, blockIdx.x), top);
->>>>>>> 7f8c463b (Say sample, as the field does, where code said draw):native/cuda/kernels/sampling/draw.cu
 }
 
 __device__ int sample_token(Shared& s, const SampleTask& task, const RowSample& sample, const Logits& x,
                             const RowSums& row) {
   const float top = block_max(s, row.maxima, row.chunks);
   if (top == -INFINITY) return kNothing;
-<<<<<<< HEAD:native/cuda/kernels/sampling/sample.cu
   if (sample.kind == SamplingKind::greedy) return first_greatest(s, task, x, row, top);
   if (sample.kind == SamplingKind::all) return sample_chunk(s, task, sample, x, row, top);
   const bool by_count = sample.kind == SamplingKind::top_k;
   const int most = by_count ? min(sample.top_k, kCandidates) : kCandidates;
-=======
-  if (draw.kind == SamplingKind::greedy) return first_best(s, task, x, row, top);
-  if (draw.kind == SamplingKind::all) return sample_chunk(s, task, draw, x, row, top);
-  const bool by_count = draw.kind == SamplingKind::top_k;
-  const int most = by_count ? min(draw.top_k, kCandidates) : kCandidates;
->>>>>>> 7f8c463b (Say sample, as the field does, where code said draw):native/cuda/kernels/sampling/draw.cu
   double need = INFINITY;
   if (!by_count && sample.top_p < 1.0f) need = total_weight(s, row, top, sample.scale) * (double)sample.top_p;
   // No weight is above 1, but for rounding: so many cannot be enough.

@@ -30,7 +30,8 @@ struct RowSample {
   AS_BOTH bool sums_apart() const { return top_logprobs >= 0 && (scale != 1.0f || mask >= 0 || edits() > 0); }
   // Whether there is use for sums of what is drawn from: others need the greatest logits alone.
   AS_BOTH bool weighs() const {
-    return kind == sampling::SamplingKind::nucleus || kind == sampling::SamplingKind::all || (top_logprobs >= 0 && !sums_apart());
+    return kind == sampling::SamplingKind::nucleus || kind == sampling::SamplingKind::all ||
+           (top_logprobs >= 0 && !sums_apart());
   }
 };
 
