@@ -14,7 +14,7 @@ StepOutput Decoder::step(const std::string& bytes, bool want_logits) {
   slots_.check(plan, draft_.has_value());
   slots_.begin(plan);
   StepOutput output;
-  if (!plan.saved.empty() || !plan.restored.empty()) {  // there is a store: the plan was checked
+  if (!plan.saved.empty() || !plan.restored.empty()) {  // a checked plan has copies only if there is a store
     const auto began = std::chrono::steady_clock::now();
     store_->copy(plan.saved, plan.restored);
     output.copy_seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();

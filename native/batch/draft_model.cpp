@@ -5,7 +5,7 @@
 namespace as {
 
 void DraftModel::draft(Slots& slots) {
-  // A sequence that samples, how many drafts it may still have, and where its next row is.
+  // A sequence that samples drafts: how many more it may have, and its next row.
   struct Sampling {
     Slot* slot;
     int index, left;
@@ -26,7 +26,7 @@ void DraftModel::draft(Slots& slots) {
     const int room = max_rows_ - (int)batch_.rows.size(), end = std::min(item.end, slot.drafted + room);
     const bool samples = item.by_model() && item.drafts > 0 && end == item.end;
     if (item.samples() && item.rows == 1 && !item.by_model())
-      continue;  // no drafts just now: what it misses is made up for later
+      continue;  // no drafts this time: a later step computes the missing positions
     if (end <= slot.drafted) continue;
     add(slot, item.slot, slot.drafted, end, samples);
     if (samples) sampling.push_back({&slot, item.slot, item.drafts});

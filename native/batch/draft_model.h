@@ -1,6 +1,5 @@
-// Drafts of a smaller model (Leviathan et al., "Fast inference from transformers via speculative decoding", 2023),
-// which draws as the large one will: from the same random numbers. So it is often right also where tokens are not the
-// likeliest ones.
+// Drafts of a smaller model (Leviathan et al., "Fast inference from transformers via speculative decoding", 2023). It
+// samples with the random numbers that the large model will use, so drafts are often right at high temperatures, too.
 #pragma once
 #include "batch/slots.h"
 
@@ -8,10 +7,10 @@ namespace as {
 
 class DraftModel {
  public:
-  // max_rows: of one run.
+  // max_rows: the most rows of one run.
   DraftModel(Runner& runner, int max_rows) : runner_(runner), max_rows_(max_rows) {}
-  // Brings the model's cache up to what the items' slots hold, and appends to the histories of those that want them as
-  // many drafts as they may have. Slots that it lags behind get none.
+  // Computes the positions that the model's cache lacks, then appends drafts to the histories of items that want them.
+  // Slots whose missing positions do not fit one run get no drafts.
   void draft(Slots& slots);
 
  private:

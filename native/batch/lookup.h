@@ -6,22 +6,22 @@
 
 namespace as {
 
-// Where the pairs of ids of one history stand. Grows with it, a few nanoseconds an id.
+// An index of the pairs of ids in one history. Updates cost a few nanoseconds an id.
 class Lookup {
  public:
-  // Forgets all: another history comes.
+  // Resets the index for another history.
   void clear();
-  // Appends up to `most` ids to the history: those that follow where its last ids stand before. Of the latest kTried
-  // places with the last two ids the one with the longest match before them counts, of equal ones the latest. Depends
-  // on the history alone, so all ranks find the same.
+  // Appends up to `most` ids to the history: those that follow an earlier occurrence of its last ids. Among the latest
+  // kTried occurrences of the last two ids, the one with the longest match wins, then the latest. The result depends on
+  // the history alone, so all ranks agree.
   void draft(std::vector<int32_t>& history, int most);
 
  private:
   void extend(const std::vector<int32_t>& history);
   size_t bucket(int32_t first, int32_t second) const;
 
-  std::vector<int32_t> heads_;     // of each bucket: the latest place, or -1; a place is where a pair's second id is
-  std::vector<int32_t> previous_;  // of each place: the one before in its bucket
+  std::vector<int32_t> heads_;  // of each bucket: the latest place, or -1; a place is the index of a pair's second id
+  std::vector<int32_t> previous_;  // of each place: the previous one in its bucket
 };
 
 }  // namespace as

@@ -7,7 +7,7 @@ namespace as {
 namespace {
 
 constexpr int32_t kMagic = 0x41535032;  // "ASP2"
-constexpr int32_t kCopies = 3;          // a kind of section
+constexpr int32_t kCopies = 3;          // type of a section
 
 struct Reader {
   const int32_t* p;
@@ -31,7 +31,8 @@ struct Reader {
   }
 };
 
-// A section of copies: how many are saved, and each {span, span of the second tier, 4 words of its key}.
+// A section of copies: the number of saved spans, then for each copy {span, span of the second tier, 4 words of its
+// key}.
 void parse_copies(Reader in, Plan& plan) {
   const int32_t saved = in.count("saved spans"), words = (int32_t)(in.end - in.p);
   if (words % 6 || saved > words / 6) throw std::invalid_argument("step plan: copies are of 6 words each");

@@ -1,4 +1,4 @@
-// The step plan that rank 0 sends, version 2: see allspark_server/runtime/plan.py, which writes it and has the layout.
+// The step plan that rank 0 sends, version 2. allspark_server/runtime/plan.py writes it and documents the layout.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -9,43 +9,42 @@
 
 namespace as {
 
-// A sequence enters a slot. Its first `cached` positions are in the cache already (in spans that its first item
-// brings).
+// A sequence that enters a slot. Its first `cached` positions are already in the cache (its first item has the spans).
 struct NewSequence {
   int slot, cached;
   SamplingParams sampling;
   std::vector<int32_t> history;
 };
 
-// What an item's flags say.
+// An item's flags.
 enum WorkFlags : int32_t {
-  kSample = 1,      // a token is drawn after the last row, which is the history's last
-  kLookup = 2,      // drafts are looked up in the history
+  kSample = 1,      // sample a token after the last row, which is the history's last id
+  kLookup = 2,      // look up drafts in the history
   kGiven = 4,       // the last known ids are drafts
-  kDraftModel = 8,  // drafts are the draft model's
-  kHidden = 16,     // hidden states of the rows with outputs are wanted
+  kDraftModel = 8,  // the draft model makes drafts
+  kHidden = 16,     // output hidden states of the rows with outputs
   kPromptLogprobs = 32,
   kAllFlags = 63,
 };
 
-// Rows of one slot, from its first position that is not in the cache on.
+// Rows of one slot, from its first position that is not in the cache.
 struct Work {
   int slot, rows, outputs, drafts;
   int32_t flags;
   int adapter, mask;
-  std::vector<int32_t> known;               // appended to the history first
-  std::vector<std::vector<int32_t>> spans;  // appended to the tables of each cache group
+  std::vector<int32_t> known;               // ids appended to the history first
+  std::vector<std::vector<int32_t>> spans;  // appended to the span table of each cache group
 
   bool samples() const { return flags & kSample; }
 };
 
-// In a span table: no span, as a window has left its positions behind.
+// In a span table: no span, because the positions are outside the attention window.
 constexpr int32_t kNoSpan = -1;
 
-// Names what a full span holds (allspark_server/cache/span_keys.py). Of zeros: nothing.
+// Identifies the content of a full span (allspark_server/cache/span_keys.py). All zeros: none.
 using SpanKey = std::array<uint64_t, 2>;
 
-// A span of the cache goes to one of the second tier, or comes back from there.
+// A copy of a span between the cache and the second tier.
 struct SpanCopy {
   int32_t span, host;
   SpanKey key;
@@ -57,7 +56,7 @@ struct Plan {
   std::vector<Work> work;
   std::vector<SpanCopy> saved, restored;  // before the rows are computed, in this order
 
-  // Throws std::invalid_argument on anything that is not a whole, well-formed plan of `groups` cache groups.
+  // Throws std::invalid_argument unless `bytes` is a complete, well-formed plan for `groups` cache groups.
   static Plan parse(const std::string& bytes, int groups);
 };
 

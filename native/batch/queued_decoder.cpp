@@ -26,12 +26,12 @@ bool QueuedDecoder::begin(const std::string& bytes, bool want_logits) {
   const bool first = steps_.empty();
   if (steps_.size() > 1 || (!first && !steps_.back().foretold)) return false;
   const Plan plan = Plan::parse(bytes, slots_.groups());
-  if (!first && has_drafts(plan)) return false;  // they are looked up in histories that end with what is drawn now
+  if (!first && has_drafts(plan)) return false;  // lookup needs the tokens that the current step samples
   try {
     slots_.check(plan, false);
   } catch (const std::invalid_argument&) {
     if (first) throw;
-    return false;  // told when its turn comes
+    return false;  // raised when the plan is submitted again
   }
   slots_.begin(plan);
   const bool copies = !plan.saved.empty() || !plan.restored.empty();

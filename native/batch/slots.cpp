@@ -7,7 +7,7 @@ namespace as {
 
 Slots::Slots(SlotLimits limits) : limits_(std::move(limits)), slots_(limits_.max_slots) { batch_.slots = &slots_; }
 
-// Copies run side by side: none may write what another reads or writes.
+// Copies run in parallel, so none may write what another one reads or writes.
 void Slots::check_copies(const Plan& plan) {
   if (plan.saved.empty() && plan.restored.empty()) return;
   auto refuse = [](const std::string& what) { throw std::invalid_argument("step plan: " + what); };
@@ -25,7 +25,7 @@ void Slots::check_copies(const Plan& plan) {
     }
 }
 
-// A table may have kNoSpan where none of the positions is seen by the item's rows, and so by none that come later.
+// A table may have kNoSpan where no row of the item, and so no later row, sees any of the positions.
 void Slots::check_spans(const Work& work, Outlook& slot) const {
   for (int g = 0; g < groups(); g++) {
     const long unseen = limits_.windows[g] ? slot.cached + 1 - limits_.windows[g] : 0;
@@ -136,7 +136,7 @@ void Slots::begin(const Plan& plan) {
     const int end = slot.cached + w.rows;
     int most = 0;
     if (w.drafts) {
-      // No further than the sequence may go, and than its spans do.
+      // Limited by the sequence's maximum length and by its spans.
       int64_t room = limits_.max_length;
       for (const auto& spans : slot.spans) room = std::min(room, (int64_t)spans.size() * limits_.span_size);
       most = (int)std::min<int64_t>(w.drafts, room - end);
@@ -162,7 +162,7 @@ const Batch& Slots::batch() {
                     p.flags,
                     p.adapter};
     for (int i = start; i < start + item.count; i++) batch_.rows.push_back({p.slot, i, slot.history[i]});
-    const int inside = p.outputs - p.samples();  // outputs after which nothing is drawn
+    const int inside = p.outputs - p.samples();  // outputs that are not sampled
     for (int i = 0; i < item.outputs; i++) {
       Output out{item.row + p.rows - p.outputs + i, p.slot, p.end - p.outputs + 1 + i};
       if (i < inside) out.wanted = p.flags & kPromptLogprobs ? Wanted::score : Wanted::nothing;
@@ -187,22 +187,22 @@ std::vector<Slots::Accepted> Slots::accept(const Batch& batch, const std::vector
     if (!item.samples()) continue;
     Slot& slot = slots_[item.slot];
     const int first = item.first_sample();
-    if (foretold) {  // unless another sequence has the slot by now
+    if (foretold) {  // unless the slot belongs to another sequence by now
       const size_t place = (size_t)item.start + item.count;
       if (place < slot.history.size() && slot.history[place] < 0)
         slot.history[place] = std::max(samples[first].token, 0);
       accepted.push_back({first, 1, 0});
       continue;
     }
-    const int end = slot.cached;  // the first draft's position
+    const int end = slot.cached;  // position of the first draft
     int kept = 0;
     while (kept < item.drafts && samples[first + kept].token == slot.history[end + kept]) kept++;
     slot.history.resize(end + kept);
-    // A row without a token (its logits are no numbers): the sequence ends, whatever is computed for it before the
-    // scheduler knows.
+    // A row without a token had invalid logits. The sequence ends, and results of its rows that are already under way
+    // are discarded.
     slot.history.push_back(std::max(samples[first + kept].token, 0));
     slot.cached = end + kept;
-    slot.drafted = std::min(slot.drafted, slot.cached);  // what it made of rejected drafts is overwritten
+    slot.drafted = std::min(slot.drafted, slot.cached);  // entries of rejected drafts are overwritten
     accepted.push_back({first, kept + 1, item.drafts});
   }
   return accepted;

@@ -1,4 +1,4 @@
-// The sequences that a rank runs, and what a step plan does to them.
+// The sequences of a rank, and how step plans change them.
 #pragma once
 #include <string>
 #include <vector>
@@ -7,15 +7,15 @@
 
 namespace as {
 
-// What plans may ask for.
+// Limits that plans are checked against.
 struct SlotLimits {
   int max_rows = 0, max_outputs = 0, max_slots = 0, max_length = 0, span_size = 0;
   int num_spans = 0;
-  std::vector<int> windows;  // of each cache group: how many of the last positions its ops see; 0: all
+  std::vector<int> windows;  // of each cache group: how many last positions its ops see; 0: all
   int masks = 0;
-  bool hidden_states = false;  // whether the program hands them out
+  bool hidden_states = false;  // whether the program outputs them
   int host_spans = 0;          // of the second tier
-  std::vector<char> adapters;  // whether each that rows may name is loaded
+  std::vector<char> adapters;  // whether each adapter that rows may name is loaded
 };
 
 class Slots {
@@ -24,16 +24,15 @@ class Slots {
   explicit Slots(SlotLimits limits);
 
   int groups() const { return (int)limits_.windows.size(); }
-  // An adapter is loaded, or no longer.
+  // Says whether an adapter is loaded.
   void set_adapter(int index, bool loaded) { limits_.adapters.at(index) = loaded; }
-  // Throws std::invalid_argument, and changes nothing, if the plan does not follow what the slots have.
+  // Throws std::invalid_argument, and changes nothing, if the plan does not fit the state of the slots.
   void check(const Plan& plan, bool has_draft_model);
-  // Brings the slots up to date with a plan that was checked, and looks up drafts. Those of a draft model are still to
-  // be appended.
+  // Applies a checked plan to the slots and looks up drafts. A draft model appends its drafts afterwards.
   void begin(const Plan& plan);
 
-  // An item of the plan: `rows` rows of known ids up to position `end`, the last `outputs` of them with outputs, and at
-  // most `drafts` more.
+  // An item of the plan: `rows` rows of known ids up to position `end`, the last `outputs` of them with outputs,
+  // followed by at most `drafts` drafts.
   struct Pending {
     int slot, rows, end, outputs, drafts, mask;
     int32_t flags;
@@ -46,20 +45,20 @@ class Slots {
   std::vector<Slot>& all() { return slots_; }
   Slot& slot(int index) { return slots_[index]; }
 
-  // The step's rows, with the drafts that histories now end with.
+  // The step's rows, including the drafts at the ends of the histories.
   const Batch& batch();
-  // Takes over what was drawn in that step. Of each item that draws: how many tokens, the first of which is
+  // Applies the samples of that step. Returns for each item that samples: its number of tokens, the first of which is
   // samples[output], and how many drafts were tried.
   struct Accepted {
     int output, count, drafts;
   };
   std::vector<Accepted> accept(const Batch& batch, const std::vector<SampleOutput>& samples, bool foretold = false);
-  // A token will be drawn after each item that draws and has no drafts: histories have sampled_after() in its place
-  // until that batch is accepted as one that was foretold, though other plans may have come in between.
+  // Appends sampled_after() to the history of each item that samples without drafts. The placeholders stay until that
+  // batch is accepted with foretold = true; plans may come in between.
   void foretell(const Batch& batch);
 
  private:
-  // What a plan would make of a slot: sizes only.
+  // The sizes that a slot would have after a plan.
   struct Outlook {
     bool live;
     long history, cached;
@@ -70,9 +69,9 @@ class Slots {
 
   SlotLimits limits_;
   std::vector<Slot> slots_;
-  std::vector<Outlook> outlook_;  // of the slots that a plan names
+  std::vector<Outlook> outlook_;  // of the slots in the plan
   std::vector<Pending> pending_;
-  std::vector<char> copied_;  // spans of the second tier that a plan names
+  std::vector<char> copied_;  // second-tier spans in the plan
   Batch batch_;
 };
 

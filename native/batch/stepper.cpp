@@ -62,11 +62,11 @@ void Stepper::run() {
   }
 }
 
-// Until there is a job, or a step to finish; false: all is over.
+// Waits for a job, or for a step to finish. Returns false at the end.
 bool Stepper::await_work(std::unique_lock<std::mutex>& lock) {
   if (begun_.empty()) submitted_.wait(lock, [this] { return stopping_ || !jobs_.empty(); });
   const bool room = begun_.size() == 1 && !held_ && !begun_.front().error;
-  for (bool done = false; room && !stopping_ && jobs_.empty() && !done;) {  // a device tells nobody: it is asked
+  for (bool done = false; room && !stopping_ && jobs_.empty() && !done;) {  // asynchronous devices do not notify: poll
     lock.unlock();
     done = begun_.front().model->done();
     if (!done) std::this_thread::yield();
@@ -93,7 +93,7 @@ void Stepper::begin_next(std::unique_lock<std::mutex>& lock) {
   if (alone && begun && !step.error) sample(begun_.back());
   held_ = !begun && !step.error && !alone;
   const bool ended = alone && step.error;
-  if (!held_) job = {};  // what it holds is let go of without the lock
+  if (!held_) job = {};  // releases its resources without the lock
   step = {};
   lock.lock();
   if (held_) jobs_.push_front(std::move(job));
@@ -127,7 +127,7 @@ void Stepper::finish_first(std::unique_lock<std::mutex>& lock) {
   lock.lock();
 }
 
-// With the lock.
+// Called with the lock held.
 void Stepper::add_result(Result result) {
   running_ = !begun_.empty();
   if (running_) began_ = now();

@@ -1,5 +1,5 @@
-// Runs steps one after the other on a thread of its own, so that the next one starts before anybody has looked at the
-// result of the last one. Of devices that work by themselves it queues the next one meanwhile.
+// Runs steps in order on its own thread, so that the next step starts before anyone has read the previous result. On
+// asynchronous devices it queues the next step while one is computed.
 #pragma once
 #include <condition_variable>
 #include <deque>
@@ -15,7 +15,7 @@ namespace as {
 
 class Stepper {
  public:
-  // A step of a model. before: what comes before its plan is followed.
+  // A step of a model. `before` is called before the plan runs.
   struct Job {
     std::shared_ptr<StepModel> model;
     std::string plan;
@@ -27,13 +27,13 @@ class Stepper {
   Stepper(const Stepper&) = delete;
   Stepper& operator=(const Stepper&) = delete;
 
-  // Queues a step. Returns at once.
+  // Queues a step and returns at once.
   void submit(Job job);
-  // The oldest step's output, once it is there; throws what it threw. std::logic_error if there is none.
+  // Waits for the oldest step's output and returns it, or throws its exception. std::logic_error if there is none.
   StepOutput collect();
-  // Waits until all that was submitted has run; it can still be collected.
+  // Waits until all submitted steps have run. Their results can still be collected.
   void drain();
-  // How long the running step has been at it; 0: none runs.
+  // Seconds since the running step began; 0: none is running.
   double busy_seconds() const;
 
  private:
@@ -41,7 +41,7 @@ class Stepper {
     StepOutput output;
     std::exception_ptr error;
   };
-  // A step that was begun, or has failed to.
+  // A step that was begun or failed to begin.
   struct Begun {
     std::shared_ptr<StepModel> model;
     std::exception_ptr error;
@@ -57,11 +57,11 @@ class Stepper {
   std::condition_variable submitted_, ended_;
   std::deque<Job> jobs_;
   std::deque<Result> results_;
-  // On the stepper's thread alone.
+  // Used by the stepper's thread only.
   std::deque<Begun> begun_;
-  bool held_ = false;  // the next job is not to be begun before the steps that were have ended
+  bool held_ = false;  // do not begin the next job before the begun steps have ended
 
-  double began_ = 0;  // on the steady clock, in seconds; 0: no step runs
+  double began_ = 0;  // steady clock in seconds; 0: no step is running
   bool running_ = false, stopping_ = false;
   std::thread thread_;
 };

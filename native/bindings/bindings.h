@@ -1,4 +1,4 @@
-// What the files of bindings share.
+// Declarations that the bindings' files share.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -9,10 +9,10 @@
 
 namespace as {
 
-// "float32", "bfloat16", "int8" or "uint4"; std::invalid_argument for anything else.
+// "float32", "bfloat16", "int8" or "uint4". Throws std::invalid_argument for another name.
 DType cache_dtype_of(const std::string& name);
 
-// Fields of a ScaleLayout by their names; TypeError for others.
+// A ScaleLayout from keyword arguments. Throws TypeError for unknown names.
 ScaleLayout scale_layout_of(const pybind11::kwargs& fields);
 constexpr const char* kLayoutFields =
     "How the scales are laid out, by keywords (program/scale_layout.h): scales, zeros, group_rows, permuted, "

@@ -1,4 +1,4 @@
-// A rank's model, and the thread that runs its steps, for Python.
+// Python bindings of a rank's model and of the thread that runs its steps.
 #include "cpu/executor.h"
 
 #include <pybind11/numpy.h>
@@ -24,13 +24,13 @@ namespace {
 using Bytes = py::array_t<uint8_t, py::array::c_style>;
 using Scales = py::array_t<QuantizedScale, py::array::c_style>;
 
-// The rows of a two-dimensional array; its columns are all taken.
+// The rows of a two-dimensional array, with all of its columns.
 SourceRows source_rows(const py::array& a, const std::string& source) {
   const ArrayRows rows = array_rows(a, source);
   return {rows.data, rows.type, rows.stride, 0, 0, rows.columns, rows.columns, rows.step};
 }
 
-// Rows of codes that are packed so, without what belongs to them unless they are blocks. rows: of octets.
+// Rows of quantized values with this packing, without their scales unless they are blocks. rows: of octets.
 StoredRows stored_rows(const py::array& q, int bits, int64_t columns, const std::string& packing, int skipped,
                        int64_t rows, int64_t& count) {
   const Packing kind = packing_of(packing);
@@ -60,7 +60,8 @@ StoredRows stored_rows(const py::array& q, int bits, int64_t columns, const std:
   return stored;
 }
 
-// Packs rows of arrays, one after the other, into a matrix. Returns how many values of each are NaN or infinite.
+// Packs the rows of several arrays into consecutive rows of a matrix. Returns the number of NaN and infinite values of
+// each.
 std::vector<int64_t> fill(Executor& e, int id, const std::vector<py::array>& arrays, const std::string& source,
                           int64_t row_offset, int64_t column, std::optional<int64_t> group_size) {
   const Packed& m = e.weights().matrix(id);

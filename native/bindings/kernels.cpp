@@ -1,4 +1,4 @@
-// Single kernels for tests and microbenchmarks; the engine does not use these.
+// Single kernels, for tests and microbenchmarks. The engine does not use these bindings.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -73,7 +73,7 @@ void bind_kernels(py::module_& m) {
                "attend: keys and values must be [tokens, dim]");
         const SpanLayout layout = span_layout(cache_dtype_of(dtype), span_size, dim, kernels().rules.bf16_pairs);
         const int count = (tokens + span_size - 1) / span_size;
-        std::vector<char> memory(layout.bytes * count, (char)0xff);  // NaN wherever nothing is written
+        std::vector<char> memory(layout.bytes * count, (char)0xff);  // NaN where nothing is written
         std::vector<const void*> spans(count);
         for (int s = 0; s < count; s++) spans[s] = memory.data() + layout.bytes * s;
         for (int t = 0; t < tokens; t++)
@@ -97,8 +97,8 @@ void bind_kernels(py::module_& m) {
       "attend_seconds",
       [](int rows, int dim, int span_size, const std::string& dtype, int tokens, int heads, std::vector<int> cpus,
          int threads, int repeats) {
-        // Each thread has its own part of `heads` caches of `tokens` tokens, as an executor's: the heads of a span
-        // adjacent.
+        // Each thread has its own part of `heads` caches of `tokens` tokens, laid out as an executor's: the heads of a
+        // span are adjacent.
         const SpanLayout layout = span_layout(cache_dtype_of(dtype), span_size, dim, kernels().rules.bf16_pairs);
         const int spans = tokens / span_size, blocks = tokens / kBlockTokens;
         Buffer memory(layout.bytes * spans * heads, "measuring attention");

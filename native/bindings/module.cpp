@@ -40,7 +40,7 @@ ScaleLayout scale_layout_of(const py::kwargs& fields) {
 
 PYBIND11_MODULE(_native, m) {
   m.doc() = "Kernels, executor, sampler and shared-memory collectives.";
-  as::kernels();  // an unsuitable CPU is an error at import
+  as::kernels();  // an unsupported CPU is an error at import
   m.def("isa", [] { return std::string(as::kernels().name); }, "The instruction set in use.");
   m.def("isas", as::supported_isas, "Instruction sets this CPU has and this build has kernels for, best first.");
   m.def(
@@ -65,7 +65,7 @@ PYBIND11_MODULE(_native, m) {
   m.def(
       "attention_bytes",
       [](int threads, int max_length, int head_dim, const std::string& dtype) {
-        constexpr int kSpanSize = 128;  // of any size: what attention takes does not depend on it
+        constexpr int kSpanSize = 128;  // any size: attention's memory does not depend on it
         return as::attention_bytes(
             as::span_layout(as::cache_dtype_of(dtype), kSpanSize, head_dim, as::kernels().rules.bf16_pairs), threads,
             max_length);

@@ -1,4 +1,4 @@
-// The table of ops and programs, for Python.
+// Python bindings of the op table and of programs.
 #include "program/program.h"
 
 #include <pybind11/pybind11.h>
@@ -41,7 +41,7 @@ py::dict to_dict(const OpSpec& spec) {
   return d;
 }
 
-// A node as Python sees it: typed attributes, those of graphs left out.
+// A node for Python: typed attributes, without those of graphs.
 py::dict to_dict(const OpNode& op) {
   py::dict attributes, d;
   for (const AttributeSpec& a : op.spec->attributes) {

@@ -1,5 +1,4 @@
-// Rates beside measure_roofline (kernels.cpp): that of 8-bit integers, and all of them measured a little at a
-// time.
+// The rate of 8-bit integer operations, and a meter that measures the whole roofline in short slices.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -20,13 +19,13 @@ namespace {
 
 using MultiplyAdd = double (*)(long, float*);
 
-// That of the instruction set in use.
+// The kernel of the instruction set in use.
 MultiplyAdd integer_multiply_add() {
   if (kernels().multiply_tiles) return [](long rounds, float*) { return kernels().multiply_tiles(rounds, true); };
   return kernels().integer_multiply_add;
 }
 
-// The machine's ceilings, measured in slices of a few milliseconds for a caller who has steps to run in between.
+// Measures the roofline in slices of a few milliseconds, between which the caller can run steps.
 class RooflineMeter {
  public:
   RooflineMeter(std::vector<int> cpus, int threads, size_t megabytes)
@@ -38,7 +37,7 @@ class RooflineMeter {
     for (int t = 0; t < threads; t++) positions_[t] = begin(t);
   }
 
-  // Measures for about that long. Returns whether all is measured.
+  // Measures for about `seconds`. Returns whether everything is measured.
   bool slice(double seconds) {
     if (!touched_) {
       timed(seconds, [&](int t) {
@@ -76,14 +75,14 @@ class RooflineMeter {
 
  private:
   static constexpr int kKinds = 3, kRepeats = 4;
-  // Floats at a time: few enough that a thread is not much late, enough for the start of a stretch not to count.
+  // Floats at a time: few enough that a thread finishes on time, enough that the start of a stretch does not matter.
   static constexpr size_t kTouched = 1 << 18, kRead = 1 << 20;
 
   size_t begin(int t) const { return memory_.size() / sizeof(float) * t / threads_; }
   size_t end(int t) const { return begin(t + 1); }
 
-  // Each thread calls work(t), which returns how much it did, until the time is up or nothing is left: how much a
-  // second.
+  // Every thread calls work(t), which returns the amount of work done, until the time is up or nothing is left. Returns
+  // the amount a second.
   template <typename F>
   double timed(double seconds, F&& work) {
     using Clock = std::chrono::steady_clock;

@@ -1,4 +1,4 @@
-// Python's view of the sampler, for tests: one draw over given shards, by the very calls the executor makes.
+// The sampler for Python tests: samples from given shards with the calls that the executor makes.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -30,7 +30,7 @@ std::vector<int> shard_starts(const std::vector<std::vector<float>>& shards) {
   return starts;
 }
 
-// Every rank's blob of one round. Checks what candidates() and narrow() promise: the logits are left as they were.
+// Every rank's blob of one round. Checks that candidates() and narrow() restore the logits.
 template <class Round>
 std::vector<std::vector<uint8_t>> run_round(Round round, SampleInput input, std::vector<std::vector<float>>& shards) {
   const std::vector<int> starts = shard_starts(shards);
@@ -123,8 +123,8 @@ py::dict sample_once(const py::sequence& logits, const Ints& block, const Ints& 
   return result;
 }
 
-// Seconds that a row's draw takes on one rank, by so many threads of a pool: the least of `repeats`; and how much of
-// that are the parts that one thread does alone.
+// Seconds that sampling a row takes on one rank with a pool of `threads` threads (the least of `repeats`), and the part
+// of them that one thread works alone.
 std::pair<double, double> sample_seconds(const Floats& logits, const Ints& block, int threads, int repeats) {
   const int32_t* words = block.data();
   const SamplingParams params = SamplingParams::parse(words, block.data() + block.size());

@@ -8,7 +8,7 @@
 namespace as {
 namespace {
 
-// The likeliest ids of some draws, and their log probabilities: [n, 20] each.
+// The most probable ids of some samples, and their log probabilities: [n, 20] each.
 std::pair<py::array_t<int32_t>, py::array_t<float>> tops_of(const std::vector<SampleOutput>& samples) {
   const py::ssize_t n = (py::ssize_t)samples.size(), width = kMaxTopLogprobs;
   py::array_t<int32_t> ids({n, width});

@@ -1,4 +1,4 @@
-// What a step gave, for Python.
+// A step's results for Python.
 #pragma once
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -9,7 +9,7 @@ namespace as {
 
 namespace py = pybind11;
 
-// What a step gave: arrays over the tokens drawn.
+// A step's results: arrays over the sampled tokens.
 struct StepResult {
   py::array_t<int32_t> counts, drafted, tokens, status, top_ids;
   py::array_t<float> logprobs, top_logprobs;

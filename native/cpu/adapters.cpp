@@ -53,7 +53,7 @@ bool Adapters::begin(const Batch& batch) {
   std::vector<char> seen(loaded_.size());
   for (const Item& first : batch.items) {
     if (first.adapter < 0 || seen.at(first.adapter)++) continue;
-    const Adapter* adapter = loaded_[first.adapter].get();  // there is one: the plan was checked
+    const Adapter* adapter = loaded_[first.adapter].get();  // not null: the plan was checked
     const auto collect = [&](AdaptedRows& set, int Item::* begin, int Item::* count) {
       AdaptedRows::Group group{adapter, (int)set.rows.size(), 0};
       for (const Item& item : batch.items)

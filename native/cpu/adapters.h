@@ -1,5 +1,5 @@
-// Adapters by low-rank matrices (LoRA, Hu et al., 2021): a row with one has scale * B (A x) added to what linear layers
-// make of it. They come and go while a model runs; which one a row has is its item's affair (batch/batch.h).
+// LoRA adapters (Hu et al., 2021): for rows with an adapter, scale * B (A x) is added to the output of linear layers.
+// Adapters are loaded and unloaded while a model runs. A step's items say which adapter their rows use (batch/batch.h).
 #pragma once
 #include <memory>
 #include <vector>
@@ -13,17 +13,17 @@ namespace as {
 // Bytes of one target's two matrices.
 size_t adapter_bytes(int rank, int inputs, int columns, Format format);
 
-// What a compiled program has room for.
+// How many adapters of what size a compiled program has memory for.
 struct AdapterLimits {
-  int count = 0;  // at once; 0: rows have none
+  int count = 0;  // at once; 0: rows have no adapters
   int max_rank = 0;
   Format format = Format::f32;  // of their matrices: float32 or bfloat16
 };
 
-// One adapter's matrices, packed by whoever loads it: steps go on meanwhile.
+// One adapter's matrices. The thread that loads it packs them while steps run.
 class Adapter {
  public:
-  // Of one linear's columns: A [rank, in features], B [columns, rank].
+  // For a range of one linear's columns: A [rank, in features], B [columns, rank].
   struct Pair {
     Packed a, b;
     float scale;
@@ -31,12 +31,12 @@ class Adapter {
     int rank() const { return a.n; }
   };
 
-  // targets: how many the program's ops name.
+  // targets: the number of targets in the program's ops.
   Adapter(const AdapterLimits& limits, int targets);
-  // Gives a target its matrices: `a` with rank rows, `b` with as many columns, of any type. Returns how many values are
-  // NaN or infinite. Throws std::invalid_argument for a target or a rank that cannot be.
+  // Sets a target's matrices: `a` with rank rows and `b` with `columns` rows, of any type. Returns the number of NaN
+  // and infinite values. Throws std::invalid_argument for an invalid target or rank.
   int64_t set(int target, const SourceRows& a, int rank, const SourceRows& b, int columns, float scale);
-  // Null: the adapter leaves this target's columns as they are.
+  // Null: the adapter does not change this target's columns.
   const Pair* pair(int target) const { return pairs_[target].a.k ? &pairs_[target] : nullptr; }
   int targets() const { return (int)pairs_.size(); }
 
@@ -48,7 +48,7 @@ class Adapter {
   std::vector<Pair> pairs_;
 };
 
-// The rows of a step that have an adapter, those of one adapter next to each other.
+// The rows of a step that have an adapter, grouped by adapter.
 struct AdaptedRows {
   struct Group {
     const Adapter* adapter;
@@ -58,18 +58,18 @@ struct AdaptedRows {
   std::vector<Group> groups;
 };
 
-// The adapters that are loaded, and a step's rows by adapter.
+// The loaded adapters, and a step's rows by adapter.
 class Adapters {
  public:
   explicit Adapters(const AdapterLimits& limits) : limits(limits), loaded_(limits.count) {}
 
-  // Between steps. null: there is none of this index any more.
+  // Called between steps. null: unloads the adapter with this index.
   void set(int index, std::shared_ptr<const Adapter> adapter) { loaded_.at(index) = std::move(adapter); }
-  // Whether any row of the step has one. Throws std::invalid_argument for one that is not loaded.
+  // Returns whether any row of the step has an adapter. Throws std::invalid_argument for one that is not loaded.
   bool begin(const Batch& batch);
 
   const AdapterLimits limits;
-  AdaptedRows all, outputs;  // of the step's rows, and of its rows with outputs
+  AdaptedRows all, outputs;  // all rows of the step, and its rows with outputs
 
  private:
   std::vector<std::shared_ptr<const Adapter>> loaded_;

@@ -20,10 +20,10 @@ AS_INLINE Byte16 load(const uint8_t* p) {
   return x;
 }
 AS_INLINE void store(uint8_t* p, Byte16 x) { std::memcpy(p, &x, 16); }
-// Bits from `shift` on of every byte, of which those of `mask` are kept.
+// The bits `mask` of every byte, shifted down by `shift`.
 AS_INLINE Byte16 bits_of(Byte16 x, int shift, uint8_t mask) { return (Byte16)((Half8)x >> (uint16_t)shift) & mask; }
 
-// 16 bytes' lower halves, then the upper ones.
+// The lower halves of 16 bytes, then the upper ones.
 AS_INLINE void halves(const uint8_t* in, uint8_t* out) {
   const Byte16 x = load(in);
   store(out, x & 15), store(out + 16, bits_of(x, 4, 15));

@@ -1,4 +1,4 @@
-// Writing keys and values into the cache: once per token, so plain code, the same for every instruction set.
+// Writes keys and values into the cache. This happens once per token, so plain code serves every instruction set.
 #include "cpu/cache.h"
 
 #include <algorithm>
@@ -23,8 +23,8 @@ void write_floats(const SpanLayout& s, char* span, int token, const float* key, 
   for (int d = s.head_dim; d < s.padded_dim; d++) v[d] = 0;
 }
 
-// The halves of a pair, the earlier in the lower. A token of an even number leaves the other half of its values' pairs
-// as it is.
+// Writes halves of pairs, the earlier token in the lower half. A token with an even number does not change the other
+// half of its values' pairs.
 void write_pairs(const SpanLayout& s, char* span, int token, const float* key, const float* value) {
   uint16_t* k = reinterpret_cast<uint16_t*>(span + token / kKeyGroup * s.group_bytes) + token % kKeyGroup * 2;
   uint16_t* v = reinterpret_cast<uint16_t*>(span + s.value_offset + token / 2 * 2 * s.value_bytes) + token % 2;
@@ -34,8 +34,8 @@ void write_pairs(const SpanLayout& s, char* span, int token, const float* key, c
   for (int d = s.head_dim; d < s.padded_dim; d++) v[2 * d] = 0;
 }
 
-// q[0 .. padded) of x[0 .. n), 0 past n. A NaN or an infinity makes the scale NaN, and so whatever is computed from the
-// row.
+// Quantizes x[0 .. n) into q[0 .. padded), with 0 past n. A NaN or an infinity makes the scale NaN, and so everything
+// computed from the row.
 void quantize(const float* x, int n, int padded, int levels, uint8_t* q, float* scale, float* minimum) {
   float low = x[0], high = x[0], poison = 0;
   for (int i = 0; i < n; i++) {
@@ -49,8 +49,9 @@ void quantize(const float* x, int n, int padded, int levels, uint8_t* q, float* 
     *scale = *minimum = std::numeric_limits<float>::quiet_NaN();
     return;
   }
-  const float step = (float)(((double)high - low) / levels);  // in double: the range may pass the largest float
-  if (step < 1e-37f) return;                                  // equal values, or nearly: the inverse would overflow
+  const float step =
+      (float)(((double)high - low) / levels);  // in double, because the range may exceed the largest float
+  if (step < 1e-37f) return;                   // (nearly) equal values: the inverse would overflow
   const float inverse = 2 / step;
   for (int i = 0; i < n; i++) q[i] = (uint8_t)std::min((long)levels, std::lrintf((0.5f * x[i] - 0.5f * low) * inverse));
   *scale = step;

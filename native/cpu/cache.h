@@ -1,4 +1,4 @@
-// The keys and values of all layers: spans (span_layout.h) of positions of a sequence.
+// The keys and values of all layers, in spans (span_layout.h) of a sequence's positions.
 #pragma once
 #include <vector>
 
@@ -7,8 +7,8 @@
 
 namespace as {
 
-// A layer's part of the cache: its spans are adjacent, a span's KV heads within. Layers of one number in several cache
-// groups share it: a span is one group's at a time.
+// A layer's part of the cache: its spans are adjacent, and so are the KV heads of a span. Layers with the same number
+// in different cache groups share it, because a span belongs to one group at a time.
 struct LayerCache {
   SpanLayout layout;
   int kv_heads = 0;
@@ -19,7 +19,7 @@ struct LayerCache {
 
 class SpanCache {
  public:
-  // layers: with layout and KV heads.
+  // layers: with layout and number of KV heads.
   void allocate(std::vector<LayerCache> layers, int num_spans);
   const LayerCache& layer(int index) const { return layers_.at(index); }
   int layers() const { return (int)layers_.size(); }

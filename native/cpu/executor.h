@@ -1,4 +1,4 @@
-// One rank's model on its CPUs: weights and program as they are built, then compiled; steps.
+// One rank's model on its CPUs: weights and program are added, then compiled, then run in steps.
 #pragma once
 #include <memory>
 #include <optional>
@@ -20,28 +20,27 @@ namespace as {
 class Executor : public Model {
  public:
   Executor(int rank, int world, std::shared_ptr<SharedMemory> shared_memory, std::vector<int> cpus, int threads);
-  // Another model on the threads of this one: they run in turn.
+  // A second model that shares the threads of `beside`: they run in turn.
   explicit Executor(const Executor& beside);
 
-  // Ids count matrices and vectors together. dtype, order: see Weights. experts: of a stack that an expert_linear
-  // takes.
+  // Ids number matrices and vectors together. dtype, order: see Weights. experts: size of a stack for expert_linear.
   int add_matrix(int out_features, int in_features, const std::string& dtype, int group_size, int experts = 1,
                  const ScaleLayout& scaling = {}, std::vector<int> order = {});
   int add_vector(std::vector<float> values);
   Weights& weights() { return weights_; }
   const Weights& weights() const { return weights_; }
 
-  // Compiles the program. Neither program nor weights may change from then on. draft: a model beside this one, which
-  // was allocated with the same spans.
-  // masks: how many there are for plans to name. adapters: as many as plans may name, if the program has ops for them.
+  // Compiles the program; program and weights must not change afterwards. draft: a model that shares this one's threads
+  // and was allocated with the same spans. masks: how many plans may refer to. adapters: limits, if the program has
+  // lora ops.
   void allocate(const RunnerLimits& limits, const CacheLimits& cache, bool fused = true,
                 std::shared_ptr<Executor> draft = nullptr, int masks = 0, const AdapterLimits& adapters = {});
-  // After allocate(): an empty adapter for this program, to be filled by any thread, while steps run.
+  // After allocate(): an empty adapter for this program. Any thread may fill it while steps run.
   std::shared_ptr<Adapter> new_adapter() const;
-  // Between steps: plans may name it by this index from now on; null: no longer.
+  // Called between steps: sets the adapter that plans refer to by this index. null: none.
   void set_adapter(int index, std::shared_ptr<const Adapter> adapter);
-  // After allocate(), before any step: a second tier of so many spans for the cache, and for a draft model's. file,
-  // offset: see HostCache.
+  // After allocate() and before any step: adds a second tier of `spans` spans for the cache and the draft model's
+  // cache. file, offset: see HostCache.
   void allocate_host_cache(int spans, int file, size_t offset);
   HostCache& host_cache();
   size_t host_cache_bytes(int spans) const { return HostCache::bytes_for(caches(), spans); }
@@ -50,13 +49,14 @@ class Executor : public Model {
   // Empty before allocate().
   const std::vector<CpuRunner::Step>& steps() const;
 
-  // y [rows, out features] = x w^T (+ bias) by all threads: one matrix alone, for tests and microbenchmarks.
+  // y [rows, out features] = x w^T (+ bias) by all threads, for one matrix. For tests and microbenchmarks.
   void multiply(int id, const float* x, const float* bias, float* y, int rows);
 
-  int64_t barriers() const { return pool_->barriers(); }  // that steps have come to so far
+  int64_t barriers() const { return pool_->barriers(); }  // barriers passed so far
 
   size_t cache_bytes() const { return runner_ ? runner_->cache().memory().size() : 0; }
-  std::vector<std::pair<const void*, size_t>> memory() const;  // weights and cache, to check where their pages are
+  std::vector<std::pair<const void*, size_t>> memory()
+      const;  // weights and cache, to check on which node their pages are
 
  private:
   std::vector<const SpanCache*> caches() const;

@@ -78,7 +78,7 @@ uint64_t HostCache::checksum(int index) const {
 
 void HostCache::save(const SpanCopy& copy) const {
   Entry& entry = entries_[copy.host];
-  entry.key = {};  // until all is there: this process may be killed at any time
+  entry.key = {};  // until everything is written: the process may be killed at any time
   std::atomic_signal_fence(std::memory_order_seq_cst);
   each_piece(copy.host, [&](const LayerCache& layer, char* at, size_t bytes) {
     std::memcpy(at, layer.span(copy.span, 0), bytes);
@@ -107,7 +107,7 @@ void HostCache::copy(const std::vector<SpanCopy>& saved, const std::vector<SpanC
       });
     };
     mine(saved, [&](const SpanCopy& copy) { save(copy); });
-    if (!pool_.barrier()) return;  // what comes back may go to a span that is saved
+    if (!pool_.barrier()) return;  // a restored span may overwrite one that is being saved
     mine(restored, [&](const SpanCopy& copy) { restore(copy); });
   });
 }

@@ -1,5 +1,4 @@
-// The prefix cache's second tier: spans that have left the cache, in memory of the host or in a file, to come back by
-// copies.
+// The prefix cache's second tier: spans evicted from the cache, kept in host memory or in a file and copied back later.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -14,9 +13,9 @@ namespace as {
 
 class HostCache : public SpanStore {
  public:
-  // Whose spans it keeps: caches of one rank whose spans have the same numbers (a model's and its draft model's). They
-  // and the pool must outlive it. file: -1 for memory, otherwise a descriptor of a file that holds at least
-  // `offset` + bytes_for(spans) bytes, which is mapped from there on; it stays the caller's.
+  // caches: of one rank, with the same span numbers (a model's and its draft model's). They and the pool must outlive
+  // the object. file: -1 for memory, otherwise the descriptor of a file with at least `offset` + bytes_for(spans)
+  // bytes, which is mapped from `offset` on. The caller keeps ownership of it.
   HostCache(std::vector<const SpanCache*> caches, Pool& pool, int spans, int file, size_t offset);
   ~HostCache() override;
   HostCache(const HostCache&) = delete;
@@ -26,12 +25,12 @@ class HostCache : public SpanStore {
 
   int spans() const override { return spans_; }
   void copy(const std::vector<SpanCopy>& saved, const std::vector<SpanCopy>& restored) override;
-  // What it holds, and how many spans it has dropped, as they are not what was written there. For a file, which another
-  // process has written.
+  // Returns the spans it holds and how many it dropped because their content differs from what was saved. For a file
+  // that another process wrote.
   std::pair<std::vector<SpanCopy>, int> verify();
 
  private:
-  // What a span of it is. A key of zeros: nothing.
+  // Identifies a span's content. A key of zeros: empty.
   struct Entry {
     SpanKey key;
     uint64_t checksum, unused;
@@ -42,7 +41,7 @@ class HostCache : public SpanStore {
   void restore(const SpanCopy& copy) const;
   uint64_t checksum(int index) const;
   template <typename F>
-  void each_piece(int index, F&& f) const;  // f(layer, where its part of the span is here, bytes)
+  void each_piece(int index, F&& f) const;  // f(layer, address of its part of the span, bytes)
 
   const std::vector<const SpanCache*> caches_;
   Pool& pool_;

@@ -4,7 +4,7 @@
 
 namespace as {
 
-// Threads sleep between draws: the device works meanwhile, and others may want the processors.
+// Threads sleep between calls: the device works meanwhile, and others may need the cores.
 HostSampler::HostSampler(int threads, std::vector<int> cpus, std::shared_ptr<Communicator> shared_memory)
     : shared_memory_(shared_memory && shared_memory->size() > 1 ? std::move(shared_memory) : nullptr),
       pool_(threads, std::move(cpus), false),

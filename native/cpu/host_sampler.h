@@ -1,4 +1,4 @@
-// The CPU's sampling op over logits of another device, with threads of its own.
+// The CPU's sampling op, with its own threads, for logits of another device.
 #pragma once
 #include <memory>
 #include <vector>
@@ -10,7 +10,7 @@ namespace as {
 
 class HostSampler : public LogitSampler {
  public:
-  // shared_memory: to the other ranks of a group, each of which has a part of the vocabulary; null: there are none.
+  // shared_memory: to the group's other ranks, each of which has a shard of the vocabulary; null: a single rank.
   HostSampler(int threads, std::vector<int> cpus, std::shared_ptr<Communicator> shared_memory = nullptr);
 
   void attach(const OpNode& op, float* logits, int width, int max_outputs, Masks* masks) override;

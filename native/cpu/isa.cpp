@@ -1,4 +1,4 @@
-// Chooses the kernels: the best instruction set that the CPU has and this build knows, or a lower one by $ALLSPARK_ISA.
+// Chooses the kernels: the best instruction set that CPU and build support, or a lower one from $ALLSPARK_ISA.
 #include "cpu/isa.h"
 
 #include <cstdlib>
@@ -19,7 +19,7 @@
 
 namespace as {
 
-// setup.py's list of the instruction sets that kernels are compiled for, best first: AS_FOR_EACH_ISA(X) is X(name) ...
+// setup.py lists the instruction sets that kernels are compiled for, best first: AS_FOR_EACH_ISA(X) is X(name) ...
 #define AS_DECLARE(name)             \
   namespace name {                   \
   const Kernels& kernels();          \
@@ -29,7 +29,7 @@ AS_FOR_EACH_ISA(AS_DECLARE)
 
 namespace {
 
-// has_NAME(): whether this CPU and this system have all that the kernels of NAME use.
+// has_NAME(): whether this CPU and operating system support everything that the kernels of NAME use.
 
 #if defined(__x86_64__)
 
@@ -64,7 +64,7 @@ bool cpuid_has(unsigned leaf, unsigned subleaf, Register in, unsigned bits) {
 #else
   constexpr unsigned kBf16 = 1u << 22, kAmxTile = 1u << 24, kInt8 = 1u << 25;
   if (!cpuid_has(7, 0, Register::edx, kBf16 | kAmxTile | kInt8)) return false;
-  // The kernel keeps the tiles' 8 KB only for processes that ask; the answer holds for all threads.
+  // The kernel saves the tiles' 8 KB only for processes that request it. The permission covers all threads.
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #endif
@@ -75,8 +75,8 @@ bool cpuid_has(unsigned leaf, unsigned subleaf, Register in, unsigned bits) {
 [[maybe_unused]] bool has_neon() { return getauxval(AT_HWCAP) & (1ul << 1); }           // HWCAP_ASIMD
 [[maybe_unused]] bool has_neon_dotprod() { return getauxval(AT_HWCAP) & (1ul << 20); }  // HWCAP_ASIMDDP
 
-// SVE with vectors of just this size: kernels have it compiled in. (A process may have set a shorter one than the
-// CPU's.)
+// SVE with vectors of exactly this size, which is compiled into the kernels. (A process may have set a shorter size
+// than the CPU's.)
 [[maybe_unused]] bool has_sve(int bytes) {
   constexpr unsigned long kSve = 1ul << 22;                   // HWCAP_SVE
   constexpr int kGetVectorLength = 51, kLengthMask = 0xffff;  // PR_SVE_GET_VL, PR_SVE_VL_LEN_MASK

@@ -6,7 +6,7 @@
 
 namespace as {
 
-// Instruction sets that this CPU has and this build has kernels for, best first.
+// Instruction sets that both this CPU and this build support, best first.
 std::vector<std::string> supported_isas();
 
 }  // namespace as

@@ -1,4 +1,4 @@
-// Page-aligned memory straight from the kernel: zeroed, touched first (and so placed) by whoever fills it.
+// Page-aligned, zeroed memory from the kernel. The thread that writes a page first places it on its NUMA node.
 #pragma once
 #include <sys/mman.h>
 #include <unistd.h>
@@ -18,10 +18,10 @@ constexpr size_t kHugePage = 2 << 20;
 class Buffer {
  public:
   Buffer() = default;
-  // Throws std::bad_alloc-like runtime errors that say what the memory was for.
+  // Throws std::runtime_error that names the purpose when memory is exhausted.
   Buffer(size_t bytes, const char* purpose) : bytes_(bytes) {
     if (!bytes) return;
-    // From a huge page's boundary on where one fits: pages before it would be small ones.
+    // Starts at a huge page's boundary if one fits; otherwise the first pages would be small.
     const size_t slack = bytes < kHugePage ? 0 : kHugePage;
     void* mapped = mmap(nullptr, bytes + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (mapped == MAP_FAILED)
@@ -32,7 +32,7 @@ class Buffer {
     const size_t after = begin + bytes + slack - (aligned + pages(bytes));
     if (slack && after) munmap(reinterpret_cast<void*>(aligned + pages(bytes)), after);
     data_ = reinterpret_cast<void*>(aligned);
-    madvise(data_, bytes, MADV_HUGEPAGE);  // fewer TLB misses when weights stream by; refusal is harmless
+    madvise(data_, bytes, MADV_HUGEPAGE);  // fewer TLB misses when weights are streamed; failure is harmless
   }
   ~Buffer() {
     if (data_) munmap(data_, bytes_);
@@ -50,7 +50,7 @@ class Buffer {
   size_t size() const { return bytes_; }
 
  private:
-  static size_t pages(size_t bytes) {  // what munmap counts in
+  static size_t pages(size_t bytes) {  // munmap's unit
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
     return (bytes + page - 1) / page * page;
   }
@@ -59,11 +59,12 @@ class Buffer {
   size_t bytes_ = 0;
 };
 
-// Memory of many matrices side by side: each in a buffer of its own would have small pages at both ends, which is all
-// of a small matrix (seen: a third of a model of int8 weights in small pages, and streams of them slower by a fifth).
+// Memory for many matrices, side by side. With a buffer for each matrix, both ends would have small pages, which is all
+// of a small matrix. (Measured: a third of a model of int8 weights was in small pages, and streaming it a fifth
+// slower.)
 class Arena {
  public:
-  // Zeroed, from a cache line's boundary on; lives as long as the arena.
+  // Returns zeroed memory, aligned to a cache line, that lives as long as the arena.
   char* take(size_t bytes, const char* purpose) {
     if (bytes > left_) {
       const size_t size = (std::max(bytes, kChunk) + kHugePage - 1) / kHugePage * kHugePage;
@@ -77,7 +78,7 @@ class Arena {
   }
 
  private:
-  static constexpr size_t kChunk = 64 << 20;  // of addresses; memory is what is written to
+  static constexpr size_t kChunk = 64 << 20;  // of address space; only written pages use memory
   std::vector<Buffer> chunks_;
   char* next_ = nullptr;
   size_t left_ = 0;

@@ -1,7 +1,7 @@
-// Lays rows of a stored matrix out in panels (see Packed), converting to the matrix' type.
+// Packs rows of a stored matrix into panels (see Packed) and converts them to the matrix' type.
 //
-// A panel is [column][row], so packing transposes. Moving single values takes five cycles each; here squares of 8 x 8
-// are converted and transposed in registers. The compiler's vector extensions: baseline code, the same on every ISA.
+// A panel is [column][row], so packing transposes. Moving single values takes five cycles each, so squares of 8 x 8 are
+// converted and transposed in registers. Uses the compiler's vector extensions: baseline code, the same on every ISA.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -18,7 +18,7 @@ typedef int32_t Int4 __attribute__((vector_size(16)));
 typedef float Float4 __attribute__((vector_size(16)));
 struct Word8 {
   Word4 low, high;
-};  // wider vectors than the baseline ISA has are slow
+};  // vectors wider than the baseline ISA's are slow
 
 constexpr int kSquare = 8;
 
@@ -31,8 +31,8 @@ inline Word8 unsigned_words(Half8 x) { return {(Word4)interleave_low(x, Half8{})
 
 }  // namespace pack
 
-// The types in which a checkpoint stores values. Lanes: eight of them as bits; those with all bits of kExponent are NaN
-// or infinite, which special() says in vectors; widen gives the bits as float32.
+// The types in which checkpoints store values. Lanes: eight values as bits. Values with all bits of kExponent set are
+// NaN or infinite; special() tests vectors for them. widen() converts to the bits of float32.
 struct F32 {
   using Storage = float;
   using Lanes = pack::Word8;
@@ -78,7 +78,7 @@ inline Word4 rounded_to_bf16(Word4 bits) {  // to nearest even; NaN stays NaN
   return (is_nan & nan) | (~is_nan & number);
 }
 
-// Eight values of a row, as the matrix has them. bfloat16 stays as it is, NaN's payload included.
+// Eight values of a row, converted to the matrix' type. bfloat16 is copied bit for bit, including NaN payloads.
 template <typename Source>
 void convert(const typename Source::Lanes& x, Word8& y) {
   y = Source::widen(x);
@@ -94,7 +94,7 @@ void convert(const typename Source::Lanes& x, Half8& y) {
   }
 }
 
-// Eight rows of eight values become eight columns, `stride` elements apart.
+// Transposes eight rows of eight values into eight columns, `stride` elements apart.
 inline void transpose(Half8 (&a)[kSquare], uint16_t* target, int64_t stride) {
   Half8 b[kSquare];
   auto interleave = [](const Half8* x, Half8* y) {  // three times: log2 of the square
@@ -117,7 +117,7 @@ inline void transpose(const Word8 (&t)[kSquare], float* target, int64_t stride) 
   }
 }
 
-// Packs 8 x 8 values; `special` becomes non-zero somewhere if any of them is NaN or infinite.
+// Packs 8 x 8 values. If any of them is NaN or infinite, some element of `special` becomes non-zero.
 template <typename Source, typename T>
 inline void square(const typename Source::Storage* source, int64_t stride, T* target, int64_t target_stride,
                    Half8& special) {
@@ -154,7 +154,7 @@ int64_t count_special(const typename Source::Storage* source, int64_t stride, in
   return count;
 }
 
-// Packs a tile, or what there is of it, in pairs of columns: [column / 2][panel][2].
+// Packs a square, or the part of it that exists, in pairs of columns: [column / 2][panel][2].
 template <typename Source>
 void pairs(const typename Source::Storage* source, int64_t stride, uint16_t* target, int panel, int64_t rows,
            int64_t columns, Half8& special) {
@@ -170,12 +170,13 @@ void pairs(const typename Source::Storage* source, int64_t stride, uint16_t* tar
   }
 }
 
-// `rows` rows of one panel; `lane` is where the first value of the first goes. Returns how many are NaN or infinite.
+// Packs `rows` rows of one panel. `lane`: where the first row's first value goes. Returns the number of NaN and
+// infinite.
 template <typename Source, typename T>
 int64_t rows_of_panel(const typename Source::Storage* source, int64_t stride, int64_t columns, int64_t rows, int panel,
                       T* lane, bool in_pairs) {
   Half8 special{};
-  for (int64_t c = 0; c < columns; c += kSquare)  // down the panel first, so that what is written is written in order
+  for (int64_t c = 0; c < columns; c += kSquare)  // down the panel, so that memory is written in order
     for (int64_t r = 0; r < rows; r += kSquare) {
       const int64_t height = std::min<int64_t>(kSquare, rows - r), width = std::min<int64_t>(kSquare, columns - c);
       const auto* from = source + r * stride + c;
@@ -190,13 +191,13 @@ int64_t rows_of_panel(const typename Source::Storage* source, int64_t stride, in
     }
   uint64_t found[2];
   std::memcpy(found, &special, sizeof found);
-  return found[0] | found[1] ? count_special<Source>(source, stride, columns, rows) : 0;  // hardly ever any
+  return found[0] | found[1] ? count_special<Source>(source, stride, columns, rows) : 0;  // rarely any
 }
 
 }  // namespace pack
 
-// Rows [r0, r1) of the packed matrix `target` from source, whose first row is row `row_offset` and whose rows are
-// `stride` elements apart. in_pairs: bfloat16 as Packed::pairs. Returns how many values are NaN or infinite.
+// Packs rows [r0, r1) of the matrix `target` from a source whose first row is row `row_offset` and whose rows are
+// `stride` elements apart. in_pairs: bfloat16 as in Packed::pairs. Returns the number of NaN and infinite values.
 template <typename Source, typename T>
 int64_t pack_rows(const typename Source::Storage* source, int64_t stride, int64_t columns, int64_t row_offset,
                   int64_t r0, int64_t r1, int panel, T* target, bool in_pairs = false) {

@@ -17,7 +17,7 @@ namespace as {
 #if defined(__x86_64__)
 namespace {
 
-typedef __m256i V;  // 64 values of 4 bits, 32 of 8: eight lanes of a row
+typedef __m256i V;  // 64 values of 4 bits or 32 of 8: eight lanes of a row
 
 AS_AVX2_INLINE V load(const void* p) { return _mm256_loadu_si256(static_cast<const V*>(p)); }
 AS_AVX2_INLINE V load(const void* low, const void* high) {
@@ -30,21 +30,21 @@ template <int kOrder>
 AS_AVX2_INLINE V words_of(V a, V b) {
   return _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), kOrder));
 }
-// Lanes of 4 bits, of bytes: of each two words the first below the second. a, then b within halves of the register.
+// Combines 4-bit values into bytes, of each two words the first in the lower bits. a, then b in each register half.
 AS_AVX2_INLINE V joined(V a, V b) {
   return _mm256_or_si256(words_of<0x88>(a, b), _mm256_slli_epi16(words_of<0xdd>(a, b), 4));
 }
-// Pairs of adjacent values, the first one of each in `first`.
+// Packs pairs of adjacent values, with the first one of each pair in `first`.
 AS_AVX2_INLINE V joined_pairs(V first, V second) {
   return joined(_mm256_unpacklo_epi8(first, second), _mm256_unpackhi_epi8(first, second));
 }
-// Bits `mask` of bytes shifted down by `shift`, at bit 4.
+// Bits `mask` of the bytes shifted down by `shift`, moved to bit 4.
 AS_AVX2_INLINE V fifth_bits(const uint8_t* p, int shift, char mask) {
   const V x = _mm256_srl_epi16(load(p), _mm_cvtsi32_si128(shift));
   return _mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi8(mask)), 4);
 }
 
-// Eight lanes of a row from k on, a multiple of what they hold.
+// Loads eight lanes of a row from k on, a multiple of what they hold.
 template <Packing kPacking, int kBits>
 AS_AVX2_INLINE V eight_lanes(const uint8_t* row, int64_t k) {
   if constexpr (kPacking == Packing::rows && kBits == 4) {
@@ -81,7 +81,7 @@ AS_AVX2_INLINE V eight_lanes(const uint8_t* row, int64_t k) {
   }
 }
 
-// Eight rows of eight words: words 0 to 3 of all rows to `first` and `stride` on, words 4 to 7 to `second`.
+// Stores eight rows of eight words as columns: words 0 to 3 of all rows from `first` on, words 4 to 7 from `second` on.
 AS_AVX2_INLINE void store_columns(const V (&x)[8], char* first, char* second, int64_t stride) {
   V a[8], b[8];
 #pragma GCC unroll 4
@@ -90,7 +90,7 @@ AS_AVX2_INLINE void store_columns(const V (&x)[8], char* first, char* second, in
     a[2 * i + 1] = _mm256_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
   }
 #pragma GCC unroll 2
-  for (int i = 0; i < 2; i++) {  // b[4 i + c]: column c, and c + 4 above, of rows 4 i to 4 i + 3
+  for (int i = 0; i < 2; i++) {  // b[4 i + c]: columns c and c + 4 of rows 4 i to 4 i + 3
     b[4 * i] = _mm256_unpacklo_epi64(a[4 * i], a[4 * i + 2]);
     b[4 * i + 1] = _mm256_unpackhi_epi64(a[4 * i], a[4 * i + 2]);
     b[4 * i + 2] = _mm256_unpacklo_epi64(a[4 * i + 1], a[4 * i + 3]);
@@ -103,7 +103,7 @@ AS_AVX2_INLINE void store_columns(const V (&x)[8], char* first, char* second, in
   }
 }
 
-// Of lanes: pieces of two vectors of each row, which are a line or half of one, for all rows of the panel.
+// Moves chunks of two vectors of each row (a cache line or half of one), for all rows of the panel.
 template <Packing kPacking, int kBits>
 AS_AVX2 int place_lanes(const Packed& w, const StoredRows& stored, int64_t column, int64_t row, int rows, int panel,
                         int lane) {
@@ -135,7 +135,7 @@ AS_AVX2 int place_lanes(const Packed& w, const StoredRows& stored, int64_t colum
   return end;
 }
 
-// A third of transposing eight rows of bytes.
+// One of three steps that transpose eight rows of bytes.
 AS_AVX2_INLINE void interleave(const __m128i (&from)[8], __m128i (&into)[8]) {
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++) {
@@ -144,7 +144,7 @@ AS_AVX2_INLINE void interleave(const __m128i (&from)[8], __m128i (&into)[8]) {
   }
 }
 
-// Eight rows of sixteen bytes to columns of eight bytes.
+// Transposes eight rows of sixteen bytes into columns of eight bytes.
 AS_AVX2_INLINE void store_byte_columns(const __m128i (&x)[8], char* to, int64_t stride) {
   __m128i a[8], b[8];
   interleave(x, a), interleave(a, b), interleave(b, a);
@@ -155,7 +155,7 @@ AS_AVX2_INLINE void store_byte_columns(const __m128i (&x)[8], char* to, int64_t 
   }
 }
 
-// Of codes of floats, as bytes of one or two: sixteen of each row at a time.
+// Small floats, one or two to a byte: sixteen bytes of each row at a time.
 template <int kBits>
 AS_AVX2 int place_bytes(const Packed& w, const StoredRows& stored, int64_t column, int64_t row, int rows, int panel,
                         int lane, int64_t& bad) {
@@ -180,7 +180,7 @@ AS_AVX2 int place_bytes(const Packed& w, const StoredRows& stored, int64_t colum
       store_byte_columns(x, to + r, w.panel);
     }
   }
-  if (_mm_movemask_epi8(found))  // hardly ever
+  if (_mm_movemask_epi8(found))  // rarely
     for (int r = 0; r < rows; r++)
       for (int k = 0; k < end; k++) bad += (stored.q[(row + r) * stored.stride + column + k] & 0x7f) == 0x7f;
   return end;
@@ -190,13 +190,13 @@ AS_AVX2 int place_bytes(const Packed& w, const StoredRows& stored, int64_t colum
 
 namespace {
 
-// Bits of `mask` of b, and of a `shift` further up, change places.
+// Swaps bits `mask` of b with those `shift` bits further up in a.
 AS_AVX2_INLINE void exchange(V& a, V& b, int shift, int mask) {
   const V t = _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi32(a, shift), b), _mm256_set1_epi32(mask));
   b = _mm256_xor_si256(b, t), a = _mm256_xor_si256(a, _mm256_slli_epi32(t, shift));
 }
 
-// Four words of each of four rows to four of the words' lanes.
+// Transposes four words of four rows each.
 AS_AVX2_INLINE void transpose_words(V r0, V r1, V r2, V r3, V (&out)[4]) {
   const V a = _mm256_unpacklo_epi32(r0, r1), b = _mm256_unpackhi_epi32(r0, r1), c = _mm256_unpacklo_epi32(r2, r3),
           d = _mm256_unpackhi_epi32(r2, r3);
@@ -205,7 +205,7 @@ AS_AVX2_INLINE void transpose_words(V r0, V r1, V r2, V r3, V (&out)[4]) {
 }
 
 AS_AVX2 void eight_octets(const uint8_t* from, int64_t stride, int count, char* const* to, int64_t at) {
-  V x[8];  // that of k 4 + b beside that of k b: they share a byte of the lanes
+  V x[8];  // k 4 + b beside k b: they share a byte of the lanes
   const V some = _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 #pragma GCC unroll 8
   for (int i = 0; i < 8; i++) {
@@ -219,7 +219,7 @@ AS_AVX2 void eight_octets(const uint8_t* from, int64_t stride, int count, char* 
   for (int i = 0; i < 4; i++) exchange(x[i + i / 2 * 2], x[i + i / 2 * 2 + 2], 8, 0x00ff00ff);
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++) exchange(x[2 * i], x[2 * i + 1], 4, 0x0f0f0f0f);
-  // x[i]: nibble i of the words, which is row kOctet[i].
+  // x[i] holds nibble i of the words, which belongs to row kOctet[i].
   V first[4], second[4];
   transpose_words(x[0], x[4], x[1], x[5], first), transpose_words(x[2], x[6], x[3], x[7], second);
 #pragma GCC unroll 4
@@ -231,7 +231,7 @@ AS_AVX2 void eight_octets(const uint8_t* from, int64_t stride, int count, char* 
   }
 }
 
-// Words of eight k from the lowest bits on: 0 beside 4, 1 beside 5 and so on.
+// Reorders words of eight k from sequential order: 0 beside 4, 1 beside 5 and so on.
 AS_AVX2_INLINE V lanes_of_words(V x) {
   x = _mm256_shuffle_epi8(x, _mm256_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15, 0, 2, 1, 3, 4, 6, 5,
                                               7, 8, 10, 9, 11, 12, 14, 13, 15));
@@ -277,7 +277,7 @@ int place_eights(const Packed& w, const StoredRows& stored, int64_t column, int6
     if (stored.bits == 8) return place_bytes<8>(w, stored, column, row, rows, panel, lane, bad);
     return place_bytes<4>(w, stored, column, row, rows, panel, lane, bad);
   }
-  // Values that a vector takes begin where they do in the file.
+  // A vector's values start at an aligned position in the file, too.
   const int aligned = is_block(stored.packing) ? (stored.bits == 4 ? 64 : 32) : stored.bits == 4 ? 2 : 1;
   if (!w.planes || w.group % (4 * w.unit()) || column % aligned) return 0;
   const auto place = [&](auto packing, auto bits) {

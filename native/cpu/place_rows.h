@@ -1,5 +1,5 @@
-// Rows of codes into panels, eight rows at a time, transposed in registers: the part of place_rows() that takes the
-// time. Instructions of AVX2, which every instruction set of x86-64 that kernels are compiled for has; none elsewhere.
+// The AVX2 part of place_rows(): moves rows of quantized values into panels, eight rows at a time, transposed in
+// registers. Every x86-64 instruction set that kernels are compiled for has AVX2. Elsewhere the functions do nothing.
 #pragma once
 #include <cstdint>
 
@@ -7,19 +7,18 @@
 
 namespace as {
 
-// Columns [column, column + k) of stored rows [row, row + rows) into lanes from `lane` on of a panel of w, for rows a
-// multiple of eight and the largest k that its whole vectors reach, which is returned: 0 if there are no such. Adds to
-// `bad` how many codes of e4m3 are NaN.
+// Moves columns [column, column + k) of stored rows [row, row + rows) into a panel of w, from lane `lane` on. rows: a
+// multiple of eight. Returns the largest k that whole vectors cover, or 0. Adds the number of e4m3 NaN to `bad`.
 int place_eights(const Packed& w, const StoredRows& stored, int64_t column, int64_t row, int rows, int panel, int lane,
                  int64_t& bad);
 
-// Rows of words (Packing::words), `stride` bytes apart, to rows of lanes; of eight k each, or of four, which lie as
-// they do. Returns how many of a row's `lanes` it has laid out: whole eights, or none.
+// Moves rows of words (Packing::words), `stride` bytes apart, to rows of lanes of eight k each, or of four, which have
+// the same layout. Returns how many of a row's `lanes` it moved: a multiple of eight.
 int place_words_of_eight(const uint8_t* from, int64_t stride, int rows, int lanes, bool eights, char* to,
                          int64_t to_stride);
 
-// Words of octets (Packing::octets) of k <= `length`, a multiple of eight, `stride` bytes from one k's to the next: the
-// lanes of the eight rows of word o to to[o], those of the next eight k `lane_stride` further on.
+// Moves words of octets (Packing::octets) of k <= `length`, a multiple of eight; `stride`: bytes from one k to the
+// next. The lanes of word o's eight rows go to to[o], those of the next eight k `lane_stride` bytes further.
 void place_words_of_octets(const uint8_t* from, int64_t stride, int length, int octets, char* const* to,
                            int64_t lane_stride);
 

@@ -12,8 +12,8 @@
 namespace as {
 namespace {
 
-// What arithmetic depends on beside its operands: rounding to nearest, denormals as they are, no exceptions. A library
-// in the user's process may have set other things (-ffast-math does) for its threads and those that they start.
+// Sets the floating-point environment that results depend on: round to nearest, keep denormals, no exceptions. A
+// library in the user's process may have changed it (-ffast-math does) for its threads and the threads that they start.
 class FloatingPoint {
  public:
 #if defined(__x86_64__)
@@ -60,11 +60,11 @@ void Pool::stop() {
 void Pool::pin(int index) {
   if (cpus_.empty()) return;
   const int cpu = cpus_[index % cpus_.size()];
-  const size_t bytes = CPU_ALLOC_SIZE(cpu + 1);  // a plain cpu_set_t ends at 1,024 CPUs
+  const size_t bytes = CPU_ALLOC_SIZE(cpu + 1);  // a plain cpu_set_t is limited to 1,024 CPUs
   std::vector<char> mask(bytes);
   cpu_set_t* set = reinterpret_cast<cpu_set_t*>(mask.data());
   CPU_SET_S(cpu, bytes, set);
-  pthread_setaffinity_np(pthread_self(), bytes, set);  // refused in some containers: then the scheduler decides
+  pthread_setaffinity_np(pthread_self(), bytes, set);  // some containers forbid it; then the scheduler decides
 }
 
 void Pool::fail(const char* what) {
@@ -93,7 +93,7 @@ bool Pool::meet(Meeting& meeting, bool failure_ends_it) {
   return false;
 }
 
-// Who has failed does not come to this barrier, so nobody leaves it as complete: true means that all have come.
+// A failed thread does not arrive at this barrier, so it cannot complete: true means that all have arrived.
 bool Pool::barrier() {
   if (!failed_.load(std::memory_order_acquire) && meet(barrier_, true))
     barriers_.fetch_add(1, std::memory_order_relaxed);
@@ -125,7 +125,7 @@ void Pool::run(const std::function<void(int)>& f) {
   }
   const FloatingPoint defaults;
   failed_ = false;
-  barrier_.arrived.store(0, std::memory_order_relaxed);  // of a run that failed
+  barrier_.arrived.store(0, std::memory_order_relaxed);  // left over from a run that failed
   task_ = &f;
   if (size_ > 1) start_.publish(start_.value.load(std::memory_order_relaxed) + 1);
   guard([&] { f(0); });

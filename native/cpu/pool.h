@@ -1,4 +1,4 @@
-// The threads of one rank. Work is split statically: every thread runs the same function with its index.
+// The threads of one rank. Work is divided statically: every thread runs the same function with its index.
 #pragma once
 #include <functional>
 #include <memory>
@@ -13,24 +13,23 @@ namespace as {
 
 class Pool {
  public:
-  // `cpus`: thread i is pinned to cpus[i % size]; empty: not pinned. Without `spin` waiters sleep at once (more threads
-  // than processors). The thread that calls run() is thread 0.
+  // cpus: thread i is pinned to cpus[i % size]; empty: not pinned. spin: false makes waiters sleep at once (more
+  // threads than cores). The thread that calls run() is thread 0.
   Pool(int threads, std::vector<int> cpus, bool spin);
   ~Pool();
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
   int size() const { return size_; }
-  // Runs f(0) ... f(size-1) and waits for all. The first exception of any of them is thrown here.
+  // Runs f(0) ... f(size-1) and waits for all. Rethrows the first exception.
   void run(const std::function<void(int)>& f);
-  // For use inside f: waits until every thread has come here, or one has failed. True: all have come. False: f must
-  // return; from the failure on no barrier of this run waits or returns true, so that it does not matter which ones the
-  // failed thread missed.
+  // For use inside f: waits until every thread has arrived or one has failed. Returns true if all arrived. After false,
+  // f must return. Once a thread has failed, no barrier of this run waits or returns true, so the barriers that the
+  // failed thread skipped do not matter.
   bool barrier();
-  // How many barriers all threads have come to.
+  // How many barriers have been completed.
   int64_t barriers() const { return barriers_; }
-  // For use inside f, around the body of a phase: an exception is kept for run() to throw, and ends the barriers'
-  // waits.
+  // For use inside f, around the body of a phase: keeps an exception for run() to rethrow and ends waits at barriers.
   template <typename F>
   void guard(F&& body) {
     try {
@@ -39,12 +38,12 @@ class Pool {
   }
 
  private:
-  // Where all threads meet.
+  // The state of a point where all threads meet.
   struct Meeting {
     alignas(64) Signal phase;
     alignas(64) std::atomic<int> arrived{0};
   };
-  // Whether this thread came last.
+  // Returns whether this thread arrived last.
   bool meet(Meeting& meeting, bool failure_ends_it);
   void fail(const char* what);
   void stop();
@@ -58,14 +57,14 @@ class Pool {
   const std::function<void(int)>* task_ = nullptr;
   alignas(64) Signal start_;
   std::atomic<int64_t> barriers_{0};
-  Meeting barrier_, end_;  // end_: of a run, to which a failed thread comes too
+  Meeting barrier_, end_;  // end_: of a run; failed threads arrive there, too
   alignas(64) std::atomic<bool> failed_{false};
   std::atomic<bool> stopping_{false};
   std::mutex error_mutex_;
   std::string error_;
 };
 
-// Half-open range of part `index` of `parts` of n, sizes differing by at most one.
+// The half-open range of part `index` of n items divided into `parts` parts, whose sizes differ by at most one.
 inline std::pair<int, int> part(long n, int index, int parts) {
   return {(int)(n * index / parts), (int)(n * (index + 1) / parts)};
 }

@@ -13,16 +13,16 @@
 namespace as {
 namespace {
 
-// Tell a row's arrays apart.
+// Distinguish the hashes of a row's arrays.
 constexpr uint64_t kHashOfZeros = 0xa24baed4963ee407, kHashOfSuperScales = 0x9fb21c651e98df25,
                    kHashOfSuperOffsets = 0xd6e8feb86659fd93;
 
-// A panel of one row: a plain row but for its groups' heads.
+// A panel of one row: a plain row, except for the groups' heads.
 Packed plain_row(const QuantizedRows& rows) {
   return layout(1, (int)rows.columns, Rules{1, false}, rows.bits == 8 ? Format::w8a8 : Format::w4a8, (int)rows.group);
 }
 
-// Lanes of eight 4-bit values, k and k + 4 in a byte (format.h), into pairs of neighbours.
+// Converts lanes of eight 4-bit values, with k and k + 4 in a byte (format.h), into pairs of neighbours.
 void pair_neighbours(const char* lanes, int64_t bytes, uint8_t* out) {
   auto paired = [](uint32_t lane) {
     const uint32_t low = lane & 0x0f0f0f0f, high = lane >> 4 & 0x0f0f0f0f;
@@ -41,7 +41,7 @@ void pair_neighbours(const char* lanes, int64_t bytes, uint8_t* out) {
   std::memcpy(out, &lane, bytes);
 }
 
-// Values of 4 bits, n from `first` of a row on, a byte each. swapped: the even one in the upper half.
+// Unpacks n 4-bit values of a row, from `first` on, to a byte each. swapped: the even one is in the upper half.
 AS_INLINE void split_halves(const uint8_t* row, bool swapped, int64_t first, int n, uint8_t* out) {
   int i = 0;
   if (first % 2 == 0) {
@@ -63,10 +63,10 @@ uint32_t word_at(const uint8_t* p) {
   return word;
 }
 
-// Where in a word of octets each of eight rows is.
+// The position of each of eight rows in a word of octets.
 constexpr int kOctetPlace[8] = {0, 4, 1, 5, 2, 6, 3, 7};
 
-// n <= kPlacedK codes of a row from k on, a byte each.
+// Unpacks n <= kPlacedK quantized values of a row, from k on, to a byte each.
 void codes_of_row(const StoredRows& s, int64_t row, int64_t k, int n, uint8_t* out) {
   if (is_transposed(s.packing)) {
     const bool words = s.packing == Packing::words;
@@ -92,13 +92,13 @@ void codes_of_row(const StoredRows& s, int64_t row, int64_t k, int n, uint8_t* o
     return;
   }
   if (s.bits == 4) return split_halves(from, s.packing == Packing::swapped_rows, k, n, out);
-  if (n == kPlacedK) std::memcpy(out, from + k, kPlacedK);  // of a length that is known: a move or four
+  if (n == kPlacedK) std::memcpy(out, from + k, kPlacedK);  // the constant length compiles to few moves
   else std::memcpy(out, from + k, n);
   if (s.packing == Packing::signed_rows)
     for (int i = 0; i < n; i++) out[i] ^= 0x80;
 }
 
-// `rows` rows' values, of kBytes bytes each, one after the other.
+// Copies `rows` values of kBytes bytes each, one row after the other.
 template <int kBytes>
 AS_INLINE void gather(const char* from, int64_t stride, int rows, char* out) {
   if (stride == kBytes) std::memcpy(out, from, rows * kBytes);
@@ -123,7 +123,7 @@ int bad_halves(const char* values, int n) {
 
 constexpr int kMostRows = 64;  // of a panel
 
-// Bytes `first` to first + 7 of eight rows become columns, from `lane` on of rows of lanes.
+// Transposes bytes `first` to first + 7 of eight rows into columns, from `lane` on.
 AS_INLINE void transpose_bytes(const int8_t (&rows)[8][16], int first, int8_t (*out)[kMostRows], int lane) {
   uint64_t x[8];
   for (int i = 0; i < 8; i++) std::memcpy(&x[i], rows[i] + first, 8);
@@ -137,13 +137,13 @@ AS_INLINE void transpose_bytes(const int8_t (&rows)[8][16], int first, int8_t (*
   for (int i = 0; i < 8; i++) std::memcpy(out[i] + lane, &x[i], 8);
 }
 
-// The heads of groups, of rows of one panel.
+// Writes the heads (scales and offsets) of groups for rows of one panel.
 class Heads {
  public:
   Heads(const Packed& w, const StoredRows& stored, int64_t column) : w_(w), stored_(stored), column_(column) {}
 
-  // Of group g of the panel; stored rows from `row` on go to its lanes from `lane` on. Returns how many scales of
-  // blocks are NaN or infinite.
+  // For group g of the panel: stored rows from `row` on go to its lanes from `lane` on. Returns the number of block
+  // scales that are NaN or infinite.
   int place(int64_t row, int rows, int panel, int g, int lane) {
     const int scale = w_.scale_bytes(), zero = w_.zero_bytes();
     const int64_t first = (int64_t)g * w_.group, column = column_ + first, group = column / stored_.group;
@@ -183,7 +183,7 @@ class Heads {
   }
 
  private:
-  // The scales of a block of up to eight rows, to lanes from `lane` on.
+  // Unpacks the scales of a block of up to eight rows into lanes from `lane` on.
   void unpack_eight(int64_t row, int rows, int64_t block, int lane) {
     int8_t scales[8][16] = {}, minimums[8][16] = {};
     for (int r = 0; r < rows; r++)
@@ -198,11 +198,11 @@ class Heads {
   const Packed& w_;
   const StoredRows& stored_;
   const int64_t column_;
-  int64_t block_ = -1, row_ = -1;  // whose scales are unpacked, a group's side by side
+  int64_t block_ = -1, row_ = -1;  // the block whose scales are unpacked, those of a group side by side
   int8_t scales_[16][kMostRows], minimums_[8][kMostRows];
 };
 
-// As place(), of codes of floats. Returns how many of e4m3 are NaN.
+// place() for small floats. Returns the number of e4m3 NaN.
 int place_small_floats(const Packed& w, const uint8_t (*q)[kPlacedK], int rows, int n, int k0, int lane,
                        char* weights) {
   const int unit = w.unit();
@@ -216,14 +216,14 @@ int place_small_floats(const Packed& w, const uint8_t (*q)[kPlacedK], int rows, 
   return bad;
 }
 
-// Values of `rows` <= kPlacedRows stored rows from `row` on into a panel, from k0 of the matrix' k on, where a group or
-// a whole piece of one begins. Returns how many codes of e4m3 are NaN.
+// Moves values of `rows` <= kPlacedRows stored rows, from `row` on, into a panel from k0 of the matrix on. k0 starts a
+// group or a chunk of kPlacedK. Returns the number of e4m3 NaN.
 int place_values(const Packed& w, const StoredRows& stored, int64_t column, int64_t row, int rows, int panel, int lane,
                  int k0) {
   alignas(64) uint8_t q[kPlacedRows][kPlacedK];
   int bad = 0;
   for (int k = k0; k < w.k;) {
-    // Several whole groups, or a part of one.
+    // Several whole groups, or part of one.
     const int first = k / w.group, in_group = k - first * w.group;
     const int most =
         !in_group && w.group < kPlacedK ? kPlacedK / w.group * w.group : std::min(kPlacedK, w.group - in_group);
@@ -246,7 +246,7 @@ int place_values(const Packed& w, const StoredRows& stored, int64_t column, int6
   return bad;
 }
 
-// As place_rows(), of any packing.
+// place_rows() for any packing.
 int64_t place_any(const Packed& w, const StoredRows& stored, int64_t row_offset, int64_t column, int64_t r0,
                   int64_t r1) {
   int64_t bad = 0;
@@ -267,7 +267,7 @@ int64_t place_any(const Packed& w, const StoredRows& stored, int64_t row_offset,
   return bad;
 }
 
-// Whether words are lanes of w, whole ones.
+// Whether the words are whole lanes of w.
 bool fits_words(const Packed& w, const StoredRows& stored, int64_t column) {
   return stored.packing == Packing::words && w.planes && column % w.unit() == 0 && w.k % w.unit() == 0 &&
          w.group % w.unit() == 0 && !w.bias;
@@ -277,14 +277,14 @@ bool fits_octets(const Packed& w, const StoredRows& stored, int64_t row_offset) 
          (stored.skipped - row_offset) % 8 == 0;
 }
 
-// Words of eight k from the lowest bits on, as lanes have them (format.h).
+// Reorders words of eight k from sequential order into that of lanes (format.h).
 AS_INLINE Word4 spread(Word4 x) {
   x = (x | x << 8) & 0x00ff00ff;
   return (x | x << 4) & 0x0f0f0f0f;
 }
 AS_INLINE Word4 lanes_of_words(Word4 x) { return spread(x & 0xffff) | spread(x >> 16) << 4; }
 
-// `rows` rows of words, `lanes` of each, to rows of lanes; of eight k, or of four.
+// Moves `rows` rows of words, `lanes` of each, to rows of lanes of eight k, or of four.
 void lay_words(const uint8_t* from, int64_t stride, int rows, int lanes, bool eights, char* to, int64_t to_stride) {
   const int done = place_words_of_eight(from, stride, rows, lanes, eights, to, to_stride);
   for (; done < lanes && rows > 0; rows--, from += stride, to += to_stride) {
@@ -303,7 +303,7 @@ void lay_words(const uint8_t* from, int64_t stride, int rows, int lanes, bool ei
   }
 }
 
-// As place_rows(), of words.
+// place_rows() for words.
 void place_words(const Packed& w, const StoredRows& stored, int64_t row_offset, int64_t column, int64_t r0,
                  int64_t r1) {
   const int unit = w.unit();
@@ -322,7 +322,7 @@ void place_words(const Packed& w, const StoredRows& stored, int64_t row_offset, 
   }
 }
 
-// As place_rows(), of octets. Rows that are a part of one are laid out as any.
+// place_rows() for octets. Rows that are only part of an octet use place_any().
 void place_octets(const Packed& w, const StoredRows& stored, int64_t row_offset, int64_t column, int64_t r0,
                   int64_t r1) {
   const int64_t whole0 = std::min((r0 + 7) / 8 * 8, r1), whole1 = std::max(whole0, r1 / 8 * 8);
@@ -347,7 +347,7 @@ void place_octets(const Packed& w, const StoredRows& stored, int64_t row_offset,
   }
 }
 
-// Of `count` values of `bytes` each, `stride` apart.
+// Hashes `count` values of `bytes` bytes each, `stride` bytes apart.
 uint64_t hash_of(const char* data, int64_t stride, int64_t count, int bytes, uint64_t key) {
   if (stride == bytes) return row_hash(data, count * bytes, key);
   std::vector<char> values(count * bytes);

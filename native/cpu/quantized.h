@@ -1,5 +1,5 @@
-// Quantized rows: as a serialized model holds them, plain row-major arrays, the same for every instruction set and
-// number of ranks; and as others' checkpoints do, from which they are laid out in one pass.
+// Quantized rows: those of a serialized model (plain row-major arrays, independent of instruction set and number of
+// ranks), and those of other tools' checkpoints, which are moved into panels in one pass.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -13,28 +13,28 @@ namespace as {
 using QuantizedScale = std::remove_pointer_t<decltype(std::declval<Packed>().scales(0, 0))>;  // of format.h's panels
 
 struct RowShape {
-  int bits;                // of a weight: of 4, two in a byte, the even k in the lower half
-  int64_t columns, group;  // k of a row, and of its groups (the last one may be shorter)
+  int bits;                // of a weight; 4-bit weights share a byte, with the even k in the lower half
+  int64_t columns, group;  // k of a row and of its groups; the last group may be shorter
 
   int64_t row_bytes() const { return bits == 8 ? columns : (columns + 1) / 2; }
   int64_t groups() const { return (columns + group - 1) / group; }
 };
 
-// What InstantQuant makes.
+// What quantize_rows() writes.
 struct QuantizedRows : RowShape {
   uint8_t* q;               // [rows, row_bytes()]
   QuantizedScale* scales;   // [rows, groups()]
   QuantizedScale* offsets;  // [rows, groups()]
 };
 
-// How codes lie in a file.
+// How quantized values are packed in a file.
 enum class Packing {
-  rows,          // as RowShape says
-  signed_rows,   // of 8 bits, as signed integers
-  swapped_rows,  // of 4 bits, the even k in the upper half
-  words,         // 32-bit words of adjacent k, the first in the lowest bits: [words of k][rows] (GPTQ)
-  octets,        // 32-bit words of eight adjacent rows' 4 bits, from the lowest on those of kOctet: [k][rows / 8] (AWQ)
-  q4_0,          // GGUF's blocks of a row, which hold its scales as well (blocks.h)
+  rows,          // as in RowShape
+  signed_rows,   // 8 bits, as signed integers
+  swapped_rows,  // 4 bits, the even k in the upper half
+  words,         // 32-bit words of adjacent k from the lowest bits on: [words of k][rows] (GPTQ)
+  octets,        // 32-bit words of 4-bit values of eight adjacent rows in kOctet's order: [k][rows / 8] (AWQ)
+  q4_0,          // GGUF's blocks, which include scales (blocks.h)
   q4_1,
   q8_0,
   q4_k,
@@ -42,16 +42,15 @@ enum class Packing {
   q6_k,
 };
 constexpr int kOctet[8] = {0, 2, 4, 6, 1, 3, 5, 7};
-// Rows of words, and of octets, that are hashed together: enough that pieces of 4 KB are read, and few enough to stay
-// in a cache.
+// Rows of words, and of octets, that are hashed together: enough to read 4 KB at a time, few enough to stay in a cache.
 constexpr int64_t kHashedWords = 1024, kHashedOctets = 8192;
 
-// "rows", "signed", "swapped", "words", "octets" or GGUF's name; std::invalid_argument for anything else.
+// "rows", "signed", "swapped", "words", "octets" or GGUF's name. Throws std::invalid_argument for another name.
 Packing packing_of(const std::string& name);
 inline bool is_transposed(Packing p) { return p == Packing::words || p == Packing::octets; }
 inline bool is_block(Packing p) { return p >= Packing::q4_0; }
 
-// A value for each row and step along k, so many bytes apart.
+// A value for each row and each step along k, with strides in bytes.
 struct Strided {
   const char* data = nullptr;
   int64_t row = 0, step = 0;
@@ -59,40 +58,40 @@ struct Strided {
   const char* at(int64_t r, int64_t s) const { return data + r * row + s * step; }
 };
 
-// Rows of a matrix whose scales are of the types that the matrix' are (ScaleLayout).
+// Rows of a matrix whose scales have the types of the matrix' own (ScaleLayout).
 struct StoredRows : RowShape {
   Packing packing = Packing::rows;
   const uint8_t* q = nullptr;
-  int64_t stride = 0;  // bytes from a row of q to the next, or from a row of words
-  int skipped = 0;     // of octets: rows of the first word before the first row
-  Strided scales;  // [rows, groups()] of the layout's type, or int8 of nested ones; of q4_k, q5_k, q6_k: the blocks'
-  Strided zeros;   // the same of offsets, or uint8 points; null where there are none
+  int64_t stride = 0;  // bytes from a row of q, or of words, to the next
+  int skipped = 0;     // of octets: rows of the first word that come before the first row
+  Strided scales;      // [rows, groups()] of the layout's type, or int8 if nested; of q4_k, q5_k, q6_k: in the blocks
+  Strided zeros;       // the same for offsets, or uint8 points; null if there are none
   int64_t super_group = 0;  // of nested scales
   Strided super_scales;     // float16 [rows, super_groups()]
-  Strided super_offsets;    // null where there are no offsets
+  Strided super_offsets;    // null if there are no offsets
 
   int64_t super_groups() const { return super_group ? (columns + super_group - 1) / super_group : 0; }
   // The rows from `row` on.
   StoredRows from(int64_t row) const;
-  // For Weights::source_hash(), of all arrays: how many rows are hashed together, and the i-th of such blocks of them,
-  // for matrix m.
+  // For Weights::source_hash(), over all arrays: how many rows are hashed together, and the hash of the i-th such block
+  // of rows for matrix m.
   int64_t hashed_together() const {
     return packing == Packing::words ? kHashedWords : packing == Packing::octets ? kHashedOctets : 1;
   }
   uint64_t hash(const Packed& m, int64_t rows, int64_t i) const;
 };
 
-// Quantizes rows [r0, r1) of `source` into the same rows of `out`, which has its columns and groups. Returns how many
-// values are NaN or infinite.
+// Quantizes rows [r0, r1) of `source` into the same rows of `out`, which has the same columns and groups. Returns the
+// number of NaN and infinite values.
 int64_t quantize_rows(const Kernels& kernels, const SourceRows& source, const QuantizedRows& out, int64_t r0,
                       int64_t r1);
 
-// Lays rows [r0, r1) of w out from columns [column, column + w.k) of stored rows, the first of which is w's row
-// `row_offset`. Every group of w must be part of one stored group. Returns how many codes of e4m3 are NaN and how many
-// of the blocks' scales are NaN or infinite.
+// Moves columns [column, column + w.k) of stored rows into rows [r0, r1) of w. The first stored row is w's row
+// `row_offset`. Every group of w must be part of one stored group. Returns the number of e4m3 NaN plus the number of
+// block scales that are NaN or infinite.
 int64_t place_rows(const Packed& w, const StoredRows& rows, int64_t row_offset, int64_t column, int64_t r0, int64_t r1);
 
-// The codes of `rows` stored rows as RowShape says, into [rows, row_bytes()].
+// Unpacks `rows` stored rows into the layout of RowShape: [rows, row_bytes()].
 void unpack_quantized(const StoredRows& stored, int64_t rows, uint8_t* out);
 
 }  // namespace as

@@ -1,5 +1,5 @@
-// A hash of a checkpoint's rows, to tell weights apart: not cryptographic, and fast enough to be taken of all that is
-// loaded.
+// A hash of a checkpoint's rows that identifies weights. It is not cryptographic, and fast enough to hash everything
+// that is loaded.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -7,16 +7,16 @@
 
 namespace as {
 
-// The step of wyhash (public domain): the product's halves, folded.
+// A step of wyhash (public domain): the two halves of the product, xored.
 inline uint64_t fold(uint64_t a, uint64_t b) {
   __extension__ typedef unsigned __int128 Product;
   const Product product = (Product)a * b;
   return (uint64_t)product ^ (uint64_t)(product >> 64);
 }
 
-// Of `bytes` bytes that are row `row`. Sums of rows' hashes tell what the rows are, in whatever order they are added.
+// The hash of row `row`. Sums of rows' hashes identify a set of rows whatever the order of addition.
 inline uint64_t row_hash(const void* data, size_t bytes, uint64_t row) {
-  constexpr int kLanes = 4;  // hide the multiplication's latency
+  constexpr int kLanes = 4;  // hides the multiplication's latency
   constexpr uint64_t kKeys[kLanes] = {0xa0761d6478bd642f, 0xe7037ed1a0b428db, 0x8ebc6af09c88c6e3, 0x589965cc75374cc3};
   const char* p = static_cast<const char*>(data);
   uint64_t lanes[kLanes];

@@ -12,9 +12,9 @@
 namespace as {
 namespace {
 
-// Refuses what the table of ops has and this backend does not.
+// Rejects attributes that the op table allows and this backend does not support.
 void check_attributes(const OpNode& op) {
-  if (op.is(Op::rotary_table))  // no positions of three parts
+  if (op.is(Op::rotary_table))  // no 3-D positions
     op.allow_only({"attention_factor", "dynamic", "base", "factor", "original_max", "rotary_dim", "table", "growth",
                    "long_table"},
                   "the CPU backend");
@@ -22,7 +22,7 @@ void check_attributes(const OpNode& op) {
 
 constexpr size_t kNowhere = SIZE_MAX;  // a tensor without memory
 
-// The first op that a tensor is seen by, and the last.
+// The first and the last op that uses a tensor.
 struct LiveRange {
   int first = -1, last = -1;
 };
@@ -134,7 +134,7 @@ void CpuRunner::allocate_cache(const CacheLimits& limits) {
   cache_.allocate(std::move(all), limits.num_spans);
 }
 
-// The matrix for which an op prepares the rows that it leaves in a tensor, or null.
+// The matrix in whose format an op stores the rows of a tensor, or null.
 const Packed* CpuRunner::prepared_for(const std::vector<FusedOp>& ops, size_t op, int tensor) const {
   const OpNode& last = program_.ops()[ops[op].parts.back()];
   const bool gated = last.is(Op::silu_mul) && ops[op].parts.size() > 1;
@@ -145,7 +145,7 @@ const Packed* CpuRunner::prepared_for(const std::vector<FusedOp>& ops, size_t op
   return (gated ? m.pairs : core_.k.prepared(m).bytes > 0) ? &m : nullptr;
 }
 
-// A tensor as a part of ops[op] has it: as the op leaves it, or as one before left it.
+// A tensor as part `part` of ops[op] sees it.
 Tensor CpuRunner::bound(const Form& form, size_t op, size_t part, int tensor, bool output) const {
   const std::vector<FusedOp>& ops = form.ops;
   Tensor t = form.tensors[tensor];
@@ -154,7 +154,7 @@ Tensor CpuRunner::bound(const Form& form, size_t op, size_t part, int tensor, bo
       if (has(program_.ops()[ops[i].parts[p]].outputs, tensor)) return true;
     return false;
   };
-  if (!output && writes(op, part)) return t;  // an earlier part's: floats
+  if (!output && writes(op, part)) return t;  // written by an earlier part: floats
   for (size_t i = output ? op + 1 : op; i-- > 0;) {
     if (!writes(i, ops[i].parts.size())) continue;
     t.prepared_for = prepared_for(ops, i, tensor);
@@ -179,7 +179,7 @@ int CpuRunner::max_rows_of(int row_set) const {
   return (int)rows;
 }
 
-// Stacks of matrices are as the ops take them.
+// Checks that the stacks of matrices have the sizes that the ops expect.
 void CpuRunner::check_experts() const {
   for (const OpNode& op : program_.ops()) {
     const int wanted = op.is(Op::expert_linear) ? op.integer("experts") : 1;
@@ -191,8 +191,8 @@ void CpuRunner::check_experts() const {
   }
 }
 
-// Gives every tensor a place in the activations' memory, and returns these; tensors whose live ranges do not overlap
-// share it.
+// Assigns every tensor an offset in the activations' memory and returns the offsets. Tensors whose live ranges do not
+// overlap share memory.
 std::vector<size_t> CpuRunner::lay_out(Form& form, Needs& all) const {
   const std::vector<FusedOp>& ops = form.ops;
   const auto& specs = program_.tensors();

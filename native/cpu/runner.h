@@ -1,4 +1,4 @@
-// A program compiled for the CPUs of one rank: a vector of bound ops, and the memory that they work in.
+// A program compiled for the CPUs of one rank: its bound ops and their memory.
 #pragma once
 #include <memory>
 #include <string>
@@ -10,14 +10,14 @@
 
 namespace as {
 
-// What an op has cost.
+// The measured cost of an op.
 struct Counters {
   int64_t count = 0;
   double total = 0, least = 0, most = 0;  // seconds on thread 0
   double bytes = 0, operations = 0;       // in total
 };
 
-// The cache: of every layer that attends. Cache groups share its spans.
+// Size and type of the cache. The cache groups share its spans.
 struct CacheLimits {
   int span_size = 0, num_spans = 0;
   DType dtype = DType::f32;
@@ -29,34 +29,33 @@ class CpuRunner : public Runner {
     FusedOp parts;
     std::unique_ptr<BoundOp> op;  // null: nothing to do
     Counters counters;
-    const SpanLayout* layout = nullptr;  // of attention
+    const SpanLayout* layout = nullptr;  // of attention ops
   };
 
-  // Throws std::invalid_argument naming what this backend does not have. Program and weights must outlive the runner.
-  // fused: whether ops are computed together that can be (the bits are the same). masks: of rank 0's draws, if there
-  // are any; adapters: that rows may have, if the program has ops for them. Both must outlive the runner.
+  // Throws std::invalid_argument naming what this backend does not support. Program and weights must outlive the
+  // runner. fused: whether ops are fused (the bits are equal). masks: null, or those that rank 0 samples under.
+  // adapters: those that rows may have, if the program has lora ops. Both must outlive the runner.
   //
-  // A program with ops for adapters is compiled twice: steps in which no row has one run without these ops, and with
-  // what is fused across them.
+  // A program with lora ops is compiled twice. Steps without adapters run a form without these ops, with more fusion.
   CpuRunner(const Core& core, const Program& program, const Weights& weights, const RunnerLimits& limits,
             const CacheLimits& cache, bool fused, Masks* masks = nullptr, Adapters* adapters = nullptr);
 
   RunOutput run(const Batch& batch, bool want_logits) override;
-  void set_profiling(bool on);  // on: counts anew; off: what was counted stays
+  void set_profiling(bool on);  // true: resets the counters; false: keeps them
   const std::vector<Step>& steps() const { return steps_; }
   const SpanCache& cache() const { return cache_; }
-  // Whether the program hands out hidden states.
+  // Whether the program outputs hidden states.
   bool hidden_states() const { return plain_.heads > 0; }
 
  private:
-  // One of the two forms of the program: steps [begin, end), of which those before `heads` make no logits, and draw
-  // nothing; heads = 0: unknown.
+  // A form of the program: steps [begin, end). Those before `heads` compute no logits and sample nothing; heads = 0:
+  // unknown.
   struct Form {
     std::vector<FusedOp> ops;
     std::vector<Tensor> tensors;
     size_t begin = 0, end = 0, heads = 0;
   };
-  // What forms need of the memory that they share.
+  // Sizes of the memory that the forms share.
   struct Needs {
     size_t activations = 0, attended = 0, gated = 0, prepared = 0, widest = 0, lora = 0;
   };
@@ -77,7 +76,7 @@ class CpuRunner : public Runner {
   const RunnerLimits limits_;
   SpanCache cache_;
   Buffer activations_;
-  Buffer attended_;  // rows of attention as linears want them
+  Buffer attended_;  // attention's output in the format of the linear that reads it
   Scratch scratch_;
   std::vector<std::shared_ptr<RotaryTable>> rotary_;
   std::vector<std::shared_ptr<AttentionWork>> attention_;
@@ -85,7 +84,7 @@ class CpuRunner : public Runner {
   Adapters* adapters_ = nullptr;
   Form plain_, adapted_;
   std::vector<Step> steps_;
-  std::vector<Step*> needed_;  // of the step that runs
+  std::vector<Step*> needed_;  // of the current step
   RunOutput output_;
   bool profiling_ = false;
 };

@@ -1,7 +1,7 @@
-// The vectors of the instruction set a kernel is compiled for: `vf`, W floats, and `vi`, the same register as integers
-// of 32 bits (or of what an operation says). One source, one namespace per ISA. Fused multiply-adds are written out
-// (the build forbids the compiler to contract on its own), so that every loop over the same recipe rounds alike:
-// bitwise invariance rests on it.
+// The vectors of the instruction set that a kernel is compiled for: `vf`, W floats, and `vi`, the same register as
+// integers of 32 bits (or as an operation says). One source, one namespace per ISA. Fused multiply-adds are explicit
+// (the build forbids contraction), so that all loops over the same recipe round alike. Bitwise invariance depends on
+// it.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -48,8 +48,8 @@ inline vf vdiv(vf a, vf b) { return _mm512_div_ps(a, b); }
 inline vf vmax(vf a, vf b) { return _mm512_max_ps(a, b); }
 inline vf vmin(vf a, vf b) { return _mm512_min_ps(a, b); }
 inline vf vround(vf a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-// 2^t for t >= -126 (error 1.4e-7): 2^floor(t) times a polynomial of the rest, 0 <= r < 1, that is 1 at 0. A NaN
-// passes.
+// 2^t for t >= -126 (error 1.4e-7): 2^floor(t) times a polynomial of the remainder 0 <= r < 1, which is 1 at 0. NaN is
+// propagated.
 inline vf vexp2(vf t) {
   const vf r = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
   vf p = vfma(vset(0.0018671313300728798f), r, vset(0.009017027914524078f));
@@ -79,7 +79,7 @@ inline vi shift_right16(vi a) {
   return N ? _mm512_srli_epi16(a, N) : a;
 }
 template <int N>
-inline vi shift_right(vi a) {  // with its sign
+inline vi shift_right(vi a) {  // arithmetic
   return _mm512_srai_epi32(a, N);
 }
 template <int N>
@@ -89,14 +89,14 @@ inline vi shift_left(vi a) {
 inline vf to_float(vi a) { return _mm512_cvtepi32_ps(a); }
 inline int32_t isum(vi a) { return _mm512_reduce_add_epi32(a); }
 inline vi madd16(vi a, vi b) { return _mm512_madd_epi16(a, b); }
-// Products below: not the intrinsics, as GCC 12 copies the accumulator before and after each.
+// Inline assembly below, because GCC 12 copies the accumulator before and after each of these intrinsics.
 #if defined(AS_ISA_VNNI)
-// acc + four products of u8 and s8 in every lane
+// acc + four products of u8 and s8 in every lane.
 inline vi idot8(vi acc, vi u8, vi s8) {
   asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(u8), "v"(s8));
   return acc;
 }
-// acc + two products of 16 bits in every lane
+// acc + two 16-bit products in every lane.
 inline vi idot16(vi acc, vi a, vi b) {
   asm("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
   return acc;
@@ -105,7 +105,7 @@ inline vi idot16(vi acc, vi a, vi b) {
 inline vi idot16(vi acc, vi a, vi b) { return iadd(acc, madd16(a, b)); }
 #endif
 #if defined(AS_ISA_AVX512_BF16)
-// acc + two products of bfloat16 in every lane, one after the other
+// acc + two bfloat16 products in every lane, one after the other.
 inline vf vdot_bf16(vf acc, vi a, vi b) {
   asm("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
   return acc;
@@ -172,7 +172,7 @@ inline vi idot8(vi acc, vi u8, vi s8) {
   return iadd(acc, iadd(even, madd16(shift_right16<8>(u8), _mm256_srai_epi16(s8, 8))));
 }
 #elif defined(AS_ISA_VNNI)
-// Processors of this level lack the encoding of AVX-512, which assemblers prefer.
+// Processors of this level lack the AVX-512 encoding, which assemblers prefer.
 inline vi idot8(vi acc, vi u8, vi s8) {
   asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(u8), "x"(s8));
   return acc;
@@ -187,7 +187,7 @@ inline vi idot16(vi acc, vi a, vi b) { return iadd(acc, madd16(a, b)); }
 
 #elif defined(AS_ISA_SVE)
 
-// Of the length that is compiled in, so that they can stand in arrays; every operation takes all lanes.
+// Vectors of the compiled-in length, so that arrays of them are possible. Every operation uses all lanes.
 #define AS_SVE_FIXED __attribute__((arm_sve_vector_bits(__ARM_FEATURE_SVE_BITS)))
 typedef svfloat32_t vf AS_SVE_FIXED;
 constexpr int W = __ARM_FEATURE_SVE_BITS / 32;
@@ -228,8 +228,7 @@ inline vi shift_left(vi a) {
 }
 inline vf to_float(vi a) { return svcvt_f32_s32_x(vall(), a); }
 inline int32_t isum(vi a) { return (int32_t)svaddv_s32(vall(), a); }
-// SVE's own products of 16-bit pairs come with SVE2. The halves of a may be the same for many b, and the other way
-// round.
+// SVE has products of 16-bit pairs only from SVE2 on. The halves of a may be reused for many b, and vice versa.
 inline vi idot16(vi acc, vi a, vi b) {
   const svint32_t even = svmla_s32_x(vall(), acc, svexth_s32_x(vall(), a), svexth_s32_x(vall(), b));
   return svmla_s32_x(vall(), even, svasr_n_s32_x(vall(), a, 16), svasr_n_s32_x(vall(), b, 16));
@@ -299,11 +298,11 @@ inline float vhmax(vf v) {
   return m;
 }
 
-// e^x for x <= 88, about 1 ulp: x = n ln 2 + r, |r| <= ln 2 / 2, e^r by its Taylor polynomial of degree 7 in Horner's
-// form (error 5e-9 relative), then scaled by 2^n. Below -87.3 the result is 0.
+// e^x for x <= 88, about 1 ulp: x = n ln 2 + r with |r| <= ln 2 / 2; e^r by a Taylor polynomial of degree 7 in Horner's
+// form (relative error 5e-9), scaled by 2^n. Below -87.3 the result is 0.
 inline vf vexp(vf x) {
   const vf low = vset(-87.3f);
-  const vf xc = vmax(low, x);  // in this order a NaN passes
+  const vf xc = vmax(low, x);  // this order propagates NaN
   const vf n = vround(vmul(xc, vset(1.44269504088896341f)));
   vf r = vfma(n, vset(-0.693359375f), xc);
   r = vfma(n, vset(2.12194440e-4f), r);
@@ -316,7 +315,7 @@ inline vf vexp(vf x) {
   p = vfma(p, r, vset(1.0f));
   p = vfma(p, r, vset(1.0f));
   const vf y = vscale2(p, n);
-  // x < low becomes exactly 0: a masked score must not contribute.
+  // x < low gives exactly 0: a masked score must not contribute.
 #if defined(AS_ISA_AVX512)
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, low, _CMP_NLT_UQ), y);
 #elif defined(AS_ISA_AVX2)
@@ -330,7 +329,7 @@ inline vf vexp(vf x) {
 
 // (e^2x - 1) / (e^2x + 1), within 2e-7; beyond 10 it is 1.
 inline vf vtanh(vf x) {
-  const vf e = vexp(vmul(vset(2.0f), vmin(vset(10.0f), vmax(vset(-10.0f), x))));  // in this order a NaN passes
+  const vf e = vexp(vmul(vset(2.0f), vmin(vset(10.0f), vmax(vset(-10.0f), x))));  // this order propagates NaN
   return vdiv(vsub(e, vset(1.0f)), vadd(e, vset(1.0f)));
 }
 

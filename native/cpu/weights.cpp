@@ -63,7 +63,7 @@ int64_t pack_floats(const Packed& m, const SourceRows& source, int64_t r0, int64
 
 namespace {
 
-// Rows [r0, r1) of a source whose rows' values are apart, side by side in `room`: of a transposed matrix, say.
+// Gathers rows [r0, r1) of a source whose values are not adjacent (such as a transposed matrix) into `room`.
 template <typename T>
 SourceRows gathered(const SourceRows& source, int64_t r0, int64_t r1, std::vector<char>& room) {
   const int64_t columns = source.columns;
@@ -91,14 +91,14 @@ int Weights::add_matrix(int out_features, int in_features, const std::string& dt
   Packed packed =
       packed_of(k_.rules, out_features / experts, in_features, dtype, group_size, scaling, (int)order.size());
   packed.data = arena_.take(matrix_bytes(packed, experts), "weights");
-  if (!order.empty()) packed.order = order.data();  // where it stays when it is moved
+  if (!order.empty()) packed.order = order.data();  // a move does not change this address
   weights_.push_back({packed, 0, {}, experts, std::move(order)});
   sizes_.push_back((double)matrix_bytes(packed, experts));
   return (int)weights_.size() - 1;
 }
 
-// The matrix, of which rows [row_offset, row_offset + rows) are to be columns [column, column + k) of rows of `columns`
-// values in groups of `group`.
+// Checks that rows [row_offset, row_offset + rows) of the matrix can be columns [column, column + k) of rows of
+// `columns` values in groups of `group`, and returns the matrix.
 const Packed& Weights::checked_part(int id, int64_t rows, int64_t row_offset, int64_t column, int64_t columns,
                                     int64_t group) const {
   const Packed& m = matrix(id);
@@ -121,7 +121,7 @@ int64_t Weights::fill_quantized(int id, const StoredRows& source, int64_t rows, 
     throw std::invalid_argument("values of " + std::to_string(source.bits) + " bits do not fit a matrix of " +
                                 std::to_string(bits_of(m.format)));
   const bool offsets = m.scaling.zeros == ZeroType::offsets, nested = m.scaling.super_group > 0,
-             in_blocks = is_block(source.packing) && source.super_group;  // scales, and offsets where theirs are
+             in_blocks = is_block(source.packing) && source.super_group;  // the offsets have the scales' type
   const bool zeros = in_blocks ? source.super_offsets.data : source.zeros.data;
   if (zeros != (m.zero_bytes() > 0) || (source.super_scales.data != nullptr) != nested ||
       (source.super_offsets.data != nullptr) != (nested && offsets))
@@ -141,8 +141,8 @@ int64_t Weights::fill_quantized(int id, const StoredRows& source, int64_t rows, 
       const int64_t begin = std::max(offset, (first + p0) * one.panel),
                     end = std::min(offset + count, (first + p1) * one.panel);
       uint64_t sum = 0;
-      int64_t block = (std::max(begin - offset, int64_t{0}) + together - 1) / together;  // that begin here
-      // A panel at a time, or as many as are hashed together: hashing brings them into the cache.
+      int64_t block = (std::max(begin - offset, int64_t{0}) + together - 1) / together;  // first block that begins here
+      // One panel at a time, or as many rows as are hashed together: hashing brings them into the cache.
       for (int64_t r0 = begin, r1; r0 < end; r0 = r1) {
         const int64_t next = offset + ((r0 - offset) / together + 1) * together;
         r1 = std::min(end, (next + one.panel - 1) / one.panel * one.panel);
@@ -171,7 +171,7 @@ std::vector<int64_t> Weights::fill_matrix(int id, const std::vector<SourceRows>&
   struct Piece {  // rows of one matrix
     Packed m;
     SourceRows from;
-    int64_t rows, before, panels;  // rows and panels of the stack before the matrix
+    int64_t rows, before, panels;  // rows and panels of the stack before this matrix
     size_t source;
   };
   const int64_t n = matrix(id).n, panels = matrix(id).panels();
@@ -197,7 +197,8 @@ std::vector<int64_t> Weights::fill_matrix(int id, const std::vector<SourceRows>&
     last = std::max(last, p.panels + (p.from.row_offset + p.rows + p.m.panel - 1) / p.m.panel);
   }
   pool_.run([&](int thread) {
-    const auto [part0, part1] = part(last - first, thread, pool_.size());  // whole panels: no two write one line
+    const auto [part0, part1] =
+        part(last - first, thread, pool_.size());  // whole panels, so that no two threads write the same cache line
     uint64_t sum = 0;
     std::vector<char> room;
     for (const Piece& p : pieces) {
@@ -223,7 +224,7 @@ std::vector<int64_t> Weights::fill_matrix(int id, const std::vector<SourceRows>&
   return {bad.begin(), bad.end()};
 }
 
-// Rows [r0, r1) of a matrix, of one panel.
+// Rows [r0, r1) of a matrix, all in one panel.
 int64_t Weights::fill_rows(const Packed& m, const SourceRows& source, int64_t r0, int64_t r1) const {
   return is_quantized(m.format) ? k_.quantize(m, source, r0, r1) : pack_floats(m, source, r0, r1);
 }

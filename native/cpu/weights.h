@@ -12,68 +12,67 @@
 
 namespace as {
 
-// Bytes of so many matrices of this layout: what is prefetched past their end included.
+// Bytes of `experts` matrices of this layout, including what is prefetched past their end.
 inline size_t matrix_bytes(const Packed& m, int experts = 1) {
   return (size_t)experts * m.panels() * m.panel_bytes + 4096;
 }
 
-// "float32", "bfloat16", "int8", "int4", "w8a8", "w4a8", "e4m3", "nf4" or "e2m1"; std::invalid_argument for anything
-// else.
+// "float32", "bfloat16", "int8", "int4", "w8a8", "w4a8", "e4m3", "nf4" or "e2m1". Throws std::invalid_argument for
+// another name.
 Format format_of(const std::string& name);
 
-// A matrix as this instruction set's kernels have it; std::invalid_argument for one that they cannot have.
+// The layout of a matrix for this instruction set's kernels. Throws std::invalid_argument if they cannot have it.
 Packed packed_of(const Rules& rules, int out_features, int in_features, const std::string& dtype, int group_size,
                  const ScaleLayout& scaling = {}, int gathered = 0);
 
-// Copies rows [r0, r1) of a source into a matrix of floats; threads must not share a panel. Returns how many values are
-// NaN or infinite.
+// Copies rows [r0, r1) of a source into a matrix of floats. Threads must not share a panel. Returns the number of NaN
+// and infinite values.
 int64_t pack_floats(const Packed& m, const SourceRows& source, int64_t r0, int64_t r1);
 
 class Weights {
  public:
-  // Threads of `pool` share out the rows: so pages lie where they are read.
+  // The threads of `pool` divide the rows, so that pages are placed where they are read.
   Weights(Pool& pool, const Kernels& kernels) : pool_(pool), k_(kernels) {}
 
-  // group_size: of quantized formats, along in_features; 0: one group a row. experts: a stack of so many matrices of
-  // equal parts of the rows, each packed for itself. order: the matrix' columns are for these input features, -1 for
-  // none; empty: for all of them in turn.
+  // group_size: of quantized formats, along in_features; 0: one group a row. experts: a stack of this many matrices
+  // with equal shares of the rows, each packed separately. order: the input feature of each column, -1 for none; empty:
+  // all of them in order.
   int add_matrix(int out_features, int in_features, const std::string& dtype, int group_size, int experts = 1,
                  const ScaleLayout& scaling = {}, std::vector<int> order = {});
-  // Copies rows[i] rows of each source (from its column on) into rows row_offset... Returns how many NaN or Inf each
-  // has.
+  // Copies rows[i] rows of each source (from its column on) into consecutive rows from row_offset on. Returns the
+  // number of NaN and infinite values of each.
   std::vector<int64_t> fill_matrix(int id, const std::vector<SourceRows>& sources, const std::vector<int64_t>& rows);
-  // The same from rows that are quantized already. Returns how many codes of e4m3 are NaN and how many scales in blocks
+  // The same for rows that are already quantized. Returns the number of e4m3 NaN plus the number of block scales that
   // are NaN or infinite.
   int64_t fill_quantized(int id, const StoredRows& source, int64_t rows, int64_t row_offset, int64_t column);
-  // Of all bytes that fill_matrix() has read into a matrix: the same with any number of threads and instruction set.
+  // A hash of all bytes that fill_matrix() has read. Independent of threads and instruction set.
   uint64_t source_hash(int id) const { return matrix(id), weights_[id].source_hash; }
-  // Quantizes rows into plain arrays. Returns how many values are NaN or infinite.
+  // Quantizes rows into plain arrays. Returns the number of NaN and infinite values.
   int64_t quantize(const SourceRows& source, const QuantizedRows& out, int64_t rows) const;
   int add_vector(std::vector<float> values);
 
-  // Ids count matrices and vectors together. std::invalid_argument for the other kind.
-  const Packed& matrix(int id) const;  // of a stack, the first
+  // Ids number matrices and vectors together. Throw std::invalid_argument for the other kind.
+  const Packed& matrix(int id) const;  // of a stack, the first one
   Packed matrix(int id, int expert) const;
   int experts(int id) const { return weights_.at(id).experts; }
   const std::vector<float>& vector(int id) const;
-  // out [in features]: a row of a matrix as its format recovers it.
+  // out [in features]: a row of a matrix, dequantized.
   void read_row(int id, int64_t row, float* out) const;
 
   size_t bytes() const;
   const std::vector<double>& sizes() const { return sizes_; }  // bytes of each
-  std::vector<std::pair<const void*, size_t>> memory() const;  // of matrices, to check where their pages are
+  std::vector<std::pair<const void*, size_t>> memory() const;  // of matrices, to check on which node their pages are
 
  private:
   struct Weight {
-    Packed packed;  // k = 0: none, but a vector
+    Packed packed;  // k = 0: a vector
     uint64_t source_hash;
     std::vector<float> values;
     int experts = 1;              // matrices like `packed`, one after the other
     std::vector<int> order = {};  // packed.order's
   };
-  // Calls part(matrix, rows, row offset in it, rows before) for each matrix of a stack that rows [row_offset,
-  // row_offset
-  // + rows) belong to.
+  // Calls part(matrix, rows, row offset in it, rows before) for each matrix of a stack that contains any of the rows
+  // [row_offset, row_offset + rows).
   template <typename Part>
   void each_expert(int id, int64_t rows, int64_t row_offset, Part part) const {
     const int64_t n = matrix(id).n;

@@ -1,5 +1,5 @@
-// Four 32-bit words in a register of 16 bytes, by the compiler's vector extensions: the same code for every instruction
-// set (vectors of an instruction set's own width: simd.h).
+// Four 32-bit words in a 16-byte register, by the compiler's vector extensions: the same code for every instruction
+// set. (simd.h has vectors of an instruction set's own width.)
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -10,7 +10,7 @@ namespace as {
 
 typedef uint32_t Word4 __attribute__((vector_size(16)));
 
-// Lanes I... of a and b taken as one vector.
+// Lanes I... of a and b, concatenated.
 template <int... I, typename V>
 AS_INLINE V shuffle(V a, V b) {
 #if defined(__clang__)
@@ -23,7 +23,7 @@ AS_INLINE V shuffle(V a, V b) {
 AS_INLINE Word4 interleave_low(Word4 a, Word4 b) { return shuffle<0, 4, 1, 5>(a, b); }
 AS_INLINE Word4 interleave_high(Word4 a, Word4 b) { return shuffle<2, 6, 3, 7>(a, b); }
 
-// Four rows of four words become four columns, `stride` bytes apart.
+// Transposes four rows of four words into four columns, `stride` bytes apart.
 AS_INLINE void transpose_words(Word4 r0, Word4 r1, Word4 r2, Word4 r3, void* target, int64_t stride) {
   const Word4 a = interleave_low(r0, r2), b = interleave_high(r0, r2);
   const Word4 c = interleave_low(r1, r3), d = interleave_high(r1, r3);

@@ -1,6 +1,6 @@
-// The passes over all logits of a row, as plain loops for the compiler's vectorizer. Included once for each ISA, inside
-// a namespace of its own; see LogitKernels in sampler.h for what each function promises. The shape of every sum (16
-// lanes over a chunk of 256, then chunks in ascending order) is the same on all ISAs.
+// The passes over all logits of a row, as plain loops for the compiler's vectorizer. Included once for each ISA, in its
+// namespace. LogitKernels in sampler.h documents the functions. Every sum has the same shape on all ISAs: 16 lanes over
+// a chunk of 256, then chunks in ascending order.
 
 #include "sampling/weights.h"
 
@@ -15,11 +15,11 @@ int group_max(const float* x, int n, float* groups) {
     const int end = n - begin < kChunk ? n : begin + kChunk;
     int i = begin;
     for (; i + kLanes <= end; i += kLanes) {
-#pragma GCC unroll 1  // else gcc unrolls the lanes into scalars before it looks for vectors
+#pragma GCC unroll 1  // otherwise gcc unrolls the lanes into scalars before it looks for vectors
       for (int j = 0; j < kLanes; ++j) {
         const float v = x[i + j];
         top[j] = v > top[j] ? v : top[j];
-        wrong[j] += v <= kMax ? 0u : 1u;  // NaN and +Inf; -Inf is a legitimate logit
+        wrong[j] += v <= kMax ? 0u : 1u;  // NaN and +Inf; -Inf is a valid logit
       }
     }
     for (; i < end; ++i) {

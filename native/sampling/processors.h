@@ -1,4 +1,4 @@
-// The sparse logits processors, on a range of the vocabulary.
+// Logits processors that change few logits, on a range of the vocabulary.
 #pragma once
 
 #include <algorithm>
@@ -11,24 +11,23 @@
 namespace as {
 namespace sampling {
 
-// Occurrences of tokens in a row's history. Kept between draws: rows of a vocabulary are too large to allocate for
-// each.
+// Counts of tokens in a row's history. Kept between samples, because the arrays are too large to allocate each time.
 struct Occurrences {
-  std::vector<int32_t> counts;  // by place in the range; all zero between draws
+  std::vector<int32_t> counts;  // by offset in the range; all zero between samples
   std::vector<int32_t> touched;
 };
 
-// A penalty may overflow; the passes need numbers no larger than the largest float.
+// A penalty may overflow. The passes need finite values.
 AS_BOTH inline float limited(float value) {
   return value <= 3.40282346638528859812e38f ? value : 3.40282346638528859812e38f;
 }
 
-// What processors do to a logit.
+// What the processors do to a logit.
 AS_BOTH inline float repeated(float x, float penalty) { return limited(x > 0.0f ? x / penalty : x * penalty); }
 AS_BOTH inline float lowered(float x, float by) { return limited(x - by); }
 AS_BOTH inline float biased(float x, float by) { return limited(x + by); }
 
-// Logits of a range, in which what is changed is remembered: (place in the range, what was there before).
+// Logits of a range. Records every change as (offset in the range, previous value).
 class ChangedLogits {
  public:
   using Changes = std::vector<std::pair<int32_t, float>>;
@@ -53,8 +52,8 @@ class ChangedLogits {
   Changes& changes_;
 };
 
-// Logits: ChangedLogits, or whatever else does the same with places of the range [begin, begin + size), in this order:
-// each is repeated at most once, then lowered at most once, then banned perhaps, then biased.
+// Logits: ChangedLogits or another class with the same functions on offsets in [begin, begin + size). For each id, the
+// order is: repeated at most once, lowered at most once, banned at most once, biased.
 template <class Logits>
 class Processors {
  public:
@@ -87,7 +86,7 @@ class Processors {
  private:
   int generated_from() const { return std::min(std::max(p_.prompt_len, 0), in_.history_len); }
 
-  // -1: not of this range.
+  // -1: outside this range.
   int64_t place_of(int32_t id) const {
     const int64_t i = static_cast<int64_t>(id) - begin_;
     return i >= 0 && i < size_ ? i : -1;
@@ -111,11 +110,11 @@ class Processors {
     for (int32_t i : seen_.touched) seen_.counts[i] = 0;
   }
 
-  // Bans every id that would complete an n-gram that the history already holds.
+  // Bans every id that would complete an n-gram that is already in the history.
   void ban_ngrams() {
     const int n = p_.no_repeat_ngram_size;
     const int32_t* h = in_.history;
-    const int last = in_.history_len - (n - 1);  // where the open n-gram starts
+    const int last = in_.history_len - (n - 1);  // start of the incomplete n-gram
     for (int t = 0; t < last && t + n <= in_.history_len; ++t) {
       if (std::equal(h + t, h + t + n - 1, h + last)) ban(h[t + n - 1]);
     }
@@ -124,7 +123,8 @@ class Processors {
   void ban_word(const std::vector<int32_t>& word) {
     const int prefix = static_cast<int>(word.size()) - 1;
     if (prefix < 0 || prefix > in_.history_len) return;
-    // As Hugging Face has it: a bad word that is an end-of-sequence id alone is left out, or nothing would ever end.
+    // As in Hugging Face, a bad word that consists of an end-of-sequence id is ignored: otherwise nothing would ever
+    // end.
     if (prefix == 0 && std::find(p_.eos.begin(), p_.eos.end(), word[0]) != p_.eos.end()) return;
     if (std::equal(word.begin(), word.end() - 1, in_.history + in_.history_len - prefix)) ban(word.back());
   }

@@ -1,4 +1,4 @@
-// The random numbers of draws: of a position of a sequence, whoever draws there.
+// Random numbers of sampling. They depend on the seed, the sample and the position only.
 #pragma once
 #include <cstdint>
 
@@ -11,13 +11,13 @@ struct Uniforms {
   double first, second;  // in [0, 1), 53 bits each
 };
 
-// Where numbers are drawn.
+// The coordinates of a random number.
 struct RandomAt {
   uint64_t seed;
   int32_t sample_index, position;
 };
 
-// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): counter becomes the output.
+// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). Replaces counter by the output.
 AS_BOTH inline void philox4x32_10(uint32_t counter[4], uint32_t key[2]) {
   for (int round = 0; round < 10; ++round) {
     const uint64_t a = static_cast<uint64_t>(0xD2511F53u) * counter[0];
@@ -34,7 +34,7 @@ AS_BOTH inline void philox4x32_10(uint32_t counter[4], uint32_t key[2]) {
 }
 
 struct RandomIntegers {
-  uint64_t first, second;  // of 53 bits
+  uint64_t first, second;  // 53 bits each
 };
 
 AS_BOTH inline RandomIntegers random_integers(const RandomAt& at, uint32_t stream) {
@@ -52,8 +52,7 @@ AS_BOTH inline Uniforms uniforms_of(const RandomAt& at) {
   return {static_cast<double>(n.first) * kUnit, static_cast<double>(n.second) * kUnit};
 }
 
-// Two numbers in (0, 1), 53 bits each: of the chunks 2 * pair and 2 * pair + 1. Neither has a logarithm that is 0 or
-// infinite.
+// Two numbers in (0, 1), 53 bits each, for the chunks 2 * pair and 2 * pair + 1. Their logarithms are finite and not 0.
 AS_BOTH inline Uniforms chunk_uniforms_of(const RandomAt& at, int pair) {
   const RandomIntegers n = random_integers(at, 1 + static_cast<uint32_t>(pair));
   return {(static_cast<double>(n.first >> 1) + 0.5) * (2.0 * kUnit),

@@ -1,4 +1,4 @@
-// Rank 0's side of a draw: parameters, random numbers, and the merge of the shards' blobs.
+// Rank 0's side of sampling: parameters, random numbers, and the merge of the shards' blobs.
 #include "sampling/sampler.h"
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace {
 
 using namespace sampling;
 
-// Reads words one after the other; every complaint names the field.
+// Reads consecutive words. Errors name the field.
 class Reader {
  public:
   Reader(const int32_t* p, const int32_t* end) : p_(p), end_(end) {}
@@ -62,12 +62,12 @@ class Reader {
   const int32_t* end_;
 };
 
-// A blob's header; the candidates behind it are read where they lie (aligned or not).
+// A blob's header. The candidates after it are read in place, aligned or not.
 struct Part {
   Header head;
   const uint8_t* candidates;
   void append_candidates(std::vector<Candidate>& out) const { append(candidates, head.n_candidates, out); }
-  // By raw logit; .logit is .raw.
+  // By raw logit: .logit is .raw.
   void append_top(std::vector<Candidate>& out) const {
     append(candidates + head.n_candidates * sizeof(Candidate), head.n_top, out);
   }
@@ -110,8 +110,8 @@ std::vector<Part> open_all(const Blobs& blobs) {
   return parts;
 }
 
-// The best of all ranks, as each has sent as many of its own: at most `most`, of which as many are put in order as are
-// looked at.
+// The largest logits of all ranks, at most `most`; each rank sent as many of its own. Sorted lazily, as far as they are
+// read.
 class Ranking {
  public:
   Ranking(const std::vector<Part>& parts, size_t most) {
@@ -123,7 +123,7 @@ class Ranking {
     size_ = std::min(all_.size(), most);
   }
   size_t size() const { return size_; }
-  bool whole() const { return whole_; }  // there are no others that could be drawn
+  bool whole() const { return whole_; }  // no other token can be sampled
   const Candidate& operator[](size_t i) {
     if (i >= sorted_) sort(i + 1);
     return all_[i];
@@ -142,7 +142,7 @@ class Ranking {
   bool whole_ = true;
 };
 
-// Fills in everything but the token; false if there is none to draw because the logits are not numbers.
+// Fills in everything but the token. Returns false if no token can be sampled because the logits are not finite.
 bool begin_output(const SamplingParams& params, const std::vector<Part>& parts, double& log_norm, SampleOutput& out) {
   out = SampleOutput{};
   std::fill(out.top_ids, out.top_ids + kMaxTopLogprobs, -1);
@@ -181,7 +181,7 @@ void choose(const SamplingParams& params, double log_norm, int32_t id, float raw
   out.logprob = params.logprobs() ? static_cast<float>(raw - log_norm) : 0.0f;
 }
 
-// Every token is banned (see the header for what is taken then).
+// Every token is banned: see sampler.h for the fallback.
 void choose_fallback(const SamplingParams& params, const std::vector<Part>& parts, double log_norm, SampleOutput& out) {
   const Header* best = nullptr;
   const Header* allowed = nullptr;
@@ -203,7 +203,7 @@ float highest(const std::vector<Part>& parts) {
   return top;
 }
 
-// The position in `weights` where their running sum passes uniform * (sum of the first `kept`).
+// The index in `weights` where the running sum exceeds uniform * (sum of the first `kept`).
 size_t inverse_cdf(const std::vector<float>& weights, size_t kept, double sum, double uniform) {
   double left = uniform * sum;
   size_t pick = 0;
@@ -216,7 +216,7 @@ size_t inverse_cdf(const std::vector<float>& weights, size_t kept, double sum, d
   return pick;
 }
 
-// The winner of the ranks' winners; ties go to the lowest rank, as they do to the lowest chunk within one.
+// The largest key among the ranks' winners. The lowest rank wins ties, as the lowest chunk does within a rank.
 template <class Head, class HeadOf>
 const Head* max_winner(size_t count, HeadOf head_of) {
   const Head* best = nullptr;
@@ -228,7 +228,7 @@ const Head* max_winner(size_t count, HeadOf head_of) {
   return best;
 }
 
-// The place is found, or (`all`) the set ends nowhere: what to look for next, given the weight up to there.
+// The place is found, or (`all`) the set contains every token. Sets the next target, given the weight up to there.
 void end_search(const SamplingParams& params, bool all, uint64_t mass, Search& search) {
   if (search.by_count && params.top_p < 1.0f) {
     search.by_count = false;
@@ -245,7 +245,8 @@ void end_search(const SamplingParams& params, bool all, uint64_t mass, Search& s
   search.level = kLevels;
 }
 
-// Sets out to find the last token of a set: by count first if there is a top_k, then by weight if there is a top_p.
+// Starts the search for the last token of a set: by count first if there is a top_k, then by weight if there is a
+// top_p.
 void begin_search(const SamplingParams& params, float top, double log_norm, Search& search) {
   search = Search{};
   search.top = top;
@@ -394,7 +395,7 @@ bool merge(const SamplingParams& params, int position, const Blobs& blobs, Searc
   };
   double need = std::numeric_limits<double>::infinity();
   if (params.top_p < 1.0f) {
-    double mass = 0.0;  // that top_p is a part of
+    double mass = 0.0;  // of which top_p is a fraction
     if (kind == SamplingKind::nucleus) {
       for (const Part& part : parts) {
         if (part.head.max != kBanned)
@@ -477,7 +478,7 @@ bool merge_narrowed(const SamplingParams& params, const Blobs& blobs, Search& se
     if (bins[b].count > 1 && search.level + 1 < kLevels) {
       ++search.level;
     } else {
-      search.place |= (uint64_t{1} << shift) - 1;  // a single token: whatever its other digits are
+      search.place |= (uint64_t{1} << shift) - 1;  // a single token, so the remaining digits do not matter
       end_search(params, false, search.mass + bins[b].mass, search);
     }
     return false;

@@ -1,4 +1,4 @@
-// A rank's side of a draw: logits processors and the passes over one shard of the vocabulary.
+// A rank's side of sampling: logits processors and the passes over one shard of the vocabulary.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -46,7 +46,7 @@ float max_of(const float* groups, size_t count) {
   return *std::max_element(tops, tops + kLanes);
 }
 
-// Calls visit(i) for every i with x[i] >= threshold, passing over groups that hold none. Not in the order of i.
+// Calls visit(i) for every i with x[i] >= threshold. Skips groups without any, and does not visit in the order of i.
 template <class Visit>
 void visit_at_least(const float* x, int n, const float* groups, float threshold, Visit visit) {
   const size_t count = group_count(n);
@@ -66,14 +66,14 @@ int first_of_value(const float* x, int n, const float* groups, float value) {
   return best < n ? best : -1;
 }
 
-// The `want` best finite logits by (value descending, id ascending), in no order. True if finite ones were left out.
+// The `want` largest finite logits by (value descending, id ascending), unsorted. Returns whether finite ones remain.
 bool select_top(const float* x, int n, int begin, const float* groups, int want, std::vector<Candidate>& out) {
   thread_local std::vector<float> order;
   out.clear();
   const size_t count = group_count(n);
   float threshold = kBanned;
   if (static_cast<size_t>(want) < count) {
-    // At least `want` logits reach the want-th largest of the groups' maxima.
+    // At least `want` logits reach the want-th largest group maximum.
     order.assign(groups, groups + count);
     std::nth_element(order.begin(), order.begin() + (want - 1), order.end(), std::greater<float>());
     threshold = order[want - 1];
@@ -91,7 +91,7 @@ bool select_top(const float* x, int n, int begin, const float* groups, int want,
 
 size_t chunk_count(int n, int chunk) { return (static_cast<size_t>(n) + chunk - 1) / chunk; }
 
-// Maxima of chunks and the sums of their weights relative to them, which do not depend on where shards begin.
+// Maxima of chunks and the sums of their weights relative to them, which do not depend on the shard's boundaries.
 void weigh_chunks(const float* x, int n, int chunk, float scale, const float* groups, float* maxima, double* sums) {
   const LogitKernels& kernels = logit_kernels();
   if (chunk == kChunk) return kernels.chunk_sum_exp(x, n, groups, scale, maxima, sums);
@@ -107,7 +107,7 @@ void weigh_chunks(const float* x, int n, int chunk, float scale, const float* gr
   }
 }
 
-// Sum of the weights relative to `top`, the greatest of the maxima.
+// Sum of the weights relative to `top`, the largest maximum.
 double total_weight(const ShardSampler::Stats& stats, size_t chunks, float top, float scale) {
   double sum = 0.0;
   for (size_t c = 0; c < chunks; ++c) {
@@ -122,9 +122,9 @@ struct Winner {
   double key = 0.0;
 };
 
-// Unrestricted sampling: the chunk with the greatest key log(weight) + Gumbel noise, ties to the first, and the token
-// that `second` draws in it. The key is log(sum / E) + maximum * scale with E = -log(uniform), which has an exponential
-// distribution: the chunk with the smallest E / weight, so that most need no logarithm: E >= 1 - uniform.
+// Unrestricted sampling: the chunk with the largest key log(weight) + Gumbel noise (the first one wins ties), and a
+// token in it by the number `second`. The key is log(sum / E) + maximum * scale, where E = -log(uniform) has an
+// exponential distribution. So the smallest E / weight wins, and most chunks need no logarithm: E >= 1 - uniform.
 Winner sample_chunk(const SamplingParams& p, int position, const float* x, int begin, int n, int chunk,
                     const ShardSampler::Stats& stats) {
   const LogitKernels& kernels = logit_kernels();
@@ -136,18 +136,18 @@ Winner sample_chunk(const SamplingParams& p, int position, const float* x, int b
   thread_local std::vector<float> heights;
   heights.resize(chunks);
   kernels.exp_values(stats.maxima.data(), static_cast<int>(chunks), top, scale, heights.data());
-  constexpr double kSlack = 1.0001;  // far more than the estimates' error
+  constexpr double kSlack = 1.0001;  // far more than the error of the estimates
   Winner winner;
   size_t best = 0;
   double least = std::numeric_limits<double>::infinity();  // E / weight of the winner
   Uniforms pair{};
-  const int first = begin / chunk;  // global number of the shard's first chunk
+  const int first = begin / chunk;  // global index of the shard's first chunk
   for (size_t c = 0; c < chunks; ++c) {
     const int global = first + static_cast<int>(c);
     if (c == 0 || global % 2 == 0) pair = chunk_uniforms(p, position, global / 2);
     const double uniform = global % 2 ? pair.second : pair.first, weight = stats.sums[c] * heights[c];
     if (weight <= 0.0 || 1.0 - uniform > least * weight * kSlack)
-      continue;  // weights of 0 are below e^-87: never drawn
+      continue;  // weights of 0 are below e^-87: never sampled
     const double wait = -exact::log(uniform);
     const double key = exact::log(stats.sums[c] / wait) + static_cast<double>(stats.maxima[c]) * scale;
     if (winner.index < 0 || key > winner.key) winner = {0, key}, best = c;
@@ -170,7 +170,7 @@ Winner sample_chunk(const SamplingParams& p, int position, const float* x, int b
 
 bool allows(const uint32_t* mask, int id) { return (mask[id / 32] >> (id % 32)) & 1u; }
 
-// LogitKernels::mask_group_max at any bit; small vocabularies may be cut anywhere.
+// LogitKernels::mask_group_max at any bit, because small vocabularies may be cut anywhere.
 void mask_logits(const float* x, const uint32_t* mask, int first, int n, float* out, float* groups) {
   if (first % kLanes == 0) return logit_kernels().mask_group_max(x, mask, first, n, out, groups);
   for (int i = 0; i < n; ++i) out[i] = allows(mask, first + i) ? x[i] : kBanned;
@@ -185,7 +185,7 @@ class Places {
     return (static_cast<uint64_t>(depth_of(x, top_, steps_)) << kIdBits) | static_cast<uint32_t>(id);
   }
 
-  // Logits that may have places in [first, last]: a little more, so that a comparison passes over most of the others.
+  // A range of logits that contains all places in [first, last], slightly widened: one comparison skips most others.
   std::pair<float, float> range(uint64_t first, uint64_t last) const {
     const double from = static_cast<double>(first >> kIdBits), to = static_cast<double>(last >> kIdBits);
     const double high = top_ - (from - 1.0) / steps_, low = top_ - (to + 2.0) / steps_;
@@ -210,7 +210,7 @@ void visit_between(const float* x, int n, float low, float high, Visit visit) {
   }
 }
 
-// Adds up the bins of a level, of the tokens whose digits above are those of search.place; kBins: what is banned.
+// Sums up the bins of a level, over the tokens whose higher digits equal those of search.place; kBins: banned tokens.
 void fill_bins(const float* x, int begin, int n, float scale, const Search& search, std::vector<Bin>& bins) {
   const LogitKernels& kernels = logit_kernels();
   bins.assign(kBins + 1, Bin{});
@@ -218,7 +218,7 @@ void fill_bins(const float* x, int begin, int n, float scale, const Search& sear
     ++bins[index].count;
     bins[index].mass += mass;
   };
-  if (search.level == 0) {  // of depths alone
+  if (search.level == 0) {  // depends on depths only
     for (int from = 0; from < n; from += kChunk) {
       const int count = std::min(kChunk, n - from);
       uint32_t indices[kChunk];
@@ -243,7 +243,7 @@ void fill_bins(const float* x, int begin, int n, float scale, const Search& sear
   });
 }
 
-// x without what lies behind search.place.
+// Copies x without the tokens after search.place.
 void keep_set(const float* x, int begin, int n, float scale, const Search& search, float* kept) {
   const Places places(search.top, scale);
   const auto [low, high] = places.range(search.place, search.place);
@@ -321,7 +321,7 @@ void ShardSampler::scan(int index) {
   thread_local Occurrences seen;
   Processors(input_, begin_ + from, n, seen, ChangedLogits(x, part.changes)).run();
   for (const auto& change : part.changes) {
-    // A penalty that overflows may have made a number of what is banned.
+    // An overflowing penalty may have turned a banned -Inf into a number.
     if (input_.mask && !allows(input_.mask, begin_ + from + change.first)) x[change.first] = kBanned;
     refresh_group(x, n, change.first, current);
   }
@@ -382,7 +382,7 @@ size_t ShardSampler::finish_candidates(std::vector<uint8_t>& blob) {
     const SamplingKind kind = kind_of(p);
     for (const Part& part : parts_) head.max = std::max(head.max, part.max);
     if (head.max == kBanned) {
-      // Nothing to draw: what is taken then rank 0 knows.
+      // Nothing to sample: rank 0 chooses the fallback.
     } else if (kind == SamplingKind::greedy) {
       chosen.push_back({begin_ + first_of(x, processed_, &Part::max, head.max), head.max, 0.0f});
     } else if (kind == SamplingKind::all) {
@@ -411,7 +411,7 @@ size_t ShardSampler::finish_candidates(std::vector<uint8_t>& blob) {
     head.argmax_id = begin_ + first_of(raw, raw_, &Part::raw_max, head.raw_max);
     head.argmax_raw = head.raw_max;
     if (input_.mask) {
-      for (int i = 0; i < local_ && head.max == kBanned; ++i) {  // else nobody asks
+      for (int i = 0; i < local_ && head.max == kBanned; ++i) {  // otherwise it is not needed
         if (!allows(input_.mask, begin_ + i) || !(raw[i] > head.allowed_raw)) continue;
         head.allowed_id = begin_ + i;
         head.allowed_raw = raw[i];
@@ -487,7 +487,7 @@ size_t narrow(const SampleInput& input, int begin, int local, int vocab_size, co
 
 namespace sampling {
 
-static const LogitKernels* g_kernels = nullptr;  // set once at import, before any thread draws
+static const LogitKernels* g_kernels = nullptr;  // set once at import, before any thread samples
 
 const LogitKernels& logit_kernels() {
   static const LogitKernels baseline = logit_passes();

@@ -1,5 +1,5 @@
-// What a logit weighs, and the shape of sums of weights. Included once for each ISA, as logit_passes.h is, and by the
-// kernels of GPUs, whose sums have the same bits: no product may be contracted with a sum.
+// The weight of a logit, and the shape of sums of weights. Included once for each ISA, as logit_passes.h is, and by GPU
+// kernels, whose sums have the same bits: multiplications and additions must not be contracted.
 
 constexpr int kLanes = 16;
 constexpr int kChunk = 256;
@@ -30,6 +30,6 @@ AS_BOTH inline float exp_nonpositive(float y) {
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
   const uint32_t power = (float_to_bits(shifted) - float_to_bits(kRound) + 127u) << 23;
-  const uint32_t keep = y >= -87.0f ? 0xffffffffu : 0u;  // masks instead of a branch: the vectorizer takes no branches
+  const uint32_t keep = y >= -87.0f ? 0xffffffffu : 0u;  // masks, not a branch, so that the loop is vectorized
   return bits_to_float(float_to_bits(p * bits_to_float(power)) & keep);
 }

@@ -1,8 +1,8 @@
 // The tile registers of AMX: eight of up to 16 rows x 64 bytes, tmm0 ... tmm7.
 //
-// Inline assembly, not the intrinsics: those of GCC 12 do not tell the compiler that a tile load reads memory, so it
-// may move a store behind the load. AS_AMX_EMULATED computes the same in C++, so that indexing can be tested on
-// machines without AMX (not its bits or speed).
+// Inline assembly, because GCC 12's intrinsics do not tell the compiler that a tile load reads memory: it may move a
+// store behind the load. AS_AMX_EMULATED computes the same in C++, to test indexing on machines without AMX (not bits
+// or speed).
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -14,7 +14,7 @@
 namespace as {
 namespace AS_ISA {
 
-// What ldtilecfg reads: palette 1, then bytes a row and rows of each tile.
+// The operand of ldtilecfg: palette 1, then bytes a row and rows of each tile.
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {};
@@ -88,7 +88,7 @@ template <int T>
 AS_INLINE void tile_load(const void* p, int64_t stride) {
   asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(T), "r"(p), "r"(stride) : "memory");
 }
-// The same from the second-level cache past the first, which keeps what it has.
+// Loads from the second-level cache without displacing data in the first.
 template <int T>
 AS_INLINE void tile_load_far(const void* p, int64_t stride) {
   asm volatile("tileloaddt1 (%1,%2,1), %%tmm%c0" ::"i"(T), "r"(p), "r"(stride) : "memory");

@@ -1,26 +1,24 @@
 // Attention of a few query rows that share one KV head over one block of kBlockTokens tokens of context.
 //
-// Recipe (the same in prefill and decode, whatever else is in the tile): scores, see below; soft cap and slopes, where
-// there are any; maximum over the tokens the row sees; e^(score - maximum), 0 for the others; their sum over vectors of
-// tokens in ascending order, then over lanes; out[d] = one chain over ascending tokens. Tokens a row does not see add
-// exact zeros, so it does not matter how far the tile's other rows see. Keys are stored by groups of 16 tokens
+// Recipe (the same in prefill and decode, whatever else is in the tile): scores, see below; soft cap and slopes, if
+// any; maximum over the tokens that the row sees; e^(score - maximum), 0 for other tokens; their sum over vectors of
+// tokens in ascending order, then over lanes; out[d] = one chain over ascending tokens. Tokens that a row does not see
+// add exact zeros, so what the tile's other rows see does not matter. Keys are stored by groups of 16 tokens
 // (span_layout.h): a lane is a token and no score needs a horizontal sum. Blocks are merged in ascending order (Milakov
 // and Gimelshein, 2018).
 //
-// Spans are too short for the processor's own prefetching to get going: while a block is read the next one is
-// prefetched, line by line as this one's lines are used (all at once, they fill the queues and nothing runs beside
-// them: half the rate).
+// Spans are too short for the hardware prefetcher. So while a block is read, the next one is prefetched line by line,
+// as this one's lines are used. (All at once would fill the queues and stall everything else: half the rate.)
 //
 // float32, bfloat16 (bfloat16 in pairs: attention_bf16.cpp): score = one chain of fused multiply-adds over the head
 // dimension, times scale.
 //
-// int8, uint4: the query, once a tile, is rounded to 16 bits (an error of 2^-16 of its largest value, far under that of
-// 8-bit keys) and multiplied with the keys as they are stored, in exact integer sums: two products an instruction, no
-// conversion to float, and no order to keep. Scale and minimum of a key come to its finished score: score = (key scale
-// * f) * sum + (key minimum * (f * sum of the query)), f = query scale * scale. Values likewise: p * value scale is
-// rounded to 16 bits (2^-16 of the row's largest in the block: at the most, with all equal, half a step of 8-bit
-// values, as a rule a hundredth) and multiplied in integers, pairs of tokens; out = factor * sum + sum of p * value
-// minimum.
+// int8, uint4: the query is rounded to 16 bits once a tile (an error of 2^-16 of its largest value, far less than that
+// of 8-bit keys) and multiplied with the stored keys in exact integer sums: two products an instruction, no conversion
+// to float and no order to keep. A key's scale and minimum are applied to its score: score = (key scale * f) * sum +
+// (key minimum * (f * sum of the query)), f = query scale * scale. Values likewise: p * value scale is rounded to 16
+// bits (2^-16 of the row's largest in the block: in the worst case, all equal, half a step of 8-bit values, usually a
+// hundredth) and multiplied in integers, in pairs of tokens; out = factor * sum + sum of p * value minimum.
 #include <algorithm>
 #include <cstring>
 #include <limits>
@@ -35,8 +33,8 @@ namespace AS_ISA {
 namespace {
 
 constexpr int KV = kKeyGroup / W;  // vectors of a group of keys
-// QR: rows of a score tile, QG: groups of keys of one in integers; OR, OV: rows and vectors of an output tile. Eight
-// chains hide the multipliers' latency, and the more rows, the fewer times a key or value is converted.
+// QR: rows of a score tile; QG: groups of keys of one in integers; OR, OV: rows and vectors of an output tile. Eight
+// chains hide the multipliers' latency. The more rows, the less often a key or value is converted.
 #if defined(AS_ISA_AVX512)
 constexpr int QR = 8, QG = 2, OR = 8, OV = 2;
 #elif defined(AS_ISA_AVX2)
@@ -47,7 +45,7 @@ constexpr int QR = 8, QG = 1, OR = 8, OV = 2;
 constexpr int QR = 4, QG = 1, OR = 4, OV = 4;
 #endif
 
-// Two 16-bit values a lane of what the cache holds at p: int8, uint4.
+// Two 16-bit values a lane, from the cache's values at p: int8, uint4.
 #if defined(AS_ISA_AVX512)
 inline vi pairs_i8(const char* p) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
 inline vi pairs_u4(const char* p) {
@@ -83,7 +81,7 @@ inline void store_rounded(int16_t* p, vf a) {
 }
 inline float lane_sum(vf a) { return _mm512_reduce_add_ps(a); }
 inline float lane_max(vf a) { return _mm512_reduce_max_ps(a); }
-// e^x for x <= 0, 0 below -87.3. vexp() in half the instructions, for what follows is rounded to 16 bits.
+// e^x for x <= 0, 0 below -87.3. Half the instructions of vexp(), because the result is rounded to 16 bits.
 inline vf exponential(vf x) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, vset(-87.3f), _CMP_NLT_UQ),
                              vexp2(vmul(x, vset(1.44269504088896341f))));
@@ -99,7 +97,7 @@ inline float lane_max(vf a) { return vhmax(a); }
 inline vf exponential(vf x) { return vexp(x); }
 #endif
 
-// The types of the cache: vector v of what is at `p`.
+// The types of the cache: vector v of the values at `p`.
 template <typename T>
 struct FloatCache {
   static constexpr size_t bits = 8 * sizeof(T);
@@ -121,7 +119,7 @@ struct UInt4Cache {
   static constexpr size_t row = kKeyGroup;
 };
 
-// The tile's queries rounded to 16 bits, as prepare_queries() leaves them.
+// The tile's queries rounded to 16 bits, as prepare_queries() writes them.
 struct Queries {
   const int16_t* q;              // [rows][stride]
   const float *factor, *offset;  // [kTileRows]: query scale * scale; that times the sum of the rounded query
@@ -138,20 +136,20 @@ void round_queries(const AttentionTile& a, int levels, char* to) {
   const int dim = a.layout->head_dim, padded = a.layout->query_dim();
   int16_t* rounded = reinterpret_cast<int16_t*>(to);
   float *factor = reinterpret_cast<float*>(to + kTileRows * (size_t)padded * 2), *offset = factor + kTileRows;
-  // The largest that cannot overflow 32 bits.
+  // The largest value that cannot overflow 32 bits.
   const int most = (int)std::min<int64_t>(32767, 2147483647 / ((int64_t)levels * dim));
   alignas(64) float x[kQuantizedHeadDim];
   for (int r = 0; r < a.rows; r++, rounded += padded) {
     std::copy_n(a.q[r], dim, x);
     std::fill(x + dim, x + padded, 0.0f);
-    vf top = vzero(), poison = vzero();  // poison: 0, or NaN if any value is not finite
+    vf top = vzero(), poison = vzero();  // 0, or NaN if any value is not finite
     for (int d = 0; d < padded; d += W) {
       const vf v = vload(x + d);
       top = vmax(top, vmax(v, vsub(vzero(), v)));
       poison = vfma(v, vzero(), poison);
     }
     const float unusable = vsum(poison);
-    if (unusable != 0) std::fill(x, x + padded, 0.0f), top = vzero();  // what is not finite is no integer
+    if (unusable != 0) std::fill(x, x + padded, 0.0f), top = vzero();  // non-finite values cannot become integers
     const float largest = vhmax(top);
     const bool usable = largest > 1e-34f;
     const vf inverse = vset(usable ? (float)most / largest : 0.0f);
@@ -189,7 +187,7 @@ inline void scores_floats(const char* keys, const char* ahead, const AttentionTi
     for (int v = 0; v < KV; v++) vstore(out + r * kBlockTokens + v * W, vmul(acc[r][v], s));
 }
 
-// The same with G groups of keys; scale and minimum of theirs.
+// The same with G groups of keys, including their scale and minimum.
 template <int R, int G, typename C>
 inline void scores_integers(const char* const (&keys)[QG], const char* const (&ahead)[QG], const Queries& queries,
                             int r0, int pairs, const float* const (&scale)[QG], size_t minimum, float* out) {
@@ -226,7 +224,7 @@ struct Block {
   const char *keys, *values;
   const float* scales;
 };
-// A token's group of keys and value; the four runs of scales from there. spans: the tile's, or the next block's.
+// The addresses of a token's group of keys, value and four runs of scales. spans: the tile's, or the next block's.
 Block block_at(const SpanLayout& s, const void* const* spans, int token) {
   const char* span = static_cast<const char*>(spans[token / s.span_size]);
   const int t = token % s.span_size;
@@ -269,7 +267,7 @@ inline void weigh_integers(const AttentionTile& a, int r0, int first, const int1
   for (int t = 0; t < a.tokens; t += s.span_size) {
     const char* values = block_at(s, a.spans, t).values + at;
     const char* ahead = r0 ? values : block_at(s, a.next, t).values + at;
-    const int pairs = (std::min(s.span_size, a.tokens - t) + 1) / 2;  // an odd one's other half has weight 0
+    const int pairs = (std::min(s.span_size, a.tokens - t) + 1) / 2;  // the other half of an odd one has weight 0
     for (int p = 0; p < pairs; p++, values += stride, ahead += stride) {
       vi x[V];
 #pragma GCC unroll 4
@@ -292,7 +290,7 @@ inline void weigh_integers(const AttentionTile& a, int r0, int first, const int1
   }
 }
 
-// The tokens of the block that a row sees: [begin, end).
+// The tokens [begin, end) of the block that a row sees.
 struct Seen {
   int begin, end;
   bool none() const { return begin >= end; }
@@ -301,7 +299,7 @@ Seen seen_by(const AttentionTile& a, int row) {
   return {std::max(0, a.first[row] - a.begin), std::max(0, std::min(a.context[row] - a.begin, a.tokens))};
 }
 
-// A row's finished scores: those of tokens that it does not see are no longer anything.
+// Masks the scores of tokens that a row does not see.
 inline void mask_scores(const AttentionTile& a, int r, Seen seen, int padded, float* row) {
   constexpr float kNone = -std::numeric_limits<float>::infinity();
   if (a.soft_cap || a.sloped) bend_scores(a, r, 1, row, padded);
@@ -309,7 +307,7 @@ inline void mask_scores(const AttentionTile& a, int r, Seen seen, int padded, fl
   for (int t = seen.end; t < padded; t++) row[t] = kNone;
 }
 
-// Scores to weights e^(score - maximum); returns their sum.
+// Replaces scores by weights e^(score - maximum). Returns their sum.
 inline float exponentials(float* row, bool none, int padded, float* maximum) {
   vf m = vset(-std::numeric_limits<float>::infinity());
   for (int t = 0; t < padded; t += W) m = vmax(m, vload(row + t));
@@ -390,7 +388,7 @@ void attend_integers(const AttentionTile& a) {
         });
       });
   }
-  // What lies past the tokens may be anything, NaN too.
+  // Data after the last token is undefined, and may be NaN.
   std::fill(scale + a.tokens, scale + padded, 0.0f);
   std::fill(minimum + a.tokens, minimum + padded, 0.0f);
   for (int r = 0; r < a.rows; r++) {
@@ -409,9 +407,9 @@ void attend_integers(const AttentionTile& a) {
       vstore(row + t, w);
     }
     const float shift = lane_sum(offset);                                   // NaN if any weight, scale or minimum is
-    if (shift != shift) std::fill(row, row + padded, 0.0f), top = vzero();  // no integers either
+    if (shift != shift) std::fill(row, row + padded, 0.0f), top = vzero();  // cannot become integers
     const float largest = lane_max(top);
-    const bool usable = largest > 1e-34f;  // the inverse would overflow; all of such values are their minimum
+    const bool usable = largest > 1e-34f;  // otherwise the inverse would overflow; all such values equal their minimum
     const vf inverse = vset(usable ? 32767 / largest : 0.0f);
     for (int t = 0; t < padded; t += W) store_rounded(weights + r * kBlockTokens + t, vmul(vload(row + t), inverse));
     factor[r] = usable ? largest / 32767 : 0.0f;
@@ -448,7 +446,7 @@ void prepare_queries(const AttentionTile& tile, char* out) {
       return prepare_queries_bf16(tile, out);
 #endif
     default:
-      return;  // taken as they are
+      return;  // copied
   }
 }
 
@@ -475,7 +473,7 @@ void attend_all(const AttentionTile* tiles, int count) {
   }
 }
 
-// A copy of a block's first `tokens` tokens, the first `count` of them zeros; where its spans are.
+// A copy of a block's first `tokens` tokens with the first `count` of them set to zero, and the addresses of its spans.
 std::vector<char> without_tokens(const SpanLayout& layout, const void* const* from, int count, int tokens,
                                  const void** spans) {
   const int size = layout.span_size, needed = (tokens + size - 1) / size;
@@ -487,9 +485,9 @@ std::vector<char> without_tokens(const SpanLayout& layout, const void* const* fr
   return copy;
 }
 
-// Rows that do not see all of the tile's tokens had them with a weight of 0. If a value is not finite, 0 times it is
-// not 0: then such a row again, alone, by which it has the tokens that it sees and the bits that it has anyway. Tokens
-// before its window are put to zero in a copy of the block.
+// Corrects rows that do not see all of the tile's tokens, which had weight 0 in them. If a value is not finite, 0 times
+// it is not 0. Such a row is computed again alone, with only the tokens that it sees; its bits are otherwise the same.
+// Tokens before its window are set to zero in a copy of the block.
 void mend_rows(const AttentionTile& a) {
   const SpanLayout& layout = *a.layout;
   const size_t padded = layout.padded_dim;

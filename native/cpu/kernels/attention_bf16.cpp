@@ -1,18 +1,18 @@
-// Attention of a tile over one block of a bfloat16 cache, with bfloat16 products: the recipe of attention.cpp where
+// Attention of a tile over one block of a bfloat16 cache with bfloat16 products: the recipe of attention.cpp, where
 // both operands of both products are bfloat16.
 //
 //   score    = scale * (query, rounded once, . key), pairs of d in ascending order
 //   weight   = e^(score - maximum) rounded to bfloat16, exactly 0 for tokens that the row does not see
-//   sum      = of the rounded weights, in fp32: so the weights that come to the values sum to exactly one, equal values
-//   come back
-//              as they are, and rounding the weights costs 2^-9 of the values' spread, not of the values
+//   sum      = of the rounded weights, in fp32. So the weights applied to the values sum to exactly one: equal values
+//   are
+//              reproduced exactly, and rounding the weights costs 2^-9 of the values' spread, not of the values
 //   out[d]   = weights . values, pairs of tokens in ascending order
 //
-// AVX-512 BF16 sums by vdpbf16ps, AMX by tile products of 32 d or 32 tokens, for one row as for 16: the two do not sum
-// alike. Zeros may be added to either: they change nothing.
+// AVX-512 BF16 sums with vdpbf16ps, AMX with tile products of 32 d or 32 tokens, for one row as for 16. The two sum in
+// different orders. Adding zeros changes neither.
 //
-// What lies past the tokens may be anything, NaN too. Scores there have lanes of their own and are never looked at;
-// values there are replaced by zeros, also the other half of the last pair of an odd number of tokens.
+// Data after the last token is undefined, and may be NaN. Its scores have their own lanes, which are never read. Its
+// values are replaced by zeros, including the other half of the last pair of an odd number of tokens.
 #include "cpu/kernels/tables.h"
 
 #if defined(AS_ISA_AVX512_BF16)
@@ -28,7 +28,7 @@ namespace as {
 namespace AS_ISA {
 namespace {
 
-constexpr int kStep = 32;  // values of a row that 64 bytes hold
+constexpr int kStep = 32;  // values of a row in 64 bytes
 using Weights = uint16_t[kTileRows][kBlockTokens];
 using Scores = float[kTileRows][kBlockTokens];
 
@@ -36,21 +36,21 @@ using Scores = float[kTileRows][kBlockTokens];
 AS_INLINE __mmask16 lanes(int n) { return (__mmask16)_bzhi_u32(0xffff, (unsigned)std::max(0, std::min(n, 16))); }
 
 // e^(x - top), factor = log2(e) * scale: 2^n times a polynomial of 2^r for 0 <= r < 1 that is 1 at 0 (error 2.9e-6, a
-// thousandth of rounding to bfloat16). Not below 2^-125, so that no denormal numbers arise.
+// thousandth of the rounding to bfloat16). At least 2^-125, so that there are no denormals.
 AS_INLINE vf weight(vf x, vf top, vf factor) {
-  const vf t = vmax(vset(-125.0f), vmul(vsub(x, top), factor));  // in this order a NaN passes
+  const vf t = vmax(vset(-125.0f), vmul(vsub(x, top), factor));  // this order propagates NaN
   const vf r = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
   vf p = vfma(vset(0.013426706709501801f), r, vset(0.05224243820153787f));
   p = vfma(p, r, vset(0.24128022159352805f));
   p = vfma(p, r, vset(0.6930448427766488f));
   p = vfma(p, r, vset(1.0f));
-  return _mm512_scalef_ps(p, t);  // takes the floor of t
+  return _mm512_scalef_ps(p, t);  // uses the floor of t
 }
 
-// Scores, not scaled yet, to weights; maxima and sums. between(): called before each row.
+// Replaces unscaled scores by weights; computes maxima and sums. Calls between() before each row.
 template <typename Between>
 void soften(const AttentionTile& a, Scores& scores, Weights& weights, Between&& between) {
-  const bool bent = a.soft_cap || a.sloped;  // then they are scaled, too
+  const bool bent = a.soft_cap || a.sloped;  // then they are scaled already
   const float scale = bent ? 1 : a.scale;
   const vf factor = vset(scale * 1.44269504088896341f);
   const vi ones = _mm512_set1_epi16(0x3f80);
@@ -59,7 +59,7 @@ void soften(const AttentionTile& a, Scores& scores, Weights& weights, Between&& 
     float* x = scores[r];
     uint16_t* to = weights[r];
     const int limit = std::max(0, std::min(a.context[r] - a.begin, a.tokens));
-    const int before = std::min(std::max(0, a.first[r] - a.begin), limit);  // tokens that the row sees no longer
+    const int before = std::min(std::max(0, a.first[r] - a.begin), limit);  // tokens before the row's window
     if (bent) bend_scores(a, r, a.scale, x, (a.tokens + kKeyGroup - 1) / kKeyGroup * kKeyGroup);
     std::fill_n(x, before, -std::numeric_limits<float>::infinity());
     const int whole = limit / kStep * kStep, rest = limit - whole;
@@ -80,19 +80,19 @@ void soften(const AttentionTile& a, Scores& scores, Weights& weights, Between&& 
     };
     int t = 0;
     for (; t < whole; t += kStep) put(t, weight(vload(x + t), top, factor), weight(vload(x + t + W), top, factor));
-    for (; t < a.tokens; t += kStep) {  // unseen tokens, from `limit` on: exactly 0
+    for (; t < a.tokens; t += kStep) {  // tokens from `limit` on: exactly 0
       const bool mixed = t == whole;
       put(t, _mm512_maskz_mov_ps(mixed ? low_lanes : 0, weight(vload(x + t), top, factor)),
           _mm512_maskz_mov_ps(mixed ? high_lanes : 0, weight(vload(x + t + W), top, factor)));
     }
-    std::fill_n(to, before, (uint16_t)0);  // of the sum they were 2^-125
+    std::fill_n(to, before, (uint16_t)0);  // they contributed 2^-125 to the sum
     a.maximum[r] = maximum * scale;
     a.sum[r] = _mm512_reduce_add_ps(sum);
   }
 }
 
-// Where a token's group of keys and its value are; spans: the tile's, or those of the next block, which is prefetched
-// while the same tokens of this one are worked on.
+// The addresses of a token's group of keys and of its value. spans: the tile's, or those of the next block, which is
+// prefetched while the same tokens of this one are processed.
 const char* keys_of(const SpanLayout& s, const void* const* spans, int token) {
   return static_cast<const char*>(spans[token / s.span_size]) + token % s.span_size / kKeyGroup * s.group_bytes;
 }
@@ -104,8 +104,8 @@ AS_INLINE vi lower_half(vi pairs) { return _mm512_and_si512(pairs, _mm512_set1_e
 
 #if defined(AS_ISA_AMX)
 
-// Tiles 0 to 3 are accumulators of 16 columns each, 4 the rows' queries or weights, 5 to 7 keys or values in turn. They
-// stay configured from block to block, as that takes as long as ten products.
+// Tiles 0 to 3 are accumulators of 16 columns each, tile 4 has the rows' queries or weights, 5 to 7 have keys or values
+// in turn. They stay configured between blocks, because configuring takes as long as ten products.
 thread_local int configured_rows = 0;
 
 void configure_tiles(int rows) {
@@ -141,8 +141,8 @@ AS_INLINE void step_tiles(const B& b, int64_t stride) {
   if constexpr (I + 1 < N) step_tiles<N, I + 1>(b, stride);
 }
 
-// The products of queries with keys, up to kColumnTiles groups of keys by 32 d a step, so that they can be done between
-// the rows of another tile's softmax.
+// The products of queries with keys in steps of up to kColumnTiles groups of keys by 32 d, which can be interleaved
+// with the rows of another tile's softmax.
 class ScoreSteps {
  public:
   ScoreSteps(const AttentionTile& a, Scores& out)
@@ -182,7 +182,7 @@ class ScoreSteps {
   const char *keys_[kColumnTiles], *ahead_[kColumnTiles];
 };
 
-// The products of weights with values likewise, up to kColumnTiles times 16 columns by 32 tokens a step.
+// The same for products of weights with values: up to kColumnTiles times 16 columns by 32 tokens a step.
 class ValueSteps {
  public:
   ValueSteps(const AttentionTile& a, const Weights& weights)
@@ -239,8 +239,8 @@ void finish(Steps& steps) {
   while (steps.left() > 0) steps.step();
 }
 
-// While a tile's scores become weights, which is work for the vector units, the tile unit has the weights and values of
-// the tile before and the queries and keys of the one after.
+// Pipelines the tiles: while the vector units compute a tile's softmax, the tile unit computes the previous tile's
+// values and the next tile's scores.
 void attend_tiles(const AttentionTile* tiles, int count) {
   alignas(64) Scores scores[2];
   alignas(64) Weights weights[2];
@@ -267,7 +267,7 @@ void attend_tiles(const AttentionTile* tiles, int count) {
 
 #else
 
-// R rows: up to 8 x 2 accumulators, each operand for several products, and chains enough for their latency of 6.
+// R rows: up to 8 x 2 accumulators, so that each operand is used several times and chains hide the latency of 6.
 constexpr int kProductRows = 8;
 
 // out [R][16 G]: scores of rows [r0, r0 + R) with G groups of keys.

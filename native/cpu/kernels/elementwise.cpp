@@ -1,4 +1,4 @@
-// Norms, activations and sums over a row. Memory-light: plain vectors with a scalar tail.
+// Norms, activations and sums over a row: vectors with a scalar tail.
 #include <cmath>
 #include "cpu/kernels/kernels.h"
 #include "cpu/kernels/silu.h"
@@ -8,7 +8,7 @@
 namespace as {
 namespace AS_ISA {
 
-// Over two vectors of lanes, then over the lanes, then over the tail.
+// Sums two vectors of lanes, then the lanes, then the tail.
 float square_sum(const float* x, int n) {
   vf a = vzero(), b = vzero();
   int i = 0;
@@ -125,8 +125,7 @@ void weighted_sum(const float* const* rows, const float* weights, int count, flo
   }
 }
 
-// Rotary embedding of one head in the rotate-half form: pairs are (i, i + half) (Su et al., 2021; Hugging Face's
-// layout).
+// Rotary embedding of one head with pairs (i, i + half) (Su et al., 2021; Hugging Face's layout).
 void rope(float* x, const float* cosine, const float* sine, int half) {
   float* upper = x + half;
   int i = 0;
@@ -142,7 +141,7 @@ void rope(float* x, const float* cosine, const float* sine, int half) {
   }
 }
 
-// The same with adjacent features as pairs: (2 i, 2 i + 1).
+// Rotary embedding with adjacent features as pairs: (2 i, 2 i + 1).
 void rope_interleaved(float* x, const float* cosine, const float* sine, int half) {
   for (int i = 0; i < half; i++) {
     const float a = x[2 * i], b = x[2 * i + 1];

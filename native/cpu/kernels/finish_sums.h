@@ -1,5 +1,5 @@
-// What is made of the sums of a tile product, row by row: results with scales and bias, plain or gated. A row of sums
-// has the panel's NR columns; with two planes the low plane's are kAmxRows rows further.
+// What happens to the sums of a tile GEMM, row by row: scales and bias are applied, plain or gated. A row of sums has
+// the panel's NR columns. With two planes, the low plane's row is kAmxRows rows further.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -18,7 +18,7 @@ namespace {
 
 constexpr int kAmxRows = 16;  // rows of a tile
 
-// A panel's part of the bias, padded, or zeros.
+// A panel's part of the bias, zero-padded, or zeros.
 struct Bias {
   float values[NR] = {};
   void set(const float* bias, int p, int n) {
@@ -48,7 +48,7 @@ struct Results {
   }
 };
 
-// What to make of a row's sums of one panel: BFloatRow, ChannelRow.
+// How a row's sums of one panel become results: BFloatRow, ChannelRow.
 struct BFloatRow {
   const Packed& w;
   const float* bias;
@@ -70,10 +70,10 @@ struct Scales {
   }
 };
 
-// The recipe of matmul_integer.cpp: exact sums, so that kernels may be mixed; group by group from there on. sums: of a
-// row, those of its low plane a tile further. activations: the group's sum of the first plane's values, the second's
-// `apart` bytes on. middle: its logarithm. kSmall: both planes together fit 32 bits (groups of up to 512): the same
-// bits in fewer instructions.
+// The recipe of matmul_integer.cpp: exact sums, so that kernels may be mixed, then group by group. sums: of a row; its
+// low plane's are a tile further. activations: the group's sum of the first plane's values; the second plane's is
+// `apart` bytes on. middle: its logarithm. kSmall: both planes together fit 32 bits (groups of up to 512), which gives
+// the same bits with fewer instructions.
 template <int Planes, bool kSmall>
 AS_INLINE void add_group(const char* sums, int middle, const char* activations, size_t apart, const Scales& scales,
                          vf (&total)[NV]) {

@@ -1,19 +1,20 @@
-// Formats of a weight matrix and how each is laid out in memory.
+// The formats of a weight matrix and their layout in memory.
 //
-// A matrix [n, k] is cut into panels of `panel` rows (output features), the last one padded with zero rows, so that
-// reading a panel from front to back is reading memory in order and a lane of a vector is an output feature.
+// A matrix [n, k] is divided into panels of `panel` rows (output features); the last one is padded with zero rows. So a
+// panel is read from front to back, and each vector lane is an output feature.
 //   float32, bfloat16   [k][panel]
-//   bfloat16 in pairs   [k / 2][panel][2], k padded to 32: as tile products want it (Packed::pairs)
-//   int8, w8a8          [k / 4][panel][4] bytes q: a 32-bit lane holds four k, as integer dot products want them
+//   bfloat16 in pairs   [k / 2][panel][2], k padded to 32, as tile products read it (Packed::pairs)
+//   int8, w8a8          [k / 4][panel][4] bytes q: a 32-bit lane holds four k, as integer dot products read them
 //   int4, w4a8          [k / 8][panel] 32-bit lanes of eight k: byte b holds q of k = b in its lower half and of k =
 //                       4 + b in its upper half
 //   e4m3                [k][panel] bytes, floats of 8 bits
-//   nf4, e2m1           [k / 2][panel] bytes: the even k's code in the lower half
-// Quantized panels are a sequence of groups along k, each led by its head, scales [panel] and offsets [panel], and
-// padded to whole lanes. InstantQuant's are bfloat16, and a weight is recovered as scale * (q - middle) + offset,
-// middle = 2^(bits - 1): its scale * (q - zero point), written so that both terms are no larger than the group's
-// largest weight. Of matrices that others have quantized the head is as ScaleLayout says (program/scale_layout.h), so
-// that what is recovered is to the bit what they meant; nested scales of all super-groups are led by the panel.
+//   nf4, e2m1           [k / 2][panel] bytes, with the even k in the lower half
+// A quantized panel is a sequence of groups along k. Each group starts with its head, scales [panel] and offsets
+// [panel], and is padded to whole lanes. InstantQuant's scales and offsets are bfloat16. A weight is scale * (q -
+// middle) + offset with middle = 2^(bits - 1), which equals scale * (q - zero point), written so that neither term
+// exceeds the group's largest weight. For matrices quantized by other tools, ScaleLayout (program/scale_layout.h)
+// describes the head, so that weights are recovered exactly. Nested scales of all super-groups stand at the front of
+// the panel.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -21,7 +22,7 @@
 
 #include "program/scale_layout.h"
 
-// Compiled for every instruction set: an out-of-line copy of one could be taken for that of another.
+// Kernels are compiled for every instruction set: the linker could replace one's out-of-line copy by another's.
 #define AS_INLINE __attribute__((always_inline)) inline
 
 namespace as {
@@ -29,7 +30,7 @@ namespace as {
 enum class Format : int { f32, bf16, int8, int4, w8a8, w4a8, e4m3, nf4, e2m1 };
 
 AS_INLINE bool is_quantized(Format f) { return f >= Format::int8; }
-AS_INLINE bool is_small_float(Format f) { return f >= Format::e4m3; }  // codes of floats, multiplied as such
+AS_INLINE bool is_small_float(Format f) { return f >= Format::e4m3; }  // multiplied as floats
 AS_INLINE int bits_of(Format f) {
   switch (f) {
     case Format::f32:
@@ -45,7 +46,7 @@ AS_INLINE int bits_of(Format f) {
   }
 }
 
-// What an instruction set's kernels want of the layout.
+// What an instruction set's kernels require of the layout.
 struct Rules {
   int panel;        // rows of a panel
   bool bf16_pairs;  // bfloat16 in pairs of k; in the cache, of d and of tokens (span_layout.h)
@@ -55,19 +56,19 @@ struct Packed {
   char* data;
   int n, k, panel;
   Format format;
-  int group;   // k of a group (the last one may be shorter); k itself for the others
+  int group;   // k of a group (the last may be shorter); k itself for other formats
   bool pairs;  // bfloat16 laid out in pairs of k
   int planes;  // int8 values that make an activation: 1 of 8 bits (w8a8, w4a8), 2 of 16 (int8, int4); 0: it stays a
                // float
   size_t panel_bytes;
   ScaleLayout scaling = {};
-  bool plain_scales = true;    // bfloat16 scales and offsets
-  bool half_scales = false;    // float16 ones of symmetric integers, no offsets: most that others have quantized
-  int bias = 0;                // of 8-bit integers: what is added to a code, so that its center is 128
-  size_t head_bytes = 0;       // of a group
-  size_t first_group = 0;      // bytes of a panel before it: the super-groups' scales
-  int inputs = 0;              // values of a row of activations: k but for ...
-  const int* order = nullptr;  // ... those of which k are gathered, -1 for a zero
+  bool plain_scales = true;  // bfloat16 scales and offsets
+  bool half_scales = false;  // float16 scales of symmetric integers without offsets: the most common third-party layout
+  int bias = 0;              // of 8-bit integers: added to the quantized value so that its center is 128
+  size_t head_bytes = 0;     // of a group
+  size_t first_group = 0;    // bytes of a panel before its first group: the super-groups' scales
+  int inputs = 0;            // values of a row of activations: k, unless ...
+  const int* order = nullptr;  // ... k are gathered from these, -1 for a zero
 
   AS_INLINE int panels() const { return (n + panel - 1) / panel; }
   AS_INLINE int groups() const { return (k + group - 1) / group; }
@@ -78,7 +79,7 @@ struct Packed {
   }
   AS_INLINE char* weights(int p, int g) const { return head(p, g) + head_bytes; }
   AS_INLINE size_t group_bytes(int length) const { return head_bytes + weight_bytes(length); }
-  // Of a head with plain scales.
+  // For heads with plain scales.
   AS_INLINE uint16_t* scales(int p, int g) const { return reinterpret_cast<uint16_t*>(head(p, g)); }
   AS_INLINE uint16_t* offsets(int p, int g) const { return scales(p, g) + panel; }
   // Bytes of a row's scale, and of its offset or zero point, in a head.
@@ -86,7 +87,7 @@ struct Packed {
   AS_INLINE int zero_bytes() const {
     return scaling.zeros == ZeroType::offsets ? scale_bytes() : scaling.zeros == ZeroType::points ? 1 : 0;
   }
-  // Nested scales of group g of panel p: [panel] scales and, where there are offsets, [panel] of these.
+  // Nested scales of group g of panel p: [panel] scales and, if there are offsets, [panel] offsets.
   AS_INLINE uint16_t* super_scales(int p, int g) const {
     return reinterpret_cast<uint16_t*>(data + p * panel_bytes + g * group / scaling.super_group * super_bytes());
   }
@@ -95,9 +96,9 @@ struct Packed {
     return scaling.super_group ? (k + scaling.super_group - 1) / scaling.super_group : 0;
   }
   AS_INLINE int middle() const { return 1 << (bits_of(format) - 1); }
-  // The code that stands for 0, without zero points.
+  // The quantized value that stands for 0, without zero points.
   AS_INLINE int center() const { return scaling.center < 0 ? middle() : scaling.center; }
-  // How many k are padded to a whole.
+  // k is padded to a multiple of this.
   AS_INLINE int unit() const {
     if (pairs) return 32;
     if (!planes) return is_small_float(format) && bits_of(format) == 4 ? 2 : 1;
@@ -129,7 +130,7 @@ AS_INLINE Packed layout(int n, int k, const Rules& rules, Format format, int gro
     m.bias = m.planes && bits_of(format) == 8 ? m.middle() - m.center() : 0;
     m.half_scales = scaling.scales == ScaleType::float16 && scaling.zeros == ZeroType::none && !scaling.super_group &&
                     m.middle() == m.center() + m.bias;
-    const size_t line = m.panel % 32 ? 32 : 64;  // so that vectors of weights lie as well as they do without a head
+    const size_t line = m.panel % 32 ? 32 : 64;  // aligns vectors of weights as without a head
     m.head_bytes = ((size_t)m.panel * (m.scale_bytes() + m.zero_bytes()) + line - 1) / line * line;
     m.first_group = m.super_groups() * m.super_bytes();
   }
@@ -140,11 +141,11 @@ AS_INLINE Packed layout(int n, int k, const Rules& rules, Format format, int gro
   return m;
 }
 
-// What some formats need of a row of activations, computed once a linear. One row's block:
-//   [planes][groups] int32 sums of a plane's values within each group, float32 scale, and from the next multiple of 64
-//   bytes the values, zero-padded to whole lines: of each plane in int8, or whole ones in int16 for kernels that
-//   multiply those.
-// Of bfloat16 in pairs: the row rounded to bfloat16, zero-padded to 32 values.
+// What some formats compute from a row of activations, once a linear. One row's block:
+//   [planes][groups] int32 sums of a plane's values within each group, float32 scale, then from the next multiple of 64
+//   bytes on the values, zero-padded to whole cache lines: in int8 for each plane, or in int16 for kernels that
+//   multiply 16 bits.
+// For bfloat16 in pairs: the row rounded to bfloat16, zero-padded to a multiple of 32 values.
 struct PreparedLayout {
   size_t scale_at = 0, values_at = 0, plane_bytes = 0, bytes = 0;
 };
@@ -157,7 +158,7 @@ AS_INLINE PreparedLayout prepared_layout(const Packed& m, int value_bytes) {
   return {m.planes * sums, values_at, plane, values_at + (value_bytes == 2 ? 1 : m.planes) * plane};
 }
 
-// Rows of activations: x [m, k] with row stride ldx, and what prepare() made of them, `stride` bytes a row.
+// Rows of activations: x [m, k] with row stride ldx, and prepare()'s blocks, `stride` bytes a row.
 struct Activations {
   const float* x;
   int ldx;
@@ -165,7 +166,7 @@ struct Activations {
   size_t stride;
 };
 
-// Where silu(gate) * up goes: y [m, n] with row stride ldy, or the prepared rows of a matrix in pairs of bfloat16,
+// Where silu(gate) * up is written: y [m, n] with row stride ldy, or prepared rows of a matrix in pairs of bfloat16,
 // `stride` bytes each.
 struct GatedOutput {
   float* y;
@@ -174,9 +175,9 @@ struct GatedOutput {
   size_t rounded_stride;
 };
 
-constexpr int kSmallestGroup = 8;  // k of a group, but for a last one
+constexpr int kSmallestGroup = 8;  // k of a group, except the last
 
-// The longest k whose sums of activation * (q - 128) are sure to fit 32 bits: 2^31 / (128 * 128).
+// The longest k whose sums of activation * (q - 128) always fit 32 bits: 2^31 / (128 * 128).
 constexpr int kMaxIntegerK = 131'000;
 
 }  // namespace as

@@ -1,4 +1,4 @@
-// The rate at which 8-bit integers are multiplied and summed in 32 bits: the ceiling of w8a8 and w4a8.
+// Measures the peak rate of 8-bit multiplications summed in 32 bits: the roofline of w8a8 and w4a8.
 #include <cstdint>
 
 #include "cpu/kernels/tables.h"
@@ -8,8 +8,8 @@ namespace as {
 namespace AS_ISA {
 namespace {
 
-// vb: what is multiplied, kProducts to an instruction (or the fewest that do it); AS_REGISTER: how inline assembly
-// names a register that holds one.
+// vb: an operand with kProducts products an instruction (or sequence). AS_REGISTER: the inline assembly constraint of a
+// register for one.
 #if defined(AS_ISA_AVX512) || defined(AS_ISA_AVX2)
 #define AS_REGISTER "+v"
 using vb = vi;
@@ -36,7 +36,7 @@ inline vb bytes(int8_t x) { return vdupq_n_s8(x); }
 constexpr int kProducts = 16;
 inline vi dot(vi sum, vb x) { return vdotq_s32(sum, x, x); }
 #else
-constexpr int kProducts = 4;  // widened beforehand
+constexpr int kProducts = 4;  // widened in advance
 inline vi dot(vi sum, vb x) {
   const int16x8_t wide = vreinterpretq_s16_s8(x);
   return vmlal_s16(sum, vget_low_s16(wide), vget_low_s16(wide));
@@ -46,7 +46,7 @@ inline vi dot(vi sum, vb x) {
 
 }  // namespace
 
-// `rounds` x 12 independent chains in registers; returns how many multiplications and additions that were.
+// `rounds` x 12 independent chains in registers. Returns the number of multiplications and additions.
 double integer_multiply_add(int64_t rounds, float* keep) {
   vb x = bytes(3);
   vi a[12];
@@ -55,7 +55,7 @@ double integer_multiply_add(int64_t rounds, float* keep) {
   for (int64_t r = 0; r < rounds; r++) {
 #pragma GCC unroll 12
     for (int i = 0; i < 12; i++) {
-      __asm__("" : AS_REGISTER(x));  // products are to be computed anew each time
+      __asm__("" : AS_REGISTER(x));  // forces the products to be computed anew
       a[i] = dot(a[i], x);
     }
   }

@@ -1,10 +1,10 @@
-// Integer products of matmul_integer.cpp on Arm: sdot adds four products of signed bytes to 32 bits, so 8-bit weights
-// become q - 128 by flipping their highest bit; 16-bit activations are two rows of it (planes). Without sdot (neon)
-// smlal multiplies 16 bits, of weights widened in registers and of activations whatever their format: as many products
-// an instruction as with floats, and nothing to convert. ld4 puts the k of a lane apart.
+// Integer products of matmul_integer.cpp on Arm. sdot adds four products of signed bytes to 32 bits, so 8-bit weights
+// become q - 128 by flipping their highest bit, and 16-bit activations are two rows of bytes (planes). Without sdot
+// (neon), smlal multiplies 16 bits: weights are widened in registers, and so are activations of any format. That gives
+// as many products an instruction as with floats, without conversions. ld4 separates the k of a lane.
 //
-// Activations are broadcast by the product itself where it can take one element of a vector (neon, neon_dotprod), by
-// the load with SVE.
+// The product itself broadcasts activations where it can take one element of a vector (neon, neon_dotprod); with SVE
+// the load does.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -49,8 +49,8 @@ AS_INLINE void prefetch_unit(const char* w) {
 constexpr bool kWords = false;  // 16-bit values are two rows of 8-bit ones
 constexpr int rows_of_tile(int planes) { return MR / planes; }
 
-// acc += products of one vector of four-k lanes of each of NV weights with four activations of each of R rows, the
-// first of which is at line(r) + at.
+// acc += products of one vector of four-k lanes of each of NV weights with four activations of each of R rows; the
+// first activation is at line(r) + at.
 template <int R, typename L>
 AS_INLINE void dot_rows(const vi (&weights)[NV], L&& line, int at, vi (&acc)[R][NV]) {
 #pragma GCC unroll 16
@@ -62,7 +62,7 @@ AS_INLINE void dot_rows(const vi (&weights)[NV], L&& line, int at, vi (&acc)[R][
 }
 
 struct Bytes {
-  static constexpr int kMiddle = 0, kUnit = 4;  // signed_bytes() takes the middle off
+  static constexpr int kMiddle = 0, kUnit = 4;  // signed_bytes() subtracts the middle
   using Value = int8_t;
   template <int R, typename L>
   static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV]) {
@@ -76,14 +76,15 @@ struct Bytes {
   }
 };
 
-// The lower halves of a unit's bytes before the upper ones, which are loaded again: both at once would leave too few
-// registers.
+// Multiplies the lower halves of a unit's bytes before the upper ones, which are loaded again: both at once would need
+// too many registers.
 struct Nibbles {
   static constexpr int kMiddle = 8, kUnit = 8;
   using Value = int8_t;
   template <int R, typename L>
   static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV]) {
-    constexpr bool kSplit = R * NV < 8;  // too few chains for the latency: low and high nibbles in chains of their own
+    constexpr bool kSplit =
+        R * NV < 8;  // too few chains to hide the latency: low and high nibbles get their own chains
     vi upper[kSplit ? R : 1][NV];
 #pragma GCC unroll 4
     for (int r = 0; r < (kSplit ? R : 1); r++)
@@ -96,7 +97,7 @@ struct Nibbles {
       for (int v = 0; v < NV; v++) weights[v] = nibbles<0>(iload(w + v * W * 4));
       dot_rows(weights, line, i, acc);
       const char* again = w;
-      asm("" : "+r"(again));  // else the first load's result is kept
+      asm("" : "+r"(again));  // otherwise the first load's result is kept
 #pragma GCC unroll 4
       for (int v = 0; v < NV; v++) weights[v] = nibbles<1>(iload(again + v * W * 4));
       if constexpr (kSplit) dot_rows(weights, line, i + 4, upper);
@@ -113,8 +114,8 @@ struct Nibbles {
 #else
 #define AS_WORDS
 constexpr bool kWords = true;         // 16-bit values are multiplied as such
-constexpr int kExactWords = 512;      // k whose sums of 16-bit activations * (q - 128) are sure to fit 32 bits,
-constexpr int kUncentredWords = 256;  // of activations * q
+constexpr int kExactWords = 512;      // k whose sums of 16-bit activations * (q - 128) always fit 32 bits,
+constexpr int kUncentredWords = 256;  // and of activations * q
 constexpr int rows_of_tile(int) {
   return 5;
 }  // 20 accumulators, 4 vectors of weights as loaded, 2 widened, 5 of activations
@@ -201,8 +202,8 @@ inline vf round_doubles(const double* sums, double less) {
 using WideBytes = Bytes;
 using WideNibbles = Nibbles;
 
-// n <= W values times factor, rounded to nearest even, zeros behind; n <= W lanes stored as bytes, or as 16 bits with n
-// rounded up to fours.
+// Multiplies n <= W values by factor and rounds to nearest even, with zeros after them. Stores n <= W lanes as bytes,
+// or as 16 bits with n rounded up to a multiple of four.
 template <typename Value>
 void store_values(char* p, vi x, int n);
 #if defined(AS_ISA_SVE)

@@ -1,16 +1,17 @@
 // Integer products of matmul_integer.cpp on x86.
 //
-//   VNNI     vpdpbusd adds four products of u8 and s8 to 32 bits; 16-bit activations are two rows of it (planes), with
-//            AVX2 they are taken whole by vpdpwssd, as without VNNI: the same bits, and no more instructions.
-//   without  vpmaddwd adds two products of 16 bits, vpaddd sums those: an activation of 16 bits costs no more than one
-//   of 8, so
-//            int8, int4 and w8a8 are one product, of widened weights. (Of 8 bits, vpmaddubsw of |w| and sign(a, w) or
-//            of the weights' nibbles is as many instructions.) w4a8: vpmaddubsw; a pair is at most 2 * 15 * 127 = 3810,
-//            so eight of them fit 16 bits.
+//   VNNI     vpdpbusd adds four products of u8 and s8 to 32 bits. 16-bit activations are two rows of bytes (planes).
+//   With
+//            AVX2 vpdpwssd multiplies them whole, as without VNNI: the same bits and no more instructions.
+//   without  vpmaddwd adds two 16-bit products and vpaddd adds those. A 16-bit activation costs no more than an 8-bit
+//   one,
+//            so int8, int4 and w8a8 share one kernel with widened weights. (For 8 bits, vpmaddubsw of |w| and sign(a,
+//            w), or of the weights' nibbles, takes as many instructions.) w4a8 uses vpmaddubsw: a pair is at most 2 *
+//            15 * 127 = 3810, so eight pairs fit 16 bits.
 //
-// Without VNNI, in multiply-adds to an FMA: 16-bit products take two instructions for 2 FMAs, w4a8 for 4, and additions
-// have more ports than FMAs: at most 2 and 4 where both multiply ports do vpmaddwd (1 and 2 where only one does:
-// Haswell, Zen 2). On Zen 4 additions take multiply ports nevertheless, and a loop of registers alone reaches 1.62
+// Without VNNI, rates relative to FMAs: 16-bit products take two instructions for 2 FMAs, w4a8 for 4, and additions
+// have more ports than FMAs. So the limit is 2 and 4 where both multiply ports execute vpmaddwd (1 and 2 where only one
+// does: Haswell, Zen 2). On Zen 4 additions use multiply ports nevertheless, and a loop of registers alone reaches 1.62
 // and 3.2.
 //
 // A tile of few rows widens weights in registers; with many rows a block of them is widened once for all tiles. AVX2's
@@ -29,11 +30,11 @@ namespace {
 
 #if defined(AS_ISA_AVX512)
 inline __mmask16 first_lanes(int n) { return (__mmask16)(n >= W ? 0xffff : (1 << n) - 1); }
-// n <= W values times factor, rounded to nearest even, zeros behind.
+// Multiplies n <= W values by factor and rounds to nearest even, with zeros after them.
 inline vi rounded(const float* x, int n, vf factor) {
   return _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_maskz_loadu_ps(first_lanes(n), x), factor));
 }
-// n <= W lanes stored as bytes, or as 16 bits in the order 0, 2, 1, 3 of every four, n rounded up to fours.
+// Stores n <= W lanes as bytes, or as 16 bits in the order 0, 2, 1, 3 of every four, with n rounded up to fours.
 template <typename Value>
 void store_values(char* p, vi x, int n);
 template <>
@@ -86,7 +87,7 @@ inline vf round_doubles(const double* sums, double less) {
 }
 #endif
 
-// Bytes ahead. Four bits pass more slowly than eight.
+// Prefetch distances in bytes. 4-bit weights are consumed more slowly than 8-bit ones.
 constexpr int kAheadBytes = kStreamAhead, kAheadNibbles = 1024;
 
 template <int Rows, int Far>
@@ -94,7 +95,7 @@ AS_INLINE void prefetch_unit(const char* w) {
   for (int line = 0; line < NR * 4; line += 64) prefetch_weights<Rows, Far>(w + line);
 }
 
-// p, from which a value is to be loaded anew: kept for its next use it would take registers that accumulators need.
+// Forces a reload of a value at p: keeping it until its next use would take registers that accumulators need.
 AS_INLINE const char* reload(const char* p) {
   asm("" : "+r"(p));
   return p;
@@ -102,13 +103,13 @@ AS_INLINE const char* reload(const char* p) {
 
 #if defined(AS_ISA_VNNI)
 
-// A value that is not to be loaded again for its next use.
+// Keeps a value in a register until its next use.
 inline vi in_register(vi x) {
   asm("" : "+v"(x));
   return x;
 }
 
-// 8-bit weights. A group of R rows: line(r) is where the values of row (or plane of a row) r lie.
+// 8-bit weights with R rows. line(r): the values of row (or plane of a row) r.
 struct Bytes {
   static constexpr int kMiddle = 128, kUnit = 4;
   static constexpr bool kWidens = false;
@@ -144,7 +145,8 @@ struct Nibbles {
   using Value = int8_t;
   template <int R, typename L>
   static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV]) {
-    constexpr bool kSplit = R * NV < 8;  // too few chains for the latency: low and high nibbles in chains of their own
+    constexpr bool kSplit =
+        R * NV < 8;  // too few chains to hide the latency: low and high nibbles get their own chains
     const vi mask = iset(0x0f0f0f0f);
     vi upper[R][NV];
 #pragma GCC unroll 16
@@ -186,10 +188,10 @@ using WideNibbles = Nibbles;
 #define AS_WORDS
 #define AS_WIDENED_BLOCKS
 constexpr bool kWords = true;         // 16-bit values are multiplied as such
-constexpr int kExactWords = 512;      // k whose sums of 16-bit activations * (q - 128) are sure to fit 32 bits,
-constexpr int kUncentredWords = 256;  // of activations * q
+constexpr int kExactWords = 512;      // k whose sums of 16-bit activations * (q - 128) always fit 32 bits,
+constexpr int kUncentredWords = 256;  // and of activations * q
 
-// Rows of a tile; k of a block, which has up to 16 and 24 KB of the first level's 32.
+// Rows of a tile, and k of a block, which takes up to 16 and 24 KB of the first level's 32.
 #if defined(AS_ISA_AVX512)
 constexpr int kPairRows = 12, kBlockK = 256;
 #elif defined(AS_ISA_VNNI)
@@ -199,9 +201,9 @@ constexpr int kPairRows = 3, kBlockK = 512;
 #endif
 constexpr int rows_of_tile(int) { return kPairRows; }
 
-// acc[r] += sums of pairs of products of weights and `a`. Without VNNI not the intrinsics: GCC 12 gives the sums other
-// registers and copies accumulators about. Multiplications first: their ports are then not taken by additions, which
-// any port could do (4 to 5 %).
+// acc[r] += sums of pairs of products of weights and `a`. Without VNNI it avoids the intrinsics: GCC 12 assigns the
+// sums to other registers and copies accumulators. Multiplications come first, so that additions, which any port could
+// do, do not take their ports (4 to 5 %).
 template <int R>
 AS_INLINE void add_pairs16(vi (&acc)[R][NV], int r, const vi (&w)[NV], vi a) {
 #if defined(AS_ISA_VNNI)
@@ -247,7 +249,7 @@ AS_INLINE void add_to(const vi (&acc)[R][NV], vi* to, bool add) {
     for (int v = 0; v < NV; v++) istore(to + r * NV + v, add ? iadd(acc[r][v], iload(to + r * NV + v)) : acc[r][v]);
 }
 
-// kept [R][NV] = (add ? kept : 0) + products of a block of centred 16-bit weights, [k / 2][NR][2]
+// kept [R][NV] = (add ? kept : 0) + products of a block of centred 16-bit weights, [k / 2][NR][2].
 template <int R, typename L>
 AS_INLINE void multiply_words(const int16_t* block, int k, L&& line, vi* kept, bool add) {
   vi acc[R][NV];
@@ -261,12 +263,12 @@ AS_INLINE void multiply_words(const int16_t* block, int k, L&& line, vi* kept, b
   add_to(acc, kept, add);
 }
 
-// 8-bit weights of int8. Activations: 16 bits, of four k in the order 0, 2, 1, 3, as the even and the odd bytes of a
-// lane are unpacked.
+// 8-bit weights of int8. 16-bit activations of four k are stored in the order 0, 2, 1, 3, because a lane's even and odd
+// bytes are unpacked separately.
 struct WideBytes {
   static constexpr int kMiddle = 128, kUnit = 4, kWideMiddle = 0;
   static constexpr bool kWidens = true;
-  static constexpr int kFewRows = 24;  // up to which weights are widened in registers
+  static constexpr int kFewRows = 24;  // up to this, weights are widened in registers
   using Value = int16_t;
   using Wide = int16_t;
   template <int R, typename L>
@@ -300,7 +302,7 @@ struct WideBytes {
   }
 };
 
-// 4-bit weights of int4. A lane's 16-bit halves hold, from their lowest bits on, k = 0, 4, 1, 5 and 2, 6, 3, 7.
+// 4-bit weights of int4. A lane's 16-bit halves hold k = 0, 4, 1, 5 and 2, 6, 3, 7, from their lowest bits on.
 struct WideNibbles {
   static constexpr int kMiddle = 8, kUnit = 8, kWideMiddle = 0;
   static constexpr bool kWidens = true;
@@ -311,7 +313,7 @@ struct WideNibbles {
   static AS_INLINE vi pick(vi raw) {
     return J == 3 ? shift_right16<12>(raw) : iand(shift_right16<4 * J>(raw), iset(0x000f000f));
   }
-  static constexpr int kAt[4] = {0, 2, 1, 3};  // which pair of the unit's activations the J-th nibbles take
+  static constexpr int kAt[4] = {0, 2, 1, 3};  // the pair of the unit's activations for the J-th nibbles
   template <int J, int R, typename L>
   static AS_INLINE void quarter(const char* w, L&& line, int at, vi (&acc)[R][NV]) {
     vi weights[NV];
@@ -346,7 +348,7 @@ struct WideNibbles {
   }
 };
 
-// 4-bit weights of w4a8 (8-bit activations) in a block.
+// Blocks of 4-bit weights of w4a8 (8-bit activations).
 struct WidenedNibbles {
   static constexpr int kMiddle = 8, kUnit = 8, kWideMiddle = 8;
   static constexpr bool kWidens = true;
@@ -379,7 +381,8 @@ struct Nibbles : WidenedNibbles {
   }
   template <int R, typename L>
   static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV]) {
-    constexpr bool kSplit = R * NV < 8;  // too few chains for the latency: low and high nibbles in chains of their own
+    constexpr bool kSplit =
+        R * NV < 8;  // too few chains to hide the latency: low and high nibbles get their own chains
     const vi mask = iset(0x0f0f0f0f);
     vi upper[R][NV];
     clear(upper);
@@ -419,7 +422,7 @@ struct Nibbles : WidenedNibbles {
 
 using Bytes = WideBytes;
 
-// As add_pairs16(), of unsigned and signed bytes, summed in 16 bits.
+// add_pairs16() for unsigned and signed bytes, summed in 16 bits.
 template <int R>
 AS_INLINE void add_pairs8(vi (&acc)[R][NV], int r, const vi (&w)[NV], vi a) {
 #if defined(AS_ISA_AVX512)
@@ -439,7 +442,7 @@ AS_INLINE void add_pairs8(vi (&acc)[R][NV], int r, const vi (&w)[NV], vi a) {
 }
 
 struct Nibbles : WidenedNibbles {
-  static constexpr int kChunk = 32;  // k: eight pairs, as many as 16 bits hold
+  static constexpr int kChunk = 32;  // k: eight pairs, the most that 16 bits can sum
   template <int R, typename L>
   static AS_INLINE void add_bytes(const vi (&weights)[NV], L&& line, int at, vi (&part)[R][NV]) {
 #pragma GCC unroll 16

@@ -1,7 +1,7 @@
-// The kernels that exist once per instruction set, as a table of functions: chosen at import (isa.cpp).
+// The table of kernels. Kernels are compiled once for each instruction set and chosen at import (isa.cpp).
 //
-// Invariance (DESIGN: "same request, same bytes"): every value a kernel writes is a fixed recipe of its inputs that
-// does not depend on how many rows, threads or tiles there are.
+// Invariance: every value that a kernel writes follows a fixed recipe of its inputs. It does not depend on the number
+// of rows, threads or tiles.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -22,32 +22,32 @@ struct AttentionTile {
   int first[kTileRows];
   float scale;
   float soft_cap;  // of scores; 0: none
-  bool sloped;     // scores fall with distance, by
+  bool sloped;     // scores decrease with distance, by these slopes
   float slopes[kTileRows];
   const SpanLayout* layout;
-  const char* prepared;  // queries as prepare_queries() made them
-  // The block: tokens [begin, begin + tokens) of the sequence, those that any row sees.
+  const char* prepared;  // queries, as prepare_queries() wrote them
+  // The block: tokens [begin, begin + tokens) of the sequence that at least one row sees.
   int begin, tokens;
-  const void* const* spans;  // the block's, of this layer and KV head
-  const void* const* next;   // what to prefetch: the following block's, or again the block's
-  bool cold;                 // the block has not just been read for another tile: prefetch
+  const void* const* spans;  // of the block, this layer and KV head
+  const void* const* next;   // to prefetch: the following block's, or again the block's
+  bool cold;                 // prefetch, because the block was not just read for another tile
   float* maximum;            // [rows]
   float* sum;                // [rows]
   float* out;                // [rows][padded_dim], not normalized
 };
-constexpr int kBlockTokens = 128;  // context per partial result of attention, whatever the span size
+constexpr int kBlockTokens = 128;  // context per partial result of attention, for any span size
 
-// Bytes of a tile's prepared queries: 16 bits a value, then two floats a row.
+// Bytes of a tile's prepared queries: 16 bits a value, and two floats a row.
 inline size_t query_bytes(const SpanLayout& s) { return (size_t)kTileRows * (s.query_dim() * 2 + 2 * sizeof(float)); }
 
 
-// Rows of a checkpoint's matrix, of which another matrix takes columns [column, column + its k). They are quantized in
-// groups of `group` of all the `columns`, so that what a rank's slice is does not depend on where it was cut.
+// Rows of a checkpoint's matrix. Another matrix takes their columns [column, column + its k). Groups of `group` are
+// counted over all `columns`, so that the quantized values do not depend on the rank's slice.
 struct SourceRows {
-  const void* data;  // of row `row_offset` of the matrix that is filled
+  const void* data;  // of row `row_offset` of the destination
   SourceType type;
   int64_t stride, row_offset, column, columns, group;
-  int64_t step = 1;  // from a value of a row to the next one: Weights takes others, kernels want them side by side
+  int64_t step = 1;  // from one value of a row to the next; kernels require 1, Weights does not
 };
 
 struct LogitKernels;
@@ -55,19 +55,18 @@ struct LogitKernels;
 struct Kernels {
   const char* name;
   Rules rules;
-  // y[m, n] for panels [p0, p1): y = x w^T (+ bias), y with row stride ldy. Where prepared() says so, activations are
-  // prepared.
+  // y[m, n] = x w^T (+ bias) for panels [p0, p1), with row stride ldy. Activations are prepared if prepared() says so.
   void (*matmul)(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1);
-  // silu(gate) * up, where the first half of w's rows gives gate and the second up, each of whole panels: columns of
-  // the panels [p0, p1) of a half. The same bits as matmul, silu_mul and (rounded) prepare.
+  // silu(gate) * up for panels [p0, p1) of a half, where the first half of w's rows gives gate and the second half up,
+  // both of whole panels. The same bits as matmul, silu_mul and (rounded) prepare.
   void (*matmul_gated)(const Packed& w, const Activations& a, const float* bias, const GatedOutput& out, int m, int p0,
                        int p1);
   PreparedLayout (*prepared)(const Packed& w);
   void (*prepare)(const Packed& w, const float* x, char* out);
-  // Quantizes rows [r0, r1) of w; threads must not share a panel. Returns how many values of the groups that w has a
-  // part of are NaN or infinite (the groups become NaN).
+  // Quantizes rows [r0, r1) of w. Threads must not share a panel. Returns the number of NaN and infinite values in the
+  // groups that w contains parts of (those groups become NaN).
   int64_t (*quantize)(const Packed& w, const SourceRows& source, int64_t r0, int64_t r1);
-  void (*read_row)(const Packed& w, int64_t row, float* y);  // y [k]: one row, recovered
+  void (*read_row)(const Packed& w, int64_t row, float* y);  // y [k]: one row, dequantized
   void (*rms_norm)(const float* x, const float* w, float* y, int n, float eps);
   float (*square_sum)(const float* x, int n);
   void (*multiply)(float* x, const float* w, float factor, size_t n);  // x *= factor * w
@@ -79,20 +78,20 @@ struct Kernels {
   void (*add)(float* x, const float* y, size_t n);
   // Sums of `count` partials in order: out[i] = ((p0[i] + p1[i]) + p2[i]) + ...
   void (*sum_partials)(const float* const* partials, int count, float* out, size_t n);
-  // Sums of `count` rows times their weights, in order, from zero; 0 rows: zeros. out may be one of the rows.
+  // Weighted sums of `count` rows in order, from zero; zeros for 0 rows. out may be one of the rows.
   void (*weighted_sum)(const float* const* rows, const float* weights, int count, float* out, size_t n);
-  // The tile's queries as the kernel takes them, into query_bytes() at `out`; the same for all blocks.
+  // Converts the tile's queries to the kernel's format, query_bytes() at `out`, for all blocks.
   void (*prepare_queries)(const AttentionTile& tile, char* out);
   void (*attend)(const AttentionTile* tiles,
-                 int count);  // `count` tiles, of the same block: one's softmax hides another's products
-  void (*end_attention)();    // by each thread after its last attend(), before other kernels
-  // Merges the next block's partial results (a row: a maximum, a sum, [padded_dim]) into the running ones.
+                 int count);  // of `count` tiles of the same block: softmax overlaps with products
+  void (*end_attention)();    // called by each thread after its last attend(), before other kernels
+  // Merges the next block's partial results (for each row a maximum, a sum and [padded_dim]) into the running ones.
   void (*merge)(int rows, float* maximum, float* sum, float* out, const float* block_maximum, const float* block_sum,
                 const float* block_out, int padded_dim);
-  // Rotates pairs (x[i], x[i + half]) by the angles whose cosines and sines are given (each [half]).
+  // Rotates pairs (x[i], x[i + half]) by angles with the given cosines and sines (each [half]).
   void (*rope)(float* x, const float* cosine, const float* sine, int half);
   void (*rope_interleaved)(float* x, const float* cosine, const float* sine, int half);  // pairs (x[2 i], x[2 i + 1])
-  const LogitKernels& (*logits)();  // passes over logits, for the sampler
+  const LogitKernels& (*logits)();  // passes over logits for the sampler
   // The roofline (roofline.cpp).
   float (*read_memory)(const float* p, size_t n);
   double (*multiply_add)(int64_t rounds, float* keep);

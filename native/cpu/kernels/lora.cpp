@@ -1,6 +1,6 @@
-// Recipes, whatever the number of rows: of A x two chains of fused multiply-adds, over even and over odd k in ascending
-// order, then their sum, then times the scale; of B u one chain over k, from zero, which is then added to y. One row
-// alone has as many chains as hide the latency of memory, several as many as that of multiply-adds.
+// Recipes for any number of rows. A x: two chains of fused multiply-adds, over even and odd k in ascending order, then
+// their sum times the scale. B u: one chain over k from zero, which is then added to y. One row uses enough chains to
+// hide the latency of memory, several rows enough to hide that of multiply-adds.
 #include "cpu/kernels/lora.h"
 
 #include "cpu/kernels/tile.h"

@@ -1,10 +1,10 @@
 // y = x w^T + bias with packed weights (format.h: Packed).
 //
-// Recipe of every output, whatever the number of rows: one chain of fused multiply-adds over k in ascending order, from
-// zero, then + bias. Cutting K into blocks only spills the chain to memory between blocks, which rounds nothing.
-// AVX-512 BF16: bfloat16 weights are multiplied with activations rounded to bfloat16, a pair of k a step of the chain.
+// Recipe of every output, for any number of rows: one chain of fused multiply-adds over k in ascending order from zero,
+// then + bias. Dividing K into blocks only spills the chain between blocks, without rounding. With AVX-512 BF16,
+// bfloat16 weights are multiplied with activations rounded to bfloat16, a pair of k in each step of the chain.
 //
-// With one row a panel gives NV chains: NV * W / 4 weights a cycle, still 2 to 4 times what memory delivers to a core.
+// With one row a panel gives NV chains: NV * W / 4 weights a cycle, still 2 to 4 times a core's memory bandwidth.
 #include <algorithm>
 #include "cpu/kernels/kernels.h"
 #include "cpu/kernels/tables.h"
@@ -15,14 +15,14 @@ namespace as {
 namespace AS_ISA {
 namespace {
 
-// A format's weights and activations: a step of the chain takes kStep k, T being one output feature's weights of a step
+// A format's weights and activations. A step of the chain takes kStep k; T holds one output feature's weights of a step
 // and X a row's activations.
 template <typename Weight>
 struct Floats {
   using T = Weight;
   using X = float;
   static constexpr int kStep = 1;
-  static constexpr bool kConvert = sizeof(T) == 2;  // worth converting once for several tiles
+  static constexpr bool kConvert = sizeof(T) == 2;  // converting once pays off with several tiles
   static vf load(const T* p) { return vload_as<T>(p); }
   static vf broadcast(const X* x) { return vset(*x); }
   static vf multiply(vf acc, vf a, vf b) { return vfma(a, b, acc); }
@@ -49,7 +49,7 @@ struct Pairs {
 // c [R, NR] (row stride ldc) = (load ? c : 0) + x [R, steps] w [steps, NR]
 template <int R, typename F>
 inline void micro(const typename F::T* w, int steps, const typename F::X* x, size_t ldx, float* c, int ldc, bool load) {
-  vf acc[R][NV];  // indexed by constants only: see spill() in tile.h
+  vf acc[R][NV];  // constant indices only: see spill() in tile.h
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
@@ -79,7 +79,7 @@ inline void dispatch(int rows, const typename F::T* w, int steps, const typename
   if constexpr (R > 1) dispatch<F, R - 1>(rows, w, steps, x, ldx, c, ldc, load);
 }
 
-// One panel against rows [0, m), K in one piece or in blocks.
+// One panel against rows [0, m), with K whole or in blocks.
 template <typename F>
 void panel_rows(const typename F::T* w, int k, const typename F::X* x, size_t ldx, const float* bias, float* y, int ldy,
                 int m, int columns) {
@@ -90,7 +90,7 @@ void panel_rows(const typename F::T* w, int k, const typename F::X* x, size_t ld
     const int steps = std::min(most, all - first);
     const typename F::T* block = w + (size_t)first * NR;
     const bool last = first + steps == all;
-    const bool convert = F::kConvert && m > 2 * MR;  // pays when several tiles share it
+    const bool convert = F::kConvert && m > 2 * MR;  // pays off when several tiles share it
     if constexpr (F::kConvert)
       if (convert)
         for (int i = 0; i < steps * NR; i += W) vstore(converted + i, F::load(block + i));

@@ -1,7 +1,7 @@
-// silu(gate) * up of a matrix [2n, k] that holds both, without the 2n float32 columns ever leaving the caches.
+// silu(gate) * up of a matrix [2n, k] that contains both, without writing the 2n float32 columns to memory.
 //
-// A panel of gate and the panel of up that belongs to it, for a block of rows: their sums lie in a small matrix each,
-// of which silu_mul makes n columns, rounded at once if the following product takes bfloat16.
+// For a block of rows, a panel of gate and the corresponding panel of up write their sums to a small matrix each, from
+// which silu_mul makes n columns, rounded at once if the following GEMM reads bfloat16.
 #include <algorithm>
 #include <cstring>
 

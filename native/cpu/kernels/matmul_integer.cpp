@@ -1,18 +1,18 @@
 // y = x w^T + bias with quantized weights and integer activations (format.h): per-token int8 ones in w8a8 and w4a8,
 // per-token 16-bit ones in int8 and int4.
 //
-// 16 bits: an activation's error is 2^-16 of the row's largest value (rounding to bfloat16 would lose 2^-9 of each
-// value), and no weight needs to be converted to float. Where the instruction set multiplies bytes (VNNI, sdot) an
-// activation is two int8 planes, 256 * high + low with low in [-128, 127], planes being just more rows of the same
-// product; elsewhere 16-bit products take it as it is, at no more cost than 8 bits (integers_x86.h, integers_arm.h).
+// 16 bits: an activation's error is 2^-16 of the row's largest value (rounding to bfloat16 would cost 2^-9 of each
+// value), and weights need not be converted to float. Where the instruction set multiplies bytes (VNNI, sdot), an
+// activation is two int8 planes, 256 * high + low with low in [-128, 127]; planes are simply more rows of the same
+// GEMM. Elsewhere 16-bit products use it whole, at no more cost than 8 bits (integers_x86.h, integers_arm.h).
 //
-// Recipe: within a group the exact integer sum of activation * (q - middle), so kernels and tilings are free; as a
-// float32 it is 256 * high + low of the planes' sums, each rounded to float32, or the whole sum rounded once. (The same
-// bits while no plane's sum passes 2^24, as in groups of up to 1,032 k; between levels, not within one, sums beyond may
-// differ in the last place.) The group's sum of activations is 256 * high + low everywhere; groups in ascending order,
-// total = scale * sum + total and total = offset * (sum of the group's activations) + total, fused; at last total * the
-// row's scale + bias. Nothing saturates, and of 16-bit products kExactWords k fit 32 bits: longer groups are summed
-// further in float64, exactly.
+// Recipe: within a group, the exact integer sum of activation * (q - middle), so kernels and tilings are free. In
+// float32 it is 256 * high + low of the planes' sums, each rounded to float32, or the whole sum rounded once. (The bits
+// are the same while no plane's sum exceeds 2^24, as in groups of up to 1,032 k. Beyond, sums may differ in the last
+// place between instruction sets, but not within one.) The group's sum of activations is always 256 * high + low.
+// Groups follow in ascending order: total = scale * sum + total and total = offset * (sum of the group's activations) +
+// total, fused; finally total * the row's scale + bias. Nothing saturates: kExactWords k of 16-bit products fit 32
+// bits, and longer groups are summed further in float64, exactly.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -34,20 +34,20 @@ namespace as {
 namespace AS_ISA {
 namespace {
 
-// Prepared activations of rows from `first` on, in P planes.
+// The prepared activations of rows from `first` on, in P planes.
 template <int P>
 struct Rows {
   const char* first;
   size_t stride, plane_sums;
   PreparedLayout at;
 
-  // groups: of the matrix. (An argument: it takes a division.)
+  // groups: of the matrix. (An argument, because computing it takes a division.)
   Rows(const PreparedLayout& at, const Activations& a, int groups, int row)
       : first(a.prepared + row * a.stride), stride(a.stride), plane_sums(4 * (size_t)groups), at(at) {}
   AS_INLINE int32_t plane_sum(int r, int p, int g) const {
     return four_bytes(first + r * stride + p * plane_sums + 4 * g);
   }
-  // A group's sum of activations: as the recipe rounds it, and whole.
+  // A group's sum of activations: rounded as in the recipe, and exact.
   AS_INLINE float sum(int r, int g) const {
     const float low = (float)plane_sum(r, P - 1, g);
     return P == 1 ? low : std::fma(256.0f, (float)plane_sum(r, 0, g), low);
@@ -62,11 +62,11 @@ struct Rows {
   }
 };
 
-// Where a matrix' scales are taken from: its groups' heads, or (if not null) as load_scales() made them of these.
+// The source of a matrix' scales: its groups' heads or, if not null, load_scales()'s conversion of them.
 struct GroupScales {
   const uint16_t* head;
   const float* loaded;
-  bool half;  // float16 scales alone, else bfloat16 scales and offsets
+  bool half;  // float16 scales without offsets, otherwise bfloat16 scales and offsets
 
   AS_INLINE void load(vf (&scale)[NV], vf (&offset)[NV]) const {
     if (loaded) {
@@ -108,13 +108,13 @@ AS_INLINE void write_row(const vf* total, float scale, const float* bias, float*
   }
 }
 
-constexpr int kShortGroup = 256;  // k of groups whose heads are a part of what is read that counts
+constexpr int kShortGroup = 256;  // k of groups whose heads are a considerable part of what is read
 
-// R rows of P planes from `row` on against one panel. (Inlined, its registers would be shared with its caller's.)
+// R rows of P planes, from `row` on, against one panel. (Not inlined, because it would share the caller's registers.)
 template <typename F, int R, int P>
 __attribute__((noinline)) void multiply_rows(const Packed& w, const PreparedLayout& at, const Activations& a, int row,
                                              int panel, const float* bias, float* y, int ldy) {
-  constexpr int L = kWords ? 1 : P;  // rows of the product to a row of activations
+  constexpr int L = kWords ? 1 : P;  // GEMM rows for each row of activations
   const int groups = w.groups();
   const Rows<P> rows(at, a, groups, row);
   vf total[R * NV];
@@ -122,12 +122,12 @@ __attribute__((noinline)) void multiply_rows(const Packed& w, const PreparedLayo
   alignas(64) float own_scales[kLoadedGroups * 2 * NR];
   const bool direct = w.plain_scales || w.half_scales;
   const int group = w.group, k = w.k;
-  // Kept, as what a group's place is made of takes as long as its smallest products.
+  // Cached, because computing a group's address takes as long as the smallest products.
   const size_t head_bytes = w.head_bytes, group_bytes = w.group_bytes(group);
   const char *head = w.head(panel, 0), *values = rows.first + at.values_at;
   for (int g = 0; g < groups; g++, head += group_bytes, values += group * sizeof(typename F::Value)) {
     if (!direct && g % kLoadedGroups == 0) load_scales(w, panel, g, std::min(kLoadedGroups, groups - g), own_scales);
-    if (R * L <= 2 && group < kShortGroup) {  // products prefetch weights alone: of many heads most would be missing
+    if (R * L <= 2 && group < kShortGroup) {  // products prefetch weights only, so most of many heads would miss
       const char* later = head + kLoadedGroups * group_bytes + (g + kLoadedGroups < groups ? 0 : w.first_group);
       for (size_t line = 0; line < head_bytes; line += 64) prefetch_far(later + line);
     }
@@ -184,16 +184,16 @@ __attribute__((noinline)) void multiply_rows(const Packed& w, const PreparedLayo
 #if defined(AS_WIDENED_BLOCKS)
 constexpr int kBlockRows = (MB + kPairRows - 1) / kPairRows * kPairRows;
 
-// `count` <= kBlockRows rows from `row` on against one panel. A block of weights, of several whole groups or a part of
-// one, is widened once for all of them.
+// `count` <= kBlockRows rows, from `row` on, against one panel. A block of weights, of several whole groups or part of
+// one, is widened once for all rows.
 template <typename F, int P>
 void many_rows(const Packed& w, const PreparedLayout& at, const Activations& a, int row, int count, int panel,
                const float* bias, float* y, int ldy) {
   alignas(64) typename F::Wide block[kBlockK * NR];
-  alignas(64) vi kept[kBlockRows * NV];                   // a group's sums, through several blocks
-  alignas(64) double wide[P == 2 ? kBlockRows * NR : 1];  // the same of 16-bit activations, if there are several
+  alignas(64) vi kept[kBlockRows * NV];                   // a group's sums over several blocks
+  alignas(64) double wide[P == 2 ? kBlockRows * NR : 1];  // the same for 16-bit activations, if there are several
   alignas(64) vf totals[kBlockRows * NV];
-  alignas(64) float own_scales[kBlockK / kSmallestGroup * 2 * NR];  // of a block's groups, if they are not plain
+  alignas(64) float own_scales[kBlockK / kSmallestGroup * 2 * NR];  // of a block's groups, unless they are plain
   std::fill_n(totals, count * NV, vzero());
   const bool cut = w.group > kBlockK, direct = w.plain_scales || w.half_scales;
   const int groups = w.groups(), tiles = (count + kPairRows - 1) / kPairRows,
@@ -275,8 +275,8 @@ void matmul_format(const Packed& w, const Activations& a, const float* bias, flo
         });
 }
 
-// A row's scale and its inverse for values up to `most`: a = x / scale to nearest. A NaN or infinite x makes the scale
-// NaN, and so the row's results. A row of (nearly) zeros has the inverse 0 and is zeros.
+// A row's scale and its inverse for values up to `most`: a = x / scale, rounded to nearest. A NaN or infinite x makes
+// the scale NaN, and so the row's results. A row of (nearly) zeros gets the inverse 0 and becomes zeros.
 struct RowScale {
   float scale, inverse;
 };
@@ -298,14 +298,14 @@ RowScale row_scale(const float* x, int k, float most) {
   return {top / most, most / top};
 }
 
-// n <= W of a row's values as w's k have them, from k on.
+// n <= W values of a row in the order of w's k, from k on.
 AS_INLINE const float* values_of(const Packed& w, const float* x, int k, int n, float (&gathered)[W]) {
   if (!w.order) return x + k;
   for (int i = 0; i < n; i++) gathered[i] = w.order[k + i] < 0 ? 0.0f : x[w.order[k + i]];
   return gathered;
 }
 
-// Values of a row and, of each of P planes, their sums within each group.
+// Writes the values of a row and, for each of P planes, their sums within each group.
 template <typename F, int P>
 void prepare_planes(const Packed& w, const PreparedLayout& at, const float* x, float inverse, char* out) {
   using Value = typename F::Value;
@@ -332,7 +332,7 @@ void prepare_planes(const Packed& w, const PreparedLayout& at, const float* x, f
   for (int p = 0; p < (kWhole ? 1 : P); p++) std::memset(values + p * at.plane_bytes + used, 0, at.plane_bytes - used);
 }
 
-// work(the kernels of w's format, its planes as a constant)
+// Calls work(kernels of w's format, number of planes as a constant).
 template <typename Work>
 AS_INLINE void with_format(const Packed& w, Work&& work) {
   constexpr std::integral_constant<int, 1> one;
@@ -363,8 +363,7 @@ void prepare_integers(const Packed& w, const float* x, char* out) {
 }
 
 #if defined(AS_ISA_AVX512_BF16)
-// Rounds a row to bfloat16, to nearest even, denormals to zero as the products take them; zeros up to a whole unit of
-// the layout.
+// Rounds a row to bfloat16, to nearest even, and denormals to zero as the products do; pads with zeros to a whole unit.
 void prepare_pairs(const Packed& w, const float* x, char* out) {
   for (int k = 0; k < w.k; k += 2 * W, out += 4 * W) {
     const int n = std::min(2 * W, w.k - k);
@@ -391,7 +390,7 @@ PreparedLayout prepared(const Packed& w) {
   if (w.planes) with_format(w, [&](auto format, auto) { value_bytes = sizeof(typename decltype(format)::Value); });
   PreparedLayout at = prepared_layout(w, value_bytes);
 #if defined(AS_ISA_AVX512_BF16)
-  // An odd number of lines: equal places of a tile's rows then do not share a set of the first-level cache.
+  // An odd number of lines: then a tile's rows do not map to the same set of the first-level cache.
   if (w.pairs || w.planes) at.bytes = (at.bytes / 64 | 1) * 64;
 #endif
   return at;

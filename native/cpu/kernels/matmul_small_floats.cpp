@@ -1,12 +1,12 @@
-// y = x w^T + bias with weights that are codes of floats (format.h: e4m3, nf4, e2m1), each group with a scale.
+// y = x w^T + bias with weights in small floats (format.h: e4m3, nf4, e2m1) and a scale for each group.
 //
-// Recipe of every output, whatever the number of rows: within a group one chain of fused multiply-adds of the codes'
-// values over k in ascending order, from zero; groups in ascending order, total = scale * chain + total, fused; at last
-// + bias. Cutting a group only spills the chain to memory, which rounds nothing.
+// Recipe of every output, for any number of rows: within a group, one chain of fused multiply-adds over k in ascending
+// order from zero; groups in ascending order, total = scale * chain + total, fused; finally + bias. Dividing a group
+// only spills the chain, without rounding.
 //
-// One or two rows take codes as they are read; for more a block of a panel is converted once. A vector of weights takes
-// 5 instructions to convert and one load, so 24 of AVX2's three vectors 5 cycles at 4 instructions a cycle: as fast as
-// memory delivers 4 bytes a cycle to a core.
+// One or two rows convert weights as they are read; for more rows a block of a panel is converted once. A vector of
+// weights takes 5 instructions to convert and one load, so 24 of AVX2's three vectors take 5 cycles at 4 instructions a
+// cycle: as fast as memory delivers 4 bytes a cycle to a core.
 #include <algorithm>
 
 #include "cpu/kernels/kernels.h"
@@ -20,8 +20,8 @@ namespace as {
 namespace AS_ISA {
 namespace {
 
-// Floats of 8 bits, by way of those of 16: their bits there are 2^-8 of the value, subnormals included, and converting
-// those costs nothing extra. (A shift with the sign leaves it in the exponent's highest bit, too.)
+// 8-bit floats, converted through 16-bit ones: their bits there give 2^-8 of the value, including subnormals, and that
+// conversion costs nothing extra. (A shift with the sign also leaves it in the exponent's highest bit.)
 struct Bytes {
   static constexpr int kUnit = 1;
   static constexpr float kFactor = 256;  // of the sums
@@ -44,7 +44,7 @@ struct Bytes {
   }
 };
 
-// Codes of 4 bits, of a table.
+// 4-bit floats, from a table.
 struct Nibbles {
   static constexpr int kUnit = 2;
   static constexpr float kFactor = 1;
@@ -56,14 +56,14 @@ struct Nibbles {
 #pragma GCC unroll 4
     for (int v = 0; v < NV; v++) {
       const vi pairs = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(w + v * W)));
-      out[0][v] = look_up(pairs);  // of an index its four lowest bits count
+      out[0][v] = look_up(pairs);  // only the four lowest bits of an index matter
       out[1][v] = look_up(_mm512_srli_epi32(pairs, 4));
     }
   }
 #elif defined(AS_ISA_AVX2)
   vf low, high;
   explicit Nibbles(Format format) : low(vload(table_of(format))), high(vload(table_of(format) + 8)) {}
-  // By the three lowest bits of every lane, then the fourth, moved to the sign.
+  // Selects by the three lowest bits of every lane, then by the fourth, moved to the sign.
   AS_INLINE vf look_up(vi quantized, vi fourth) const {
     return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, quantized), _mm256_permutevar8x32_ps(high, quantized),
                             _mm256_castsi256_ps(fourth));
@@ -91,7 +91,7 @@ struct Nibbles {
 
 constexpr int kDirectRows = 2;
 
-// chain [R][NR] = (load ? chain : 0) + x [R, k] w [k, NR], of codes.
+// chain [R][NR] = (load ? chain : 0) + x [R, k] w [k, NR].
 template <int R, typename F>
 AS_INLINE void multiply_small_floats(const F& format, const uint8_t* w, int k, const float* x, size_t ldx, float* chain,
                                      bool load) {
@@ -123,7 +123,7 @@ AS_INLINE void multiply_small_floats(const F& format, const uint8_t* w, int k, c
     for (int v = 0; v < NV; v++) vstore(chain + r * NR + v * W, acc[r][v]);
 }
 
-// The same of converted weights.
+// The same for converted weights.
 template <int R>
 void multiply_floats(const float* w, int k, const float* x, size_t ldx, float* chain, bool load) {
   vf acc[R][NV];

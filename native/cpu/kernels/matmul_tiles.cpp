@@ -1,25 +1,24 @@
 // y = x w^T + bias on AMX tiles: bfloat16 weights and activations, and integers, per channel or in groups;
 // also silu(gate) * up of a matrix that holds both.
 //
-// int8 and int4 too: their 16-bit activations are two planes of int8 (matmul_integer.cpp), the second tile of rows
-// being the low plane of the first one's.
+// int8 and int4 too: their 16-bit activations are two planes of int8 (matmul_integer.cpp). The second tile of rows is
+// the low plane of the first one.
 //
-// Both kinds look alike in bytes. A step is 64 bytes of a row of activations (32 bfloat16 or 64 int8) against 16 x 128
-// bytes of a panel: two tiles of 16 features, each lane of which holds the 2 or 4 k that one product takes together.
+// Both kinds have the same sizes in bytes. A step is 64 bytes of a row of activations (32 bfloat16 or 64 int8) against
+// 16 x 128 bytes of a panel: two tiles of 16 features, whose lanes hold the 2 or 4 k that one product combines.
 //
-// Recipe, whatever the number of rows: steps in ascending order, each one tile product; a row's result does not depend
-// on the other rows of its tile. One row takes tiles too, with bfloat16: no other instruction sums in the same order.
-// Cutting K only spills the fp32 (int32) accumulators, which rounds nothing.
+// Recipe, for any number of rows: steps in ascending order, each one tile product. A row's result does not depend on
+// the other rows of its tile. With bfloat16 one row uses tiles, too, because no other instruction sums in the same
+// order. Dividing K only spills the fp32 (int32) accumulators, without rounding.
 //
 // A 2 x 2 block of accumulators takes 4 products (64 cycles) for 4 loaded tiles (64 lines), and the second-level cache
-// gives 0.73 lines a cycle: with all operands from there products run at 0.67 of their peak. Spilling accumulators
-// costs 120 cycles (220 from the second level), so K stays in one piece where it can. Of the operand that the next
-// blocks take again the first kNear steps stay in the first level, everything else being loaded past it: 0.84 to 0.87
-// of the peak. What is to be done with finished sums is done between the products of the following block, row by row:
-// other parts of the core do it meanwhile.
+// delivers 0.73 lines a cycle: with all operands from there, products run at 0.67 of their peak. Spilling accumulators
+// costs 120 cycles (220 to the second level), so K is not divided where possible. The first kNear steps of the operand
+// that the next blocks reuse stay in the first level and everything else is loaded past it: 0.84 to 0.87 of the peak.
+// Finished sums are processed row by row between the products of the following block, by other parts of the core.
 //
-// From the third level as little as possible: K in one piece, the rows stay in the second level and each panel passes
-// once; in pieces, a piece of the rows and of a group of panels.
+// Traffic with the third level is minimal: with K undivided, the rows stay in the second level and each panel is read
+// once; with K split, one part of the rows and of a group of panels stays.
 #include "cpu/kernels/tables.h"
 
 #if defined(AS_ISA_AMX)
@@ -40,20 +39,20 @@ constexpr int kStepBytes = 64;                // of a row of activations
 constexpr int kPanelStepBytes = 16 * NR * 4;  // of a panel
 constexpr int kPair = 2 * kAmxRows;           // rows of a block of accumulators
 constexpr int kNear = 12;                     // steps: 24 KB of one operand, half of the first level
-constexpr int kStay = 384;  // rows, or planes of rows, that stay in the second level (two threads of a core share it),
+constexpr int kStay = 384;  // rows, or planes of rows, that stay in the second level (shared by two threads of a core),
 constexpr size_t kStayBytes = 1 << 20;     // at most
-constexpr int kWhole = 48, kCut = 32;      // steps up to which K stays in one piece, and of the pieces otherwise
-constexpr int kCutRows = 256;              // rows of a block, where K is in pieces
-constexpr size_t kGroupBytes = 640 << 10;  // of panels, for which the rows pass: a third of the second level
-constexpr int kWidenedSteps = 8;           // steps of a widened piece of a panel: 16 KB
-constexpr int kPrefetch = 4096;            // bytes ahead, where weights come from memory
+constexpr int kWhole = 48, kCut = 32;      // steps up to which K is undivided, and of a split-K part otherwise
+constexpr int kCutRows = 256;              // rows of a block, if K is split
+constexpr size_t kGroupBytes = 640 << 10;  // of panels that a pass of the rows uses: a third of the second level
+constexpr int kWidenedSteps = 8;           // steps of a widened part of a panel: 16 KB
+constexpr int kPrefetch = 4096;            // bytes ahead, if weights come from memory
 static_assert(NR == 2 * kAmxRows);
 
-// Pieces of K, the longest of them, and how many panels' such pieces make a group.
+// The number of split-K parts, the longest of them, and how many panels' parts make a group.
 constexpr int cuts_of(int steps) { return steps <= kWhole ? 1 : (steps + kCut - 1) / kCut; }
 constexpr int longest_of(int steps) { return (steps + cuts_of(steps) - 1) / cuts_of(steps); }
 constexpr int panels_of_group(int steps) { return (int)(kGroupBytes / ((size_t)longest_of(steps) * kPanelStepBytes)); }
-// The most that any K has. Among n + 1 cuts' the shortest are longer than among n's: a few of them say it for all.
+// The maximum over any K. The shortest parts get longer with the number of parts, so a few numbers cover all.
 constexpr int most_panels() {
   int most = 0;
   for (int steps = kWhole + 1; steps <= 8 * kCut; steps++) most = std::max(most, panels_of_group(steps));
@@ -79,7 +78,7 @@ struct TileBytes {
   }
 };
 
-// Tiles 0 to 3 are the accumulators of rows [0, 16) and [16, 32), 4 and 5 those rows' activations, 6 and 7 weights.
+// Tiles 0 to 3 accumulate rows [0, 16) and [16, 32), tiles 4 and 5 hold those rows' activations, 6 and 7 weights.
 class Tiles {
  public:
   ~Tiles() { tile_release(); }
@@ -97,8 +96,8 @@ class Tiles {
   int rows_ = 0;
 };
 
-// What a block of steps fetches for later: `lines` of each step of another panel piece, from line `first` on, and of
-// `rows` rows of the following activations their line of each step.
+// What a block of steps prefetches: `lines` for each step of another part of a panel, from line `first` on, and a line
+// for each step of `rows` rows of the following activations.
 struct Ahead {
   const char* panel = nullptr;
   int first = 0, lines = 0;
@@ -107,8 +106,8 @@ struct Ahead {
 };
 
 // c [R tiles of rows][32 columns of 4 bytes] = (load ? c : 0) + `steps` steps. second: bytes from the first tile of
-// activations to the second. kPanelStays: the weights are those of the next block too, else the activations. between():
-// called once a step.
+// activations to the second. kPanelStays: the next block uses the same weights, otherwise the same activations. Calls
+// between() once a step.
 template <typename F, int R, bool kPanelStays, typename Between>
 AS_INLINE void block(const char* a, int64_t lda, int64_t second, const char* b, int steps, char* c, bool load,
                      const Ahead& ahead, Between&& between) {
@@ -150,7 +149,7 @@ AS_INLINE void block(const char* a, int64_t lda, int64_t second, const char* b, 
   if (R == 2) tile_store<2>(c + kAmxRows * ldc, ldc), tile_store<3>(c + kAmxRows * ldc + 64, ldc);
 }
 
-// Few rows: weights pass once, from memory.
+// Few rows: weights are read once, from memory.
 template <typename F, int R>
 void stream(const char* a, int64_t lda, int64_t second, const char* b, int steps, char* c) {
   constexpr int64_t ldc = NR * 4;
@@ -173,29 +172,29 @@ void stream(const char* a, int64_t lda, int64_t second, const char* b, int steps
   if (R == 2) tile_store<2>(c + kAmxRows * ldc, ldc), tile_store<3>(c + kAmxRows * ldc + 64, ldc);
 }
 
-// Rows of accumulators: a group, or two pairs of panels, of kStay tile rows or one block's.
+// Rows of accumulators: a group, or two pairs of panels, of kStay tile rows or of one block.
 constexpr int kKept = std::max(kGroup * kCutRows, 4 * std::max(kStay, kPair));
 alignas(64) thread_local float kept_sums[(size_t)kKept * NR];
 
-// Rows of the output that are fetched before they are written to. Every line of it is another one, and a write that has
-// to wait for its line holds one of the 16 buffers that the tiles' lines come through: with 4 bytes an output and K =
-// 896 half of the time went there (one thread; 16: a fifth).
+// Output rows that are prefetched before they are written. Each of their lines is a different one, and a store that
+// waits for its line occupies one of the 16 buffers through which the tiles' lines come. With 4 bytes an output and K =
+// 896, half of the time was lost to that (one thread; with 16 threads a fifth).
 constexpr int kRowsAhead = 16;
 
-// Finished sums that wait: of `rows` rows from `row` on, one panel or a pair of them.
+// Finished sums that are not yet processed: `rows` rows from `row` on, of one panel or a pair of panels.
 template <int Parts, typename Finish>
 class Waiting {
  public:
-  // steps: the least of a block; by its end nothing waits any more, so it may write over what waited.
+  // steps: the least in a block. All sums are processed by its end, so it may overwrite them.
   Waiting(Finish& finish, int steps) : finish_(finish), total_(steps) {}
-  // Rows [first, end) of those whose sums these are, `row` being the first one's number.
+  // Rows [first, end) of these sums; `row` is the index of the first one.
   void put(int unit, int row, int first, int end, float* const (&sums)[Parts]) {
     flush();
     finish_.begin(unit);
     row_ = row + first, rows_ = end - first, done_ = credit_ = 0;
     for (int i = 0; i < Parts; i++) sums_[i] = sums[i] + first * NR;
   }
-  // One of the steps of the following blocks, over which the rows are spread.
+  // Called once in each step of the following blocks, over which the rows are spread.
   AS_INLINE void step() {
     for (credit_ += rows_; credit_ >= total_; credit_ -= total_)
       if (done_ < rows_) next();
@@ -217,13 +216,13 @@ class Waiting {
   float* sums_[Parts];
 };
 
-// Rows and panels of one product, for blocks of up to 32 tile rows.
+// The rows and panels of one GEMM, in blocks of up to 32 tile rows.
 template <typename F, int Parts, typename Weights, typename Finish>
 class Gemm {
  public:
   static constexpr int kHeight = kPair / F::kPlanes;  // rows of a block
 
-  // Units [u0, u1) of panels: panel u, or (Parts = 2) panels u and u + w.panels() / 2. `weights` of a panel.
+  // Units [u0, u1): panel u or, with Parts = 2, panels u and u + w.panels() / 2. `weights` of a panel. Calls
   // finish.begin(unit), then finish.row(row, sums...) for each row.
   Gemm(const Packed& w, const Activations& a, const PreparedLayout& at, int m, int u0, int u1, Weights& weights,
        Finish& finish)
@@ -258,7 +257,7 @@ class Gemm {
     else block<F, 1, kPanelStays>(x, (int64_t)a_.stride, second_, b, end - begin, (char*)c, begin > 0, ahead, between);
   }
 
-  // Pass `pass` of `passes` fetches its part of the piece of a panel that comes next.
+  // Pass `pass` of `passes` prefetches its share of the next part of a panel.
   static Ahead part_of(const char* next, int pass, int passes) {
     Ahead ahead;
     constexpr int kLines = kPanelStepBytes / 64;
@@ -267,8 +266,8 @@ class Gemm {
     return ahead;
   }
 
-  // K in one piece. Of a pair of panels, all rows pass by the first, then by the second; meanwhile half of each row
-  // block of the pair before is finished, and the other half.
+  // K undivided. All rows pass by the first panel of a pair, then by the second; meanwhile each half of the previous
+  // pair's row blocks is processed.
   void rows_stay() {
     const int stay = std::min<int>(kStay / F::kPlanes, kStayBytes / a_.stride),
               most = std::max(kHeight, stay / kHeight * kHeight);
@@ -301,7 +300,7 @@ class Gemm {
     }
   }
 
-  // K in pieces: the accumulators of some rows and a group of panels are kept meanwhile.
+  // K split: keeps the accumulators of some rows and a group of panels.
   void split_k() {
     static_assert(Parts <= kGroup && kCutRows % kPair == 0);
     const int most = std::max(1, panels_of_group(steps_) / Parts);
@@ -361,7 +360,7 @@ void multiply(const Packed& w, const Activations& a, const PreparedLayout& at, i
       .run();
 }
 
-// Rows of one block at most.
+// At most the rows of one block.
 template <typename F, typename Weights, typename Finish>
 void multiply_few(const Packed& w, const Activations& a, const PreparedLayout& at, int m, int p0, int p1,
                   Weights&& weights, Finish&& finish) {
@@ -388,7 +387,7 @@ void multiply_plain(const Packed& w, const Activations& a, const PreparedLayout&
   else multiply<F, 1>(w, a, at, m, p0, p1, weights, finish);
 }
 
-// 4-bit weights of `steps` steps as bytes.
+// Widens `steps` steps of 4-bit weights to bytes.
 void widen(const char* w, int steps, char* out) {
   const __m512i mask = _mm512_set1_epi8(15);
   for (int i = 0; i < steps * 8 * NV; i++, w += 64) {  // W lanes of eight k
@@ -399,7 +398,7 @@ void widen(const char* w, int steps, char* out) {
   }
 }
 
-// Groups of whole steps.
+// Groups that consist of whole steps.
 template <int Planes>
 void multiply_groups(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0,
                      int p1) {
@@ -451,14 +450,14 @@ void multiply_groups(const Packed& w, const Activations& a, const float* bias, f
           if (Planes == 2 || rows > kAmxRows)
             block<F, 2, false>(x, (int64_t)a.stride, second, weights, steps, to, false, {}, nothing);
           else block<F, 1, false>(x, (int64_t)a.stride, second, weights, steps, to, false, {}, nothing);
-          if (r0 > m0) fold(r0 - kHeight);  // beside these products
+          if (r0 > m0) fold(r0 - kHeight);  // in parallel with these products
         }
         fold(m0 + (end - m0 - 1) / kHeight * kHeight);
       }
     }
 }
 
-// w.planes as a constant.
+// Calls work with w.planes as a constant.
 template <typename Work>
 AS_INLINE void with_planes(const Packed& w, Work&& work) {
   w.planes == 2 ? work(std::integral_constant<int, 2>{}) : work(std::integral_constant<int, 1>{});
@@ -467,7 +466,7 @@ AS_INLINE void with_planes(const Packed& w, Work&& work) {
 }  // namespace
 
 bool matmul_tiles(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1) {
-  constexpr int kFew = 8;  // fewer rows: vector products keep up with memory
+  constexpr int kFew = 8;  // with fewer rows, vector products keep up with memory
   if (w.pairs) {
     multiply_plain<TileBFloat>(w, a, {}, BFloatRow{w, bias, {}}, y, ldy, m, p0, p1,
                                [&](int p) { return w.data + p * w.panel_bytes; });
@@ -483,11 +482,10 @@ bool matmul_tiles(const Packed& w, const Activations& a, const float* bias, floa
     });
     return true;
   }
-  // One group that is no whole number of steps may be a last one only.
-  // In groups a tile's sums are folded every few steps: tiles pay from about 16 rows on (seen: at 8 rows 0.9 of VNNI's
-  // speed, at 16 1.1, at 32 1.2 to 1.3).
+  // Only a single group need not be a whole number of steps. With groups, a tile's sums are folded every few steps, so
+  // tiles pay off from about 16 rows on (measured relative to VNNI: 0.9 at 8 rows, 1.1 at 16, 1.2 to 1.3 at 32).
   if (w.groups() > 1 && (m < 2 * kFew || w.group % TileBytes<1>::kStep)) return false;
-  if (w.group > kWidenedSteps * TileBytes<1>::kStep) return false;  // as `wide` and add_group() have it
+  if (w.group > kWidenedSteps * TileBytes<1>::kStep) return false;  // limit of `wide` and add_group()
   with_planes(w, [&](auto planes) { multiply_groups<planes>(w, a, bias, y, ldy, m, p0, p1); });
   return true;
 }
@@ -511,7 +509,7 @@ bool matmul_gated_tiles(const Packed& w, const Activations& a, const float* bias
   return true;
 }
 
-// Products of tiles in registers, four accumulators: returns how many operations that were.
+// Products of tiles in registers with four accumulators. Returns the number of operations.
 double multiply_tile_registers(int64_t rounds, bool integers) {
   Tiles tiles;
   tiles.configure(kPair);

@@ -1,10 +1,10 @@
-// InstantQuant: rows of a stored matrix into a quantized format (format.h), and back one by one.
+// InstantQuant: quantizes rows of a stored matrix (format.h) and dequantizes single rows.
 //
-// For each group of a row: scale = (max - min) / (2^bits - 1), q = (x - min) / scale to nearest, with min and scale
-// moved outwards to what bfloat16 can hold: offset (the value of the middle q) is rounded, and scale is made just so
-// much larger that min and max still have a q. So bfloat16 costs range, at most 2^-7 of it, and not the exactness of
-// the grid. Only operations that every instruction set rounds alike, so q, scales and offsets are the same on all of
-// them.
+// For each group of a row: scale = (max - min) / (2^bits - 1) and q = (x - min) / scale, rounded to nearest, with min
+// and scale widened to values that bfloat16 can represent: offset (the value of the middle q) is rounded, and scale is
+// enlarged just enough that min and max still have a q. So bfloat16 costs at most 2^-7 of the range and no exactness of
+// the grid. Uses only operations that round alike on every instruction set, so q, scales and offsets are the same on
+// all of them.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -33,7 +33,7 @@ struct SourceBF16 {
   static vf load(const uint16_t* p) { return vload_bf16(p); }
 };
 
-// Calls f(vector, how many of its lanes count) for x [n]; lanes past the end repeat the last value.
+// Calls f(vector, number of valid lanes) for x [n]. Lanes past the end repeat the last value.
 template <typename S, typename F>
 AS_INLINE void for_vectors(const typename S::Storage* x, int n, F&& f) {
   int i = 0;
@@ -45,7 +45,7 @@ AS_INLINE void for_vectors(const typename S::Storage* x, int n, F&& f) {
   }
 }
 
-// How a group's values become q: (x / 2 - half_offset) * factor + middle. Halves, because max - min may be past the
+// How a group's values become q: (x / 2 - half_offset) * factor + middle. Halves, because max - min may exceed the
 // largest float.
 struct Range {
   float half_offset, factor;
@@ -65,7 +65,7 @@ float float_of_bits(uint32_t bits) {
 
 constexpr uint16_t kNan = 0x7fc0;
 
-// Of a vector; with groups of 64, loops over its lanes would take as long as all else.
+// The maximum lane. With groups of 64, a scalar loop over lanes would take as long as everything else.
 AS_INLINE float largest(vf v) {
 #if defined(AS_ISA_AVX512)
   return _mm512_reduce_max_ps(v);
@@ -104,7 +104,7 @@ Range range_of(const typename S::Storage* x, int n, int bits, int64_t& bad) {
     return {0, 0, 0, kNan};
   }
   const float levels = (float)((1 << bits) - 1), middle = (float)(1 << (bits - 1));
-  // Not -0: which of two zeros is the least depends on the instruction set.
+  // + 0 avoids -0: which of two zeros is the minimum depends on the instruction set.
   const float half_min = -largest(vsub(vzero(), low)) * 0.5f + 0.0f, half_max = largest(high) * 0.5f;
   const float half_middle = half_min + middle * ((half_max - half_min) / levels);
   constexpr uint32_t kMost = 0x7eff0000, kSign = 0x80000000;  // the largest whose double is finite
@@ -115,7 +115,7 @@ Range range_of(const typename S::Storage* x, int n, int bits, int64_t& bad) {
        0xffff) &
       0xffff0000);
   const uint16_t offset = (uint16_t)(bits_of_float(2 * half_offset) >> 16);
-  // A range that is as good as none: the group is its middle. (Its inverse would not be a number.)
+  // A negligible range: the group becomes its middle. (The inverse would overflow.)
   if (half_scale < 0x1p-120f) return {0, 0, 0, offset};
   return {half_offset, 1.0f / half_scale, (uint16_t)(bits_of_float(2 * half_scale) >> 16), offset};
 }
@@ -135,7 +135,7 @@ AS_INLINE void store_bytes(uint8_t* out, vf v) {
 #endif
 }
 
-// q of x [n] into out [kPlacedK], zeros behind.
+// q of x [n] into out [kPlacedK], with zeros after them.
 template <typename S>
 AS_INLINE void quantize_chunk(const typename S::Storage* x, int n, const Range& range, float levels, uint8_t* out) {
   const vf half = vset(0.5f), offset = vset(range.half_offset), factor = vset(range.factor), most = vset(levels),
@@ -159,7 +159,7 @@ int64_t quantize_from(const Packed& w, const SourceRows& source, int64_t r0, int
     const auto* whole = static_cast<const typename S::Storage*>(source.data) + (row - source.row_offset) * stride;
     const auto* x = whole + source.column;
     Range ranges[kPlacedRows];
-    int64_t known = -1;  // the group of the whole row that these ranges are of
+    int64_t known = -1;  // the group of the whole row that these ranges belong to
     for (int g = 0, first = 0; g < w.groups(); first += w.group_k(g), g++) {
       const int length = w.group_k(g);
       const int64_t group = (source.column + first) / source.group, begin = group * source.group,
@@ -192,7 +192,7 @@ int64_t quantize(const Packed& w, const SourceRows& source, int64_t r0, int64_t 
 
 namespace {
 
-// The code of k `i` of a group's weights, as it was stored.
+// The quantized value of k `i` of a group's weights, as stored.
 int code_of(const Packed& w, const uint8_t* weights, int lane, int i) {
   switch (w.unit()) {
     case 1:
@@ -206,7 +206,7 @@ int code_of(const Packed& w, const uint8_t* weights, int lane, int i) {
   }
 }
 
-// A weight is scale * (code - center) + offset.
+// A weight is scale * (q - center) + offset.
 struct GroupScale {
   float scale, offset;
   int center;

@@ -1,5 +1,4 @@
-// What this machine can do at most, for benchmarks to measure beside their figures: reading memory, multiplying and
-// adding.
+// The machine's roofline, which benchmarks report beside their figures: memory bandwidth and the multiply-add rate.
 #include "cpu/kernels/kernels.h"
 #include "cpu/kernels/tables.h"
 #include "cpu/simd.h"
@@ -7,8 +6,8 @@
 namespace as {
 namespace AS_ISA {
 
-// Reads n floats once, in four places at a time, every line fetched ahead: one stream leaves some of a core's bandwidth
-// unused (seen: 27 of 34 GB/s in small pages, 61 of 66 with two threads in huge ones). The sum only keeps the loads
+// Reads n floats once, as four streams with every line prefetched: a single stream leaves some of a core's bandwidth
+// unused (measured: 27 of 34 GB/s in small pages, 61 of 66 with two threads in huge ones). The sum only keeps the loads
 // alive.
 float read_memory(const float* p, size_t n) {
   constexpr int kStreams = 4;
@@ -24,7 +23,7 @@ float read_memory(const float* p, size_t n) {
   return vsum(vadd(vadd(a[0], a[1]), vadd(a[2], a[3])));
 }
 
-// `rounds` x 12 independent fused multiply-adds in registers; returns how many floating-point operations that were.
+// `rounds` x 12 independent fused multiply-adds in registers. Returns the number of floating-point operations.
 double multiply_add(int64_t rounds, float* keep) {
   vf a[12];
   const vf b = vset(0.9999f), c = vset(0.0001f);

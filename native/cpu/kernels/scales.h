@@ -1,4 +1,4 @@
-// Scales and offsets of a group as floats, however its head has them (format.h).
+// Scales and offsets of a group as floats, converted from any head layout (format.h).
 #pragma once
 #include <cstdint>
 
@@ -34,7 +34,7 @@ AS_INLINE vf vload_i8(const int8_t* p) {
 #endif
 }
 
-// A head's scales, or its offsets as they are stored.
+// A head's scales or its stored offsets.
 struct Float32s {
   static constexpr int kBytes = 4;
   static AS_INLINE vf load(const char* p, int v) { return vload(reinterpret_cast<const float*>(p) + v * W); }
@@ -48,9 +48,9 @@ struct BFloat16s {
   static AS_INLINE vf load(const char* p, int v) { return vload_bf16(reinterpret_cast<const uint16_t*>(p) + v * W); }
 };
 
-// Of `count` groups whose heads are `step` bytes apart: scales [NR], then offsets [NR], so that a weight is
-// scale * (q - middle of the format) + offset, q as it lies in memory: 8-bit codes were moved so that their center is
-// the middle, those of 4 bits have no room for it (`moved`).
+// For `count` groups whose heads are `step` bytes apart: scales [NR], then offsets [NR], such that a weight is
+// scale * (q - middle of the format) + offset with q as stored in the panel. 8-bit values were moved so that their
+// center is the middle; 4-bit values have no room for that (`moved`).
 template <typename Stored>
 AS_INLINE void load_plain(const char* head, size_t step, int count, ZeroType zeros, float middle, float moved,
                           float* out) {
@@ -73,7 +73,7 @@ AS_INLINE void load_plain(const char* head, size_t step, int count, ZeroType zer
            __attribute__((always_inline)) { return vfma(vset(moved), scale, Stored::load(second, v)); });
 }
 
-// Of `count` groups from g on. A super-group's float16 are converted once.
+// For `count` groups from g on. A super-group's float16 scales are converted once.
 template <bool kOffsets>
 AS_INLINE void load_nested(const Packed& w, int panel, int g, int count, float moved, float* out) {
   const int groups = w.scaling.super_group / w.group;
@@ -96,10 +96,10 @@ AS_INLINE void load_nested(const Packed& w, int panel, int g, int count, float m
   }
 }
 
-constexpr int kLoadedGroups = 8;  // whose scales are loaded at a time: as many as most super-groups have
+constexpr int kLoadedGroups = 8;  // groups whose scales are loaded at a time: as many as most super-groups have
 
-// Of `count` groups from g on, each one's [2 * NR] after the other's. Out of line: a group's products take longer, and
-// need the registers.
+// For `count` groups from g on, [2 * NR] each. Out of line, because the group's products take longer and need the
+// registers.
 __attribute__((noinline, unused)) void load_scales(const Packed& w, int panel, int g, int count, float* out) {
   const ZeroType zeros = w.scaling.zeros;
   const float middle = (float)w.middle(), moved = (float)(w.middle() - w.bias - w.center());

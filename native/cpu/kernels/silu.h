@@ -1,5 +1,5 @@
-// silu(gate) * up, gelu(gate) * up and gpt-oss' product, of a vector: the same instructions wherever it is computed, so
-// that fused and separate results have the same bits.
+// silu(gate) * up, gelu(gate) * up and gpt-oss' product, for a vector. All callers use the same instructions, so fused
+// and separate results have the same bits.
 #pragma once
 #include "cpu/kernels/format.h"
 #include "cpu/simd.h"
@@ -8,12 +8,12 @@ namespace as {
 namespace AS_ISA {
 
 #if defined(AS_ISA_AVX512)
-// a / d, 1 <= d <= 2^124. vrcp14ps is not the same on all processors.
+// a / d for 1 <= d <= 2^124. Not by vrcp14ps, which differs between processors.
 AS_INLINE vf vdivide(vf a, vf d) {
 #if defined(AS_ISA_AMX)
-  // Processors with tiles keep a port for 16 cycles in a division, beside products that this takes 4 of: a line for the
-  // mantissa beside the negative of the exponent (d times it is constant to 1.5 %), a line of that product (1.1e-4), a
-  // step of Newton's (1.3e-8).
+  // On processors with tiles, a division occupies a port for 16 cycles; this takes 4. A line approximates the mantissa
+  // for the negated exponent (times d it is constant to 1.5 %), a second line improves that product (1.1e-4), then one
+  // Newton step (1.3e-8).
   const vf seed = _mm512_castsi512_ps(_mm512_sub_epi32(_mm512_set1_epi32(0x7eb504f3), _mm512_castps_si512(d)));
   const vf y = vmul(seed, _mm512_fnmadd_ps(vmul(d, seed), vset(1.9409089088439941f), vset(2.7864856719970703f)));
   return vmul(a, vfma(y, _mm512_fnmadd_ps(d, y, vset(1.0f)), y));
@@ -26,8 +26,8 @@ AS_INLINE vf vdivide(vf a, vf d) {
 // gate / (1 + e^-x) * up
 AS_INLINE vf vgate_mul(vf gate, vf x, vf up) {
 #if defined(AS_ISA_AVX512)
-  // Up to 2^124, so that its inverse is a normal number. The rounded exponent costs 2^-24 |x| of a result that is
-  // e^-|x| small.
+  // Limited to 2^124, so that the inverse is a normal number. The rounded exponent costs 2^-24 |x| relative to a result
+  // as small as e^-|x|.
   const vf d =
       vadd(vset(1.0f), vexp2(vmin(vset(124.0f), vmul(x, vset(-1.44269504088896341f)))));  // in this order a NaN passes
   return vmul(vdivide(gate, d), up);
@@ -39,16 +39,16 @@ AS_INLINE vf vgate_mul(vf gate, vf x, vf up) {
 
 AS_INLINE vf vsilu_mul(vf gate, vf up) { return vgate_mul(gate, gate, up); }
 
-// The approximation with tanh: gate / 2 * (1 + tanh(u)) = gate / (1 + e^-2u), u = sqrt(2 / pi) (gate + 0.044715 gate^3)
+// The tanh approximation: gate / 2 * (1 + tanh(u)) = gate / (1 + e^-2u), u = sqrt(2 / pi) (gate + 0.044715 gate^3).
 AS_INLINE vf vgelu_tanh_mul(vf gate, vf up) {
   const vf square = vmul(gate, gate);
   const vf slope = vfma(square, vset(0.0713548162726f), vset(1.5957691216057308f));
   return vgate_mul(gate, vmul(gate, slope), up);
 }
 
-// gate * sigmoid(alpha * gate) * (up + 1), the gate at most limit, up within +-limit.
+// gate * sigmoid(alpha * gate) * (up + 1), with gate at most `limit` and up within +-limit.
 AS_INLINE vf vclamped_silu_mul(vf gate, vf up, vf alpha, vf limit) {
-  const vf g = vmin(limit, gate), u = vmax(vsub(vzero(), limit), vmin(limit, up));  // in this order a NaN passes
+  const vf g = vmin(limit, gate), u = vmax(vsub(vzero(), limit), vmin(limit, up));  // this order propagates NaN
   return vgate_mul(g, vmul(alpha, g), vadd(u, vset(1.0f)));
 }
 

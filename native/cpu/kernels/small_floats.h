@@ -1,4 +1,4 @@
-// Values that codes of small float types and of tables stand for.
+// The values of small floats: e4m3, e2m1 and nf4.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -9,7 +9,7 @@ namespace as {
 namespace AS_ISA {
 namespace {
 
-// NormalFloat of 4 bits (QLoRA, appendix E), as bitsandbytes has it.
+// 4-bit NormalFloat (QLoRA, appendix E), as in bitsandbytes.
 constexpr float kNormalFloats[16] = {-1.0f,
                                      -0.6961928009986877f,
                                      -0.5250730514526367f,
@@ -26,15 +26,15 @@ constexpr float kNormalFloats[16] = {-1.0f,
                                      0.5626170039176941f,
                                      0.7229568362236023f,
                                      1.0f};
-// OCP's float of 4 bits: sign, two bits of exponent, one of fraction.
+// OCP's 4-bit float: a sign bit, two exponent bits and one fraction bit.
 constexpr float kE2M1[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
                              -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
 
 AS_INLINE const float* table_of(Format format) { return format == Format::nf4 ? kNormalFloats : kE2M1; }
 
-// OCP's float of 8 bits (no infinities; 0x7f and 0xff, not numbers, are refused when weights are loaded).
+// OCP's 8-bit float. It has no infinities; its NaN (0x7f and 0xff) are rejected when weights are loaded.
 AS_INLINE float e4m3_value(int code) {
-  // The exponent's and fraction's bits where float32 has them, which is 2^-120 of the value, subnormals included.
+  // The bits of exponent and fraction at their float32 positions give 2^-120 of the value, including subnormals.
   const uint32_t bits = (uint32_t)(code & 0x7f) << 20 | (uint32_t)(code & 0x80) << 24;
   float value;
   std::memcpy(&value, &bits, 4);

@@ -1,4 +1,4 @@
-// How the keys and values of one span, layer and KV head lie in memory.
+// The memory layout of the keys and values of one span, layer and KV head.
 //
 //   float32, bfloat16   keys [group of 16 tokens][d][token], values [token][padded d]
 //   bfloat16 in pairs   keys [group][pair of d][token][2], d padded to a multiple of 32
@@ -7,11 +7,11 @@
 //   uint4               keys [group][pair of d][token], values [pair of tokens][padded d], the first of a pair in the
 //                       low nibble; scales
 //
-// A lane is a token, so no score needs a horizontal sum; pairs of d suit products that add neighbours. Bfloat16 lies in
-// pairs where such products take it: 16 pairs of a group of keys, or of 16 values, are the second operand of a tile
-// product. Scales are four runs of span_size floats: scale and minimum of the keys, then of the values. A value is q *
-// scale + minimum, with scale = (max - min) / (2^bits - 1): the zero point is kept as the value that q = 0 stands for,
-// which is exact for equal values.
+// A lane is a token, so no score needs a horizontal sum. Pairs of d suit products that add neighbours. bfloat16 is
+// stored in pairs where such products read it: 16 pairs of a group of keys, or of 16 values, are the second operand of
+// a tile product. Scales are four runs of span_size floats: scale and minimum of the keys, then of the values. A value
+// is q * scale + minimum, with scale = (max - min) / (2^bits - 1). The minimum is stored as a float, so equal values
+// are exact.
 #pragma once
 #include <cstddef>
 #include <stdexcept>
@@ -37,8 +37,7 @@ struct SpanLayout {
   int query_dim() const { return (head_dim + 31) / 32 * 32; }    // values of a prepared query, 16 bits each
 };
 
-// bf16_pairs: as Rules (format.h) has it. std::invalid_argument if the heads are too long for a quantized
-// cache.
+// bf16_pairs: see Rules (format.h). Throws std::invalid_argument if the heads are too long for a quantized cache.
 inline SpanLayout span_layout(DType dtype, int span_size, int head_dim, bool bf16_pairs) {
   if (is_quantized(dtype) && head_dim > kQuantizedHeadDim)
     throw std::invalid_argument("a quantized KV cache takes heads of at most " + std::to_string(kQuantizedHeadDim) +
@@ -56,7 +55,8 @@ inline SpanLayout span_layout(DType dtype, int span_size, int head_dim, bool bf1
   return s;
 }
 
-// Writes a token's key and value (each [head_dim]); several threads may write tokens of different pairs. (cache.cpp)
+// Writes a token's key and value (each [head_dim]). Threads may write tokens of different pairs in parallel.
+// (cache.cpp)
 void write_token(const SpanLayout& layout, char* span, int token, const float* key, const float* value);
 
 }  // namespace as

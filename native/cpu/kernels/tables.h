@@ -1,4 +1,4 @@
-// What table.cpp gathers into this ISA's table of kernels.
+// Declarations of the kernels that table.cpp puts into this ISA's table.
 #pragma once
 #include "cpu/kernels/kernels.h"
 
@@ -14,7 +14,7 @@ void matmul_gated(const Packed& w, const Activations& a, const float* bias, cons
                   int p1);
 PreparedLayout prepared(const Packed& w);
 #if defined(AS_ISA_AMX)
-// False: not a format, group size or number of rows for which tiles are good.
+// Return false if tiles are not supported or not faster for the format, group size and number of rows.
 bool matmul_tiles(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1);
 bool matmul_gated_tiles(const Packed& w, const Activations& a, const float* bias, const GatedOutput& out, int m, int p0,
                         int p1);
@@ -39,7 +39,7 @@ void rope_interleaved(float* x, const float* cosine, const float* sine, int half
 void prepare_queries(const AttentionTile& tile, char* out);
 void attend(const AttentionTile* tiles, int count);
 void end_attention();
-// Soft cap and slopes of a row's scores with the block's first n tokens, factor times what is given.
+// Applies soft cap and slopes to a row's scores with the block's first n tokens, after multiplying them by factor.
 void bend_scores(const AttentionTile& a, int row, float factor, float* scores, int n);
 #if defined(AS_ISA_AVX512_BF16)
 void prepare_queries_bf16(const AttentionTile& tile, char* out);

@@ -1,8 +1,8 @@
-// The register tile of the matrix products: MR rows x NV vectors of accumulators; a panel has NR = NV * W features.
+// The register tile of the GEMMs: MR rows x NV vectors of accumulators. A panel has NR = NV * W features.
 //
-// The two FMA ports need latency 4 x 2 = 8 independent chains; registers allow 12 of AVX2's 16 (4 x 3; 3 for the
-// weights, 1 broadcast) and 24 of AVX-512's 32 (12 x 2). Arm has 32 and loads two vectors a cycle beside its
-// multiply-adds: 6 x 4 needs 10 loads for 24 of them, 12 x 2 would need 14, and one row has four chains.
+// Two FMA ports with latency 4 need 8 independent chains. Registers allow 12 of AVX2's 16 (4 x 3; 3 for weights, 1 for
+// a broadcast) and 24 of AVX-512's 32 (12 x 2). Arm has 32 and loads two vectors a cycle beside its multiply-adds: 6 x
+// 4 needs 10 loads for 24 of them, 12 x 2 would need 14, and one row has four chains.
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -21,31 +21,32 @@ constexpr int NV = 3, MR = 4;
 constexpr int NV = 4, MR = 6;
 #endif
 constexpr int NR = NV * W;
-constexpr int KC = 256;  // k of a block: KC x NR floats of weights stay in the first-level cache or just behind it
-constexpr int MB = MR > 6 ? MR * 20 : MR * 40;  // rows of a block: MB x KC floats of x stay in the second-level cache
+constexpr int KC = 256;  // k of a block: KC x NR floats of weights stay in the first-level cache or nearly
+constexpr int MB = MR > 6 ? MR * 20 : MR * 40;  // rows of a block: MB x KC floats of x stay in the second level
 
-// Rows of each block of m: as even as whole tiles allow, since every block streams all weights again.
+// Rows of each block of m: as equal as whole tiles allow, because every block streams all weights again.
 AS_INLINE int block_rows(int m) {
   const int blocks = (m + MB - 1) / MB;
   return std::min(MB, ((m + blocks - 1) / blocks + MR - 1) / MR * MR);
 }
 
-// For what is needed a few microseconds from now: into the second level. Prefetching into the first takes its miss
-// buffers, of which a core has too few for the latency of memory (24 lines in 120 ns are 13 GB/s, and so it was seen on
-// Zen 4, at any distance; into the second level from 8 KB ahead on: 29).
+// Prefetches into the second level what is needed in a few microseconds. Prefetching into the first level occupies its
+// miss buffers, and a core has too few for the latency of memory (24 lines in 120 ns are 13 GB/s; measured on Zen 4 at
+// any distance; into the second level from 8 KB ahead on: 29).
 AS_INLINE void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
 
-// A line of weights that pass once, `Far` bytes ahead of w if there are one or two rows, where memory binds; near and
-// into the first level for more: their products would wait for the second (seen: 4-bit weights at 8 rows 0.8 as fast).
+// Prefetches a line of weights that are read once: `Far` bytes ahead of w with one or two rows, where memory is the
+// bottleneck. With more rows, close ahead and into the first level, because products would wait for the second
+// (measured: 4-bit weights at 8 rows 0.8 as fast).
 template <int Rows, int Far>
 AS_INLINE void prefetch_weights(const void* w) {
   const char* at = static_cast<const char*>(w);
   if constexpr (Rows <= 2) prefetch_far(at + Far);
   else __builtin_prefetch(at + 2048);
 }
-constexpr int kStreamAhead = 3072;  // bytes, of weights of 8 bits and more
+constexpr int kStreamAhead = 3072;  // bytes, for weights of 8 bits and more
 
-// Fetches piece `i` of `pieces` of what lies at p: the next block of weights, bit by bit while this one is worked on.
+// Prefetches part `i` of `pieces` of the data at p: the next block of weights, gradually while this one is processed.
 AS_INLINE void fetch_part(const void* p, size_t bytes, int i, int pieces) {
   const size_t share = (bytes / pieces + 64) / 64 * 64;
   const char* from = static_cast<const char*>(p) + i * share;
@@ -59,8 +60,8 @@ inline void with_constant(int n, F&& f) {
   if constexpr (N > 1) with_constant<N - 1>(n, f);
 }
 
-// Writes accumulators out in a loop that is sure to be unrolled: any that is indexed at run time makes the compiler
-// keep all of them in memory, through the multiplying loop too. What is to be done with them is done from `out`.
+// Writes accumulators to memory in a fully unrolled loop. If one is indexed at run time, the compiler keeps all of them
+// in memory, also in the multiplying loop. Later steps work on `out`.
 template <int R, int N, typename V>
 __attribute__((always_inline)) inline void spill(const V (&acc)[R][N], V* out) {
 #pragma GCC unroll 16

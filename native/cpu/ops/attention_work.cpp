@@ -14,8 +14,8 @@ size_t partial_floats_of(const SpanLayout& layout) { return (size_t)kTileRows * 
 int runs_of(int blocks) { return (blocks + kRunBlocks - 1) / kRunBlocks; }
 int runs_of(int begin, int end) { return runs_of(end) - begin / kRunBlocks; }
 
-// Where one thread's part ends and the next one's begins, at most one tile is shared and one of its runs. As much is
-// enough for pieces of the longest context.
+// At most one tile, and one of its runs, is shared where one thread's part ends and the next one's begins. That is also
+// enough for the parts of the longest context.
 size_t partials_of(int threads, int max_length) {
   return (size_t)(threads - 1) * (runs_of((max_length + kBlockTokens - 1) / kBlockTokens) + kRunBlocks - 1);
 }
@@ -56,7 +56,7 @@ void AttentionWork::make_tiles(const Batch& batch) {
   for (const Item& item : batch.items) {
     one_tile_a_key &= item.count == 1;
     for (int kv = 0; kv < shape.kv_heads; kv++) {
-      // Local query heads of this KV head: global head h uses KV head h / group.
+      // Local query heads of this KV head. Global head h uses KV head h / group.
       const int global = kv + shape.kv_begin;
       const int head0 = std::max(0, global * shape.group - shape.q_head_begin);
       const int head1 = std::min(shape.q_heads, (global + 1) * shape.group - shape.q_head_begin);
@@ -74,8 +74,8 @@ void AttentionWork::make_tiles(const Batch& batch) {
   }
 }
 
-// What threads keep of the tiles that several of them have a part of: a partial result for each run of blocks, and for
-// each block of a run that they share too.
+// Assigns memory for the partial results of shared tiles: one for each run of blocks, and one for each block of a run
+// that is shared.
 void AttentionWork::share_pairs() {
   for (int t = 0; t < (int)tiles.size(); t++)
     for (int b = tiles[t].first; b < tiles[t].blocks; b++) pairs.push_back({t, b, Kept::nothing, 0});
@@ -105,14 +105,14 @@ void AttentionWork::share_pairs() {
     throw std::logic_error("attention keeps " + std::to_string(kept) + " partial results, more than there is room for");
 }
 
-// Groups, longest contexts first; those that would keep one thread busy for long are cut at whole runs.
+// Groups, longest contexts first. Groups that would keep one thread busy for long are divided at whole runs.
 void AttentionWork::make_units() {
   const int most =
-      std::min(kGroupTiles, std::max(1, (int)tiles.size() / (8 * threads)));  // some groups for each thread
-  double total = 0;  // of blocks, a group's counted once: reading them is most of it
+      std::min(kGroupTiles, std::max(1, (int)tiles.size() / (8 * threads)));  // several groups for each thread
+  double total = 0;  // blocks; a group's are counted once, because reading them dominates
   for (int t = 0; t < (int)tiles.size(); t++) {
     const Tile& tile = tiles[t];
-    // Later positions of the same heads: so a group's last tile sees most.
+    // Later positions of the same heads, so that the last tile of a group sees most.
     const bool joins = !units.empty() && units.back().count < most && tiles[t - 1].slot == tile.slot &&
                        tiles[t - 1].head0 == tile.head0;
     if (joins) total -= units.back().end - units.back().begin, units.back().count++;

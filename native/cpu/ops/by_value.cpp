@@ -1,4 +1,4 @@
-// scale, soft_cap: each value by itself, in place.
+// scale, soft_cap: in place, value by value.
 #include "cpu/ops/ops.h"
 
 namespace as {

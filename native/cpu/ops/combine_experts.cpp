@@ -1,5 +1,5 @@
-// combine_experts: of each row the sum of its experts' rows times their weights, in ascending order of experts; on
-// ranks that have some of the experts, of theirs.
+// combine_experts: the sum of each row's entries times their weights, in ascending order of experts. On a rank with
+// some of the experts, the sum over those.
 #include <algorithm>
 
 #include "cpu/ops/ops.h"
@@ -23,7 +23,7 @@ class CombineExperts : public BoundOp {
 
   void run(const Batch& batch, int thread) override {
     const int rows = out_.rows(batch), threads = core_.pool.size();
-    // Few rows: columns are shared out.
+    // With few rows, threads divide the columns.
     const auto [r0, r1] = rows < threads ? std::pair<int, int>(0, rows) : part(rows, thread, threads);
     const auto [c0, c1] = rows < threads ? part(out_.width, thread, threads) : std::pair<int, int>(0, out_.width);
     Own& own = own_[thread];

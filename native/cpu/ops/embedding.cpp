@@ -1,4 +1,4 @@
-// embedding: rows of the token embedding, scaled; zeros for ids of another rank's part of the vocabulary.
+// embedding: scaled rows of the token embedding; zeros for ids in another rank's part of the vocabulary.
 #include <algorithm>
 
 #include "cpu/ops/ops.h"

@@ -1,8 +1,8 @@
-// expert_linear: each entry of a row set by the matrix of its expert. Entries are sorted by expert, so that an expert's
-// rows are one product; threads take panels of experts, as many as makes their parts equal. Entries of experts that
-// other ranks have are left as they are: nothing reads them.
+// expert_linear: multiplies each entry of a row set with its expert's matrix. Entries are sorted by expert, so that an
+// expert's rows form one GEMM. Threads divide the experts' panels equally. Entries of experts on other ranks are not
+// written, because nothing reads them.
 //
-// With a silu_mul after it a panel of gate and one of up give n columns instead of 2n (linear.cpp).
+// Fused with silu_mul, a panel of gate and a panel of up give n columns instead of 2n (linear.cpp).
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
@@ -40,7 +40,7 @@ class ExpertLinear : public BoundOp {
     Activations a;
     if (!rows(batch, thread, a)) return;
     const bool one = a.ldx == 0;
-    // How many rows take as long as reading a panel.
+    // The number of rows that takes as long as reading a panel.
     const int streaming = core_.k.multiply_tiles ? 96 : 8, panels = gated_ ? m_.panels() / 2 : m_.panels();
     routing_.share(begin_, end_, panels, streaming, thread, core_.pool.size(),
                    [&, a = a, entries = out_.rows(batch)](int expert, int entry, int count, int p0, int p1) {
@@ -81,7 +81,7 @@ class ExpertLinear : public BoundOp {
     }
   }
 
-  // The entries' rows as the product takes them; of a single row, which all entries have, ldx is 0. False: another
+  // The entries' rows in the kernels' format. If all entries share a single row, ldx is 0. Returns false if another
   // thread has failed.
   bool rows(const Batch& batch, int thread, Activations& a) {
     const size_t stride = core_.k.prepared(m_).bytes;
@@ -99,7 +99,7 @@ class ExpertLinear : public BoundOp {
       for (int e = first + e0; e < first + e1; e++) core_.k.prepare(m_, in_.row(e), scratch + e * stride);
       return core_.pool.barrier();
     }
-    if (rows == 1) {  // each thread prepares it for itself: that takes less than waiting for each other
+    if (rows == 1) {  // each thread prepares it, which takes less time than a barrier
       a.ldx = 0;
       if (stride) core_.k.prepare(m_, in_.data, scratch + thread * stride), a.prepared = scratch + thread * stride;
       return true;
@@ -126,7 +126,7 @@ class ExpertLinear : public BoundOp {
   const Tensor in_, out_;
   Routing& routing_;
   const bool gated_;
-  const Packed m_;  // the first expert's
+  const Packed m_;  // of the first expert
   const float* bias_;
   const int begin_, end_;
 };

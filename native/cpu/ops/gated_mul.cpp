@@ -1,4 +1,4 @@
-// silu_mul, gelu_tanh_mul, clamped_silu_mul: an activation of gate, times up, of rows [gate | up].
+// silu_mul, gelu_tanh_mul, clamped_silu_mul: activation(gate) * up, of rows [gate | up].
 #include "cpu/ops/ops.h"
 
 namespace as {

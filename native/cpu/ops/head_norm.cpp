@@ -1,4 +1,4 @@
-// head_norm: RMS norm of each of some heads, in place.
+// head_norm: RMS norm of each head in a range, in place.
 #include "cpu/ops/ops.h"
 
 namespace as {

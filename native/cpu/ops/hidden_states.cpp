@@ -1,4 +1,4 @@
-// hidden_states: rows with outputs of the requests that want them, for rank 0 to hand out. Every rank has them all.
+// hidden_states: copies the rows with outputs that requests want, for rank 0 to return. Every rank has all of them.
 #include <algorithm>
 
 #include "cpu/ops/ops.h"

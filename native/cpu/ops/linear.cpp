@@ -1,9 +1,9 @@
-// linear: y = x w^T + bias. Threads take panels of output features, and of many rows a part of these.
+// linear: y = x w^T + bias. Threads divide panels of output features and, if there are many rows, also the rows.
 //
-// With an rms_norm before it each row is normed as the product wants it. Of one row each thread makes a copy of its
-// own: that takes less than waiting for each other. With a silu_mul after it a panel of gate and one of up give n
-// columns instead of 2n, at once as the next linear wants its rows where that is bfloat16; of few rows a thread
-// computes all its panels first. With an add after it each thread adds what it has made.
+// Fused with a preceding rms_norm, each row is normed in the GEMM's format; a single row is normed by every thread,
+// which takes less time than a barrier. Fused with a following silu_mul, a panel of gate and a panel of up give n
+// columns instead of 2n, in the next linear's format if that is bfloat16; with few rows a thread computes all its
+// panels first. Fused with a following add, each thread adds the columns that it computed.
 #include "cpu/ops/gemm.h"
 #include "cpu/ops/ops.h"
 
@@ -46,7 +46,7 @@ class Linear : public BoundOp {
   }
 
  private:
-  // A thread's panels of gate, then those of up, whose columns it then multiplies.
+  // Computes a thread's panels of gate, then those of up, then their gated product.
   void gate_few(const Activations& a, const WorkUnit& share) {
     const int half = m_.panels() / 2, c0 = share.p0 * m_.panel, n = m_.n / 2;
     float* both = scratch_.gated.as<float>();
@@ -59,7 +59,7 @@ class Linear : public BoundOp {
     }
   }
 
-  // The rows of x_ normed, as the product takes them. False: another thread has failed.
+  // Norms the rows of x_ into the GEMM's format. Returns false if another thread has failed.
   bool normed(int thread, int rows, Activations& a) {
     const size_t stride = core_.k.prepared(m_).bytes;
     const auto norm = [&](int r, float* y) { core_.k.rms_norm(x_.row(r), norm_.data(), y, m_.inputs, eps_); };
@@ -88,7 +88,7 @@ class Linear : public BoundOp {
   Tensor in_, out_;
   std::vector<float> norm_;
   float eps_ = 0;
-  Tensor x_, residual_;  // what is normed; what is added to
+  Tensor x_, residual_;  // input of the norm; what is added to
   bool gated_ = false;
 };
 

@@ -1,8 +1,8 @@
-// lora: y += scale * B (A x) for rows with an adapter, of all the adapter's targets among one linear's columns.
+// lora: y += scale * B (A x) for rows with an adapter, for all of the adapter's targets in one linear's columns.
 //
-// Rows of one adapter are multiplied together. Threads share out the products with A by adapter, target and rows; then,
-// all of these being there, those with B by columns. A value is made by the kernels' recipe of its own row, then added:
-// so it depends on nothing else in the step, and rows without an adapter are not touched.
+// Rows of one adapter are multiplied together. Threads divide the GEMMs with A by adapter, target and rows and, after a
+// barrier, those with B by columns. Every value follows the kernels' recipe for its own row before it is added, so it
+// depends on nothing else in the step. Rows without an adapter are not touched.
 #include "cpu/ops/lora.h"
 #include "cpu/kernels/lora.h"
 #include "cpu/ops/ops.h"
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kRowsTogether = 32;
 
-// Floats of A x of one target.
+// Floats of A x for one target.
 int inner_width(const AdapterLimits& limits) {
   const int panel = lora_kernels().a_panel();
   return (limits.max_rank + panel - 1) / panel * panel;
@@ -58,7 +58,7 @@ class Lora : public BoundOp {
   struct Target {
     int number, offset;  // its first column of y
   };
-  // Rows of one adapter by one target's A.
+  // Rows of one adapter times one target's A.
   struct Gemm {
     const Adapter::Pair* pair;
     int target, begin, count;
@@ -75,7 +75,7 @@ class Lora : public BoundOp {
     k_.shrink(p.pair->a, x, p.count, p.pair->scale, inner(p.begin, p.target), ld());
   }
 
-  // This thread's columns of all targets.
+  // Computes this thread's columns of all targets.
   void expand(const AdaptedRows::Group& group, int thread) const {
     long panels = 0, before = 0;
     for (const Target& target : targets_)
@@ -101,7 +101,7 @@ class Lora : public BoundOp {
   const AdaptedRows& rows_;
   const Tensor x_, y_;
   const int inner_width_;
-  const Buffer& inner_;  // of each entry of rows_ and each target, A x
+  const Buffer& inner_;  // A x of each entry of rows_ and each target
   std::vector<Target> targets_;
   std::vector<Gemm> gemms_;
 };

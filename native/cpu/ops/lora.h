@@ -1,10 +1,10 @@
-// Memory that adapters' products take within a step.
+// Scratch memory of lora ops.
 #pragma once
 #include "cpu/adapters.h"
 
 namespace as {
 
-// Of so many rows, and so many targets of one linear.
+// Bytes for `rows` rows and `targets` targets of one linear.
 size_t lora_bytes(const AdapterLimits& limits, int rows, int targets);
 
 }  // namespace as

@@ -1,4 +1,4 @@
-// What each op's file defines: from ops of a program to the op that runs.
+// The interface between the op files and the runner: how ops of a program become ops that run.
 #pragma once
 #include <memory>
 #include <string>
@@ -16,18 +16,18 @@ namespace as {
 struct AttentionWork;
 struct Routing;
 
-// Cosines and sines of the rows of a step: [rows, half] each.
+// Cosines and sines of the rows of a step, [rows, half] each.
 struct RotaryTable {
   int number = 0, half = 0;
   std::vector<float> cosine, sine;
 };
 
-// How much a step may have, and what sequences may reach.
+// The limits of a step and of sequences.
 struct RunnerLimits {
   int max_rows = 0, max_outputs = 0, max_slots = 0, max_length = 0;
 };
 
-// One of the ops that run together.
+// One of the ops that are fused.
 struct Part {
   const OpNode& op;
   const Weights& weights;
@@ -43,26 +43,26 @@ struct Part {
   }
 };
 
-// The weight of a norm: with unit_offset 1 + w.
+// The weight of a norm: 1 + w with unit_offset.
 std::vector<float> norm_weight(const Part& norm);
 
-// Where an op finds what it runs on.
+// What an op is bound to.
 struct Binding {
   const Core& core;
   std::vector<Part> parts;  // program/fusion.h
   const RunnerLimits& limits;
   const SpanCache& cache;
   Scratch& scratch;
-  std::vector<std::shared_ptr<RotaryTable>>& rotary;       // of the ops before
-  std::vector<std::shared_ptr<AttentionWork>>& attention;  // of the layers before
-  const std::vector<std::shared_ptr<Routing>>& routings;   // by row set, null where none is formed
-  RunOutput& output;                                       // the step's
-  Masks* masks;                                            // null: there are none
+  std::vector<std::shared_ptr<RotaryTable>>& rotary;       // of the previous ops
+  std::vector<std::shared_ptr<AttentionWork>>& attention;  // of the previous layers
+  const std::vector<std::shared_ptr<Routing>>& routings;   // by row set; null for sets that no router forms
+  RunOutput& output;                                       // of the step
+  Masks* masks;                                            // null: none
   const Adapters* adapters = nullptr;                      // null: rows have none
-  bool feeds_sum = false;  // of an add: its sum is next read by a sum over ranks that adds to it
+  bool feeds_sum = false;  // for add: the next reader of its sum is a sum over ranks that adds to it
 
   Routing& routing(int row_set) const { return *routings[row_set]; }
-  // The first part of that kind, or null.
+  // The first part of this kind, or null.
   const Part* part(Op kind) const {
     for (const Part& p : parts)
       if (p.is(kind)) return &p;
@@ -75,14 +75,14 @@ struct Binding {
   }
 };
 
-// The table of that number among those of the ops before; std::invalid_argument if there is none.
+// The rotary table with this number among the previous ops. Throws std::invalid_argument if there is none.
 std::shared_ptr<RotaryTable> rotary_table(const Binding& b, int number);
 
-// How a rope rotates a head, by [half] cosines and sines.
+// Rotates a head by [half] cosines and sines.
 using Rotation = void (*)(float* x, const float* cosine, const float* sine, int half);
 Rotation rotation(const Binding& b, const OpNode& rope);
 
-// An op, or null for one that has nothing to do.
+// Returns null if the op has nothing to do.
 using Bind = std::unique_ptr<BoundOp> (*)(const Binding&);
 
 template <class Type>
@@ -90,7 +90,7 @@ std::unique_ptr<BoundOp> bind_op(const Binding& b) {
   return std::make_unique<Type>(b);
 }
 
-// How the CPU runs a sequence of ops as one; null: it does not. head_norm and rope before span_attention do not count.
+// How the CPU runs a sequence of ops as one, or null. head_norm and rope before span_attention are ignored.
 Bind cpu_op(std::vector<Op> kinds);
 // Each op's file registers its bind function for the sequences of ops that it runs.
 struct RegisterCpuOp {

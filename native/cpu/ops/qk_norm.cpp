@@ -1,5 +1,5 @@
-// qk_square_sums, qk_norm: the RMS norm of all queries as one vector, and of all keys, whose heads ranks share. A row's
-// squares are added up on each rank, by all_reduce in rank order, and each rank scales the heads that it has.
+// qk_square_sums, qk_norm: RMS norm over all queries and over all keys, whose heads are divided among ranks. Each rank
+// sums its squares, all_reduce adds the sums in rank order, and each rank scales its heads.
 #include <cmath>
 
 #include "cpu/ops/ops.h"
@@ -51,7 +51,7 @@ class QkNorm : public BoundOp {
   }
 
  private:
-  // The rank's part of a vector of so many values.
+  // The rank's part of a vector that is `width` values wide over all ranks.
   struct Heads {
     const float* weight;
     int columns;

@@ -1,4 +1,4 @@
-// rope: rotates the first features of each of some heads by a rotary table's angles, in place.
+// rope: rotates the first features of each head in a range by a rotary table's angles, in place.
 #include "cpu/ops/ops.h"
 
 namespace as {

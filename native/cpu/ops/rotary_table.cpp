@@ -1,10 +1,10 @@
-// rotary_table: cosines and sines of every row's position, in single precision as transformers has them: angle =
-// position * inverse frequency rounded to float, the functions themselves exact.
+// rotary_table: cosines and sines of every row's position, in single precision as in transformers: angle = position *
+// inverse frequency is rounded to float; the functions are exact.
 //
-// Dynamic NTK (modeling_rope_utils): the base grows with the length, which for a row is that of its prompt, or its own
-// position's once that is larger; so it does not depend on chunks. Qwen v1's is that of the prompt alone. Likewise the
-// long table of LongRoPE is taken, whose length is also that of the history that the slot began with: the scheduler
-// has one that grows beyond the original length begin anew.
+// Dynamic NTK (modeling_rope_utils): the base grows with the length. A row's length is that of its prompt, or its own
+// position + 1 once that is larger, so it does not depend on chunks. Qwen v1 uses the prompt's length alone. LongRoPE's
+// long table is chosen in the same way, but also by the length of the slot's initial history: the scheduler restarts a
+// sequence that grows beyond the original length.
 #include <algorithm>
 #include <stdexcept>
 
@@ -76,7 +76,7 @@ class RotaryTableOp : public BoundOp {
 
   const Core& core_;
   const std::vector<float>& inverse_;
-  const std::vector<float>* const long_;  // or null
+  const std::vector<float>* const long_;  // may be null
   const float attention_factor_;
   const bool dynamic_, powers_;
   const double base_, factor_, original_max_;

@@ -1,5 +1,5 @@
-// router: of each row's logits the experts that it goes to, and their weights; then the row set's entries, sorted by
-// expert. In double precision, by functions with the same bits everywhere.
+// router: chooses each row's experts and their weights from its logits, then sorts the row set's entries by expert. In
+// double precision, with functions that have the same bits everywhere.
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -15,7 +15,7 @@ void Routing::group(int rows, int experts) {
   first.assign(experts + 1, 0);
   for (int i = 0; i < rows * top; i++) first[chosen[i] + 1]++;
   std::partial_sum(first.begin(), first.end(), first.begin());
-  for (int r = 0; r < rows; r++)  // first[e] goes up to where the next expert's begin
+  for (int r = 0; r < rows; r++)  // first[e] advances to where the next expert begins
     for (int i = r * top; i < (r + 1) * top; i++) row_of[entry_of[i] = first[chosen[i]]++] = r;
   std::copy_backward(first.begin(), first.end() - 1, first.end());
   first[0] = 0;
@@ -63,7 +63,7 @@ class Router : public BoundOp {
         : scores(experts), choice(experts), group_scores(groups), order(experts), group_order(groups) {}
   };
 
-  // The best `count` indices first: of equal ones the lowest.
+  // Moves the indices of the `count` largest values to the front; the lowest index wins ties.
   static void best(const std::vector<double>& values, int count, std::vector<int>& order) {
     std::iota(order.begin(), order.end(), 0);
     std::partial_sort(order.begin(), order.begin() + count, order.end(),
@@ -74,7 +74,7 @@ class Router : public BoundOp {
     const float* logits = in_.row(r);
     const int experts = in_.width, top = routing_.top;
     const float most = *std::max_element(logits, logits + experts);
-    // The softmax keeps the order of logits, and the sum cancels out of normalized weights.
+    // The softmax keeps the order of the logits, and its sum cancels out of normalized weights.
     const bool plain = !sigmoid_ && !correction_ && top_groups_ == groups_;
     double sum = 1;
     for (int e = 0; e < experts; e++)
@@ -84,7 +84,7 @@ class Router : public BoundOp {
       own.scores[e] /= sum;
       double& c = own.choice[e];
       c = plain ? logits[e] : own.scores[e] + (correction_ ? correction_[e] : 0.0f);
-      if (!(c == c)) c = kLeast;  // the weights of such a row are no numbers either
+      if (!(c == c)) c = kLeast;  // the weights of such a row are NaN, too
     }
     if (top_groups_ < groups_) keep_groups(own);
     best(own.choice, top, own.order);
@@ -100,7 +100,7 @@ class Router : public BoundOp {
     }
   }
 
-  // Leaves the choice to the groups whose two best experts are best.
+  // Restricts the choice to the groups with the largest sums of their two best experts.
   void keep_groups(Own& own) const {
     const int size = in_.width / groups_;
     for (int g = 0; g < groups_; g++) {

@@ -1,4 +1,4 @@
-// Which rows of a step go to which experts, as a router has chosen.
+// Which rows of a step go to which experts, as a router chose them.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -7,15 +7,15 @@
 
 namespace as {
 
-// A row set that routers form, one after the other. Its entries are sorted by expert, then by row.
+// A row set that routers form, in turn. Its entries are sorted by expert, then by row.
 struct Routing {
   int top = 0;                // entries of each row
   std::vector<int> first;     // [experts + 1]: an expert's first entry
   std::vector<int> row_of;    // [entries]
-  std::vector<int> entry_of;  // [rows][top], ascending: so in the order of experts
+  std::vector<int> entry_of;  // [rows][top], ascending, and so in the order of experts
   std::vector<int> chosen;    // [rows][top]: the experts, ascending
   std::vector<float> shares;  // [rows][top]: their weights
-  // While ops are bound: experts whose entries this rank computes, as far as an op has said so.
+  // While ops are bound: the experts whose entries this rank computes.
   int begin = 0, end = 0;
   bool divided = false;
 
@@ -26,12 +26,12 @@ struct Routing {
         chosen((size_t)rows * times),
         shares((size_t)rows * times) {}
 
-  // Sorts the first `rows` rows' choices into entries.
+  // Sorts the choices of the first `rows` rows into entries.
   void group(int rows, int experts);
 
-  // A thread's part of products of all entries of experts [begin, end), each a matrix of so many panels:
-  // work(expert, first entry, entries, p0, p1). A panel counts as its rows and `streaming` more, for the time in which
-  // it is read. Every column of an entry is one thread's.
+  // Calls work(expert, first entry, entries, p0, p1) for a thread's part of the GEMMs of experts [begin, end), each
+  // with `panels` panels. The cost of a panel is its rows plus `streaming`, for reading it. Every column of an entry is
+  // computed by one thread.
   template <typename Work>
   void share(int begin, int end, int panels, int streaming, int thread, int threads, Work work) const {
     long total = 0;
@@ -43,7 +43,7 @@ struct Routing {
       const int rows = first[e + 1] - first[e];
       if (!rows) continue;
       const long each = streaming + rows;
-      // A panel is its thread's in whose part it begins.
+      // A panel belongs to the thread in whose part it begins.
       const auto panel = [&](long cost) {
         return (int)std::min<long>(std::max(0l, cost - at + each - 1) / each, panels);
       };

@@ -1,5 +1,5 @@
-// sample: every rank turns its logits into candidates, rank 0 merges and draws (sampler.h), and tells all what it drew.
-// Masks that draws need rank 0 waits for, and hands to the others.
+// sample: every rank turns its logits into candidates; rank 0 merges them, samples (sampler.h) and sends the tokens to
+// all ranks. If rows sample under masks, rank 0 waits for these and sends them to the other ranks.
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
@@ -9,7 +9,7 @@
 namespace as {
 namespace {
 
-constexpr double kMaskSeconds = 30;  // longer than any mask takes to be written
+constexpr double kMaskSeconds = 30;  // longer than computing a mask takes
 
 class Sample : public BoundOp {
  public:
@@ -30,7 +30,7 @@ class Sample : public BoundOp {
       const Output& out = batch.outputs[r];
       if (out.wanted == Wanted::nothing) continue;
       round_.push_back({(int)r, {}});
-      // Ranks know from the plan whether a set may be wider than the candidates; rank 0 then says whether any is.
+      // The plan tells every rank whether a set may be wider than the candidates. Rank 0 then says whether any is.
       may_narrow_ |= out.wanted == Wanted::sample && as::may_narrow(batch.slot(out.slot).sampling);
       masked_ |= out.mask > 0;
     }
@@ -48,11 +48,11 @@ class Sample : public BoundOp {
       if (core_.rank == 0 && !every(thread, round_.size(), [&](int i) { merge_row(batch, i); })) return;
       if (thread == 0) core_.pool.guard([&] { tell(); });
       if (!may_narrow_) return;
-    } while (core_.pool.barrier() && !round_.empty());  // between barriers nobody changes round_
+    } while (core_.pool.barrier() && !round_.empty());  // between barriers no thread changes round_
   }
 
  private:
-  // A row of a round: in the first all, then those whose set is wider than the candidates.
+  // A row of a round: in the first round all rows, then those whose set is wider than the candidates.
   struct RoundRow {
     int row;
     Search search;
@@ -86,17 +86,17 @@ class Sample : public BoundOp {
   RunOutput& output_;
   Masks* const masks_;
   std::vector<const uint32_t*> mask_of_;  // of each output
-  std::string masks_sent_;                // rank 0's, as it sends them
+  std::string masks_sent_;                // on rank 0: the message with masks
   std::vector<RoundRow> round_;
   bool first_ = true, may_narrow_ = false, masked_ = false;
   std::vector<std::vector<uint8_t>> own_;     // this rank's blob of each row
   std::vector<ShardSampler> shard_samplers_;  // of rows that threads share
   std::vector<std::string> messages_;         // of each rank
-  std::vector<Blobs> blobs_;                  // in them: of each row of the round
+  std::vector<Blobs> blobs_;                  // in messages_: of each row of the round
   std::vector<char> done_;
 };
 
-// Where each output's mask is. Rank 0 waits until it is written; the others get it from there.
+// Finds each output's mask. Rank 0 waits until it is written; the other ranks receive it.
 void Sample::await_masks(const Batch& batch) {
   const size_t words = ((size_t)vocab_size_ + 31) / 32, bytes = words * sizeof(uint32_t);
   mask_of_.assign(batch.outputs.size(), nullptr);
@@ -121,7 +121,8 @@ void Sample::await_masks(const Batch& batch) {
     if (batch.outputs[r].mask) mask_of_[r] = reinterpret_cast<const uint32_t*>(from), from += bytes;
 }
 
-// This rank's blobs of the round's rows. Many rows: each is one thread's; few: threads share each.
+// Computes this rank's blobs of the round's rows. With many rows, each belongs to one thread; with few, threads share
+// it.
 bool Sample::scan(const Batch& batch, int thread) {
   const int rows = (int)round_.size(), parts = core_.pool.size() / std::max(rows, 1);
   const auto search_of = [&](int i) { return first_ ? nullptr : &round_[i].search; };
@@ -145,7 +146,7 @@ bool Sample::scan(const Batch& batch, int thread) {
          });
 }
 
-// One message a rank: the blobs of the round's rows, one after the other.
+// Reads one message a rank: the blobs of the round's rows, one after the other.
 void Sample::receive() {
   std::string message;
   for (const RoundRow& r : round_)
@@ -170,7 +171,7 @@ void Sample::merge_row(const Batch& batch, int index) {
                         : merge_narrowed(params, blobs_[index], r.search, sample);
 }
 
-// Rank 0's verdict on a round: the rows that need another one, or if none does, all tokens.
+// Sends rank 0's result of a round: the rows that need another round or, if none does, all tokens.
 void Sample::tell() {
   std::vector<RoundRow> again;
   for (size_t i = 0; i < round_.size(); i++)

@@ -1,4 +1,4 @@
-// sigmoid_mul: rows times the sigmoid of each one's gate.
+// sigmoid_mul: multiplies each row with the sigmoid of its gate.
 #include "common/exact.h"
 #include "cpu/ops/ops.h"
 

@@ -1,5 +1,5 @@
-// span_attention: writes the new keys and values, then attends over blocks of context (attention_work.h says who does
-// which). With head_norm and rope before it, heads are normed and rotated as they enter the cache, or become queries.
+// span_attention: writes the new keys and values, then attends over blocks of context (attention_work.h divides the
+// work). Fused with head_norm and rope, heads are normed and rotated when they enter the cache or become queries.
 #include <algorithm>
 #include <atomic>
 #include <limits>
@@ -11,16 +11,16 @@
 namespace as {
 namespace {
 
-// Nothing seen yet.
+// An empty partial result.
 void clear(float* result, size_t floats) {
   std::fill_n(result, kTileRows, -std::numeric_limits<float>::infinity());
   std::fill(result + kTileRows, result + floats, 0.0f);
 }
 
-// What is done to heads first: those of columns [begin, end).
+// A norm or rotation that is applied to the heads in columns [begin, end).
 struct HeadStep {
   int begin, end;
-  std::vector<float> norm;  // or empty: they are rotated
+  std::vector<float> norm;  // empty: a rotation
   float eps;
   std::shared_ptr<RotaryTable> table;
   Rotation rotate;
@@ -108,7 +108,7 @@ class SpanAttention : public BoundOp {
   const AttentionShape& shape_;
   const SpanLayout& layout_;
   LayerCache cache_;
-  int cache_group_;  // which of a slot's span tables counts
+  int cache_group_;  // which of a slot's span tables to use
   Tensor in_, out_;
   std::vector<HeadStep> steps_;
   float scale_, soft_cap_;
@@ -128,7 +128,7 @@ Scratchpad SpanAttention::scratch(int thread) const {
   return s;
 }
 
-// A head of a row as it is wanted: where it is, or in `room`.
+// A head of a row after norm and rotation: either in place or in `room`.
 const float* SpanAttention::head(int row, int index, float* room) const {
   const int dim = shape_.head_dim, column = index * dim;
   const float* x = in_.row(row) + column;
@@ -157,7 +157,7 @@ void SpanAttention::write_row(const Batch& batch, int row, int kv_head, float* r
 void SpanAttention::write_cache(const Batch& batch, int thread) const {
   const auto& rows = batch.rows;
   auto [r0, r1] = part((int64_t)rows.size(), thread, core_.pool.size());
-  // Two tokens of a pair of values, which may share a byte, are one thread's: the one that has the first.
+  // Two tokens of a pair of values, which may share a byte, belong to the thread with the first one.
   const auto splits = [&](int r) {
     return r > 0 && r < (int)rows.size() && rows[r].position % 2 && rows[r - 1].slot == rows[r].slot;
   };
@@ -189,8 +189,8 @@ AttentionTile SpanAttention::prepare_tile(const Tile& tile, char* queries, float
   return a;
 }
 
-// Where the spans of a tile's block are; how many. Those that all of its rows' windows have left behind may be another
-// sequence's by now: instead of each the first one that is seen, whose tokens count as little in its place.
+// Finds the spans of a tile's block; returns their number. A span that all rows' windows have left behind may belong to
+// another sequence by now. The first visible span takes its place: its tokens get weight 0 there.
 int SpanAttention::block_spans(const Batch& batch, const Tile& tile, int block, const void** spans) const {
   const std::vector<int32_t>& slot_spans = batch.slot(tile.slot).spans[cache_group_];
   const int first = block * (kBlockTokens / layout_.span_size),
@@ -201,7 +201,7 @@ int SpanAttention::block_spans(const Batch& batch, const Tile& tile, int block, 
   return count;
 }
 
-// The spans of a tile's block, and of the one to prefetch meanwhile.
+// The spans of a tile's block, and of the block to prefetch meanwhile.
 SpanAttention::BlockSpans SpanAttention::spans_of(const Batch& batch, const Tile& tile, int block, const Tile& next,
                                                   int next_block) const {
   BlockSpans found;
@@ -210,7 +210,7 @@ SpanAttention::BlockSpans SpanAttention::spans_of(const Batch& batch, const Tile
   return found;
 }
 
-// partial: kTileRows maxima, as many sums, then the rows' vectors.
+// partial: kTileRows maxima, then kTileRows sums, then the rows' vectors.
 void SpanAttention::take_block(AttentionTile& a, const Tile& tile, int block, const BlockSpans& spans, bool cold,
                                float* partial) const {
   a.begin = block * kBlockTokens;
@@ -219,11 +219,11 @@ void SpanAttention::take_block(AttentionTile& a, const Tile& tile, int block, co
   a.maximum = partial, a.sum = partial + kTileRows, a.out = partial + 2 * kTileRows;
 }
 
-// Merges the partial result of blocks [begin, end), of rows [row0, row1).
+// Merges the partial result of blocks [begin, end) into rows [row0, row1).
 void SpanAttention::merge_blocks(const Tile& tile, int begin, int end, int row0, int row1, const float* partial,
                                  float* result) const {
   const int padded = layout_.padded_dim;
-  // Rows before, whose context ends before, and after, whose window begins after, see nothing of them.
+  // Rows before row0 end, and rows from row1 on begin, outside these blocks.
   row0 = std::max(row0, (begin * kBlockTokens - tile.position) * tile.heads());
   if (shape_.window)
     row1 = std::min((int64_t)row1, (end * (int64_t)kBlockTokens + shape_.window - 1 - tile.position) * tile.heads());
@@ -243,7 +243,7 @@ void SpanAttention::merge_run(const Tile& tile, int run, int row0, int row1, con
                partial, result);
 }
 
-// Merges the partial result of all of a tile's next block. The first run is the result's beginning.
+// Merges the partial result of the next block of a tile. The result starts as a copy of the first run.
 void SpanAttention::merge_ascending(const Tile& tile, int block, const float* partial, float* run,
                                     float* result) const {
   const int number = block / kRunBlocks;
@@ -274,9 +274,9 @@ void SpanAttention::attend_unit(const Batch& batch, const WorkUnit& unit, const 
     prepared[i] = prepare_tile(tiles[i], s.queries + i * query_bytes(layout_),
                                s.heads + (size_t)i * kTileRows * layout_.padded_dim);
   if (work_->one_tile_a_key && unit.end == longest.blocks) write_row(batch, longest.row, longest.kv_head, s.key);
-  Tile all = longest;  // of the sequence and heads, for where spans are
+  Tile all = longest;  // of the same sequence and heads: locates the spans
   all.position = tiles->position, all.positions = longest.context() - all.position;
-  int first = 0, last = 0;  // tiles before and after see nothing of the block
+  int first = 0, last = 0;  // tiles before and after do not see the block
   for (int b = unit.begin; b < unit.end; b++) {
     while (b >= tiles[first].blocks) first++;
     while (last < unit.count && tiles[last].first <= b) last++;
@@ -332,7 +332,7 @@ void SpanAttention::attend_pairs(const Batch& batch, int thread) const {
   }
 }
 
-// Merges what threads have of rows [row0, row1) of a shared tile.
+// Merges the threads' partial results of rows [row0, row1) of a shared tile.
 void SpanAttention::finish_shared(const Tile& tile, int row0, int row1, const Scratchpad& s) const {
   const size_t floats = work_->partial_floats();
   for (int b = tile.first, end; b < tile.blocks; b = end) {
@@ -362,7 +362,7 @@ void SpanAttention::finish_by_tiles(int thread) const {
   int rows = 0;
   for (int t : work_->shared) rows += work_->tiles[t].rows();
   const auto [r0, r1] = part(rows, thread, core_.pool.size());
-  int before = 0;  // rows of the tiles before
+  int before = 0;  // rows of the previous tiles
   for (int t : work_->shared) {
     const Tile& tile = work_->tiles[t];
     const int row0 = std::max(0, r0 - before), row1 = std::min(tile.rows(), r1 - before);
@@ -371,7 +371,7 @@ void SpanAttention::finish_by_tiles(int thread) const {
   }
 }
 
-// The same by whole rows of the output, which are prepared for the linear that follows.
+// The same by whole rows of the output, which are prepared for the following linear.
 void SpanAttention::finish_by_rows(int rows, int thread) const {
   const Scratchpad s = scratch(thread);
   const auto [r0, r1] = part(rows, thread, core_.pool.size());

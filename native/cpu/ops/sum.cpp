@@ -1,9 +1,9 @@
-// all_reduce: adds up the ranks' rows, in rank order. add: x += y. rms_norm: each row at once as the linear wants it
-// that reads it. And these in sequence: one thread goes on with a row.
+// all_reduce: sums the ranks' rows in rank order. add: x += y. rms_norm: each row, in the format of the linear that
+// reads it. Also sequences of these: one thread continues with a row.
 //
-// Ranks share the rows of a sum: each adds up its own, adds them to its part of x, norms them and hands the others what
-// these need. So a rank's x holds no more than its rows, as long as only such sums read it. With fewer rows than ranks
-// every rank does all of it: that is one exchange instead of two.
+// Ranks divide the rows of a sum. Each sums its own rows, adds them to its part of x, norms them, and sends the others
+// what they need. So a rank's x holds only its own rows as long as only such sums read it. With fewer rows than ranks,
+// every rank computes everything, which takes one exchange instead of two.
 #include "cpu/ops/ops.h"
 
 namespace as {
@@ -42,7 +42,7 @@ class Sum : public BoundOp {
   }
 
  private:
-  // Adds and norms rows [begin, end): this thread's part of them.
+  // Adds and norms this thread's part of rows [begin, end).
   void go_on(int begin, int end, int thread) {
     const int n = x_.width;
     const auto [r0, r1] = part(end - begin, thread, core_.pool.size());

@@ -1,4 +1,4 @@
-// The CPU's ops, by the sequence of ops that each runs.
+// The table of the CPU's ops, by the sequence of ops that each runs.
 #include <map>
 
 #include "cpu/ops/ops.h"
