@@ -25,7 +25,7 @@ def test_counts_and_times(dtype):
         assert ops_of(gpu) == {}
         expected = gpu.generate(prompt_of(40), 12)  # the steps after the first are timed
         ops = ops_of(gpu)
-        assert gpu.runners[0].measure_ceilings() and runner.profile().ceilings.bytes_per_second > 1e11
+        assert gpu.runners[0].measure_roofline() and runner.profile().roofline.bytes_per_second > 1e11
         head, layers = ops["linear", "lm_head"], net.num_layers
         times = head.count
         assert times == 3 and ops["sample", ""].count == times

@@ -43,7 +43,7 @@ void require(bool holds, const char* what) {
 
 // Looks at all that an op could look at: what is missing or out of bounds is found here.
 struct Reader : as::Runner {
-  as::Drawn run(const as::Batch& batch, bool) override {
+  as::RunOutput run(const as::Batch& batch, bool) override {
     for (const as::Row& row : batch.rows) {
       const as::Slot& slot = batch.slot(row.slot);
       require(slot.live && row.position >= 0 && row.position < kLength, "a row of no sequence");
@@ -55,7 +55,7 @@ struct Reader : as::Runner {
       require(
           item.row + item.count <= (int)batch.rows.size() && item.output + item.outputs <= (int)batch.outputs.size(),
           "an item beyond its batch");
-    as::Drawn drawn;
+    as::RunOutput drawn;
     for (const as::Output& output : batch.outputs) {
       const as::Slot& slot = batch.slot(output.slot);
       uint64_t sum = slot.sampling.seed + slot.history.at(output.history - 1);

@@ -77,7 +77,7 @@ def test_profiling_ends_by_itself_and_begins_anew_after_a_reading(runner, monkey
 
 def test_an_op_is_compared_with_its_own_roofline():
     op = profile.OpProfile("linear", "lm_head", 1, 1.0, 1.0, 1.0, bytes=5e9, operations=100e9)
-    top = profile.Ceilings(20e9, 200e9, 800e9)
+    top = profile.Roofline(20e9, 200e9, 800e9)
     assert profile.Profile([op], top).table().splitlines()[1].split()[-2] == "50.0%"
     op.integer = True       # 12.5 % of the integers' rate: memory, a quarter, is what binds
     assert profile.Profile([op], top).table().splitlines()[1].split()[-2] == "25.0%"
@@ -85,14 +85,14 @@ def test_an_op_is_compared_with_its_own_roofline():
 
 @pytest.fixture
 def nothing_measured(monkeypatch):
-    monkeypatch.setattr(profile.CeilingMeter, "_known", {})
+    monkeypatch.setattr(profile.RooflineMeter, "_known", {})
 
 
 def test_the_roofline_is_measured_once(runner, nothing_measured):
     prefill(runner, 3)
-    first = runner.profile().ceilings
+    first = runner.profile().roofline
     assert first.bytes_per_second > 1e8 and first.operations_per_second > 1e8
-    assert runner.measure_ceilings() and runner.profile().ceilings is first
+    assert runner.measure_roofline() and runner.profile().roofline is first
 
 
 def test_the_roofline_is_measured_in_slices(runner, nothing_measured):
@@ -100,12 +100,12 @@ def test_the_roofline_is_measured_in_slices(runner, nothing_measured):
     done = False
     while not done:
         begin = time.perf_counter()
-        done = runner.measure_ceilings()
+        done = runner.measure_roofline()
         times.append(time.perf_counter() - begin)
         if not done:
             prefill(runner, 3)      # steps run in between
     assert len(times) >= 12 and sorted(times)[len(times) // 2] < 5 * profile.SLICE_SECONDS
-    found, native = runner.profile().ceilings, native_library()
+    found, native = runner.profile().roofline, native_library()
     bandwidth, rate = native.measure_roofline(runner._pinned(), 1, 3, 256)
     tiles = native.measure_tile_roofline(runner._pinned(), 1, 3)[0]  # 0 without tiles
     whole = (bandwidth, max(rate, tiles), native.measure_integer_rate(runner._pinned(), 1, 3))

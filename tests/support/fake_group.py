@@ -302,7 +302,7 @@ class FakeGroup:
     def fail(self, message: str) -> None:
         self.failures.append(message)
 
-    def measure_ceilings(self, name: str) -> bool:
+    def measure_roofline(self, name: str) -> bool:
         self._drain()
         self.measured_at.append(self.steps)
         return len(self.measured_at) >= 5
