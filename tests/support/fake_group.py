@@ -18,7 +18,7 @@ from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.types import ModelInfo
 from allspark_server.runtime.plan import COPIES, DRAW, Flag, SamplingParams, StepPlan, WorkItem
-from allspark_server.runtime.profile import Ceilings, OpProfile, Profile, summarize
+from allspark_server.runtime.profile import OpProfile, Profile, Roofline, summarize
 from allspark_server.runtime.steps import DEPTH
 
 
@@ -313,7 +313,7 @@ class FakeGroup:
             OpProfile("span_attention", "", 1, 1.0, 1.0, 1.0, 1e9, 1e9),
             OpProfile("span_attention", "", 1, 2.0, 2.0, 2.0, 1e9, 1e9),
             OpProfile("add"),
-        ]), Ceilings(20e9, 100e9))
+        ]), Roofline(20e9, 100e9))
 
     def close(self) -> None:
         self._thread.shutdown()
