@@ -20,7 +20,7 @@ struct Reader {
   int32_t count(const char* what) {
     const int32_t n = next();
     if (n < 0 || n > end - p)
-      throw std::invalid_argument(std::string("step plan: impossible number of ") + what + ": " + std::to_string(n));
+      throw std::invalid_argument(std::string("step plan: invalid number of ") + what + ": " + std::to_string(n));
     return n;
   }
   std::vector<int32_t> list(int32_t n) {

@@ -17,7 +17,7 @@ bool has_drafts(const Batch& batch) {
 }  // namespace
 
 StepOutput QueuedDecoder::step(const std::string& plan, bool want_logits) {
-  if (!begin(plan, want_logits)) throw std::logic_error("a step, and another one is not finished");
+  if (!begin(plan, want_logits)) throw std::logic_error("step() while another step is not finished");
   sample();
   return finish();
 }

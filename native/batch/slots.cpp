@@ -80,7 +80,7 @@ void Slots::check(const Plan& plan, bool has_draft_model) {
     if (seen[w.slot]++) refuse(name + " has two items");
     const int drafting = w.flags & (kLookup | kGiven | kDraftModel);
     if (w.flags & ~kAllFlags || drafting & (drafting - 1)) refuse(name + " has flags " + std::to_string(w.flags));
-    if ((w.flags & kHidden) && !limits_.hidden_states) refuse("this program does not hand out hidden states");
+    if ((w.flags & kHidden) && !limits_.hidden_states) refuse("this program does not output hidden states");
     if ((w.flags & kDraftModel) && !has_draft_model) refuse("there is no draft model");
     if (w.adapter != -1 && limits_.adapters.empty()) refuse("adapters are not available in this backend");
     if (w.adapter < -1 || w.adapter >= (long)limits_.adapters.size())
@@ -88,14 +88,14 @@ void Slots::check(const Plan& plan, bool has_draft_model) {
     if (w.adapter >= 0 && !limits_.adapters[w.adapter])
       refuse(name + " has adapter " + std::to_string(w.adapter) + ", which is not loaded");
     if (w.drafts < 0 || w.drafts > limits_.max_rows || (w.drafts && !(drafting && w.samples())))
-      refuse(name + " has " + std::to_string(w.drafts) + " drafts but nothing to make them, or to draw after them");
+      refuse(name + " has " + std::to_string(w.drafts) + " drafts, but no source of drafts or no sampling");
     if ((w.flags & kGiven) && (long)w.known.size() < w.drafts)
       refuse(name + ": " + std::to_string(w.drafts) + " drafts among " + std::to_string(w.known.size()) + " known ids");
     if (w.outputs < 0 || w.outputs > w.rows || (w.samples() && !w.outputs))
       refuse(name + " has " + std::to_string(w.outputs) + " outputs of " + std::to_string(w.rows) + " rows");
     if (w.mask < 0 || (w.mask && (!w.samples() || w.mask + w.drafts > limits_.masks)))
       refuse(name + " has mask " + std::to_string(w.mask) + " for " + std::to_string(w.samples() + w.drafts) +
-             " draws; there are " + std::to_string(limits_.masks));
+             " samples; there are " + std::to_string(limits_.masks));
     check_spans(w, slot);
     slot.history += (long)w.known.size() - (w.flags & kGiven ? w.drafts : 0);
     const long end = slot.cached + w.rows;
@@ -107,9 +107,9 @@ void Slots::check(const Plan& plan, bool has_draft_model) {
       if (spans * limits_.span_size < end)
         refuse("positions up to " + std::to_string(end) + " of " + name + " are not covered by its " +
                std::to_string(spans) + " spans");
-    if (w.samples() && end != slot.history) refuse("only a sequence's last row can draw");
+    if (w.samples() && end != slot.history) refuse("only a sequence's last row can sample");
     if ((w.flags & kPromptLogprobs) && w.outputs && !w.samples() && end == slot.history)
-      refuse(name + ": no token follows its last row, whose log probability is wanted");
+      refuse(name + ": no token follows its last row, whose log probability is requested");
     rows += w.rows + w.drafts, outputs += w.outputs + w.drafts;
   }
   if (rows > limits_.max_rows || outputs > limits_.max_outputs)

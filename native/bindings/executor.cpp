@@ -92,14 +92,15 @@ void bind_adapters(py::module_& m) {
       "lora_bytes",
       [](int rows, int targets, int max_rank) { return lora_bytes({1, max_rank, Format::f32}, rows, targets); },
       py::arg("rows"), py::arg("targets"), py::arg("max_rank"),
-      "Scratch memory of adapters' products with so many rows, of so many targets of one linear.");
+      "Bytes of scratch memory of lora ops with `rows` rows and `targets` targets of one linear.");
   m.def(
       "adapter_bytes",
       [](int rank, int inputs, int columns, const std::string& dtype) {
         return adapter_bytes(rank, inputs, columns, float_format_of(dtype));
       },
-      py::arg("rank"), py::arg("inputs"), py::arg("columns"), py::arg("dtype"), "Of one target's two matrices.");
-  py::class_<Adapter, std::shared_ptr<Adapter>>(m, "Adapter", "A LoRA adapter's matrices, of Executor.new_adapter().")
+      py::arg("rank"), py::arg("inputs"), py::arg("columns"), py::arg("dtype"), "Bytes of one target's two matrices.");
+  py::class_<Adapter, std::shared_ptr<Adapter>>(m, "Adapter",
+                                                "A LoRA adapter's matrices, made by Executor.new_adapter().")
       .def(
           "set",
           [](Adapter& adapter, int target, const py::array& a, const std::string& a_source, const py::array& b,
@@ -110,9 +111,9 @@ void bind_adapters(py::module_& m) {
             return adapter.set(target, first, rank, second, columns, scale);
           },
           py::arg("target"), py::arg("a"), py::arg("a_source"), py::arg("b"), py::arg("b_source"), py::arg("scale"),
-          "The target's columns get scale * b (a x) added: a [rank, in features], b [columns, rank], copied. Returns "
-          "how "
-          "many of their values are NaN or infinite.");
+          "Copies the matrices a [rank, in features] and b [columns, rank] of a target, to whose columns scale * b (a "
+          "x)\n"
+          "is added. Returns the number of NaN and infinite values. Raises ValueError for an invalid target or rank.");
 }
 
 py::list profile_of(const Executor& e) {
@@ -131,19 +132,19 @@ void bind_weights(py::class_<Executor, StepModel, std::shared_ptr<Executor>>& ex
           },
           py::arg("out_features"), py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0,
           py::arg("experts") = 1, py::arg("order") = std::vector<int>{},
-          "experts: the matrix is a stack of those of so many experts, which an expert_linear takes. order: the input "
-          "feature that\neach of its columns is for, -1 for none; empty: of all of them in turn. Keywords: of the "
-          "layout of its scales.")
+          "Adds a matrix and returns its id. experts: a stack of this many experts' matrices, for expert_linear. "
+          "order:\n"
+          "the input feature of each column, -1 for none; empty: all in order. Keywords: the layout of its scales.")
       .def(
           "fill_matrix",
           [](Executor& e, int id, const py::array& a, const std::string& source, int64_t row_offset, int64_t column,
              std::optional<int64_t> group_size) { return fill(e, id, {a}, source, row_offset, column, group_size)[0]; },
           py::arg("id"), py::arg("array"), py::arg("source"), py::arg("row_offset") = 0, py::arg("column") = 0,
           py::arg("group_size") = py::none(),
-          "Packs columns `column`... of rows into a matrix, converting to its type; returns how many values are NaN or "
-          "infinite.\n"
-          "group_size: by which the rows are quantized, 0 for whole ones; without it, the rows must be no longer than "
-          "the matrix'.")
+          "Packs rows of an array, from column `column` on, into a matrix and converts them to its type. Returns the\n"
+          "number of NaN and infinite values. group_size: of the rows' quantization, 0 for whole rows; without it, "
+          "the\n"
+          "rows must not be longer than the matrix'.")
       .def(
           "fill_quantized",
           [](Executor& e, int id, const py::array& q, const std::optional<py::array>& scales,
@@ -177,18 +178,23 @@ void bind_weights(py::class_<Executor, StepModel, std::shared_ptr<Executor>>& ex
           py::arg("bits"), py::arg("columns"), py::arg("group_size"), py::arg("row_offset") = 0, py::arg("column") = 0,
           py::arg("super_group") = 0, py::arg("super_scales").noconvert() = py::none(),
           py::arg("super_offsets").noconvert() = py::none(), py::arg("packing") = "rows", py::arg("skipped") = 0,
-          "Packs columns `column`... of rows of `columns` quantized values, those that quantize_rows made or, with the "
-          "matrix'\nlayout of scales, others. zeros: offsets or zero points. Nested scales: int8, times super_scales "
-          "(float16) of each\nsuper_group values. packing: of q, \"rows\" uint8 [rows, bytes]; \"signed\" and "
-          "\"swapped\" the same of signed bytes and of\nhalves in the other order; \"words\" int32 [words of k, rows] "
-          "(GPTQ); \"octets\" int32 [k, words of eight rows] (AWQ), whose\nfirst word has `skipped` rows before the "
-          "first; or GGUF's \"Q4_0\", ..., uint8 [rows, bytes of blocks], with their own scales.\nArrays are views of "
-          "any strides, q of adjacent columns. Returns how many codes of e4m3 are NaN and how many scales of\nblocks "
-          "are NaN or infinite.")
-      .def("fill_rows", fill, py::arg("id"), py::arg("arrays"), py::arg("source"), py::arg("row_offset") = 0,
-           py::arg("column") = 0, py::arg("group_size") = py::none(),
-           "fill_matrix of arrays one after the other, all at once; returns how many values of each are NaN or "
-           "infinite.")
+          "Packs rows of `columns` quantized values, from column `column` on, into a matrix: those of quantize_rows, "
+          "or\n"
+          "others that match the matrix' layout of scales. zeros: offsets or zero points. Nested scales: int8, times\n"
+          "super_scales (float16) of each super_group values. packing of q: \"rows\" uint8 [rows, bytes]; \"signed\" "
+          "and\n"
+          "\"swapped\": the same with signed bytes, or with halves in the other order; \"words\" int32 [words of k, "
+          "rows]\n"
+          "(GPTQ); \"octets\" int32 [k, words of eight rows] (AWQ), with `skipped` rows of the first word before the\n"
+          "first row; or GGUF's \"Q4_0\", ... uint8 [rows, bytes of blocks], which include scales. Arrays may have "
+          "any\n"
+          "strides, but q's columns must be adjacent. Returns the number of e4m3 NaN plus that of block scales that "
+          "are\n"
+          "NaN or infinite.")
+      .def(
+          "fill_rows", fill, py::arg("id"), py::arg("arrays"), py::arg("source"), py::arg("row_offset") = 0,
+          py::arg("column") = 0, py::arg("group_size") = py::none(),
+          "fill_matrix for several arrays, one after the other. Returns the number of NaN and infinite values of each.")
       .def(
           "quantize_rows",
           [](Executor& e, const py::array& a, const std::string& source, int bits, int64_t group_size) {
@@ -212,10 +218,9 @@ void bind_weights(py::class_<Executor, StepModel, std::shared_ptr<Executor>>& ex
             return py::make_tuple(q, scales, offsets, bad);
           },
           py::arg("array"), py::arg("source"), py::arg("bits"), py::arg("group_size"),
-          "InstantQuant: (q uint8 [rows, columns], of 4 bits two in a byte, the even column in the lower half; scales "
-          "and offsets\n"
-          "[rows, groups]; how many values are NaN or infinite). A weight is recovered as scale * (q - 2^(bits - 1)) + "
-          "offset.");
+          "Quantizes rows by InstantQuant. Returns q (uint8 [rows, columns]; 4-bit values share a byte, with the even\n"
+          "column in the lower half), scales and offsets [rows, groups], and the number of NaN and infinite values. A\n"
+          "weight is scale * (q - 2^(bits - 1)) + offset.");
 }
 
 void bind_unpacking(py::module_& m) {
@@ -233,7 +238,7 @@ void bind_unpacking(py::module_& m) {
         return quantized;
       },
       py::arg("q").noconvert(), py::arg("bits"), py::arg("columns"), py::arg("packing"), py::arg("skipped") = 0,
-      py::arg("rows") = -1, "Codes that are packed as fill_quantized says, as plain rows. rows: of octets.");
+      py::arg("rows") = -1, "Unpacks quantized values (packing: see fill_quantized) into plain rows. rows: of octets.");
   m.def(
       "unpack_scales",
       [](const py::array& q, int64_t columns, const std::string& packing) {
@@ -256,8 +261,8 @@ void bind_unpacking(py::module_& m) {
         return py::make_tuple(first, second);
       },
       py::arg("q").noconvert(), py::arg("columns"), py::arg("packing"),
-      "Nested scales of rows of GGUF's blocks, and their minimums, int8 [rows, groups], the latter empty where there "
-      "are none.");
+      "Nested scales and minimums of rows of GGUF's blocks, int8 [rows, groups]. Minimums are empty if there are "
+      "none.");
 }
 
 }  // namespace
@@ -265,30 +270,30 @@ void bind_unpacking(py::module_& m) {
 void bind_executor(py::module_& m) {
   bind_unpacking(m);
   bind_adapters(m);
-  py::class_<StepResult>(
-      m, "StepResult", "What a step gave, over the tokens drawn: those of an item that draws after those of the last.")
-      .def_readonly("counts", &StepResult::counts, "int32 [items that draw]: tokens of each, in the order of the work")
-      .def_readonly("drafted", &StepResult::drafted, "int32 [items that draw]: drafts that were tried")
+  py::class_<StepResult>(m, "StepResult",
+                         "A step's results. Arrays of tokens list the items that sample one after the other.")
+      .def_readonly("counts", &StepResult::counts,
+                    "int32 [items that sample]: tokens of each, in the order of the plan")
+      .def_readonly("drafted", &StepResult::drafted, "int32 [items that sample]: drafts tried")
       .def_readonly("tokens", &StepResult::tokens, "int32 [n]; -1 where status is not 0")
       .def_readonly("status", &StepResult::status, "int32 [n]: 0, or why there is no token (describe_status)")
-      .def_readonly("logprobs", &StepResult::logprobs, "float32 [n]: log softmax of the model's own logits")
+      .def_readonly("logprobs", &StepResult::logprobs, "float32 [n]: log softmax of the unprocessed logits")
       .def_readonly("top_ids", &StepResult::top_ids, "int32 [n, 20], -1 where unused")
       .def_readonly("top_logprobs", &StepResult::top_logprobs, "float32 [n, 20]")
-      .def_readonly("copy_seconds", &StepResult::copy_seconds, "that the plan's copies took")
+      .def_readonly("copy_seconds", &StepResult::copy_seconds, "time of the plan's copies")
       .def_readonly("prompt_logprobs", &StepResult::prompt_logprobs,
-                    "float32 [n]: of each output row of items with PROMPT after which nothing is drawn, the log "
-                    "probability of the id that follows it; NaN where the logits are no numbers. None if there are no "
-                    "such rows")
-      .def_readonly("prompt_top_ids", &StepResult::prompt_top_ids, "int32 [n, 20] of the same rows, or None")
+                    "float32 [n]: for each scored output row of items with PROMPT, the log probability of the next id; "
+                    "NaN if the logits are not finite. None if there are no such rows")
+      .def_readonly("prompt_top_ids", &StepResult::prompt_top_ids, "int32 [n, 20] for the same rows, or None")
       .def_readonly("prompt_top_logprobs", &StepResult::prompt_top_logprobs, "float32 [n, 20], or None")
       .def_readonly("hidden", &StepResult::hidden,
-                    "float32 [n, width] on rank 0: of the output rows of items with HIDDEN. None if there are none")
+                    "float32 [n, width] on rank 0: the output rows of items with HIDDEN. None if there are none")
       .def_readonly("logits", &StepResult::logits,
-                    "float32 [rows with outputs, local vocabulary] if wanted, else None");
+                    "float32 [rows with outputs, local vocabulary] on request, else None");
   m.def("describe_status", [](int status) { return std::string(describe((SampleStatus)status)); });
 
   py::class_<Masks, std::shared_ptr<Masks>>(
-      m, "Masks", "Masks over the vocabulary, written while the step runs that draws under them. By any thread.")
+      m, "Masks", "Token masks, computed by any thread in parallel with the step that samples under them.")
       .def(py::init<int, int>(), py::arg("rows"), py::arg("vocab_size"))
       .def_property_readonly(
           "bits",
@@ -297,32 +302,33 @@ void bind_executor(py::module_& m) {
             return py::array_t<uint32_t>({(py::ssize_t)masks.rows(), (py::ssize_t)masks.words()},
                                          masks.rows() ? masks.row(0) : nullptr, self);
           },
-          "uint32 [rows, words]: bit i % 32 of word i / 32 allows id i. A row is written before publish(), and not "
-          "again until "
-          "the step that draws under it was collected.")
-      .def("publish", &Masks::publish, py::arg("row"), "The row is written: the step that waits for it goes on.")
-      .def("clear", &Masks::clear, py::arg("row"), "The row is to be written anew: before the plan that names it.")
-      .def("fail", &Masks::fail, py::arg("message"), "Ends all waits with an error, for good.");
+          "uint32 [rows, words]: bit i % 32 of word i / 32 allows id i. A row must be written before publish(), and "
+          "not\n"
+          "again until the step that samples under it was collected.")
+      .def("publish", &Masks::publish, py::arg("row"), "Marks a row as written and wakes the step that waits for it.")
+      .def("clear", &Masks::clear, py::arg("row"),
+           "Marks a row as not written. To be called before the plan that names it.")
+      .def("fail", &Masks::fail, py::arg("message"), "Ends all present and future waits with an error.");
 
-  py::class_<StepModel, std::shared_ptr<StepModel>>(m, "StepModel", "A rank's model, whatever device computes it.");
-  py::class_<LogitSampler, std::shared_ptr<LogitSampler>>(m, "LogitSampler", "Draws from logits of another device.");
+  py::class_<StepModel, std::shared_ptr<StepModel>>(m, "StepModel", "A rank's model on any device.");
+  py::class_<LogitSampler, std::shared_ptr<LogitSampler>>(m, "LogitSampler", "Samples from logits of another device.");
   py::class_<HostSampler, LogitSampler, std::shared_ptr<HostSampler>>(m, "HostSampler",
-                                                                      "The CPU's sampling op, with threads of its own.")
+                                                                      "The CPU's sampling op with its own threads.")
       .def(py::init<int, std::vector<int>, std::shared_ptr<Communicator>>(), py::arg("threads"),
-           py::arg("cpus") = std::vector<int>{}, py::arg("window") = nullptr,
-           "shared_memory: to the other ranks of a group, each of which has a part of the vocabulary.");
+           py::arg("cpus") = std::vector<int>{}, py::arg("shared_memory") = nullptr,
+           "shared_memory: to the group's other ranks, each of which has a shard of the vocabulary.");
   py::class_<Executor, StepModel, std::shared_ptr<Executor>> executor(
-      m, "Executor", "A model's op list, weights and KV cache of one rank.");
+      m, "Executor", "One rank's ops, weights and KV cache of a model.");
   executor.def(py::init([](int rank, int world, std::shared_ptr<SharedMemory> shared_memory, std::vector<int> cpus,
                            int threads) {
                  return std::shared_ptr<Executor>(
                      new Executor(rank, world, std::move(shared_memory), std::move(cpus), threads), WithoutGil{});
                }),
-               py::arg("rank") = 0, py::arg("world") = 1, py::arg("window") = nullptr,
+               py::arg("rank") = 0, py::arg("world") = 1, py::arg("shared_memory") = nullptr,
                py::arg("cpus") = std::vector<int>{}, py::arg("num_threads") = 1);
   executor.def(
       "beside", [](const Executor& e) { return std::shared_ptr<Executor>(new Executor(e), WithoutGil{}); },
-      "An executor of another model on the threads of this one.");
+      "A new executor, for another model, that shares this one's threads.");
   bind_model<Executor>(executor);
   bind_weights(executor);
   executor
@@ -340,16 +346,14 @@ void bind_executor(py::module_& m) {
           py::arg("cache_dtype"), py::arg("max_outputs") = 0, py::arg("fused") = true, py::arg("draft") = nullptr,
           py::arg("masks") = 0, py::arg("adapters") = 0, py::arg("adapter_rank") = 0,
           py::arg("adapter_dtype") = "float32",
-          "Compiles what was added; steps can follow. max_outputs: rows of a step that draw, 0 for max_slots. fused: "
-          "compute ops together "
-          "that can be; the bits are the same. draft: an executor beside this one, allocated with the same spans, that "
-          "makes drafts. masks: how many there are for plans to name. adapters, adapter_rank, adapter_dtype: of those "
-          "that plans may name.")
+          "Compiles the program and allocates memory for steps. max_outputs: output rows of a step, 0 for max_slots.\n"
+          "fused: fuse ops (the bits are equal). draft: a draft model's executor, made by beside() and allocated with "
+          "the\n"
+          "same spans. masks: how many plans may name. adapters, adapter_rank, adapter_dtype: limits of adapters.")
       .def("allocate_host_cache", &Executor::allocate_host_cache, py::arg("spans"), py::arg("file") = -1,
            py::arg("offset") = 0, py::call_guard<py::gil_scoped_release>(),
-           "A second tier of the cache, and of the draft model's, after allocate() and before any step. file: a "
-           "descriptor of a file\n"
-           "that holds offset + host_cache_bytes(spans) bytes; -1: memory.")
+           "Adds a second tier to the cache and the draft model's cache. To be called after allocate() and before any\n"
+           "step. file: descriptor of a file of at least offset + host_cache_bytes(spans) bytes; -1: memory.")
       .def(
           "verify_host_cache",
           [](Executor& e) {
@@ -363,7 +367,7 @@ void bind_executor(py::module_& m) {
               held[py::bytes(reinterpret_cast<const char*>(copy.key.data()), sizeof copy.key)] = copy.host;
             return py::make_tuple(held, found.second);
           },
-          "({key: span of the second tier}, how many spans were dropped, as they were not what had been written).")
+          "({key: span of the second tier}, number of spans dropped because they differ from what was saved).")
       .def(
           "multiply",
           [](Executor& e, int id, py::array_t<float, py::array::c_style | py::array::forcecast> x, int out_features,
@@ -391,7 +395,7 @@ void bind_executor(py::module_& m) {
             e.weights().read_row(id, row, out.mutable_data());
             return out;
           },
-          py::arg("id"), py::arg("row"), "A row of a matrix as its format recovers it, for tests.")
+          py::arg("id"), py::arg("row"), "A row of a matrix, dequantized; for tests.")
       .def(
           "read_rows",
           [](const Executor& e, int id) {
@@ -403,12 +407,13 @@ void bind_executor(py::module_& m) {
             for (int64_t row = 0; row < rows; row++, to += k) w.read_row(id, row, to);
             return out;
           },
-          py::arg("id"), "All of a matrix, as its format recovers it.")
+          py::arg("id"), "A matrix, dequantized.")
       .def("profile", profile_of,
-           "Per op that runs (\"rms_norm+linear\": two of the list together): index in the list (of the linear or the "
-           "first), name, how often,\n"
-           "least, most and total seconds on thread 0; bytes and operations in total (program/op_spec.h).")
-      .def_property_readonly("barriers", &Executor::barriers, "How many barriers its threads have come to.")
+           "For each op that runs (\"rms_norm+linear\": two fused ops): index in the program (of the linear or the "
+           "first\n"
+           "op), name, count, least, most and total seconds on thread 0, total bytes and operations "
+           "(program/op_spec.h).")
+      .def_property_readonly("barriers", &Executor::barriers, "How many barriers its threads have passed.")
       .def(
           "memory",
           [](const Executor& e) {
@@ -418,7 +423,7 @@ void bind_executor(py::module_& m) {
           },
           "(address, bytes) of weights and cache.");
 
-  py::class_<Stepper>(m, "Stepper", "Runs steps in order on a thread of its own, without Python in between.")
+  py::class_<Stepper>(m, "Stepper", "Runs steps in order on its own thread, without Python in between.")
       .def(py::init<>())
       .def(
           "submit",
@@ -431,11 +436,11 @@ void bind_executor(py::module_& m) {
                    if (profiling >= 0) executor->set_profiling(profiling);
                  }});
           },
-          py::arg("executor"), py::arg("plan"), py::arg("window") = nullptr, py::arg("kind") = 0,
+          py::arg("executor"), py::arg("plan"), py::arg("shared_memory") = nullptr, py::arg("kind") = 0,
           py::arg("prefix") = py::bytes(), py::arg("profiling") = -1,
-          "Queues a step. shared_memory: publish prefix + plan as a command of this kind first. profiling: 1 on, 0 "
-          "off, -1 as "
-          "it is.")
+          "Queues a step. shared_memory: first publishes prefix + plan there as a command of this kind. profiling: 1 "
+          "on,\n"
+          "0 off, -1 unchanged.")
       .def(
           "collect",
           [](Stepper& s) {
@@ -446,11 +451,11 @@ void bind_executor(py::module_& m) {
             }
             return to_result(out, false);
           },
-          "The oldest step's StepResult, once it is there; raises what the step raised.")
+          "Waits for the oldest step and returns its StepResult, or raises its exception.")
       .def("drain", &Stepper::drain, py::call_guard<py::gil_scoped_release>(),
-           "Waits until all that was submitted has run.")
+           "Waits until all submitted steps have run.")
       .def_property_readonly("busy_seconds", &Stepper::busy_seconds,
-                             "How long the running step has been at it; 0: none runs.");
+                             "Seconds since the running step began; 0: none is running.");
 }
 
 }  // namespace as

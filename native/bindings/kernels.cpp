@@ -18,8 +18,8 @@ using Floats = py::array_t<float, py::array::c_style | py::array::forcecast>;
 
 namespace {
 
-void expect(bool as_said, const char* what) {
-  if (!as_said) throw std::invalid_argument(what);
+void expect(bool condition, const char* what) {
+  if (!condition) throw std::invalid_argument(what);
 }
 
 }  // namespace
@@ -35,19 +35,19 @@ void bind_kernels(py::module_& m) {
   });
   py::module_ k = m.def_submodule("kernels", "Single kernels of the instruction set in use, for tests.");
   k.def("rms_norm", [](Floats x, Floats w, float eps) {
-    expect(w.size() == x.size(), "rms_norm: x and w must be of one length");
+    expect(w.size() == x.size(), "rms_norm: x and w must have the same length");
     Floats y(x.size());
     kernels().rms_norm(x.data(), w.data(), y.mutable_data(), (int)x.size(), eps);
     return y;
   });
   k.def("silu_mul", [](Floats gate, Floats up) {
-    expect(up.size() == gate.size(), "silu_mul: gate and up must be of one length");
+    expect(up.size() == gate.size(), "silu_mul: gate and up must have the same length");
     Floats y(gate.size());
     kernels().silu_mul(gate.data(), up.data(), y.mutable_data(), (int)gate.size());
     return y;
   });
   k.def("clamped_silu_mul", [](Floats gate, Floats up, float alpha, float limit) {
-    expect(up.size() == gate.size(), "clamped_silu_mul: gate and up must be of one length");
+    expect(up.size() == gate.size(), "clamped_silu_mul: gate and up must have the same length");
     Floats y(gate.size());
     kernels().clamped_silu_mul(gate.data(), up.data(), y.mutable_data(), (int)gate.size(), alpha, limit);
     return y;
@@ -142,8 +142,7 @@ void bind_kernels(py::module_& m) {
       },
       py::arg("rows"), py::arg("dim"), py::arg("span_size"), py::arg("dtype"), py::arg("tokens"), py::arg("heads"),
       py::arg("cpus") = std::vector<int>{}, py::arg("threads") = 1, py::arg("repeats") = 5,
-      "(least seconds, bytes) of attending once to all of a cache that is `heads` KV heads wide, `rows` query heads "
-      "each.");
+      "(least seconds, bytes) of attending once to a whole cache with `heads` KV heads and `rows` query heads each.");
   m.def(
       "measure_roofline",
       [](std::vector<int> cpus, int threads, int repeats, size_t megabytes) {
@@ -174,7 +173,7 @@ void bind_kernels(py::module_& m) {
         return std::make_pair(bandwidth, rate);
       },
       py::arg("cpus") = std::vector<int>{}, py::arg("threads") = 1, py::arg("repeats") = 5, py::arg("megabytes") = 512,
-      "(bytes/s read from memory, fp32 operations/s) of that many threads together: the best of `repeats`.");
+      "(bytes/s read from memory, fp32 operations/s) of all threads together: the best of `repeats`.");
   m.def(
       "measure_tile_roofline",
       [](std::vector<int> cpus, int threads, int repeats) {
@@ -195,7 +194,7 @@ void bind_kernels(py::module_& m) {
         return std::make_pair(rates[0], rates[1]);
       },
       py::arg("cpus") = std::vector<int>{}, py::arg("threads") = 1, py::arg("repeats") = 5,
-      "(bfloat16, 8-bit operations/s) of AMX tiles from registers, of that many threads together; (0, 0) without AMX.");
+      "(bfloat16, 8-bit operations/s) of AMX tiles from registers, of all threads together; (0, 0) without AMX.");
 }
 
 }  // namespace as

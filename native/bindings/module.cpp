@@ -42,7 +42,7 @@ PYBIND11_MODULE(_native, m) {
   m.doc() = "Kernels, executor, sampler and shared-memory collectives.";
   as::kernels();  // an unsupported CPU is an error at import
   m.def("isa", [] { return std::string(as::kernels().name); }, "The instruction set in use.");
-  m.def("isas", as::supported_isas, "Instruction sets this CPU has and this build has kernels for, best first.");
+  m.def("isas", as::supported_isas, "Instruction sets that both this CPU and this build support, best first.");
   m.def(
       "matrix_bytes",
       [](int n, int k, const std::string& dtype, int group_size, int experts, int gathered, const py::kwargs& layout) {
@@ -52,16 +52,16 @@ PYBIND11_MODULE(_native, m) {
       },
       py::arg("out_features"), py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0,
       py::arg("experts") = 1, py::arg("gathered") = 0,
-      "Memory that a matrix, or a stack of those of so many experts, takes as this instruction set lays it out. "
-      "gathered: "
-      "columns of one with an order (add_matrix). Keywords: of the layout of its scales.");
+      "Bytes of a matrix, or of a stack of `experts` matrices, in this instruction set's layout. gathered: columns of "
+      "a\n"
+      "matrix with an order (add_matrix). Keywords: the layout of its scales.");
   m.def(
       "span_bytes",
       [](int span_size, int head_dim, const std::string& dtype) {
         return as::span_layout(as::cache_dtype_of(dtype), span_size, head_dim, as::kernels().rules.bf16_pairs).bytes;
       },
       py::arg("span_size"), py::arg("head_dim"), py::arg("dtype"),
-      "Memory of a span of the KV cache, for one layer and KV head.");
+      "Bytes of a span of the KV cache, for one layer and KV head.");
   m.def(
       "attention_bytes",
       [](int threads, int max_length, int head_dim, const std::string& dtype) {
@@ -71,7 +71,7 @@ PYBIND11_MODULE(_native, m) {
             max_length);
       },
       py::arg("threads"), py::arg("max_length"), py::arg("head_dim"), py::arg("dtype"),
-      "Memory that attention over a cache of that type takes for partial results.");
+      "Bytes that attention over such a cache uses for partial results.");
   m.def(
       "prepared_bytes",
       [](int k, const std::string& dtype, int group_size, int gathered, const py::kwargs& layout) {
@@ -81,7 +81,7 @@ PYBIND11_MODULE(_native, m) {
             .bytes;
       },
       py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0, py::arg("gathered") = 0,
-      "Scratch memory that a product with such a matrix takes for each row of activations.");
+      "Bytes of scratch memory that a GEMM with such a matrix uses for each row of activations.");
   as::bind_shared_memory(m);
   as::bind_executor(m);
   as::bind_program(m);

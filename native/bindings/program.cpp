@@ -70,14 +70,15 @@ void bind_program(py::module_& m) {
   m.attr("OUTPUT_ROWS") = kOutputRows;
   m.def(
       "op_specs", [] { return list_of(op_specs(), [](const OpSpec& s) { return to_dict(s); }); },
-      "The table of ops: a list of dicts with name, rows, in_place, inputs, outputs and weights (least, most), and "
-      "attributes: dicts with\n"
-      "name, type (integer, number, flag, choice), scope (model, rank, graph), required, default (a str for an "
-      "integer: "
-      "another\n"
-      "attribute's value), least, most, choices, and of the scope rank: rule, block and blocks (RankRule).");
+      "The op table: a list of dicts with name, rows, in_place, inputs, outputs and weights (least, most), and\n"
+      "attributes: dicts with name, type (integer, number, flag, choice), scope (model, rank, graph), required, "
+      "default\n"
+      "(a str for an integer: another attribute's value), least, most, choices, and for the scope rank rule, block "
+      "and\n"
+      "blocks (RankRule).");
   py::class_<Program, std::shared_ptr<Program>>(
-      m, "Program", "A model's ops for one rank, checked. add_* functions raise ValueError and change nothing then.")
+      m, "Program",
+      "One rank's ops of a model, validated. If an add_* function raises ValueError, the program is unchanged.")
       .def(py::init<>())
       .def(
           "add_matrix",
@@ -87,7 +88,7 @@ void bind_program(py::module_& m) {
           py::arg("out_features"), py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0, kLayoutFields)
       .def("add_vector", &Program::add_vector, py::arg("n"))
       .def("add_row_set", &Program::add_row_set, py::arg("of"), py::arg("times"),
-           "Rows that a router forms: `times` entries for each row of set `of`.")
+           "Adds a set of rows that a router forms: `times` entries for each row of set `of`.")
       .def(
           "add_tensor",
           [](Program& p, int width, int rows, const std::string& dtype) {
@@ -128,7 +129,7 @@ void bind_program(py::module_& m) {
             d["center"] = l.center;
             return d;
           },
-          py::arg("weight"), "How a matrix' scales are laid out: what add_matrix was given.")
+          py::arg("weight"), "The layout of a matrix' scales, as given to add_matrix.")
       .def_property_readonly("row_sets",
                              [](const Program& p) {
                                return list_of(p.row_sets(),

@@ -114,16 +114,17 @@ class RooflineMeter {
 
 void bind_roofline(py::module_& m) {
   py::class_<RooflineMeter>(m, "RooflineMeter",
-                            "Measures what measure_roofline and measure_integer_rate do, a little at a time.")
+                            "Measures what measure_roofline and measure_integer_rate measure, in short slices.")
       .def(py::init<std::vector<int>, int, size_t>(), py::arg("cpus") = std::vector<int>{}, py::arg("threads") = 1,
            py::arg("megabytes") = 512)
       .def("slice", &RooflineMeter::slice, py::arg("seconds"), py::call_guard<py::gil_scoped_release>(),
-           "Measures for about that long; True when all is measured.")
+           "Measures for about `seconds`. Returns True when everything is measured.")
       .def(
           "rates",
           [](const RooflineMeter& self) { return std::make_tuple(self.rates()[0], self.rates()[1], self.rates()[2]); },
-          "(bytes/s read, fp32 operations/s or with tiles bfloat16 ones, 8-bit operations/s or 0), the best of the "
-          "slices so far.");
+          "(bytes/s read, fp32 or with tiles bfloat16 operations/s, 8-bit operations/s or 0): the best of the slices "
+          "so\n"
+          "far.");
   m.def(
       "measure_integer_rate",
       [](std::vector<int> cpus, int threads, int repeats) {
@@ -145,9 +146,8 @@ void bind_roofline(py::module_& m) {
         return rate;
       },
       py::arg("cpus") = std::vector<int>{}, py::arg("threads") = 1, py::arg("repeats") = 5,
-      "8-bit multiplications and additions/s, summed in 32 bits, of that many threads together: the best of `repeats`. "
-      "0 if the\n"
-      "instruction set in use has none.");
+      "8-bit multiplications and additions/s, summed in 32 bits, of all threads together: the best of `repeats`. 0 if\n"
+      "the instruction set in use has none.");
 }
 
 }  // namespace as

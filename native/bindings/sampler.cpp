@@ -66,8 +66,7 @@ py::dict sample_once(const py::sequence& logits, const Ints& block, const Ints& 
   }
   const int32_t* words = block.data();
   const SamplingParams params = SamplingParams::parse(words, block.data() + block.size());
-  if (words != block.data() + block.size())
-    throw std::invalid_argument("words are left over behind the sampling block");
+  if (words != block.data() + block.size()) throw std::invalid_argument("words follow the end of the sampling block");
   SampleInput input;
   input.params = &params;
   input.history = history.data();
@@ -173,22 +172,21 @@ std::pair<double, double> sample_seconds(const Floats& logits, const Ints& block
 }  // namespace
 
 void bind_sampler(py::module_& m) {
-  m.def(
-      "sample_once", &sample_once, py::arg("logits"), py::arg("block"), py::arg("history"),
-      py::arg("mask") = py::none(), py::arg("threads") = 0,
-      "One draw. logits: a float32 array [ranks, shard] or a list of 1-D shards of the vocabulary; block: the int32 "
-      "words of "
-      "a sampling block; history: int32 ids; mask: uint32 words, bit i%32 of word i/32 allows id i; threads: how many "
-      "share a shard (0: candidates() and narrow() alone). Returns a dict: token "
-      "(-1 with a status), logprob, top_ids, top_logprobs, status ('' if fine), rounds (1 or more), largest_blob "
-      "(bytes). Raises ValueError "
-      "for a "
-      "block or mask that is malformed.");
+  m.def("sample_once", &sample_once, py::arg("logits"), py::arg("block"), py::arg("history"),
+        py::arg("mask") = py::none(), py::arg("threads") = 0,
+        "Samples one token. logits: a float32 array [ranks, shard] or a list of 1-D shards of the vocabulary; block: "
+        "the\n"
+        "int32 words of a sampling block; history: int32 ids; mask: uint32 words, bit i%32 of word i/32 allows id i;\n"
+        "threads: how many share a shard (0: candidates() and narrow() alone). Returns a dict: token (-1 with a "
+        "status),\n"
+        "logprob, top_ids, top_logprobs, status ('' if fine), rounds (1 or more), largest_blob (bytes). Raises "
+        "ValueError\n"
+        "for a malformed block or mask.");
   m.def("sample_seconds", &sample_seconds, py::arg("logits"), py::arg("block"), py::arg("threads") = 1,
         py::arg("repeats") = 5,
-        "Seconds that one draw takes on one rank by so many threads, and those of it that one thread works alone: the "
-        "least of `repeats`.");
-  m.def("chunk_of", &chunk_of, py::arg("vocab_size"), "Ids in a chunk of the vocabulary, which ranks must not share.");
+        "Seconds that sampling a token takes on one rank with `threads` threads, and the part of them that one thread\n"
+        "works alone: the least of `repeats`.");
+  m.def("chunk_of", &chunk_of, py::arg("vocab_size"), "Ids in a chunk of the vocabulary. A chunk belongs to one rank.");
 }
 
 }  // namespace as

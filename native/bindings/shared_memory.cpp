@@ -55,7 +55,9 @@ void bind_shared_memory(py::module_& m) {
   py::class_<Hosts, std::shared_ptr<Hosts>>(m, "Hosts",
                                             "The hosts of a group and MPI between them (native/comm/hosts.h).")
       .def(py::init([](int rank, std::vector<int> first, const std::vector<uintptr_t>& mpi) {
-             if (mpi.size() != 5) throw std::invalid_argument("mpi: MPI_Isend, MPI_Irecv, MPI_Test, a type, a world");
+             if (mpi.size() != 5)
+               throw std::invalid_argument(
+                   "mpi: expected the addresses of MPI_Isend, MPI_Irecv and MPI_Test, a type and a communicator");
              const Mpi found{reinterpret_cast<decltype(Mpi::isend)>(mpi[0]),
                              reinterpret_cast<decltype(Mpi::irecv)>(mpi[1]),
                              reinterpret_cast<decltype(Mpi::test)>(mpi[2]), reinterpret_cast<void*>(mpi[3]),
@@ -66,12 +68,13 @@ void bind_shared_memory(py::module_& m) {
       .def_property_readonly("size", &Hosts::size)
       .def_property_readonly("own", &Hosts::own)
       .def("receiver", &Hosts::receiver, py::arg("host"), py::arg("rank"));
-  py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator", "What the ranks of a group exchange.");
+  py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator",
+                                                          "Communication between the ranks of a group.");
   py::class_<SharedMemory, Communicator, std::shared_ptr<SharedMemory>>(
       m, "SharedMemory", "Shared memory between the ranks of a host (native/comm/shared_memory.h).")
       .def_static(
           "bytes_needed", [](int) { return sizeof(Segment); }, py::arg("size") = 1,
-          "Bytes each rank allocates and zeroes.")
+          "Bytes that each rank allocates and zeroes.")
       .def(py::init([](int rank, int size, const std::vector<uintptr_t>& addresses, bool spin, double timeout,
                        double heartbeat_seconds, std::shared_ptr<Hosts> hosts, const std::vector<int>& sockets) {
              return std::make_shared<SharedMemory>(rank, size, addresses, spin, timeout, kernels().sum_partials,
@@ -80,10 +83,11 @@ void bind_shared_memory(py::module_& m) {
            py::arg("rank"), py::arg("size"), py::arg("addresses"), py::arg("spin"), py::arg("timeout"),
            py::arg("heartbeat_seconds") = 1.0, py::arg("hosts") = nullptr, py::arg("sockets") = std::vector<int>())
       .def_property_readonly("exchange_seconds", &SharedMemory::exchange_seconds,
-                             "What thread 0 has spent in the exchanges of steps.")
-      .def_property_readonly("wait_seconds", &SharedMemory::wait_seconds, "Of these, waiting for other ranks.")
+                             "Seconds that thread 0 has spent in the exchanges of steps.")
+      .def_property_readonly("wait_seconds", &SharedMemory::wait_seconds,
+                             "The part of them spent waiting for other ranks.")
       .def("close", &SharedMemory::close, py::call_guard<py::gil_scoped_release>(),
-           "No more heartbeats; before the memory goes away.")
+           "Stops the heartbeats. Must be called before the memory is freed.")
       .def(
           "publish",
           [](SharedMemory& w, int kind, const py::bytes& payload) {
@@ -130,7 +134,7 @@ void bind_shared_memory(py::module_& m) {
             }
             return py::bytes(bytes);
           },
-          py::arg("payload") = std::string(), "Rank 0's bytes, on every rank.")
+          py::arg("payload") = std::string(), "Returns rank 0's bytes on every rank.")
       .def(
           "all_reduce",
           [](SharedMemory& w, Floats& x, int threads, int repeats) {
@@ -141,7 +145,7 @@ void bind_shared_memory(py::module_& m) {
             });
           },
           py::arg("x").noconvert(), py::arg("threads") = 1, py::arg("repeats") = 1,
-          "x (float32) becomes the sum over ranks, by so many threads; returns seconds.")
+          "Replaces x (float32) by its sum over the ranks, with `threads` threads. Returns seconds.")
       .def(
           "reduce_scatter_rows",
           [](SharedMemory& w, Floats& x, int threads) {
@@ -150,7 +154,8 @@ void bind_shared_memory(py::module_& m) {
             const size_t rows = x.shape(0), width = x.shape(1);
             return in_threads(threads, [&](int thread) { w.reduce_scatter_rows(data, rows, width, thread, threads); });
           },
-          py::arg("x").noconvert(), py::arg("threads") = 1, "This rank's rows of x become the sums over ranks.")
+          py::arg("x").noconvert(), py::arg("threads") = 1,
+          "Replaces this rank's rows of x by their sums over the ranks.")
       .def(
           "all_gather_rows",
           [](SharedMemory& w, Rows& x, int threads) {
@@ -159,10 +164,10 @@ void bind_shared_memory(py::module_& m) {
             const size_t rows = x.shape(0), bytes = x.shape(1);
             return in_threads(threads, [&](int thread) { w.all_gather_rows(data, rows, bytes, thread, threads); });
           },
-          py::arg("x").noconvert(), py::arg("threads") = 1, "Every rank's rows of x (uint8), of which it has its own.")
+          py::arg("x").noconvert(), py::arg("threads") = 1, "Fills in the other ranks' rows of x (uint8).")
       .def(
           "rows_of", [](const SharedMemory& w, size_t rows) { return w.rows_of(rows, w.rank()); }, py::arg("rows"),
-          "The half-open range of rows that this rank has of scattered ones.")
+          "The half-open range of scattered rows that belongs to this rank.")
       .def("abort", &SharedMemory::abort, py::arg("message"), py::call_guard<py::gil_scoped_release>())
       .def("aborted",
            [](const SharedMemory& w) -> py::object {

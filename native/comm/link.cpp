@@ -26,7 +26,7 @@ Link::Link(LinkEnd& end, std::vector<int> sockets, std::vector<int> hosts, doubl
     fcntl(sockets[i], F_SETFL, fcntl(sockets[i], F_GETFL) | O_NONBLOCK);
     peers_.push_back({sockets[i], hosts[i], {}, 0, true});
   }
-  if (pipe2(wake_, O_NONBLOCK | O_CLOEXEC)) throw std::runtime_error("link: no more files can be opened");
+  if (pipe2(wake_, O_NONBLOCK | O_CLOEXEC)) throw std::runtime_error("link: the limit on open files is reached");
   thread_ = std::thread([this] { run(); });
 }
 
@@ -71,7 +71,7 @@ void Link::send(const Peer& peer, Type type, int kind, const char* data, size_t 
     std::string why;
     if (type == kCommand && end_.aborted(why)) throw std::runtime_error(why);
     if (std::chrono::duration<double>(Clock::now() - taken).count() > timeout)
-      throw std::runtime_error("host " + std::to_string(peer.host) + " has taken nothing for " +
+      throw std::runtime_error("host " + std::to_string(peer.host) + " has accepted no data for " +
                                std::to_string((int)timeout) + " s");
     pollfd ready{peer.socket, POLLOUT, 0};
     poll(&ready, 1, 50);
@@ -113,7 +113,7 @@ void Link::send_heartbeat() {
   for (Peer& peer : peers_) {
     if (!peer.open) continue;
     if (++peer.silent > kLease) {
-      lose(peer, "nothing has come from it for " + std::to_string(kLease) + " heartbeats");
+      lose(peer, "it has been silent for " + std::to_string(kLease) + " heartbeats");
       continue;
     }
     try {
@@ -141,7 +141,7 @@ void Link::read(Peer& peer) {
   Header header;
   while (peer.received.size() - at >= sizeof header) {
     std::memcpy(&header, peer.received.data() + at, sizeof header);
-    if (header.length > kLongest) return lose(peer, "what it sends is not understood");
+    if (header.length > kLongest) return lose(peer, "it sent an invalid message");
     if (peer.received.size() - at - sizeof header < header.length) break;
     const char* data = peer.received.data() + at + sizeof header;
     if (header.type == kCommand) relayed_.push_back({header.kind, std::string(data, header.length)});

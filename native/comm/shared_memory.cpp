@@ -117,7 +117,7 @@ void SharedMemory::check_silence(int peer, const char* what) {
   if (own < watched.since.load(std::memory_order_relaxed) + kSilentHeartbeats) return;
   const std::string message = "rank " + std::to_string(rank_) + " waited for rank " + std::to_string(peer) + " in " +
                               what +
-                              ", but that is silent: "
+                              ", but that rank is silent: "
                               "its process has ended or is stopped; the group is given up";
   abort(message);
   throw std::runtime_error(message);

@@ -23,7 +23,7 @@ size_t adapter_bytes(int rank, int inputs, int columns, Format format) {
 }
 
 Adapter::Adapter(const AdapterLimits& limits, int targets) : limits_(limits) {
-  if (targets < 1 || limits.count < 1) throw std::invalid_argument("the model's program has no room for adapters");
+  if (targets < 1 || limits.count < 1) throw std::invalid_argument("the model was allocated without adapters");
   pairs_.resize(targets);
 }
 
@@ -36,7 +36,7 @@ Packed Adapter::packed(const SourceRows& source, int rows, int panel) {
 int64_t Adapter::set(int target, const SourceRows& a, int rank, const SourceRows& b, int columns, float scale) {
   if (target < 0 || target >= targets() || pairs_[target].a.k)
     throw std::invalid_argument("adapter: target " + std::to_string(target) + " of " + std::to_string(targets()) +
-                                " is not there, or has its matrices");
+                                " does not exist or has its matrices already");
   if (a.step != 1 || b.step != 1) throw std::invalid_argument("adapter: columns must be adjacent in memory");
   if (rank < 1 || rank > limits_.max_rank || b.columns != rank || columns < 1 || a.columns < 1)
     throw std::invalid_argument("adapter: matrices of " + std::to_string(rank) + " x " + std::to_string(a.columns) +

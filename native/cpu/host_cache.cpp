@@ -92,7 +92,7 @@ void HostCache::restore(const SpanCopy& copy) const {
   const Entry& entry = entries_[copy.host];
   if (entry.key != copy.key || entry.checksum != checksum(copy.host))
     throw std::runtime_error("span " + std::to_string(copy.host) +
-                             " of the prefix cache's second tier is not what was written there");
+                             " of the prefix cache's second tier differs from what was saved");
   each_piece(copy.host, [&](const LayerCache& layer, const char* at, size_t bytes) {
     std::memcpy(layer.span(copy.span, 0), at, bytes);
   });

@@ -150,7 +150,7 @@ void check_span_attention(const Program& p, const OpNode& op) {
   width_is(op, p.out(op), q_heads * head_dim, "output");
   if (layer < 0 || head_dim < 1 || group < 1 || q_heads < 1 || kv_heads < 1 || q_head_begin < 0 || kv_begin < 0 ||
       (kv_begin + kv_heads + 1) * group > 1 << 28 || p.in(op).rows != kAllRows)
-    throw wrong(op, "a layer, head_dim, group or number of heads that cannot be");
+    throw wrong(op, "invalid layer, head_dim, group or number of heads");
   if (number >= (long)p.cache_groups().size()) throw wrong(op, "no cache group " + std::to_string(number));
   const CacheGroup& cache = p.cache_groups()[number];
   if (cache.kind != CacheKind::full && cache.kind != CacheKind::sliding)

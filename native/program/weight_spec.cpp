@@ -73,9 +73,9 @@ void check_matrix(const WeightSpec& m) {
   if (l.is_default()) return;
   if (f.values == Values::plain) throw std::invalid_argument(text + " has no scales");
   if (f.values == Values::small_floats && l.zeros == ZeroType::points)
-    throw std::invalid_argument(text + " has no zero points: its codes are no integers");
+    throw std::invalid_argument(text + " has no zero points: its quantized values are not integers");
   if (l.center >= 0 && (f.values != Values::integers || l.center >= 1 << (int)f.bits))
-    throw std::invalid_argument(text + " has no code " + std::to_string(l.center) + " to stand for 0");
+    throw std::invalid_argument(text + " has no quantized value " + std::to_string(l.center) + " to stand for 0");
   if (l.group_rows < 1 || (l.group_rows > 1 && !m.group))
     throw std::invalid_argument(text + ": scales of " + std::to_string(l.group_rows) +
                                 " rows need a positive number of them, and groups along in_features");

@@ -224,7 +224,7 @@ const Head* max_winner(size_t count, HeadOf head_of) {
     const Head& head = head_of(r);
     if (head.winner_id >= 0 && (!best || head.winner_key > best->winner_key)) best = &head;
   }
-  if (!best) throw std::invalid_argument("no rank has a token to draw");
+  if (!best) throw std::invalid_argument("no rank has a token to sample");
   return best;
 }
 
@@ -275,7 +275,7 @@ int32_t sampling::min_p_depth(const SamplingParams& params) {
 const char* describe(SampleStatus status) {
   return status == SampleStatus::kOk
              ? "ok"
-             : "the model's logits hold a NaN or +Inf, or nothing above -Inf: no token can be drawn";
+             : "the model's logits hold a NaN or +Inf, or nothing above -Inf: no token can be sampled";
 }
 
 size_t blob_bytes(const uint8_t* blob) {
@@ -445,12 +445,12 @@ bool merge_narrowed(const SamplingParams& params, const Blobs& blobs, Search& se
     if (blob.second >= sizeof head) std::memcpy(&head, blob.first, sizeof head);
     if (head.magic != kNarrowedMagic || head.n_bins < 0 || head.n_bins > kBins || head.bytes > blob.second ||
         head.bytes != sizeof head + head.n_bins * sizeof(Bin))
-      throw std::invalid_argument("sampling blob of " + std::to_string(blob.second) + " bytes is no round of a search");
+      throw std::invalid_argument("sampling blob of " + std::to_string(blob.second) +
+                                  " bytes does not belong to a search");
     for (int i = 0; i < head.n_bins; ++i) {
       Bin bin;
       std::memcpy(&bin, blob.first + sizeof head + i * sizeof bin, sizeof bin);
-      if (bin.index >= static_cast<uint32_t>(kBins))
-        throw std::invalid_argument("sampling blob names a bin that is none");
+      if (bin.index >= static_cast<uint32_t>(kBins)) throw std::invalid_argument("sampling blob names an invalid bin");
       bins[bin.index].count += bin.count;
       bins[bin.index].mass += bin.mass;
     }

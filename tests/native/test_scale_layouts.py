@@ -259,7 +259,7 @@ def test_what_is_refused():
             ((8, 64, "nf4", 32), dict(scales="float32", zeros="points"), "has no zero points"),
             ((8, 64, "int4", 32), dict(scales="e8m0", zeros="none"), "takes scales of float32, bfloat16 and float16"),
             ((8, 64, "int4", 32), dict(scales="float8"), "scales must be one of"),
-            ((8, 64, "int4", 32), dict(center=16), "has no code 16 to stand for 0"),
+            ((8, 64, "int4", 32), dict(center=16), "has no quantized value 16 to stand for 0"),
             ((8, 64, "int4", 32), dict(scales="float16", super_group=48, scale_bits=8), "nested scales need"),
             ((8, 64, "float32", 0), dict(scales="float16"), "has no scales")):
         with pytest.raises(ValueError, match=problem):

@@ -178,7 +178,7 @@ def test_a_mask_that_does_not_come_ends_the_step():
 
 
 @pytest.mark.parametrize("work, problem", [
-    (item(0, 2, DRAW, spans=[0], mask=MASKS + 1), "mask 13 for 1 draws; there are 12"),
+    (item(0, 2, DRAW, spans=[0], mask=MASKS + 1), "mask 13 for 1 samples; there are 12"),
     (item(0, 2, DRAW | GIVEN, known=[1, 2], drafts=2, spans=[0], mask=MASKS - 1), "mask 11 for 3 draws"),
     (item(0, 1, 0, spans=[0], mask=1), "mask 1 for 0 draws"),
     (item(0, 2, DRAW, spans=[0], outputs=3), "3 outputs of 2 rows"),
@@ -192,7 +192,7 @@ def test_plans_that_cannot_be(work, problem):
 
 
 def test_a_program_without_hidden_states_says_so():
-    with pytest.raises(ValueError, match="does not hand out hidden states"):
+    with pytest.raises(ValueError, match="does not output hidden states"):
         Cpu(1, hidden=False).step(plan([item(0, 1, HIDDEN, outputs=1, spans=[0])], [start(0, [1, 2])]))
 
 

@@ -223,7 +223,7 @@ def test_a_weight_stored_otherwise_than_declared_is_refused():
 
 @pytest.mark.parametrize("form, group, layout, problem", [
     ("float16", 0, {"scales": "float16"}, "matrix of format float16 has no scales"),
-    ("nf4", 64, {"zeros": "points"}, "no zero points: its codes are no integers"),
+    ("nf4", 64, {"zeros": "points"}, "no zero points: its quantized values are not integers"),
     ("int4", 32, {"scales": "int8"}, "scales must be one of none, float32, bfloat16, float16, e8m0, got int8"),
     ("int4", 32, {"zeros": "some"}, "zeros must be one of none, offsets, points, got some"),
     ("e4m3", 0, {"group_rows": 128}, "scales of 128 rows need .* groups along in_features"),

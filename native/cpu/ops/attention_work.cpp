@@ -102,7 +102,7 @@ void AttentionWork::share_pairs() {
     }
   }
   if (kept * partial_floats() * sizeof(float) > partials.size())
-    throw std::logic_error("attention keeps " + std::to_string(kept) + " partial results, more than there is room for");
+    throw std::logic_error("attention keeps " + std::to_string(kept) + " partial results, more than its memory holds");
 }
 
 // Groups, longest contexts first. Groups that would keep one thread busy for long are divided at whole runs.

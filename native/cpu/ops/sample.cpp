@@ -105,7 +105,7 @@ void Sample::await_masks(const Batch& batch) {
   const bool sends = core_.peers != nullptr;
   masks_sent_.clear();
   if (core_.rank == 0) {
-    if (!masks_) throw std::logic_error("a draw under a mask, and there are no masks");
+    if (!masks_) throw std::logic_error("a row samples under a mask, but there are no masks");
     for (size_t r = 0; r < batch.outputs.size(); r++) {
       if (!batch.outputs[r].mask) continue;
       mask_of_[r] = masks_->wait(batch.outputs[r].mask - 1, kMaskSeconds);
@@ -188,12 +188,11 @@ void Sample::tell() {
     }
     core_.peers->broadcast(message);
     if (core_.rank != 0) {
-      if (message.size() < sizeof count) throw std::runtime_error("rank 0 did not say what it drew");
+      if (message.size() < sizeof count) throw std::runtime_error("rank 0 sent no samples");
       std::memcpy(&count, message.data(), sizeof count);
       const char* rest = message.data() + sizeof count;
       const size_t bytes = count ? count * sizeof(RoundRow) : output_.samples.size() * sizeof(int32_t);
-      if (message.size() != sizeof count + bytes)
-        throw std::runtime_error("rank 0 says what it drew for another batch");
+      if (message.size() != sizeof count + bytes) throw std::runtime_error("rank 0 sent the samples of another batch");
       again.resize(count);
       if (count) std::memcpy(static_cast<void*>(again.data()), rest, bytes);
       else
