@@ -7,7 +7,7 @@
 
 #include "cpu/blocks.h"
 #include "cpu/kernels/place.h"
-#include "cpu/place_rows.h"
+#include "cpu/place_avx2.h"
 #include "cpu/row_hash.h"
 
 namespace as {

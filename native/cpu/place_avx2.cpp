@@ -1,4 +1,4 @@
-#include "cpu/place_rows.h"
+#include "cpu/place_avx2.h"
 
 #include <algorithm>
 #include <cstring>
