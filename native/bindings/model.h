@@ -1,4 +1,4 @@
-// What Python sees alike of models on CPUs and on GPUs: both modules instantiate these bindings.
+// The bindings that models on CPUs and GPUs share. Both modules instantiate them.
 #pragma once
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -16,7 +16,7 @@
 
 namespace as {
 
-// Frees a model, which takes seconds if it is large, while other threads run Python.
+// Frees a model without the GIL: that takes seconds for a large model.
 struct WithoutGil {
   template <class Executor>
   void operator()(Executor* executor) const {
@@ -72,7 +72,8 @@ void bind_model(Class& model) {
           [](Executor& e, const std::string& kind, int window) {
             return e.program().add_cache_group(cache_kind_of(kind), window);
           },
-          py::arg("kind"), py::arg("window") = 0, "Before any op; without, there is one of full attention.")
+          py::arg("kind"), py::arg("window") = 0,
+          "To be called before any op. Without it there is one group of full attention.")
       .def(
           "add_tensor", [](Executor& e, int width, int rows) { return e.program().add_tensor(width, rows); },
           py::arg("width"), py::arg("rows") = kAllRows)
@@ -89,12 +90,12 @@ void bind_model(Class& model) {
            })
       .def(
           "source_hash", [](const Executor& e, int id) { return e.weights().source_hash(id); }, py::arg("id"),
-          "A hash of all bytes that a matrix was filled with, whatever the threads and the device.")
-      .def("new_adapter", &Executor::new_adapter, "An empty Adapter, to be filled by any thread while steps run.")
+          "A hash of all bytes that a matrix was filled with. Independent of threads and device.")
+      .def("new_adapter", &Executor::new_adapter, "An empty Adapter. Any thread may fill it while steps run.")
       .def("set_adapter", &Executor::set_adapter, py::arg("index"), py::arg("adapter"),
            py::call_guard<py::gil_scoped_release>(),
-           "Between steps, or while no plan names this index: plans may name the adapter by it from now on. None: no "
-           "longer.")
+           "Sets the adapter that plans name by this index; None removes it. To be called between steps, or while no "
+           "step uses the index.")
       .def(
           "step",
           [](Executor& e, const py::bytes& plan, bool want_logits) {
@@ -109,8 +110,7 @@ void bind_model(Class& model) {
           py::arg("plan"), py::arg("want_logits") = false)
       .def("set_profiling", &Executor::set_profiling, py::arg("on"))
       .def("host_cache_bytes", &Executor::host_cache_bytes, py::arg("spans"))
-      .def_property_readonly("masks", &Executor::masks,
-                             "Masks that samples may name, of the rank that samples; None where there are none.")
+      .def_property_readonly("masks", &Executor::masks, "The Masks of the rank that samples, or None.")
       .def("weight_bytes", [](const Executor& e) { return e.weights().bytes(); })
       .def("cache_bytes", &Executor::cache_bytes);
 }
