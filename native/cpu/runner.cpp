@@ -122,7 +122,7 @@ void CpuRunner::allocate_cache(const CacheLimits& limits) {
     const LayerCache& found = layers.emplace(op.integer("layer"), layer).first->second;
     if (found.layout.head_dim != layer.layout.head_dim || found.kv_heads != layer.kv_heads)
       throw std::invalid_argument("op span_attention: layer " + std::to_string(op.integer("layer")) +
-                                  " is of another size in another cache group");
+                                  " has another size in another cache group");
   }
   std::vector<LayerCache> all;
   for (auto& [index, layer] : layers) {

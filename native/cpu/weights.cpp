@@ -35,11 +35,11 @@ Packed packed_of(const Rules& rules, int out_features, int in_features, const st
        (is_small_float(format) && scaling.zeros != ZeroType::none)))
     throw std::invalid_argument(
         "the CPU backend takes scales of float32, bfloat16 and float16 for each row and group, or float16 times 8 "
-        "bits, and no offsets or zero points of codes");
+        "bits, and no offsets or zero points of small floats");
   if (is_small_float(format) && scaling.is_default())
-    throw std::invalid_argument("a matrix of " + dtype + " has no offsets: say how its scales are laid out");
+    throw std::invalid_argument("a matrix of " + dtype + " has no offsets: pass the layout of its scales");
   if (gathered < 0 || (gathered && (!is_quantized(format) || is_small_float(format))))
-    throw std::invalid_argument("columns in an order of their own are for matrices of integers");
+    throw std::invalid_argument("an order of columns needs a matrix of quantized integers");
   const Packed packed =
       layout(out_features, gathered ? gathered : in_features, rules, format, group_size, scaling, in_features);
   if (packed.planes && packed.group > kMaxIntegerK)
@@ -82,7 +82,7 @@ SourceRows gathered(const SourceRows& source, int64_t r0, int64_t r1, std::vecto
 int Weights::add_matrix(int out_features, int in_features, const std::string& dtype, int group_size, int experts,
                         const ScaleLayout& scaling, std::vector<int> order) {
   if (experts < 1 || out_features % experts)
-    throw std::invalid_argument("a matrix of " + std::to_string(out_features) + " rows is no stack of " +
+    throw std::invalid_argument("a matrix of " + std::to_string(out_features) + " rows is not a stack of " +
                                 std::to_string(experts) + " experts");
   for (int from : order)
     if (from < -1 || from >= in_features)

@@ -85,7 +85,7 @@ const OpNode* rotary_table(const Program& p, int number) {
 
 void check_rotary_table(const Program& p, const OpNode& op) {
   const int table = op.integer("table");
-  if (rotary_table(p, table)) throw wrong(op, "there can be one with table " + std::to_string(table));
+  if (rotary_table(p, table)) throw wrong(op, "another op makes table " + std::to_string(table));
   const int pairs = op.integer("rotary_dim") / 2;
   for (size_t i = 0; i < op.weights.size(); i++) vector_is(p, op, (int)i, pairs);
   const int parts = op.integer("temporal") + op.integer("height") + op.integer("width");
@@ -95,7 +95,7 @@ void check_rotary_table(const Program& p, const OpNode& op) {
     throw wrong(op,
                 std::to_string(op.weights.size()) + " weights, expected " + std::to_string(1 + op.flag("long_table")));
   if (op.flag("long_table") && (op.flag("dynamic") || op.number("original_max") < 1))
-    throw wrong(op, "a long_table needs an original_max, beyond which it is taken, and no dynamic");
+    throw wrong(op, "a long_table needs an original_max, beyond which it is used, and excludes dynamic");
 }
 
 void check_embedding(const Program& p, const OpNode& op) { width_is(op, p.out(op), matrix(p, op, 0).k, "output"); }

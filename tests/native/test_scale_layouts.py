@@ -255,7 +255,7 @@ def test_what_is_refused():
     executor = _native.Executor()
     for arguments, layout, problem in (
             ((8, 64, "int5", 32), {}, "int5"), ((8, 64, "int4", 20), {}, "group_size must be a multiple of 8"),
-            ((8, 64, "e4m3", 32), {}, "has no offsets: say how its scales"),
+            ((8, 64, "e4m3", 32), {}, "has no offsets: pass the layout of its scales"),
             ((8, 64, "nf4", 32), dict(scales="float32", zeros="points"), "has no zero points"),
             ((8, 64, "int4", 32), dict(scales="e8m0", zeros="none"), "takes scales of float32, bfloat16 and float16"),
             ((8, 64, "int4", 32), dict(scales="float8"), "scales must be one of"),
@@ -268,7 +268,7 @@ def test_what_is_refused():
         executor.add_matrix(8, 64, "int4", 32, blocks=1)
     with pytest.raises(ValueError, match="there is no input feature 64 of 64"):
         executor.add_matrix(8, 64, "int4", 32, order=[64])
-    with pytest.raises(ValueError, match="columns in an order of their own are for matrices of integers"):
+    with pytest.raises(ValueError, match="an order of columns needs a matrix of quantized integers"):
         executor.add_matrix(8, 64, "e4m3", 32, order=list(range(64)), **CODED)
     handle = executor.add_matrix(8, 64, "int4", 32, scales="float16", zeros="none")
     for arguments, more, problem in (

@@ -270,7 +270,7 @@ def test_ops_that_reach_past_their_buffers():
     executor.add_op("rotary_table", [], [], [table[0]], {"rotary_dim": 16})
     attention = {"layer": 0, "q_heads": 2, "kv_heads": 1, "head_dim": 8, "group": 2, "scale": 1}
     for op, inputs, weights, attrs, problem in (
-        ("rotary_table", [], [table[1]], {"rotary_dim": 2}, "there can be one"),  # rope has the first one's width
+        ("rotary_table", [], [table[1]], {"rotary_dim": 2}, "another op makes table"),  # rope has the first one's width
         ("select_rows", [some], [], {}, "a row for each token"),
         ("rope", [rows], [], {"offset": 1e30, "heads": 1, "head_dim": 16}, "offset is 1"),
         ("span_attention", [rows], [], {**attention, "group": 1 << 24, "kv_begin": 1 << 24}, "cannot be"),

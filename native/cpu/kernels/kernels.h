@@ -40,7 +40,6 @@ constexpr int kBlockTokens = 128;  // context per partial result of attention, f
 // Bytes of a tile's prepared queries: 16 bits a value, and two floats a row.
 inline size_t query_bytes(const SpanLayout& s) { return (size_t)kTileRows * (s.query_dim() * 2 + 2 * sizeof(float)); }
 
-
 // Rows of a checkpoint's matrix. Another matrix takes their columns [column, column + its k). Groups of `group` are
 // counted over all `columns`, so that the quantized values do not depend on the rank's slice.
 struct SourceRows {
