@@ -1,4 +1,4 @@
-// What a rank's model is on any device, until it is compiled: its program, and the limits of what plans may ask for.
+// The parts of a rank's model that all devices share: its program, its masks and the limits of plans.
 #pragma once
 #include <memory>
 #include <string>
@@ -18,13 +18,13 @@ class Model : public StepModel {
   std::shared_ptr<Masks> masks() const { return masks_; }
 
  protected:
-  // Throws std::invalid_argument for numbers of masks, of adapters or of their ranks that cannot be. samples: whether
-  // this rank samples, and so has the masks.
+  // Throw std::invalid_argument for invalid numbers of masks, adapters or ranks of adapters. samples: whether this rank
+  // samples, and so has the masks.
   void allocate_masks(int masks, bool samples);
   static void check_adapters(int count, int max_rank, int most_rank);
-  // Throws std::invalid_argument if there is no adapter of this index.
+  // Throws std::invalid_argument if there is no adapter with this index.
   void check_adapter(int index) const;
-  // The largest number of a target of an adapter, and one more.
+  // The number of targets that lora ops refer to.
   int adapter_targets() const;
 
   Program program_;
