@@ -17,7 +17,7 @@ class AttributeSpec:
     """An attribute of an op.
 
     type: "integer", "number", "flag" or "choice". scope: "model" if the model file sets it, "rank" if lowering computes
-    it for each rank by `rule` from columns of `blocks` blocks starting at `block`, "graph" if the model file sets it and
+    it for each rank by `rule` from columns of `blocks` blocks from `block` on, "graph" if the model file sets it and
     lowering replaces it.
     """
 

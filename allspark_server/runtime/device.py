@@ -221,7 +221,8 @@ class Gpu:
     host_memory = False
 
     def __init__(self, index: int, threads: int, group: Sequence[int] = (), shared_memory: Any = None):
-        """threads: those that sample tokens on the host. group: the GPUs of all ranks if there are several; `shared_memory` is
+        """threads: those that sample tokens on the host. group: the GPUs of all ranks if there are several; `shared_memory`
+        is
         then their shared memory. AllSparkError says what to do if there is no such GPU or it cannot reach the others.
         """
         self._library, self._index, self._threads = cuda_library(), index, min(threads, MOST_SAMPLING_THREADS)
@@ -368,7 +369,7 @@ def step_tokens(config: AsModelConfig) -> int:
 
 def device_of(config: AsModelConfig, rank: int, world: int, cpus: list[int], threads: int,
               shared_memory: Any = None) -> Device:
-    """The device that compute_unit names. shared_memory: the ranks' shared memory. AllSparkError says what to do if there is
+    """The device that compute_unit names. shared_memory: of the ranks. AllSparkError says what to do if there is
     no such GPU, or not one for each rank.
     """
     if not config.on_gpus:

@@ -1,4 +1,4 @@
-"""What the ranks of a group that spans hosts need besides their shared memory: who is where, MPI for native code, and the
+"""What the ranks of a group that spans hosts need besides shared memory: who is where, MPI for native code, and the
 connections between rank 0 and the first rank of every other host, which carry commands and beats.
 """
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Layout:
 
 @dataclass
 class Between:
-    """What a native SharedMemory gets for other hosts: first ranks, MPI's functions and handles, sockets. communicator: keeps
+    """What a native SharedMemory gets for other hosts: first ranks, MPI's functions and handles, sockets. communicator:
+    keeps
     the handles alive.
     """
 

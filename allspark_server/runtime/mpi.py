@@ -53,7 +53,7 @@ def _starter() -> Path | None:
 
 @dataclass
 class World:
-    """The MPI world of a group. `addresses`: each rank's segment of shared memory, or its mirror on this host, mapped in this
+    """The MPI world of a group. `addresses`: each rank's shared segment, or its mirror on this host, mapped in this
     process. `between`: what there is between hosts; None: there is one host.
     """
 

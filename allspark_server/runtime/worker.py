@@ -97,7 +97,7 @@ class Heartbeat:
 
     def watch(self, models: RankModels, busy_since: Callable[[], float] | None = None) -> None:
         """From now on also tell of the member's loads, how long its main thread has been at one thing and that it has
-        computed a step, count in its shared memory, and end the process if the shared memory says that the group was aborted.
+        computed a step, count in its shared memory, and end the process if that says that the group was aborted.
 
         busy_since(): when that thread began what it is doing, on the monotonic clock, 0.0 while it waits for work;
         without it, only steps count.

@@ -59,9 +59,11 @@ class QuantizedRows:
             return self
         native = native_library()
         if self.scales is not None:
-            codes = native.unpack_quantized(self.codes, form.bits, columns, self.packing, self.skipped, len(self.scales))
+            codes = native.unpack_quantized(self.codes, form.bits, columns, self.packing, self.skipped,
+                                            len(self.scales))
             return replace(self, codes=codes, packing="rows", skipped=0)
-        codes, scale, offset = native.unpack_quantized(self.codes, form.bits, columns, self.packing), *block_floats(self)
+        codes = native.unpack_quantized(self.codes, form.bits, columns, self.packing)
+        scale, offset = block_floats(self)
         if not form.layout.super_group:
             return QuantizedRows(codes, scale, offset)
         scales, minimums = native.unpack_scales(self.codes, columns, self.packing)

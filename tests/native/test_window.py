@@ -25,7 +25,7 @@ class Ranks:
         self.windows = [_native.SharedMemory(r, size, addresses, spin, timeout, heartbeat_seconds) for r in range(size)]
 
     def run(self, function, timeout=30):
-        """Calls function(shared_memory) for every rank at once; returns results in rank order, raises the first error."""
+        """Calls function(shared_memory) for every rank at once. Returns results in rank order, or raises an error."""
         results, errors = [None] * len(self.windows), []
 
         def call(rank):

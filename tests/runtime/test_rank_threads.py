@@ -86,7 +86,8 @@ def threads(monkeypatch):
     step = -(-_native.SharedMemory.bytes_needed(3) // 4096) * 4096
     memory = mmap.mmap(-1, 3 * step)
     view = np.frombuffer(memory, np.uint8)
-    windows = [_native.SharedMemory(r, 3, [view.ctypes.data + i * step for i in range(3)], False, 10.0) for r in range(3)]
+    addresses = [view.ctypes.data + i * step for i in range(3)]
+    windows = [_native.SharedMemory(r, 3, addresses, False, 10.0) for r in range(3)]
     failures, errors = [], {}
 
     def work(rank: int) -> None:

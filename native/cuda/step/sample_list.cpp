@@ -27,7 +27,6 @@ bool SampleList::add(const Batch& batch, int row, int mask) {
   const Slot& slot = batch.slot(out.slot);
   const bool scores = out.wanted == Wanted::score;
   const SamplingParams& p = scores ? scoring_params() : slot.sampling;
-<<<<<<< HEAD:native/cuda/step/sample_list.cpp
   RowSample sample{};
   sample.row = row, sample.kind = kind_of(p), sample.mask = mask;
   sample.target = scores ? slot.history[out.history] : -1;
@@ -38,18 +37,6 @@ bool SampleList::add(const Batch& batch, int row, int mask) {
   sample.end = !p.eos.empty() && p.eos[0] >= 0 && p.eos[0] < vocab_size_ ? p.eos[0] : -1;
   sample.random = {p.seed, p.sample_index, out.history};
   sample.first_edit = (int32_t)edits_.size();
-=======
-  RowDraw draw{};
-  draw.row = row, draw.kind = kind_of(p), draw.mask = mask;
-  draw.target = scores ? slot.history[out.history] : -1;
-  draw.top_k = p.top_k, draw.top_p = p.top_p;
-  draw.top_logprobs = p.logprobs() ? p.top_logprobs : -1;
-  draw.deepest = p.min_p > 0.0f ? min_p_depth(p) : -1;
-  draw.scale = draw.kind == SamplingKind::greedy ? 1.0f : 1.0f / p.temperature;
-  draw.end = !p.eos.empty() && p.eos[0] >= 0 && p.eos[0] < vocab_size_ ? p.eos[0] : -1;
-  draw.random = {p.seed, p.sample_index, out.history};
-  draw.first_edit = (int32_t)edits_.size();
->>>>>>> 7f8c463b (Say sample, as the field does, where code said draw):native/cuda/step/draw_list.cpp
   if (!scores) {
     for (auto& list : of_row_) list.clear();
     const SampleInput input{&p, slot.history.data(), out.history, nullptr, nullptr};
