@@ -347,7 +347,7 @@ class StreamDetokenizer:
             token = self._backend.id_to_token(int(i)) if i >= 0 else None
             if token is None or token in self._special:
                 continue
-            if self._chain is None:
+            if self._window is not None:
                 out.append(self._window.feed(int(i)))
             else:
                 out.extend(through(self._chain, [token]))
@@ -355,7 +355,7 @@ class StreamDetokenizer:
 
     def finish(self) -> str:
         """Ends the sequence; returns what was held back, half a character as U+FFFD. The object can then be reused."""
-        if self._chain is None:
+        if self._window is not None:
             return self._window.finish()
         out: list[str] = []
         for at, step in enumerate(self._chain):
