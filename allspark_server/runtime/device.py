@@ -15,7 +15,7 @@ from allspark_server.models.graph import OUTPUT_ROWS, Graph
 from allspark_server.runtime.binding import GROUP_GPUS
 from allspark_server.runtime.memory import available_memory, bound_nodes
 from allspark_server.runtime.native import cuda_library, native_library
-from allspark_server.runtime.profile import RooflineMeter, GpuRooflineMeter
+from allspark_server.runtime.profile import GpuRooflineMeter, RooflineMeter
 from allspark_server.runtime.reservations import Reservation
 from allspark_server.weights.formats import WeightFormat
 from allspark_server.weights.gpu_forms import HOPPER, RECOVERED, gpu_form, on_gpu
@@ -221,9 +221,8 @@ class Gpu:
     host_memory = False
 
     def __init__(self, index: int, threads: int, group: Sequence[int] = (), shared_memory: Any = None):
-        """threads: those that sample tokens on the host. group: the GPUs of all ranks if there are several; `shared_memory`
-        is
-        then their shared memory. AllSparkError says what to do if there is no such GPU or it cannot reach the others.
+        """threads: those that sample tokens on the host. group: the GPUs of all ranks if there are several, which then
+        share `shared_memory`. AllSparkError says what to do if there is no such GPU or it cannot reach the others.
         """
         self._library, self._index, self._threads = cuda_library(), index, min(threads, MOST_SAMPLING_THREADS)
         self._group, self._shared_memory = list(group) or [index], shared_memory
