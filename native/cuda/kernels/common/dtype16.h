@@ -1,6 +1,6 @@
-// Kernels of floats of 16 bits are compiled from one source once for each type (setup.py), as the CPU's are for each
-// instruction set: AS_DTYPE16 is the type's name, which is also the C++ namespace of these kernels and of all that
-// kernels share. Sources that do not name it are compiled once, for bfloat16.
+// Kernels of 16-bit floats are compiled from one source for each type (setup.py). AS_DTYPE16 is the type's name and the
+// C++ namespace of these kernels and of the device code they share. Sources that do not name it are compiled once, for
+// bfloat16.
 #pragma once
 #include "cuda/kernels/common/types.h"
 
@@ -12,7 +12,8 @@ namespace as::cuda {
 
 namespace AS_DTYPE16 {
 constexpr DType16 kDType16 = DType16::AS_DTYPE16;
-// Of weights and caches; else of 16 bits alone. (Templates that take it leave out what others name, for good.)
+// Whether all formats of weights and caches are compiled; otherwise only 16-bit ones. Templates test it to drop the
+// rest.
 constexpr bool kAllFormats = kDType16 == DType16::bf16;
 }  // namespace AS_DTYPE16
 using namespace AS_DTYPE16;

@@ -1,20 +1,20 @@
-// Products of activations and weights.
+// GEMMs of activations and weights.
 #pragma once
 #include "cuda/kernels/norm/norm.h"
 #include "cuda/kernels/quantize/quantize.h"
 
 namespace as::cuda {
 
-// y = x w^T + bias, or that added to what y has. gated: silu of the first half of the sums times the second, w being
-// what pair_rows() made.
+// y = x w^T + bias; adds: y += x w^T + bias. gated: y = silu(gate) * up of the two halves of the result, with w paired
+// by pair_rows().
 struct GemmArgs {
   Matrix w;
   const float* bias = nullptr;
   bool adds = false, gated = false;
   Rows x, y;
-  uint16_t* widened = nullptr;      // of codes: widened_bytes() to work in
-  ByteRows bytes = {};              // of activations of 8 bits: what x has been quantized into
-  const float* unnormed = nullptr;  // if any: the one row whose norm x would be, which the product norms itself
+  uint16_t* widened = nullptr;      // of quantized weights: widened_bytes() of scratch memory
+  ByteRows bytes = {};              // 8-bit activations: x quantized
+  const float* unnormed = nullptr;  // or null: a single row that the kernel normalizes itself to get x
   Norm norm = {};
 };
 
@@ -35,7 +35,7 @@ void gemm_f32(const GemmArgs& p, int rows, const Queue& queue);
 void gemm_dtype16(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo algo);
 // Quantized weights with activations in bfloat16: mma, gemv (the same), stream_k or prefill.
 void gemm_quantized(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo algo);
-// What that takes for a matrix [n, k] and so many rows at most; gated: n as pair_rows() makes it.
+// Scratch bytes of gemm_quantized() for a matrix [n, k] and at most so many rows. gated: n is that of pair_rows().
 size_t widened_bytes(int n, int k, bool gated, int rows);
 // Of integers, with activations p.bytes: mma, small_m, stream_k or prefill.
 void gemm_integer(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo algo);

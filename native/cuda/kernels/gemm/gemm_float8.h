@@ -1,9 +1,9 @@
-// Products of weights in e4m3, a scale for each row (output channel), with activations in e4m3, a scale for each row
-// (token). Chips of capability 9.0 alone: sums of wgmma have bits of their own.
+// GEMMs of e4m3 weights with a scale for each output channel and e4m3 activations with a scale for each token.
+// Capability 9.0 only: the accumulation of wgmma cannot be reproduced bit for bit by other instructions.
 //
-// Recipe: a piece of K (tiles.h) is one chain of wgmma's sums in ascending order, and pieces are added in float32 in
-// ascending order; the sum is multiplied by the channel's scale, and then by the token's. Within a chain wgmma keeps 14
-// bits or so of what it has summed: that is a thirtieth of what three bits of weights and activations cost.
+// Recipe: a split-K part (tiles.h) is one chain of wgmma sums in ascending order. Parts are added in float32 in
+// ascending order; the sum is multiplied by the channel's scale and then by the token's. Within a chain wgmma keeps
+// about 14 bits of its sums, an error of a thirtieth of that of 3-bit mantissas of weights and activations.
 #pragma once
 #include "cuda/kernels/gemm/gemm.h"
 
@@ -11,7 +11,7 @@ namespace as::cuda {
 
 constexpr float kLargestFloat8 = 448.0f;
 
-// Any rows; many.
+// stream_k: any number of rows; prefill: many rows.
 void gemm_float8_stream_k(const GemmArgs& p, int rows, const Queue& queue);
 void gemm_float8_prefill(const GemmArgs& p, int rows, const Queue& queue);
 

@@ -1,20 +1,20 @@
-// Products of quantized weights with activations of 8 bits, in integers.
+// Integer GEMMs of quantized weights and 8-bit activations.
 //
-// Recipe: in each piece of K (tiles.h) the exact sum of code * activation over each group, or the part of it that the
-// piece has; as a float times the scale, and the sum of these activations times the offset, are added to the piece's
-// total, fused, groups in ascending order. SplitK are added in ascending order, and the sum is multiplied by the row's
-// scale.
+// Recipe: a segment is the intersection of a group and a split-K part (tiles.h). Its products of quantized values and
+// activations are summed exactly. The sum times the scale, and the sum of its activations times the offset, are added
+// to the part's total by fused multiply-adds, segments in ascending order. Parts are added in ascending order, and the
+// result is multiplied by the row's scale.
 #pragma once
 #include "cuda/kernels/gemm/gemm_float8.h"
 #include "cuda/kernels/quantize/quantized.cuh"
 
 namespace as::cuda {
 
-// Activations lie in blocks of 64 rows x 64 columns as codes of e4m3 do (kernels/common/quantized.h): of each 16
-// columns bytes 4 t to 4 t + 3 are columns 2 t, 2 t + 1 and the same eight further.
+// Activations are stored in blocks of 64 rows x 64 columns like e4m3 weights (kernels/common/quantized.h): of each 16
+// columns bytes 4 t to 4 t + 3 are columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
 constexpr int kByteRow = kBlock, kByteBlock = kBlock * kByteRow;
 
-// The blocks of K that have a sum of their own: those of a group in a piece.
+// Segments: the blocks of K that share a group and a split-K part.
 struct Segments {
   int group_blocks, part_blocks, blocks;
 
@@ -39,8 +39,8 @@ struct Segments {
 
 namespace AS_DTYPE16 {
 
-// What a lane has of a tile of 16 rows x 64 columns in shared memory, as integers around zero: mma.sync's first
-// operand, 32 columns at a time.
+// Loads a lane's part of a 16 x 64 tile from shared memory as signed integers: mma.sync's first operand, 32 columns at
+// a time.
 template <int kBits>
 __device__ __forceinline__ void load_integers(const char* tile, uint32_t (&a)[2][4]) {
   const int lane = threadIdx.x % 32;
@@ -56,7 +56,7 @@ __device__ __forceinline__ void load_integers(const char* tile, uint32_t (&a)[2]
     const uint32_t words[4] = {own.x, own.y, own.z, own.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      // 128 + code - 8, and then less 128: no byte borrows from the next.
+      // 128 + value - 8, then minus 128: no byte borrows from the next one.
       const uint32_t even = ((words[i] & 0x0f0f0f0fu) + 0x78787878u) ^ 0x80808080u,
                      odd = ((words[i] >> 4 & 0x0f0f0f0fu) + 0x78787878u) ^ 0x80808080u;
       a[i / 2][i % 2] = __byte_perm(even, odd, 0x6420), a[i / 2][2 + i % 2] = __byte_perm(even, odd, 0x7531);
@@ -73,7 +73,7 @@ __device__ inline void multiply_add(int (&d)[4], const uint32_t (&a)[4], uint32_
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Adds a segment's sum to a piece's total.
+// Adds a segment's sum to a split-K part's total.
 __device__ __forceinline__ void add_segment(float& total, uint32_t scales, int sum, float activations) {
   total = __fmaf_rn(__uint_as_float(scales << 16), __int2float_rn(sum), total);
   total = __fmaf_rn(__uint_as_float(scales & 0xffff0000u), activations, total);
@@ -81,7 +81,7 @@ __device__ __forceinline__ void add_segment(float& total, uint32_t scales, int s
 
 }  // namespace AS_DTYPE16
 
-// By wgmma, of chips of capability 9.0: any rows; many, of codes of 8 bits in one group.
+// wgmma, capability 9.0. stream_k: any number of rows; prefill: many rows, 8-bit weights with one group.
 void gemm_integer_stream_k(const GemmArgs& p, int rows, const Queue& queue);
 void gemm_integer_prefill(const GemmArgs& p, int rows, const Queue& queue);
 

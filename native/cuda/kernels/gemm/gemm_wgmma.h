@@ -1,4 +1,4 @@
-// Products by wgmma, of floats of 16 bits but for those of one row.
+// 16-bit GEMMs on capability 9.0: wgmma, and gemv for one row.
 #pragma once
 #include "cuda/kernels/common/dtype16.h"
 #include "cuda/kernels/gemm/gemm.h"
@@ -9,9 +9,9 @@ namespace AS_DTYPE16 {
 void gemm_stream_k(const GemmArgs& p, int rows, const Queue& queue);
 void gemm_split_k(const GemmArgs& p, int rows, const Queue& queue);
 void gemm_prefill(const GemmArgs& p, int rows, const Queue& queue);
-// One row, of matrices whose sums are in pieces: of p.x, or of p.unnormed, which becomes what it should be on its way.
+// One row, of split-K matrices: p.x, or p.unnormed, which the kernel normalizes (and quantizes) itself.
 void gemv(const GemmArgs& p, const Queue& queue);
-// Few rows of the same matrices of 8 bits, which p.bytes has.
+// Few rows p.bytes, of split-K matrices in 8 bits.
 void gemm_few_rows_8bit(const GemmArgs& p, int rows, const Queue& queue);
 
 }  // namespace AS_DTYPE16

@@ -1,4 +1,4 @@
-// Weights and activations into the layouts and types that products read.
+// Conversion of weights and activations to the layouts and types that GEMMs read.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -7,38 +7,41 @@
 
 namespace as::cuda {
 
-// Puts rows [count, matrix.k] of `source`, `stride` values apart, into rows [first, first + count) of a matrix; adds
-// how many values are NaN or infinite, or too large for a matrix of float16, to *bad.
+// Copies rows [count, matrix.k] of type `source`, `stride` values apart, to rows [first, first + count) of a matrix.
+// Adds to *bad the number of values that are NaN, infinite, or too large for a float16 matrix.
 void pack_rows(const void* rows, SourceType source, int64_t stride, int count, const Matrix& matrix, int first,
                unsigned long long* bad, const Queue& queue);
-// Quantizes rows [count, columns], groups of so many columns each, as InstantQuant does (cpu/kernels/quantize.cpp), to
-// the bit: into rows from `first` on of a matrix whose columns are those from `column` on, and whose groups are parts
-// of these. ranges: of each row and group two floats, to work in. Adds how many values are NaN or infinite to *bad.
+// Quantizes rows [count, columns] in groups of `group` columns, bit for bit as the CPU backend
+// (cpu/kernels/quantize.cpp), and writes the columns from `column` on to the matrix' rows from `first` on. The matrix'
+// groups must divide `group`. ranges: scratch, two floats for each row and group. Adds the number of NaN and infinite
+// values to *bad.
 void quantize_rows(const void* rows, SourceType source, int64_t columns, int group, int64_t column, int count,
                    const Matrix& matrix, int first, float* ranges, unsigned long long* bad, const Queue& queue);
-// Places codes [count, k] a byte each, and scales and offsets [count, groups] in bfloat16, into rows from `first` on.
+// Writes quantized values [count, k], a byte each, with bfloat16 scales and offsets [count, groups], to the matrix'
+// rows from `first` on.
 void place_rows(const uint8_t* quants, const uint16_t* scales, const uint16_t* offsets, int count, const Matrix& matrix,
                 int first, const Queue& queue);
 
 struct GemmArgs;
 
-// Rows of activations of 8 bits (kernels/gemm/gemm_integer.h), with the sums of parts of them, and each row's scale.
+// 8-bit rows of activations (kernels/gemm/gemm_integer.h), sums of their segments, and a scale for each row.
 struct ByteRows {
   uint8_t* values = nullptr;
   float *sums = nullptr, *scales = nullptr;
 };
-constexpr int kMostIntegers = 131000;  // columns: exact sums of products fit 32 bits
+constexpr int kMostIntegers = 131000;  // columns for which exact sums of products fit 32 bits
 size_t byte_rows_bytes(int rows, int k);
 ByteRows byte_rows(char* memory, int rows, int k);
 
-// Puts rows of gates and of what they gate side by side: in each 16 rows of `to` 8 of the first half of `from`, and the
-// 8 of the second that belong to them. Both in tiles or codes; `to` has paired_rows(from.n).
+// Interleaves the rows of gate and up projections: each 16 rows of `to` are 8 rows of the first half of `from` and the
+// 8 corresponding rows of the second half. Both are in tiles or quantized; `to` has paired_rows(from.n) rows.
 constexpr int paired_rows(int n) { return (n / 2 + 7) / 8 * 16; }
 void pair_rows(const Matrix& from, const Matrix& to, const Queue& queue);
 
-// Rows as such products take them: p.x becomes p.bytes.
+// Quantizes p.x to p.bytes.
 void quantize_activations(const GemmArgs& p, int rows, const Queue& queue);
-// Rows [rows, p.w.k] normed, and quantized at once, of rows so wide at most.
+// RMS norm of rows [rows, p.w.k], quantized to p.bytes by the same kernel; norms_into_bytes(): whether it serves a
+// width.
 void rms_norm_into_bytes(const float* x, const Norm& norm, const GemmArgs& p, int rows, const Queue& queue);
 bool norms_into_bytes(int width);
 
