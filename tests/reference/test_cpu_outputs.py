@@ -179,8 +179,8 @@ def test_a_mask_that_does_not_come_ends_the_step():
 
 @pytest.mark.parametrize("work, problem", [
     (item(0, 2, DRAW, spans=[0], mask=MASKS + 1), "mask 13 for 1 samples; there are 12"),
-    (item(0, 2, DRAW | GIVEN, known=[1, 2], drafts=2, spans=[0], mask=MASKS - 1), "mask 11 for 3 draws"),
-    (item(0, 1, 0, spans=[0], mask=1), "mask 1 for 0 draws"),
+    (item(0, 2, DRAW | GIVEN, known=[1, 2], drafts=2, spans=[0], mask=MASKS - 1), "mask 11 for 3 samples"),
+    (item(0, 1, 0, spans=[0], mask=1), "mask 1 for 0 samples"),
     (item(0, 2, DRAW, spans=[0], outputs=3), "3 outputs of 2 rows"),
     (item(0, 2, PROMPT, spans=[0], outputs=1), "no token follows its last row"),
 ])  # fmt: skip
