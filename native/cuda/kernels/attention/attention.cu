@@ -1,5 +1,5 @@
-// Attention by ordinary arithmetic: over float32 and quantized caches, and for heads that attention_prefill_mma.cu does
-// not have. A warp has a pair of a row and a query head; its lanes share the head's features.
+// Attention without tensor cores (AttentionAlgo::simt): float32 and quantized caches, and head dimensions that the mma
+// kernels do not serve. A warp computes one (row, query head) pair; its lanes share the head's features.
 #include "cuda/kernels/attention/attention.cuh"
 #include "cuda/kernels/attention/attention_mma.h"
 #include "cuda/kernels/attention/attention_prefill_wgmma.h"
@@ -323,7 +323,7 @@ namespace {
 void merge(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
   start(queue, merge_kernel, dim3(count, a.cache.kv_heads, ceil_div(kDecodePairs * a.cache.head_dim, 256)), 256, 0, a,
         tiles);
-  launched("attention's merge");
+  launched("merge of KV splits");
 }
 
 template <bool kAll = kAllFormats>
@@ -341,7 +341,7 @@ void attend_decode_mma(const Attention& a, const AttentionTile* tiles, int count
                        const Rope* rope, const Queue& queue) {
   (a.cache.bits() <= 8 ? attend_decode_quantized : attend_decode_dtype16)(a, tiles, count, sharers > 1, own, rope,
                                                                           queue);
-  launched("attention of few rows");
+  launched("attend_decode");
 }
 
 }  // namespace
@@ -351,7 +351,7 @@ void attend_decode(const Attention& a, AttentionAlgo algo, const AttentionTile* 
   if (count == 0) return;
   if (algo == AttentionAlgo::mma) return attend_decode_mma(a, tiles, count, sharers, false, nullptr, queue);
   start(queue, attend_kernel_of(a.cache.type), dim3(count, a.cache.kv_heads, sharers), 32 * kWarps, 0, a, tiles, true);
-  launched("attention of few rows");
+  launched("attend_decode");
   if (sharers > 1) merge(a, tiles, count, queue);  // of a single run there is nothing to merge
 }
 
@@ -364,7 +364,7 @@ void attend_prefill(const Attention& a, AttentionAlgo algo, const AttentionTile*
     start(queue, attend_kernel_of(a.cache.type), grid, 32 * kWarps, 0, a, tiles, false);
   else if (a.cache.bits() <= 8) attend_prefill_quantized(a, tiles, count, queue);
   else attend_prefill_mma(a, tiles, count, queue);
-  launched("attention of many rows");
+  launched("attend_prefill");
 }
 
 bool attend_prefill_ropes(const Attention& a, AttentionAlgo algo, const Rope& rope) {

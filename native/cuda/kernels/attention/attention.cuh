@@ -1,10 +1,10 @@
-// What the kernels of attention share: which positions rows see, and how what they have seen is merged.
+// Shared parts of the attention kernels: the positions that rows see, and the merging of KV splits.
 //
-// The recipe of a row (a query head at a position): context is taken in runs of kKvSplitTokens positions, from the run
-// of the first position that is seen on. A run gives the greatest score, the sum of weights relative to it, and the sum
-// of values times weights. Runs are merged in ascending order, each into what the runs before it gave. Positions that a
-// row does not see have weight zero and change nothing, so it does not matter which rows share a tile; and runs may be
-// computed in parallel.
+// Recipe of a row (a query head at a position): the context is divided into splits of kKvSplitTokens positions, from
+// the split of the first visible position on. A split yields the greatest score, the sum of weights relative to it, and
+// the weighted sum of values. Splits are merged in ascending order, each into the result of those before. Positions
+// that a row does not see have weight zero and change nothing: so bits do not depend on which rows share a tile, and
+// splits may be computed in parallel.
 #pragma once
 #include "cuda/kernels/attention/attention.h"
 #include "cuda/kernels/common/device.cuh"

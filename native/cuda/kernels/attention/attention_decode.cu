@@ -1,4 +1,4 @@
-// Attention for few rows over caches of 16 bits.
+// Decode attention over 16-bit caches.
 #include "cuda/kernels/attention/attention_decode.cuh"
 #include "cuda/kernels/attention/attention_mma.h"
 

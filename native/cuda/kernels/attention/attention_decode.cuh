@@ -1,10 +1,11 @@
-// Attention for few rows of a sequence, as when it decodes: up to 16 pairs of a row and a query head. CTAs
-// stay, and share out the runs of all tiles and KV heads evenly. Of a block's warps some copy keys and values through a
-// ring in shared memory, ahead of what is computed, from one run to the next; eight compute: each has 32 of a run's
-// positions for the scores, and some of the features for the values. Runs are merged by the block that has a tile's
-// first ones, as it goes, and those after them, when all have come, by all that have a part. Many tiles of one run each
-// take as long as a tile waits for what it asks: of these two blocks share an SM, by a kernel of few registers.
-// Bits are those of WarpPairs: every score and every sum is the same chain, and what a quantized cache has is rounded
+// Decode attention: few rows of a sequence, up to 16 (row, query head) pairs. Persistent CTAs share the KV splits of
+// all tiles and KV heads evenly. Some warps of a CTA copy keys and values ahead, through a ring in shared memory, from
+// one split to the next. Eight warps compute: each the scores of 32 of a split's positions, and the values of some of
+// the features. The CTA with a tile's first splits merges its splits as it computes them; the later splits are merged,
+// once all have arrived, by all CTAs that have a part. Many tiles of one split each are bound by the latency of their
+// loads: for these a kernel with few registers runs two CTAs on an SM.
+//
+// Bits are those of WarpPairs: every score and every sum is the same chain, and values of a quantized cache are rounded
 // to 16 bits.
 #pragma once
 #include <algorithm>

@@ -1,4 +1,4 @@
-// How keys and values come into shared memory, where few rows attend (attention_decode.cuh).
+// Copies of keys and values to shared memory in decode attention (attention_decode.cuh).
 #pragma once
 #include "cuda/kernels/attention/kv_splits.cuh"
 #include "cuda/kernels/common/pipeline.cuh"

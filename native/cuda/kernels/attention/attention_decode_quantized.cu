@@ -1,4 +1,4 @@
-// Attention for few rows over quantized caches.
+// Decode attention over quantized caches.
 #include "cuda/kernels/attention/attention_decode.cuh"
 #include "cuda/kernels/attention/attention_mma.h"
 

@@ -1,5 +1,5 @@
-// Attention of a warp's 16 pairs of a row and a query head by mma.sync (after Dao, "FlashAttention-2", 2023), over keys
-// and values of 16 bits in shared memory.
+// Attention of a warp's 16 (row, query head) pairs by mma.sync (after Dao, "FlashAttention-2", 2023), over 16-bit keys
+// and values in shared memory.
 #pragma once
 #include "cuda/kernels/attention/attention.cuh"
 

@@ -1,5 +1,5 @@
-// Attention over caches of 16 bits by mma.sync: four warps of 16 pairs have the same keys and values in shared memory.
-// 64 positions at a time are copied ahead while the ones before are computed with. Few pairs: attention_decode.cu.
+// Prefill attention over 16-bit caches by mma.sync: four warps of 16 pairs share keys and values in shared memory. 64
+// positions at a time are copied while the ones before are computed. Decode: attention_decode.cu.
 #include "cuda/kernels/attention/attention_mma.h"
 #include "cuda/kernels/attention/attention_pairs.cuh"
 #include "cuda/kernels/attention/decode_plan.h"

@@ -1,6 +1,6 @@
-// Attention over quantized caches by mma.sync: as attention_prefill_mma.cu, but what 64 positions have in the cache is
-// copied as it is, ahead, and then widened into bfloat16 in shared memory by all warps of a CTA. Few
-// pairs: attention_decode.cuh.
+// Prefill attention over quantized caches by mma.sync: as attention_prefill_mma.cu, but the cached bytes of 64
+// positions are copied ahead as they are, and all warps of a CTA then convert them to bfloat16 in shared memory.
+// Decode: attention_decode.cuh.
 #include "cuda/kernels/attention/attention_mma.h"
 #include "cuda/kernels/attention/attention_pairs.cuh"
 #include "cuda/kernels/attention/decode_plan.h"

@@ -1,9 +1,8 @@
-// Attention of many pairs of a row and a query head over caches of 16 bits by wgmma (after Shah et al.,
-// "FlashAttention-3", 2024): two warpgroups have 64 pairs each; while one computes weights, its products with the
-// weights before and the other's products go on. A third one copies keys and values into shared memory, 64 positions at
-// a time and several stages ahead, on into the next tile: there are no more CTAs than run at once. The
-// recipe is attention_prefill_mma.cu's, and so are the bits: products are the same chains, and a thread has the same
-// values.
+// Prefill attention over 16-bit caches by wgmma (after Shah et al., "FlashAttention-3", 2024). Two warpgroups have 64
+// pairs each; while one computes softmax weights, its previous product with the values and the products of the other
+// warpgroup continue. A third warpgroup copies keys and values to shared memory, 64 positions at a time, several stages
+// ahead and on into the next tile: CTAs are persistent. Recipe and bits are those of attention_prefill_mma.cu: products
+// are the same chains, and a thread has the same values.
 #include <algorithm>
 
 #include "cuda/kernels/attention/attention.cuh"

@@ -1,4 +1,4 @@
-// Spans between the cache and pinned memory of the host.
+// Copies of spans between the cache and pinned host memory.
 #include "cuda/kernels/attention/attention.h"
 #include "cuda/kernels/common/device.cuh"
 

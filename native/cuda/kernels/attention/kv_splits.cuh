@@ -1,4 +1,4 @@
-// How CTAs that stay share out what tiles of few rows have to see: runs of context, KV head by KV head.
+// Distribution of the KV splits of decode tiles over persistent CTAs, KV head by KV head.
 #pragma once
 #include "cuda/kernels/attention/attention.cuh"
 

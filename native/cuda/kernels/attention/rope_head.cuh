@@ -1,4 +1,4 @@
-// A head of a row, as attention of few rows takes it from what a linear made, and as it enters the cache.
+// One head of a row in decode attention: norm, RoPE, and conversion to the cache's type.
 #pragma once
 #include "cuda/kernels/attention/kv_splits.cuh"
 #include "cuda/kernels/quantize/quantized.cuh"

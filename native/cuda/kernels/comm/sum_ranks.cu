@@ -1,14 +1,15 @@
-// Sums over ranks, in rank order: every rank has all partial sums ("one-shot": with two ranks nothing moves less).
+// All-reduce in rank order. Every rank reads all partial sums ("one-shot": with two ranks nothing moves fewer bytes).
 //
-// Of many rows it reads them out of the memory of the GPUs that they are of. Blocks go on once every rank has come to
-// the same call, which means that its partial sums are there. That alone keeps the two buffers apart, too: who has come
-// to call c + 1 has read all of call c, and writes its buffer for call c + 2. Calls are counted by how many steps came
-// before, so that a recorded step needs nothing of the host.
+// Partial sums of many rows are read from the memory of the other ranks' GPUs. A CTA continues once every rank has
+// reached the same call, which means that its partial sums are complete. This also protects the two buffers: a rank
+// that has reached call c + 1 has read all of call c, and writes its buffer again for call c + 2. Calls are counted
+// from the number of previous steps, so recorded graphs need nothing from the host.
 //
-// Partial sums of few rows are pushed into the other ranks' memory, by the product that makes them or else here, and
-// say by themselves that they have come: what has not is marked, and who has read a value marks its place again. So
-// there is one way over the link to wait for, and nothing before it. Places are two in turn, as well: who ends call
-// c + 1 has what the others have pushed for it, after they ended call c, and marked what they had read.
+// Partial sums of few rows are pushed to the other ranks' memory, by the GEMM that computes them or here. Every value
+// signals its own arrival: places that have not been written hold a marker, and a reader restores the marker. So there
+// is one transfer over the link to wait for. There are two places, used alternately: a rank that ends call c + 1 has
+// read what the others pushed for it, which they did after they ended call c and restored the markers of what they had
+// read.
 #include <algorithm>
 #include <type_traits>
 #include <utility>
@@ -264,7 +265,7 @@ void sum_ranks(const RankSum& sum, int rows, const Queue& queue) {
   if (sum.is_dtype16 && pushes(sum.peers, rows)) whole ? start_tiles(yes, yes) : start_tiles(no, yes);
   else if (sum.is_dtype16) whole ? start_tiles(yes, no) : start_tiles(no, no);
   else whole ? start_values(yes) : start_values(no);
-  launched("sum over ranks");
+  launched("sum_ranks");
 }
 
 }  // namespace AS_DTYPE16

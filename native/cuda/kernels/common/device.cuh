@@ -1,4 +1,4 @@
-// What kernels share.
+// Shared device code: launches, conversions, reductions, copies to shared memory, mma.sync.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

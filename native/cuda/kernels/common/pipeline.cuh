@@ -1,5 +1,5 @@
-// Barriers in shared memory that tell when copies have arrived, and when what they brought is done with: on every chip
-// that there are kernels for.
+// Barriers in shared memory that signal when copies have arrived and when their stage may be overwritten; on all
+// supported chips.
 #pragma once
 #include "cuda/kernels/common/device.cuh"
 

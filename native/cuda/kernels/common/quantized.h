@@ -1,18 +1,18 @@
-// How quantized matrices lie in the GPU's memory. A value is scale * (code - middle) + offset, middle = 2^(bits - 1),
-// as InstantQuant has it (cpu/kernels/format.h); each group of columns of a row has a scale and an offset in bfloat16.
+// Layout of quantized matrices in GPU memory. A value is scale * (q - middle) + offset, middle = 2^(bits - 1), as in
+// the CPU backend (cpu/kernels/format.h); each group of columns of a row has a scale and an offset in bfloat16.
 //
-// Codes: blocks of 64 rows x 64 columns, along the rows first (tiles.h); in a block four tiles of 16 rows; in a tile 16
-// bytes (of 8 bits 2 x 16, those of columns 0 to 31 first) for each lane of a warp, which are what mma.sync wants of it
-// as its first operand: lane 4 r + t has rows r and r + 8 of the tile, and of each 16 columns 2 t, 2 t + 1 and the same
-// eight further. A word is of one row: of 4 bits its pairs of columns lie four bits apart, the odd column's code 16
-// bits above the even one's; of 8 bits four bytes in the columns' order.
+// Quantized values: blocks of 64 rows x 64 columns, all blocks of a block row first (tiles.h). A block consists of four
+// tiles of 16 rows, a tile of 16 bytes for each lane of a warp (8 bits: 2 x 16 bytes, columns 0 to 31 first), in the
+// order of mma.sync's first operand: lane 4 r + t has rows r and r + 8 of the tile, and of each 16 columns 2 t, 2 t +
+// 1, 2 t + 8 and 2 t + 9. A word belongs to one row. 4 bits: its pairs of columns are four bits apart, the odd column
+// 16 bits above the even one; 8 bits: four bytes in the columns' order.
 //
-// Codes of 8 bits for activations of 8 bits have words of the same columns, and lie as these do, for wgmma to read them
-// out of shared memory: in a block rows of 64 bytes, whose four pieces of 16 columns change places with the row: piece
-// p of row r is at p ^ (r % 8 / 2), which is wgmma's 64-byte swizzle.
+// 8-bit values for 8-bit activations: words have the same columns, and wgmma reads them from shared memory. A block has
+// rows of 64 bytes in four chunks of 16 columns; chunk c of row r is stored at c ^ (r % 8 / 2), which is wgmma's
+// 64-byte swizzle.
 //
-// Scales: for each block of 64 rows and group 64 words, scale below offset, tile by tile, row r + 8 beside row r. Rows
-// that there are not have zeros, and so the value zero; columns that there are not have any code.
+// Scales: 64 words for each block row and group, scale in the low half and offset in the high half, tile by tile, row r
+// + 8 beside row r. Padding rows have zeros, and so the value zero; padding columns may have any value.
 #pragma once
 #include "cuda/kernels/common/tiles.h"
 
@@ -23,17 +23,17 @@ constexpr int kScaleWords = kBlock;                                             
 AS_BOTH constexpr int quant_words(int bits) { return kBlockValues * bits / 32; }  // of a block
 AS_BOTH constexpr int quant_bytes(int bits) { return 4 * quant_words(bits); }
 
-// Codes of a matrix [n, k].
+// The quantized values of a matrix [n, k].
 struct Quants {
   int bits = 0;               // 4 or 8; 0: the matrix is not quantized
-  int group = 0, groups = 0;  // columns of one (the last may have fewer), and how many a row has
-  bool floats = false;        // codes are e4m3, 8 bits, and a row has one scale, float32, and no offset
-  bool in_rows = false;       // codes lie as activations of 8 bits do
+  int group = 0, groups = 0;  // columns of a group (the last may have fewer); groups of a row
+  bool floats = false;        // values are e4m3; a row has one float32 scale and no offset
+  bool in_rows = false;       // layout for 8-bit activations
   uint32_t* words = nullptr;
   uint32_t* scales = nullptr;
 };
 
-// Where a value's code is: a word, and from which bit of it on. column_blocks: of the matrix.
+// The word of a value, and its lowest bit there. column_blocks: block columns of the matrix.
 AS_BOTH inline size_t word_of(int bits, int row, int column, int column_blocks) {
   const size_t block = (size_t)(row / kBlock) * column_blocks + column / kBlock;
   const int tile = row % kBlock / kTileRows, lane = row % 8 * 4 + column % 8 / 2, below = row % kTileRows / 8;
@@ -62,7 +62,7 @@ AS_BOTH inline size_t quants_bytes(int n, int k, int bits) {
 }
 AS_BOTH inline size_t scales_bytes(int n, int groups) { return (size_t)blocks_of(n) * groups * kScaleWords * 4; }
 
-// Whether kernels take such groups: scales change from one 16 columns to the next at most, and where a block begins.
+// Whether kernels support a group size: scales may change every 16 columns and at the beginning of a block.
 AS_BOTH constexpr bool has_group(int group, int k) {
   return group >= k || group % kBlock == 0 || group == 32 || group == 16;
 }

@@ -1,4 +1,4 @@
-// What a GPU does at most, as far as that is measured: memory that is read.
+// Kernels that measure the GPU's roofline.
 #include "cuda/kernels/common/device.cuh"
 #include "cuda/kernels/common/roofline.h"
 

@@ -1,4 +1,4 @@
-// Hopper's own instructions: matrix products out of shared memory, bulk copies, and the barriers that they tell.
+// Hopper instructions: wgmma with both operands in shared memory, bulk copies, and their barriers.
 #pragma once
 #include "cuda/kernels/common/device.cuh"
 

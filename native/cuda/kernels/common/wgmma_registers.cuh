@@ -1,4 +1,4 @@
-// wgmma whose first operand is in registers: weights, as they are or widened there.
+// wgmma with the first operand in registers: weights, unchanged or dequantized there.
 #pragma once
 #include "cuda/kernels/common/wgmma.cuh"
 

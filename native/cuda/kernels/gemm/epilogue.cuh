@@ -1,4 +1,4 @@
-// What products do with sums: bias, addition, gating.
+// Epilogues of GEMMs: bias, addition, gating.
 #pragma once
 #include "cuda/kernels/common/device.cuh"
 #include "cuda/kernels/gemm/gemm.h"

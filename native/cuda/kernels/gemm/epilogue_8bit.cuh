@@ -1,9 +1,9 @@
-// What the end of a tile of products of 8 bits reads, and what sums then are: floats' times their scales, integers' in
-// one group (gemm_integer.h).
+// Epilogue of tiles of 8-bit GEMMs: loads scales and biases, and turns sums into results, for floats (gemm_float8.h)
+// and for integers with one group (gemm_integer.h).
 //
-// S: the shape of a tile and of what is in shared memory. kColumns; kFloats; kEndWords of a warpgroup's tile: scales
-// and biases (unless it is gated) of its columns, scales of its rows, and of integers sums of these for each piece;
-// kTotals sums of pieces of a thread, of which kKept are in registers; kWorkers threads that multiply.
+// S describes the shape of a tile and its shared memory. kColumns; kFloats; kEndWords of a warpgroup's tile: scales and
+// biases (unless gated) of its columns, scales of its rows, and for integers the rows' sums for each split-K part;
+// kTotals sums of parts of a thread, of which kKept are in registers; kWorkers threads that multiply.
 #pragma once
 #include <type_traits>
 #include <utility>

@@ -1,4 +1,4 @@
-// What warpgroups leave of products whose first side is the weights: 64 columns of the result by some rows each.
+// Epilogue of warpgroups whose first wgmma operand is the weights: 64 columns of the result by some rows each.
 #pragma once
 #include "cuda/kernels/gemm/epilogue.cuh"
 #include "cuda/kernels/quantize/quantized.cuh"

@@ -1,4 +1,4 @@
-// What warpgroups leave of products whose first side is rows of activations: 64 rows by some columns each.
+// Epilogue of warpgroups whose first wgmma operand is the activations: 64 rows by some columns each.
 #pragma once
 #include "cuda/kernels/common/wgmma.cuh"
 

@@ -1,16 +1,16 @@
-// Products of 8 bits with many rows of activations of 8 bits: of floats (gemm_float8.h), and of integers in one group
-// (gemm_integer.h), as gemm_prefill.cu has those of bfloat16.
+// Prefill GEMMs of 8-bit weights and 8-bit activations: floats (gemm_float8.h), and integers with one group
+// (gemm_integer.h). gemm_prefill.cu is the 16-bit counterpart.
 //
-// A CTA has a tile of 128 rows of activations and some columns (rows of the weights) at a time. Four
-// threads have blocks of both sides copied into shared memory, several steps of 128 of K ahead and on into the next
-// tile while this one is written; two warpgroups multiply, each 64 rows with all columns. CTAs that have
-// adjacent tiles of rows and of columns are a cluster: each copies a part of what they share for all. SplitK of K
-// (tiles.h) are computed one after the other and added in registers, or for wide tiles partly in shared memory; or,
-// where tiles are too few for all SMs, by as many blocks of a cluster, which then add them up out of each
-// other's memory. Tiles that are left for the end are shared by pieces (tile_scheduler.cuh).
+// A CTA computes one tile of 128 rows of activations and some columns (rows of the weights) at a time. Four threads
+// issue copies of both operands to shared memory, several steps of 128 of K ahead and on into the next tile while this
+// one is written. Two warpgroups multiply, each 64 rows with all columns. CTAs with adjacent tiles of rows and columns
+// form a cluster: each copies a part of the shared operands for all. Split-K parts (tiles.h) are computed one after the
+// other and added in registers, for wide tiles partly in shared memory; or, where there are too few tiles for all SMs,
+// by as many CTAs of a cluster, which then add them up from each other's memory. Tiles left for the end are shared in
+// parts (tile_scheduler.cuh).
 //
-// What bounds tiles of 192 columns and less is shared memory, which gives or takes 128 bytes in a cycle: the wider, the
-// fewer bytes for each product.
+// Tiles of up to 192 columns are bound by shared memory bandwidth, 128 bytes a cycle: wider tiles need fewer bytes per
+// multiply-add.
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
@@ -477,7 +477,7 @@ struct Kernel {
     const int count = S::kBeside ? walk.count() : std::min(walk.count(), clusters(k_parts));
     start_clusters(queue, kernel, dim3(count * cluster), dim3(cluster), kThreads, S::kShared, p, rows,
                    SplitK(p.w.k, p.w.max_split_k), walk, tells_late[(int)S::kSums], queue.scratch);
-    launched("linear in 8 bits, many rows");
+    launched("gemm_8bit_prefill");
   }
 };
 

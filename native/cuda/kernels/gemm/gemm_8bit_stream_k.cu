@@ -1,4 +1,4 @@
-// Products of activations of 8 bits by wgmma: of integers (gemm_integer.h) and of floats (gemm_float8.h).
+// Stream-K GEMMs with 8-bit activations by wgmma: integers (gemm_integer.h) and floats (gemm_float8.h).
 #include "cuda/kernels/gemm/gemm_quantized_stream_k.cuh"
 #include "cuda/kernels/gemm/gemm_wgmma.h"
 

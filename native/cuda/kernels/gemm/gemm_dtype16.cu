@@ -1,8 +1,8 @@
-// Products of 16 bits by mma.sync: for few rows, where all that counts is how fast the weights stream by, and on chips
-// without wgmma for any number.
+// 16-bit GEMMs by mma.sync: for few rows, which are bound by the bandwidth of the weights, and on chips without wgmma
+// for any number of rows.
 //
-// A CTA has 16 columns and up to 64 rows of activations. Each of its warps copies its part of both sides
-// into shared memory several stages ahead, and no other warp sees that.
+// A CTA has 16 columns and up to 64 rows of activations. Each warp copies its part of both operands to shared memory,
+// several stages ahead; other warps do not read it.
 #include <algorithm>
 
 #include "cuda/kernels/gemm/gemm_wgmma.h"
@@ -140,7 +140,7 @@ void start_tiles(const GemmArgs& p, int rows, const Queue& queue) {
   const SplitK k(p.w.k, p.w.max_split_k);
   const SplitKGrid grid = grid_of<S>(kernel, p.w, k, rows, kDeep ? kMaxSplitK : S::most_warps());
   start(queue, kernel, grid.blocks, 32 * grid.warps, grid.shared, p, rows, grid.tiles, k);
-  launched("linear of 16 bits");
+  launched("gemm_dtype16");
 }
 
 // Of up to eight rows: where no SM has more than two CTAs, more of the weights may be on their way

@@ -1,4 +1,4 @@
-// Products in float32: each value one chain of fused multiply-adds along K. For comparison, not for speed.
+// float32 GEMMs: each value is one chain of fused multiply-adds along K. For comparison, not for speed.
 #include "cuda/kernels/gemm/epilogue.cuh"
 
 namespace as::cuda {
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads) gemm_f32_kernel(GemmArgs p, int rows
 
 void gemm_f32(const GemmArgs& p, int rows, const Queue& queue) {
   start(queue, gemm_f32_kernel, dim3(ceil_div(p.w.n, kTile), ceil_div(rows, kTile)), kThreads, 0, p, rows);
-  launched("linear in float32");
+  launched("gemm_f32");
 }
 
 }  // namespace as::cuda

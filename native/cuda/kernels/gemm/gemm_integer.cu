@@ -1,4 +1,4 @@
-// Products in integers (gemm_integer.h) by mma.sync, as gemm_quantized.cu has those in bfloat16.
+// Integer GEMMs (gemm_integer.h) by mma.sync; gemm_quantized.cu is the bfloat16 counterpart.
 #include "cuda/kernels/gemm/gemm_integer.h"
 #include "cuda/kernels/gemm/gemm_wgmma.h"
 
@@ -149,7 +149,7 @@ void start_tiles(const GemmArgs& p, int rows, const Queue& queue) {
   const SplitK k(p.w.k, p.w.max_split_k);
   const SplitKGrid grid = grid_of<S>(kernel, p.w, k, rows, S::most_warps());
   start(queue, kernel, grid.blocks, 32 * grid.warps, grid.shared, p, rows, grid.tiles, k, Segments(p.w, k));
-  launched("linear in integers");
+  launched("gemm_integer");
 }
 
 template <int kBits>

@@ -1,12 +1,12 @@
-// Products of 16 bits by wgmma for many rows.
+// 16-bit prefill GEMMs by wgmma.
 //
-// A CTA has a tile of 128 rows of activations and some columns (rows of the weights) at a time, and
-// there are no more blocks than run at once: each computes one tile after the other, and an equal part of those that
-// are left for the end. Who begins a tile does so long before the other, who goes on from its sums. Four threads have
-// blocks of both sides copied into shared memory, several stages ahead and on into the next tile while this one is
-// written; two warpgroups multiply, each 64 rows with all columns. Sums of a piece of K (tiles.h) are added to those of
-// the pieces before in registers. CTAs that have adjacent tiles of rows and of columns are a cluster: each
-// copies a part of what they share for all, as what the second-level cache delivers is the limit.
+// A CTA computes one tile of 128 rows of activations and some columns (rows of the weights) at a time. CTAs are
+// persistent: each computes one tile after the other, and an equal part of the tiles left for the end. A CTA begins
+// such a tile long before the CTA that continues from its sums. Four threads issue copies of both operands to shared
+// memory, several stages ahead and on into the next tile while this one is written. Two warpgroups multiply, each 64
+// rows with all columns. Split-K parts (tiles.h) are added to the ones before in registers. CTAs with adjacent tiles of
+// rows and columns form a cluster: each copies a part of the shared operands for all, as the bandwidth of the L2 cache
+// is the limit.
 #include <cstdint>
 #include <type_traits>
 
@@ -356,7 +356,7 @@ struct Kernel {
     const int blocks = S::kCluster * (walk.count() < clusters() ? walk.count() : clusters());
     start_clusters(queue, kernel, dim3(blocks), dim3(S::kCluster), kThreads, S::kShared, p, rows, k, walk,
                    queue.scratch);
-    launched("linear of 16 bits, many rows");
+    launched("gemm_prefill");
   }
 };
 

@@ -1,7 +1,7 @@
-// Products of quantized weights with activations in bfloat16. A weight is rounded to bfloat16 where it is used, and
-// sums are those of gemm_dtype16() with the matrix so rounded, to the bit: so the way is free. Few rows: weights
-// stream by as codes and are widened in registers, here by mma.sync as in gemm_dtype16.cu. Many: the matrix is
-// widened into tiles, some of its rows at a time, which gemm_dtype16() takes.
+// GEMMs of quantized weights with bfloat16 activations. Weights are rounded to bfloat16 when they are used, and the
+// sums are those of gemm_dtype16() with the rounded matrix, bit for bit; so any kernel may serve. Few rows: quantized
+// weights are read and dequantized in registers, here by mma.sync as in gemm_dtype16.cu. Many rows: the matrix is
+// dequantized into tiles, some of its rows at a time, for gemm_dtype16().
 #include "cuda/kernels/by_dtype16.h"
 #include "cuda/kernels/gemm/gemm_quantized.h"
 #include "cuda/kernels/gemm/gemv_plan.h"
@@ -153,7 +153,7 @@ void start_tiles(const GemmArgs& p, int rows, const Queue& queue) {
   const SplitK k(p.w.k, p.w.max_split_k);
   const SplitKGrid grid = grid_of<S>(kernel, p.w, k, rows, S::most_warps());
   start(queue, kernel, grid.blocks, 32 * grid.warps, grid.shared, p, rows, grid.tiles, k);
-  launched("linear with quantized weights");
+  launched("gemm_quantized");
 }
 
 template <int kBits, bool kFine>
@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(128) widen_kernel(Quants quants, int k, int fi
 void widen(const Matrix& w, int first_block, int row_blocks, uint16_t* to, const Queue& queue) {
   const auto kernel = w.quants.bits == 4 ? widen_kernel<4> : widen_kernel<8>;
   start(queue, kernel, dim3(blocks_of(w.k), row_blocks), 128, 0, w.quants, w.k, first_block, to);
-  launched("widening weights");
+  launched("dequantizing weights");
 }
 
 constexpr int kTogether = 4;                 // blocks of rows: a part of a matrix is whole tiles of gemm_prefill()

@@ -1,4 +1,4 @@
-// Products of quantized weights with activations in bfloat16 by wgmma.
+// Stream-K GEMMs of quantized weights with bfloat16 activations by wgmma.
 #include "cuda/kernels/gemm/gemm_quantized.h"
 #include "cuda/kernels/gemm/gemm_quantized_stream_k.cuh"
 

@@ -1,17 +1,17 @@
-// Products of quantized weights by wgmma in a stream of weights, as gemm_stream_k.cu has those of bfloat16.
+// Stream-K GEMMs of quantized weights by wgmma; gemm_stream_k.cu is the bfloat16 counterpart.
 //
-// A CTA stays on its SM and has an equal part of all steps of all tiles: a step is two blocks of K,
-// a tile some columns (rows of the weights) by some rows of activations. Four warps have steps copied into shared
-// memory, as far ahead as there is room, on and on through the tiles; warpgroups multiply, each 64 columns with all
-// rows: a warp makes of its 16 columns' codes the product's first operand in registers, while the product before is
-// under way. Floats of 8 bits are taken out of shared memory as they are. Few rows are multiplied by mma.sync, whose
-// bits are the same (not of floats of 8 bits) and which takes fewer instructions than wgmma's descriptors and waits.
+// A CTA stays on its SM and has an equal number of all steps of all tiles. A step is two blocks of K; a tile is some
+// columns (rows of the weights) by some rows of activations. Four warps copy steps to shared memory, as far ahead as
+// there is room, across tiles. Warpgroups multiply, each 64 columns with all rows: a warp dequantizes 16 columns to the
+// first operand in registers while the previous product is under way. float8 weights are read from shared memory
+// without conversion. Few rows are multiplied by mma.sync, which gives the same bits (not for float8) and takes fewer
+// instructions than wgmma's descriptors and waits.
 //
-// A tile's sum over K is that of pieces (tiles.h), which whoever comes last adds up in ascending order. Where nearly
-// all SMs have a piece if each has one, so it is, as hand-overs take longer than steps that some have less. A
-// piece that two CTAs share is begun first of all by the one and finished last by the other, who goes on
-// from what the first has left in global memory long ago. Everybody waits for CTAs of lower numbers alone,
-// which have begun before.
+// A tile's sum over K consists of split-K parts (tiles.h), which the last CTA to arrive adds in ascending order. If
+// nearly all SMs have a part when each has one, they get one each: hand-overs would cost more than unequal work. A part
+// that two CTAs share is begun first of all by one CTA and finished last by the other, which continues from the sums
+// that the first left in global memory long before. CTAs wait only for CTAs of lower numbers, which have started
+// before.
 #pragma once
 #include <algorithm>
 
@@ -549,7 +549,7 @@ void start_stream_k_tiles(const GemmArgs& p, int rows, const Queue& queue) {
   allow_shared(quantized_stream_k_kernel<S>, S::kShared);
   start(queue, quantized_stream_k_kernel<S>, dim3(shares.blocks), S::kThreads, S::kShared, p, rows, Steps(k),
         Divisor((rows + S::kRows - 1) / S::kRows), Segments(p.w, k), queue.scratch, shares);
-  launched("linear with quantized weights, streaming");
+  launched("gemm_quantized_stream_k");
 }
 
 // Tiles as wide as they can be and still be enough: rows are read again for each.

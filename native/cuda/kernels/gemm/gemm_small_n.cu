@@ -1,4 +1,4 @@
-// Products in float32 whose results have few columns: logits of experts, gates of rows.
+// float32 GEMMs with few columns: logits of experts, gates of rows.
 #include "cuda/kernels/gemm/gemm_small_n.cuh"
 #include "cuda/kernels/moe/moe.h"
 
@@ -42,7 +42,7 @@ void start_few(const GemmArgs& p, int rows, const Queue& queue) {
   // Weights are read anew by each block: no more of them than run at once.
   const int most = 2 * sm_count() / columns;
   start(queue, kernel, dim3(columns, most < 1 ? 1 : groups < most ? groups : most), 32 * kWarps, shared, p, rows);
-  launched("linear with few columns");
+  launched("gemm_small_n");
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// What kernels for products in float32 with few columns share. Each value is the sum of 32 chains of fused
-// multiply-adds, of four adjacent columns of every 128 each, in pairs at growing distance.
+// Shared parts of float32 GEMMs with few columns. Each value is the sum of 32 chains of fused multiply-adds, each over
+// four adjacent columns of every 128, added in pairs at growing distance.
 #pragma once
 #include "cuda/kernels/gemm/epilogue.cuh"
 

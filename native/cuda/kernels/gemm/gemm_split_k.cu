@@ -1,9 +1,9 @@
-// Products of 16 bits by wgmma for some rows, as when many sequences decode: all that counts is how fast the weights
-// stream by, and the rows are too many for every CTA to read them for a few columns.
+// 16-bit split-K GEMMs by wgmma for decode batches. They are bound by the bandwidth of the weights, and there are too
+// many rows for every CTA to read them for a few columns.
 //
-// A cluster of CTAs has 64 or 128 columns (rows of the weights) and up to 256 rows of activations; each
-// block computes one piece of K (tiles.h). Some threads have blocks of both sides copied into shared memory, several
-// stages ahead. Then all add up the pieces in ascending order, each a share of the values, out of each other's memory.
+// A cluster of CTAs has 64 or 128 columns (rows of the weights) and up to 256 rows of activations; each CTA computes
+// one split-K part (tiles.h). Some threads issue copies of both operands to shared memory, several stages ahead. Then
+// all CTAs add the parts in ascending order, each for some of the values, from each other's shared memory.
 #include <algorithm>
 
 #include "cuda/kernels/common/wgmma.cuh"
@@ -220,7 +220,7 @@ void start_split_k(const GemmArgs& p, int rows, const Queue& queue, int at_once 
   const int columns = ceil_div(p.w.n, S::kColumns * kBeside) * kBeside;
   start_clusters(queue, gemm_split_k_kernel<S>, dim3(k.count, columns, ceil_div(rows, kRows)), dim3(k.count, kBeside),
                  S::kThreads, bytes, p, rows, k, room);
-  launched("linear of 16 bits, pieces side by side");
+  launched("gemm_split_k");
 }
 
 // Whether all clusters run at once.

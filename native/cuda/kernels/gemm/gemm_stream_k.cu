@@ -1,12 +1,12 @@
-// Products of 16 bits by wgmma for some rows, as when sequences decode, and many columns (rows of the weights), whose
-// sums over K are one piece (tiles.h): all that counts is how fast the weights stream by.
+// 16-bit stream-K GEMMs by wgmma for decode batches and many columns (rows of the weights), without split-K (tiles.h).
+// They are bound by the bandwidth of the weights.
 //
-// A CTA stays on its SM and has an equal part of all blocks of the weights: some tiles of columns,
-// the end of the one before and the beginning of the one after. Warpgroups multiply, each 64 columns with all rows; a
-// thread of each also has blocks of both sides copied into shared memory, as far ahead as there is room, on and on
-// through the tiles. A tile that is shared is begun first of all by the one and finished last by the other, who goes on
-// from the sums that the first has left in global memory long ago (compare Osama et al., "Stream-K", 2023). Everybody
-// waits for CTAs of lower numbers alone, which have begun before.
+// A CTA stays on its SM and has an equal part of all blocks of the weights: some tiles of columns, the end of the tile
+// before and the beginning of the tile after. Warpgroups multiply, each 64 columns with all rows; a thread of each also
+// issues copies of both operands to shared memory, as far ahead as there is room, across tiles. A shared tile is begun
+// first of all by one CTA and finished last by the other, which continues from the sums that the first left in global
+// memory long before (compare Osama et al., "Stream-K", 2023). CTAs wait only for CTAs of lower numbers, which have
+// started before.
 #include <algorithm>
 
 #include "cuda/kernels/common/wgmma.cuh"
@@ -198,7 +198,7 @@ void start_stream_k(const GemmArgs& p, int rows, const Queue& queue) {
   const int blocks = std::min({S::tiles(p.w.n, rows), sm_count(), (int)kScratchCtas});
   start(queue, gemm_stream_k_kernel<S>, dim3(blocks), S::kThreads, S::kShared, p, rows, SplitK(p.w.k, p.w.max_split_k),
         queue.scratch);
-  launched("linear of 16 bits, weights streaming");
+  launched("gemm_stream_k");
 }
 
 // Tiles as wide as they can be and still be enough: rows are read again for each.

@@ -1,12 +1,11 @@
-// Products of one row by wgmma, or of integers by mma.sync, whose sums are in pieces (tiles.h): what a single sequence
-// decodes with, where a matrix is so small that what comes before and after its products counts. Of 16 bits, and of 8
-// bits, floats or integers of one group; of these a few rows, too, that have been made 8 bits before.
+// GEMV of split-K matrices (tiles.h) by wgmma, or by mma.sync for integers: decoding of a single sequence, where
+// matrices are so small that the time before and after the multiply-adds counts. 16-bit weights, and 8-bit weights,
+// floats or integers with one group; with these also a few rows that are quantized already.
 //
-// A cluster of CTAs has 64 columns (rows of the weights), each block one piece of K. A warp has weights
-// copied into shared memory, on their way before the kernel before this one has made the row. The others have the
-// piece's part of the row there as products take it: normed, if that is asked for, and made 8 bits, for which blocks
-// tell each other the greatest. They multiply, and send sums to the cluster's first block, which adds them in ascending
-// order.
+// A cluster of CTAs has 64 columns (rows of the weights), each CTA one split-K part. One warp copies weights to shared
+// memory, beginning before the previous kernel has computed the row. The others prepare the part's values of the row:
+// normalized if requested, and quantized to 8 bits, for which the CTAs exchange their greatest values. They multiply,
+// and send sums to the cluster's first CTA, which adds them in ascending order.
 #include <algorithm>
 
 #include "cuda/kernels/common/wgmma_registers.cuh"
@@ -364,7 +363,7 @@ void start_row(const GemmArgs& p, const GemvPlan& room, const Queue& queue, int 
   allow_shared(kernel, room.shared);
   start_clusters(queue, kernel, dim3(count, blocks_of(p.w.n)), dim3(count), kThreads, room.shared, p, rows, room.k,
                  room.stages);
-  launched("linear of one row");
+  launched("gemv");
 }
 
 template <Form kForm>

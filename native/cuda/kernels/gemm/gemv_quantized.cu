@@ -1,12 +1,11 @@
-// Products of quantized weights with one row of activations in bfloat16, by mma.sync: what a single sequence decodes
-// with.
+// GEMV of quantized weights with bfloat16 activations by mma.sync: decoding of a single sequence.
 //
-// A product is shared out by pairs of columns, eight apart in a tile of the weights, and pieces of K (tiles.h): eight
-// such chains, of whatever pieces, are the sixteen rows of a product of a warp, whose second operand has the row's
-// values of each chain's piece as a column. So SMs have equal parts, of 14 pairs where a tile has eight. A block
-// of threads has all pieces of its pairs, and adds them up in shared memory; the row is there as a whole, and may be
-// normed on its way. A warp copies the codes that it needs itself, some blocks ahead; so warps wait for nobody but,
-// where schedulers would have unequal numbers of them, the one that goes on with the chains of another.
+// Work units are pairs of columns, eight apart in a tile of the weights, and split-K parts (tiles.h). Eight such
+// chains, of any parts, are the sixteen rows of a warp's mma, whose second operand has the row's values of each chain's
+// part as a column. So SMs get equal work, for example 14 pairs where a tile has eight. A CTA has all parts of its
+// pairs and adds them up in shared memory; it holds the whole row, and can normalize it first. Each warp copies its own
+// quantized values, some blocks ahead. So warps do not wait for each other, except where schedulers would have unequal
+// numbers of warps and a warp continues another's chains.
 #include <algorithm>
 
 #include "cuda/kernels/gemm/epilogue.cuh"
@@ -429,7 +428,7 @@ void start_row(const GemmArgs& p, const Plan& plan, const Queue& queue) {
   start_reading(queue, {p.w.quants.words, quants_bytes(p.w.n, p.w.k, kBits)}, row_kernel<S>,
                 dim3(ceil_div(groups, ceil_div(groups, sm_count()))), 32 * plan.warps, shared, p, plan.pairs,
                 Divisor(plan.merged), plan.shared_units, k, Divisor(k.length), SetPace::of<S>(p.w.quants, k.blocks));
-  launched("linear with quantized weights, one row");
+  launched("gemv_quantized");
 }
 
 template <int kBits, bool kFine>

@@ -1,4 +1,4 @@
-// Quantized weights times few rows of activations in bfloat16, out of shared memory and by mma.sync.
+// Quantized weights times few rows of bfloat16 activations, from shared memory, by mma.sync.
 #pragma once
 #include "cuda/kernels/quantize/quantized.cuh"
 

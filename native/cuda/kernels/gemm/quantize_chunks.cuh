@@ -1,5 +1,5 @@
-// How rows of activations become rows of 8 bits, integers or floats: pieces of 16 columns, of which a thread has some;
-// the same for who writes them into memory (quantize_rows.cu) and who multiplies them at once.
+// Quantization of rows of activations to 8-bit integers or floats, in chunks of 16 columns; shared by the kernel that
+// stores them (quantize_rows.cu) and by those that multiply them at once.
 #pragma once
 #include "cuda/kernels/gemm/gemm_integer.h"
 #include "cuda/kernels/norm/normed_row.cuh"

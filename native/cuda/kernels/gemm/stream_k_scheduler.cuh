@@ -1,5 +1,4 @@
-// What CTAs that stay on their SMs have of a product whose weights stream by: equal parts of all
-// steps of K of all tiles of the result.
+// The stream-K scheduler: persistent CTAs get equal numbers of all K steps of all tiles of a GEMM.
 #pragma once
 #include "cuda/kernels/common/device.cuh"
 

@@ -1,6 +1,5 @@
-// How CTAs of which all run at once share out the tiles of a product with many rows: each computes one
-// after the other, and an equal part of those that are left for the end. Who begins a tile does so long before the
-// other, who goes on from its sums.
+// The tile scheduler of prefill GEMMs: persistent CTAs compute one tile after the other, and an equal part of the tiles
+// left for the end. A CTA begins a shared tile long before the CTA that continues from its sums.
 #pragma once
 #include "cuda/kernels/common/wgmma.cuh"
 

@@ -1,6 +1,6 @@
-// What products by mma.sync share. A CTA has some columns (rows of the weights) and rows of activations.
-// Each of its warps computes pieces of K (tiles.h) by itself; after each round of pieces, one a warp, all add them up
-// in ascending order.
+// Shared parts of GEMMs by mma.sync. A CTA has some columns (rows of the weights) and rows of activations. Each warp
+// computes split-K parts (tiles.h) by itself; after each round of parts, one for each warp, all warps add them in
+// ascending order.
 #pragma once
 #include <algorithm>
 

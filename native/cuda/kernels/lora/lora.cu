@@ -1,11 +1,11 @@
-// Adapters (LoRA, Hu et al., 2021): products of low rank, of each row with its own adapter's matrices; here of float32.
+// LoRA adapters (Hu et al., 2021) in float32: low-rank products, each row with its own adapter's matrices.
 //
-// Recipes, whatever else a launch has: of a x a lane has a chain of fused multiply-adds over its columns in ascending
-// order for each of kWarps parts of them; these are added in ascending order, then lanes as warp_sum() does, and that
-// times the scale. Of b u one chain over the rank, from zero, which is then added to y. Several rows share what is read
-// of matrices where they have the same adapter; the chains are the same.
+// Recipe, independent of the rest of a launch. a x: the columns are divided into kWarps parts; in each part a lane has
+// a chain of fused multiply-adds over its columns in ascending order. Parts are added in ascending order, then lanes as
+// warp_sum() does; the sum is multiplied by the scale. b u: one chain over the rank, from zero, which is then added to
+// y. Rows with the same adapter share the reads of its matrices; the chains are the same.
 //
-// Which adapters there are is read from memory: a launch has blocks for every row, target and rank that could be.
+// Which adapters rows have is read from memory: a launch has CTAs for every possible row, target and rank.
 #include "cuda/kernels/lora/lora.cuh"
 
 namespace as::cuda {
@@ -262,10 +262,10 @@ void add_lora(const AdaptedSums& a, int rows, const Queue& queue) {
   const int groups = alone ? rows : ceil_div(rows, kRowsTogether), ranks = alone ? 1 : kWarps;
   start(queue, alone ? shrink_alone_kernel : shrink_kernel<kRowsTogether, 1>,
         dim3(groups, a.count, ceil_div(a.max_rank, ranks)), 32 * kWarps, 0, a, rows);
-  launched("adapters");
+  launched("add_lora");
   start(queue, alone ? expand_alone_kernel : expand_kernel<kRowsTogether>,
         dim3(ceil_div(columns, kExpandThreads * kColumns), groups, a.count), kExpandThreads, 0, a, rows);
-  launched("adapters");
+  launched("add_lora");
 }
 
 void silu_mul_pairs(const float* in, const float* bias, int rows, const Rows& out, const Queue& queue) {

@@ -1,4 +1,4 @@
-// What kernels of adapters share: which rows have which, and where their columns are.
+// Shared parts of the LoRA kernels: the adapters of rows, and where their columns are.
 #pragma once
 #include "cuda/kernels/gemm/epilogue.cuh"
 #include "cuda/kernels/lora/lora.h"

@@ -1,14 +1,14 @@
-// Adapters' products of low rank (lora.cu says more) with matrices of 16 bits, by mma.sync.
+// LoRA adapters (lora.cu) with 16-bit matrices by mma.sync.
 //
-// Recipes, whatever else a launch has: of a x there is a chain of products over every eighth 32 columns of a part of K,
-// in ascending order, for each of eight; these are added in ascending order, then parts, and that times the scale. In
-// b u each u is two values of 16 bits, which together have twice the fraction (of float16: to 2^-25, which u below 2^-3
-// notice): for each 16 ranks in ascending order the products of the higher ones, then those of the lower ones, in one
-// chain from zero, which is then added to y.
+// Recipe, independent of the rest of a launch. a x: in each part of K there are eight chains, each over every eighth
+// group of 32 columns in ascending order. They are added in ascending order, then parts are; the sum is multiplied by
+// the scale. b u: each u is split into two 16-bit values, which together have twice the mantissa (in float16: down to
+// 2^-25, which matters for u below 2^-3). For each 16 ranks in ascending order, first the high values and then the low
+// values are multiplied, in one chain from zero, which is then added to y.
 //
-// 16 rows are multiplied at once with the matrices of each adapter that any of them has, and who has it keeps the sums:
-// a row's are its own. Within 32 columns, or 16 ranks, a lane multiplies what lies side by side, of both sides alike:
-// which place of an mma.sync's K something has does not matter.
+// 16 rows at a time are multiplied with the matrices of each adapter that any of them has; a row keeps the sums of its
+// own adapter. Within 32 columns, or 16 ranks, a lane multiplies adjacent values of both operands: their position
+// within mma.sync's K does not matter.
 #include <algorithm>
 
 #include "cuda/kernels/lora/lora.cuh"
@@ -447,7 +447,7 @@ void expand(const AdaptedSums& a, int columns, int targets, int rows, int turns,
   const int each = rows <= kFewRows ? 1 : std::clamp(tiles * wide * targets / (16 * sm_count()), 1, 16);
   start(queue, expand_kernel<Into>, dim3(wide, ceil_div(tiles, each), targets * turns), 32 * kExpandWarps, 0, a, rows,
         each, turns);
-  launched("adapters");
+  launched("add_lora");
 }
 
 template <int kSets>
@@ -456,7 +456,7 @@ void shrink(const AdaptedSums& a, int rows, int turns, const Queue& queue) {
         dim3(ceil_div(rows, kSets * kRows), a.count * lora_k_parts(a.x.width, true),
              whole_ranks(a.max_rank) / kRankBlock * turns),
         32 * kWarps, 0, a, rows, turns);
-  launched("adapters");
+  launched("add_lora");
 }
 
 }  // namespace

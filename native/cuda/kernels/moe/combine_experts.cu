@@ -1,4 +1,4 @@
-// Sums of rows' entries, each times the weight of its expert, perhaps with the norm that follows.
+// Weighted sums of the entries of rows, optionally with the norm that follows.
 #include <algorithm>
 
 #include "cuda/kernels/common/device.cuh"

@@ -1,4 +1,4 @@
-// Layers of experts beside their products: routers, entries in order of experts. Sums of entries: combine_experts.cu.
+// Routers, and grouping of entries by expert. Sums of entries: combine_experts.cu.
 #include <algorithm>
 #include <climits>
 

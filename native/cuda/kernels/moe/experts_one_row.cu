@@ -1,11 +1,10 @@
-// A layer of experts for a step of one row, where latencies are what counts: in three launches, each of which has its
-// weights on their way while the one before still runs, and none of which waits for lists that another has made.
+// An expert layer for a step of one row, which is bound by latency: three launches, each of which prefetches its
+// weights while the previous one runs, and none of which waits for lists that another one writes.
 //
-// Every CTA norms the row by itself and makes one expert's logit; in the two launches of products every
-// block chooses the row's experts by itself, and each warp has 16 columns (rows of the weights) of an expert at a time,
-// one chain over K, whose weights it copies into shared memory several stages ahead. These two are on an SM at
-// once: the second one's weights stream on while the first one ends. It has all experts of its columns in a block of
-// threads, which adds them up.
+// Every CTA normalizes the row itself and computes the logit of one expert. In the two GEMM launches every CTA chooses
+// the row's experts itself; each warp has 16 columns (rows of the weights) of an expert at a time, one chain over K,
+// and copies its weights to shared memory several stages ahead. Both launches fit on an SM together: the second one's
+// weights stream while the first one ends. A CTA of the second has all experts of its columns, and adds them up.
 #include <algorithm>
 
 #include "cuda/kernels/gemm/gemm_small_n.cuh"
@@ -274,7 +273,7 @@ void start_gates(const ExpertGemmArgs& e, const ChosenRow& row, const Queue& que
   allow_shared(kernel, shared);
   const int grid = std::min(ceil_div((size_t)tiles * e.routing.top, kWarps), sm_count());
   start(queue, kernel, grid, 32 * kWarps, shared, e, row, tiles, bytes_of_expert(e.gemm.w));
-  launched("gates of a row's experts");
+  launched("gate_row");
 }
 
 template <typename S, int kStages>
@@ -287,7 +286,7 @@ void start_sums(const ExpertGemmArgs& e, const ChosenRow& row, const Combination
   allow_shared(kernel, shared);
   start(queue, kernel, std::min(ceil_div(tiles, at_once), sm_count()), 32 * kWarps, shared, e, row, c, tiles, each,
         at_once, bytes_of_expert(e.gemm.w));
-  launched("sums of a row's experts");
+  launched("combine_row");
 }
 
 // Of a warp, for weights of 16 bits; both launches' stages fit an SM. Narrower weights have more of them in as
@@ -320,7 +319,7 @@ void norm_and_logits(const float* x, const Norm& norm, const Rows& normed, const
   const size_t shared = 2 * sizeof(float) * padded_columns(logits.w.k);
   allow_shared(kernel, shared);
   start(queue, kernel, logits.w.n, kNormThreads, shared, x, norm, normed, logits);
-  launched("norm and logits of a row");
+  launched("norm_and_logits");
 }
 
 void gate_row(const ExpertGemmArgs& e, const ChosenRow& row, const Queue& queue) {

@@ -1,10 +1,9 @@
-// Products of rows with the matrices of their experts. A work item is a tile of an expert's entries and some columns
-// (rows of the weights); how many there are is known to the device alone, so CTAs stay and take one after
-// the other.
+// GEMMs of rows with the matrices of their experts. A work unit is a tile of an expert's entries and some columns (rows
+// of the weights). Only the GPU knows the number of units, so CTAs are persistent and take one after the other.
 //
-// Of 16 bits, and with codes that are widened to bfloat16 in registers, each warp has items of its own: 32 columns and
-// up to 64 entries. It copies its part of both sides into shared memory several stages ahead and on into its next item,
-// and no other warp sees that; rows are gathered on the way.
+// With 16-bit weights, and with quantized weights that are dequantized to bfloat16 in registers, each warp has units of
+// its own: 32 columns and up to 64 entries. It copies its part of both operands to shared memory several stages ahead
+// and on into its next unit; rows are gathered by these copies.
 #include "cuda/kernels/moe/gemm_experts.cuh"
 #include "cuda/kernels/quantize/quantized.cuh"
 
@@ -187,7 +186,7 @@ void start_tiles(const ExpertGemmArgs& e, int items, int columns, const Queue& q
   const size_t expert_bytes =
       kBits == 16 ? tiles_bytes(w.n, w.k) : quants_bytes(w.n, w.k, kBits) + scales_bytes(w.n, w.quants.groups);
   start(queue, kernel, grid, 32 * kWarps, S::kShared, e, columns, items, blocks_of(w.k), expert_bytes);
-  launched("linear of experts");
+  launched("gemm_experts");
 }
 
 template <int kBits, bool kFine, int kTiles>
@@ -279,7 +278,7 @@ void gemm_experts(const ExpertGemmArgs& p, int entries, int tile_rows, const Que
     const int columns = ceil_div(w.n, kTile);
     const int grid = std::min(most_items(p, entries, kTile, columns), 8 * sm_count());
     start(queue, gemm_experts_f32_kernel, grid, kThreads, 0, p, columns);
-    launched("linear of experts in float32");
+    launched("gemm_experts in float32");
     return;
   }
   if (algo == GemmAlgo::prefill) return gemm_experts_prefill(p, entries, tile_rows, queue);

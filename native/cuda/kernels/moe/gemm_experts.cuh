@@ -1,4 +1,4 @@
-// What kernels for products of experts share.
+// Shared parts of the expert GEMMs.
 #pragma once
 #include <algorithm>
 

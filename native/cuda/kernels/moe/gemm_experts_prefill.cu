@@ -1,9 +1,9 @@
-// Products of experts of 16 bits by wgmma, for many entries of each.
+// 16-bit expert GEMMs by wgmma, for many entries of each expert.
 //
-// A CTA has a tile of an expert's entries and kGroups x 64 columns (rows of the weights) at a time; there
-// are no more blocks than run at once, and each takes one tile after the other from the list that the device has made.
-// One warpgroup copies several stages ahead and on into the next tile: weights in bulk, rows piece by piece, as they
-// are gathered. The others multiply, each 64 columns with all entries of the tile.
+// A CTA computes a tile of an expert's entries and kGroups x 64 columns (rows of the weights) at a time. CTAs are
+// persistent and take one tile after the other from the list in GPU memory. One warpgroup copies several stages ahead
+// and on into the next tile: weights in bulk, rows in 16-byte chunks, as they are gathered. The others multiply, each
+// 64 columns with all entries of the tile.
 #include <algorithm>
 
 #include "cuda/kernels/common/wgmma.cuh"
@@ -158,7 +158,7 @@ void start_prefill(const ExpertGemmArgs& p, int entries, const Queue& queue) {
   allow_shared(gemm_experts_prefill_kernel<S>, S::kShared);
   const int grid = std::min(most_items(p, entries, S::kRows, columns), sm_count());
   start(queue, gemm_experts_prefill_kernel<S>, grid, S::kThreads, S::kShared, p, columns, blocks_of(p.gemm.w.k));
-  launched("linear of experts of 16 bits, many rows");
+  launched("gemm_experts_prefill");
 }
 
 }  // namespace

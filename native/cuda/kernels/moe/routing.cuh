@@ -1,4 +1,4 @@
-// How a warp chooses the experts of a row from their logits.
+// Choice of a row's experts from their logits, by a warp.
 #pragma once
 #include <climits>
 

@@ -1,5 +1,5 @@
-// A row of activations that each CTA norms itself, for its own products and with the bits of the kernels
-// that norm rows, while its first weights are on their way: so the kernel that is before them is not waited for.
+// A row of activations that each CTA of a GEMM normalizes itself, with the bits of the norm kernels, while its first
+// weights are on their way: so it need not wait for a kernel in between.
 #pragma once
 #include "cuda/kernels/common/device.cuh"
 #include "cuda/kernels/norm/norm.h"

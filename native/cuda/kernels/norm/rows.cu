@@ -1,4 +1,4 @@
-// Ops on rows one by one whose results may be of 16 bits: embedding, norms, gates. Others: rows_f32.cu.
+// Ops on rows with results in float32 or 16 bits: embedding, norms, activation functions. float32 only: rows_f32.cu.
 #include <algorithm>
 
 #include "cuda/kernels/norm/norm.h"

@@ -1,4 +1,4 @@
-// Ops on rows one by one, in float32: sums, soft caps, what is done to heads.
+// float32 ops on rows: sums, soft caps, norms and RoPE of heads.
 #include "cuda/kernels/attention/attention.h"
 #include "cuda/kernels/common/device.cuh"
 
@@ -172,7 +172,7 @@ void rope(float* x, int width, const Heads& heads, const RotaryTable& table, boo
 
 void scale_queries(const Attention& a, const int* positions, double beyond, int rows, const Queue& queue) {
   start(queue, scale_queries_kernel, rows, 256, 0, a, positions, beyond);
-  launched("scaling of queries");
+  launched("scale_queries");
 }
 
 }  // namespace as::cuda

@@ -1,4 +1,4 @@
-// Weights as checkpoints have them become matrices as products read them; and such of random values.
+// Conversion of checkpoint weights to the layouts of GEMMs, and random matrices for measurements.
 #include "cuda/kernels/common/device.cuh"
 #include "cuda/kernels/quantize/quantize.h"
 

@@ -1,4 +1,5 @@
-// InstantQuant on the device (cpu/kernels/quantize.cpp), to the bit, and codes that are there already.
+// Quantization of weights, bit for bit as the CPU backend (cpu/kernels/quantize.cpp), and placement of values that are
+// quantized already.
 #include <algorithm>
 #include <type_traits>
 

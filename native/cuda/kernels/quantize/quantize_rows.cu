@@ -1,4 +1,4 @@
-// Rows of activations become rows of 8 bits, integers or floats, on their way from a norm where there is one.
+// Quantization of activations to 8-bit integers or floats, optionally fused with the norm before it.
 #include <algorithm>
 
 #include "cuda/kernels/gemm/quantize_chunks.cuh"
@@ -122,7 +122,7 @@ void quantize(const Rows& x, const Norm& norm, const GemmArgs& p, int rows, cons
     blocks = std::max(blocks, 1) * sm_count();
   }
   start(queue, kernel, std::min(rows, blocks), kThreads, 0, x, rows, Segments(p.w, k), p.bytes, norm);
-  launched("quantizing activations");
+  launched("quantize_activations");
 }
 
 // As few threads as keep a row in registers.

@@ -1,4 +1,4 @@
-// Values of quantized matrices (kernels/common/quantized.h), as kernels recover them.
+// Dequantization (layout: kernels/common/quantized.h).
 #pragma once
 #include <cuda_fp8.h>
 

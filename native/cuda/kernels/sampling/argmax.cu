@@ -1,4 +1,4 @@
-// The likeliest token of each row, in parts: CTAs share a row.
+// The most likely token of each row: several CTAs share a row.
 #include <cfloat>
 
 #include "cuda/kernels/common/device.cuh"

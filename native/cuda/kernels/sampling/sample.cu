@@ -1,8 +1,8 @@
-// Draws: processors, then sums of chunks by all processors of the device, then a CTA for each row.
+// Sampling: logit processors, then sums of chunks on the whole GPU, then one CTA for each row.
 //
-// A block lists a row's best logits: all that reach a threshold, of which the groups' maxima tell that there are
-// enough; sorts them, and goes on as native/sampling does with candidates. Few are tried first. If candidates are too
-// few, it searches for the last token of the set in the rounds that native/sampling has.
+// A CTA lists the greatest logits of its row: all above a threshold, chosen by the maxima of groups so that there are
+// enough. It sorts them and continues as native/sampling does with its candidates. A short list is tried first. If the
+// listed candidates do not suffice, it searches for the last token of the set in the rounds that native/sampling has.
 #include "cuda/kernels/sampling/sample.h"
 
 #include <cstring>

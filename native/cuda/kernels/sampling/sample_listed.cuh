@@ -1,7 +1,8 @@
-// A row's best logits in order, as a CTA finds them: all threads call these, and get the same.
+// The greatest logits of a row in descending order, found by a CTA. All threads call these functions and get the same
+// result.
 //
-// Instructions are not in any cache when a step draws, and most are executed once: fetching them is what takes time. So
-// what is called from several places is no part of these.
+// Instructions are in no cache when a step samples, and most are executed once: fetching them dominates the time. So
+// functions that are called from several places are not inlined.
 #pragma once
 #include "common/exact.h"
 #include "cuda/kernels/sampling/sample_sums.cuh"

@@ -1,4 +1,4 @@
-// Of a row that is drawn from: its logits, and sums of chunks of them, in the order that native/sampling has.
+// Logits of a row and sums of their chunks, in the order of native/sampling.
 #pragma once
 #include "cuda/kernels/common/device.cuh"
 #include "cuda/kernels/sampling/sample.h"
