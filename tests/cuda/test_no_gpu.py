@@ -62,7 +62,7 @@ def test_each_rank_has_a_gpu():
         engine.install_model(config(compute_unit="CUDA:0,1"))
     assert caught.value.status is AsStatus.ALLSPARK_PARAM_ERROR
     engine.close()
-    with pytest.raises(AllSparkError, match="names 1 GPU, and this group has 2 ranks"):
+    with pytest.raises(AllSparkError, match="names 1 GPU, but this group has 2 ranks"):
         device.gpu_of(config(compute_unit="CUDA:0"), 1, 2)
     with pytest.raises(AllSparkError, match="names GPU 3 twice: each rank needs its own"):
         device.gpu_of(config(compute_unit="CUDA:3,1,3"), 0, 3)
