@@ -170,7 +170,7 @@ struct Seen {
   }
 };
 
-// One run: 32 positions at a time, one a lane as far as scores and weights go.
+// One KV split: 32 positions at a time, one a lane as far as scores and weights go.
 template <CacheType kType>
 __device__ Seen see_split(const Attention& a, const int* table, int kv_head, int position, int split, int head,
                           const float (&query)[kFeatures]) {
@@ -208,7 +208,7 @@ __device__ Seen see_split(const Attention& a, const int* table, int kv_head, int
   return seen;
 }
 
-// decode: runs are shared by gridDim.z blocks, and left as partial results, unless there is but one.
+// decode: KV splits are shared by gridDim.z blocks, and left as partial results, unless there is but one.
 template <CacheType kType>
 __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const AttentionTile* tiles, bool decode) {
   after_previous();
@@ -352,7 +352,7 @@ void attend_decode(const Attention& a, AttentionAlgo algo, const AttentionTile* 
   if (algo == AttentionAlgo::mma) return attend_decode_mma(a, tiles, count, sharers, false, nullptr, queue);
   start(queue, attend_kernel_of(a.cache.type), dim3(count, a.cache.kv_heads, sharers), 32 * kWarps, 0, a, tiles, true);
   launched("attend_decode");
-  if (sharers > 1) merge(a, tiles, count, queue);  // of a single run there is nothing to merge
+  if (sharers > 1) merge(a, tiles, count, queue);  // of a single KV split there is nothing to merge
 }
 
 void attend_prefill(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, const Rope* rope,

@@ -75,8 +75,8 @@ __device__ inline float weight_of(float score, float factor, float most) {
 
 // What is left of sums whose maximum was `old` when it becomes `now`.
 __device__ inline float shrunk(float old, float now) { return now == -INFINITY ? 0.0f : power_of_two(old - now); }
-// The sum of a run's weights: of each 64 positions those of either half by themselves, then both, added to what was
-// there. Four threads have some of them each, and their sums are added up at the end of the run.
+// The sum of a KV split's weights: of each 64 positions those of either half by themselves, then both, added to what
+// was there. Four threads have some of them each, and their sums are added up at the end of the KV split.
 __device__ inline float summed(float sum, float by, const float (&halves)[2]) {
   return __fmaf_rn(sum, by, __fadd_rn(halves[0], halves[1]));
 }
@@ -91,7 +91,7 @@ __device__ inline float with_sink(const Attention& a, int head, float sum, float
 __device__ inline float inverse_of(float sum) { return sum == 0 ? 0.0f : __frcp_rn(sum); }
 __device__ inline float share(float value, float sum) { return __fmul_rn(value, inverse_of(sum)); }
 
-// A run's partial result of a tile and KV head: maxima and sums of its pairs, then values [pair][head_dim].
+// A KV split's partial result of a tile and KV head: maxima and sums of its pairs, then values [pair][head_dim].
 __device__ inline float* partial_of(const Attention& a, int tile, int kv_head, int split) {
   const size_t size = kDecodePairs * (2 + (size_t)a.cache.head_dim);
   return a.partials + (((size_t)tile * a.cache.kv_heads + kv_head) * a.most_splits + split) * size;

@@ -37,14 +37,14 @@ __device__ inline float widened(uint32_t quants, int i, float scale, float minim
   if constexpr (kType == CacheType::float8) {
     return from_e4m3((uint8_t)(quants >> 8 * i));
   } else {
-    // 2^23 + code: the code is the lowest bits of a fraction of 23.
+    // 2^23 + q: q is the lowest bits of a fraction of 23.
     const uint32_t quant = kType == CacheType::int8 ? __byte_perm(quants, 0x4b000000u, 0x7540u + i)
                                                     : (quants >> 4 * i & 15u) | 0x4b000000u;
     return fmaf(__uint_as_float(quant) - 8388608.0f, scale, minimum);
   }
 }
 
-// What the warps that compute have of a run. kLean: in few registers, where a tile has one run alone.
+// What the warps that compute have of a KV split. kLean: in few registers, where a tile has one KV split alone.
 template <int kDim, CacheType kType, bool kLean>
 class Attender {
  public:
@@ -62,7 +62,7 @@ class Attender {
         stages_(stages),
         factor_(score_factor(a)) {}
 
-  // Of a tile and a KV head: queries, and what enters the cache where the block's runs have it. rotates: both.
+  // Of a tile and a KV head: queries, and what enters the cache where the block's KV splits have it. rotates: both.
   __device__ void begin_tile(const KvSplits& splits, bool own, bool rotates, const Rope& rope) {
     const DecodeRows& rows = splits.rows();
     const int kv_head = splits.kv_head(), start = rows.tile.start;
@@ -126,7 +126,7 @@ class Attender {
     }
   }
 
-  // place: of the run's first stage in the ring.
+  // place: of the KV split's first stage in the ring.
   __device__ void attend(const Extent& extent, bool own, PipelineStage place) {
     const int from_rows = own ? extent.start : extent.last + 1;  // positions from there on are the tile's own rows
     const uint32_t keys = shared_address(own_keys_), values = shared_address(own_values_);
@@ -286,8 +286,8 @@ class Attender {
       wait_barrier(full_ + 8 * place.stage, place.parity);
       if (!has_features()) {
       } else if constexpr (S::kQuants) {
-        // Of four positions codes of adjacent features: a column of each of the products, which are of their own
-        // features each.
+        // Of four positions quantized values of adjacent features: a column of each of the products, which are of their
+        // own features each.
         constexpr int kQuantBytes = (kOwn * S::kBits + 7) / 8;
         const int feature = (warp_ * 8 + lane_ / 4) * kOwn;
         const int shifted = kOwn * S::kBits < 8 ? feature % 2 * 4 : 0;
@@ -341,7 +341,7 @@ class Attender {
 #pragma unroll
     for (int h = 0; h < 2; h++) total_most_[h] = -INFINITY, total_sum_[h] = 0;
   }
-  // The run becomes part of the total.
+  // The KV split becomes part of the total.
   __device__ void add_split() {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -354,7 +354,7 @@ class Attender {
         for (int i = 2 * h; i < 2 * h + 2; i++) total_[v][i] = merged(total_[v][i], by, out_[v][i], split_by);
     }
   }
-  // As add_run(), of the one run that the tile has.
+  // As add_split(), of the one KV split that the tile has.
   __device__ void end_split() {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -418,7 +418,7 @@ class Attender {
       });
     }
   }
-  // For the merge, in the place of the run.
+  // For the merge, in the place of the KV split.
   __device__ void leave(const KvSplits& splits, const Values& values, const float (&most)[2],
                         const float (&sum)[2]) const {
     const DecodeRows& rows = splits.rows();
@@ -523,8 +523,8 @@ __global__ void __launch_bounds__(threads(kLean), kLean ? 2 : 1)
   if (part.blocks > 1) merge_part<kDim>(a, part, shared, ring, stages * S::kTensor / kConsumers);
 }
 
-// A ring has room for the blocks of a run's keys side by side (decode_plan.h): by that, warps that wait for one know it
-// from the one before.
+// A ring has room for the blocks of a KV split's keys side by side (decode_plan.h): by that, warps that wait for one
+// know it from the one before.
 template <int kDim, CacheType kType>
 void start_decode(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own, const Rope* rope,
                   const Queue& queue) {
@@ -538,7 +538,7 @@ void start_decode(const Attention& a, const AttentionTile* tiles, int count, boo
     start(queue, kernel, dim3(std::min(all, blocks)), threads, bytes, a, tiles, count, several, own, rope != nullptr,
           rope ? *rope : Rope(), rows, stages);
   };
-  if constexpr (kDim <= 128) {  // a warp has a run's keys in a stage of its own
+  if constexpr (kDim <= 128) {  // a warp has a KV split's keys in a stage of its own
     if (!several && all > there && half >= kBlocks * S::kTensor)
       return launch(attend_decode_kernel<kDim, kType, true>, threads(true), 2 * there,
                     std::min(half / S::kTensor, kMostStages));

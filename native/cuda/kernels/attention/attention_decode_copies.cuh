@@ -35,7 +35,7 @@ __device__ void copy_splits(const Attention& a, KvSplits splits, bool own, uint3
     if (!rows.count) continue;
     const Extent extent(rows, splits.split());
     const int known = own ? min(extent.start, extent.last + 1) : extent.last + 1;  // positions before are in the cache
-    // A run's spans, at most 16, each with a lane.
+    // A KV split's spans, at most 16, each with a lane.
     const int first_span = extent.begin >> shift, at_lane = first_span + lane % 16;
     const int spans = at_lane << shift < known ? a.tables[rows.tile.table + at_lane] : 0;
     const char* head = a.cache.data + splits.kv_head() * a.cache.head_bytes();

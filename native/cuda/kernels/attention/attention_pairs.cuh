@@ -137,7 +137,7 @@ class WarpPairs {
     }
   }
 
-  // A run becomes a part of the total, which is then written.
+  // A KV split becomes a part of the total, which is then written.
   __device__ __forceinline__ void add_split() {
 #pragma unroll
     for (int h = 0; h < 2; h++) {

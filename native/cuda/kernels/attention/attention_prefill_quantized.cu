@@ -24,7 +24,7 @@ struct Shape {
   static constexpr int kShared = kQueries + kGroups * Pairs::kQueries;
 };
 
-// Eight codes, a row's from a multiple of eight on.
+// Eight quantized values, a row's from a multiple of eight on.
 template <CacheType kType>
 __device__ uint4 widened_eight(const char* from, float scale, float minimum) {
   float x[8];
@@ -33,7 +33,7 @@ __device__ uint4 widened_eight(const char* from, float scale, float minimum) {
 #pragma unroll
     for (int j = 0; j < 8; j++) x[j] = from_e4m3((uint8_t)((j < 4 ? quants.x : quants.y) >> j % 4 * 8));
   } else {
-    // 2^23 + code: the code is the lowest bits of a fraction of 23.
+    // 2^23 + q: q is the lowest bits of a fraction of 23.
     if constexpr (kType == CacheType::int8) {
       const uint2 quants = *reinterpret_cast<const uint2*>(from);
 #pragma unroll

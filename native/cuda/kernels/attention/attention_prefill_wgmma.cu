@@ -174,9 +174,9 @@ class Attender {
     }
     commit_wgmma();
   }
-  // Scores become weights, while products with the weights before may be under way: what was seen before in the run
-  // is made relative to the new maximum afterwards, by shrink_values(). first: of a run; the one before may not have
-  // ended yet.
+  // Scores become weights, while products with the weights before may be under way: what was seen before in the KV
+  // split is made relative to the new maximum afterwards, by shrink_values(). first: of a KV split; the one before may
+  // not have ended yet.
   __device__ void weigh(int begin, bool first) {
     const bool whole = begin + kTokens - 1 <= min(positions_[0], positions_[1]) && begin >= max(least_[0], least_[1]);
     if constexpr (kCapped) {
@@ -213,7 +213,8 @@ class Attender {
 #pragma unroll
     for (int h = 0; h < 2; h++) sum_[h] = summed(sum_[h], by_[h], halves[h]);
   }
-  // What was seen before in the run is made relative to its maximum now. Once no products with weights are under way.
+  // What was seen before in the KV split is made relative to its maximum now. Once no products with weights are under
+  // way.
   __device__ void shrink_values() {
     if (!__any_sync(0xffffffffu, by_[0] != 1 || by_[1] != 1)) return;
 #pragma unroll
@@ -242,7 +243,7 @@ class Attender {
     wait_wgmma<0>();
     settle(values_);
   }
-  // What the run gave goes to the total. begun: the next run's first scores are weighed already.
+  // What the KV split gave goes to the total. begun: the next KV split's first scores are weighed already.
   __device__ void end_split(bool begun) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {

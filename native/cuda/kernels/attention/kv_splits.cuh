@@ -7,7 +7,7 @@ namespace AS_DTYPE16 {
 namespace decode {
 
 constexpr int kTokens = 64,
-              kBlocks = kKvSplitTokens / kTokens;  // of a stage; stages of keys of a run, and as many of values
+              kBlocks = kKvSplitTokens / kTokens;  // of a stage; stages of keys of a KV split, and as many of values
 constexpr int kConsumers = 8;                      // warps that compute
 // Warps that copy, and all threads; lean: of a kernel whose blocks share an SM.
 __host__ __device__ constexpr int producers(bool lean) { return lean ? 2 : 4; }
@@ -15,7 +15,7 @@ __host__ __device__ constexpr int threads(bool lean) { return 32 * (kConsumers +
 constexpr int kReserved = 1 << 10;  // of a block's shared memory, for the system
 constexpr int kShortStages = 6, kMostStages = 24;
 
-// Of the runs that a CTA has: where they begin, how many, and the number of the first among all. Each
+// Of the KV splits that a CTA has: where they begin, how many, and the number of the first among all. Each
 // block has so many, the first ones one more; or all of a tile and a KV head.
 struct Begin {
   int tile, kv_head, split, count, number;
@@ -33,13 +33,13 @@ struct Shared {
   uint64_t full[kMostStages], empty[kMostStages];
   uint4 weights[kKvSplitTokens / 16][32];  // of 16 positions each, as mma.sync's first operand
   float maxima[kDecodePairs][kConsumers], sums[kConsumers][kDecodePairs][4];  // of a warp's positions
-  float shrunk[kBlocks][kDecodePairs];  // what is left of a run's sums before each of its blocks
+  float shrunk[kBlocks][kDecodePairs];  // what is left of a KV split's sums before each of its blocks
   float own_scales[4][kDecodePairs];    // of the tile's own rows: keys' scales and minimums, and values'
   Begin begin;
 };
 
-// A warp shares out the runs of all tiles, KV head by KV head: equal parts, or to each block a tile and KV head, where
-// that is no more for any of them; then nothing is merged.
+// A warp shares out the KV splits of all tiles, KV head by KV head: equal parts, or to each block a tile and KV head,
+// where that is no more for any of them; then nothing is merged.
 __device__ inline Begin share_out(const Attention& a, const AttentionTile* tiles, int count) {
   const auto splits_of = [&](int tile) {
     const DecodeRows rows(a, tiles[tile], kDecodePairs);
@@ -92,7 +92,7 @@ __device__ inline Begin share_out(const Attention& a, const AttentionTile* tiles
   return share;
 }
 
-// Where no tile has several runs: a run of each, of those without rows, too. By each thread.
+// Where no tile has several KV splits: a KV split of each, of those without rows, too. By each thread.
 __device__ inline Begin share_out_tiles(const Attention& a, int count) {
   const int heads = a.cache.kv_heads, all = count * heads;
   Begin share;
@@ -103,7 +103,7 @@ __device__ inline Begin share_out_tiles(const Attention& a, int count) {
   return share;
 }
 
-// The runs that a CTA has, one after the other.
+// The KV splits that a CTA has, one after the other.
 class KvSplits {
  public:
   __device__ KvSplits(const Attention& a, const AttentionTile* tiles, bool several, const Begin& begin)
@@ -118,7 +118,7 @@ class KvSplits {
   __device__ int tile() const { return tile_; }
   __device__ int kv_head() const { return kv_head_; }
   __device__ int split() const { return split_; }
-  __device__ int number() const { return number_; }  // of this run among all
+  __device__ int number() const { return number_; }  // of this KV split among all
   __device__ const DecodeRows& rows() const { return rows_; }
   // Of this tile and KV head, the last that the block has; and on to what comes after it.
   __device__ int last_own() const { return min(rows_.last_split, split_ + left_ - 1); }
@@ -148,8 +148,8 @@ class KvSplits {
   DecodeRows rows_;
 };
 
-// Of a run: its positions, in blocks of 64, and which of them are in the cache: those of the tile's own rows are not
-// yet, if they enter it here.
+// Of a KV split: its positions, in blocks of 64, and which of them are in the cache: those of the tile's own rows are
+// not yet, if they enter it here.
 struct Extent {
   int begin, last, start, blocks;
 
@@ -161,15 +161,15 @@ struct Extent {
 
 __device__ inline void consumers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(32 * kConsumers) : "memory"); }
 
-// What a CTA has of a tile and a KV head. The block that has the first runs merges them as it goes; what
+// What a CTA has of a tile and a KV head. The block that has the first KV splits merges them as it goes; what
 // these are together lies where the last of them has its place.
 struct Part {
   int tile, kv_head;
   DecodeRows rows;
   int blocks, own;  // that have a part; this one's number among them
-  int merged;       // the last run that is merged
+  int merged;       // the last KV split that is merged
 
-  // run: one of the block's; number: of this run among all.
+  // split: one of the block's; number: of this KV split among all.
   __device__ Part(const Attention& a, const AttentionTile* tiles, int tile, int kv_head, int split, int number,
                   const Begin& begin)
       : tile(tile), kv_head(kv_head), rows(a, tiles[tile], kDecodePairs) {
@@ -249,7 +249,7 @@ __device__ void merge_part(const Attention& a, const Part& part, Shared& shared,
       for (int i = 0; i < count; i++)
         if (has) copy_16(memory + i * kWide * 4, place(first + i, at));
       commit_copies();
-      // A lane has the factors of a run.
+      // A lane has the factors of a KV split.
       float now = fmaxf(most, own_most);
 #pragma unroll
       for (int step = 1; step < 32; step *= 2) {

@@ -53,7 +53,8 @@ struct RopeHead {
     for (int i = 0; i < kEach; i++)
       if (const int f = i * 32 + threadIdx.x % 32; f < kDim) to[f] = to_dtype16(x[i]);
   }
-  // As it enters a quantized cache: codes to either place, scale and minimum in order there, `apart` floats apart.
+  // As it enters a quantized cache: quantized values to either place, scale and minimum in order there, `apart` floats
+  // apart.
   template <CacheType kType>
   __device__ void quantize(char* to, char* also, float* scales, int apart, float* also_scales, int also_apart) const {
     constexpr int kBits = kType == CacheType::uint4 ? 4 : 8;

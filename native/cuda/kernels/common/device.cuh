@@ -281,7 +281,7 @@ __device__ inline void read_eight(const float* row, int column, int width, float
 }
 __device__ inline void put_eight(const Rows& out, int row, int column, int width, const float (&values)[8]) {
   if (column >= width) return;
-  if (out.tiles) {  // a piece of a block; columns from the width on are padding, which is zero
+  if (out.tiles) {  // a chunk of a block; columns from the width on are padding, which is zero
     uint32_t pairs[4];
 #pragma unroll
     for (int j = 0; j < 4; j++)

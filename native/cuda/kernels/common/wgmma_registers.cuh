@@ -76,7 +76,7 @@ AS_TILE(224, 112, 112, 113, 114)
 AS_TILE(256, 128, 128, 129, 130)
 #undef AS_TILE
 
-// The same of activations' integers of 8 bits, and codes without a sign.
+// The same of activations' integers of 8 bits, and unsigned quantized values.
 template <int N>
 struct IntegerTile;
 #define AS_TILE(n, count, a, b, adds)                                                                           \

@@ -19,8 +19,8 @@ namespace AS_DTYPE16 {
 // A warpgroup's warps, by the named barrier that it alone has.
 __device__ inline void warps_meet(int group) { asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory"); }
 
-// What the end of a warpgroup's tile reads (kEndWords) is on its way into shared memory. k: of the pieces that are
-// computed here; first_block: of K.
+// What the end of a warpgroup's tile reads (kEndWords) is on its way into shared memory. k: of the split-K parts that
+// are computed here; first_block: of K.
 template <typename S>
 __device__ void ask_for_end(const GemmArgs& p, int rows, int first_row, int first_column, const SplitK& k,
                             int first_block, uint32_t to) {
@@ -74,7 +74,7 @@ __device__ inline void sums_of_integers(uint32_t end, int column, const int* d, 
   }
 }
 
-// Of a thread the sums of pieces so far, some of them in shared memory: from that address on.
+// Of a thread the sums of split-K parts so far, some of them in shared memory: from that address on.
 template <typename S>
 class Totals {
  public:
@@ -133,7 +133,7 @@ class Results {
   float scales_[2], of_rows_[2];
 };
 
-// Sums of all pieces, or of the one that there is.
+// Sums of all split-K parts, or of the one that there is.
 template <bool kChained, typename Totals, typename Sums>
 __device__ const auto& of_parts(const Totals& total, const Sums& d) {
   if constexpr (kChained) return total;

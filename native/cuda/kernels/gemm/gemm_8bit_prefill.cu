@@ -32,11 +32,11 @@ constexpr int kBandRows = 2048;
 // From one row of sums in shared memory to the next: two adjacent ones of each of eight rows lie in different banks.
 AS_BOTH constexpr int sums_stride(int columns) { return columns + 8; }
 
-// SplitK of a sum: there is one, or they are summed one after the other, or side by side in a cluster.
+// Split-K parts of a sum: there is one, or they are summed one after the other, or side by side in a cluster.
 enum class Sums { whole, chained, beside };
 
-// A tile: kColumns columns. A cluster: kDown tiles of rows by kAcross of columns, and of each all pieces, if these are
-// side by side.
+// A tile: kColumns columns. A cluster: kDown tiles of rows by kAcross of columns, and of each all split-K parts, if
+// these are side by side.
 template <bool kFloats_, int kColumns_, Sums kSums_, int kDown_, int kAcross_>
 struct Shape {
   using Sum = std::conditional_t<kFloats_, float, int>;
@@ -53,7 +53,7 @@ struct Shape {
   static constexpr int kRowSums = kFloats ? 0 : kSums == Sums::chained ? kMaxSplitK : 1;
   static constexpr int kEndWords = kFloats && kBeside ? 0 : 2 * kColumns + (1 + kRowSums) * kBlock;
   static constexpr int kEndBytes = kGroups * 2 * kEndWords * 4;
-  // Of sums of pieces what a thread keeps in registers; the others are in shared memory.
+  // Of sums of split-K parts what a thread keeps in registers; the others are in shared memory.
   static constexpr int kTotals = kSums == Sums::chained ? kColumns / 2 : 0;
   static constexpr int kKept = kColumns / 2 + kTotals <= 192 ? kTotals : 192 - kColumns / 2;
   static constexpr int kTotalsBytes = kGroups * 128 * (kTotals - kKept) * 4;
@@ -147,8 +147,8 @@ __device__ void multiply(int (&d)[kColumns / 2], uint32_t own, uint32_t theirs, 
   IntegerTile<kColumns>::multiply(d, byte_descriptor(own), byte_descriptor(theirs), adds);
 }
 
-// The end of a tile whose pieces are in the shared memories of a cluster: every thread of it has every so many fours
-// of columns.
+// The end of a tile whose split-K parts are in the shared memories of a cluster: every thread of it has every so many
+// fours of columns.
 template <typename S, bool kGated>
 __device__ void add_beside(const GemmArgs& p, int rows, const TilePart& at, uint32_t sums, int k_part, int k_parts,
                            int first_rank) {
@@ -157,7 +157,7 @@ __device__ void add_beside(const GemmArgs& p, int rows, const TilePart& at, uint
   const int width = kGated ? p.y.width : p.w.n;
   const int count = min(kRows, rows - at.row) * fours;
   const float* scales = reinterpret_cast<const float*>(p.w.quants.scales);
-  // Sums of four columns, from that one of the tile on: all pieces are asked for before they are added.
+  // Sums of four columns, from that one of the tile on: all split-K parts are asked for before they are added.
   const auto total = [&](int row, int column) {
     const uint32_t from = sums + (row * sums_stride(S::kColumns) + column) * 4;
     float4 of[kMaxSplitK];
@@ -429,7 +429,7 @@ constexpr int kHandOver = 4000;  // nanoseconds that a cluster waits for sums wh
 
 template <typename S>
 struct Kernel {
-  // How many clusters run at once; pieces: side by side.
+  // How many clusters run at once; split-K parts: side by side.
   static int clusters(int k_parts) {
     static int counts[kMaxSplitK + 1] = {};
     int& count = counts[k_parts];
@@ -449,7 +449,8 @@ struct Kernel {
   }
   static int k_parts_of(const Matrix& w) { return S::kBeside ? SplitK(w.k, w.max_split_k).count : 1; }
   // How tiles are shared out, and how many nanoseconds that takes if a step takes so many. Where the last turn of all
-  // clusters would leave many idle, its tiles and those of the one before are shared, if they are of several pieces.
+  // clusters would leave many idle, its tiles and those of the one before are shared, if they are of several split-K
+  // parts.
   static int64_t plan(const Matrix& w, int rows, int nanoseconds, Walk* walk) {
     const SplitK k(w.k, w.max_split_k);
     *walk = walk_of<S>(rows, k, w.n);

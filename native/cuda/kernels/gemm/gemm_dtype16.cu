@@ -21,7 +21,7 @@ template <int kTiles, int kDeep = 0>
 struct Shape {
   static constexpr int kStages = kDeep ? kDeep : kTiles <= 1 ? 5 : kTiles <= 2 ? 4 : kTiles <= 4 ? 3 : 2;
   static constexpr int kStageBytes = kStageWeights + kTiles * kStageRows;
-  static constexpr int kColumns = kTileRows, kRows = kRowTile * kTiles, kSums = kColumns * kRows;  // of a piece
+  static constexpr int kColumns = kTileRows, kRows = kRowTile * kTiles, kSums = kColumns * kRows;  // of a split-K part
   static constexpr size_t kWarpBytes = kSums * 4 + kStages * kStageBytes;
 
   static size_t shared(int warps) { return warps * kWarpBytes + kSums * 4; }
@@ -32,7 +32,7 @@ struct Shape {
 
 // The blocks of K that a warp computes, for all columns that its CTA has.
 struct Walk {
-  int tile, k_part, block, end;  // 16 columns; piece; block of K, and where the piece ends
+  int tile, k_part, block, end;  // 16 columns; split-K part; block of K, and where the split-K part ends
 
   __device__ void begin_part(const SplitK& k) { block = k_part * k.length, end = min(block + k.length, k.blocks); }
   __device__ void next(const SplitK& k, int warp, int warps) {
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(32 * kMostWarps) gemm_kernel(GemmArgs p, int r
   constexpr int kStages = S::kStages, kBytes = S::kStageBytes, kSums = S::kSums, kColumns = S::kColumns;
   const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   float* totals = reinterpret_cast<float*>(shared);  // of the rounds before: [row][column]
-  float* sums = totals + kSums;                      // of each warp's piece
+  float* sums = totals + kSums;                      // of each warp's split-K part
   const uint32_t ring = shared_address(sums + warps * kSums) + warp * kStages * kBytes;
   const int first_row = blockIdx.y * kTiles * kRowTile, there = rows - first_row;  // others' sums are not used
   const char* weights = reinterpret_cast<const char*>(p.w.tiles);

@@ -20,7 +20,7 @@ struct Shape {
   static constexpr int kRowSums = kTiles * kRowTile * 4;
   static constexpr int kStages = kTiles == 1 ? (kBits == 4 ? 9 : 7) : kTiles == 2 ? 5 : kTiles == 4 ? 4 : 3;
   static constexpr int kStageBytes = kQuants + kScales + kTiles * kStageRows + kRowSums;
-  static constexpr int kSums = kColumns * kRows;  // of a piece
+  static constexpr int kSums = kColumns * kRows;  // of a split-K part
   static constexpr size_t kWarpBytes = kSums * 4 + kStages * kStageBytes;
 
   static size_t shared(int warps) { return warps * kWarpBytes + kSums * 4; }
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
   constexpr int kRowsAt = S::kQuants + S::kScales, kRowSumsAt = kRowsAt + kTiles * kStageRows;
   const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   float* totals = reinterpret_cast<float*>(shared);  // of the rounds before: [row][column]
-  float* sums = totals + kSums;                      // of each warp's piece
+  float* sums = totals + kSums;                      // of each warp's split-K part
   char* const ring = reinterpret_cast<char*>(sums + warps * kSums) + warp * kStages * kBytes;
   const uint32_t ring_at = shared_address(ring);
   const int first_row = blockIdx.y * kTiles * kRowTile, stride = blocks_of(rows) * kBlock;

@@ -27,7 +27,7 @@ constexpr int kGroups = 2, kRows = kGroups * kBlock, kThreads = 128 * (1 + kGrou
 // How many rows' tiles are shared by blocks that are at work at the same time: they stay in the cache.
 [[maybe_unused]] constexpr int kBandRows = 2048;
 
-// A tile: kColumns columns. A cluster: kDown tiles of rows by kAcross of columns. kWhole: sums are of one piece of K,
+// A tile: kColumns columns. A cluster: kDown tiles of rows by kAcross of columns. kWhole: sums are of one split-K part,
 // and need not be kept beside others.
 template <int kColumns_, bool kWhole_, int kDown_, int kAcross_>
 struct Shape {
@@ -105,7 +105,7 @@ struct Share {
   }
 };
 
-// A part of a share that lies in one piece, and where its first block of K goes in a stage.
+// A part of a share that lies in one split-K part, and where its first block of K goes in a stage.
 struct Part {
   const char* from = nullptr;
   uint32_t to = 0;

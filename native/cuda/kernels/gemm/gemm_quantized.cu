@@ -26,7 +26,7 @@ struct Shape {
   static constexpr int kSets = kFine ? 4 : 1, kSetBytes = kColumns * 4;
   static constexpr int kStages = kTiles == 1 ? (kBits == 4 ? 9 : 7) : kTiles == 2 ? (kBits == 4 ? 5 : 4) : 3;
   static constexpr int kStageBytes = kQuants + kSets * kSetBytes + kTiles * kStageRows;
-  static constexpr int kSums = kColumns * kRows;  // of a piece
+  static constexpr int kSums = kColumns * kRows;  // of a split-K part
   static constexpr size_t kWarpBytes = kSums * 4 + kStages * kStageBytes;
 
   static size_t shared(int warps) { return warps * kWarpBytes + kSums * 4; }
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
   constexpr int kStages = S::kStages, kBytes = S::kStageBytes, kSums = S::kSums, kColumns = S::kColumns;
   const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   float* totals = reinterpret_cast<float*>(shared);  // of the rounds before: [row][column]
-  float* sums = totals + kSums;                      // of each warp's piece
+  float* sums = totals + kSums;                      // of each warp's split-K part
   char* const ring = reinterpret_cast<char*>(sums + warps * kSums) + warp * kStages * kBytes;
   const uint32_t ring_at = shared_address(ring);
   const int first_row = blockIdx.y * kTiles * kRowTile;
@@ -158,7 +158,7 @@ void start_tiles(const GemmArgs& p, int rows, const Queue& queue) {
 
 template <int kBits, bool kFine>
 void start_rows(const GemmArgs& p, int rows, const Queue& queue) {
-  // Few columns of a sum in pieces: so small that all SMs have some.
+  // Few columns of a sum in split-K parts: so small that all SMs have some.
   if (rows <= 2 && p.w.n < kManyColumns) start_tiles<kBits, 1, 1, kFine>(p, rows, queue);
   else if (rows <= 8) start_tiles<kBits, 1, 2, kFine>(p, rows, queue);
   else if (rows <= 16) start_tiles<kBits, 2, 2, kFine>(p, rows, queue);

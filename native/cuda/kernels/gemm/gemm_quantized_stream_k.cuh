@@ -28,8 +28,8 @@ constexpr int kGroupThreads = 128;
 
 // Formats: of weights of so many bits, and of what they are multiplied with.
 // kRowBytes: of a row of a block of activations; kParts: products of a block; kSets: of scales, of a block; kSegments:
-// whether sums become floats, or are added to others, within a piece; kWhole: once, at its end, so that what this takes
-// is read then and need not be copied along.
+// whether sums become floats, or are added to others, within a split-K part; kWhole: once, at its end, so that what
+// this takes is read then and need not be copied along.
 template <int kWeightBits, bool kFineGroups>
 struct Rounded {  // activations in bfloat16; kFineGroups: scales change within a block
   using Sum = float;
@@ -68,7 +68,7 @@ struct StreamKShape {
   static constexpr bool kHasSums = std::is_same_v<typename Format::Sum, int>;
   // By mma.sync, which takes fewer instructions; not floats of 8 bits, whose sums by wgmma have bits of their own.
   static constexpr bool kFew = kRows <= 32 && !Format::kFloats;
-  // Of a block: of rows, of their sums, of a group's codes and scales.
+  // Of a block: of rows, of their sums, of a group's quantized values and scales.
   static constexpr int kRowBytes = kOwn ? 0 : Format::kRowBytes, kRowsBytes = kRows * kRowBytes;
   static constexpr int kSumsBytes = kHasSums && !kOwn && !Format::kWhole ? kRows * 4 : 0;
   static constexpr int kQuantsBytes = quant_bytes(Format::kBits), kSetBytes = kScaleWords * 4;
@@ -105,7 +105,7 @@ __device__ inline void group_barrier(int group) {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 constexpr int kCopyWarps = kGroupThreads / 32;
-// What a warp asks for in each of a CTA' steps: a group's codes, a group's scales, and some of the rows.
+// What a warp asks for in each of a CTA's steps: a group's quantized values, a group's scales, and some of the rows.
 // All that takes a division is worked out when a part begins: in each step it would take longer than its weights do.
 template <class S>
 class StreamKCopies {
@@ -154,7 +154,7 @@ class StreamKCopies {
   }
 
  private:
-  // The group whose scales a warp asks for: of two groups a warp that has no codes.
+  // The group whose scales a warp asks for: of two groups a warp that has no quantized values.
   __device__ int scaled() const { return kCopyWarps - 1 - warp_; }
   __device__ void begin() {
     there_ = parts_.next(part_);
@@ -199,7 +199,7 @@ __device__ inline void clear(Sum (&d)[kValues]) {
   for (int i = 0; i < kValues; i++) d[i] = 0;
 }
 
-// The sums of all pieces in ascending order. Of few values everything is asked for before anything is added.
+// The sums of all split-K parts in ascending order. Of few values everything is asked for before anything is added.
 template <int kValues, int kStride, size_t kPiece>
 __device__ inline void add_parts(const float* from, int k_parts, float (&sums)[kValues]) {
   if constexpr (kValues <= 16) {
@@ -379,7 +379,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         }
       }
     };
-    // Of the tile, where segments are whole pieces: scales; and where rows' sums are, those of a block.
+    // Of the tile, where segments are whole split-K parts: scales; and where rows' sums are, those of a block.
     uint2 of_tile = {};
     int first_row = 0;
     const auto sums_at = [&](int block) { return (size_t)block * (blocks_of(rows) * kBlock) + first_row; };
@@ -537,7 +537,7 @@ void start_stream_k_tiles(const GemmArgs& p, int rows, const Queue& queue) {
   const SplitK k(p.w.k, p.w.max_split_k);
   const int tiles = S::tiles(p.w.n, rows), most = std::min(sm_count(), kScratchCtas);
   const size_t tile_sums = S::kSums * k.count;
-  // Of more tiles than have a place for their pieces each, a CTA computes whole ones. A piece that is
+  // Of more tiles than have a place for their split-K parts each, a CTA computes whole ones. A split-K part that is
   // shared is by two.
   StreamKSplit of = StreamKSplit::steps;
   int blocks =

@@ -14,7 +14,7 @@ namespace AS_DTYPE16 {
 namespace {
 
 // kRows: of activations; kGroups: warpgroups, of 64 columns each; kBeside: CTAs of a cluster that compute
-// the same piece for adjacent columns, and share the rows that they copy; kAlone: an SM has one CTA.
+// the same split-K part for adjacent columns, and share the rows that they copy; kAlone: an SM has one CTA.
 template <int kRows_, int kGroups_, int kBeside_, bool kAlone_>
 struct Shape {
   static constexpr int kRows = kRows_, kGroups = kGroups_, kBeside = kBeside_;
@@ -28,12 +28,12 @@ struct Shape {
   [[maybe_unused]] static constexpr int kAsked = kRows <= 32 ? 1 : 2;  // fours of columns that a thread asks for ahead
 };
 
-// Of a launch: how many stages; and whether the rows of all of a piece have memory of their own behind them.
+// Of a launch: how many stages; and whether the rows of all of a split-K part have memory of their own behind them.
 struct Room {
   int stages;
   bool whole;
 };
-constexpr int kShort = 16;  // up to so many blocks of K a piece is short, which alone may be brought whole
+constexpr int kShort = 16;  // up to so many blocks of K a split-K part is short, which alone may be brought whole
 
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, S::kAlone ? 1 : 2)
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kAlone ? 1 : 2)
       if (const int i = own + j * step, column = first_column + i % fours * 4; i < count && column < width)
         added[j] = read_added(p, first_row + i / fours, column);
   };
-  // One thread would take longer to ask for all of a short piece than it takes to come.
+  // One thread would take longer to ask for all of a short split-K part than it takes to come.
   const uint32_t whole = stages + room.stages * S::kStageBytes;
   const auto bring_rows = [&] {
     const char* from = reinterpret_cast<const char*>(p.x.tiles) + (size_t)first * kBlockBytes;
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kAlone ? 1 : 2)
   }
   __syncwarp();
   cluster_barrier();
-  // Sums of four columns: all pieces are asked for before they are added.
+  // Sums of four columns: all split-K parts are asked for before they are added.
   const auto total = [&](int row, int column) {
     const uint32_t at = stages + (row * S::kStride + column) * 4;
     float4 k_parts[kMaxSplitK];
@@ -245,9 +245,9 @@ bool fits(const GemmArgs& p, int rows) {
   return ceil_div(p.w.n, S::kColumns * kBeside) * ceil_div(rows, kRows) <= at_once[count];
 }
 
-// Of short pieces most are on their way before the kernel before this one has made the rows, if there is room for that
-// in all CTAs at once. Of long ones that is little, and stages beyond what hides latency only keep the
-// next kernel from beginning.
+// Of short split-K parts most are on their way before the kernel before this one has made the rows, if there is room
+// for that in all CTAs at once. Of long ones that is little, and stages beyond what hides latency only keep the next
+// kernel from beginning.
 template <int kRows>
 void start_few(const GemmArgs& p, int rows, const Queue& queue) {
   const SplitK k(p.w.k, p.w.max_split_k);

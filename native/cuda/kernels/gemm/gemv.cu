@@ -26,7 +26,7 @@ constexpr int kMostStages = GemvPlan::kMostStages, kRowTile = GemvPlan::kRowTile
 enum class Form { dtype16, float8, integers };
 // What the row is made of: 16 bits in tiles, floats, or floats that are normed first; or rows that are 8 bits.
 enum class From { tiles, values, unnormed, bytes };
-// kKept: parts of the row that a thread keeps in registers; kAlone: there is one piece.
+// kKept: parts of the row that a thread keeps in registers; kAlone: there is one split-K part.
 template <Form kForm_, From kFrom_, int kKept_, bool kAlone_>
 struct Shape {
   static constexpr Form kForm = kForm_;
@@ -40,7 +40,7 @@ struct Shape {
   using Normed = std::conditional_t<kForm == Form::dtype16, RoundedRow<kWorkers>, NormedChunks<kWorkers, kKept>>;
 };
 
-// What a CTA has of the product: a piece of 64 columns.
+// What a CTA has of the product: a split-K part of 64 columns.
 struct Part {
   int k_part, column_block, first, blocks;  // the last two: of K
 
@@ -90,8 +90,8 @@ __device__ __forceinline__ void copy_weights(const GemmArgs& p, const Part& part
   }
 }
 
-// The piece's part of the row into shared memory, as products take it; returns the row's scale. ask: for what sums are
-// added to, which is on its way then, too.
+// The split-K part's part of the row into shared memory, as products take it; returns the row's scale. ask: for what
+// sums are added to, which is on its way then, too.
 template <class S, typename Ask>
 __device__ __forceinline__ float make_row(const GemmArgs& p, int rows, const Part& part, const SplitK& k, char* row,
                                           Shared<S>& s, Ask ask) {
@@ -154,7 +154,7 @@ __device__ __forceinline__ float make_row(const GemmArgs& p, int rows, const Par
       using Chunk = cuda::Chunk<S::kFrom == From::tiles>;
       Chunk kept[kKept];
       const auto read = [&](int at, Chunk& to) { to.read(p.x, 0, at < parts ? (begin + at) * kChunkColumns : p.w.k); };
-      // SplitK beyond those that a thread keeps, which are read twice.
+      // Chunks beyond those that a thread keeps, which are read twice.
       const auto others = [&](auto work) {
         for (int at = kKept * kWorkers + threadIdx.x; at < parts; at += kWorkers) {
           Chunk x;
@@ -183,7 +183,8 @@ __device__ __forceinline__ float make_row(const GemmArgs& p, int rows, const Par
   }
 }
 
-// Sums of the piece: number i is of row lane % 4 * 2 + i % 2 and of column lane / 4 + i / 2 * 8 of the warp's 16.
+// Sums of the split-K part: number i is of row lane % 4 * 2 + i % 2 and of column lane / 4 + i / 2 * 8 of the
+// warp's 16.
 template <class S>
 __device__ __forceinline__ void multiply(int blocks, int count, uint32_t stages, uint32_t x, Shared<S>& s,
                                          float (&d)[4]) {
@@ -221,7 +222,7 @@ __device__ __forceinline__ void multiply(int blocks, int count, uint32_t stages,
   wait_wgmma<0>();
   settle(d);
 }
-// The same of integers; scales: of these columns; of_rows: sums of these rows, of the piece.
+// The same of integers; scales: of these columns; of_rows: sums of these rows, of the split-K part.
 template <class S>
 __device__ __forceinline__ void multiply_integers(int blocks, int count, uint2 scales, float2 of_rows,
                                                   const char* stages, uint32_t x, Shared<S>& s, float (&sums)[4]) {

@@ -21,7 +21,8 @@ using Plan = QuantizedGemvPlan;
 constexpr int kMostWarps = Plan::kMostWarps, kTilePairs = Plan::kTilePairs, kUnit = Plan::kUnit;
 constexpr int kShallow = Plan::kShallow, kDeep = Plan::kDeep, kNormed = Plan::kNormed;
 
-// kFine: scales change within a block of K. A stage is some blocks of a tile: codes, and then each one's scales.
+// kFine: scales change within a block of K. A stage is some blocks of a tile: quantized values, and then each one's
+// scales.
 template <int kBits_, bool kFine_, int kStages_>
 struct Shape {
   static constexpr int kBits = kBits_, kStages = kStages_, kBlocks = 16 / kBits, kSets = kFine_ ? 4 : 1;
@@ -39,7 +40,7 @@ struct BlockQuants {
   LaneQuants<S::kBits> quants;
   uint2 scales[S::kSets];
 
-  // Block j of a stage, of which a lane has its codes and scales where these say.
+  // Block j of a stage, of which a lane has its quantized values and scales where these say.
   __device__ __forceinline__ void read(uint32_t quants_at, uint32_t scales_at, int j) {
 #pragma unroll
     for (int i = 0; i < LaneQuants<S::kBits>::kLoads; i++)
@@ -72,14 +73,15 @@ struct SetPace {
   }
 };
 
-// A piece of K of two columns of the result that lie eight apart in a tile, side by side: what a row of
-// mma.sync's first operand and the row eight further have, and what one lane of four has codes of.
+// A split-K part of two columns of the result that lie eight apart in a tile, side by side: what a row of
+// mma.sync's first operand and the row eight further have, and what one lane of four has quantized values of.
 struct Chain {
   int pair, begin, blocks;  // pair: of those of the CTA
 };
 
 // What a warp copies, a stage at a time: eight chains of every so many pairs. All that takes a division is worked out
-// before: a stage is copied in a few instructions. A lane copies codes of one chain, and scales of one and the next.
+// before: a stage is copied in a few instructions. A lane copies quantized values of one chain, and scales of one and
+// the next.
 template <class S>
 class Copies {
  public:
@@ -179,10 +181,10 @@ class Copies {
   const char *from_, *scales_;
 };
 
-// How the row lies in shared memory: pieces of K with odd numbers have halves of blocks swapped, so that eight lanes of
-// mma.sync's second operand may read from two pieces at once, at different banks.
+// How the row lies in shared memory: split-K parts with odd numbers have halves of blocks swapped, so that eight lanes
+// of mma.sync's second operand may read from two split-K parts at once, at different banks.
 struct RowPlaces {
-  const Divisor& length;  // of a piece
+  const Divisor& length;  // of a split-K part
 
   // In bytes: of sixteen bytes `part` of a block.
   __device__ __forceinline__ int operator()(int block, int part) const {
@@ -263,7 +265,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
     return Chain{number - k_part * pairs_at_once, begin, min(k.length, k.blocks - begin)};
   };
   Chain own = chain(lane / 4), of_scales = chain(lane % 4 * 2);
-  if (leaves || goes_on) {  // K is one piece
+  if (leaves || goes_on) {  // K is one split-K part
     const int half = (k.blocks / 2 + S::kBlocks - 1) / S::kBlocks * S::kBlocks;
     own.begin = of_scales.begin = leaves ? 0 : half;
     own.blocks = of_scales.blocks = leaves ? half : k.blocks - half;
@@ -284,7 +286,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
   for (int i = 0; i < S::kStages - 1; i++) copies.fetch(i * S::kStageBytes);
   float norm_weights[kNormed][8];
   if (p.unnormed) read_row(p.norm.weight, p.w.k, norm_weights);  // nobody makes these
-  // Where the last piece is shorter, it goes on with zeros.
+  // Where the last split-K part is shorter, it goes on with zeros.
   for (int i = k.blocks * 8 + threadIdx.x; i < row_blocks * 8; i += blockDim.x)
     reinterpret_cast<uint4*>(x)[i] = make_uint4(0, 0, 0, 0);
   const RowPlaces places{part_length};
@@ -293,7 +295,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
   else copy_row(p, k.blocks, places, x);
   __syncthreads();
   const int row_begin = __shfl_sync(0xffffffffu, own.begin, lane % kUnit * 4);
-  // Row i of the second operand is of chain i's piece: products of two different chains are nobody's.
+  // Row i of the second operand is of chain i's split-K part: products of two different chains are nobody's.
   uint32_t quants_at = ring + lane * 16, scales_at = ring + S::kQuantsBytes + lane / 4 * 8,
            row_at = shared_address(x) + places(row_begin, lane / 8);
   keep(quants_at), keep(scales_at), keep(row_at);

@@ -48,8 +48,8 @@ class StepGemm {
   __device__ __forceinline__ void weights(uint32_t stage, int j, int further, uint32_t (&a)[4][4]) const {
     weights(read(stage, j, scales_ + further * S::kSetBytes), a);
   }
-  // d += a step of two whole blocks. All that the warp has of it is asked for first, and the second block's codes
-  // become values while the first one's products are under way.
+  // d += a step of two whole blocks. All that the warp has of it is asked for first, and the second block's quantized
+  // values become values while the first one's products are under way.
   __device__ __forceinline__ void multiply(uint32_t stage, float (&d)[S::kRows / 2]) const {
     const Block blocks[2] = {read(stage, 0, scales_), read(stage, 1, second_)};
 #pragma unroll

@@ -64,7 +64,7 @@ struct ByteScale {
     if (!isfinite(top)) scale = NAN, inverse = 0;
     else if (!(top > 1e-34f)) scale = inverse = 0;
   }
-  // A piece's 16 bytes; adds integers' sum.
+  // A chunk's 16 bytes; adds integers' sum.
   template <bool kTiles>
   __device__ uint4 bytes(const Chunk<kTiles>& x, int& sum) const {
     uint32_t words[4] = {};
@@ -86,7 +86,7 @@ struct ByteScale {
   }
 };
 
-// SplitK of one row that is normed. make(): the greatest, the same in all threads.
+// Chunks of one row that is normed. make(): the greatest, the same in all threads.
 template <int kThreads, int kKept_>
 class NormedChunks : public NormedRow<Chunk<false>, kThreads, kKept_> {
  public:

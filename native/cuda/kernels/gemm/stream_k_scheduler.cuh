@@ -29,13 +29,13 @@ class Divisor {
 // K in steps.
 struct Steps {
   int blocks, k_parts;
-  Divisor count, length;  // length: steps of a piece
+  Divisor count, length;  // length: steps of a split-K part
 
   explicit Steps(const SplitK& k)
       : blocks(k.blocks), k_parts(k.count), count(steps_of(k.blocks)), length(steps_of(k.length)) {}
 };
 
-// What CTAs have of all steps of all tiles: a piece each, or whole tiles, or equal numbers of steps.
+// What CTAs have of all steps of all tiles: a split-K part each, or whole tiles, or equal numbers of steps.
 enum class StreamKSplit { k_parts, tiles, steps };
 struct StreamKPartition {
   StreamKSplit of;
@@ -64,7 +64,7 @@ struct StreamKPartition {
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// A part of a piece: steps [begin, end) of [first, last), which the piece has.
+// A part of a split-K part: steps [begin, end) of [first, last), which the split-K part has.
 struct StreamKUnit {
   int tile, k_part, begin, end, first, last;
 };
@@ -92,7 +92,7 @@ class StreamKScheduler {
   }
 
  private:
-  __device__ int begin_of(int position) const {  // where the piece begins that has it
+  __device__ int begin_of(int position) const {  // where the split-K part begins that has it
     const int tile = k_.count.floor(position);
     return tile + k_.length.floor(position - tile);
   }

@@ -7,7 +7,7 @@ namespace as::cuda {
 namespace AS_DTYPE16 {
 
 // The tiles of a product, cluster by cluster. Those from `whole` on are shared: each cluster has an equal part, of one
-// tile at least. unit: of how many blocks of K parts are, so that no piece is cut.
+// tile at least. unit: of how many blocks of K parts are, so that no split-K part is cut.
 struct Walk {
   int down, across, whole, unit;
 

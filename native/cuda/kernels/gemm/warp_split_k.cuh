@@ -62,8 +62,8 @@ __device__ void put_part(const float (&d)[kColumnTiles][kTiles][4], float* sums)
              i / 2 * 8] = d[m][t][i];
 }
 
-// Adds a round's pieces, [warp][row][column], to the totals of those before. last(i, total): takes a total that is
-// whole, and gives what it is in the end.
+// Adds a round's split-K parts, [warp][row][column], to the totals of those before. last(i, total): takes a total that
+// is whole, and gives what it is in the end.
 template <int kSums, typename Last>
 __device__ void add_parts(const float* sums, float* totals, const SplitK& k, int round, const Last& last) {
   const int warps = blockDim.x / 32, k_parts = min(warps, k.count - round * warps);

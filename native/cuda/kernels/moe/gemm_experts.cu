@@ -15,8 +15,8 @@ constexpr int kColumnTiles = 2;  // of an item
 constexpr int kWarps = 4;
 constexpr int kRowTile = 8, kStageRows = kRowTile * kRowBytes;
 
-// kBits: of a weight, 16 for floats; kFine: scales of codes change within 64 of K; kTiles: of 8 entries each; kDeep:
-// few warps are at work, and each has much on its way.
+// kBits: of a weight, 16 for floats; kFine: scales of quantized values change within 64 of K; kTiles: of 8 entries
+// each; kDeep: few warps are at work, and each has much on its way.
 template <int kBits, bool kFine, int kTiles, bool kDeep = false>
 struct Shape : ColumnTiles<kBits, kFine, kColumnTiles> {
   static constexpr int kRowsAt = ColumnTiles<kBits, kFine, kColumnTiles>::kBytes;

@@ -23,7 +23,7 @@ __device__ inline ExpertTile tile_at(const Routing& r, int i) {
   return {found.x, found.y, found.z};
 }
 
-// Where a piece of the first block of a tile's row is in x, which is in tiles; -1: there is no such row.
+// Where a chunk of the first block of a tile's row is in x, which is in tiles; -1: there is no such row.
 __device__ inline int row_offset(const ExpertGemmArgs& e, const ExpertTile& tile, int slot, int chunk, int blocks) {
   if (slot >= tile.count) return -1;
   const int entry = tile.first + slot, row = e.gathers ? __ldcg(e.routing.row_of + entry) : entry;
@@ -37,7 +37,7 @@ __device__ inline const float* bias_of(const ExpertGemmArgs& e, int expert) {
 }
 
 // Weights of kColumnTiles tiles of 16 columns each and a block of K, as they are copied: tiles, then sets of scales.
-// kBits: of a weight, 16 for floats; kFine: scales of codes change within 64 of K.
+// kBits: of a weight, 16 for floats; kFine: scales of quantized values change within 64 of K.
 template <int kBits_, bool kFine_, int kTiles>
 struct ColumnTiles {
   static constexpr int kBits = kBits_, kCount = kTiles, kColumns = kTiles * kTileRows;

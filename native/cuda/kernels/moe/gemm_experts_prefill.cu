@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const int group = (int)threadIdx.x / 128 - 1, thread = threadIdx.x % 128;
   Pipeline<kStages> ring;
   if (group < 0) {
-    constexpr int kAround = S::kCopiers / 8;  // rows that the copiers take at once, a piece of a block each
+    constexpr int kAround = S::kCopiers / 8;  // rows that the copiers take at once, a chunk of a block each
     const char* x = reinterpret_cast<const char*>(p.x.tiles);
     const int chunk = thread % 8;
     Pipeline<kStages> told;

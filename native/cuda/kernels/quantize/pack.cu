@@ -51,8 +51,8 @@ __global__ void pair_kernel(Matrix from, Matrix to) {
       reinterpret_cast<const uint4*>(from.tiles)[at / 8];
 }
 
-// A thread for each word of a row's codes, and behind these for each group: words are of one row, and its columns lie
-// alike in all rows.
+// A thread for each word of a row's quantized values, and behind these for each group: words are of one row, and its
+// columns lie alike in all rows.
 __global__ void pair_quants_kernel(Matrix from, Matrix to) {
   after_previous();
   const int bits = to.quants.bits, each = 32 / bits, blocks = blocks_of(to.k), words = blocks * kBlock / each;

@@ -18,7 +18,8 @@ __device__ float widened(T x) {
   else return __bfloat162float(x);
 }
 
-// How values become codes: (x / 2 - half_offset) * factor + middle. Words16, as their range may pass the largest float.
+// How values become quantized values: (x / 2 - half_offset) * factor + middle. Halves, as their range may pass the
+// largest float.
 struct Range {
   float half_offset, factor;
 };
@@ -80,7 +81,7 @@ __global__ void range_kernel(const T* rows, int columns, int group, int column, 
       m.quants.scales[scale_of(first + row, own, m.quants.groups)] = scales;
 }
 
-// A thread for each word of a row's codes.
+// A thread for each word of a row's quantized values.
 template <typename T>
 __global__ void quant_kernel(const T* rows, int columns, int group, int column, Matrix m, int first,
                              const Range* ranges) {

@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kMostBlocks = blocks_of(kMostIntegers);  // of K
 // A CTA has a row at a time, and asks for its next one before it computes, if rows are short. kTiles: `in`
-// is in tiles. kKept: pieces that a thread keeps in registers; kNorms: the row is normed first, and there are no
+// is in tiles. kKept: chunks that a thread keeps in registers; kNorms: the row is normed first, and there are no
 // others.
 template <bool kFloats, bool kNorms, bool kTiles, int kThreads, int kKept>
 __global__ void __launch_bounds__(kThreads, kKept > 2 && kTiles ? 1024 / kThreads : 1)
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kThreads, kKept > 2 && kTiles ? 1024 / kThread
                                 byte_chunk(row % kBlock, chunk % 4)) = bytes;
       return sum;
     };
-    // A warp's pieces are most often all of one segment: then it adds once.
+    // A warp's chunks are most often all of one segment: then it adds once.
     const auto add = [&](int chunk, int sum) {
       const int first = segments.end(min(chunk - lane, chunks - 1) / 4),
                 last = segments.end(min(chunk - lane + 31, chunks - 1) / 4);

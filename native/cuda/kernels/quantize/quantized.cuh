@@ -70,13 +70,14 @@ struct Affine {
   __device__ __forceinline__ void set(uint32_t scales) {
     scale = __low2bfloat162(pair_of(scales)), offset = __high2bfloat162(pair_of(scales));
   }
-  // Of codes of 4 bits in the lowest of each half of a word: as the lowest of a fraction of seven they are 128 + code.
+  // Of quantized values of 4 bits in the lowest of each half of a word: as the lowest of a fraction of seven they are
+  // 128 + q.
   __device__ __forceinline__ uint32_t low(uint32_t word) const {
     const __nv_bfloat162 above = pair_of(masked(word, 0x000f000fu, 0x43004300u));
     return bits_of(__hfma2(scale, __hsub2(above, __float2bfloat162_rn(136)), offset));
   }
-  // Of codes in the lowest eight bits of bfloat16s that are zero otherwise: such a one is a number as well, code /
-  // 2^133, as the exponents 0 and 1 have one unit. Times 2^127, less two, it is code - middle, but `larger` times as
+  // Of quantized values in the lowest eight bits of bfloat16s that are zero otherwise: such a one is a number as well,
+  // q / 2^133, as the exponents 0 and 1 have one unit. Times 2^127, less two, it is q - middle, but `larger` times as
   // small: exactly, and so is the product with a scale as much larger, which is finite wherever values are.
   __device__ __forceinline__ uint32_t tiny(uint32_t pair, float larger) const {
     const __nv_bfloat162 centred = __hfma2(pair_of(pair), pair_of(0x7f007f00u), __float2bfloat162_rn(-2));
