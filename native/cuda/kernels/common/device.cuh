@@ -16,17 +16,16 @@
 namespace as::cuda {
 namespace AS_DTYPE16 {
 
-// After a launch.
+// Throws std::runtime_error if the launch before failed.
 inline void launched(const char* kernel) {
   const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess)
     throw std::runtime_error(std::string("CUDA: launching ") + kernel + ": " + cudaGetErrorString(error));
 }
 
-// Starts a kernel. On chips of capability 9.0 it may begin while the one before it on the stream still runs: it calls
-// after_previous() before it touches what others write, and so does every kernel, so that this orders all of them.
-// Later chips run code that was made for 8.0, in which that waits for nothing.
-// own: an attribute more, if there is one.
+// Launches a kernel. On capability 9.0 it may start while the previous kernel of the stream still runs (programmatic
+// dependent launch). Every kernel calls after_previous() before it touches memory that others write, so all kernels are
+// ordered. Other chips run code compiled for 8.0, which never waits. own: null, or one more attribute.
 template <typename... Parameters, typename... Arguments>
 void start_with(const Queue& queue, const cudaLaunchAttribute* own, void (*kernel)(Parameters...), dim3 grid,
                 int threads, size_t shared, const Arguments&... arguments) {
@@ -55,8 +54,8 @@ void start_clusters(const Queue& queue, void (*kernel)(Parameters...), dim3 grid
   start_with(queue, alone ? nullptr : &own, kernel, grid, threads, shared, arguments...);
 }
 
-// Memory that a kernel reads once, as weights are by a product of few rows, leaves the second-level cache first: so
-// what small kernels have written is still there when it is read.
+// Marks memory that a kernel reads once, such as the weights of a GEMM of few rows, to be evicted from the L2 cache
+// first. So activations that small kernels have written are still cached when they are read.
 struct ReadOnce {
   const void* data;
   size_t bytes;
@@ -64,7 +63,7 @@ struct ReadOnce {
 template <typename... Parameters, typename... Arguments>
 void start_reading(const Queue& queue, const ReadOnce& once, void (*kernel)(Parameters...), dim3 grid, int threads,
                    size_t shared, const Arguments&... arguments) {
-  int device = 0, most = 0;  // bytes that a launch can say this of
+  int device = 0, most = 0;  // bytes that a launch can mark
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&most, cudaDevAttrMaxAccessPolicyWindowSize, device);
   cudaLaunchAttribute own;
@@ -75,7 +74,7 @@ void start_reading(const Queue& queue, const ReadOnce& once, void (*kernel)(Para
   start_with(queue, most > 0 ? &own : nullptr, kernel, grid, threads, shared, arguments...);
 }
 
-// Lets the next kernel on the stream be loaded; waits until the one before it has ended.
+// Allows the next kernel of the stream to start; waits until the previous one has ended.
 __device__ inline void let_next_begin() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -88,13 +87,13 @@ __device__ inline void await_previous() {
 }
 __device__ inline void after_previous() { let_next_begin(), await_previous(); }
 
-// Raises a kernel's limit of shared memory, which with what it has itself may be 48 KiB.
+// Raises a kernel's limit of dynamic shared memory above 48 KiB less its static shared memory.
 template <typename Kernel>
 void allow_shared(Kernel kernel, size_t bytes) {
   if (bytes > 32 << 10) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
 }
 
-// Of the device in use.
+// SMs of the current device.
 inline int sm_count() {
   int device = 0, count = 1;
   cudaGetDevice(&device);
@@ -104,8 +103,8 @@ inline int sm_count() {
 
 inline int ceil_div(size_t n, int by) { return (int)((n + by - 1) / by); }
 
-// Floats of 16 bits, and pairs of them, the lower one in the lower half. Too large ones become float16's largest; a NaN
-// stays one.
+// Conversions to and from 16 bits; a pair has its first value in the low half. Values too large for float16 become its
+// maximum; NaN stays NaN.
 __device__ inline uint16_t to_dtype16(float x) {
   if constexpr (kDType16 == DType16::bf16) {
     return __bfloat16_as_ushort(__float2bfloat16_rn(x));
@@ -130,7 +129,7 @@ __device__ inline float high_of(uint32_t pair) {
   return kDType16 == DType16::bf16 ? __uint_as_float(pair & 0xffff0000u) : from_dtype16((uint16_t)(pair >> 16));
 }
 
-// Sums of lanes, the same in all of them: pairs at growing distance, so in one order.
+// Sum over a warp's lanes, the same bits in all of them: pairs at growing distance.
 __device__ inline float warp_sum(float x) {
   for (int step = 1; step < 32; step *= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
   return x;
@@ -161,7 +160,7 @@ __device__ inline void store_shared(uint32_t to, uint32_t word) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
 }
 
-// 16 bytes from global memory, or zeros.
+// Copies 16 bytes from global memory asynchronously, or writes zeros.
 __device__ inline void copy_16(uint32_t to, const void* from, bool there = true) {
   const int bytes = there ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
@@ -172,7 +171,7 @@ __device__ inline void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
-// Out of shared memory.
+// Loads from shared memory.
 __device__ inline uint4 load_16(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
@@ -184,7 +183,7 @@ __device__ inline uint2 load_8(uint32_t address) {
   return v;
 }
 
-// Four core matrices; lane i has the address of row i % 8 of number i / 8.
+// Loads four 8 x 8 matrices; lane i gives the address of row i % 8 of matrix i / 8.
 __device__ inline void load_cores(uint32_t (&d)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
@@ -207,7 +206,7 @@ __device__ inline void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint3
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Into another GPU's memory, which looks for them there (sum_ranks.cu).
+// Writes to another GPU's memory, which polls for the values (sum_ranks.cu).
 __device__ inline void push(uint16_t* to, uint16_t value) {
   asm volatile("st.relaxed.sys.global.u16 [%0], %1;" ::"l"(to), "h"(value) : "memory");
 }
@@ -215,7 +214,7 @@ __device__ inline void push(uint16_t* to, const uint2& values) {
   asm volatile("st.relaxed.sys.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(values.x), "r"(values.y) : "memory");
 }
 
-// Where a value of a row of an op's output goes; of norms perhaps both. kPushes: and perhaps to another GPU.
+// Stores an output value to tiles, float32 rows or both. kPushes: also to another GPU if out.copy is set.
 template <bool kPushes = false>
 __device__ inline void put(const Rows& out, int row, int column, float value) {
   if (out.tiles) {
@@ -226,7 +225,7 @@ __device__ inline void put(const Rows& out, int row, int column, float value) {
   if (out.values) out.values[(size_t)row * out.width + column] = value;
 }
 
-// Of a row of so many values; those beyond it are zero.
+// Reads four values of a row; those from `width` on are zero.
 __device__ inline float4 read_four(const float* row, int column, int width) {
   if (width % 4 == 0) return *reinterpret_cast<const float4*>(row + column);
   return make_float4(row[column], column + 1 < width ? row[column + 1] : 0, column + 2 < width ? row[column + 2] : 0,
@@ -235,7 +234,7 @@ __device__ inline float4 read_four(const float* row, int column, int width) {
 __device__ inline float4 sum_of(const float4& a, const float4& b) {
   return make_float4(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w));
 }
-// Where they are of the row's width: at once, where they are aligned.
+// Stores four values, except those from `width` on; by one instruction if aligned.
 template <bool kPushes = false>
 __device__ inline void put_four(const Rows& out, int row, int column, int width, const float4& x) {
   const float values[4] = {x.x, x.y, x.z, x.w};
@@ -252,7 +251,7 @@ __device__ inline void put_four(const Rows& out, int row, int column, int width,
     *reinterpret_cast<float4*>(out.values + (size_t)row * out.width + column) = x;
   }
 }
-// To a few units in the last place, which products' rounding hides: six instructions, as many kernels wait for them.
+// silu(gate) * up in six instructions; the error is a few units in the last place, less than that of 16-bit rounding.
 __device__ inline float silu_times(float gate, float up) {
   float power, share;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(gate * -1.44269504088896341f));
@@ -260,14 +259,14 @@ __device__ inline float silu_times(float gate, float up) {
   return gate * share * up;
 }
 
-// A NaN passes.
+// Gating as in types.h; NaN is propagated.
 __device__ inline float gated_by(const Gating& g, float gate, float up) {
   gate = gate > g.limit ? g.limit : gate, up = up > g.limit ? g.limit : up < -g.limit ? -g.limit : up;
   return __fdividef(gate, 1.0f + __expf(-g.alpha * gate)) * (up + g.shift);
 }
 
-// Eight values of a row from a column on that is a multiple of eight, those before column `width` (others are 0): at
-// once where they are aligned.
+// Reads eight values of a row from a multiple of eight on; those from column `width` on are zero. Vectorized if
+// aligned.
 __device__ inline void read_eight(const float* row, int column, int width, float (&values)[8]) {
   if (width % 4 == 0 && column + 8 <= width) {
     const float4* from = reinterpret_cast<const float4*>(row + column);

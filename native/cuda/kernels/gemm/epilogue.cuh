@@ -6,9 +6,8 @@
 namespace as::cuda {
 namespace AS_DTYPE16 {
 
-// What products leave of sums: each and its bias, added to what is there if they are to be. Of kCount values of a
-// thread all that is read comes before anything is written: so reads wait for each other no longer. where(i): row and
-// column of number i; rows, width: those that there are.
+// Adds bias to kCount sums of a thread, adds them to y if p.adds, and stores them. All reads come before all writes, so
+// that they overlap. where(i): row and column of sum i; rows, width: limits of those that exist.
 struct Place {
   int row, column;
 };
@@ -33,8 +32,8 @@ __device__ inline void finish(const GemmArgs& p, int rows, int width, const floa
   }
 }
 
-// The same of four adjacent columns from a multiple of four on, in two steps: what sums are added to, which may be
-// asked for long before they are there, and their end.
+// The same for four adjacent columns from a multiple of four on, in two steps: read_added() prefetches what is added;
+// finish_four() adds and stores.
 struct Added {
   float4 bias, before;
 };
@@ -52,7 +51,7 @@ __device__ inline void finish_four(const GemmArgs& p, int row, int column, float
   put_four<kPushes>(p.y, row, column, p.w.n, sums);
 }
 
-// The same of a gate and what it gates; column: of the result.
+// The gated result of a gate and an up value, with bias. column: of the result.
 __device__ inline float gated(const GemmArgs& p, int column, float gate, float up) {
   if (p.bias) gate = __fadd_rn(gate, p.bias[column]), up = __fadd_rn(up, p.bias[p.y.width + column]);
   return silu_times(gate, up);
