@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from allspark_client.types import TlsConfig
 
     from .rpc.service import Service
-    from .runtime.group import LocalGroup, WindowGroup
+    from .runtime.group import LocalGroup, SharedMemoryGroup
 
 logger = logging.getLogger("allspark_server")
 
@@ -169,7 +169,7 @@ class Rank:
             signal.signal(number, (lambda *_, meaning=meaning: self._asked.put(meaning)) if self.number == 0
                           else signal.SIG_IGN)
 
-    def lead(self, group: LocalGroup | WindowGroup) -> None:
+    def lead(self, group: LocalGroup | SharedMemoryGroup) -> None:
         """Rank 0: runs engine and service until a signal."""
         from .engine.engine import Engine
         from .rpc.service import Service
