@@ -1,8 +1,8 @@
 """The thin client of the runtime, and the types of its API.
 
-`ClientEngine` talks gRPC to a server group (and starts one if told no address); `allspark_server.Engine` is the same
-API in one process. Here live the API's types and configs, the abstract engine, the client and the conversion between
-types and protobuf. Needs grpcio, protobuf and numpy only: no MPI, no torch, no native library.
+`ClientEngine` talks gRPC to a server group, and starts one if it is given no address; `allspark_server.Engine` has the
+same API in one process. This package has the API's types and configs, the abstract engine, the client, and the
+conversion between types and protobuf. It needs only grpcio, protobuf and numpy: no MPI, no torch, no native library.
 """
 from .async_client import AsyncClientEngine
 from .client import ClientEngine

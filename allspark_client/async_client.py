@@ -205,5 +205,5 @@ class AsyncClientEngine:
         engine = await self._connected()
         request = engine._find(check_handle(handle))
         if request is None or request.spec.model != name:
-            return engine, await self._run(engine._request, name, handle)   # raises what is wrong
+            return engine, await self._run(engine._request, name, handle)   # raises the right error
         return engine, request

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 import secrets
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from .errors import nearest_name, not_available
 from .fields import (
     Checked,
     as_float,
-    as_int,
     bool_field,
     choice_field,
     custom_field,
@@ -21,20 +19,23 @@ from .fields import (
     int_field,
     path_field,
     str_field,
-    valid_unicode,
     wrong_type,
+)
+from .generate_checks import (
+    INT32_MAX,
+    check_eos,
+    check_logit_bias,
+    check_pooling,
+    check_response_format,
+    check_stop,
+    check_strings,
+    check_vocab,
+    check_words,
 )
 from .types import AsCacheMode, AsEvictionStrategy, AsMHAPrefill, AsSchedulingStrategy, VocabType
 
-INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 FLOAT_MAX = 3.4e38      # the sampler computes in single precision, where larger numbers are infinite
-#: most words and most ids in a word of stop_words_ids, bad_words_ids and eos_token_id: every token is compared with
-#: each of them
-MAX_WORDS, MAX_WORD_IDS = 1024, 256
-#: most stop strings, and most characters in one: the output is searched for each of them
-MAX_STOPS, MAX_STOP_CHARACTERS = 64, 1024
-MAX_LOGIT_BIAS = 100.0
 UNQUANTIZED = ("float32", "bfloat16", "float16")
 GROUPED = ("int8", "int4", "w8a8", "w4a8")      # quantized formats that can have groups
 WEIGHT_DTYPES = ("auto", *UNQUANTIZED, *GROUPED, "float8")
@@ -47,12 +48,6 @@ def _compute_unit(name: str, value: Any) -> str:
     if not re.fullmatch(r"(CPU|CPU_NUMA|CUDA):\d+(,\d+)*", value):
         raise ValueError(f"{name}={value!r} is no compute unit; allowed: 'CPU:0', 'CPU:0,1' (NUMA nodes), 'CUDA:0,1'")
     return value
-
-
-def _strings(name: str, value: Any) -> list[str]:
-    if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
-        raise wrong_type(name, value, "a list of str")
-    return list(value)
 
 
 @dataclass(init=False)
@@ -96,7 +91,7 @@ class AsModelConfig(Checked):
     #: most LoRA adapters that are loaded at once
     lora_max_num: int = int_field(5, 0, 65536)
     #: LoRA adapters that are loaded with the model, each as load_lora's argument
-    lora_names: list[str] = custom_field(_strings, factory=list)
+    lora_names: list[str] = custom_field(check_strings, factory=list)
     #: "auto": as stored. On GPUs only: "float16", where values beyond ±65504 are clamped, and "float8", e4m3 with a
     #: scale for each output channel and each token
     weight_dtype: str = choice_field("auto", WEIGHT_DTYPES)
@@ -182,139 +177,6 @@ class AsModelConfig(Checked):
         return cls(**values)
 
 
-def _eos(name: str, value: Any) -> int | list[int]:
-    if isinstance(value, (list, tuple)):
-        if len(value) > MAX_WORDS:
-            raise ValueError(f"{name} has {len(value)} ids; allowed: at most {MAX_WORDS}")
-        return [as_int(f"{name}[{i}]", v, 0, INT32_MAX) for i, v in enumerate(value)]
-    return as_int(name, value, -1, INT32_MAX)
-
-
-def _words(name: str, value: Any) -> list[list[int]]:
-    """A list of non-empty lists of token ids."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if not isinstance(value, (list, tuple)):
-        raise wrong_type(name, value, "a list of lists of token ids")
-    if len(value) > MAX_WORDS:
-        raise ValueError(f"{name} has {len(value)} words; allowed: at most {MAX_WORDS}")
-    words = []
-    for i, word in enumerate(value):
-        if hasattr(word, "tolist"):
-            word = word.tolist()
-        if not isinstance(word, (list, tuple)):
-            raise wrong_type(f"{name}[{i}]", word, "a list of token ids")
-        if not word:
-            raise ValueError(f"{name}[{i}] is empty; a word needs at least one token id")
-        if len(word) > MAX_WORD_IDS:
-            raise ValueError(f"{name}[{i}] has {len(word)} ids; allowed: at most {MAX_WORD_IDS}")
-        words.append([as_int(f"{name}[{i}][{j}]", v, 0, INT32_MAX) for j, v in enumerate(word)])
-    return words
-
-
-def _stop(name: str, value: Any) -> list[str]:
-    """A list of stop strings; a str stands for a list of one."""
-    value = [value] if isinstance(value, str) else value
-    strings = _strings(name, value)
-    if len(strings) > MAX_STOPS:
-        raise ValueError(f"{name} has {len(strings)} strings; allowed: at most {MAX_STOPS}")
-    for i, string in enumerate(strings):
-        if not 0 < len(string) <= MAX_STOP_CHARACTERS:
-            raise ValueError(f"{name}[{i}] has {len(string)} characters; allowed: 1 to {MAX_STOP_CHARACTERS}")
-        valid_unicode(f"{name}[{i}]", string)
-    return strings
-
-
-#: by the type of a response_format, the field that it needs beside "type", and those that it may have
-RESPONSE_FORMATS: dict[str, tuple[str | None, tuple[str, ...]]] = {
-    "text": (None, ()),
-    "json_object": (None, ("disable_any_whitespace",)),
-    "json_schema": ("json_schema", ("disable_any_whitespace",)),
-    "regex": ("regex", ()),
-    "grammar": ("grammar", ("syntax",)),
-    "choice": ("choice", ()),
-}
-GRAMMAR_SYNTAXES = ("lark", "ebnf")
-
-
-def _response_format(name: str, value: Any) -> dict[str, Any]:
-    """Checks the form. The engine checks the schema, expression or grammar itself."""
-    if not isinstance(value, dict):
-        raise wrong_type(name, value, "a dict such as {'type': 'json_object'}")
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError, RecursionError) as e:
-        raise ValueError(f"{name} is not plain JSON: {e}") from None
-    kind = value.get("type")
-    if not isinstance(kind, str) or kind not in RESPONSE_FORMATS:
-        raise ValueError(f"{name}.type={kind!r} is not known; allowed: {', '.join(RESPONSE_FORMATS)}"
-                         f"{nearest_name(str(kind), RESPONSE_FORMATS)}")
-    needed, more = RESPONSE_FORMATS[kind]
-    for key in value:
-        if key not in ("type", needed, *more):
-            raise ValueError(f"{name}.{key} does not belong to type={kind!r}")
-    if needed is not None and needed not in value:
-        raise ValueError(f"{name}.{needed} is missing; type={kind!r} needs it")
-    held = value.get(needed)
-    if kind == "json_schema":
-        _schema(f"{name}.json_schema", held)
-    elif kind in ("regex", "grammar") and (not isinstance(held, str) or not held):
-        raise wrong_type(f"{name}.{kind}", held, "a str that is not empty")
-    elif kind == "choice" and not (isinstance(held, list) and held and all(isinstance(v, str) for v in held)):
-        raise wrong_type(f"{name}.choice", held, "a list of one or more str")
-    if value.get("syntax", "lark") not in GRAMMAR_SYNTAXES:
-        raise ValueError(f"{name}.syntax={value['syntax']!r} is not known; allowed: {', '.join(GRAMMAR_SYNTAXES)}")
-    if not isinstance(value.get("disable_any_whitespace", False), bool):
-        raise wrong_type(f"{name}.disable_any_whitespace", value["disable_any_whitespace"], "a bool")
-    return value
-
-
-def _schema(name: str, value: Any) -> None:
-    """A JSON schema, itself or in OpenAI's {"name": ..., "strict": ..., "schema": ...}, or the text of one."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as e:
-            raise ValueError(f"{name} is not valid JSON: {e}") from None
-    if isinstance(value, dict) and "schema" in value and set(value) <= {"name", "description", "schema", "strict"}:
-        name, value = f"{name}.schema", value["schema"]
-    if not isinstance(value, (dict, bool)):
-        raise wrong_type(name, value, "a JSON schema: a dict")
-
-
-def _vocab(name: str, value: Any) -> dict[str, int]:
-    if isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value):
-        value = {token: i for i, token in enumerate(value)}
-    if not isinstance(value, dict):
-        raise wrong_type(name, value, "a dict of token to id, or a list of tokens")
-    return {str(k): as_int(f"{name}[{k!r}]", v, 0, INT32_MAX) for k, v in value.items()}
-
-
-def _logit_bias(name: str, value: Any) -> dict[int, float]:
-    if not isinstance(value, dict):
-        raise wrong_type(name, value, "a dict of token id to a number")
-    if len(value) > MAX_WORDS:
-        raise ValueError(f"{name} has {len(value)} ids; allowed: at most {MAX_WORDS}")
-    biases = {}
-    for token, bias in value.items():
-        if isinstance(token, str) and token.isascii() and token.isdigit():      # keys in JSON are text
-            token = int(token)
-        token = as_int(f"a key of {name}", token, 0, INT32_MAX)
-        biases[token] = as_float(f"{name}[{token}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
-    return biases
-
-
-POOLINGS = ("last", "mean")
-
-
-def _pooling(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise wrong_type(name, value, "a str")
-    if value not in POOLINGS:
-        raise ValueError(f"{name}={value!r} is not offered; allowed: {', '.join(map(repr, POOLINGS))}, or None")
-    return value
-
-
 BEAM_SEARCH = "beam search is not offered"
 
 
@@ -353,14 +215,14 @@ class GenerateConfig(Checked):
     #: False: the end-of-sequence token is ignored
     early_stopping: bool = bool_field(True)
     #: an id or a list of ids; -1: there is none; None: the checkpoint's
-    eos_token_id: int | list[int] | None = custom_field(_eos)
-    stop_words_ids: list[list[int]] = custom_field(_words, factory=list)
+    eos_token_id: int | list[int] | None = custom_field(check_eos)
+    stop_words_ids: list[list[int]] = custom_field(check_words, factory=list)
     #: up to 64 strings that end the output. Its text ends before the first of them that is complete; its ids end with
     #: the token that completes it, and count as generated. Special tokens have no text here, as in the output
-    stop: list[str] = custom_field(_stop, factory=list)
-    bad_words_ids: list[list[int]] = custom_field(_words, factory=list)
+    stop: list[str] = custom_field(check_stop, factory=list)
+    bad_words_ids: list[list[int]] = custom_field(check_words, factory=list)
     #: what is added to the logits of up to 1,024 token ids, -100 to 100. Banned tokens stay banned
-    logit_bias: dict[int, float] = custom_field(_logit_bias, factory=dict)
+    logit_bias: dict[int, float] = custom_field(check_logit_bias, factory=dict)
     #: whether log probabilities come with the tokens
     logprobs: bool = bool_field(False)
     #: with logprobs, for how many of the most likely tokens
@@ -369,7 +231,7 @@ class GenerateConfig(Checked):
     prompt_logprobs: int | None = int_field(None, 0, 20)
     #: "last" or "mean": the result is an embedding instead of tokens, namely the model's last hidden state of the
     #: prompt's last token, or the mean over all tokens. None: tokens are generated
-    pooling: str | None = custom_field(_pooling)
+    pooling: str | None = custom_field(check_pooling)
     #: the LoRA adapter that the request uses; empty: none
     lora_name: str = str_field("")
     #: the form that the output must have. A mask over the vocabulary enforces it for each token, and an end-of-sequence
@@ -378,9 +240,9 @@ class GenerateConfig(Checked):
     #: "disable_any_whitespace": True, {"type": "regex", "regex": ...}, {"type": "grammar",
     #: "grammar": ..., "syntax": "lark" | "ebnf"}, {"type": "choice", "choice": [...]}; {"type": "text"}: anything.
     #: With early_stopping=False the end is ignored, and the end-of-sequence id repeats
-    response_format: dict[str, Any] | None = custom_field(_response_format)
+    response_format: dict[str, Any] | None = custom_field(check_response_format)
     #: the vocabulary for response_format; None: the checkpoint's. vocab_type: how tokens are spelled (None: as BPE's)
-    vocab: dict[str, int] | None = custom_field(_vocab)
+    vocab: dict[str, int] | None = custom_field(check_vocab)
     vocab_type: VocabType | None = enum_field(VocabType, None)
     mm_info: Any = custom_field(lambda name, value: value)
     uuid: str = str_field("")
@@ -490,11 +352,11 @@ class ASGenerationConfigBuilder:
 
 #: of fields of DashInfer, the one value that this project has, and why
 _ONLY = {
-    "matmul_precision": ("highest", "weight_dtype says what is computed in"),
+    "matmul_precision": ("highest", "weight_dtype sets the compute type"),
     "prefill_mode": (AsMHAPrefill.AsPrefillDefault, "there is one kernel for prompts"),
     "eviction_strategy": (AsEvictionStrategy.MaxLength, "the latest request of the lowest priority is preempted"),
     "scheduling_strategy": (AsSchedulingStrategy.ContextPriority, "running requests and prompts share every step"),
-    "swap_threshold": (-1, "what is swapped to host_cache_memory is decided by what it costs"),
+    "swap_threshold": (-1, "the engine swaps to host_cache_memory where that is cheaper than computing again"),
 }
 
 

@@ -209,7 +209,7 @@ class AbstractEngine(ABC):
         The last line has the measured rooflines.
 
         The engine profiles the first minute after the model's first step, and another minute from the first step after
-        each call. The first call in a process measures the machine, which takes a second or more, in pieces of ten
+        each call. The first call in a process measures the machine, which takes a second or more, in slices of ten
         milliseconds between steps.
         """
 

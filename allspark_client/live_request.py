@@ -14,7 +14,7 @@ from .waiting import Event
 if TYPE_CHECKING:
     from .session import Session
 
-#: A request is given up after losing so many servers: those that ran it alone without a new token, and any in a row.
+#: A request is given up after so many lost servers: that ran it alone without a new token; and of any kind in a row.
 MOST_DEATHS, MOST_LOSSES = 2, 10
 
 
@@ -58,7 +58,7 @@ class LiveRequest:
         """Tokens received so far, over all samples."""
         return sum(map(len, self.received))
 
-    def resume_obstacle(self, model: ModelState | None, address: str) -> tuple[str, bool]:
+    def why_not_resumable(self, model: ModelState | None, address: str) -> tuple[str, bool]:
         """Why a server cannot continue this request with identical bits, and whether that is permanent.
 
         `model`: the request's model on that server; None: it has none. The reason is "" where the server can.

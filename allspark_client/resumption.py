@@ -65,9 +65,9 @@ class Resumption:
                     continue
                 suited = []
                 for request in requests:
-                    obstacle, permanent = request.resume_obstacle(models.get(request.spec.model), member.address)
-                    why, different[request] = obstacle or why, different[request] + permanent
-                    if not obstacle:
+                    reason, permanent = request.why_not_resumable(models.get(request.spec.model), member.address)
+                    why, different[request] = reason or why, different[request] + permanent
+                    if not reason:
                         suited.append(request)
                 settled = self._send_again(suited, session)
                 requests = [request for request in requests if request not in settled]

@@ -32,7 +32,7 @@ _COUNTERS = (
 
 
 def render(engine: Engine, group: dict[str, Any], *, requests: int, draining: bool) -> str:
-    """All metrics of a group. `group`: of GroupReport; `requests`: how many have not been told of their end yet."""
+    """All metrics of a group. `group`: of GroupReport; `requests`: those whose end was not sent yet."""
     registry = CollectorRegistry()
     registry.register(_Group(engine, group, requests, draining))
     return generate_latest(registry).decode()

@@ -61,7 +61,7 @@ def pool_token(path: str | None) -> tuple[str, bool]:
 
 
 def main() -> None:
-    """Run a worker until it is told to stop."""
+    """Run a worker until it must stop."""
     import uvicorn
     parent = os.environ.get("ALLSPARK_HTTP_PARENT")
     if parent:

@@ -1,7 +1,7 @@
-"""The methods of rank 0's service: who may call them, where they run, and those that answer one message with one.
+"""The methods of rank 0's service: their roles and threads, and the unary calls to the engine.
 
-Every method is registered as a stream of bytes, also those that take one message and answer with one: no message is
-received before the role of its sender is known (access.py), and bytes that are no message get an answer that says so.
+Every method is registered as a stream of bytes, also unary ones. So no message is received before the role of its
+sender is known (access.py), and bytes that are no message get a clear error.
 """
 from __future__ import annotations
 
