@@ -32,15 +32,7 @@ from allspark_server.weights.formats import wanted_formats
 from allspark_server.weights.loader import Loader, unquantized_type
 from support.checkpoints import VOCAB
 from support.gguf_files import gguf_name, random_blocks, tokens_of, write_gguf
-from support.quantized_checkpoints import (
-    SCHEMES,
-    awq,
-    compressed,
-    float4,
-    gptq,
-    nf4,
-    write_safetensors,
-)
+from support.quantized_checkpoints import SCHEMES, awq, compressed, float4, gptq, nf4, write_safetensors
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 2048, 8192, 16, 4, 128
 SHAPES = {"self_attn.q_proj": (HIDDEN, HIDDEN), "self_attn.k_proj": (KV_HEADS * HEAD_DIM, HIDDEN),

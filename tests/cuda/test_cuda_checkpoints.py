@@ -13,10 +13,7 @@ from support.checkpoints import prompt_of, reference_logits
 from support.driver import Driver
 from support.gguf_files import FILES
 from support.gpu_checkpoints import check_weights, pair_of
-from support.quantized_checkpoints import (
-    SCHEMES,
-    recovered,
-)
+from support.quantized_checkpoints import SCHEMES, recovered
 
 pytestmark = pytest.mark.cuda
 UNIT = {"compute_unit": "CUDA:0"}

@@ -58,7 +58,8 @@ def test_a_machine_without_a_gpu_is_reported():
 def test_each_rank_has_a_gpu():
     engine = Engine()
     with pytest.raises(AllSparkError,
-                       match="'CUDA:0,1' names 2 GPUs, but this group has 1 rank and each rank needs one; .*--gpus 0,1") as caught:
+                       match="'CUDA:0,1' names 2 GPUs, but this group has 1 rank and each rank needs one; "
+                             ".*--gpus 0,1") as caught:
         engine.install_model(config(compute_unit="CUDA:0,1"))
     assert caught.value.status is AsStatus.ALLSPARK_PARAM_ERROR
     engine.close()

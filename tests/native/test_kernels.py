@@ -329,7 +329,8 @@ def test_lower_instruction_sets_pass_the_same_tests(isa):
     (r"outside of \[0, 10\)", "sample", {"vocab_begin": 0, "vocab_size": 10}),
     ("reaches past", "head_norm", {"eps": 1e-6, "offset": 0, "heads": 5, "head_dim": 16}),
     ("reaches past", "head_norm", {"eps": 1e-6, "offset": -16, "heads": 1, "head_dim": 16}),
-    ("invalid layer", "span_attention", {"layer": -1, "q_heads": 2, "kv_heads": 1, "head_dim": 16, "group": 2, "scale": 1}),
+    ("invalid layer", "span_attention", {"layer": -1, "q_heads": 2, "kv_heads": 1, "head_dim": 16, "group": 2,
+                                         "scale": 1}),
     ("differ in rows", "rms_norm", {"eps": 1e-6}),
 ])
 def test_ops_that_would_leave_their_memory_are_refused(message, op, attributes):

@@ -16,12 +16,7 @@ from allspark_server.models.network import RopeConfig
 from allspark_server.models.rotary import rotary_of
 from allspark_server.tokenizer.tokenizer import Tokenizer
 from allspark_server.weights.checkpoint import open_model
-from allspark_server.weights.gguf import (
-    GgufFile,
-    model_config,
-    tokenizer as gguf_tokenizer,
-    tokenizer_directory,
-)
+from allspark_server.weights.gguf import GgufFile, model_config, tokenizer as gguf_tokenizer, tokenizer_directory
 from support.checkpoints import check_logits, prompt_of, reference_greedy, reference_logits
 from support.driver import Driver
 from support.gguf_files import (

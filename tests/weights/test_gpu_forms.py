@@ -23,10 +23,7 @@ from support.checkpoints import checkpoint
 from support.driver import Driver
 from support.gguf_files import FILES
 from support.gpu_checkpoints import QUICK, check_weights, pair_of
-from support.quantized_checkpoints import (
-    SCHEMES,
-    recovered,
-)
+from support.quantized_checkpoints import SCHEMES, recovered
 
 NAMES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in (*SCHEMES, *FILES)]
 
