@@ -1,5 +1,5 @@
-"""What runs a step: the plan, the group of ranks that executes it, and each rank's model runner.
+"""Runs a step: the plan, the group of ranks that executes it, and each rank's model runner.
 
-`plan` says what is to be computed, `group` hands it to every rank, `runner` gives it to the native executor. Nothing
-here knows requests; the scheduler decides.
+`plan` describes what a step computes, `group` sends it to every rank, and `runner` passes it to the native executor.
+This package knows nothing of requests: the scheduler decides what a step contains.
 """

@@ -1,4 +1,4 @@
-"""Binds this process to CPUs and a memory node by system calls, as numactl would; and checks where memory lies."""
+"""Binds this process to CPUs and a memory node by system calls, as numactl does, and reads where its pages lie."""
 from __future__ import annotations
 
 import ctypes
@@ -9,7 +9,7 @@ import re
 
 logger = logging.getLogger(__name__)
 
-#: of a process's environment: the GPUs that its group was started for, beside which ranks are bound
+#: environment variable: the GPUs that the group was started for; ranks are bound to CPUs near them
 GROUP_GPUS = "ALLSPARK_GROUP_GPUS"
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}.get(platform.machine())
 _MPOL_BIND = 2
@@ -19,15 +19,17 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def bind_memory(nodes: list[int]) -> bool:
-    """Allocate from `nodes` only, from now on, from the nearest as long as it has some free. False if the system
-    refuses (a container without SYS_NICE): then memory still comes from the node whose CPU touches it first, likewise.
+    """From now on, allocate memory only from `nodes`, from the nearest one while it has free pages.
+
+    Returns False if the system refuses (a container without SYS_NICE). Memory then comes from the node whose CPU
+    touches it first, which has the same effect while the node has free memory.
     """
     if _SET_MEMPOLICY is None:
         return False
     words = (ctypes.c_ulong * (max(nodes) // 64 + 1))()
     for node in nodes:
         words[node // 64] |= 1 << (node % 64)
-    # The kernel takes one bit less than it is told.
+    # The kernel reads one bit less than this number.
     done = _libc.syscall(_SET_MEMPOLICY, _MPOL_BIND, words, ctypes.c_ulong(64 * len(words) + 1))
     if done != 0:
         logger.warning("memory cannot be bound to NUMA nodes %s (%s); relying on first touch", nodes,
@@ -36,13 +38,14 @@ def bind_memory(nodes: list[int]) -> bool:
 
 
 def memory_policy_allowed() -> bool:
-    """Whether this process may set a memory policy; asks by setting the default one, which changes nothing."""
+    """Whether this process may set a memory policy. It sets the default policy, which changes nothing."""
     return _SET_MEMPOLICY is not None and _libc.syscall(_SET_MEMPOLICY, 0, None, ctypes.c_ulong(0)) == 0
 
 
 def bind_process(cpus: list[int], memory_nodes: list[int]) -> None:
-    """Run this process (and threads it starts from now on) on `cpus`, its memory on `memory_nodes` (none: anywhere).
-    Raises OSError if none of the CPUs may be used.
+    """Bind this process, and threads that it starts later, to `cpus`, and its memory to `memory_nodes` ([]: any).
+
+    Raises OSError if the process may use none of the CPUs.
     """
     os.sched_setaffinity(0, cpus)
     if memory_nodes:
@@ -50,23 +53,23 @@ def bind_process(cpus: list[int], memory_nodes: list[int]) -> None:
 
 
 def die_with_parent(signal_number: int) -> None:
-    """Have the kernel send this process `signal_number` when the thread that started it ends."""
+    """Make the kernel send this process `signal_number` when the thread that started it ends."""
     _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal_number), 0, 0, 0)
 
 
 def adopt_orphans() -> None:
-    """From now on, descendants of this process whose parent ends become its children."""
+    """Make this process the subreaper: descendants whose parent ends become its children."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0)
 
 
 def pages_by_node() -> dict[int, int]:
-    """Bytes of this process's anonymous and shared memory on each NUMA node; {} where the kernel does not tell."""
+    """Bytes of this process's anonymous and shared memory on each NUMA node; {} if the kernel does not report it."""
     totals: dict[int, int] = {}
     try:
         with open("/proc/self/numa_maps", encoding="utf-8", errors="replace") as maps:
             for line in maps:
                 if " file=" in line and "/dev/shm" not in line:
-                    continue                                # pages of mapped files stay where they were first read
+                    continue                                # a mapped file's pages stay where they were first read
                 size = re.search(r"kernelpagesize_kB=(\d+)", line)
                 for node, pages in re.findall(r"\bN(\d+)=(\d+)", line):
                     totals[int(node)] = totals.get(int(node), 0) + int(pages) * int(size[1] if size else 4) * 1024

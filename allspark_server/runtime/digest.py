@@ -1,7 +1,7 @@
-"""What this build computes on this machine, as a digest: small models run over fixed inputs.
+"""A digest of the results that this build computes on this machine, from small models run on fixed inputs.
 
-Two machines with the same digest give the same bits: every kernel, the rotary table and the sampler have a part in it.
-Inputs come from integers alone, so that they are the same everywhere.
+Two machines with the same digest compute the same bits: the digest covers every kernel, the rotary table and the
+sampler. Inputs are derived from integers, so they are equal on every machine.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB, SPAN = 96, 3, 1, 40, 160, 1100, 32
 EXPERTS, TOP = 7, 3
 RANK = 21
-LONG = 1190  # tokens: more than a run of attention's blocks
+LONG = 1190  # tokens: more than one KV split of attention
 WEIGHTS = (("float32", 0), ("bfloat16", 0), ("int8", 0), ("int4", 32), ("w8a8", 0), ("w4a8", 32))
-# Formats of checkpoints that others have quantized: type, group, layout of scales.
+# Formats of quantized checkpoints that other tools write: type, group size, layout of scales.
 FOREIGN: tuple[tuple[str, int, dict[str, Any]], ...] = (
            ("int4", 32, {"scales": "float16", "zeros": "points"}),
            ("w8a8", 0, {"scales": "float32", "zeros": "none"}),
@@ -40,7 +40,7 @@ DRAWS = (
 
 
 def fixed_values(shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """float32 values between -1 and 1 by splitmix64, exact on every machine."""
+    """float32 values in [-1, 1) of this shape, computed exactly by splitmix64."""
     count = int(np.prod(shape))
     x = (np.arange(1, count + 1, dtype=np.uint64) + np.uint64(seed << 32)) * np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -55,8 +55,10 @@ def _on_cpu() -> Any:
 
 def _executor(weights: str, group: int, cache: str, experts: bool = False, empty: Callable = _on_cpu,
               adapted: bool = False) -> Any:
-    """A model of one layer. experts: with some, a quarter of the size each, in place of its MLP. empty: makes an
-    executor of a device. adapted: with an adapter, of the type of the weights.
+    """An executor with a model of one layer.
+
+    experts: replace the MLP by experts of a quarter of its size. empty: makes an empty executor of a device. adapted:
+    add an adapter of the weights' type.
     """
     native, e = native_library(), empty()
     seeds = iter(range(1, 100))
@@ -125,7 +127,7 @@ def _executor(weights: str, group: int, cache: str, experts: bool = False, empty
 
 
 def _run(executor: Any, lengths: tuple[int, ...], adapter: int = -1) -> str:
-    """Prompts of these lengths in one step, then a step of single tokens: a digest of logits and draws."""
+    """Digest of logits and sampled tokens: a step with prompts of these lengths, then a step of single tokens."""
     digest = hashlib.sha256()
     spans, new, work = 0, [], []
     for slot, length in enumerate(lengths):
@@ -144,7 +146,7 @@ def _run(executor: Any, lengths: tuple[int, ...], adapter: int = -1) -> str:
 
 
 def _draw() -> str:
-    """Draws from a vocabulary of real size, in large chunks: a digest."""
+    """Digest of tokens sampled from a vocabulary of realistic size, in large chunks."""
     digest = hashlib.sha256()
     logits = fixed_values((20_000,), 1) * np.float32(6)
     history = np.arange(0, 3000, 7, dtype=np.int32)
@@ -157,7 +159,7 @@ def _draw() -> str:
 
 
 def _foreign(dtype: str, group: int, layout: dict[str, Any]) -> str:
-    """Products of a matrix with scales in such a layout: a digest."""
+    """Digest of GEMMs of a matrix whose scales have this layout."""
     n, k, e = 70, 576, native_library().Executor(num_threads=1)
     bits, nested = 4 if dtype in ("int4", "nf4") else 8, layout.get("super_group", 0)
     identity, groups = e.add_matrix(n, k, dtype, group, **layout), k // (group or k)
@@ -172,7 +174,8 @@ def _foreign(dtype: str, group: int, layout: dict[str, Any]) -> str:
         scales, above = integers(groups, 2, 63).view(np.int8), fixed_values((n, -(-k // nested)), 4).astype(np.float16)
         zeros, above = scales if layout["zeros"] == "offsets" else None, above.view(np.uint16)
     e.fill_quantized(identity, integers(k * bits // 8, 1, 63 if layout.get("center") else 120), scales, zeros, bits, k,
-                     group, super_group=nested, super_scales=above, super_offsets=above if nested and zeros is not None else None)
+                     group, super_group=nested, super_scales=above,
+                     super_offsets=above if nested and zeros is not None else None)
     digest = hashlib.sha256()
     for rows in (1, 3, 40):
         digest.update(e.multiply(identity, fixed_values((rows, k), 5), n).tobytes())
@@ -181,7 +184,7 @@ def _foreign(dtype: str, group: int, layout: dict[str, Any]) -> str:
 
 @functools.lru_cache(maxsize=1)
 def result_digests() -> dict[str, str]:
-    """Digests by case: each format of weights, draws, then each type of cache with a long prompt."""
+    """Digests by case: each weight format, the sampler, then each cache type with a long prompt."""
     found = {f"weights {weights}": _run(_executor(weights, group, "float32"), (3, 37, 1, 290))
              for weights, group in WEIGHTS}
     found["vocabulary"] = _draw()
@@ -191,21 +194,21 @@ def result_digests() -> dict[str, str]:
 
 @functools.lru_cache(maxsize=1)
 def expert_digests() -> dict[str, str]:
-    """The same of models with experts, by format of weights."""
+    """Digests of models with experts, by weight format."""
     return {f"experts {weights}": _run(_executor(weights, group, "float32", experts=True), (3, 37, 1))
             for weights, group in WEIGHTS}
 
 
 @functools.lru_cache(maxsize=1)
 def adapter_digests() -> dict[str, str]:
-    """The same of rows with an adapter, by its type."""
+    """Digests of rows with an adapter, by its type."""
     return {f"adapters {dtype}": _run(_executor(dtype, 0, "float32", adapted=True), (3, 37, 1), adapter=0)
             for dtype in ("float32", "bfloat16")}
 
 
 @functools.lru_cache(maxsize=8)
 def gpu_digests(index: int) -> dict[str, str]:
-    """The same of a GPU, by format of weights and type of cache."""
+    """Digests of a GPU, by weight format and cache type."""
     def empty() -> Any:
         return cuda_library().Executor(index, native_library().HostSampler(1))
 
@@ -221,7 +224,7 @@ def gpu_digests(index: int) -> dict[str, str]:
 
 
 def results_digest(gpu: int | None = None) -> str:
-    """One digest of all: of the CPU, or of a GPU."""
+    """One digest of all cases, of the CPU or (gpu: its index) of a GPU."""
     if gpu is None:
         foreign = {f"foreign {i}": _foreign(*form) for i, form in enumerate(FOREIGN)}
         found = {**result_digests(), **expert_digests(), **adapter_digests(), **foreign}

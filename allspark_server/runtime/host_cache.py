@@ -1,4 +1,4 @@
-"""The file in which a rank keeps spans of the host cache from one process to the next."""
+"""The file in which a rank keeps the host cache's spans when its process ends."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from allspark_client.errors import AllSparkError, AsStatus
 
 logger = logging.getLogger(__name__)
 
-HEADER = 4096  # bytes before what the native library lays out
+HEADER = 4096  # bytes before the part that the native library lays out
 _MAGIC = b"ASSPANS1"
 _KEY = 16
 
 
 class HostCacheFile:
-    """Its header says what its spans were computed by; one of other spans is made anew. Held by one process at a time.
+    """A rank's file. Its header describes the model and build that computed its spans; a file that does not match is
+    overwritten. One process at a time holds it.
 
-    Whoever may read it can read the keys and values of prompts: it is this user's alone.
+    The file contains keys and values of prompts, so only this user may read it.
     """
 
     def __init__(self, directory: str, model: str, rank: int, world: int):
-        """Opens the file of a rank of a model, in a directory that is made if need be. AllSparkError if that cannot be
-        done, or another process has it, or it is something else.
+        """Opens a rank's file of a model. The directory is created if it does not exist.
+
+        Raises AllSparkError if the file cannot be opened or another process holds it.
         """
         name = re.sub(r"[^\w.-]", "_", model)[:80]
         self.path = os.path.join(os.path.abspath(directory), f"{name}.rank{rank}of{world}.spans")
@@ -41,16 +43,17 @@ class HostCacheFile:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self.close()
-            raise self._error("another process uses it; give each group a directory of its own") from None
+            raise self._error("another process uses it; each group needs its own directory") from None
 
     def prepare(self, facts: dict, size: int) -> None:
-        """Makes room for `size` bytes behind the header. What the file has stays only if its spans were computed by
-        the same: `facts`.
+        """Allocates `size` bytes after the header. Existing spans are kept only if the header holds the same `facts`.
+
+        Raises AllSparkError if the file is not a host cache's or the disk is full.
         """
         wanted = json.dumps(facts, sort_keys=True).encode()
         head = os.pread(self.fd, HEADER, 0)
         if head and head[:8] != _MAGIC:
-            raise self._error("it is no file of a prefix cache, and is left as it is; give another directory")
+            raise self._error("it is not a prefix cache file, and is left as it is; use another directory")
         found = b""
         if len(head) >= 12:
             (length,) = struct.unpack_from("<I", head, 8)
@@ -59,16 +62,17 @@ class HostCacheFile:
         if found == wanted and os.fstat(self.fd).st_size == total:
             return
         if head:
-            logger.warning("%s holds spans of another model, build or size, or is torn: it is made anew", self.path)
+            logger.warning("%s holds spans of another model, build or size, or is incomplete: it is overwritten",
+                           self.path)
         try:
             os.ftruncate(self.fd, 0)
-            os.posix_fallocate(self.fd, 0, total)  # or a full disk would end the process when it writes there
+            os.posix_fallocate(self.fd, 0, total)  # otherwise a write to a full disk would kill the process
             os.pwrite(self.fd, _MAGIC + struct.pack("<I", len(wanted)) + wanted, 0)
         except OSError as error:
-            raise self._error(f"{error.strerror} ({total} bytes are wanted)") from error
+            raise self._error(f"{error.strerror} ({total} bytes are needed)") from error
 
     def close(self) -> None:
-        """Lets another process have it."""
+        """Closes the file, so that another process can open it. Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -78,12 +82,15 @@ class HostCacheFile:
 
 
 def pack_held(held: dict[bytes, int]) -> str:
-    """What a rank's host cache holds, for an answer."""
+    """The spans that a rank's host cache holds, as text for an answer."""
     return base64.b64encode(b"".join(key + struct.pack("<i", span) for key, span in held.items())).decode()
 
 
 def held_by_all(packed: Iterable[str]) -> dict[bytes, int]:
-    """What all ranks hold under the same numbers: a rank that was killed may have written more than another."""
+    """The spans that all ranks hold under the same numbers.
+
+    A rank that was killed may have written fewer spans than the others.
+    """
     entries = [set(_entries(base64.b64decode(text))) for text in packed]
     common = set.intersection(*entries) if entries else set()
     return {entry[:_KEY]: struct.unpack_from("<i", entry, _KEY)[0] for entry in sorted(common, key=lambda e: e[_KEY:])}

@@ -1,5 +1,7 @@
-"""What the ranks of a group that spans hosts need besides shared memory: who is where, MPI for native code, and the
-connections between rank 0 and the first rank of every other host, which carry commands and beats.
+"""What a group that spans hosts needs besides shared memory.
+
+This is the layout of ranks over hosts, MPI's functions for native code, and the connections between rank 0 and the
+first rank of every other host, which carry commands and heartbeats.
 """
 from __future__ import annotations
 
@@ -16,41 +18,43 @@ from typing import Any
 
 import psutil
 
-CONNECT_SECONDS = 20.0      # until every host has found rank 0's
-ADDRESS_SECONDS = 3.0       # for one address of it
-USER_TIMEOUT_MS = 5000      # what was sent and not acknowledged for so long breaks the connection
+CONNECT_SECONDS = 20.0      # until every host has connected to rank 0
+ADDRESS_SECONDS = 3.0       # for one of rank 0's addresses
+USER_TIMEOUT_MS = 5000      # unacknowledged data breaks the connection after this time
 _TOKEN = 32
 
 
 class HostsError(RuntimeError):
-    """The hosts of a group do not come together; the text says which, and what to look at."""
+    """The hosts of a group cannot connect; the text names them and says what to check."""
 
 
 @dataclass
 class Layout:
-    """Where ranks are. first: of each host the first rank, then how many there are in all. own: this rank's host."""
+    """Where ranks are. first: each host's first rank, then the number of all ranks. own: this rank's host."""
 
     first: list[int]
     own: int
 
     @property
     def here(self) -> range:
+        """The ranks of this host."""
         return range(self.first[self.own], self.first[self.own + 1])
 
     def receiver(self, rank: int) -> int:
-        """Who of this host receives what a rank of another one sends, and holds its mirror (native/comm/hosts.h)."""
+        """The rank of this host that receives from another host's rank and holds its mirror (native/comm/hosts.h)."""
         return self.here[rank % len(self.here)]
 
     def mirrors(self, receiver: int) -> list[int]:
-        """The ranks whose mirrors a rank of this host holds."""
+        """The ranks of other hosts whose mirrors a rank of this host holds."""
         return [r for r in range(self.first[-1]) if r not in self.here and self.receiver(r) == receiver]
 
 
 @dataclass
 class Between:
-    """What a native SharedMemory gets for other hosts: first ranks, MPI's functions and handles, sockets. communicator:
-    keeps
-    the handles alive.
+    """What the native library needs to reach other hosts.
+
+    first: as in `Layout`. mpi: addresses of MPI's functions, then its handles. sockets: descriptors of connections.
+    communicator: keeps the handles alive.
     """
 
     first: list[int]
@@ -60,22 +64,30 @@ class Between:
 
 
 def layout_of(hosts: list[int], rank: int) -> Layout:
-    """hosts: of each rank, some number that those of a host have in common."""
+    """The layout of ranks. hosts: for each rank, a number that is equal for the ranks of one host.
+
+    Raises HostsError if the ranks of a host are not consecutive.
+    """
     first = [r for r, host in enumerate(hosts) if r == 0 or host != hosts[r - 1]]
     if len(first) != len(set(hosts)):
-        raise HostsError(f"ranks of a host must follow each other, and here they are on hosts {hosts}: name each host "
-                         "once (allspark serve --hosts does)")
+        raise HostsError(f"ranks of a host must be consecutive, but ranks are on hosts {hosts}: name each host once "
+                         "(allspark serve --hosts does)")
     own = max(i for i, r in enumerate(first) if r <= rank)
     return Layout([*first, len(hosts)], own)
 
 
 def connect(world: Any, layout: Layout, library: str, loopback: bool) -> Between:
-    """Collective. library: the path of the MPI library that is loaded. loopback: all hosts are this one (a test)."""
+    """Connects the hosts; a collective call.
+
+    library: the path of the loaded MPI library. loopback: all hosts are this one (for tests). Raises HostsError if a
+    host cannot be reached.
+    """
     from mpi4py import MPI
     own = world.Dup()
     own.Set_errhandler(MPI.ERRORS_RETURN)
     functions = ctypes.CDLL(library)
-    mpi: list[Any] = [ctypes.cast(getattr(functions, f"MPI_{name}"), ctypes.c_void_p).value for name in ("Isend", "Irecv", "Test")]
+    mpi: list[Any] = [ctypes.cast(getattr(functions, f"MPI_{name}"), ctypes.c_void_p).value
+                      for name in ("Isend", "Irecv", "Test")]
     mpi += [ctypes.c_void_p.from_address(MPI._addressof(thing)).value for thing in (MPI.BYTE, own)]
     sockets: list[int] = []
     if world.rank == 0:
@@ -92,7 +104,7 @@ def connect(world: Any, layout: Layout, library: str, loopback: bool) -> Between
 
 
 def own_addresses() -> list[str]:
-    """By which other hosts may reach this one, IPv4 before IPv6."""
+    """Addresses at which other hosts may reach this one, IPv4 before IPv6."""
     found: list[tuple[bool, str]] = []
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     for name, entries in psutil.net_if_addrs().items():
@@ -111,7 +123,7 @@ def _listener() -> socket.socket:
 
 
 def _accept(listener: socket.socket, count: int, token: bytes) -> list[int]:
-    """Connections of the other hosts, in their order. Whoever does not know the token is let go."""
+    """Connections of the other hosts, in order of hosts. Connections without the token are closed."""
     found: dict[int, socket.socket] = {}
     deadline = time.monotonic() + CONNECT_SECONDS
     while len(found) < count:
@@ -121,7 +133,7 @@ def _accept(listener: socket.socket, count: int, token: bytes) -> list[int]:
         except TimeoutError:
             missing = sorted(set(range(1, count + 1)) - set(found))
             raise HostsError(f"host(s) {missing} of the group have not reached rank 0 within {CONNECT_SECONDS:g} s at "
-                             f"port {listener.getsockname()[1]}: hosts of a group must reach each other at any "
+                             f"port {listener.getsockname()[1]}: the hosts of a group must reach each other at any "
                              "port") from None
         peer.settimeout(ADDRESS_SECONDS)
         with contextlib.suppress(OSError):
@@ -136,7 +148,7 @@ def _accept(listener: socket.socket, count: int, token: bytes) -> list[int]:
 
 
 def _join(addresses: list[str], port: int, token: bytes, host: int) -> int:
-    """Connects to rank 0, by the first address that leads to it."""
+    """Connects to rank 0 at the first address that works."""
     failed = []
     for address in addresses:
         try:
@@ -149,9 +161,10 @@ def _join(addresses: list[str], port: int, token: bytes, host: int) -> int:
             if _receive(peer, 1) == b"\1":
                 return _ready(peer)
         peer.close()
-        failed.append(f"{address}: something else answers there")
+        failed.append(f"{address}: another service answers there")
     raise HostsError(f"host {socket.gethostname()} cannot reach rank 0 at port {port} "
-                     f"({'; '.join(failed) or 'it has no address'}): hosts of a group must reach each other's ports")
+                     f"({'; '.join(failed) or 'it has no address'}): the hosts of a group must reach each other at any "
+                     "port")
 
 
 def _receive(peer: socket.socket, count: int) -> bytes:
@@ -165,7 +178,7 @@ def _receive(peer: socket.socket, count: int) -> bytes:
 
 
 def _ready(peer: socket.socket) -> int:
-    """The descriptor alone: native code owns it from now on."""
+    """Returns the connection's descriptor, which native code then owns."""
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
     descriptor = peer.detach()

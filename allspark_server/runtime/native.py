@@ -1,4 +1,4 @@
-"""Loads the native library, or says why it cannot be had."""
+"""Loads the native library, or raises an error that says why it is not available."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from allspark_client.errors import AllSparkError, AsStatus
 
 
 def native_library() -> ModuleType:
-    """The module `allspark_server._native`; ImportError saying what to do when it is missing, cannot be loaded, or has
-    no kernels for this CPU.
+    """The module `allspark_server._native`.
+
+    Raises ImportError, which says what to do, if the module is missing, cannot be loaded, or has no kernels for this
+    CPU.
     """
     try:
         module = importlib.import_module("allspark_server._native")
@@ -21,21 +23,22 @@ def native_library() -> ModuleType:
     except (ImportError, RuntimeError) as error:
         raise ImportError(f"the native library allspark_server._native cannot be loaded: {error}") from error
     if not module.isas():
-        raise ImportError("this CPU has none of the instruction sets that the native library has kernels for "
+        raise ImportError("this CPU has none of the instruction sets for which the native library has kernels "
                           "(x86-64: AVX2 with FMA and F16C, or AVX-512; 64-bit Arm: NEON)")
     return module
 
 
 def cuda_library() -> ModuleType:
-    """The module `allspark_server._cuda`, which only GPUs need; AllSparkError saying what to do when it is missing or
-    cannot be loaded.
+    """The module `allspark_server._cuda`, which only GPUs need.
+
+    Raises AllSparkError, which says what to do, if the module is missing or cannot be loaded.
     """
-    native_library()  # whose types it shares
+    native_library()  # _cuda shares its types
     try:
         return importlib.import_module("allspark_server._cuda")
     except ModuleNotFoundError:
-        why = ("this installation has no CUDA backend: build it where there is an nvcc (CUDA's toolkit, or pip install "
-               "nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-runtime nvidia-cuda-cccl), with "
+        why = ("this installation has no CUDA backend: build it where nvcc is installed (CUDA's toolkit, or pip "
+               "install nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-runtime nvidia-cuda-cccl), with "
                "ALLSPARK_CUDA=1 pip install --no-build-isolation .")
     except ImportError as error:
         why = f"the CUDA backend cannot be loaded: {error}"

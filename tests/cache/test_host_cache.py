@@ -172,20 +172,20 @@ def test_a_file_of_something_else_is_made_anew(tmp_path, expected, caplog, fate)
             file.seek(8)
             file.write(struct.pack("<I", 1 << 31))
     with caplog.at_level(logging.WARNING), Serving(config(host_cache_dir=str(tmp_path), **fields)) as serving:
-        assert "it is made anew" in caplog.text and serving.stat.used_host_span == 0
+        assert "it is overwritten" in caplog.text and serving.stat.used_host_span == 0
         cache = "bfloat16" if fate == "model" else "float32"
         assert [serving.ask(prompt) for prompt in PROMPTS[:2]] == expected[cache][:2]
 
 
 def test_files_that_are_refused(tmp_path):
     with Serving(config(host_cache_dir=str(tmp_path))):
-        with pytest.raises(AllSparkError, match="another process uses it; give each group a directory") as error:
+        with pytest.raises(AllSparkError, match="another process uses it; each group needs its own directory") as error:
             HostCacheFile(str(tmp_path), "m", 0, 1)
         assert error.value.status is AsStatus.ALLSPARK_IO_ERROR
     path = file_of(tmp_path)
     with open(path, "wb") as file:
         file.write(b"my diary")
-    with pytest.raises(AllSparkError, match="is no file of a prefix cache, and is left as it is"):
+    with pytest.raises(AllSparkError, match="is not a prefix cache file, and is left as it is"):
         Serving(config(host_cache_dir=str(tmp_path)))
     assert open(path, "rb").read() == b"my diary"
     os.unlink(path)
@@ -207,7 +207,7 @@ def test_a_full_disk_is_reported(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(AllSparkError, match=r"No space left on device \(\d+ bytes are wanted\)"):
+    with pytest.raises(AllSparkError, match=r"No space left on device \(\d+ bytes are needed\)"):
         Serving(config(host_cache_dir=str(tmp_path)))
 
 

@@ -30,7 +30,7 @@ def test_cpu_models_do_not_load_it():
 
 def test_an_installation_without_it_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "allspark_server._cuda", None)
-    with pytest.raises(AllSparkError, match="no CUDA backend: build it where there is an nvcc") as caught:
+    with pytest.raises(AllSparkError, match="no CUDA backend: build it where nvcc is installed") as caught:
         native.cuda_library()
     assert caught.value.status is AsStatus.ALLSPARK_INVALID_CALL_ERROR
     engine = Engine()

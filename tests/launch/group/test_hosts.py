@@ -78,7 +78,7 @@ def test_layouts():
     assert layout == Layout([0, 2, 5], 1) and list(layout.here) == [2, 3, 4]
     assert [layout.receiver(r) for r in (0, 1)] == [2, 3] and layout.mirrors(4) == []
     assert Layout([0, 2, 5], 0).mirrors(0) == [2, 4] and Layout([0, 2, 5], 0).mirrors(1) == [3]
-    with pytest.raises(HostsError, match="must follow each other"):
+    with pytest.raises(HostsError, match="must be consecutive"):
         layout_of([0, 1, 0], 0)
 
 
