@@ -1,11 +1,11 @@
-"""Groups: the processes that compute a step together, as the engine (on rank 0) sees them.
+"""Groups: the processes that compute a step together, as the engine on rank 0 sees them.
 
-`LocalGroup` is this process alone. `SharedMemoryGroup` is rank 0 of several processes: it publishes every call
-in shared memory, does its own part, and gathers the others' answers. What every rank does with a call is
-`RankModels`; the loop of ranks > 0 is in worker.py.
+`LocalGroup` is this process alone. `SharedMemoryGroup` is rank 0 of several processes: it publishes every call in
+shared memory, does its own part, and gathers the other ranks' answers. `RankModels` executes a call on each rank;
+worker.py has the loop of the ranks other than 0.
 
-Models are loaded and freed on a thread of each rank, in the order of the commands, while the ranks' main threads go on
-with the steps of other models.
+Each rank loads and frees models on a background thread, in the order of the commands, while its main thread computes
+steps of other models.
 """
 from __future__ import annotations
 
@@ -37,75 +37,82 @@ logger = logging.getLogger(__name__)
 
 
 class Group(Protocol):
-    """Rank 0's view of a group. Every call comes from the engine's thread. `collect` waits for a step; the others wait
-    at most for the steps that were submitted before.
+    """Rank 0's view of a group. All calls come from the engine's thread.
+
+    `collect` waits for a step. Other calls wait at most for the steps that were submitted before.
     """
 
     size: int
 
     @property
     def depth(self) -> int:
-        """Steps that are worth having submitted and not collected: 1 where the engine's thread and the output stage
-        would take turns with the computing threads, as no processor is left for them.
+        """The most steps that should be submitted and not collected.
+
+        It is 1 if the compute threads occupy all CPUs: the engine's thread and the output stage would then take CPU
+        time from them.
         """
 
     def start_load(self, config: AsModelConfig) -> None:
-        """Begin to load a model on every rank, beside the steps of others; one at a time."""
+        """Start to load a model on every rank while other models' steps run. One load at a time."""
 
     def poll_load(self) -> ModelInfo | None:
-        """How the load stands: None while it is under way. Raises what a rank raised (naming the rank); the caller then
-        unloads the model, and the group goes on without it.
+        """The loaded model; None while loading.
+
+        Raises a rank's exception (naming the rank). The caller then unloads the model, and the group continues without
+        it.
         """
 
     def masks(self, name: str) -> Any:
-        """Rank 0's native Masks of a loaded model; None if it has none. Its rows are for `DEPTH` steps in turn."""
+        """Rank 0's native Masks of a loaded model; None if it has none. `DEPTH` steps use its rows in turn."""
 
     def submit(self, name: str, plan: bytes) -> None:
         """Queue a step plan. At most `depth` steps, of all models, may be submitted and not collected."""
 
     def collect(self) -> Any:
-        """Rank 0's StepResult of the oldest step that was submitted. Raises what the step raised; ValueError: every
-        rank has refused the plan, and nothing was computed.
+        """Rank 0's StepResult of the oldest submitted step.
+
+        Raises the step's exception. ValueError means that every rank rejected the plan and computed nothing.
         """
 
     def held_spans(self) -> dict[bytes, int]:
-        """What the host cache of the model that was loaded last holds from before: spans by their keys."""
+        """Spans by key that the host cache of the last loaded model kept from an earlier process."""
 
     def unload(self, name: str) -> None:
-        """Begin to free a model on every rank; its load, if that is under way, is given up."""
+        """Start to free a model on every rank. If it is still loading, the load is cancelled."""
 
     def start_load_adapter(self, name: str, index: int, directory: str) -> None:
-        """Begin to load a LoRA adapter of a model on every rank, beside steps; one load at a time, of whatever. No step
-        may name the index before it is loaded.
+        """Start to load a model's LoRA adapter on every rank while steps run.
+
+        Only one load, of a model or an adapter, runs at a time. No step may name the index before the adapter is
+        loaded.
         """
 
     def poll_load_adapter(self) -> str | None:
-        """How that stands: None while it is under way, then its digest. Raises what a rank raised; the caller then
-        unloads it.
-        """
+        """The loaded adapter's digest; None while loading. Raises a rank's exception; the caller then unloads it."""
 
     def unload_adapter(self, name: str, index: int) -> None:
-        """Free an adapter on every rank, after the steps that were submitted; nothing happens where there is none."""
+        """Free an adapter on every rank after the submitted steps. Does nothing if there is none of this index."""
 
     def start_move_memory(self, name: str, loaded: bool) -> None:
-        """Begin to give the device memory of a model back on every rank, or to take it again; one load at a time, of
-        whatever. No step of the model may be submitted before it is back.
+        """Start to release a model's device memory on every rank (loaded=False), or to allocate and fill it again.
+
+        It counts as a load, of which one runs at a time. No step of the model may be submitted before it is loaded.
         """
 
     def poll_move_memory(self) -> bool:
-        """Whether that is done. Raises what a rank raised."""
+        """Whether the move is finished. Raises a rank's exception."""
 
     def measure_roofline(self, name: str) -> bool:
-        """A few milliseconds of measuring what profile() compares with; whether it is all measured."""
+        """Measure the roofline that profile() compares with, for a few milliseconds; returns whether it is complete."""
 
     def profile(self, name: str) -> Profile:
-        """What the ops cost on rank 0; see runtime/profile.py."""
+        """The cost of each op on rank 0; see runtime/profile.py."""
 
     def fail(self, message: str) -> None:
-        """The group cannot go on: tells whoever keeps it running, which ends the process. Returns where nobody does."""
+        """Report that the group has failed. A supervisor then ends this process; without one, the call returns."""
 
     def close(self) -> None:
-        """Free every model and let the other ranks go. Idempotent."""
+        """Free every model and end the other ranks. Idempotent."""
 
 
 class Command(IntEnum):
@@ -113,30 +120,33 @@ class Command(IntEnum):
 
     LOAD = 1        # JSON of the AsModelConfig
     ALLOCATE = 2    # JSON {"name", "num_spans", "host_spans", "digests", "addresses"}
-    POLL = 3        # answered: how the last LOAD or ALLOCATE stands
+    POLL = 3        # each rank replies with its Answer to the last command that loads or allocates
     STEP = 4        # uint16 length of the name, name, plan
     UNLOAD = 5      # name
     CLOSE = 6
-    LOAD_ADAPTER = 7    # JSON {"name", "index", "directory"}; POLL tells how it stands
+    LOAD_ADAPTER = 7    # JSON {"name", "index", "directory"}; answered by POLL
     UNLOAD_ADAPTER = 8  # JSON {"name", "index"}
-    MOVE_MEMORY = 9     # JSON {"name", "loaded"}; POLL tells how it stands
+    MOVE_MEMORY = 9     # JSON {"name", "loaded"}; answered by POLL
 
 
 def pack_step(name: str, plan: bytes) -> bytes:
+    """The payload of a STEP command."""
     encoded = name.encode()
     return struct.pack("<H", len(encoded)) + encoded + plan
 
 
 def unpack_step(payload: bytes) -> tuple[str, bytes]:
+    """The model's name and the plan in the payload of a STEP command."""
     (length,) = struct.unpack_from("<H", payload)
     return payload[2:2 + length].decode(), payload[2 + length:]
 
 
 @dataclass
 class Answer:
-    """What one rank reports of a load or an allocation: numbers of spans and (of a load) the digest of its weights or
-    of an adapter, and its device's address for the others, (of an allocation) what its host cache holds, that it is
-    under way, or what error prevented it.
+    """One rank's report on the load or allocation that it started last.
+
+    value, host_spans: numbers of spans. digest: of the loaded weights or adapter. address: of the rank's device, for
+    other ranks. held: after an allocation, the spans in the rank's host cache. pending: it is not finished.
     """
 
     value: int = 0
@@ -144,16 +154,17 @@ class Answer:
     held: str = ""
     digest: str = ""
     address: str = ""
-    results: str = ""       # what its kernels compute, where that may differ: on several hosts, or GPUs
-    host: str = ""          # where there are several: this rank's
-    files: dict[str, str] = field(default_factory=dict)     # and, from one rank of each, digests of the model's files
+    results: str = ""       # digest of its kernels' results, where they may differ: on several hosts or GPUs
+    host: str = ""          # this rank's host, if there are several
+    files: dict[str, str] = field(default_factory=dict)     # from one rank of each host: digests of the model's files
     pending: bool = False
-    error: str = ""         # name of the exception's class that the engine's caller is to see
+    error: str = ""         # class name of the exception that is raised in rank 0
     status: int = 0
     message: str = ""
 
     @classmethod
     def of_exception(cls, error: BaseException) -> Answer:
+        """The report of a load that failed with `error`."""
         if isinstance(error, AllSparkError):
             return cls(error="AllSparkError", status=int(error.status), message=error.message)
         if isinstance(error, (ValueError, TypeError)):
@@ -167,20 +178,23 @@ class Answer:
         return cls(error="AllSparkError", status=int(status), message=str(error) or type(error).__name__)
 
     def exception(self, message: str) -> Exception:
+        """An exception of the reported class and status, with this message."""
         if self.error in ("ValueError", "TypeError"):
             return (ValueError if self.error == "ValueError" else TypeError)(message)
         return AllSparkError(AsStatus(self.status), message)
 
     def encode(self) -> bytes:
+        """The report as JSON."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def decode(cls, payload: bytes) -> Answer:
+        """The report that `encode` wrote."""
         return cls(**json.loads(payload))
 
 
 def raise_failures(answers: list[Answer]) -> None:
-    """Raise one exception for what failed among the ranks' answers, naming the ranks unless all say the same."""
+    """Raise one exception for all failed answers, naming their ranks unless every rank reports the same error."""
     failed = [(rank, a) for rank, a in enumerate(answers) if a.error]
     if not failed:
         return
@@ -191,12 +205,14 @@ def raise_failures(answers: list[Answer]) -> None:
 
 
 class LoadCancelled(RuntimeError):
-    """Nobody wants the model any more that is being loaded."""
+    """The model was unloaded while it was loading."""
 
 
 class RankModels:
-    """One rank's models, and what it does with each command. progress(name, part): called while weights are loaded, on
-    the loading thread. host: this rank's, where the group has several; leads: it is the first of its host.
+    """One rank's models, with a method for each command.
+
+    progress(name, part): called on the loading thread while weights load; part: 0…1. host: this rank's host, if the
+    group has several; leads: this is its host's first rank.
     """
 
     def __init__(self, rank: int = 0, world: int = 1, shared_memory: Any = None, cpus: list[int] | None = None,
@@ -204,49 +220,50 @@ class RankModels:
         self._host, self._leads = host, leads
         self.rank, self.world, self.shared_memory, self.cpus = rank, world, shared_memory, cpus
         self.runners: dict[str, ModelRunner] = {}
-        self.info: ModelInfo | None = None      # of the model that was loaded last
+        self.info: ModelInfo | None = None      # of the last loaded model
         self.progress: Callable[[str, float], None] = lambda name, part: None
-        self.step_began = 0.0       # on the monotonic clock; 0.0 between steps. The heartbeat reads it
+        self.step_began = 0.0       # on the monotonic clock; 0.0 between steps; read by the heartbeat
         self._affinity = os.sched_getaffinity(0)
-        self._background: threading.Thread | None = None    # the last one
+        self._background: threading.Thread | None = None    # the last background thread
         self._loading = ""
-        self._phase: Future[Answer] = Future()     # of the load under way
+        self._phase: Future[Answer] = Future()     # of the current load
         self._cancelled = threading.Event()
         self.steps, self.step_seconds = 0, 0.0
-        self.placement: dict = {}   # where this process's memory was found to be after the last load
-        self.served = False         # a step was computed; on_served() is called after the first
+        self.placement: dict = {}   # where this process's memory was after the last load
+        self.served = False         # whether a step was computed; on_served() is called after the first
         self.on_served: Callable[[], None] = lambda: None
 
     def start_load(self, config: AsModelConfig) -> None:
-        """First phase: weights. It results in how many spans this rank could hold."""
+        """First phase of a load: weights. The answer has the number of spans that fit on this rank."""
         self._loading, self._cancelled = config.model_name, threading.Event()
         cancelled = self._cancelled
         self._phase = self._in_background(lambda: self._load(config, cancelled))
 
     def start_allocate(self, name: str, num_spans: int, host_spans: int, digests: list[str],
                        addresses: list[str]) -> None:
-        """Second phase: the KV cache and its host cache, of the same sizes on every rank. digests: of every rank's
-        weights; addresses: of their devices.
+        """Second phase of a load: the KV cache and the host cache, of equal sizes on every rank.
+
+        digests, addresses: of every rank's weights and device.
         """
         cancelled = self._cancelled
         self._phase = self._in_background(
             lambda: self._allocate(name, num_spans, host_spans, digests, addresses, cancelled))
 
     def start_load_adapter(self, name: str, index: int, directory: str) -> None:
-        """A load of an adapter, in one phase. It results in the adapter's digest."""
+        """Load an adapter, in one phase. The answer has its digest."""
         self._phase = self._in_background(lambda: self._load_adapter(name, index, directory))
 
     def unload_adapter(self, name: str, index: int) -> None:
-        """Free an adapter; nothing happens if this rank does not hold it."""
+        """Free an adapter. Does nothing if this rank does not hold it."""
         if (runner := self.runners.get(name)) is not None:
             runner.unload_adapter(index)
 
     def start_move_memory(self, name: str, loaded: bool) -> None:
-        """Give the device memory of a model back, or take it again, in one phase."""
+        """Release a model's device memory, or load it again, in one phase."""
         self._phase = self._in_background(lambda: self._move_memory(name, loaded))
 
     def answer(self) -> Answer:
-        """How the phase that was begun last stands."""
+        """The report on the phase that was started last."""
         if not self._phase.done():
             return Answer(pending=True)
         error = self._phase.exception()
@@ -256,7 +273,7 @@ class RankModels:
         return Answer.of_exception(error)
 
     def step(self, name: str, plan: bytes) -> None:
-        """Compute a step on a rank other than 0; rank 0's go through `Steps`."""
+        """Compute a step on a rank other than 0. Rank 0 computes steps through `Steps`."""
         self.step_began = began = time.monotonic()
         try:
             self.runners[name].step(plan)
@@ -266,7 +283,7 @@ class RankModels:
 
     @property
     def numbers(self) -> dict:
-        """What the supervisor is told of this rank. Any thread."""
+        """This rank's figures for the supervisor. Any thread may call it."""
         found = {"steps": self.steps, "step_seconds": round(self.step_seconds, 6), **self.placement}
         if self.shared_memory is not None:
             found |= {"exchange_seconds": round(self.shared_memory.exchange_seconds, 6),
@@ -278,20 +295,20 @@ class RankModels:
         return found
 
     def note_step(self, seconds: float) -> None:
-        """A step was computed in so long: tells of the first."""
+        """Count a step of this duration, and report the first one."""
         self.steps, self.step_seconds = self.steps + 1, self.step_seconds + seconds
         if not self.served:
             self.served = True
             self.on_served()
 
     def unload(self, name: str) -> None:
-        """Free a model; nothing happens if this rank does not hold it (its load may have failed here)."""
+        """Free a model. Does nothing if this rank does not hold it: its load may have failed here."""
         if name == self._loading:
             self._cancelled.set()
         self._in_background(lambda: self._unload(name))
 
     def close(self) -> None:
-        """Free everything, once the loading thread has let go of what it was doing."""
+        """Free everything after the background thread has ended."""
         self._cancelled.set()
         if self._background is not None:
             self._background.join()
@@ -299,7 +316,7 @@ class RankModels:
             self._unload(name)
 
     def _in_background(self, work: Callable[[], Answer | None]) -> Future:
-        """Do work on a thread of its own, after all that was given here before."""
+        """Run `work` on a new thread after all earlier calls' work."""
         before = self._background
         result: Future[Any] = Future()
 
@@ -308,16 +325,16 @@ class RankModels:
                 before.join()
             try:
                 result.set_result(work())
-            except BaseException as error:      # whatever it is, rank 0 reports it; this rank goes on
+            except BaseException as error:      # rank 0 reports it; this rank continues
                 result.set_exception(error)
 
-        # A daemon: at the interpreter's end, it is the engine's close that waits for it.
+        # A daemon thread: the engine's close waits for it, not the interpreter's exit.
         self._background = threading.Thread(target=run, name="allspark-loader", daemon=True)
         self._background.start()
         return result
 
     def _load(self, config: AsModelConfig, cancelled: threading.Event) -> Answer:
-        # These import the native module, which `allspark` itself does not need.
+        # These modules import the native library, which the `allspark` command does not need.
         from allspark_server.weights.copies import file_digests
 
         from .digest import results_digest
@@ -326,10 +343,10 @@ class RankModels:
 
         def progress(done: int, total: int) -> None:
             if cancelled.is_set():
-                raise LoadCancelled(f"the load of model {name!r} was given up")
+                raise LoadCancelled(f"the load of model {name!r} was cancelled")
             self.progress(name, done / max(total, 1))
 
-        os.sched_setaffinity(0, self._affinity)     # not the one CPU that steps have pinned the thread's parent to
+        os.sched_setaffinity(0, self._affinity)     # steps have pinned the parent thread to one CPU
         progress(0, 1)
         runner = ModelRunner(config, rank=self.rank, world=self.world, shared_memory=self.shared_memory,
                              cpus=self.cpus)
@@ -352,7 +369,7 @@ class RankModels:
     def _allocate(self, name: str, num_spans: int, host_spans: int, digests: list[str], addresses: list[str],
                   cancelled: threading.Event) -> Answer:
         if cancelled.is_set():
-            raise LoadCancelled(f"the load of model {name!r} was given up")
+            raise LoadCancelled(f"the load of model {name!r} was cancelled")
         runner = self.runners[name]
         self.info = runner.allocate_cache(num_spans, digests, host_spans, addresses)
         self.placement = runner.placement
@@ -378,10 +395,10 @@ class RankModels:
 
 
 class LocalGroup:
-    """The group of one process, with no MPI. cpus: CPUs to pin the compute threads to; None: not pinned.
+    """The group of one process, without MPI. cpus: CPUs to which compute threads are pinned; None: they are not pinned.
 
-    on_failure(message): called when a step failed, and the cache is no longer what the scheduler thinks it is: the
-    caller ends the process, so that it is started again. Without it the engine goes on without the model.
+    on_failure(message): called when a step has failed, because the cache may then differ from the scheduler's view. It
+    ends the process, which a supervisor restarts. Without it the engine continues without the model.
     """
 
     size = 1
@@ -389,27 +406,30 @@ class LocalGroup:
     def __init__(self, cpus: list[int] | None = None, on_failure: Callable[[str], None] | None = None):
         self.models = RankModels(cpus=cpus)
         self._on_failure = on_failure
-        self._config = AsModelConfig()   # of the load under way
+        self._config = AsModelConfig()   # of the current load
         self._allocating = False
         self._held: dict[bytes, int] = {}
-        self._results: list[str] = []       # of every rank
+        self._results: list[str] = []       # each rank's digest of results
         self._steps = Steps()
-        # Of the steps that were not collected: their models, and when they were submitted.
+        # Model and time of submission of each step that is not collected.
         self._submitted: deque[tuple[str, float]] = deque()
-        self._ended = 0.0       # when the step that was collected last had ended
+        self._ended = 0.0       # when the last collected step ended
         self._processors = len(os.sched_getaffinity(0))
 
     @property
     def depth(self) -> int:
+        """See `Group.depth`."""
         threads = max((runner.threads for runner in list(self.models.runners.values())), default=1)
         return DEPTH if threads < self._processors else 1
 
     def start_load(self, config: AsModelConfig) -> None:
+        """See `Group.start_load`."""
         self._config, self._allocating = config, False
-        self._tell(Command.LOAD, json.dumps(config.to_dict()).encode())
+        self._publish(Command.LOAD, json.dumps(config.to_dict()).encode())
         self.models.start_load(config)
 
     def poll_load(self) -> ModelInfo | None:
+        """See `Group.poll_load`."""
         answers = self._poll_answers()
         if answers is None:
             return None
@@ -423,22 +443,22 @@ class LocalGroup:
         host_spans, digests = min(answer.host_spans for answer in answers), [answer.digest for answer in answers]
         request: dict[str, Any] = {"name": name, "num_spans": spans, "host_spans": host_spans, "digests": digests,
                    "addresses": [answer.address for answer in answers]}
-        self._tell(Command.ALLOCATE, json.dumps(request).encode())
+        self._publish(Command.ALLOCATE, json.dumps(request).encode())
         self.models.start_allocate(**request)
         self._allocating = True
         return None
 
     def _poll_answers(self) -> list[Answer] | None:
-        """Every rank's, once all are done; None: not yet. Raises what failed."""
+        """Every rank's answer; None if one is pending. Raises an exception for failed answers."""
         own = self.models.answer()
-        answers = [own] if own.pending else self._ask(own)
+        answers = [own] if own.pending else self._gather(own)
         if any(answer.pending for answer in answers):
             return None
         raise_failures(answers)
         return answers
 
     def _compare_hosts(self, answers: list[Answer]) -> None:
-        """Raises AllSparkError if they have loaded different checkpoints."""
+        """Raises AllSparkError if hosts have loaded different checkpoints."""
         hosts = {answer.host: answer.files for answer in answers if answer.files}
         if hosts:
             from allspark_server.weights.copies import check_copies
@@ -446,25 +466,27 @@ class LocalGroup:
         self._results = [answer.results for answer in answers]
 
     def _with_results(self, info: ModelInfo) -> ModelInfo:
-        """Hosts, or GPUs, of which some compute other bits than this one: which ranks they have makes the model another
-        one.
-        """
+        """`info`; if ranks compute different bits, with a model hash that covers each rank's digest of results."""
         if len(set(self._results)) < 2:
             return info
         both = hashlib.blake2b(repr((info.model_hash, self._results)).encode(), digest_size=16)
         return replace(info, model_hash=both.hexdigest())
 
     def masks(self, name: str) -> Any:
+        """See `Group.masks`."""
         return self.models.runners[name].masks
 
     def held_spans(self) -> dict[bytes, int]:
+        """See `Group.held_spans`."""
         return self._held
 
     def submit(self, name: str, plan: bytes) -> None:
+        """See `Group.submit`."""
         self._steps.submit(self.models.runners[name], name, plan, beside=self.depth > 1)
         self._submitted.append((name, time.monotonic()))
 
     def collect(self) -> Any:
+        """See `Group.collect`."""
         name, submitted = self._submitted.popleft() if self._submitted else ("", 0.0)
         try:
             result = self._steps.collect()
@@ -478,70 +500,79 @@ class LocalGroup:
         return result
 
     def unload(self, name: str) -> None:
-        self._tell(Command.UNLOAD, name.encode())
+        """See `Group.unload`."""
+        self._publish(Command.UNLOAD, name.encode())
         self.models.unload(name)
 
     def start_load_adapter(self, name: str, index: int, directory: str) -> None:
+        """See `Group.start_load_adapter`."""
         request: dict[str, Any] = {"name": name, "index": index, "directory": directory}
-        self._tell(Command.LOAD_ADAPTER, json.dumps(request).encode())
+        self._publish(Command.LOAD_ADAPTER, json.dumps(request).encode())
         self.models.start_load_adapter(**request)
 
     def poll_load_adapter(self) -> str | None:
+        """See `Group.poll_load_adapter`."""
         answers = self._poll_answers()
         if answers is None:
             return None
         if len({answer.digest for answer in answers}) > 1:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, "the ranks have read different adapters: the directory "
-                                                               "must hold the same files on every host")
+                                                               "must contain the same files on every host")
         return answers[0].digest
 
     def unload_adapter(self, name: str, index: int) -> None:
-        self._tell(Command.UNLOAD_ADAPTER, json.dumps({"name": name, "index": index}).encode())
+        """See `Group.unload_adapter`."""
+        self._publish(Command.UNLOAD_ADAPTER, json.dumps({"name": name, "index": index}).encode())
         self.models.unload_adapter(name, index)
 
     def start_move_memory(self, name: str, loaded: bool) -> None:
+        """See `Group.start_move_memory`."""
         request: dict[str, Any] = {"name": name, "loaded": loaded}
-        self._tell(Command.MOVE_MEMORY, json.dumps(request).encode())
+        self._publish(Command.MOVE_MEMORY, json.dumps(request).encode())
         self.models.start_move_memory(**request)
 
     def poll_move_memory(self) -> bool:
+        """See `Group.poll_move_memory`."""
         return self._poll_answers() is not None
 
     def measure_roofline(self, name: str) -> bool:
+        """See `Group.measure_roofline`."""
         self._steps.drain()
         return self.models.runners[name].measure_roofline()
 
     def profile(self, name: str) -> Profile:
+        """See `Group.profile`."""
         self._steps.drain()
         return self.models.runners[name].profile()
 
     def fail(self, message: str) -> None:
+        """See `Group.fail`."""
         if self._on_failure is not None:
             self._on_failure(message)
 
     def close(self) -> None:
+        """See `Group.close`."""
         self._steps.drain()
         self.models.close()
 
-    def _tell(self, command: Command, payload: bytes) -> None:
-        """Pass a command other than a step on to the other ranks, after the steps that were submitted."""
+    def _publish(self, command: Command, payload: bytes) -> None:
+        """Send a command other than STEP to the other ranks, after the submitted steps."""
         self._steps.drain()
 
-    def _ask(self, own: Answer) -> list[Answer]:
-        """Every rank's answer, this one's first."""
+    def _gather(self, own: Answer) -> list[Answer]:
+        """Every rank's answer, by rank. own: this rank's."""
         return [own]
 
 
 class SharedMemoryGroup(LocalGroup):
     """Rank 0 of a group whose ranks share a native.SharedMemory, on one host or on several.
 
-    on_failure(message): also called when any other rank failed. The group cannot go on then; the caller ends the
-    process.
+    on_failure(message): also called when another rank has failed. It ends the process, as the group cannot continue.
     """
 
     def __init__(self, shared_memory: Any, size: int, cpus: list[int] | None, on_failure: Callable[[str], None],
                  host: str = ""):
-        """host: this one's name, where there are several."""
+        """host: the name of this host, if there are several."""
         super().__init__(cpus, on_failure)
         self.size = size
         self._shared_memory = shared_memory
@@ -550,32 +581,35 @@ class SharedMemoryGroup(LocalGroup):
         self._closed = False
 
     def submit(self, name: str, plan: bytes) -> None:
+        """See `Group.submit`."""
         self._steps.submit(self.models.runners[name], name, plan, int(Command.STEP), pack_step(name, b""),
                            self.depth > 1)
         self._submitted.append((name, time.monotonic()))
 
     def fail(self, message: str) -> None:
+        """See `Group.fail`."""
         message = self._shared_memory.aborted() or message
         self._shared_memory.abort(message)
         super().fail(message)
 
     def close(self) -> None:
+        """See `Group.close`."""
         if self._closed:
             return
         self._closed = True
-        self._tell(Command.CLOSE, b"")
+        self._publish(Command.CLOSE, b"")
         super().close()
 
-    def _tell(self, command: Command, payload: bytes) -> None:
-        super()._tell(command, payload)
+    def _publish(self, command: Command, payload: bytes) -> None:
+        super()._publish(command, payload)
         try:
             self._shared_memory.publish(int(command), payload)
         except RuntimeError as error:
             self.fail(f"rank 0: {command.name.lower()}: {error}")
             raise
 
-    def _ask(self, own: Answer) -> list[Answer]:
-        self._tell(Command.POLL, b"")
+    def _gather(self, own: Answer) -> list[Answer]:
+        self._publish(Command.POLL, b"")
         try:
             return [Answer.decode(a) for a in self._shared_memory.gather(own.encode())]
         except RuntimeError as error:

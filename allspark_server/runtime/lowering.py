@@ -25,7 +25,7 @@ def check_ranks(graph: Graph, world: int) -> None:
 
 
 def local_attrs(graph: Graph, op: Op, rank: int, world: int) -> dict[str, Attribute]:
-    """The op's attributes for one rank, by the rules of the op table. Columns and heads are those of the rank's buffers."""
+    """The op's attributes for one rank, by the rules of the op table, for the columns and heads of its buffers."""
     spec = op_spec(op.type)
     blocks = graph.tensors[op.inputs[0]].blocks if op.inputs else ()
     widths = [block.width_of(rank, world) for block in blocks]
