@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-Draw = Callable[[np.random.Generator], int]
+LengthSampler = Callable[[np.random.Generator], int]
 #: words of text prompts: about one token each in most vocabularies
 WORDS = ("time year people way day man thing woman life child world school state family student group country "
          "problem hand part place case week company system program question work government number night point home "
@@ -20,30 +20,30 @@ WORDS = ("time year people way day man thing woman life child world school state
          "head house").split()
 
 
-def distribution(text: str) -> Draw:
-    """A source of lengths, at least 1: "128", "uniform:64:256", "normal:MEAN:SD", "lognormal:MEDIAN:SIGMA", "exp:MEAN"
-    or "choice:16:16:512". Raises ValueError.
+def distribution(text: str) -> LengthSampler:
+    """Returns a function that samples lengths of at least 1 from a distribution: "128", "uniform:64:256",
+    "normal:MEAN:SD", "lognormal:MEDIAN:SIGMA", "exp:MEAN" or "choice:16:16:512". Raises ValueError.
     """
     kind, *parameters = text.split(":")
     try:
         if not parameters:
             kind, parameters = "choice", [kind]
         values = [float(p) for p in parameters]
-        draws: dict[str, Callable[[np.random.Generator], float]] = {
+        samplers: dict[str, Callable[[np.random.Generator], float]] = {
             "uniform": lambda rng: float(rng.integers(int(values[0]), int(values[1]) + 1)),
             "normal": lambda rng: rng.normal(values[0], values[1]),
             "lognormal": lambda rng: rng.lognormal(np.log(values[0]), values[1]),
             "exp": lambda rng: rng.exponential(values[0]),
             "choice": lambda rng: values[rng.integers(len(values))],
         }
-        draw = draws[kind]
+        sampler = samplers[kind]
         if not all(value >= 0 for value in values):
             raise ValueError("a length is negative")
-        draw(np.random.default_rng(0))
+        sampler(np.random.default_rng(0))
     except (ValueError, KeyError, IndexError, FloatingPointError) as error:
         raise ValueError(f"{text!r} is no distribution of lengths ({error}): a number, uniform:LOW:HIGH, "
                          "normal:MEAN:SD, lognormal:MEDIAN:SIGMA, exp:MEAN or choice:A:B:…") from None
-    return lambda rng: max(1, round(float(draw(rng))))
+    return lambda rng: max(1, round(float(sampler(rng))))
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Turn:
 
     ids: list[int]
     output: int
-    schema: dict | None = None      # that the answer must match
+    schema: dict | None = None      # JSON schema that the answer must match
 
     @property
     def text(self) -> str:
@@ -62,7 +62,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Session:
-    """The turns of one user, one after the other. `arrival`: seconds after the begin of the run (open loop)."""
+    """The turns of one user, one after the other. `arrival`: seconds after the start of the run (open loop)."""
 
     turns: list[Turn]
     arrival: float = 0.0
@@ -70,13 +70,13 @@ class Session:
 
 @dataclass
 class Shape:
-    """The shape of sessions. `prefixes`: the number of shared prefixes, of `prefix` tokens each. `guided`: the part of
-    the requests whose answers must match `schema`.
+    """The shape of sessions. `prefixes`: the number of shared prefixes, of `prefix` tokens each. `guided`: the
+    fraction of requests whose answers must match `schema`.
     """
 
-    prompt: Draw
-    output: Draw
-    turns: Draw
+    prompt: LengthSampler
+    output: LengthSampler
+    turns: LengthSampler
     prefix: int = 0
     prefixes: int = 1
     schema: dict | None = None
@@ -85,8 +85,8 @@ class Shape:
 
 
 def sessions(shape: Shape, seed: list[int], vocab_size: int) -> Iterator[Session]:
-    """Sessions without end, or those of a trace. Prefixes depend only on the first number of the seed: warm-up and
-    rounds share them, as users share a system prompt.
+    """Yields sessions without end, or those of a trace. Prefixes depend only on the first number of the seed, so
+    warm-up and rounds share them, as users share a system prompt.
     """
     rng, common = np.random.default_rng(seed), np.random.default_rng(seed[0])
     low = min(10, vocab_size - 1)       # the first ids are often special tokens
@@ -131,7 +131,7 @@ class Arrivals:
         return arrivals
 
     def times(self, rate: float, seed: list[int]) -> Iterator[float]:
-        """Arrivals in seconds after the begin, `rate` per second on average."""
+        """Yields arrival times in seconds after the start, `rate` per second on average."""
         rng, now, count = random.Random(repr(seed)), 0.0, 0
         while True:
             yield now

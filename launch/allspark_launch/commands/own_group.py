@@ -1,4 +1,4 @@
-"""A group that a command starts for itself: `allspark run`, `allspark batch`, `allspark fastchat-worker`."""
+"""Starts a group for one command: `allspark run`, `allspark batch`, `allspark fastchat-worker`."""
 from __future__ import annotations
 
 import argparse
@@ -23,7 +23,7 @@ def add_group_flags(p: argparse.ArgumentParser) -> None:
 def own_group(parsed: argparse.Namespace) -> Iterator[str]:
     """A group that runs the model of the flags, for the length of a with block; yields its address."""
     model = model_config(parsed, parsed.model or str(shipped_model()))
-    if parsed.max_length is None:       # one short conversation needs no more than the model's context
+    if parsed.max_length is None:       # do not reserve more than one short conversation needs
         model.setdefault("engine_max_length", _positions(Path(model["model_path"]), 2048))
     arguments = ["--model", model["model_path"], "--model-name", model["model_name"]]
     for key, value in model.items():
@@ -41,5 +41,5 @@ def _positions(path: Path, most: int) -> int:
     try:
         positions = json.loads((path / "config.json").read_text()).get("max_position_embeddings")
     except (OSError, ValueError):
-        return most         # loading reports errors of the checkpoint
+        return most         # an error in the checkpoint is reported when it is loaded
     return min(positions, most) if isinstance(positions, int) and positions > 0 else most

@@ -1,4 +1,4 @@
-"""`allspark run`: one prompt, answered by a group that is started for it."""
+"""`allspark run`: starts a group, answers one prompt and stops the group."""
 from __future__ import annotations
 
 import argparse

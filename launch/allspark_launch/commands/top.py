@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import grpc
 
-from ..pool.members import Member, add_target_options, placed, targets
+from ..pool.members import Member, add_target_options, placed_share, targets
 from . import AddCommand
 
 
@@ -30,8 +30,8 @@ def status(options: argparse.Namespace) -> int:
                 info = member.info()
                 state = "draining" if info.draining else "serving" if member.serves() else "not serving"
                 models = [f"{m.name} ({'running' if m.running else 'stopped'}, load {m.load})" for m in info.models]
-                rows.append((target.name, target.address, state, str(info.rank_nums), placed(info), str(info.requests),
-                             str(info.restarts), ", ".join(models) or "-"))
+                rows.append((target.name, target.address, state, str(info.rank_nums), placed_share(info),
+                             str(info.requests), str(info.restarts), ", ".join(models) or "-"))
                 bad += state == "not serving"
             except grpc.RpcError as error:
                 bad += 1

@@ -1,12 +1,12 @@
 """The supervisor's agent on another host, started there by ssh or srun: python -m allspark_launch.group.agent.
 
-Both exchange lines of JSON on the agent's standard input and output, so there is no listener to guard: running commands
-on the host is all the permission that is needed. The agent places ranks on its host, runs mpirun's daemon, forwards the
+Both exchange lines of JSON on the agent's standard input and output, so there is no listener to secure. The only
+permission needed is to run commands on the host. The agent places ranks on its host, runs mpirun's daemon, forwards the
 ranks' heartbeats and reports at once when a rank has ended. It ends all ranks when it is asked to, when its standard
 input is closed, or when its lease expires.
 
-The lease: the supervisor answers each message {"alive": k} with {"lease": k}, which is valid for LEASE_SECONDS from
-when the message was sent. So LEASE_SECONDS after the last such message, no process of the group runs on this host.
+The lease: the supervisor answers each message {"alive": k} with {"lease": k}, which is valid for LEASE_SECONDS after
+the agent sent that message. So LEASE_SECONDS after the last answered message, no process of the group runs here.
 """
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 LEASE_SECONDS = 5.0
 ALIVE_SECONDS = 0.5
-MAX_UNSENT = 1 << 20        # bytes that the supervisor has not read
+MAX_UNSENT = 1 << 20        # bytes that may wait for the supervisor to read them
 EXIT_LEASE = 5
 
 

@@ -23,9 +23,9 @@ from .hosts import Allocation, Host
 logger = logging.getLogger(__name__)
 
 LOST_SECONDS = 4.0          # of silence; an agent sends twice a second
-OVER_SECONDS = LEASE_SECONDS + 1.0      # after its last message a host runs no process of the group
+OVER_SECONDS = LEASE_SECONDS + 1.0      # this long after its last message, a host runs no process of the group
 START_SECONDS = 30.0        # until an agent's first message; its code may be on a slow shared file system
-AGAIN_SECONDS = 2.0         # the same of an agent that was lost before; then the group starts without it
+AGAIN_SECONDS = 2.0         # the same for an agent that was lost before; after it the group starts without that host
 ANSWER_SECONDS = 10.0       # to a request for a placement
 #: environment variables that ranks on other hosts get, too
 _PASSED_ON = re.compile(r"^(ALLSPARK_(?!SUPERVISOR|SHARED_MEMORY|MPIRUN|RESTARTS|OWES|PLACEMENT)|AS_|HF_)")

@@ -1,5 +1,5 @@
-"""One incarnation of a group, from the start of its mpirun to the end of its last process: what heartbeats report of
-its ranks, and why it must be ended.
+"""One incarnation of a group: the time from the start of its mpirun to the end of its last process. Holds the state
+that heartbeats report of its ranks, and decides whether it must be ended.
 """
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class Limits:
     stop_timeout: float = 10.0          # for a clean end after the drain limit, before processes are killed
     kill_timeout: float = 3.0           # between SIGTERM to mpirun and SIGKILL to all processes
     loss_timeout: float = 0.5           # the same, if the ranks have been killed already
-    proven: float = 30.0                # a group that was ready for so long counts as one that served
-    max_failures: int = 5               # incarnations in a row that served nothing
-    first_backoff: float = 0.5          # doubled with each of them
+    proven: float = 30.0                # a group that was ready for this long counts as having served
+    max_failures: int = 5               # consecutive incarnations that served nothing
+    first_backoff: float = 0.5          # doubled after each failure
     max_backoff: float = 30.0
 
     def backoff(self, failures: int) -> float:
-        """The pause before the next start, after so many failures in a row."""
+        """The pause in seconds before the next start, after this many consecutive failures."""
         return min(self.first_backoff * 2 ** (failures - 1), self.max_backoff) if failures else 0.0
 
 
 @dataclass
 class Start:
-    """What an incarnation starts with: the mpirun line, additions to the environment, and the number of ranks."""
+    """How to start an incarnation: the mpirun line, additions to the environment, and the number of ranks."""
 
     words: list[str]
     environment: dict[str, str]
@@ -72,14 +72,16 @@ class Rank:
 
 @dataclass
 class Incarnation:
-    """The state of one. `expected`: the number of ranks. `started`, `ready_since` and `healthy` are monotonic times."""
+    """The state of one incarnation of a group. `expected`: the number of ranks. `started`, `ready_since` and `healthy`
+    are monotonic times.
+    """
 
     process: subprocess.Popen[bytes]
     started: float
     expected: int
     ranks: dict[int, Rank] = field(default_factory=dict)
     ready_since: float = 0.0
-    healthy: float = 0.0        # when rank 0's health call was last answered; 0: rank 0 makes none
+    healthy: float = 0.0        # when rank 0's last health call was answered; 0: it has made none
     requests: int = 0           # that rank 0 had at its last heartbeat
     draining: bool = False
     loading: str = ""           # the model that is being loaded
@@ -100,7 +102,7 @@ class Incarnation:
 
     @property
     def output(self) -> int:
-        """The descriptor of what mpirun and the ranks print."""
+        """The file descriptor of the output of mpirun and the ranks."""
         assert self.process.stdout is not None
         return self.process.stdout.fileno()
 
@@ -110,7 +112,7 @@ class Incarnation:
         return min((rank.loaded for rank in self.ranks.values()), default=0.0)
 
     def is_heartbeat_of(self, message: dict[str, Any]) -> bool:
-        """Whether a heartbeat from this host is of this incarnation, and not of an earlier one."""
+        """Whether a heartbeat from this host belongs to this incarnation and not to an earlier one."""
         try:
             session = os.getsid(int(message["pid"]))
         except ProcessLookupError:
@@ -162,7 +164,7 @@ class Incarnation:
         return ""
 
     def signal_rank0(self, number: signal.Signals) -> bool:
-        """Sends a signal to rank 0. False if there is none that serves."""
+        """Sends a signal to rank 0. Returns False if rank 0 does not serve."""
         rank0 = self.ranks.get(0)
         if rank0 is None or not self.ready_since:
             return False
@@ -179,7 +181,7 @@ class Incarnation:
                 _kill(rank.pid)
 
     def kill_session(self) -> list[int]:
-        """Kills the processes of the session; returns those that there were."""
+        """Kills the processes of the session and returns their ids."""
         processes = processes_of_session(self.process.pid)
         for pid in processes:
             _kill(pid)
@@ -194,7 +196,7 @@ class Incarnation:
         self.error = self.error or f"mpirun {how}"
 
     def status(self, restarts: int) -> str:
-        """A line for people."""
+        """One line for the service manager's status."""
         if self.draining:
             return f"draining: {self.requests} requests run"
         if self.ready_since:

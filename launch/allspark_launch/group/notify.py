@@ -13,8 +13,8 @@ STATUS_SECONDS = 1.0        # between two lines for `systemctl status`
 
 
 class Notifier:
-    """Sends to systemd's socket `path`; "": sends nothing. `watchdog`: seconds within which systemd expects a sign of
-    life; 0: it expects none.
+    """Sends to systemd's socket `path`; "": sends nothing. `watchdog`: the longest time in seconds
+    between two notifications that systemd allows; 0: it has no watchdog.
     """
 
     def __init__(self, path: str = "", watchdog: float = 0.0):
@@ -44,14 +44,14 @@ class Notifier:
         self._send("STOPPING=1")
 
     def status(self, text: str) -> None:
-        """A line for people. Sent when it changes, at most once a second."""
+        """Reports one line for `systemctl status`. It is sent when it changes, at most once a second."""
         now = time.monotonic()
         if text != self._status and now >= self._next_status:
             self._status, self._next_status = text, now + STATUS_SECONDS
             self._send("STATUS=" + text.replace("\n", " "))
 
     def alive(self) -> None:
-        """A sign of life for the watchdog, if one is due."""
+        """Notifies the watchdog, if that is due."""
         now = time.monotonic()
         if self._interval and now >= self._next_sign:
             self._next_sign = now + self._interval
@@ -64,5 +64,5 @@ class Notifier:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as s:
                 s.settimeout(1.0)
                 s.sendto(text.encode(), self._address)
-        except OSError as error:        # a supervisor must not end because nobody listens
+        except OSError as error:        # a supervisor must not end because systemd does not read
             logger.warning("%r cannot be sent to systemd: %s", text.partition("\n")[0], error)

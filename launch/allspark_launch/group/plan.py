@@ -52,14 +52,14 @@ def _nodes_from(offset: str, ranks: int, nodes: list[int]) -> list[int]:
         raise ValueError(f"AS_NUMA_OFFSET is {offset!r}; it must be the first NUMA node to use, one of {nodes}")
     following = [node for node in nodes if node >= int(offset)]
     if ranks > len(following):
-        raise ValueError(f"AS_NUMA_NUM={ranks} ranks from AS_NUMA_OFFSET={offset} on need as many NUMA nodes; there "
-                         f"are {following}")
+        raise ValueError(f"AS_NUMA_NUM={ranks} with AS_NUMA_OFFSET={offset} needs {ranks} NUMA nodes from that one on; "
+                         f"there are {following}")
     return following[:ranks] if ranks else following
 
 
 def _place_on_hosts(options: GroupOptions, topology: Topology, ranks: int, bind_memory: bool,
                     agents: Agents) -> Placement:
-    """Ranks on this host and on those of the other hosts that answer, placed there by their agents."""
+    """Places ranks on this host, and through their agents on the other hosts that answer."""
     if options.gpus:
         raise ValueError("gpus: a group of GPUs on several hosts is not available yet")
     others = agents.connect()
@@ -94,9 +94,9 @@ def agents_of(options: GroupOptions) -> Iterator[Agents | None]:
 def plan_group(options: GroupOptions, inner: str = "", keep: int = 0, agents: Agents | None = None) -> GroupPlan:
     """Plans the start of a group. Raises ValueError or MpiNotFound if an option cannot be met.
 
-    inner: one more Unix socket that is served, for programs of the supervisor.
-    keep: the number of ranks of a group that was lost. Its requests can continue on as many ranks only, so several may
-    share a node; if they cannot be placed, `options` decide.
+    inner: an additional Unix socket to serve on, for programs that the supervisor starts.
+    keep: the number of ranks of a lost group. Its requests can continue only on the same number of ranks, so several
+    ranks may share a node. If that many cannot be placed, `options` decide.
     agents: of the other hosts that the options name.
     """
     from allspark_client.environment import check_environment
@@ -125,7 +125,7 @@ def plan_group(options: GroupOptions, inner: str = "", keep: int = 0, agents: Ag
 
 
 def _place_group(options: GroupOptions, bind_memory: bool, agents: Agents | None) -> Placement:
-    """The ranks' places. `bind_memory`: whether this system lets processes choose their memory policy."""
+    """Places the ranks. `bind_memory`: whether this system lets processes choose their memory policy."""
     for name in ("strict", "memory_nodes"):
         if getattr(options, name) and not bind_memory:
             raise ValueError(f"{name}: this system does not let processes choose their memory policy; a container "

@@ -1,13 +1,13 @@
-"""Keeps a group running: starts its mpirun, receives heartbeats, ends the whole group when a part of it is lost, starts
-it again, and leaves no process behind, whichever process is killed.
+"""Keeps a group running. The supervisor starts mpirun, receives heartbeats, ends the whole group when a part of it is
+lost, and starts it again. No process is left behind, whichever process is killed.
 
  - Each rank sends a datagram a second. A rank is lost at once when it has ended, after `stopped_timeout` when SIGSTOP
    has stopped it, after `heartbeat_timeout` when it is silent for another reason. A group is lost when its rank 0
    answers no health call within `health_timeout`.
  - The kernel sends SIGTERM to mpirun if the supervisor dies, and SIGKILL to the ranks if mpirun dies. A rank exits if
-   its heartbeat reaches no supervisor. So no process survives a `kill -9` of either.
- - The group runs in a session of its own. Its processes are found by the session's id even after mpirun has ended, and
-   a Ctrl-C at the terminal reaches only the supervisor, which stops the group in order.
+   its heartbeat reaches no supervisor. So no process survives a `kill -9` of the supervisor or of mpirun.
+ - The group runs in a new session (setsid(2)). Its processes are found by the session's id even after mpirun has
+   ended. A Ctrl-C at the terminal reaches only the supervisor, which stops the group in order.
  - On other hosts an agent does the same. A host that is silent for some seconds is lost; the group starts again once
    the lease of its processes there has certainly expired.
 """
@@ -36,7 +36,7 @@ from .processes import is_alive, open_pid, processes_of_session, reap_orphans
 logger = logging.getLogger(__name__)
 
 REPORT_SECONDS = 1.0        # between two reports of the ranks' metrics
-LOG_LINES = 60              # of the ranks' output, for the error when the supervisor gives up
+LOG_LINES = 60              # of the ranks' output; the error shows them when the supervisor gives up
 
 
 class GroupFailed(RuntimeError):
@@ -52,8 +52,8 @@ class GroupFailed(RuntimeError):
 class Supervisor:
     """Runs one group until it is asked to stop.
 
-    start(owed): plans an incarnation. `owed` is the number of ranks of the lost incarnation if its requests wait to
-    continue, which needs the same number; otherwise 0. Raises ValueError if the group cannot be started.
+    start(owed): plans an incarnation. If requests of a lost incarnation wait to continue, `owed` is its number of
+    ranks, because they need the same number again; otherwise 0. Raises ValueError if the group cannot be started.
     runtime_dir: an existing private folder, for the heartbeat socket.
     shared_memory: a folder that is emptied after each incarnation.
     ready_file: gets JSON: {"addresses", "pid", "ranks"} once the group serves, {"error"} when the supervisor gives up.
@@ -63,7 +63,7 @@ class Supervisor:
     on_progress: gets a model's name and the part of it that every rank has loaded, 0…1.
     on_reload: called after `request_reload`, before rank 0 reloads.
     notifier: reports to systemd.
-    drain_limit: seconds that requests may take to end after a stop is requested; inf: any time.
+    drain_limit: seconds that requests may still run after a stop is requested; inf: no limit.
     agents: of the other hosts.
     """
 
@@ -81,10 +81,10 @@ class Supervisor:
         self._tail: collections.deque[str] = collections.deque(maxlen=LOG_LINES)
         self._selector = selectors.DefaultSelector()
         self._stopping = ""                 # the reason, once a stop is requested
-        self._hurry = False                 # requested a second time: requests are no longer waited for
+        self._hurry = False                 # a second stop was requested: do not wait for requests
         self._reload = False
         self._ever_ready = False
-        self._owed = 0                      # ranks of the incarnation whose requests wait to continue
+        self._owed = 0                      # ranks of the lost incarnation whose requests wait to continue
         self.restarts = 0
         self._report_file = runtime_dir / "group.json"
         self._reported: dict = {}
@@ -109,7 +109,9 @@ class Supervisor:
         self._selector.register(self._wake_read, selectors.EVENT_READ, "wake")
 
     def request_stop(self, reason: str) -> None:
-        """Requests a clean end, from a signal handler or any thread. A second request does not wait for requests."""
+        """Requests a clean stop, from a signal handler or any thread. After a second call the supervisor does not
+        wait for requests to end.
+        """
         self._hurry = bool(self._stopping)
         self._stopping = self._stopping or reason
         self._wake()
@@ -206,7 +208,7 @@ class Supervisor:
         """Waits for events and handles them."""
         before = time.monotonic()
         events = {key.data for key, _ in self._selector.select(timeout)}
-        if time.monotonic() - before > timeout + 2:         # this process was suspended: silence proves nothing
+        if time.monotonic() - before > timeout + 2:     # this process was suspended: missing heartbeats prove nothing
             current.healthy = current.healthy and time.monotonic()
             for rank in current.ranks.values():
                 rank.last = time.monotonic()
@@ -297,7 +299,7 @@ class Supervisor:
         except BlockingIOError:
             return False
         if not data:
-            self._unregister_output(current)                    # at its end the descriptor would stay readable
+            self._unregister_output(current)                    # after end of file the descriptor would stay readable
             return False
         self._tail.extend(data.decode(errors="replace").splitlines())
         if self._on_output is not None:
@@ -311,8 +313,8 @@ class Supervisor:
     # --- the end of an incarnation -------------------------------------------------------------------------------
 
     def _stop(self, current: Incarnation) -> None:
-        """A clean end: rank 0 lets its requests end, closes the service and releases the other ranks. A group that does
-        not serve yet has nothing to close. Returns early if the group is lost meanwhile.
+        """Stops the group cleanly: rank 0 waits for its requests, closes the service and releases the other ranks. Does
+        nothing if the group does not serve yet. Returns early if the group is lost meanwhile.
         """
         if not current.signal_rank0(signal.SIGUSR1):
             return
@@ -335,8 +337,8 @@ class Supervisor:
             self._report(current)
 
     def _end(self, current: Incarnation, lost: bool) -> None:
-        """Ends every process of an incarnation. `lost`: a part of it cannot continue, so the rest is killed at once,
-        and its requests wait.
+        """Ends every process of an incarnation. `lost`: a part of it is gone, so the rest is killed at once,
+        and its requests continue in the next incarnation.
         """
         process = current.process
         if lost:
@@ -373,15 +375,15 @@ class Supervisor:
             if "parent" in events:
                 self._stopping, self._hurry = f"the parent process {self._parent_pid} has ended", True
             if "heartbeat" in events:
-                self._socket.recv(65536)                    # of an incarnation that has ended
+                self._socket.recv(65536)                    # drop it: it is from an incarnation that has ended
             if "agent" in events and self._agents is not None:
                 self._agents.poll()
 
     # --- reports -------------------------------------------------------------------------------------------------
 
     def _report(self, current: Incarnation) -> None:
-        """Reports to systemd, and the ranks' metrics to rank 0. The watchdog gets no sign of life while the group has a
-        problem or is being ended: each of these has a time limit of its own, shorter than the watchdog's.
+        """Reports to systemd, and the ranks' metrics to rank 0. The watchdog is not notified while the group has a
+        problem or is being ended: each of these has its own time limit, shorter than the watchdog's.
         """
         self._notifier.alive()
         self._notifier.status(current.status(self.restarts))

@@ -1,4 +1,4 @@
-"""Places ranks: each on a node, on physical cores, with memory of a node."""
+"""Chooses a NUMA node, physical cores and memory for each rank."""
 from __future__ import annotations
 
 import math
@@ -27,14 +27,14 @@ class RankPlacement:
 
     @property
     def memory_nodes(self) -> tuple[int, ...]:
-        """The nodes that its memory is bound to, its own first; none: the system decides."""
+        """The nodes that its memory is bound to, the nearest first. Empty if the system decides."""
         return () if self.memory_node is None else (self.memory_node, *self.more_memory)
 
 
 @dataclass
 class Placement:
-    """All ranks. `oversubscribed`: ranks share a core, or a cgroup's quota is below the cores in use, so no wait may
-    spin.
+    """The places of all ranks. `oversubscribed`: ranks share a core, or use more cores than the cgroup's quota, so
+    waiting threads must sleep and not spin.
     """
 
     ranks: list[RankPlacement]
@@ -81,7 +81,7 @@ def place(topology: Topology, ranks: int = 0, nodes: list[int] | None = None, cp
         if not node.has_memory:
             near = topology.memory_node(node)
             result.warnings.append(f"NUMA node {node.id} has no memory that this process may use; "
-                                   f"its ranks take theirs from node {near.id}")
+                                   f"its ranks use memory of node {near.id}")
         for part in range(count):
             one = _place_rank(topology, result, node, rank, part, count, cpus_per_rank, use_siblings)
             result.ranks.append(replace(one, more_memory=more[node.id]))
@@ -92,8 +92,8 @@ def place(topology: Topology, ranks: int = 0, nodes: list[int] | None = None, cp
 
 def place_on_gpus(topology: Topology, gpus: list[int], cpus_per_rank: int = 0, use_siblings: bool = False,
                   share: bool = False) -> Placement:
-    """One rank for each GPU, in their order, on cores of the NUMA node that the GPU is attached to. GPUs with an
-    unknown node get the nodes in turn. `share`: a GPU may be named twice.
+    """Places one rank for each GPU, in the order of `gpus`, on cores of the NUMA node that the GPU is attached to. If
+    that node is unknown, nodes are used in turn. `share`: a GPU may be named twice.
 
     Raises ValueError for an unknown GPU, and as place() does.
     """
@@ -102,7 +102,7 @@ def place_on_gpus(topology: Topology, gpus: list[int], cpus_per_rank: int = 0, u
         if gpu in gpus[:i] and not share:
             raise ValueError(f"gpus={gpus} names GPU {gpu} twice: each rank needs its own")
         if topology.gpus and gpu not in known:
-            usable = format_list(known) or "none, as a container or CUDA_VISIBLE_DEVICES has it"
+            usable = format_list(known) or "none, because a container or CUDA_VISIBLE_DEVICES hides them"
             raise ValueError(f"gpus={gpus}: there is no GPU {gpu}; this process may use {usable} (see allspark "
                              "topology)")
     others = [topology.node(n) for n in topology.default_nodes]
@@ -136,7 +136,9 @@ def _obey_limits(result: Placement, topology: Topology, cpus_per_rank: int) -> N
 
 
 def nearest_memory(topology: Topology, nodes: list[int], memory_nodes: list[int]) -> dict[int, tuple[int, ...]]:
-    """Node -> the `memory_nodes` to which no other node is nearer. ValueError if one has CPUs or no memory."""
+    """Assigns each of `memory_nodes` to the nodes that are nearest to it. Returns node -> its memory nodes. Raises
+    ValueError if a memory node has CPUs or no memory.
+    """
     nearest: dict[int, tuple[int, ...]] = dict.fromkeys(nodes, ())
     for number in memory_nodes:
         memory = topology.node(number)
@@ -167,7 +169,7 @@ def _obey_quota(result: Placement, quota: float) -> None:
 
 
 def _ranks_per_node(nodes: list[Node], ranks: int) -> list[int]:
-    """One rank for each node. Further ranks go where most cores are left per rank."""
+    """The number of ranks on each node: one, and each further rank goes to the node with most cores per rank."""
     counts = [1] * len(nodes)
     for _ in range(ranks - len(nodes)):
         roomiest = max(range(len(nodes)), key=lambda i: (len(nodes[i].cores) / (counts[i] + 1), -i))
@@ -180,7 +182,7 @@ def _place_rank(topology: Topology, result: Placement, node: Node, rank: int, pa
     cores: list[Core] = node.cores
     if count <= len(cores):
         mine = cores[part * len(cores) // count:(part + 1) * len(cores) // count]
-    else:                                                   # more ranks than cores share cores
+    else:                                                   # ranks share cores
         mine = [cores[part % len(cores)]]
         if not result.oversubscribed:
             result.oversubscribed = True

@@ -1,4 +1,4 @@
-"""Decides on the layout of a pool's members: by the file, by a flag, or by a measurement."""
+"""Chooses the layout of a pool's members: from the pool file, a flag or a measurement."""
 from __future__ import annotations
 
 import argparse
@@ -13,47 +13,47 @@ from .units import is_active, target_name
 
 
 def installed_pool(options: argparse.Namespace) -> Pool:
-    """The pool of the file, with the layout that was decided when it was installed."""
+    """Reads the pool file and applies the layout that was saved when the pool was installed."""
     pool = Pool.from_file(options.config)
-    return pool.laid_out(layouts.Kept.read(pool.name, options.config_dir), read_topology())
+    return pool.with_layout(layouts.SavedLayout.read(pool.name, options.config_dir), read_topology())
 
 
-def laid_out_pool(options: argparse.Namespace) -> tuple[Pool, layouts.Kept]:
-    """The pool of the file, with the layout of the file or the flags, or with one that is measured now."""
+def pool_with_layout(options: argparse.Namespace) -> tuple[Pool, layouts.SavedLayout]:
+    """Reads the pool file and applies a layout: that of the file, of the flags, or of a measurement made now."""
     pool = Pool.from_file(options.config)
-    kept = layouts.Kept.read(pool.name, options.config_dir)
+    saved = layouts.SavedLayout.read(pool.name, options.config_dir)
     for key in CHOICES:
         flag, own = getattr(options, key), getattr(pool, key)
         if flag and own not in ("", flag):
             raise ValueError(f"{options.config}: {key} is {own!r}, but --{key} is {flag!r}; leave one of them out")
         if flag:
-            kept.flags[key] = flag
+            saved.flags[key] = flag
         elif own:
-            kept.flags.pop(key, None)
+            saved.flags.pop(key, None)
     machine = read_topology()
-    pool.laid_out(kept, machine)        # reports errors before anything is measured
-    if (kept.flags.get("layout") or pool.layout) == "auto":
-        _decide(options, pool, kept, machine)
+    pool.with_layout(saved, machine)        # reports errors before anything is measured
+    if (saved.flags.get("layout") or pool.layout) == "auto":
+        _decide(options, pool, saved, machine)
     elif options.measure:
         raise ValueError("--measure is for layout = \"auto\"")
-    kept.decisions = {name: decision for name, decision in kept.decisions.items() if name in pool.members}
-    return pool.laid_out(kept, machine), kept
+    saved.decisions = {name: decision for name, decision in saved.decisions.items() if name in pool.members}
+    return pool.with_layout(saved, machine), saved
 
 
-def _decide(options: argparse.Namespace, pool: Pool, kept: layouts.Kept, machine: Topology) -> None:
-    """Finds a layout for each member that has none of its own. Prints the decision and the reason."""
-    purpose = kept.flags.get("optimize") or pool.optimize or layouts.PURPOSES[0]
-    known = [] if options.measure else list(kept.decisions.values())
+def _decide(options: argparse.Namespace, pool: Pool, saved: layouts.SavedLayout, machine: Topology) -> None:
+    """Chooses a layout for each member to which one applies. Prints the choice and its reason."""
+    purpose = saved.flags.get("optimize") or pool.optimize or layouts.PURPOSES[0]
+    known = [] if options.measure else list(saved.decisions.values())
     for name, member in pool.members.items():
-        if not layouts.is_open(member):
+        if not layouts.uses_layout(member):
             continue
         if len(machine.default_nodes) < 2:
-            print(f"{name}: one wide group: nothing to measure, this machine has one NUMA node with CPUs and memory")
+            print(f"{name}: layout wide without a measurement: this machine has one NUMA node with CPUs and memory")
             continue
-        wanted, before = layouts.subject(member, machine, purpose), kept.decisions.get(name)
+        wanted, before = layouts.subject(member, machine, purpose), saved.decisions.get(name)
         same = next((decision for decision in known if decision.subject == wanted), None)
         if same:
-            kept.decisions[name] = before = same
+            saved.decisions[name] = before = same
             print(f"{name}: layout {before.layout}, as measured at {before.time}: {before.why}")
             continue
         running = [unit for unit in installed_members(options, pool) if is_active(pool.name, unit)]
@@ -70,11 +70,11 @@ def _decide(options: argparse.Namespace, pool: Pool, kept: layouts.Kept, machine
         if not member.models:
             raise ValueError(f"{pool.places[name].at()}: layout auto measures with a member's models; this one names "
                              "none")
-        kept.decisions[name] = _measured(name, member, machine, purpose, wanted)
-        known.append(kept.decisions[name])
+        saved.decisions[name] = _measure_layout(name, member, machine, purpose, wanted)
+        known.append(saved.decisions[name])
 
 
-def _measured(name: str, member: GroupOptions, machine: Topology, purpose: str, wanted: dict) -> layouts.Decision:
+def _measure_layout(name: str, member: GroupOptions, machine: Topology, purpose: str, wanted: dict) -> layouts.Decision:
     from ..bench import layouts as bench
     measured = bench.measure(layouts.candidates(member, machine), purpose,
                              lambda text: print(f"{name}: {text}", flush=True))

@@ -10,7 +10,7 @@ from pathlib import Path
 from ..options import RELOADABLE
 from ..output import write_whole
 from . import layout as layouts
-from .decisions import installed_members, laid_out_pool
+from .decisions import installed_members, pool_with_layout
 from .pool import Pool
 from .rolling import restart_in_turn
 from .units import is_active, systemctl, target_name, unit_files, unit_name
@@ -18,13 +18,13 @@ from .units import is_active, systemctl, target_name, unit_files, unit_name
 
 def install(options: argparse.Namespace) -> int:
     """`allspark pool install`."""
-    pool, kept = laid_out_pool(options)
+    pool, saved = pool_with_layout(options)
     files = _files(options, pool)
     if options.dry_run:
         print("\n".join(f"# {path}\n{text}" for path, text in files.items()))
         return 0
     _check_user(pool)
-    kept.write()
+    saved.write()
     _write(files)
     if options.now:
         systemctl("daemon-reload")
@@ -41,7 +41,7 @@ def uninstall(options: argparse.Namespace) -> int:
     configs = Path(options.config_dir, pool.name)
     units = [unit_name(pool.name, member) for member in installed_members(options, pool)]
     systemctl("disable", "--now", target_name(pool.name), *units, check=False)
-    for path in [*_files(options, pool), *configs.glob("*.json"), layouts.path_of(pool.name, options.config_dir)]:
+    for path in [*_files(options, pool), *configs.glob("*.json"), layouts.layout_file(pool.name, options.config_dir)]:
         if path.exists():
             path.unlink()
             print(f"removed {path}")
@@ -53,7 +53,7 @@ def uninstall(options: argparse.Namespace) -> int:
 
 def apply(options: argparse.Namespace) -> int:
     """`allspark pool apply`."""
-    pool, kept = laid_out_pool(options)
+    pool, saved = pool_with_layout(options)
     files = _files(options, pool)
     configs = Path(options.config_dir, pool.name)
     before = {path.stem: path.read_text() for path in configs.glob("*.json")}
@@ -61,7 +61,7 @@ def apply(options: argparse.Namespace) -> int:
     same_unit = template.exists() and template.read_text() == files[template]
     gone = sorted(set(before) - set(pool.members))
     _check_user(pool)
-    kept.write()
+    saved.write()
     _write({path: text for path, text in files.items() if not path.exists() or path.read_text() != text})
     systemctl("daemon-reload")
     for member in gone:

@@ -1,5 +1,5 @@
 """The layout of a pool's members over NUMA nodes: one wide group with a rank on every node, or a group on each node.
-The decision about it is kept beside the pool's configuration.
+The chosen layout is saved beside the pool's configuration.
 """
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 LAYOUTS, PURPOSES = ("wide", "nodes", "auto"), ("throughput", "latency")
 
 
-def is_open(member: GroupOptions) -> bool:
+def uses_layout(member: GroupOptions) -> bool:
     """Whether a layout applies to a member: not if it has numa_nodes, hosts or gpus."""
     return member.numa_nodes is None and not member.hosts and not member.gpus
 
 
 def check(member: GroupOptions) -> None:
-    """Raises ValueError for an option that groups on each node cannot share."""
+    """Raises ValueError if `member` has an option that does not work with a group on each node."""
     if member.ranks:
         raise ValueError(f"ranks is {member.ranks}, but a group on each node has one rank; leave ranks out, or set "
                          "numa_nodes")
@@ -37,7 +37,9 @@ def check(member: GroupOptions) -> None:
 
 
 def expand(name: str, member: GroupOptions, machine: Topology) -> dict[str, GroupOptions]:
-    """A group NAME-NODE on each node instead of one member. Ports are counted up; Unix sockets are called PATH-NODE."""
+    """Replaces a member by one group on each node, called NAME-NODE. Each next group gets the next port; Unix sockets
+    are called PATH-NODE.
+    """
     groups = {}
     for i, (node, memory) in enumerate(nearest_memory(machine, machine.default_nodes, member.memory_nodes).items()):
         groups[f"{name}-{node}"] = replace(
@@ -54,7 +56,7 @@ def _shift(address: str, index: int, node: int) -> str:
 
 
 def candidates(member: GroupOptions, machine: Topology) -> dict[str, list[GroupOptions]]:
-    """Layout -> its groups, with the options that affect speed, for a measurement."""
+    """The groups to measure, by layout. They have only the options that affect speed."""
     bare = GroupOptions(models=member.models, cpus_per_rank=member.cpus_per_rank, use_siblings=member.use_siblings,
                         strict=member.strict, memory_nodes=member.memory_nodes)
     wide = replace(bare, numa_nodes=machine.default_nodes)
@@ -73,7 +75,9 @@ def subject(member: GroupOptions, machine: Topology, purpose: str) -> dict:
 
 @dataclass
 class Decision:
-    """The decision for a member. `subject`: what it is valid for. `measured`: each layout's figures, for people."""
+    """The layout chosen for a member. `subject`: what the choice is valid for. `measured`: figures of each layout,
+    which no code reads.
+    """
 
     layout: str
     why: str
@@ -82,23 +86,23 @@ class Decision:
     measured: list[dict] = field(default_factory=list)
 
 
-def path_of(pool: str, config_dir: str) -> Path:
-    """The file of a pool's Kept: beside its folder, whose `*.json` are the members' files."""
+def layout_file(pool: str, config_dir: str) -> Path:
+    """The file of a pool's SavedLayout. It is not in the pool's folder, where every `*.json` is a member's file."""
     return Path(config_dir, f"{pool}.layout.json")
 
 
 @dataclass
-class Kept:
-    """What is kept of a pool beside its file: `flags`, those of install and apply, and `decisions`, by member."""
+class SavedLayout:
+    """The saved layout of a pool. `flags`: the layout flags of install and apply. `decisions`: by member."""
 
     path: Path
     flags: dict[str, str] = field(default_factory=dict)
     decisions: dict[str, Decision] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, pool: str, config_dir: str) -> Kept:
+    def read(cls, pool: str, config_dir: str) -> SavedLayout:
         """Reads the file, if there is one. Raises ValueError if it is damaged."""
-        path = path_of(pool, config_dir)
+        path = layout_file(pool, config_dir)
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             return cls(path, dict(content["said"]), {n: Decision(**d) for n, d in content["decisions"].items()})
@@ -109,7 +113,7 @@ class Kept:
                              "measured again") from None
 
     def write(self) -> None:
-        """Writes the file, or removes it if there is nothing to keep."""
+        """Writes the file, or removes it if there is nothing to save."""
         if not self.flags and not self.decisions:
             self.path.unlink(missing_ok=True)
             return
@@ -118,6 +122,6 @@ class Kept:
         write_whole(self.path, json.dumps(content, indent=1) + "\n", 0o644)
 
     def layout_of(self, member: str, layout: str) -> str:
-        """The layout of a member; "auto" is its decision, or wide before there is one."""
+        """The layout of a member, where "auto" stands for the measured layout, or wide if nothing was measured yet."""
         decision = self.decisions.get(member)
         return layout if layout != "auto" else decision.layout if decision else LAYOUTS[0]

@@ -40,7 +40,7 @@ def add_target_options(p: argparse.ArgumentParser) -> None:
                    help="a group's address, instead of --config; repeatable (default: $ALLSPARK_ADDRESS, or the "
                         "address that a group without one serves on)")
     p.add_argument("--token-file", metavar="FILE",
-                   help="present a token of this file: the one with the most powerful role")
+                   help="authenticate with the token of this file that has the most powerful role")
     p.add_argument("--tls-ca", metavar="PEM", help="connect with TLS and trust these certificates")
 
 
@@ -55,7 +55,7 @@ def targets(options: argparse.Namespace) -> list[Target]:
 
 
 def pool_targets(pool: Pool, token_file: str | None = None, tls_ca: str | None = None) -> list[Target]:
-    """The members of a pool: each by its Unix socket if that exists, as it needs no certificate."""
+    """The members of a pool. A member's Unix socket is preferred if it exists, because it needs no certificate."""
     members = []
     for name, member in pool.members.items():
         addresses = pool.addresses(name)
@@ -70,7 +70,7 @@ def pool_targets(pool: Pool, token_file: str | None = None, tls_ca: str | None =
 
 
 def first_token(path: str | None) -> str:
-    """The token of a file with the most powerful role; "" without a file."""
+    """The token with the most powerful role in a token file; "" without a file."""
     if not path:
         return ""
     tokens = access.read_tokens(path)
@@ -136,7 +136,7 @@ class Member:
         return answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-def placed(info: pb.ServerInfo) -> str:
-    """The part of the ranks' memory that is on the intended nodes."""
+def placed_share(info: pb.ServerInfo) -> str:
+    """The share of the ranks' memory that is on the intended NUMA nodes, such as "95.0%", or "-" if it is unknown."""
     total = sum(sum(rank.bytes_on_node.values()) for rank in info.ranks)
     return f"{100 - 100 * sum(rank.misplaced_bytes for rank in info.ranks) / total:.1f}%" if total else "-"

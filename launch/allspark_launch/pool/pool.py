@@ -85,16 +85,18 @@ class Pool:
                                      f"have address {address}")
                 taken[address] = name
 
-    def laid_out(self, kept: layouts.Kept, machine: Topology) -> Pool:
-        """The pool with one member per NUMA node where the layout says so. ValueError names the member that cannot."""
+    def with_layout(self, saved: layouts.SavedLayout, machine: Topology) -> Pool:
+        """The pool in which members with the layout "nodes" are replaced by one member per NUMA node. Raises ValueError
+        with the name of a member for which that is not possible.
+        """
         result = replace(self, members={}, places={})
-        layout = kept.flags.get("layout") or self.layout or layouts.LAYOUTS[0]
+        layout = saved.flags.get("layout") or self.layout or layouts.LAYOUTS[0]
         for name, member in self.members.items():
             parts = {name: member}
-            if layouts.is_open(member) and layout != "wide":
+            if layouts.uses_layout(member) and layout != "wide":
                 try:
                     layouts.check(member)
-                    if kept.layout_of(name, layout) == "nodes" and len(machine.default_nodes) > 1:
+                    if saved.layout_of(name, layout) == "nodes" and len(machine.default_nodes) > 1:
                         parts = layouts.expand(name, member, machine)
                 except ValueError as error:
                     raise ValueError(f"{self.places[name].at()}: layout is {layout}: {error}") from None

@@ -17,8 +17,8 @@ from .units import is_active, systemctl, unit_name
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.5
-#: for a member to load its models
-_BACK_SECONDS = 3600.0
+#: time limit for a restarted member to load its models
+_RESTART_SECONDS = 3600.0
 
 
 def _chosen(members: list[Target], names: list[str]) -> list[Target]:
@@ -29,10 +29,10 @@ def _chosen(members: list[Target], names: list[str]) -> list[Target]:
 
 
 def drain(options: argparse.Namespace) -> int:
-    """`allspark pool drain`: 1 if requests are left at the limit."""
+    """`allspark pool drain`. Returns 1 if requests still run at the limit."""
     left = 0
     chosen = _chosen(targets(options), options.members)
-    for target in chosen:       # all first, so that no request moves to a member that is drained next
+    for target in chosen:       # drain all before waiting, so that no request moves to a member that is drained next
         with Member(target) as member:
             _call(member.drain, target, options.undo)
     for target in chosen if not options.undo else ():
@@ -88,7 +88,7 @@ def restart_in_turn(pool: Pool, names: list[str]) -> int:
                 _wait_until_empty(member)
         systemctl("restart", unit_name(pool.name, name))
         target = next(target for target in pool_targets(pool) if target.name == name)
-        deadline = time.monotonic() + _BACK_SECONDS
+        deadline = time.monotonic() + _RESTART_SECONDS
         with Member(target) as member:
             while not member.serves():
                 if time.monotonic() > deadline or not is_active(pool.name, name):

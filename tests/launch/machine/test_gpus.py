@@ -108,7 +108,7 @@ def test_ranks_are_at_their_gpus_nodes(root):
     assert [r.node for r in place_on_gpus(topology, [1, 1], share=True).ranks] == [0, 0]
     topology.gpus = gpus.read_gpus(root, "")
     with pytest.raises(ValueError, match="there is no GPU 0; "
-                       "this process may use none, as .* CUDA_VISIBLE_DEVICES has it"):
+                       "this process may use none, because .* CUDA_VISIBLE_DEVICES hides them"):
         place_on_gpus(topology, [0])
 
 

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from allspark_client import ClientEngine
 from allspark_launch import resource_folder
-from allspark_launch.pool.members import Member, Target, placed
+from allspark_launch.pool.members import Member, Target, placed_share
 from allspark_server.engine.report import GroupReport
 from allspark_server.engine.statistics import Histogram
 from allspark_server.http.metrics import Metrics, of_members
@@ -60,7 +60,7 @@ def test_metrics_of_a_group(member):
 def test_server_info_tells_of_ranks(member):
     with Member(Target("a", member[1])) as one:
         info = one.info()
-        assert placed(info) == "95.0%" and info.restarts == 3 and info.ranks[1].steps == 7
+        assert placed_share(info) == "95.0%" and info.restarts == 3 and info.ranks[1].steps == 7
 
 
 def test_a_server_tells_of_all_members(member):
