@@ -191,7 +191,7 @@ class Rank:
         addresses = service.start()
         logger.info("serving on %s", ", ".join(addresses))
         if self.heartbeat:
-            self.heartbeat.tell_too(lambda: self._health(service))
+            self.heartbeat.add_details(lambda: self._health(service))
             self.heartbeat.state("ready", addresses=addresses)
         while self._asked.get() != "stop":
             self._reload()

@@ -107,7 +107,7 @@ class Device(Protocol):
         firsts: the columns at which ranks' slices begin.
         """
 
-    def beside_codes(self, dtype: str) -> str:
+    def unquantized_dtype(self, dtype: str) -> str:
         """The type of unquantized weights in a model with quantized ones. dtype: the type they would have otherwise."""
 
 
@@ -139,8 +139,8 @@ class Cpus:
         """See `Device.form_of`."""
         return form
 
-    def beside_codes(self, dtype: str) -> str:
-        """See `Device.beside_codes`."""
+    def unquantized_dtype(self, dtype: str) -> str:
+        """See `Device.unquantized_dtype`."""
         return dtype
 
     def available(self, world: int) -> int:
@@ -227,8 +227,8 @@ class Gpu:
         self._library, self._index, self._threads = cuda_library(), index, min(threads, MOST_SAMPLING_THREADS)
         self._group, self._shared_memory = list(group) or [index], shared_memory
         if len(self._group) > self._library.MOST_RANKS:
-            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"a group has up to {self._library.MOST_RANKS} GPUs, and "
-                                f"compute_unit names {len(self._group)}: start a group for each part of them")
+            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"a group has up to {self._library.MOST_RANKS} GPUs, "
+                                f"but compute_unit names {len(self._group)}: start a group for each part of them")
         try:
             for other in self._group:
                 self._library.check_peer(index, other)
@@ -259,8 +259,8 @@ class Gpu:
         """See `Device.form_of`."""
         return gpu_form(form, experts, self._capability, firsts)
 
-    def beside_codes(self, dtype: str) -> str:
-        """See `Device.beside_codes`."""
+    def unquantized_dtype(self, dtype: str) -> str:
+        """See `Device.unquantized_dtype`."""
         return RECOVERED    # kernels for quantized weights take activations in bfloat16
 
     def available(self, world: int) -> int:
@@ -394,14 +394,14 @@ def gpu_of(config: AsModelConfig, rank: int, world: int) -> int:
         number = f"{len(gpus)} GPUs" if len(gpus) > 1 else "1 GPU"
         ranks = f"{world} ranks" if world > 1 else "1 rank"
         raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
-                            f"{unit} names {number}, but this group has {ranks} and each rank needs one; start a group for "
-                            f"them with allspark serve --gpus {','.join(map(str, gpus))}")
+                            f"{unit} names {number}, but this group has {ranks} and each rank needs one; start a group "
+                            f"for them with allspark serve --gpus {','.join(map(str, gpus))}")
     if len(set(gpus)) < len(gpus) and os.environ.get(SHARED_GPUS) != "1":
         twice = next(gpu for gpu in gpus if gpus.count(gpu) > 1)
         raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"{unit} names GPU {twice} twice: each rank needs its own")
     own = os.environ.get(GROUP_GPUS, "")
     if own and own != ",".join(map(str, gpus)):
         raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
-                            f"{unit} names other GPUs than those of this group: use compute_unit='CUDA:{own}', or start a "
-                            f"group with allspark serve --gpus {','.join(map(str, gpus))}")
+                            f"{unit} names other GPUs than those of this group: use compute_unit='CUDA:{own}', or "
+                            f"start a group with allspark serve --gpus {','.join(map(str, gpus))}")
     return gpus[rank]

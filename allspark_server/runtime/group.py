@@ -482,7 +482,7 @@ class LocalGroup:
 
     def submit(self, name: str, plan: bytes) -> None:
         """See `Group.submit`."""
-        self._steps.submit(self.models.runners[name], name, plan, beside=self.depth > 1)
+        self._steps.submit(self.models.runners[name], name, plan, in_background=self.depth > 1)
         self._submitted.append((name, time.monotonic()))
 
     def collect(self) -> Any:

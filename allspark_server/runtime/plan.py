@@ -1,6 +1,6 @@
-"""The step plan: all that the scheduler tells the ranks about one step, and its wire form, version 2.
+"""The step plan: the scheduler's complete description of one step for the ranks, and its wire form, version 2.
 
-A plan is a sequence of little-endian 32-bit words (floats bit for bit):
+A plan is a sequence of little-endian 32-bit words. Floats are stored as their bits.
 
     header    magic ("ASP2"), n_free, n_new, n_work, n_groups (of the cache), n_sections
     free      n_free x slot
@@ -11,11 +11,12 @@ A plan is a sequence of little-endian 32-bit words (floats bit for bit):
 
 Kinds of sections that the CPU backend knows:
 
-    COPIES    n_saved, then copies { span, span of the host cache, 4 words of the key }: n_saved that go there, then
-              those that come back, in this order and before any row is computed. None of the former may share its
-              target with another, nor any of the latter. A key says what a span holds: it must be what was saved there
+    COPIES    n_saved, then copies { span, span of the host cache, 4 words of the key }. The first n_saved copies save
+              spans to the host cache; the others restore spans from it. They are made in this order before any row is
+              computed. Targets of saves must differ from each other, and so must targets of restores. A key identifies
+              a span's content: a restored span must have been saved with the same key
 
-The ranks' native code reads it; `StepPlan` is the form that tests and tools make and read.
+The ranks' native code reads this form. `StepPlan` is the form that tests and tools make and read.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-#: Drafts in one step at most: their rows have logits, which take memory.
+#: The most drafts in one step: their rows have logits, which take memory.
 MAX_STEP_DRAFTS = 64
-#: Rows of prompts in one step at most whose log probabilities or hidden states are wanted: they have logits, too.
+#: The most prompt rows in one step with log probabilities or hidden states: they have logits too.
 MAX_STEP_PROBES = 32
 
 MAGIC = 0x41535032
@@ -39,30 +40,30 @@ COPIES = 3  # a kind of section
 _DO_SAMPLE, _LOGPROBS, _SUPPRESS, _EXTENDED = 1, 2, 4, 8
 _SAMPLING = struct.Struct("<ififfffiiiIIiiii")
 _HEADER = struct.Struct("<Iiiiii")
-_COLUMNS = 8  # of the work table, before those of the spans
+_COLUMNS = 8  # columns of the work table before the numbers of spans
 _MAX_GROUPS = 64
 
 
 class Flag(enum.IntFlag):
-    """What is wanted of an item's rows. At most one of LOOKUP, GIVEN and MODEL, and these only with DRAW."""
+    """What a step computes for an item. At most one of LOOKUP, GIVEN and MODEL may be set, and only with DRAW."""
 
-    DRAW = 1  # a token is drawn after the last row, which is the history's last, and appended to the history
-    LOOKUP = 2  # drafts are made on the ranks by prompt lookup
+    DRAW = 1  # sample a token after the last row, which is the history's last, and append it to the history
+    LOOKUP = 2  # the ranks find drafts by prompt lookup
     GIVEN = 4  # the last `drafts` of the known ids are drafts, not history
     MODEL = 8  # drafts come from the draft model
-    HIDDEN = 16  # the hidden states of the output rows are wanted
-    PROMPT = 32  # output rows before the last give the log probability of the id that follows
+    HIDDEN = 16  # return the hidden states of the output rows
+    PROMPT = 32  # output rows before the last return the log probability of the next id
 
 
-DRAW = int(Flag.DRAW)  # a plain int: items are made by the thousand
+DRAW = int(Flag.DRAW)  # a plain int, which is faster: a step has up to thousands of items
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one sequence are drawn. Encoded once, sent when the sequence gets its slot.
+    """How the tokens of one sequence are sampled. Encoded once and sent when the sequence gets its slot.
 
-    `prompt_len` tells generated ids from prompt ids for the penalties, and fixes the length that dynamic rotary scaling
-    goes by. `eos` is banned while fewer than `min_length` tokens (prompt and output) are there.
+    prompt_len: separates prompt ids from generated ids for the penalties, and is the length that dynamic rotary scaling
+    uses. eos: banned while the sequence has fewer than `min_length` tokens (prompt and output).
     """
 
     do_sample: bool = True
@@ -121,7 +122,7 @@ class SamplingParams:
 
     @staticmethod
     def decode(data: bytes, offset: int) -> tuple[SamplingParams, int]:
-        """The block that begins at byte `offset`, and the offset behind it."""
+        """The block that starts at byte `offset`, and the offset of its end. Raises struct.error if it is cut short."""
         words = _SAMPLING.unpack_from(data, offset)
         offset += _SAMPLING.size
         eos = struct.unpack_from(f"<{words[14]}i", data, offset)
@@ -154,8 +155,10 @@ class SamplingParams:
 
 @dataclass
 class NewSlot:
-    """A sequence enters a slot: its whole history so far, how many positions of it the cache holds already (a multiple
-    of the span size), and its encoded `SamplingParams`.
+    """A sequence that enters a slot.
+
+    history: all of its token ids so far. cached: how many of them the cache already holds, a multiple of the span size.
+    sampling: its encoded `SamplingParams`.
     """
 
     slot: int
@@ -166,13 +169,13 @@ class NewSlot:
 
 @dataclass
 class WorkItem:
-    """Rows to compute for one slot, from its first position on that is not in the cache.
+    """Rows to compute for one slot, from its first position that is not in the cache.
 
-    `known` goes to its history first (with GIVEN, but for the last `drafts`), `spans` to its span table of the first
-    cache group, `other_spans` to those of the others (-1 for a span that the group's window has left behind); they must
-    hold start + rows + drafts positions. `outputs` of the last rows have outputs: 1 with DRAW unless said otherwise. Up
-    to `drafts` more rows hold draft tokens. `adapter` is -1 for none, `mask` 0 for none, else 1 + its index in the
-    window's area of masks.
+    known: ids that are first appended to the slot's history; with GIVEN, the last `drafts` of them are drafts instead.
+    spans: appended to its span table of the first cache group; other_spans: to its tables of the other groups, with -1
+    for a span that is before the group's attention window. The tables must hold start + rows + drafts positions.
+    drafts: the most additional rows for draft tokens. outputs: the number of last rows with outputs; -1: 1 with DRAW,
+    else 0. adapter: -1 for none. mask: 0 for none, else 1 + its index among the masks in shared memory.
     """
 
     slot: int
@@ -193,10 +196,10 @@ class WorkItem:
 
 @dataclass
 class WorkTable:
-    """Work items as arrays, all int32: what a step of a thousand items is encoded from at once.
+    """Work items as int32 arrays, so that a step of a thousand items is encoded quickly.
 
-    `columns`: [8 + groups, items] in the order of the wire form (see `WorkTable.ROWS` and so on for the columns'
-    indices); `known`: the known ids of all items, flat; `spans`: for each cache group, the span ids of all items, flat.
+    columns: [8 + groups, items] in the order of the wire form; `SLOT` and so on are the columns' indices. known: the
+    known ids of all items, flat. spans: for each cache group, the span ids of all items, flat.
     """
 
     SLOT, ROWS, OUTPUTS, DRAFTS, FLAGS, ADAPTER, MASK, N_KNOWN, N_SPANS = range(_COLUMNS + 1)
@@ -207,7 +210,10 @@ class WorkTable:
 
     @staticmethod
     def of(items: Iterable[WorkItem], groups: int = 1) -> WorkTable:
-        """The table of some items. All must have the same number of cache groups; `groups`: if there are none."""
+        """The table of these items, which must have equal numbers of cache groups.
+
+        groups: that number if there are no items.
+        """
         items = list(items)
         groups = 1 + max((len(item.other_spans) for item in items), default=groups - 1)
         spans = [[item.spans, *item.other_spans] for item in items]
@@ -231,8 +237,9 @@ class WorkTable:
 
 @dataclass
 class StepPlan:
-    """One step: slots given back, slots taken, the rows to compute, and sections of what only some backends know.
-    `groups`: of the cache, if there are no rows that say it.
+    """One step: slots to free, new slots, the rows to compute, and sections that only some backends know.
+
+    groups: the number of cache groups, used if there is no work.
     """
 
     free: list[int] = field(default_factory=list)
@@ -243,7 +250,7 @@ class StepPlan:
 
     @property
     def rows(self) -> int:
-        """Positions that the step computes at most."""
+        """The most positions that the step computes."""
         return sum(item.rows + item.drafts for item in self.work)
 
     def encode(self) -> bytes:
@@ -252,7 +259,7 @@ class StepPlan:
 
     @staticmethod
     def decode(data: bytes) -> StepPlan:
-        """The plan that was encoded. Raises ValueError if `data` is not one."""
+        """The plan that was encoded. Raises ValueError if `data` is not a valid plan."""
         words = _Words(data)
         magic, n_free, n_new, n_work, n_groups, n_sections = words.header()
         if magic != MAGIC:
@@ -281,7 +288,7 @@ class StepPlan:
 def encode_plan(
     free: Sequence[int], new: Sequence[NewSlot], work: WorkTable, sections: Sequence[tuple[int, Sequence[int]]] = ()
 ) -> bytes:
-    """The wire form of a plan whose work is in arrays."""
+    """The wire form of a plan whose work items are arrays."""
     groups = len(work.columns) - _COLUMNS
     parts = [_HEADER.pack(MAGIC, len(free), len(new), work.columns.shape[1], groups, len(sections)), _ids(free)]
     for one in new:
@@ -299,17 +306,17 @@ def _ids(values: Sequence[int]) -> bytes:
 
 
 def _split(flat: np.ndarray, counts: np.ndarray) -> list[list[int]]:
-    """`flat` cut into lists of so many each."""
+    """`flat` divided into lists of these lengths."""
     ids, ends = flat.tolist(), np.cumsum(counts).tolist()
     return [ids[begin:end] for begin, end in zip([0, *ends], ends)]
 
 
 class _Words:
-    """Reads a plan's words in turn; ValueError where they end too soon."""
+    """Reads a plan's words in order. Raises ValueError if they end too soon."""
 
     def __init__(self, data: bytes):
         if len(data) % 4:
-            raise ValueError(f"a step plan of {len(data)} bytes is not one of whole words")
+            raise ValueError(f"a step plan has {len(data)} bytes, which is not a multiple of 4")
         self._data, self._words, self._at = data, np.frombuffer(data, "<i4"), 0
 
     def header(self) -> tuple[int, ...]:

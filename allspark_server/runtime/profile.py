@@ -1,9 +1,9 @@
-"""What each op of a model costs: time, bytes and operations, beside what this machine can do at most.
+"""What each op of a model costs: time, bytes and operations, compared with the machine's roofline.
 
-Nothing is switched: the steps of PROFILE_SECONDS after a model's first step are profiled (on a GPU a few of them:
-cuda/op_times.h), and of as long after each reading; a reading in that time adds to what was counted, a later one finds
-the last profile and has the next one made anew. So reading every minute profiles all the time, and a model that nobody
-looks at pays nothing.
+Profiling needs no switch. Steps are profiled for PROFILE_SECONDS after a model's first step and after each reading (on
+a GPU only a few of these steps: cuda/op_times.h). A reading within that time lets the profile grow. A later reading
+returns the last profile and starts a new one. So a reading every minute profiles all the time, and a model whose
+profile is not read has no cost.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from allspark_server.runtime.native import cuda_library, native_library
 from allspark_server.weights.formats import WeightFormat
 
 PROFILE_SECONDS = 60.0
-INTEGER_FORMATS = ("w8a8", "w4a8")  # activations are quantized too, products are of integers
-SLICE_SECONDS = 0.01  # of measuring ceilings at a time: about a decoding step
+INTEGER_FORMATS = ("w8a8", "w4a8")  # activations are quantized too: GEMMs of integers
+SLICE_SECONDS = 0.01  # of measuring the roofline at a time: about a decoding step
 _MEASURED_MIB = 512  # read to measure bandwidth: much more than caches hold
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """What a number of threads together can do at most: bytes/s read from memory, operations/s in registers in fp32
-    (where
-    there are tiles: in bfloat16), and of 8-bit integers (0: not measured).
+    """The peak rates of a number of threads together.
+
+    bytes_per_second: read from memory. operations_per_second: in fp32 from registers (bfloat16 on CPUs with tiles).
+    integer_operations_per_second: of 8-bit integers; 0: not measured.
     """
 
     bytes_per_second: float
@@ -38,22 +39,22 @@ class Roofline:
 
 
 class RooflineMeter:
-    """Measures the ceilings of some threads once in a process, SLICE_SECONDS at a time: steps can run in between."""
+    """Measures the roofline of some threads once in a process, in slices between which steps can run."""
 
     _known: dict[tuple[tuple[int, ...], int], Roofline] = {}
 
     def __init__(self, cpus: list[int], threads: int):
-        """cpus: to pin the threads to, or []."""
+        """cpus: the CPUs to which threads are pinned, or []."""
         self._cpus, self._threads = cpus, threads
         self._native: Any = None    # the native meter while it measures
 
     @property
     def roofline(self) -> Roofline | None:
-        """None: not measured yet."""
+        """The roofline; None if it is not measured yet."""
         return self._known.get((tuple(self._cpus), self._threads))
 
     def measure(self) -> bool:
-        """A slice of it, unless all is measured. Returns whether all is."""
+        """Measures for SLICE_SECONDS, unless the roofline is complete. Returns whether it is complete."""
         if self.roofline is not None:
             return True
         if self._native is None:
@@ -62,18 +63,18 @@ class RooflineMeter:
         if not self._native.slice(SLICE_SECONDS):
             return False
         self._known[tuple(self._cpus), self._threads] = Roofline(*self._native.rates())
-        self._native = None     # and its memory
+        self._native = None     # frees its memory
         return True
 
     def finish(self) -> Roofline:
-        """All of the rest at once: up to a second, at the first call of a process."""
+        """Measures the rest in one call, which takes up to a second in the first call of a process."""
         while not self.measure():
             pass
         return self._known[tuple(self._cpus), self._threads]
 
 
 class GpuRooflineMeter:
-    """The same of a GPU, at once: 40 ms, and half a gigabyte of its memory."""
+    """Measures a GPU's roofline in one call, which takes 40 ms and half a gigabyte of its memory."""
 
     _known: dict[int, Roofline] = {}
 
@@ -81,22 +82,23 @@ class GpuRooflineMeter:
         self._index = index
 
     def measure(self) -> bool:
-        """RuntimeError where there is not that much memory."""
+        """Measures the roofline; returns True. Raises RuntimeError if the GPU lacks the memory."""
         if self._index not in self._known:
             self._known[self._index] = Roofline(*cuda_library().measure_roofline(self._index))
         return True
 
     def finish(self) -> Roofline:
+        """The roofline, measured if it is not known."""
         self.measure()
         return self._known[self._index]
 
 
 @dataclass
 class OpProfile:
-    """All calls of one kind of op: seconds (least, most, total), bytes and operations in total.
+    """All calls of one kind of op: seconds (least, most and total), total bytes and total operations.
 
-    weight: which matrix a linear op multiplies by, by its role in a layer; "" for other ops. integer: operations are
-    those of 8-bit integers.
+    weight: the role in a layer of a linear op's matrix; "" for other ops. integer: the operations are those of 8-bit
+    integers.
     """
 
     op: str
@@ -110,7 +112,7 @@ class OpProfile:
     integer: bool = False
 
     def add(self, other: OpProfile) -> None:
-        """Takes over the calls of another place in the op list."""
+        """Adds the calls of another position in the op list."""
         if not other.count:
             return
         self.min = min(self.min, other.min) if self.count else other.min
@@ -123,18 +125,20 @@ class OpProfile:
 
 @dataclass
 class Profile:
-    """A model's ops by kind, the most expensive first, and the ceilings of the rank and threads that were timed."""
+    """A model's ops by kind, the most expensive first, and the roofline of the profiled rank and threads."""
 
     ops: list[OpProfile]
     roofline: Roofline
 
     def table(self) -> str:
-        """As text: times in milliseconds, part of the total, bytes and operations, their rates, the part of its ceiling
-        that the op reaches, and the matrix. The last line holds the ceilings.
+        """The profile as text.
 
-        The ceiling of an op is the time that its bytes take at the memory's rate, or its operations at the rate of
-        multiply-adds (fp32, or 8-bit integers where activations are quantized), whichever is longer. What stays in the
-        CPU's caches can exceed the memory's rate. The last line's Gop/s are fp32.
+        Columns are times in milliseconds, the share of the total, bytes and operations, their rates, the fraction of
+        its ceiling that the op reaches, and the matrix. The last line has the roofline; its Gop/s are fp32.
+
+        The ceiling of an op is the longer of two times: of its bytes at memory bandwidth, and of its operations at the
+        peak rate (of fp32, or of 8-bit integers if activations are quantized). Data that stays in the CPU's caches can
+        exceed memory bandwidth.
         """
         total = sum(op.sum for op in self.ops) or 1.0
         width = max([len(op.op) for op in self.ops] + [len("ceiling")])
@@ -158,7 +162,7 @@ class Profile:
 
 
 def role_of(graph: Graph, op: Op) -> str:
-    """What a linear op's matrix is in any layer: "self_attn.o_proj", "lm_head"; "" for other ops."""
+    """The role of a linear op's matrix, without its layer: "self_attn.o_proj", "lm_head"; "" for other ops."""
     if op.type != "linear":
         return ""
     if graph.tensors[op.inputs[0]].logit_rows:
@@ -167,7 +171,7 @@ def role_of(graph: Graph, op: Op) -> str:
 
 
 def summarize(entries: list[OpProfile]) -> list[OpProfile]:
-    """The places of an op list added up by op and weight, without those never run, the most expensive first."""
+    """Sums of the op list's entries by op and weight, the most expensive first, without ops that never ran."""
     kinds: dict[tuple[str, str], OpProfile] = {}
     for entry in entries:
         new = OpProfile(entry.op, entry.weight, integer=entry.integer)
@@ -176,7 +180,7 @@ def summarize(entries: list[OpProfile]) -> list[OpProfile]:
 
 
 class Profiler:
-    """Decides which steps of an executor are profiled; see the top of this file. `active`: call before_step."""
+    """Decides which steps of an executor are profiled (see the module). active: before_step must be called."""
 
     def __init__(self, executor: Any):
         self._executor = executor
@@ -186,12 +190,15 @@ class Profiler:
         self.prolong()
 
     def prolong(self) -> None:
-        """Profiles the steps of PROFILE_SECONDS from the next one on."""
+        """Profiles steps for PROFILE_SECONDS from the next step on."""
         self._renew = self._renew or not self.active
         self.active, self._end = True, None
 
     def before_step(self) -> bool | None:
-        """Whether the executor's profiling is to be switched: on (True) at the first step of the time, off after it."""
+        """Whether to switch the executor's profiling on (True), when a new profile starts, or off (False), after it.
+
+        None: leave it.
+        """
         now = time.monotonic()
         if self._end is None:
             self._end = now + PROFILE_SECONDS
@@ -204,9 +211,9 @@ class Profiler:
         return None
 
     def read(self, graph: Graph, formats: Mapping[str, WeightFormat]) -> list[OpProfile]:
-        """What was counted, for each place in the graph's op list; and more will be. formats: of the matrices.
+        """The counts for each entry of the graph's op list; prolongs profiling. formats: of the matrices.
 
-        Ops computed together with the next one are entries of their own, "linear+silu_mul" for instance.
+        An op that is fused with the next one has an entry of its own, such as "linear+silu_mul".
         """
         entries = [OpProfile(entry["op"], role_of(graph, op), entry["count"], entry["min"], entry["max"], entry["sum"],
                              entry["bytes"], entry["operations"],

@@ -1,4 +1,4 @@
-"""One checkpoint on one rank: what of it the rank holds, how large that is, and loading it into an executor."""
+"""One rank's part of a checkpoint: its types and sizes, and how it is loaded into an executor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from allspark_server.models.graph import Weight
 from allspark_server.runtime.device import Device
 from allspark_server.runtime.lowering import add_ops, check_ranks
 from allspark_server.weights.checkpoint import open_model
-from allspark_server.weights.formats import BESIDE_CODES, WeightFormat, not_numbers, wanted_formats
+from allspark_server.weights.formats import UNQUANTIZED_DTYPES, WeightFormat, not_numbers, wanted_formats
 from allspark_server.weights.loader import Loader, Progress, column_slice, unquantized_type
 from allspark_server.weights.lora import LoraAdapter, open_adapter
 from allspark_server.weights.quantized import ColumnSlice
@@ -26,24 +26,26 @@ QUANTIZED_CACHES = {AsCacheMode.AsCacheQuantI8: "int8", AsCacheMode.AsCacheQuant
 
 
 class RankModel:
-    """A rank's part of a checkpoint, its types chosen.
+    """A rank's part of a checkpoint, with the types chosen.
 
-    cache_dtype "auto" is the weights' type, or what weight_dtype "auto" would make it if they are quantized; a
-    quantized cache_mode comes before it.
+    cache_dtype "auto" means the weights' type, or the type of weight_dtype "auto" if the weights are quantized. A
+    quantized cache_mode overrides it.
     """
 
     def __init__(self, config: AsModelConfig, path: str, weights_path: str, rank: int, world: int, device: Device,
                  whole_histories: bool = False, adapters: bool = False):
-        """path: of a checkpoint or an .asgraph file, whose weights are in weights_path. whole_histories: the cache
-        keeps what windows have left behind. adapters: its rows may have some. AllSparkError if it cannot be opened, or
-        not divided among `world` ranks.
+        """Opens the model.
+
+        path: of a checkpoint, or of an .asgraph file, whose weights are in weights_path. whole_histories: the cache
+        keeps spans that are before attention windows. adapters: rows may have LoRA adapters. Raises AllSparkError if
+        the model cannot be opened or cannot be divided among `world` ranks.
         """
         self.config, self.rank, self.world = config, rank, world
         self.opened = open_model(path, weights_path)
         self.graph, self.source = self.opened.graph, self.opened.source
         if whole_histories:
             self.graph = self.graph.with_whole_histories()
-        #: what adapters may be for, by the numbers in the graph's ops
+        #: the layers that adapters may change, by their numbers in the graph's ops
         self.targets: list[Target] = []
         if adapters:
             self.graph, self.targets = with_adapters(self.graph)
@@ -52,21 +54,21 @@ class RankModel:
         self._choose_types(unquantized_type(self.graph, self.source, device.half), device)
         self._warn_about_length()
         self._warn_about_unused()
-        #: of the bytes that load() has read
+        #: digest of the bytes that load() has read
         self.digest = ""
 
     def _choose_types(self, unquantized: str, device: Device) -> None:
         graph, config, stored = self.graph, self.config, self.graph.quantization
         dtype = unquantized if config.weight_dtype == "auto" else config.weight_dtype
         form = stored.format if stored else WeightFormat(dtype, config.weight_group_size)
-        if (stored is not None and stored.is_foreign) or (form.quantized and unquantized not in BESIDE_CODES):
-            unquantized = device.beside_codes(unquantized)
+        if (stored is not None and stored.is_foreign) or (form.quantized and unquantized not in UNQUANTIZED_DTYPES):
+            unquantized = device.unquantized_dtype(unquantized)
 
         def form_of(weight: Weight, form: WeightFormat) -> WeightFormat:
             firsts = [weight.column_range_of(rank, self.world)[0] for rank in range(self.world)]
             return device.form_of(form, bool(weight.experts), firsts)
 
-        #: of each matrix, by the weight's name
+        #: the format of each matrix, by the weight's name
         self.formats = {name: form_of(graph.weights[name], form)
                         for name, form in wanted_formats(graph, config, unquantized).items()}
         self.weight_dtype, self.weight_group_size = form.dtype, form.group_size
@@ -77,6 +79,7 @@ class RankModel:
 
     # -- sizes -----------------------------------------------------------------------------------------------------
     def weight_bytes(self, device: Device) -> int:
+        """Bytes of the rank's weights on the device."""
         def size(weight: Weight) -> int:
             if not weight.is_matrix:
                 return 4 * weight.elements_of(self.rank, self.world)
@@ -86,7 +89,7 @@ class RankModel:
         return sum(size(weight) for weight in self.graph.weights.values())
 
     def span_bytes(self, device: Device) -> int:
-        """Keys and values of one span in every layer of a cache group, in this rank's heads."""
+        """Bytes of one span: keys and values of every layer, for this rank's heads."""
         net = self.graph.config
         head = device.span_bytes(self.config.cache_span_size, net.head_dim, self.cache_dtype)
         begin, end = self.graph.kv_heads.units_of(self.rank, self.world)
@@ -95,11 +98,11 @@ class RankModel:
 
     @property
     def adapter_dtype(self) -> str:
-        """Adapters are computed as the model is."""
+        """The type of adapters: the weights' type, or float32 if that is quantized."""
         return self.weight_dtype if self.weight_dtype in UNQUANTIZED else "float32"
 
     def slice_of(self, weight: Weight) -> ColumnSlice:
-        """This rank's columns of a matrix."""
+        """The description of this rank's columns of a matrix."""
         found = self._slices.get(weight.name)
         if found is None:
             form = self.formats[weight.name]
@@ -108,7 +111,7 @@ class RankModel:
 
     # -- loading ---------------------------------------------------------------------------------------------------
     def load(self, executor: Any, progress: Progress | None) -> None:
-        """Fills an executor with the weights and the ops. progress: gets (elements done, of how many)."""
+        """Loads weights and ops into an executor. progress: called with (elements loaded, elements in all)."""
         self.source.verify(self.rank, self.world)
         loader = Loader(self.graph, self.source, executor, self.rank, self.world, self.formats, progress)
         weights = loader.load()
@@ -116,11 +119,11 @@ class RankModel:
         add_ops(self.graph, executor, weights, self.rank, self.world)
 
     def open_adapter(self, directory: str) -> LoraAdapter:
-        """An adapter for this model. AllSparkError if it is none."""
+        """Opens an adapter. Raises AllSparkError if it is not one for this model."""
         return open_adapter(directory, self.graph, self.targets, self.config.lora_max_rank)
 
     def adapter_bytes(self, device: Device, adapter: LoraAdapter) -> int:
-        """What this rank's part of it takes."""
+        """Bytes of this rank's part of an adapter on the device."""
         total = 0
         for number, pair in adapter.pairs.items():
             target = self.targets[number]
@@ -130,8 +133,10 @@ class RankModel:
         return total
 
     def fill_adapter(self, adapter: LoraAdapter, native: Any) -> None:
-        """Fills a native Adapter. A layer whose rows are divided needs all of A and its rows of B; one whose columns
-        are divided its columns of A, and all of B: what ranks add up then has their parts of B A x.
+        """Fills a native Adapter with this rank's part.
+
+        If a layer's rows are divided, its rank needs all of A and its own rows of B. If its columns are divided, the
+        rank needs its own columns of A and all of B; the sum over ranks then includes B A x.
         """
         for number, pair in adapter.pairs.items():
             target = self.targets[number]
@@ -151,11 +156,11 @@ class RankModel:
     def _warn_about_length(self) -> None:
         net, length = self.graph.config, self.config.engine_max_length
         if self.rank == 0 and net.rope.type != "dynamic" and length > net.max_position_embeddings:
-            logger.warning("engine_max_length=%d exceeds the %d positions that model %r was made for", length,
+            logger.warning("engine_max_length=%d exceeds the %d positions for which model %r was made", length,
                            net.max_position_embeddings, self.config.model_name)
 
     def _warn_about_unused(self) -> None:
-        """Tensors that the model does not have (biases, say) hint at a config that belongs to another checkpoint."""
+        """Warns of tensors that the model does not use, such as biases: the config may be another checkpoint's."""
         used = {part.tensor for weight in self.graph.weights.values() for part in weight.parts} | {"lm_head.weight"}
         unused = sorted(n for n in self.source.names() if n not in used and not n.endswith("rotary_emb.inv_freq"))
         if unused and self.rank == 0:
@@ -164,9 +169,9 @@ class RankModel:
 
 
 def check_draft(draft: RankModel, model: RankModel) -> None:
-    """AllSparkError unless `draft` can make drafts for `model`."""
+    """Raises AllSparkError if `draft` cannot make drafts for `model`."""
     wanted, found = model.graph.config, draft.graph.config
     if found.vocab_size != wanted.vocab_size:
         raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
-                            f"draft_model={model.config.draft_model!r} has a vocabulary of {found.vocab_size} tokens and "
-                            f"model {model.config.model_name!r} one of {wanted.vocab_size}: they must be the same")
+                            f"draft_model={model.config.draft_model!r} has a vocabulary of {found.vocab_size} tokens, "
+                            f"model {model.config.model_name!r} one of {wanted.vocab_size}: they must be equal")

@@ -1,9 +1,9 @@
-"""What ranks on this host have planned to use of its memory and not touched yet, so that groups that start together do
-not all count the same free bytes.
+"""Memory that ranks on this host have reserved but not touched yet. Groups that start at the same time must not count
+the same free bytes.
 
-Each load leaves a file with its size, locked as long as the model is held, in a folder of /dev/shm that belongs to this
-user. Pages are touched while weights are loaded and requests fill the cache; how many of them are, the growth of the
-process since tells. Processes of other users, or in containers with a /dev/shm of their own, do not see each other.
+Each load writes a file with its size to this user's folder in /dev/shm and locks it as long as the model is held. Pages
+are touched while weights load and requests fill the cache; the growth of the process since then shows how many.
+Processes of other users, or in containers with their own /dev/shm, do not see each other.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ logger = logging.getLogger(__name__)
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _LOCK = "lock"
-LOCK_SECONDS = 2.0  # others hold it for less than a millisecond, unless they are suspended
+LOCK_SECONDS = 2.0  # a process holds the lock for less than a millisecond, unless it is suspended
 
 
 def folder() -> Path:
-    """Where this user's reservations are."""
+    """The folder of this user's reservations."""
     return Path(f"/dev/shm/allspark-memory-{os.geteuid()}")
 
 
 def _open_folder() -> int:
-    """A descriptor of `folder()`, made if need be. OSError if it is not this user's alone."""
+    """A descriptor of `folder()`, which is created if needed. Raises OSError if other users can access it."""
     with contextlib.suppress(FileExistsError):
         os.mkdir(folder(), 0o700)
     fd = os.open(folder(), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -45,7 +45,7 @@ def _open_folder() -> int:
 
 @contextlib.contextmanager
 def planning() -> Iterator[None]:
-    """For the length of a with block, no other rank measures what is free and reserves some of it."""
+    """A context in which no other rank measures and reserves free memory."""
     try:
         directory = _open_folder()
     except OSError as error:
@@ -71,12 +71,12 @@ def planning() -> Iterator[None]:
 
 
 def _group() -> str:
-    """Equal for the ranks of one group: its supervisor's socket, or its name at mpirun; a process alone is one too."""
+    """Identifies the group: its supervisor's socket, else mpirun's name for it, else this process's id."""
     return os.environ.get("ALLSPARK_SUPERVISOR") or os.environ.get("PMIX_NAMESPACE") or str(os.getpid())
 
 
 class Reservation:
-    """`size` bytes that this process will use for model `name` on `nodes` (none: wherever there are some)."""
+    """`size` bytes that this process will use for model `name` on NUMA nodes `nodes` ([]: any nodes)."""
 
     _held: dict[str, str] = {}  # file name -> model, of this process
     _guard = threading.Lock()
@@ -96,7 +96,7 @@ class Reservation:
             self._fd = os.open(f".{self._file}", flags, 0o600, dir_fd=directory)
             fcntl.flock(self._fd, fcntl.LOCK_EX)
             os.write(self._fd, json.dumps(entry).encode())
-            os.rename(f".{self._file}", self._file, src_dir_fd=directory, dst_dir_fd=directory)     # locked and whole
+            os.rename(f".{self._file}", self._file, src_dir_fd=directory, dst_dir_fd=directory)     # complete
         except OSError as error:
             logger.debug("no reservation: %s", error)
             self.release()
@@ -107,8 +107,8 @@ class Reservation:
             self._held[self._file] = name
 
     def release(self) -> None:
-        """Idempotent."""
-        if self._fd < 0 or os.getpid() != self._owner:  # a forked child holds nothing
+        """Removes the reservation. Idempotent."""
+        if self._fd < 0 or os.getpid() != self._owner:  # a forked child has no reservation
             return
         with self._guard:
             self._held.pop(self._file, None)
@@ -122,7 +122,7 @@ class Reservation:
 
 
 def resident(pid: int) -> int:
-    """Bytes of its own memory that a process has touched, mapped files left out; 0 if that is not told."""
+    """Bytes of private memory that a process has touched, without mapped files; 0 if unknown."""
     try:
         pages, shared = Path(f"/proc/{pid}/statm").read_text().split()[1:3]
         return (int(pages) - int(shared)) * _PAGE
@@ -131,8 +131,10 @@ def resident(pid: int) -> int:
 
 
 def pending(nodes: list[int]) -> int:
-    """Bytes on `nodes` (none: anywhere) that are reserved and not touched yet. Of this process's own group only models
-    count that this process has reserved for as well: the other ranks' parts of what is being loaded now do not.
+    """Bytes on `nodes` ([]: any nodes) that are reserved and not touched yet.
+
+    For this process's own group, only models count for which this process also has a reservation. So other ranks'
+    parts of a model that is being loaded do not count.
     """
     try:
         directory = _open_folder()
@@ -149,21 +151,21 @@ def pending(nodes: list[int]) -> int:
                     processes.setdefault(entry["pid"], []).append(entry)
     finally:
         os.close(directory)
-    # What a process has touched since its first reservation belongs to one of them, whichever.
+    # Memory that a process touched since its first reservation belongs to one of its reservations.
     return sum(max(0, sum(e["size"] for e in entries) - max(0, resident(pid) - min(e["resident"] for e in entries)))
                for pid, entries in processes.items())
 
 
 def _entry(file: str, directory: int, nodes: set[int], mine: set[str]) -> dict | None:
-    """A reservation that counts on these nodes."""
+    """The reservation in a file; None if it does not count on these nodes."""
     try:
         fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
     except OSError:
-        return None  # released meanwhile
+        return None  # it was released in the meantime
     try:
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            os.unlink(file, dir_fd=directory)  # of a process that was killed
+            os.unlink(file, dir_fd=directory)  # its process was killed
             return None
         entry = json.loads(os.read(fd, 65536))
         if entry["group"] == _group() and entry["name"] not in mine:

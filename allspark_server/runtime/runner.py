@@ -1,4 +1,4 @@
-"""One model on one rank: opens it, checks that it fits, loads this rank's weights, sizes the cache, runs steps."""
+"""One model on one rank: opens it, checks that it fits, loads the rank's weights, sizes the cache and runs steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from allspark_server.runtime.digest import results_digest
 from allspark_server.runtime.host_cache import HEADER, HostCacheFile
 from allspark_server.runtime.memory import memory_nodes, nodes_of_cpus, own_nodes, physical_cores
 from allspark_server.runtime.plan import MAX_STEP_DRAFTS, MAX_STEP_PROBES
-from allspark_server.runtime.profile import RooflineMeter, GpuRooflineMeter, Profile, Profiler, summarize
+from allspark_server.runtime.profile import GpuRooflineMeter, Profile, Profiler, RooflineMeter, summarize
 from allspark_server.runtime.rank_model import RankModel, check_draft
 from allspark_server.runtime.reservations import Reservation, planning
 from allspark_server.runtime.steps import DEPTH
@@ -35,12 +35,16 @@ PROGRESS_SECONDS = 5.0
 
 
 def mib(size: int) -> str:
+    """A number of bytes in MiB, as text."""
     return f"{size / 2**20:,.1f} MiB"
 
 
 @contextmanager
 def memory_errors(purpose: str) -> Iterator[None]:
-    """Turns the native library's failures to allocate into ALLSPARK_MEMORY_ERROR."""
+    """A context that turns the native library's allocation failures into ALLSPARK_MEMORY_ERROR.
+
+    purpose: what needed the memory, for the text.
+    """
     try:
         yield
     except MemoryError as error:
@@ -52,8 +56,9 @@ def memory_errors(purpose: str) -> Iterator[None]:
 
 
 class ModelRunner:
-    """A model's shard on one rank, and its draft model's. Loading has two phases, so that all ranks agree on the number
-    of spans.
+    """The shards of a model and of its draft model on one rank.
+
+    Loading has two phases, `load` and `allocate_cache`, so that all ranks agree on the number of spans.
     """
 
     def __init__(self, config: AsModelConfig, *, rank: int = 0, world: int = 1, shared_memory: Any = None,
@@ -61,9 +66,9 @@ class ModelRunner:
         """shared_memory: of the ranks (None: one rank). cpus: the compute threads' (None: they are not pinned)."""
         self.config, self.rank, self.world, self.shared_memory = config, rank, world, shared_memory
         self.cpus = list(cpus or [])
-        #: called during load with (elements done, of how many)
+        #: called during load with (elements loaded, elements in all)
         self.progress: Progress | None = None
-        self._device: Any = None    # a Device, and its native executors, once load() has begun
+        self._device: Any = None    # a Device, and its native executors, once load() has started
         self._executor: Any = None
         self._reservation: Reservation | None = None  # of memory that is not touched yet
         self._model: RankModel | None = None
@@ -72,26 +77,26 @@ class ModelRunner:
         self._profiler: Profiler | None = None
         self._meter: RooflineMeter | GpuRooflineMeter | None = None
         self._host_file: HostCacheFile | None = None
-        self._adapter_memory: dict[int, Reservation | None] = {}  # by the adapters' index
-        #: of the bytes that load has read on this rank
+        self._adapter_memory: dict[int, Reservation | None] = {}  # by the adapter's index
+        #: digest of the bytes that load has read on this rank
         self.digest = ""
-        #: how other ranks reach this one's device, known after load; allocate_cache needs every rank's
+        #: the address of this rank's device for other ranks, known after load; allocate_cache needs every rank's
         self.address = ""
-        #: where this process's memory is: see RankModels.numbers
+        #: where this process's memory lies; see RankModels.numbers
         self.placement: dict = {}
-        #: how many spans the host cache can hold on this rank, known after load
+        #: the number of spans that fit into this rank's host cache, known after load
         self.host_spans = 0
-        #: of these, those that it holds from before, by their keys; known after allocate_cache
+        #: the spans by key that the host cache kept from an earlier process, known after allocate_cache
         self.held: dict[bytes, int] = {}
 
     def load(self) -> int:
-        """Opens and loads the model; returns how many spans of cache this rank can hold. AllSparkError if it cannot."""
+        """Opens and loads the model; returns the number of cache spans that fit. Raises AllSparkError on failure."""
         began = time.perf_counter()
         check_available(self.config.validate())
         config = self.config
         device = self._device = device_of(config, self.rank, self.world, self._pinned(), self._host_threads,
                                           self.shared_memory)
-        # A draft model's tables are those of its target, and it may lag behind.
+        # A draft model shares its target's span tables, and may be behind it.
         whole = config.speculation == "draft"
         model = self._model = RankModel(config, config.model_path, config.weights_path, self.rank, self.world, device,
                                         whole, adapters=config.lora_max_num > 0)
@@ -116,7 +121,7 @@ class ModelRunner:
         with memory_errors(f"loading the weights of model {config.model_name!r}"):
             model.load(self._executor, self._report())
         self.digest = model.digest
-        with memory_errors(f"what the ranks of model {config.model_name!r} exchange"):
+        with memory_errors(f"allocating the exchange buffers of model {config.model_name!r}"):
             self.address = device.share(self._executor, step[0])
         if self._draft is not None:
             self._draft_executor = device.beside(self._executor)
@@ -129,9 +134,10 @@ class ModelRunner:
 
     def allocate_cache(self, num_spans: int, digests: Sequence[str] = (), host_spans: int | None = None,
                        addresses: Sequence[str] = ()) -> ModelInfo:
-        """Allocates KV cache and activations; the model can then run. num_spans, host_spans: the least of what ranks
-        can hold, in the host cache as many as this one by default. digests, addresses: every rank's, in order; by
-        default this one's alone.
+        """Allocates KV cache and activations, after which the model can run steps.
+
+        num_spans, host_spans: the least numbers of spans that fit on all ranks; host_spans: by default this rank's.
+        digests, addresses: every rank's, by rank; by default only this rank's. Raises AllSparkError if memory is short.
         """
         config, model = self.config, self._loaded()
         if host_spans is None:
@@ -140,7 +146,7 @@ class ModelRunner:
         sizes = config.engine_max_batch, config.engine_max_length, config.cache_span_size, num_spans
         self._device.connect(self._executor, addresses)
         with memory_errors(f"allocating the cache of model {config.model_name!r} ({num_spans} spans)"):
-            if self._draft is not None:     # up to one row more of each sequence: the last token of drafts all accepted
+            if self._draft is not None:     # one more row a sequence: its last draft, if all were accepted
                 self._draft_executor.allocate(rows + config.engine_max_batch, *sizes, self._draft.cache_dtype)
             adapters = {"adapters": config.lora_max_num, "adapter_rank": config.lora_max_rank,
                         "adapter_dtype": model.adapter_dtype} if model.targets else {}
@@ -171,8 +177,10 @@ class ModelRunner:
             sampling_defaults=sampling_defaults(model.opened.tokenizer_dir))
 
     def load_adapter(self, index: int, directory: str) -> str:
-        """Loads a LoRA adapter while steps run, none of which names this index; returns its digest, which is equal on
-        every rank that has read the same. AllSparkError if it cannot.
+        """Loads a LoRA adapter while steps run that do not use this index.
+
+        Returns its digest, which is equal on all ranks that have read equal files. Raises AllSparkError if the adapter
+        cannot be loaded or does not fit.
         """
         config, model = self.config, self._loaded()
         if not model.targets:
@@ -202,7 +210,7 @@ class ModelRunner:
         return adapter.digest
 
     def unload_adapter(self, index: int) -> None:
-        """Frees an adapter between steps; nothing happens if there is none of this index."""
+        """Frees an adapter between steps. Does nothing if there is none of this index."""
         if index not in self._adapter_memory:
             return
         self._executor.set_adapter(index, None)
@@ -210,8 +218,10 @@ class ModelRunner:
             reservation.release()
 
     def move_memory(self, loaded: bool) -> None:
-        """Between steps, on a GPU: gives its memory back, with weights kept in the host's, or takes it again. What the
-        cache held is lost. AllSparkError if there is not enough memory where they go: then nothing has changed.
+        """Moves the weights of a model on a GPU between steps.
+
+        loaded=False copies them to host memory and frees the GPU's memory; True loads them again. The cache's content
+        is lost. Raises AllSparkError, and changes nothing, if the target has too little memory.
         """
         self._loaded()
         began = time.perf_counter()
@@ -227,7 +237,7 @@ class ModelRunner:
                     time.perf_counter() - began)
 
     def _allocate_host_cache(self, spans: int, hash_of_model: str) -> None:
-        """The host cache: memory, or a file, of which all is checked that it holds from before."""
+        """Allocates the host cache in memory or in a file; existing spans of a file are verified."""
         config, model = self.config, self._loaded()
         if not config.host_cache_dir:
             self._executor.allocate_host_cache(spans)
@@ -247,7 +257,7 @@ class ModelRunner:
                     len(self.held), spans, config.model_name, time.perf_counter() - began)
 
     def step(self, plan: bytes, want_logits: bool = False) -> Any:
-        """Runs one step plan; see runtime/plan.py. Returns the native StepResult; other threads' Python runs on."""
+        """Runs one step plan (see runtime/plan.py) without the GIL. Returns the native StepResult."""
         switch = self._profiler_switch()
         if switch is not None:
             self._executor.set_profiling(switch)
@@ -255,9 +265,7 @@ class ModelRunner:
 
     @property
     def masks(self) -> Any:
-        """Rank 0's native Masks, which draws may be made under: as many as the outputs of all steps that are under
-        way.
-        """
+        """Rank 0's native Masks of allowed tokens for sampling: one for each output of all submitted steps."""
         return self._executor.masks
 
     def submit(self, stepper: Any, plan: bytes, shared_memory: Any, kind: int, prefix: bytes) -> None:
@@ -266,7 +274,7 @@ class ModelRunner:
         stepper.submit(self._executor, plan, shared_memory, kind, prefix, -1 if switch is None else int(switch))
 
     def _profiler_switch(self) -> bool | None:
-        """Whether the next step switches profiling on or off; None: it stays."""
+        """Whether the next step switches profiling on or off; None: neither."""
         return self._profiler.before_step() if self._profiler is not None and self._profiler.active else None
 
     def measure_roofline(self) -> bool:
@@ -274,17 +282,17 @@ class ModelRunner:
         done.
         """
         self._loaded()
-        with memory_errors("measuring what the device does at most"):
+        with memory_errors("measuring the device's roofline"):
             return self._meter is None or self._meter.measure()
 
     def profile(self) -> Profile:
-        """What the ops of the steps profiled last cost (rank 0 only); first measures what is left of the ceilings."""
+        """The cost of the ops of the profiled steps (rank 0 only). First completes the measurement of the roofline."""
         model = self._loaded()
         assert self._profiler is not None and self._meter is not None
         return Profile(summarize(self._profiler.read(model.graph, model.formats)), self._meter.finish())
 
     def close(self) -> None:
-        """Frees weights and cache; nothing else may be called afterwards."""
+        """Frees weights and cache. No other method may be called afterwards."""
         self._device = self._executor = self._draft_executor = None
         self._model = self._draft = self._profiler = self._meter = None
         for reservation in filter(None, self._adapter_memory.values()):
@@ -302,12 +310,12 @@ class ModelRunner:
 
     @property
     def _shard(self) -> RankModel:
-        """The model's shard, which load() has opened."""
+        """The model's shard, once load() has opened it."""
         assert self._model is not None
         return self._model
 
     def _rows_of_step(self) -> int:
-        """Rows of a step: as configured, otherwise room for a prompt chunk beside a token of every running request."""
+        """The most rows of a step; by default room for a prompt chunk and one token of every running request."""
         config = self.config
         if config.max_step_tokens:
             return config.max_step_tokens
@@ -316,23 +324,23 @@ class ModelRunner:
         return max(step_tokens(config), 2 * config.engine_max_batch)
 
     def _check_rows(self, rows: int, most: int) -> None:
-        """AllSparkError if a device has no steps of so many."""
+        """Raises AllSparkError if a step of the device cannot have so many rows."""
         if self._draft is not None:
-            rows += self.config.engine_max_batch  # as allocate_cache() has it
+            rows += self.config.engine_max_batch  # as in allocate_cache()
         if rows > most:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
-                                f"a step of {rows} tokens (as max_step_tokens says, else engine_max_prefill_length and "
-                                f"engine_max_batch): compute_unit={self.config.compute_unit!r} takes at most {most}; longer "
-                                "prompts are computed in several steps")
+                                f"a step of {rows} tokens (max_step_tokens, else engine_max_prefill_length + "
+                                f"engine_max_batch) is too long: compute_unit={self.config.compute_unit!r} takes at "
+                                f"most {most}; longer prompts are computed in several steps")
 
     def _outputs_of_step(self) -> int:
-        """How many of them may have outputs."""
-        # Grammars give drafts without speculation, too.
+        """The most rows of a step that have outputs."""
+        # Grammars make drafts even without speculation.
         return min(self._rows_of_step(), self.config.engine_max_batch + MAX_STEP_DRAFTS + MAX_STEP_PROBES)
 
     @property
     def _groups(self) -> SpanGroups:
-        """The cache groups, as the scheduler has them: with windows, the spans of two steps beside them."""
+        """The cache groups as the scheduler sees them. With windows, they need spans for the rows of two steps."""
         windows = tuple(group.window for group in self._shard.graph.cache_groups)
         return SpanGroups(self.config.cache_span_size, windows, 2 * self._rows_of_step())
 
@@ -341,12 +349,12 @@ class ModelRunner:
 
     @property
     def gpu(self) -> int | None:
-        """The GPU that computes; None: CPUs do."""
+        """The index of the GPU that computes; None if CPUs compute."""
         return gpu_of(self.config, self.rank, self.world) if self.config.on_gpus else None
 
     @property
     def threads(self) -> int:
-        """That compute; where a GPU does, the one that waits for it."""
+        """The number of compute threads; 1 if a GPU computes: the thread that waits for it."""
         return 1 if self.config.on_gpus else self._host_threads
 
     @property
@@ -354,7 +362,7 @@ class ModelRunner:
         return self.config.num_threads or physical_cores(self.cpus)
 
     def _count_host_spans(self) -> int:
-        """Spans of the host cache, with what the file and each of them has beside."""
+        """The number of spans that fit into the host cache, whose file and spans have headers."""
         size = self.config.host_cache_memory
         spans = (size - HEADER - _PAGE) // (-(-self._span_bytes // 64) * 64 + 32)
         if size and spans < 1:
@@ -364,7 +372,7 @@ class ModelRunner:
         return min(spans, 2**31 - 1) if size else 0
 
     def _spans(self, available: int, fixed: int) -> int:
-        """How many spans fit. available: bytes this rank may use; fixed: bytes of weights and activations."""
+        """The number of spans that fit. available: bytes this rank may use; fixed: bytes of weights and activations."""
         config, span_bytes = self.config, self._span_bytes
         groups = self._groups
         one_request = groups.needed(config.engine_max_length)
@@ -404,7 +412,7 @@ class ModelRunner:
 
     # -- warnings ------------------------------------------------------------------------------------------------------
     def _report(self) -> Progress:
-        """Tells `progress` how far loading is, and the log every few seconds."""
+        """A function that reports loading to `progress`, and every few seconds to the log."""
         last = time.monotonic()
 
         def report(done: int, total: int) -> None:
@@ -419,7 +427,7 @@ class ModelRunner:
         return report
 
     def _check_placement(self) -> None:
-        """Reads back where this process's pages are and warns, with a number, when they are on other nodes."""
+        """Reads where this process's pages lie and warns if too many are on other NUMA nodes."""
         own = own_nodes(self.cpus)
         pages = pages_by_node()
         total = sum(pages.values())

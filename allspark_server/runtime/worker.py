@@ -1,5 +1,5 @@
-"""What a rank other than 0 does: obey the commands that rank 0 publishes in shared memory; and the heartbeat that every
-rank sends to the supervisor.
+"""The loop of a rank other than 0, which executes the commands that rank 0 publishes in shared memory, and the
+heartbeat that every rank sends to the supervisor.
 """
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from .group import Command, RankModels, unpack_step
 
 logger = logging.getLogger(__name__)
 
-EXIT_FAILED = 3             # the group cannot go on; a supervisor starts it again
+EXIT_FAILED = 3             # the group has failed; a supervisor restarts it
 EXIT_SUPERVISOR_LOST = 4
 HEARTBEAT_SECONDS = 1.0
-PROGRESS_SECONDS = 0.1      # between two reports of how far a load is
-MAX_ERROR = 8000            # characters of an error that fit a datagram, whatever they are
-WAIT_SECONDS = 5.0          # how long a wait lasts before Python sees signals again; waiting uses no CPU
+PROGRESS_SECONDS = 0.1      # between two reports of a load's progress
+MAX_ERROR = 8000            # characters of an error: the most that fit into a datagram in any encoding
+WAIT_SECONDS = 5.0          # the longest wait before Python handles signals; waiting uses no CPU
 
 
 def serve(models: RankModels) -> None:
-    """Obey until rank 0 closes the group. Raises RuntimeError if the group was aborted, or a step failed here (which
-    aborts it).
+    """Execute rank 0's commands until it closes the group.
+
+    Raises RuntimeError if the group was aborted or a step failed on this rank, which aborts the group.
     """
     shared_memory = models.shared_memory
     while True:
@@ -40,7 +41,7 @@ def serve(models: RankModels) -> None:
             name, plan = unpack_step(payload)
             try:
                 models.step(name, plan)
-            except ValueError as error:     # rank 0 has refused the same plan in the same state, and reports it
+            except ValueError as error:     # rank 0 rejects the same plan and reports it
                 logger.error("rank %d: step of %r: %s", models.rank, name, error)
             except Exception as error:
                 shared_memory.abort(f"rank {models.rank}: {error}")
@@ -68,8 +69,8 @@ def serve(models: RankModels) -> None:
 
 
 class Heartbeat:
-    """Sends the supervisor a datagram each second, from a thread; ends the process when the supervisor is gone, or
-    the group was aborted.
+    """A thread that sends the supervisor a datagram each second. It ends the process if the supervisor is gone or the
+    group was aborted.
 
     path: the supervisor's Unix datagram socket. Every message is a JSON object {"rank", "pid", "state", …}.
     """
@@ -87,45 +88,48 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
+        """Send the first message and start the thread."""
         self.send()
         self._thread.start()
 
     def stop(self) -> None:
-        """No more datagrams, and no more looks at the shared memory: for a clean end, before it goes away."""
+        """End the thread. Needed for a clean end, before the shared memory is unmapped."""
         self._stop.set()
         self._thread.join()
 
     def watch(self, models: RankModels, busy_since: Callable[[], float] | None = None) -> None:
-        """From now on also tell of the member's loads, how long its main thread has been at one thing and that it has
-        computed a step, count in its shared memory, and end the process if that says that the group was aborted.
+        """From now on also report the models' loads, how long the main thread has been busy, whether it has computed a
+        step, and the models' figures. End the process if their shared memory says that the group was aborted.
 
-        busy_since(): when that thread began what it is doing, on the monotonic clock, 0.0 while it waits for work;
-        without it, only steps count.
+        busy_since(): when the main thread began its current work, on the monotonic clock; 0.0 while it waits. By
+        default, only steps count as work.
         """
         self._busy_since = busy_since or (lambda: models.step_began)
         self._models = models
         models.progress = self.progress
         models.on_served = self.send
 
-    def tell_too(self, details: Callable[[], dict]) -> None:
-        """From now on, all messages have what `details()` returns, too."""
+    def add_details(self, details: Callable[[], dict]) -> None:
+        """From now on, add what `details()` returns to all messages."""
         self._details = details
 
     def state(self, state: str, **details: Any) -> None:
-        """Tell the supervisor at once what this rank is doing: "starting", "ready", "stopping" or "failed" (with
-        error=…, and fatal=True if starting again would not help).
+        """Report this rank's state at once: "starting", "ready", "stopping" or "failed".
+
+        A failure has error=…, and fatal=True if a restart would not help.
         """
         self._state = state
         self.send(**details)
 
     def progress(self, name: str, part: float) -> None:
-        """Tell how much of model `name` is loaded, 0…1; most calls are not passed on."""
+        """Report the loaded part of model `name`, 0…1. At most one call in PROGRESS_SECONDS sends a message."""
         now = time.monotonic()
         if part >= 1.0 or now - self._reported > PROGRESS_SECONDS:
             self._reported = now
             self.send(loading=name, part=part)
 
     def send(self, **details: Any) -> None:
+        """Send a message now, with these additional fields. Ends the process if the supervisor is gone."""
         began = self._busy_since()
         if began:
             details["step_seconds"] = time.monotonic() - began
@@ -149,7 +153,7 @@ class Heartbeat:
             shared_memory = self._models.shared_memory if self._models else None
             message = shared_memory.aborted() if shared_memory is not None else None
             if message:
-                time.sleep(HEARTBEAT_SECONDS)       # the thread that noticed first reports it better
+                time.sleep(HEARTBEAT_SECONDS)       # the thread that noticed first reports more details
                 logger.error("the group was aborted: %s", message)
                 self.send(error=message)
                 os._exit(EXIT_FAILED)

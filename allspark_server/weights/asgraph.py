@@ -22,7 +22,7 @@ from allspark_server.models.ops import Attribute
 from allspark_server.models.registry import ARCHITECTURES
 from allspark_server.weights.files import MAX_GRAPH_BYTES, read_file
 from allspark_server.weights.formats import (
-    BESIDE_CODES,
+    UNQUANTIZED_DTYPES,
     MOST_CODES,
     OFFSET,
     ORDER,
@@ -140,7 +140,7 @@ def from_message(message: pb.Graph) -> Graph:
     graph = Graph(config.checked())
     if message.HasField("quantization"):
         how = message.quantization
-        if how.unquantized not in BESIDE_CODES:
+        if how.unquantized not in UNQUANTIZED_DTYPES:
             raise ValueError(f"its unquantized weights are of the unknown type {how.unquantized!r}")
         graph.quantization = StoredQuantization(_format_of(how.format), how.quantize_head, how.unquantized)
     ids = Split(config.vocab_size)  # graphs of earlier builds divide the vocabulary by ids

@@ -18,7 +18,7 @@ SMALLEST_GROUP = 8  # the smallest group along K that the kernels support
 # Suffixes of the tensors that belong to a quantized tensor, after its name.
 SCALE, OFFSET, SUPER_SCALE, SUPER_OFFSET, ORDER = ".scale", ".offset", ".super_scale", ".super_offset", ".order"
 
-BESIDE_CODES = ("float32", "bfloat16")  # types of unquantized weights in a quantized model
+UNQUANTIZED_DTYPES = ("float32", "bfloat16")  # types of unquantized weights in a quantized model
 CODED = ("e4m3", "nf4", "e2m1")  # small floats; only checkpoints have them
 STORED_DTYPES = ("int8", "int4", "w8a8", "w4a8", *CODED)
 SCALE_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # scales of quantized checkpoints

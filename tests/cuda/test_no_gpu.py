@@ -104,7 +104,7 @@ def test_the_ids_of_gpus_are_not_said_to_be_ignored(caplog):
 
 def test_a_group_has_no_more_gpus_than_kernels_can_add_up(monkeypatch):
     monkeypatch.setattr(device, "cuda_library", lambda: SimpleNamespace(MOST_RANKS=8))
-    with pytest.raises(AllSparkError, match="a group has up to 8 GPUs, and compute_unit names 9") as caught:
+    with pytest.raises(AllSparkError, match="a group has up to 8 GPUs, but compute_unit names 9") as caught:
         device.Gpu(0, 1, range(9))
     assert caught.value.status is AsStatus.ALLSPARK_PARAM_ERROR
 

@@ -167,5 +167,5 @@ def test_two_ranks(kind, perturbed, engine_of, dtype):
 def test_a_draft_model_must_have_the_vocabulary(tmp_path):
     spec = CONFIGS[MODEL]
     other = write_checkpoint(tmp_path / "m", Spec(spec.family, {**spec.fields, "vocab_size": 300}))
-    with Engine() as engine, pytest.raises(AllSparkError, match="vocabulary of 300 tokens.*must be the same"):
+    with Engine() as engine, pytest.raises(AllSparkError, match="vocabulary of 300 tokens.*must be equal"):
         engine.install_model(config("draft", other))

@@ -32,7 +32,7 @@ NAMES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for
 def as_on_gpus(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(Cpus, "form_of", lambda self, form, experts, firsts: gpu_form(form, experts, 80, firsts))
-    monkeypatch.setattr(Cpus, "beside_codes", lambda self, dtype: "bfloat16")
+    monkeypatch.setattr(Cpus, "unquantized_dtype", lambda self, dtype: "bfloat16")
 
 
 @pytest.mark.parametrize("name", NAMES)

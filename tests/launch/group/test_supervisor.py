@@ -41,9 +41,9 @@ if mode == "stuck":
     heartbeat.watch(type("RankModels", (), {"step_began": time.monotonic(), "window": None, "served": False,
                                              "numbers": {}}))
 if rank == 0 and mode == "owing":
-    heartbeat.tell_too(lambda: {"requests": 1})
+    heartbeat.add_details(lambda: {"requests": 1})
 if rank == 0 and mode == "unhealthy":
-    heartbeat.tell_too(lambda began=time.monotonic(): {"healthy_seconds": time.monotonic() - began})
+    heartbeat.add_details(lambda began=time.monotonic(): {"healthy_seconds": time.monotonic() - began})
 heartbeat.state("ready", **({"addresses": ["unix:/fake"]} if rank == 0 else {}))
 if mode == "answers" and rank == 0:
     heartbeat.send(served=True)
