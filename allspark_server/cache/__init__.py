@@ -1,7 +1,7 @@
-"""The KV cache's bookkeeping: which span of the cache belongs to whom, and which spans hold a known prefix.
+"""The KV cache's bookkeeping: which sequence each span of the cache belongs to, and which spans hold a known prefix.
 
-A span is `span_size` consecutive positions of one sequence, over the layers of a cache group; here it is only a number.
-The memory behind it belongs to the native executor. No tensors and no requests in this package.
+A span is `span_size` consecutive positions of one sequence in all layers of a cache group. In this package it is only a
+number: the native executor owns its memory. The package uses no tensors and knows no requests.
 """
 
 from .host_cache import Copies, HostCache

@@ -1,4 +1,4 @@
-"""the host cache: which spans it holds, and the copies that bring them there and back."""
+"""The host cache: the spans that it holds, and the copies that save and restore them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-# Of what was measured, how much stays with each new measurement.
+# Weight of the old average when a new measurement is added to it.
 _MEMORY = 0.9
-# What is not worth the copying is tried again now and then: whatever made it slow may have gone.
+# Factor on the estimated cost of a copy each time that copying is rejected. The cost falls, so copies are tried again
+# later, in case their slowness was temporary.
 _FORGET = 0.98
 
 
 @dataclass
 class Copies:
-    """Of one step, which makes them before it computes anything: {span: (span of the host cache, key)}."""
+    """The copies of one step, made before it computes anything: {span: (span of the host cache, key)}."""
 
     saved: dict[int, tuple[int, bytes]] = field(default_factory=dict)
     restored: dict[int, tuple[int, bytes]] = field(default_factory=dict)
@@ -23,7 +24,7 @@ class Copies:
         return len(self.saved) + len(self.restored)
 
     def words(self) -> list[int]:
-        """Of the plan's section."""
+        """The words of the plan's section COPIES."""
         words = [len(self.saved)]
         for copies in (self.saved, self.restored):
             for span, (host, key) in copies.items():
@@ -32,23 +33,21 @@ class Copies:
 
 
 class CopyCosts:
-    """What bringing a span back costs, and computing it anew, as measured while steps run. Seconds; 0: unknown."""
+    """Measured costs in seconds: copy, of restoring a span; row, of computing a row. 0: unknown."""
 
     def __init__(self, span_size: int):
         self._span_size = span_size
         self.copy = self.row = 0.0
 
     def learn(self, rows: int, seconds: float, copies: int, copy_seconds: float) -> None:
-        """Takes notice of a step of so many rows, copies included in its time."""
+        """Records a step with `rows` rows, whose time `seconds` includes its copies' time."""
         if copies:
             self.copy = _mix(self.copy, copy_seconds / copies)
-        if rows >= self._span_size:  # of few rows a step's time is that of reading the weights
+        if rows >= self._span_size:  # with few rows, a step takes the time of reading the weights
             self.row = _mix(self.row, (seconds - copy_seconds) / rows)
 
     def worthwhile(self) -> bool:
-        """Whether to copy a span rather than compute it. Asked for each: an answer that was right once is doubted ever
-        more.
-        """
+        """Whether to copy a span instead of computing it. Each rejection lowers the estimated cost of a copy."""
         if not self.copy or not self.row or self.copy < self._span_size * self.row:
             return True
         self.copy *= _FORGET
@@ -56,15 +55,15 @@ class CopyCosts:
 
 
 class HostCache:
-    """Spans that were evicted from the cache, by their keys, the least recently used first to go.
+    """Spans that were evicted from the cache, by key. The least recently used one is evicted from here first.
 
-    A span that is evicted is not copied until somebody is about to write to it: so a long prompt's admission, which
-    takes many at once, does not hold up the next step. Until a step's plan is made, its copies are in `copies`.
+    An evicted span is copied only before the first write to it. So the admission of a long prompt, which evicts many
+    spans at once, does not delay the next step. copies: the copies of the step that is being planned.
     """
 
     def __init__(self, spans: int, span_size: int, held: Mapping[bytes, int] | None = None, lasting: bool = False):
-        """`spans`: how many it holds; `held`: those that are there already. `lasting`: it outlives this process, so
-        spans go there as soon as they are computed.
+        """spans: its capacity. held: the spans that it already holds, by key. lasting: it outlives this process, so
+        spans are saved as soon as they are computed.
         """
         self.spans, self.lasting = spans, lasting
         self.costs = CopyCosts(span_size)
@@ -72,9 +71,9 @@ class HostCache:
         self._host_of: OrderedDict[bytes, int] = OrderedDict(held or {})
         taken = set(self._host_of.values())
         self._free = [host for host in range(spans - 1, -1, -1) if host not in taken]
-        self._unsaved: dict[int, bytes] = {}  # evicted spans that still hold what they held
-        self._span_of: dict[bytes, int] = {}  # the same
-        self._busy: set[int] = set()  # spans of the host cache that `copies` name
+        self._unsaved: dict[int, bytes] = {}  # keys of evicted spans that are not overwritten yet
+        self._span_of: dict[bytes, int] = {}  # the inverse of _unsaved
+        self._busy: set[int] = set()  # spans of the host cache that `copies` uses
 
     def __len__(self) -> int:
         return len(self._host_of) + len(self._unsaved)
@@ -83,12 +82,12 @@ class HostCache:
         return key in self._host_of or key in self._span_of
 
     def computed(self, key: bytes, span: int) -> None:
-        """A span was computed and is in the cache."""
+        """Called when a span was computed and is in the cache."""
         if self.lasting and key not in self._host_of and self.costs.worthwhile():
             self._save(key, span)
 
     def evicted(self, key: bytes, span: int) -> None:
-        """A span of the cache was given away. Nobody has written to it yet."""
+        """Called when a span of the cache was evicted and is not overwritten yet."""
         if key in self._host_of:
             self._host_of.move_to_end(key)
         elif key not in self._span_of and self.costs.worthwhile():
@@ -96,13 +95,13 @@ class HostCache:
             self._span_of[key] = span
 
     def before_writes(self, spans: Sequence[int]) -> None:
-        """The step that is planned will write to these spans."""
+        """Called before the planned step writes to these spans."""
         if self._unsaved:
             for span in spans:
                 self._save_evicted(span)
 
     def restore(self, key: bytes, span: int) -> bool:
-        """Brings what the key names back, to this span. False if it is no longer there."""
+        """Plans a copy of the key's content to this span. Returns False if the host cache no longer holds it."""
         if key in self._span_of:
             self._save_evicted(self._span_of[key])
         self._save_evicted(span)
@@ -115,7 +114,7 @@ class HostCache:
         return True
 
     def take_copies(self) -> Copies | None:
-        """Those of the step that is planned now."""
+        """The copies of the planned step, or None. Starts the next step's."""
         if not self.copies:
             return None
         copies, self.copies = self.copies, Copies()
@@ -123,7 +122,7 @@ class HostCache:
         return copies
 
     def cache_is_lost(self) -> None:
-        """No span of the cache holds anything any more: what was still to be copied from there is lost, too."""
+        """Called when the cache lost its content: spans that were not copied yet are lost too."""
         for host, key in self.copies.saved.values():
             if self._host_of.get(key) == host:
                 del self._host_of[key]
@@ -147,7 +146,7 @@ class HostCache:
             host = self._free.pop()
         else:
             oldest = next(iter(self._host_of))
-            if self._host_of[oldest] in self._busy:  # more copies in a step than it holds
+            if self._host_of[oldest] in self._busy:  # the step already uses every span of the host cache
                 return
             host = self._host_of.pop(oldest)
         self._host_of[key] = host

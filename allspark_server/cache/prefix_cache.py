@@ -1,4 +1,4 @@
-"""Finds spans already computed for the beginning of a prompt."""
+"""Finds spans that were already computed for the beginning of a prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .span_pool import SpanPool
 
 
 class PrefixCache:
-    """Full spans by their keys (see `SpanKeys`)."""
+    """Full spans by key (see `SpanKeys`)."""
 
     def __init__(
         self,
@@ -22,7 +22,7 @@ class PrefixCache:
         clock: Callable[[], float] = time.monotonic,
         host_cache: HostCache | None = None,
     ):
-        """`ttl`: seconds an unreferenced span is kept. `host_cache`: where those go then that are given away."""
+        """ttl: seconds for which an unreferenced span is kept. host_cache: receives evicted spans."""
         self.keys = keys
         self.ttl = ttl
         self.host_cache = host_cache
@@ -39,12 +39,14 @@ class PrefixCache:
         return key in self._span_of
 
     def find(self, key: bytes) -> int | None:
-        """The span of that name. Takes no reference: call `SpanPool.acquire` next."""
+        """The span with this key, or None. Takes no reference: call `SpanPool.acquire` next."""
         return self._span_of.get(key)
 
     def match(self, keys: Sequence[bytes], groups: SpanGroups, restored: bool = False) -> int:
-        """How many of the chain's first positions, in spans, need not be computed: of each group those spans are known
-        that later rows see. `restored`: or in the host cache.
+        """The number of spans at the start of the chain that need not be computed.
+
+        In each cache group, all of those spans that later rows attend to are in the cache. restored: or in the host
+        cache.
         """
         self.expire()
         length, windowed = len(keys), groups.windowed
@@ -53,7 +55,7 @@ class PrefixCache:
             while at < length and self._known(in_group(keys[at], group), restored):
                 at += 1
             length = at
-        # What a window still sees before the end must be known; where something is not, the end must be before that.
+        # The spans that a window sees before the end must be known. If one is not, the end moves before it.
         begin = length
         while windowed and length > 0:
             seen = min(groups.behind(window, length * groups.size) for _, window in windowed)
@@ -66,7 +68,7 @@ class PrefixCache:
         return length
 
     def enter(self, key: bytes, span: int) -> None:
-        """Makes a fully computed span findable. A second span with the same content stays private to its sequence."""
+        """Adds a fully computed span. A second span with the same key stays private to its sequence."""
         if key not in self._span_of:
             self._span_of[key] = span
             self._key_of[span] = key
@@ -75,11 +77,11 @@ class PrefixCache:
                 self.host_cache.computed(key, span)
 
     def expire(self) -> None:
-        """Frees the spans that nobody has used for `ttl` seconds."""
+        """Frees the spans that no sequence has used for `ttl` seconds."""
         self._pool.evict_older_than(self._clock() - self.ttl)
 
     def clear(self) -> None:
-        """What the cache holds is lost; no sequence references any of it. The host cache keeps what it has."""
+        """Forgets all spans, because the cache lost its content; no sequence may reference one. The host cache stays."""
         self._pool.evict_older_than(float("inf"))
         if self.host_cache is not None:
             self.host_cache.cache_is_lost()

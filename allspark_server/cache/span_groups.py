@@ -1,21 +1,20 @@
-"""How many spans sequences have in each cache group."""
+"""The number of spans that sequences need in each cache group."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: In a sequence's span table: no span, as the group's window has left these positions behind.
+#: In a sequence's span table: no span, because these positions are before the group's attention window.
 NO_SPAN = -1
 
 
 @dataclass(frozen=True)
 class SpanGroups:
-    """The cache groups of a model: first those of full attention, then those with windows. All take their spans, which
-    are of one size in bytes, from one pool.
+    """The cache groups of a model: groups of full attention first, then groups with attention windows.
 
-    `size`: positions of a span. `windows`: of each group, how many of the last positions its layers see; 0: all.
-    `ahead`: of a prompt, how many positions beside the window a windowed group has spans for: what steps under way and
-    the next one compute.
+    All groups take spans of one size in bytes from one pool. size: positions of a span. windows: for each group, the
+    number of last positions that its layers attend to; 0: all. ahead: the positions after the window for which a
+    windowed group has spans: those that submitted steps and the next one compute.
     """
 
     size: int
@@ -24,28 +23,29 @@ class SpanGroups:
 
     @property
     def windowed(self) -> list[tuple[int, int]]:
-        """(number, window) of the groups that have one."""
+        """(group, window) of the groups that have a window."""
         return [(group, window) for group, window in enumerate(self.windows) if window]
 
     def count_for(self, positions: int) -> int:
-        """Spans of one group that hold so many positions."""
+        """The number of spans of one group that hold `positions` positions."""
         return -(-positions // self.size)
 
     def behind(self, window: int, position: int) -> int:
-        """Spans at the front that no row sees from `position` on."""
+        """The number of first spans to which no row from `position` on attends."""
         return max(0, position + 1 - window) // self.size if window else 0
 
     def end(self, window: int, begin: int, positions: int) -> int:
-        """Where the table of a history of so many positions ends, as long as it is being computed, if the first `begin`
-        spans are behind the window.
+        """The end of the span table of a history of `positions` positions while it is computed.
+
+        begin: the number of first spans that are before the window.
         """
         count = self.count_for(positions)
         return min(count, begin + self.count_for(window - 1 + self.ahead) + 1) if window else count
 
     def needed(self, positions: int) -> int:
-        """Spans that a sequence with a history of so many positions has at most, in all groups."""
+        """The most spans of all groups that a sequence with a history of `positions` positions has."""
         return sum(self.end(window, 0, positions) for window in self.windows)
 
     def positions(self, spans: int) -> int:
-        """What so many spans hold of sequences that are no longer than the windows."""
+        """The positions that `spans` spans hold, for sequences not longer than the windows."""
         return spans // len(self.windows) * self.size

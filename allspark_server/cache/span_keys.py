@@ -1,4 +1,4 @@
-"""Names full spans by what they hold."""
+"""Keys that identify full spans by their content."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ _DIGEST_SIZE = 16
 
 
 def scope(salt: str, adapter: str = "") -> str:
-    """The salt of what requests with a cache_salt share; of those with an adapter, its digest: what it computes is its
-    own. No salt of a client's is taken for another's with an adapter.
+    """The salt of a request's keys: its cache_salt, and the adapter's digest, as adapters change keys and values.
+
+    A client's cache_salt cannot equal the scope of an adapter.
     """
     if adapter:
         return f"\0adapter {adapter} {salt}"
@@ -19,22 +20,22 @@ def scope(salt: str, adapter: str = "") -> str:
 
 
 def in_group(key: bytes, group: int) -> bytes:
-    """Names the same positions in another cache group."""
+    """The key of the same positions in another cache group."""
     return bytes((key[0] ^ group,)) + key[1:] if group else key
 
 
 class SpanKeys:
-    """A hash chain: a span's key is the hash of its token ids and of the key of the span before it. Any thread.
+    """A hash chain: a span's key is the hash of its token ids and of the key of the span before it.
 
-    The chain begins with the salt of the request, so that requests share spans only within one salt, and, where the
-    model's rotary embedding depends on the prompt's length once past the original length, with that length (dynamic
-    scaling); or, where it depends on the history's (LongRoPE), with that it is past it. Equal keys
-    therefore mean equal keys and values, to the bit. A chain is of the first cache group; see `in_group` for others.
+    The chain's root covers the request's salt, so requests share spans only within one salt. It also covers what the
+    rotary embedding depends on: with dynamic scaling, the prompt's length if that is above the original length; with
+    LongRoPE, whether the history is above the original length. Therefore spans with equal keys hold the same bits. The
+    chain's keys are those of the first cache group; see `in_group` for others. Any thread may call the methods.
     """
 
     def __init__(self, span_size: int, dynamic_rope_original: int = 0, long_rope_original: int = 0):
-        """dynamic_rope_original, long_rope_original: the length that the model was trained for, if its rotary scaling
-        is dynamic, or LongRoPE; otherwise 0.
+        """dynamic_rope_original, long_rope_original: the length for which the model was trained, if its rotary scaling
+        is dynamic or LongRoPE; otherwise 0.
         """
         self.span_size = span_size
         self._dynamic_rope_original = dynamic_rope_original
@@ -47,7 +48,7 @@ class SpanKeys:
         return self._long_rope_original > 0
 
     def root(self, salt: str, prompt_len: int, history: int = 0) -> bytes:
-        """The key before the first span, of a sequence with a history of so many tokens."""
+        """The key before the first span of a sequence with a history of `history` tokens."""
         length = prompt_len if 0 < self._dynamic_rope_original < prompt_len else 0
         if 0 < self._long_rope_original < max(prompt_len, history):
             length = 1

@@ -1,4 +1,4 @@
-"""Spans by number: free, referenced by sequences, or kept unreferenced because they hold a known prefix."""
+"""The pool of spans: free, referenced by sequences, or kept unreferenced because they hold a known prefix."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from collections.abc import Callable, Iterable
 class SpanPool:
     """Hands out the spans 0 … num_spans-1 of one model's cache.
 
-    A span is in one of three places: on the free list; referenced by one or more sequences; or unreferenced but *kept*
-    (it holds a prefix that a later request may want). Kept spans are given away again when the free list is empty,
-    the least recently used first.
+    A span is in one of three states: on the free list; referenced by one or more sequences; or unreferenced but *kept*,
+    because it holds a prefix that a later request may use. If the free list is empty, kept spans are evicted, the least
+    recently used first.
     """
 
     def __init__(self, num_spans: int):
         if num_spans < 1:
             raise ValueError(f"num_spans is {num_spans}; a cache needs at least 1 span")
         self.num_spans = num_spans
-        self._free = list(range(num_spans - 1, -1, -1))  # a stack: low numbers first, recently freed (warm) ones again
+        self._free = list(range(num_spans - 1, -1, -1))  # a stack: first low numbers, then recently freed spans
         self._references = [0] * num_spans
         self._keep: set[int] = set()
         self._unreferenced: OrderedDict[int, float] = OrderedDict()  # kept span → when it was last used, oldest first
         self._on_evict: Callable[[int], None] | None = None
 
     def set_evict_listener(self, listener: Callable[[int], None]) -> None:
-        """`listener(span)` is called when a kept span is about to be reused: its prefix must be forgotten."""
+        """Sets `listener(span)`, which is called when a kept span is evicted and its prefix must be forgotten."""
         self._on_evict = listener
 
     @property
     def available(self) -> int:
-        """Spans that `allocate` could give now."""
+        """The number of spans that `allocate` can return now."""
         return len(self._free) + len(self._unreferenced)
 
     @property
     def used(self) -> int:
-        """Spans that some sequence references."""
+        """The number of spans that sequences reference."""
         return self.num_spans - self.available
 
     @property
     def kept(self) -> int:
-        """Unreferenced spans that are kept for their prefix."""
+        """The number of unreferenced spans that are kept for their prefix."""
         return len(self._unreferenced)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` spans with one reference each, or None (and nothing changed) if there are not that many."""
+        """`count` spans with one reference each; None, without a change, if fewer are available."""
         if count > self.available:
             return None
         spans = []
@@ -57,14 +57,14 @@ class SpanPool:
         return spans
 
     def acquire(self, spans: Iterable[int]) -> None:
-        """One more reference on each span; they must be kept or referenced."""
+        """Adds a reference to each span. The spans must be kept or referenced."""
         for span in spans:
             if self._references[span] == 0:
                 del self._unreferenced[span]
             self._references[span] += 1
 
     def release(self, spans: list[int], now: float) -> None:
-        """One reference less on each span of a sequence, given in order of position.
+        """Removes a reference from each span of a sequence. spans: in order of position.
 
         The last positions are released first, so that a chain of kept spans is evicted from its end.
         """
@@ -77,7 +77,7 @@ class SpanPool:
                     self._free.append(span)
 
     def keep(self, span: int) -> None:
-        """From now on the span is kept when nobody references it."""
+        """From now on, keeps the span when no sequence references it."""
         self._keep.add(span)
 
     def evict_older_than(self, time: float) -> int:

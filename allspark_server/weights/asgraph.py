@@ -22,7 +22,6 @@ from allspark_server.models.ops import Attribute
 from allspark_server.models.registry import ARCHITECTURES
 from allspark_server.weights.files import MAX_GRAPH_BYTES, read_file
 from allspark_server.weights.formats import (
-    UNQUANTIZED_DTYPES,
     MOST_CODES,
     OFFSET,
     ORDER,
@@ -32,6 +31,7 @@ from allspark_server.weights.formats import (
     STORED_DTYPES,
     SUPER_OFFSET,
     SUPER_SCALE,
+    UNQUANTIZED_DTYPES,
     ScaleLayout,
     StoredQuantization,
     WeightFormat,
