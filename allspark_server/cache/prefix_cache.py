@@ -81,7 +81,7 @@ class PrefixCache:
         self._pool.evict_older_than(self._clock() - self.ttl)
 
     def clear(self) -> None:
-        """Forgets all spans, because the cache lost its content; no sequence may reference one. The host cache stays."""
+        """Forgets all spans, as the cache lost its content; no sequence may reference one. The host cache stays."""
         self._pool.evict_older_than(float("inf"))
         if self.host_cache is not None:
             self.host_cache.cache_is_lost()

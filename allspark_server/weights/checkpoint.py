@@ -259,8 +259,8 @@ class UnitHead(Changed):
         """See `Source.form`."""
         form = self.source.form(name)
         if form is not None and name == self.HEAD:
-            raise ValueError(f"{name} is quantized ({form}), but its rows must be scaled to length 1: only an unquantized "
-                             "head is served for this architecture")
+            raise ValueError(f"{name} is quantized ({form}), but its rows must be scaled to length 1: only an "
+                             "unquantized head is served for this architecture")
         return form
 
 
@@ -280,6 +280,7 @@ class TextPart(Changed):
         return self.inner.keys()
 
     def stored_name(self, name: str) -> str:
+        """The name of a tensor in the inner source."""
         return self.inner[name]
 
     def form(self, name: str) -> WeightFormat | None:

@@ -11,7 +11,7 @@ from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
 
 _WHOLE = 8 << 20  # files up to this many bytes are read whole
-_SAMPLES, _SAMPLE = 64, 64 << 10  # number and bytes of the samples of a larger file; the first and last bytes are included
+_SAMPLES, _SAMPLE = 64, 64 << 10  # number and bytes of samples of a larger file, with its first and last bytes
 _SUFFIXES = {".json", ".safetensors", ".bin", ".model", ".tiktoken", ".jinja", ".gguf", ".asgraph", ".asparam"}
 
 
@@ -56,5 +56,5 @@ def check_copies(name: str, hosts: Mapping[str, Mapping[str, str]]) -> None:
             if found[file] != wanted.get(file, found[file]):
                 raise AllSparkError(
                     AsStatus.ALLSPARK_PARAM_ERROR,
-                    f"model {name!r}: {file} on host {host} differs from that on host {own}; every host of a group needs "
-                    "the same checkpoint")
+                    f"model {name!r}: {file} on host {host} differs from that on host {own}; every host of a group "
+                    "needs the same checkpoint")

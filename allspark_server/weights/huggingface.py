@@ -33,8 +33,8 @@ from allspark_server.weights.safetensors import ITEM_BYTES
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-                   "vocab.json", "merges.txt", "tokenizer.model", "qwen.tiktoken", "chat_template.jinja", "chat_template.json",
-                   "generation_config.json")
+                   "vocab.json", "merges.txt", "tokenizer.model", "qwen.tiktoken", "chat_template.jinja",
+                   "chat_template.json", "generation_config.json")
 MEMORY_FOLDER = Path("/dev/shm")
 ROPE_SCALINGS = {RoPEScaleMethod.YaRN: "yarn", RoPEScaleMethod.NTK: "dynamic"}
 
@@ -106,7 +106,8 @@ class HuggingFaceModel:
         """The model's context length in positions, with set_rope_scale_method's scaling."""
         return self._config().max_position_embeddings
 
-    def set_rope_scale_method(self, method: RoPEScaleMethod, parameter_dict: dict[str, Any] | None = None) -> HuggingFaceModel:
+    def set_rope_scale_method(self, method: RoPEScaleMethod,
+                              parameter_dict: dict[str, Any] | None = None) -> HuggingFaceModel:
         """Replaces config.json's rotary scaling in what is serialized from now on.
 
         parameter_dict: the fields of rope_scaling, such as {"factor": 4.0, "original_max_position_embeddings": 32768}.
@@ -126,7 +127,8 @@ class HuggingFaceModel:
         self._rope_scaling, self._files = scaling, None
         return self.load_model() if self._model is not None else self
 
-    def init_quantization(self, enable: bool = True, customized_quant_config: dict[str, Any] | None = None) -> HuggingFaceModel:
+    def init_quantization(self, enable: bool = True,
+                          customized_quant_config: dict[str, Any] | None = None) -> HuggingFaceModel:
         """Sets the default customized_quant_config for serializing with enable_quant."""
         if customized_quant_config is not None:
             quantization_of(False, customized_quant_config)     # raises if it is wrong
@@ -149,7 +151,7 @@ class HuggingFaceModel:
         """
         directory = self._checkpoint() if self.path.is_dir() else self._opened().tokenizer_dir
         if directory is None:
-            raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"{self.path} holds no tokenizer that is supported")
+            raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"{self.path} holds no supported tokenizer")
         file = vocabulary_file(directory)
         known = file is None or file.name == JSON
         if not known or importlib.util.find_spec("transformers") is None:
@@ -302,8 +304,8 @@ class HuggingFaceModel:
         if how is None:
             return graph
         if graph.quantization is not None:
-            raise ValueError(f"enable_quant: {self.path} is already quantized ({graph.quantization.format}); serialize it "
-                             "without enable_quant")
+            raise ValueError(f"enable_quant: {self.path} is already quantized ({graph.quantization.format}); serialize "
+                             "it without enable_quant")
         unquantized = (
             self._unquantized if self.data_type == "auto" else "bfloat16" if self.data_type == "bfloat16" else "float32"
         )

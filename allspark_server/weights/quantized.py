@@ -74,8 +74,9 @@ class QuantizedRows:
 
 
 # GGUF's blocks that the native library reads: bytes of a block, and the places of its float16 scale and offset.
-BLOCKS: dict[str, tuple[int, int, int | None]] = {"Q4_0": (18, 0, None), "Q4_1": (20, 0, 2), "Q8_0": (34, 0, None), "Q4_K": (144, 0, 2), "Q5_K": (176, 0, 2),
-          "Q6_K": (210, 208, None)}
+BLOCKS: dict[str, tuple[int, int, int | None]] = {
+    "Q4_0": (18, 0, None), "Q4_1": (20, 0, 2), "Q8_0": (34, 0, None), "Q4_K": (144, 0, 2), "Q5_K": (176, 0, 2),
+    "Q6_K": (210, 208, None)}
 
 
 def block_floats(rows: QuantizedRows) -> tuple[np.ndarray, np.ndarray | None]:

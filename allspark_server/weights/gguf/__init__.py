@@ -1,5 +1,7 @@
-"""GGUF files (llama.cpp): weights, config and tokenizer in one file. file.py reads the container, blocks.py its
-quantized types, model.py says what of it a network is, tokenizer.py makes its vocabulary a tokenizer.
+"""GGUF files (llama.cpp): weights, config and tokenizer in one file.
+
+file.py reads the container and blocks.py its quantized types. model.py maps metadata and tensors to a model, and
+tokenizer.py turns the vocabulary into a tokenizer.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""GGUF's types: blocks of so many values of a row each, and how the quantized ones become plain rows of codes.
+"""GGUF's types: a row is divided into blocks of values; quantized blocks become plain rows of quantized values.
 
-What a code stands for, in the arithmetic of ggml's own dequantization:
+The number that a quantized value q stands for, as ggml dequantizes it:
   Q4_0, Q5_0, Q8_0   d * (q - middle)                       Q4_1, Q5_1   d * q + m
   Q2_K, Q4_K, Q5_K   (d * scale) * q - (dmin * minimum)     Q3_K, Q6_K   (d * scale) * (q - middle)
-d, m, dmin are float16; scales and minimums of the K types integers of 4, 6 or 8 bits, for groups of 16 or 32 of a
-super-group's 256 values. All products are exact in float32.
+d, m and dmin are float16. Scales and minimums of the K types are integers of 4, 6 or 8 bits, one for each group of 16
+or 32 values; a super-group has 256 values. All products are exact in float32.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _HALF = np.dtype("<f2")
 
 @dataclass(frozen=True)
 class BlockType:
-    """values: of a block, in so many bytes. plain: as safetensors calls a type that is not quantized. form: of
-    one that is, the format of a matrix; rows: makes its rows of blocks uint8 [n, blocks, bytes], of types that the
-    native library does not take as they are.
+    """A type of tensors, in blocks of `values` values and `bytes` bytes.
+
+    plain: safetensors' name of a type that is not quantized. form: the matrix format of a quantized type. rows: unpacks
+    blocks, uint8 [n, blocks, bytes], into rows, for types that the native library does not read.
     """
 
     name: str
@@ -37,28 +38,28 @@ class BlockType:
 
 
 def _half(blocks: np.ndarray, at: int) -> np.ndarray:
-    """float16 [n, blocks] at byte `at` of each block."""
+    """The float16 at byte `at` of each block: [n, blocks]."""
     return np.ascontiguousarray(blocks[:, :, at:at + 2]).view(_HALF)[..., 0]
 
 
-def _flat(codes: np.ndarray, bits: int) -> np.ndarray:
-    """[n, blocks, ...] as rows of codes."""
-    return pack_codes(codes.reshape(len(codes), -1), bits)
+def _flat(values: np.ndarray, bits: int) -> np.ndarray:
+    """Values [n, blocks, ...] packed into rows of `bits` bits a value."""
+    return pack_codes(values.reshape(len(values), -1), bits)
 
 
 def _nibbles(packed: np.ndarray) -> np.ndarray:
-    """[n, blocks, 2, bytes]: the lower halves of bytes, then the upper ones."""
+    """The lower halves of bytes, then their upper halves: [n, blocks, 2, bytes]."""
     return np.stack((packed & 15, packed >> 4), axis=2)
 
 
 def _fifth_bits(blocks: np.ndarray, at: int) -> np.ndarray:
-    """[n, blocks, 32]: the bits of 32 at byte `at`, the lowest first."""
+    """The 32 bits at byte `at` of each block, the lowest first: [n, blocks, 32]."""
     return np.unpackbits(blocks[:, :, at:at + 4], axis=2, bitorder="little")
 
 
 def _q5(blocks: np.ndarray, at: int) -> np.ndarray:
-    codes = _nibbles(blocks[:, :, at + 4:]).reshape(*blocks.shape[:2], 32)
-    return _flat(codes | _fifth_bits(blocks, at) << 4, 8)
+    values = _nibbles(blocks[:, :, at + 4:]).reshape(*blocks.shape[:2], 32)
+    return _flat(values | _fifth_bits(blocks, at) << 4, 8)
 
 
 def _q5_0(blocks: np.ndarray) -> QuantizedRows:
@@ -73,16 +74,16 @@ def _minus(half: np.ndarray) -> np.ndarray:
     return (half.view(np.uint16) ^ np.uint16(0x8000)).view(_HALF)
 
 
-def _nested(codes: np.ndarray, bits: int, d: np.ndarray, scales: np.ndarray, dmin: np.ndarray | None = None,
+def _nested(values: np.ndarray, bits: int, d: np.ndarray, scales: np.ndarray, dmin: np.ndarray | None = None,
             minimums: np.ndarray | None = None) -> QuantizedRows:
     def rows(x: np.ndarray | None) -> np.ndarray | None:
         return None if x is None else np.ascontiguousarray(x.reshape(len(x), -1)).view(np.int8)
 
-    return QuantizedRows(_flat(codes, bits), rows(scales), rows(minimums), d, None if dmin is None else _minus(dmin))
+    return QuantizedRows(_flat(values, bits), rows(scales), rows(minimums), d, None if dmin is None else _minus(dmin))
 
 
 def _two_bits(packed: np.ndarray) -> np.ndarray:
-    """[n, blocks, 2, 4, 32] of 64 bytes."""
+    """The 2-bit values of 64 bytes: [n, blocks, 2, 4, 32]."""
     shifts = np.array([[0], [2], [4], [6]], np.uint8)
     return packed.reshape(*packed.shape[:2], 2, 1, 32) >> shifts & 3
 
@@ -94,12 +95,12 @@ def _q2_k(blocks: np.ndarray) -> QuantizedRows:
 
 def _q3_k(blocks: np.ndarray) -> QuantizedRows:
     third = blocks[:, :, None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1
-    codes = _two_bits(blocks[:, :, 32:96])
-    codes = codes | (third << 2).reshape(codes.shape)
+    values = _two_bits(blocks[:, :, 32:96])
+    values = values | (third << 2).reshape(values.shape)
     low = blocks[:, :, None, 96:104] >> np.array([[0], [4]], np.uint8) & 15
     high = blocks[:, :, None, 104:108] >> np.array([[0], [2], [4], [6]], np.uint8) & 3
     scales = low.reshape(*blocks.shape[:2], 16) | high.reshape(*blocks.shape[:2], 16) << 4
-    return _nested(codes, 4, _half(blocks, 108), scales - np.uint8(32))
+    return _nested(values, 4, _half(blocks, 108), scales - np.uint8(32))
 
 
 def _simple(dtype: str, zeros: str, center: int | None) -> WeightFormat:
@@ -125,7 +126,7 @@ TYPES = {
     14: BlockType("Q6_K", SUPER, 210, form=_k("int8", 16, "none", 32)),
     30: BlockType("BF16", 1, 2, "BF16"),
 }
-# Others that ggml has or had, to be refused by name.
+# Other types of ggml, past and present, which errors name.
 TYPE_NAMES = {9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
               22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M",
               31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"}

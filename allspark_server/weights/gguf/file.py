@@ -1,8 +1,8 @@
-"""GGUF's container, read by mapping. The file is foreign input: every count, length and offset is checked before it is
-used.
+"""Reads GGUF's container by mapping the file. The file is untrusted input: every count, length and offset is checked
+before it is used.
 
-Layout, little-endian: magic, version, numbers of tensors and of metadata; metadata (key, type, value); tensors (name,
-dimensions, type, offset); from the next multiple of the alignment the tensors' data.
+Layout (little-endian), by ggml's docs/gguf.md: magic, version, numbers of tensors and of metadata; metadata (key, type,
+value); tensors (name, dimensions, type, offset); from the next multiple of the alignment on, the tensors' data.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ MAX_HEADER_BYTES = 256 * MIB
 MAX_PARTS = 1000
 DEFAULT_ALIGNMENT, MAX_ALIGNMENT = 32, 1 << 20
 STRING, ARRAY, BOOL = 8, 9, 7
-_SCALARS: dict[int, np.dtype[Any]] = {0: np.dtype("u1"), 1: np.dtype("i1"), 2: np.dtype("<u2"), 3: np.dtype("<i2"), 4: np.dtype("<u4"),
-            5: np.dtype("<i4"), 6: np.dtype("<f4"), 7: np.dtype("u1"), 10: np.dtype("<u8"), 11: np.dtype("<i8"),
-            12: np.dtype("<f8")}
+_SCALARS: dict[int, np.dtype[Any]] = {kind: np.dtype(name) for kind, name in {
+    0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "u1", 10: "<u8", 11: "<i8",
+    12: "<f8"}.items()}
 _PART = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 @dataclass(frozen=True, eq=False)
 class GgufTensor:
-    """A tensor of a file. shape: as NumPy has it, the longest stride first; data: uint8 [rows, bytes of a row]."""
+    """A tensor of a file. shape: in NumPy's order, the longest stride first. data: uint8 [rows, bytes of a row]."""
 
     name: str
     type: BlockType
@@ -47,14 +47,17 @@ class GgufTensor:
 
 
 class GgufFile:
-    """One mapped file: `metadata` by key (numbers, strings, lists of strings, arrays of numbers), and its tensors."""
+    """A mapped file: its `metadata` by key (numbers, strings, lists of strings, arrays of numbers) and its tensors.
+
+    Raises AllSparkError if the file is not valid.
+    """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         with open_regular(self.path) as file:
             self._size = os.fstat(file.fileno()).st_size
             if self._size < 24:
-                raise self._broken(f"it has {self._size} bytes, its first fields alone take 24")
+                raise self._broken(f"it has {self._size} bytes, but its first fields take 24")
             try:
                 self._map = mmap.mmap(file.fileno(), self._size, access=mmap.ACCESS_READ)
             except (OSError, ValueError) as error:
@@ -74,15 +77,15 @@ class GgufFile:
 
     # -- the header ----------------------------------------------------------------------------------------------------
     def _start(self) -> tuple[int, int]:
-        """Numbers of tensors and of metadata."""
+        """Reads the first fields; returns the numbers of tensors and of metadata."""
         magic = self._take(4, "the magic")
         if magic != MAGIC:
             raise self._broken(f"it begins with {magic!r}: expected {MAGIC!r}")
         version = self._number("<I")
         if version not in VERSIONS:
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
-            raise self._broken("it is a big-endian file: only little-endian ones are read" if swapped else
-                               f"its version is {version}: versions 2 and 3 are read")
+            raise self._broken("it is a big-endian file: only little-endian files are supported" if swapped else
+                               f"its version is {version}: versions 2 and 3 are supported")
         tensors, metadata = self._number("<Q"), self._number("<Q")
         if tensors > MAX_TENSORS or metadata > MAX_METADATA:
             raise self._broken(f"it claims {tensors} tensors and {metadata} metadata; at most {MAX_TENSORS} and "
@@ -94,7 +97,7 @@ class GgufFile:
         return self._map[begin:begin + count]
 
     def _skip(self, count: int, what: str) -> int:
-        """Where the next `count` bytes begin, which are passed over."""
+        """Skips `count` bytes; returns where they begin."""
         begin, end = self._at, self._at + count
         if end > self._size:
             raise self._broken(f"truncated: {what} takes bytes {begin} to {end}, the file has {self._size}")
@@ -129,7 +132,7 @@ class GgufFile:
     def _array(self, key: str) -> list[str] | np.ndarray:
         kind, count = self._number("<I"), self._number("<Q")
         if kind == STRING:
-            if count > self._size // 8:  # each has a length
+            if count > self._size // 8:  # each string has a length of 8 bytes
                 raise self._broken(f"truncated: metadata {key!r} claims {count} strings")
             return [self._string(f"a string of metadata {key!r}") for _ in range(count)]
         if kind not in _SCALARS:
@@ -186,15 +189,19 @@ class GgufFile:
 
     # -- tensors -------------------------------------------------------------------------------------------------------
     def names(self) -> list[str]:
+        """The names of the file's tensors."""
         return list(self._tensors)
 
     def get(self, name: str) -> GgufTensor:
-        """The tensor called `name`; KeyError when the file has none."""
+        """The tensor called `name`. Raises KeyError if the file has none."""
         return self._tensors[name]
 
 
 def open_parts(path: Path) -> list[GgufFile]:
-    """A model's file, or all of those that it was split into: `path` is the first."""
+    """A model's file or, if it was split, all of its files. path: the first one.
+
+    Raises AllSparkError if a file is not valid or `path` is not the first one.
+    """
     first = GgufFile(path)
     count = first.metadata.get("split.count", 1)
     if count in (0, 1):

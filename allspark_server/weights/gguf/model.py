@@ -1,5 +1,5 @@
-"""What of a GGUF file a network is: its metadata as the fields of a config.json, its tensors by the names that
-checkpoints of transformers have.
+"""Maps a GGUF file to a model: its metadata to the fields of a config.json, and its tensors to the names that
+checkpoints of transformers use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from allspark_server.weights.gguf.file import GgufFile, GgufTensor
 from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor
 from allspark_server.weights.safetensors import QUANTIZED_TYPES, StoredTensor
 
-# general.architecture -> config.json's "architectures"; the second with experts.
+# general.architecture -> config.json's "architectures" without and with experts.
 ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "MixtralForCausalLM"),
     "qwen2": ("Qwen2ForCausalLM", None),
@@ -30,7 +30,7 @@ ARCHITECTURES = {
 }
 ROPE_FACTORS = "rope_freqs.weight"
 _FACTORS_TOLERANCE = 1e-5
-_INTERLEAVED = ("llama", "smollm3")  # heads' pairs are neighbours in the rows of q and k, not the two halves
+_INTERLEAVED = ("llama", "smollm3")  # rotary pairs are adjacent rows of q and k, not rows of a head's two halves
 
 _PLAIN = {"model.embed_tokens.weight": "token_embd.weight", "lm_head.weight": "output.weight",
           "model.norm.weight": "output_norm.weight"}
@@ -48,8 +48,9 @@ _OF_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(?P<expert>\d+)\.(?
 
 
 def gguf_name(name: str) -> tuple[str, int | None]:
-    """What a tensor of transformers' checkpoints is called here, and the number of the expert that it is of; KeyError
-    for others.
+    """The name in a GGUF file of a tensor of transformers' checkpoints, and its expert's number or None.
+
+    Raises KeyError if GGUF has no such tensor.
     """
     if name in _PLAIN:
         return _PLAIN[name], None
@@ -65,12 +66,12 @@ def gguf_name(name: str) -> tuple[str, int | None]:
 
 # -- config ------------------------------------------------------------------------------------------------------------
 def model_config(files: Sequence[GgufFile]) -> ModelConfig:
-    """The network that a model's files describe; AllSparkError naming what of it is not served."""
+    """The config of a model. Raises AllSparkError, which names the field, if the model is not supported."""
     return _Metadata(files).config()
 
 
 class _Metadata(Fields):
-    """A file's metadata; those of its architecture by what follows its name."""
+    """A file's metadata. `own` reads a field of the architecture without its prefix."""
 
     def __init__(self, files: Sequence[GgufFile]):
         super().__init__(files[0].metadata, files[0].path)
@@ -81,7 +82,7 @@ class _Metadata(Fields):
                                                      f"{', '.join(ARCHITECTURES)}")
 
     def own(self, name: str, kind: type, default: Any = None) -> Any:
-        """A field of the architecture; where it may differ from layer to layer, it must not."""
+        """A field of the architecture. If it has a value for each layer, all values must be equal."""
         key = f"{self.architecture}.{name}"
         value = self.values.get(key)
         if isinstance(value, np.ndarray):
@@ -114,12 +115,12 @@ class _Metadata(Fields):
             raise self.error(f"{self.architecture}.attention.value_length", f"is not attention.key_length ({head_dim})")
         rotated = self.own("rope.dimension_count", int, head_dim)
         if rotated != head_dim:
-            raise self.error(f"{self.architecture}.rope.dimension_count", f"is {rotated}: expected all {head_dim} of a "
-                                                                          "head")
+            raise self.error(f"{self.architecture}.rope.dimension_count", f"is {rotated}: expected "
+                                                                          f"{head_dim}, a whole head")
         window = self.own("attention.sliding_window", int)
         if window and self.architecture != "smollm3":
             raise self.error(f"{self.architecture}.attention.sliding_window",
-                             f"is {window}: a sliding window of such a file is not supported")
+                             f"is {window}: sliding windows are not supported for this architecture")
         values: dict[str, Any] = {
             "architectures": [name],
             "hidden_size": hidden,
@@ -169,7 +170,7 @@ class _Metadata(Fields):
         return {**values, "rope_scaling": scaling}
 
     def _llama3(self, config: ModelConfig) -> dict[str, Any]:
-        """The rotary scaling whose factors a tensor holds: llama3's, which is all that has such a tensor here."""
+        """The rotary scaling whose factors a tensor holds. Only llama3's scaling is supported."""
         tensor = self.tensors[ROPE_FACTORS].get(ROPE_FACTORS)
         factors = tensor.data.view(np.float32).reshape(-1) if tensor.type.name == "F32" else np.empty(0)
         if len(factors) != config.head_dim // 2 or not np.isfinite(factors).all() or (factors < 1).any():
@@ -186,19 +187,19 @@ class _Metadata(Fields):
         plain = rotary_of(RopeConfig(theta=config.rope.theta), config.head_dim).inv_freq
         if np.abs(np.asarray(plain) / np.asarray(wanted) / factors - 1).max() > _FACTORS_TOLERANCE:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
-                                f"tensor {ROPE_FACTORS!r} in {tensor.file} holds factors that are not those of "
+                                f"tensor {ROPE_FACTORS!r} in {tensor.file} holds factors that differ from "
                                 f"llama3's scaling by {factor:g} from 8192 positions")
         return values
 
 
 def _as_written(value: float) -> float:
-    """The shortest decimal that is this float32: what the converter read from a config.json."""
+    """The shortest decimal of this float32, which is what the converter read from a config.json."""
     return float(str(np.float32(value)))
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
 class GgufSource:
-    """A model's tensors, by the names of transformers' checkpoints."""
+    """A `Source` of a model's tensors, with the names of transformers' checkpoints."""
 
     def __init__(self, files: Sequence[GgufFile], config: ModelConfig):
         self.path = files[0].path
@@ -217,7 +218,7 @@ class GgufSource:
         return {known[name] for name in self.tensors if name not in used and name != ROPE_FACTORS}
 
     def _found(self, name: str) -> tuple[GgufTensor, slice, np.ndarray | None]:
-        """A tensor, which of its rows it is, and their order (of the heads' rows that llama.cpp has interleaved)."""
+        """The tensor that contains `name`, its rows there, and their order if llama.cpp has interleaved heads' rows."""
         ours, expert = gguf_name(name)
         tensor = self.tensors[ours].get(ours)
         if expert is not None:
@@ -242,7 +243,7 @@ class GgufSource:
             return StoredTensor(name, tensor.type.name, tensor.shape, None, tensor.file)
         data = tensor.data[rows].view(QUANTIZED_TYPES[tensor.type.plain])
         shape = tensor.shape
-        if rows.stop - rows.start != len(tensor.data):  # an expert's
+        if rows.stop - rows.start != len(tensor.data):  # one expert's rows
             shape = shape[1:]
         data = data.reshape(shape)
         if order is not None:
@@ -285,7 +286,7 @@ class GgufSource:
         return converted(own, own_form, form, shape[1])
 
     def verify(self, rank: int, world: int) -> None:
-        """GGUF has no checksums; lengths were compared when the file was opened."""
+        """Does nothing: GGUF has no checksums, and lengths were checked when the file was opened."""
 
     def where(self) -> str:
         """See `Source.where`."""

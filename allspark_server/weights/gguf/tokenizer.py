@@ -1,5 +1,6 @@
-"""The vocabulary in a GGUF file as a tokenizer.json, with its chat template, where everything else looks for them: in a
-directory of this user's cache, named by what it holds.
+"""Converts the vocabulary and chat template in a GGUF file to a tokenizer.json and a tokenizer_config.json.
+
+They are written to a directory in this user's cache, whose name is a digest of the vocabulary.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from allspark_server.weights.gguf.file import GgufFile
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1  # of what is written
-CONTROL, USER_DEFINED, BYTE = 3, 4, 6  # types of tokens
+FORMAT = 1  # version of the written files
+CONTROL, USER_DEFINED, BYTE = 3, 4, 6  # token types
 PREFIX = "tokenizer.ggml."
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -33,15 +34,15 @@ _QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
 _LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
 _TEKKEN = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}|"
            r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-# tokenizer.ggml.pre -> the expression that words are found by; None: GPT-2's, in the second case after single digits.
+# tokenizer.ggml.pre -> the regular expression that splits words; None: GPT-2's.
 _WORDS = {"qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2, "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3,
           "smaug-bpe": _LLAMA3, "tekken": _TEKKEN, "gpt-2": None, "default": None, "smollm": None}
-_WHOLE_WORDS = (_LLAMA3, _TEKKEN)  # a word that is a token is not put together by merges
-_DIGITS = ("smollm",)
+_WHOLE_WORDS = (_LLAMA3, _TEKKEN)  # a word that is a token needs no merges
+_DIGITS = ("smollm",)  # digits are split before words
 
 
 def tokenizer_directory(file: GgufFile) -> str | None:
-    """A directory with the file's tokenizer; None when it has none, or one that is not known (which is logged)."""
+    """A directory with the file's tokenizer; None if it has none, or (with a log line) one that is not supported."""
     values = {key: value for key, value in file.metadata.items() if key.startswith("tokenizer.")}
     if PREFIX + "tokens" not in values:
         return None
@@ -54,7 +55,7 @@ def tokenizer_directory(file: GgufFile) -> str | None:
     except AllSparkError as error:
         if error.status is not AsStatus.ALLSPARK_INVALID_CALL_ERROR:
             raise
-        logger.warning("%s; the model takes ids, no text", error.message)
+        logger.warning("%s; the model accepts token ids but no text", error.message)
         return None
     return _written(target, backend.to_str(), config)
 
@@ -73,14 +74,14 @@ def _digest(values: dict[str, Any]) -> str:
 
 
 def _written(target: Path, tokenizer: str, config: dict[str, Any]) -> str:
-    """The directory, which appears whole; in the cache unless that cannot be written to."""
+    """Writes the directory atomically and returns its path, which is in the cache if that can be written."""
     parent = target.parent
     try:
         parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         partial = Path(tempfile.mkdtemp(prefix="partial-", dir=parent))
     except OSError as error:
         partial = Path(tempfile.mkdtemp(prefix="allspark-gguf-"))
-        logger.warning("%s cannot be written to (%s): the tokenizer goes to %s", parent, error.strerror, partial)
+        logger.warning("%s cannot be written (%s): the tokenizer goes to %s", parent, error.strerror, partial)
         target = partial
     (partial / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
     (partial / "tokenizer_config.json").write_text(json.dumps(config, ensure_ascii=False), encoding="utf-8")
@@ -92,7 +93,7 @@ def _written(target: Path, tokenizer: str, config: dict[str, Any]) -> str:
     return str(target)
 
 
-# -- what is written ---------------------------------------------------------------------------------------------------
+# -- contents of the files ---------------------------------------------------------------------------------------------
 def _strings(fields: Fields, name: str) -> list[str]:
     values = fields.need(PREFIX + name, list)
     if not values:
@@ -103,7 +104,7 @@ def _strings(fields: Fields, name: str) -> list[str]:
 def _numbers(fields: Fields, name: str, count: int) -> list:
     values = fields.values.get(PREFIX + name)
     if not isinstance(values, np.ndarray) or len(values) != count:
-        found = f"has {len(values)} values" if isinstance(values, (np.ndarray, list)) else "is no array of numbers"
+        found = f"has {len(values)} values" if isinstance(values, (np.ndarray, list)) else "is not an array of numbers"
         raise fields.error(PREFIX + name, f"{found}: expected a number for each of {count} tokens")
     return values.tolist()
 
@@ -127,15 +128,15 @@ def _backend(fields: Fields) -> Any:
         backend.add_tokens(added)
     except AllSparkError:
         raise
-    except Exception as error:  # the library raises Exception itself; the file is foreign input
-        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"{fields.path} holds no tokenizer that tokenizers "
-                                                           f"{tokenizers.__version__} can make: {error}") from error
+    except Exception as error:  # the library raises Exception itself; the file is untrusted
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"tokenizers {tokenizers.__version__} cannot make the "
+                                                           f"tokenizer of {fields.path}: {error}") from error
     _add_ends(fields, backend, tokens, kind == "llama")
     return backend
 
 
 def _byte_level(fields: Fields, ids: dict[str, int]) -> Any:
-    """BPE of bytes, with the words that its `pre` says."""
+    """Byte-level BPE; tokenizer.ggml.pre selects how words are split."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pre = fields.get(PREFIX + "pre", str, "default")
@@ -159,7 +160,7 @@ def _byte_level(fields: Fields, ids: dict[str, int]) -> Any:
 
 
 def _sentence_piece(fields: Fields, tokens: list[str], ids: dict[str, int]) -> Any:
-    """Sentencepiece's BPE: pieces with scores, and bytes for what no piece has."""
+    """SentencePiece's BPE: pieces with scores, and bytes for characters that are in no piece."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores = dict(zip(tokens, _numbers(fields, "scores", len(tokens))))
@@ -178,7 +179,7 @@ def _sentence_piece(fields: Fields, tokens: list[str], ids: dict[str, int]) -> A
 
 
 def _merges(ids: dict[str, int], scores: dict[str, float]) -> Iterable[tuple[str, str]]:
-    """Pairs of pieces that are a piece together, the best first."""
+    """Pairs of pieces whose concatenation is a piece, the highest score first."""
     found: list[tuple[float, str, str]] = []
     for piece, score in scores.items():
         pairs = [(piece[:i], piece[i:]) for i in range(1, min(len(piece), 256))]
@@ -198,7 +199,7 @@ def _special(fields: Fields, name: str, tokens: list[str]) -> str | None:
 
 
 def _add_ends(fields: Fields, backend: Any, tokens: list[str], begins: bool) -> None:
-    """What stands before and after a text."""
+    """Adds the tokens before and after a text."""
     from tokenizers import processors
 
     first = _special(fields, "bos", tokens) if fields.get(PREFIX + "add_bos_token", bool, begins) else None

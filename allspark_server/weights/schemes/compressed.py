@@ -143,7 +143,7 @@ class CompressedTensors:
 
     def form(self, module: str) -> WeightFormat:
         """See `Scheme.form`."""
-        group, weight = self._stored(module)
+        group, _ = self._stored(module)
         kinds = {MXFP4: ("U8", "F8_E8M0"), NVFP4: ("F8_E4M3",)}.get(group.format, tuple(SCALE_NAMES))
         scales = need(self.source, f"{module}.weight_scale", kinds)
         if group.format in (MXFP4, NVFP4):

@@ -38,7 +38,7 @@ if mode == "fatal":
 for number in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, signal.SIG_IGN if mode == "stubborn" else lambda *_: os._exit(0))
 if mode == "stuck":
-    heartbeat.watch(type("RankModels", (), {"step_began": time.monotonic(), "window": None, "served": False,
+    heartbeat.watch(type("RankModels", (), {"step_began": time.monotonic(), "shared_memory": None, "served": False,
                                              "numbers": {}}))
 if rank == 0 and mode == "owing":
     heartbeat.add_details(lambda: {"requests": 1})
