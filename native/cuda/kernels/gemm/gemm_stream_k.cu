@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "cuda/kernels/common/wgmma.cuh"
+#include "cuda/kernels/gemm/epilogue.cuh"
 #include "cuda/kernels/gemm/gemm_wgmma.h"
 
 namespace as::cuda {
