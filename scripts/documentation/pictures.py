@@ -25,7 +25,7 @@ RANKS = 2
 CALLER, ENGINE_THREAD = "MainThread", "allspark-engine"
 
 
-# --- a request's way ---------------------------------------------------------------------------------------------
+# --- how a request runs ---------------------------------------------------------------------------------------------
 
 
 def trace() -> dict[str, list[tuple[str, str]]]:
@@ -86,7 +86,7 @@ def _fill(module: str) -> str:
 
 def request() -> str:
     """The modules that a request enters, as two columns of boxes."""
-    picture = Drawing("A request's way through the modules of one process")
+    picture = Drawing("How a request runs: through the modules of one process")
     width, height, step = 330, 36, 44
     columns = [(CALLER, "Caller's thread: the input stage, until start_request returns"),
                (ENGINE_THREAD, "Engine's thread: schedule, plan, step, output")]
@@ -104,7 +104,7 @@ def request() -> str:
     return picture.svg()
 
 
-# --- a step's way ------------------------------------------------------------------------------------------------
+# --- how a step runs -----------------------------------------------------------------------------------------------
 
 
 def _graph() -> Any:
@@ -128,7 +128,7 @@ def _layer_of(op: Any) -> int | None:
 
 def step() -> str:
     """The op list of Qwen2.5-0.5B: what comes before the layers, one layer, and what follows."""
-    picture = Drawing(f"A step's way: the op list of Qwen2.5-0.5B, widths of rank 0 of {RANKS}")
+    picture = Drawing(f"How a step runs: the op list of Qwen2.5-0.5B, widths of rank 0 of {RANKS}")
     graph = _graph()
     ops = graph.ops
     begin, end = (next(i for i, op in enumerate(ops) if _layer_of(op) == layer) for layer in (0, 1))
