@@ -187,7 +187,7 @@ def test_one_node_has_nothing_to_measure(tmp_path, measured, capsys, monkeypatch
     monkeypatch.setattr(decisions, "read_topology", lambda: read_topology(root))
     write(tmp_path, [{"name": "a", "models": [MODEL]}], layout="auto")
     assert main(words(tmp_path, "install")) == 0
-    assert "nothing to measure, this machine has one NUMA node" in capsys.readouterr().out
+    assert "layout wide without a measurement: this machine has one NUMA node" in capsys.readouterr().out
     assert not measured and list(config_of(tmp_path)) == ["a"]
 
 
