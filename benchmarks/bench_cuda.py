@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from allspark_server import _cuda, _native
-from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan, WorkItem
+from allspark_server.runtime.plan import SAMPLE, NewSlot, SamplingParams, StepPlan, WorkItem
 
 SHAPES = {  # hidden, layers, heads, KV heads, head_dim, inner, vocabulary
     "7b": (3584, 28, 28, 4, 128, 18944, 152064),
@@ -157,7 +157,7 @@ class Model:
         """A step that computes the rest of prompts whose first positions count as cached."""
         block = SamplingParams(do_sample=False, prompt_len=length).encode()
         new = [NewSlot(s, [(7 * i + s) % 1000 for i in range(length)], block, cached) for s in range(slots)]
-        work = [WorkItem(s, length - cached, DRAW if draws else 0,
+        work = [WorkItem(s, length - cached, SAMPLE if draws else 0,
                          spans=list(range(s * self.spans, (s + 1) * self.spans))) for s in range(slots)]
         return StepPlan(new=new, work=work).encode()
 
@@ -167,7 +167,7 @@ class Model:
     def decode(self, batch: int, context: int = 128, steps: int = 60) -> float:
         """Median seconds of a step."""
         self.e.step(self.start(batch, context + 1, context // SPAN * SPAN))
-        plan, seconds = StepPlan(work=[WorkItem(s, 1, DRAW) for s in range(batch)]).encode(), []
+        plan, seconds = StepPlan(work=[WorkItem(s, 1, SAMPLE) for s in range(batch)]).encode(), []
         for _ in range(steps):
             began = time.perf_counter()
             self.e.step(plan)
@@ -192,7 +192,7 @@ class Model:
                         new.append(NewSlot(slot, [(7 * i + slot) % 1000 for i in range(length)], block, 0))
                     spans = list(range(slot * self.spans, (slot + 1) * self.spans)) if not done else []
                     done, room = done + rows, room - rows
-                    work.append(WorkItem(slot, rows, DRAW if done == length else 0, spans=spans))
+                    work.append(WorkItem(slot, rows, SAMPLE if done == length else 0, spans=spans))
                     if done == length:
                         slot, done = slot + 1, 0
                 self.e.step(StepPlan(new=new, work=work).encode())

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from bench_cuda import SHAPES, SPAN, Model, format_of
 
-from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan, WorkItem
+from allspark_server.runtime.plan import SAMPLE, NewSlot, SamplingParams, StepPlan, WorkItem
 
 # The benchmark's logits are nearly flat: at temperature 1 a nucleus holds most of the vocabulary, at 0.05 few tokens.
 WAYS = {
@@ -45,12 +45,12 @@ class Sampled(Model):
         for s in range(slots):
             block = SamplingParams(**{"do_sample": True, **way}, seed=s, prompt_len=length - 1).encode()
             new.append(NewSlot(s, [(7 * i + s) % 1000 for i in range(length)], block, length // SPAN * SPAN))
-            work.append(WorkItem(s, length - length // SPAN * SPAN, DRAW,
+            work.append(WorkItem(s, length - length // SPAN * SPAN, SAMPLE,
                                  spans=list(range(s * self.spans, (s + 1) * self.spans))))
         self.e.step(StepPlan(new=new, work=work).encode())
 
     def steps(self, slots: int, count: int) -> float:
-        plan, seconds = StepPlan(work=[WorkItem(s, 1, DRAW) for s in range(slots)]).encode(), []
+        plan, seconds = StepPlan(work=[WorkItem(s, 1, SAMPLE) for s in range(slots)]).encode(), []
         for _ in range(count):
             began = time.perf_counter()
             self.e.step(plan)

@@ -14,7 +14,7 @@ import numpy as np
 from bench_cuda import SHAPES, SPAN, Model
 
 from allspark_server import _cuda
-from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan, WorkItem
+from allspark_server.runtime.plan import SAMPLE, NewSlot, SamplingParams, StepPlan, WorkItem
 
 
 class WithAdapters:
@@ -58,7 +58,7 @@ class WithAdapters:
 def decode(model: Model, batch: int, adapters: list[int], steps: int = 60) -> float:
     """Median seconds of a step at context 128; row i uses adapters[i % len(adapters)]."""
     model.e.step(model.start(batch, 129, 128 // SPAN * SPAN))
-    plan = StepPlan(work=[WorkItem(s, 1, DRAW, adapter=adapters[s % len(adapters)]) for s in range(batch)]).encode()
+    plan = StepPlan(work=[WorkItem(s, 1, SAMPLE, adapter=adapters[s % len(adapters)]) for s in range(batch)]).encode()
     seconds = []
     for _ in range(steps):
         began = time.perf_counter()
@@ -73,7 +73,7 @@ def prefill(model: Model, batch: int, length: int, adapter: int, times: int = 4)
     best, block = 1e9, SamplingParams(do_sample=False, prompt_len=length).encode()
     for _ in range(times):
         new = [NewSlot(s, [(7 * i + s) % 1000 for i in range(length)], block, 0) for s in range(batch)]
-        work = [WorkItem(s, length, DRAW, spans=list(range(s * model.spans, (s + 1) * model.spans)), adapter=adapter)
+        work = [WorkItem(s, length, SAMPLE, spans=list(range(s * model.spans, (s + 1) * model.spans)), adapter=adapter)
                 for s in range(batch)]
         plan, began = StepPlan(new=new, work=work).encode(), time.perf_counter()
         model.e.step(plan)

@@ -20,7 +20,7 @@ from allspark_client.config import AsModelConfig, GenerateConfig
 from allspark_client.request import RequestSpec
 from allspark_client.types import ModelInfo
 from allspark_server.engine.engine import Engine
-from allspark_server.runtime.plan import DRAW, StepPlan
+from allspark_server.runtime.plan import SAMPLE, StepPlan
 
 
 class Group:
@@ -57,7 +57,7 @@ class Group:
         n_free, n_new, n_work = words[1:4].tolist()
         if n_new == 0:  # in place: the benchmark must not cost what it measures
             flags = words[6 + n_free + 4 * n_work:6 + n_free + 5 * n_work]
-            draws = int(np.count_nonzero(flags & DRAW))
+            draws = int(np.count_nonzero(flags & SAMPLE))
         else:
             draws = sum(item.outputs for item in StepPlan.decode(plan).work)
         self._submitted.append((self._ended, draws))

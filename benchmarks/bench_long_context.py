@@ -15,7 +15,7 @@ import numpy as np
 from bench_shape import SHAPES, SPAN, Model
 
 from allspark_server import _native
-from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan, WorkItem
+from allspark_server.runtime.plan import SAMPLE, NewSlot, SamplingParams, StepPlan, WorkItem
 
 STEPS = 30
 
@@ -41,8 +41,8 @@ def main() -> None:
             first = long_spans + slot * short_spans
             model.executor.step(StepPlan(
                 new=[NewSlot(slot, ids[: options.context], sampling)],
-                work=[WorkItem(slot, options.context, DRAW, spans=list(range(first, first + short_spans)))]).encode())
-        items = [WorkItem(slot, 1, DRAW) for slot in range(options.short)]
+                work=[WorkItem(slot, options.context, SAMPLE, spans=list(range(first, first + short_spans)))]).encode())
+        items = [WorkItem(slot, 1, SAMPLE) for slot in range(options.short)]
 
         def steps(plan: StepPlan) -> float:
             times = []
@@ -55,9 +55,9 @@ def main() -> None:
         alone = steps(StepPlan(work=items))
         model.executor.step(StepPlan(
             new=[NewSlot(options.short, ids, sampling, options.long)],
-            work=[WorkItem(options.short, 1, DRAW, spans=list(range(long_spans)))]).encode())
+            work=[WorkItem(options.short, 1, SAMPLE, spans=list(range(long_spans)))]).encode())
         before = _native.measure_roofline(cpus, options.threads, 5, 1024)[0]
-        seconds = steps(StepPlan(work=[*items, WorkItem(options.short, 1, DRAW)]))
+        seconds = steps(StepPlan(work=[*items, WorkItem(options.short, 1, SAMPLE)]))
         bandwidth = max(before, _native.measure_roofline(cpus, options.threads, 5, 1024)[0])
         position = _native.span_bytes(SPAN, shape.head_dim, options.cache) / SPAN * shape.kv_heads * shape.layers
         cached = (options.long + options.short * (options.context + STEPS)) * position

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from allspark_server import _native
-from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan, WorkItem
+from allspark_server.runtime.plan import SAMPLE, NewSlot, SamplingParams, StepPlan, WorkItem
 
 SPAN = 32
 
@@ -146,7 +146,7 @@ class Model:
         spans = list(range(first_span, first_span + -(-(prompt + 32) // SPAN)))[
             : -(-max(prompt, self.context + 32) // SPAN)
         ]
-        plan = StepPlan(new=new, work=[WorkItem(slot, prompt, DRAW, spans=spans)]).encode()
+        plan = StepPlan(new=new, work=[WorkItem(slot, prompt, SAMPLE, spans=spans)]).encode()
         begin = time.perf_counter()
         self.executor.step(plan)
         return time.perf_counter() - begin
@@ -162,7 +162,7 @@ class Model:
             self.start(slot, self.context, slot * -(-(self.context + 32) // SPAN))
         self.executor.set_profiling(True)
         times = []
-        plan = StepPlan(work=[WorkItem(s, 1, DRAW) for s in range(batch)]).encode()
+        plan = StepPlan(work=[WorkItem(s, 1, SAMPLE) for s in range(batch)]).encode()
         for _ in range(steps):
             begin = time.perf_counter()
             self.executor.step(plan)

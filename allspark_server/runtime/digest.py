@@ -16,7 +16,7 @@ import numpy as np
 
 from allspark_client.config import UNQUANTIZED
 from allspark_server.runtime.native import cuda_library, native_library
-from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan, WorkItem
+from allspark_server.runtime.plan import SAMPLE, NewSlot, SamplingParams, StepPlan, WorkItem
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB, SPAN = 96, 3, 1, 40, 160, 1100, 32
 EXPERTS, TOP = 7, 3
@@ -31,7 +31,7 @@ FOREIGN: tuple[tuple[str, int, dict[str, Any]], ...] = (
            ("int8", 16, {"scales": "float16", "zeros": "none", "super_group": 256, "scale_bits": 8, "center": 32}),
            ("e4m3", 64, {"scales": "float32", "zeros": "none"}), ("nf4", 64, {"scales": "float32", "zeros": "none"}))
 CACHES = ("float32", "bfloat16", "int8", "uint4")
-DRAWS = (
+SAMPLINGS = (
     SamplingParams(do_sample=False, logprobs=True, top_logprobs=5),
     SamplingParams(seed=11, logprobs=True),
     SamplingParams(seed=12, temperature=0.7, top_k=40, top_p=0.9, repetition_penalty=1.3, presence_penalty=0.2),
@@ -116,7 +116,7 @@ def _executor(weights: str, group: int, cache: str, experts: bool = False, empty
     e.add_op("linear", [last], [logits], [embedding], {})
     e.add_op("sample", [logits], [], [], {"vocab_begin": 0, "vocab_size": VOCAB})
     room = {"adapters": 1, "adapter_rank": RANK, "adapter_dtype": weights} if adapted else {}
-    e.allocate(LONG + 16, len(DRAWS), LONG + 16, SPAN, LONG // SPAN + 16, cache, **room)
+    e.allocate(LONG + 16, len(SAMPLINGS), LONG + 16, SPAN, LONG // SPAN + 16, cache, **room)
     if adapted:
         adapter = e.new_adapter()
         for target, (columns, rows) in enumerate(((HIDDEN, qkv_width), (INNER, HIDDEN))):
@@ -133,28 +133,28 @@ def _run(executor: Any, lengths: tuple[int, ...], adapter: int = -1) -> str:
     for slot, length in enumerate(lengths):
         needed = length // SPAN + 1
         prompt = [(7 * i + 13 * slot + 3) % VOCAB for i in range(length)]
-        new.append(NewSlot(slot, prompt, DRAWS[slot].encode()))
-        work.append(WorkItem(slot, length, DRAW, spans=list(range(spans, spans + needed)), adapter=adapter))
+        new.append(NewSlot(slot, prompt, SAMPLINGS[slot].encode()))
+        work.append(WorkItem(slot, length, SAMPLE, spans=list(range(spans, spans + needed)), adapter=adapter))
         spans += needed
     plan = StepPlan(new=new, work=work)
     for _ in range(2):
         result = executor.step(plan.encode(), True)
         for array in (result.logits, result.tokens, result.logprobs, result.top_ids, result.top_logprobs):
             digest.update(np.ascontiguousarray(array).tobytes())
-        plan = StepPlan(work=[WorkItem(slot, 1, DRAW, adapter=adapter) for slot in range(len(lengths))])
+        plan = StepPlan(work=[WorkItem(slot, 1, SAMPLE, adapter=adapter) for slot in range(len(lengths))])
     return digest.hexdigest()[:16]
 
 
-def _draw() -> str:
+def _sample() -> str:
     """Digest of tokens sampled from a vocabulary of realistic size, in large chunks."""
     digest = hashlib.sha256()
     logits = fixed_values((20_000,), 1) * np.float32(6)
     history = np.arange(0, 3000, 7, dtype=np.int32)
-    for params in DRAWS:
+    for params in SAMPLINGS:
         block = np.frombuffer(params.encode(), np.int32)
-        drawn = native_library().sample_once([logits[:10_240], logits[10_240:]], block, history)
-        digest.update(repr((drawn["token"], np.float32(drawn["logprob"]).tobytes(), drawn["top_ids"])).encode())
-        digest.update(np.float32(drawn["top_logprobs"]).tobytes())
+        sampled = native_library().sample_once([logits[:10_240], logits[10_240:]], block, history)
+        digest.update(repr((sampled["token"], np.float32(sampled["logprob"]).tobytes(), sampled["top_ids"])).encode())
+        digest.update(np.float32(sampled["top_logprobs"]).tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -187,7 +187,7 @@ def result_digests() -> dict[str, str]:
     """Digests by case: each weight format, the sampler, then each cache type with a long prompt."""
     found = {f"weights {weights}": _run(_executor(weights, group, "float32"), (3, 37, 1, 290))
              for weights, group in WEIGHTS}
-    found["vocabulary"] = _draw()
+    found["vocabulary"] = _sample()
     found |= {f"cache {cache}": _run(_executor("bfloat16", 0, cache), (LONG,)) for cache in CACHES}
     return found
 
@@ -220,7 +220,7 @@ def gpu_digests(index: int) -> dict[str, str]:
         sums = empty().sum_ranks(parts, fixed_values((5, 200), 2), norm, dtype, True)
         found[f"sums over ranks {dtype}"] = hashlib.sha256(
             b"".join(np.ascontiguousarray(each).tobytes() for each in sums)).hexdigest()[:16]
-    return {**found, "vocabulary": _draw(), "device": "CUDA"}
+    return {**found, "vocabulary": _sample(), "device": "CUDA"}
 
 
 def results_digest(gpu: int | None = None) -> str:

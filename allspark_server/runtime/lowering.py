@@ -71,11 +71,11 @@ def add_ops(graph: Graph, program: Any, weights: dict[str, int], rank: int, worl
         tensors = {name: program.add_tensor(tensor.width_of(rank, world), rows[tensor.rows])
                    for name, tensor in graph.tensors.items()}
     except ValueError as error:
-        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"the model's graph is invalid: {error}") from error
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"the model's graph is not valid: {error}") from error
     for number, op in enumerate(graph.ops):
         try:
             program.add_op(op.type, [tensors[n] for n in op.inputs], [tensors[n] for n in op.outputs],
                             [weights[n] for n in op.weights], local_attrs(graph, op, rank, world))
         except (LookupError, ArithmeticError, TypeError, ValueError) as error:  # an .asgraph may contain any ops
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
-                                f"op {number} ({op.type}) of the model's graph is invalid: {error}") from error
+                                f"op {number} ({op.type}) of the model's graph is not valid: {error}") from error

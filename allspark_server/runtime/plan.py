@@ -45,9 +45,9 @@ _MAX_GROUPS = 64
 
 
 class Flag(enum.IntFlag):
-    """What a step computes for an item. At most one of LOOKUP, GIVEN and MODEL may be set, and only with DRAW."""
+    """What a step computes for an item. At most one of LOOKUP, GIVEN and MODEL may be set, and only with SAMPLE."""
 
-    DRAW = 1  # sample a token after the last row, which is the history's last, and append it to the history
+    SAMPLE = 1  # sample a token after the last row, which is the history's last, and append it to the history
     LOOKUP = 2  # the ranks find drafts by prompt lookup
     GIVEN = 4  # the last `drafts` of the known ids are drafts, not history
     MODEL = 8  # drafts come from the draft model
@@ -55,7 +55,7 @@ class Flag(enum.IntFlag):
     PROMPT = 32  # output rows before the last return the log probability of the next id
 
 
-DRAW = int(Flag.DRAW)  # a plain int, which is faster: a step has up to thousands of items
+SAMPLE = int(Flag.SAMPLE)  # a plain int, which is faster: a step has up to thousands of items
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class WorkItem:
     known: ids that are first appended to the slot's history; with GIVEN, the last `drafts` of them are drafts instead.
     spans: appended to its span table of the first cache group; other_spans: to its tables of the other groups, with -1
     for a span that is before the group's attention window. The tables must hold start + rows + drafts positions.
-    drafts: the most additional rows for draft tokens. outputs: the number of last rows with outputs; -1: 1 with DRAW,
+    drafts: the most additional rows for draft tokens. outputs: the number of last rows with outputs; -1: 1 with SAMPLE,
     else 0. adapter: -1 for none. mask: 0 for none, else 1 + its index among the masks in shared memory.
     """
 
@@ -191,7 +191,7 @@ class WorkItem:
 
     def __post_init__(self) -> None:
         if self.outputs < 0:
-            self.outputs = self.flags & DRAW
+            self.outputs = self.flags & SAMPLE
 
 
 @dataclass

@@ -105,12 +105,12 @@ class ModelRunner:
             self._draft = RankModel(config, config.draft_model, "", self.rank, self.world, device, whole)
             check_draft(self._draft, model)
             models.append(self._draft)
-        for each in models:
-            device.check(config, set(each.formats.values()), each.cache_dtype)
+        for shard in models:
+            device.check(config, set(shard.formats.values()), shard.cache_dtype)
         step = self._rows_of_step(), self._outputs_of_step()
         self._check_rows(step[0], device.most_rows)
-        fixed = sum(each.weight_bytes(device) + device.activation_bytes(each, *step) for each in models)
-        self._span_bytes = sum(each.span_bytes(device) for each in models)
+        fixed = sum(shard.weight_bytes(device) + device.activation_bytes(shard, *step) for shard in models)
+        self._span_bytes = sum(shard.span_bytes(device) for shard in models)
         self.host_spans = self._count_host_spans()
         if device.host_memory and not config.host_cache_dir:
             fixed += config.host_cache_memory
@@ -225,15 +225,16 @@ class ModelRunner:
         """
         self._loaded()
         began = time.perf_counter()
-        name, what = self.config.model_name, "load" if loaded else "unload"
-        size = sum(each.weight_bytes() for each in (self._executor, self._draft_executor) if each is not None)
+        name, verb = self.config.model_name, "load" if loaded else "unload"
+        executors = filter(None, (self._executor, self._draft_executor))
+        size = sum(executor.weight_bytes() for executor in executors)
         if not loaded and size > (available := memory.available_memory(self.world)):
             raise AllSparkError(AsStatus.ALLSPARK_MEMORY_ERROR,
                                 f"unload_device_mem of model {name!r}: rank {self.rank} of {self.world} needs "
                                 f"{mib(size)} of the host's memory for its weights, {mib(available)} are available")
-        with memory_errors(f"{what}_device_mem of model {name!r}"):
+        with memory_errors(f"{verb}_device_mem of model {name!r}"):
             (self._executor.load if loaded else self._executor.unload)()
-        logger.info("rank %d of %d %sed the device memory of model %r in %.2f s", self.rank, self.world, what, name,
+        logger.info("rank %d of %d %sed the device memory of model %r in %.2f s", self.rank, self.world, verb, name,
                     time.perf_counter() - began)
 
     def _allocate_host_cache(self, spans: int, hash_of_model: str) -> None:
@@ -278,9 +279,7 @@ class ModelRunner:
         return self._profiler.before_step() if self._profiler is not None and self._profiler.active else None
 
     def measure_roofline(self) -> bool:
-        """A slice of measuring what profile() compares with (rank 0 only), between steps. Returns whether it is all
-        done.
-        """
+        """Measures the roofline for a few milliseconds between steps (rank 0 only). Returns whether it is complete."""
         self._loaded()
         with memory_errors("measuring the device's roofline"):
             return self._meter is None or self._meter.measure()
@@ -377,11 +376,11 @@ class ModelRunner:
         groups = self._groups
         one_request = groups.needed(config.engine_max_length)
 
-        def refuse(cache_bytes: int, what: str) -> AllSparkError:
+        def refuse(cache_bytes: int, purpose: str) -> AllSparkError:
             return AllSparkError(
                 AsStatus.ALLSPARK_MEMORY_ERROR,
                 f"model {config.model_name!r} does not fit: rank {self.rank} of {self.world} needs {mib(fixed)} for "
-                f"weights ({self._shard.weight_dtype}) and activations and {mib(cache_bytes)} for {what}, "
+                f"weights ({self._shard.weight_dtype}) and activations and {mib(cache_bytes)} for {purpose}, "
                 f"{mib(available)} are available")
 
         if config.cache_memory:

@@ -54,7 +54,7 @@ class PromptOutputReader:
         if not flags & (Flag.HIDDEN | Flag.PROMPT):
             return None
         scores, hidden = self._scores, self._hidden
-        inside = outputs - (1 if flags & Flag.DRAW else 0)
+        inside = outputs - (1 if flags & Flag.SAMPLE else 0)
         self._scores += inside if flags & Flag.PROMPT else 0
         self._hidden += outputs if flags & Flag.HIDDEN else 0
         if not alive:

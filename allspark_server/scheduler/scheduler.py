@@ -8,7 +8,7 @@ from operator import attrgetter
 import numpy as np
 
 from ..cache import Copies
-from ..runtime.plan import DRAW, MAX_STEP_DRAFTS, NewSlot
+from ..runtime.plan import MAX_STEP_DRAFTS, SAMPLE, NewSlot
 from .completion import Completion
 from .sequence import Sequence, State
 from .spans import Taken
@@ -167,7 +167,7 @@ class Scheduler(Completion):
         count, flags = builder.add_chunk(sequence, min(count, int(self._slots.capacity[sequence.slot]) - begin))
         self._spans.before_writes(sequence, begin)
         self.tenants.serve(sequence.account, count)
-        if flags & DRAW:
+        if flags & SAMPLE:
             self._slots.longest[sequence.slot] += 1
             self._slots.pending[sequence.slot] += 1
             builder.guided = builder.guided or sequence.guidance is not None

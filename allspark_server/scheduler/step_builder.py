@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..cache import Copies
-from ..runtime.plan import DRAW, MAX_STEP_PROBES, Flag, NewSlot, WorkTable
+from ..runtime.plan import MAX_STEP_PROBES, SAMPLE, Flag, NewSlot, WorkTable
 from .sequence import Sequence
 from .slots import SlotTable
 from .step import Masked, Step
@@ -33,8 +33,8 @@ class StepBuilder:
         self.guided = False  # whether any sequence samples under masks
 
     def add_chunk(self, sequence: Sequence, count: int) -> tuple[int, int]:
-        """Adds up to `count` more rows of a history. Returns how many, and their flags: DRAW if they end the history of
-        a sequence that generates tokens.
+        """Adds up to `count` more rows of a history. Returns how many, and their flags: SAMPLE if they end the history
+        of a sequence that generates tokens.
         """
         wanted, flags, outputs = sequence.prompt_outputs, 0, 0
         if sequence.outputs_every_row:
@@ -47,7 +47,7 @@ class StepBuilder:
         elif wanted is not None and wanted.received < sequence.planned + count == sequence.prompt_len:
             flags, outputs = wanted.flags, 1
         if sequence.generates and sequence.planned + count == len(sequence.tokens):
-            flags, outputs = flags | DRAW, max(outputs, 1)
+            flags, outputs = flags | SAMPLE, max(outputs, 1)
         self.chunks.append((sequence, count, flags, outputs, sequence.take_unsent()))
         self.rows += count
         self.context += count * (2 * sequence.planned + count - 1) // 2
@@ -62,7 +62,7 @@ class StepBuilder:
         columns = np.zeros((WorkTable.N_SPANS + len(self.spans), n + len(chunks)), np.int32)
         columns[WorkTable.SLOT, :n] = self.slots
         columns[WorkTable.ROWS, :n] = columns[WorkTable.OUTPUTS, :n] = 1
-        columns[WorkTable.FLAGS, :n] = DRAW
+        columns[WorkTable.FLAGS, :n] = SAMPLE
         columns[WorkTable.ADAPTER, :n] = slots.adapter[self.slots]
         if draft_kind or self.forced:
             columns[WorkTable.DRAFTS, :n] = self.drafts
@@ -78,7 +78,7 @@ class StepBuilder:
                                      *map(len, new_spans))
                 for each, new in zip(spans, new_spans):
                     each += new
-            sampling = np.flatnonzero(columns[WorkTable.FLAGS] & DRAW)
+            sampling = np.flatnonzero(columns[WorkTable.FLAGS] & SAMPLE)
         known, masked = self._mask(columns, sequences, sampling, masks) if self.guided else ([], [])
         table = WorkTable(columns, np.array(known, np.int32), [np.array(each, np.int32) for each in spans])
         return Step(free, self.new, table, sequences, slots.epoch[columns[WorkTable.SLOT]], n, sampling, self.admitted,

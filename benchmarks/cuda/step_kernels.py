@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench_cuda import BANDWIDTH, SHAPES, SPAN, Model
 
-from allspark_server.runtime.plan import DRAW, StepPlan, WorkItem
+from allspark_server.runtime.plan import SAMPLE, StepPlan, WorkItem
 
 STEPS = 10
 
@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> None:
     for batch in batches:
         seconds = model.decode(batch)
         floor = model.step_bytes(batch, 128) / BANDWIDTH
-        plan = StepPlan(work=[WorkItem(s, 1, DRAW) for s in range(batch)]).encode()
+        plan = StepPlan(work=[WorkItem(s, 1, SAMPLE) for s in range(batch)]).encode()
         model.e.step(model.start(batch, 129, 128 // SPAN * SPAN))
         for _ in range(5):
             model.e.step(plan)

@@ -17,7 +17,7 @@ from allspark_client.config import check_available
 from allspark_server.access import ModelRoots
 from allspark_server.engine.engine import Engine
 from allspark_server.runtime.host_cache import HEADER, HostCacheFile, held_by_all, pack_held
-from allspark_server.runtime.plan import COPIES, DRAW, NewSlot, SamplingParams, StepPlan, WorkItem
+from allspark_server.runtime.plan import COPIES, SAMPLE, NewSlot, SamplingParams, StepPlan, WorkItem
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -242,14 +242,14 @@ def test_copies_of_every_rank(world):
         def logits_after(cached: int, rows: int, copies=()) -> np.ndarray:
             sections = [(COPIES, words(*copies))] if copies else []
             plan = StepPlan(new=[NewSlot(0, prompt, sampling, cached)],
-                            work=[WorkItem(0, rows, DRAW, spans=[0, 1, 2])], sections=sections)
+                            work=[WorkItem(0, rows, SAMPLE, spans=[0, 1, 2])], sections=sections)
             row = driver.step(plan)[1]
             driver.step(StepPlan(free=[0]))
             return row
 
         expected = logits_after(0, 40)
         driver.step(StepPlan(sections=[(COPIES, words([(0, 5, KEY), (1, 6, KEY)], []))]))
-        other = StepPlan(new=[NewSlot(0, PROMPTS[1][:40], sampling)], work=[WorkItem(0, 40, DRAW, spans=[0, 1, 2])])
+        other = StepPlan(new=[NewSlot(0, PROMPTS[1][:40], sampling)], work=[WorkItem(0, 40, SAMPLE, spans=[0, 1, 2])])
         assert not np.array_equal(driver.step(other)[1], expected)
         driver.step(StepPlan(free=[0]))
         assert not np.array_equal(logits_after(32, 8), expected)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from reference.plan import DRAW
+from reference.plan import SAMPLE
 from reference.toy import item, plan, start
 from support.gpu_toys import (
     HALF,
@@ -109,7 +109,7 @@ def test_keys_and_values(dim):
     for column in (2 * dim + 1, 4 * dim - 1):
         broken = table.copy()
         broken[7, column], own.weights[0] = np.nan, broken
-        work = [item(slot, 3, DRAW, spans=[8 * slot]) for slot in range(3)]
+        work = [item(slot, 3, SAMPLE, spans=[8 * slot]) for slot in range(3)]
         new = [start(i, [5, 6, 7 if i == 1 else 8], logprobs=False) for i in range(3)]
         assert compiled(own, "float16").step(plan(work, new)).status.tolist() == [0, 1, 0]
 

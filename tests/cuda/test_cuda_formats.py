@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from allspark_server import _native
-from reference.plan import DRAW
+from reference.plan import SAMPLE
 from reference.test_cpu_ops import compiled as on_cpu
 from reference.toy import Toy, item, plan, start
 from support.gpu_toys import (
@@ -355,7 +355,7 @@ def test_bits_of_attention_do_not_depend_on_chunks(dim, window, cache):
             count = min(length - 1 if chunk < 0 and begin == 0 else abs(chunk), length - begin)
             last = begin + count == length
             spans = list(range(-(-begin // 16), -(-(begin + count) // 16)))
-            result = gpu.step(plan([item(0, count, DRAW if last else 0, spans=spans)],
+            result = gpu.step(plan([item(0, count, SAMPLE if last else 0, spans=spans)],
                                    [] if begin else [start(0, prompt)]), True)
             begin += count
         results.append(result.logits.tobytes())
@@ -377,7 +377,7 @@ def test_keys_that_are_no_numbers(cache):
     for op in own.program.ops:
         gpu.add_op(op["name"], op["inputs"], op["outputs"], op["weights"], op["attributes"])
     gpu.allocate(64, 4, 64, 16, 16, cache)
-    work = [item(slot, 3, DRAW, spans=[slot]) for slot in range(3)]
+    work = [item(slot, 3, SAMPLE, spans=[slot]) for slot in range(3)]
     result = gpu.step(plan(work, [start(i, [5, 6, 7 if i == 1 else 8], logprobs=False) for i in range(3)]))
     assert result.status.tolist() == [0, 1, 0] and result.tokens[0] == result.tokens[2] >= 0
 

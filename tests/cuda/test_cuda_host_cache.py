@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from allspark_server import _native
-from allspark_server.runtime.plan import COPIES, DRAW, NewSlot, SamplingParams, StepPlan, WorkItem
+from allspark_server.runtime.plan import COPIES, SAMPLE, NewSlot, SamplingParams, StepPlan, WorkItem
 from support.gpu_sampling import LONGEST, SLOTS, SPAN, Head
 
 pytestmark = pytest.mark.cuda
@@ -25,7 +25,7 @@ def copies(saved: list[tuple[int, int]], restored: list[tuple[int, int]]) -> lis
 def begin(slot: int, history: list[int], cached: int, spans: list[int], sections=()) -> bytes:
     block = SamplingParams(do_sample=False, prompt_len=len(history), logprobs=True).encode()
     return StepPlan(new=[NewSlot(slot, history, block, cached)],
-                    work=[WorkItem(slot, len(history) - cached, DRAW, spans=spans)], sections=list(sections)).encode()
+                    work=[WorkItem(slot, len(history) - cached, SAMPLE, spans=spans)], sections=list(sections)).encode()
 
 
 @pytest.mark.parametrize("cache", ["float32", "bfloat16", "float16", "int8", "uint4", "float8"])

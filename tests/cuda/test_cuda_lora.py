@@ -9,7 +9,7 @@ import os
 import numpy as np
 import pytest
 
-from reference.plan import DRAW
+from reference.plan import SAMPLE
 from reference.toy import OUTPUTS, Toy, item, plan, spans_for, start
 from support.gpu_toys import HALF, compiled
 
@@ -64,7 +64,7 @@ class Adapted:
 
 
 def step_of(prompts, which) -> bytes:
-    work = [item(slot, len(p), DRAW, spans=spans_for(len(p), 8 * slot), adapter=adapter)
+    work = [item(slot, len(p), SAMPLE, spans=spans_for(len(p), 8 * slot), adapter=adapter)
             for slot, (p, adapter) in enumerate(zip(prompts, which))]
     return plan(work, [start(slot, p) for slot, p in enumerate(prompts)])
 

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from reference.plan import DRAW
+from reference.plan import SAMPLE
 from reference.toy import OUTPUTS, item, plan, start
 from support.gpu_toys import executor
 
@@ -54,7 +54,7 @@ def test_gigabytes_go_and_come_back_at_the_links_speed():
                  max_outputs=8)
 
     def step(at: int) -> bytes:
-        work = [item(slot, 1, DRAW, spans=[slot] if at == 0 else []) for slot in range(8)]
+        work = [item(slot, 1, SAMPLE, spans=[slot] if at == 0 else []) for slot in range(8)]
         entering = [start(slot, [slot + 1], logprobs=False) for slot in range(8)] if at == 0 else []
         return gpu.step(plan(work, entering), True).logits.tobytes()
 
@@ -131,7 +131,7 @@ def test_memory_that_others_have_taken():
         assert abs(free() - left) < 16 << 20
     del other
     gpu.load()
-    assert gpu.step(plan([item(0, 1, DRAW, spans=[0])], [start(0, [7])])).tokens.tolist() == [0]
+    assert gpu.step(plan([item(0, 1, SAMPLE, spans=[0])], [start(0, [7])])).tokens.tolist() == [0]
 
 
 def all_of_it() -> list:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from allspark_server import _native
-from reference.plan import DRAW, GIVEN, HIDDEN, LOOKUP, PROMPT
+from reference.plan import GIVEN, HIDDEN, LOOKUP, PROMPT, SAMPLE
 from reference.toy import Toy, item, plan, spans_for, start
 from support.gpu_toys import (
     DTYPES16,
@@ -250,7 +250,7 @@ def test_bits_of_attention_do_not_depend_on_chunks(dim, variant, cache):
                 count = min(length - 1 if chunk < 0 and begin == 0 else abs(chunk), length - begin)
                 last = begin + count == length
                 spans = list(range(100 * slot + -(-begin // 16), 100 * slot + -(-(begin + count) // 16)))
-                result = gpu.step(plan([item(slot, count, DRAW if last else 0, spans=spans)],
+                result = gpu.step(plan([item(slot, count, SAMPLE if last else 0, spans=spans)],
                                        [start(slot, prompt)] if new else []), True)
                 new, begin = False, begin + count
             found.append(result.logits.tobytes())
@@ -260,7 +260,7 @@ def test_bits_of_attention_do_not_depend_on_chunks(dim, variant, cache):
     for slot, length in enumerate(lengths):
         prompt = rng.integers(0, VOCAB, length).tolist()
         expected = own.runner(num_spans=(128,), max_length=2048, max_rows=2048).step(
-            plan([item(0, length, DRAW, spans=spans_for(length))], [start(0, prompt)])).logits
+            plan([item(0, length, SAMPLE, spans=spans_for(length))], [start(0, prompt)])).logits
         error = np.abs(np.frombuffer(results[0][slot], np.float32) - expected[0]).max()
         assert error <= dict(CACHES)[cache] * np.sqrt(np.mean(expected**2))
 
@@ -352,7 +352,7 @@ def test_samples_are_the_reference_backends(sampling):
     own = small_model()
     gpu, runner = compiled(own), own.runner()
     prompt = np.random.default_rng(SEED).integers(0, VOCAB, 30).tolist()
-    data = plan([item(0, 30, DRAW, spans=spans_for(30))], [start(0, prompt, **sampling)])
+    data = plan([item(0, 30, SAMPLE, spans=spans_for(30))], [start(0, prompt, **sampling)])
     for step in range(20):
         found, expected = gpu.step(data, True), runner.step(data)
         np.testing.assert_allclose(found.logits, expected.logits, atol=1e-4 * np.abs(expected.logits).max())
@@ -360,7 +360,7 @@ def test_samples_are_the_reference_backends(sampling):
             best = np.sort(expected.logits[0])[-2:]
             assert best[1] - best[0] < 1e-4 or sampling.get("do_sample")
             return
-        data = plan([item(0, 1, DRAW, spans=[3] if step == 17 else [2] if step == 1 else [])])
+        data = plan([item(0, 1, SAMPLE, spans=[3] if step == 17 else [2] if step == 1 else [])])
 
 
 def test_masks_hidden_states_and_prompt_logprobs():
@@ -371,8 +371,8 @@ def test_masks_hidden_states_and_prompt_logprobs():
     gpu.masks.bits[:] = mask
     gpu.masks.publish(1)
     prompts = [np.random.default_rng(SEED + i).integers(0, VOCAB, 20).tolist() for i in range(3)]
-    data = plan([item(0, 20, DRAW, spans=[0, 1], mask=2), item(1, 20, HIDDEN, outputs=5, spans=[2, 3]),
-                 item(2, 20, PROMPT | DRAW, outputs=20, spans=[4, 5])], [start(i, p) for i, p in enumerate(prompts)])
+    data = plan([item(0, 20, SAMPLE, spans=[0, 1], mask=2), item(1, 20, HIDDEN, outputs=5, spans=[2, 3]),
+                 item(2, 20, PROMPT | SAMPLE, outputs=20, spans=[4, 5])], [start(i, p) for i, p in enumerate(prompts)])
     found, expected = gpu.step(data), runner.step(data, mask)
     assert found.tokens[0] == 41
     np.testing.assert_allclose(found.hidden, expected.hidden, atol=1e-4)
@@ -397,7 +397,7 @@ def test_logits_that_are_no_numbers_harm_nobody_else(sampling):
     for op in own.program.ops:
         gpu.add_op(op["name"], op["inputs"], op["outputs"], op["weights"], op["attributes"])
     gpu.allocate(64, 4, 64, 16, 16, "float32")
-    work = [item(slot, 3, DRAW, spans=[slot]) for slot in range(3)]
+    work = [item(slot, 3, SAMPLE, spans=[slot]) for slot in range(3)]
     result = gpu.step(plan(work, [start(i, [5, 6, 7 if i == 1 else 8], **sampling) for i in range(3)]))
     assert result.status.tolist() == [0, 1, 0] and result.tokens[1] == -1 and result.tokens[0] == result.tokens[2] >= 0
 
@@ -414,7 +414,7 @@ def test_rows_that_are_no_numbers_leave_nothing_behind(form):
     own.finish(x)
     gpu = compiled(own)
     for slots, expected in (((0, 1, 2), [0, 1, 0]), ((3, 4, 5), [0, 0, 0])):
-        work = [item(slot, 1, DRAW, spans=[8 * slot]) for slot in slots]
+        work = [item(slot, 1, SAMPLE, spans=[8 * slot]) for slot in slots]
         new = [start(slot, [7 if wrong else 5]) for slot, wrong in zip(slots, expected)]
         assert gpu.step(plan(work, new)).status.tolist() == expected
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from allspark_server import _native
-from allspark_server.runtime.plan import DRAW, Flag, NewSlot, SamplingParams, StepPlan, WorkItem
+from allspark_server.runtime.plan import SAMPLE, Flag, NewSlot, SamplingParams, StepPlan, WorkItem
 from support.gpu_sampling import LONGEST, SPAN, Head
 
 pytestmark = pytest.mark.cuda
@@ -40,7 +40,7 @@ def plans(seed: int, masks, drafts: int = 0) -> list[bytes]:
             rows = int(rng.integers(1, prompt + 1)) if prompt > 1 else 1
             draws = rows >= prompt
             wanted = drafts if draws and rng.random() < 0.2 else 0
-            work.append(WorkItem(slot, rows, (DRAW if draws else 0) | (Flag.LOOKUP if wanted else 0), spans=spans,
+            work.append(WorkItem(slot, rows, (SAMPLE if draws else 0) | (Flag.LOOKUP if wanted else 0), spans=spans,
                                  drafts=wanted))
             left[slot] = [1 if draws else prompt - rows, left[slot][1] - draws]
         found.append(StepPlan(free=free, new=new, work=work).encode())
@@ -71,8 +71,9 @@ def test_the_bits_of_steps_one_after_the_other(drafts):
 def test_a_plan_out_of_order_is_reported_in_its_turn():
     head = Head(VOCAB, np.random.default_rng(1), 1.0, False)
     block = SamplingParams(do_sample=False, prompt_len=2).encode()
-    first = StepPlan(new=[NewSlot(0, [1, 2], block, 0)], work=[WorkItem(0, 2, DRAW, spans=list(range(SPANS)))]).encode()
-    going_on, wrong = StepPlan(work=[WorkItem(0, 1, DRAW)]).encode(), StepPlan(work=[WorkItem(5, 1, DRAW)]).encode()
+    first = StepPlan(new=[NewSlot(0, [1, 2], block, 0)],
+                     work=[WorkItem(0, 2, SAMPLE, spans=list(range(SPANS)))]).encode()
+    going_on, wrong = StepPlan(work=[WorkItem(0, 1, SAMPLE)]).encode(), StepPlan(work=[WorkItem(5, 1, SAMPLE)]).encode()
     expected = [told(head.e.step(step)) for step in (first, going_on, going_on)]
     head.e.step(StepPlan(free=[0]).encode())
     stepper = _native.Stepper()
@@ -89,9 +90,9 @@ def test_a_plan_out_of_order_is_reported_in_its_turn():
 def test_masks_that_are_written_when_the_last_step_was_collected():
     head = Head(VOCAB, np.random.default_rng(2), 1.0, False)
     block = SamplingParams(do_sample=False, prompt_len=2).encode()
-    work = [WorkItem(0, 2, DRAW, spans=list(range(SPANS)), mask=1)]
+    work = [WorkItem(0, 2, SAMPLE, spans=list(range(SPANS)), mask=1)]
     steps = [StepPlan(new=[NewSlot(0, [1, 2], block, 0)], work=work).encode()]
-    steps += [StepPlan(work=[WorkItem(0, 1, DRAW, mask=1 + i % 2)]).encode() for i in range(1, 20)]
+    steps += [StepPlan(work=[WorkItem(0, 1, SAMPLE, mask=1 + i % 2)]).encode() for i in range(1, 20)]
     stepper, masks, tokens = _native.Stepper(), head.e.masks, []
 
     def publish(i: int) -> None:  # the ids that the last token lets come next

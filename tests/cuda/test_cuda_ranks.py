@@ -184,10 +184,10 @@ def test_a_missing_rank_is_reported(monkeypatch, dtype):
 
     monkeypatch.setattr(Gpu, "share", lambda self, e, rows: e.share(rows, 1.5).hex())
     with on_gpus(2, weight_dtype=dtype) as gpu:
-        from allspark_server.runtime.plan import DRAW, NewSlot, StepPlan, WorkItem
+        from allspark_server.runtime.plan import SAMPLE, NewSlot, StepPlan, WorkItem
 
         plan = StepPlan(new=[NewSlot(0, [1, 2, 3], SamplingParams(do_sample=False, prompt_len=3).encode())],
-                        work=[WorkItem(0, 3, DRAW, spans=[0])]).encode()
+                        work=[WorkItem(0, 3, SAMPLE, spans=[0])]).encode()
         began = time.monotonic()
         with pytest.raises(RuntimeError, match=r"rank 1 waited 1 s on its GPU for rank 0 in a sum over ranks"):
             gpu.runners[1].step(plan)

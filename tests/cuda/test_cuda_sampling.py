@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from allspark_server.runtime.plan import DRAW, Flag
+from allspark_server.runtime.plan import SAMPLE, Flag
 from support.gpu_sampling import SLOTS, Head
 from support.sampling_reference import PROCESSORS, SETTINGS, Params, bitmask, draw, random_case
 
@@ -73,7 +73,7 @@ def test_everything_banned():
 def test_prompts_are_scored():
     head, rng = Head(5003, np.random.default_rng(2), 1.0, False), np.random.default_rng(3)
     cases = [(Params(), rng.integers(1, 5003, length), None) for length in (40, 128)]
-    found = head.draws(cases, DRAW | Flag.PROMPT, outputs=30)
+    found = head.draws(cases, SAMPLE | Flag.PROMPT, outputs=30)
     assert len(found.prompt_logprobs) == 2 * 29
     for case, (_, history, _) in enumerate(cases):
         for i in range(29):

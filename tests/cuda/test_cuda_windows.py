@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from allspark_server.runtime.plan import StepPlan
-from reference.plan import DRAW
+from reference.plan import SAMPLE
 from reference.toy import Toy, item, plan, spans_for, start
 from support.gpu_toys import compiled
 
@@ -58,7 +58,7 @@ def logits_of(gpu, groups, prompt, chunks, first: int = 0, slot: int = 0, others
         end = min(begin + chunk, len(prompt))
         spans, more = spans_of(groups, first, begin, end)
         work, new = others(begin) if others else ([], [])
-        work = [item(slot, end - begin, DRAW if end == len(prompt) else 0, spans=spans, other_spans=more), *work]
+        work = [item(slot, end - begin, SAMPLE if end == len(prompt) else 0, spans=spans, other_spans=more), *work]
         result = gpu.step(plan(work, [*([start(slot, prompt)] if not begin else []), *new]), True)
         if end == len(prompt):
             found.append(result.logits[0])
@@ -71,7 +71,7 @@ def expected_logits(dim: int, groups, prompt: tuple[int, ...]) -> np.ndarray:
     """The reference backend's logits, which take a second."""
     spans = spans_for(len(prompt))
     return layers(dim, groups).runner(num_spans=(64,) * len(groups), max_length=1024, max_rows=1024).step(
-        plan([item(0, len(prompt), DRAW, spans=spans, other_spans=[spans] * (len(groups) - 1))],
+        plan([item(0, len(prompt), SAMPLE, spans=spans, other_spans=[spans] * (len(groups) - 1))],
              [start(0, prompt)])).logits[0]
 
 

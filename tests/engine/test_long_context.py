@@ -169,7 +169,7 @@ MEASURED = """
     sys.path[:0] = {paths!r}
     from allspark_client import AsModelConfig
     from allspark_server.runtime import device
-    from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan, WorkItem
+    from allspark_server.runtime.plan import SAMPLE, NewSlot, SamplingParams, StepPlan, WorkItem
     from allspark_server.runtime.runner import ModelRunner
 
     def resident():
@@ -190,7 +190,7 @@ MEASURED = """
     while computed < length:
         rows = min(step, length - computed)
         needed = -(-(computed + rows) // size)
-        runner.step(StepPlan(new=new, work=[WorkItem(0, rows, DRAW if computed + rows == length else 0,
+        runner.step(StepPlan(new=new, work=[WorkItem(0, rows, SAMPLE if computed + rows == length else 0,
                                                      spans=list(range(held, needed)))]).encode())
         new, held, computed = [], needed, computed + rows
     print(announced[0], resident() - before, spans, info.num_spans, info.cache_bytes)

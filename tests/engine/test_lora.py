@@ -10,7 +10,7 @@ import pytest
 
 from allspark_client import AllSparkError, AsModelConfig, AsStatus, ClientEngine, GenerateRequestStatus as Status
 from allspark_server import Engine, HuggingFaceModel
-from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan, WorkItem
+from allspark_server.runtime.plan import SAMPLE, NewSlot, SamplingParams, StepPlan, WorkItem
 from support.driver import Driver
 from support.units import UNIT
 from support.waiting import wait_for
@@ -128,7 +128,7 @@ def logits_of(driver, items, steps: int = 3) -> list[list[bytes]]:
         for i, (_, adapter) in enumerate(items):
             have = 0 if not step else -(-(lengths[i] - 1) // size)
             fresh = -(-lengths[i] // size) - have
-            work.append(WorkItem(i, lengths[i] if not step else 1, DRAW, spans=list(range(spans, spans + fresh)),
+            work.append(WorkItem(i, lengths[i] if not step else 1, SAMPLE, spans=list(range(spans, spans + fresh)),
                                  adapter=adapter))
             spans, lengths[i] = spans + fresh, lengths[i] + 1
         plan = StepPlan(new=new, work=work).encode()

@@ -12,7 +12,7 @@ from google.protobuf import text_format
 
 from allspark_client.config import AsModelConfig
 from allspark_server.models import build_graph, read_config
-from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan, WorkItem
+from allspark_server.runtime.plan import SAMPLE, NewSlot, SamplingParams, StepPlan, WorkItem
 from allspark_server.runtime.runner import ModelRunner
 from allspark_server.weights.asgraph import read_graph, to_message, write_graph, write_params
 from allspark_server.weights.checkpoint import ParamSource, open_model, open_weights
@@ -175,6 +175,6 @@ class Serialized(Target):
         runner.load()
         runner.allocate_cache(12)
         sampling = SamplingParams(prompt_len=20).encode()
-        plan = StepPlan(new=[NewSlot(0, list(range(20)), sampling)], work=[WorkItem(0, 20, DRAW, spans=[0, 1])])
+        plan = StepPlan(new=[NewSlot(0, list(range(20)), sampling)], work=[WorkItem(0, 20, SAMPLE, spans=[0, 1])])
         runner.step(plan.encode())
         runner.close()

@@ -6,7 +6,7 @@ from pathlib import Path
 from random import Random
 
 from allspark_client.config import AsModelConfig
-from allspark_server.runtime.plan import DRAW, Flag, NewSlot, SamplingParams, StepPlan, WorkItem
+from allspark_server.runtime.plan import SAMPLE, Flag, NewSlot, SamplingParams, StepPlan, WorkItem
 from allspark_server.runtime.runner import ModelRunner
 from fuzz import mutate
 from fuzz.target import CONFIG, Finding, Target, tensors_of
@@ -83,7 +83,7 @@ class Plans(Target):
             slot[0] += len(item.known) - (item.drafts if item.flags & Flag.GIVEN else 0)
             slot[1] += item.rows
             slot[2] += len(item.spans)
-            if item.flags & DRAW:
+            if item.flags & SAMPLE:
                 drawn = next(counts)
                 slot[0] += drawn
                 slot[1] += drawn - 1
@@ -111,7 +111,7 @@ class Plans(Target):
             count = min(rows, left if rng.random() < 0.7 else rng.randint(1, left))
             flags, drafts, outputs = 0, 0, 0
             if count == left and length + len(known) < self.LENGTH:
-                flags = outputs = DRAW if rng.random() < 0.9 else 0
+                flags = outputs = SAMPLE if rng.random() < 0.9 else 0
             if flags and rng.random() < 0.4:
                 kind = rng.choice((Flag.LOOKUP, Flag.GIVEN))
                 drafts = min(rng.randint(1, 7), rows - count, self.LENGTH - 1 - length - len(known))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from allspark_server import _native
-from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan, WorkItem
+from allspark_server.runtime.plan import SAMPLE, NewSlot, SamplingParams, StepPlan, WorkItem
 
 Q_HEADS, KV_HEADS, DIM, SPAN, BLOCK, TILE_ROWS = 4, 2, 24, 32, 128, 16
 VOCAB, WIDTH = 61, (Q_HEADS + 2 * KV_HEADS) * DIM
@@ -51,14 +51,14 @@ class Attention:
         for count in chunks[:-1]:
             self.step(StepPlan(new=new, work=[WorkItem(0, count, spans=spans)]))
             new, spans = [], []
-        work = [WorkItem(0, chunks[-1], DRAW, spans=spans)]
+        work = [WorkItem(0, chunks[-1], SAMPLE, spans=spans)]
         if others:  # all but their last tokens first, so that theirs are single ones
             histories = [tokens_of(n, seed=n) for n in others]
             new += [NewSlot(i, history, GREEDY) for i, history in enumerate(histories, 1)]
             prompts = [WorkItem(i, n - 1, spans=self.take_spans(n)) for i, n in enumerate(others, 1) if n > 1]
             self.step(StepPlan(new=new[-len(others):], work=prompts))
             new = new[:-len(others)]
-            work += [WorkItem(i, 1, DRAW, spans=[] if n > 1 else self.take_spans(1))
+            work += [WorkItem(i, 1, SAMPLE, spans=[] if n > 1 else self.take_spans(1))
                      for i, n in enumerate(others, 1)]
         row = self.step(StepPlan(new=new, work=work))[0]
         self.step(StepPlan(free=list(range(len(others) + 1))))
@@ -122,7 +122,7 @@ def test_partial_results_fit_whatever_the_contexts(threads):
         for i, n in enumerate(lengths):
             start = (n - 1) // SPAN * SPAN
             new.append(NewSlot(i, [1] * n, GREEDY, start))
-            work.append(WorkItem(i, n - start, DRAW, spans=[0] * (-(-n // SPAN) - 1) + [i + 1]))
+            work.append(WorkItem(i, n - start, SAMPLE, spans=[0] * (-(-n // SPAN) - 1) + [i + 1]))
         found = attention.step(StepPlan(new=new, work=work))
         assert found.shape[0] == len(lengths) and np.isfinite(found).all()
         attention.step(StepPlan(free=list(range(len(lengths)))))

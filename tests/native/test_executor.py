@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from allspark_server import _native
-from allspark_server.runtime.plan import DRAW, Flag, NewSlot, SamplingParams, StepPlan, WorkItem
+from allspark_server.runtime.plan import SAMPLE, Flag, NewSlot, SamplingParams, StepPlan, WorkItem
 from support.paths import NATIVE
 
 
@@ -72,24 +72,24 @@ def fresh(slot, prompt, cached=0):
 HUGE = 2**31 - 1
 BAD_PLANS = {
     "positions": StepPlan(free=[0], new=[fresh(0, [9] * 20, 16), fresh(1, [1] * 9)],
-                          work=[WorkItem(1, 9, DRAW, spans=[4]), WorkItem(0, HUGE, spans=[5])]),
+                          work=[WorkItem(1, 9, SAMPLE, spans=[4]), WorkItem(0, HUGE, spans=[5])]),
     "in use": StepPlan(new=[fresh(1, [7]), fresh(0, [7])]),
-    "no sequence": StepPlan(free=[0], work=[WorkItem(0, 1, DRAW)]),
-    "span 8": StepPlan(work=[WorkItem(0, 1, DRAW, spans=[7, 8])]),
-    "span -1": StepPlan(work=[WorkItem(0, 1, DRAW, spans=[-1])]),
+    "no sequence": StepPlan(free=[0], work=[WorkItem(0, 1, SAMPLE)]),
+    "span 8": StepPlan(work=[WorkItem(0, 1, SAMPLE, spans=[7, 8])]),
+    "span -1": StepPlan(work=[WorkItem(0, 1, SAMPLE, spans=[-1])]),
     "slot 4": StepPlan(free=[0, 4]),
-    "last row": StepPlan(work=[WorkItem(0, 1, DRAW, [4])]),
+    "last row": StepPlan(work=[WorkItem(0, 1, SAMPLE, [4])]),
     "65 rows": StepPlan(free=[0], new=[fresh(0, [3] * 33), fresh(1, [3] * 32)],
-                        work=[WorkItem(0, 33, DRAW, spans=[0, 1, 2]), WorkItem(1, 32, DRAW, spans=[3, 4])]),
-    "cached": StepPlan(free=[0], new=[fresh(0, [3] * 20, 7)], work=[WorkItem(0, 13, DRAW, spans=[0, 1])]),
+                        work=[WorkItem(0, 33, SAMPLE, spans=[0, 1, 2]), WorkItem(1, 32, SAMPLE, spans=[3, 4])]),
+    "cached": StepPlan(free=[0], new=[fresh(0, [3] * 20, 7)], work=[WorkItem(0, 13, SAMPLE, spans=[0, 1])]),
     "drafts": StepPlan(work=[WorkItem(0, 1, Flag.LOOKUP, drafts=2)]),
 }
 
 
 @pytest.mark.parametrize("message", BAD_PLANS)
 def test_a_refused_plan_leaves_the_executor_as_it_was(message):
-    begin = StepPlan(new=[fresh(0, [5, 6, 7])], work=[WorkItem(0, 3, DRAW, spans=[2])]).encode()
-    go_on = StepPlan(work=[WorkItem(0, 1, DRAW)]).encode()
+    begin = StepPlan(new=[fresh(0, [5, 6, 7])], work=[WorkItem(0, 3, SAMPLE, spans=[2])]).encode()
+    go_on = StepPlan(work=[WorkItem(0, 1, SAMPLE)]).encode()
     untouched, tried = small_model(), small_model()
     for executor in (untouched, tried):
         executor.step(begin)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from allspark_server import _native
-from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan, WorkItem
+from allspark_server.runtime.plan import SAMPLE, NewSlot, SamplingParams, StepPlan, WorkItem
 from support.checkpoints import checkpoint, prompt_of
 from support.driver import Driver
 
@@ -72,7 +72,7 @@ class Net:
             count = min(chunk, length - start)
             needed = -(-(start + count) // SPAN)
             last = start + count == length
-            item = WorkItem(0, count, DRAW if last else 0, spans=list(range(spans, needed)))
+            item = WorkItem(0, count, SAMPLE if last else 0, spans=list(range(spans, needed)))
             result = self.executor.step(StepPlan(new=new, work=[item]).encode(), True)
             new, spans = [], needed
         self.executor.step(StepPlan(free=[0]).encode())
@@ -83,10 +83,10 @@ class Net:
         """Barriers of a step with one row of each of `rows` sequences."""
         sampling = SamplingParams(do_sample=False, prompt_len=3).encode()
         begin = StepPlan(new=[NewSlot(slot, [3, 1, 4], sampling) for slot in range(rows)],
-                         work=[WorkItem(slot, 3, DRAW, spans=[slot]) for slot in range(rows)])
+                         work=[WorkItem(slot, 3, SAMPLE, spans=[slot]) for slot in range(rows)])
         self.executor.step(begin.encode())
         before = self.executor.barriers
-        self.executor.step(StepPlan(work=[WorkItem(slot, 1, DRAW) for slot in range(rows)]).encode())
+        self.executor.step(StepPlan(work=[WorkItem(slot, 1, SAMPLE) for slot in range(rows)]).encode())
         return self.executor.barriers - before
 
 

@@ -9,7 +9,7 @@ import pytest
 from allspark_client.config import AsModelConfig
 from allspark_server.runtime import profile
 from allspark_server.runtime.native import native_library
-from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan, WorkItem
+from allspark_server.runtime.plan import SAMPLE, NewSlot, SamplingParams, StepPlan, WorkItem
 from allspark_server.runtime.runner import ModelRunner
 
 
@@ -25,7 +25,7 @@ def runner(tiny_model):
 def prefill(runner: ModelRunner, length: int) -> None:
     sampling = SamplingParams(do_sample=False, prompt_len=length).encode()
     runner.step(StepPlan(new=[NewSlot(0, list(range(length)), sampling)],
-                         work=[WorkItem(0, length, DRAW, spans=list(range(-(-length // 32))))]).encode())
+                         work=[WorkItem(0, length, SAMPLE, spans=list(range(-(-length // 32))))]).encode())
     runner.step(StepPlan(free=[0]).encode())
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from allspark_server import _native
-from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan, WorkItem
+from allspark_server.runtime.plan import SAMPLE, NewSlot, SamplingParams, StepPlan, WorkItem
 
 DIM, VOCAB, ROWS, STEPS = 16, 2600, 3, 120
 
@@ -33,7 +33,7 @@ def run(threads: int) -> list[list[int]]:
     tokens = []
     new = [NewSlot(i, [i], draw.encode()) for i, draw in enumerate(draws)]
     for step in range(STEPS):
-        work = [WorkItem(i, 1, DRAW, spans=[] if step else list(range(i * spans, (i + 1) * spans)))
+        work = [WorkItem(i, 1, SAMPLE, spans=[] if step else list(range(i * spans, (i + 1) * spans)))
                 for i in range(ROWS)]
         tokens.append(e.step(StepPlan(new=new, work=work).encode()).tokens.tolist())
         new = []

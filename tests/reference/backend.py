@@ -12,7 +12,7 @@ from allspark_server.weights.formats import ScaleLayout
 from reference.batch import Batch, Limits, Slots
 from reference.encodings import Stored
 from reference.ops import OPS
-from reference.plan import DRAW, HIDDEN, PROMPT, read_plan
+from reference.plan import HIDDEN, PROMPT, SAMPLE, read_plan
 
 # Of an adapter: by target, the matrices A [rank, in] and B [out, rank], B times its scale.
 Adapter = Mapping[int, tuple[np.ndarray, np.ndarray]]
@@ -164,13 +164,13 @@ class Runner:
         result.logits = list(np.concatenate(logits, axis=1))
         for item in batch.items:
             sampling, history = self.slots.live[item.slot].sampling, self.slots.live[item.slot].history
-            inside = item.outputs - 1 if item.flags & DRAW else item.outputs
+            inside = item.outputs - 1 if item.flags & SAMPLE else item.outputs
             if item.flags & PROMPT:
                 for i in range(inside):
                     row = result.logits[item.output + i]
                     follows = history[item.end - item.outputs + i + 1]
                     result.prompt_logprobs.append((row - np.logaddexp.reduce(row))[follows])
-            if not item.flags & DRAW:
+            if not item.flags & SAMPLE:
                 continue
             drawn = []
             for i in range(1 + len(item.drafts)):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from reference.plan import COPIES, DRAW, EMBEDDINGS, GIVEN, HIDDEN, LOOKUP, MODEL, POSITIONS, PROMPT, Plan, Sampling
+from reference.plan import COPIES, EMBEDDINGS, GIVEN, HIDDEN, LOOKUP, MODEL, POSITIONS, PROMPT, SAMPLE, Plan, Sampling
 
 LOOKED_AT, LONGEST = 32, 16  # of prompt lookup: the latest places, and ids of a match
 
@@ -149,7 +149,7 @@ class Slots:
         if work.slot not in self.live:
             raise ValueError(f"step plan: slot {work.slot} holds no sequence")
         slot, limits = self.live[work.slot], self.limits
-        if work.flags & ~(DRAW | LOOKUP | GIVEN | MODEL | HIDDEN | PROMPT) or work.flags & MODEL:
+        if work.flags & ~(SAMPLE | LOOKUP | GIVEN | MODEL | HIDDEN | PROMPT) or work.flags & MODEL:
             raise ValueError(f"step plan: flags {work.flags} are not known, or ask for a draft model")
         given = work.known[len(work.known) - work.drafts:] if work.flags & GIVEN else []
         slot.history += work.known[:len(work.known) - len(given)]
@@ -158,9 +158,9 @@ class Slots:
                 raise ValueError(f"step plan: spans {ids} of {number}")
             table += ids
         start, end = slot.cached, slot.cached + work.rows
-        if work.rows < 1 or end > len(slot.history) or (work.flags & DRAW and end != len(slot.history)):
+        if work.rows < 1 or end > len(slot.history) or (work.flags & SAMPLE and end != len(slot.history)):
             raise ValueError(f"step plan: positions {start}...{end} of {len(slot.history)} tokens")
-        if not 0 <= work.outputs <= work.rows or (work.flags & DRAW and not work.outputs):
+        if not 0 <= work.outputs <= work.rows or (work.flags & SAMPLE and not work.outputs):
             raise ValueError(f"step plan: {work.outputs} outputs of {work.rows} rows")
         room = min([limits.max_length, *(len(table) * limits.span_size for table in slot.spans)])
         if end > room:

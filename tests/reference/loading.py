@@ -12,7 +12,7 @@ from allspark_server.weights.formats import WeightFormat
 from allspark_server.weights.loader import Loader
 from reference.backend import Runner, compile
 from reference.batch import Limits
-from reference.toy import DRAW, item, plan, spans_for, start
+from reference.toy import SAMPLE, item, plan, spans_for, start
 
 
 def unquantized(graph) -> dict[str, WeightFormat]:
@@ -82,7 +82,7 @@ def model_runner(directory, world: int = 1) -> Runner:
 def logits_after(runner: Runner, prompt) -> np.ndarray:
     """Logits after a prompt's last token: [vocabulary]."""
     spans, groups = spans_for(len(prompt)), len(runner.slots.limits.num_spans)
-    work = item(0, len(prompt), DRAW, spans=spans, other_spans=[spans] * (groups - 1))
+    work = item(0, len(prompt), SAMPLE, spans=spans, other_spans=[spans] * (groups - 1))
     logits = runner.step(plan([work], [start(0, prompt)])).logits[0]
     runner.step(plan([], free=[0]))
     return logits

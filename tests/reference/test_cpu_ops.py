@@ -14,7 +14,7 @@ from allspark_server import _native
 from allspark_server.models.ops import op_spec, op_specs
 from reference.backend import StepResult, compile
 from reference.batch import Limits, Slots
-from reference.plan import DRAW, GIVEN, LOOKUP
+from reference.plan import GIVEN, LOOKUP, SAMPLE
 from reference.toy import ALL, OUTPUTS, Toy, generate, item, plan, spans_for, start
 from support.driver import windows
 
@@ -65,7 +65,7 @@ def prompts():
 
 def step_of(given) -> bytes:
     """A step that computes all prompts whole and samples after each."""
-    work = [item(slot, len(p), DRAW, spans=spans_for(len(p), 8 * slot)) for slot, p in enumerate(given)]
+    work = [item(slot, len(p), SAMPLE, spans=spans_for(len(p), 8 * slot)) for slot, p in enumerate(given)]
     return plan(work, [start(slot, p) for slot, p in enumerate(given)])
 
 
@@ -234,7 +234,7 @@ def test_bits_of_a_window_do_not_depend_on_chunks(window, cache, threads):
             for begin in range(0, length, chunk):
                 count, last = min(chunk, length - begin), begin + chunk >= length
                 spans = list(range(100 * slot + -(-begin // 16), 100 * slot + -(-(begin + count) // 16)))
-                result = executor.step(plan([item(slot, count, DRAW if last else 0, spans=spans)],
+                result = executor.step(plan([item(slot, count, SAMPLE if last else 0, spans=spans)],
                                             [start(slot, prompt)] if new else []), True)
                 new = False
             found.append(result.logits.tobytes())
@@ -245,7 +245,7 @@ def test_bits_of_a_window_do_not_depend_on_chunks(window, cache, threads):
         for slot, length in enumerate(lengths):
             prompt = rng.integers(0, VOCAB, length).tolist()
             expected = own.runner(num_spans=(128,), max_length=2048, max_rows=2048).step(
-                plan([item(0, length, DRAW, spans=spans_for(length))], [start(0, prompt)])).logits
+                plan([item(0, length, SAMPLE, spans=spans_for(length))], [start(0, prompt)])).logits
             error = np.abs(np.frombuffer(results[0][slot], np.float32) - expected[0]).max()
             assert error <= EXACT * np.sqrt(np.mean(expected**2))
 

@@ -14,7 +14,7 @@ import pytest
 from allspark_server import _native
 from reference.backend import compile
 from reference.batch import Limits
-from reference.plan import DRAW, GIVEN, HIDDEN, PROMPT
+from reference.plan import GIVEN, HIDDEN, PROMPT, SAMPLE
 from reference.test_cpu_ops import SEED, compiled
 from reference.toy import OUTPUTS, Toy, item, plan, start
 from support.driver import windows
@@ -111,7 +111,7 @@ def test_hidden_states_and_log_probabilities_of_prompts(world):
             drawn = rows == left and draws[slot]
             outputs = rows if flags[slot] else int(drawn)
             needed = -(-(done[slot] + rows) // 16)
-            work.append(item(slot, rows, flags[slot] | (DRAW if drawn else 0), outputs=outputs,
+            work.append(item(slot, rows, flags[slot] | (SAMPLE if drawn else 0), outputs=outputs,
                              spans=list(range(8 * slot + spans[slot], 8 * slot + needed))))
             done[slot], spans[slot] = done[slot] + rows, needed
         data = plan(work, new)
@@ -149,8 +149,8 @@ def test_sampling_waits_for_masks(world, sampling):
     allowed[1] = [4]
     masks = np.stack([mask_of(ids) for ids in allowed])
     prompts = [rng.integers(0, VOCAB, 8).tolist() for _ in range(3)]
-    work = [item(1, 8, DRAW, spans=[4]), item(2, 8, DRAW, spans=[8], mask=1),
-            item(0, 8, DRAW | GIVEN, known=[4, 7], drafts=2, spans=[0], mask=2)]
+    work = [item(1, 8, SAMPLE, spans=[4]), item(2, 8, SAMPLE, spans=[8], mask=1),
+            item(0, 8, SAMPLE | GIVEN, known=[4, 7], drafts=2, spans=[0], mask=2)]
     data = plan(work, [start(slot, prompt, **sampling) for slot, prompt in enumerate(prompts)])
     expected = exact.step(data, masks)
     began, ended = time.monotonic(), []
@@ -174,21 +174,21 @@ def test_a_mask_that_does_not_come_ends_the_step():
     cpu = Cpu(1)
     threading.Timer(0.1, cpu.masks.fail, ["the grammars' worker has ended"]).start()
     with pytest.raises(RuntimeError, match="the grammars' worker has ended"):
-        cpu.step(plan([item(0, 2, DRAW, spans=[0], mask=3)], [start(0, [1, 2])]))
+        cpu.step(plan([item(0, 2, SAMPLE, spans=[0], mask=3)], [start(0, [1, 2])]))
 
 
 @pytest.mark.parametrize("work, problem", [
-    (item(0, 2, DRAW, spans=[0], mask=MASKS + 1), "mask 13 for 1 samples; there are 12"),
-    (item(0, 2, DRAW | GIVEN, known=[1, 2], drafts=2, spans=[0], mask=MASKS - 1), "mask 11 for 3 samples"),
+    (item(0, 2, SAMPLE, spans=[0], mask=MASKS + 1), "mask 13 for 1 samples; there are 12"),
+    (item(0, 2, SAMPLE | GIVEN, known=[1, 2], drafts=2, spans=[0], mask=MASKS - 1), "mask 11 for 3 samples"),
     (item(0, 1, 0, spans=[0], mask=1), "mask 1 for 0 samples"),
-    (item(0, 2, DRAW, spans=[0], outputs=3), "3 outputs of 2 rows"),
+    (item(0, 2, SAMPLE, spans=[0], outputs=3), "3 outputs of 2 rows"),
     (item(0, 2, PROMPT, spans=[0], outputs=1), "no token follows its last row"),
 ])  # fmt: skip
 def test_plans_that_cannot_be(work, problem):
     cpu = Cpu(1)
     with pytest.raises(ValueError, match=problem):
         cpu.step(plan([work], [start(0, [1, 2])]))
-    assert len(cpu.step(plan([item(0, 2, DRAW, spans=[0])], [start(0, [1, 2])])).tokens) == 1  # nothing was changed
+    assert len(cpu.step(plan([item(0, 2, SAMPLE, spans=[0])], [start(0, [1, 2])])).tokens) == 1  # nothing was changed
 
 
 def test_a_program_without_hidden_states_says_so():

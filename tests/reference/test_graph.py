@@ -183,17 +183,17 @@ def test_the_same_on_any_number_of_ranks(arrays, source, world):
     prompt = np.random.default_rng(1).integers(0, VOCAB, 33).tolist()
     rng = np.random.default_rng(9)
     a, b = rng.normal(size=(2, HIDDEN)), rng.normal(size=(SHARED, 2))
-    from reference.toy import DRAW, item, plan, spans_for, start
+    from reference.toy import SAMPLE, item, plan, spans_for, start
 
     cuts = [Split(SHARED).range_of(rank, world) for rank in range(world)]
     runner.set_adapter([[{3: (a, b[slice(*cut)])}] for cut in cuts])
     for lora in (None, (a, b)):
-        work = item(0, 33, DRAW, spans=spans_for(33), other_spans=[spans_for(33)], adapter=-1 if lora is None else 0)
+        work = item(0, 33, SAMPLE, spans=spans_for(33), other_spans=[spans_for(33)], adapter=-1 if lora is None else 0)
         found = runner.step(plan([work], [start(0, prompt)])).logits[0]
         runner.step(plan([], free=[0]))
         np.testing.assert_allclose(found, expected_logits(arrays, prompt, lora), rtol=1e-7, atol=1e-9)
     with pytest.raises(ValueError):
-        runner.step(plan([item(0, 33, DRAW, spans=spans_for(33), other_spans=[[]])], [start(0, prompt)]))
+        runner.step(plan([item(0, 33, SAMPLE, spans=spans_for(33), other_spans=[[]])], [start(0, prompt)]))
 
 
 @pytest.mark.parametrize("text", [False, True])

@@ -7,7 +7,7 @@ import pytest
 
 from reference.backend import compile
 from reference.batch import Limits, look_up
-from reference.plan import COPIES, DRAW, GIVEN, HIDDEN, LOOKUP, PROMPT
+from reference.plan import COPIES, GIVEN, HIDDEN, LOOKUP, PROMPT, SAMPLE
 from reference.toy import ALL, OUTPUTS, Toy, fields, generate, item, plan, spans_for, start
 
 VOCAB, WIDTH, HEADS = 37, 12, (2, 1, 4)
@@ -55,7 +55,7 @@ def test_positions_in_the_prefix_cache_are_not_computed(toy):
     runner, prompt = toy.runner(), prompt_of(40)
     expected, *_ = generate(toy.runner(), prompt, 3)
     runner.step(plan([item(0, 32, 0, spans=[5, 6])], [start(0, prompt)]))
-    work = item(1, 8, DRAW, spans=[5, 6, 9])
+    work = item(1, 8, SAMPLE, spans=[5, 6, 9])
     found = runner.step(plan([work], [start(1, prompt, cached=32)], free=[0]))
     assert found.tokens.tolist() == expected[:1] and found.counts.tolist() == [1]
 
@@ -70,7 +70,7 @@ def test_spans_go_to_the_host_cache_and_come_back(toy):
     runner.step(plan([], free=[0], sections=[(COPIES, saved)]))
     runner.step(plan([item(0, 40, 0, spans=[5, 6, 7])], [start(0, prompt_of(41, seed=1))]))
     restored = [0, 3, 0, *key[0], 6, 1, *key[1]]
-    work = item(1, 8, DRAW, spans=[3, 6, 9])
+    work = item(1, 8, SAMPLE, spans=[3, 6, 9])
     found = runner.step(plan([work], [start(1, prompt, cached=32)], free=[0], sections=[(COPIES, restored)]))
     assert found.tokens.tolist() == expected[:1]
     with pytest.raises(ValueError, match="span 1 of the host cache is not what was saved there"):
@@ -120,7 +120,7 @@ def test_lookup_takes_the_longest_match_and_of_equal_ones_the_latest():
 
 def test_drafts_end_where_spans_or_the_length_end(toy):
     prompt = prompt_of(14)
-    step = toy.runner(max_length=16).step(plan([item(0, 14, DRAW | GIVEN, known=[1] * 5, drafts=5, spans=[0])],
+    step = toy.runner(max_length=16).step(plan([item(0, 14, SAMPLE | GIVEN, known=[1] * 5, drafts=5, spans=[0])],
                                                [start(0, prompt)]))
     assert len(step.counts) == 1  # and no row was written beyond the span
 
@@ -129,8 +129,8 @@ def test_a_plan_is_made_before_the_last_one_s_tokens_are_known(toy):
     """Items give numbers of positions, not tokens, because ranks know the tokens."""
     prompt = prompt_of(20)
     expected, *_ = generate(toy.runner(), prompt, 6, **DRAWN)
-    plans = [plan([item(0, 20, DRAW, spans=spans_for(26))], [start(0, prompt, **DRAWN)])]
-    plans += [plan([item(0, 1, DRAW)]) for _ in range(5)]
+    plans = [plan([item(0, 20, SAMPLE, spans=spans_for(26))], [start(0, prompt, **DRAWN)])]
+    plans += [plan([item(0, 1, SAMPLE)]) for _ in range(5)]
     runner = toy.runner()
     assert np.concatenate([runner.step(data).tokens for data in plans]).tolist() == expected
 
@@ -138,10 +138,10 @@ def test_a_plan_is_made_before_the_last_one_s_tokens_are_known(toy):
 def test_a_forced_continuation_enters_the_history(toy):
     prompt = prompt_of(10)
     runner = toy.runner()
-    first = runner.step(plan([item(0, 10, DRAW, spans=[0])], [start(0, prompt)])).tokens[0]
-    found = runner.step(plan([item(0, 4, DRAW, known=[3, 1, 4])])).tokens[0]
+    first = runner.step(plan([item(0, 10, SAMPLE, spans=[0])], [start(0, prompt)])).tokens[0]
+    found = runner.step(plan([item(0, 4, SAMPLE, known=[3, 1, 4])])).tokens[0]
     whole = start(0, [*prompt, int(first), 3, 1, 4])
-    again = toy.runner().step(plan([item(0, 14, DRAW, spans=[0])], [whole])).tokens[0]
+    again = toy.runner().step(plan([item(0, 14, SAMPLE, spans=[0])], [whole])).tokens[0]
     assert found == again
 
 
@@ -153,7 +153,7 @@ def test_log_probabilities_of_a_prompt_and_hidden_states(toy, cuts):
     new, begin = [start(0, prompt)], 0
     for count in cuts:
         last = begin + count == 21
-        flags = PROMPT | HIDDEN | (DRAW if last else 0)
+        flags = PROMPT | HIDDEN | (SAMPLE if last else 0)
         work = item(0, count, flags, outputs=count, spans=spans_for(21) if new else [])
         step = runner.step(plan([work], new))
         found += step.prompt_logprobs.tolist()
@@ -164,14 +164,14 @@ def test_log_probabilities_of_a_prompt_and_hidden_states(toy, cuts):
     logprobs = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
     np.testing.assert_allclose(found, logprobs[np.arange(20), prompt[1:]], rtol=1e-12)
     for n in (1, 13, 21):
-        alone = toy.runner().step(plan([item(0, n, DRAW, spans=spans_for(n))], [start(0, prompt[:n])]))
+        alone = toy.runner().step(plan([item(0, n, SAMPLE, spans=spans_for(n))], [start(0, prompt[:n])]))
         np.testing.assert_allclose(alone.logits[0], logits[n - 1], rtol=1e-12)
     assert step.tokens.tolist() == [logits[20].argmax()]
 
 
 def test_items_with_and_without_outputs_in_one_step(toy):
     a, b, c = prompt_of(9, 1), prompt_of(12, 2), prompt_of(5, 3)
-    work = [item(0, 9, DRAW, spans=[3]), item(1, 7, 0, spans=[1]), item(2, 5, DRAW | HIDDEN, spans=[2], outputs=2)]
+    work = [item(0, 9, SAMPLE, spans=[3]), item(1, 7, 0, spans=[1]), item(2, 5, SAMPLE | HIDDEN, spans=[2], outputs=2)]
     step = toy.runner().step(plan(work, [start(0, a), start(1, b), start(2, c)]))
     assert step.tokens.tolist() == [generate(toy.runner(), p, 1)[0][0] for p in (a, c)]
     assert step.hidden.shape == (2, WIDTH) and step.counts.tolist() == [1, 1]
@@ -195,19 +195,19 @@ def test_masks_are_bound_late_and_each_draft_has_its_own(toy):
 
     runner = toy.runner()
     new, other = start(0, prompt), start(1, prompt)
-    work = [item(1, 8, DRAW, spans=[4]), item(0, 8, DRAW | GIVEN, known=[4, 7], drafts=2, spans=[0], mask=2)]
+    work = [item(1, 8, SAMPLE, spans=[4]), item(0, 8, SAMPLE | GIVEN, known=[4, 7], drafts=2, spans=[0], mask=2)]
     step = runner.step(plan(work, [new, other]), late)
     assert asked == [True] and step.tokens[0] == generate(toy.runner(), prompt, 1)[0][0]
     assert step.tokens[1] == 4 and step.tokens[2] in (6, 7) and step.counts[1] == 2 + (step.tokens[2] == 7)
-    assert runner.step(plan([item(0, 1, DRAW, mask=1)]), masks).tokens[0] in (30, 31)
+    assert runner.step(plan([item(0, 1, SAMPLE, mask=1)]), masks).tokens[0] in (30, 31)
 
 
 def test_logit_bias_moves_the_choice_but_not_the_log_probabilities(toy):
     prompt = prompt_of(8)
-    plain = toy.runner().step(plan([item(0, 8, DRAW, spans=[0])], [start(0, prompt)]))
+    plain = toy.runner().step(plan([item(0, 8, SAMPLE, spans=[0])], [start(0, prompt)]))
     best, other = int(plain.tokens[0]), (int(plain.tokens[0]) + 5) % VOCAB
     new = start(0, prompt, extra=fields(logit_bias={other: 100.0, best: -2.5}))
-    step = toy.runner().step(plan([item(0, 8, DRAW, spans=[0])], [new]))
+    step = toy.runner().step(plan([item(0, 8, SAMPLE, spans=[0])], [new]))
     logprobs = plain.logits[0] - np.logaddexp.reduce(plain.logits[0])
     assert step.tokens.tolist() == [other]
     np.testing.assert_allclose(step.logprobs, logprobs[[other]], rtol=1e-5)
@@ -219,7 +219,7 @@ def test_min_p_leaves_out_what_is_far_from_the_best(toy):
     for min_p in drawn:
         for seed in range(120):
             new = start(0, prompt, extra=fields(min_p=min_p), seed=seed, **sampling)
-            step = toy.runner().step(plan([item(0, 8, DRAW, spans=[0])], [new]))
+            step = toy.runner().step(plan([item(0, 8, SAMPLE, spans=[0])], [new]))
             drawn[min_p].add(int(step.tokens[0]))
     shares = np.exp((step.logits[0] - step.logits[0].max()) / 2.0)
     assert drawn[1.0] == {int(shares.argmax())}
@@ -230,7 +230,7 @@ def test_a_row_without_numbers_says_so(toy):
     broken = model()
     broken.weights[0] = broken.weights[0].copy()
     broken.weights[0][3] = np.nan
-    step = broken.runner().step(plan([item(0, 2, DRAW, spans=[0]), item(1, 2, DRAW, spans=[1])],
+    step = broken.runner().step(plan([item(0, 2, SAMPLE, spans=[0]), item(1, 2, SAMPLE, spans=[1])],
                                      [start(0, [1, 3]), start(1, [1, 2])]))
     assert step.status.tolist() == [1, 0] and step.tokens[0] == -1 and step.counts.tolist() == [1, 1]
 
@@ -320,7 +320,7 @@ def test_ranks_run_the_same_ops():
     ([item(0, 1, spans=[0])], [start(0, [1, 2])], "positions 0...1 of 2 tokens"),
     ([item(0, 2)], [start(0, [1, 2])], "positions up to 2, of which spans hold 0"),
     ([item(0, 2, spans=[64])], [start(0, [1, 2])], r"spans \[64\] of 64"),
-    ([item(0, 2, DRAW | 8, spans=[0], drafts=1)], [start(0, [1, 2])], "ask for a draft model"),
+    ([item(0, 2, SAMPLE | 8, spans=[0], drafts=1)], [start(0, [1, 2])], "ask for a draft model"),
     ([item(0, 2, 64, spans=[0])], [start(0, [1, 2])], "flags 64 are not known"),
     ([item(0, 2, HIDDEN, outputs=3, spans=[0])], [start(0, [1, 2])], "3 outputs of 2 rows"),
 ])  # fmt: skip

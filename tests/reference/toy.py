@@ -10,7 +10,7 @@ from allspark_server import _native
 from allspark_server.runtime.plan import NewSlot, SamplingParams, StepPlan, WorkItem
 from reference.backend import Runner, StepResult, compile
 from reference.batch import Limits
-from reference.plan import DRAW, EMBEDDINGS, HIDDEN, POSITIONS
+from reference.plan import EMBEDDINGS, HIDDEN, POSITIONS, SAMPLE
 
 ALL, OUTPUTS = _native.ALL_ROWS, _native.OUTPUT_ROWS
 
@@ -97,7 +97,7 @@ def fields(min_p: float = 0.0, logit_bias=None) -> bytes:
     return struct.pack("<fi", min_p, len(logit_bias or {})) + bias
 
 
-def item(slot: int, rows: int, flags: int = DRAW, **more) -> WorkItem:
+def item(slot: int, rows: int, flags: int = SAMPLE, **more) -> WorkItem:
     return WorkItem(slot, rows, flags, **more)
 
 
@@ -129,8 +129,8 @@ def generate(runner: Runner, prompt, n: int, *, chunk: int = 1 << 20, drafts: in
         wanted = len(known) or drafts if last else 0
         needed = -(-(computed + rows + wanted) // size)
         fresh = list(range(first_span + spans, first_span + max(spans, needed)))
-        step = runner.step(plan([item(slot, rows, DRAW | flags if last else 0, known=known, drafts=wanted, spans=fresh,
-                                      adapter=adapter, other_spans=[fresh] * (groups - 1))], entering))
+        step = runner.step(plan([item(slot, rows, SAMPLE | flags if last else 0, known=known, drafts=wanted,
+                                      spans=fresh, adapter=adapter, other_spans=[fresh] * (groups - 1))], entering))
         entering, spans = [], max(spans, needed)
         step.logits = step.logits[:len(step.tokens)]  # without rejected drafts
         results.append(step)

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from allspark_server.cache import SpanKeys, SpanPool
-from allspark_server.runtime.plan import DRAW, Flag, NewSlot, SamplingParams, StepPlan, WorkItem
+from allspark_server.runtime.plan import SAMPLE, Flag, NewSlot, SamplingParams, StepPlan, WorkItem
 from allspark_server.scheduler import FinishReason, State, StopRules
 from allspark_server.scheduler.state import PRIORITY_LEVELS, PRIORITY_SECONDS
 from support.fake_group import expected_output
@@ -26,8 +26,8 @@ def test_plan_survives_encoding():
     )
     new = [NewSlot(1, [9, 8, 7], params.encode(), 2), NewSlot(0, [1], params.encode())]
     work = [
-        WorkItem(1, 3, DRAW, spans=[5]),
-        WorkItem(2, 1, DRAW | Flag.GIVEN | Flag.PROMPT, [4, 6], [7, 8], drafts=2, outputs=4, adapter=3, mask=1),
+        WorkItem(1, 3, SAMPLE, spans=[5]),
+        WorkItem(2, 1, SAMPLE | Flag.GIVEN | Flag.PROMPT, [4, 6], [7, 8], drafts=2, outputs=4, adapter=3, mask=1),
         WorkItem(0, 16),
     ]
     plan = StepPlan([3, 1], new, work, [(7, [1, 2, 3]), (8, [])])
@@ -41,7 +41,7 @@ def test_plan_survives_encoding():
 
 
 def test_plan_layout_is_the_documented_one():
-    work = [WorkItem(2, 8, DRAW, [4], [6, 7], adapter=5), WorkItem(3, 1, DRAW | Flag.LOOKUP, [], [9], 2, mask=6)]
+    work = [WorkItem(2, 8, SAMPLE, [4], [6, 7], adapter=5), WorkItem(3, 1, SAMPLE | Flag.LOOKUP, [], [9], 2, mask=6)]
     words = (0x41535032, 1, 1, 2, 1, 1) + (8,)
     words += (1, 4, 2) + struct.unpack("<16i", GREEDY) + (9, 8)
     words += (2, 3, 8, 1, 1, 1, 0, 2, 1, 3, 5, -1, 0, 6, 1, 0, 2, 1)  # one column after the other
@@ -61,7 +61,7 @@ def test_plan_layout_is_the_documented_one():
     lambda d: d[:-12] + b"\xff" * 4 + d[-8:],
 ])
 def test_damaged_plan_is_refused(damage):
-    data = StepPlan([1], [NewSlot(0, [5], GREEDY)], [WorkItem(0, 1, DRAW, [1], [2])]).encode()
+    data = StepPlan([1], [NewSlot(0, [5], GREEDY)], [WorkItem(0, 1, SAMPLE, [1], [2])]).encode()
     with pytest.raises(ValueError):
         StepPlan.decode(damage(data))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from allspark_server.runtime.plan import DRAW, MAX_STEP_DRAFTS, Flag
+from allspark_server.runtime.plan import MAX_STEP_DRAFTS, SAMPLE, Flag
 from allspark_server.scheduler import FinishReason, State, StopRules
 from allspark_server.scheduler.sequence import TOKEN_BYTES
 from allspark_server.scheduler.speculation import DraftLengths
@@ -114,7 +114,7 @@ def test_drafts_are_bounded_by_rows_outputs_and_length():
     rig.run()
     for plan in rig.executor.plans:
         assert plan.rows <= 256 and sum(item.drafts for item in plan.work) <= MAX_STEP_DRAFTS
-        assert all(item.flags & (Flag.LOOKUP | DRAW) == Flag.LOOKUP | DRAW for item in plan.work if item.drafts)
+        assert all(item.flags & (Flag.LOOKUP | SAMPLE) == Flag.LOOKUP | SAMPLE for item in plan.work if item.drafts)
     assert all(output(s) == expected_output(s.tokens[:1], 39, counting) for s in sequences)
     assert rig.scheduler.counters.accepted_tokens > 100
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from allspark_client.config import AsModelConfig
-from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan, WorkItem
+from allspark_server.runtime.plan import SAMPLE, NewSlot, SamplingParams, StepPlan, WorkItem
 from allspark_server.runtime.runner import ModelRunner
 
 PAGE = 4096
@@ -73,7 +73,7 @@ class Driver:
             last = computed + count == length
             fresh = list(range(spans, needed))
             token, row = self.step(StepPlan(new=new, work=[
-                WorkItem(0, count, DRAW if last else 0, spans=fresh, other_spans=in_groups(self.info, fresh))]))
+                WorkItem(0, count, SAMPLE if last else 0, spans=fresh, other_spans=in_groups(self.info, fresh))]))
             new, spans, computed = [], needed, computed + count
             if last:
                 tokens.append(token)
@@ -111,7 +111,7 @@ def together(driver, prompts, chunk):
                 fresh = -(-(done[slot] + rows) // size) - -(-done[slot] // size)
                 last = done[slot] + rows == len(p) + ahead
                 ids = list(range(spans, spans + fresh))
-                work.append(WorkItem(slot, rows, DRAW if last and ahead == 3 else 0, spans=ids,
+                work.append(WorkItem(slot, rows, SAMPLE if last and ahead == 3 else 0, spans=ids,
                                      other_spans=in_groups(driver.info, ids)))
                 spans, done[slot] = spans + fresh, done[slot] + rows
                 drawing += [slot] if last and ahead == 3 else []

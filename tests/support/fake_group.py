@@ -17,7 +17,7 @@ import numpy as np
 from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.types import ModelInfo
-from allspark_server.runtime.plan import COPIES, DRAW, Flag, SamplingParams, StepPlan, WorkItem
+from allspark_server.runtime.plan import COPIES, SAMPLE, Flag, SamplingParams, StepPlan, WorkItem
 from allspark_server.runtime.profile import OpProfile, Profile, Roofline, summarize
 from allspark_server.runtime.steps import DEPTH
 
@@ -102,7 +102,7 @@ class FakeExecutor:
         tried, drawn, drafted = self.drafted, [], []
         for item in plan.work:
             tokens = self._work(item)
-            if item.flags & DRAW:
+            if item.flags & SAMPLE:
                 drawn.append(tokens)
                 drafted.append(self.drafted - tried)
             tried = self.drafted
@@ -121,7 +121,7 @@ class FakeExecutor:
     def _work(self, item: WorkItem) -> list[int]:
         """The tokens that an item samples."""
         slot, size, given = self.slots[item.slot], self.span_size, bool(item.flags & Flag.GIVEN)
-        assert item.drafts == 0 or (item.flags & DRAW and item.flags & (Flag.LOOKUP | Flag.GIVEN | Flag.MODEL))
+        assert item.drafts == 0 or (item.flags & SAMPLE and item.flags & (Flag.LOOKUP | Flag.GIVEN | Flag.MODEL))
         known = item.known[:len(item.known) - item.drafts] if given else item.known
         slot.history += known
         for table, new in zip(slot.spans, [item.spans, *item.other_spans], strict=True):
@@ -139,7 +139,7 @@ class FakeExecutor:
             cached = [self.cache[table[p // size]][p % size] for p in range(first, end)]
             assert cached == [(group, token) for token in slot.history[first:end]], \
                 "the cache holds something else than this sequence's ids"
-        if not item.flags & DRAW:
+        if not item.flags & SAMPLE:
             assert item.outputs == 0
             return []
         assert end == len(slot.history) < self.max_length and item.outputs == 1

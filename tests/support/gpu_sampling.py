@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from allspark_server.runtime.plan import DRAW, NewSlot, StepPlan, WorkItem
+from allspark_server.runtime.plan import SAMPLE, NewSlot, StepPlan, WorkItem
 from support.gpu_toys import executor
 from support.sampling_reference import Params
 
@@ -36,7 +36,7 @@ class Head:
         e.add_op("sample", [logits], [], [], {"vocab_begin": 0, "vocab_size": vocab})
         e.allocate(SLOTS * LONGEST, SLOTS, LONGEST, SPAN, SLOTS * LONGEST // SPAN, cache, SLOTS * LONGEST, masks)
 
-    def draws(self, cases: list[tuple[Params, np.ndarray, np.ndarray | None]], flags: int = DRAW, outputs: int = 1):
+    def draws(self, cases: list[tuple[Params, np.ndarray, np.ndarray | None]], flags: int = SAMPLE, outputs: int = 1):
         """Computes a step with one new sequence for each case (parameters, history, mask); returns its samples and
         logits.
         """

@@ -7,7 +7,7 @@ import os
 import numpy as np
 
 from allspark_server import _native
-from reference.plan import DRAW, GIVEN, PROMPT
+from reference.plan import GIVEN, PROMPT, SAMPLE
 from reference.toy import OUTPUTS, Toy, item, plan, spans_for, start
 
 
@@ -71,7 +71,7 @@ def embedded(own: Toy, width: int) -> int:
 
 def step_of(given) -> bytes:
     """A step that computes all prompts whole and samples after each."""
-    work = [item(slot, len(p), DRAW, spans=spans_for(len(p), 8 * slot)) for slot, p in enumerate(given)]
+    work = [item(slot, len(p), SAMPLE, spans=spans_for(len(p), 8 * slot)) for slot, p in enumerate(given)]
     return plan(work, [start(slot, p) for slot, p in enumerate(given)])
 
 
@@ -121,7 +121,7 @@ def logits_of_rows(gpu, prompts, rows_of_chunk) -> list[bytes]:
             if not count:
                 continue
             spans = range(first_span[slot] - -begin // 16, first_span[slot] - -(begin + count) // 16)
-            flags = PROMPT | (DRAW if begin + count == len(prompt) else 0)
+            flags = PROMPT | (SAMPLE if begin + count == len(prompt) else 0)
             work.append(item(slot, count, flags, outputs=count, spans=list(spans)))
             new += [start(slot, prompt)] if not begin else []
         logits, at = gpu.step(plan(work, new), True).logits, 0
@@ -172,11 +172,11 @@ def tokens_of(gpu, prompts, flags=0, chunk=100, drafts=0, steps=12, **sampling):
             wanted = drafts if last and flags else 0
             needed = -(-(computed[slot] + rows + wanted) // 16)
             fresh = list(range(8 * slot + spans[slot], 8 * slot + max(spans[slot], needed)))
-            work.append(item(slot, rows, (DRAW | flags) if last else 0, known=known, drafts=wanted, spans=fresh))
+            work.append(item(slot, rows, (SAMPLE | flags) if last else 0, known=known, drafts=wanted, spans=fresh))
             spans[slot], computed[slot] = max(spans[slot], needed), computed[slot] + rows
         result, new, at, drew = gpu.step(plan(work, new)), [], 0, 0
         for slot, each in enumerate(work):
-            if each.flags & DRAW:
+            if each.flags & SAMPLE:
                 count = int(result.counts[drew])
                 found[slot] += [(int(result.tokens[i]), result.logprobs[i].tobytes()) for i in range(at, at + count)]
                 lengths[slot] += count

@@ -74,7 +74,7 @@ def write_model(name: str, directory: Path) -> Path:
 
 def run_case(directory: Path, world: int, fields: dict) -> str:
     """Ids of a greedy and a sampled sequence, and a digest of their logprob bits."""
-    from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan, WorkItem
+    from allspark_server.runtime.plan import SAMPLE, NewSlot, SamplingParams, StepPlan, WorkItem
     from support.driver import Driver
 
     prompts = [[(11 * i + 5) % VOCAB for i in range(133)], [(977 * i + 7) % VOCAB for i in range(40)]]
@@ -86,7 +86,7 @@ def run_case(directory: Path, world: int, fields: dict) -> str:
         spans = [list(range(-(-(len(p) + TOKENS) // size))) for p in prompts]
         spans[1] = [len(spans[0]) + s for s in spans[1]]
         plan = StepPlan(new=[NewSlot(i, p, draws[i].encode()) for i, p in enumerate(prompts)],
-                        work=[WorkItem(i, len(p), DRAW, spans=spans[i]) for i, p in enumerate(prompts)])
+                        work=[WorkItem(i, len(p), SAMPLE, spans=spans[i]) for i, p in enumerate(prompts)])
         for _ in range(TOKENS):
             data = plan.encode()
             result = driver._each(lambda runner: runner.step(data))[0]
@@ -94,7 +94,7 @@ def run_case(directory: Path, world: int, fields: dict) -> str:
                 ids[i].append(int(result.tokens[i]))
             for array in (result.logprobs, result.top_ids, result.top_logprobs):
                 digest.update(np.ascontiguousarray(array).tobytes())
-            plan = StepPlan(work=[WorkItem(i, 1, DRAW) for i in range(2)])
+            plan = StepPlan(work=[WorkItem(i, 1, SAMPLE) for i in range(2)])
     return " ".join([",".join(map(str, ids[0])), ",".join(map(str, ids[1])), digest.hexdigest()[:16]])
 
 

@@ -86,7 +86,7 @@ def test_what_opens(tmp_path):
     assert read_file(tmp_path / "link", 10) == b"x" * 10
     with open_regular(tmp_path / "a") as file:
         assert not os.get_inheritable(file.fileno())
-    with pytest.raises(AllSparkError, match="a has 10 bytes: at most 9 are read"):
+    with pytest.raises(AllSparkError, match="a has 10 bytes: a file of this kind may have at most 9"):
         read_file(tmp_path / "a", 9)
     with pytest.raises(AllSparkError, match="is a directory: expected a regular file"):
         open_regular(tmp_path)
@@ -227,7 +227,7 @@ def test_ops_that_cannot_be(tiny_model, tmp_path):
             ("inputs", "op .* has 0 inputs"),
             ("outputs", "0 outputs"),
             ("weights", "0 weights"),
-            ("attrs", rf"op {i} \({op.type}\) of the model's graph is invalid"),
+            ("attrs", rf"op {i} \({op.type}\) of the model's graph is not valid"),
         ):
             if not len(getattr(op, field)):
                 continue
