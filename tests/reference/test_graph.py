@@ -231,7 +231,7 @@ def test_layouts_of_scales_are_written_and_read():
     ('tensors { name: "y" blocks { width: 1 } rows: "routed" }', "has unknown rows 'routed'"),
     ('row_sets { name: "a" of: "b" times: 2 }', "unknown rows"),
     ('cache_groups { kind: "sliding" window: 4 } cache_groups { kind: "full" }',
-     "groups of full attention are not the"),
+     "groups of full attention do not come first"),
     ('weights { name: "v" columns: 4 parts { tensor: "t" rows: 3 first: 2 of: 4 } }', "rows 2 to 5 .* which has 4"),
     ('weights { name: "v" columns: 4 parts { tensor: "t" rows: 3 unit: 2 } }', "unit 2 of None"),
 ])  # fmt: skip
