@@ -285,7 +285,7 @@ def test_what_is_not_what_was_saved_ends_the_step(tmp_path):
     fields = {"cache_span_size": 16, "host_cache_memory": 1 << 20, "host_cache_dir": str(tmp_path)}
     with Driver(checkpoint(NAME), **fields) as driver:
         driver.step(StepPlan(sections=[(COPIES, words([(0, 3, KEY)], []))]))
-        with pytest.raises(RuntimeError, match="span 4 of the prefix cache's second tier is not what was"):
+        with pytest.raises(RuntimeError, match="span 4 of the prefix cache's second tier differs from what was"):
             driver.step(StepPlan(sections=[(COPIES, words([], [(0, 4, KEY)]))]))
         with pytest.raises(RuntimeError, match="span 3 of the prefix"):
             driver.step(StepPlan(sections=[(COPIES, words([], [(0, 3, bytes(16))]))]))

@@ -335,6 +335,6 @@ def test_numa_offset(monkeypatch):
     from allspark_launch.group.plan import _nodes_from
 
     assert _nodes_from("2", 0, [0, 1, 2, 3]) == [2, 3] and _nodes_from("1", 2, [0, 1, 2, 3]) == [1, 2]
-    for offset, ranks, text in (("4", 1, "first NUMA node"), ("x", 1, "'x'"), ("2", 3, "need as many")):
+    for offset, ranks, text in (("4", 1, "first NUMA node"), ("x", 1, "'x'"), ("2", 3, "needs 3 NUMA nodes")):
         with pytest.raises(ValueError, match=text):
             _nodes_from(offset, ranks, [0, 1, 2, 3])

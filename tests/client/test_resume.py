@@ -117,6 +117,6 @@ def test_a_chat_whose_template_tells_the_time(tiny_model, tmp_path):
                     "m", {"input_ids": request.spec.input_ids}, {**CONFIG, "max_length": 1000}
                 )
                 assert ids == [i for elements in whole for i in elements.ids_from_generate]
-                assert text == server._models["m"].tokenizer.decode(ids)
+                assert text == server._models["m"].input.tokenizer.decode(ids)
         finally:
             service.stop()

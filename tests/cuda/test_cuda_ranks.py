@@ -200,7 +200,7 @@ def test_addresses_are_checked():
     pair = windows(2)
     gpu = _cuda.Executor(0, _native.HostSampler(1, shared_memory=pair[0]), pair[0])
     address = gpu.share(16)
-    with pytest.raises(ValueError, match="not whole"):
+    with pytest.raises(ValueError, match="incomplete"):
         gpu.connect([address, b"x"])
     with pytest.raises(ValueError, match="with an address of each"):
         gpu.connect([address])

@@ -203,7 +203,7 @@ def test_what_is_not_served_is_refused_by_name(tmp_path):
         no(r"expected \[5, 112\]", r=5)
         no("r is -1", r=-1)
         no("target_modules is not a regular expression", target_modules="(")
-        no("the rank 9 for .*q_proj.*lora_max_rank is 8", AsStatus.ALLSPARK_LORA_RANK_EXCEED_LIMIT_ERROR,
+        no("rank 9 for .*q_proj.*lora_max_rank is 8", AsStatus.ALLSPARK_LORA_RANK_EXCEED_LIMIT_ERROR,
            rank_pattern={"q_proj": 9})
         refused(AsStatus.ALLSPARK_LORA_NOT_FOUND, engine.load_lora, "m", str(tmp_path / "none"),
                 match="holds no adapter")
@@ -255,7 +255,7 @@ def test_experts_are_refused(tmp_path):
         checkpoints.rewrite_header(tensors, rename)
         adapters.change_config(directory, exclude_modules=["model.layers.0.self_attn.q_proj"])
         refused(AsStatus.ALLSPARK_PARAM_ERROR, engine.load_lora, "m", str(directory),
-                match=r"experts.0.down_proj.*is for nothing .* but those of experts")
+                match=r"experts.0.down_proj.*belongs to no layer .* except experts")
 
 
 GENERATE = {"max_new_tokens": 24, "early_stopping": False, "seed": 3, "logprobs": True}
