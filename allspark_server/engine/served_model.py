@@ -78,7 +78,7 @@ class ServedModel:
         self._post = post
         limits = Limits(
             info.max_batch, info.max_step_tokens, chunk, info.span_size, _DRAFT_KINDS[config.speculation],
-            masks=len(masks.bits) // DEPTH if masks is not None else 0, anew_beyond=info.long_rope_original,
+            masks=len(masks.bits) // DEPTH if masks is not None else 0, recompute_beyond=info.long_rope_original,
             windows=tuple(info.cache_windows),
         )
         self.scheduler = QuarantineScheduler(limits, pool, prefix)

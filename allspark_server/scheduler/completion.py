@@ -1,4 +1,4 @@
-"""What the results of a step change."""
+"""Applies the results of completed steps to their sequences."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class Completion(SchedulerState):
     def _take_plain(
         self, outcome: Outcome, indices: np.ndarray, counts: np.ndarray, slots: np.ndarray, tokens: np.ndarray
     ) -> None:
-        """Takes all tokens of many running sequences: the first of each, then the second of each that has one, and so
-        on.
+        """Takes all tokens of many running sequences, round by round: the first token of each, then the second of each
+        that has one.
         """
         turn = 0
         while len(indices):
@@ -87,8 +87,8 @@ class Completion(SchedulerState):
     def _take_each(
         self, outcome: Outcome, indices: np.ndarray | None, slots: np.ndarray, tokens: np.ndarray
     ) -> np.ndarray:
-        """Takes one token for each of many running sequences: those of `indices`, None for all that sampled. Returns
-        for each whether the token has ended it.
+        """Takes one token for each of many running sequences: those at `indices`, or all that sampled if None. Returns
+        a bool array: whether the token ended its sequence.
         """
         table = self._slots
         at = table.tail_length[slots]
@@ -106,7 +106,7 @@ class Completion(SchedulerState):
                 table.settle(sequence)
                 self._advance(sequence)
             if ended[k] and not eos[k] and length[k] < sequence.stop.max_length:
-                self._leave(sequence, State.WAITING)  # to be computed anew
+                self._leave(sequence, State.WAITING)  # to be recomputed
             elif ended[k]:
                 outcome.ended.append((index, FinishReason.STOP if eos[k] else FinishReason.LENGTH))
                 self._leave(sequence, State.ENDED)
@@ -143,4 +143,4 @@ class Completion(SchedulerState):
         if reason is not None or kept < len(tokens):
             self.cancel(sequence)
         elif alive and len(sequence.tokens) >= self._slots.limit[sequence.slot]:
-            self._leave(sequence, State.WAITING)  # to be computed anew
+            self._leave(sequence, State.WAITING)  # to be recomputed

@@ -1,4 +1,4 @@
-"""Spans that running sequences compute, so that others wait for them instead of computing them again."""
+"""Spans being computed by running sequences. Other sequences wait for them instead of computing them again."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class PendingSpans:
         return producer, end
 
     def wait(self, sequence: Sequence, producer: Sequence, spans: int) -> None:
-        """The sequence waits until the producer has entered so many spans into the prefix cache. The producer's turn
-        moves forward to that of the sequence.
+        """The sequence waits until the producer has entered `spans` spans into the prefix cache. If the sequence's turn
+        is earlier than the producer's, the producer gets that turn.
         """
         self._waits += 1
         sequence.awaited = producer

@@ -1,4 +1,4 @@
-"""Outputs of a prompt's rows beside the next token: hidden states, and log probabilities of the prompt's own tokens."""
+"""Outputs of a prompt's rows besides the next token: hidden states, and log probabilities of the prompt's tokens."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class PromptOutputs:
-    """The outputs that a request wants. `flags`: HIDDEN or PROMPT of the plan. `every`: of every row of the prompt,
-    otherwise of the last one. `received`: positions whose results are there.
+    """The outputs that a request wants. `flags`: HIDDEN or PROMPT of the plan. `every`: they are of every prompt
+    row, otherwise of the last one only. `received`: the number of positions whose results have arrived.
     """
 
     flags: int
@@ -47,8 +47,8 @@ class PromptOutputReader:
         self._scores = self._hidden = 0  # taken so far
 
     def take(self, index: int, sequence: Sequence, start: int, alive: bool) -> PromptOutputRows | None:
-        """The results of the item of this index, whose rows are positions from `start` on; None if there are no new
-        ones. `alive`: the sequence still has the slot in which they were computed.
+        """The new results of the item `index`, whose first row is position `start`; None if there are none. `alive`:
+        the sequence still has the slot in which they were computed.
         """
         flags, rows, outputs = self._columns[[WorkTable.FLAGS, WorkTable.ROWS, WorkTable.OUTPUTS], index].tolist()
         if not flags & (Flag.HIDDEN | Flag.PROMPT):

@@ -13,13 +13,13 @@ class QuarantineScheduler(Scheduler):
 
     @property
     def pending_tokens(self) -> int:
-        """Approximate number of tokens of histories that are still to be computed. Any thread."""
+        """Approximate number of prompt tokens still to be computed. Any thread."""
         return self.queue.bytes // TOKEN_BYTES + sum(len(s.tokens) - s.planned for s in list(self._prompts))
 
     def plan_alone(self, sequence: Sequence) -> Step | None:
-        """The next step of one sequence alone, which is blocked at first, until it samples a token. Others are
-        preempted for the slot and the spans that it needs. No step may be under way. None if it has ended: call
-        `take_unfit`.
+        """The next step that computes only this sequence, which must be blocked or running, until it samples a token.
+        Preempts other sequences for the slot and the spans that it needs. No other step may be running. Returns None if
+        the sequence has ended: call `take_unfit`.
         """
         builder = StepBuilder(len(self.limits.windows))
         self._spans.begin_step(False)

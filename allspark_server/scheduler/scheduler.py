@@ -16,11 +16,11 @@ from .step import Step
 from .step_builder import StepBuilder
 from .token_budget import TokenBudget
 
-# A prompt is short beside another if its rest is at most this part of the other's rest.
+# A prompt counts as short if it has at most 1 / SHORT_PART as many uncomputed tokens as the prompt it would overtake.
 SHORT_PART = 4
-# Prompts get at least so many rows of a step, or rows of the same cost.
+# The least number of rows that prompts get in a step, or the least cost of their rows.
 FEWEST_ROWS = 4
-# Short prompts share the rows of a long one only while their tenant is ahead by at most so many steps.
+# A short prompt takes rows from a long one only if its tenant is at most this many full steps ahead.
 BURST_STEPS = 4
 
 _rank_of, _turn_of = attrgetter("rank"), attrgetter("turn")
@@ -30,18 +30,18 @@ class Scheduler(Completion):
     """Plans the steps of one model.
 
     Tenants take turns: the tenant with the fewest rows so far is admitted first, and its prompts get rows first. Within
-    a tenant the order is that of arrival, moved by the priority. If the cache is full, the last sequence of the tenant
-    with the most spans is preempted, but never the first sequence of all: so that one always advances, and none
-    starves. Only short prompts do not wait until a long one is computed: they get up to half of its rows.
+    a tenant, sequences are ordered by arrival time, adjusted by priority. If the cache is full, the last sequence of
+    the tenant with the most spans is preempted. The first sequence of all is never preempted, so it always advances and
+    no sequence starves. Short prompts do not wait for a long prompt: they get up to half of its rows.
 
-    A sequence does not compute what a running one computes: it waits until that is in the cache. A sequence gets the
-    spans of its whole history when it is admitted, so a prompt that has begun never stops halfway, and further spans as
-    its output needs them.
+    A sequence does not recompute a prefix that a running sequence is computing: it waits until that prefix is cached.
+    An admitted sequence gets the spans of its whole history at once, so a prompt that has begun never stops halfway. It
+    gets further spans as its output grows.
 
-    A step is planned before the results of earlier steps are known. The ranks append their tokens themselves; the
-    scheduler knows the longest that each history can be and gives spans for that. No row is planned beyond a sequence's
-    maximum length. Results of preempted sequences are kept. Only accepted positions of completed steps enter the prefix
-    cache.
+    A step is planned before the results of earlier steps are known. The ranks append sampled tokens to the histories
+    themselves. The scheduler knows the greatest possible length of each history and allocates spans for it. It plans no
+    row beyond a sequence's maximum length. Results of preempted sequences are kept. Only accepted positions of
+    completed steps enter the prefix cache.
     """
 
     def plan(self, cost: TokenBudget | None = None) -> Step | None:
@@ -85,7 +85,7 @@ class Scheduler(Completion):
         return builder.step(free, self._slots, self.limits.draft_kind, copies, self._mask_rows)
 
     def _plan_decoding(self, builder: StepBuilder) -> None:
-        """Plans a row for each sequence whose history the ranks have, unless it may have its maximum length."""
+        """Plans a row for each sequence in decode, unless it may have reached its maximum length."""
         table, budget = self._slots, self.limits.max_step_tokens
         if self._decoding is None:
             prompts = set(map(id, self._prompts))
@@ -113,8 +113,8 @@ class Scheduler(Completion):
 
     def _choose_drafts(self, builder: StepBuilder, sequences: list[Sequence], slots: np.ndarray, longest: np.ndarray,
                        budget: int) -> np.ndarray:
-        """The number of drafts of each sequence: none may pass its maximum length, and prompts keep half of the rows.
-        Constrained sequences get only the ids that are known to follow.
+        """The number of drafts of each sequence. Drafts do not exceed the sequence's maximum length and leave half of
+        the rows to prompts. Constrained sequences get only tokens that their grammar forces.
         """
         if self._drafts is None and not self._slots.any_guided:
             return np.zeros(len(slots), np.int64)
@@ -135,7 +135,9 @@ class Scheduler(Completion):
 
     def _make_room(self, builder: StepBuilder, short: np.ndarray, sequences: list[Sequence], slots: np.ndarray,
                    longest: np.ndarray, drafts: np.ndarray) -> tuple:
-        """Gives spans to sequences that need some, preempting others if necessary; returns the remaining arguments."""
+        """Gives spans to the sequences at indices `short`, preempting others if necessary. Returns the sequences,
+        slots, longest lengths and drafts that are left.
+        """
         given: dict[int, list[list[int]]] = {}  # of each cache group
         keep = np.ones(len(slots), bool)
         for i in short.tolist():
@@ -144,7 +146,7 @@ class Scheduler(Completion):
                 continue
             positions = int(longest[i])
             if drafts[i] and not self._extend(sequence, positions + int(drafts[i])):
-                drafts[i] = 0  # drafts preempt no one
+                drafts[i] = 0  # drafts do not preempt other sequences
             if not self._has_room(sequence, positions):
                 keep[i] = False
                 continue
@@ -162,7 +164,7 @@ class Scheduler(Completion):
         return sequences, slots, longest, drafts
 
     def _plan_chunk(self, builder: StepBuilder, sequence: Sequence, count: int) -> int:
-        """Plans up to `count` more rows of a history, as far as it has spans for them; returns how many."""
+        """Plans up to `count` more rows of a prompt, limited by its spans. Returns the number of planned rows."""
         begin = sequence.planned
         count, flags = builder.add_chunk(sequence, min(count, int(self._slots.capacity[sequence.slot]) - begin))
         self._spans.before_writes(sequence, begin)
@@ -177,8 +179,8 @@ class Scheduler(Completion):
         return count
 
     def _cover_prompts(self) -> None:
-        """Gives prompts the spans of their next rows. Groups with windows hold spans for a part of a prompt, and spans
-        that they leave behind are not free if other sequences use them.
+        """Allocates the spans of the prompts' next rows. A cache group with a sliding window has spans for only a part
+        of a prompt, and the spans that the window has passed are not free while other sequences share them.
         """
         for sequence in list(self._prompts) if self._windowed else ():
             end = min(len(sequence.tokens), sequence.planned + self.limits.max_chunk)
@@ -188,8 +190,8 @@ class Scheduler(Completion):
                 self._has_room(sequence, sequence.planned + 1)
 
     def _plan_prompts(self, builder: StepBuilder, prompts: list[Sequence], budget: int, may_admit: bool) -> None:
-        """Gives `budget` rows to running and waiting prompts by their tenants' turns. Only short prompts overtake a
-        waiting one for which too few spans are free.
+        """Gives `budget` rows to running and waiting prompts in the order of their tenants' turns. If too few spans are
+        free for a waiting prompt, only short prompts may overtake it.
         """
         aside = []
         prompts = prompts[::-1]
@@ -213,8 +215,8 @@ class Scheduler(Completion):
             self.queue.put_back(sequence)
 
     def _share_with_short(self, builder: StepBuilder, prompts: list[Sequence], room: int, may_admit: bool) -> int:
-        """Gives up to `room` rows to prompts that are short beside the first of `prompts`, and removes those from
-        `prompts`; waiting ones may be admitted. Returns the number of rows given.
+        """Gives up to `room` rows to prompts that are short compared with the first of `prompts`, and removes them from
+        `prompts`. It may admit waiting prompts. Returns the number of rows given.
         """
         limit, left = (len(prompts[0].tokens) - prompts[0].planned) // SHORT_PART, room
         last = prompts[0].turn[0] + BURST_STEPS * self.limits.max_step_tokens
@@ -234,7 +236,7 @@ class Scheduler(Completion):
         left, aside = room, []
         while left > 0 and self._free_slots and (entry := self.queue.pop_shortest(limit)) is not None:
             sequence = entry[-1]
-            if sequence.account.time > last:  # from now on it waits for its tenant's turn
+            if sequence.account.time > last:  # it is not put back: it waits for its tenant's turn
                 continue
             aside.append(entry)
             if sequence.in_flight:
@@ -265,8 +267,10 @@ class Scheduler(Completion):
         return self._plan_chunk(builder, sequence, count)
 
     def _take_spans(self, sequence: Sequence) -> bool:
-        """Gives a waiting sequence its spans. False if too few are free, or if some are pending: then it is blocked."""
-        # One free span for each running sequence, so that the newcomer is not preempted at once.
+        """Gives a waiting sequence its spans. Returns False if too few are free. Also returns False, and blocks the
+        sequence, if another sequence computes some of them or they must be copied from the host cache.
+        """
+        # Leave one free span for each running sequence, so that the new sequence is not preempted at once.
         taken = self._spans.take(sequence, len(self.active))
         if taken is Taken.PENDING:
             self.block(sequence, "spans that another request computes")

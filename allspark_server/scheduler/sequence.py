@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from .tenants import Account
 
 NO_ADAPTER = -1
-# Bytes of a token of a history in this process, with its part of a key: a token is an object of its own.
+# Approximate host memory per token, in bytes: the Python int, its place in the list, and its share of a span's key.
 TOKEN_BYTES = 40
 
 
 class State(enum.Enum):
-    """WAITING: for a slot and spans. BLOCKED: for something else first, which `blocked_on` names. RUNNING: in the
-    steps. ENDED: complete or cancelled.
+    """WAITING: it waits for a slot and spans. BLOCKED: it waits for something else first, named by `blocked_on`.
+    RUNNING: steps compute it. ENDED: complete or cancelled.
     """
 
     WAITING = "waiting"
@@ -92,37 +92,37 @@ class Sequence:
     prompt_len: int
     sampling: bytes
     stop: StopRules
-    priority: int = 0  # higher goes first, up to a waiting time
+    priority: int = 0  # higher is scheduled first; see PRIORITY_SECONDS
     salt: str = ""
     adapter: int = NO_ADAPTER  # index of the adapter of its rows
-    prompt_outputs: PromptOutputs | None = None  # results that are wanted of the prompt's rows
+    prompt_outputs: PromptOutputs | None = None  # requested results of the prompt's rows
     generates: bool = True  # False: it is complete when its prompt is computed
     tenant: str = ""  # the tenant whose shares and limits count
-    extra: int = 0  # bytes in this process beside its tokens
+    extra: int = 0  # bytes in this process, tokens not included
     guidance: Guidance | None = None  # its tokens are sampled under masks
     owner: Any = None  # not used by the scheduler
-    blocked_on: str = ""  # what it waits for before it waits for a slot
+    blocked_on: str = ""  # what it waits for while it is BLOCKED
     root: bytes = b""
     keys: list[bytes] = field(default_factory=list)  # hash chain of the full spans, as far as known
 
     state: State = State.WAITING
-    # (arrival time less the worth of its priority, number of arrival): lower goes first
+    # (arrival time minus PRIORITY_SECONDS times its priority, arrival number); the lowest is scheduled first
     rank: tuple[float, int] = (0.0, 0)
     slot: int = -1
     admitted: int = 0  # tokens of its history when it got its spans
     planned: int = 0  # positions that planned steps compute
     computed: int = 0  # positions that completed steps have computed
-    in_flight: int = 0  # results that will come from a slot that it has left
+    in_flight: int = 0  # results still to come from a slot that it has left
     spans: list[list[int]] = field(default_factory=list)
-    behind: list[int] = field(default_factory=list)  # for each table, spans at the front that a window has left
+    behind: list[int] = field(default_factory=list)  # for each table, the leading spans that its window has passed
     sent_spans: int = 0  # spans of each table that the ranks have
-    entered: int = 0  # spans at the front that are in the prefix cache
+    entered: int = 0  # leading spans that are in the prefix cache
     prefix_len: int | None = None  # positions found in the prefix cache when first admitted
     restored: int = 0  # positions that came from the host cache
     preemptions: int = 0
     account: Account = field(init=False, repr=False)  # its tenant's, once it is in the queue
-    # For PendingSpans: spans that it has announced; the sequences that wait for them, as (spans, number, sequence), and
-    # their earliest turn; the sequence that it waits for itself.
+    # For PendingSpans: the number of spans that it has announced; the sequences that wait for them, as (spans, number,
+    # sequence); the earliest turn of these; the sequence that this one waits for.
     announced: int = 0
     followers: list[tuple[int, int, Sequence]] = field(default_factory=list)
     pull: tuple[float, tuple[float, int]] = (math.inf, (math.inf, 0))
@@ -140,13 +140,13 @@ class Sequence:
 
     @property
     def outputs_every_row(self) -> bool:
-        """Whether rows of its prompt are left that must all be computed for their outputs."""
+        """Whether the prompt has rows left whose outputs were requested, so that no row may come from the cache."""
         wanted = self.prompt_outputs
         return wanted is not None and wanted.every and wanted.received < self.prompt_len
 
     @property
     def covered(self) -> int:
-        """Spans of its history, from the first position on, that all its tables have or had."""
+        """The number of leading spans that every cache group's table has or had."""
         return min(map(len, self.spans))
 
     @property

@@ -12,12 +12,12 @@ _NEVER = np.iinfo(np.int64).max
 class SlotTable:
     """One entry for each slot; int64 unless said otherwise.
 
-    `epoch`: number of sequences that have left the slot; it identifies results of former ones. `length`: known tokens
-    of the history. `longest`: tokens that the ranks may have after all planned steps, if all drafts are accepted.
-    `pending`: results that will come. `capacity`: positions in the sequence's spans. `limit`: its maximum length, or
-    the length at which it leaves to be computed again. `guided` (bool): its tokens are sampled under masks. `span_end`:
-    the length at which the next span is full, which may enter the prefix cache and move windows. `careful` (bool): its
-    tokens must be checked one by one. `adapter`: the adapter of its rows.
+    `epoch`: the number of sequences that have left the slot; it tells late results of an earlier sequence from those of
+    the current one. `length`: known tokens of the sequence. `longest`: the length after all planned steps if all drafts
+    are accepted. `pending`: results still to come. `capacity`: positions in the sequence's spans. `limit`: its maximum
+    length, or the length at which it must be recomputed. `guided` (bool): its tokens are sampled under masks.
+    `span_end`: the length at which the next span is full; a full span may enter the prefix cache, and sliding windows
+    may move. `careful` (bool): its tokens must be checked one by one. `adapter`: the LoRA adapter of its rows.
 
     The last tokens of a sequence stay in `tail` [slots, TAIL], `tail_length` of them, until they are needed.
     """
@@ -25,9 +25,9 @@ class SlotTable:
     TAIL = 64
     EOS = 8  # end-of-sequence ids of one sequence that are compared at once
 
-    def __init__(self, slots: int, span_size: int, watched: bool, anew_beyond: int = 0):
-        """`watched`: full spans matter. `anew_beyond`: see Limits."""
-        self._span_size, self._watched, self._anew_beyond = span_size, watched, anew_beyond
+    def __init__(self, slots: int, span_size: int, watched: bool, recompute_beyond: int = 0):
+        """`watched`: the scheduler must know when a span is full. `recompute_beyond`: see Limits."""
+        self._span_size, self._watched, self._recompute_beyond = span_size, watched, recompute_beyond
         self.epoch, self.length, self.longest, self.pending = (np.zeros(slots, np.int64) for _ in range(4))
         self.capacity, self.limit, self.span_end, self.tail_length = (np.zeros(slots, np.int64) for _ in range(4))
         self.any_guided = False  # whether any sequence ever was guided
@@ -41,8 +41,8 @@ class SlotTable:
         slot, stop = sequence.slot, sequence.stop
         self.length[slot] = self.longest[slot] = len(sequence.tokens)
         self.pending[slot] = self.tail_length[slot] = 0
-        anew = self._anew_beyond + 1 if len(sequence.tokens) <= self._anew_beyond else stop.max_length
-        self.limit[slot] = min(anew, stop.max_length)
+        recompute_at = self._recompute_beyond + 1 if len(sequence.tokens) <= self._recompute_beyond else stop.max_length
+        self.limit[slot] = min(recompute_at, stop.max_length)
         self.careful[slot] = bool(stop.stop_words) or len(stop.eos) > self.EOS
         self.adapter[slot] = sequence.adapter
         self.guided[slot] = sequence.guidance is not None

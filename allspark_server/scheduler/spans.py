@@ -11,16 +11,16 @@ from ..cache import NO_SPAN, Copies, HostCache, PrefixCache, SpanGroups, SpanPoo
 from .pending_spans import PendingSpans
 from .sequence import Sequence, State
 
-# How long copies from the host cache may delay a step, in seconds, with running sequences and without; and how many
-# copies a step makes while their time is unknown.
+# Seconds that copies from the host cache may delay a step, with running sequences and without; and the number of
+# copies in a step while the time of a copy is unknown.
 _PAUSE, _IDLE_PAUSE, _FIRST_COPIES = 0.01, 0.2, 16
 
-# Short prompts may overtake one that waits for spans while they use at most this part of the cache.
+# Short prompts may overtake a prompt that waits for spans if they use at most 1 / _OVERTAKING_PART of the cache.
 _OVERTAKING_PART = 8
 
 
 class Taken(enum.Enum):
-    """The result of a request for spans. YES: they are there. SHORT: too few are free. PENDING: another sequence
+    """The result of a request for spans. YES: the sequence has them. SHORT: too few are free. PENDING: another sequence
     computes the next ones. RESTORING: copies from the host cache are under way, and more are needed.
     """
 
@@ -41,19 +41,19 @@ class SequenceSpans:
         self.host_cache: HostCache | None = prefix_cache.host_cache if prefix_cache is not None else None
         self.pending = PendingSpans()
         self._short: tuple[Sequence, int, bytes | None] | None = None  # see `short`
-        self._overtakers: list[Sequence] = []  # sequences that overtook that one
+        self._overtakers: list[Sequence] = []  # sequences that overtook `short`
         self._departures = 0
         self._size, self._clock = groups.size, clock
         self._copies_left = 0
 
     def needed(self, positions: int) -> int:
-        """The most spans that a sequence with so many positions has."""
+        """The greatest number of spans that a sequence of this many positions has."""
         return self.groups.needed(positions)
 
     @property
     def short(self) -> Sequence | None:
-        """The waiting sequence for which there were too few spans, if that is still so. Only a departure frees spans,
-        and the prefix found for it can only have grown if its next key is known now.
+        """The waiting sequence that could not get its spans, if it still cannot. That can change only if a sequence has
+        left, which frees spans, or if the prefix cache now has the next span of this sequence.
         """
         if self._short is None:
             return None
@@ -65,8 +65,8 @@ class SequenceSpans:
         return self._short[0] if self._short is not None else None
 
     def has_room_beside(self, sequence: Sequence, spare: int) -> bool:
-        """Whether it can have its spans with `spare` others left free, even while another sequence waits for spans:
-        that one must get them although short sequences keep arriving.
+        """Whether the sequence can have its spans with `spare` others left free. If another sequence waits for spans,
+        the sequences that overtake it are limited, so that a stream of short ones cannot starve it.
         """
         if self.needed(len(sequence.tokens)) + spare > self.pool.available:
             return False
@@ -79,12 +79,12 @@ class SequenceSpans:
         return taken <= min(total // _OVERTAKING_PART, total - self.needed(len(first.tokens)))
 
     def note_overtaking(self, sequence: Sequence) -> None:
-        """Takes notice of a sequence that has got its spans, perhaps before one that waits for spans."""
+        """Records that a sequence has got its spans, if another one still waits for spans."""
         if self.short is not None:
             self._overtakers.append(sequence)
 
     def begin_step(self, idle: bool) -> None:
-        """Begins the plan of a step. `idle`: no running sequence would wait for its copies."""
+        """Begins planning a step. `idle`: no sequence is running, so copies delay none."""
         if self.host_cache is not None:
             seconds, pause = self.host_cache.costs.copy, _IDLE_PAUSE if idle else _PAUSE
             self._copies_left = max(_FIRST_COPIES, int(pause / seconds)) if seconds else _FIRST_COPIES
@@ -130,7 +130,7 @@ class SequenceSpans:
         return Taken.YES
 
     def extend(self, sequence: Sequence, positions: int) -> bool:
-        """Gives a running sequence the spans of so many positions, if enough are free."""
+        """Gives a running sequence the spans of this many positions, if enough are free."""
         count = -(-positions // self._size)
         short = [table for table in sequence.spans if len(table) < count]
         if short:
@@ -146,8 +146,8 @@ class SequenceSpans:
         return True
 
     def slide(self, sequence: Sequence) -> bool:
-        """Releases the spans that windows have left behind, and takes others for the rest of a prompt: as many, unless
-        other sequences hold them too. Returns whether the sequence's spans have changed.
+        """Releases the spans that sliding windows have passed, and allocates spans for the rest of a prompt as far as
+        they are free. Returns whether the sequence's spans have changed.
         """
         changed = False
         for group, window in self.groups.windowed:
@@ -163,7 +163,9 @@ class SequenceSpans:
         return changed
 
     def before_writes(self, sequence: Sequence, begin: int) -> None:
-        """The planned step writes the positions of a history from `begin` to those planned now."""
+        """The planned step writes positions `begin` … `planned`-1: the host cache must save their spans' old content
+        first.
+        """
         if self.host_cache is not None:
             for table in sequence.spans:
                 self.host_cache.before_writes(table[begin // self._size : self.groups.count_for(sequence.planned)])
@@ -183,7 +185,7 @@ class SequenceSpans:
         return self.pending.arrived(sequence, begin, full) if sequence.announced > begin else []
 
     def release(self, sequence: Sequence) -> list[Sequence]:
-        """Releases all spans of a sequence. Returns the sequences that waited for what it would have computed."""
+        """Releases all spans of a sequence. Returns the sequences that waited for spans that it had announced."""
         self._departures += 1
         self._let_go(sequence)
         abandoned = self.pending.abandon(sequence) if sequence.announced else []
@@ -195,8 +197,8 @@ class SequenceSpans:
         return self.host_cache.take_copies() if self.host_cache is not None else None
 
     def _hold(self, sequence: Sequence, length: int) -> None:
-        """Takes references to the first `length` spans of the sequence in the prefix cache, as far as windows see them
-        from there on. A table has None for a span that is missing.
+        """Takes references to the first `length` spans of the sequence in the prefix cache, except those that sliding
+        windows have passed. A table has None for a span that is missing.
         """
         sequence.behind = [self.groups.behind(window, length * self._size) for window in self.groups.windows]
         sequence.spans = []
@@ -214,7 +216,7 @@ class SequenceSpans:
         sequence.spans, sequence.behind = [], []
 
     def _missing(self, sequence: Sequence) -> list[int]:
-        """How many spans its tables still need at first."""
+        """How many spans each of its tables lacks for admission."""
         length = len(sequence.tokens)
         return [self.groups.end(window, begin, length) - len(table)
                 for window, begin, table in zip(self.groups.windows, sequence.behind, sequence.spans)]
@@ -225,8 +227,8 @@ class SequenceSpans:
         return Taken.SHORT
 
     def _restore(self, sequence: Sequence, keys: list[bytes], length: int) -> bool:
-        """Copies the first `length` spans of the sequence back from the host cache, as many as a step may. False if
-        there are more; then the sequence has none of them yet.
+        """Copies missing spans among the first `length` back from the host cache, up to the limit of a step. Returns
+        False, and releases the sequence's spans, if some are still missing.
         """
         assert self.prefix_cache is not None and self.host_cache is not None
         self._let_go(sequence)
@@ -245,6 +247,6 @@ class SequenceSpans:
             sequence.spans[group][index] = spans[0]
             brought.add(index)
         sequence.restored += len(brought) * self._size
-        if len(sequence.spans) == 0 and self._copies_left > 0:  # some were lost
+        if len(sequence.spans) == 0 and self._copies_left > 0:  # the host cache has lost some
             self._hold(sequence, self.prefix_cache.match(keys, self.groups))
         return len(sequence.spans) > 0

@@ -1,4 +1,4 @@
-"""How many draft tokens are worth trying."""
+"""The number of draft tokens per sequence, adapted to how many are accepted."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import numpy as np
 
 
 class DraftLengths:
-    """The number of drafts that the sequence of each slot gets in a step: more while all are accepted, fewer otherwise,
-    and none after some steps in a row without an accepted draft. Then trials follow at growing intervals. The output of
-    a sequence does not depend on it.
+    """The number of drafts that each slot gets in a step. It grows while all drafts are accepted, shrinks otherwise,
+    and becomes 0 after MISSES steps in a row without an accepted draft. Drafts are then tried again at growing
+    intervals. The output of a sequence does not depend on it.
     """
 
     FIRST, PROBE = 4, 2  # drafts at first, and in a trial

@@ -16,8 +16,8 @@ from .step_builder import NO_SLOTS
 from .tenants import Account, Tenants
 from .waiting_queue import WaitingQueue
 
-# A level of priority is worth so many seconds of waiting, and there are so many levels up and down. So a sequence that
-# has waited longer than the highest priority is worth goes before all that arrive later.
+# The seconds of waiting that one level of priority is worth, and the number of levels above and below 0. A sequence
+# that has waited longer than the highest level is worth is therefore ahead of all that arrive later.
 PRIORITY_SECONDS, PRIORITY_LEVELS = 30.0, 10
 
 
@@ -37,14 +37,14 @@ class SchedulerState:
         self.tenants = Tenants(limits.max_batch)
         self.queue = WaitingQueue(self.tenants)
         self._spans = SequenceSpans(limits.groups, pool, prefix_cache, clock)
-        self._restoring: list[Sequence] = []  # wait for more spans of the host cache
+        self._restoring: list[Sequence] = []  # sequences that wait for spans of the host cache
         self.active: list[Sequence] = []  # by rank
-        self._prompts: list[Sequence] = []  # of these, those with rows of their history left to plan; by rank
-        self._decoding: list[Sequence] | None = []  # the others; None: out of date. Steps share the list
+        self._prompts: list[Sequence] = []  # sequences of `active` in prefill, by rank
+        self._decoding: list[Sequence] | None = []  # sequences of `active` in decode; None: out of date
         self._decoding_slots = NO_SLOTS
         self._windowed = any(limits.windows)
         watched = prefix_cache is not None or self._windowed
-        self._slots = SlotTable(limits.max_batch, limits.span_size, watched, limits.anew_beyond)
+        self._slots = SlotTable(limits.max_batch, limits.span_size, watched, limits.recompute_beyond)
         self._drafts = DraftLengths(limits.max_batch, limits.max_drafts) if limits.draft_kind else None
         self._free_slots = list(range(limits.max_batch - 1, -1, -1))
         self._slots_to_free: list[int] = []  # the next plan tells the ranks
@@ -86,7 +86,7 @@ class SchedulerState:
         self.queue.add(sequence)
 
     def block(self, sequence: Sequence, reason: str) -> None:
-        """Lets a sequence that has not ended wait for something outside. It keeps its place in the order."""
+        """Blocks a sequence until `unblock`, unless it has ended. It keeps its place in the order."""
         if sequence.state in (State.ENDED, State.BLOCKED):
             return
         sequence.blocked_on = reason
@@ -96,7 +96,7 @@ class SchedulerState:
             self.queue.block(sequence)
 
     def unblock(self, sequence: Sequence) -> None:
-        """Ends the waiting of a blocked sequence. Does nothing if it is not blocked."""
+        """Returns a blocked sequence to the queue. Does nothing if it is not blocked."""
         sequence.blocked_on, sequence.awaited = "", None
         if sequence.state is State.BLOCKED:
             self.queue.unblock(sequence)
@@ -114,7 +114,9 @@ class SchedulerState:
         return unfit
 
     def _advance(self, sequence: Sequence) -> None:
-        """Takes notice of computed positions: full spans enter the prefix cache, spans behind windows become free."""
+        """Processes newly computed positions: full spans enter the prefix cache, and spans that windows have passed
+        become free.
+        """
         ready = self._spans.enter(sequence)
         if self._windowed and self._spans.slide(sequence):
             self._slots.note_spans(sequence)
@@ -131,8 +133,8 @@ class SchedulerState:
         return True
 
     def _has_room(self, sequence: Sequence, positions: int) -> bool:
-        """Gives the sequence the spans of `positions`, preempting others if necessary. False if it had to leave itself,
-        or must wait for the results of its running steps.
+        """Gives the sequence the spans of `positions`, preempting others if necessary. Returns False if the sequence
+        itself was preempted or ended, or must wait for the results of its running steps.
         """
         while not self._extend(sequence, positions):
             victim = self._last_of_the_largest()
@@ -147,7 +149,9 @@ class SchedulerState:
         return True
 
     def _last_of_the_largest(self) -> Sequence:
-        """The last running sequence of the tenant with the most spans; the first of all only if it is the only one."""
+        """The last running sequence of the tenant with the most spans. The first of all sequences is returned only if
+        no other is running.
+        """
         if len(self.tenants) == 1 or len(self.active) == 1:
             return self.active[-1]
         held: Counter = Counter()
@@ -164,8 +168,8 @@ class SchedulerState:
         self.counters.preemptions += 1
 
     def _share_slots(self) -> None:
-        """If all slots are taken, the tenant with the most slots gives one to the tenant whose turn it is, if that one
-        has less than its share. The preempted sequence's spans stay in the prefix cache.
+        """Call this if all slots are taken. The tenant with the most slots gives one to the tenant whose turn it is, if
+        the latter has fewer than its share. The preempted sequence's spans stay in the prefix cache.
         """
         claimant = self.queue.first()
         if claimant is None or claimant.in_flight or self.prefix_cache is None:
@@ -177,7 +181,7 @@ class SchedulerState:
             self._preempt(self._last_of(busiest))
 
     def _leave(self, sequence: Sequence, state: State) -> None:
-        """Takes a running sequence's slot and spans; unless it ends, it goes back to the queue."""
+        """Takes a running sequence's slot and spans, and puts it back into the queue unless `state` is ENDED."""
         table, slot = self._slots, sequence.slot
         table.settle(sequence)
         sequence.in_flight = int(table.pending[slot])

@@ -18,9 +18,9 @@ class Limits:
     """What one step may hold.
 
     `max_chunk`: rows of one prompt. `draft_kind`: the plan's flag for the kind of drafts, 0 without speculation.
-    `max_drafts`: drafts of one sequence. `masks`: masks of one step; twice as many exist, because the next step uses
-    others. `anew_beyond`: a history that grows beyond this length is computed again, because LongRoPE then changes its
-    frequencies; 0: never. `windows`: of each cache group, see SpanGroups.
+    `max_drafts`: drafts of one sequence. `masks`: masks of one step; twice as many exist, because the next step is
+    planned while they are in use. `recompute_beyond`: a sequence that grows beyond this length is recomputed, because
+    LongRoPE then changes its frequencies; 0: never. `windows`: of each cache group, see SpanGroups.
     """
 
     max_batch: int
@@ -30,12 +30,12 @@ class Limits:
     draft_kind: int = 0
     max_drafts: int = 7
     masks: int = 0
-    anew_beyond: int = 0
+    recompute_beyond: int = 0
     windows: tuple[int, ...] = (0,)
 
     @property
     def groups(self) -> SpanGroups:
-        """How many spans sequences need. Windows need those of two steps of a prompt beside their own."""
+        """How many spans sequences need. A sliding window needs those of two prefill chunks in addition to its own."""
         return SpanGroups(self.span_size, self.windows, 2 * self.max_chunk)
 
 
@@ -55,8 +55,8 @@ class Masked:
 class Step:
     """A planned step: what the ranks get, and the sequence of each work item.
 
-    The first `decoding` items are single rows, perhaps with drafts, of sequences whose history the ranks have. The
-    others are chunks of prompts. `sampling`: indices of the items that sample, in order; all of the first kind do.
+    The first `decoding` items are decode rows, perhaps with drafts. The others are prefill chunks. `sampling`: indices
+    of the items that sample, in order; all decode rows do.
     """
 
     free: list[int]

@@ -15,26 +15,26 @@ _GIVEN, _DRAFTING = int(Flag.GIVEN), int(Flag.LOOKUP | Flag.GIVEN | Flag.MODEL)
 
 
 class StepBuilder:
-    """What has been planned of a step so far."""
+    """The part of a step that is planned so far."""
 
     def __init__(self, groups: int) -> None:
         """`groups`: the number of cache groups."""
-        self.sequences: list[Sequence] = []  # those with a single row, and perhaps drafts
-        self.slots = self.drafts = NO_SLOTS  # of these
-        self.span_counts: np.ndarray | None = None  # new spans of each of these in each group, if any
+        self.sequences: list[Sequence] = []  # sequences in decode
+        self.slots = self.drafts = NO_SLOTS  # of `sequences`
+        self.span_counts: np.ndarray | None = None  # new spans of each of `sequences` in each group, if any
         self.spans: list[list[int]] = [[] for _ in range(groups)]  # new spans of each group
-        # with rows, flags, outputs and new spans
+        # prefill chunks: sequence, rows, flags, outputs and new spans
         self.chunks: list[tuple[Sequence, int, int, int, list[list[int]]]] = []
-        self.output_rows_left = MAX_STEP_PROBES  # rows of prompts that may have outputs
+        self.output_rows_left = MAX_STEP_PROBES  # prompt rows that may still get outputs
         self.new: list[NewSlot] = []
         self.admitted: list[Sequence] = []
         self.rows = self.context = 0
-        self.forced: dict[int, list[int]] = {}  # known ids of constrained sequences, by slot, as drafts
+        self.forced: dict[int, list[int]] = {}  # tokens that grammars force, by slot; used as drafts
         self.guided = False  # whether any sequence samples under masks
 
     def add_chunk(self, sequence: Sequence, count: int) -> tuple[int, int]:
-        """Adds up to `count` more rows of a history. Returns how many, and their flags: SAMPLE if they end the history
-        of a sequence that generates tokens.
+        """Adds up to `count` more rows of a prompt. Returns their number and their flags: SAMPLE if they end the
+        prompt of a sequence that generates tokens.
         """
         wanted, flags, outputs = sequence.prompt_outputs, 0, 0
         if sequence.outputs_every_row:
@@ -87,8 +87,8 @@ class StepBuilder:
     def _mask(
         self, columns: np.ndarray, sequences: list[Sequence], sampling: np.ndarray, row: int
     ) -> tuple[list[int], list[Masked]]:
-        """Assigns masks, from `row` on, and drafts of known ids to constrained sequences. Returns the step's known ids,
-        and the samples under masks.
+        """Assigns mask rows, from `row` on, and forced drafts to constrained sequences. Returns all forced tokens of
+        the step and its masked samples.
         """
         known, masked = [], []
         for sample, index in enumerate(sampling.tolist()):

@@ -1,4 +1,4 @@
-"""The tenants that requests come from, and what has been computed for each."""
+"""Fair sharing among tenants: each has a virtual time, the rows computed for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import numpy as np
 if TYPE_CHECKING:
     from .sequence import Sequence
 
-# Times of so many tenants without sequences are remembered, so that leaving does not make a tenant a newcomer.
+# The number of tenants without sequences whose times are remembered. Otherwise a tenant could reset its time by
+# letting its last sequence end.
 _REMEMBERED = 1024
 _FIRST_ACCOUNTS = 8
 
@@ -18,9 +19,9 @@ _FIRST_ACCOUNTS = 8
 class Account:
     """The scheduler's record of one tenant.
 
-    `queued`: its sequences in the queue, blocked ones included, which take `queued_bytes`. `waiting`: those that could
-    be admitted; they are in `ranked`, a heap by rank that also has sequences that have left. `listed`: the queue has
-    its turn.
+    `queued`: its sequences in the queue, blocked ones included, which take `queued_bytes`. `waiting`: the number of
+    these that could be admitted; they are in `ranked`, a heap by rank, which may also hold sequences that have left the
+    queue. `listed`: the queue's heap of turns has an entry for it.
     """
 
     def __init__(self, name: str, index: int, tenants: Tenants):
@@ -31,7 +32,7 @@ class Account:
 
     @property
     def time(self) -> float:
-        """Its virtual time: the rows computed for it. The tenant with the least goes first."""
+        """Its virtual time: the rows computed for it. The tenant with the least time is served first."""
         return float(self._tenants.times[self.index])
 
     @property
@@ -44,7 +45,7 @@ class Tenants:
     """The tenants that have sequences in the engine, each with a virtual time (the virtual token counter of Sheng et
     al., "Fairness in serving large language models", 2024). `accounts`: by name; any thread may read it.
 
-    A tenant whose queue was empty starts no earlier than the tenant served last: pauses earn no credit.
+    A tenant whose queue was empty gets at least the time of the tenant served last, so idle tenants gain no credit.
     """
 
     def __init__(self, slots: int):
@@ -61,7 +62,7 @@ class Tenants:
         return len(self.accounts)
 
     def enter_queue(self, name: str, size: int) -> Account:
-        """The account of a tenant; one of its sequences, of `size` bytes, enters the queue."""
+        """Counts a sequence of `size` bytes that enters the queue. Returns its tenant's account."""
         account = self.accounts.get(name)
         if account is None:
             if not self._free:
@@ -88,12 +89,12 @@ class Tenants:
         self._of_slot[slot] = account.index
 
     def leave_slot(self, account: Account) -> None:
-        """One of its sequences has left its slot. If it goes back to the queue, it is there already."""
+        """One of its sequences has left its slot. If it was preempted, the caller has put it into the queue before."""
         self.running[account.index] -= 1
         self._forget(account)
 
     def serve(self, account: Account, rows: int) -> None:
-        """Charges the tenant whose turn it is for so many rows of a prompt."""
+        """Charges the tenant whose turn it is for this many prompt rows."""
         self._floor = max(self._floor, account.time)
         self.times[account.index] += rows
 

@@ -10,21 +10,21 @@ import numpy as np
 class TokenBudget:
     """How large steps may be. The output of requests does not depend on it.
 
-    With a target, the time of a step is kept below it. Without a target, and unless the number of rows is fixed, a step
-    with prompts may take a time that readers do not notice. Where steps take longer anyway, running and waiting
-    sequences share the step's time by their numbers: a few prompts make the time between others' tokens at most two and
-    a half times as long, whatever their length; many prompts are computed at nearly full speed.
+    With a target, step times are kept below it. Without a target, and unless the number of rows is fixed, a step with
+    prompts may take up to 50 ms, which readers of a stream do not notice. If decode alone takes more than 20 ms,
+    prompts get time in proportion to their number: a few prompts make the inter-token latency at most two and a half
+    times as long, whatever their length; many prompts are computed at nearly full speed.
 
-    The unit of cost is a row at the beginning of its context; `price` is the cost of each position before it. Steps of
-    running sequences alone show what a step costs in any case. Other steps show what a prompt's rows add to that. So
-    the first prompt after a pause gets at once all that the target leaves.
+    The unit of cost is a row without context; each position of context adds `price` to it. Decode-only steps show the
+    base cost of a step, other steps what prompt rows add to it. So the first prompt after a pause gets at once all the
+    time that the target leaves.
     """
 
-    _MEMORY = 0.95  # part of the learned values that is kept after each step
-    _MARGIN, _STRIDE = 0.9, 1.25  # part of the target to use; how much the cost may grow from one step to the next
+    _MEMORY = 0.95  # decay of the learned values with each step
+    _MARGIN, _STRIDE = 0.9, 1.25  # fraction of the target to use; largest growth of the cost from one step to the next
     _FIRST = 4  # a step's cost while nothing is known, as a multiple of the fewest rows
     _UNNOTICED = 0.05  # seconds between tokens that readers do not notice
-    _PART = 1.5  # time of a step with few prompts, relative to one without; less costs throughput
+    _PART = 1.5  # time that few prompts may add to a decode step, relative to its own; less costs throughput
 
     def __init__(self, max_rows: int, min_rows: int, target_ms: float, fixed: bool = False):
         self._min, self._max, self._target = min(min_rows, max_rows), max_rows, target_ms / 1e3
@@ -55,7 +55,7 @@ class TokenBudget:
         cost = np.array([rows, context, seconds])
         if rows == decoding:
             known = self._base[2] > 0
-            # Another process may have used the processor.
+            # Limit outliers: another process may have used the CPU.
             cost[2] = min(seconds, 2 * self._base[2]) if known else seconds
             self._base = self._MEMORY * self._base + (1 - self._MEMORY) * cost if known else cost
         else:

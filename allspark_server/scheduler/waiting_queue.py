@@ -12,18 +12,18 @@ ShortEntry = tuple[int, int, Sequence]
 
 
 class WaitingQueue:
-    """Waiting sequences, by rank within each tenant and by length, and the blocked sequences beside them.
+    """Waiting sequences, by rank within each tenant and by length. It also counts the blocked sequences.
 
-    The heaps hold the same sequences. Sequences that have left are dropped when they come up.
+    Both kinds of heap hold the same sequences. A sequence that has left the queue is dropped when it reaches the top.
     """
 
     def __init__(self, tenants: Tenants) -> None:
         self.waiting = 0  # sequences that could be admitted
-        self.blocked = 0  # sequences that wait for something else first
+        self.blocked = 0  # sequences that wait for something other than a slot and spans
         self.bytes = 0  # of both
         self._tenants = tenants
         self._entries = 0
-        self._turns: list[tuple[float, int, Account]] = []  # by time, which may have grown since
+        self._turns: list[tuple[float, int, Account]] = []  # a heap by time; an account's time may have grown since
         self._by_length: list[ShortEntry] = []
 
     def add(self, sequence: Sequence) -> None:
@@ -38,7 +38,7 @@ class WaitingQueue:
             self._push(sequence)
 
     def unblock(self, sequence: Sequence) -> None:
-        """Lets a blocked sequence wait, at the place of its rank."""
+        """Makes a blocked sequence a waiting one, ordered by its rank."""
         self.blocked -= 1
         self._push(sequence)
 
@@ -64,7 +64,7 @@ class WaitingQueue:
         self._compact(account)
 
     def note_growth(self, sequence: Sequence, size: int) -> None:
-        """A sequence in the queue has grown by so many bytes."""
+        """A sequence in the queue has grown by `size` bytes."""
         self.bytes += size
         sequence.account.queued_bytes += size
 
@@ -88,7 +88,7 @@ class WaitingQueue:
         return None
 
     def set_aside(self, sequence: Sequence) -> Sequence:
-        """Makes the next sequence the first. This one still counts as waiting: put it back."""
+        """Removes the first sequence from the order. It still counts as waiting: call `put_back` later."""
         heapq.heappop(sequence.account.ranked)
         return sequence
 
@@ -125,7 +125,7 @@ class WaitingQueue:
         heapq.heappush(self._by_length, (len(sequence.tokens), self._entry(), sequence))
 
     def _compact(self, account: Account) -> None:
-        """Removes sequences that have left if there are many: they may never come up."""
+        """Removes sequences that have left, if there are many: they may never reach the top of a heap."""
         heaps: tuple[tuple[list[Any], int], ...] = ((account.ranked, account.waiting), (self._by_length, self.waiting))
         for heap, waiting in heaps:
             if len(heap) > 2 * waiting + 64:
