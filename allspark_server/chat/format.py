@@ -1,4 +1,4 @@
-"""What a chat format does with a request: render its prompt, and constrain its answer by a Lark grammar.
+"""A chat format renders a request's prompt and constrains its answer by a Lark grammar.
 
 `ChatFormat` is the base of the families' formats, which `formats.py` registers here. Showing an answer needs only
 `ChatFormat.parser`, in any process.
@@ -24,7 +24,7 @@ Literal = Callable[[str], str]
 
 #: how forced arguments are written: as json.dumps does, which is what templates show to models
 JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-TAIL_IDS = 64  # last ids of a prompt whose text shows what the prompt has begun of the answer
+TAIL_IDS = 64  # last ids of a prompt, whose text shows which part of the answer the prompt has begun
 
 _OPENED_REASONING = re.compile(r"(<think>|\[THINK\])\s*\Z")
 _CLOSED_REASONING = re.compile(r"(</think>|\[/THINK\])\s*\Z")
@@ -84,8 +84,9 @@ class ChatFormat:
     ) -> dict[str, Any] | None:
         """The response_format of an answer that must be a tool call, or whose calls or text must follow a schema.
 
-        None: the request asks for neither. `prompt`: the end of the prompt's text. `templates`: the checkpoint's chat
-        templates. `marks`: ids of special tokens by text. ValueError if the format has no such grammar.
+        None if the request asks for none of these. `prompt`: the end of the prompt's text. `templates`: the
+        checkpoint's chat templates. `marks`: ids of special tokens by text. ValueError if the format has no such
+        grammar.
         """
         if response_format is not None and response_format["type"] == "text":
             response_format = None
@@ -111,7 +112,7 @@ class ChatFormat:
 
         With tool_choice "required" or a named function the answer must call a tool. Otherwise it allows all answers
         whose calls follow their functions' schemas, or that match the Lark rule `answer`. `reasons`: the template
-        knows of reasoning. ValueError if the format has no such answer.
+        supports reasoning. ValueError if the format has no such answer.
         """
         named = isinstance(tool_choice, dict)
         forced = named or tool_choice == "required"
@@ -125,7 +126,7 @@ class ChatFormat:
         self, functions: list[dict[str, Any]], forced: bool, parallel: bool, prompt: str, reasons: bool,
         literal: Literal, answer: str | None,
     ) -> str:
-        """See `grammar`; of the functions that may be called."""
+        """See `grammar`. `functions`: those that may be called."""
         call_rules = self.call_rules(functions, parallel, literal)
         if call_rules is None:
             raise ValueError(f"the chat format {self.name!r} has no tool calls that could be guided: tool_choice may "

@@ -25,7 +25,7 @@ _OPENED = re.compile(r"<\|start\|>assistant((?:[^<]|<\|(?:channel|constrain)\|>)
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
 
-# Reasoning efforts of the HTTP APIs that the models were not trained with, and the nearest that they know.
+# Reasoning efforts of the HTTP APIs that the models were not trained with, and the nearest ones that they support.
 _EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 

@@ -25,7 +25,7 @@ class LlamaParser(OutputParser):
                     self._consume(1)
 
     def _peek_content(self) -> Steps:
-        """The next character that is no white space, which stays."""
+        """The next character that is not white space; it is not consumed."""
         while not self._ended and not self._text.strip():
             yield
         return self._text.lstrip()[:1]

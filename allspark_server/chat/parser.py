@@ -1,7 +1,7 @@
-"""Parses an answer's text as it comes.
+"""Parses an answer's text as it arrives.
 
-A format's parser is a generator, `_run`, which reads as if the whole text were there. It yields where it needs more
-text, and `feed` resumes it. The events do not depend on how the text is cut.
+A format's parser is a generator, `_run`, written as if it had the whole text. It yields when it needs more text, and
+`feed` resumes it. The events do not depend on how the text is split.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Adapter:
-    """A loaded adapter. `index`: its name in step plans. `digest`: of everything that its results depend on."""
+    """A loaded adapter. `index`: its number in step plans. `digest`: of everything that its results depend on."""
 
     name: str
     directory: str
@@ -31,8 +31,8 @@ class Adapter:
     digest: str
 
     @property
-    def given(self) -> str:
-        """The lora_name that loads it again."""
+    def lora_name(self) -> str:
+        """The `lora_name` argument that loads this adapter, for the state file."""
         return f"{self.name}={self.directory}"
 
 
@@ -116,27 +116,27 @@ def _same(path: str, other: str) -> bool:
 
 
 class AdapterLoader:
-    """Loads and unloads adapters while steps go on. One at a time: the caller holds the lock of loads."""
+    """Loads and unloads adapters while steps run. One at a time: the caller holds the loader's lock."""
 
     def __init__(self, thread: EngineThread, group: Callable[[], Group],
-                 check_there: Callable[[AsModelConfig], None]):
-        """`group()`: the group with no step under way; `check_there(config)`: raises if the model of this config was
-        released; both on the engine's thread.
+                 check_not_released: Callable[[AsModelConfig], None]):
+        """`group()`: the group, ready for calls that block until its steps have ended. `check_not_released(config)`:
+        raises if the model of this config was released. Both run on the engine's thread.
         """
-        self._thread, self._group, self._check_there = thread, group, check_there
+        self._thread, self._group, self._check_not_released = thread, group, check_not_released
 
     def load(self, model: ServedModel, lora: str) -> None:
         """AllSparkError if the adapter cannot be loaded."""
         directory, name = adapter_directory(model.config, lora), adapter_name(lora)
 
         def start() -> int:
-            self._check_there(model.config)
+            self._check_not_released(model.config)
             index = model.adapters.next_index(name)
             self._group().start_load_adapter(model.name, index, directory)
             return index
 
         def add(digest: str) -> None:
-            self._check_there(model.config)
+            self._check_not_released(model.config)
             model.adapters.add(Adapter(name, directory, index, digest))
 
         index = self._thread.call(start)
@@ -154,7 +154,7 @@ class AdapterLoader:
     def unload(self, model: ServedModel, lora: str) -> None:
         """AllSparkError if it is not loaded, or in use."""
         def free() -> None:
-            self._check_there(model.config)
+            self._check_not_released(model.config)
             adapter = model.adapters.find(lora)
             model.remove_adapter(adapter)
             self._group().unload_adapter(model.name, adapter.index)

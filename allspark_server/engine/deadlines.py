@@ -34,7 +34,7 @@ class Deadlines:
             request = heapq.heappop(heap)[2]
             if not request.begun:
                 missed.append(request)
-        if len(heap) > 2 * live + 64:  # those that have begun may never come to the top
+        if len(heap) > 2 * live + 64:  # requests that have begun may never reach the top
             heap[:] = [entry for entry in heap if not entry[2].begun]
             heapq.heapify(heap)
         return missed

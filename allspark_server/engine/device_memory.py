@@ -23,12 +23,12 @@ def _refused(message: str) -> AllSparkError:
 
 
 class MemoryMover:
-    """Unloads and loads device memory of models while the steps of others go on."""
+    """Unloads and loads models' device memory while other models run."""
 
     def __init__(self, lock: Lock, thread: EngineThread, group: Callable[[], Group],
-                 check_there: Callable[[AsModelConfig], None]):
-        """`lock`: of loads; the others as AdapterLoader has them."""
-        self._lock, self._thread, self._group, self._check_there = lock, thread, group, check_there
+                 check_not_released: Callable[[AsModelConfig], None]):
+        """`lock`: the loader's lock. The other arguments are those of AdapterLoader."""
+        self._lock, self._thread, self._group, self._check_not_released = lock, thread, group, check_not_released
 
     def move(self, model: ServedModel, loaded: bool) -> AsStatus:
         """AllSparkError if it fails; the model is then unchanged on all ranks."""
@@ -38,10 +38,10 @@ class MemoryMover:
 
     def _move(self, model: ServedModel, loaded: bool) -> None:
         def begin() -> bool:
-            self._check_there(model.config)
+            self._check_not_released(model.config)
             if not model.config.on_gpus:
                 raise _refused("unload_device_mem and load_device_mem are for models on GPUs: the memory of "
-                               f"{model.name!r} is the host's, and release_model frees it")
+                               f"{model.name!r} is in host memory; release_model frees it")
             if loaded is model.loaded:
                 return False
             if model.running:
@@ -63,7 +63,7 @@ class MemoryMover:
 
     def _move_on_ranks(self, model: ServedModel, loaded: bool) -> None:
         def poll_memory() -> bool | None:
-            self._check_there(model.config)
+            self._check_not_released(model.config)
             return self._group().poll_move_memory() or None
 
         self._thread.call(lambda: self._group().start_move_memory(model.name, loaded))

@@ -44,8 +44,8 @@ from .state_file import ModelRecord
 logger = logging.getLogger(__name__)
 
 _SUCCESS = AsStatus.ALLSPARK_SUCCESS
-BETWEEN_SLICES = 0.03  # seconds for steps to run between slices of measuring (runtime/profile.py)
-MAX_ENDED = 1 << 16  # ended requests that nobody has released; beyond this the oldest handles are forgotten
+SLICE_PAUSE = 0.03  # seconds between slices of the roofline measurement, in which steps run (runtime/profile.py)
+MAX_ENDED = 1 << 16  # ended requests kept until they are released; beyond this number the oldest handles are forgotten
 
 
 class Engine(AbstractEngine):
@@ -64,14 +64,15 @@ class Engine(AbstractEngine):
         self._forget_at = MAX_ENDED
         self._output = OutputStage(self._cancel_undeliverable, self._finish_stopped)
         self._pipeline = Pipeline(self._group)
-        self._thread = EngineThread(self._models, self._pipeline, self._shut_down, self._perish)
-        self._loader = ModelLoader(self._thread, self._group, self._settled, self._models, self._output, self._publish)
+        self._thread = EngineThread(self._models, self._pipeline, self._shut_down, self._fail_all)
+        self._loader = ModelLoader(
+            self._thread, self._group, self._waitable_group, self._models, self._output, self._publish)
         self._thread.thread.start()
         atexit.register(self.close)
 
     @property
     def busy_since(self) -> float:
-        """When the engine's thread began what it is doing, on the monotonic clock; 0.0 while it waits for work."""
+        """When the engine's thread began its current work, on the monotonic clock; 0.0 while it waits for work."""
         return self._thread.busy_since
 
     @property
@@ -103,7 +104,7 @@ class Engine(AbstractEngine):
             self._record.keep(model)
             self._thread.call(lambda: self._remove_model(model_name))
             self._output.flush()
-            self._install(model.config, True, [adapter.given for adapter in model.adapters])
+            self._install(model.config, True, [adapter.lora_name for adapter in model.adapters])
         return _SUCCESS
 
     def stop_model(self, model_name: str) -> AsStatus:
@@ -129,7 +130,7 @@ class Engine(AbstractEngine):
         return list(self._models.values())
 
     def failures(self) -> dict[str, str]:
-        """Why models that should serve do not, by name; "" stands for the engine itself."""
+        """The failures of models that should serve, by model name; "" stands for the engine itself."""
         failures = dict(self._record.unrestored)
         failures |= {model.name: model.failure for model in self.served_models() if model.failure is not None}
         if self._thread.failure is not None:
@@ -141,11 +142,11 @@ class Engine(AbstractEngine):
         """Installs and starts the models of the configuration, and those that clients had installed, which `state_file`
         records. Returns the names of the installed models.
 
-        At a start the configuration decides on its models: they are changed, added and removed accordingly. Models of
-        clients are restored unless `check` raises. Until the next start, clients may stop and release models of the
-        configuration; so with `again`, when a lost group is replaced, only the state file counts. A model of the
-        configuration that cannot be loaded at a start raises. Any other one is logged, stays in the file, and counts as
-        unrestored until it is installed or released.
+        At a first start (`again` is False) the configuration overrides the state file for its own models. Models that
+        clients had installed are restored unless `check` raises. Clients may later stop and release models of the
+        configuration. A group that replaces a lost one (`again` is True) therefore follows only the state file. Raises
+        if a model of the configuration cannot be loaded at a first start. Any other model that cannot be loaded is
+        logged, stays in the file, and counts as unrestored until it is installed or released.
         """
         self._record.restore(configured, again, check, self._install)
         return list(self._models)
@@ -187,7 +188,9 @@ class Engine(AbstractEngine):
         return request.handle
 
     def _forget_old(self) -> None:
-        """Forgets handles that nobody releases; their results stay in their queues. The caller holds the lock."""
+        """Forgets the oldest ended handles that were not released; their results stay readable. The caller holds the
+        lock.
+        """
         if len(self._requests) < self._forget_at:
             return
         ended = [handle for handle, (_, request) in self._requests.items() if request.done.is_set()]
@@ -196,7 +199,7 @@ class Engine(AbstractEngine):
         self._forget_at = len(self._requests) + MAX_ENDED // 2
 
     def cancel(self, handle: int) -> None:
-        """Asks for the request's end as GenerateInterrupted, and returns at once. Harmless after the end."""
+        """Ends the request as GenerateInterrupted, without waiting for that. Does nothing if it has ended."""
         model, request = self._request(handle)
         with self._thread.lock:
             self._thread.post(functools.partial(model.end, request, GenerateRequestStatus.GenerateInterrupted))
@@ -210,8 +213,8 @@ class Engine(AbstractEngine):
             self._requests.pop(handle, None)
 
     def add_flush_listener(self, listener: Callable[[], None]) -> None:
-        """The output stage's thread calls `listener()` once the tokens of a step have gone to their sinks, and after
-        other ends of requests.
+        """The output stage's thread calls `listener()` after the tokens of a step have gone to their sinks, and after
+        requests have ended without a step.
         """
         self._output.add_flush_listener(listener)
 
@@ -274,17 +277,17 @@ class Engine(AbstractEngine):
         from ..weights.asgraph import VERSION, read_graph
         from ..weights.checkpoint import ParamSource
 
-        read_graph(Path(as_graph_path))  # raises unless it has the one version that this build knows
+        read_graph(Path(as_graph_path))  # raises if this build does not read its version
         params = ParamSource(Path(as_param_path))
         return AsFileInfo(f"asgraph-{VERSION}", params.file.metadata["format"], __version__)
 
     def get_op_profiling_info(self, model_name: str) -> str:
         """See AbstractEngine."""
         call = self._thread.call
-        # The first call of a process measures the machine's ceilings, in slices between the steps of running requests.
-        while not call(lambda: self._settled().measure_roofline(self._model(model_name).name)):
-            time.sleep(BETWEEN_SLICES)
-        return call(lambda: self._settled().profile(self._model(model_name).name)).table()
+        # The first call of a process measures the machine's roofline, in slices between the steps of running requests.
+        while not call(lambda: self._waitable_group().measure_roofline(self._model(model_name).name)):
+            time.sleep(SLICE_PAUSE)
+        return call(lambda: self._waitable_group().profile(self._model(model_name).name)).table()
 
     def get_rank_id(self) -> int:
         """See AbstractEngine."""
@@ -368,7 +371,7 @@ class Engine(AbstractEngine):
     # --- the output stage's thread ---
 
     def _cancel_undeliverable(self, request: Request) -> None:
-        """The request has ended because it cannot be delivered; the engine's thread must free what it holds."""
+        """Frees, on the engine's thread, a request that has ended because it could not be delivered."""
         self._post_for(request, lambda model: model.end(request, GenerateRequestStatus.InternalError))
 
     def _finish_stopped(self, sequence: Sequence) -> None:
@@ -383,13 +386,13 @@ class Engine(AbstractEngine):
 
     # --- the engine's thread ---
 
-    def _settled(self) -> Group:
-        """The group with no step under way, for calls of it that wait."""
-        self._pipeline.settle()
+    def _waitable_group(self) -> Group:
+        """The group, ready for calls that block until its steps have ended; see `Pipeline.collect_masked`."""
+        self._pipeline.collect_masked()
         return self._group
 
     def _publish(self, config: AsModelConfig, model: ServedModel) -> None:
-        """A model is loaded."""
+        """Adds a loaded model."""
         self._models[model.name] = model
         self._output.inline = self._group.depth == 1
         self._record.installed(model.name)
@@ -419,7 +422,7 @@ class Engine(AbstractEngine):
     def _remove_model(self, name: str) -> ServedModel:
         self._stop_model(name)
         model = self._models.pop(name)
-        self._settled().unload(name)
+        self._waitable_group().unload(name)
         model.close()
         return model
 
@@ -430,8 +433,8 @@ class Engine(AbstractEngine):
         self._output.close()
         self._close_group()
 
-    def _perish(self, message: str) -> None:
-        """The engine's thread ends by an error."""
+    def _fail_all(self, message: str) -> None:
+        """Ends all requests after an error of the engine's thread."""
         self._group.fail(f"the engine's thread failed: {message}")  # a supervised process ends here
         error = AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR, f"the engine has failed: {message}")
         with self._thread.lock:
@@ -441,7 +444,7 @@ class Engine(AbstractEngine):
         try:
             for request in requests:
                 self._output.put(End(request, GenerateRequestStatus.InternalError, error))
-        except RuntimeError:  # the output stage's thread has failed; no one else tells the requests
+        except RuntimeError:  # the output stage's thread has failed, so this thread ends the requests
             for request in requests:
                 request.finish(GenerateRequestStatus.InternalError, error)
         self._output.close()

@@ -34,7 +34,7 @@ class EngineThread:
     """Runs the steps of `models` in `pipeline`.
 
     `closed`: it takes no more commands. `failure`: the error that ended it, if one did. `busy_since`: when it began
-    what it is doing, on the monotonic clock; 0.0 while it waits for work. `lock` guards `closed`.
+    its current work, on the monotonic clock; 0.0 while it waits for work. `lock` guards `closed`.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class EngineThread:
         self._commands.put(command)
 
     def post_if_open(self, command: Callable[[], Any]) -> None:
-        """Puts a command into the queue that is of no use to an engine that has ended."""
+        """Puts a command into the queue; drops it if the engine has ended."""
         try:
             with self.lock:
                 self.post(command)
@@ -102,7 +102,7 @@ class EngineThread:
         return future.result()
 
     def poll(self, function: Callable[[], T | None]) -> T:
-        """Calls a function on the engine's thread until it returns something else than None, or raises."""
+        """Calls a function on the engine's thread until it returns a value other than None, or raises."""
         pause = FIRST_POLL_SECONDS
         while (result := self.call(function)) is None:
             time.sleep(pause)
@@ -124,7 +124,7 @@ class EngineThread:
         try:
             self._loop()
             self._on_end()
-        except BaseException as error:  # a defect; nothing else would report that this thread has ended
+        except BaseException as error:  # a bug: report it, since nothing else would
             logger.critical("the engine's thread failed", exc_info=True)
             self.busy_since = 0.0
             message = str(error) or type(error).__name__
@@ -155,12 +155,14 @@ class EngineThread:
             pipeline.advance(stepping)
 
     def _seconds_to_deadline(self) -> float | None:
-        """How long the thread may sleep: until the first request that cannot begin must end; None: without limit."""
+        """Seconds that the thread may sleep: until the next deadline of a request that has not begun; None: without
+        limit.
+        """
         return min((left for model in self._models.values() if (left := model.seconds_to_deadline()) is not None),
                    default=None)
 
     def _execute(self, command: Callable[[], Any]) -> None:
         try:
             command()
-        except Exception:  # the thread must go on; commands with a caller hand their errors to it
+        except Exception:  # the thread must go on; `call` passes errors to its caller
             logger.exception("a command failed in the engine's thread")

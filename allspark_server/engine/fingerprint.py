@@ -19,7 +19,7 @@ _TOKENIZER_FILES = ("tokenizer*", "qwen.tiktoken", "special_tokens*", "added_tok
 
 def fingerprint(info: ModelInfo, gpu: int | None = None) -> str:
     """Equal for two groups only if a request gives the same bytes on both. `gpu`: the one that computes; None: CPUs."""
-    # engine_max_length is not included: only dynamic rotary scaling depends on a length, and that is the prompt's.
+    # engine_max_length is not included: only dynamic rotary scaling depends on a length, namely the prompt's length.
     facts = (results_digest(gpu), info.ranks, info.weight_dtype, info.weight_group_size, info.quantize_head,
              info.cache_dtype, info.span_size, info.model_hash, _tokenizer_digest(info.tokenizer_dir),
              sorted(info.eos_token_ids),

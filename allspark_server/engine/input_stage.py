@@ -1,7 +1,7 @@
-"""The input stage: turns what a caller asked for into sequences that the scheduler takes as they are.
+"""The input stage: turns a caller's request into sequences for the scheduler.
 
-It runs in the callers' threads. A request passes it in a line: tokenize, compile the grammar, encode the sampling
-parameters, make the sequences.
+It runs in the callers' threads. Its steps: tokenize, compile the grammar, encode the sampling parameters, make the
+sequences.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from ..tokenizer.detokenizer import OutputText
     from ..tokenizer.tokenizer import Tokenizer
 
-#: log probabilities of one prompt, top ones included, that one message carries at most
+#: the most log probabilities of one prompt, top ones included; one message carries them
 MAX_PROMPT_PAIRS = 1_000_000
 
 
 @dataclass
 class Dependency:
-    """Something that a request waits for beside a place in the batch, such as a grammar or spans from elsewhere. The
+    """Something that a request waits for before it may be scheduled, such as a grammar or spans from elsewhere. The
     request continues when `done` has a result, and fails with its exception. `name`: for errors and logs.
     """
 
@@ -53,11 +53,11 @@ class Dependency:
 class PreparedRequest:
     """A request that was checked and tokenized.
 
-    `sequences`: one for each sample, with the keys of its prompt's spans. `texts`: what makes the text of each sample,
-    if anyone needs it. `top_logprobs`: how many are wanted, -1 if no log probabilities are wanted at all.
-    `prompt_logprobs`: how many top ones are wanted for each token of the prompt, if any. `size`: bytes that all
-    sequences take in this process. `deadline`: when it ends if it has not begun, on the monotonic clock. `deaths`: how
-    many servers were lost while they ran it. `name`: the client's name for it. `trace`: the traceparent it came with.
+    `sequences`: one for each sample, with the keys of its prompt's spans. `texts`: the detokenizer of each sample,
+    None if its text is not needed. `top_logprobs`: the requested number, -1 if no log probabilities are requested.
+    `prompt_logprobs`: the requested number of top log probabilities for each prompt token. `size`: bytes that all
+    sequences take in this process. `deadline`: when it fails if it has not begun, on the monotonic clock. `deaths`: the
+    number of servers lost while they ran it. `name`: the client's name for it. `trace`: the traceparent it came with.
     """
 
     sequences: list[Sequence]
@@ -87,11 +87,11 @@ class InputStage:
         self.tokenizer = tokenizer
         self._info, self._keys, self._guide = info, keys, guide
         groups = SpanGroups(info.span_size, tuple(info.cache_windows))
-        # The most positions of one sequence that the cache can hold.
+        # The maximum length of a sequence that the cache can hold.
         self._cache_length = bisect.bisect_right(range(1, info.max_length + 1), info.num_spans, key=groups.needed)
 
     def tokenize(self, spec: RequestSpec, bare: bool = False) -> list[int]:
-        """The prompt's ids, tokenized here if it came as text or as a chat.
+        """The prompt's ids; tokenizes a text or a chat.
 
         `bare`: text without the special tokens that the tokenizer adds. AllSparkError if the text is so long that it
         has certainly more tokens than the engine's maximum length.
@@ -122,7 +122,7 @@ class InputStage:
 
     @callers_only
     def prepare(self, spec: RequestSpec, adapter: Adapter | None = None) -> PreparedRequest:
-        """Does all work on a request that does not need the engine's thread. `adapter`: the one that its config names.
+        """Does the work on a request that needs no engine thread. `adapter`: the LoRA adapter that its config names.
 
         Replaces a prompt of text or of a chat by its ids in `spec`. Raises ValueError or TypeError for a bad argument,
         AllSparkError for a request that is refused.
@@ -130,7 +130,7 @@ class InputStage:
         check_available(spec.config)
         config = spec.config.with_seed()
         info, tokenizer, is_chat = self._info, self.tokenizer, spec.messages is not None
-        # The format applies if chat options were given, also with the ids that a chat became.
+        # The format applies if chat options were given, even if the chat is already tokenized.
         form = None if spec.chat is None else chat_format(spec.chat.chat_format or info.chat_format or "plain")
 
         # Tokenize.
@@ -200,7 +200,7 @@ class InputStage:
         )
 
     def _check_request(self, spec: RequestSpec, config: GenerateConfig, prompt: list[int]) -> list[list[int]]:
-        """Checks ids and what is resumed; returns the generated ids of each sample."""
+        """Checks the token ids and the resumption; returns the generated ids of each sample."""
         vocab_size = self._info.vocab_size
         check_ids("input_ids", prompt, vocab_size)
         if (spec.generated and config.n > 1) or (spec.samples and len(spec.samples) != config.n):
@@ -223,7 +223,7 @@ class InputStage:
         self, spec: RequestSpec, form: ChatFormat | None, tail: str, eos: list[int], histories: list[list[int]]
     ) -> list[Guidance] | list[None]:
         """The place of each sample in its grammar; None without a grammar. `tail`: the end of the prompt's text."""
-        config, field = spec.config, None  # what to name in errors instead of response_format
+        config, field = spec.config, None  # the field to name in errors, if not response_format
         response_format = config.response_format
         if form is not None and spec.chat is not None and (spec.chat.forced or self.tokenizer is not None):
             tokenizer = self._need_tokenizer()
@@ -285,7 +285,7 @@ class InputStage:
         if self.tokenizer is None:
             raise AllSparkError(
                 AsStatus.ALLSPARK_INVALID_CALL_ERROR,
-                f"model {self._info.name!r} has no tokenizer.json beside its checkpoint: it takes and gives ids alone",
+                f"model {self._info.name!r} has no tokenizer.json beside its checkpoint: it accepts only token ids",
             )
         return self.tokenizer
 
@@ -293,12 +293,12 @@ class InputStage:
 def _prompt_outputs(
     config: GenerateConfig, prompt: list[int], generated: list[int], info: ModelInfo
 ) -> PromptOutputs | None:
-    """The results that are wanted of the prompt's rows; None: none, or the client has them already."""
+    """The requested results of the prompt's rows; None if there are none or the client has them already."""
     if config.pooling is not None:
         if not info.embeddings:
             raise AllSparkError(
                 AsStatus.ALLSPARK_INVALID_CALL_ERROR,
-                f"model {info.name!r} was serialized without the op that hands out hidden states: pooling="
+                f"model {info.name!r} was serialized without the op that returns hidden states: pooling="
                 f"{config.pooling!r} needs it; convert its checkpoint again",
             )
         return PromptOutputs(int(Flag.HIDDEN), config.pooling == "mean")

@@ -27,24 +27,24 @@ logger = logging.getLogger(__name__)
 
 
 class ModelLoader:
-    """Callers' threads load; the engine's thread only starts a load and looks whether it is done.
+    """Loads run in callers' threads; the engine's thread only starts a load and polls for its end.
 
-    `lock`: one load at a time, because each plans with the memory that is left then. `loading`: the config of the load
-    under way; it is set on the engine's thread.
+    `lock`: allows one load at a time, because each plans with the memory that is free. `loading`: the config that is
+    being loaded; set on the engine's thread.
     """
 
     def __init__(
-        self, thread: EngineThread, group: Group, settled: Callable[[], Group], models: Mapping[str, ServedModel],
-        output: OutputStage, publish: Callable[[AsModelConfig, ServedModel], None],
+        self, thread: EngineThread, group: Group, waitable_group: Callable[[], Group],
+        models: Mapping[str, ServedModel], output: OutputStage, publish: Callable[[AsModelConfig, ServedModel], None],
     ):
-        """`settled()`: the group with no step under way, on the engine's thread. `publish(config, model)`: takes a
-        loaded model, on the engine's thread.
+        """`waitable_group()`: the group, ready for calls that block until its steps have ended. `publish(config,
+        model)`: adds a loaded model. Both run on the engine's thread.
         """
         self.lock = threading.Lock()
         self.loading: AsModelConfig | None = None
-        self.adapters = AdapterLoader(thread, settled, self.check_there)
-        self.memory = MemoryMover(self.lock, thread, settled, self.check_there)
-        self._thread, self._group, self._settled = thread, group, settled
+        self.adapters = AdapterLoader(thread, waitable_group, self.check_not_released)
+        self.memory = MemoryMover(self.lock, thread, waitable_group, self.check_not_released)
+        self._thread, self._group, self._waitable_group = thread, group, waitable_group
         self._models, self._output, self._publish = models, output, publish
 
     def load(self, config: AsModelConfig, start: bool = False, adapters: list[str] | None = None) -> None:
@@ -70,7 +70,7 @@ class ModelLoader:
 
     # --- the engine's thread ---
 
-    def check_there(self, config: AsModelConfig) -> None:
+    def check_not_released(self, config: AsModelConfig) -> None:
         """AllSparkError unless the model of exactly this config is being loaded or is installed."""
         model = self._models.get(config.model_name)
         if self.loading is not config and (model is None or model.config is not config):
@@ -81,26 +81,26 @@ class ModelLoader:
         """Ends the load of this config, if it is under way."""
         if self.loading is config:
             self.loading = None
-            self._settled().unload(config.model_name)
+            self._waitable_group().unload(config.model_name)
 
     def _start_load(self, config: AsModelConfig) -> None:
         name = config.model_name
         if name in self._models:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                                 f"a model named {name!r} is installed already; release it first")
-        # [0] is the default, which nobody chose. A number of GPUs other than that of ranks is an error elsewhere.
+        # [0] is the default. Another place checks that the number of GPUs equals the number of ranks.
         if not config.on_gpus and config.device_ids not in ([0], list(range(self._group.size))):
             logger.warning("compute_unit=%r of model %r: the group's %d rank(s) decide where it runs, not these ids",
                            config.compute_unit, name, self._group.size)
-        self._settled().start_load(config)
+        self._waitable_group().start_load(config)
         self.loading = config
 
     def _poll_load(self, config: AsModelConfig) -> ModelInfo | None:
-        self.check_there(config)
-        return self._settled().poll_load()
+        self.check_not_released(config)
+        return self._waitable_group().poll_load()
 
     def _finish_load(self, config: AsModelConfig, model: ServedModel) -> None:
-        self.check_there(config)
+        self.check_not_released(config)
         self.loading = None
         self._publish(config, model)
 
@@ -109,7 +109,7 @@ def open_model(
     config: AsModelConfig, info: ModelInfo, output: OutputStage, host_spans: dict[bytes, int] | None, masks: Any,
     post: Callable[[Callable[[], None]], None],
 ) -> ServedModel:
-    """A model with what its checkpoint has beside the weights: tokenizer, chat format, grammars. Any thread."""
+    """A model with its checkpoint's tokenizer, chat format and grammar compiler. Any thread."""
     tokenizer = guide = None
     if info.tokenizer_dir:
         from ..tokenizer.tokenizer import Tokenizer  # `tokenizers` and jinja2 are not needed to serve ids

@@ -1,6 +1,6 @@
 """The output stage: a thread that turns sampled tokens into text and messages, and ends requests.
 
-All calls of a request's sink come from here, in the order in which the engine's thread has put the events.
+All calls of sinks come from here, in the order in which the engine's thread has queued the events.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .threads import OUTPUT, output_only
 
 logger = logging.getLogger(__name__)
 
-# Events that may wait for the output stage; with more the engine's thread waits.
+# The number of queued events beyond which the engine's thread waits for the output stage.
 MAX_WAITING = 256
 _ALIVE_SECONDS = 1.0  # time between a waiting thread's checks that the output stage's thread is alive
 _NO_TOP: list[tuple[int, float]] = []  # never filled
@@ -69,7 +69,7 @@ class OutputStage:
 
     def __init__(self, on_undeliverable: Callable[[Request], None], on_stop: Callable[[Sequence], None]):
         self._on_undeliverable, self._on_stop = on_undeliverable, on_stop
-        #: deliver steps on the thread that puts them, between steps: for machines without a CPU for this thread
+        #: deliver outputs on the engine's thread, between steps, because this thread has no CPU of its own
         self.inline = False
         self._listeners: list[Callable[[], None]] = []
         self._notifying = threading.Lock()
@@ -156,7 +156,7 @@ class OutputStage:
             for listener in self._listeners:
                 try:
                     listener()
-                except Exception:  # a listener's error is not the engine's
+                except Exception:  # a listener's error must not stop the engine
                     logger.exception("a flush listener failed")
         return True
 
@@ -181,7 +181,7 @@ class OutputStage:
             sample = sequence.owner
             request = sample.request
             for at in range(first, first + kept):
-                if request.sink is None or sample.stopped:  # undeliverable, or ended by a stop string
+                if request.sink is None or sample.stopped:  # delivery has failed, or a stop string has ended it
                     break
                 logprob, top = None, _NO_TOP
                 if sample.top_logprobs >= 0:
@@ -197,7 +197,7 @@ class OutputStage:
                     request.deliver(sequence, tokens[at], logprob, top, reason, now)
                     if sample.stopped and reason is None:
                         self._on_stop(sequence)
-                except Exception as error:  # this request's output cannot be delivered; the others' can
+                except Exception as error:  # the failure concerns only this request
                     self._give_up(request, error)
         output.timings.between.add(gaps)
         output.timings.first.add(first_tokens)

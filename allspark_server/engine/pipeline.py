@@ -37,7 +37,7 @@ class Pipeline:
         self._group = group
         self._running: deque[_Running] = deque()
         self._last: ServedModel | None = None  # the model of the last submitted step
-        self._after_alone = False  # the last turn was a quarantined sequence's
+        self._was_alone = False  # whether the last turn went to a quarantined sequence
         self._ended = 0.0  # when the last collected step ended
 
     @property
@@ -47,17 +47,17 @@ class Pipeline:
 
     @one_thread
     def advance(self, models: Iterable[ServedModel]) -> None:
-        """Submits steps of models that have work, in turn. Collects the oldest step if there is no room for more steps,
-        or nothing more to submit.
+        """Submits steps of models that have work, in turn. Collects the oldest step if the queue is full or no model
+        has a step to submit.
         """
         models = list(models)
         alone = next((m for m in models if m.has_quarantined and m.quarantined is not None), None)
         turn = alone.quarantined if alone is not None else None
-        if alone is not None and turn is not None and (not self._after_alone or turn.slot >= 0):
-            self._after_alone = True
+        if alone is not None and turn is not None and (not self._was_alone or turn.slot >= 0):
+            self._was_alone = True
             self._advance_alone(alone)
             return
-        self._after_alone = False
+        self._was_alone = False
         if self._last in models:  # start with the model after it
             at = models.index(self._last) + 1
             models = models[at:] + models[:at]
@@ -69,18 +69,18 @@ class Pipeline:
         if self._running and (len(self._running) >= self._group.depth or not submitted):
             self._collect()
         elif not submitted and any(model.has_quarantined for model in models):
-            time.sleep(_QUARANTINE_POLL_SECONDS)  # it is too early for them, and there is no other work
+            time.sleep(_QUARANTINE_POLL_SECONDS)  # quarantined sequences may not run yet, and there is no other work
 
     @one_thread
-    def settle(self) -> None:
-        """Call this before calls of the group that wait for its steps: a step that samples under masks may wait for
-        masks that are written only when the previous step is collected.
+    def collect_masked(self) -> None:
+        """Collects all steps that sample under masks. Call this before a call of the group that blocks until its steps
+        have ended: such a step may wait for masks that are written only when the previous step is collected.
         """
         while any(running.step.masked for running in self._running):
             self._collect()
 
     def _advance_alone(self, model: ServedModel) -> None:
-        """A step of a quarantined sequence with no other step under way, so that a crash has one possible cause."""
+        """Runs a step of a quarantined sequence while no other step runs, so that a crash has one possible cause."""
         while self._running:
             self._collect()
         if model.quarantined is not None and self._submit(model, alone=True):
@@ -113,7 +113,7 @@ class Pipeline:
                 self._fail(model, error)
 
     def _fail(self, model: ServedModel, error: Exception) -> None:
-        """A defect: the model's cache may differ from what the scheduler assumes."""
+        """Fails a model after an internal error: its cache may differ from what the scheduler assumes."""
         logger.error("a step of model %r failed", model.name, exc_info=error)
         model.failure = str(error) or type(error).__name__
         model.release_masks()

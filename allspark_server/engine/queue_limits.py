@@ -1,4 +1,4 @@
-"""Admission: how much may wait for a model."""
+"""Admission: limits of the requests that wait for a model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ..scheduler import TOKEN_BYTES, Scheduler
 
 #: approximate bytes of a waiting sample in this process, its tokens not counted
 SEQUENCE_BYTES = 4096
-# By default, waiting prompts may have this multiple of the tokens that the cache holds, and at least so many tokens.
+# By default, waiting prompts may hold this multiple of the cache's tokens, and in any case this number of tokens.
 _QUEUED_CACHES, _QUEUED_TOKENS = 16, 1 << 20
-# A full queue accepts one over this part more, from tenants that have less than that waiting.
+# A full queue still accepts 1 / _RESERVED_PART more, from tenants with less than that waiting.
 _RESERVED_PART = 8
 
 
@@ -30,8 +30,8 @@ def estimated_size(spec: RequestSpec) -> int:
 class QueueLimits:
     """Room in a model's queue, reserved before the work on a request begins. Any thread.
 
-    A tenant that fills the queue does not shut out others: an eighth more is reserved for tenants that have less than
-    that waiting.
+    So that a tenant that fills the queue does not shut out others, a further eighth is reserved for tenants that have
+    less than that waiting.
     """
 
     def __init__(self, name: str, scheduler: Scheduler, max_queue: int, max_bytes: int = 0):
@@ -42,7 +42,7 @@ class QueueLimits:
         tokens = max(_QUEUED_CACHES * scheduler.limits.groups.positions(scheduler.pool.num_spans), _QUEUED_TOKENS)
         self.max_bytes = max_bytes or tokens * TOKEN_BYTES + max_queue * SEQUENCE_BYTES
         self.incoming = self.incoming_bytes = 0  # reserved, and not yet in the scheduler's queue
-        self._of: dict[str, list[int]] = {}  # of these, each tenant's samples and bytes
+        self._of: dict[str, list[int]] = {}  # the samples and bytes of `incoming` by tenant
         self._lock = threading.Lock()
 
     def reserve(self, tenant: str, samples: int, size: int) -> None:
@@ -59,7 +59,7 @@ class QueueLimits:
             self._add(tenant, samples, size)
 
     def resize(self, tenant: str, old: int, new: int) -> None:
-        """Changes a reservation of `old` bytes to `new` ones, or raises and leaves it."""
+        """Changes a reservation from `old` to `new` bytes. If that is too much, raises and leaves it unchanged."""
         with self._lock:
             if new > old:
                 self._check_bytes(tenant, new - old)

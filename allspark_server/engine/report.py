@@ -1,4 +1,4 @@
-"""What rank 0 knows of the other ranks: the supervisor collects all heartbeats in a file."""
+"""The state of all ranks for rank 0, read from the file in which the supervisor collects heartbeats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request inside the engine, from its acceptance to its end."""
+"""A request inside the engine, from the moment it is accepted to its end."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class PromptResults:
             if self._pooling == "last":
                 self._sum, self._rows = prompt_rows.hidden[-1].astype(np.float64), 1
                 return
-            for row in prompt_rows.hidden:  # one by one, so that the sum does not depend on where the prompt was cut
+            for row in prompt_rows.hidden:  # one by one, so that the sum does not depend on how the prompt was chunked
                 self._sum = row.astype(np.float64) if self._sum is None else self._sum + row
                 self._rows += 1
 
@@ -81,8 +81,8 @@ class Request:
     """The engine's thread changes `sequences`, `unfinished`, `ended` and `first_step`; the output stage changes the
     rest and calls the sink. Any thread may read `done` and `status`.
 
-    `ended`: nothing more is computed for it. `done`: its sink has received the end. `size`: its bytes in the queue at
-    first. `first_step`, `first_token`, `last_token`, `arrival` and `deadline` are on the monotonic clock.
+    `ended`: no further step computes it. `done`: its sink has received the end. `size`: its bytes in the queue when it
+    was accepted. `first_step`, `first_token`, `last_token`, `arrival` and `deadline` are on the monotonic clock.
     """
 
     def __init__(self, handle: int, sink: Sink, prepared: PreparedRequest):
@@ -91,7 +91,7 @@ class Request:
         self.sequences: list[Sequence] = prepared.sequences
         self.dependency: Dependency | None = prepared.dependency
         self.adapter = prepared.adapter
-        self.deaths = prepared.deaths  # crashed servers: it is quarantined until its first tokens
+        self.deaths = prepared.deaths  # servers that it may have crashed; above 0: in quarantine until its first token
         for index, (sequence, text) in enumerate(zip(prepared.sequences, prepared.texts)):
             sequence.owner = Sample(self, index, prepared.top_logprobs, text)
             if sequence.prompt_outputs is not None:
@@ -108,7 +108,7 @@ class Request:
         self.first_step = self.first_token = self.last_token = 0.0
 
     def deliver_prompt(self, prompt_rows: PromptOutputRows) -> None:
-        """Takes results of the prompt's rows; gives all to the sink once they are complete."""
+        """Collects results of the prompt's rows, and passes them to the sink once they are complete."""
         sample: Sample = prompt_rows.sequence.owner
         assert sample.prompt is not None and self.sink is not None
         sample.prompt.add(prompt_rows)

@@ -26,8 +26,8 @@ class Sink(Protocol):
         self, handle: int, sample: int, token: int, logprob: float | None, top: list[tuple[int, float]],
         text: str | None, cached: int, end: SampleEnd | None,
     ) -> None:
-        """A new token of one sample. `logprob`: None unless wanted. `text`: the text that is certain now, None unless
-        wanted. `cached`: prompt tokens that came from the prefix cache. `end`: with the sample's last token.
+        """A new token of one sample. `logprob`: None unless wanted. `text`: text that is final now, None unless
+        requested. `cached`: prompt tokens that came from the prefix cache. `end`: with the sample's last token.
         """
 
     def on_prompt(

@@ -28,7 +28,7 @@ from .threads import one_thread
 if TYPE_CHECKING:
     from ..tokenizer.tokenizer import Tokenizer
 
-#: time for the message to leave this process that a request is computed which may end it
+#: seconds to wait before a quarantined request runs, so that its client learns of it before a possible crash
 ANNOUNCE_SECONDS = 0.02
 _DRAFT_KINDS = {"off": 0, "prompt_lookup": int(Flag.LOOKUP), "draft": int(Flag.MODEL)}
 
@@ -37,8 +37,8 @@ class ServedModel:
     """Passes requests to the scheduler, plans steps, and takes their results; on the engine's thread unless said
     otherwise.
 
-    `running`: it takes requests. `failure`: why it does not, until it is loaded again. `loaded`: its device memory is
-    there. `input`: its input stage. What happens to requests goes to `output`.
+    `running`: it accepts requests. `failure`: why it failed, until it is loaded again. `loaded`: its device memory is
+    loaded. `input`: its input stage. Tokens and ends of requests go to `output`.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class ServedModel:
         output: OutputStage, host_spans: dict[bytes, int] | None = None, guide: Guide | None = None, masks: Any = None,
         post: Callable[[Callable[[], None]], None] = lambda command: None,
     ):
-        """`digest`: the fingerprint. `host_spans`: spans by key that the host cache holds from before. `guide`,
-        `masks`: for constrained decoding, if it is available; `masks` is rank 0's native Masks. `post`: runs a command
-        on the engine's thread.
+        """`digest`: the fingerprint. `host_spans`: spans by key that a persistent host cache holds from an earlier run.
+        `guide`, `masks`: for constrained decoding, if it is available; `masks` is rank 0's native Masks. `post`: runs a
+        command on the engine's thread.
         """
         self.config, self.info, self.fingerprint = config, info, digest
         self.name = info.name
@@ -88,7 +88,7 @@ class ServedModel:
         self._quarantine = Quarantine()
 
     def not_running(self) -> AllSparkError:
-        """Why the model takes no requests."""
+        """The error for requests to a model that does not run."""
         if self.failure is not None:
             return AllSparkError(
                 AsStatus.ALLSPARK_RUNTIME_ERROR,
@@ -115,19 +115,19 @@ class ServedModel:
 
     @property
     def quarantined(self) -> Sequence | None:
-        """The sequence in quarantine whose turn it is, or which is running: see `plan_alone`."""
+        """The quarantined sequence that runs or may run next; see `plan_alone`."""
         return self._quarantine.next
 
     @property
     def has_quarantined(self) -> bool:
-        """Whether any sequence is in quarantine, even if it is too early for it."""
+        """Whether any sequence is in quarantine, even if it may not run yet."""
         return bool(self._quarantine)
 
     @one_thread
     def enqueue(self, request: Request) -> None:
         """Gives a request, for which room in the queue is reserved, to the scheduler."""
         self.queue.unreserve(request.tenant, request.samples, request.size)
-        if request.ended:  # cancelled before it came here
+        if request.ended:  # cancelled while it was queued for this thread
             return
         if not self.running or self.failure is not None:
             self.end(request, GenerateRequestStatus.GenerateInterrupted)
@@ -144,7 +144,7 @@ class ServedModel:
             )
             if sequence.owner.stopped:
                 complete = FinishReason.STOP
-            if complete:  # a resumed request whose last token the client has already
+            if complete:  # a resumed request that had already reached its end
                 self._end_sequence(sequence, complete)
             else:
                 if request.dependency is not None:
@@ -155,13 +155,13 @@ class ServedModel:
                 self.scheduler.add(sequence)
 
     def check_loaded(self) -> None:
-        """AllSparkError unless the device memory is there."""
+        """AllSparkError unless the device memory is loaded."""
         if not self.loaded:
             raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR,
                                 f"the device memory of model {self.name!r} is unloaded; call load_device_mem first")
 
     def leave_memory(self) -> None:
-        """The device memory is about to be unloaded or loaded; no step is under way."""
+        """Prepares for unloading or loading the device memory. No step may be running."""
         self.loaded = False
         if self.scheduler.prefix_cache is not None:
             self.scheduler.prefix_cache.clear()
@@ -178,7 +178,7 @@ class ServedModel:
 
     @one_thread
     def unblock(self, request: Request) -> None:
-        """The request's dependency is there, or has failed: then the request fails as well."""
+        """Continues a request whose dependency is done, or fails it if the dependency failed."""
         dependency = request.dependency
         if request.ended or dependency is None:
             return
@@ -213,7 +213,7 @@ class ServedModel:
             self.end(request, status, error)
 
     def release_masks(self) -> None:
-        """Lets steps that wait for masks continue; nobody needs their results. Any thread."""
+        """Lets steps that wait for masks continue; their results are not needed. Any thread."""
         if self._masks is not None:
             self._masks.release()
 
@@ -231,15 +231,15 @@ class ServedModel:
 
     @one_thread
     def finish_stopped(self, sequence: Sequence) -> None:
-        """The output stage has found a stop string: later tokens of the sequence are discarded. Does nothing if it has
-        ended.
+        """Ends a sequence in which the output stage has found a stop string; its later tokens are discarded. Does
+        nothing if it has ended.
         """
         if sequence.state is not State.ENDED:
             self.scheduler.cancel(sequence)
             self._end_sequence(sequence, FinishReason.STOP)
 
     def seconds_to_deadline(self) -> float | None:
-        """The time until `expire` may have something to do; None: without limit."""
+        """Seconds until the next deadline of a request that has not begun; None if there is none."""
         return self._deadlines.seconds_left()
 
     @one_thread
@@ -264,7 +264,7 @@ class ServedModel:
 
     @one_thread
     def plan_alone(self) -> Step | None:
-        """The next step of the `quarantined` sequence, when no other step is under way. Its client is told first."""
+        """The next step of the `quarantined` sequence. Informs its client first. No other step may be running."""
         sequence = self.quarantined
         assert sequence is not None
         if sequence.state is State.BLOCKED:

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def _configuration_error(name: str, error: Exception) -> Exception:
-    """The error of a model of the configuration; a ValueError if the entry, or the files that it names, must change."""
+    """The error for a model of the configuration. A ValueError if the user must change the entry or its files."""
     text = f"model {name!r} of the configuration cannot be loaded: {error}"
     transient = (AsStatus.ALLSPARK_MEMORY_ERROR, AsStatus.ALLSPARK_RUNTIME_ERROR)
     return (RuntimeError if isinstance(error, AllSparkError) and error.status in transient else ValueError)(text)
@@ -60,7 +60,7 @@ class StateFile:
                           if not entry.get("configured") and name not in entries}
 
     def write(self, entries: Callable[[], list[dict[str, Any]]]) -> None:
-        """Writes the list that `entries()` returns. A reader sees the old file or the new one, never a part."""
+        """Writes the list that `entries()` returns. The file is replaced atomically."""
         if self._path is None:
             return
         temporary = f"{self._path}.new"
@@ -77,7 +77,7 @@ class StateFile:
 
 
 class ModelRecord:
-    """Which models of an engine are installed, and where they came from. Any thread.
+    """Records which models of an engine are installed, and who installed them. Any thread.
 
     `configured`: names of models that the configuration brought, not a client. `unrestored`: models that could not be
     restored, and why.
@@ -102,7 +102,7 @@ class ModelRecord:
         self._pending[model.name] = self._entry(model, True)
 
     def installed(self, name: str) -> bool:
-        """A model of this name is installed, or not to be restored any more. Returns whether it was pending."""
+        """Removes an installed or released model from the pending ones. Returns whether it was pending."""
         self.unrestored.pop(name, None)
         return self._pending.pop(name, None) is not None
 
@@ -113,7 +113,7 @@ class ModelRecord:
         """See Engine.restore. `load(config, start, adapters)` installs a model."""
         entries = self._file.to_restore(configured, again)
         self.configured = {name for name, entry in entries.items() if entry.get("configured")}
-        self._pending = dict(entries)  # until they are installed, or a second crash would lose some
+        self._pending = dict(entries)  # kept until they are installed, so that a second crash loses none
         self.save()
         for name, entry in entries.items():
             try:
@@ -132,4 +132,4 @@ class ModelRecord:
 
     def _entry(self, model: ServedModel, started: bool) -> dict[str, Any]:
         return {"config": model.config.to_dict(), "started": started, "configured": model.name in self.configured,
-                "adapters": [adapter.given for adapter in model.adapters]}
+                "adapters": [adapter.lora_name for adapter in model.adapters]}

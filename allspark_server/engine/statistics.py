@@ -14,7 +14,7 @@ from allspark_client.types import AsEngineStat
 if TYPE_CHECKING:
     from .served_model import ServedModel
 
-_RATE_SECONDS = 10  # throughput counts at most so many past seconds
+_RATE_SECONDS = 10  # seconds over which throughput is averaged, at most
 #: upper bounds, in seconds, of the histograms of first tokens and of gaps between tokens
 FIRST_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 GAP_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)

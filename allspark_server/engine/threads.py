@@ -33,7 +33,9 @@ def one_thread(function: F) -> F:
 
 
 def output_only(function: F) -> F:
-    """For functions of the output stage: OUTPUT, or ENGINE where steps are delivered inline or the other has failed."""
+    """For functions of the output stage: OUTPUT, or ENGINE if steps are delivered inline or the OUTPUT thread has
+    failed.
+    """
     if not enabled:
         return function
 
@@ -46,8 +48,8 @@ def output_only(function: F) -> F:
 
 
 def callers_only(function: F) -> F:
-    """For functions of the input stage, which may take long: none of the threads above. A server's event loop runs them
-    for short prompts of ids, which take microseconds.
+    """For functions of the input stage, which may take long: they must not run on the engine's own threads. A server's
+    event loop may run them for short prompts of ids, which take microseconds.
     """
     if not enabled:
         return function

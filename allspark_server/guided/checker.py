@@ -1,9 +1,9 @@
 """Tries out grammars in a process that may be killed, before llguidance compiles them here.
 
-A grammar is a program of its sender. llguidance's limits do not cover everything: an intersection of expressions may
-take minutes, and deep recursion may crash the process. So each grammar is first compiled, and walked for some steps, in
-a process forked for it alone with limits of time and memory. What that process survives, this one survives as well.
-This file is also the program of that process.
+A grammar is untrusted input. llguidance's limits do not cover everything: an intersection of expressions may take
+minutes, and deep recursion may crash the process. So each grammar is first compiled, and run for some steps, in a
+forked process with limits of time and memory. A grammar that succeeds there is safe to compile in this process. This
+file is also the program of that process.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def grammar_text(response_format: dict[str, Any]) -> str:
 
         try:
             text = gbnf_to_lark(text)
-        except Exception as error:  # it has a type of its own, and raises others too
+        except Exception as error:  # llguidance's own exception type, or another one
             raise ValueError(str(error)) from error
     return llguidance.LLMatcher.grammar_from_lark(text)
 
@@ -122,7 +122,7 @@ class Checker:
         if self._owner != os.getpid():
             return
         if (process := self._process) is not None:
-            process.kill()  # a thread that is starting it holds the lock, and continues now
+            process.kill()  # without the lock, which a thread holds while it waits for the start; this ends its wait
         with self._lock:
             if self._process is not None and self._control is not None:
                 self._control.close()
@@ -143,7 +143,7 @@ class Checker:
             with theirs, self._lock:
                 try:
                     socket.send_fds(self._running(), [b"+"], [theirs.fileno()])
-                except OSError:  # it has just ended
+                except OSError:  # the process has just ended
                     if self._process is not None:
                         self._process.kill()
                         self._process.wait()
@@ -222,7 +222,7 @@ def _try(tokenizer: llguidance.LLTokenizer, response_format: dict[str, Any]) -> 
             raise ValueError(f"is too complex: masks take more than {1e3 * STEP_SECONDS:g} ms each")
         if matcher.is_stopped() or not mask:
             break
-        # The first allowed id after a random one: not uniform, but every kind of token comes up.
+        # The first allowed id after a random one: not a uniform choice, but it reaches every kind of token.
         at = rng.randrange(mask.bit_length())
         later = mask >> at
         if not matcher.consume_token(at + (later & -later).bit_length() - 1):
@@ -266,7 +266,7 @@ def _serve(connection: socket.socket, tokenizer: llguidance.LLTokenizer) -> None
 def main() -> None:
     """Reads a tokenizer, then answers each connection that it receives in a process of its own."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no one waits for the processes
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are not waited for
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     control = socket.socket(fileno=os.dup(0))
     with control.makefile("rb") as stream:

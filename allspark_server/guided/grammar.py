@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 CACHED_GRAMMARS, CACHED_BYTES = 256, 512 << 20
 CACHED_VOCABULARIES = 2  # beside the checkpoint's
-MAX_FORCED = 16  # ids of one sequence that are known in advance, at most
+MAX_FORCED = 16  # the most forced tokens (drafts) of one sequence at a time
 
 
 class MatcherError(Exception):
@@ -38,7 +38,7 @@ class Matcher:
 
     def __init__(self, inner: LLMatcher, tokenizer: LLTokenizer, end_ids: frozenset[int]):
         """`end_ids`: ids that end the sequence. They are allowed only where the grammar may end."""
-        #: llguidance's matcher, for calls that take several at once
+        #: llguidance's matcher, for its batched calls
         self.inner = inner
         self._end = tokenizer.eos_token
         self._end_ids = end_ids
@@ -47,7 +47,9 @@ class Matcher:
         self._patched = () if end_ids == own else tuple((i, i in end_ids) for i in sorted(end_ids | own))
 
     def accept(self, ids: Iterable[int]) -> None:
-        """Takes further ids of the sequence; MatcherError if they do not fit. The end may come repeatedly."""
+        """Takes further ids of the sequence; MatcherError if the grammar does not allow them. An end id may be
+        repeated.
+        """
         ended, consumed = self.inner.is_stopped(), []
         for i in ids:
             is_end = i in self._end_ids
@@ -129,19 +131,19 @@ class Guidance:
         self._matcher, self._length = matcher, length
         self._failed = False
         self._forced = length, matcher.forced()[:MAX_FORCED]
-        # On the engine's thread: planned samples whose tokens are not known, and the masks that wait for them.
+        # On the engine's thread: the planned samples whose tokens are not known yet, and the masks that depend on them.
         self.pending = 0
         self.deferred: deque[Mask] = deque()
 
     def forced_after(self, length: int) -> list[int]:
-        """The known ids that follow a history of this length: drafts to be verified. Any thread."""
+        """The forced ids after the first `length` tokens of the sequence, for use as drafts. Any thread."""
         known, ids = self._forced
         return ids[length - known :] if length >= known else []
 
     # The masks' thread.
 
     def advance(self, ids: list[int]) -> None:
-        """The sequence has sampled these ids. MatcherError if they do not fit, the first time."""
+        """Advances the matcher by sampled ids. Raises MatcherError at the first ids that the grammar does not allow."""
         self._length += len(ids)
         if not self._failed:
             try:
@@ -189,7 +191,7 @@ class Guide:
     def _prepared(self, tokenizer: str) -> tuple[str, int, list[int]]:
         """The arguments of llguidance's tokenizer."""
         text, size = without_marks(tokenizer)
-        # llguidance needs an end-of-sequence id; matchers replace it by the request's own.
+        # llguidance needs an end-of-sequence id; matchers replace it by those of the request.
         eos_ids = [i for i in self._eos_ids if 0 <= i < size]
         return text, self._vocab_size, eos_ids or [min(size, self._vocab_size) - 1]
 
@@ -220,8 +222,8 @@ class Guide:
         self, response_format: dict[str, Any], vocab: dict[str, int] | None = None,
         vocab_type: VocabType | None = None, field: str | None = None,
     ) -> Grammar:
-        """The grammar of a response_format, over `vocab` or the checkpoint's vocabulary. `field`: what the caller has
-        given, if not response_format. ValueError says what is wrong, after one second at most.
+        """The grammar of a response_format, over `vocab` or the checkpoint's vocabulary. `field`: the name of the field
+        for errors, if not response_format. ValueError says what is wrong, after one second at most.
         """
         digest = b"" if vocab is None else _digest(vocab, vocab_type)
         key = (json.dumps(response_format), digest, field)

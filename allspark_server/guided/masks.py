@@ -42,7 +42,7 @@ class MaskWriter:
         self._thread: threading.Thread | None = None
 
     def plan(self, masked: list[Masked]) -> None:
-        """A step that samples under these masks was planned. Call this before the step is submitted."""
+        """Schedules the writing of a planned step's masks. Call this before the step is submitted."""
         ready: list[Mask] = []
         for one in masked:
             for row in range(one.index, one.index + 1 + len(one.drafts)):
@@ -56,7 +56,7 @@ class MaskWriter:
             self._put(([], ready))
 
     def complete(self, step: Step, outcome: Outcome, tokens: np.ndarray) -> None:
-        """The tokens of the oldest planned step are known."""
+        """Takes the tokens of the oldest planned step, on which later masks depend."""
         sampled, ready = [], []
         for one in step.masked:
             guidance = one.sequence.guidance
@@ -71,7 +71,9 @@ class MaskWriter:
             self._put((sampled, ready))
 
     def release(self) -> None:
-        """Lets steps that wait for masks continue with whatever is there: nobody needs their results. Any thread."""
+        """Lets steps that wait for masks continue with the masks' current content; their results are not needed. Any
+        thread.
+        """
         for row in range(len(self._rows)):
             self._masks.publish(row)
 
@@ -97,10 +99,10 @@ class MaskWriter:
             try:
                 self._advance(sampled)
                 self._write(masks)
-            except Exception:  # a defect; the steps must not wait for ever
+            except Exception:  # a bug; the steps must not wait forever
                 logger.exception("masks cannot be written")
             for mask in masks:
-                # The first row last: a step always waits for it, and then all rows are published.
+                # Publish the first row last: a step always waits for it, and all other rows are then written.
                 for row in range(mask.index + len(mask.drafts), mask.index - 1, -1):
                     self._masks.publish(row)
             job, sampled, masks = None, [], []  # keep nothing alive while waiting

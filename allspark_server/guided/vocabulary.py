@@ -23,8 +23,8 @@ def without_marks(tokenizer: str) -> tuple[str, int]:
     """A tokenizer.json in which no text is tokenized to a marking token (<|im_end|>, <tool_call>), and its number of
     ids.
 
-    llguidance's drafts are tokenized text. In them it takes marking tokens for the text that they are spelled with, but
-    it accepts these tokens only as <[id]>.
+    llguidance finds forced tokens by tokenizing the forced text. That may yield marking tokens, which llguidance itself
+    accepts only where the grammar has <[id]>.
     """
     value = json.loads(tokenizer)
     renamed = {}

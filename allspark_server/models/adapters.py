@@ -12,7 +12,7 @@ _SUFFIX = ".weight"
 
 @dataclass(frozen=True)
 class Target:
-    """A linear layer of the checkpoint. Its rows are `parts` of `weight`, one after the other; they make as many blocks
+    """A linear layer of the checkpoint. Its rows are `parts` of `weight`, one after the other; each part makes a block
     of the output.
     """
 
@@ -28,7 +28,7 @@ class Target:
 
 def with_adapters(graph: Graph) -> tuple[Graph, list[Target]]:
     """The same network with an op for adapters after each linear layer that is a module of the checkpoint; returns it
-    and the targets of these ops. Experts, and an embedding that is also the head, are no targets.
+    and the targets of these ops. Experts, and an embedding that is also the head, are not targets.
     """
     other, targets = copy.copy(graph), list[Target]()
     other.ops = []

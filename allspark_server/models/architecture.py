@@ -1,4 +1,4 @@
-"""What a family's file declares of each architecture that it serves."""
+"""The declaration of an architecture in its family's file."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from allspark_server.models.fields import Fields
 from allspark_server.models.graph import Graph
 from allspark_server.models.network import PLAIN_ROPE_TYPES, ExpertConfig, ModelConfig, RopeConfig
 
-# For families whose published code is part of the checkpoint. It is never run: the family's file describes what it
-# does, and a setting that would make it do something else is rejected.
+# For families whose code is published in the checkpoint. That code is never run. The family's file implements it, and
+# rejects settings that it does not implement.
 OWN_CODE = "a float64 reference; DashInfer 1.3.0; transformers' model of the same numbers, if any"
 
 
@@ -39,7 +39,7 @@ class Architecture:
     windows: bool = False                 # sliding_window is served; otherwise it is rejected
     window: int | None = None             # default of sliding_window
     window_always: bool = False           # sliding_window applies unless use_sliding_window says otherwise
-    window_pattern: int | None = None     # without layer_types: every so many layers one has no window; None: no such
+    window_pattern: int | None = None     # without layer_types: every n-th layer has no window; None: no such
     layer_types: bool = True              # layer_types is read; False: all layers are alike
     nope_layers: bool = False             # no_rope_layers is read: layers without rotary embedding
     rope_theta: float = RopeConfig.theta

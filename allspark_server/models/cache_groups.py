@@ -1,10 +1,10 @@
-"""Cache groups: layers that keep the same positions of a sequence share one."""
+"""Cache groups: layers whose cache keeps the same positions of a sequence form a group."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-MOST_GROUPS = 16  # roughly; more would make the tables of spans large
+MAX_GROUPS = 16  # roughly; more would make the tables of spans large
 
 
 @dataclass(frozen=True)
@@ -20,17 +20,16 @@ class CacheGroup:
 def place_layers(windows: tuple[int, ...], layers: int) -> tuple[list[CacheGroup], list[tuple[int, int]]]:
     """The cache groups of a model, and for each layer its group and its index within the group.
 
-    windows: of each layer, 0 for none; empty if no layer has one. Groups take spans from one pool, so every group has
-    room
-    for the same number of layers: the number of layers with a window or of those without, whichever is smaller, unless
-    that makes more than MOST_GROUPS groups. The last group of a kind may hold fewer. All windows are kept at the size
-    of the largest.
+    windows: of each layer, 0 for none; empty if no layer has one. All groups allocate spans from one pool, so every
+    group has room for the same number of layers: the smaller one of the number of layers with a window and of those
+    without, unless that makes more than MAX_GROUPS groups. The last group of a kind may hold fewer. All windows are
+    kept at the size of the largest.
     """
     if not any(windows):
         return [CacheGroup()], [(0, layer) for layer in range(layers)]
     sliding = [layer for layer, window in enumerate(windows) if window]
     full = [layer for layer, window in enumerate(windows) if not window]
-    size = max(min(len(kind) for kind in (full, sliding) if kind), -(-layers // MOST_GROUPS))
+    size = max(min(len(kind) for kind in (full, sliding) if kind), -(-layers // MAX_GROUPS))
     groups, places = [], [(0, 0)] * layers
     for kind, group in ((full, CacheGroup()), (sliding, CacheGroup("sliding", max(windows)))):
         for at, layer in enumerate(kind):

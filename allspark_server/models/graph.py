@@ -24,9 +24,9 @@ from allspark_server.weights.formats import StoredQuantization, WeightFormat
 from allspark_server.weights.shard import Split
 
 ALL_ROWS, OUTPUT_ROWS = "all", "outputs"
-# Fewest features of an expert's slice. Decode waits for the rank that has most to read. If every rank has a slice of
-# each expert, ranks read equal parts; if ranks hold whole experts, one may hold several of the chosen ones and another
-# none.
+# The least number of features in a rank's slice of an expert. Decode waits for the rank that reads the most weights. If
+# every rank has a slice of each expert, all read equal amounts. If ranks hold whole experts, one rank may hold several
+# of the chosen experts and another none. Slices are therefore preferred unless they would be narrower than this.
 LEAST_EXPERT_SLICE = 64
 
 
@@ -233,7 +233,7 @@ class Graph:
 
     @property
     def expert_features(self) -> Split:
-        """Features of an expert, divided as `intermediate` is, but in no slices below LEAST_EXPERT_SLICE."""
+        """Features of an expert, divided like `intermediate`, but not into slices narrower than LEAST_EXPERT_SLICE."""
         size = self.experts.intermediate_size
         unit = gcd(size, 32)
         return Split(size // unit, unit, least=LEAST_EXPERT_SLICE)

@@ -53,7 +53,7 @@ class AttributeSpec:
 
 @dataclass(frozen=True)
 class OpSpec:
-    """An op. inputs, outputs, weights: the least and the largest number of them. attributes: by name."""
+    """An op. inputs, outputs, weights: the least and the greatest number of them. attributes: by name."""
 
     name: str
     inputs: tuple[int, int]

@@ -97,7 +97,7 @@ def _yarn(rope: RopeConfig, dim: int) -> np.ndarray:
     f32 = np.float32
 
     def feature(rotations: float) -> float:
-        """The feature that makes `rotations` turns within the original context."""
+        """The index of the feature that makes this number of rotations within the original context."""
         return dim * _log(rope.original_max / (rotations * 2 * math.pi)) / (2 * _log(rope.theta))
 
     low, high = feature(rope.beta_fast), feature(rope.beta_slow)

@@ -1,4 +1,4 @@
-"""Ids to text as they come: a tokenizer's decoder (tokenizer.json) as a chain of steps that work on a stream.
+"""Streaming detokenization: a tokenizer's decoder (tokenizer.json) as a chain of steps that work on a stream.
 
 The text of a stream is the same as that of all its ids decoded at once.
 """
@@ -15,7 +15,7 @@ import tokenizers
 
 from .stop_strings import StopMatcher, StopStrings
 
-_BYTE_RUN_LIMIT = 64  # bytes of a run of byte-fallback tokens; longer runs give out their complete characters
+_BYTE_RUN_LIMIT = 64  # longest run of byte-fallback bytes that is held back; longer runs emit their complete characters
 
 
 @contextlib.contextmanager
@@ -233,7 +233,7 @@ class _ByteFallback(Step):
     """Tokens <0x00>…<0xFF> stand for bytes. A run of them is text if it is valid UTF-8 as a whole; otherwise each byte
     becomes U+FFFD.
 
-    So a run is held back until it ends. A long run, of a script that the vocabulary lacks, gives out its complete
+    So a run is held back until it ends. A long run, as in a script that the vocabulary lacks, emits its complete
     characters every 64 bytes.
     """
 
@@ -290,12 +290,12 @@ class Window:
     """
 
     KEEP = 8  # ids kept as context
-    LIMIT = 64  # with so many ids, text is given out even if it ends in U+FFFD
+    LIMIT = 64  # ids in the window at which text is emitted even if it ends in U+FFFD
 
     def __init__(self, backend: tokenizers.Tokenizer):
         self.backend = backend
         self.ids: list[int] = []
-        self.given = ""  # text of the window that was given out
+        self.emitted = ""  # text of the window that was returned
 
     def feed(self, token_id: int) -> str:
         """Takes the next id; returns the text that is certain now."""
@@ -303,18 +303,18 @@ class Window:
         text = self._decode(self.ids)
         if text.endswith("\ufffd") and len(self.ids) < self.LIMIT:
             return ""
-        piece = text[len(self.given) :]
-        self.given = text
+        piece = text[len(self.emitted) :]
+        self.emitted = text
         if len(self.ids) >= 2 * self.KEEP:
             self.ids = self.ids[-self.KEEP :]
-            self.given = self._decode(self.ids)
+            self.emitted = self._decode(self.ids)
         return piece
 
     def finish(self) -> str:
         """Returns the text that was held back, and resets the window."""
         text = self._decode(self.ids)
-        piece = text[len(self.given) :]
-        self.ids, self.given = [], ""
+        piece = text[len(self.emitted) :]
+        self.ids, self.emitted = [], ""
         return piece
 
     def _decode(self, ids: list[int]) -> str:
@@ -323,7 +323,7 @@ class Window:
 
 
 class StreamDetokenizer:
-    """The text of a sequence of ids, given out as soon as it is certain.
+    """The text of a sequence of ids, returned as soon as later ids cannot change it.
 
     The returned texts, joined, are Tokenizer.decode of all ids. A text never ends within a character and is never taken
     back. Each id takes constant time. Not thread-safe: use one for each sequence.
@@ -364,7 +364,9 @@ class StreamDetokenizer:
 
 
 class OutputText:
-    """The text of one sample as its tokens come, up to a stop string. The token that completes it is the last one."""
+    """The text of one sample as its tokens arrive, up to a stop string. The token that completes the stop string is the
+    sample's last one.
+    """
 
     def __init__(self, detokenizer: StreamDetokenizer, stops: StopStrings | None, wanted: bool):
         """`wanted`: return the text; otherwise only look for stop strings in it."""

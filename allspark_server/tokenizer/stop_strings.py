@@ -1,4 +1,4 @@
-"""Stop strings end a text. Text that may be the beginning of one is held back until that is decided."""
+"""Stop strings: they end a text. Text that may be the beginning of one is held back until the match is decided."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class StopStrings:
 
 
 class StopMatcher:
-    """Finds stop strings in a text that comes in parts, however it is cut.
+    """Finds stop strings in a text that arrives in parts of any size.
 
-    The text ends at the character that completes a stop string first, and is given out without that string. If one
+    The text ends at the character that first completes a stop string, and is returned without that string. If one
     character completes several, the longest counts. Each string is searched by the algorithm of Knuth, Morris and
     Pratt: constant time for each character.
     """

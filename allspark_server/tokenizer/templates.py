@@ -230,7 +230,7 @@ def _line(error: Exception) -> str:
 def main() -> None:
     """Answers each line [template, variables] with a line [kind, text], until the input ends."""
     with open("/proc/self/statm", encoding="ascii") as file:
-        used = int(file.read().split()[0]) * resource.getpagesize()  # what libraries have reserved does not count
+        used = int(file.read().split()[0]) * resource.getpagesize()  # do not count what libraries reserve
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it

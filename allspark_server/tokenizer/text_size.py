@@ -1,4 +1,4 @@
-"""The most text that a token can stand for: a text that is too long for a prompt then need not be tokenized."""
+"""A bound on the characters per token, with which texts that are too long are rejected before tokenizing."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _COMPOSED = 4  # most characters that NFC composes into one: Greek letters with 
 
 
 def characters_per_token(backend: tokenizers.Tokenizer) -> int | None:
-    """The most characters of a text that one token covers; None without a certain bound: a tokenizer may drop blanks,
-    or make one unknown token of any number of characters.
+    """The most characters of a text that one token covers; None if there is no bound: a tokenizer may drop blanks,
+    or map any number of characters to one unknown token.
     """
     if not isinstance(backend.model, tokenizers.models.BPE):
         return None

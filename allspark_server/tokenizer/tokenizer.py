@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 class Tokenizer:
     """A checkpoint's tokenizer and chat templates. Safe to use from several threads.
 
-    `templates`: the chat templates. `marks`: ids by text of the tokens that mark something, such as <|python_tag|> or
+    `templates`: the chat templates. `marks`: ids by text of the marker tokens, such as <|python_tag|> or
     <tool_call>. `detokenizer(keep=(), skip_special_tokens=True)` makes a StreamDetokenizer for one sequence.
     """
 
@@ -44,8 +44,8 @@ class Tokenizer:
         self.stop_ids = list(stop_ids)
         self._source = source
         with detokenizer.named_errors(f"{source} has a decoder that is unknown"):
-            # Only the decoder's own form: writing a whole tokenizer visits every id up to the highest, which may be
-            # any.
+            # Serialize only the decoder: serializing a whole tokenizer visits every id up to the highest, which may be
+            # huge.
             decoder = None if backend.decoder is None else json.loads(backend.decoder.__getstate__())
         self._characters_per_token = characters_per_token(backend)
         self._decoder = decoder
@@ -64,7 +64,7 @@ class Tokenizer:
         they exist, tokenizer_config.json, special_tokens_map.json and the chat template (chat_template.jinja,
         chat_template.json, or inside tokenizer_config.json).
 
-        Raises FileNotFoundError if neither is there, ValueError for a file that cannot be read as what it should be,
+        Raises FileNotFoundError if neither exists, ValueError for a file of the wrong form,
         AllSparkError for a file that is not regular or too large.
         """
         path = Path(path)
@@ -102,7 +102,7 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text. `add_special_tokens`: with what the tokenizer puts around it, such as a begin-of-sequence
-        token. TypeError or ValueError for what is not valid text.
+        token. TypeError or ValueError if it is not valid text.
         """
         if not isinstance(text, str):
             raise TypeError(f"text to encode is {type(text).__name__}; it must be str")

@@ -1,8 +1,8 @@
 """Converts vocabularies of tiktoken and sentencepiece to a tokenizer.json, for checkpoints without that file.
 
-The tokenizers of such checkpoints are code in the checkpoint, which is never run. What that code adds to the vocabulary
-(special tokens, a prefix, a chat template) is listed here by the class that tokenizer_config.json names. Ids equal
-those of the libraries tiktoken and sentencepiece; tests compare them.
+The tokenizers of such checkpoints are code in the checkpoint, which is never run. This file lists what that code adds
+to the vocabulary (special tokens, a prefix, a chat template) for each class that tokenizer_config.json may name. Ids
+equal those of the libraries tiktoken and sentencepiece; tests compare them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from ..weights.files import MAX_TOKENIZER_BYTES, read_file, read_json
 
 TIKTOKEN, MODEL, JSON = "qwen.tiktoken", "tokenizer.model", "tokenizer.json"
-MAX_TOKENS, MAX_TOKEN = 1 << 24, 1 << 10  # the number, and the length of the longest: each pair of parts is looked up
+MAX_TOKENS, MAX_TOKEN = 1 << 24, 1 << 10  # limits of the number and the length of tokens
 BLANK = "\u2581"  # how sentencepiece writes a space
 
 _WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|"
@@ -172,8 +172,8 @@ def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **more: Any) -> d
 
 
 def _merges(order: dict[Any, Any], tokens: list[Any]) -> list[tuple[Any, Any]]:
-    """Every pair that makes one of `tokens`, which are in the order of their making. `order`: of all parts. ValueError
-    for a token that is too long.
+    """The BPE merges: every pair of parts that makes one of `tokens`, which are in merge order. `order`: the rank of
+    every part. ValueError for a token that is too long.
     """
     found = []
     longest = max(map(len, tokens), default=0)

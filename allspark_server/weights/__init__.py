@@ -2,5 +2,5 @@
 
 `safetensors.py` maps files; `checkpoint.py` finds a model's files and presents any format as one source of tensors;
 `asgraph.py` reads and writes the serialized form; `shard.py` says who holds what; `loader.py` fills native matrices.
-Numbers are never computed on here, except for converting small vectors and while serializing.
+Nothing is computed from tensor values here, except when small vectors are converted and while serializing.
 """

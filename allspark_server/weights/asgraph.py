@@ -147,7 +147,7 @@ def from_message(message: pb.Graph) -> Graph:
 
     def split_of(message: pb.Block | pb.Part, width: int) -> Split | None:
         if width == config.vocab_size and _stored_split(message, "split") in (ids, graph.vocab):
-            return graph.vocab  # its last unit may reach past the end of the vocabulary
+            return graph.vocab  # its last unit may extend past the end of the vocabulary
         return _split_of(message, width)
 
     for row_set in message.row_sets:

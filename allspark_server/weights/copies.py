@@ -1,4 +1,4 @@
-"""Checks that the hosts of a group have the same checkpoint."""
+"""Checks that all hosts of a group have the same checkpoint."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ SMALLEST_GROUP = 8  # the smallest group along K that the kernels support
 SCALE, OFFSET, SUPER_SCALE, SUPER_OFFSET, ORDER = ".scale", ".offset", ".super_scale", ".super_offset", ".order"
 
 UNQUANTIZED_DTYPES = ("float32", "bfloat16")  # types of unquantized weights in a quantized model
-CODED = ("e4m3", "nf4", "e2m1")  # small floats; only checkpoints have them
-STORED_DTYPES = ("int8", "int4", "w8a8", "w4a8", *CODED)
+SMALL_FLOATS = ("e4m3", "nf4", "e2m1")  # formats of quantized checkpoints that weight_dtype cannot request
+STORED_DTYPES = ("int8", "int4", "w8a8", "w4a8", *SMALL_FLOATS)
 SCALE_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # scales of quantized checkpoints
 NESTED_TYPE = "I8"  # of nested scales
 MOST_CODES = {8: 256, 4: 16}
@@ -79,8 +79,8 @@ class WeightFormat:
         return columns if self.bits == 8 else -(-columns // 2)
 
     def scale_tensors(self, columns: int) -> dict[str, tuple[str, int]]:
-        """The tensors that are serialized beside a matrix with rows of `columns` values: stored type and row length by
-        the suffix of the name.
+        """The tensors that are serialized with a matrix whose rows have `columns` values: stored type and row length by
+        name suffix.
         """
         layout, found = self.layout, dict[str, tuple[str, int]]()
         kind = NESTED_TYPE if layout.super_group else SCALE_TYPES[layout.scales]
@@ -182,7 +182,7 @@ class Quantization:
             found[weight.name] = next(iter(chosen.values()))
         if unused:
             pattern = next(p for p in self.tensors if p in unused)
-            raise ValueError(f"the pattern {pattern!r} matches no matrix that earlier patterns leave over")
+            raise ValueError(f"the pattern {pattern!r} matches no matrix that earlier patterns do not match")
         return found
 
 

@@ -152,7 +152,7 @@ def write_safetensors(path: Path, tensors: Iterable[tuple[str, str, tuple[int, .
 
     def encoded() -> bytes:
         text = json.dumps({"__metadata__": {**metadata, **sums}, **header}, separators=(",", ":")).encode()
-        text += b" " * (-(8 + len(text)) % 64)  # tensors then start on a cache line
+        text += b" " * (-(8 + len(text)) % 64)  # align the tensors to cache lines
         return len(text).to_bytes(8, "little") + text
 
     partial = path.with_name(path.name + ".partial")

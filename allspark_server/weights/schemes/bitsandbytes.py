@@ -1,8 +1,8 @@
 """bitsandbytes: NF4 (Dettmers et al., 2023) in blocks of adjacent values, whose scales may themselves be quantized, and
 LLM.int8() (Dettmers et al., 2022).
 
-Of LLM.int8() only the weights are quantized here. bitsandbytes multiplies outlier columns in float16; here all
-activations have at least 16 bits, so outliers need no special treatment.
+Of LLM.int8(), only the weights' quantization is used here. bitsandbytes multiplies outlier columns in float16. Here
+all activations have at least 16 bits, so outliers need no special treatment.
 """
 
 from __future__ import annotations
