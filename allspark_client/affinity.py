@@ -1,4 +1,4 @@
-"""A client's memory of which member of a pool has computed which prefixes of prompts."""
+"""Prefix affinity: a client remembers which member of a pool has computed which prompt prefixes."""
 from __future__ import annotations
 
 import hashlib
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from .request import RequestSpec
 
-#: length of the shortest prefix that is remembered, tokens; each longer one has twice as many
+#: length in tokens of the shortest prefix that is remembered; each further length is twice the one before
 _FIRST_TOKENS = 64
 _CHARACTERS_PER_TOKEN = 4       # about, in text that the server tokenizes
 _MOST_BEGINNINGS = 8192

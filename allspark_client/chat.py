@@ -77,8 +77,8 @@ def _check_tools(tools: Any) -> None:
             raise wrong_type(f"tools[{i}].function", function, "a dict with name and parameters")
         name = function.get("name")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise ValueError(f"tools[{i}].function.name={name!r} is no name; allowed: 1 to 128 of letters, digits and "
-                             "any of _ . : -")
+            raise ValueError(f"tools[{i}].function.name={name!r} is not a valid name; allowed: 1 to 128 of letters, "
+                             "digits and any of _ . : -")
         if name in seen:
             raise ValueError(f"tools[{i}].function.name={name!r} is also the name of another tool")
         seen.add(name)
@@ -105,7 +105,7 @@ def _check_choice(choice: Any, names: list[str]) -> None:
         raise ValueError("tool_choice must be {'type': 'function', 'function': {'name': ...}}")
     name = choice["function"].get("name")
     if name not in names:
-        raise ValueError(f"tool_choice.function.name={name!r} is none of the tools: {', '.join(names) or 'none'}")
+        raise ValueError(f"tool_choice.function.name={name!r} is not one of the tools: {', '.join(names) or 'none'}")
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:

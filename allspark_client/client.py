@@ -64,11 +64,11 @@ class ClientEngine(AbstractEngine):
         tls: a TlsConfig or a dict of its fields, the path of a CA file, or True for the system's root certificates.
             Unix sockets never use it.
         token: the bearer token to show; None: the token in the file $ALLSPARK_TOKEN_FILE, if that is set.
-        start_timeout: how long a group of its own may take to start, in seconds.
+        start_timeout: how long a group that the engine starts may take, in seconds.
 
     Raises:
         AllSparkError: ALLSPARK_IO_ERROR if no server can be reached, ALLSPARK_REQUEST_DENIED if it refuses the token,
-            ALLSPARK_RUNTIME_ERROR if a group of its own does not start.
+            ALLSPARK_RUNTIME_ERROR if the group that it starts does not become ready.
         ValueError, TypeError: an argument is wrong; the text names it.
     """
 
@@ -100,7 +100,7 @@ class ClientEngine(AbstractEngine):
     def install_model(self, config: AsModelConfig) -> AsStatus:
         """As AbstractEngine.install_model, on every member of a pool.
 
-        Paths that exist on this machine are sent absolute, since servers have another working directory.
+        Paths that exist on this machine are made absolute, since servers have another working directory.
         """
         config = copy.copy(check_config(config))
         for name in ("model_path", "weights_path", "draft_model"):
@@ -132,7 +132,9 @@ class ClientEngine(AbstractEngine):
 
     @contextlib.contextmanager
     def _interrupting(self, model_name: str) -> Iterator[None]:
-        """Around a call that ends this client's requests of a model: their interruption is then no error."""
+        """A context manager for a call that ends this client's requests of a model: their interruption is not an error
+        then.
+        """
         with self._lock:
             ending = [r for r in self._requests.values() if r.spec.model == model_name and not r.stopped]
         for request in ending:
@@ -166,7 +168,7 @@ class ClientEngine(AbstractEngine):
         return _SUCCESS, request.handle, request.queue
 
     def _register(self, spec: RequestSpec) -> LiveRequest:
-        """A new request, which no server has been sent yet."""
+        """A new request that was not sent to a server yet."""
         self._pool.check_open()
         if spec.config.mm_info is not None:     # the wire has no form for it yet
             check_available(spec.config)
@@ -227,7 +229,7 @@ class ClientEngine(AbstractEngine):
         return _SUCCESS
 
     def _ask_to_stop(self, request: LiveRequest) -> Session | None:
-        """Ask the server to end a request; the session that will report its end, or None if it has ended."""
+        """Ask the server to end a request. Returns the session that will report its end; None if it has ended."""
         if request.queue.GenerateStatus().final:
             return None
         request.stopped = True
@@ -345,7 +347,7 @@ class ClientEngine(AbstractEngine):
     # --- adapters ------------------------------------------------------------------------------------------------
 
     def load_lora(self, model_name: str, lora_name: str) -> AsStatus:
-        """As AbstractEngine.load_lora, on every member of a pool. A path that exists here is sent absolute."""
+        """As AbstractEngine.load_lora, on every member of a pool. A path that exists here is made absolute."""
         request = pb.LoraRequest(model=check_model_name(model_name), lora=absolute_lora(lora_name))
         return self._pool.call_all("LoadLora", request,
                                    retry_unless(AsStatus.ALLSPARK_LORA_ALREADY_LOADED, "LoadLora", request))

@@ -46,7 +46,7 @@ def _compute_unit(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise wrong_type(name, value, "a str such as 'CPU:0'")
     if not re.fullmatch(r"(CPU|CPU_NUMA|CUDA):\d+(,\d+)*", value):
-        raise ValueError(f"{name}={value!r} is no compute unit; allowed: 'CPU:0', 'CPU:0,1' (NUMA nodes), 'CUDA:0,1'")
+        raise ValueError(f"{name}={value!r} is not known; allowed: 'CPU:0', 'CPU:0,1' (NUMA nodes), 'CUDA:0,1'")
     return value
 
 
@@ -204,7 +204,7 @@ class GenerateConfig(Checked):
     presence_penalty: float = float_field(0.0, -FLOAT_MAX, FLOAT_MAX)
     frequency_penalty: float = float_field(0.0, -FLOAT_MAX, FLOAT_MAX)
     suppress_repetition_in_generation: bool = bool_field(False)
-    #: no sequence of so many tokens occurs twice; 0: off
+    #: no sequence of this many tokens occurs twice; 0: off
     no_repeat_ngram_size: int = int_field(0, 0, INT32_MAX)
     #: fewest tokens of prompt and output together
     min_length: int = int_field(0, 0, INT32_MAX)
@@ -227,7 +227,7 @@ class GenerateConfig(Checked):
     logprobs: bool = bool_field(False)
     #: with logprobs, for how many of the most likely tokens
     top_logprobs: int = int_field(0, 0, 20)
-    #: log probabilities of the prompt's tokens but the first, each with so many of the most likely tokens'; None: none
+    #: log probabilities of the prompt's tokens but the first, and of this many most likely tokens at each; None: none
     prompt_logprobs: int | None = int_field(None, 0, 20)
     #: "last" or "mean": the result is an embedding instead of tokens, namely the model's last hidden state of the
     #: prompt's last token, or the mean over all tokens. None: tokens are generated
@@ -249,7 +249,7 @@ class GenerateConfig(Checked):
     user_request_id: str = str_field("")
     #: higher priorities are computed first: a level is worth 30 s of waiting; levels beyond ±10 count as ±10
     priority: int = int_field(0, -INT32_MAX, INT32_MAX)
-    #: a request that has not begun within so many seconds ends with an error; 0: no limit
+    #: a request that has not begun after this many seconds ends with an error; 0: no limit
     queue_timeout: float = float_field(0.0, 0.0)
     #: entries of the prefix cache are shared only between requests with the same salt
     cache_salt: str = str_field("")
@@ -284,7 +284,7 @@ class GenerateConfig(Checked):
         if self.pooling is not None:
             for name, neutral in (("n", 1), ("logprobs", False), ("prompt_logprobs", None), ("response_format", None)):
                 if getattr(self, name) != neutral:
-                    raise ValueError(f"pooling={self.pooling!r} makes an embedding, for which nothing is sampled: "
+                    raise ValueError(f"pooling={self.pooling!r} returns an embedding, and nothing is sampled: "
                                      f"{name}={getattr(self, name)!r} has no meaning with it")
         return self
 

@@ -71,7 +71,7 @@ class Member:
         self._models: tuple[float, list[ModelState]] = (0.0, [])
         #: prompt tokens that this client has sent since `models` last asked the server
         self.sent_work = 0
-        #: whether the server takes no new requests, as of the last answer to `models`
+        #: whether the server is draining, as of the last answer to `models`
         self.draining = False
         self._closed = False
         self._connecting = False
@@ -110,7 +110,7 @@ class Member:
             self._lock.release()
 
     def reconnect_soon(self) -> None:
-        """Try to open a session on a thread of its own. Callers do not wait for a server that may be dead."""
+        """Try to open a session on another thread, so that callers do not wait for a server that may be dead."""
         with self._background:
             if self._connecting or self._closed or self.connected:
                 return
@@ -174,7 +174,9 @@ class Member:
 
 
 def retry_unless(done: AsStatus, method: str, request: Message) -> Callable[[Member], None]:
-    """A function that repeats a call whose answer was lost. A refusal with `done` means that the call had succeeded."""
+    """Returns a function that repeats a call whose answer was lost. If the repeated call is refused with status `done`,
+    the first one had succeeded.
+    """
     def again(member: Member) -> None:
         try:
             member.call(method, request, pb.Done)

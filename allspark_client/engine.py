@@ -84,11 +84,11 @@ class AbstractEngine(ABC):
                   NumPy array of integers or a list of ints,
                 - {"text": str}, which the engine tokenizes,
                 - {"messages": [{"role": …, "content": …}, …]}: a chat in OpenAI's form, with content parts and tool
-                  calls, which the checkpoint's chat template renders. Beside it may be the fields of ChatOptions:
+                  calls, which the checkpoint's chat template renders. The dict may also have the fields of ChatOptions:
                   "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs" and "chat_format". The package
                   allspark_server.chat takes tool calls and reasoning out of the answer's text.
             generate_config: how to generate; None: GenerateConfig's defaults.
-            want_text: whether elements carry text beside token ids; None: unless the prompt is ids.
+            want_text: whether elements carry text besides token ids; None: only if the prompt is not ids.
 
         Returns:
             (ALLSPARK_SUCCESS, handle, queue): the handle names the request in other methods, the queue has its output.

@@ -1,4 +1,4 @@
-"""DashInfer's environment variables without effect here: values that ask for something are rejected."""
+"""DashInfer's environment variables that have no effect here. Values that would enable something are rejected."""
 from __future__ import annotations
 
 import os
@@ -6,7 +6,7 @@ import os
 from .errors import not_available
 
 _OFF = ("", "0", "0.0", "off", "false", "no")
-#: variable: (values that ask for nothing, what to use instead)
+#: by variable: the values that enable nothing, and what to use instead
 _WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...], str]] = {
     "CPU_CACHE_RATIO": (_OFF, "set cache_memory in AsModelConfig"),
     "AS_PROFILE": (_OFF, "get_op_profiling_info needs no switch"),
@@ -16,7 +16,7 @@ _WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 def check_environment() -> None:
-    """Raise ALLSPARK_INVALID_CALL_ERROR if a variable asks for something that this project does not do."""
+    """Raise ALLSPARK_INVALID_CALL_ERROR if a variable would enable something that this project does not have."""
     for name, (neutral, instead) in _WITHOUT_EFFECT.items():
         value = os.environ.get(name, "")
         if value.strip().lower() not in neutral:

@@ -72,7 +72,7 @@ def closed_engine() -> AllSparkError:
 def forked_engine() -> AllSparkError:
     """The error of calls in a forked child on its parent's engine, whose threads do not exist in the child."""
     return AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR,
-                         "the engine belongs to the process that made it, and this is a fork of that; make another")
+                         "the engine belongs to the parent of this forked process; create another engine")
 
 
 def unknown_model(name: str, known: Iterable[str]) -> AllSparkError:

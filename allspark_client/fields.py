@@ -67,7 +67,7 @@ def valid_unicode(name: str, text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as e:
-        raise ValueError(f"{name} is no valid Unicode: half of a surrogate pair at position {e.start}") from None
+        raise ValueError(f"{name} is not valid Unicode: half of a surrogate pair at position {e.start}") from None
     return text
 
 

@@ -70,7 +70,7 @@ def check_stop(name: str, value: Any) -> list[str]:
     return strings
 
 
-#: by the type of a response_format, the field that it needs beside "type", and those that it may have
+#: by the type of a response_format: the field that it needs besides "type", and the fields that it may have
 RESPONSE_FORMATS: dict[str, tuple[str | None, tuple[str, ...]]] = {
     "text": (None, ()),
     "json_object": (None, ("disable_any_whitespace",)),

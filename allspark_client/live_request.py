@@ -14,8 +14,9 @@ from .waiting import Event
 if TYPE_CHECKING:
     from .session import Session
 
-#: A request is given up after so many lost servers: that ran it alone without a new token; and of any kind in a row.
-MOST_DEATHS, MOST_LOSSES = 2, 10
+#: The numbers of lost servers after which a request fails: of servers that ran it alone without a new token, and of all
+#: servers in a row.
+MAX_DEATHS, MAX_LOSSES = 2, 10
 
 
 def has_adapter(model: ModelState, spec: RequestSpec) -> bool:
@@ -78,16 +79,16 @@ class LiveRequest:
         """Count the loss of its server; returns why the request must not be resumed again, or "".
 
         A request that crashes its server must not crash one server after the other. A request without a new token since
-        its last start is therefore retried alone, and rejected once that has failed twice.
+        its last start is therefore retried alone, and rejected if its server is lost twice while it runs alone.
         """
         if self.generated > self.generated_at_start:
             self.losses = self.deaths = 0
         elif not self.deaths or self.begun:
             self.deaths += 1
         self.losses += 1
-        if self.deaths > MOST_DEATHS:       # the first loss was beside other requests
-            return f"{MOST_DEATHS} servers were lost while they ran this request alone: it seems to crash them"
-        if self.losses > MOST_LOSSES:
+        if self.deaths > MAX_DEATHS:       # at the first loss, other requests were running, too
+            return f"{MAX_DEATHS} servers were lost while they ran this request alone: it seems to crash them"
+        if self.losses > MAX_LOSSES:
             return f"servers were lost {self.losses} times in a row without a new token of this request"
         return ""
 

@@ -32,7 +32,7 @@ RETRY_SECONDS = 0.2
 LOAD_AGE_SECONDS = 0.5
 #: how long a new client waits for its servers to accept connections, s
 _FIRST_CONTACT_SECONDS = 5.0
-#: about so many prompt tokens that wait to be computed keep a member as busy as one running request
+#: prompt tokens waiting to be computed that cost a member about as much work as one running request
 _TOKENS_PER_REQUEST = 256
 #: how long a server may take to answer a question, s
 _ANSWER_SECONDS = 30.0

@@ -59,7 +59,7 @@ class RequestSpec:
     config: GenerateConfig = field(default_factory=GenerateConfig)
     #: tokens that another group has generated and the client has received: they are not sent again
     generated: list[int] = field(default_factory=list)
-    #: whether elements carry text beside token ids
+    #: whether elements carry text besides token ids
     want_text: bool = False
     #: the tenant whose shares and limits apply; empty: this client's own. Only an HTTP server may name others
     tenant: str = ""
@@ -81,7 +81,7 @@ class RequestSpec:
         self.input_ids, self.text, self.messages = ids, None, None
 
     def check_tenant(self) -> None:
-        """Raises ValueError if the tenant's name is too long or no valid Unicode."""
+        """Raises ValueError if the tenant's name is too long or not valid Unicode."""
         size = len(valid_unicode("tenant", self.tenant).encode())
         if size > MAX_TENANT_BYTES:
             raise ValueError(f"tenant={self.tenant[:40]!r}... has {size} bytes; allowed: at most {MAX_TENANT_BYTES}")

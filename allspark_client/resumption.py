@@ -1,4 +1,4 @@
-"""What becomes of a client's requests when their server is lost: another one continues them with identical bits."""
+"""Resumption: when a client's server is lost, another one continues its requests with identical results."""
 from __future__ import annotations
 
 import logging

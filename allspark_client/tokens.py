@@ -17,7 +17,7 @@ def as_token_ids(ids: Any, name: str = "input_ids") -> list[int]:
         name: the argument's name in errors.
 
     Raises:
-        TypeError: another type, elements that are no integers, or memory of a GPU.
+        TypeError: another type, elements that are not integers, or memory of a GPU.
         ValueError: another shape, no ids, a negative id, or one beyond 32 bits. That ids are smaller than the
             vocabulary is checked by the engine.
     """

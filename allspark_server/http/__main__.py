@@ -70,7 +70,7 @@ def main() -> None:
             return
     a = parser().parse_args()
     logs.set_up("http", a.log_level, a.log_format)
-    for name in ("uvicorn.error", "uvicorn.access"):    # about errors that clients could cause any number of times
+    for name in ("uvicorn.error", "uvicorn.access"):    # they log errors that clients could cause at any rate
         logging.getLogger(name).setLevel("CRITICAL" if a.log_level != "debug" else "DEBUG")
     tls = TlsConfig(a.tls_ca or None, a.tls_cert, a.tls_key) if a.tls_cert else None
     access = Access(tls=tls, tls_role=Role(a.tls_role), token_file=a.token_file or None)

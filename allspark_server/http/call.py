@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
-#: how long a client may not read what it is sent, s, and how many tokens may wait for it meanwhile
+#: how long a client may stop reading, s, and how many tokens may wait for it meanwhile
 UNREAD_SECONDS, UNREAD_TOKENS = 60.0, 1 << 16
 _LOOK_SECONDS = 1.0
 _SEND_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
@@ -161,7 +161,7 @@ class Endpoint:
         form: the pydantic model of the body; None: there is no body.
         role: the role that a client needs; None: none.
         error_body: the form of errors.
-        kind: the content type of answers that are no events.
+        kind: the content type of answers that are not event streams.
     """
 
     def __init__(self, worker: HttpWorker, name: str, handler: Handler, *, form: type[Wire] | None = None,

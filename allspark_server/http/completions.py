@@ -119,7 +119,7 @@ async def completions(call: Call, request: CompletionRequest) -> None:
     _check(request)
     info = await call.model(request.model)
     wanted = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    config = config_of(request, info, max(wanted, 1))   # 0 is not possible: one token is generated and not shown
+    config = config_of(request, info, max(wanted, 1))   # with max_tokens=0 one token is generated and dropped
     if request.logprobs is not None:
         config.logprobs, config.top_logprobs = True, request.logprobs
         config.prompt_logprobs = request.logprobs if request.echo else None

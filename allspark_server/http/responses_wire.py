@@ -233,7 +233,7 @@ def messages_of(request: ResponsesRequest) -> list[dict[str, Any]]:
         elif isinstance(item, CallItem):
             answer.setdefault("tool_calls", []).append(function_call(item.call_id, item.name, item.arguments))
         elif item.encrypted_content is not None and not item.content:
-            raise not_available(f"input[{i}].encrypted_content", "it has no key for what others encrypted")
+            raise not_available(f"input[{i}].encrypted_content", "it cannot decrypt the reasoning of other servers")
         elif item.content:
             answer["reasoning_content"] = "".join(part.text for part in item.content)
     return chat

@@ -81,7 +81,7 @@ def _guided(request: SamplingFields) -> dict[str, Any] | None:
     if not given:
         return None
     if len(given) > 1 or getattr(request, "response_format", None) is not None:
-        raise bad_value(f"guided_{given[-1]}", "an answer has one form, and another field sets it")
+        raise bad_value(f"guided_{given[-1]}", "another field already constrains the answer")
     name, value = given[0], getattr(request, f"guided_{given[0]}")
     if name == "json":
         return {"type": "json_schema", "json_schema": {"name": "answer", "schema": value}}
@@ -92,7 +92,7 @@ def _biases(given: dict[str, float]) -> dict[int, float]:
     biases = {}
     for key, value in given.items():
         if not key.isdecimal():
-            raise bad_value("logit_bias", f"its keys are token ids, and {key!r} is none")
+            raise bad_value("logit_bias", f"its keys must be token ids, and {key!r} is not one")
         biases[int(key)] = value
     return biases
 

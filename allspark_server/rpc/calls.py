@@ -63,7 +63,8 @@ class RareLog:
 
 
 class Allowance:
-    """How much a stream may send: `burst` bytes at once, `rate` bytes per second in the long run.
+    """A token bucket that limits what a stream may send: `burst` bytes at once, `rate` bytes per second in the long
+    run.
 
     Messages are copied and decoded under the interpreter lock, which the threads of all other clients need, too.
     """
@@ -98,7 +99,7 @@ class Gates:
                 await asyncio.wait_for(gate.acquire(), RECEIVE_SECONDS)
             except asyncio.TimeoutError:
                 raise AllSparkError(AsStatus.ALLSPARK_REQUEST_DENIED,
-                                    f"{self._most} other calls of this client were on their way for "
+                                    f"{self._most} other calls of this client were still pending after "
                                     f"{RECEIVE_SECONDS:g} s", retryable=True) from None
             try:
                 yield

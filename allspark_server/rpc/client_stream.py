@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: A client that reads slowly gets larger messages less often. A client that leaves so many tokens and top-logprob pairs
-#: unread is disconnected: its requests cannot generate that much between two reads of a program that still runs.
+#: The tokens and top-logprob pairs that a client may leave unread before it is disconnected. A client that reads slowly
+#: gets larger messages less often; one that still reads at all never reaches this limit.
 MAX_PENDING = 4_000_000
-#: Most that all clients together may leave unread, about half a gigabyte; beyond it the slowest is disconnected.
+#: The same for all clients together, about half a gigabyte; beyond it, the client with the most is disconnected.
 MAX_PENDING_OF_ALL = 2 * MAX_PENDING
 #: Results that may wait for the event loop before the output stage merges them itself.
 _MAX_FILED = 1 << 14

@@ -62,7 +62,7 @@ class Health:
                 logger.exception("updating the state of health checks failed")
 
     async def call_itself(self, address: str) -> None:
-        """Make health calls to the service as a client: while they are answered, so are calls of clients."""
+        """Make health calls to the service as a client does, to verify that it still answers clients."""
         self.answered = time.monotonic()
         async with grpc.aio.insecure_channel(address, [("grpc.default_authority", "localhost")]) as channel:
             check = channel.unary_unary(f"/{health.SERVICE_NAME}/Check",

@@ -1,7 +1,7 @@
 """The methods of rank 0's service: their roles and threads, and the unary calls to the engine.
 
-Every method is registered as a stream of bytes, also unary ones. So no message is received before the role of its
-sender is known (access.py), and bytes that are no message get a clear error.
+Every method, unary ones included, is registered as a stream of bytes. So no message is received before the role of its
+sender is known (access.py), and bytes that cannot be decoded get a clear error.
 """
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: messages from this size on have threads of their own: a short prompt must not wait for the tokenizing of long texts
+#: messages of at least this many bytes use a separate thread pool, so that short prompts do not wait for long ones
 _LARGE_MESSAGE = 64 << 10
 #: calls of one client that are read, or wait for a thread, at the same time
 _AT_ONCE = 12
@@ -119,7 +119,7 @@ class Methods:
             return message_type.FromString(data)
         except DecodeError as error:
             self._undecodable(context.peer())
-            raise ValueError(f"the bytes sent are no {message_type.DESCRIPTOR.name} message: {error}") from None
+            raise ValueError(f"the bytes sent are not a {message_type.DESCRIPTOR.name} message: {error}") from None
 
     def probes(self, state: Health) -> dict[str, dict[str, grpc.RpcMethodHandler[Any, Any]]]:
         """The services of health checks, which need no token, and of reflection."""

@@ -39,7 +39,7 @@ class Service:
         roots: the directories of models that clients may name; by default none.
         socket_mode: the mode of Unix sockets.
         socket_group: the group of Unix sockets; "": the process's own.
-        inner: a Unix socket beside the addresses, for the service's health calls to itself; "": it makes none.
+        inner: a further Unix socket, for the service's health calls to itself; "": it makes none.
         limits: how many requests clients may have at the same time.
         max_message: the limit of a client's message, bytes.
         max_pending: how many tokens a client may leave unread before it is disconnected.
@@ -87,7 +87,7 @@ class Service:
         """
         if self._thread is not None:
             raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, "the service was started already")
-        self._engine.add_flush_listener(self._streams.flush)    # before the first request: its results need it
+        self._engine.add_flush_listener(self._streams.flush)    # before the first request: it delivers results
         started: Future[list[str]] = Future()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(started)), name="allspark-service",
                                         daemon=True)
@@ -109,7 +109,9 @@ class Service:
         self._workers.shutdown()
 
     def drain(self, undo: bool = False) -> None:
-        """Take no new requests from now on, except those of lost servers. `undo`: take them again. Any thread."""
+        """Accept no new requests from now on, except resumed ones of lost servers. `undo`: accept them again. Any
+        thread.
+        """
         self._streams.draining = not undo
         if self._loop is not None and not self._loop.is_closed():
             asyncio.run_coroutine_threadsafe(self._health.update(), self._loop)

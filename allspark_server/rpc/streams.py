@@ -1,8 +1,8 @@
 """The calls that generate: Session, which carries all requests of a client, and Generate, which carries one.
 
-Input runs in threads, since it tokenizes and compiles grammars. Results come the other way: the engine's output stage
-files them in the streams of their clients, and after each step wakes the event loop once, which sends each client at
-most one message.
+Requests are prepared in threads, since that tokenizes and compiles grammars. The engine's output stage queues results
+in the streams of their clients and wakes the event loop once after each step. The loop then sends each client at most
+one message.
 """
 from __future__ import annotations
 

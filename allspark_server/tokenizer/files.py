@@ -81,7 +81,7 @@ def chat_templates_of(path: Path, config: dict[str, Any]) -> dict[str, str]:
         raise ValueError(f"{path} has more than {MAX_TEMPLATES} chat templates")
     for name, template in templates.items():
         if not isinstance(name, str) or not isinstance(template, str) or len(template) > MAX_TEMPLATE_BYTES:
-            raise ValueError(f"chat template {name!r} of {path} is no text of at most {MAX_TEMPLATE_BYTES} characters")
+            raise ValueError(f"{path}: chat template {name!r} must be a str of at most {MAX_TEMPLATE_BYTES} characters")
     return templates
 
 

@@ -110,7 +110,7 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"text to encode is no valid Unicode: half of a surrogate pair at position {error.start}"
+                f"text to encode is not valid Unicode: half of a surrogate pair at position {error.start}"
             ) from error
         try:
             # This call computes no offsets, so it is the fastest; it holds the GIL only to make the list of ids.

@@ -200,11 +200,11 @@ def _tiktoken(file: Path, data: bytes, family: Family) -> dict[str, Any]:
             text, rank = line.split()
             ranks[base64.b64decode(text, validate=True)] = int(rank)
         except (ValueError, binascii.Error) as error:
-            raise ValueError(f"line {number} of {file} is no token in base64 with its rank: {error}") from None
+            raise ValueError(f"line {number} of {file} is not a token in base64 with its rank: {error}") from None
     if len(set(ranks.values())) != len(ranks) or not all(0 <= rank < MAX_TOKENS for rank in ranks.values()):
         raise ValueError(f"{file} has ranks that are not different numbers below {MAX_TOKENS}")
     if not all(bytes([byte]) in ranks for byte in range(256)):
-        raise ValueError(f"{file} has no token of each byte")
+        raise ValueError(f"{file} lacks a token for some byte values")
 
     def spelled(token: bytes) -> str:
         return "".join(map(characters.__getitem__, token))
@@ -237,7 +237,7 @@ def _sentencepiece(file: Path, data: bytes) -> dict[str, Any]:
         raise ValueError(f"{file} is neither a sentencepiece model nor tiktoken's ranks: {error}") from None
     trainer, normal = model.trainer_spec, model.normalizer_spec
     if not model.pieces or len(model.pieces) > MAX_TOKENS:
-        raise ValueError(f"{file} is no sentencepiece model of 1 to {MAX_TOKENS} pieces")
+        raise ValueError(f"{file} is not a sentencepiece model of 1 to {MAX_TOKENS} pieces")
     if trainer.model_type != pb.TrainerSpec.BPE or trainer.treat_whitespace_as_suffix or not normal.escape_whitespaces:
         raise ValueError(f"{file} is not a sentencepiece model of kind BPE with blanks as prefixes")
     vocab = {piece.piece: i for i, piece in enumerate(model.pieces)}

@@ -228,7 +228,7 @@ def test_errors_of_templates_name_the_line(template, error):
     ({"tool_choice": "required"}, ValueError, "needs tools"),
     ({"tool_choice": 5}, TypeError, "tool_choice"),
     ({"tools": [TIME], "tool_choice": {"type": "function", "function": {"name": "x"}}}, ValueError,
-     r"tool_choice\.function\.name='x' is none of the tools: now"),
+     r"tool_choice\.function\.name='x' is not one of the tools: now"),
     ({"chat_template_kwargs": {"tools": []}}, ValueError, "chat_template_kwargs must not hold 'tools'"),
     ({"chat_template_kwargs": {"x": {1}}}, ValueError, "chat_template_kwargs is not plain JSON"),
     ({"parallel_tool_calls": "no"}, TypeError, "parallel_tool_calls"),
@@ -248,7 +248,7 @@ def test_wrong_options_are_named(values, kind, error):
     ({"role": "assistant", "tool_calls": [{}]}, ValueError, r"\['tool_calls'\]\[0\]"),
     ({"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": "{"}}]}, ValueError,
      r"\[0\]\.function\.arguments is not valid JSON"),
-    ({"role": "user", "content": "\ud800"}, ValueError, "no valid Unicode"),
+    ({"role": "user", "content": "\ud800"}, ValueError, "not valid Unicode"),
 ])
 def test_wrong_messages_are_named(message, kind, error):
     with pytest.raises(kind, match=error):

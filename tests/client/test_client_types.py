@@ -96,7 +96,7 @@ def test_generate_config_defaults():
         ("stop_words_ids", 5, TypeError, "list"),
         ("bad_words_ids", [[1, "x"]], TypeError, r"bad_words_ids\[0\]\[1\]"),
         ("uuid", 5, TypeError, "uuid must be a str"),
-        ("cache_salt", "\ud800", ValueError, "cache_salt is no valid Unicode"),
+        ("cache_salt", "\ud800", ValueError, "cache_salt is not valid Unicode"),
         ("vocab_type", 9, ValueError, "VOCAB_TYPE_BPE"),
         ("response_format", "json", TypeError, "dict"),
         ("response_format", {"type": "jsonobject"}, ValueError, r"response_format.type='jsonobject'.*json_object"),

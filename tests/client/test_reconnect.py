@@ -29,7 +29,7 @@ from allspark_client import (
     session,
 )
 from allspark_client._proto import allspark_pb2 as pb
-from allspark_client.live_request import MOST_LOSSES
+from allspark_client.live_request import MAX_LOSSES
 from support.fake_engine import FakeEngine
 from support.fake_service import expected, server_process, serving, tokens, wait_until
 
@@ -178,7 +178,7 @@ def test_a_request_that_keeps_losing_its_server_is_given_up():
         assert not queue.GenerateStatus().final
         core.interval = 1000
         time.sleep(0.5)  # the last step of the old interval, which may be later yet: then all is counted anew
-        for _ in range(2 * MOST_LOSSES + 2):
+        for _ in range(2 * MAX_LOSSES + 2):
             if not queue.GenerateStatus().final:
                 break_connection(request)
         with pytest.raises(AllSparkError, match="without a new token"):

@@ -78,7 +78,7 @@ def test_many_long_strings_cost_little():
         ([""], ValueError, r"stop\[0\] has 0 characters; allowed: 1 to 1024"),
         (["a", "b" * 1025], ValueError, r"stop\[1\] has 1025 characters; allowed: 1 to 1024"),
         (["a"] * 65, ValueError, "stop has 65 strings; allowed: at most 64"),
-        (["\ud800"], ValueError, r"stop\[0\] is no valid Unicode"),
+        (["\ud800"], ValueError, r"stop\[0\] is not valid Unicode"),
     ],
 )
 def test_bad_values(value, error, text):

@@ -270,7 +270,7 @@ def test_a_request_that_fails_later(client):
         ),
         (lambda e: e.start_request("m", {"input_id": [1]}), ValueError, "did you mean 'input_ids'"),
         (lambda e: e.start_request("m", {}), ValueError, "exactly one of"),
-        (lambda e: e.start_request("m", {"text": "a\ud800"}), ValueError, "text is no valid Unicode"),
+        (lambda e: e.start_request("m", {"text": "a\ud800"}), ValueError, "text is not valid Unicode"),
         (lambda e: e.start_request("m", [1]), TypeError, "inputs must be a dict"),
         (lambda e: e.start_request("m", {"input_ids": [1]}, {"top_kk": 1}), ValueError, "did you mean 'top_k'"),
         (lambda e: e.start_request("m", {"messages": [{"role": "user"}]}), ValueError, r"messages\[0\]"),

@@ -210,11 +210,11 @@ def test_only_known_classes_are_tokenizers(qwen, tmp_path):
 
 
 @pytest.mark.parametrize("data, problem", [
-    (b"IQ== 0\nxx 1\n", "line 2 of .*tokenizer.model is no token in base64 with its rank"),
-    (b"IQ== 0\nIg== x\n", "line 2 of .* is no token"), (b"IQ== 0\n", "has no token of each byte"),
+    (b"IQ== 0\nxx 1\n", "line 2 of .*tokenizer.model is not a token in base64 with its rank"),
+    (b"IQ== 0\nIg== x\n", "line 2 of .* is not a token"), (b"IQ== 0\n", "lacks a token for some byte values"),
     (b"IQ== 0\nIg== 0\n", "ranks that are not different numbers"),
     (b"\xff\xff\xff\xff", "is neither a sentencepiece model nor tiktoken's ranks"),
-    (b"", "no sentencepiece model of 1 to"),
+    (b"", "not a sentencepiece model of 1 to"),
     (b"".join(base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256))
      + base64.b64encode(b"a" * 2000) + b" 256\n",
      "a token of 2000 bytes"),
