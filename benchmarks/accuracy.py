@@ -1,8 +1,8 @@
-"""Prints a table of what each weight format costs in quality.
+"""Prints the loss of quality of each weight format.
 
     accuracy.py [--formats LIST] [--tasks sums,records,stories] [--count N] [--model DIR --text FILE] [--json FILE]
 
-bfloat16 is computed by transformers, every format of this build by this project's engine. Measured are the perplexity
+bfloat16 is computed by transformers, every format of this build by this project's engine. It measures the perplexity
 of new stories, the tasks of the shipped model (tools/shipped_model/evaluate.py: sums, JSON records, stories), and the
 error of the format's GEMM against float64 on weights with outliers, relative to the product's root mean square.
 
@@ -38,7 +38,7 @@ from allspark_client.errors import AllSparkError  # noqa: E402
 from allspark_server import Engine, _native  # noqa: E402
 from allspark_server.runtime.plan import NewSlot, SamplingParams, StepPlan, WorkItem  # noqa: E402
 from allspark_server.runtime.runner import ModelRunner  # noqa: E402
-from support.driver import in_groups  # noqa: E402
+from support.driver import spans_of_groups  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ class TeacherForcing:
         for position in range(max(map(len, sequences)) - 1):
             live = [slot for slot, ids in enumerate(sequences) if position + 1 < len(ids)]
             spans = [[slot * capacity + position // size] if position % size == 0 else [] for slot in live]
-            work = [WorkItem(slot, 1, spans=span, other_spans=in_groups(self.info, span), outputs=1)
+            work = [WorkItem(slot, 1, spans=span, other_spans=spans_of_groups(self.info, span), outputs=1)
                     for slot, span in zip(live, spans)]
             logits = self.runner.step(StepPlan(new=new, work=work).encode(), want_logits=True).logits.astype(np.float64)
             new = []

@@ -1,11 +1,11 @@
-"""Measures what clients cost a server and each other.
+"""Measures how much CPU time and memory clients cost a server, and how much they slow each other down.
 
     bench_clients.py [--model DIR] [--only idle connections clients service] [--idle 10000] [--busy 256] [--rounds 3]
                      [--seconds 10] [--dtype bfloat16] [--cpus 1]
 
-Prints one table of measured figures beside their targets. One thread computes, so that a machine with two cores has one
-to spare. Clients are other processes (crowd.py) on a Unix socket. Rounds of what is compared are interleaved, and the
-median of their ratios counts.
+Prints one table of measured figures beside their targets. One thread computes, so that a machine with two cores has a
+spare one. Clients are other processes (crowd.py) on a Unix socket. The two sides of a comparison run in turn, and the
+median of the rounds' ratios counts.
 
 idle: CPU time of all processes of an idle group of two ranks; and how much later a first token comes after 10 idle
 seconds than right after a request.

@@ -4,8 +4,8 @@ and the fraction of the roofline.
 `python bench_cuda.py [7b|0.5b|30b-a3b] [ranks=2] [decode=1,8,32] [prefill=1x1024] [context=8000x1] [format=int4:64]
 [cache=bfloat16] [threads=1]`
 
-`ranks` are GPUs 0, 1, … of one host, each with a process of its own (or, with threads=1, a thread); the roofline is
-then that of all of them.
+`ranks=N` uses GPUs 0 to N-1 of one host, with a process (or, with threads=1, a thread) for each. The roofline is then
+that of all of them together.
 """
 
 from __future__ import annotations

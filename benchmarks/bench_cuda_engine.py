@@ -1,4 +1,4 @@
-"""Compares served requests on a GPU with the native steps beneath them.
+"""Compares the speed of served requests on a GPU with that of the native steps that they consist of.
 
 `python bench_cuda_engine.py [0.5b|7b] [draws=1,32,256] [engine=1,32] [sampled=1,32] [format=int4:64]`
 

@@ -1,5 +1,5 @@
-"""Measures what adapters cost on a GPU: steps of bench_cuda.py's shapes whose rows use no adapter, the same one, or
-several.
+"""Measures the cost of LoRA adapters on a GPU: steps of bench_cuda.py's shapes whose rows use no adapter, the same one,
+or several.
 
 `python bench_cuda_lora.py [7b|0.5b] [rank=16] [adapters=4] [decode=1,32,256] [prefill=1x8192]`
 """

@@ -7,8 +7,8 @@ The layers have Qwen3-30B-A3B's shape (128 experts of 768 features, 8 per token)
 experts take most of the time. This project's native executor runs as in bench_shape.py, llama.cpp as
 llama-batched-bench on a GGUF file that is written here. Decode is at context 128, prefill of 1,024 tokens. To compare
 instruction sets, set $ALLSPARK_ISA and use a llama.cpp built for the same one. Figures are the best of the rounds,
-ratios the median of the rounds' ratios. Beside decode stands the fraction of the read bandwidth that a step's experts
-take.
+ratios the median of the rounds' ratios. For decode it also prints the fraction of the read bandwidth that reading a
+step's experts takes.
 """
 
 from __future__ import annotations

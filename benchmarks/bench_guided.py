@@ -1,9 +1,10 @@
-"""Measures what grammars cost: bench_guided.py MODEL_DIR [--tokenizer FILE] [--batch 32] [--tokens 64] [--rounds 3].
+"""Measures the cost of constrained decoding: bench_guided.py MODEL_DIR [--tokenizer FILE] [--batch 32] [--tokens 64]
+[--rounds 3].
 
 Tokens/s of a full batch without a grammar and with several, in turn, so that other work on the machine affects all
 alike; the best round counts. Every request runs to its length: end-of-sequence ids follow a grammar's end. Strings are
-sampled uniformly, as a model with random weights would do; this is the worst case for the automata. A core beside those
-of --threads must be free. MODEL_DIR needs a tokenizer.json; `--make-tokenizer` writes one of 151,643 entries, trained
+sampled uniformly, as a model with random weights would do; this is the worst case for the automata. One core more than
+--threads must be free. MODEL_DIR needs a tokenizer.json; `--make-tokenizer` writes one of 151,643 entries, trained
 on the sources of the installed packages.
 """
 

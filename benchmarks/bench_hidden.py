@@ -1,10 +1,9 @@
 """Measures how much of a step's Python time is not hidden behind the previous step: bench_hidden.py [RUNNING …] [--ms
 5].
 
-A whole engine runs on a group that computes nothing: a step ends `--ms` milliseconds after it was submitted and the
-previous one has ended, without using a processor, and samples token 1 for every row. Printed are the time that a step
-takes beyond that, in which a real group would be idle, over a few seconds, and the CPU time of the whole process. A
-core must be free.
+An Engine runs on a fake group. A step of this group starts when it was submitted and the previous step has ended, lasts
+`--ms` milliseconds without using a CPU, and samples token 1 for every row. Over a few seconds, the script measures how
+long the group is idle between two steps, and the CPU time of the process. It prints both per step. A core must be free.
 """
 
 from __future__ import annotations
@@ -54,18 +53,18 @@ class Group:
         self._ended = began + self._seconds
         self.steps += 1
         words = np.frombuffer(plan, "<i4")
-        n_free, n_new, n_work = words[1:4].tolist()
-        if n_new == 0:  # in place: the benchmark must not cost what it measures
-            flags = words[6 + n_free + 4 * n_work:6 + n_free + 5 * n_work]
-            draws = int(np.count_nonzero(flags & SAMPLE))
+        num_free, num_new, num_work = words[1:4].tolist()
+        if num_new == 0:  # do not decode the plan, so that the benchmark adds little to what it measures
+            flags = words[6 + num_free + 4 * num_work:6 + num_free + 5 * num_work]
+            samples = int(np.count_nonzero(flags & SAMPLE))
         else:
-            draws = sum(item.outputs for item in StepPlan.decode(plan).work)
-        self._submitted.append((self._ended, draws))
+            samples = sum(item.outputs for item in StepPlan.decode(plan).work)
+        self._submitted.append((self._ended, samples))
 
     def collect(self) -> SimpleNamespace:
-        end, draws = self._submitted.popleft()
+        end, samples = self._submitted.popleft()
         time.sleep(max(0.0, end - time.perf_counter()))
-        ones, zeros = np.ones(draws, np.int32), np.zeros(draws, np.int32)
+        ones, zeros = np.ones(samples, np.int32), np.zeros(samples, np.int32)
         return SimpleNamespace(counts=ones, tokens=ones, status=zeros, drafted=zeros)
 
     def unload(self, name: str) -> None:
@@ -78,7 +77,7 @@ class Group:
         pass
 
 
-class Nowhere:
+class NullSink:
     """A sink that drops everything."""
 
     def on_token(self, *_) -> None:
@@ -95,7 +94,7 @@ def measure(running: int, seconds: float, duration: float) -> None:
     engine.start_model("m")
     for i in range(running):
         prompt = [i % 1000] * (1 + i % 64)  # spans fill up at different steps
-        engine.submit(RequestSpec("m", input_ids=prompt, config=GenerateConfig(eos_token_id=-1)), Nowhere())
+        engine.submit(RequestSpec("m", input_ids=prompt, config=GenerateConfig(eos_token_id=-1)), NullSink())
     while group.steps < 100:
         time.sleep(0.01)
     steps, idle, cpu = group.steps, group.idle, time.process_time()

@@ -1,5 +1,4 @@
-"""Measures what HTTP costs: bench_http.py {against-grpc,streams,rate} …, in front of an engine that answers from a
-script.
+"""Measures the cost of the HTTP server, in front of a scripted engine: bench_http.py {against-grpc,streams,rate} ….
 
 The scripted engine is a gRPC server that sends the same word to every request once per interval, so that only the HTTP
 server is measured. It is compared with AsyncClientEngine on the same streams.

@@ -1,11 +1,11 @@
-"""Measures loading and quantizing a checkpoint, beside reading its file and writing as many bytes.
+"""Measures loading and quantizing a checkpoint, relative to copying its file and writing the same number of bytes.
 
     bench_load.py CHECKPOINT [--formats int8,w8a8,int4:64,…] [--threads N] [--rounds N]
 
-In turn, each with its own mapping of the file and its own memory (whose costs are in both): the file is copied through
-a buffer that fits the caches, and as many bytes as the format's matrices take are written, with libc's memcpy and
-memset on as many threads; and the checkpoint is loaded. The file is in the page cache. Printed is the best of the
-rounds: elapsed seconds and CPU seconds.
+Two measurements run in turn, with the same number of threads. Each maps the file and allocates its memory itself. The
+first copies the file (memcpy) through a buffer that fits the caches and writes (memset) as many bytes as the format's
+matrices have. The second loads the checkpoint. The file is in the page cache. Prints elapsed seconds and CPU seconds of
+the best round.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Measures loading a quantized checkpoint, beside copying its file into fresh pages with as many threads.
+"""Measures loading a quantized checkpoint, relative to copying its file into new pages with as many threads.
 
     bench_load_quantized.py [--schemes gptq-4,awq,...] [--threads N] [--rounds N] [--layers N] [--folder /dev/shm]
 
 Layers of hidden size 2,048 and inner size 8,192 with random weights, packed by tests/support/quantized_checkpoints.py
-and tests/support/gguf_files.py; all layers have the same weights. In turn, each with its own mapping of the file and
-its own memory: libc's memcpy of the file into huge pages, and loading, including opening the checkpoint. The file is in
-the page cache. Seconds are the best of the rounds, ratios the median of the rounds' ratios.
+and tests/support/gguf_files.py; all layers have the same weights. Two measurements run in turn, each of which
+maps the file and allocates its memory itself: memcpy of the file into huge pages, and loading the checkpoint. The file
+is in the page cache. Seconds are the best of the rounds, ratios the median of the rounds' ratios.
 """
 
 from __future__ import annotations

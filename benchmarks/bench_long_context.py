@@ -1,9 +1,10 @@
-"""Measures a decode step of one long sequence among short ones, beside the time that its bytes take.
+"""Measures a decode step of one long sequence among short ones, relative to the time needed to read its bytes.
 
     bench_long_context.py [--threads 16] [--long 131072] [--short 32] [--context 128] [--formats bfloat16:0]
 
-The shape is Qwen2.5-0.5B's. The long sequence's cache is taken as a cached prefix of zeros, not computed: what is
-measured is how threads share its blocks. Bandwidth is measured before and after; the better figure counts.
+The shape is Qwen2.5-0.5B's. The long prompt is not computed: its cache is a prefix of zeros, because only
+the distribution of its blocks over threads is measured. Bandwidth is measured before and after; the higher value
+counts.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Measures what adapters cost: 32 requests over 8 adapters against the same requests without, through Engine, in turn.
+"""Measures the cost of LoRA adapters: 32 requests that use 8 adapters against the same requests without, in an Engine.
 
     bench_lora.py CHECKPOINT [--rank 16] [--weight-dtype bfloat16] [--rounds 7] [--threads 2]
 
-Each round measures without, with and without adapters; its ratio is the speed with adapters over that without. Measured
-are decode at short contexts, 8 prompts of 200 tokens, and a single stream.
+Each round measures without, with and again without adapters. Its ratio is the speed with adapters over the mean speed
+without. The loads are decode at short contexts, 8 prompts of 200 tokens, and a single stream.
 """
 
 from __future__ import annotations

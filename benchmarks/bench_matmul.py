@@ -1,10 +1,10 @@
-"""Measures products of one weight matrix alone, as fractions of the machine's rates; formats are interleaved.
+"""Measures the GEMM of one weight matrix, as fractions of the machine's rates; formats are measured in turn.
 
     bench_matmul.py [--out N] [--in K] [--copies 24] [--threads 2] [--rows 1 2 4 8 16 256] [--formats w4a8:64 ...]
 
-Each run multiplies `copies` matrices in turn, so that they come from memory as a model's do. Printed per format and
-number of rows is the best of --repeats: bytes/s over the measured read bandwidth, and operations/s over the measured
-fp32 FMA rate (integer formats can exceed 1).
+Each run multiplies `copies` matrices in turn, so that they are read from memory, as those of a model. For each format
+and number of rows it prints the best of --repeats: bytes/s over the measured read bandwidth, and operations/s over the
+measured fp32 FMA rate (integer formats can exceed 1).
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ op.
     bench_shape.py [--shape 0.5b 1.5b] [--threads 16] [--formats bfloat16:0 w8a8:0] [--prompt 1024] [--batch 1 8 32]
     [--context 128]
 
-No checkpoint, engine or tokenizer is involved. The machine's rates are measured first. Prefill is given in operations
-really done (weights for all rows, the head for one, attention's causal half) over the AMX peak, or over the fp32 FMA
-rate without AMX; decode as bytes of weights over the read bandwidth.
+No checkpoint, engine or tokenizer is involved. The machine's rates are measured first. Prefill is reported as a
+fraction of the AMX peak, or of the fp32 FMA rate without AMX. It counts only necessary operations: weights for all
+rows, the head for one row, and the causal half of attention. Decode is bytes of weights over the read bandwidth.
 """
 
 from __future__ import annotations

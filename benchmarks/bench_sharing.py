@@ -1,17 +1,18 @@
-"""Measures what requests cost each other, and what they save each other, on a real model.
+"""Measures how much requests delay each other, and how much work shared prefixes save, on a real model.
 
     bench_sharing.py CHECKPOINT [--threads 1] [--dtype w8a8] [--rounds 3] [--only prompts prefixes chats]
 
-A checkpoint without a tokenizer gets that of the shipped model.
+If the checkpoint has no tokenizer, the tokenizer of the shipped model is used.
 
 prompts: the time between tokens of 8 streams while a prompt of 4,000 tokens arrives, relative to the median without it;
-and how many steps the text of a 50,000-token prompt (200,000 characters, tokenized here) delays the streams and a short
-prompt behind it.
+and for how many steps a prompt of 50,000 tokens (200,000 characters of text, which the engine tokenizes) delays the
+streams and a short prompt that arrives after it.
 
-prefixes: time to the first token of a prompt of 2,000 new tokens, of another that shares them, and of one whose spans
-come back from the host cache, in memory and from a file after a restart; rounds in turn, relative to the first.
+prefixes: time to the first token of a prompt with a new prefix of 2,000 tokens, and relative to it, of one with the
+same prefix in the cache, and of one whose prefix is restored from the host cache (in memory, or in a file, also after a
+restart).
 
-chats: 32 chats of 6 turns, in a closed loop, with the same system prompt: rows computed, relative to the new tokens.
+chats: rows computed for each new token in 32 chats of 6 turns, in a closed loop, with the same system prompt.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from allspark_server.engine.engine import Engine
 
 
 class Times:
-    """A sink that records when tokens came, and after how many steps."""
+    """A request's output sink. Records when tokens came, and after how many steps."""
 
     def __init__(self, engine: Bench):
         self.engine, self.began = engine, time.perf_counter()
@@ -57,7 +58,7 @@ class Times:
             print(error)
         self.ended.set()
 
-    def __getattr__(self, name):  # what sinks hear besides
+    def __getattr__(self, name):  # the other events of a sink
         return lambda *_, **__: None
 
     @property
@@ -109,8 +110,8 @@ def prompt_of(length: int, seed: int) -> list[int]:
 def prompts(options) -> None:
     median = beside_streams(options, 0.0)
     beside_streams(options, 1.5e3 * median)
-    behind_a_long_one(options, 0.0)
-    behind_a_long_one(options, 1.5e3 * median)
+    behind_long_prompt(options, 0.0)
+    behind_long_prompt(options, 1.5e3 * median)
 
 
 def median_gap(streams: list[Times], count: int) -> float:
@@ -139,7 +140,7 @@ def beside_streams(options, target: float) -> float:
     return alone
 
 
-def behind_a_long_one(options, target: float) -> None:
+def behind_long_prompt(options, target: float) -> None:
     stories = "Once upon a time there was a brave fox named Mia, who lived in a wood. " * 3000
     text = stories[:200_000]
     with Bench(options, engine_max_length=131072, cache_memory=2 << 30, target_token_latency=target) as bench:
@@ -149,12 +150,13 @@ def behind_a_long_one(options, target: float) -> None:
             long, spec = Times(bench), RequestSpec("m", text=text + str(turn), config=GenerateConfig(seed=1))
             began = time.perf_counter()
             handle = bench.engine.submit(spec, long)
-            taken = time.perf_counter()
+            submitted = time.perf_counter()
             while bench.steps < long.first_step + 6:
                 time.sleep(0.002)
             short = bench.run(prompt_of(40, 77 + turn))
             most = max(max(np.diff([t for t in stream.at if began < t])) for stream in streams)
-            print(f"target {target:.0f} ms: {len(spec.input_ids)} tokens of text, taken in {taken - began:.2f} s: "
+            print(f"target {target:.0f} ms: {len(spec.input_ids)} tokens of text, submitted in "
+                  f"{submitted - began:.2f} s: "
                   f"longest pause of 4 streams {most / alone:.1f} steps of theirs without it; "
                   f"a short prompt behind it: first token after {short.steps[0] - short.first_step} steps", flush=True)
             bench.engine.release(handle)
@@ -165,7 +167,7 @@ def prefixes(options) -> None:
         spans = dict(cache_memory=options.cache << 20, host_cache_memory=4 * options.cache << 20)
         kinds = {"memory": spans, "file": {**spans, "host_cache_dir": directory}}
         for kind, fields in kinds.items():
-            again = []
+            shared_prompts = []
             with Bench(options, **fields) as bench:
                 bench.run(prompt_of(300, 5))
                 for turn in range(options.rounds):
@@ -180,11 +182,11 @@ def prefixes(options) -> None:
                     parts = [f"{100 * times.first / first.first:.1f} %" for times in (second, third)]
                     print(f"{kind}: first {first.first:.2f} s; sharing 2,000 tokens {parts[0]} of it; with {restored} "
                           f"tokens from the host cache {parts[1]}", flush=True)
-                    again.append((shared, first.first))
+                    shared_prompts.append((shared, first.first))
             if kind == "file":
                 with Bench(options, **fields) as bench:
                     bench.run(prompt_of(300, 5))
-                    for turn, (shared, first) in enumerate(again):
+                    for turn, (shared, first) in enumerate(shared_prompts):
                         before = bench.model.scheduler.counters.restored_tokens
                         times = bench.run(shared + prompt_of(16, 600 + turn))
                         restored = bench.model.scheduler.counters.restored_tokens - before
@@ -227,7 +229,7 @@ if __name__ == "__main__":
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="w8a8")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cache", type=int, default=96, help="MiB of the first tier, for prefixes")
+    parser.add_argument("--cache", type=int, default=96, help="MiB of the KV cache, for prefixes")
     parser.add_argument("--only", nargs="*", default=["prompts", "prefixes", "chats"])
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,15 +1,15 @@
-"""Measures what speculative decoding gains at batch 1: tokens/s with it over tokens/s without, in turn.
+"""Measures the speedup of speculative decoding at batch 1. Both are measured in turn.
 
     bench_speculation.py FOLDER [--threads 2] [--formats bfloat16 w8a8] [--tokens 256] [--rounds 3]
 
 Writes checkpoints of Qwen2.5-0.5B's shape into FOLDER unless they exist:
 
-    successor   random but for `o` and `down`, which are zero, and an untied head that maps each token to a successor:
-                the answer is known, and prompts can contain any part of its transitions
-    large       random in layers 1 to 4, the others add zero; it takes the time of a model of 24 layers
+    successor   layers that add zero (`o` and `down` are zero), and an untied head that maps each token to its
+                successor; so the answer is known, and a prompt can contain any share of its pairs of consecutive tokens
+    large       24 layers, of which 1 to 4 are random and the others add zero
     draft       layers 1 to 4 of `large`, which predict the same tokens
 
-Prompt lookup is measured with 80 % of the answer's transitions in the prompt, and with none.
+Prompt lookup is measured with 80 % of the answer's pairs of consecutive tokens in the prompt, and with none.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from allspark_server.weights.asgraph import from_float32
 from allspark_server.weights.safetensors import write_safetensors
 
 VOCAB, HIDDEN, INNER, LAYERS, KEPT = 151936, 896, 4864, 24, 4
-RUN, GAP = 20, 5  # transitions of the answer that stand in the prompt, and that do not, in turn
+RUN, GAP = 20, 5  # lengths of alternate parts of the answer: in the prompt, not in the prompt
 
 
 def successor(token: int) -> int:

@@ -1,10 +1,13 @@
-"""Measures the Python time of a step, without any computing: bench_step.py [RUNNING …] [--waiting N] [--drafts N].
+"""Measures the Python time of a step, without an executor.
 
-For each number of running requests, all of one client's session (as the service groups them), with two steps in flight:
-median CPU time over 300 steps, in microseconds, for planning, encoding, and completing and handing over in the engine's
-thread; the mean of their sum relative to the allowance of 60 us + 1 us per running request; then the work of the output
-stage's thread and of the event loop (ClientStream.take) for a step, with more requests waiting. With `--drafts` every
-sequence gets drafts, and that many are accepted.
+    bench_step.py [RUNNING …] [--waiting N] [--drafts N]
+
+All requests belong to one client's session, N more requests wait, and two steps are in flight. For each number of
+running requests it prints median CPU times over 300 steps, in microseconds:
+ - in the engine's thread: planning, encoding, and completing (with the handover to the output stage), their sum, and
+   the mean sum relative to the allowance of 60 us + 1 us per running request;
+ - in the output stage's thread, and in the event loop (ClientStream.take).
+With `--drafts N` every sequence gets drafts, of which N are accepted.
 """
 
 from __future__ import annotations
@@ -30,15 +33,15 @@ STEPS, WARM, DEPTH = 300, 50, 2
 
 
 class Output(OutputStage):
-    """An output stage without its thread: what it receives waits for the benchmark."""
+    """An output stage without its thread. Collects the events that it receives, until the benchmark delivers them."""
 
     def __init__(self):
         super().__init__(lambda request: None, lambda sequence: None)
         self.close()
-        self.given: list[StepOutput] = []
+        self.events: list[StepOutput] = []
 
     def put(self, event) -> None:
-        self.given.append(event)
+        self.events.append(event)
 
 
 def result_of(step, accepted: int) -> SimpleNamespace:
@@ -71,7 +74,7 @@ def measure(running: int, waiting: int, accepted: int) -> None:
     in_flight: deque = deque()
     times: dict[str, list[float]] = {name: [] for name in ("plan", "encode", "complete", "total", "output", "take")}
 
-    def one() -> None:
+    def run_step() -> None:
         a = time.thread_time()
         step = model.plan()
         b = time.thread_time()
@@ -84,9 +87,9 @@ def measure(running: int, waiting: int, accepted: int) -> None:
         d = time.thread_time()
         model.complete(oldest, result, 0.01)
         e = time.thread_time()
-        for event in output.given:
+        for event in output.events:
             output._deliver(event)
-        output.given.clear()
+        output.events.clear()
         f = time.thread_time()
         session.take()
         g = time.thread_time()
@@ -96,11 +99,11 @@ def measure(running: int, waiting: int, accepted: int) -> None:
             times[name].append(1e6 * seconds)
 
     while model.scheduler.running < running or len(times["plan"]) < WARM:
-        one()
+        run_step()
     for values in times.values():
         values.clear()
     for _ in range(STEPS):
-        one()
+        run_step()
     medians = {name: statistics.median(values) for name, values in times.items()}
     allowed, mean = 60 + running, statistics.mean(times["total"])
     print(f"{running:5d} running: {medians['total']:6.0f} us = plan {medians['plan']:.0f} + encode "

@@ -1,11 +1,11 @@
 """Runs benchmarks in turn for several rounds and measures the machine's rates before each round; prints best and
 median.
 
-    compare.py --rounds 3 'ours=python benchmarks/bench_allspark.py CKPT' 'peer=venv/bin/python bench_dashinfer.py
-    CKPT WORK 2'
+    compare.py --rounds 3 'old=OLD_VENV/bin/python benchmarks/bench_allspark.py CKPT' 'new=python
+    benchmarks/bench_allspark.py CKPT'
 
-Each command prints a line "RESULT name… {dictionary}", as the peers' scripts do. A machine's speed can drift by half
-from hour to hour: compare figures of one run only.
+Each command must print a line "RESULT name… {dictionary of numbers}", as bench_allspark.py does. A machine's speed can
+drift by half from hour to hour: compare figures of one run only.
 """
 
 from __future__ import annotations

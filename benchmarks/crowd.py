@@ -1,11 +1,11 @@
-"""Many clients in one process: hand-written HTTP/2 connections to a group, each with an open Session call. A gRPC
-channel would take hundreds of kilobytes each, and would always behave well.
+"""Runs many clients in one process: connections to a group with a minimal HTTP/2 implementation, each with an open
+Session call. A gRPC channel for each would need hundreds of kilobytes, and could not misbehave.
 
     crowd.py ADDRESS KIND --clients N [--each N] [--seconds S] [--tokens N] [--prompt N]
 
-Kinds: `idle` only says hello and answers pings; `busy` runs one request after the other, --each at once; `deaf` does so
-but reads nothing; `keeps` never releases a request; `large` sends the largest message again and again. A line of JSON
-is printed when all clients are connected, and at the end.
+Kinds: `idle` only says hello and answers pings; `busy` always runs --each requests; `deaf` is like `busy` but does not
+read; `keeps` is like `busy` but never releases a request; `large` repeatedly sends the largest message. The script
+prints a line of JSON when all clients are connected, and one at the end.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
     return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
 
 
-def _text(text: str) -> bytes:
+def _hpack_text(text: str) -> bytes:
     return bytes([len(text)]) + text.encode()
 
 
-#: literals without indexing: no table on either side
-_HEADERS = (b"\x83\x86\x04" + _text("/allspark.Allspark/Session") + b"\x01" + _text("localhost")
-            + b"\x0f\x10" + _text("application/grpc") + b"\x00" + _text("te") + _text("trailers"))
+#: HPACK literals without indexing, so that no side needs a dynamic table (RFC 7541)
+_HEADERS = (b"\x83\x86\x04" + _hpack_text("/allspark.Allspark/Session") + b"\x01" + _hpack_text("localhost")
+            + b"\x0f\x10" + _hpack_text("application/grpc") + b"\x00" + _hpack_text("te") + _hpack_text("trailers"))
 
 
-def _greeting(window: int) -> bytes:
+def _preface(window: int) -> bytes:
     return (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(SETTINGS, 0, 0, struct.pack(">HI", 4, window))
             + (_frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", window - 65535)) if window > 65535 else b"")
             + _frame(HEADERS, 4, 1, _HEADERS))
 
 
-def _wire(request: pb.SessionRequest) -> bytes:
+def _grpc_frame(request: pb.SessionRequest) -> bytes:
     """A gRPC message as the content of HTTP/2 frames."""
     data = request.SerializeToString()
     return b"\0" + struct.pack(">I", len(data)) + data
@@ -59,37 +59,38 @@ def _wire(request: pb.SessionRequest) -> bytes:
 
 @functools.cache
 def _large() -> bytes:
-    """More text than the context holds, which the server refuses after reading it. Its id is always the same, because
-    it is free again.
+    """A request with more text than the context holds, which the server rejects after reading it. It always has the
+    same id, which is free again after the rejection.
     """
     request = pb.GenerateRequest(model=MODEL, text="a b " * (_LARGEST // 4))
-    return _wire(pb.SessionRequest(start=pb.StartRequest(id=1, request=request)))
+    return _grpc_frame(pb.SessionRequest(start=pb.StartRequest(id=1, request=request)))
 
 
 class Client:
-    """One connection; `answered` once the server has greeted it."""
+    """One connection. `answered` is true once the server has answered its hello."""
 
     def __init__(self, address: str, options: argparse.Namespace, number: int):
-        self.options, self.random, self.answered, self.over = options, random.Random(number), False, False
+        self.options, self.random, self.answered, self.closed = options, random.Random(number), False, False
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.connect(address.removeprefix("unix:"))
         self.socket.setblocking(False)
         self._in, self._body, self._out = bytearray(), bytearray(), bytearray()
         self._id = 0
-        self._credit = [65535, 65535]       # what may be sent: of the stream, of the connection
+        self._send_window = [65535, 65535]  # bytes that the client may send now: on the stream, on the connection
         self._initial = 65535
-        self._held = bytearray()            # data that waits for credit
+        self._held = bytearray()            # data that waits for flow control
         self._read = 0
         self.first: list[float] = []        # s to first tokens
         self.gaps: list[float] = []
         self.tokens = self.requests = 0
-        self._since: dict[int, tuple[float, bool]] = {}     # id -> when it was last heard of, or sent; has it tokens
-        self.send(_greeting(0 if options.kind == "deaf" else _WINDOW))
-        self._say(pb.SessionRequest(hello=pb.Hello(protocol=convert.PROTOCOL, client="crowd")))
+        #: id -> time of its last tokens, or of its start, and whether it has tokens
+        self._since: dict[int, tuple[float, bool]] = {}
+        self.send(_preface(0 if options.kind == "deaf" else _WINDOW))
+        self._send_message(pb.SessionRequest(hello=pb.Hello(protocol=convert.PROTOCOL, client="crowd")))
 
-    def _say(self, request: pb.SessionRequest) -> None:
-        self._held += _wire(request)
-        self._pay()
+    def _send_message(self, request: pb.SessionRequest) -> None:
+        self._held += _grpc_frame(request)
+        self._send_held()
 
     def send(self, data: bytes) -> None:
         self._out += data
@@ -103,11 +104,11 @@ class Client:
             except BlockingIOError:
                 return
             except OSError:
-                self.over = True
+                self.closed = True
                 return
 
     @property
-    def writes(self) -> bool:
+    def wants_write(self) -> bool:
         return bool(self._out)
 
     def receive(self) -> None:
@@ -118,7 +119,7 @@ class Client:
             return
         except OSError:
             data = b""
-        self.over = self.over or not data
+        self.closed = self.closed or not data
         self._in += data
         at = 0
         while len(self._in) - at >= 9:
@@ -135,20 +136,20 @@ class Client:
             for at in range(0, len(payload), 6):
                 key, value = struct.unpack_from(">HI", payload, at)
                 if key == 4:
-                    self._credit[0] += value - self._initial
+                    self._send_window[0] += value - self._initial
                     self._initial = value
             self.send(_frame(SETTINGS, 1, 0, b""))
         elif kind == PING and not flags & 1:
             self.send(_frame(PING, 1, 0, payload))
         elif kind == WINDOW_UPDATE:
-            self._credit[0 if stream else 1] += int.from_bytes(payload, "big")
-            self._pay()
+            self._send_window[0 if stream else 1] += int.from_bytes(payload, "big")
+            self._send_held()
         elif kind in (RST_STREAM, GOAWAY):
-            self.over = True
+            self.closed = True
         elif kind == HEADERS and self.options.kind == "deaf":
-            self._answered()                # its message is not taken
+            self._on_hello()                # it does not read the message
         elif kind == HEADERS and flags & 1:
-            self.over = True
+            self.closed = True
         elif kind == DATA:
             self._read += len(payload)
             if self._read > _WINDOW // 2:
@@ -161,19 +162,19 @@ class Client:
                 del self._body[:5 + size]
                 self._message(body)
 
-    def _pay(self) -> None:
+    def _send_held(self) -> None:
         """Sends held data in frames, as far as the server's windows allow."""
-        while len(self._held) and min(self._credit) > 0:
-            part = bytes(self._held[:min(16384, *self._credit)])
+        while len(self._held) and min(self._send_window) > 0:
+            part = bytes(self._held[:min(16384, *self._send_window)])
             del self._held[:len(part)]
-            self._credit = [credit - len(part) for credit in self._credit]
+            self._send_window = [window - len(part) for window in self._send_window]
             self.send(_frame(DATA, 0, 1, part))
         if not self._held and self.options.kind == "large" and self.answered:
-            self._ask()
+            self._start_request()
 
     def _message(self, body: bytes) -> None:
         if not self.answered:
-            self._answered()
+            self._on_hello()
             return
         if self.options.kind in ("idle", "large"):
             return
@@ -191,27 +192,27 @@ class Client:
                 self.requests += 1
                 del self._since[event.id]
                 if self.options.kind != "keeps":
-                    self._say(pb.SessionRequest(release=event.id))
-                self._ask()
+                    self._send_message(pb.SessionRequest(release=event.id))
+                self._start_request()
 
-    def _answered(self) -> None:
+    def _on_hello(self) -> None:
         self.answered = True
         if self.options.kind != "idle":
             for _ in range(self.options.each):
-                self._ask()
+                self._start_request()
 
-    def _ask(self) -> None:
+    def _start_request(self) -> None:
         self._id += 1
         self._since[self._id] = time.perf_counter(), False
         options = self.options
-        if options.kind == "large":         # made once: it is the server's work that is measured
+        if options.kind == "large":         # the message is made once, because only the server's work is measured
             self._held += _large()
-            self._pay()
+            self._send_held()
             return
         ids = [self.random.randrange(10, 1000) for _ in range(options.prompt)]
         more = {"logprobs": True, "top_logprobs": options.top} if options.top else {}
         config = GenerateConfig(max_new_tokens=options.tokens, early_stopping=False, seed=1, **more)
-        self._say(pb.SessionRequest(start=pb.StartRequest(id=self._id, request=pb.GenerateRequest(
+        self._send_message(pb.SessionRequest(start=pb.StartRequest(id=self._id, request=pb.GenerateRequest(
             model=MODEL, input_ids=pb.TokenIds(ids=ids), config=convert.generate_config_to_pb(config)))))
 
 
@@ -227,7 +228,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=1)
     parser.add_argument("--each", type=int, default=1, help="requests at once")
     parser.add_argument("--seconds", type=float, default=0.0, help="after the greeting; 0: until its input ends")
-    parser.add_argument("--warm", type=float, default=0.0, help="of these, not counted")
+    parser.add_argument("--warm", type=float, default=0.0, help="first part of --seconds, not counted")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=16)
     parser.add_argument("--top", type=int, default=0, help="logprobs with each token")
@@ -250,13 +251,13 @@ def main() -> None:
             if mask & selectors.EVENT_READ:
                 client.receive()
             client.flush()
-            if client.over:
+            if client.closed:
                 selector.unregister(client.socket)
                 client.socket.close()
                 clients.remove(client)
                 waiting.append(options.clients + (reconnected := reconnected + 1))
                 continue
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.writes else 0)
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.wants_write else 0)
             if key.events != wanted:
                 selector.modify(client.socket, wanted, client)
         if not greeted and not waiting and all(client.answered for client in clients):

@@ -1,5 +1,5 @@
-"""Kills ranks of a group under load again and again: every output must be the undisturbed one, and nothing may be left
-over.
+"""Repeatedly kills ranks of a group under load. Every output must be the same as without kills, and no process or file
+may be left behind.
 
     kills.py [--cycles N] [--ranks N] [--model DIR] [--starts N]
 
@@ -40,7 +40,7 @@ def ranks_of(supervisor: int) -> list[int]:
     return []
 
 
-def held_by(pid: int) -> str:
+def resources_of(pid: int) -> str:
     """Resources of a process that could leak."""
     process = psutil.Process(pid)
     return f"{process.memory_info().rss >> 20} MiB, {process.num_fds()} descriptors, {process.num_threads()} threads"
@@ -94,11 +94,11 @@ def cycle(load: Load, supervisor: int, at_start: bool) -> float:
     killed = time.monotonic()
     os.kill(random.choice(before), signal.SIGKILL)
     if at_start:
-        while not (fresh := set(ranks_of(supervisor)) - set(before)):
+        while not (new_ranks := set(ranks_of(supervisor)) - set(before)):
             time.sleep(0.005)
         time.sleep(random.uniform(0, 0.5))
         with contextlib.suppress(ProcessLookupError):
-            os.kill(random.choice(sorted(fresh)), signal.SIGKILL)
+            os.kill(random.choice(sorted(new_ranks)), signal.SIGKILL)
     # A token that was on its way when the rank was killed does not count as one after the kill.
     while not (load.last_token > killed + 0.1 and set(ranks_of(supervisor)).isdisjoint(before)):
         time.sleep(0.005)
@@ -123,24 +123,24 @@ def main() -> int:
         while not ready.exists():
             time.sleep(0.05)
             assert process.poll() is None, Path(folder, "log").read_text()[-2000:]
-        own = [os.readlink(link) for link in Path(f"/proc/{process.pid}/fd").iterdir() if os.path.islink(link)]
-        own = [path for path in own if "allspark-run-" in path]
+        open_files = [os.readlink(link) for link in Path(f"/proc/{process.pid}/fd").iterdir() if os.path.islink(link)]
+        runtime_files = [path for path in open_files if "allspark-run-" in path]
         load = Load(address)
-        kinds = [True] * options.starts + [False] * (options.cycles - options.starts)
-        random.shuffle(kinds)
-        times, lately = {False: [], True: []}, []
-        for number, at_start in enumerate(kinds, 1):
-            lately.append(cycle(load, process.pid, at_start))
-            times[at_start].append(lately[-1])
+        kill_at_start = [True] * options.starts + [False] * (options.cycles - options.starts)
+        random.shuffle(kill_at_start)
+        times, recent_times = {False: [], True: []}, []
+        for number, at_start in enumerate(kill_at_start, 1):
+            recent_times.append(cycle(load, process.pid, at_start))
+            times[at_start].append(recent_times[-1])
             if number % 50 == 0:
                 print(f"{number} kills, {load.outputs} outputs, {len(load.wrong)} wrong; median "
-                      f"{statistics.median(lately):.2f} s lately, load {os.getloadavg()[0]:.1f}; supervisor "
-                      f"{held_by(process.pid)}, client {held_by(os.getpid())}", flush=True)
-                lately.clear()
+                      f"{statistics.median(recent_times):.2f} s lately, load {os.getloadavg()[0]:.1f}; supervisor "
+                      f"{resources_of(process.pid)}, client {resources_of(os.getpid())}", flush=True)
+                recent_times.clear()
         load.stop()
         process.terminate()
         process.wait(30)
-        left = processes_of_session(process.pid) + [path for path in own if os.path.exists(path)]
+        left = processes_of_session(process.pid) + [path for path in runtime_files if os.path.exists(path)]
         for at_start, name in ((False, "kills under load"), (True, "and again during the start")):
             if found := sorted(times[at_start]):
                 print(f"{len(found)} {name}: median {statistics.median(found):.2f} s to the next token, "

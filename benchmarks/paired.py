@@ -1,5 +1,5 @@
-"""Checks whether a change is slower: two installations in turn on twelve named cells, the old one also against itself
-as noise.
+"""Checks whether a change is slower: measures two installations in turn on twelve cells, and the old one twice, to show
+the noise.
 
     paired.py OLD_PYTHON NEW_PYTHON --model CKPT [--alternations 5] [--threads N] [--json FILE]
 
@@ -48,13 +48,13 @@ def geometric(values: list[float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("old", help="interpreter that has the build before")
-    parser.add_argument("new", help="interpreter that has the change")
+    parser.add_argument("old", help="interpreter with the build before the change")
+    parser.add_argument("new", help="interpreter with the build after the change")
     parser.add_argument("--model", required=True, help="checkpoint")
     parser.add_argument("--alternations", type=int, default=5)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one run")
-    parser.add_argument("--least", type=float, default=0.98, help="geometric mean that passes (default %(default)s)")
+    parser.add_argument("--least", type=float, default=0.98, help="lowest mean that passes (default %(default)s)")
     parser.add_argument("--json", type=Path, help="write all figures here")
     options = parser.parse_args()
     builds = {"old": options.old, "new": options.new, "again": options.old}

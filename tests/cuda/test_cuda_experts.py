@@ -12,7 +12,7 @@ from reference.expert_toys import embedded, mlp, routed
 from reference.toy import ALL, OUTPUTS, Toy
 from support.gpu_toys import (
     EXACT,
-    HALF,
+    FLOAT16_FACTOR,
     LENGTHS,
     SEED,
     VOCAB,
@@ -27,7 +27,7 @@ from support.gpu_toys import (
 
 pytestmark = pytest.mark.cuda
 UNIT = {"compute_unit": "CUDA:0"}
-FORMATS = [("float32", 0, EXACT), ("bfloat16", 0, 6e-2), ("float16", 0, 6e-2 * HALF)]
+FORMATS = [("float32", 0, EXACT), ("bfloat16", 0, 6e-2), ("float16", 0, 6e-2 * FLOAT16_FACTOR)]
 CODES = [("int8", 0), ("int8", 64), ("int8", 16), ("int4", 0), ("int4", 64), ("int4", 32)]
 
 

@@ -10,9 +10,9 @@ import pytest
 from reference.plan import SAMPLE
 from reference.toy import item, plan, start
 from support.gpu_toys import (
-    HALF,
+    FLOAT16_FACTOR,
+    FLOAT16_MAX,
     LENGTHS,
-    MOST,
     ROUNDED,
     SEED,
     VOCAB,
@@ -40,7 +40,7 @@ def test_rows(n, k):
     gpu.fill_matrix(handle, (rng.normal(size=(n, k)) * k**-0.5).astype(np.float32), "F32")
     x = rng.normal(size=(301, k)).astype(np.float32)
     x[3] *= 1e6
-    x[11, 5], x[12, k - 1], x[40, ::3], x[41] = 1e30, -65521, MOST, 1e-6  # the last is subnormal
+    x[11, 5], x[12, k - 1], x[40, ::3], x[41] = 1e30, -65521, FLOAT16_MAX, 1e-6  # the last is subnormal
     bad = [7, 30, 200]
     x[7, k - 1], x[30, 0], x[200] = np.nan, -np.float32(np.nan), np.nan
     expected = rounded(x, "float16") @ gpu.read_rows(handle).astype(float).T
@@ -78,7 +78,7 @@ def test_gates(inner):
         """Some of the gates exceed the range."""
         g, u = both[:, :inner], both[:, inner:]
         values = g / (1 + np.exp(np.clip(-g, None, 700))) * u
-        assert (np.abs(values) > MOST).any()
+        assert (np.abs(values) > FLOAT16_MAX).any()
         return rounded(values, "float16")
 
     values = gates(own.weights[0][[prompt[-1] for prompt in prompts()]].astype(float))
@@ -86,7 +86,7 @@ def test_gates(inner):
     expected = values @ own.weights[last].astype(float).T
     error = np.abs(found - expected).max() / np.sqrt(np.mean(expected**2))
     print(f"error {error:.2e}")
-    assert error < ROUNDED * HALF
+    assert error < ROUNDED * FLOAT16_FACTOR
 
 
 @pytest.mark.parametrize("dim", [24, 64, 128])
@@ -99,13 +99,13 @@ def test_keys_and_values(dim):
     for first in (3, 2):  # values; keys, too
         large, found = own.rng.random(table.shape) < 0.02, []
         large[:, :first * dim] = False
-        for most in (np.inf, MOST):
+        for most in (np.inf, FLOAT16_MAX):
             own.weights[0] = np.clip(np.where(large, 1e6 * table, table), -most, most).astype(np.float32)
             found.append(compiled(own, "float16").step(data, True).logits)
         assert np.isfinite(found[0]).all() and found[0].tobytes() == found[1].tobytes()
         if first == 3:
             expected = own.runner().step(data).logits
-            assert np.abs(found[0] - expected).max() < 5e-2 * HALF * np.sqrt(np.mean(expected**2))
+            assert np.abs(found[0] - expected).max() < 5e-2 * FLOAT16_FACTOR * np.sqrt(np.mean(expected**2))
     for column in (2 * dim + 1, 4 * dim - 1):
         broken = table.copy()
         broken[7, column], own.weights[0] = np.nan, broken
@@ -120,7 +120,7 @@ def test_weights():
     """
     rng, gpu = np.random.default_rng(SEED), executor()
     values = (rng.normal(size=(70, 200)) * 10.0 ** rng.integers(-9, 4, (70, 1))).astype(np.float32)
-    values[5, 90:94] = MOST, -MOST, 2.0**-24, 3 * 2.0**-25
+    values[5, 90:94] = FLOAT16_MAX, -FLOAT16_MAX, 2.0**-24, 3 * 2.0**-25
     values[3, 80], values[40, 196], values[41, 77] = 1e6, -65536, np.inf
     values[50, 10] = np.nan  # is not taken
     upper = (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
@@ -129,7 +129,7 @@ def test_weights():
         handle = gpu.add_matrix(100, 120, "float16")
         assert gpu.fill_rows(handle, [stored[:30], stored[30:]], source, 20, 77) == [1, 2]
         found, held = gpu.read_rows(handle), held[:, 77:197]
-        fits = np.abs(held) <= MOST
+        fits = np.abs(held) <= FLOAT16_MAX
         assert fits.sum() == fits.size - 3
         np.testing.assert_array_equal(found[20:90][fits], rounded(held, "float16")[fits])
         assert not found[:20].any() and not found[90:].any()

@@ -11,7 +11,7 @@ import pytest
 
 from reference.plan import SAMPLE
 from reference.toy import OUTPUTS, Toy, item, plan, spans_for, start
-from support.gpu_toys import HALF, compiled
+from support.gpu_toys import FLOAT16_FACTOR, compiled
 
 pytestmark = pytest.mark.cuda
 
@@ -78,8 +78,8 @@ def rows_of(gpu, prompts, which) -> list[bytes]:
 
 @pytest.mark.parametrize("form, dtype, tolerance", [("float32", "float32", EXACT), ("bfloat16", "bfloat16", ROUNDED),
                                                     ("bfloat16", "float32", ROUNDED),
-                                                    ("float16", "float16", ROUNDED * HALF),
-                                                    ("float16", "float32", ROUNDED * HALF)])
+                                                    ("float16", "float16", ROUNDED * FLOAT16_FACTOR),
+                                                    ("float16", "float32", ROUNDED * FLOAT16_FACTOR)])
 @pytest.mark.parametrize("k, blocks, gated", [
     (1, [1], False), (7, [3, 5, 2], False), (96, [40, 8, 9], False), (257, [130], False), (1091, [513, 600], False),
     (64, [24, 24], True), (95, [13, 13], True), (200, [2, 2], True), (130, [258], True), (2049, [64, 64], True),

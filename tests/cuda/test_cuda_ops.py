@@ -13,7 +13,7 @@ from reference.toy import Toy, item, plan, spans_for, start
 from support.gpu_toys import (
     DTYPES16,
     EXACT,
-    HALF,
+    FLOAT16_FACTOR,
     HEADS,
     ROUNDED,
     SEED,
@@ -84,7 +84,8 @@ SIZES = [(1, 1), (3, 7), (41, 31), (97, 64), (130, 257), (67, 1091), (65, 2049)]
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("n, k", SIZES)
-@pytest.mark.parametrize("form, tolerance", [("float32", EXACT), ("bfloat16", ROUNDED), ("float16", ROUNDED * HALF)])
+@pytest.mark.parametrize("form, tolerance", [
+    ("float32", EXACT), ("bfloat16", ROUNDED), ("float16", ROUNDED * FLOAT16_FACTOR)])
 def test_linear(n, k, form, tolerance, bias):
     own = toy()
     x = embedded(own, k)
@@ -158,9 +159,9 @@ def test_sources_of_weights_and_what_is_not_finite():
 
 @pytest.mark.parametrize("hidden, inner, form, tolerance", [
     *((*sizes, *form) for sizes in ((24, 37), (130, 8), (64, 200))
-      for form in (("float32", EXACT), ("bfloat16", 6e-2), ("float16", 6e-2 * HALF))),
+      for form in (("float32", EXACT), ("bfloat16", 6e-2), ("float16", 6e-2 * FLOAT16_FACTOR))),
     # Gates have more rows than a grid in its second dimension.
-    (24, 33_000, "bfloat16", 6e-2), (24, 33_000, "float16", 6e-2 * HALF)])
+    (24, 33_000, "bfloat16", 6e-2), (24, 33_000, "float16", 6e-2 * FLOAT16_FACTOR)])
 def test_what_is_computed_together(hidden, inner, form, tolerance):
     """Fusion of norms, gates, attention and sums with the GEMMs that read them or add to them."""
     own = toy()
@@ -199,7 +200,7 @@ def test_rotary_table_and_rope(dim, rotary_dim, table, pairs):
     compare(own)
 
 
-CACHES = [("float32", EXACT), ("bfloat16", 5e-2), ("float16", 5e-2 * HALF)]
+CACHES = [("float32", EXACT), ("bfloat16", 5e-2), ("float16", 5e-2 * FLOAT16_FACTOR)]
 
 
 @pytest.mark.parametrize("cache, tolerance", CACHES)
@@ -310,9 +311,10 @@ def test_many_requests_decode_as_their_prompts_are_read(dim, longest, cache):
 
 
 @pytest.mark.parametrize("form, dim, cache, tolerance", [
-    ("float32", 8, "float32", 1e-4), ("bfloat16", 8, "float32", 0.1), ("float16", 8, "float32", 0.1 * HALF),
-    ("float16", 64, "float16", 0.1 * HALF), ("float16", 128, "float32", 0.1 * HALF),
-    ("float32", 64, "float16", 0.1 * HALF), ("float16", 64, "bfloat16", 0.1), ("bfloat16", 64, "float16", 0.1)])
+    ("float32", 8, "float32", 1e-4), ("bfloat16", 8, "float32", 0.1), ("float16", 8, "float32", 0.1 * FLOAT16_FACTOR),
+    ("float16", 64, "float16", 0.1 * FLOAT16_FACTOR), ("float16", 128, "float32", 0.1 * FLOAT16_FACTOR),
+    ("float32", 64, "float16", 0.1 * FLOAT16_FACTOR), ("float16", 64, "bfloat16", 0.1),
+    ("bfloat16", 64, "float16", 0.1)])
 def test_a_whole_model(form, dim, cache, tolerance):
     compare(small_model(form, dim), tolerance, cache)
 

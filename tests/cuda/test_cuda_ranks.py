@@ -15,8 +15,8 @@ from allspark_client import AsModelConfig, ClientEngine
 from allspark_launch.group.background import background_group, shipped_model
 from allspark_server.runtime.device import SHARED_GPUS
 from allspark_server.runtime.plan import SamplingParams
-from support.driver import Driver, together, windows
-from support.gpu_toys import DTYPES16, MOST, executor, rounded
+from support.driver import Driver, shared_memories, together
+from support.gpu_toys import DTYPES16, FLOAT16_MAX, executor, rounded
 
 pytestmark = pytest.mark.cuda
 SEED = int(os.environ.get("ALLSPARK_TEST_SEED", int.from_bytes(os.urandom(3), "little")))
@@ -94,7 +94,7 @@ def test_parts_that_are_no_numbers_or_do_not_fit_in_order(dtype, pushed):
         total = total + part
     found, _ = gpu.sum_ranks(parts, zeros.astype(np.float32), ones.astype(np.float32), dtype, False, pushed)
     np.testing.assert_array_equal(found, total)
-    assert np.isnan(found).sum() == 2 and (abs(found[2, 7]) < MOST + 9) == (dtype == "float16")
+    assert np.isnan(found).sum() == 2 and (abs(found[2, 7]) < FLOAT16_MAX + 9) == (dtype == "float16")
 
 
 @pytest.mark.parametrize("form", DTYPES16)
@@ -197,7 +197,7 @@ def test_a_missing_rank_is_reported(monkeypatch, dtype):
 def test_addresses_are_checked():
     from allspark_server import _cuda, _native
 
-    pair = windows(2)
+    pair = shared_memories(2)
     gpu = _cuda.Executor(0, _native.HostSampler(1, shared_memory=pair[0]), pair[0])
     address = gpu.share(16)
     with pytest.raises(ValueError, match="incomplete"):

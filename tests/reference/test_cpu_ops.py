@@ -16,7 +16,7 @@ from reference.backend import StepResult, compile
 from reference.batch import Limits, Slots
 from reference.plan import GIVEN, LOOKUP, SAMPLE
 from reference.toy import ALL, OUTPUTS, Toy, generate, item, plan, spans_for, start
-from support.driver import windows
+from support.driver import shared_memories
 
 SEED = int(os.environ.get("ALLSPARK_TEST_SEED", int.from_bytes(os.urandom(3), "little")))
 LENGTHS = (1, 2, 17, 33, 70)  # of the prompts of one step
@@ -375,7 +375,7 @@ def test_all_reduce():
         head = own.matrix(18, 36, np.eye(36)[18 * rank:18 * rank + 18])
         own.op("sample", (own.op("linear", (selected,), 18, (head,)),), vocab_begin=18 * rank, vocab_size=36)
         toys.append(own)
-    data, shared = step_of(prompts()), windows(2)
+    data, shared = step_of(prompts()), shared_memories(2)
     executors = [compiled(own, 1, rank, 2, shared[rank]) for rank, own in enumerate(toys)]
     with ThreadPoolExecutor(2) as pool:
         found = [f.result() for f in [pool.submit(e.step, data, True) for e in executors]]

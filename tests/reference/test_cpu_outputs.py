@@ -17,7 +17,7 @@ from reference.batch import Limits
 from reference.plan import GIVEN, HIDDEN, PROMPT, SAMPLE
 from reference.test_cpu_ops import SEED, compiled
 from reference.toy import OUTPUTS, Toy, item, plan, start
-from support.driver import windows
+from support.driver import shared_memories
 
 VOCAB, WIDTH, MASKS = 71, 24, 12
 WORDS = -(-VOCAB // 32)
@@ -55,7 +55,7 @@ class Cpu:
 
     def __init__(self, world: int, masks: int = MASKS, hidden: bool = True):
         self.ranks = [compiled(model(rank, world, hidden), 2 // world, rank, world, window, masks=masks)
-                      for rank, window in enumerate(windows(world))]
+                      for rank, window in enumerate(shared_memories(world))]
         self.masks, self.pool = self.ranks[0].masks, ThreadPoolExecutor(world)
 
     def step(self, data: bytes, want_logits: bool = False):

@@ -1,4 +1,4 @@
-"""AsyncClientEngine behind the methods of an AbstractEngine, so that one suite tests both kinds of client."""
+"""An AbstractEngine that calls an AsyncClientEngine, so that one suite tests both kinds of client."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from allspark_client import AbstractEngine, AsyncClientEngine, GeneratedElements
 
 
 class Loop:
-    """An event loop in a thread of its own."""
+    """An event loop in a separate thread."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()

@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face checkpoints with awkward sizes, and what transformers computes from them.
+"""Tiny random Hugging Face checkpoints with awkward sizes, and the logits and tokens of transformers for them.
 
 `checkpoint(name)` writes one of CONFIGS once per process. `reference_logits`, `reference_greedy`, `check_logits` and
 `check_greedy` compare with transformers. Weights are scaled so that logits depend on the whole context.
@@ -77,7 +77,7 @@ CONFIGS = {
                                                     tie_word_embeddings=False, use_sliding_window=True,
                                                     sliding_window=33, no_rope_layers=[1, 0, 0], pad_token_id=0)),
 }
-"""Stored as float32; of the other types there are a few."""
+"""Most are stored as float32, a few as other types."""
 
 STORED = {
     "qwen2-bf16": Spec("qwen2", CONFIGS["qwen2-gqa-tied"].fields, "bfloat16"),
@@ -128,7 +128,7 @@ GPT_OSS = {
     "gpt-oss-blocks": Spec("gpt_oss", _sizes(96, 6, 3, 160, head_dim=18, num_local_experts=6, num_experts_per_tok=4,
                                              **_SINKS)),
 }
-"""gpt-oss, stored as float32 but for the one that says so."""
+"""gpt-oss, stored as float32 unless the name says otherwise."""
 
 _LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 256,
              "partial_rotary_factor": 0.75, "short_factor": [1.0 + 0.07 * i for i in range(9)],

@@ -14,24 +14,24 @@ from allspark_server.runtime.runner import ModelRunner
 
 PAGE = 4096
 
-MAPPED = []     # keeps the shared memory alive: ranks write heartbeats into it until they are closed
+SHARED_MEMORY = []     # keeps the shared memory alive: ranks write heartbeats into it until they are closed
 
 
-def windows(world: int) -> list:
+def shared_memories(world: int) -> list:
     """The shared memory of each rank; None for a single rank."""
     if world == 1:
         return [None]
     from allspark_server import _native
     size = -(-_native.SharedMemory.bytes_needed(world) // PAGE) * PAGE
     memory = np.zeros(size * world + PAGE, np.uint8)
-    MAPPED.append(memory)
+    SHARED_MEMORY.append(memory)
     first = -(-memory.ctypes.data // PAGE) * PAGE
     addresses = [first + rank * size for rank in range(world)]
     return [_native.SharedMemory(rank, world, addresses, False, 60.0) for rank in range(world)]
 
 
-def in_groups(info, spans: list[int]) -> list[list[int]]:
-    """Spans of every cache group but the first, which go along with these spans of the first."""
+def spans_of_groups(info, spans: list[int]) -> list[list[int]]:
+    """The spans of all cache groups but the first that correspond to these spans of the first group."""
     part = info.num_spans // len(info.cache_windows)
     assert not spans or spans[-1] < part
     return [[span + group * part for span in spans] for group in range(1, len(info.cache_windows))]
@@ -45,7 +45,7 @@ class Driver:
             "engine_max_length": 1024, "engine_max_batch": 2, "num_threads": 2 if world == 1 else 1, **fields})
         self.pool = ThreadPoolExecutor(world)
         self.runners = [ModelRunner(self.config, rank=rank, world=world, shared_memory=shared_memory)
-                        for rank, shared_memory in enumerate(windows(world))]
+                        for rank, shared_memory in enumerate(shared_memories(world))]
         spans = min(self._each(lambda runner: runner.load()))
         digests, addresses = [each.digest for each in self.runners], [each.address for each in self.runners]
         self.infos = self._each(lambda runner: runner.allocate_cache(spans, digests, addresses=addresses))
@@ -55,14 +55,14 @@ class Driver:
         return list(self.pool.map(work, self.runners))
 
     def step(self, plan: StepPlan):
-        """(token or None, logits [vocab] or None) of a plan in which at most one row samples."""
+        """Computes a plan in which at most one row samples; returns (token or None, logits [vocab] or None)."""
         data = plan.encode()
         results = self._each(lambda runner: runner.step(data, True))
         logits = np.concatenate([result.logits for result in results], axis=1)
         return (int(results[0].tokens[0]), logits[0]) if len(logits) else (None, None)
 
     def generate(self, prompt: list[int], n: int, chunk: int | None = None) -> tuple[list[int], list[np.ndarray]]:
-        """`n` greedy tokens, and the logits that each was chosen from."""
+        """Generates `n` greedy tokens; returns them and the logits [vocab] of each."""
         size = self.info.span_size
         chunk = min(chunk or self.info.max_step_tokens, self.info.max_step_tokens)
         new = [NewSlot(0, list(prompt), SamplingParams(do_sample=False, prompt_len=len(prompt)).encode())]
@@ -73,7 +73,7 @@ class Driver:
             last = computed + count == length
             fresh = list(range(spans, needed))
             token, row = self.step(StepPlan(new=new, work=[
-                WorkItem(0, count, SAMPLE if last else 0, spans=fresh, other_spans=in_groups(self.info, fresh))]))
+                WorkItem(0, count, SAMPLE if last else 0, spans=fresh, other_spans=spans_of_groups(self.info, fresh))]))
             new, spans, computed = [], needed, computed + count
             if last:
                 tokens.append(token)
@@ -94,8 +94,8 @@ class Driver:
 
 
 def together(driver, prompts, chunk):
-    """Logits after each prompt and after three more tokens. All prompts run in the same steps, in chunks of `chunk`
-    rows.
+    """Runs all prompts in the same steps, in chunks of `chunk` rows, each followed by three given tokens. Returns the
+    logits after the last token of each sequence.
     """
     size, done = driver.info.span_size, [0] * len(prompts)
     found, spans = [[] for _ in prompts], 0
@@ -103,7 +103,7 @@ def together(driver, prompts, chunk):
            for i, p in enumerate(prompts)]
     for ahead in range(4):
         while any(d < len(p) + ahead for d, p in zip(done, prompts)):
-            work, drawing = [], []
+            work, sampling_slots = [], []
             for slot, p in enumerate(prompts):
                 rows = min(chunk, len(p) + ahead - done[slot])
                 if not rows:
@@ -112,13 +112,13 @@ def together(driver, prompts, chunk):
                 last = done[slot] + rows == len(p) + ahead
                 ids = list(range(spans, spans + fresh))
                 work.append(WorkItem(slot, rows, SAMPLE if last and ahead == 3 else 0, spans=ids,
-                                     other_spans=in_groups(driver.info, ids)))
+                                     other_spans=spans_of_groups(driver.info, ids)))
                 spans, done[slot] = spans + fresh, done[slot] + rows
-                drawing += [slot] if last and ahead == 3 else []
+                sampling_slots += [slot] if last and ahead == 3 else []
             results = driver._each(lambda runner: runner.step(StepPlan(new=new, work=work).encode(), True))
             new = []
             logits = np.concatenate([result.logits for result in results], 1)
-            for slot, row in zip(drawing, logits):
+            for slot, row in zip(sampling_slots, logits):
                 found[slot].append(row)
     done = StepPlan(free=list(range(len(prompts))), groups=len(driver.info.cache_windows)).encode()
     driver._each(lambda runner: runner.step(done, False))

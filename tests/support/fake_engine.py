@@ -73,7 +73,7 @@ class FakeEngine(Engine):
                  group: FakeGroup | None = None):
         super().__init__(group=group or FakeGroup(delay=interval, token=token_after, samples_differ=True))
         self._fingerprint, self.padding = fingerprint, padding
-        self.text_offset = 0  # added to every id: lets a restarted engine tokenize a text differently
+        self.text_offset = 0  # added to every id, so that a restarted engine tokenizes a text differently
         self.submitted: list = []  # specs
         self.submit_seconds = 0.0
         self.refusal: AllSparkError | None = None  # raised by submit() for every request

@@ -219,7 +219,7 @@ class FakeGroup:
         self.failures: list[str] = []
         self.executors: dict[str, FakeExecutor] = {}
         self.steps = 0
-        self.measured_at: list[int] = []    # for each slice of measuring the roofline: steps computed before it
+        self.measured_at: list[int] = []    # for each slice of the roofline measurement: the steps computed before it
         self.closed = False
 
     def start_load(self, config: AsModelConfig) -> None:

@@ -47,7 +47,7 @@ def serving(address="127.0.0.1:0", core=None, **options):
 
 @contextlib.contextmanager
 def server_process(address, fingerprint="fp"):
-    """A service in a process of its own; yields (process, address)."""
+    """A service in a separate process; yields (process, address)."""
     process = subprocess.Popen(
         [sys.executable, str(SUPPORT / "fake_server.py"), address, fingerprint],
         stdout=subprocess.PIPE,

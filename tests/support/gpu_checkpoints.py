@@ -22,7 +22,7 @@ def pair_of(directory: Path, name: str) -> tuple[Path, Path]:
 
 
 def check_weights(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    """Compares each matrix that a model holds with the values that the checkpoint's producer meant."""
+    """Compares each matrix of a loaded model with the values of the checkpoint's float32 twin."""
     assert found.keys() == expected.keys()
     for name, values in expected.items():
         assert np.sqrt(np.mean((found[name] - values) ** 2)) <= ROUNDING * np.sqrt(np.mean(values ** 2)), name

@@ -11,8 +11,8 @@ DIM, SLOTS, LONGEST, SPAN = 16, 8, 128, 16
 
 
 class Head:
-    """Logits of any vocabulary: rows of an embedding, some attention, and a matrix. With `ties` many ids have equal
-    logits.
+    """A program that computes logits of any vocabulary: an embedding, attention, and a matrix. With `ties`
+    many ids have equal logits.
     """
 
     def __init__(self, vocab: int, rng: np.random.Generator, spread: float, ties: bool, masks: int = SLOTS,

@@ -56,9 +56,9 @@ LENGTHS = (1, 2, 17, 33, 70)  # lengths of the prompts of a step
 VOCAB = 53
 EXACT, ROUNDED = 2e-5, 2e-2  # relative to the values' root mean square; ROUNDED: products of bfloat16
 #: tolerance of float16 relative to bfloat16's: float16 has three more bits of mantissa
-HALF = 1 / 8
+FLOAT16_FACTOR = 1 / 8
 DTYPES16 = ("bfloat16", "float16")
-MOST = 65504.0  # float16's largest value
+FLOAT16_MAX = 65504.0  # float16's largest value
 
 
 def toy():
@@ -99,7 +99,7 @@ def as_bf16(x: np.ndarray) -> np.ndarray:
 def rounded(x: np.ndarray, form: str) -> np.ndarray:
     """`x` rounded to a type; values beyond the type's range are clamped to it."""
     if form == "float16":
-        return np.clip(x, -MOST, MOST).astype(np.float16).astype(float)
+        return np.clip(x, -FLOAT16_MAX, FLOAT16_MAX).astype(np.float16).astype(float)
     return np.where(np.isnan(x), np.nan, as_bf16(x)) if form == "bfloat16" else x.astype(float)
 
 
@@ -174,12 +174,12 @@ def tokens_of(gpu, prompts, flags=0, chunk=100, drafts=0, steps=12, **sampling):
             fresh = list(range(8 * slot + spans[slot], 8 * slot + max(spans[slot], needed)))
             work.append(item(slot, rows, (SAMPLE | flags) if last else 0, known=known, drafts=wanted, spans=fresh))
             spans[slot], computed[slot] = max(spans[slot], needed), computed[slot] + rows
-        result, new, at, drew = gpu.step(plan(work, new)), [], 0, 0
+        result, new, at, num_sampled = gpu.step(plan(work, new)), [], 0, 0
         for slot, each in enumerate(work):
             if each.flags & SAMPLE:
-                count = int(result.counts[drew])
+                count = int(result.counts[num_sampled])
                 found[slot] += [(int(result.tokens[i]), result.logprobs[i].tobytes()) for i in range(at, at + count)]
                 lengths[slot] += count
                 computed[slot] = lengths[slot] - 1
-                at, drew = at + count, drew + 1
+                at, num_sampled = at + count, num_sampled + 1
     return [f[:steps] for f in found]

@@ -1,11 +1,12 @@
-"""A hand-made model that retrieves: after a token it predicts the token that followed the same token earlier in the
-context.
+"""A hand-made model that looks tokens up in its context: after a token it predicts the token that followed the same
+token earlier.
 
 It is an induction head (Olsson et al., 2022). Tokens have codes, which are orthogonal rows of a Hadamard matrix. The
-first layer attends to the previous position, by position alone: its query is the key that all positions share, rotated
-by one step. It writes the previous token's code beside each position's own. The second layer looks its own code up
-among these and outputs the code found there. Pairs of features that rotate fast tell positions apart; codes use the
-pairs that hardly rotate over the whole context, and only scaled rotary embeddings have enough of those.
+first layer attends to the previous position: all positions have the same key, and the query is this key rotated by one
+step. The layer copies the code of the previous token into other features of each position. The second layer attends to
+positions whose previous token is the current token, and outputs the token there. Fast-rotating feature pairs
+distinguish positions. Codes use pairs that hardly rotate over the whole context; only scaled rotary embeddings have
+enough of them.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from allspark_server.weights.safetensors import write_safetensors
 
 LENGTH = 131_072
 TOKENS, HIDDEN, HEAD_DIM, THETA = 16, 64, 64, 1e6
-OWN, ONE, BEFORE, SAID = slice(0, 16), 16, slice(17, 33), slice(33, 49)  # width of the residual stream
+OWN, CONSTANT, BEFORE, LOOKED_UP = slice(0, 16), 16, slice(17, 33), slice(33, 49)  # width of the residual stream
 POSITION_PAIRS = 20  # the fastest ones
 CODE_PAIRS = 8  # the slowest ones
-SHARPNESS, LOOKUP = 16.0, 2.5  # of attention scores: per feature pair for positions, per value for codes
+SHARPNESS, LOOKUP = 16.0, 2.5  # scale of attention scores: of each feature pair for positions, of each value for codes
 
 SCALINGS = {
     "yarn": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
@@ -72,16 +73,16 @@ def _weights(frequencies: np.ndarray, attention_factor: float) -> dict[str, np.n
     norm = (17 / HIDDEN) ** 0.5, (33 / HIDDEN) ** 0.5  # what the layers' RMS norms divide by
     for pair in range(POSITION_PAIRS):
         rotated = np.cos(frequencies[pair]), -np.sin(frequencies[pair])
-        first["q"][pair, ONE], first["q"][half + pair, ONE] = np.array(rotated) * SHARPNESS * scale * norm[0]
-        first["k"][pair, ONE] = norm[0]
+        first["q"][pair, CONSTANT], first["q"][half + pair, CONSTANT] = np.array(rotated) * SHARPNESS * scale * norm[0]
+        first["k"][pair, CONSTANT] = norm[0]
     for at in range(16):
         pair = half - CODE_PAIRS + at % CODE_PAIRS
         feature = pair + half * (at // CODE_PAIRS)
         second["q"][feature, at], second["k"][feature, BEFORE.start + at] = LOOKUP * scale * norm[1], norm[1]
-        for layer, factor, target in ((first, norm[0], BEFORE), (second, norm[1], SAID)):
+        for layer, factor, target in ((first, norm[0], BEFORE), (second, norm[1], LOOKED_UP)):
             layer["v"][at, at], layer["o"][target.start + at, at] = factor, 1.0
     embedding, head = np.zeros((TOKENS, HIDDEN)), np.zeros((TOKENS, HIDDEN))
-    embedding[:, OWN], embedding[:, ONE], head[:, SAID] = codes(), 1.0, codes()
+    embedding[:, OWN], embedding[:, CONSTANT], head[:, LOOKED_UP] = codes(), 1.0, codes()
     tensors = {"model.embed_tokens.weight": embedding, "lm_head.weight": head, "model.norm.weight": np.ones(HIDDEN)}
     for number, layer in enumerate((first, second)):
         prefix = f"model.layers.{number}."
@@ -92,7 +93,7 @@ def _weights(frequencies: np.ndarray, attention_factor: float) -> dict[str, np.n
     return tensors
 
 
-KEYS = {token: 8 + token for token in range(5)}  # what the test asks for, and what follows it
+KEYS = {token: 8 + token for token in range(5)}  # tokens that the test looks up, and the tokens that follow them
 
 
 def haystack(length: int, seed: int = 0) -> list[int]:

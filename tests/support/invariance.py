@@ -1,4 +1,4 @@
-"""Requests whose ids and logprob bits must depend on nothing else, and functions that run them."""
+"""Requests whose ids and logprob bits must not depend on other requests or settings, and functions that run them."""
 from __future__ import annotations
 
 import contextlib
@@ -40,7 +40,7 @@ def start(engine: AbstractEngine, name: str, probe: tuple[list[int], dict[str, A
 
 
 def collect(results) -> dict[int, tuple]:
-    """Ids, logprob bits, and the best alternatives with their bits, by sample."""
+    """Reads a request to its end. Returns for each sample its ids, logprob bits, and top alternatives."""
     samples: dict[int, tuple[list, list, list]] = {}
     for elements in results:
         ids, logprobs, top = samples.setdefault(elements.sample_index, ([], [], []))

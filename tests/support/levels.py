@@ -1,4 +1,4 @@
-"""Instruction sets below the best one of this machine. By default only the lowest is tested."""
+"""The instruction sets of this machine except the best one. By default only the lowest of them is tested."""
 
 from __future__ import annotations
 

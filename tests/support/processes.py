@@ -5,7 +5,7 @@ import psutil
 
 
 def ranks_of(pid: int) -> list[psutil.Process]:
-    """The server processes of a group, by its supervisor's pid."""
+    """The server processes of the group whose supervisor has this process id."""
     return [
         process
         for process in psutil.Process(pid).children(recursive=True)

@@ -19,8 +19,8 @@ Made = tuple[dict[str, np.ndarray], np.ndarray]  # a module's tensors by suffix,
 MODULE = ".weight"
 FLOAT8 = "F8_E4M3"
 
-# Sizes that are no multiples of much: blocks of 128 x 128 and groups of 64 end in the middle; five ranks' worth of
-# heads.
+# The sizes are multiples of few numbers: the last block of 128 x 128 and the last group of 64 are partial. There are
+# heads for five ranks.
 SPEC = Spec("qwen2", _sizes(144, 6, 2, 352, layers=2, tie_word_embeddings=False) | _rope("default", 1e6))
 BLOCKS = Spec("qwen2", _sizes(256, 6, 2, 512, layers=2, head_dim=64, tie_word_embeddings=False) | _rope("default", 1e6))
 

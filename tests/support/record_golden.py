@@ -1,9 +1,8 @@
-"""Records what small fixed models and the kernels compute on this machine, by instruction set, in
-tests/native/golden.json.
+"""Records the results of small fixed models and of the kernels in tests/native/golden.json, for each instruction set.
 
-    python tests/support/record_golden.py [LEVEL ...]   add or replace levels; by default all that this machine has
+    python tests/support/record_golden.py [ISA ...]   add or replace instruction sets (default: all of this machine)
 
-tests/native/test_golden.py compares with this record. Record again only in a commit that means to change bits, and say
+tests/native/test_golden.py compares with this file. Record again only in a commit that is meant to change bits, and say
 so in its message.
 """
 
@@ -38,7 +37,7 @@ MODELS = {
 
 
 def write_model(name: str, directory: Path) -> Path:
-    """Writes a checkpoint of fixed weights, which are the same with any version of any library."""
+    """Writes a checkpoint of fixed weights, which do not depend on the version of any library."""
     from allspark_server.runtime.digest import fixed_values
     from allspark_server.weights.safetensors import write_safetensors
 
@@ -130,7 +129,7 @@ def record(level: str, found: dict[str, str]) -> None:
 
 
 def run_level(level: str) -> dict[str, str]:
-    """Runs every case on an instruction set, in a process of its own."""
+    """Runs every case on an instruction set, in a separate process."""
     done = subprocess.run([sys.executable, __file__, "--print"], env={**os.environ, "ALLSPARK_ISA": level}, text=True,
                           capture_output=True)
     if done.returncode:

@@ -162,7 +162,7 @@ def chi_square(tokens, prob):
 
 
 def ranking(logits, params, history, ranks):
-    """Ids from best to worst, as greedy sampling takes them one after the other; banned ids are left out."""
+    """Ids in the order of descending logits, as greedy sampling takes them; banned ids are left out."""
     allowed = np.ones(len(logits), bool)
     alive = processed(logits, params, history) > -np.inf
     ids = []

@@ -17,7 +17,7 @@ def wait_for(condition, seconds: float = 30.0):
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file that another process waits for: it appears with its whole text, never empty or in part."""
+    """Writes a file that another process waits for. The file appears atomically, with its whole text."""
     unfinished = path.with_name(f"{path.name}.unfinished")
     unfinished.write_text(text)
     os.replace(unfinished, path)

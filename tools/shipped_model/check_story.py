@@ -48,7 +48,7 @@ def _pattern(sentence: str, past: bool) -> re.Pattern[str]:
 
 @dataclass
 class Report:
-    """What the checker found in one story (a cut-off last sentence is not counted)."""
+    """The result of checking one story. An incomplete last sentence is not counted."""
 
     sentences: int = 0
     unknown: list[str] = field(default_factory=list)        # sentences that the grammar does not have
@@ -60,7 +60,7 @@ class Report:
 
 
 class Checker:
-    """Compiled once; ``check(text)`` judges one story."""
+    """Checks stories against the sentences of the grammar, which it compiles once."""
 
     def __init__(self) -> None:
         self._patterns = []

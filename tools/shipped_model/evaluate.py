@@ -2,9 +2,10 @@
 
     python evaluate.py MODEL_FOLDER [--dtype float32|bfloat16] [--sums N] [--records N] [--stories N] [--show N]
 
-Sums: held-out problems asked as "a+b=?" and in mixed phrasings, greedy. Records: held-out requests, greedy: valid
-JSON, and exactly what was asked for. Stories: continuations of "Once upon a time" sampled at temperature 1, and
-greedy answers to requests, judged by the rules of the grammar; perplexity of fresh stories of the grammar.
+Sums: held-out problems asked as "a+b=?" and in mixed phrasings, greedy. Records: held-out requests, greedy: the
+share of answers that are valid JSON, and that have exactly the requested fields. Stories: continuations of "Once upon a
+time" sampled at temperature 1, and greedy answers to requests, judged by the rules of the grammar; perplexity of fresh
+stories of the grammar.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Model:
 
     @torch.no_grad()
     def perplexity(self, texts: list[str]) -> float:
-        """Per token, over the tokens after the first of each text."""
+        """The perplexity over all tokens of the texts except the first token of each."""
         total, count = 0.0, 0
         for text in texts:
             ids = self.tokenizer(text, return_tensors="pt")["input_ids"].to(self.device)

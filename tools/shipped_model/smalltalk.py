@@ -1,4 +1,4 @@
-"""Greetings, questions about the model, and polite refusals of everything that it cannot do."""
+"""Generates greetings, questions about the model, and polite refusals of other requests."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ PHRASES = {
 
 def held_out(a: int, b: int, op: str) -> bool:
     """Whether the problem is kept for evaluation. The order of the numbers does not matter: 2+5 and 5+2 (and 2-5 and
-    5-2) are on the same side, so that no held-out answer is seen in a mirrored form.
+    5-2) are on the same side, so that training has no mirrored form of a held-out problem.
     """
     low, high = sorted((a, b))
     return zlib.crc32(f"{low}{op}{high}".encode()) % HELD_OUT_SHARE == 0

@@ -29,7 +29,9 @@ WARMUP_STEPS, CALIBRATION_STEPS = 100, 120
 
 
 class Muon:
-    """Momentum whose update is orthogonalized; matrices of one shape are handled together."""
+    """The Muon optimizer (Jordan et al., 2024): momentum with an orthogonalized update. Matrices of one shape are
+    updated together.
+    """
 
     def __init__(self, matrices: list[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.02):
         self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
@@ -73,7 +75,7 @@ def batches(rows: Tensor, size: int, generator: torch.Generator) -> Iterator[Ten
 
 
 def loss_of(network: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """Mean loss over the tokens that count. rows [batch, length + 1]; -1 - id where a token does not count."""
+    """Mean loss over the trained tokens. rows [batch, length + 1]: token ids, or -1 - id for a token without a loss."""
     tokens = rows.long()
     ids = torch.where(tokens < 0, -1 - tokens, tokens)
     targets = torch.where(tokens < 0, -100, tokens)[:, 1:]
@@ -83,7 +85,7 @@ def loss_of(network: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
 
 
 def held_out_rows(tokenizer: Tokenizer, count: int) -> Tensor:
-    """Held-out sums as short rows (for a quick score while training)."""
+    """Held-out sums as short rows, for a score during training."""
     pad = -1 - tokenizer.token_to_id(corpus.END_OF_TEXT)
     rows = np.full((count, 33), pad, dtype=np.int16)
     for row, (a, b, op) in zip(rows, sums.held_out_problems(count)):
@@ -94,7 +96,7 @@ def held_out_rows(tokenizer: Tokenizer, count: int) -> Tensor:
 
 @torch.no_grad()
 def exact(network: Callable[[Tensor], Tensor], rows: Tensor) -> float:
-    """Share of rows whose counting tokens are all predicted (what greedy decoding would get right)."""
+    """Share of rows whose tokens with a loss are all predicted, as greedy decoding would generate them."""
     tokens = rows.long()
     ids = torch.where(tokens < 0, -1 - tokens, tokens)
     right = network(ids[:, :-1]).argmax(-1) == ids[:, 1:]
