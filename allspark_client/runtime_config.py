@@ -124,7 +124,7 @@ class AsModelRuntimeConfigBuilder:
         return self._set(enable_sparsity_matmul=enable)
 
     def from_dict(self, values: dict[str, Any]) -> AsModelRuntimeConfigBuilder:
-        """Starts anew, with the values of a dict as update_from_dict takes it."""
+        """Resets the builder to the values of a dict as update_from_dict takes it."""
         self._config = AsModelConfig()
         return self.update_from_dict(values)
 

@@ -11,7 +11,7 @@ FORMATS = ("text", "json")
 #: the logger of ended requests, one line each; off by default
 REQUESTS = "allspark_server.requests"
 _PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
-#: attributes of a record that JSON has beside the message
+#: attributes of a record that JSON has besides the message
 _FIELDS = ("request", "model", "tenant", "prompt_tokens", "cached_tokens", "generated_tokens", "queue_seconds",
            "first_token_seconds", "seconds", "reason")
 

@@ -10,7 +10,7 @@ constrains the answer to the format's grammar. Parsing an answer works in any pr
         for event in parser.feed(elements.text): ...        # Content, Reasoning, ToolCallBegin, ToolCallArguments
     for event in parser.finish(): ...
 
-`options` must have at least one key beside messages (say, "tool_choice": "auto"): only then does the text contain the
+`options` must have at least one key besides messages (say, "tool_choice": "auto"): only then does the text contain the
 special tokens that mark calls.
 """
 

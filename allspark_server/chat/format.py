@@ -136,8 +136,8 @@ class ChatFormat:
             free = not forced and answer is None
             rules.append(after_text("begin", self.trigger, literal) if free else f"begin: {literal(self.trigger)}")
         if answer and self.trigger == "{" and "%json" in answer:
-            raise ValueError(f"JSON is a call in the chat format {self.name!r}: an answer in JSON cannot stand beside "
-                             "tools that may be called or not; tool_choice must be 'none'")
+            raise ValueError(f"JSON is a call in the chat format {self.name!r}: a JSON answer cannot be combined with "
+                             "optional tool calls; tool_choice must be 'none'")
         if not forced:
             body = "(calls | answer)"
             rules.append(f"answer: {answer}" if answer else f"answer: TEXT\nTEXT: {self._text(literal)}")
@@ -255,7 +255,7 @@ def _answer_rule(response_format: dict[str, Any]) -> str:
     if kind == "choice":
         return " | ".join(map(json.dumps, response_format["choice"]))
     if kind == "grammar":
-        raise ValueError("a grammar cannot stand beside tools that may be called or not (tool_choice must be 'none'), "
+        raise ValueError("a grammar cannot be combined with optional tool calls (tool_choice must be 'none'), "
                          "nor within a message of an answer that consists of messages")
     schema: Any = {}
     lenient = False

@@ -46,7 +46,7 @@ class MemoryMover:
                 return False
             if model.running:
                 raise _refused(f"model {model.name!r} is running; call stop_model before unload_device_mem")
-            self._group()  # waits until no step is under way
+            self._group()  # collects steps that wait for masks
             model.leave_memory()
             return True
 

@@ -32,7 +32,7 @@ class PromptResults:
     """Collects the results of one prompt's rows."""
 
     def __init__(self, sequence: Sequence, top: int, pooling: str | None):
-        """`top`: how many top log probabilities are wanted beside that of each prompt token."""
+        """`top`: how many top log probabilities are requested besides that of each prompt token."""
         self._follows = sequence.tokens[1 : sequence.prompt_len]
         self._top, self._pooling = top, pooling
         self._sum: np.ndarray | None = None  # of hidden states in order of positions, or the last one

@@ -25,7 +25,7 @@ from .vocabulary import tokenizer_of_vocab, without_marks
 logger = logging.getLogger(__name__)
 
 CACHED_GRAMMARS, CACHED_BYTES = 256, 512 << 20
-CACHED_VOCABULARIES = 2  # beside the checkpoint's
+CACHED_VOCABULARIES = 2  # cached in addition to that of the checkpoint
 MAX_FORCED = 16  # the most forced tokens (drafts) of one sequence at a time
 
 

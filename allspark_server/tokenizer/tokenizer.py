@@ -33,7 +33,7 @@ class Tokenizer:
     ):
         """`special_tokens`: for example {"eos_token": "</s>"}; chat templates see them by these names.
         `chat_templates`: jinja sources by name; the usual one is "default". `source`: the name in error messages.
-        `stop_ids`: ids that end an answer, beside those of the model's config.
+        `stop_ids`: ids that end an answer, besides those of the model's config.
         """
         backend.no_padding()
         backend.no_truncation()

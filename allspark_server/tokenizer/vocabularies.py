@@ -34,7 +34,7 @@ class Family:
 
     `special`: texts of the ids after the vocabulary's. `prefix`: special tokens before every text. `digits`: how many
     digits tiktoken puts into one token at most. `composed`: text is normalized to NFC. `chat`: returns the chat
-    template for a checkpoint's generation_config; `stops`: tokens that then end an answer, beside the end of sequence.
+    template for a checkpoint's generation_config; `stops`: tokens that then end an answer, besides the end of sequence.
     """
 
     special: tuple[str, ...] = ()

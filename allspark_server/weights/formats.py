@@ -203,14 +203,14 @@ def wanted_formats(graph: Graph, config: AsModelConfig, unquantized: str) -> dic
             AsStatus.ALLSPARK_PARAM_ERROR,
             f"weight_dtype={config.weight_dtype!r} with weight_group_size={config.weight_group_size}: the model "
             + (f"is quantized, as {stored}; use weight_dtype='auto'" if foreign else
-               f"was serialized as {stored}; use weight_dtype='auto', or serialize it anew")
+               f"was serialized as {stored}; use weight_dtype='auto', or serialize it again")
             + (f" or {quantized.dtype!r}" if foreign and quantized != stored else ""),
         )
     if graph.quantization.quantize_head and not config.quantize_head:
         raise AllSparkError(
             AsStatus.ALLSPARK_PARAM_ERROR,
             "quantize_head=False: the model was serialized with its embedding and "
-            "head quantized; serialize it anew",
+            "head quantized; serialize it again",
         )
     routing = routing_weights(graph)
 

@@ -340,7 +340,7 @@ def test_an_answer_is_a_call_or_as_its_format_says(guide, name, form, fits, othe
         assert takes(grammar, tokenizer, text), text
     for text in others:
         assert not takes(grammar, tokenizer, text), text
-    with pytest.raises(ValueError, match="a grammar cannot stand beside tools"):
+    with pytest.raises(ValueError, match="a grammar cannot be combined with"):
         calls_of(tokenizer, name, ChatOptions(tools=TOOLS), "Hello",
                  response_format={"type": "grammar", "grammar": "start: /a/"})
 

@@ -31,7 +31,7 @@ _NF4 = np.array([-1.0, -0.6961928009986877, -0.5250730514526367, -0.394917488098
 
 
 class BitsAndBytes:
-    """A checkpoint with NF4's tensors beside each weight, or with SCB, a scale for each row of int8."""
+    """A checkpoint with NF4's tensors for each weight, or with SCB, a scale for each row of int8."""
 
     def __init__(self, source: Source, config: Fields):
         self.source = source
