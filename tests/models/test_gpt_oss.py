@@ -288,7 +288,7 @@ def _three_dimensions(tensors):
 
 
 @pytest.mark.parametrize("change, problem", [
-    (_wrong_scale, r"down_proj_scales' .*holds scales that are NaN, of expert 2"),
+    (_wrong_scale, r"down_proj_scales' .*holds scales of expert 2 that are NaN"),
     (_cut_blocks, r"gate_up_proj_blocks' .*has shape \[6, 318, 3, 16\]: expected \[6, 320, 3, 16\]"),
     (_no_scales, r"has no tensor 'model.layers.1.mlp.experts.down_proj_scales'"),
     (_three_dimensions, r"down_proj_blocks' .*expected \[experts, rows, blocks, 16\]"),

@@ -97,7 +97,7 @@ def test_plans_are_decoded(program, tmp_path):
 
 
 def test_windows_of_ranks(program):
-    done = subprocess.run([program, "window"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([program, "shared_memory"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-4000:]
 
 
