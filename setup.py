@@ -335,8 +335,8 @@ def requirements() -> dict:
     # Needed to build the CUDA backend without a toolkit. Running it needs only the driver.
     cuda = [f"nvidia-{name}>=13.0" for name in ("cuda-nvcc", "nvvm", "cuda-crt", "cuda-runtime", "cuda-cccl")]
     docs = ["mkdocs-material>=9.5,<10"]     # needed by scripts/docs
-    extras = {"test": [*test, *check, *docs], "check": check, "docs": docs, "clients": clients, "cuda": cuda, "otel": otel,
-              "sentencepiece": ["sentencepiece>=0.2"]}      # for checkpoints with sentencepiece models
+    extras = {"test": [*test, *check, *docs], "check": check, "docs": docs, "clients": clients, "cuda": cuda,
+              "otel": otel, "sentencepiece": ["sentencepiece>=0.2"]}      # for checkpoints with sentencepiece models
     return {"install_requires": client if CLIENT_ONLY else client + server, "extras_require": extras}
 
 
