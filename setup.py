@@ -239,8 +239,9 @@ class BuildExt(build_ext):
             flags = ["-std=c++17", "-O3", *chips, "-ccbin", compiler[-1], "-Xcompiler", "-fPIC,-fvisibility=hidden"]
             # Sampling must have the host's bits, so the compiler may not fuse multiplications and additions.
             kernels = ROOT / "native/cuda/kernels"
+            own_flags = {"sample": ["-fmad=false"]}
             jobs += [(source, temporary / "cuda" / dtype / source.parent.relative_to(kernels),
-                      [str(nvcc), *flags, f"-DAS_DTYPE16={dtype}", *(["-fmad=false"] if source.stem == "sample" else [])])
+                      [str(nvcc), *flags, f"-DAS_DTYPE16={dtype}", *own_flags.get(source.stem, [])])
                      for source in sorted(kernels.rglob("*.cu"))
                      for dtype in (DTYPES16 if "AS_DTYPE16" in source.read_text() else DTYPES16[:1])]
             libraries += [str(static), "-ldl", "-lrt"]
