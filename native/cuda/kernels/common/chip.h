@@ -1,4 +1,4 @@
-// What the choice among kernels depends on of a GPU.
+// Properties of a GPU on which the choice among kernels depends.
 #pragma once
 
 namespace as::cuda {

@@ -5,7 +5,7 @@
 namespace as::cuda {
 namespace {
 
-constexpr int kThreads = 512, kAtOnce = 4, kBlocks = 4;  // of threads, of an SM
+constexpr int kThreads = 512, kAtOnce = 4, kBlocks = 4;  // kBlocks: CTAs of an SM
 
 __global__ void __launch_bounds__(kThreads) read_kernel(const uint4* data, size_t count, uint32_t* sink) {
   after_previous();
@@ -20,10 +20,10 @@ __global__ void __launch_bounds__(kThreads) read_kernel(const uint4* data, size_
     for (int j = 0; j < kAtOnce; j++) seen ^= values[j].x ^ values[j].y ^ values[j].z ^ values[j].w;
   }
   for (; i < count; i += stride) seen ^= data[i].x;
-  if (seen == 0x5a5a1234) *sink = seen;  // hardly ever, but that is not known when it is compiled
+  if (seen == 0x5a5a1234) *sink = seen;  // almost never true, but the compiler cannot know
 }
 
-// bfloat16 of both signs and sizes from 2^-7 to 1: how fast a chip multiplies depends on what.
+// bfloat16 values of both signs and magnitudes from 2^-7 to 1: the speed of tensor cores depends on their operands.
 __global__ void fill_kernel(uint32_t* data, size_t count) {
   after_previous();
   const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;

@@ -6,13 +6,12 @@
 
 namespace as::cuda {
 
-// Of the GPU in use, bytes of shared memory that a CTA may have: 227 KiB on Hopper, 163 on the A100, 99 on
-// many others.
+// Bytes of shared memory that a CTA may have on the current GPU: 227 KiB on Hopper, 163 on the A100, 99 on many others.
 inline int most_shared() {
   int device = 0, bytes = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  // For tests: as on the chips of capability 8.6 and 8.9, where that is pretended (Device).
+  // For tests that pretend to run on a chip of capability 8.6 or 8.9 (Device).
   static const char* const pretended = std::getenv("ALLSPARK_TEST_CAPABILITY");
   return pretended && std::atoi(pretended) % 10 ? std::min(bytes, 99 << 10) : bytes;
 }

@@ -6,8 +6,9 @@
 namespace as::cuda {
 namespace AS_DTYPE16 {
 
-// Adds bias to kCount sums of a thread, adds them to y if p.adds, and stores them. All reads come before all writes, so
-// that they overlap. where(i): row and column of sum i; rows, width: limits of those that exist.
+// Adds bias to kCount sums of a thread, adds them to y if p.adds, and stores them. All reads are issued before the
+// first write, so that they overlap. where(i): row and column of sum i. rows, width: sums outside these limits are
+// ignored.
 struct Place {
   int row, column;
 };
@@ -32,7 +33,7 @@ __device__ inline void finish(const GemmArgs& p, int rows, int width, const floa
   }
 }
 
-// The same for four adjacent columns from a multiple of four on, in two steps: read_added() prefetches what is added;
+// The same for four adjacent columns, the first a multiple of four, in two steps: read_added() prefetches bias and y;
 // finish_four() adds and stores.
 struct Added {
   float4 bias, before;
@@ -51,7 +52,7 @@ __device__ inline void finish_four(const GemmArgs& p, int row, int column, float
   put_four<kPushes>(p.y, row, column, p.w.n, sums);
 }
 
-// The gated result of a gate and an up value, with bias. column: of the result.
+// The gated result of a gate and an up value, with bias. column: column of the result.
 __device__ inline float gated(const GemmArgs& p, int column, float gate, float up) {
   if (p.bias) gate = __fadd_rn(gate, p.bias[column]), up = __fadd_rn(up, p.bias[p.y.width + column]);
   return silu_times(gate, up);

@@ -1,9 +1,10 @@
 // Epilogue of tiles of 8-bit GEMMs: loads scales and biases, and turns sums into results, for floats (gemm_float8.h)
 // and for integers with one group (gemm_integer.h).
 //
-// S describes the shape of a tile and its shared memory. kColumns; kFloats; kEndWords of a warpgroup's tile: scales and
-// biases (unless gated) of its columns, scales of its rows, and for integers the rows' sums for each split-K part;
-// kTotals sums of parts of a thread, of which kKept are in registers; kWorkers threads that multiply.
+// S describes a tile's shape and shared memory. kColumns: columns of the tile. kFloats: e4m3 rather than integers.
+// kEndWords: words of a warpgroup's tile for scales and biases (unless gated) of its columns, scales of its rows, and
+// for integers the rows' sums for each split-K part. kTotals: sums of split-K parts of a thread, kKept of them in
+// registers. kWorkers: threads that multiply.
 #pragma once
 #include <type_traits>
 #include <utility>
@@ -16,11 +17,11 @@ namespace as::cuda {
 namespace AS_DTYPE16 {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// A warpgroup's warps, by the named barrier that it alone has.
+// Synchronizes a warpgroup by its own named barrier.
 __device__ inline void warps_meet(int group) { asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory"); }
 
-// What the end of a warpgroup's tile reads (kEndWords) is on its way into shared memory. k: of the split-K parts that
-// are computed here; first_block: of K.
+// Starts to copy what a warpgroup's epilogue reads (kEndWords) to shared memory. k: the split-K parts, of which this
+// warpgroup computes those from block first_block of K on.
 template <typename S>
 __device__ void ask_for_end(const GemmArgs& p, int rows, int first_row, int first_column, const SplitK& k,
                             int first_block, uint32_t to) {
@@ -45,13 +46,13 @@ __device__ inline void await_end(int group) {
   warps_meet(group);
 }
 
-// Of 16 columns from `column` of a tile on what a thread's scales are, in the order of its sums of a row: columns 2 q,
-// 2 q + 1, 8 + 2 q, 9 + 2 q. end: where what ask_for_end() asked for is.
+// The scales of a thread's four of 16 columns from `column` of a tile on, in the order of its sums of a row: columns 2
+// q, 2 q + 1, 8 + 2 q, 9 + 2 q (q: lane % 4). end: address of the data that ask_for_end() copies.
 __device__ inline void read_scales(uint32_t end, int column, uint32_t (&scales)[4]) {
   const uint4 four = load_16(end + (column + threadIdx.x % 4 * 4) * 4);
   scales[0] = four.x, scales[1] = four.z, scales[2] = four.y, scales[3] = four.w;
 }
-// Of a thread's two rows what there is in that many places behind what is of columns.
+// Reads the values of a thread's two rows from row array number `place`; the row arrays follow the arrays of columns.
 template <typename S>
 __device__ void read_of_rows(uint32_t end, int place, float (&of_rows)[2]) {
   const int thread = afresh(threadIdx.x % 128), row = thread / 32 * 16 + thread % 32 / 4;
@@ -60,7 +61,7 @@ __device__ void read_of_rows(uint32_t end, int place, float (&of_rows)[2]) {
   for (int h = 0; h < 2; h++) asm volatile("ld.shared.f32 %0, [%1];" : "=f"(of_rows[h]) : "r"(at + h * 32));
 }
 
-// What integers' sums of 16 columns are as floats; d: a thread's; of_rows: sums of its rows.
+// Converts a thread's integer sums d of 16 columns to floats. of_rows: sums of its rows of activations.
 __device__ inline void sums_of_integers(uint32_t end, int column, const int* d, const float (&of_rows)[2],
                                         float (&sums)[8]) {
   uint32_t scales[4];
@@ -74,7 +75,7 @@ __device__ inline void sums_of_integers(uint32_t end, int column, const int* d, 
   }
 }
 
-// Of a thread the sums of split-K parts so far, some of them in shared memory: from that address on.
+// A thread's sums over the split-K parts so far: the first kKept in registers, the others in shared memory.
 template <typename S>
 class Totals {
  public:
@@ -100,8 +101,8 @@ class Totals {
   uint32_t shared_;
 };
 
-// What a thread's sums of a tile are in the end, as epilogue_rows() and write_gated() ask for them: of 16 columns, of
-// its first or its second row, columns 2 q, 2 q + 1, 8 + 2 q, 9 + 2 q.
+// A thread's results of a tile, in the form that epilogue_rows() and write_gated() read: for 16 columns and the
+// thread's first or second row, columns 2 q, 2 q + 1, 8 + 2 q, 9 + 2 q.
 template <typename S, typename Sums>
 class Results {
  public:
@@ -133,7 +134,7 @@ class Results {
   float scales_[2], of_rows_[2];
 };
 
-// Sums of all split-K parts, or of the one that there is.
+// The sums of all split-K parts, or of the only one.
 template <bool kChained, typename Totals, typename Sums>
 __device__ const auto& of_parts(const Totals& total, const Sums& d) {
   if constexpr (kChained) return total;

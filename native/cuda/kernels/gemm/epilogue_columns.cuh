@@ -1,4 +1,4 @@
-// Epilogue of warpgroups whose first wgmma operand is the weights: 64 columns of the result by some rows each.
+// Epilogue of warpgroups whose first wgmma operand is the weights: 64 columns of the result and several rows each.
 #pragma once
 #include "cuda/kernels/gemm/epilogue.cuh"
 #include "cuda/kernels/quantize/quantized.cuh"
@@ -6,13 +6,13 @@
 namespace as::cuda {
 namespace AS_DTYPE16 {
 
-// How sums become values: as they are, or times the scale of their row of activations of 8 bits, or of floats the
-// column's before that.
+// How sums become values: unchanged, times the scale of their row of 8-bit activations, or, for floats, times the scale
+// of the column and then that of the row.
 enum class SumScales { none, rows, columns_and_rows };
 
-// Sums of a thread, as wgmma leaves them: number i is of row i / 4 * 8 + lane % 4 * 2 + i % 2 from first_row on, and of
-// the block's column warp * 16 + lane / 4 + i % 4 / 2 * 8, where gates and what they gate are side by side. of_rows:
-// scales.
+// A thread's sums in wgmma's order: number i belongs to row i / 4 * 8 + lane % 4 * 2 + i % 2 from first_row on, and to
+// the block's column warp * 16 + lane / 4 + i % 4 / 2 * 8. Gate and up columns are interleaved as in pair_rows().
+// of_rows: scales of the rows.
 template <SumScales kScales, int kValues>
 __device__ inline void epilogue_columns(const GemmArgs& p, int rows, int first_row, int column_block,
                                         float (&sums)[kValues], const float* of_rows) {

@@ -1,4 +1,4 @@
-// Epilogue of warpgroups whose first wgmma operand is the activations: 64 rows by some columns each.
+// Epilogue of warpgroups whose first wgmma operand is the activations: 64 rows and several columns each.
 #pragma once
 #include "cuda/kernels/common/wgmma.cuh"
 
@@ -6,12 +6,12 @@ namespace as::cuda {
 namespace AS_DTYPE16 {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// Both of what follows take a thread's results as results(sixteen, h, v): of 16 columns and its first or second row
-// those of columns 2 q, 2 q + 1, 8 + 2 q and 9 + 2 q, q being the lane of four.
+// The two epilogues below read a thread's results by results(sixteen, h, v): for 16 columns and the thread's row h (0
+// or 1), columns 2 q, 2 q + 1, 8 + 2 q and 9 + 2 q, q = lane % 4.
 
-// A warpgroup's sums of 64 rows become gated values: a thread has gates and what they gate of the same columns, two
-// adjacent ones of each eight; lanes exchange these, so that each has eight adjacent ones at a time. Few instructions
-// count here: nobody multiplies meanwhile, and they do not stay in the cache.
+// Writes the gated values of a warpgroup's 64 rows. A thread has gate and up values of the same columns, two adjacent
+// ones of each eight; lanes exchange results so that each stores eight adjacent ones at a time. Few instructions matter
+// here: no warp of the CTA multiplies meanwhile, and the code does not stay in the instruction cache.
 template <bool kBias, int kColumns, typename Results>
 __device__ inline void write_gated(const GemmArgs& p, int rows, int first_row, int first_column,
                                    const Results& results) {
@@ -21,7 +21,7 @@ __device__ inline void write_gated(const GemmArgs& p, int rows, int first_row, i
   const auto gate_of = [&](int i, int j, const float* gates) {
     if constexpr (!kBias) return silu_times(gates[j], gates[2 + j]);
     const int column = first_column + i * 8 + 2 * (int)quarter + j;
-    const bool there = column < width;  // with -0 a sum is what is added
+    const bool there = column < width;  // -0 plus x is x
     return silu_times(__fadd_rn(gates[j], there ? p.bias[column] : -0.0f),
                       __fadd_rn(gates[2 + j], there ? p.bias[width + column] : -0.0f));
   };
@@ -38,7 +38,7 @@ __device__ inline void write_gated(const GemmArgs& p, int rows, int first_row, i
     exchange(words);
     const int column = first_column + (first + (int)quarter) * 8;
     if (row >= rows || first + (int)quarter >= kEights || column >= width) continue;
-    if (column + 8 > width) {  // columns from the width on are padding, which is zero
+    if (column + 8 > width) {  // columns from `width` on are padding, which is zero
 #pragma unroll
       for (int i = 0; i < 4; i++) words[i] &= column + 2 * i + 1 < width ? ~0u : column + 2 * i < width ? 0xffff : 0;
     }
@@ -47,7 +47,7 @@ __device__ inline void write_gated(const GemmArgs& p, int rows, int first_row, i
   }
 }
 
-// What a warpgroup's sums of 64 rows are added to is on its way into the second-level cache.
+// Prefetches the values of y that a warpgroup's sums of 64 rows are added to, into the L2 cache.
 template <int kColumns>
 __device__ inline void ask_for_added(const GemmArgs& p, int rows, int first_row, int first_column) {
   constexpr int kLine = 32;  // values
@@ -65,9 +65,10 @@ __device__ inline float4 load_four(uint32_t address) {
   return v;
 }
 
-// Likewise as they are, with a bias, or added to what is there. Lanes exchange two values of each 16 columns, so that
-// each has four adjacent ones. Of kAsked of these at a time what they are added to is asked for while those before are
-// computed with: one after the other would wait for each. bias: of the tile's columns, where it is in shared memory.
+// Writes a warpgroup's 64 rows without gating: with a bias, or added to y. Lanes exchange two values of each 16
+// columns, so that each has four adjacent ones. The values to add are loaded for kAsked such fours at a time, while the
+// previous kAsked are computed; one load after the other would expose each latency. bias: shared-memory address of the
+// biases of the tile's columns.
 template <int kColumns, int kAsked, bool kBiasShared, typename Results>
 __device__ inline void epilogue_rows(const GemmArgs& p, int rows, int first_row, int first_column,
                                      const Results& results, uint32_t bias = 0) {
@@ -75,8 +76,8 @@ __device__ inline void epilogue_rows(const GemmArgs& p, int rows, int first_row,
   const unsigned thread = afresh(threadIdx.x % 128), lane = thread % 32, odd = lane % 2;
   const int width = p.y.width, within = 8 * odd + lane % 4 / 2 * 4, column = first_column + within,
             row = first_row + (int)(thread / 32 * 16 + lane / 4);
-  const int left = p.w.n - column;                 // of the columns that there are
-  const bool with_bias = !kBiasShared && !p.adds;  // as what is there
+  const int left = p.w.n - column;                 // columns that exist from `column` on
+  const bool with_bias = !kBiasShared && !p.adds;  // then the bias is loaded in place of y
   const float* added = (with_bias ? p.bias : p.y.values + (size_t)row * width) + column;
   const int stride = with_bias ? 0 : 8 * width;
   const bool adds = p.adds || (with_bias && p.bias);

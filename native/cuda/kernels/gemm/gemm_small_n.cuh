@@ -1,17 +1,17 @@
-// Shared parts of float32 GEMMs with few columns. Each value is the sum of 32 chains of fused multiply-adds, each over
-// four adjacent columns of every 128, added in pairs at growing distance.
+// Shared parts of float32 GEMMs with few columns. Each value is the sum of 32 chains of fused multiply-adds, one for
+// each lane, over four adjacent columns of every 128. The chains are added by warp_sum().
 #pragma once
 #include "cuda/kernels/gemm/epilogue.cuh"
 
 namespace as::cuda {
 namespace AS_DTYPE16 {
 
-constexpr int kLaneColumns = 4, kWarpColumns = 32 * kLaneColumns;  // adjacent ones of a lane, of a warp
+constexpr int kLaneColumns = 4, kWarpColumns = 32 * kLaneColumns;  // adjacent columns of a lane; of a warp
 
-// How many columns of k a row of weights takes in shared memory.
+// Columns that a row of weights occupies in shared memory, with padding.
 AS_BOTH inline int padded_columns(int k) { return (k + kWarpColumns - 1) / kWarpColumns * kWarpColumns; }
 
-// Columns [column, column + 4) of a row of k, zeros where there are none. kWhole: k is a multiple of 4.
+// Columns [column, column + 4) of a row of length k; zeros beyond the row's end. kWhole: k is a multiple of 4.
 template <bool kWhole>
 __device__ float4 read_four(const float* row, int column, int k) {
   if (column >= k) return make_float4(0, 0, 0, 0);
@@ -28,7 +28,7 @@ __device__ inline float multiply_add(float4 a, float4 b, float sum) {
   return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, sum))));
 }
 
-// A CTA brings rows [first, first + count) of a matrix into shared memory.
+// Copies rows [first, first + count) of a matrix to shared memory, by all threads of a CTA.
 template <bool kWhole>
 __device__ void bring_rows(const Matrix& m, int first, int count, float* to) {
   const int length = padded_columns(m.k);
@@ -39,8 +39,8 @@ __device__ void bring_rows(const Matrix& m, int first, int count, float* to) {
   }
 }
 
-// A warp's products of kRows rows of x, of which `there` are there, with kColumns rows of weights in shared memory;
-// every lane has them.
+// Multiplies kRows rows of x, of which the first `there` exist, with kColumns rows of weights in shared memory, by a
+// warp. Every lane gets the sums.
 template <int kRows, int kColumns, bool kWhole>
 __device__ void multiply_rows(const float* x, int there, const float* weights, int k, float (&sums)[kRows][kColumns]) {
   const int length = padded_columns(k);

@@ -1,13 +1,14 @@
-// The tile scheduler of prefill GEMMs: persistent CTAs compute one tile after the other, and an equal part of the tiles
-// left for the end. A CTA begins a shared tile long before the CTA that continues from its sums.
+// The tile scheduler of prefill GEMMs: persistent CTAs compute one tile after the other, and share the tiles that
+// remain at the end equally. A CTA starts a shared tile long before the CTA that continues from its sums.
 #pragma once
 #include "cuda/kernels/common/wgmma.cuh"
 
 namespace as::cuda {
 namespace AS_DTYPE16 {
 
-// The tiles of a product, cluster by cluster. Those from `whole` on are shared: each cluster has an equal part, of one
-// tile at least. unit: of how many blocks of K parts are, so that no split-K part is cut.
+// The tiles of a product, in units of one tile of a whole cluster. Tiles from number `whole` on are shared: each
+// cluster computes an equal part of them, at least one tile's work. unit: parts consist of multiples of this many
+// blocks of K, so that no split-K part is cut.
 struct Walk {
   int down, across, whole, unit;
 
@@ -15,16 +16,16 @@ struct Walk {
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// A part of a tile of a CTA: where it is, and blocks [begin, end) of K.
+// A CTA's part of a tile: its first row and column, and blocks [begin, end) of K.
 struct TilePart {
   int row, column, begin, end;
 };
 
-// The parts of tiles that a cluster has, in the order in which it computes them. Of tiles that are shared that which
-// another goes on with comes first, and that which goes on from another's sums last. S: of what shape tiles are
-// (kTileRows x kColumns), kDown x kAcross in a cluster; in their order kBand tiles of rows take one of columns after
-// the other. kFirst: what others go on with comes first of all, so that clusters do not end their tiles, and write, all
-// at the same time; or after tiles that are not shared. down, across: the block's place in its cluster.
+// The parts of tiles that a cluster computes, in order. A part that another cluster continues comes first among the
+// shared ones, and a part that continues from another cluster's sums comes last. S: shape of the tiles (kTileRows x
+// kColumns), kDown x kAcross of them in a cluster; kBand tiles of rows share a column of tiles before the next column.
+// kFirst: parts that others continue come before all other tiles, so that clusters do not end and write their tiles at
+// the same time; otherwise after the tiles that are not shared. down, across: the CTA's position in its cluster.
 template <typename S, bool kFirst>
 class TileScheduler {
  public:
@@ -62,11 +63,12 @@ class TileScheduler {
   }
   const Walk& walk_;
   const int blocks_, units_, cluster_, clusters_, down_, across_;
-  int turns_, begin_, end_;  // of units of what is shared
+  int turns_, begin_, end_;  // begin_, end_: units of the shared tiles
 };
 
-// Of a warpgroup, in that place of its CTA': sums that another goes on with, and those to go on from.
-// barrier: a named one of its own. One by one: else the compiler keeps sums in fours, which costs registers.
+// A warpgroup's sums that another CTA continues from, and the sums of another CTA to continue from. group: the
+// warpgroup's number in its CTA. barrier: a named barrier of its own. Values are copied one by one: with vectors the
+// compiler keeps sums in groups of four, which costs registers.
 template <typename Sums>
 __device__ void hand_over(const Scratch& scratch, int group, int barrier, const Sums& sums) {
   constexpr int kCount = Sums::kCount;
