@@ -18,7 +18,7 @@ struct GemmArgs {
   Norm norm = {};
 };
 
-// The kernels of GEMMs, all of which give the same bits. cuda/kernel_choice.h says which serve a GEMM on a chip.
+// The GEMM kernels. All give the same bits. cuda/kernel_choice.h says which ones support a GEMM on a chip.
 enum class GemmAlgo {
   any,       // the fastest; not for launches
   simt,      // float32

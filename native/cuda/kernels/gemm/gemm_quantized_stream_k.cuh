@@ -1,17 +1,17 @@
-// Stream-K GEMMs of quantized weights by wgmma; gemm_stream_k.cu is the bfloat16 counterpart.
+// Stream-K GEMMs of quantized weights by wgmma; gemm_stream_k.cu is the 16-bit counterpart.
 //
-// A CTA stays on its SM and has an equal number of all steps of all tiles. A step is two blocks of K; a tile is some
-// columns (rows of the weights) by some rows of activations. Four warps copy steps to shared memory, as far ahead as
-// there is room, across tiles. Warpgroups multiply, each 64 columns with all rows: a warp dequantizes 16 columns to the
-// first operand in registers while the previous product is under way. float8 weights are read from shared memory
-// without conversion. Few rows are multiplied by mma.sync, which gives the same bits (not for float8) and takes fewer
-// instructions than wgmma's descriptors and waits.
+// CTAs are persistent, and each computes an equal number of all steps of all tiles. A step is two blocks of K; a tile
+// is several columns (rows of the weights) by several rows of activations. Four warps copy steps to shared memory as
+// far ahead as there is room, across tiles. Warpgroups multiply 64 columns each with all rows: a warp dequantizes 16
+// columns to the first operand in registers while the previous product runs. float8 weights are read from shared memory
+// without conversion. Few rows are multiplied by mma.sync, which gives the same bits (except for float8) and takes
+// fewer instructions than wgmma's descriptors and waits.
 //
-// A tile's sum over K consists of split-K parts (tiles.h), which the last CTA to arrive adds in ascending order. If
-// nearly all SMs have a part when each has one, they get one each: hand-overs would cost more than unequal work. A part
-// that two CTAs share is begun first of all by one CTA and finished last by the other, which continues from the sums
-// that the first left in global memory long before. CTAs wait only for CTAs of lower numbers, which have started
-// before.
+// A tile's sum over K consists of split-K parts (tiles.h). The last CTA to arrive adds them in ascending order. If one
+// part for each CTA keeps nearly all SMs busy, each CTA computes one part: hand-overs would cost more than unequal
+// work. If two CTAs share a part, one computes its beginning before all its other work and leaves the sums in global
+// memory; the other continues from them as its last work, long after. CTAs wait only for CTAs of lower numbers, which
+// have started before.
 #pragma once
 #include <algorithm>
 
@@ -26,12 +26,11 @@ namespace AS_DTYPE16 {
 
 constexpr int kGroupThreads = 128;
 
-// Formats: of weights of so many bits, and of what they are multiplied with.
-// kRowBytes: of a row of a block of activations; kParts: products of a block; kSets: of scales, of a block; kSegments:
-// whether sums become floats, or are added to others, within a split-K part; kWhole: once, at its end, so that what
-// this takes is read then and need not be copied along.
+// Formats of weights (kBits bits) and activations. kRowBytes: bytes of a row of a block of activations. kParts:
+// products of a block. kSets: sets of scales of a block. kSegments: within a split-K part, sums become floats and are
+// added to a total. kWhole: that happens only at the part's end, where scales and row sums are read from global memory.
 template <int kWeightBits, bool kFineGroups>
-struct Rounded {  // activations in bfloat16; kFineGroups: scales change within a block
+struct Rounded {  // bfloat16 activations; kFineGroups: scales change within a block
   using Sum = float;
   static constexpr int kBits = kWeightBits, kRowBytes = cuda::kRowBytes, kParts = 4, kSets = kFineGroups ? 4 : 1;
   static constexpr bool kFine = kFineGroups, kSegments = false, kFloats = false, kWhole = false;
@@ -51,24 +50,24 @@ struct Floats {
   static constexpr SumScales kScales = SumScales::columns_and_rows;
 };
 
-// kRows: of activations; kGroups: warpgroups, of 64 columns each. kOwn: there is one row, which is normed and becomes 8
-// bits here.
+// kRows: rows of activations. kGroups: warpgroups that multiply, 64 columns each. kOwn: there is one row, which the
+// kernel normalizes and quantizes itself.
 template <class Format_, int kRows_, int kGroups_, bool kOwn_ = false>
 struct StreamKShape {
   using Format = Format_;
   static constexpr int kRows = kRows_, kGroups = kGroups_;
   static constexpr bool kOwn = kOwn_;
   static constexpr int kWorkers = kGroupThreads * kGroups, kThreads = kWorkers + kGroupThreads;
-  // Registers of a thread: at launch, as many as all threads can have; then of one that multiplies, and of one that
-  // copies, which together must be no more, or a warpgroup waits for its own without end.
+  // Registers of a thread: at launch, as many as fit for all threads; then of a thread that multiplies and of one that
+  // copies. The latter two must not need more in all than at launch, or a warpgroup waits for registers forever.
   static constexpr int kLaunched = (65536 / 4 / 32 / ((kThreads / 32 + 3) / 4)) / 8 * 8;
   static constexpr int kRegisters = kGroups == 2 ? 224 : kGroups == 3 ? 152 : 104;
   static constexpr int kCopyRegisters = kGroups == 2 ? 56 : kGroups == 3 ? 56 : 64;
   static_assert(kGroups >= 2 && kGroups * kRegisters + kCopyRegisters <= (kGroups + 1) * kLaunched);
   static constexpr bool kHasSums = std::is_same_v<typename Format::Sum, int>;
-  // By mma.sync, which takes fewer instructions; not floats of 8 bits, whose sums by wgmma have bits of their own.
+  // Few rows are multiplied by mma.sync, which takes fewer instructions. Not e4m3: wgmma's sums have other bits.
   static constexpr bool kFew = kRows <= 32 && !Format::kFloats;
-  // Of a block: of rows, of their sums, of a group's quantized values and scales.
+  // Bytes of a block: of rows, of their sums, of a warpgroup's quantized values, of a set of scales.
   static constexpr int kRowBytes = kOwn ? 0 : Format::kRowBytes, kRowsBytes = kRows * kRowBytes;
   static constexpr int kSumsBytes = kHasSums && !kOwn && !Format::kWhole ? kRows * 4 : 0;
   static constexpr int kQuantsBytes = quant_bytes(Format::kBits), kSetBytes = kScaleWords * 4;
@@ -79,7 +78,7 @@ struct StreamKShape {
   static constexpr int kStages = (216 << 10) / kStageBytes < 16 ? (216 << 10) / kStageBytes : 16;
   static constexpr int kOwnAt = kStages * kStageBytes, kShared = kOwnAt + (kOwn ? kNormedBytes + kBehindRow : 0);
   using Normed = NormedChunks<kWorkers, kNormedBytes / kChunkColumns / kWorkers>;
-  static constexpr int kValues = kRows / 2;  // of a thread
+  static constexpr int kValues = kRows / 2;  // sums of a thread
   static constexpr size_t kSums = (size_t)kWorkers * kValues;
   static_assert(kStages >= 3 && kSums * (kHasSums ? 2 : 1) <= kScratchFloats && kGroups <= kScratchFlags);
 
@@ -105,8 +104,9 @@ __device__ inline void group_barrier(int group) {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 constexpr int kCopyWarps = kGroupThreads / 32;
-// What a warp asks for in each of a CTA's steps: a group's quantized values, a group's scales, and some of the rows.
-// All that takes a division is worked out when a part begins: in each step it would take longer than its weights do.
+// The copies that a warp starts in each step: a warpgroup's quantized values, a warpgroup's scales, and some of the
+// rows. Everything that needs a division is computed at the beginning of a part: a division in each step would take
+// longer than copying the step's weights.
 template <class S>
 class StreamKCopies {
  public:
@@ -125,7 +125,6 @@ class StreamKCopies {
       for (left_ -= kStepBlocks; left_ <= 0; left_ += sets_.blocks) set_ += sets_.each;
     }
   }
-  // to: the stage.
   __device__ void fetch_weights(uint32_t to, uint64_t* full) const {
     const int blocks = min(kStepBlocks, k_.blocks - step_ * kStepBlocks);
     int sets = 0;
@@ -154,7 +153,8 @@ class StreamKCopies {
   }
 
  private:
-  // The group whose scales a warp asks for: of two groups a warp that has no quantized values.
+  // The warpgroup whose scales this warp copies. With two warpgroups, it is one of the warps that copy no quantized
+  // values.
   __device__ int scaled() const { return kCopyWarps - 1 - warp_; }
   __device__ void begin() {
     there_ = parts_.next(part_);
@@ -188,7 +188,7 @@ class StreamKCopies {
   const ScaleSets sets_;
   const int rows_, warp_;
   const char *quants_, *scales_, *x_;
-  int step_, row_, there_rows_, own_rows_, groups_, set_, left_;  // left_: blocks of the set, from the step's first on
+  int step_, row_, there_rows_, own_rows_, groups_, set_, left_;  // left_: blocks left of the set, from the step on
   bool there_;
 };
 #endif
@@ -199,7 +199,7 @@ __device__ inline void clear(Sum (&d)[kValues]) {
   for (int i = 0; i < kValues; i++) d[i] = 0;
 }
 
-// The sums of all split-K parts in ascending order. Of few values everything is asked for before anything is added.
+// Adds all split-K parts in ascending order. With few values, all loads are issued before the first addition.
 template <int kValues, int kStride, size_t kPiece>
 __device__ inline void add_parts(const float* from, int k_parts, float (&sums)[kValues]) {
   if constexpr (kValues <= 16) {
@@ -231,7 +231,8 @@ __device__ inline void add_parts(const float* from, int k_parts, float (&sums)[k
   }
 }
 
-// Of the one row what products do not read: its scale, and integers' sums, of each segment where it ends.
+// Data of the single row that products do not read: its scale and, for integers, each segment's sum at the segment's
+// last block.
 template <class S>
 struct OwnRow {
   float scale;
@@ -278,7 +279,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const StreamKScheduler all(k, shares);
   const int group = threadIdx.x / kGroupThreads, lane = threadIdx.x % 32;
   uint32_t stages = shared_address(shared), full_at = shared_address(full), empty_at = shared_address(empty);
-  // The compiler has these in registers: it would work them out again in every step.
+  // Keeps these in registers: the compiler would compute them again in every step.
   asm volatile("" : "+r"(stages), "+r"(full_at), "+r"(empty_at));
   const Quants& quants = p.w.quants;
   let_next_begin();
@@ -290,12 +291,12 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   Pipeline<kStages> ring;
   if (group == kGroups) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::kCopyRegisters));
-    // Of each copy that there is to ask for in a step a warp has its own, one thread of it.
+    // One thread of each warp starts the copies of that warp.
     if (!elected()) return;
     static_assert(kGroups <= kCopyWarps && kRows <= 2 * kBlock && kStepBlocks * 2 == kCopyWarps);
     StreamKCopies<S> ahead(p, all, rows, k, row_tiles, (threadIdx.x - S::kWorkers) / 32);
     StreamKCopies<S> behind = ahead;
-    // Weights are on their way before the kernel before this one has made the rows.
+    // Weights are prefetched before the previous kernel has written the rows.
     int begun = 0;
     for (; begun < kStages && ahead.there(); begun++, ahead.next())
       ahead.fetch_weights(stages + begun * S::kStageBytes, &full[begun]);
@@ -316,13 +317,13 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     const int thread = threadIdx.x % kGroupThreads, warp = thread / 32;
     typename Format::Sum d[kValues];
     float total[Format::kSegments ? kValues : 1];
-    int segment_end = 0;  // a block
+    int segment_end = 0;  // last block of the current segment
     const ScaleSets sets(quants, k.blocks);
     const bool regular = sets.regular();
     const StepGemm<S> products(sets, sets.second(), group, warp, lane);
-    // Steps of two whole blocks, of regular sets; others are computed block by block.
+    // Steps of two whole blocks with regular sets of scales; all others are computed block by block.
     const int whole_steps = Format::kSegments || !regular ? 0 : p.w.k / (kStepBlocks * kBlock);
-    // Of block j of a stage, which is `block` of K, its first set.
+    // The first set of scales of block j of a stage; `block`: its number in K.
     const auto scales_at = [&](int stage, int j, int block) {
       return shared + stage * S::kStageBytes + S::kGroupsAt + group * S::kGroupBytes + S::kSetsAt +
              (j ? sets.second(block - 1) : 0) * S::kSetBytes + (warp * 8 + lane / 4) * 8;
@@ -330,9 +331,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     const auto quants_at = [&](int stage, int j) {
       return stage * S::kStageBytes + S::kGroupsAt + group * S::kGroupBytes + j * S::kQuantsBytes;
     };
-    // Block j of a stage, which is `block` of K, as the product's first operand.
+    // Loads block j of a stage as the product's first operand; `block`: its number in K.
     const auto load = [&](int stage, int j, int block, uint32_t(&a)[Format::kParts][4]) {
-      if constexpr (Format::kFloats) return;  // products read them themselves
+      if constexpr (Format::kFloats) return;  // wgmma reads them from shared memory
       if constexpr (Format::kSegments) {
         load_integers<kBits>(shared + quants_at(stage, j) + warp * (S::kQuantsBytes / 4), a);
       } else if constexpr (!Format::kFloats) {
@@ -345,7 +346,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         }
       }
     };
-    // Rows of block j of a stage, or the one row's block.
+    // The rows of block j of a stage, or that block of the single row.
     const auto rows_at = [&](int stage, int j, int block) {
       return stages + (S::kOwn ? S::kOwnAt + block * kBlock : stage * S::kStageBytes + j * S::kRowsBytes);
     };
@@ -379,11 +380,11 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         }
       }
     };
-    // Of the tile, where segments are whole split-K parts: scales; and where rows' sums are, those of a block.
+    // For kWhole: the tile's scales, and the position of a block's row sums.
     uint2 of_tile = {};
     int first_row = 0;
     const auto sums_at = [&](int block) { return (size_t)block * (blocks_of(rows) * kBlock) + first_row; };
-    // Whether sums have become part of the total, as a segment ends with this block.
+    // Adds the sums to the total if a segment ends with this block; returns whether it does.
     const auto end_segment = [&](int stage, int j, int block) {
       if constexpr (Format::kSegments) {
         if (block != segment_end) return false;
@@ -409,13 +410,13 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       }
       return false;
     };
-    // Where a thread's sums are for others: adjacent threads side by side.
+    // Where a thread leaves sums for another CTA; adjacent threads are adjacent in memory.
     const auto left_by = [&](int block) { return scratch.sums + block * kScratchFloats + threadIdx.x; };
     StreamKScheduler parts = all;
     for (StreamKUnit part; parts.next(part);) {
       const int tile = row_tiles(part.tile), column_block = tile * kGroups + group;
       const int row = (part.tile - tile * row_tiles.by()) * kRows;
-      const bool own = column_block < column_blocks;  // else the columns are beyond the last
+      const bool own = column_block < column_blocks;  // otherwise the columns are beyond the last
       if constexpr (Format::kWhole) {
         const uint32_t* scales = quants.scales + (size_t)column_block * kScaleWords + warp * kTileRows + lane / 4 * 2;
         if (own) of_tile = *reinterpret_cast<const uint2*>(scales);
@@ -438,7 +439,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       }
       if constexpr (!S::kFew) settle(d);
       if constexpr (Format::kSegments) segment_end = segments.end(part.begin * kStepBlocks);
-      // Whether products are added to sums that there are.
+      // Whether products are added to existing sums.
       bool adds = part.begin > part.first;
       if constexpr (Format::kSegments)
         adds = adds && segments.begin(part.begin * kStepBlocks) < part.begin * kStepBlocks;
@@ -463,7 +464,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           if (lane == 0) barrier_arrive(empty_at + ring.stage * 8);
         }
       } else {
-        uint32_t a[kStepBlocks][Format::kParts][4];  // one is made while the product of the other is under way
+        uint32_t a[kStepBlocks][Format::kParts][4];  // one is dequantized while the other is multiplied
         barrier_wait(&full[ring.stage], ring.parity);
         load(ring.stage, 0, part.begin * kStepBlocks, a[0]);
         for (int step = part.begin; step < part.end; step++) {
@@ -537,8 +538,8 @@ void start_stream_k_tiles(const GemmArgs& p, int rows, const Queue& queue) {
   const SplitK k(p.w.k, p.w.max_split_k);
   const int tiles = S::tiles(p.w.n, rows), most = std::min(sm_count(), kScratchCtas);
   const size_t tile_sums = S::kSums * k.count;
-  // Of more tiles than have a place for their split-K parts each, a CTA computes whole ones. A split-K part that is
-  // shared is by two.
+  // Without scratch memory for the split-K parts of all tiles, CTAs compute whole tiles. Otherwise there are so few
+  // CTAs that at most two share a split-K part.
   StreamKSplit of = StreamKSplit::steps;
   int blocks =
       (int)std::min<int64_t>(most, std::max<int64_t>(1, (int64_t)tiles * steps_of(k.blocks) / steps_of(k.length)));
@@ -552,7 +553,7 @@ void start_stream_k_tiles(const GemmArgs& p, int rows, const Queue& queue) {
   launched("gemm_quantized_stream_k");
 }
 
-// Tiles as wide as they can be and still be enough: rows are read again for each.
+// The widest tiles of which there are enough: rows are read again for each tile.
 template <class Format, int kRows, int kMostGroups, bool kOwn = false>
 void start_stream_k_rows(const GemmArgs& p, int rows, const Queue& queue) {
   using Wide = StreamKShape<Format, kRows, kMostGroups, kOwn>;

@@ -1,5 +1,5 @@
-// How GEMMs of one row (GEMV), and of a few 8-bit rows, share their work and their shared memory. Kernels launch by it,
-// and the choice among kernels (cuda/kernel_choice.h) asks it whether they can.
+// How GEMMs of one row (GEMV), and of a few 8-bit rows, divide their work and their shared memory. Kernels are launched
+// by these plans, and the choice among kernels (cuda/kernel_choice.h) asks them whether a kernel can run.
 #pragma once
 #include <algorithm>
 
@@ -8,20 +8,20 @@
 
 namespace as::cuda {
 
-constexpr int kFewByteRows = 2;       // 8-bit rows that small_m takes: to load more costs more than clusters save
-constexpr int kMaxStreamedRows = 64;  // 8-bit rows: for more there is prefill
+constexpr int kFewByteRows = 2;       // 8-bit rows of small_m: loading more costs more than clusters save
+constexpr int kMaxStreamedRows = 64;  // 8-bit rows of stream_k: more are computed by prefill
 constexpr int kMostFused = 256;       // 16-bit rows: for more, quantized weights are widened to 16 bits once
 
-// Of clusters with 64 columns each, one CTA for each split-K part (gemm/gemv.cu).
+// The plan of clusters with 64 columns each, one CTA for each split-K part (gemm/gemv.cu).
 struct GemvPlan {
   static constexpr int kStageBytes = 16 << 10, kMostStages = 12;
   static constexpr int kRowTile = 8;  // rows of small_m's operand
   SplitK k;
-  int stages = 0;  // of the ring of weights in a CTA's shared memory; 0: there is no room
+  int stages = 0;  // stages of weights in a CTA's shared memory; 0: there is no room
   size_t shared = 0;
 
   GemvPlan(const Matrix& w, int rows, int sms) : k(w.k, w.max_split_k) {
-    constexpr size_t kAll = 226 << 10, kFixed = 2 << 10;  // shared memory of an SM; of a CTA, beside ring and rows
+    constexpr size_t kAll = 226 << 10, kFixed = 2 << 10;  // shared memory of an SM; of a CTA, except stages and rows
     constexpr int kMostAtOnce = 3;                        // CTAs on an SM
     const int block_bytes = w.kind == Kind::dtype16 ? kBlockBytes : kBlockValues, row_bytes = block_bytes / kBlock;
     const int at_once = (blocks_of(w.n) * k.count + sms - 1) / sms, stage_blocks = kStageBytes / block_bytes;
@@ -34,15 +34,15 @@ struct GemvPlan {
   }
 };
 
-// Of quantized weights with a 16-bit row: CTAs have equal numbers of pairs of columns and all split-K parts of these
-// (gemm/gemv_quantized.cu).
+// The plan of quantized weights with a 16-bit row: CTAs have equal numbers of pairs of columns, with all split-K parts
+// of these (gemm/gemv_quantized.cu).
 struct QuantizedGemvPlan {
   static constexpr int kMostWarps = 20, kSchedulers = 4;                // of a CTA; of an SM
   static constexpr int kTilePairs = kTileRows / 2, kUnit = kTilePairs;  // pairs of columns of a tile; chains of a warp
-  static constexpr int kSharedBlocks = 32;                              // least blocks of K that two warps share
-  // Stages of a warp's ring. More bytes in flight than needed slow the SM's copies down, and delay the row's.
+  static constexpr int kSharedBlocks = 32;  // fewest blocks of K for which two warps share a unit
+  // Pipeline stages of a warp. More bytes in flight than needed slow the SM's copies down and delay the row's copy.
   static constexpr int kShallow = 2, kDeep = 3;
-  static constexpr int kNormed = 3, kMostNormed = 512;  // eights of a row that is normed: of a thread, of all
+  static constexpr int kNormed = 3, kMostNormed = 512;  // groups of eight columns to normalize: of a thread; in all
   int pairs, merged, shared_units, warps, stages = 0;   // stages: 0 if the row does not fit shared memory
 
   static bool is_fine(const Quants& quants) { return quants.groups > 1 && quants.group < kBlock; }
@@ -57,7 +57,7 @@ struct QuantizedGemvPlan {
     const auto ceil_div = [](int n, int by) { return (n + by - 1) / by; };
     const SplitK k(w.k, w.max_split_k);
     pairs = ceil_div(w.n, kTileRows) * kTilePairs;
-    const auto even = [](int x) { return x + x % 2; };  // two are a line of memory
+    const auto even = [](int x) { return x + x % 2; };  // two pairs fill a line of memory
     const int most = kMostWarps * kUnit / k.count / 2 * 2, own = ceil_div(pairs, sms);
     merged = even(ceil_div(own, ceil_div(own, most)));
     const int units = ceil_div(merged * k.count, kUnit), more = units % kSchedulers;
@@ -73,7 +73,7 @@ struct QuantizedGemvPlan {
           shared_bytes(w.quants.bits, is_fine(w.quants), depth, warps, k.count * k.length) <= (size_t)most_shared)
         stages = depth;
   }
-  // Whether the kernel can norm a row of so many columns itself.
+  // Whether the kernel can normalize a row of this many columns itself.
   bool norms(int columns) const {
     const int eights = blocks_of(columns) * 8;
     return stages && eights <= kMostNormed && eights <= kNormed * 32 * warps;

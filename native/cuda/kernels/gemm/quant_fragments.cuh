@@ -1,36 +1,35 @@
-// Quantized weights times few rows of bfloat16 activations, from shared memory, by mma.sync.
+// Products of quantized weights and few rows of bfloat16 activations, both in shared memory, by mma.sync.
 #pragma once
 #include "cuda/kernels/quantize/quantized.cuh"
 
 namespace as::cuda {
 namespace AS_DTYPE16 {
 
-// How sets of scales go along with blocks of K: a block has `each` of them, or so many blocks share one.
+// How sets of scales correspond to blocks of K: a block has `each` sets, or `blocks` blocks share one set.
 struct ScaleSets {
-  int each, blocks, count;  // count: of a row
+  int each, blocks, count;  // count: sets of a row
 
   AS_BOTH ScaleSets(const Quants& quants, int k_blocks)
       : each(quants.groups > 1 && quants.group < kBlock ? kBlock / quants.group : 1),
         blocks(quants.groups > 1 ? (quants.group > kBlock ? quants.group / kBlock : 1) : k_blocks),
         count(quants.groups) {}
-  // Whether the second blocks of steps of two are all alike: of a set of their own, or of the first block's.
+  // Whether the second blocks of all two-block steps are alike: each has its own set, or each shares the first block's.
   AS_BOTH bool regular() const { return blocks == 1 || blocks % 2 == 0 || count == 1; }
-  // How many sets further the second block of a step has its first one than the first, which is `block`, has; as a
-  // rule, if there is one.
+  // Distance in sets between the first sets of a step's two blocks, if sets are regular. block: the step's first block,
+  // for any sets.
   AS_BOTH int second() const { return blocks == 1 && count > 1 ? each : 0; }
   AS_BOTH int second(int block) const { return regular() ? second() : (block + 1) % blocks == 0 ? each : 0; }
 };
 
-// What a warp does to steps of two blocks of K that lie in shared memory as S says: 16 columns by S::kRows rows. Sums
-// are those of one chain of products in ascending order.
+// Multiplies steps of two blocks of K, which lie in shared memory as S says, by a warp: 16 columns by S::kRows rows. A
+// sum is one chain of products in ascending order.
 template <class S>
 class StepGemm {
  public:
   using Format = typename S::Format;
   static constexpr int kBits = Format::kBits, kSets = Format::kFine ? 4 : 1;
 
-  // group: of 64 columns, of which a warp has a quarter. second: how many sets further than the first block's the
-  // second one's are, as a rule.
+  // group: number of 64 columns; a warp has a quarter of them. second: ScaleSets::second().
   __device__ StepGemm(const ScaleSets& sets, int second, int group, int warp, int lane)
       : quants_(S::kGroupsAt + group * S::kGroupBytes + (warp * LaneQuants<kBits>::kLoads * 32 + lane) * 16),
         scales_(S::kGroupsAt + group * S::kGroupBytes + S::kSetsAt + (warp * 8 + lane / 4) * 8),
@@ -40,16 +39,16 @@ class StepGemm {
     keep(quants_), keep(scales_), keep(second_), keep(x_[0]), keep(x_[1]);
   }
 
-  // The weights of block j of a step, mma.sync's first operands; stage: where the step is; further: how many sets
-  // further than the first block's these are, if not as a rule.
+  // The weights of block j of a step as mma.sync's first operands. stage: address of the step. further: distance in
+  // sets from the first block, if sets are not regular.
   __device__ __forceinline__ void weights(uint32_t stage, int j, uint32_t (&a)[4][4]) const {
     weights(read(stage, j, j ? second_ : scales_), a);
   }
   __device__ __forceinline__ void weights(uint32_t stage, int j, int further, uint32_t (&a)[4][4]) const {
     weights(read(stage, j, scales_ + further * S::kSetBytes), a);
   }
-  // d += a step of two whole blocks. All that the warp has of it is asked for first, and the second block's quantized
-  // values become values while the first one's products are under way.
+  // d += a step of two whole blocks. All of the warp's data is loaded first, and the second block is dequantized while
+  // the first one is multiplied.
   __device__ __forceinline__ void multiply(uint32_t stage, float (&d)[S::kRows / 2]) const {
     const Block blocks[2] = {read(stage, 0, scales_), read(stage, 1, second_)};
 #pragma unroll
@@ -59,7 +58,7 @@ class StepGemm {
       multiply(stage + j * S::kRowsBytes, a, d);
     }
   }
-  // d += a block: its weights, and its rows where they are.
+  // d += a block. x: address of its rows; a: its weights.
   __device__ __forceinline__ void multiply(uint32_t x, const uint32_t (&a)[4][4], float (&d)[S::kRows / 2]) const {
 #pragma unroll
     for (int t = 0; t < S::kRows / 8; t++) {
@@ -79,7 +78,7 @@ class StepGemm {
     uint2 scales[kSets];
   };
 
-  // The compiler has these in registers: it would work them out again in every step.
+  // Keeps x in a register: the compiler would compute it again in every step.
   static __device__ __forceinline__ void keep(uint32_t& x) { asm volatile("" : "+r"(x)); }
   __device__ __forceinline__ Block read(uint32_t stage, int j, uint32_t scales) const {
     Block block;
@@ -100,7 +99,7 @@ class StepGemm {
     }
   }
 
-  uint32_t quants_, scales_, second_;  // of a lane, from where a stage begins on
+  uint32_t quants_, scales_, second_;  // a lane's offsets in a stage
   int each_;
   uint32_t x_[2];
 };

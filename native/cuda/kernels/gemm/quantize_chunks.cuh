@@ -1,5 +1,5 @@
-// Quantization of rows of activations to 8-bit integers or floats, in chunks of 16 columns; shared by the kernel that
-// stores them (quantize_rows.cu) and by those that multiply them at once.
+// Quantization of rows of activations to 8-bit integers or floats, in chunks of 16 columns. Shared by the kernel that
+// stores them (quantize_rows.cu) and by the kernels that multiply them at once.
 #pragma once
 #include "cuda/kernels/gemm/gemm_integer.h"
 #include "cuda/kernels/norm/normed_row.cuh"
@@ -9,7 +9,7 @@ namespace AS_DTYPE16 {
 
 constexpr int kChunkColumns = 16;
 
-// 16 columns of a row of floats, or in tiles, as they come; zeros behind the row's end.
+// 16 columns of a row in float32 or in tiles, not converted; zeros beyond the row's end.
 template <bool kTiles>
 struct Chunk;
 template <>
@@ -18,7 +18,7 @@ struct Chunk<false> : RowPart<kChunkColumns> {
   __device__ void read(const Rows& in, int row, int column) {
     read(in.values + (size_t)row * in.width, column, in.width);
   }
-  // The greatest of that and of what there is, without signs, as bits: of what is not finite these are the greatest.
+  // The maximum of `least` and the bits of all absolute values. NaN and infinity have the greatest bits.
   __device__ uint32_t top(uint32_t least) const {
 #pragma unroll
     for (int i = 0; i < kChunkColumns; i++) least = max(least, __float_as_uint(values[i]) & 0x7fffffffu);
@@ -51,8 +51,9 @@ struct Chunk<true> {
   }
 };
 
-// a = x / scale to nearest, scale = the greatest / 127, as the CPU backend has them, or / 448 of floats: a NaN or an
-// infinity makes the scale NaN, and so the row's results; a row of (nearly) zeros is zeros. most: the row's greatest.
+// Quantizes x / scale to nearest, with scale = max |x| / 127 as in the CPU backend, or / 448 for floats. A NaN or an
+// infinity makes the scale NaN, and so the row's results. A row of (nearly) zeros becomes zeros. most: bits of the
+// row's maximum.
 template <bool kFloats>
 struct ByteScale {
   float scale, inverse;
@@ -64,7 +65,7 @@ struct ByteScale {
     if (!isfinite(top)) scale = NAN, inverse = 0;
     else if (!(top > 1e-34f)) scale = inverse = 0;
   }
-  // A chunk's 16 bytes; adds integers' sum.
+  // A chunk's 16 bytes. Integers are added to `sum`.
   template <bool kTiles>
   __device__ uint4 bytes(const Chunk<kTiles>& x, int& sum) const {
     uint32_t words[4] = {};
@@ -86,7 +87,7 @@ struct ByteScale {
   }
 };
 
-// Chunks of one row that is normed. make(): the greatest, the same in all threads.
+// Chunks of one row, which is normalized. make() returns the bits of the row's maximum, the same in all threads.
 template <int kThreads, int kKept_>
 class NormedChunks : public NormedRow<Chunk<false>, kThreads, kKept_> {
  public:

@@ -5,21 +5,21 @@
 namespace as::cuda {
 namespace AS_DTYPE16 {
 
-constexpr int kStepBlocks = 2;  // of K
+constexpr int kStepBlocks = 2;  // blocks of K in a step
 AS_BOTH constexpr int steps_of(int blocks) { return (blocks + kStepBlocks - 1) / kStepBlocks; }
 
-// Divides numbers that are not negative by one that is known at the launch: a division is the chip's slowest integer
-// operation by far, and before weights are asked for there are some ten of them, one after the other.
+// Divides non-negative numbers by a divisor known at launch. A division is by far the slowest integer operation, and
+// some ten of them, one after the other, would precede the first copy of weights.
 class Divisor {
  public:
   explicit Divisor(int by) : by_(by) {
-    int bits = 0;  // the smallest with 2^bits >= by
+    int bits = 0;  // smallest number with 2^bits >= by
     while ((1ll << bits) < by) bits++;
     factor_ = bits ? (uint32_t)(((1ull << (31 + bits)) + by - 1) / by) : 0, shift_ = bits - 1;
   }
   __device__ int by() const { return by_; }
   __device__ int operator()(int x) const { return factor_ ? (int)(__umulhi(x, factor_) >> shift_) : x; }
-  __device__ int floor(int x) const { return (*this)(x)*by_; }  // to a multiple
+  __device__ int floor(int x) const { return (*this)(x)*by_; }  // rounds down to a multiple
 
  private:
   int by_, shift_;
@@ -35,15 +35,14 @@ struct Steps {
       : blocks(k.blocks), k_parts(k.count), count(steps_of(k.blocks)), length(steps_of(k.length)) {}
 };
 
-// What CTAs have of all steps of all tiles: a split-K part each, or whole tiles, or equal numbers of steps.
+// How the steps of all tiles are divided among CTAs: one split-K part each, whole tiles, or equal numbers of steps.
 enum class StreamKSplit { k_parts, tiles, steps };
 struct StreamKPartition {
   StreamKSplit of;
-  int blocks;      // of threads
-  int each, more;  // tiles or steps of a CTA; the first `more` have one more
+  int blocks;      // CTAs
+  int each, more;  // tiles or steps of a CTA; the first `more` CTAs have one more
   Divisor k_parts;
 
-  // most: CTAs.
   StreamKPartition(StreamKSplit of, int tiles, const SplitK& k, int most)
       : of(of), blocks(most), each(0), more(0), k_parts(k.count) {
     if (of == StreamKSplit::k_parts) {
@@ -53,7 +52,7 @@ struct StreamKPartition {
     const int all = of == StreamKSplit::tiles ? tiles : tiles * steps_of(k.blocks);
     each = all / blocks, more = all % blocks;
   }
-  // Where a CTA begins, of all steps of all tiles.
+  // A CTA's first step, counted over all tiles.
   __device__ int begin(int block, const Steps& k) const {
     if (of == StreamKSplit::k_parts) {
       const int tile = k_parts(block);
@@ -64,11 +63,11 @@ struct StreamKPartition {
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// A part of a split-K part: steps [begin, end) of [first, last), which the split-K part has.
+// A CTA's part of a split-K part: steps [begin, end) of the split-K part's steps [first, last).
 struct StreamKUnit {
   int tile, k_part, begin, end, first, last;
 };
-// The parts that a CTA has, in the order in which it computes them; positions count steps of all tiles.
+// A CTA's parts in the order in which it computes them. Positions count steps over all tiles.
 class StreamKScheduler {
  public:
   __device__ StreamKScheduler(const Steps& k, const StreamKPartition& shares)
@@ -76,7 +75,7 @@ class StreamKScheduler {
     const int first = begin_of(begin_);
     at_ = first == begin_ ? begin_ : end_of(begin_), stop_ = begin_of(end_);
   }
-  // False: there are no more.
+  // Returns false after the last part.
   __device__ bool next(StreamKUnit& part) {
     if (turn_ == 0) {
       turn_ = 1;
@@ -92,7 +91,7 @@ class StreamKScheduler {
   }
 
  private:
-  __device__ int begin_of(int position) const {  // where the split-K part begins that has it
+  __device__ int begin_of(int position) const {  // beginning of the split-K part at this position
     const int tile = k_.count.floor(position);
     return tile + k_.length.floor(position - tile);
   }

@@ -1,6 +1,6 @@
-// Shared parts of GEMMs by mma.sync. A CTA has some columns (rows of the weights) and rows of activations. Each warp
-// computes split-K parts (tiles.h) by itself; after each round of parts, one for each warp, all warps add them in
-// ascending order.
+// Shared parts of GEMMs by mma.sync. A CTA computes several columns (rows of the weights) by several rows of
+// activations. Each warp computes split-K parts (tiles.h) by itself. After each round, in which each warp computes one
+// part, all warps add the parts in ascending order.
 #pragma once
 #include <algorithm>
 
@@ -12,8 +12,8 @@ namespace AS_DTYPE16 {
 constexpr int kMostWarps = 8;
 constexpr int kRowTile = 8;
 
-// The blocks of K that a warp computes, for all columns that its CTA has; and of each its group of scales,
-// which is of `group_blocks` blocks.
+// The blocks of K that a warp computes, for all columns of its CTA, and the group of scales of each block; a group has
+// `group_blocks` blocks.
 struct GroupWalk {
   int tile, k_part, group_blocks, block, end, group, group_end;
 
@@ -29,8 +29,7 @@ struct GroupWalk {
   }
 };
 
-// What a warp has on its way before it multiplies, by fetch(walk, stage). Of weights, before the kernel before this one
-// has made the rows:
+// Prefetches a warp's first stages by fetch(walk, stage). Weights, before the previous kernel has written the rows:
 template <int kStages, typename Walk, typename Fetch>
 __device__ __forceinline__ void fetch_first_weights(Walk at, const SplitK& k, int warp, int warps, const Fetch& fetch) {
   let_next_begin();
@@ -38,7 +37,7 @@ __device__ __forceinline__ void fetch_first_weights(Walk at, const SplitK& k, in
   for (int i = 0; i < kStages - 1; i++, at.next(k, warp, warps)) fetch(at, i);
   await_previous();
 }
-// and of rows; each stage is a group of copies with its weights.
+// Then rows; each stage's rows and weights form one group of copies.
 template <int kStages, typename Walk, typename Fetch>
 __device__ __forceinline__ void fetch_first_rows(Walk& at, const SplitK& k, int warp, int warps, const Fetch& fetch) {
 #pragma unroll
@@ -48,7 +47,7 @@ __device__ __forceinline__ void fetch_first_rows(Walk& at, const SplitK& k, int 
   }
 }
 
-// A warp's sums, as mma.sync has them of tiles of 16 columns and 8 rows, become sums[row][column].
+// Stores a warp's sums, in mma.sync's order of tiles of 16 columns and 8 rows, to sums[row][column].
 template <int kColumnTiles, int kTiles>
 __device__ void put_part(const float (&d)[kColumnTiles][kTiles][4], float* sums) {
   const int lane = threadIdx.x % 32;
@@ -62,8 +61,8 @@ __device__ void put_part(const float (&d)[kColumnTiles][kTiles][4], float* sums)
              i / 2 * 8] = d[m][t][i];
 }
 
-// Adds a round's split-K parts, [warp][row][column], to the totals of those before. last(i, total): takes a total that
-// is whole, and gives what it is in the end.
+// Adds a round's split-K parts, [warp][row][column], to the totals of earlier rounds. last(i, total) turns a complete
+// total into the value to store.
 template <int kSums, typename Last>
 __device__ void add_parts(const float* sums, float* totals, const SplitK& k, int round, const Last& last) {
   const int warps = blockDim.x / 32, k_parts = min(warps, k.count - round * warps);
@@ -75,7 +74,7 @@ __device__ void add_parts(const float* sums, float* totals, const SplitK& k, int
   }
 }
 
-// Totals of gates and what they gate, eight columns of each in turn, become results of tile number `tile` of columns.
+// Gates the totals, which alternate between eight gate and eight up columns, and stores tile number `tile` of columns.
 template <int kColumns, int kSums>
 __device__ void put_gated(const GemmArgs& p, int rows, int first_row, int tile, const float* totals) {
   for (int i = threadIdx.x; i < kSums / 2; i += blockDim.x) {
@@ -85,13 +84,13 @@ __device__ void put_gated(const GemmArgs& p, int rows, int first_row, int tile, 
   }
 }
 
-// How such a kernel is started: tiles of columns, and CTAs for them, for each group of rows.
+// Launch configuration of such a kernel: tiles of columns, and CTAs for them, for each group of rows.
 struct SplitKGrid {
   int tiles, warps;
   dim3 blocks;
   size_t shared;
 };
-// S: what a CTA has (kColumns, kRows, shared()); most_warps: of a block.
+// S: a CTA's shape (kColumns, kRows, shared()). most_warps: limit of warps of a CTA.
 template <typename S, typename Kernel>
 SplitKGrid grid_of(Kernel kernel, const Matrix& w, const SplitK& k, int rows, int most_warps) {
   const int rounds = ceil_div(k.count, most_warps), warps = ceil_div(k.count, rounds);
@@ -101,7 +100,7 @@ SplitKGrid grid_of(Kernel kernel, const Matrix& w, const SplitK& k, int rows, in
   int merged = 0;
   cudaOccupancyMaxActiveBlocksPerMultiprocessor(&merged, kernel, 32 * warps, shared);
   const int most = std::max(1, sm_count() * std::max(merged, 1) / groups);
-  // As many turns for every CTA, if there are several.
+  // Every CTA takes the same number of turns, if there are several.
   const int turns = ceil_div(tiles, most);
   return {tiles, warps, dim3(ceil_div(tiles, turns), groups), shared};
 }
