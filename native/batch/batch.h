@@ -1,4 +1,4 @@
-// One step's rows as backends get them. Slots make them from a step plan.
+// The rows of one step, in the form that backends take. Slots makes them from a step plan.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -8,11 +8,11 @@
 
 namespace as {
 
-// The state that a rank keeps of a running sequence.
+// A rank's state of a running sequence.
 struct Slot {
   bool live = false;
   SamplingParams sampling;
-  std::vector<int32_t> history;             // during a step, with the drafts that it tries
+  std::vector<int32_t> history;             // during a step also the drafts that it verifies
   std::vector<std::vector<int32_t>> spans;  // by cache group: the sequence's span table
   Lookup lookup;
   int begun = 0;    // length of the history when the sequence entered
@@ -20,7 +20,7 @@ struct Slot {
   int drafted = 0;  // positions in the draft model's cache, which may include drafts
 };
 
-// Stands for an id that is not known yet: the one that the previous step samples after its output `output`.
+// A placeholder for an id that is not known yet: the token that the previous step samples from its output `output`.
 constexpr int32_t sampled_after(int output) { return ~output; }
 
 // A position of a sequence to compute.
@@ -28,28 +28,27 @@ struct Row {
   int slot, position, token;
 };
 
-// What a row's output is for, besides its hidden state: nothing, sampling a token after it, or the log probability of
-// the id that follows it in the history.
+// What a row's output is used for besides its hidden state: nothing, sampling the next token, or the log probability of
+// the id that follows in the history.
 enum class Wanted : uint8_t { nothing, sample, score };
 
-// A row with an output. `history`: ids up to and including the row. mask: 1 + the index of the mask (batch/masks.h) to
-// sample under, 0 for none.
+// A row with an output. history: how many ids the history has up to and including the row. mask: 1 + the index of the
+// mask (batch/masks.h) to sample under; 0: none.
 struct Output {
   int row, slot, history;
   Wanted wanted = Wanted::sample;
   int mask = 0;
 };
 
-// A slot's rows, which are adjacent: rows [row, row + count) are positions from `start` on. The last `drafts` of them
-// are drafts.
+// A slot's adjacent rows: row `row + i` is position `start + i`, for i < count. The last `drafts` rows are drafts.
 struct Item {
   int slot, row, start, count, drafts;
-  int output, outputs;  // adjacent, too: of the last rows that are not drafts, and of each draft
+  int output, outputs;  // also adjacent: of the last rows that are not drafts, and of every draft
   int32_t flags;        // WorkFlags
-  int adapter = -1;     // of its rows; -1: none
+  int adapter = -1;     // of the item's rows; -1: none
 
   bool samples() const { return flags & kSample; }
-  // The first output after which a token is sampled: that of the last row that is not a draft.
+  // The first output that samples a token. It belongs to the last row that is not a draft.
   int first_sample() const { return output + outputs - 1 - drafts; }
 };
 
@@ -76,9 +75,9 @@ class SpanStore {
  public:
   virtual ~SpanStore() = default;
   virtual int spans() const = 0;
-  // Saves spans, then restores others. Throws std::runtime_error if a span is not the one saved under its key.
+  // Saves spans, then restores others. Throws std::runtime_error if a restored span was saved under another key.
   virtual void copy(const std::vector<SpanCopy>& saved, const std::vector<SpanCopy>& restored) = 0;
-  // Where copy() only queues the copies: waits for the copies queued first and returns the seconds that they took.
+  // If copy() only queues copies: waits for the oldest queued ones and returns the seconds that they took.
   virtual double finish() { return 0; }
 };
 

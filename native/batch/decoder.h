@@ -10,15 +10,15 @@
 
 namespace as {
 
-// The tokens of each item that samples, one item after the other: counts[i] of them, with drafted[i] drafts tried.
-// Ranks other than 0 have only the tokens.
+// The tokens of all items that sample, item by item: item i has counts[i] tokens and verified drafted[i] drafts. Ranks
+// other than 0 have only the tokens.
 struct StepOutput {
   std::vector<int32_t> counts, drafted;
   std::vector<SampleOutput> samples;
-  std::vector<SampleOutput> scores;  // of items with kPromptLogprobs: each output that is scored, not sampled
+  std::vector<SampleOutput> scores;  // of items with kPromptLogprobs: the outputs that are scored, not sampled
   std::vector<float> hidden;         // [outputs of items with kHidden, hidden_width]
   int hidden_width = 0;
-  std::vector<float> logits;  // [outputs, local vocabulary], on request; of rejected drafts, too
+  std::vector<float> logits;  // [outputs, local vocabulary], on request; includes rejected drafts
   int logit_width = 0;
   double copy_seconds = 0;  // time that the plan's copies took
 };
@@ -31,19 +31,19 @@ class StepModel {
   virtual StepOutput step(const std::string& plan, bool want_logits) = 0;
   virtual void set_profiling(bool on) = 0;
 
-  // For asynchronous devices: the parts of a step, so that the next step can be queued while this one is computed.
-  // begin() queues a step. It returns false, and changes nothing, if the step must be begun once no other step is
-  // unfinished, or run by step(). Throws as step() does.
+  // For asynchronous devices: a step in parts, so that the next step can be queued while this one is computed. begin()
+  // queues a step. It returns false, and changes nothing, if the caller must retry when no other step is unfinished, or
+  // must use step(). Throws as step() does.
   virtual bool begin(const std::string&) { return false; }
-  // Queues sampling of the step begun last, once it is the only unfinished one. May wait for masks.
+  // Queues the sampling of the latest step. No other step may be unfinished. May wait for masks.
   virtual void sample() {}
   // Returns whether finish() would return without waiting.
   virtual bool done() const { return true; }
-  // Returns the result of the step begun first.
+  // Returns the result of the oldest step.
   virtual StepOutput finish() { throw std::logic_error("finish() of a step that was not begun"); }
 };
 
-// The results of a batch in the form that the plan's sender reads. Moves logits and hidden states out of `result`.
+// Converts a batch's results to what the plan's sender reads. Moves logits and hidden states out of `result`.
 StepOutput output_of(const Batch& batch, RunOutput& result, const std::vector<Slots::Accepted>& accepted);
 
 class Decoder {
@@ -53,7 +53,7 @@ class Decoder {
   Decoder(Runner& runner, Runner* draft, SpanStore* store, SlotLimits limits);
   // Throws std::invalid_argument, and changes nothing, if the plan does not follow the previous ones.
   StepOutput step(const std::string& plan, bool want_logits);
-  // Says whether an adapter is loaded, and so may be named by rows.
+  // Sets whether an adapter is loaded. Rows may use loaded adapters only.
   void set_adapter(int index, bool loaded) { slots_.set_adapter(index, loaded); }
 
  private:

@@ -5,7 +5,7 @@
 namespace as {
 
 void DraftModel::draft(Slots& slots) {
-  // A sequence that samples drafts: how many more it may have, and its next row.
+  // A sequence that gets drafts: its slot, the slot's index, and how many more drafts it may get.
   struct Sampling {
     Slot* slot;
     int index, left;

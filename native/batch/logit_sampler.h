@@ -9,10 +9,10 @@ namespace as {
 class LogitSampler {
  public:
   virtual ~LogitSampler() = default;
-  // Must be called first. op: the program's sample. logits: [max_outputs, width], where sample() reads a batch's
-  // logits. masks: null, or the masks that outputs refer to. All must outlive the sampler's use.
+  // Must be called first. op: the program's sample. logits: [max_outputs, width]; sample() reads a batch's logits
+  // there. masks: null, or the masks that outputs refer to. All must outlive the sampler's use.
   virtual void attach(const OpNode& op, float* logits, int width, int max_outputs, Masks* masks) = 0;
-  // Computes what each output wants; samples[i] is that of the batch's output i.
+  // Computes what each output requests; samples[i] is the result of the batch's output i.
   virtual void sample(const Batch& batch, std::vector<SampleOutput>& samples) = 0;
 };
 

@@ -16,10 +16,10 @@ size_t Lookup::bucket(int32_t first, int32_t second) const {
   return (size_t)(pair * 0x9E3779B97F4A7C15ull >> 32) & (heads_.size() - 1);
 }
 
-// Enters the pairs that are followed by another id.
+// Indexes the pairs that are followed by another id.
 void Lookup::extend(const std::vector<int32_t>& history) {
   const size_t places = history.size() - 1;
-  if (heads_.size() < places) {  // at most one place a bucket on average; entries are rebuilt when it doubles
+  if (heads_.size() < places) {  // at most one place per bucket on average; doubling the buckets rebuilds the index
     size_t buckets = 1024;
     while (buckets < 2 * places) buckets *= 2;
     heads_.assign(buckets, -1), previous_.clear();

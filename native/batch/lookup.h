@@ -6,14 +6,14 @@
 
 namespace as {
 
-// An index of the pairs of ids in one history. Updates cost a few nanoseconds an id.
+// An index of the pairs of ids in one history. Updates cost a few nanoseconds per id.
 class Lookup {
  public:
   // Resets the index for another history.
   void clear();
-  // Appends up to `most` ids to the history: those that follow an earlier occurrence of its last ids. Among the latest
-  // kTried occurrences of the last two ids, the one with the longest match wins, then the latest. The result depends on
-  // the history alone, so all ranks agree.
+  // Appends up to `most` ids to the history: the ids that followed an earlier occurrence of its last ids. Among the
+  // latest kTried occurrences of the last two ids, the longest match wins; the latest one wins ties. The result depends
+  // on the history alone, so all ranks agree.
   void draft(std::vector<int32_t>& history, int most);
 
  private:

@@ -1,5 +1,5 @@
 // Token masks for constrained decoding. They are computed in parallel with the forward pass, once the previous tokens
-// are known; the sampling op, which is the last of a step, waits for them.
+// are known. The sampling op, which is the last op of a step, waits for them.
 #pragma once
 #include <condition_variable>
 #include <cstdint>
@@ -9,15 +9,15 @@
 
 namespace as {
 
-// Rows of bits, one for each id of the vocabulary: id i is bit i % 32 of word i / 32, and 1 allows it. A plan names the
-// rows that its items sample under (batch/plan.h). A row serves one step, from clear() to the step's end.
+// Rows with one bit for each id of the vocabulary: id i is bit i % 32 of word i / 32; 1 allows it. A plan names the row
+// that each item samples under (batch/plan.h). A row serves one step, from clear() to the step's end.
 class Masks {
  public:
   Masks(int rows, int vocab_size);
 
   int rows() const { return (int)ready_.size(); }
-  int words() const { return words_; }  // of a row
-  // Must not be written between publish() and the end of the step that uses it.
+  int words() const { return words_; }  // per row
+  // The row must not be written between publish() and the end of the step that uses it.
   uint32_t* row(int index) { return bits_.data() + (size_t)index * words_; }
   // Marks a row as written and wakes its waiters. Throws std::out_of_range for an index out of range.
   void publish(int index);

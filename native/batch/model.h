@@ -14,12 +14,12 @@ class Model : public StepModel {
  public:
   Program& program() { return program_; }
   const Program& program() const { return program_; }
-  // After allocation, on the rank that samples; null if there are none.
+  // Null before allocation, on ranks that do not sample, and if there are no masks.
   std::shared_ptr<Masks> masks() const { return masks_; }
 
  protected:
-  // Throw std::invalid_argument for invalid numbers of masks, adapters or ranks of adapters. samples: whether this rank
-  // samples, and so has the masks.
+  // Throw std::invalid_argument for an invalid number of masks or adapters or an invalid adapter rank. samples: whether
+  // this rank samples; other ranks have no masks.
   void allocate_masks(int masks, bool samples);
   static void check_adapters(int count, int max_rank, int most_rank);
   // Throws std::invalid_argument if there is no adapter with this index.

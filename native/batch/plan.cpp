@@ -7,7 +7,7 @@ namespace as {
 namespace {
 
 constexpr int32_t kMagic = 0x41535032;  // "ASP2"
-constexpr int32_t kCopies = 3;          // type of a section
+constexpr int32_t kCopies = 3;          // a section's type
 
 struct Reader {
   const int32_t* p;

@@ -9,7 +9,7 @@
 
 namespace as {
 
-// A sequence that enters a slot. Its first `cached` positions are already in the cache (its first item has the spans).
+// A sequence that enters a slot. Its first `cached` positions are already cached (its first item lists the spans).
 struct NewSequence {
   int slot, cached;
   SamplingParams sampling;
@@ -32,13 +32,13 @@ struct Work {
   int slot, rows, outputs, drafts;
   int32_t flags;
   int adapter, mask;
-  std::vector<int32_t> known;               // ids appended to the history first
+  std::vector<int32_t> known;               // ids that are appended to the history first
   std::vector<std::vector<int32_t>> spans;  // appended to the span table of each cache group
 
   bool samples() const { return flags & kSample; }
 };
 
-// In a span table: no span, because the positions are outside the attention window.
+// In a span table: no span, because the attention window no longer covers its positions.
 constexpr int32_t kNoSpan = -1;
 
 // Identifies the content of a full span (allspark_server/cache/span_keys.py). All zeros: none.
@@ -54,7 +54,7 @@ struct Plan {
   std::vector<int32_t> free;
   std::vector<NewSequence> fresh;
   std::vector<Work> work;
-  std::vector<SpanCopy> saved, restored;  // before the rows are computed, in this order
+  std::vector<SpanCopy> saved, restored;  // copied before the rows are computed; saves come first
 
   // Throws std::invalid_argument unless `bytes` is a complete, well-formed plan for `groups` cache groups.
   static Plan parse(const std::string& bytes, int groups);

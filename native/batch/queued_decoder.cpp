@@ -31,7 +31,7 @@ bool QueuedDecoder::begin(const std::string& bytes, bool want_logits) {
     slots_.check(plan, false);
   } catch (const std::invalid_argument&) {
     if (first) throw;
-    return false;  // raised when the plan is submitted again
+    return false;  // the error is raised when the plan is submitted again
   }
   slots_.begin(plan);
   const bool copies = !plan.saved.empty() || !plan.restored.empty();

@@ -7,14 +7,14 @@
 
 namespace as {
 
-// A program compiled for such a device. The order within a step is begin(), sample(), finish(). The next step's begin()
-// may come after a sample() that returned true; its sample() comes after finish().
+// A program compiled for such a device. A step calls begin(), sample(), finish() in this order. The next step's begin()
+// may follow a sample() that returned true; its sample() must follow this step's finish().
 class QueuedRunner {
  public:
   virtual ~QueuedRunner() = default;
-  // Queues a batch's rows. A row whose id the previous step samples after output i has the id sampled_after(i).
+  // Queues a batch's rows. A row has the id sampled_after(i) if the previous step samples its id from output i.
   virtual void begin(const Batch& batch, bool want_logits) = 0;
-  // Queues sampling. Returns false if the host samples some rows; then no row of the next step may refer to them.
+  // Queues sampling. Returns false if the host samples some rows; then the next step's rows may not refer to those.
   virtual bool sample(const Batch& batch) = 0;
   // Returns whether finish() would return without waiting.
   virtual bool done() const = 0;
@@ -34,20 +34,20 @@ class QueuedDecoder {
   void sample();
   bool done() const { return steps_.empty() || steps_.front().batch.rows.empty() || runner_.done(); }
   StepOutput finish();
-  // Says whether an adapter is loaded, and so may be named by rows.
+  // Sets whether an adapter is loaded. Rows may use loaded adapters only.
   void set_adapter(int index, bool loaded) { slots_.set_adapter(index, loaded); }
 
  private:
   struct Step {
     Batch batch;
-    bool copies = false;    // of spans
-    bool foretold = false;  // histories hold sampled_after() in place of its tokens
+    bool copies = false;    // whether the plan copies spans
+    bool foretold = false;  // whether histories hold sampled_after() in place of the step's tokens
   };
 
   QueuedRunner& runner_;
   SpanStore* store_;
   Slots slots_;
-  std::deque<Step> steps_;  // begun, at most two; the second one has not sampled yet
+  std::deque<Step> steps_;  // begun steps, at most two; the second one has not sampled yet
 };
 
 }  // namespace as

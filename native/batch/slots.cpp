@@ -25,7 +25,7 @@ void Slots::check_copies(const Plan& plan) {
     }
 }
 
-// A table may have kNoSpan where no row of the item, and so no later row, sees any of the positions.
+// A table may have kNoSpan for positions that no row of the item sees. Later rows do not see them either.
 void Slots::check_spans(const Work& work, Outlook& slot) const {
   for (int g = 0; g < groups(); g++) {
     const long unseen = limits_.windows[g] ? slot.cached + 1 - limits_.windows[g] : 0;
@@ -187,7 +187,7 @@ std::vector<Slots::Accepted> Slots::accept(const Batch& batch, const std::vector
     if (!item.samples()) continue;
     Slot& slot = slots_[item.slot];
     const int first = item.first_sample();
-    if (foretold) {  // unless the slot belongs to another sequence by now
+    if (foretold) {  // the slot may belong to another sequence by now
       const size_t place = (size_t)item.start + item.count;
       if (place < slot.history.size() && slot.history[place] < 0)
         slot.history[place] = std::max(samples[first].token, 0);
@@ -198,8 +198,8 @@ std::vector<Slots::Accepted> Slots::accept(const Batch& batch, const std::vector
     int kept = 0;
     while (kept < item.drafts && samples[first + kept].token == slot.history[end + kept]) kept++;
     slot.history.resize(end + kept);
-    // A row without a token had invalid logits. The sequence ends, and results of its rows that are already under way
-    // are discarded.
+    // A row without a token had invalid logits. The sequence ends, and results of its rows that are already queued are
+    // discarded.
     slot.history.push_back(std::max(samples[first + kept].token, 0));
     slot.cached = end + kept;
     slot.drafted = std::min(slot.drafted, slot.cached);  // entries of rejected drafts are overwritten

@@ -11,11 +11,11 @@ namespace as {
 struct SlotLimits {
   int max_rows = 0, max_outputs = 0, max_slots = 0, max_length = 0, span_size = 0;
   int num_spans = 0;
-  std::vector<int> windows;  // of each cache group: how many last positions its ops see; 0: all
+  std::vector<int> windows;  // of each cache group: its attention window in positions; 0: unlimited
   int masks = 0;
   bool hidden_states = false;  // whether the program outputs them
-  int host_spans = 0;          // of the second tier
-  std::vector<char> adapters;  // whether each adapter that rows may name is loaded
+  int host_spans = 0;          // size of the second tier
+  std::vector<char> adapters;  // of each adapter index: whether it is loaded
 };
 
 class Slots {
@@ -24,7 +24,7 @@ class Slots {
   explicit Slots(SlotLimits limits);
 
   int groups() const { return (int)limits_.windows.size(); }
-  // Says whether an adapter is loaded.
+  // Sets whether an adapter is loaded.
   void set_adapter(int index, bool loaded) { limits_.adapters.at(index) = loaded; }
   // Throws std::invalid_argument, and changes nothing, if the plan does not fit the state of the slots.
   void check(const Plan& plan, bool has_draft_model);
@@ -47,14 +47,14 @@ class Slots {
 
   // The step's rows, including the drafts at the ends of the histories.
   const Batch& batch();
-  // Applies the samples of that step. Returns for each item that samples: its number of tokens, the first of which is
-  // samples[output], and how many drafts were tried.
+  // Applies the step's samples. Returns for each item that samples: its `count` tokens, from samples[output] on, and
+  // how many drafts it verified.
   struct Accepted {
     int output, count, drafts;
   };
   std::vector<Accepted> accept(const Batch& batch, const std::vector<SampleOutput>& samples, bool foretold = false);
   // Appends sampled_after() to the history of each item that samples without drafts. The placeholders stay until that
-  // batch is accepted with foretold = true; plans may come in between.
+  // batch is accepted with foretold = true; other plans may begin in between.
   void foretell(const Batch& batch);
 
  private:

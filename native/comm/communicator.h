@@ -36,7 +36,7 @@ class Communicator {
   virtual void all_reduce(float* x, size_t n, int thread, int threads) = 0;
   // Replaces this rank's rows (rows_of) of x [rows, width] by their sums over the ranks. Other rows do not change.
   virtual void reduce_scatter_rows(float* x, size_t rows, size_t width, int thread, int threads) = 0;
-  // base holds `rows` rows of `row_bytes` bytes. This rank's rows are filled in; the call fills in the other ranks'
+  // base holds `rows` rows of `row_bytes` bytes. The caller has set this rank's rows; the call sets the other ranks'
   // rows.
   virtual void all_gather_rows(void* base, size_t rows, size_t row_bytes, int thread, int threads) = 0;
 

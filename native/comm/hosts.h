@@ -2,10 +2,10 @@
 //
 // Every remote rank has a mirror: a segment on this host. When a rank publishes a chunk, it also sends it by MPI to one
 // rank of every other host, the receiver. The receiver lets MPI write the chunk into the mirror and publishes it there.
-// So shared memory reads the chunks of local and remote ranks alike and sums them in the same order.
+// So SharedMemory reads the chunks of local and remote ranks alike and sums them in the same order.
 //
-// Python passes MPI as the addresses of functions and Open MPI's handles. MPI is called only within steps, by any
-// thread of a rank (MPI_THREAD_MULTIPLE), and never in a way that blocks.
+// Python passes the addresses of MPI's functions and Open MPI's handles. MPI is called only within steps, by any thread
+// of a rank (MPI_THREAD_MULTIPLE). The calls never block.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -24,7 +24,7 @@ struct Mpi {
 
 class Hosts {
  public:
-  // first: the first rank of each host, ascending from 0, followed by the number of ranks. Ranks are those of
+  // first: the first rank of each host, ascending from 0, followed by the number of ranks. Ranks are numbered as in
   // `mpi.comm`.
   Hosts(int rank, std::vector<int> first, const Mpi& mpi, int lanes);
 
@@ -33,11 +33,11 @@ class Hosts {
   int first(int host) const { return first_[host]; }
   int end(int host) const { return first_[host + 1]; }
   bool here(int rank) const { return rank >= first(own_) && rank < end(own_); }
-  // The rank of `host` that receives what `rank`, of another host, sends.
+  // The rank of `host` that receives the messages of `rank`, which is on another host.
   int receiver(int host, int rank) const { return first(host) + rank % (end(host) - first(host)); }
 
-  // Starts a lane's next message to or from a rank. When it has arrived, `arrived` is set to `value`. Buffers must stay
-  // valid until progress() returns true. One thread a lane at a time.
+  // Starts a lane's next message to or from a rank. Its arrival sets `arrived` to `value`. Buffers must stay valid
+  // until progress() returns true. Only one thread at a time may use a lane.
   void send(int lane, int to, const char* data, size_t bytes);
   void receive(int lane, int from, char* data, size_t most, Signal& arrived, uint32_t value);
   // Returns whether all messages that were started on a lane are complete.

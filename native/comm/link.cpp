@@ -13,7 +13,7 @@
 namespace as {
 namespace {
 
-constexpr int kLookMs = 200;               // between two checks whether this host has aborted
+constexpr int kLookMs = 200;               // interval between checks for an abort of this host
 constexpr double kShortSend = 0.5;         // s; a heartbeat that takes longer counts as lost
 constexpr uint64_t kLongest = 1ull << 30;  // bytes of a message
 
@@ -99,7 +99,7 @@ void Link::run() {
     for (size_t i = 0; i < peers_.size(); i++) ready[i] = {peers_[i].open ? peers_[i].socket : -1, POLLIN, 0};
     ready.back() = {wake_[0], POLLIN, 0};
     const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(next_beat - Clock::now()).count();
-    // A rank that has not taken the last command yet is in a step, and takes it soon.
+    // A rank that has not taken the last command yet is in a step. It takes the command soon, so wait 0.2 ms only.
     const int64_t wait = idle ? std::clamp<int64_t>(left, 0, kLookMs * 1'000'000ll) : 200'000;
     const timespec limit{0, (long)wait};
     if (ppoll(ready.data(), ready.size(), &limit, nullptr) <= 0) continue;

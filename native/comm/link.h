@@ -1,8 +1,8 @@
-// Permanent connections between hosts: one from rank 0 to the first rank of every other host. They carry commands (a
-// thread sleeps on the socket, where a wait by MPI would keep a core busy), heartbeats, and aborts.
+// Permanent connections between hosts: one from rank 0 to the first rank of every other host. They carry commands,
+// heartbeats, and aborts. They are sockets, because a wait by MPI would keep a core busy.
 //
-// A host is lost when nothing arrives from it for kLease of this host's own heartbeats, or when its connection closes
-// without a farewell.
+// A host is lost if nothing arrives from it while this host counts kLease heartbeats of its own, or if its connection
+// closes without a farewell.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -31,8 +31,8 @@ class LinkEnd {
 
 class Link {
  public:
-  // sockets: connected; close() closes them. hosts: the host at the other end of each. piece: bytes of a command that
-  // are passed on at a time.
+  // sockets: connected; close() closes them. hosts: the host at the other end of each. piece: the most bytes of a
+  // command that are passed on at a time.
   Link(LinkEnd& end, std::vector<int> sockets, std::vector<int> hosts, double heartbeat_seconds, size_t piece);
   ~Link() { close(); }
   void close();

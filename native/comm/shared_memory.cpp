@@ -9,10 +9,10 @@ namespace as {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr int64_t kSlice = 50'000'000;  // ns that a waiter sleeps before it checks for an abort
-constexpr int64_t kHostSlice = 50'000;  // and before it checks again for messages of other hosts
+constexpr int64_t kSlice = 50'000'000;  // ns: the longest sleep of a waiter between checks for an abort
+constexpr int64_t kHostSlice = 50'000;  // ns: the same between checks for messages of other hosts
 constexpr size_t kLine = 64;
-// Up to this size, one wait costs less than several lanes.
+// Up to this size, one lane is faster, because it needs one wait instead of several.
 constexpr size_t kOneLaneBytes = 32 << 10;
 // Up to this size, every rank reads all partials. Larger sums are scattered and gathered, which waits twice. Measured
 // in microseconds of processor time a rank (at once / scattered), on two cores that share a cache:
@@ -21,7 +21,7 @@ constexpr size_t kOneLaneBytes = 32 << 10;
 //   4 ranks       21/36    41/48    80/66  970/800  3240/2340
 // Remote memory moves the limit up: with 4 ranks, scattering reads half as much of it.
 constexpr size_t kAtOnceBytes = 256 << 10;
-// A larger sum is scattered and gathered in blocks of this size, which stay in the caches: half a buffer each.
+// A larger sum is scattered and gathered in blocks of half the lanes' buffers, which stay in the caches.
 constexpr size_t kBlockFloats = kLanes * kLaneBytes / sizeof(float) / 2;
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
@@ -176,8 +176,8 @@ void SharedMemory::finish(int lane, const char* what) {
   }
 }
 
-// The buffers of mirrors are free at this point: a rank publishes a chunk only after it has seen all other ranks
-// publish the previous one, and they have then read the chunk that the buffer held before.
+// The mirrors' buffers are free at this point. A rank publishes a chunk only after every rank has published the
+// previous one. By then all ranks have read the chunk before that, which used the same buffer.
 void SharedMemory::exchange(int lane, uint32_t sequence, size_t bytes, size_t stride) {
   for (int h = 0; h < hosts_->size(); h++) {
     if (h == hosts_->own()) continue;
@@ -399,7 +399,7 @@ void SharedMemory::broadcast(std::string& bytes) {
       segments_[rank_]->lanes[kLane].signal.publish(sequence + 1);
     }
     if (rank_ != first_here()) continue;
-    // The chunk is under way. Before its successor reuses the other buffer, all ranks must have taken the one before.
+    // The chunk is being sent. The next one reuses the other buffer, so all ranks must have taken the previous chunk.
     for (int r = first_here() + 1; r < end_here(); r++)
       wait(segments_[r]->lanes[kLane].signal, sequence, r, "broadcast", kLane);
     finish(kLane, "broadcast");
@@ -469,7 +469,7 @@ bool SharedMemory::wait_command(double timeout, int& kind, std::string& payload)
     const double left = timeout - seconds_since(start);
     if (left <= 0 && payload.empty()) return false;
     if (left <= -timeout_) throw std::runtime_error("rank 0 stopped in the middle of a command");
-    // A command wakes the sleeper at once. The slice bounds how late it notices an abort, which wakes it, too.
+    // A command or an abort wakes the sleeper. The limit bounds the delay if the abort comes just before the sleep.
     root->command.sleep(seen, (int64_t)(std::clamp(left, 0.001, 0.9) * 1e9));
   }
 }

@@ -1,21 +1,21 @@
 // Communication between ranks through shared memory. Ranks of other hosts appear as mirrors, which hosts.h and link.h
 // keep up to date.
 //
-// MPI_Win_allocate_shared allocates the memory and Python passes the addresses; native code links no MPI. Every rank
-// has one segment. Its owner zeroes it, and so touches it first and places it on its NUMA node.
+// MPI_Win_allocate_shared allocates the memory and Python passes the addresses; native code does not link MPI. Every
+// rank has one segment. Its owner zeroes it; this first touch places it on the owner's NUMA node.
 //
 // A wait spins briefly (unless `spin` is off: more ranks than cores), then sleeps on a futex. It ends with an error on
 // an abort, after `timeout` seconds, or when the awaited rank is silent. A thread of every rank counts heartbeats in
-// its segment; a rank whose count does not change during kSilentHeartbeats of the waiter's own is dead or stopped.
-// (Counts, not a clock: a clock runs on while all ranks are paused.)
+// its segment. A rank is silent if its count does not change while the waiter counts kSilentHeartbeats of its own.
+// (Counts, not a clock, because a clock runs on while all ranks are paused.)
 //
-// A collective runs on channels. A channel of a rank has a counter and two buffers. Chunk s goes into buffer s % 2,
-// then the counter becomes s + 1. A rank that has seen everybody's s + 1 may read buffers s % 2 and may later write
-// chunk s + 2 there: every rank has read chunk s before it publishes chunk s + 1. In a broadcast only rank 0 has
-// chunks; the counters of the other ranks say how many they have taken.
+// A collective runs on lanes. Each rank has a counter and two buffers for each lane. Chunk s goes into buffer s % 2,
+// then the counter becomes s + 1. Once a rank has seen s + 1 on every counter, it may read buffers s % 2. It may later
+// write chunk s + 2 there, because every rank has read chunk s before it publishes chunk s + 1. In a broadcast only
+// rank 0 has chunks; the counters of the other ranks say how many they have taken.
 //
 // A large sum is scattered and gathered: each rank sums its part of the rows in rank order and passes it to the others.
-// That reads n (R - 1) values twice, in place of n R (R - 1) values once. The bits are the same.
+// That reads n (R - 1) values twice instead of n R (R - 1) values once. The bits are the same.
 #pragma once
 #include <condition_variable>
 #include <memory>
@@ -31,14 +31,14 @@
 
 namespace as {
 
-constexpr int kLanes = 8;                   // channels of collectives; threads divide them
+constexpr int kLanes = 8;                   // of collectives; threads divide them
 constexpr int kGatherLane = kLanes;         // one more for gather
 constexpr int kBroadcastLane = kLanes + 1;  // one more for broadcast
 constexpr int kAllLanes = kLanes + 2;
 constexpr int kMostRanks = 1024;
-constexpr size_t kLaneBytes = 256 << 10;    // of one buffer of a channel
+constexpr size_t kLaneBytes = 256 << 10;    // of one buffer of a lane
 constexpr size_t kCommandBytes = 1 << 20;   // of one chunk of a command
-constexpr uint64_t kSilentHeartbeats = 15;  // at one a second, later than the supervisor (10 s), which knows more
+constexpr uint64_t kSilentHeartbeats = 15;  // at one a second, later than the supervisor (10 s), which reports more
 
 struct alignas(64) Lane {
   Signal signal;
@@ -59,8 +59,8 @@ struct Segment {
 class SharedMemory : public Communicator, private LinkEnd {
  public:
   // addresses: every rank's segment, or its mirror on this host. sum: adds partials. heartbeat_seconds: the interval.
-  // hosts: null if there is one host. sockets: on rank 0, connected to the first ranks of the other hosts in order; on
-  // such a rank, connected to rank 0. SharedMemory closes them.
+  // hosts: null if there is one host. sockets: on rank 0, to the first ranks of the other hosts in order; on such a
+  // rank, to rank 0. SharedMemory closes them.
   SharedMemory(int rank, int size, const std::vector<uintptr_t>& addresses, bool spin, double timeout, SumPartials sum,
                double heartbeat_seconds = 1, std::shared_ptr<Hosts> hosts = nullptr,
                const std::vector<int>& sockets = {});
@@ -108,11 +108,11 @@ class SharedMemory : public Communicator, private LinkEnd {
     const Communicator& ranks;
     size_t rows, width, bytes;
     int lanes;
-    // The part of a rank's rows that a lane carries, and a chunk of that: `most` values from `offset` on.
+    // The part of a rank's rows that a lane carries, and a chunk of it: at most `most` values from `offset` on.
     Range lane(int rank, int lane) const;
     Range share(int rank, int lane, size_t offset, size_t most) const;
-    size_t longest(int lane) const;  // of all ranks' parts
-    // Values from one rank's part of such a chunk to the next rank's.
+    size_t longest(int lane) const;  // the longest of all ranks' parts
+    // The distance in values between the parts of adjacent ranks in such a chunk.
     size_t stride(int lane, size_t offset, size_t most) const;
   };
   Scattered scattered(size_t rows, size_t width, size_t bytes) const;
@@ -120,8 +120,8 @@ class SharedMemory : public Communicator, private LinkEnd {
   void all_gather(char* base, const Scattered& shape, int thread, int threads);
   void all_reduce_at_once(float* x, size_t n, int thread, int threads);
   char* piece(int rank, int lane, uint32_t sequence) const { return segments_[rank]->data[lane][sequence & 1]; }
-  // Publishes this rank's chunk and starts receiving those of other hosts: its first `bytes` bytes or, with a stride,
-  // so many for each rank, which only that rank reads.
+  // Publishes this rank's chunk and starts the transfers with other hosts. Without a stride, `bytes` bytes are sent.
+  // With one, rank r's part is at r * stride, and each host gets only the parts of its own ranks.
   void publish_piece(int lane, uint32_t sequence, size_t bytes, size_t stride = 0) {
     segments_[rank_]->lanes[lane].signal.publish(sequence + 1);
     if (hosts_) exchange(lane, sequence, bytes, stride);
@@ -136,7 +136,7 @@ class SharedMemory : public Communicator, private LinkEnd {
   // Waits until all transfers with other hosts on the lane are complete.
   void finish(int lane, const char* what);
 
-  // Waits until the signal reaches the target. Throws after an abort or the time limit; `what` is for that message.
+  // Waits until the signal reaches the target. Throws after an abort or the time limit, with `what` in the message.
   // lane: also makes progress with other hosts on this lane; -1: none.
   void wait(Signal& signal, uint32_t target, int peer, const char* what, int lane = -1);
   [[noreturn]] void give_up(int peer, const char* what);
@@ -161,7 +161,7 @@ class SharedMemory : public Communicator, private LinkEnd {
   const bool spin_;
   const double timeout_;
   const SumPartials sum_;
-  // A lane's next chunk. On a cache line of its own, because different threads count.
+  // A lane's next chunk. Each has its own cache line, because different threads increment them.
   struct alignas(64) Sequence {
     uint32_t next = 0;
   };

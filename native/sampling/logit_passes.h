@@ -82,7 +82,7 @@ void chunk_sum_exp(const float* x, int n, const float* groups, float scale, floa
     }
     const float top = tops[0];
     *maxima++ = top;
-    if (top == kLowest) {  // most chunks under a narrow mask
+    if (top == kLowest) {  // true of most chunks under a narrow mask
       *sums++ = 0.0;
       continue;
     }

@@ -86,7 +86,7 @@ class Processors {
  private:
   int generated_from() const { return std::min(std::max(p_.prompt_len, 0), in_.history_len); }
 
-  // -1: outside this range.
+  // The offset of an id in this range; -1: outside.
   int64_t place_of(int32_t id) const {
     const int64_t i = static_cast<int64_t>(id) - begin_;
     return i >= 0 && i < size_ ? i : -1;

@@ -67,7 +67,7 @@ struct Part {
   Header head;
   const uint8_t* candidates;
   void append_candidates(std::vector<Candidate>& out) const { append(candidates, head.n_candidates, out); }
-  // By raw logit: .logit is .raw.
+  // The tokens with the largest unprocessed logits; their .logit equals .raw.
   void append_top(std::vector<Candidate>& out) const {
     append(candidates + head.n_candidates * sizeof(Candidate), head.n_top, out);
   }
@@ -110,8 +110,7 @@ std::vector<Part> open_all(const Blobs& blobs) {
   return parts;
 }
 
-// The largest logits of all ranks, at most `most`; each rank sent as many of its own. Sorted lazily, as far as they are
-// read.
+// The `most` largest logits of all ranks, from as many of each rank. Sorted lazily, as far as they are read.
 class Ranking {
  public:
   Ranking(const std::vector<Part>& parts, size_t most) {
@@ -228,7 +227,7 @@ const Head* max_winner(size_t count, HeadOf head_of) {
   return best;
 }
 
-// The place is found, or (`all`) the set contains every token. Sets the next target, given the weight up to there.
+// Called when the place is found or (`all`) the set has every token. Sets the next target from the mass up to there.
 void end_search(const SamplingParams& params, bool all, uint64_t mass, Search& search) {
   if (search.by_count && params.top_p < 1.0f) {
     search.by_count = false;
@@ -395,7 +394,7 @@ bool merge(const SamplingParams& params, int position, const Blobs& blobs, Searc
   };
   double need = std::numeric_limits<double>::infinity();
   if (params.top_p < 1.0f) {
-    double mass = 0.0;  // of which top_p is a fraction
+    double mass = 0.0;  // top_p is a fraction of it
     if (kind == SamplingKind::nucleus) {
       for (const Part& part : parts) {
         if (part.head.max != kBanned)

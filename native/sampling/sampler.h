@@ -12,30 +12,26 @@
 // to the other ranks before each narrow(). candidates() and narrow() modify the logits while they run and restore them
 // before they return. A blob has at most 24 KB.
 //
-// If a set is wider than the candidates, a radix search over places (sampler_blob.h) finds its last token: ranks send
-// the number and weight of the tokens in each of 1,024 bins, rank 0 chooses the bin in which the set ends, and asks for
-// the bins within it; usually two or three rounds. A last round samples among the tokens up to there.
-// What is drawn: processors in this order: repetition penalty (prompt and output; positive logits are divided by it,
+// If a set is wider than the candidates, a radix search over places (sampler_blob.h) finds its last token. In each
+// round the ranks send the number and weight of the tokens in each of 1,024 bins. Rank 0 chooses the bin in which the
+// set ends and requests the bins within it. Two or three rounds are usual. A last round samples among the tokens up to
+// there.
 // Processors apply in this order: repetition penalty (prompt and output; divides positive logits, multiplies others),
 // presence and frequency penalty (output only), no_repeat_ngram_size and bad words (prompt and output), min_length,
 // logit bias (does not undo a ban), mask. Then come temperature, top-k, top-p (of the tokens that top-k kept), min-p
 // (of the remaining tokens, those at least min_p times as probable as the most probable one), renormalization and one
 // sample. Greedy choice and every sort break ties towards the lowest id. Log probabilities are those of the model's
 // unprocessed logits.
-// How: sets of up to 1,024 candidates by inverse CDF. Without top-k and top-p, and for wider sets, first a chunk of the
 // Sets of up to 1,024 candidates are sampled by inverse CDF. Wider sets, and sampling without top-k and top-p, first
 // choose the chunk of the vocabulary with the largest log(weight) + Gumbel noise, then a token in it by inverse CDF. So
 // every rank can find its best chunk alone. Chunks are fixed (chunk_of), and shards must consist of whole chunks.
-// If everything is banned, the token is the best of the model's own logits among the ids that the mask allows; if the
 // If everything is banned, the token is the argmax of the unprocessed logits among the ids that the mask allows. If the
 // mask allows none, it is the first end-of-sequence id or, without one, the argmax of the unprocessed logits.
-// Same bits for the same (parameters, history, logits, shard boundaries) on every ISA: sums run in an order fixed by
 // The same (parameters, history, logits, shard boundaries) give the same bits on every ISA: sums run in an order fixed
 // by the shard's chunks, whatever the threads and other rows. Randomness comes only from Philox4x32-10 at (seed,
 // sample_index, position, chunk). Any number of ranks samples the same token: weights are relative to a chunk's maximum
-// or to that of all ranks, never a shard's. (Sums over shards in double differ with their number by about 1e-16, which
-// changes where a nucleus ends about once in 1e13 samples.)
-// Thread safety: all functions are reentrant; calls on different rows may run at the same time, merge() too (blobs_of()
+// or to that of all ranks, never a shard's. (The number of shards changes sums over shards in double by about 1e-16.
+// That changes the end of a nucleus about once in 1e13 samples.)
 // Thread safety: all functions are reentrant. Calls for different rows, including merge(), may run in parallel
 // (blobs_of() locates each row's blobs). For few rows and many threads, ShardSampler divides candidates() and narrow()
 // into parts.
@@ -61,7 +57,7 @@ namespace sampling {
 // The content of a bin at one level of a search.
 struct Bin {
   uint32_t index, count;
-  uint64_t mass;  // of weights relative to the largest logit of all, in units of kMassUnit: exact in any order
+  uint64_t mass;  // sum of weights relative to the largest logit of all, in units of kMassUnit: exact in any order
 };
 
 }  // namespace sampling
@@ -127,13 +123,13 @@ inline int chunk_of(int vocab_size) { return vocab_size <= 1024 ? 1 : vocab_size
 
 // State of rank 0's search for the last token of a set. Plain data that ranks exchange.
 struct Search {
-  uint64_t place;   // digits above `level` are the last token's; in the end all are
+  uint64_t place;   // of the last token; digits before `level` are final, at the end all are
   uint64_t count;   // of tokens in bins before it
   uint64_t mass;    // of the same tokens
   double target;    // count or mass that the set must reach; negative: not known yet
   double log_norm;  // for log probabilities
   float top;        // the largest logit of all ranks, after the processors
-  int32_t level;    // whose bins are requested; kLevels: sample
+  int32_t level;    // level of the requested bins; kLevels: sample
   int32_t by_count;
 };
 constexpr int kLevels = 6;
@@ -154,8 +150,8 @@ size_t narrow(const SampleInput& input, int vocab_begin, int vocab_local, int vo
 // between, the row's logits may be modified. Reuse the object for further rows: its buffers are as large as the shard.
 class ShardSampler {
  public:
-  // search: null for candidates(), else that of narrow(). What `input` points to must stay valid until finish()
-  // returns.
+  // search: null for candidates(), else as for narrow(). Everything that `input` points to must stay valid until
+  // finish() returns.
   void begin(const SampleInput& input, int vocab_begin, int vocab_local, int vocab_size, int parts,
              const Search* search = nullptr);
   void scan(int part);
@@ -204,7 +200,8 @@ std::vector<Blobs> blobs_of(const std::vector<std::string>& messages, size_t row
 // Returns whether merge() may return false.
 bool may_narrow(const SamplingParams& params);
 
-// Return false if another round is needed, as set in `search`. Throw std::invalid_argument for a malformed blob.
+// Return false if another round is needed, and describe it in `search`. Throw std::invalid_argument for a malformed
+// blob.
 bool merge(const SamplingParams& params, int position, const Blobs& blobs, Search& search, SampleOutput& out);
 bool merge_narrowed(const SamplingParams& params, const Blobs& blobs, Search& search, SampleOutput& out);
 
@@ -229,7 +226,7 @@ struct LogitKernels {
   void (*exp_values)(const float* x, int n, float shift, float scale, float* out);
   // Up to 256 logits: their bins in a search's first level (sampler_blob.h), kBins for -Inf, and their masses.
   void (*weigh_bins)(const float* x, int n, float top, float scale, uint32_t* bins, uint64_t* masses);
-  // Lists which of up to 256 logits are in [low, high], in ascending order. Returns how many.
+  // Lists the indices of the logits in [low, high], of up to 256, in ascending order. Returns how many.
   int (*find_between)(const float* x, int n, float low, float high, int* found);
 };
 void use_logit_kernels(const LogitKernels& kernels);

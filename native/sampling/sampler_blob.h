@@ -1,4 +1,4 @@
-// What a rank sends rank 0 about its shard of one row, and constants that both sides share.
+// The blobs that a rank sends rank 0 about its shard of one row, and constants that both sides share.
 #pragma once
 
 #include <cstdint>
@@ -41,9 +41,9 @@ struct Header {
   double sum;      // sum of exp((logit - max) / temperature); 0 where it is not used
 };
 
-// A token's place in the order of (logit descending, id ascending): the distance of its logit from the maximum of all
-// ranks divided by the temperature, in steps of 2^-24 up to 64 (smaller weights are below e^-64 and never sampled),
-// then its id. Six digits of 10 bits; the first is level 0.
+// A token's place in the order of (logit descending, id ascending). Its high bits are the depth: how far the logit is
+// below the maximum of all ranks, divided by the temperature, in steps of 2^-24 up to 64 (weights below e^-64 are never
+// sampled). The low bits are the id. A place has six digits of 10 bits; level 0 is the first.
 constexpr int kDigitBits = 10, kBins = 1 << kDigitBits, kIdBits = 30, kDepthBits = 30;
 constexpr int32_t kDeepest = (1 << kDepthBits) - 1;
 AS_BOTH constexpr int shift_of(int level) { return (kLevels - 1 - level) * kDigitBits; }
@@ -89,7 +89,7 @@ Uniforms uniforms(const SamplingParams& params, int position);
 
 Uniforms chunk_uniforms(const SamplingParams& params, int position, int pair);
 
-// How many steps below the largest logit (depth_of) the last tokens that min_p keeps are.
+// The depth (depth_of) of the last tokens that min_p keeps.
 int32_t min_p_depth(const SamplingParams& params);
 
 // The passes in use: those of the ISA, or the baseline's.

@@ -46,7 +46,7 @@ float max_of(const float* groups, size_t count) {
   return *std::max_element(tops, tops + kLanes);
 }
 
-// Calls visit(i) for every i with x[i] >= threshold. Skips groups without any, and does not visit in the order of i.
+// Calls visit(i) for every i with x[i] >= threshold, not in ascending order. Skips groups without such values.
 template <class Visit>
 void visit_at_least(const float* x, int n, const float* groups, float threshold, Visit visit) {
   const size_t count = group_count(n);
@@ -170,7 +170,7 @@ Winner sample_chunk(const SamplingParams& p, int position, const float* x, int b
 
 bool allows(const uint32_t* mask, int id) { return (mask[id / 32] >> (id % 32)) & 1u; }
 
-// LogitKernels::mask_group_max at any bit, because small vocabularies may be cut anywhere.
+// LogitKernels::mask_group_max for any first bit, because shards of small vocabularies may begin at any id.
 void mask_logits(const float* x, const uint32_t* mask, int first, int n, float* out, float* groups) {
   if (first % kLanes == 0) return logit_kernels().mask_group_max(x, mask, first, n, out, groups);
   for (int i = 0; i < n; ++i) out[i] = allows(mask, first + i) ? x[i] : kBanned;
@@ -210,7 +210,7 @@ void visit_between(const float* x, int n, float low, float high, Visit visit) {
   }
 }
 
-// Sums up the bins of a level, over the tokens whose higher digits equal those of search.place; kBins: banned tokens.
+// Sums the bins of a level over the tokens whose higher digits equal those of search.place. Bin kBins: banned tokens.
 void fill_bins(const float* x, int begin, int n, float scale, const Search& search, std::vector<Bin>& bins) {
   const LogitKernels& kernels = logit_kernels();
   bins.assign(kBins + 1, Bin{});
@@ -218,7 +218,7 @@ void fill_bins(const float* x, int begin, int n, float scale, const Search& sear
     ++bins[index].count;
     bins[index].mass += mass;
   };
-  if (search.level == 0) {  // depends on depths only
+  if (search.level == 0) {  // level 0 depends on depths alone
     for (int from = 0; from < n; from += kChunk) {
       const int count = std::min(kChunk, n - from);
       uint32_t indices[kChunk];
@@ -411,7 +411,7 @@ size_t ShardSampler::finish_candidates(std::vector<uint8_t>& blob) {
     head.argmax_id = begin_ + first_of(raw, raw_, &Part::raw_max, head.raw_max);
     head.argmax_raw = head.raw_max;
     if (input_.mask) {
-      for (int i = 0; i < local_ && head.max == kBanned; ++i) {  // otherwise it is not needed
+      for (int i = 0; i < local_ && head.max == kBanned; ++i) {  // needed only if everything is banned
         if (!allows(input_.mask, begin_ + i) || !(raw[i] > head.allowed_raw)) continue;
         head.allowed_id = begin_ + i;
         head.allowed_raw = raw[i];

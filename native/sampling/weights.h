@@ -1,5 +1,5 @@
 // The weight of a logit, and the shape of sums of weights. Included once for each ISA, as logit_passes.h is, and by GPU
-// kernels, whose sums have the same bits: multiplications and additions must not be contracted.
+// kernels. Their sums must have the same bits, so multiplications and additions must not be contracted.
 
 constexpr int kLanes = 16;
 constexpr int kChunk = 256;
