@@ -1,8 +1,8 @@
 // The tile registers of AMX: eight of up to 16 rows x 64 bytes, tmm0 ... tmm7.
 //
-// Inline assembly, because GCC 12's intrinsics do not tell the compiler that a tile load reads memory: it may move a
-// store behind the load. AS_AMX_EMULATED computes the same in C++, to test indexing on machines without AMX (not bits
-// or speed).
+// Uses inline assembly, because GCC 12's intrinsics do not tell the compiler that a tile load reads memory. The
+// compiler could move a store past the load. AS_AMX_EMULATED computes the same in C++, to test indexing on machines
+// without AMX. Its bits and speed differ.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -97,12 +97,12 @@ template <int T>
 AS_INLINE void tile_store(void* p, int64_t stride) {
   asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(T), "r"(p), "r"(stride) : "memory");
 }
-// Tile C += tile A [rows][32] tile B [16 pairs of k][16 columns][2], in bfloat16
+// Tile C += tile A [rows][32] * tile B [16 pairs of k][16 columns][2], in bfloat16.
 template <int C, int A, int B>
 AS_INLINE void tile_dot_bf16() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
-// Tile C += tile A [rows][64] signed, tile B [16 fours of k][16 columns][4] unsigned bytes, exact in 32 bits
+// Tile C += tile A [rows][64], signed bytes, * tile B [16 fours of k][16 columns][4], unsigned bytes; exact.
 template <int C, int A, int B>
 AS_INLINE void tile_dot_s8u8() {
   asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));

@@ -1,24 +1,25 @@
 // Attention of a few query rows that share one KV head over one block of kBlockTokens tokens of context.
 //
-// Recipe (the same in prefill and decode, whatever else is in the tile): scores, see below; soft cap and slopes, if
-// any; maximum over the tokens that the row sees; e^(score - maximum), 0 for other tokens; their sum over vectors of
-// tokens in ascending order, then over lanes; out[d] = one chain over ascending tokens. Tokens that a row does not see
-// add exact zeros, so what the tile's other rows see does not matter. Keys are stored by groups of 16 tokens
-// (span_layout.h): a lane is a token and no score needs a horizontal sum. Blocks are merged in ascending order (Milakov
+// Recipe, the same in prefill and decode: scores (see below) get the soft cap and slopes, if any. The maximum is over
+// the tokens that the row sees. A token's weight is e^(score - maximum), or 0 if the row does not see it. Weights are
+// summed over vectors of tokens in ascending order, then over lanes. Each out[d] is one chain over ascending tokens.
+// Unseen tokens add exact zeros, so the tile's other rows do not matter. Keys are stored in groups of 16 tokens
+// (span_layout.h): a lane is a token, so no score needs a horizontal sum. Blocks are merged in ascending order (Milakov
 // and Gimelshein, 2018).
 //
-// Spans are too short for the hardware prefetcher. So while a block is read, the next one is prefetched line by line,
-// as this one's lines are used. (All at once would fill the queues and stall everything else: half the rate.)
+// Spans are too short for the hardware prefetcher. So each line that is read from this block prefetches a line of the
+// next block. (Prefetching the whole block at once would fill the queues and stall other loads, at half the rate.)
 //
-// float32, bfloat16 (bfloat16 in pairs: attention_bf16.cpp): score = one chain of fused multiply-adds over the head
-// dimension, times scale.
+// float32 and bfloat16 (for bfloat16 in pairs, see attention_bf16.cpp): a score is one chain of fused multiply-adds
+// over the head dimension, times scale.
 //
-// int8, uint4: the query is rounded to 16 bits once a tile (an error of 2^-16 of its largest value, far less than that
-// of 8-bit keys) and multiplied with the stored keys in exact integer sums: two products an instruction, no conversion
-// to float and no order to keep. A key's scale and minimum are applied to its score: score = (key scale * f) * sum +
-// (key minimum * (f * sum of the query)), f = query scale * scale. Values likewise: p * value scale is rounded to 16
-// bits (2^-16 of the row's largest in the block: in the worst case, all equal, half a step of 8-bit values, usually a
-// hundredth) and multiplied in integers, in pairs of tokens; out = factor * sum + sum of p * value minimum.
+// int8 and uint4: the query is rounded to 16 bits once a tile. The error is 2^-16 of its largest value, far less than
+// that of 8-bit keys. Products with the stored keys are summed exactly in integers: two products an instruction,
+// without conversion to float, in any order. A key's scale and minimum are applied to its score: score = (key scale *
+// f) * sum + (key minimum * (f * sum of the query)), f = query scale * scale. For values, p * value scale is rounded to
+// 16 bits and multiplied in integers, in pairs of tokens: out = factor * sum + sum of p * value minimum. That error is
+// 2^-16 of the row's largest p * value scale in the block: half a step of 8-bit values at worst (all equal), usually a
+// hundredth.
 #include <algorithm>
 #include <cstring>
 #include <limits>
@@ -33,8 +34,8 @@ namespace AS_ISA {
 namespace {
 
 constexpr int KV = kKeyGroup / W;  // vectors of a group of keys
-// QR: rows of a score tile; QG: groups of keys of one in integers; OR, OV: rows and vectors of an output tile. Eight
-// chains hide the multipliers' latency. The more rows, the less often a key or value is converted.
+// QR: rows of a score tile. QG: groups of keys of an integer score tile. OR, OV: rows and vectors of an output tile.
+// Eight chains hide the latency of multiplications. With more rows, a key or value is converted less often.
 #if defined(AS_ISA_AVX512)
 constexpr int QR = 8, QG = 2, OR = 8, OV = 2;
 #elif defined(AS_ISA_AVX2)
@@ -45,7 +46,7 @@ constexpr int QR = 8, QG = 1, OR = 8, OV = 2;
 constexpr int QR = 4, QG = 1, OR = 4, OV = 4;
 #endif
 
-// Two 16-bit values a lane, from the cache's values at p: int8, uint4.
+// Load int8 or uint4 values from the cache at p as two 16-bit values a lane.
 #if defined(AS_ISA_AVX512)
 inline vi pairs_i8(const char* p) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
 inline vi pairs_u4(const char* p) {
@@ -106,7 +107,7 @@ struct FloatCache {
     return vload_as<T>(reinterpret_cast<const T*>(p) + V * W);
   }
   static vf keys(const char* p, int v) { return vload_as<T>(reinterpret_cast<const T*>(p) + v * W); }
-  static constexpr size_t row = kKeyGroup * sizeof(T);  // bytes of one d (quantized: pair of d) of a group of keys
+  static constexpr size_t row = kKeyGroup * sizeof(T);  // bytes of one d of a group of keys (quantized: of a pair)
 };
 struct Int8Cache {
   static vi pairs(const char* p, int v) { return pairs_i8(p + v * W * 2); }  // of keys, or of values
@@ -136,7 +137,7 @@ void round_queries(const AttentionTile& a, int levels, char* to) {
   const int dim = a.layout->head_dim, padded = a.layout->query_dim();
   int16_t* rounded = reinterpret_cast<int16_t*>(to);
   float *factor = reinterpret_cast<float*>(to + kTileRows * (size_t)padded * 2), *offset = factor + kTileRows;
-  // The largest value that cannot overflow 32 bits.
+  // The largest rounded query value whose sums always fit 32 bits.
   const int most = (int)std::min<int64_t>(32767, 2147483647 / ((int64_t)levels * dim));
   alignas(64) float x[kQuantizedHeadDim];
   for (int r = 0; r < a.rows; r++, rounded += padded) {
@@ -187,7 +188,7 @@ inline void scores_floats(const char* keys, const char* ahead, const AttentionTi
     for (int v = 0; v < KV; v++) vstore(out + r * kBlockTokens + v * W, vmul(acc[r][v], s));
 }
 
-// The same with G groups of keys, including their scale and minimum.
+// The same with G groups of quantized keys, including their scale and minimum.
 template <int R, int G, typename C>
 inline void scores_integers(const char* const (&keys)[QG], const char* const (&ahead)[QG], const Queries& queries,
                             int r0, int pairs, const float* const (&scale)[QG], size_t minimum, float* out) {
@@ -267,7 +268,7 @@ inline void weigh_integers(const AttentionTile& a, int r0, int first, const int1
   for (int t = 0; t < a.tokens; t += s.span_size) {
     const char* values = block_at(s, a.spans, t).values + at;
     const char* ahead = r0 ? values : block_at(s, a.next, t).values + at;
-    const int pairs = (std::min(s.span_size, a.tokens - t) + 1) / 2;  // the other half of an odd one has weight 0
+    const int pairs = (std::min(s.span_size, a.tokens - t) + 1) / 2;  // an odd last token is paired with weight 0
     for (int p = 0; p < pairs; p++, values += stride, ahead += stride) {
       vi x[V];
 #pragma GCC unroll 4
@@ -406,8 +407,8 @@ void attend_integers(const AttentionTile& a) {
       top = vmax(top, w);
       vstore(row + t, w);
     }
-    const float shift = lane_sum(offset);                                   // NaN if any weight, scale or minimum is
-    if (shift != shift) std::fill(row, row + padded, 0.0f), top = vzero();  // cannot become integers
+    const float shift = lane_sum(offset);                                   // NaN if a weight, scale or minimum is NaN
+    if (shift != shift) std::fill(row, row + padded, 0.0f), top = vzero();  // NaN cannot become integers
     const float largest = lane_max(top);
     const bool usable = largest > 1e-34f;  // otherwise the inverse would overflow; all such values equal their minimum
     const vf inverse = vset(usable ? 32767 / largest : 0.0f);
@@ -446,7 +447,7 @@ void prepare_queries(const AttentionTile& tile, char* out) {
       return prepare_queries_bf16(tile, out);
 #endif
     default:
-      return;  // copied
+      return;  // attend() reads the queries themselves
   }
 }
 
@@ -473,7 +474,7 @@ void attend_all(const AttentionTile* tiles, int count) {
   }
 }
 
-// A copy of a block's first `tokens` tokens with the first `count` of them set to zero, and the addresses of its spans.
+// Returns a copy of a block's first `tokens` tokens, the first `count` of them zeroed. Writes its spans' addresses.
 std::vector<char> without_tokens(const SpanLayout& layout, const void* const* from, int count, int tokens,
                                  const void** spans) {
   const int size = layout.span_size, needed = (tokens + size - 1) / size;
@@ -485,9 +486,9 @@ std::vector<char> without_tokens(const SpanLayout& layout, const void* const* fr
   return copy;
 }
 
-// Corrects rows that do not see all of the tile's tokens, which had weight 0 in them. If a value is not finite, 0 times
-// it is not 0. Such a row is computed again alone, with only the tokens that it sees; its bits are otherwise the same.
-// Tokens before its window are set to zero in a copy of the block.
+// Corrects rows that do not see all of the tile's tokens. Unseen tokens have weight 0, but 0 times a value that is not
+// finite is NaN. Such a row is computed again alone, with only the tokens that it sees; otherwise this gives the same
+// bits. A copy of the block has zeros for tokens before the row's window.
 void mend_rows(const AttentionTile& a) {
   const SpanLayout& layout = *a.layout;
   const size_t padded = layout.padded_dim;

@@ -1,18 +1,17 @@
 // Attention of a tile over one block of a bfloat16 cache with bfloat16 products: the recipe of attention.cpp, where
 // both operands of both products are bfloat16.
 //
-//   score    = scale * (query, rounded once, . key), pairs of d in ascending order
+//   score    = scale * (rounded query . key), pairs of d in ascending order
 //   weight   = e^(score - maximum) rounded to bfloat16, exactly 0 for tokens that the row does not see
-//   sum      = of the rounded weights, in fp32. So the weights applied to the values sum to exactly one: equal values
-//   are
+//   sum      = the sum of the rounded weights, in float32. So the applied weights sum to exactly one: equal values are
 //              reproduced exactly, and rounding the weights costs 2^-9 of the values' spread, not of the values
 //   out[d]   = weights . values, pairs of tokens in ascending order
 //
-// AVX-512 BF16 sums with vdpbf16ps, AMX with tile products of 32 d or 32 tokens, for one row as for 16. The two sum in
-// different orders. Adding zeros changes neither.
+// AVX-512 BF16 sums with vdpbf16ps. AMX sums with tile products of 32 d or 32 tokens, for any number of rows. The two
+// orders differ. Adding zeros changes neither result.
 //
-// Data after the last token is undefined, and may be NaN. Its scores have their own lanes, which are never read. Its
-// values are replaced by zeros, including the other half of the last pair of an odd number of tokens.
+// Data after the last token is undefined, and may be NaN. Its scores are in lanes of their own, which are never read.
+// Zeros replace its values. With an odd number of tokens, that includes the second half of the last pair.
 #include "cpu/kernels/tables.h"
 
 #if defined(AS_ISA_AVX512_BF16)
@@ -35,8 +34,8 @@ using Scores = float[kTileRows][kBlockTokens];
 // The first n of 16 lanes.
 AS_INLINE __mmask16 lanes(int n) { return (__mmask16)_bzhi_u32(0xffff, (unsigned)std::max(0, std::min(n, 16))); }
 
-// e^(x - top), factor = log2(e) * scale: 2^n times a polynomial of 2^r for 0 <= r < 1 that is 1 at 0 (error 2.9e-6, a
-// thousandth of the rounding to bfloat16). At least 2^-125, so that there are no denormals.
+// e^(scale * (x - top)), with factor = log2(e) * scale: 2^n times a polynomial for 2^r, 0 <= r < 1, which is 1 at 0.
+// Its error of 2.9e-6 is a thousandth of the rounding to bfloat16. A minimum of 2^-125 avoids denormals.
 AS_INLINE vf weight(vf x, vf top, vf factor) {
   const vf t = vmax(vset(-125.0f), vmul(vsub(x, top), factor));  // this order propagates NaN
   const vf r = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
@@ -50,7 +49,7 @@ AS_INLINE vf weight(vf x, vf top, vf factor) {
 // Replaces unscaled scores by weights; computes maxima and sums. Calls between() before each row.
 template <typename Between>
 void soften(const AttentionTile& a, Scores& scores, Weights& weights, Between&& between) {
-  const bool bent = a.soft_cap || a.sloped;  // then they are scaled already
+  const bool bent = a.soft_cap || a.sloped;  // bend_scores() scales them, too
   const float scale = bent ? 1 : a.scale;
   const vf factor = vset(scale * 1.44269504088896341f);
   const vi ones = _mm512_set1_epi16(0x3f80);
@@ -85,7 +84,7 @@ void soften(const AttentionTile& a, Scores& scores, Weights& weights, Between&& 
       put(t, _mm512_maskz_mov_ps(mixed ? low_lanes : 0, weight(vload(x + t), top, factor)),
           _mm512_maskz_mov_ps(mixed ? high_lanes : 0, weight(vload(x + t + W), top, factor)));
     }
-    std::fill_n(to, before, (uint16_t)0);  // they contributed 2^-125 to the sum
+    std::fill_n(to, before, (uint16_t)0);  // each added only 2^-125 to the sum
     a.maximum[r] = maximum * scale;
     a.sum[r] = _mm512_reduce_add_ps(sum);
   }
@@ -104,8 +103,8 @@ AS_INLINE vi lower_half(vi pairs) { return _mm512_and_si512(pairs, _mm512_set1_e
 
 #if defined(AS_ISA_AMX)
 
-// Tiles 0 to 3 are accumulators of 16 columns each, tile 4 has the rows' queries or weights, 5 to 7 have keys or values
-// in turn. They stay configured between blocks, because configuring takes as long as ten products.
+// Tiles 0 to 3 are accumulators of 16 columns each. Tile 4 holds the rows' queries or weights. Tiles 5 to 7 hold keys
+// or values in turn. Tiles stay configured between blocks, because configuring takes as long as ten products.
 thread_local int configured_rows = 0;
 
 void configure_tiles(int rows) {
@@ -141,7 +140,7 @@ AS_INLINE void step_tiles(const B& b, int64_t stride) {
   if constexpr (I + 1 < N) step_tiles<N, I + 1>(b, stride);
 }
 
-// The products of queries with keys in steps of up to kColumnTiles groups of keys by 32 d, which can be interleaved
+// Multiplies queries with keys in steps of up to kColumnTiles groups of keys and 32 d. The steps can be interleaved
 // with the rows of another tile's softmax.
 class ScoreSteps {
  public:
@@ -182,7 +181,7 @@ class ScoreSteps {
   const char *keys_[kColumnTiles], *ahead_[kColumnTiles];
 };
 
-// The same for products of weights with values: up to kColumnTiles times 16 columns by 32 tokens a step.
+// The same for weights and values: a step takes up to kColumnTiles * 16 columns and 32 tokens.
 class ValueSteps {
  public:
   ValueSteps(const AttentionTile& a, const Weights& weights)
@@ -267,7 +266,7 @@ void attend_tiles(const AttentionTile* tiles, int count) {
 
 #else
 
-// R rows: up to 8 x 2 accumulators, so that each operand is used several times and chains hide the latency of 6.
+// Rows of a product. 8 x 2 accumulators use each operand several times, and their chains hide the latency of 6 cycles.
 constexpr int kProductRows = 8;
 
 // out [R][16 G]: scores of rows [r0, r0 + R) with G groups of keys.

@@ -1,5 +1,5 @@
-// What happens to the sums of a tile GEMM, row by row: scales and bias are applied, plain or gated. A row of sums has
-// the panel's NR columns. With two planes, the low plane's row is kAmxRows rows further.
+// The epilogue of a tile GEMM, row by row: applies scales and bias, then writes the row or its gated product. A row of
+// sums has the panel's NR columns. With two planes, the low plane's row is kAmxRows rows after the high plane's.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -48,7 +48,7 @@ struct Results {
   }
 };
 
-// How a row's sums of one panel become results: BFloatRow, ChannelRow.
+// BFloatRow and ChannelRow turn a row's sums of one panel into results.
 struct BFloatRow {
   const Packed& w;
   const float* bias;
@@ -70,10 +70,10 @@ struct Scales {
   }
 };
 
-// The recipe of matmul_integer.cpp: exact sums, so that kernels may be mixed, then group by group. sums: of a row; its
-// low plane's are a tile further. activations: the group's sum of the first plane's values; the second plane's is
-// `apart` bytes on. middle: its logarithm. kSmall: both planes together fit 32 bits (groups of up to 512), which gives
-// the same bits with fewer instructions.
+// Adds a group by the recipe of matmul_integer.cpp, whose exact sums allow kernels to be mixed. sums: of a row; the low
+// plane's sums are one tile further. activations: the group's sum of the first plane's values; the second plane's sum
+// is `apart` bytes further. middle: log2 of the format's middle. kSmall: both planes' sum fits 32 bits (groups of up to
+// 512), which gives the same bits with fewer instructions.
 template <int Planes, bool kSmall>
 AS_INLINE void add_group(const char* sums, int middle, const char* activations, size_t apart, const Scales& scales,
                          vf (&total)[NV]) {

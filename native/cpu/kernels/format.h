@@ -1,7 +1,7 @@
 // The formats of a weight matrix and their layout in memory.
 //
-// A matrix [n, k] is divided into panels of `panel` rows (output features); the last one is padded with zero rows. So a
-// panel is read from front to back, and each vector lane is an output feature.
+// A matrix [n, k] is divided into panels of `panel` rows (output features); the last one is padded with zero rows.
+// Kernels read a panel from front to back. Each vector lane is an output feature.
 //   float32, bfloat16   [k][panel]
 //   bfloat16 in pairs   [k / 2][panel][2], k padded to 32, as tile products read it (Packed::pairs)
 //   int8, w8a8          [k / 4][panel][4] bytes q: a 32-bit lane holds four k, as integer dot products read them
@@ -9,12 +9,11 @@
 //                       4 + b in its upper half
 //   e4m3                [k][panel] bytes, floats of 8 bits
 //   nf4, e2m1           [k / 2][panel] bytes, with the even k in the lower half
-// A quantized panel is a sequence of groups along k. Each group starts with its head, scales [panel] and offsets
+// A quantized panel is a sequence of groups along k. Each group starts with a head of scales [panel] and offsets
 // [panel], and is padded to whole lanes. InstantQuant's scales and offsets are bfloat16. A weight is scale * (q -
-// middle) + offset with middle = 2^(bits - 1), which equals scale * (q - zero point), written so that neither term
-// exceeds the group's largest weight. For matrices quantized by other tools, ScaleLayout (program/scale_layout.h)
-// describes the head, so that weights are recovered exactly. Nested scales of all super-groups stand at the front of
-// the panel.
+// middle) + offset with middle = 2^(bits - 1). This equals scale * (q - zero point), but neither term exceeds the
+// group's largest weight. For matrices quantized by other tools, ScaleLayout (program/scale_layout.h) describes the
+// head, so weights are recovered exactly. A panel begins with the nested scales of all its super-groups.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -22,7 +21,7 @@
 
 #include "program/scale_layout.h"
 
-// Kernels are compiled for every instruction set: the linker could replace one's out-of-line copy by another's.
+// Forces inlining: the linker could merge out-of-line copies that are compiled for different instruction sets.
 #define AS_INLINE __attribute__((always_inline)) inline
 
 namespace as {
@@ -56,10 +55,9 @@ struct Packed {
   char* data;
   int n, k, panel;
   Format format;
-  int group;   // k of a group (the last may be shorter); k itself for other formats
+  int group;   // k of a group (the last may be shorter); all of k in formats without groups
   bool pairs;  // bfloat16 laid out in pairs of k
-  int planes;  // int8 values that make an activation: 1 of 8 bits (w8a8, w4a8), 2 of 16 (int8, int4); 0: it stays a
-               // float
+  int planes;  // int8 values of an activation: 1 at 8 bits (w8a8, w4a8), 2 at 16 bits (int8, int4), 0 if it is a float
   size_t panel_bytes;
   ScaleLayout scaling = {};
   bool plain_scales = true;  // bfloat16 scales and offsets
@@ -67,8 +65,8 @@ struct Packed {
   int bias = 0;              // of 8-bit integers: added to the quantized value so that its center is 128
   size_t head_bytes = 0;     // of a group
   size_t first_group = 0;    // bytes of a panel before its first group: the super-groups' scales
-  int inputs = 0;            // values of a row of activations: k, unless ...
-  const int* order = nullptr;  // ... k are gathered from these, -1 for a zero
+  int inputs = 0;            // values of a row of activations: k without `order`
+  const int* order = nullptr;  // the activation that each k reads, -1 for a zero; null: its own
 
   AS_INLINE int panels() const { return (n + panel - 1) / panel; }
   AS_INLINE int groups() const { return (k + group - 1) / group; }
@@ -109,7 +107,7 @@ struct Packed {
   }
 };
 
-// group_size 0: one group a row. inputs: of a matrix whose activations are gathered.
+// group_size 0: one group a row. inputs: values of a row of activations, if they are gathered.
 AS_INLINE Packed layout(int n, int k, const Rules& rules, Format format, int group_size,
                         const ScaleLayout& scaling = {}, int inputs = 0) {
   const bool quantized = is_quantized(format);
@@ -130,7 +128,7 @@ AS_INLINE Packed layout(int n, int k, const Rules& rules, Format format, int gro
     m.bias = m.planes && bits_of(format) == 8 ? m.middle() - m.center() : 0;
     m.half_scales = scaling.scales == ScaleType::float16 && scaling.zeros == ZeroType::none && !scaling.super_group &&
                     m.middle() == m.center() + m.bias;
-    const size_t line = m.panel % 32 ? 32 : 64;  // aligns vectors of weights as without a head
+    const size_t line = m.panel % 32 ? 32 : 64;  // aligns vectors of weights as if there were no head
     m.head_bytes = ((size_t)m.panel * (m.scale_bytes() + m.zero_bytes()) + line - 1) / line * line;
     m.first_group = m.super_groups() * m.super_bytes();
   }
@@ -141,9 +139,9 @@ AS_INLINE Packed layout(int n, int k, const Rules& rules, Format format, int gro
   return m;
 }
 
-// What some formats compute from a row of activations, once a linear. One row's block:
-//   [planes][groups] int32 sums of a plane's values within each group, float32 scale, then from the next multiple of 64
-//   bytes on the values, zero-padded to whole cache lines: in int8 for each plane, or in int16 for kernels that
+// prepare() converts each row of activations once a linear, for formats that need it. One row's block:
+//   [planes][groups] int32 sums of a plane's values within each group, then the float32 scale. The values begin at the
+//   next multiple of 64 bytes, zero-padded to whole cache lines: int8 for each plane, or int16 for kernels that
 //   multiply 16 bits.
 // For bfloat16 in pairs: the row rounded to bfloat16, zero-padded to a multiple of 32 values.
 struct PreparedLayout {
@@ -171,7 +169,7 @@ struct Activations {
 struct GatedOutput {
   float* y;
   int ldy;
-  char* rounded;  // null: y
+  char* rounded;  // null: writes y
   size_t rounded_stride;
 };
 

@@ -8,8 +8,7 @@ namespace as {
 namespace AS_ISA {
 namespace {
 
-// vb: an operand with kProducts products an instruction (or sequence). AS_REGISTER: the inline assembly constraint of a
-// register for one.
+// vb: an operand of dot(), which makes kProducts products. AS_REGISTER: the inline assembly constraint of its register.
 #if defined(AS_ISA_AVX512) || defined(AS_ISA_AVX2)
 #define AS_REGISTER "+v"
 using vb = vi;

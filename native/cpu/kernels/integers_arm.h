@@ -1,10 +1,10 @@
-// Integer products of matmul_integer.cpp on Arm. sdot adds four products of signed bytes to 32 bits, so 8-bit weights
+// Integer products of matmul_integer.cpp on Arm. sdot adds four products of signed bytes to 32 bits. So 8-bit weights
 // become q - 128 by flipping their highest bit, and 16-bit activations are two rows of bytes (planes). Without sdot
-// (neon), smlal multiplies 16 bits: weights are widened in registers, and so are activations of any format. That gives
-// as many products an instruction as with floats, without conversions. ld4 separates the k of a lane.
+// (neon), smlal multiplies 16 bits: weights are widened in registers, and activations of all formats have 16 bits. An
+// instruction makes as many products as with floats, without conversions. ld4 separates the k of a lane.
 //
-// The product itself broadcasts activations where it can take one element of a vector (neon, neon_dotprod); with SVE
-// the load does.
+// On neon and neon_dotprod the product broadcasts activations, because it can take one element of a vector. On SVE the
+// load broadcasts them.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -49,8 +49,8 @@ AS_INLINE void prefetch_unit(const char* w) {
 constexpr bool kWords = false;  // 16-bit values are two rows of 8-bit ones
 constexpr int rows_of_tile(int planes) { return MR / planes; }
 
-// acc += products of one vector of four-k lanes of each of NV weights with four activations of each of R rows; the
-// first activation is at line(r) + at.
+// acc += products of NV vectors of weights, four k a lane, with four activations of each of R rows. The first
+// activation of row r is at line(r) + at.
 template <int R, typename L>
 AS_INLINE void dot_rows(const vi (&weights)[NV], L&& line, int at, vi (&acc)[R][NV]) {
 #pragma GCC unroll 16
@@ -76,8 +76,8 @@ struct Bytes {
   }
 };
 
-// Multiplies the lower halves of a unit's bytes before the upper ones, which are loaded again: both at once would need
-// too many registers.
+// Multiplies the lower halves of a unit's bytes, then loads the bytes again for the upper halves. Keeping both would
+// take too many registers.
 struct Nibbles {
   static constexpr int kMiddle = 8, kUnit = 8;
   using Value = int8_t;
@@ -97,7 +97,7 @@ struct Nibbles {
       for (int v = 0; v < NV; v++) weights[v] = nibbles<0>(iload(w + v * W * 4));
       dot_rows(weights, line, i, acc);
       const char* again = w;
-      asm("" : "+r"(again));  // otherwise the first load's result is kept
+      asm("" : "+r"(again));  // forces a second load
 #pragma GCC unroll 4
       for (int v = 0; v < NV; v++) weights[v] = nibbles<1>(iload(again + v * W * 4));
       if constexpr (kSplit) dot_rows(weights, line, i + 4, upper);
@@ -113,12 +113,12 @@ struct Nibbles {
 
 #else
 #define AS_WORDS
-constexpr bool kWords = true;         // 16-bit values are multiplied as such
+constexpr bool kWords = true;         // 16-bit values are multiplied whole
 constexpr int kExactWords = 512;      // k whose sums of 16-bit activations * (q - 128) always fit 32 bits,
 constexpr int kUncentredWords = 256;  // and of activations * q
 constexpr int rows_of_tile(int) {
   return 5;
-}  // 20 accumulators, 4 vectors of weights as loaded, 2 widened, 5 of activations
+}  // registers: 20 accumulators, 4 vectors of weights as loaded, 2 widened, 5 of activations
 
 // acc += products of the 16 weights of one k and the J-th of four 16-bit activations of each row
 template <int J, int R>
@@ -202,8 +202,8 @@ inline vf round_doubles(const double* sums, double less) {
 using WideBytes = Bytes;
 using WideNibbles = Nibbles;
 
-// Multiplies n <= W values by factor and rounds to nearest even, with zeros after them. Stores n <= W lanes as bytes,
-// or as 16 bits with n rounded up to a multiple of four.
+// rounded() multiplies n <= W values by factor, rounds to nearest even, and zeroes the other lanes. store_values()
+// stores n <= W lanes as bytes, or as 16 bits with n rounded up to a multiple of four.
 template <typename Value>
 void store_values(char* p, vi x, int n);
 #if defined(AS_ISA_SVE)

@@ -40,8 +40,8 @@ constexpr int kBlockTokens = 128;  // context per partial result of attention, f
 // Bytes of a tile's prepared queries: 16 bits a value, and two floats a row.
 inline size_t query_bytes(const SpanLayout& s) { return (size_t)kTileRows * (s.query_dim() * 2 + 2 * sizeof(float)); }
 
-// Rows of a checkpoint's matrix. Another matrix takes their columns [column, column + its k). Groups of `group` are
-// counted over all `columns`, so that the quantized values do not depend on the rank's slice.
+// Rows of a checkpoint's matrix. The destination, of k columns, takes their columns [column, column + k). Groups of
+// `group` are counted over all `columns`, so the quantized values do not depend on the rank's slice.
 struct SourceRows {
   const void* data;  // of row `row_offset` of the destination
   SourceType type;
@@ -56,8 +56,8 @@ struct Kernels {
   Rules rules;
   // y[m, n] = x w^T (+ bias) for panels [p0, p1), with row stride ldy. Activations are prepared if prepared() says so.
   void (*matmul)(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1);
-  // silu(gate) * up for panels [p0, p1) of a half, where the first half of w's rows gives gate and the second half up,
-  // both of whole panels. The same bits as matmul, silu_mul and (rounded) prepare.
+  // silu(gate) * up for panels [p0, p1) of gate. The first half of w's rows gives gate and the second half up; each
+  // half has whole panels. The same bits as matmul, silu_mul and, if rounded, prepare.
   void (*matmul_gated)(const Packed& w, const Activations& a, const float* bias, const GatedOutput& out, int m, int p0,
                        int p1);
   PreparedLayout (*prepared)(const Packed& w);
@@ -82,7 +82,7 @@ struct Kernels {
   // Converts the tile's queries to the kernel's format, query_bytes() at `out`, for all blocks.
   void (*prepare_queries)(const AttentionTile& tile, char* out);
   void (*attend)(const AttentionTile* tiles,
-                 int count);  // of `count` tiles of the same block: softmax overlaps with products
+                 int count);  // of `count` tiles of one block: a tile's softmax overlaps with other tiles' products
   void (*end_attention)();    // called by each thread after its last attend(), before other kernels
   // Merges the next block's partial results (for each row a maximum, a sum and [padded_dim]) into the running ones.
   void (*merge)(int rows, float* maximum, float* sum, float* out, const float* block_maximum, const float* block_sum,
@@ -95,7 +95,7 @@ struct Kernels {
   float (*read_memory)(const float* p, size_t n);
   double (*multiply_add)(int64_t rounds, float* keep);
   double (*integer_multiply_add)(int64_t rounds, float* keep);
-  double (*multiply_tiles)(int64_t rounds, bool integers);  // null without tiles
+  double (*multiply_tiles)(int64_t rounds, bool integers);  // null without AMX
 };
 
 // The kernels in use.

@@ -1,6 +1,6 @@
-// Recipes for any number of rows. A x: two chains of fused multiply-adds, over even and odd k in ascending order, then
-// their sum times the scale. B u: one chain over k from zero, which is then added to y. One row uses enough chains to
-// hide the latency of memory, several rows enough to hide that of multiply-adds.
+// Recipes, for any number of rows. A x: two chains of fused multiply-adds, over even and odd k in ascending order, then
+// their sum times the scale. B u: one chain over k from zero, then added to y. One row has enough chains to hide the
+// latency of memory. Several rows have enough to hide that of multiply-adds.
 #include "cpu/kernels/lora.h"
 
 #include "cpu/kernels/tile.h"
@@ -11,7 +11,7 @@ namespace AS_ISA {
 namespace {
 
 #if defined(AS_ISA_AVX2)
-constexpr int kRows = 4;  // with two chains, or two vectors, each: 8 of 16 registers
+constexpr int kRows = 4;  // of two chains or two vectors each: 8 of 16 registers
 #else
 constexpr int kRows = 8;
 #endif

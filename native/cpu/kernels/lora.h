@@ -1,6 +1,6 @@
 // LoRA kernels: GEMMs with the two matrices of an adapter (cpu/adapters.h). Both matrices are narrow and serve few rows
-// of a step, so reading them dominates. They have their own kernels, because padding to the panels of other matrices
-// would double what is read.
+// of a step, so reading them dominates. They have their own kernels, because padding them to the panels of other
+// matrices would double the bytes read.
 #pragma once
 #include "cpu/kernels/format.h"
 

@@ -1,7 +1,7 @@
 // silu(gate) * up of a matrix [2n, k] that contains both, without writing the 2n float32 columns to memory.
 //
-// For a block of rows, a panel of gate and the corresponding panel of up write their sums to a small matrix each, from
-// which silu_mul makes n columns, rounded at once if the following GEMM reads bfloat16.
+// For a block of rows, the sums of a panel of gate and of the matching panel of up go to two small buffers. silu_mul
+// combines these. The result is rounded at once if the following GEMM reads bfloat16.
 #include <algorithm>
 #include <cstring>
 
