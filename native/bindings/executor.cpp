@@ -30,7 +30,7 @@ SourceRows source_rows(const py::array& a, const std::string& source) {
   return {rows.data, rows.type, rows.stride, 0, 0, rows.columns, rows.columns, rows.step};
 }
 
-// Rows of quantized values with this packing, without their scales unless they are blocks. rows: of octets.
+// Rows of quantized values with this packing. Only packed blocks include scales. rows: how many, if q has octets.
 StoredRows stored_rows(const py::array& q, int bits, int64_t columns, const std::string& packing, int skipped,
                        int64_t rows, int64_t& count) {
   const Packing kind = packing_of(packing);

@@ -16,7 +16,7 @@
 
 namespace as {
 
-// Frees a model without the GIL: that takes seconds for a large model.
+// Frees a model without the GIL, because that takes seconds for a large model.
 struct WithoutGil {
   template <class Executor>
   void operator()(Executor* executor) const {
@@ -48,8 +48,8 @@ inline ArrayRows array_rows(const py::array& a, const std::string& source) {
   return {a.data(), type, a.shape(0), a.shape(1), (int64_t)(a.strides(0) / a.itemsize()), step};
 }
 
-// A row of profile(): the ops that are computed together and what they cost. Counts: count, least, most, total, bytes
-// and operations.
+// A row of profile(): ops that are computed together and what they cost. Counts has the members count, least, most,
+// total, bytes and operations.
 template <class Counts>
 py::dict profile_row(const Program& program, const FusedOp& op, const Counts& c) {
   int index = op.parts[0];

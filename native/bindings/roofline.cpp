@@ -75,7 +75,7 @@ class RooflineMeter {
 
  private:
   static constexpr int kKinds = 3, kRepeats = 4;
-  // Floats at a time: few enough that a thread finishes on time, enough that the start of a stretch does not matter.
+  // Floats per piece: few enough for a thread to stop on time, and enough to make the start of a piece insignificant.
   static constexpr size_t kTouched = 1 << 18, kRead = 1 << 20;
 
   size_t begin(int t) const { return memory_.size() / sizeof(float) * t / threads_; }

@@ -122,8 +122,8 @@ py::dict sample_once(const py::sequence& logits, const Ints& block, const Ints& 
   return result;
 }
 
-// Seconds that sampling a row takes on one rank with a pool of `threads` threads (the least of `repeats`), and the part
-// of them that one thread works alone.
+// Seconds to sample a row on one rank with a pool of `threads` threads (the minimum of `repeats` runs), and how much of
+// that one thread works alone.
 std::pair<double, double> sample_seconds(const Floats& logits, const Ints& block, int threads, int repeats) {
   const int32_t* words = block.data();
   const SamplingParams params = SamplingParams::parse(words, block.data() + block.size());

@@ -35,7 +35,7 @@ class Fusion {
   bool is_at(size_t i, Op op) const { return i < order_.size() && ops_[order_[i]].is(op); }
   const OpNode& at(size_t i) const { return ops_[order_[i]]; }
 
-  // Whether op `reader` is the only reader of what op `writer` leaves in a tensor.
+  // Whether op `reader` alone reads the values that op `writer` writes to a tensor.
   bool reads_alone(size_t writer, size_t reader, int tensor) const {
     if (!has(at(reader).inputs, tensor)) return false;
     for (size_t i = writer + 1; i < order_.size(); i++) {
@@ -61,7 +61,7 @@ class Fusion {
     const OpNode& op = at(end);
     const int out = op.outputs[0];
     if (is_at(end + 1, Op::silu_mul) && reads_alone(end, end + 1, out) && gates_(op)) return end + 2 - i;
-    // With a norm before it, the linear would read what other threads add to.
+    // Not if a norm is fused before it: the linear would read what other threads add to.
     const bool adds =
         end == i && is_at(end + 1, Op::add) && at(end + 1).inputs[1] == out && !has(op.inputs, at(end + 1).inputs[0]);
     return end + 1 - i + (adds && reads_alone(end, end + 1, out));
@@ -84,7 +84,7 @@ class Fusion {
     return end + 1 - i;
   }
 
-  // Consecutive lora ops of one linear.
+  // Consecutive lora ops of the same linear.
   size_t loras(size_t i) const {
     size_t end = i;
     while (is_at(end, Op::lora) && at(end).inputs == at(i).inputs) end++;
@@ -161,8 +161,8 @@ Cost cost_of(const Program& program, const FusedOp& op, const StepSize& size) {
     const bool of_heads = part.is(Op::head_norm) || part.is(Op::rope);  // on copies of the heads, if attention follows
     total.bytes += of_heads && op.parts.size() > 1 ? 0 : own.bytes, total.operations += own.operations;
     if (!p || of_heads || part.is(Op::span_attention)) continue;
-    // A fused part does not read the previous part's output again. If it is the only reader, that is not written
-    // either.
+    // A fused part does not read the previous part's output again. If it is the only reader, the output is not even
+    // written.
     const OpNode& before = program.ops()[op.parts[p - 1]];
     for (int t : part.inputs) {
       if (!has(before.outputs, t)) continue;

@@ -41,8 +41,8 @@ const OpNode* only_linear(const Program& program, const std::vector<FusedOp>& op
 // Tensors that exist only inside one fused op, such as gate and up of a gated linear.
 std::vector<bool> never_written(const Program& program, const std::vector<FusedOp>& ops);
 
-// Whether the next reader of what ops[op] writes to `tensor` is a sum over ranks that adds to it. If so, each rank
-// needs only its own rows of it.
+// Whether the next reader of `tensor`, after ops[op] has written it, is a sum over ranks that adds to it. If so, each
+// rank needs only its own rows of the tensor.
 bool feeds_sum(const Program& program, const std::vector<FusedOp>& ops, size_t op, int tensor);
 
 Cost cost_of(const Program& program, const FusedOp& op, const StepSize& size);

@@ -242,7 +242,7 @@ double moved(const Program& p, const OpNode& op, const StepSize& size) {
   return total;
 }
 
-template <int kOperations>  // for each value of the output
+template <int kOperations>  // per value of the output
 Cost each_value(const Program& p, const OpNode& op, const StepSize& size) {
   return {moved(p, op, size), kOperations * values(p, op.outputs.empty() ? p.in(op) : p.out(op), size)};
 }
@@ -286,7 +286,7 @@ Cost cost_select_rows(const Program& p, const OpNode& op, const StepSize& size) 
 
 Cost cost_expert_linear(const Program& p, const OpNode& op, const StepSize& size) {
   const double experts = op.integer("experts"), entries = p.rows_of(p.out(op).rows, size);
-  const double touched = entries < experts ? entries / experts : 1;  // at most: entries may share experts
+  const double touched = entries < experts ? entries / experts : 1;  // an upper bound: entries may share experts
   return {moved(p, op, size) + touched * bytes_of(p, op.weights[0], size),
           2.0 * p.weights()[op.weights[0]].k * values(p, p.out(op), size)};
 }

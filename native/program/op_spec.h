@@ -18,8 +18,8 @@ enum class Op {
 
 enum class AttributeType { integer, number, flag, choice };
 
-// Who sets an attribute: the model (the same value on every rank), lowering (for each rank, in the rank's own columns
-// and heads), or the whole model's graph, for lowering to replace.
+// Who sets an attribute. model: the model, with the same value on every rank. rank: lowering, for each rank, in the
+// rank's own columns and heads. graph: the whole model's graph; lowering replaces it.
 enum class Scope { model, rank, graph };
 
 // How lowering computes an attribute of Scope::rank. It counts the columns that the rank holds of the first input's
@@ -89,7 +89,7 @@ struct OpSpec {
   bool in_place;  // the output is the first input and may be left out
   RowRule rows;
   std::vector<AttributeSpec> attributes;
-  // The shape rule. Throws std::invalid_argument. Arity, rows and attributes are checked before.
+  // Checks shapes, after arity, rows and attributes. Throws std::invalid_argument.
   void (*check)(const Program& program, const OpNode& op);
   Cost (*cost)(const Program& program, const OpNode& op, const StepSize& size);
 

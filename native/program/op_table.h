@@ -4,8 +4,8 @@
 // clang-format off
 // Cosines and sines of the rows' positions. A row's length is its prompt's length, or position + 1 if that is larger.
 // Beyond original_max, a dynamic base grows with the length (growth "linear": as in transformers; "powers": as in Qwen
-// v1, in powers of two of the prompt's length); or the second weight (long_table) is used, also by all rows of a slot
-// whose initial history was longer. temporal, height, width: how many pairs use each component of 3-D positions.
+// v1, in powers of two of the prompt's length), or the second weight (long_table) is used. A slot whose initial history
+// was longer uses long_table for all rows. temporal, height, width: how many pairs use each component of 3-D positions.
 OP(rotary_table, kNone, kNone, {1, 2}, false, RowRule::none,
    {number_or("attention_factor", 1), flag("dynamic"), number_or("base", 0), number_or("factor", 1),
     number_or("original_max", 0), whole("rotary_dim"), table_number, choice("growth", {"linear", "powers"}),
@@ -69,8 +69,8 @@ OP(router, kOne, kOne, {0, 1}, false, RowRule::routed,
    {positive(whole("top_k")), choice("scores", {"softmax", "sigmoid"}), flag("normalized"), number_or("scale", 1),
     positive(whole_or("groups", 1)), positive(whole_or("top_groups", 1))},
    check_router, each_value<8>)
-// Multiplies each entry with its expert's matrix from a stack of `experts` matrices (and biases), the rank's experts
-// from expert_begin on. Entries of other ranks' experts become zero.
+// Multiplies each entry with its expert's matrix from a stack of `experts` matrices (and biases). The rank has these
+// experts from expert_begin on. Entries of other ranks' experts become zero.
 OP(expert_linear, kOne, kOne, {1, 2}, false, RowRule::expanded,
    {positive(of_rank("experts", RankRule::experts)),
     at_least_0(optional(of_rank("expert_begin", RankRule::expert_begin)))},
@@ -79,8 +79,8 @@ OP(expert_linear, kOne, kOne, {1, 2}, false, RowRule::expanded,
 OP(combine_experts, kTwo, kOne, kNone, false, RowRule::combined, {}, check_combine_experts, each_value<2>)
 // y * sigmoid(gate of the row)
 OP(sigmoid_mul, kTwo, kOne, kNone, true, RowRule::as_input, {}, check_sigmoid_mul, each_value<1>)
-// y += B A x of the row's adapter, in columns [offset, offset + columns) of y, those of `blocks` blocks. target: which
-// of the adapter's pairs of matrices. Follows the linear that made y. Rows without an adapter do not change.
+// Adds B A x of the row's adapter to columns [offset, offset + columns) of y, which hold `blocks` blocks. target: which
+// of the adapter's pairs of matrices. Follows the linear that computes y. Rows without an adapter do not change.
 OP(lora, kTwo, kOne, kNone, true, RowRule::as_input,
    {at_least_0(whole("target")), within(whole_or("block", 0, Scope::graph), 0, 255),
     within(whole_or("blocks", 1, Scope::graph), 1, 255),

@@ -78,7 +78,7 @@ class Program {
   const std::vector<WeightSpec>& weights() const { return weights_; }
   const std::vector<RowSet>& row_sets() const { return row_sets_; }
   const std::vector<TensorSpec>& tensors() const { return tensors_; }
-  // If none was added, the first op adds one of full attention.
+  // If no group was added, the first op adds one with full attention.
   const std::vector<CacheGroup>& cache_groups() const { return cache_groups_; }
   std::vector<int> windows() const;  // of each cache group
   const std::vector<OpNode>& ops() const { return ops_; }
