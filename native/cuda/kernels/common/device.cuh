@@ -11,7 +11,7 @@
 
 #define AS_TEXT_OF(name) #name
 #define AS_TEXT(name) AS_TEXT_OF(name)
-#define AS_DTYPE16_TEXT AS_TEXT(AS_DTYPE16)  // in PTX
+#define AS_DTYPE16_TEXT AS_TEXT(AS_DTYPE16)  // name in PTX instructions
 
 namespace as::cuda {
 namespace AS_DTYPE16 {
@@ -129,14 +129,13 @@ __device__ inline float high_of(uint32_t pair) {
   return kDType16 == DType16::bf16 ? __uint_as_float(pair & 0xffff0000u) : from_dtype16((uint16_t)(pair >> 16));
 }
 
-// Sum over a warp's lanes, the same bits in all of them: pairs at growing distance.
+// Sum over a warp's lanes, with the same bits in all lanes: pairs at growing distance.
 __device__ inline float warp_sum(float x) {
   for (int step = 1; step < 32; step *= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
   return x;
 }
 
-// Sum over a CTA, kMost at most, the same in all of them: over each warp's lanes, then over warps in
-// ascending order.
+// Sum over a CTA of at most kMost threads, the same in all: over each warp's lanes, then over warps in ascending order.
 template <int kMost>
 __device__ inline float block_sum(float x, unsigned threads) {
   __shared__ float sums[kMost / 32];
@@ -206,7 +205,7 @@ __device__ inline void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint3
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Writes to another GPU's memory, which polls for the values (sum_ranks.cu).
+// Writes to the memory of another GPU, which polls for the values (sum_ranks.cu).
 __device__ inline void push(uint16_t* to, uint16_t value) {
   asm volatile("st.relaxed.sys.global.u16 [%0], %1;" ::"l"(to), "h"(value) : "memory");
 }

@@ -12,7 +12,7 @@ __device__ inline void init_barrier(uint32_t barrier, int arrivals) {
 __device__ inline void arrive(uint32_t barrier) {
   asm volatile("{ .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
 }
-// Once all copies (copy_16()) that this thread has asked for are there.
+// Arrives when all earlier copies of this thread (copy_16()) have arrived.
 __device__ inline void arrive_with_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -30,12 +30,12 @@ __device__ inline void wait_barrier(uint32_t barrier, int parity) {
       : "memory");
 }
 
-// Some of 16 bytes, and zeros behind them.
+// Copies `bytes` of 16 bytes and writes zeros behind them.
 __device__ inline void copy_up_to_16(uint32_t to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
-// A place in a ring of stages, whose number is known when a kernel starts.
+// A position in a pipeline whose number of stages is known at launch.
 struct PipelineStage {
   int stage = 0, parity = 0;
 

@@ -19,8 +19,8 @@
 namespace as::cuda {
 
 constexpr int kTileRows = 16;
-constexpr int kScaleWords = kBlock;                                               // of a block of rows and a group
-AS_BOTH constexpr int quant_words(int bits) { return kBlockValues * bits / 32; }  // of a block
+constexpr int kScaleWords = kBlock;                                               // words of a block row and a group
+AS_BOTH constexpr int quant_words(int bits) { return kBlockValues * bits / 32; }  // words of a block
 AS_BOTH constexpr int quant_bytes(int bits) { return 4 * quant_words(bits); }
 
 // The quantized values of a matrix [n, k].

@@ -11,16 +11,16 @@
 namespace as::cuda {
 
 constexpr int kBlock = 64;                     // rows and columns of a block
-constexpr int kBlockValues = kBlock * kBlock;  // of a block
-constexpr int kBlockBytes = 2 * kBlockValues;  // of a block
-constexpr int kRowBytes = 128;                 // of a row of a block
-constexpr int kMaxSplitK = 4;                  // split-K parts of 16-bit weights
+constexpr int kBlockValues = kBlock * kBlock;  // values of a block
+constexpr int kBlockBytes = 2 * kBlockValues;  // bytes of a block
+constexpr int kRowBytes = 128;                 // bytes of a row of a block
+constexpr int kMaxSplitK = 4;                  // most split-K parts of 16-bit weights
 
 AS_BOTH constexpr int blocks_of(int n) { return (n + kBlock - 1) / kBlock; }
 constexpr size_t tiles_bytes(int rows, int columns) {
   return (size_t)blocks_of(rows) * blocks_of(columns) * kBlockBytes;
 }
-// Offset of a value in values. column_blocks: block columns of the matrix.
+// Offset of a value, counted in values. column_blocks: block columns of the matrix.
 AS_BOTH inline size_t tile_offset(unsigned row, unsigned column, unsigned column_blocks) {
   return ((size_t)(row / kBlock) * column_blocks + column / kBlock) * kBlockValues +
          (row % kBlock * kBlock + (column % kBlock / 8 ^ row % 8) * 8 + column % 8);
@@ -33,7 +33,7 @@ AS_BOTH constexpr int chunk_offset(int row, int chunk) { return row * kRowBytes 
 // A part is one chain of tensor-core multiply-adds in ascending order, and parts are added in ascending order. So bits
 // depend neither on which CTA computes a part nor on the number of rows. 16-bit matrices with many columns keep all SMs
 // busy without split-K: there is one part, and a CTA that takes over a tile continues from the partial sum of another.
-constexpr int kManyColumns = 16384;  // of a result
+constexpr int kManyColumns = 16384;  // columns of a result
 constexpr int max_split_k(int n) { return n < kManyColumns ? kMaxSplitK : 1; }
 
 struct SplitK {

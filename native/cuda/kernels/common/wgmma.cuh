@@ -18,8 +18,8 @@ __device__ inline void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 __device__ inline void barrier_arrive(uint64_t* barrier) { barrier_arrive(shared_address(barrier)); }
-// At a CTA of the cluster. What is told is that products have read, not what was written: so a fence of
-// the whole cluster's memory is not wanted.
+// Arrives at a barrier of another CTA of the cluster. It signals the end of reads, not writes, so no fence of the whole
+// cluster's memory is needed.
 __device__ inline void barrier_arrive_at(uint64_t* barrier, int block) {
   asm volatile(
       "{ .reg .b32 there;\n"
@@ -39,7 +39,7 @@ __device__ inline void barrier_wait(uint32_t barrier, int parity) {
       : "memory");
 }
 __device__ inline void barrier_wait(uint64_t* barrier, int parity) { barrier_wait(shared_address(barrier), parity); }
-// Whether what another CTA wrote before is there.
+// Flags that publish a CTA's earlier writes to other CTAs.
 __device__ inline void set_flag(int* flag, int value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
@@ -48,12 +48,12 @@ __device__ inline int get_flag(const int* flag) {
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
   return value;
 }
-// All threads of a cluster's blocks, what they wrote included.
+// Synchronizes all threads of a cluster, and makes their writes visible to one another.
 __device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 __device__ inline void cluster_barrier() { cluster_arrive(), cluster_wait(); }
-// A word into shared memory of a CTA of the cluster, whose barrier is told of four bytes; and who waits
-// for all that it expects.
+// send() writes a word to the shared memory of a CTA of the cluster and signals four bytes at that CTA's barrier;
+// await_sent() waits until all expected bytes have arrived.
 __device__ inline void send(const void* to, int block, uint32_t word, const uint64_t* barrier) {
   asm volatile(
       "{ .reg .b32 there, told;\n"
@@ -84,7 +84,7 @@ __device__ inline float4 read_at(uint32_t address, int block) {
   return v;
 }
 
-// Of a warp's threads one: the compiler knows so, and asks for copies with no loop over those that might.
+// True in one thread of a warp. The compiler knows that it is one, and generates no loop for copies behind it.
 __device__ inline bool elected() {
   int chosen;
   asm volatile(
@@ -100,7 +100,7 @@ __device__ inline void copy_bulk(uint32_t to, const char* from, int bytes, uint6
                "l"(from), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
-// What is read once in a step need not stay in the cache.
+// Cache policy for data that is read once in a step.
 __device__ inline uint64_t evicted_first() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -113,7 +113,7 @@ __device__ inline void copy_bulk(uint32_t to, const char* from, int bytes, uint6
       "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
       : "memory");
 }
-// To the same place of several blocks of the cluster, whose barriers are told.
+// Copies to the same place in several CTAs of the cluster, and signals their barriers.
 __device__ inline void copy_bulk_to(uint32_t to, const char* from, int bytes, uint64_t* barrier, uint16_t blocks) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], "
@@ -122,45 +122,45 @@ __device__ inline void copy_bulk_to(uint32_t to, const char* from, int bytes, ui
       : "memory");
 }
 
-// A thread's warpgroup, as a number that the compiler sees to be the same in a warp: what descriptors are made of then
-// need not be made so for each of them.
+// A thread's warpgroup. The compiler sees that it is the same in a warp, so it computes descriptors once and not for
+// each thread.
 __device__ inline int warpgroup() { return __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); }
 
-// Of rows of blocks (tiles.h), from 16 columns on of which the first have this address: 128-byte swizzle, and 1024
-// bytes from eight rows to the next.
+// Descriptor of rows of blocks (tiles.h); address: the first of 16 columns. 128-byte swizzle, 1024 bytes from eight
+// rows to the next.
 __device__ inline uint64_t descriptor(uint32_t address) {
   return (uint64_t)((address & 0x3ffff) >> 4) | 1ull << 16 | (uint64_t)(8 * kRowBytes >> 4) << 32 | 1ull << 62;
 }
-// Of 16 rows of blocks that lie one after the other, from the first of a block's rows on that has this address: as the
-// side of a product whose columns are summed over.
+// Descriptor of 16 rows of adjacent blocks, for an operand whose rows are summed over; address: the first row in the
+// first block.
 __device__ inline uint64_t descriptor_of_columns(uint32_t address) {
   return (uint64_t)((address & 0x3ffff) >> 4) | (uint64_t)(kBlockBytes >> 4) << 16 |
          (uint64_t)(8 * kRowBytes >> 4) << 32 | 1ull << 62;
 }
-// Of what lies so many bytes further on.
+// The descriptor of an operand `bytes` bytes further on.
 __device__ inline uint64_t further(uint64_t descriptor, int bytes) {
   return descriptor & ~0ull << 32 | ((uint32_t)descriptor + (bytes >> 4));
 }
-constexpr int kStepBytes = 32;  // from 16 columns to the next
+constexpr int kStepBytes = 32;  // bytes from 16 columns to the next
 __device__ inline void begin_wgmma() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void commit_wgmma() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int kLeft>
 __device__ inline void wait_wgmma() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
 }
-// What products have left in registers is not read before it is there.
+// Keeps the compiler from reading the products' registers before this point.
 template <int kValues>
 __device__ inline void settle(float (&d)[kValues]) {
 #pragma unroll
   for (int i = 0; i < kValues; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// d [64, N] (+)= a [64, 16] b [N, 16]^T by a warpgroup; adds 0: it begins anew. d: number i of a thread is of row
-// 16 * warp + lane / 4 + 8 * (i % 4 / 2), and column 8 * (i / 4) + 2 * (lane % 4) + i % 2.
+// d [64, N] (+)= a [64, 16] b [N, 16]^T by a warpgroup; if `keeps` is 0, d is overwritten. Number i of a thread belongs
+// to row 16 * warp + lane / 4 + 8 * (i % 4 / 2) and column 8 * (i / 4) + 2 * (lane % 4) + i % 2.
 template <int N>
 struct Tile;
 
-// Registers of sums in the instruction's text, eight by eight, and what they are.
+// Names and operands of the sums' registers for the instruction's text, eight at a time.
 #define AS_NAMES_4 "%0, %1, %2, %3"
 #define AS_NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define AS_NAMES_16 AS_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
@@ -198,7 +198,7 @@ struct Tile;
 #define AS_SUMS_112 AS_SUMS_104, AS_EIGHT(104)
 #define AS_SUMS_120 AS_SUMS_112, AS_EIGHT(112)
 #define AS_SUMS_128 AS_SUMS_120, AS_EIGHT(120)
-// a, b, adds: the numbers of these operands, which follow the `count` sums.
+// a, b, adds: the operands' numbers, which follow the `count` sums.
 #define AS_TILE(n, count, a, b, adds)                                                                    \
   template <>                                                                                            \
   struct Tile<n> {                                                                                       \
@@ -227,8 +227,7 @@ AS_TILE(240, 120, 120, 121, 122)
 AS_TILE(256, 128, 128, 129, 130)
 #undef AS_TILE
 
-// d [64, N] (+)= a [64, 16] b [16, N] by a warpgroup, a in registers as mma.sync has it, b as descriptor_of_columns()
-// says.
+// d [64, N] (+)= a [64, 16] b [16, N] by a warpgroup: a in registers in mma.sync's order, b by descriptor_of_columns().
 template <int N>
 struct WeighedTile;
 #define AS_TILE(n, count, a0, a1, a2, a3, b, adds)                                                             \
@@ -247,7 +246,7 @@ AS_TILE(64, 32, 32, 33, 34, 35, 36, 37)
 AS_TILE(128, 64, 64, 65, 66, 67, 68, 69)
 #undef AS_TILE
 
-// Which stage is next, and how often all have been used: barriers' parity.
+// The next stage of a pipeline, and the parity of its barriers, which changes with each pass over all stages.
 template <int kStages>
 struct Pipeline {
   int stage = 0, parity = 0;
@@ -257,7 +256,7 @@ struct Pipeline {
   }
 };
 
-// The same of as many stages as a launch has.
+// The same with a number of stages chosen at launch.
 struct DynamicPipeline {
   int count, stage = 0, parity = 0;
 
@@ -267,14 +266,15 @@ struct DynamicPipeline {
   }
 };
 
-// The number, which the compiler takes as new: so what is made of it is not kept in registers through the products.
+// Returns x as a value that the compiler considers new, so that values derived from it are not kept in registers during
+// the products.
 template <typename Number>
 __device__ inline Number afresh(Number x) {
   asm volatile("" : "+r"(x));
   return x;
 }
 
-// Four values, or zeros: asked for where this stands in the program.
+// Loads four values, or zeros. The compiler does not move the load.
 __device__ inline float4 read_if(const float* from, bool there) {
   float4 v;
   asm volatile(
@@ -287,7 +287,7 @@ __device__ inline float4 read_if(const float* from, bool there) {
   return v;
 }
 
-// Of four lanes' four words each, word i of all goes to lane i.
+// Transposes four words each of four lanes: word i of all of them goes to lane i.
 __device__ inline void exchange(uint32_t (&words)[4]) {
   const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
 #pragma unroll

@@ -6,8 +6,8 @@ namespace as::cuda {
 namespace AS_DTYPE16 {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// d [64, N] (+)= a [64, K] b [N, K]^T by a warpgroup, sums as Tile (wgmma.cuh) has them; adds 0: it begins anew. a: of
-// a warp mma.sync's first operand, of the warpgroup 64 rows. K: 16 values of 16 bits, or 32 integers of 8 bits.
+// d [64, N] (+)= a [64, K] b [N, K]^T by a warpgroup, with sums in the order of Tile (wgmma.cuh). a: each warp's 16 of
+// 64 rows in the order of mma.sync's first operand. K: 16 values of 16 bits, or 32 8-bit integers.
 template <int N>
 struct RegisterTile;
 template <int N>
@@ -21,7 +21,7 @@ struct ByteTile;
 #define AS_OPERANDS_64(c)                                                                                            \
   AS_OPERANDS_32(c), AS_FOUR(c, 32), AS_FOUR(c, 36), AS_FOUR(c, 40), AS_FOUR(c, 44), AS_FOUR(c, 48), AS_FOUR(c, 52), \
       AS_FOUR(c, 56), AS_FOUR(c, 60)
-// letter: of the sums' registers; a0 ... adds: the numbers of these operands, which follow the `count` sums.
+// letter: asm constraint of the sums. a0 ... adds: the operands' numbers, which follow the `count` sums.
 #define AS_TILE(tile, sum, letter, n, types, tail, count, a0, a1, a2, a3, b, adds)                           \
   template <>                                                                                                \
   struct tile {                                                                                              \
@@ -46,7 +46,7 @@ AS_TILES(128, 64, 64, 65, 66, 67, 68, 69)
 #undef AS_TILES
 #undef AS_TILE
 
-// The same of e4m3, both out of shared memory.
+// The same for e4m3, with both operands in shared memory.
 template <int N>
 struct Float8Tile;
 #define AS_TILE(n, count, a, b, adds)                                                                               \
@@ -76,7 +76,7 @@ AS_TILE(224, 112, 112, 113, 114)
 AS_TILE(256, 128, 128, 129, 130)
 #undef AS_TILE
 
-// The same of activations' integers of 8 bits, and unsigned quantized values.
+// The same for signed 8-bit activations and unsigned quantized values, with both operands in shared memory.
 template <int N>
 struct IntegerTile;
 #define AS_TILE(n, count, a, b, adds)                                                                           \
@@ -105,7 +105,7 @@ AS_TILE(224, 112, 112, 113, 114)
 AS_TILE(256, 128, 128, 129, 130)
 #undef AS_TILE
 
-// Of rows of blocks of bytes (gemm_integer.h): 64-byte swizzle, and 512 bytes from eight rows to the next.
+// Descriptor of rows of blocks of bytes (gemm_integer.h): 64-byte swizzle, 512 bytes from eight rows to the next.
 __device__ inline uint64_t byte_descriptor(uint32_t address) {
   return (uint64_t)((address & 0x3ffff) >> 4) | 1ull << 16 | (uint64_t)(8 * kBlock >> 4) << 32 | 2ull << 62;
 }

@@ -1,4 +1,4 @@
-// Shared parts of the LoRA kernels: the adapters of rows, and where their columns are.
+// Shared parts of the LoRA kernels: the adapters of rows, and the places of their columns.
 #pragma once
 #include "cuda/kernels/gemm/epilogue.cuh"
 #include "cuda/kernels/lora/lora.h"
@@ -6,7 +6,7 @@
 namespace as::cuda {
 namespace AS_DTYPE16 {
 
-// By mma.sync, of matrices of 16 bits.
+// add_lora() of 16-bit matrices, by mma.sync.
 void add_lora_dtype16(const AdaptedSums& a, int rows, const Queue& queue);
 
 #ifdef __CUDACC__
@@ -17,7 +17,7 @@ __device__ inline int adapter_of(const AdaptedSums& a, int row, int rows) {
   return a.adapters[a.chosen ? a.chosen[row] : row];
 }
 
-// Where a column of what the linear makes is in y.
+// Where a linear's output column is in a row of y.
 __device__ inline int place_of(const AdaptedSums& a, int column) {
   if (!a.paired_gates) return column;
   const int of_kind = column < a.paired_gates ? column : column - a.paired_gates;

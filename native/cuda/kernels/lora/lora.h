@@ -25,7 +25,7 @@ AS_BOTH constexpr int lora_k_parts(int k, bool is_dtype16) {
 struct AdaptedColumns {
   int target = 0, offset = 0, columns = 0;
 };
-constexpr int kMostTargets = 4;  // in one launch
+constexpr int kMostTargets = 4;  // targets of one launch
 // y += scale * b (a x) for rows that have an adapter; other rows do not change. With 16-bit matrices the next op can be
 // fused; it is then computed for all rows, and y does not change. `gated`: y consists of gate and up columns, the
 // columns of two targets in this order, each a multiple of eight; the result is silu(gate) * up, with `bias` added to

@@ -1,4 +1,4 @@
-// Weighted sums of the entries of rows, optionally with the norm that follows.
+// Weighted sums of rows' entries, optionally with the norm that follows.
 #include <algorithm>
 
 #include "cuda/kernels/common/device.cuh"
@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kEight = 8, kThreads = 512;
 
-// A block has a row; a thread eight columns of it, and every so many further ones of rows beyond 4,096.
+// A CTA computes a row; a thread computes eight columns of it, and further ones of rows with more than 4,096 columns.
 __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ Combination c) {
   const int row = blockIdx.x, width = c.y.width, top = c.routing.top, first = kEight * threadIdx.x,
             stride = kEight * blockDim.x;
@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   const float* shares = c.routing.shares + (size_t)row * top;
   const float one = c.norm.unit_offset ? 1.0f : 0.0f;
   let_next_begin();
-  float weights[kEight];  // on their way before the kernel before this one has made the entries
+  float weights[kEight];  // prefetched before the previous kernel has written the entries
   if (c.norm.weight) read_eight(c.norm.weight, first, width, weights);
   await_previous();
   float squares = 0, kept[kEight];

@@ -11,13 +11,13 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kGroupThreads = 1024;
-constexpr int kFewRows = 32, kFewThreads = 512, kFewExperts = 256;  // rows of a step that one CTA routes
+constexpr int kFewRows = 32, kFewThreads = 512, kFewExperts = 256;  // limits of a step that one CTA routes
 
-// A CTA sorts entries by expert; in which order those of one are does not matter to anybody. chosen:
-// [entries] their experts. shared: three numbers of each expert.
+// A CTA sorts entries by expert; their order within an expert does not matter. chosen: experts of [entries]. shared:
+// three numbers for each expert.
 __device__ void group(const Routing& routing, const int* chosen, int entries, int tile_rows, int* shared) {
   const int experts = routing.end - routing.begin, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  if (entries == routing.top) {  // of a single row: they are in order
+  if (entries == routing.top) {  // a single row: its experts are in order
     if (warp) return;
     const int expert = lane < entries ? chosen[lane] - routing.begin : -1;
     const bool own = expert >= 0 && expert < experts;
@@ -80,14 +80,15 @@ __global__ void __launch_bounds__(kThreads)
               routing.shares + (size_t)row * routing.top);
 }
 
-// Experts of entries are where the entries will be.
+// entry_of holds the experts of the entries, and receives the entries.
 __global__ void __launch_bounds__(kGroupThreads) group_kernel(Routing routing, int entries, int tile_rows) {
   extern __shared__ int numbers[];
   after_previous();
   group(routing, routing.entry_of, entries, tile_rows, numbers);
 }
 
-// Few rows: a block for each expert makes its logits; the last one to end routes all rows and groups their entries.
+// Few rows: a CTA for each expert computes the expert's logits. The last CTA to end routes all rows and groups their
+// entries.
 template <bool kWhole>
 __global__ void __launch_bounds__(kFewThreads)
     route_few_kernel(const __grid_constant__ GemmArgs logits, Router router, Routing routing, const int* where,
@@ -97,7 +98,7 @@ __global__ void __launch_bounds__(kFewThreads)
   __shared__ bool last, there[kFewRows];
   const int warp = threadIdx.x / 32, warps = blockDim.x / 32, expert = blockIdx.x;
   let_next_begin();
-  // Weights are there before the kernel before this one has made the rows.
+  // Weights are copied before the previous kernel has written the rows.
   bring_rows<kWhole>(logits.w, expert, 1, shared);
   await_previous();
   if (threadIdx.x < rows) there[threadIdx.x] = !where || where[threadIdx.x] >= 0;
@@ -135,7 +136,7 @@ __global__ void __launch_bounds__(kThreads) sigmoid_mul_kernel(float* x, const f
 constexpr size_t whole(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 int most_tiles(int entries, int experts) {
-  const int many = entries / 8 + experts;  // tiles have 8 rows at least
+  const int many = entries / 8 + experts;  // tiles have at least 8 rows
   return entries < many ? entries : many;
 }
 
@@ -182,7 +183,7 @@ void route(const GemmArgs& logits, const Router& router, const Routing& routing,
     return route(logits.y.values, router, routing, where, rows, tile_rows, queue);
   }
   const int warps = std::clamp(rows, 4, kFewThreads / 32);
-  // Grouping takes three numbers of each expert, routing two for each warp.
+  // Grouping needs three numbers for each expert, routing two for each warp and expert.
   const size_t shared = sizeof(float) * std::max(padded_columns(logits.w.k), 2 * warps * router.experts);
   const auto kernel = logits.w.k % kLaneColumns ? route_few_kernel<false> : route_few_kernel<true>;
   allow_shared(kernel, shared);

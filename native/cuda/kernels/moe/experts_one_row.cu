@@ -1,10 +1,11 @@
-// An expert layer for a step of one row, which is bound by latency: three launches, each of which prefetches its
-// weights while the previous one runs, and none of which waits for lists that another one writes.
+// An expert layer for a step of one row, which is bound by latency. It takes three launches. Each prefetches its
+// weights while the previous one runs, and none waits for lists that another one writes.
 //
-// Every CTA normalizes the row itself and computes the logit of one expert. In the two GEMM launches every CTA chooses
-// the row's experts itself; each warp has 16 columns (rows of the weights) of an expert at a time, one chain over K,
-// and copies its weights to shared memory several stages ahead. Both launches fit on an SM together: the second one's
-// weights stream while the first one ends. A CTA of the second has all experts of its columns, and adds them up.
+// In the first launch every CTA normalizes the row itself and computes the logit of one expert. In the two GEMM
+// launches every CTA chooses the row's experts itself. Each warp computes 16 columns (rows of the weights) of an expert
+// at a time, as one chain over K, and copies its weights to shared memory several stages ahead. CTAs of both launches
+// fit on an SM together, so the second launch's weights stream in while the first one ends. A CTA of the second launch
+// computes all experts of its columns and adds them.
 #include <algorithm>
 
 #include "cuda/kernels/gemm/gemm_small_n.cuh"
@@ -18,7 +19,7 @@ namespace {
 constexpr int kNormThreads = 512, kEight = 8;
 constexpr int kWarps = 8;
 
-// Logits of a row that is normed first, as rms_norm() and gemm_small_n() make these.
+// The logits of a row that is normalized first, with the same bits as rms_norm() and gemm_small_n().
 template <bool kWhole>
 __global__ void __launch_bounds__(kNormThreads)
     norm_and_logits_kernel(const float* x, Norm norm, Rows normed, const __grid_constant__ GemmArgs logits) {
@@ -46,14 +47,14 @@ __global__ void __launch_bounds__(kNormThreads)
   if (threadIdx.x == 0) logits.y.values[expert] = logits.bias ? __fadd_rn(dot[0][0], logits.bias[expert]) : dot[0][0];
 }
 
-// The experts that the row goes to, of those that this rank has, in ascending order.
+// The row's experts that this rank has, in ascending order.
 struct Chosen {
   int count;
   int experts[kMostTop];
   float shares[kMostTop];
 };
 
-// By a CTA. scratch: as route_row_together() has it.
+// Chooses the row's experts, by a CTA. scratch: as for route_row_together().
 __device__ void choose(const ChosenRow& row, const Routing& r, float* scratch, Chosen& chosen) {
   __shared__ int all[kMostTop];
   __shared__ float shares[kMostTop];
@@ -75,12 +76,12 @@ struct Item {
   int entry, tile;
 };
 
-// A stage: a block of K, of 16 columns and the row.
+// Bytes of a stage: a block of K of 16 columns and of the row.
 template <typename S>
 constexpr int kStageBytes = S::kBytes + kRowBytes;
 
-// A warp's items, whose weights, and the rows that these are multiplied with, are on their way stages ahead. The next
-// kernel may begin when the first warp has asked for its last ones: sooner its copies would only delay these.
+// A warp's items; their weights and rows are prefetched several stages ahead. The next kernel may start when the CTA's
+// first warp has started its last copies: an earlier start would delay these.
 template <typename S, int kStages, typename ItemAt>
 class Stream {
  public:
@@ -95,7 +96,7 @@ class Stream {
         item_at_(item_at) {
     if (items_ > 0) begin_item();
   }
-  // The first weights are on their way before it is known what the rows are.
+  // Prefetches the first weights before the rows are known.
   __device__ void begin_weights() {
     if (items_ <= 0) return;
     for (; there_ < min(kStages - 1, blocks_); there_++) fetch_weights(there_, there_);
@@ -104,7 +105,8 @@ class Stream {
 #pragma unroll
     for (int i = 0; i < kStages - 1; i++) fetch(i);
   }
-  // The next item, as mma.sync has sums: of column lane / 4, and of 8 further ones in number 2, in each fourth lane.
+  // Computes the next item, with sums in mma.sync's order: in every fourth lane, d[0] is the sum of column lane / 4 and
+  // d[2] that of column lane / 4 + 8.
   __device__ void multiply(float (&d)[4]) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -112,10 +114,11 @@ class Stream {
     for (int b = 0; b < blocks_; b++) {
       wait_copies<kStages - 2>();
       __syncwarp();
-      fetch(stage_ == 0 ? kStages - 1 : stage_ - 1);  // what was computed with last
+      fetch(stage_ == 0 ? kStages - 1 : stage_ - 1);  // the stage that was consumed last
       const char* stage = ring_ + stage_ * kBytes;
       Fragments<S> weights(stage, e_.gemm.w.k - b * kBlock);
-      const uint32_t* row = reinterpret_cast<const uint32_t*>(stage + S::kBytes) + lane;  // of the first four lanes
+      const uint32_t* row =
+          reinterpret_cast<const uint32_t*>(stage + S::kBytes) + lane;  // read by the first four lanes
 #pragma unroll
       for (int step = 0; step < 4; step++) {
         uint32_t a[4];
@@ -177,11 +180,12 @@ class Stream {
   char* const ring_;
   const int items_;
   const ItemAt item_at_;
-  // What is asked for next: an item, a block of K; and of the first item, whose weights have been.
+  // The next copies' item and block of K; and how many blocks of the first item's weights begin_weights() has
+  // prefetched.
   int item_ = 0, block_ = 0, there_ = 0;
   const char *weights_ = nullptr, *row_ = nullptr;
   const uint32_t* scales_ = nullptr;
-  int stage_ = 0;  // what is computed with next
+  int stage_ = 0;  // the next stage to consume
 };
 
 template <typename S, int kStages>
@@ -191,14 +195,14 @@ __global__ void __launch_bounds__(32 * kWarps)
   extern __shared__ __align__(128) char shared[];
   __shared__ Chosen chosen;
   const GemmArgs& p = e.gemm;
-  await_previous();  // before the next kernel begins: so that finds the logits, too
+  await_previous();  // before the next kernel starts, so that it finds the logits, too
   choose(row, e.routing, reinterpret_cast<float*>(shared), chosen);
   const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * gridDim.x + blockIdx.x, step = gridDim.x * kWarps,
             items = max(chosen.count * tiles - first + step - 1, 0) / step;
   const auto item_at = [=](int i) { return Item{(first + i * step) / tiles, (first + i * step) % tiles}; };
   Stream<S, kStages, decltype(item_at)> stream(e, chosen, expert_bytes, shared, items, item_at);
   stream.begin();
-  if (blockIdx.x == 0 && threadIdx.x < kMostTop) {  // for who wants to know
+  if (blockIdx.x == 0 && threadIdx.x < kMostTop) {  // so that readers of the routing find the experts
     if (lane < chosen.count) e.routing.tiles[lane] = {chosen.experts[lane], lane, 1};
     if (lane == 0) *e.routing.tile_count = chosen.count;
   }
@@ -215,7 +219,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
 }
 
-// each: warps that share the experts of a tile of columns; at_once: such tiles of a CTA.
+// each: warps that share the experts of a tile of columns. at_once: tiles that a CTA computes at a time.
 template <typename S, int kStages>
 __global__ void __launch_bounds__(32 * kWarps)
     combine_row_kernel(const __grid_constant__ ExpertGemmArgs e, const __grid_constant__ ChosenRow row,
@@ -234,7 +238,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   await_previous();
   stream.begin();
   for (int begin = blockIdx.x * at_once; begin < tiles; begin += step) {
-    // Of a thread, which adds up a column: what that is added to.
+    // The column that a thread adds, and the value of y that the sum is added to.
     const int tile = begin + threadIdx.x / kTileRows, column = tile * kTileRows + threadIdx.x % kTileRows;
     const bool adds_up = threadIdx.x < at_once * kTileRows && column < c.y.width;
     const float before = adds_up && c.adds ? c.y.values[column] : 0;
@@ -289,8 +293,8 @@ void start_sums(const ExpertGemmArgs& e, const ChosenRow& row, const Combination
   launched("combine_row");
 }
 
-// Of a warp, for weights of 16 bits; both launches' stages fit an SM. Narrower weights have more of them in as
-// many bytes.
+// Stages of a warp with 16-bit weights; the stages of both launches fit an SM together. Narrower weights have more
+// stages in as many bytes.
 constexpr int kGateStages = 5, kSumStages = 8, kMostStages = 16;
 
 template <typename S>
@@ -299,7 +303,7 @@ constexpr int stages_of(int plain) {
   return found < kMostStages ? found : kMostStages;
 }
 
-// start: of a type of weights, which it is given.
+// Calls start() with the type of the weights.
 template <bool kAll = kAllFormats, typename Start>
 void by_type(const Matrix& w, Start start) {
   if constexpr (kAll) {

@@ -1,9 +1,10 @@
-// GEMMs of rows with the matrices of their experts. A work unit is a tile of an expert's entries and some columns (rows
-// of the weights). Only the GPU knows the number of units, so CTAs are persistent and take one after the other.
+// GEMMs of rows with the matrices of their experts. A work item is a tile of an expert's entries and several columns
+// (rows of the weights). Only the GPU knows the number of items, so CTAs are persistent and compute one after the
+// other.
 //
-// With 16-bit weights, and with quantized weights that are dequantized to bfloat16 in registers, each warp has units of
-// its own: 32 columns and up to 64 entries. It copies its part of both operands to shared memory several stages ahead
-// and on into its next unit; rows are gathered by these copies.
+// With 16-bit weights, and with quantized weights, which are dequantized to bfloat16 in registers, each warp has its
+// own items: 32 columns and up to 64 entries. It copies its part of both operands to shared memory several stages
+// ahead, and on into its next item. These copies gather the rows.
 #include "cuda/kernels/moe/gemm_experts.cuh"
 #include "cuda/kernels/quantize/quantized.cuh"
 
@@ -11,30 +12,30 @@ namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace {
 
-constexpr int kColumnTiles = 2;  // of an item
+constexpr int kColumnTiles = 2;  // tiles of 16 columns of an item
 constexpr int kWarps = 4;
 constexpr int kRowTile = 8, kStageRows = kRowTile * kRowBytes;
 
-// kBits: of a weight, 16 for floats; kFine: scales of quantized values change within 64 of K; kTiles: of 8 entries
-// each; kDeep: few warps are at work, and each has much on its way.
+// kBits: bits of a weight, 16 for floats. kFine: scales of quantized values change within 64 columns of K. kTiles:
+// tiles of 8 entries. kDeep: few warps work, and each has many stages.
 template <int kBits, bool kFine, int kTiles, bool kDeep = false>
 struct Shape : ColumnTiles<kBits, kFine, kColumnTiles> {
   static constexpr int kRowsAt = ColumnTiles<kBits, kFine, kColumnTiles>::kBytes;
   static constexpr int kStageBytes = kRowsAt + kTiles * kStageRows;
-  static constexpr int kRings = (kDeep ? 204 : kTiles == 8 ? 150 : 104) << 10;  // of all warps
+  static constexpr int kRings = (kDeep ? 204 : kTiles == 8 ? 150 : 104) << 10;  // bytes of all warps' stages
   static constexpr int kMost = kRings / kWarps / kStageBytes, kStages = kMost < (kDeep ? 16 : 8) ? kMost
                                                                         : kDeep                  ? 16
                                                                                                  : 8;
   static constexpr int kShared = kWarps * kStages * kStageBytes;
 };
 
-// Where a warp copies from: an item, a block of K.
+// The next copies of a warp: an item and a block of K.
 template <int kTiles>
 struct Ahead {
   int item, block;
   const char* weights;
-  const uint32_t* scales;  // of the item's columns, in the first group
-  int rows[2 * kTiles];    // of a lane: offsets into x; -1: there is no such row
+  const uint32_t* scales;  // scales of the item's columns in the first group
+  int rows[2 * kTiles];    // a lane's offsets into x; -1: there is no such row
 };
 
 template <int kBits, bool kFine, int kTiles, bool kDeep>
@@ -55,7 +56,7 @@ __global__ void __launch_bounds__(32 * kWarps)
       kBits == 16 ? reinterpret_cast<const char*>(p.w.tiles) : reinterpret_cast<const char*>(p.w.quants.words);
   if (!e.follows) await_previous();
   const int first_item = warp * gridDim.x + blockIdx.x;
-  // At once: behind the last tile the list has others. most: of items, that there may be.
+  // Both loads are issued at once: beyond its last tile the list has readable memory. most: limit of items.
   const int count = __ldcg(r.tile_count);
   const ExpertTile first_tile = tile_at(r, min(first_item, most - 1) / columns);
   const int items = count * columns;
@@ -84,7 +85,7 @@ __global__ void __launch_bounds__(32 * kWarps)
         copy_16(to + S::kWeights + lane * 16, ahead.scales + (size_t)group * kScaleWords + lane % 8 * 4);
     }
   };
-  // The next block, of whose weights the first `there` are on their way.
+  // Copies the next block; the weights of the first `there` blocks are already on their way.
   const auto fetch = [&](int stage, int there = 0) {
     if (ahead.item < items) {
       if (ahead.block >= there) fetch_weights(stage, ahead.block);
@@ -98,15 +99,16 @@ __global__ void __launch_bounds__(32 * kWarps)
           const ExpertTile tile = tile_at(r, ahead.item / columns);
           begin_weights(tile), begin_rows(tile);
         } else if (warp == 0) {
-          // Sooner what follows would only delay these copies; it finds the lists that this kernel waited for.
+          // An earlier start of the next kernel would delay these copies. It finds the lists that this kernel waited
+          // for.
           let_next_begin();
         }
       }
     }
     commit_copies();
   };
-  // Weights are on their way before it is known where the rows are, and, if such a product comes before, before that
-  // has made them.
+  // Weights are prefetched before the rows' places are known, and, if the previous kernel is such a GEMM, before it has
+  // written the rows.
   int there = 0;
   if (first_item < items) {
     begin_weights(first_tile);
@@ -119,12 +121,12 @@ __global__ void __launch_bounds__(32 * kWarps)
 
   int stage = 0;
   for (int item = first_item; item < items; item += step) {
-    const ExpertTile tile = tile_at(r, item / columns);  // wanted in the end
+    const ExpertTile tile = tile_at(r, item / columns);  // read early for the epilogue
     float d[kColumnTiles][kTiles][4] = {};
     for (int b = 0; b < blocks; b++) {
       wait_copies<kStages - 2>();
       __syncwarp();
-      fetch(stage == 0 ? kStages - 1 : stage - 1);  // what was computed with last
+      fetch(stage == 0 ? kStages - 1 : stage - 1);  // the stage that was consumed last
       const uint32_t rows = ring + stage * kBytes + S::kRowsAt;
       Fragments<S> weights(own + stage * kBytes, p.w.k - b * kBlock);
       uint32_t y[kTiles][4];
@@ -143,7 +145,8 @@ __global__ void __launch_bounds__(32 * kWarps)
       }
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }
-    // Number i of a thread is of column lane / 4 + i / 2 * 8 of a tile of columns, and of entry 2 * (lane % 4) + i % 2.
+    // Number i of a thread belongs to column lane / 4 + i / 2 * 8 of a tile of columns and to entry 2 * (lane % 4) + i
+    // % 2.
     const int width = p.y.width;
     const float* bias = bias_of(e, tile.expert);
 #pragma unroll
@@ -206,7 +209,7 @@ void start_rows(const ExpertGemmArgs& e, int entries, int tile_rows, const Queue
   else start_tiles<kBits, kFine, 8>(e, entries, queue);
 }
 
-// In float32, as gemm_f32.cu.
+// The float32 kernel, which is like gemm_f32.cu.
 constexpr int kTile = 64, kDepth = 16, kThreads = 256, kEach = 4;
 
 __global__ void __launch_bounds__(kThreads)

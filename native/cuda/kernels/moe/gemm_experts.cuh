@@ -8,36 +8,36 @@
 namespace as::cuda {
 namespace AS_DTYPE16 {
 
-// By wgmma, for chips of capability 9.0; tile_rows: 64 or 128.
+// wgmma, capability 9.0; tile_rows: 64 or 128.
 void gemm_experts_prefill(const ExpertGemmArgs& p, int entries, int tile_rows, const Queue& queue);
 
-// How many items there may be, of so many for each tile of entries.
+// Most work items that there can be, with `columns` items for each tile of entries.
 inline int most_items(const ExpertGemmArgs& p, int entries, int tile_rows, int columns) {
   const int experts = p.routing.end - p.routing.begin;
   return std::min(entries, entries / tile_rows + experts) * columns;
 }
 
-// By way of the second-level cache: kernels may read a list while the one before them still runs.
+// Reads through the L2 cache: a kernel may read a list while the previous kernel still runs.
 __device__ inline ExpertTile tile_at(const Routing& r, int i) {
   const int4 found = __ldcg(reinterpret_cast<const int4*>(r.tiles + i));
   return {found.x, found.y, found.z};
 }
 
-// Where a chunk of the first block of a tile's row is in x, which is in tiles; -1: there is no such row.
+// Offset into the tiles of x of a chunk in the first block of a tile's row; -1: there is no such row.
 __device__ inline int row_offset(const ExpertGemmArgs& e, const ExpertTile& tile, int slot, int chunk, int blocks) {
   if (slot >= tile.count) return -1;
   const int entry = tile.first + slot, row = e.gathers ? __ldcg(e.routing.row_of + entry) : entry;
   return row / kBlock * blocks * kBlockBytes + chunk_offset(row % kBlock, chunk);
 }
 
-// Null: none.
+// The bias of an expert, or null.
 __device__ inline const float* bias_of(const ExpertGemmArgs& e, int expert) {
   const GemmArgs& p = e.gemm;
   return p.bias ? p.bias + (size_t)expert * (p.gated ? 2 * p.y.width : p.y.width) : nullptr;
 }
 
-// Weights of kColumnTiles tiles of 16 columns each and a block of K, as they are copied: tiles, then sets of scales.
-// kBits: of a weight, 16 for floats; kFine: scales of quantized values change within 64 of K.
+// The weights of kTiles tiles of 16 columns and a block of K, as they are copied: tiles, then sets of scales. kBits:
+// bits of a weight, 16 for floats. kFine: scales of quantized values change within 64 columns of K.
 template <int kBits_, bool kFine_, int kTiles>
 struct ColumnTiles {
   static constexpr int kBits = kBits_, kCount = kTiles, kColumns = kTiles * kTileRows;
@@ -47,7 +47,7 @@ struct ColumnTiles {
   static constexpr int kBytes = kWeights + kSets * kSetBytes;
 };
 
-// Them as mma.sync's first operand. there: columns of K.
+// Loads such weights as mma.sync's first operand. there: columns of K that exist from the block's first on.
 template <typename S>
 class Fragments {
  public:

@@ -1,9 +1,9 @@
 // 16-bit expert GEMMs by wgmma, for many entries of each expert.
 //
 // A CTA computes a tile of an expert's entries and kGroups x 64 columns (rows of the weights) at a time. CTAs are
-// persistent and take one tile after the other from the list in GPU memory. One warpgroup copies several stages ahead
-// and on into the next tile: weights in bulk, rows in 16-byte chunks, as they are gathered. The others multiply, each
-// 64 columns with all entries of the tile.
+// persistent and compute one tile after the other from the list in GPU memory. One warpgroup copies several stages
+// ahead and on into the next tile: weights in bulk, rows in 16-byte chunks, which gathers them. The other warpgroups
+// multiply, each 64 columns with all entries of the tile.
 #include <algorithm>
 
 #include "cuda/kernels/common/wgmma.cuh"
@@ -17,12 +17,13 @@ namespace {
 template <int kRows_, int kGroups_>
 struct Shape {
   static constexpr int kRows = kRows_, kGroups = kGroups_, kCopiers = 128, kThreads = kCopiers + 128 * kGroups;
-  // One of each warp asks for a block of weights: it takes longer than one could wait for.
+  // Threads that copy weights, one in each of the first warps, a block each: one thread would take too long to start
+  // all copies.
   static constexpr int kAskers = kGroups;
   static_assert(kAskers <= kCopiers / 32);
   static constexpr int kStageBytes = kGroups * kBlockBytes + kRows * kRowBytes;
   static constexpr int kStages = (208 << 10) / kStageBytes, kShared = kStages * kStageBytes;
-  // Stages whose rows are on their way when those of another one are asked for.
+  // Stages whose rows may still be in flight when those of another one are requested.
   static constexpr int kLag = 2;
   static_assert(kLag < kStages);
 };
@@ -38,25 +39,26 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const Routing& r = e.routing;
   const uint32_t stages = shared_address(shared);
   if (threadIdx.x == 0) {
-    // Of a stage: every copier tells that its rows are there, and one of each warp what it has asked for in bulk.
+    // Arrivals at a full stage: every copying thread for its rows, and the threads that copy weights for the bytes to
+    // expect.
     for (int i = 0; i < kStages; i++)
       barrier_init(&full[i], S::kCopiers + S::kAskers), barrier_init(&empty[i], kGroups);
     barriers_are_there();
   }
   __syncthreads();
   await_previous();
-  let_next_begin();  // from here on: so what follows finds the lists that this kernel waited for
+  let_next_begin();  // only here, so that the next kernel finds the lists that this kernel waited for
   const int items = __ldcg(r.tile_count) * columns, column_blocks = blocks_of(p.w.n);
   const int group = (int)threadIdx.x / 128 - 1, thread = threadIdx.x % 128;
   Pipeline<kStages> ring;
   if (group < 0) {
-    constexpr int kAround = S::kCopiers / 8;  // rows that the copiers take at once, a chunk of a block each
+    constexpr int kAround = S::kCopiers / 8;  // rows that the threads copy at once, a chunk of a block each
     const char* x = reinterpret_cast<const char*>(p.x.tiles);
     const int chunk = thread % 8;
     Pipeline<kStages> told;
     int untold = 0;
     const auto tell = [&] {
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // products read what was copied
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads the copies by the async proxy
       barrier_arrive(&full[told.stage]);
       told.next();
     };
@@ -95,7 +97,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   } else {
     float d[kRows / 2];
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
-      const ExpertTile tile = tile_at(r, item / columns);  // wanted in the end
+      const ExpertTile tile = tile_at(r, item / columns);  // read early for the epilogue
       int last = 0;
       for (int b = 0; b < blocks; b++, ring.next()) {
         barrier_wait(&full[ring.stage], ring.parity);
@@ -114,7 +116,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       wait_wgmma<0>();
       settle(d);
       if (thread == 0) barrier_arrive(&empty[last]);
-      // Number i of a thread is of entry i / 4 * 8 + lane % 4 * 2 + i % 2; gates and what they gate are side by side.
+      // Number i of a thread belongs to entry i / 4 * 8 + lane % 4 * 2 + i % 2; gate and up columns are interleaved.
       const int lane = thread % 32, warp = thread / 32, first = lane % 4 * 2, width = p.y.width;
       const int block = item % columns * kGroups + group;
       const float* bias = bias_of(e, tile.expert);

@@ -1,4 +1,4 @@
-// Choice of a row's experts from their logits, by a warp.
+// Choice of a row's experts from its logits, by a warp or a CTA.
 #pragma once
 #include <climits>
 
@@ -8,7 +8,7 @@
 namespace as::cuda {
 namespace AS_DTYPE16 {
 
-// An index of a value, ahead of others if the value is greater, or the index lower.
+// A value with its index. A greater value comes first; of equal values, the one with the lower index.
 struct Candidate {
   float value;
   int index;  // -1: none
@@ -17,7 +17,7 @@ struct Candidate {
     if (at >= 0 && (index < 0 || other > value || (other == value && at < index))) value = other, index = at;
   }
 };
-// The best of a warp's, the same in all lanes.
+// The best candidate of a warp, the same in all lanes.
 __device__ inline Candidate best_of_warp(Candidate best) {
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -28,7 +28,7 @@ __device__ inline Candidate best_of_warp(Candidate best) {
   return best;
 }
 
-// Leaves the choice to the groups whose two best experts are best. A lane has a group.
+// Excludes all groups but those with the highest sums of their two best experts. A lane has a group.
 __device__ inline void keep_groups(const Router& router, float* choice) {
   const int lane = threadIdx.x % 32, size = router.experts / router.groups;
   float first = -INFINITY, second = -INFINITY;
@@ -47,25 +47,25 @@ __device__ inline void keep_groups(const Router& router, float* choice) {
     for (int i = 0; i < size; i++) choice[lane * size + i] = -INFINITY;
 }
 
-// Numbers in the order of floats; 0 is below all of them.
+// Maps floats to integers of the same order; 0 is below all of them.
 __device__ inline uint32_t ordered(float x) {
-  const uint32_t bits = __float_as_uint(x + 0.0f);  // there is one zero
+  const uint32_t bits = __float_as_uint(x + 0.0f);  // turns -0 into 0
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-// A warp's share of choosing a row's experts: scores [experts], and keys, numbers in the order in which they are
-// chosen, all above 0, of equal ones the lowest first.
+// Computes scores and keys [experts] of a row, by a warp. Experts are chosen by descending key, the lowest of equal
+// ones first; all keys are above 0.
 __device__ inline void score_row(const float* logits, const Router& router, float* scores, uint32_t* keys) {
   constexpr int kAtOnce = 4;
   const int lane = threadIdx.x % 32, experts = router.experts;
-  // The softmax keeps the order of logits, and its sum cancels out of normalized weights.
+  // Softmax keeps the order of logits, and its sum cancels out of normalized weights.
   const bool plain = !router.sigmoid && !router.correction && router.top_groups == router.groups;
   float* choice = reinterpret_cast<float*>(keys);
   float most = -INFINITY, sum = 0;
   for (int begin = lane; begin < experts; begin += 32 * kAtOnce) {
     float logit[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < kAtOnce; i++)  // perhaps of blocks of this kernel
+    for (int i = 0; i < kAtOnce; i++)  // other CTAs of this kernel may have written them
       logit[i] = begin + 32 * i < experts ? __ldcg(logits + begin + 32 * i) : -INFINITY;
 #pragma unroll
     for (int i = 0; i < kAtOnce; i++)
@@ -82,7 +82,7 @@ __device__ inline void score_row(const float* logits, const Router& router, floa
   for (int e = lane; e < experts; e += 32) {
     if (!router.sigmoid && !(plain && router.normalized)) scores[e] /= sum;
     float c = plain ? choice[e] : scores[e] + (router.correction ? router.correction[e] : 0.0f);
-    if (!(c == c)) c = -INFINITY;  // the weights of such a row are no numbers either
+    if (!(c == c)) c = -INFINITY;  // the row's weights are NaN, too
     choice[e] = c;
   }
   __syncwarp();
@@ -93,11 +93,12 @@ __device__ inline void score_row(const float* logits, const Router& router, floa
   for (int e = lane; e < experts; e += 32) keys[e] = ordered(choice[e]);
 }
 
-// Of the best `top` experts, of which lane i has number i: in ascending order, and their weights: chosen, shares [top].
+// Sorts the best `top` experts in ascending order and computes their weights; lane i holds number i. chosen, shares:
+// [top].
 __device__ inline void weigh_chosen(int mine, const Router& router, int top, const float* scores, float* of_chosen,
                                     int* chosen, float* shares) {
   const int lane = threadIdx.x % 32;
-  int place = 0;  // of an expert, in ascending order
+  int place = 0;  // the expert's position in ascending order
 #pragma unroll 4
   for (int i = 0; i < top; i++) place += __shfl_sync(0xffffffffu, mine, i) < mine;
   __syncwarp();
@@ -114,7 +115,7 @@ __device__ inline void weigh_chosen(int mine, const Router& router, int top, con
   __syncwarp();
 }
 
-// A warp chooses a row's experts. there: or none. scores, keys: [experts] of shared memory.
+// A warp chooses a row's experts. there: false if the row gets none. scores, keys: [experts] in shared memory.
 __device__ inline void route_row(const float* logits, const Router& router, int top, bool there, float* scores,
                                  uint32_t* keys, int* chosen, float* shares) {
   const int lane = threadIdx.x % 32, experts = router.experts;
@@ -123,7 +124,7 @@ __device__ inline void route_row(const float* logits, const Router& router, int 
     return;
   }
   score_row(logits, router, scores, keys);
-  int mine = INT_MAX;  // lane i: the expert that was chosen as number i
+  int mine = INT_MAX;  // in lane i: the expert chosen as number i
   for (int i = 0; i < top; i++) {
     uint32_t key = 0;
     int own = INT_MAX;
@@ -137,8 +138,8 @@ __device__ inline void route_row(const float* logits, const Router& router, int 
   weigh_chosen(mine, router, top, scores, reinterpret_cast<float*>(keys), chosen, shares);
 }
 
-// The same by a CTA, sooner: each pair of them counts who comes before an expert. scratch: two numbers of
-// each expert, and three more. The first warp has what comes out.
+// The same by a CTA, faster: each pair of threads counts the experts that come before one expert. scratch: two numbers
+// for each expert, and three more. The first warp writes the result.
 __device__ inline void route_row_together(const float* logits, const Router& router, int top, bool there,
                                           float* scratch, int* chosen, float* shares) {
   __shared__ int best[kMostTop];

@@ -31,7 +31,7 @@ __global__ void pack_kernel(const T* rows, int64_t stride, Matrix m, int first, 
 template <typename T>
 void pack(const void* rows, int64_t stride, int count, const Matrix& m, int first, unsigned long long* bad,
           const Queue& queue) {
-  constexpr int kThreads = 256, kMostRows = 65535;  // of a grid
+  constexpr int kThreads = 256, kMostRows = 65535;  // rows of a grid
   for (int done = 0; done < count; done += kMostRows) {
     const int some = count - done < kMostRows ? count - done : kMostRows;
     start(queue, pack_kernel<T>, dim3(ceil_div(m.k, kThreads), some), kThreads, 0,
@@ -40,7 +40,7 @@ void pack(const void* rows, int64_t stride, int count, const Matrix& m, int firs
   }
 }
 
-// A thread for each eight columns of a row; rows, of which a grid has more in its first dimension than in others.
+// A thread for each eight columns of a row. Rows are the grid's first dimension, which has the highest limit.
 __global__ void pair_kernel(Matrix from, Matrix to) {
   after_previous();
   const int blocks = blocks_of(from.k), eight = blockIdx.y * blockDim.x + threadIdx.x, row = blockIdx.x;
@@ -51,8 +51,8 @@ __global__ void pair_kernel(Matrix from, Matrix to) {
       reinterpret_cast<const uint4*>(from.tiles)[at / 8];
 }
 
-// A thread for each word of a row's quantized values, and behind these for each group: words are of one row, and its
-// columns lie alike in all rows.
+// A thread for each word of a row's quantized values, and further ones for each group. A word belongs to one row, and
+// its columns have the same places in all rows.
 __global__ void pair_quants_kernel(Matrix from, Matrix to) {
   after_previous();
   const int bits = to.quants.bits, each = 32 / bits, blocks = blocks_of(to.k), words = blocks * kBlock / each;
@@ -64,12 +64,12 @@ __global__ void pair_quants_kernel(Matrix from, Matrix to) {
         from.quants.scales[scale_of(other, group, to.quants.groups)];
     return;
   }
-  const int column = i / 4 * 4 * each + i % 4 * 2;  // the word's first
+  const int column = i / 4 * 4 * each + i % 4 * 2;  // the word's first column
   to.quants.words[word_of(to.quants, row, column, blocks)] =
       from.quants.words[word_of(from.quants, other, column, blocks)];
 }
 
-// Evenly between -size and size.
+// Uniform between -size and size.
 __global__ void noise_kernel(uint32_t* data, size_t count, float size, uint64_t seed) {
   after_previous();
   const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;

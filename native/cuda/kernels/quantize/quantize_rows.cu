@@ -6,16 +6,16 @@
 namespace as::cuda {
 namespace {
 
-constexpr int kMostBlocks = blocks_of(kMostIntegers);  // of K
-// A CTA has a row at a time, and asks for its next one before it computes, if rows are short. kTiles: `in`
-// is in tiles. kKept: chunks that a thread keeps in registers; kNorms: the row is normed first, and there are no
-// others.
+constexpr int kMostBlocks = blocks_of(kMostIntegers);  // blocks of K
+// A CTA quantizes a row at a time; if rows are short, it prefetches its next row before it computes. kTiles: `in` is in
+// tiles. kKept: chunks that a thread keeps in registers. kNorms: the row is normalized first, and all of its chunks are
+// kept.
 template <bool kFloats, bool kNorms, bool kTiles, int kThreads, int kKept>
 __global__ void __launch_bounds__(kThreads, kKept > 2 && kTiles ? 1024 / kThreads : 1)
     bytes_kernel(Rows in, int rows, Segments segments, ByteRows out, Norm norm) {
   constexpr int kWarps = kThreads / 32;
   __shared__ float squares[kNorms ? kWarps : 1];
-  __shared__ uint32_t tops[2][kWarps];  // by turns: some warps may still read those of the row before
+  __shared__ uint32_t tops[2][kWarps];  // used alternately: some warps may still read those of the previous row
   __shared__ int sums[kFloats ? 1 : kMostBlocks];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, chunks = segments.blocks * 4, k = in.width;
   constexpr bool kAhead = kKept <= 2;
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kThreads, kKept > 2 && kTiles ? 1024 / kThread
   let_next_begin();
   if constexpr (kNorms) {
 #pragma unroll
-    for (int i = 0; i < kKept; i++)  // nobody makes these: no need to wait for the kernel before
+    for (int i = 0; i < kKept; i++)  // no kernel writes these, so there is no need to wait
       weights[i].read(norm.weight, chunk_of(i) * kChunkColumns, k);
   }
   await_previous();
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kThreads, kKept > 2 && kTiles ? 1024 / kThread
                                 byte_chunk(row % kBlock, chunk % 4)) = bytes;
       return sum;
     };
-    // A warp's chunks are most often all of one segment: then it adds once.
+    // A warp's chunks mostly belong to one segment; then the warp adds once.
     const auto add = [&](int chunk, int sum) {
       const int first = segments.end(min(chunk - lane, chunks - 1) / 4),
                 last = segments.end(min(chunk - lane + 31, chunks - 1) / 4);
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kThreads, kKept > 2 && kTiles ? 1024 / kThread
   }
 }
 
-// So many CTAs that each SM has as many as it can.
+// Launches as many CTAs as fit on all SMs.
 template <bool kNorms, bool kTiles, int kThreads, int kKept>
 void quantize(const Rows& x, const Norm& norm, const GemmArgs& p, int rows, const Queue& queue) {
   const SplitK k(p.w.k, p.w.max_split_k);
@@ -125,7 +125,7 @@ void quantize(const Rows& x, const Norm& norm, const GemmArgs& p, int rows, cons
   launched("quantize_activations");
 }
 
-// As few threads as keep a row in registers.
+// The fewest threads that keep a row in registers.
 template <bool kTiles>
 void quantize_rows(const GemmArgs& p, int rows, const Queue& queue) {
   const int chunks = (p.w.k + kChunkColumns - 1) / kChunkColumns;
@@ -136,7 +136,7 @@ void quantize_rows(const GemmArgs& p, int rows, const Queue& queue) {
   else quantize<false, kTiles, 512, 3>(p.x, {}, p, rows, queue);
 }
 
-constexpr int kFewThreads = 256, kManyThreads = 512;  // that norm a row: sums are by threads
+constexpr int kFewThreads = 256, kManyThreads = 512;  // threads that normalize a row; they determine the order of sums
 
 }  // namespace
 

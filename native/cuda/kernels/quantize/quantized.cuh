@@ -7,7 +7,7 @@
 namespace as::cuda {
 namespace AS_DTYPE16 {
 
-// To nearest, to even; larger ones become the largest, 448.
+// Rounds to nearest even; larger values become the largest, 448.
 __device__ inline uint8_t to_e4m3(float x) { return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3); }
 __device__ inline uint16_t two_e4m3(float low, float high) {
   return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
@@ -16,8 +16,8 @@ __device__ inline float from_e4m3(uint8_t quant) {
   return __half2float(__half(__nv_cvt_fp8_to_halfraw(quant, __NV_E4M3)));
 }
 
-// How values between two are quantized in a cache: as the CPU backend does it (cpu/cache.cpp). bad: some are no
-// numbers.
+// Quantization of a cache's values between `low` and `high`, as in the CPU backend (cpu/cache.cpp). bad: some values
+// are NaN or infinite.
 template <int kBits>
 struct Levels {
   static constexpr int kMost = (1 << kBits) - 1;
@@ -26,7 +26,7 @@ struct Levels {
 
   __device__ Levels(float low, float high, bool bad) : low(low), bad(bad) {
     step = (float)(((double)high - low) / kMost);  // in double: the range may pass the largest float
-    flat = bad || step < 1e-37f;                   // equal values, or nearly: the inverse would overflow
+    flat = bad || step < 1e-37f;                   // (nearly) equal values, whose inverse would overflow
     inverse = flat ? 0 : __fdiv_rn(2.0f, step), half = __fmul_rn(0.5f, low);
   }
   __device__ int quant(float x) const {
@@ -36,7 +36,7 @@ struct Levels {
   __device__ float minimum() const { return bad ? NAN : low; }
 };
 
-// To the bit what the CPU backend recovers.
+// Dequantizes with the same bits as the CPU backend.
 __device__ inline float recovered(uint32_t scales, int quant, int bits) {
   const float scale = __uint_as_float(scales << 16), offset = __uint_as_float(scales & 0xffff0000u);
   return __fadd_rn(__fmul_rn(scale, (float)(quant - (1 << (bits - 1)))), offset);
@@ -49,50 +49,50 @@ __device__ inline float value_of(const Quants& c, int row, int column, int k) {
                    word >> bit_of(c.bits, column) & ((1 << c.bits) - 1), c.bits);
 }
 
-// Two values in bfloat16 side by side.
+// A word as a pair of bfloat16 values.
 __device__ __forceinline__ __nv_bfloat162 pair_of(uint32_t bits) {
   return reinterpret_cast<const __nv_bfloat162&>(bits);
 }
 __device__ __forceinline__ uint32_t bits_of(const __nv_bfloat162& pair) {
   return reinterpret_cast<const uint32_t&>(pair);
 }
-// word & mask | with, by one instruction.
+// word & mask | with, by one instruction
 __device__ __forceinline__ uint32_t masked(uint32_t word, uint32_t mask, uint32_t with) {
   uint32_t y;
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(word), "r"(mask), "r"(with));
   return y;
 }
 
-// A row's scale and offset, each twice.
+// A row's scale and offset, each twice in a pair.
 struct Affine {
   __nv_bfloat162 scale, offset;
 
   __device__ __forceinline__ void set(uint32_t scales) {
     scale = __low2bfloat162(pair_of(scales)), offset = __high2bfloat162(pair_of(scales));
   }
-  // Of quantized values of 4 bits in the lowest of each half of a word: as the lowest of a fraction of seven they are
-  // 128 + q.
+  // Dequantizes 4-bit values q in the lowest bits of each half of a word. As the lowest bits of the 7-bit fraction of
+  // bfloat16 128, they read as 128 + q.
   __device__ __forceinline__ uint32_t low(uint32_t word) const {
     const __nv_bfloat162 above = pair_of(masked(word, 0x000f000fu, 0x43004300u));
     return bits_of(__hfma2(scale, __hsub2(above, __float2bfloat162_rn(136)), offset));
   }
-  // Of quantized values in the lowest eight bits of bfloat16s that are zero otherwise: such a one is a number as well,
-  // q / 2^133, as the exponents 0 and 1 have one unit. Times 2^127, less two, it is q - middle, but `larger` times as
-  // small: exactly, and so is the product with a scale as much larger, which is finite wherever values are.
+  // Dequantizes values q in the lowest eight bits of bfloat16s that are zero otherwise. Such a bfloat16 is the number q
+  // / 2^133, since exponents 0 and 1 have the same unit. Times 2^127, less two, it is (q - middle) / larger, exactly.
+  // The product with the scale times `larger` is exact as well; that scale is finite wherever values are.
   __device__ __forceinline__ uint32_t tiny(uint32_t pair, float larger) const {
     const __nv_bfloat162 centred = __hfma2(pair_of(pair), pair_of(0x7f007f00u), __float2bfloat162_rn(-2));
     return bits_of(__hfma2(__hmul2(scale, __float2bfloat162_rn(larger)), centred, offset));
   }
 };
 
-// What a lane has of a tile of 16 rows x 64 columns, as loaded: 16 bytes at a time.
+// A lane's quantized values of a tile of 16 rows x 64 columns, loaded 16 bytes at a time.
 template <int kBits>
 struct LaneQuants {
   static constexpr int kLoads = kBits / 4;
   uint4 loaded[kLoads];
 
-  // The 16 columns of step `step`, which the compiler knows, as mma.sync's first operand. rows: those of lane / 4, and
-  // of eight further.
+  // The 16 columns of step `step`, a compile-time constant, as mma.sync's first operand. rows: row lane / 4 and the row
+  // eight further.
   __device__ __forceinline__ void fragment(int step, const Affine (&rows)[2], uint32_t (&a)[4]) const {
     const uint4& four = loaded[kBits == 4 ? 0 : step / 2];
     const bool last = kBits == 4 ? step / 2 : step % 2;
@@ -111,7 +111,7 @@ struct LaneQuants {
   }
 };
 
-// Zeros where columns from `column` on, of 16 that a fragment has, are not there.
+// Zeros a fragment's 16 columns from `columns` on, which do not exist.
 __device__ inline void cut_fragment(uint32_t (&a)[4], int columns) {
 #pragma unroll
   for (int i = 0; i < 4; i++) {
