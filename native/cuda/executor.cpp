@@ -24,7 +24,7 @@ CudaExecutor::CudaExecutor(const CudaExecutor& beside, std::shared_ptr<LogitSamp
     throw std::invalid_argument("a model beside one of several ranks is not available on CUDA yet");
 }
 
-// Freeing memory on a thread that has chosen no GPU would initialize GPU 0, which takes memory there.
+// Freeing memory on a thread that has not chosen a GPU would initialize GPU 0, which takes memory there.
 CudaExecutor::~CudaExecutor() { cudaSetDevice(device_.index()); }
 
 int CudaExecutor::add_matrix(int rows, int k, const std::string& format, int group, int experts) {
@@ -190,7 +190,7 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
       bytes(m.takes_bytes() ? byte_rows_bytes(rows, m.k) : 0, "quantized activations");
   check(cudaMemcpy(in.as(), x, in.size(), cudaMemcpyHostToDevice), "copying rows");
   if (bias) check(cudaMemcpy(added.as(), bias, added.size(), cudaMemcpyHostToDevice), "copying a bias");
-  // Copies may still be in flight, and other streams do not wait for them.
+  // Copies may still be running, and other streams do not wait for them.
   check(cudaStreamSynchronize(nullptr), "copying rows");
   const Queue queue = device_.queue();
   GemmArgs p;

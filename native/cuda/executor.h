@@ -1,4 +1,4 @@
-// One rank's model on its GPU: its weights and program are built, then compiled; then it runs steps.
+// One rank's model on its GPU. Its weights and program are built, then compiled. Then it runs steps.
 #pragma once
 #include <memory>
 #include <optional>
@@ -16,9 +16,9 @@ namespace as::cuda {
 
 class CudaExecutor : public Model {
  public:
-  // communicator: to the other ranks of a group; null: there are none.
+  // communicator: connects the ranks of a group; null: there is one rank.
   CudaExecutor(int device, std::shared_ptr<LogitSampler> sampler, std::shared_ptr<Communicator> communicator = nullptr);
-  // Another model on the same GPU and stream: the two run in turn. Throws std::invalid_argument if there are other
+  // Another model on the same GPU and stream; the two take turns. Throws std::invalid_argument if there are other
   // ranks.
   CudaExecutor(const CudaExecutor& beside, std::shared_ptr<LogitSampler> sampler);
   ~CudaExecutor() override;
@@ -34,19 +34,19 @@ class CudaExecutor : public Model {
   // in rank order. seconds: how long the GPU waits for another rank.
   std::string share(int max_rows, double seconds);
   void connect(const std::vector<std::string>& addresses);
-  // Compiles the program; from then on neither program nor weights may change. masks: how many masks plans may name.
-  // adapters: how many adapters plans may name, if the program has ops for them. draft: a draft model on the same GPU,
-  // allocated with the same spans; with it begin() does nothing.
+  // Compiles the program; afterwards program and weights may not change. masks: how many masks plans may refer to.
+  // adapters: how many adapters plans may refer to, if the program has ops for them. draft: a draft model on the same
+  // GPU, allocated with the same spans; with it begin() does nothing.
   void allocate(const Limits& limits, int masks, const AdapterLimits& adapters = {},
                 std::shared_ptr<CudaExecutor> draft = nullptr);
   // After allocate(): an empty adapter for this program. Any thread may fill it while steps run.
   std::shared_ptr<Adapter> new_adapter() const;
-  // Between steps, or while no plan names this index: sets the adapter that plans name by it; null removes it.
+  // Sets the adapter with this index; null removes it. Only between steps, or while no plan refers to the index.
   void set_adapter(int index, std::shared_ptr<Adapter> adapter);
   // Allocates a host cache, after allocate() and before any step.
   void allocate_host_cache(int spans);
   size_t host_cache_bytes(int spans) const { return spans * HostSpans::span_bytes(layers()); }
-  // After allocate(), between steps: unload() moves the weights to pinned host memory and load() moves them back; the
+  // After allocate(), between steps: unload() moves the weights to pinned host memory, and load() moves them back. The
   // cache's content is lost. A second call does nothing. Both throw std::runtime_error, and change nothing, if memory
   // runs out.
   void unload();
@@ -68,11 +68,11 @@ class CudaExecutor : public Model {
   // rounded: y is rounded to 16 bits, as partial sums of ranks are.
   std::vector<float> multiply(int id, const float* x, const float* bias, int rows, GemmAlgo algo, bool rounded = false);
   // y [rows, top, n]: each row times the matrices of its experts, chosen [rows, top] in ascending order, for tests.
-  // tile_rows: 0 for the choice that a step makes.
+  // tile_rows: 0 for the number that a step chooses.
   std::vector<float> multiply_experts(int id, const float* x, const int* chosen, int rows, int top, GemmAlgo algo,
                                       int tile_rows);
   // y [rows, width] = the sum of parts [ranks, rows, width] (+ y), and normed = its norm, with all parts on this GPU.
-  // pushed: the parts of ranks from 1 on are in the memory that ranks push to.
+  // pushed: the parts of ranks from 1 on are in the buffers that other ranks push to.
   void sum_ranks(const float* parts, int ranks, int rows, int width, const float* norm, const std::string& dtype,
                  bool adds, bool pushed, float* y, float* normed);
 

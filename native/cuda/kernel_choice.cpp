@@ -12,13 +12,13 @@
 namespace as::cuda {
 namespace {
 
-constexpr int kManyRows = 256;  // what serves one row more than so many serves any number
+constexpr int kManyRows = 256;  // the kernel for one row more serves any number of rows
 
 int ceil_div(int n, int by) { return (n + by - 1) / by; }
 
 bool is_hopper(const Chip& chip) { return chip.capability == 90; }
 
-// Whether gemv() serves: clusters with a CTA for each split-K part.
+// Whether gemv() can compute it: that takes a cluster with one CTA for each split-K part.
 bool has_gemv(const Chip& chip, const Gemm& g, bool normed, bool pushed) {
   const Matrix& w = g.w;
   if (!is_hopper(chip) || pushed) return false;
@@ -28,17 +28,17 @@ bool has_gemv(const Chip& chip, const Gemm& g, bool normed, bool pushed) {
   return fits && w.max_split_k > 1 && w.max_split_k <= kMaxSplitK && GemvPlan(w, 1, chip.sms).stages > 0;
 }
 
-// Whether gemm_prefill() is the fastest for a number of rows that the other kernels are for.
+// Whether gemm_prefill() is the fastest for a number of rows that other kernels usually serve.
 bool prefill_is_best(const Chip& chip, const Matrix& w, int rows) {
   const SplitK k(w.k, w.max_split_k);
   if (k.count == 1) return ceil_div(rows, 4 * kBlock) * ceil_div(w.n, 4 * kBlock) >= chip.prefill_clusters;
-  const int ctas = ceil_div(w.n, 2 * kBlock) * k.count;  // clusters of gemm_split_k() would take a second turn, for few
+  const int ctas = ceil_div(w.n, 2 * kBlock) * k.count;  // gemm_split_k() would need a second wave for a few clusters
   return ctas > chip.sms && 4 * ctas < 5 * chip.sms;
 }
 
-// 16-bit weights on Hopper, any kernel but gemv().
+// The fastest kernel but gemv() for 16-bit weights on Hopper.
 GemmAlgo fastest(const Chip& chip, const Matrix& w, int rows, bool pushed) {
-  // Values of a matrix that has arrived before clusters have begun, and of one whose parts are long for its size.
+  // A matrix with fewer values is read before clusters would start. The second limit is for long split-K parts.
   constexpr int64_t kSmall = 10 << 20, kSmallAndLong = 40 << 20;
   const bool is_long = SplitK(w.k, w.max_split_k).length >= 32;
   if (rows > 256 || (rows > 128 && !pushed && prefill_is_best(chip, w, rows))) return GemmAlgo::prefill;
@@ -46,7 +46,7 @@ GemmAlgo fastest(const Chip& chip, const Matrix& w, int rows, bool pushed) {
   return rows <= 8 && (int64_t)w.n * w.k < (is_long ? kSmallAndLong : kSmall) ? GemmAlgo::mma : GemmAlgo::split_k;
 }
 
-// A kernel that norms, or quantizes, the single row of a step itself; simt: there is none.
+// The kernel that norms or quantizes the single row of a step itself; simt: there is none.
 GemmAlgo fused_algo(const Chip& chip, const Gemm& g) {
   const Matrix& w = g.w;
   if (!g.fuses || !is_hopper(chip)) return GemmAlgo::simt;
@@ -68,7 +68,7 @@ GemmAlgo choose_dtype16(const Chip& chip, const Gemm& g, int rows, GemmAlgo algo
     if (rows == 1 && algo == GemmAlgo::split_k && has_gemv(chip, g, false, pushed)) return GemmAlgo::gemv;
   }
   if (algo == GemmAlgo::prefill && !g.writes_16_bytes) algo = GemmAlgo::split_k;
-  // Split-K parts need a CTA of a cluster each, or a warp; stream-K computes sums of one part.
+  // Each split-K part needs a CTA of a cluster or a warp. Stream-K computes sums of a single part.
   if (algo == GemmAlgo::split_k || algo == GemmAlgo::stream_k)
     return g.w.max_split_k == 1 ? GemmAlgo::stream_k : GemmAlgo::split_k;
   return algo;
@@ -96,7 +96,7 @@ GemmAlgo choose_bytes(const Chip& chip, const Gemm& g, int rows, GemmAlgo algo) 
                                                                                         : GemmAlgo::stream_k;
 }
 
-// Ranges of rows from 1 on with one choice each. most: what is chosen for one more is chosen for any number.
+// Ranges of rows from 1 on that share a choice. The choice for most + 1 rows serves any larger number.
 template <typename Choice, typename Choose>
 RowRanges<Choice> ranges_of(int most, const Choose& choose) {
   RowRanges<Choice> table;
@@ -162,7 +162,7 @@ GemmChoice choose_gemm(const Chip& chip, const Gemm& g, int rows, GemmAlgo wante
 ExpertChoice choose_expert_gemm(const Chip& chip, Kind kind, int entries, int experts, GemmAlgo wanted, int tile_rows) {
   if (kind == Kind::f32) return {GemmAlgo::simt, tile_rows ? tile_rows : kBlock};
   const bool has_prefill = kind == Kind::dtype16 && is_hopper(chip);
-  if (!tile_rows) {  // so that few experts have more than one tile
+  if (!tile_rows) {  // small tiles, so that few experts have more than one
     const int each = entries / std::max(experts, 1);
     tile_rows = each > 48 && has_prefill ? 128 : each <= 4 ? 8 : each <= 10 ? 16 : each <= 22 ? 32 : 64;
   }
@@ -190,7 +190,7 @@ GemmTable gemm_table(const Chip& chip, const Gemm& gemm) {
 }
 
 ExpertTable expert_table(const Chip& chip, Kind kind, int experts) {
-  constexpr int kManyEntries = 64;  // of an expert
+  constexpr int kManyEntries = 64;  // per expert
   return ranges_of<ExpertChoice>(kManyEntries * experts,
                                  [&](int entries) { return choose_expert_gemm(chip, kind, entries, experts); });
 }

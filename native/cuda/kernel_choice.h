@@ -1,6 +1,5 @@
-// Which kernel serves a GEMM or an attention on a chip: pure functions of format, shape, rows and chip, which need no
-// GPU, and a table of their results that is made when a program is compiled. All kernels of a format give the same
-// bits.
+// The choice of a kernel for a GEMM or an attention on a chip. Pure functions choose by format, shape, rows and chip
+// and need no GPU. Compiling a program makes a table of their results. All kernels of a format give the same bits.
 #pragma once
 #include <list>
 #include <string>
@@ -13,28 +12,28 @@
 
 namespace as::cuda {
 
-// A linear, as the choice depends on it.
+// The properties of a linear that the choice depends on.
 struct Gemm {
   Matrix w;
   bool writes_16_bytes = true;  // rows of the output can be written 16 bytes at a time
-  bool normed = false;          // a norm comes before it
-  bool fuses = false;           // its kernel may norm, or quantize to 8 bits, the single row of a step itself
+  bool normed = false;          // a norm precedes it
+  bool fuses = false;           // its kernel may norm the single row of a step, or quantize it to 8 bits
   bool pushed = false;          // its 16-bit partial sums of few rows go to another GPU, too
-  bool few_columns = false;     // logits of experts or gates of rows: float32, of few columns
+  bool few_columns = false;     // logits of experts or gates of rows: float32, few columns
 };
-// The GEMM of a product that is not normed or pushed.
+// The properties of a product that is not normed or pushed.
 Gemm gemm_of(const GemmArgs& p);
 
 struct GemmChoice {
   GemmAlgo algo = GemmAlgo::simt;
-  bool fused = false;  // the kernel norms, or quantizes, the single row itself
+  bool fused = false;  // the kernel itself norms or quantizes the single row
 
   bool operator==(const GemmChoice& other) const { return algo == other.algo && fused == other.fused; }
 };
-// wanted: `any`, or for tests a kernel; if that does not serve the GEMM, the nearest one that does.
+// wanted: `any`, or for tests a kernel. If it cannot compute the GEMM, the nearest one that can is chosen.
 GemmChoice choose_gemm(const Chip& chip, const Gemm& gemm, int rows, GemmAlgo wanted = GemmAlgo::any);
 
-// GEMMs of a stack of experts: the kernel, and how many entries (visits of rows to experts) of an expert form a tile.
+// The choice for a stack of experts: the kernel, and how many of an expert's entries (its rows) form a tile.
 struct ExpertChoice {
   GemmAlgo algo = GemmAlgo::simt;
   int tile_rows = 0;
@@ -43,13 +42,13 @@ struct ExpertChoice {
 };
 ExpertChoice choose_expert_gemm(const Chip& chip, Kind kind, int entries, int experts, GemmAlgo wanted = GemmAlgo::any,
                                 int tile_rows = 0);
-// Whether a step of one row has kernels of its own for a layer's two matrices.
+// Whether a layer's two matrices have special kernels for a step of one row.
 bool has_expert_gemv(const Chip& chip, const Matrix& up, const Matrix& down);
 
-// biased: with ALiBi slopes or sinks. group: query heads of a KV head.
+// biased: with ALiBi slopes or sinks. group: query heads per KV head.
 AttentionChoice choose_attention(const Chip& chip, CacheType type, int head_dim, int group, bool biased);
 
-// Choices by number of rows, in ranges that end at `last` (INT_MAX: of all that follow).
+// Choices by number of rows. Each range ends at `last` (INT_MAX: no limit).
 template <typename Choice>
 struct RowRanges {
   struct Range {
@@ -74,12 +73,12 @@ class KernelTable {
  public:
   explicit KernelTable(const Chip& chip) : chip(chip) {}
 
-  // References stay valid.
+  // Returned references stay valid.
   const GemmTable& gemm(const Gemm& gemm);
   const ExpertTable& experts(const Matrix& stack);
   AttentionChoice attention(const LayerCache& cache, int group, bool biased);
 
-  // For people: op, format and shape, first and last row (0: no limit), kernel.
+  // A row for display: op, format and shape, first and last row (0: no limit), kernel.
   struct Row {
     std::string op, shape;
     int first, last;
@@ -98,7 +97,7 @@ std::vector<KernelTable::Row> rows_of(const Gemm& gemm, const GemmTable& table);
 
 const char* name_of(GemmAlgo algo);
 const char* name_of(AttentionAlgo algo);
-// Throws std::invalid_argument for a name that there is not.
+// Throws std::invalid_argument for an unknown name.
 GemmAlgo gemm_algo_of(const std::string& name);
 std::string format_of(const Matrix& matrix);  // as add_matrix() takes it
 

@@ -1,5 +1,5 @@
-// The Python module allspark_server._cuda: loaded when a GPU is asked for, after allspark_server._native, whose types
-// it shares.
+// The Python module allspark_server._cuda. It is loaded when a GPU is requested, after allspark_server._native, whose
+// types it shares.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -67,7 +67,7 @@ int64_t fill_quantized(CudaExecutor& e, int id, const Bytes& q, const Words16& s
   return 0;
 }
 
-// Of a matrix of codes: as InstantQuant has them.
+// The group size of a matrix of quantized values. Refuses scale layouts other than the default.
 int group_of(const std::string& dtype, int group_size, const py::kwargs& layout) {
   if (layout.size())
     throw std::invalid_argument("scales of weights of type " + dtype + " with " +
@@ -76,7 +76,7 @@ int group_of(const std::string& dtype, int group_size, const py::kwargs& layout)
   return group_size;
 }
 
-constexpr double kWaitSeconds = 30;  // dead and stopped ranks are noticed earlier, by shared memory and supervisor
+constexpr double kWaitSeconds = 30;  // shared memory and the supervisor notice dead and stopped ranks earlier
 
 CacheType cache_type_of(const std::string& name) {
   if (name == "float32") return CacheType::f32;
@@ -141,7 +141,7 @@ void bind_kernel_choice(py::module_& m) {
       py::arg("experts") = 1, "Which kernels compute a linear of a stack of experts, by visits of rows to experts.");
 }
 
-// Whether adapters are of 16 bits.
+// Whether adapters have 16-bit matrices.
 bool is_dtype16(const std::string& dtype) {
   if (dtype != "bfloat16" && dtype != "float16" && dtype != "float32")
     throw std::invalid_argument("adapters are float32, bfloat16 or float16, not " + dtype);
@@ -187,7 +187,7 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
           [](CudaExecutor& e, int n, int k, const std::string& dtype, int group_size, int experts,
              const std::vector<int>& order, const py::kwargs& layout) {
             if (!order.empty()) throw std::invalid_argument("columns in another order are not available on CUDA yet");
-            matrix_of(n, k, dtype, group_size, experts);  // types are refused before what they have
+            matrix_of(n, k, dtype, group_size, experts);  // refuses an unknown type before its layout
             return e.add_matrix(n, k, dtype, group_of(dtype, group_size, layout), experts);
           },
           py::arg("out_features"), py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0,

@@ -16,7 +16,7 @@ int padded_rows(int rows) {
     if (rows <= 8 * step) return (rows + step - 1) / step * step;
 }
 
-// Whether the likeliest token is what is drawn, and no more is wanted.
+// Whether the output needs only the argmax of its unprocessed logits.
 bool is_greedy(const SamplingParams& p, const Output& out) {
   return p.greedy() && !p.logprobs() && p.repetition_penalty == 1 && p.presence_penalty == 0 &&
          p.frequency_penalty == 0 && !p.no_repeat_ngram_size && p.bad_words.empty() && p.logit_bias.empty() &&
@@ -57,10 +57,10 @@ CudaRunner::CudaRunner(const Device& device, const Program& program, Weights& we
   sampler_.attach(sample, host_logits_.as<float>(), width, (int)outputs, masks);
 }
 
-// Binds the ops of a form, and notes for the profile which ops each launch computes.
+// Binds the ops of a form, and records for the profile which ops each launch computes.
 void CudaRunner::compile(bool adapted) {
   Binding b(workspace_, weights_, ranks_ ? &*ranks_ : nullptr, paired_, adapted);
-  std::vector<int> numbers, parts;  // ops of the form in the program; those that the next launch computes
+  std::vector<int> numbers, parts;  // ops of the form in the program, and those that the next launch computes
   for (int i = 0; i < (int)program_.ops().size(); i++)
     if (adapted || !program_.ops()[i].is(Op::lora)) numbers.push_back(i);
   bind_first_call(b);
@@ -124,7 +124,7 @@ bool CudaRunner::sample(const Batch& batch) {
   }
   if (!drawn_) check(cudaEventCreateWithFlags(&drawn_, cudaEventDisableTiming), "making an event");
   check(cudaEventRecord(drawn_, device_.stream()), "recording an event");
-  if (ranks_) return false;  // ranks have to agree first
+  if (ranks_) return false;  // ranks must agree first
   return std::find(drawn_by_.begin(), drawn_by_.end(), SampledBy::host) == drawn_by_.end();
 }
 
@@ -149,10 +149,10 @@ RunOutput CudaRunner::finish(const Batch& batch) {
     drawn.logit_width = width;
   }
   if (draws_) draws_->take(drawn.samples);
-  Batch rest;  // what the host draws
+  Batch rest;  // what the host samples
   bool any = false;
   rest.outputs = batch.outputs, rest.slots = batch.slots;
-  std::vector<Argmax> drawn_here;  // of the outputs that the device draws
+  std::vector<Argmax> drawn_here;  // the argmaxes of this step's outputs
   const int begin = program_.ops().back().integer("vocab_begin");
   for (size_t i = 0; i < outputs; i++) {
     if (drawn_by_[i] == SampledBy::host) any = true;
@@ -175,8 +175,8 @@ RunOutput CudaRunner::finish(const Batch& batch) {
   return drawn;
 }
 
-// The best of every rank's part of the vocabulary become the best of all, on every rank. Of equal logits the lower
-// rank's counts, whose ids are lower.
+// Replaces the argmaxes of every rank's part of the vocabulary by the argmax over all ranks, on every rank. The lower
+// rank wins ties, because its ids are lower.
 void CudaRunner::agree(std::vector<Argmax>& best) const {
   const auto bytes_of = [](std::vector<Argmax>& all) { return reinterpret_cast<char*>(all.data()); };
   const size_t bytes = best.size() * sizeof(Argmax);
@@ -197,13 +197,13 @@ void CudaRunner::agree(std::vector<Argmax>& best) const {
   std::memcpy(bytes_of(best), all.data(), bytes);
 }
 
-// Whether every row is the only one of its sequence, and is sampled from.
+// Whether every row is the only one of its sequence, and has an output.
 bool CudaRunner::decodes(const Batch& batch) const {
   return batch.rows.size() == batch.items.size() && batch.outputs.size() == batch.rows.size() &&
          std::all_of(batch.items.begin(), batch.items.end(), [](const Item& item) { return !(item.flags & kHidden); });
 }
 
-// Who draws each output.
+// Decides who samples each output.
 void CudaRunner::share_draws(const Batch& batch) {
   drawn_by_.clear();
   for (const Output& out : batch.outputs) {
@@ -214,7 +214,7 @@ void CudaRunner::share_draws(const Batch& batch) {
   }
 }
 
-// Queues the copy of what the host draws from.
+// Queues the copy of the logits that the host samples from; all: of all logits.
 void CudaRunner::copy_logits(const Batch& batch, bool all) {
   const size_t width = logits().rows.width;
   const auto wanted = [&](size_t i) { return all || drawn_by_[i] == SampledBy::host; };
@@ -228,7 +228,7 @@ void CudaRunner::copy_logits(const Batch& batch, bool all) {
   }
 }
 
-// Queues the copy of hidden states for the items that ask for them.
+// Queues the copy of hidden states for the items that request them.
 void CudaRunner::copy_hidden(const Batch& batch) {
   hidden_rows_ = 0;
   if (hidden_ < 0) return;
@@ -254,7 +254,7 @@ void CudaRunner::launch(const Size& size, bool heads, bool timed) {
   if (timed) times_.mark(begun_.turn, device_.stream());
 }
 
-// Of the step that has been drawn.
+// Adds the times of the step whose samples were just copied.
 void CudaRunner::add_times(const Batch& batch) {
   StepSize size;
   size.rows = (double)batch.rows.size(), size.outputs = (double)batch.outputs.size();
@@ -294,7 +294,7 @@ void CudaRunner::replay(const Size& size) {
   }
   const cudaError_t replayed = cudaGraphLaunch(replay.graph, device_.stream());
   if (replayed == cudaErrorMemoryAllocation)
-    return launch_instead(found, size);  // a graph's first launch may need memory, too
+    return launch_instead(found, size);  // the first launch of a graph may need memory, too
   check(replayed, "replaying a step");
 }
 

@@ -1,4 +1,4 @@
-// Runs the steps of a program that was compiled for one GPU: launches its kernels, or replays them as CUDA graphs, and
+// Runs the steps of a program that was compiled for one GPU: launches its kernels or replays them as CUDA graphs, and
 // samples.
 #pragma once
 #include <map>
@@ -16,12 +16,12 @@ namespace as::cuda {
 
 class CudaRunner : public QueuedRunner {
  public:
-  // Throws std::invalid_argument naming what this backend does not support. All arguments must outlive the runner, but
-  // for `ranks`, which is null if there is one rank. Gate and up rows of gated matrices are interleaved
-  // (Weights::pair). adapters: null, or those that rows may have.
+  // Throws std::invalid_argument that names what this backend does not support. All arguments must outlive the runner,
+  // except `ranks`, which is null if there is one rank. Gate and up rows of gated matrices are interleaved
+  // (Weights::pair). adapters: null, or the adapters that rows may use.
   //
-  // A program with ops for adapters is compiled in two forms: steps in which no row has an adapter run without these
-  // ops, with more fusion. A row without an adapter has the same bits in both.
+  // A program with ops for adapters is compiled in two forms. Steps in which no row has an adapter run without these
+  // ops and with more fusion. A row without an adapter gets the same bits in both.
   CudaRunner(const Device& device, const Program& program, Weights& weights, const Limits& limits,
              LogitSampler& sampler, Masks* masks, const Ranks* ranks = nullptr, const Adapters* adapters = nullptr);
   ~CudaRunner() override;
@@ -32,14 +32,14 @@ class CudaRunner : public QueuedRunner {
   RunOutput finish(const Batch& batch) override;
   size_t cache_bytes() const { return workspace_.cache_bytes(); }
   const std::vector<LayerCache>& layers() const { return workspace_.layers; }
-  // The large memories are given back, and taken again, zeroed; the cache's content is lost. No work on the device may
-  // use them; recorded steps stay. load() throws std::runtime_error, and changes nothing, if memory runs out.
+  // unload() frees the large buffers; load() allocates them again, zeroed. No work on the device may use them; recorded
+  // graphs stay. load() throws std::runtime_error, and changes nothing, if memory runs out.
   void unload() { workspace_.give_back(); }
   void load() { workspace_.take_again(); }
-  // std::out_of_range for a row set that is not of experts.
+  // Throws std::out_of_range for a row set that is not of experts.
   const Routing& routing(int row_set) const { return workspace_.expert_rows.at(row_set).routing; }
   std::vector<KernelTable::Row> kernels() const { return workspace_.kernels.rows(); }
-  // Between steps. on: times of launches are counted anew; off: what was counted stays.
+  // Only between steps. on: starts counting anew; off: keeps the counts.
   void set_profiling(bool on);
   std::vector<OpTime> profile() const { return times_.all(); }
   bool hidden_states() const { return forms_[0].heads_from > 0; }
@@ -80,20 +80,20 @@ class CudaRunner : public QueuedRunner {
   int hidden_ = -1;       // the tensor of hidden states; -1: none
   size_t hidden_rows_ = 0;
   Memory host_best_, host_logits_, host_hidden_;
-  std::optional<DeviceSampler> draws_;  // none: this rank has a part of the vocabulary
+  std::optional<DeviceSampler> draws_;  // none if this rank has only a part of the vocabulary
   std::vector<SampledBy> drawn_by_;     // of each output of the step
   struct Step {
-    bool heads, want_logits;  // heads: whether it computes logits
+    bool heads, want_logits;  // heads: whether the step computes logits
     bool timed = false;
     int form = 0;
-    int turn = 0;  // of times
+    int turn = 0;  // turn of times_
   };
   Step begun_{}, drawing_{};
   cudaEvent_t drawn_ = nullptr;  // recorded when a step's samples have been copied
   OpTimes times_;
   bool profiling_ = false;
   std::map<Size, Replay> replays_;
-  bool graphs_ = true;  // false: there was no memory for another graph
+  bool graphs_ = true;  // false: memory for another graph ran out
 };
 
 }  // namespace as::cuda

@@ -14,7 +14,7 @@ namespace as::cuda {
 namespace {
 
 constexpr size_t kAlign = 1024;            // bytes: alignment of tensors
-constexpr int kExpertsShared = 150 << 10;  // bytes of shared memory that the experts' 16-bit and quantized GEMMs take
+constexpr int kExpertsShared = 150 << 10;  // bytes of shared memory that the experts' 16-bit and quantized GEMMs need
 
 bool is_gemm(const OpNode& op) { return op.is(Op::linear) || op.is(Op::expert_linear); }
 
@@ -108,11 +108,11 @@ int Workspace::max_rows(int tensor) const {
   return rows_of(program.tensors()[tensor].rows, limits.max_rows, limits.max_outputs);
 }
 
-// Whether a tensor is stored in 16 bits alone: only GEMMs that take 16-bit rows read it, and its writers can round.
+// Whether a tensor is stored in 16 bits only: its readers are GEMMs that take 16-bit rows, and its writers can round.
 bool Workspace::is_tiled(int tensor) const {
   bool read = false;
   for (const OpNode& op : program.ops()) {
-    if (op.is(Op::lora) && op.inputs[0] != tensor) continue;  // reads either
+    if (op.is(Op::lora) && op.inputs[0] != tensor) continue;  // lora reads both types
     if (has(op.inputs, tensor)) {
       if (!is_gemm(op) || !weights.matrix(op.weights[0]).reads_tiles()) return false;
       read = true;
@@ -124,11 +124,11 @@ bool Workspace::is_tiled(int tensor) const {
   return read;
 }
 
-// Whether a tensor is stored as float32 and in 16 bits: GEMMs of both types read it, and a norm writes it.
+// Whether a tensor is stored both as float32 and in 16 bits: GEMMs of both types read it, and a norm writes it.
 bool Workspace::is_both(int tensor) const {
   bool tiles = false, values = false;
   for (const OpNode& op : program.ops()) {
-    if (op.is(Op::lora) && op.inputs[0] != tensor) continue;  // reads either
+    if (op.is(Op::lora) && op.inputs[0] != tensor) continue;  // lora reads both types
     if (has(op.outputs, tensor) && cuda_op(op).output != OutputForm::both) return false;
     if (has(op.inputs, tensor)) (is_gemm(op) && weights.matrix(op.weights[0]).reads_tiles() ? tiles : values) = true;
   }
@@ -141,7 +141,7 @@ void Workspace::allocate_tensors() {
   std::vector<size_t> offsets, both_offsets;
   for (int t = 0; t < (int)specs.size(); t++) {
     offsets.push_back(bytes);
-    // With adapters, gate and up columns may be interleaved as pair_rows() has them.
+    // With adapters, gate and up columns may be interleaved and padded (pair_rows()).
     const int width = adapters ? std::max(specs[t].width, paired_rows(specs[t].width)) : specs[t].width;
     const size_t need =
         is_tiled(t) ? tiles_bytes(max_rows(t), specs[t].width) : (size_t)max_rows(t) * width * sizeof(float);
@@ -160,7 +160,7 @@ void Workspace::allocate_tensors() {
   }
 }
 
-// Scratch memory that ops share, each for the op that needs most of it.
+// Scratch memory that ops share. Each buffer has the size of the op that needs most.
 void Workspace::allocate_scratch() {
   size_t tables = 0, tiled = 0, wide = 0, bytes = 0, lora = 0;
   const auto in = [&](const OpNode& op, int i) -> const Tensor& { return tensors[op.inputs[i]]; };
@@ -191,7 +191,7 @@ void Workspace::allocate_scratch() {
 
 void Workspace::allocate_cache() {
   std::map<int, LayerCache> by_layer;
-  // One more span, of zeros, stands for those that a sliding window has left. Its positions have weight zero.
+  // One extra span of zeros replaces the spans that a sliding window has left. Its positions have weight zero.
   const size_t spans = limits.num_spans + (size_t)1;
   size_t bytes = 0, partial = 0;
   int attentions = 0, most_heads = 0;
@@ -221,7 +221,7 @@ void Workspace::allocate_cache() {
     layer.data = next, next += layer.span_bytes() * spans;
     layers.push_back(layer);
   }
-  const int few = std::min(limits.max_rows, limits.max_slots);  // decode tiles of a step: at most one a sequence
+  const int few = std::min(limits.max_rows, limits.max_slots);  // decode tiles of a step: at most one per sequence
   partials = Memory(partial * few * most_splits * sizeof(float), "partial results of attention", Memory::Where::lent);
   arrivals = Memory(few * most_heads * sizeof(int), "partial results of attention");
 }

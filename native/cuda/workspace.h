@@ -1,4 +1,4 @@
-// The memory that a program's steps work in on one GPU: its tensors, the KV cache and scratch memory.
+// The memory that a program's steps use on one GPU: its tensors, the KV cache and scratch memory.
 #pragma once
 #include <map>
 #include <optional>
@@ -22,7 +22,7 @@ struct Limits {
   bool graphs = true;                   // replay decode steps as CUDA graphs; the bits are the same
 };
 
-constexpr int kMostLaunchRows = 65535;  // of kernels with one CTA a row
+constexpr int kMostLaunchRows = 65535;  // of kernels with one CTA per row
 
 // Throws std::invalid_argument: the CUDA backend has no `feature`.
 [[noreturn]] void refuse(const std::string& feature);
@@ -30,8 +30,8 @@ constexpr int kMostLaunchRows = 65535;  // of kernels with one CTA a row
 // Bytes of a span of the cache, for one layer and KV head.
 size_t span_bytes(int span_size, int head_dim, CacheType type);
 
-// Query heads of a KV head, and how many of the first KV head's query heads belong to other ranks. A rank may share its
-// first and last KV head with its neighbours; with a single KV head only the rank's own query heads count.
+// Query heads per KV head, and how many of the first KV head's query heads belong to other ranks. A rank may share its
+// first and last KV head with its neighbours. With a single KV head only the rank's own query heads count.
 struct SharedHeads {
   int group, first;
 };
@@ -44,7 +44,7 @@ struct Tensor {
   float* values() const { return rows.values; }
 };
 
-// A row set of expert entries. Its routers fill it one after the other.
+// A row set of expert entries. Its routers fill it in turn.
 struct ExpertRows {
   Routing routing;
   Kind kind;  // of the experts' matrices
@@ -54,19 +54,19 @@ class Workspace {
  public:
   using Size = StepData::Size;
 
-  // Throws std::invalid_argument naming what the backend does not support, and std::runtime_error if memory runs out.
-  // All references must outlive the workspace. adapters: null, or those that rows may have.
+  // Throws std::invalid_argument that names what the backend does not support, and std::runtime_error if memory runs
+  // out. All references must outlive the workspace. adapters: null, or the adapters that rows may use.
   Workspace(const Device& device, const Program& program, const Weights& weights, const Limits& limits,
             const Adapters* adapters);
 
-  // How many entries a row set has in a step of so many rows and outputs.
+  // The number of entries of a row set in a step with so many rows and outputs.
   int rows_of(int row_set, int rows, int outputs) const;
   int rows_of(int row_set, const Size& size) const { return rows_of(row_set, size.rows, size.outputs); }
   int max_rows(int tensor) const;
-  // All of it but the cache's spans of zeros.
+  // Bytes of the whole cache except the span of zeros.
   size_t cache_bytes() const { return cache.size() / (limits.num_spans + 1) * limits.num_spans; }
 
-  // The large memories can be given back while no step runs, and taken again, zeroed. take_again() throws
+  // give_back() frees the large buffers while no step runs. take_again() allocates them again, zeroed. It throws
   // std::runtime_error, and changes nothing, if memory runs out.
   void give_back();
   void take_again();
@@ -77,10 +77,10 @@ class Workspace {
   const Limits limits;
   const Adapters* const adapters;
   const DType16 dtype;          // of 16-bit weights and activations
-  const int most_splits;        // KV splits of the longest sequence
+  const int most_splits;        // KV splits of the longest possible sequence
   std::vector<Tensor> tensors;  // of the program
   std::vector<LayerCache> layers;
-  int group = 1;                          // query heads of a KV head
+  int group = 1;                          // query heads per KV head
   std::map<int, ExpertRows> expert_rows;  // by row set
   KernelTable kernels;
   std::map<int, RotaryTable> rotary_tables;  // by number
