@@ -6,10 +6,10 @@
 // from the number of previous steps, so recorded graphs need nothing from the host.
 //
 // Partial sums of few rows are pushed to the other ranks' memory, by the GEMM that computes them or here. Every value
-// signals its own arrival: places that have not been written hold a marker, and a reader restores the marker. So there
-// is one transfer over the link to wait for. There are two places, used alternately: a rank that ends call c + 1 has
-// read what the others pushed for it, which they did after they ended call c and restored the markers of what they had
-// read.
+// signals its own arrival: a place that has not been written holds a marker, and the reader restores the marker. So
+// there is only one transfer over the link to wait for. Two sets of places are used alternately. A rank that ends call
+// c + 1 has read what the others pushed for that call. They pushed it after they had ended call c and restored the
+// markers of everything they had read.
 #include <algorithm>
 #include <type_traits>
 #include <utility>
@@ -22,8 +22,8 @@ namespace AS_DTYPE16 {
 namespace {
 
 constexpr int kThreads = 512, kEight = 8;
-constexpr int kBlocks = 2;  // of threads, of an SM
-constexpr int kLooks = 64;  // at what is waited for, between two at the clock
+constexpr int kBlocks = 2;  // CTAs of an SM
+constexpr int kLooks = 64;  // polls between two reads of the clock
 
 __device__ uint64_t nanoseconds() {
   uint64_t now;
@@ -41,13 +41,13 @@ __device__ bool has_come(const uint32_t* flag, uint32_t call) {
   return (int32_t)(seen - call) >= 0;
 }
 
-// For other ranks, for so long as one may take. The host's memory is written alone: reads of it by all blocks of
-// threads took a quarter of a millisecond, by which this rank was late for the next sum.
+// Waits for other ranks, up to the time limit. The host's memory is only written: when all CTAs read it, the reads took
+// a quarter of a millisecond, and this rank was late for the next sum.
 class Wait {
  public:
   __device__ explicit Wait(const Peers& peers) : peers_(peers), given_up_(peers.flags[peers.rank] + kMostRanks) {}
-  // Of rank r, which has not come. False: once one has not come within the limit, nobody waits any longer. The sums are
-  // of no use then, and the host says so (Exchange::check_waits).
+  // Whether to go on waiting for rank r. Once a rank has missed the limit, all waits return false. The sums are then
+  // useless, and the host reports it (Exchange::check_waits).
   __device__ bool goes_on(int r) {
     if (++looks_ % kLooks) return true;
     const uint64_t now = nanoseconds();
@@ -67,7 +67,7 @@ class Wait {
   uint64_t began_ = 0;
 };
 
-// Says that this rank has come to a call, and waits for the others, each by a thread.
+// Signals that this rank has reached a call, and waits for the others, each by one thread.
 __device__ void meet(const Peers& p, uint32_t call) {
   const int r = threadIdx.x;
   if (r < p.world && r != p.rank) {
@@ -79,8 +79,8 @@ __device__ void meet(const Peers& p, uint32_t call) {
   __syncthreads();
 }
 
-// Eight values of a row of floats from a column on; what is beyond its width is zero. kWhole: nothing is, and all is
-// aligned. kShared: another GPU may have written them while this kernel ran, so not by the L1 cache.
+// Reads eight values of a float32 row; those from `width` on are zero. kWhole: all exist and are aligned. kShared:
+// another GPU may have written them while this kernel ran, so the L1 cache is bypassed.
 template <bool kWhole, bool kShared = false>
 __device__ void read_eight(const float* row, int column, int width, float (&x)[kEight]) {
   if constexpr (kWhole) {
@@ -96,10 +96,10 @@ __device__ void read_eight(const float* row, int column, int width, float (&x)[k
 
 // A bit for each of two values that is kNotYet.
 __device__ uint32_t marks_in(uint32_t pair) { return ((pair & 0x7fff7fffu) + 0x00010001u) & pair & 0x80008000u; }
-// Such a value is a NaN, and becomes another.
+// Replaces such values, which are NaNs, by another NaN.
 __device__ uint32_t without_marks(uint32_t pair) { return pair ^ marks_in(pair); }
 
-// Eight columns of a row of a rank's partial sums, as they come.
+// Eight columns of a row of a rank's partial sums, not converted.
 template <bool kTiles, bool kWhole>
 struct Eight;
 template <bool kWhole>
@@ -109,7 +109,7 @@ struct Eight<true, kWhole> {
   __device__ void read(const char* partials, int row, int column, int width) {
     pairs = __ldcg(reinterpret_cast<const uint4*>(partials + 2 * tile_offset(row, column, blocks_of(width))));
   }
-  // What has been pushed, or marks.
+  // Reads values that have been pushed, or markers.
   __device__ void look(const char* place, int row, int column, int width) {
     asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(pairs.x), "=r"(pairs.y), "=r"(pairs.z), "=r"(pairs.w)
@@ -154,7 +154,7 @@ struct Eight<false, kWhole> {
   }
 };
 
-// Does something with 0, 1, ... as constants.
+// Calls work() with 0, 1, ... as compile-time constants.
 template <int... kNumbers, typename Work>
 __device__ void each(std::integer_sequence<int, kNumbers...>, Work work) {
   (work(std::integral_constant<int, kNumbers>()), ...);
@@ -164,9 +164,9 @@ __device__ void each(Work work) {
   each(std::make_integer_sequence<int, kCount>(), work);
 }
 
-// A block has a row at a time; a thread eight columns of it, and every so many further ones of rows beyond 4,096.
-// kRanks: at most. kPushed: partial sums, of which the others' come by themselves; a block has all its rows on their
-// way before it waits for any.
+// A CTA computes a row at a time; a thread computes eight columns of it, and further ones of rows with more than 4,096
+// columns. kRanks: most ranks. kPushed: other ranks push their partial sums. A CTA pushes all its rows before it waits
+// for any.
 template <bool kTiles, int kRanks, bool kWhole, bool kPushed>
 __global__ void __launch_bounds__(kThreads, kRanks <= 4 ? kBlocks : 1)
     sum_kernel(const __grid_constant__ RankSum s, int rows) {
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kThreads, kRanks <= 4 ? kBlocks : 1)
       for (int i = 0; i < kEight; i++) weights[i] += 1.0f;
   };
   let_next_begin();
-  float weights[kEight];  // on their way while ranks are waited for
+  float weights[kEight];  // prefetched while the CTA waits for ranks
   if (s.norm.weight && first < width) weights_of(first, weights);
   await_previous();
   const size_t half = s.call % 2 * peers.buffer_bytes;
@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(kThreads, kRanks <= 4 ? kBlocks : 1)
 
 void sum_ranks(const RankSum& sum, int rows, const Queue& queue) {
   const int threads = std::clamp(ceil_div(sum.y.width, 32 * kEight) * 32, 32, kThreads);
-  const int blocks = std::clamp(rows, 1, kBlocks * sm_count());  // one to meet, whatever there is to add
+  const int blocks = std::clamp(rows, 1, kBlocks * sm_count());  // at least one, which signals even without rows
   const bool whole = sum.y.width % kEight == 0;
   const auto choose = [&](auto few, auto some, auto many) {
     start(queue, sum.peers.world <= 2 ? few : sum.peers.world <= 4 ? some : many, blocks, threads, 0, sum, rows);

@@ -5,18 +5,18 @@
 // warp_sum() does; the sum is multiplied by the scale. b u: one chain over the rank, from zero, which is then added to
 // y. Rows with the same adapter share the reads of its matrices; the chains are the same.
 //
-// Which adapters rows have is read from memory: a launch has CTAs for every possible row, target and rank.
+// Only the GPU knows the adapters of rows, so a launch has CTAs for every possible row, target and rank.
 #include "cuda/kernels/lora/lora.cuh"
 
 namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace {
 
-constexpr int kWarps = 8;   // of a block
+constexpr int kWarps = 8;   // warps of a CTA
 constexpr int kPart = 256;  // adjacent columns of a part
 constexpr int kExpandThreads = 128;
-constexpr int kColumns = 4;     // of a thread
-constexpr int kAloneRows = 64;  // of a step: up to so many no rows are taken together
+constexpr int kColumns = 4;     // columns of a thread
+constexpr int kAloneRows = 64;  // up to so many rows of a step, each row is computed by itself
 constexpr int kRowsTogether = 8;
 
 __device__ void load_eight(const float* from, float (&values)[8]) {
@@ -34,12 +34,12 @@ __device__ void read_x(const Rows& x, int row, int column, float (&values)[8]) {
   const uint4 words = *reinterpret_cast<const uint4*>(x.tiles + tile_offset(row, column, blocks_of(x.width)));
   const uint32_t all[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
-  for (int j = 0; j < 8; j++)  // padding may be anything
+  for (int j = 0; j < 8; j++)  // padding may have any value
     values[j] = column + j < x.width ? j % 2 ? high_of(all[j / 2]) : low_of(all[j / 2]) : 0.0f;
 }
 
-// Of kRows rows from `first` on, those that have the adapter of row `first + i`, as bits; 0: that has none, or an
-// earlier one has the same.
+// A bit for each of kRows rows from `first` on that has the adapter of row `first + i`. 0: row `first + i` has no
+// adapter, or an earlier row has the same.
 template <int kRows>
 __device__ uint32_t rows_with(const AdaptedSums& a, int first, int i, int rows) {
   const int adapter = adapter_of(a, first + i, rows);
@@ -54,8 +54,8 @@ __device__ float* inner_of(const AdaptedSums& a, int row, int number) {
   return a.inner + ((size_t)row * a.count + number) * whole_ranks(a.max_rank);
 }
 
-// A row by itself: one CTA for a rank, whose warps have a part of the columns each. What others do not
-// make is read before the kernel before this one has ended. Blocks: rows, targets, ranks.
+// A row by itself: one CTA for a rank, each of whose warps has a part of the columns. The matrix is read before the
+// previous kernel has ended, since no kernel writes it. Grid: rows, targets, ranks.
 __global__ void __launch_bounds__(32 * kWarps) shrink_alone_kernel(AdaptedSums a, int rows) {
   constexpr int kAhead = 4;
   __shared__ float parts[kWarps][32];
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(32 * kWarps) shrink_alone_kernel(AdaptedSums a
   if (lane == 0) inner_of(a, row, number)[rank] = __fmul_rn(sum, pair.scale);
 }
 
-// Rows together: a warp has kRanks ranks of all of them. Blocks: rows, targets, ranks.
+// Rows together: a warp computes kRanks ranks for all of them. Grid: groups of rows, targets, ranks.
 template <int kRows, int kRanks>
 __global__ void __launch_bounds__(32 * kWarps) shrink_kernel(AdaptedSums a, int rows) {
   after_previous();
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(32 * kWarps) shrink_kernel(AdaptedSums a, int 
   }
 }
 
-// y += sums, of a target's columns from a multiple of four on.
+// y += sums, for four of a target's columns, the first a multiple of four.
 __device__ void add_four(const AdaptedSums& a, int row, const AdaptedColumns& own, int column,
                          const float (&sums)[kColumns]) {
   float* y = a.y + (size_t)row * a.width;
@@ -169,8 +169,8 @@ __device__ void add_four(const AdaptedSums& a, int row, const AdaptedColumns& ow
     }
 }
 
-// A row by itself. What others do not make is read before the kernel before this one has ended. Blocks: columns, rows,
-// targets.
+// A row by itself. The matrix is read before the previous kernel has ended, since no kernel writes it. Grid: columns,
+// rows, targets.
 __global__ void __launch_bounds__(kExpandThreads) expand_alone_kernel(AdaptedSums a, int rows) {
   constexpr int kAhead = 16;
   let_next_begin();
@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(kExpandThreads) expand_alone_kernel(AdaptedSum
   add_four(a, row, own, column, sums);
 }
 
-// Rows together. Blocks: columns, rows, targets.
+// Rows together. Grid: columns, groups of rows, targets.
 template <int kRows>
 __global__ void __launch_bounds__(kExpandThreads) expand_kernel(AdaptedSums a, int rows) {
   after_previous();
@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(kExpandThreads) expand_kernel(AdaptedSums a, i
 
 constexpr int kThreads = 256;
 
-// width: of a row of `in`.
+// width: width of a row of `in`.
 __global__ void silu_mul_pairs_kernel(const float* in, int width, const float* bias, Rows out) {
   after_previous();
   const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x;

@@ -17,18 +17,18 @@ namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace {
 
-constexpr int kRows = 16;        // of an mma.sync
+constexpr int kRows = 16;        // rows of an mma.sync
 constexpr int kGroup = 32;       // columns that a warp multiplies at once
-constexpr int kWarps = 8;        // of a block of shrink_kernel, each with a chain
-constexpr int kExpandWarps = 4;  // of a block of expand_kernel
-constexpr int kFewRows = 64;     // up to so many, adapters have blocks of their own, and blocks no more than 16 rows
-constexpr int kMostTurns = 8;    // that adapters may have
+constexpr int kWarps = 8;        // warps of a CTA of shrink_kernel, each with a chain
+constexpr int kExpandWarps = 4;  // warps of a CTA of expand_kernel
+constexpr int kFewRows = 64;     // up to so many rows, adapters have their own CTAs, and CTAs at most 16 rows
+constexpr int kMostTurns = 8;    // most CTAs among which adapters are divided
 
-// The adapters of a lane's rows, g and g + 8 of each 16, and who is left to be looked at.
+// The adapters of a lane's rows, g and g + 8 of each 16, and the rows whose adapters next() has not returned yet.
 template <int kSets>
 struct RowsOfAdapters {
   int own[kSets][2];
-  uint32_t left[kSets][2];  // the first of the lanes of each row, as bits
+  uint32_t left[kSets][2];  // a bit for each row's first lane
 
   __device__ RowsOfAdapters(const AdaptedSums& a, int first, int rows) {
 #pragma unroll
@@ -39,7 +39,7 @@ struct RowsOfAdapters {
         left[s][half] = __ballot_sync(0xffffffffu, own[s][half] >= 0) & 0x11111111u;
       }
   }
-  // The next adapter, the same in all lanes of all warps; -1: there is none.
+  // The next adapter, the same in all lanes of all warps; -1 after the last.
   __device__ int next() {
     int found = -1;
 #pragma unroll
@@ -59,12 +59,12 @@ __device__ LoraPair pair_of(const AdaptedSums& a, int adapter, int number) {
   return a.pairs[(size_t)adapter * a.targets + a.columns[number].target];
 }
 
-// What a lane multiplies of rows [first, first + 16 kSets) and of a group of columns: eight columns of rows g and g + 8
-// of each 16; columns that there are not are zero.
+// Reads a lane's operands of rows [first, first + 16 kSets) and a group of columns: eight columns of rows g and g + 8
+// of each 16, with zeros beyond the last column.
 template <bool kTiled, int kSets>
 __device__ void read_x(const Rows& x, int first, int group, int rows, uint4 (&found)[kSets][2]) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, column = group * kGroup + 8 * t;
-  if constexpr (kTiled) {  // 32 rows from a multiple of 32 on are in one block of tiles
+  if constexpr (kTiled) {  // 32 rows from a multiple of 32 on lie in one block of tiles
     const uint16_t* from = x.tiles + tile_offset(first + g, column, blocks_of(x.width));
 #pragma unroll
     for (int s = 0; s < kSets; s++)
@@ -72,7 +72,7 @@ __device__ void read_x(const Rows& x, int first, int group, int rows, uint4 (&fo
       for (int half = 0; half < 2; half++)
         found[s][half] = *reinterpret_cast<const uint4*>(from + (kRows * s + 8 * half) * kBlock);
     if ((group + 1) * kGroup <= x.width) return;
-    const auto kept = [&](uint32_t pair, int at) {  // padding may be anything
+    const auto kept = [&](uint32_t pair, int at) {  // padding may have any value
       return column + at + 1 < x.width ? pair : column + at < x.width ? pair & 0xffffu : 0u;
     };
 #pragma unroll
@@ -96,8 +96,8 @@ __device__ void read_x(const Rows& x, int first, int group, int rows, uint4 (&fo
   }
 }
 
-// Of a part of K. Blocks: rows, targets and their parts, blocks of ranks and turns of adapters. What others do not make
-// is read before the kernel before this one has ended.
+// Computes a x over a part of K. Grid: rows; targets and their parts; blocks of ranks and turns of adapters. The matrix
+// is read before the previous kernel has ended, since no kernel writes it.
 template <bool kTiled, int kSets>
 __global__ void __launch_bounds__(32 * kWarps)
     shrink_kernel(const __grid_constant__ AdaptedSums a, int rows, int turns) {
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(32 * kWarps)
         read_matrix(from + (kAhead + i) * kWarps, w[i]);
       }
     }
-    __syncthreads();  // of the adapter before, sums have been read
+    __syncthreads();  // the previous adapter's sums have been read
 #pragma unroll
     for (int s = 0; s < kSets; s++)
 #pragma unroll
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   if (waits) await_previous();  // every kernel does
 }
 
-// Four ranks of a row of scale * a x, as the values of 16 bits that add up to them.
+// Four ranks of a row of scale * a x, each as two 16-bit values whose sum it is.
 struct HighLow {
   uint32_t high[2], low[2];
 };
@@ -194,8 +194,7 @@ __device__ HighLow high_low_of(const float4& x) {
   return found;
 }
 
-// What a lane multiplies of scale * a x, of a target and from a rank on: of rows that have the adapter; others are
-// zero.
+// Reads a lane's operands of scale * a x, for a target and 16 ranks from `rank` on. Rows without the adapter are zero.
 __device__ void read_u(const AdaptedSums& a, const RowsOfAdapters<1>& of_rows, int first, int number, int adapter,
                        float scale, int rank, uint32_t (&high)[4], uint32_t (&low)[4]) {
   const int stride = whole_ranks(a.max_rank), parts = lora_k_parts(a.x.width, true);
@@ -215,8 +214,8 @@ __device__ void read_u(const AdaptedSums& a, const RowsOfAdapters<1>& of_rows, i
   }
 }
 
-// Columns [begin, begin + 8 kTiles) of a target's matrix b: what a lane multiplies of the first ranks stays, as rows
-// that follow each other mostly have the same adapter.
+// Columns [begin, begin + 8 kTiles) of a target's matrix b. A lane keeps its operands of the first ranks in registers,
+// since consecutive rows mostly have the same adapter.
 template <int kTiles>
 struct Columns {
   int number = 0, begin = 0, columns = 0, adapter = -1;
@@ -262,19 +261,20 @@ __device__ float2 sum_of(const float2& a, const float2& b) {
   return make_float2(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y));
 }
 
-// What is done with sums; kTiles: of 8 columns, of a warp; kBlocks: of threads, of an SM. Added to a target's
-// columns of y:
+// The following classes say what happens to sums. kTiles: tiles of 8 columns of a warp. kBlocks: CTAs of an SM. IntoY
+// adds them to a target's columns of y.
 struct IntoY {
   static constexpr int kTiles = 8, kKinds = 1, kBlocks = 3;
   static constexpr bool kEveryRow = false;
 
   __device__ static int columns(const AdaptedSums& a, int number) { return a.columns[number].columns; }
-  // Of a lane's columns of rows g and g + 8, by `column` on: where they are; other: null, or of the next one.
+  // Calls `what` for each pair of a lane's columns from `begin` on, with the places of both in y; other: -1 if the
+  // second column does not exist.
   template <typename What>
   __device__ static void each(const AdaptedSums& a, int number, int begin, const What& what) {
     const AdaptedColumns own = a.columns[number];
     const bool pairs =
-        own.offset % 2 == 0 && a.width % 2 == 0 && a.paired_gates % 2 == 0;  // adjacent columns are so in y
+        own.offset % 2 == 0 && a.width % 2 == 0 && a.paired_gates % 2 == 0;  // adjacent columns are adjacent in y
 #pragma unroll
     for (int n = 0; n < kTiles; n++) {
       const int column = begin + 8 * n + threadIdx.x % 4 * 2, at = own.offset + column;
@@ -307,7 +307,7 @@ struct IntoY {
   }
 };
 
-// Added to y, and that to what `added` has.
+// Adds sums to y, and the result to `added`.
 struct IntoAdded {
   static constexpr int kTiles = 4, kKinds = 1, kBlocks = 3;
   static constexpr bool kEveryRow = true;
@@ -348,7 +348,7 @@ struct IntoAdded {
   }
 };
 
-// Gates and what they gate, each added to y, into `gated`.
+// Adds gate and up sums to y, and gates the results into `gated`.
 struct IntoGated {
   static constexpr int kTiles = 4, kKinds = 2, kBlocks = 2;
   static constexpr bool kEveryRow = true;
@@ -390,7 +390,7 @@ struct IntoGated {
   }
 };
 
-// Blocks: columns, so many times 16 rows, targets and turns of adapters.
+// Grid: columns; groups of `each` times 16 rows; targets and turns of adapters.
 template <typename Into>
 __global__ void __launch_bounds__(32 * kExpandWarps, Into::kBlocks)
     expand_kernel(const __grid_constant__ AdaptedSums a, int rows, int each, int turns) {

@@ -1,5 +1,5 @@
 // Quantization of weights, bit for bit as the CPU backend (cpu/kernels/quantize.cpp), and placement of values that are
-// quantized already.
+// already quantized.
 #include <algorithm>
 #include <type_traits>
 
@@ -9,7 +9,7 @@
 namespace as::cuda {
 namespace {
 
-constexpr int kMostRows = 65535;  // of a grid
+constexpr int kMostRows = 65535;  // rows of a grid
 
 template <typename T>
 __device__ float widened(T x) {
@@ -18,25 +18,25 @@ __device__ float widened(T x) {
   else return __bfloat162float(x);
 }
 
-// How values become quantized values: (x / 2 - half_offset) * factor + middle. Halves, as their range may pass the
+// A quantized value is (x / 2 - half_offset) * factor + middle. Values are halved because their range may pass the
 // largest float.
 struct Range {
   float half_offset, factor;
 };
 
-// Of values whose least and greatest are these; scales: as the matrix has them.
+// The range of values between `low` and `high`. scales: receives the matrix' scale and offset.
 __device__ Range range_of(float low, float high, int bits, uint32_t& scales) {
   const float levels = (float)((1 << bits) - 1), middle = (float)(1 << (bits - 1));
   const float half_min = __fadd_rn(__fmul_rn(low, 0.5f), 0.0f), half_max = __fmul_rn(high, 0.5f);
   const float half_middle = __fadd_rn(half_min, __fmul_rn(middle, __fdiv_rn(__fsub_rn(half_max, half_min), levels)));
-  constexpr uint32_t kMost = 0x7eff0000, kSign = 0x80000000;  // the largest whose double is finite
+  constexpr uint32_t kMost = 0x7eff0000, kSign = 0x80000000;  // largest bfloat16 whose double is finite
   const uint32_t exact = __float_as_uint(half_middle), rounded = (exact + 0x7fff + (exact >> 16 & 1)) & 0xffff0000;
   const float half_offset = __uint_as_float((rounded & kSign) | min(rounded & ~kSign, kMost));
   const float below = __fdiv_rn(__fsub_rn(half_offset, half_min), middle),
               above = __fdiv_rn(__fsub_rn(half_max, half_offset), levels - middle);
   const float half_scale = __uint_as_float((__float_as_uint(fmaxf(below, above)) + 0xffff) & 0xffff0000);
   scales = __float_as_uint(2 * half_offset) & 0xffff0000;
-  if (half_scale < 0x1p-120f) return {0, 0};  // as good as no range
+  if (half_scale < 0x1p-120f) return {0, 0};  // practically no range
   scales |= __float_as_uint(2 * half_scale) >> 16;
   return {half_offset, __fdiv_rn(1.0f, half_scale)};
 }
@@ -60,7 +60,7 @@ __global__ void range_kernel(const T* rows, int columns, int group, int column, 
   }
   for (int step = 1; step < 32; step *= 2) wrong += __shfl_xor_sync(0xffffffffu, wrong, step);
   low = -warp_max(-low), high = warp_max(high);
-  uint32_t scales = kNanOffset;  // and a scale of zero; of floats a scale
+  uint32_t scales = kNanOffset;  // an offset with a scale of zero; for floats a scale
   Range range = {0, 0};
   if (!wrong && m.quants.floats) {
     const float top = fmaxf(-low, high);
@@ -70,7 +70,7 @@ __global__ void range_kernel(const T* rows, int columns, int group, int column, 
   } else if (!wrong) {
     range = range_of(low, high, m.quants.bits, scales);
   }
-  // Groups of the matrix that are parts of this one.
+  // The matrix' columns that belong to this group.
   const int from = max(0, begin - column), to = min(m.k, end - column);
   if (lane == 0) {
     ranges[i] = range;
@@ -89,7 +89,7 @@ __global__ void quant_kernel(const T* rows, int columns, int group, int column, 
   const int bits = m.quants.bits, each = 32 / bits, words = blocks_of(m.k) * kBlock / each;
   const int row = blockIdx.y, i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= words) return;
-  // The word's columns: pairs from `begin` on, eight further from one to the next.
+  // The word's columns: pairs of columns from `begin` on, each eight columns after the previous one.
   const int begin = i / 4 * 4 * each + i % 4 * 2, groups = (columns + group - 1) / group;
   const float levels = (float)((1 << bits) - 1), middle = (float)(1 << (bits - 1));
   uint32_t word = 0;
@@ -127,7 +127,7 @@ void quantize(const void* source, int columns, int group, int column, int count,
   }
 }
 
-// A thread for each word of a row, and behind these for each group.
+// A thread for each word of a row, and further ones for each group.
 __global__ void place_kernel(const uint8_t* quants, const uint16_t* scales, const uint16_t* offsets, Matrix m,
                              int first) {
   after_previous();
