@@ -1,16 +1,16 @@
 // Prefill GEMMs of 8-bit weights and 8-bit activations: floats (gemm_float8.h), and integers with one group
 // (gemm_integer.h). gemm_prefill.cu is the 16-bit counterpart.
 //
-// A CTA computes one tile of 128 rows of activations and some columns (rows of the weights) at a time. Four threads
-// issue copies of both operands to shared memory, several steps of 128 of K ahead and on into the next tile while this
-// one is written. Two warpgroups multiply, each 64 rows with all columns. CTAs with adjacent tiles of rows and columns
-// form a cluster: each copies a part of the shared operands for all. Split-K parts (tiles.h) are computed one after the
-// other and added in registers, for wide tiles partly in shared memory; or, where there are too few tiles for all SMs,
-// by as many CTAs of a cluster, which then add them up from each other's memory. Tiles left for the end are shared in
-// parts (tile_scheduler.cuh).
+// A CTA computes one tile at a time: 128 rows of activations and some columns (rows of the weights). Four threads copy
+// both operands to shared memory, in steps of 128 along K. They run several steps ahead, and on into the next tile
+// while the current one is written. Two warpgroups multiply, each 64 rows with all columns. CTAs with adjacent tiles
+// form a cluster: each copies a part of the shared operands for all. A CTA computes split-K parts (tiles.h) one after
+// the other and adds them in registers, for wide tiles partly in shared memory. If there are too few tiles for all SMs,
+// each CTA of a cluster computes one part, and the CTAs add the parts from each other's shared memory. Clusters share
+// the tiles left for the end (tile_scheduler.cuh).
 //
-// Tiles of up to 192 columns are bound by shared memory bandwidth, 128 bytes a cycle: wider tiles need fewer bytes per
-// multiply-add.
+// Tiles of up to 192 columns are bound by shared memory bandwidth, 128 bytes per cycle: wider tiles need fewer bytes
+// per multiply-add.
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
@@ -26,17 +26,17 @@ namespace {
 
 constexpr int kMostShared = 226 << 10;
 constexpr int kGroups = 2, kRows = kGroups * kBlock, kThreads = 128 * (1 + kGroups);  // warpgroups that multiply
-constexpr int kStep = 2;                                                              // blocks of K
-// How many rows' tiles are shared by blocks that are at work at the same time: they stay in the cache.
+constexpr int kStep = 2;                                                              // blocks of K in a stage
+// Rows of a band of tiles. CTAs compute the tiles of one band at about the same time, so its rows stay in the L2 cache.
 constexpr int kBandRows = 2048;
-// From one row of sums in shared memory to the next: two adjacent ones of each of eight rows lie in different banks.
+// Stride of rows of sums in shared memory: stores to two adjacent columns of each of eight rows have no bank conflicts.
 AS_BOTH constexpr int sums_stride(int columns) { return columns + 8; }
 
-// Split-K parts of a sum: there is one, or they are summed one after the other, or side by side in a cluster.
+// Split-K parts of a sum: there is only one, or a CTA adds one after the other, or CTAs of a cluster compute one each.
 enum class Sums { whole, chained, beside };
 
-// A tile: kColumns columns. A cluster: kDown tiles of rows by kAcross of columns, and of each all split-K parts, if
-// these are side by side.
+// A tile has kColumns columns. A cluster has kDown tiles of rows by kAcross tiles of columns; with Sums::beside it has
+// one CTA for each split-K part of each tile.
 template <bool kFloats_, int kColumns_, Sums kSums_, int kDown_, int kAcross_>
 struct Shape {
   using Sum = std::conditional_t<kFloats_, float, int>;
@@ -47,23 +47,23 @@ struct Shape {
   static constexpr int kSharers = kDown * kAcross;
   static constexpr int kTileRows = kRows, kBand = kBandRows / (kDown * kRows), kWorkers = kGroups * 128;
   static constexpr int kRowBytes = kStep * kRows * kByteRow, kStageBytes = kRowBytes + kStep * kColumns * kByteRow;
-  // What the end of a tile reads beside sums, in words: scales and biases of its columns, scales of a warpgroup's rows,
-  // and of integers sums of these rows. A warpgroup has two, as some of its warps may still read that of the tile
-  // before.
+  // Words that the epilogue of a warpgroup's tile reads besides sums: scales and biases of its columns, scales of its
+  // rows, and for integers the sums of these rows. Each warpgroup has two such buffers, because some of its warps may
+  // still read the one of the previous tile.
   static constexpr int kRowSums = kFloats ? 0 : kSums == Sums::chained ? kMaxSplitK : 1;
   static constexpr int kEndWords = kFloats && kBeside ? 0 : 2 * kColumns + (1 + kRowSums) * kBlock;
   static constexpr int kEndBytes = kGroups * 2 * kEndWords * 4;
-  // Of sums of split-K parts what a thread keeps in registers; the others are in shared memory.
+  // kTotals: a thread's sums over split-K parts. It keeps kKept of them in registers and the others in shared memory.
   static constexpr int kTotals = kSums == Sums::chained ? kColumns / 2 : 0;
   static constexpr int kKept = kColumns / 2 + kTotals <= 192 ? kTotals : 192 - kColumns / 2;
   static constexpr int kTotalsBytes = kGroups * 128 * (kTotals - kKept) * 4;
   static constexpr int kStages = (kMostShared - kEndBytes - kTotalsBytes) / kStageBytes;
   static constexpr int kStagesBytes = kStages * kStageBytes, kShared = kStagesBytes + kEndBytes + kTotalsBytes;
-  // How many steps one warpgroup is ahead of the other: it writes while that one multiplies.
+  // One warpgroup is this many steps ahead of the other: one writes results while the other multiplies.
   static constexpr int kAhead = kStages > 3 ? 2 : 1;
-  // Nanoseconds that the end of a tile takes.
+  // Nanoseconds of the epilogue of a tile.
   static constexpr int kEnd = kBeside ? 5000 : !kTotals ? 2000 : 28 * kColumns + (kKept < kTotals ? 2400 : 0);
-  // Whole blocks of rows, and groups of eight columns, are what each block of a cluster copies.
+  // Each CTA of a cluster copies whole blocks of rows and whole groups of eight columns.
   static_assert(kGroups % kAcross == 0 && kColumns % (8 * kDown) == 0 && kColumns % 16 == 0);
   static_assert(!kBeside || kRows * sums_stride(kColumns) * 4 <= kStagesBytes);
   static_assert(kAhead < kStages && kBand > 0 && kWorkers * kTotals <= (int)kScratchFloats);
@@ -81,8 +81,8 @@ constexpr int kPlaces = 16;
 
 constexpr int gcd(int a, int b) { return b ? gcd(b, a % b) : a; }
 
-// What a CTA copies of what it shares: blocks of rows, and columns, of which each block of 64 and each
-// block of K of a step is a copy of its own.
+// The part of the cluster's shared operands that a CTA copies: blocks of rows, and columns. Columns need one copy for
+// each block of 64 and each block of K of a step.
 template <typename S>
 struct Own {
   static constexpr int kRows = kGroups / S::kAcross, kColumns = S::kColumns / S::kDown;
@@ -90,16 +90,16 @@ struct Own {
   static constexpr int kCopies = kRows + kStep * kParts;
 };
 
-// A copy that a thread asks for in each step: of some rows of one block, for a block of K or for all of a step.
+// A copy that a thread issues in each step: some rows of one block, for one block of K or for the whole step.
 struct Copy {
   const char* from = nullptr;
   uint32_t to = 0;
-  int bytes = 0;  // of a block of K
-  int first = 0;  // block of the step
+  int bytes = 0;  // per block of K
+  int first = 0;  // block of K within the step
   bool of_rows = false;
 };
 
-// Number n of the copies of a CTA; first: block of K.
+// Copy number n of a CTA. first: first block of K.
 template <typename S>
 __device__ Copy copy_of(const GemmArgs& p, int rows, const TilePart& at, int blocks, int first, int down, int across,
                         int n) {
@@ -126,8 +126,8 @@ __device__ Copy copy_of(const GemmArgs& p, int rows, const TilePart& at, int blo
   return copy;
 }
 
-// The next products begin anew: nothing of the last ones need stay in registers until then. Their first does not read
-// these zeros, but the compiler counts with a value.
+// Tells the compiler that the previous sums need no registers any more. The first multiply does not read these zeros,
+// but the compiler expects a value.
 template <typename Sum, int kValues>
 __device__ void forget(Sum (&d)[kValues]) {
 #pragma unroll
@@ -147,8 +147,8 @@ __device__ void multiply(int (&d)[kColumns / 2], uint32_t own, uint32_t theirs, 
   IntegerTile<kColumns>::multiply(d, byte_descriptor(own), byte_descriptor(theirs), adds);
 }
 
-// The end of a tile whose split-K parts are in the shared memories of a cluster: every thread of it has every so many
-// fours of columns.
+// Epilogue of a tile whose split-K parts lie in the shared memory of a cluster's CTAs. The threads of these CTAs take
+// turns over groups of four columns.
 template <typename S, bool kGated>
 __device__ void add_beside(const GemmArgs& p, int rows, const TilePart& at, uint32_t sums, int k_part, int k_parts,
                            int first_rank) {
@@ -157,7 +157,7 @@ __device__ void add_beside(const GemmArgs& p, int rows, const TilePart& at, uint
   const int width = kGated ? p.y.width : p.w.n;
   const int count = min(kRows, rows - at.row) * fours;
   const float* scales = reinterpret_cast<const float*>(p.w.quants.scales);
-  // Sums of four columns, from that one of the tile on: all split-K parts are asked for before they are added.
+  // Sums of four columns, starting at `column` of the tile. All split-K parts are loaded before they are added.
   const auto total = [&](int row, int column) {
     const uint32_t from = sums + (row * sums_stride(S::kColumns) + column) * 4;
     float4 of[kMaxSplitK];
@@ -205,22 +205,22 @@ __global__ void __launch_bounds__(kThreads, 1)
                 kStages = S::kStages;
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64_t full[kStages], empty[kStages];
-  // Where tiles are is said by who copies: that takes divisions, and nobody multiplies meanwhile.
+  // Positions of tiles. A copying thread computes them: the divisions would delay the warpgroups that multiply.
   __shared__ TilePart places[kPlaces];
-  static_assert(kPlaces >= kStages + 2);  // each that is on its way has a stage at least
-  // Of a cluster's CTAs those of a tile are adjacent, and then those of a row of tiles.
+  static_assert(kPlaces >= kStages + 2);  // each tile in flight has at least one stage
+  // Order of the CTAs of a cluster: those of one tile are adjacent, then those of one row of tiles.
   const int k_parts = S::kBeside ? k.count : 1, cluster = kSharers * k_parts;
   const int rank = blockIdx.x % cluster, k_part = rank % k_parts, down = rank / k_parts / kAcross,
             across = rank / k_parts % kAcross;
   const TileScheduler<S, true> parts(walk, k.blocks, blockIdx.x / cluster, gridDim.x / cluster, down, across);
   const int count = parts.count();
-  // Of a part of a tile what is computed here.
+  // Blocks of K of the split-K parts that this CTA computes.
   const int first_block = k_part * k.length, end_block = S::kBeside ? min(first_block + k.length, k.blocks) : k.blocks;
   const uint32_t stages = shared_address(shared);
   if (!late) let_next_begin();
   if (threadIdx.x == 0) {
-    // Of a stage: full is it once all that copy have asked for their parts, and these are there; empty at all blocks
-    // that copy for each other.
+    // A stage is full once all copying threads have issued their copies and the data has arrived. It is empty once the
+    // warpgroups of all CTAs that share operands have read it.
     for (int i = 0; i < kStages; i++) barrier_init(&full[i], kCopiers), barrier_init(&empty[i], kSharers * kGroups);
     barriers_are_there();
   }
@@ -230,11 +230,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   Pipeline<kStages> ring;
   if (group < 0) {
     if constexpr (!S::kBeside) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
-    // A thread of each warp copies some parts of a tile: one alone would take longer to ask for them than they take.
+    // A thread of each warp issues some copies: a single thread would take longer to issue all than they take.
     if (elected()) {
-      constexpr int kCopies = (Own<S>::kCopies + kCopiers - 1) / kCopiers;  // of a thread
+      constexpr int kCopies = (Own<S>::kCopies + kCopiers - 1) / kCopiers;  // per thread
       const int warp = threadIdx.x / 32;
-      uint16_t beside = 0, above = 0;  // blocks that share rows, and columns
+      uint16_t beside = 0, above = 0;  // CTAs that share rows, and columns
       for (int i = 0; i < kAcross; i++) beside |= 1 << ((down * kAcross + i) * k_parts + k_part);
       for (int i = 0; i < kDown; i++) above |= 1 << ((i * kAcross + across) * k_parts + k_part);
       bool waited = false;
@@ -249,14 +249,14 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (int i = 0; i < kCopies; i++) {
           const int n = warp + i * kCopiers;
           if (n < Own<S>::kCopies) copies[i] = copy_of<S>(p, rows, at, k.blocks, at.begin, down, across, n);
-          // Weights are on their way before the kernel before this one has made the rows.
+          // Copies of weights start before the previous kernel has computed the activations.
           if (!waited && (copies[i].of_rows || number > 0)) await_previous(), waited = true;
         }
         for (int b = at.begin; b < at.end; b += kStep, ring.next()) {
           const int now = min(kStep, at.end - b);
           uint64_t* barrier = &full[ring.stage];
           barrier_wait(&empty[ring.stage], ring.parity ^ 1);
-          // All of them are needed for a stage, whatever they copy: so none is ever a turn of the ring ahead or behind.
+          // Each copying thread arrives at all stages, even without copies: none gets a full ring ahead or behind.
           if (warp == 0) barrier_expect(barrier, now * there * kByteRow);
           else barrier_arrive(barrier);
 #pragma unroll
@@ -282,8 +282,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     constexpr bool kChained = S::kSums == Sums::chained;
     typename S::Sum d[kColumns / 2];
     Totals<S> total(stages + S::kStagesBytes + S::kEndBytes + (threadIdx.x - 128) * 4);
-    // All blocks that share are told, by a thread each: if only those were that copy for this one, one with nothing
-    // to wait for (a tile beyond the last) could tell twice what another has not told once.
+    // A stage is released to all sharing CTAs, by one thread each. If only the CTAs that copy for this one got it, a
+    // CTA that waits for nothing (a tile beyond the last) could arrive twice before another arrives once.
     const int teller = threadIdx.x % 128;
     const auto release = [&](int stage) {
       if (teller >= kSharers) return;
@@ -308,13 +308,13 @@ __global__ void __launch_bounds__(kThreads, 1)
           go_on_from(scratch, blockIdx.x - cluster, group, 2 + group, total);
         } else {
 #pragma unroll
-          for (int i = 0; i < kColumns / 2; i++) total.set(i, -0.0f);  // with which a sum is what is added
+          for (int i = 0; i < kColumns / 2; i++) total.set(i, -0.0f);  // adding x to -0 gives x, even if x is -0
         }
       }
       for (int b = at.begin; b < at.end;) {
         const int first = b, end = min(b + k.length, at.end);
         int last = 0;
-        // A block of a stage; nothing may branch between products that are under way.
+        // Multiplies one block of a stage. There must be no branch between wgmma instructions in flight.
         const auto multiply_block = [&](int block, bool adds) {
           const uint32_t stage = stages + ring.stage * S::kStageBytes;
           const uint32_t own = stage + (group * kStep + block) * kByteBlock,
@@ -332,7 +332,7 @@ __global__ void __launch_bounds__(kThreads, 1)
             multiply_block(0, b > first), multiply_block(1, true);
             commit_wgmma();
             wait_wgmma<1>();
-          } else {  // one thread tells for all, and a warp that still writes the tile before must not miss a turn
+          } else {  // one thread releases for all: a warp that still writes the previous tile must not miss a phase
             warps_meet(group);
           }
           if (b > first) release(last);
@@ -372,7 +372,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       }
       if constexpr (S::kBeside) {
-        asm volatile("bar.sync 1, 256;" ::: "memory");  // nobody reads the stages any more
+        asm volatile("bar.sync 1, 256;" ::: "memory");  // all warps have read the stages
         const int lane = threadIdx.x % 32, row = group * kBlock + threadIdx.x % 128 / 32 * 16 + lane / 4;
         float* sums = reinterpret_cast<float*>(shared) + row * sums_stride(kColumns) + lane % 4 * 2;
         float of_rows[2];
@@ -401,7 +401,7 @@ __global__ void __launch_bounds__(kThreads, 1)
             continue;
           }
         }
-        constexpr int kAsked = kChained ? kColumns == 128 ? 8 : 6 : 4;  // there are registers for so many
+        constexpr int kAsked = kChained ? kColumns == 128 ? 8 : 6 : 4;  // as many as registers allow
         const TilePart end = places[afresh(number) % kPlaces];
         const int first_row = end.row + group * kBlock;
         if constexpr (S::kFloats || !kChained) await_end(group);
@@ -419,17 +419,17 @@ __global__ void __launch_bounds__(kThreads, 1)
     cluster_barrier();
     add_beside<S, kGated>(p, rows, parts[0], stages, k_part, k_parts, rank - k_part);
   }
-  // Other blocks may still tell this one's barriers, or read its sums.
+  // Other CTAs may still arrive at this one's barriers, or read its sums.
   if (kSharers > 1 || S::kBeside) cluster_barrier();
 #endif
 }
 
 bool tells_late[3] = {false, false, true};
-constexpr int kHandOver = 4000;  // nanoseconds that a cluster waits for sums which it goes on from and leaves others
+constexpr int kHandOver = 4000;  // nanoseconds to wait for another cluster's sums and to leave sums for a third
 
 template <typename S>
 struct Kernel {
-  // How many clusters run at once; split-K parts: side by side.
+  // How many clusters run at once. k_parts: split-K parts that a cluster computes in parallel.
   static int clusters(int k_parts) {
     static int counts[kMaxSplitK + 1] = {};
     int& count = counts[k_parts];
@@ -448,9 +448,9 @@ struct Kernel {
     return count = found > 0 ? found : std::max(1, sm_count() / (S::kSharers * k_parts));
   }
   static int k_parts_of(const Matrix& w) { return S::kBeside ? SplitK(w.k, w.max_split_k).count : 1; }
-  // How tiles are shared out, and how many nanoseconds that takes if a step takes so many. Where the last turn of all
-  // clusters would leave many idle, its tiles and those of the one before are shared, if they are of several split-K
-  // parts.
+  // Plans which clusters compute which tiles, and returns the estimated nanoseconds. nanoseconds: of one step. If the
+  // last round would leave many clusters idle, all clusters share the tiles of the last two rounds, provided that tiles
+  // have several split-K parts.
   static int64_t plan(const Matrix& w, int rows, int nanoseconds, Walk* walk) {
     const SplitK k(w.k, w.max_split_k);
     *walk = walk_of<S>(rows, k, w.n);
@@ -482,7 +482,7 @@ struct Kernel {
   }
 };
 
-// A kernel, and the nanoseconds that it takes for a step on an H200.
+// A kernel and the nanoseconds of one of its steps on an H200.
 struct Choice {
   int columns;
   Sums sums;
@@ -490,8 +490,8 @@ struct Choice {
   int64_t (*cost)(const Matrix& w, int rows, int nanoseconds);
   void (*start)(const GemmArgs&, int rows, int nanoseconds, const Queue&);
 };
-// Cycles of 0.67 ns, which is what power allows: of tensor cores, of shared memory, which gives or takes 128 bytes in
-// one, and of the second-level cache, which gives an SM 38.
+// Estimated from cycles of 0.67 ns, the clock that the power limit allows: of tensor cores, of shared memory (128 bytes
+// per cycle), and of the L2 cache (38 bytes per cycle for each SM).
 template <bool kFloats, int kColumns, Sums kSums, int kDown, int kAcross>
 constexpr Choice choice() {
   using S = Shape<kFloats, kColumns, kSums, kDown, kAcross>;

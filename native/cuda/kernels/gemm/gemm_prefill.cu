@@ -1,12 +1,11 @@
 // 16-bit prefill GEMMs by wgmma.
 //
-// A CTA computes one tile of 128 rows of activations and some columns (rows of the weights) at a time. CTAs are
-// persistent: each computes one tile after the other, and an equal part of the tiles left for the end. A CTA begins
-// such a tile long before the CTA that continues from its sums. Four threads issue copies of both operands to shared
-// memory, several stages ahead and on into the next tile while this one is written. Two warpgroups multiply, each 64
-// rows with all columns. Split-K parts (tiles.h) are added to the ones before in registers. CTAs with adjacent tiles of
-// rows and columns form a cluster: each copies a part of the shared operands for all, as the bandwidth of the L2 cache
-// is the limit.
+// A CTA computes one tile at a time: 128 rows of activations and some columns (rows of the weights). CTAs are
+// persistent: each computes one tile after the other, and an equal part of the tiles left for the end. A CTA begins a
+// shared tile long before another CTA continues from its sums. Four threads copy both operands to shared memory,
+// several stages ahead, and on into the next tile while the current one is written. Two warpgroups multiply, each 64
+// rows with all columns. They add split-K parts (tiles.h) in registers. CTAs with adjacent tiles form a cluster, in
+// which each copies a part of the shared operands for all, because the bandwidth of the L2 cache is the limit.
 #include <cstdint>
 #include <type_traits>
 
@@ -20,15 +19,15 @@ namespace AS_DTYPE16 {
 namespace {
 
 constexpr int kMostShared = 226 << 10;
-[[maybe_unused]] constexpr int kCopiers = 4;  // threads that copy, each of up to two parts of a tile
+[[maybe_unused]] constexpr int kCopiers = 4;  // threads that copy; each copies up to two parts of a tile
 constexpr int kGroups = 2, kRows = kGroups * kBlock, kThreads = 128 * (1 + kGroups);  // warpgroups that multiply
-// How many stages one warpgroup is ahead of the other: it writes while that one multiplies.
+// One warpgroup is this many stages ahead of the other: one writes results while the other multiplies.
 [[maybe_unused]] constexpr int kAhead = 2;
-// How many rows' tiles are shared by blocks that are at work at the same time: they stay in the cache.
+// Rows of a band of tiles. CTAs compute the tiles of one band at about the same time, so its rows stay in the L2 cache.
 [[maybe_unused]] constexpr int kBandRows = 2048;
 
-// A tile: kColumns columns. A cluster: kDown tiles of rows by kAcross of columns. kWhole: sums are of one split-K part,
-// and need not be kept beside others.
+// A tile has kColumns columns. A cluster has kDown tiles of rows by kAcross tiles of columns. kWhole: there is one
+// split-K part, so that no separate totals are needed.
 template <int kColumns_, bool kWhole_, int kDown_, int kAcross_>
 struct Shape {
   static constexpr int kTileRows = kRows, kColumns = kColumns_, kDown = kDown_, kAcross = kAcross_;
@@ -37,7 +36,7 @@ struct Shape {
   static constexpr int kStageBytes = (kRows + kColumns) * kRowBytes, kStages = kMostShared / kStageBytes;
   static constexpr int kShared = kStages * kStageBytes;
   [[maybe_unused]] static constexpr int kBand = kBandRows / (kDown * kRows);
-  // What each block of a cluster copies of what it shares: whole groups of eight rows.
+  // Each CTA of a cluster copies whole groups of eight rows of the shared operands.
   static_assert(kColumns % (8 * kDown) == 0 && kRows % (8 * kAcross) == 0);
 };
 
@@ -48,8 +47,8 @@ Walk walk_of(int rows, const SplitK& k, int columns) {
 }
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// What a CTA shares beside stages. Which parts it has is said by who copies: that takes divisions, and
-// nobody multiplies meanwhile. More than these are never on their way: each has a stage at least.
+// Shared memory of a CTA besides stages. A copying thread computes the parts of tiles: the divisions would delay the
+// warpgroups that multiply. There are never more than kParts in flight, because each has at least one stage.
 template <int kStages>
 struct Barriers {
   static constexpr int kParts = 16;
@@ -60,7 +59,7 @@ struct Barriers {
 
 __device__ void warps_meet(int group) { asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory"); }
 
-// Of a warpgroup: sums that another goes on with, and those to go on from.
+// hand_over() leaves a warpgroup's sums for another CTA; go_on_from() waits for the sums of a CTA and loads them.
 template <int kCount>
 __device__ void hand_over(const Scratch& scratch, int group, const float (&sums)[kCount]) {
   static_assert(kGroups * 128 * kCount <= kScratchFloats && kGroups <= kScratchFlags);
@@ -90,14 +89,14 @@ __device__ void go_on_from(const Scratch& scratch, int block, int group, float (
   }
 }
 
-// What a block copies of rows that several of the cluster have in common.
+// The part of an operand that a CTA copies for all CTAs of the cluster that share the operand.
 struct Share {
   const uint16_t* tiles;
-  int first, blocks;  // row; blocks of K
-  int begin, end;     // this block's of the rows from that one on
-  int bytes;          // of all blocks' shares, of a block of K
+  int first, blocks;  // first row of the tile; blocks of K
+  int begin, end;     // this CTA's rows, counted from `first`
+  int bytes;          // of all CTAs' shares, per block of K
 
-  // rows: that there are, of `most`; place: of this block among `count`.
+  // rows: of the operand; most: rows of a tile; place: index of this CTA among `count`.
   __device__ Share(const uint16_t* tiles, int first, int rows, int most, int blocks, int place, int count)
       : tiles(tiles), first(first), blocks(blocks) {
     const int there = max(0, min(most, blocks_of(rows) * kBlock - first)), each = most / count;
@@ -105,13 +104,13 @@ struct Share {
   }
 };
 
-// A part of a share that lies in one split-K part, and where its first block of K goes in a stage.
+// A part of a share that lies in one block of 64 rows, and where its first block of K goes in a stage.
 struct Part {
   const char* from = nullptr;
   uint32_t to = 0;
   int bytes = 0;
 
-  // Number n of a share's parts, if there are so many; else n becomes what is left of it.
+  // Part number n of a share. If there is one, n becomes -1; else n decreases by the number of the share's parts.
   __device__ Part(const Share& share, int& n) {
     for (int row = share.begin, next; row < share.end; row = next) {
       const int at = share.first + row;
@@ -125,7 +124,7 @@ struct Part {
   }
 };
 
-// What sums are in the end.
+// The final sums.
 template <bool kWhole, int kValues, int kTotals>
 __device__ const auto& of_parts(const float (&k_part)[kValues], const float (&total)[kTotals]) {
   if constexpr (kWhole) return k_part;
@@ -150,8 +149,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t stages = shared_address(shared);
   let_next_begin();
   if (threadIdx.x == 0) {
-    // Of a stage: full is it once all that copy have asked for their parts, and these are there; empty at all blocks
-    // of the cluster.
+    // A stage is full once all copying threads have issued their copies and the data has arrived. It is empty once the
+    // warpgroups of all CTAs of the cluster have read it.
     for (int i = 0; i < S::kStages; i++)
       barrier_init(&barriers.full[i], kCopiers), barrier_init(&barriers.empty[i], kCluster * kGroups);
     barriers_are_there();
@@ -162,10 +161,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   Pipeline<S::kStages> ring;
   if (group < 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    // A thread of each warp copies some parts of a tile: one alone would take longer to ask for them than they take.
+    // A thread of each warp issues some copies: a single thread would take longer to issue all than they take.
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (elected()) {
-      // The blocks that take part in a row of a cluster are adjacent.
+      // The CTAs of one row of a cluster are adjacent.
       const uint16_t beside = ((1 << kAcross) - 1) << (down * kAcross);
       uint16_t above = 0;
       for (int i = 0; i < kDown; i++) above |= 1 << (i * kAcross + across);
@@ -191,11 +190,11 @@ __global__ void __launch_bounds__(kThreads, 1)
           part.from += kBlockBytes;
         };
         first.from += (size_t)at.begin * kBlockBytes, second.from += (size_t)at.begin * kBlockBytes;
-        // Weights are on their way before the kernel before this one has made the rows.
+        // Copies of weights start before the previous kernel has computed the activations.
         if (number || of_rows[0] || of_rows[1]) await_previous();
         for (int left = at.end - at.begin; left > 0; left--, ring.next()) {
           barrier_wait(&barriers.empty[ring.stage], ring.parity ^ 1);
-          // All of them are needed for a stage, whatever they copy: so none is ever a turn of the ring ahead or behind.
+          // Each copying thread arrives at all stages, even without copies: none gets a full ring ahead or behind.
           if (warp == 0) barrier_expect(&barriers.full[ring.stage], weights.bytes + own.bytes);
           else barrier_arrive(&barriers.full[ring.stage]);
           copy(first, of_rows[0]), copy(second, of_rows[1]);
@@ -206,8 +205,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     await_previous();
-    // All blocks of the cluster are told, by a thread each: if only those were that copy for this one, one with nothing
-    // to wait for (a tile beyond the last) could tell twice what another has not told once.
+    // A stage is released to all CTAs of the cluster, by one thread each. If only the CTAs that copy for this one got
+    // it, a CTA that waits for nothing (a tile beyond the last) could arrive twice before another arrives once.
     const int teller = threadIdx.x % 128;
     const auto release = [&](int stage) {
       if (teller < kCluster) barrier_arrive_at(&barriers.empty[stage], teller);
@@ -227,8 +226,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (number == 0) let_other_begin();
         for (; b < last_block; b++, ring.next()) {
           barrier_wait(&barriers.full[ring.stage], ring.parity);
-          warps_meet(
-              group);  // one thread tells for all, and a warp that still writes the tile before must not miss a turn
+          warps_meet(group);  // one thread releases for all: a warp that is behind must not miss a phase
           release(ring.stage);
         }
         continue;
@@ -239,7 +237,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           go_on_from(scratch, blockIdx.x - kCluster, group, total);
         } else {
 #pragma unroll
-          for (int i = 0; i < kColumns / 2; i++) total[i] = -0.0f;  // with which a sum is what is added
+          for (int i = 0; i < kColumns / 2; i++) total[i] = -0.0f;  // adding x to -0 gives x, even if x is -0
         }
       }
       if (!kGated && p.adds && last_block == k.blocks)
@@ -247,7 +245,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       do {
         const int end = kWhole ? last_block : min(b + k.length, last_block);
         int last = -1;
-        // anew: std::true_type if sums begin with these products, so that registers need not be kept for them before.
+        // anew: std::true_type if sums begin with these products. Then d needs no registers before.
         const auto multiply = [&](auto anew) {
           barrier_wait(&barriers.full[ring.stage], ring.parity);
           const uint32_t stage = stages + ring.stage * S::kStageBytes, own = stage + group * kBlockBytes,
@@ -272,7 +270,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         } else {
           multiply(std::true_type());
         }
-        if constexpr (kWhole) {  // both ways end here: else the compiler lets all products wait for each other
+        if constexpr (kWhole) {  // on both paths: otherwise the compiler serializes all wgmma instructions
           wait_wgmma<0>();
           settle(d);
         }
@@ -303,11 +301,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   }
   __syncwarp();
-  cluster_barrier();  // other blocks may still tell this one's barriers
+  cluster_barrier();  // other CTAs may still arrive at this one's barriers
 #endif
 }
 
-// Nanoseconds that the end of a tile takes, and that a cluster waits for sums which it goes on from and leaves others.
+// kEnd: nanoseconds of a tile's epilogue; kHandOver: to wait for another cluster's sums and leave sums for a third.
 constexpr int kEnd = 2500, kHandOver = 4000;
 
 template <typename S>
@@ -330,8 +328,8 @@ struct Kernel {
     }();
     return count;
   }
-  // How tiles are shared out, and how many nanoseconds that takes if a block of K takes so many. Where the last turn of
-  // all clusters would leave many idle, its tiles and those of the one before are shared.
+  // Plans which clusters compute which tiles, and returns the estimated nanoseconds. nanoseconds: of one block of K. If
+  // the last round would leave many clusters idle, all clusters share the tiles of the last two rounds.
   static int64_t plan(int rows, const Matrix& w, const SplitK& k, int nanoseconds, Walk* walk) {
     *walk = walk_of<S>(rows, k, w.n);
     const int count = walk->count(), over = count % clusters(), turns = ceil_div(count, clusters());
@@ -360,8 +358,8 @@ struct Kernel {
   }
 };
 
-// A tile of so many columns, and the nanoseconds that it takes for a block of K on an H200: reckoned from
-// what tensor cores and shared memory can do, not measured one by one.
+// The shape of a tile, and the nanoseconds of one of its blocks of K on an H200: estimated from the rates of tensor
+// cores and shared memory, not measured one by one.
 struct Choice {
   int columns, down, across, nanoseconds;
   int64_t (*cost)(int rows, const Matrix& w, const SplitK& k, int nanoseconds);
