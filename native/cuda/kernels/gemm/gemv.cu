@@ -1,6 +1,6 @@
 // GEMV of split-K matrices (tiles.h) by wgmma, or by mma.sync for integers: decoding of a single sequence, where
-// matrices are so small that the time before and after the multiply-adds counts. 16-bit weights, and 8-bit weights,
-// floats or integers with one group; with these also a few rows that are quantized already.
+// matrices are so small that the time before and after the multiply-adds counts. Weights are 16-bit, or 8-bit: floats
+// or integers with one group. With 8-bit weights there may also be a few rows that are already quantized.
 //
 // A cluster of CTAs has 64 columns (rows of the weights), each CTA one split-K part. One warp copies weights to shared
 // memory, beginning before the previous kernel has computed the row. The others prepare the part's values of the row:
@@ -24,9 +24,9 @@ constexpr int kStageBytes = GemvPlan::kStageBytes;  // some blocks of K, which a
 constexpr int kMostStages = GemvPlan::kMostStages, kRowTile = GemvPlan::kRowTile;
 
 enum class Form { dtype16, float8, integers };
-// What the row is made of: 16 bits in tiles, floats, or floats that are normed first; or rows that are 8 bits.
+// Source of the row: 16-bit tiles, floats, or floats that are normalized first; or a few rows that are already 8-bit.
 enum class From { tiles, values, unnormed, bytes };
-// kKept: parts of the row that a thread keeps in registers; kAlone: there is one split-K part.
+// kKept: chunks of the row that a thread keeps in registers; kAlone: there is one split-K part.
 template <Form kForm_, From kFrom_, int kKept_, bool kAlone_>
 struct Shape {
   static constexpr Form kForm = kForm_;
@@ -35,14 +35,14 @@ struct Shape {
   static constexpr bool kAlone = kAlone_;
   static constexpr int kBlockSize = kForm == Form::dtype16 ? kBlockBytes : kByteBlock;
   static constexpr int kRows = kFrom == From::bytes ? kRowTile : 1;
-  static constexpr int kRowBlock = kBlockSize / kBlock;  // bytes of a row
+  static constexpr int kRowBlock = kBlockSize / kBlock;  // bytes of a row in a block
   static constexpr int kStageBlocks = kStageBytes / kBlockSize;
   using Normed = std::conditional_t<kForm == Form::dtype16, RoundedRow<kWorkers>, NormedChunks<kWorkers, kKept>>;
 };
 
-// What a CTA has of the product: a split-K part of 64 columns.
+// The work of a CTA: a split-K part of 64 columns.
 struct Part {
-  int k_part, column_block, first, blocks;  // the last two: of K
+  int k_part, column_block, first, blocks;  // first, blocks: blocks of K
 
   __device__ explicit Part(const SplitK& k)
       : k_part(blockIdx.x),
@@ -51,18 +51,18 @@ struct Part {
         blocks(min(k.length, k.blocks - first)) {}
 };
 
-// What a CTA has in shared memory beside stages and its part of the row.
+// Shared memory of a CTA besides stages and its part of the row.
 template <class S>
 struct Shared {
   uint64_t full[kMostStages], empty[kMostStages], tops_there, sums_there;
-  uint32_t tops[kMaxSplitK * kWarps];  // of the parts of the row
+  uint32_t tops[kMaxSplitK * kWarps];  // greatest values of the parts of the row
   float sums[kMaxSplitK][S::kRows * kBlock];
-  int integers[kWarps];  // sums of parts of the row
+  int integers[kWarps];  // sums of each warp's part of the row
   typename S::Normed::Shared norming;
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// A word for a CTA of the cluster, where there is one: without, such instructions are illegal.
+// Sends a word to a CTA of the cluster. With one split-K part there is no cluster, and such instructions are illegal.
 template <class S>
 __device__ __forceinline__ void tell(void* to, int block, uint32_t word, const uint64_t* barrier) {
   if constexpr (S::kAlone) *static_cast<uint32_t*>(to) = word;
@@ -74,7 +74,7 @@ __device__ __forceinline__ void await_told(const uint64_t* barrier) {
   else await_sent(barrier);
 }
 
-// By one thread.
+// Called by one thread.
 template <class S>
 __device__ __forceinline__ void copy_weights(const GemmArgs& p, const Part& part, const SplitK& k, int count,
                                              uint32_t stages, Shared<S>& s) {
@@ -90,12 +90,12 @@ __device__ __forceinline__ void copy_weights(const GemmArgs& p, const Part& part
   }
 }
 
-// The split-K part's part of the row into shared memory, as products take it; returns the row's scale. ask: for what
-// sums are added to, which is on its way then, too.
+// Prepares the split-K part's values of the row in shared memory for multiplication; returns the row's scale. ask()
+// prefetches what the epilogue adds to the sums.
 template <class S, typename Ask>
 __device__ __forceinline__ float make_row(const GemmArgs& p, int rows, const Part& part, const SplitK& k, char* row,
                                           Shared<S>& s, Ask ask) {
-  constexpr int kParts = S::kRowBlock / 16, kKept = S::kKept;  // 16 bytes of the row each, of a block
+  constexpr int kParts = S::kRowBlock / 16, kKept = S::kKept;  // kParts: of 16 bytes, in a row of a block
   const int begin = part.first * kParts, parts = part.blocks * kParts, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const auto begin_row = [&] {
     if constexpr (!S::kAlone) cluster_wait();
@@ -119,7 +119,7 @@ __device__ __forceinline__ float make_row(const GemmArgs& p, int rows, const Par
     return 1;
   } else if constexpr (S::kFrom == From::bytes) {
     const char* from = reinterpret_cast<const char*>(p.bytes.values) + (size_t)part.first * kByteBlock;
-    constexpr int kAll = kRowTile * kParts;  // of a block of all rows
+    constexpr int kAll = kRowTile * kParts;  // parts in a block of all rows
     begin_row();
     for (int at = threadIdx.x; at < part.blocks * kAll; at += kWorkers)
       if (at % kAll < rows * kParts)
@@ -130,7 +130,7 @@ __device__ __forceinline__ float make_row(const GemmArgs& p, int rows, const Par
     return 1;
   } else {
     using Scale = ByteScale<S::kForm == Form::float8>;
-    int sum = 0;  // of integers
+    int sum = 0;  // of quantized values, for integers
     const auto store = [&](const Scale& scale, int at, const auto& x) {
       *reinterpret_cast<uint4*>(row + at * 16) = scale.bytes(x, sum);
     };
@@ -154,7 +154,7 @@ __device__ __forceinline__ float make_row(const GemmArgs& p, int rows, const Par
       using Chunk = cuda::Chunk<S::kFrom == From::tiles>;
       Chunk kept[kKept];
       const auto read = [&](int at, Chunk& to) { to.read(p.x, 0, at < parts ? (begin + at) * kChunkColumns : p.w.k); };
-      // Chunks beyond those that a thread keeps, which are read twice.
+      // Calls work() for the chunks beyond those that a thread keeps. They are read twice.
       const auto others = [&](auto work) {
         for (int at = kKept * kWorkers + threadIdx.x; at < parts; at += kWorkers) {
           Chunk x;
@@ -183,8 +183,7 @@ __device__ __forceinline__ float make_row(const GemmArgs& p, int rows, const Par
   }
 }
 
-// Sums of the split-K part: number i is of row lane % 4 * 2 + i % 2 and of column lane / 4 + i / 2 * 8 of the
-// warp's 16.
+// Sums of the split-K part. Sum i belongs to row lane % 4 * 2 + i % 2 and column lane / 4 + i / 2 * 8 of the warp's 16.
 template <class S>
 __device__ __forceinline__ void multiply(int blocks, int count, uint32_t stages, uint32_t x, Shared<S>& s,
                                          float (&d)[4]) {
@@ -222,7 +221,7 @@ __device__ __forceinline__ void multiply(int blocks, int count, uint32_t stages,
   wait_wgmma<0>();
   settle(d);
 }
-// The same of integers; scales: of these columns; of_rows: sums of these rows, of the split-K part.
+// The same for integers. scales: of these columns; of_rows: sums of these rows over the split-K part.
 template <class S>
 __device__ __forceinline__ void multiply_integers(int blocks, int count, uint2 scales, float2 of_rows,
                                                   const char* stages, uint32_t x, Shared<S>& s, float (&sums)[4]) {
@@ -262,7 +261,7 @@ __global__ void __launch_bounds__(kThreads)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32_t stages = shared_address(shared);
   if (S::kRows == 1) rows = 1;
-  let_next_begin();  // what comes next has its weights brought as soon as there is room
+  let_next_begin();  // the next kernel prefetches its weights as soon as there is room
   if (threadIdx.x == 0) {
     for (int i = 0; i < count; i++) barrier_init(&s.full[i], 1), barrier_init(&s.empty[i], kWarps);
     barrier_init(&s.tops_there, 1), barrier_init(&s.sums_there, 1);
@@ -278,8 +277,9 @@ __global__ void __launch_bounds__(kThreads)
     if constexpr (!S::kAlone) cluster_wait();
     return;
   }
-  // In the end threads of the cluster's first block have a row's column each, or of gates and what they gate both:
-  // `place` of the 64, and eight further. What the first takes is asked for ahead.
+  // At the end each thread of the cluster's first CTA computes one column of a row at a time, `place` of the 64. If
+  // gated, the gate is at `place` and its up value at `place` + 8. A thread prefetches the operands of its first
+  // column.
   struct End {
     int row, column, place;
     bool there;
@@ -313,7 +313,7 @@ __global__ void __launch_bounds__(kThreads)
   float d[4];
   if constexpr (S::kForm == Form::integers) {
     float2 of_rows = {};
-    if constexpr (S::kFrom == From::bytes) {  // where their segment ends
+    if constexpr (S::kFrom == From::bytes) {  // stored at the last block of their segment
       const size_t end = (size_t)(part.first + part.blocks - 1) * (blocks_of(rows) * kBlock);
       of_rows = *reinterpret_cast<const float2*>(p.bytes.sums + end + lane % 4 * 2);
     } else {

@@ -1,11 +1,11 @@
 // GEMV of quantized weights with bfloat16 activations by mma.sync: decoding of a single sequence.
 //
-// Work units are pairs of columns, eight apart in a tile of the weights, and split-K parts (tiles.h). Eight such
-// chains, of any parts, are the sixteen rows of a warp's mma, whose second operand has the row's values of each chain's
-// part as a column. So SMs get equal work, for example 14 pairs where a tile has eight. A CTA has all parts of its
-// pairs and adds them up in shared memory; it holds the whole row, and can normalize it first. Each warp copies its own
-// quantized values, some blocks ahead. So warps do not wait for each other, except where schedulers would have unequal
-// numbers of warps and a warp continues another's chains.
+// A unit of work, called a chain, is one split-K part (tiles.h) of a pair of columns that lie eight apart in a tile of
+// the weights. Eight chains, of any parts, are the sixteen rows of a warp's mma; column i of its second operand has the
+// row's values for the part of chain i. So SMs get equal work, for example 14 pairs where a tile has eight. A CTA has
+// all parts of its pairs and adds them in shared memory. It holds the whole row and can normalize it first. Each warp
+// copies its own quantized values some blocks ahead, so that warps do not wait for each other. There is one exception:
+// if schedulers would have unequal numbers of warps, a warp continues another's chains.
 #include <algorithm>
 
 #include "cuda/kernels/gemm/epilogue.cuh"
@@ -21,8 +21,8 @@ using Plan = QuantizedGemvPlan;
 constexpr int kMostWarps = Plan::kMostWarps, kTilePairs = Plan::kTilePairs, kUnit = Plan::kUnit;
 constexpr int kShallow = Plan::kShallow, kDeep = Plan::kDeep, kNormed = Plan::kNormed;
 
-// kFine: scales change within a block of K. A stage is some blocks of a tile: quantized values, and then each one's
-// scales.
+// kFine: scales change within a block of K. A stage has some blocks of a tile: first quantized values, then the scales
+// of each block.
 template <int kBits_, bool kFine_, int kStages_>
 struct Shape {
   static constexpr int kBits = kBits_, kStages = kStages_, kBlocks = 16 / kBits, kSets = kFine_ ? 4 : 1;
@@ -32,7 +32,7 @@ struct Shape {
   static size_t shared(int warps, int k_blocks) { return Plan::shared_bytes(kBits, kFine_, kStages, warps, k_blocks); }
 };
 
-// The compiler has these in registers: it would work them out again in every turn of a loop.
+// Keeps x in a register: otherwise the compiler would compute it again in every iteration of a loop.
 __device__ __forceinline__ void keep(uint32_t& x) { asm volatile("" : "+r"(x)); }
 
 template <class S>
@@ -40,7 +40,7 @@ struct BlockQuants {
   LaneQuants<S::kBits> quants;
   uint2 scales[S::kSets];
 
-  // Block j of a stage, of which a lane has its quantized values and scales where these say.
+  // Reads block j of a stage. quants_at, scales_at: addresses of the lane's quantized values and scales of block 0.
   __device__ __forceinline__ void read(uint32_t quants_at, uint32_t scales_at, int j) {
 #pragma unroll
     for (int i = 0; i < LaneQuants<S::kBits>::kLoads; i++)
@@ -58,8 +58,8 @@ struct BlockQuants {
   }
 };
 
-// How sets of scales go along with blocks of K: of `blocks` blocks one, or `each` of a block; `more` from one stage to
-// the next, or less than 0 if stages differ.
+// How sets of scales advance with blocks of K: one set for `blocks` blocks, or `each` sets for one block. more: sets
+// from one stage to the next, or less than 0 if stages differ.
 struct SetPace {
   Divisor blocks;
   int each, more;
@@ -73,20 +73,20 @@ struct SetPace {
   }
 };
 
-// A split-K part of two columns of the result that lie eight apart in a tile, side by side: what a row of
-// mma.sync's first operand and the row eight further have, and what one lane of four has quantized values of.
+// A split-K part of two columns of the result that lie eight apart in a tile. They are rows i and i + 8 of mma.sync's
+// first operand, and the four lanes with the same lane / 4 have their quantized values.
 struct Chain {
-  int pair, begin, blocks;  // pair: of those of the CTA
+  int pair, begin, blocks;  // pair: index in the CTA's pairs
 };
 
-// What a warp copies, a stage at a time: eight chains of every so many pairs. All that takes a division is worked out
-// before: a stage is copied in a few instructions. A lane copies quantized values of one chain, and scales of one and
-// the next.
+// Copies the eight chains of a warp, one stage at a time, for one group of pairs after the other. Divisions are done in
+// advance, so that a stage takes only a few instructions. A lane copies quantized values of one chain, and scales of
+// two adjacent chains.
 template <class S>
 class Copies {
  public:
-  // ring: the warp's; first: its pair 0; by: pairs from one turn to the next. whole: blocks that all chains have, of
-  // `length`.
+  // ring: of the warp; first: the CTA's first pair; by: pairs from one round to the next; whole: blocks that all chains
+  // have; length: blocks of the longest chain.
   __device__ __forceinline__ Copies(const Matrix& w, uint32_t ring, const Chain& quants, const Chain& scales, int first,
                                     int pairs, int by, int k_blocks, int whole, int length, const SetPace& sets)
       : quants_(w.quants),
@@ -107,7 +107,7 @@ class Copies {
     keep(to_), keep(scales_to_), keep(has_scales_);
     at_pairs();
   }
-  // Into the stage that begins so many bytes into the ring.
+  // stage: byte offset of the stage in the ring.
   __device__ __forceinline__ void fetch(uint32_t stage) {
     if (block_ <= limit_) fetch_whole(stage);
     else fetch_rest(stage);
@@ -117,7 +117,7 @@ class Copies {
 
  private:
   static constexpr int kCopies = S::kTileBytes / 512,
-                       kPlaces = S::kBlocks * S::kSets;  // of a block; of sets of a stage
+                       kPlaces = S::kBlocks * S::kSets;  // copies of a block; sets of a stage
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
   __device__ __forceinline__ void fetch_whole(uint32_t stage) const {
@@ -127,8 +127,8 @@ class Copies {
     for (int i = 0; i < kPlaces; i += 8)
       copy_scales(stage, i, set_ + i / S::kSets * sets_.each, kPlaces >= 8 || has_scales_);
   }
-  // A stage that not all chains have as a whole, or of another pace of sets, or the first of the next turn. Scales are
-  // zero where a chain has ended.
+  // For a stage that some chains do not fill, or whose sets do not advance evenly, or the first stage of the next
+  // round. Scales are zero where a chain has ended.
   __device__ __forceinline__ void fetch_rest(uint32_t stage) {
     if (block_ >= length_ && first_ < pairs_) first_ += by_, at_pairs();
     if (first_ >= pairs_) return;
@@ -152,7 +152,7 @@ class Copies {
                  "l"(scales_ + (size_t)set * (kScaleWords * 4)), "r"(there), "r"(bytes)
                  : "memory");
   }
-  // What a lane copies of a stage's scales, if that begins with this block.
+  // The first set of scales that a lane copies for a stage that begins with this block.
   __device__ __forceinline__ int set_of(int block) const {
     const int place = lane() / 4, own = block + place / S::kSets;
     return S::kSets > 1 ? own * sets_.each + place % S::kSets * sets_.each / S::kSets : sets_.blocks(own);
@@ -172,27 +172,27 @@ class Copies {
   const Chain own_, of_scales_;
   int first_;
   const int pairs_, by_, k_blocks_;
-  int whole_, limit_;    // up to this block stages are whole and regular; now
-  uint32_t has_scales_;  // whether the lane copies some
-  int block_;            // of the chains
+  int whole_, limit_;    // last block at which a stage is whole and regular: of a round; of this one
+  uint32_t has_scales_;  // whether the lane copies scales
+  int block_;            // next block of the chains
   const int length_;
   uint32_t to_, scales_to_;
-  int first_set_, set_;  // of scales, of a lane: of the chain's first stage, of the next
+  int first_set_, set_;  // a lane's sets of scales: of the chain's first stage; of the next stage
   const char *from_, *scales_;
 };
 
-// How the row lies in shared memory: split-K parts with odd numbers have halves of blocks swapped, so that eight lanes
-// of mma.sync's second operand may read from two split-K parts at once, at different banks.
+// Layout of the row in shared memory. Split-K parts with odd numbers have the halves of blocks swapped. So eight lanes
+// can read mma.sync's second operand from two split-K parts without bank conflicts.
 struct RowPlaces {
   const Divisor& length;  // of a split-K part
 
-  // In bytes: of sixteen bytes `part` of a block.
+  // Byte offset of 16-byte part `part` of a block.
   __device__ __forceinline__ int operator()(int block, int part) const {
     return block * kRowBytes + (part ^ (length(block) & 1) * 4) * 16;
   }
 };
 
-// The row, as it lies: sixteen bytes a thread, all asked for before any are put down.
+// Copies the row unchanged. A thread loads up to eight groups of 16 bytes before it stores any.
 __device__ __forceinline__ void copy_row(const GemmArgs& p, int blocks, const RowPlaces& places, char* x) {
   const int part = threadIdx.x % 8;
   const char* from = reinterpret_cast<const char*>(p.x.tiles) + part * 16;
@@ -208,8 +208,8 @@ __device__ __forceinline__ void copy_row(const GemmArgs& p, int blocks, const Ro
   }
 }
 
-// The row, normed on the way with the bits of rms_norm(), whose threads (eight columns each) are here several of a
-// thread's.
+// Normalizes the row with the same bits as rms_norm(), where a thread has eight columns. Here one thread does the work
+// of several of those threads.
 __device__ __forceinline__ void read_row(const float* row, int width, float (&values)[kNormed][8]) {
 #pragma unroll
   for (int i = 0; i < kNormed; i++) read_eight(row, (i * blockDim.x + threadIdx.x) * 8, width, values[i]);
@@ -244,14 +244,14 @@ __device__ __forceinline__ void norm_row(const GemmArgs& p, const float (&weight
   }
 }
 
-// The two warps that share a unit of chains meet.
+// Barrier of the two warps that share a unit of chains.
 __device__ __forceinline__ void meet(int unit) {
   __syncwarp();
   asm volatile("bar.sync %0, 64;" ::"r"(1 + unit) : "memory");
 }
 
-// pairs: of which a CTA has `together` at a time, and of each k.count chains. shared_units: of units of
-// eight chains, the last so many are by two warps each, one after the other.
+// A CTA has merged.by() of the pairs at a time, and k.count chains of each. A unit has eight chains. Two warps, one
+// after the other, compute each of the last shared_units units.
 template <class S>
 __global__ void __launch_bounds__(32 * kMostWarps)
     row_kernel(const __grid_constant__ GemmArgs p, int pairs, const __grid_constant__ Divisor merged, int shared_units,
@@ -265,12 +265,12 @@ __global__ void __launch_bounds__(32 * kMostWarps)
     return Chain{number - k_part * pairs_at_once, begin, min(k.length, k.blocks - begin)};
   };
   Chain own = chain(lane / 4), of_scales = chain(lane % 4 * 2);
-  if (leaves || goes_on) {  // K is one split-K part
+  if (leaves || goes_on) {  // there is only one split-K part
     const int half = (k.blocks / 2 + S::kBlocks - 1) / S::kBlocks * S::kBlocks;
     own.begin = of_scales.begin = leaves ? 0 : half;
     own.blocks = of_scales.blocks = leaves ? half : k.blocks - half;
   }
-  // Of the warp's chains: the longest, which is the first one's; the shortest; blocks that all columns are there of.
+  // Of the warp's chains: blocks of the longest (the first) and of the shortest, and blocks with all columns.
   const int length = __shfl_sync(0xffffffffu, own.blocks, 0), shortest = __shfl_sync(0xffffffffu, own.blocks, 31),
             last_end = __shfl_sync(0xffffffffu, own.begin, 31) + shortest,
             whole = p.w.k % kBlock && last_end == k.blocks ? shortest - 1 : length;
@@ -279,14 +279,14 @@ __global__ void __launch_bounds__(32 * kMostWarps)
   const int row_blocks = k.count * k.length;
   const uint32_t ring = shared_address(x) + row_blocks * kRowBytes + warp * S::kStages * S::kStageBytes;
   let_next_begin();
-  // Weights are on their way before the kernel before this one has made the rows.
+  // Copies of weights start before the previous kernel has computed the activations.
   Copies<S> copies(p.w, ring, own, of_scales, blockIdx.x * pairs_at_once, pairs, gridDim.x * pairs_at_once, k.blocks,
                    shortest, length, sets);
 #pragma unroll
   for (int i = 0; i < S::kStages - 1; i++) copies.fetch(i * S::kStageBytes);
   float norm_weights[kNormed][8];
-  if (p.unnormed) read_row(p.norm.weight, p.w.k, norm_weights);  // nobody makes these
-  // Where the last split-K part is shorter, it goes on with zeros.
+  if (p.unnormed) read_row(p.norm.weight, p.w.k, norm_weights);  // no kernel writes these weights
+  // If the last split-K part is shorter, zeros fill it up.
   for (int i = k.blocks * 8 + threadIdx.x; i < row_blocks * 8; i += blockDim.x)
     reinterpret_cast<uint4*>(x)[i] = make_uint4(0, 0, 0, 0);
   const RowPlaces places{part_length};
@@ -295,16 +295,15 @@ __global__ void __launch_bounds__(32 * kMostWarps)
   else copy_row(p, k.blocks, places, x);
   __syncthreads();
   const int row_begin = __shfl_sync(0xffffffffu, own.begin, lane % kUnit * 4);
-  // Row i of the second operand is of chain i's split-K part: products of two different chains are nobody's.
+  // Column i of the second operand has the row's values for chain i. Products of two different chains are not used.
   uint32_t quants_at = ring + lane * 16, scales_at = ring + S::kQuantsBytes + lane / 4 * 8,
            row_at = shared_address(x) + places(row_begin, lane / 8);
   keep(quants_at), keep(scales_at), keep(row_at);
   const int other_half = part_length(row_begin) & 1 ? -64 : 64;
 
-  // Of what chains' sums in shared memory make, which a thread may have one of and asks ahead for what that is added
-  // to.
+  // A result from the chains' sums in shared memory. A thread has at most one, and prefetches what is added to it.
   struct Value {
-    int place, column;  // place: of the sums of pairs
+    int place, column;  // place: index in the sums of pairs
     bool there;
   };
   struct Before {
@@ -319,14 +318,14 @@ __global__ void __launch_bounds__(32 * kMostWarps)
     return Before{p.bias ? p.bias[v.column] : 0.0f, p.adds ? p.y.values[v.column] : 0.0f};
   };
 
-  uint32_t stage = (S::kStages - 1) * S::kStageBytes;  // what was computed with last
+  uint32_t stage = (S::kStages - 1) * S::kStageBytes;  // the stage of the previous iteration
   int turn = 0;
   for (int first = blockIdx.x * pairs_at_once; first < pairs; first += gridDim.x * pairs_at_once, turn++) {
     Before before = {};
     if (const Value v = value_at(threadIdx.x, first); k.count > 1 && !p.gated && v.there) before = before_of(v);
     float d[4] = {};
     uint32_t x_at = row_at;
-    // Sums that another warp goes on with; two places, for turns.
+    // Sums that another warp continues from, with two buffers for alternate rounds.
     float* const left = sums + (unit + turn % 2 * shared_units) * kTileRows + lane / 4 * 2;
     if (goes_on) {
       meet(unit - (units - shared_units));
@@ -374,7 +373,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
       }
       x_at += S::kBlocks * kRowBytes;
     }
-    // Chain i's values are where row i, or i + 8, meets column i.
+    // The sums of chain i are in rows i and i + 8 of column i.
     const bool has_values = lane % 4 == lane / 8, odd = lane / 4 % 2;
     const float two[2] = {odd ? d[1] : d[0], odd ? d[3] : d[2]};
     if (leaves) {
@@ -426,7 +425,7 @@ void start_row(const GemmArgs& p, const Plan& plan, const Queue& queue) {
   const size_t shared = S::shared(plan.warps, k.count * k.length);
   const int groups = ceil_div(plan.pairs, plan.merged);
   allow_shared(row_kernel<S>, shared);
-  // As many turns for every CTA, if there are several.
+  // Balances the rounds of CTAs, if there are several.
   start_reading(queue, {p.w.quants.words, quants_bytes(p.w.n, p.w.k, kBits)}, row_kernel<S>,
                 dim3(ceil_div(groups, ceil_div(groups, sm_count()))), 32 * plan.warps, shared, p, plan.pairs,
                 Divisor(plan.merged), plan.shared_units, k, Divisor(k.length), SetPace::of<S>(p.w.quants, k.blocks));
