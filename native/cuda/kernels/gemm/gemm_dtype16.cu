@@ -1,8 +1,8 @@
-// 16-bit GEMMs by mma.sync: for few rows, which are bound by the bandwidth of the weights, and on chips without wgmma
-// for any number of rows.
+// 16-bit GEMMs by mma.sync: for few rows, and on chips without wgmma for any number of rows. GEMMs of few rows are
+// bound by the bandwidth of the weights.
 //
-// A CTA has 16 columns and up to 64 rows of activations. Each warp copies its part of both operands to shared memory,
-// several stages ahead; other warps do not read it.
+// A CTA computes 16 columns and up to 64 rows of activations. Each warp copies its part of both operands to shared
+// memory, several stages ahead; other warps do not read it.
 #include <algorithm>
 
 #include "cuda/kernels/gemm/gemm_wgmma.h"
@@ -12,11 +12,11 @@ namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace {
 
-constexpr int kStageWeights = kTileRows * kBlock * 2;  // bytes of a stage: 64 of K
+constexpr int kStageWeights = kTileRows * kBlock * 2;  // bytes of a stage, which has 64 of K
 constexpr int kStageRows = kRowTile * kBlock * 2;
-constexpr int kSharedBytes = 112 << 10;  // at most: two CTAs fit an SM of Hopper's and the A100
+constexpr int kSharedBytes = 112 << 10;  // limit: two CTAs fit an SM of Hopper or the A100
 
-// kTiles: of 8 rows each. kDeep: CTAs are few, and each has much on its way.
+// kTiles: tiles of 8 rows. kDeep: number of stages where few CTAs each prefetch much; 0: the default.
 template <int kTiles, int kDeep = 0>
 struct Shape {
   static constexpr int kStages = kDeep ? kDeep : kTiles <= 1 ? 5 : kTiles <= 2 ? 4 : kTiles <= 4 ? 3 : 2;
@@ -30,9 +30,9 @@ struct Shape {
   }
 };
 
-// The blocks of K that a warp computes, for all columns that its CTA has.
+// Walks over the blocks of K that a warp computes, for all tiles of columns of its CTA.
 struct Walk {
-  int tile, k_part, block, end;  // 16 columns; split-K part; block of K, and where the split-K part ends
+  int tile, k_part, block, end;  // tile of 16 columns; split-K part; block of K; end of the split-K part
 
   __device__ void begin_part(const SplitK& k) { block = k_part * k.length, end = min(block + k.length, k.blocks); }
   __device__ void next(const SplitK& k, int warp, int warps) {
@@ -47,10 +47,10 @@ __global__ void __launch_bounds__(32 * kMostWarps) gemm_kernel(GemmArgs p, int r
   extern __shared__ __align__(128) char shared[];
   constexpr int kStages = S::kStages, kBytes = S::kStageBytes, kSums = S::kSums, kColumns = S::kColumns;
   const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  float* totals = reinterpret_cast<float*>(shared);  // of the rounds before: [row][column]
+  float* totals = reinterpret_cast<float*>(shared);  // of the previous rounds: [row][column]
   float* sums = totals + kSums;                      // of each warp's split-K part
   const uint32_t ring = shared_address(sums + warps * kSums) + warp * kStages * kBytes;
-  const int first_row = blockIdx.y * kTiles * kRowTile, there = rows - first_row;  // others' sums are not used
+  const int first_row = blockIdx.y * kTiles * kRowTile, there = rows - first_row;  // sums of further rows are not used
   const char* weights = reinterpret_cast<const char*>(p.w.tiles);
   const char* x = reinterpret_cast<const char*>(p.x.tiles) + (size_t)(first_row / kBlock) * k.blocks * kBlockBytes +
                   first_row % kBlock / kRowTile * kStageRows;
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(32 * kMostWarps) gemm_kernel(GemmArgs p, int r
     ahead.next(k, warp, warps);
   };
   fetch_first_weights<kStages>(ahead, k, warp, warps, fetch_weights);
-  // What the first of this thread's sums is added to is on its way, too.
+  // Prefetches what the epilogue adds to this thread's first sum.
   const Place own{first_row + (int)threadIdx.x / kColumns, (int)(blockIdx.x * kColumns + threadIdx.x % kColumns)};
   const bool is_own = threadIdx.x < kSums && own.row < rows && own.column < p.w.n && !p.gated;
   const float bias = is_own && p.bias ? p.bias[own.column] : 0;
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(32 * kMostWarps) gemm_kernel(GemmArgs p, int r
         for (int b = 0; b < blocks; b++) {
           wait_copies<kStages - 2>();
           __syncwarp();
-          fetch(stage == 0 ? kStages - 1 : stage - 1);  // what was computed with last
+          fetch(stage == 0 ? kStages - 1 : stage - 1);  // refills the stage of the previous iteration
           const uint32_t at = ring + stage * kBytes;
           uint32_t y[kTiles][4];
 #pragma unroll
@@ -143,8 +143,8 @@ void start_tiles(const GemmArgs& p, int rows, const Queue& queue) {
   launched("gemm_dtype16");
 }
 
-// Of up to eight rows: where no SM has more than two CTAs, more of the weights may be on their way
-// before the rows are there.
+// Up to eight rows. If no SM has more than two CTAs, a deeper pipeline prefetches more weights before the rows are
+// ready.
 void start_few(const GemmArgs& p, int rows, const Queue& queue) {
   constexpr int kDeep = 8;
   const bool few = ceil_div(p.w.n, kTileRows) <= 2 * sm_count();

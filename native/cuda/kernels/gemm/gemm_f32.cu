@@ -4,7 +4,7 @@
 namespace as::cuda {
 namespace {
 
-constexpr int kTile = 64, kDepth = 16, kThreads = 256, kEach = 4;  // a thread has 4 x 4 values
+constexpr int kTile = 64, kDepth = 16, kThreads = 256, kEach = 4;  // a thread computes 4 x 4 values
 
 __global__ void __launch_bounds__(kThreads) gemm_f32_kernel(GemmArgs p, int rows) {
   after_previous();

@@ -10,9 +10,9 @@ namespace as::cuda {
 namespace {
 
 constexpr int kStageRows = kRowTile * kByteRow;
-constexpr int kSharedBytes = 108 << 10;  // at most: two CTAs fit an SM of Hopper's and the A100
+constexpr int kSharedBytes = 108 << 10;  // limit: two CTAs fit an SM of Hopper or the A100
 
-// kTiles: of 8 rows of activations; kColumnTiles: of 16 columns (rows of the weights).
+// kTiles: tiles of 8 rows of activations; kColumnTiles: tiles of 16 columns (rows of the weights).
 template <int kBits, int kTiles, int kColumnTiles>
 struct Shape {
   static constexpr int kColumns = kTileRows * kColumnTiles, kRows = kRowTile * kTiles;
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
   constexpr int kStages = S::kStages, kBytes = S::kStageBytes, kSums = S::kSums, kColumns = S::kColumns;
   constexpr int kRowsAt = S::kQuants + S::kScales, kRowSumsAt = kRowsAt + kTiles * kStageRows;
   const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  float* totals = reinterpret_cast<float*>(shared);  // of the rounds before: [row][column]
+  float* totals = reinterpret_cast<float*>(shared);  // of the previous rounds: [row][column]
   float* sums = totals + kSums;                      // of each warp's split-K part
   char* const ring = reinterpret_cast<char*>(sums + warps * kSums) + warp * kStages * kBytes;
   const uint32_t ring_at = shared_address(ring);
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
         for (int b = 0; b < blocks; b++) {
           wait_copies<kStages - 2>();
           __syncwarp();
-          fetch(stage == 0 ? kStages - 1 : stage - 1);  // what was computed with last
+          fetch(stage == 0 ? kStages - 1 : stage - 1);  // refills the stage of the previous iteration
           const char* at = ring + stage * kBytes;
           uint32_t y[kTiles][4];
 #pragma unroll

@@ -1,7 +1,7 @@
-// GEMMs of quantized weights with bfloat16 activations. Weights are rounded to bfloat16 when they are used, and the
-// sums are those of gemm_dtype16() with the rounded matrix, bit for bit; so any kernel may serve. Few rows: quantized
-// weights are read and dequantized in registers, here by mma.sync as in gemm_dtype16.cu. Many rows: the matrix is
-// dequantized into tiles, some of its rows at a time, for gemm_dtype16().
+// GEMMs of quantized weights with bfloat16 activations. Kernels round weights to bfloat16 when they use them. The sums
+// are those of gemm_dtype16() with the rounded matrix, bit for bit, so any kernel may serve. Few rows: kernels
+// dequantize weights in registers, here by mma.sync as in gemm_dtype16.cu. Many rows: the matrix is dequantized into
+// tiles for gemm_dtype16(), some of its rows at a time.
 #include "cuda/kernels/by_dtype16.h"
 #include "cuda/kernels/gemm/gemm_quantized.h"
 #include "cuda/kernels/gemm/gemv_plan.h"
@@ -15,10 +15,10 @@ namespace as::cuda {
 namespace {
 
 constexpr int kStageRows = kRowTile * kBlock * 2;
-constexpr int kSharedBytes = 108 << 10;  // at most: two CTAs fit an SM of Hopper's and the A100
+constexpr int kSharedBytes = 108 << 10;  // limit: two CTAs fit an SM of Hopper or the A100
 
-// kTiles: of 8 rows of activations; kColumnTiles: of 16 columns (rows of the weights). kFine: scales change within a
-// block of K.
+// kTiles: tiles of 8 rows of activations; kColumnTiles: tiles of 16 columns (rows of the weights). kFine: scales change
+// within a block of K.
 template <int kBits, int kTiles, int kColumnTiles, bool kFine>
 struct Shape {
   static constexpr int kColumns = kTileRows * kColumnTiles, kRows = kRowTile * kTiles;
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
   extern __shared__ __align__(128) char shared[];
   constexpr int kStages = S::kStages, kBytes = S::kStageBytes, kSums = S::kSums, kColumns = S::kColumns;
   const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  float* totals = reinterpret_cast<float*>(shared);  // of the rounds before: [row][column]
+  float* totals = reinterpret_cast<float*>(shared);  // of the previous rounds: [row][column]
   float* sums = totals + kSums;                      // of each warp's split-K part
   char* const ring = reinterpret_cast<char*>(sums + warps * kSums) + warp * kStages * kBytes;
   const uint32_t ring_at = shared_address(ring);
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
                        first * (quant_bytes(kBits) / 4) + lane * 16;
 #pragma unroll
     for (int i = 0; i < S::kQuants / 512; i++) copy_16(to + i * 512, from + i * 512);
-    constexpr int kCopies = S::kSetBytes / 16;  // of a set
+    constexpr int kCopies = S::kSetBytes / 16;  // of a set of scales
     const int group = kFine ? at.block * sets : at.group;
     for (int i = lane; i < sets * kCopies; i += 32)
       if (const int set = i / kCopies; group + set < quants.groups)
@@ -98,10 +98,10 @@ __global__ void __launch_bounds__(32 * kMostWarps)
         for (int b = 0; b < blocks; b++) {
           wait_copies<kStages - 2>();
           __syncwarp();
-          fetch(stage == 0 ? kStages - 1 : stage - 1);  // what was computed with last
+          fetch(stage == 0 ? kStages - 1 : stage - 1);  // refills the stage of the previous iteration
           const char* at = ring + stage * kBytes;
           const uint32_t x_at = ring_at + stage * kBytes + S::kQuants + S::kSets * S::kSetBytes;
-          const int there = p.w.k - (begin + b) * kBlock;  // columns
+          const int there = p.w.k - (begin + b) * kBlock;  // columns of the weights that are left
           LaneQuants<kBits> own[kColumnTiles];
           Affine scales[kColumnTiles][2];
 #pragma unroll
@@ -158,7 +158,7 @@ void start_tiles(const GemmArgs& p, int rows, const Queue& queue) {
 
 template <int kBits, bool kFine>
 void start_rows(const GemmArgs& p, int rows, const Queue& queue) {
-  // Few columns of a sum in split-K parts: so small that all SMs have some.
+  // Few columns: tiles are small, so that all SMs have some.
   if (rows <= 2 && p.w.n < kManyColumns) start_tiles<kBits, 1, 1, kFine>(p, rows, queue);
   else if (rows <= 8) start_tiles<kBits, 1, 2, kFine>(p, rows, queue);
   else if (rows <= 16) start_tiles<kBits, 2, 2, kFine>(p, rows, queue);
@@ -166,7 +166,7 @@ void start_rows(const GemmArgs& p, int rows, const Queue& queue) {
   else start_tiles<kBits, 8, 2, kFine>(p, rows, queue);
 }
 
-// A warp for each tile of 16 rows and block of columns: by way of shared memory, so that whole lines are written.
+// A warp dequantizes 16 rows of one block of columns. It goes through shared memory to write whole cache lines.
 template <int kBits>
 __global__ void __launch_bounds__(128) widen_kernel(Quants quants, int k, int first_block, uint16_t* to) {
   after_previous();
@@ -208,10 +208,10 @@ void widen(const Matrix& w, int first_block, int row_blocks, uint16_t* to, const
   launched("dequantizing weights");
 }
 
-constexpr int kTogether = 4;                 // blocks of rows: a part of a matrix is whole tiles of gemm_prefill()
-constexpr size_t kWidenedBytes = 256 << 20;  // of a part, about
+constexpr int kTogether = 4;                 // blocks of rows; a part of a matrix has whole tiles of gemm_prefill()
+constexpr size_t kWidenedBytes = 256 << 20;  // approximate size of a part
 
-// Rows of a part of a matrix: gates cannot be apart from one call of the product.
+// Rows of a part of a matrix. A gated product needs all rows in one call.
 int part_rows(int n, int k, bool gated) {
   const size_t row_bytes = (size_t)blocks_of(k) * kRowBytes;
   if (gated || row_bytes * n <= kWidenedBytes) return n;
@@ -228,7 +228,7 @@ void gemm_widened(const GemmArgs& p, int rows, const Queue& queue) {
     widen(p.w, first / kBlock, blocks_of(n), p.widened, queue);
     some.w = {n, p.w.k, Kind::dtype16, DType16::bf16, nullptr, p.widened};
     some.w.max_split_k = p.w.max_split_k;
-    if (first) {  // which is a multiple of a block of columns
+    if (first) {  // a multiple of a block of columns
       if (p.y.values) some.y.values += first;
       if (p.y.tiles) some.y.tiles += (size_t)first / kBlock * kBlockValues;
       if (p.bias) some.bias += first;

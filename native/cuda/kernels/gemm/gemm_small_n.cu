@@ -7,8 +7,8 @@ namespace {
 
 constexpr int kWarps = 8;
 
-// A warp has kRows rows and kColumns columns of the result at a time. The columns' weights, which are the block's, are
-// in shared memory before the kernel before this one has made the rows.
+// A warp computes kRows rows and kColumns columns of the result at a time. The CTA loads the weights of its columns
+// into shared memory before the previous kernel has computed the rows.
 template <int kRows, int kColumns, bool kWhole>
 __global__ void __launch_bounds__(32 * kWarps) gemm_small_n_kernel(GemmArgs p, int rows) {
   extern __shared__ __align__(16) float weights[];
@@ -39,7 +39,7 @@ void start_few(const GemmArgs& p, int rows, const Queue& queue) {
   const size_t shared = (size_t)kColumns * padded_columns(p.w.k) * sizeof(float);
   allow_shared(kernel, shared);
   const int columns = ceil_div(p.w.n, kColumns), groups = ceil_div(rows, kWarps * kRows);
-  // Weights are read anew by each block: no more of them than run at once.
+  // Each CTA reads the weights again, so there are no more CTAs than run at once.
   const int most = 2 * sm_count() / columns;
   start(queue, kernel, dim3(columns, most < 1 ? 1 : groups < most ? groups : most), 32 * kWarps, shared, p, rows);
   launched("gemm_small_n");
@@ -48,7 +48,7 @@ void start_few(const GemmArgs& p, int rows, const Queue& queue) {
 }  // namespace
 
 bool has_small_n(const Matrix& m) {
-  constexpr size_t kMostShared = 96 << 10;  // of a block's four columns
+  constexpr size_t kMostShared = 96 << 10;  // of the four columns of a CTA
   return m.kind == Kind::f32 && m.n <= kMostExperts && 4 * sizeof(float) * padded_columns(m.k) <= kMostShared;
 }
 

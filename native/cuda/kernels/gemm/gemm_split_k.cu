@@ -1,9 +1,9 @@
-// 16-bit split-K GEMMs by wgmma for decode batches. They are bound by the bandwidth of the weights, and there are too
-// many rows for every CTA to read them for a few columns.
+// 16-bit split-K GEMMs by wgmma for decode batches. They are bound by the bandwidth of the weights, and have too many
+// rows for every CTA to read all of them for only a few columns.
 //
 // A cluster of CTAs has 64 or 128 columns (rows of the weights) and up to 256 rows of activations; each CTA computes
-// one split-K part (tiles.h). Some threads issue copies of both operands to shared memory, several stages ahead. Then
-// all CTAs add the parts in ascending order, each for some of the values, from each other's shared memory.
+// one split-K part (tiles.h). Some threads copy both operands to shared memory, several stages ahead. Then each CTA
+// adds the parts of some values in ascending order, from the shared memory of all CTAs.
 #include <algorithm>
 
 #include "cuda/kernels/common/wgmma.cuh"
@@ -14,27 +14,27 @@ namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace {
 
-// kRows: of activations; kGroups: warpgroups, of 64 columns each; kBeside: CTAs of a cluster that compute
-// the same split-K part for adjacent columns, and share the rows that they copy; kAlone: an SM has one CTA.
+// kRows: rows of activations; kGroups: warpgroups of 64 columns each; kBeside: CTAs of a cluster that compute the same
+// split-K part of adjacent columns and share the rows that they copy; kAlone: an SM has one CTA.
 template <int kRows_, int kGroups_, int kBeside_, bool kAlone_>
 struct Shape {
   static constexpr int kRows = kRows_, kGroups = kGroups_, kBeside = kBeside_;
   static constexpr bool kAlone = kAlone_;
   static constexpr int kColumns = kBlock * kGroups;
-  [[maybe_unused]] static constexpr int kStride = kColumns + 4;  // of sums: rows lie in different banks
+  [[maybe_unused]] static constexpr int kStride = kColumns + 4;  // of sums; avoids bank conflicts between rows
   static constexpr int kStageBytes = (kColumns + kRows) * kRowBytes;
   static constexpr int kLeastStages = kRows <= 16 ? 5 : kRows <= 64 ? 4 : 3, kMostStages = kAlone ? 8 : 12;
-  static constexpr int kCopiers = kAlone ? 2 : 1;  // warps for weights, and as many for rows
+  static constexpr int kCopiers = kAlone ? 2 : 1;  // warps that copy weights; as many copy rows
   static constexpr int kThreads = 128 * kGroups + 64 * kCopiers;
-  [[maybe_unused]] static constexpr int kAsked = kRows <= 32 ? 1 : 2;  // fours of columns that a thread asks for ahead
+  [[maybe_unused]] static constexpr int kAsked = kRows <= 32 ? 1 : 2;  // groups of columns that a thread prefetches
 };
 
-// Of a launch: how many stages; and whether the rows of all of a split-K part have memory of their own behind them.
+// Shared memory of a launch: the number of stages, and whether all rows of a split-K part have a buffer behind them.
 struct Room {
   int stages;
   bool whole;
 };
-constexpr int kShort = 16;  // up to so many blocks of K a split-K part is short, which alone may be brought whole
+constexpr int kShort = 16;  // blocks of K of the longest split-K part whose rows may all have a buffer
 
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, S::kAlone ? 1 : 2)
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kAlone ? 1 : 2)
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64_t full[S::kMostStages], empty[S::kMostStages];
   const int k_part = blockIdx.x, column_block = blockIdx.y * kGroups, first_row = blockIdx.z * kRows;
-  // Of a cluster's CTAs those of the same columns are adjacent.
+  // Order of the CTAs of a cluster: those of the same columns are adjacent.
   const int beside = blockIdx.y % kBeside, first_rank = beside * k.count;
   const int first = k_part * k.length, blocks = min(k.length, k.blocks - first);
   const int group = warpgroup(), lane = threadIdx.x % 32;
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kAlone ? 1 : 2)
   }
   __syncthreads();
   if (kBeside > 1) cluster_barrier();
-  // In the end each thread of the cluster has every so many fours of columns, the first of which it asks for ahead.
+  // At the end the threads of the cluster take turns over groups of four columns; each prefetches its first groups.
   const int fours = (p.gated ? S::kColumns / 2 : S::kColumns) / 4, own = k_part * blockDim.x + threadIdx.x;
   const int count = min(kRows, rows - first_row) * fours, step = k.count * blockDim.x;
   const int width = p.gated ? p.y.width : p.w.n, first_column = column_block * (p.gated ? kBlock / 2 : kBlock);
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kAlone ? 1 : 2)
       if (const int i = own + j * step, column = first_column + i % fours * 4; i < count && column < width)
         added[j] = read_added(p, first_row + i / fours, column);
   };
-  // One thread would take longer to ask for all of a short split-K part than it takes to come.
+  // All threads copy the rows of a short split-K part: one thread would take longer to issue the copies than they take.
   const uint32_t whole = stages + room.stages * S::kStageBytes;
   const auto bring_rows = [&] {
     const char* from = reinterpret_cast<const char*>(p.x.tiles) + (size_t)first * kBlockBytes;
@@ -82,12 +82,12 @@ __global__ void __launch_bounds__(S::kThreads, S::kAlone ? 1 : 2)
     commit_copies();
   };
   if (group == kGroups) {
-    // Some warps copy weights, on their way before the kernel before this one has made the rows, and others rows: one
-    // alone would take longer to ask for them than they take. All are needed for a stage, so that none is ever a turn
-    // of the ring ahead.
+    // Some warps copy weights, starting before the previous kernel has computed the rows; other warps copy rows. One
+    // thread would take longer to issue all copies than they take. Every copying thread arrives at each stage, so that
+    // none gets a full ring ahead.
     if (elected()) {
       const int groups = max(0, min(kGroups, blocks_of(p.w.n) - column_block));
-      // Of rows there are so many blocks, or a part of one.
+      // The number of blocks of rows; up to 64 rows are a part of one block.
       const int row_blocks = kRows <= kBlock ? 1 : min(kRows / kBlock, blocks_of(rows) - first_row / kBlock);
       const int row_bytes = kRows <= kBlock ? min(kRows, rows - first_row) * kRowBytes : kBlockBytes;
       const size_t stride = (size_t)k.blocks * kBlockBytes;
@@ -117,8 +117,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kAlone ? 1 : 2)
             copy_bulk(stage + i * kBlockBytes, from + i * stride, kBlockBytes, barrier, evicted_first());
         }
       }
-      // Not before: what comes next would have its own weights brought while these are still on their way, and memory
-      // would idle once they are there.
+      // Not earlier: the next kernel would load its weights while these are still in flight, and memory would idle
+      // after they have arrived.
       if (!copies_rows) let_next_begin();
     }
     __syncwarp();
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kAlone ? 1 : 2)
     }
     wait_wgmma<0>();
     settle(d);
-    asm volatile("bar.sync 1, %0;" ::"n"(128 * kGroups) : "memory");  // nobody reads the stages any more
+    asm volatile("bar.sync 1, %0;" ::"n"(128 * kGroups) : "memory");  // all warps have read the stages
     float* sums = reinterpret_cast<float*>(shared);
 #pragma unroll
     for (int i = 0; i < kRows / 2; i++)
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kAlone ? 1 : 2)
   }
   __syncwarp();
   cluster_barrier();
-  // Sums of four columns: all split-K parts are asked for before they are added.
+  // Sums of four columns. All split-K parts are loaded before they are added.
   const auto total = [&](int row, int column) {
     const uint32_t at = stages + (row * S::kStride + column) * 4;
     float4 k_parts[kMaxSplitK];
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kAlone ? 1 : 2)
     const int column = first_column + i % fours * 4;
     end(i, !p.gated && column < width ? read_added(p, first_row + i / fours, column) : Added());
   }
-  cluster_barrier();  // others may still read
+  cluster_barrier();  // other CTAs may still read this one's sums
 #endif
 }
 
@@ -200,13 +200,13 @@ size_t shared_bytes(const Room& room) {
   return room.stages * S::kStageBytes + (room.whole ? kShort * S::kRows * kRowBytes : 0);
 }
 
-// at_once: so many CTAs have all of an SM's memory for their stages; 0: these are few, and what
-// comes next finds room beside them.
+// at_once: number of CTAs that divide all shared memory of an SM among their stages. 0: CTAs have few stages, so that
+// the next kernel finds room beside them.
 template <typename S>
 Room room_of(int at_once, bool whole) {
   Room room{S::kLeastStages, whole};
   if (!at_once) return room;
-  constexpr size_t kAll = 226 << 10, kFixed = 2 << 10;  // of an SM; beside stages, of a CTA
+  constexpr size_t kAll = 226 << 10, kFixed = 2 << 10;  // of an SM; of a CTA besides stages
   for (room.stages = S::kMostStages; kAll / at_once < shared_bytes<S>(room) + kFixed; room.stages--) {}
   return room;
 }
@@ -246,15 +246,15 @@ bool fits(const GemmArgs& p, int rows) {
   return ceil_div(p.w.n, S::kColumns * kBeside) * ceil_div(rows, kRows) <= at_once[count];
 }
 
-// Of short split-K parts most are on their way before the kernel before this one has made the rows, if there is room
-// for that in all CTAs at once. Of long ones that is little, and stages beyond what hides latency only keep the next
-// kernel from beginning.
+// For short split-K parts, most weights are in flight before the previous kernel has computed the rows, if all CTAs
+// have room for that at once. For long parts this gains little, and stages beyond what hides latency only keep the next
+// kernel from starting.
 template <int kRows>
 void start_few(const GemmArgs& p, int rows, const Queue& queue) {
   const SplitK k(p.w.k, p.w.max_split_k);
   const int blocks = blocks_of(p.w.n) * k.count, wanted = (blocks + sm_count() - 1) / sm_count();
   const int at_once = k.length > kShort || wanted > 3 ? 0 : std::max(wanted, 2);
-  constexpr int kFewWhole = 2;  // rows: one thread asks for more of them as soon as all threads bring them
+  constexpr int kFewWhole = 2;  // rows; for more rows, bulk copies by one thread are as fast as copies by all threads
   start_split_k<kRows, 1>(p, rows, queue, at_once, rows <= kFewWhole && at_once == 2);
 }
 
@@ -265,8 +265,8 @@ void gemm_split_k(const GemmArgs& p, int rows, const Queue& queue) {
   if (rows <= 16) return start_few<16>(p, rows, queue);
   if (rows <= 32) return start_few<32>(p, rows, queue);
   if (rows <= 64) return start_few<64>(p, rows, queue);
-  // Rows are read once for each cluster's columns, and weights for each tile of rows: as large as all clusters still
-  // run at once, and most SMs have one.
+  // Each cluster reads the rows once, and each tile of rows reads the weights once. So tiles are as large as possible
+  // while all clusters run at once and most SMs have a CTA.
   const int blocks = ceil_div(p.w.n, 2 * kBlock) * SplitK(p.w.k, p.w.max_split_k).count;
   if (3 * blocks >= 2 * sm_count()) {
     if (rows > 128 && fits<256, 2, 2, true>(p, rows)) return start_split_k<256, 2, 2, true>(p, rows, queue);

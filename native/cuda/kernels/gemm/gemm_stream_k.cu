@@ -1,12 +1,12 @@
 // 16-bit stream-K GEMMs by wgmma for decode batches and many columns (rows of the weights), without split-K (tiles.h).
 // They are bound by the bandwidth of the weights.
 //
-// A CTA stays on its SM and has an equal part of all blocks of the weights: some tiles of columns, the end of the tile
-// before and the beginning of the tile after. Warpgroups multiply, each 64 columns with all rows; a thread of each also
-// issues copies of both operands to shared memory, as far ahead as there is room, across tiles. A shared tile is begun
-// first of all by one CTA and finished last by the other, which continues from the sums that the first left in global
-// memory long before (compare Osama et al., "Stream-K", 2023). CTAs wait only for CTAs of lower numbers, which have
-// started before.
+// CTAs are persistent. Each has an equal part of all blocks of the weights: some whole tiles of columns, the end of the
+// tile before them and the beginning of the tile after them. Warpgroups multiply, each 64 columns with all rows. One
+// thread of each also copies both operands to shared memory, as far ahead as there is room, across tiles. One CTA
+// begins a shared tile before all its other tiles. Another CTA finishes that tile last, from the sums that the first
+// left in global memory long before (compare Osama et al., "Stream-K", 2023). CTAs wait only for CTAs of lower numbers,
+// which started earlier.
 #include <algorithm>
 
 #include "cuda/kernels/common/wgmma.cuh"
@@ -36,7 +36,7 @@ struct Part {
 };
 // The parts that a CTA has, in the order in which it computes them.
 struct TileScheduler {
-  int blocks, begin, end;  // of K; what is its own of all blocks of all tiles
+  int blocks, begin, end;  // blocks of K of a tile; the CTA's part of all blocks of all tiles
 
   __device__ TileScheduler(int tiles, int blocks) : blocks(blocks) {
     const int64_t all = (int64_t)tiles * blocks;
@@ -71,10 +71,10 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   __syncthreads();
   const int group = warpgroup(), thread = threadIdx.x % 128, lane = threadIdx.x % 32;
 
-  // Copies, of which the first thread of each warpgroup knows: it has the group's weights copied, and every so many
-  // blocks of the rows. One for all would take longer to ask for them than they take.
+  // The first thread of each warpgroup issues the copies of the group's weights and of some blocks of the rows. A
+  // single thread would take longer to issue all copies than they take.
   struct Step {
-    int number, b, end, column_block, row;  // number of the part; b: of K
+    int number, b, end, column_block, row;  // number: of the part; b, end: blocks of K
   };
   const auto at_part = [&](Step& s) {
     const Part part = parts[s.number];
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const auto next = [&](Step& s) {
     if (++s.b == s.end && ++s.number < count) at_part(s);
   };
-  // The rows' blocks that there are: of 64, or a part of one.
+  // The number of blocks of rows; up to 64 rows are a part of one block.
   const auto row_blocks = [&](const Step& s) {
     return kRows <= kBlock ? 1 : min(kRows / kBlock, blocks_of(rows) - s.row / kBlock);
   };
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   };
   Step ahead{0};
   if (thread == 0) {
-    // Weights are on their way before the kernel before this one has made the rows.
+    // Copies of weights start before the previous kernel has computed the activations.
     at_part(ahead);
     Step behind = ahead;
     int begun = 0;
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   await_previous();
   __syncwarp();
 
-  // Where a thread's sums are for another CTA: adjacent threads side by side.
+  // Where a thread leaves its sums for another CTA. Adjacent threads use adjacent addresses.
   const auto sums_of = [&](int block) { return scratch.sums + block * S::kSums + threadIdx.x; };
   int stage = 0, turn = 0, before = -1, before_turn = 0;
   float d[kValues];
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         Tile<kRows>::multiply(d, further(descriptor(weights), step * kStepBytes),
                               further(descriptor(x), step * kStepBytes), step > 0 || b > 0);
       commit_wgmma();
-      if (thread == 0 && before >= 0 && ahead.number < count) {  // what was computed with before
+      if (thread == 0 && before >= 0 && ahead.number < count) {  // refills the stage of the previous iteration
         barrier_wait(&empty[before], before_turn);
         fetch_weights(ahead, before), fetch_rows(ahead, before);
         next(ahead);
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       if (threadIdx.x == 0) set_flag(scratch.flags + blockIdx.x, 1);
       continue;
     }
-    // Number i of a thread is of row i / 4 * 8 + lane % 4 * 2 + i % 2; gates and what they gate are side by side.
+    // Value i of a thread belongs to row i / 4 * 8 + lane % 4 * 2 + i % 2. A gate and its up value are i and i + 2.
     const int row = part.tile % row_tiles * kRows + lane % 4 * 2;
     const int column_block = part.tile / row_tiles * kGroups + group, core = thread / 32 * 16 + lane / 4;
     if (p.gated) {
@@ -195,14 +195,14 @@ template <typename S>
 void start_stream_k(const GemmArgs& p, int rows, const Queue& queue) {
   static_assert(S::kSums <= kScratchFloats);
   allow_shared(gemm_stream_k_kernel<S>, S::kShared);
-  // A tile has two CTAs at most.
+  // There are no more CTAs than tiles, so that at most two CTAs share a tile.
   const int blocks = std::min({S::tiles(p.w.n, rows), sm_count(), (int)kScratchCtas});
   start(queue, gemm_stream_k_kernel<S>, dim3(blocks), S::kThreads, S::kShared, p, rows, SplitK(p.w.k, p.w.max_split_k),
         queue.scratch);
   launched("gemm_stream_k");
 }
 
-// Tiles as wide as they can be and still be enough: rows are read again for each.
+// Tiles are as wide as possible while every SM has one, because each tile reads the rows again.
 template <int kRows, int kMostGroups>
 void start_rows(const GemmArgs& p, int rows, const Queue& queue) {
   using Wide = Shape<kRows, kMostGroups>;
