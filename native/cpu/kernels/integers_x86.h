@@ -1,21 +1,19 @@
 // Integer products of matmul_integer.cpp on x86.
 //
 //   VNNI     vpdpbusd adds four products of u8 and s8 to 32 bits. 16-bit activations are two rows of bytes (planes).
-//   With
-//            AVX2 vpdpwssd multiplies them whole, as without VNNI: the same bits and no more instructions.
-//   without  vpmaddwd adds two 16-bit products and vpaddd adds those. A 16-bit activation costs no more than an 8-bit
-//   one,
-//            so int8, int4 and w8a8 share one kernel with widened weights. (For 8 bits, vpmaddubsw of |w| and sign(a,
-//            w), or of the weights' nibbles, takes as many instructions.) w4a8 uses vpmaddubsw: a pair is at most 2 *
-//            15 * 127 = 3810, so eight pairs fit 16 bits.
+//            On AVX2, vpdpwssd multiplies them whole, as without VNNI: the same bits in no more instructions.
+//   without  vpmaddwd adds two 16-bit products, and vpaddd accumulates them. A 16-bit activation costs no more than an
+//            8-bit one, so int8, int4 and w8a8 share one kernel with widened weights. (For 8 bits, vpmaddubsw of |w|
+//            and sign(a, w), or of the weights' nibbles, takes as many instructions.) w4a8 uses vpmaddubsw: a pair is
+//            at most 2 * 15 * 127 = 3810, so eight pairs fit 16 bits.
 //
-// Without VNNI, rates relative to FMAs: 16-bit products take two instructions for 2 FMAs, w4a8 for 4, and additions
-// have more ports than FMAs. So the limit is 2 and 4 where both multiply ports execute vpmaddwd (1 and 2 where only one
-// does: Haswell, Zen 2). On Zen 4 additions use multiply ports nevertheless, and a loop of registers alone reaches 1.62
-// and 3.2.
+// Rates without VNNI, relative to FMAs of floats: two instructions replace 2 FMAs with 16-bit products, and 4 FMAs in
+// w4a8. Additions have more ports than FMAs. So the limits are 2 and 4 where both multiply ports execute vpmaddwd, and
+// 1 and 2 where only one does (Haswell, Zen 2). On Zen 4, additions use multiply ports nevertheless: a loop on
+// registers alone reaches 1.62 and 3.2.
 //
-// A tile of few rows widens weights in registers; with many rows a block of them is widened once for all tiles. AVX2's
-// 16 registers hold 3 x 3 accumulators, 3 weights, an activation and 2 products.
+// With few rows, weights are widened in registers. With many rows, a block of weights is widened once for all tiles.
+// AVX2's 16 registers hold 3 x 3 accumulators, 3 weights, an activation and 2 products.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -30,11 +28,12 @@ namespace {
 
 #if defined(AS_ISA_AVX512)
 inline __mmask16 first_lanes(int n) { return (__mmask16)(n >= W ? 0xffff : (1 << n) - 1); }
-// Multiplies n <= W values by factor and rounds to nearest even, with zeros after them.
+// Multiplies n <= W values by factor, rounds to nearest even, and zeroes the other lanes.
 inline vi rounded(const float* x, int n, vf factor) {
   return _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_maskz_loadu_ps(first_lanes(n), x), factor));
 }
-// Stores n <= W lanes as bytes, or as 16 bits in the order 0, 2, 1, 3 of every four, with n rounded up to fours.
+// Stores n <= W lanes as bytes, or as 16 bits in the order 0, 2, 1, 3 of every four, with n rounded up to a multiple of
+// four.
 template <typename Value>
 void store_values(char* p, vi x, int n);
 template <>
@@ -187,11 +186,11 @@ using WideNibbles = Nibbles;
 
 #define AS_WORDS
 #define AS_WIDENED_BLOCKS
-constexpr bool kWords = true;         // 16-bit values are multiplied as such
+constexpr bool kWords = true;         // 16-bit values are multiplied whole
 constexpr int kExactWords = 512;      // k whose sums of 16-bit activations * (q - 128) always fit 32 bits,
 constexpr int kUncentredWords = 256;  // and of activations * q
 
-// Rows of a tile, and k of a block, which takes up to 16 and 24 KB of the first level's 32.
+// Rows of a tile, and k of a block. Blocks take up to 16 and 24 KB of the first-level cache's 32 KB.
 #if defined(AS_ISA_AVX512)
 constexpr int kPairRows = 12, kBlockK = 256;
 #elif defined(AS_ISA_VNNI)
@@ -201,9 +200,9 @@ constexpr int kPairRows = 3, kBlockK = 512;
 #endif
 constexpr int rows_of_tile(int) { return kPairRows; }
 
-// acc[r] += sums of pairs of products of weights and `a`. Without VNNI it avoids the intrinsics: GCC 12 assigns the
-// sums to other registers and copies accumulators. Multiplications come first, so that additions, which any port could
-// do, do not take their ports (4 to 5 %).
+// acc[r] += sums of pairs of products of weights and `a`. Uses no intrinsics without VNNI, because GCC 12 would assign
+// the sums to other registers and copy accumulators. Multiplications come first. Otherwise additions, which have more
+// ports to choose from, take theirs (4 to 5 %).
 template <int R>
 AS_INLINE void add_pairs16(vi (&acc)[R][NV], int r, const vi (&w)[NV], vi a) {
 #if defined(AS_ISA_VNNI)
@@ -268,7 +267,7 @@ AS_INLINE void multiply_words(const int16_t* block, int k, L&& line, vi* kept, b
 struct WideBytes {
   static constexpr int kMiddle = 128, kUnit = 4, kWideMiddle = 0;
   static constexpr bool kWidens = true;
-  static constexpr int kFewRows = 24;  // up to this, weights are widened in registers
+  static constexpr int kFewRows = 24;  // up to this many, weights are widened in registers
   using Value = int16_t;
   using Wide = int16_t;
   template <int R, typename L>
@@ -355,7 +354,7 @@ struct WidenedNibbles {
   static constexpr int kFewRows = 12;
   using Value = int8_t;
   using Wide = uint8_t;
-  // A byte each, [k / 4][NR][4].
+  // Widens weights to a byte each, [k / 4][NR][4].
   static AS_INLINE void widen(const char* w, int k, Wide* block) {
     const vi mask = iset(0x0f0f0f0f);
     for (int i = 0; i < k; i += kUnit, w += NR * 4, block += NR * kUnit)

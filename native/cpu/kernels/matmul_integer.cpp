@@ -1,18 +1,18 @@
-// y = x w^T + bias with quantized weights and integer activations (format.h): per-token int8 ones in w8a8 and w4a8,
-// per-token 16-bit ones in int8 and int4.
+// y = x w^T + bias with quantized weights and integer activations, scaled per token (format.h): 8 bits in w8a8 and
+// w4a8, 16 bits in int8 and int4.
 //
-// 16 bits: an activation's error is 2^-16 of the row's largest value (rounding to bfloat16 would cost 2^-9 of each
+// The error of a 16-bit activation is 2^-16 of the row's largest value (rounding to bfloat16 would cost 2^-9 of each
 // value), and weights need not be converted to float. Where the instruction set multiplies bytes (VNNI, sdot), an
-// activation is two int8 planes, 256 * high + low with low in [-128, 127]; planes are simply more rows of the same
-// GEMM. Elsewhere 16-bit products use it whole, at no more cost than 8 bits (integers_x86.h, integers_arm.h).
+// activation is two int8 planes, 256 * high + low with low in [-128, 127]; planes are more rows of the same GEMM.
+// Elsewhere 16-bit products use it whole, at no more cost than 8 bits (integers_x86.h, integers_arm.h).
 //
-// Recipe: within a group, the exact integer sum of activation * (q - middle), so kernels and tilings are free. In
-// float32 it is 256 * high + low of the planes' sums, each rounded to float32, or the whole sum rounded once. (The bits
-// are the same while no plane's sum exceeds 2^24, as in groups of up to 1,032 k. Beyond, sums may differ in the last
-// place between instruction sets, but not within one.) The group's sum of activations is always 256 * high + low.
-// Groups follow in ascending order: total = scale * sum + total and total = offset * (sum of the group's activations) +
-// total, fused; finally total * the row's scale + bias. Nothing saturates: kExactWords k of 16-bit products fit 32
-// bits, and longer groups are summed further in float64, exactly.
+// Recipe: a group's sum of activation * (q - middle) is exact in integers, so any order and tiling may compute it. Its
+// float32 value is 256 * high + low of the planes' sums, each rounded to float32, or the whole sum rounded once. (The
+// bits are the same while no plane's sum exceeds 2^24, as in groups of up to 1,032 k. In longer groups, sums may differ
+// in the last place between instruction sets, but not within one.) The group's sum of activations is always 256 * high
+// + low. Groups are added in ascending order: total = scale * sum + total, then total = offset * (sum of the group's
+// activations) + total, both fused. The result is total * the row's scale + bias. Nothing saturates: kExactWords k of
+// 16-bit products fit 32 bits, and longer groups add up such sums exactly in float64.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -62,7 +62,7 @@ struct Rows {
   }
 };
 
-// The source of a matrix' scales: its groups' heads or, if not null, load_scales()'s conversion of them.
+// Where a group's scales come from: its head or, if not null, load_scales()'s conversion of it.
 struct GroupScales {
   const uint16_t* head;
   const float* loaded;
@@ -127,7 +127,7 @@ __attribute__((noinline)) void multiply_rows(const Packed& w, const PreparedLayo
   const char *head = w.head(panel, 0), *values = rows.first + at.values_at;
   for (int g = 0; g < groups; g++, head += group_bytes, values += group * sizeof(typename F::Value)) {
     if (!direct && g % kLoadedGroups == 0) load_scales(w, panel, g, std::min(kLoadedGroups, groups - g), own_scales);
-    if (R * L <= 2 && group < kShortGroup) {  // products prefetch weights only, so most of many heads would miss
+    if (R * L <= 2 && group < kShortGroup) {  // products prefetch only weights, so most heads would miss
       const char* later = head + kLoadedGroups * group_bytes + (g + kLoadedGroups < groups ? 0 : w.first_group);
       for (size_t line = 0; line < head_bytes; line += 64) prefetch_far(later + line);
     }
@@ -191,9 +191,9 @@ void many_rows(const Packed& w, const PreparedLayout& at, const Activations& a, 
                const float* bias, float* y, int ldy) {
   alignas(64) typename F::Wide block[kBlockK * NR];
   alignas(64) vi kept[kBlockRows * NV];                   // a group's sums over several blocks
-  alignas(64) double wide[P == 2 ? kBlockRows * NR : 1];  // the same for 16-bit activations, if there are several
+  alignas(64) double wide[P == 2 ? kBlockRows * NR : 1];  // the same in float64, for 16-bit activations
   alignas(64) vf totals[kBlockRows * NV];
-  alignas(64) float own_scales[kBlockK / kSmallestGroup * 2 * NR];  // of a block's groups, unless they are plain
+  alignas(64) float own_scales[kBlockK / kSmallestGroup * 2 * NR];  // of a block's groups, converted, unless `direct`
   std::fill_n(totals, count * NV, vzero());
   const bool cut = w.group > kBlockK, direct = w.plain_scales || w.half_scales;
   const int groups = w.groups(), tiles = (count + kPairRows - 1) / kPairRows,
@@ -276,7 +276,7 @@ void matmul_format(const Packed& w, const Activations& a, const float* bias, flo
 }
 
 // A row's scale and its inverse for values up to `most`: a = x / scale, rounded to nearest. A NaN or infinite x makes
-// the scale NaN, and so the row's results. A row of (nearly) zeros gets the inverse 0 and becomes zeros.
+// the scale and the row's results NaN. A row of (nearly) zeros gets the inverse 0 and becomes zeros.
 struct RowScale {
   float scale, inverse;
 };
@@ -363,7 +363,7 @@ void prepare_integers(const Packed& w, const float* x, char* out) {
 }
 
 #if defined(AS_ISA_AVX512_BF16)
-// Rounds a row to bfloat16, to nearest even, and denormals to zero as the products do; pads with zeros to a whole unit.
+// Rounds a row to bfloat16: to nearest even, and denormals to zero as the products do. Pads with zeros to a whole unit.
 void prepare_pairs(const Packed& w, const float* x, char* out) {
   for (int k = 0; k < w.k; k += 2 * W, out += 4 * W) {
     const int n = std::min(2 * W, w.k - k);
@@ -390,7 +390,7 @@ PreparedLayout prepared(const Packed& w) {
   if (w.planes) with_format(w, [&](auto format, auto) { value_bytes = sizeof(typename decltype(format)::Value); });
   PreparedLayout at = prepared_layout(w, value_bytes);
 #if defined(AS_ISA_AVX512_BF16)
-  // An odd number of lines: then a tile's rows do not map to the same set of the first-level cache.
+  // With an odd number of cache lines, a tile's rows do not map to the same set of the first-level cache.
   if (w.pairs || w.planes) at.bytes = (at.bytes / 64 | 1) * 64;
 #endif
   return at;

@@ -4,9 +4,9 @@
 // order from zero; groups in ascending order, total = scale * chain + total, fused; finally + bias. Dividing a group
 // only spills the chain, without rounding.
 //
-// One or two rows convert weights as they are read; for more rows a block of a panel is converted once. A vector of
-// weights takes 5 instructions to convert and one load, so 24 of AVX2's three vectors take 5 cycles at 4 instructions a
-// cycle: as fast as memory delivers 4 bytes a cycle to a core.
+// With one or two rows, weights are converted as they are read. With more rows, a block of a panel is converted once. A
+// vector of weights takes one load and 5 instructions to convert. So AVX2's three vectors, 24 weights, take 5 cycles at
+// 4 instructions a cycle, which keeps up with memory (4 bytes a cycle for a core).
 #include <algorithm>
 
 #include "cpu/kernels/kernels.h"
@@ -20,8 +20,8 @@ namespace as {
 namespace AS_ISA {
 namespace {
 
-// 8-bit floats, converted through 16-bit ones: their bits there give 2^-8 of the value, including subnormals, and that
-// conversion costs nothing extra. (A shift with the sign also leaves it in the exponent's highest bit.)
+// 8-bit floats are converted through 16-bit floats. Shifted to the fields of those, their bits give 2^-8 of the value,
+// also for subnormals, at no extra cost. (The mask clears the copy of the sign that the arithmetic shift leaves.)
 struct Bytes {
   static constexpr int kUnit = 1;
   static constexpr float kFactor = 256;  // of the sums
@@ -63,7 +63,7 @@ struct Nibbles {
 #elif defined(AS_ISA_AVX2)
   vf low, high;
   explicit Nibbles(Format format) : low(vload(table_of(format))), high(vload(table_of(format) + 8)) {}
-  // Selects by the three lowest bits of every lane, then by the fourth, moved to the sign.
+  // Selects by a lane's three lowest bits, then by the fourth bit, which `fourth` has as the sign.
   AS_INLINE vf look_up(vi quantized, vi fourth) const {
     return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, quantized), _mm256_permutevar8x32_ps(high, quantized),
                             _mm256_castsi256_ps(fourth));

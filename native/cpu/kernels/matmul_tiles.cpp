@@ -1,24 +1,25 @@
 // y = x w^T + bias on AMX tiles: bfloat16 weights and activations, and integers, per channel or in groups;
 // also silu(gate) * up of a matrix that holds both.
 //
-// int8 and int4 too: their 16-bit activations are two planes of int8 (matmul_integer.cpp). The second tile of rows is
-// the low plane of the first one.
+// The 16-bit activations of int8 and int4 are two planes of int8 (matmul_integer.cpp). Their second tile of rows is the
+// low plane of the first one.
 //
-// Both kinds have the same sizes in bytes. A step is 64 bytes of a row of activations (32 bfloat16 or 64 int8) against
-// 16 x 128 bytes of a panel: two tiles of 16 features, whose lanes hold the 2 or 4 k that one product combines.
+// bfloat16 and integers have the same sizes in bytes. A step is 64 bytes of a row of activations (32 bfloat16 or 64
+// int8) against 16 x 128 bytes of a panel: two tiles of 16 features, whose lanes hold the 2 or 4 k that one product
+// combines.
 //
 // Recipe, for any number of rows: steps in ascending order, each one tile product. A row's result does not depend on
 // the other rows of its tile. With bfloat16 one row uses tiles, too, because no other instruction sums in the same
 // order. Dividing K only spills the fp32 (int32) accumulators, without rounding.
 //
-// A 2 x 2 block of accumulators takes 4 products (64 cycles) for 4 loaded tiles (64 lines), and the second-level cache
-// delivers 0.73 lines a cycle: with all operands from there, products run at 0.67 of their peak. Spilling accumulators
-// costs 120 cycles (220 to the second level), so K is not divided where possible. The first kNear steps of the operand
-// that the next blocks reuse stay in the first level and everything else is loaded past it: 0.84 to 0.87 of the peak.
-// Finished sums are processed row by row between the products of the following block, by other parts of the core.
+// A 2 x 2 block of accumulators loads 4 tiles (64 lines) for 4 products (64 cycles). The second-level cache delivers
+// 0.73 lines a cycle, so products with all operands from there run at 0.67 of their peak. Spilling accumulators costs
+// 120 cycles (220 to the second level), so K stays undivided where possible. The first kNear steps of the operand that
+// the next blocks reuse stay in the first-level cache. All other loads bypass it, which gives 0.84 to 0.87 of the peak.
+// The epilogue runs row by row between the products of the following block, on other units of the core.
 //
-// Traffic with the third level is minimal: with K undivided, the rows stay in the second level and each panel is read
-// once; with K split, one part of the rows and of a group of panels stays.
+// Traffic with the third-level cache is minimal. With K undivided, the rows stay in the second level and each panel is
+// read once. With split K, one part of the rows and of a group of panels stays there.
 #include "cpu/kernels/tables.h"
 
 #if defined(AS_ISA_AMX)
@@ -52,7 +53,7 @@ static_assert(NR == 2 * kAmxRows);
 constexpr int cuts_of(int steps) { return steps <= kWhole ? 1 : (steps + kCut - 1) / kCut; }
 constexpr int longest_of(int steps) { return (steps + cuts_of(steps) - 1) / cuts_of(steps); }
 constexpr int panels_of_group(int steps) { return (int)(kGroupBytes / ((size_t)longest_of(steps) * kPanelStepBytes)); }
-// The maximum over any K. The shortest parts get longer with the number of parts, so a few numbers cover all.
+// The maximum over all K. Parts have a minimum length that grows with their number, so a few numbers cover all.
 constexpr int most_panels() {
   int most = 0;
   for (int steps = kWhole + 1; steps <= 8 * kCut; steps++) most = std::max(most, panels_of_group(steps));
@@ -78,7 +79,7 @@ struct TileBytes {
   }
 };
 
-// Tiles 0 to 3 accumulate rows [0, 16) and [16, 32), tiles 4 and 5 hold those rows' activations, 6 and 7 weights.
+// Tiles 0 to 3 accumulate rows [0, 16) and [16, 32), tiles 4 and 5 hold their activations, tiles 6 and 7 weights.
 class Tiles {
  public:
   ~Tiles() { tile_release(); }
@@ -96,8 +97,8 @@ class Tiles {
   int rows_ = 0;
 };
 
-// What a block of steps prefetches: `lines` for each step of another part of a panel, from line `first` on, and a line
-// for each step of `rows` rows of the following activations.
+// What a block prefetches in each step: `lines` cache lines of another part of a panel, from line `first` of the step
+// on, and one line of each of `rows` rows of the following activations.
 struct Ahead {
   const char* panel = nullptr;
   int first = 0, lines = 0;
@@ -172,20 +173,20 @@ void stream(const char* a, int64_t lda, int64_t second, const char* b, int steps
   if (R == 2) tile_store<2>(c + kAmxRows * ldc, ldc), tile_store<3>(c + kAmxRows * ldc + 64, ldc);
 }
 
-// Rows of accumulators: a group, or two pairs of panels, of kStay tile rows or of one block.
+// Rows of accumulators: kCutRows for each panel of a group, or kStay tile rows (or a block) for two pairs of panels.
 constexpr int kKept = std::max(kGroup * kCutRows, 4 * std::max(kStay, kPair));
 alignas(64) thread_local float kept_sums[(size_t)kKept * NR];
 
-// Output rows that are prefetched before they are written. Each of their lines is a different one, and a store that
-// waits for its line occupies one of the 16 buffers through which the tiles' lines come. With 4 bytes an output and K =
-// 896, half of the time was lost to that (one thread; with 16 threads a fifth).
+// How many rows ahead the output is prefetched. Each row is in other cache lines. A store that waits for its line
+// occupies one of the 16 miss buffers that tile loads need. With 4 bytes an output and K = 896, this took half of the
+// time with one thread, and a fifth with 16 threads.
 constexpr int kRowsAhead = 16;
 
-// Finished sums that are not yet processed: `rows` rows from `row` on, of one panel or a pair of panels.
+// Finished sums that wait for their epilogue: `rows` rows from `row` on, of one panel or a pair of panels.
 template <int Parts, typename Finish>
 class Waiting {
  public:
-  // steps: the least in a block. All sums are processed by its end, so it may overwrite them.
+  // steps: the fewest of a block. All sums are processed before a block ends, so its results may overwrite them.
   Waiting(Finish& finish, int steps) : finish_(finish), total_(steps) {}
   // Rows [first, end) of these sums; `row` is the index of the first one.
   void put(int unit, int row, int first, int end, float* const (&sums)[Parts]) {
@@ -194,7 +195,7 @@ class Waiting {
     row_ = row + first, rows_ = end - first, done_ = credit_ = 0;
     for (int i = 0; i < Parts; i++) sums_[i] = sums[i] + first * NR;
   }
-  // Called once in each step of the following blocks, over which the rows are spread.
+  // Called in each step of the following block, over whose steps the rows are spread.
   AS_INLINE void step() {
     for (credit_ += rows_; credit_ >= total_; credit_ -= total_)
       if (done_ < rows_) next();
@@ -222,8 +223,8 @@ class Gemm {
  public:
   static constexpr int kHeight = kPair / F::kPlanes;  // rows of a block
 
-  // Units [u0, u1): panel u or, with Parts = 2, panels u and u + w.panels() / 2. `weights` of a panel. Calls
-  // finish.begin(unit), then finish.row(row, sums...) for each row.
+  // Units [u0, u1): panel u or, with Parts = 2, panels u and u + w.panels() / 2. weights(p): the weights of panel p.
+  // Calls finish.begin(unit), then finish.row(row, sums...) for each row.
   Gemm(const Packed& w, const Activations& a, const PreparedLayout& at, int m, int u0, int u1, Weights& weights,
        Finish& finish)
       : a_(a),
@@ -266,8 +267,8 @@ class Gemm {
     return ahead;
   }
 
-  // K undivided. All rows pass by the first panel of a pair, then by the second; meanwhile each half of the previous
-  // pair's row blocks is processed.
+  // K undivided. Multiplies all row blocks with the first panel of a pair, then with the second. Meanwhile the epilogue
+  // of the previous pair runs, for half of each row block with either panel.
   void rows_stay() {
     const int stay = std::min<int>(kStay / F::kPlanes, kStayBytes / a_.stride),
               most = std::max(kHeight, stay / kHeight * kHeight);
@@ -450,7 +451,7 @@ void multiply_groups(const Packed& w, const Activations& a, const float* bias, f
           if (Planes == 2 || rows > kAmxRows)
             block<F, 2, false>(x, (int64_t)a.stride, second, weights, steps, to, false, {}, nothing);
           else block<F, 1, false>(x, (int64_t)a.stride, second, weights, steps, to, false, {}, nothing);
-          if (r0 > m0) fold(r0 - kHeight);  // in parallel with these products
+          if (r0 > m0) fold(r0 - kHeight);  // overlaps with these products
         }
         fold(m0 + (end - m0 - 1) / kHeight * kHeight);
       }
@@ -482,8 +483,9 @@ bool matmul_tiles(const Packed& w, const Activations& a, const float* bias, floa
     });
     return true;
   }
-  // Only a single group need not be a whole number of steps. With groups, a tile's sums are folded every few steps, so
-  // tiles pay off from about 16 rows on (measured relative to VNNI: 0.9 at 8 rows, 1.1 at 16, 1.2 to 1.3 at 32).
+  // Only a single group need not be a whole number of steps. With groups, a tile's sums are added to the totals every
+  // few steps, so tiles pay off from about 16 rows on (measured relative to VNNI: 0.9 at 8 rows, 1.1 at 16, 1.2 to 1.3
+  // at 32).
   if (w.groups() > 1 && (m < 2 * kFew || w.group % TileBytes<1>::kStep)) return false;
   if (w.group > kWidenedSteps * TileBytes<1>::kStep) return false;  // limit of `wide` and add_group()
   with_planes(w, [&](auto planes) { multiply_groups<planes>(w, a, bias, y, ldy, m, p0, p1); });
@@ -509,7 +511,7 @@ bool matmul_gated_tiles(const Packed& w, const Activations& a, const float* bias
   return true;
 }
 
-// Products of tiles in registers with four accumulators. Returns the number of operations.
+// Products of tiles in registers, with four accumulators. Returns the number of operations.
 double multiply_tile_registers(int64_t rounds, bool integers) {
   Tiles tiles;
   tiles.configure(kPair);

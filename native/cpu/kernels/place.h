@@ -8,7 +8,7 @@
 
 namespace as {
 
-constexpr int kPlacedRows = 16;  // rows moved together: with 32-bit lanes a cache line
+constexpr int kPlacedRows = 16;  // rows moved together: a cache line of 32-bit lanes
 constexpr int kPlacedK = 64;     // k of a chunk; a multiple of every unit and vector
 
 typedef uint8_t Byte16 __attribute__((vector_size(16)));
@@ -24,7 +24,7 @@ AS_INLINE Byte16 mix(Byte16 a, Byte16 b, Byte16 order) {
 #endif
 }
 
-// The next four 32-bit lanes of four rows, transposed: lanes of eight 4-bit values or of four 8-bit ones.
+// Transposes the next four 32-bit lanes of four rows. A lane has eight 4-bit values or four 8-bit ones.
 AS_INLINE void transpose_lanes(const uint8_t* q, int unit, char* out, int64_t out_stride) {
   Word4 row[4];
   for (int r = 0; r < 4; r++, q += kPlacedK) {
@@ -38,7 +38,7 @@ AS_INLINE void transpose_lanes(const uint8_t* q, int unit, char* out, int64_t ou
   transpose_words(row[0], row[1], row[2], row[3], out, out_stride);
 }
 
-// Moves q of `rows` rows and n k, from k0 of a group on, to lanes from `lane` on of the group's weights.
+// Moves q of `rows` rows and n k, from the group's k0 on, into the group's weights, to lanes from `lane` on.
 AS_INLINE void place(const Packed& w, const uint8_t (*q)[kPlacedK], int rows, int n, int k0, int lane, char* weights) {
   const int64_t panel = w.panel;
   const int unit = w.unit();

@@ -1,10 +1,10 @@
 // InstantQuant: quantizes rows of a stored matrix (format.h).
 //
-// For each group of a row: scale = (max - min) / (2^bits - 1) and q = (x - min) / scale, rounded to nearest, with min
-// and scale widened to values that bfloat16 can represent: offset (the value of the middle q) is rounded, and scale is
-// enlarged just enough that min and max still have a q. So bfloat16 costs at most 2^-7 of the range and no exactness of
-// the grid. Uses only operations that round alike on every instruction set, so q, scales and offsets are the same on
-// all of them.
+// For each group of a row: scale = (max - min) / (2^bits - 1) and q = (x - min) / scale, rounded to nearest. Offset
+// (the value of the middle q) and scale are stored as bfloat16: offset is rounded, and scale is enlarged just enough
+// that min and max still have a q. This widens the range by at most 2^-7. q is computed with the stored values, so
+// their rounding adds no other error. Uses only operations that round alike on every instruction set, so q, scales and
+// offsets are the same on all of them.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -44,7 +44,7 @@ AS_INLINE void for_vectors(const typename S::Storage* x, int n, F&& f) {
   }
 }
 
-// How a group's values become q: (x / 2 - half_offset) * factor + middle. Halves, because max - min may exceed the
+// Converts a group's values: q = (x / 2 - half_offset) * factor + middle. Uses halves, because max - min may exceed the
 // largest float.
 struct Range {
   float half_offset, factor;
@@ -106,7 +106,7 @@ Range range_of(const typename S::Storage* x, int n, int bits, int64_t& bad) {
   // + 0 avoids -0: which of two zeros is the minimum depends on the instruction set.
   const float half_min = -largest(vsub(vzero(), low)) * 0.5f + 0.0f, half_max = largest(high) * 0.5f;
   const float half_middle = half_min + middle * ((half_max - half_min) / levels);
-  constexpr uint32_t kMost = 0x7eff0000, kSign = 0x80000000;  // the largest whose double is finite
+  constexpr uint32_t kMost = 0x7eff0000, kSign = 0x80000000;  // the largest that is finite when doubled
   const uint32_t exact = bits_of_float(half_middle), rounded = (exact + 0x7fff + (exact >> 16 & 1)) & 0xffff0000;
   const float half_offset = float_of_bits((rounded & kSign) | std::min(rounded & ~kSign, kMost));
   const float half_scale = float_of_bits(
@@ -114,7 +114,7 @@ Range range_of(const typename S::Storage* x, int n, int bits, int64_t& bad) {
        0xffff) &
       0xffff0000);
   const uint16_t offset = (uint16_t)(bits_of_float(2 * half_offset) >> 16);
-  // A negligible range: the group becomes its middle. (The inverse would overflow.)
+  // If the range is negligible, all values become the middle. (The inverse would overflow.)
   if (half_scale < 0x1p-120f) return {0, 0, 0, offset};
   return {half_offset, 1.0f / half_scale, (uint16_t)(bits_of_float(2 * half_scale) >> 16), offset};
 }
@@ -134,7 +134,7 @@ AS_INLINE void store_bytes(uint8_t* out, vf v) {
 #endif
 }
 
-// q of x [n] into out [kPlacedK], with zeros after them.
+// Writes q of x [n] to out [kPlacedK], followed by zeros.
 template <typename S>
 AS_INLINE void quantize_chunk(const typename S::Storage* x, int n, const Range& range, float levels, uint8_t* out) {
   const vf half = vset(0.5f), offset = vset(range.half_offset), factor = vset(range.factor), most = vset(levels),

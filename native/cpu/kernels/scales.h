@@ -48,9 +48,9 @@ struct BFloat16s {
   static AS_INLINE vf load(const char* p, int v) { return vload_bf16(reinterpret_cast<const uint16_t*>(p) + v * W); }
 };
 
-// For `count` groups whose heads are `step` bytes apart: scales [NR], then offsets [NR], such that a weight is
-// scale * (q - middle of the format) + offset with q as stored in the panel. 8-bit values were moved so that their
-// center is the middle; 4-bit values have no room for that (`moved`).
+// For `count` groups whose heads are `step` bytes apart: scales [NR], then offsets [NR], such that a weight is scale *
+// (q - middle of the format) + offset with q as stored in the panel. 8-bit values are stored with their center at the
+// middle. 4-bit values have no room for that: `moved` is the difference.
 template <typename Stored>
 AS_INLINE void load_plain(const char* head, size_t step, int count, ZeroType zeros, float middle, float moved,
                           float* out) {

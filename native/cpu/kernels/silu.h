@@ -11,9 +11,9 @@ namespace AS_ISA {
 // a / d for 1 <= d <= 2^124. Not by vrcp14ps, which differs between processors.
 AS_INLINE vf vdivide(vf a, vf d) {
 #if defined(AS_ISA_AMX)
-  // On processors with tiles, a division occupies a port for 16 cycles; this takes 4. A line approximates the mantissa
-  // for the negated exponent (times d it is constant to 1.5 %), a second line improves that product (1.1e-4), then one
-  // Newton step (1.3e-8).
+  // On processors with tiles, a division occupies a port for 16 cycles; this takes 4. An integer subtraction negates
+  // d's exponent and approximates 1 / d linearly in the mantissa: d * seed is constant to 1.5 %. A linear function of d
+  // * seed corrects that to 1.1e-4, and a Newton step to 1.3e-8.
   const vf seed = _mm512_castsi512_ps(_mm512_sub_epi32(_mm512_set1_epi32(0x7eb504f3), _mm512_castps_si512(d)));
   const vf y = vmul(seed, _mm512_fnmadd_ps(vmul(d, seed), vset(1.9409089088439941f), vset(2.7864856719970703f)));
   return vmul(a, vfma(y, _mm512_fnmadd_ps(d, y, vset(1.0f)), y));
@@ -26,10 +26,10 @@ AS_INLINE vf vdivide(vf a, vf d) {
 // gate / (1 + e^-x) * up
 AS_INLINE vf vgate_mul(vf gate, vf x, vf up) {
 #if defined(AS_ISA_AVX512)
-  // Limited to 2^124, so that the inverse is a normal number. The rounded exponent costs 2^-24 |x| relative to a result
-  // as small as e^-|x|.
+  // Limited to 2^124, so that the inverse is a normal number. Rounding the exponent costs a relative error of 2^-24
+  // |x|, where the result is as small as e^-|x|.
   const vf d =
-      vadd(vset(1.0f), vexp2(vmin(vset(124.0f), vmul(x, vset(-1.44269504088896341f)))));  // in this order a NaN passes
+      vadd(vset(1.0f), vexp2(vmin(vset(124.0f), vmul(x, vset(-1.44269504088896341f)))));  // this order propagates NaN
   return vmul(vdivide(gate, d), up);
 #else
   const vf e = vexp(vmin(vset(88.0f), vsub(vzero(), x)));

@@ -8,10 +8,10 @@
 //                       low nibble; scales
 //
 // A lane is a token, so no score needs a horizontal sum. Pairs of d suit products that add neighbours. bfloat16 is
-// stored in pairs where such products read it: 16 pairs of a group of keys, or of 16 values, are the second operand of
-// a tile product. Scales are four runs of span_size floats: scale and minimum of the keys, then of the values. A value
-// is q * scale + minimum, with scale = (max - min) / (2^bits - 1). The minimum is stored as a float, so equal values
-// are exact.
+// stored in pairs for instruction sets that have such products: 16 pairs of a group of keys, or of 16 values, are the
+// second operand of a tile product. Scales are four runs of span_size floats: scale and minimum of the keys, then of
+// the values. A value is q * scale + minimum, with scale = (max - min) / (2^bits - 1). The minimum is stored as a
+// float, so equal values are exact.
 #pragma once
 #include <cstddef>
 #include <stdexcept>
@@ -55,8 +55,7 @@ inline SpanLayout span_layout(DType dtype, int span_size, int head_dim, bool bf1
   return s;
 }
 
-// Writes a token's key and value (each [head_dim]). Threads may write tokens of different pairs in parallel.
-// (cache.cpp)
+// Writes a token's key and value, [head_dim] each (cache.cpp). Threads may write different pairs of tokens in parallel.
 void write_token(const SpanLayout& layout, char* span, int token, const float* key, const float* value);
 
 }  // namespace as

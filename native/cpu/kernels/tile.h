@@ -1,8 +1,9 @@
 // The register tile of the GEMMs: MR rows x NV vectors of accumulators. A panel has NR = NV * W features.
 //
-// Two FMA ports with latency 4 need 8 independent chains. Registers allow 12 of AVX2's 16 (4 x 3; 3 for weights, 1 for
-// a broadcast) and 24 of AVX-512's 32 (12 x 2). Arm has 32 and loads two vectors a cycle beside its multiply-adds: 6 x
-// 4 needs 10 loads for 24 of them, 12 x 2 would need 14, and one row has four chains.
+// Two FMA ports with latency 4 need 8 independent chains. Of AVX2's 16 registers, 12 are accumulators (4 x 3), 3 hold
+// weights and 1 a broadcast. Of AVX-512's 32 registers, 24 are accumulators (12 x 2). Arm has 32 registers and loads
+// two vectors a cycle besides its multiply-adds. 6 x 4 needs 10 loads for 24 multiply-adds, 12 x 2 would need 14. With
+// 6 x 4, one row has four chains.
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -21,7 +22,7 @@ constexpr int NV = 3, MR = 4;
 constexpr int NV = 4, MR = 6;
 #endif
 constexpr int NR = NV * W;
-constexpr int KC = 256;  // k of a block: KC x NR floats of weights stay in the first-level cache or nearly
+constexpr int KC = 256;  // k of a block: KC x NR floats of weights fit or nearly fit the first-level cache
 constexpr int MB = MR > 6 ? MR * 20 : MR * 40;  // rows of a block: MB x KC floats of x stay in the second level
 
 // Rows of each block of m: as equal as whole tiles allow, because every block streams all weights again.
@@ -30,14 +31,14 @@ AS_INLINE int block_rows(int m) {
   return std::min(MB, ((m + blocks - 1) / blocks + MR - 1) / MR * MR);
 }
 
-// Prefetches into the second level what is needed in a few microseconds. Prefetching into the first level occupies its
-// miss buffers, and a core has too few for the latency of memory (24 lines in 120 ns are 13 GB/s; measured on Zen 4 at
-// any distance; into the second level from 8 KB ahead on: 29).
+// Prefetches data that is needed in a few microseconds into the second-level cache. Prefetches into the first level
+// occupy its miss buffers, and a core has too few for the latency of memory. (24 lines in 120 ns are 13 GB/s, measured
+// on Zen 4 at any distance; into the second level, 29 GB/s from 8 KB ahead on.)
 AS_INLINE void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
 
-// Prefetches a line of weights that are read once: `Far` bytes ahead of w with one or two rows, where memory is the
-// bottleneck. With more rows, close ahead and into the first level, because products would wait for the second
-// (measured: 4-bit weights at 8 rows 0.8 as fast).
+// Prefetches a line of weights that are read once. With one or two rows, where memory is the bottleneck, it is `Far`
+// bytes ahead of w. With more rows it is close ahead and goes into the first level, because products would wait for the
+// second (4-bit weights at 8 rows ran at 0.8 of the speed).
 template <int Rows, int Far>
 AS_INLINE void prefetch_weights(const void* w) {
   const char* at = static_cast<const char*>(w);
