@@ -25,7 +25,7 @@ namespace as::cuda {
 namespace {
 
 constexpr int kMostShared = 226 << 10;
-constexpr int kGroups = 2, kRows = kGroups * kBlock, kThreads = 128 * (1 + kGroups);  // warpgroups that multiply
+constexpr int kGroups = 2, kRows = kGroups * kBlock, kThreads = 128 * (1 + kGroups);  // kGroups warpgroups multiply
 constexpr int kStep = 2;                                                              // blocks of K in a stage
 // Rows of a band of tiles. CTAs compute the tiles of one band at about the same time, so its rows stay in the L2 cache.
 constexpr int kBandRows = 2048;
