@@ -74,7 +74,8 @@ void start_reading(const Queue& queue, const ReadOnce& once, void (*kernel)(Para
   start_with(queue, most > 0 ? &own : nullptr, kernel, grid, threads, shared, arguments...);
 }
 
-// Allows the next kernel of the stream to start; waits until the previous one has ended.
+// let_next_begin() allows the next kernel of the stream to start. await_previous() waits until the previous one has
+// ended.
 __device__ inline void let_next_begin() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -264,8 +265,7 @@ __device__ inline float gated_by(const Gating& g, float gate, float up) {
   return __fdividef(gate, 1.0f + __expf(-g.alpha * gate)) * (up + g.shift);
 }
 
-// Reads eight values of a row from a multiple of eight on; those from column `width` on are zero. Vectorized if
-// aligned.
+// Reads eight values of a row, the first a multiple of eight; those from `width` on are zero. Vectorized if aligned.
 __device__ inline void read_eight(const float* row, int column, int width, float (&values)[8]) {
   if (width % 4 == 0 && column + 8 <= width) {
     const float4* from = reinterpret_cast<const float4*>(row + column);

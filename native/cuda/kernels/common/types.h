@@ -37,11 +37,11 @@ struct Matrix {
   const float* values = nullptr;
   const uint16_t* tiles = nullptr;
   Quants quants = {};
-  int max_split_k = kMaxSplitK;  // at most so many split-K parts
+  int max_split_k = kMaxSplitK;  // limit of split-K parts
   int experts = 1;               // number of matrices in the stack, one after the other
 
   bool takes_bytes() const { return kind == Kind::integers || kind == Kind::float8; }
-  // Whether the activations must be in tiles; or may be, since they are rounded to 8 bits anyway.
+  // takes_tiles(): activations must be in tiles. reads_tiles(): they may be, since they are rounded to 8 bits anyway.
   bool takes_tiles() const { return kind == Kind::dtype16 || kind == Kind::quantized; }
   bool reads_tiles() const { return takes_tiles() || takes_bytes(); }
 };

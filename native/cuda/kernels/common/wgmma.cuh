@@ -18,8 +18,7 @@ __device__ inline void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 __device__ inline void barrier_arrive(uint64_t* barrier) { barrier_arrive(shared_address(barrier)); }
-// Arrives at a barrier of another CTA of the cluster. It signals the end of reads, not writes, so no fence of the whole
-// cluster's memory is needed.
+// Arrives at a barrier of another CTA of the cluster. It signals the end of reads, so it needs no fence of writes.
 __device__ inline void barrier_arrive_at(uint64_t* barrier, int block) {
   asm volatile(
       "{ .reg .b32 there;\n"
@@ -122,8 +121,7 @@ __device__ inline void copy_bulk_to(uint32_t to, const char* from, int bytes, ui
       : "memory");
 }
 
-// A thread's warpgroup. The compiler sees that it is the same in a warp, so it computes descriptors once and not for
-// each thread.
+// A thread's warpgroup. The compiler sees that it is uniform in a warp, so it computes descriptors only once.
 __device__ inline int warpgroup() { return __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); }
 
 // Descriptor of rows of blocks (tiles.h); address: the first of 16 columns. 128-byte swizzle, 1024 bytes from eight
@@ -266,8 +264,7 @@ struct DynamicPipeline {
   }
 };
 
-// Returns x as a value that the compiler considers new, so that values derived from it are not kept in registers during
-// the products.
+// Returns x as a new value to the compiler, so that values derived from it are not kept in registers during products.
 template <typename Number>
 __device__ inline Number afresh(Number x) {
   asm volatile("" : "+r"(x));

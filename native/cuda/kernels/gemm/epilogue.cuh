@@ -7,8 +7,7 @@ namespace as::cuda {
 namespace AS_DTYPE16 {
 
 // Adds bias to kCount sums of a thread, adds them to y if p.adds, and stores them. All reads are issued before the
-// first write, so that they overlap. where(i): row and column of sum i. rows, width: sums outside these limits are
-// ignored.
+// first write, so that they overlap. where(i): row and column of sum i. rows, width: limits of rows and columns.
 struct Place {
   int row, column;
 };

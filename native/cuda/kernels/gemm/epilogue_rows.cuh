@@ -66,9 +66,8 @@ __device__ inline float4 load_four(uint32_t address) {
 }
 
 // Writes a warpgroup's 64 rows without gating: with a bias, or added to y. Lanes exchange two values of each 16
-// columns, so that each has four adjacent ones. The values to add are loaded for kAsked such fours at a time, while the
-// previous kAsked are computed; one load after the other would expose each latency. bias: shared-memory address of the
-// biases of the tile's columns.
+// columns, so that each has four adjacent ones. The values to add are loaded for kAsked such fours at a time while the
+// previous ones are computed; single loads would expose each latency. bias: shared-memory address of the tile's biases.
 template <int kColumns, int kAsked, bool kBiasShared, typename Results>
 __device__ inline void epilogue_rows(const GemmArgs& p, int rows, int first_row, int first_column,
                                      const Results& results, uint32_t bias = 0) {

@@ -12,7 +12,7 @@ struct GemmArgs {
   const float* bias = nullptr;
   bool adds = false, gated = false;
   Rows x, y;
-  uint16_t* widened = nullptr;      // of quantized weights: widened_bytes() of scratch memory
+  uint16_t* widened = nullptr;      // for quantized weights: widened_bytes() of scratch memory
   ByteRows bytes = {};              // 8-bit activations: x quantized
   const float* unnormed = nullptr;  // or null: a single row that the kernel normalizes itself to get x
   Norm norm = {};
@@ -31,19 +31,20 @@ enum class GemmAlgo {
   prefill,   // wgmma: tiles of many rows
 };
 void gemm_f32(const GemmArgs& p, int rows, const Queue& queue);
-// 16-bit weights: mma, gemv (of p.x, or of p.unnormed), split_k, stream_k or prefill.
+// 16-bit weights: mma, gemv (for p.x or p.unnormed), split_k, stream_k or prefill.
 void gemm_dtype16(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo algo);
-// Quantized weights with activations in bfloat16: mma, gemv (the same), stream_k or prefill.
+// Quantized weights with bfloat16 activations: mma, gemv (for p.x or p.unnormed), stream_k or prefill.
 void gemm_quantized(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo algo);
-// Scratch bytes of gemm_quantized() for a matrix [n, k] and at most so many rows. gated: n is that of pair_rows().
+// Scratch bytes of gemm_quantized() for a matrix [n, k] and at most this many rows. gated: n is in pair_rows()' order.
 size_t widened_bytes(int n, int k, bool gated, int rows);
-// Of integers, with activations p.bytes: mma, small_m, stream_k or prefill.
+// Integer weights with activations p.bytes: mma, small_m, stream_k or prefill.
 void gemm_integer(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo algo);
-// The same of floats of 8 bits, on Hopper alone: small_m, stream_k or prefill.
+// The same with e4m3 weights, on Hopper only: small_m, stream_k or prefill.
 void gemm_float8(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo algo);
-// One row, p.x or p.unnormed, which the kernel quantizes to 8 bits itself, on Hopper: gemv or, of p.unnormed, stream_k.
+// One row, p.x or p.unnormed, which the kernel quantizes to 8 bits itself; Hopper only. algo: gemv, or stream_k for
+// p.unnormed.
 void gemv_8bit(const GemmArgs& p, const Queue& queue, GemmAlgo algo);
-// How many clusters of gemm_prefill()'s largest tile for whole sums run at once.
+// Clusters of gemm_prefill()'s largest tile for whole sums that run at once.
 int prefill_clusters(DType16 dtype);
 
 }  // namespace as::cuda

@@ -3,7 +3,7 @@
 //
 // Recipe: a split-K part (tiles.h) is one chain of wgmma sums in ascending order. Parts are added in float32 in
 // ascending order; the sum is multiplied by the channel's scale and then by the token's. Within a chain wgmma keeps
-// about 14 bits of its sums, an error of a thirtieth of that of 3-bit mantissas of weights and activations.
+// about 14 bits of its sums. This error is a thirtieth of the error of 3-bit mantissas of weights and activations.
 #pragma once
 #include "cuda/kernels/gemm/gemm.h"
 

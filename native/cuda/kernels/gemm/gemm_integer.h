@@ -10,8 +10,8 @@
 
 namespace as::cuda {
 
-// Activations are stored in blocks of 64 rows x 64 columns like e4m3 weights (kernels/common/quantized.h): of each 16
-// columns bytes 4 t to 4 t + 3 are columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
+// Activations are stored in blocks of 64 rows x 64 columns like e4m3 weights (kernels/common/quantized.h): in each
+// group of 16 columns, bytes 4 t to 4 t + 3 are columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
 constexpr int kByteRow = kBlock, kByteBlock = kBlock * kByteRow;
 
 // Segments: the blocks of K that share a group and a split-K part.

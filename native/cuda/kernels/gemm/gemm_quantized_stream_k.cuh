@@ -153,8 +153,7 @@ class StreamKCopies {
   }
 
  private:
-  // The warpgroup whose scales this warp copies. With two warpgroups, it is one of the warps that copy no quantized
-  // values.
+  // The warpgroup whose scales this warp copies: with two warpgroups, by a warp that copies no quantized values.
   __device__ int scaled() const { return kCopyWarps - 1 - warp_; }
   __device__ void begin() {
     there_ = parts_.next(part_);
@@ -231,8 +230,7 @@ __device__ inline void add_parts(const float* from, int k_parts, float (&sums)[k
   }
 }
 
-// Data of the single row that products do not read: its scale and, for integers, each segment's sum at the segment's
-// last block.
+// Data of the single row that products do not read: its scale and, for integers, sums of segments at their last block.
 template <class S>
 struct OwnRow {
   float scale;

@@ -9,9 +9,9 @@ namespace AS_DTYPE16 {
 void gemm_stream_k(const GemmArgs& p, int rows, const Queue& queue);
 void gemm_split_k(const GemmArgs& p, int rows, const Queue& queue);
 void gemm_prefill(const GemmArgs& p, int rows, const Queue& queue);
-// One row, of split-K matrices: p.x, or p.unnormed, which the kernel normalizes (and quantizes) itself.
+// One row, matrices with split-K: p.x, or p.unnormed, which the kernel normalizes (and quantizes) itself.
 void gemv(const GemmArgs& p, const Queue& queue);
-// Few rows p.bytes, of split-K matrices in 8 bits.
+// Few rows p.bytes, 8-bit matrices with split-K.
 void gemm_few_rows_8bit(const GemmArgs& p, int rows, const Queue& queue);
 
 }  // namespace AS_DTYPE16

@@ -15,8 +15,8 @@ struct ScaleSets {
         count(quants.groups) {}
   // Whether the second blocks of all two-block steps are alike: each has its own set, or each shares the first block's.
   AS_BOTH bool regular() const { return blocks == 1 || blocks % 2 == 0 || count == 1; }
-  // Distance in sets between the first sets of a step's two blocks, if sets are regular. block: the step's first block,
-  // for any sets.
+  // Distance in sets between the first sets of a step's two blocks. Without `block`, sets must be regular; `block` is
+  // the step's first block.
   AS_BOTH int second() const { return blocks == 1 && count > 1 ? each : 0; }
   AS_BOTH int second(int block) const { return regular() ? second() : (block + 1) % blocks == 0 ? each : 0; }
 };

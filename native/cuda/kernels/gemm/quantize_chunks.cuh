@@ -52,8 +52,7 @@ struct Chunk<true> {
 };
 
 // Quantizes x / scale to nearest, with scale = max |x| / 127 as in the CPU backend, or / 448 for floats. A NaN or an
-// infinity makes the scale NaN, and so the row's results. A row of (nearly) zeros becomes zeros. most: bits of the
-// row's maximum.
+// infinity makes the scale NaN, and so the row's results. A row of (nearly) zeros becomes zeros. most: bits of max |x|.
 template <bool kFloats>
 struct ByteScale {
   float scale, inverse;

@@ -6,9 +6,8 @@
 namespace as::cuda {
 namespace AS_DTYPE16 {
 
-// The tiles of a product, in units of one tile of a whole cluster. Tiles from number `whole` on are shared: each
-// cluster computes an equal part of them, at least one tile's work. unit: parts consist of multiples of this many
-// blocks of K, so that no split-K part is cut.
+// The tiles of a product, counted in clusters. Tiles from number `whole` on are shared: each cluster computes an equal
+// part, at least one tile's work. unit: parts are multiples of this many blocks of K, so that no split-K part is cut.
 struct Walk {
   int down, across, whole, unit;
 

@@ -61,8 +61,8 @@ __device__ void put_part(const float (&d)[kColumnTiles][kTiles][4], float* sums)
              i / 2 * 8] = d[m][t][i];
 }
 
-// Adds a round's split-K parts, [warp][row][column], to the totals of earlier rounds. last(i, total) turns a complete
-// total into the value to store.
+// Adds a round's split-K parts, [warp][row][column], to the totals of earlier rounds. last(i, total) gives the value to
+// store for a complete total.
 template <int kSums, typename Last>
 __device__ void add_parts(const float* sums, float* totals, const SplitK& k, int round, const Last& last) {
   const int warps = blockDim.x / 32, k_parts = min(warps, k.count - round * warps);

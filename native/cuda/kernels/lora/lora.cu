@@ -5,7 +5,7 @@
 // warp_sum() does; the sum is multiplied by the scale. b u: one chain over the rank, from zero, which is then added to
 // y. Rows with the same adapter share the reads of its matrices; the chains are the same.
 //
-// Only the GPU knows the adapters of rows, so a launch has CTAs for every possible row, target and rank.
+// The adapters of rows are read from GPU memory, so a launch has CTAs for every possible row, target and rank.
 #include "cuda/kernels/lora/lora.cuh"
 
 namespace as::cuda {

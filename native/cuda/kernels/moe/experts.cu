@@ -13,8 +13,8 @@ constexpr int kThreads = 256;
 constexpr int kGroupThreads = 1024;
 constexpr int kFewRows = 32, kFewThreads = 512, kFewExperts = 256;  // limits of a step that one CTA routes
 
-// A CTA sorts entries by expert; their order within an expert does not matter. chosen: experts of [entries]. shared:
-// three numbers for each expert.
+// A CTA sorts entries by expert, in any order within an expert. chosen: the entries' experts. shared: three numbers for
+// each expert.
 __device__ void group(const Routing& routing, const int* chosen, int entries, int tile_rows, int* shared) {
   const int experts = routing.end - routing.begin, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   if (entries == routing.top) {  // a single row: its experts are in order
@@ -87,8 +87,7 @@ __global__ void __launch_bounds__(kGroupThreads) group_kernel(Routing routing, i
   group(routing, routing.entry_of, entries, tile_rows, numbers);
 }
 
-// Few rows: a CTA for each expert computes the expert's logits. The last CTA to end routes all rows and groups their
-// entries.
+// Few rows: a CTA for each expert computes its logits. The last CTA to end routes all rows and groups their entries.
 template <bool kWhole>
 __global__ void __launch_bounds__(kFewThreads)
     route_few_kernel(const __grid_constant__ GemmArgs logits, Router router, Routing routing, const int* where,

@@ -1,11 +1,11 @@
-// An expert layer for a step of one row, which is bound by latency. It takes three launches. Each prefetches its
-// weights while the previous one runs, and none waits for lists that another one writes.
+// An expert layer for a step of one row, which is bound by latency. Each of its three launches prefetches its weights
+// while the previous one runs, and none waits for lists that another one writes.
 //
 // In the first launch every CTA normalizes the row itself and computes the logit of one expert. In the two GEMM
 // launches every CTA chooses the row's experts itself. Each warp computes 16 columns (rows of the weights) of an expert
-// at a time, as one chain over K, and copies its weights to shared memory several stages ahead. CTAs of both launches
-// fit on an SM together, so the second launch's weights stream in while the first one ends. A CTA of the second launch
-// computes all experts of its columns and adds them.
+// at a time, as one chain over K, and copies its weights to shared memory several stages ahead. CTAs of both fit on an
+// SM together, so the second one's weights stream while the first one ends. A CTA of the second adds all experts of its
+// columns.
 #include <algorithm>
 
 #include "cuda/kernels/gemm/gemm_small_n.cuh"
@@ -105,8 +105,7 @@ class Stream {
 #pragma unroll
     for (int i = 0; i < kStages - 1; i++) fetch(i);
   }
-  // Computes the next item, with sums in mma.sync's order: in every fourth lane, d[0] is the sum of column lane / 4 and
-  // d[2] that of column lane / 4 + 8.
+  // Computes the next item; in every fourth lane d[0] and d[2] are the sums of columns lane / 4 and lane / 4 + 8.
   __device__ void multiply(float (&d)[4]) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -180,8 +179,7 @@ class Stream {
   char* const ring_;
   const int items_;
   const ItemAt item_at_;
-  // The next copies' item and block of K; and how many blocks of the first item's weights begin_weights() has
-  // prefetched.
+  // The next copies' item and block of K; and the blocks of the first item that begin_weights() has prefetched.
   int item_ = 0, block_ = 0, there_ = 0;
   const char *weights_ = nullptr, *row_ = nullptr;
   const uint32_t* scales_ = nullptr;
@@ -293,8 +291,7 @@ void start_sums(const ExpertGemmArgs& e, const ChosenRow& row, const Combination
   launched("combine_row");
 }
 
-// Stages of a warp with 16-bit weights; the stages of both launches fit an SM together. Narrower weights have more
-// stages in as many bytes.
+// Stages of a warp with 16-bit weights; both launches fit an SM together. Narrower weights have more stages.
 constexpr int kGateStages = 5, kSumStages = 8, kMostStages = 16;
 
 template <typename S>

@@ -99,16 +99,14 @@ __global__ void __launch_bounds__(32 * kWarps)
           const ExpertTile tile = tile_at(r, ahead.item / columns);
           begin_weights(tile), begin_rows(tile);
         } else if (warp == 0) {
-          // An earlier start of the next kernel would delay these copies. It finds the lists that this kernel waited
-          // for.
+          // An earlier start would delay these copies. The next kernel finds the lists that this one waited for.
           let_next_begin();
         }
       }
     }
     commit_copies();
   };
-  // Weights are prefetched before the rows' places are known, and, if the previous kernel is such a GEMM, before it has
-  // written the rows.
+  // Weights are prefetched before the rows' places are known and, after such a GEMM, before the rows are written.
   int there = 0;
   if (first_item < items) {
     begin_weights(first_tile);
@@ -145,8 +143,7 @@ __global__ void __launch_bounds__(32 * kWarps)
       }
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }
-    // Number i of a thread belongs to column lane / 4 + i / 2 * 8 of a tile of columns and to entry 2 * (lane % 4) + i
-    // % 2.
+    // Number i of a thread belongs to column lane / 4 + i / 2 * 8 of a tile and to entry 2 * (lane % 4) + i % 2.
     const int width = p.y.width;
     const float* bias = bias_of(e, tile.expert);
 #pragma unroll

@@ -17,8 +17,7 @@ namespace {
 template <int kRows_, int kGroups_>
 struct Shape {
   static constexpr int kRows = kRows_, kGroups = kGroups_, kCopiers = 128, kThreads = kCopiers + 128 * kGroups;
-  // Threads that copy weights, one in each of the first warps, a block each: one thread would take too long to start
-  // all copies.
+  // Threads that copy a block of weights each, in different warps: one thread would start all copies too late.
   static constexpr int kAskers = kGroups;
   static_assert(kAskers <= kCopiers / 32);
   static constexpr int kStageBytes = kGroups * kBlockBytes + kRows * kRowBytes;
@@ -39,8 +38,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const Routing& r = e.routing;
   const uint32_t stages = shared_address(shared);
   if (threadIdx.x == 0) {
-    // Arrivals at a full stage: every copying thread for its rows, and the threads that copy weights for the bytes to
-    // expect.
+    // Arrivals at a full stage: one of each copying thread for its rows, one of each thread that copies weights.
     for (int i = 0; i < kStages; i++)
       barrier_init(&full[i], S::kCopiers + S::kAskers), barrier_init(&empty[i], kGroups);
     barriers_are_there();

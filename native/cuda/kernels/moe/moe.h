@@ -35,9 +35,9 @@ struct Routing {
 size_t routing_bytes(int rows, int top, int experts);
 void place_routing(char* memory, int rows, int experts, Routing& routing);
 
-// Whether gemm_small_n() serves a matrix: float32 and not large.
+// Whether gemm_small_n() supports a matrix: float32 and not large.
 bool has_small_n(const Matrix& matrix);
-// As gemm_f32(), with another order of sums; p.adds and p.gated are not supported.
+// Like gemm_f32(), but with another order of sums; p.adds and p.gated are not supported.
 void gemm_small_n(const GemmArgs& p, int rows, const Queue& queue);
 // where: null, or negative for the padding rows of a step, which get no experts.
 void route(const float* logits, const Router& router, const Routing& routing, const int* where, int rows, int tile_rows,

@@ -53,8 +53,8 @@ __device__ inline uint32_t ordered(float x) {
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-// Computes scores and keys [experts] of a row, by a warp. Experts are chosen by descending key, the lowest of equal
-// ones first; all keys are above 0.
+// Computes a row's scores and keys [experts], by a warp. The greatest key is chosen first, of equal ones the lowest
+// expert; all keys are above 0.
 __device__ inline void score_row(const float* logits, const Router& router, float* scores, uint32_t* keys) {
   constexpr int kAtOnce = 4;
   const int lane = threadIdx.x % 32, experts = router.experts;
@@ -93,8 +93,7 @@ __device__ inline void score_row(const float* logits, const Router& router, floa
   for (int e = lane; e < experts; e += 32) keys[e] = ordered(choice[e]);
 }
 
-// Sorts the best `top` experts in ascending order and computes their weights; lane i holds number i. chosen, shares:
-// [top].
+// Sorts the best `top` experts, of which lane i has number i, in ascending order and computes their weights.
 __device__ inline void weigh_chosen(int mine, const Router& router, int top, const float* scores, float* of_chosen,
                                     int* chosen, float* shares) {
   const int lane = threadIdx.x % 32;

@@ -40,7 +40,7 @@ void pair_rows(const Matrix& from, const Matrix& to, const Queue& queue);
 
 // Quantizes p.x to p.bytes.
 void quantize_activations(const GemmArgs& p, int rows, const Queue& queue);
-// RMS norm of rows [rows, p.w.k], quantized to p.bytes by the same kernel; norms_into_bytes(): whether it serves a
+// RMS norm of rows [rows, p.w.k], quantized to p.bytes by the same kernel. norms_into_bytes(): whether it supports a
 // width.
 void rms_norm_into_bytes(const float* x, const Norm& norm, const GemmArgs& p, int rows, const Queue& queue);
 bool norms_into_bytes(int width);
