@@ -1,5 +1,5 @@
 // Attention without tensor cores (AttentionAlgo::simt): float32 and quantized caches, and head dimensions that the mma
-// kernels do not serve. A warp computes one (row, query head) pair; its lanes share the head's features.
+// kernels do not support. A warp computes one (row, query head) pair; its lanes share the head's features.
 #include "cuda/kernels/attention/attention.cuh"
 #include "cuda/kernels/attention/attention_mma.h"
 #include "cuda/kernels/attention/attention_prefill_wgmma.h"
@@ -9,13 +9,13 @@ namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace {
 
-constexpr int kWarps = 4, kFeatures = kLargestHead / 32;  // of a lane, at most
+constexpr int kWarps = 4, kFeatures = kLargestHead / 32;  // most features of a lane
 
 // A key or a value in the cache.
 template <CacheType kType>
 struct Cached {
   const char* row;
-  float scale, minimum;  // of quantized ones
+  float scale, minimum;  // of quantized types
 
   __device__ Cached(const LayerCache& cache, const char* head, bool value, int place)
       : row(head + ((value ? cache.span_size : 0) + place) * cache.row_bytes()), scale(0), minimum(0) {
@@ -34,8 +34,8 @@ struct Cached {
   }
 };
 
-// A thread for each of the first `rotated` pairs of features of the queries, which are rotated in place, and each value
-// of the cache. rotates: keys as they enter the cache, as rope() does.
+// For each row, the first `rotated` threads each rotate one pair of query features in place. Each other thread stores
+// one value in the cache. rotates: keys are rotated before they are stored, as rope() does.
 template <CacheType kType>
 __global__ void store_kernel(Attention a, const int* where, bool rotates, RotaryTable t, bool interleaved,
                              int rotated) {
@@ -74,8 +74,8 @@ __global__ void store_kernel(Attention a, const int* where, bool rotates, Rotary
   else to[feature] = (char)to_e4m3(x);
 }
 
-// The same of caches of 16 bits whose keys turn halves with halves, if at all, all features of a head: a thread has
-// eight features of a head and those half a head further on. first: of the heads in `qkv`; count: of a row.
+// The same for 16-bit caches, if RoPE is absent or pairs the two halves of whole heads. A thread has eight features of
+// a head and the eight features half a head further. first: first head in `qkv`; count: heads of a row.
 __global__ void __launch_bounds__(256) store_chunks_kernel(Attention a, const int* where, bool rotates, RotaryTable t,
                                                            unsigned rows, unsigned first, unsigned count) {
   after_previous();
@@ -117,12 +117,12 @@ __global__ void __launch_bounds__(256) store_chunks_kernel(Attention a, const in
   }
 }
 
-// A warp for each key and value, which is in its place in `qkv` already: quantized as the CPU backend does
+// One warp for each key and value. RoPE has already been applied in `qkv`. Quantizes as the CPU backend does
 // (cpu/cache.cpp).
 template <int kBits>
 __global__ void __launch_bounds__(32) store_quantized_kernel(Attention a, const int* where) {
   after_previous();
-  constexpr int kPairs = kLargestHead / 64;  // of features, of a lane
+  constexpr int kPairs = kLargestHead / 64;  // feature pairs of a lane
   const LayerCache& cache = a.cache;
   const int row = blockIdx.x, at = where[row], lane = threadIdx.x, dim = cache.head_dim, size = cache.span_size;
   const int head = blockIdx.y % cache.kv_heads, value = blockIdx.y / cache.kv_heads;
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(32) store_quantized_kernel(Attention a, const 
   scales[0] = levels.scale(), scales[size] = levels.minimum();
 }
 
-// What a pair has of some positions: the greatest score, the sum of weights, and a lane's features of the values.
+// A pair's result over some positions: the greatest score, the sum of weights, and a lane's features of the values.
 struct Seen {
   float most = -INFINITY, sum = 0, values[kFeatures] = {};
 
@@ -170,7 +170,7 @@ struct Seen {
   }
 };
 
-// One KV split: 32 positions at a time, one a lane as far as scores and weights go.
+// Computes one KV split, 32 positions at a time. Each lane keeps the score and weight of one position.
 template <CacheType kType>
 __device__ Seen see_split(const Attention& a, const int* table, int kv_head, int position, int split, int head,
                           const float (&query)[kFeatures]) {
@@ -208,7 +208,7 @@ __device__ Seen see_split(const Attention& a, const int* table, int kv_head, int
   return seen;
 }
 
-// decode: KV splits are shared by gridDim.z blocks, and left as partial results, unless there is but one.
+// decode: gridDim.z CTAs share the KV splits and write partial results, unless there is only one split.
 template <CacheType kType>
 __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const AttentionTile* tiles, bool decode) {
   after_previous();
@@ -244,11 +244,11 @@ __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const 
   }
 }
 
-// Of partial results the rows: a thread for each feature of a pair.
+// Merges partial results into rows: one thread for each feature of a pair.
 __global__ void merge_kernel(Attention a, const AttentionTile* tiles) {
   after_previous();
   const TileRows rows(a, tiles[blockIdx.x], kDecodePairs);
-  if (rows.first_split == rows.last_split) return;  // it is there already
+  if (rows.first_split == rows.last_split) return;  // attend_kernel() wrote the result
   const int kv_head = blockIdx.y, dim = a.cache.head_dim, i = blockIdx.z * blockDim.x + threadIdx.x, pair = i / dim;
   if (pair >= rows.count || !rows.has(pair, kv_head)) return;
   float most = -INFINITY, sum = 0, value = 0;
@@ -273,7 +273,7 @@ __global__ void merge_kernel(Attention a, const AttentionTile* tiles) {
 
 }  // namespace
 
-// Whether keys turn halves with halves, all features, eight values at a time.
+// Whether RoPE pairs the two halves of whole heads, and its tables can be read eight values at a time.
 static bool ropes_chunks(const Attention& a, const Rope& rope) {
   const auto aligned = [](const float* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
   const RotaryTable& t = rope.table;
@@ -352,7 +352,7 @@ void attend_decode(const Attention& a, AttentionAlgo algo, const AttentionTile* 
   if (algo == AttentionAlgo::mma) return attend_decode_mma(a, tiles, count, sharers, false, nullptr, queue);
   start(queue, attend_kernel_of(a.cache.type), dim3(count, a.cache.kv_heads, sharers), 32 * kWarps, 0, a, tiles, true);
   launched("attend_decode");
-  if (sharers > 1) merge(a, tiles, count, queue);  // of a single KV split there is nothing to merge
+  if (sharers > 1) merge(a, tiles, count, queue);  // a single KV split needs no merge
 }
 
 void attend_prefill(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, const Rope* rope,

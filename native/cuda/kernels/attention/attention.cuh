@@ -1,10 +1,10 @@
-// Shared parts of the attention kernels: the positions that rows see, and the merging of KV splits.
+// Shared parts of the attention kernels: the visible positions of rows, and the merging of KV splits.
 //
-// Recipe of a row (a query head at a position): the context is divided into splits of kKvSplitTokens positions, from
-// the split of the first visible position on. A split yields the greatest score, the sum of weights relative to it, and
-// the weighted sum of values. Splits are merged in ascending order, each into the result of those before. Positions
-// that a row does not see have weight zero and change nothing: so bits do not depend on which rows share a tile, and
-// splits may be computed in parallel.
+// A row (a query head at a position) is computed as follows. The context is divided into splits of kKvSplitTokens
+// positions, from the split of the first visible position on. A split yields the greatest score, the sum of weights
+// relative to it, and the weighted sum of values. Splits are merged in ascending order, each into the previous result.
+// Invisible positions have weight zero and change nothing. The bits of a row therefore do not depend on which rows
+// share a tile, and splits may be computed in parallel.
 #pragma once
 #include "cuda/kernels/attention/attention.h"
 #include "cuda/kernels/common/device.cuh"
@@ -14,14 +14,14 @@ namespace AS_DTYPE16 {
 
 constexpr float kLog2E = 1.44269504088896341f;
 
-// A tile, as a CTA finds it. kDecode: it is of few pairs, and what rows these are of is counted: a
-// division would take longer.
+// The rows and heads of a tile. kDecode: the tile has few pairs, so a loop finds the row of a pair faster than a
+// division.
 template <bool kDecode>
 struct RowsOfTile {
   AttentionTile tile;
-  int group, count;             // query heads of a KV head; pairs that there are
-  int first_split, last_split;  // that any of the pairs sees
-  int first_head, heads;        // of the first KV head those that others have; this rank's
+  int group, count;             // query heads per KV head; pairs in the tile
+  int first_split, last_split;  // KV splits visible to any pair
+  int first_head, heads;        // first KV head's query heads on earlier ranks; this rank's query heads
 
   RowsOfTile() = default;
   __device__ RowsOfTile(const Attention& a, const AttentionTile& t, int most)
@@ -38,7 +38,7 @@ struct RowsOfTile {
     return rows;
   }
   __device__ int row(int pair) const { return tile.row + rows_before(tile.first + pair); }
-  // Of this rank's query heads; without one, the pair is another rank's.
+  // Number among this rank's query heads; out of range if the pair belongs to another rank.
   __device__ int head(int pair, int kv_head) const {
     pair += tile.first;
     return kv_head * group + pair - rows_before(pair) * group - first_head;
@@ -53,7 +53,7 @@ __device__ inline const char* head_of(const LayerCache& cache, int span, int kv_
   return cache.data + span * cache.span_bytes() + kv_head * cache.head_bytes();
 }
 
-// A score is a product, or what soft_cap makes of it, times a factor: a power of two's exponent.
+// A score is a product, soft-capped if there is a cap. Times score_factor() it is the exponent of a power of two.
 __device__ inline float capped(const Attention& a, float product) {
   return a.soft_cap > 0 ? tanhf(product * a.scale / a.soft_cap) : product;
 }
@@ -63,35 +63,35 @@ __device__ inline float power_of_two(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// A score of a position so far from the query's (negative: before it), with its head's slope.
+// Adds the head's ALiBi bias to a score. distance: the key's position minus the query's.
 __device__ inline float sloped(const Attention& a, int head, float score, int distance) {
   return __fmaf_rn(a.slopes[head] / (a.soft_cap > 0 ? a.soft_cap : a.scale), (float)distance, score);
 }
-// The weight of what has this score (before the factor), relative to the greatest (after it); none: of what is not
-// seen.
+// The weight of a score (before the factor) relative to the greatest score `most` (after the factor). Invisible
+// positions have the score -infinity and the weight zero.
 __device__ inline float weight_of(float score, float factor, float most) {
   return power_of_two(__fmaf_rn(score, factor, most == -INFINITY ? 0.0f : -most));
 }
 
-// What is left of sums whose maximum was `old` when it becomes `now`.
+// The factor that rescales sums when their maximum changes from `old` to `now`.
 __device__ inline float shrunk(float old, float now) { return now == -INFINITY ? 0.0f : power_of_two(old - now); }
-// The sum of a KV split's weights: of each 64 positions those of either half by themselves, then both, added to what
-// was there. Four threads have some of them each, and their sums are added up at the end of the KV split.
+// Adds 64 positions to the sum of a KV split's weights: each half is summed separately, then both are added. Each of
+// four threads has some of the weights; their sums are added at the end of the KV split.
 __device__ inline float summed(float sum, float by, const float (&halves)[2]) {
   return __fmaf_rn(sum, by, __fadd_rn(halves[0], halves[1]));
 }
 __device__ inline float merged(float total, float by, float split, float split_by) {
   return __fmaf_rn(split, split_by, __fmul_rn(total, by));
 }
-// The sum of all weights, and of the head's sink: a score without a value.
+// The sum of all weights and of the head's sink, which is a score without a value.
 __device__ inline float with_sink(const Attention& a, int head, float sum, float most) {
   return a.sinks ? __fadd_rn(sum, power_of_two(__fmaf_rn(a.sinks[head], kLog2E, -most))) : sum;
 }
-// What values are multiplied with: a division of each would take ten times as long. A sum that is no number stays none.
+// Values are multiplied by the inverse sum: dividing each would take ten times as long. A NaN sum stays NaN.
 __device__ inline float inverse_of(float sum) { return sum == 0 ? 0.0f : __frcp_rn(sum); }
 __device__ inline float share(float value, float sum) { return __fmul_rn(value, inverse_of(sum)); }
 
-// A KV split's partial result of a tile and KV head: maxima and sums of its pairs, then values [pair][head_dim].
+// A KV split's partial result for a tile and KV head: maxima and sums of its pairs, then values [pair][head_dim].
 __device__ inline float* partial_of(const Attention& a, int tile, int kv_head, int split) {
   const size_t size = kDecodePairs * (2 + (size_t)a.cache.head_dim);
   return a.partials + (((size_t)tile * a.cache.kv_heads + kv_head) * a.most_splits + split) * size;

@@ -4,9 +4,9 @@
 
 namespace as::cuda {
 
-// The KV cache of a layer. A span holds for each KV head its keys and then its values, each [span_size, padded_dim].
+// The KV cache of a layer. For each KV head a span holds the keys, then the values, each [span_size, padded_dim].
 // Quantized types are those of the CPU backend (cpu/kernels/span_layout.h): a value is q * scale + minimum; uint4 packs
-// two features into a byte, the even one in the low bits. Behind keys and values stand four float arrays [span_size]:
+// two features into a byte, the even one in the low bits. Four float arrays [span_size] follow the keys and values:
 // the keys' scales and minimums, then the values'. float8 is e4m3 without a scale; larger values are clipped to 448.
 enum class CacheType { f32, dtype16, int8, uint4, float8 };
 struct LayerCache {
@@ -20,13 +20,13 @@ struct LayerCache {
     return type == CacheType::f32 ? 32 : type == CacheType::dtype16 ? 16 : type == CacheType::uint4 ? 4 : 8;
   }
   AS_BOTH size_t row_bytes() const { return (size_t)padded_dim * bits() / 8; }
-  AS_BOTH size_t scales_at() const { return 2 * span_size * row_bytes(); }  // in a head
+  AS_BOTH size_t scales_at() const { return 2 * span_size * row_bytes(); }  // offset in a head
   AS_BOTH size_t head_bytes() const { return scales_at() + (quantized() ? 4 * sizeof(float) * span_size : 0); }
   AS_BOTH size_t span_bytes() const { return head_bytes() * kv_heads; }
 };
 
-// A layer's part of the spans, in the cache and in host memory, where all parts of a span are adjacent. Parts are
-// multiples of 16 bytes.
+// A layer's part of the spans, in the cache and in host memory. In host memory all parts of a span are adjacent. Part
+// sizes are multiples of 16 bytes.
 struct SpanPart {
   char *cache, *host;
   size_t bytes, host_stride;
@@ -39,24 +39,24 @@ void copy_spans(const SpanPart* parts, int layers, size_t largest, const SpanPai
                 const Queue& queue);
 
 // Rows of one sequence that attend together: `count` adjacent rows of the step from `row` on, at positions from `start`
-// on, with the spans tables[table...]. A tile consists of (row, query head of a KV head's group) pairs from number
+// on, with the spans tables[table...]. A tile covers the (row, query head of a KV head's group) pairs from number
 // `first` on.
 struct AttentionTile {
   int row, count, start, table, first;
 };
 
-// How attention is computed; cuda/kernel_choice.h says by which kernels. mma also serves quantized caches.
+// How attention is computed; cuda/kernel_choice.h chooses. mma also supports quantized caches.
 enum class AttentionAlgo { simt, mma, wgmma };
 struct AttentionChoice {
   AttentionAlgo decode = AttentionAlgo::simt, prefill = AttentionAlgo::simt;
-  bool stores = false;  // store_and_attend() serves
+  bool stores = false;  // whether store_and_attend() can be used
 };
 
 struct Attention {
   LayerCache cache;
-  int group = 1;  // query heads of a KV head
+  int group = 1;  // query heads per KV head
   int first = 0,
-      queries = 0;  // this rank's query heads: how many, and the first one's number in the first KV head's group
+      queries = 0;  // this rank's query heads: place of the first one in the first KV head's group, and their count
   float scale = 1, soft_cap = 0;
   int window = 0;
   const float *slopes = nullptr, *sinks = nullptr;  // [this rank's query heads], or null
@@ -67,7 +67,7 @@ struct Attention {
   float* partials = nullptr;    // results of KV splits
   int most_splits = 0;          // KV splits of the longest sequence
   int* arrivals = nullptr;      // finished splits of each tile and KV head; zero between launches
-  Norm query_norm, key_norm;    // store_and_attend() only: norms of heads before RoPE; weight null: none
+  Norm query_norm, key_norm;    // only store_and_attend(): norms of heads before RoPE; weight null: none
 };
 constexpr int kKvSplitTokens = 256;  // tokens of a KV split; splits are merged in ascending order
 constexpr int kDecodePairs = 16;     // pairs of a decode tile, whose KV splits are distributed over CTAs
@@ -81,13 +81,13 @@ struct Rope {
   RotaryTable table;
   bool interleaved = false;
 };
-// Writes keys and values of rows to the cache. where: each row's span * span_size + place in the span; -1: not stored.
-// rope: null, or applied to the keys stored and, if `queries`, to the queries in place.
+// Writes keys and values of rows to the cache. where: span * span_size + place in the span of each row; -1: not stored.
+// rope: null, or applied to the stored keys and, if `queries`, to the queries in place.
 void store_cache(const Attention& a, const int* where, const Rope* rope, bool queries, int rows, const Queue& queue);
 // tiles: at most kDecodePairs pairs each. sharers: CTAs that share the KV splits of a tile; 1 if no tile has several.
 void attend_decode(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, int sharers,
                    const Queue& queue);
-// tiles: at most kPrefillPairs pairs each. rope: null, or applied to the queries first; only if attend_prefill_ropes().
+// tiles: at most kPrefillPairs pairs each. rope: null, or applied to the queries first (needs attend_prefill_ropes()).
 void attend_prefill(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, const Rope* rope,
                     const Queue& queue);
 bool attend_prefill_ropes(const Attention& a, AttentionAlgo algo, const Rope& rope);

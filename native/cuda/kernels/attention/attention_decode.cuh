@@ -1,12 +1,12 @@
 // Decode attention: few rows of a sequence, up to 16 (row, query head) pairs. Persistent CTAs share the KV splits of
-// all tiles and KV heads evenly. Some warps of a CTA copy keys and values ahead, through a ring in shared memory, from
-// one split to the next. Eight warps compute: each the scores of 32 of a split's positions, and the values of some of
-// the features. The CTA with a tile's first splits merges its splits as it computes them; the later splits are merged,
-// once all have arrived, by all CTAs that have a part. Many tiles of one split each are bound by the latency of their
-// loads: for these a kernel with few registers runs two CTAs on an SM.
+// all tiles and KV heads evenly. Some warps of a CTA prefetch keys and values into a ring in shared memory, without a
+// break between splits. Eight warps compute: each has the scores of 32 positions of a split, and some features of the
+// values. The CTA with a tile's first splits merges its splits as it computes them. When the later splits have arrived,
+// all CTAs with a part of the tile merge them. Many tiles of one split each are bound by load latency: a lean kernel
+// with few registers runs two CTAs on an SM for them.
 //
-// Bits are those of WarpPairs: every score and every sum is the same chain, and values of a quantized cache are rounded
-// to 16 bits.
+// Results have the bits of WarpPairs: scores and sums are added in the same order, and values of a quantized cache are
+// rounded to 16 bits.
 #pragma once
 #include <algorithm>
 
@@ -31,24 +31,24 @@ __device__ inline uint32_t load_shared(uint32_t address) {
 }
 __device__ inline float load_shared_float(uint32_t address) { return __uint_as_float(load_shared<4>(address)); }
 
-// Value number i of some adjacent ones.
+// Dequantizes number i of several adjacent values.
 template <CacheType kType>
 __device__ inline float widened(uint32_t quants, int i, float scale, float minimum) {
   if constexpr (kType == CacheType::float8) {
     return from_e4m3((uint8_t)(quants >> 8 * i));
   } else {
-    // 2^23 + q: q is the lowest bits of a fraction of 23.
+    // The bits 0x4b000000 | q are the float 2^23 + q: q is in the low bits of the 23-bit fraction.
     const uint32_t quant = kType == CacheType::int8 ? __byte_perm(quants, 0x4b000000u, 0x7540u + i)
                                                     : (quants >> 4 * i & 15u) | 0x4b000000u;
     return fmaf(__uint_as_float(quant) - 8388608.0f, scale, minimum);
   }
 }
 
-// What the warps that compute have of a KV split. kLean: in few registers, where a tile has one KV split alone.
+// The computing warps' state for a KV split. kLean: uses few registers; tiles have only one KV split.
 template <int kDim, CacheType kType, bool kLean>
 class Attender {
  public:
-  // own_keys, own_values: of the tile's own rows.
+  // own_keys, own_values: shared memory for the tile's own rows.
   __device__ Attender(const Attention& a, Shared& shared, uint16_t* queries, char* own_keys, char* own_values,
                       uint32_t ring, int stages)
       : a_(a),
@@ -62,14 +62,14 @@ class Attender {
         stages_(stages),
         factor_(score_factor(a)) {}
 
-  // Of a tile and a KV head: queries, and what enters the cache where the block's KV splits have it. rotates: both.
+  // Reads a tile's queries; own: also stores the rows that lie in the CTA's KV splits. rotates: with RoPE.
   __device__ void begin_tile(const KvSplits& splits, bool own, bool rotates, const Rope& rope) {
     const DecodeRows& rows = splits.rows();
     const int kv_head = splits.kv_head(), start = rows.tile.start;
     const int items = rows.count + (own ? rows.tile.count : 0);
 #pragma unroll 1
     for (int item = warp_; item < items; item += kConsumers) {
-      if (!kLean && item < rows.count) {  // sooner by itself, but then there is more of it in registers
+      if (!kLean && item < rows.count) {  // a separate path is faster but needs more registers
         if (!rows.has(item, kv_head)) continue;
         const int row = rows.row(item);
         RopeHead<kDim> head;
@@ -80,15 +80,15 @@ class Attender {
       }
       const bool query = kLean && item < rows.count;
       const int i = query ? item : item - rows.count, at = start + i, split = at / kKvSplitTokens;
-      if (query ? !rows.has(i, kv_head) : split < splits.split() || split > splits.last_own()) continue;  // another's
+      if (query ? !rows.has(i, kv_head) : split < splits.split() || split > splits.last_own()) continue;
       const int row = query ? rows.row(i) : rows.tile.row + i;
       const int column = query ? rows.head(i, kv_head) : a_.width / kDim - 2 * a_.cache.kv_heads + kv_head;
       const float* from = a_.qkv + (size_t)row * a_.width + (size_t)column * kDim;
-      const int size = a_.cache.span_size, place = at & (size - 1);  // a power of two
+      const int size = a_.cache.span_size, place = at & (size - 1);  // size: a power of two
       int span = 0;
       Norm norm = a_.query_norm;
       RopeHead<kDim> head, value;
-      if (!query) {  // asked for before what the head is of
+      if (!query) {  // loaded before the head to overlap latencies
         norm = a_.key_norm;
         span = a_.tables[rows.tile.table + (at >> (31 - __clz(size)))];
         value.read(from + a_.cache.kv_heads * kDim, Norm(), row, rope, false);
@@ -126,11 +126,11 @@ class Attender {
     }
   }
 
-  // place: of the KV split's first stage in the ring.
+  // place: the pipeline stage of the KV split's first keys.
   __device__ void attend(const Extent& extent, bool own, PipelineStage place) {
-    const int from_rows = own ? extent.start : extent.last + 1;  // positions from there on are the tile's own rows
+    const int from_rows = own ? extent.start : extent.last + 1;  // positions from here on are the tile's own rows
     const uint32_t keys = shared_address(own_keys_), values = shared_address(own_values_);
-    // Where a position is; and its scale.
+    // The address of a position's row, and its scale and minimum.
     const auto is_own = [&](int at) { return at >= from_rows && at <= extent.last; };
     const auto row_of = [&](int at, int token, uint32_t stage, uint32_t rows) {
       return is_own(at) ? rows + (at - extent.start) * S::kRow : stage + token * S::kRow;
@@ -192,7 +192,7 @@ class Attender {
         }
       }
       __syncwarp();
-      if (lane_ < kConsumers / 2) arrive(empty_ + 8 * own_place.stage);  // for all warps, with the block's other one
+      if (lane_ < kConsumers / 2) arrive(empty_ + 8 * own_place.stage);  // with the block's other warp: kConsumers
     }
     if (__builtin_expect(a_.soft_cap > 0, 0)) {
 #pragma unroll
@@ -286,8 +286,8 @@ class Attender {
       wait_barrier(full_ + 8 * place.stage, place.parity);
       if (!has_features()) {
       } else if constexpr (S::kQuants) {
-        // Of four positions quantized values of adjacent features: a column of each of the products, which are of their
-        // own features each.
+        // A thread loads kOwn adjacent features of four positions. Its feature v is a column of product v, so each
+        // product has every kOwn-th feature.
         constexpr int kQuantBytes = (kOwn * S::kBits + 7) / 8;
         const int feature = (warp_ * 8 + lane_ / 4) * kOwn;
         const int shifted = kOwn * S::kBits < 8 ? feature % 2 * 4 : 0;
@@ -341,7 +341,7 @@ class Attender {
 #pragma unroll
     for (int h = 0; h < 2; h++) total_most_[h] = -INFINITY, total_sum_[h] = 0;
   }
-  // The KV split becomes part of the total.
+  // Merges the KV split into the total.
   __device__ void add_split() {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -354,7 +354,7 @@ class Attender {
         for (int i = 2 * h; i < 2 * h + 2; i++) total_[v][i] = merged(total_[v][i], by, out_[v][i], split_by);
     }
   }
-  // As add_split(), of the one KV split that the tile has.
+  // Does what add_split() would do for a tile's only KV split.
   __device__ void end_split() {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -375,12 +375,12 @@ class Attender {
 
  private:
   using S = Shape<kDim, kType>;
-  // Of 16 features for the scores; a warp's products of eight features for the values.
+  // kSteps: products of 16 features for the scores. kOwn: a warp's products of eight features for the values.
   static constexpr int kSteps = kDim / 16, kEights = kDim / 8, kOwn = (kEights + kConsumers - 1) / kConsumers;
   static_assert(kEights % kOwn == 0);
   using Values = float[kOwn][4];
 
-  // Of 16 features of all pairs, as mma.sync's first operand.
+  // Loads 16 features of all pairs as the first operand of mma.sync.
   __device__ void load_query(uint32_t (&query)[4], int step) const {
     load_cores(query, shared_address(queries_ + (lane_ % 16) * S::kStride + step * 16 + lane_ / 16 * 8));
   }
@@ -392,7 +392,8 @@ class Attender {
 #pragma unroll
       for (int i = 0; i < 4; i++) values[v][i] = 0;
   }
-  // Of a thread's pair its features in order, two by two: columns of a product, or of all products a column (attend()).
+  // Visits a thread's features of a pair in order, two at a time. Adjacent features are adjacent columns of a product,
+  // or, in quantized caches, the same column of successive products (attend()).
   template <typename Each>
   __device__ void each_two(const Values& values, int h, Each each) const {
     const auto value = [&](int i) {
@@ -418,7 +419,7 @@ class Attender {
       });
     }
   }
-  // For the merge, in the place of the KV split.
+  // Writes the partial result of the KV split, for the merge.
   __device__ void leave(const KvSplits& splits, const Values& values, const float (&most)[2],
                         const float (&sum)[2]) const {
     const DecodeRows& rows = splits.rows();
@@ -448,8 +449,8 @@ class Attender {
   float most_[2], sum_[2], total_most_[2], total_sum_[2];
 };
 
-// own: tiles' rows enter the cache here, too (rotated, if rotates), as store_cache() has it. has_splits: tiles may have
-// several KV splits, which is not for kLean. own_rows: of a tile, at most.
+// own: the kernel also stores the tiles' rows in the cache, as store_cache() does. rotates: with RoPE. has_splits:
+// tiles may have several KV splits (not with kLean). own_rows: most rows of a tile, if own.
 template <int kDim, CacheType kType, bool kLean>
 __global__ void __launch_bounds__(threads(kLean), kLean ? 2 : 1)
     attend_decode_kernel(const __grid_constant__ Attention a, const AttentionTile* tiles, int count, bool has_splits,
@@ -464,10 +465,10 @@ __global__ void __launch_bounds__(threads(kLean), kLean ? 2 : 1)
        *own_values = own_keys + own_rows * S::kRow;
   const uint32_t ring = shared_address(own_values + own_rows * S::kRow);
   const uint32_t full = shared_address(shared.full), empty = shared_address(shared.empty);
-  // By a thread of each warp: threads of one take turns, which for 24 barriers was half a microsecond.
+  // One thread of each warp: in a single warp the threads ran in turn, which took half a microsecond for 24 barriers.
   for (int stage = threadIdx.x / 32; threadIdx.x % 32 == 0 && stage < stages; stage += threads(kLean) / 32)
     init_barrier(full + 8 * stage, 32 * producers(kLean)), init_barrier(empty + 8 * stage, kConsumers);
-  // What a step is has been there since before its first kernel, and so have positions before its rows' in the cache.
+  // No wait yet: tiles, tables and earlier positions in the cache were written before the step's first kernel.
   Begin begin = share_out_tiles(a, count);
   if (several && threadIdx.x < 32) {
     begin = share_out(a, tiles, count);
@@ -488,7 +489,7 @@ __global__ void __launch_bounds__(threads(kLean), kLean ? 2 : 1)
     const DecodeRows& rows = splits.rows();
     if (!rows.count) continue;
     if (begins) {
-      if (!first) consumers_meet();  // nobody reads the rows before any more
+      if (!first) consumers_meet();  // no warp reads the previous tile's rows any more
       attender.begin_tile(splits, own, rotates, rope), first = false;
       attender.begin_part();
       begins = false, merges = splits.split() == rows.first_split;
@@ -512,9 +513,9 @@ __global__ void __launch_bounds__(threads(kLean), kLean ? 2 : 1)
     }
   }
   if (!several || shared.begin.whole) return;
-  // Others may have something of what this block began with, and of what it ended with.
+  // Other CTAs may have parts of this CTA's first tile and of its last tile.
   begin = shared.begin;
-  consumers_meet();  // nobody reads the ring any more
+  consumers_meet();  // no warp reads the ring any more
   const bool same = begin.tile == splits.tile() && begin.kv_head == splits.kv_head(),
              end = threadIdx.x >= 32 * kMergers;
   if (same && !end) return;
@@ -523,8 +524,8 @@ __global__ void __launch_bounds__(threads(kLean), kLean ? 2 : 1)
   if (part.blocks > 1) merge_part<kDim>(a, part, shared, ring, stages * S::kTensor / kConsumers);
 }
 
-// A ring has room for the blocks of a KV split's keys side by side (decode_plan.h): by that, warps that wait for one
-// know it from the one before.
+// The ring has a stage for each block of a KV split's keys (decode_plan.h). So a waiting warp cannot confuse its block
+// with the previous block in the same stage.
 template <int kDim, CacheType kType>
 void start_decode(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own, const Rope* rope,
                   const Queue& queue) {
@@ -538,7 +539,7 @@ void start_decode(const Attention& a, const AttentionTile* tiles, int count, boo
     start(queue, kernel, dim3(std::min(all, blocks)), threads, bytes, a, tiles, count, several, own, rope != nullptr,
           rope ? *rope : Rope(), rows, stages);
   };
-  if constexpr (kDim <= 128) {  // a warp has a KV split's keys in a stage of its own
+  if constexpr (kDim <= 128) {  // a CTA needs a stage for each block of a KV split's keys
     if (!several && all > there && half >= kBlocks * S::kTensor)
       return launch(attend_decode_kernel<kDim, kType, true>, threads(true), 2 * there,
                     std::min(half / S::kTensor, kMostStages));

@@ -7,18 +7,18 @@ namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace decode {
 
-// Keys, or values, of 64 positions in shared memory, as they are in the cache.
+// Layout of the keys or values of 64 positions in shared memory, with the types of the cache.
 template <int kDim, CacheType kType>
 struct Shape {
   static constexpr bool kQuants = kType != CacheType::dtype16, kScaled = kQuants && kType != CacheType::float8;
   static constexpr int kBits = kType == CacheType::dtype16 ? 16 : kType == CacheType::uint4 ? 4 : 8;
-  static constexpr int kBytes = kDim * kBits / 8, kRow = kBytes + 16;  // of a position: rows lie in different banks
-  static constexpr int kScales = kTokens * kRow;                       // where they are, and then minimums
+  static constexpr int kBytes = kDim * kBits / 8, kRow = kBytes + 16;  // of a position; padding avoids bank conflicts
+  static constexpr int kScales = kTokens * kRow;                       // offset of the scales; minimums follow
   static constexpr int kTensor = kScales + (kScaled ? 2 * kTokens * 4 : 0);
-  static constexpr int kStride = kDim + 8;  // of queries
+  static constexpr int kStride = kDim + 8;  // of a query, in 16-bit values
 };
 
-// The ring's part of a warp that copies.
+// A copying warp's part: copies keys and values of the CTA's KV splits to the ring.
 template <int kDim, CacheType kType, int kProducers>
 __device__ void copy_splits(const Attention& a, KvSplits splits, bool own, uint32_t full, uint32_t empty, uint32_t ring,
                             int stages) {
@@ -28,14 +28,14 @@ __device__ void copy_splits(const Attention& a, KvSplits splits, bool own, uint3
   const int warp = threadIdx.x / 32 - kConsumers, lane = threadIdx.x % 32;
   const int size = a.cache.span_size, shift = 31 - __clz(size), within = size - 1;
   const size_t span_bytes = a.cache.span_bytes();
-  if (!own) await_previous();  // the tile's own rows entered the cache there
+  if (!own) await_previous();  // the previous kernel stores the tile's own rows
   PipelineStage place;
   for (; splits.left(); splits.next()) {
     const DecodeRows& rows = splits.rows();
     if (!rows.count) continue;
     const Extent extent(rows, splits.split());
-    const int known = own ? min(extent.start, extent.last + 1) : extent.last + 1;  // positions before are in the cache
-    // A KV split's spans, at most 16, each with a lane.
+    const int known = own ? min(extent.start, extent.last + 1) : extent.last + 1;  // earlier positions are in the cache
+    // Each lane has one of the KV split's spans, at most 16.
     const int first_span = extent.begin >> shift, at_lane = first_span + lane % 16;
     const int spans = at_lane << shift < known ? a.tables[rows.tile.table + at_lane] : 0;
     const char* head = a.cache.data + splits.kv_head() * a.cache.head_bytes();
@@ -45,7 +45,7 @@ __device__ void copy_splits(const Attention& a, KvSplits splits, bool own, uint3
       const int begin = extent.begin + (value ? tensor - extent.blocks : tensor) * kTokens;
       wait_barrier(empty + 8 * place.stage, place.parity ^ 1);
       const uint32_t to = ring + place.stage * S::kTensor;
-      if constexpr (kProducers == 4) {  // sooner: all of them are asked for one after the other
+      if constexpr (kProducers == 4) {  // faster: all copies are issued back to back
 #pragma unroll
         for (int i = 0; i < (kAll + kCopiers - 1) / kCopiers; i++) {
           const int each = i * kCopiers + warp * 32 + lane, token = each / kChunks, at = begin + token;
@@ -57,8 +57,8 @@ __device__ void copy_splits(const Attention& a, KvSplits splits, bool own, uint3
           copy_16(to + token * S::kRow + chunk, from, there);
         }
       } else {
-        // In few registers: 16 positions are adjacent in the cache, as no span is smaller, so a copy's addresses are
-        // those of the first and what is known to the compiler.
+        // Uses few registers: 16 positions are adjacent in the cache because no span is smaller, so copies have
+        // constant offsets from the first.
         constexpr int kAdjacent = 16, kTogether = kAdjacent * kChunks;
 #pragma unroll 1
         for (int first = warp * kAdjacent; first < kTokens; first += kProducers * kAdjacent) {
@@ -75,7 +75,7 @@ __device__ void copy_splits(const Attention& a, KvSplits splits, bool own, uint3
           }
         }
       }
-      if (S::kScaled && warp == 0) {  // scales and minimums, of four positions each
+      if (S::kScaled && warp == 0) {  // scales or minimums of four positions per lane
         const int which = lane / 16, token = lane % 16 * 4, at = begin + token;
         const int span = __shfl_sync(0xffffffffu, spans, (at >> shift) - first_span),
                   count = min(max(known - at, 0), 4);

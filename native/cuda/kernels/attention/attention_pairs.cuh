@@ -1,5 +1,5 @@
-// Attention of a warp's 16 (row, query head) pairs by mma.sync (after Dao, "FlashAttention-2", 2023), over 16-bit keys
-// and values in shared memory.
+// A warp computes attention of 16 (row, query head) pairs by mma.sync (after Dao, "FlashAttention-2", 2023), over
+// 16-bit keys and values in shared memory.
 #pragma once
 #include "cuda/kernels/attention/attention.cuh"
 
@@ -9,13 +9,13 @@ namespace AS_DTYPE16 {
 template <int kDim>
 class WarpPairs {
  public:
-  // Warps that have the same pairs: all scores, but each a part of the features of the values.
+  // Warps that share pairs: each computes all scores, but only a part of the value features.
   static constexpr int kShare = kDim > 128 ? 2 : 1;
   static constexpr int kPairs = 16, kTokens = 64;                            // positions at a time
-  static constexpr int kStride = kDim + 8, kTensor = kTokens * kStride * 2;  // values of a row, which lie in different
-                                                                             // banks; bytes of keys, or of values
-  static constexpr int kQueries = kDim > 128 ? kPairs* kStride * 2 : 0;  // bytes of shared memory, of a warp's pairs
-  // first: of the tile's pairs; part: of the features. queries: where they stay, once all threads have met.
+  static constexpr int kStride = kDim + 8, kTensor = kTokens * kStride * 2;  // values of a row, padded against bank
+                                                                             // conflicts; bytes of keys, or of values
+  static constexpr int kQueries = kDim > 128 ? kPairs* kStride * 2 : 0;      // shared bytes for a warp's queries
+  // first: the warp's first pair; part: its part of the features. queries: in shared memory, read after a barrier.
   __device__ WarpPairs(const Attention& a, const TileRows& rows, int kv_head, int first, int part, uint32_t queries)
       : a_(a), rows_(rows), kv_head_(kv_head), first_(first), part_(part), queries_(queries), factor_(score_factor(a)) {
 #pragma unroll
@@ -40,7 +40,7 @@ class WarpPairs {
   }
 
   __device__ __forceinline__ void begin_split() { clear(out_, most_, sum_); }
-  // Positions from `begin` on; keys, values: where they are in shared memory.
+  // Adds kTokens positions from `begin` on. keys, values: addresses in shared memory.
   __device__ __forceinline__ void attend(uint32_t keys, uint32_t values, int begin) {
     const int lane = threadIdx.x % 32;
     float scores[kTokens / 8][4];
@@ -137,7 +137,7 @@ class WarpPairs {
     }
   }
 
-  // A KV split becomes a part of the total, which is then written.
+  // Merges the KV split into the total.
   __device__ __forceinline__ void add_split() {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -167,7 +167,7 @@ class WarpPairs {
 
  private:
   static constexpr int kSteps = kDim / 16, kValues = kDim / 8 / kShare;
-  // Of a thread's two pairs: values[v][2 h] and the next are features 8 v + 2 (lane % 4) of the part, and the next.
+  // values[v][2 h] and values[v][2 h + 1] are features 8 v + 2 (lane % 4) and the next, of a thread's pair h.
   using Values = float[kValues][4];
 
   __device__ __forceinline__ int pair(int h) const { return first_ + threadIdx.x % 32 / 4 + 8 * h; }

@@ -1,5 +1,5 @@
-// Prefill attention over 16-bit caches by mma.sync: four warps of 16 pairs share keys and values in shared memory. 64
-// positions at a time are copied while the ones before are computed. Decode: attention_decode.cu.
+// Prefill attention over 16-bit caches by mma.sync: four warps of 16 pairs share keys and values in shared memory. The
+// next 64 positions are copied while the current 64 are computed. Decode: attention_decode.cu.
 #include "cuda/kernels/attention/attention_mma.h"
 #include "cuda/kernels/attention/attention_pairs.cuh"
 #include "cuda/kernels/attention/decode_plan.h"
@@ -11,9 +11,9 @@ namespace {
 constexpr int kTokens = 64, kWarps = 4;  // positions at a time
 
 template <int kDim>
-constexpr int kGroups = kWarps / WarpPairs<kDim>::kShare;  // of warps that have the same pairs
+constexpr int kGroups = kWarps / WarpPairs<kDim>::kShare;  // groups of warps that share pairs
 template <int kDim>
-constexpr int kPairs = kGroups<kDim> * WarpPairs<kDim>::kPairs;  // of a CTA
+constexpr int kPairs = kGroups<kDim> * WarpPairs<kDim>::kPairs;  // pairs of a CTA
 template <int kDim>
 constexpr int kShared = 2 * 2 * WarpPairs<kDim>::kTensor +
                         kGroups<kDim> * WarpPairs<kDim>::kQueries;  // bytes: two stages of keys and values, and queries
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(32 * kWarps) attend_mma_kernel(Attention a, co
 
   const int size = a.cache.span_size;
   const auto fetch = [&](int begin, int stage) {
-    // Which spans the block has, at most four: one read by as many lanes, not one for each token.
+    // The block has at most four spans. Lanes read them once and share them, instead of one read for each token.
     constexpr int kSpans = kTokens / 16, kChunks = kDim / 8;
     const int first = begin / size, own = first + min(lane, kSpans - 1);
     const int spans = own * size <= last ? table[own] : 0;

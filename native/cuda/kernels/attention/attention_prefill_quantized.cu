@@ -1,5 +1,5 @@
-// Prefill attention over quantized caches by mma.sync: as attention_prefill_mma.cu, but the cached bytes of 64
-// positions are copied ahead as they are, and all warps of a CTA then convert them to bfloat16 in shared memory.
+// Prefill attention over quantized caches by mma.sync. It differs from attention_prefill_mma.cu in this: the quantized
+// bytes of 64 positions are prefetched, then all warps of a CTA convert them to bfloat16 in shared memory.
 // Decode: attention_decode.cuh.
 #include "cuda/kernels/attention/attention_mma.h"
 #include "cuda/kernels/attention/attention_pairs.cuh"
@@ -18,13 +18,13 @@ struct Shape {
   static constexpr bool kScaled = kType != CacheType::float8;
   static constexpr int kRaw = 2 * kTokens * kRow + (kScaled ? 4 * kTokens * 4 : 0);
   using Pairs = WarpPairs<kDim>;
-  static constexpr int kGroups = kWarps / Pairs::kShare;                    // of warps that have the same pairs
-  static constexpr int kStride = Pairs::kStride, kTensor = Pairs::kTensor;  // widened
-  static constexpr int kQueries = 2 * kTensor + 2 * kRaw;  // where they are: behind two stages as they are in the cache
+  static constexpr int kGroups = kWarps / Pairs::kShare;                    // groups of warps that share pairs
+  static constexpr int kStride = Pairs::kStride, kTensor = Pairs::kTensor;  // as 16-bit values
+  static constexpr int kQueries = 2 * kTensor + 2 * kRaw;  // offset of queries, behind two stages of cached bytes
   static constexpr int kShared = kQueries + kGroups * Pairs::kQueries;
 };
 
-// Eight quantized values, a row's from a multiple of eight on.
+// Dequantizes eight adjacent values. The number of the first feature is a multiple of eight.
 template <CacheType kType>
 __device__ uint4 widened_eight(const char* from, float scale, float minimum) {
   float x[8];
@@ -33,7 +33,7 @@ __device__ uint4 widened_eight(const char* from, float scale, float minimum) {
 #pragma unroll
     for (int j = 0; j < 8; j++) x[j] = from_e4m3((uint8_t)((j < 4 ? quants.x : quants.y) >> j % 4 * 8));
   } else {
-    // 2^23 + q: q is the lowest bits of a fraction of 23.
+    // The bits 0x4b000000 | q are the float 2^23 + q: q is in the low bits of the 23-bit fraction.
     if constexpr (kType == CacheType::int8) {
       const uint2 quants = *reinterpret_cast<const uint2*>(from);
 #pragma unroll
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kThreads) attend_quantized_kernel(Attention a,
   const int size = a.cache.span_size;
   const auto fetch = [&](int begin, int stage) {
     if (begin <= last) {
-      // Which spans the block has, at most four: one read by as many lanes, not one for each token.
+      // The block has at most four spans. Lanes read them once and share them, instead of one read for each token.
       constexpr int kSpans = kTokens / 16, kChunks = S::kRow / 16;
       const int first = begin / size, own = first + min(lane, kSpans - 1);
       const int spans = own * size <= last ? table[own] : 0;
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kThreads) attend_quantized_kernel(Attention a,
         copy_16(to + token * S::kRow + chunk * 16, from);
         copy_16(to + (kTokens + token) * S::kRow + chunk * 16, from + (size_t)size * S::kRow);
       }
-      if (S::kScaled && threadIdx.x < kTokens) {  // scales and minimums of four positions each
+      if (S::kScaled && threadIdx.x < kTokens) {  // scales or minimums of four positions per thread
         const int which = threadIdx.x / 16, token = threadIdx.x % 16 * 4, at = begin + token;
         const int span = __shfl_sync(0xffffffffu, spans, at / size - first);
         if (at <= last)
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kThreads) attend_quantized_kernel(Attention a,
     }
     commit_copies();
   };
-  // What is not there becomes zero.
+  // Positions after the last become zero.
   const auto widen = [&](int begin, int stage) {
     constexpr int kEights = kDim / 8;
     const char* raw = shared + 2 * kTensor + stage * S::kRaw;
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kThreads) attend_quantized_kernel(Attention a,
     pairs.begin_split();
     for (const int end = min((split + 1) * kKvSplitTokens, last + 1); begin < end; begin += kTokens, stage ^= 1) {
       wait_copies<1>();
-      __syncthreads();  // nobody reads what was widened before any more
+      __syncthreads();  // no warp reads the previous block any more
       widen(begin, stage);
       __syncthreads();
       fetch(begin + 2 * kTokens, stage);

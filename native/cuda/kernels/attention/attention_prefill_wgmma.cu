@@ -1,8 +1,8 @@
 // Prefill attention over 16-bit caches by wgmma (after Shah et al., "FlashAttention-3", 2024). Two warpgroups have 64
-// pairs each; while one computes softmax weights, its previous product with the values and the products of the other
+// pairs each. While one computes softmax weights, its previous product with the values and the products of the other
 // warpgroup continue. A third warpgroup copies keys and values to shared memory, 64 positions at a time, several stages
-// ahead and on into the next tile: CTAs are persistent. Recipe and bits are those of attention_prefill_mma.cu: products
-// are the same chains, and a thread has the same values.
+// ahead and into the next tile, as CTAs are persistent. Algorithm and bits are those of attention_prefill_mma.cu:
+// products add in the same order, and a thread has the same values.
 #include <algorithm>
 
 #include "cuda/kernels/attention/attention.cuh"
@@ -14,10 +14,10 @@ namespace AS_DTYPE16 {
 namespace {
 
 [[maybe_unused]] constexpr int kTokens = kBlock;  // positions at a time
-constexpr int kGroups = kPrefillPairs / kBlock;   // warpgroups, of as many pairs
+constexpr int kGroups = kPrefillPairs / kBlock;   // computing warpgroups, kBlock pairs each
 constexpr int kThreads = 128 * (1 + kGroups), kStages = 5;
 
-// Keys of 64 positions are blocks of 64 features (tiles.h) one after the other, and so are values, and pairs' queries.
+// Keys of 64 positions are stored as consecutive blocks of 64 features (tiles.h). So are values and queries.
 template <int kDim>
 struct Shape {
   static constexpr int kBlocks = kDim / kBlock, kTensorBytes = kBlocks * kBlockBytes, kStageBytes = 2 * kTensorBytes;
@@ -25,12 +25,12 @@ struct Shape {
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// A tile and a KV head; none: there is nothing more to do.
+// A tile and a KV head. A negative kv_head ends the work.
 struct Item {
   AttentionTile tile;
   int kv_head;
 };
-// More items than these are never on their way: each has a stage at least.
+// Enough places for the items in flight: each item has at least one stage.
 constexpr int kItems = 8;
 static_assert(kItems >= kStages + 2);
 struct Barriers {
@@ -38,14 +38,14 @@ struct Barriers {
   Item items[kItems];
 };
 
-// What threads wrote into shared memory is there for wgmma. Who copies does not say so: that would wait for all copies
-// that are under way.
+// Makes shared memory that threads wrote visible to wgmma. Computing warps call it for copied data: in copying warps it
+// would wait for all copies in flight.
 __device__ void written_for_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// Arrives once all that this thread has asked for is there.
+// Arrives once all copies that this thread has issued are complete.
 __device__ void arrive_with_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
-// Where barriers of stages are: as the compiler need not find out again for each.
+// Addresses of the stages' barriers, in registers: otherwise the compiler recomputes them for each use.
 struct Stages {
   uint32_t full, empty;
 
@@ -57,20 +57,20 @@ struct Stages {
   __device__ uint32_t empty_at(int stage) const { return empty + stage * (int)sizeof(uint64_t); }
 };
 
-// Positions from `begin` to `last`, by a warpgroup.
+// A warpgroup copies the positions from `begin` to `last`.
 template <int kDim>
 __device__ void copy_context(const Attention& a, const int* table, int kv_head, int begin, int last, uint32_t stages,
                              const Stages& barriers, Pipeline<kStages>& ring) {
-  constexpr int kChunks = kDim / 8, kStep = 128 / kChunks;  // pieces of 16 bytes of a head; positions copied at once
-  constexpr int kSide = 16;                                 // positions that lie side by side: spans have as many
+  constexpr int kChunks = kDim / 8, kStep = 128 / kChunks;  // 16-byte chunks of a head; positions copied at once
+  constexpr int kSide = 16;                                 // adjacent positions: no span is smaller
   constexpr int kBytes = kDim * 2;                          // of a position
   const int shift = __ffs(a.cache.span_size) - 1, within = a.cache.span_size - 1, lane = threadIdx.x % 32;
   const int chunk = threadIdx.x % kChunks, own = threadIdx.x / kChunks;
-  static_assert(kStep % 8 == 0 && kSide % kStep == 0);  // so that a thread's pieces are at the same place of their rows
+  static_assert(kStep % 8 == 0 && kSide % kStep == 0);  // a thread's chunks have one place in all rows
   const int place = chunk / 8 * kBlockBytes + chunk_offset(own, chunk % 8), own_bytes = own * kBytes + chunk * 16;
   const char* head = a.cache.data + kv_head * a.cache.head_bytes();
   const size_t span_bytes = a.cache.span_bytes(), values_behind = (size_t)a.cache.span_size * kBytes;
-  // Where 64 positions are, 16 by 16: each found by a lane, ahead of its use.
+  // Addresses of 64 positions, 16 by 16: each lane computes one, ahead of its use.
   const auto find = [&](int position) {
     const int at = position + min(lane, kTokens / kSide - 1) * kSide;
     return reinterpret_cast<uint64_t>(head + (at <= last ? table[at >> shift] : 0) * span_bytes +
@@ -98,15 +98,15 @@ __device__ void copy_context(const Attention& a, const int* table, int kv_head, 
   }
 }
 
-// kept: all ones, or zero, which such a piece then is.
+// kept: a mask: all ones, or zero to write zeros.
 __device__ void put_chunk(char* to, int pair, int chunk, const float (&x)[8], uint32_t kept) {
   *reinterpret_cast<uint4*>(to + chunk / 8 * kBlockBytes + chunk_offset(pair, chunk % 8)) =
       make_uint4(to_dtype16x2(x[0], x[1]) & kept, to_dtype16x2(x[2], x[3]) & kept, to_dtype16x2(x[4], x[5]) & kept,
                  to_dtype16x2(x[6], x[7]) & kept);
 }
 
-// Queries of 64 pairs from `first` on, by a warpgroup; rotates: rotated, halves with halves, as store_cache() does it.
-// All are on their way before the first is needed: nobody multiplies meanwhile.
+// A warpgroup copies the queries of 64 pairs from `first` on. rotates: with RoPE that pairs the halves of heads, as in
+// store_cache(). All loads are issued before the first result is used, since no products hide their latency.
 template <int kDim, bool rotates>
 __device__ void copy_queries(const Attention& a, const TileRows& rows, int first, int kv_head, const RotaryTable& t,
                              char* to) {
@@ -146,7 +146,7 @@ __device__ void copy_queries(const Attention& a, const TileRows& rows, int first
   written_for_products();
 }
 
-// What a warpgroup has of its 64 pairs; a thread, of two: number i of `values` and `scores` is of pair
+// A warpgroup's state for its 64 pairs. Each thread has two pairs: element i of `values` and `scores` belongs to pair
 // 16 * warp + lane / 4 + 8 * (i % 4 / 2).
 template <int kDim, bool kCapped>
 class Attender {
@@ -174,8 +174,8 @@ class Attender {
     }
     commit_wgmma();
   }
-  // Scores become weights, while products with the weights before may be under way: what was seen before in the KV
-  // split is made relative to the new maximum afterwards, by shrink_values(). first: of a KV split; the one before may
+  // Turns scores into weights, while products with the previous weights may still run. shrink_values() rescales the KV
+  // split's earlier values to the new maximum afterwards. first: first scores of a KV split; the previous KV split may
   // not have ended yet.
   __device__ void weigh(int begin, bool first) {
     const bool whole = begin + kTokens - 1 <= min(positions_[0], positions_[1]) && begin >= max(least_[0], least_[1]);
@@ -213,14 +213,13 @@ class Attender {
 #pragma unroll
     for (int h = 0; h < 2; h++) sum_[h] = summed(sum_[h], by_[h], halves[h]);
   }
-  // What was seen before in the KV split is made relative to its maximum now. Once no products with weights are under
-  // way.
+  // Rescales the KV split's earlier values to its new maximum. Call it when no products with weights are running.
   __device__ void shrink_values() {
     if (!__any_sync(0xffffffffu, by_[0] != 1 || by_[1] != 1)) return;
 #pragma unroll
     for (int i = 0; i < kValues; i++) values_[i] *= by_[i % 4 / 2];
   }
-  // Likewise.
+  // Converts weights for the next product. Call it when no products with weights are running.
   __device__ void take_weights() {
 #pragma unroll
     for (int i = 0; i < kScores / 2; i++) weights_[i / 4][i % 4] = to_dtype16x2(scores_[2 * i], scores_[2 * i + 1]);
@@ -233,7 +232,7 @@ class Attender {
                                   s > 0 || !first);
     commit_wgmma();
   }
-  // Scores are products that were begun before the values' that are under way, if these are.
+  // kValuesToo: products with values, begun after those for the scores, may still run.
   template <bool kValuesToo>
   __device__ void wait_scores() {
     wait_wgmma<kValuesToo ? 1 : 0>();
@@ -243,7 +242,7 @@ class Attender {
     wait_wgmma<0>();
     settle(values_);
   }
-  // What the KV split gave goes to the total. begun: the next KV split's first scores are weighed already.
+  // Merges the KV split into the total. begun: weigh() has already begun the next KV split.
   __device__ void end_split(bool begun) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -308,7 +307,7 @@ class Attender {
 };
 #endif
 
-// Rows' queries of a tile are on their way into the second-level cache.
+// Prefetches a tile's queries into the L2 cache.
 template <int kDim>
 __device__ void ask_for_queries(const Attention& a, const TileRows& rows, int kv_head) {
   constexpr int kLines = kDim / 32;
@@ -345,7 +344,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (threadIdx.x == 0) barriers.items[number % kItems] = item;
       number++;
     };
-    // Tiles that see most come first, and CTAs take them there and back: so all have as much.
+    // Tiles that see most positions come first. CTAs reverse their order every turn, which balances the work.
     for (int turn = 0;; turn++) {
       const int own = turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x, i = turn * gridDim.x + own;
       if (i >= count * a.cache.kv_heads) break;
@@ -381,8 +380,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int last = rows.position(rows.count - 1);
     int begin = rows.first_split * kKvSplitTokens;
     if (group * kBlock >= rows.count) {
-      // No products here make warps wait for each other; one that the others leave more than a turn of the ring behind
-      // would wait for a stage that has long been full, and without end.
+      // No products synchronize the warps here. Without all_here(), a warp that falls more than a turn of the ring
+      // behind the others would miss the phase of a stage and wait forever.
       for (; begin <= last; begin += kTokens, ring.next()) {
         barrier_wait(at_stage.full_at(ring.stage), ring.parity);
         all_here();
@@ -390,14 +389,14 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
       continue;
     }
-    all_here();  // nobody computes with the queries before any more
+    all_here();  // no warp uses the previous queries any more
     char* own = shared + group * S::kTensorBytes;
     if (rotates) copy_queries<kDim, true>(a, rows, group * kBlock, item.kv_head, table, own);
     else copy_queries<kDim, false>(a, rows, group * kBlock, item.kv_head, table, own);
     all_here();
     Attender<kDim, kCapped> attender(a, rows, group * kBlock, queries + group * S::kTensorBytes);
-    // Warpgroups, if both have pairs, begin products by turns, scores and values at a time: so that weights of one are
-    // computed while products of the other are.
+    // If both warpgroups have pairs, they take turns at beginning products for scores and values: one computes weights
+    // while the products of the other run.
     const bool both = rows.count > kBlock;
     const auto await_turn = [&] {
       if (both) asm volatile("bar.sync %0, 256;" ::"r"(3 + group) : "memory");
@@ -417,7 +416,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     attender.template wait_scores<false>();
     attender.weigh(begin, true);
-    int before = -1;  // the stage of the values before
+    int before = -1;  // the stage of the previous values
     const auto take_weights = [&] {
       attender.wait_values();
       if (before >= 0) release(before);

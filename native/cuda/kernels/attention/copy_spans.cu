@@ -6,7 +6,7 @@ namespace as::cuda {
 namespace {
 
 constexpr int kThreads = 256, kEach = 16;
-constexpr size_t kChunk = (size_t)kThreads * kEach * sizeof(uint4);  // of a CTA
+constexpr size_t kChunk = (size_t)kThreads * kEach * sizeof(uint4);  // bytes of a CTA
 
 __global__ void __launch_bounds__(kThreads) copy_kernel(const SpanPart* parts, const SpanPair* pairs, bool saves) {
   after_previous();
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kThreads) copy_kernel(const SpanPart* parts, c
 
 void copy_spans(const SpanPart* parts, int layers, size_t largest, const SpanPair* pairs, int count, bool saves,
                 const Queue& queue) {
-  constexpr int kMost = 32768;  // of the grid's third dimension
+  constexpr int kMost = 32768;  // most pairs in the grid's third dimension
   for (int first = 0; first < count; first += kMost)
     start(queue, copy_kernel,
           dim3(ceil_div(largest, (int)kChunk), layers, count - first < kMost ? count - first : kMost), kThreads, 0,

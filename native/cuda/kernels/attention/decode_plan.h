@@ -1,4 +1,4 @@
-// Shared memory of attention kernels: what decides whether a chip can run them.
+// Shared memory of attention kernels, which decides whether a GPU can run them.
 #pragma once
 #include "cuda/kernels/attention/attention.h"
 
@@ -6,11 +6,11 @@ namespace as::cuda {
 
 constexpr int kPrefillShared256 = 152064;  // bytes of a CTA of prefill with heads of 256 features, of any cache type
 
-// A CTA of attention_decode(): what it has beside queries, own rows and the ring of keys and values; positions of a
-// stage of the ring, and how many stages it needs at least.
+// A CTA of attention_decode(): its bytes besides queries, own rows and the ring of keys and values; positions of a
+// stage of the ring; the fewest stages of the ring.
 constexpr int kDecodeFixed = 11680, kDecodeTokens = 64, kDecodeStages = kKvSplitTokens / kDecodeTokens;
 
-// Whether a CTA has room. own_rows: of a tile, that the kernel stores in the cache itself.
+// Whether a CTA's shared memory suffices. own_rows: rows of a tile that the kernel stores in the cache itself.
 constexpr bool decode_fits(CacheType type, int head_dim, int own_rows, int shared_bytes) {
   const int bits = type == CacheType::dtype16 ? 16 : type == CacheType::uint4 ? 4 : 8;
   const int row = head_dim * bits / 8 + 16, scales = type == CacheType::int8 || type == CacheType::uint4 ? 8 : 0;

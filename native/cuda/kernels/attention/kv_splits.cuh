@@ -7,16 +7,16 @@ namespace AS_DTYPE16 {
 namespace decode {
 
 constexpr int kTokens = 64,
-              kBlocks = kKvSplitTokens / kTokens;  // of a stage; stages of keys of a KV split, and as many of values
+              kBlocks = kKvSplitTokens / kTokens;  // of a stage; stages of a KV split's keys, and as many of its values
 constexpr int kConsumers = 8;                      // warps that compute
-// Warps that copy, and all threads; lean: of a kernel whose blocks share an SM.
+// Copying warps, and all threads of a CTA. lean: for the kernel that runs two CTAs on an SM.
 __host__ __device__ constexpr int producers(bool lean) { return lean ? 2 : 4; }
 __host__ __device__ constexpr int threads(bool lean) { return 32 * (kConsumers + producers(lean)); }
-constexpr int kReserved = 1 << 10;  // of a block's shared memory, for the system
+constexpr int kReserved = 1 << 10;  // bytes of a CTA's shared memory that the system reserves
 constexpr int kShortStages = 6, kMostStages = 24;
 
-// Of the KV splits that a CTA has: where they begin, how many, and the number of the first among all. Each
-// block has so many, the first ones one more; or all of a tile and a KV head.
+// The KV splits of a CTA: where they begin, their count, and the number of the first among all. Each CTA has `each`
+// splits, and the first `more` CTAs have one more. whole: a CTA has all splits of a tile and KV head instead.
 struct Begin {
   int tile, kv_head, split, count, number;
   int each, more;
@@ -31,15 +31,15 @@ struct Begin {
 
 struct Shared {
   uint64_t full[kMostStages], empty[kMostStages];
-  uint4 weights[kKvSplitTokens / 16][32];  // of 16 positions each, as mma.sync's first operand
-  float maxima[kDecodePairs][kConsumers], sums[kConsumers][kDecodePairs][4];  // of a warp's positions
-  float shrunk[kBlocks][kDecodePairs];  // what is left of a KV split's sums before each of its blocks
-  float own_scales[4][kDecodePairs];    // of the tile's own rows: keys' scales and minimums, and values'
+  uint4 weights[kKvSplitTokens / 16][32];  // of 16 positions each, as first operand of mma.sync
+  float maxima[kDecodePairs][kConsumers], sums[kConsumers][kDecodePairs][4];  // over a warp's positions
+  float shrunk[kBlocks][kDecodePairs];  // factors that rescale a KV split's sums before each block
+  float own_scales[4][kDecodePairs];    // of the tile's own rows: keys' scales and minimums, then values'
   Begin begin;
 };
 
-// A warp shares out the KV splits of all tiles, KV head by KV head: equal parts, or to each block a tile and KV head,
-// where that is no more for any of them; then nothing is merged.
+// A warp distributes the KV splits of all tiles and KV heads over the CTAs in equal parts. If no CTA gets more that
+// way, each takes a whole tile and KV head instead, which needs no merge.
 __device__ inline Begin share_out(const Attention& a, const AttentionTile* tiles, int count) {
   const auto splits_of = [&](int tile) {
     const DecodeRows rows(a, tiles[tile], kDecodePairs);
@@ -92,18 +92,18 @@ __device__ inline Begin share_out(const Attention& a, const AttentionTile* tiles
   return share;
 }
 
-// Where no tile has several KV splits: a KV split of each, of those without rows, too. By each thread.
+// The distribution if each tile has one KV split; tiles without rows count, too. Every thread computes it.
 __device__ inline Begin share_out_tiles(const Attention& a, int count) {
   const int heads = a.cache.kv_heads, all = count * heads;
   Begin share;
   share.each = 1, share.more = 0;
-  if (all != gridDim.x) share.each = all / gridDim.x, share.more = all % gridDim.x;  // divisions take a while
+  if (all != gridDim.x) share.each = all / gridDim.x, share.more = all % gridDim.x;  // divisions are slow
   share.count = share.each + ((int)blockIdx.x < share.more), share.number = share.begin_of(blockIdx.x);
   share.tile = share.number / heads, share.kv_head = share.number % heads, share.split = 0;
   return share;
 }
 
-// The KV splits that a CTA has, one after the other.
+// Iterates over the KV splits of a CTA.
 class KvSplits {
  public:
   __device__ KvSplits(const Attention& a, const AttentionTile* tiles, bool several, const Begin& begin)
@@ -114,13 +114,13 @@ class KvSplits {
     if (!several) split_ = rows_.first_split;
   }
 
-  __device__ int left() const { return left_; }  // this one, and those after it
+  __device__ int left() const { return left_; }  // KV splits left, including this one
   __device__ int tile() const { return tile_; }
   __device__ int kv_head() const { return kv_head_; }
   __device__ int split() const { return split_; }
   __device__ int number() const { return number_; }  // of this KV split among all
   __device__ const DecodeRows& rows() const { return rows_; }
-  // Of this tile and KV head, the last that the block has; and on to what comes after it.
+  // The CTA's last KV split of this tile and KV head. next_tile() goes to the one after it.
   __device__ int last_own() const { return min(rows_.last_split, split_ + left_ - 1); }
   __device__ void next_tile() {
     for (int i = last_own() - split_; i >= 0; i--) next();
@@ -148,8 +148,8 @@ class KvSplits {
   DecodeRows rows_;
 };
 
-// Of a KV split: its positions, in blocks of 64, and which of them are in the cache: those of the tile's own rows are
-// not yet, if they enter it here.
+// The positions of a KV split, in blocks of 64. The tile's own rows have the positions from `start` on: if this kernel
+// stores them, they are not in the cache yet.
 struct Extent {
   int begin, last, start, blocks;
 
@@ -161,15 +161,15 @@ struct Extent {
 
 __device__ inline void consumers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(32 * kConsumers) : "memory"); }
 
-// What a CTA has of a tile and a KV head. The block that has the first KV splits merges them as it goes; what
-// these are together lies where the last of them has its place.
+// A CTA's part of a tile and a KV head. The CTA with the first KV splits merges them as it computes them, and writes
+// the result to the place of its last one.
 struct Part {
   int tile, kv_head;
   DecodeRows rows;
-  int blocks, own;  // that have a part; this one's number among them
-  int merged;       // the last KV split that is merged
+  int blocks, own;  // CTAs that have a part; this CTA's number among them
+  int merged;       // the last KV split that the first CTA has merged
 
-  // split: one of the block's; number: of this KV split among all.
+  // split: one of the CTA's KV splits; number: its number among all.
   __device__ Part(const Attention& a, const AttentionTile* tiles, int tile, int kv_head, int split, int number,
                   const Begin& begin)
       : tile(tile), kv_head(kv_head), rows(a, tiles[tile], kDecodePairs) {
@@ -180,15 +180,15 @@ struct Part {
   }
 };
 
-constexpr int kMergers = kConsumers / 2;  // warps of a block, of each of both ends of what it has
-constexpr int kMostLooks = 1 << 26;       // at what is waited for, which take at least half a minute
+constexpr int kMergers = kConsumers / 2;  // warps of a CTA that merge each end of its range
+constexpr int kMostLooks = 1 << 26;       // polls until a wait fails; at least half a minute
 
 __device__ inline int arrived(const int* arrivals) {
   int value;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(arrivals) : "memory");
   return value;
 }
-// A warp has left its part of a tile and a KV head for the merge.
+// Signals that a warp has written its part of a tile and KV head for the merge.
 __device__ inline void leave_part(const Attention& a, const KvSplits& splits) {
   __syncwarp();
   if (threadIdx.x % 32) return;
@@ -214,11 +214,10 @@ __device__ inline void put_two(const Rows& out, int row, int column, float first
     *reinterpret_cast<float2*>(out.values + (size_t)row * out.width + column) = make_float2(first, second);
 }
 
-// By kMergers warps that compute, of each block that shares a tile and a KV head: some of the results. They wait for
-// all of these blocks, which are there: there are no more than find room, and none waits before it has left its own
-// parts. If they are not, as when two such kernels have a part of the chip each, the step ends as an error and not
-// never. memory: shared, of `bytes` of each warp. Loops are not unrolled far: a kernel's instructions are not in the
-// SM's cache when they are first wanted.
+// In each CTA that shares a tile and KV head, kMergers computing warps merge some of the results. They wait for all of
+// these CTAs. This ends, as all CTAs of the grid run at once and none waits before it has written its own parts. If two
+// such kernels share the GPU and not all CTAs run, the step fails instead of hanging. memory: shared memory, `bytes`
+// for each warp. Loops are unrolled little because the SM must first fetch a kernel's instructions into its cache.
 template <int kDim>
 __device__ void merge_part(const Attention& a, const Part& part, Shared& shared, uint32_t memory, int bytes) {
   constexpr int kWide = kDim < 128 ? kDim : 128, kChunks = kDim / kWide, kLeaving = 1 << 16;  // features; of a pair
@@ -249,7 +248,7 @@ __device__ void merge_part(const Attention& a, const Part& part, Shared& shared,
       for (int i = 0; i < count; i++)
         if (has) copy_16(memory + i * kWide * 4, place(first + i, at));
       commit_copies();
-      // A lane has the factors of a KV split.
+      // Each lane computes the factors of one KV split.
       float now = fmaxf(most, own_most);
 #pragma unroll
       for (int step = 1; step < 32; step *= 2) {
@@ -276,7 +275,7 @@ __device__ void merge_part(const Attention& a, const Part& part, Shared& shared,
     put_two(a.out, row, column, share(total.x, all), share(total.y, all));
     put_two(a.out, row, column + 2, share(total.z, all), share(total.w, all));
   }
-  // Who leaves last makes it zero, as it is between launches.
+  // The last warp to leave resets the counter: it is zero between launches.
   if (lane == 0 && atomicAdd(arrivals, kLeaving) == (min(mergers, chunks) - 1) * kLeaving + warps) *arrivals = 0;
 }
 

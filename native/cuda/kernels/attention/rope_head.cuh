@@ -7,7 +7,7 @@ namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace decode {
 
-// A head of a row, normed (as head_norm() has it) and rotated if it is to be: a lane has every 32nd feature.
+// A head of a row, with optional norm (as head_norm() does) and RoPE. A lane has every 32nd feature.
 template <int kDim>
 struct RopeHead {
   static constexpr int kEach = (kDim + 31) / 32;
@@ -53,8 +53,8 @@ struct RopeHead {
     for (int i = 0; i < kEach; i++)
       if (const int f = i * 32 + threadIdx.x % 32; f < kDim) to[f] = to_dtype16(x[i]);
   }
-  // As it enters a quantized cache: quantized values to either place, scale and minimum in order there, `apart` floats
-  // apart.
+  // Quantizes for the cache. Quantized values go to `to` and `also`. In scales and also_scales the minimum follows the
+  // scale at a distance of apart and also_apart floats.
   template <CacheType kType>
   __device__ void quantize(char* to, char* also, float* scales, int apart, float* also_scales, int also_apart) const {
     constexpr int kBits = kType == CacheType::uint4 ? 4 : 8;
