@@ -17,8 +17,8 @@ struct Norm {
   float eps = 0;
   bool unit_offset = false;
 };
-// Limits of rows that a GEMM normalizes itself in shared memory: columns in 16 bits and in 8 bits, and bytes behind the
-// row that may be read.
+// Limits of rows that a GEMM normalizes itself in shared memory: columns of 16-bit rows, columns of 8-bit rows, and
+// bytes after the row that may be read.
 constexpr int kNormedColumns = 4096, kNormedBytes = 8192, kBehindRow = 8 * 16;
 void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Queue& queue);
 void add(float* x, const float* y, size_t count, const Queue& queue);
@@ -48,7 +48,7 @@ void select_rows(const float* in, const int* chosen, int rows, const Rows& out, 
 void to_tiles(const float* in, int rows, const Rows& out, const Queue& queue);
 
 struct RotaryTable {
-  const float *inverse = nullptr, *longer = nullptr;  // [dim / 2]; longer: null, or for positions from original_max on
+  const float *inverse = nullptr, *longer = nullptr;  // [dim / 2]; longer: null, or used beyond original_max
   int dim = 0;
   bool dynamic = false, powers = false;
   float attention_factor = 1;
@@ -72,7 +72,7 @@ void head_norm(float* x, int width, const HeadNorm& first, const HeadNorm& secon
 void rope(float* x, int width, const Heads& heads, const RotaryTable& table, bool interleaved, int rows,
           const Queue& queue);
 
-// silu_mul() of columns in pair_rows()' order. bias: null, or added first, in the unpaired order.
+// silu_mul() of columns in the order of pair_rows(). bias: null, or added first, in the order before pairing.
 void silu_mul_pairs(const float* in, const float* bias, int rows, const Rows& out, const Queue& queue);
 
 }  // namespace as::cuda

@@ -1,5 +1,5 @@
-// A row of activations that each CTA of a GEMM normalizes itself, with the bits of the norm kernels, while its first
-// weights are on their way: so it need not wait for a kernel in between.
+// A row of activations that each CTA of a GEMM normalizes itself while it loads its first weights, so that no norm
+// kernel has to run before it. The bits are those of the norm kernels.
 #pragma once
 #include "cuda/kernels/common/device.cuh"
 #include "cuda/kernels/norm/norm.h"
@@ -7,7 +7,7 @@
 namespace as::cuda {
 namespace AS_DTYPE16 {
 
-// So many adjacent columns of a row, which a thread has; zeros behind the row's end.
+// A thread's kCount adjacent columns of a row, with zeros after the row's end.
 template <int kCount>
 struct RowPart {
   static constexpr int kColumns = kCount;
@@ -26,7 +26,7 @@ struct RowPart {
     }
   }
   __device__ float operator[](int i) const { return values[i]; }
-  // In one order.
+  // Adds in a fixed order.
   __device__ float squares() const {
     float sum = 0;
 #pragma unroll
@@ -43,7 +43,7 @@ __device__ inline float norm_factor(float squares, int width, const Norm& norm) 
   return 1.0f / sqrtf(squares / width + norm.eps);
 }
 
-// Who has parts of the row, threads from the first on, meets; and then products by wgmma may read what they wrote.
+// meet() synchronizes the first kThreads threads. row_is_there() also makes their row visible to wgmma.
 template <int kThreads>
 __device__ inline void meet() {
   asm volatile("bar.sync 5, %0;" ::"n"(kThreads) : "memory");
@@ -55,13 +55,13 @@ __device__ inline void row_is_there() {
 #endif
   meet<kThreads>();
 }
-// Products want eight rows at least: for one that lies in shared memory as it is they find the second where this one's
-// next 16 bytes are, and so on, and make sums that nobody wants. So kBehindRow bytes lie behind the row.
+// A product has at least eight rows. With a single row in shared memory, each further row begins 16 bytes after the one
+// before it, and its sums are ignored. kBehindRow bytes after the row must therefore be readable.
 __device__ inline uint64_t row_descriptor(uint32_t address) {
   return (uint64_t)((address & 0x3ffff) >> 4) | 1ull << 16 | 1ull << 32;
 }
 
-// kKept: parts of a thread, from one to the next kThreads further.
+// kKept: parts of a thread, kThreads parts apart.
 template <class Part, int kThreads, int kKept_>
 class NormedRow {
  public:
@@ -70,7 +70,7 @@ class NormedRow {
     float squares[kWarps * kKept];
   };
 
-  // Nobody makes the norm's weights: they come before the kernel before this one has ended.
+  // No kernel writes the norm's weights: they are loaded before the previous kernel has ended.
   __device__ NormedRow(const Norm& norm, int width) : norm_(norm), width_(width) {
 #pragma unroll
     for (int i = 0; i < kKept; i++) weights_[i].read(norm.weight, place(i) * Part::kColumns, width);
@@ -91,7 +91,7 @@ class NormedRow {
 #pragma unroll
     for (int i = 0; i < kKept; i++) parts_[i].norm(factor, weights_[i], one);
   }
-  // Which part of the row the thread's number i is.
+  // The number in the row of the thread's part i.
   static __device__ int place(int i) { return i * kThreads + threadIdx.x; }
   __device__ const Part& operator[](int i) const { return parts_[i]; }
 
@@ -101,12 +101,12 @@ class NormedRow {
   Part parts_[kKept], weights_[kKept];
 };
 
-// The same rounded to 16 bits, of rows of few columns, as rms_norm() makes it.
+// A NormedRow of at most kNormedColumns columns, rounded to 16 bits as rms_norm() does.
 template <int kThreads>
 class RoundedRow : public NormedRow<RowPart<8>, kThreads, kNormedColumns / 8 / kThreads> {
  public:
   using NormedRow<RowPart<8>, kThreads, kNormedColumns / 8 / kThreads>::NormedRow;
-  // Parts [begin, begin + count) of the row, into shared memory.
+  // Writes parts [begin, begin + count) of the row to shared memory.
   __device__ void put(char* to, int begin, int count) const {
 #pragma unroll
     for (int i = 0; i < this->kKept; i++) {

@@ -16,11 +16,11 @@ __device__ float value_of(const Matrix& m, int row, int column) {
   return m.values[(size_t)row * m.k + column];
 }
 
-// The token that has been drawn of some parts, by a warp: 0 where there is none.
+// A warp merges the parts of an argmax and returns the token, or 0 if there is none.
 __device__ int sampled_token(const Argmax* parts) {
   static_assert(kArgmaxParts == 32);
   Argmax best = parts[threadIdx.x % 32];
-  for (int step = 1; step < 32; step *= 2) {  // lanes of lower ids keep what both have
+  for (int step = 1; step < 32; step *= 2) {  // on ties the lower id wins
     const Argmax later = {__shfl_down_sync(0xffffffffu, best.logit, step),
                           __shfl_down_sync(0xffffffffu, best.token, step),
                           __shfl_down_sync(0xffffffffu, best.not_finite, step)};
@@ -29,7 +29,7 @@ __device__ int sampled_token(const Argmax* parts) {
   return __shfl_sync(0xffffffffu, best.not_finite ? 0 : max(best.token, 0), 0);
 }
 
-// Of few rows several CTAs have one: whatever a value takes, it takes it once.
+// If there are few rows, several CTAs share one: each thread then waits for memory only once.
 __global__ void __launch_bounds__(kThreads)
     embed_kernel(Matrix table, const int* tokens, const Argmax* drawn, int vocab_begin, float scale, Rows out) {
   after_previous();
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kThreads)
   id -= vocab_begin;
   const bool there = id >= 0 && id < table.n;
   const int own = blockIdx.y * kThreads + threadIdx.x, step = gridDim.y * kThreads;
-  if (table.tiles) {  // eight columns lie side by side
+  if (table.tiles) {  // eight columns are adjacent
     for (int i = own * 8; i < table.k; i += step * 8) {
       const uint4 eight = there ? *reinterpret_cast<const uint4*>(table.tiles + tile_offset(id, i, blocks_of(table.k)))
                                 : make_uint4(0, 0, 0, 0);
@@ -59,9 +59,9 @@ __global__ void read_row_kernel(Matrix m, int row, float* out) {
   for (int i = threadIdx.x; i < m.k; i += kThreads) out[i] = value_of(m, row, i);
 }
 
-// kNormThreads: of a row; sums are as those of more threads, which would have nothing to add. kEights: how many times
-// eight values of its row a thread keeps in registers. kMany: a CTA has several rows, and the next is on
-// its way while it sums up one.
+// kNormThreads: threads of a row; more threads would add only zeros, so sums do not depend on their number. kEights:
+// groups of eight values that a thread keeps in registers. kMany: a CTA has several rows and prefetches the next one
+// while it sums one.
 template <int kNormThreads, int kEights, bool kMany>
 __global__ void __launch_bounds__(kNormThreads) rms_norm_kernel(const float* x, Norm norm, int rows, Rows out) {
   const int width = out.width;
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kNormThreads) rms_norm_kernel(const float* x, 
   const auto at = [](int i) { return (i * kNormThreads + (int)threadIdx.x) * 8; };
   let_next_begin();
 #pragma unroll
-  for (int i = 0; i < kEights; i++)  // nobody makes these: no need to wait for the kernel before
+  for (int i = 0; i < kEights; i++)  // no kernel writes weights, so they are read before the wait
     read_eight(norm.weight, at(i), width, weights[i]);
   await_previous();
   const auto read = [&](int row) {
@@ -110,7 +110,7 @@ __global__ void silu_mul_kernel(const float* in, Gating gating, Rows out) {
 }
 
 __device__ float gelu_tanh(float x) {
-  constexpr float kRoot = 0.7978845608028654f;  // of 2 / pi
+  constexpr float kRoot = 0.7978845608028654f;  // square root of 2 / pi
   return 0.5f * x * (1.0f + tanhf(kRoot * (x + 0.044715f * x * x * x)));
 }
 
@@ -122,8 +122,8 @@ __global__ void gelu_tanh_mul_kernel(const float* in, Rows out) {
   put(out, row, i, gelu_tanh(gate) * up);
 }
 
-// chosen: which row; null for the same. Tiles' padding becomes zero: other rows, of another width, may have been in the
-// same memory, and if they were no numbers, zeros of weights would not hide them.
+// chosen: the source of each row; null: the same row. Padding of tiles becomes zero: the memory may hold NaNs of rows
+// of another width, and products with zero weights would keep them.
 __global__ void copy_kernel(const float* in, const int* chosen, Rows out) {
   after_previous();
   const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x, blocks = blocks_of(out.width);
@@ -148,11 +148,11 @@ void read_row(const Matrix& matrix, int row, float* out, const Queue& queue) {
 
 void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Queue& queue) {
   const auto start_threads = [&](auto kernel, auto many, int threads) {
-    const int most = sm_count() * (1024 / threads);  // that run at once
+    const int most = sm_count() * (1024 / threads);  // CTAs that run at once
     if (rows <= most) start(queue, kernel, rows, threads, 0, x, norm, rows, out);
     else start(queue, many, most, threads, 0, x, norm, rows, out);
   };
-  const auto wide = rms_norm_kernel<512, 2, false>;  // which have enough on their way
+  const auto wide = rms_norm_kernel<512, 2, false>;  // has enough loads in flight without kMany
   if (out.width <= 8 * 128) start_threads(rms_norm_kernel<128, 1, false>, rms_norm_kernel<128, 1, true>, 128);
   else if (out.width <= 8 * 256) start_threads(rms_norm_kernel<256, 1, false>, rms_norm_kernel<256, 1, true>, 256);
   else if (out.width <= 8 * 512) start_threads(rms_norm_kernel<512, 1, false>, rms_norm_kernel<512, 1, true>, 512);

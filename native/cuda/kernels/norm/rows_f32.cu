@@ -25,7 +25,7 @@ __global__ void soft_cap_kernel(float* x, float cap, size_t count) {
   if (i < count) x[i] = cap * tanhf(x[i] / cap);
 }
 
-// A block's, in all of its threads.
+// A sum over a CTA, returned in all of its threads.
 __device__ float square_sum(const float* x, int count) {
   float sum = 0;
   for (int i = threadIdx.x; i < count; i += kThreads) sum = fmaf(x[i], x[i], sum);
@@ -48,7 +48,7 @@ __global__ void qk_norm_kernel(float* x, int width, QkNorm norm, const float* su
     row[i] *= i < norm.q_columns ? q * norm.q_weight[i] : k * norm.k_weight[i - norm.q_columns];
 }
 
-// A warp for each head, of the first heads and then the second; of up to kLargestHead features.
+// One warp for each head: those of `first`, then of `second`. Heads have up to kLargestHead features.
 __global__ void head_norm_kernel(float* x, int width, HeadNorm first, HeadNorm second) {
   constexpr int kEach = kLargestHead / 32;
   const int lane = threadIdx.x % 32, of_all = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
@@ -68,7 +68,7 @@ __global__ void head_norm_kernel(float* x, int width, HeadNorm first, HeadNorm s
       if (const int feature = i * 32 + lane; there && feature < head_dim) work(i, feature);
   };
   let_next_begin();
-  each([&](int i, int feature) { weights[i] = weight[feature]; });  // nobody makes these
+  each([&](int i, int feature) { weights[i] = weight[feature]; });  // no kernel writes weights
   await_previous();
   each([&](int i, int feature) { kept[i] = values[feature]; });
   each([&](int i, int) { sum = fmaf(kept[i], kept[i], sum); });
@@ -153,7 +153,7 @@ void qk_norm(float* x, int width, const QkNorm& norm, const float* sums, int row
 }
 
 void head_norm(float* x, int width, const HeadNorm& first, const HeadNorm& second, int rows, const Queue& queue) {
-  constexpr int kHeads = 4;  // of a CTA
+  constexpr int kHeads = 4;  // heads of a CTA
   start(queue, head_norm_kernel, dim3(ceil_div(first.heads.count + second.heads.count, kHeads), rows), 32 * kHeads, 0,
         x, width, first, second);
   launched("head_norm");

@@ -7,14 +7,14 @@
 namespace as::cuda {
 namespace {
 
-constexpr int kThreads = 256, kTogether = 5;  // reads of a thread that are on their way at once
+constexpr int kThreads = 256, kTogether = 5;  // loads of a thread in flight
 
-// Of equal logits the lower id is better.
+// Between equal logits, the lower id wins.
 __device__ void take_better(float& value, int& id, float other, int other_id) {
   if (other > value || (other == value && other_id < id)) value = other, id = other_id;
 }
 
-// kFour: logits are read four at a time, as rows are of whole fours.
+// kFour: logits are read four at a time; the width must be a multiple of four.
 template <bool kFour>
 __global__ void __launch_bounds__(kThreads) argmax_kernel(const float* logits, int width, Argmax* best) {
   constexpr int kEach = kFour ? 4 : 1;

@@ -1,11 +1,11 @@
-// The likeliest token of each row.
+// The most likely token of each row.
 #pragma once
 #include "cuda/kernels/common/types.h"
 
 namespace as::cuda {
 
 // For each row and each of kArgmaxParts parts of the vocabulary: the greatest logit, its id (the first of equal ones;
-// -1: all are -infinity), and the number of logits that are NaN or +infinity. A warp's lanes reduce one part each.
+// -1: all are -infinity), and the number of logits that are NaN or +infinity. Each lane of a warp can take one.
 constexpr int kArgmaxParts = 32;
 struct Argmax {
   float logit;

@@ -1,8 +1,8 @@
 // Sampling: logit processors, then sums of chunks on the whole GPU, then one CTA for each row.
 //
-// A CTA lists the greatest logits of its row: all above a threshold, chosen by the maxima of groups so that there are
-// enough. It sorts them and continues as native/sampling does with its candidates. A short list is tried first. If the
-// listed candidates do not suffice, it searches for the last token of the set in the rounds that native/sampling has.
+// A CTA lists the greatest logits of its row: all above a threshold. It chooses the threshold by the maxima of groups,
+// so that enough are listed. It sorts them and continues as native/sampling does with its candidates. It tries a short
+// list first. If the list does not suffice, it searches for the last token of the set in the rounds of native/sampling.
 #include "cuda/kernels/sampling/sample.h"
 
 #include <cstring>
@@ -14,7 +14,7 @@ namespace as::cuda {
 namespace {
 
 constexpr int kEditThreads = 256, kSumThreads = 256;
-constexpr int kFew = 128;  // how many of a nucleus are tried first
+constexpr int kFew = 128;  // candidates of a nucleus in the first try
 
 // ---- processors
 
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kEditThreads) edit_kernel(SampleTask task) {
   }
 }
 
-// kRaw: of the model's logits, of draws that sum them apart.
+// kRaw: sums the unprocessed logits, for draws that need both sums (sums_apart()).
 template <bool kRaw>
 __global__ void __launch_bounds__(kSumThreads) sum_kernel(SampleTask task) {
   after_previous();
@@ -71,12 +71,12 @@ __global__ void __launch_bounds__(kSumThreads) sum_kernel(SampleTask task) {
   to.groups[first + c] = to.maxima[first + c] = top, to.sums[first + c] = sum;
 }
 
-// ---- draws: ids, or
-constexpr int kWider = -2;    // the set is wider than what is listed
+// ---- draws: a token's id, or
+constexpr int kWider = -2;    // the set is wider than the list
 constexpr int kNothing = -3;  // everything is banned
 
-// A thread adds up weights one after the other, so many of them at a time: what comes out of shared memory, and
-// comparisons, do not wait for sums then, which do for each other.
+// A thread adds weights in order, kAtOnce at a time: each sum waits for the previous one, but loads from shared memory
+// and comparisons need not wait for sums.
 constexpr int kAtOnce = 8;
 template <typename Sum>
 __device__ void next_sums(const float* weights, int from, int count, double& sum, const Sum& sum_of,
@@ -87,7 +87,7 @@ __device__ void next_sums(const float* weights, int from, int count, double& sum
   for (int j = 0; j < kAtOnce; j++) before[j] = sum, sum = sum_of(sum, w[j]);
 }
 
-// The sum of the first that there are.
+// The sum of the first `count` weights.
 __device__ __noinline__ double sum_in_order(const float* weights, int count) {
   double sum = 0.0, before[kAtOnce];
   float w[kAtOnce];
@@ -96,7 +96,7 @@ __device__ __noinline__ double sum_in_order(const float* weights, int count) {
   return sum;
 }
 
-// How many of the first there are until their sum reaches `need`: at least one, at most `count`.
+// The number of first weights whose sum reaches `need`: at least one, at most `count`.
 __device__ int count_to(const float* weights, int count, double need, double& sum) {
   double before[kAtOnce];
   float w[kAtOnce];
@@ -110,7 +110,7 @@ __device__ int count_to(const float* weights, int count, double need, double& su
   return count;
 }
 
-// The place in `weights` where their running sum passes uniform * sum. By one thread.
+// The index in `weights` where the running sum exceeds uniform * sum. One thread calls it.
 __device__ __noinline__ int inverse_cdf(const float* weights, int count, double sum, double uniform) {
   double left = uniform * sum, before[kAtOnce];
   float w[kAtOnce];
@@ -136,7 +136,7 @@ __device__ __noinline__ int first_greatest(Shared& s, const SampleTask& task, co
   return block_min(s.ids, (int)threadIdx.x < task.chunk && i < task.width && x(i) >= top ? i : INT_MAX);
 }
 
-// Without filters: the chunk whose log(weight) plus noise is the greatest, then one of its tokens.
+// Without filters: picks the chunk with the greatest log(weight) plus noise, then one of its tokens.
 template <typename Values>
 __device__ __noinline__ int sample_chunk(Shared& s, const SampleTask& task, const RowSample& sample, const Values& x,
                                          const RowSums& row, float top) {
@@ -177,12 +177,12 @@ __device__ __noinline__ int sample_chunk(Shared& s, const SampleTask& task, cons
   return s.token;
 }
 
-// Among the best `size` that are listed; kWider: these are not enough. need: the weight to reach, if it is not a
-// part of theirs. whole: there are no others.
+// Samples among the best `size` listed tokens; kWider if these are not enough. need: the weight to reach (top_k with
+// top_p computes its own). whole: the set has no other tokens.
 __device__ __noinline__ int sample_listed(Shared& s, const RowSample& sample, int size, float top, double need,
                                           bool whole) {
   const double steps = steps_of(sample.scale);
-  int behind = size;  // the first that min_p leaves out
+  int behind = size;  // the first token that min_p excludes
   for (int i = threadIdx.x; i < size; i += kThreads) {
     const float logit = logit_of(s.list[i]);
     s.weights[i] = exp_nonpositive((logit - top) * sample.scale);
@@ -204,7 +204,7 @@ __device__ __noinline__ int sample_listed(Shared& s, const RowSample& sample, in
   return token;
 }
 
-// Logits up to a place (sampling::Search).
+// Logits up to a place (sampling::Search); later ones are -infinity.
 struct Kept {
   Logits all;
   double top, steps;
@@ -219,7 +219,7 @@ struct Kept {
   }
 };
 
-// A weight of at most about 1 in units of kMassUnit, cut off: conversions by way of double take longer.
+// A weight of at most about 1 in units of kMassUnit, truncated. Conversion through double is slower.
 __device__ uint64_t mass_of(float weight) {
   const uint32_t bits = float_to_bits(weight), fraction = (bits & 0x7fffffu) | 0x800000u;
   const int shift = (int)(bits >> 23) - (127 + 23 - 44);
@@ -227,13 +227,13 @@ __device__ uint64_t mass_of(float weight) {
   return shift >= 0 ? (uint64_t)fraction << shift : shift > -24 ? fraction >> -shift : 0;
 }
 
-// Adds up the bins of a search's level.
+// Sums the bins of one level of a search.
 __device__ void fill_bins(Shared& s, const SampleTask& task, const RowSample& sample, const Kept& x, int level) {
   for (int b = threadIdx.x; b < kBins; b += kThreads) s.bins.counts[b] = s.bins.low[b] = s.bins.high[b] = 0;
   __syncthreads();
   const int shift = shift_of(level);
   const uint64_t digits = level ? x.last >> shift >> kDigitBits : 0;
-  constexpr int kTogether = 8;  // logits of a thread that are asked for at once
+  constexpr int kTogether = 8;  // loads of a thread in flight
   for (int from = threadIdx.x; from < task.width; from += kTogether * kThreads) {
     float values[kTogether];
 #pragma unroll
@@ -255,7 +255,7 @@ __device__ void fill_bins(Shared& s, const SampleTask& task, const RowSample& sa
   __syncthreads();
 }
 
-// From a set that is wider than what can be listed: the rounds of merge_narrowed(), and the draw.
+// Samples from a set that is wider than the list: the rounds of merge_narrowed(), then the draw.
 __device__ __noinline__ int sample_wide(Shared& s, const SampleTask& task, const RowSample& sample,
                                         const Logits& logits, float top) {
   static_assert(kBins == kThreads, "each thread has a bin");
@@ -293,7 +293,7 @@ __device__ __noinline__ int sample_wide(Shared& s, const SampleTask& task, const
     __syncthreads();
     const FoundBin in = s.found;
     __syncthreads();
-    const uint64_t end = mass + in.mass_up_to;  // the weight of tokens up to there
+    const uint64_t end = mass + in.mass_up_to;  // the weight of tokens up to the found bin
     if (found == INT_MAX) {
       end_search(true, end);
       continue;
@@ -308,7 +308,7 @@ __device__ __noinline__ int sample_wide(Shared& s, const SampleTask& task, const
       end_search(false, end);
     }
   }
-  // The sums that there are may still be needed for log probabilities.
+  // Overwrites the sums that log probabilities do not need.
   const ChunkSums& to = sample.sums_apart() ? task.processed : task.raw;
   float* maxima = to.maxima + (size_t)blockIdx.x * task.chunks;
   double* sums = to.sums + (size_t)blockIdx.x * task.chunks;
@@ -338,12 +338,12 @@ __device__ int sample_token(Shared& s, const SampleTask& task, const RowSample& 
   const int most = by_count ? min(sample.top_k, kCandidates) : kCandidates;
   double need = INFINITY;
   if (!by_count && sample.top_p < 1.0f) need = total_weight(s, row, top, sample.scale) * (double)sample.top_p;
-  // No weight is above 1, but for rounding: so many cannot be enough.
+  // Weights are at most 1, up to rounding: kCandidates of them cannot reach `need`.
   if (need > kCandidates + 1 && need < INFINITY && sample.deepest < 0) return sample_wide(s, task, sample, x, top);
   for (int want = by_count ? most : kFew;; want = kCandidates) {
     Key limit = limit_of_groups(s, row, want);
     int count = list_greatest(s, task, x, row, limit, want + 1);
-    if (want == kCandidates && count == most && limit != ~0ull)  // are those all?
+    if (want == kCandidates && count == most && limit != ~0ull)  // check for more
       limit = ~0ull, count = list_greatest(s, task, x, row, limit, want + 1);
     const bool whole = (by_count && sample.top_k <= kCandidates) || (limit == ~0ull && count <= most);
     int token = kWider;
@@ -360,7 +360,7 @@ __device__ Key best_key(Shared& s, const SampleTask& task, const Logits& x) {
   return block_min(s.masses, best);
 }
 
-// The best that the mask allows; without one, the first end-of-sequence id, or the best of all.
+// The best token that the mask allows. If there is none: the first end-of-sequence id, or else the best of all.
 __device__ __noinline__ int fallback(Shared& s, const SampleTask& task, const RowSample& sample, const Logits& x) {
   const Key allowed = best_key(s, task, x);
   if (allowed != ~0ull) return id_of(allowed);
@@ -405,7 +405,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleTask task) {
     to.top_ids[threadIdx.x] = id, to.top_logprobs[threadIdx.x] = there ? (float)(logits[id] - log_norm) : 0.0f;
   }
   if (threadIdx.x) return;
-  // The next step's rows find it where they find likeliest tokens.
+  // The next step reads sampled tokens where it reads argmax tokens.
   if (numbers && sample.target < 0) task.best[sample.row * kArgmaxParts] = {INFINITY, token, 0};
   to.token = numbers ? token : -1;
   to.logprob = numbers && sample.top_logprobs >= 0 ? (float)(logits[token] - log_norm) : 0.0f;

@@ -1,4 +1,4 @@
-// Sampling on the GPU, bit for bit as native/sampling: the same sums in the same order and the same random numbers.
+// Sampling on the GPU with the bits of native/sampling: the same sums in the same order and the same random numbers.
 // Files that include this header are compiled without contraction of multiplications and additions (-fmad=false).
 #pragma once
 #include "cuda/kernels/sampling/argmax.h"
@@ -26,9 +26,9 @@ struct RowSample {
   sampling::RandomAt random;
 
   AS_BOTH int edits() const { return repeats + lowers + bans + biases; }
-  // Whether log probabilities need sums of the unprocessed logits, which differ from those sampled from.
+  // Whether log probabilities need sums of the unprocessed logits, because sampling uses different logits.
   AS_BOTH bool sums_apart() const { return top_logprobs >= 0 && (scale != 1.0f || mask >= 0 || edits() > 0); }
-  // Whether sums of the logits sampled from are needed; otherwise the greatest logits are enough.
+  // Whether sums of the processed logits are needed; otherwise the greatest logits are enough.
   AS_BOTH bool weighs() const {
     return kind == sampling::SamplingKind::nucleus || kind == sampling::SamplingKind::all ||
            (top_logprobs >= 0 && !sums_apart());
@@ -56,7 +56,7 @@ struct SampleTask {
   ChunkSums raw, processed;
   SampleOutput* drawn = nullptr;  // [draws]
 };
-// edited, apart: whether any row has edits, or sums_apart().
+// edited: some row has edits. apart: some row has sums_apart().
 void sample_rows(const SampleTask& task, int draws, bool edited, bool apart, const Queue& queue);
 
 }  // namespace as::cuda

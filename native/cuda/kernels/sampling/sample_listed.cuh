@@ -1,8 +1,8 @@
 // The greatest logits of a row in descending order, found by a CTA. All threads call these functions and get the same
 // result.
 //
-// Instructions are in no cache when a step samples, and most are executed once: fetching them dominates the time. So
-// functions that are called from several places are not inlined.
+// When a step samples, its instructions are in no cache, and most run once: fetching them dominates the time. Functions
+// that are called from several places are therefore not inlined.
 #pragma once
 #include "common/exact.h"
 #include "cuda/kernels/sampling/sample_sums.cuh"
@@ -20,7 +20,7 @@ struct BinSums {
   uint32_t counts[kBins], low[kBins], high[kBins];  // masses in two words
 };
 
-// A bin of a search, and all up to it.
+// Sums of a bin of a search, and of all bins up to it.
 struct FoundBin {
   Key mass_up_to, mass;
   int count_up_to, count;
@@ -44,9 +44,9 @@ struct Shared {
   int count, token, digit;
 };
 
-// Ascending keys are descending logits, and among equal ones ascending ids.
+// Keys ascend with descending logits and, among equal logits, with ascending ids.
 __device__ inline uint32_t rank_of(float x) {
-  const uint32_t bits = __float_as_uint(x + 0.0f);  // -0 is as good as 0
+  const uint32_t bits = __float_as_uint(x + 0.0f);  // -0 equals 0
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 __device__ inline float of_rank(uint32_t rank) {
@@ -56,7 +56,7 @@ __device__ inline Key key_of(float x, int id) { return (Key)~rank_of(x) << 32 | 
 __device__ inline float logit_of(Key key) { return of_rank(~(uint32_t)(key >> 32)); }
 __device__ inline int id_of(Key key) { return (int)(uint32_t)key; }
 
-// Of values of all lanes what `take` makes of all of them.
+// Reduces the values of all lanes with `take`.
 template <typename T, typename Take>
 __device__ T of_lanes(T value, const Take& take) {
 #pragma unroll 1
@@ -88,7 +88,7 @@ __device__ __noinline__ T block_min(T* of_warps, T value) {
   return value;
 }
 
-// Of values of all threads: the sum of those up to this one.
+// The sum of the values of all threads up to this one.
 template <typename T>
 __device__ __noinline__ T block_scan(T* of_warps, T value) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -104,7 +104,7 @@ __device__ __noinline__ T block_scan(T* of_warps, T value) {
   return value;
 }
 
-// The weight of all, relative to `top`: chunk by chunk.
+// The weight of all tokens relative to `top`, added chunk by chunk.
 __device__ __noinline__ double total_weight(Shared& s, const RowSums& row, float top, float scale) {
   double sum = 0.0;
   for (int from = 0; from < row.chunks; from += kListed) {
@@ -126,8 +126,8 @@ __device__ __noinline__ double total_weight(Shared& s, const RowSums& row, float
   return sum;
 }
 
-// Among digits that s.histogram counts, ascending: the one of number `left` (from 1 on), and its number among those of
-// that digit. Clears the histogram.
+// s.histogram counts digits. Returns digit number `left` (from 1 on) in ascending order; `left` becomes its number
+// among equal digits. Clears the histogram.
 __device__ __noinline__ int digit_of(Shared& s, int& left) {
   __syncthreads();
   if (threadIdx.x < 32) {
@@ -155,8 +155,8 @@ __device__ __noinline__ int digit_of(Shared& s, int& left) {
   return digit;
 }
 
-// A key that at least `want` groups' best have or are before, about the least such; ~0 if there are fewer. All finite
-// logits are before that.
+// A limit for keys that the greatest logits of at least `want` groups do not exceed, and roughly the lowest such limit.
+// ~0 if there are too few groups: no finite logit exceeds that.
 __device__ __noinline__ Key limit_of_groups(Shared& s, const RowSums& row, int want) {
   if (want >= row.group_count) return ~0ull;
   uint32_t prefix = 0;
@@ -171,7 +171,7 @@ __device__ __noinline__ Key limit_of_groups(Shared& s, const RowSums& row, int w
   return last >= ~rank_of(-INFINITY) ? ~0ull : (Key)last << 32 | 0xffffffffu;
 }
 
-// Calls visit(key) for all finite logits up to the limit, by any of the threads.
+// Calls visit(key) for all finite logits up to the limit, each in any one of the threads.
 template <typename Visit>
 __device__ void visit_greatest(const SampleTask& task, const Logits& x, const RowSums& row, Key limit, Visit visit) {
   const auto look = [&](int id, float value) {
@@ -200,7 +200,7 @@ __device__ void visit_greatest(const SampleTask& task, const Logits& x, const Ro
   }
 }
 
-// A limit that at least `want` logits, and no more than kListed, have or are before, given one of which more are.
+// Lowers a limit that more than kListed logits meet: at least `want` and at most kListed logits meet the result.
 __device__ __noinline__ Key limit_of_logits(Shared& s, const SampleTask& task, const Logits& x, const RowSums& row,
                                             Key limit, int want) {
   Key prefix = 0;
@@ -211,7 +211,7 @@ __device__ __noinline__ Key limit_of_logits(Shared& s, const SampleTask& task, c
     });
     __syncthreads();
     int left = want - before;
-    // With all of its digit there may be few enough.
+    // All logits with this digit may be few enough to stop here.
     const int mine = threadIdx.x < 256 ? s.histogram[threadIdx.x] : 0, asked = left;
     __syncthreads();
     const int digit = digit_of(s, left);
@@ -225,8 +225,8 @@ __device__ __noinline__ Key limit_of_logits(Shared& s, const SampleTask& task, c
   }
 }
 
-// Lists the finite logits up to the limit, in order, and returns how many there are. If they are more than kListed,
-// only some are listed, at least `want`, and the limit becomes theirs.
+// Lists the finite logits up to the limit, in order, and returns their count. If there are more than kListed, the limit
+// is lowered so that fewer are listed, but at least `want`.
 __device__ __noinline__ int list_greatest(Shared& s, const SampleTask& task, const Logits& x, const RowSums& row,
                                           Key& limit, int want) {
   for (;;) {

@@ -15,7 +15,7 @@ constexpr unsigned kAll = 0xffffffffu;
 
 __device__ inline bool allows(const uint32_t* mask, int id) { return (mask[id / 32] >> (id % 32)) & 1u; }
 
-// A row under its mask.
+// A row of logits; those that the mask excludes are -infinity.
 struct Logits {
   const float* values;
   const uint32_t* mask;  // null: none
@@ -30,7 +30,7 @@ __device__ inline Logits processed_of(const SampleTask& task, const RowSample& s
 
 __device__ inline float greater(float a, float b) { return b > a ? b : a; }
 
-// Half a warp sums a chunk of 256, each thread what LogitKernels calls a lane. weighs: there is use for the sum.
+// Half a warp sums a chunk of 256; each thread is a lane of LogitKernels. weighs: whether the sum is needed.
 template <typename Values>
 __device__ void sum_chunk(const Values& x, int width, float scale, int c, bool weighs, float& top, double& sum,
                           float& group) {
@@ -46,7 +46,7 @@ __device__ void sum_chunk(const Values& x, int width, float scale, int c, bool w
   for (int k = 0; k < kChunk / kLanes; k++) most = greater(most, values[k]);
   most = greater(most, __shfl_xor_sync(kAll, most, 8));
   most = greater(most, __shfl_xor_sync(kAll, most, 4));
-  group = most;  // of lanes that are the same modulo 4
+  group = most;  // over lanes equal modulo 4
   most = greater(most, __shfl_xor_sync(kAll, most, 2));
   most = greater(most, __shfl_xor_sync(kAll, most, 1));
   top = most;
@@ -67,7 +67,6 @@ __device__ void sum_small_chunk(const Values& x, int begin, int end, float scale
   for (int i = begin; i < end && top > -INFINITY; i++) sum += exp_nonpositive((x(i) - top) * scale);
 }
 
-// A row's sums.
 struct RowSums {
   const float* maxima;
   const double* sums;
