@@ -21,7 +21,7 @@ template <int kTiles, int kDeep = 0>
 struct Shape {
   static constexpr int kStages = kDeep ? kDeep : kTiles <= 1 ? 5 : kTiles <= 2 ? 4 : kTiles <= 4 ? 3 : 2;
   static constexpr int kStageBytes = kStageWeights + kTiles * kStageRows;
-  static constexpr int kColumns = kTileRows, kRows = kRowTile * kTiles, kSums = kColumns * kRows;  // of a split-K part
+  static constexpr int kColumns = kTileRows, kRows = kRowTile * kTiles, kSums = kColumns * kRows;  // kSums: of a part
   static constexpr size_t kWarpBytes = kSums * 4 + kStages * kStageBytes;
 
   static size_t shared(int warps) { return warps * kWarpBytes + kSums * 4; }

@@ -20,7 +20,7 @@ namespace {
 
 constexpr int kMostShared = 226 << 10;
 [[maybe_unused]] constexpr int kCopiers = 4;  // threads that copy; each copies up to two parts of a tile
-constexpr int kGroups = 2, kRows = kGroups * kBlock, kThreads = 128 * (1 + kGroups);  // warpgroups that multiply
+constexpr int kGroups = 2, kRows = kGroups * kBlock, kThreads = 128 * (1 + kGroups);  // kGroups warpgroups multiply
 // One warpgroup is this many stages ahead of the other: one writes results while the other multiplies.
 [[maybe_unused]] constexpr int kAhead = 2;
 // Rows of a band of tiles. CTAs compute the tiles of one band at about the same time, so its rows stay in the L2 cache.

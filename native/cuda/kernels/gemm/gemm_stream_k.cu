@@ -17,14 +17,14 @@ namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace {
 
-// kRows: of activations; kGroups: warpgroups, of 64 columns each.
+// kRows: rows of activations; kGroups: warpgroups of 64 columns each.
 template <int kRows_, int kGroups_>
 struct Shape {
   static constexpr int kRows = kRows_, kGroups = kGroups_, kThreads = 128 * kGroups;
   static constexpr int kStageBytes = kGroups * kBlockBytes + kRows * kRowBytes;
   static constexpr int kStages = (216 << 10) / kStageBytes < 12 ? (216 << 10) / kStageBytes : 12;
   static constexpr int kShared = kStages * kStageBytes;
-  static constexpr int kValues = kRows / 2;  // of a thread
+  static constexpr int kValues = kRows / 2;  // sums of a thread
   static constexpr size_t kSums = (size_t)kGroups * kBlock * kRows;
 
   static int tiles(int n, int rows) { return (blocks_of(n) + kGroups - 1) / kGroups * ((rows + kRows - 1) / kRows); }
@@ -34,7 +34,7 @@ struct Shape {
 struct Part {
   int tile, begin, end;
 };
-// The parts that a CTA has, in the order in which it computes them.
+// The parts of tiles of a CTA, in the order in which it computes them.
 struct TileScheduler {
   int blocks, begin, end;  // blocks of K of a tile; the CTA's part of all blocks of all tiles
 

@@ -277,9 +277,8 @@ __global__ void __launch_bounds__(kThreads)
     if constexpr (!S::kAlone) cluster_wait();
     return;
   }
-  // At the end each thread of the cluster's first CTA computes one column of a row at a time, `place` of the 64. If
-  // gated, the gate is at `place` and its up value at `place` + 8. A thread prefetches the operands of its first
-  // column.
+  // At the end each thread of the cluster's first CTA computes one column of a row at a time, from `place` of the 64;
+  // if gated, its up value is at `place` + 8. A thread prefetches the operands of its first column.
   struct End {
     int row, column, place;
     bool there;
