@@ -25,7 +25,7 @@ std::string mib(size_t bytes) { return std::to_string(bytes >> 20) + " MiB"; }
 
 void check(cudaError_t result, const char* what) {
   if (result == cudaSuccess) return;
-  cudaGetLastError();  // reported here, so the next launch does not report it again
+  cudaGetLastError();  // resets the error, which is reported here
   throw std::runtime_error(std::string("CUDA: ") + what + ": " + cudaGetErrorString(result));
 }
 
@@ -79,7 +79,7 @@ Device::Device(int index) : index_(index) {
   check(cudaGetDeviceProperties(&properties, index), "asking what the GPU is");
   name_ = properties.name;
   capability_ = 10 * properties.major + properties.minor, sm_count_ = properties.multiProcessorCount;
-  // For tests: a chip runs the kernels of older chips.
+  // Tests run the kernels of older chips.
   if (const char* pretended = std::getenv("ALLSPARK_TEST_CAPABILITY"))
     capability_ = std::min(capability_, std::atoi(pretended));
   if (capability_ < kLeastCapability)
@@ -87,7 +87,7 @@ Device::Device(int index) : index_(index) {
                                 std::to_string(properties.major) + "." + std::to_string(properties.minor) +
                                 ": there are kernels for 8.0 (Ampere) and later; use compute_unit='CPU:0'");
   use();
-  if (capability_ == 90) {  // only kernels of Hopper use it
+  if (capability_ == 90) {  // only Hopper's kernels use it
     sums_ = Memory(kScratchCtas * kScratchFloats * sizeof(float), "sums of products");
     flags_ = Memory(kScratchCtas * kScratchFlags * sizeof(int), "sums of products");
     k_parts_ = Memory(kScratchParts * sizeof(float), "sums of products");
@@ -116,7 +116,7 @@ size_t Device::free_bytes() const {
 // The driver's functions that map and unmap physical pages at a reserved address.
 namespace {
 
-constexpr size_t kLeastLent = 1 << 20;  // bytes: smaller allocations share pages, and cannot be given back
+constexpr size_t kLeastLent = 1 << 20;  // bytes: smaller allocations share pages and cannot be given back
 
 struct Pages {
   decltype(&cuMemGetAllocationGranularity) granularity = nullptr;

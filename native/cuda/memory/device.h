@@ -11,13 +11,13 @@
 
 namespace as::cuda {
 
-// Throws std::runtime_error saying what failed.
+// Throws std::runtime_error that says what failed.
 void check(cudaError_t result, const char* what);
 
-// Memory of the GPU in use on this thread, or pinned memory of the host.
+// Memory of this thread's current GPU, or pinned memory of the host.
 class Memory {
  public:
-  // lent: memory of the device; if it is large, it can be given back for a while.
+  // lent: memory of the device that can be given back for a while if it is large.
   enum class Where { device, lent, host };
 
   Memory() = default;
@@ -65,14 +65,14 @@ class Memory {
 
 class Device {
  public:
-  // Throws std::invalid_argument that says what to do if there is no driver, it is too old, there is no such GPU, or
-  // the GPU is not supported.
+  // Throws std::invalid_argument that says what to do if the driver is missing or too old, or if the GPU does not exist
+  // or is not supported.
   explicit Device(int index);
   ~Device();
   Device(const Device&) = delete;
   Device& operator=(const Device&) = delete;
 
-  // To be called on a thread before it calls the CUDA runtime.
+  // Each thread must call this before it calls the CUDA runtime.
   void use() const { check(cudaSetDevice(index_), "choosing the GPU"); }
   void wait() const { check(cudaStreamSynchronize(stream_), "a step on the GPU"); }
   int index() const { return index_; }
@@ -80,7 +80,7 @@ class Device {
   int sm_count() const { return sm_count_; }
   const std::string& name() const { return name_; }
   cudaStream_t stream() const { return stream_; }
-  // dtype: of the 16-bit weights.
+  // dtype: the type of 16-bit weights.
   Chip chip(DType16 dtype) const;
   Queue queue() const { return {stream_, capability_, scratch_}; }
   size_t free_bytes() const;
@@ -93,7 +93,7 @@ class Device {
   Scratch scratch_;
 };
 
-// How many GPUs there are; throws as Device does.
+// The number of GPUs. Throws as Device does.
 int device_count();
 // Throws std::invalid_argument unless this GPU can read and write the other's memory.
 void check_peer(int device, int other);

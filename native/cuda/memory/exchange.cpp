@@ -9,9 +9,9 @@
 namespace as::cuda {
 namespace {
 
-constexpr size_t kHeader = 4096;      // bytes before the partial sums: flags, and which ranks have left
-constexpr size_t kLeft = 2048;        // offset of the latter
-constexpr size_t kGranule = 2 << 20;  // smaller allocations may share their memory with others
+constexpr size_t kHeader = 4096;      // bytes before the partial sums: flags, and marks of ranks that have left
+constexpr size_t kLeft = 2048;        // offset of the marks
+constexpr size_t kGranule = 2 << 20;  // smaller allocations may share their memory with other ones
 constexpr double kLeaveSeconds = 2;   // how long a rank waits for the others to leave
 
 // How other ranks open a rank's memory.
@@ -24,7 +24,7 @@ struct Address {
 };
 constexpr char kMagic[8] = {'A', 'S', 'P', 'E', 'E', 'R', '0', '2'};
 
-// Process ids may be equal in two containers, this number is not.
+// Process ids may be equal in two containers; this number is not.
 uint64_t own_process() {
   static const uint64_t number = (uint64_t)std::random_device()() << 32 | std::random_device()();
   return number;
@@ -123,7 +123,7 @@ Rows Exchange::partial(int call, int width, bool is_dtype16, DType16 dtype) cons
 }
 
 uint16_t* Exchange::place(int call, int width) const {
-  // Only sum_ranks() pushes padding, for which the other rank would wait.
+  // Such widths have padding, which only sum_ranks() pushes. The other rank would wait for it.
   if (peers_.world != 2 || !peers_.pushed_bytes || width % 8) return nullptr;
   return reinterpret_cast<uint16_t*>(peers_.place(1 - peers_.rank, peers_.rank, call));
 }
@@ -137,7 +137,7 @@ void Exchange::check_waits() const {
                            "group is given up");
 }
 
-// Memory that other ranks have open must not be freed. A rank's last write to another's memory says that it has left.
+// Memory that other ranks have open must not be freed. A rank's last write to another rank's memory marks it as gone.
 void Exchange::leave() {
   if (!connected_) return;
   device_.use();

@@ -1,6 +1,6 @@
-// Memory of each rank's GPU that the other ranks read and write, opened by CUDA IPC (over NVLink or PCIe). It holds two
-// buffers for the rank's partial sums, buffers that other ranks push theirs to, and the flags by which kernels wait for
-// each other (kernels/comm/sum_ranks.cu).
+// Memory of each rank's GPU that the other ranks read and write, opened by CUDA IPC (over NVLink or PCIe). It has two
+// buffers for the rank's partial sums, buffers for the sums that other ranks push, and the flags by which kernels wait
+// for each other (kernels/comm/sum_ranks.cu).
 #pragma once
 #include <string>
 #include <vector>
@@ -12,11 +12,11 @@ namespace as::cuda {
 
 class Exchange {
  public:
-  // buffer_bytes: of the largest partial sum; pushed: of the largest one that is pushed, 0 for none. seconds: how long
-  // a kernel waits for another rank.
+  // buffer_bytes: size of the largest partial sum. pushed: size of the largest pushed one; 0: none. seconds: how long a
+  // kernel waits for another rank.
   Exchange(const Device& device, int rank, int world, size_t buffer_bytes, size_t pushed, double seconds);
-  // Frees the memory once no other rank has it open. If this rank has given its address away but could not connect, it
-  // cannot know that, and leaks the memory.
+  // Frees the memory once no other rank has it open. Leaks it if this rank has published its address but could not
+  // connect, because other ranks may then have it open.
   ~Exchange();
   Exchange(const Exchange&) = delete;
   Exchange& operator=(const Exchange&) = delete;
@@ -31,7 +31,7 @@ class Exchange {
   const Peers& peers() const { return peers_; }
   // Where this rank writes its partial sums for a call of a step.
   Rows partial(int call, int width, bool is_dtype16, DType16 dtype) const;
-  // The other rank's memory to which a GEMM pushes partial sums of few rows; null if sum_ranks() pushes them.
+  // The other rank's buffer to which a GEMM pushes partial sums of few rows; null if sum_ranks() pushes them.
   uint16_t* place(int call, int width) const;
   // After a step: throws std::runtime_error if a kernel timed out waiting for another rank.
   void check_waits() const;

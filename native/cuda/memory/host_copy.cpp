@@ -29,7 +29,7 @@ HostCopy::HostCopy(size_t bytes, const char* purpose, const Made& made) {
   if (mapped_ == MAP_FAILED) fail(std::strerror(errno));
   data_ = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(mapped_) + kHuge - 1) / kHuge * kHuge);
   bytes_ = bytes, pinned_.assign((bytes + kPart - 1) / kPart, false);
-  madvise(data_, bytes, MADV_HUGEPAGE);  // without huge pages it is slower
+  madvise(data_, bytes, MADV_HUGEPAGE);  // not required, but faster
   int device = 0;
   cudaGetDevice(&device);
   try {
@@ -48,7 +48,7 @@ HostCopy::HostCopy(size_t bytes, const char* purpose, const Made& made) {
       }
     });
   } catch (...) {
-    cudaDeviceSynchronize();  // copies may be in flight
+    cudaDeviceSynchronize();  // copies may still be running
     give_up();
     throw;
   }

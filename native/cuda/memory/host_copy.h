@@ -1,5 +1,5 @@
-// Host memory that the GPU copies from and to at the link's speed, allocated and freed quickly: several threads touch
-// huge pages and pin them part by part, so that copies into the first parts overlap with allocating the others.
+// Host memory that the GPU copies to and from at the link's speed. Several threads touch huge pages and pin them part
+// by part, so copies into the first parts overlap with the allocation of the others.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -25,7 +25,7 @@ class HostCopy {
 
   char* as() const { return data_; }
   size_t size() const { return bytes_; }
-  // Calls copy(first byte, bytes) for each separately pinned part of [begin, end): no copy may cross their borders.
+  // Calls copy(first byte, bytes) for each separately pinned part of [begin, end). A copy must not cross their borders.
   template <typename Copy>
   static void each_part(size_t begin, size_t end, const Copy& copy) {
     for (size_t at = begin, next; at < end; at = next) {

@@ -25,7 +25,7 @@ HostSpans::HostSpans(const Device& device, const std::vector<LayerCache>& layers
   }
   parts_ = Memory(parts.size() * sizeof(SpanPart), "the parts of a span");
   check(cudaMemcpy(parts_.as(), parts.data(), parts_.size(), cudaMemcpyHostToDevice), "copying the parts of a span");
-  const size_t most = (size_t)spans + cache_spans;  // of a step: each span is filled at most once
+  const size_t most = (size_t)spans + cache_spans;  // per step: each span is filled at most once
   for (Turn& turn : turns_) {
     turn.pairs = Memory(most * sizeof(SpanPair), "copies of spans", Memory::Where::host);
     check(cudaEventCreate(&turn.began), "making an event"), check(cudaEventCreate(&turn.ended), "making an event");

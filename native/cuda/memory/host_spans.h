@@ -1,5 +1,4 @@
-// The host cache of the prefix cache: pinned memory, which the GPU reads and writes itself, in stream order with the
-// steps.
+// The second tier of the prefix cache: pinned host memory. Kernels read and write it in stream order with the steps.
 #pragma once
 #include <vector>
 
@@ -11,7 +10,7 @@ namespace as::cuda {
 
 class HostSpans : public SpanStore {
  public:
-  // layers: of caches with cache_spans spans each; device and caches must outlive this.
+  // layers: caches with cache_spans spans each. The device and the caches must outlive this.
   HostSpans(const Device& device, const std::vector<LayerCache>& layers, int cache_spans, int spans);
   ~HostSpans() override;
 
@@ -34,7 +33,7 @@ class HostSpans : public SpanStore {
     Memory pairs;
     cudaEvent_t began, ended;
   };
-  Turn turns_[2];  // one may still be in flight when the next is queued
+  Turn turns_[2];  // one may still be copied when the next is queued
   Memory copies_;
   int turn_ = 0, under_way_ = 0;
 };

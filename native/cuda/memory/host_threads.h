@@ -1,4 +1,4 @@
-// Copies large host memory by several threads: one does not keep up with the link to a GPU.
+// Copies large host memory with several threads, because one is slower than the link to a GPU.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -11,11 +11,11 @@
 
 namespace as::cuda {
 
-// Calls work(begin, end) for parts of [0, count) on several threads, this one included. bytes: of all work, from which
-// the number of threads follows. Rethrows an exception of one of them.
+// Calls work(begin, end) for parts of [0, count) on several threads, including this one. bytes: size of all work, which
+// sets the number of threads. Rethrows an exception of one of them.
 template <typename Work>
 void share_work(int64_t count, size_t bytes, const Work& work) {
-  constexpr size_t kEach = 2 << 20, kMost = 16;  // least bytes of a thread; most threads
+  constexpr size_t kEach = 2 << 20, kMost = 16;  // least bytes per thread; most threads
   const size_t most = std::min<size_t>(kMost, std::max(1u, std::thread::hardware_concurrency()));
   const int64_t threads = std::min<int64_t>(count, std::clamp<size_t>(bytes / kEach, 1, most));
   if (threads <= 1) return work((int64_t)0, count);

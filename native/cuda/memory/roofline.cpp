@@ -14,7 +14,7 @@ namespace {
 constexpr size_t kReadBytes = 512 << 20;  // many times the L2 cache
 constexpr int kRows = 8192, kColumns = 8192, kDepth = 4096, kTimes = 5;
 
-// Seconds of the queued work: the least of several runs, after one to warm up.
+// Seconds of the queued work: the minimum of several runs, after a warm-up.
 double least_seconds(const Device& device, const std::function<void()>& queue_work) {
   cudaEvent_t begin = nullptr, end = nullptr;
   check(cudaEventCreate(&begin), "making an event"), check(cudaEventCreate(&end), "making an event");

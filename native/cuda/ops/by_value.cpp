@@ -1,4 +1,4 @@
-// Ops in place on every value.
+// Elementwise ops that work in place.
 #include "cuda/ops/ops.h"
 
 namespace as::cuda {

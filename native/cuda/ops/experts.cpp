@@ -1,4 +1,4 @@
-// Layers of experts: the router, the experts' linears and the weighted sum. A step of one row has kernels of its own.
+// Layers of experts: the router, the experts' linears and the weighted sum. Steps of one row have special kernels.
 #include <stdexcept>
 #include <string>
 
@@ -8,9 +8,9 @@
 namespace as::cuda {
 namespace {
 
-constexpr int kMostGroups = 32;  // of a router
+constexpr int kMostGroups = 32;  // per router
 
-// The sum over a row's experts; with the add and the norm that follow, if they do. last: the last op that it computes.
+// The sum over a row's experts, with the add and the norm that follow, if any. last: the last op computed here.
 Combination combination_at(const Binding& b, size_t i, size_t& last) {
   const OpNode& op = b.ops[i];
   const Tensor x = b.in(op);
@@ -92,7 +92,7 @@ int bind_router(Binding& b, size_t i, bool logits) {
   if (routing.end > router.experts)
     throw std::invalid_argument("op expert_linear: experts " + std::to_string(routing.begin) + "..." +
                                 std::to_string(routing.end - 1) + ", the router has " + std::to_string(router.experts));
-  // The weights are stored with the routing, by row, where no other op finds them.
+  // The weights are stored with the routing, by row. Other ops cannot read them there.
   const int shares = op.outputs[0];
   for (const OpNode& other : b.workspace.program.ops())
     if ((has(other.inputs, shares) && !other.is(Op::combine_experts)) ||

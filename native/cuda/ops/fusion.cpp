@@ -7,7 +7,7 @@
 namespace as::cuda {
 namespace {
 
-constexpr int kMostNormed = 8192;  // columns: of rows that all kernels norm with the same bits
+constexpr int kMostNormed = 8192;  // columns: up to this width all kernels norm with the same bits
 
 }  // namespace
 
@@ -46,13 +46,13 @@ std::optional<size_t> add_after(const Binding& b, size_t i, int tensor) {
 
 bool norms_to_bytes(const Binding& b, size_t i) {
   const OpNode &op = b.ops[i], &next = b.ops[i + 1];
-  if (b.ranks || !next.is(Op::linear)) return false;  // with several ranks sum_ranks() norms
+  if (b.ranks || !next.is(Op::linear)) return false;  // with several ranks sum_ranks() computes the norm
   const int made = op.outputs[0];
   if (next.inputs[0] != made || made == op.inputs[0] || !norms_into_bytes(b.in(op).rows.width) ||
       !b.matrix(next).takes_bytes())
     return false;
   for (size_t later = i + 2; later < b.ops.size(); later++) {
-    // A lora does not count: otherwise rows without an adapter had other bits beside rows with one.
+    // A lora does not count; otherwise a row without an adapter would have other bits if another row has one.
     if (b.ops[later].is(Op::lora)) continue;
     if (has(b.ops[later].inputs, made)) return false;
     if (has(b.ops[later].outputs, made)) break;
@@ -87,7 +87,7 @@ bool has_row_kernels_at(const Binding& b, size_t router) {
 }
 
 bool norms_with_router(const Binding& b, size_t norm) {
-  if (norm + 2 >= b.ops.size() || b.ranks) return false;  // with several ranks sum_ranks() norms
+  if (norm + 2 >= b.ops.size() || b.ranks) return false;  // with several ranks sum_ranks() computes the norm
   const OpNode &op = b.ops[norm], &linear = b.ops[norm + 1], &router = b.ops[norm + 2];
   return op.is(Op::rms_norm) && linear.is(Op::linear) && linear.inputs[0] == op.outputs[0] &&
          op.outputs[0] != op.inputs[0] && router.is(Op::router) && router.inputs[0] == linear.outputs[0] &&

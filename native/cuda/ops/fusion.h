@@ -1,27 +1,27 @@
-// Which adjacent ops one launch computes. `ops` is the list of a form of a program.
+// Which adjacent ops one launch computes. `ops` is the list of ops of one form of a program.
 #pragma once
 #include "cuda/kernels/gemm/gemm.h"
 #include "cuda/ops/ops.h"
 
 namespace as::cuda {
 
-// The ops of a form: with adapters all, without adapters those that are not lora.
+// The ops of a form: all ops with adapters, all except lora without.
 std::vector<OpNode> ops_of(const Program& program, bool adapted);
 
-// Whether ops from `first` on read a tensor before one overwrites it.
+// Whether an op from `first` on reads a tensor before one overwrites it.
 bool read_from(const std::vector<OpNode>& ops, size_t first, int tensor);
-// Whether ops[linear] makes gate and up columns for the next op alone, which multiplies them.
+// Whether ops[linear] computes gate and up columns that only the next op reads, which multiplies them.
 bool is_gated(const std::vector<OpNode>& ops, const Weights& weights, size_t linear);
-// The add after ops[i], if that alone reads `tensor`; an all_reduce between the two is skipped if there is one rank.
+// The add after ops[i], if it is the only reader of `tensor`. Skips an all_reduce between them if there is one rank.
 std::optional<size_t> add_after(const Binding& b, size_t i, int tensor);
 
-// Whether ops[norm] makes 8-bit activations for the next linear alone.
+// Whether ops[norm] writes 8-bit activations that only the next linear reads.
 bool norms_to_bytes(const Binding& b, size_t norm);
-// Whether ops[norm] makes rows for the next linear alone, which may then norm the single row of a step itself.
+// Whether only the next linear reads what ops[norm] writes. The linear may then norm the single row of a step itself.
 bool norms_for_linear(const Binding& b, size_t norm);
-// Whether ops[norm] is computed with the logits of the router that follows it, in steps of one row.
+// Whether ops[norm] is computed together with the logits of the router that follows it, in steps of one row.
 bool norms_with_router(const Binding& b, size_t norm);
-// Whether the layer of ops[router] has kernels for steps of one row.
+// Whether the layer of ops[router] has special kernels for steps of one row.
 bool has_row_kernels_at(const Binding& b, size_t router);
 // The GEMM of a router's logits.
 GemmArgs logits_of(const Binding& b, size_t linear);
@@ -31,9 +31,9 @@ bool rotates_in_attention(const Binding& b, size_t rope);
 // the normed heads.
 bool norms_in_attention(const Binding& b, size_t norm);
 
-// Where ops[i] writes its output at once if the next op adds that up over ranks.
+// Where ops[i] writes its output directly if the next op sums that over ranks.
 std::optional<Rows> partial_of(const Binding& b, size_t i);
-// The other rank's memory, to which the GEMM ops[i] pushes its partial sums of few rows; null: it does not.
+// The other rank's buffer to which the GEMM ops[i] pushes its partial sums of few rows; null: it does not push.
 uint16_t* place_of(const Binding& b, size_t i);
 
 }  // namespace as::cuda

@@ -1,4 +1,4 @@
-// Products of an activation of the gate columns and the up columns.
+// The activation of the gate columns, times the up columns.
 #include "cuda/kernels/lora/lora.h"
 #include "cuda/ops/ops.h"
 

@@ -1,5 +1,5 @@
-// Norms and rotations of heads. Where all queries and keys of an attention are meant, the attention does it as they
-// enter the cache.
+// Norms and rotations of heads. If they apply to all queries and keys of an attention, the attention computes them as
+// heads enter the cache.
 #include <stdexcept>
 #include <string>
 

@@ -8,7 +8,7 @@
 namespace as::cuda {
 namespace {
 
-// Whether a tensor is logits of experts, or gates of rows.
+// Whether a tensor has the logits of experts or the gates of rows.
 bool is_routing(const Program& program, int tensor) {
   return std::any_of(program.ops().begin(), program.ops().end(), [&](const OpNode& op) {
     return (op.is(Op::router) && op.inputs[0] == tensor) || (op.is(Op::sigmoid_mul) && op.inputs[1] == tensor);
@@ -27,7 +27,7 @@ void launch_gemm(const GemmArgs& p, int rows, GemmChoice choice, const Queue& qu
   else gemm_float8(p, rows, queue, choice.algo);
 }
 
-// With the activation that multiplies gate and up columns, or the add, that follows.
+// Also computes what follows: the activation that multiplies gate and up columns, or the add.
 int bind_linear(Binding& b, size_t i, bool norms) {
   Workspace& ws = b.workspace;
   const OpNode& op = b.ops[i];
@@ -55,7 +55,7 @@ int bind_linear(Binding& b, size_t i, bool norms) {
   uint16_t* const place = sum ? nullptr : place_of(b, i);
   Gemm gemm = gemm_of(p);
   gemm.normed = norms;
-  gemm.fuses = fused.unnormed ? fused.unnormed != p.y.values  // which a kernel reads while others write
+  gemm.fuses = fused.unnormed ? fused.unnormed != p.y.values  // CTAs read it while others write
                               : p.w.takes_bytes();
   gemm.pushed = place != nullptr, gemm.few_columns = has_small_n(p.w) && is_routing(ws.program, op.outputs[0]);
   const GemmTable& table = ws.kernels.gemm(gemm);

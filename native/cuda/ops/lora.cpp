@@ -6,7 +6,7 @@
 namespace as::cuda {
 namespace {
 
-// All targets of a linear at once; with the activation, or the add, that follows if that may be.
+// Computes all targets of a linear at once, and the activation or the add that follows, if possible.
 int bind_lora(Binding& b, size_t i) {
   const OpNode& op = b.ops[i];
   const Adapters& adapters = *b.workspace.adapters;

@@ -1,4 +1,4 @@
-// What each op's file defines: how ops of a program become launches. A new op is one file here, which registers itself.
+// How ops of a program become launches. Each op's file implements this; a new op is one file, which registers itself.
 #pragma once
 #include <functional>
 #include <map>
@@ -15,21 +15,21 @@
 
 namespace as::cuda {
 
-// A kernel launch, or a few, of a step of this size.
+// One or more kernel launches of a step of this size.
 using Launch = std::function<void(const Workspace::Size&)>;
 
-// The other ranks of a group: memory of their GPUs, and the channel by which processes agree on samples.
+// The other ranks of a group: their GPUs' memory, and the communicator by which processes agree on samples.
 struct Ranks {
   Exchange& exchange;
   Communicator& communicator;
 };
 
-// Where ops find what they run on, while one form of a program (with ops for adapters, or without) becomes launches.
+// What ops use while one form of a program (with ops for adapters, or without) becomes launches.
 struct Binding {
   using Size = Workspace::Size;
 
   // All references must outlive the binding; the workspace must outlive the launches. ranks: null if there is one rank.
-  // paired: weights whose gate and up rows are interleaved; gated GEMMs add theirs.
+  // paired: weights whose gate and up rows are interleaved; gated GEMMs add theirs to it.
   Binding(Workspace& workspace, Weights& weights, const Ranks* ranks, std::set<int>& paired, bool adapted);
 
   const Tensor& in(const OpNode& op, int i = 0) const { return workspace.tensors[op.inputs[i]]; }
@@ -41,7 +41,7 @@ struct Binding {
     return i < (int)op.weights.size() ? weights.vector(op.weights[i]) : nullptr;
   }
   const Matrix& matrix(const OpNode& op) const { return weights.matrix(op.weights[0]); }
-  // Refuses an op that is to write another tensor than it reads.
+  // Refuses an op that writes another tensor than it reads.
   void check_in_place(const OpNode& op) const;
 
   // Adds launch(rows) for steps that have rows of the row set.
@@ -62,17 +62,17 @@ struct Binding {
   int hidden_tensor = -1;  // -1: none
   size_t heads_from = 0;   // launches from this one on compute logits; 0: unknown
 
-  // The sum over ranks that is bound next, and how many a step makes: an even number, so that each uses the same buffer
-  // in every step.
+  // The number of the next sum over ranks, and how many sums a step makes. That is an even number, so that each sum
+  // uses the same buffer in every step.
   int next_call = 0, calls = 0;
-  // Tensors whose gate and up columns are interleaved, and the bias that is still to be added.
+  // Tensors whose gate and up columns are interleaved, and the bias that must still be added.
   std::map<int, const float*> interleaved;
-  // Work on heads that the next attention does: rotation, and before it norms of queries and keys.
+  // Work on heads that the next attention does: rotation, and before it the norms of queries and keys.
   std::optional<Rope> rope;
   std::optional<std::pair<HeadNorm, HeadNorm>> head_norms;
-  bool deferred = false;  // the op that was bound last left its work to a later one
-  // Of row sets of experts: the tensor of weights that the router writes, and, where the router's layer has kernels for
-  // a step of one row, what these need.
+  bool deferred = false;  // the latest op left its work to a later one
+  // By row set of experts: the tensor of weights that the router writes. `row`: what the kernels for a step of one row
+  // need, if the router's layer has such kernels.
   struct Routed {
     int shares = -1;
     std::optional<ChosenRow> row;
@@ -80,11 +80,11 @@ struct Binding {
   std::map<int, Routed> routed;
 };
 
-// Adds the launches of b.ops[i]; returns how many of the ops after it they compute, too.
+// Adds the launches of b.ops[i]. Returns how many of the following ops they also compute.
 using Bind = int (*)(Binding& b, size_t i);
 
-// How an op can write its output: float32 rows; or 16-bit tiles instead, always or if the cache has the same type; or
-// both at once.
+// How an op can write its output: as float32 rows; as 16-bit tiles, always or only if the cache has the same type; or
+// as both at once.
 enum class OutputForm { values, tiles, cache_type, both };
 struct CudaOp {
   Bind bind = nullptr;

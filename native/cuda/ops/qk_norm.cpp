@@ -1,4 +1,4 @@
-// Norms of all queries and all keys, each as one vector over all ranks.
+// Norms over all queries and over all keys of all ranks.
 #include "cuda/ops/ops.h"
 
 namespace as::cuda {

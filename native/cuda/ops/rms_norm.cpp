@@ -13,11 +13,11 @@ int bind_rms_norm(Binding& b, size_t i) {
   const int row_set = b.in(op).row_set;
   if (norms_to_bytes(b, i)) {
     const OpNode& after = b.ops[i + 2];
-    if (after.is(Op::lora) && after.inputs[1] == op.outputs[0])  // it reads the normed rows
+    if (after.is(Op::lora) && after.inputs[1] == op.outputs[0])  // lora reads the normed rows
       b.add_launch(row_set, launch);
     return bind_linear(b, i + 1, true) + 1;
   }
-  if (norms_with_router(b, i))  // a single row is normed with the router's logits
+  if (norms_with_router(b, i))  // a single row is normed by the kernel of the router's logits
     b.add_launch(row_set, [=](int rows) {
       if (rows > 1) launch(rows);
     });

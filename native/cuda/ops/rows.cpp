@@ -1,4 +1,4 @@
-// Ops that choose rows: the embedding, rows with outputs, hidden states and the logits that are sampled.
+// Ops that select rows: the embedding, rows with outputs, hidden states and the logits that are sampled.
 #include "cuda/kernels/sampling/argmax.h"
 #include "cuda/ops/fusion.h"
 

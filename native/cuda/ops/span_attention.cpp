@@ -26,7 +26,7 @@ int bind_span_attention(Binding& b, size_t i) {
   Attention whole = a;
   if (norms) whole.query_norm = norms->first.norm, whole.key_norm = norms->second.norm;
   const int* where = ws.data->where(op.integer("cache_group"));
-  const int at_once = a.cache.type == CacheType::dtype16 ? 2 : 3;  // CTAs of attention that an SM runs at once
+  const int at_once = a.cache.type == CacheType::dtype16 ? 2 : 3;  // CTAs of attention per SM
   const int wanted = at_once * ws.device.sm_count(), most = ws.most_splits;
   const AttentionChoice kernels = ws.kernels.attention(a.cache, a.group, a.slopes || a.sinks);
   b.launches.push_back([=, data = &*ws.data, queue = b.queue](const Binding::Size& size) {

@@ -1,4 +1,4 @@
-// The CUDA backend's ops by op, and what their files share.
+// The CUDA backend's table of ops, and what their files share.
 #include <map>
 
 #include "cuda/ops/fusion.h"

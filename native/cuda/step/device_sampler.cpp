@@ -8,7 +8,7 @@ namespace as::cuda {
 namespace {
 
 constexpr double kMaskSeconds = 30;                          // longer than any mask takes
-constexpr size_t kEditsOfARow = 4096, kMostEdits = 1 << 20;  // of a row on average; of a step
+constexpr size_t kEditsOfARow = 4096, kMostEdits = 1 << 20;  // per row on average; per step
 
 size_t rounded(size_t bytes) { return (bytes + 255) / 256 * 256; }
 

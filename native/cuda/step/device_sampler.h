@@ -13,14 +13,14 @@ enum class SampledBy : uint8_t { nobody, argmax, device, host };
 
 class DeviceSampler {
  public:
-  // logits [max_outputs, vocab_size] and best, their rows' argmax (best_tokens), are on the device; a row's sample
-  // replaces its argmax. masks: null, or the masks that outputs name. All must outlive this.
+  // logits [max_outputs, vocab_size] and best, their rows' argmax (best_tokens), are on the device. A row's sample
+  // replaces its argmax. masks: null, or the masks that outputs refer to. All must outlive this.
   DeviceSampler(const Device& device, float* logits, Argmax* best, int vocab_size, int max_outputs, Masks* masks);
 
-  // Queues the samples of a batch that `by` assigns to these kernels; waits for masks while the device computes.
-  // Assigns samples that only the host can make to the host.
+  // Queues the samples of a batch that `by` assigns to these kernels. Waits for masks while the device computes.
+  // Reassigns samples that only the host can draw to the host.
   void queue(const Batch& batch, std::vector<SampledBy>& by);
-  // The samples, after the device has computed them.
+  // Reads the samples after the device has computed them.
   void take(std::vector<SampleOutput>& samples) const;
 
  private:

@@ -1,4 +1,4 @@
-// Steps with a draft model on the same GPU. They do not overlap: the drafts decide the target's rows.
+// Steps with a draft model on the same GPU. Steps do not overlap, because the drafts decide the target model's rows.
 #pragma once
 #include "batch/decoder.h"
 #include "cuda/memory/host_spans.h"

@@ -6,7 +6,7 @@ namespace as::cuda {
 namespace {
 
 constexpr int64_t kSkipped = 2, kFirst = 3,
-                  kEvery = 64;  // steps: not the first ones, which load kernels; then three; then one of 64
+                  kEvery = 64;  // steps: skips the first ones, which load kernels; then times three; then one of 64
 
 }  // namespace
 

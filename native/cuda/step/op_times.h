@@ -9,11 +9,11 @@
 
 namespace as::cuda {
 
-// Of a launch, over all timed steps. op: the program's ops that it computes.
+// The times of a launch over all timed steps. op: the program's ops that it computes.
 struct OpTime {
   FusedOp op;
   const LayerCache* layer = nullptr;  // the cache of an attention
-  int launches = 1;                   // how many launches from this one on compute the op; the others have no parts
+  int launches = 1;                   // launches from this one on that compute the op; the others have no parts
   int64_t count = 0;
   double total = 0, least = 0, most = 0;  // seconds
   double bytes = 0, operations = 0;       // in total
@@ -27,14 +27,14 @@ class OpTimes {
   // The launches of a form of the program, in order. The last one's time includes sampling.
   void set(int form, std::vector<OpTime> launches) { forms_[form] = std::move(launches); }
   void clear();
-  // Whether the next step is to be timed. Few are, because timing slows a step.
+  // Whether the next step is to be timed. Only few are, because timing slows a step.
   bool due();
 
-  // Two steps may be in flight, so each has one of two turns. For a step: begin(), mark() before each launch and after
-  // the last, mark() before and after sampling.
+  // Two steps may be in flight, so each uses one of two turns. Order of calls for a step: begin(), mark() before each
+  // launch and after the last, mark() before and after sampling.
   void begin(int turn) { turns_[turn].used = 0; }
   void mark(int turn, cudaStream_t stream);
-  // After the step has finished. launches: how many of the form's launches ran; drawn: whether all ran, and sampling.
+  // Called after the step. launches: how many of the form's launches ran. drawn: whether all ran, and sampling.
   void add(int turn, int form, size_t launches, bool drawn, const Batch& batch, StepSize size);
 
   std::vector<OpTime> all() const;

@@ -7,7 +7,7 @@ namespace {
 
 using namespace sampling;
 
-// Lists the edits that logit processors make, instead of making them.
+// Lists the edits of logit processors instead of applying them.
 class ListedEdits {
  public:
   explicit ListedEdits(std::vector<Edit>* lists) : lists_(lists) {}

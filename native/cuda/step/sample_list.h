@@ -1,4 +1,4 @@
-// What a step samples on the device, as the kernels read it.
+// The samples that a step computes on the device, in the form that kernels read.
 #pragma once
 #include <vector>
 
@@ -15,7 +15,7 @@ class SampleList {
 
   size_t most_edits() const { return most_edits_; }
   void clear() { draws_.clear(), edits_.clear(), edited_ = apart_ = false; }
-  // Adds the sample that outputs[row] asks for. mask: the index of its mask in the step; -1: none. Returns false, and
+  // Adds the sample that outputs[row] requests. mask: the index of its mask in the step; -1: none. Returns false, and
   // adds nothing, if there are too many edits.
   bool add(const Batch& batch, int row, int mask);
 

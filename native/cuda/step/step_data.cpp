@@ -81,8 +81,8 @@ StepData::Size StepData::copy(const Batch& batch, int padded, const Device& devi
   return size;
 }
 
-// Queues the copy of a step's arrays: of a small step the beginning of each array, in one two-dimensional copy; of
-// others all arrays.
+// Queues the copy of a step's arrays. A small step copies the beginning of each array in one two-dimensional copy; a
+// larger one copies all arrays.
 void StepData::send(const Size& size, int used, const Device& device) const {
   const auto copy = [&](size_t begin, size_t ints, size_t height) {
     check(cudaMemcpy2DAsync(device_memory_.as<int>() + begin, pitch_ * sizeof(int), host(begin), pitch_ * sizeof(int),

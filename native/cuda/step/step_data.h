@@ -1,4 +1,4 @@
-// A step's rows as kernels read them: a Batch, copied to the GPU in one or two copies.
+// A step's rows in the form that kernels read: a Batch, copied to the GPU in one or two copies.
 #pragma once
 #include <vector>
 
@@ -10,22 +10,22 @@ namespace as::cuda {
 
 class StepData {
  public:
-  // group: query heads of a KV head. max_spans: of a sequence. windows: of each cache group; 0: full attention.
-  // no_span: the span that replaces those that a sliding window has left, which other sequences may own by now.
+  // group: query heads per KV head. max_spans: per sequence. windows: of each cache group; 0: full attention. no_span:
+  // replaces the spans that a sliding window has left. Other sequences may own those by now.
   StepData(int max_rows, int max_outputs, int max_slots, int max_spans, int span_size, int group,
            std::vector<int> windows, int no_span);
 
-  // A step's counts. Kernels are launched for these; in a padded step they do nothing for padding rows.
+  // A step's counts, which set the sizes of launches. In a padded step kernels skip the padding rows.
   struct Size {
     int rows = 0, outputs = 0, decode_tiles = 0, prefill_tiles = 0;
-    int kv_splits = 1;     // of the context of decode tiles: 1, or 2 for several
-    bool adapted = false;  // whether some row has an adapter
+    int kv_splits = 1;     // of decode tiles: 1, or 2 if some have several
+    bool adapted = false;  // whether any row has an adapter
     bool operator<(const Size& other) const;
   };
   // Queues the copy of a batch. padded: 0, or the number of rows to pad a decode batch to.
   Size copy(const Batch& batch, int padded, const Device& device);
 
-  const int* step() const { return at(step_); }  // number of steps before
+  const int* step() const { return at(step_); }  // number of earlier steps
   const int* tokens() const { return at(tokens_); }
   const int* positions() const { return at(positions_); }
   const int* prompts() const { return at(prompts_); }  // length of the sequence's prompt
@@ -45,11 +45,11 @@ class StepData {
 
   const int span_size_, group_, groups_, no_span_;
   const std::vector<int> windows_;
-  const size_t pitch_, table_;  // ints: each array begins at a multiple of pitch_; span table of all sequences
+  const size_t pitch_, table_;  // ints: arrays begin at multiples of pitch_; size of all sequences' span tables
   uint32_t steps_ = 0;          // may exceed 2^31
   size_t step_, tokens_, positions_, prompts_, where_, adapters_, chosen_, decode_tiles_, prefill_tiles_, tables_,
       all_;                          // offsets, in ints
-  Memory turns_[2], device_memory_;  // turns_: on the host; one may still be copied while the other is written
+  Memory turns_[2], device_memory_;  // turns_: on the host; one may still be in a copy while the other is written
   int turn_ = 0;
 };
 

@@ -102,7 +102,7 @@ void Adapters::set(int index, std::shared_ptr<Adapter> adapter) {
     check(cudaMemcpy(table_.as<LoraPair>() + index * targets_.size(), row.data(), row.size() * sizeof(LoraPair),
                      cudaMemcpyHostToDevice),
           "copying an adapter");
-  // Copies may still be in flight, and the steps' stream does not wait for them.
+  // Copies may still be running, and the steps' stream does not wait for them.
   check(cudaStreamSynchronize(nullptr), "copying an adapter");
   loaded_.at(index) = std::move(adapter);
 }

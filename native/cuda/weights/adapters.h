@@ -1,5 +1,5 @@
-// LoRA adapters (kernels/lora/lora.cu). They are loaded and unloaded while a model runs; kernels find a row's adapter
-// in a table.
+// LoRA adapters (kernels/lora/lora.cu). They can be loaded and unloaded while a model runs. Kernels find a row's
+// adapter in a table.
 #pragma once
 #include <memory>
 #include <vector>
@@ -12,18 +12,18 @@
 
 namespace as::cuda {
 
-// The adapters that a compiled program has room for.
+// How many adapters a compiled program has room for, and of which size and type.
 struct AdapterLimits {
   int count = 0;  // loaded at once; 0: rows have no adapters
   int max_rank = 0;
-  bool is_dtype16 = false;  // their matrices are of 16 bits, else float32
+  bool is_dtype16 = false;  // their matrices have 16 bits, otherwise float32
   DType16 type = DType16::bf16;
 };
 
 // Bytes of one target's two matrices.
 size_t adapter_bytes(int rank, int inputs, int columns, bool is_dtype16);
 
-// One adapter's matrices in host memory. Any thread may fill it while steps run.
+// One adapter's matrices in host memory. Any thread may fill them while steps run.
 class Adapter {
  public:
   // The columns of a target, and the input features of its linear.
@@ -34,10 +34,9 @@ class Adapter {
       : limits_(limits), targets_(std::move(targets)), pairs_(targets_.size()) {}
 
   // Sets a target's matrices, `a` [rank, in features] and `b` [columns, rank]. Returns how many values are NaN or
-  // infinite, or too large for float16 if matrices are that. Throws std::invalid_argument for an unknown target or
-  // wrong sizes.
+  // infinite, or too large if matrices are float16. Throws std::invalid_argument for an unknown target or wrong sizes.
   int64_t set(int target, const HostRows& a, const HostRows& b, float scale);
-  // Copies all matrices to the GPU in use. Returns the table's row: an entry for each target.
+  // Copies all matrices to the current GPU. Returns the table's row: an entry for each target.
   std::vector<LoraPair> upload();
 
  private:
@@ -63,7 +62,7 @@ class Adapters {
  public:
   Adapters(const Device& device, const AdapterLimits& limits, const Program& program);
 
-  // Between steps, or while no plan names the index. null: removes the adapter.
+  // Only between steps, or while no plan refers to the index. null: removes the adapter.
   void set(int index, std::shared_ptr<Adapter> adapter);
   std::shared_ptr<Adapter> make() const { return std::make_shared<Adapter>(limits, targets_); }
   const LoraPair* table() const { return table_.as<LoraPair>(); }  // [adapters, targets]

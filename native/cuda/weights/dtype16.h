@@ -17,7 +17,7 @@ inline float widened(uint16_t bits, DType16 dtype) {
   raw.x = bits;
   return __half2float(__half(raw));
 }
-// Rounds to nearest even; values too large for float16 become its largest.
+// Rounds to nearest even. Values too large for float16 become its largest finite value.
 constexpr float kLargestFloat16 = 65504;
 inline uint16_t rounded(float x, DType16 dtype) {
   if (dtype == DType16::bf16) return float_to_bf16(x);
@@ -27,7 +27,7 @@ inline uint16_t rounded(float x, DType16 dtype) {
 inline bool fits(float x, DType16 dtype) {
   return std::isfinite(x) && (dtype == DType16::bf16 || std::abs(x) < kTooLarge);
 }
-// The 16-bit type that goes with a type of this name: bfloat16 unless it is float16.
+// The 16-bit type used with the type of this name: bfloat16 unless it is float16.
 inline DType16 dtype16_of(const std::string& dtype) { return dtype == "float16" ? DType16::f16 : DType16::bf16; }
 
 }  // namespace as::cuda

@@ -13,7 +13,7 @@
 namespace as::cuda {
 namespace {
 
-constexpr size_t kStagingBytes = 32 << 20;  // at most; small matrices take less
+constexpr size_t kStagingBytes = 32 << 20;  // an upper bound; small matrices take less
 constexpr size_t kCopyAlign = 4096;         // alignment in the host copy
 
 size_t size_of(SourceType source) { return source == SourceType::f32 ? 4 : 2; }
@@ -170,7 +170,7 @@ std::vector<int64_t> Weights::fill_rows(int id, const std::vector<HostRows>& row
     const HostRows& r = rows[i];
     const int64_t group = group_size ? std::min(group_size, r.columns) : r.columns;
     check_rows(m, r.count, row_offset, r.column, r.columns, group);
-    // Quantization needs whole groups of columns, because it finds their range.
+    // Quantization computes the range of each group, so it needs whole groups of columns.
     int64_t first = r.column, last = r.column + m.k;
     if (m.quants.bits) first = first / group * group, last = std::min((last + group - 1) / group * group, r.columns);
     const size_t item = size_of(r.source), row_bytes = (last - first) * item,

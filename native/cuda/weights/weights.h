@@ -10,9 +10,9 @@
 
 namespace as::cuda {
 
-// Adjacent quantized rows in host memory: 8-bit values a byte each, 4-bit values two in a byte, the even column in the
-// lower half. A row has `columns` columns, in groups of `group`; the matrix takes those from `column` on. scales and
-// offsets [count, groups] are bfloat16; for e4m3 they are the lower and the upper half of a row's float32 scale.
+// Adjacent quantized rows in host memory. 8-bit values take a byte each. 4-bit values share bytes; the even column is
+// in the lower half. A row has `columns` columns in groups of `group`; the matrix takes those from `column` on. scales
+// and offsets [count, groups] are bfloat16; for e4m3 they are the lower and upper half of a row's float32 scale.
 struct HostQuants {
   int bits;
   const uint8_t* quants;
@@ -20,8 +20,8 @@ struct HostQuants {
   int64_t count, columns, column, group;
 };
 
-// Rows of a checkpoint's tensor in host memory, of `columns` values each: `stride` values from a row to the next,
-// `step` from a column to the next (1 unless the tensor is stored transposed). The matrix takes the columns from
+// Rows of a checkpoint's tensor in host memory, with `columns` values each. A row is `stride` values after the previous
+// one, a column is `step` values after (1 unless the tensor is stored transposed). The matrix takes the columns from
 // `column` on.
 struct HostRows {
   const void* data;
@@ -29,11 +29,11 @@ struct HostRows {
   int64_t count, stride, columns, column, step;
 };
 
-// A matrix without memory. format: as weight_dtype names it. group: columns of a quantization group, 0 for whole rows.
+// A matrix without memory. format: a name of weight_dtype. group: columns of a quantization group, 0 for whole rows.
 // experts: `rows` are the rows of a stack of so many matrices. Throws std::invalid_argument for what the backend does
 // not support.
 Matrix matrix_of(int rows, int k, const std::string& format, int group, int experts = 1);
-size_t matrix_bytes(const Matrix& matrix);  // of a whole stack
+size_t matrix_bytes(const Matrix& matrix);  // bytes of the whole stack
 
 class Weights {
  public:
@@ -41,14 +41,13 @@ class Weights {
   ~Weights();
 
   int add_matrix(int rows, int k, const std::string& format, int group, int experts = 1);
-  // Fills rows from row_offset on. Returns for each tensor how many values are NaN or infinite, or too large for
-  // float16 if the matrix is that. group: columns of a group by which the tensor's rows are quantized, 0 for whole
-  // rows.
+  // Fills rows from row_offset on. Returns for each tensor how many values are NaN or infinite, or too large if the
+  // matrix is float16. group: columns of a quantization group of the tensor's rows, 0 for whole rows.
   std::vector<int64_t> fill_rows(int id, const std::vector<HostRows>& rows, int64_t row_offset, int64_t group);
   // The same for rows that InstantQuant has quantized.
   void fill_quantized(int id, const HostQuants& rows, int64_t row_offset);
-  // Fills a 16-bit matrix with whole blocks of columns with random values, uniform in [-size, size], on the device: for
-  // benchmarks of large models.
+  // Fills a 16-bit matrix on the device with random values, uniform in [-size, size]. Its columns must be whole blocks.
+  // For benchmarks of large models.
   void fill_noise(int id, float size);
   int add_vector(const std::vector<float>& values);
 
@@ -57,17 +56,17 @@ class Weights {
   const float* vector(int id) const;
   uint64_t source_hash(int id) const { return matrix(id), weights_[id].hash; }
   std::vector<float> read_rows(int id, int64_t first, int64_t count) const;
-  // The type of 16-bit weights, and so of activations. Throws std::invalid_argument if weights are of both types, or
-  // float16 with quantized ones.
+  // The type of 16-bit weights, and so of activations. Throws std::invalid_argument if weights of both types exist, or
+  // float16 weights and quantized ones.
   DType16 dtype() const;
   size_t bytes() const;
   std::vector<double> sizes() const;  // bytes of each weight
-  // Interleaves a matrix' gate and up rows, as gated GEMMs take them (pair_rows).
+  // Interleaves a matrix's gate and up rows for gated GEMMs (pair_rows).
   void pair(int id);
   // After all weights are filled: frees the staging memory.
   void finish() { staging_ = {}; }
-  // Moves the matrices to pinned host memory, and back to the same addresses. No work on the device may use them. Both
-  // throw std::runtime_error, and change nothing, if memory runs out.
+  // Moves the matrices to pinned host memory, and back to the same addresses. No work on the device may use them
+  // meanwhile. Both throw std::runtime_error, and change nothing, if memory runs out.
   void unload();
   void load();
 
@@ -78,7 +77,7 @@ class Weights {
     uint64_t hash;
     size_t copy = 0;  // offset in the host copy
   };
-  // Rows that wait to be packed: while the device packs those of one turn, the host fills the other.
+  // Rows that wait to be packed. While the device packs the rows of one turn, the host fills the other.
   struct Staging {
     struct Turn {
       Memory host, device;
@@ -92,7 +91,7 @@ class Weights {
       std::swap(turns, other.turns);
       return *this;
     }
-    // Allocates room for so many bytes a turn, but at most kStagingBytes; returns the room.
+    // Allocates room for `bytes` bytes per turn, at most kStagingBytes. Returns the room.
     size_t allocate(size_t bytes);
   };
   static void place(Matrix& m, const Memory& memory);
