@@ -16,7 +16,7 @@
 namespace as::cuda {
 namespace AS_DTYPE16 {
 
-// Throws std::runtime_error if the launch before failed.
+// Throws std::runtime_error if the previous launch failed.
 inline void launched(const char* kernel) {
   const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess)
@@ -88,7 +88,7 @@ __device__ inline void await_previous() {
 }
 __device__ inline void after_previous() { let_next_begin(), await_previous(); }
 
-// Raises a kernel's limit of dynamic shared memory above 48 KiB less its static shared memory.
+// Raises a kernel's limit of dynamic shared memory, by default 48 KiB less its static shared memory.
 template <typename Kernel>
 void allow_shared(Kernel kernel, size_t bytes) {
   if (bytes > 32 << 10) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
@@ -279,7 +279,7 @@ __device__ inline void read_eight(const float* row, int column, int width, float
 }
 __device__ inline void put_eight(const Rows& out, int row, int column, int width, const float (&values)[8]) {
   if (column >= width) return;
-  if (out.tiles) {  // a chunk of a block; columns from the width on are padding, which is zero
+  if (out.tiles) {  // a chunk of a block; columns from `width` on are padding, which is zero
     uint32_t pairs[4];
 #pragma unroll
     for (int j = 0; j < 4; j++)

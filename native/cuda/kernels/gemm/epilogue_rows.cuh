@@ -50,7 +50,7 @@ __device__ inline void write_gated(const GemmArgs& p, int rows, int first_row, i
 // Prefetches the values of y that a warpgroup's sums of 64 rows are added to, into the L2 cache.
 template <int kColumns>
 __device__ inline void ask_for_added(const GemmArgs& p, int rows, int first_row, int first_column) {
-  constexpr int kLine = 32;  // values
+  constexpr int kLine = 32;  // float32 values of a cache line
   const int count = min(kColumns, p.w.n - first_column), width = p.y.width;
   for (int i = threadIdx.x % 128; i < kBlock * (kColumns / kLine); i += 128) {
     const int row = first_row + i / (kColumns / kLine), column = i % (kColumns / kLine) * kLine;

@@ -26,8 +26,8 @@ enum class GemmAlgo {
   mma,       // mma.sync: any chip
   gemv,      // one row
   small_m,   // a few 8-bit rows
-  split_k,   // wgmma: split-K parts side by side, in a cluster
-  stream_k,  // wgmma: CTAs stay and share the weights evenly
+  split_k,   // wgmma: split-K parts in parallel, in a cluster
+  stream_k,  // wgmma: persistent CTAs share the weights evenly
   prefill,   // wgmma: tiles of many rows
 };
 void gemm_f32(const GemmArgs& p, int rows, const Queue& queue);
@@ -35,7 +35,7 @@ void gemm_f32(const GemmArgs& p, int rows, const Queue& queue);
 void gemm_dtype16(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo algo);
 // Quantized weights with bfloat16 activations: mma, gemv (for p.x or p.unnormed), stream_k or prefill.
 void gemm_quantized(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo algo);
-// Scratch bytes of gemm_quantized() for a matrix [n, k] and at most this many rows. gated: n is in pair_rows()' order.
+// Scratch bytes of gemm_quantized() for a matrix [n, k] and at most this many rows. gated: n counts paired_rows().
 size_t widened_bytes(int n, int k, bool gated, int rows);
 // Integer weights with activations p.bytes: mma, small_m, stream_k or prefill.
 void gemm_integer(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo algo);

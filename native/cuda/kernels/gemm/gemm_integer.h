@@ -56,7 +56,7 @@ __device__ __forceinline__ void load_integers(const char* tile, uint32_t (&a)[2]
     const uint32_t words[4] = {own.x, own.y, own.z, own.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      // 128 + value - 8, then minus 128: no byte borrows from the next one.
+      // Adds 128 - 8 to each byte, then subtracts 128 by flipping its top bit: no byte borrows from the next one.
       const uint32_t even = ((words[i] & 0x0f0f0f0fu) + 0x78787878u) ^ 0x80808080u,
                      odd = ((words[i] >> 4 & 0x0f0f0f0fu) + 0x78787878u) ^ 0x80808080u;
       a[i / 2][i % 2] = __byte_perm(even, odd, 0x6420), a[i / 2][2 + i % 2] = __byte_perm(even, odd, 0x7531);

@@ -470,7 +470,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           const bool both = block + 1 < k.blocks;
           multiply(stage, 0, block, adds, a[0]);
           if (both) load(stage, 1, block + 1, a[1]);
-          if (Format::kFloats && both) {  // a segment is the whole step
+          if (Format::kFloats && both) {  // both blocks of a step are in one segment
             adds = true;
           } else {
             wait_wgmma<0>();

@@ -26,7 +26,7 @@ class Divisor {
   uint32_t factor_;
 };
 
-// K in steps.
+// K divided into steps and split-K parts.
 struct Steps {
   int blocks, k_parts;
   Divisor count, length;  // length: steps of a split-K part

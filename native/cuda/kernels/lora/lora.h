@@ -34,13 +34,13 @@ struct AdaptedSums {
   const LoraPair* pairs = nullptr;  // [adapters, targets]
   int targets = 0;
   const int *adapters = nullptr,
-            *chosen = nullptr;  // adapters: of each row of the step, -1: none; chosen: null, or rows of y
+            *chosen = nullptr;  // adapters: for each row of the step, -1: none; chosen: null, or the rows of y
   bool is_dtype16 = false;      // whether matrices have 16 bits
   DType16 type = DType16::bf16;
   Rows x;
   float* y = nullptr;
   int width = 0,
-      paired_gates = 0;    // of y; paired_gates: number of gate columns if columns are in pair_rows()' order, else 0
+      paired_gates = 0;    // width of y; paired_gates: gate columns if columns are in pair_rows()' order, else 0
   float* inner = nullptr;  // [rows, count, lora_k_parts(), whole_ranks(max_rank)]: parts of a x
   int max_rank = 0, count = 0;
   AdaptedColumns columns[kMostTargets];
