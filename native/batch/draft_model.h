@@ -1,5 +1,5 @@
 // Drafts of a smaller model (Leviathan et al., "Fast inference from transformers via speculative decoding", 2023). It
-// samples with the random numbers that the large model will use, so drafts are often right at high temperatures, too.
+// samples with the random numbers that the large model will use, so drafts are often right even at high temperatures.
 #pragma once
 #include "batch/slots.h"
 

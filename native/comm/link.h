@@ -22,7 +22,7 @@ class LinkEnd {
  public:
   virtual ~LinkEnd() = default;
   virtual std::vector<uint64_t> heartbeats() const = 0;                       // of all ranks
-  virtual void heard(int host, const std::vector<uint64_t>& heartbeats) = 0;  // the counts that `host` knows
+  virtual void heard(int host, const std::vector<uint64_t>& heartbeats) = 0;  // the counts that `host` has
   // Passes on a command of rank 0, or a chunk of one. Returns false if its buffer is still in use.
   virtual bool relay(int kind, const char* data, size_t bytes, bool more) = 0;
   virtual void abort(const std::string& message) = 0;

@@ -12,7 +12,7 @@
 namespace as::cuda {
 namespace {
 
-constexpr int kManyRows = 256;  // the kernel for one row more serves any number of rows
+constexpr int kManyRows = 256;  // all larger numbers of rows use the same kernel
 
 int ceil_div(int n, int by) { return (n + by - 1) / by; }
 
@@ -96,7 +96,7 @@ GemmAlgo choose_bytes(const Chip& chip, const Gemm& g, int rows, GemmAlgo algo) 
                                                                                         : GemmAlgo::stream_k;
 }
 
-// Ranges of rows from 1 on that share a choice. The choice for most + 1 rows serves any larger number.
+// Ranges of rows from 1 on that share a choice. The choice for most + 1 rows is used for all larger numbers.
 template <typename Choice, typename Choose>
 RowRanges<Choice> ranges_of(int most, const Choose& choose) {
   RowRanges<Choice> table;

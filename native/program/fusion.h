@@ -3,8 +3,7 @@
 //
 // clang-format off
 //   head_norm, rope, span_attention   heads are normed and rotated when they enter the cache or become queries
-//   rms_norm, linear                  each row is normed in the format that the GEMM reads; every thread norms a single
-//                                     row by itself
+//   rms_norm, linear                  norms write rows in the GEMM's format; every thread norms a single row by itself
 //   linear, silu_mul                  n columns instead of 2n leave the caches
 //   linear, add                       each thread adds the columns that it computed
 //   all_reduce, add, rms_norm         ranks and threads continue with whole rows

@@ -14,7 +14,7 @@ struct ScaleLayout {
   ScaleType scales = ScaleType::bfloat16;
   ZeroType zeros = ZeroType::offsets;
   int group_rows = 1;     // adjacent rows that share scales: 128 for FP8 in blocks
-  bool permuted = false;  // groups follow a list of in_features integers (act-order), not column / group
+  bool permuted = false;  // a list gives each column's group (act-order); otherwise it is column / group
   int super_group = 0;    // nested scales: values along in_features with one float16 scale (and offset) ...
   int scale_bits = 0;     // ... that multiplies the groups' scales (and offsets), integers of this many bits
   int center = -1;        // the quantized value that stands for 0; -1: 2^(bits - 1)

@@ -16,6 +16,7 @@
 // round the ranks send the number and weight of the tokens in each of 1,024 bins. Rank 0 chooses the bin in which the
 // set ends and requests the bins within it. Two or three rounds are usual. A last round samples among the tokens up to
 // there.
+//
 // Processors apply in this order: repetition penalty (prompt and output; divides positive logits, multiplies others),
 // presence and frequency penalty (output only), no_repeat_ngram_size and bad words (prompt and output), min_length,
 // logit bias (does not undo a ban), mask. Then come temperature, top-k, top-p (of the tokens that top-k kept), min-p
@@ -25,16 +26,18 @@
 // Sets of up to 1,024 candidates are sampled by inverse CDF. Wider sets, and sampling without top-k and top-p, first
 // choose the chunk of the vocabulary with the largest log(weight) + Gumbel noise, then a token in it by inverse CDF. So
 // every rank can find its best chunk alone. Chunks are fixed (chunk_of), and shards must consist of whole chunks.
+//
 // If everything is banned, the token is the argmax of the unprocessed logits among the ids that the mask allows. If the
 // mask allows none, it is the first end-of-sequence id or, without one, the argmax of the unprocessed logits.
 // The same (parameters, history, logits, shard boundaries) give the same bits on every ISA: sums run in an order fixed
-// by the shard's chunks, whatever the threads and other rows. Randomness comes only from Philox4x32-10 at (seed,
+// by the shard's chunks, not by threads or other rows. Randomness comes only from Philox4x32-10 at (seed,
 // sample_index, position, chunk). Any number of ranks samples the same token: weights are relative to a chunk's maximum
 // or to that of all ranks, never a shard's. (The number of shards changes sums over shards in double by about 1e-16.
 // That changes the end of a nucleus about once in 1e13 samples.)
 // Thread safety: all functions are reentrant. Calls for different rows, including merge(), may run in parallel
 // (blobs_of() locates each row's blobs). For few rows and many threads, ShardSampler divides candidates() and narrow()
 // into parts.
+//
 // The sampling block, in 32-bit words (floats bit for bit): flags (1 do_sample, 2 logprobs, 4
 // suppress_repetition_in_generation, 8: the extension follows at the end), temperature, top_k, top_p,
 // repetition_penalty, presence_penalty, frequency_penalty, no_repeat_ngram_size, min_length, top_logprobs, seed (low,

@@ -25,7 +25,7 @@ class DeviceSampler {
 
  private:
   void queue_masks(const Batch& batch, const std::vector<SampledBy>& by);
-  // Queues the copy of so many bytes to the device.
+  // Queues a copy to the device.
   void send(const Memory& host, const Memory& device, size_t bytes) const;
 
   const Device& device_;

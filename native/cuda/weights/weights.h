@@ -20,9 +20,8 @@ struct HostQuants {
   int64_t count, columns, column, group;
 };
 
-// Rows of a checkpoint's tensor in host memory, with `columns` values each. A row is `stride` values after the previous
-// one, a column is `step` values after (1 unless the tensor is stored transposed). The matrix takes the columns from
-// `column` on.
+// Rows of a checkpoint's tensor in host memory, with `columns` values each. Adjacent rows are `stride` values apart,
+// adjacent columns `step` (1 unless the tensor is stored transposed). The matrix takes the columns from `column` on.
 struct HostRows {
   const void* data;
   SourceType source;
