@@ -20,7 +20,7 @@ AS_INLINE Byte16 load(const uint8_t* p) {
   return x;
 }
 AS_INLINE void store(uint8_t* p, Byte16 x) { std::memcpy(p, &x, 16); }
-// The bits `mask` of every byte, shifted down by `shift`.
+// Shifts every byte down by `shift` and keeps the bits of `mask`.
 AS_INLINE Byte16 bits_of(Byte16 x, int shift, uint8_t mask) { return (Byte16)((Half8)x >> (uint16_t)shift) & mask; }
 
 // The lower halves of 16 bytes, then the upper ones.

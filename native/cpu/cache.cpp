@@ -23,8 +23,8 @@ void write_floats(const SpanLayout& s, char* span, int token, const float* key, 
   for (int d = s.head_dim; d < s.padded_dim; d++) v[d] = 0;
 }
 
-// Writes halves of pairs, the earlier token in the lower half. A token with an even number does not change the other
-// half of its values' pairs.
+// Writes a token's key, and its value into one half of each pair: the earlier token of a pair has the lower half. The
+// other half does not change.
 void write_pairs(const SpanLayout& s, char* span, int token, const float* key, const float* value) {
   uint16_t* k = reinterpret_cast<uint16_t*>(span + token / kKeyGroup * s.group_bytes) + token % kKeyGroup * 2;
   uint16_t* v = reinterpret_cast<uint16_t*>(span + s.value_offset + token / 2 * 2 * s.value_bytes) + token % 2;

@@ -17,14 +17,14 @@ struct Core {
   const Kernels& k;
 };
 
-// Rows: one for each row of a step, one for each of its outputs, or entries of these that a router formed.
+// A tensor has one row for each row of a step, for each of its outputs, or for each entry that a router makes of these.
 struct Tensor {
   float* data = nullptr;
   int width = 0;
   bool of_outputs = false;
   int row_set = 0, times = 1;  // of the program; entries for each row
-  // The matrix of the only linear that reads the tensor, if rows are stored in that linear's format (PreparedLayout),
-  // each in `prepared` bytes, in place of or besides floats.
+  // Not null if rows are stored in the format (PreparedLayout) of the only linear that reads them: that linear's
+  // matrix. A row takes `prepared` bytes, in place of or besides its floats.
   const Packed* prepared_for = nullptr;
   size_t prepared = 0;
   char* prepared_rows = nullptr;

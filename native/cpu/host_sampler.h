@@ -10,7 +10,7 @@ namespace as {
 
 class HostSampler : public LogitSampler {
  public:
-  // shared_memory: to the group's other ranks, each of which has a shard of the vocabulary; null: a single rank.
+  // shared_memory: connects the group's ranks, which have a shard of the vocabulary each; null: a single rank.
   HostSampler(int threads, std::vector<int> cpus, std::shared_ptr<Communicator> shared_memory = nullptr);
 
   void attach(const OpNode& op, float* logits, int width, int max_outputs, Masks* masks) override;

@@ -64,7 +64,7 @@ bool cpuid_has(unsigned leaf, unsigned subleaf, Register in, unsigned bits) {
 #else
   constexpr unsigned kBf16 = 1u << 22, kAmxTile = 1u << 24, kInt8 = 1u << 25;
   if (!cpuid_has(7, 0, Register::edx, kBf16 | kAmxTile | kInt8)) return false;
-  // The kernel saves the tiles' 8 KB only for processes that request it. The permission covers all threads.
+  // Linux saves the tiles' 8 KB only for processes that request it. The permission covers all threads.
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #endif

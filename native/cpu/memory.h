@@ -1,4 +1,4 @@
-// Page-aligned, zeroed memory from the kernel. The thread that writes a page first places it on its NUMA node.
+// Page-aligned, zeroed memory from Linux. The thread that writes a page first places it on its NUMA node.
 #pragma once
 #include <sys/mman.h>
 #include <unistd.h>
@@ -59,9 +59,9 @@ class Buffer {
   size_t bytes_ = 0;
 };
 
-// Memory for many matrices, side by side. With a buffer for each matrix, both ends would have small pages, which is all
-// of a small matrix. (Measured: a third of a model of int8 weights was in small pages, and streaming it a fifth
-// slower.)
+// Memory for many matrices, side by side. With a buffer for each matrix, both ends of a matrix would be in small pages,
+// and all of a small matrix. (Measured: a third of a model's int8 weights was in small pages, and streaming them was a
+// fifth slower.)
 class Arena {
  public:
   // Returns zeroed memory, aligned to a cache line, that lives as long as the arena.

@@ -1,6 +1,6 @@
 // Packs rows of a stored matrix into panels (see Packed) and converts them to the matrix' type.
 //
-// A panel is [column][row], so packing transposes. Moving single values takes five cycles each, so squares of 8 x 8 are
+// A panel is [column][row], so packing transposes. Moving a value alone takes five cycles, so squares of 8 x 8 are
 // converted and transposed in registers. Uses the compiler's vector extensions: baseline code, the same on every ISA.
 #pragma once
 #include <algorithm>
@@ -131,7 +131,7 @@ inline void square(const typename Source::Storage* source, int64_t stride, T* ta
   transpose(rows, target, target_stride);
 }
 
-// The same for a square at an edge, of which only `rows` x `columns` values exist.
+// The same for a square at an edge, where only `rows` x `columns` values exist.
 template <typename Source, typename T>
 void edge(const typename Source::Storage* source, int64_t stride, T* target, int64_t target_stride, int64_t rows,
           int64_t columns, Half8& special) {

@@ -30,7 +30,7 @@ template <int kOrder>
 AS_AVX2_INLINE V words_of(V a, V b) {
   return _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), kOrder));
 }
-// Combines 4-bit values into bytes, of each two words the first in the lower bits. a, then b in each register half.
+// Combines 4-bit values into bytes: the first of two adjacent words gives the lower bits. Works within register halves.
 AS_AVX2_INLINE V joined(V a, V b) {
   return _mm256_or_si256(words_of<0x88>(a, b), _mm256_slli_epi16(words_of<0xdd>(a, b), 4));
 }
@@ -205,7 +205,7 @@ AS_AVX2_INLINE void transpose_words(V r0, V r1, V r2, V r3, V (&out)[4]) {
 }
 
 AS_AVX2 void eight_octets(const uint8_t* from, int64_t stride, int count, char* const* to, int64_t at) {
-  V x[8];  // k 4 + b beside k b: they share a byte of the lanes
+  V x[8];  // k = 4 + b follows k = b: they share a byte of a lane
   const V some = _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 #pragma GCC unroll 8
   for (int i = 0; i < 8; i++) {

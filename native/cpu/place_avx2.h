@@ -12,13 +12,13 @@ namespace as {
 int place_eights(const Packed& w, const StoredRows& stored, int64_t column, int64_t row, int rows, int panel, int lane,
                  int64_t& bad);
 
-// Moves rows of words (Packing::words), `stride` bytes apart, to rows of lanes of eight k each, or of four, which have
-// the same layout. Returns how many of a row's `lanes` it moved: a multiple of eight.
+// Moves rows of words (Packing::words), `stride` bytes apart, to rows of lanes. A lane has eight k, which are
+// reordered, or four, which are copied. Returns how many of a row's `lanes` it moved: a multiple of eight.
 int place_words_of_eight(const uint8_t* from, int64_t stride, int rows, int lanes, bool eights, char* to,
                          int64_t to_stride);
 
-// Moves words of octets (Packing::octets) of k <= `length`, a multiple of eight; `stride`: bytes from one k to the
-// next. The lanes of word o's eight rows go to to[o], those of the next eight k `lane_stride` bytes further.
+// Moves words of octets (Packing::octets) for the first `length` k, a multiple of eight. `stride`: bytes from one k to
+// the next. The lanes of word o's eight rows go to to[o]; those of the next eight k go `lane_stride` bytes further.
 void place_words_of_octets(const uint8_t* from, int64_t stride, int length, int octets, char* const* to,
                            int64_t lane_stride);
 

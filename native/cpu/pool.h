@@ -13,8 +13,8 @@ namespace as {
 
 class Pool {
  public:
-  // cpus: thread i is pinned to cpus[i % size]; empty: not pinned. spin: false makes waiters sleep at once (more
-  // threads than cores). The thread that calls run() is thread 0.
+  // cpus: thread i is pinned to cpus[i % size]; empty: not pinned. spin: false makes waiting threads sleep at once, for
+  // more threads than cores. The thread that calls run() is thread 0.
   Pool(int threads, std::vector<int> cpus, bool spin);
   ~Pool();
   Pool(const Pool&) = delete;

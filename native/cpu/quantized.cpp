@@ -41,7 +41,7 @@ void pair_neighbours(const char* lanes, int64_t bytes, uint8_t* out) {
   std::memcpy(out, &lane, bytes);
 }
 
-// Unpacks n 4-bit values of a row, from `first` on, to a byte each. swapped: the even one is in the upper half.
+// Unpacks n 4-bit values of a row, from `first` on, to a byte each. swapped: the even value is in the upper half.
 AS_INLINE void split_halves(const uint8_t* row, bool swapped, int64_t first, int n, uint8_t* out) {
   int i = 0;
   if (first % 2 == 0) {
@@ -284,7 +284,7 @@ AS_INLINE Word4 spread(Word4 x) {
 }
 AS_INLINE Word4 lanes_of_words(Word4 x) { return spread(x & 0xffff) | spread(x >> 16) << 4; }
 
-// Moves `rows` rows of words, `lanes` of each, to rows of lanes of eight k, or of four.
+// Moves `rows` rows of `lanes` words to rows of lanes, which hold eight k each, or four.
 void lay_words(const uint8_t* from, int64_t stride, int rows, int lanes, bool eights, char* to, int64_t to_stride) {
   const int done = place_words_of_eight(from, stride, rows, lanes, eights, to, to_stride);
   for (; done < lanes && rows > 0; rows--, from += stride, to += to_stride) {

@@ -33,7 +33,7 @@ enum class Packing {
   signed_rows,   // 8 bits, as signed integers
   swapped_rows,  // 4 bits, the even k in the upper half
   words,         // 32-bit words of adjacent k from the lowest bits on: [words of k][rows] (GPTQ)
-  octets,        // 32-bit words of 4-bit values of eight adjacent rows in kOctet's order: [k][rows / 8] (AWQ)
+  octets,        // 32-bit words: 4-bit values of eight adjacent rows in kOctet's order, [k][rows / 8] (AWQ)
   q4_0,          // GGUF's blocks, which include scales (blocks.h)
   q4_1,
   q8_0,
@@ -58,7 +58,7 @@ struct Strided {
   const char* at(int64_t r, int64_t s) const { return data + r * row + s * step; }
 };
 
-// Rows of a matrix whose scales have the types of the matrix' own (ScaleLayout).
+// Stored rows, with scales of the types that the destination's ScaleLayout has.
 struct StoredRows : RowShape {
   Packing packing = Packing::rows;
   const uint8_t* q = nullptr;

@@ -33,8 +33,8 @@ class CpuRunner : public Runner {
   };
 
   // Throws std::invalid_argument naming what this backend does not support. Program and weights must outlive the
-  // runner. fused: whether ops are fused (the bits are equal). masks: null, or those that rank 0 samples under.
-  // adapters: those that rows may have, if the program has lora ops. Both must outlive the runner.
+  // runner. fused: whether ops are fused (the bits are equal). masks: null, or the masks that rank 0 samples under.
+  // adapters: the adapters of rows, if the program has lora ops. Both must outlive the runner.
   //
   // A program with lora ops is compiled twice. Steps without adapters run a form without these ops, with more fusion.
   CpuRunner(const Core& core, const Program& program, const Weights& weights, const RunnerLimits& limits,
@@ -48,8 +48,7 @@ class CpuRunner : public Runner {
   bool hidden_states() const { return plain_.heads > 0; }
 
  private:
-  // A form of the program: steps [begin, end). Those before `heads` compute no logits and sample nothing; heads = 0:
-  // unknown.
+  // A form of the program: steps [begin, end). If no logits are wanted, only steps before `heads` run; 0: all run.
   struct Form {
     std::vector<FusedOp> ops;
     std::vector<Tensor> tensors;

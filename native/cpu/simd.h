@@ -172,7 +172,7 @@ inline vi idot8(vi acc, vi u8, vi s8) {
   return iadd(acc, iadd(even, madd16(shift_right16<8>(u8), _mm256_srai_epi16(s8, 8))));
 }
 #elif defined(AS_ISA_VNNI)
-// Processors of this level lack the AVX-512 encoding, which assemblers prefer.
+// Forces the VEX encoding: assemblers prefer the AVX-512 encoding, which these processors lack.
 inline vi idot8(vi acc, vi u8, vi s8) {
   asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(u8), "x"(s8));
   return acc;

@@ -4,8 +4,7 @@
 // then + bias. Dividing K into blocks only spills the chain between blocks, without rounding. With AVX-512 BF16,
 // bfloat16 weights are multiplied with activations rounded to bfloat16, a pair of k in each step of the chain.
 //
-// With one row, a panel gives NV chains. They process NV * W / 4 weights a cycle, 2 to 4 times a core's memory
-// bandwidth.
+// With one row, a panel gives NV chains: NV * W / 4 weights a cycle, 2 to 4 times a core's memory bandwidth.
 #include <algorithm>
 #include "cpu/kernels/kernels.h"
 #include "cpu/kernels/tables.h"

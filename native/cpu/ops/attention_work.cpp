@@ -14,8 +14,8 @@ size_t partial_floats_of(const SpanLayout& layout) { return (size_t)kTileRows * 
 int runs_of(int blocks) { return (blocks + kRunBlocks - 1) / kRunBlocks; }
 int runs_of(int begin, int end) { return runs_of(end) - begin / kRunBlocks; }
 
-// At most one tile, and one of its runs, is shared where one thread's part ends and the next one's begins. That is also
-// enough for the parts of the longest context.
+// Where one thread's part ends and the next one's begins, at most one tile and one of its runs are shared. This memory
+// also suffices for the parts of the longest context.
 size_t partials_of(int threads, int max_length) {
   return (size_t)(threads - 1) * (runs_of((max_length + kBlockTokens - 1) / kBlockTokens) + kRunBlocks - 1);
 }
@@ -74,8 +74,8 @@ void AttentionWork::make_tiles(const Batch& batch) {
   }
 }
 
-// Assigns memory for the partial results of shared tiles: one for each run of blocks, and one for each block of a run
-// that is shared.
+// Assigns memory for the partial results of shared tiles: one for each run of blocks, or one for each block of a run
+// that is itself shared.
 void AttentionWork::share_pairs() {
   for (int t = 0; t < (int)tiles.size(); t++)
     for (int b = tiles[t].first; b < tiles[t].blocks; b++) pairs.push_back({t, b, Kept::nothing, 0});
@@ -105,14 +105,14 @@ void AttentionWork::share_pairs() {
     throw std::logic_error("attention keeps " + std::to_string(kept) + " partial results, more than its memory holds");
 }
 
-// Groups, longest contexts first. Groups that would keep one thread busy for long are divided at whole runs.
+// Makes groups, longest contexts first. Groups that would keep one thread busy for long are divided between runs.
 void AttentionWork::make_units() {
   const int most =
       std::min(kGroupTiles, std::max(1, (int)tiles.size() / (8 * threads)));  // several groups for each thread
   double total = 0;  // blocks; a group's are counted once, because reading them dominates
   for (int t = 0; t < (int)tiles.size(); t++) {
     const Tile& tile = tiles[t];
-    // Later positions of the same heads, so that the last tile of a group sees most.
+    // A group's tiles have ascending positions of the same heads, so its last tile sees most.
     const bool joins = !units.empty() && units.back().count < most && tiles[t - 1].slot == tile.slot &&
                        tiles[t - 1].head0 == tile.head0;
     if (joins) total -= units.back().end - units.back().begin, units.back().count++;

@@ -9,9 +9,9 @@
 // that several threads share are merged afterwards.
 //
 // Partial results of blocks are merged in a fixed tree: ascending within runs of kRunBlocks blocks, then the runs
-// ascending. So the bits do not depend on the division. Of a shared tile, one result is kept for each run, and one for
-// each block of a run that is shared itself. With a window, a tile starts at the first block that its first row sees.
-// Blocks that a row does not see do not change its result; the first block merged is copied.
+// ascending. So the bits do not depend on the division. A shared tile keeps one result for each run, or one for each
+// block of a run that is itself shared. With a window, a tile starts at the first block that its first row sees. Blocks
+// that a row does not see do not change its result; the first block merged is copied.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -81,8 +81,8 @@ struct AttentionWork {
   std::vector<TileBlock> pairs;
   std::vector<WorkUnit> units;  // roughly the most expensive first
   std::vector<int> shared;      // tiles that several threads share
-  // Every sequence has one row, with one tile a KV head: the thread that attends to the last block can write the key
-  // first.
+  // Every sequence has one row, and one tile for each KV head. So the thread that attends to the last block can write
+  // the key first.
   bool one_tile_a_key = false;
   Buffer partials;
   Buffer scratch;                  // of each thread

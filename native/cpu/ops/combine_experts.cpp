@@ -1,5 +1,5 @@
-// combine_experts: the sum of each row's entries times their weights, in ascending order of experts. On a rank with
-// some of the experts, the sum over those.
+// combine_experts: sums each row's entries times their weights, in ascending order of experts. A rank with some of the
+// experts sums over those.
 #include <algorithm>
 
 #include "cpu/ops/ops.h"

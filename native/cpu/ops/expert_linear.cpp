@@ -40,7 +40,7 @@ class ExpertLinear : public BoundOp {
     Activations a;
     if (!rows(batch, thread, a)) return;
     const bool one = a.ldx == 0;
-    // The number of rows that takes as long as reading a panel.
+    // Multiplying a panel with this many rows takes as long as reading it.
     const int streaming = core_.k.multiply_tiles ? 96 : 8, panels = gated_ ? m_.panels() / 2 : m_.panels();
     routing_.share(begin_, end_, panels, streaming, thread, core_.pool.size(),
                    [&, a = a, entries = out_.rows(batch)](int expert, int entry, int count, int p0, int p1) {
@@ -64,7 +64,7 @@ class ExpertLinear : public BoundOp {
       const GatedOutput to{out_.row(entry), out_.width, nullptr, 0};
       return core_.k.matmul_gated(w, a, bias, to, count, p0, p1);
     }
-    // Few rows: panels of gate in one stream, then those of up.
+    // With few rows, reads panels of gate as one stream, then those of up.
     const int half = w.panels() / 2, ld = 2 * kGatedPanels * w.panel;
     float* both = scratch_.gated.as<float>() + (size_t)thread * (kManyRows - 1) * ld;
     for (; p0 < p1; p0 += kGatedPanels) {

@@ -7,7 +7,7 @@ namespace as {
 // With fewer rows, reading weights is the bottleneck: panels are read as one stream.
 constexpr int kManyRows = 33;
 
-// Panels of gate that are multiplied with few rows in one stream before those of up: the results stay in the cache.
+// With few rows, this many panels of gate are read as one stream, then as many of up. Their results stay in the cache.
 constexpr int kGatedPanels = 8;
 
 // The panels and rows of a GEMM that one thread computes.

@@ -1,4 +1,4 @@
-// hidden_states: copies the rows with outputs that requests want, for rank 0 to return. Every rank has all of them.
+// hidden_states: copies the rows with outputs that requests want, for rank 0 to return. Every rank has all rows.
 #include <algorithm>
 
 #include "cpu/ops/ops.h"

@@ -1,9 +1,9 @@
 // linear: y = x w^T + bias. Threads divide panels of output features and, if there are many rows, also the rows.
 //
-// Fused with a preceding rms_norm, each row is normed in the GEMM's format; a single row is normed by every thread,
-// which takes less time than a barrier. Fused with a following silu_mul, a panel of gate and a panel of up give n
-// columns instead of 2n, in the next linear's format if that is bfloat16; with few rows a thread computes all its
-// panels first. Fused with a following add, each thread adds the columns that it computed.
+// Fused with a preceding rms_norm, each row is normed into the GEMM's format. Every thread norms a single row, which
+// takes less time than a barrier. Fused with a following silu_mul, a panel of gate and a panel of up give n columns
+// instead of 2n, in the next linear's format if that is bfloat16. With few rows, a thread computes all its panels
+// before the product. Fused with a following add, each thread adds the columns that it computed.
 #include "cpu/ops/gemm.h"
 #include "cpu/ops/ops.h"
 

@@ -1,8 +1,8 @@
 // lora: y += scale * B (A x) for rows with an adapter, for all of the adapter's targets in one linear's columns.
 //
 // Rows of one adapter are multiplied together. Threads divide the GEMMs with A by adapter, target and rows and, after a
-// barrier, those with B by columns. Every value follows the kernels' recipe for its own row before it is added, so it
-// depends on nothing else in the step. Rows without an adapter are not touched.
+// barrier, those with B by columns. Every value that is added follows the kernels' recipe for its own row, so other
+// rows of the step do not matter. Rows without an adapter are not touched.
 #include "cpu/ops/lora.h"
 #include "cpu/kernels/lora.h"
 #include "cpu/ops/ops.h"

@@ -59,7 +59,7 @@ struct Binding {
   RunOutput& output;                                       // of the step
   Masks* masks;                                            // null: none
   const Adapters* adapters = nullptr;                      // null: rows have none
-  bool feeds_sum = false;  // for add: the next reader of its sum is a sum over ranks that adds to it
+  bool feeds_sum = false;  // for add: the next op that reads its sum is a sum over ranks that adds to it
 
   Routing& routing(int row_set) const { return *routings[row_set]; }
   // The first part of this kind, or null.
@@ -90,7 +90,7 @@ std::unique_ptr<BoundOp> bind_op(const Binding& b) {
   return std::make_unique<Type>(b);
 }
 
-// How the CPU runs a sequence of ops as one, or null. head_norm and rope before span_attention are ignored.
+// The bind function of a sequence of ops, or null. head_norm and rope before span_attention are ignored.
 Bind cpu_op(std::vector<Op> kinds);
 // Each op's file registers its bind function for the sequences of ops that it runs.
 struct RegisterCpuOp {

@@ -3,8 +3,8 @@
 //
 // Dynamic NTK (modeling_rope_utils): the base grows with the length. A row's length is that of its prompt, or its own
 // position + 1 once that is larger, so it does not depend on chunks. Qwen v1 uses the prompt's length alone. LongRoPE's
-// long table is chosen in the same way, but also by the length of the slot's initial history: the scheduler restarts a
-// sequence that grows beyond the original length.
+// long table is chosen by this length, but also by the length of the slot's initial history, because the scheduler
+// restarts a sequence that grows beyond the original length.
 #include <algorithm>
 #include <stdexcept>
 

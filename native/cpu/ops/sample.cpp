@@ -52,7 +52,7 @@ class Sample : public BoundOp {
   }
 
  private:
-  // A row of a round: in the first round all rows, then those whose set is wider than the candidates.
+  // A row of a round. The first round has all rows; later rounds have those whose set is wider than the candidates.
   struct RoundRow {
     int row;
     Search search;
@@ -121,8 +121,8 @@ void Sample::await_masks(const Batch& batch) {
     if (batch.outputs[r].mask) mask_of_[r] = reinterpret_cast<const uint32_t*>(from), from += bytes;
 }
 
-// Computes this rank's blobs of the round's rows. With many rows, each belongs to one thread; with few, threads share
-// it.
+// Computes this rank's blobs of the round's rows. With many rows, each belongs to one thread. With few, threads share
+// each row.
 bool Sample::scan(const Batch& batch, int thread) {
   const int rows = (int)round_.size(), parts = core_.pool.size() / std::max(rows, 1);
   const auto search_of = [&](int i) { return first_ ? nullptr : &round_[i].search; };
@@ -146,7 +146,7 @@ bool Sample::scan(const Batch& batch, int thread) {
          });
 }
 
-// Reads one message a rank: the blobs of the round's rows, one after the other.
+// Reads a message of each rank: the blobs of the round's rows, one after the other.
 void Sample::receive() {
   std::string message;
   for (const RoundRow& r : round_)

@@ -157,7 +157,7 @@ void SpanAttention::write_row(const Batch& batch, int row, int kv_head, float* r
 void SpanAttention::write_cache(const Batch& batch, int thread) const {
   const auto& rows = batch.rows;
   auto [r0, r1] = part((int64_t)rows.size(), thread, core_.pool.size());
-  // Two tokens of a pair of values, which may share a byte, belong to the thread with the first one.
+  // Both tokens of a pair of values belong to the thread of the first one, because they may share a byte.
   const auto splits = [&](int r) {
     return r > 0 && r < (int)rows.size() && rows[r].position % 2 && rows[r - 1].slot == rows[r].slot;
   };
@@ -189,8 +189,8 @@ AttentionTile SpanAttention::prepare_tile(const Tile& tile, char* queries, float
   return a;
 }
 
-// Finds the spans of a tile's block; returns their number. A span that all rows' windows have left behind may belong to
-// another sequence by now. The first visible span takes its place: its tokens get weight 0 there.
+// Finds the spans of a tile's block; returns their number. A span before all rows' windows may belong to another
+// sequence by now. The first visible span takes its place, where its tokens get weight 0.
 int SpanAttention::block_spans(const Batch& batch, const Tile& tile, int block, const void** spans) const {
   const std::vector<int32_t>& slot_spans = batch.slot(tile.slot).spans[cache_group_];
   const int first = block * (kBlockTokens / layout_.span_size),
@@ -223,7 +223,7 @@ void SpanAttention::take_block(AttentionTile& a, const Tile& tile, int block, co
 void SpanAttention::merge_blocks(const Tile& tile, int begin, int end, int row0, int row1, const float* partial,
                                  float* result) const {
   const int padded = layout_.padded_dim;
-  // Rows before row0 end, and rows from row1 on begin, outside these blocks.
+  // Rows before row0 end before these blocks. The windows of rows from row1 on begin after them.
   row0 = std::max(row0, (begin * kBlockTokens - tile.position) * tile.heads());
   if (shape_.window)
     row1 = std::min((int64_t)row1, (end * (int64_t)kBlockTokens + shape_.window - 1 - tile.position) * tile.heads());
@@ -243,7 +243,7 @@ void SpanAttention::merge_run(const Tile& tile, int run, int row0, int row1, con
                partial, result);
 }
 
-// Merges the partial result of the next block of a tile. The result starts as a copy of the first run.
+// Merges the partial result of a tile's next block. Blocks of the first run are merged directly into `result`.
 void SpanAttention::merge_ascending(const Tile& tile, int block, const float* partial, float* run,
                                     float* result) const {
   const int number = block / kRunBlocks;
@@ -274,9 +274,9 @@ void SpanAttention::attend_unit(const Batch& batch, const WorkUnit& unit, const 
     prepared[i] = prepare_tile(tiles[i], s.queries + i * query_bytes(layout_),
                                s.heads + (size_t)i * kTileRows * layout_.padded_dim);
   if (work_->one_tile_a_key && unit.end == longest.blocks) write_row(batch, longest.row, longest.kv_head, s.key);
-  Tile all = longest;  // of the same sequence and heads: locates the spans
+  Tile all = longest;  // covers all tiles' positions, to locate the spans
   all.position = tiles->position, all.positions = longest.context() - all.position;
-  int first = 0, last = 0;  // tiles before and after do not see the block
+  int first = 0, last = 0;  // tiles [first, last) see the block
   for (int b = unit.begin; b < unit.end; b++) {
     while (b >= tiles[first].blocks) first++;
     while (last < unit.count && tiles[last].first <= b) last++;

@@ -1,5 +1,5 @@
-// all_reduce: sums the ranks' rows in rank order. add: x += y. rms_norm: each row, in the format of the linear that
-// reads it. Also sequences of these: one thread continues with a row.
+// all_reduce: sums the ranks' rows in rank order. add: x += y. rms_norm: norms each row into the format of the linear
+// that reads it. In sequences of these, one thread runs all ops of a row.
 //
 // Ranks divide the rows of a sum. Each sums its own rows, adds them to its part of x, norms them, and sends the others
 // what they need. So a rank's x holds only its own rows as long as only such sums read it. With fewer rows than ranks,
