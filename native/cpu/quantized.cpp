@@ -198,7 +198,7 @@ class Heads {
   const Packed& w_;
   const StoredRows& stored_;
   const int64_t column_;
-  int64_t block_ = -1, row_ = -1;  // the block whose scales are unpacked, those of a group side by side
+  int64_t block_ = -1, row_ = -1;  // the unpacked block; a group's scales are adjacent
   int8_t scales_[16][kMostRows], minimums_[8][kMostRows];
 };
 

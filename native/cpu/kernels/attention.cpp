@@ -4,11 +4,11 @@
 // the tokens that the row sees. A token's weight is e^(score - maximum), or 0 if the row does not see it. Weights are
 // summed over vectors of tokens in ascending order, then over lanes. Each out[d] is one chain over ascending tokens.
 // Unseen tokens add exact zeros, so the tile's other rows do not matter. Keys are stored in groups of 16 tokens
-// (span_layout.h): a lane is a token, so no score needs a horizontal sum. Blocks are merged in ascending order (Milakov
-// and Gimelshein, 2018).
+// (span_layout.h): a lane is a token, so no score needs a horizontal sum. attention_work.h has the order in which
+// blocks are merged (Milakov and Gimelshein, 2018).
 //
-// Spans are too short for the hardware prefetcher. So each line that is read from this block prefetches a line of the
-// next block. (Prefetching the whole block at once would fill the queues and stall other loads, at half the rate.)
+// Spans are too short for the hardware prefetcher. So for each line that it reads of this block, the kernel prefetches
+// a line of the next block. (Prefetching all of it at once would fill the queues and stall other loads: half the rate.)
 //
 // float32 and bfloat16 (for bfloat16 in pairs, see attention_bf16.cpp): a score is one chain of fused multiply-adds
 // over the head dimension, times scale.

@@ -301,7 +301,7 @@ struct WideBytes {
   }
 };
 
-// 4-bit weights of int4. A lane's 16-bit halves hold k = 0, 4, 1, 5 and 2, 6, 3, 7, from their lowest bits on.
+// 4-bit weights of int4. From the lowest bits on, a lane's 16-bit halves hold k = 0, 4, 1, 5 and 2, 6, 3, 7.
 struct WideNibbles {
   static constexpr int kMiddle = 8, kUnit = 8, kWideMiddle = 0;
   static constexpr bool kWidens = true;

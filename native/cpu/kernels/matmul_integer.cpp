@@ -6,13 +6,13 @@
 // activation is two int8 planes, 256 * high + low with low in [-128, 127]; planes are more rows of the same GEMM.
 // Elsewhere 16-bit products use it whole, at no more cost than 8 bits (integers_x86.h, integers_arm.h).
 //
-// Recipe: a group's sum of activation * (q - middle) is exact in integers, so any order and tiling may compute it. Its
-// float32 value is 256 * high + low of the planes' sums, each rounded to float32, or the whole sum rounded once. (The
-// bits are the same while no plane's sum exceeds 2^24, as in groups of up to 1,032 k. In longer groups, sums may differ
-// in the last place between instruction sets, but not within one.) The group's sum of activations is always 256 * high
-// + low. Groups are added in ascending order: total = scale * sum + total, then total = offset * (sum of the group's
-// activations) + total, both fused. The result is total * the row's scale + bias. Nothing saturates: kExactWords k of
-// 16-bit products fit 32 bits, and longer groups add up such sums exactly in float64.
+// Recipe: a group's sum of activation * (q - middle) is exact in integers, so kernels may sum in any order and tiling.
+// Its float32 value is 256 * high + low of the planes' sums, each rounded to float32, or the whole sum rounded once.
+// (The bits are the same while no plane's sum exceeds 2^24, as in groups of up to 1,032 k. In longer groups, sums may
+// differ in the last place between instruction sets, but not within one.) The group's sum of activations is always 256
+// * high + low. Groups are added in ascending order: total = scale * sum + total, then total = offset * (sum of the
+// group's activations) + total, both fused. The result is total * the row's scale + bias. Nothing saturates:
+// kExactWords k of 16-bit products fit 32 bits, and longer groups add up such sums exactly in float64.
 #include <algorithm>
 #include <cmath>
 #include <cstring>

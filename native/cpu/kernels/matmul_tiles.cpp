@@ -19,7 +19,7 @@
 // The epilogue runs row by row between the products of the following block, on other units of the core.
 //
 // Traffic with the third-level cache is minimal. With K undivided, the rows stay in the second level and each panel is
-// read once. With split K, one part of the rows and of a group of panels stays there.
+// read once. With K split, a split-K part of some rows and of a group of panels stays there.
 #include "cpu/kernels/tables.h"
 
 #if defined(AS_ISA_AMX)
