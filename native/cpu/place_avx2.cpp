@@ -30,7 +30,7 @@ template <int kOrder>
 AS_AVX2_INLINE V words_of(V a, V b) {
   return _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), kOrder));
 }
-// Combines 4-bit values into bytes: the first of two adjacent words gives the lower bits. Works within register halves.
+// Combines two words of 4-bit values into one: the first gives the lower bits. Each register half has a, then b.
 AS_AVX2_INLINE V joined(V a, V b) {
   return _mm256_or_si256(words_of<0x88>(a, b), _mm256_slli_epi16(words_of<0xdd>(a, b), 4));
 }
