@@ -113,7 +113,7 @@ def test_a_prompt_of_one_token_and_of_the_whole_length(any_engine, install):
     assert answer(ask(any_engine, name, 64, pooling="last"))[1] is not None  # nothing is generated: it may fill all
     with pytest.raises(AllSparkError, match="EXCEED_LIMIT"):
         ask(any_engine, name, 65, pooling="last")
-    with pytest.raises(ValueError, match="pooling='last' makes an embedding.* n=2"):
+    with pytest.raises(ValueError, match="pooling='last' returns an embedding.* n=2"):
         ask(any_engine, name, 4, pooling="last", n=2)
 
 

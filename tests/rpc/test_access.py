@@ -354,7 +354,7 @@ def test_a_bad_message_ends_its_stream_alone(served, size):
     with pytest.raises(grpc.RpcError) as caught:
         list(session(iter([hello, start.SerializeToString(), b"\xff" * size]), timeout=10))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "no SessionRequest message" in caught.value.details()
+    assert "not a SessionRequest message" in caught.value.details()
     wait_until(lambda: not core.live, 2)
     assert isinstance(call(channel, "GetServerInfo", b""), bytes)
 

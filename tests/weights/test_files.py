@@ -250,7 +250,7 @@ def test_tokenizer_files_that_are_none(tiny_model, tmp_path):
 
     good = json.loads((tiny_model / "tokenizer.json").read_text())
     for template in (3, ["x"]):
-        with pytest.raises(ValueError, match="chat template .* is no text"):
+        with pytest.raises(ValueError, match="chat template .* must be a str"):
             Tokenizer.from_dir(tokenizer_folder(tmp_path, good, chat_template={"default": template}))
     with pytest.raises(ValueError, match="more than 64 chat templates"):
         Tokenizer.from_dir(tokenizer_folder(tmp_path, good, chat_template={str(i): "x" for i in range(65)}))

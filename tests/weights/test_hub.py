@@ -125,7 +125,7 @@ def test_from_the_cache(cache):
 
 
 def test_what_cannot_be_had(cache):
-    with pytest.raises(AllSparkError, match=f"'{ID}' here.*not in the local cache, and HF_HUB_OFFLINE is set") as found:
+    with pytest.raises(AllSparkError, match=f"'{ID}'.*not in the local cache, and HF_HUB_OFFLINE is set") as found:
         local_directory(ID)
     assert found.value.status is AsStatus.ALLSPARK_IO_ERROR
     fill(cache, "model.safetensors")
@@ -143,7 +143,7 @@ def test_download(monkeypatch, cache):
         asked = len(server.asked)
         assert local_directory(ID) == path
         assert server.asked[asked:] == [], "what is there whole is not asked for"
-        with pytest.raises(AllSparkError, match="no such model, or shows it only with a token"):
+        with pytest.raises(AllSparkError, match="no such model, or it is private and needs a token"):
             local_directory("allspark/other")
         with pytest.raises(AllSparkError, match="may not download models"):
             local_directory("allspark/other", download=False)

@@ -155,7 +155,7 @@ REFUSED = [
     ("gptq-4", setting("group_size", value="32"), {}, "group_size.* is '32': expected int"),
     ("gptq-4", setting("group_size", value=64), {}, "g_idx.* names group|gives group 0 32 columns: expected 64"),
     ("gptq-4", setting("checkpoint_format", value="marlin"), {}, "checkpoint_format.* is 'marlin': allowed are 'gptq'"),
-    ("gptq-4", setting("dynamic", value={"-:.*": {}}), {}, "dynamic.* only one for all"),
+    ("gptq-4", setting("dynamic", value={"-:.*": {}}), {}, "dynamic.* only one format for all"),
     ("gptq-4", None, {"qweight": lambda a: a[:-1]}, r"qweight.* has shape \[43, 144\]: expected \[44, 144\]"),
     ("gptq-4", None, {"qweight": lambda a: a.astype(np.float32)}, "qweight.* has type F32: expected I32"),
     ("gptq-4", None, {"qzeros": lambda a: a[:, 1:]}, r"qzeros.* has shape \[11, 17\]: expected \[11, 18\]"),
@@ -200,7 +200,7 @@ REFUSED = [
      r"weight_scale_inv.* has shape \[2, 2\]: expected \[2, 3\]"),
     ("mxfp4", None, {"weight_scale": with_value((0, 0), 255)}, "weight_scale.* holds scales that are NaN"),
     ("nvfp4", None, {"weight_global_scale": with_value(0, 0)}, "its global scale is 0"),
-    ("nf4", None, {"weight_quant_map": with_value(3, 0.5)}, "quant_map.* is not the table of NF4"),
+    ("nf4", None, {"weight_quant_map": with_value(3, 0.5)}, "quant_map.* is not NF4.s table"),
     ("nf4", None, {"weight_quant_state_bitsandbytes__nf4": lambda a: a[:-3]}, "is not valid JSON"),
     ("nf4", None, {"weight_absmax": lambda a: a[1:]}, r"absmax.* has shape \[2047\]: expected \[2048\]"),
     ("nf4-nested", None, {"weight_nested_absmax": with_value(0, np.nan)}, "nested_absmax.* holds 1 scales"),
@@ -249,7 +249,7 @@ def test_other_formats_are_refused(pair):
     quantized, _ = pair("awq")
     with pytest.raises(AllSparkError, match="is quantized, as int4:64/.*; use weight_dtype='auto' or 'w4a8'"):
         Driver(quantized, weight_dtype="bfloat16")
-    with pytest.raises(ValueError, match="is quantized already"):
+    with pytest.raises(ValueError, match="is already quantized"):
         HuggingFaceModel(quantized, "m").serialize_to_path(None, "unused", enable_quant=True)
 
 

@@ -332,7 +332,7 @@ def test_graphs_that_cannot_be(directory, tmp_path):
         (lambda: matrix.stored.__setattr__("group_size", 44), "unknown format 'int4' in groups of 44"),
         (lambda: vector.stored.CopyFrom(matrix.stored), "is quantized, but the model is not, or it is a vector"),
         (lambda: message.quantization.__setattr__("unquantized", "int8"), "of the unknown type 'int8'"),
-        (lambda: message.ClearField("quantization"), "is quantized, which this model"),
+        (lambda: message.ClearField("quantization"), "is quantized, but the model"),
     ):
         kept = message.SerializeToString()
         change()
