@@ -281,8 +281,9 @@ class ModelRunner:
     def measure_roofline(self) -> bool:
         """Measures the roofline for a few milliseconds between steps (rank 0 only). Returns whether it is complete."""
         self._loaded()
+        assert self._meter is not None
         with memory_errors("measuring the device's roofline"):
-            return self._meter is None or self._meter.measure()
+            return self._meter.measure()
 
     def profile(self) -> Profile:
         """The cost of the ops of the profiled steps (rank 0 only). First completes the measurement of the roofline."""

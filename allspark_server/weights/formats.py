@@ -163,7 +163,7 @@ class Quantization:
         head |= {
             op.weights[0] for op in graph.ops if op.type == "linear" and graph.tensors[op.outputs[0]].name == "logits"
         }
-        routing, unused = routing_weights(graph), set[str | None](self.tensors)
+        routing, matched = routing_weights(graph), set()
         found: dict[str, WeightFormat] = {}
         for weight in graph.weights.values():
             if not weight.is_matrix:
@@ -174,15 +174,15 @@ class Quantization:
             chosen = {}
             for part in weight.parts:
                 pattern = next((p for p in self.tensors if fnmatch.fnmatchcase(part.tensor, p)), None)
-                unused.discard(pattern)
+                matched.add(pattern)
                 chosen[part.tensor] = default if pattern is None else self.tensors[pattern] or plain
             if len(set(chosen.values())) > 1:
                 raise ValueError("these tensors are computed as one matrix and must have one format: "
                                  + ", ".join(f"{name} ({form})" for name, form in chosen.items()))
             found[weight.name] = next(iter(chosen.values()))
-        if unused:
-            pattern = next(p for p in self.tensors if p in unused)
-            raise ValueError(f"the pattern {pattern!r} matches no matrix that earlier patterns do not match")
+        for pattern in self.tensors:
+            if pattern not in matched:
+                raise ValueError(f"the pattern {pattern!r} matches no matrix that earlier patterns do not match")
         return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
 import json
 import logging
 import os
@@ -153,14 +153,17 @@ class HuggingFaceModel:
         if directory is None:
             raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"{self.path} holds no supported tokenizer")
         file = vocabulary_file(directory)
-        known = file is None or file.name == JSON
-        if not known or importlib.util.find_spec("transformers") is None:
+        loader: Any = None
+        if file is None or file.name == JSON:
+            with contextlib.suppress(ImportError):
+                from transformers import AutoTokenizer
+                loader = AutoTokenizer
+        if loader is None:
             from allspark_server.tokenizer.tokenizer import Tokenizer
             self._tokenizer = Tokenizer.from_dir(directory)
         else:
-            import transformers
-            self._tokenizer = transformers.AutoTokenizer.from_pretrained(
-                str(directory), padding_side=padding_side, trust_remote_code=False, local_files_only=True)
+            self._tokenizer = loader.from_pretrained(str(directory), padding_side=padding_side,
+                                                     trust_remote_code=False, local_files_only=True)
         return self
 
     def get_tokenizer(self) -> Any:
