@@ -13,8 +13,8 @@ from .chat_wire import ChatRequest, plain_messages
 from .choices import DONE, fingerprint, quoted, token_bytes, usage
 from .errors import bad_value, not_available
 from .logprobs import chat_logprobs
+from .replies import ChatReplies, ChatReply, chat_spec, effort_kwargs
 from .sampling import check_room, check_stream_options, config_of, response_format
-from .talk import Talk, Talks, chat_spec, effort_kwargs
 
 _REFUSED = {
     "audio": "it generates text",
@@ -70,28 +70,28 @@ async def chat(call: Call, request: ChatRequest) -> None:
     async with call.generate(spec) as answer:
         check_room(info, len(answer.prompt_ids), wanted,
                    "max_tokens" if request.max_tokens else "max_completion_tokens")
-        talks = Talks(call, answer, info)
+        replies = ChatReplies(call, answer, info)
         if request.stream:
-            await _Stream(call, request, info, talks).run()
+            await _Stream(call, request, info, replies).run()
         else:
-            await call.reply(await _whole(call, request, info, await talks.collect()))
-        call.ended(talks.choices)
+            await call.reply(await _whole(call, request, info, await replies.collect()))
+        call.ended(replies.choices)
 
 
-async def _whole(call: Call, request: ChatRequest, info: ModelInfo, talks: Talks) -> dict[str, Any]:
+async def _whole(call: Call, request: ChatRequest, info: ModelInfo, replies: ChatReplies) -> dict[str, Any]:
     choices = []
-    for talk in talks.all:
-        message: dict[str, Any] = {"role": "assistant", "content": talk.content, "refusal": None, "annotations": []}
-        if talk.reasoning:
-            message["reasoning_content"] = talk.reasoning
-        if talk.calls:
-            message["content"] = talk.content or None
-            message["tool_calls"] = talk.calls
+    for reply in replies.all:
+        message: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None, "annotations": []}
+        if reply.reasoning:
+            message["reasoning_content"] = reply.reasoning
+        if reply.calls:
+            message["content"] = reply.content or None
+            message["tool_calls"] = reply.calls
         choices.append({
-            "index": talk.choice.index,
+            "index": reply.choice.index,
             "message": message,
-            "logprobs": await _logprobs(call, request, info, talk.choice.elements) if request.logprobs else None,
-            "finish_reason": talk.finish_reason(talks.choices),
+            "logprobs": await _logprobs(call, request, info, reply.choice.elements) if request.logprobs else None,
+            "finish_reason": reply.finish_reason(replies.choices),
         })
     return {
         "id": new_id("chatcmpl-"),
@@ -99,7 +99,7 @@ async def _whole(call: Call, request: ChatRequest, info: ModelInfo, talks: Talks
         "created": call.created,
         "model": request.model,
         "choices": choices,
-        "usage": usage([talks.choices], reasoning=await talks.reasoning_tokens()),
+        "usage": usage([replies.choices], reasoning=await replies.reasoning_tokens()),
         "service_tier": "default",
         "system_fingerprint": fingerprint(info),
     }
@@ -113,8 +113,8 @@ async def _logprobs(call: Call, request: ChatRequest, info: ModelInfo, elements:
 class _Stream:
     """Writes chunks. The text that all chunks share is made once, so that a token costs little."""
 
-    def __init__(self, call: Call, request: ChatRequest, info: ModelInfo, talks: Talks):
-        self._call, self._request, self._info, self._talks = call, request, info, talks
+    def __init__(self, call: Call, request: ChatRequest, info: ModelInfo, replies: ChatReplies):
+        self._call, self._request, self._info, self._replies = call, request, info, replies
         self._wants_usage = bool(request.stream_options and request.stream_options.include_usage)
         self._head = (f'data: {{"id":"{new_id("chatcmpl-")}","object":"chat.completion.chunk","created":{call.created},'
                       f'"model":{quoted(request.model)},"service_tier":"default",'
@@ -123,41 +123,41 @@ class _Stream:
 
     async def run(self) -> None:
         """Write the whole stream."""
-        call, talks = self._call, self._talks
+        call, replies = self._call, self._replies
         await call.stream()
-        await call.write("".join(self._chunk(talk, '{"role":"assistant","content":"","refusal":null}')
-                                 for talk in talks.all).encode())
-        async for elements in talks.choices.answer:
-            talk, events = talks.take(elements)
+        await call.write("".join(self._chunk(reply, '{"role":"assistant","content":"","refusal":null}')
+                                 for reply in replies.all).encode())
+        async for elements in replies.choices.answer:
+            reply, events = replies.take(elements)
             logprobs = "null"
             if self._request.logprobs:
                 logprobs = json.dumps(await _logprobs(call, self._request, self._info, elements))
                 events = events or [Content("")]    # the text is held back until more is known
-            chunks = self._events(talk, events, logprobs)
+            chunks = self._events(reply, events, logprobs)
             if elements.finish_reason is not None:
-                chunks += self._last(talk)
+                chunks += self._last(reply)
             if chunks:      # none for a part of a character, or a special token
                 await call.write(chunks.encode())
-        last = [self._last(talk) for talk in talks.all if talk.choice.ended is None]
+        last = [self._last(reply) for reply in replies.all if reply.choice.ended is None]
         if self._wants_usage:
-            counts = usage([talks.choices], reasoning=await talks.reasoning_tokens())
+            counts = usage([replies.choices], reasoning=await replies.reasoning_tokens())
             last.append(f'{self._head}],"usage":{json.dumps(counts)}}}\n\n')
         await call.write("".join(last).encode() + DONE, more=False)
 
-    def _last(self, talk: Talk) -> str:
-        reason = talk.finish_reason(self._talks.choices)
-        return self._events(talk, talk.finish()) + self._chunk(talk, "{}", reason=f'"{reason}"')
+    def _last(self, reply: ChatReply) -> str:
+        reason = reply.finish_reason(self._replies.choices)
+        return self._events(reply, reply.finish()) + self._chunk(reply, "{}", reason=f'"{reason}"')
 
-    def _events(self, talk: Talk, events: list[Event], logprobs: str = "null") -> str:
+    def _events(self, reply: ChatReply, events: list[Event], logprobs: str = "null") -> str:
         """One chunk per event; the first has the log probabilities."""
         chunks = []
         for event in events:
-            chunks.append(self._chunk(talk, _delta(event), logprobs))
+            chunks.append(self._chunk(reply, _delta(event), logprobs))
             logprobs = "null"
         return "".join(chunks)
 
-    def _chunk(self, talk: Talk, delta: str, logprobs: str = "null", reason: str = "null") -> str:
-        return (f'{self._head}{{"index":{talk.choice.index},"delta":{delta},"logprobs":{logprobs},'
+    def _chunk(self, reply: ChatReply, delta: str, logprobs: str = "null", reason: str = "null") -> str:
+        return (f'{self._head}{{"index":{reply.choice.index},"delta":{delta},"logprobs":{logprobs},'
                 f'"finish_reason":{reason}}}{self._tail}')
 
 

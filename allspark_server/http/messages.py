@@ -11,8 +11,8 @@ from allspark_server.chat import Content, Event, Reasoning, ToolCallBegin
 from .call import Call, new_id
 from .errors import bad_value
 from .messages_wire import MessagesRequest, Prompt, messages_of, options_of, response_format_of
+from .replies import ChatReplies, ChatReply, chat_spec
 from .sampling import check_room, config_of
-from .talk import Talk, Talks, chat_spec
 
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 
@@ -33,13 +33,13 @@ async def messages(call: Call, request: MessagesRequest) -> None:
     spec = chat_spec(request.model, messages_of(request), config, **options_of(request))
     async with call.generate(spec) as answer:
         check_room(info, len(answer.prompt_ids), request.max_tokens, "max_tokens")
-        talks = Talks(call, answer, info)
+        replies = ChatReplies(call, answer, info)
         if request.stream:
-            await _Stream(call, request, talks).run()
+            await _Stream(call, request, replies).run()
         else:
-            await talks.collect()
-            await call.reply(_whole(request, talks))
-        call.ended(talks.choices)
+            await replies.collect()
+            await call.reply(_whole(request, replies))
+        call.ended(replies.choices)
 
 
 async def count_tokens(call: Call, request: Prompt) -> None:
@@ -50,19 +50,19 @@ async def count_tokens(call: Call, request: Prompt) -> None:
     await call.reply({"input_tokens": len(await call.pool.tokenize(spec))})
 
 
-def _whole(request: MessagesRequest, talks: Talks) -> dict[str, Any]:
-    talk = talks.all[0]
+def _whole(request: MessagesRequest, replies: ChatReplies) -> dict[str, Any]:
+    reply = replies.all[0]
     content: list[dict[str, Any]] = []
-    if talk.reasoning:
-        content.append({"type": "thinking", "thinking": talk.reasoning, "signature": ""})
-    if talk.content:
-        content.append({"type": "text", "text": talk.content})
-    for tool_call in talk.calls:
+    if reply.reasoning:
+        content.append({"type": "thinking", "thinking": reply.reasoning, "signature": ""})
+    if reply.content:
+        content.append({"type": "text", "text": reply.content})
+    for tool_call in reply.calls:
         function = tool_call["function"]
         content.append({"type": "tool_use", "id": tool_call["id"], "name": function["name"],
                         "input": _input(function["arguments"])})
-    return {**_message(new_id("msg_"), request, content), **_end(talk, talks),
-            "usage": {**_input_usage(talks), "output_tokens": talks.choices.tokens}}
+    return {**_message(new_id("msg_"), request, content), **_end(reply, replies),
+            "usage": {**_input_usage(replies), "output_tokens": replies.choices.tokens}}
 
 
 def _message(name: str, request: MessagesRequest, content: list[dict[str, Any]]) -> dict[str, Any]:
@@ -78,41 +78,41 @@ def _input(arguments: str) -> Any:
     return values if isinstance(values, dict) else {}
 
 
-def _end(talk: Talk, talks: Talks) -> dict[str, Any]:
-    stop = talk.choice.stop_string
-    reason = "stop_sequence" if stop is not None else _REASONS[talk.finish_reason(talks.choices, of_named="tool_calls")]
-    return {"stop_reason": reason, "stop_sequence": stop}
+def _end(reply: ChatReply, replies: ChatReplies) -> dict[str, Any]:
+    stop = reply.choice.stop_string
+    reason = reply.finish_reason(replies.choices, of_named="tool_calls")
+    return {"stop_reason": _REASONS[reason] if stop is None else "stop_sequence", "stop_sequence": stop}
 
 
-def _input_usage(talks: Talks) -> dict[str, Any]:
-    cached = talks.choices.cached_tokens
-    return {"input_tokens": len(talks.choices.answer.prompt_ids) - cached, "cache_creation_input_tokens": 0,
+def _input_usage(replies: ChatReplies) -> dict[str, Any]:
+    cached = replies.choices.cached_tokens
+    return {"input_tokens": len(replies.choices.answer.prompt_ids) - cached, "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached}
 
 
 class _Stream:
     """Writes events: a block for each part of the answer."""
 
-    def __init__(self, call: Call, request: MessagesRequest, talks: Talks):
-        self._call, self._request, self._talks = call, request, talks
+    def __init__(self, call: Call, request: MessagesRequest, replies: ChatReplies):
+        self._call, self._request, self._replies = call, request, replies
         self._block = ""        # the type of the block that is open
         self._blocks = 0
 
     async def run(self) -> None:
         """Write the whole stream."""
-        call, talks = self._call, self._talks
+        call, replies = self._call, self._replies
         await call.stream()
         begun = {**_message(new_id("msg_"), self._request, []), "stop_reason": None, "stop_sequence": None,
-                 "usage": {**_input_usage(talks), "output_tokens": 0}}
+                 "usage": {**_input_usage(replies), "output_tokens": 0}}
         await call.write(_event("message_start", message=begun) + _event("ping"))
-        async for elements in talks.choices.answer:
-            _, events = talks.take(elements)
+        async for elements in replies.choices.answer:
+            _, events = replies.take(elements)
             if events:
                 await call.write(b"".join(map(self._of, events)))
-        talk = talks.all[0]
-        last = b"".join(map(self._of, talk.finish())) + self._close()
-        usage = {**_input_usage(talks), "output_tokens": talks.choices.tokens}
-        last += _event("message_delta", delta=_end(talk, talks), usage=usage)
+        reply = replies.all[0]
+        last = b"".join(map(self._of, reply.finish())) + self._close()
+        usage = {**_input_usage(replies), "output_tokens": replies.choices.tokens}
+        last += _event("message_delta", delta=_end(reply, replies), usage=usage)
         await call.write(last + _event("message_stop"), more=False)
 
     def _of(self, event: Event) -> bytes:

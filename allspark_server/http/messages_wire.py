@@ -12,7 +12,7 @@ from pydantic import Field
 
 from .chat_wire import Effort, FunctionName
 from .errors import not_available
-from .talk import effort_kwargs, function_call, function_choice
+from .replies import effort_kwargs, function_call, function_choice
 from .wire import INT32_MAX, JsonObject, ModelName, Stop, Wire
 
 

@@ -12,9 +12,9 @@ from .call import Call, new_id
 from .choices import token_bytes
 from .errors import ApiError, bad_value, not_available
 from .logprobs import chat_logprobs
+from .replies import ChatReplies, chat_spec, effort_kwargs
 from .responses_wire import ResponsesRequest, messages_of, tools_of
 from .sampling import check_room, check_stream_options, config_of
-from .talk import Talks, chat_spec, effort_kwargs
 
 _LOGPROBS = "message.output_text.logprobs"
 #: values of `include` that are accepted: the first is honoured, the second has no effect
@@ -68,13 +68,13 @@ async def responses(call: Call, request: ResponsesRequest) -> None:
                      parallel_tool_calls=request.parallel_tool_calls, chat_template_kwargs=kwargs or None)
     async with call.generate(spec) as answer:
         check_room(info, len(answer.prompt_ids), request.max_output_tokens, "max_output_tokens")
-        talks = Talks(call, answer, info)
-        writer = _Writer(call, request, info, talks)
+        replies = ChatReplies(call, answer, info)
+        writer = _Writer(call, request, info, replies)
         if request.stream:
             await writer.stream()
         else:
             await writer.whole()
-        call.ended(talks.choices)
+        call.ended(replies.choices)
 
 
 def _format(request: ResponsesRequest) -> dict[str, Any] | None:
@@ -94,8 +94,8 @@ class _Writer:
     `_output` has the items that are complete, `_item` the one that is being generated.
     """
 
-    def __init__(self, call: Call, request: ResponsesRequest, info: ModelInfo, talks: Talks):
-        self._call, self._request, self._info, self._talks = call, request, info, talks
+    def __init__(self, call: Call, request: ResponsesRequest, info: ModelInfo, replies: ChatReplies):
+        self._call, self._request, self._info, self._replies = call, request, info, replies
         self._id = new_id("resp_")
         self._sequence = 0
         self._output: list[dict[str, Any]] = []
@@ -106,7 +106,7 @@ class _Writer:
 
     async def whole(self) -> None:
         """Write the response as a whole."""
-        async for elements in self._talks.choices.answer:
+        async for elements in self._replies.choices.answer:
             await self._take(elements)
         self._end()
         await self._call.reply(await self._response(self._status()))
@@ -117,7 +117,7 @@ class _Writer:
         try:
             for name in ("created", "in_progress"):
                 self._emit(f"response.{name}", response=await self._response("in_progress"))
-            async for elements in self._talks.choices.answer:
+            async for elements in self._replies.choices.answer:
                 await self._take(elements)
                 await self._send()
             self._end()
@@ -143,7 +143,7 @@ class _Writer:
     # --- items ---
 
     async def _take(self, elements: GeneratedElements) -> None:
-        _, events = self._talks.take(elements)
+        _, events = self._replies.take(elements)
         if _wants_logprobs(self._request):
             tokens = await token_bytes(self._call.pool, self._info, elements)
             self._logprobs += chat_logprobs(elements, tokens, self._request.top_logprobs or 0)
@@ -212,7 +212,7 @@ class _Writer:
         self._item = None
 
     def _end(self) -> None:
-        for event in self._talks.all[0].finish():
+        for event in self._replies.all[0].finish():
             self._note(event)
         if self._item is None and not self._output:     # an empty answer is a message, too
             self._note(Content(""))
@@ -221,11 +221,11 @@ class _Writer:
     # --- the response ---
 
     def _status(self) -> str:
-        choices = self._talks.choices
+        choices = self._replies.choices
         return "incomplete" if choices.finish_reason(choices.all[0]) == "length" else "completed"
 
     async def _response(self, status: str) -> dict[str, Any]:
-        request, choices = self._request, self._talks.choices
+        request, choices = self._request, self._replies.choices
         tools = [tool.model_dump() for tool in request.tools or ()]
         choice = request.tool_choice
         text = request.text.model_dump(exclude_none=True, by_alias=True) if request.text is not None else {}
@@ -237,7 +237,7 @@ class _Writer:
                 "input_tokens": prompt,
                 "input_tokens_details": {"cached_tokens": choices.cached_tokens},
                 "output_tokens": generated,
-                "output_tokens_details": {"reasoning_tokens": await self._talks.reasoning_tokens()},
+                "output_tokens_details": {"reasoning_tokens": await self._replies.reasoning_tokens()},
                 "total_tokens": prompt + generated,
             }
         return {

@@ -11,7 +11,7 @@ from pydantic import Discriminator, Field, Tag
 
 from .chat_wire import Effort, FunctionName, JsonFormat, JsonSchema, TextFormat
 from .errors import not_available
-from .talk import function_call, function_choice
+from .replies import function_call, function_choice
 from .wire import INT32_MAX, JsonObject, Metadata, ModelName, Wire
 
 # --- input -------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from .call import Call
 from .chat_wire import Messages, plain_messages
 from .completions import TokenId
 from .logprobs import token_text
-from .talk import chat_spec
+from .replies import chat_spec
 from .wire import ModelName, Wire
 
 

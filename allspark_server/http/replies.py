@@ -43,7 +43,7 @@ def effort_kwargs(effort: str | None) -> dict[str, Any]:
     return {} if effort is None else {"enable_thinking": effort != "none", "reasoning_effort": effort}
 
 
-class Talk:
+class ChatReply:
     """One choice of a chat's answer, parsed into content, reasoning and tool calls."""
 
     def __init__(self, answer: Answer, info: ModelInfo, choice: Choice):
@@ -114,28 +114,28 @@ class Talk:
         return len(self.choice.ids)
 
 
-class Talks:
+class ChatReplies:
     """All choices of an answer to a chat."""
 
     def __init__(self, call: Call, answer: Answer, info: ModelInfo):
         self._call, self.info = call, info
         self.choices = Choices(answer, info)
-        self.all = [Talk(answer, info, choice) for choice in self.choices.all]
+        self.all = [ChatReply(answer, info, choice) for choice in self.choices.all]
 
-    def take(self, elements: GeneratedElements) -> tuple[Talk, list[Event]]:
+    def take(self, elements: GeneratedElements) -> tuple[ChatReply, list[Event]]:
         """Add new tokens; returns the choice that they belong to, and their events."""
-        talk = self.all[elements.sample_index]
+        reply = self.all[elements.sample_index]
         self.choices.take(elements)
-        return talk, talk.feed(elements.text) if elements.text else []
+        return reply, reply.feed(elements.text) if elements.text else []
 
-    async def collect(self) -> Talks:
+    async def collect(self) -> ChatReplies:
         """Read all tokens until the request ends; returns self."""
         async for elements in self.choices.answer:
             self.take(elements)
-        for talk in self.all:
-            talk.finish()
+        for reply in self.all:
+            reply.finish()
         return self
 
     async def reasoning_tokens(self) -> int:
         """The number of reasoning tokens of all choices."""
-        return sum([await talk.reasoning_tokens(self._call, self.info) for talk in self.all])
+        return sum([await reply.reasoning_tokens(self._call, self.info) for reply in self.all])
