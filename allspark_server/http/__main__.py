@@ -21,7 +21,7 @@ from allspark_server.options import WorkerOptions, add_arguments, options_of
 from allspark_server.runtime.binding import die_with_parent
 
 from .app import Application
-from .bodies import Bodies
+from .bodies import BodyReader
 from .call import HttpWorker
 from .metrics import Metrics
 from .pool import Pool
@@ -76,7 +76,7 @@ def main() -> None:
     access = Access(tls=tls, tls_role=Role(a.tls_role), token_file=a.token_file or None)
     token, names_tenants = pool_token(a.pool_token_file)
     pool = Pool(a.pool, token, TlsConfig(ca=a.pool_tls_ca) if a.pool_tls_ca else None)
-    worker = HttpWorker(pool, access, Bodies(a.max_body_mib << 20, _BODIES_ALL_TOGETHER), Metrics(), names_tenants)
+    worker = HttpWorker(pool, access, BodyReader(a.max_body_mib << 20, _BODIES_ALL_TOGETHER), Metrics(), names_tenants)
     listener = socket.socket(fileno=a.fd)
     Connection.limit = _connections()
     secure: dict[str, Any] = {} if tls is None else {

@@ -14,18 +14,18 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 CHUNK_SECONDS, WHOLE_SECONDS = 20.0, 300.0
 
 
-class Gone(Exception):
+class ClientDisconnected(Exception):
     """The client has closed the connection."""
 
 
-class Bodies:
+class BodyReader:
     """Reads bodies of at most `limit` bytes each, and `all_together` bytes being read at the same time."""
 
     def __init__(self, limit: int, all_together: int):
         self.limit, self._left = limit, max(limit, all_together)
 
     async def read(self, scope: dict[str, Any], receive: Receive) -> bytes:
-        """The body of a request. Raises ApiError (413, 415, 408, 503) or Gone."""
+        """The body of a request. Raises ApiError (413, 415, 408, 503) or ClientDisconnected."""
         headers = dict(scope["headers"])
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if kind != b"application/json":
@@ -43,7 +43,7 @@ class Bodies:
             while True:
                 message = await asyncio.wait_for(receive(), min(CHUNK_SECONDS, max(0.0, deadline - time.monotonic())))
                 if message["type"] == "http.disconnect":
-                    raise Gone
+                    raise ClientDisconnected
                 chunk = message.get("body", b"")
                 size += len(chunk)
                 self._left -= len(chunk)

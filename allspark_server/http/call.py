@@ -15,7 +15,7 @@ from allspark_client.request import RequestSpec
 from allspark_client.types import ModelInfo
 from allspark_server.access import Client, Role
 
-from .bodies import Bodies, Gone, Receive
+from .bodies import BodyReader, ClientDisconnected, Receive
 from .choices import Choices
 from .errors import INTERNAL, ApiError
 from .metrics import Metrics
@@ -41,7 +41,7 @@ class HttpWorker:
 
     pool: Pool
     access: Access
-    bodies: Bodies
+    bodies: BodyReader
     metrics: Metrics
     #: whether the worker's token lets it name the tenants of its requests
     names_tenants: bool = True
@@ -181,7 +181,7 @@ class Endpoint:
             if self.form is not None:
                 form = parse(self.form, await worker.bodies.read(scope, receive))
             await self._until_gone(call, form, receive)
-        except Gone:
+        except ClientDisconnected:
             call.status = call.status or 499    # nginx' status for a client that has disconnected
         except Exception as error:
             await self._send_error(call, error)
@@ -206,7 +206,7 @@ class Endpoint:
                 call.task.cancel()
                 await asyncio.wait((call.task,))
         if call.task.cancelled():
-            raise Gone
+            raise ClientDisconnected
         call.task.result()
 
     async def _wait_gone(self, receive: Receive) -> None:

@@ -23,7 +23,7 @@ HEADERS = [(b"content-type", b"application/json")]
 def test_slow_writers(monkeypatch):
     monkeypatch.setattr(bodies, "CHUNK_SECONDS", 0.05)
     monkeypatch.setattr(bodies, "WHOLE_SECONDS", 0.3)
-    reader = bodies.Bodies(1000, 1000)
+    reader = bodies.BodyReader(1000, 1000)
 
     async def silent():
         await asyncio.sleep(10)
@@ -41,7 +41,7 @@ def test_slow_writers(monkeypatch):
 
 def test_bodies_all_together():
     """The bodies of all requests together are bounded; their share is given back when they end."""
-    reader = bodies.Bodies(1000, 1000)
+    reader = bodies.BodyReader(1000, 1000)
     held = asyncio.Event()
 
     async def half():

@@ -162,13 +162,13 @@ class Endpoints:
         from allspark_server.access import Access
         from allspark_server.http.__main__ import pool_token
         from allspark_server.http.app import Application
-        from allspark_server.http.bodies import Bodies
+        from allspark_server.http.bodies import BodyReader
         from allspark_server.http.call import HttpWorker
         from allspark_server.http.metrics import Metrics
         from allspark_server.http.pool import Pool
         token, names_tenants = pool_token(token_file)
         self._pool = Pool(addresses, token)
-        worker = HttpWorker(self._pool, Access(), Bodies(_MAX_LINE, 1 << 40), Metrics(), names_tenants)
+        worker = HttpWorker(self._pool, Access(), BodyReader(_MAX_LINE, 1 << 40), Metrics(), names_tenants)
         self._application = Application(worker)
 
     async def open(self) -> list[str]:
