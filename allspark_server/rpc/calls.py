@@ -81,22 +81,22 @@ class Allowance:
         return max(0.0, -self._left / self._rate)
 
 
-class Gates:
+class ConcurrencyLimits:
     """Limits how many calls of each client are handled at the same time. Used on one event loop."""
 
     def __init__(self, most: int):
         self._most = most
-        self._gates: dict[str, asyncio.Semaphore] = {}
+        self._semaphores: dict[str, asyncio.Semaphore] = {}
         self._users: Counter[str] = Counter()
 
     @contextlib.asynccontextmanager
     async def enter(self, client: str) -> AsyncIterator[None]:
         """A context manager around a call. Raises AllSparkError if the client's other calls do not finish in time."""
-        gate = self._gates.setdefault(client, asyncio.Semaphore(self._most))
+        semaphore = self._semaphores.setdefault(client, asyncio.Semaphore(self._most))
         self._users[client] += 1
         try:
             try:
-                await asyncio.wait_for(gate.acquire(), RECEIVE_SECONDS)
+                await asyncio.wait_for(semaphore.acquire(), RECEIVE_SECONDS)
             except asyncio.TimeoutError:
                 raise AllSparkError(AsStatus.ALLSPARK_REQUEST_DENIED,
                                     f"{self._most} other calls of this client were still pending after "
@@ -104,11 +104,11 @@ class Gates:
             try:
                 yield
             finally:
-                gate.release()
+                semaphore.release()
         finally:
             self._users[client] -= 1
             if not self._users[client]:
-                del self._gates[client], self._users[client]
+                del self._semaphores[client], self._users[client]
 
 
 def is_tiny(data: bytes, request: pb.GenerateRequest) -> bool:

@@ -23,7 +23,7 @@ from allspark_client.errors import AllSparkError, AsStatus
 
 from ..access import Access, Client, ModelRoots, Role
 from ..weights.hub import with_local_paths
-from .calls import EOF, Gates, RareLog, Writer, abort, receive
+from .calls import EOF, ConcurrencyLimits, RareLog, Writer, abort, receive
 from .health import SERVICE_NAME, Health
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Methods:
 
     def __init__(self, access: Access, workers: Workers):
         self._access, self._workers = access, workers
-        self.gates = Gates(_AT_ONCE)
+        self.concurrency = ConcurrencyLimits(_AT_ONCE)
         self._undecodable = RareLog("a message of %s cannot be decoded")
         self._refused = RareLog("a call of %s was refused: it shows no valid token")
 
@@ -100,7 +100,7 @@ class Methods:
         """A method that answers one message with one. `call` runs in a thread of `pool`; None: chosen by size."""
         async def method(context: grpc.aio.ServicerContext[Any, Any], client: Client) -> None:
             try:
-                async with self.gates.enter(client.tenant or context.peer()):
+                async with self.concurrency.enter(client.tenant or context.peer()):
                     data = await receive(context)
                     request = self.parse(request_type, data, context)
                 response = await asyncio.get_running_loop().run_in_executor(

@@ -192,7 +192,7 @@ class Streams:
         stream.task = asyncio.current_task()
         try:
             try:
-                async with self._methods.gates.enter(client.tenant or context.peer()):
+                async with self._methods.concurrency.enter(client.tenant or context.peer()):
                     loop, data = asyncio.get_running_loop(), await receive(context)
                     pool = self._workers.of_message(data)
                     request = await loop.run_in_executor(pool, self._methods.parse, pb.GenerateRequest, data, context)

@@ -26,7 +26,7 @@ from allspark_client._proto import allspark_pb2 as pb
 from allspark_client.version import __version__
 from allspark_server.access import Access, Role
 from allspark_server.rpc import streams
-from allspark_server.rpc.calls import Gates
+from allspark_server.rpc.calls import ConcurrencyLimits
 from allspark_server.rpc.client_stream import Backlog, ClientStream, _Pending, _RequestSink
 from allspark_server.rpc.service import Service
 from support.fake_engine import FakeEngine
@@ -340,16 +340,16 @@ def test_who_sends_much_is_read_slowly(served, client, monkeypatch):
 
 def test_only_so_many_calls_of_one_client_are_read_at_once():
     async def calls() -> list[str]:
-        gates, log = Gates(2), []
+        concurrency, log = ConcurrencyLimits(2), []
 
         async def call(client: str, name: str) -> None:
-            async with gates.enter(client):
+            async with concurrency.enter(client):
                 log.append(name)
                 await asyncio.sleep(0.05)
                 log.append(name)
 
         await asyncio.gather(*(call("a", f"a{i}") for i in range(4)), call("b", "b0"))
-        assert not gates._gates and not gates._users
+        assert not concurrency._semaphores and not concurrency._users
         return log
 
     assert asyncio.run(calls()) == ["a0", "a1", "b0", "a0", "a1", "b0", "a2", "a3", "a2", "a3"]
