@@ -35,7 +35,7 @@ class PendingSpans:
         self._waits += 1
         sequence.awaited = producer
         heapq.heappush(producer.followers, (spans, self._waits, sequence))
-        producer.pull = min(producer.pull, (sequence.account.time, sequence.rank), sequence.pull)
+        producer.pull = min(producer.pull, (sequence.account.time, sequence.order), sequence.pull)
 
     def arrived(self, sequence: Sequence, begin: int, end: int) -> list[Sequence]:
         """Spans begin ... end-1 of the sequence are in the prefix cache. Returns the sequences that waited for them."""

@@ -23,7 +23,7 @@ FEWEST_ROWS = 4
 # A short prompt takes rows from a long one only if its tenant is at most this many full steps ahead.
 BURST_STEPS = 4
 
-_rank_of, _turn_of = attrgetter("rank"), attrgetter("turn")
+_order_of, _turn_of = attrgetter("order"), attrgetter("turn")
 
 
 class Scheduler(Completion):
@@ -259,8 +259,8 @@ class Scheduler(Completion):
         self._slots.start(sequence)
         if self._drafts is not None:
             self._drafts.start(sequence.slot)
-        bisect.insort(self.active, sequence, key=_rank_of)
-        bisect.insort(self._prompts, sequence, key=_rank_of)
+        bisect.insort(self.active, sequence, key=_order_of)
+        bisect.insort(self._prompts, sequence, key=_order_of)
         builder.admitted.append(sequence)
         builder.new.append(NewSlot(sequence.slot, sequence.tokens, sequence.sampling, sequence.planned))
         count = min(len(sequence.tokens) - sequence.planned, self.limits.max_chunk, budget)

@@ -107,7 +107,7 @@ class Sequence:
 
     state: State = State.WAITING
     # (arrival time minus PRIORITY_SECONDS times its priority, arrival number); the lowest is scheduled first
-    rank: tuple[float, int] = (0.0, 0)
+    order: tuple[float, int] = (0.0, 0)
     slot: int = -1
     admitted: int = 0  # tokens of its history when it got its spans
     planned: int = 0  # positions that planned steps compute
@@ -136,7 +136,7 @@ class Sequence:
     @property
     def turn(self) -> tuple[float, tuple[float, int]]:
         """Its turn among the running sequences: the lowest goes first."""
-        return min((self.account.time, self.rank), self.pull)
+        return min((self.account.time, self.order), self.pull)
 
     @property
     def outputs_every_row(self) -> bool:

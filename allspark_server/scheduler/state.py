@@ -38,8 +38,8 @@ class SchedulerState:
         self.queue = WaitingQueue(self.tenants)
         self._spans = SequenceSpans(limits.groups, pool, prefix_cache, clock)
         self._restoring: list[Sequence] = []  # sequences that wait for spans of the host cache
-        self.active: list[Sequence] = []  # by rank
-        self._prompts: list[Sequence] = []  # sequences of `active` in prefill, by rank
+        self.active: list[Sequence] = []  # sorted by `order`
+        self._prompts: list[Sequence] = []  # sequences of `active` in prefill, sorted by `order`
         self._decoding: list[Sequence] | None = []  # sequences of `active` in decode; None: out of date
         self._decoding_slots = NO_SLOTS
         self._windowed = any(limits.windows)
@@ -79,7 +79,7 @@ class SchedulerState:
     def add(self, sequence: Sequence) -> None:
         """Puts a new sequence into the queue."""
         level = max(-PRIORITY_LEVELS, min(sequence.priority, PRIORITY_LEVELS))
-        sequence.rank = (self._clock() - PRIORITY_SECONDS * level, self._arrivals)
+        sequence.order = (self._clock() - PRIORITY_SECONDS * level, self._arrivals)
         self._arrivals += 1
         if self.prefix_cache is not None and not sequence.root:
             sequence.root = self.prefix_cache.keys.root(sequence.salt, sequence.prompt_len, len(sequence.tokens))

@@ -20,14 +20,14 @@ class Account:
     """The scheduler's record of one tenant.
 
     `queued`: its sequences in the queue, blocked ones included, which take `queued_bytes`. `waiting`: the number of
-    these that could be admitted; they are in `ranked`, a heap by rank, which may also hold sequences that have left the
+    these that could be admitted; they are in `by_order`, a heap, which may also hold sequences that have left the
     queue. `listed`: the queue's heap of turns has an entry for it.
     """
 
     def __init__(self, name: str, index: int, tenants: Tenants):
         self.name, self.index, self._tenants = name, index, tenants
         self.queued = self.queued_bytes = self.waiting = 0
-        self.ranked: list[tuple[tuple[float, int], int, Sequence]] = []
+        self.by_order: list[tuple[tuple[float, int], int, Sequence]] = []
         self.listed = False
 
     @property

@@ -12,7 +12,7 @@ ShortEntry = tuple[int, int, Sequence]
 
 
 class WaitingQueue:
-    """Waiting sequences, by rank within each tenant and by length. It also counts the blocked sequences.
+    """Waiting sequences, sorted by `order` within each tenant, and by length. It also counts the blocked sequences.
 
     Both kinds of heap hold the same sequences. A sequence that has left the queue is dropped when it reaches the top.
     """
@@ -38,7 +38,7 @@ class WaitingQueue:
             self._push(sequence)
 
     def unblock(self, sequence: Sequence) -> None:
-        """Makes a blocked sequence a waiting one, ordered by its rank."""
+        """Makes a blocked sequence a waiting one, sorted by its `order`."""
         self.blocked -= 1
         self._push(sequence)
 
@@ -69,33 +69,33 @@ class WaitingQueue:
         sequence.account.queued_bytes += size
 
     def first(self) -> Sequence | None:
-        """The waiting sequence of the lowest rank of the tenant whose turn it is. It stays in the queue: remove it,
+        """The first waiting sequence of the tenant whose turn it is. It stays in the queue: remove it,
         block it or set it aside.
         """
         turns = self._turns
         while turns:
             time, _, account = turns[0]
-            ranked = account.ranked
-            while ranked and ranked[0][-1].state is not State.WAITING:
-                heapq.heappop(ranked)
-            if not ranked:
+            by_order = account.by_order
+            while by_order and by_order[0][-1].state is not State.WAITING:
+                heapq.heappop(by_order)
+            if not by_order:
                 heapq.heappop(turns)
                 account.listed = False
             elif account.time > time:
                 heapq.heapreplace(turns, (account.time, self._entry(), account))
             else:
-                return ranked[0][-1]
+                return by_order[0][-1]
         return None
 
     def set_aside(self, sequence: Sequence) -> Sequence:
         """Removes the first sequence from the order. It still counts as waiting: call `put_back` later."""
-        heapq.heappop(sequence.account.ranked)
+        heapq.heappop(sequence.account.by_order)
         return sequence
 
     def put_back(self, sequence: Sequence) -> None:
         """Undoes `set_aside`."""
         account = sequence.account
-        heapq.heappush(account.ranked, (sequence.rank, self._entry(), sequence))
+        heapq.heappush(account.by_order, (sequence.order, self._entry(), sequence))
         if not account.listed:
             account.listed = True
             heapq.heappush(self._turns, (account.time, self._entry(), account))
@@ -126,7 +126,7 @@ class WaitingQueue:
 
     def _compact(self, account: Account) -> None:
         """Removes sequences that have left, if there are many: they may never reach the top of a heap."""
-        heaps: tuple[tuple[list[Any], int], ...] = ((account.ranked, account.waiting), (self._by_length, self.waiting))
+        heaps: list[tuple[list[Any], int]] = [(account.by_order, account.waiting), (self._by_length, self.waiting)]
         for heap, waiting in heaps:
             if len(heap) > 2 * waiting + 64:
                 heap[:] = [entry for entry in heap if entry[-1].state is State.WAITING]

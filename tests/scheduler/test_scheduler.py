@@ -305,7 +305,7 @@ def test_cancelled_ones_do_not_pile_up_behind_a_long_request():
     last = rig.add(prompt_of(6), 2)
     for i in range(500):
         rig.scheduler.cancel(rig.add(prompt_of(4, seed=i)))
-    assert rig.scheduler.waiting == 1 and len(last.account.ranked) < 100
+    assert rig.scheduler.waiting == 1 and len(last.account.by_order) < 100
     rig.run()
     assert len(output(long)) == 20 and len(output(last)) == 2
 
