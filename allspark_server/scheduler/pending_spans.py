@@ -35,7 +35,7 @@ class PendingSpans:
         self._waits += 1
         sequence.awaited = producer
         heapq.heappush(producer.followers, (spans, self._waits, sequence))
-        producer.pull = min(producer.pull, (sequence.account.time, sequence.order), sequence.pull)
+        producer.inherited_turn = min(producer.inherited_turn, (sequence.account.time, sequence.order), sequence.inherited_turn)
 
     def arrived(self, sequence: Sequence, begin: int, end: int) -> list[Sequence]:
         """Spans begin ... end-1 of the sequence are in the prefix cache. Returns the sequences that waited for them."""
@@ -49,7 +49,7 @@ class PendingSpans:
         """The sequence will not compute the rest of its spans. Returns the sequences that waited for them."""
         self._withdraw(sequence, sequence.entered, sequence.announced)
         ready = [one for *_, follower in sequence.followers for one in self._release(sequence, follower)]
-        sequence.followers, sequence.announced, sequence.pull = [], 0, Sequence.pull
+        sequence.followers, sequence.announced, sequence.inherited_turn = [], 0, Sequence.inherited_turn
         return ready
 
     def _withdraw(self, sequence: Sequence, begin: int, end: int) -> None:

@@ -125,7 +125,7 @@ class Sequence:
     # sequence); the earliest turn of these; the sequence that this one waits for.
     announced: int = 0
     followers: list[tuple[int, int, Sequence]] = field(default_factory=list)
-    pull: tuple[float, tuple[float, int]] = (math.inf, (math.inf, 0))
+    inherited_turn: tuple[float, tuple[float, int]] = (math.inf, (math.inf, 0))
     awaited: Sequence | None = None
 
     @property
@@ -136,7 +136,7 @@ class Sequence:
     @property
     def turn(self) -> tuple[float, tuple[float, int]]:
         """Its turn among the running sequences: the lowest goes first."""
-        return min((self.account.time, self.order), self.pull)
+        return min((self.account.time, self.order), self.inherited_turn)
 
     @property
     def outputs_every_row(self) -> bool:
