@@ -49,7 +49,7 @@ class Completion(SchedulerState):
                 self._drafts.learn(slots[own], result.drafted[own], counts[own] - 1)
             counters.drafted_tokens += int(result.drafted.sum())
             counters.accepted_tokens += len(tokens) - len(counts)
-        plain = alive & ~table.careful[slots]
+        plain = alive & ~table.check_each[slots]
         if result.status.any():
             plain[np.repeat(np.arange(len(counts)), counts)[result.status != 0]] = False
         if not several and plain.all():

@@ -17,7 +17,7 @@ class SlotTable:
     are accepted. `pending`: results still to come. `capacity`: positions in the sequence's spans. `limit`: its maximum
     length, or the length at which it must be recomputed. `guided` (bool): its tokens are sampled under masks.
     `span_end`: the length at which the next span is full; a full span may enter the prefix cache, and sliding windows
-    may move. `careful` (bool): its tokens must be checked one by one. `adapter`: the LoRA adapter of its rows.
+    may move. `check_each` (bool): its tokens must be checked one by one. `adapter`: the LoRA adapter of its rows.
 
     The last tokens of a sequence stay in `tail` [slots, TAIL], `tail_length` of them, until they are needed.
     """
@@ -25,13 +25,13 @@ class SlotTable:
     TAIL = 64
     EOS = 8  # end-of-sequence ids of one sequence that are compared at once
 
-    def __init__(self, slots: int, span_size: int, watched: bool, recompute_beyond: int = 0):
-        """`watched`: the scheduler must know when a span is full. `recompute_beyond`: see Limits."""
-        self._span_size, self._watched, self._recompute_beyond = span_size, watched, recompute_beyond
+    def __init__(self, slots: int, span_size: int, track_full_spans: bool, recompute_beyond: int = 0):
+        """`track_full_spans`: the scheduler must know when a span is full. `recompute_beyond`: see Limits."""
+        self._span_size, self._track_full_spans, self._recompute_beyond = span_size, track_full_spans, recompute_beyond
         self.epoch, self.length, self.longest, self.pending = (np.zeros(slots, np.int64) for _ in range(4))
         self.capacity, self.limit, self.span_end, self.tail_length = (np.zeros(slots, np.int64) for _ in range(4))
         self.any_guided = False  # whether any sequence ever was guided
-        self.careful, self.guided = np.zeros(slots, bool), np.zeros(slots, bool)
+        self.check_each, self.guided = np.zeros(slots, bool), np.zeros(slots, bool)
         self.adapter = np.full(slots, NO_ADAPTER, np.int64)
         self.eos = np.full((slots, self.EOS), -1, np.int32)
         self.tail = np.zeros((slots, self.TAIL), np.int32)
@@ -43,7 +43,7 @@ class SlotTable:
         self.pending[slot] = self.tail_length[slot] = 0
         recompute_at = self._recompute_beyond + 1 if len(sequence.tokens) <= self._recompute_beyond else stop.max_length
         self.limit[slot] = min(recompute_at, stop.max_length)
-        self.careful[slot] = bool(stop.stop_words) or len(stop.eos) > self.EOS
+        self.check_each[slot] = bool(stop.stop_words) or len(stop.eos) > self.EOS
         self.adapter[slot] = sequence.adapter
         self.guided[slot] = sequence.guidance is not None
         self.any_guided = self.any_guided or bool(self.guided[slot])
@@ -60,7 +60,7 @@ class SlotTable:
     def note_computed(self, sequence: Sequence) -> None:
         """More of its positions are computed, and its full spans are in the prefix cache."""
         full = sequence.computed // self._span_size
-        self.span_end[sequence.slot] = (full + 1) * self._span_size if self._watched else _NEVER
+        self.span_end[sequence.slot] = (full + 1) * self._span_size if self._track_full_spans else _NEVER
 
     def settle(self, sequence: Sequence) -> None:
         """Moves the sequence's tail to its tokens."""

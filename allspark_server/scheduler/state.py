@@ -43,8 +43,8 @@ class SchedulerState:
         self._decoding: list[Sequence] | None = []  # sequences of `active` in decode; None: out of date
         self._decoding_slots = NO_SLOTS
         self._windowed = any(limits.windows)
-        watched = prefix_cache is not None or self._windowed
-        self._slots = SlotTable(limits.max_batch, limits.span_size, watched, limits.recompute_beyond)
+        track_full_spans = prefix_cache is not None or self._windowed
+        self._slots = SlotTable(limits.max_batch, limits.span_size, track_full_spans, limits.recompute_beyond)
         self._drafts = DraftLengths(limits.max_batch, limits.max_drafts) if limits.draft_kind else None
         self._free_slots = list(range(limits.max_batch - 1, -1, -1))
         self._slots_to_free: list[int] = []  # the next plan tells the ranks
