@@ -58,7 +58,7 @@ class PrefixCache:
         # The spans that a window sees before the end must be known. If one is not, the end moves before it.
         begin = length
         while windowed and length > 0:
-            seen = min(groups.behind(window, length * groups.size) for _, window in windowed)
+            seen = min(groups.passed_spans(window, length * groups.size) for _, window in windowed)
             while begin > seen and all(self._known(in_group(keys[begin - 1], group), restored)
                                        for group, _ in windowed):
                 begin -= 1

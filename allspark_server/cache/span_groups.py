@@ -30,7 +30,7 @@ class SpanGroups:
         """The number of spans of one group that hold `positions` positions."""
         return -(-positions // self.size)
 
-    def behind(self, window: int, position: int) -> int:
+    def passed_spans(self, window: int, position: int) -> int:
         """The number of first spans to which no row from `position` on attends."""
         return max(0, position + 1 - window) // self.size if window else 0
 

@@ -114,7 +114,7 @@ class Sequence:
     computed: int = 0  # positions that completed steps have computed
     in_flight: int = 0  # results still to come from a slot that it has left
     spans: list[list[int]] = field(default_factory=list)
-    behind: list[int] = field(default_factory=list)  # for each table, the leading spans that its window has passed
+    passed_spans: list[int] = field(default_factory=list)  # for each table, the leading spans that its window has passed
     sent_spans: int = 0  # spans of each table that the ranks have
     entered: int = 0  # leading spans that are in the prefix cache
     prefix_len: int | None = None  # positions found in the prefix cache when first admitted
@@ -152,7 +152,7 @@ class Sequence:
     @property
     def held_spans(self) -> int:
         """Spans that it holds a reference to."""
-        return sum(map(len, self.spans)) - sum(self.behind)
+        return sum(map(len, self.spans)) - sum(self.passed_spans)
 
     def take_unsent(self) -> list[list[int]]:
         """For each table, the spans that the ranks get now."""
@@ -163,4 +163,4 @@ class Sequence:
         """Resets the sequence to nothing computed."""
         self.slot = -1
         self.planned = self.computed = self.sent_spans = self.entered = 0
-        self.spans, self.behind = [], []
+        self.spans, self.passed_spans = [], []

@@ -151,13 +151,13 @@ class SequenceSpans:
         """
         changed = False
         for group, window in self.groups.windowed:
-            table, begin = sequence.spans[group], sequence.behind[group]
-            end = self.groups.behind(window, sequence.computed)
+            table, begin = sequence.spans[group], sequence.passed_spans[group]
+            end = self.groups.passed_spans(window, sequence.computed)
             if end <= begin:
                 continue
             self.pool.release(table[begin:end], self._clock())
             table[begin:end] = [NO_SPAN] * (end - begin)
-            sequence.behind[group], changed = end, True
+            sequence.passed_spans[group], changed = end, True
             missing = self.groups.end(window, end, sequence.admitted) - len(table)
             table += self.pool.allocate(max(0, min(missing, self.pool.available))) or []
         return changed
@@ -200,9 +200,9 @@ class SequenceSpans:
         """Takes references to the first `length` spans of the sequence in the prefix cache, except those that sliding
         windows have passed. A table has None for a span that is missing.
         """
-        sequence.behind = [self.groups.behind(window, length * self._size) for window in self.groups.windows]
+        sequence.passed_spans = [self.groups.passed_spans(window, length * self._size) for window in self.groups.windows]
         sequence.spans = []
-        for group, begin in enumerate(sequence.behind):
+        for group, begin in enumerate(sequence.passed_spans):
             found: list[Any] = []
             if self.prefix_cache is not None:
                 found = [self.prefix_cache.find(in_group(key, group)) for key in sequence.keys[begin:length]]
@@ -211,15 +211,15 @@ class SequenceSpans:
 
     def _let_go(self, sequence: Sequence) -> None:
         """Releases all spans of the sequence."""
-        for table, begin in zip(sequence.spans, sequence.behind):
+        for table, begin in zip(sequence.spans, sequence.passed_spans):
             self.pool.release([span for span in table[begin:] if span is not None], self._clock())
-        sequence.spans, sequence.behind = [], []
+        sequence.spans, sequence.passed_spans = [], []
 
     def _missing(self, sequence: Sequence) -> list[int]:
         """How many spans each of its tables lacks for admission."""
         length = len(sequence.tokens)
         return [self.groups.end(window, begin, length) - len(table)
-                for window, begin, table in zip(self.groups.windows, sequence.behind, sequence.spans)]
+                for window, begin, table in zip(self.groups.windows, sequence.passed_spans, sequence.spans)]
 
     def _too_few(self, sequence: Sequence, next_key: bytes | None) -> Taken:
         self._let_go(sequence)

@@ -35,10 +35,10 @@ def test_layers_that_keep_the_same_share_a_group():
 
 def test_spans_of_groups():
     groups = SpanGroups(4, (0, 6), 8)
-    assert [groups.behind(6, position) for position in (0, 5, 8, 9, 12, 13)] == [0, 0, 0, 1, 1, 2]
-    assert groups.behind(0, 1000) == 0
+    assert [groups.passed_spans(6, position) for position in (0, 5, 8, 9, 12, 13)] == [0, 0, 0, 1, 1, 2]
+    assert groups.passed_spans(0, 1000) == 0
     for position in range(100):  # what is held reaches to what steps under way and the next one compute
-        begin = groups.behind(6, position)
+        begin = groups.passed_spans(6, position)
         assert begin * 4 <= max(0, position + 1 - 6) < begin * 4 + 4
         assert groups.end(6, begin, 1000) * 4 >= position + 8
     assert groups.needed(1000) == 250 + 5 and groups.needed(9) == 3 + 3
