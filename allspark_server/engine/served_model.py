@@ -274,7 +274,7 @@ class ServedModel:
         return self._planned(self.scheduler.plan_alone(sequence))
 
     def _planned(self, step: Step | None) -> Step | None:
-        for sequence in self.scheduler.take_unfit():
+        for sequence in self.scheduler.take_oversized():
             error = AllSparkError(
                 AsStatus.ALLSPARK_CACHE_MEMORY_OUT,
                 f"the cache of model {self.name!r}, {self.info.num_spans} spans of {self.info.span_size} tokens, "

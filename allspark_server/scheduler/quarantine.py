@@ -19,7 +19,7 @@ class QuarantineScheduler(Scheduler):
     def plan_alone(self, sequence: Sequence) -> Step | None:
         """The next step that computes only this sequence, which must be blocked or running, until it samples a token.
         Preempts other sequences for the slot and the spans that it needs. No other step may be running. Returns None if
-        the sequence has ended: call `take_unfit`.
+        the sequence has ended: call `take_oversized`.
         """
         builder = StepBuilder(len(self.limits.windows))
         self._spans.begin_step(False)

@@ -45,7 +45,7 @@ class Scheduler(Completion):
     """
 
     def plan(self, cost: TokenBudget | None = None) -> Step | None:
-        """The next step; None if nothing can be computed before the results of running steps. Call `take_unfit` after
+        """The next step; None if nothing can be computed before the results of running steps. Call `take_oversized` after
         it. `cost` is a further limit, but running sequences always get their next row, and prompts a few rows.
         """
         limits = self.limits
@@ -279,7 +279,7 @@ class Scheduler(Completion):
             self._restoring.append(sequence)
         elif taken is Taken.SHORT and not self.active:  # the whole cache is not enough
             self.queue.remove(sequence, State.ENDED)
-            self._unfit.append(sequence)
+            self._oversized.append(sequence)
         elif taken is Taken.YES and sequence.prefix_len is None:
             sequence.prefix_len = sequence.computed
             self.counters.prompt_tokens += sequence.prompt_len

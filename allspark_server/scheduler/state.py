@@ -48,7 +48,7 @@ class SchedulerState:
         self._drafts = DraftLengths(limits.max_batch, limits.max_drafts) if limits.draft_kind else None
         self._free_slots = list(range(limits.max_batch - 1, -1, -1))
         self._slots_to_free: list[int] = []  # the next plan tells the ranks
-        self._unfit: list[Sequence] = []
+        self._oversized: list[Sequence] = []
         self._mask_rows = 0  # the first mask row of the last step
 
     @property
@@ -108,10 +108,10 @@ class SchedulerState:
         elif sequence.state is not State.ENDED:
             self.queue.remove(sequence, State.ENDED)
 
-    def take_unfit(self) -> list[Sequence]:
+    def take_oversized(self) -> list[Sequence]:
         """Removes and returns sequences that ended because the whole cache cannot hold one more of their tokens."""
-        unfit, self._unfit = self._unfit, []
-        return unfit
+        oversized, self._oversized = self._oversized, []
+        return oversized
 
     def _advance(self, sequence: Sequence) -> None:
         """Processes newly computed positions: full spans enter the prefix cache, and spans that windows have passed
@@ -141,7 +141,7 @@ class SchedulerState:
             if victim is sequence and len(self.active) == 1:
                 if self._slots.pending[sequence.slot] == 0:
                     self._leave(sequence, State.ENDED)
-                    self._unfit.append(sequence)
+                    self._oversized.append(sequence)
                 return False
             self._preempt(victim)
             if victim is sequence:

@@ -166,7 +166,7 @@ def test_random_traffic_of_long_prompts():
         for sequence in rig.output:
             wanted = expected_output(sequence.tokens[: sequence.prompt_len], sequence.stop.max_length)
             assert output(sequence) == wanted[: len(output(sequence))]
-            assert len(sequence.tokens) == sequence.stop.max_length or sequence in rig.unfit
+            assert len(sequence.tokens) == sequence.stop.max_length or sequence in rig.oversized
 
 
 # -- real models -------------------------------------------------------------------------------------------------------

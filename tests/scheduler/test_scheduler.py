@@ -278,7 +278,7 @@ def test_too_long_for_the_whole_cache():
     never = rig.add(prompt_of(17), 20)
     other = rig.add(prompt_of(5), 2)
     rig.run()
-    assert rig.unfit == [grows, never]
+    assert rig.oversized == [grows, never]
     assert grows.tokens == grows.tokens[:10] + expected_output(grows.tokens[:10], 7)
     assert output(other) == expected_output(other.tokens[:5], 2)
 

@@ -140,7 +140,7 @@ class Run:
             tokens, reason = expected_until_stop(prompt, sequence.stop, token)
             got = rig.output[sequence]
             assert sequence.state is State.ENDED and output(sequence) == got
-            if sequence in self.cancelled or sequence in rig.unfit:
+            if sequence in self.cancelled or sequence in rig.oversized:
                 assert got == tokens[: len(got)] and sequence not in rig.finished
             else:
                 assert (got, rig.finished.get(sequence)) == (tokens, reason)
@@ -159,7 +159,7 @@ class Run:
         seen["saved"] += counters.saved_spans
         seen["restored"] += counters.restored_spans
         seen["failed"] += len(rig.failed)
-        seen["unfit"] += len(rig.unfit)
+        seen["oversized"] += len(rig.oversized)
         seen.update(reason.value for reason in rig.finished.values())
 
 
@@ -174,6 +174,6 @@ def test_random_traffic(chunk):
             raise
     wanted = ("accepted", "rejected", "discarded", "preempted", "preempted in flight", "cancelled in flight",
               "unblocked", "blocked while running", "waited for a prefix", "saved", "restored",
-              "found in the prefix cache", "failed", "unfit",
+              "found in the prefix cache", "failed", "oversized",
               "stop", "stop_word", "length")
     assert all(seen[what] >= 5 for what in wanted), seen

@@ -40,7 +40,7 @@ class Rig:
         self.depth, self.running = depth, deque()
         self.finished: dict[Sequence, FinishReason] = {}
         self.output: dict[Sequence, list[int]] = {}
-        self.unfit: list[Sequence] = []
+        self.oversized: list[Sequence] = []
         self.failed: list[Sequence] = []
 
     def add(self, prompt, new_tokens=5, generated=(), **fields) -> Sequence:
@@ -53,7 +53,7 @@ class Rig:
     def step(self):
         """Plans a step. Completes the oldest step if `depth` steps run, or if nothing can be planned."""
         step = self.scheduler.plan()
-        self.unfit += self.scheduler.take_unfit()
+        self.oversized += self.scheduler.take_oversized()
         plan = None
         if step is not None:
             self.running.append((step, self.executor.step(step.encode())))
