@@ -35,7 +35,7 @@ class PendingSpans:
         self._waits += 1
         sequence.awaited = producer
         heapq.heappush(producer.followers, (spans, self._waits, sequence))
-        producer.inherited_turn = min(producer.inherited_turn, (sequence.account.time, sequence.order), sequence.inherited_turn)
+        producer.inherited_turn = min(producer.inherited_turn, sequence.turn)
 
     def arrived(self, sequence: Sequence, begin: int, end: int) -> list[Sequence]:
         """Spans begin ... end-1 of the sequence are in the prefix cache. Returns the sequences that waited for them."""

@@ -45,8 +45,8 @@ class Scheduler(Completion):
     """
 
     def plan(self, cost: TokenBudget | None = None) -> Step | None:
-        """The next step; None if nothing can be computed before the results of running steps. Call `take_oversized` after
-        it. `cost` is a further limit, but running sequences always get their next row, and prompts a few rows.
+        """The next step; None if nothing can be computed before the results of running steps. Call `take_oversized`
+        after it. `cost` is a further limit, but running sequences always get their next row, and prompts a few rows.
         """
         limits = self.limits
         self._spans.begin_step(not self.active)

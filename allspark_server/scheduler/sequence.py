@@ -114,7 +114,7 @@ class Sequence:
     computed: int = 0  # positions that completed steps have computed
     in_flight: int = 0  # results still to come from a slot that it has left
     spans: list[list[int]] = field(default_factory=list)
-    passed_spans: list[int] = field(default_factory=list)  # for each table, the leading spans that its window has passed
+    passed_spans: list[int] = field(default_factory=list)  # of each table: leading spans that its window has passed
     sent_spans: int = 0  # spans of each table that the ranks have
     entered: int = 0  # leading spans that are in the prefix cache
     prefix_len: int | None = None  # positions found in the prefix cache when first admitted

@@ -200,7 +200,8 @@ class SequenceSpans:
         """Takes references to the first `length` spans of the sequence in the prefix cache, except those that sliding
         windows have passed. A table has None for a span that is missing.
         """
-        sequence.passed_spans = [self.groups.passed_spans(window, length * self._size) for window in self.groups.windows]
+        positions = length * self._size
+        sequence.passed_spans = [self.groups.passed_spans(window, positions) for window in self.groups.windows]
         sequence.spans = []
         for group, begin in enumerate(sequence.passed_spans):
             found: list[Any] = []
