@@ -11,7 +11,7 @@ from math import gcd
 import numpy as np
 
 from allspark_server.weights.formats import ScaleLayout, WeightFormat
-from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor, pack_codes, unpack_codes
+from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor, pack_quants, unpack_quants
 
 _NESTED = ScaleLayout("float16", "offsets", super_group=0, scale_bits=8)
 
@@ -45,19 +45,19 @@ def converted(tensor: QuantizedTensor, own: WeightFormat, form: WeightFormat, co
 
     def rows(begin: int, end: int) -> QuantizedRows:
         found = tensor.plain_rows(begin, end, own, columns)
-        codes = unpack_codes(found.codes, own.bits, columns) + np.uint8(128 - center)
+        quants = unpack_quants(found.quants, own.bits, columns) + np.uint8(128 - center)
         scales, zeros = found.own_scales, found.zeros
         if form.layout.super_group:
             if zeros is None:
                 zeros = np.zeros_like(scales)
             above, super_scales = found.super_offsets, found.super_scales
             assert super_scales is not None
-            return QuantizedRows(codes, wide(scales), wide(zeros), super_scales,
+            return QuantizedRows(quants, wide(scales), wide(zeros), super_scales,
                                  np.zeros_like(super_scales) if above is None else above)
         scale, offset = plain_scales(found, own)
         if layout.zeros == "points" and zeros is not None:
             offset = scale * (np.float32(center) - zeros.astype(np.float32))
-        return QuantizedRows(pack_codes(codes, 8), wide(scale), wide(offset))
+        return QuantizedRows(pack_quants(quants, 8), wide(scale), wide(offset))
 
     return QuantizedTensor(tensor.name, tensor.file, rows, tensor.order)
 

@@ -69,16 +69,16 @@ def recoded(tensor: QuantizedTensor, own: WeightFormat, form: WeightFormat, colu
     uint16 [n, groups]: bfloat16, or for float8 the lower and the upper half of each row's float32 scale.
     """
     def as_floats(found: QuantizedRows) -> QuantizedRows:
-        bad = int(((found.codes & 0x7F) == 0x7F).sum())
+        bad = int(((found.quants & 0x7F) == 0x7F).sum())
         if bad:
             raise tensor.not_finite(bad, "values")
         scale = np.ascontiguousarray(_floats(found.scales, own)).view(np.uint32)
-        return QuantizedRows(found.codes, scale.astype(np.uint16), (scale >> 16).astype(np.uint16))
+        return QuantizedRows(found.quants, scale.astype(np.uint16), (scale >> 16).astype(np.uint16))
 
     def as_integers(found: QuantizedRows) -> QuantizedRows:
         layout, middle = own.layout, 1 << (own.bits - 1)
         center = middle if layout.center is None else layout.center
-        codes = found.codes
+        quants = found.quants
         if layout.super_group:
             scale, offset = plain_scales(found, own)
         else:
@@ -92,10 +92,10 @@ def recoded(tensor: QuantizedTensor, own: WeightFormat, form: WeightFormat, colu
         elif own.bits == 4:
             offset = offset + scale * np.float32(middle - center)
         elif layout.zeros == "offsets":  # 5-bit values: a smaller offset loses less to rounding
-            codes, offset = codes + np.uint8(middle - center - HALF_OF_5_BITS), offset + scale * HALF_OF_5_BITS
+            quants, offset = quants + np.uint8(middle - center - HALF_OF_5_BITS), offset + scale * HALF_OF_5_BITS
         elif center != middle:
-            codes = codes + np.uint8(middle - center)
-        return QuantizedRows(codes, scales, _bfloat16(offset))
+            quants = quants + np.uint8(middle - center)
+        return QuantizedRows(quants, scales, _bfloat16(offset))
 
     def rows(begin: int, end: int) -> QuantizedRows:
         found = tensor.plain_rows(begin, end, own, columns)
@@ -118,7 +118,7 @@ def recovered(tensor: QuantizedTensor, own: WeightFormat, begin: int, end: int,
         rows = tensor.plain_rows(begin, end, own, columns)
         executor = native_library().Executor(num_threads=1)  # the CPU's, to dequantize with its bits
         matrix = executor.add_matrix(end - begin, columns, **own.native(), **order)
-        bad = executor.fill_quantized(matrix, rows.codes, rows.scales, rows.zeros, own.bits, columns=columns,
+        bad = executor.fill_quantized(matrix, rows.quants, rows.scales, rows.zeros, own.bits, columns=columns,
                                       group_size=own.group_size, super_group=layout.super_group,
                                       super_scales=bits(rows.super_scales), super_offsets=bits(rows.super_offsets))
         if bad:

@@ -181,7 +181,7 @@ class Loader:
         for first, rows in tensor.pieces(begin, end, weight.columns):
             rows = columns.of(rows, weight.columns)
             bad = self.executor.fill_quantized(
-                identity, rows.codes, rows.scales, rows.zeros, form.bits,
+                identity, rows.quants, rows.scales, rows.zeros, form.bits,
                 columns=columns.gathered if gathered else weight.columns,
                 group_size=columns.form.group_size, row_offset=offset + first - begin,
                 column=0 if columns.order is not None else columns.first, super_group=form.layout.super_group,

@@ -1,4 +1,4 @@
-"""Quantized matrices on their way from a file to the native library: rows of quantized values (codes) with their
+"""Quantized matrices on their way from a file to the native library: rows of quantized values (quants) with their
 scales, independent of the format of the file; and a rank's slice of K, also for permuted columns.
 """
 
@@ -26,16 +26,16 @@ PIECE_ELEMENTS, MAX_WORKERS = 1 << 22, 16
 class QuantizedRows:
     """Rows [n, k] of a quantized matrix. Each array is a view with any strides.
 
-    codes: uint8 [n, k]; 4-bit values uint8 [n, ceil(k / 2)] with the even column in the lower half.
+    quants: uint8 [n, k]; 4-bit values uint8 [n, ceil(k / 2)] with the even column in the lower half.
     scales: [n, groups] in the format's type (BF16 as uint16); nested scales int8.
     zeros: offsets in the same type, or zero points uint8.
     super_scales, super_offsets: float16 [n, super-groups].
-    packing: "rows" if codes are laid out as above, otherwise the file's layout (see fill_quantized in the native
-    library). Blocks contain their scales, so nothing but codes is given for them.
+    packing: "rows" if quants are laid out as above, otherwise the file's layout (see fill_quantized in the native
+    library). Blocks contain their scales, so nothing but quants is given for them.
     skipped: with packing "octets", the rows in the first word that come before the first row.
     """
 
-    codes: np.ndarray
+    quants: np.ndarray
     scales: np.ndarray | None = None
     zeros: np.ndarray | None = None
     super_scales: np.ndarray | None = None
@@ -50,8 +50,8 @@ class QuantizedRows:
         return self.scales
 
     def arrays(self) -> tuple[np.ndarray | None, ...]:
-        """codes, scales, zeros, super_scales, super_offsets."""
-        return self.codes, self.scales, self.zeros, self.super_scales, self.super_offsets
+        """quants, scales, zeros, super_scales, super_offsets."""
+        return self.quants, self.scales, self.zeros, self.super_scales, self.super_offsets
 
     def plain(self, form: WeightFormat, columns: int) -> QuantizedRows:
         """The same rows with the packing "rows" and separate scales."""
@@ -59,18 +59,18 @@ class QuantizedRows:
             return self
         native = native_library()
         if self.scales is not None:
-            codes = native.unpack_quantized(self.codes, form.bits, columns, self.packing, self.skipped,
-                                            len(self.scales))
-            return replace(self, codes=codes, packing="rows", skipped=0)
-        codes = native.unpack_quantized(self.codes, form.bits, columns, self.packing)
+            quants = native.unpack_quantized(self.quants, form.bits, columns, self.packing, self.skipped,
+                                             len(self.scales))
+            return replace(self, quants=quants, packing="rows", skipped=0)
+        quants = native.unpack_quantized(self.quants, form.bits, columns, self.packing)
         scale, offset = block_floats(self)
         if not form.layout.super_group:
-            return QuantizedRows(codes, scale, offset)
-        scales, minimums = native.unpack_scales(self.codes, columns, self.packing)
+            return QuantizedRows(quants, scale, offset)
+        scales, minimums = native.unpack_scales(self.quants, columns, self.packing)
         if offset is None:
-            return QuantizedRows(codes, scales, None, scale)
+            return QuantizedRows(quants, scales, None, scale)
         minus = (offset.view(np.uint16) ^ np.uint16(0x8000)).view(np.float16)  # the file's minimums are subtracted
-        return QuantizedRows(codes, scales, minimums, scale, minus)
+        return QuantizedRows(quants, scales, minimums, scale, minus)
 
 
 # GGUF's blocks that the native library reads: bytes of a block, and the places of its float16 scale and offset.
@@ -82,7 +82,7 @@ BLOCKS: dict[str, tuple[int, int, int | None]] = {
 def block_floats(rows: QuantizedRows) -> tuple[np.ndarray, np.ndarray | None]:
     """The scales and offsets of rows of GGUF blocks: float16 [n, blocks]; None if the blocks have no offsets."""
     size, scale_at, offset_at = BLOCKS[rows.packing]
-    blocks = rows.codes.reshape(len(rows.codes), -1, size)
+    blocks = rows.quants.reshape(len(rows.quants), -1, size)
     def floats(at: int) -> np.ndarray:
         return np.ascontiguousarray(blocks[:, :, at:at + 2]).view("<f2")[..., 0]
 
@@ -156,29 +156,29 @@ def in_pieces(some: Callable[[int, int], T], begin: int, end: int, columns: int,
             yield first, rows.result()
 
 
-def pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Packs uint8 [n, k] as in QuantizedRows.codes."""
+def pack_quants(quants: np.ndarray, bits: int) -> np.ndarray:
+    """Packs uint8 [n, k] as in QuantizedRows.quants."""
     if bits == 8:
-        return np.ascontiguousarray(codes)
-    if codes.shape[1] % 2:
-        codes = np.pad(codes, ((0, 0), (0, 1)))
-    return codes[:, 0::2] | codes[:, 1::2] << 4
+        return np.ascontiguousarray(quants)
+    if quants.shape[1] % 2:
+        quants = np.pad(quants, ((0, 0), (0, 1)))
+    return quants[:, 0::2] | quants[:, 1::2] << 4
 
 
-def unpack_codes(codes: np.ndarray, bits: int, columns: int) -> np.ndarray:
-    """The reverse of pack_codes: uint8 [n, columns]."""
+def unpack_quants(quants: np.ndarray, bits: int, columns: int) -> np.ndarray:
+    """The reverse of pack_quants: uint8 [n, columns]."""
     if bits == 8:
-        return codes
-    both = np.empty((*codes.shape, 2), np.uint8)
-    np.bitwise_and(codes, 15, out=both[..., 0])
-    np.right_shift(codes, 4, out=both[..., 1])
-    return both.reshape(len(codes), -1)[:, :columns]
+        return quants
+    both = np.empty((*quants.shape, 2), np.uint8)
+    np.bitwise_and(quants, 15, out=both[..., 0])
+    np.right_shift(quants, 4, out=both[..., 1])
+    return both.reshape(len(quants), -1)[:, :columns]
 
 
 def reordered(rows: QuantizedRows, form: WeightFormat, order: np.ndarray) -> QuantizedRows:
     """Plain rows with their columns in this order."""
-    codes = unpack_codes(rows.codes, form.bits, len(order))
-    return replace(rows, codes=pack_codes(np.take(codes, order, axis=1), form.bits))
+    quants = unpack_quants(rows.quants, form.bits, len(order))
+    return replace(rows, quants=pack_quants(np.take(quants, order, axis=1), form.bits))
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,8 +214,8 @@ class ColumnSlice:
         if self.places is None:
             return rows
         rows = rows.plain(self.form, columns)
-        codes = unpack_codes(rows.codes, self.form.bits, columns)
-        return replace(rows, codes=pack_codes(np.take(codes, np.maximum(self.places, 0), axis=1), self.form.bits))
+        quants = unpack_quants(rows.quants, self.form.bits, columns)
+        return replace(rows, quants=pack_quants(np.take(quants, np.maximum(self.places, 0), axis=1), self.form.bits))
 
 
 def slice_columns(form: WeightFormat, order: np.ndarray | None, first: int, last: int,

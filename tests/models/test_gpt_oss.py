@@ -206,8 +206,8 @@ def mxfp4_tensors():
         scales = rng.integers(122, 126, blocks.shape[:3]).astype(np.uint8)
         scales[0, 0, 0] = 90
         tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = ("U8", blocks), ("U8", scales)
-        codes = np.stack([blocks & 15, blocks >> 4], 4).reshape(*blocks.shape[:3], 32)
-        each = E2M1[codes] * 2.0 ** (scales[..., None].astype(float) - 127)
+        quants = np.stack([blocks & 15, blocks >> 4], 4).reshape(*blocks.shape[:3], 32)
+        each = E2M1[quants] * 2.0 ** (scales[..., None].astype(float) - 127)
         values[name] = each.reshape(experts, outputs, inputs).transpose(0, 2, 1)
     return tensors, values
 

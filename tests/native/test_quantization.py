@@ -298,8 +298,8 @@ def test_the_hash_of_words_is_of_their_bytes_alone():
     n, k, rng, seen = 2500, 64, np.random.default_rng(4), set()
     words = rng.integers(0, 1 << 32, (k // 8, n), np.uint64).astype(np.uint32)
     scales = rng.random((n, k // 32), np.float32)
-    codes = (words.T[:, :, None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15).reshape(n, k).astype(np.float32)
-    expected = (codes - 8) * np.repeat(scales, 32, axis=1)
+    quants = (words.T[:, :, None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15).reshape(n, k).astype(np.float32)
+    expected = (quants - 8) * np.repeat(scales, 32, axis=1)
     for dtype, threads in ((d, t) for d in ("int4", "w4a8") for t in (1, 3)):
         executor = _native.Executor(num_threads=threads)
         handle = executor.add_matrix(n, k, dtype, 32, scales="float32", zeros="none")

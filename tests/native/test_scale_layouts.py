@@ -1,4 +1,4 @@
-"""Matrices that others have quantized, in the kernels: each layout of scales and each type of codes against float64,
+"""Matrices that others have quantized, in the kernels: each layout of scales and each type of quants against float64,
 to the bit where they are recovered; rows, threads and slices of K; orders of columns; what is refused.
 """
 
@@ -35,15 +35,15 @@ CASES += [(dtype, "coded") for dtype in ("e4m3", "nf4", "e2m1")]
 
 
 def values_of(dtype: str) -> np.ndarray:
-    """float32: what codes of floats stand for."""
+    """float32: what quants of floats stand for."""
     if dtype == "nf4":
         return np.array(NF4, np.float32)
     if dtype == "e2m1":
         return np.array(E2M1 + [-x for x in E2M1], np.float32)
-    codes = np.arange(256)
-    exponent, fraction = codes >> 3 & 15, codes & 7
+    quants = np.arange(256)
+    exponent, fraction = quants >> 3 & 15, quants & 7
     values = np.where(exponent, np.ldexp(1 + fraction / 8, exponent - 7), np.ldexp(fraction / 8, -6))
-    return np.where(codes & 0x80, -values, values).astype(np.float32)
+    return np.where(quants & 0x80, -values, values).astype(np.float32)
 
 
 class Matrix:
@@ -59,9 +59,9 @@ class Matrix:
         coded = dtype in ("e4m3", "nf4", "e2m1")
         center = layout.get("center", 1 << (self.bits - 1))
         most = 128 + center if self.bits == 8 and not coded else 1 << self.bits
-        codes = rng.integers(0, most, (n, k)).astype(np.uint8)
+        quants = rng.integers(0, most, (n, k)).astype(np.uint8)
         if dtype == "e4m3":
-            codes = np.where((codes & 0x7F) == 0x7F, 0, codes).astype(np.uint8)
+            quants = np.where((quants & 0x7F) == 0x7F, 0, quants).astype(np.uint8)
         index = np.arange(k) // size
         self.zeros = self.super_scales = self.super_offsets = None
         if self.sup:
@@ -88,11 +88,11 @@ class Matrix:
                 self.zeros, offset = some()
         if layout["zeros"] == "points":
             self.zeros = rng.integers(0, 1 << self.bits, (n, groups)).astype(np.uint8)
-            numbers = codes.astype(np.float32) - self.zeros.astype(np.float32)[:, index]
+            numbers = quants.astype(np.float32) - self.zeros.astype(np.float32)[:, index]
         elif coded:
-            numbers = values_of(dtype)[codes]
+            numbers = values_of(dtype)[quants]
         else:
-            numbers = codes.astype(np.float32) - np.float32(center)
+            numbers = quants.astype(np.float32) - np.float32(center)
         self.whole = scale[:, index] * numbers
         if layout["zeros"] == "offsets":
             self.whole = self.whole + offset[:, index]
@@ -100,10 +100,10 @@ class Matrix:
         self.bound = np.abs(scale[:, index]).astype(np.float64) * (256 if self.bits == 8 else 16)
         self.bound = np.maximum(self.bound, np.abs(scale[:, index]) * np.abs(numbers)) + np.abs(
             offset[:, index] if layout["zeros"] == "offsets" else 0)
-        self.codes = codes
+        self.quants = quants
         if self.bits == 4:
-            even = np.pad(codes, ((0, 0), (0, k % 2)))
-            self.codes = np.ascontiguousarray(even[:, 0::2] | even[:, 1::2] << 4)
+            even = np.pad(quants, ((0, 0), (0, k % 2)))
+            self.quants = np.ascontiguousarray(even[:, 0::2] | even[:, 1::2] << 4)
 
     def into(self, executor, column=0, length=None, group=None, sup=None, order=()) -> int:
         layout = {**self.layout, **({"super_group": sup} if sup else {})}
@@ -114,7 +114,7 @@ class Matrix:
         def bits(x):
             return None if x is None else x.view(np.uint16)
 
-        executor.fill_quantized(handle, self.codes, self.scales, self.zeros, self.bits, self.k, self.group,
+        executor.fill_quantized(handle, self.quants, self.scales, self.zeros, self.bits, self.k, self.group,
                                 column=column,
                                 super_group=self.sup, super_scales=bits(self.super_scales),
                                 super_offsets=bits(self.super_offsets))
@@ -184,17 +184,18 @@ def test_columns_in_an_order_of_their_own():
         np.testing.assert_array_equal(executor.multiply(fewer, x[:3, :200], 60), executor.multiply(ordered, padded, 60))
 
 
-def packed_as(packing: str, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def packed_as(packing: str, quants: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """uint8 [n, k] of 4 or 8 bits as a file may have them, and as plain rows."""
-    plain = codes if packing in ("signed", "words-8", "rows-8") else codes[:, 0::2] | codes[:, 1::2] << 4
+    plain = quants if packing in ("signed", "words-8", "rows-8") else quants[:, 0::2] | quants[:, 1::2] << 4
     if packing == "signed":
-        return codes ^ np.uint8(0x80), plain
+        return quants ^ np.uint8(0x80), plain
     if packing == "swapped":
-        return codes[:, 1::2] | codes[:, 0::2] << 4, plain
+        return quants[:, 1::2] | quants[:, 0::2] << 4, plain
     if packing.startswith("words"):
         return np.ascontiguousarray(plain.view(np.int32).T), plain
     if packing == "octets":
-        each = np.pad(codes, ((0, -len(codes) % 8), (0, 0))).reshape(-1, 8, codes.shape[1])[:, [0, 2, 4, 6, 1, 3, 5, 7]]
+        padded = np.pad(quants, ((0, -len(quants) % 8), (0, 0)))
+        each = padded.reshape(-1, 8, quants.shape[1])[:, [0, 2, 4, 6, 1, 3, 5, 7]]
         words = np.bitwise_or.reduce(each.astype(np.uint32) << (4 * np.arange(8, dtype=np.uint32))[:, None], axis=1)
         return np.ascontiguousarray(words.T).view(np.int32), plain
     return plain, plain
@@ -209,8 +210,8 @@ def test_a_matrix_is_the_same_however_its_codes_are_packed(packing, dtype):
     rng, bits = np.random.default_rng(0), 8 if dtype in ("int8", "w8a8", "e4m3") else 4
     for n, k, group, column, length in ((96, 512, 128, 0, 512), (75, 640, 32, 64, 512), (51, 1032, 8, 520, 512),
                                         (200, 288, 0, 0, 288), (131, 328, 64, 64, 264)):
-        codes = rng.integers(0, 120 if bits == 8 else 16, (n + 16, k)).astype(np.uint8)
-        packed, plain = packed_as(packing, codes)
+        quants = rng.integers(0, 120 if bits == 8 else 16, (n + 16, k)).astype(np.uint8)
+        packed, plain = packed_as(packing, quants)
         scales = rng.normal(size=(-(-k // (group or k)), n)).astype(np.float32).T
         for cuts in ((0, n), (0, 13, 40, n)):
             found = []
@@ -241,10 +242,10 @@ def test_a_matrix_is_the_same_however_its_codes_are_packed(packing, dtype):
 def test_numbers_that_are_none_are_counted():
     rng = np.random.default_rng(0)
     executor = _native.Executor(num_threads=2)
-    codes = rng.integers(0, 120, (70, 200)).astype(np.uint8)
-    codes[[3, 40, 69, 69], [7, 199, 0, 64]] = 0x7F, 0xFF, 0x7F, 0xFF
+    quants = rng.integers(0, 120, (70, 200)).astype(np.uint8)
+    quants[[3, 40, 69, 69], [7, 199, 0, 64]] = 0x7F, 0xFF, 0x7F, 0xFF
     handle = executor.add_matrix(70, 200, "e4m3", 0, **CODED)
-    assert executor.fill_quantized(handle, codes, np.ones((70, 1), np.float32), None, 8, 200, 0) == 4
+    assert executor.fill_quantized(handle, quants, np.ones((70, 1), np.float32), None, 8, 200, 0) == 4
     blocks = rng.integers(0, 120, (70, 8 * 18)).astype(np.uint8)
     blocks[69, 18 * 7:18 * 7 + 2] = 0, 0x7C
     handle = executor.add_matrix(70, 256, "int4", 32, scales="float16", zeros="none")
@@ -288,7 +289,7 @@ def test_what_is_refused():
             ("scales", matrix.scales[:, 1:], "scales must be"),
             ("scales", matrix.scales.astype(np.float32), "scales must be"),
             ("zeros", None, "must be those of the matrix' layout"), ("zeros", matrix.zeros[:4], "zeros must be"),
-            ("codes", matrix.codes[:, 1:], "packed as rows must be")):
+            ("quants", matrix.quants[:, 1:], "packed as rows must be")):
         kept = getattr(matrix, name)
         setattr(matrix, name, array if array is None else np.ascontiguousarray(array))
         with pytest.raises(ValueError, match=problem):

@@ -18,11 +18,11 @@ NF4 = np.array([-1.0, -0.6961928009986877, -0.5250730514526367, -0.3949174880981
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
-def _e4m3(codes):
+def _e4m3(quants):
     """OCP FP8 E4M3: no infinities, one NaN per sign."""
-    sign, exponent, mantissa = np.where(codes >> 7, -1.0, 1.0), codes >> 3 & 15, codes & 7
+    sign, exponent, mantissa = np.where(quants >> 7, -1.0, 1.0), quants >> 3 & 15, quants & 7
     values = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent.astype(int) - 7))
-    return np.where(codes & 127 == 127, np.nan, sign * values)
+    return np.where(quants & 127 == 127, np.nan, sign * values)
 
 
 BITS = {"int8": 8, "w8a8": 8, "int6": 6, "int5": 5, "int4": 4, "w4a8": 4, "int3": 3, "int2": 2}
@@ -33,16 +33,16 @@ TABLES = {"nf4": NF4, "e2m1": E2M1, "e4m3": _e4m3(np.arange(256))}
 class Stored:
     """A matrix [n, k].
 
-    `codes` is uint8 [n, k]: quantized values, for integers the value + 2^(bits - 1). `scales` and `offsets` are numbers
-    for each row (or block of rows) and group; nested scales are integers that super_scales and super_offsets of each
-    super-group multiply. `points` are integers that replace 2^(bits - 1). `group_of` is the group of each column, if
-    columns are permuted.
+    `quants` is uint8 [n, k]: quantized values, for integers the value + 2^(bits - 1). `scales` and `offsets` are
+    numbers for each row (or block of rows) and group; nested scales are integers that super_scales and super_offsets of
+    each super-group multiply. `points` are integers that replace 2^(bits - 1). `group_of` is the group of each column,
+    if columns are permuted.
     """
 
     format: str
     group: int
     layout: ScaleLayout
-    codes: np.ndarray
+    quants: np.ndarray
     scales: np.ndarray
     offsets: np.ndarray | None = None
     points: np.ndarray | None = None
@@ -51,18 +51,18 @@ class Stored:
     group_of: np.ndarray | None = None
 
     def declare(self, program) -> int:
-        return program.add_matrix(*self.codes.shape, self.format, self.group, **self.layout.changed())
+        return program.add_matrix(*self.quants.shape, self.format, self.group, **self.layout.changed())
 
     def decode(self) -> np.ndarray:
         """The matrix in float64."""
-        (n, k), layout = self.codes.shape, self.layout
+        (n, k), layout = self.quants.shape, self.layout
         column_groups = np.arange(k) // (self.group or k) if self.group_of is None else self.group_of
         rows = np.arange(n)[:, None] // layout.group_rows
-        values, scales = self.codes.astype(float), self.scales[rows, column_groups].astype(float)
+        values, scales = self.quants.astype(float), self.scales[rows, column_groups].astype(float)
         if layout.super_group:
             scales = scales * self.super_scales[rows, np.arange(k) // layout.super_group]
         if self.format in TABLES:
-            values = TABLES[self.format][self.codes]
+            values = TABLES[self.format][self.quants]
         elif layout.zeros == "points":
             values = values - self.points[rows, column_groups]
         else:
@@ -86,10 +86,10 @@ def gptq(qweight, qzeros, scales, g_idx, bits: int, group: int) -> Stored:
     """`qweight` int32 [k * bits / 32, n], qzeros int32 [groups, n * bits / 32] (one less than the zero point), scales
     float16 [groups, n], g_idx [k].
     """
-    codes = unpacked(np.ascontiguousarray(qweight.T), bits)
+    quants = unpacked(np.ascontiguousarray(qweight.T), bits)
     points = unpacked(qzeros, bits).astype(int).T + 1
     layout = ScaleLayout("float16", "points", permuted=True)
-    return Stored(f"int{bits}", group, layout, codes, scales.T, points=points, group_of=g_idx)
+    return Stored(f"int{bits}", group, layout, quants, scales.T, points=points, group_of=g_idx)
 
 
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where columns 0 to 7 are in a word
@@ -110,23 +110,23 @@ def packed_int4(packed, scales, k: int, group: int) -> Stored:
     return Stored("int4", group, ScaleLayout("bfloat16", "none"), unpacked(packed, 4)[:, :k], scales)
 
 
-def fp8_blocks(codes, scales) -> Stored:
+def fp8_blocks(quants, scales) -> Stored:
     """E4M3 [n, k] and float32 scales of blocks of 128 x 128."""
-    return Stored("e4m3", 128, ScaleLayout("float32", "none", group_rows=128), codes, scales)
+    return Stored("e4m3", 128, ScaleLayout("float32", "none", group_rows=128), quants, scales)
 
 
 def mxfp4(blocks, scales) -> Stored:
-    """uint8 [n, groups, 16] of 32 codes, the lower half first, and scales' exponents uint8 [n, groups]."""
-    codes = unpacked(blocks, 4).reshape(len(blocks), -1)
-    return Stored("e2m1", 32, ScaleLayout("e8m0", "none"), codes, 2.0 ** (scales.astype(float) - 127))
+    """uint8 [n, groups, 16] of 32 quants, the lower half first, and scales' exponents uint8 [n, groups]."""
+    quants = unpacked(blocks, 4).reshape(len(blocks), -1)
+    return Stored("e2m1", 32, ScaleLayout("e8m0", "none"), quants, 2.0 ** (scales.astype(float) - 127))
 
 
 def nf4(packed, absmax, n: int, k: int) -> Stored:
-    """bitsandbytes: uint8 of two codes, the upper half first, over the rows one after the other; a float32 scale for
+    """bitsandbytes: uint8 of two quants, the upper half first, over the rows one after the other; a float32 scale for
     each 64.
     """
-    codes = unpacked(packed.ravel(), 4).reshape(-1, 2)[:, ::-1].reshape(n, k)
-    return Stored("nf4", 64, ScaleLayout("float32", "none"), codes, absmax.reshape(n, -1))
+    quants = unpacked(packed.ravel(), 4).reshape(-1, 2)[:, ::-1].reshape(n, k)
+    return Stored("nf4", 64, ScaleLayout("float32", "none"), quants, absmax.reshape(n, -1))
 
 
 # -- ggml's blocks: uint8 [n, blocks, bytes] ---------------------------------------------------------------------------
@@ -135,24 +135,24 @@ def _halves(data: np.ndarray) -> np.ndarray:
 
 
 def q8_0(data: np.ndarray) -> Stored:
-    codes = (data[..., 2:] ^ 0x80).reshape(len(data), -1)
-    return Stored("int8", 32, ScaleLayout("float16", "none"), codes, _halves(data[..., :2]))
+    quants = (data[..., 2:] ^ 0x80).reshape(len(data), -1)
+    return Stored("int8", 32, ScaleLayout("float16", "none"), quants, _halves(data[..., :2]))
 
 
 def q4_0(data: np.ndarray) -> Stored:
-    quants = data[..., 2:]
-    codes = np.concatenate([quants & 15, quants >> 4], -1).reshape(len(data), -1)
-    return Stored("int4", 32, ScaleLayout("float16", "none"), codes, _halves(data[..., :2]))
+    octets = data[..., 2:]
+    quants = np.concatenate([octets & 15, octets >> 4], -1).reshape(len(data), -1)
+    return Stored("int4", 32, ScaleLayout("float16", "none"), quants, _halves(data[..., :2]))
 
 
 def q4_k(data: np.ndarray) -> Stored:
-    packed, quants = data[..., 4:16], data[..., 16:].reshape(*data.shape[:-1], 4, 32)
+    packed, octets = data[..., 4:16], data[..., 16:].reshape(*data.shape[:-1], 4, 32)
     low, high, last = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = np.concatenate([low & 63, last & 15 | low >> 6 << 4], -1)
     mins = np.concatenate([high & 63, last >> 4 | high >> 6 << 4], -1)
-    codes = np.stack([quants & 15, quants >> 4], -2)
+    quants = np.stack([octets & 15, octets >> 4], -2)
     n = len(data)
-    return Stored("int4", 32, ScaleLayout("float16", "offsets", super_group=256, scale_bits=6), codes.reshape(n, -1),
+    return Stored("int4", 32, ScaleLayout("float16", "offsets", super_group=256, scale_bits=6), quants.reshape(n, -1),
                   scales.reshape(n, -1), mins.reshape(n, -1), super_scales=_halves(data[..., :2]),
                   super_offsets=-_halves(data[..., 2:4]))
 
@@ -161,6 +161,6 @@ def q6_k(data: np.ndarray) -> Stored:
     n, blocks = data.shape[:2]
     low, high = data[..., :128].reshape(n, blocks, 2, 2, 32), data[..., 128:192].reshape(n, blocks, 2, 1, 32)
     fields = np.concatenate([low & 15, low >> 4], -2)  # [.., 2, 4, 32]
-    codes = fields | (high >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3) << 4
-    return Stored("int6", 16, ScaleLayout("float16", "none", super_group=256, scale_bits=8), codes.reshape(n, -1),
+    quants = fields | (high >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3) << 4
+    return Stored("int6", 16, ScaleLayout("float16", "none", super_group=256, scale_bits=8), quants.reshape(n, -1),
                   data[..., 192:208].view(np.int8).reshape(n, -1), super_scales=_halves(data[..., 208:]))

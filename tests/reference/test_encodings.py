@@ -81,15 +81,15 @@ def case_packed_int4():
 
 def case_fp8_blocks():
     n, k = 131, 200
-    codes, scales = octets(n, k) & 0xFE, RNG.normal(size=(2, 2)).astype(np.float32)
+    quants, scales = octets(n, k) & 0xFE, RNG.normal(size=(2, 2)).astype(np.float32)
 
     def value(row, column):
-        code = int(codes[row, column])
+        code = int(quants[row, column])
         exponent, mantissa = code >> 3 & 15, code & 7
         size = mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10)
         return (-size if code >> 7 else size) * float(scales[row // 128, column // 128])
 
-    return encodings.fp8_blocks(codes, scales), value
+    return encodings.fp8_blocks(quants, scales), value
 
 
 def case_mxfp4():
@@ -188,7 +188,7 @@ def test_decoding(case):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__[5:])
 def test_a_program_declares_it_and_computes_with_it(case):
     stored, _ = case()
-    n, k = stored.codes.shape
+    n, k = stored.quants.shape
     toy = Toy()
     x = toy.embedding(3, k)
     handle = stored.declare(toy.program)
@@ -216,7 +216,7 @@ def test_k_quants_are_those_of_the_gguf_library():
 def test_a_weight_stored_otherwise_than_declared_is_refused():
     stored, _ = case_mxfp4()
     toy = Toy()
-    toy.weights[toy.program.add_matrix(*stored.codes.shape, "e2m1", 32)] = stored
+    toy.weights[toy.program.add_matrix(*stored.quants.shape, "e2m1", 32)] = stored
     with pytest.raises(ValueError, match="weight 0 is declared as e2m1, groups of 32, and is e2m1"):
         toy.runner()
 

@@ -25,19 +25,19 @@ SPEC = Spec("qwen2", _sizes(144, 6, 2, 352, layers=2, tie_word_embeddings=False)
 BLOCKS = Spec("qwen2", _sizes(256, 6, 2, 512, layers=2, head_dim=64, tie_word_embeddings=False) | _rope("default", 1e6))
 
 
-def pack_words(codes: np.ndarray, bits: int) -> np.ndarray:
+def pack_words(quants: np.ndarray, bits: int) -> np.ndarray:
     """Packs adjacent values along the last axis into int32 words, the first into the lowest bits."""
     per = 32 // bits
-    codes = np.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % per)]).astype(np.uint32)
-    codes = codes.reshape(*codes.shape[:-1], -1, per)
-    return np.bitwise_or.reduce(codes << (np.arange(per, dtype=np.uint32) * np.uint32(bits)), axis=-1).view(np.int32)
+    quants = np.pad(quants, [(0, 0)] * (quants.ndim - 1) + [(0, -quants.shape[-1] % per)]).astype(np.uint32)
+    quants = quants.reshape(*quants.shape[:-1], -1, per)
+    return np.bitwise_or.reduce(quants << (np.arange(per, dtype=np.uint32) * np.uint32(bits)), axis=-1).view(np.int32)
 
 
 def _scales(rng, shape, bits: int, columns: int, dtype=np.float16) -> np.ndarray:
     return (rng.uniform(0.5, 2, shape) * 2.2 / (1 << bits) / columns ** 0.5 * 2).astype(dtype)
 
 
-def _codes(rng, shape, bits: int) -> np.ndarray:
+def _quants(rng, shape, bits: int) -> np.ndarray:
     middle = 1 << (bits - 1)
     return np.clip(np.rint(rng.normal(middle, middle / 2.5, shape)), 0, 2 * middle - 1).astype(np.uint8)
 
@@ -51,15 +51,15 @@ def gptq(bits: int, group: int, *, symmetric=False, order=False, version="gptq")
     def make(n: int, k: int, rng, salt: int) -> Made:
         size = group if group > 0 else k
         groups = -(-k // size)
-        codes, scales = _codes(rng, (n, k), bits), _scales(rng, (groups, n), bits, k)
+        quants, scales = _quants(rng, (n, k), bits), _scales(rng, (groups, n), bits, k)
         points = np.full((groups, n), 1 << (bits - 1), np.uint8) if symmetric else _points(rng, (groups, n), bits)
         index = np.arange(k) // size
         if order:  # columns sorted by activation: the same order in all layers that share an input
             index = index[np.argsort(np.random.default_rng(salt).permutation(k))]
-        weights = scales.astype(np.float32)[index].T * (codes.astype(np.float32) - points.astype(np.float32)[index].T)
+        weights = scales.astype(np.float32)[index].T * (quants.astype(np.float32) - points.astype(np.float32)[index].T)
         less = {4: 0x11111111, 8: 0x01010101}[bits] if version == "gptq" else 0
         words = (pack_words(points, bits).view(np.uint32) - np.uint32(less)).view(np.int32)
-        return {".qweight": np.ascontiguousarray(pack_words(codes, bits).T), ".qzeros": words, ".scales": scales,
+        return {".qweight": np.ascontiguousarray(pack_words(quants, bits).T), ".qzeros": words, ".scales": scales,
                 ".g_idx": index.astype(np.int32)}, weights
 
     return make, {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": order, "sym": symmetric,
@@ -73,10 +73,10 @@ def awq(group: int):
 
     def make(n: int, k: int, rng, salt: int) -> Made:
         groups = -(-k // group)
-        codes, points = _codes(rng, (n, k), 4), _points(rng, (groups, n), 4)
+        quants, points = _quants(rng, (n, k), 4), _points(rng, (groups, n), 4)
         scales, index = _scales(rng, (groups, n), 4, k), np.arange(k) // group
-        weights = scales.astype(np.float32)[index].T * (codes.astype(np.float32) - points.astype(np.float32)[index].T)
-        return {".qweight": packed(codes.T), ".qzeros": packed(points), ".scales": scales}, weights
+        weights = scales.astype(np.float32)[index].T * (quants.astype(np.float32) - points.astype(np.float32)[index].T)
+        return {".qweight": packed(quants.T), ".qzeros": packed(points), ".scales": scales}, weights
 
     return make, {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
 
@@ -90,23 +90,23 @@ def compressed(form: str, bits: int, strategy: str, group: int | None = None, *,
         if form == "float-quantized":
             return _float8(n, k, rng, {"block": block, "channel": (1, k), "tensor": (n, k)}[strategy], strategy,
                            ".weight_scale")
-        codes = _codes(rng, (n, k), bits)
+        quants = _quants(rng, (n, k), bits)
         scales = _scales(rng, (n, groups), bits, k, np.float32)
         zeros = _points(rng, (n, groups), bits) if points else np.full((n, groups), 1 << (bits - 1), np.uint8)
         scales = scales.astype(np.float16)
         tensors = {".weight_scale": scales}
         if form == "int-quantized":
-            tensors[MODULE] = (codes ^ 0x80).view(np.int8)
+            tensors[MODULE] = (quants ^ 0x80).view(np.int8)
             if points:
                 tensors[".weight_zero_point"] = (zeros ^ 0x80).view(np.int8)
         else:
-            tensors |= {".weight_packed": pack_words(codes, bits), ".weight_shape": np.array([n, k], np.int64)}
+            tensors |= {".weight_packed": pack_words(quants, bits), ".weight_shape": np.array([n, k], np.int64)}
             if points:
                 tensors[".weight_zero_point"] = np.ascontiguousarray(pack_words(zeros.T, bits).T)
             if order:
                 index = index[np.argsort(np.random.default_rng(salt).permutation(k))]
                 tensors[".weight_g_idx"] = index.astype(np.int32)
-        weights = scales.astype(np.float32)[:, index] * (codes.astype(np.float32) - zeros.astype(np.float32)[:, index])
+        weights = scales.astype(np.float32)[:, index] * (quants.astype(np.float32) - zeros.astype(np.float32)[:, index])
         return tensors, weights
 
     kind = "float" if form == "float-quantized" else "int"
@@ -125,13 +125,13 @@ def e4m3_values() -> np.ndarray:
 
 def _float8(n: int, k: int, rng, block, strategy: str, suffix: str) -> Made:
     values = e4m3_values()
-    codes = rng.integers(0, 256, (n, k)).astype(np.uint8)
-    codes = np.where((codes & 0x7F) == 0x7F, 0x38, codes).astype(np.uint8)
+    quants = rng.integers(0, 256, (n, k)).astype(np.uint8)
+    quants = np.where((quants & 0x7F) == 0x7F, 0x38, quants).astype(np.uint8)
     shape = (-(-n // block[0]), -(-k // block[1]))
     scales = (rng.uniform(0.5, 2, shape) * 0.008 / k ** 0.5).astype(np.float32)
     each = np.repeat(np.repeat(scales, block[0], 0)[:n], block[1], 1)[:, :k]
     stored = scales.reshape(1) if strategy == "tensor" else scales
-    return {MODULE: (FLOAT8, codes), suffix: stored}, each * values[codes]
+    return {MODULE: (FLOAT8, quants), suffix: stored}, each * values[quants]
 
 
 def float8_blocks(rows: int, columns: int):
@@ -147,8 +147,8 @@ FP4 = np.array([0, .5, 1, 1.5, 2, 3, 4, 6, -0.0, -.5, -1, -1.5, -2, -3, -4, -6],
 
 def float4(form: str, group: int):
     def make(n: int, k: int, rng, salt: int) -> Made:
-        codes, groups = rng.integers(0, 16, (n, k)).astype(np.uint8), -(-k // group)
-        packed = codes[:, 0::2] | codes[:, 1::2] << 4
+        quants, groups = rng.integers(0, 16, (n, k)).astype(np.uint8), -(-k // group)
+        packed = quants[:, 0::2] | quants[:, 1::2] << 4
         if form.startswith("mx"):
             stored = rng.integers(118, 122, (n, groups)).astype(np.uint8)
             scales = np.ldexp(np.float32(1), stored.astype(int) - 127)
@@ -159,7 +159,7 @@ def float4(form: str, group: int):
             scales = e4m3_values()[stored] / overall[0]
             tensors = {".weight_packed": packed, ".weight_scale": (FLOAT8, stored), ".weight_global_scale": overall}
         tensors[".weight_shape"] = np.array([n, k], np.int64)
-        return tensors, np.repeat(scales.astype(np.float32), group, 1)[:, :k] * FP4[codes]
+        return tensors, np.repeat(scales.astype(np.float32), group, 1)[:, :k] * FP4[quants]
 
     weights = {"num_bits": 4, "type": "float", "strategy": "group" if form.startswith("mx") else "tensor_group",
                "group_size": group, "symmetric": True}
@@ -171,9 +171,9 @@ def nf4(block: int, nested: bool):
     from allspark_server.weights.schemes.bitsandbytes import _NF4
 
     def make(n: int, k: int, rng, salt: int) -> Made:
-        codes, count = rng.integers(0, 16, (n, k)).astype(np.uint8), n * k // block
+        quants, count = rng.integers(0, 16, (n, k)).astype(np.uint8), n * k // block
         state = {"quant_type": "nf4", "blocksize": block, "dtype": "float32", "shape": [n, k]}
-        flat = codes.reshape(-1)
+        flat = quants.reshape(-1)
         tensors = {MODULE: (flat[0::2] << 4 | flat[1::2]).reshape(-1, 1), ".weight.quant_map": _NF4}
         if nested:
             table = np.sort(rng.uniform(-1, 1, 256)).astype(np.float32)
@@ -187,7 +187,7 @@ def nf4(block: int, nested: bool):
             largest = (rng.uniform(1, 2, count) * 1.5 / k ** 0.5).astype(np.float32)
             tensors[".weight.absmax"] = largest
         tensors[".weight.quant_state.bitsandbytes__nf4"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
-        return tensors, np.repeat(largest, block).reshape(n, k) * _NF4[codes]
+        return tensors, np.repeat(largest, block).reshape(n, k) * _NF4[quants]
 
     return make, {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
                   "bnb_4bit_use_double_quant": nested}
@@ -195,7 +195,7 @@ def nf4(block: int, nested: bool):
 
 def llm_int8():
     def make(n: int, k: int, rng, salt: int) -> Made:
-        values = (_codes(rng, (n, k), 8) ^ 0x80).view(np.int8)
+        values = (_quants(rng, (n, k), 8) ^ 0x80).view(np.int8)
         scales = (rng.uniform(1, 2, n) * 2.5 / k ** 0.5).astype(np.float32)
         return {MODULE: values, ".SCB": scales}, (scales / np.float32(127))[:, None] * values.astype(np.float32)
 

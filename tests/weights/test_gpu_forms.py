@@ -43,11 +43,11 @@ def test_weights_are_the_producer_s_on_any_number_of_ranks(name, tmp_path):
         check_weights(recovered(quantized, world)[0], expected)
 
 
-@pytest.mark.parametrize("name, codes", [("gptq-4", ["int4"]), ("fp8", []), ("q4_k_m", ["int4", "int8"])])
-def test_formats_of_matrices(name, codes, tmp_path):
+@pytest.mark.parametrize("name, formats", [("gptq-4", ["int4"]), ("fp8", []), ("q4_k_m", ["int4", "int8"])])
+def test_formats_of_matrices(name, formats, tmp_path):
     with Driver(pair_of(tmp_path, name)[0]) as driver:
         found = {form.dtype for form in driver.runners[0]._model.formats.values()}
-    assert found == {"bfloat16", *codes}
+    assert found == {"bfloat16", *formats}
 
 
 def opened_on_gpu(directory, **fields) -> RankModel:
@@ -160,16 +160,16 @@ def test_slices_inside_groups():
 
 def test_floats_keep_their_scales_and_are_numbers():
     own, scales = WeightFormat("e4m3", 0, ScaleLayout("float32", "none")), np.float32([[1 / 3], [-2e-30]])
-    codes = np.arange(252, dtype=np.uint8).reshape(2, 126)
+    quants = np.arange(252, dtype=np.uint8).reshape(2, 126)
 
     def rows(begin: int, end: int) -> QuantizedRows:
-        return QuantizedRows(codes[begin:end], scales[begin:end])
+        return QuantizedRows(quants[begin:end], scales[begin:end])
 
     tensor = recoded(QuantizedTensor("w", Path("f"), rows), own, WeightFormat("float8"), 126)
-    codes[codes == 0x7F] = 0
+    quants[quants == 0x7F] = 0
     found = tensor.rows(0, 2)
     both = found.scales.astype(np.uint32) | found.zeros.astype(np.uint32) << 16
-    assert both.view(np.float32).tolist() == scales.tolist() and found.codes.tolist() == codes.tolist()
-    codes[1, 7] = 0xFF
+    assert both.view(np.float32).tolist() == scales.tolist() and found.quants.tolist() == quants.tolist()
+    quants[1, 7] = 0xFF
     with pytest.raises(AllSparkError, match="'w' in f holds 1 values that are NaN"):
         tensor.rows(0, 2)

@@ -264,15 +264,15 @@ def test_compressed_tensors_own_library_recovers_the_same(tmp_path):
         values = torch.from_numpy(rng.integers(-(1 << bits - 1), 1 << bits - 1, (24, 71)).astype(np.int8))
         packed = library.pack_to_int32(values, bits)
         assert torch.equal(library.unpack_from_int32(packed, bits, values.shape), values)
-        codes = (values.numpy().astype(np.int16) + (1 << bits - 1)).astype(np.uint8)
-        np.testing.assert_array_equal(pack_words(codes, bits), packed.numpy())
+        quants = (values.numpy().astype(np.int16) + (1 << bits - 1)).astype(np.uint8)
+        np.testing.assert_array_equal(pack_words(quants, bits), packed.numpy())
         zeros = library.pack_to_int32(values, bits, packed_dim=0).numpy()
-        np.testing.assert_array_equal(np.ascontiguousarray(pack_words(np.ascontiguousarray(codes.T), bits).T), zeros)
+        np.testing.assert_array_equal(np.ascontiguousarray(pack_words(np.ascontiguousarray(quants.T), bits).T), zeros)
     numbers = torch.tensor(FP4)[torch.from_numpy(rng.integers(0, 16, (24, 64)))]
     packed = library.pack_fp4_to_uint8(numbers)
-    codes = np.array([[int(np.flatnonzero((FP4 == x) & (np.signbit(FP4) == np.signbit(x)))[0]) for x in row]
-                      for row in numbers.numpy()], np.uint8)
-    np.testing.assert_array_equal(codes[:, 0::2] | codes[:, 1::2] << 4, packed.numpy())
+    quants = np.array([[int(np.flatnonzero((FP4 == x) & (np.signbit(FP4) == np.signbit(x)))[0]) for x in row]
+                       for row in numbers.numpy()], np.uint8)
+    np.testing.assert_array_equal(quants[:, 0::2] | quants[:, 1::2] << 4, packed.numpy())
 
 
 @pytest.mark.slow

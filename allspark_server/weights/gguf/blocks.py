@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from allspark_server.weights.formats import ScaleLayout, WeightFormat
-from allspark_server.weights.quantized import QuantizedRows, pack_codes
+from allspark_server.weights.quantized import QuantizedRows, pack_quants
 
 SUPER = 256
 _HALF = np.dtype("<f2")
@@ -44,7 +44,7 @@ def _half(blocks: np.ndarray, at: int) -> np.ndarray:
 
 def _flat(values: np.ndarray, bits: int) -> np.ndarray:
     """Values [n, blocks, ...] packed into rows of `bits` bits a value."""
-    return pack_codes(values.reshape(len(values), -1), bits)
+    return pack_quants(values.reshape(len(values), -1), bits)
 
 
 def _nibbles(packed: np.ndarray) -> np.ndarray:

@@ -85,10 +85,10 @@ class BitsAndBytes:
         if not np.array_equal(table.values, _NF4):
             wrong(table, "is not NF4's table of values")
         largest = self._largest(module, n * k // form.group_size)
-        codes = weight.values.reshape(n, k // 2)
+        quants = weight.values.reshape(n, k // 2)
 
         def rows(begin: int, end: int) -> QuantizedRows:
-            return QuantizedRows(codes[begin:end], largest().reshape(n, -1)[begin:end], packing="swapped")
+            return QuantizedRows(quants[begin:end], largest().reshape(n, -1)[begin:end], packing="swapped")
 
         return QuantizedTensor(weight.name, weight.file, rows, mapped=True)
 

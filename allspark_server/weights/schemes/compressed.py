@@ -17,7 +17,7 @@ from allspark_client.errors import not_available
 from allspark_server.models.config import Fields
 from allspark_server.weights.checkpoint import Source
 from allspark_server.weights.formats import ScaleLayout, WeightFormat
-from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor, reordered, unpack_codes
+from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor, reordered, unpack_quants
 from allspark_server.weights.safetensors import StoredTensor
 from allspark_server.weights.schemes.float8 import block_of, float8_tensor
 from allspark_server.weights.schemes.scheme import (
@@ -215,7 +215,7 @@ class CompressedTensors:
                 wrong(found, f"holds {signed.min()} to {signed.max()}: expected -8 to 7")
             return np.broadcast_to(signed + (1 << group.bits - 1), (n, groups)).astype(np.uint8)
         words = np.ascontiguousarray(found.values.T).view(np.uint8)
-        return np.ascontiguousarray(unpack_codes(words, group.bits, n).T)
+        return np.ascontiguousarray(unpack_quants(words, group.bits, n).T)
 
     def _float4(self, module: str, group: _Group, weight: StoredTensor, shape: tuple[int, int]) -> QuantizedTensor:
         n, k = shape
@@ -241,8 +241,8 @@ class CompressedTensors:
 
 def e4m3_values() -> np.ndarray:
     """The value of each FP8 (e4m3) byte: float32 [256]."""
-    codes = np.arange(256)
-    exponent, fraction = codes >> 3 & 15, codes & 7
+    octets = np.arange(256)
+    exponent, fraction = octets >> 3 & 15, octets & 7
     values = np.where(exponent > 0, np.ldexp(1 + fraction / 8, exponent - 7), np.ldexp(fraction / 8, -6))
-    values = np.where((codes & 0x7F) == 0x7F, np.nan, values)
-    return np.where(codes & 0x80, -values, values).astype(np.float32)
+    values = np.where((octets & 0x7F) == 0x7F, np.nan, values)
+    return np.where(octets & 0x80, -values, values).astype(np.float32)

@@ -16,7 +16,7 @@ import numpy as np
 from allspark_server.models.config import Fields
 from allspark_server.weights.checkpoint import Source
 from allspark_server.weights.formats import ScaleLayout, WeightFormat
-from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor, reordered, unpack_codes
+from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor, reordered, unpack_quants
 from allspark_server.weights.safetensors import StoredTensor
 from allspark_server.weights.schemes.scheme import (
     SCALE_NAMES,
@@ -95,7 +95,7 @@ class Gptq:
 
     def _points(self, zeros: StoredTensor, n: int) -> np.ndarray:
         words = zeros.values.view(np.uint32) + np.uint32(self.less)
-        return unpack_codes(words.view(np.uint8), self.bits, n)
+        return unpack_quants(words.view(np.uint8), self.bits, n)
 
 
 class Awq:
@@ -144,4 +144,4 @@ def _octets(words: np.ndarray) -> np.ndarray:
     t = (x ^ x >> 8) & 0x0000FF00  # swaps the inner bytes; below, the inner values of each half
     x = x ^ t ^ t << 8
     t = (x ^ x >> 4) & 0x00F000F0
-    return unpack_codes((x ^ t ^ t << 4).view(np.uint8), 4, 8 * words.shape[1])
+    return unpack_quants((x ^ t ^ t << 4).view(np.uint8), 4, 8 * words.shape[1])

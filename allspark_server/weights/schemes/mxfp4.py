@@ -63,11 +63,11 @@ class Mxfp4:
                           f"whole blocks of {BLOCK}")
         if scales.shape != whole:
             wrong(scales, f"has shape {list(scales.shape)}: expected {list(whole)}")
-        codes, powers = blocks.values[expert, of].reshape(n, k // 2), scales.values[expert, of]
+        quants, powers = blocks.values[expert, of].reshape(n, k // 2), scales.values[expert, of]
         if (powers == _NAN).any():
             wrong(scales, f"holds scales of expert {expert} that are NaN")
 
         def rows(begin: int, end: int) -> QuantizedRows:
-            return QuantizedRows(codes[begin:end], _POWERS[powers[begin:end]])
+            return QuantizedRows(quants[begin:end], _POWERS[powers[begin:end]])
 
         return QuantizedTensor(blocks.name, blocks.file, rows, mapped=True)
