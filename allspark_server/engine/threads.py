@@ -18,50 +18,46 @@ ENGINE, OUTPUT, MASKS = "allspark-engine", "allspark-output", "allspark-masks"
 enabled = sys.flags.dev_mode
 
 
-def one_thread(function: F) -> F:
-    """For methods of an object that belongs to one thread, the first that calls one: ENGINE in an Engine."""
+def _asserted(function: F, other_thread: Callable[[tuple[Any, ...]], str | None]) -> F:
+    """The function; in debug builds it raises AssertionError if it is called on a wrong thread.
+
+    `other_thread`: given the arguments of a call, names the right thread; None if that is the current one.
+    """
     if not enabled:
         return function
 
     @functools.wraps(function)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        owner = vars(self).setdefault("_owner_thread", threading.current_thread())
-        _check(function, threading.current_thread() is owner, f"the thread {owner.name!r}")
-        return function(self, *args, **kwargs)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        where = other_thread(args)
+        if where is not None:
+            raise AssertionError(f"{function.__qualname__} runs on {where}, not on {_current()!r}")
+        return function(*args, **kwargs)
 
     return checked  # type: ignore[return-value]
+
+
+def one_thread(function: F) -> F:
+    """For methods of an object that belongs to one thread, the first that calls one: ENGINE in an Engine."""
+    def other_thread(args: tuple[Any, ...]) -> str | None:
+        owner = vars(args[0]).setdefault("_owner_thread", threading.current_thread())
+        return None if threading.current_thread() is owner else f"the thread {owner.name!r}"
+
+    return _asserted(function, other_thread)
 
 
 def output_only(function: F) -> F:
     """For functions of the output stage: OUTPUT, or ENGINE if steps are delivered inline or the OUTPUT thread has
     failed.
     """
-    if not enabled:
-        return function
-
-    @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        _check(function, threading.current_thread().name in (OUTPUT, ENGINE), "the output stage's thread")
-        return function(*args, **kwargs)
-
-    return checked  # type: ignore[return-value]
+    return _asserted(function, lambda _: None if _current() in (OUTPUT, ENGINE) else "the output stage's thread")
 
 
 def callers_only(function: F) -> F:
     """For functions of the input stage, which may take long: they must not run on the engine's own threads. A server's
     event loop may run them for short prompts of ids, which take microseconds.
     """
-    if not enabled:
-        return function
-
-    @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        _check(function, threading.current_thread().name not in (ENGINE, OUTPUT, MASKS), "a caller's thread")
-        return function(*args, **kwargs)
-
-    return checked  # type: ignore[return-value]
+    return _asserted(function, lambda _: "a caller's thread" if _current() in (ENGINE, OUTPUT, MASKS) else None)
 
 
-def _check(function: Callable[..., Any], holds: bool, where: str) -> None:
-    if not holds:
-        raise AssertionError(f"{function.__qualname__} runs on {where}, not on {threading.current_thread().name!r}")
+def _current() -> str:
+    return threading.current_thread().name
