@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -202,14 +201,6 @@ def group_options(parsed: argparse.Namespace) -> GroupOptions:
     if parsed.model_name and len(models) > 1:
         raise ValueError("--model-name names one model, but there are several; use --config with a models table")
     return replace(group.with_flags(parsed), models=models)
-
-
-def reference_rows() -> Iterator[tuple[Option, bool]]:
-    """Every option of `allspark serve`, for the documentation, and whether it is a key of configuration files, as well
-    as of [defaults] and [[member]] in pool.toml.
-    """
-    for declared in (ServeOptions, GroupOptions, ModelOptions):
-        yield from ((option, declared is GroupOptions) for option in options_of(declared) if option.help)
 
 
 def _is_a(value: object, kind: str) -> bool:

@@ -8,7 +8,7 @@ import allspark_server.__main__ as rank
 import allspark_server.http.__main__ as worker
 from allspark_launch.cli import build_parser
 from allspark_launch.group.http_server import HttpOptions
-from allspark_launch.options import RELOADABLE, GroupOptions, ModelOptions, group_options, reference_rows
+from allspark_launch.options import RELOADABLE, GroupOptions, ModelOptions, ServeOptions, group_options
 from allspark_server.options import (
     EVERY_RANK,
     FIRST_RANK,
@@ -73,7 +73,8 @@ def test_what_is_checked_names_the_flag_or_the_line(tmp_path):
 
 
 def test_the_reference_has_every_flag_of_serve():
-    rows = list(reference_rows())
+    rows = [(option, declared is GroupOptions) for declared in (ServeOptions, GroupOptions, ModelOptions)
+            for option in options_of(declared) if option.help]
     flags = {flag for option, _ in rows for flag in (option.flag, *option.aliases)}
     actions = build_parser()._subparsers._group_actions[0].choices["serve"]._actions
     hidden = {"-h", "--help", "--progress-lines"}
