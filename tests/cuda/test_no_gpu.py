@@ -109,7 +109,8 @@ def test_a_group_has_no_more_gpus_than_kernels_can_add_up(monkeypatch):
     assert caught.value.status is AsStatus.ALLSPARK_PARAM_ERROR
 
 
-def test_gpus_of_a_group_are_its_ranks():
+def test_gpus_of_a_group_are_its_ranks(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # the launcher refuses GPUs that are hidden
     line = subprocess.run([sys.executable, "-m", "allspark_launch", "serve", "--model", str(shipped_model()), "--gpus",
                            "0", "--dry-run"], capture_output=True, text=True, check=True, timeout=60).stdout
     assert "CUDA:0" in line and "--ranks 1" in line
