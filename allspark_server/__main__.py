@@ -130,8 +130,9 @@ class Rank:
             self.lead(LocalGroup(self.cpus, self.fail))
             return
         from . import _native
-        from .runtime.group import RankModels, SharedMemoryGroup
+        from .runtime.group import SharedMemoryGroup
         from .runtime.mpi import join
+        from .runtime.rank_models import RankModels
         world = join(self.expected, _native.SharedMemory.bytes_needed(self.expected), a.split_hosts)
         between, host, leads = {}, "", False
         if world.between is not None:

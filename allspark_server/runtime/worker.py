@@ -14,7 +14,7 @@ from typing import Any
 
 from allspark_client.config import AsModelConfig
 
-from .group import Command, RankModels, unpack_step
+from .rank_models import Command, RankModels, unpack_step
 
 logger = logging.getLogger(__name__)
 

@@ -79,7 +79,8 @@ def threads(monkeypatch):
     """SharedMemoryGroup with two more ranks as threads; yields (group, failures, workers' errors)."""
     from allspark_server import _native
     from allspark_server.runtime import runner
-    from allspark_server.runtime.group import RankModels, SharedMemoryGroup
+    from allspark_server.runtime.group import SharedMemoryGroup
+    from allspark_server.runtime.rank_models import RankModels
     from allspark_server.runtime.worker import serve
     monkeypatch.setattr(runner, "ModelRunner", FakeRunner)
     monkeypatch.setattr(_native, "Stepper", FakeStepper)
