@@ -19,7 +19,7 @@ constexpr size_t kOneLaneBytes = 32 << 10;
 //                128 KB   256 KB   512 KB    4 MB   12 MB
 //   2 ranks       14/15    25/26    50/47  560/420  1800/1370
 //   4 ranks       21/36    41/48    80/66  970/800  3240/2340
-// Remote memory moves the limit up: with 4 ranks, scattering reads half as much of it.
+// Where partials lie in remote memory, scattering would pay for smaller sums, too: with 4 ranks it reads half as much.
 constexpr size_t kAtOnceBytes = 256 << 10;
 // A larger sum is scattered and gathered in blocks of half the lanes' buffers, which stay in the caches.
 constexpr size_t kBlockFloats = kLanes * kLaneBytes / sizeof(float) / 2;

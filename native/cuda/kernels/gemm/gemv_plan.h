@@ -46,7 +46,7 @@ struct QuantizedGemvPlan {
   int pairs, merged, shared_units, warps, stages = 0;   // stages: 0 if the row does not fit shared memory
 
   static bool is_fine(const Quants& quants) { return quants.groups > 1 && quants.group < kBlock; }
-  // Sums of the chains of all warps, in whole lines of shared memory.
+  // Bytes of the sums of all warps' chains, 64 bytes a warp, rounded up to a multiple of 128.
   AS_BOTH static constexpr int sums_bytes(int warps) { return (warps + 1) / 2 * 2 * kTileRows * 4; }
   static size_t shared_bytes(int bits, bool fine, int stages, int warps, int k_blocks) {
     const int blocks = 16 / bits, sets = fine ? 4 : 1, stage = blocks * (quant_bytes(bits) / 4 + sets * kTileRows * 4);
@@ -57,7 +57,7 @@ struct QuantizedGemvPlan {
     const auto ceil_div = [](int n, int by) { return (n + by - 1) / by; };
     const SplitK k(w.k, w.max_split_k);
     pairs = ceil_div(w.n, kTileRows) * kTilePairs;
-    const auto even = [](int x) { return x + x % 2; };  // two pairs fill a line of memory
+    const auto even = [](int x) { return x + x % 2; };  // a pair has 64 of a line's 128 bytes
     const int most = kMostWarps * kUnit / k.count / 2 * 2, own = ceil_div(pairs, sms);
     merged = even(ceil_div(own, ceil_div(own, most)));
     const int units = ceil_div(merged * k.count, kUnit), more = units % kSchedulers;
