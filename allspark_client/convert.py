@@ -15,12 +15,39 @@ from .errors import AllSparkError, AsStatus, Draining
 from .request import RequestSpec
 from .types import AsEngineStat, GeneratedElements, ModelInfo, ModelState
 
-#: version of allspark.proto; it is increased when an older peer would misunderstand a message
-PROTOCOL = 1
+#: The versions of allspark.proto that this code speaks. PROTOCOL is increased when an older peer would misunderstand a
+#: message; the version before it stays supported, so that clients and servers can be upgraded one after the other.
+OLDEST_PROTOCOL, PROTOCOL = 1, 2
 #: trailing metadata key of a refused call, holding a serialized Error
 ERROR_KEY = "allspark-error-bin"
 #: longest error text on the wire: metadata is limited to tens of kB
 _MAX_ERROR_TEXT = 4000
+
+# --- versions ----------------------------------------------------------------------------------------------------
+
+
+def hello(client: str) -> pb.Hello:
+    """The first message of a session. `client`: program and version, for the server's log."""
+    return pb.Hello(protocol=OLDEST_PROTOCOL, newest_protocol=PROTOCOL, client=client)
+
+
+def common_protocol(oldest: int, newest: int, peer: str, own: str) -> int:
+    """The version to use between `own`, which is this side, and `peer`, which speaks `oldest` to `newest`.
+
+    Raises AllSparkError, which says which side must be upgraded, if there is none.
+    """
+    version = min(PROTOCOL, newest)
+    if version >= max(OLDEST_PROTOCOL, oldest):
+        return version
+    raise AllSparkError(
+        AsStatus.ALLSPARK_REQUEST_DENIED,
+        f"{peer} speaks {_versions(oldest, newest)} of the protocol, {own} speaks "
+        f"{_versions(OLDEST_PROTOCOL, PROTOCOL)}: upgrade {peer if newest < OLDEST_PROTOCOL else own}")
+
+
+def _versions(oldest: int, newest: int) -> str:
+    return f"version {newest}" if oldest == newest else f"versions {oldest} to {newest}"
+
 
 # --- errors ------------------------------------------------------------------------------------------------------
 
@@ -111,9 +138,11 @@ def generate_config_from_pb(message: pb.GenerateConfig) -> GenerateConfig:
 
 
 def model_config_to_pb(config: AsModelConfig) -> pb.ModelConfig:
-    """A config as a message of its fields by name."""
-    message = pb.ModelConfig()
+    """A config as a message of its fields by name, without defaults: an older server may lack a field."""
+    message, defaults = pb.ModelConfig(), AsModelConfig().to_dict()
     for name, value in config.to_dict().items():
+        if value == defaults[name]:
+            continue
         slot = message.fields[name]
         if isinstance(value, bool):
             slot.flag = value

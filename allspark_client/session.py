@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 #: how long a server may take to accept or refuse a request, s
 ANSWER_SECONDS = 60.0
+_PROGRAM = f"allspark_client {__version__}"
 #: upper bound of a request's id and the framing of its message, bytes
 _ENVELOPE_BYTES = 64
 
@@ -67,13 +68,20 @@ class Session:
 
         Raises Unavailable, or AllSparkError if the server refuses this client.
         """
-        self._outbox.put(pb.SessionRequest(
-            hello=pb.Hello(protocol=convert.PROTOCOL, client=f"allspark_client {__version__} pid {os.getpid()}")))
+        self._outbox.put(pb.SessionRequest(hello=convert.hello(f"{_PROGRAM} pid {os.getpid()}")))
         if not self._greeted.wait(timeout):
             self.close()
             raise Unavailable(self.address, f"no answer within {timeout:g} s")
         if self.broken is not None:
             raise self.broken
+        assert self.info is not None    # greeted, and not broken
+        try:
+            convert.common_protocol(self.info.oldest_protocol or self.info.protocol, self.info.protocol,
+                                    f"the server at {self.address} (version {self.info.version})",
+                                    f"this client ({_PROGRAM})")
+        except AllSparkError:
+            self.close()
+            raise
 
     def start(self, request: LiveRequest) -> None:
         """Send a request and wait until the server accepts it; raises what the engine raised, or Unavailable."""

@@ -86,7 +86,7 @@ class Client:
         #: id -> time of its last tokens, or of its start, and whether it has tokens
         self._since: dict[int, tuple[float, bool]] = {}
         self.send(_preface(0 if options.kind == "deaf" else _WINDOW))
-        self._send_message(pb.SessionRequest(hello=pb.Hello(protocol=convert.PROTOCOL, client="crowd")))
+        self._send_message(pb.SessionRequest(hello=convert.hello("crowd")))
 
     def _send_message(self, request: pb.SessionRequest) -> None:
         self._held += _grpc_frame(request)

@@ -182,8 +182,9 @@ class Service:
     def _info(self) -> pb.ServerInfo:
         engine, report = self._engine, self._report.read()
         return pb.ServerInfo(
-            protocol=convert.PROTOCOL, version=engine.get_version_full(), rank_id=engine.get_rank_id(),
-            rank_nums=engine.get_rank_nums(), models=convert.models_to_pb(engine.list_models()),
+            protocol=convert.PROTOCOL, oldest_protocol=convert.OLDEST_PROTOCOL, version=engine.get_version_full(),
+            rank_id=engine.get_rank_id(), rank_nums=engine.get_rank_nums(),
+            models=convert.models_to_pb(engine.list_models()),
             max_message_bytes=self._max_message, draining=self.draining, requests=self.requests,
             restarts=report.get("restarts", 0), ranks=[_rank_state(rank) for rank in report.get("ranks", [])],
             placement=os.environ.get("ALLSPARK_PLACEMENT", "").splitlines())

@@ -106,14 +106,12 @@ class Streams:
         try:
             try:
                 first = self._methods.parse(pb.SessionRequest, await receive(context, HELLO_SECONDS), context)
+                version = self._version(first)
             except (ValueError, AllSparkError) as error:
                 await abort(context, error)
-            if first.WhichOneof("action") != "hello" or first.hello.protocol != convert.PROTOCOL:
-                spoken = f"version {first.hello.protocol}" if first.HasField("hello") else "no version"
-                await abort(context, AllSparkError(
-                    AsStatus.ALLSPARK_REQUEST_DENIED,
-                    f"this server speaks version {convert.PROTOCOL} of the protocol, the client announced {spoken}"))
-            await context.write(pb.SessionResponse(info=self._info()).SerializeToString())
+            info = self._info()
+            info.protocol = version
+            await context.write(pb.SessionResponse(info=info).SerializeToString())
             reader = asyncio.create_task(self._read(context, stream, client))
             reader.add_done_callback(lambda _: stream.ready.set())
             while True:
@@ -135,6 +133,21 @@ class Streams:
             if reader is not None:
                 reader.cancel()
             self._close(stream)
+
+    def _version(self, first: pb.SessionRequest) -> int:
+        """The version of the protocol for a session with this first message. Raises AllSparkError."""
+        hello = first.hello
+        if not first.HasField("hello"):
+            raise AllSparkError(AsStatus.ALLSPARK_REQUEST_DENIED,
+                                "a session's first message is hello, with the versions of the protocol that the client "
+                                "speaks")
+        version = convert.common_protocol(
+            hello.protocol, hello.newest_protocol or hello.protocol, f"the client ({hello.client[:100]!r})",
+            f"this server ({self._engine.get_version_full()})")
+        if version < convert.PROTOCOL:
+            logger.info("the client %.100r speaks version %d of the protocol, this server %d: it should be upgraded "
+                        "before this server is upgraded again", hello.client, version, convert.PROTOCOL)
+        return version
 
     async def _read(self, context: grpc.aio.ServicerContext[Any, Any], stream: ClientStream, client: Client) -> None:
         """Carry out a session's messages in order. Raises ValueError for a wrong message."""

@@ -91,7 +91,7 @@ def test_a_client_that_does_not_read_is_disconnected(tmp_path):
         hold = threading.Event()
 
         def requests():
-            yield pb.SessionRequest(hello=pb.Hello(protocol=convert.PROTOCOL))
+            yield pb.SessionRequest(hello=convert.hello("test"))
             for i in range(1, 21):
                 yield pb.SessionRequest(
                     start=pb.StartRequest(

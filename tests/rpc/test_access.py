@@ -348,7 +348,7 @@ def test_invalid_messages_are_reported(served, caplog):
 @pytest.mark.parametrize("size", [10, 200_000])
 def test_a_bad_message_ends_its_stream_alone(served, size):
     core, channel = served
-    hello = pb.SessionRequest(hello=pb.Hello(protocol=convert.PROTOCOL)).SerializeToString()
+    hello = pb.SessionRequest(hello=convert.hello("test")).SerializeToString()
     start = pb.SessionRequest(start=pb.StartRequest(id=1, request=pb.GenerateRequest(model="m", text="x")))
     session = channel.stream_stream("/allspark.Allspark/Session")
     with pytest.raises(grpc.RpcError) as caught:

@@ -164,7 +164,7 @@ def test_one_message_a_step(served):
     hold = threading.Event()
 
     def requests():
-        yield pb.SessionRequest(hello=pb.Hello(protocol=convert.PROTOCOL))
+        yield pb.SessionRequest(hello=convert.hello("test"))
         for i in range(1, 9):
             yield pb.SessionRequest(
                 start=pb.StartRequest(
@@ -488,11 +488,10 @@ def test_generate_health_and_reflection(served):
 @pytest.mark.parametrize(
     "messages, text",
     [
-        ([pb.SessionRequest(hello=pb.Hello(protocol=99))], "version 99"),
-        ([pb.SessionRequest(stop=1)], "no version"),
-        ([pb.SessionRequest(hello=pb.Hello(protocol=1)), pb.SessionRequest()], "start, stop and release"),
+        ([pb.SessionRequest(stop=1)], "first message is hello"),
+        ([pb.SessionRequest(hello=convert.hello("x")), pb.SessionRequest()], "start, stop and release"),
         (
-            [pb.SessionRequest(hello=pb.Hello(protocol=1))]
+            [pb.SessionRequest(hello=convert.hello("x"))]
             + 2 * [pb.SessionRequest(start=pb.StartRequest(id=1, request=pb.GenerateRequest(model="m", text="x")))],
             "id 1 is in use",
         ),
