@@ -7,11 +7,12 @@ one message.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
@@ -100,10 +101,7 @@ class Streams:
 
     async def session(self, context: grpc.aio.ServicerContext[Any, Any], client: Client) -> None:
         """A session: reads requests in a task of its own, and sends events until both sides have ended."""
-        stream = self._open()
-        stream.task = asyncio.current_task()
-        reader = None
-        try:
+        async with self._opened(context) as stream:
             try:
                 first = self._methods.parse(pb.SessionRequest, await receive(context, HELLO_SECONDS), context)
                 version = self._version(first)
@@ -114,25 +112,19 @@ class Streams:
             await context.write(pb.SessionResponse(info=info).SerializeToString())
             reader = asyncio.create_task(self._read(context, stream, client))
             reader.add_done_callback(lambda _: stream.ready.set())
-            while True:
-                await stream.ready.wait()
-                stream.ready.clear()
-                events = stream.take()
-                if events:
-                    await context.write(pb.SessionResponse(events=events).SerializeToString())
-                if reader.done() and not reader.cancelled() and (failure := reader.exception()) is not None:
-                    await abort(context, failure)
-                if stream.idle and (reader.done() or self._ending):
-                    return
-        except asyncio.CancelledError:
-            if not stream.overflow:
-                raise
-            stream.close()
-            await abort(context, overflow_error(self._max_pending))
-        finally:
-            if reader is not None:
+            try:
+                while True:
+                    await stream.ready.wait()
+                    stream.ready.clear()
+                    events = stream.take()
+                    if events:
+                        await context.write(pb.SessionResponse(events=events).SerializeToString())
+                    if reader.done() and not reader.cancelled() and (failure := reader.exception()) is not None:
+                        await abort(context, failure)
+                    if stream.idle and (reader.done() or self._ending):
+                        return
+            finally:
                 reader.cancel()
-            self._close(stream)
 
     def _version(self, first: pb.SessionRequest) -> int:
         """The version of the protocol for a session with this first message. Raises AllSparkError."""
@@ -201,9 +193,7 @@ class Streams:
 
     async def generate(self, context: grpc.aio.ServicerContext[Any, Any], client: Client) -> None:
         """One request, whose results are streamed."""
-        stream = self._open()
-        stream.task = asyncio.current_task()
-        try:
+        async with self._opened(context) as stream:
             try:
                 async with self._methods.concurrency.enter(client.tenant or context.peer()):
                     loop, data = asyncio.get_running_loop(), await receive(context)
@@ -221,13 +211,6 @@ class Streams:
                     if event.HasField("refused"):
                         await abort(context, convert.error_from_pb(event.refused))
                     await context.write(generate_response(event).SerializeToString())
-        except asyncio.CancelledError:
-            if not stream.overflow:
-                raise
-            stream.close()
-            await abort(context, overflow_error(self._max_pending))
-        finally:
-            self._close(stream)
 
     def _start_only(self, stream: ClientStream, request: pb.GenerateRequest, client: Client, peer: str) -> None:
         """Any thread."""
@@ -242,17 +225,25 @@ class Streams:
             raise Draining
         return spec
 
-    def _open(self) -> ClientStream:
+    @contextlib.asynccontextmanager
+    async def _opened(self, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[ClientStream]:
+        """The stream of a call, until it ends. Aborts the call if the client leaves too many tokens unread."""
         stream = ClientStream(self._engine, self._note_results, self._max_pending, self._backlog, self._limits)
+        stream.task = asyncio.current_task()
         self._live.add(stream)
-        return stream
-
-    def _close(self, stream: ClientStream) -> None:
-        self._live.discard(stream)
-        with self._changed_lock:
-            self._changed.discard(stream)
-        # Not awaited, since the call may be being cancelled. Not on the loop, since thousands of requests may be live.
         try:
-            self._workers.ends.submit(stream.close)
-        except RuntimeError:    # the service has ended and has no threads any more
+            yield stream
+        except asyncio.CancelledError:
+            if not stream.overflow:
+                raise
             stream.close()
+            await abort(context, overflow_error(self._max_pending))
+        finally:
+            self._live.discard(stream)
+            with self._changed_lock:
+                self._changed.discard(stream)
+            # Not awaited, since the call may be being cancelled. Not on the loop, since thousands of requests may be live.
+            try:
+                self._workers.ends.submit(stream.close)
+            except RuntimeError:    # the service has ended and has no threads any more
+                stream.close()
