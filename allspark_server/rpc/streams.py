@@ -242,7 +242,7 @@ class Streams:
             self._live.discard(stream)
             with self._changed_lock:
                 self._changed.discard(stream)
-            # Not awaited, since the call may be being cancelled. Not on the loop, since thousands of requests may be live.
+            # Not awaited: the call may be being cancelled. Not on the loop: thousands of requests may be live.
             try:
                 self._workers.ends.submit(stream.close)
             except RuntimeError:    # the service has ended and has no threads any more
