@@ -134,16 +134,16 @@ class Profile:
         """The profile as text.
 
         Columns are times in milliseconds, the share of the total, bytes and operations, their rates, the fraction of
-        its ceiling that the op reaches, and the matrix. The last line has the roofline; its Gop/s are fp32.
+        its roofline that the op reaches, and the matrix. The last line has the machine's roofline; its Gop/s are fp32.
 
-        The ceiling of an op is the longer of two times: of its bytes at memory bandwidth, and of its operations at the
+        The roofline of an op is the longer of two times: of its bytes at memory bandwidth, and of its operations at the
         peak rate (of fp32, or of 8-bit integers if activations are quantized). Data that stays in the CPU's caches can
         exceed memory bandwidth.
         """
         total = sum(op.sum for op in self.ops) or 1.0
-        width = max([len(op.op) for op in self.ops] + [len("ceiling")])
+        width = max([len(op.op) for op in self.ops] + [len("roofline")])
         lines = [f"{'op':<{width}} {'count':>9} {'min':>9} {'max':>9} {'mean':>9} {'sum':>11} {'%':>6} {'GB':>10} "
-                 f"{'Gop':>10} {'GB/s':>7} {'Gop/s':>7} {'ceiling':>7}  weight"]
+                 f"{'Gop':>10} {'GB/s':>7} {'Gop/s':>7} {'roofline':>8}  weight"]
         top = self.roofline
         for op in self.ops:
             seconds = op.sum or 1e-12
@@ -153,11 +153,11 @@ class Profile:
                 f"{op.op:<{width}} {op.count:>9} {1e3 * op.min:>9.4f} {1e3 * op.max:>9.4f} "
                 f"{1e3 * op.sum / op.count:>9.4f} {1e3 * op.sum:>11.3f} {100 * op.sum / total:>6.2f} "
                 f"{op.bytes / 1e9:>10.4f} {op.operations / 1e9:>10.4f} {op.bytes / seconds / 1e9:>7.1f} "
-                f"{op.operations / seconds / 1e9:>7.1f} {100 * part:>6.1f}%  {op.weight}".rstrip())
+                f"{op.operations / seconds / 1e9:>7.1f} {100 * part:>7.1f}%  {op.weight}".rstrip())
         zero = 0.0
-        lines.append(f"{'ceiling':<{width}} {0:>9} {zero:>9.4f} {zero:>9.4f} {zero:>9.4f} {zero:>11.3f} {zero:>6.2f} "
+        lines.append(f"{'roofline':<{width}} {0:>9} {zero:>9.4f} {zero:>9.4f} {zero:>9.4f} {zero:>11.3f} {zero:>6.2f} "
                      f"{zero:>10.4f} {zero:>10.4f} {top.bytes_per_second / 1e9:>7.1f} "
-                     f"{top.operations_per_second / 1e9:>7.1f} {100:>6.1f}%")
+                     f"{top.operations_per_second / 1e9:>7.1f} {100:>7.1f}%")
         return "\n".join(lines)
 
 

@@ -294,11 +294,11 @@ def test_an_idle_engine_uses_no_cpu(make_engine):
 def test_profile_table(make_engine):
     lines = make_engine().get_op_profiling_info("m").splitlines()
     assert lines[0].split()[:7] == ["op", "count", "min", "max", "mean", "sum", "%"]
-    assert lines[0].split()[7:] == ["GB", "Gop", "GB/s", "Gop/s", "ceiling", "weight"]
+    assert lines[0].split()[7:] == ["GB", "Gop", "GB/s", "Gop/s", "roofline", "weight"]
     assert lines[1].split() == ["span_attention", "2", "1000.0000", "2000.0000", "1500.0000", "3000.000", "75.00",
                                 "2.0000", "2.0000", "0.7", "0.7", "3.3%"]
     assert lines[2].split()[0] == "linear" and lines[2].split()[-2:] == ["10.0%", "mlp.down_proj"]
-    assert lines[3].split()[0] == "ceiling" and lines[3].split()[9:] == ["20.0", "100.0", "100.0%"]
+    assert lines[3].split()[0] == "roofline" and lines[3].split()[9:] == ["20.0", "100.0", "100.0%"]
     assert len(lines) == 4
 
 
