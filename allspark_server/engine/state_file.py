@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: The version of the file's form. Version 1 is a list; later ones are objects with their number as "version".
+VERSION = 1
+
 
 def _configuration_error(name: str, error: Exception) -> Exception:
     """The error for a model of the configuration. A ValueError if the user must change the entry or its files."""
@@ -36,19 +39,28 @@ class StateFile:
         self._lock = threading.Lock()
 
     def read(self) -> dict[str, dict[str, Any]] | None:
-        """The entries by model name; None if there is no file that can be read."""
+        """The entries by model name; None if there is no file that can be read. ValueError for one that a newer version
+        has written.
+        """
         if self._path is None or not os.path.exists(self._path):
             return None
         try:
             recorded = parse_json(read_file(self._path, MAX_STATE_BYTES))
+        except (AllSparkError, ValueError) as error:
+            logger.error("the state file %s cannot be read: %s; no models restored", self._path, error)
+            return None
+        if isinstance(recorded, dict) and isinstance(version := recorded.get("version"), int) and version > VERSION:
+            raise ValueError(f"state_file: {self._path} has version {version}, written by a newer allspark; this one "
+                             f"reads version {VERSION}: start the newer one, or name another file. This one is kept")
+        try:
             return {entry["config"]["model_name"]: entry for entry in recorded}
-        except (AllSparkError, ValueError, TypeError, KeyError) as error:
+        except (TypeError, KeyError) as error:
             logger.error("the state file %s cannot be read: %s; no models restored", self._path, error)
             return None
 
     def to_restore(self, configured: Collection[AsModelConfig], again: bool) -> dict[str, dict[str, Any]]:
         """The entries to restore, by model name; see `Engine.restore`. ValueError if two models of the configuration
-        have the same name.
+        have the same name, or if a newer version has written the file.
         """
         recorded = self.read()
         if again and recorded is not None:

@@ -29,6 +29,17 @@ MEMORY = AllSparkError(AsStatus.ALLSPARK_MEMORY_ERROR, "too large")
 PATH = AllSparkError(AsStatus.ALLSPARK_IO_ERROR, "model_path '/x' does not exist")
 
 
+# A client's model in the state file of version 0.1.0
+LAST_CONFIG = {"model_name": "by-client", "model_path": "/nowhere", "weights_path": "", "compute_unit": "CPU:0",
+    "engine_max_length": 4096, "engine_max_batch": 32, "engine_max_prefill_length": 0, "num_threads": 0,
+    "matmul_precision": "highest", "prefill_mode": "AsPrefillDefault", "cache_mode": "AsCacheDefault",
+    "cache_span_size": 32, "enable_prefix_cache": True, "prefix_cache_ttl": 300, "eviction_strategy": "MaxLength",
+    "scheduling_strategy": "ContextPriority", "swap_threshold": -1, "text_graph": False, "lora_max_rank": 64,
+    "lora_max_num": 5, "lora_names": [], "weight_dtype": "auto", "weight_group_size": 0, "quantize_head": True,
+    "cache_memory": 0, "host_cache_memory": 0, "host_cache_dir": "", "cache_dtype": "auto", "max_step_tokens": 0,
+    "target_token_latency": 0.0, "max_queue": 10000, "max_queue_memory": 0, "speculation": "off", "draft_model": ""}
+
+
 def config(name: str, **fields) -> AsModelConfig:
     return AsModelConfig(model_name=name, model_path="/nowhere", **fields)
 
@@ -116,3 +127,33 @@ def test_after_a_restart_a_configured_model_that_is_not_back_is_reported(start):
     start(config("m"), config("n"))
     second = start(config("m"), config("n"), again=True, refused={"n": MEMORY})
     assert names(second) == {"m": True} and list(second.unrestored) == ["n"]
+
+
+def test_a_state_file_of_the_last_version_is_read(start, tmp_path):
+    """As version 0.1.0 wrote it."""
+    entry = {"config": LAST_CONFIG, "started": True, "configured": False, "adapters": []}
+    (tmp_path / "state.json").write_text(json.dumps([entry], indent=1))
+    engine = start(config("m"))
+    assert names(engine) == {"m": True, "by-client": True} and engine.unrestored == {}
+    assert engine.get_model_info("by-client").max_length == 4096
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_state_file_of_a_newer_version_is_refused_and_left_as_it_was(start, tmp_path, again):
+    file = tmp_path / "state.json"
+    file.write_text('{"version": 2, "models": {"m": {}}}')
+    with pytest.raises(ValueError, match=r"state_file: .*state.json has version 2, written by a newer allspark; this "
+                                         "one reads version 1: start the newer one, or name another file") as error:
+        start(config("m"), again=again)
+    assert is_misconfiguration(error.value)
+    assert file.read_text() == '{"version": 2, "models": {"m": {}}}'
+
+
+def test_an_entry_of_a_newer_version_is_kept(start, tmp_path):
+    """The file has a form that this version reads, a model in it has a field that this version lacks."""
+    file = tmp_path / "state.json"
+    entry = {"config": {**LAST_CONFIG, "from_the_future": 1}, "started": True, "configured": False, "adapters": []}
+    file.write_text(json.dumps([entry]))
+    engine = start(config("m"))
+    assert names(engine) == {"m": True} and "from_the_future" in engine.unrestored["by-client"]
+    assert entry in json.loads(file.read_text())
