@@ -94,3 +94,49 @@ def test_model_flags_set_fields_of_the_configuration():
     parsed = build_parser().parse_args(["run", "--max-length", "64", "--set", "num_threads=2", "--weight-dtype",
                                         "int8"])
     assert ModelOptions.fields_of(parsed) == {"engine_max_length": 64, "weight_dtype": "int8", "num_threads": 2}
+
+
+# Every key of the configuration file of version 0.1.0, and the members that its pools have written.
+LAST_FILE = """
+models = ["org/name", {model_name = "m", model_path = "/m", engine_max_length = 4096, weight_dtype = "int8"}]
+address = "127.0.0.1:50051"
+ranks = 2
+numa_nodes = [0, 1]
+memory_nodes = [4]
+gpus = [0]
+hosts = "a,b"
+remote_shell = "ssh -p 22"
+cpus_per_rank = 3
+use_siblings = true
+strict = true
+token_file = "/t"
+tls_cert = "/c"
+tls_key = "/k"
+tls_ca = "/a"
+tls_role = "read"
+insecure = true
+socket_mode = "0660"
+socket_group = "g"
+model_root = "/r"
+max_message_mib = 8
+max_requests = 9
+max_tenant_requests = 4
+state_file = "/s"
+drain_limit = inf
+log_level = "debug"
+log_format = "json"
+log_requests = true
+http = "127.0.0.1:8000"
+http_workers = 2
+"""
+
+
+def test_the_configuration_of_the_last_version_is_read(tmp_path):
+    file = tmp_path / "group.toml"
+    file.write_text(LAST_FILE)
+    group = GroupOptions.from_file(str(file))
+    assert (group.address, group.model_root, group.drain_limit) == (["127.0.0.1:50051"], ["/r"], float("inf"))
+    assert len(group.models) == 2 and group.numa_nodes == [0, 1] and group.http_workers == 2
+    file.write_text("from_the_future = 1\nranks = 2\n")
+    with pytest.raises(ValueError, match=r"group.toml:1: unknown key 'from_the_future'; known: "):
+        GroupOptions.from_file(str(file))
