@@ -138,5 +138,5 @@ def test_the_configuration_of_the_last_version_is_read(tmp_path):
     assert (group.address, group.model_root, group.drain_limit) == (["127.0.0.1:50051"], ["/r"], float("inf"))
     assert len(group.models) == 2 and group.numa_nodes == [0, 1] and group.http_workers == 2
     file.write_text("from_the_future = 1\nranks = 2\n")
-    with pytest.raises(ValueError, match=r"group.toml:1: unknown key 'from_the_future'; known: "):
+    with pytest.raises(ValueError, match=r"group.toml, line 1: unknown key 'from_the_future'; known: "):
         GroupOptions.from_file(str(file))
