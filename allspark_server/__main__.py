@@ -6,7 +6,6 @@ the processes. The same line typed by hand works without supervision.
 from __future__ import annotations
 
 import os
-import queue
 import signal
 
 from .runtime.binding import bind_process, die_with_parent
@@ -30,6 +29,7 @@ from .options import RankOptions, add_arguments, options_of
 from .rpc.client_limits import ClientLimits
 from .runtime import memory
 from .runtime.worker import EXIT_FAILED, Heartbeat, serve
+from .signals import Signals
 
 if TYPE_CHECKING:
     from allspark_client.config import AsModelConfig
@@ -108,7 +108,8 @@ class Rank:
         self.cpus = numbers(arguments.cpus) or None
         path = os.environ.get("ALLSPARK_SUPERVISOR")
         self.heartbeat = Heartbeat(path, self.number) if path else None
-        self._asked: queue.SimpleQueue[str] = queue.SimpleQueue()  # by signals: "stop" and "reload"
+        self._signals: Signals | None = None    # of rank 0
+        self._stops = 0     # signals that said to stop
 
     def run(self) -> None:
         """Joins the group and serves until it is stopped."""
@@ -160,15 +161,16 @@ class Rank:
         because SIGTERM comes from an mpirun that has lost a rank. Then clients must see the connection break, so that
         they resume elsewhere; an orderly stop would end their requests.
         """
+        wanted = [signal.SIGTERM, signal.SIGINT]
         if self.heartbeat:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            meanings = {signal.SIGUSR1: "stop", signal.SIGHUP: "reload"}
+            wanted = [signal.SIGUSR1, signal.SIGHUP]
+        if self.number == 0:
+            self._signals = Signals(*wanted)
         else:
-            meanings = {signal.SIGTERM: "stop", signal.SIGINT: "stop"}
-        for number, meaning in meanings.items():
-            signal.signal(number, (lambda *_, meaning=meaning: self._asked.put(meaning)) if self.number == 0
-                          else signal.SIG_IGN)
+            for number in wanted:
+                signal.signal(number, signal.SIG_IGN)
 
     def lead(self, group: LocalGroup | SharedMemoryGroup) -> None:
         """Rank 0: runs engine and service until a signal."""
@@ -193,9 +195,9 @@ class Rank:
         logger.info("serving on %s", ", ".join(addresses))
         if self.heartbeat:
             self.heartbeat.add_details(lambda: self._health(service))
-            self.heartbeat.state("ready", addresses=addresses)
-        while self._asked.get() != "stop":
-            self._reload()
+            self.heartbeat.state("ready")
+        while not self._heed_signals():
+            continue
         self._drain(service)
         service.stop()
         engine.close()
@@ -203,10 +205,22 @@ class Rank:
             self.heartbeat.state("stopping")  # with no work left
         group.close()
 
+    def _heed_signals(self, timeout: float | None = None) -> int:
+        """Waits for signals, at most `timeout` seconds, and reloads if one says so. Returns how many so far said to
+        stop.
+        """
+        assert self._signals is not None
+        found = self._signals.wait(timeout)
+        if signal.SIGHUP in found:
+            self._reload()
+        self._stops += sum(number != signal.SIGHUP for number in found)
+        return self._stops
+
     @staticmethod
     def _health(service: Service) -> dict[str, Any]:
-        """What rank 0's heartbeats say of the service."""
-        found: dict[str, Any] = {"requests": service.requests, "draining": service.draining}
+        """What all of rank 0's heartbeats say of the service: a single one may be lost."""
+        found: dict[str, Any] = {"requests": service.requests, "draining": service.draining,
+                                 "addresses": service.addresses}
         if service.healthy:
             found["healthy_seconds"] = time.monotonic() - service.healthy
         return found
@@ -223,22 +237,20 @@ class Rank:
 
     def _drain(self, service: Service) -> None:
         """Takes no new requests, and waits until the others have ended, the time is up, or another stop comes."""
-        limit = self.arguments.drain_limit
         began, before = time.monotonic(), service.requests
         service.drain()
         if self.heartbeat:
             self.heartbeat.send()
         # Clients of a lost group come back for their unfinished requests.
         returned_by = began + RETURN_SECONDS if os.environ.get("ALLSPARK_OWES") else began
+        limit = self.arguments.drain_limit
         if before and limit:
             logger.info("draining: %d requests have %s", before,
                         "as long as they take" if limit == float("inf") else f"{limit:g} s to end")
-        while (service.requests or time.monotonic() < returned_by) and time.monotonic() < began + limit:
-            try:
-                if self._asked.get(timeout=_DRAIN_POLL_SECONDS) == "stop":
-                    break
-            except queue.Empty:
-                continue
+        # A reload may change the limit meanwhile.
+        while (service.requests or time.monotonic() < returned_by) and \
+                time.monotonic() < began + self.arguments.drain_limit and self._heed_signals(_DRAIN_POLL_SECONDS) < 2:
+            continue
         ended = service.requests
         level = logging.WARNING if ended else logging.INFO
         logger.log(level, "stopping after %.1f s: %d requests have ended by themselves, %d are ended now",

@@ -22,6 +22,7 @@ EXIT_FAILED = 3             # the group has failed; a supervisor restarts it
 EXIT_SUPERVISOR_LOST = 4
 HEARTBEAT_SECONDS = 1.0
 PROGRESS_SECONDS = 0.1      # between two reports of a load's progress
+FAILURE_SECONDS = 2.0       # that the report of a failure may wait for room in the supervisor's queue
 MAX_ERROR = 8000            # characters of an error: the most that fit into a datagram in any encoding
 WAIT_SECONDS = 5.0          # the longest wait before Python handles signals; waiting uses no CPU
 
@@ -70,7 +71,8 @@ def serve(models: RankModels) -> None:
 
 class Heartbeat:
     """A thread that sends the supervisor a datagram each second. It ends the process if the supervisor is gone or the
-    group was aborted.
+    group was aborted. Datagrams are lost while the supervisor's queue is full, which holds only ten on some systems; so
+    whatever must arrive stands in all that follow, and the last one of a rank that has failed waits for room.
 
     path: the supervisor's Unix datagram socket. Every message is a JSON object {"rank", "pid", "state", …}.
     """
@@ -140,9 +142,11 @@ class Heartbeat:
         if self._models is not None:
             details["numbers"] = self._models.numbers
         message = {"rank": self._rank, "pid": os.getpid(), "state": self._state, **self._details(), **details}
+        if "error" in details:
+            self._socket.settimeout(FAILURE_SECONDS)
         try:
             self._socket.send(json.dumps(message).encode())
-        except BlockingIOError:
+        except (BlockingIOError, TimeoutError):
             logger.debug("the supervisor is slow to read heartbeats")
         except OSError as error:
             logger.error("the supervisor is gone (%s): rank %d ends", error, self._rank)
