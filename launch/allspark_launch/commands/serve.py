@@ -29,8 +29,8 @@ the models must have the same paths on all hosts. A host is lost if nothing is h
 by themselves within 5 s; after 6 s the group starts again on the other hosts, with as many ranks as before if requests
 wait to continue. Traffic between hosts is not encrypted and uses any port: give it a network of its own.
 
-exit status: 0 after a requested stop; 78 if every further start would fail until the configuration, or a file that it
-names, is changed; 1 if the group could not be kept running.
+exit status: 0 after a requested stop; 78 if the group has not served yet, and every further start would fail until the
+configuration, or a file that it names, is changed; 1 if the group could not be kept running.
 
 Access: file permissions guard a Unix socket. A TCP address needs TLS, with a token or a client's certificate; on
 127.0.0.1 a token is enough. A token file has a line 'ROLE TOKEN' for each token. Roles: read (information), generate

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from allspark_server.runtime.binding import die_with_parent
@@ -31,22 +32,28 @@ class Limits:
     kill_timeout: float = 3.0           # between SIGTERM to mpirun and SIGKILL to all processes
     loss_timeout: float = 0.5           # the same, if the ranks have been killed already
     proven: float = 30.0                # a group that was ready for this long counts as having served
+    survival: float = 10.0              # that killed processes may exist without giving memory back
     max_failures: int = 5               # consecutive incarnations that served nothing
     first_backoff: float = 0.5          # doubled after each failure
     max_backoff: float = 30.0
+    tolerated_ends: int = 5             # in a window, after which a group that had served is started again at once
+    window: float = 600.0
 
     def backoff(self, failures: int) -> float:
         """The pause in seconds before the next start, after this many consecutive failures."""
-        return min(self.first_backoff * 2 ** (failures - 1), self.max_backoff) if failures else 0.0
+        return min(self.first_backoff * 2 ** min(failures - 1, 30), self.max_backoff) if failures > 0 else 0.0
 
 
 @dataclass
 class Start:
-    """How to start an incarnation: the mpirun line, additions to the environment, and the number of ranks."""
+    """How to start an incarnation: the mpirun line, additions to the environment, the number of ranks, and the folder
+    of their shared memory, which is emptied in the end.
+    """
 
     words: list[str]
     environment: dict[str, str]
     ranks: int
+    shared_memory: Path | None = None
 
 
 @dataclass
@@ -79,11 +86,13 @@ class Incarnation:
     process: subprocess.Popen[bytes]
     started: float
     expected: int
+    shared_memory: Path | None = None
     ranks: dict[int, Rank] = field(default_factory=dict)
     ready_since: float = 0.0
     healthy: float = 0.0        # when rank 0's last health call was answered; 0: it has made none
     requests: int = 0           # that rank 0 had at its last heartbeat
     draining: bool = False
+    reload_due: bool = False    # once rank 0 serves
     loading: str = ""           # the model that is being loaded
     answered: bool = False      # a step was computed for a request
     error: str = ""
@@ -96,7 +105,7 @@ class Incarnation:
         """Starts mpirun, in a session of its own."""
         process = subprocess.Popen(start.words, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                    stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_as_mpirun)
-        begun = cls(process, time.monotonic(), start.ranks, tail=tail)
+        begun = cls(process, time.monotonic(), start.ranks, start.shared_memory, tail=tail)
         os.set_blocking(begun.output, False)
         return begun
 
@@ -186,6 +195,12 @@ class Incarnation:
         for pid in processes:
             _kill(pid)
         return processes
+
+    def empty_shared_memory(self) -> None:
+        """Removes what killed ranks have left in their folder."""
+        with contextlib.suppress(FileNotFoundError):        # logind has removed it, for example
+            for file in self.shared_memory.iterdir() if self.shared_memory else ():
+                file.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Closes the output of an incarnation that has ended. Notes how mpirun ended if no rank reported an error."""

@@ -91,24 +91,26 @@ def agents_of(options: GroupOptions) -> Iterator[Agents | None]:
             agents.close()
 
 
-def plan_group(options: GroupOptions, inner: str = "", keep: int = 0, agents: Agents | None = None) -> GroupPlan:
+def plan_group(options: GroupOptions, inner: str = "", keep: int = 0, agents: Agents | None = None,
+               mpi: Installation | None = None) -> GroupPlan:
     """Plans the start of a group. Raises ValueError or MpiNotFound if an option cannot be met.
 
     inner: an additional Unix socket to serve on, for programs that the supervisor starts.
     keep: the number of ranks of a lost group. Its requests can continue only on the same number of ranks, so several
     ranks may share a node. If that many cannot be placed, `options` decide.
     agents: of the other hosts that the options name.
+    mpi: the installation to use; by default it is looked up.
     """
     from allspark_client.environment import check_environment
     check_environment()
     if keep:
         try:
-            return plan_group(replace(options, ranks=keep), inner, agents=agents)
+            return plan_group(replace(options, ranks=keep), inner, agents=agents, mpi=mpi)
         except ValueError as error:
             logger.error("the lost group's requests will end: its %d ranks cannot be placed again: %s", keep, error)
     bind_memory = memory_policy_allowed()
     placement = _place_group(options, bind_memory, agents)
-    mpi = find_mpi()
+    mpi = mpi or find_mpi()
     models = options.models
     if options.gpus:
         models = [_on_gpus(model, options.gpus) for model in models]

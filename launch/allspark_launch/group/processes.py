@@ -4,8 +4,31 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import time
 
 import psutil
+
+#: errors of pidfd_open without which a process can still be polled: no such call, or no descriptor is left
+_NO_PIDFD = (errno.ENOSYS, errno.EPERM, errno.EINVAL, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_FREED_BYTES, _LONGEST_FREEING = 64 << 20, 600.0
+
+
+class Freeing:
+    """Tells killed processes that still give their memory back to the kernel, which takes a minute for a terabyte, from
+    processes that SIGKILL does not end, for example in a driver. The memory of a process that is being freed is not
+    shown as its own, so the machine's counts. `patience`: seconds without progress; in all it may take ten minutes.
+    """
+
+    def __init__(self, patience: float):
+        self._patience, self._began = patience, time.monotonic()
+        self._since, self._free = self._began, psutil.virtual_memory().available
+
+    def is_stuck(self) -> bool:
+        """Whether there was no progress for too long."""
+        now, free = time.monotonic(), psutil.virtual_memory().available
+        if free >= self._free + _FREED_BYTES:
+            self._since, self._free = now, free
+        return now - self._since > self._patience or now - self._began > _LONGEST_FREEING
 
 
 def processes_of_session(session: int) -> list[int]:
@@ -54,7 +77,7 @@ def open_pid(pid: int) -> int:
         os.close(write_end)
         return read_end
     except (OSError, AttributeError) as error:
-        if isinstance(error, OSError) and error.errno not in (errno.ENOSYS, errno.EPERM, errno.EINVAL):
+        if isinstance(error, OSError) and error.errno not in _NO_PIDFD:
             raise
         return -1
 

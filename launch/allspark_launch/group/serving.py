@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from allspark_server import access
+from allspark_server.signals import Signals
 
 from ..options import RELOADABLE, GroupOptions
 from ..output import unblocked
@@ -48,10 +49,7 @@ def supervise(options: GroupOptions, *, ready_file: str = "", parent_pid: int = 
         runtime_dir = stack.enter_context(private_folder(short_parent()))
         options = replace(options, state_file=options.state_file or str(runtime_dir / "state.json"))
         inner = f"unix:{runtime_dir}/inner"     # for its own programs, whichever addresses clients get
-        shared_memory = None
-        if trusted("/dev/shm"):
-            # MPI's shared memory in a folder of ours: files that a killed rank leaves there are found and removed.
-            shared_memory = stack.enter_context(private_folder("/dev/shm"))
+        shared_memory: Path | None = None
         server = None
         if options.http:
             counters = runtime_dir / "http"
@@ -63,16 +61,24 @@ def supervise(options: GroupOptions, *, ready_file: str = "", parent_pid: int = 
         if show is not None:
             show(first[0])
 
+        mpi = first[0].mpi
+
         def start(owed: int) -> Start:
+            nonlocal shared_memory
             # Planned anew for each incarnation: CPUs, nodes and limits may have changed.
-            plan = first.pop() if first else plan_group(options, inner, owed, agents)
+            plan = first.pop() if first else plan_group(options, inner, owed, agents, mpi)
             for warning in plan.placement.warnings:
                 logger.warning("%s", warning)
             environment = {**clean_environment(str(runtime_dir)), **plan.environment,
                            "ALLSPARK_PLACEMENT": "\n".join(plan.describe())}
+            # Folders are made anew if they were removed: logind does that when a user logs out (RemoveIPC).
+            runtime_dir.mkdir(mode=0o700, exist_ok=True)
+            if (shared_memory is None or not shared_memory.is_dir()) and trusted("/dev/shm"):
+                # MPI's shared memory in a folder of ours: files that a killed rank leaves there are found and removed.
+                shared_memory = stack.enter_context(private_folder("/dev/shm"))
             if shared_memory is not None:
                 environment["ALLSPARK_SHARED_MEMORY"] = str(shared_memory)
-            return Start(plan.words, environment, len(plan.placement.ranks))
+            return Start(plan.words, environment, len(plan.placement.ranks), shared_memory)
 
         def reload() -> None:
             nonlocal options
@@ -91,15 +97,15 @@ def supervise(options: GroupOptions, *, ready_file: str = "", parent_pid: int = 
             (runtime_dir / "reload.json").write_text(json.dumps(taken))
             logger.info("the configuration was read again")
 
-        supervisor = Supervisor(start, runtime_dir, shared_memory=shared_memory,
-                                ready_file=Path(ready_file) if ready_file else None, parent_pid=parent_pid,
-                                on_output=output.write, on_progress=on_progress, on_reload=reload, notifier=notifier,
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:       # nohup ignores it
+            numbers.append(signal.SIGHUP)
+        signals = Signals(*numbers)
+        stack.callback(signals.close)
+        supervisor = Supervisor(start, runtime_dir, ready_file=Path(ready_file) if ready_file else None,
+                                parent_pid=parent_pid, on_output=output.write, on_progress=on_progress, signals=signals,
+                                on_reload=reload if reread is not None else None, notifier=notifier,
                                 drain_limit=options.drain_limit, agents=agents)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:       # nohup ignores it
-                signal.signal(number, lambda n, _: supervisor.request_stop(signal.Signals(n).name))
-        if reread is not None and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-            signal.signal(signal.SIGHUP, lambda *_: supervisor.request_reload())
         if server is not None:
             server.start()
         supervisor.run()

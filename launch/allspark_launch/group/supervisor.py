@@ -27,11 +27,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from allspark_server.signals import Signals
+
 from ..output import write_whole
 from .agents import Agent, Agents
 from .incarnation import Incarnation, Limits, Rank, Start
+from .mpi import MpiNotFound
 from .notify import Notifier
-from .processes import is_alive, open_pid, processes_of_session, reap_orphans
+from .processes import Freeing, is_alive, open_pid, processes_of_session, reap_orphans
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +57,13 @@ class Supervisor:
 
     start(owed): plans an incarnation. If requests of a lost incarnation wait to continue, `owed` is its number of
     ranks, because they need the same number again; otherwise 0. Raises ValueError if the group cannot be started.
-    runtime_dir: an existing private folder, for the heartbeat socket.
-    shared_memory: a folder that is emptied after each incarnation.
+    runtime_dir: a private folder, for the heartbeat socket. `start` makes it anew if it was removed.
     ready_file: gets JSON: {"addresses", "pid", "ranks"} once the group serves, {"error"} when the supervisor gives up.
     parent_pid: stop when this process ends.
     on_output: gets each chunk of bytes that the group prints.
     on_ready: gets what is written to the ready file.
     on_progress: gets a model's name and the part of it that every rank has loaded, 0…1.
+    signals: SIGHUP requests a reload if there is `on_reload`, every other signal a stop.
     on_reload: called after `request_reload`, before rank 0 reloads.
     notifier: reports to systemd.
     drain_limit: seconds that requests may still run after a stop is requested; inf: no limit.
@@ -68,14 +71,15 @@ class Supervisor:
     """
 
     def __init__(self, start: Callable[[int], Start], runtime_dir: Path, *,
-                 shared_memory: Path | None = None, ready_file: Path | None = None, parent_pid: int = 0,
+                 ready_file: Path | None = None, parent_pid: int = 0,
                  limits: Limits | None = None, on_output: Callable[[bytes], Any] | None = None,
                  on_ready: Callable[[dict], None] | None = None,
                  on_progress: Callable[[str, float], None] | None = None,
-                 on_reload: Callable[[], None] = lambda: None, notifier: Notifier | None = None,
+                 signals: Signals | None = None, on_reload: Callable[[], None] | None = None,
+                 notifier: Notifier | None = None,
                  drain_limit: float = 0.0, agents: Agents | None = None):
         self._start, self._limits, self.drain_limit = start, limits or Limits(), drain_limit
-        self._shared_memory, self._on_progress, self._on_reload = shared_memory, on_progress, on_reload
+        self._on_progress, self._on_reload = on_progress, on_reload
         self._ready_file, self._on_output, self._on_ready = ready_file, on_output, on_ready
         self._notifier = notifier or Notifier()
         self._tail: collections.deque[str] = collections.deque(maxlen=LOG_LINES)
@@ -89,17 +93,14 @@ class Supervisor:
         self._report_file = runtime_dir / "group.json"
         self._reported: dict = {}
         self._report_at = 0.0
-        self._stop_by = math.inf            # when the drain limit ends
-        path = runtime_dir / "heartbeat"
-        path.unlink(missing_ok=True)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.bind(str(path))
-        self._socket.setblocking(False)
-        self._selector.register(self._socket, selectors.EVENT_READ, "heartbeat")
+        self._stop_began = math.inf         # when a stop was requested
+        self._ends: collections.deque[float] = collections.deque()      # when the last incarnations ended
+        self._path = runtime_dir / "heartbeat"
+        self._socket = self._open_socket()
         self._agents = agents
         if agents is not None:
             self._selector.register(agents.selector, selectors.EVENT_READ, "agent")
-        self._environment = {"ALLSPARK_SUPERVISOR": str(path), "TMPDIR": str(runtime_dir)}
+        self._environment = {"ALLSPARK_SUPERVISOR": str(self._path), "TMPDIR": str(runtime_dir)}
         self._parent_pid, self._parent_fd = parent_pid, -1
         if parent_pid:
             self._parent_fd = open_pid(parent_pid)
@@ -107,17 +108,31 @@ class Supervisor:
                 self._selector.register(self._parent_fd, selectors.EVENT_READ, "parent")
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._wake_read, selectors.EVENT_READ, "wake")
+        self._signals = signals
+        if signals is not None:
+            self._selector.register(signals, selectors.EVENT_READ, "signal")
+
+    def _open_socket(self) -> socket.socket:
+        self._path.unlink(missing_ok=True)
+        opened = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            opened.bind(str(self._path))
+        except OSError as error:
+            opened.close()
+            raise OSError(error.errno, f"no socket can be made at {self._path}: {error.strerror}") from None
+        opened.setblocking(False)
+        self._selector.register(opened, selectors.EVENT_READ, "heartbeat")
+        return opened
 
     def request_stop(self, reason: str) -> None:
-        """Requests a clean stop, from a signal handler or any thread. After a second call the supervisor does not
-        wait for requests to end.
-        """
+        """Requests a clean stop, from any thread. After a second call the supervisor does not wait for requests."""
         self._hurry = bool(self._stopping)
         self._stopping = self._stopping or reason
+        self._stop_began = min(self._stop_began, time.monotonic())
         self._wake()
 
     def request_reload(self) -> None:
-        """Requests a call of `on_reload` and a reload of rank 0, from a signal handler or any thread."""
+        """Requests a call of `on_reload` and a reload of rank 0, from any thread."""
         self._reload = True
         self._wake()
 
@@ -125,22 +140,38 @@ class Supervisor:
         with contextlib.suppress(BlockingIOError):      # a wake-up is already pending
             os.write(self._wake_write, b"x")
 
+    @property
+    def _stop_by(self) -> float:
+        """When the drain limit ends, which a reload may change; inf: no stop was requested."""
+        return self._stop_began + self.drain_limit
+
     def run(self) -> None:
-        """Runs the group until a stop is requested or the parent ends. Raises GroupFailed when it gives up."""
+        """Runs the group until a stop is requested or the parent ends. Raises GroupFailed when it gives up. Before the
+        group has served for the first time, also what `start` raises, and OSError for an mpirun that cannot be run.
+        """
         failures = 0
         try:
             while not self._stopping or (self._owed and not self._hurry and time.monotonic() < self._stop_by):
-                ended = self._run_incarnation()
-                if self._stopping and not self._owed:
-                    break
-                ready = time.monotonic() - ended.ready_since if ended.ready_since else 0.0
-                failures = 0 if ended.answered or ready >= self._limits.proven else failures + 1
-                if (ended.fatal and not self._ever_ready) or failures >= self._limits.max_failures:
-                    raise GroupFailed(ended.failure(failures), ended.misconfigured)
-                # A group that had served starts again at once.
-                delay = self._limits.backoff(failures)
-                logger.warning("the group ended (%s); starting it again in %.1f s", ended.error, delay)
-                self._notifier.status(f"starting again: {ended.error}")
+                owed = self._owed
+                try:
+                    ended = self._run_incarnation()
+                except (OSError, MpiNotFound) as error:     # no process or descriptor is left, for example
+                    if not self._ever_ready and isinstance(error, (FileNotFoundError, PermissionError, MpiNotFound)):
+                        raise
+                    self._owed, failures, why = owed, failures + 1, f"it cannot be started: {error}"
+                    if failures >= self._limits.max_failures:
+                        raise GroupFailed(f"the group cannot be started, {failures} times in a row: {error}") from error
+                else:
+                    if self._stopping and not self._owed:
+                        break
+                    ready = time.monotonic() - ended.ready_since if ended.ready_since else 0.0
+                    failures = 0 if ended.answered or ready >= self._limits.proven else failures + 1
+                    if (ended.fatal and not self._ever_ready) or failures >= self._limits.max_failures:
+                        raise GroupFailed(ended.failure(failures), ended.misconfigured and not self._ever_ready)
+                    why = ended.error
+                delay = self._limits.backoff(max(failures, self._count_ends() - self._limits.tolerated_ends))
+                logger.warning("the group ended (%s); starting it again in %.1f s", why, delay)
+                self._notifier.status(f"starting again: {why}")
                 self._wait(delay)
                 self.restarts += 1
             if self._stopping:
@@ -155,6 +186,16 @@ class Supervisor:
             self._notifier.stopping()
             self._close()
 
+    def _count_ends(self) -> int:
+        """Notes that an incarnation has ended; returns how many have ended lately. A group that serves for a while and
+        then runs out of memory, again and again, must not be started without a pause for ever.
+        """
+        now = time.monotonic()
+        self._ends.append(now)
+        while self._ends[0] < now - self._limits.window:
+            self._ends.popleft()
+        return len(self._ends)
+
     def _run_incarnation(self) -> Incarnation:
         """One incarnation, from its start to the end of its last process."""
         owed, self._owed = self._owed, 0
@@ -164,9 +205,14 @@ class Supervisor:
             if not self._ever_ready:
                 raise
             raise GroupFailed(f"the group cannot be started again: {error}") from error
+        removed = not self._path.exists()       # with the private folder, and the list of models in it
+        if removed:
+            self._selector.unregister(self._socket)
+            self._socket.close()
+            self._socket = self._open_socket()
         # As long as no incarnation has served, this is a first start: the configuration's models must load.
         environment = {**start.environment, **self._environment,
-                       "ALLSPARK_RESTARTS": str(self.restarts if self._ever_ready else 0),
+                       "ALLSPARK_RESTARTS": str(self.restarts if self._ever_ready and not removed else 0),
                        "ALLSPARK_OWES": "1" if owed else ""}
         current = Incarnation.begin(start, environment, self._tail)
         process = current.process
@@ -178,7 +224,8 @@ class Supervisor:
         try:
             while process.poll() is None:
                 self._handle(current, 1.0)
-                if self._stopping and (not owed or current.ready_since or self._hurry):
+                if self._stopping and (not owed or current.ready_since or self._hurry
+                                       or time.monotonic() > self._stop_by):
                     self._stop(current)
                     break
                 problem = current.problem(self._limits, self._agents)
@@ -218,15 +265,9 @@ class Supervisor:
             self._read_heartbeats(current)
         if "agent" in events:
             self._read_agents(current)
-        if "wake" in events:
-            os.read(self._wake_read, 4096)
         if "rank" in events:
             self._note_ended(current)
-        if "parent" in events or (self._parent_pid and self._parent_fd < 0 and not is_alive(self._parent_pid)):
-            self._stopping, self._hurry = self._stopping or f"the parent process {self._parent_pid} has ended", True
-        if self._reload:
-            self._reload = False
-            self._do_reload(current)
+        self._heed_requests(events, current)
         if os.getpid() == 1:
             reap_orphans(current.process.pid)
 
@@ -246,15 +287,36 @@ class Supervisor:
                 os.close(rank.pid_fd)
                 rank.pid_fd, rank.ended = -1, True
 
-    def _do_reload(self, current: Incarnation) -> None:
-        self._notifier.reloading()
+    def _heed_requests(self, events: set[str], current: Incarnation | None = None) -> None:
+        """Handles signals, calls of other threads, and the end of the parent."""
+        if "wake" in events:
+            os.read(self._wake_read, 4096)
+        for number in self._signals.read() if self._signals is not None else ():
+            if number == signal.SIGHUP and self._on_reload is not None:
+                self._reload = True
+            else:
+                self.request_stop(number.name)
+        if "parent" in events or (self._parent_pid and self._parent_fd < 0 and not is_alive(self._parent_pid)):
+            if not self._hurry:
+                self.request_stop(f"the parent process {self._parent_pid} has ended")
+            self._hurry = True
+        if self._reload:
+            self._reload = False
+            self._do_reload(current)
+
+    def _do_reload(self, current: Incarnation | None) -> None:
+        serves = current is not None and bool(current.ready_since)
+        if serves:
+            self._notifier.reloading()
         try:
-            self._on_reload()
+            if self._on_reload is not None:
+                self._on_reload()
         except (ValueError, TypeError, OSError) as error:
             logger.error("the configuration stays as it was: %s", error)
         else:
-            current.signal_rank0(signal.SIGHUP)
-        if current.ready_since:
+            if current is not None and not current.signal_rank0(signal.SIGHUP):
+                current.reload_due = True
+        if serves:
             self._notifier.ready()
 
     def _read_heartbeats(self, current: Incarnation) -> None:
@@ -289,6 +351,8 @@ class Supervisor:
             logger.info("serving on %s", ", ".join(message["addresses"]))
             self._write_ready_file(ready)
             self._notifier.ready()
+            if current.reload_due:      # it was started with the options before a reload
+                current.signal_rank0(signal.SIGHUP)
             if self._on_ready is not None:
                 self._on_ready(ready)
 
@@ -318,7 +382,6 @@ class Supervisor:
         """
         if not current.signal_rank0(signal.SIGUSR1):
             return
-        self._stop_by = min(self._stop_by, time.monotonic() + self.drain_limit)
         hurried = math.inf
         while current.process.poll() is None:
             self._handle(current, min(0.2, self._limits.stop_timeout))
@@ -350,19 +413,18 @@ class Supervisor:
             deadline = time.monotonic() + (self._limits.loss_timeout if lost else self._limits.kill_timeout)
             while process.poll() is None and time.monotonic() < deadline:
                 self._handle(current, 0.05 if lost else 0.1)
-        deadline = time.monotonic() + 10
-        while time.monotonic() < deadline:
-            left = current.kill_session()
-            if process.poll() is not None and not left:
-                if os.getpid() == 1:
-                    reap_orphans()
-                if self._agents is not None:
-                    self._agents.end(self._notifier.alive)
-                for file in self._shared_memory.iterdir() if self._shared_memory else ():
-                    file.unlink(missing_ok=True)
-                return
+        freeing = Freeing(self._limits.survival)
+        while (left := current.kill_session()) or process.poll() is None:
+            if freeing.is_stuck():
+                raise GroupFailed(f"processes {processes_of_session(process.pid)} of the group survive SIGKILL")
+            self._notifier.alive()
+            self._notifier.status(f"ending: {len(left)} killed processes still free their memory")
             time.sleep(0.02)
-        raise GroupFailed(f"processes {processes_of_session(process.pid)} of the group survive SIGKILL")
+        if os.getpid() == 1:
+            reap_orphans()
+        if self._agents is not None:
+            self._agents.end(self._notifier.alive)
+        current.empty_shared_memory()
 
     def _wait(self, seconds: float) -> None:
         """Sleeps, unless a stop is requested."""
@@ -370,10 +432,7 @@ class Supervisor:
         while not self._stopping and (left := deadline - time.monotonic()) > 0:
             events = {key.data for key, _ in self._selector.select(min(left, 1.0))}
             self._notifier.alive()
-            if "wake" in events:
-                os.read(self._wake_read, 4096)
-            if "parent" in events:
-                self._stopping, self._hurry = f"the parent process {self._parent_pid} has ended", True
+            self._heed_requests(events)
             if "heartbeat" in events:
                 self._socket.recv(65536)                    # drop it: it is from an incarnation that has ended
             if "agent" in events and self._agents is not None:
