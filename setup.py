@@ -304,7 +304,7 @@ def requirements() -> dict:
               "tokenizers>=0.20", "huggingface_hub>=0.25", "jinja2>=3.1.6", "llguidance>=1.9",
               "grpcio-health-checking>=1.60", "grpcio-reflection>=1.60", "tomli>=2.0; python_version < '3.11'",
               "uvicorn>=0.30", "httptools>=0.6", "uvloop>=0.19; platform_system != 'Windows'",
-              "starlette>=0.40", "pydantic>=2.7", "prometheus-client>=0.20"]  # the HTTP server
+              "starlette>=0.40", "pydantic>=2.8", "prometheus-client>=0.20"]  # the HTTP server
     # Traces of requests (allspark_server/tracing.py).
     otel = ["opentelemetry-sdk>=1.30", "opentelemetry-exporter-otlp-proto-http>=1.30",
             "opentelemetry-exporter-otlp-proto-grpc>=1.30"]

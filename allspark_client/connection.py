@@ -162,7 +162,8 @@ class Member:
             models = self.models(STATE_AGE_SECONDS)
         except (Unavailable, AllSparkError):
             models = []
-        return MemberState(self.address, True, info.version, info.rank_nums, list(info.placement), models)
+        return MemberState(self.address, True, info.version, info.rank_nums, list(info.placement), models,
+                           self.draining)
 
     def close(self) -> None:
         """Close the session and the channel."""

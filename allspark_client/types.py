@@ -295,6 +295,7 @@ class MemberState:
     ranks: int = 0
     placement: list[str] = field(default_factory=list)      #: where each rank runs
     models: list[ModelState] = field(default_factory=list)
+    draining: bool = False      #: it takes no new requests
 
 
 @dataclass

@@ -18,7 +18,7 @@ from .errors import ApiError
 from .messages import count_tokens, messages
 from .messages_wire import MessagesRequest, Prompt
 from .metrics import CONTENT_TYPE, of_members
-from .models import health, list_models, one_model
+from .models import health, list_models, live, one_model
 from .openapi import describe
 from .page import page, pool
 from .responses import responses
@@ -32,7 +32,9 @@ async def _metrics(call: Call, _: None) -> None:
         members = await call.pool.metrics()
     except ApiError:
         members = {}
-    await call.reply(call.worker.metrics.text() + of_members(members), kind=CONTENT_TYPE)
+    # On a thread: there may be many members, and many files of workers.
+    text = await asyncio.to_thread(lambda: call.worker.metrics.text() + of_members(members))
+    await call.reply(text, kind=CONTENT_TYPE)
 
 
 def _endpoints(worker: HttpWorker) -> list[tuple[str, str, Endpoint]]:
@@ -55,6 +57,8 @@ def _endpoints(worker: HttpWorker) -> list[tuple[str, str, Endpoint]]:
         ("GET", "/", Endpoint(worker, "page", page, role=None, kind="text/html")),
         ("GET", "/pool", Endpoint(worker, "pool", pool, role=read)),
         ("GET", "/health", Endpoint(worker, "health", health, role=None)),
+        ("GET", "/health/ready", Endpoint(worker, "ready", health, role=None)),
+        ("GET", "/health/live", Endpoint(worker, "live", live, role=None)),
         ("GET", "/metrics", Endpoint(worker, "metrics", _metrics, role=read, kind="text/plain")),
     ]
 

@@ -20,7 +20,7 @@ from .choices import Choices
 from .errors import INTERNAL, ApiError
 from .metrics import Metrics
 from .pool import Answer, Pool
-from .wire import Wire, parse
+from .wire import Body, parse
 
 if TYPE_CHECKING:
     from allspark_server.access import Access
@@ -45,6 +45,8 @@ class HttpWorker:
     metrics: Metrics
     #: whether the worker's token lets it name the tenants of its requests
     names_tenants: bool = True
+    #: whether /health says that this server takes no new requests
+    draining: bool = False
 
     def __post_init__(self) -> None:
         self.calls: set[Call] = set()
@@ -69,6 +71,8 @@ class Call:
         self._scope, self._send = scope, send
         self._sending_since = 0.0
         self._answers: list[Answer] = []
+        #: what the requests to the pool have generated
+        self.generated: list[Choices] = []
         self.task: asyncio.Future[None] | None = None
         self.status = 0
         self.created = int(time.time())
@@ -78,6 +82,11 @@ class Call:
     def peer(self) -> str:
         """The client's address, for logs."""
         return ":".join(map(str, self._scope.get("client") or ("unix",)))
+
+    @property
+    def tenant(self) -> str:
+        """The client's tenant; for clients that differ only by their connections, their host."""
+        return self.client.tenant or f"http:{(self._scope.get('client') or ('unix',))[0]}"
 
     @property
     def path_rest(self) -> str:
@@ -93,17 +102,19 @@ class Call:
     def generate(self, spec: RequestSpec) -> Answer:
         """A request to the pool, to be entered with `async with`."""
         if self.worker.names_tenants:
-            spec.tenant = self.client.tenant or f"http:{(self._scope.get('client') or ('unix',))[0]}"
+            spec.tenant = self.tenant
         spec.trust_trace(dict(self._scope["headers"]).get(b"traceparent", b"").decode("latin-1"))
         answer = self.pool.generate(spec)
         self._answers.append(answer)
         return answer
 
-    def ended(self, choices: Choices) -> None:
-        """Count a finished request to the pool in the metrics."""
-        stat = choices.answer.stat
-        self.worker.metrics.generated(choices.info.name, len(choices.answer.prompt_ids), choices.cached_tokens,
-                                      choices.tokens, stat.time_to_first_token / 1e3)
+    def end(self, endpoint: str) -> None:
+        """Count the call and its requests to the pool in the metrics, however it has ended."""
+        metrics = self.worker.metrics
+        metrics.request(endpoint, self.status, time.monotonic() - self.began)
+        for choices in self.generated:
+            metrics.generated(choices.info.name, len(choices.answer.prompt_ids), choices.cached_tokens, choices.tokens,
+                              choices.answer.stat.time_to_first_token / 1e3)
 
     # --- the answer --------------------------------------------------------------------------------------
 
@@ -164,7 +175,7 @@ class Endpoint:
         kind: the content type of answers that are not event streams.
     """
 
-    def __init__(self, worker: HttpWorker, name: str, handler: Handler, *, form: type[Wire] | None = None,
+    def __init__(self, worker: HttpWorker, name: str, handler: Handler, *, form: type[Body] | None = None,
                  role: Role | None = Role.READ, error_body: ErrorBody = ApiError.body,
                  kind: str = "application/json"):
         self.name, self.handler, self.form, self.role, self.kind = name, handler, form, role, kind
@@ -177,17 +188,19 @@ class Endpoint:
         worker.calls.add(call)
         try:
             call.client = self._admit(scope)
-            form = None
-            if self.form is not None:
-                form = parse(self.form, await worker.bodies.read(scope, receive))
-            await self._until_gone(call, form, receive)
+            with worker.bodies.share(call.tenant) as share:
+                form = None
+                if self.form is not None:
+                    form = parse(self.form, await share.read(scope, receive))
+                    await asyncio.sleep(0)      # other calls' turn: parsing may have taken long
+                await self._until_gone(call, form, receive)
         except ClientDisconnected:
             call.status = call.status or 499    # nginx' status for a client that has disconnected
         except Exception as error:
             await self._send_error(call, error)
         finally:
             worker.calls.discard(call)
-            worker.metrics.request(self.name, call.status, time.monotonic() - call.began)
+            call.end(self.name)
 
     def _admit(self, scope: dict[str, Any]) -> Client:
         if self.role is None:

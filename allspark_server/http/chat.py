@@ -75,7 +75,6 @@ async def chat(call: Call, request: ChatRequest) -> None:
             await _Stream(call, request, info, replies).run()
         else:
             await call.reply(await _whole(call, request, info, await replies.collect()))
-        call.ended(replies.choices)
 
 
 async def _whole(call: Call, request: ChatRequest, info: ModelInfo, replies: ChatReplies) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from .wire import INT32_MAX, Generation, JsonObject, Metadata, Wire
+from .wire import INT32_MAX, Generation, JsonObject, Many, Metadata, Wire
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]+$", min_length=1, max_length=128)]
 
@@ -32,7 +32,7 @@ class RefusalPart(Wire):
 
 
 Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
-Content = str | Annotated[list[TextPart], Field(min_length=1)]
+Content = str | Annotated[Many[TextPart], Field(min_length=1)]
 
 
 class SystemMessage(Wire):
@@ -70,14 +70,14 @@ class AssistantMessage(Wire):
     """An answer that a client sends back; it has all the fields of this server's answers."""
 
     role: Literal["assistant"]
-    content: str | Annotated[list[Part], Field(min_length=1)] | None = None
+    content: str | Annotated[Many[Part], Field(min_length=1)] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall] | None, Field(max_length=1024)] = None
+    tool_calls: Annotated[Many[ToolCall], Field(max_length=1024)] | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
     function_call: None = None
     audio: None = None
-    annotations: list[JsonObject] | None = None
+    annotations: Many[JsonObject] | None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> AssistantMessage:
@@ -96,7 +96,7 @@ class ToolMessage(Wire):
 
 
 Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
-Messages = Annotated[list[Message], Field(min_length=1, max_length=4096)]
+Messages = Annotated[Many[Message], Field(min_length=1, max_length=4096)]
 
 
 def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
@@ -192,7 +192,7 @@ class ChoiceFormat(Wire):
     """One of several strings."""
 
     type: Literal["choice"]
-    choice: Annotated[list[str], Field(min_length=1, max_length=4096)]
+    choice: Annotated[Many[str], Field(min_length=1, max_length=4096)]
 
 
 #: the first three are OpenAI's, the others this server's own
@@ -212,7 +212,7 @@ class ChatRequest(Generation):
     max_completion_tokens: Annotated[int | None, Field(ge=1, le=INT32_MAX)] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
-    tools: Annotated[list[Tool] | None, Field(min_length=1, max_length=1024)] = None
+    tools: Annotated[Many[Tool], Field(min_length=1, max_length=1024)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -220,7 +220,7 @@ class ChatRequest(Generation):
         JsonObject | None, Field(description="Variables for the checkpoint's chat template")
     ] = None
     reasoning_effort: Effort | None = None
-    modalities: list[Literal["text", "audio"]] | None = None
+    modalities: Many[Literal["text", "audio"]] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     # Rejected with any value.
     audio: Any = None

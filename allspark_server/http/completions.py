@@ -13,13 +13,14 @@ from pydantic import Field
 from allspark_client.request import RequestSpec
 from allspark_client.types import GeneratedElements, ModelInfo
 
+from .bodies import MAX_VALUES
 from .call import Call, new_id
 from .choices import DONE, Choice, Choices, fingerprint, quoted, token_bytes, usage
 from .errors import ApiError, bad_value, not_available
 from .logprobs import CompletionLogprobs, joined
 from .pool import Answer, Pool
 from .sampling import check_room, check_stream_options, config_of
-from .wire import INT32_MAX, Generation
+from .wire import INT32_MAX, Generation, Many
 
 #: OpenAI's default
 DEFAULT_MAX_TOKENS = 16
@@ -28,9 +29,9 @@ MAX_PROMPTS = 2048
 _WAITING = 64
 
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
-Ids = Annotated[list[TokenId], Field(min_length=1)]
-Prompt = (str | Ids | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-          | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)])
+Ids = Annotated[Many[TokenId], Field(min_length=1, max_length=MAX_VALUES)]
+Prompt = (str | Ids | Annotated[Many[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+          | Annotated[Many[Ids], Field(min_length=1, max_length=MAX_PROMPTS)])
 
 
 class CompletionRequest(Generation):
@@ -135,10 +136,9 @@ async def completions(call: Call, request: CompletionRequest) -> None:
             if request.echo:
                 echo = prompt if isinstance(prompt, str) else (await call.pool.detokenize(request.model, prompt)).text
             choices = Choices(answer, info, len(parts) * config.n)
+            call.generated.append(choices)
             parts.append(_Part(choices, echo, request.logprobs))
         await _Writer(call, request, info, parts, wanted).run()
-        for part in parts:
-            call.ended(part.choices)
 
 
 class _Writer:

@@ -17,10 +17,10 @@ from .completions import Prompt, prompts_of, start_all
 from .errors import ApiError, not_available
 from .pool import Answer
 from .sampling import checked
-from .wire import INT32_MAX, ModelName, Wire
+from .wire import INT32_MAX, Body, ModelName
 
 
-class EmbeddingRequest(Wire):
+class EmbeddingRequest(Body):
     """A request for embeddings of one input or several."""
 
     model: ModelName

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
+import reprlib
 from typing import Any
 
 from pydantic import ValidationError
@@ -45,6 +45,8 @@ NAMES = {
     "lora_name": "model",
 }
 _MAX_VALUE = 80  # characters of a wrong value in an error
+_SHOWN = reprlib.Repr()     # shows a large value without writing all of it
+_SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = _MAX_VALUE
 
 
 class ApiError(Exception):
@@ -118,16 +120,15 @@ def _param(text: str) -> str | None:
 # --- validation --------------------------------------------------------------------------------------------------
 
 
-def from_validation(error: ValidationError, body: bytes) -> ApiError:
-    """The first error that pydantic found in a body; it names the field by its path."""
+def invalid_json(error: ValidationError) -> ApiError:
+    """The error of a body that is no JSON."""
+    return ApiError(400, f"The body is not valid JSON: {error.errors()[0]['msg'].removeprefix('Invalid JSON: ')}",
+                    code="invalid_json")
+
+
+def from_validation(error: ValidationError, value: Any) -> ApiError:
+    """The first error that pydantic found in a body, which holds `value`; it names the field by its path."""
     problems = error.errors(include_url=False)
-    if problems[0]["type"] == "json_invalid":
-        return ApiError(400, f"The body is not valid JSON: {problems[0]['msg'].removeprefix('Invalid JSON: ')}",
-                        code="invalid_json")
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError):
-        value = None
     if not isinstance(value, dict):
         return ApiError(400, "The body must be a JSON object", code="invalid_json")
     paths = [(_path(problem, value), problem) for problem in problems]
@@ -143,7 +144,7 @@ def from_validation(error: ValidationError, body: bytes) -> ApiError:
         return ApiError(400, f"Unknown parameter: '{param}'.", param, "unknown_parameter")
     reasons = dict.fromkeys(p["msg"].removeprefix("Value error, ") for p in of_param)
     why = " or ".join([*reasons][:1] + [reason.removeprefix("Input should be ") for reason in [*reasons][1:]])
-    shown = repr(of_param[0]["input"])
+    shown = _SHOWN.repr(of_param[0]["input"])
     shown = shown if len(shown) <= _MAX_VALUE else shown[:_MAX_VALUE] + "…"
     code = "invalid_type" if kind.endswith("_type") else "invalid_value"
     return ApiError(400, f"Invalid value for '{param}': {why}, but got {shown}", param, code)

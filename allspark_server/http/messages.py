@@ -39,7 +39,6 @@ async def messages(call: Call, request: MessagesRequest) -> None:
         else:
             await replies.collect()
             await call.reply(_whole(request, replies))
-        call.ended(replies.choices)
 
 
 async def count_tokens(call: Call, request: Prompt) -> None:

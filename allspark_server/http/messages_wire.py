@@ -13,7 +13,7 @@ from pydantic import Field
 from .chat_wire import Effort, FunctionName
 from .errors import not_available
 from .replies import effort_kwargs, function_call, function_choice
-from .wire import INT32_MAX, JsonObject, ModelName, Stop, Wire
+from .wire import INT32_MAX, Body, JsonObject, Many, ModelName, Stop, Wire
 
 
 class CacheControl(Wire):
@@ -34,7 +34,7 @@ class TextBlock(Block):
 
     type: Literal["text"]
     text: str
-    citations: list[JsonObject] | None = None
+    citations: Many[JsonObject] | None = None
 
 
 class ToolUseBlock(Block):
@@ -51,7 +51,7 @@ class ToolResultBlock(Block):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | Many[TextBlock] | None = None
     is_error: bool | None = None
 
 
@@ -71,14 +71,14 @@ class UserMessage(Wire):
     """A message of the user."""
 
     role: Literal["user"]
-    content: str | Annotated[list[UserBlock], Field(min_length=1)]
+    content: str | Annotated[Many[UserBlock], Field(min_length=1)]
 
 
 class AssistantMessage(Wire):
     """A message of the assistant."""
 
     role: Literal["assistant"]
-    content: str | list[AssistantBlock]
+    content: str | Many[AssistantBlock]
 
 
 Message = Annotated[UserMessage | AssistantMessage, Field(discriminator="role")]
@@ -92,7 +92,7 @@ class Tool(Block):
     description: str | None = None
     type: Literal["custom"] | None = None
     strict: bool | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
+    allowed_callers: Many[Literal["direct"]] | None = None
     defer_loading: Literal[False] | None = None
     eager_input_streaming: bool | None = None
 
@@ -166,13 +166,13 @@ class MessagesMetadata(Wire):
     user_id: Annotated[str, Field(max_length=512)] | None = None
 
 
-class Prompt(Wire):
+class Prompt(Body):
     """The fields that count_tokens has, too."""
 
     model: ModelName
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
-    system: str | list[TextBlock] | None = None
-    tools: Annotated[list[Tool] | None, Field(max_length=1024)] = None
+    messages: Annotated[Many[Message], Field(min_length=1, max_length=4096)]
+    system: str | Many[TextBlock] | None = None
+    tools: Annotated[Many[Tool], Field(max_length=1024)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -189,7 +189,7 @@ class MessagesRequest(Prompt):
     temperature: Annotated[float | None, Field(ge=0, le=1)] = None
     top_p: Annotated[float | None, Field(ge=0, le=1)] = None
     top_k: Annotated[int | None, Field(ge=0, le=INT32_MAX)] = None
-    stop_sequences: Annotated[list[Stop] | None, Field(max_length=16)] = None
+    stop_sequences: Annotated[Many[Stop], Field(max_length=16)] | None = None
     stream: bool | None = None
     metadata: MessagesMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None

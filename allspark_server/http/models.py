@@ -1,4 +1,4 @@
-"""/v1/models, /v1/models/{id} and /health."""
+"""/v1/models, /v1/models/{id}, /health, /health/ready and /health/live."""
 
 from __future__ import annotations
 
@@ -41,13 +41,14 @@ async def one_model(call: Call, _: None) -> None:
 
 
 async def health(call: Call, _: None) -> None:
-    """200 while the pool serves a model, 503 otherwise; for probes, which have no key."""
-    try:
-        running = any(model.running for model in await call.pool.models())
-    except ApiError as error:
-        await call.reply({"status": "unavailable", "reason": error.message}, 503)
-        return
-    if running:
-        await call.reply({"status": "ok"})
+    """200 while the pool takes requests, 503 otherwise, also while all of it drains; for probes, which have no key."""
+    why = "the server is draining" if call.worker.draining else call.pool.health()
+    if why:
+        await call.reply({"status": "unavailable", "reason": why}, 503, headers=[(b"retry-after", b"1")])
     else:
-        await call.reply({"status": "unavailable", "reason": "no model runs"}, 503)
+        await call.reply({"status": "ok"})
+
+
+async def live(call: Call, _: None) -> None:
+    """200 while this server answers, whatever the pool does."""
+    await call.reply({"status": "ok"})

@@ -7,9 +7,10 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from allspark_client import AsyncClientEngine
+from allspark_client import AsyncClientEngine, ClientEngine
 from allspark_client.errors import AllSparkError
 from allspark_client.generation import AsyncGeneration
 from allspark_client.request import RequestSpec
@@ -36,6 +37,9 @@ _RETRY_SECONDS = 0.5
 _FIRST_SECONDS = 2.0
 #: how old the states and the descriptions of models may be, s
 _MODELS_AGE, _INFO_AGE = 0.5, 5.0
+#: pause between two looks at the members, and how old what `health` reports may be, s. A look takes longer if members
+#: do not answer
+_LOOK_SECONDS, _HEALTH_AGE = 0.5, 60.0
 
 
 class Pool:
@@ -51,7 +55,12 @@ class Pool:
         self._why = "connecting"
         self._connecting: asyncio.Task[None] | None = None
         self._tried = asyncio.Event()   # set after the first attempt to connect
+        self._watching: asyncio.Task[None] | None = None
+        #: threads that no other calls use: one for the look at the members, one for the list of models
+        self._executor = ThreadPoolExecutor(2, thread_name_prefix="allspark-states")
+        self._members: tuple[float, list[MemberState]] = (-_HEALTH_AGE, [])
         self._models: tuple[float, list[ModelState]] = (0.0, [])
+        self._listing: asyncio.Task[list[ModelState]] | None = None
         self._infos: dict[str, tuple[float, ModelInfo]] = {}
         self._refreshing: set[asyncio.Task[None]] = set()
         self._tokens: dict[str, tuple[str, dict[int, bytes]]] = {}
@@ -59,12 +68,15 @@ class Pool:
     async def open(self) -> None:
         """Begin to connect; does not wait."""
         self._connecting = asyncio.create_task(self._connect())
+        self._watching = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
         """Close the connections; servers cancel live requests."""
-        if self._connecting is not None:
-            self._connecting.cancel()
+        for task in (self._connecting, self._watching):
+            if task is not None:
+                task.cancel()
         await self._engine.close()
+        self._executor.shutdown(wait=False)
 
     async def _connect(self) -> None:
         while not self._connected:
@@ -79,13 +91,41 @@ class Pool:
             if not self._connected:
                 await asyncio.sleep(_RETRY_SECONDS)
 
+    async def _watch(self) -> None:
+        """Keep the members' states for `health`."""
+        while True:
+            if self._connected:
+                try:
+                    self._members = time.monotonic(), await self._in_thread(ClientEngine.members)
+                except AllSparkError as error:
+                    logger.warning("the members' states are not known: %s", error)
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    async def _in_thread(self, method: Callable[[ClientEngine], T]) -> T:
+        """Call a method of the engine on one of the threads for states."""
+        engine = await self._engine._connected()
+        return await asyncio.get_running_loop().run_in_executor(self._executor, method, engine)
+
+    def health(self) -> str:
+        """Why the pool cannot serve; "" if it can. Answers from memory, and names no addresses."""
+        at, members = self._members
+        members = [member for member in members if member.connected] if time.monotonic() - at < _HEALTH_AGE else []
+        if not members:
+            return "the pool cannot be reached"
+        serving = [member for member in members if any(model.running for model in member.models)]
+        if not serving:
+            return "no model runs"
+        return "" if any(not member.draining for member in serving) else "the pool is draining"
+
     # --- models --------------------------------------------------------------------------------------------------
 
     async def models(self) -> list[ModelState]:
         """The models of all members, one entry per name; running if it runs on any member."""
         if time.monotonic() - self._models[0] > _MODELS_AGE:
+            if self._listing is None or self._listing.done():
+                self._listing = asyncio.create_task(self._ask(self._in_thread, ClientEngine.list_models))
             merged: dict[str, ModelState] = {}
-            for model in await self._ask(self._engine.list_models):
+            for model in await asyncio.shield(self._listing):   # other calls wait for it, too
                 known = merged.setdefault(model.name, ModelState(model.name, False, model.fingerprint))
                 known.running, known.load = known.running or model.running, known.load + model.load
                 if model.running:

@@ -120,6 +120,7 @@ class ChatReplies:
     def __init__(self, call: Call, answer: Answer, info: ModelInfo):
         self._call, self.info = call, info
         self.choices = Choices(answer, info)
+        call.generated.append(self.choices)
         self.all = [ChatReply(answer, info, choice) for choice in self.choices.all]
 
     def take(self, elements: GeneratedElements) -> tuple[ChatReply, list[Event]]:

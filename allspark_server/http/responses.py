@@ -74,7 +74,6 @@ async def responses(call: Call, request: ResponsesRequest) -> None:
             await writer.stream()
         else:
             await writer.whole()
-        call.ended(replies.choices)
 
 
 def _format(request: ResponsesRequest) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from pydantic import Discriminator, Field, Tag
 from .chat_wire import Effort, FunctionName, JsonFormat, JsonSchema, TextFormat
 from .errors import not_available
 from .replies import function_call, function_choice
-from .wire import INT32_MAX, JsonObject, Metadata, ModelName, Wire
+from .wire import INT32_MAX, Body, JsonObject, Many, Metadata, ModelName, Wire
 
 # --- input -------------------------------------------------------------------------------------------------------
 
@@ -29,8 +29,8 @@ class OutputText(Wire):
 
     type: Literal["output_text"]
     text: str
-    annotations: list[JsonObject] | None = None
-    logprobs: list[JsonObject] | None = None
+    annotations: Many[JsonObject] | None = None
+    logprobs: Many[JsonObject] | None = None
 
 
 class Refusal(Wire):
@@ -56,7 +56,7 @@ class MessageItem(Wire):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[MessagePart]
+    content: str | Many[MessagePart]
     id: str | None = None
     phase: Literal["commentary", "final_answer"] | None = None
     status: Status = None
@@ -78,7 +78,7 @@ class CallOutputItem(Wire):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | Annotated[list[InputText], Field(min_length=1)]
+    output: str | Annotated[Many[InputText], Field(min_length=1)]
     id: str | None = None
     status: Status = None
 
@@ -88,8 +88,8 @@ class ReasoningItem(Wire):
 
     type: Literal["reasoning"]
     id: str | None = None
-    summary: list[JsonObject] = []
-    content: list[ReasoningText] | None = None
+    summary: Many[JsonObject] = []
+    content: Many[ReasoningText] | None = None
     encrypted_content: str | None = None
     status: Status = None
 
@@ -155,11 +155,11 @@ class ResponseStreamOptions(Wire):
     include_obfuscation: bool | None = None
 
 
-class ResponsesRequest(Wire):
+class ResponsesRequest(Body):
     """A request for an answer to an input."""
 
     model: ModelName
-    input: Annotated[str, Field(min_length=1)] | Annotated[list[Item], Field(min_length=1, max_length=4096)]
+    input: Annotated[str, Field(min_length=1)] | Annotated[Many[Item], Field(min_length=1, max_length=4096)]
     instructions: str | None = None
     max_output_tokens: Annotated[int | None, Field(ge=1, le=INT32_MAX)] = None
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
@@ -167,13 +167,13 @@ class ResponsesRequest(Wire):
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    tools: Annotated[list[FunctionTool] | None, Field(max_length=1024)] = None
+    tools: Annotated[Many[FunctionTool], Field(max_length=1024)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionToolChoice | None = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: Annotated[int | None, Field(ge=1)] = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    include: list[str] | None = None
+    include: Many[str] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     #: has no effect: nothing is stored, and the answer says so
     store: bool | None = None

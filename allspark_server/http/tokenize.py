@@ -9,15 +9,16 @@ from pydantic import Field, model_validator
 from allspark_client.config import GenerateConfig
 from allspark_client.request import RequestSpec
 
+from .bodies import MAX_VALUES
 from .call import Call
 from .chat_wire import Messages, plain_messages
 from .completions import TokenId
 from .logprobs import token_text
 from .replies import chat_spec
-from .wire import ModelName, Wire
+from .wire import Body, Many, ModelName
 
 
-class TokenizeRequest(Wire):
+class TokenizeRequest(Body):
     """A request for the token ids of a text or a chat."""
 
     model: ModelName
@@ -33,11 +34,11 @@ class TokenizeRequest(Wire):
         return self
 
 
-class DetokenizeRequest(Wire):
+class DetokenizeRequest(Body):
     """A request for the text of token ids."""
 
     model: ModelName
-    tokens: Annotated[list[TokenId], Field(max_length=1 << 20)]
+    tokens: Annotated[Many[TokenId], Field(max_length=MAX_VALUES)]
 
 
 async def tokenize(call: Call, request: TokenizeRequest) -> None:

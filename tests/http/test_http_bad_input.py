@@ -5,12 +5,16 @@ continues.
 from __future__ import annotations
 
 import itertools
+import json
+from random import Random
 
 import pytest
 
+from allspark_server.http import bodies, wire
 from allspark_server.http.chat_wire import ChatRequest
 from allspark_server.http.completions import CompletionRequest
 from allspark_server.http.embeddings import EmbeddingRequest
+from allspark_server.http.errors import ApiError
 from allspark_server.http.messages_wire import MessagesRequest, Prompt
 from allspark_server.http.responses_wire import ResponsesRequest
 from allspark_server.http.tokenize import DetokenizeRequest, TokenizeRequest
@@ -229,6 +233,88 @@ def test_no_value_breaks_the_server(http_client, path):
         body = {"model": "nobody's", **right, field: value}
         answer = http_client.post(path, json=body)
         assert answer.status_code in (400, 404), f"{field}={value!r:.60}: {answer.text:.300}"
+
+
+@pytest.mark.parametrize("form", {form for _, form in RIGHT.values()}, ids=lambda form: form.__name__)
+def test_bodies_cost_little(form):
+    """Every list is bounded and ends at its first wrong item, every dict with typed values at its first wrong entry,
+    and every object at its first unknown field: a body has at most about as many errors as its form has fields.
+    """
+    for schema in schemas_of(form.__pydantic_core_schema__):
+        if schema["type"] == "list":
+            assert schema["fail_fast"] and schema["max_length"] <= 1 << 19, schema
+        if schema["type"] == "dict" and schema.get("values_schema", {}).get("type", "any") != "any":
+            assert schema["max_length"] <= 1024, schema
+    wrong = [{}] * 10_000
+    body = {field.alias or name: wrong for name, field in form.model_fields.items()}
+    body |= {f"unknown{i}": 1 for i in range(10_000)}
+    part = {"type": "text", "text": "", **{f"unknown{i}": 1 for i in range(1000)}}
+    body |= {"messages": [{"role": "user", "content": [part]}], "logit_bias": {str(i): "x" for i in range(10_000)}}
+    counts = []
+
+    def count(error, value):
+        counts.append(error.error_count())
+        return ApiError(400, "")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "from_validation", count)
+        with pytest.raises(ApiError):
+            wire.parse(form, json.dumps(body).encode())
+    assert 0 < counts[0] <= 100
+
+
+def schemas_of(value):
+    """All schemas within a pydantic core schema."""
+    if isinstance(value, dict):
+        if isinstance(value.get("type"), str):
+            yield value
+        for inner in value.values():
+            yield from schemas_of(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from schemas_of(inner)
+
+
+def test_a_structure_is_counted_in_pieces():
+    rng = Random(1)
+    for _ in range(300):
+        value = any_json(rng, 4)
+        text = json.dumps(value, ensure_ascii=rng.random() < 0.5).encode()
+        structure, at = bodies._Structure(), 0
+        while at < len(text):
+            size = rng.randrange(1, 9)
+            structure.take(text[at:at + size])
+            at += size
+        assert (structure._values, structure._names, structure._containers) == counted(value), text
+
+
+def any_json(rng, depth):
+    text = "".join(rng.choice('\\"{}[],:aé\n') for _ in range(rng.randrange(9)))
+    kind = rng.randrange(5 if depth else 3)
+    if kind == 3:
+        return [any_json(rng, depth - 1) for _ in range(rng.randrange(5))]
+    if kind == 4:
+        return {text + str(i): any_json(rng, depth - 1) for i in range(rng.randrange(5))}
+    return text if kind else 1.5
+
+
+def counted(value):
+    """The commas, names and containers of a JSON value."""
+    if not isinstance(value, (dict, list)):
+        return 0, 0, 0
+    is_dict = isinstance(value, dict)
+    inner = [counted(one) for one in (value.values() if is_dict else value)]
+    return tuple(map(sum, zip((max(len(value) - 1, 0), len(value) if is_dict else 0, 1), *inner)))
+
+
+def test_unknown_fields_that_are_null(http_client):
+    """They are ignored below the top level, where clients send answers back with all the fields of their types."""
+    message = {"role": "user", "content": [{"type": "text", "text": "a", "more": None}], "other": None}
+    post(http_client, CHAT, messages=[message], max_tokens=1)
+    assert refusal(http_client, CHAT, {"model": MODEL, "messages": [message], "more": None})["param"] == "more"
+    message["content"][0]["wrong"] = 1
+    refused = refusal(http_client, CHAT, {"model": MODEL, "messages": [message]})
+    assert refused["param"] == "messages[0].content[0].wrong"
 
 
 def test_missing_fields(http_client):

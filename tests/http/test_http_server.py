@@ -169,11 +169,15 @@ def test_bodies(http_server, http_client):
     for body, code in ((b"", "invalid_json"), (b"{", "invalid_json"), (b"[1]", "invalid_json"),
                        (b"null", "invalid_json"),
                        (b'{"model": "fable", "prompt": "\\ud800"}', "invalid_json"), (b"\xff", "invalid_json"),
-                       (b'{"a":' * 100_000, "invalid_json")):
+                       (b'{"a":' * 10_000, "invalid_json")):
         assert refusal(http_client, "/v1/completions", body)["code"] == code, body[:40]
     for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
         answer = http_client.post("/v1/completions", content=b"{}", headers={"content-type": kind})
         assert answer.status_code == 415
+    for body, kind in ((b"[" * 20_000, "arrays and objects"), (b"[" + b"1," * 600_000, "values"),
+                       (b"{" + b'"a":1,' * 70_000, "names")):
+        refused = refusal(http_client, "/v1/completions", body, 413)
+        assert refused["code"] == "request_too_large" and kind in refused["message"]
     packed = {"content-type": "application/json", "content-encoding": "gzip"}
     assert http_client.post("/v1/completions", content=b"x", headers=packed).status_code == 415
     assert post(http_client, "/v1/completions", prompt="Once", max_tokens=1)
@@ -247,7 +251,10 @@ def test_a_server_outlives_its_groups(tmp_path):
         with httpx.Client(base_url=f"http://{server.address}", timeout=30) as client:
             wait_for(lambda: answers(client), 20)
             found = client.get("/health")
-            assert found.status_code == 503 and "cannot be reached" in found.json()["reason"]
+            assert found.status_code == 503 and found.headers["retry-after"] == "1"
+            assert found.json()["reason"] == "the pool cannot be reached"       # no address: this needs no key
+            assert client.get("/health/ready").status_code == 503
+            assert client.get("/health/live").json() == {"status": "ok"}
             assert refusal(client, "/v1/completions", {"model": MODEL, "prompt": "A"}, 503)["type"] == "server_error"
             command = ["--model", str(shipped_model()), "--max-length", "1024", "--address", address]
             with background_group(command, timeout=60.0):

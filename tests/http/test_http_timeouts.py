@@ -20,6 +20,11 @@ from allspark_server.http.errors import ApiError
 HEADERS = [(b"content-type", b"application/json")]
 
 
+async def read(reader: bodies.BodyReader, receive, client: str = "") -> bytes:
+    with reader.share(client) as share:
+        return await share.read({"headers": HEADERS}, receive)
+
+
 def test_slow_writers(monkeypatch):
     monkeypatch.setattr(bodies, "CHUNK_SECONDS", 0.05)
     monkeypatch.setattr(bodies, "WHOLE_SECONDS", 0.3)
@@ -35,35 +40,65 @@ def test_slow_writers(monkeypatch):
     for receive in (silent, drip):
         began = time.monotonic()
         with pytest.raises(ApiError) as found:
-            asyncio.run(reader.read({"headers": HEADERS}, receive))
+            asyncio.run(read(reader, receive))
         assert found.value.status == 408 and time.monotonic() - began < 2
 
 
-def test_bodies_all_together():
+def test_bodies_all_together(monkeypatch):
     """The bodies of all requests together are bounded; their share is given back when they end."""
-    reader = bodies.BodyReader(1000, 1000)
+    reader = bodies.BodyReader(3000, 6000)
+    monkeypatch.setattr(reader, "_most", 6000)
     held = asyncio.Event()
 
     async def half():
         if not held.is_set():
             held.set()
-            return {"type": "http.request", "body": b"x" * 900, "more_body": True}
+            return {"type": "http.request", "body": b"x" * 2900, "more_body": True}
         await asyncio.sleep(10)
 
     async def small():
         return {"type": "http.request", "body": b"x" * 200, "more_body": False}
 
     async def run():
-        first = asyncio.ensure_future(reader.read({"headers": HEADERS}, half))
+        first = asyncio.ensure_future(read(reader, half))
         await held.wait()
         await asyncio.sleep(0.01)
         with pytest.raises(ApiError) as found:
-            await reader.read({"headers": HEADERS}, small)
-        assert found.value.status == 503
+            await read(reader, small)
+        assert found.value.status == 503 and found.value.retry_after
         first.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await first
-        assert len(await reader.read({"headers": HEADERS}, small)) == 200
+        assert len(await read(reader, small)) == 200
+
+    asyncio.run(run())
+
+
+def test_a_body_counts_until_its_request_ends():
+    reader = bodies.BodyReader(1000, 12_000)
+
+    async def text(body: bytes):
+        async def receive():
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        with reader.share("one") as share:
+            await share.read({"headers": HEADERS}, receive)
+            yield
+
+    async def run():
+        open_requests = [text(b"x" * 1000) for _ in range(4)] + [text("é".encode() * 50)]
+        for request in open_requests:       # 8,600 bytes of memory
+            await anext(request)
+        with pytest.raises(ApiError, match="of this client") as found:
+            await anext(text(b"x" * 1000))
+        assert found.value.status == 503 and found.value.retry_after == 1
+        with reader.share("another") as share:
+            share._take(2000)
+            with pytest.raises(ApiError, match="Too many large requests are being served"):
+                share._take(2000)
+        for request in open_requests:
+            await anext(request, None)
+        assert reader._held == 0 and not reader._held_by
 
     asyncio.run(run())
 
