@@ -30,12 +30,13 @@ import psutil
 from allspark_client.version import __version__
 from allspark_server import logs
 from allspark_server.runtime.binding import adopt_orphans, die_with_parent, memory_policy_allowed
+from allspark_server.signals import Signals
 
 from ..machine.placement import place
 from ..machine.topology import read_topology
 from .folders import private_folder, short_parent, trusted
 from .mpi import clean_environment
-from .processes import is_stopped, neutral_for_oom, open_pid, reap_orphans
+from .processes import Freeing, is_stopped, neutral_for_oom, open_pid, reap_orphans
 
 logger = logging.getLogger(__name__)
 
@@ -62,12 +63,14 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._heartbeats, selectors.EVENT_READ, self._read_heartbeats)
         self._selector.register(0, selectors.EVENT_READ, self._read_commands)
+        self._signals = Signals(signal.SIGTERM)
+        self._selector.register(self._signals, selectors.EVENT_READ, self._close)
         self._unread, self._unsent = b"", bytearray()
         self._ranks: dict[int, int] = {}            # process id -> pidfd
         self._sent: dict[int, float] = {}           # alive messages without an answer -> time
         self._count = 0
         self._lease = time.monotonic()
-        self._closed = False                        # the supervisor has closed our standard input
+        self._closed = False                        # the supervisor has closed our standard input, or SIGTERM came
         os.set_blocking(0, False)
         os.set_blocking(1, False)
 
@@ -152,8 +155,9 @@ class Agent:
                 elif name == "launch":
                     self._launch(**value)
                 elif name == "end":
-                    self._end()
-                    self._tell({"ended": True})
+                    survivors = self._end()
+                    self._lease = time.monotonic()      # that took a while, but nothing runs now
+                    self._tell({"survivors": survivors} if survivors else {"ended": True})
 
     def _place(self, strict: bool, **options: Any) -> dict:
         try:
@@ -176,22 +180,34 @@ class Agent:
         subprocess.Popen(["sh", "-c", f"exec 2>&1; {command}"], env=whole, stdin=subprocess.DEVNULL, stdout=2,
                          start_new_session=True, preexec_fn=_as_daemon)
 
-    def _end(self) -> None:
-        """Ends every process of the group on this host: all descendants. This process adopts orphans among them."""
-        deadline = time.monotonic() + LEASE_SECONDS
-        while (left := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
+    def _close(self) -> None:
+        self._signals.read()
+        self._closed = True
+
+    def _end(self) -> list[int]:
+        """Ends every process of the group on this host: all descendants. This process adopts orphans among them.
+        Returns the ids of those that do not end.
+        """
+        freeing, next_alive = Freeing(LEASE_SECONDS), time.monotonic() + ALIVE_SECONDS
+        while (left := psutil.Process().children(recursive=True)) and not freeing.is_stuck():
             for process in left:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
             reap_orphans()
+            if not self._closed and time.monotonic() >= next_alive:
+                next_alive = time.monotonic() + ALIVE_SECONDS
+                with contextlib.suppress(OSError):
+                    self._alive(time.monotonic())
             time.sleep(0.02)
         for descriptor in self._ranks.values():
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(descriptor)
                 os.close(descriptor)
         self._ranks.clear()
-        for file in self._shared_memory.iterdir() if self._shared_memory else ():
-            file.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            for file in self._shared_memory.iterdir() if self._shared_memory else ():
+                file.unlink(missing_ok=True)
+        return [process.pid for process in left]
 
 
 def _as_daemon() -> None:
@@ -203,7 +219,6 @@ def main() -> int:
     """Runs an agent on standard input and output; returns the exit status."""
     for number in (signal.SIGINT, signal.SIGHUP):       # the supervisor ends it
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     logs.set_up("agent", os.environ.get("ALLSPARK_LOG", "INFO"), "text")
     adopt_orphans()
     with contextlib.ExitStack() as stack:

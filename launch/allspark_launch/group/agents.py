@@ -41,6 +41,7 @@ class Agent:
         self.heard = 0.0            # monotonic time of the last message
         self.stopped: set[int] = set()      # process ids of ranks that SIGSTOP has stopped
         self.ended = True           # no process of the group runs there
+        self.survivors: list[int] = []      # processes that SIGKILL does not end there
         self.ending = False         # the agent was asked to end them
         self.given_up = False       # its lease is not renewed any more
         self.was_lost = False       # in the incarnation before, so it is not waited for
@@ -73,6 +74,7 @@ class Agent:
         command = [sys.executable, "-m", "allspark_launch.group.agent"]
         self.errors.clear()
         self._unread, self.hello, self.ended, self.given_up, self.stopped = b"", {}, True, False, set()
+        self.survivors = []
         self.process = subprocess.Popen([*shell, self.name, *command],     # no word needs quotes in a shell
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                         start_new_session=True, preexec_fn=lambda: die_with_parent(9))
@@ -203,6 +205,8 @@ class Agents:
                     agent.send(lease=message["alive"])
             elif "ended" in message:
                 agent.ended = True
+            elif "survivors" in message:
+                agent.survivors = message["survivors"]
             else:
                 yield message
 
@@ -248,13 +252,17 @@ class Agents:
 
     def end(self, keep_alive: Callable[[], None]) -> None:
         """Ends the group's processes on all hosts. Returns once they certainly have ended: on a host that does not
-        answer, once its lease has expired. keep_alive(): called several times a second.
+        answer, once its lease has expired. keep_alive(): called several times a second. Raises RuntimeError if some do
+        not end.
         """
         self.kill()
         while True:
             left = [a for a in self.all if not a.ended and time.monotonic() < a.heard + OVER_SECONDS]
             if not left:
                 break
+            for agent in left:
+                if agent.survivors:
+                    raise RuntimeError(f"processes {agent.survivors} of the group on host {agent.name} survive SIGKILL")
             self.poll(min(0.1, max(0.01, left[0].heard + OVER_SECONDS - time.monotonic())))
             keep_alive()
         for agent in self.all:

@@ -419,11 +419,16 @@ class Supervisor:
                 raise GroupFailed(f"processes {processes_of_session(process.pid)} of the group survive SIGKILL")
             self._notifier.alive()
             self._notifier.status(f"ending: {len(left)} killed processes still free their memory")
+            if self._agents is not None:
+                self._agents.poll()         # renews their leases
             time.sleep(0.02)
         if os.getpid() == 1:
             reap_orphans()
         if self._agents is not None:
-            self._agents.end(self._notifier.alive)
+            try:
+                self._agents.end(self._notifier.alive)
+            except RuntimeError as error:
+                raise GroupFailed(str(error)) from None
         current.empty_shared_memory()
 
     def _wait(self, seconds: float) -> None:

@@ -141,8 +141,8 @@ AGENT = "import sys, allspark_launch.group.agent as a; a.LEASE_SECONDS = {lease}
 class Agent:
     """An agent of this host, as its supervisor sees it."""
 
-    def __init__(self, lease: float):
-        self.process = subprocess.Popen([sys.executable, "-c", AGENT.format(lease=lease)], text=True,
+    def __init__(self, lease: float = 20, command: str = AGENT):
+        self.process = subprocess.Popen([sys.executable, "-c", command.replace("{lease}", str(lease))], text=True,
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def __enter__(self):
@@ -196,6 +196,32 @@ def test_an_agent_places_and_ends(tmp_path):
         pid = agent.launch(tmp_path)            # another incarnation
         agent.process.stdin.close()             # the supervisor is gone
         assert agent.process.wait(10) == 0 and not is_alive(pid)
+
+
+STUBBORN = """import psutil, sys, time, allspark_launch.group.agent as a
+began, free, children = [], [1 << 30], psutil.Process.children
+class Stays:
+    pid = 4194303
+    def kill(self):
+        began.append(time.monotonic())
+    def children(self, recursive):      # memory grows for a second, then it does not
+        free[0] += (16 << 20) * (not began or time.monotonic() < began[0] + 1)
+        return [Stays()]
+psutil.Process = lambda *_: Stays()
+psutil.virtual_memory = lambda: type("Memory", (), {"available": free[0]})
+a.LEASE_SECONDS = 1.0
+sys.exit(a.main())"""
+
+
+def test_an_agent_reports_processes_that_survive_sigkill():
+    """It is heard meanwhile, and waits as long as memory is freed."""
+    with Agent(command=STUBBORN) as agent:
+        began = time.monotonic()
+        agent.send(end=True)
+        agent.wait("alive")
+        assert agent.wait("survivors") == [4194303] and time.monotonic() - began > 1.5
+        agent.process.terminate()
+        assert agent.process.wait(20) == 0
 
 
 def test_a_lease_runs_out(tmp_path):
