@@ -200,8 +200,8 @@ class RankOptions(ListenerOptions):
     model_root: list[str] = option(list, "clients may install models from below this directory; repeatable (default: "
                                    "only those that --model names)", section="access", metavar="DIR", ranks=FIRST_RANK)
     max_message_mib: int = _limit(0, "the largest message that is accepted from a client", implied=16)
-    max_requests: int = _limit(0, "how many requests of all clients may wait or run (default: only the limits of the "
-                               "models)")
+    max_requests: int = _limit(0, "how many requests of all clients may wait or run; one with n samples counts as n "
+                               "(default: only the limits of the models)")
     max_tenant_requests: int = _limit(0, "how many requests of one tenant may wait or run; a tenant is a token, a "
                                       "certificate, or otherwise a connection")
     strict: bool = option(False, "do not serve a model if its memory is on the wrong NUMA nodes", section="placement",

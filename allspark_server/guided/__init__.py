@@ -6,7 +6,7 @@ thread. Nothing here depends on requests or devices.
 """
 
 from .checker import schema_of
-from .grammar import Grammar, Guidance, Guide, Matcher, MatcherError
+from .grammar import CACHED_GRAMMARS, Grammar, Guidance, Guide, Matcher, MatcherError
 from .masks import MaskWriter
 
-__all__ = ["Grammar", "Guidance", "Guide", "MaskWriter", "Matcher", "MatcherError", "schema_of"]
+__all__ = ["CACHED_GRAMMARS", "Grammar", "Guidance", "Guide", "MaskWriter", "Matcher", "MatcherError", "schema_of"]

@@ -24,6 +24,11 @@ EOF: Any = grpc.aio.EOF     # type: ignore[attr-defined]    # missing in grpc-st
 #: how long a session may take to send its first message, s; and other calls, whose message may be large
 HELLO_SECONDS, RECEIVE_SECONDS = 10.0, 60.0
 _TINY_MESSAGE = 2 << 10
+#: bytes that one tenant may send at once, and per second: a million tokens of text, more than any model reads
+BURST, RATE = 8 << 20, 4 << 20
+#: bytes of one tenant's requests that may wait to be read; a request takes some beside its message
+_MAX_INCOMING, _REQUEST_BYTES = 32 << 20, 4096
+_REMEMBERED = 1024          # tenants whose allowance is kept even if it is full
 _QUIET_SECONDS = 10.0       # between two log lines about wrong calls
 _CODES = {
     AsStatus.ALLSPARK_PARAM_ERROR: grpc.StatusCode.INVALID_ARGUMENT,
@@ -62,23 +67,60 @@ class RareLog:
         self._more = 0
 
 
-class Allowance:
-    """A token bucket that limits what a stream may send: `burst` bytes at once, `rate` bytes per second in the long
-    run.
+class Allowances:
+    """How many bytes each tenant may send: `BURST` at once, `RATE` per second in the long run. Used on one event loop.
 
     Messages are copied and decoded under the interpreter lock, which the threads of all other clients need, too.
     """
 
-    def __init__(self, burst: int, rate: int):
-        self._burst, self._rate = burst, rate
-        self._left, self._at = float(burst), time.monotonic()
+    def __init__(self) -> None:
+        #: of each tenant: the bytes left, below 0 if it has sent too much, at a time on the monotonic clock
+        self._left: dict[str, tuple[float, float]] = {}
 
-    def take(self, size: int) -> float:
-        """Count a message of `size` bytes; returns the seconds until the next message may be read."""
-        now = time.monotonic()
-        self._left = min(self._burst, self._left + self._rate * (now - self._at)) - size
-        self._at = now
-        return max(0.0, -self._left / self._rate)
+    def take(self, tenant: str, size: int) -> float:
+        """Count a message of `size` bytes; returns the seconds until the tenant has paid for it."""
+        left = self._now(tenant) - size
+        if len(self._left) > _REMEMBERED:
+            self._left = {name: entry for name, entry in self._left.items() if self._now(name) < BURST}
+        self._left[tenant] = left, time.monotonic()
+        return max(0.0, -left / RATE)
+
+    def debt(self, tenant: str) -> float:
+        """The seconds until the tenant has paid for what it has sent."""
+        return max(0.0, -self._now(tenant) / RATE)
+
+    def _now(self, tenant: str) -> float:
+        left, at = self._left.get(tenant, (BURST, 0.0))
+        return min(float(BURST), left + RATE * (time.monotonic() - at))
+
+
+class Incoming:
+    """The bytes of each tenant's requests that wait for a thread, or that a thread reads. Used on one event loop."""
+
+    def __init__(self) -> None:
+        self._sizes: Counter[str] = Counter()
+        self._less = asyncio.Event()    # there is less of some tenant's
+
+    def add(self, tenant: str, size: int) -> None:
+        """Count a request whose message has `size` bytes."""
+        self._sizes[tenant] += size + _REQUEST_BYTES
+
+    def remove(self, tenant: str, size: int) -> None:
+        """A request has been read."""
+        self._sizes[tenant] -= size + _REQUEST_BYTES
+        if not self._sizes[tenant]:
+            del self._sizes[tenant]
+        self._less.set()
+
+    def full(self, tenant: str) -> bool:
+        """Whether the tenant has to wait."""
+        return self._sizes[tenant] > _MAX_INCOMING
+
+    async def room(self, tenant: str) -> None:
+        """Wait until the tenant has room."""
+        while self.full(tenant):
+            self._less.clear()
+            await self._less.wait()
 
 
 class ConcurrencyLimits:
@@ -111,18 +153,35 @@ class ConcurrencyLimits:
                 del self._semaphores[client], self._users[client]
 
 
-def is_tiny(data: bytes, request: pb.GenerateRequest) -> bool:
+def is_tiny(size: int, request: pb.GenerateRequest) -> bool:
     """Whether the event loop may start a request itself, which costs less than two changes of threads.
 
-    The request is small, has ids instead of text, and asks for one sample.
+    The request is small (`size` bytes), has ids instead of text, has no grammar, and asks for one sample.
     """
-    return len(data) <= _TINY_MESSAGE and request.HasField("input_ids") and request.config.n <= 1
+    return (size <= _TINY_MESSAGE and request.HasField("input_ids") and request.config.n <= 1
+            and grammar_of(request) is None)
 
 
-def is_guided(request: pb.GenerateRequest) -> bool:
-    """Whether a request has a grammar, which may take a second to compile."""
-    forced = request.chat_options.tool_choice_json not in ("", '"auto"', '"none"')
-    return forced or '"strict"' in request.chat_options.tools_json or request.config.HasField("response_format_json")
+def grammar_of(request: pb.GenerateRequest) -> int | None:
+    """A hash of what a request's grammar depends on; None for a request without. To compile one may take a second."""
+    chat = request.chat_options
+    forced = chat.tool_choice_json not in ("", '"auto"', '"none"')
+    if not (forced or '"strict"' in chat.tools_json or request.config.HasField("response_format_json")):
+        return None
+    return hash((request.model, request.config.response_format_json, chat.tools_json, chat.tool_choice_json,
+                 chat.chat_format, chat.parallel_tool_calls))
+
+
+def known_error(error: BaseException) -> Exception:
+    """The error itself if it is one of those that a request may cause; another one, such as a panic in a library, is
+    logged, and the client gets an AllSparkError.
+    """
+    if isinstance(error, (AllSparkError, ValueError, TypeError)):
+        return error
+    logger.error("a request failed", exc_info=error)
+    if isinstance(error, Exception):
+        return error
+    return AllSparkError(AsStatus.ALLSPARK_UNKNOWN_ERROR, f"the request ended with {type(error).__name__}")
 
 
 async def receive(context: grpc.aio.ServicerContext[Any, Any], seconds: float = RECEIVE_SECONDS) -> bytes:

@@ -1,4 +1,4 @@
-"""Limits of the requests that clients have at the same time, over all models."""
+"""Limits of the requests that clients have at the same time, over all models. Each sample of a request counts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from allspark_client.errors import AllSparkError, AsStatus
 
 
 class ClientLimits:
-    """Counts requests that wait or run. Any thread may call the methods.
+    """Counts requests that wait or run; a request for `n` samples counts as n. Any thread may call the methods.
 
     Args:
         total: most requests of all tenants together; 0: no limit.
@@ -23,22 +23,27 @@ class ClientLimits:
         self._lock = threading.Lock()
         self._taken: Counter[str] = Counter()
 
-    def enter(self, tenant: str) -> None:
-        """Count a new request; raises AllSparkError (`.retryable`) if there are too many."""
+    def enter(self, tenant: str, samples: int = 1) -> None:
+        """Count a new request; raises AllSparkError if there are too many (`.retryable` if it may be taken later)."""
         with self._lock:
-            if self._of_tenant and self._taken[tenant] >= self._of_tenant:
-                raise _full(f"this client has {self._of_tenant} requests already, as many as it may have at once")
-            if self._total and self._taken.total() >= self._total:
-                raise _full(f"the server has {self._total} requests already, as many as it takes at once")
-            self._taken[tenant] += 1
+            own = self._taken[tenant]
+            if self._of_tenant and own + samples > self._of_tenant:
+                raise _full(f"this client has {own} requests already, and may have {self._of_tenant} at once", samples,
+                            self._of_tenant)
+            if self._total and (taken := self._taken.total()) + samples > self._total:
+                raise _full(f"the server has {taken} requests already, and takes {self._total} at once", samples,
+                            self._total)
+            self._taken[tenant] += samples
 
-    def leave(self, tenant: str) -> None:
+    def leave(self, tenant: str, samples: int = 1) -> None:
         """Count a request's end."""
         with self._lock:
-            self._taken[tenant] -= 1
+            self._taken[tenant] -= samples
             if not self._taken[tenant]:
                 del self._taken[tenant]
 
 
-def _full(message: str) -> AllSparkError:
-    return AllSparkError(AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR, message, retryable=True)
+def _full(message: str, samples: int, limit: int) -> AllSparkError:
+    if samples > 1:
+        message += f"; n={samples} counts as {samples} requests"
+    return AllSparkError(AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR, message, retryable=samples <= limit)

@@ -16,6 +16,7 @@ from allspark_client.request import RequestSpec
 from allspark_client.types import GeneratedElements, GenerateRequestStatus
 
 from ..engine.results import SampleEnd, prompt_elements
+from .calls import known_error
 from .client_limits import ClientLimits
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ class ClientStream:
         self._pending: dict[int, _Pending] = {}
         self._changed: dict[int, None] = {}     # ids with results to send, in order
         self._handles: dict[int, int] = {}
-        self._tenants: dict[int, str] = {}      # of handles
+        self._counted: dict[int, tuple[str, int]] = {}  # of handles: the tenant and the samples that limits count
         self._size = 0                          # of all `_pending`
         self._closed = False
         self.overflow = False
@@ -175,15 +176,15 @@ class ClientStream:
                 raise ValueError(f"id {request_id} is in use by another request of this stream")
             self._pending[request_id] = _Pending()
 
-    def start(self, request_id: int, spec: RequestSpec) -> None:
+    def start(self, request_id: int, spec: RequestSpec) -> bool:
         """Submit a registered request; the answer, started or refused, becomes part of the next message.
 
-        Any thread may call this; it may block.
+        Returns whether the engine took it. Any thread may call this; it may block.
         """
         with self._lock:
             pending = self._pending.get(request_id)
         if pending is None:     # released already
-            return
+            return False
         try:
             started = pb.Started(fingerprint=self._engine.fingerprint(spec.model))
             as_ids = spec.input_ids is not None
@@ -192,30 +193,30 @@ class ClientStream:
             if not as_ids:      # the engine has set them in the spec
                 started.prompt_ids.extend(spec.input_ids)
                 started.opened = spec.opened
-        except Exception as error:  # reported to the client
-            if not isinstance(error, (AllSparkError, ValueError, TypeError)):
-                logger.exception("submitting a request failed")
-            self._answer(request_id, pb.RequestEvent(id=request_id, refused=convert.error_to_pb(error)))
-            return
+        except BaseException as error:  # reported to the client
+            self.refuse(request_id, known_error(error))
+            return False
         with self._lock:
             gone = self._closed or self._pending.get(request_id) is not pending
             if not gone:
                 self._handles[request_id] = handle
         if gone:    # the client disconnected, or released it, while the engine accepted it
             self._release(handle)
-            return
+            return True
         if pending.stopped:
             self.stop(request_id)
         self._answer(request_id, pb.RequestEvent(id=request_id, started=started))
+        return True
 
     def _submit(self, request_id: int, spec: RequestSpec) -> int:
-        self._limits.enter(spec.tenant)
+        counted = spec.tenant, spec.config.n
+        self._limits.enter(*counted)
         try:
             handle = self._engine.submit(spec, _RequestSink(self, request_id))
         except BaseException:
-            self._limits.leave(spec.tenant)
+            self._limits.leave(*counted)
             raise
-        self._tenants[handle] = spec.tenant
+        self._counted[handle] = counted
         return handle
 
     def refuse(self, request_id: int, error: Exception) -> None:
@@ -343,7 +344,7 @@ class ClientStream:
             return not self._pending
 
     def _release(self, handle: int) -> None:
-        self._limits.leave(self._tenants.pop(handle))
+        self._limits.leave(*self._counted.pop(handle))
         try:
             self._engine.release(handle)
         except AllSparkError as error:   # released with its model, or the engine is closed

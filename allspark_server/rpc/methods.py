@@ -6,6 +6,7 @@ sender is known (access.py), and bytes that cannot be decoded get a clear error.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,8 +24,9 @@ from allspark_client.errors import AllSparkError, AsStatus
 
 from ..access import Access, Client, ModelRoots, Role
 from ..weights.hub import with_local_paths
-from .calls import EOF, ConcurrencyLimits, RareLog, Writer, abort, receive
+from .calls import EOF, Allowances, ConcurrencyLimits, RareLog, Writer, abort, receive
 from .health import SERVICE_NAME, Health
+from .tenant_threads import TenantThreads
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine
@@ -32,8 +34,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: messages of at least this many bytes use a separate thread pool, so that short prompts do not wait for long ones
-_LARGE_MESSAGE = 64 << 10
-#: calls of one client that are read, or wait for a thread, at the same time
+LARGE_MESSAGE = 64 << 10
+#: calls of one client that are read, wait for a thread or run in one, at the same time: their messages take memory
 _AT_ONCE = 12
 EVERY_ROLE = frozenset(Role)
 REQUESTS = frozenset((Role.GENERATE, Role.DOOR, Role.ADMIN))
@@ -45,24 +47,29 @@ _ANYONE = Client(Role.READ)     # the client of methods that ask for no token
 
 
 class Workers:
-    """Threads for blocking calls of the engine. Calls that may take long have threads of their own."""
+    """Threads for blocking calls of the engine. Calls that may take long have threads of their own, and no tenant has
+    all threads that read prompts.
+    """
 
     def __init__(self) -> None:
         self.control = ThreadPoolExecutor(4, thread_name_prefix="allspark-control")         # loads take minutes
-        self.input = ThreadPoolExecutor(4, thread_name_prefix="allspark-input")             # prompts of usual size
-        self.large_input = ThreadPoolExecutor(2, thread_name_prefix="allspark-large-input")
-        self.guided_input = ThreadPoolExecutor(4, thread_name_prefix="allspark-guided-input")   # compiles grammars
+        self.parsing = ThreadPoolExecutor(1, thread_name_prefix="allspark-parsing")         # of large messages
+        self.input = TenantThreads(4, 3, "allspark-input")                                  # prompts of usual size
+        self.large_input = TenantThreads(2, 1, "allspark-large-input")
+        self.guided_input = TenantThreads(4, 2, "allspark-guided-input")                    # compiles grammars
         self.statistics = ThreadPoolExecutor(2, thread_name_prefix="allspark-statistics")
         self.ends = ThreadPoolExecutor(1, thread_name_prefix="allspark-ends")               # of sessions
 
-    def of_message(self, data: bytes) -> ThreadPoolExecutor:
-        """The threads that handle a request of this size."""
-        return self.input if len(data) < _LARGE_MESSAGE else self.large_input
+    def of_size(self, size: int) -> TenantThreads:
+        """The threads that handle a request whose message has `size` bytes."""
+        return self.input if size < LARGE_MESSAGE else self.large_input
 
     def shutdown(self) -> None:
         """End the threads; loads that still run are not waited for."""
         self.control.shutdown(wait=False, cancel_futures=True)
-        for pool in (self.input, self.large_input, self.guided_input, self.statistics):
+        for threads in (self.input, self.large_input, self.guided_input):
+            threads.shutdown()
+        for pool in (self.parsing, self.statistics):
             pool.shutdown(cancel_futures=True)
         self.ends.shutdown()
 
@@ -73,6 +80,7 @@ class Methods:
     def __init__(self, access: Access, workers: Workers):
         self._access, self._workers = access, workers
         self.concurrency = ConcurrencyLimits(_AT_ONCE)
+        self.allowances = Allowances()
         self._undecodable = RareLog("a message of %s cannot be decoded")
         self._refused = RareLog("a call of %s was refused: it shows no valid token")
 
@@ -99,12 +107,18 @@ class Methods:
               call: Callable[[M], Message]) -> Method:
         """A method that answers one message with one. `call` runs in a thread of `pool`; None: chosen by size."""
         async def method(context: grpc.aio.ServicerContext[Any, Any], client: Client) -> None:
+            tenant = client.tenant or context.peer()
             try:
-                async with self.concurrency.enter(client.tenant or context.peer()):
+                async with self.concurrency.enter(tenant):
                     data = await receive(context)
-                    request = self.parse(request_type, data, context)
-                response = await asyncio.get_running_loop().run_in_executor(
-                    pool or self._workers.of_message(data), call, request)
+                    await asyncio.sleep(self.allowances.take(tenant, len(data)))
+                    request = await self.parse_in_thread(request_type, data, context)
+                    if pool is not None:
+                        done = asyncio.get_running_loop().run_in_executor(pool, call, request)
+                    else:
+                        threads = self._workers.of_size(len(data))
+                        done = asyncio.wrap_future(threads.submit(tenant, functools.partial(call, request)))
+                    response = await done
             except Exception as error:
                 if not isinstance(error, (AllSparkError, ValueError, TypeError)):
                     logger.exception("%s failed", name)
@@ -112,6 +126,14 @@ class Methods:
             await context.write(response.SerializeToString())
 
         return method
+
+    async def parse_in_thread(self, message_type: type[M], data: bytes,
+                              context: grpc.aio.ServicerContext[Any, Any]) -> M:
+        """As `parse`; a large message is parsed in a thread."""
+        if len(data) < LARGE_MESSAGE:
+            return self.parse(message_type, data, context)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._workers.parsing, self.parse, message_type, data, context)
 
     def parse(self, message_type: type[M], data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> M:
         """The message that a client sent. Any thread may call this. Raises ValueError."""

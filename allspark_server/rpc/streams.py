@@ -23,7 +23,8 @@ from allspark_client.errors import AllSparkError, AsStatus, Draining
 from allspark_client.request import RequestSpec
 
 from ..access import Access, Client, Role
-from .calls import EOF, HELLO_SECONDS, Allowance, abort, is_guided, is_tiny, receive
+from ..guided import CACHED_GRAMMARS
+from .calls import BURST, EOF, HELLO_SECONDS, RATE, Incoming, abort, grammar_of, is_tiny, known_error, receive
 from .client_limits import ClientLimits
 from .client_stream import Backlog, ClientStream, generate_response, overflow_error
 from .methods import REQUESTS, Methods, Workers, denied
@@ -33,10 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: requests of one stream whose grammars are compiled at the same time; further ones wait
-_MAX_COMPILING = 1024
-#: bytes that one stream may send at once, and per second: a million tokens of text, more than any model reads
-_BURST, _RATE = 8 << 20, 4 << 20
+#: seconds that a request of a tenant that has sent too much may wait before it is read
+_LONGEST_DELAY = 10.0
 _NO_ROLE = Client(Role.READ)    # a client whose token has become invalid: its requests continue, new ones are rejected
 
 
@@ -49,6 +48,8 @@ class Streams:
         self._engine, self._access, self._workers, self._methods = engine, access, workers, methods
         self._limits, self._max_pending, self._info = limits, max_pending, info
         self._backlog = Backlog()
+        self._incoming = Incoming()
+        self._compiled: dict[int, None] = {}    # grammars of requests that were accepted, the oldest first
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed: set[ClientStream] = set()        # streams with results to send
         self._changed_lock = threading.Lock()
@@ -143,51 +144,93 @@ class Streams:
 
     async def _read(self, context: grpc.aio.ServicerContext[Any, Any], stream: ClientStream, client: Client) -> None:
         """Carry out a session's messages in order. Raises ValueError for a wrong message."""
-        loop, workers, parse = asyncio.get_running_loop(), self._workers, self._methods.parse
         connection = f"session {next(self._sessions)}"
-        compiling = asyncio.Semaphore(_MAX_COMPILING)
-        changes, allowance = self._access.look(), Allowance(_BURST, _RATE)
+        changes, allowances = self._access.look(), self._methods.allowances
         while (data := await context.read()) is not EOF:
-            pause = allowance.take(len(data))
-            pool = workers.of_message(data)
-            if pool is workers.input:
-                message = parse(pb.SessionRequest, data, context)
-            else:
-                message = await loop.run_in_executor(pool, parse, pb.SessionRequest, data, context)
+            message, size = await self._methods.parse_in_thread(pb.SessionRequest, data, context), len(data)
+            del data    # which may be large
             action = message.WhichOneof("action")
+            own = client.tenant or connection
             if action == "start":
                 stream.register(message.start.id)
                 if changes != self._access.look():  # the client's token may have become invalid, or changed its role
                     changes, client = self._access.changes, self._access.client(context) or _NO_ROLE
-                start = functools.partial(self._start, stream, message.start, client, connection)
-                if client.role not in REQUESTS:
-                    stream.refuse(message.start.id, denied("a request", REQUESTS, client.role))
-                elif is_guided(message.start.request):
-                    # Not awaited: the next messages do not wait until the grammar is compiled.
-                    await compiling.acquire()
-                    loop.run_in_executor(workers.guided_input, start).add_done_callback(lambda _: compiling.release())
-                elif is_tiny(data, message.start.request):
-                    start()
-                else:
-                    await loop.run_in_executor(pool, start)
+                self._accept(stream, message.start, size, client, own)
             elif action == "stop":
                 stream.stop(message.stop)
             elif action == "release":
                 stream.release(message.release)
             else:
                 raise ValueError("a session's messages after the first are start, stop and release")
-            if pause:
-                del data, message       # which may be large
-                await asyncio.sleep(pause)
+            if action != "start" or message.start.request.tenant in ("", own):
+                # The session is this tenant's: it is read again once that tenant may send more.
+                pause = allowances.take(own, size)
+                del message
+                if pause:
+                    await asyncio.sleep(pause)
+                await self._incoming.room(own)
 
-    def _start(self, stream: ClientStream, message: pb.StartRequest, client: Client, connection: str) -> None:
-        """Any thread."""
+    def _accept(self, stream: ClientStream, message: pb.StartRequest, size: int, client: Client, own: str) -> None:
+        """Start a request of a session, in a thread if that takes long. It does not wait: a session of an HTTP server
+        carries the requests of many tenants. `size`: of the message; `own`: the session's own tenant.
+        """
+        delay = 0.0
         try:
-            spec = self._spec(message.request, client, connection)
-        except (ValueError, TypeError, AllSparkError) as error:
+            if client.role not in REQUESTS:
+                raise denied("a request", REQUESTS, client.role)
+            tenant = client.tenant_of(message.request.tenant, own)
+            if tenant != own:
+                delay = self._methods.allowances.debt(tenant)
+                if delay > _LONGEST_DELAY or self._incoming.full(tenant):
+                    raise AllSparkError(
+                        AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR,
+                        f"this client has sent more than {BURST >> 20} MiB at once, or {RATE >> 20} MiB a second, of "
+                        "requests that were not read yet; send them again later", retryable=True)
+                self._methods.allowances.take(tenant, size)
+        except AllSparkError as error:
             stream.refuse(message.id, error)
             return
-        stream.start(message.id, spec)
+        if not delay and is_tiny(size, message.request):
+            self._start(stream, message, client, own)
+            return
+        loop = asyncio.get_running_loop()
+        self._incoming.add(tenant, size)
+
+        # A request whose grammar is compiled already does not wait for other grammars.
+        grammar = grammar_of(message.request)
+        if grammar is None or grammar in self._compiled:
+            threads = self._workers.of_size(size)
+        else:
+            threads = self._workers.guided_input
+
+        def run() -> None:
+            accepted = False
+            try:
+                accepted = self._start(stream, message, client, own)
+            finally:
+                with contextlib.suppress(RuntimeError):     # the loop has ended
+                    loop.call_soon_threadsafe(read, accepted)
+
+        def read(accepted: bool) -> None:
+            self._incoming.remove(tenant, size)
+            if accepted and grammar is not None:
+                self._compiled[grammar] = None
+                while len(self._compiled) > CACHED_GRAMMARS:
+                    del self._compiled[next(iter(self._compiled))]
+
+        if delay:
+            loop.call_later(delay, threads.submit, tenant, run)
+        else:
+            threads.submit(tenant, run)
+
+    def _start(self, stream: ClientStream, message: pb.StartRequest, client: Client, own: str) -> bool:
+        """Submit a request, or refuse it; returns whether the engine took it. Any thread."""
+        try:
+            spec = self._spec(message.request, client, own)
+        except BaseException as error:
+            stream.refuse(message.id, known_error(error))
+            return False
+        return stream.start(message.id, spec)
 
     # --- Generate ------------------------------------------------------------------------------------------------
 
@@ -195,13 +238,17 @@ class Streams:
         """One request, whose results are streamed."""
         async with self._opened(context) as stream:
             try:
-                async with self._methods.concurrency.enter(client.tenant or context.peer()):
-                    loop, data = asyncio.get_running_loop(), await receive(context)
-                    pool = self._workers.of_message(data)
-                    request = await loop.run_in_executor(pool, self._methods.parse, pb.GenerateRequest, data, context)
-                    pool = self._workers.guided_input if is_guided(request) else pool
-                    await loop.run_in_executor(pool, self._start_only, stream, request, client, context.peer())
-                    del data, request
+                tenant = client.tenant or context.peer()
+                async with self._methods.concurrency.enter(tenant):
+                    data = await receive(context)
+                    size = len(data)
+                    request = await self._methods.parse_in_thread(pb.GenerateRequest, data, context)
+                    await asyncio.sleep(self._methods.allowances.take(tenant, size))
+                    guided = grammar_of(request) is not None
+                    threads = self._workers.guided_input if guided else self._workers.of_size(size)
+                    start = functools.partial(self._start_only, stream, request, client, context.peer())
+                    await asyncio.wrap_future(threads.submit(tenant, start))
+                    del data, request, start
             except (ValueError, TypeError, AllSparkError) as error:
                 await abort(context, error)
             while not stream.idle:

@@ -25,7 +25,7 @@ from allspark_client import (
 from allspark_client._proto import allspark_pb2 as pb
 from allspark_client.version import __version__
 from allspark_server.access import Access, Role
-from allspark_server.rpc import streams
+from allspark_server.rpc import calls
 from allspark_server.rpc.calls import ConcurrencyLimits
 from allspark_server.rpc.client_stream import Backlog, ClientStream, _Pending, _RequestSink
 from allspark_server.rpc.service import Service
@@ -316,9 +316,9 @@ def test_models_and_information(client):
 
 
 def test_who_sends_much_is_read_slowly(served, client, monkeypatch):
-    """After a burst, a stream is read at a limited rate; other streams do not wait for it."""
-    monkeypatch.setattr(streams, "_BURST", 100_000)
-    monkeypatch.setattr(streams, "_RATE", 400_000)
+    """After a burst, a tenant is read at a limited rate; others do not wait for it."""
+    monkeypatch.setattr(calls, "BURST", 100_000)
+    monkeypatch.setattr(calls, "RATE", 400_000)
     _, address = served
 
     def send(engine, size: int) -> float:

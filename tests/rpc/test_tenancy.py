@@ -1,0 +1,188 @@
+"""What one tenant does must not harm others: limits, fair use of threads, and what may be learnt of others."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from allspark_client import AllSparkError, ClientEngine
+from allspark_client.request import RequestSpec
+from allspark_server.access import Access, Role
+from allspark_server.rpc import calls, methods
+from allspark_server.rpc.client_limits import ClientLimits
+from allspark_server.rpc.tenant_threads import TenantThreads
+from support.fake_engine import FakeEngine
+from support.fake_service import expected, serving, tokens, wait_until
+
+pytestmark = pytest.mark.usefixtures("short_first_contact")
+
+TOKENS = {"one": Role.GENERATE, "two": Role.GENERATE, "gate": Role.DOOR}
+
+
+class SlowInput:
+    """Makes the engine's input stage wait, for texts that begin with "slow", until `go` is set."""
+
+    def __init__(self, core: FakeEngine):
+        self.go, self.waiting, self._lock, self._tokenize = threading.Event(), 0, threading.Lock(), None
+        stage = core._models["m"].input
+        self._tokenize, stage.tokenize = stage.tokenize, self.tokenize
+        core._tokenize = self.tokenize
+
+    def tokenize(self, spec: RequestSpec, bare: bool = False) -> list[int]:
+        if spec.text is not None and spec.text.startswith("slow"):
+            with self._lock:
+                self.waiting += 1
+            self.go.wait(5)
+        return self._tokenize(spec, bare)
+
+
+@pytest.fixture
+def slow():
+    core = FakeEngine(0.001)
+    with serving(access=Access(TOKENS), core=core) as (_, address):
+        slow = SlowInput(core)
+        yield slow, address
+        slow.go.set()
+
+
+def test_limits_count_samples():
+    limits = ClientLimits(total=10, of_tenant=6)
+    many = {"max_new_tokens": 10000, "early_stopping": False}
+    with serving(access=Access(TOKENS), limits=limits, core=FakeEngine(0.01)) as (_, address):
+        with ClientEngine(address, token="one") as first, ClientEngine(address, token="two") as second:
+            handle = first.start_request("m", {"input_ids": [1]}, many | {"n": 4})[1]
+            with pytest.raises(AllSparkError, match="this client has 4 requests .* n=3 counts as 3") as caught:
+                first.start_request("m", {"input_ids": [1]}, many | {"n": 3})
+            assert caught.value.retryable
+            with pytest.raises(AllSparkError, match="and may have 6 at once; n=7 counts as 7") as caught:
+                second.start_request("m", {"input_ids": [1]}, many | {"n": 7})
+            assert not caught.value.retryable, "it can never be taken"
+            second.start_request("m", {"input_ids": [1]}, many | {"n": 6})
+            first.release_request("m", handle)
+            wait_until(lambda: limits._taken.total() == 6, 5)
+
+
+def test_unary_calls_are_counted_until_they_are_answered(slow, monkeypatch):
+    """Otherwise any number of large messages would wait in memory for a thread."""
+    slow, address = slow
+    read, parse = [], methods.Methods.parse
+    monkeypatch.setattr(methods.Methods, "parse", lambda self, kind, data, context: (
+        read.append(kind.DESCRIPTOR.name), parse(self, kind, data, context))[1])
+    with ClientEngine(address, token="one") as client:
+        threads = [threading.Thread(target=client.tokenize, args=("m", {"text": "slow"})) for _ in range(40)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: slow.waiting == 3, 5)
+        time.sleep(0.2)
+        assert read.count("TokenizeRequest") == methods._AT_ONCE
+        slow.go.set()
+        for thread in threads:
+            thread.join()
+    assert read.count("TokenizeRequest") == 40
+
+
+def test_starts_of_a_session_run_concurrently(slow):
+    """A short prompt does not wait until the one before it is tokenized: an HTTP server has one session for all."""
+    slow, address = slow
+    with ClientEngine(address, token="gate") as client:
+        def start(tenant: str, text: str):
+            request = client._register(RequestSpec("m", text=text, tenant=tenant))
+            request.spec.config.max_new_tokens = 2
+            session = client._pool.members[0].session()
+            session.send(request)
+            return request
+
+        held = [start("greedy", "slow") for _ in range(6)]
+        wait_until(lambda: slow.waiting == 3, 5)
+        time.sleep(0.1)
+        assert slow.waiting == 3, "a tenant never has all threads"
+        quick = start("other", "quick")
+        assert quick.answered.wait(2) and not held[0].answered.is_set()
+        assert tokens(quick.queue) == expected(list(b"quick"), 2)
+        slow.go.set()
+        assert all(tokens(request.queue) == expected(list(b"slow"), 2) for request in held)
+
+
+def test_the_allowance_of_bytes_is_the_tenants(monkeypatch, slow):
+    """One that sends too much waits, then is refused; others of the same session do not wait."""
+    monkeypatch.setattr(calls, "BURST", 100_000)
+    monkeypatch.setattr(calls, "RATE", 100_000)
+    _, address = slow
+    with ClientEngine(address, token="gate") as client:
+        def start(tenant: str, size: int):
+            request = client._register(RequestSpec("m", text="x" * size, tenant=tenant))
+            client._pool.members[0].session().send(request)
+            return request
+
+        greedy = [start("greedy", 60_000) for _ in range(40)]
+        began = time.monotonic()
+        assert start("other", 10).answered.wait(2) and time.monotonic() - began < 1
+        wait_until(lambda: greedy[-1].answered.is_set(), 5)
+        assert greedy[-1].refusal.retryable and "has sent more than" in str(greedy[-1].refusal)
+        assert not greedy[4].answered.is_set(), "it waits for its turn"
+        for request in greedy:
+            client._pool.members[0].session().release(request)
+
+
+def test_a_tenants_sessions_share_its_allowance(monkeypatch, slow):
+    monkeypatch.setattr(calls, "BURST", 100_000)
+    monkeypatch.setattr(calls, "RATE", 200_000)
+    _, address = slow
+    with ClientEngine(address, token="one") as first, ClientEngine(address, token="one") as second:
+        def seconds(client: ClientEngine, size: int) -> float:
+            began = time.monotonic()
+            with pytest.raises(AllSparkError) if size > 10_000 else threading.Lock():
+                client.start_request("m", {"text": "x" * size}, {"max_new_tokens": 1})
+            return time.monotonic() - began
+
+        seconds(second, 10)
+        seconds(first, 200_000)     # half a second too much
+        seconds(second, 10)         # is read at once, and then the session waits
+        assert seconds(second, 10) > 0.2
+
+
+def test_threads_take_tenants_in_turn():
+    threads, order, go = TenantThreads(2, 1, "test"), [], threading.Event()
+    first = [threads.submit("a", lambda i=i: (go.wait(5), order.append(f"a{i}"))) for i in range(3)]
+    second = [threads.submit("b", lambda i=i: order.append(f"b{i}")) for i in range(3)]
+    for future in second:
+        future.result(5)
+    assert order == ["b0", "b1", "b2"], "a tenant has one of two threads"
+    go.set()
+    for future in first:
+        future.result(5)
+    assert order[3:] == ["a0", "a1", "a2"] and threads._free == 2 and not threads._running and not threads._waiting
+
+    def panics():
+        raise BaseException("a panic")
+
+    with pytest.raises(RuntimeError, match="BaseException: a panic"):
+        threads.submit("a", panics).result(5)
+    block = threading.Event()
+    running, waiting = (threads.submit("a", lambda: block.wait(5)) for _ in range(2))
+    threading.Timer(0.05, block.set).start()
+    threads.shutdown()
+    assert running.result(5) and waiting.cancelled()
+
+
+def test_grammars_of_one_tenant_do_not_keep_others_waiting(slow):
+    """Two of four threads are the most that one has, and what is compiled already needs none of them."""
+    slow, address = slow
+    stage = slow._tokenize.__self__
+    guided = {"response_format": {"type": "json_object"}, "max_new_tokens": 1}
+    stage._guidances = lambda spec, form, tail, eos, histories: [None] * len(histories)
+    with ClientEngine(address, token="one") as greedy, ClientEngine(address, token="two") as other:
+        client = other.start_request("m", {"text": "quick"}, guided)[2]
+        assert tokens(client) == expected(list(b"quick"), 1)
+        for i in range(6):
+            config = {"response_format": {"type": "regex", "regex": f"{i}"}}
+            request = greedy._register(RequestSpec("m", text="slow"))
+            request.spec.config.update(config)
+            greedy._pool.members[0].session().send(request)
+        wait_until(lambda: slow.waiting == 2, 5)
+        began = time.monotonic()
+        for config in (guided, guided | {"response_format": {"type": "regex", "regex": "b"}}):
+            assert tokens(other.start_request("m", {"text": "quick"}, config)[2])
+        assert time.monotonic() - began < 2 and slow.waiting == 2
