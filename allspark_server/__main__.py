@@ -191,10 +191,12 @@ class Rank:
         engine.restore(models, again=int(os.environ.get("ALLSPARK_RESTARTS", "0")) > 0, check=roots.check_model)
         gc.collect()
         gc.freeze()  # collections between steps skip what is loaded
+        service.drain_for(float(os.environ.get("ALLSPARK_DRAIN", "0")))  # as the lost group that this one replaces
         addresses = service.start()
         logger.info("serving on %s", ", ".join(addresses))
         if self.heartbeat:
             self.heartbeat.add_details(lambda: self._health(service))
+            service.on_drain = self.heartbeat.send
             self.heartbeat.state("ready")
         while not self._heed_signals():
             continue
@@ -220,7 +222,7 @@ class Rank:
     def _health(service: Service) -> dict[str, Any]:
         """What all of rank 0's heartbeats say of the service: a single one may be lost."""
         found: dict[str, Any] = {"requests": service.requests, "draining": service.draining,
-                                 "addresses": service.addresses}
+                                 "drain_left": service.drain_left, "addresses": service.addresses}
         if service.healthy:
             found["healthy_seconds"] = time.monotonic() - service.healthy
         return found

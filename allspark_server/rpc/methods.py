@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -185,7 +186,7 @@ class UnaryCalls:
         self._engine, self._roots = engine, roots
 
     def handlers(self, methods: Methods, workers: Workers, info: Callable[[], pb.ServerInfo],
-                 drain: Callable[[bool], None], metrics: Callable[[], str],
+                 drain: Callable[[float], None], metrics: Callable[[], str],
                  ) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
         """The calls by name. `info`, `drain`, `metrics`: of the service."""
         engine = self._engine
@@ -199,7 +200,9 @@ class UnaryCalls:
             return call
 
         def drained(request: pb.DrainRequest) -> pb.ServerInfo:
-            drain(request.undo)
+            if not request.lease_seconds >= 0:
+                raise ValueError(f"lease_seconds is {request.lease_seconds}; it must be at least 0")
+            drain(0.0 if request.undo else request.lease_seconds or math.inf)
             return info()
 
         admin, everyone, prompts = (ADMIN, workers.control), (EVERY_ROLE, workers.statistics), (REQUESTS, None)

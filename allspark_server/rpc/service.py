@@ -4,6 +4,8 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +77,8 @@ class Service:
                                 self._info)
         self._calls = UnaryCalls(engine, roots or ModelRoots())
         self._health = Health(engine, lambda: self.draining)
+        #: called, in any thread, when a drain begins or is undone
+        self.on_drain: Callable[[], None] = lambda: None
         #: the addresses that the service listens on, with real port numbers
         self.addresses: list[str] = []
 
@@ -108,13 +112,30 @@ class Service:
         self._thread.join()
         self._workers.shutdown()
 
-    def drain(self, undo: bool = False) -> None:
-        """Accept no new requests from now on, except resumed ones of lost servers. `undo`: accept them again. Any
+    def drain(self) -> None:
+        """Accept no new requests any more, except resumed ones of lost servers: the service is about to stop. Any
         thread.
         """
-        self._streams.draining = not undo
+        self._streams.stopping = True
+        self._drain_changed()
+
+    def drain_for(self, seconds: float) -> None:
+        """Accept no new requests for so long, except resumed ones of lost servers; 0.0: accept them again, inf: not
+        before that. A drain that lasts longer is not shortened. Any thread.
+        """
+        until = time.monotonic() + seconds
+        self._streams.drained_until = max(until, self._streams.drained_until) if seconds else 0.0
+        self._drain_changed()
+
+    def _drain_changed(self) -> None:
         if self._loop is not None and not self._loop.is_closed():
             asyncio.run_coroutine_threadsafe(self._health.update(), self._loop)
+        self.on_drain()
+
+    @property
+    def drain_left(self) -> float:
+        """For how many seconds new requests are refused by `drain_for`."""
+        return max(0.0, self._streams.drained_until - time.monotonic())
 
     @property
     def draining(self) -> bool:
@@ -169,7 +190,7 @@ class Service:
             SERVICE_NAME: {
                 "Session": self._methods.method("Session", EVERY_ROLE, self._streams.session),
                 "Generate": self._methods.method("Generate", REQUESTS, self._streams.generate),
-                **self._calls.handlers(self._methods, self._workers, self._info, self.drain, self._metrics),
+                **self._calls.handlers(self._methods, self._workers, self._info, self.drain_for, self._metrics),
             },
             **self._methods.probes(self._health),
         }

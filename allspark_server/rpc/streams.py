@@ -12,6 +12,7 @@ import functools
 import itertools
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +57,8 @@ class Streams:
         self._live: set[ClientStream] = set()
         self._sessions = itertools.count(1)
         self._ending = False
-        self.draining = False
+        self.stopping = False       # no new requests are taken any more
+        self.drained_until = 0.0    # nor until then (monotonic clock, s)
 
     def begin(self) -> None:
         """Take results on the running event loop."""
@@ -72,6 +74,11 @@ class Streams:
     def requests(self) -> int:
         """The number of requests whose end has not been sent yet. Any thread may read it."""
         return sum(stream.requests for stream in list(self._live))
+
+    @property
+    def draining(self) -> bool:
+        """Whether no new requests are taken. Any thread may read it."""
+        return self.stopping or time.monotonic() < self.drained_until
 
     # --- from the engine's threads -------------------------------------------------------------------------------
 

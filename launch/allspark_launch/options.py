@@ -17,6 +17,8 @@ from .tables import Location, Table
 
 #: environment variables of DashInfer: the number of ranks, and the first NUMA node that is used
 NUMA_NUM, NUMA_OFFSET = "AS_NUMA_NUM", "AS_NUMA_OFFSET"
+#: environment variable of a pool's members: a digest of the unit that they were started from
+UNIT_KEY = "ALLSPARK_UNIT"
 
 
 @dataclass
@@ -153,6 +155,7 @@ class ServeOptions:
                                     metavar="FILE")
     parent_pid: int = option(0, "stop when this process ends", section="command", metavar="PID")
     progress_lines: bool = option(False, "", section="command")
+    report_file: str | None = option(None, "", section="command")
 
 
 def add_flags(parser: argparse.ArgumentParser, declared: type | tuple[Option, ...]) -> None:

@@ -96,10 +96,16 @@ class Outlet(io.RawIOBase):
 def write_whole(path: Path, text: str, mode: int | None = None) -> None:
     """Writes a file that readers see whole or not at all. `mode`: its permissions."""
     new = path.with_name(path.name + ".new")
-    new.write_text(text, encoding="utf-8")
-    if mode is not None:
-        new.chmod(mode)
-    new.replace(path)
+    try:
+        with open(new, "w", encoding="utf-8", opener=lambda file, flags: os.open(file, flags, mode or 0o666)) as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
+            file.write(text)
+        new.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            new.unlink()        # it may be cut
+        raise
 
 
 @contextlib.contextmanager

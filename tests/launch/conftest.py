@@ -1,30 +1,31 @@
 """Fixtures of the launcher's tests."""
 from __future__ import annotations
 
-import os
+import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
 
-SYSTEMCTL = """#!/bin/sh
-echo "$@" >>$(dirname $0)/calls
-[ "$1" = is-active ] && echo active
-exit 0
-"""
+from support import fake_systemd
 
 
 @pytest.fixture()
-def systemctl(tmp_path, monkeypatch):
-    """A fake systemctl; the fixture returns the calls since the last query."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    (folder / "systemctl").write_text(SYSTEMCTL)
-    (folder / "systemctl").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+def systemd(tmp_path, monkeypatch):
+    """A fake systemd for pools that are installed in tmp_path / "c"."""
+    run_dir = Path(tempfile.mkdtemp(dir="/tmp"))    # the path of a socket is limited to 107 bytes
+    systemd = fake_systemd.FakeSystemd(tmp_path / "c", run_dir)
+    fake_systemd.install(monkeypatch, systemd, run_dir)
+    yield systemd
+    systemd.close()
+    shutil.rmtree(run_dir)
 
+
+@pytest.fixture()
+def systemctl(systemd):
+    """Returns the calls of systemctl since the last query."""
     def calls() -> list[str]:
-        file = folder / "calls"
-        found = file.read_text().splitlines() if file.exists() else []
-        file.unlink(missing_ok=True)
+        found, systemd.calls = systemd.calls, []
         return found
 
     return calls

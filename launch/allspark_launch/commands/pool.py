@@ -6,7 +6,7 @@ import argparse
 from ..pool import layout as layouts
 from ..pool.install import apply, install, uninstall
 from ..pool.members import add_target_options
-from ..pool.rolling import drain, restart
+from ..pool.rolling import DRAIN_LIMIT_SECONDS, drain, restart
 from ..pool.units import CONFIG_DIR, TEMPLATES, UNIT_DIR
 from . import AddCommand, Handler
 from .top import status
@@ -19,7 +19,9 @@ EPILOG = f"""\
 
 apply starts new members and stops removed ones. It reloads members of which only tokens, drain_limit or log_level have
 changed, and restarts other changed members one after the other. A restart waits until the requests of the member have
-ended, however long that takes: it ends none.
+ended: it ends none. If they do not end within --limit, the member takes requests again and the command ends with an
+error. apply compares the file with what the members run with, so after an error, or after it was killed, the next one
+continues.
 
 layout = "auto" in the file (or --layout auto) measures each member without numa_nodes before the pool starts, with its
 model, as one wide group and as a group on each NUMA node (NAME-NODE, with ports counted up), for optimize = "latency"
@@ -53,6 +55,10 @@ def add_command(command: AddCommand) -> None:
                        help="what auto measures for (default throughput)")
         q.add_argument("--measure", action="store_true", help="measure again, although auto has decided before")
 
+    def of_limit(q: argparse.ArgumentParser) -> None:
+        q.add_argument("--limit", type=float, default=DRAIN_LIMIT_SECONDS, metavar="SECONDS",
+                       help="how long the requests of a member may take to end (default %(default)g; inf: any time)")
+
     q = action("install", install, "write the systemd units of a pool")
     of_units(q)
     of_layout(q)
@@ -61,6 +67,7 @@ def add_command(command: AddCommand) -> None:
     q = action("apply", apply, "change the running pool to match the edited file")
     of_units(q)
     of_layout(q)
+    of_limit(q)
     q.set_defaults(dry_run=False)
     q = action("uninstall", uninstall, "stop a pool and remove its units; the models that clients installed are kept")
     of_units(q)
@@ -68,12 +75,13 @@ def add_command(command: AddCommand) -> None:
     add_target_options(q)
     q.add_argument("members", nargs="*", metavar="MEMBER", help="default: all")
     q.add_argument("--undo", action="store_true", help="make them accept requests again")
-    q.add_argument("--limit", type=float, default=float("inf"), metavar="SECONDS", help="wait no longer than this")
+    of_limit(q)
     q = action("restart", restart, "restart members")
     q.add_argument("--config", required=True, metavar="FILE", help="pool.toml")
     q.add_argument("--config-dir", default=CONFIG_DIR, metavar="DIR", help="default %(default)s")
     q.add_argument("members", nargs="*", metavar="MEMBER", help="default: all")
     q.add_argument("--rolling", action="store_true",
-                   help="one after the other, each once its requests have ended, however long that takes")
+                   help="one after the other, each once its requests have ended")
+    of_limit(q)
     q = action("status", status, "health, models and load of the members")
     add_target_options(q)

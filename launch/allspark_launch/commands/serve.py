@@ -80,8 +80,9 @@ def serve(parsed: argparse.Namespace) -> int:
             logger.info("%s", line)
 
     progress = print_progress if parsed.progress_lines else show_progress if sys.stderr.isatty() else None
-    supervise(group, ready_file=parsed.ready_file or "", parent_pid=parsed.parent_pid, show=show,
-              on_progress=progress, reread=(lambda: group_options(parsed)) if parsed.config else None)
+    supervise(group, ready_file=parsed.ready_file or "", report_file=parsed.report_file or "",
+              parent_pid=parsed.parent_pid, show=show, on_progress=progress,
+              reread=(lambda: group_options(parsed)) if parsed.config else None)
     return 0
 
 

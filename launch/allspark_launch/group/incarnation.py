@@ -93,6 +93,7 @@ class Incarnation:
     requests: int = 0           # that rank 0 had at its last heartbeat
     draining: bool = False
     reload_due: bool = False    # once rank 0 serves
+    drained_until: float = 0.0  # a client's drain ends then (monotonic); inf: it must be undone
     loading: str = ""           # the model that is being loaded
     answered: bool = False      # a step was computed for a request
     error: str = ""
@@ -137,6 +138,7 @@ class Incarnation:
         self.answered = self.answered or bool(message.get("served"))
         if "requests" in message:
             self.requests, self.draining = int(message["requests"]), bool(message.get("draining"))
+            self.drained_until = time.monotonic() + float(message.get("drain_left", 0.0))
         if "healthy_seconds" in message:
             self.healthy = time.monotonic() - float(message["healthy_seconds"])
         if "loading" in message:

@@ -14,8 +14,8 @@ from pathlib import Path
 from allspark_server import access
 from allspark_server.signals import Signals
 
-from ..options import RELOADABLE, GroupOptions
-from ..output import unblocked
+from ..options import RELOADABLE, UNIT_KEY, GroupOptions
+from ..output import unblocked, write_whole
 from .folders import private_folder, remove_stale, short_parent, trusted
 from .http_server import HttpServer
 from .incarnation import Start
@@ -27,7 +27,7 @@ from .supervisor import Supervisor
 logger = logging.getLogger(__name__)
 
 
-def supervise(options: GroupOptions, *, ready_file: str = "", parent_pid: int = 0,
+def supervise(options: GroupOptions, *, ready_file: str = "", report_file: str = "", parent_pid: int = 0,
               show: Callable[[GroupPlan], None] | None = None,
               on_progress: Callable[[str, float], None] | None = None,
               reread: Callable[[], GroupOptions] | None = None) -> None:
@@ -35,6 +35,7 @@ def supervise(options: GroupOptions, *, ready_file: str = "", parent_pid: int = 
 
     show: called with the plan before anything starts.
     on_progress: gets a model's name and the part of it that is loaded.
+    report_file: gets the options that the group runs with, as JSON.
     reread: the options as they are now, for SIGHUP; without it SIGHUP stops the group.
     """
     if options.token_file:      # errors in it are reported before anything starts
@@ -88,13 +89,15 @@ def supervise(options: GroupOptions, *, ready_file: str = "", parent_pid: int = 
             if fresh.token_file == options.token_file and fresh.token_file:
                 access.read_tokens(fresh.token_file)
             taken = {name: getattr(fresh, name) for name in RELOADABLE}
+            # First what can fail, such as a full disk: then nothing has changed.
+            write_whole(runtime_dir / "reload.json", json.dumps(taken))
             left = [name for name, value in asdict(fresh).items()
                     if name not in RELOADABLE and value != getattr(options, name)]
             if left:
                 logger.warning("what has changed here needs a restart: %s", ", ".join(left))
             options = replace(options, **taken)
             supervisor.drain_limit = options.drain_limit
-            (runtime_dir / "reload.json").write_text(json.dumps(taken))
+            _report(report_file, options)
             logger.info("the configuration was read again")
 
         numbers = [signal.SIGTERM, signal.SIGINT]
@@ -106,6 +109,18 @@ def supervise(options: GroupOptions, *, ready_file: str = "", parent_pid: int = 
                                 parent_pid=parent_pid, on_output=output.write, on_progress=on_progress, signals=signals,
                                 on_reload=reload if reread is not None else None, notifier=notifier,
                                 drain_limit=options.drain_limit, agents=agents)
+        _report(report_file, options)
         if server is not None:
             server.start()
         supervisor.run()
+
+
+def _report(file: str, options: GroupOptions) -> None:
+    """Reports what the group runs with: to `allspark pool apply`, which compares it with what it should be."""
+    if not file:
+        return
+    report = {"options": replace(options, state_file="").changed(), UNIT_KEY: os.environ.get(UNIT_KEY, "")}
+    try:
+        write_whole(Path(file), json.dumps(report, indent=1) + "\n", 0o644)
+    except OSError as error:
+        logger.error("the report %s cannot be written: %s", file, error.strerror)

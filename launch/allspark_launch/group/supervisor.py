@@ -88,6 +88,7 @@ class Supervisor:
         self._hurry = False                 # a second stop was requested: do not wait for requests
         self._reload = False
         self._ever_ready = False
+        self._drained_until = 0.0           # what a client drained stays so in the next incarnation
         self._owed = 0                      # ranks of the lost incarnation whose requests wait to continue
         self.restarts = 0
         self._report_file = runtime_dir / "group.json"
@@ -213,7 +214,8 @@ class Supervisor:
         # As long as no incarnation has served, this is a first start: the configuration's models must load.
         environment = {**start.environment, **self._environment,
                        "ALLSPARK_RESTARTS": str(self.restarts if self._ever_ready and not removed else 0),
-                       "ALLSPARK_OWES": "1" if owed else ""}
+                       "ALLSPARK_OWES": "1" if owed else "",
+                       "ALLSPARK_DRAIN": str(max(0.0, self._drained_until - time.monotonic()))}
         current = Incarnation.begin(start, environment, self._tail)
         process = current.process
         self._selector.register(current.output, selectors.EVENT_READ, "output")
@@ -245,6 +247,8 @@ class Supervisor:
                     os.close(descriptor)
             self._unregister_output(current)
             current.close()
+        if current.ready_since:
+            self._drained_until = current.drained_until
         if not (self._stopping and process.returncode == 0):
             self._owed = current.expected if current.requests else 0 if current.ready_since else owed
         return current

@@ -3,19 +3,13 @@ from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
 
 from ..machine.topology import Topology, read_topology
 from ..options import GroupOptions
 from . import layout as layouts
+from .installed import installed_members
 from .pool import CHOICES, Pool
 from .units import is_active, target_name
-
-
-def installed_pool(options: argparse.Namespace) -> Pool:
-    """Reads the pool file and applies the layout that was saved when the pool was installed."""
-    pool = Pool.from_file(options.config)
-    return pool.with_layout(layouts.SavedLayout.read(pool.name, options.config_dir), read_topology())
 
 
 def pool_with_layout(options: argparse.Namespace) -> tuple[Pool, layouts.SavedLayout]:
@@ -82,8 +76,3 @@ def _measure_layout(name: str, member: GroupOptions, machine: Topology, purpose:
     layout, why = bench.choose(measured, purpose)
     print(f"{name}: layout {layout}, for {purpose}: {why}")
     return layouts.Decision(layout, why, wanted, time.strftime("%Y-%m-%d %H:%M"), [m.to_dict() for m in measured])
-
-
-def installed_members(options: argparse.Namespace, pool: Pool) -> list[str]:
-    """The names of the members that are installed."""
-    return [path.stem for path in sorted(Path(options.config_dir, pool.name).glob("*.json"))]

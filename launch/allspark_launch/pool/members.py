@@ -47,7 +47,7 @@ def add_target_options(p: argparse.ArgumentParser) -> None:
 def targets(options: argparse.Namespace) -> list[Target]:
     """The groups that the flags name."""
     if options.config:
-        from .decisions import installed_pool
+        from .installed import installed_pool
         return pool_targets(installed_pool(options), options.token_file, options.tls_ca)
     token = first_token(options.token_file)
     addresses = options.address or environment_addresses()
@@ -120,9 +120,11 @@ class Member:
         """A model's load and counters."""
         return self._call("GetStat", pb.ModelRequest(model=model), pb.EngineStat)
 
-    def drain(self, undo: bool = False) -> pb.ServerInfo:
-        """Makes the group refuse new requests, or accept them again. Needs the role admin."""
-        return self._call("Drain", pb.DrainRequest(undo=undo), pb.ServerInfo)
+    def drain(self, undo: bool = False, lease: float = 0.0) -> pb.ServerInfo:
+        """Makes the group refuse new requests for `lease` seconds (0: until it is undone), or accept them again. Needs
+        the role admin.
+        """
+        return self._call("Drain", pb.DrainRequest(undo=undo, lease_seconds=lease), pb.ServerInfo)
 
     def serves(self) -> bool:
         """Whether its health is SERVING."""

@@ -1,18 +1,22 @@
 """A pool file: the groups of a pool and their options."""
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from allspark_server import access
 
 from ..machine.topology import Topology
-from ..options import GroupOptions
+from ..options import UNIT_KEY, GroupOptions
 from ..tables import Location, Table
 from . import layout as layouts
-from .units import socket_address
+from .units import COLLECTOR, is_url, running_part, socket_address, unit_files
 
+#: whom the groups run as if the file does not say
+USER = "allspark"
 #: drain_limit of members that do not set it, in seconds
 DRAIN_SECONDS = 60.0
 
@@ -20,7 +24,8 @@ DRAIN_SECONDS = 60.0
 @dataclass
 class Pool:
     """The content of a pool file. `user`: whom the groups run as. `members`: the options of each group, by name.
-    `layout`, `optimize`: "" where the file has none. `places`: the members' places in the file.
+    `layout`, `optimize`, `collector`: "" where the file has none. `environments`: the environment variables of each
+    group. `places`: the members' places in the file.
     """
 
     name: str
@@ -28,6 +33,8 @@ class Pool:
     members: dict[str, GroupOptions]
     layout: str = ""
     optimize: str = ""
+    collector: str = ""
+    environments: dict[str, dict[str, str]] = field(default_factory=dict)
     places: dict[str, Location] = field(default_factory=dict)
 
     @classmethod
@@ -48,14 +55,20 @@ class Pool:
         defaults = values.get("defaults", {})
         if not isinstance(defaults, dict):
             raise ValueError(f"{where.at('defaults')}: defaults is {defaults!r}; it must be a table, [defaults]")
-        GroupOptions.from_table(defaults, where.inside("defaults", name="defaults"))
+        place = where.inside("defaults", name="defaults")
+        GroupOptions.from_table(_without_own(defaults), place)
+        environment = _environment(defaults, place)
+        collector = values.get("collector", "")
+        if collector and not is_url(collector):
+            raise ValueError(f"{where.at('collector')}: collector is {collector!r}; it must be a URL such as "
+                             "http://collector:4318")
         entries = values.get("member", [])
         if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
             raise ValueError(f"{where.at('member')}: member is {entries!r}; it must be a list of tables, [[member]] in "
                              "TOML")
         members: dict[str, GroupOptions] = {}
-        pool = cls(values.get("name", "default"), values.get("user", "root"), members, values.get("layout", ""),
-                   values.get("optimize", ""))
+        pool = cls(values.get("name", "default"), values.get("user", USER), members, values.get("layout", ""),
+                   values.get("optimize", ""), collector)
         for i, entry in enumerate(entries):
             name = entry.get("name", str(i))
             place = where.inside("member", i)
@@ -63,8 +76,9 @@ class Pool:
                 raise ValueError(f"{place.at('name')}: member name {name!r} must be unique, of letters, digits, '.', "
                                  "'_' and '-'")
             place = where.inside("member", i, name=f"member {name!r}")
-            own = {key: value for key, value in entry.items() if key != "name"}
-            members[name] = GroupOptions.from_table({"drain_limit": DRAIN_SECONDS, **defaults, **own}, place)
+            given = {"drain_limit": DRAIN_SECONDS, **_without_own(defaults), **_without_own(entry)}
+            members[name] = GroupOptions.from_table(given, place)
+            pool.environments[name] = environment | _environment(entry, place)
             pool.places[name] = place
         if not members:
             raise ValueError(f"{path} has no [[member]]")
@@ -89,7 +103,7 @@ class Pool:
         """The pool in which members with the layout "nodes" are replaced by one member per NUMA node. Raises ValueError
         with the name of a member for which that is not possible.
         """
-        result = replace(self, members={}, places={})
+        result = replace(self, members={}, places={}, environments={})
         layout = saved.flags.get("layout") or self.layout or layouts.LAYOUTS[0]
         for name, member in self.members.items():
             parts = {name: member}
@@ -105,6 +119,7 @@ class Pool:
                     raise ValueError(f"{self.places[name].at('name')}: layout is {layout}: {part!r} is the name of "
                                      "another member")
                 result.members[part], result.places[part] = options, self.places[name]
+                result.environments[part] = self.environments.get(name, {})
         result._check_addresses()
         return result
 
@@ -119,8 +134,46 @@ class Pool:
                 for name, member in self.members.items()}
 
 
+    def environment(self, member: str) -> dict[str, str]:
+        """The environment variables of a member."""
+        collector = {COLLECTOR: self.collector} if self.collector else {}
+        return collector | self.environments.get(member, {})
+
+    def environment_file(self, member: str) -> str:
+        """The same as lines of a systemd EnvironmentFile."""
+        quoted = ((name, re.sub(r'([\\"`$])', r"\\\1", value)) for name, value in self.environment(member).items())
+        return "".join(f'{name}="{value}"\n' for name, value in quoted)
+
+    def unit_digest(self, member: str, config_dir: Path) -> str:
+        """A digest of what a member's unit and its environment say. A member with another one needs a restart."""
+        unit = unit_files(self, config_dir)[f"allspark-{self.name}@.service"]
+        text = running_part(unit) + self.environment_file(member)
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
 CHOICES = {"layout": layouts.LAYOUTS, "optimize": layouts.PURPOSES}
-_KEYS = ("name", "user", *CHOICES, "defaults", "member")
+_KEYS = ("name", "user", *CHOICES, "collector", "defaults", "member")
+#: keys of members that are no options of their groups
+_OWN_KEYS = ("name", "environment")
+
+
+def _without_own(table: dict) -> dict:
+    return {key: value for key, value in table.items() if key not in _OWN_KEYS}
+
+
+def _environment(table: dict, where: Location) -> dict[str, str]:
+    """The environment of a table. Raises ValueError for what a unit cannot have."""
+    given = table.get("environment", {})
+    if not isinstance(given, dict):
+        raise ValueError(f"{where.at('environment')}: environment is {given!r}; it must be a table of text, such as "
+                         '{ HTTPS_PROXY = "http://proxy:3128" }')
+    for name, value in given.items():
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or name == UNIT_KEY:
+            raise ValueError(f"{where.at('environment', name)}: environment: {name!r} is not the name of a variable")
+        if not isinstance(value, str) or not value.isprintable():
+            raise ValueError(f"{where.at('environment', name)}: environment: {name} is {value!r}; it must be text of "
+                             "one line")
+    return given
 
 
 def _is_word(name: object) -> bool:

@@ -49,6 +49,9 @@ if mode == "slow":
     time.sleep(1)
 if rank == 0 and mode == "owing":
     heartbeat.add_details(lambda: {"requests": 1})
+if rank == 0 and mode == "drained":
+    open(f"{sys.argv[0]}.{os.getpid()}.drain", "w").write(os.environ["ALLSPARK_DRAIN"])
+    heartbeat.add_details(lambda: {"requests": 0, "draining": True, "drain_left": float("inf")})
 if rank == 0 and mode == "unhealthy":
     heartbeat.add_details(lambda began=time.monotonic(): {"healthy_seconds": time.monotonic() - began})
 heartbeat.state("ready", **({"addresses": ["unix:/fake"]} if rank == 0 else {}))
@@ -366,6 +369,17 @@ def test_a_group_that_answers_no_health_call_is_ended(fake):
     wait_for(lambda: f.ranks() and not set(before) & set(f.ranks()))
     f.process.terminate()
     assert "rank 0 has not answered a health call for" in f.finish()[1]
+
+
+def test_a_drained_group_that_is_lost_comes_back_draining(fake):
+    f = fake("drained")
+    f.wait_ready()
+    before = set(f.ranks())
+    os.kill(min(before), signal.SIGKILL)
+    wait_for(lambda: len(list(f.folder.glob("*.drain"))) >= 2)
+    f.process.terminate()
+    f.finish()
+    assert {file.read_text() for file in f.folder.glob("*.drain")} == {"0.0", "inf"}
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from allspark_launch.bench.load import Point
 from allspark_launch.cli import main
 from allspark_launch.group.background import shipped_model
 from allspark_launch.machine.topology import read_topology
-from allspark_launch.pool import decisions
+from allspark_launch.pool import decisions, installed, units
 from support.machines import machine
 from support.paths import SUPPORT
 from support.pool_commands import toml, words, write
@@ -29,7 +29,8 @@ def two_nodes(tmp_path, monkeypatch):
     """Two nodes with one core each, of those that this process may use, and a third with memory alone."""
     first, second = (*sorted(os.sched_getaffinity(0)), os.cpu_count())[:2]
     root = machine(tmp_path / "machine", {0: [[first]], 1: [[second]], 2: []})
-    monkeypatch.setattr(decisions, "read_topology", lambda: read_topology(root))
+    for module in (decisions, installed):
+        monkeypatch.setattr(module, "read_topology", lambda: read_topology(root))
     return root
 
 
@@ -66,7 +67,7 @@ def config_of(tmp_path: Path) -> dict[str, dict]:
 def test_a_member_is_expanded_to_one_for_each_node(tmp_path, two_nodes, systemctl, capsys):
     (tmp_path / "t").write_text("a" * 64)
     members = [
-        {"name": "a", "address": ["127.0.0.1:50051", "unix:/run/x"], "http": "127.0.0.1:8000",
+        {"name": "a", "address": ["127.0.0.1:50051", f"unix:{units.RUN_DIR}/x"], "http": "127.0.0.1:8000",
          "token_file": str(tmp_path / "t")},
         {"name": "b", "numa_nodes": [0, 1]},
         {"name": "g", "gpus": [0]},
@@ -77,10 +78,12 @@ def test_a_member_is_expanded_to_one_for_each_node(tmp_path, two_nodes, systemct
     assert main(words(tmp_path, "install")) == 0
     found = config_of(tmp_path)
     assert list(found) == ["a-0", "a-1", "b", "c-0", "c-1", "g", "h"]
-    assert found["a-0"]["address"] == ["127.0.0.1:50051", "unix:/run/x-0"] and found["a-0"]["numa_nodes"] == [0]
-    assert found["a-1"]["address"] == ["127.0.0.1:50052", "unix:/run/x-1"] and found["a-1"]["numa_nodes"] == [1]
+    for node, port in ((0, 50051), (1, 50052)):
+        assert found[f"a-{node}"]["address"] == [f"127.0.0.1:{port}", f"unix:{units.RUN_DIR}/x-{node}"]
+        assert found[f"a-{node}"]["numa_nodes"] == [node]
     assert (found["a-0"]["http"], found["a-1"]["http"]) == ("127.0.0.1:8000", "127.0.0.1:8001")
-    assert found["c-1"]["address"] == ["unix:/run/allspark/default/c-1/socket"] and found["b"]["numa_nodes"] == [0, 1]
+    assert found["c-1"]["address"] == [f"unix:{units.RUN_DIR}/default/c-1/socket"]
+    assert found["b"]["numa_nodes"] == [0, 1]
     capsys.readouterr()
     assert main(["pool", "status", *words(tmp_path, "status")[2:4], "--config-dir", str(tmp_path / "c")]) == 1
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == \

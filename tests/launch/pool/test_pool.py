@@ -43,7 +43,7 @@ def test_the_example(tmp_path, capsys):
     ({"user": "nobody\nExecStartPre=/bin/evil"}, r"user 'nobody\\nExecStartPre=/bin/evil' must be of letters"),
     ({"name": "a\nb"}, r"name 'a\\nb' must be of letters"),
     ({"user": 5}, "user 5 must be of letters"),
-    ({"usr": "x"}, "unknown key 'usr'; known: name, user, layout, optimize, defaults, member"),
+    ({"usr": "x"}, "unknown key 'usr'; known: name, user, layout, .*, member"),
     ({"defaults": {"rank": 2}}, "defaults: unknown key 'rank'"),
     ({"member": {"a": 1}}, "member is {'a': 1}; it must be a list of tables"),
     ({"member": [{"name": "a\n", "address": "x:1"}]}, r"member name 'a\\n' must be unique, of letters"),
@@ -60,6 +60,11 @@ def test_the_example(tmp_path, capsys):
     ({"member": [{"name": "a", "address": "unix:/x"}, {"name": "b", "address": "unix:/x"}]}, "have address unix:/x"),
     ({"member": [{"address": "0.0.0.0:1"}]}, "member '0': refusing to serve on 0.0.0.0:1"),
     ({"member": []}, r"has no \[\[member\]\]"),
+    ({"collector": "collector:4318"}, "collector is 'collector:4318'; it must be a URL such as http"),
+    ({"defaults": {"environment": "A=1"}}, "defaults: environment is 'A=1'; it must be a table of text"),
+    ({"member": [{"environment": {"A B": "1"}}]}, "member '0': environment: 'A B' is not the name of a variable"),
+    ({"member": [{"environment": {"A": 1}}]}, "member '0': environment: A is 1; it must be text of one line"),
+    ({"member": [{"environment": {"A": "1\nUser=root"}}]}, r"A is '1\\nUser=root'; it must be text of one line"),
 ])  # fmt: skip
 def test_a_pool_file_with_something_wrong_writes_no_unit(tmp_path, capsys, pool, message):
     write(tmp_path, [{"address": "unix:/x"}], **pool)
@@ -164,6 +169,27 @@ def test_units_allow_what_members_need(tmp_path, options, has, lacks):
     assert all(line in text for line in has) and not any(line in text for line in lacks)
 
 
+@pytest.mark.parametrize("collector, environment, opens", [
+    ("http://collector:4318", {}, True),
+    ("http://127.0.0.1:4318/v1", {}, False),
+    ("grpc://[::1]:4317", {}, False),
+    ("", {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "10.0.0.1:4317"}, True),
+    ("", {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318"}, False),
+])  # fmt: skip
+def test_a_collector_on_another_host_opens_the_network(tmp_path, collector, environment, opens):
+    """It was blocked without a word."""
+    write(tmp_path, [{"name": "a", "environment": environment}], collector=collector)
+    pool = Pool.from_file(str(tmp_path / "pool.json"))
+    assert ("IPAddressDeny" not in unit_files(pool, tmp_path)["allspark-default@.service"]) is opens
+    assert (f'OTEL_EXPORTER_OTLP_ENDPOINT="{collector}"' in pool.environment_file("a")) is bool(collector)
+
+
+def test_nothing_runs_as_root_unless_asked(tmp_path):
+    (tmp_path / "pool.json").write_text(json.dumps({"member": [{"name": "a"}]}))
+    pool = Pool.from_file(str(tmp_path / "pool.json"))
+    assert "\nUser=allspark\n" in unit_files(pool, tmp_path)["allspark-default@.service"]
+
+
 @pytest.mark.parametrize("user", ["root", "nobody", "allspark"])
 def test_systemd_thinks_well_of_the_units(tmp_path, user):
     """`systemd-analyze security`, with every relaxation that a member may need at once."""
@@ -205,7 +231,9 @@ def test_apply_does_what_the_change_needs(tmp_path, systemctl, capsys):
     assert main(words(tmp_path, "install")) == 0
     assert main(words(tmp_path, "apply")) == 0
     assert [call for call in systemctl() if call.split()[0] not in ("daemon-reload", "enable", "is-active")] == \
-        [f"reload allspark-default@{m}.service" for m in "abc"]
+        [f"start allspark-default@{m}.service" for m in "abc"]
+    assert main(words(tmp_path, "apply")) == 0
+    assert {call.split()[0] for call in systemctl()} == {"daemon-reload", "enable", "is-active"}, "nothing to do"
     # b is told its limits; c is gone, d is new.
     write(tmp_path, [{"name": "a"}, {"name": "b", "log_level": "debug"}, {"name": "d"}])
     capsys.readouterr()
