@@ -265,6 +265,10 @@ class Engine(AbstractEngine):
         """See AbstractEngine."""
         return copy.deepcopy(self._model(model_name).info)
 
+    def info(self, model_name: str) -> ModelInfo:
+        """A model's information; do not change it."""
+        return self._model(model_name).info
+
     def _tokenize(self, spec: RequestSpec, bare: bool) -> list[int]:
         return self._model(spec.model).input.tokenize(spec, bare)
 

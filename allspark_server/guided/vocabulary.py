@@ -16,6 +16,7 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPECIAL = re.compile(r"<\|.*\|>|<[a-z/_]+>|\[[A-Z]+\]", re.DOTALL)
 
 
+MAX_TOKEN_BYTES = 512  # llguidance's limit is 1,023
 _NO_TEXT = "\ufdd0"  # a code point that is not a character
 
 
@@ -71,13 +72,15 @@ def tokenizer_of_vocab(
     vocab: dict[str, int], vocab_type: VocabType | None, vocab_size: int, eos_ids: list[int]
 ) -> LLTokenizer:
     """A tokenizer of these tokens. Ids without a token, and end-of-sequence ids, stand for no text. `vocab_type`: None
-    for the spelling of byte-level BPE. ValueError for ids that the model does not have.
+    for the spelling of byte-level BPE. ValueError for ids that the model does not have, and for very long tokens.
     """
     tokens, special = [b""] * vocab_size, sorted(eos_ids)
     for token, i in vocab.items():
         if i >= vocab_size:
             raise ValueError(f"vocab has id {i} ({token!r}); the model's go to {vocab_size - 1}")
         tokens[i] = token_bytes(token, vocab_type)
+        if len(tokens[i]) > MAX_TOKEN_BYTES:
+            raise ValueError(f"vocab has a token of {len(tokens[i])} bytes, of id {i}; allowed: {MAX_TOKEN_BYTES}")
         if i not in eos_ids and _SPECIAL.fullmatch(token):
             special.append(i)
     for i, spelling in enumerate(tokens):

@@ -27,6 +27,7 @@ from ..access import Access, Client, ModelRoots, Role
 from ..weights.hub import with_local_paths
 from .calls import EOF, Allowances, ConcurrencyLimits, RareLog, Writer, abort, receive
 from .health import SERVICE_NAME, Health
+from .request_sizes import check_sizes
 from .tenant_threads import TenantThreads
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 LARGE_MESSAGE = 64 << 10
 #: calls of one client that are read, wait for a thread or run in one, at the same time: their messages take memory
 _AT_ONCE = 12
+_MAX_DETOKENIZED = 1 << 20  # ids of one call
 EVERY_ROLE = frozenset(Role)
 REQUESTS = frozenset((Role.GENERATE, Role.DOOR, Role.ADMIN))
 ADMIN = frozenset((Role.ADMIN,))
@@ -245,9 +247,12 @@ class UnaryCalls:
         self._engine.load_lora(request.model, request.lora)
 
     def _tokenize(self, request: pb.TokenizeRequest) -> pb.Tokenized:
+        check_sizes(request.request, self._engine.info(request.request.model), Role.GENERATE)
         return pb.Tokenized(ids=self._engine._tokenize(convert.request_from_pb(request.request), request.bare))
 
     def _detokenize(self, request: pb.DetokenizeRequest) -> pb.Detokenized:
+        if len(request.ids) > _MAX_DETOKENIZED:
+            raise ValueError(f"ids has {len(request.ids)} ids; allowed: at most {_MAX_DETOKENIZED}")
         answer = self._engine.detokenize(request.model, list(request.ids))
         return pb.Detokenized(text=answer.text, tokens=answer.tokens)
 

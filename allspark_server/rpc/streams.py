@@ -29,6 +29,7 @@ from .calls import BURST, EOF, HELLO_SECONDS, RATE, Incoming, abort, grammar_of,
 from .client_limits import ClientLimits
 from .client_stream import Backlog, ClientStream, generate_response, overflow_error
 from .methods import REQUESTS, Methods, Workers, denied
+from .request_sizes import check_sizes
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine
@@ -273,6 +274,7 @@ class Streams:
         stream.start(0, spec)
 
     def _spec(self, request: pb.GenerateRequest, client: Client, connection: str) -> RequestSpec:
+        check_sizes(request, self._engine.info(request.model), client.role)
         spec = convert.request_from_pb(request)
         spec.tenant = client.tenant_of(spec.tenant, connection)
         if self.draining and not spec.resumed:

@@ -181,6 +181,8 @@ def test_a_vocabulary_of_the_request(guide, tokenizer):
     assert allowed(few) == [EOS, 6, 7]
     with pytest.raises(ValueError, match="vocab has id 5000"):
         guide.compile(form, {"a": 5000})
+    with pytest.raises(ValueError, match="vocab has a token of 2000 bytes, of id 5; allowed: 512"):
+        guide.compile(form, {"a" * 2000: 5})    # llguidance would panic
     assert token_bytes("##ing", VocabType.VOCAB_TYPE_WPM) == b"ing"
     assert token_bytes("\u0120caf\u00c3\u00a9", None) == " caf\u00e9".encode()
 

@@ -8,10 +8,13 @@ import time
 import pytest
 
 from allspark_client import AllSparkError, ClientEngine
+from allspark_client._proto import allspark_pb2 as pb
 from allspark_client.request import RequestSpec
+from allspark_client.types import ModelInfo
 from allspark_server.access import Access, Role
 from allspark_server.rpc import calls, methods
 from allspark_server.rpc.client_limits import ClientLimits
+from allspark_server.rpc.request_sizes import check_sizes
 from allspark_server.rpc.tenant_threads import TenantThreads
 from support.fake_engine import FakeEngine
 from support.fake_service import expected, serving, tokens, wait_until
@@ -186,3 +189,53 @@ def test_grammars_of_one_tenant_do_not_keep_others_waiting(slow):
         for config in (guided, guided | {"response_format": {"type": "regex", "regex": "b"}}):
             assert tokens(other.start_request("m", {"text": "quick"}, config)[2])
         assert time.monotonic() - began < 2 and slow.waiting == 2
+
+
+# --- what a message may hold ---
+
+
+def test_a_vocabulary_is_taken_from_administrators_alone():
+    config = {"vocab": {"a": 1}, "response_format": {"type": "json_object"}}
+    roles = TOKENS | {"rule": Role.ADMIN}
+    with serving(access=Access(roles)) as (_, address):
+        for token in TOKENS:
+            with ClientEngine(address, token=token) as client:
+                with pytest.raises(AllSparkError, match="REQUEST_DENIED: vocab needs the role admin; .* uses the chec"):
+                    client.start_request("m", {"input_ids": [1]}, config)
+        with ClientEngine(address, token="rule") as client:
+            with pytest.raises(AllSparkError, match="no tokenizer.json"):   # it came that far
+                client.start_request("m", {"input_ids": [1]}, config)
+            config["vocab"] = {str(i): 1 for i in range(2000)}
+            with pytest.raises(ValueError, match="vocab has 2000 tokens; allowed: at most 1000"):
+                client.start_request("m", {"input_ids": [1]}, config)
+
+
+def test_a_panic_of_a_library_is_an_error_of_its_request():
+    core = FakeEngine()
+
+    class Panic(BaseException):
+        """As pyo3's."""
+
+    def panics(spec, sink, dependency=None):
+        raise Panic("assertion failed")
+
+    core.submit = panics
+    with serving(core=core) as (_, address), ClientEngine(address) as client:
+        with pytest.raises(AllSparkError, match="UNKNOWN_ERROR: the request ended with Panic"):
+            client.start_request("m", {"input_ids": [1]})
+
+
+@pytest.mark.parametrize("fields, text", [
+    ({"input_ids": pb.TokenIds(ids=[1] * 5000)}, "the prompt has 5000 tokens; engine_max_length="),
+    ({"generated": [1] * 5000}, "generated has 5000 tokens; allowed: at most "),
+    ({"samples": [pb.TokenIds()] * 5000}, "samples has 5000 samples; allowed: at most 1024"),
+    ({"config": pb.GenerateConfig(bad_words_ids=[pb.TokenIds()] * 5000)}, "bad_words_ids has 5000 words; allowed: "),
+    ({"config": pb.GenerateConfig(bad_words_ids=[pb.TokenIds(ids=[1] * 500)])}, r"bad_words_ids\[0\] has 500 ids"),
+    ({"config": pb.GenerateConfig(response_format_json=" " * (2 << 20))}, "response_format has 2097152 bytes as JSON"),
+    ({"chat_options": pb.ChatOptions(tools_json=" " * (2 << 20))}, "tools has 2097152 bytes as JSON; allowed: at mo"),
+])
+def test_lists_that_no_model_can_use_are_refused_by_their_length(fields, text):
+    """Before each item becomes a Python object."""
+    request = pb.GenerateRequest(model="m", **fields)
+    with pytest.raises((ValueError, AllSparkError), match=text):
+        check_sizes(request, ModelInfo("m", vocab_size=1000, max_length=2048), Role.GENERATE)

@@ -1,0 +1,55 @@
+"""Limits of what a request's message may hold, checked before it is converted.
+
+Conversion makes Python objects of every item under the interpreter lock, which all other clients' threads need, too: a
+second for a few million items. So lists that no model could use are refused by their length alone.
+"""
+
+from __future__ import annotations
+
+from allspark_client._proto import allspark_pb2 as pb
+from allspark_client.errors import AllSparkError, AsStatus
+from allspark_client.generate_checks import MAX_STOPS, MAX_WORD_IDS, MAX_WORDS
+from allspark_client.types import ModelInfo
+
+from ..access import Role
+
+MAX_SAMPLES = 1024
+MAX_MESSAGES = 1 << 16
+#: bytes of a field of JSON; a chat's messages are limited by the model's length
+MAX_JSON = 1 << 20
+
+
+def check_sizes(request: pb.GenerateRequest, info: ModelInfo, role: Role) -> None:
+    """Raises ValueError or AllSparkError for a list or a text that is longer than any request for the model can use,
+    and for a vocabulary from a client that is not the role admin.
+    """
+    config, chat = request.config, request.chat_options
+    if len(request.input_ids.ids) > info.max_length:
+        raise AllSparkError(AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR,
+                            f"the prompt has {len(request.input_ids.ids)} tokens; engine_max_length={info.max_length} "
+                            f"of model {request.model[:80]!r} counts prompt and output")
+    if len(config.vocab) and role is not Role.ADMIN:
+        raise AllSparkError(AsStatus.ALLSPARK_REQUEST_DENIED,
+                            f"vocab needs the role {Role.ADMIN.value}; this client's is {role.value}. Without it, "
+                            "response_format uses the checkpoint's vocabulary")
+    sizes = [
+        ("generated", len(request.generated), info.max_length, "tokens"),
+        ("samples", len(request.samples), MAX_SAMPLES, "samples"),
+        *((f"samples[{i}]", len(sample.ids), info.max_length, "tokens")
+          for i, sample in enumerate(request.samples[:MAX_SAMPLES])),
+        ("messages", len(request.chat.messages), MAX_MESSAGES, "messages"),
+        ("eos_token_id", len(config.eos_token_ids.ids), MAX_WORDS, "ids"),
+        ("stop_words_ids", len(config.stop_words_ids), MAX_WORDS, "words"),
+        ("bad_words_ids", len(config.bad_words_ids), MAX_WORDS, "words"),
+        *((f"{name}[{i}]", len(word.ids), MAX_WORD_IDS, "ids")
+          for name in ("stop_words_ids", "bad_words_ids") for i, word in enumerate(getattr(config, name)[:MAX_WORDS])),
+        ("stop", len(config.stop), MAX_STOPS, "strings"),
+        ("logit_bias", len(config.logit_bias), MAX_WORDS, "ids"),
+        ("vocab", len(config.vocab), info.vocab_size, "tokens"),
+        ("response_format", len(config.response_format_json), MAX_JSON, "bytes as JSON"),
+        *((name, len(getattr(chat, f"{name}_json")), MAX_JSON, "bytes as JSON")
+          for name in ("tools", "tool_choice", "chat_template_kwargs")),
+    ]
+    for name, size, most, unit in sizes:
+        if size > most:
+            raise ValueError(f"{name} has {size} {unit}; allowed: at most {most}")
