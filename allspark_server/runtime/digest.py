@@ -1,22 +1,24 @@
 """A digest of the results that this build computes on this machine, from small models run on fixed inputs.
 
-Two machines with the same digest compute the same bits: the digest covers every kernel, the rotary table and the
-sampler. Inputs are derived from integers, so they are equal on every machine.
+Two machines with the same digest compute the same bits: the digest covers every kernel, every op of the op table with
+every attribute, and every field of the sampler's parameters (tests/runtime/test_digest.py checks that). Inputs are
+derived from integers, so they are equal on every machine.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from allspark_client.config import UNQUANTIZED
 from allspark_server.runtime.native import cuda_library, native_library
-from allspark_server.runtime.plan import SAMPLE, NewSlot, SamplingParams, StepPlan, WorkItem
+from allspark_server.runtime.plan import SAMPLE, Flag, NewSlot, SamplingParams, StepPlan, WorkItem
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB, SPAN = 96, 3, 1, 40, 160, 1100, 32
 EXPERTS, TOP = 7, 3
@@ -53,16 +55,9 @@ def _on_cpu() -> Any:
     return native_library().Executor(num_threads=1)
 
 
-def _executor(weights: str, group: int, cache: str, experts: bool = False, empty: Callable = _on_cpu,
-              adapted: bool = False) -> Any:
-    """An executor with a model of one layer.
-
-    experts: replace the MLP by experts of a quarter of its size. empty: makes an empty executor of a device. adapted:
-    add an adapter of the weights' type.
-    """
-    native, e = native_library(), empty()
-    seeds = iter(range(1, 100))
-
+def _weights_of(e: Any, weights: str, group: int,
+                seeds: Iterator[int]) -> tuple[Callable[..., int], Callable[..., int]]:
+    """Functions that add a matrix and a vector to an executor and fill them."""
     def matrix(rows: int, columns: int, stack: int = 1, dtype: str = weights) -> int:
         identity = e.add_matrix(rows, columns, dtype, group if dtype == weights else 0, stack)
         values = fixed_values((rows, columns), next(seeds))
@@ -72,6 +67,19 @@ def _executor(weights: str, group: int, cache: str, experts: bool = False, empty
     def vector(size: int, middle: float = 0.0) -> int:
         return e.add_vector(np.float32(middle) + fixed_values((size,), next(seeds)) * np.float32(0.25))
 
+    return matrix, vector
+
+
+def _executor(weights: str, group: int, cache: str, experts: bool = False, empty: Callable = _on_cpu,
+              adapted: bool = False) -> Any:
+    """An executor with a model of one layer.
+
+    experts: replace the MLP by experts of a quarter of its size. empty: makes an empty executor of a device. adapted:
+    add an adapter of the weights' type.
+    """
+    native, e = native_library(), empty()
+    seeds = iter(range(1, 100))
+    matrix, vector = _weights_of(e, weights, group, seeds)
     qkv_width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
     x, y, qkv, context, both, hidden, last, logits = (e.add_tensor(width, rows) for width, rows in (
         (HIDDEN, False), (HIDDEN, False), (qkv_width, False), (HEADS * HEAD_DIM, False), (2 * INNER, False),
@@ -126,36 +134,157 @@ def _executor(weights: str, group: int, cache: str, experts: bool = False, empty
     return e
 
 
-def _run(executor: Any, lengths: tuple[int, ...], adapter: int = -1) -> str:
-    """Digest of logits and sampled tokens: a step with prompts of these lengths, then a step of single tokens."""
+def _variant(weights: str, group: int, empty: Callable = _on_cpu, long: bool = False) -> Any:
+    """An executor with a model of two layers, of the ops, attributes and forms that `_executor` does not use.
+
+    long: rotary tables that change for long prompts by a second table, instead of by a larger base; and other forms of
+    attention and of the router.
+    """
+    native, e = native_library(), empty()
+    matrix, vector = _weights_of(e, weights, group, iter(range(101, 200)))
+
+    def frequencies(count: int, power: int = 0) -> int:
+        return e.add_vector(np.ldexp(np.float32(1), power - np.arange(count, dtype=np.int32)))
+
+    q, kv, inner, part = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, INNER // 4, 24
+    x, y, qkv, context, both, hidden, last, logits, gate, squares = (e.add_tensor(width, rows) for width, rows in (
+        (HIDDEN, False), (HIDDEN, False), (q + 2 * kv, False), (q, False), (2 * INNER, False), (INNER, False),
+        (HIDDEN, True), (VOCAB, True), (1, False), (2, False)))
+    e.add_cache_group("full", 0)
+    e.add_cache_group("sliding", 48)
+    head = {"head_dim": HEAD_DIM, "offset": 0}
+    attention = {"head_dim": HEAD_DIM, "group": HEADS // KV_HEADS, "scale": 0.15625, "q_heads": HEADS,
+                 "kv_heads": KV_HEADS, "q_head_begin": 0, "kv_begin": 0}
+    embedding = matrix(VOCAB, HIDDEN)
+    if long:
+        e.add_op("rotary_table", [], [], [frequencies(HEAD_DIM // 2), frequencies(HEAD_DIM // 2, -2)], {
+            "rotary_dim": HEAD_DIM, "long_table": 1, "original_max": 100, "attention_factor": 1.25})
+    else:
+        e.add_op("rotary_table", [], [], [frequencies(HEAD_DIM // 2)], {
+            "rotary_dim": HEAD_DIM, "dynamic": 1, "base": 1e4, "factor": 2, "original_max": 100, "growth": "powers"})
+    e.add_op("rotary_table", [], [], [frequencies(part // 2)], {"rotary_dim": part, "table": 1})
+    e.add_op("embedding", [], [x], [embedding], {"vocab_begin": 0, "scale": 1.75})
+    e.add_op("rms_norm", [x], [y], [vector(HIDDEN)], {"eps": 1e-4, "unit_offset": 1})
+    e.add_op("linear", [y], [qkv], [matrix(q + 2 * kv, HIDDEN)], {})
+    e.add_op("head_norm", [qkv], [], [vector(HEAD_DIM)], {**head, "heads": HEADS, "eps": 1e-4, "unit_offset": 1})
+    e.add_op("rope", [qkv], [], [], {**head, "heads": HEADS + KV_HEADS, "rotary_dim": part, "table": 1,
+                                     "pairs": "interleaved"})
+    e.add_op("span_attention", [qkv], [context], [vector(HEADS)], {
+        **attention, "layer": 0, "cache_group": 1, "window": 40, "soft_cap": 2.5, "sinks": 1})
+    e.add_op("linear", [context], [y], [matrix(HIDDEN, q), vector(HIDDEN)], {})
+    e.add_op("all_reduce", [y], [], [], {})
+    e.add_op("scale", [y], [], [], {"factor": 0.75})
+    e.add_op("add", [x, y], [x], [], {})
+    e.add_op("linear", [x], [both], [matrix(2 * INNER, HIDDEN)], {})
+    e.add_op("gelu_tanh_mul", [both], [hidden], [], {})
+    e.add_op("linear", [hidden], [y], [matrix(HIDDEN, INNER)], {})
+    e.add_op("linear", [x], [gate], [matrix(1, HIDDEN, dtype="float32")], {})
+    e.add_op("sigmoid_mul", [y, gate], [], [], {})
+    e.add_op("add", [x, y], [x], [], {})
+    e.add_op("rms_norm", [x], [y], [vector(HIDDEN, 1)], {"eps": 1e-6})
+    e.add_op("linear", [y], [qkv], [matrix(q + 2 * kv, HIDDEN), vector(q + 2 * kv)], {})
+    e.add_op("qk_square_sums", [qkv], [squares], [], {"q_columns": q, "k_offset": q, "k_columns": kv})
+    e.add_op("all_reduce", [squares], [], [], {})
+    e.add_op("qk_norm", [qkv, squares], [], [vector(q, 1), vector(kv, 1)], {
+        "eps": 1e-4, "q_width": q, "k_width": kv, "q_columns": q, "k_columns": kv})
+    if long:
+        e.add_op("rope", [qkv], [], [], {**head, "heads": HEADS + KV_HEADS})
+        e.add_op("span_attention", [qkv], [context], [], {**attention, "layer": 0, "logn": 64})
+    else:
+        e.add_op("rope", [qkv], [], [], {**head, "heads": HEADS})
+        slopes = e.add_vector(np.ldexp(np.float32(1), -1 - np.arange(HEADS, dtype=np.int32)))
+        e.add_op("span_attention", [qkv], [context], [slopes], {**attention, "layer": 0, "alibi": 1})
+    e.add_op("linear", [context], [y], [matrix(HIDDEN, q)], {})
+    e.add_op("add", [x, y], [x], [], {})
+    routed = e.add_row_set(native.ALL_ROWS, TOP)
+    scores, pair, narrow, out = (e.add_tensor(width, routed) for width in (1, 2 * inner, inner, HIDDEN))
+    experts = 2 * EXPERTS
+    router = e.add_tensor(experts)
+    e.add_op("linear", [x], [router], [matrix(experts, HIDDEN, dtype="float32")], {})
+    if long:
+        e.add_op("router", [router], [scores], [], {"top_k": TOP, "normalized": 1, "scale": 1.5})
+    else:
+        e.add_op("router", [router], [scores], [vector(experts)], {
+            "top_k": TOP, "scores": "sigmoid", "normalized": 1, "scale": 2.5, "groups": EXPERTS, "top_groups": 4})
+    e.add_op("expert_linear", [x], [pair], [matrix(experts * 2 * inner, HIDDEN, experts), vector(experts * 2 * inner)],
+             {"experts": experts, "expert_begin": 0})
+    e.add_op("clamped_silu_mul", [pair], [narrow], [], {"alpha": 1.702, "limit": 0.5})
+    e.add_op("expert_linear", [narrow], [out], [matrix(experts * HIDDEN, inner, experts), vector(experts * HIDDEN)],
+             {"experts": experts, "expert_begin": 0})
+    e.add_op("combine_experts", [out, scores], [y], [], {})
+    e.add_op("add", [x, y], [x], [], {})
+    e.add_op("select_rows", [x], [last], [], {})
+    e.add_op("hidden_states", [last], [], [], {})
+    e.add_op("linear", [last], [logits], [embedding], {})
+    e.add_op("soft_cap", [logits], [], [], {"cap": 1.5})
+    e.add_op("sample", [logits], [], [], {"vocab_begin": 0, "vocab_size": VOCAB})
+    e.allocate(512, len(SAMPLINGS), 512, SPAN, 64, "float32", max_outputs=64)
+    return e
+
+
+def _run(executor: Any, lengths: tuple[int, ...], adapter: int = -1, groups: int = 1, probes: int = 0) -> str:
+    """Digest of logits and sampled tokens: a step with prompts of these lengths, then a step of single tokens.
+
+    groups: of the cache. probes: rows of each prompt with log probabilities and hidden states.
+    """
     digest = hashlib.sha256()
+    flags, arrays = SAMPLE, ["logits", "tokens", "logprobs", "top_ids", "top_logprobs"]
+    if probes:
+        flags, arrays = flags | Flag.HIDDEN | Flag.PROMPT, [*arrays, "hidden", "prompt_logprobs"]
     spans, new, work = 0, [], []
     for slot, length in enumerate(lengths):
         needed = length // SPAN + 1
         prompt = [(7 * i + 13 * slot + 3) % VOCAB for i in range(length)]
-        new.append(NewSlot(slot, prompt, SAMPLINGS[slot].encode()))
-        work.append(WorkItem(slot, length, SAMPLE, spans=list(range(spans, spans + needed)), adapter=adapter))
+        sampling = dataclasses.replace(SAMPLINGS[slot], prompt_len=length) if probes else SAMPLINGS[slot]
+        new.append(NewSlot(slot, prompt, sampling.encode()))
+        table = list(range(spans, spans + needed))
+        work.append(WorkItem(slot, length, flags, spans=table, other_spans=[table] * (groups - 1), adapter=adapter,
+                             outputs=min(length, probes) or -1))
         spans += needed
-    plan = StepPlan(new=new, work=work)
+    plan = StepPlan(new=new, work=work, groups=groups)
     for _ in range(2):
         result = executor.step(plan.encode(), True)
-        for array in (result.logits, result.tokens, result.logprobs, result.top_ids, result.top_logprobs):
-            digest.update(np.ascontiguousarray(array).tobytes())
-        plan = StepPlan(work=[WorkItem(slot, 1, SAMPLE, adapter=adapter) for slot in range(len(lengths))])
+        for name in arrays:
+            digest.update(np.ascontiguousarray(getattr(result, name)).tobytes())
+        work = [WorkItem(slot, 1, flags, other_spans=[[]] * (groups - 1), adapter=adapter)
+                for slot in range(len(lengths))]
+        plan = StepPlan(work=work, groups=groups)
     return digest.hexdigest()[:16]
 
 
-def _sample() -> str:
-    """Digest of tokens sampled from a vocabulary of realistic size, in large chunks."""
-    digest = hashlib.sha256()
-    logits = fixed_values((20_000,), 1) * np.float32(6)
-    history = np.arange(0, 3000, 7, dtype=np.int32)
-    for params in SAMPLINGS:
+def _sampled(cases: Iterable[tuple[SamplingParams, np.ndarray]]) -> str:
+    """Digest of tokens sampled from a vocabulary of realistic size, in large chunks, by parameters and history."""
+    digest, logits = hashlib.sha256(), _logits()
+    for params, history in cases:
         block = np.frombuffer(params.encode(), np.int32)
         sampled = native_library().sample_once([logits[:10_240], logits[10_240:]], block, history)
         digest.update(repr((sampled["token"], np.float32(sampled["logprob"]).tobytes(), sampled["top_ids"])).encode())
         digest.update(np.float32(sampled["top_logprobs"]).tobytes())
     return digest.hexdigest()[:16]
+
+
+def _logits() -> np.ndarray:
+    return fixed_values((20_000,), 1) * np.float32(6)
+
+
+def _sample() -> str:
+    return _sampled((params, np.arange(0, 3000, 7, dtype=np.int32)) for params in SAMPLINGS)
+
+
+def more_samplings() -> list[tuple[SamplingParams, np.ndarray]]:
+    """Parameters and histories with the fields that SAMPLINGS do not use. The history has the likeliest tokens, so that
+    each field decides the token.
+    """
+    a, b, c, d = np.argsort(-_logits(), kind="stable")[:4].tolist()
+    history = np.array([b, 50, 60, a, c, c, d, 50, 60], np.int32)
+    fields: tuple[dict[str, Any], ...] = (
+        {"repetition_penalty": 1.3}, {"presence_penalty": 0.5}, {"presence_penalty": 0.5, "prompt_len": 4},
+        {"frequency_penalty": 0.5}, {"frequency_penalty": 0.5, "prompt_len": 4}, {"no_repeat_ngram_size": 3},
+        {"suppress_repetition_in_generation": True, "repetition_penalty": 1.3, "prompt_len": 4},
+        {"min_length": 100, "eos": (a,)}, {"bad_words": ((a,), (60, b))}, {"logit_bias": ((7, 9.5), (a, -3.0))},
+        {"do_sample": True, "temperature": 3.0, "min_p": 0.9}, {"do_sample": True, "sample_index": 2})
+    return [(SamplingParams(**{"do_sample": False, "seed": 14, "logprobs": True, "top_logprobs": 3, **each}), history)
+            for each in fields]
 
 
 def _foreign(dtype: str, group: int, layout: dict[str, Any]) -> str:
@@ -200,6 +329,18 @@ def expert_digests() -> dict[str, str]:
 
 
 @functools.lru_cache(maxsize=1)
+def variant_digests() -> dict[str, str]:
+    """Digests of what the other models and samplings do not use, by weight format."""
+    found = {f"variant {long} {weights}": _run_variant(_variant(weights, group, long=long))
+             for weights, group in WEIGHTS for long in (False, True)}
+    return {**found, "samplings": _sampled(more_samplings())}
+
+
+def _run_variant(executor: Any) -> str:
+    return _run(executor, (3, 130, 290), groups=2, probes=8)
+
+
+@functools.lru_cache(maxsize=1)
 def adapter_digests() -> dict[str, str]:
     """Digests of rows with an adapter, by its type."""
     return {f"adapters {dtype}": _run(_executor(dtype, 0, "float32", adapted=True), (3, 37, 1), adapter=0)
@@ -220,14 +361,21 @@ def gpu_digests(index: int) -> dict[str, str]:
         sums = empty().sum_ranks(parts, fixed_values((5, 200), 2), norm, dtype, True)
         found[f"sums over ranks {dtype}"] = hashlib.sha256(
             b"".join(np.ascontiguousarray(each).tobytes() for each in sums)).hexdigest()[:16]
-    return {**found, "vocabulary": _sample(), "device": "CUDA"}
+    for weights in UNQUANTIZED:
+        for long in (False, True):
+            try:
+                result = _run_variant(_variant(weights, 0, empty, long))
+            except ValueError as error:     # experts of 16 bits on a GPU with little shared memory
+                result = str(error)
+            found[f"variant {long} {weights}"] = result
+    return {**found, "vocabulary": _sample(), "samplings": _sampled(more_samplings()), "device": "CUDA"}
 
 
 def results_digest(gpu: int | None = None) -> str:
     """One digest of all cases, of the CPU or (gpu: its index) of a GPU."""
     if gpu is None:
         foreign = {f"foreign {i}": _foreign(*form) for i, form in enumerate(FOREIGN)}
-        found = {**result_digests(), **expert_digests(), **adapter_digests(), **foreign}
+        found = {**result_digests(), **expert_digests(), **adapter_digests(), **variant_digests(), **foreign}
     else:
         found = gpu_digests(gpu)
     return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:32]

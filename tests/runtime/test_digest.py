@@ -1,0 +1,150 @@
+"""The digest of results runs every op of the op table with every attribute, and every field of the sampling parameters:
+an upgrade that changes what one of them computes changes the fingerprint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from allspark_server import _native
+from allspark_server.models.ops import op_specs
+from allspark_server.runtime import digest
+from allspark_server.runtime.plan import SamplingParams
+
+# Positions of text are one-dimensional. The CPU backend has no sections of rotary tables, and a backend that gets them
+# must be covered: then this list must shrink.
+ABSENT = {("rotary_table", name) for name in ("temporal", "height", "width", "interleaved_sections")}
+# Which place in memory is used, not what is computed.
+PLACES = {("span_attention", "layer"), ("span_attention", "cache_group"), ("rope", "table"), ("rotary_table", "table"),
+          ("lora", "target")}
+SIZES = {"heads", "head_dim", "group", "rotary_dim"}
+RANK = {"q_head_begin", "kv_begin", "expert_begin", "vocab_begin"}     # of several ranks
+
+
+class Recorder:
+    """An executor that notes its ops; `change(number, name, attributes)` may replace an op's attributes."""
+
+    def __init__(self, change=lambda number, name, attributes: attributes):
+        self.executor, self.ops, self._change = _native.Executor(num_threads=1), [], change
+
+    def __getattr__(self, name):
+        return getattr(self.executor, name)
+
+    def add_op(self, name, inputs, outputs, weights, attributes):
+        attributes = self._change(len(self.ops), name, dict(attributes))
+        self.ops.append((name, len(weights), attributes))
+        self.executor.add_op(name, inputs, outputs, weights, attributes)
+
+
+MODELS = {
+    "plain": (lambda empty: digest._executor("float32", 0, "float32", empty=empty),
+              lambda e: digest._run(e, (3, 37, 1, digest.LONG - 41))),
+    "experts": (lambda empty: digest._executor("float32", 0, "float32", experts=True, empty=empty),
+                lambda e: digest._run(e, (3, 37, 1))),
+    "adapters": (lambda empty: digest._executor("float32", 0, "float32", adapted=True, empty=empty),
+                 lambda e: digest._run(e, (3, 37, 1), adapter=0)),
+    **{f"variant {long}": (lambda empty, long=long: digest._variant("float32", 0, empty, long), digest._run_variant)
+       for long in (False, True)},
+}
+
+
+def used() -> list[tuple[str, int, dict]]:
+    """The ops of all models: name, number of weights, attributes."""
+    found = []
+    for build, _ in MODELS.values():
+        recorder = Recorder()
+        build(lambda recorder=recorder: recorder)
+        found += recorder.ops
+    return found
+
+
+def test_every_op_and_attribute_is_used():
+    ops = used()
+    assert {name for name, _, _ in ops} == set(op_specs())
+    for spec in op_specs().values():
+        own = [(weights, attributes) for name, weights, attributes in ops if name == spec.name]
+        numbers = {0, 1} if spec.name == "span_attention" else set(spec.weights)
+        assert {weights for weights, _ in own} >= numbers, spec.name
+        for attribute in spec.attributes.values():
+            which = (spec.name, attribute.name)
+            if attribute.scope == "graph" or which in ABSENT:
+                continue
+            values = {attributes.get(attribute.name, attribute.default) for _, attributes in own}
+            if attribute.type == "choice":
+                assert values >= set(attribute.choices), which
+            elif not attribute.required and attribute.name not in RANK and attribute.default != "head_dim":
+                assert len({float(value) for value in values}) > 1, f"{which}: only {values}"
+
+
+def test_what_no_backend_has_is_refused():
+    for _, name in ABSENT:
+        executor = _native.Executor(num_threads=1)
+
+        def empty(executor=executor, name=name):
+            return Recorder(lambda n, op, attributes: {**attributes, name: 1} if op == "rotary_table" else attributes)
+
+        with pytest.raises(ValueError, match="has no rotary_table with|sections of 1 pairs"):
+            digest._executor("float32", 0, "float32", empty=empty)
+
+
+def other(attribute, value):
+    """Another value of an attribute."""
+    if attribute.type == "choice":
+        return next(choice for choice in attribute.choices if choice != value)
+    if attribute.type == "flag":
+        return 1 - int(value or 0)
+    return value * 1.5 + 0.25 if attribute.type == "number" else int(value) + 1
+
+
+def test_every_attribute_changes_the_digest():
+    """In a model that uses it, or the model with another value is refused. So what an attribute does is run."""
+    known, changing = set(), set()
+    for build, run in MODELS.values():
+        recorder = Recorder()
+        before = run(build(lambda recorder=recorder: recorder))
+        for number, (op, _, attributes) in enumerate(recorder.ops):
+            for name, value in attributes.items():
+                if (op, name) in PLACES or name in RANK | SIZES:
+                    continue
+                known.add((op, name))
+                if (op, name) in changing:
+                    continue
+
+                another = other(op_specs()[op].attributes[name], value)
+
+                def change(n, _, found, number=number, name=name, another=another):
+                    return {**found, name: another} if n == number else found
+
+                try:
+                    if run(build(lambda change=change: Recorder(change))) != before:
+                        changing.add((op, name))
+                except (ValueError, RuntimeError):
+                    changing.add((op, name))
+    assert changing == known
+
+
+def test_every_field_of_the_sampling_parameters_changes_the_digest():
+    fields = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+    cases = [(params, np.arange(0, 3000, 7, dtype=np.int32)) for params in digest.SAMPLINGS] + digest.more_samplings()
+    changing = set()
+    for params, history in cases:
+        before = digest._sampled([(params, history)])
+        for name, default in fields.items():
+            if getattr(params, name) != default:
+                if digest._sampled([(dataclasses.replace(params, **{name: default}), history)]) != before:
+                    changing.add(name)
+    assert changing == set(fields)
+
+
+def test_the_digest_covers_each_of_its_cases(monkeypatch):
+    before = digest.results_digest()
+    for name in ("result_digests", "expert_digests", "adapter_digests", "variant_digests"):
+        cases = getattr(digest, name)()
+        assert len(set(cases.values())) == len(cases) and np.all([len(found) == 16 for found in cases.values()])
+        for case, found in cases.items():
+            monkeypatch.setattr(digest, name, lambda case=case, found=found, cases=cases: {**cases, case: found[::-1]})
+            assert digest.results_digest() != before, case
+            monkeypatch.undo()
