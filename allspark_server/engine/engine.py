@@ -131,7 +131,7 @@ class Engine(AbstractEngine):
 
     def failures(self) -> dict[str, str]:
         """The failures of models that should serve, by model name; "" stands for the engine itself."""
-        failures = dict(self._record.unrestored)
+        failures = self._record.failures
         failures |= {model.name: model.failure for model in self.served_models() if model.failure is not None}
         if self._thread.failure is not None:
             failures[""] = self._thread.failure

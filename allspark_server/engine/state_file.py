@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import logging
 import os
@@ -22,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 #: The version of the file's form. Version 1 is a list; later ones are objects with their number as "version".
 VERSION = 1
+#: the end of the name of a file that could not be read
+DAMAGED = ".damaged"
 
 
 def _configuration_error(name: str, error: Exception) -> Exception:
@@ -39,15 +43,15 @@ class StateFile:
         self._lock = threading.Lock()
 
     def read(self) -> dict[str, dict[str, Any]] | None:
-        """The entries by model name; None if there is no file that can be read. ValueError for one that a newer version
-        has written.
+        """The entries by model name; None if there is no file that can be read: then what there is is kept aside.
+        ValueError for a file that a newer version has written.
         """
         if self._path is None or not os.path.exists(self._path):
             return None
         try:
             recorded = parse_json(read_file(self._path, MAX_STATE_BYTES))
         except (AllSparkError, ValueError) as error:
-            logger.error("the state file %s cannot be read: %s; no models restored", self._path, error)
+            self._keep_aside(error)
             return None
         if isinstance(recorded, dict) and isinstance(version := recorded.get("version"), int) and version > VERSION:
             raise ValueError(f"state_file: {self._path} has version {version}, written by a newer allspark; this one "
@@ -55,8 +59,28 @@ class StateFile:
         try:
             return {entry["config"]["model_name"]: entry for entry in recorded}
         except (TypeError, KeyError) as error:
-            logger.error("the state file %s cannot be read: %s; no models restored", self._path, error)
+            self._keep_aside(error)
             return None
+
+    def _keep_aside(self, error: Exception) -> None:
+        """Renames a file that cannot be read, so that it is not overwritten."""
+        aside = next(name for i in itertools.count(1)
+                     if not os.path.exists(name := f"{self._path}{DAMAGED}{f'-{i}' * (i > 1)}"))
+        logger.error("the state file %s cannot be read: %s", self._path, error)
+        try:
+            os.rename(str(self._path), aside)
+        except OSError as problem:
+            raise ValueError(f"state_file: {self._path} is damaged ({error}) and cannot be renamed "
+                             f"({problem.strerror}): repair it or move it away") from error
+
+    @property
+    def damage(self) -> str:
+        """What is wrong with an earlier file that could not be read, as long as it is kept; "" if there is none."""
+        aside = f"{self._path}{DAMAGED}"
+        if self._path is None or not os.path.exists(aside):
+            return ""
+        return (f"the state file was damaged and is kept as {aside}: models that clients had installed may be missing. "
+                "Install them again and remove it; or repair it, move it back and start again")
 
     def to_restore(self, configured: Collection[AsModelConfig], again: bool) -> dict[str, dict[str, Any]]:
         """The entries to restore, by model name; see `Engine.restore`. ValueError if two models of the configuration
@@ -85,7 +109,9 @@ class StateFile:
                     os.fsync(file.fileno())
                 os.replace(temporary, self._path)
             except OSError as error:
-                logger.error("the state file %s cannot be written: %s", self._path, error)
+                logger.error("the state file %s cannot be written: %s; it is as it was", self._path, error)
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)    # it may be cut
 
 
 class ModelRecord:
@@ -141,6 +167,11 @@ class ModelRecord:
                 logger.error("model %r cannot be restored: %s; this group is not healthy until the model is installed "
                              "or released", name, error)
                 self.unrestored[name] = str(error)
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """What could not be restored, by model name, and why; the state file itself counts as one of them."""
+        return self.unrestored | ({"state file": damage} if (damage := self._file.damage) else {})
 
     def _entry(self, model: ServedModel, started: bool) -> dict[str, Any]:
         return {"config": model.config.to_dict(), "started": started, "configured": model.name in self.configured,

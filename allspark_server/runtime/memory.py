@@ -80,9 +80,21 @@ def _host_available(root: str) -> int:
     return min(available, sum(_node_available(node, root) for node in nodes))
 
 
+def unplugged_memory(root: str = "/") -> int:
+    """Bytes that the host has but that no node reports: of a virtual machine whose memory grows with its use. Each of
+    the nodes where ranks run gets an equal part of them when it needs it.
+    """
+    total = _fields(_read(Path(root, "proc/meminfo"))).get("MemTotal", 0)
+    folders = Path(root, "sys/devices/system/node").glob("node[0-9]*")
+    reported = sum(_fields(_read(folder / "meminfo")).get("MemTotal", 0) for folder in folders)
+    return max(0, total - reported) if reported else 0
+
+
 def _node_available(node: int, root: str) -> int:
     values = _fields(_read(Path(root, f"sys/devices/system/node/node{node}/meminfo")))
-    return sum(values.get(n, 0) for n in ("MemFree", "Active(file)", "Inactive(file)"))
+    nodes = rank_nodes(root)
+    more = unplugged_memory(root) // len(nodes) if node in nodes else 0
+    return more + sum(values.get(n, 0) for n in ("MemFree", "Active(file)", "Inactive(file)"))
 
 
 def _cgroups(controller: str, root: str) -> Iterator[tuple[int, Path]]:

@@ -107,6 +107,22 @@ def test_a_start_without_a_model_of_the_configuration_fails(start):
         start(config("m"), config("m"))
 
 
+@pytest.mark.parametrize("damage", ["", "[{", '{"a": 1}', '[{"config": {}}]', "\x00" * 100, "[" * 100_000])
+def test_a_damaged_state_file_is_kept_and_health_says_so(start, tmp_path, damage):
+    """It was overwritten at once, and the group was healthy without the models of its clients."""
+    file, aside = tmp_path / "state.json", tmp_path / "state.json.damaged"
+    for again in (False, True):
+        file.write_text(damage)
+        engine = start(config("m"), again=again)
+        assert names(engine) == {"m": True} and aside.read_text() == damage
+        assert f"kept as {aside}" in engine.failures()["state file"]
+        assert json.loads(file.read_text())[0]["config"]["model_name"] == "m"
+    assert (tmp_path / "state.json.damaged-2").read_text() == damage, "none is overwritten"
+    assert "state file" in start(config("m")).failures(), "also after the next start"
+    aside.unlink()
+    assert not engine.failures()
+
+
 def test_a_client_s_model_that_is_not_back_is_reported(start, tmp_path):
     start(config("m")).install_model(config("by-client"))
     lost = {"by-client": MEMORY}

@@ -151,6 +151,22 @@ def test_ranks_share_nodes_and_limits(tmp_path, monkeypatch):
     assert memory.available_memory(2, root) == 265 * 1024
 
 
+def test_memory_that_no_node_reports_is_shared_out(tmp_path, monkeypatch):
+    """A virtual machine whose memory grows with its use: ranks that were bound to a node refused models that fit."""
+    meminfo = "Node {0} MemTotal: 1000 kB\nNode {0} MemFree: {1} kB\n"
+    monkeypatch.setattr(memory.reservations, "pending", lambda nodes: 0)
+    root = write(tmp_path, {
+        "proc/meminfo": "MemTotal: 10000 kB\nMemAvailable: 8700 kB\n",
+        "sys/devices/system/node/node0/meminfo": meminfo.format(0, 300),
+        "sys/devices/system/node/node1/meminfo": meminfo.format(1, 400)})
+    assert memory.unplugged_memory(root) == 8000 * 1024
+    for node, free in ((0, 4300), (1, 4400)):
+        monkeypatch.setattr(memory, "bound_nodes", lambda node=node: [node])
+        assert memory.available_memory(2, root) == free * 1024
+    write(tmp_path, {"proc/meminfo": "MemTotal: 1500 kB\nMemAvailable: 900 kB\n"})     # a container's own view
+    assert memory.unplugged_memory(root) == 0
+
+
 def test_memory_without_cpus_is_counted_by_those_who_are_bound_to_it(tmp_path, monkeypatch):
     """Node 2 is CXL memory, node 1 has only CPUs."""
     monkeypatch.setattr(memory.reservations, "pending", lambda nodes: 0)

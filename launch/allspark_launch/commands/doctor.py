@@ -18,6 +18,7 @@ from ..group.mpi import MpiNotFound, find_mpi, installations
 from ..machine import gpus, sysfs
 from ..machine.topology import Node, Topology, format_list, read_topology
 from . import AddCommand
+from .topology import unplugged
 
 MOST_FILES = 65536
 FEW_PROCESSES = 4096
@@ -55,7 +56,7 @@ def examine() -> list[Finding]:
     """All checks, in the order in which a start needs their subjects."""
     machine = read_topology()
     return [*_python(), *_native(), *_processor(), *_mpi(), *_numactl(), *nodes_of(machine), *kernel_of(machine),
-            *_memory(), *_limits(), *_shared_memory(machine), *gpus_of(machine)]
+            *_memory(machine), *_limits(), *_shared_memory(machine), *gpus_of(machine)]
 
 
 def _python() -> list[Finding]:
@@ -86,9 +87,12 @@ def _processor() -> list[Finding]:
     return [Finding("ok", "processor", cpuinfo.get_cpu_info().get("brand_raw", "not known"))]
 
 
-def _memory() -> list[Finding]:
+def _memory(machine: Topology) -> list[Finding]:
     memory, swap = psutil.virtual_memory(), psutil.swap_memory()
     found = [Finding("ok", "memory", f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} available")]
+    if machine.unplugged_memory:
+        found.append(Finding("note", "memory", unplugged(machine), "give the machine all its memory at its start, so "
+                             "that it is known which node has it"))
     if swap.used > memory.total // 100:
         found.append(Finding("note", "swap", f"{swap.used / 2**30:.1f} GiB are in use: a swapped model is slow",
                              "as root: swapoff -a, or systemd's MemorySwapMax=0 for the units"))

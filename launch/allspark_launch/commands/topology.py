@@ -64,6 +64,12 @@ def print_gpus(machine: Topology, links: dict[tuple[int, int], str]) -> None:
         print(f"GPU {a} - GPU {b}: {link} ({gpus.LINKS.get(link, 'NVLinks')})")
 
 
+def unplugged(machine: Topology) -> str:
+    """Why nodes have more memory here than the kernel says."""
+    return (f"{machine.unplugged_memory / 2**30:.1f} GiB of this machine's memory are reported of no node, as in "
+            "virtual machines whose memory grows with its use; they are counted as free, in equal parts on the nodes")
+
+
 def print_topology(machine: Topology) -> None:
     """Prints the nodes as a table, and the limits of this process."""
     print(f"{'node':>4}  {'cores':>5}  {'usable CPUs':<16} {'all CPUs':<16} {'memory':>9}  {'free':>9}  distances")
@@ -76,5 +82,7 @@ def print_topology(machine: Topology) -> None:
         print(f"offline CPUs: {format_list(machine.offline_cpus)}")
     if machine.cpu_quota:
         print(f"cgroup quota: {machine.cpu_quota:g} CPUs")
+    if machine.unplugged_memory:
+        print(f"note: {unplugged(machine)}")
     if machine.memory_limit:
         print(f"cgroup memory limit: {machine.memory_limit / 2**30:.1f} GiB")

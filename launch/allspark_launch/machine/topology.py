@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from allspark_server.runtime.memory import cgroup_cpus
+from allspark_server.runtime.memory import cgroup_cpus, rank_nodes, unplugged_memory
 
 from . import sysfs
 from .gpus import Gpu, read_gpus
@@ -95,7 +95,9 @@ class Node:
 
 @dataclass
 class Topology:
-    """The machine as this process sees it. The cgroup's `cpu_quota` (CPUs), `memory_limit` (bytes): 0 is no limit."""
+    """The machine as this process sees it. The cgroup's `cpu_quota` (CPUs), `memory_limit` (bytes): 0 is no limit.
+    `unplugged_memory`: bytes that no node reports; nodes with CPUs count equal parts of it (memory.unplugged_memory).
+    """
 
     nodes: list[Node]
     allowed_cpus: list[int]
@@ -104,6 +106,7 @@ class Topology:
     memory_limit: int = 0
     caches: list[Cache] = field(default_factory=list)
     gpus: list[Gpu] = field(default_factory=list)
+    unplugged_memory: int = 0
 
     def caches_of(self, node: Node) -> list[Cache]:
         """The last-level caches of a node's CPUs."""
@@ -142,6 +145,7 @@ class Topology:
                        "distances": {str(k): v for k, v in n.distances.items()}} for n in self.nodes],
             "allowed_cpus": format_list(self.allowed_cpus), "offline_cpus": format_list(self.offline_cpus),
             "cpu_quota": self.cpu_quota, "memory_limit": self.memory_limit,
+            "unplugged_memory": self.unplugged_memory,
             "caches": [{"level": c.level, "size": c.size, "cpus": format_list(c.cpus)} for c in self.caches],
             "gpus": [{"index": gpu.index, "address": gpu.address, "node": gpu.node, "model": gpu.model,
                       "link": gpu.link} for gpu in self.gpus],
@@ -210,11 +214,17 @@ def read_topology(root: str | os.PathLike = "/", affinity: list[int] | None = No
                 amount = int(value.split()[0]) * 1024
                 total, free = (amount, free) if key == "MemTotal" else (total, amount)
         nodes = [Node(0, online, [], total, free, True, {0: 10})]
+    unplugged = unplugged_memory(str(root))
+    sharers = [node for node in nodes if node.id in rank_nodes(str(root))]
+    for node in sharers:
+        node.memory_total += unplugged // len(sharers)
+        node.memory_free += unplugged // len(sharers)
     for node in nodes:
         node.cores = _cores(cpu_dir, [c for c in node.cpus if c in set(allowed)])
     return Topology(nodes, allowed, sorted(set(present) - set(online)), cgroup_cpus(str(root)), _memory_limit(root),
                     _caches(cpu_dir, online),
-                    read_gpus(root, os.environ.get("CUDA_VISIBLE_DEVICES") if root == Path("/") else None))
+                    read_gpus(root, os.environ.get("CUDA_VISIBLE_DEVICES") if root == Path("/") else None),
+                    unplugged)
 
 
 def _caches(cpu_dir: Path, cpus: list[int]) -> list[Cache]:

@@ -12,6 +12,7 @@ import pytest
 
 from allspark_launch.cli import EXIT_CONFIG, main
 from allspark_launch.commands import doctor
+from allspark_launch.commands.topology import print_topology
 from allspark_launch.group import folders, mpi as launch_mpi, plan
 from allspark_launch.group.folders import private_folder
 from allspark_launch.group.plan import plan_group
@@ -174,6 +175,16 @@ def test_restricted_affinity_and_memory(tmp_path):
     assert [r.memory_node for r in place(topology, nodes=[0, 1]).ranks] == [0, 0]
     assert not place(topology, nodes=[0]).ranks[0].whole_node
     assert topology.default_nodes == [0]
+
+
+def test_memory_that_no_node_reports_is_counted_and_shown(tmp_path, capsys):
+    root = machine(tmp_path, {0: [[0]], 1: [[1]], 2: []}, memory={0: 4, 1: 4, 2: 8})
+    (root / "proc/meminfo").write_text(f"MemTotal: {30 << 20} kB\nMemAvailable: {28 << 20} kB\n")
+    topology = read_topology(root)
+    assert [node.memory_total >> 30 for node in topology.nodes] == [11, 11, 8]
+    assert [node.memory_free >> 30 for node in topology.nodes] == [10, 10, 6]
+    print_topology(topology)
+    assert "14.0 GiB of this machine's memory are reported of no node" in capsys.readouterr().out
 
 
 def test_kernel_without_numa_and_cgroup_quota(tmp_path):
