@@ -310,8 +310,9 @@ void bind_executor(py::module_& m) {
            "Marks a row as not written. To be called before the plan that names it.")
       .def("fail", &Masks::fail, py::arg("message"), "Ends all present and future waits with an error.");
 
-  py::class_<StepModel, std::shared_ptr<StepModel>>(m, "StepModel", "A rank's model on any device.");
-  py::class_<LogitSampler, std::shared_ptr<LogitSampler>>(m, "LogitSampler", "Samples from logits of another device.");
+  const py::class_<StepModel, std::shared_ptr<StepModel>> step_model(m, "StepModel", "A rank's model on any device.");
+  const py::class_<LogitSampler, std::shared_ptr<LogitSampler>> logit_sampler(m, "LogitSampler",
+                                                                              "Samples from logits of another device.");
   py::class_<HostSampler, LogitSampler, std::shared_ptr<HostSampler>>(m, "HostSampler",
                                                                       "The CPU's sampling op with its own threads.")
       .def(py::init<int, std::vector<int>, std::shared_ptr<Communicator>>(), py::arg("threads"),
@@ -327,7 +328,7 @@ void bind_executor(py::module_& m) {
                py::arg("rank") = 0, py::arg("world") = 1, py::arg("shared_memory") = nullptr,
                py::arg("cpus") = std::vector<int>{}, py::arg("num_threads") = 1);
   executor.def(
-      "beside", [](const Executor& e) { return std::shared_ptr<Executor>(new Executor(e), WithoutGil{}); },
+      "beside", [](const Executor& e) { return std::shared_ptr<Executor>(new Executor(Beside{}, e), WithoutGil{}); },
       "A new executor, for another model, that shares this one's threads.");
   bind_model<Executor>(executor);
   bind_weights(executor);

@@ -68,8 +68,8 @@ void bind_shared_memory(py::module_& m) {
       .def_property_readonly("size", &Hosts::size)
       .def_property_readonly("own", &Hosts::own)
       .def("receiver", &Hosts::receiver, py::arg("host"), py::arg("rank"));
-  py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator",
-                                                          "Communication between the ranks of a group.");
+  const py::class_<Communicator, std::shared_ptr<Communicator>> communicator(
+      m, "Communicator", "Communication between the ranks of a group.");
   py::class_<SharedMemory, Communicator, std::shared_ptr<SharedMemory>>(
       m, "SharedMemory", "Shared memory between the ranks of a host (native/comm/shared_memory.h).")
       .def_static(

@@ -382,8 +382,7 @@ void SharedMemory::broadcast(std::string& bytes) {
     const size_t head = at == 0 ? sizeof length : 0;
     if (rank_ == 0) {
       if (head) std::memcpy(data, &length, head);
-      const size_t count = std::min(kLaneBytes - head, bytes.size() - at);
-      std::memcpy(data + head, bytes.data() + at, count);
+      const size_t count = bytes.copy(data + head, kLaneBytes - head, at);
       sent.publish(sequence + 1);
       for (int h = 1; hosts_ && h < hosts_->size(); h++) hosts_->send(kLane, hosts_->first(h), data, head + count);
       at += count;

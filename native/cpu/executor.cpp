@@ -17,11 +17,11 @@ Executor::Executor(int rank, int world, std::shared_ptr<SharedMemory> shared_mem
   if (world > 1 && !shared_memory_) throw std::invalid_argument("a group of several ranks needs shared memory");
 }
 
-Executor::Executor(const Executor& beside)
-    : rank_(beside.rank_),
-      world_(beside.world_),
-      shared_memory_(beside.shared_memory_),
-      pool_(beside.pool_),
+Executor::Executor(Beside, const Executor& other)
+    : rank_(other.rank_),
+      world_(other.world_),
+      shared_memory_(other.shared_memory_),
+      pool_(other.pool_),
       weights_(*pool_, kernels()) {}
 
 int Executor::add_matrix(int out_features, int in_features, const std::string& dtype, int group_size, int experts,
@@ -65,6 +65,7 @@ std::shared_ptr<Adapter> Executor::new_adapter() const {
 }
 
 void Executor::set_adapter(int index, std::shared_ptr<const Adapter> adapter) {
+  if (!decoder_) throw std::invalid_argument("allocate() before set_adapter()");
   check_adapter(index);
   slot_limits_.adapters[index] = adapter != nullptr;
   decoder_->set_adapter(index, adapter != nullptr);

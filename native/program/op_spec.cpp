@@ -296,7 +296,7 @@ std::vector<OpSpec> table() {
   const auto table_number = within(whole_or("table", 0), 0, 255);
   const auto counted = [](const char* name) { return within(whole_or(name, 0), 0, kLargestCount); };
   const auto positive = [](AttributeSpec a) { return within(std::move(a), 1, kLargestCount); };
-  const auto at_least_0 = [](AttributeSpec a) { return within(std::move(a), 0, a.most); };
+  const auto at_least_0 = [](AttributeSpec a) { return a.least = 0, a; };
   const auto of_rank = [](const char* name, RankRule rule, int block = 0, int blocks = 1) {
     AttributeSpec a = whole(name, Scope::rank);
     a.rule = rule, a.block = block, a.blocks = blocks;

@@ -55,8 +55,10 @@ double WeightSpec::bytes() const {
   const double groups = std::ceil((double)n / layout.group_rows) * (group ? (k + group - 1) / group : 1);
   const int kinds = layout.zeros == ZeroType::offsets ? 2 : 1;  // scales, or scales and offsets
   double scales = groups * kinds * kScaleBytes[(int)layout.scales];
-  if (layout.super_group)
-    scales = kinds * (groups * layout.scale_bits / 8.0 + 2.0 * n * ((k + layout.super_group - 1) / layout.super_group));
+  if (layout.super_group) {
+    const int super_groups = (k + layout.super_group - 1) / layout.super_group;
+    scales = kinds * (groups * layout.scale_bits / 8.0 + 2.0 * n * super_groups);
+  }
   return values + scales + (layout.zeros == ZeroType::points ? groups * f.bits / 8 : 0) +
          (layout.permuted ? 4.0 * k : 0);
 }
