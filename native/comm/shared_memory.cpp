@@ -36,7 +36,7 @@ SharedMemory::SharedMemory(int rank, int size, const std::vector<uintptr_t>& add
       spin_(spin),
       timeout_(timeout),
       sum_(sum),
-      watched_(std::max(size, 0)) {
+      silence_(std::max(size, 0)) {
   if (size < 1 || rank < 0 || rank >= size || (int)addresses.size() != size)
     throw std::invalid_argument("shared memory: rank " + std::to_string(rank) + " of " + std::to_string(size) +
                                 " with " + std::to_string(addresses.size()) +
@@ -55,13 +55,13 @@ SharedMemory::SharedMemory(int rank, int size, const std::vector<uintptr_t>& add
   if (linked.size() != sockets.size() || (hosts_ && hosts_->end(hosts_->size() - 1) != size))
     throw std::invalid_argument("shared memory: hosts with " + std::to_string(sockets.size()) + " sockets for " +
                                 std::to_string(linked.size()) + " connections of rank " + std::to_string(rank));
+  if (!linked.empty())
+    link_ = std::make_unique<Link>(static_cast<LinkEnd&>(*this), sockets, linked, heartbeat_seconds, kCommandBytes);
   heartbeat_thread_ = std::thread([this, pause = std::chrono::duration<double>(heartbeat_seconds)] {
     std::unique_lock<std::mutex> lock(closing_);
     do segments_[rank_]->heartbeats.fetch_add(1, std::memory_order_relaxed);
     while (!closed_.wait_for(lock, pause, [this] { return is_closed_; }));
   });
-  if (!linked.empty())
-    link_ = std::make_unique<Link>(static_cast<LinkEnd&>(*this), sockets, linked, heartbeat_seconds, kCommandBytes);
 }
 
 void SharedMemory::close() {
@@ -106,15 +106,7 @@ void SharedMemory::abort(const std::string& message) {
 }
 
 void SharedMemory::check_silence(int peer, const char* what) {
-  Watched& watched = watched_[peer];
-  const uint64_t heartbeats = segments_[peer]->heartbeats.load(std::memory_order_relaxed),
-                 own = segments_[rank_]->heartbeats.load(std::memory_order_relaxed);
-  if (heartbeats != watched.heartbeats.load(std::memory_order_relaxed)) {
-    watched.heartbeats.store(heartbeats, std::memory_order_relaxed),
-        watched.since.store(own, std::memory_order_relaxed);
-    return;
-  }
-  if (own < watched.since.load(std::memory_order_relaxed) + kSilentHeartbeats) return;
+  if (!silence_[peer].check(segments_[rank_]->heartbeats, segments_[peer]->heartbeats)) return;
   const std::string message = "rank " + std::to_string(rank_) + " waited for rank " + std::to_string(peer) + " in " +
                               what +
                               ", but that rank is silent: "

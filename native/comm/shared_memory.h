@@ -27,6 +27,7 @@
 #include "comm/communicator.h"
 #include "comm/hosts.h"
 #include "comm/link.h"
+#include "comm/silence.h"
 #include "common/sync.h"
 
 namespace as {
@@ -36,9 +37,8 @@ constexpr int kGatherLane = kLanes;         // one more for gather
 constexpr int kBroadcastLane = kLanes + 1;  // one more for broadcast
 constexpr int kAllLanes = kLanes + 2;
 constexpr int kMostRanks = 1024;
-constexpr size_t kLaneBytes = 256 << 10;    // of one buffer of a lane
-constexpr size_t kCommandBytes = 1 << 20;   // of one chunk of a command
-constexpr uint64_t kSilentHeartbeats = 15;  // at one a second, later than the supervisor (10 s), which reports more
+constexpr size_t kLaneBytes = 256 << 10;   // of one buffer of a lane
+constexpr size_t kCommandBytes = 1 << 20;  // of one chunk of a command
 
 struct alignas(64) Lane {
   Signal signal;
@@ -169,16 +169,12 @@ class SharedMemory : public Communicator, private LinkEnd {
   uint32_t commands_ = 0;
   uint32_t relayed_ = 0;  // chunks of commands that the link has passed on
 
-  // A rank's heartbeats when they last changed, and this rank's own heartbeats at that time.
-  struct Watched {
-    std::atomic<uint64_t> heartbeats{0}, since{0};
-  };
-  std::vector<Watched> watched_;
+  std::vector<Silence> silence_;  // of each rank
   std::mutex closing_;
   std::condition_variable closed_;
   bool is_closed_ = false;
-  std::thread heartbeat_thread_;
   std::unique_ptr<Link> link_;
+  std::thread heartbeat_thread_;  // starts last: nothing may throw once it runs
 };
 
 }  // namespace as

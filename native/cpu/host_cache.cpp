@@ -102,7 +102,7 @@ void HostCache::copy(const std::vector<SpanCopy>& saved, const std::vector<SpanC
   pool_.run([&](int thread) {
     const auto mine = [&](const std::vector<SpanCopy>& all, auto&& one) {
       pool_.guard([&] {
-        const auto [begin, end] = part((long)all.size(), thread, pool_.size());
+        const auto [begin, end] = part((int)all.size(), thread, pool_.size());
         for (int i = begin; i < end; i++) one(all[i]);
       });
     };

@@ -1,10 +1,12 @@
 // The threads of one rank. Work is divided statically: every thread runs the same function with its index.
 #pragma once
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "common/sync.h"
@@ -65,8 +67,9 @@ class Pool {
 };
 
 // The half-open range of part `index` of n items divided into `parts` parts, whose sizes differ by at most one.
-inline std::pair<int, int> part(long n, int index, int parts) {
-  return {(int)(n * index / parts), (int)(n * (index + 1) / parts)};
+template <typename Count>
+std::pair<Count, Count> part(Count n, int index, int parts) {
+  return {(Count)((int64_t)n * index / parts), (Count)((int64_t)n * (index + 1) / parts)};
 }
 
 }  // namespace as

@@ -1,28 +1,15 @@
 """The executor: what it refuses without changing anything, and the effect of one thread's failure on the others."""
-import os
-import shlex
-import subprocess
-import sysconfig
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from allspark_server import _native
 from allspark_server.runtime.plan import SAMPLE, Flag, NewSlot, SamplingParams, StepPlan, WorkItem
-from support.paths import NATIVE
+from support.programs import run_program
 
 
 def test_a_thread_that_fails_before_an_inner_barrier_takes_the_others_along(tmp_path):
-    program = tmp_path / "pool_failures"
-    compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "g++")
-    sanitize = [f"-fsanitize={names}" for names in [os.environ.get("ALLSPARK_SANITIZE")] if names]
-    clean = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    subprocess.run([*compiler, "-std=c++17", "-O1", "-pthread", *sanitize, f"-I{NATIVE}",
-                    Path(__file__).with_name("pool_failures.cpp"),
-                    NATIVE / "cpu" / "pool.cpp", "-o", program], check=True, env=clean)
-    done = subprocess.run([program], capture_output=True, text=True, timeout=60, env=clean)
-    assert done.returncode == 0, done.stdout + done.stderr
+    """And the division of more values than 32 bits count."""
+    run_program(tmp_path, "pool", "cpu/pool.cpp")
 
 
 @pytest.mark.parametrize("x, out_features, bias", [

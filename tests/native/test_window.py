@@ -1,6 +1,8 @@
 """The shared memory between ranks: here every rank is a thread with a SharedMemory of its own over one mapping."""
 import itertools
 import mmap
+import subprocess
+import sys
 import threading
 import time
 
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 
 from allspark_server import _native
+from support.programs import run_program
 
 MAPPED = []  # stays: windows beat in it until they are closed
 
@@ -220,6 +223,30 @@ def test_a_rank_that_waits_for_commands_notices_that_rank_0_is_silent():
     ranks.windows[0].close()
     with pytest.raises(RuntimeError, match="rank 1 waited for rank 0 .* silent"):
         ranks.windows[1].wait_command(30)
+
+
+def test_a_rank_is_not_silent_because_two_threads_look_at_once(tmp_path):
+    run_program(tmp_path, "silence", words=("1000",))
+
+
+def test_a_link_that_cannot_start_is_an_error():
+    """The limit on open files is reached. In a process of its own, which must not end by a signal."""
+    code = '''
+import mmap, resource, socket
+import numpy as np
+from allspark_server import _native
+step = (_native.SharedMemory.bytes_needed(2) + 4095) // 4096 * 4096
+view = np.frombuffer(mmap.mmap(-1, step * 2), np.uint8)
+hosts = _native.Hosts(0, [0, 1, 2], [1] * 5)    # MPI's functions are not called
+near, far = socket.socketpair()
+resource.setrlimit(resource.RLIMIT_NOFILE, (far.fileno() + 1, far.fileno() + 1))
+try:
+    _native.SharedMemory(0, 2, [view.ctypes.data, view.ctypes.data + step], False, 5.0, 0.2, hosts, [near.fileno()])
+except RuntimeError as error:
+    print(error)
+'''
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (0, "link: the limit on open files is reached\n"), done.stderr
 
 
 def test_a_rank_that_is_late_but_alive_is_waited_for():

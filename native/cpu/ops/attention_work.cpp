@@ -81,7 +81,7 @@ void AttentionWork::share_pairs() {
     for (int b = tiles[t].first; b < tiles[t].blocks; b++) pairs.push_back({t, b, Kept::nothing, 0});
   std::vector<int> owner(pairs.size());
   for (int thread = 0; thread < threads; thread++) {
-    const auto [p0, p1] = part((int64_t)pairs.size(), thread, threads);
+    const auto [p0, p1] = part((int)pairs.size(), thread, threads);
     std::fill(owner.begin() + p0, owner.begin() + p1, thread);
   }
   int kept = 0;

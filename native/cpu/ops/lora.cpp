@@ -48,7 +48,7 @@ class Lora : public BoundOp {
   }
 
   void run(const Batch&, int thread) override {
-    const auto [begin, end] = part((long)gemms_.size(), thread, core_.pool.size());
+    const auto [begin, end] = part((int)gemms_.size(), thread, core_.pool.size());
     for (int p = begin; p < end; p++) shrink(gemms_[p]);
     if (!core_.pool.barrier()) return;
     for (const AdaptedRows::Group& group : rows_.groups) expand(group, thread);

@@ -35,7 +35,7 @@ class RotaryTableOp : public BoundOp {
 
   void run(const Batch& batch, int thread) override {
     const int half = table_->half;
-    const auto [r0, r1] = part((int64_t)batch.rows.size(), thread, core_.pool.size());
+    const auto [r0, r1] = part((int)batch.rows.size(), thread, core_.pool.size());
     std::vector<float> grown(dynamic_ ? half : 0);
     int grown_length = -1;
     for (int r = r0; r < r1; r++) {

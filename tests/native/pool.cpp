@@ -1,4 +1,5 @@
-// A thread fails before a barrier that the others reach. No op can be made to do that from Python.
+// What the pool does that no op can be made to do from Python: a thread fails before a barrier that the others reach;
+// and more values than 32 bits count, which would take gigabytes, are divided.
 #include <atomic>
 #include <cstdio>
 #include <stdexcept>
@@ -6,6 +7,11 @@
 #include "cpu/pool.h"
 
 int main() {
+  constexpr int64_t kLogits = int64_t{8389} * 256000;
+  if (as::part(kLogits, 1, 2) != std::pair{kLogits / 2, kLogits} || as::part(7, 1, 2) != std::pair{3, 7}) {
+    std::printf("parts of %ld values\n", (long)kLogits);
+    return 1;
+  }
   constexpr int kThreads = 3, kBarriers = 3;
   for (const bool spin : {true, false}) {
     as::Pool pool(kThreads, {}, spin);
