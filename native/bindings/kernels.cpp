@@ -88,8 +88,10 @@ void bind_kernels(py::module_& m) {
         kernels().prepare_queries(a, queries.data());
         a.prepared = queries.data();
         a.maximum = maximum.mutable_data(), a.sum = sum.mutable_data(), a.out = out.mutable_data();
-        kernels().attend(&a, 1);
-        kernels().end_attention();
+        {
+          const AttentionScope scope(kernels());
+          kernels().attend(&a, 1);
+        }
         return py::make_tuple(maximum, sum, out);
       },
       "One block of attention: (maximum [rows], sum [rows], weighted values [rows, padded dim]).");
@@ -124,7 +126,8 @@ void bind_kernels(py::module_& m) {
             kernels().prepare_queries(a, queries.data());
             a.prepared = queries.data();
             a.maximum = out.data(), a.sum = out.data() + rows, a.out = out.data() + 2 * rows;
-            const auto [b0, b1] = part((long)blocks * heads, thread, threads);
+            const auto [b0, b1] = part(blocks * heads, thread, threads);
+            const AttentionScope scope(kernels());
             for (int b = b0; b < b1; b++) {
               const int first = b % blocks * (kBlockTokens / span_size),
                         step = b % blocks + 1 < blocks ? kBlockTokens / span_size : 0;
@@ -134,7 +137,6 @@ void bind_kernels(py::module_& m) {
               }
               kernels().attend(&a, 1);
             }
-            kernels().end_attention();
           });
           best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
         }

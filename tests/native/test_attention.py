@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -136,3 +140,60 @@ def test_memory_of_partial_results_is_small(dtype):
     every_block = 4 * (context // BLOCK) * TILE_ROWS * (2 + dim) * 4
     assert per_thread < 8e6 and per_thread < every_block / 4
     assert _native.attention_bytes(1, context, dim, dtype) == _native.attention_bytes(1, BLOCK, dim, dtype)
+
+
+WITHOUT_MEMORY = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from allspark_server import _native
+from allspark_server.runtime.plan import SAMPLE, NewSlot, SamplingParams, StepPlan, WorkItem
+
+DIM, ROWS, WINDOW = 4096, 64, 33
+greedy = SamplingParams(do_sample=False).encode()
+
+
+class Model:
+    def __init__(self):
+        values = np.random.default_rng(1).normal(size=(9, 3 * DIM)).astype(np.float32)
+        values[8, 2 * DIM:] = np.inf
+        e = self.executor = _native.Executor(num_threads=1)
+        table = e.add_matrix(9, 3 * DIM, "float32")
+        e.fill_matrix(table, values, "F32")
+        self.matrix = e.add_matrix(64, 64, "bfloat16")
+        e.fill_matrix(self.matrix, values[:, :64 * 64 // 9 + 64].reshape(-1)[:4096].reshape(64, 64), "F32")
+        qkv, out, last = e.add_tensor(3 * DIM), e.add_tensor(DIM), e.add_tensor(DIM, True)
+        e.add_op("embedding", [], [qkv], [table], {"vocab_begin": 0})
+        e.add_op("span_attention", [qkv], [out], [], {"layer": 0, "q_heads": 1, "kv_heads": 1, "head_dim": DIM,
+                                                      "group": 1, "scale": DIM**-0.5, "window": WINDOW})
+        e.add_op("select_rows", [out], [last], [], {})
+        e.add_op("sample", [last], [], [], {"vocab_begin": 0, "vocab_size": DIM})
+        e.allocate(ROWS, 1, ROWS, 32, 4, "bfloat16")
+
+    def step(self, tokens):
+        plan = StepPlan(new=[NewSlot(0, tokens, greedy)], work=[WorkItem(0, len(tokens), SAMPLE, spans=[0, 1][:-(-len(tokens) // 32)])])
+        return self.executor.step(plan.encode(), True).logits.tobytes()
+
+
+models = [Model() for _ in range(3)]
+wanted = models[0].step([3])
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used, resource.RLIM_INFINITY))
+try:
+    models[1].step([8] + [i % 7 for i in range(1, ROWS)])   # rows that do not see the infinite value are mended
+    sys.exit("no memory was needed")
+except (MemoryError, RuntimeError) as error:
+    assert "bad_alloc" in str(error), error
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+models[1].executor.multiply(models[1].matrix, np.ones((16, 64), np.float32), 64)
+assert models[2].step([3]) == wanted
+"""
+
+
+@pytest.mark.skipif("ALLSPARK_SANITIZE" in os.environ, reason="a sanitizer ends the process where memory ends")
+def test_a_thread_whose_attention_failed_computes_as_before():
+    """The tiles of AMX do not stay configured."""
+    no_free_memory = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}   # of the heap
+    done = subprocess.run([sys.executable, "-c", WITHOUT_MEMORY], env=no_free_memory, capture_output=True, text=True,
+                          timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -5,6 +5,7 @@
 // without AMX. Its bits and speed differ.
 #pragma once
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 
 #include "common/bf16.h"
@@ -25,21 +26,29 @@ static_assert(sizeof(TileConfig) == 64);
 #if defined(AS_AMX_EMULATED)
 
 struct EmulatedTiles {
+  bool configured = false;
   TileConfig config;
   char data[8][16][64];
 };
 inline thread_local EmulatedTiles emulated_tiles;
 
-inline void tile_configure(const TileConfig& config) { emulated_tiles.config = config; }
-inline void tile_release() {}
+inline void tile_configure(const TileConfig& config) {
+  emulated_tiles.configured = true, emulated_tiles.config = config;
+}
+inline void tile_release() { emulated_tiles.configured = false; }
+// Ends the process if tiles are not configured, as the CPU does.
+inline EmulatedTiles& configured_tiles() {
+  if (!emulated_tiles.configured) std::abort();
+  return emulated_tiles;
+}
 template <int T>
 void tile_zero() {
-  std::memset(emulated_tiles.data[T], 0, sizeof emulated_tiles.data[T]);
+  std::memset(configured_tiles().data[T], 0, sizeof emulated_tiles.data[T]);
 }
 template <int T>
 void tile_load(const void* p, int64_t stride) {
-  for (int r = 0; r < emulated_tiles.config.rows[T]; r++)
-    std::memcpy(emulated_tiles.data[T][r], (const char*)p + r * stride, 64);
+  auto& t = configured_tiles();
+  for (int r = 0; r < t.config.rows[T]; r++) std::memcpy(t.data[T][r], (const char*)p + r * stride, 64);
 }
 template <int T>
 void tile_load_far(const void* p, int64_t stride) {
@@ -47,12 +56,12 @@ void tile_load_far(const void* p, int64_t stride) {
 }
 template <int T>
 void tile_store(void* p, int64_t stride) {
-  for (int r = 0; r < emulated_tiles.config.rows[T]; r++)
-    std::memcpy((char*)p + r * stride, emulated_tiles.data[T][r], 64);
+  auto& t = configured_tiles();
+  for (int r = 0; r < t.config.rows[T]; r++) std::memcpy((char*)p + r * stride, t.data[T][r], 64);
 }
 template <int C, int A, int B>
 void tile_dot_bf16() {
-  auto& t = emulated_tiles;
+  auto& t = configured_tiles();
   const __m512i high = _mm512_set1_epi32((int)0xffff0000);
   auto first = [&](__m512i x) { return (__m512)_mm512_slli_epi32(x, 16); };
   auto second = [&](__m512i x) { return (__m512)_mm512_and_si512(x, high); };
@@ -67,7 +76,7 @@ void tile_dot_bf16() {
 }
 template <int C, int A, int B>
 void tile_dot_s8u8() {
-  auto& t = emulated_tiles;
+  auto& t = configured_tiles();
   for (int r = 0; r < t.config.rows[C]; r++) {
     __m512i c = _mm512_loadu_si512(t.data[C][r]);
     for (int i = 0; i < 16; i++)

@@ -83,7 +83,7 @@ struct Kernels {
   void (*prepare_queries)(const AttentionTile& tile, char* out);
   void (*attend)(const AttentionTile* tiles,
                  int count);  // of `count` tiles of one block: a tile's softmax overlaps with other tiles' products
-  void (*end_attention)();    // called by each thread after its last attend(), before other kernels
+  void (*end_attention)();    // called by AttentionScope
   // Merges the next block's partial results (for each row a maximum, a sum and [padded_dim]) into the running ones.
   void (*merge)(int rows, float* maximum, float* sum, float* out, const float* block_maximum, const float* block_sum,
                 const float* block_out, int padded_dim);
@@ -100,5 +100,17 @@ struct Kernels {
 
 // The kernels in use.
 const Kernels& kernels();
+
+// Surrounds a thread's calls of attend(): ends attention after an exception, too.
+class AttentionScope {
+ public:
+  explicit AttentionScope(const Kernels& kernels) : kernels_(kernels) {}
+  ~AttentionScope() { kernels_.end_attention(); }
+  AttentionScope(const AttentionScope&) = delete;
+  AttentionScope& operator=(const AttentionScope&) = delete;
+
+ private:
+  const Kernels& kernels_;
+};
 
 }  // namespace as

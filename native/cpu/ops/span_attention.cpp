@@ -65,9 +65,9 @@ class SpanAttention : public BoundOp {
       if (!core_.pool.barrier()) return;
     }
     core_.pool.guard([&] {
+      const AttentionScope scope(core_.k);
       if (work_->by_pairs) attend_pairs(batch, thread);
       else attend_units(batch, thread);
-      core_.k.end_attention();
     });
     const int rows = (int)batch.rows.size();
     const bool prepares = out_.is_prepared(rows);
@@ -156,7 +156,7 @@ void SpanAttention::write_row(const Batch& batch, int row, int kv_head, float* r
 
 void SpanAttention::write_cache(const Batch& batch, int thread) const {
   const auto& rows = batch.rows;
-  auto [r0, r1] = part((int64_t)rows.size(), thread, core_.pool.size());
+  auto [r0, r1] = part((int)rows.size(), thread, core_.pool.size());
   // Both tokens of a pair of values belong to the thread of the first one, because they may share a byte.
   const auto splits = [&](int r) {
     return r > 0 && r < (int)rows.size() && rows[r].position % 2 && rows[r - 1].slot == rows[r].slot;
@@ -308,7 +308,7 @@ void SpanAttention::attend_pairs(const Batch& batch, int thread) const {
   const AttentionWork& work = *work_;
   const size_t floats = work.partial_floats();
   const Scratchpad s = scratch(thread);
-  const auto [p0, p1] = part((int64_t)work.pairs.size(), thread, core_.pool.size());
+  const auto [p0, p1] = part((int)work.pairs.size(), thread, core_.pool.size());
   AttentionTile prepared;
   for (int p = p0; p < p1; p++) {
     const TileBlock &pair = work.pairs[p], &next = work.pairs[std::min(p + 1, p1 - 1)];
