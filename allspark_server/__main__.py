@@ -133,8 +133,14 @@ class Rank:
         from . import _native
         from .runtime.group import SharedMemoryGroup
         from .runtime.mpi import join
+        from .runtime.native import common_isa, usable_isas
         from .runtime.rank_models import RankModels
         world = join(self.expected, _native.SharedMemory.bytes_needed(self.expected), a.split_hosts)
+        isa = common_isa(world.allgather((socket.gethostname(), usable_isas())))
+        if isa != _native.isa():
+            logger.info("rank %d uses the instruction set %s, because not all ranks have %s", world.rank, isa,
+                        _native.isa())
+        _native.use_isa(isa)
         between, host, leads = {}, "", False
         if world.between is not None:
             host, leads = socket.gethostname(), world.rank in world.between.first

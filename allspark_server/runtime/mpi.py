@@ -66,6 +66,11 @@ class World:
     window: Any         # keeps the mapping alive
     between: Between | None = None
 
+    def allgather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order. A collective call."""
+        from mpi4py import MPI
+        return MPI.COMM_WORLD.allgather(value)
+
     def finalize(self) -> None:
         """Leaves MPI. This is a collective call, so use it only for a clean end."""
         from mpi4py import MPI

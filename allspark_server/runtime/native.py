@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+from collections.abc import Sequence
 from types import ModuleType
 
 from allspark_client.errors import AllSparkError, AsStatus
@@ -26,6 +28,26 @@ def native_library() -> ModuleType:
         raise ImportError("this CPU has none of the instruction sets for which the native library has kernels "
                           "(x86-64: AVX2 with FMA and F16C, or AVX-512; 64-bit Arm: NEON)")
     return module
+
+
+def usable_isas() -> list[str]:
+    """The instruction sets that this process may use, best first: one if ALLSPARK_ISA is set."""
+    forced = os.environ.get("ALLSPARK_ISA")
+    return [forced] if forced else native_library().isas()
+
+
+def common_isa(ranks: Sequence[tuple[str, list[str]]]) -> str:
+    """The instruction set of a group: the best one of rank 0 that all ranks have.
+
+    Ranks of different instruction sets would lay out the rows that they exchange differently. ranks: each rank's host
+    and instruction sets. Raises ValueError if they have none in common.
+    """
+    for isa in ranks[0][1]:
+        if all(isa in isas for _, isas in ranks):
+            return isa
+    found = "; ".join(f"rank {rank} on {host} has {', '.join(isas)}" for rank, (host, isas) in enumerate(ranks))
+    raise ValueError(f"the ranks of a group must have an instruction set in common, but {found}: leave ALLSPARK_ISA "
+                     "unset on all hosts, or start a group for each kind of CPU")
 
 
 def cuda_library() -> ModuleType:

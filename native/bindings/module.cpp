@@ -43,6 +43,8 @@ PYBIND11_MODULE(_native, m) {
   as::kernels();  // an unsupported CPU is an error at import
   m.def("isa", [] { return std::string(as::kernels().name); }, "The instruction set in use.");
   m.def("isas", as::supported_isas, "Instruction sets that both this CPU and this build support, best first.");
+  m.def("use_isa", as::use_isa, py::arg("name"),
+        "Changes the instruction set in use, before any model or shared memory exists.");
   m.def(
       "matrix_bytes",
       [](int n, int k, const std::string& dtype, int group_size, int experts, int gathered, const py::kwargs& layout) {

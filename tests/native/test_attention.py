@@ -171,7 +171,8 @@ class Model:
         e.allocate(ROWS, 1, ROWS, 32, 4, "bfloat16")
 
     def step(self, tokens):
-        plan = StepPlan(new=[NewSlot(0, tokens, greedy)], work=[WorkItem(0, len(tokens), SAMPLE, spans=[0, 1][:-(-len(tokens) // 32)])])
+        spans = list(range(-(-len(tokens) // 32)))
+        plan = StepPlan(new=[NewSlot(0, tokens, greedy)], work=[WorkItem(0, len(tokens), SAMPLE, spans=spans)])
         return self.executor.step(plan.encode(), True).logits.tobytes()
 
 

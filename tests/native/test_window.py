@@ -226,7 +226,7 @@ def test_a_rank_that_waits_for_commands_notices_that_rank_0_is_silent():
 
 
 def test_a_rank_is_not_silent_because_two_threads_look_at_once(tmp_path):
-    run_program(tmp_path, "silence", words=("1000",))
+    run_program(tmp_path, "silence", words=("300",))
 
 
 def test_a_link_that_cannot_start_is_an_error():
