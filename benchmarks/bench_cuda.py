@@ -1,8 +1,11 @@
 """Measures steps of a real model's shape on a GPU, with random weights and without an engine: milliseconds, tokens/s
 and the fraction of the roofline.
 
-`python bench_cuda.py [7b|0.5b|30b-a3b] [ranks=2] [decode=1,8,32] [prefill=1x1024] [context=8000x1] [format=int4:64]
-[cache=bfloat16] [threads=1]`
+`python bench_cuda.py [7b|0.5b|30b-a3b] [ranks=2] [decode=1,8,32] [prefill=1x1024] [context=8000x1]
+[mixed=204+1702,0+1906] [format=int4:64] [cache=bfloat16] [threads=1]`
+
+`mixed=D+P` measures a step of D decoding rows at a context of 640 with P rows of prompts of 512 tokens; with a single
+such cell it prints what each op took.
 
 `ranks=N` uses GPUs 0 to N-1 of one host, with a process (or, with threads=1, a thread) for each. The roofline is then
 that of all of them together.
@@ -200,6 +203,27 @@ class Model:
             self.free(batch)
         return best
 
+    def mixed(self, decoding: int, rows: int, context: int = 640, length: int = 512, steps: int = 24) -> float:
+        """Median seconds of a step of decoding rows and rows of new prompts."""
+        if decoding:
+            self.e.step(self.start(decoding, context + 1, context // SPAN * SPAN))
+        block, seconds = SamplingParams(do_sample=False, prompt_len=length).encode(), []
+        for _ in range(steps):
+            new, work = [], [WorkItem(slot, 1, SAMPLE) for slot in range(decoding)]
+            for slot, first in enumerate(range(0, rows, length), decoding):
+                new.append(NewSlot(slot, [(7 * i + slot) % 1000 for i in range(length)], block, 0))
+                count, spans = min(length, rows - first), range(slot * self.spans, (slot + 1) * self.spans)
+                work.append(WorkItem(slot, count, SAMPLE if count == length else 0, spans=list(spans)))
+            plan = StepPlan(new=new, work=work).encode()
+            began = time.perf_counter()
+            self.e.step(plan)
+            seconds.append(time.perf_counter() - began)
+            if new:
+                self.e.step(StepPlan(free=[item.slot for item in new]).encode())
+        if decoding:
+            self.free(decoding)
+        return float(np.median(seconds[4:]))
+
     def kv_bytes(self, positions: float) -> float:
         return positions * self.position_bytes
 
@@ -214,16 +238,21 @@ def main(arguments: list[str]) -> None:
     decode = [int(b) for b in asked.get("decode", "1,8,32").split(",") if b]
     contexts = [tuple(map(int, c.split("x"))) for c in asked.get("context", "").split(",") if c]
     prefill = [tuple(map(int, c.split("x"))) for c in asked.get("prefill", "").split(",") if c]
+    mixed = [tuple(map(int, c.split("+"))) for c in asked.get("mixed", "").split(",") if c]
     chunk = int(asked.get("chunk", 8192))
-    length = max([512, *(c for c, _ in contexts), *(n for _, n in prefill)]) + 128
+    length = max([512, *(c for c, _ in contexts), *(n for _, n in prefill), *(640 for _ in mixed)]) + 128
+    slots = max([1, *decode, *(b for _, b in contexts), *(b for b, _ in prefill),
+                 *(batch + -(-rows // 512) for batch, rows in mixed)])
     ranks, rank = int(asked.get("ranks", 1)), int(asked.get("rank", 0))
     with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
         path = asked.get("window", file.name)
 
         def compute(rank: int) -> None:
-            model = Model(name, chunk, max([1, *decode, *(b for _, b in contexts), *(b for b, _ in prefill)]), length,
-                          rank, ranks, path, asked.get("format", "bfloat16"), asked.get("cache", "bfloat16"))
-            run(model, decode, contexts, prefill, chunk, print if rank == 0 else lambda *_, **__: None)
+            model = Model(name, chunk, slots, length, rank, ranks, path, asked.get("format", "bfloat16"),
+                          asked.get("cache", "bfloat16"))
+            show = print if rank == 0 else lambda *_, **__: None
+            run(model, decode, contexts, prefill, chunk, show)
+            run_mixed(model, mixed, show)
             if model.window:
                 model.window.close()
 
@@ -253,6 +282,25 @@ def run(model: Model, decode: list[int], contexts: list, prefill: list, chunk: i
             + 2.0 * batch * layers * heads * dim * tokens * tokens
         print(f"prefill {batch} x {tokens}: {1e3 * seconds:.1f} ms, {batch * tokens / seconds:,.0f} tokens/s, "
               f"{work / rate / seconds:.2f} of {rate / 1e12:.0f} TFLOP/s", flush=True)
+
+
+def run_mixed(model: Model, mixed: list, print) -> None:
+    hidden, layers, _, _, _, _, vocab = model.shape
+    for decoding, rows in mixed:
+        seconds = model.mixed(decoding, rows)
+        outputs = decoding + rows // 512
+        work = 2.0 * ((decoding + rows) * layers * model.matrices + outputs * hidden * vocab)
+        print(f"mixed {decoding} + {rows}: {1e3 * seconds:.3f} ms, {1e6 * seconds / (decoding + rows):.2f} us a row, "
+              f"products at {work / seconds / model.ranks / 1e12:.0f} TFLOP/s", flush=True)
+    if len(mixed) == 1:
+        times: dict[str, list[float]] = {}
+        for entry in model.e.profile():
+            work = entry["operations"] / max(entry["count"], 1)
+            total = times.setdefault(f"{entry['op']} of {work / 1e9:,.0f} GFLOP", [0, 0])
+            total[0] += entry["sum"] / max(entry["count"], 1)
+            total[1] += 1
+        for op, (total, count) in sorted(times.items(), key=lambda item: -item[1][0])[:14]:
+            print(f"  {op:60s} {count:3d} x {1e6 * total / count:8.1f} us = {1e3 * total:7.3f} ms", flush=True)
 
 
 if __name__ == "__main__":
