@@ -82,7 +82,8 @@ class ChatFormat:
         self, options: ChatOptions, response_format: dict[str, Any] | None, prompt: str,
         templates: Iterable[str], marks: dict[str, int],
     ) -> dict[str, Any] | None:
-        """The response_format of an answer that must be a tool call, or whose calls or text must follow a schema.
+        """The response_format of an answer that must be a tool call, or whose calls or text must follow a schema beside
+        other parts: calls, messages, or reasoning that the prompt has begun.
 
         None if the request asks for none of these. `prompt`: the end of the prompt's text. `templates`: the
         checkpoint's chat templates. `marks`: ids of special tokens by text. ValueError if the format has no such
@@ -91,7 +92,9 @@ class ChatFormat:
         if response_format is not None and response_format["type"] == "text":
             response_format = None
         constrains_calls = options.offered and (options.forced or response_format or options.strict)
-        if not constrains_calls and not (response_format and self.in_messages):
+        # A format alone would forbid the end of reasoning that the prompt has begun.
+        has_parts = self.in_messages or _OPENED_REASONING.search(prompt)
+        if not constrains_calls and not (response_format and has_parts):
             return None
 
         def literal(text: str) -> str:
@@ -127,19 +130,21 @@ class ChatFormat:
         literal: Literal, answer: str | None,
     ) -> str:
         """See `grammar`. `functions`: those that may be called."""
-        call_rules = self.call_rules(functions, parallel, literal)
-        if call_rules is None:
-            raise ValueError(f"the chat format {self.name!r} has no tool calls that could be guided: tool_choice may "
-                             "be 'none', or 'auto' where no tool is strict and no response_format given")
-        body, rules = "calls", [call_rules]
-        if self.trigger != "{":
-            free = not forced and answer is None
-            rules.append(after_text("begin", self.trigger, literal) if free else f"begin: {literal(self.trigger)}")
-        if answer and self.trigger == "{" and "%json" in answer:
-            raise ValueError(f"JSON is a call in the chat format {self.name!r}: a JSON answer cannot be combined with "
-                             "optional tool calls; tool_choice must be 'none'")
+        body, rules = "calls", []
+        if functions:
+            call_rules = self.call_rules(functions, parallel, literal)
+            if call_rules is None:
+                raise ValueError(f"the chat format {self.name!r} has no tool calls that could be guided: tool_choice "
+                                 "may be 'none', or 'auto' where no tool is strict and no response_format given")
+            if answer and self.trigger == "{" and "%json" in answer:
+                raise ValueError(f"JSON is a call in the chat format {self.name!r}: a JSON answer cannot be combined "
+                                 "with optional tool calls; tool_choice must be 'none'")
+            rules.append(call_rules)
+            if self.trigger != "{":
+                free = not forced and answer is None
+                rules.append(after_text("begin", self.trigger, literal) if free else f"begin: {literal(self.trigger)}")
         if not forced:
-            body = "(calls | answer)"
+            body = "(calls | answer)" if functions else "answer"
             rules.append(f"answer: {answer}" if answer else f"answer: TEXT\nTEXT: {self._text(literal)}")
         start = body
         begin, end = self.parser_class.REASONING[-1]
@@ -255,8 +260,10 @@ def _answer_rule(response_format: dict[str, Any]) -> str:
     if kind == "choice":
         return " | ".join(map(json.dumps, response_format["choice"]))
     if kind == "grammar":
-        raise ValueError("a grammar cannot be combined with optional tool calls (tool_choice must be 'none'), "
-                         "nor within a message of an answer that consists of messages")
+        if response_format.get("syntax", "lark") != "lark":
+            raise ValueError("a grammar of syntax 'ebnf' must be the whole answer: with optional tool calls, after "
+                             "reasoning that the prompt begins, or within a message, use syntax 'lark'")
+        return "%lark {\n" + response_format["grammar"] + "\n}"
     schema: Any = {}
     lenient = False
     if kind == "json_schema":

@@ -24,6 +24,7 @@ FUNCTIONS = "functions."
 _OPENED = re.compile(r"<\|start\|>assistant((?:[^<]|<\|(?:channel|constrain)\|>)*<\|message\|>)\Z")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
+_MARK = re.compile(r"<\|(?:start|channel|message|end|call|return)\|>")
 
 # Reasoning efforts of the HTTP APIs that the models were not trained with, and the nearest ones that they support.
 _EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
@@ -47,11 +48,9 @@ class HarmonyParser(OutputParser):
             header, marker = yield from self._collect((MESSAGE,))
             if marker is None:
                 return
-            channel = _CHANNEL.search(header)
-            recipient = _RECIPIENT.search(header)
-            kind = "reasoning" if channel is not None and channel[1] == "analysis" else "content"
-            if recipient is not None and self.functions:
-                kind, emit = "call", self._begin(recipient[1].removeprefix(FUNCTIONS))
+            kind, recipient = self._kind(header)
+            if kind == "call":
+                emit = self._begin(recipient)
             else:
                 emit = self._reason if kind == "reasoning" else self._content
                 if kind == before:
@@ -60,6 +59,30 @@ class HarmonyParser(OutputParser):
             marker = yield from self._scan((END, CALL, RETURN, START, CHANNEL), emit)
             if marker in (START, CHANNEL):  # the end of the message is missing
                 self._text = marker + self._text
+
+    def _kind(self, header: str) -> tuple[str, str]:
+        """What a message is by its header, and the function that it calls."""
+        recipient = _RECIPIENT.search(header)
+        if recipient is not None and self.functions:
+            return "call", recipient[1].removeprefix(FUNCTIONS)
+        channel = _CHANNEL.search(header)
+        return "reasoning" if channel is not None and channel[1] == "analysis" else "content", ""
+
+    def reasoning_in(self, text: str) -> list[tuple[int, int]]:
+        """See OutputParser. Each message of reasoning is a part."""
+        shift = len(self.opened)
+        text = self.opened + text
+        parts: list[tuple[int, int]] = []
+        begin, reasons = -1, False      # of the current header or message; -1: there is none
+        for mark in _MARK.finditer(text):
+            if mark[0] == MESSAGE:
+                reasons = begin >= 0 and self._kind(text[begin:mark.end()])[0] == "reasoning"
+            elif mark[0] in (END, CALL, RETURN) or reasons or begin < 0:
+                ended = mark[0] not in (START, CHANNEL)
+                if reasons:
+                    parts.append((begin - shift, (mark.end() if ended else mark.start()) - shift))
+                begin, reasons = -1 if ended else mark.start(), False
+        return [*parts, (begin - shift, len(text) - shift)] if reasons else parts
 
     def _at_header(self) -> Steps:
         """Whether a message's header follows. Drops white space before it."""

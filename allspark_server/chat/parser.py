@@ -28,6 +28,7 @@ class OutputParser:
         """`tools`: those that the prompt describes, in OpenAI's form. `opened`: the part of the answer that the prompt
         has begun.
         """
+        self.opened = opened
         #: schemas of the parameters by function
         self.functions = {t["function"]["name"]: t["function"].get("parameters") or {} for t in tools}
         self.calls = 0
@@ -53,6 +54,11 @@ class OutputParser:
             self._events.append(Content(self._space))
         self._space = ""
         return self._take_events()
+
+    def reasoning_in(self, text: str) -> list[tuple[int, int]]:
+        """The beginning and the end of each part of a whole answer that is reasoning, if any is; with its marks."""
+        ends = [at + len(end) for _, end in self.REASONING if (at := text.find(end)) >= 0]
+        return [(0, min(ends, default=len(text)))]
 
     def _all(self) -> Steps:
         yield from self._reasoning()

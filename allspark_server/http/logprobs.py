@@ -40,6 +40,41 @@ def _chat_entry(data: bytes, logprob: float) -> dict[str, Any]:
     return {"token": data.decode(errors="replace"), "logprob": finite(logprob), "bytes": list(data)}
 
 
+class ItemLogprobs:
+    """Finds the log probabilities of an answer's parts, which its text is parsed into."""
+
+    def __init__(self, markers: Sequence[str]):
+        """`markers`: special tokens, which are in no part."""
+        self._markers = frozenset(marker.encode() for marker in markers)
+        #: entries that are in no part yet, and the bytes of each that are left
+        self._waiting: list[tuple[dict[str, Any], bytes]] = []
+
+    def add(self, entries: list[dict[str, Any]]) -> None:
+        """Add entries of `chat_logprobs`, in their order."""
+        for entry in entries:
+            data = bytes(entry["bytes"])
+            # 0xff is in no text
+            self._waiting.append((entry, b"\xff" * len(data) if data in self._markers else data))
+
+    def take(self, text: str) -> list[dict[str, Any]]:
+        """The entries of the tokens of `text`, the next part. Entries before it, such as marks, are dropped."""
+        data = text.encode(errors="replace")
+        begin = b"".join(left for _, left in self._waiting).find(data)
+        if begin < 0:       # the text is not what the tokens say, as for bytes that are no character
+            found, self._waiting = [entry for entry, _ in self._waiting], []
+            return found
+        end, at, taken, found = begin + len(data), 0, 0, []
+        while at < end:
+            entry, left = self._waiting[taken]
+            at, taken = at + len(left), taken + 1
+            if at > begin:
+                found.append(entry)
+        self._waiting = self._waiting[taken:]
+        if at > end:        # the last token is in the next part, too
+            self._waiting.insert(0, (entry, left[end - at:]))
+        return found
+
+
 class CompletionLogprobs:
     """Makes the field `logprobs` of a completion's choice, whose text begins at `offset`."""
 

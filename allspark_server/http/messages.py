@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from allspark_client.config import GenerateConfig
-from allspark_server.chat import Content, Event, Reasoning, ToolCallBegin
+from allspark_server.chat import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
 
 from .call import Call, new_id
 from .errors import bad_value
@@ -37,8 +37,7 @@ async def messages(call: Call, request: MessagesRequest) -> None:
         if request.stream:
             await _Stream(call, request, replies).run()
         else:
-            await replies.collect()
-            await call.reply(_whole(request, replies))
+            await call.reply(await _whole(request, replies))
 
 
 async def count_tokens(call: Call, request: Prompt) -> None:
@@ -49,19 +48,38 @@ async def count_tokens(call: Call, request: Prompt) -> None:
     await call.reply({"input_tokens": len(await call.pool.tokenize(spec))})
 
 
-def _whole(request: MessagesRequest, replies: ChatReplies) -> dict[str, Any]:
+async def _whole(request: MessagesRequest, replies: ChatReplies) -> dict[str, Any]:
+    events: list[Event] = []
+    async for elements in replies.choices.answer:
+        events += replies.take(elements)[1]
     reply = replies.all[0]
-    content: list[dict[str, Any]] = []
-    if reply.reasoning:
-        content.append({"type": "thinking", "thinking": reply.reasoning, "signature": ""})
-    if reply.content:
-        content.append({"type": "text", "text": reply.content})
-    for tool_call in reply.calls:
-        function = tool_call["function"]
-        content.append({"type": "tool_use", "id": tool_call["id"], "name": function["name"],
-                        "input": _input(function["arguments"])})
+    content = _blocks(events + reply.finish())
     return {**_message(new_id("msg_"), request, content), **_end(reply, replies),
             "usage": {**_input_usage(replies), "output_tokens": replies.choices.tokens}}
+
+
+def _blocks(events: list[Event]) -> list[dict[str, Any]]:
+    """The blocks of an answer, in the order in which a stream has them."""
+    found: list[tuple[ToolCallBegin | type[Event], list[str]]] = []
+    for event in events:
+        if isinstance(event, ToolCallBegin):
+            found.append((event, []))
+        elif isinstance(event, ToolCallArguments):
+            found[-1][1].append(event.delta)
+        else:
+            if not found or found[-1][0] is not type(event):
+                found.append((type(event), []))
+            found[-1][1].append(event.text)
+    blocks: list[dict[str, Any]] = []
+    for kind, pieces in found:
+        text = "".join(pieces)
+        if isinstance(kind, ToolCallBegin):
+            blocks.append({"type": "tool_use", "id": kind.id, "name": kind.name, "input": _input(text)})
+        elif kind is Reasoning:
+            blocks.append({"type": "thinking", "thinking": text, "signature": ""})
+        else:
+            blocks.append({"type": "text", "text": text})
+    return blocks
 
 
 def _message(name: str, request: MessagesRequest, content: list[dict[str, Any]]) -> dict[str, Any]:

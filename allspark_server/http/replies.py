@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from typing import Any
 
 from allspark_client.chat import ChatOptions
@@ -13,6 +15,7 @@ from allspark_server.chat import Content, Event, Reasoning, ToolCallBegin, chat_
 from .call import Call
 from .choices import Choice, Choices
 from .errors import bad_value
+from .logprobs import ItemLogprobs
 from .pool import Answer
 
 
@@ -101,17 +104,18 @@ class ChatReply:
         return reason if reason != "stop" or not self._begun else of_named if self._named else "tool_calls"
 
     async def reasoning_tokens(self, call: Call, info: ModelInfo) -> int:
-        """The number of the choice's tokens that are reasoning, including the end mark."""
+        """The number of the choice's tokens that are reasoning, including its marks."""
         if not self._reasoning:
             return 0
-        ends = [end.encode() for _, end in self._parser.REASONING]
         known = await call.pool.token_bytes(info, set(self.choice.ids))
-        text = b""
-        for count, i in enumerate(self.choice.ids, 1):
-            text = text[-64:] + known[i]
-            if any(end in text for end in ends):
-                return count
-        return len(self.choice.ids)
+        ends = list(itertools.accumulate(len(known[i]) for i in self.choice.ids))
+        text = b"".join(known[i] for i in self.choice.ids).decode("latin-1")     # a character for each byte
+        return sum(bisect.bisect_left(ends, end) - bisect.bisect_right(ends, begin) + 1
+                   for begin, end in self._parser.reasoning_in(text))
+
+    def logprobs(self) -> ItemLogprobs:
+        """Finds the log probabilities of parts of the answer."""
+        return ItemLogprobs(self._format.markers)
 
 
 class ChatReplies:

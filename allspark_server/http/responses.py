@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from allspark_client.types import GeneratedElements, ModelInfo
-from allspark_server.chat import Content, Event, Reasoning, ToolCallBegin
+from allspark_server.chat import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
 
 from .call import Call, new_id
 from .choices import token_bytes
@@ -100,7 +100,8 @@ class _Writer:
         self._output: list[dict[str, Any]] = []
         self._item: dict[str, Any] | None = None
         self._parts: list[str] = []             # the text, reasoning or arguments of `_item`
-        self._logprobs: list[dict[str, Any]] = []
+        self._logprobs: list[dict[str, Any]] = []     # of the text of `_item`
+        self._tokens = replies.all[0].logprobs()
         self._events: list[bytes] = []          # to be sent
 
     async def whole(self) -> None:
@@ -145,11 +146,13 @@ class _Writer:
         _, events = self._replies.take(elements)
         if _wants_logprobs(self._request):
             tokens = await token_bytes(self._call.pool, self._info, elements)
-            self._logprobs += chat_logprobs(elements, tokens, self._request.top_logprobs or 0)
+            self._tokens.add(chat_logprobs(elements, tokens, self._request.top_logprobs or 0))
         for event in events:
             self._note(event)
 
     def _note(self, event: Event) -> None:
+        text = event.delta if isinstance(event, ToolCallArguments) else getattr(event, "text", "")
+        logprobs = self._tokens.take(text) if text and _wants_logprobs(self._request) else []
         if isinstance(event, ToolCallBegin):
             self._close()
             self._open({"type": "function_call", "id": new_id("fc_"), "call_id": event.id, "name": event.name,
@@ -160,7 +163,8 @@ class _Writer:
                 self._open({"type": "message", "id": new_id("msg_"), "role": "assistant", "status": "in_progress",
                             "content": []})
                 self._part("added", _text_part(""))
-            self._delta("response.output_text.delta", event.text, content_index=0, logprobs=[])
+            self._delta("response.output_text.delta", event.text, content_index=0, logprobs=_plain(logprobs))
+            self._logprobs += logprobs
         elif isinstance(event, Reasoning):
             if self._item is None or self._item["type"] != "reasoning":
                 self._close()
@@ -172,7 +176,7 @@ class _Writer:
             self._delta("response.function_call_arguments.delta", event.delta)
 
     def _open(self, item: dict[str, Any]) -> None:
-        self._item, self._parts = item, []
+        self._item, self._parts, self._logprobs = item, [], []
         self._emit("response.output_item.added", output_index=len(self._output), item=item)
 
     def _place(self) -> dict[str, Any]:
@@ -199,7 +203,8 @@ class _Writer:
         else:
             if item["type"] == "message":
                 part = _text_part(text, self._logprobs)
-                self._emit("response.output_text.done", **at, content_index=0, text=text, logprobs=self._logprobs)
+                self._emit("response.output_text.done", **at, content_index=0, text=text,
+                           logprobs=_plain(self._logprobs))
             else:
                 part = {"type": "reasoning_text", "text": text}
                 self._emit("response.reasoning_text.done", **at, content_index=0, text=text)
@@ -234,7 +239,7 @@ class _Writer:
             prompt, generated = len(choices.answer.prompt_ids), choices.tokens
             usage = {
                 "input_tokens": prompt,
-                "input_tokens_details": {"cached_tokens": choices.cached_tokens},
+                "input_tokens_details": {"cached_tokens": choices.cached_tokens, "cache_write_tokens": 0},
                 "output_tokens": generated,
                 "output_tokens_details": {"reasoning_tokens": await self._replies.reasoning_tokens()},
                 "total_tokens": prompt + generated,
@@ -268,6 +273,13 @@ class _Writer:
             "user": request.user,
             "metadata": request.metadata or {},
         }
+
+
+def _plain(logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Log probabilities as events have them, without bytes."""
+    return [{"token": entry["token"], "logprob": entry["logprob"],
+             "top_logprobs": [{"token": top["token"], "logprob": top["logprob"]} for top in entry["top_logprobs"]]}
+            for entry in logprobs]
 
 
 def _text_part(text: str, logprobs: list[dict[str, Any]] | None = None) -> dict[str, Any]:

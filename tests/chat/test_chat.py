@@ -340,9 +340,30 @@ def test_an_answer_is_a_call_or_as_its_format_says(guide, name, form, fits, othe
         assert takes(grammar, tokenizer, text), text
     for text in others:
         assert not takes(grammar, tokenizer, text), text
-    with pytest.raises(ValueError, match="a grammar cannot be combined with"):
+    with pytest.raises(ValueError, match="use syntax 'lark'"):
         calls_of(tokenizer, name, ChatOptions(tools=TOOLS), "Hello",
-                 response_format={"type": "grammar", "grammar": "start: /a/"})
+                 response_format={"type": "grammar", "grammar": 'root ::= "a"', "syntax": "ebnf"})
+
+
+@pytest.mark.parametrize("name", [*CALLS, "plain"])
+@pytest.mark.parametrize("form, fit, other", [
+    ({"type": "json_schema", "json_schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}, '{"a": 1}',
+     '{"a": "b"}'),
+    ({"type": "json_object"}, "{}", "[]"), ({"type": "regex", "regex": "a+"}, "aa", "b"),
+    ({"type": "choice", "choice": ["yes", "no"]}, "yes", "perhaps"),
+    ({"type": "grammar", "grammar": 'start: "x" digits\ndigits: /[0-9]+/'}, "x12", "x"),
+], ids=lambda value: value.get("type") if isinstance(value, dict) else None)
+def test_a_format_holds_after_reasoning_that_the_prompt_begins(guide, name, form, fit, other):
+    """The answer is content; before, the format held for the reasoning, and nothing could end that."""
+    tokenizer, options = with_template("<think>"), ChatOptions()
+    assert calls_of(tokenizer, name, options, "assistant\n", response_format=form) is None
+    mark = "[/THINK]" if name == "mistral" else "</think>"
+    opened = mark.replace("/", "") + "\n"
+    grammar = guide.compile(calls_of(tokenizer, name, options, "assistant\n" + opened, response_format=form))
+    thought = "So be it: {1}\n" + mark + "\n\n"
+    assert takes(grammar, tokenizer, thought + fit)
+    assert not takes(grammar, tokenizer, thought + other) and not takes(grammar, tokenizer, fit)
+    assert parse(name, [thought + fit], (), opened=opened) == (fit, "So be it: {1}", [])
 
 
 def test_forced_calls_after_what_the_prompt_has_begun(guide):
@@ -485,13 +506,12 @@ def test_text_and_calls_in_harmony_are_as_their_formats_say(harmony, tools):
     assert takes(grammar, tokenizer, ANALYSIS + GO_ON + CALL_NOW) == bool(tools)
     begun = guide.compile(calls_of(tokenizer, "harmony", options, "<|start|>assistant" + FINAL, response_format=form))
     assert takes(begun, tokenizer, '{"a": 1}') and not takes(begun, tokenizer, "a")
-    with pytest.raises(ValueError, match="nor within a message"):
-        calls_of(tokenizer, "harmony", options, "x", response_format={"type": "grammar", "grammar": "start: /a/"})
-    assert calls_of(tokenizer, "harmony", ChatOptions(tools=TOOLS), "<|start|>assistant") is None
-    if tools:  # beside strict tools text is free
-        grammar = guide.compile(calls_of(tokenizer, "harmony", options, "<|start|>assistant"))
-        assert takes(grammar, tokenizer, FINAL + "Anything < {") and takes(grammar, tokenizer, CALL_NOW)
-        assert not takes(grammar, tokenizer, CALL_NOW.replace("UTC", "UTX"))
+    grammar = {"type": "grammar", "grammar": "start: /a+/"}
+    begun = calls_of(tokenizer, "harmony", options, "<|start|>assistant" + FINAL, response_format=grammar)
+    begun = guide.compile(begun)
+    assert takes(begun, tokenizer, "aa") and not takes(begun, tokenizer, "b")
+    with pytest.raises(ValueError, match="within a message, use syntax 'lark'"):
+        calls_of(tokenizer, "harmony", options, "<|start|>assistant", response_format={**grammar, "syntax": "ebnf"})
 
 
 def test_the_parser_needs_no_engine():

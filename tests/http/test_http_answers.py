@@ -9,10 +9,6 @@ import json
 import openai
 import pytest
 
-from support.fake_service import serving
-from support.http_helpers import http_server_for
-from support.script_engine import ScriptEngine
-
 CALLS = ('Let me see.\n'
          '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": [1, 2]}}\n</tool_call>\n'
          '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>')
@@ -24,9 +20,8 @@ CITY = {"city": "Zürich", "days": [1, 2]}
 
 
 @pytest.fixture(scope="module")
-def server():
-    with serving(core=ScriptEngine("hermes")) as (engine, group), http_server_for(group, insecure=True) as address:
-        yield address, engine
+def server(scripted):
+    return scripted["hermes"]
 
 
 @pytest.fixture(scope="module")
@@ -142,10 +137,10 @@ HARMONY = ("<|channel|>analysis<|message|>Should I?<|end|><|start|>assistant<|ch
            '{"city": "Zürich", "days": [1, 2]}<|call|>')
 
 
-def test_harmony():
+def test_harmony(scripted):
     """gpt-oss' channels in chats, responses and messages, whole and streamed."""
-    with serving(core=ScriptEngine("harmony")) as (_engine, group), http_server_for(group, insecure=True) as address, \
-            openai.OpenAI(base_url=f"http://{address}/v1", api_key="any", max_retries=0) as api:
+    address = scripted["harmony"][0]
+    with openai.OpenAI(base_url=f"http://{address}/v1", api_key="any", max_retries=0) as api:
         answer = api.chat.completions.create(**ask(HARMONY, tools=TOOLS))
         message = answer.choices[0].message
         assert message.content == "Let me see." and message.reasoning_content == "Should I?"
