@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 
-from .runtime.binding import bind_process, die_with_parent
+from .runtime.binding import bind_process, die_with_parent, raise_open_files
 
 if os.environ.get("ALLSPARK_SUPERVISOR"):
     die_with_parent(signal.SIGKILL)  # before slow imports: a killed mpirun must not leave ranks behind
@@ -46,6 +46,8 @@ PEER_TIMEOUT_SECONDS = 900.0
 # How long a group that was restarted only to end its requests waits for their clients.
 RETURN_SECONDS = 15.0
 _DRAIN_POLL_SECONDS = 0.05
+#: files that rank 0 may open, if the system allows
+_OPEN_FILES = 1 << 16
 
 
 def parser() -> argparse.ArgumentParser:
@@ -183,6 +185,7 @@ class Rank:
         from .engine.engine import Engine
         from .rpc.service import Service
         a = self.arguments
+        raise_open_files(_OPEN_FILES)   # each connection of a client takes one
         tracing.set_up()
         access = Access(tls=self.tls(), tls_role=Role(a.tls_role), insecure=a.insecure, token_file=a.token_file or None)
         models = [model_config(text) for text in a.models]

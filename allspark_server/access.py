@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: characters that a token should have: 16 letters and digits cannot be guessed
+SAFE_TOKEN = 16
 TCP_ADDRESS = "127.0.0.1:50051"
 
 
@@ -83,6 +85,7 @@ def read_tokens(path: str | os.PathLike[str]) -> dict[str, Role]:
     """
     known = ", ".join(role.value for role in Role)
     tokens: dict[str, Role] = {}
+    short = []
     entries = [(number, line.split()) for number, line in enumerate(Path(path).read_text().splitlines(), 1)
                if line.strip() and not line.lstrip().startswith("#")]
     if not entries:
@@ -103,6 +106,11 @@ def read_tokens(path: str | os.PathLike[str]) -> dict[str, Role]:
         if token in tokens:
             raise ValueError(f"{where} has a token that an earlier line has already")
         tokens[token] = Role(name)
+        if len(token) < SAFE_TOKEN:
+            short.append(str(number))
+    if short:
+        logger.warning("the token file has tokens of fewer than %d characters, which can be guessed (line %s): make "
+                       "tokens with 'openssl rand -hex 32'", SAFE_TOKEN, ", ".join(short))
     if os.stat(path).st_mode & stat.S_IROTH:
         logger.warning("the token file %s can be read by every user of this machine: chmod o= %s", path, path)
     return tokens

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import resource
 import signal
 import socket
 import ssl
@@ -18,7 +17,7 @@ from allspark_client.types import TlsConfig
 from allspark_server import logs
 from allspark_server.access import Access, Role, read_tokens
 from allspark_server.options import WorkerOptions, add_arguments, options_of
-from allspark_server.runtime.binding import die_with_parent
+from allspark_server.runtime.binding import die_with_parent, raise_open_files
 
 from .app import Application
 from .bodies import BodyReader
@@ -78,7 +77,7 @@ def main() -> None:
     pool = Pool(a.pool, token, TlsConfig(ca=a.pool_tls_ca) if a.pool_tls_ca else None)
     worker = HttpWorker(pool, access, BodyReader(a.max_body_mib << 20, _BODIES_ALL_TOGETHER), Metrics(), names_tenants)
     listener = socket.socket(fileno=a.fd)
-    Connection.limit = _connections()
+    Connection.limit = max(raise_open_files(_MOST_CONNECTIONS + _OTHER_FILES) - _OTHER_FILES, 64)
     secure: dict[str, Any] = {} if tls is None else {
         "ssl_certfile": tls.cert, "ssl_keyfile": tls.key, "ssl_ca_certs": tls.ca,
         "ssl_cert_reqs": ssl.CERT_REQUIRED if tls.ca else ssl.CERT_NONE}
@@ -86,16 +85,6 @@ def main() -> None:
                             access_log=False, server_header=False, timeout_keep_alive=KEEP_ALIVE_SECONDS,
                             timeout_graceful_shutdown=GRACE_SECONDS, backlog=BACKLOG, proxy_headers=False, **secure)
     uvicorn.Server(config).run([listener])
-
-
-def _connections() -> int:
-    """The limit of connections, after raising the limit of open files as far as the system allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_CONNECTIONS + _OTHER_FILES
-    most = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return max(most - _OTHER_FILES, 64)
 
 
 if __name__ == "__main__":

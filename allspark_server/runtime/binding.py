@@ -6,6 +6,7 @@ import logging
 import os
 import platform
 import re
+import resource
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,16 @@ def bind_process(cpus: list[int], memory_nodes: list[int]) -> None:
     os.sched_setaffinity(0, cpus)
     if memory_nodes:
         bind_memory(memory_nodes)
+
+
+def raise_open_files(wanted: int) -> int:
+    """Let this process open `wanted` files, or as many as the system allows; returns how many it may open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+    if soft == resource.RLIM_INFINITY or soft >= most:
+        return most
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return most
 
 
 def die_with_parent(signal_number: int) -> None:

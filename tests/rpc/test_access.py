@@ -163,11 +163,24 @@ def test_token_files(tmp_path, caplog):
     path = tmp_path / "tokens"
     path.write_text("# who may do what\nread see\n\n  generate ask\nadmin rule\n")
     path.chmod(0o640)
-    assert read_tokens(path) == TOKENS and not caplog.records
+    assert read_tokens(path) == TOKENS
+    assert "fewer than 16 characters, which can be guessed (line 2, 4, 5)" in caplog.text and len(caplog.records) == 1
+    caplog.clear()
+    path.write_text(f"generate {'x' * 16}\n")
+    assert read_tokens(path) and not caplog.records
     path.write_text("s3cret\n")
     path.chmod(0o644)
     assert read_tokens(path) == {"s3cret": Role.ADMIN}
     assert "can be read by every user" in caplog.text and "s3cret" not in caplog.text
+
+
+def test_open_files():
+    """A process may raise its limit as far as the system allows, and says how far that is."""
+    code = ("import resource; from allspark_server.runtime.binding import raise_open_files as raised\n"
+            "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 100))\n"
+            "print(raised(80), resource.getrlimit(resource.RLIMIT_NOFILE)[0], raised(500), raised(10))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert done.stdout.split() == ["80", "80", "100", "10"], done.stderr
 
 
 @pytest.mark.parametrize("text", ["", "\n"])
