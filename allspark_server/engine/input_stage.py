@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from ..tokenizer.detokenizer import OutputText
     from ..tokenizer.tokenizer import Tokenizer
 
+#: how much longer a grammar may take that another server has accepted, perhaps on a faster machine
+_RESUMED_PATIENCE = 4
 #: the most log probabilities of one prompt, top ones included; one message carries them
 MAX_PROMPT_PAIRS = 1_000_000
 
@@ -247,7 +249,8 @@ class InputStage:
             raise ValueError(f"{field or 'response_format'} needs an id that ends the output: eos_token_id="
                              f"{config.eos_token_id} gives none")
         return self._guide.guidances(response_format, ends, spec.prompt_len, histories,
-                                     vocab=config.vocab, vocab_type=config.vocab_type, field=field)
+                                     vocab=config.vocab, vocab_type=config.vocab_type, field=field,
+                                     patience=_RESUMED_PATIENCE if spec.resumed else 1)
 
     def _output_texts(self, spec: RequestSpec, markers: tuple[str, ...]) -> list[OutputText | None]:
         config = spec.config

@@ -25,8 +25,9 @@ from typing import Any
 
 import llguidance
 
-# Limits for a grammar: CPU seconds, wall-clock seconds for a process that gets no CPU, bytes beyond the tokenizer's.
-CPU_SECONDS, SECONDS, MEMORY_BYTES = 0.6, 0.9, 256 << 20
+# Limits for a grammar: CPU seconds (so that a busy machine does not shorten them), bytes beyond the tokenizer's.
+CPU_SECONDS, MEMORY_BYTES = 0.6, 256 << 20
+SECONDS = 20.0  # wall-clock limit, for a process that gets no CPU time
 STEP_SECONDS = 0.025  # CPU time that a mask may take; it must not delay the batch
 WALK_STEPS, SLOW_STEPS = 24, 3  # steps of the trial, and how many of them may be slower
 MAX_BYTES = 512 << 10  # length of a response_format as JSON
@@ -40,6 +41,10 @@ LIMITS: dict[str, Any] = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
+
+
+class TooCostly(ValueError):
+    """A grammar took too much time or memory. Another time, or another machine, may do better."""
 
 
 def read_tokenizer(text: str, vocab_size: int, eos_ids: list[int]) -> llguidance.LLTokenizer:
@@ -130,8 +135,10 @@ class Checker:
                 self._process.wait()
             self._process = None
 
-    def check(self, response_format: dict[str, Any]) -> tuple[str, int]:
-        """The text that llguidance compiles, and the bytes that this took. ValueError if it fails or takes too much."""
+    def check(self, response_format: dict[str, Any], patience: float = 1) -> tuple[str, int]:
+        """The text that llguidance compiles, and the bytes that this took. ValueError if it fails, TooCostly if it
+        takes too much. `patience` multiplies the limits of CPU time.
+        """
         try:
             data = json.dumps(response_format).encode()
         except (TypeError, ValueError, RecursionError) as error:
@@ -148,14 +155,13 @@ class Checker:
                         self._process.kill()
                         self._process.wait()
                     socket.send_fds(self._running(), [b"+"], [theirs.fileno()])
-            answer = _ask(mine, data, time.monotonic() + SECONDS)
+            answer = _ask(mine, f"{patience}\n".encode() + data, time.monotonic() + SECONDS)
         if not answer:
-            raise ValueError(
-                f"is too complex: it takes more than {CPU_SECONDS:g} s or {MEMORY_BYTES >> 20} MiB to compile"
-            )
-        text, message, size = json.loads(answer)
+            raise TooCostly(f"is too complex: it takes more than {patience * CPU_SECONDS:g} s of a processor, or "
+                            f"{MEMORY_BYTES >> 20} MiB, to compile")
+        text, message, size, too_costly = json.loads(answer)
         if message:
-            raise ValueError(message)
+            raise (TooCostly if too_costly else ValueError)(message)
         return text, size
 
     def _running(self) -> socket.socket:
@@ -208,8 +214,8 @@ def _resident() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-def _try(tokenizer: llguidance.LLTokenizer, response_format: dict[str, Any]) -> str:
-    """Raises ValueError unless the grammar, which is returned, can be used."""
+def _try(tokenizer: llguidance.LLTokenizer, response_format: dict[str, Any], patience: float) -> str:
+    """Raises ValueError unless the grammar, which is returned, can be used; TooCostly if masks take too long."""
     text = grammar_text(response_format)
     matcher = new_matcher(tokenizer, text)
     slow = 0
@@ -217,9 +223,9 @@ def _try(tokenizer: llguidance.LLTokenizer, response_format: dict[str, Any]) -> 
     for _ in range(WALK_STEPS):
         began = time.thread_time()
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
-        slow += time.thread_time() - began > STEP_SECONDS
+        slow += time.thread_time() - began > patience * STEP_SECONDS
         if slow > SLOW_STEPS:
-            raise ValueError(f"is too complex: masks take more than {1e3 * STEP_SECONDS:g} ms each")
+            raise TooCostly(f"is too complex: masks take more than {1e3 * STEP_SECONDS:g} ms each")
         if matcher.is_stopped() or not mask:
             break
         # The first allowed id after a random one: not a uniform choice, but it reaches every kind of token.
@@ -233,7 +239,7 @@ def _try(tokenizer: llguidance.LLTokenizer, response_format: dict[str, Any]) -> 
 
 
 def _serve(connection: socket.socket, tokenizer: llguidance.LLTokenizer) -> None:
-    """Answers one request with (grammar, error, bytes)."""
+    """Answers one request with (grammar, error, bytes, whether the error is TooCostly)."""
     with open("/proc/self/statm", encoding="ascii") as file:
         limit = int(file.read().split()[0]) * resource.getpagesize() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -242,17 +248,19 @@ def _serve(connection: socket.socket, tokenizer: llguidance.LLTokenizer) -> None
     while part := connection.recv(1 << 16):
         data += part
     os.nice(NICE)
+    given, _, form = data.partition(b"\n")
+    patience = float(given)
     # The signals of these timers end the process wherever it is.
-    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, patience * CPU_SECONDS)
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
     before = _resident()
-    answer: list[Any] = ["", "", 0]
+    answer: list[Any] = ["", "", 0, False]
 
     def run() -> None:
         try:
-            answer[0] = _try(tokenizer, json.loads(data))
+            answer[0] = _try(tokenizer, json.loads(form), patience)
         except (ValueError, RecursionError) as error:
-            answer[1] = str(error)[:1000]
+            answer[1], answer[3] = str(error)[:1000], isinstance(error, TooCostly)
 
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=run)

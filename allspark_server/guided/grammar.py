@@ -19,7 +19,7 @@ from llguidance import LLMatcher, LLTokenizer
 from allspark_client.types import VocabType
 
 from ..tokenizer.vocabularies import tokenizer_json
-from .checker import Checker, new_matcher, read_tokenizer
+from .checker import Checker, TooCostly, new_matcher, read_tokenizer
 from .vocabulary import tokenizer_of_vocab, without_marks
 
 logger = logging.getLogger(__name__)
@@ -220,10 +220,11 @@ class Guide:
 
     def compile(
         self, response_format: dict[str, Any], vocab: dict[str, int] | None = None,
-        vocab_type: VocabType | None = None, field: str | None = None,
+        vocab_type: VocabType | None = None, field: str | None = None, patience: float = 1,
     ) -> Grammar:
         """The grammar of a response_format, over `vocab` or the checkpoint's vocabulary. `field`: the name of the field
-        for errors, if not response_format. ValueError says what is wrong, after one second at most.
+        for errors, if not response_format. `patience`: multiplies the limits of the time that it may take. ValueError
+        says what is wrong. That a grammar is wrong is remembered; that it took too long is not.
         """
         digest = b"" if vocab is None else _digest(vocab, vocab_type)
         key = (json.dumps(response_format), digest, field)
@@ -233,24 +234,29 @@ class Guide:
             self._grammars.move_to_end(key)
         if known is None:
             try:
-                entry.set_result(self._compile(response_format, digest, vocab, vocab_type, field))
-            except ValueError as error:
-                entry.set_exception(error)  # the next request with it fails at once
+                entry.set_result(self._compile(response_format, digest, vocab, vocab_type, field, patience))
             except BaseException as error:
-                with self._lock:
-                    self._grammars.pop(key, None)
-                entry.set_exception(error)
+                if not isinstance(error, ValueError) or isinstance(error, TooCostly):
+                    with self._lock:
+                        self._grammars.pop(key, None)
+                entry.set_exception(error)  # a wrong grammar stays: the next request with it fails at once
             self._shrink()
-        return entry.result()[0]
+        try:
+            return entry.result()[0]
+        except TooCostly:
+            if known is None or patience == 1:
+                raise
+        return self.compile(response_format, vocab, vocab_type, field, patience)  # another request had less patience
 
     def guidances(
         self, response_format: dict[str, Any], end_ids: Iterable[int], prompt_len: int, histories: list[list[int]],
         vocab: dict[str, int] | None = None, vocab_type: VocabType | None = None, field: str | None = None,
+        patience: float = 1,
     ) -> list[Guidance]:
         """The places of a request's samples, which have generated `histories` already; arguments as `compile` has them.
         ValueError if a history does not follow the grammar.
         """
-        grammar = self.compile(response_format, vocab, vocab_type, field)
+        grammar = self.compile(response_format, vocab, vocab_type, field, patience)
         try:
             if any(histories):
                 matchers = [grammar.matcher(end_ids, generated) for generated in histories]
@@ -263,15 +269,15 @@ class Guide:
 
     def _compile(
         self, response_format: dict[str, Any], digest: bytes, vocab: dict[str, int] | None,
-        vocab_type: VocabType | None, field: str | None,
+        vocab_type: VocabType | None, field: str | None, patience: float,
     ) -> tuple[Grammar, int]:
         name = field or "response_format." + _FIELDS.get(response_format["type"], "type")
         try:
-            text, size = self._checker.check(response_format)
+            text, size = self._checker.check(response_format, patience)
             tokenizer = self._tokenizer(vocab, vocab_type, digest)
             return Grammar(new_matcher(tokenizer, text), tokenizer), size + len(text)
         except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+            raise (TooCostly if isinstance(error, TooCostly) else ValueError)(f"{name}: {error}") from None
 
     def _tokenizer(
         self, vocab: dict[str, int] | None, vocab_type: VocabType | None, digest: bytes = b""

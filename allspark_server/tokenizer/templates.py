@@ -1,21 +1,23 @@
-"""Chat templates (jinja2), rendered in a process of their own.
+"""Chat templates (jinja2), rendered in processes of their own.
 
 A template is a checkpoint's code. jinja2's sandbox limits neither its time nor its memory, so it runs in a process that
-has limits for both. If a template exceeds them, the process ends and the next request starts another. This file is also
-the program of that process.
+has limits for both. If a template exceeds them, the process ends and a later request starts another. This file is also
+the program of these processes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import hashlib
 import json
 import os
 import resource
+import select
 import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -29,62 +31,130 @@ import jinja2.sandbox
 # Limits of one rendering: CPU time (so that a busy machine does not shorten it), memory, and length of the text.
 SECONDS, MEMORY_BYTES, MAX_CHARACTERS = 2.0, 1 << 30, 1 << 26
 WAIT_SECONDS = 20.0  # wall-clock limit, for a process that gets no CPU time
+PROCESSES = 4  # the most that run at a time: a chat that takes long does not keep others waiting
+KNOWN_TEMPLATES = 64  # that a process keeps; when there are more, it forgets all
 RUN = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
 
 
+class _Process:
+    """One process that renders, for one thread at a time."""
+
+    def __init__(self) -> None:
+        # The process ends when its standard input is closed.
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", RUN, __file__], cwd="/", stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, bufsize=0
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._input, self._output = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._input, False)
+        self._known: set[str] = set()  # ids of the templates that it has
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.poll() is None
+
+    def render(self, template: str, digest: str, variables: str) -> list[str] | None:
+        """The answer [kind, text]; None if the process ended or took too long. It must be closed then."""
+        if digest in self._known:
+            template = ""
+        elif len(self._known) == KNOWN_TEMPLATES:
+            self._known.clear()
+        self._known.add(digest)
+        answer = self._ask(f"{json.dumps([digest, template])}\n{variables}\n".encode())
+        return json.loads(answer) if answer else None
+
+    def _ask(self, request: bytes) -> bytes:
+        deadline, left, answer = time.monotonic() + WAIT_SECONDS, memoryview(request), bytearray()
+        poll = select.poll()
+        poll.register(self._output, select.POLLIN)
+        poll.register(self._input, select.POLLOUT)
+        while not answer.endswith(b"\n"):
+            ready = poll.poll(max(0.0, 1e3 * (deadline - time.monotonic())))
+            if not ready:
+                return b""
+            try:
+                for file, _ in ready:
+                    if file == self._input:
+                        left = left[os.write(self._input, left):]
+                        if not left:
+                            poll.unregister(self._input)
+                    elif part := os.read(self._output, 1 << 20):
+                        answer += part
+                    else:
+                        return b""
+            except OSError:  # the process has ended
+                return b""
+        return bytes(answer)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+
+
 class Renderer:
-    """Renders templates, one at a time. Safe to use from several threads."""
+    """Renders templates in a few processes. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._idle: list[_Process] = []
+        self._room = threading.BoundedSemaphore(PROCESSES)
 
     def render(self, template: str, variables: Mapping[str, Any]) -> str:
         """The text. `variables` must fit in JSON. On failure ValueError; its text continues "the chat template"."""
         try:
-            request = json.dumps([template, variables]).encode() + b"\n"
+            given = json.dumps(variables)
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"takes what JSON can hold: {error}") from None
-        with self._lock:
-            answer = self._ask(request)
-        if not answer:
+        if not self._room.acquire(timeout=WAIT_SECONDS):
+            from allspark_client.errors import AllSparkError, AsStatus  # not in the processes
+
+            raise AllSparkError(AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR,
+                                f"{PROCESSES} other chats are still being rendered after {WAIT_SECONDS:g} s; send it "
+                                "again later", retryable=True)
+        try:
+            process = self._take()
+            answer = process.render(template, _digest(template), given)
+            if answer is None:
+                process.close()
+            else:
+                with self._lock:
+                    self._idle.append(process)
+        finally:
+            self._room.release()
+        if answer is None:
             raise ValueError(f"takes more than {SECONDS:g} s of a processor or {MEMORY_BYTES >> 20} MiB of memory")
-        kind, text = json.loads(answer)
+        kind, text = answer
         if kind != "text":
             raise ValueError(text)
         return text
 
     def start(self) -> None:
-        """Starts the process if it does not run, so that the first request does not wait for it."""
+        """Starts a process if none runs, so that the first request does not wait for it."""
         with self._lock:
-            self._running()
+            if not self._idle:
+                self._idle.append(_Process())
 
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is None or self._process.poll() is not None:
-            # The process ends when its standard input is closed.
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", RUN, __file__], cwd="/", stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL
-            )
-        return self._process
+    def close(self) -> None:
+        """Ends the idle processes."""
+        with self._lock:
+            while self._idle:
+                self._idle.pop().close()
 
-    def _ask(self, request: bytes) -> bytes:
-        """The answer's line; empty if the process ended."""
-        process, answer = self._running(), b""
-        assert process.stdin is not None and process.stdout is not None
-        timer = threading.Timer(WAIT_SECONDS, process.kill)
-        timer.start()
-        with contextlib.suppress(OSError):
-            process.stdin.write(request)
-            process.stdin.flush()
-            answer = process.stdout.readline()
-        timer.cancel()
-        if not answer.endswith(b"\n"):
-            process.kill()
-            with contextlib.suppress(OSError):
-                process.communicate()
-            return b""
-        return answer
+    def _take(self) -> _Process:
+        with self._lock:
+            while self._idle:  # the last one, which has most likely read the template
+                if (process := self._idle.pop()).alive:
+                    return process
+                process.close()
+        return _Process()
+
+
+@functools.lru_cache(maxsize=64)
+def _digest(template: str) -> str:
+    return hashlib.blake2b(template.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
 @functools.cache
@@ -228,15 +298,23 @@ def _line(error: Exception) -> str:
 
 
 def main() -> None:
-    """Answers each line [template, variables] with a line [kind, text], until the input ends."""
+    """Answers each two lines, [id, template or "" if it is known] and the variables, with a line [kind, text], until
+    the input ends.
+    """
     with open("/proc/self/statm", encoding="ascii") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()  # do not count what libraries reserve
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
+    sources: dict[str, str] = {}
     for line in sys.stdin.buffer:
+        digest, template = json.loads(line)
+        if template:
+            if len(sources) == KNOWN_TEMPLATES:  # as the other side counts
+                sources.clear()
+            sources[digest] = template
         signal.setitimer(signal.ITIMER_PROF, SECONDS)  # SIGPROF ends the process wherever it is
-        answer = json.dumps(_answer(*json.loads(line))).encode()
+        answer = json.dumps(_answer(sources.get(digest, ""), json.loads(sys.stdin.buffer.readline()))).encode()
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(answer + b"\n")
         sys.stdout.buffer.flush()

@@ -10,7 +10,8 @@ import jsonschema
 import pytest
 
 from allspark_client.types import VocabType
-from allspark_server.guided import Guide, MatcherError
+from allspark_server.guided import Guide, MatcherError, checker
+from allspark_server.guided.checker import Checker, TooCostly
 from allspark_server.guided.vocabulary import token_bytes
 from allspark_server.tokenizer.tokenizer import Tokenizer
 from support.grammars import EOS, FABLE, VOCAB, allowed, walk
@@ -106,12 +107,12 @@ def hostile():
 
 
 @pytest.mark.parametrize("form", [pytest.param(form, id=name) for name, form in hostile()])
-def test_hostile_ones_are_refused_within_a_second(guide, form):
+def test_hostile_ones_are_refused_soon(guide, form):
     guide.compile({"type": "json_object"})  # the process runs
     began = time.monotonic()
     with pytest.raises(ValueError, match="response_format"):
         guide.compile(form)
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 5.0   # 0.6 s of a processor, which other tests use, too
     assert guide.compile({"type": "regex", "regex": f"ok{began}"})  # it did no harm
 
 
@@ -192,6 +193,35 @@ def test_the_process_may_die(guide):
     guide._checker._process.kill()
     guide._checker._process.wait()
     assert guide.compile({"type": "regex", "regex": "after[0-9]"})
+
+
+def test_that_a_grammar_takes_too_long_is_not_remembered(guide, monkeypatch):
+    """Only what is wrong with the grammar itself is: a busy machine refuses it once, not for ever. A request that
+    another server has accepted gets more time.
+    """
+    form, wrong, asked = {"type": "regex", "regex": "slow[0-9]"}, {"type": "regex", "regex": "x((("}, []
+    check = Checker.check
+
+    def checked(self, response_format, patience=1):
+        asked.append(response_format)
+        if response_format is form and patience < 4:
+            raise TooCostly("is too complex: it took too long")
+        return check(self, response_format, patience)
+
+    monkeypatch.setattr(Checker, "check", checked)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"response_format\.regex: is too complex"):
+            guide.compile(form)
+        with pytest.raises(ValueError, match="unclosed"):
+            guide.compile(wrong)
+    assert asked == [form, wrong, form]
+    assert guide.compile(form, patience=4) is guide.compile(form)
+
+
+def test_limits_of_a_grammar_are_cpu_time(guide, monkeypatch):
+    """A process that gets no CPU time for a while does not make its grammar too complex."""
+    monkeypatch.setattr("allspark_server.guided.checker._ask", lambda *a, ask=checker._ask: (time.sleep(1), ask(*a))[1])
+    assert guide.compile({"type": "regex", "regex": "late[0-9]"}) and checker.SECONDS > 10 * checker.CPU_SECONDS
 
 
 def test_closing_does_not_wait_for_a_start():

@@ -3,6 +3,7 @@
 import json
 import os
 import secrets
+import threading
 import time
 from datetime import datetime
 
@@ -11,7 +12,9 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from allspark_server.tokenizer import templates
 from allspark_server.tokenizer.tokenizer import Tokenizer
+from support.waiting import wait_for
 
 SEED = int(os.environ.get("ALLSPARK_TEST_SEED", secrets.randbits(32)))
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
@@ -398,6 +401,32 @@ def test_errors_name_what_is_wrong(tmp_path):
     ):
         with pytest.raises(ValueError, match="refused|failed"):
             Tokenizer(byte_level(), {}, {"default": attack + "{{ x.y.z }}"}).apply_chat_template(good)
+
+
+def test_chats_do_not_wait_for_one_that_takes_long(monkeypatch):
+    """Rendering starts no thread, and sends a template once to each process, however often it is used."""
+    monkeypatch.setattr(threading, "Timer", None)
+    slow = "{% for i in range(4000) %}{% for j in range(4000) %}{% endfor %}{% endfor %}"
+    renderer = templates.Renderer()
+    other = threading.Thread(target=renderer.render, args=(slow, {}))
+    try:
+        renderer.start()
+        sent, ask = [], templates._Process._ask
+        monkeypatch.setattr(templates._Process, "_ask", lambda self, data: (sent.append(len(data)), ask(self, data))[1])
+        long = "{{ x }}" + "{# a comment #}" * 10_000
+        assert [renderer.render(long, {"x": i}) for i in range(3)] == ["0", "1", "2"]
+        assert sent[0] > len(long) and max(sent[1:]) < 100
+        other.start()
+        wait_for(lambda: not renderer._idle, 5)
+        assert renderer.render(long, {"x": 5}) == "5" and other.is_alive()
+        for i in range(templates.KNOWN_TEMPLATES + 5):     # more than a process keeps
+            assert renderer.render(f"{i}{{{{ x }}}}", {"x": 0}) == f"{i}0"
+        assert renderer.render(long, {"x": 6}) == "6"
+        text = "\u00e9" * 300_000                          # more than a pipe holds, both ways
+        assert renderer.render(long, {"x": text}) == text
+    finally:
+        other.join()
+        renderer.close()
 
 
 # ---- chat templates as transformers renders them ------------------------------------------------------------

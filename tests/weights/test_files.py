@@ -286,8 +286,7 @@ def render():
 
     renderer = Renderer()
     yield lambda template: renderer.render(template, {"messages": []})
-    renderer._running().kill()
-    renderer._process.communicate()
+    renderer.close()
 
 
 @pytest.mark.parametrize("template", [
