@@ -27,7 +27,7 @@ from . import logs, tracing
 from .access import Access, ModelRoots, Role, default_address, mode_of
 from .options import RankOptions, add_arguments, options_of
 from .rpc.client_limits import ClientLimits
-from .runtime import memory
+from .runtime import binding, memory
 from .runtime.worker import EXIT_FAILED, Heartbeat, serve
 from .signals import Signals
 
@@ -61,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--ranks-on-nodes", default="", metavar="NODE:N,...",
                    help="how many ranks share the memory of these nodes (default: ranks are spread over all nodes)")
     p.add_argument("--no-spin", action="store_true", help="ranks share cores: sleep at once in every wait")
+    p.add_argument("--no-pin", action="store_true", help="do not pin the compute threads to --cpus, only count them")
     p.add_argument("--split-hosts", type=int, default=0, help=argparse.SUPPRESS)     # for tests: see mpi.join
     p.add_argument("--inner-address", default="", metavar="unix:PATH",
                    help="one more socket that rank 0 serves on, for health calls of its own")
@@ -123,6 +124,7 @@ class Rank:
         memory.ranks_on_node = {int(node): int(count) for node, _, count in
                                 (part.partition(":") for part in a.ranks_on_nodes.split(",") if part)}
         memory.strict = a.strict
+        binding.pin_threads = not a.no_pin
         outside = sorted(set(self.cpus or []) - os.sched_getaffinity(0))
         if outside:
             raise ValueError(f"--cpus names {outside}, but this rank may only run on {sorted(os.sched_getaffinity(0))}")

@@ -12,6 +12,8 @@ logger = logging.getLogger(__name__)
 
 #: environment variable: the GPUs that the group was started for; ranks are bound to CPUs near them
 GROUP_GPUS = "ALLSPARK_GROUP_GPUS"
+#: whether each compute thread is pinned to a CPU; otherwise to all CPUs of this process
+pin_threads = True
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}.get(platform.machine())
 _MPOL_BIND = 2
 _PR_SET_PDEATHSIG = 1

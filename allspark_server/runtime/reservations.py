@@ -1,14 +1,16 @@
-"""Memory that ranks on this host have reserved but not touched yet. Groups that start at the same time must not count
-the same free bytes.
+"""Memory that ranks on this host have reserved but not touched yet, and CPUs that groups compute on. Groups that start
+at the same time must not count the same free bytes, nor pin threads to the same CPUs.
 
-Each load writes a file with its size to this user's folder in /dev/shm and locks it as long as the model is held. Pages
-are touched while weights load and requests fill the cache; the growth of the process since then shows how many.
+A group's supervisor (an agent on other hosts) writes a file with its CPUs to this user's folder in /dev/shm and locks
+it as long as it runs. Each load writes one with its size and locks it as long as the model is held. Pages are touched
+while weights load and requests fill the cache; the growth of the process since then shows how many.
 Processes of other users, or in containers with their own /dev/shm, do not see each other.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -16,13 +18,15 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _LOCK = "lock"
+_CPUS = "cpus-"     # begins the names of files with CPUs
 LOCK_SECONDS = 2.0  # a process holds the lock for less than a millisecond, unless it is suspended
 
 
@@ -45,11 +49,11 @@ def _open_folder() -> int:
 
 @contextlib.contextmanager
 def planning() -> Iterator[None]:
-    """A context in which no other rank measures and reserves free memory."""
+    """A context in which no other process measures and reserves memory or CPUs."""
     try:
         directory = _open_folder()
     except OSError as error:
-        logger.debug("memory is planned without regard to other groups: %s", error)
+        logger.debug("nothing is known of other groups: %s", error)
         yield
         return
     lock = os.open(_LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory)
@@ -62,7 +66,7 @@ def planning() -> Iterator[None]:
                 break
             except OSError as error:
                 if time.monotonic() > deadline:
-                    logger.warning("memory is planned without regard to other groups: %s: %s", folder() / _LOCK, error)
+                    logger.warning("nothing is known of other groups: %s: %s", folder() / _LOCK, error)
                     break
                 time.sleep(0.005)
         yield
@@ -82,29 +86,13 @@ class Reservation:
     _guard = threading.Lock()
 
     def __init__(self, name: str, size: int, nodes: list[int]):
-        self._fd, self._file = -1, f"{os.getpid()}-{id(self):x}"
+        self._file = f"{os.getpid()}-{id(self):x}"
         self._owner = os.getpid()
-        entry = {"group": _group(), "pid": os.getpid(), "name": name, "size": size, "nodes": nodes,
-                 "resident": resident(os.getpid())}
-        try:
-            directory = _open_folder()
-        except OSError as error:
-            logger.debug("no reservation: %s", error)
-            return
-        try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            self._fd = os.open(f".{self._file}", flags, 0o600, dir_fd=directory)
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
-            os.write(self._fd, json.dumps(entry).encode())
-            os.rename(f".{self._file}", self._file, src_dir_fd=directory, dst_dir_fd=directory)     # complete
-        except OSError as error:
-            logger.debug("no reservation: %s", error)
-            self.release()
-            return
-        finally:
-            os.close(directory)
-        with self._guard:
-            self._held[self._file] = name
+        self._fd = _write(self._file, {"group": _group(), "pid": os.getpid(), "name": name, "size": size,
+                                       "nodes": nodes, "resident": resident(os.getpid())})
+        if self._fd >= 0:
+            with self._guard:
+                self._held[self._file] = name
 
     def release(self) -> None:
         """Removes the reservation. Idempotent."""
@@ -112,13 +100,81 @@ class Reservation:
             return
         with self._guard:
             self._held.pop(self._file, None)
-        for file in (folder() / self._file, folder() / f".{self._file}"):
-            with contextlib.suppress(OSError):
-                file.unlink()
-        os.close(self._fd)
+        _remove(self._file, self._fd)
         self._fd = -1
 
     __del__ = release
+
+
+class CpuReservation:
+    """The CPUs that a group computes on, as far as this process knows of them."""
+
+    def __init__(self) -> None:
+        self._fd, self._count, self._file = -1, 0, ""
+        self._cpus: frozenset[int] = frozenset()
+
+    def others(self) -> dict[int, int]:
+        """The CPUs that other groups have reserved, each with the process that did, without those of this group."""
+        try:
+            directory = _open_folder()
+        except OSError:
+            return {}
+        found: dict[int, int] = {}
+        try:
+            for file in os.listdir(directory):
+                entry = _locked_entry(file, directory) if file.startswith(_CPUS) and file != self._file else None
+                if isinstance(entry, dict) and isinstance(cpus := entry.get("cpus"), list):
+                    pid = entry["pid"] if isinstance(entry.get("pid"), int) else 0
+                    found |= {cpu: pid for cpu in cpus if isinstance(cpu, int)}
+        finally:
+            os.close(directory)
+        return {cpu: pid for cpu, pid in found.items() if cpu not in self._cpus}
+
+    def take(self, cpus: Iterable[int]) -> None:
+        """Reserves these CPUs instead of those before."""
+        self.close()
+        self._count += 1
+        self._cpus = frozenset(cpus)
+        self._file = f"{_CPUS}{os.getpid()}-{id(self):x}-{self._count}"
+        self._fd = _write(self._file, {"pid": os.getpid(), "cpus": sorted(self._cpus)})
+
+    def close(self) -> None:
+        """Reserves nothing any more. Idempotent."""
+        if self._fd >= 0:
+            _remove(self._file, self._fd)
+        self._fd, self._cpus = -1, frozenset()
+
+
+def _write(file: str, entry: dict) -> int:
+    """Writes a reservation, whole or not at all; returns the descriptor that locks it, or -1."""
+    try:
+        directory = _open_folder()
+    except OSError as error:
+        logger.debug("no reservation: %s", error)
+        return -1
+    fd = -1
+    try:
+        fd = os.open(f".{file}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=directory)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        data = json.dumps(entry).encode()
+        if os.write(fd, data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.rename(f".{file}", file, src_dir_fd=directory, dst_dir_fd=directory)
+        return fd
+    except OSError as error:
+        logger.warning("other groups do not see what this one reserves: %s: %s", folder() / file, error.strerror)
+        if fd >= 0:
+            _remove(file, fd)
+        return -1
+    finally:
+        os.close(directory)
+
+
+def _remove(file: str, fd: int) -> None:
+    for path in (folder() / file, folder() / f".{file}"):
+        with contextlib.suppress(OSError):
+            path.unlink()
+    os.close(fd)
 
 
 def resident(pid: int) -> int:
@@ -145,7 +201,7 @@ def pending(nodes: list[int]) -> int:
     processes: dict[int, list[dict]] = {}
     try:
         for file in os.listdir(directory):
-            if file != _LOCK and not file.startswith("."):
+            if file != _LOCK and not file.startswith((".", _CPUS)):
                 entry = _entry(file, directory, set(nodes), mine)
                 if entry is not None:
                     processes.setdefault(entry["pid"], []).append(entry)
@@ -157,7 +213,22 @@ def pending(nodes: list[int]) -> int:
 
 
 def _entry(file: str, directory: int, nodes: set[int], mine: set[str]) -> dict | None:
-    """The reservation in a file; None if it does not count on these nodes."""
+    """The reservation of memory in a file; None if it does not count on these nodes."""
+    entry = _locked_entry(file, directory)
+    try:
+        if entry is None or (entry["group"] == _group() and entry["name"] not in mine):
+            return None
+        if nodes and entry["nodes"] and not nodes & set(entry["nodes"]):
+            return None
+        numbers = (entry["pid"], entry["size"], entry["resident"])
+        return entry if all(isinstance(number, int) for number in numbers) else None
+    except (KeyError, TypeError) as error:
+        logger.debug("reservation %s is ignored: %s", file, error)
+        return None
+
+
+def _locked_entry(file: str, directory: int) -> Any:
+    """The content of a file whose process runs; None without one."""
     try:
         fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
     except OSError:
@@ -167,14 +238,8 @@ def _entry(file: str, directory: int, nodes: set[int], mine: set[str]) -> dict |
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             os.unlink(file, dir_fd=directory)  # its process was killed
             return None
-        entry = json.loads(os.read(fd, 65536))
-        if entry["group"] == _group() and entry["name"] not in mine:
-            return None
-        if nodes and entry["nodes"] and not nodes & set(entry["nodes"]):
-            return None
-        numbers = (entry["pid"], entry["size"], entry["resident"])
-        return entry if all(isinstance(number, int) for number in numbers) else None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return json.loads(os.read(fd, 65536))
+    except (OSError, ValueError) as error:
         logger.debug("reservation %s is ignored: %s", file, error)
         return None
     finally:

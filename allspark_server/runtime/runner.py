@@ -13,7 +13,7 @@ from allspark_client.errors import AllSparkError, AsStatus, not_available
 from allspark_client.types import ModelInfo
 from allspark_server.cache import SpanGroups
 from allspark_server.models.generation import sampling_defaults
-from allspark_server.runtime import memory
+from allspark_server.runtime import binding, memory
 from allspark_server.runtime.binding import pages_by_node
 from allspark_server.runtime.device import device_of, gpu_of, step_tokens
 from allspark_server.runtime.digest import results_digest
@@ -345,6 +345,8 @@ class ModelRunner:
         return SpanGroups(self.config.cache_span_size, windows, 2 * self._rows_of_step())
 
     def _pinned(self) -> list[int]:
+        if not binding.pin_threads:
+            return []
         return self.cpus[:self.config.num_threads] if self.config.num_threads else self.cpus
 
     @property

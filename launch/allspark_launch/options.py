@@ -48,6 +48,8 @@ class GroupOptions(RankOptions):
     cpus_per_rank: int = option(0, "compute threads of each rank (default: every physical core of its share)",
                                 section="placement", aliases=("--threads",), metavar="N")
     use_siblings: bool = option(False, "also put threads on second hardware threads", section="placement")
+    share_cpus: bool = option(False, "other groups may use the same CPUs: threads are not pinned, and sleep instead of "
+                              "spinning", section="placement")
 
     @classmethod
     def from_file(cls, path: str) -> GroupOptions:
@@ -116,7 +118,7 @@ class GroupOptions(RankOptions):
 RELOADABLE = tuple(declared.name for declared in options_of(GroupOptions) if declared.reloadable)
 #: of them, those that place ranks: flags of several commands
 PLACEMENT = tuple(declared for declared in options_of(GroupOptions)
-                  if declared.section == "placement" and declared.name != "strict")
+                  if declared.section == "placement" and declared.name not in ("strict", "share_cpus"))
 
 
 @dataclass

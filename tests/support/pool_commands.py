@@ -18,4 +18,8 @@ def words(tmp_path: Path, action: str, *more: str) -> list[str]:
 
 
 def write(tmp_path: Path, members: list[dict], **more) -> None:
-    (tmp_path / "pool.json").write_text(json.dumps({"user": "nobody", "member": members, **more}))
+    """Writes a pool file. Its members may share CPUs, because tests run on machines with few."""
+    defaults = more.pop("defaults", {})
+    if isinstance(defaults, dict):
+        defaults = {"share_cpus": True, **defaults}
+    (tmp_path / "pool.json").write_text(json.dumps({"user": "nobody", "member": members, "defaults": defaults, **more}))

@@ -30,9 +30,10 @@ import psutil
 from allspark_client.version import __version__
 from allspark_server import logs
 from allspark_server.runtime.binding import adopt_orphans, die_with_parent, memory_policy_allowed
+from allspark_server.runtime.reservations import CpuReservation, planning
 from allspark_server.signals import Signals
 
-from ..machine.placement import place
+from ..machine.placement import place, place_beside
 from ..machine.topology import read_topology
 from .folders import private_folder, short_parent, trusted
 from .mpi import clean_environment
@@ -70,6 +71,7 @@ class Agent:
         self._sent: dict[int, float] = {}           # alive messages without an answer -> time
         self._count = 0
         self._lease = time.monotonic()
+        self._reserved = CpuReservation()           # of the ranks on this host, as long as this process runs
         self._closed = False                        # the supervisor has closed our standard input, or SIGTERM came
         os.set_blocking(0, False)
         os.set_blocking(1, False)
@@ -161,7 +163,10 @@ class Agent:
 
     def _place(self, strict: bool, **options: Any) -> dict:
         try:
-            placement = place(read_topology(), **options)
+            with planning():
+                topology, others = read_topology(), self._reserved.others()
+                placement = place_beside(topology, others, lambda machine: place(machine, **options))
+                self._reserved.take({cpu for rank in placement.ranks for cpu in rank.bound_cpus} - others.keys())
         except ValueError as error:
             return {"error": str(error)}
         placed, allowed = asdict(placement), memory_policy_allowed()

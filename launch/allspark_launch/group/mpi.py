@@ -255,6 +255,8 @@ def group_command(mpi: Installation, placement: Placement, python: str, server_w
                       ",".join(f"{node}:{users[rank.host, node]}" for node in rank.memory_nodes)]
         if placement.oversubscribed:
             words.append("--no-spin")
+        if not rank.pinned:
+            words.append("--no-pin")
         words += rank_words
         if rank.rank == 0:
             words += server_words

@@ -5,19 +5,20 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from allspark_server.options import EVERY_RANK, FIRST_RANK, rank_words
 from allspark_server.runtime.binding import GROUP_GPUS, memory_policy_allowed
+from allspark_server.runtime.reservations import CpuReservation, planning
 
 from ..machine.gpus import ORDER
-from ..machine.placement import Placement, place, place_on_gpus
+from ..machine.placement import Placement, place, place_beside, place_on_gpus, share_cpus
 from ..machine.topology import Topology, format_list, read_topology
 from ..options import NUMA_NUM, NUMA_OFFSET, GroupOptions
-from .agents import Agents
+from .agents import Agent, Agents
 from .hosts import find_hosts, share_ranks
 from .mpi import Installation, find_mpi, group_command, mpi_environment, shell_line
 
@@ -41,7 +42,8 @@ class GroupPlan:
     def describe(self) -> list[str]:
         """One line for each rank, with its place."""
         return [f"rank {r.rank}: {f'host {r.host}, ' if r.host else ''}{f'GPU {r.gpu}, ' if r.gpu is not None else ''}"
-                f"NUMA node {r.node}, CPUs {format_list(r.cpus)}"
+                f"NUMA node {r.node}, "
+                + (f"CPUs {format_list(r.cpus)}" if r.pinned else f"{len(r.cpus)} threads, not pinned")
                 + (f", memory of node {', '.join(map(str, r.memory_nodes))}" if r.memory_nodes else "")
                 for r in self.placement.ranks]
 
@@ -58,11 +60,10 @@ def _nodes_from(offset: str, ranks: int, nodes: list[int]) -> list[int]:
 
 
 def _place_on_hosts(options: GroupOptions, topology: Topology, ranks: int, bind_memory: bool,
-                    agents: Agents) -> Placement:
-    """Places ranks on this host, and through their agents on the other hosts that answer."""
+                    agents: Agents, others: list[Agent]) -> Placement:
+    """Places ranks on this host, and through their agents on the `others` that answer."""
     if options.gpus:
         raise ValueError("gpus: a group of GPUs on several hosts is not available yet")
-    others = agents.connect()
     counts = share_ranks([sum(len(n.cores) for n in topology.nodes), *(a.hello["cores"] for a in others)],
                          [agents.own.ranks or len(options.numa_nodes or topology.default_nodes),
                           *(a.host.ranks or len(options.numa_nodes or ()) or a.hello["nodes"] for a in others)], ranks)
@@ -92,7 +93,7 @@ def agents_of(options: GroupOptions) -> Iterator[Agents | None]:
 
 
 def plan_group(options: GroupOptions, inner: str = "", keep: int = 0, agents: Agents | None = None,
-               mpi: Installation | None = None) -> GroupPlan:
+               mpi: Installation | None = None, reserved: CpuReservation | None = None) -> GroupPlan:
     """Plans the start of a group. Raises ValueError or MpiNotFound if an option cannot be met.
 
     inner: an additional Unix socket to serve on, for programs that the supervisor starts.
@@ -100,16 +101,17 @@ def plan_group(options: GroupOptions, inner: str = "", keep: int = 0, agents: Ag
     ranks may share a node. If that many cannot be placed, `options` decide.
     agents: of the other hosts that the options name.
     mpi: the installation to use; by default it is looked up.
+    reserved: keeps the CPUs of the plan for this group; without it, other groups are not regarded.
     """
     from allspark_client.environment import check_environment
     check_environment()
     if keep:
         try:
-            return plan_group(replace(options, ranks=keep), inner, agents=agents, mpi=mpi)
+            return plan_group(replace(options, ranks=keep), inner, agents=agents, mpi=mpi, reserved=reserved)
         except ValueError as error:
             logger.error("the lost group's requests will end: its %d ranks cannot be placed again: %s", keep, error)
     bind_memory = memory_policy_allowed()
-    placement = _place_group(options, bind_memory, agents)
+    placement = _place_group(options, bind_memory, agents, reserved)
     mpi = mpi or find_mpi()
     models = options.models
     if options.gpus:
@@ -126,7 +128,8 @@ def plan_group(options: GroupOptions, inner: str = "", keep: int = 0, agents: Ag
     return GroupPlan(placement, mpi, command, environment)
 
 
-def _place_group(options: GroupOptions, bind_memory: bool, agents: Agents | None) -> Placement:
+def _place_group(options: GroupOptions, bind_memory: bool, agents: Agents | None,
+                 reserved: CpuReservation | None) -> Placement:
     """Places the ranks. `bind_memory`: whether this system lets processes choose their memory policy."""
     for name in ("strict", "memory_nodes"):
         if getattr(options, name) and not bind_memory:
@@ -145,18 +148,40 @@ def _place_group(options: GroupOptions, bind_memory: bool, agents: Agents | None
     numa_nodes, topology = options.numa_nodes, read_topology()
     if not options.ranks and numa_nodes is None and os.environ.get(NUMA_OFFSET, "0") != "0":
         numa_nodes = _nodes_from(os.environ[NUMA_OFFSET], ranks, [node.id for node in topology.nodes if node.cpus])
-    if agents is not None:
-        placement = _place_on_hosts(replace(options, numa_nodes=numa_nodes), topology, ranks, bind_memory, agents)
-    elif options.gpus and numa_nodes is None:
-        from allspark_server.runtime.device import SHARED_GPUS
-        placement = place_on_gpus(topology, options.gpus, options.cpus_per_rank, options.use_siblings,
-                                  os.environ.get(SHARED_GPUS) == "1")
-    else:
-        placement = place(topology, ranks, numa_nodes, options.cpus_per_rank, options.use_siblings,
-                          options.memory_nodes)
+    others = agents.connect() if agents is not None else []
+
+    def place_on(machine: Topology) -> Placement:
+        if agents is not None:
+            return _place_on_hosts(replace(options, numa_nodes=numa_nodes), machine, ranks, bind_memory, agents, others)
+        if options.gpus and numa_nodes is None:
+            from allspark_server.runtime.device import SHARED_GPUS
+            return place_on_gpus(machine, options.gpus, options.cpus_per_rank, options.use_siblings,
+                                 os.environ.get(SHARED_GPUS) == "1")
+        return place(machine, ranks, numa_nodes, options.cpus_per_rank, options.use_siblings, options.memory_nodes)
+
+    placement = _place_beside_others(options, topology, reserved, place_on)
     if not bind_memory:
         placement.warnings.append("this system does not let processes choose their memory policy (a container needs "
                                   "SYS_NICE for it); memory is placed by first touch")
+    return placement
+
+
+def _place_beside_others(options: GroupOptions, topology: Topology, reserved: CpuReservation | None,
+                         place_on: Callable[[Topology], Placement]) -> Placement:
+    """Places the ranks on CPUs that no other group of this host computes on, and reserves them."""
+    if reserved is None:
+        return place_on(topology)
+    if options.share_cpus:
+        placement = place_on(topology)
+        share_cpus(placement, topology)
+        return placement
+    # Agents lock this themselves: one may be on this host, in tests.
+    with planning() if not options.hosts else contextlib.nullcontext():
+        others = reserved.others()
+        placement = place_beside(topology, others, place_on)
+        if not options.gpus:        # ranks that compute on a GPU leave their CPUs alone most of the time
+            reserved.take({cpu for rank in placement.ranks if not rank.host
+                           for cpu in (rank.cpus if options.cpus_per_rank else rank.bound_cpus)} - others.keys())
     return placement
 
 

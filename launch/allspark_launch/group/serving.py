@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from allspark_server import access
+from allspark_server.runtime.reservations import CpuReservation
 from allspark_server.signals import Signals
 
 from ..options import RELOADABLE, UNIT_KEY, GroupOptions
@@ -58,7 +59,8 @@ def supervise(options: GroupOptions, *, ready_file: str = "", report_file: str =
             server = HttpServer(options.http_options(inner), counters)
             stack.callback(server.close)
         agents = stack.enter_context(agents_of(options))
-        first: list[GroupPlan] = [plan_group(options, inner, agents=agents)]
+        reserved = stack.enter_context(contextlib.closing(CpuReservation()))
+        first: list[GroupPlan] = [plan_group(options, inner, agents=agents, reserved=reserved)]
         if show is not None:
             show(first[0])
 
@@ -67,7 +69,7 @@ def supervise(options: GroupOptions, *, ready_file: str = "", report_file: str =
         def start(owed: int) -> Start:
             nonlocal shared_memory
             # Planned anew for each incarnation: CPUs, nodes and limits may have changed.
-            plan = first.pop() if first else plan_group(options, inner, owed, agents, mpi)
+            plan = first.pop() if first else plan_group(options, inner, owed, agents, mpi, reserved)
             for warning in plan.placement.warnings:
                 logger.warning("%s", warning)
             environment = {**clean_environment(str(runtime_dir)), **plan.environment,

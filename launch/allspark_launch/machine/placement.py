@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from .topology import Core, Node, Topology, format_list
@@ -24,6 +25,7 @@ class RankPlacement:
     more_memory: tuple[int, ...] = ()   # nodes without CPUs that it may use once its own memory is full
     host: str = ""              # another host's name
     gpu: int | None = None      # the GPU that it computes on
+    pinned: bool = True         # each compute thread to its CPU; else to bound_cpus, and `cpus` is only their number
 
     @property
     def memory_nodes(self) -> tuple[int, ...]:
@@ -124,11 +126,66 @@ def place_on_gpus(topology: Topology, gpus: list[int], cpus_per_rank: int = 0, u
     return result
 
 
+def place_beside(topology: Topology, others: dict[int, int], place: Callable[[Topology], Placement]) -> Placement:
+    """`place` on cores that no other group has reserved. If that cannot be, on cores of other groups too: then threads
+    are not pinned and sleep instead of spinning, and a warning names the other groups.
+
+    others: CPUs of other groups on this host, each with the process that reserved it.
+    """
+    if not others:
+        return place(topology)
+    free = replace(topology, nodes=[
+        replace(node, cores=[core for core in node.cores if not others.keys() & set(core.cpus)])
+        for node in topology.nodes])
+    try:
+        result = place(free)
+        if not result.oversubscribed:
+            left = sum(len(node.cores) for node in free.nodes), sum(len(node.cores) for node in topology.nodes)
+            if left[0] < left[1]:
+                result.warnings.append(f"{left[0]} of {left[1]} cores are free: {_owners(others)} the others")
+            return result
+    except ValueError:      # none, or too few, are free where they are wanted
+        pass
+    result = place(topology)
+    shared = sorted({cpu for rank in result.ranks if not rank.host for cpu in rank.bound_cpus} & others.keys())
+    if shared:
+        share_cpus(result, topology)
+        result.warnings.append(f"CPUs {format_list(shared)} are shared: {_owners(others)} them too. Threads are not "
+                               "pinned, and sleep instead of spinning. Give each group numa_nodes of its own, or "
+                               "cpus_per_rank so that both fit; share_cpus says that it is meant")
+    return result
+
+
+def _owners(others: dict[int, int]) -> str:
+    pids = sorted(set(others.values()))
+    return f"the group{'s' * (len(pids) > 1)} of process {format_list(pids)} use{'s' * (len(pids) == 1)}"
+
+
+def share_cpus(placement: Placement, topology: Topology) -> None:
+    """Changes a placement to one beside other groups on the same CPUs."""
+    placement.oversubscribed = True
+    _unpin(placement, topology)
+
+
+def _unpin(placement: Placement, topology: Topology) -> None:
+    """Lets the threads of this host's ranks run on any CPU of their nodes."""
+    nodes = {node.id: node for node in topology.nodes}
+    placement.ranks = [rank if rank.host else replace(
+        rank, pinned=False, bound_cpus=tuple(nodes[rank.node].usable_cpus), whole_node=nodes[rank.node].whole)
+        for rank in placement.ranks]
+
+
 def _obey_limits(result: Placement, topology: Topology, cpus_per_rank: int) -> None:
     """Limits the threads to the cgroup's CPUs, unless their number was requested."""
     if topology.cpu_quota and not cpus_per_rank:
         _obey_quota(result, topology.cpu_quota)
     threads = sum(len(r.cpus) for r in result.ranks)
+    if 0 < topology.cpu_quota < sum(len(node.usable_cpus) for node in topology.nodes):
+        # Every container with a quota and no CPUs of its own would choose the same ones.
+        _unpin(result, topology)
+        result.warnings.append(f"the cgroup allows {topology.cpu_quota:g} CPUs, but none that are this group's own: "
+                               "threads are not pinned; with a cpuset (docker run --cpuset-cpus, or Kubernetes' static "
+                               "CPU manager) they are")
     if 0 < topology.cpu_quota < threads:
         result.oversubscribed = True
         result.warnings.append(f"the cgroup allows {topology.cpu_quota:g} CPUs but the ranks have {threads} threads; "
@@ -164,8 +221,7 @@ def _obey_quota(result: Placement, quota: float) -> None:
     result.ranks = [replace(r, cpus=r.cpus[:most]) for r in result.ranks]
     threads = sum(len(r.cpus) for r in result.ranks)
     if threads < before:
-        result.warnings.append(f"the cgroup allows {quota:g} CPUs: {threads} threads instead of {before}; with a "
-                               "cpuset (docker run --cpuset-cpus) threads are never paused")
+        result.warnings.append(f"the cgroup allows {quota:g} CPUs: {threads} threads instead of {before}")
 
 
 def _ranks_per_node(nodes: list[Node], ranks: int) -> list[int]:

@@ -31,7 +31,9 @@ def pool_with_layout(options: argparse.Namespace) -> tuple[Pool, layouts.SavedLa
     elif options.measure:
         raise ValueError("--measure is for layout = \"auto\"")
     saved.decisions = {name: decision for name, decision in saved.decisions.items() if name in pool.members}
-    return pool.with_layout(saved, machine), saved
+    decided = pool.with_layout(saved, machine)
+    decided.check_cpus(machine)
+    return decided, saved
 
 
 def _decide(options: argparse.Namespace, pool: Pool, saved: layouts.SavedLayout, machine: Topology) -> None:

@@ -123,6 +123,26 @@ class Pool:
         result._check_addresses()
         return result
 
+    def check_cpus(self, machine: Topology) -> None:
+        """Raises ValueError if members need the same CPUs of a node. It names both."""
+        cores = {node.id: len(node.cores) for node in machine.nodes}
+        users: dict[int, list[str]] = {}
+        wanted: dict[int, int] = {}
+        for name, member in self.members.items():
+            if member.share_cpus or member.gpus:
+                continue
+            nodes = machine.default_nodes if member.numa_nodes is None else member.numa_nodes
+            for i, node in enumerate(nodes[:member.ranks or None]):
+                ranks = len(range(i, max(member.ranks, len(nodes)), len(nodes)))
+                users.setdefault(node, []).append(name)
+                wanted[node] = wanted.get(node, 0) + (ranks * member.cpus_per_rank or cores.get(node, 0) or 1)
+                if len(users[node]) > 1 and wanted[node] > cores.get(node, 0):
+                    threads = f"together they have {wanted[node]} threads for its {cores.get(node, 0)} cores"
+                    raise ValueError(
+                        f"{self.places[name].at('numa_nodes')}: members {' and '.join(map(repr, users[node]))} use the "
+                        f"CPUs of NUMA node {node}: {threads}. Give each its own numa_nodes, set cpus_per_rank so that "
+                        "they fit together (without it a group takes all cores), or set share_cpus in all but one")
+
     def addresses(self, member: str) -> list[str]:
         """The addresses of a member: its own, and always a Unix socket, for the commands of the pool."""
         own = self.members[member].address

@@ -77,7 +77,7 @@ def test_the_reference_has_every_flag_of_serve():
             for option in options_of(declared) if option.help]
     flags = {flag for option, _ in rows for flag in (option.flag, *option.aliases)}
     actions = build_parser()._subparsers._group_actions[0].choices["serve"]._actions
-    hidden = {"-h", "--help", "--progress-lines"}
+    hidden = {"-h", "--help", "--progress-lines", "--report-file"}
     assert flags == {flag for action in actions for flag in action.option_strings} - hidden
     assert {option.name for option, is_key in rows if is_key} == {f.name for f in dataclasses.fields(GroupOptions)}
     assert {option.name for option, _ in rows if option.reloadable} == set(RELOADABLE) == {"drain_limit", "log_level"}

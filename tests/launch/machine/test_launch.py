@@ -18,9 +18,10 @@ from allspark_launch.group.folders import private_folder
 from allspark_launch.group.plan import plan_group
 from allspark_launch.machine.drawing import draw, save
 from allspark_launch.machine.gpus import Gpu
-from allspark_launch.machine.placement import place
+from allspark_launch.machine.placement import place, place_beside
 from allspark_launch.machine.topology import format_list, parse_list, read_topology
 from allspark_launch.options import GroupOptions
+from allspark_server.runtime import reservations
 from support.machines import machine
 
 # ---- topology ------------------------------------------------------------------------------------------------------
@@ -229,6 +230,84 @@ def test_a_quota_limits_threads(tmp_path, files):
     assert [len(c) for c in cpus_of(place(read_topology(root), 3))] == [1, 1, 1]
     from allspark_server.runtime.memory import physical_cores
     assert physical_cores(root=str(root)) <= 4 and physical_cores([0], root=str(root)) == 1
+
+
+def test_a_quota_without_cpus_of_its_own_pins_nothing(tmp_path):
+    """Two containers with a quota of four CPUs chose the same four of a large host."""
+    root = machine(tmp_path, {0: [[c, c + 32] for c in range(32)]})
+    file = root / "sys/fs/cgroup/cpu.max"
+    file.parent.mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text("0::/\n")
+    file.write_text("400000 100000\n")
+    placement = place(read_topology(root))
+    (rank,) = placement.ranks
+    assert len(rank.cpus) == 4 and not rank.pinned and len(rank.bound_cpus) == 64
+    assert "none that are this group's own: threads are not pinned" in placement.warnings[-1]
+    assert "--no-pin" in launch_mpi.group_command(MPI5, placement, "python", [], use_numactl=False)
+    # Kubernetes' static CPU manager: a cpuset of as many CPUs as the quota.
+    own = place(read_topology(root, affinity=[0, 1, 32, 33]))
+    assert own.ranks[0].pinned and own.ranks[0].cpus == (0, 1) and not own.warnings
+
+
+def rank_0(placement):
+    return placement.ranks[0].cpus, placement.ranks[0].pinned, placement.oversubscribed
+
+
+def test_groups_take_cores_that_no_other_has(tmp_path):
+    cores = [[c, c + 8] for c in range(8)]
+    topology = read_topology(machine(tmp_path, {0: cores[:4], 1: cores[4:]}))
+    others = dict.fromkeys((0, 1), 77)
+    # They would both have chosen the first cores.
+    beside = place_beside(topology, others, lambda t: place(t, nodes=[0], cpus_per_rank=2))
+    assert rank_0(beside) == ((2, 3), True, False) and not {0, 1} & set(beside.ranks[0].bound_cpus)
+    assert "6 of 8 cores are free: the group of process 77 uses the others" in beside.warnings
+    # A group without wishes takes the nodes that are free.
+    others = dict.fromkeys((0, 1, 2, 3), 77)
+    assert [r.node for r in place_beside(topology, others, place).ranks] == [1]
+    # One that must share sleeps in waits, and is not pinned.
+    shared = place_beside(topology, others, lambda t: place(t, nodes=[0]))
+    assert rank_0(shared) == ((0, 1, 2, 3), False, True)
+    assert "CPUs 0-3 are shared: the group of process 77 uses them too" in shared.warnings[-1]
+    # Not more ranks than free cores on one of them, either.
+    assert [r.node for r in place_beside(topology, dict.fromkeys((0, 1, 2, 3, 4, 5, 6), 77),
+                                         lambda t: place(t, 3)).ranks] == [0, 0, 1]
+    with pytest.raises(ValueError, match="no NUMA node 5"):
+        place_beside(topology, others, lambda t: place(t, nodes=[5]))
+
+
+def test_cpus_are_reserved_as_long_as_the_process_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(reservations, "folder", lambda: tmp_path / "r")
+    one, two = reservations.CpuReservation(), reservations.CpuReservation()
+    one.take([0, 1])
+    two.take([2])
+    assert one.others() == {2: os.getpid()} and two.others() == dict.fromkeys((0, 1), os.getpid())
+    two.take([2, 3])
+    assert set(one.others()) == {2, 3}
+    assert reservations.pending([]) == 0, "they are no memory"
+    code = ("import os\nfrom pathlib import Path\nfrom allspark_server.runtime import reservations\n"
+            f"reservations.folder = lambda: Path({str(tmp_path / 'r')!r})\n"
+            "r = reservations.CpuReservation()\nr.take([7])\nprint(sorted(r.others()), flush=True)\nos._exit(0)\n")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[0, 1, 2, 3]\n" and 7 not in one.others(), "it was killed"
+    two.close()
+    assert one.others() == {}
+
+
+def test_plans_reserve_and_keep_their_cpus(tmp_path, monkeypatch):
+    monkeypatch.setattr(reservations, "folder", lambda: tmp_path / "r")
+    first, second, third = (reservations.CpuReservation() for _ in range(3))
+    plan = plan_group(GroupOptions(), reserved=first)
+    assert "not pinned" not in plan.describe()[0]
+    shared = plan_group(GroupOptions(), reserved=second)
+    assert "not pinned" in shared.describe()[0] and "--no-pin" in shared.words and "--no-spin" in shared.words
+    # A restart changes neither: the first still has its CPUs, the second still shares them.
+    assert plan_group(GroupOptions(), reserved=first).words == plan.words
+    assert plan_group(GroupOptions(), reserved=second).words == shared.words
+    meant = plan_group(GroupOptions(share_cpus=True), reserved=third)
+    assert "--no-pin" in meant.words and not meant.placement.warnings and not set(third.others()) - set(first._cpus)
+    first.close()
+    second.close()
+    assert plan_group(GroupOptions(), reserved=second).words == plan.words
 
 
 # ---- command lines -------------------------------------------------------------------------------------------------

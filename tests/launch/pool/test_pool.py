@@ -14,9 +14,11 @@ import pytest
 
 from allspark_launch.cli import EXIT_CONFIG, main
 from allspark_launch.group.notify import Notifier
+from allspark_launch.machine.topology import read_topology
 from allspark_launch.options import GroupOptions
 from allspark_launch.pool.pool import Pool
 from allspark_launch.pool.units import TEMPLATES, unit_files
+from support.machines import machine
 from support.pool_commands import toml, words, write
 
 # --- the file ---
@@ -120,6 +122,30 @@ def test_defaults_of_members(tmp_path):
     a, b = pool.members.values()
     assert (a.token_file, a.drain_limit, b.drain_limit) == ("/tokens", 30, 5)
     assert pool.addresses("a") == ["unix:/run/allspark/default/a/socket"] and pool.addresses("b") == b.address
+
+
+ONE, TWO = {0: [[0], [1]]}, {0: [[0], [1]], 1: [[2], [3]]}
+
+
+@pytest.mark.parametrize("nodes, members, problem", [
+    (TWO, [{"numa_nodes": [0]}, {"numa_nodes": [0, 1]}], "'0' and '1' use the CPUs of NUMA node 0: .* have 4"),
+    (TWO, [{}, {"numa_nodes": [1]}], "'0' and '1' use the CPUs of NUMA node 1"),
+    (TWO, [{"numa_nodes": [7]}, {"numa_nodes": [7]}], "of NUMA node 7: together they have 2 threads for its 0 cores"),
+    (ONE, [{"cpus_per_rank": 1}, {"cpus_per_rank": 1}, {"cpus_per_rank": 1}], "'0' and '1' and '2' use the CPUs"),
+    (TWO, [{"ranks": 4, "cpus_per_rank": 1}, {"cpus_per_rank": 1}], "together they have 3 threads for its 2 cores"),
+    (TWO, [{"numa_nodes": [0]}, {"numa_nodes": [1]}], ""),
+    (TWO, [{"ranks": 1}, {"numa_nodes": [1]}], ""),
+    (ONE, [{"cpus_per_rank": 1}, {"cpus_per_rank": 1}], ""),
+    (ONE, [{}, {"gpus": [0]}, {"share_cpus": True}], ""),
+])  # fmt: skip
+def test_members_that_need_the_same_cpus_are_refused(tmp_path, nodes, members, problem):
+    write(tmp_path, members, defaults={"share_cpus": False})
+    pool = Pool.from_file(str(tmp_path / "pool.json"))
+    topology = read_topology(machine(tmp_path / "machine", nodes))
+    if not problem:
+        return pool.check_cpus(topology)
+    with pytest.raises(ValueError, match=problem):
+        pool.check_cpus(topology)
 
 
 # --- units ---
