@@ -116,6 +116,21 @@ def read_tokens(path: str | os.PathLike[str]) -> dict[str, Role]:
     return tokens
 
 
+def pool_token(path: str | None) -> tuple[str, bool]:
+    """The token that is shown to groups, and whether it may name tenants.
+
+    The file's first token of the role door is taken; without one the first of admin, then the first of generate.
+    """
+    tokens = read_tokens(path) if path else {}
+    for role in (Role.DOOR, Role.ADMIN, Role.GENERATE):
+        for token, its_role in tokens.items():
+            if its_role is role:
+                return token, role is not Role.GENERATE
+    if tokens:
+        raise ValueError(f"the token file {path} has no token of the role door, admin or generate")
+    return "", True
+
+
 # --- listeners ---------------------------------------------------------------------------------------------------
 
 
@@ -222,7 +237,7 @@ class Access:
     def __post_init__(self) -> None:
         #: how often the tokens have changed
         self.changes = 0
-        self._version, self._next_look = _version(self.token_file), 0.0
+        self._version, self._next_look = file_version(self.token_file), 0.0
         self._take(read_tokens(self.token_file) if self.token_file is not None else self.tokens)
 
     def _take(self, tokens: Mapping[str, Role]) -> None:
@@ -241,7 +256,7 @@ class Access:
         if self.token_file is None or now < self._next_look:
             return self.changes
         self._next_look = now + TOKEN_LOOK_SECONDS
-        version = _version(self.token_file)
+        version = file_version(self.token_file)
         if version != self._version:
             self._version = version
             try:
@@ -295,7 +310,7 @@ class Access:
         return Client(role, f"token:{digest.hex()[:16]}") if role is not None else None
 
 
-def _version(path: str | os.PathLike[str] | None) -> tuple[int, ...]:
+def file_version(path: str | os.PathLike[str] | None) -> tuple[int, ...]:
     """Values that differ once a file has changed."""
     try:
         status = os.stat(path) if path is not None else None

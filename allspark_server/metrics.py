@@ -31,18 +31,22 @@ _COUNTERS = (
 )
 
 
-def render(engine: Engine, group: dict[str, Any], *, requests: int, draining: bool) -> str:
-    """All metrics of a group. `group`: of GroupReport; `requests`: those whose end was not sent yet."""
+def render(engine: Engine, group: dict[str, Any], *, requests: int, draining: bool,
+           certificate_expires: float = 0.0) -> str:
+    """All metrics of a group. `group`: of GroupReport; `requests`: those whose end was not sent yet;
+    `certificate_expires`: Unix time, 0.0 without TLS.
+    """
     registry = CollectorRegistry()
-    registry.register(_Group(engine, group, requests, draining))
+    registry.register(_Group(engine, group, requests, draining, certificate_expires))
     return generate_latest(registry).decode()
 
 
 class _Group:
     """A collector of a group's metrics, which is read once."""
 
-    def __init__(self, engine: Engine, group: dict[str, Any], requests: int, draining: bool):
+    def __init__(self, engine: Engine, group: dict[str, Any], requests: int, draining: bool, expires: float):
         self._engine, self._group, self._requests, self._draining = engine, group, requests, draining
+        self._expires = expires
 
     def collect(self) -> Iterator[Metric]:
         """The metric families."""
@@ -52,6 +56,9 @@ class _Group:
         yield GaugeMetricFamily("allspark_healthy", "1 unless the engine or a model has failed", int(not failures))
         yield CounterMetricFamily("allspark_restarts", "Restarts of the group",
                                   self._group.get("restarts", 0))
+        if self._expires:
+            yield GaugeMetricFamily("allspark_certificate_expiry_timestamp_seconds",
+                                    "When the certificate of the group's listener expires, Unix time", self._expires)
         models = self._engine.served_models()
         stats = [(model.name, model.stat()) for model in models]
         for family, values in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):

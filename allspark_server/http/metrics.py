@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest, multiprocess
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, multiprocess
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -57,6 +57,7 @@ class Metrics:
         self._cached = Counter("allspark_http_cached_tokens", "Prompt tokens from the prefix cache", ["model"],
                                registry=registry)
         self._generated = Counter("allspark_http_generated_tokens", "Generated tokens", ["model"], registry=registry)
+        self._expiry: Gauge | None = None
 
     def request(self, endpoint: str, status: int, seconds: float) -> None:
         """Count an HTTP request that has ended after `seconds`."""
@@ -70,6 +71,14 @@ class Metrics:
         self._generated.labels(model).inc(tokens)
         if first:
             self._first.labels(model).observe(first)
+
+    def certificate(self, expires: float) -> None:
+        """Report when the certificate of the listener expires, Unix time, s."""
+        if self._expiry is None:
+            self._expiry = Gauge("allspark_http_certificate_expiry_timestamp_seconds",
+                                 "When the certificate of the HTTP server's listener expires, Unix time",
+                                 registry=self._registry, multiprocess_mode="mostrecent")
+        self._expiry.set(expires)
 
     def text(self) -> bytes:
         """The metrics of all workers in Prometheus' text format."""

@@ -16,16 +16,17 @@ from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.types import TlsConfig
 
 from ..access import is_unix
+from ..certificates import Certificates
 
 logger = logging.getLogger(__name__)
 
 
-def listen(server: grpc.aio.Server, address: str, tls: TlsConfig | None, socket_mode: int,
+def listen(server: grpc.aio.Server, address: str, certificates: Certificates | None, socket_mode: int,
            socket_group: str = "") -> str:
     """Make `server` listen on an address; returns the address, with the port that was chosen.
 
-    `tls` applies to TCP, `socket_mode` and `socket_group` (a name; "": the process's own) to Unix sockets. Raises
-    AllSparkError with the reason.
+    `certificates` (None: no TLS) apply to TCP, `socket_mode` and `socket_group` (a name; "": the process's own) to Unix
+    sockets. Raises AllSparkError with the reason.
     """
     unix = is_unix(address)
     if unix:
@@ -33,7 +34,7 @@ def listen(server: grpc.aio.Server, address: str, tls: TlsConfig | None, socket_
     elif ":" not in address:
         raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                             f"address {address!r} is neither host:port nor unix:/path")
-    credentials = _credentials(tls) if tls is not None and not unix else None
+    credentials = _credentials(certificates) if certificates is not None and not unix else None
     try:
         if credentials is not None:
             port = server.add_secure_port(address, credentials)
@@ -110,16 +111,29 @@ def _is_socket(path: str) -> bool:
     return stat.S_ISSOCK(os.lstat(path).st_mode)
 
 
-def _credentials(tls: TlsConfig) -> grpc.ServerCredentials:
-    if not tls.cert or not tls.key:
-        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, "tls needs cert and key, two PEM files")
+def open_certificates(tls: TlsConfig) -> Certificates:
+    """The certificates of a listener. Raises AllSparkError."""
     try:
-        with open(tls.key, "rb") as key, open(tls.cert, "rb") as cert:
-            pair = (key.read(), cert.read())
-        ca = None
-        if tls.ca:
-            with open(tls.ca, "rb") as file:
-                ca = file.read()
+        return Certificates(tls)
     except OSError as error:
-        raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"a TLS file cannot be read: {error}") from error
-    return grpc.ssl_server_credentials([pair], root_certificates=ca, require_client_auth=ca is not None)
+        raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, error.strerror or str(error)) from error
+    except ValueError as error:
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, str(error)) from error
+
+
+def _credentials(certificates: Certificates) -> grpc.ServerCredentials:
+    """Credentials that follow the files: gRPC asks before each handshake whether they have changed."""
+    taken = certificates.version
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([certificates.pair], certificates.authorities)
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal taken
+        if certificates.look() == taken:
+            return None
+        taken = certificates.version
+        return configuration()
+
+    return grpc.dynamic_ssl_server_credentials(configuration(), changed,  # type: ignore[arg-type]  # None: no change
+                                               certificates.authorities is not None)

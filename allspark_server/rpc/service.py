@@ -18,11 +18,12 @@ from allspark_client.errors import AllSparkError, AsStatus
 
 from .. import metrics
 from ..access import Access, ModelRoots
+from ..certificates import Certificates
 from ..engine.report import GroupReport
 from .client_limits import ClientLimits
 from .client_stream import MAX_PENDING
 from .health import SERVICE_NAME, Health
-from .listen import listen
+from .listen import listen, open_certificates
 from .methods import EVERY_ROLE, REQUESTS, Methods, UnaryCalls, Workers
 from .options import MAX_MESSAGE, SERVER_OPTIONS
 from .streams import Streams
@@ -71,6 +72,7 @@ class Service:
         self._thread: threading.Thread | None = None
         self._end: asyncio.Event | None = None
         self._grace = 0.0
+        self._certificates: Certificates | None = None
         self._workers = Workers()
         self._methods = Methods(access, self._workers)
         self._streams = Streams(engine, access, self._workers, self._methods, limits or ClientLimits(), max_pending,
@@ -160,7 +162,9 @@ class Service:
         server.add_generic_rpc_handlers(tuple(
             grpc.method_handlers_generic_handler(name, methods) for name, methods in self._handlers().items()))
         try:
-            bound = [listen(server, address, self._access.tls, self._socket_mode, self._socket_group)
+            if self._access.tls is not None:
+                self._certificates = open_certificates(self._access.tls)
+            bound = [listen(server, address, self._certificates, self._socket_mode, self._socket_group)
                      for address in self._wanted]
             if self._inner:
                 listen(server, self._inner, None, 0o600)
@@ -171,6 +175,8 @@ class Service:
             started.set_exception(error)
             return
         tasks = [asyncio.create_task(self._health.watch())]
+        if self._certificates is not None:
+            tasks.append(asyncio.create_task(self._certificates.watch()))
         if self._inner:
             tasks.append(asyncio.create_task(self._health.call_itself(self._inner)))
         started.set_result(bound)
@@ -198,7 +204,9 @@ class Service:
     # --- information ---------------------------------------------------------------------------------------------
 
     def _metrics(self) -> str:
-        return metrics.render(self._engine, self._report.read(), requests=self.requests, draining=self.draining)
+        expires = self._certificates.expires if self._certificates is not None else 0.0
+        return metrics.render(self._engine, self._report.read(), requests=self.requests, draining=self.draining,
+                              certificate_expires=expires)
 
     def _info(self) -> pb.ServerInfo:
         engine, report = self._engine, self._report.read()

@@ -219,10 +219,12 @@ def metric_families() -> dict[str, tuple[str, tuple[str, ...], str]]:
     from allspark_server import metrics as group_metrics
     from allspark_server.http import metrics as http_metrics
     engine = type("NoEngine", (), {"failures": lambda self: [], "served_models": lambda self: [_NoModel()]})()
-    group = group_metrics.render(engine, {"ranks": [_rank_sample()]}, requests=0, draining=False)
+    group = group_metrics.render(engine, {"ranks": [_rank_sample()]}, requests=0, draining=False,
+                                 certificate_expires=1.0)
     server = http_metrics.Metrics()
     server.request("chat", 200, 0.1)
     server.generated("m", 1, 1, 1, 0.1)
+    server.certificate(1.0)
     texts = [http_metrics.of_members({"a": group}).decode(), server.text().decode()]
     found = {}
     for text in texts:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import grp
 import logging
 import os
+import socket
+import ssl
 import stat
 import subprocess
 import sys
 import threading
 import time
 import unicodedata
+from pathlib import Path
 
 import grpc
 import pytest
@@ -22,11 +26,14 @@ from allspark_client._proto import allspark_pb2 as pb
 from allspark_launch.cli import main
 from allspark_launch.pool.pool import Pool
 from allspark_launch.pool.units import TEMPLATES
+from allspark_server import certificates
 from allspark_server.access import Access, ModelRoots, Role, default_address, mode_of, read_tokens
 from allspark_server.rpc.client_limits import ClientLimits
 from allspark_server.tokenizer.text_size import characters_per_token
+from support.certificates import make_certificate
 from support.fake_engine import FakeEngine
 from support.fake_service import expected, serving, tokens, wait_until
+from support.metrics import samples
 
 TOKENS = {"see": Role.READ, "ask": Role.GENERATE, "rule": Role.ADMIN}
 
@@ -34,12 +41,7 @@ TOKENS = {"see": Role.READ, "ask": Role.GENERATE, "rule": Role.ADMIN}
 @pytest.fixture
 def certificate(tmp_path) -> dict[str, str]:
     """A self-signed certificate for localhost, as fields of a TlsConfig."""
-    words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days",
-             "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout",
-             tmp_path / "key.pem", "-out", tmp_path / "cert.pem"]
-    if subprocess.run(words, capture_output=True).returncode:
-        pytest.skip("no openssl command")
-    return {"cert": str(tmp_path / "cert.pem"), "key": str(tmp_path / "key.pem"), "ca": str(tmp_path / "cert.pem")}
+    return make_certificate(tmp_path)
 
 
 # --- which listeners open ---
@@ -319,6 +321,38 @@ def test_a_certificate_has_a_role_and_unix_sockets_are_the_administrator_s(certi
     with serving(f"unix:{tmp_path}/s", access=Access(TOKENS)) as (_, address):
         with pytest.raises(AllSparkError, match="token is needed"):    # where there are tokens, everyone needs one
             ClientEngine(address)
+
+
+@pytest.mark.parametrize("client_ca", [False, True])
+def test_a_renewed_certificate_is_used_without_a_restart(certificate, tmp_path, monkeypatch, caplog, client_ca):
+    """A connection keeps the one that it began with. What does not fit together changes nothing."""
+    monkeypatch.setattr(certificates, "LOOK_SECONDS", 0.0)
+    tls = TlsConfig(**certificate) if client_ca else TlsConfig(cert=certificate["cert"], key=certificate["key"])
+    access = Access(tls=tls, insecure=not client_ca)
+    with serving("localhost:0", access=access) as (_, address):
+        with ClientEngine(address, tls=TlsConfig(**certificate)) as before:
+            first = Path(certificate["cert"]).read_bytes()
+            assert shown(address, certificate, first) == first
+            Path(certificate["key"]).write_text("half a renewal")
+            assert shown(address, certificate, first) == first and "the certificate stays as it was" in caplog.text
+            make_certificate(tmp_path, days=9)
+            second = Path(certificate["cert"]).read_bytes()
+            assert shown(address, certificate, second) == second != first
+            assert before.get_rank_nums() == 1
+            with ClientEngine(address, tls=TlsConfig(**certificate)) as after:
+                text = after._pool.call("GetMetrics", pb.MetricsRequest(), pb.Metrics).text
+        left = samples(text)[("allspark_certificate_expiry_timestamp_seconds",)] - time.time()
+        assert 8.9 < left / 86400 < 9.1
+
+
+def shown(address: str, certificate: dict[str, str], trusted: bytes) -> bytes:
+    """The certificate that a listener shows to a new client, which has one, too, if it still fits its key."""
+    context = ssl.create_default_context(cadata=trusted.decode())
+    with contextlib.suppress(ssl.SSLError):
+        context.load_cert_chain(certificate["cert"], certificate["key"])
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port))) as plain, context.wrap_socket(plain, server_hostname=host) as one:
+        return ssl.DER_cert_to_PEM_cert(one.getpeercert(True)).encode()
 
 
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
