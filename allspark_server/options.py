@@ -101,7 +101,7 @@ class Option:
 
     def words(self, value: Any) -> list[str]:
         """The arguments that give the option this value; [] for the default."""
-        if value == self.default or value in (None, "", 0, []):
+        if value == self.default or (value in (None, "", 0, []) and self.kind != "float"):
             return []
         if self.kind == "bool":
             return [self.flag]
@@ -171,6 +171,10 @@ class ListenerOptions:
 class WorkerOptions(ListenerOptions):
     """Options of the HTTP server that its workers take as arguments. `pool`: the addresses of the groups behind it."""
 
+    drain_limit: float = option(5.0, "how long responses may continue after a stop is requested, while no new "
+                                "connections are accepted (inf: until they have ended); a second request to stop ends "
+                                "them at once", metavar="SECONDS", worker=True, accepts=lambda value: value >= 0,
+                                rule="a number of seconds, at least 0, or inf")
     max_body_mib: int = _limit(0, "the largest request body that is accepted", implied=16, worker=True)
     pool: list[str] = option(list, "the address of a group; repeatable (default: $ALLSPARK_ADDRESS, or the address "
                              "that a group without one serves on)", section="groups", flag_name="address",

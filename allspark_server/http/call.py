@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
+import os
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -24,6 +26,7 @@ from .wire import Body, parse
 
 if TYPE_CHECKING:
     from allspark_server.access import Access
+    from allspark_server.certificates import Certificates
 
 logger = logging.getLogger(__name__)
 
@@ -47,20 +50,34 @@ class HttpWorker:
     names_tenants: bool = True
     #: whether /health says that this server takes no new requests
     draining: bool = False
+    certificates: Certificates | None = None
+    #: a pipe that gets a byte a second while the event loop runs; -1: none
+    alive_fd: int = -1
 
     def __post_init__(self) -> None:
         self.calls: set[Call] = set()
         self.started = int(time.time())
 
     async def watch(self) -> None:
-        """Disconnect clients that do not read. Runs until it is cancelled."""
+        """Each second: disconnect clients that do not read, look at the certificate, and tell that the event loop runs.
+        Runs until it is cancelled.
+        """
         while True:
+            if self.certificates is not None:
+                self.certificates.look()
+                self.metrics.certificate(self.certificates.expires)
+            self._tell_alive()
             await asyncio.sleep(_LOOK_SECONDS)
             now = time.monotonic()
             for call in list(self.calls):
                 if call.stuck(now):
                     logger.warning("%s does not read its answer; its request is cancelled", call.peer)
                     call.abort()
+
+    def _tell_alive(self) -> None:
+        if self.alive_fd >= 0:
+            with contextlib.suppress(OSError):      # the pipe is full, or nobody reads it any more
+                os.write(self.alive_fd, b".")
 
 
 class Call:

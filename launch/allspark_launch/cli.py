@@ -13,11 +13,12 @@ from . import bench
 from .commands import Handler, batch, convert, doctor, fastchat_worker, http, pool, run, serve, top, topology
 from .group.mpi import MpiNotFound
 from .group.supervisor import GroupFailed
-from .options import GroupOptions
+from .tables import Table
 
 EXIT_ERROR = 1
-#: of serve: every further start would fail alike (EX_CONFIG of sysexits.h; the systemd unit knows it)
+#: of services: every further start would fail alike (EX_CONFIG of sysexits.h; the systemd units know it)
 EXIT_CONFIG = 78
+SERVICES = ("serve", "http")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,18 +32,18 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"allspark {parsed.command}: {error}", file=sys.stderr)
         repeats = (error.misconfigured if isinstance(error, GroupFailed) else
                    isinstance(error, (ValueError, TypeError, MpiNotFound, FileNotFoundError, PermissionError)))
-        return EXIT_CONFIG if parsed.command == "serve" and repeats else EXIT_ERROR
+        return EXIT_CONFIG if parsed.command in SERVICES and repeats else EXIT_ERROR
     except KeyboardInterrupt:
         return 130
 
 
 def _log_format(parsed: argparse.Namespace) -> str:
-    """The format of serve's own log. Errors in its configuration file are reported later."""
+    """The format of a service's own log. Errors in its configuration file are reported later."""
     given = getattr(parsed, "log_format", None)
-    if given or parsed.command != "serve" or not parsed.config:
+    if given or parsed.command not in SERVICES or not parsed.config:
         return given or "text"
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        return GroupOptions.from_file(parsed.config).log_format
+    with contextlib.suppress(OSError, ValueError):
+        return str(Table.read(parsed.config).values.get("log_format", "text"))
     return "text"
 
 

@@ -3,13 +3,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from allspark_client.config import AsModelConfig
 from allspark_server import access
-from allspark_server.options import Option, RankOptions, add_arguments, option, options_of
+from allspark_server.options import ListenerOptions, Option, RankOptions, add_arguments, option, options_of
 
 from .group.http_server import HttpOptions
 from .machine.topology import parse_list, parse_sequence
@@ -19,6 +20,42 @@ from .tables import Location, Table
 NUMA_NUM, NUMA_OFFSET = "AS_NUMA_NUM", "AS_NUMA_OFFSET"
 #: environment variable of a pool's members: a digest of the unit that they were started from
 UNIT_KEY = "ALLSPARK_UNIT"
+
+
+Options = TypeVar("Options", bound=ListenerOptions)
+
+
+def from_table(kind: type[Options], values: dict, where: Location) -> Options:
+    """The options of a table that is at `where` in a file. ValueError names file, line and key of what is wrong."""
+    known = {declared.name: declared for declared in options_of(kind)}
+    values = dict(values)
+    for key, value in values.items():
+        if key not in known:
+            raise ValueError(f"{where.at(key)}: unknown key {key!r}; known: {', '.join(known)}")
+        wanted = known[key].kind
+        if wanted == "list[str]" and isinstance(value, str):
+            values[key] = value = [value]
+        if not _is_a(value, wanted):
+            raise ValueError(f"{where.at(key)}: {key} is {value!r}; it must be of type {wanted}")
+        known[key].check(value, where.at(key))
+    return kind(**values)
+
+
+def given_flags(kind: type, parsed: argparse.Namespace, leave_out: Iterable[str] = ()) -> dict[str, Any]:
+    """The options that the flags of a command line give; see add_flags. Raises ValueError."""
+    given = {}
+    for declared in options_of(kind):
+        value = None if declared.name in leave_out else getattr(parsed, declared.name)
+        if value not in (None, 0, False, []) or (declared.kind == "float" and value is not None):
+            declared.check(value, declared.flag)
+            given[declared.name] = value
+    return given
+
+
+def changed(options: ListenerOptions) -> dict[str, Any]:
+    """The options that are not at their default."""
+    default = type(options)()
+    return {name: value for name, value in asdict(options).items() if value != getattr(default, name)}
 
 
 @dataclass
@@ -60,40 +97,22 @@ class GroupOptions(RankOptions):
     @classmethod
     def from_table(cls, values: dict, where: Location) -> GroupOptions:
         """The options of a table that is at `where` in a file. Raises as from_file."""
-        known = {declared.name: declared for declared in options_of(cls)}
-        values = dict(values)
-        for key, value in values.items():
-            if key not in known:
-                raise ValueError(f"{where.at(key)}: unknown key {key!r}; known: {', '.join(known)}")
-            kind = known[key].kind
-            if kind == "list[str]" and isinstance(value, str):
-                values[key] = value = [value]
-            if not _is_a(value, kind):
-                raise ValueError(f"{where.at(key)}: {key} is {value!r}; it must be of type {kind}")
+        options = from_table(cls, values, where)
         for i, model in enumerate(values.get("models", [])):
             if isinstance(model, dict):
                 try:
                     AsModelConfig.from_dict(model).validate()
                 except (ValueError, TypeError) as error:
                     raise ValueError(f"{where.at('models', i)}: models: {error}") from None
-        for key, value in values.items():
-            known[key].check(value, where.at(key))
-        return cls(**values)
+        return options
 
     def with_flags(self, parsed: argparse.Namespace) -> GroupOptions:
         """These options with the flags of a command line in their place. Raises ValueError."""
-        given = {}
-        for declared in options_of(GroupOptions):
-            value = None if declared.name == "models" else getattr(parsed, declared.name)
-            if value not in (None, 0, False, []):
-                declared.check(value, declared.flag)
-                given[declared.name] = value
-        return replace(self, **given)
+        return replace(self, **given_flags(GroupOptions, parsed, leave_out=("models",)))
 
     def changed(self) -> dict[str, Any]:
         """The options that are not at their default."""
-        default = GroupOptions()
-        return {name: value for name, value in asdict(self).items() if value != getattr(default, name)}
+        return changed(self)
 
     def addresses(self) -> list[str]:
         """The addresses to serve on. Raises ValueError for an address that would be open to everybody who reaches it,
@@ -111,6 +130,7 @@ class GroupOptions(RankOptions):
         """Options of the HTTP server beside this group, which it reaches at the address `group`."""
         shared = {f.name: getattr(self, f.name) for f in fields(HttpOptions) if hasattr(self, f.name)}
         return HttpOptions(**{**shared, "address": self.http, "workers": self.http_workers, "pool": [group],
+                              "drain_limit": HttpOptions.drain_limit,   # all responses end when the group has ended
                               "max_body_mib": self.max_message_mib, "pool_token_file": self.token_file})
 
 

@@ -88,7 +88,7 @@ def test_toml_is_that_of_a_group_or_a_pool(page, text, tmp_path):
         from allspark_launch.pool.pool import Pool
         assert Pool.from_file(str(path)).members
     else:
-        from allspark_launch.cli import GroupOptions
+        from allspark_launch.options import GroupOptions
         assert GroupOptions.from_file(str(path)).models
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import shutil
 import signal
 import socket
 import ssl
@@ -14,10 +13,13 @@ import sys
 import time
 
 import httpx
+import psutil
 import pytest
 
+from allspark_launch.group import http_server as http_server_module
 from allspark_launch.group.background import background_group, shipped_model
 from allspark_launch.group.http_server import HttpOptions, open_socket
+from support.certificates import make_certificate, shown_at
 from support.http_helpers import KEYS, MODEL, STORY, post, refusal, token_file, within
 from support.waiting import wait_for
 
@@ -307,28 +309,111 @@ def test_beside_a_group(tmp_path):
 
 
 def test_the_command(http_server, tmp_path):
-    """`allspark http` with TLS and keys, until SIGTERM; impossible configurations are reported at once."""
-    cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
-    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days",
-            "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert]
-    if shutil.which("openssl") is None or subprocess.run(made, capture_output=True).returncode:
-        pytest.skip("no openssl command")
-    ready, keys = tmp_path / "ready", token_file(tmp_path)
-    words = [sys.executable, "-m", "allspark_launch", "http", "--address", http_server.group, "--http", "127.0.0.1:0"]
+    """`allspark http` with TLS and keys, as systemd runs it: renewed certificates, a reload, and a stop that lets
+    responses end. Impossible configurations are reported at once.
+    """
+    certificate = make_certificate(tmp_path)
+    ready, keys, config = tmp_path / "ready", token_file(tmp_path), tmp_path / "http.json"
+    options = {"address": "127.0.0.1:0", "pool": [http_server.group], "workers": 2, "drain_limit": 60}
+    config.write_text(json.dumps(options))
+    words = [sys.executable, "-m", "allspark_launch", "http", "--config", str(config)]
     refused = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    assert refused.returncode == 1 and "refusing to serve on 127.0.0.1:0" in refused.stderr
-    process = subprocess.Popen([*words, "--ready-file", str(ready), "--token-file", keys, "--tls-cert", cert,
-                                "--tls-key",
-                                key, "--workers", "2"])
+    assert refused.returncode == 78 and "refusing to serve on 127.0.0.1:0" in refused.stderr
+    options |= {"token_file": keys, "tls_cert": certificate["cert"], "tls_key": certificate["key"]}
+    config.write_text(json.dumps(options))
+    systemd = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    systemd.bind(str(tmp_path / "notify"))
+    systemd.settimeout(30)
+    process = subprocess.Popen([*words, "--ready-file", str(ready), "--log-format", "json"], stderr=subprocess.PIPE,
+                               env={**os.environ, "NOTIFY_SOCKET": str(tmp_path / "notify")}, text=True)
     try:
-        wait_for(ready.exists, 30)
-        address = json.loads(ready.read_text())["address"]
-        with httpx.Client(base_url=f"https://{address}", verify=ssl.create_default_context(cafile=cert), timeout=30,
+        assert systemd.recv(100) == b"READY=1"
+        address = json.loads(wait_for(ready.exists, 30) and ready.read_text())["address"]
+        trusted = ssl.create_default_context(cafile=certificate["cert"])
+        with httpx.Client(base_url=f"https://{address}", verify=trusted, timeout=30,
                           headers={"x-api-key": KEYS["generate"]}) as client:
             wait_for(lambda: answers(client) and client.get("/health").status_code == 200, 30)
             assert post(client, "/v1/completions", prompt="Once", max_tokens=1)
-        assert not answers(httpx.Client(base_url=f"http://{address}"))
-        process.terminate()
-        assert process.wait(20) == 0
+            assert 'http_certificate_expiry_timestamp_seconds' in client.get("/metrics").text
+            first = shown_at(address)
+            make_certificate(tmp_path, days=9)
+            wait_for(lambda: shown_at(address) != first, 10)        # of whichever worker
+            with client.stream("POST", "/v1/chat/completions", json={**LONG, "n": 1, "stream": True}) as stream:
+                lines = stream.iter_lines()
+                assert next(lines)
+                before = psutil.Process(process.pid).children()
+                config.write_text(json.dumps(options | {"workers": 1}))
+                process.send_signal(signal.SIGHUP)
+                # The worker with the stream stays until its response has ended.
+                wait_for(lambda: len(psutil.Process(process.pid).children()) == 2 and
+                         len({*before, *psutil.Process(process.pid).children()}) == 3, 30)
+                process.terminate()
+                assert systemd.recv(100).startswith(b"RELOADING=1") and systemd.recv(100) == b"READY=1"
+                assert systemd.recv(100) == b"STOPPING=1"
+                wait_for(lambda: not connects(address), 10)
+                assert process.poll() is None and list(lines)[-2:] == ["data: [DONE]", ""]
+        log = process.communicate(timeout=20)[1]
+        assert process.returncode == 0 and not ready.exists()
+        assert all(json.loads(line) for line in log.splitlines())
     finally:
         process.kill()
+        process.communicate()
+        systemd.close()
+
+
+def connects(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_an_http_server_survives_what_its_watcher_meets(tmp_path, monkeypatch):
+    """A fork that fails, and an error that nobody expected."""
+    start = http_server_module._Worker.start
+    failures = [BlockingIOError(11, "no process is left"), ValueError("a defect")]
+
+    def failing(*arguments):
+        if failures:
+            raise failures.pop(0)
+        start(*arguments)
+
+    monkeypatch.setattr(http_server_module._Worker, "start", failing)
+    options = HttpOptions(address="127.0.0.1:0", pool=[f"unix:{tmp_path}/none"], insecure=True)
+    with http_server_module.http_server(options) as server:
+        wait_for(lambda: server.serves, 30)
+        assert server.watched and not failures
+        with httpx.Client(base_url=f"http://{server.address}", timeout=30) as client:
+            assert client.get("/health").status_code == 503
+
+
+@pytest.mark.slow
+def test_a_worker_that_hangs_is_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr(http_server_module, "_STUCK_SECONDS", 4.0)
+    options = HttpOptions(address="127.0.0.1:0", pool=[f"unix:{tmp_path}/none"], insecure=True)
+    with http_server_module.http_server(options) as server:
+        wait_for(lambda: server.serves, 30)
+        stuck = server.pids[0]
+        os.kill(stuck, signal.SIGSTOP)
+        wait_for(lambda: stuck not in server.pids and server.serves, 30)
+        with httpx.Client(base_url=f"http://{server.address}", timeout=30) as client:
+            assert client.get("/health").status_code == 503
+
+
+@pytest.mark.slow
+def test_workers_take_over_a_new_token_of_the_pool(tmp_path):
+    token = tmp_path / "token"
+    token.write_text("door first\n")
+    options = HttpOptions(address="127.0.0.1:0", pool=[f"unix:{tmp_path}/none"], insecure=True,
+                          pool_token_file=str(token))
+    with http_server_module.http_server(options) as server:
+        wait_for(lambda: server.serves, 30)
+        first = server.pids
+        token.write_text("door first\ngenerate other\n")      # what is shown stays
+        time.sleep(0.5)
+        assert server.pids == first
+        token.write_text("door second\n")
+        wait_for(lambda: server.serves and first != server.pids, 30)
+        wait_for(lambda: not os.path.exists(f"/proc/{first[0]}"), 30)

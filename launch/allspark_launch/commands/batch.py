@@ -159,8 +159,7 @@ class Endpoints:
     """The HTTP server's application without HTTP."""
 
     def __init__(self, addresses: list[str], token_file: str | None):
-        from allspark_server.access import Access
-        from allspark_server.http.__main__ import pool_token
+        from allspark_server.access import Access, pool_token
         from allspark_server.http.app import Application
         from allspark_server.http.bodies import BodyReader
         from allspark_server.http.call import HttpWorker

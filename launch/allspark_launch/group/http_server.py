@@ -4,17 +4,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import socket
-import ssl
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from allspark_client.types import TlsConfig
 from allspark_server import access
+from allspark_server.certificates import Certificates
 from allspark_server.options import WorkerOptions, option, worker_words
 
 from .folders import private_folder, short_parent
@@ -23,12 +25,16 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_ADDRESS = "127.0.0.1:8000"
 _BACKLOG = 2048
-#: seconds until a worker that was asked to stop is killed, between two checks, and before a failed worker restarts
+#: seconds until a worker whose responses were ended is killed, between two checks, before a failed worker restarts
 _STOP_SECONDS, _LOOK_SECONDS, _FIRST_PAUSE, _LONGEST_PAUSE = 8.0, 0.2, 0.2, 10.0
+#: seconds without a sign of life after which a worker is killed: while it serves, and while it starts
+_STUCK_SECONDS, _START_SECONDS = 30.0, 120.0
 _PROVEN_SECONDS = 30.0
 #: a peer that does not answer for so many seconds counts as gone
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 _USER_TIMEOUT_MS = 60_000
+#: the options of the listening socket, which a reload does not change
+LISTENER = ("address", "socket_mode", "socket_group")
 
 
 @dataclass
@@ -49,11 +55,7 @@ class HttpOptions(WorkerOptions):
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ValueError("--tls-cert and --tls-key are needed together")
         if self.tls_cert:
-            try:
-                context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=self.tls_ca or None)
-                context.load_cert_chain(self.tls_cert, self.tls_key)
-            except ssl.SSLError as error:
-                raise ValueError(f"the TLS files cannot be used: {error}") from None
+            Certificates(TlsConfig(self.tls_ca or None, self.tls_cert, self.tls_key))
 
 
 def open_socket(address: str, mode: int = 0o600, group: str = "") -> tuple[socket.socket, str]:
@@ -96,16 +98,52 @@ def _open_unix(address: str, mode: int, group: str) -> tuple[socket.socket, str]
 
 
 class _Worker:
-    """One process, and when it may be started again."""
+    """The place of one process: the process, and when it may be started again."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen | None = None
+        self.alive = -1             # a pipe that it writes to each second
+        self.heard = 0.0            # when it last did, or was started
+        self.serves = False         # whether it has ever done so
         self.started = self.not_before = 0.0
         self.pause = _FIRST_PAUSE
 
+    def start(self, words: list[str], environment: dict[str, str], listener: int) -> None:
+        """Raises OSError if the system has no process or descriptor left."""
+        alive, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            self.process = subprocess.Popen([*words, "--alive-fd", str(write_end)], env=environment,
+                                            stdin=subprocess.DEVNULL, pass_fds=[listener, write_end])
+        except BaseException:
+            os.close(alive)
+            raise
+        finally:
+            os.close(write_end)
+        self.alive, self.serves = alive, False
+        self.started = self.heard = time.monotonic()
+
+    def listen(self) -> None:
+        """Notes whether it is alive."""
+        with contextlib.suppress(BlockingIOError):
+            if os.read(self.alive, 4096):
+                self.heard, self.serves = time.monotonic(), True
+
+    def is_stuck(self) -> bool:
+        """Whether its event loop has not run for too long."""
+        return time.monotonic() - self.heard > (_STUCK_SECONDS if self.serves else _START_SECONDS)
+
+    def leave(self) -> subprocess.Popen:
+        """Gives up the process, which is returned."""
+        process, self.process = self.process, None
+        assert process is not None
+        os.close(self.alive)
+        return process
+
 
 class HttpServer:
-    """Workers on one socket, kept running until `close`. `address` has the actual port."""
+    """Workers on one socket, kept running until `close`. `address` has the actual port. One thread starts and watches
+    all workers, because a worker ends with the thread that started it.
+    """
 
     def __init__(self, options: HttpOptions, folder: Path):
         """`folder`: a private folder for the workers' counters. Raises what HttpOptions.check and open_socket raise."""
@@ -113,13 +151,16 @@ class HttpServer:
         self._socket, self.address = open_socket(
             options.address, access.mode_of(options.socket_mode, options.socket_group), options.socket_group)
         self._socket.set_inheritable(True)
-        self._words = [sys.executable, "-m", "allspark_server.http", *worker_words(options),
-                       "--fd", str(self._socket.fileno())]
+        self._folder = folder
         self._environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(folder),
                              "ALLSPARK_HTTP_PARENT": str(os.getpid())}
-        self._workers = [_Worker() for _ in range(options.workers)]
-        self._ending = threading.Event()
-        # One thread starts all workers, because a worker ends with the thread that started it.
+        self._workers: list[_Worker] = []
+        self._retired: list[subprocess.Popen] = []
+        self._take(options)
+        self._fresh: HttpOptions | None = None      # to be taken over
+        self._changed = threading.Event()           # wakes the thread
+        self._ending = self._hurry = False
+        self._looked = time.monotonic()
         self._thread = threading.Thread(target=self._watch, name="allspark-http", daemon=True)
 
     def start(self) -> None:
@@ -132,46 +173,160 @@ class HttpServer:
         """The process ids of the workers that run."""
         return [worker.process.pid for worker in self._workers if worker.process is not None]
 
-    def close(self) -> None:
-        """Stops the workers. Responses in progress get some seconds."""
-        self._ending.set()
+    @property
+    def serves(self) -> bool:
+        """Whether a worker answers."""
+        return any(worker.process is not None and worker.serves for worker in self._workers)
+
+    @property
+    def watched(self) -> bool:
+        """Whether the workers are being watched."""
+        return self._thread.is_alive() and time.monotonic() - self._looked < _STUCK_SECONDS
+
+    def reload(self, options: HttpOptions) -> None:
+        """Replaces the workers by new ones with these options, without losing a connection. What belongs to the socket
+        stays as it is. Raises ValueError or OSError for options that no worker could serve with; then all stays.
+        """
+        options.check()
+        stays = {name: getattr(self._options, name) for name in LISTENER}
+        if left := [name for name, value in stays.items() if value != getattr(options, name)]:
+            logger.warning("what has changed here needs a restart: %s", ", ".join(left))
+            options = replace(options, **stays)
+        self._fresh = options
+        self._changed.set()
+
+    def drain(self) -> None:
+        """Begins to stop: the socket is closed, and responses in progress get `drain_limit` seconds. Returns at once;
+        `close` waits. A second call ends the responses.
+        """
+        self._hurry, self._ending = self._ending, True
+        self._changed.set()
+
+    def wait(self, timeout: float) -> bool:
+        """Waits for the end of all workers after `drain`; returns whether they have ended."""
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        """Stops the workers. Responses in progress get `drain_limit` seconds."""
+        if not self._ending:
+            self.drain()
+        self.wait(threading.TIMEOUT_MAX)
         self._socket.close()
         if access.is_unix(self.address):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.address.removeprefix("unix:"))
 
+    def _take(self, options: HttpOptions) -> None:
+        self._options = options
+        self._words = [sys.executable, "-m", "allspark_server.http", *worker_words(options),
+                       "--fd", str(self._socket.fileno())]
+        self._versions, self._shown = self._file_versions(), self._read_shown()
+        self._replaced = [worker for worker in self._workers if worker.process is not None]
+        self._workers = [_Worker() for _ in range(options.workers)]
+
+    def _file_versions(self) -> list[tuple[int, ...]]:
+        files = (self._options.pool_token_file, self._options.pool_tls_ca)
+        return [access.file_version(path or None) for path in files]
+
+    def _read_shown(self) -> tuple[str, bytes]:
+        """What workers read only at their start: the token that they show to groups, and whom they trust. Raises
+        ValueError or OSError.
+        """
+        token, _ = access.pool_token(self._options.pool_token_file)
+        return token, Path(self._options.pool_tls_ca).read_bytes() if self._options.pool_tls_ca else b""
+
     def _watch(self) -> None:
-        while not self._ending.wait(_LOOK_SECONDS if self._workers[0].process else 0.0):
-            now = time.monotonic()
-            for worker in self._workers:
-                if worker.process is not None and (status := worker.process.poll()) is not None:
-                    self._note_end(worker, status, now)
-                if worker.process is None and now >= worker.not_before:
-                    worker.process = subprocess.Popen(self._words, env=self._environment, stdin=subprocess.DEVNULL,
-                                                      pass_fds=[self._socket.fileno()])
-                    worker.started = now
+        while not self._ending:
+            self._looked = time.monotonic()
+            try:
+                self._look()
+            except Exception:       # one failure must not end the HTTP server
+                logger.exception("watching the HTTP workers failed")
+            self._changed.wait(_LOOK_SECONDS)
+            self._changed.clear()
         self._stop_all()
 
-    def _note_end(self, worker: _Worker, status: int, now: float) -> None:
-        if now - worker.started > _PROVEN_SECONDS:
+    def _look(self) -> None:
+        fresh, self._fresh = self._fresh, None
+        if fresh is None and (versions := self._file_versions()) != self._versions:
+            self._versions = versions
+            try:
+                if self._read_shown() != self._shown:
+                    logger.info("what is shown to groups has changed: the HTTP workers are replaced")
+                    fresh = self._options
+            except (OSError, ValueError) as error:
+                logger.error("the HTTP workers stay as they were: %s", error)
+        if fresh is not None:
+            before = self._replaced
+            self._take(fresh)
+            self._replaced += before        # of a reload that has not ended yet
+        for worker in [*self._workers, *self._replaced]:
+            if worker.process is not None:
+                worker.listen()
+                self._check(worker)
+        for worker in self._workers:
+            if worker.process is None and time.monotonic() >= worker.not_before:
+                self._start(worker)
+        if self._replaced and all(worker.serves for worker in self._workers):
+            for worker in self._replaced:
+                process = worker.leave()
+                process.send_signal(signal.SIGUSR1)
+                self._retired.append(process)
+            self._replaced = []
+        self._retired = [process for process in self._retired if process.poll() is None]
+
+    def _start(self, worker: _Worker) -> None:
+        try:
+            self._folder.mkdir(mode=0o700, exist_ok=True)       # logind may have removed it
+            worker.start(self._words, self._environment, self._socket.fileno())
+        except OSError as error:        # no process or descriptor is left, for example
+            self._note_failure(worker, f"cannot be started: {error}")
+
+    def _check(self, worker: _Worker) -> None:
+        assert worker.process is not None
+        status = worker.process.poll()
+        if status is None and worker.is_stuck():
+            logger.error("an HTTP worker (process %d) has not answered for %.0f s and is killed", worker.process.pid,
+                         time.monotonic() - worker.heard)
+            worker.process.kill()
+            worker.heard = time.monotonic()
+        if status is None:
+            return
+        worker.leave()
+        if worker in self._replaced:
+            self._replaced.remove(worker)
+            return
+        if time.monotonic() - worker.started > _PROVEN_SECONDS:
             worker.pause = _FIRST_PAUSE
-        logger.warning("an HTTP worker ended with status %s; starting it again in %.1f s", status, worker.pause)
-        worker.process, worker.not_before = None, now + worker.pause
+        self._note_failure(worker, f"ended with status {status}")
+
+    def _note_failure(self, worker: _Worker, what: str) -> None:
+        logger.warning("an HTTP worker %s; starting it again in %.1f s", what, worker.pause)
+        worker.not_before = time.monotonic() + worker.pause
         worker.pause = min(2 * worker.pause, _LONGEST_PAUSE)
 
     def _stop_all(self) -> None:
-        processes = [worker.process for worker in self._workers if worker.process is not None]
-        for process in processes:
-            process.terminate()
-        deadline = time.monotonic() + _STOP_SECONDS
-        for process in processes:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        self._socket.close()        # connections are refused from now on, and do not wait in its queue
+        workers = [worker for worker in [*self._workers, *self._replaced] if worker.process is not None]
+        left = [*self._retired, *(worker.leave() for worker in workers)]
+        _signal_all(left, signal.SIGTERM)
+        deadline, hurried = time.monotonic() + self._options.drain_limit, False
+        while left := [process for process in left if process.poll() is None]:
+            now = time.monotonic()
+            if not hurried and (self._hurry or now > deadline):
+                _signal_all(left, signal.SIGINT)        # responses end now
+                hurried, deadline = True, now + _STOP_SECONDS
+            elif hurried and now > deadline:
+                _signal_all(left, signal.SIGKILL)
+            self._changed.wait(0.05)
+            self._changed.clear()
+
+
+def _signal_all(processes: list[subprocess.Popen], number: signal.Signals) -> None:
+    for process in processes:
+        process.send_signal(number)
 
 
 @contextlib.contextmanager

@@ -97,6 +97,8 @@ def supervise(options: GroupOptions, *, ready_file: str = "", report_file: str =
                     if name not in RELOADABLE and value != getattr(options, name)]
             if left:
                 logger.warning("what has changed here needs a restart: %s", ", ".join(left))
+            if server is not None and fresh.log_level != options.log_level:
+                server.reload(replace(options, **taken).http_options(inner))
             options = replace(options, **taken)
             supervisor.drain_limit = options.drain_limit
             _report(report_file, options)

@@ -124,7 +124,9 @@ def test_alerts_and_panels_ask_for_metrics_that_there_are(member):
     server = Metrics()
     server.request("chat", 200, 0.1)
     server.generated("m", 1, 0, 1, 0.1)
-    text = of_members({"a": metrics_of(member[1])}).decode() + server.text().decode()
+    server.certificate(1.0)
+    of_tls = "allspark_certificate_expiry_timestamp_seconds 1\n"       # of a listener with a certificate
+    text = of_members({"a": metrics_of(member[1]) + of_tls}).decode() + server.text().decode()
     labels: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
