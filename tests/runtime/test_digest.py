@@ -5,6 +5,8 @@ an upgrade that changes what one of them computes changes the fingerprint.
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -137,6 +139,12 @@ def test_every_field_of_the_sampling_parameters_changes_the_digest():
                 if digest._sampled([(dataclasses.replace(params, **{name: default}), history)]) != before:
                     changing.add(name)
     assert changing == set(fields)
+
+
+def test_another_process_finds_the_same():
+    code = "from allspark_server.runtime.digest import results_digest; print(results_digest())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == digest.results_digest()
 
 
 def test_the_digest_covers_each_of_its_cases(monkeypatch):
