@@ -63,6 +63,8 @@ class RequestSpec:
     want_text: bool = False
     #: the tenant whose shares and limits apply; empty: this client's own. Only an HTTP server may name others
     tenant: str = ""
+    #: requests share cached prefixes and grammars only within one scope; set by rank 0 for tenants
+    cache_scope: str = ""
     #: with n > 1, instead of `generated`: the tokens of each sample
     samples: list[list[int]] = field(default_factory=list)
     #: another server, which was lost, had accepted it before

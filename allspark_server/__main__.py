@@ -198,7 +198,7 @@ class Rank:
         service = Service(engine, a.address or [default_address(access.guarded or access.insecure)], access=access,
                           roots=roots, socket_mode=mode_of(a.socket_mode, a.socket_group), socket_group=a.socket_group,
                           inner=a.inner_address, limits=ClientLimits(a.max_requests, a.max_tenant_requests),
-                          max_message=a.max_message_mib << 20)
+                          max_message=a.max_message_mib << 20, share_prefixes=a.share_prefixes)
         engine.restore(models, again=int(os.environ.get("ALLSPARK_RESTARTS", "0")) > 0, check=roots.check_model)
         gc.collect()
         gc.freeze()  # collections between steps skip what is loaded

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 #: characters that a token should have: 16 letters and digits cannot be guessed
 SAFE_TOKEN = 16
 TCP_ADDRESS = "127.0.0.1:50051"
+_ADDRESS = "http:"  # of tenants that an HTTP server without keys names: an address follows
 
 
 class Role(enum.Enum):
@@ -72,6 +73,14 @@ class Client:
                                 f"a request for tenant {named[:80]!r} needs the role {Role.DOOR.value} or "
                                 f"{Role.ADMIN.value}; this client's is {self.role.value}")
         return named
+
+
+    def cache_scope(self, named: str) -> str:
+        """The tenant whose requests alone share cached prefixes with one that names `named` or "". Clients that are
+        known by a connection or an address only have the scope "", which they share.
+        """
+        tenant = named or self.tenant
+        return "" if tenant.startswith(_ADDRESS) else tenant
 
 
 # --- tokens ------------------------------------------------------------------------------------------------------

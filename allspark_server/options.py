@@ -203,6 +203,9 @@ class RankOptions(ListenerOptions):
                                 accepts=lambda value: value >= 0, rule="a number of seconds, at least 0, or inf")
     model_root: list[str] = option(list, "clients may install models from below this directory; repeatable (default: "
                                    "only those that --model names)", section="access", metavar="DIR", ranks=FIRST_RANK)
+    share_prefixes: bool = option(False, "all tenants share one prefix cache; otherwise each token, certificate and "
+                                  "tenant that an HTTP server names has its own, so that none learns what others "
+                                  "asked", section="access", ranks=FIRST_RANK)
     max_message_mib: int = _limit(0, "the largest message that is accepted from a client", implied=16)
     max_requests: int = _limit(0, "how many requests of all clients may wait or run; one with n samples counts as n "
                                "(default: only the limits of the models)")

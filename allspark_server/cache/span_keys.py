@@ -9,14 +9,17 @@ from collections.abc import Sequence
 _DIGEST_SIZE = 16
 
 
-def scope(salt: str, adapter: str = "") -> str:
-    """The salt of a request's keys: its cache_salt, and the adapter's digest, as adapters change keys and values.
+def scope(salt: str, adapter: str = "", tenant: str = "") -> str:
+    """The salt of a request's keys: its cache_salt, the adapter's digest, as adapters change keys and values, and the
+    tenant, unless tenants share.
 
-    A client's cache_salt cannot equal the scope of an adapter.
+    A client's cache_salt cannot equal the scope of an adapter or of a tenant.
     """
     if adapter:
-        return f"\0adapter {adapter} {salt}"
-    return f"\0{salt}" if salt.startswith("\0") else salt
+        salt = f"\0adapter {adapter} {salt}"
+    elif salt.startswith("\0"):
+        salt = f"\0{salt}"
+    return f"\0tenant {hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest()} {salt}" if tenant else salt
 
 
 def in_group(key: bytes, group: int) -> bytes:

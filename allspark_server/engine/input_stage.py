@@ -167,7 +167,7 @@ class InputStage:
 
         # Make the sequences. A request in quarantine shares no spans with others.
         salt = scope(config.cache_salt if not spec.deaths else f"{config.cache_salt} alone {os.urandom(8).hex()}",
-                     adapter.digest if adapter is not None else "")
+                     adapter.digest if adapter is not None else "", spec.cache_scope)
         root, chains = self._span_keys(salt, prompt, histories)
         stop = StopRules(limit, frozenset(eos) if config.early_stopping else frozenset(),
                          tuple(tuple(word) for word in config.stop_words_ids))
@@ -250,7 +250,7 @@ class InputStage:
                              f"{config.eos_token_id} gives none")
         return self._guide.guidances(response_format, ends, spec.prompt_len, histories,
                                      vocab=config.vocab, vocab_type=config.vocab_type, field=field,
-                                     patience=_RESUMED_PATIENCE if spec.resumed else 1)
+                                     scope=spec.cache_scope, patience=_RESUMED_PATIENCE if spec.resumed else 1)
 
     def _output_texts(self, spec: RequestSpec, markers: tuple[str, ...]) -> list[OutputText | None]:
         config = spec.config

@@ -186,7 +186,7 @@ class Guide:
         self._lock = threading.Lock()
         self._reading = threading.Lock()
         self._tokenizers: OrderedDict[bytes, LLTokenizer] = OrderedDict()
-        self._grammars: OrderedDict[tuple[str, bytes, str | None], Future[tuple[Grammar, int]]] = OrderedDict()
+        self._grammars: OrderedDict[tuple[str, bytes, str | None, str], Future[tuple[Grammar, int]]] = OrderedDict()
 
     def _prepared(self, tokenizer: str) -> tuple[str, int, list[int]]:
         """The arguments of llguidance's tokenizer."""
@@ -220,14 +220,15 @@ class Guide:
 
     def compile(
         self, response_format: dict[str, Any], vocab: dict[str, int] | None = None,
-        vocab_type: VocabType | None = None, field: str | None = None, patience: float = 1,
+        vocab_type: VocabType | None = None, field: str | None = None, scope: str = "", patience: float = 1,
     ) -> Grammar:
         """The grammar of a response_format, over `vocab` or the checkpoint's vocabulary. `field`: the name of the field
-        for errors, if not response_format. `patience`: multiplies the limits of the time that it may take. ValueError
+        for errors, if not response_format. `scope`: a grammar is shared only within it, since the time that it takes
+        tells whether it is known. `patience`: multiplies the limits of the time that it may take. ValueError
         says what is wrong. That a grammar is wrong is remembered; that it took too long is not.
         """
         digest = b"" if vocab is None else _digest(vocab, vocab_type)
-        key = (json.dumps(response_format), digest, field)
+        key = (json.dumps(response_format), digest, field, scope)
         with self._lock:
             known = self._grammars.get(key)
             entry = known if known is not None else self._grammars.setdefault(key, Future())
@@ -246,17 +247,17 @@ class Guide:
         except TooCostly:
             if known is None or patience == 1:
                 raise
-        return self.compile(response_format, vocab, vocab_type, field, patience)  # another request had less patience
+        return self.compile(response_format, vocab, vocab_type, field, scope, patience)  # the other had less patience
 
     def guidances(
         self, response_format: dict[str, Any], end_ids: Iterable[int], prompt_len: int, histories: list[list[int]],
         vocab: dict[str, int] | None = None, vocab_type: VocabType | None = None, field: str | None = None,
-        patience: float = 1,
+        scope: str = "", patience: float = 1,
     ) -> list[Guidance]:
         """The places of a request's samples, which have generated `histories` already; arguments as `compile` has them.
         ValueError if a history does not follow the grammar.
         """
-        grammar = self.compile(response_format, vocab, vocab_type, field, patience)
+        grammar = self.compile(response_format, vocab, vocab_type, field, scope, patience)
         try:
             if any(histories):
                 matchers = [grammar.matcher(end_ids, generated) for generated in histories]

@@ -46,6 +46,7 @@ class Service:
         limits: how many requests clients may have at the same time.
         max_message: the limit of a client's message, bytes.
         max_pending: how many tokens a client may leave unread before it is disconnected.
+        share_prefixes: whether all tenants share one prefix cache.
 
     Raises:
         ValueError: an argument is wrong, or a TCP address is not protected.
@@ -53,7 +54,8 @@ class Service:
 
     def __init__(self, engine: Engine, addresses: list[str], *, access: Access | None = None,
                  roots: ModelRoots | None = None, socket_mode: int = 0o600, socket_group: str = "", inner: str = "",
-                 limits: ClientLimits | None = None, max_message: int = MAX_MESSAGE, max_pending: int = MAX_PENDING):
+                 limits: ClientLimits | None = None, max_message: int = MAX_MESSAGE, max_pending: int = MAX_PENDING,
+                 share_prefixes: bool = False):
         if isinstance(addresses, str) or not addresses:
             raise ValueError(f"addresses={addresses!r} must be a list of 'host:port' and 'unix:/path', at least one")
         if not 1 << 10 <= max_message < 1 << 31:
@@ -76,7 +78,7 @@ class Service:
         self._workers = Workers()
         self._methods = Methods(access, self._workers)
         self._streams = Streams(engine, access, self._workers, self._methods, limits or ClientLimits(), max_pending,
-                                self._info)
+                                self._info, share_prefixes)
         self._calls = UnaryCalls(engine, roots or ModelRoots())
         self._health = Health(engine, lambda: self.draining)
         #: called, in any thread, when a drain begins or is undone

@@ -45,13 +45,16 @@ class Streams:
     """The streams of all clients. Except where a method says otherwise, it runs on the service's event loop."""
 
     def __init__(self, engine: Engine, access: Access, workers: Workers, methods: Methods, limits: ClientLimits,
-                 max_pending: int, info: Callable[[], pb.ServerInfo]):
-        """`max_pending`: tokens that a client may leave unread; `info`: the first message of a session."""
+                 max_pending: int, info: Callable[[], pb.ServerInfo], share_prefixes: bool):
+        """`max_pending`: tokens that a client may leave unread; `info`: the first message of a session;
+        `share_prefixes`: whether tenants share cached prefixes and grammars.
+        """
         self._engine, self._access, self._workers, self._methods = engine, access, workers, methods
         self._limits, self._max_pending, self._info = limits, max_pending, info
+        self._share_prefixes = share_prefixes
         self._backlog = Backlog()
         self._incoming = Incoming()
-        self._compiled: dict[int, None] = {}    # grammars of requests that were accepted, the oldest first
+        self._compiled: dict[tuple[int, str], None] = {}    # grammars, with scope, that were accepted; oldest first
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed: set[ClientStream] = set()        # streams with results to send
         self._changed_lock = threading.Lock()
@@ -205,7 +208,8 @@ class Streams:
         self._incoming.add(tenant, size)
 
         # A request whose grammar is compiled already does not wait for other grammars.
-        grammar = grammar_of(message.request)
+        known = grammar_of(message.request)
+        grammar = None if known is None else (known, self._cache_scope(message.request, client))
         if grammar is None or grammar in self._compiled:
             threads = self._workers.of_size(size)
         else:
@@ -277,9 +281,13 @@ class Streams:
         check_sizes(request, self._engine.info(request.model), client.role)
         spec = convert.request_from_pb(request)
         spec.tenant = client.tenant_of(spec.tenant, connection)
+        spec.cache_scope = self._cache_scope(request, client)
         if self.draining and not spec.resumed:
             raise Draining
         return spec
+
+    def _cache_scope(self, request: pb.GenerateRequest, client: Client) -> str:
+        return "" if self._share_prefixes else client.cache_scope(request.tenant)
 
     @contextlib.asynccontextmanager
     async def _opened(self, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[ClientStream]:

@@ -233,6 +233,11 @@ def test_closing_does_not_wait_for_a_start():
         guide.compile({"type": "json_object"})
 
 
+def test_grammars_are_shared_within_a_scope(guide):
+    form = {"type": "regex", "regex": "scope[0-9]"}
+    assert guide.compile(form, scope="a") is guide.compile(form, scope="a") is not guide.compile(form, scope="b")
+
+
 def test_grammars_that_are_not_used_are_forgotten(guide, monkeypatch):
     monkeypatch.setattr("allspark_server.guided.grammar.CACHED_GRAMMARS", 3)
     kept = guide.compile({"type": "regex", "regex": "kept"})

@@ -12,6 +12,7 @@ from allspark_client._proto import allspark_pb2 as pb
 from allspark_client.request import RequestSpec
 from allspark_client.types import ModelInfo
 from allspark_server.access import Access, Role
+from allspark_server.cache import scope
 from allspark_server.rpc import calls, methods
 from allspark_server.rpc.client_limits import ClientLimits
 from allspark_server.rpc.request_sizes import check_sizes
@@ -239,3 +240,44 @@ def test_lists_that_no_model_can_use_are_refused_by_their_length(fields, text):
     request = pb.GenerateRequest(model="m", **fields)
     with pytest.raises((ValueError, AllSparkError), match=text):
         check_sizes(request, ModelInfo("m", vocab_size=1000, max_length=2048), Role.GENERATE)
+
+
+# --- what a tenant learns of others ---
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_prefixes_are_a_tenants_own_unless_shared(share):
+    prompt = list(range(1, 200))
+    with serving(access=Access(TOKENS), core=FakeEngine(0.001), share_prefixes=share) as (core, address):
+        def cached(token: str, tenant: str = "", **config) -> int:
+            with ClientEngine(address, token=token) as client:
+                spec = RequestSpec("m", input_ids=prompt, tenant=tenant)
+                spec.config.update({"max_new_tokens": 2, **config})
+                request = client._register(spec)
+                client._submit(request)
+                return next(iter(request.queue)).prefix_cache_len
+
+        assert cached("one") == 0 and cached("one") > 100
+        assert (cached("two") > 100) is share
+        assert (cached("gate", "acme") > 100) is share and cached("gate", "acme") > 100
+        assert (cached("gate", "other") > 100) is share
+        assert cached("one", cache_salt="s") == 0
+        assert (cached("gate", "http:1.2.3.4") > 100) is share and cached("gate", "http:1.2.3.5") > 100
+        assert len(core._models["m"].scheduler.prefix_cache)
+
+
+def test_without_tokens_all_clients_share_prefixes():
+    prompt, found = list(range(1, 200)), []
+    with serving(core=FakeEngine(0.001)) as (_, address):
+        for _ in range(2):
+            with ClientEngine(address) as client:
+                queue = client.start_request("m", {"input_ids": prompt}, {"max_new_tokens": 2})[2]
+                found.append(next(iter(queue)).prefix_cache_len)
+    assert found[0] == 0 and found[1] > 100
+
+
+def test_scopes_do_not_collide():
+    tenants, salts = ("", "a", "a b"), ("", "s", "\0", "\0adapter d s", scope("s", "", "a"))
+    made = [scope(salt, adapter, tenant) for salt in salts for adapter in ("", "d") for tenant in tenants]
+    assert len(set(made)) == len(made)
+    assert scope("") == "" and scope("s") == "s", "as before"
