@@ -8,12 +8,14 @@ import json
 import os
 import re
 import shutil
+import stat
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 
+from ..group.folders import trusted
 from ..group.mpi import MpiNotFound, find_mpi, installations
 from ..machine import gpus, sysfs
 from ..machine.topology import Node, Topology, format_list, read_topology
@@ -283,4 +285,9 @@ def _shared_memory(machine: Topology) -> list[Finding]:
     if free < needed:
         text = f"{free >> 20} MiB free; {ranks} ranks need {needed >> 20} MiB"
         return [Finding("missing", "/dev/shm", text, "docker run --shm-size=1g")]
+    if not trusted("/dev/shm"):
+        mode = stat.S_IMODE(os.stat("/dev/shm").st_mode)
+        text = f"other users may rename files there (mode {mode:04o}): killed ranks' files are not found and removed"
+        return [Finding("note", "/dev/shm", text, "as root: chmod 1777 /dev/shm; in Kubernetes mount a directory of "
+                        "the emptyDir with mode 0700, as launch/examples/statefulset.yaml does")]
     return [Finding("ok", "/dev/shm", f"{free >> 20} MiB free")]

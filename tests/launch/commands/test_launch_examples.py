@@ -12,6 +12,7 @@ import pytest
 
 from allspark_launch import resource_folder
 from allspark_launch.cli import build_parser
+from allspark_launch.group.folders import trusted
 from allspark_launch.options import group_options
 
 FOLDER = resource_folder("examples")
@@ -43,21 +44,47 @@ def test_the_container(tmp_path):
 
 def test_the_pods(tmp_path):
     yaml = pytest.importorskip("yaml")
-    service, pods = yaml.safe_load_all((FOLDER / "statefulset.yaml").read_text())
+    ready, service, pods = yaml.safe_load_all((FOLDER / "statefulset.yaml").read_text())
     assert pods["kind"] == "StatefulSet" and pods["spec"]["serviceName"] == service["metadata"]["name"]
     labels = pods["spec"]["template"]["metadata"]["labels"]
-    assert labels == pods["spec"]["selector"]["matchLabels"] == service["spec"]["selector"]
+    assert labels == pods["spec"]["selector"]["matchLabels"]
+    assert labels == service["spec"]["selector"] == ready["spec"]["selector"]
+    # Load balancers get pods that take requests; clients with requests reach the others too.
+    assert "publishNotReadyAddresses" not in ready["spec"] and "clusterIP" not in ready["spec"]
+    assert service["spec"]["publishNotReadyAddresses"] and service["spec"]["clusterIP"] == "None"
     spec = pods["spec"]["template"]["spec"]
     (container,) = spec["containers"]
     options = group(container["args"], tmp_path)
-    assert spec["terminationGracePeriodSeconds"] > options.drain_limit
+    pause = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert spec["terminationGracePeriodSeconds"] > options.drain_limit + pause
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert {f"0.0.0.0:{ports['grpc']}"} == set(options.address) and options.http == f"0.0.0.0:{ports['http']}"
     assert {port["port"] for port in service["spec"]["ports"]} == set(ports.values())
-    assert all(container[f"{kind}Probe"]["httpGet"]["port"] in ports for kind in ("startup", "readiness", "liveness"))
+    assert {port["targetPort"]: port["port"] for port in ready["spec"]["ports"]} == ports
+    probes = {kind: container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")}
+    assert all(probe["port"] in ports for probe in probes.values())
+    assert {kind: probe["path"] for kind, probe in probes.items()} == {
+        "startup": "/health/ready", "readiness": "/health/ready", "liveness": "/health/live"}
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in spec["volumes"]}
+    own_shared_memory(spec, container, tmp_path)
     user = re.search(r"^USER (\d+)$", (FOLDER / "Containerfile").read_text(), re.M)[1]
     assert spec["securityContext"]["runAsUser"] == int(user)
+
+
+def own_shared_memory(spec: dict, container: dict, tmp_path: Path) -> None:
+    """Runs the init container's command as Kubernetes does: everybody may write to an emptyDir. A group did not trust
+    the examples' /dev/shm.
+    """
+    volume = tmp_path / "emptyDir"
+    volume.mkdir()
+    volume.chmod(0o2777)
+    (init,) = spec["initContainers"]
+    (mounted,) = init["volumeMounts"]
+    for _ in range(2):      # it may run again
+        subprocess.run([word.replace(mounted["mountPath"], str(volume)) for word in init["command"]], check=True)
+    (mount,) = (mount for mount in container["volumeMounts"] if mount["mountPath"] == "/dev/shm")
+    assert mount["name"] == mounted["name"] and "securityContext" in init and "runAsUser" not in init["securityContext"]
+    assert not trusted(str(volume)) and trusted(str(volume / mount["subPath"]))
 
 
 def test_the_batch_job(tmp_path):
@@ -90,6 +117,7 @@ def test_the_job_over_nodes(tmp_path):
     assert options.hosts == "auto" and options.address == ["0.0.0.0:50052"]
     text = (FOLDER / "group.sbatch").read_text()
     assert int(re.search(r"--signal=B:TERM@(\d+)", text)[1]) > options.drain_limit and "\n#SBATCH --no-kill\n" in text
+    assert "\n#SBATCH --requeue\n" in text, "the first node serves"
 
 
 def test_the_mpi_job(tmp_path):
@@ -105,4 +133,6 @@ def test_the_mpi_job(tmp_path):
     assert sshd["volumeMounts"] == container["volumeMounts"] and sshd["image"] == container["image"]
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in launcher["volumes"]}
     user = re.search(r"^USER (\d+)$", (FOLDER / "Containerfile").read_text(), re.M)[1]
+    own_shared_memory(launcher, container, tmp_path)
+    assert worker["initContainers"] == launcher["initContainers"]
     assert launcher["securityContext"]["runAsUser"] == worker["securityContext"]["runAsUser"] == int(user)

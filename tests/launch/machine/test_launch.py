@@ -437,6 +437,14 @@ def test_mistakes_are_reported(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_doctor_on_shared_memory_that_others_may_change(monkeypatch, tmp_path):
+    machine = read_topology()
+    monkeypatch.setattr(doctor, "trusted", lambda path: False)
+    (finding,) = doctor._shared_memory(machine)
+    assert finding.level == "note" and "other users may rename files there" in finding.text
+    assert "statefulset.yaml" in finding.remedy
+
+
 def test_topology_and_doctor_for_programs(capsys):
     assert main(["topology", "--json", "--ranks", "2"]) == 0
     report = json.loads(capsys.readouterr().out)

@@ -183,8 +183,9 @@ def test_the_drain_of_a_killed_command_lapses(tmp_path, systemd, monkeypatch):
     write(tmp_path, [{"name": "a"}])
     assert main(words(tmp_path, "apply")) == 0
     with Member(Target("a", socket_of("a"))) as member:
-        member.drain(lease=0.3)
+        member.drain(lease=1.0)
         assert member.info().draining
+        wait_until(lambda: not member.serves(), 3)      # what load balancers ask
         wait_until(member.serves, 3)
         assert not member.info().draining
         member.drain()          # an operator's
