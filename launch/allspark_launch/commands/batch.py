@@ -25,6 +25,7 @@ ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 _ATTEMPTS, _LONGEST_PAUSE = 12, 30.0
 _PASSING = (429, 503)
 _MAX_LINE = 64 << 20
+EXIT_FAILED_LINES = 3
 
 Answer = tuple[int, Any]
 
@@ -38,7 +39,8 @@ that is not a request, "response" is null and "error" has the reason. Lines of O
 Run again with the same files, the command continues: requests with an answer in OUT are not sent again, and an
 incomplete last line of OUT is repaired. Failed lines are kept; remove them from OUT to send these requests again.
 
-exit status: 0 if every line has an outcome.
+exit status: 0 if every line is answered; 3 if every line has an outcome, but some failed, now or in an earlier run; 1
+if the batch could not be completed, for example because the disk is full: then the command can be run again.
 
 examples:
   allspark batch in.jsonl out.jsonl                                  the model that ships
@@ -89,28 +91,28 @@ class Output:
         """Repairs an incomplete last line. Raises ValueError if the file is not the output of a batch, or if another
         process writes it.
         """
-        self._file = open(path, "a+b")
+        self._file = open(path, "a+b", buffering=0)     # what cannot be written must not be left in a buffer
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._file.close()
             raise ValueError(f"{path} is being written by another batch") from None
         try:
-            #: keys of lines with an outcome
-            self.done = self._read(path)
+            #: keys of lines with an outcome, and of those that failed
+            self.done: set[str] = set()
+            self.failed: set[str] = set()
+            self._read(path)
         except BaseException:
             self._file.close()
             raise
 
-    def _read(self, path: Path) -> set[str]:
-        done: set[str] = set()
+    def _read(self, path: Path) -> None:
         self._file.seek(0)
         end = 0
         for number, line in enumerate(self._file, 1):
             whole = line.endswith(b"\n")
             try:
-                entry = json.loads(line)
-                done.add(entry["id"] if entry["custom_id"] is None else "custom " + entry["custom_id"])
+                self._note(json.loads(line))
             except (ValueError, KeyError, TypeError) as error:
                 if whole and line.strip():
                     raise ValueError(f"{path}, line {number} is not a line of a batch's output ({error}); "
@@ -122,14 +124,19 @@ class Output:
                 self._file.write(b"\n")
                 end += 1
         self._file.truncate(end)
-        return done
+
+    def _note(self, entry: dict[str, Any]) -> None:
+        key = entry["id"] if entry["custom_id"] is None else "custom " + entry["custom_id"]
+        self.done.add(key)
+        if entry["response"] is None or entry["response"]["status_code"] != 200:
+            self.failed.add(key)
 
     def has(self, number: int, custom_id: str | None) -> bool:
         """Whether a line of IN, by its number or its custom_id, has an outcome."""
         return key_of(number, custom_id) in self.done
 
     def write(self, number: int, custom_id: str | None, answer: Answer | None, error: str = "") -> None:
-        """Writes the outcome of a line."""
+        """Writes the outcome of a line. Raises OSError; then nothing more can be written."""
         response = None
         if answer is not None:
             body = answer[1]
@@ -137,14 +144,21 @@ class Output:
             response = {"status_code": answer[0], "request_id": request_id or f"req_{number}", "body": body}
         entry = {"id": f"batch_req_{number}", "custom_id": custom_id, "response": response,
                  "error": {"code": "invalid_request", "message": error, "line": number} if error else None}
-        self._file.write(json.dumps(entry, ensure_ascii=False).encode(errors="replace") + b"\n")
-        self._file.flush()
-        self.done.add(key_of(number, custom_id))
+        data = json.dumps(entry, ensure_ascii=False).encode(errors="replace") + b"\n"
+        try:
+            while data:
+                data = data[self._file.write(data):]
+        except OSError as error:
+            raise OSError(error.errno, f"{self._file.name} cannot be written: {error.strerror}; run the command again "
+                                       "to continue") from None
+        self._note(entry)
 
     def close(self) -> None:
-        """Writes everything to disk and closes the file."""
-        os.fsync(self._file.fileno())
-        self._file.close()
+        """Writes everything to disk and closes the file. Raises OSError."""
+        try:
+            os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
 
 
 def key_of(number: int, custom_id: str | None) -> str:
@@ -227,17 +241,20 @@ class Batch:
         self._endpoints, self._output, self._progress = endpoints, output, progress
         self._room = asyncio.Semaphore(concurrency)
         self._tasks: set[asyncio.Task] = set()
+        self._error: BaseException | None = None        # that ends the batch
         self.counts = {"answered": 0, "failed": 0, "had before": 0}
 
     async def run(self, lines: IO[bytes]) -> None:
-        """Sends the requests of these lines and waits for all answers."""
+        """Sends the requests of these lines and waits for all answers. Raises what ends the batch, such as OSError."""
         seen: set[str] = set()
         try:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     await self._take(number, line, seen)
-            while self._tasks:
-                await asyncio.wait(self._tasks)
+            while self._tasks and self._error is None:
+                await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+            if self._error is not None:
+                raise self._error
         finally:
             for task in self._tasks:
                 task.cancel()
@@ -261,6 +278,8 @@ class Batch:
             self._note("had before")
             return
         await self._room.acquire()
+        if self._error is not None:
+            raise self._error
         task = asyncio.create_task(self._ask(number, custom_id, url, body))
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -269,7 +288,7 @@ class Batch:
         self._tasks.discard(task)
         self._room.release()
         if not task.cancelled():
-            task.result()
+            self._error = self._error or task.exception()
 
     async def _ask(self, number: int, custom_id: str, url: str, body: dict[str, Any]) -> None:
         answer = await self._endpoints.post_until_taken(url, body)
@@ -328,15 +347,16 @@ def run_batch(options: argparse.Namespace) -> int:
         lines.seek(0)
         counts = asyncio.run(_run(addresses, options, lines, output, progress))
     print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()) + f" of {total}", file=sys.stderr)
-    return 0
+    return EXIT_FAILED_LINES if output.failed else 0
 
 
 async def _run(addresses: list[str], options: argparse.Namespace, lines: IO[bytes], output: Output,
                progress: Progress) -> dict[str, int]:
     task = asyncio.current_task()
     assert task is not None
-    with contextlib.suppress(NotImplementedError, ValueError):      # SIGTERM ends it in order, like Ctrl-C
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    for number in (signal.SIGTERM, signal.SIGINT):      # both end it in order, whichever thread gets them
+        with contextlib.suppress(NotImplementedError, ValueError):
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     endpoints = Endpoints(addresses, options.token_file or os.environ.get("ALLSPARK_TOKEN_FILE") or None)
     try:
         models = await endpoints.open()

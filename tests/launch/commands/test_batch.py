@@ -34,9 +34,9 @@ def line(custom_id, url="/v1/completions", **body) -> str:
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body}) + "\n"
 
 
-def batch(folder: Path, group: str, *words: str) -> dict[str, dict]:
+def batch(folder: Path, group: str, *words: str, status: int = 0) -> dict[str, dict]:
     """Runs the command; returns its output lines by custom_id, and those without one by id."""
-    assert main(["batch", "--address", group, *words, str(folder / "in"), str(folder / "out")]) == 0
+    assert main(["batch", "--address", group, *words, str(folder / "in"), str(folder / "out")]) == status
     entries = [json.loads(text) for text in (folder / "out").read_text().splitlines()]
     found = {entry["custom_id"] or entry["id"]: entry for entry in entries}
     assert len(found) == len(entries)
@@ -53,7 +53,7 @@ def test_every_endpoint(group, tmp_path, capsys):
         + json.dumps({"custom_id": "e", "url": "/v1/embeddings", "body": {"model": MODEL, "input": ["a", "b"]}}) + "\n"
         + line("bad", temperature=9) + line("none", model="none") + "{half\n" + json.dumps({**wrong, "url": "/v1/x"})
         + "\n" + json.dumps({**wrong, "custom_id": "s", "body": {"stream": True}}) + "\n")
-    found = batch(tmp_path, group)
+    found = batch(tmp_path, group, status=3)
     assert "3 answered, 5 failed, 0 had before of 8" in capsys.readouterr().err
     body = found["chat"]["response"]["body"]
     assert "42" in body["choices"][0]["message"]["content"] and body["usage"]["completion_tokens"] > 0
@@ -65,7 +65,7 @@ def test_every_endpoint(group, tmp_path, capsys):
     assert found["none"]["response"]["status_code"] == 404
     assert found["batch_req_7"]["error"]["line"] == 7 and "not JSON" in found["batch_req_7"]["error"]["message"]
     assert "must be one of" in found["wrong"]["error"]["message"] and "stream" in found["s"]["error"]["message"]
-    assert batch(tmp_path, group) == found and "8 had before" in capsys.readouterr().err
+    assert batch(tmp_path, group, status=3) == found and "8 had before" in capsys.readouterr().err
 
 
 def test_goes_on_after_a_kill(group, tmp_path, capsys):
@@ -97,6 +97,17 @@ def test_a_full_queue_is_waited_out(group, tmp_path):
     found = batch(tmp_path, group, "--concurrency", "24")
     assert {entry["response"]["status_code"] for entry in found.values()} == {200}
     assert time.monotonic() - start < 60
+
+
+def test_a_full_disk_ends_the_batch_which_then_goes_on(group, tmp_path, capsys):
+    (tmp_path / "in").write_text("".join(line(f"r{i}") for i in range(20)))
+    words = [sys.executable, "-m", "allspark_launch", "batch", "--address", group, "--concurrency", "4"]
+    limit = ["prlimit", "--fsize=3000"]     # of a file; the system then refuses to write as it does on a full disk
+    done = subprocess.run([*limit, *words, str(tmp_path / "in"), str(tmp_path / "out")], capture_output=True, text=True,
+                          timeout=60)
+    assert done.returncode == 1 and "out cannot be written: File too large; run the command again" in done.stderr
+    assert "Traceback" not in done.stderr and 2000 < (tmp_path / "out").stat().st_size <= 3000
+    assert len(batch(tmp_path, group)) == 20
 
 
 def test_output_files(tmp_path):
