@@ -29,7 +29,7 @@ CudaRunner::~CudaRunner() {
   cudaStreamSynchronize(device_.stream());  // a step may be running
   for (auto& [size, replay] : replays_)
     if (replay.graph) cudaGraphExecDestroy(replay.graph);
-  if (drawn_) cudaEventDestroy(drawn_);
+  if (sampled_) cudaEventDestroy(sampled_);
 }
 
 CudaRunner::CudaRunner(const Device& device, const Program& program, Weights& weights, const Limits& limits,
@@ -47,13 +47,13 @@ CudaRunner::CudaRunner(const Device& device, const Program& program, Weights& we
   const OpNode& sample = program.ops().back();
   const int width = logits().rows.width;
   const size_t outputs = limits.max_outputs;
-  host_best_ = Memory(workspace_.best.size(), "draws", Memory::Where::host);
+  host_argmax_ = Memory(workspace_.argmax.size(), "argmaxes", Memory::Where::host);
   host_logits_ = Memory(outputs * width * sizeof(float), "logits", Memory::Where::host);
   if (hidden_ >= 0)
     host_hidden_ =
         Memory(outputs * workspace_.tensors[hidden_].rows.width * sizeof(float), "hidden states", Memory::Where::host);
   if (width == sample.integer("vocab_size"))
-    draws_.emplace(device_, logits().values(), workspace_.best.as<Argmax>(), width, (int)outputs, masks);
+    device_sampler_.emplace(device_, logits().values(), workspace_.argmax.as<Argmax>(), width, (int)outputs, masks);
   sampler_.attach(sample, host_logits_.as<float>(), width, (int)outputs, masks);
 }
 
@@ -109,70 +109,71 @@ void CudaRunner::begin(const Batch& batch, bool want_logits) {
 
 bool CudaRunner::sample(const Batch& batch) {
   device_.use();
-  drawing_ = begun_;
+  sampling_ = begun_;
   copy_hidden(batch);
-  share_draws(batch);
-  if (drawing_.heads) {
-    if (drawing_.timed) times_.mark(drawing_.turn, device_.stream());
-    if (draws_) draws_->queue(batch, drawn_by_);
-    if (drawing_.timed) times_.mark(drawing_.turn, device_.stream());
-    if (std::find(drawn_by_.begin(), drawn_by_.end(), SampledBy::argmax) != drawn_by_.end())
-      check(cudaMemcpyAsync(host_best_.as(), workspace_.best.as(), batch.outputs.size() * kArgmaxParts * sizeof(Argmax),
-                            cudaMemcpyDeviceToHost, device_.stream()),
-            "copying draws");
-    copy_logits(batch, drawing_.want_logits);
+  assign_samples(batch);
+  if (sampling_.heads) {
+    if (sampling_.timed) times_.mark(sampling_.turn, device_.stream());
+    if (device_sampler_) device_sampler_->queue(batch, sampled_by_);
+    if (sampling_.timed) times_.mark(sampling_.turn, device_.stream());
+    if (std::find(sampled_by_.begin(), sampled_by_.end(), SampledBy::argmax) != sampled_by_.end())
+      check(cudaMemcpyAsync(host_argmax_.as(), workspace_.argmax.as(),
+                            batch.outputs.size() * kArgmaxParts * sizeof(Argmax), cudaMemcpyDeviceToHost,
+                            device_.stream()),
+            "copying argmaxes");
+    copy_logits(batch, sampling_.want_logits);
   }
-  if (!drawn_) check(cudaEventCreateWithFlags(&drawn_, cudaEventDisableTiming), "making an event");
-  check(cudaEventRecord(drawn_, device_.stream()), "recording an event");
+  if (!sampled_) check(cudaEventCreateWithFlags(&sampled_, cudaEventDisableTiming), "making an event");
+  check(cudaEventRecord(sampled_, device_.stream()), "recording an event");
   if (ranks_) return false;  // ranks must agree first
-  return std::find(drawn_by_.begin(), drawn_by_.end(), SampledBy::host) == drawn_by_.end();
+  return std::find(sampled_by_.begin(), sampled_by_.end(), SampledBy::host) == sampled_by_.end();
 }
 
-bool CudaRunner::done() const { return cudaEventQuery(drawn_) != cudaErrorNotReady; }
+bool CudaRunner::done() const { return cudaEventQuery(sampled_) != cudaErrorNotReady; }
 
 RunOutput CudaRunner::finish(const Batch& batch) {
   device_.use();
-  check(cudaEventSynchronize(drawn_), "a step on the GPU");
+  check(cudaEventSynchronize(sampled_), "a step on the GPU");
   if (ranks_) ranks_->exchange.check_waits();
-  if (drawing_.timed) add_times(batch);
-  RunOutput drawn;
+  if (sampling_.timed) add_times(batch);
+  RunOutput output;
   const size_t outputs = batch.outputs.size();
-  drawn.samples.resize(outputs);
+  output.samples.resize(outputs);
   if (hidden_rows_) {
-    drawn.hidden_width = workspace_.tensors[hidden_].rows.width;
-    drawn.hidden.assign(host_hidden_.as<float>(), host_hidden_.as<float>() + hidden_rows_ * drawn.hidden_width);
+    output.hidden_width = workspace_.tensors[hidden_].rows.width;
+    output.hidden.assign(host_hidden_.as<float>(), host_hidden_.as<float>() + hidden_rows_ * output.hidden_width);
   }
-  if (!drawing_.heads) return drawn;
+  if (!sampling_.heads) return output;
   const int width = logits().rows.width;
-  if (drawing_.want_logits) {
-    drawn.logits.assign(host_logits_.as<float>(), host_logits_.as<float>() + outputs * width);
-    drawn.logit_width = width;
+  if (sampling_.want_logits) {
+    output.logits.assign(host_logits_.as<float>(), host_logits_.as<float>() + outputs * width);
+    output.logit_width = width;
   }
-  if (draws_) draws_->take(drawn.samples);
+  if (device_sampler_) device_sampler_->take(output.samples);
   Batch rest;  // what the host samples
   bool any = false;
   rest.outputs = batch.outputs, rest.slots = batch.slots;
-  std::vector<Argmax> drawn_here;  // the argmaxes of this step's outputs
+  std::vector<Argmax> argmaxes;  // the argmaxes of this step's outputs
   const int begin = program_.ops().back().integer("vocab_begin");
   for (size_t i = 0; i < outputs; i++) {
-    if (drawn_by_[i] == SampledBy::host) any = true;
+    if (sampled_by_[i] == SampledBy::host) any = true;
     else rest.outputs[i].wanted = Wanted::nothing;
-    if (drawn_by_[i] != SampledBy::argmax) continue;
-    Argmax best = merged(host_best_.as<Argmax>() + i * kArgmaxParts);
+    if (sampled_by_[i] != SampledBy::argmax) continue;
+    Argmax best = merged(host_argmax_.as<Argmax>() + i * kArgmaxParts);
     if (best.token >= 0) best.token += begin;
-    drawn_here.push_back(best);
+    argmaxes.push_back(best);
   }
-  if (ranks_ && !drawn_here.empty()) agree(drawn_here);
-  auto best = drawn_here.begin();
+  if (ranks_ && !argmaxes.empty()) agree(argmaxes);
+  auto best = argmaxes.begin();
   for (size_t i = 0; i < outputs; i++) {
-    if (drawn_by_[i] != SampledBy::argmax) continue;
-    std::fill_n(drawn.samples[i].top_ids, kMaxTopLogprobs, -1);
-    if (best->not_finite || best->token < 0) drawn.samples[i].status = SampleStatus::kNotFinite;
-    else drawn.samples[i].token = best->token;
+    if (sampled_by_[i] != SampledBy::argmax) continue;
+    std::fill_n(output.samples[i].top_ids, kMaxTopLogprobs, -1);
+    if (best->not_finite || best->token < 0) output.samples[i].status = SampleStatus::kNotFinite;
+    else output.samples[i].token = best->token;
     ++best;
   }
-  if (any) sampler_.sample(rest, drawn.samples);
-  return drawn;
+  if (any) sampler_.sample(rest, output.samples);
+  return output;
 }
 
 // Replaces the argmaxes of every rank's part of the vocabulary by the argmax over all ranks, on every rank. The lower
@@ -183,17 +184,13 @@ void CudaRunner::agree(std::vector<Argmax>& best) const {
   const std::vector<std::string> messages = ranks_->communicator.gather(std::string(bytes_of(best), bytes));
   std::vector<Argmax> other(best.size());
   for (size_t r = 1; r < messages.size(); r++) {  // on rank 0
-    if (messages[r].size() != bytes) throw std::runtime_error("a rank drew for another batch");
+    if (messages[r].size() != bytes) throw std::runtime_error("a rank sampled for another batch");
     std::memcpy(bytes_of(other), messages[r].data(), bytes);
-    for (size_t i = 0; i < best.size(); i++) {
-      best[i].not_finite += other[i].not_finite;
-      if (other[i].token >= 0 && (best[i].token < 0 || other[i].logit > best[i].logit))
-        best[i].logit = other[i].logit, best[i].token = other[i].token;
-    }
+    for (size_t i = 0; i < best.size(); i++) add_part(best[i], other[i]);
   }
   std::string all(bytes_of(best), bytes);
   ranks_->communicator.broadcast(all);
-  if (all.size() != bytes) throw std::runtime_error("rank 0 drew for another batch");
+  if (all.size() != bytes) throw std::runtime_error("rank 0 sampled for another batch");
   std::memcpy(bytes_of(best), all.data(), bytes);
 }
 
@@ -204,20 +201,20 @@ bool CudaRunner::decodes(const Batch& batch) const {
 }
 
 // Decides who samples each output.
-void CudaRunner::share_draws(const Batch& batch) {
-  drawn_by_.clear();
+void CudaRunner::assign_samples(const Batch& batch) {
+  sampled_by_.clear();
   for (const Output& out : batch.outputs) {
-    if (out.wanted == Wanted::nothing) drawn_by_.push_back(SampledBy::nobody);
+    if (out.wanted == Wanted::nothing) sampled_by_.push_back(SampledBy::nobody);
     else if (out.wanted == Wanted::sample && is_greedy(batch.slot(out.slot).sampling, out))
-      drawn_by_.push_back(SampledBy::argmax);
-    else drawn_by_.push_back(draws_ ? SampledBy::device : SampledBy::host);
+      sampled_by_.push_back(SampledBy::argmax);
+    else sampled_by_.push_back(device_sampler_ ? SampledBy::device : SampledBy::host);
   }
 }
 
 // Queues the copy of the logits that the host samples from; all: of all logits.
 void CudaRunner::copy_logits(const Batch& batch, bool all) {
   const size_t width = logits().rows.width;
-  const auto wanted = [&](size_t i) { return all || drawn_by_[i] == SampledBy::host; };
+  const auto wanted = [&](size_t i) { return all || sampled_by_[i] == SampledBy::host; };
   for (size_t begin = 0, end; begin < batch.outputs.size(); begin = end) {
     for (end = begin; end < batch.outputs.size() && wanted(end); end++) {}
     if (end > begin)
@@ -260,8 +257,8 @@ void CudaRunner::add_times(const Batch& batch) {
   size.rows = (double)batch.rows.size(), size.outputs = (double)batch.outputs.size();
   size.world = ranks_ ? ranks_->communicator.size() : 1;
   size.weight_bytes = weights_.sizes();
-  const Form& form = forms_[drawing_.form];
-  times_.add(drawing_.turn, drawing_.form, drawing_.heads ? form.launches.size() : form.heads_from, drawing_.heads,
+  const Form& form = forms_[sampling_.form];
+  times_.add(sampling_.turn, sampling_.form, sampling_.heads ? form.launches.size() : form.heads_from, sampling_.heads,
              batch, size);
 }
 

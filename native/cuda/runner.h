@@ -64,7 +64,7 @@ class CudaRunner : public QueuedRunner {
   void replay(const Size& size);
   void launch_instead(std::map<Size, Replay>::iterator replay, const Size& size);
   bool decodes(const Batch& batch) const;
-  void share_draws(const Batch& batch);
+  void assign_samples(const Batch& batch);
   void copy_logits(const Batch& batch, bool all);
   void agree(std::vector<Argmax>& best) const;
 
@@ -79,17 +79,17 @@ class CudaRunner : public QueuedRunner {
   std::set<int> paired_;  // weights whose gate and up rows are interleaved
   int hidden_ = -1;       // the tensor of hidden states; -1: none
   size_t hidden_rows_ = 0;
-  Memory host_best_, host_logits_, host_hidden_;
-  std::optional<DeviceSampler> draws_;  // none if this rank has only a part of the vocabulary
-  std::vector<SampledBy> drawn_by_;     // of each output of the step
+  Memory host_argmax_, host_logits_, host_hidden_;
+  std::optional<DeviceSampler> device_sampler_;  // none if this rank has only a part of the vocabulary
+  std::vector<SampledBy> sampled_by_;            // of each output of the step
   struct Step {
     bool heads, want_logits;  // heads: whether the step computes logits
     bool timed = false;
     int form = 0;
     int turn = 0;  // turn of times_
   };
-  Step begun_{}, drawing_{};
-  cudaEvent_t drawn_ = nullptr;  // recorded when a step's samples have been copied
+  Step begun_{}, sampling_{};
+  cudaEvent_t sampled_ = nullptr;  // recorded when a step's samples have been copied
   OpTimes times_;
   bool profiling_ = false;
   std::map<Size, Replay> replays_;

@@ -58,7 +58,7 @@ Workspace::Workspace(const Device& device, const Program& program, const Weights
   data.emplace(limits.max_rows, limits.max_outputs, limits.max_slots,
                (limits.max_length + limits.span_size - 1) / limits.span_size, limits.span_size, group,
                program.windows(), limits.num_spans);
-  best = Memory((size_t)limits.max_outputs * kArgmaxParts * sizeof(Argmax), "draws");
+  argmax = Memory((size_t)limits.max_outputs * kArgmaxParts * sizeof(Argmax), "argmaxes");
   allocate_expert_rows();
 }
 

@@ -85,7 +85,7 @@ class Workspace {
   KernelTable kernels;
   std::map<int, RotaryTable> rotary_tables;  // by number
   std::optional<StepData> data;
-  Memory activations, rotary, cache, partials, arrivals, tiles, widened, byte_rows, best, inner;
+  Memory activations, rotary, cache, partials, arrivals, tiles, widened, byte_rows, argmax, inner;
 
  private:
   void check_limits() const;

@@ -23,8 +23,8 @@ def test_bits_of_the_hosts_sampler(tmp_path):
                NATIVE / "sampling/sampler_shard.cpp"]
     emulated = Path(__file__).parent / "emulated"
     compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "g++")
-    program = tmp_path / "draws"
+    program = tmp_path / "samples"
     subprocess.run([*compiler, "-std=c++17", "-O2", "-ffp-contract=off", f"-I{emulated}", f"-I{NATIVE}",
-                    emulated / "draws.cpp", *sources, "-o", program], check=True)
+                    emulated / "samples.cpp", *sources, "-o", program], check=True)
     done = subprocess.run([program, "60", str(SEED)], capture_output=True, text=True)
     assert done.returncode == 0, f"ALLSPARK_TEST_SEED={SEED}: {done.stdout}{done.stderr}"

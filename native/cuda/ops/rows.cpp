@@ -10,8 +10,8 @@ int bind_embedding(Binding& b, size_t i) {
   const Rows y = partial_of(b, i).value_or(b.out(op).rows);
   b.add_launch(kAllRows,
                [=, table = b.matrix(op), begin = op.integer("vocab_begin"), factor = (float)op.number("scale"),
-                data = &*b.workspace.data, drawn = b.workspace.best.as<Argmax>(),
-                queue = b.queue](int rows) { embed(table, data->tokens(), drawn, rows, begin, factor, y, queue); });
+                data = &*b.workspace.data, sampled = b.workspace.argmax.as<Argmax>(),
+                queue = b.queue](int rows) { embed(table, data->tokens(), sampled, rows, begin, factor, y, queue); });
   return 0;
 }
 
@@ -30,8 +30,8 @@ int bind_hidden_states(Binding& b, size_t i) {
 }
 
 int bind_sample(Binding& b, size_t i) {
-  b.add_launch(kOutputRows, [logits = b.in(b.ops[i]), best = b.workspace.best.as<Argmax>(), queue = b.queue](int rows) {
-    argmax(logits.values(), logits.rows.width, rows, best, queue);
+  b.add_launch(kOutputRows, [logits = b.in(b.ops[i]), to = b.workspace.argmax.as<Argmax>(), queue = b.queue](int rows) {
+    argmax(logits.values(), logits.rows.width, rows, to, queue);
   });
   return 0;
 }

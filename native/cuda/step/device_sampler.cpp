@@ -14,25 +14,26 @@ size_t rounded(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 }  // namespace
 
-DeviceSampler::DeviceSampler(const Device& device, float* logits, Argmax* best, int vocab_size, int max_outputs,
+DeviceSampler::DeviceSampler(const Device& device, float* logits, Argmax* argmax, int vocab_size, int max_outputs,
                              Masks* masks)
     : device_(device), masks_(masks), list_(vocab_size, std::min(kEditsOfARow * max_outputs, kMostEdits)) {
   const size_t rows = max_outputs;
   const auto both = [](Memory& host, Memory& on_device, size_t bytes, const char* purpose) {
     host = Memory(bytes, purpose, Memory::Where::host), on_device = Memory(bytes, purpose);
   };
-  both(host_draws_, draws_, rows * sizeof(RowSample), "draws");
-  both(host_edits_, edits_, list_.most_edits() * sizeof(Edit), "penalties of draws");
-  both(host_drawn_, drawn_, rows * sizeof(SampleOutput), "what is drawn");
-  if (masks) both(host_masks_, bits_, rows * masks->words() * sizeof(uint32_t), "masks of draws");
-  task_.logits = logits, task_.width = vocab_size, task_.best = best;
+  both(host_samples_, samples_, rows * sizeof(RowSample), "samples");
+  both(host_edits_, edits_, list_.most_edits() * sizeof(Edit), "penalties of samples");
+  both(host_outputs_, outputs_, rows * sizeof(SampleOutput), "sampled tokens");
+  if (masks) both(host_masks_, bits_, rows * masks->words() * sizeof(uint32_t), "masks of samples");
+  task_.logits = logits, task_.width = vocab_size, task_.argmax = argmax;
   task_.chunk = chunk_of(vocab_size), task_.chunks = (vocab_size + task_.chunk - 1) / task_.chunk;
   task_.masks = bits_.as<uint32_t>(), task_.mask_words = masks ? masks->words() : 0;
-  task_.draws = draws_.as<RowSample>(), task_.edits = edits_.as<Edit>(), task_.drawn = drawn_.as<SampleOutput>();
+  task_.samples = samples_.as<RowSample>(), task_.edits = edits_.as<Edit>(),
+  task_.outputs = outputs_.as<SampleOutput>();
   const size_t chunks = rows * task_.chunks, groups = chunks * groups_of(task_.chunk);
   const size_t each =
       rounded(chunks * sizeof(double)) + rounded(chunks * sizeof(float)) + rounded(groups * sizeof(float));
-  sums_ = Memory(2 * each, "sums of draws");
+  sums_ = Memory(2 * each, "sums of samples");
   char* next = sums_.as();
   const auto take = [&](size_t bytes) { return next += rounded(bytes), next - rounded(bytes); };
   for (ChunkSums* sums : {&task_.raw, &task_.processed}) {
@@ -44,7 +45,7 @@ DeviceSampler::DeviceSampler(const Device& device, float* logits, Argmax* best, 
 
 void DeviceSampler::send(const Memory& host, const Memory& device, size_t bytes) const {
   if (bytes)
-    check(cudaMemcpyAsync(device.as(), host.as(), bytes, cudaMemcpyHostToDevice, device_.stream()), "copying draws");
+    check(cudaMemcpyAsync(device.as(), host.as(), bytes, cudaMemcpyHostToDevice, device_.stream()), "copying samples");
 }
 
 void DeviceSampler::queue_masks(const Batch& batch, const std::vector<SampledBy>& by) {
@@ -53,7 +54,7 @@ void DeviceSampler::queue_masks(const Batch& batch, const std::vector<SampledBy>
   for (size_t i = 0; i < batch.outputs.size(); i++) {
     const int mask = batch.outputs[i].mask;
     if (!mask || by[i] != SampledBy::device) continue;
-    if (!masks_) throw std::logic_error("a draw under a mask, and there are no masks");
+    if (!masks_) throw std::logic_error("a sample needs a mask, and there are no masks");
     std::copy_n(masks_->wait(mask - 1, kMaskSeconds), masks_->words(),
                 host_masks_.as<uint32_t>() + (size_t)count * masks_->words());
     mask_of_[i] = count++;
@@ -66,20 +67,21 @@ void DeviceSampler::queue(const Batch& batch, std::vector<SampledBy>& by) {
   queue_masks(batch, by);
   for (size_t i = 0; i < batch.outputs.size(); i++)
     if (by[i] == SampledBy::device && !list_.add(batch, (int)i, mask_of_[i])) by[i] = SampledBy::host;
-  const size_t draws = list_.draws().size();
-  if (!draws) return;
-  std::copy(list_.draws().begin(), list_.draws().end(), host_draws_.as<RowSample>());
+  const size_t count = list_.samples().size();
+  if (!count) return;
+  std::copy(list_.samples().begin(), list_.samples().end(), host_samples_.as<RowSample>());
   std::copy(list_.edits().begin(), list_.edits().end(), host_edits_.as<Edit>());
-  send(host_draws_, draws_, draws * sizeof(RowSample));
+  send(host_samples_, samples_, count * sizeof(RowSample));
   send(host_edits_, edits_, list_.edits().size() * sizeof(Edit));
-  sample_rows(task_, (int)draws, list_.edited(), list_.apart(), device_.queue());
-  check(cudaMemcpyAsync(host_drawn_.as(), drawn_.as(), draws * sizeof(SampleOutput), cudaMemcpyDeviceToHost,
+  sample_rows(task_, (int)count, list_.edited(), list_.both_sums(), device_.queue());
+  check(cudaMemcpyAsync(host_outputs_.as(), outputs_.as(), count * sizeof(SampleOutput), cudaMemcpyDeviceToHost,
                         device_.stream()),
-        "copying what was drawn");
+        "copying sampled tokens");
 }
 
 void DeviceSampler::take(std::vector<SampleOutput>& samples) const {
-  for (size_t i = 0; i < list_.draws().size(); i++) samples[list_.draws()[i].row] = host_drawn_.as<SampleOutput>()[i];
+  for (size_t i = 0; i < list_.samples().size(); i++)
+    samples[list_.samples()[i].row] = host_outputs_.as<SampleOutput>()[i];
 }
 
 }  // namespace as::cuda

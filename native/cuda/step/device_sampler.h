@@ -8,17 +8,17 @@
 
 namespace as::cuda {
 
-// How an output is sampled: not at all, by best_tokens() alone (argmax), by these kernels, or on the host.
+// How an output is sampled: not at all, by argmax() alone, by these kernels, or on the host.
 enum class SampledBy : uint8_t { nobody, argmax, device, host };
 
 class DeviceSampler {
  public:
-  // logits [max_outputs, vocab_size] and best, their rows' argmax (best_tokens), are on the device. A row's sample
+  // logits [max_outputs, vocab_size] and argmax, their rows' argmax, are on the device. A row's sample
   // replaces its argmax. masks: null, or the masks that outputs refer to. All must outlive this.
-  DeviceSampler(const Device& device, float* logits, Argmax* best, int vocab_size, int max_outputs, Masks* masks);
+  DeviceSampler(const Device& device, float* logits, Argmax* argmax, int vocab_size, int max_outputs, Masks* masks);
 
   // Queues the samples of a batch that `by` assigns to these kernels. Waits for masks while the device computes.
-  // Reassigns samples that only the host can draw to the host.
+  // Reassigns samples that only the host can compute to the host.
   void queue(const Batch& batch, std::vector<SampledBy>& by);
   // Reads the samples after the device has computed them.
   void take(std::vector<SampleOutput>& samples) const;
@@ -33,8 +33,8 @@ class DeviceSampler {
   SampleList list_;
   SampleTask task_;
   std::vector<int> mask_of_;  // of each output: the index of its mask in the step; -1: none
-  Memory host_draws_, host_edits_, host_masks_, host_drawn_;
-  Memory draws_, edits_, bits_, drawn_, sums_;
+  Memory host_samples_, host_edits_, host_masks_, host_outputs_;
+  Memory samples_, edits_, bits_, outputs_, sums_;
 };
 
 }  // namespace as::cuda

@@ -40,7 +40,7 @@ double OpTimes::seconds(const Turn& turn, size_t i) const {
   return 1e-3 * milliseconds;
 }
 
-void OpTimes::add(int turn, int form, size_t launches, bool drawn, const Batch& batch, StepSize size) {
+void OpTimes::add(int turn, int form, size_t launches, bool sampled, const Batch& batch, StepSize size) {
   const Turn& t = turns_[turn];
   for (const Item& item : batch.items) {
     size.seen += (double)item.count * item.start + 0.5 * item.count * (item.count + 1.0);
@@ -54,7 +54,7 @@ void OpTimes::add(int turn, int form, size_t launches, bool drawn, const Batch& 
     if (tensor >= 0 && !program_.rows_of(program_.tensors()[tensor].rows, size)) continue;  // the launch had no rows
     double time = 0;
     for (int n = 0; n < launch.launches; n++) time += seconds(t, i + n);
-    if (drawn && i + launch.launches == launches) time += seconds(t, launches + 1);
+    if (sampled && i + launch.launches == launches) time += seconds(t, launches + 1);
     if (launch.layer) size.position_bytes = (double)launch.layer->head_bytes() / launch.layer->span_size;
     const Cost cost = cost_of(program_, launch.op, size);
     launch.least = launch.count ? std::min(launch.least, time) : time;

@@ -34,8 +34,8 @@ class OpTimes {
   // launch and after the last, mark() before and after sampling.
   void begin(int turn) { turns_[turn].used = 0; }
   void mark(int turn, cudaStream_t stream);
-  // Called after the step. launches: how many of the form's launches ran. drawn: whether all ran, and sampling.
-  void add(int turn, int form, size_t launches, bool drawn, const Batch& batch, StepSize size);
+  // Called after the step. launches: how many of the form's launches ran. sampled: whether all ran, and sampling.
+  void add(int turn, int form, size_t launches, bool sampled, const Batch& batch, StepSize size);
 
   std::vector<OpTime> all() const;
 

@@ -14,22 +14,22 @@ class SampleList {
   SampleList(int vocab_size, size_t most_edits) : vocab_size_(vocab_size), most_edits_(most_edits) {}
 
   size_t most_edits() const { return most_edits_; }
-  void clear() { draws_.clear(), edits_.clear(), edited_ = apart_ = false; }
+  void clear() { samples_.clear(), edits_.clear(), edited_ = both_sums_ = false; }
   // Adds the sample that outputs[row] requests. mask: the index of its mask in the step; -1: none. Returns false, and
   // adds nothing, if there are too many edits.
   bool add(const Batch& batch, int row, int mask);
 
-  const std::vector<RowSample>& draws() const { return draws_; }
+  const std::vector<RowSample>& samples() const { return samples_; }
   const std::vector<Edit>& edits() const { return edits_; }
   bool edited() const { return edited_; }
-  bool apart() const { return apart_; }  // whether any sample has RowSample::sums_apart()
+  bool both_sums() const { return both_sums_; }  // whether any sample has RowSample::needs_both_sums()
 
  private:
   const int vocab_size_;
   const size_t most_edits_;
-  std::vector<RowSample> draws_;
+  std::vector<RowSample> samples_;
   std::vector<Edit> edits_;
-  bool edited_ = false, apart_ = false;
+  bool edited_ = false, both_sums_ = false;
   sampling::Occurrences seen_;
   std::vector<Edit> of_row_[4];  // repetition penalties, other penalties, bans, biases
 };

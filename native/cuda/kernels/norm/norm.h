@@ -8,8 +8,8 @@ namespace as::cuda {
 // Dequantizes one row of a matrix to out [k] float32.
 void read_row(const Matrix& matrix, int row, float* out, const Queue& queue);
 
-// drawn: the argmax of each output of the previous step; tokens refer to it by sampled_after() (batch.h).
-void embed(const Matrix& table, const int* tokens, const Argmax* drawn, int rows, int vocab_begin, float scale,
+// sampled: the argmax of each output of the previous step; tokens refer to it by sampled_after() (batch.h).
+void embed(const Matrix& table, const int* tokens, const Argmax* sampled, int rows, int vocab_begin, float scale,
            const Rows& out, const Queue& queue);
 // unit_offset: 1 is added to the weight.
 struct Norm {

@@ -20,7 +20,7 @@ constexpr int kFew = 128;  // candidates of a nucleus in the first try
 
 __global__ void __launch_bounds__(kEditThreads) edit_kernel(SampleTask task) {
   after_previous();
-  const RowSample& sample = task.draws[blockIdx.x];
+  const RowSample& sample = task.samples[blockIdx.x];
   float* x = task.logits + (size_t)sample.row * task.width;
   Edit* edits = task.edits + sample.first_edit;
   for (int i = threadIdx.x; i < sample.edits(); i += kEditThreads) edits[i].before = x[edits[i].id];
@@ -42,12 +42,12 @@ __global__ void __launch_bounds__(kEditThreads) edit_kernel(SampleTask task) {
   }
 }
 
-// kRaw: sums the unprocessed logits, for draws that need both sums (sums_apart()).
+// kRaw: sums the unprocessed logits, for samples that need both sums (needs_both_sums()).
 template <bool kRaw>
 __global__ void __launch_bounds__(kSumThreads) sum_kernel(SampleTask task) {
   after_previous();
-  const RowSample& sample = task.draws[blockIdx.y];
-  if (kRaw && !sample.sums_apart()) return;
+  const RowSample& sample = task.samples[blockIdx.y];
+  if (kRaw && !sample.needs_both_sums()) return;
   Logits x = processed_of(task, sample);
   if (kRaw) x.mask = nullptr;
   const float scale = kRaw ? 1.0f : sample.scale;
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kSumThreads) sum_kernel(SampleTask task) {
   to.groups[first + c] = to.maxima[first + c] = top, to.sums[first + c] = sum;
 }
 
-// ---- draws: a token's id, or
+// ---- samples: a token's id, or
 constexpr int kWider = -2;    // the set is wider than the list
 constexpr int kNothing = -3;  // everything is banned
 
@@ -255,7 +255,7 @@ __device__ void fill_bins(Shared& s, const SampleTask& task, const RowSample& sa
   __syncthreads();
 }
 
-// Samples from a set that is wider than the list: the rounds of merge_narrowed(), then the draw.
+// Samples from a set that is wider than the list: the rounds of merge_narrowed(), then the sample.
 __device__ __noinline__ int sample_wide(Shared& s, const SampleTask& task, const RowSample& sample,
                                         const Logits& logits, float top) {
   static_assert(kBins == kThreads, "each thread has a bin");
@@ -309,7 +309,7 @@ __device__ __noinline__ int sample_wide(Shared& s, const SampleTask& task, const
     }
   }
   // Overwrites the sums that log probabilities do not need.
-  const ChunkSums& to = sample.sums_apart() ? task.processed : task.raw;
+  const ChunkSums& to = sample.needs_both_sums() ? task.processed : task.raw;
   float* maxima = to.maxima + (size_t)blockIdx.x * task.chunks;
   double* sums = to.sums + (size_t)blockIdx.x * task.chunks;
   if (task.chunk == kChunk) {
@@ -372,10 +372,10 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleTask task) {
   __shared__ Shared s;
   if (threadIdx.x < 256) s.histogram[threadIdx.x] = 0;
   __syncthreads();
-  const RowSample& sample = task.draws[blockIdx.x];
+  const RowSample& sample = task.samples[blockIdx.x];
   float* logits = task.logits + (size_t)sample.row * task.width;
   static_assert(kArgmaxParts == 32, "a lane has a part");
-  const Argmax& part = task.best[sample.row * kArgmaxParts + threadIdx.x % 32];
+  const Argmax& part = task.argmax[sample.row * kArgmaxParts + threadIdx.x % 32];
   const int bad = of_lanes(part.not_finite, [](int a, int b) { return a + b; });
   const float most = of_lanes(part.token >= 0 ? part.logit : -INFINITY, [](float a, float b) { return greater(a, b); });
   const bool numbers = !bad && most > -INFINITY;
@@ -391,14 +391,14 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleTask task) {
   double log_norm = 0.0;
   int tops = 0;
   if (numbers && sample.top_logprobs >= 0) {
-    const RowSums row = row_sums(task, sample.sums_apart() ? task.raw : task.processed, blockIdx.x);
+    const RowSums row = row_sums(task, sample.needs_both_sums() ? task.raw : task.processed, blockIdx.x);
     log_norm = most + exact::log(total_weight(s, row, most, 1.0f));
     if (sample.top_logprobs > 0) {
       Key limit = limit_of_groups(s, row, sample.top_logprobs);
       tops = min(list_greatest(s, task, {logits, nullptr}, row, limit, sample.top_logprobs), sample.top_logprobs);
     }
   }
-  SampleOutput& to = task.drawn[blockIdx.x];
+  SampleOutput& to = task.outputs[blockIdx.x];
   if (threadIdx.x < kMaxTopLogprobs) {
     const bool there = (int)threadIdx.x < tops;
     const int id = there ? id_of(s.list[threadIdx.x]) : -1;
@@ -406,7 +406,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleTask task) {
   }
   if (threadIdx.x) return;
   // The next step reads sampled tokens where it reads argmax tokens.
-  if (numbers && sample.target < 0) task.best[sample.row * kArgmaxParts] = {INFINITY, token, 0};
+  if (numbers && sample.target < 0) task.argmax[sample.row * kArgmaxParts] = {INFINITY, token, 0};
   to.token = numbers ? token : -1;
   to.logprob = numbers && sample.top_logprobs >= 0 ? (float)(logits[token] - log_norm) : 0.0f;
   to.status = numbers ? SampleStatus::kOk : SampleStatus::kNotFinite;
@@ -414,13 +414,13 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleTask task) {
 
 }  // namespace
 
-void sample_rows(const SampleTask& task, int draws, bool edited, bool apart, const Queue& queue) {
+void sample_rows(const SampleTask& task, int samples, bool edited, bool both_sums, const Queue& queue) {
   const int each = task.chunk == kChunk ? kSumThreads / kLanes : kSumThreads;
-  const dim3 blocks(ceil_div(task.chunks, each), draws);
-  if (apart) start(queue, sum_kernel<true>, blocks, kSumThreads, 0, task);
-  if (edited) start(queue, edit_kernel, dim3(draws), kEditThreads, 0, task);
+  const dim3 blocks(ceil_div(task.chunks, each), samples);
+  if (both_sums) start(queue, sum_kernel<true>, blocks, kSumThreads, 0, task);
+  if (edited) start(queue, edit_kernel, dim3(samples), kEditThreads, 0, task);
   start(queue, sum_kernel<false>, blocks, kSumThreads, 0, task);
-  start(queue, sample_kernel, dim3(draws), kThreads, 0, task);
+  start(queue, sample_kernel, dim3(samples), kThreads, 0, task);
   launched("sample_rows");
 }
 

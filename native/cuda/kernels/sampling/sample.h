@@ -27,11 +27,11 @@ struct RowSample {
 
   AS_BOTH int edits() const { return repeats + lowers + bans + biases; }
   // Whether log probabilities need sums of the unprocessed logits, because sampling uses different logits.
-  AS_BOTH bool sums_apart() const { return top_logprobs >= 0 && (scale != 1.0f || mask >= 0 || edits() > 0); }
+  AS_BOTH bool needs_both_sums() const { return top_logprobs >= 0 && (scale != 1.0f || mask >= 0 || edits() > 0); }
   // Whether sums of the processed logits are needed; otherwise the greatest logits are enough.
   AS_BOTH bool weighs() const {
     return kind == sampling::SamplingKind::nucleus || kind == sampling::SamplingKind::all ||
-           (top_logprobs >= 0 && !sums_apart());
+           (top_logprobs >= 0 && !needs_both_sums());
   }
 };
 
@@ -39,24 +39,24 @@ struct RowSample {
 // greatest logit of each group. A large chunk has kGroups groups, others one.
 constexpr int kGroups = 4;
 struct ChunkSums {
-  float* maxima = nullptr;  // [draws, chunks]
-  double* sums = nullptr;   // [draws, chunks]
-  float* groups = nullptr;  // [draws, chunks * groups_of(chunk)]
+  float* maxima = nullptr;  // [samples, chunks]
+  double* sums = nullptr;   // [samples, chunks]
+  float* groups = nullptr;  // [samples, chunks * groups_of(chunk)]
 };
 AS_BOTH constexpr int groups_of(int chunk) { return chunk == 256 ? kGroups : 1; }
 
 struct SampleTask {
   float* logits = nullptr;  // [rows, width]; unchanged afterwards
   int width = 0, chunk = 0, chunks = 0;
-  Argmax* best = nullptr;           // argmax of each row; replaced by the sampled token
+  Argmax* argmax = nullptr;         // argmax of each row; replaced by the sampled token
   const uint32_t* masks = nullptr;  // [masks, mask_words]
   int mask_words = 0;
-  const RowSample* draws = nullptr;
+  const RowSample* samples = nullptr;
   Edit* edits = nullptr;
   ChunkSums raw, processed;
-  SampleOutput* drawn = nullptr;  // [draws]
+  SampleOutput* outputs = nullptr;  // [samples]
 };
-// edited: some row has edits. apart: some row has sums_apart().
-void sample_rows(const SampleTask& task, int draws, bool edited, bool apart, const Queue& queue);
+// edited: some row has edits. both_sums: some row has needs_both_sums().
+void sample_rows(const SampleTask& task, int samples, bool edited, bool both_sums, const Queue& queue);
 
 }  // namespace as::cuda

@@ -1,5 +1,5 @@
-// The kernels of draws (native/cuda/kernels/sampling/sample.cu) on the CPU, against native/sampling on the same logits:
-// random cases, their number and seed being the arguments. Ends with 1, and says why, at the first difference.
+// The sampling kernels (native/cuda/kernels/sampling/sample.cu) on the CPU, against native/sampling, on the same
+// logits: random cases, their number and seed being the arguments. Ends with 1, and says why, at the first difference.
 #include <cstdio>
 #include <cstdlib>
 #include <random>
@@ -102,7 +102,7 @@ class Cases {
   std::normal_distribution<float> normal_;
 };
 
-// best_tokens()
+// argmax()
 std::vector<Argmax> best_of(Case& c, int rows) {
   std::vector<Argmax> found;
   for (int r = 0; r < rows; r++)
@@ -158,12 +158,12 @@ bool check(Case& c, int number) {
   const std::vector<float> before = c.logits;
   std::vector<Argmax> best = best_of(c, rows);
   std::vector<Edit> edits = list.edits();
-  std::vector<SampleOutput> drawn(rows);
+  std::vector<SampleOutput> outputs(rows);
   SampleTask task;
   task.logits = c.logits.data(), task.width = c.vocab, task.chunk = chunk_of(c.vocab);
   task.chunks = (c.vocab + task.chunk - 1) / task.chunk;
-  task.best = best.data(), task.masks = c.masks.data(), task.mask_words = c.words();
-  task.draws = list.draws().data(), task.edits = edits.data(), task.drawn = drawn.data();
+  task.argmax = best.data(), task.masks = c.masks.data(), task.mask_words = c.words();
+  task.samples = list.samples().data(), task.edits = edits.data(), task.outputs = outputs.data();
   const size_t chunks = (size_t)rows * task.chunks;
   std::vector<float> maxima[2], groups[2];
   std::vector<double> sums[2];
@@ -171,16 +171,16 @@ bool check(Case& c, int number) {
     maxima[i].resize(chunks), sums[i].resize(chunks), groups[i].resize(chunks * groups_of(task.chunk));
     (i ? task.raw : task.processed) = {maxima[i].data(), sums[i].data(), groups[i].data()};
   }
-  sample_rows(task, rows, list.edited(), list.apart(), {});
+  sample_rows(task, rows, list.edited(), list.both_sums(), {});
   if (std::memcmp(before.data(), c.logits.data(), before.size() * sizeof(float))) {
     std::printf("case %d: logits were changed\n", number);
     return false;
   }
   for (int r = 0; r < rows; r++) {
     const SampleOutput wanted = expected(c, r);
-    if (same(drawn[r], wanted)) continue;
+    if (same(outputs[r], wanted)) continue;
     std::printf("case %d, row %d of %d ids: token %d, not %d; log probability %.9g, not %.9g\n", number, r, c.vocab,
-                drawn[r].token, wanted.token, drawn[r].logprob, wanted.logprob);
+                outputs[r].token, wanted.token, outputs[r].logprob, wanted.logprob);
     return false;
   }
   return true;
