@@ -11,8 +11,8 @@ void Model::allocate_masks(int masks, bool samples) {
     masks_ = std::make_shared<Masks>(masks, program_.ops().back().integer("vocab_size"));
 }
 
-void Model::check_adapters(int count, int max_rank, int most_rank) {
-  if (count < 0 || (count > 0 && (max_rank < 1 || max_rank > most_rank)))
+void Model::check_adapters(int count, int max_rank, int highest_rank) {
+  if (count < 0 || (count > 0 && (max_rank < 1 || max_rank > highest_rank)))
     throw std::invalid_argument("allocate: " + std::to_string(count) + " adapters of ranks up to " +
                                 std::to_string(max_rank));
 }

@@ -21,7 +21,7 @@ class Model : public StepModel {
   // Throw std::invalid_argument for an invalid number of masks or adapters or an invalid adapter rank. samples: whether
   // this rank samples; other ranks have no masks.
   void allocate_masks(int masks, bool samples);
-  static void check_adapters(int count, int max_rank, int most_rank);
+  static void check_adapters(int count, int max_rank, int highest_rank);
   // Throws std::invalid_argument if there is no adapter with this index.
   void check_adapter(int index) const;
   // The number of targets that lora ops refer to.

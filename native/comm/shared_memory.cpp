@@ -41,9 +41,9 @@ SharedMemory::SharedMemory(int rank, int size, const std::vector<uintptr_t>& add
     throw std::invalid_argument("shared memory: rank " + std::to_string(rank) + " of " + std::to_string(size) +
                                 " with " + std::to_string(addresses.size()) +
                                 " segments; one segment a rank is needed");
-  if (size > kMostRanks)
+  if (size > kMaxRanks)
     throw std::invalid_argument("shared memory: " + std::to_string(size) + " ranks; a group has at most " +
-                                std::to_string(kMostRanks));
+                                std::to_string(kMaxRanks));
   if (!(heartbeat_seconds > 0)) throw std::invalid_argument("shared memory: heartbeat_seconds must be positive");
   for (uintptr_t a : addresses) {
     if (a == 0 || a % 64 != 0) throw std::invalid_argument("shared memory: segments must be aligned to 64 bytes");
@@ -241,7 +241,7 @@ void SharedMemory::all_gather_rows(void* base, size_t rows, size_t row_bytes, in
 void SharedMemory::reduce_scatter(float* x, const Scattered& shape, int thread, int threads) {
   // A chunk holds an equal part for each rank.
   const size_t most = kLaneBytes / kLine / size_ * kLine / sizeof(float);
-  const float* partials[kMostRanks];
+  const float* partials[kMaxRanks];
   size_t longest = 0;
   for (int lane = thread; lane < shape.lanes; lane += threads) longest = std::max(longest, shape.longest(lane));
   for (size_t offset = 0; offset < longest; offset += most) {
@@ -300,7 +300,7 @@ void SharedMemory::all_gather(char* base, const Scattered& shape, int thread, in
 void SharedMemory::all_reduce_at_once(float* x, size_t n, int thread, int threads) {
   const int lanes = n * sizeof(float) <= kOneLaneBytes ? 1 : kLanes;
   constexpr size_t kMost = kLaneBytes / sizeof(float);
-  const float* partials[kMostRanks];
+  const float* partials[kMaxRanks];
   const auto share = [&](int lane, size_t offset) {
     const size_t end = n * (lane + 1) / lanes, begin = std::min(end, n * lane / lanes + offset);
     return Range{begin, std::min(end, begin + kMost)};

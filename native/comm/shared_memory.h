@@ -36,7 +36,7 @@ constexpr int kLanes = 8;                   // of collectives; threads divide th
 constexpr int kGatherLane = kLanes;         // one more for gather
 constexpr int kBroadcastLane = kLanes + 1;  // one more for broadcast
 constexpr int kAllLanes = kLanes + 2;
-constexpr int kMostRanks = 1024;
+constexpr int kMaxRanks = 1024;
 constexpr size_t kLaneBytes = 256 << 10;   // of one buffer of a lane
 constexpr size_t kCommandBytes = 1 << 20;  // of one chunk of a command
 

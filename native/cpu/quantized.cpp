@@ -121,10 +121,10 @@ int bad_halves(const char* values, int n) {
   return bad;
 }
 
-constexpr int kMostRows = 64;  // of a panel
+constexpr int kMaxRows = 64;  // of a panel
 
 // Transposes bytes `first` to first + 7 of eight rows into columns, from `lane` on.
-AS_INLINE void transpose_bytes(const int8_t (&rows)[8][16], int first, int8_t (*out)[kMostRows], int lane) {
+AS_INLINE void transpose_bytes(const int8_t (&rows)[8][16], int first, int8_t (*out)[kMaxRows], int lane) {
   uint64_t x[8];
   for (int i = 0; i < 8; i++) std::memcpy(&x[i], rows[i] + first, 8);
   const auto exchange = [](uint64_t& a, uint64_t& b, int shift, uint64_t mask) {
@@ -199,7 +199,7 @@ class Heads {
   const StoredRows& stored_;
   const int64_t column_;
   int64_t block_ = -1, row_ = -1;  // the unpacked block; a group's scales are adjacent
-  int8_t scales_[16][kMostRows], minimums_[8][kMostRows];
+  int8_t scales_[16][kMaxRows], minimums_[8][kMaxRows];
 };
 
 // place() for small floats. Returns the number of e4m3 NaN.

@@ -58,7 +58,7 @@ void CudaExecutor::allocate(const Limits& limits, int masks, const AdapterLimits
   if (draft && (!draft->runner_ || draft->shared_device_ != shared_device_))
     throw std::invalid_argument("allocate() of the draft model, which must be beside this one, comes first");
   draft_ = std::move(draft);
-  check_adapters(adapters.count, adapters.max_rank, kMostLaunchRows);
+  check_adapters(adapters.count, adapters.max_rank, kMaxLaunchRows);
   device_.use();
   weights_.finish();
   allocate_masks(masks, true);
@@ -273,14 +273,14 @@ std::vector<std::pair<int, int>> CudaExecutor::expert_tiles(int row_set) const {
 
 void CudaExecutor::sum_ranks(const float* parts, int ranks, int rows, int width, const float* norm,
                              const std::string& dtype, bool adds, bool pushed, float* y, float* normed) {
-  if (ranks < 1 || ranks > kMostRanks || rows < 1 || width < 1)
-    throw std::invalid_argument("sum_ranks: 1 to " + std::to_string(kMostRanks) + " ranks, and rows that are some");
+  if (ranks < 1 || ranks > kMaxRanks || rows < 1 || width < 1)
+    throw std::invalid_argument("sum_ranks: 1 to " + std::to_string(kMaxRanks) + " ranks, and rows that are some");
   device_.use();
   const bool is_dtype16 = dtype != "float32";
   const size_t count = (size_t)rows * width, bytes = count * sizeof(float),
                half = partial_bytes(rows, width, is_dtype16);
   Memory in(bytes, "partial sums"), all(ranks * half, "partial sums"),
-      others(pushed ? ranks * half : 0, "places of partial sums"), flags((kMostRanks + 1) * sizeof(uint32_t), "flags"),
+      others(pushed ? ranks * half : 0, "places of partial sums"), flags((kMaxRanks + 1) * sizeof(uint32_t), "flags"),
       step(sizeof(int), "a step"), failed(sizeof(int), "a flag", Memory::Where::host),
       weight(width * sizeof(float), ""), total(bytes, "a sum"), result(bytes, "its norm");
   const auto copy = [](const Memory& to, const void* from, size_t size) {
@@ -289,7 +289,7 @@ void CudaExecutor::sum_ranks(const float* parts, int ranks, int rows, int width,
   };
   RankSum sum;
   sum.peers.world = ranks, sum.peers.step = step.as<int>(), sum.peers.failed = failed.as<int>();
-  const std::vector<uint32_t> come(kMostRanks, 1);
+  const std::vector<uint32_t> come(kMaxRanks, 1);
   copy(flags, come.data(), come.size() * sizeof(uint32_t)), copy(weight, norm, weight.size()), copy(total, y, bytes);
   for (int r = 0; r < ranks; r++) {
     char* own = all.as() + r * half;

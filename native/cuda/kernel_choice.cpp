@@ -78,7 +78,7 @@ GemmAlgo choose_quantized(const Chip& chip, const Gemm& g, int rows, GemmAlgo al
   if (algo == GemmAlgo::any) {
     if (is_hopper(chip) && rows == 1 && QuantizedGemvPlan(g.w, chip.sms, chip.shared_bytes).stages)
       return GemmAlgo::gemv;
-    algo = rows > kMostFused ? GemmAlgo::prefill : GemmAlgo::stream_k;
+    algo = rows > kMaxFused ? GemmAlgo::prefill : GemmAlgo::stream_k;
   }
   if (algo == GemmAlgo::prefill && (!is_hopper(chip) || g.writes_16_bytes)) return GemmAlgo::prefill;
   return algo == GemmAlgo::mma || !is_hopper(chip) ? GemmAlgo::mma : GemmAlgo::stream_k;

@@ -164,7 +164,7 @@ void bind_adapters(py::module_& m) {
   m.def(
       "lora_bytes",
       [](int rows, int max_rank) {
-        return (size_t)rows * kMostTargets * kMaxLoraKParts * whole_ranks(max_rank) * sizeof(float);
+        return (size_t)rows * kMaxTargets * kMaxLoraKParts * whole_ranks(max_rank) * sizeof(float);
       },
       py::arg("rows"), py::arg("max_rank"), "Bytes of scratch memory that adapters' GEMMs take for so many rows.");
   py::class_<Adapter, std::shared_ptr<Adapter>>(m, "Adapter", "A LoRA adapter's matrices, of Executor.new_adapter().")
@@ -253,7 +253,7 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
           [](CudaExecutor& e, int id, const Floats& x, const Integers& chosen, const std::string& algo, int tile_rows) {
             const Matrix& m = e.weights().matrix(id);
             if (x.ndim() != 2 || x.shape(1) != m.k || chosen.ndim() != 2 || chosen.shape(0) != x.shape(0) ||
-                chosen.shape(1) > kMostTop)
+                chosen.shape(1) > kMaxTop)
               throw std::invalid_argument("multiply_experts: x [rows, " + std::to_string(m.k) +
                                           "] and chosen [rows, experts of each]");
             for (py::ssize_t i = 0; i < chosen.size(); i++)
@@ -315,7 +315,7 @@ PYBIND11_MODULE(_cuda, m) {
       "partial_bytes", [](int head_dim) { return partial_floats(head_dim) * sizeof(float); },
       "Bytes that attention takes for partial results of a sequence, KV head and KV split.");
   m.attr("KV_SPLIT_TOKENS") = kKvSplitTokens;
-  m.attr("MOST_RANKS") = kMostRanks;
+  m.attr("MOST_RANKS") = kMaxRanks;
   m.def(
       "measure_roofline",
       [](int device) {

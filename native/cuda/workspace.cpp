@@ -46,7 +46,7 @@ Workspace::Workspace(const Device& device, const Program& program, const Weights
       limits(limits),
       adapters(adapters),
       dtype(weights.dtype()),
-      most_splits((limits.max_length + kKvSplitTokens - 1) / kKvSplitTokens),
+      max_splits((limits.max_length + kKvSplitTokens - 1) / kKvSplitTokens),
       kernels(device.chip(dtype)) {
   check_limits();
   if (adapters && adapters->limits.is_dtype16 && adapters->limits.type != dtype)
@@ -66,8 +66,8 @@ void Workspace::check_limits() const {
   const Limits& l = limits;
   if (l.max_rows < 1 || l.max_outputs < 1 || l.max_slots < 1 || l.max_length < 1 || l.num_spans < 1)
     throw std::invalid_argument("allocate: sizes must be positive");
-  if (std::max(l.max_rows, l.max_outputs) > kMostLaunchRows)
-    refuse("steps of more than " + std::to_string(kMostLaunchRows) + " rows");
+  if (std::max(l.max_rows, l.max_outputs) > kMaxLaunchRows)
+    refuse("steps of more than " + std::to_string(kMaxLaunchRows) + " rows");
   if (l.span_size != 16 && l.span_size != 32 && l.span_size != 64 && l.span_size != 128)
     throw std::invalid_argument("span size must be 16, 32, 64 or 128, got " + std::to_string(l.span_size));
   if ((int64_t)l.num_spans * l.span_size > kLargestCount * 64ll)
@@ -166,7 +166,7 @@ void Workspace::allocate_scratch() {
   const auto in = [&](const OpNode& op, int i) -> const Tensor& { return tensors[op.inputs[i]]; };
   for (const OpNode& op : program.ops())
     if (op.is(Op::lora) && adapters)
-      lora = std::max(lora, (size_t)max_rows(op.inputs[0]) * kMostTargets *
+      lora = std::max(lora, (size_t)max_rows(op.inputs[0]) * kMaxTargets *
                                 lora_k_parts(in(op, 1).rows.width, adapters->limits.is_dtype16) *
                                 whole_ranks(adapters->limits.max_rank));
   const std::vector<OpNode> ops = ops_of(program, false);
@@ -194,7 +194,7 @@ void Workspace::allocate_cache() {
   // One extra span of zeros replaces the spans that a sliding window has left. Its positions have weight zero.
   const size_t spans = limits.num_spans + (size_t)1;
   size_t bytes = 0, partial = 0;
-  int attentions = 0, most_heads = 0;
+  int attentions = 0, max_heads = 0;
   for (const OpNode& op : program.ops()) {
     if (!op.is(Op::span_attention)) continue;
     LayerCache layer{nullptr, limits.cache_type, limits.span_size, op.integer("kv_heads"), op.integer("head_dim"), 0};
@@ -210,7 +210,7 @@ void Workspace::allocate_cache() {
                                   " is of another size in another cache group");
     if (fresh) bytes += layer.span_bytes() * spans;
     partial = std::max(partial, partial_floats(layer.head_dim) * layer.kv_heads);
-    most_heads = std::max(most_heads, layer.kv_heads);
+    max_heads = std::max(max_heads, layer.kv_heads);
   }
   cache = Memory(bytes, "the KV cache", Memory::Where::lent);
   char* next = cache.as();
@@ -222,8 +222,8 @@ void Workspace::allocate_cache() {
     layers.push_back(layer);
   }
   const int few = std::min(limits.max_rows, limits.max_slots);  // decode tiles of a step: at most one per sequence
-  partials = Memory(partial * few * most_splits * sizeof(float), "partial results of attention", Memory::Where::lent);
-  arrivals = Memory(few * most_heads * sizeof(int), "partial results of attention");
+  partials = Memory(partial * few * max_splits * sizeof(float), "partial results of attention", Memory::Where::lent);
+  arrivals = Memory(few * max_heads * sizeof(int), "partial results of attention");
 }
 
 void Workspace::allocate_expert_rows() {
@@ -236,7 +236,7 @@ void Workspace::allocate_expert_rows() {
       throw std::invalid_argument("op expert_linear is for " + std::to_string(end - begin) + " experts, weight " +
                                   std::to_string(op.weights[0]) + " has " + std::to_string(m.experts));
     if (m.takes_bytes()) refuse("experts of other types than float32, bfloat16, float16, int8 and int4");
-    if (m.takes_tiles() && most_shared() < kExpertsShared)
+    if (m.takes_tiles() && max_shared() < kExpertsShared)
       refuse("experts of type bfloat16, float16, int8 and int4 on a GPU with less than " +
              std::to_string(kExpertsShared >> 10) + " KiB of shared memory for a CTA: " + device.name());
     if (m.takes_tiles() && tiles_bytes(max_rows(op.inputs[0]), m.k) > INT_MAX)  // kernels use 32-bit byte offsets
@@ -253,8 +253,8 @@ void Workspace::allocate_expert_rows() {
     const int rows = rows_of(formed.of, limits.max_rows, limits.max_outputs);
     Routing& routing = entries.routing;
     if ((int64_t)rows * formed.times > kLargestCount) refuse("steps of so many rows of experts");
-    if (entries.kind == Kind::f32 && rows * formed.times > kMostLaunchRows)
-      refuse("steps of more than " + std::to_string(kMostLaunchRows) + " rows of experts in float32");
+    if (entries.kind == Kind::f32 && rows * formed.times > kMaxLaunchRows)
+      refuse("steps of more than " + std::to_string(kMaxLaunchRows) + " rows of experts in float32");
     routing.top = formed.times;
     const int experts = routing.end - routing.begin;
     routing_memory_.emplace_back(routing_bytes(rows, routing.top, experts), "rows of experts");

@@ -22,7 +22,7 @@ struct Limits {
   bool graphs = true;                   // replay decode steps as CUDA graphs; the bits are the same
 };
 
-constexpr int kMostLaunchRows = 65535;  // of kernels with one CTA per row
+constexpr int kMaxLaunchRows = 65535;  // of kernels with one CTA per row
 
 // Throws std::invalid_argument: the CUDA backend has no `feature`.
 [[noreturn]] void refuse(const std::string& feature);
@@ -77,7 +77,7 @@ class Workspace {
   const Limits limits;
   const Adapters* const adapters;
   const DType16 dtype;          // of 16-bit weights and activations
-  const int most_splits;        // KV splits of the longest possible sequence
+  const int max_splits;         // KV splits of the longest possible sequence
   std::vector<Tensor> tensors;  // of the program
   std::vector<LayerCache> layers;
   int group = 1;                          // query heads per KV head

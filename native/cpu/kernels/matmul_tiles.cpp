@@ -54,12 +54,12 @@ constexpr int cuts_of(int steps) { return steps <= kWhole ? 1 : (steps + kCut - 
 constexpr int longest_of(int steps) { return (steps + cuts_of(steps) - 1) / cuts_of(steps); }
 constexpr int panels_of_group(int steps) { return (int)(kGroupBytes / ((size_t)longest_of(steps) * kPanelStepBytes)); }
 // The maximum over all K. Parts have a minimum length that grows with their number, so a few numbers cover all.
-constexpr int most_panels() {
+constexpr int max_panels() {
   int most = 0;
   for (int steps = kWhole + 1; steps <= 8 * kCut; steps++) most = std::max(most, panels_of_group(steps));
   return most;
 }
-constexpr int kGroup = most_panels();
+constexpr int kGroup = max_panels();
 
 struct TileBFloat {
   static constexpr int kStep = 32;  // k of a step

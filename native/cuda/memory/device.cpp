@@ -103,7 +103,7 @@ Device::~Device() {
 
 Chip Device::chip(DType16 dtype) const {
   use();
-  return {capability_, sm_count_, most_shared(), capability_ == 90 ? prefill_clusters(dtype) : 0};
+  return {capability_, sm_count_, max_shared(), capability_ == 90 ? prefill_clusters(dtype) : 0};
 }
 
 size_t Device::free_bytes() const {

@@ -44,9 +44,9 @@ size_t exchange_bytes(int world, size_t buffer_bytes, size_t pushed) {
 
 Exchange::Exchange(const Device& device, int rank, int world, size_t buffer_bytes, size_t pushed, double seconds)
     : device_(device), seconds_(seconds) {
-  if (world < 2 || world > kMostRanks || rank < 0 || rank >= world)
+  if (world < 2 || world > kMaxRanks || rank < 0 || rank >= world)
     throw std::invalid_argument("rank " + std::to_string(rank) + " of " + std::to_string(world) +
-                                ": a group has up to " + std::to_string(kMostRanks) + " GPUs");
+                                ": a group has up to " + std::to_string(kMaxRanks) + " GPUs");
   device_.use();
   memory_ = Memory(exchange_bytes(world, buffer_bytes, pushed), "what GPUs exchange");
   failed_ = Memory(sizeof(int), "a flag", Memory::Where::host);
@@ -153,7 +153,7 @@ void Exchange::leave() {
   opened_.clear();
   const auto began = std::chrono::steady_clock::now();
   while (true) {
-    uint32_t left[kMostRanks] = {};
+    uint32_t left[kMaxRanks] = {};
     check(cudaMemcpy(left, left_of(memory_.as()), sizeof left, cudaMemcpyDeviceToHost), "waiting for other ranks");
     int others = 0;
     for (int r = 0; r < peers_.world; r++) others += left[r];

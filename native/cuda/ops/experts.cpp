@@ -8,7 +8,7 @@
 namespace as::cuda {
 namespace {
 
-constexpr int kMostGroups = 32;  // per router
+constexpr int kMaxGroups = 32;  // per router
 
 // The sum over a row's experts, with the add and the norm that follow, if any. last: the last op computed here.
 Combination combination_at(const Binding& b, size_t i, size_t& last) {
@@ -85,10 +85,10 @@ int bind_router(Binding& b, size_t i, bool logits) {
   router.sigmoid = std::string(op.choice("scores")) == "sigmoid", router.normalized = op.flag("normalized");
   router.scale = (float)op.number("scale");
   router.groups = op.integer("groups"), router.top_groups = op.integer("top_groups");
-  if (router.experts > kMostExperts || routing.top > kMostTop || router.groups > kMostGroups)
+  if (router.experts > kMaxExperts || routing.top > kMaxTop || router.groups > kMaxGroups)
     refuse("router of " + std::to_string(router.experts) + " experts in " + std::to_string(router.groups) +
-           " groups, " + std::to_string(routing.top) + " for a row: at most " + std::to_string(kMostExperts) + ", " +
-           std::to_string(kMostGroups) + " and " + std::to_string(kMostTop));
+           " groups, " + std::to_string(routing.top) + " for a row: at most " + std::to_string(kMaxExperts) + ", " +
+           std::to_string(kMaxGroups) + " and " + std::to_string(kMaxTop));
   if (routing.end > router.experts)
     throw std::invalid_argument("op expert_linear: experts " + std::to_string(routing.begin) + "..." +
                                 std::to_string(routing.end - 1) + ", the router has " + std::to_string(router.experts));

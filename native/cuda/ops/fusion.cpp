@@ -7,7 +7,7 @@
 namespace as::cuda {
 namespace {
 
-constexpr int kMostNormed = 8192;  // columns: up to this width all kernels norm with the same bits
+constexpr int kMaxNormed = 8192;  // columns: up to this width all kernels norm with the same bits
 
 }  // namespace
 
@@ -82,7 +82,7 @@ bool has_row_kernels_at(const Binding& b, size_t router) {
          is_gated(b.ops, b.weights, router + 1) && b.out(up).row_set == b.out(op).row_set &&
          b.in(up).row_set == b.in(op).row_set && b.in(up).rows.tiles && down.inputs[0] == gates.outputs[0] &&
          b.out(gates).rows.tiles && sum.inputs[0] == down.outputs[0] && sum.inputs[1] == op.outputs[0] &&
-         !read_from(b.ops, router + 5, down.outputs[0]) && b.out(sum).rows.width <= kMostNormed &&
+         !read_from(b.ops, router + 5, down.outputs[0]) && b.out(sum).rows.width <= kMaxNormed &&
          has_expert_gemv(b.workspace.kernels.chip, b.matrix(up), b.matrix(down));
 }
 

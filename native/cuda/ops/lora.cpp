@@ -36,7 +36,7 @@ int bind_lora(Binding& b, size_t i) {
     last = *sum, sums.added = b.in(b.ops[*sum]).values();
   }
   for (size_t next = i; next < end; sums.count = 0) {
-    for (; next < end && sums.count < kMostTargets; next++)
+    for (; next < end && sums.count < kMaxTargets; next++)
       sums.columns[sums.count++] = {b.ops[next].integer("target"), b.ops[next].integer("offset"),
                                     b.ops[next].integer("columns")};
     b.add_launch(y.row_set, [=, queue = b.queue](int rows) { add_lora(sums, rows, queue); });

@@ -17,7 +17,7 @@ int bind_span_attention(Binding& b, size_t i) {
   a.scale = (float)op.number("scale"), a.soft_cap = (float)op.number("soft_cap"), a.window = op.integer("window");
   a.qkv = b.in(op).values(), a.width = b.in(op).rows.width, a.out = b.out(op).rows;
   a.tables = ws.data->tables(op.integer("cache_group")), a.partials = ws.partials.as<float>();
-  a.most_splits = ws.most_splits, a.arrivals = ws.arrivals.as<int>();
+  a.max_splits = ws.max_splits, a.arrivals = ws.arrivals.as<int>();
   if (op.flag("sinks")) a.sinks = b.vector(op, 0);
   if (op.flag("alibi")) a.slopes = b.vector(op, op.flag("sinks"));
   const double logn = op.number("logn");
@@ -27,7 +27,7 @@ int bind_span_attention(Binding& b, size_t i) {
   if (norms) whole.query_norm = norms->first.norm, whole.key_norm = norms->second.norm;
   const int* where = ws.data->where(op.integer("cache_group"));
   const int at_once = a.cache.type == CacheType::dtype16 ? 2 : 3;  // CTAs of attention per SM
-  const int wanted = at_once * ws.device.sm_count(), most = ws.most_splits;
+  const int wanted = at_once * ws.device.sm_count(), most = ws.max_splits;
   const AttentionChoice kernels = ws.kernels.attention(a.cache, a.group, a.slopes || a.sinks);
   b.launches.push_back([=, data = &*ws.data, queue = b.queue](const Binding::Size& size) {
     if (!size.rows) return;

@@ -7,8 +7,8 @@
 namespace as::cuda {
 namespace {
 
-constexpr double kMaskSeconds = 30;                          // longer than any mask takes
-constexpr size_t kEditsOfARow = 4096, kMostEdits = 1 << 20;  // per row on average; per step
+constexpr double kMaskSeconds = 30;                         // longer than any mask takes
+constexpr size_t kEditsOfARow = 4096, kMaxEdits = 1 << 20;  // per row on average; per step
 
 size_t rounded(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
@@ -16,13 +16,13 @@ size_t rounded(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 DeviceSampler::DeviceSampler(const Device& device, float* logits, Argmax* argmax, int vocab_size, int max_outputs,
                              Masks* masks)
-    : device_(device), masks_(masks), list_(vocab_size, std::min(kEditsOfARow * max_outputs, kMostEdits)) {
+    : device_(device), masks_(masks), list_(vocab_size, std::min(kEditsOfARow * max_outputs, kMaxEdits)) {
   const size_t rows = max_outputs;
   const auto both = [](Memory& host, Memory& on_device, size_t bytes, const char* purpose) {
     host = Memory(bytes, purpose, Memory::Where::host), on_device = Memory(bytes, purpose);
   };
   both(host_samples_, samples_, rows * sizeof(RowSample), "samples");
-  both(host_edits_, edits_, list_.most_edits() * sizeof(Edit), "penalties of samples");
+  both(host_edits_, edits_, list_.max_edits() * sizeof(Edit), "penalties of samples");
   both(host_outputs_, outputs_, rows * sizeof(SampleOutput), "sampled tokens");
   if (masks) both(host_masks_, bits_, rows * masks->words() * sizeof(uint32_t), "masks of samples");
   task_.logits = logits, task_.width = vocab_size, task_.argmax = argmax;

@@ -43,7 +43,7 @@ bool SampleList::add(const Batch& batch, int row, int mask) {
     Processors(input, 0, vocab_size_, seen_, ListedEdits(of_row_)).run();
     size_t edits = 0;
     for (const auto& list : of_row_) edits += list.size();
-    if (edits_.size() + edits > most_edits_) return false;
+    if (edits_.size() + edits > max_edits_) return false;
     std::stable_sort(of_row_[3].begin(), of_row_[3].end(), [](const Edit& a, const Edit& b) { return a.id < b.id; });
     for (const auto& list : of_row_) edits_.insert(edits_.end(), list.begin(), list.end());
     sample.repeats = (int32_t)of_row_[0].size(), sample.lowers = (int32_t)of_row_[1].size();

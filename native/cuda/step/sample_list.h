@@ -10,10 +10,10 @@ namespace as::cuda {
 
 class SampleList {
  public:
-  // vocab_size: columns of the logits. most_edits: the most edits of logits in a step.
-  SampleList(int vocab_size, size_t most_edits) : vocab_size_(vocab_size), most_edits_(most_edits) {}
+  // vocab_size: columns of the logits. max_edits: the most edits of logits in a step.
+  SampleList(int vocab_size, size_t max_edits) : vocab_size_(vocab_size), max_edits_(max_edits) {}
 
-  size_t most_edits() const { return most_edits_; }
+  size_t max_edits() const { return max_edits_; }
   void clear() { samples_.clear(), edits_.clear(), edited_ = both_sums_ = false; }
   // Adds the sample that outputs[row] requests. mask: the index of its mask in the step; -1: none. Returns false, and
   // adds nothing, if there are too many edits.
@@ -26,7 +26,7 @@ class SampleList {
 
  private:
   const int vocab_size_;
-  const size_t most_edits_;
+  const size_t max_edits_;
   std::vector<RowSample> samples_;
   std::vector<Edit> edits_;
   bool edited_ = false, both_sums_ = false;

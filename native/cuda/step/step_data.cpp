@@ -24,12 +24,12 @@ StepData::StepData(int max_rows, int max_outputs, int max_slots, int max_spans, 
       windows_(std::move(windows)),
       pitch_(((size_t)max_rows + 3) / 4 * 4),
       table_(whole_pitches((size_t)max_slots * max_spans)) {
-  const size_t rows = max_rows, most_tiles = rows * group / kPrefillPairs + max_slots;
+  const size_t rows = max_rows, max_tiles = rows * group / kPrefillPairs + max_slots;
   size_t next = 0;
   const auto take = [&](size_t& offset, size_t ints) { offset = next, next += whole_pitches(ints); };
   take(step_, 1), take(tokens_, rows), take(positions_, rows), take(prompts_, rows), take(where_, pitch_ * groups_),
       take(adapters_, rows), take(chosen_, max_outputs);
-  take(decode_tiles_, rows * kTileInts), take(prefill_tiles_, most_tiles * kTileInts), take(tables_, table_ * groups_);
+  take(decode_tiles_, rows * kTileInts), take(prefill_tiles_, max_tiles * kTileInts), take(tables_, table_ * groups_);
   all_ = next;
   for (Memory& turn : turns_) turn = Memory(all_ * sizeof(int), "rows of a step", Memory::Where::host);
   device_memory_ = Memory(all_ * sizeof(int), "rows of a step");

@@ -66,10 +66,10 @@ Matrix matrix_of(int rows, int k, const std::string& format, int group, int expe
     throw std::invalid_argument("weights of type " + format + " in groups of " + std::to_string(group) +
                                 " are not available on CUDA: groups may be " + (integers ? "" : "16, 32, ") +
                                 "a multiple of 64 or whole rows");
-  if ((integers || floats) && k > kMostIntegers)
+  if ((integers || floats) && k > kMaxIntegers)
     throw std::invalid_argument("matrix of " + std::to_string(k) +
                                 " input features: sums of 8-bit products are exact up to " +
-                                std::to_string(kMostIntegers));
+                                std::to_string(kMaxIntegers));
   m.kind = floats ? Kind::float8 : integers ? Kind::integers : Kind::quantized;
   m.quants.bits = eight ? 8 : 4, m.quants.floats = floats, m.quants.in_rows = floats || (integers && eight);
   m.quants.group = group && group < k ? group : k;

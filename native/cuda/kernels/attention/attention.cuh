@@ -94,7 +94,7 @@ __device__ inline float share(float value, float sum) { return __fmul_rn(value, 
 // A KV split's partial result for a tile and KV head: maxima and sums of its pairs, then values [pair][head_dim].
 __device__ inline float* partial_of(const Attention& a, int tile, int kv_head, int split) {
   const size_t size = kDecodePairs * (2 + (size_t)a.cache.head_dim);
-  return a.partials + (((size_t)tile * a.cache.kv_heads + kv_head) * a.most_splits + split) * size;
+  return a.partials + (((size_t)tile * a.cache.kv_heads + kv_head) * a.max_splits + split) * size;
 }
 
 }  // namespace AS_DTYPE16

@@ -65,7 +65,7 @@ struct Attention {
   Rows out;
   const int* tables = nullptr;  // of spans
   float* partials = nullptr;    // results of KV splits
-  int most_splits = 0;          // KV splits of the longest sequence
+  int max_splits = 0;           // KV splits of the longest sequence
   int* arrivals = nullptr;      // finished warps of each tile and KV head; zero between launches
   Norm query_norm, key_norm;    // only store_and_attend(): norms of heads before RoPE; weight null: none
 };

@@ -530,9 +530,9 @@ template <int kDim, CacheType kType>
 void start_decode(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own, const Rope* rope,
                   const Queue& queue) {
   using S = Shape<kDim, kType>;
-  const int rows = own ? kDecodePairs / a.group : 0, all = count * a.cache.kv_heads * (several ? a.most_splits : 1);
+  const int rows = own ? kDecodePairs / a.group : 0, all = count * a.cache.kv_heads * (several ? a.max_splits : 1);
   const int fixed = sizeof(Shared) + kDecodePairs * 2 * S::kStride + 2 * rows * S::kRow;
-  const int there = sm_count(), half = (most_shared() + kReserved) / 2 - kReserved - fixed;
+  const int there = sm_count(), half = (max_shared() + kReserved) / 2 - kReserved - fixed;
   const auto launch = [&](auto kernel, int threads, int blocks, int stages) {
     const int bytes = fixed + stages * S::kTensor;
     allow_shared(kernel, bytes);
@@ -542,10 +542,10 @@ void start_decode(const Attention& a, const AttentionTile* tiles, int count, boo
   if constexpr (kDim <= 128) {  // a CTA needs a stage for each block of a KV split's keys
     if (!several && all > there && half >= kBlocks * S::kTensor)
       return launch(attend_decode_kernel<kDim, kType, true>, threads(true), 2 * there,
-                    std::min(half / S::kTensor, kMostStages));
+                    std::min(half / S::kTensor, kMaxStages));
   }
-  const int wanted = several || all > there ? kMostStages : kShortStages;
-  const int stages = std::min((most_shared() - fixed) / S::kTensor, wanted);
+  const int wanted = several || all > there ? kMaxStages : kShortStages;
+  const int stages = std::min((max_shared() - fixed) / S::kTensor, wanted);
   launch(attend_decode_kernel<kDim, kType, false>, threads(false), there, stages);
 }
 

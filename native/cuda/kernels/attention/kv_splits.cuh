@@ -13,7 +13,7 @@ constexpr int kConsumers = 8;                      // warps that compute
 __host__ __device__ constexpr int producers(bool lean) { return lean ? 2 : 4; }
 __host__ __device__ constexpr int threads(bool lean) { return 32 * (kConsumers + producers(lean)); }
 constexpr int kReserved = 1 << 10;  // bytes of a CTA's shared memory that the system reserves
-constexpr int kShortStages = 6, kMostStages = 24;
+constexpr int kShortStages = 6, kMaxStages = 24;
 
 // The KV splits of a CTA: where they begin, their count, and the number of the first among all. Each CTA has `each`
 // splits, and the first `more` CTAs have one more. whole: a CTA has all splits of a tile and KV head instead.
@@ -30,7 +30,7 @@ struct Begin {
 };
 
 struct Shared {
-  uint64_t full[kMostStages], empty[kMostStages];
+  uint64_t full[kMaxStages], empty[kMaxStages];
   uint4 weights[kKvSplitTokens / 16][32];  // of 16 positions each, as first operand of mma.sync
   float maxima[kDecodePairs][kConsumers], sums[kConsumers][kDecodePairs][4];  // over a warp's positions
   float shrunk[kBlocks][kDecodePairs];  // factors that rescale a KV split's sums before each block
@@ -181,7 +181,7 @@ struct Part {
 };
 
 constexpr int kMergers = kConsumers / 2;  // warps of a CTA that merge each end of its range
-constexpr int kMostLooks = 1 << 26;       // polls until a wait fails; at least half a minute
+constexpr int kMaxLooks = 1 << 26;        // polls until a wait fails; at least half a minute
 
 __device__ inline int arrived(const int* arrivals) {
   int value;
@@ -224,14 +224,14 @@ __device__ void merge_part(const Attention& a, const Part& part, Shared& shared,
   static_assert(kDim % kWide == 0 && kWide % 4 == 0);
   const DecodeRows& rows = part.rows;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, kv_head = part.kv_head, warps = kConsumers * part.blocks;
-  const int chunks = rows.count * kChunks, mergers = kMergers * part.blocks, most_splits = min(32, bytes / (kWide * 4));
+  const int chunks = rows.count * kChunks, mergers = kMergers * part.blocks, max_splits = min(32, bytes / (kWide * 4));
   int* arrivals = a.arrivals + part.tile * a.cache.kv_heads + kv_head;
   int chunk = warp % kMergers * part.blocks + part.own;
   if (chunk >= chunks) return;
   memory += warp * bytes + lane * 16;
   float4* factors = reinterpret_cast<float4*>(shared.weights[warp]);
   for (int looks = 0; (arrived(arrivals) & (kLeaving - 1)) != warps; looks++)
-    if (looks == kMostLooks) __trap();
+    if (looks == kMaxLooks) __trap();
   __syncwarp();
   const bool has = lane * 4 < kWide;
   for (; chunk < chunks; chunk += mergers) {
@@ -241,8 +241,8 @@ __device__ void merge_part(const Attention& a, const Part& part, Shared& shared,
     float most = __ldcg(place(part.merged, pair)), sum = __ldcg(place(part.merged, kDecodePairs + pair));
     float4 total = __ldcg(reinterpret_cast<const float4*>(place(part.merged, at)));
 #pragma unroll 1
-    for (int first = part.merged + 1; first <= rows.last_split; first += most_splits) {
-      const int count = min(most_splits, rows.last_split - first + 1), own = first + min(lane, count - 1);
+    for (int first = part.merged + 1; first <= rows.last_split; first += max_splits) {
+      const int count = min(max_splits, rows.last_split - first + 1), own = first + min(lane, count - 1);
       const float own_most = __ldcg(place(own, pair)), own_sum = __ldcg(place(own, kDecodePairs + pair));
 #pragma unroll 4
       for (int i = 0; i < count; i++)

@@ -45,7 +45,7 @@ __device__ bool has_come(const uint32_t* flag, uint32_t call) {
 // a quarter of a millisecond, and this rank was late for the next sum.
 class Wait {
  public:
-  __device__ explicit Wait(const Peers& peers) : peers_(peers), given_up_(peers.flags[peers.rank] + kMostRanks) {}
+  __device__ explicit Wait(const Peers& peers) : peers_(peers), given_up_(peers.flags[peers.rank] + kMaxRanks) {}
   // Whether to go on waiting for rank r. Once a rank has missed the limit, all waits return false. The sums are then
   // useless, and the host reports it (Exchange::check_waits).
   __device__ bool goes_on(int r) {
@@ -253,12 +253,12 @@ void sum_ranks(const RankSum& sum, int rows, const Queue& queue) {
   const auto start_tiles = [&](auto is_whole, auto pushed) {
     constexpr bool kWhole = is_whole(), kPushed = pushed();
     choose(sum_kernel<true, 2, kWhole, kPushed>, sum_kernel<true, 4, kWhole, kPushed>,
-           sum_kernel<true, kMostRanks, kWhole, kPushed>);
+           sum_kernel<true, kMaxRanks, kWhole, kPushed>);
   };
   const auto start_values = [&](auto is_whole) {
     constexpr bool kWhole = is_whole();
     choose(sum_kernel<false, 2, kWhole, false>, sum_kernel<false, 4, kWhole, false>,
-           sum_kernel<false, kMostRanks, kWhole, false>);
+           sum_kernel<false, kMaxRanks, kWhole, false>);
   };
   const std::true_type yes;
   const std::false_type no;

@@ -4,7 +4,7 @@
 
 namespace as::cuda {
 
-constexpr int kMostRanks = 8;
+constexpr int kMaxRanks = 8;
 // Partial sums of up to kPushedRows rows in tiles are pushed to the other ranks' memory; those of more rows are read by
 // the other ranks. A value that has not arrived has all bits set; no result rounds to that.
 constexpr int kPushedRows = 256;
@@ -12,15 +12,15 @@ constexpr int kNotYet = 0xffff;
 // Memory of all ranks' GPUs, which all ranks read and write (exchange.h).
 struct Peers {
   int rank = 0, world = 1;
-  size_t buffer_bytes = 0;           // bytes of each of the two buffers of partial sums
-  const char* partials[kMostRanks];  // of each rank, two buffers: for even and odd calls of a step
-  uint32_t* flags[kMostRanks];       // on each rank, for each rank: the last call it has reached; then whether
-                                     // a rank has missed the time limit
-  char* pushed[kMostRanks];          // on each rank, for even and odd calls, for each rank: the values it pushed
-  size_t pushed_bytes = 0;           // of one rank and call; 0: nothing is pushed
-  const int* step = nullptr;         // number of previous steps, the same on all ranks
-  int* failed = nullptr;             // in host memory: 0, or 1 + the rank that has missed the time limit
-  uint64_t limit = 0;                // ns
+  size_t buffer_bytes = 0;          // bytes of each of the two buffers of partial sums
+  const char* partials[kMaxRanks];  // of each rank, two buffers: for even and odd calls of a step
+  uint32_t* flags[kMaxRanks];       // on each rank, for each rank: the last call it has reached; then whether
+                                    // a rank has missed the time limit
+  char* pushed[kMaxRanks];          // on each rank, for even and odd calls, for each rank: the values it pushed
+  size_t pushed_bytes = 0;          // of one rank and call; 0: nothing is pushed
+  const int* step = nullptr;        // number of previous steps, the same on all ranks
+  int* failed = nullptr;            // in host memory: 0, or 1 + the rank that has missed the time limit
+  uint64_t limit = 0;               // ns
 
   // Where rank `on` receives the values of rank `of`.
   AS_BOTH char* place(int on, int of, int call) const { return pushed[on] + (call % 2 * world + of) * pushed_bytes; }

@@ -7,7 +7,7 @@
 namespace as::cuda {
 
 // Bytes of shared memory that a CTA may have on the current GPU: 227 KiB on Hopper, 163 on the A100, 99 on many others.
-inline int most_shared() {
+inline int max_shared() {
   int device = 0, bytes = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);

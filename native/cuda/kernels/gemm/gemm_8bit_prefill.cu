@@ -24,7 +24,7 @@
 namespace as::cuda {
 namespace {
 
-constexpr int kMostShared = 226 << 10;
+constexpr int kMaxShared = 226 << 10;
 constexpr int kGroups = 2, kRows = kGroups * kBlock, kThreads = 128 * (1 + kGroups);  // kGroups warpgroups multiply
 constexpr int kStep = 2;                                                              // blocks of K in a stage
 // Rows of a band of tiles. CTAs compute the tiles of one band at about the same time, so its rows stay in the L2 cache.
@@ -57,7 +57,7 @@ struct Shape {
   static constexpr int kTotals = kSums == Sums::chained ? kColumns / 2 : 0;
   static constexpr int kKept = kColumns / 2 + kTotals <= 192 ? kTotals : 192 - kColumns / 2;
   static constexpr int kTotalsBytes = kGroups * 128 * (kTotals - kKept) * 4;
-  static constexpr int kStages = (kMostShared - kEndBytes - kTotalsBytes) / kStageBytes;
+  static constexpr int kStages = (kMaxShared - kEndBytes - kTotalsBytes) / kStageBytes;
   static constexpr int kStagesBytes = kStages * kStageBytes, kShared = kStagesBytes + kEndBytes + kTotalsBytes;
   // One warpgroup is this many steps ahead of the other: one writes results while the other multiplies.
   static constexpr int kAhead = kStages > 3 ? 2 : 1;

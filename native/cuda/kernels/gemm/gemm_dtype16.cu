@@ -25,8 +25,8 @@ struct Shape {
   static constexpr size_t kWarpBytes = kSums * 4 + kStages * kStageBytes;
 
   static size_t shared(int warps) { return warps * kWarpBytes + kSums * 4; }
-  static int most_warps() {
-    return std::min<int>(kMostWarps, (std::min(kSharedBytes, most_shared()) - kSums * 4) / kWarpBytes);
+  static int max_warps() {
+    return std::min<int>(kMaxWarps, (std::min(kSharedBytes, max_shared()) - kSums * 4) / kWarpBytes);
   }
 };
 
@@ -43,7 +43,7 @@ struct Walk {
 };
 
 template <typename S, int kTiles>
-__global__ void __launch_bounds__(32 * kMostWarps) gemm_kernel(GemmArgs p, int rows, int tiles, SplitK k) {
+__global__ void __launch_bounds__(32 * kMaxWarps) gemm_kernel(GemmArgs p, int rows, int tiles, SplitK k) {
   extern __shared__ __align__(128) char shared[];
   constexpr int kStages = S::kStages, kBytes = S::kStageBytes, kSums = S::kSums, kColumns = S::kColumns;
   const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -138,7 +138,7 @@ void start_tiles(const GemmArgs& p, int rows, const Queue& queue) {
   using S = Shape<kTiles, kDeep>;
   const auto kernel = gemm_kernel<S, kTiles>;
   const SplitK k(p.w.k, p.w.max_split_k);
-  const SplitKGrid grid = grid_of<S>(kernel, p.w, k, rows, kDeep ? kMaxSplitK : S::most_warps());
+  const SplitKGrid grid = grid_of<S>(kernel, p.w, k, rows, kDeep ? kMaxSplitK : S::max_warps());
   start(queue, kernel, grid.blocks, 32 * grid.warps, grid.shared, p, rows, grid.tiles, k);
   launched("gemm_dtype16");
 }

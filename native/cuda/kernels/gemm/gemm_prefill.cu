@@ -18,7 +18,7 @@ namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace {
 
-constexpr int kMostShared = 226 << 10;
+constexpr int kMaxShared = 226 << 10;
 [[maybe_unused]] constexpr int kCopiers = 4;  // threads that copy; each copies up to two parts of a tile
 constexpr int kGroups = 2, kRows = kGroups * kBlock, kThreads = 128 * (1 + kGroups);  // kGroups warpgroups multiply
 // One warpgroup is this many stages ahead of the other: one writes results while the other multiplies.
@@ -33,7 +33,7 @@ struct Shape {
   static constexpr int kTileRows = kRows, kColumns = kColumns_, kDown = kDown_, kAcross = kAcross_;
   [[maybe_unused]] static constexpr bool kWhole = kWhole_;
   static constexpr int kCluster = kDown * kAcross;
-  static constexpr int kStageBytes = (kRows + kColumns) * kRowBytes, kStages = kMostShared / kStageBytes;
+  static constexpr int kStageBytes = (kRows + kColumns) * kRowBytes, kStages = kMaxShared / kStageBytes;
   static constexpr int kShared = kStages * kStageBytes;
   [[maybe_unused]] static constexpr int kBand = kBandRows / (kDown * kRows);
   // Each CTA of a cluster copies whole groups of eight rows of the shared operands.

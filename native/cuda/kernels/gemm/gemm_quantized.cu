@@ -30,13 +30,13 @@ struct Shape {
   static constexpr size_t kWarpBytes = kSums * 4 + kStages * kStageBytes;
 
   static size_t shared(int warps) { return warps * kWarpBytes + kSums * 4; }
-  static int most_warps() {
-    return std::min<int>(kMostWarps, (std::min(kSharedBytes, most_shared()) - kSums * 4) / kWarpBytes);
+  static int max_warps() {
+    return std::min<int>(kMaxWarps, (std::min(kSharedBytes, max_shared()) - kSums * 4) / kWarpBytes);
   }
 };
 
 template <int kBits, int kTiles, int kColumnTiles, bool kFine>
-__global__ void __launch_bounds__(32 * kMostWarps)
+__global__ void __launch_bounds__(32 * kMaxWarps)
     gemm_kernel(const __grid_constant__ GemmArgs p, int rows, int tiles, SplitK k) {
   using S = Shape<kBits, kTiles, kColumnTiles, kFine>;
   extern __shared__ __align__(128) char shared[];
@@ -151,7 +151,7 @@ void start_tiles(const GemmArgs& p, int rows, const Queue& queue) {
   using S = Shape<kBits, kTiles, kColumnTiles, kFine>;
   const auto kernel = gemm_kernel<kBits, kTiles, kColumnTiles, kFine>;
   const SplitK k(p.w.k, p.w.max_split_k);
-  const SplitKGrid grid = grid_of<S>(kernel, p.w, k, rows, S::most_warps());
+  const SplitKGrid grid = grid_of<S>(kernel, p.w, k, rows, S::max_warps());
   start(queue, kernel, grid.blocks, 32 * grid.warps, grid.shared, p, rows, grid.tiles, k);
   launched("gemm_quantized");
 }
@@ -240,7 +240,7 @@ void gemm_widened(const GemmArgs& p, int rows, const Queue& queue) {
 }  // namespace
 
 size_t widened_bytes(int n, int k, bool gated, int rows) {
-  return rows > kMostFused ? tiles_bytes(part_rows(n, k, gated), k) : 0;
+  return rows > kMaxFused ? tiles_bytes(part_rows(n, k, gated), k) : 0;
 }
 
 void gemm_quantized_mma(const GemmArgs& p, int rows, const Queue& queue) {

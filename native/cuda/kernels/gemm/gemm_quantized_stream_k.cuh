@@ -552,9 +552,9 @@ void start_stream_k_tiles(const GemmArgs& p, int rows, const Queue& queue) {
 }
 
 // The widest tiles of which there are enough: rows are read again for each tile.
-template <class Format, int kRows, int kMostGroups, bool kOwn = false>
+template <class Format, int kRows, int kMaxGroups, bool kOwn = false>
 void start_stream_k_rows(const GemmArgs& p, int rows, const Queue& queue) {
-  using Wide = StreamKShape<Format, kRows, kMostGroups, kOwn>;
+  using Wide = StreamKShape<Format, kRows, kMaxGroups, kOwn>;
   const int k_parts = Wide::tiles(p.w.n, rows) * SplitK(p.w.k, p.w.max_split_k).count;
   const bool alone = k_parts <= sm_count() && k_parts >= sm_count() * 2 / 3;
   if (alone || Wide::tiles(p.w.n, rows) >= sm_count()) start_stream_k_tiles<Wide>(p, rows, queue);

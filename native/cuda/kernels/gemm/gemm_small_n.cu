@@ -48,8 +48,8 @@ void start_few(const GemmArgs& p, int rows, const Queue& queue) {
 }  // namespace
 
 bool has_small_n(const Matrix& m) {
-  constexpr size_t kMostShared = 96 << 10;  // of the four columns of a CTA
-  return m.kind == Kind::f32 && m.n <= kMostExperts && 4 * sizeof(float) * padded_columns(m.k) <= kMostShared;
+  constexpr size_t kMaxShared = 96 << 10;  // of the four columns of a CTA
+  return m.kind == Kind::f32 && m.n <= kMaxExperts && 4 * sizeof(float) * padded_columns(m.k) <= kMaxShared;
 }
 
 void gemm_small_n(const GemmArgs& p, int rows, const Queue& queue) {

@@ -23,7 +23,7 @@ struct Shape {
   static constexpr int kColumns = kBlock * kGroups;
   [[maybe_unused]] static constexpr int kStride = kColumns + 4;  // of sums; avoids bank conflicts between rows
   static constexpr int kStageBytes = (kColumns + kRows) * kRowBytes;
-  static constexpr int kLeastStages = kRows <= 16 ? 5 : kRows <= 64 ? 4 : 3, kMostStages = kAlone ? 8 : 12;
+  static constexpr int kLeastStages = kRows <= 16 ? 5 : kRows <= 64 ? 4 : 3, kMaxStages = kAlone ? 8 : 12;
   static constexpr int kCopiers = kAlone ? 2 : 1;  // warps that copy weights; as many copy rows
   static constexpr int kThreads = 128 * kGroups + 64 * kCopiers;
   [[maybe_unused]] static constexpr int kAsked = kRows <= 32 ? 1 : 2;  // groups of columns that a thread prefetches
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kAlone ? 1 : 2)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kRows = S::kRows, kGroups = S::kGroups, kBeside = S::kBeside, kCopiers = S::kCopiers;
   extern __shared__ __align__(1024) char shared[];
-  __shared__ uint64_t full[S::kMostStages], empty[S::kMostStages];
+  __shared__ uint64_t full[S::kMaxStages], empty[S::kMaxStages];
   const int k_part = blockIdx.x, column_block = blockIdx.y * kGroups, first_row = blockIdx.z * kRows;
   // Order of the CTAs of a cluster: those of the same columns are adjacent.
   const int beside = blockIdx.y % kBeside, first_rank = beside * k.count;
@@ -207,7 +207,7 @@ Room room_of(int at_once, bool whole) {
   Room room{S::kLeastStages, whole};
   if (!at_once) return room;
   constexpr size_t kAll = 226 << 10, kFixed = 2 << 10;  // of an SM; of a CTA besides stages
-  for (room.stages = S::kMostStages; kAll / at_once < shared_bytes<S>(room) + kFixed; room.stages--) {}
+  for (room.stages = S::kMaxStages; kAll / at_once < shared_bytes<S>(room) + kFixed; room.stages--) {}
   return room;
 }
 

@@ -203,9 +203,9 @@ void start_stream_k(const GemmArgs& p, int rows, const Queue& queue) {
 }
 
 // Tiles are as wide as possible while every SM has one, because each tile reads the rows again.
-template <int kRows, int kMostGroups>
+template <int kRows, int kMaxGroups>
 void start_rows(const GemmArgs& p, int rows, const Queue& queue) {
-  using Wide = Shape<kRows, kMostGroups>;
+  using Wide = Shape<kRows, kMaxGroups>;
   if (Wide::tiles(p.w.n, rows) >= sm_count()) start_stream_k<Wide>(p, rows, queue);
   else start_stream_k<Shape<kRows, 2>>(p, rows, queue);
 }

@@ -21,7 +21,7 @@ namespace {
 
 constexpr int kWorkers = 128, kThreads = kWorkers + 32, kWarps = kWorkers / 32;
 constexpr int kStageBytes = GemvPlan::kStageBytes;  // some blocks of K, which are adjacent in memory
-constexpr int kMostStages = GemvPlan::kMostStages, kRowTile = GemvPlan::kRowTile;
+constexpr int kMaxStages = GemvPlan::kMaxStages, kRowTile = GemvPlan::kRowTile;
 
 enum class Form { dtype16, float8, integers };
 // Source of the row: 16-bit tiles, floats, or floats that are normalized first; or a few rows that are already 8-bit.
@@ -54,7 +54,7 @@ struct Part {
 // Shared memory of a CTA besides stages and its part of the row.
 template <class S>
 struct Shared {
-  uint64_t full[kMostStages], empty[kMostStages], tops_there, sums_there;
+  uint64_t full[kMaxStages], empty[kMaxStages], tops_there, sums_there;
   uint32_t tops[kMaxSplitK * kWarps];  // greatest values of the parts of the row
   float sums[kMaxSplitK][S::kRows * kBlock];
   int integers[kWarps];  // sums of each warp's part of the row

@@ -10,11 +10,11 @@ namespace as::cuda {
 
 constexpr int kFewByteRows = 2;       // 8-bit rows of small_m: loading more costs more than clusters save
 constexpr int kMaxStreamedRows = 64;  // 8-bit rows of stream_k: more are computed by prefill
-constexpr int kMostFused = 256;       // 16-bit rows: for more, quantized weights are widened to 16 bits once
+constexpr int kMaxFused = 256;        // 16-bit rows: for more, quantized weights are widened to 16 bits once
 
 // The plan of clusters with 64 columns each, one CTA for each split-K part (gemm/gemv.cu).
 struct GemvPlan {
-  static constexpr int kStageBytes = 16 << 10, kMostStages = 12;
+  static constexpr int kStageBytes = 16 << 10, kMaxStages = 12;
   static constexpr int kRowTile = 8;  // rows of small_m's operand
   SplitK k;
   int stages = 0;  // stages of weights in a CTA's shared memory; 0: there is no room
@@ -22,12 +22,12 @@ struct GemvPlan {
 
   GemvPlan(const Matrix& w, int rows, int sms) : k(w.k, w.max_split_k) {
     constexpr size_t kAll = 226 << 10, kFixed = 2 << 10;  // shared memory of an SM; of a CTA, except stages and rows
-    constexpr int kMostAtOnce = 3;                        // CTAs on an SM
+    constexpr int kMaxAtOnce = 3;                         // CTAs on an SM
     const int block_bytes = w.kind == Kind::dtype16 ? kBlockBytes : kBlockValues, row_bytes = block_bytes / kBlock;
     const int at_once = (blocks_of(w.n) * k.count + sms - 1) / sms, stage_blocks = kStageBytes / block_bytes;
     const size_t row = (size_t)rows * k.length * row_bytes + kBehindRow,
                  fixed = kFixed + rows * kMaxSplitK * kBlock * sizeof(float);
-    stages = at_once > kMostAtOnce ? 0 : std::min((k.length + stage_blocks - 1) / stage_blocks, kMostStages);
+    stages = at_once > kMaxAtOnce ? 0 : std::min((k.length + stage_blocks - 1) / stage_blocks, kMaxStages);
     while (stages > 0 && kAll / at_once < stages * kStageBytes + row + fixed) stages--;
     if (stages < 3 && stages * stage_blocks < k.length) stages = 0;
     shared = stages * kStageBytes + row;
@@ -37,13 +37,13 @@ struct GemvPlan {
 // The plan of quantized weights with a 16-bit row: CTAs have equal numbers of pairs of columns, with all split-K parts
 // of these (gemm/gemv_quantized.cu).
 struct QuantizedGemvPlan {
-  static constexpr int kMostWarps = 20, kSchedulers = 4;                // of a CTA; of an SM
+  static constexpr int kMaxWarps = 20, kSchedulers = 4;                 // of a CTA; of an SM
   static constexpr int kTilePairs = kTileRows / 2, kUnit = kTilePairs;  // pairs of columns of a tile; chains of a warp
   static constexpr int kSharedBlocks = 32;  // fewest blocks of K for which two warps share a unit
   // Pipeline stages of a warp. More bytes in flight than needed slow the SM's copies down and delay the row's copy.
   static constexpr int kShallow = 2, kDeep = 3;
-  static constexpr int kNormed = 3, kMostNormed = 512;  // groups of eight columns to normalize: of a thread; in all
-  int pairs, merged, shared_units, warps, stages = 0;   // stages: 0 if the row does not fit shared memory
+  static constexpr int kNormed = 3, kMaxNormed = 512;  // groups of eight columns to normalize: of a thread; in all
+  int pairs, merged, shared_units, warps, stages = 0;  // stages: 0 if the row does not fit shared memory
 
   static bool is_fine(const Quants& quants) { return quants.groups > 1 && quants.group < kBlock; }
   // Bytes of the sums of all warps' chains, 64 bytes a warp, rounded up to a multiple of 128.
@@ -53,30 +53,30 @@ struct QuantizedGemvPlan {
     return (size_t)warps * stages * stage + sums_bytes(warps) + (size_t)k_blocks * kRowBytes;
   }
 
-  QuantizedGemvPlan(const Matrix& w, int sms, int most_shared) {
+  QuantizedGemvPlan(const Matrix& w, int sms, int max_shared) {
     const auto ceil_div = [](int n, int by) { return (n + by - 1) / by; };
     const SplitK k(w.k, w.max_split_k);
     pairs = ceil_div(w.n, kTileRows) * kTilePairs;
     const auto even = [](int x) { return x + x % 2; };  // a pair has 64 of a line's 128 bytes
-    const int most = kMostWarps * kUnit / k.count / 2 * 2, own = ceil_div(pairs, sms);
+    const int most = kMaxWarps * kUnit / k.count / 2 * 2, own = ceil_div(pairs, sms);
     merged = even(ceil_div(own, ceil_div(own, most)));
     const int units = ceil_div(merged * k.count, kUnit), more = units % kSchedulers;
     // Where schedulers would have unequal numbers of warps, two warps share a unit.
     shared_units = k.count == 1 && k.blocks >= kSharedBlocks && units > more && more <= kSchedulers / 2 &&
-                           units + more <= kMostWarps
+                           units + more <= kMaxWarps
                        ? more
                        : 0;
     warps = units + shared_units;
     const bool deep = w.quants.bits == 8 || ceil_div(pairs, merged) > sms;  // several turns
     for (int depth : {deep ? kDeep : kShallow, kShallow})
       if (!stages &&
-          shared_bytes(w.quants.bits, is_fine(w.quants), depth, warps, k.count * k.length) <= (size_t)most_shared)
+          shared_bytes(w.quants.bits, is_fine(w.quants), depth, warps, k.count * k.length) <= (size_t)max_shared)
         stages = depth;
   }
   // Whether the kernel can normalize a row of this many columns itself.
   bool norms(int columns) const {
     const int eights = blocks_of(columns) * 8;
-    return stages && eights <= kMostNormed && eights <= kNormed * 32 * warps;
+    return stages && eights <= kMaxNormed && eights <= kNormed * 32 * warps;
   }
 };
 

@@ -18,7 +18,7 @@ namespace as::cuda {
 namespace {
 
 using Plan = QuantizedGemvPlan;
-constexpr int kMostWarps = Plan::kMostWarps, kTilePairs = Plan::kTilePairs, kUnit = Plan::kUnit;
+constexpr int kMaxWarps = Plan::kMaxWarps, kTilePairs = Plan::kTilePairs, kUnit = Plan::kUnit;
 constexpr int kShallow = Plan::kShallow, kDeep = Plan::kDeep, kNormed = Plan::kNormed;
 
 // kFine: scales change within a block of K. A stage has some blocks of a tile: first quantized values, then the scales
@@ -253,7 +253,7 @@ __device__ __forceinline__ void meet(int unit) {
 // A CTA has merged.by() of the pairs at a time, and k.count chains of each. A unit has eight chains. Two warps, one
 // after the other, compute each of the last shared_units units.
 template <class S>
-__global__ void __launch_bounds__(32 * kMostWarps)
+__global__ void __launch_bounds__(32 * kMaxWarps)
     row_kernel(const __grid_constant__ GemmArgs p, int pairs, const __grid_constant__ Divisor merged, int shared_units,
                SplitK k, const __grid_constant__ Divisor part_length, const __grid_constant__ SetPace sets) {
   extern __shared__ __align__(128) char shared[];
@@ -441,7 +441,7 @@ void start_stages(const GemmArgs& p, const Plan& plan, const Queue& queue) {
 }  // namespace
 
 void gemv_quantized(const GemmArgs& p, const Queue& queue) {
-  const Plan plan(p.w, sm_count(), most_shared());
+  const Plan plan(p.w, sm_count(), max_shared());
   const bool fine = Plan::is_fine(p.w.quants);
   if (p.w.quants.bits == 4) fine ? start_stages<4, true>(p, plan, queue) : start_stages<4, false>(p, plan, queue);
   else fine ? start_stages<8, true>(p, plan, queue) : start_stages<8, false>(p, plan, queue);

@@ -9,7 +9,7 @@
 namespace as::cuda {
 namespace AS_DTYPE16 {
 
-constexpr int kMostWarps = 8;
+constexpr int kMaxWarps = 8;
 constexpr int kRowTile = 8;
 
 // The blocks of K that a warp computes, for all columns of its CTA, and the group of scales of each block; a group has
@@ -90,10 +90,10 @@ struct SplitKGrid {
   dim3 blocks;
   size_t shared;
 };
-// S: a CTA's shape (kColumns, kRows, shared()). most_warps: limit of warps of a CTA.
+// S: a CTA's shape (kColumns, kRows, shared()). max_warps: limit of warps of a CTA.
 template <typename S, typename Kernel>
-SplitKGrid grid_of(Kernel kernel, const Matrix& w, const SplitK& k, int rows, int most_warps) {
-  const int rounds = ceil_div(k.count, most_warps), warps = ceil_div(k.count, rounds);
+SplitKGrid grid_of(Kernel kernel, const Matrix& w, const SplitK& k, int rows, int max_warps) {
+  const int rounds = ceil_div(k.count, max_warps), warps = ceil_div(k.count, rounds);
   const int tiles = ceil_div(w.n, S::kColumns), groups = ceil_div(rows, S::kRows);
   const size_t shared = S::shared(warps);
   allow_shared(kernel, shared);

@@ -25,7 +25,7 @@ AS_BOTH constexpr int lora_k_parts(int k, bool is_dtype16) {
 struct AdaptedColumns {
   int target = 0, offset = 0, columns = 0;
 };
-constexpr int kMostTargets = 4;  // targets of one launch
+constexpr int kMaxTargets = 4;  // targets of one launch
 // y += scale * b (a x) for rows that have an adapter; other rows do not change. With 16-bit matrices the next op can be
 // fused; it is then computed for all rows, and y does not change. `gated`: y consists of gate and up columns, the
 // columns of two targets in this order, each a multiple of eight; the result is silu(gate) * up, with `bias` added to
@@ -43,7 +43,7 @@ struct AdaptedSums {
       paired_gates = 0;    // width of y; paired_gates: gate columns if columns are in pair_rows()' order, else 0
   float* inner = nullptr;  // [rows, count, lora_k_parts(), whole_ranks(max_rank)]: parts of a x
   int max_rank = 0, count = 0;
-  AdaptedColumns columns[kMostTargets];
+  AdaptedColumns columns[kMaxTargets];
   int adapter_count = 0;  // adapters that can be loaded
   Rows gated;
   const float* bias = nullptr;

@@ -22,7 +22,7 @@ constexpr int kGroup = 32;       // columns that a warp multiplies at once
 constexpr int kWarps = 8;        // warps of a CTA of shrink_kernel, each with a chain
 constexpr int kExpandWarps = 4;  // warps of a CTA of expand_kernel
 constexpr int kFewRows = 64;     // up to so many rows, adapters have their own CTAs, and CTAs at most 16 rows
-constexpr int kMostTurns = 8;    // most CTAs among which adapters are divided
+constexpr int kMaxTurns = 8;     // most CTAs among which adapters are divided
 
 // The adapters of a lane's rows, g and g + 8 of each 16, and the rows whose adapters next() has not returned yet.
 template <int kSets>
@@ -462,7 +462,7 @@ void shrink(const AdaptedSums& a, int rows, int turns, const Queue& queue) {
 }  // namespace
 
 void add_lora_dtype16(const AdaptedSums& a, int rows, const Queue& queue) {
-  const int turns = rows > kFewRows ? 1 : std::clamp(std::min(a.adapter_count, rows), 1, kMostTurns);
+  const int turns = rows > kFewRows ? 1 : std::clamp(std::min(a.adapter_count, rows), 1, kMaxTurns);
   if (rows <= kFewRows) shrink<1>(a, rows, turns, queue);
   else shrink<2>(a, rows, turns, queue);
   int columns = 0;

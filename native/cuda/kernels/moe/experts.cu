@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kFewThreads)
     route_few_kernel(const __grid_constant__ GemmArgs logits, Router router, Routing routing, const int* where,
                      int rows, int tile_rows) {
   extern __shared__ __align__(16) float shared[];
-  __shared__ int chosen[kFewRows * kMostTop];
+  __shared__ int chosen[kFewRows * kMaxTop];
   __shared__ bool last, there[kFewRows];
   const int warp = threadIdx.x / 32, warps = blockDim.x / 32, expert = blockIdx.x;
   let_next_begin();
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kThreads) sigmoid_mul_kernel(float* x, const f
 
 constexpr size_t whole(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
-int most_tiles(int entries, int experts) {
+int max_tiles(int entries, int experts) {
   const int many = entries / 8 + experts;  // tiles have at least 8 rows
   return entries < many ? entries : many;
 }
@@ -143,7 +143,7 @@ int most_tiles(int entries, int experts) {
 
 size_t routing_bytes(int rows, int top, int experts) {
   const size_t entries = (size_t)rows * top;
-  return 3 * whole(entries * 4) + whole(most_tiles((int)entries, experts) * sizeof(ExpertTile)) + 2 * whole(4);
+  return 3 * whole(entries * 4) + whole(max_tiles((int)entries, experts) * sizeof(ExpertTile)) + 2 * whole(4);
 }
 
 void place_routing(char* memory, int rows, int experts, Routing& r) {
@@ -155,7 +155,7 @@ void place_routing(char* memory, int rows, int experts, Routing& r) {
   };
   r.entry_of = reinterpret_cast<int*>(take(entries * 4)), r.shares = reinterpret_cast<float*>(take(entries * 4));
   r.row_of = reinterpret_cast<int*>(take(entries * 4));
-  r.tiles = reinterpret_cast<ExpertTile*>(take(most_tiles((int)entries, experts) * sizeof(ExpertTile)));
+  r.tiles = reinterpret_cast<ExpertTile*>(take(max_tiles((int)entries, experts) * sizeof(ExpertTile)));
   r.tile_count = reinterpret_cast<int*>(take(4)), r.ended = reinterpret_cast<int*>(take(4));
 }
 

@@ -50,14 +50,14 @@ __global__ void __launch_bounds__(kNormThreads)
 // The row's experts that this rank has, in ascending order.
 struct Chosen {
   int count;
-  int experts[kMostTop];
-  float shares[kMostTop];
+  int experts[kMaxTop];
+  float shares[kMaxTop];
 };
 
 // Chooses the row's experts, by a CTA. scratch: as for route_row_together().
 __device__ void choose(const ChosenRow& row, const Routing& r, float* scratch, Chosen& chosen) {
-  __shared__ int all[kMostTop];
-  __shared__ float shares[kMostTop];
+  __shared__ int all[kMaxTop];
+  __shared__ float shares[kMaxTop];
   route_row_together(row.logits, row.router, r.top, !row.where || __ldcg(row.where) >= 0, scratch, all, shares);
   if (threadIdx.x < 32) {
     __syncwarp();
@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   const auto item_at = [=](int i) { return Item{(first + i * step) / tiles, (first + i * step) % tiles}; };
   Stream<S, kStages, decltype(item_at)> stream(e, chosen, expert_bytes, shared, items, item_at);
   stream.begin();
-  if (blockIdx.x == 0 && threadIdx.x < kMostTop) {  // so that readers of the routing find the experts
+  if (blockIdx.x == 0 && threadIdx.x < kMaxTop) {  // so that readers of the routing find the experts
     if (lane < chosen.count) e.routing.tiles[lane] = {chosen.experts[lane], lane, 1};
     if (lane == 0) *e.routing.tile_count = chosen.count;
   }
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(32 * kWarps)
                        const __grid_constant__ Combination c, int tiles, int each, int at_once, size_t expert_bytes) {
   extern __shared__ __align__(128) char shared[];
   __shared__ Chosen chosen;
-  __shared__ float made[(kMostTop > kWarps ? kMostTop : kWarps) * kTileRows];  // [tile][entry][column]
+  __shared__ float made[(kMaxTop > kWarps ? kMaxTop : kWarps) * kTileRows];  // [tile][entry][column]
   choose(row, e.routing, reinterpret_cast<float*>(shared), chosen);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, top = e.routing.top, own = warp / each,
             entry = warp % each, per = own < at_once ? max(chosen.count - entry + each - 1, 0) / each : 0;
@@ -271,7 +271,7 @@ void start_gates(const ExpertGemmArgs& e, const ChosenRow& row, const Queue& que
   const auto kernel = gate_row_kernel<S, kStages>;
   const int tiles = ceil_div(e.gemm.w.n, kTileRows);
   constexpr size_t shared = kWarps * kStages * kStageBytes<S>;
-  static_assert(shared >= 2 * sizeof(float) * (kMostExperts + 3));
+  static_assert(shared >= 2 * sizeof(float) * (kMaxExperts + 3));
   allow_shared(kernel, shared);
   const int grid = std::min(ceil_div((size_t)tiles * e.routing.top, kWarps), sm_count());
   start(queue, kernel, grid, 32 * kWarps, shared, e, row, tiles, bytes_of_expert(e.gemm.w));
@@ -284,7 +284,7 @@ void start_sums(const ExpertGemmArgs& e, const ChosenRow& row, const Combination
   const int tiles = ceil_div(e.gemm.w.n, kTileRows), each = std::min(e.routing.top, kWarps);
   const int at_once = std::min(kWarps / each, ceil_div(tiles, sm_count()));
   constexpr size_t shared = kWarps * kStages * kStageBytes<S>;
-  static_assert(shared >= 2 * sizeof(float) * (kMostExperts + 3));
+  static_assert(shared >= 2 * sizeof(float) * (kMaxExperts + 3));
   allow_shared(kernel, shared);
   start(queue, kernel, std::min(ceil_div(tiles, at_once), sm_count()), 32 * kWarps, shared, e, row, c, tiles, each,
         at_once, bytes_of_expert(e.gemm.w));
@@ -292,12 +292,12 @@ void start_sums(const ExpertGemmArgs& e, const ChosenRow& row, const Combination
 }
 
 // Stages of a warp with 16-bit weights; both launches fit an SM together. Narrower weights have more stages.
-constexpr int kGateStages = 5, kSumStages = 8, kMostStages = 16;
+constexpr int kGateStages = 5, kSumStages = 8, kMaxStages = 16;
 
 template <typename S>
 constexpr int stages_of(int plain) {
   const int found = plain * kStageBytes<ColumnTiles<16, false, 1>> / kStageBytes<S>;
-  return found < kMostStages ? found : kMostStages;
+  return found < kMaxStages ? found : kMaxStages;
 }
 
 // Calls start() with the type of the weights.

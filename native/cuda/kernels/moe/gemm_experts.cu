@@ -192,7 +192,7 @@ void start_tiles(const ExpertGemmArgs& e, int items, int columns, const Queue& q
 template <int kBits, bool kFine, int kTiles>
 void start_tiles(const ExpertGemmArgs& e, int entries, const Queue& queue) {
   const int columns = ceil_div(e.gemm.w.n, kColumnTiles * kTileRows),
-            items = most_items(e, entries, kTiles * kRowTile, columns);
+            items = max_items(e, entries, kTiles * kRowTile, columns);
   if (kTiles == 1 && queue.capability == 90 && items <= kWarps * sm_count())
     return start_tiles<kBits, kFine, 1, true>(e, items, columns, queue);
   start_tiles<kBits, kFine, kTiles, false>(e, items, columns, queue);
@@ -276,7 +276,7 @@ void gemm_experts(const ExpertGemmArgs& p, int entries, int tile_rows, const Que
   const Matrix& w = p.gemm.w;
   if (w.kind == Kind::f32) {
     const int columns = ceil_div(w.n, kTile);
-    const int grid = std::min(most_items(p, entries, kTile, columns), 8 * sm_count());
+    const int grid = std::min(max_items(p, entries, kTile, columns), 8 * sm_count());
     start(queue, gemm_experts_f32_kernel, grid, kThreads, 0, p, columns);
     launched("gemm_experts in float32");
     return;

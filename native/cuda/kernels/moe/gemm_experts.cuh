@@ -12,7 +12,7 @@ namespace AS_DTYPE16 {
 void gemm_experts_prefill(const ExpertGemmArgs& p, int entries, int tile_rows, const Queue& queue);
 
 // Most work items that there can be, with `columns` items for each tile of entries.
-inline int most_items(const ExpertGemmArgs& p, int entries, int tile_rows, int columns) {
+inline int max_items(const ExpertGemmArgs& p, int entries, int tile_rows, int columns) {
   const int experts = p.routing.end - p.routing.begin;
   return std::min(entries, entries / tile_rows + experts) * columns;
 }

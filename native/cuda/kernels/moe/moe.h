@@ -5,7 +5,7 @@
 
 namespace as::cuda {
 
-constexpr int kMostExperts = 1024, kMostTop = 32;  // experts of a router, and experts chosen for a row
+constexpr int kMaxExperts = 1024, kMaxTop = 32;  // experts of a router, and experts chosen for a row
 
 // How experts are chosen from logits; see the op in program/op_spec.cpp.
 struct Router {

@@ -141,7 +141,7 @@ __device__ inline void route_row(const float* logits, const Router& router, int 
 // for each expert, and three more. The first warp writes the result.
 __device__ inline void route_row_together(const float* logits, const Router& router, int top, bool there,
                                           float* scratch, int* chosen, float* shares) {
-  __shared__ int best[kMostTop];
+  __shared__ int best[kMaxTop];
   const int experts = router.experts, padded = (experts + 3) / 4 * 4, half = threadIdx.x % 2;
   uint32_t* keys = reinterpret_cast<uint32_t*>(scratch);
   float* scores = scratch + padded;

@@ -31,9 +31,9 @@ __global__ void pack_kernel(const T* rows, int64_t stride, Matrix m, int first, 
 template <typename T>
 void pack(const void* rows, int64_t stride, int count, const Matrix& m, int first, unsigned long long* bad,
           const Queue& queue) {
-  constexpr int kThreads = 256, kMostRows = 65535;  // rows of a grid
-  for (int done = 0; done < count; done += kMostRows) {
-    const int some = count - done < kMostRows ? count - done : kMostRows;
+  constexpr int kThreads = 256, kMaxRows = 65535;  // rows of a grid
+  for (int done = 0; done < count; done += kMaxRows) {
+    const int some = count - done < kMaxRows ? count - done : kMaxRows;
     start(queue, pack_kernel<T>, dim3(ceil_div(m.k, kThreads), some), kThreads, 0,
           static_cast<const T*>(rows) + done * stride, stride, m, first + done, bad);
     launched("pack_rows");

@@ -9,7 +9,7 @@
 namespace as::cuda {
 namespace {
 
-constexpr int kMostRows = 65535;  // rows of a grid
+constexpr int kMaxRows = 65535;  // rows of a grid
 
 template <typename T>
 __device__ float widened(T x) {
@@ -120,8 +120,8 @@ void quantize(const void* source, int columns, int group, int column, int count,
         count, m, first, own, bad);
   launched("quantize_rows, ranges");
   const int words = blocks_of(m.k) * kBlock * m.quants.bits / 32;
-  for (int done = 0; done < count; done += kMostRows) {
-    start(queue, quant_kernel<T>, dim3(ceil_div(words, 128), std::min(count - done, kMostRows)), 128, 0,
+  for (int done = 0; done < count; done += kMaxRows) {
+    start(queue, quant_kernel<T>, dim3(ceil_div(words, 128), std::min(count - done, kMaxRows)), 128, 0,
           rows + (size_t)done * columns, columns, group, column, m, first + done, own + (size_t)done * groups);
     launched("quantize_rows");
   }
@@ -162,8 +162,8 @@ void quantize_rows(const void* rows, SourceType source, int64_t columns, int gro
 void place_rows(const uint8_t* quants, const uint16_t* scales, const uint16_t* offsets, int count, const Matrix& matrix,
                 int first, const Queue& queue) {
   const int items = blocks_of(matrix.k) * kBlock * matrix.quants.bits / 32 + matrix.quants.groups;
-  for (int done = 0; done < count; done += kMostRows) {
-    start(queue, place_kernel, dim3(ceil_div(items, 128), std::min(count - done, kMostRows)), 128, 0,
+  for (int done = 0; done < count; done += kMaxRows) {
+    start(queue, place_kernel, dim3(ceil_div(items, 128), std::min(count - done, kMaxRows)), 128, 0,
           quants + (size_t)done * matrix.k, scales + (size_t)done * matrix.quants.groups,
           offsets + (size_t)done * matrix.quants.groups, matrix, first + done);
     launched("place_rows");

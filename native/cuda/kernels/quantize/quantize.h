@@ -29,7 +29,7 @@ struct ByteRows {
   uint8_t* values = nullptr;
   float *sums = nullptr, *scales = nullptr;
 };
-constexpr int kMostIntegers = 131000;  // columns for which exact sums of products fit 32 bits
+constexpr int kMaxIntegers = 131000;  // columns for which exact sums of products fit 32 bits
 size_t byte_rows_bytes(int rows, int k);
 ByteRows byte_rows(char* memory, int rows, int k);
 

@@ -6,7 +6,7 @@
 namespace as::cuda {
 namespace {
 
-constexpr int kMostBlocks = blocks_of(kMostIntegers);  // blocks of K
+constexpr int kMaxBlocks = blocks_of(kMaxIntegers);  // blocks of K
 // A CTA quantizes a row at a time; if rows are short, it prefetches its next row before it computes. kTiles: `in` is in
 // tiles. kKept: chunks that a thread keeps in registers. kNorms: the row is normalized first, and all of its chunks are
 // kept.
@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(kThreads, kKept > 2 && kTiles ? 1024 / kThread
   constexpr int kWarps = kThreads / 32;
   __shared__ float squares[kNorms ? kWarps : 1];
   __shared__ uint32_t tops[2][kWarps];  // used alternately: some warps may still read those of the previous row
-  __shared__ int sums[kFloats ? 1 : kMostBlocks];
+  __shared__ int sums[kFloats ? 1 : kMaxBlocks];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, chunks = segments.blocks * 4, k = in.width;
   constexpr bool kAhead = kKept <= 2;
   Chunk<kTiles> kept[kKept], next[kAhead ? kKept : 1], weights[kNorms ? kKept : 1];
