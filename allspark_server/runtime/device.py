@@ -66,7 +66,7 @@ class Device(Protocol):
     def executor(self, rank: int, world: int, shared_memory: Any) -> Any:
         """A native executor for a model. shared_memory: the ranks' shared memory, None for one rank."""
 
-    def beside(self, executor: Any) -> Any:
+    def draft_executor(self, executor: Any) -> Any:
         """An executor for the draft model of `executor`."""
 
     def share(self, executor: Any, rows: int) -> str:
@@ -155,8 +155,8 @@ class Cpus:
         """See `Device.executor`."""
         return self._native.Executor(rank, world, shared_memory, self._cpus, self._threads)
 
-    def beside(self, executor: Any) -> Any:
-        """See `Device.beside`."""
+    def draft_executor(self, executor: Any) -> Any:
+        """See `Device.draft_executor`."""
         return executor.beside()
 
     def share(self, executor: Any, rows: int) -> str:
@@ -277,8 +277,8 @@ class Gpu:
         found, self._first = self._first, None
         return found or self._executor()
 
-    def beside(self, executor: Any) -> Any:
-        """See `Device.beside`."""
+    def draft_executor(self, executor: Any) -> Any:
+        """See `Device.draft_executor`."""
         return executor.beside(self._sampler())
 
     def _executor(self) -> Any:

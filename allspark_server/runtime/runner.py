@@ -124,7 +124,7 @@ class ModelRunner:
         with memory_errors(f"allocating the exchange buffers of model {config.model_name!r}"):
             self.address = device.share(self._executor, step[0])
         if self._draft is not None:
-            self._draft_executor = device.beside(self._executor)
+            self._draft_executor = device.draft_executor(self._executor)
             with memory_errors(f"loading the weights of draft_model={config.draft_model!r}"):
                 self._draft.load(self._draft_executor, None)
         logger.info("rank %d of %d loaded %s of model %r as %s in %.2f s", self.rank, self.world,

@@ -118,7 +118,7 @@ void check(int seed) {
     rows += count, spans += own, splits = std::max(splits, (start + count - 1) / kKvSplitTokens + 1);
     if (rand() % 8 == 0) decode.push_back({0, 0, 0, 0, 0}), prefill.push_back(decode.back());
   }
-  a.most_splits = splits + 1;
+  a.max_splits = splits + 1;
   const int count = (int)decode.size();
   const size_t bytes = a.cache.span_bytes() * spans, out = (size_t)rows * heads * dim;
   const auto device = [](const void* from, size_t size) {
@@ -135,7 +135,7 @@ void check(int seed) {
   if (rand() % 4 == 0) a.sinks = angles + rows;
 #endif
   a.tables = (int*)device(table.data(), table.size() * 4);
-  a.partials = (float*)device(nullptr, partial_floats(dim) * kv * count * a.most_splits * 4);
+  a.partials = (float*)device(nullptr, partial_floats(dim) * kv * count * a.max_splits * 4);
 #ifndef OLD
   a.arrivals = (int*)device(nullptr, count * kv * 4);
 #endif
@@ -212,10 +212,10 @@ int main(int argc, char** argv) {
     if (!strcmp(argv[c], "float8")) type = CacheType::float8;
     if (sscanf(argv[c], "%d@%d", &sequences, &at) != 2) continue;
     const int width = (heads + 2 * kv) * dim, spans = at / kSpan + 1, splits = at / kKvSplitTokens + 1,
-              most_splits = std::max(splits, 32);  // as a model has it
+              max_splits = std::max(splits, 32);  // as a model has it
     Attention a;
     a.cache = {nullptr, type, kSpan, kv, dim, dim};
-    a.group = heads / kv, a.queries = heads, a.scale = 1 / sqrtf(dim), a.width = width, a.most_splits = most_splits;
+    a.group = heads / kv, a.queries = heads, a.scale = 1 / sqrtf(dim), a.width = width, a.max_splits = max_splits;
     const size_t layer_bytes = a.cache.span_bytes() * spans * sequences, out = (size_t)sequences * heads * dim;
     float *qkv, *results[2], *partials, *angles;
     char* data;
@@ -224,7 +224,7 @@ int main(int argc, char** argv) {
     unsigned long long *counter, found;
     CHECK(cudaMalloc(&qkv, (size_t)sequences * width * 4)), CHECK(cudaMalloc(&data, layer_bytes * kLayers));
     CHECK(cudaMalloc(&counter, 8)), CHECK(cudaMemset(counter, 0, 8));
-    CHECK(cudaMalloc(&partials, partial_floats(dim) * kv * sequences * most_splits * 4));
+    CHECK(cudaMalloc(&partials, partial_floats(dim) * kv * sequences * max_splits * 4));
     CHECK(cudaMalloc(&arrivals, sequences * kv * 4)), CHECK(cudaMemset(arrivals, 0, sequences * kv * 4));
     CHECK(cudaMalloc(&angles, (size_t)sequences * dim * 4));
     fill_floats<<<ceil_div((size_t)sequences * width, 256), 256>>>(qkv, (size_t)sequences * width);

@@ -96,9 +96,9 @@ int main(int argc, char** argv) {
   Queue queue{stream, 90, {}};
   queue.scratch = {memory<float>(kScratchCtas * kScratchFloats * 4), memory<int>(kScratchCtas * kScratchFlags * 4),
                    memory<float>(kScratchParts * 4), memory<int>(kScratchCounts * 4)};
-  constexpr int kMostRows = 128;
-  constexpr size_t kResult = (size_t)kMostRows * 152064 * 4;
-  uint16_t* x = memory<uint16_t>(tiles_bytes(kMostRows, 18944));
+  constexpr int kMaxRows = 128;
+  constexpr size_t kResult = (size_t)kMaxRows * 152064 * 4;
+  uint16_t* x = memory<uint16_t>(tiles_bytes(kMaxRows, 18944));
   float *unnormed = memory<float>(18944 * 4), *ones = memory<float>(18944 * 4);
   fill_floats<<<74, 256>>>(unnormed, 18944, 3.0f), fill_floats<<<74, 256>>>(ones, 18944, 2.0f);
   check(cudaDeviceSynchronize());
@@ -124,7 +124,7 @@ int main(int argc, char** argv) {
           fill_words<<<blocks(word_bytes / 4), 256, 0, stream>>>(w.words, word_bytes / 4);
           fill_scales<<<blocks(set_bytes / 4), 256, 0, stream>>>(w.scales, set_bytes / 4);
         }
-        fill_rows<<<blocks((size_t)kMostRows * shape.k), 256, 0, stream>>>(x, kMostRows, shape.k);
+        fill_rows<<<blocks((size_t)kMaxRows * shape.k), 256, 0, stream>>>(x, kMaxRows, shape.k);
         GemmArgs p;
         p.w = {shape.n, shape.k, Kind::quantized, kDType16,
                nullptr, nullptr, weights[0],      quant_split_k(shape.n, shape.k)};
@@ -134,14 +134,14 @@ int main(int argc, char** argv) {
         const auto norm_rows = [&] {
           if (normed) AS_DTYPE16::rms_norm(unnormed, norm, 1, {nullptr, x, shape.k}, queue);
         };
-        const size_t result = shape.gated ? tiles_bytes(kMostRows, shape.n / 2) : (size_t)kMostRows * shape.n * 4;
+        const size_t result = shape.gated ? tiles_bytes(kMaxRows, shape.n / 2) : (size_t)kMaxRows * shape.n * 4;
         uint16_t* tiles = checks ? memory<uint16_t>(tiles_bytes(shape.n, shape.k)) : nullptr;
         if (checks)
           widen<<<blocks((size_t)shape.n * shape.k), 256, 0, stream>>>(quants = weights[0], shape.n, shape.k, tiles);
         std::printf("%-5s %-8s", form.c_str(), shape.name);
         for (const std::string& text : split(rows_asked)) {
           const int rows = std::atoi(text.c_str());
-          if (rows < 1 || rows > kMostRows) continue;
+          if (rows < 1 || rows > kMaxRows) continue;
           if (checks) {
             norm_rows();
             GemmArgs other = p;

@@ -21,7 +21,7 @@ using namespace as::cuda;
 
 namespace {
 
-constexpr int kLayers = 8, kHidden = 3584, kDim = 128, kSpan = 32, kAt = 129, kMostRows = 64;
+constexpr int kLayers = 8, kHidden = 3584, kDim = 128, kSpan = 32, kAt = 129, kMaxRows = 64;
 cudaStream_t stream;
 Queue queue;
 
@@ -98,35 +98,35 @@ int main(int argc, char** argv) {
     l.qkv = matrix(wide, kHidden), l.o = matrix(kHidden, attended);
     l.gate_up = matrix(2 * inner, kHidden), l.down = matrix(kHidden, inner);
     l.cache = {nullptr, CacheType::dtype16, kSpan, kv, kDim, kDim};
-    l.cache.data = memory<char>(l.cache.span_bytes() * spans * kMostRows, 1.0f);
+    l.cache.data = memory<char>(l.cache.span_bytes() * spans * kMaxRows, 1.0f);
   }
   std::vector<AttentionTile> tiles;
   std::vector<int> tables;
-  for (int row = 0; row < kMostRows; row++) {
+  for (int row = 0; row < kMaxRows; row++) {
     tiles.push_back({row, 1, kAt, (int)tables.size(), 0});
     for (int i = 0; i < spans; i++) tables.push_back(row * spans + i);
   }
   const AttentionTile* decode_tiles = copied(tiles);
   Attention a;
   a.group = heads / kv, a.queries = heads, a.scale = 0.088f, a.width = wide, a.tables = copied(tables);
-  a.most_splits = 2, a.partials = nullptr;
-  a.arrivals = memory<int>(kMostRows * kv * 4);
+  a.max_splits = 2, a.partials = nullptr;
+  a.arrivals = memory<int>(kMaxRows * kv * 4);
   Rope rope;
-  rope.table.dim = kDim, rope.table.cosine = copied(std::vector<float>(kMostRows * kDim / 2, 0.8f));
-  rope.table.sine = copied(std::vector<float>(kMostRows * kDim / 2, 0.6f));
+  rope.table.dim = kDim, rope.table.cosine = copied(std::vector<float>(kMaxRows * kDim / 2, 0.8f));
+  rope.table.sine = copied(std::vector<float>(kMaxRows * kDim / 2, 0.6f));
   const Norm norm{copied(std::vector<float>(kHidden, 1.0f)), 1e-6f, false};
   const float* bias = copied(std::vector<float>(wide, 0.1f));
-  std::vector<float> begin_x(kMostRows * kHidden);
+  std::vector<float> begin_x(kMaxRows * kHidden);
   for (size_t i = 0; i < begin_x.size(); i++) begin_x[i] = (float)(i * 2654435761u % 1000) / 500 - 1;
   const float* first = copied(begin_x);
-  float* x = memory<float>(kMostRows * kHidden * 4);
-  float* qkv = memory<float>(kMostRows * wide * 4);
-  uint16_t *normed = memory<uint16_t>(tiles_bytes(kMostRows, kHidden)),
-           *context = memory<uint16_t>(tiles_bytes(kMostRows, attended)),
-           *act = memory<uint16_t>(tiles_bytes(kMostRows, inner));
+  float* x = memory<float>(kMaxRows * kHidden * 4);
+  float* qkv = memory<float>(kMaxRows * wide * 4);
+  uint16_t *normed = memory<uint16_t>(tiles_bytes(kMaxRows, kHidden)),
+           *context = memory<uint16_t>(tiles_bytes(kMaxRows, attended)),
+           *act = memory<uint16_t>(tiles_bytes(kMaxRows, inner));
   a.qkv = qkv, a.out = {nullptr, context, attended};
   const bool bytes = float8 || w8a8;
-  const ByteRows rows_of_bytes = byte_rows(memory<char>(byte_rows_bytes(kMostRows, inner)), kMostRows, inner);
+  const ByteRows rows_of_bytes = byte_rows(memory<char>(byte_rows_bytes(kMaxRows, inner)), kMaxRows, inner);
   cudaEvent_t begin, end;
   check(cudaEventCreate(&begin)), check(cudaEventCreate(&end));
 

@@ -328,7 +328,7 @@ void bind_executor(py::module_& m) {
                py::arg("rank") = 0, py::arg("world") = 1, py::arg("shared_memory") = nullptr,
                py::arg("cpus") = std::vector<int>{}, py::arg("num_threads") = 1);
   executor.def(
-      "beside", [](const Executor& e) { return std::shared_ptr<Executor>(new Executor(Beside{}, e), WithoutGil{}); },
+      "beside", [](const Executor& e) { return std::shared_ptr<Executor>(new Executor(Sibling{}, e), WithoutGil{}); },
       "A new executor, for another model, that shares this one's threads.");
   bind_model<Executor>(executor);
   bind_weights(executor);

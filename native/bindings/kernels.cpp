@@ -85,8 +85,8 @@ void bind_kernels(py::module_& m) {
         std::vector<char> queries(query_bytes(layout));
         Floats maximum(rows), sum(rows), out({rows, layout.padded_dim});
         for (int r = 0; r < rows; r++) a.q[r] = q.data(r, 0), a.context[r] = limits[r];
-        kernels().prepare_queries(a, queries.data());
-        a.prepared = queries.data();
+        kernels().convert_queries(a, queries.data());
+        a.converted = queries.data();
         a.maximum = maximum.mutable_data(), a.sum = sum.mutable_data(), a.out = out.mutable_data();
         {
           const AttentionScope scope(kernels());
@@ -123,8 +123,8 @@ void bind_kernels(py::module_& m) {
             a.cold = true;
             for (int r = 0; r < rows; r++) a.q[r] = x.data() + (size_t)r * dim, a.context[r] = kBlockTokens;
             std::vector<char> queries(query_bytes(layout));
-            kernels().prepare_queries(a, queries.data());
-            a.prepared = queries.data();
+            kernels().convert_queries(a, queries.data());
+            a.converted = queries.data();
             a.maximum = out.data(), a.sum = out.data() + rows, a.out = out.data() + 2 * rows;
             const auto [b0, b1] = part(blocks * heads, thread, threads);
             const AttentionScope scope(kernels());

@@ -79,7 +79,8 @@ PYBIND11_MODULE(_native, m) {
       [](int k, const std::string& dtype, int group_size, int gathered, const py::kwargs& layout) {
         const as::Kernels& kernels = as::kernels();
         return kernels
-            .prepared(as::packed_of(kernels.rules, 1, k, dtype, group_size, as::scale_layout_of(layout), gathered))
+            .converted_layout(
+                as::packed_of(kernels.rules, 1, k, dtype, group_size, as::scale_layout_of(layout), gathered))
             .bytes;
       },
       py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0, py::arg("gathered") = 0,

@@ -23,25 +23,25 @@ struct Tensor {
   int width = 0;
   bool of_outputs = false;
   int row_set = 0, times = 1;  // of the program; entries for each row
-  // Not null if rows are stored in the format (PreparedLayout) of the only linear that reads them: that linear's
-  // matrix. A row takes `prepared` bytes, in place of or besides its floats.
-  const Packed* prepared_for = nullptr;
-  size_t prepared = 0;
-  char* prepared_rows = nullptr;
-  int prepared_from = 1;  // with fewer rows, floats are stored and the linear prepares them
+  // Not null if rows are stored in the format (ConvertedLayout) of the only linear that reads them: that linear's
+  // matrix. A row takes `converted` bytes, in place of or besides its floats.
+  const Packed* converted_for = nullptr;
+  size_t converted = 0;
+  char* converted_rows = nullptr;
+  int converted_from = 1;  // with fewer rows, floats are stored and the linear converts them
 
   int rows(const Batch& batch) const { return times * (int)(of_outputs ? batch.outputs.size() : batch.rows.size()); }
   float* row(int r) const { return data + (size_t)r * width; }
-  char* bytes(int r) const { return prepared_rows + (size_t)r * prepared; }
-  bool is_prepared(int rows) const { return prepared_for && rows >= prepared_from; }
+  char* bytes(int r) const { return converted_rows + (size_t)r * converted; }
+  bool is_converted(int rows) const { return converted_for && rows >= converted_from; }
 };
 
 // Temporary memory that ops use in turn.
 struct Scratch {
-  Buffer gated;     // gate and up of few rows; for experts, of each thread
-  Buffer rows;      // floats: one row of each thread
-  Buffer prepared;  // prepared rows of a GEMM's input, or one of each thread
-  Buffer lora;      // A x of adapters (ops/lora.h)
+  Buffer gated;      // gate and up of few rows; for experts, of each thread
+  Buffer rows;       // floats: one row of each thread
+  Buffer converted;  // converted rows of a GEMM's input, or one of each thread
+  Buffer lora;       // A x of adapters (ops/lora.h)
   size_t row_bytes = 0;
 
   float* row(int thread) const { return reinterpret_cast<float*>(rows.as() + thread * row_bytes); }

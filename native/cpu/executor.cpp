@@ -17,7 +17,7 @@ Executor::Executor(int rank, int world, std::shared_ptr<SharedMemory> shared_mem
   if (world > 1 && !shared_memory_) throw std::invalid_argument("a group of several ranks needs shared memory");
 }
 
-Executor::Executor(Beside, const Executor& other)
+Executor::Executor(Sibling, const Executor& other)
     : rank_(other.rank_),
       world_(other.world_),
       shared_memory_(other.shared_memory_),
@@ -107,8 +107,8 @@ const std::vector<CpuRunner::Step>& Executor::steps() const {
 void Executor::multiply(int id, const float* x, const float* bias, float* y, int rows) {
   const Packed& m = weights_.matrix(id);
   const Core all = core();
-  const size_t need = prepared_bytes(all, m, rows);
-  if (need > scratch_.size()) scratch_ = Buffer(need, "prepared activations");
+  const size_t need = converted_bytes(all, m, rows);
+  if (need > scratch_.size()) scratch_ = Buffer(need, "converted activations");
   Tensor input;
   input.data = const_cast<float*>(x), input.width = m.inputs;
   pool_->run([&](int thread) {
@@ -116,7 +116,7 @@ void Executor::multiply(int id, const float* x, const float* bias, float* y, int
     if (!activations(all, thread, m, input, rows, scratch_, a)) return;
     const WorkUnit share = work_unit_of(thread, pool_->size(), m.panels(), rows);
     if (share.empty()) return;
-    a.x += (size_t)share.r0 * m.inputs, a.prepared += share.r0 * a.stride;
+    a.x += (size_t)share.r0 * m.inputs, a.converted += share.r0 * a.stride;
     all.k.matmul(m, a, bias, y + (size_t)share.r0 * m.n, m.n, share.r1 - share.r0, share.p0, share.p1);
   });
 }

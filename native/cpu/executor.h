@@ -17,13 +17,13 @@
 
 namespace as {
 
-struct Beside {};  // names a constructor
+struct Sibling {};  // names a constructor
 
 class Executor : public Model {
  public:
   Executor(int rank, int world, std::shared_ptr<SharedMemory> shared_memory, std::vector<int> cpus, int threads);
   // A second model that shares the threads of `other`: they run in turn.
-  Executor(Beside, const Executor& other);
+  Executor(Sibling, const Executor& other);
 
   // Ids number matrices and vectors together. dtype, order: see Weights. experts: size of a stack for expert_linear.
   int add_matrix(int out_features, int in_features, const std::string& dtype, int group_size, int experts = 1,

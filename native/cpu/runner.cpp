@@ -135,14 +135,14 @@ void CpuRunner::allocate_cache(const CacheLimits& limits) {
 }
 
 // The matrix in whose format an op stores the rows of a tensor, or null.
-const Packed* CpuRunner::prepared_for(const std::vector<FusedOp>& ops, size_t op, int tensor) const {
+const Packed* CpuRunner::converted_for(const std::vector<FusedOp>& ops, size_t op, int tensor) const {
   const OpNode& last = program_.ops()[ops[op].parts.back()];
   const bool gated = last.is(Op::silu_mul) && ops[op].parts.size() > 1;
   if (!has(last.outputs, tensor) || !(gated || last.is(Op::rms_norm) || last.is(Op::span_attention))) return nullptr;
   const OpNode* reader = only_linear(program_, ops, op, tensor);
   if (!reader) return nullptr;
   const Packed& m = weights_.matrix(reader->weights[0]);
-  return (gated ? m.pairs : core_.k.prepared(m).bytes > 0) ? &m : nullptr;
+  return (gated ? m.pairs : core_.k.converted_layout(m).bytes > 0) ? &m : nullptr;
 }
 
 // A tensor as part `part` of ops[op] sees it.
@@ -157,13 +157,13 @@ Tensor CpuRunner::bound(const Form& form, size_t op, size_t part, int tensor, bo
   if (!output && writes(op, part)) return t;  // written by an earlier part: floats
   for (size_t i = output ? op + 1 : op; i-- > 0;) {
     if (!writes(i, ops[i].parts.size())) continue;
-    t.prepared_for = prepared_for(ops, i, tensor);
-    if (!t.prepared_for) break;
-    t.prepared = core_.k.prepared(*t.prepared_for).bytes;
+    t.converted_for = converted_for(ops, i, tensor);
+    if (!t.converted_for) break;
+    t.converted = core_.k.converted_layout(*t.converted_for).bytes;
     const OpNode& last = program_.ops()[ops[i].parts.back()];
     const bool attention = last.is(Op::span_attention);
-    t.prepared_from = attention ? 2 : last.is(Op::silu_mul) ? kManyRows : 1;
-    t.prepared_rows = attention ? attended_.as() : reinterpret_cast<char*>(t.data);
+    t.converted_from = attention ? 2 : last.is(Op::silu_mul) ? kManyRows : 1;
+    t.converted_rows = attention ? attended_.as() : reinterpret_cast<char*>(t.data);
     break;
   }
   return t;
@@ -198,7 +198,7 @@ std::vector<size_t> CpuRunner::lay_out(Form& form, Needs& all) const {
   const auto& specs = program_.tensors();
   const std::vector<LiveRange> ranges = live_ranges(program_, ops);
   std::vector<size_t> needs(specs.size());
-  size_t &prepared = all.prepared, &attended = all.attended, &gated = all.gated, &widest = all.widest;
+  size_t &converted = all.converted, &attended = all.attended, &gated = all.gated, &widest = all.widest;
   for (size_t t = 0; t < specs.size(); t++) {
     if (specs[t].type != TensorType::float32)
       throw std::invalid_argument(std::string("the CPU backend has no tensors of ") + name_of(specs[t].type));
@@ -208,8 +208,8 @@ std::vector<size_t> CpuRunner::lay_out(Form& form, Needs& all) const {
     for (int p : ops[i].parts) {
       const OpNode& op = program_.ops()[p];
       for (int t : op.outputs)
-        if (const Packed* m = prepared_for(ops, i, t)) {
-          const size_t bytes = core_.k.prepared(*m).bytes * max_rows(t);
+        if (const Packed* m = converted_for(ops, i, t)) {
+          const size_t bytes = core_.k.converted_layout(*m).bytes * max_rows(t);
           size_t& need = op.is(Op::span_attention) ? attended : needs[t];
           need = std::max(need, bytes);
         }
@@ -217,11 +217,12 @@ std::vector<size_t> CpuRunner::lay_out(Form& form, Needs& all) const {
       if (op.is(Op::linear) && program_.ops()[ops[i].parts.back()].is(Op::silu_mul))
         gated = std::max(gated, (size_t)program_.out(op).width * (kManyRows - 1) * sizeof(float));
       if (op.is(Op::linear))
-        prepared = std::max(prepared, prepared_bytes(core_, weights_.matrix(op.weights[0]), max_rows(op.inputs[0])));
+        converted = std::max(converted, converted_bytes(core_, weights_.matrix(op.weights[0]), max_rows(op.inputs[0])));
       if (op.is(Op::expert_linear)) {
         const Packed& m = weights_.matrix(op.weights[0]);
-        const size_t entries = std::max(max_rows(op.outputs[0]), core_.pool.size()), row = core_.k.prepared(m).bytes;
-        prepared = std::max(prepared, entries * (row ? row : m.inputs * sizeof(float)));
+        const size_t entries = std::max(max_rows(op.outputs[0]), core_.pool.size()),
+                     row = core_.k.converted_layout(m).bytes;
+        converted = std::max(converted, entries * (row ? row : m.inputs * sizeof(float)));
         gated = std::max(gated, core_.pool.size() * (kManyRows - 1) * 2 * kGatedPanels * m.panel * sizeof(float));
       }
       if (op.is(Op::lora))
@@ -269,9 +270,9 @@ std::vector<size_t> CpuRunner::lay_out(Form& form, Needs& all) const {
 
 void CpuRunner::allocate(const Needs& needs) {
   activations_ = Buffer(needs.activations, "activations");
-  attended_ = Buffer(needs.attended, "prepared activations");
+  attended_ = Buffer(needs.attended, "converted activations");
   scratch_.gated = Buffer(needs.gated, "gate and up");
-  scratch_.prepared = Buffer(needs.prepared, "prepared activations");
+  scratch_.converted = Buffer(needs.converted, "converted activations");
   scratch_.row_bytes = (needs.widest * sizeof(float) + 63) / 64 * 64;
   scratch_.rows = Buffer(core_.pool.size() * scratch_.row_bytes, "norms");
   scratch_.lora = Buffer(needs.lora, "adapters' products");

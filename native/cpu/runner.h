@@ -56,7 +56,7 @@ class CpuRunner : public Runner {
   };
   // Sizes of the memory that the forms share.
   struct Needs {
-    size_t activations = 0, attended = 0, gated = 0, prepared = 0, widest = 0, lora = 0;
+    size_t activations = 0, attended = 0, gated = 0, converted = 0, widest = 0, lora = 0;
   };
   void allocate_cache(const CacheLimits& limits);
   void allocate(const Needs& needs);
@@ -66,7 +66,7 @@ class CpuRunner : public Runner {
   int max_rows_of(int row_set) const;
   void check_experts() const;
   Tensor bound(const Form& form, size_t op, size_t part, int tensor, bool output) const;
-  const Packed* prepared_for(const std::vector<FusedOp>& ops, size_t op, int tensor) const;
+  const Packed* converted_for(const std::vector<FusedOp>& ops, size_t op, int tensor) const;
   void record(Step& step, const Batch& batch, double seconds) const;
 
   const Core core_;

@@ -18,10 +18,10 @@ CudaExecutor::CudaExecutor(int device, std::shared_ptr<LogitSampler> sampler,
       communicator_(communicator && communicator->size() > 1 ? std::move(communicator) : nullptr),
       weights_(device_) {}
 
-CudaExecutor::CudaExecutor(const CudaExecutor& beside, std::shared_ptr<LogitSampler> sampler)
-    : shared_device_(beside.shared_device_), device_(*shared_device_), sampler_(std::move(sampler)), weights_(device_) {
-  if (beside.communicator_)
-    throw std::invalid_argument("a model beside one of several ranks is not available on CUDA yet");
+CudaExecutor::CudaExecutor(const CudaExecutor& other, std::shared_ptr<LogitSampler> sampler)
+    : shared_device_(other.shared_device_), device_(*shared_device_), sampler_(std::move(sampler)), weights_(device_) {
+  if (other.communicator_)
+    throw std::invalid_argument("a second model on the GPU of one of several ranks is not available on CUDA yet");
 }
 
 // Freeing memory on a thread that has not chosen a GPU would initialize GPU 0, which takes memory there.

@@ -20,7 +20,7 @@ class CudaExecutor : public Model {
   CudaExecutor(int device, std::shared_ptr<LogitSampler> sampler, std::shared_ptr<Communicator> communicator = nullptr);
   // Another model on the same GPU and stream; the two take turns. Throws std::invalid_argument if there are other
   // ranks.
-  CudaExecutor(const CudaExecutor& beside, std::shared_ptr<LogitSampler> sampler);
+  CudaExecutor(const CudaExecutor& other, std::shared_ptr<LogitSampler> sampler);
   ~CudaExecutor() override;
 
   int add_matrix(int rows, int k, const std::string& format, int group, int experts = 1);

@@ -406,8 +406,8 @@ PYBIND11_MODULE(_cuda, m) {
           py::arg("draft") = nullptr,
           "Compiles the program; then steps can run. graphs: replay decode steps as CUDA graphs; the bits "
           "are the same. adapters, adapter_rank, adapter_dtype: number, largest rank and type of adapters, "
-          "if the program has ops for them. draft: an executor beside this one, allocated with the same "
-          "spans, that makes drafts.")
+          "if the program has ops for them. draft: a draft model's executor, made by beside() and allocated with the "
+          "same spans.")
       .def(
           "allocate_host_cache",
           [](CudaExecutor& e, int spans) {

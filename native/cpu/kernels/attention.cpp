@@ -120,7 +120,7 @@ struct UInt4Cache {
   static constexpr size_t row = kKeyGroup;
 };
 
-// The tile's queries rounded to 16 bits, as prepare_queries() writes them.
+// The tile's queries rounded to 16 bits, as convert_queries() writes them.
 struct Queries {
   const int16_t* q;              // [rows][stride]
   const float *factor, *offset;  // [kTileRows]: query scale * scale; that times the sum of the rounded query
@@ -129,8 +129,8 @@ struct Queries {
 
 Queries queries_of(const AttentionTile& a) {
   const size_t stride = a.layout->query_dim();
-  const float* factor = reinterpret_cast<const float*>(a.prepared + kTileRows * stride * 2);
-  return {reinterpret_cast<const int16_t*>(a.prepared), factor, factor + kTileRows, stride};
+  const float* factor = reinterpret_cast<const float*>(a.converted + kTileRows * stride * 2);
+  return {reinterpret_cast<const int16_t*>(a.converted), factor, factor + kTileRows, stride};
 }
 
 void round_queries(const AttentionTile& a, int levels, char* to) {
@@ -436,7 +436,7 @@ void bend_scores(const AttentionTile& a, int row, float factor, float* scores, i
   for (int t = 0; t < n; t++) scores[t] += slope * (float)(distance + t);
 }
 
-void prepare_queries(const AttentionTile& tile, char* out) {
+void convert_queries(const AttentionTile& tile, char* out) {
   switch (tile.layout->dtype) {
     case DType::i8:
       return round_queries(tile, 255, out);
@@ -444,7 +444,7 @@ void prepare_queries(const AttentionTile& tile, char* out) {
       return round_queries(tile, 15, out);
 #if defined(AS_ISA_AVX512_BF16)
     case DType::bf16:
-      return prepare_queries_bf16(tile, out);
+      return convert_queries_bf16(tile, out);
 #endif
     default:
       return;  // attend() reads the queries themselves
@@ -507,8 +507,8 @@ void mend_rows(const AttentionTile& a) {
     alone.next = alone.spans, alone.cold = false;
     alone.maximum = a.maximum + r, alone.sum = a.sum + r, alone.out = a.out + r * padded;
     std::vector<char> query(query_bytes(layout));
-    prepare_queries(alone, query.data());
-    alone.prepared = query.data();
+    convert_queries(alone, query.data());
+    alone.converted = query.data();
     attend_all(&alone, 1);
   }
 }

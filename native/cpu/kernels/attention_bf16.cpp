@@ -163,7 +163,7 @@ class ScoreSteps {
       zero_tiles<N>();
     }
     const size_t at = (size_t)d_ / kStep * 1024;
-    tile_load<4>(a_.prepared + d_ * 2, s_.key_dim * 2);
+    tile_load<4>(a_.converted + d_ * 2, s_.key_dim * 2);
     step_tiles<N>([&](int i) { return keys_[i] + at; }, 64);
     if (a_.cold)
       for (int i = 0; i < N; i++) prefetch_tile(ahead_[i] + at, 64);
@@ -275,7 +275,7 @@ void score_rows(const AttentionTile& a, int r0, int token, float* out) {
   const SpanLayout& s = *a.layout;
   const int pairs = (s.head_dim + 1) / 2;
   const size_t stride = s.key_dim * 2;
-  const char* queries = a.prepared + r0 * stride;
+  const char* queries = a.converted + r0 * stride;
   const char *keys[G], *ahead[G];
   for (int g = 0; g < G; g++)
     keys[g] = keys_of(s, a.spans, token + g * kKeyGroup), ahead[g] = keys_of(s, a.next, token + g * kKeyGroup);
@@ -388,7 +388,7 @@ void attend_tiles(const AttentionTile* tiles, int count) {
 
 }  // namespace
 
-void prepare_queries_bf16(const AttentionTile& a, char* out) {
+void convert_queries_bf16(const AttentionTile& a, char* out) {
   const int dim = a.layout->head_dim, padded = a.layout->key_dim;
   for (int r = 0; r < a.rows; r++, out += padded * 2)
     for (int d = 0; d < padded; d += W)

@@ -97,7 +97,7 @@ AS_INLINE void add_group(const char* sums, int middle, const char* activations, 
   }
 }
 
-AS_INLINE void scale_row(const char* row, const PreparedLayout& at, const float* bias, vf (&total)[NV]) {
+AS_INLINE void scale_row(const char* row, const ConvertedLayout& at, const float* bias, vf (&total)[NV]) {
   float scale;
   std::memcpy(&scale, row + at.scale_at, 4);
   for (int v = 0; v < NV; v++) {
@@ -111,12 +111,12 @@ struct ChannelRow {
   const Packed& w;
   const float* bias;
   const Activations& a;
-  const PreparedLayout at;
+  const ConvertedLayout at;
   Scales scales = {};
   Bias add = {};
   void begin(int p) { scales.set(w, p, 0), add.set(bias, p, w.n); }
   AS_INLINE void operator()(int row, const float* sums, vf (&value)[NV]) const {
-    const char* activations = a.prepared + row * a.stride;
+    const char* activations = a.converted + row * a.stride;
     for (int v = 0; v < NV; v++) value[v] = vzero();
     add_group<Planes, false>((const char*)sums, 7, activations, 4, scales, value);
     scale_row(activations, at, bias ? add.values : nullptr, value);

@@ -139,15 +139,15 @@ AS_INLINE Packed layout(int n, int k, const Rules& rules, Format format, int gro
   return m;
 }
 
-// prepare() converts each row of activations once a linear, for formats that need it. One row's block:
+// convert_row() converts each row of activations once a linear, for formats that need it. One row's block:
 //   [planes][groups] int32 sums of a plane's values within each group, then the float32 scale. The values begin at the
 //   next multiple of 64 bytes, zero-padded to whole cache lines: int8 for each plane, or int16 for kernels that
 //   multiply 16 bits.
 // For bfloat16 in pairs: the row rounded to bfloat16, zero-padded to a multiple of 32 values.
-struct PreparedLayout {
+struct ConvertedLayout {
   size_t scale_at = 0, values_at = 0, plane_bytes = 0, bytes = 0;
 };
-AS_INLINE PreparedLayout prepared_layout(const Packed& m, int value_bytes) {
+AS_INLINE ConvertedLayout converted_row_layout(const Packed& m, int value_bytes) {
   auto aligned = [](size_t x) { return (x + 63) / 64 * 64; };
   if (m.pairs) return {0, 0, 0, aligned((size_t)m.k * 2)};
   if (!m.planes) return {};
@@ -156,15 +156,15 @@ AS_INLINE PreparedLayout prepared_layout(const Packed& m, int value_bytes) {
   return {m.planes * sums, values_at, plane, values_at + (value_bytes == 2 ? 1 : m.planes) * plane};
 }
 
-// Rows of activations: x [m, k] with row stride ldx, and prepare()'s blocks, `stride` bytes a row.
+// Rows of activations: x [m, k] with row stride ldx, and convert_row()'s blocks, `stride` bytes a row.
 struct Activations {
   const float* x;
   int ldx;
-  const char* prepared;
+  const char* converted;
   size_t stride;
 };
 
-// Where silu(gate) * up is written: y [m, n] with row stride ldy, or prepared rows of a matrix in pairs of bfloat16,
+// Where silu(gate) * up is written: y [m, n] with row stride ldy, or converted rows of a matrix in pairs of bfloat16,
 // `stride` bytes each.
 struct GatedOutput {
   float* y;

@@ -25,7 +25,7 @@ struct AttentionTile {
   bool sloped;     // scores decrease with distance, by these slopes
   float slopes[kTileRows];
   const SpanLayout* layout;
-  const char* prepared;  // queries, as prepare_queries() wrote them
+  const char* converted;  // queries, as convert_queries() wrote them
   // The block: tokens [begin, begin + tokens) of the sequence that at least one row sees.
   int begin, tokens;
   const void* const* spans;  // of the block, this layer and KV head
@@ -37,7 +37,7 @@ struct AttentionTile {
 };
 constexpr int kBlockTokens = 128;  // context per partial result of attention, for any span size
 
-// Bytes of a tile's prepared queries: 16 bits a value, and two floats a row.
+// Bytes of a tile's converted queries: 16 bits a value, and two floats a row.
 inline size_t query_bytes(const SpanLayout& s) { return (size_t)kTileRows * (s.query_dim() * 2 + 2 * sizeof(float)); }
 
 // Rows of a checkpoint's matrix. The destination, of k columns, takes their columns [column, column + k). Groups of
@@ -54,14 +54,15 @@ struct LogitKernels;
 struct Kernels {
   const char* name;
   Rules rules;
-  // y[m, n] = x w^T (+ bias) for panels [p0, p1), with row stride ldy. Activations are prepared if prepared() says so.
+  // y[m, n] = x w^T (+ bias) for panels [p0, p1), with row stride ldy. Activations are converted if converted_layout()
+  // says so.
   void (*matmul)(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1);
   // silu(gate) * up for panels [p0, p1) of gate. The first half of w's rows gives gate and the second half up; each
-  // half has whole panels. The same bits as matmul, silu_mul and, if rounded, prepare.
+  // half has whole panels. The same bits as matmul, silu_mul and, if rounded, convert_row.
   void (*matmul_gated)(const Packed& w, const Activations& a, const float* bias, const GatedOutput& out, int m, int p0,
                        int p1);
-  PreparedLayout (*prepared)(const Packed& w);
-  void (*prepare)(const Packed& w, const float* x, char* out);
+  ConvertedLayout (*converted_layout)(const Packed& w);
+  void (*convert_row)(const Packed& w, const float* x, char* out);
   // Quantizes rows [r0, r1) of w. Threads must not share a panel. Returns the number of NaN and infinite values in the
   // groups that w contains parts of (those groups become NaN).
   int64_t (*quantize)(const Packed& w, const SourceRows& source, int64_t r0, int64_t r1);
@@ -80,7 +81,7 @@ struct Kernels {
   // Weighted sums of `count` rows in order, from zero; zeros for 0 rows. out may be one of the rows.
   void (*weighted_sum)(const float* const* rows, const float* weights, int count, float* out, size_t n);
   // Converts the tile's queries to the kernel's format, query_bytes() at `out`, for all blocks.
-  void (*prepare_queries)(const AttentionTile& tile, char* out);
+  void (*convert_queries)(const AttentionTile& tile, char* out);
   void (*attend)(const AttentionTile* tiles,
                  int count);  // of `count` tiles of one block: a tile's softmax overlaps with other tiles' products
   void (*end_attention)();    // called by AttentionScope

@@ -40,7 +40,7 @@ struct Pairs {
   static vi broadcast(const X* x) { return iset((int)*x); }
   static vf multiply(vf acc, vi a, vi b) { return vdot_bf16(acc, b, a); }
   static const X* activations(const Activations& a, int row) {
-    return reinterpret_cast<const X*>(a.prepared + row * a.stride);
+    return reinterpret_cast<const X*>(a.converted + row * a.stride);
   }
   static size_t stride(const Activations& a) { return a.stride / sizeof(X); }
 };

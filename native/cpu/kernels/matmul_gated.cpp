@@ -22,7 +22,7 @@ void matmul_gated(const Packed& w, const Activations& a, const float* bias, cons
   const int half = w.panels() / 2;
   for (int m0 = 0, most = block_rows(m); m0 < m; m0 += most) {
     const int rows = std::min(most, m - m0);
-    const Activations part{a.x + (size_t)m0 * a.ldx, a.ldx, a.prepared + m0 * a.stride, a.stride};
+    const Activations part{a.x + (size_t)m0 * a.ldx, a.ldx, a.converted + m0 * a.stride, a.stride};
     for (int p = p0; p < p1; p++) {
       for (int i = 0; i < 2; i++) {
         Packed panel = w;

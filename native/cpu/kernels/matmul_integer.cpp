@@ -34,16 +34,16 @@ namespace as {
 namespace AS_ISA {
 namespace {
 
-// The prepared activations of rows from `first` on, in P planes.
+// The converted activations of rows from `first` on, in P planes.
 template <int P>
 struct Rows {
   const char* first;
   size_t stride, plane_sums;
-  PreparedLayout at;
+  ConvertedLayout at;
 
   // groups: of the matrix. (An argument, because computing it takes a division.)
-  Rows(const PreparedLayout& at, const Activations& a, int groups, int row)
-      : first(a.prepared + row * a.stride), stride(a.stride), plane_sums(4 * (size_t)groups), at(at) {}
+  Rows(const ConvertedLayout& at, const Activations& a, int groups, int row)
+      : first(a.converted + row * a.stride), stride(a.stride), plane_sums(4 * (size_t)groups), at(at) {}
   AS_INLINE int32_t plane_sum(int r, int p, int g) const {
     return four_bytes(first + r * stride + p * plane_sums + 4 * g);
   }
@@ -112,7 +112,7 @@ constexpr int kShortGroup = 256;  // k of groups whose heads are a considerable 
 
 // R rows of P planes, from `row` on, against one panel. (Not inlined, because it would share the caller's registers.)
 template <typename F, int R, int P>
-__attribute__((noinline)) void multiply_rows(const Packed& w, const PreparedLayout& at, const Activations& a, int row,
+__attribute__((noinline)) void multiply_rows(const Packed& w, const ConvertedLayout& at, const Activations& a, int row,
                                              int panel, const float* bias, float* y, int ldy) {
   constexpr int L = kWords ? 1 : P;  // GEMM rows for each row of activations
   const int groups = w.groups();
@@ -187,7 +187,7 @@ constexpr int kBlockRows = (MB + kPairRows - 1) / kPairRows * kPairRows;
 // `count` <= kBlockRows rows, from `row` on, against one panel. A block of weights, of several whole groups or part of
 // one, is widened once for all rows.
 template <typename F, int P>
-void many_rows(const Packed& w, const PreparedLayout& at, const Activations& a, int row, int count, int panel,
+void many_rows(const Packed& w, const ConvertedLayout& at, const Activations& a, int row, int count, int panel,
                const float* bias, float* y, int ldy) {
   alignas(64) typename F::Wide block[kBlockK * NR];
   alignas(64) vi kept[kBlockRows * NV];                   // a group's sums over several blocks
@@ -255,7 +255,7 @@ void many_rows(const Packed& w, const PreparedLayout& at, const Activations& a, 
 
 template <typename F, int P>
 void matmul_format(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1) {
-  const PreparedLayout at = prepared(w);
+  const ConvertedLayout at = converted_layout(w);
   constexpr int kHeight = rows_of_tile(P);
 #if defined(AS_WIDENED_BLOCKS)
   if constexpr (F::kWidens)
@@ -307,7 +307,7 @@ AS_INLINE const float* values_of(const Packed& w, const float* x, int k, int n, 
 
 // Writes the values of a row and, for each of P planes, their sums within each group.
 template <typename F, int P>
-void prepare_planes(const Packed& w, const PreparedLayout& at, const float* x, float inverse, char* out) {
+void quantize_planes(const Packed& w, const ConvertedLayout& at, const float* x, float inverse, char* out) {
   using Value = typename F::Value;
   constexpr bool kWhole = sizeof(Value) == 2;
   char* values = out + at.values_at;
@@ -349,8 +349,8 @@ AS_INLINE void with_format(const Packed& w, Work&& work) {
   }
 }
 
-void prepare_integers(const Packed& w, const float* x, char* out) {
-  const PreparedLayout at = prepared(w);
+void quantize_row(const Packed& w, const float* x, char* out) {
+  const ConvertedLayout at = converted_layout(w);
   const RowScale row = row_scale(x, w.inputs, w.planes == 1 ? 127.0f : 127.0f * 256 + 127);
   std::memcpy(out + at.scale_at, &row.scale, 4);
   if (row.inverse == 0) {
@@ -359,12 +359,12 @@ void prepare_integers(const Packed& w, const float* x, char* out) {
     return;
   }
   with_format(w,
-              [&](auto format, auto planes) { prepare_planes<decltype(format), planes>(w, at, x, row.inverse, out); });
+              [&](auto format, auto planes) { quantize_planes<decltype(format), planes>(w, at, x, row.inverse, out); });
 }
 
 #if defined(AS_ISA_AVX512_BF16)
 // Rounds a row to bfloat16: to nearest even, and denormals to zero as the products do. Pads with zeros to a whole unit.
-void prepare_pairs(const Packed& w, const float* x, char* out) {
+void round_to_pairs(const Packed& w, const float* x, char* out) {
   for (int k = 0; k < w.k; k += 2 * W, out += 4 * W) {
     const int n = std::min(2 * W, w.k - k);
     const __mmask16 low = n >= W ? 0xffff : (__mmask16)((1 << n) - 1), high = n >= 2 * W ? 0xffff
@@ -385,10 +385,10 @@ void matmul_integer(const Packed& w, const Activations& a, const float* bias, fl
       w, [&](auto format, auto planes) { matmul_format<decltype(format), planes>(w, a, bias, y, ldy, m, p0, p1); });
 }
 
-PreparedLayout prepared(const Packed& w) {
+ConvertedLayout converted_layout(const Packed& w) {
   int value_bytes = 1;
   if (w.planes) with_format(w, [&](auto format, auto) { value_bytes = sizeof(typename decltype(format)::Value); });
-  PreparedLayout at = prepared_layout(w, value_bytes);
+  ConvertedLayout at = converted_row_layout(w, value_bytes);
 #if defined(AS_ISA_AVX512_BF16)
   // With an odd number of cache lines, a tile's rows do not map to the same set of the first-level cache.
   if (w.pairs || w.planes) at.bytes = (at.bytes / 64 | 1) * 64;
@@ -396,10 +396,10 @@ PreparedLayout prepared(const Packed& w) {
   return at;
 }
 
-void prepare(const Packed& w, const float* x, char* out) {
-  if (w.planes) return prepare_integers(w, x, out);
+void convert_row(const Packed& w, const float* x, char* out) {
+  if (w.planes) return quantize_row(w, x, out);
 #if defined(AS_ISA_AVX512_BF16)
-  if (w.pairs) return prepare_pairs(w, x, out);
+  if (w.pairs) return round_to_pairs(w, x, out);
 #endif
 }
 

@@ -225,7 +225,7 @@ class Gemm {
 
   // Units [u0, u1): panel u or, with Parts = 2, panels u and u + w.panels() / 2. weights(p): the weights of panel p.
   // Calls finish.begin(unit), then finish.row(row, sums...) for each row.
-  Gemm(const Packed& w, const Activations& a, const PreparedLayout& at, int m, int u0, int u1, Weights& weights,
+  Gemm(const Packed& w, const Activations& a, const ConvertedLayout& at, int m, int u0, int u1, Weights& weights,
        Finish& finish)
       : a_(a),
         values_at_(at.values_at),
@@ -251,7 +251,7 @@ class Gemm {
   AS_INLINE void multiply(int r, const char* b, int begin, int end, float* c, const Ahead& ahead) {
     const int rows = std::min(kHeight, m_ - r);
     tiles_.configure(rows, F::kPlanes);
-    const char* x = a_.prepared + r * a_.stride + values_at_ + (size_t)begin * kStepBytes;
+    const char* x = a_.converted + r * a_.stride + values_at_ + (size_t)begin * kStepBytes;
     auto between = [&]() __attribute__((always_inline)) { waiting_.step(); };
     if (F::kPlanes == 2 || rows > kAmxRows)
       block<F, 2, kPanelStays>(x, (int64_t)a_.stride, second_, b, end - begin, (char*)c, begin > 0, ahead, between);
@@ -318,7 +318,7 @@ class Gemm {
           const int next_begin = over ? 0 : end, next_u = over ? (g + 1 < groups ? g1 : u0_) : g0;
           for (int r = m0, pass = 0; r < m1; r += kHeight, pass++) {
             const int next_rows = r + kHeight < m1 ? std::min(kHeight, m1 - r - kHeight) : 0;
-            const char* x = a_.prepared + r * a_.stride + values_at_ + (size_t)begin * kStepBytes;
+            const char* x = a_.converted + r * a_.stride + values_at_ + (size_t)begin * kStepBytes;
             for (int u = g0; u < g1; u++) {
               float* sums[Parts];
               for (int part = 0; part < Parts; part++) {
@@ -354,8 +354,8 @@ class Gemm {
 };
 
 template <typename F, int Parts, typename Weights, typename Finish>
-void multiply(const Packed& w, const Activations& a, const PreparedLayout& at, int m, int u0, int u1, Weights&& weights,
-              Finish&& finish) {
+void multiply(const Packed& w, const Activations& a, const ConvertedLayout& at, int m, int u0, int u1,
+              Weights&& weights, Finish&& finish) {
   Gemm<F, Parts, std::remove_reference_t<Weights>, std::remove_reference_t<Finish>>(w, a, at, m, u0, u1, weights,
                                                                                     finish)
       .run();
@@ -363,13 +363,13 @@ void multiply(const Packed& w, const Activations& a, const PreparedLayout& at, i
 
 // At most the rows of one block.
 template <typename F, typename Weights, typename Finish>
-void multiply_few(const Packed& w, const Activations& a, const PreparedLayout& at, int m, int p0, int p1,
+void multiply_few(const Packed& w, const Activations& a, const ConvertedLayout& at, int m, int p0, int p1,
                   Weights&& weights, Finish&& finish) {
   Tiles tiles;
   tiles.configure(m, F::kPlanes);
   alignas(64) float sums[kPair * NR];
   const int steps = (w.k + F::kStep - 1) / F::kStep;
-  const char* x = a.prepared + at.values_at;
+  const char* x = a.converted + at.values_at;
   for (int p = p0; p < p1; p++) {
     if (F::kPlanes == 2) stream<F, 2>(x, (int64_t)a.stride, (int64_t)at.plane_bytes, weights(p), steps, (char*)sums);
     else if (m > kAmxRows)
@@ -381,7 +381,7 @@ void multiply_few(const Packed& w, const Activations& a, const PreparedLayout& a
 }
 
 template <typename F, typename Row, typename Weights>
-void multiply_plain(const Packed& w, const Activations& a, const PreparedLayout& at, Row row, float* y, int ldy, int m,
+void multiply_plain(const Packed& w, const Activations& a, const ConvertedLayout& at, Row row, float* y, int ldy, int m,
                     int p0, int p1, Weights&& weights) {
   Plain<Row> finish{row, {w, y, ldy}};
   if (m <= kPair / F::kPlanes) multiply_few<F>(w, a, at, m, p0, p1, weights, finish);
@@ -405,7 +405,7 @@ void multiply_groups(const Packed& w, const Activations& a, const float* bias, f
                      int p1) {
   using F = TileBytes<Planes>;
   constexpr int kHeight = kPair / Planes;
-  const PreparedLayout at = prepared(w);
+  const ConvertedLayout at = converted_layout(w);
   const bool nibbles = bits_of(w.format) == 4;
   const int64_t second = Planes == 2 ? (int64_t)at.plane_bytes : kAmxRows * (int64_t)a.stride;
   const Results results{w, y, ldy};
@@ -429,7 +429,7 @@ void multiply_groups(const Packed& w, const Activations& a, const float* bias, f
           const int rows = std::min(kHeight, end - r0);
           const char* sum = sums[(r0 - m0) / kHeight % 2];
           for (int r = 0; r < rows; r++) {
-            const char* row = a.prepared + (r0 + r) * a.stride;
+            const char* row = a.converted + (r0 + r) * a.stride;
             float* kept = totals + (r0 - m0 + r) * NR;
             vf total[NV];
             for (int v = 0; v < NV; v++) total[v] = g ? vload(kept + v * W) : vzero();
@@ -446,7 +446,7 @@ void multiply_groups(const Packed& w, const Activations& a, const float* bias, f
         for (int r0 = m0; r0 < end; r0 += kHeight) {
           const int rows = std::min(kHeight, end - r0);
           tiles.configure(rows, Planes);
-          const char* x = a.prepared + r0 * a.stride + at.values_at + k0;
+          const char* x = a.converted + r0 * a.stride + at.values_at + k0;
           char* to = sums[(r0 - m0) / kHeight % 2];
           if (Planes == 2 || rows > kAmxRows)
             block<F, 2, false>(x, (int64_t)a.stride, second, weights, steps, to, false, {}, nothing);
@@ -476,7 +476,7 @@ bool matmul_tiles(const Packed& w, const Activations& a, const float* bias, floa
   if (!w.planes || m < kFew) return false;
   const bool bytes = bits_of(w.format) == 8;
   if (bytes && w.groups() == 1) {
-    const PreparedLayout at = prepared(w);
+    const ConvertedLayout at = converted_layout(w);
     with_planes(w, [&](auto planes) {
       multiply_plain<TileBytes<planes>>(w, a, at, ChannelRow<planes>{w, bias, a, at}, y, ldy, m, p0, p1,
                                         [&](int p) { return w.weights(p, 0); });
@@ -502,7 +502,7 @@ bool matmul_gated_tiles(const Packed& w, const Activations& a, const float* bias
     return true;
   }
   if (!w.planes || bits_of(w.format) != 8 || w.groups() > 1) return false;
-  const PreparedLayout at = prepared(w);
+  const ConvertedLayout at = converted_layout(w);
   with_planes(w, [&](auto planes) {
     const ChannelRow<planes> row{w, bias, a, at};
     multiply<TileBytes<planes>, 2>(

@@ -34,7 +34,7 @@ struct SpanLayout {
   int span_size = 0, head_dim = 0, padded_dim = 0, key_dim = 0;  // padded_dim: of values; key_dim: of keys
   size_t group_bytes = 0, value_bytes = 0;                       // of a group of keys; of a token's value
   size_t value_offset = 0, scale_offset = 0, bytes = 0;          // bytes: the whole span
-  int query_dim() const { return (head_dim + 31) / 32 * 32; }    // values of a prepared query, 16 bits each
+  int query_dim() const { return (head_dim + 31) / 32 * 32; }    // values of a converted query, 16 bits each
 };
 
 // bf16_pairs: see Rules (format.h). Throws std::invalid_argument if the heads are too long for a quantized cache.

@@ -24,8 +24,8 @@ const Kernels& kernels() {
     k.rules = {panel_rows_count, kPairs};
     k.matmul = matmul;
     k.matmul_gated = matmul_gated;
-    k.prepared = prepared;
-    k.prepare = prepare;
+    k.converted_layout = converted_layout;
+    k.convert_row = convert_row;
     k.quantize = quantize;
     k.read_row = read_row;
     k.rms_norm = rms_norm;
@@ -39,7 +39,7 @@ const Kernels& kernels() {
     k.add = add;
     k.sum_partials = sum_partials;
     k.weighted_sum = weighted_sum;
-    k.prepare_queries = prepare_queries;
+    k.convert_queries = convert_queries;
     k.attend = attend;
     k.end_attention = end_attention;
     k.merge = merge;

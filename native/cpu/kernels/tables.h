@@ -12,7 +12,7 @@ void matmul_small_floats(const Packed& w, const Activations& a, const float* bia
                          int p1);
 void matmul_gated(const Packed& w, const Activations& a, const float* bias, const GatedOutput& out, int m, int p0,
                   int p1);
-PreparedLayout prepared(const Packed& w);
+ConvertedLayout converted_layout(const Packed& w);
 #if defined(AS_ISA_AMX)
 // Return false if tiles are not supported or not faster for the format, group size and number of rows.
 bool matmul_tiles(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1);
@@ -20,7 +20,7 @@ bool matmul_gated_tiles(const Packed& w, const Activations& a, const float* bias
                         int p1);
 double multiply_tile_registers(int64_t rounds, bool integers);
 #endif
-void prepare(const Packed& w, const float* x, char* out);
+void convert_row(const Packed& w, const float* x, char* out);
 int64_t quantize(const Packed& w, const SourceRows& source, int64_t r0, int64_t r1);
 void read_row(const Packed& w, int64_t row, float* y);
 void rms_norm(const float* x, const float* w, float* y, int n, float eps);
@@ -36,13 +36,13 @@ void sum_partials(const float* const* partials, int count, float* out, size_t n)
 void weighted_sum(const float* const* rows, const float* weights, int count, float* out, size_t n);
 void rope(float* x, const float* cosine, const float* sine, int half);
 void rope_interleaved(float* x, const float* cosine, const float* sine, int half);
-void prepare_queries(const AttentionTile& tile, char* out);
+void convert_queries(const AttentionTile& tile, char* out);
 void attend(const AttentionTile* tiles, int count);
 void end_attention();
 // Applies soft cap and slopes to a row's scores with the block's first n tokens, after multiplying them by factor.
 void bend_scores(const AttentionTile& a, int row, float factor, float* scores, int n);
 #if defined(AS_ISA_AVX512_BF16)
-void prepare_queries_bf16(const AttentionTile& tile, char* out);
+void convert_queries_bf16(const AttentionTile& tile, char* out);
 void attend_bf16(const AttentionTile* tiles, int count);
 void end_attention_bf16();
 #endif

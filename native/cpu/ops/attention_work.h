@@ -96,7 +96,7 @@ struct AttentionWork {
 
 // Bytes that attention of a geometry uses for partial results and queries.
 size_t attention_bytes(const SpanLayout& layout, int threads, int max_length);
-// Bytes of a thread's scratch memory: for a group's tiles, partial results of a block, a run and the total, prepared
+// Bytes of a thread's scratch memory: for a group's tiles, partial results of a block, a run and the total, converted
 // queries and the queries' heads; and one more head.
 size_t attention_scratch_bytes(const SpanLayout& layout);
 

@@ -45,19 +45,19 @@ class ExpertLinear : public BoundOp {
     routing_.share(begin_, end_, panels, streaming, thread, core_.pool.size(),
                    [&, a = a, entries = out_.rows(batch)](int expert, int entry, int count, int p0, int p1) {
                      Activations own = a;
-                     if (!one) own.x += (size_t)entry * a.ldx, own.prepared += entry * a.stride;
+                     if (!one) own.x += (size_t)entry * a.ldx, own.converted += entry * a.stride;
                      else own.ldx = m_.inputs;
-                     multiply(expert - begin_, own, entry, count, p0, p1, thread, out_.is_prepared(entries));
+                     multiply(expert - begin_, own, entry, count, p0, p1, thread, out_.is_converted(entries));
                    });
   }
 
  private:
-  void multiply(int expert, const Activations& a, int entry, int count, int p0, int p1, int thread, bool prepared) {
+  void multiply(int expert, const Activations& a, int entry, int count, int p0, int p1, int thread, bool converted) {
     const Packed w = linear_.weights.matrix(linear_.op.weights[0], expert);
     const float* bias = bias_ ? bias_ + (size_t)expert * w.n : nullptr;
     if (!gated_) return core_.k.matmul(w, a, bias, out_.row(entry), w.n, count, p0, p1);
-    if (prepared) {
-      const GatedOutput to{nullptr, 0, out_.bytes(entry), out_.prepared};
+    if (converted) {
+      const GatedOutput to{nullptr, 0, out_.bytes(entry), out_.converted};
       return core_.k.matmul_gated(w, a, bias, to, count, p0, p1);
     }
     if (count >= kManyRows) {
@@ -84,24 +84,24 @@ class ExpertLinear : public BoundOp {
   // The entries' rows in the kernels' format. If all entries share a single row, ldx is 0. Returns false if another
   // thread has failed.
   bool rows(const Batch& batch, int thread, Activations& a) {
-    const size_t stride = core_.k.prepared(m_).bytes;
+    const size_t stride = core_.k.converted_layout(m_).bytes;
     const int threads = core_.pool.size(), rows = in_.rows(batch);
-    char* scratch = scratch_.prepared.as();
+    char* scratch = scratch_.converted.as();
     a = {in_.data, m_.inputs, scratch, stride};
     if (in_.row_set == out_.row_set) {
-      if (in_.is_prepared(rows)) {
-        a.prepared = in_.bytes(0);
+      if (in_.is_converted(rows)) {
+        a.converted = in_.bytes(0);
         return true;
       }
       if (!stride) return true;
       const int first = routing_.first[begin_];
       const auto [e0, e1] = part(routing_.first[end_] - first, thread, threads);
-      for (int e = first + e0; e < first + e1; e++) core_.k.prepare(m_, in_.row(e), scratch + e * stride);
+      for (int e = first + e0; e < first + e1; e++) core_.k.convert_row(m_, in_.row(e), scratch + e * stride);
       return core_.pool.barrier();
     }
-    if (rows == 1) {  // each thread prepares it, which takes less time than a barrier
+    if (rows == 1) {  // each thread converts it, which takes less time than a barrier
       a.ldx = 0;
-      if (stride) core_.k.prepare(m_, in_.data, scratch + thread * stride), a.prepared = scratch + thread * stride;
+      if (stride) core_.k.convert_row(m_, in_.data, scratch + thread * stride), a.converted = scratch + thread * stride;
       return true;
     }
     const size_t bytes = stride ? stride : m_.inputs * sizeof(float);
@@ -112,7 +112,7 @@ class ExpertLinear : public BoundOp {
         if (routing_.chosen[i] < begin_ || routing_.chosen[i] >= end_) continue;
         char* to = scratch + routing_.entry_of[i] * bytes;
         if (made) std::memcpy(to, made, bytes);
-        else core_.k.prepare(m_, in_.row(r), to);
+        else core_.k.convert_row(m_, in_.row(r), to);
         made = to;
       }
     }

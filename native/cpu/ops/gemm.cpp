@@ -20,26 +20,26 @@ WorkUnit work_unit_of(int thread, int threads, int panels, int rows) {
   return {p0, p1, t0 * kRowsTogether, std::min(rows, t1 * kRowsTogether)};
 }
 
-size_t prepared_bytes(const Core& core, const Packed& m, int rows) {
-  return core.k.prepared(m).bytes * std::max(rows, core.pool.size());
+size_t converted_bytes(const Core& core, const Packed& m, int rows) {
+  return core.k.converted_layout(m).bytes * std::max(rows, core.pool.size());
 }
 
 bool activations(const Core& core, int thread, const Packed& m, const Tensor& x, int rows, const Buffer& scratch,
                  Activations& a) {
-  a = {x.data, m.inputs, scratch.as(), core.k.prepared(m).bytes};
-  if (x.is_prepared(rows)) {
-    a.prepared = x.bytes(0);
+  a = {x.data, m.inputs, scratch.as(), core.k.converted_layout(m).bytes};
+  if (x.is_converted(rows)) {
+    a.converted = x.bytes(0);
     return true;
   }
   if (!a.stride) return true;
   if (rows == 1) {
     char* own = scratch.as() + thread * a.stride;
-    core.k.prepare(m, x.data, own);
-    a.prepared = own;
+    core.k.convert_row(m, x.data, own);
+    a.converted = own;
     return true;
   }
   const auto [r0, r1] = part(rows, thread, core.pool.size());
-  for (int r = r0; r < r1; r++) core.k.prepare(m, x.row(r), scratch.as() + r * a.stride);
+  for (int r = r0; r < r1; r++) core.k.convert_row(m, x.row(r), scratch.as() + r * a.stride);
   return core.pool.barrier();
 }
 

@@ -1,4 +1,4 @@
-// A matrix times rows of activations: how threads divide a GEMM, and how rows are prepared for the kernels.
+// A matrix times rows of activations: how threads divide a GEMM, and how rows are converted for the kernels.
 #pragma once
 #include "cpu/core.h"
 
@@ -19,11 +19,11 @@ struct WorkUnit {
 // Divides panels and, if there are many rows, also rows, so that the parts are as equal as possible.
 WorkUnit work_unit_of(int thread, int threads, int panels, int rows);
 
-// Bytes of scratch memory for `rows` prepared rows of a GEMM's input, or for one row in a copy for each thread.
-size_t prepared_bytes(const Core& core, const Packed& m, int rows);
+// Bytes of scratch memory for `rows` converted rows of a GEMM's input, or for one row in a copy for each thread.
+size_t converted_bytes(const Core& core, const Packed& m, int rows);
 
-// The rows of `x` in the kernels' format. A prepared tensor is used as it is. Otherwise threads divide the rows and
-// prepare them into `scratch`; a single row is prepared by every thread, which takes less time than a barrier. Returns
+// The rows of `x` in the kernels' format. A converted tensor is used as it is. Otherwise threads divide the rows and
+// convert them into `scratch`; a single row is converted by every thread, which takes less time than a barrier. Returns
 // false if another thread has failed.
 bool activations(const Core& core, int thread, const Packed& m, const Tensor& x, int rows, const Buffer& scratch,
                  Activations& a);

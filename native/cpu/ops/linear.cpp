@@ -25,16 +25,16 @@ class Linear : public BoundOp {
   void run(const Batch& batch, int thread) override {
     const int rows = in_.rows(batch), threads = core_.pool.size();
     Activations a;
-    if (!(!norm_.empty() ? normed(thread, rows, a) : activations(core_, thread, m_, in_, rows, scratch_.prepared, a)))
+    if (!(!norm_.empty() ? normed(thread, rows, a) : activations(core_, thread, m_, in_, rows, scratch_.converted, a)))
       return;
     const WorkUnit share = work_unit_of(thread, threads, gated_ ? m_.panels() / 2 : m_.panels(), rows);
     if (share.empty()) return;
     const auto [p0, p1, r0, r1] = share;
-    a.x += (size_t)r0 * m_.inputs, a.prepared += r0 * a.stride;
+    a.x += (size_t)r0 * m_.inputs, a.converted += r0 * a.stride;
     if (gated_ && rows < kManyRows) return gate_few(a, share);
     if (gated_) {
       GatedOutput to{};
-      if (out_.prepared_for) to.rounded = out_.bytes(r0), to.rounded_stride = out_.prepared;
+      if (out_.converted_for) to.rounded = out_.bytes(r0), to.rounded_stride = out_.converted;
       else to.y = out_.row(r0), to.ldy = out_.width;
       core_.k.matmul_gated(m_, a, bias_, to, r1 - r0, p0, p1);
       return;
@@ -61,23 +61,23 @@ class Linear : public BoundOp {
 
   // Norms the rows of x_ into the GEMM's format. Returns false if another thread has failed.
   bool normed(int thread, int rows, Activations& a) {
-    const size_t stride = core_.k.prepared(m_).bytes;
+    const size_t stride = core_.k.converted_layout(m_).bytes;
     const auto norm = [&](int r, float* y) { core_.k.rms_norm(x_.row(r), norm_.data(), y, m_.inputs, eps_); };
     if (rows == 1) {
       float* own = scratch_.row(thread);
       norm(0, own);
-      char* prepared = scratch_.prepared.as() + thread * stride;
-      if (stride) core_.k.prepare(m_, own, prepared);
-      a = {own, m_.inputs, prepared, stride};
+      char* converted = scratch_.converted.as() + thread * stride;
+      if (stride) core_.k.convert_row(m_, own, converted);
+      a = {own, m_.inputs, converted, stride};
       return true;
     }
     const auto [r0, r1] = part(rows, thread, core_.pool.size());
     for (int r = r0; r < r1; r++) {
       float* y = stride ? scratch_.row(thread) : in_.row(r);
       norm(r, y);
-      if (stride) core_.k.prepare(m_, y, scratch_.prepared.as() + r * stride);
+      if (stride) core_.k.convert_row(m_, y, scratch_.converted.as() + r * stride);
     }
-    a = {in_.data, m_.inputs, scratch_.prepared.as(), stride};
+    a = {in_.data, m_.inputs, scratch_.converted.as(), stride};
     return core_.pool.barrier();
   }
 

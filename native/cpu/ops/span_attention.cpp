@@ -70,9 +70,9 @@ class SpanAttention : public BoundOp {
       else attend_units(batch, thread);
     });
     const int rows = (int)batch.rows.size();
-    const bool prepares = out_.is_prepared(rows);
-    if ((work_->shared.empty() && !prepares) || !core_.pool.barrier()) return;
-    if (prepares) finish_by_rows(rows, thread);
+    const bool converts = out_.is_converted(rows);
+    if ((work_->shared.empty() && !converts) || !core_.pool.barrier()) return;
+    if (converts) finish_by_rows(rows, thread);
     else finish_by_tiles(thread);
   }
 
@@ -85,7 +85,7 @@ class SpanAttention : public BoundOp {
   const float* head(int row, int index, float* room) const;
   void write_row(const Batch& batch, int row, int kv_head, float* room) const;
   void write_cache(const Batch& batch, int thread) const;
-  AttentionTile prepare_tile(const Tile& tile, char* queries, float* heads) const;
+  AttentionTile make_tile(const Tile& tile, char* queries, float* heads) const;
   int block_spans(const Batch& batch, const Tile& tile, int block, const void** spans) const;
   BlockSpans spans_of(const Batch& batch, const Tile& tile, int block, const Tile& next, int next_block) const;
   void take_block(AttentionTile& a, const Tile& tile, int block, const BlockSpans& spans, bool cold,
@@ -167,7 +167,7 @@ void SpanAttention::write_cache(const Batch& batch, int thread) const {
     for (int h = 0; h < shape_.kv_heads; h++) write_row(batch, r, h, room);
 }
 
-AttentionTile SpanAttention::prepare_tile(const Tile& tile, char* queries, float* heads) const {
+AttentionTile SpanAttention::make_tile(const Tile& tile, char* queries, float* heads) const {
   AttentionTile a{};
   a.rows = tile.rows(), a.scale = scale_, a.soft_cap = soft_cap_, a.sloped = slopes_, a.layout = &layout_;
   for (int i = 0; i < tile.positions; i++) {
@@ -184,8 +184,8 @@ AttentionTile SpanAttention::prepare_tile(const Tile& tile, char* queries, float
       if (slopes_) a.slopes[r] = slopes_[tile.head0 + h];
     }
   }
-  core_.k.prepare_queries(a, queries);
-  a.prepared = queries;
+  core_.k.convert_queries(a, queries);
+  a.converted = queries;
   return a;
 }
 
@@ -269,10 +269,10 @@ void SpanAttention::finish_rows(const Tile& tile, int row0, int row1, const floa
 void SpanAttention::attend_unit(const Batch& batch, const WorkUnit& unit, const Scratchpad& s) const {
   const size_t floats = work_->partial_floats();
   const Tile *tiles = &work_->tiles[unit.first], &longest = tiles[unit.count - 1];
-  AttentionTile prepared[kGroupTiles];
+  AttentionTile converted[kGroupTiles];
   for (int i = 0; i < unit.count; i++)
-    prepared[i] = prepare_tile(tiles[i], s.queries + i * query_bytes(layout_),
-                               s.heads + (size_t)i * kTileRows * layout_.padded_dim);
+    converted[i] =
+        make_tile(tiles[i], s.queries + i * query_bytes(layout_), s.heads + (size_t)i * kTileRows * layout_.padded_dim);
   if (work_->one_tile_a_key && unit.end == longest.blocks) write_row(batch, longest.row, longest.kv_head, s.key);
   Tile all = longest;  // covers all tiles' positions, to locate the spans
   all.position = tiles->position, all.positions = longest.context() - all.position;
@@ -281,8 +281,9 @@ void SpanAttention::attend_unit(const Batch& batch, const WorkUnit& unit, const 
     while (b >= tiles[first].blocks) first++;
     while (last < unit.count && tiles[last].first <= b) last++;
     const BlockSpans spans = spans_of(batch, all, b, all, std::min(b + 1, unit.end - 1));
-    for (int i = first; i < last; i++) take_block(prepared[i], tiles[i], b, spans, i == first, s.partials + i * floats);
-    core_.k.attend(prepared + first, last - first);
+    for (int i = first; i < last; i++)
+      take_block(converted[i], tiles[i], b, spans, i == first, s.partials + i * floats);
+    core_.k.attend(converted + first, last - first);
     for (int i = first; i < last; i++) {
       const Tile& tile = tiles[i];
       if (!tile.shared) {
@@ -309,17 +310,17 @@ void SpanAttention::attend_pairs(const Batch& batch, int thread) const {
   const size_t floats = work.partial_floats();
   const Scratchpad s = scratch(thread);
   const auto [p0, p1] = part((int)work.pairs.size(), thread, core_.pool.size());
-  AttentionTile prepared;
+  AttentionTile converted;
   for (int p = p0; p < p1; p++) {
     const TileBlock &pair = work.pairs[p], &next = work.pairs[std::min(p + 1, p1 - 1)];
     const Tile& tile = work.tiles[pair.tile];
     const int block = pair.block;
-    if (p == p0 || block == tile.first) prepared = prepare_tile(tile, s.queries, s.heads);
+    if (p == p0 || block == tile.first) converted = make_tile(tile, s.queries, s.heads);
     if (work.one_tile_a_key && block == tile.blocks - 1) write_row(batch, tile.row, tile.kv_head, s.key);
     const BlockSpans spans = spans_of(batch, tile, block, work.tiles[next.tile], next.block);
     float* partial = pair.kept == Kept::block ? work.partial(pair.partial) : s.partials;
-    take_block(prepared, tile, block, spans, true, partial);
-    core_.k.attend(&prepared, 1);
+    take_block(converted, tile, block, spans, true, partial);
+    core_.k.attend(&converted, 1);
     if (pair.kept == Kept::block) continue;
     if (pair.kept == Kept::run) {
       float* run = work.partial(pair.partial);
@@ -371,7 +372,7 @@ void SpanAttention::finish_by_tiles(int thread) const {
   }
 }
 
-// The same by whole rows of the output, which are prepared for the following linear.
+// The same by whole rows of the output, which are converted for the following linear.
 void SpanAttention::finish_by_rows(int rows, int thread) const {
   const Scratchpad s = scratch(thread);
   const auto [r0, r1] = part(rows, thread, core_.pool.size());
@@ -380,7 +381,7 @@ void SpanAttention::finish_by_rows(int rows, int thread) const {
     const int first = std::max(r0, tile.row) - tile.row, last = std::min(r1, tile.row + tile.positions) - tile.row;
     if (first < last) finish_shared(tile, first * tile.heads(), last * tile.heads(), s);
   }
-  for (int r = r0; r < r1; r++) core_.k.prepare(*out_.prepared_for, out_.row(r), out_.bytes(r));
+  for (int r = r0; r < r1; r++) core_.k.convert_row(*out_.converted_for, out_.row(r), out_.bytes(r));
 }
 
 AttentionShape shape_of(const OpNode& op) {

@@ -34,8 +34,8 @@ class Sum : public BoundOp {
     const auto [r0, r1] = peers->rows_of(rows, core_.rank);
     core_.pool.guard([&, r0 = (int)r0, r1 = (int)r1] { go_on(r0, r1, thread); });
     if (!core_.pool.barrier()) return;
-    if (!weight_.empty() && normed_.prepared_for)
-      peers->all_gather_rows(normed_.bytes(0), rows, normed_.prepared, thread, threads);
+    if (!weight_.empty() && normed_.converted_for)
+      peers->all_gather_rows(normed_.bytes(0), rows, normed_.converted, thread, threads);
     else if (!weight_.empty()) peers->all_gather_rows(normed_.data, rows, x_.width * sizeof(float), thread, threads);
     if (weight_.empty() || !feeds_sum_)
       peers->all_gather_rows(x_.data, rows, x_.width * sizeof(float), thread, threads);
@@ -49,10 +49,10 @@ class Sum : public BoundOp {
     for (int r = begin + r0; r < begin + r1; r++) {
       if (addend_.data) core_.k.add(x_.row(r), addend_.row(r), n);
       if (weight_.empty()) continue;
-      const Packed* next = normed_.prepared_for;
+      const Packed* next = normed_.converted_for;
       float* y = next ? scratch_.row(thread) : normed_.row(r);
       core_.k.rms_norm(x_.row(r), weight_.data(), y, n, eps_);
-      if (next) core_.k.prepare(*next, y, normed_.bytes(r));
+      if (next) core_.k.convert_row(*next, y, normed_.bytes(r));
     }
   }
 
