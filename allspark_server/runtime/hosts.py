@@ -7,21 +7,28 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import datetime
 import hmac
+import json
 import os
 import secrets
+import select
 import socket
-import struct
-import time
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
 
-CONNECT_SECONDS = 20.0      # until every host has connected to rank 0
-ADDRESS_SECONDS = 3.0       # for one of rank 0's addresses
-USER_TIMEOUT_MS = 5000      # unacknowledged data breaks the connection after this time
-_TOKEN = 32
+from .tunnel import CONNECT_SECONDS, END_SECONDS
+
+#: the file beside the supervisor's or the agent's socket with the secret of this incarnation
+SECRET_FILE = "secret"
+START_SECONDS = 20.0        # until a process has started; its code may be on a slow shared file system
+CLOCKS_DIFFER = datetime.timedelta(days=3650)   # a certificate's dates mean nothing: it ends with its incarnation
 
 
 class HostsError(RuntimeError):
@@ -54,13 +61,23 @@ class Between:
     """What the native library needs to reach other hosts.
 
     first: as in `Layout`. mpi: addresses of MPI's functions, then its handles. sockets: descriptors of connections.
-    communicator: keeps the handles alive.
+    communicator: keeps the handles alive. tunnel: the process that carries the connections to other hosts.
     """
 
     first: list[int]
     mpi: list[int]
     sockets: list[int]
     communicator: Any = field(repr=False)
+    tunnel: subprocess.Popen[str] | None = None
+
+    def close(self) -> None:
+        """Frees the handles and ends the process, which first sends what native code has written; a collective call."""
+        self.communicator.Free()
+        if self.tunnel is not None:
+            try:
+                self.tunnel.wait(2 * END_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.tunnel.kill()
 
 
 def layout_of(hosts: list[int], rank: int) -> Layout:
@@ -83,6 +100,7 @@ def connect(world: Any, layout: Layout, library: str, loopback: bool) -> Between
     host cannot be reached.
     """
     from mpi4py import MPI
+    secret = _secret_of(world)
     own = world.Dup()
     own.Set_errhandler(MPI.ERRORS_RETURN)
     functions = ctypes.CDLL(library)
@@ -90,17 +108,30 @@ def connect(world: Any, layout: Layout, library: str, loopback: bool) -> Between
                       for name in ("Isend", "Irecv", "Test")]
     mpi += [ctypes.c_void_p.from_address(MPI._addressof(thing)).value for thing in (MPI.BYTE, own)]
     sockets: list[int] = []
+    tunnel = None
     if world.rank == 0:
-        with _listener() as listener:
-            addresses = ["127.0.0.1"] if loopback else own_addresses()
-            offer = addresses, listener.getsockname()[1], secrets.token_bytes(_TOKEN)
-            world.bcast(offer, root=0)
-            sockets = _accept(listener, len(layout.first) - 2, offer[2])
+        with _listener() as listener, _pairs(range(1, len(layout.first) - 1)) as (sockets, ranks):
+            world.bcast((["127.0.0.1"] if loopback else own_addresses(), listener.getsockname()[1]), root=0)
+            tunnel = _tunnel(ranks, [listener.fileno()], listener=listener.fileno(), secret=secret)
     else:
-        addresses, port, token = world.bcast(None, root=0)
+        addresses, port = world.bcast(None, root=0)
         if world.rank == layout.first[layout.own]:
-            sockets = [_join(addresses, port, token, layout.own)]
-    return Between(layout.first, mpi, sockets, own)
+            with _pairs([layout.own]) as (sockets, ranks):
+                tunnel = _tunnel(ranks, [], addresses=addresses, port=port, secret=secret)
+    return Between(layout.first, mpi, sockets, own, tunnel)
+
+
+@contextlib.contextmanager
+def _pairs(hosts: Iterable[int]) -> Iterator[tuple[list[int], dict[int, socket.socket]]]:
+    """A socket pair for each host: the descriptors of this side, which native code then owns, and the other ends, which
+    are closed at the end of the with block.
+    """
+    pairs = {host: socket.socketpair() for host in hosts}
+    try:
+        yield [own.detach() for own, _ in pairs.values()], {host: end for host, (_, end) in pairs.items()}
+    finally:
+        for _, end in pairs.values():
+            end.close()
 
 
 def own_addresses() -> list[str]:
@@ -122,65 +153,63 @@ def _listener() -> socket.socket:
     return socket.create_server(("", 0))
 
 
-def _accept(listener: socket.socket, count: int, token: bytes) -> list[int]:
-    """Connections of the other hosts, in order of hosts. Connections without the token are closed."""
-    found: dict[int, socket.socket] = {}
-    deadline = time.monotonic() + CONNECT_SECONDS
-    while len(found) < count:
-        listener.settimeout(max(0.01, deadline - time.monotonic()))
-        try:
-            peer, _ = listener.accept()
-        except TimeoutError:
-            missing = sorted(set(range(1, count + 1)) - set(found))
-            raise HostsError(f"host(s) {missing} of the group have not reached rank 0 within {CONNECT_SECONDS:g} s at "
-                             f"port {listener.getsockname()[1]}: the hosts of a group must reach each other at any "
-                             "port") from None
-        peer.settimeout(ADDRESS_SECONDS)
-        with contextlib.suppress(OSError):
-            said = _receive(peer, _TOKEN + 4)
-            host = struct.unpack("<I", said[_TOKEN:])[0] if hmac.compare_digest(said[:_TOKEN], token) else 0
-            if 1 <= host <= count:
-                peer.sendall(b"\1")
-                found[host] = peer
-                continue
-        peer.close()
-    return [_ready(found[host]) for host in range(1, count + 1)]
+def new_secret() -> str:
+    """A key and its certificate as PEM, for one incarnation of a group: who has it may connect."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "allspark group")])
+    now = datetime.datetime.now(datetime.timezone.utc)
+    certificate = (x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+                   .serial_number(x509.random_serial_number()).not_valid_before(now - CLOCKS_DIFFER)
+                   .not_valid_after(now + CLOCKS_DIFFER).sign(key, hashes.SHA256()))
+    pem = serialization.Encoding.PEM
+    return (key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+            + certificate.public_bytes(pem)).decode()
 
 
-def _join(addresses: list[str], port: int, token: bytes, host: int) -> int:
-    """Connects to rank 0 at the first address that works."""
-    failed = []
-    for address in addresses:
-        try:
-            peer = socket.create_connection((address, port), timeout=ADDRESS_SECONDS)
-        except OSError as error:
-            failed.append(f"{address}: {error.strerror or error}")
-            continue
-        with contextlib.suppress(OSError):
-            peer.sendall(token + struct.pack("<I", host))
-            if _receive(peer, 1) == b"\1":
-                return _ready(peer)
-        peer.close()
-        failed.append(f"{address}: another service answers there")
-    raise HostsError(f"host {socket.gethostname()} cannot reach rank 0 at port {port} "
-                     f"({'; '.join(failed) or 'it has no address'}): the hosts of a group must reach each other at any "
-                     "port")
+def _secret_of(world: Any) -> str:
+    """The secret of this incarnation: the supervisor's or, without one, rank 0's."""
+    supervisor = os.environ.get("ALLSPARK_SUPERVISOR")
+    if supervisor is None:
+        return world.bcast(new_secret() if world.rank == 0 else None, root=0)
+    file = Path(supervisor).with_name(SECRET_FILE)
+    try:
+        secret = file.read_text()
+    except OSError as error:
+        raise HostsError(f"the group's secret {file} cannot be read: {error.strerror}") from error
+    _prove(world, secret)
+    return secret
 
 
-def _receive(peer: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        part = peer.recv(count - len(data))
-        if not part:
-            raise OSError("closed")
-        data += part
-    return data
+def _prove(world: Any, secret: str) -> None:
+    """Raises HostsError unless every rank of the MPI world knows the secret."""
+    numbers = b"".join(world.allgather(secrets.token_bytes(32)))
+
+    def proof(rank: int) -> bytes:
+        return hmac.digest(secret.encode(), numbers + rank.to_bytes(4, "little"), "sha256")
+
+    strangers = [r for r, shown in enumerate(world.allgather(proof(world.rank)))
+                 if not (isinstance(shown, bytes) and hmac.compare_digest(shown, proof(r)))]
+    if strangers:
+        raise HostsError(f"rank(s) {strangers} do not know the secret of this group: processes that the group did not "
+                         "start have joined it")
 
 
-def _ready(peer: socket.socket) -> int:
-    """Returns the connection's descriptor, which native code then owns."""
-    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
-    descriptor = peer.detach()
-    os.set_blocking(descriptor, False)
-    return descriptor
+def _tunnel(ranks: dict[int, socket.socket], descriptors: list[int], **request: Any) -> subprocess.Popen[str]:
+    """Starts the process that connects these ends of socket pairs, by host, to other hosts; returns once it has."""
+    inherited = [*descriptors, *(end.fileno() for end in ranks.values())]
+    process = subprocess.Popen([sys.executable, "-I", str(Path(__file__).with_name("tunnel.py"))], text=True,
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=inherited)
+    assert process.stdin is not None and process.stdout is not None
+    with process.stdin, process.stdout:
+        process.stdin.write(json.dumps({**request, "ranks": {h: end.fileno() for h, end in ranks.items()}}) + "\n")
+        process.stdin.flush()
+        ready, _, _ = select.select([process.stdout], [], [], START_SECONDS + CONNECT_SECONDS)
+        answer = process.stdout.readline() if ready else ""
+    if answer == "\n":
+        return process
+    process.kill()
+    process.wait()
+    raise HostsError(answer.strip() or "the process that connects this host to the others has ended, or does not start")

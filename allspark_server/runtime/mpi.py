@@ -76,7 +76,7 @@ class World:
         from mpi4py import MPI
         self.window.Free()
         if self.between is not None:
-            self.between.communicator.Free()
+            self.between.close()
         MPI.Finalize()
 
 

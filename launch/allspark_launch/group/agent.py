@@ -1,9 +1,9 @@
 """The supervisor's agent on another host, started there by ssh or srun: python -m allspark_launch.group.agent.
 
-Both exchange lines of JSON on the agent's standard input and output, so there is no listener to secure. The only
-permission needed is to run commands on the host. The agent places ranks on its host, runs mpirun's daemon, forwards the
-ranks' heartbeats and reports at once when a rank has ended. It ends all ranks when it is asked to, when its standard
-input is closed, or when its lease expires.
+Both exchange lines of JSON on the agent's standard input and output, so there is no listener to secure: ssh or Slurm
+decides who may connect. The only permission needed is to run commands on the host. The agent places ranks on its host,
+runs mpirun's daemon, forwards the ranks' heartbeats and reports at once when a rank has ended. It ends all ranks when
+it is asked to, when its standard input is closed, or when its lease expires.
 
 The lease: the supervisor answers each message {"alive": k} with {"lease": k}, which is valid for LEASE_SECONDS after
 the agent sent that message. So LEASE_SECONDS after the last answered message, no process of the group runs here.
@@ -30,11 +30,13 @@ import psutil
 from allspark_client.version import __version__
 from allspark_server import logs
 from allspark_server.runtime.binding import adopt_orphans, die_with_parent, memory_policy_allowed
+from allspark_server.runtime.hosts import SECRET_FILE
 from allspark_server.runtime.reservations import CpuReservation, planning
 from allspark_server.signals import Signals
 
 from ..machine.placement import place, place_beside
 from ..machine.topology import read_topology
+from ..output import write_whole
 from .folders import private_folder, short_parent, trusted
 from .mpi import clean_environment
 from .processes import Freeing, is_stopped, neutral_for_oom, open_pid, reap_orphans
@@ -179,8 +181,11 @@ class Agent:
                                       "by first touch")
         return placed
 
-    def _launch(self, command: str, environment: dict[str, str]) -> None:
-        """Starts mpirun's daemon by a shell's command line."""
+    def _launch(self, command: str, environment: dict[str, str], secret: str) -> None:
+        """Starts mpirun's daemon by a shell's command line. Its ranks read the incarnation's secret from a file that
+        only this user can read.
+        """
+        write_whole(Path(self._home, SECRET_FILE), secret, 0o600)
         whole = {**clean_environment(self._home), **environment, **self._environment}
         subprocess.Popen(["sh", "-c", f"exec 2>&1; {command}"], env=whole, stdin=subprocess.DEVNULL, stdout=2,
                          start_new_session=True, preexec_fn=_as_daemon)
@@ -209,6 +214,7 @@ class Agent:
                 self._selector.unregister(descriptor)
                 os.close(descriptor)
         self._ranks.clear()
+        Path(self._home, SECRET_FILE).unlink(missing_ok=True)
         with contextlib.suppress(FileNotFoundError):
             for file in self._shared_memory.iterdir() if self._shared_memory else ():
                 file.unlink(missing_ok=True)

@@ -145,6 +145,7 @@ class Agents:
         self.all = [Agent(host) for host in allocation.others]
         self.selector = selectors.EpollSelector()
         self._began = False
+        self.secret = ""        # of the incarnation that is about to start: who has it may connect to its ranks
 
     def connect(self) -> list[Agent]:
         """Starts the agents that do not run; returns those that answer. Raises ValueError for an agent of another
@@ -239,7 +240,7 @@ class Agents:
         for agent in self.all:
             if agent.name == name:
                 agent.ended = agent.ending = False
-                agent.send(launch={"command": command, "environment": environment})
+                agent.send(launch={"command": command, "environment": environment, "secret": self.secret})
                 return
         logger.error("mpirun wants to start a daemon on %s, which is not a host of the group", name)
 

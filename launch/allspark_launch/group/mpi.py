@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 # Variables of an enclosing MPI job or batch job: a group started inside one is a job of its own. Those that configure
 # networks are kept.
-_FOREIGN = re.compile(r"^(OMPI_(?!MCA_(btl|pml|mtl|oob)(_|$))|PMIX_|PMI_|PRTE_|ORTE_|OPAL_|SLURM_|PBS_|MPI4PY_)")
+_FOREIGN = re.compile(r"^(OMPI_(?!MCA_(btl|pml|mtl|oob)(_|$))|PMIX_|PMI_|PRTE_(?!MCA_prte_if_)|ORTE_|OPAL_|SLURM_|"
+                      r"PBS_|MPI4PY_)")
 _REMOTE_SHELL = Path(__file__).with_name("remote_shell.py")
 
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from allspark_server import access
+from allspark_server.runtime.hosts import SECRET_FILE, new_secret
 from allspark_server.runtime.reservations import CpuReservation
 from allspark_server.signals import Signals
 
@@ -76,6 +77,9 @@ def supervise(options: GroupOptions, *, ready_file: str = "", report_file: str =
                            "ALLSPARK_PLACEMENT": "\n".join(plan.describe())}
             # Folders are made anew if they were removed: logind does that when a user logs out (RemoveIPC).
             runtime_dir.mkdir(mode=0o700, exist_ok=True)
+            if agents is not None:
+                agents.secret = new_secret()
+                write_whole(runtime_dir / SECRET_FILE, agents.secret, 0o600)
             if (shared_memory is None or not shared_memory.is_dir()) and trusted("/dev/shm"):
                 # MPI's shared memory in a folder of ours: files that a killed rank leaves there are found and removed.
                 shared_memory = stack.enter_context(private_folder("/dev/shm"))

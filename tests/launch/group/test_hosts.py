@@ -172,7 +172,7 @@ class Agent:
         """Starts a daemon whose child has a session of its own and outlives it; returns the child's process."""
         file = tmp_path / "pid"
         self.send(launch={"command": f"setsid sh -c 'echo $$ >{file}.new; mv {file}.new {file}; exec sleep 100' &",
-                          "environment": {}})
+                          "environment": {}, "secret": "the secret"})
         wait_for(file.exists)
         return int(file.read_text())
 
@@ -190,8 +190,10 @@ def test_an_agent_places_and_ends(tmp_path):
         agent.send(place={"ranks": 1, "first": 3, **{**how, "cpus_per_rank": 1000}})
         assert "cpus_per_rank is 1000" in agent.wait("placed")["error"]
         pid = agent.launch(tmp_path)
+        home = Path(Path(f"/proc/{pid}/environ").read_text().partition("ALLSPARK_SUPERVISOR=")[2].split("\0")[0]).parent
+        assert (home / "secret").read_text() == "the secret" and (home / "secret").stat().st_mode & 0o777 == 0o600
         agent.send(end=True)
-        assert agent.wait("ended") and not is_alive(pid)
+        assert agent.wait("ended") and not is_alive(pid) and not (home / "secret").exists()
         (tmp_path / "pid").unlink()
         pid = agent.launch(tmp_path)            # another incarnation
         agent.process.stdin.close()             # the supervisor is gone

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from allspark_client import AsModelConfig, ClientEngine
@@ -25,12 +26,14 @@ TOKENS = 80
 
 
 class Group:
-    """`allspark serve` on host h0 over all of them."""
+    """`allspark serve` on the first host over all of them, or those of these names."""
 
-    def __init__(self, hosts: namespaces.Hosts, folder: Path, *words: str, models: int = 1):
+    def __init__(self, hosts: namespaces.Hosts, folder: Path, *words: str, models: int = 1,
+                 names: list[str] | None = None):
+        names = names or hosts.names
         self.folder, self.address = folder, f"unix:{folder}/s"
         self.log = folder / "log"
-        words = [*hosts.enter("h0"), sys.executable, "-m", "allspark_launch", "serve", "--hosts", ",".join(hosts.names),
+        words = [*hosts.enter(names[0]), sys.executable, "-m", "allspark_launch", "serve", "--hosts", ",".join(names),
                  "--remote-shell", namespaces.REMOTE_SHELL, "--address", self.address, "--ready-file",
                  str(folder / "ready"), "--cpus-per-rank", "1", *words]
         if models:
@@ -123,6 +126,42 @@ def test_hosts_give_the_bits_of_one(count, tmp_path, undisturbed):
         assert not [file for file in left if not file.startswith("allspark-memory-")]       # what users share
 
 
+SNIFF = """
+import socket, sys
+capture = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
+print("ready", flush=True)
+while True:
+    sys.stdout.buffer.write(capture.recv(1 << 17))
+"""
+
+
+def test_nobody_on_the_network_reads_commands(tmp_path):
+    """Every packet between the hosts is captured, from the start on. None has the prompt's ids, which are in rank 0's
+    commands. The secret is not looked for: the test's remote shell sends it, which is plain, unlike ssh.
+    """
+    captured = tmp_path / "captured"
+    with namespaces.hosts(2, tmp_path) as hosts, open(captured, "wb") as file:
+        sniffer = subprocess.Popen([*hosts.enter("switch"), sys.executable, "-u", "-c", SNIFF], stdout=file)
+        try:
+            wait_for(lambda: captured.read_bytes().startswith(b"ready"))
+            with Group(hosts, tmp_path, "--ranks", "2") as group, ClientEngine(group.address) as engine:
+                ask(engine)
+                ranks = [pid for name in hosts.names for pid in ranks_on(hosts, name)]
+                tunnels = [pid for name in hosts.names for pid in hosts.processes(name)
+                           if b"tunnel.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+                assert len(ranks) == len(tunnels) == 2
+                for pid in ranks + tunnels + [pid for name in hosts.names for pid in agents_on(hosts, name)]:
+                    for seen in ("cmdline", "environ"):         # the secret is in neither
+                        assert b"PRIVATE KEY" not in Path(f"/proc/{pid}/{seen}").read_bytes()
+            wait_for(lambda: not any(map(os.path.exists, (f"/proc/{pid}" for pid in tunnels))))
+        finally:
+            sniffer.kill()
+            sniffer.wait()
+    seen = captured.read_bytes()
+    assert len(seen) > 1 << 20                          # MPI's sums
+    assert np.arange(20, 60, dtype=np.int32).tobytes() not in seen
+
+
 def cpu_seconds(pids: list[int]) -> float:
     def of(pid: int) -> int:
         return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
@@ -193,6 +232,45 @@ def test_a_loss_changes_no_byte(happens, noticed, tmp_path, undisturbed, capsys)
                 assert not set(before) & set(ranks_on(hosts, "h1")) and not agents_on(hosts, "h1")
                 hosts.link("h1", "up")
                 assert ask(engine) == wanted
+
+
+def test_the_loss_of_the_first_host(tmp_path, undisturbed):
+    """It has the supervisor, rank 0 and the address. The other host's ranks end by themselves and nothing starts there;
+    the client's request continues at another group of the pool, which holds the same model on as many ranks.
+    """
+    wanted = undisturbed(2)
+    folders = [tmp_path / name for name in ("hosts", "first", "second")]
+    for folder in folders:
+        folder.mkdir()
+    with namespaces.hosts(4, folders[0]) as hosts, \
+            Group(hosts, folders[1], "--ranks", "2", names=["h0", "h1"]) as first, \
+            Group(hosts, folders[2], "--ranks", "2", names=["h2", "h3"]) as second, \
+            ClientEngine([first.address, second.address], reconnect_timeout=15) as engine:
+        seen, lost_at = [], 0.0
+
+        def arrived():
+            nonlocal lost_at
+            seen.append(1)
+            if len(seen) == 20:
+                hosts.link("h0", "down")                # the host as its group sees it,
+                for pid in hosts.processes("h0"):       # and as its clients do, whose socket is a file here
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                lost_at = time.monotonic()
+
+        def left() -> list[int]:
+            return ranks_on(hosts, "h1") + agents_on(hosts, "h1")
+
+        assert len(left()) == 2
+        assert ask(engine, arrived) == wanted
+        wait_for(lambda: not left(), 10)
+        assert time.monotonic() - lost_at < 10
+        assert ask(engine) == wanted and not left()
+        # Started again on a host that is left, the group serves again: here on that host alone.
+        (folders[1] / "ready").unlink(missing_ok=True)
+        (folders[1] / "s").unlink(missing_ok=True)
+        with Group(hosts, folders[1], "--ranks", "2", names=["h1"]) as again, ClientEngine(again.address) as engine:
+            assert ask(engine) == wanted
 
 
 def test_a_missing_host_is_reported(tmp_path):
