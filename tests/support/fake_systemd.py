@@ -44,6 +44,8 @@ class FakeSystemd:
                 self.stop(unit)
         elif action == "reload":
             for unit in names:
+                if "@" not in unit:
+                    continue
                 fresh = self._options(unit)
                 self._report(unit, {**self.report(unit)["options"],
                                     **{key: fresh[key] for key in RELOADABLE if key in fresh}})

@@ -16,7 +16,7 @@ from allspark_server.signals import Signals
 
 from ..group.http_server import HttpOptions, HttpServer, http_server
 from ..group.notify import Notifier
-from ..options import add_flags, from_table, given_flags
+from ..options import UNIT_KEY, add_flags, changed, from_table, given_flags
 from ..output import write_whole
 from ..pool.members import default_address, environment_addresses
 from ..tables import Table
@@ -58,6 +58,7 @@ def add_command(command: AddCommand) -> None:
                          subsequent_indent="  ")
     p = command("http", _http, "serve OpenAI's API over HTTP, in front of a group or a pool", epilog=EPILOG + keys)
     p.add_argument("--config", metavar="FILE", help="options from a file; flags take precedence over it")
+    p.add_argument("--report-file", metavar="FILE", help=argparse.SUPPRESS)
     p.add_argument("--ready-file", metavar="FILE", help="a JSON file that is written once a worker answers")
     add_flags(p, HttpOptions)
 
@@ -80,6 +81,7 @@ def _http(parsed: argparse.Namespace) -> int:
         numbers.append(signal.SIGHUP)
     with contextlib.closing(Signals(*numbers)) as signals, http_server(options) as server:
         ready = draining = False
+        _report(parsed.report_file, options)
         while not (draining and server.wait(0.0)):
             for number in signals.wait(_DRAIN_LOOK_SECONDS if draining else _LOOK_SECONDS):
                 if number == signal.SIGHUP and parsed.config:
@@ -104,6 +106,18 @@ def _reload(parsed: argparse.Namespace, server: HttpServer, notifier: Notifier) 
     notifier.reloading()
     try:
         server.reload(_options(parsed))
+        _report(parsed.report_file, server.options)
     except (ValueError, TypeError, OSError) as error:
         logger.error("the configuration stays as it was: %s", error)
     notifier.ready()
+
+
+def _report(file: str | None, options: HttpOptions) -> None:
+    """Reports what the server runs with: to `allspark pool apply`, which compares it with what it should be."""
+    if not file:
+        return
+    report = {"options": changed(options), UNIT_KEY: os.environ.get(UNIT_KEY, "")}
+    try:
+        write_whole(Path(file), json.dumps(report, indent=1) + "\n", 0o644)
+    except OSError as error:
+        logger.error("the report %s cannot be written: %s", file, error.strerror)

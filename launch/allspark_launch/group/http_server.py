@@ -156,6 +156,8 @@ class HttpServer:
                              "ALLSPARK_HTTP_PARENT": str(os.getpid())}
         self._workers: list[_Worker] = []
         self._retired: list[subprocess.Popen] = []
+        #: what it runs with, or will after a reload that has begun
+        self.options = options
         self._take(options)
         self._fresh: HttpOptions | None = None      # to be taken over
         self._changed = threading.Event()           # wakes the thread
@@ -192,7 +194,7 @@ class HttpServer:
         if left := [name for name, value in stays.items() if value != getattr(options, name)]:
             logger.warning("what has changed here needs a restart: %s", ", ".join(left))
             options = replace(options, **stays)
-        self._fresh = options
+        self.options = self._fresh = options
         self._changed.set()
 
     def drain(self) -> None:

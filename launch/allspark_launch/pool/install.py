@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..options import UNIT_KEY, GroupOptions
 from ..output import write_whole
-from . import layout as layouts
+from . import http, layout as layouts
 from .decisions import pool_with_layout
 from .installed import installed_members, locked, needed
 from .pool import Pool
@@ -37,7 +37,8 @@ def install(options: argparse.Namespace) -> int:
         _write(files)
         if options.now:
             systemctl("daemon-reload")
-            systemctl("enable", *(unit_name(pool.name, member) for member in pool.members), target_name(pool.name))
+            systemctl("enable", *(unit_name(pool.name, member) for member in pool.members),
+                      *([http.unit_name(pool.name)] if pool.http is not None else []), target_name(pool.name))
             systemctl("start", target_name(pool.name), limit=JOB_SECONDS)
         else:
             print("start the pool with:\n  systemctl daemon-reload && systemctl enable --now "
@@ -51,9 +52,13 @@ def uninstall(options: argparse.Namespace) -> int:
     with locked(options):
         configs = Path(options.config_dir, pool.name)
         units = [unit_name(pool.name, member) for member in installed_members(options, pool)]
+        http_unit = Path(options.unit_dir, http.unit_name(pool.name))
+        if http_unit.exists():
+            units.append(http_unit.name)
         systemctl("disable", "--now", target_name(pool.name), *units, check=False, limit=JOB_SECONDS)
         for path in [*_files(options, pool), *configs.glob("*.json"), *configs.glob("*.env"),
-                     layouts.layout_file(pool.name, options.config_dir)]:
+                     layouts.layout_file(pool.name, options.config_dir), http_unit,
+                     http.config_file(pool.name, options.config_dir)]:
             if path.exists():
                 path.unlink()
                 print(f"removed {path}")
@@ -82,6 +87,7 @@ def apply(options: argparse.Namespace) -> int:
                 start_unit(pool.name, member)
                 wait_until_healthy(pool, member)
                 print(f"{member}: started")
+        http.apply(pool, options.unit_dir, options.config_dir)
         configs, restart = pool.configs(), []
         for member in pool.members:
             wanted = json.loads(configs[f"{member}.json"])
@@ -126,7 +132,8 @@ def _files(options: argparse.Namespace, pool: Pool) -> dict[Path, str]:
     return ({Path(options.unit_dir, name): text for name, text in unit_files(pool, config_dir).items()}
             | {configs / name: text for name, text in pool.configs().items()}
             | {configs / f"{member}.env": f"{UNIT_KEY}={pool.unit_digest(member, config_dir)}\n"
-               + pool.environment_file(member) for member in pool.members})
+               + pool.environment_file(member) for member in pool.members}
+            | ({http.config_file(pool.name, config_dir): http.config(pool)} if pool.http is not None else {}))
 
 
 def _write(files: dict[Path, str]) -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from allspark_server import access
 
+from ..group.http_server import HttpOptions
 from ..machine.topology import Topology
 from ..options import UNIT_KEY, GroupOptions
 from ..tables import Location, Table
-from . import layout as layouts
+from . import http, layout as layouts
 from .units import COLLECTOR, is_url, running_part, socket_address, unit_files
 
 #: whom the groups run as if the file does not say
@@ -25,7 +26,7 @@ DRAIN_SECONDS = 60.0
 class Pool:
     """The content of a pool file. `user`: whom the groups run as. `members`: the options of each group, by name.
     `layout`, `optimize`, `collector`: "" where the file has none. `environments`: the environment variables of each
-    group. `places`: the members' places in the file.
+    group. `places`: the members' places in the file. `http`: of the HTTP server in front of them, if it has one.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Pool:
     collector: str = ""
     environments: dict[str, dict[str, str]] = field(default_factory=dict)
     places: dict[str, Location] = field(default_factory=dict)
+    http: HttpOptions | None = None
 
     @classmethod
     def from_file(cls, path: str) -> Pool:
@@ -82,6 +84,8 @@ class Pool:
             pool.places[name] = place
         if not members:
             raise ValueError(f"{path} has no [[member]]")
+        if "http" in values:
+            pool.http = http.read(values["http"], where.inside("http", name="http"))
         pool._check_addresses()
         for name, member in members.items():
             try:
@@ -91,7 +95,7 @@ class Pool:
         return pool
 
     def _check_addresses(self) -> None:
-        taken: dict[str, str] = {}
+        taken: dict[str, str] = {self.http.address: "http"} if self.http is not None else {}
         for name in self.members:
             for address in self.addresses(name):
                 if address in taken:
@@ -172,7 +176,7 @@ class Pool:
 
 
 CHOICES = {"layout": layouts.LAYOUTS, "optimize": layouts.PURPOSES}
-_KEYS = ("name", "user", *CHOICES, "collector", "defaults", "member")
+_KEYS = ("name", "user", *CHOICES, "collector", "http", "defaults", "member")
 #: keys of members that are no options of their groups
 _OWN_KEYS = ("name", "environment")
 

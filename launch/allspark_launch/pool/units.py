@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,7 +62,8 @@ def report_file(pool: str, member: str) -> Path:
 
 
 def unit_files(pool: Pool, config_dir: Path) -> dict[str, str]:
-    """File name -> content of the pool's units: the template of its members, and the target."""
+    """File name -> content of the pool's units: the template of its members, the target, and the HTTP server."""
+    from . import http
     members = list(pool.members.values())
     command = [sys.executable, "-m", "allspark_launch", "serve", "--config", f"{config_dir}/{pool.name}/{_MEMBER}.json",
                "--state-file", f"/var/lib/allspark/{pool.name}/{_MEMBER}.json",
@@ -82,14 +83,21 @@ def unit_files(pool: Pool, config_dir: Path) -> dict[str, str]:
         "environment": str(config_dir / pool.name / _MEMBER).replace("%", "%%").replace(_MEMBER, "%i") + ".env",
         "network": "" if any(_needs_network(member, pool.environment(name)) for name, member in pool.members.items())
         else "IPAddressDeny=any\nIPAddressAllow=localhost",
-        "members": " ".join(unit_name(pool.name, member) for member in pool.members),
+        "members": " ".join([*(unit_name(pool.name, member) for member in pool.members),
+                             *([http.unit_name(pool.name)] if pool.http is not None else [])]),
     }
     files = {}
-    for name in ("allspark-pool@.service", "allspark-pool.target"):
+    names = ["allspark-pool@.service", "allspark-pool.target"]
+    if pool.http is not None:
+        values |= http.unit_values(pool, config_dir)
+        names.append("allspark-pool-http.service")
+    for name in names:
         text = (TEMPLATES / name).read_text()
         for key, value in values.items():
             text = text.replace(f"{{{key}}}", value)
         files[name.replace("-pool", f"-{pool.name}", 1)] = re.sub(r"\n\n\n+", "\n\n", text)
+    if pool.http is not None:
+        files[http.unit_name(pool.name)] = http.with_digest(files[http.unit_name(pool.name)])
     return files
 
 
@@ -126,9 +134,14 @@ def _below(path: str, folders: tuple[str, ...]) -> bool:
     return any(path == folder or path.startswith(folder + "/") for folder in folders)
 
 
+def any_in_homes(paths: Iterable[str]) -> bool:
+    """Whether one of these paths is in a home directory."""
+    return any(_below(path, _HOMES) for path in paths)
+
+
 def _needs_homes(member: GroupOptions) -> bool:
     """Whether it reads from home directories: models or tokens, or the keys of ssh."""
-    return bool(member.hosts) or any(_below(path, _HOMES) for path in _paths(member))
+    return bool(member.hosts) or any_in_homes(_paths(member))
 
 
 def _needs_gpus(member: GroupOptions) -> bool:

@@ -9,13 +9,16 @@ import re
 import shutil
 import socket
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from allspark_launch.cli import EXIT_CONFIG, main
+from allspark_launch.group.http_server import HttpOptions
 from allspark_launch.group.notify import Notifier
 from allspark_launch.machine.topology import read_topology
-from allspark_launch.options import GroupOptions
+from allspark_launch.options import UNIT_KEY, GroupOptions
+from allspark_launch.pool import units
 from allspark_launch.pool.pool import Pool
 from allspark_launch.pool.units import TEMPLATES, unit_files
 from support.machines import machine
@@ -222,15 +225,16 @@ def test_systemd_thinks_well_of_the_units(tmp_path, user):
     if not shutil.which("systemd-analyze"):
         pytest.skip("needs systemd-analyze")
     widest = GroupOptions(address=["0.0.0.0:1"], insecure=True, socket_group="adm", models=["/home/m"], gpus=[0])
-    for name, text in unit_files(Pool("p", user, {"a": widest}), tmp_path).items():
+    http = HttpOptions(address="0.0.0.0:443", insecure=True, socket_group="adm", token_file="/home/t")
+    for name, text in unit_files(Pool("p", user, {"a": widest}, http=http), tmp_path).items():
         (tmp_path / name).write_text(text)
-    instance = tmp_path / "allspark-p@a.service"
-    done = subprocess.run(["systemd-analyze", "verify", "--man=no", instance, tmp_path / "allspark-p.target"],
-                          capture_output=True, text=True, timeout=60)
+    found = [tmp_path / "allspark-p@a.service", tmp_path / "allspark-p-http.service", tmp_path / "allspark-p.target"]
+    done = subprocess.run(["systemd-analyze", "verify", "--man=no", *found], capture_output=True, text=True, timeout=60)
     complaints = [line for line in done.stderr.splitlines() if "allspark" in line and "Special user nobody" not in line]
     assert done.returncode == 0 and not complaints, done.stderr
     done = subprocess.run(["systemd-analyze", "security", "--offline=yes", "--threshold=25", "--no-pager",
-                           tmp_path / "allspark-p@.service"], capture_output=True, text=True, timeout=60)
+                           tmp_path / "allspark-p@.service", tmp_path / "allspark-p-http.service"],
+                          capture_output=True, text=True, timeout=60)
     if "unrecognized option" in done.stderr:
         pytest.skip("this systemd-analyze reads no files")
     assert done.returncode == 0, done.stdout[-200:]
@@ -270,6 +274,58 @@ def test_apply_does_what_the_change_needs(tmp_path, systemctl, capsys):
     assert not any(call.startswith("restart") for call in calls)
     assert "a: unchanged" in said and "b: reloaded" in said and "d: started" in said
     assert not (tmp_path / "c/default/c.json").exists()
+
+
+def test_the_http_server_of_a_pool(tmp_path, systemd, capsys):
+    unit, config = tmp_path / "u/allspark-default-http.service", tmp_path / "c/default.http.json"
+    report = Path(units.RUN_DIR, "default.http", "running.json")
+    tokens = tmp_path / "tokens"
+    tokens.write_text("admin a-long-enough-token\n")
+    members = [{"name": "a", "token_file": str(tokens)}, {"name": "b"}]
+    http = {"address": "0.0.0.0:443", "insecure": True}
+
+    def apply(**changed) -> list[str]:
+        write(tmp_path, members, **changed)
+        systemd.calls = []
+        assert main(words(tmp_path, "apply")) == 0
+        return [call for call in systemd.calls if "http" in call and call.split()[0] not in ("is-active", "enable")]
+
+    def run() -> None:
+        """What `allspark http` reports once it has started, or has reloaded."""
+        systemd.lost.add(unit.name)
+        report.parent.mkdir(exist_ok=True)
+        digest = re.search(rf"^Environment={UNIT_KEY}=(.*)$", unit.read_text(), re.M)[1]
+        report.write_text(json.dumps({"options": json.loads(config.read_text()), UNIT_KEY: digest}))
+
+    assert apply(http=http) == [f"start {unit.name}"]
+    assert {"AmbientCapabilities=CAP_NET_BIND_SERVICE", "TimeoutStopSec=90", "Type=notify"} <= set(
+        unit.read_text().splitlines())
+    assert unit.name in (tmp_path / "u/allspark-default.target").read_text()
+    options = json.loads(config.read_text())
+    assert options["pool"] == [f"unix:{units.RUN_DIR}/default/{name}/socket" for name in "ab"]
+    assert options["pool_token_file"] == str(tokens) and options["drain_limit"] == 60
+    run()
+    assert apply(http=http) == [] and "http: unchanged" in capsys.readouterr().out
+    assert apply(http={**http, "workers": 3}) == [f"reload {unit.name}"]
+    run()
+    assert apply(http={**http, "workers": 3, "address": "0.0.0.0:444"}) == [f"restart {unit.name}"]
+    report.unlink()
+    assert apply(http={**http, "workers": 3}) == [f"restart {unit.name}"]
+    assert apply() == [f"disable --now {unit.name}"] and not unit.exists() and not config.exists()
+    assert apply(http=http) and main(words(tmp_path, "uninstall")) == 0 and not unit.exists() and not config.exists()
+
+
+@pytest.mark.parametrize("http, message", [
+    (5, r"http is 5; it must be a table, \[http\]"),
+    ({"port": 1}, "http: unknown key 'port'; known: token_file, .*, address, workers"),
+    ({"address": "0.0.0.0:1"}, "http: refusing to serve on 0.0.0.0:1"),
+    ({"address": "unix:/m", "drain_limit": -1}, "drain_limit is -1; it must be a number of seconds"),
+    ({"address": "unix:/m"}, "members 'http' and 'a' both have address unix:/m"),
+])  # fmt: skip
+def test_mistakes_in_the_table_http(tmp_path, http, message):
+    write(tmp_path, [{"name": "a", "address": "unix:/m"}], http=http)
+    with pytest.raises(ValueError, match=message):
+        Pool.from_file(str(tmp_path / "pool.json"))
 
 
 def test_status_of_a_group_that_is_down(capsys, tmp_path):
