@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+CLOSE_SECONDS = 5.0     # that close() waits for a load; less than a supervisor waits for the process
+
 
 class Command(IntEnum):
     """Kinds of messages that rank 0 publishes."""
@@ -221,10 +223,18 @@ class RankModels:
         self._in_background(lambda: self._unload(name))
 
     def close(self) -> None:
-        """Free everything after the background thread has ended."""
+        """Free everything after the background thread has ended.
+
+        If that takes too long, nothing is freed until the process ends: a read from a file system that does not answer
+        cannot be cancelled.
+        """
         self._cancelled.set()
         if self._background is not None:
-            self._background.join()
+            self._background.join(CLOSE_SECONDS)
+            if self._background.is_alive():
+                logger.error("rank %d: a load has not ended within %g s after it was cancelled: check that the file "
+                             "system of the model answers", self.rank, CLOSE_SECONDS)
+                return
         for name in list(self.runners):
             self._unload(name)
 

@@ -50,8 +50,12 @@ class FakeRunner:
 
     threads, gpu, address = 0, None, ""
 
+    answers = threading.Event()     # the file system of the model "hangs" does
+
     def load(self) -> int:
         self._maybe_fail("load")
+        if self.name == "hangs":
+            self.answers.wait(60)
         return 100 - self.rank
 
     def allocate_cache(self, spans: int, digests: list[str], host_spans: int, addresses: list[str]):
@@ -192,6 +196,23 @@ def test_local_group(monkeypatch):
         load(group, "load0")
     assert load(group, "m").num_spans == 100
     group.close()
+
+
+def test_a_load_that_hangs_does_not_keep_the_group_from_closing(monkeypatch, caplog):
+    from allspark_server import _native
+    from allspark_server.runtime import rank_models, runner
+    from allspark_server.runtime.group import LocalGroup
+    monkeypatch.setattr(runner, "ModelRunner", FakeRunner)
+    monkeypatch.setattr(_native, "Stepper", FakeStepper)
+    monkeypatch.setattr(rank_models, "CLOSE_SECONDS", 0.1)
+    group = LocalGroup()
+    load(group, "m")
+    group.start_load(AsModelConfig(model_name="hangs", model_path="x"))
+    closing = threading.Thread(target=group.close, daemon=True)
+    closing.start()
+    closing.join(5)
+    FakeRunner.answers.set()
+    assert not closing.is_alive() and "system of the model answers" in caplog.text
 
 
 def test_config_of_a_model_argument(tmp_path):
