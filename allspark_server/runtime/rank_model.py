@@ -19,6 +19,7 @@ from allspark_server.weights.formats import UNQUANTIZED_DTYPES, WeightFormat, no
 from allspark_server.weights.loader import Loader, Progress, column_slice, unquantized_type
 from allspark_server.weights.lora import LoraAdapter, open_adapter
 from allspark_server.weights.quantized import ColumnSlice
+from allspark_server.weights.safetensors import aligned
 
 logger = logging.getLogger(__name__)
 
@@ -146,8 +147,8 @@ class RankModel:
                     for part, (first, last) in zip(target.parts, ranges) if first < last]
             if not rows:
                 continue
-            bad = native.set(number, pair.a.values[:, begin:end], pair.a.dtype,
-                             rows[0] if len(rows) == 1 else np.concatenate(rows), pair.b.dtype, pair.scale)
+            bad = native.set(number, aligned(pair.a.values[:, begin:end]), pair.a.dtype,
+                             aligned(rows[0]) if len(rows) == 1 else np.concatenate(rows), pair.b.dtype, pair.scale)
             if bad:
                 logger.warning("the adapter in %s holds %d values that are %s for %s; outputs with it will be wrong",
                                adapter.directory, bad, not_numbers(self.adapter_dtype), target.module)

@@ -36,7 +36,7 @@ from allspark_server.weights.formats import (
     StoredQuantization,
     WeightFormat,
 )
-from allspark_server.weights.safetensors import StoredTensor, write_safetensors
+from allspark_server.weights.safetensors import StoredTensor, aligned, write_safetensors
 from allspark_server.weights.shard import Split
 
 if TYPE_CHECKING:
@@ -334,7 +334,7 @@ def _quantized_pieces(tensor: StoredTensor, form: WeightFormat, quantize: Quanti
     later: list[np.ndarray] = []
 
     def scales() -> Iterator[np.ndarray]:
-        rows = np.ascontiguousarray(tensor.values.reshape(-1, tensor.shape[-1]))
+        rows = aligned(np.ascontiguousarray(tensor.values.reshape(-1, tensor.shape[-1])))
         q, scale, offset, bad = quantize(rows, tensor.dtype, form.bits, form.group_size)
         if bad:
             logger.warning(

@@ -21,7 +21,7 @@ from allspark_server.weights.checkpoint import Source
 from allspark_server.weights.formats import WeightFormat, not_numbers
 from allspark_server.weights.gpu_forms import recoded, recovered
 from allspark_server.weights.quantized import ColumnSlice, QuantizedTensor, slice_columns
-from allspark_server.weights.safetensors import NUMPY_TYPES, StoredTensor
+from allspark_server.weights.safetensors import NUMPY_TYPES, StoredTensor, aligned
 
 logger = logging.getLogger(__name__)
 
@@ -196,8 +196,8 @@ class Loader:
         rows, because a slice along K is quantized with the ranges of the groups that it was cut from.
         """
         begin = end - sum(last - first for _, first, last in pieces)
-        counts = self.executor.fill_rows(identity, [tensor.values[first:last] for tensor, first, last in pieces],
-                                         pieces[0][0].dtype, begin, column, form.group_size)
+        rows = [aligned(tensor.values[first:last]) for tensor, first, last in pieces]
+        counts = self.executor.fill_rows(identity, rows, pieces[0][0].dtype, begin, column, form.group_size)
         for (tensor, *_), bad in zip(pieces, counts):
             if bad:
                 self._warn(tensor, bad, form.dtype)

@@ -17,6 +17,7 @@ import numpy as np
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.runtime.native import native_library
 from allspark_server.weights.formats import SMALLEST_GROUP, WeightFormat
+from allspark_server.weights.safetensors import aligned
 
 T = TypeVar("T")
 PIECE_ELEMENTS, MAX_WORKERS = 1 << 22, 16
@@ -24,7 +25,7 @@ PIECE_ELEMENTS, MAX_WORKERS = 1 << 22, 16
 
 @dataclass(frozen=True, eq=False)
 class QuantizedRows:
-    """Rows [n, k] of a quantized matrix. Each array is a view with any strides.
+    """Rows [n, k] of a quantized matrix. Each array is an aligned view with any strides.
 
     quants: uint8 [n, k]; 4-bit values uint8 [n, ceil(k / 2)] with the even column in the lower half.
     scales: [n, groups] in the format's type (BF16 as uint16); nested scales int8.
@@ -42,6 +43,11 @@ class QuantizedRows:
     super_offsets: np.ndarray | None = None
     packing: str = "rows"
     skipped: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("quants", "scales", "zeros", "super_scales", "super_offsets"):
+            if (array := getattr(self, name)) is not None:
+                object.__setattr__(self, name, aligned(array))
 
     @property
     def own_scales(self) -> np.ndarray:

@@ -37,7 +37,7 @@ class StoredTensor:
     """A tensor of a checkpoint.
 
     data: an array of `shape` with the NumPy type of QUANTIZED_TYPES (BF16 is uint16, 8-bit floats are uint8); None for
-    types that no model uses. file: where it is stored, for messages.
+    types that no model uses. It may lie at an odd address, see `aligned`. file: where it is stored, for messages.
     """
 
     name: str
@@ -51,6 +51,13 @@ class StoredTensor:
         """`data` of a tensor whose type models use."""
         assert self.data is not None, f"tensor {self.name!r} has the type {self.dtype}"
         return self.data
+
+
+def aligned(data: np.ndarray) -> np.ndarray:
+    """`data`, or a copy if it lies at an address that the native library does not take: headers of files may have any
+    length. To be called for the rows that are needed, not for a whole tensor.
+    """
+    return np.require(data, requirements="A")
 
 
 def _broken(path: Path, problem: str) -> AllSparkError:
@@ -125,8 +132,6 @@ class SafetensorsFile:
         data = None
         if dtype in QUANTIZED_TYPES:
             data = np.ndarray(shape, QUANTIZED_TYPES[dtype], self._map, self.header_bytes + entry["data_offsets"][0])
-            if not data.flags.aligned:
-                data = data.copy()
         return StoredTensor(name, dtype, shape, data, self.path)
 
     def raw(self, name: str) -> memoryview:

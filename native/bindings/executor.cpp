@@ -56,6 +56,7 @@ StoredRows stored_rows(const py::array& q, int bits, int64_t columns, const std:
                                 (height < 0 ? "rows" : std::to_string(height)) + ", " +
                                 (width < 0 ? "rows" : std::to_string(width)) + "] of " +
                                 (transposed ? "4 bytes" : "a byte") + " each, of adjacent columns");
+  check_aligned(q);
   count = octets ? rows : transposed ? q.shape(1) : q.shape(0);
   return stored;
 }

@@ -32,6 +32,11 @@ struct ArrayRows {
   SourceType type;
   int64_t rows, columns, stride, step;
 };
+inline void check_aligned(const py::array& a) {
+  if (!(a.flags() & py::detail::npy_api::NPY_ARRAY_ALIGNED_))
+    throw std::invalid_argument("an array must lie at a multiple of the size of its elements");
+}
+
 // source: the type as safetensors names it. Throws std::invalid_argument if the array does not match it.
 inline ArrayRows array_rows(const py::array& a, const std::string& source) {
   SourceType type;
@@ -44,6 +49,7 @@ inline ArrayRows array_rows(const py::array& a, const std::string& source) {
   if (a.ndim() != 2) throw std::invalid_argument("a matrix must be a 2-D array");
   if (a.strides(0) % a.itemsize() || a.strides(1) % a.itemsize())
     throw std::invalid_argument("a matrix' rows and columns must be whole elements apart in memory");
+  check_aligned(a);
   const int64_t step = a.shape(1) > 1 ? a.strides(1) / a.itemsize() : 1;
   return {a.data(), type, a.shape(0), a.shape(1), (int64_t)(a.strides(0) / a.itemsize()), step};
 }

@@ -5,6 +5,7 @@ refusals.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from allspark_client.errors import AllSparkError
 from allspark_server import HuggingFaceModel
 from allspark_server.weights.checkpoint import open_model
 from allspark_server.weights.safetensors import SafetensorsFile
+from support.checkpoint_edits import move_to_odd_addresses
 from support.checkpoints import LOGIT_TOLERANCE, check_logits, prompt_of, reference_greedy, reference_logits
 from support.driver import Driver
 from support.quantized_checkpoints import (
@@ -88,6 +90,15 @@ def test_serialized_as_it_is(pair, name, tmp_path):
         assert tokens == others and (a.info.weight_dtype, a.info.quantize_head) == (b.info.weight_dtype, False)
     np.testing.assert_array_equal(logits, other_logits)
     assert_equal(recovered(tmp_path / "m.asgraph", 3)[0], recovered(quantized, 1)[0])
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[] if name == "gptq-4-order" else pytest.mark.slow) for name in SCHEMES])
+def test_files_with_headers_of_odd_lengths(pair, name, tmp_path):
+    quantized, _ = pair(name)
+    odd = shutil.copytree(quantized, tmp_path / "odd")
+    move_to_odd_addresses(odd / "model.safetensors")
+    assert_equal(recovered(odd, 2)[0], recovered(quantized, 2)[0])
 
 
 @every_scheme

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import json
 import logging
+import shutil
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from allspark_server import HuggingFaceModel
 from allspark_server.weights.asgraph import from_float32, read_graph, to_float32, to_message
 from allspark_server.weights.checkpoint import open_model, open_weights
 from allspark_server.weights.loader import Loader, unquantized_type
-from allspark_server.weights.safetensors import SafetensorsFile, write_safetensors
+from allspark_server.weights.safetensors import SafetensorsFile, aligned, write_safetensors
 from allspark_server.weights.shard import Split, split
 
 torch = pytest.importorskip("torch")
@@ -23,7 +24,7 @@ pytest.importorskip("transformers")
 import itertools
 
 from reference.loading import Loaded, unquantized
-from support.checkpoint_edits import edit_config
+from support.checkpoint_edits import edit_config, move_to_odd_addresses
 from support.checkpoints import STORED, check_logits, checkpoint, prompt_of, reference_logits, rewrite_header
 from support.driver import Driver
 
@@ -123,8 +124,19 @@ def test_tensor_at_an_odd_address(tmp_path):
     header += b" " * (-len(header) % 8 + 1)
     path = tmp_path / "odd.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + np.float32([1, 2]).tobytes())
-    data = SafetensorsFile(path).get("a").data
-    assert data.flags.aligned and data.tolist() == [1.0, 2.0]
+    file = SafetensorsFile(path)
+    data = file.get("a").values
+    assert data.tolist() == [1.0, 2.0] and not data.flags.aligned
+    assert np.shares_memory(data, file.get("a").values)     # a large one would be copied for each of its experts
+    assert aligned(data).flags.aligned and aligned(data[:0]).size == 0
+
+
+def test_a_checkpoint_at_odd_addresses_is_the_same_model(tmp_path):
+    directory = shutil.copytree(checkpoint("qwen3-moe"), tmp_path / "odd")
+    expected = loaded_hash(directory)
+    move_to_odd_addresses(directory / "model.safetensors")
+    assert not SafetensorsFile(directory / "model.safetensors").get("model.norm.weight").values.flags.aligned
+    assert loaded_hash(directory) == expected
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
