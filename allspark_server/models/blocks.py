@@ -6,7 +6,7 @@ from math import gcd
 from typing import Any
 
 from allspark_server.models.graph import Graph, Part, Tensor, Weight
-from allspark_server.models.network import ModelConfig
+from allspark_server.models.network import ExpertConfig, ModelConfig
 from allspark_server.models.rotary import rotary_of
 from allspark_server.weights.shard import Split
 
@@ -63,11 +63,12 @@ def gated_mlp(graph: Graph, x: Tensor, prefix: str, names: tuple[str, ...] = ("g
 
 def routed_experts(graph: Graph, x: Tensor, prefix: str,
                    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"), *, router: str = "gate",
-                   bias: bool = False) -> Tensor:
+                   bias: bool = False, correction: str = "") -> Tensor:
     """The weighted sum of the experts (gated MLPs) that the router chooses for each row.
 
     Each rank computes its experts, or its features of each expert: the caller must add up the ranks' results.
-    names: of an expert's gate, up and down. router: its name. bias: the router and the experts have biases.
+    names: of an expert's gate, up and down. router: its name. bias: the router and the experts have biases. correction:
+    the name of the vector that is added to scores for the choice of experts, "" if there is none.
     """
     config, hidden = graph.experts, graph.config.hidden_size
     inner, whole, count = graph.expert_features, graph.whole_experts, config.count
@@ -92,7 +93,11 @@ def routed_experts(graph: Graph, x: Tensor, prefix: str,
     gate = f"{prefix}.{router}"
     logits = graph.linear(x, graph.matrix(f"{gate}.weight", count, hidden), added(gate, (Part(f"{gate}.bias", count),)),
                           out="router_logits")
-    scores = graph.router(logits, rows, normalized=int(config.normalized))
+    corrected = graph.weight(Weight(f"{prefix}.{correction}", (Part(f"{prefix}.{correction}", count),))) \
+        if correction else None
+    chosen = {name: getattr(config, name) for name in ("scores", "scale", "groups", "top_groups")
+              if getattr(config, name) != getattr(ExpertConfig, name)}
+    scores = graph.router(logits, rows, corrected, normalized=int(config.normalized), **chosen)
     name = f"{prefix}.experts.{names[0]}+{names[1]}"
     stack = graph.weight(Weight(name, gate_up("weight"), hidden, experts=count))
     both = graph.expert_linear(x, stack, added(name, gate_up("bias")), rows, out="expert_gate_up")
@@ -106,15 +111,20 @@ def routed_experts(graph: Graph, x: Tensor, prefix: str,
     return graph.combine_experts(y, scores, out="branch")
 
 
-def shared_expert(graph: Graph, x: Tensor, prefix: str) -> Tensor:
-    """A gated MLP for every row, times the sigmoid of the row's gate: the caller must add up the ranks' results."""
+def shared_expert(graph: Graph, x: Tensor, prefix: str, name: str = "shared_expert") -> Tensor:
+    """A gated MLP for every row: the caller must add up the ranks' results."""
     size = graph.experts.shared_size
     unit = gcd(size, 32)
     inner = Split(size // unit, unit)
-    weight, _ = graph.packed(f"{prefix}.shared_expert", ("gate_proj", "up_proj"), (inner, inner),
+    weight, _ = graph.packed(f"{prefix}.{name}", ("gate_proj", "up_proj"), (inner, inner),
                              graph.config.hidden_size, False)
     activated = graph.silu_mul(graph.linear(x, weight, None, out="shared_gate_up"), out="shared_activated")
-    y = graph.partial_linear(activated, f"{prefix}.shared_expert.down_proj", inner, False, out="shared")
+    return graph.partial_linear(activated, f"{prefix}.{name}.down_proj", inner, False, out="shared")
+
+
+def gated_shared_expert(graph: Graph, x: Tensor, prefix: str) -> Tensor:
+    """`shared_expert`, times the sigmoid of the row's gate."""
+    y = shared_expert(graph, x, prefix)
     gate = graph.matrix(f"{prefix}.shared_expert_gate.weight", 1, graph.config.hidden_size)
     return graph.sigmoid_mul(y, graph.linear(x, gate, None, out="shared_gate"))
 
@@ -132,5 +142,7 @@ def finish(graph: Graph, x: Tensor, norm: str = "model.norm.weight", head: str =
     weight = graph.matrix(name, config.vocab_size, config.hidden_size, row_split=graph.vocab)
     graph.hidden_states(normed)
     logits = graph.linear(normed, weight, None, out="logits")
+    if config.logit_scale != 1:
+        graph.scale(logits, config.logit_scale)
     graph.sample(graph.soft_cap(logits, config.logit_cap) if config.logit_cap else logits)
     return graph

@@ -56,7 +56,8 @@ class ExpertConfig:
 
     normalized: the weights of a token's experts are scaled to a sum of 1. shared_size: intermediate size of the expert
     that computes every token, 0 for none. dense_layers: layers without experts. stacked: a tensor of the checkpoint
-    holds all experts of a layer, as in transformers 5; otherwise each expert has its own tensors.
+    holds all experts of a layer, as in transformers 5; otherwise each expert has its own tensors. scores, scale,
+    groups, top_groups: attributes of the router in the table of ops.
     """
 
     count: int
@@ -66,6 +67,10 @@ class ExpertConfig:
     shared_size: int = 0
     dense_layers: tuple[int, ...] = ()
     stacked: bool = False
+    scores: str = _in_graph("softmax")
+    scale: float = _in_graph(1.0)
+    groups: int = _in_graph(1)
+    top_groups: int = _in_graph(1)
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,9 @@ class ModelConfig:
     alibi: linear biases of scores (ALiBi) instead of rotary embedding.
     logn: queries beyond this position are scaled by the logarithm of their position (LogN); 0 for none.
     unit_head: the rows of the head are normalized.
+    output_bias: attention's output projection has a bias; read where this is a choice of its own.
+    head_norms: query and key heads are normalized; read where this is a choice.
+    residual_scale, logit_scale: factors of what a layer adds to the residual stream, and of the logits.
     swiglu: alpha and limit of the experts' clamped activation (clamped_silu_mul in the table of ops); None for
     silu(gate) * up.
     """
@@ -111,6 +119,10 @@ class ModelConfig:
     logn: int = _in_graph(0)
     unit_head: bool = _in_graph(False)
     swiglu: tuple[float, float] | None = _in_graph(None)
+    output_bias: bool = _in_graph(False)
+    head_norms: bool = _in_graph(False)
+    residual_scale: float = _in_graph(1.0)
+    logit_scale: float = _in_graph(1.0)
 
     def window(self, layer: int) -> int:
         """The layer's sliding window in positions; 0 for full attention."""

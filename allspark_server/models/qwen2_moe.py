@@ -7,10 +7,10 @@ from allspark_server.models.blocks import (
     begin,
     finish,
     gated_mlp,
+    gated_shared_expert,
     output_projection,
     qkv_projection,
     routed_experts,
-    shared_expert,
 )
 from allspark_server.models.expert_fields import qwen_experts
 from allspark_server.models.fields import Fields
@@ -31,7 +31,7 @@ def qwen2_moe(config: ModelConfig) -> Graph:
             graph.add(x, gated_mlp(graph, h, f"{prefix}.mlp"))
         else:
             y = routed_experts(graph, h, f"{prefix}.mlp")
-            graph.add(x, graph.all_reduce(graph.add(y, shared_expert(graph, h, f"{prefix}.mlp"))))
+            graph.add(x, graph.all_reduce(graph.add(y, gated_shared_expert(graph, h, f"{prefix}.mlp"))))
     return finish(graph, x)
 
 

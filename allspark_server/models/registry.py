@@ -5,10 +5,15 @@ from __future__ import annotations
 from allspark_server.models import (
     baichuan,
     chatglm,
+    ernie,
     gemma,
     glm,
+    glm4_moe,
     gpt_oss,
+    granite,
+    hunyuan,
     llama,
+    minimax,
     mixtral,
     olmo2,
     phi3,
@@ -17,13 +22,14 @@ from allspark_server.models import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    seed_oss,
 )
 from allspark_server.models.architecture import Architecture
 from allspark_server.models.graph import Graph
 from allspark_server.models.network import ModelConfig
 
-FAMILIES = (qwen2, qwen3, llama, qwen2_moe, qwen3_moe, mixtral, gpt_oss, phi3, glm, gemma, olmo2, qwen, chatglm,
-            baichuan)
+FAMILIES = (qwen2, qwen3, llama, qwen2_moe, qwen3_moe, mixtral, gpt_oss, phi3, glm, glm4_moe, minimax, gemma, olmo2,
+            seed_oss, granite, ernie, hunyuan, qwen, chatglm, baichuan)
 
 ARCHITECTURES: dict[str, Architecture] = {
     name: architecture for family in FAMILIES for name, architecture in family.ARCHITECTURES.items()

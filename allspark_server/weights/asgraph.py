@@ -64,7 +64,8 @@ def to_message(graph: Graph) -> pb.Graph:
     stored = {name: getattr(rope, name) for name in stored_fields(RopeConfig) if getattr(rope, name) is not None}
     message = pb.Graph(version=VERSION, config=pb.Config(rope=pb.Rope(**stored), **config))
     if experts is not None:
-        message.config.experts.CopyFrom(pb.Experts(**vars(experts)))
+        stored = {name: getattr(experts, name) for name in stored_fields(ExpertConfig)}
+        message.config.experts.CopyFrom(pb.Experts(**stored))
     if graph.quantization is not None:
         how, message.version = graph.quantization, QUANTIZED_VERSION
         message.quantization.CopyFrom(
@@ -129,7 +130,7 @@ def from_message(message: pb.Graph) -> Graph:
     experts = message.config.experts
     fields["experts"] = None
     if message.config.HasField("experts"):
-        values = {f.name: getattr(experts, f.name) for f in dataclasses.fields(ExpertConfig)}
+        values = {name: getattr(experts, name) for name in stored_fields(ExpertConfig)}
         fields["experts"] = ExpertConfig(**{**values, "dense_layers": tuple(experts.dense_layers)})
     rope = {name: getattr(message.config.rope, name) for name in stored_fields(RopeConfig)}
     if not message.config.rope.HasField("attention_factor"):

@@ -333,6 +333,10 @@ def test_spelling_of_transformers_4(name, tmp_path):
     ("gemma3", {"rope_parameters": None, "rope_local_base_freq": 0}, "'rope_local_base_freq'.* is 0.0: it must be"),
     ("olmo2", {"rope_parameters": {"rope_type": "longrope"}}, "'longrope': known types are default"),
     ("olmo3", {"sliding_window": None}, "'sliding_window'.* is missing: layer_types holds sliding_attention"),
+    ("granite", {"logits_scaling": 0}, "'logits_scaling'.* is 0.0: it must be positive"),
+    ("hunyuan", {"use_cla": True}, "'use_cla'.* is True: only False is served"),
+    ("hunyuan", {"rope_parameters": {"rope_type": "dynamic", "alpha": -1}}, "alpha'.* is -1.0: it must be positive"),
+    ("hunyuan", {"rope_parameters": {"rope_type": "dynamic", "alpha": 2}, "head_dim": 2}, "it must be at least 4"),
 ])  # fmt: skip
 def test_configs_that_are_refused(name, change, problem, tmp_path):
     with pytest.raises(AllSparkError, match=problem):
@@ -340,7 +344,7 @@ def test_configs_that_are_refused(name, change, problem, tmp_path):
 
 
 @slow
-@pytest.mark.parametrize("name", [*DENSE, *PUBLISHED])
+@pytest.mark.parametrize("name", [*DENSE, *PUBLISHED, "glm4-moe", "minimax-m2"])
 def test_no_value_of_a_field_is_a_surprise(name, tmp_path):
     """Any value of a field is either read or refused with an explanation."""
     config = PUBLISHED.get(name) or json.loads((checkpoint(name) / "config.json").read_text())

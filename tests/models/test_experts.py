@@ -80,12 +80,15 @@ def test_more_ranks_than_experts_are_refused():
         Driver(checkpoint("qwen2-moe-normalized"), 6)
 
 
+SIGMOID = [pytest.param(name, marks=pytest.mark.slow) for name in ("glm4-moe", "minimax-m2")]
+
+
 # -- bits --------------------------------------------------------------------------------------------------------------
 FORMATS = [("float32", 0), ("bfloat16", 0), ("int8", 0), ("int4", 32), ("w8a8", 0), ("w4a8", 32)]
 
 
 @pytest.mark.parametrize("form, group", FORMATS)
-@pytest.mark.parametrize("name", ["qwen3-moe", "qwen2-moe"])
+@pytest.mark.parametrize("name", ["qwen3-moe", "qwen2-moe", *SIGMOID])
 def test_the_same_bits_alone_and_in_a_batch(name, form, group):
     prompts = [prompt_of(n, seed=9) for n in (1, 3, 40, 111)]
     fields = {"weight_dtype": form, "weight_group_size": group, "engine_max_batch": 4}
@@ -102,7 +105,7 @@ def test_the_same_bits_alone_and_in_a_batch(name, form, group):
 # -- formats and files -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("form, group, tolerance", [
     ("bfloat16", 0, 0.1), ("int8", 0, 0.15), ("int4", 32, 1.2), ("w8a8", 0, 0.3), ("w4a8", 32, 1.2)])
-@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", *SIGMOID])
 def test_weight_formats(name, form, group, tolerance):
     """On 1 and several ranks; routers stay float32."""
     prompt, group = prompt_of(64), group if name == "qwen3-moe" else 0  # others are cut inside groups
@@ -120,17 +123,20 @@ def stacked(name, directory):
     source = open_model(str(checkpoint(name))).source
     tensors = {n: np.asarray(source.get(n).data) for n in source.names()}
     config = read_config(checkpoint(name))
-    kinds = ("w1", "w3", "w2") if config.architecture == "MixtralForCausalLM" else ("gate_proj", "up_proj", "down_proj")
+    mixtral = config.architecture in ("MixtralForCausalLM", "MiniMaxM2ForCausalLM")
+    kinds = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for layer in range(config.num_layers):
         if layer in config.experts.dense_layers:
             continue
-        old = f"model.layers.{layer}." + ("block_sparse_moe" if kinds[0] == "w1" else "mlp")
+        old = f"model.layers.{layer}." + ("block_sparse_moe" if mixtral else "mlp")
         new = f"model.layers.{layer}.mlp"
         gate, up, down = ([tensors.pop(f"{old}.experts.{e}.{kind}.weight") for e in range(config.experts.count)]
                           for kind in kinds)
         tensors[f"{new}.experts.gate_up_proj"] = np.stack([np.concatenate(pair) for pair in zip(gate, up)])
         tensors[f"{new}.experts.down_proj"] = np.stack(down)
-        tensors[f"{new}.gate.weight"] = tensors.pop(f"{old}.gate.weight")
+        for tensor in ("gate.weight", "e_score_correction_bias"):
+            if f"{old}.{tensor}" in tensors:
+                tensors[f"{new}.{tensor}"] = tensors.pop(f"{old}.{tensor}")
     directory.mkdir(exist_ok=True)
     for file in ("config.json", "generation_config.json"):
         (directory / file).write_bytes((checkpoint(name) / file).read_bytes())
@@ -140,7 +146,7 @@ def stacked(name, directory):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("name", ["qwen3-moe", "qwen3-moe-mixed", "mixtral", "qwen2-moe"])
+@pytest.mark.parametrize("name", ["qwen3-moe", "qwen3-moe-mixed", "mixtral", "qwen2-moe", "minimax-m2"])
 def test_stacked_tensors_have_the_same_bits(name, world, tmp_path):
     prompt = prompt_of(40)
     with Driver(checkpoint(name), world) as driver:
@@ -176,6 +182,13 @@ def test_spellings_of_config_json(tmp_path):
     ("qwen3-moe", {"decoder_sparse_step": 0}, "'decoder_sparse_step'.* is 0: it must be positive"),
     ("qwen3-moe", {"mlp_only_layers": ["1"]}, "'mlp_only_layers'.* expected numbers of layers"),
     ("qwen2-moe", {"shared_expert_intermediate_size": None}, "'shared_expert_intermediate_size'.* is missing"),
+    ("glm4-moe", {"n_group": 5}, "'n_group'.* is 5: it must divide n_routed_experts \\(12\\)"),
+    ("glm4-moe", {"topk_group": 5}, "'topk_group'.* is 5: it must be from 1 to n_group \\(4\\)"),
+    ("glm4-moe", {"num_experts_per_tok": 7}, "'num_experts_per_tok'.* is 7: topk_group groups have 6 experts"),
+    ("glm4-moe", {"first_k_dense_replace": -1}, "'first_k_dense_replace'.* must not be negative"),
+    ("glm4-moe", {"n_shared_experts": -1}, "'n_shared_experts'.* is -1: it must be from 0"),
+    ("minimax-m2", {"scoring_func": "softmax"}, "'scoring_func'.* is 'softmax': only 'sigmoid' is served"),
+    ("minimax-m2", {"attn_type_list": [1, 0, 1]}, "'attn_type_list'.* only full attention is served"),
     ("mixtral", {"num_local_experts": 1 << 20}, "'num_local_experts'.* must be positive and at most 16384"),
 ])  # fmt: skip
 def test_configs_that_are_refused(name, change, problem, tmp_path):
@@ -184,7 +197,9 @@ def test_configs_that_are_refused(name, change, problem, tmp_path):
 
 
 @pytest.mark.parametrize("form, group", [("auto", 0), ("int8", 0), ("int4", 32), ("w8a8", 0), ("w4a8", 32)])
-@pytest.mark.parametrize("name, layout", [("qwen2-moe", "each"), ("qwen3-moe", "stacked"), ("mixtral", "each")])
+@pytest.mark.parametrize("name, layout", [("qwen2-moe", "each"), ("qwen3-moe", "stacked"), ("mixtral", "each"),
+                                          pytest.param("glm4-moe", "each", marks=pytest.mark.slow),
+                                          pytest.param("minimax-m2", "stacked", marks=pytest.mark.slow)])
 def test_serialized_and_reloaded(name, layout, form, group, tmp_path):
     """The same bits from a checkpoint as from its .asgraph and .asparam, on 1 and 2 ranks."""
     group = group if name == "qwen3-moe" else 0  # others are cut inside groups

@@ -107,6 +107,20 @@ EXPERTS = {
     "mixtral": Spec("mixtral", _sizes(96, 8, 4, 257, num_local_experts=6, num_experts_per_tok=2)),
     "mixtral-many": Spec("mixtral", _sizes(80, 4, 1, 56, 2, head_dim=24, num_local_experts=33,
                                            num_experts_per_tok=1) | _rope("default", 1e5)),
+    # A dense layer, groups of experts, a shared expert of two parts; slices of 176 features.
+    "glm4-moe": Spec("glm4_moe", _sizes(72, 14, 2, 151, 4, head_dim=20, moe_intermediate_size=176, n_routed_experts=12,
+                                        num_experts_per_tok=3, n_group=4, topk_group=2, n_shared_experts=2,
+                                        routed_scaling_factor=1.7, use_qk_norm=True, num_nextn_predict_layers=0)
+                     | _rope("default", 1e5, partial_rotary_factor=0.5)),
+    # One group, no norms of heads; whole experts on several ranks.
+    "glm4-moe-plain": Spec("glm4_moe", _sizes(96, 6, 3, 131, head_dim=16, moe_intermediate_size=37, n_routed_experts=7,
+                                              num_experts_per_tok=2, first_k_dense_replace=2, norm_topk_prob=False,
+                                              attention_bias=True, tie_word_embeddings=True,
+                                              num_nextn_predict_layers=0) | _rope("default", 1e4)),
+    "minimax-m2": Spec("minimax_m2", _sizes(72, 14, 2, 136, head_dim=20, num_local_experts=10, num_experts_per_tok=3,
+                                            rotary_dim=12) | _rope("default", 5e6, partial_rotary_factor=0.6)),
+    "minimax-m2-plain": Spec("minimax_m2", _sizes(90, 6, 6, 41, head_dim=18, num_local_experts=5,
+                                                  num_experts_per_tok=5, tie_word_embeddings=True)),
 }
 """Models with experts, stored as float32."""
 
@@ -167,6 +181,21 @@ DENSE = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 5e5}}}),
     "olmo3-mha": Spec("olmo3", _sizes(72, 6, 6, 131, sliding_window=33, layer_types=[
         "full_attention", "sliding_attention", "full_attention"], pad_token_id=0)),
+    "seed-oss": Spec("seed_oss", _sizes(112, 14, 2, 151, head_dim=20, attention_out_bias=True, pad_token_id=0)
+                     | _rope("default", 1e7)),
+    "seed-oss-plain": Spec("seed_oss", _sizes(72, 6, 6, 131, head_dim=18, attention_bias=False, mlp_bias=True,
+                                              tie_word_embeddings=True, pad_token_id=0)),
+    "granite": Spec("granite", _sizes(112, 14, 2, 151, embedding_multiplier=2.5, attention_multiplier=0.2,
+                                      residual_multiplier=0.4, logits_scaling=3.0, tie_word_embeddings=True,
+                                      pad_token_id=0) | _rope("default", 1e6)),
+    "granite-biases": Spec("granite", _sizes(72, 6, 3, 131, attention_bias=True, mlp_bias=True, pad_token_id=0)
+                           | _rope("yarn", 1e4, factor=4.0, original_max_position_embeddings=512)),
+    "ernie": Spec("ernie4_5", _sizes(72, 14, 2, 151, head_dim=20, pad_token_id=0) | _rope("default", 5e5)),
+    "ernie-biases": Spec("ernie4_5", _sizes(88, 6, 3, 131, head_dim=24, use_bias=True, tie_word_embeddings=False,
+                                            pad_token_id=0)),
+    "hunyuan": Spec("hunyuan_v1_dense", _sizes(72, 14, 2, 151, head_dim=20, tie_word_embeddings=True, pad_token_id=0)
+                    | _rope("dynamic", 1e4, alpha=50.0, factor=1.0)),
+    "hunyuan-biases": Spec("hunyuan_v1_dense", _sizes(72, 6, 6, 131, head_dim=18, attention_bias=True, pad_token_id=0)),
 }
 """Dense families whose networks are not Llama's, stored as float32."""
 
@@ -190,6 +219,12 @@ _CLASSES = {
     "gemma3_text": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
     "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
     "olmo3": (transformers.Olmo3Config, transformers.Olmo3ForCausalLM),
+    "seed_oss": (transformers.SeedOssConfig, transformers.SeedOssForCausalLM),
+    "granite": (transformers.GraniteConfig, transformers.GraniteForCausalLM),
+    "ernie4_5": (transformers.Ernie4_5Config, transformers.Ernie4_5ForCausalLM),
+    "hunyuan_v1_dense": (transformers.HunYuanDenseV1Config, transformers.HunYuanDenseV1ForCausalLM),
+    "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
+    "minimax_m2": (transformers.MiniMaxM2Config, transformers.MiniMaxM2ForCausalLM),
 }
 
 
@@ -232,6 +267,9 @@ def write_checkpoint(directory: Path, spec: Spec, seed: int = 0) -> Path:
                 normal(parameter, 0.5 * (parameter.shape[-1] ** -0.5 if gemma else 1.0))  # which Gemma scales
             else:
                 normal(parameter, 1.3 * parameter.shape[-1] ** -0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                normal(buffer, 0.2)
     model = model.to(getattr(torch, spec.dtype))
     model.save_pretrained(directory, **({"max_shard_size": spec.shard} if spec.shard else {}))
     return directory

@@ -1,0 +1,53 @@
+"""GLM-4.5, 4.6 and 4.7: a rotary embedding for half of each head, optional norms of query and key heads, a few dense
+layers, then experts behind a sigmoid router with a correction and groups, and a shared expert.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from allspark_server.models.architecture import Architecture
+from allspark_server.models.blocks import (
+    begin,
+    finish,
+    gated_mlp,
+    output_projection,
+    qkv_projection,
+    routed_experts,
+    shared_expert,
+)
+from allspark_server.models.expert_fields import grouped_experts
+from allspark_server.models.fields import Fields
+from allspark_server.models.graph import Graph
+from allspark_server.models.network import ModelConfig
+
+
+def glm4_moe(config: ModelConfig) -> Graph:
+    """Builds the network."""
+    graph, x = begin(config)
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}"
+        h = graph.rms_norm(x, f"{prefix}.input_layernorm.weight")
+        qkv = qkv_projection(graph, h, f"{prefix}.self_attn", bias=config.attention_bias)
+        if config.head_norms:
+            graph.head_norm(qkv, 0, f"{prefix}.self_attn.q_norm.weight")
+            graph.head_norm(qkv, 1, f"{prefix}.self_attn.k_norm.weight")
+        attended = graph.span_attention(graph.rope(qkv), layer)
+        graph.add(x, output_projection(graph, attended, f"{prefix}.self_attn"))
+        h = graph.rms_norm(x, f"{prefix}.post_attention_layernorm.weight")
+        if layer in graph.experts.dense_layers:
+            graph.add(x, gated_mlp(graph, h, f"{prefix}.mlp"))
+            continue
+        y = routed_experts(graph, h, f"{prefix}.mlp", correction="gate.e_score_correction_bias")
+        if graph.experts.shared_size:
+            graph.add(y, shared_expert(graph, h, f"{prefix}.mlp", "shared_experts"))
+        graph.add(x, graph.all_reduce(y))
+    return finish(graph, x)
+
+
+def _more(fields: Fields) -> dict[str, Any]:
+    return {"head_norms": fields.get("use_qk_norm", bool, False)}
+
+
+ARCHITECTURES = {"Glm4MoeForCausalLM": Architecture(glm4_moe, "glm4_moe", "GLM-4.5, 4.6, 4.7", has_bias_fields=True,
+                                                    partial_rotary=0.5, experts=grouped_experts, more=_more)}
