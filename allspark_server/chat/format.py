@@ -26,8 +26,9 @@ Literal = Callable[[str], str]
 JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 TAIL_IDS = 64  # last ids of a prompt, whose text shows which part of the answer the prompt has begun
 
-_OPENED_REASONING = re.compile(r"(<think>|\[THINK\])\s*\Z")
-_CLOSED_REASONING = re.compile(r"(</think>|\[/THINK\])\s*\Z")
+_REASONING_SIGNS = ("<think>", "<seed:think>", "[THINK]")
+_OPENED_REASONING = re.compile(rf"({'|'.join(map(re.escape, _REASONING_SIGNS))})\s*\Z")
+_CLOSED_REASONING = re.compile(r"(</think>|</seed:think>|\[/THINK\])\s*\Z")
 # A template that loops over a message's content takes content parts; other templates want text.
 _TAKES_PARTS = re.compile(r"""{%-?\s*for\s+\w+\s+in\s+[^%]*\bcontent\b""")
 
@@ -101,7 +102,7 @@ class ChatFormat:
             mark = marks.get(text)
             return json.dumps(text) if mark is None else f"<[{mark}]>"
 
-        reasons = any("<think>" in template or "[THINK]" in template for template in templates)
+        reasons = any(sign in template for template in templates for sign in _REASONING_SIGNS)
         answer = None if response_format is None or options.forced else _answer_rule(response_format)
         grammar = self.grammar(options.offered, options.tool_choice, options.parallel_tool_calls, prompt, reasons,
                                literal, answer)

@@ -10,12 +10,14 @@ from .harmony import HarmonyFormat
 from .hermes import HermesFormat
 from .llama3 import LlamaFormat
 from .mistral import MistralFormat
+from .xml_calls import MiniMaxFormat, SeedFormat, XmlFormat
 
 FORMATS.update((known.name, known) for known in (
-    HermesFormat(), LlamaFormat(), MistralFormat(), GlmFormat(), HarmonyFormat(), ChatFormat()))
+    HermesFormat(), LlamaFormat(), MistralFormat(), GlmFormat(), HarmonyFormat(), XmlFormat(), SeedFormat(),
+    MiniMaxFormat(), ChatFormat()))
 
 # The order in which templates are searched for the formats' signs: a template may have signs of later ones, too.
-_SEARCHED = ("harmony", "glm45", "mistral", "hermes", "llama3")
+_SEARCHED = ("harmony", "glm45", "mistral", "minimax_m2", "seed_oss", "qwen3_coder", "hermes", "llama3")
 
 
 def chat_format_of(templates: Mapping[str, str], architecture: str) -> str:

@@ -77,6 +77,25 @@ RECORDED = [
      [("get_weather", '{"city": "12 \\"a\\"\\nb", "more": {"x": [1, "y"]}, "word": "a word"}')]),
     ("glm45", "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Par", "", "",
      [("get_weather", '{"city": "Par')]),
+    ("qwen3_coder", "Let me see.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nBerlin\n</parameter>\n"
+     "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n"
+     "</tool_call>", "Let me see.", "", [("get_weather", BERLIN), ("now", "{}")]),
+    ("qwen3_coder", '<tool_call>\n<function=get_weather>\n<parameter=city>\n\n"a" <b>\n\n</parameter>\n<parameter=x>\n'
+     '[{"y": 1}]\n</parameter>\n</function>\n</tool_call>', "", "",
+     [("get_weather", '{"city": "\\n\\"a\\" <b>\\n", "x": [{"y": 1}]}')]),
+    ("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=city>\nPar", "", "",
+     [("get_weather", '{"city": "Par')]),
+    ("qwen3_coder", "<tool_call>\n<function=get_we", "<tool_call>\n<function=get_we", "", []),
+    ("qwen3_coder", "<tool_call>\nnow()\n</tool_call>", "<tool_call>\nnow()\n</tool_call>", "", []),
+    ("seed_oss", "<seed:think>The user asks.</seed:think>I look.\n<seed:tool_call>\n<function=get_weather>\n"
+     "<parameter=city>Paris</parameter>\n</function>\n</seed:tool_call>", "I look.", "The user asks.",
+     [("get_weather", PARIS)]),
+    ("minimax_m2", '<think>\nBoth.\n</think>\n\n<minimax:tool_call>\n<invoke name="get_weather">\n'
+     '<parameter name="city">Berlin</parameter>\n<parameter name="days">2</parameter>\n</invoke>\n'
+     '<invoke name="now">\n<parameter name="zone">UTC</parameter>\n</invoke>\n</minimax:tool_call>', "", "Both.",
+     [("get_weather", BERLIN), ("now", '{"zone": "UTC"}')]),
+    ("minimax_m2", "<minimax:tool_call>\n<invoke name=\"now\">\n</invoke>\n</minimax:tool_call> Done.", " Done.", "",
+     [("now", "{}")]),
     ("harmony", "<|channel|>analysis<|message|>The user asks. 1 < 2.<|end|><|start|>assistant<|channel|>final"
      "<|message|>It is **5**.\n<|return|>", "It is **5**.\n", "The user asks. 1 < 2.", []),
     ("harmony", "<|channel|>analysis<|message|>I should look.<|end|><|start|>assistant<|channel|>commentary "
@@ -112,13 +131,17 @@ def test_recorded_answers_however_they_are_cut(name, text, content, reasoning, c
         assert parse(name, [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]) == expected
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "glm45", "harmony", "plain"])
+@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "glm45", "qwen3_coder", "seed_oss", "minimax_m2",
+                                  "harmony", "plain"])
 def test_arbitrary_text_is_taken_apart_alike_however_it_is_cut(name):
     draw = random.Random(name)
     parts = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>", "{", "}",
              "[", "]", '"', '{"name": "now", ', '"arguments": ', '"parameters": ', "{}", ",", ":", ";", "\n", " ",
              "now", "5", "\\", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "\u00e9", "[CALL_ID]",
-             "[THINK]", "<", "</", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "to=", "analysis"]
+             "[THINK]", "<", "</", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "to=", "analysis",
+             "<function=", "</function>", "<parameter=", "</parameter>", ">", '<invoke name="', '">', "</invoke>",
+             '<parameter name="', "<seed:tool_call>", "</seed:tool_call>", "<minimax:tool_call>",
+             "</minimax:tool_call>"]
     for _ in range(300):
         text = "".join(draw.choices(parts, k=draw.randrange(1, 12)))
         whole = parse(name, [text])
@@ -161,6 +184,10 @@ def test_the_format_is_the_checkpoints():
     assert chat_format_of({"default": "<|python_tag|>"}, "llama") == "llama3"
     assert chat_format_of({"default": "<|start|>assistant<|channel|>final<|message|>"}, "llama") == "harmony"
     assert chat_format_of({}, "GptOssForCausalLM") == "harmony"
+    assert chat_format_of({"default": "<tool_call>\n<function="}, "qwen3_moe") == "qwen3_coder"
+    assert chat_format_of({"default": "<seed:tool_call>\n<function="}, "") == "seed_oss"
+    assert chat_format_of({}, "MiniMaxM2ForCausalLM") == "minimax_m2"
+    assert chat_format_of({}, "Glm4MoeForCausalLM") == "glm45"
     assert chat_format_of({}, "qwen3") == "hermes" and chat_format_of({}, "mistral") == "mistral"
     with pytest.raises(ValueError, match="chat_format='gpt' is not known; allowed: hermes, llama3, mistral, glm45, ha"):
         chat_format("gpt")
@@ -275,7 +302,7 @@ def tail(tokenizer, prompt):
     return tokenizer.decode(tokenizer.encode(prompt)[-TAIL_IDS:], skip_special_tokens=False)
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "glm45"])
+@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "glm45", "qwen3_coder", "seed_oss", "minimax_m2"])
 def test_forced_calls_are_calls(guide, name):
     tokenizer = with_template("")
     for choice in ("required", {"type": "function", "function": {"name": "now"}}):
@@ -299,6 +326,10 @@ CALLS = {
     "mistral": '[TOOL_CALLS][{"name": "now", "arguments": {"zone": "UTC"}}, '
                '{"name": "get_weather", "arguments": {"place": "x"}}]',
     "glm45": "<tool_call>now\n<arg_key>zone</arg_key>\n<arg_value>\"UTC\"</arg_value>\n</tool_call>",
+    "qwen3_coder": "<tool_call>\n<function=now>\n<parameter=zone>\n\"UTC\"\n</parameter>\n</function>\n</tool_call>",
+    "seed_oss": "<seed:tool_call>\n<function=now>\n<parameter=zone>\"UTC\"</parameter>\n</function>\n</seed:tool_call>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="now">\n<parameter name="zone">"UTC"</parameter>\n</invoke>\n'
+                  "</minimax:tool_call>",
 }
 
 
@@ -357,7 +388,7 @@ def test_a_format_holds_after_reasoning_that_the_prompt_begins(guide, name, form
     """The answer is content; before, the format held for the reasoning, and nothing could end that."""
     tokenizer, options = with_template("<think>"), ChatOptions()
     assert calls_of(tokenizer, name, options, "assistant\n", response_format=form) is None
-    mark = "[/THINK]" if name == "mistral" else "</think>"
+    mark = {"mistral": "[/THINK]", "seed_oss": "</seed:think>"}.get(name, "</think>")
     opened = mark.replace("/", "") + "\n"
     grammar = guide.compile(calls_of(tokenizer, name, options, "assistant\n" + opened, response_format=form))
     thought = "So be it: {1}\n" + mark + "\n\n"

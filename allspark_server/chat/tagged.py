@@ -1,0 +1,103 @@
+"""What formats share whose calls write each argument between marks of its own, as plain text or JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from .format import ChatFormat, Literal, after_text, json_rule
+from .parser import OutputParser, Steps
+
+
+class TaggedParser(OutputParser):
+    """A value is plain text if the function's schema makes it a string, otherwise JSON, or text that is no JSON.
+
+    `padded`: a newline stands before and after each value.
+    """
+
+    padded = False
+
+    def _argument(self, arguments: Callable[[str], None], function: str, key: str, end: str) -> Steps:
+        """Emits the value of the argument `key`, which the mark `end` ends, as JSON."""
+        properties = self.functions.get(function, {}).get("properties")
+        schema = properties.get(key) if isinstance(properties, dict) else None
+        if not isinstance(schema, dict) or schema.get("type") != "string":
+            value, _ = yield from self._collect((end,))
+            arguments(_json_or_text(value.strip("\n") if self.padded else value))
+            return
+        first, held = self.padded, ""
+
+        def emit(text: str) -> None:
+            nonlocal first, held
+            text = held + text
+            if first and text:
+                first, text = False, text.removeprefix("\n")
+            held = "\n" if self.padded and text.endswith("\n") else ""
+            arguments(json.dumps(text.removesuffix(held), ensure_ascii=False)[1:-1])
+
+        arguments('"')
+        if (yield from self._scan((end,), emit)):
+            arguments('"')
+
+
+class TaggedFormat(ChatFormat):
+    """The grammar writes a rule for each argument of each function.
+
+    `key`: the regular expression of a key that no schema names. `value_end`: the mark that ends a value. `pad`: what
+    stands before that mark and at the beginning of a value.
+    """
+
+    key, value_end, pad = "[^<]+", "", ""
+
+    def block_rules(self, parallel: bool, literal: Literal) -> str:
+        """The Lark rule `calls`, of one `call` or several."""
+        raise NotImplementedError
+
+    def call(self, name: str, arguments: str, literal: Literal) -> str:
+        """The Lark text of a call. `arguments`: the Lark text of its arguments."""
+        raise NotImplementedError
+
+    def argument(self, key: str, literal: Literal) -> str:
+        """The Lark text of what stands before a value. `key`: a Lark string or regular expression."""
+        raise NotImplementedError
+
+    def call_rules(self, functions: list[dict[str, Any]], parallel: bool, literal: Literal) -> str:
+        """See ChatFormat."""
+        lines = [self.block_rules(parallel, literal),
+                 f"call: {' | '.join(f'call_{i}' for i in range(len(functions)))}"]
+        pad = f"{json.dumps(self.pad)} " if self.pad else ""
+        for i, function in enumerate(functions):
+            schema = function.get("parameters")
+            if schema is None:
+                lines.append(f"call_{i}: {self.call(function['name'], 'pair*', literal)}")
+                continue
+            parts = []
+            for j, (key, value) in enumerate((schema.get("properties") or {}).items()):
+                begin, end = self.argument(json.dumps(key), literal), literal(self.value_end)
+                part = rf'{begin} {pad}value_{i}_{j} {pad}{end} "\n"'
+                parts.append(part if key in schema.get("required", ()) else f"({part})?")
+                lines.append(f"value_{i}_{j}: {_value(value, schema)}")
+            lines.append(f"call_{i}: {self.call(function['name'], ' '.join(parts), literal)}")
+        if any(function.get("parameters") is None for function in functions):
+            lines += [rf'pair: {self.argument(f"/{self.key}/", literal)} value "\n"',
+                      after_text("value", self.value_end, literal)]
+        return "\n".join(lines)
+
+
+def _json_or_text(value: str) -> str:
+    try:
+        return json.dumps(json.loads(value), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return json.dumps(value, ensure_ascii=False)
+
+
+def _value(value: Any, schema: dict[str, Any]) -> str:
+    """The Lark text of a value: text as it is, without markup; otherwise JSON."""
+    if isinstance(value, dict) and value.get("type") == "string":
+        if "enum" in value or "const" in value:
+            return " | ".join(map(json.dumps, value.get("enum", [value.get("const")])))
+        most = value.get("maxLength", "")
+        return f"/[^<]{{{value.get('minLength', 0)},{most}}}/"
+    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    return json_rule({**value, **definitions} if isinstance(value, dict) else value)
