@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import logging
@@ -15,7 +14,7 @@ from allspark_client.config import AsModelConfig, check_available
 from allspark_client.engine import check_config
 from allspark_client.errors import AllSparkError, AsStatus
 
-from ..weights.files import MAX_STATE_BYTES, parse_json, read_file
+from ..weights.files import MAX_STATE_BYTES, parse_json, read_file, replacing
 
 if TYPE_CHECKING:
     from .served_model import ServedModel
@@ -99,19 +98,13 @@ class StateFile:
         """Writes the list that `entries()` returns. The file is replaced atomically."""
         if self._path is None:
             return
-        temporary = f"{self._path}.new"
         with self._lock:
             recorded = entries()
             try:
-                with open(temporary, "w", encoding="utf-8") as file:
-                    json.dump(recorded, file, indent=1)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(temporary, self._path)
-            except OSError as error:
-                logger.error("the state file %s cannot be written: %s; it is as it was", self._path, error)
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)    # it may be cut
+                with replacing(self._path, sync=True) as file:
+                    file.write(json.dumps(recorded, indent=1).encode())
+            except AllSparkError as error:
+                logger.error("the list of models is not saved, and the state file is as it was: %s", error.message)
 
 
 class ModelRecord:

@@ -12,6 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 #: buckets of the histograms, s: of whole requests, and of first tokens
 _WHOLE = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+#: of a worker's file of metrics: room for a thousand pairs of labels
+_FILE_BYTES = 256 << 10
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST.encode()
 
 
@@ -30,6 +32,22 @@ def of_members(texts: dict[str, str | None]) -> bytes:
     return generate_latest(registry)
 
 
+def _allocate_files() -> None:
+    """Allocates the files of this worker's metrics. prometheus_client maps sparse files; on a full disk the first write
+    to one would end the process with a bus error. OSError if there is no room.
+    """
+    folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+    for kind in ("counter", "histogram", "gauge_mostrecent") if folder else ():
+        path = f"{folder}/{kind}_{os.getpid()}.db"
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(file, 0, _FILE_BYTES)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, path) from error
+        finally:
+            os.close(file)
+
+
 class _Collected:
     """A collector of metrics that exist already."""
 
@@ -45,6 +63,7 @@ class Metrics:
     """The metrics of this process. Workers share them through files in the folder $PROMETHEUS_MULTIPROC_DIR."""
 
     def __init__(self) -> None:
+        _allocate_files()
         self._registry = CollectorRegistry()
         registry = self._registry
         self._requests = Counter("allspark_http_requests", "Requests by endpoint and status",

@@ -20,7 +20,7 @@ from allspark_server.models.graph import ALL_ROWS, OUTPUT_ROWS, Block, CacheGrou
 from allspark_server.models.network import ExpertConfig, ModelConfig, RopeConfig, stored_fields
 from allspark_server.models.ops import Attribute
 from allspark_server.models.registry import ARCHITECTURES
-from allspark_server.weights.files import MAX_GRAPH_BYTES, read_file
+from allspark_server.weights.files import MAX_GRAPH_BYTES, read_file, replacing
 from allspark_server.weights.formats import (
     MOST_CODES,
     OFFSET,
@@ -255,10 +255,8 @@ def write_graph(graph: Graph, path: Path, *, text: bool = False) -> None:
         data = TEXT_MARK + text_format.MessageToString(message).encode()
     else:
         data = message.SerializeToString(deterministic=True)
-    try:
-        path.write_bytes(data)
-    except OSError as error:
-        raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"cannot write {path}: {error}") from error
+    with replacing(path) as file:
+        file.write(data)
 
 
 def read_graph(path: Path) -> Graph:

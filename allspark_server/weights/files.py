@@ -4,9 +4,11 @@ size limit. Errors are AllSparkError and name the file, the problem and what is 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -61,6 +63,26 @@ def read_file(path: str | os.PathLike[str], limit: int) -> bytes:
             return file.read(size)
         except OSError as error:
             raise _error(f"cannot read {path}: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str], sync: bool = False) -> Iterator[BinaryIO]:
+    """A new file that takes the place of `path` once the with block has ended without an error; otherwise what was
+    there stays. AllSparkError if it cannot be written. sync: it is on the disk before it takes the place.
+    """
+    partial = f"{os.fspath(path)}.partial"
+    try:
+        with open(partial, "wb") as file:
+            yield file
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        raise _error(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
 
 
 def parse_json(data: bytes | str) -> Any:

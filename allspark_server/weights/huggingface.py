@@ -24,7 +24,7 @@ from allspark_server.runtime.native import native_library
 from allspark_server.tokenizer.vocabularies import JSON, vocabulary_file
 from allspark_server.weights.asgraph import STORED_TYPES, read_graph, write_graph, write_params
 from allspark_server.weights.checkpoint import OpenedModel, open_model
-from allspark_server.weights.files import open_regular, read_json
+from allspark_server.weights.files import open_regular, read_json, replacing
 from allspark_server.weights.formats import Quantization, StoredQuantization, quantization_of
 from allspark_server.weights.loader import unquantized_type
 from allspark_server.weights.lora import LoraAdapter, open_adapter
@@ -298,7 +298,7 @@ class HuggingFaceModel:
             found = [directory / name for name in TOKENIZER_FILES if (directory / name).exists()]
             folder.mkdir(exist_ok=True)
             for file in found:
-                with open_regular(file) as source, open(folder / file.name, "wb") as target:
+                with open_regular(file) as source, replacing(folder / file.name) as target:
                     shutil.copyfileobj(source, target)
 
     def _graph(self, how: Quantization | None) -> Graph:
@@ -378,10 +378,8 @@ class HuggingFaceModel:
         target = Path(path)
         target = target / f"{self.name}.json" if target.is_dir() else target
         builder = self.create_reference_runtime_config_builder(self.name, max_batch=AsModelConfig().engine_max_batch)
-        try:
-            target.write_text(json.dumps(builder.build().to_dict(), indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"cannot write {target}: {error}") from error
+        with replacing(target) as file:
+            file.write(json.dumps(builder.build().to_dict(), indent=2).encode() + b"\n")
         return self
 
     # ------------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from typing import Any
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.models.adapters import Target
 from allspark_server.models.graph import Graph
-from allspark_server.weights.files import open_regular, read_json
+from allspark_server.weights.files import open_regular, read_json, replacing
 from allspark_server.weights.safetensors import NUMPY_TYPES, SafetensorsFile, StoredTensor
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -197,7 +197,7 @@ class LoraAdapter:
         for name in (CONFIG, TENSORS):
             target = directory / name
             if not (target.exists() and os.path.samefile(target, self.directory / name)):
-                with open_regular(self.directory / name) as source, open(target, "wb") as file:
+                with open_regular(self.directory / name) as source, replacing(target) as file:
                     shutil.copyfileobj(source, file)
 
     def _error(self, problem: str) -> AllSparkError:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from allspark_client.errors import AllSparkError, AsStatus
-from allspark_server.weights.files import open_regular, parse_json
+from allspark_server.weights.files import open_regular, parse_json, replacing
 
 # The NumPy type of each stored type; NumPy has no bfloat16.
 NUMPY_TYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
@@ -160,21 +160,15 @@ def write_safetensors(path: Path, tensors: Iterable[tuple[str, str, tuple[int, .
         text += b" " * (-(8 + len(text)) % 64)  # align the tensors to cache lines
         return len(text).to_bytes(8, "little") + text
 
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with open(partial, "wb") as file:
-            file.write(encoded())
-            for name, pieces in zip(header, data):
-                crc = 0
-                for piece in pieces:
-                    content = piece.reshape(-1).view(np.uint8).data
-                    file.write(content)
-                    crc = zlib.crc32(content, crc) if checksums else 0
-                if checksums:
-                    sums[f"crc32:{name}"] = f"{crc:08x}"
-            file.seek(0)
-            file.write(encoded())
-        os.replace(partial, path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"cannot write {path}: {error}") from error
+    with replacing(path) as file:
+        file.write(encoded())
+        for name, pieces in zip(header, data):
+            crc = 0
+            for piece in pieces:
+                content = piece.reshape(-1).view(np.uint8).data
+                file.write(content)
+                crc = zlib.crc32(content, crc) if checksums else 0
+            if checksums:
+                sums[f"crc32:{name}"] = f"{crc:08x}"
+        file.seek(0)
+        file.write(encoded())

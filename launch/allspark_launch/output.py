@@ -94,7 +94,7 @@ class Outlet(io.RawIOBase):
 
 
 def write_whole(path: Path, text: str, mode: int | None = None) -> None:
-    """Writes a file that readers see whole or not at all. `mode`: its permissions."""
+    """Writes a file that readers see whole or not at all. `mode`: its permissions. OSError names the file."""
     new = path.with_name(path.name + ".new")
     try:
         with open(new, "w", encoding="utf-8", opener=lambda file, flags: os.open(file, flags, mode or 0o666)) as file:
@@ -102,10 +102,10 @@ def write_whole(path: Path, text: str, mode: int | None = None) -> None:
                 os.fchmod(file.fileno(), mode)
             file.write(text)
         new.replace(path)
-    except OSError:
+    except OSError as error:
         with contextlib.suppress(OSError):
             new.unlink()        # it may be cut
-        raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ import numpy as np
 
 from allspark_client.errors import AllSparkError, AsStatus, not_available
 from allspark_server.models.config import Fields
+from allspark_server.weights.files import replacing
 from allspark_server.weights.gguf.file import GgufFile
 
 logger = logging.getLogger(__name__)
@@ -74,23 +75,39 @@ def _digest(values: dict[str, Any]) -> str:
 
 
 def _written(target: Path, tokenizer: str, config: dict[str, Any]) -> str:
-    """Writes the directory atomically and returns its path, which is in the cache if that can be written."""
+    """Writes the directory atomically and returns its path, which is in the cache if that can be written. AllSparkError
+    if it cannot be written anywhere.
+    """
     parent = target.parent
     try:
         parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        partial = Path(tempfile.mkdtemp(prefix="partial-", dir=parent))
-    except OSError as error:
-        partial = Path(tempfile.mkdtemp(prefix="allspark-gguf-"))
-        logger.warning("%s cannot be written (%s): the tokenizer goes to %s", parent, error.strerror, partial)
-        target = partial
-    (partial / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
-    (partial / "tokenizer_config.json").write_text(json.dumps(config, ensure_ascii=False), encoding="utf-8")
-    if target != partial:
+        partial = _filled("partial-", str(parent), tokenizer, config)
+    except (OSError, AllSparkError) as error:
+        logger.warning("%s cannot be written (%s): the tokenizer goes to a temporary directory", parent, error)
         try:
-            os.rename(partial, target)
-        except OSError:  # another rank was first
-            shutil.rmtree(partial, ignore_errors=True)
+            return str(_filled("allspark-gguf-", None, tokenizer, config))
+        except OSError as problem:
+            raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"the tokenizer of a GGUF file cannot be written to "
+                                f"{parent} or {tempfile.gettempdir()}: {problem.strerror}") from problem
+    try:
+        os.rename(partial, target)
+    except OSError:  # another rank was first
+        shutil.rmtree(partial, ignore_errors=True)
     return str(target)
+
+
+def _filled(prefix: str, parent: str | None, tokenizer: str, config: dict[str, Any]) -> Path:
+    """A new directory with the two files."""
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    try:
+        for name, text in (("tokenizer.json", tokenizer),
+                           ("tokenizer_config.json", json.dumps(config, ensure_ascii=False))):
+            with replacing(folder / name) as file:
+                file.write(text.encode())
+    except AllSparkError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return folder
 
 
 # -- contents of the files ---------------------------------------------------------------------------------------------
