@@ -37,6 +37,7 @@ class LiveRequest:
     queue: ResultQueue = field(default_factory=ResultQueue)
     received: list[list[int]] = field(default_factory=list)     #: token ids so far, one list a sample
     fingerprint: str = ""                                   #: of the server that took it
+    ticket: bytes = b""                                     #: of the server that took it: shown when it is resumed
     session: Session | None = None
     wire_id: int = 0                                        #: its id within `session`
     stopped: bool = False                                   #: the caller has asked for its end

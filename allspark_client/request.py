@@ -71,6 +71,8 @@ class RequestSpec:
     resumed: bool = False
     #: servers that were lost while they computed it, before it got a new token: it may have crashed them
     deaths: int = 0
+    #: whether `deaths` is known to be true; set by rank 0
+    proven: bool = True
     #: digest of the LoRA adapter config.lora_name on the server that accepted the request; set by rank 0
     adapter: str = ""
     #: the start of the answer that the chat template wrote, such as "<think>\n"; set by rank 0 with the prompt's ids

@@ -96,6 +96,7 @@ class Session:
         elif request.generated:
             message.samples.extend(pb.TokenIds(ids=ids) for ids in request.received)
         message.resumed, message.deaths = message.resumed or request.resumed, request.deaths
+        message.ticket = request.ticket
         request.generated_at_start, request.begun = request.generated, False
         request.answered.clear()
         request.refusal = self._too_large(message)
@@ -225,6 +226,7 @@ class Session:
                 request.queue.set_status(status)
         if outcome == "started":
             request.fingerprint, request.spec.adapter = event.started.fingerprint, event.started.adapter
+            request.ticket = event.started.ticket
             request.queue.opened = request.queue.opened or event.started.opened
             if event.started.prompt_ids:
                 request.spec.set_prompt(list(event.started.prompt_ids))

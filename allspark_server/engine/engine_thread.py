@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ALIVE_SECONDS = 1.0  # time between a waiting caller's checks that the engine's thread is alive
+_REST_SECONDS = 0.01  # pause while quarantined sequences must wait and there is no other work
 FIRST_POLL_SECONDS, LONGEST_POLL_SECONDS = 0.001, 0.05
 
 
@@ -133,15 +134,17 @@ class EngineThread:
             self._on_failure(message)
 
     def _loop(self) -> None:
-        pipeline = self._pipeline
+        pipeline, resting = self._pipeline, False
         while True:
             stepping = [model for model in self._models.values() if model.has_work]
             idle = not stepping and not pipeline.busy
-            if idle or not self._commands.empty():
+            if idle or resting or not self._commands.empty():
                 if idle and self._commands.empty():
                     self.busy_since = 0.0
                 try:
-                    command = self._commands.get(timeout=self._seconds_to_deadline() if idle else None)
+                    rest = _REST_SECONDS if resting else None
+                    resting = False
+                    command = self._commands.get(timeout=self._seconds_to_deadline() if idle else rest)
                 except queue.Empty:
                     for model in self._models.values():
                         model.expire()
@@ -152,7 +155,7 @@ class EngineThread:
                 self._execute(command)
                 continue  # take all commands before the next step
             self.busy_since = time.monotonic()
-            pipeline.advance(stepping)
+            resting = not pipeline.advance(stepping)
 
     def _seconds_to_deadline(self) -> float | None:
         """Seconds that the thread may sleep: until the next deadline of a request that has not begun; None: without

@@ -59,7 +59,8 @@ class PreparedRequest:
     None if its text is not needed. `top_logprobs`: the requested number, -1 if no log probabilities are requested.
     `prompt_logprobs`: the requested number of top log probabilities for each prompt token. `size`: bytes that all
     sequences take in this process. `deadline`: when it fails if it has not begun, on the monotonic clock. `deaths`: the
-    number of servers lost while they ran it. `name`: the client's name for it. `trace`: the traceparent it came with.
+    number of servers lost while they ran it; `proven`: that is known to be true. `name`: the client's name for it.
+    `trace`: the traceparent it came with.
     """
 
     sequences: list[Sequence]
@@ -71,6 +72,7 @@ class PreparedRequest:
     deadline: float = math.inf
     dependency: Dependency | None = None
     deaths: int = 0
+    proven: bool = True
     name: str = ""
     model: str = ""
     tenant: str = ""
@@ -197,6 +199,7 @@ class InputStage:
             sequences, texts, sum(sequence.size for sequence in sequences),
             top_logprobs=config.top_logprobs if config.logprobs else -1, prompt_logprobs=config.prompt_logprobs or 0,
             pooling=config.pooling, deadline=time.monotonic() + timeout if timeout else math.inf, deaths=spec.deaths,
+            proven=spec.proven,
             name=config.user_request_id or config.uuid or "", model=spec.model, tenant=spec.tenant, adapter=adapter,
             trace=spec.trace
         )

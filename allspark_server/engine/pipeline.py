@@ -12,13 +12,13 @@ from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.types import GenerateRequestStatus
 
 from ..runtime.group import Group
-from ..scheduler import Step
+from ..scheduler import Sequence, Step
 from .served_model import ServedModel
 from .threads import one_thread
 
 logger = logging.getLogger(__name__)
 
-_QUARANTINE_POLL_SECONDS = 0.01
+_ALONE_PART = 0.25  # of the time that steps of quarantined sequences get while others have work
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Pipeline:
         self._group = group
         self._running: deque[_Running] = deque()
         self._last: ServedModel | None = None  # the model of the last submitted step
-        self._was_alone = False  # whether the last turn went to a quarantined sequence
+        self._alone_at = 0.0  # when a quarantined sequence may have the next step, on the monotonic clock
         self._ended = 0.0  # when the last collected step ended
 
     @property
@@ -46,18 +46,13 @@ class Pipeline:
         return bool(self._running)
 
     @one_thread
-    def advance(self, models: Iterable[ServedModel]) -> None:
+    def advance(self, models: Iterable[ServedModel]) -> bool:
         """Submits steps of models that have work, in turn. Collects the oldest step if the queue is full or no model
-        has a step to submit.
+        has a step to submit. Returns False if nothing can be done now, since quarantined sequences must wait.
         """
         models = list(models)
-        alone = next((m for m in models if m.has_quarantined and m.quarantined is not None), None)
-        turn = alone.quarantined if alone is not None else None
-        if alone is not None and turn is not None and (not self._was_alone or turn.slot >= 0):
-            self._was_alone = True
-            self._advance_alone(alone)
-            return
-        self._was_alone = False
+        if any(model.has_quarantined for model in models) and self._advance_alone(models):
+            return True
         if self._last in models:  # start with the model after it
             at = models.index(self._last) + 1
             models = models[at:] + models[:at]
@@ -68,8 +63,8 @@ class Pipeline:
             submitted |= self._submit(model)
         if self._running and (len(self._running) >= self._group.depth or not submitted):
             self._collect()
-        elif not submitted and any(model.has_quarantined for model in models):
-            time.sleep(_QUARANTINE_POLL_SECONDS)  # quarantined sequences may not run yet, and there is no other work
+            return True
+        return submitted or not any(model.has_quarantined for model in models)
 
     @one_thread
     def collect_masked(self) -> None:
@@ -79,16 +74,32 @@ class Pipeline:
         while any(running.step.masked for running in self._running):
             self._collect()
 
-    def _advance_alone(self, model: ServedModel) -> None:
-        """Runs a step of a quarantined sequence while no other step runs, so that a crash has one possible cause."""
-        while self._running:
-            self._collect()
-        if model.quarantined is not None and self._submit(model, alone=True):
-            self._collect()
+    def _advance_alone(self, models: list[ServedModel]) -> bool:
+        """Runs a step of a quarantined sequence while no other step runs, so that a crash has one possible cause.
+        Returns False if it is the turn of other sequences, which get the most of the time.
+        """
+        others = self._running or any(model.scheduler.has_others for model in models)
+        if others and time.monotonic() < self._alone_at:
+            return False
+        for model in models:
+            sequence = model.next_alone() if model.has_quarantined else None
+            if sequence is None:
+                continue
+            while self._running:
+                self._collect()
+            began = time.monotonic()
+            done = self._submit(model, sequence)
+            if done:
+                self._collect()
+            now = time.monotonic()
+            self._alone_at = now + (1 / _ALONE_PART - 1) * (now - began)
+            if done:
+                return True
+        return False
 
-    def _submit(self, model: ServedModel, alone: bool = False) -> bool:
+    def _submit(self, model: ServedModel, alone: Sequence | None = None) -> bool:
         try:
-            step = model.plan_alone() if alone else model.plan()
+            step = model.plan() if alone is None else model.plan_alone(alone)
             if step is None:
                 return False
             self._group.submit(model.name, step.encode())

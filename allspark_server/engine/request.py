@@ -92,6 +92,8 @@ class Request:
         self.dependency: Dependency | None = prepared.dependency
         self.adapter = prepared.adapter
         self.deaths = prepared.deaths  # servers that it may have crashed; above 0: in quarantine until its first token
+        self.proven = prepared.proven
+        self.announced = 0.0  # when the client was told that it runs alone, on the monotonic clock
         for index, (sequence, text) in enumerate(zip(prepared.sequences, prepared.texts)):
             sequence.owner = Sample(self, index, prepared.top_logprobs, text)
             if sequence.prompt_outputs is not None:

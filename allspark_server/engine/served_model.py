@@ -113,10 +113,20 @@ class ServedModel:
         """Whether a step might be planned."""
         return self.running and self.failure is None and (self.scheduler.has_work or bool(self._quarantine))
 
-    @property
-    def quarantined(self) -> Sequence | None:
-        """The quarantined sequence that runs or may run next; see `plan_alone`."""
-        return self._quarantine.next
+    @one_thread
+    def next_alone(self) -> Sequence | None:
+        """The quarantined sequence for `plan_alone`; None if none may run now. Its client is informed some time before
+        it runs for the first time.
+        """
+        sequence = self._quarantine.next if self._quarantine else None
+        if sequence is None or sequence.slot >= 0:
+            return sequence
+        request, now = sequence.owner.request, time.monotonic()
+        if not request.announced:
+            self._output.put(Begun(request))
+            self._output.flush()
+            request.announced = now
+        return sequence if now >= request.announced + ANNOUNCE_SECONDS else None
 
     @property
     def has_quarantined(self) -> bool:
@@ -149,9 +159,10 @@ class ServedModel:
             else:
                 if request.dependency is not None:
                     sequence.blocked_on = request.dependency.name
-                elif request.deaths:
-                    sequence.blocked_on = "a step of its own"
+                elif request.deaths and (request.proven or self._quarantine.has_room(request.tenant)):
+                    self.scheduler.quarantine(sequence)
                     self._quarantine.add(sequence)
+                    continue
                 self.scheduler.add(sequence)
 
     def check_loaded(self) -> None:
@@ -263,15 +274,11 @@ class ServedModel:
         return self._planned(self.scheduler.plan(self.budget))
 
     @one_thread
-    def plan_alone(self) -> Step | None:
-        """The next step of the `quarantined` sequence. Informs its client first. No other step may be running."""
-        sequence = self.quarantined
-        assert sequence is not None
-        if sequence.state is State.BLOCKED:
-            self._output.put(Begun(sequence.owner.request))
-            self._output.flush()
-            time.sleep(ANNOUNCE_SECONDS)
-        return self._planned(self.scheduler.plan_alone(sequence))
+    def plan_alone(self, sequence: Sequence) -> Step | None:
+        """The next step of a sequence of `next_alone`; None if it has no room yet. No other step may be running."""
+        step = self._planned(self.scheduler.plan_alone(sequence, self.budget))
+        self._quarantine.forget_done()
+        return step
 
     def _planned(self, step: Step | None) -> Step | None:
         for sequence in self.scheduler.take_oversized():

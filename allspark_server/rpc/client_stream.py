@@ -176,10 +176,11 @@ class ClientStream:
                 raise ValueError(f"id {request_id} is in use by another request of this stream")
             self._pending[request_id] = _Pending()
 
-    def start(self, request_id: int, spec: RequestSpec) -> bool:
+    def start(self, request_id: int, spec: RequestSpec, ticket: Callable[[], bytes] | None = None) -> bool:
         """Submit a registered request; the answer, started or refused, becomes part of the next message.
 
-        Returns whether the engine took it. Any thread may call this; it may block.
+        `ticket()`: the ticket of the accepted request. Returns whether the engine took it. Any thread may call this;
+        it may block.
         """
         with self._lock:
             pending = self._pending.get(request_id)
@@ -190,6 +191,8 @@ class ClientStream:
             as_ids = spec.input_ids is not None
             handle = self._submit(request_id, spec)
             started.adapter = spec.adapter
+            if ticket is not None:
+                started.ticket = ticket()
             if not as_ids:      # the engine has set them in the spec
                 started.prompt_ids.extend(spec.input_ids)
                 started.opened = spec.opened

@@ -30,6 +30,7 @@ from .client_limits import ClientLimits
 from .client_stream import Backlog, ClientStream, generate_response, overflow_error
 from .methods import REQUESTS, Methods, Workers, denied
 from .request_sizes import check_sizes
+from .tickets import Tickets
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine
@@ -54,6 +55,8 @@ class Streams:
         self._share_prefixes = share_prefixes
         self._backlog = Backlog()
         self._incoming = Incoming()
+        self._tickets = Tickets(access)
+        self._passed: set[bytes] = set()    # tickets of requests that have passed the drain
         self._compiled: dict[tuple[int, str], None] = {}    # grammars, with scope, that were accepted; oldest first
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed: set[ClientStream] = set()        # streams with results to send
@@ -242,7 +245,8 @@ class Streams:
         except BaseException as error:
             stream.refuse(message.id, known_error(error))
             return False
-        return stream.start(message.id, spec)
+        ticket = functools.partial(self._tickets.issue, spec, message.request)
+        return stream.start(message.id, spec, ticket if client.role is Role.GENERATE else None)
 
     # --- Generate ------------------------------------------------------------------------------------------------
 
@@ -282,9 +286,19 @@ class Streams:
         spec = convert.request_from_pb(request)
         spec.tenant = client.tenant_of(spec.tenant, connection)
         spec.cache_scope = self._cache_scope(request, client)
-        if self.draining and not spec.resumed:
+        if client.role is Role.GENERATE:    # an HTTP server and an administrator are believed without a ticket
+            self._tickets.believe(spec, request)
+        if self.draining and not (spec.resumed and self._passes_once(request.ticket)):
             raise Draining
         return spec
+
+    def _passes_once(self, ticket: bytes) -> bool:
+        """Whether a ticket, if there is one, passes the drain for the first time."""
+        if ticket in self._passed:
+            return False
+        if ticket:
+            self._passed.add(ticket)
+        return True
 
     def _cache_scope(self, request: pb.GenerateRequest, client: Client) -> str:
         return "" if self._share_prefixes else client.cache_scope(request.tenant)

@@ -61,11 +61,11 @@ class Scheduler(Completion):
         builder = StepBuilder(len(limits.windows))
         # Single rows first: sequences that stream do not wait for long prompts.
         self._plan_decoding(builder)
-        may_admit = self.counters.preemptions == preemptions
+        may_admit = self.counters.preemptions == preemptions and self._may_admit()
         budget = limits.max_step_tokens - builder.rows
         if self._drafts is not None or builder.guided:
             budget -= int(builder.drafts.sum())
-        prompts = sorted(self._prompts, key=_turn_of) if self._prompts else []
+        prompts = sorted((s for s in self._prompts if s is not self.alone), key=_turn_of) if self._prompts else []
         if cost is not None:
             left = cost.for_prompts(builder.rows, builder.context, len(prompts) + self.queue.waiting)
             rows = max(left, FEWEST_ROWS) / (1 + cost.price * (prompts[0].planned if prompts else 0))
@@ -78,6 +78,10 @@ class Scheduler(Completion):
         if not builder.rows and copies is None:
             return None
         return self._step(builder, copies)
+
+    def _may_admit(self) -> bool:
+        """Whether waiting sequences may get slots."""
+        return True
 
     def _step(self, builder: StepBuilder, copies: Copies | None) -> Step:
         free, self._slots_to_free = self._slots_to_free, []
@@ -184,7 +188,7 @@ class Scheduler(Completion):
         """
         for sequence in list(self._prompts) if self._windowed else ():
             end = min(len(sequence.tokens), sequence.planned + self.limits.max_chunk)
-            if sequence.state is not State.RUNNING or self._extend(sequence, end):
+            if sequence.state is not State.RUNNING or sequence is self.alone or self._extend(sequence, end):
                 continue
             if self._slots.capacity[sequence.slot] <= sequence.planned == sequence.computed:
                 self._has_room(sequence, sequence.planned + 1)

@@ -42,6 +42,7 @@ class SchedulerState:
         self._prompts: list[Sequence] = []  # sequences of `active` in prefill, sorted by `order`
         self._decoding: list[Sequence] | None = []  # sequences of `active` in decode; None: out of date
         self._decoding_slots = NO_SLOTS
+        self.alone: Sequence | None = None  # a sequence of `_prompts` that has steps of its own
         self._windowed = any(limits.windows)
         track_full_spans = prefix_cache is not None or self._windowed
         self._slots = SlotTable(limits.max_batch, limits.span_size, track_full_spans, limits.recompute_beyond)

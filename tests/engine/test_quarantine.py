@@ -14,9 +14,11 @@ import pytest
 from allspark_client import AllSparkError, ClientEngine, GenerateRequestStatus
 from allspark_client.affinity import PrefixMemory, beginnings
 from allspark_client.config import GenerateConfig
+from allspark_client.queue import ResultQueue
 from allspark_client.request import RequestSpec
-from allspark_server.engine import quarantine
+from allspark_server.engine import quarantine, served_model
 from allspark_server.engine.quarantine import MAX_DEATHS
+from allspark_server.engine.results import QueueSink
 from allspark_server.scheduler import State
 from support.fake_engine import FakeEngine
 from support.fake_service import expected, server_process, serving, tokens, wait_until
@@ -122,6 +124,72 @@ def test_a_quarantined_request_needs_spans_of_others(tmp_path):
             assert queue.GeneratedLength() == 40
 
 
+def suspect(deaths, tenant="", when=0.0):
+    return SimpleNamespace(owner=SimpleNamespace(request=SimpleNamespace(deaths=deaths)), state=State.BLOCKED,
+                           planned=0, tokens=[1, 2], slot=-1, tenant=tenant, account=SimpleNamespace(time=when))
+
+
+def test_tenants_take_turns_in_quarantine(monkeypatch):
+    """One that fills it does not keep others out, nor from their last attempt."""
+    now = 100.0
+    monkeypatch.setattr(quarantine.time, "monotonic", lambda: now)
+    line = quarantine.Quarantine()
+    greedy = [suspect(1, "greedy", 5.0) for _ in range(quarantine.MAX_UNPROVEN)]
+    for sequence in greedy:
+        assert line.has_room("greedy")
+        line.add(sequence)
+    assert not line.has_room("greedy") and line.has_room("other")
+    other = suspect(1, "other", 3.0)
+    line.add(other)
+    assert line.next is other
+    other.state = State.ENDED
+    assert line.next is greedy[0]
+    last = suspect(MAX_DEATHS, "other", 9.0)
+    line.add(last)
+    for sequence in greedy[:6]:     # never a calm time
+        assert line.next is sequence
+        sequence.planned, now = 2, now + 0.9
+    assert line.next is None, "it has waited too long: others do not begin"
+    now += 1
+    assert line.next is last
+
+
+def test_quarantine_leaves_others_most_of_the_time(tmp_path, monkeypatch):
+    """Whatever one tenant says of lost servers, the requests of others are neither delayed much nor preempted."""
+    monkeypatch.setattr(served_model, "ANNOUNCE_SECONDS", 0.1)
+    core = FakeEngine(0.005)
+    with serving(f"unix:{tmp_path}/s", core) as (_, address), ClientEngine(address) as client:
+        running = client.start_request("m", {"input_ids": [1, 2]}, {"max_new_tokens": 60})[2]
+        running.Get()
+        plans = core._group.executors["m"].plans
+        suspects = [RequestSpec("m", input_ids=[5, i], tenant="greedy", deaths=1,
+                                config=GenerateConfig(max_new_tokens=1, n=4)) for i in range(6)]
+        count = len(plans)
+        queues = [ResultQueue() for _ in suspects]
+        for spec, queue in zip(suspects, queues):
+            core.submit(spec, QueueSink(queue))
+        time.sleep(0.08)
+        assert len(plans) - count > 5, "the engine's thread does not wait for the announcement"
+        assert tokens(running) and running.GeneratedLength() == 60
+        done = sum(queue.GeneratedLength() for queue in queues)
+        assert 0 < done < 30, "they had a part of the time"
+        assert core.get_as_engine_stat("m").preempted_request == 0
+        for queue in queues:
+            assert len(tokens(queue)) == 4
+
+
+@pytest.mark.parametrize("proven", [True, False])
+def test_only_so_many_of_a_tenant_are_in_quarantine_unproven(proven):
+    with contextlib.closing(FakeEngine(0.001)) as core:
+        core.interval = 0.5
+        for i in range(quarantine.MAX_UNPROVEN + 3):
+            core.submit(RequestSpec("m", input_ids=[i], deaths=1, proven=proven), QueueSink(ResultQueue()))
+        wait_until(lambda: len(core.live) == quarantine.MAX_UNPROVEN + 3, 5)
+        line = core._models["m"]._quarantine
+        assert len(line._waiting[""]) >= quarantine.MAX_UNPROVEN - 1 + 3 * proven
+        assert line.has_room("") is (not proven and len(line._waiting[""]) < quarantine.MAX_UNPROVEN)
+
+
 def test_a_last_chance_comes_at_a_calm_time(monkeypatch):
     """A last retry runs before anything else happened, or a while after. Servers that are killed from outside often die
     when something happens, such as a first token; the request must not be blamed for that.
@@ -129,9 +197,7 @@ def test_a_last_chance_comes_at_a_calm_time(monkeypatch):
     now = 100.0
     monkeypatch.setattr(quarantine.time, "monotonic", lambda: now)
     line = quarantine.Quarantine()
-    first, one, other = (SimpleNamespace(owner=SimpleNamespace(request=SimpleNamespace(deaths=deaths)),
-                                         state=State.BLOCKED, planned=0, tokens=[1, 2], slot=-1)
-                         for deaths in (1, MAX_DEATHS, MAX_DEATHS))
+    first, one, other = (suspect(deaths) for deaths in (1, MAX_DEATHS, MAX_DEATHS))
     for sequence in (first, one, other):
         line.add(sequence)
     assert line.next is one

@@ -9,14 +9,18 @@ import pytest
 
 from allspark_client import AllSparkError, ClientEngine
 from allspark_client._proto import allspark_pb2 as pb
+from allspark_client.config import GenerateConfig
 from allspark_client.request import RequestSpec
+from allspark_client.session import Unavailable
 from allspark_client.types import ModelInfo
 from allspark_server.access import Access, Role
 from allspark_server.cache import scope
 from allspark_server.rpc import calls, methods
 from allspark_server.rpc.client_limits import ClientLimits
 from allspark_server.rpc.request_sizes import check_sizes
+from allspark_server.rpc.service import Service
 from allspark_server.rpc.tenant_threads import TenantThreads
+from allspark_server.rpc.tickets import Tickets
 from support.fake_engine import FakeEngine
 from support.fake_service import expected, serving, tokens, wait_until
 
@@ -281,3 +285,90 @@ def test_scopes_do_not_collide():
     made = [scope(salt, adapter, tenant) for salt in salts for adapter in ("", "d") for tenant in tenants]
     assert len(set(made)) == len(made)
     assert scope("") == "" and scope("s") == "s", "as before"
+
+
+# --- claims of resumed requests ---
+
+
+def claim(tickets: Tickets, ticket: bytes, deaths: int = 1, tenant: str = "a", **changes) -> tuple[bool, int, bool]:
+    """What is believed of a request that was resumed with this ticket: (resumed, deaths, proven)."""
+    spec, request = asked(tenant, **changes)
+    spec.resumed, spec.deaths, request.ticket = True, deaths, ticket
+    tickets.believe(spec, request)
+    return spec.resumed, spec.deaths, spec.proven
+
+
+def asked(tenant: str = "a", ids=(1, 2), **config) -> tuple[RequestSpec, pb.GenerateRequest]:
+    return (RequestSpec("m", input_ids=list(ids), tenant=tenant),
+            pb.GenerateRequest(model="m", config=pb.GenerateConfig(seed=5, **config)))
+
+
+def test_a_ticket_proves_one_loss_more_than_its_server_knew(monkeypatch):
+    first, second, stranger = (Tickets(Access(tokens)) for tokens in (TOKENS, TOKENS, TOKENS | {"new": Role.READ}))
+    spec, request = asked()
+    ticket = first.issue(spec, request)
+    unproven = (False, 1, False)
+    assert claim(second, ticket) == claim(second, ticket, deaths=2) == (True, 1, True)
+    assert claim(first, ticket, deaths=2) == (True, 0, True), "this server was not lost"
+    assert claim(stranger, ticket, deaths=2) == unproven
+    assert claim(second, b"") == claim(second, ticket[:-1] + b"x") == claim(second, b"x" * len(ticket)) == unproven
+    assert claim(second, ticket, tenant="b") == claim(second, ticket, ids=(1, 3)) == unproven
+    assert claim(second, ticket, max_new_tokens=5) == unproven
+    raised = bytearray(ticket)
+    raised[9] += 1
+    assert claim(second, bytes(raised), deaths=2) == unproven
+    spec, request = asked()
+    spec.deaths = 1
+    assert claim(first, second.issue(spec, request), deaths=2) == (True, 2, True)
+    now = time.time()
+    monkeypatch.setattr("allspark_server.rpc.tickets.time.time", lambda: now + 5000)
+    assert claim(second, ticket) == unproven, "it is too old"
+
+
+def test_tickets_outlive_a_change_of_tokens(tmp_path, monkeypatch):
+    monkeypatch.setattr("allspark_server.access.TOKEN_LOOK_SECONDS", 0.0)
+    file = tmp_path / "tokens"
+    file.write_text("admin one\ngenerate two\n")
+    tickets = Tickets(Access(token_file=file))
+    ticket = tickets.issue(*asked())
+    file.write_text("admin other\ngenerate two\n")
+    assert claim(tickets, ticket)[2] and tickets.issue(*asked())[18:] != ticket[18:]
+
+
+def test_who_says_that_a_request_was_resumed_is_not_believed(tmp_path):
+    """A drain lets pass what another server has accepted, once, and nothing that a client made up."""
+    services = {}
+    for name in "ab":
+        core = FakeEngine(0.01)
+        services[name] = Service(core, [f"unix:{tmp_path}/{name}"], access=Access(TOKENS)), core
+        services[name][0].start()
+    first, second = (services[name][0].addresses[0] for name in "ab")
+
+    def ask(engine: ClientEngine, ids: list[int], ticket: bytes = b""):
+        request = engine._register(RequestSpec("m", input_ids=ids, resumed=True,
+                                               config=GenerateConfig(seed=1, max_new_tokens=30)))
+        request.ticket = ticket
+        engine._pool.members[0].session().send(request)
+        assert request.answered.wait(5)
+        return request
+
+    try:
+        with ClientEngine([first, second], token="one", reconnect_timeout=20) as client, \
+                ClientEngine(second, token="two") as liar, ClientEngine(second, token="gate") as gate:
+            assert ask(liar, [3]).refusal is None, "it is a new request"
+            session = client._pool.members[0].session()
+            live = client._register(RequestSpec("m", text="ab", config=GenerateConfig(seed=1, max_new_tokens=60)))
+            session.send(live)
+            live.queue.Get()
+            services["b"][0].drain_for(60)
+            assert isinstance(ask(liar, [3]).refusal, Unavailable), "it passes no drain"
+            assert ask(liar, list(b"ab"), live.ticket).refusal is not None, "another tenant's ticket"
+            assert ask(gate, [4]).refusal is None, "an HTTP server is believed"
+            services["a"][0].stop(0)            # the server is lost
+            services["a"][1].close()
+            tokens(live.queue)
+            assert live.received[0] == expected(list(b"ab"), 60) and live.resumed, "it continued on the other one"
+    finally:
+        for service, core in services.values():
+            service.stop()
+            core.close()
