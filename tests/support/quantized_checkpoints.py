@@ -202,6 +202,11 @@ def llm_int8():
     return make, {"quant_method": "bitsandbytes", "load_in_8bit": True}
 
 
+# Sizes with which a rank's slices begin at multiples of 8 within blocks.
+GLM = Spec("glm4_moe", _sizes(160, 8, 4, 192, head_dim=32, moe_intermediate_size=256, n_routed_experts=8, n_group=2,
+                              num_experts_per_tok=3, use_qk_norm=True, num_nextn_predict_layers=0))
+MINIMAX = Spec("minimax_m2", _sizes(160, 8, 4, 256, 2, head_dim=32, num_local_experts=6, num_experts_per_tok=2,
+                                    rotary_dim=16))
 W8A8 = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
 SCHEMES = {
     "gptq-4": (SPEC, gptq(4, 32)),
@@ -221,6 +226,8 @@ SCHEMES = {
     "ct-float8-tensor": (SPEC, compressed("float-quantized", 8, "tensor")),
     "ct-float8-block": (SPEC, compressed("float-quantized", 8, "block", block=[64, 32])),
     "fp8": (SPEC, float8_blocks(128, 128)),
+    "fp8-glm4-moe": (GLM, float8_blocks(128, 128)),
+    "fp8-minimax-m2": (MINIMAX, float8_blocks(128, 128)),
     "mxfp4": (SPEC, float4("mxfp4-pack-quantized", 32)),
     "nvfp4": (SPEC, float4("nvfp4-pack-quantized", 16)),
     "nf4": (BLOCKS, nf4(64, False)),

@@ -31,7 +31,8 @@ from support.quantized_checkpoints import (
     write_safetensors,
 )
 
-FLOATS = ("ct-float8-channel", "ct-float8-tensor", "ct-float8-block", "fp8", "mxfp4", "nvfp4", "nf4", "nf4-nested")
+FLOATS = ("ct-float8-channel", "ct-float8-tensor", "ct-float8-block", "fp8", "fp8-glm4-moe",
+          "fp8-minimax-m2", "mxfp4", "nvfp4", "nf4", "nf4-nested")
 QUICK = ("gptq-4-order", "awq", "ct-packed-4-points", "fp8")
 every_scheme = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in SCHEMES])
