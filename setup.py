@@ -1,20 +1,26 @@
-"""Builds the client, the server with its native library, and the launcher.
+"""Builds the client, the server with its native library, and the launcher. There are three distributions:
 
-    pip install .                          client, server, launcher (needs a C++17 compiler)
-    ALLSPARK_CLIENT_ONLY=1 pip install .   the thin client alone: no compiler, no MPI
+    pip install .                          the server and the launcher, with the client; needs a C++17 compiler
+    pip install ./allspark_client          the thin client alone: no compiler, no MPI; so does ALLSPARK_CLIENT_ONLY=1
+    pip install ./native/cuda              the CUDA backend alone, with a compiler for it: the extra "cuda" does this
     python setup.py build_proto            stubs only, into the source tree (for development)
     python setup.py build_ext --inplace    native library only, into the source tree (for development)
     tests/sanitize address                 native library with ALLSPARK_SANITIZE, and its tests in it
 
-The CUDA backend is a separate library. It is built if an nvcc is found: $NVCC, on the PATH, below $CUDA_HOME, or in the
-wheels of the extra "cuda" (all of one version that the driver supports; then build with --no-build-isolation).
-ALLSPARK_CUDA=1 makes a missing nvcc an error, ALLSPARK_CUDA=0 leaves the backend out.
+The client's files belong to the client's distribution alone, which the server's requires: the one of the same tree or,
+if this tree is an unpacked source distribution, the one of the same version. An editable installation is the whole
+tree in one distribution.
+
+The CUDA backend is a separate library. The server's distribution has it if an nvcc is found: $NVCC, on the PATH, below
+$CUDA_HOME, or in NVIDIA's wheels, which ALLSPARK_CUDA=1 brings; ALLSPARK_CUDA=0 leaves it out. ALLSPARK_CUDA_CHIPS says
+for which GPUs: "native" (default), "all", or compute capabilities such as "8.0,9.0".
 
 The sources in native/cpu/kernels are compiled once for each instruction set. native/cpu/isa.cpp chooses one at import,
-so a build does not depend on the machine that builds it.
+so a build does not depend on the machine that builds it. Objects are kept in build/objects, by their commands.
 """
 import concurrent.futures
 import functools
+import hashlib
 import json
 import os
 import platform
@@ -22,10 +28,12 @@ import re
 import runpy
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from pathlib import Path
 
 from setuptools import Command, Distribution, Extension, find_packages, setup
@@ -33,10 +41,16 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent.resolve()
-CLIENT_ONLY = os.environ.get("ALLSPARK_CLIENT_ONLY", "0") not in ("", "0")
+# "server", "client" or "cuda"; allspark_client/setup.py and native/cuda/setup.py say which.
+BUILT = os.environ.get("ALLSPARK_DISTRIBUTION") or \
+    ("client" if os.environ.get("ALLSPARK_CLIENT_ONLY", "0") not in ("", "0") else "server")
+EDITABLE = bool(os.environ.get("ALLSPARK_EDITABLE"))        # scripts/build_backend.py says so
+RELEASED = (ROOT / "PKG-INFO").exists()     # this tree is an unpacked source distribution
+NAME = "allspark-numa"
 VERSION = runpy.run_path(str(ROOT / "allspark_client" / "version.py"))["__version__"]
 LOOPBACK = "allspark_launch._loopback"      # not a Python module: preloaded into mpirun (group/mpi.py)
-NATIVE, CUDA = "allspark_server._native", "allspark_server._cuda"
+NATIVE = "allspark_server._native"
+CUDA = "allspark_cuda._cuda" if BUILT == "cuda" else "allspark_server._cuda"
 
 AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c", "-mbmi2",
@@ -49,8 +63,10 @@ SOURCE_DIRS = ("batch", "bindings", "comm", "common", "cpu", "cpu/ops", "program
 # Folders of native/ with the CUDA backend's host sources, including shared ones.
 CUDA_SOURCE_DIRS = ("batch", "program", "sampling", "cuda", "cuda/kernels", "cuda/memory", "cuda/ops", "cuda/step",
                     "cuda/weights")
-# The chips that kernels are compiled for: machine code, and PTX that the driver compiles for later chips.
-CHIPS = ("arch=compute_80,code=sm_80", "arch=compute_90a,code=sm_90a", "arch=compute_80,code=compute_80")
+# ALLSPARK_CUDA_CHIPS=all: machine code for these compute capabilities; the driver compiles PTX for later chips.
+ALL_CHIPS = ("8.0", "9.0")
+PTX = "arch=compute_80,code=compute_80"
+PROGRESS_SECONDS = 10.0     # between two lines of progress
 # The 16-bit float types; kernels for them are compiled once for each (native/cuda/kernels/common/dtype16.h).
 DTYPES16 = ("bf16", "f16")
 # The instruction sets of each architecture, from worst to best: name -> compiler flags. The name is the C++ namespace
@@ -107,25 +123,61 @@ def sanitizers() -> list[str]:
             "-fno-omit-frame-pointer", "-g1", "-O1"]
 
 
-def find_nvcc() -> Path | None:
-    """The CUDA compiler (see the top of this file), or None if the CUDA backend is not built."""
+@functools.cache
+def find_nvcc() -> tuple[Path | None, str]:
+    """The CUDA compiler (see the top of this file), or None and why the CUDA backend is not built."""
     wanted = os.environ.get("ALLSPARK_CUDA", "")
-    if wanted == "0" or (sanitizers() and wanted != "1"):
-        return None
+    if wanted == "0":
+        return None, "ALLSPARK_CUDA=0"
+    if sanitizers() and wanted != "1":
+        return None, "ALLSPARK_SANITIZE is set"
     places = [os.environ.get("NVCC"), shutil.which("nvcc")]
     places += [Path(home, "bin/nvcc") for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if home]
     places += [found for folder in sys.path if folder for found in sorted(Path(folder, "nvidia").glob("cu*/bin/nvcc"))]
-    missing = "no nvcc was found on the PATH, in $NVCC, below $CUDA_HOME or in the installed wheels (nvidia-cuda-nvcc)"
+    missing = "no nvcc on the PATH, in $NVCC or below $CUDA_HOME; pip install '.[cuda]' brings one"
     for place in filter(None, places):
         if os.access(place, os.X_OK):
             if cuda_runtime(Path(place)) is not None:
-                return Path(place)
+                return Path(place), ""
             missing = f"{place} has no libcudart_static.a: install nvidia-cuda-runtime of the same version"
-            if wanted != "1":
-                print(f"the CUDA backend is not built: {missing}", file=sys.stderr)
-    if wanted == "1":
-        raise SystemExit(f"ALLSPARK_CUDA=1, but {missing}")
-    return None
+    return None, missing
+
+
+def nvcc_wheels() -> list[str]:
+    """NVIDIA's wheels that make a CUDA compiler: what native/cuda/pyproject.toml needs to build."""
+    return re.findall(r'"(nvidia-[^"]+)"', (ROOT / "native/cuda/pyproject.toml").read_text())
+
+
+def cuda_chips() -> tuple[list[str], str]:
+    """The compute capabilities that ALLSPARK_CUDA_CHIPS asks for, and how that was decided."""
+    wanted = os.environ.get("ALLSPARK_CUDA_CHIPS") or "native"
+    if wanted == "all":
+        return list(ALL_CHIPS), "and later ones"
+    if wanted != "native":
+        chips = [chip.strip() for chip in wanted.split(",")]
+        if not all(re.fullmatch(r"[89]\.\d|1\d\.\d", chip) for chip in chips):
+            raise SystemExit(f"ALLSPARK_CUDA_CHIPS={wanted}: allowed are native, all, or compute capabilities from 8.0 "
+                             "on with commas between them, such as 8.0,9.0")
+        return chips, "as ALLSPARK_CUDA_CHIPS says"
+    try:
+        shown = subprocess.run(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"], capture_output=True,
+                               text=True, timeout=60)
+        chips = sorted({line.strip() for line in shown.stdout.splitlines()} if shown.returncode == 0 else ())
+    except (OSError, subprocess.TimeoutExpired):
+        chips = []
+    usable = [chip for chip in chips if re.fullmatch(r"[89]\.\d|1\d\.\d", chip)]
+    return (usable, "the GPUs here") if usable else \
+        (["9.0"], "no GPU from 8.0 on is visible here; ALLSPARK_CUDA_CHIPS names others")
+
+
+def gencode(nvcc: Path, chips: list[str]) -> list[str]:
+    """Flags of nvcc. Kernels for 9.0 use what no other chip has; those for 8.0 run on all."""
+    known = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True).stdout.split()
+    codes = ["arch=compute_90a,code=sm_90a" if chip == "9.0" else f"arch=compute_80,code={name}" if name in known
+             else PTX for chip in chips for name in ["sm_" + chip.replace(".", "")]]
+    if os.environ.get("ALLSPARK_CUDA_CHIPS") == "all":
+        codes.append(PTX)
+    return [word for code in dict.fromkeys(codes) for word in ("-gencode", code)]
 
 
 @functools.cache
@@ -187,13 +239,61 @@ class BuildProto(Command):
 
 class BuildPy(build_py):
     def run(self):
+        if not self.editable_mode:      # whatever an earlier build has left there would become part of the wheel
+            shutil.rmtree(self.build_lib, ignore_errors=True)
         super().run()
-        base = ROOT if self.editable_mode else Path(self.build_lib)
-        generate_stubs(base / "allspark_client" / "_proto")
+        if EDITABLE or BUILT == "client":
+            base = ROOT if self.editable_mode else Path(self.build_lib)
+            generate_stubs(base / "allspark_client" / "_proto")
+
+    def find_package_modules(self, package, package_dir):
+        """Leaves out allspark_client/setup.py and native/cuda/setup.py."""
+        return [found for found in super().find_package_modules(package, package_dir) if found[1] != "setup"]
+
+
+@functools.cache
+def outlet():
+    """Where progress is written: pip captures what builds print, so it goes to pip's own standard error if that is a
+    terminal or a pipe. `pip install -v` shows it in any case.
+    """
+    if any(name.endswith("BUILD_BACKEND") for name in os.environ):      # pip's child, or another installer's
+        try:
+            path = f"/proc/{os.getppid()}/fd/2"
+            kind = os.stat(path).st_mode
+            if stat.S_ISCHR(kind) or stat.S_ISFIFO(kind):
+                return open(path, "w", encoding="utf-8", buffering=1)
+        except OSError:
+            pass
+    return sys.stderr
+
+
+def tell(text: str) -> None:
+    """Shows one line of progress."""
+    print(f"allspark: {text}", file=outlet(), flush=True)
 
 
 class BuildExt(build_ext):
     """Compiles the baseline sources as usual and native/cpu/kernels/*.cpp once per instruction set."""
+
+    def initialize_options(self):
+        super().initialize_options()
+        self.left_out, self.summary = [], {}
+
+    def finalize_options(self):
+        # One place for plain, editable and in-place builds, so that none compiles what another one has compiled.
+        self.objects = Path(self.build_temp or ROOT / "build" / "objects")
+        super().finalize_options()
+
+    def run(self):
+        super().run()
+        self.tell_outcome()
+
+    def tell_outcome(self) -> None:
+        """One line about what was built and what was left out."""
+        parts = [self.summary[ext.name] for ext in self.extensions if ext.name in self.summary]
+        if BUILT == "server" and not any(ext.name == CUDA for ext in self.extensions):
+            self.left_out.append(f"the CUDA backend ({find_nvcc()[1]})")
+        tell(f"built {' and '.join(parts)}; left out: {', '.join(self.left_out) or 'nothing'}")
 
     def accepts(self, compiler, flags, program) -> bool:
         """Whether compiler and assembler support the instruction set."""
@@ -203,6 +303,13 @@ class BuildExt(build_ext):
         if done.returncode:
             self.warn(f"the compiler does not support {' '.join(flags)}: these kernels are left out")
         return done.returncode == 0
+
+    def supported(self, compiler, isas) -> dict:
+        """The chosen instruction sets that the compiler supports."""
+        found = {name: flags for name, flags in chosen(isas).items()
+                 if name not in OPTIONAL or self.accepts(compiler, flags, OPTIONAL[name])}
+        self.left_out += [f"{name} (the compiler does not support it)" for name in chosen(isas) if name not in found]
+        return found
 
     def build_extension(self, ext):
         isas = ISAS.get(platform.machine())
@@ -220,35 +327,40 @@ class BuildExt(build_ext):
             sources = [str(ROOT / source) for source in ext.sources]
             self.spawn([*compiler, *COMMON, "-fPIC", "-shared", *sources, "-ldl", "-o", str(target)])
             return
-        isas = {
-            name: flags
-            for name, flags in chosen(isas).items()
-            if name not in OPTIONAL or self.accepts(compiler, flags, OPTIONAL[name])
-        }
-        temporary = Path(self.build_temp)
+        if ext.name == NATIVE or BUILT == "cuda":
+            self.isas = self.supported(compiler, isas)
+        isas = self.isas
         best_first = " ".join(f"X({name})" for name in reversed(isas))
         base = [*COMMON, *EMULATED, *sanitize, f"-DAS_FOR_EACH_ISA(X)={best_first}"]
-        jobs = [(ROOT / source, temporary / "base" / source.parent, [*compiler, *base, "-fPIC", "-pthread"])
-                for source in map(Path, ext.sources)]
+        jobs = [(ROOT / source, [*compiler, *base, "-fPIC", "-pthread"]) for source in map(Path, ext.sources)]
         libraries, includes = ["-pthread"], list(ext.include_dirs)
         if ext.name == CUDA:
-            nvcc = find_nvcc()
+            nvcc, missing = find_nvcc()
+            if nvcc is None:
+                raise SystemExit(f"the CUDA backend cannot be built: {missing}")
             static = cuda_runtime(nvcc)
             includes.append(str(static.parents[1] / "include"))
-            chips = [flag for chip in CHIPS for flag in ("-gencode", chip)]
-            flags = ["-std=c++17", "-O3", *chips, "-ccbin", compiler[-1], "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+            chips, why = cuda_chips()
+            self.summary[ext.name] = f"the CUDA backend for compute capability {', '.join(chips)} ({why})"
+            tell(f"compiles {self.summary[ext.name]} with {nvcc}")
+            # -O1: what the host does there is to launch kernels. Device code is optimized in any case.
+            flags = ["-std=c++17", "-O1", *gencode(nvcc, chips), "-ccbin", compiler[-1],
+                     "-Xcompiler", "-fPIC,-fvisibility=hidden"]
             # Sampling must have the host's bits, so the compiler may not fuse multiplications and additions.
-            kernels = ROOT / "native/cuda/kernels"
             own_flags = {"sample": ["-fmad=false"]}
-            jobs += [(source, temporary / "cuda" / dtype / source.parent.relative_to(kernels),
-                      [str(nvcc), *flags, f"-DAS_DTYPE16={dtype}", *own_flags.get(source.stem, [])])
-                     for source in sorted(kernels.rglob("*.cu"))
-                     for dtype in (DTYPES16 if "AS_DTYPE16" in source.read_text() else DTYPES16[:1])]
+            kernels = [(source, [str(nvcc), *flags, f"-DAS_DTYPE16={dtype}", *own_flags.get(source.stem, [])])
+                       for source in sorted((ROOT / "native/cuda/kernels").rglob("*.cu"))
+                       for dtype in (DTYPES16 if "AS_DTYPE16" in source.read_text() else DTYPES16[:1])]
+            # Kernels first: they take longest.
+            jobs = kernels + [(source, [*command, f'-DAS_CUDA_CHIPS="{", ".join(chips)}"'] if source.stem == "device"
+                               else command) for source, command in jobs]
             libraries += [str(static), "-ldl", "-lrt"]
         else:
+            self.summary[ext.name] = f"the CPU library for {', '.join(isas)}"
+            tell(f"compiles {self.summary[ext.name]}")
             kernels = sorted((ROOT / "native/cpu/kernels").glob("*.cpp"))
-            jobs += [(source, temporary / name, [*compiler, *COMMON, *EMULATED, *sanitize, *flags, f"-DAS_ISA={name}",
-                                                 f"-DAS_ISA_{name.upper()}", "-fPIC", "-pthread"])
+            jobs += [(source, [*compiler, *COMMON, *EMULATED, *sanitize, *flags, f"-DAS_ISA={name}",
+                               f"-DAS_ISA_{name.upper()}", "-fPIC", "-pthread"])
                      for name, flags in isas.items() for source in kernels]
         if ext.name == NATIVE:
             self.write_compile_commands(jobs, includes)
@@ -259,7 +371,7 @@ class BuildExt(build_ext):
         """Writes build/compile_commands.json for clang-tidy and editors. Sources that are compiled for several
         instruction sets are listed with the flags of the first.
         """
-        first = {source: command for source, _, command in reversed(jobs)}
+        first = dict(reversed(jobs))
         entries = [{"directory": str(ROOT), "file": str(source),
                     "arguments": [*command, *self.include_flags(include_dirs), "-c", str(source)]}
                    for source, command in first.items()]
@@ -270,31 +382,57 @@ class BuildExt(build_ext):
         return [f"-I{d}" for d in [*include_dirs, sysconfig.get_path("include"), sysconfig.get_path("platinclude")]]
 
     def compiled(self, jobs, include_dirs) -> list[str]:
-        """Compiles jobs, each a source, the folder for its object and a compiler with its flags; returns the objects.
-        Objects that are newer than their source and all headers are kept.
+        """Compiles jobs, each a source and a compiler with its flags; returns the objects. An object that is newer than
+        its source and all headers is kept. Its folder is named after the command, so that no other one's is taken.
         """
+        import pybind11
+
+        headers_of = [pybind11.__version__, sysconfig.get_config_var("EXT_SUFFIX")]
         headers = [p for pattern in ("*.h", "*.cuh") for p in (ROOT / "native").rglob(pattern)]
         includes = self.include_flags(include_dirs)
-        newest_header = max(Path(p).stat().st_mtime for p in [ROOT / "setup.py", *headers])
+        newest_header = max(Path(p).stat().st_mtime for p in headers)
+        began = told = time.monotonic()
+        done = 0
 
         def compile_one(job):
-            source, directory, command = job
-            directory.mkdir(parents=True, exist_ok=True)
-            target = directory / (source.stem + ".o")
+            nonlocal done, told
+            source, (compiler, *flags) = job
+            # Not by the compiler's path: with build isolation it may be in a folder that changes.
+            command = [version_of(compiler), *flags, *headers_of]
+            digest = hashlib.sha256("\0".join(command).encode()).hexdigest()[:12]
+            target = self.objects / digest / source.relative_to(ROOT).with_suffix(".o")
             if not target.exists() or target.stat().st_mtime < max(source.stat().st_mtime, newest_header):
-                self.spawn([*command, *includes, "-c", str(source), "-o", str(target)])
+                target.parent.mkdir(parents=True, exist_ok=True)
+                unfinished = target.with_suffix(".unfinished.o")
+                self.spawn([compiler, *flags, *includes, "-c", str(source), "-o", str(unfinished)])
+                unfinished.replace(target)
+            done += 1
+            if time.monotonic() - told > PROGRESS_SECONDS:
+                told = time.monotonic()
+                tell(f"{done} of {len(jobs)} files are compiled, {told - began:.0f} s")
             return str(target)
 
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             return list(pool.map(compile_one, jobs))
 
 
-class ClientDistribution(Distribution):
-    """The client alone, which has another name on package indexes."""
+class NamedDistribution(Distribution):
+    """The client or the CUDA backend, which have other names on package indexes."""
 
     def parse_config_files(self, *args, **keywords):
         super().parse_config_files(*args, **keywords)
-        self.metadata.name += "-client"
+        self.metadata.name = f"{NAME}-{BUILT}"
+
+
+@functools.cache
+def version_of(compiler: str) -> str:
+    """What a compiler says that it is."""
+    return subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+
+
+def sibling(name: str, folder: str) -> str:
+    """The requirement of another distribution of the same tree or version."""
+    return f"{NAME}-{name}=={VERSION}" if RELEASED else f"{NAME}-{name} @ {(ROOT / folder).as_uri()}"
 
 
 def requirements() -> dict:
@@ -333,17 +471,22 @@ def requirements() -> dict:
     # Other people's clients in the tests, which skip those that are not installed.
     clients = ["litellm>=1.60", "langchain-openai>=0.3", "lm_eval>=0.4.8", "tenacity>=8", "schemathesis>=4",
                "playwright>=1.40", "fschat>=0.2.36"]
-    # Needed to build the CUDA backend without a toolkit. Running it needs only the driver.
-    cuda = [f"nvidia-{name}>=13.0" for name in ("cuda-nvcc", "nvvm", "cuda-crt", "cuda-runtime", "cuda-cccl")]
+    # The backend of a released wheel, or a build where this one has found no compiler.
+    cuda = [sibling("cuda", "native/cuda")] if RELEASED or find_nvcc()[0] is None else []
     docs = ["mkdocs-material>=9.5,<10"]     # needed by scripts/docs
     extras = {"test": [*test, *check, *docs], "check": check, "docs": docs, "clients": clients, "cuda": cuda,
               "otel": otel, "sentencepiece": ["sentencepiece>=0.2"]}      # for checkpoints with sentencepiece models
-    return {"install_requires": client if CLIENT_ONLY else client + server, "extras_require": extras}
+    if BUILT == "cuda":
+        return {"install_requires": [f"{NAME}=={VERSION}"]}
+    if BUILT == "client":
+        return {"install_requires": client}
+    return {"install_requires": [*server, *(client if EDITABLE else [sibling("client", "allspark_client")])],
+            "extras_require": extras}
 
 
 def options() -> dict:
     """Packages, their data and the extensions."""
-    if CLIENT_ONLY:
+    if BUILT == "client":
         return {"packages": find_packages(include=["allspark_client", "allspark_client.*"]),
                 "package_data": {"allspark_client": ["py.typed", "_proto/*.pyi"]}}
     import pybind11
@@ -353,17 +496,20 @@ def options() -> dict:
         return Extension(name, sorted([*sources, *more]), language="c++",
                          include_dirs=[str(ROOT / "native"), pybind11.get_include()])
 
+    cuda = extension(CUDA, CUDA_SOURCE_DIRS, "native/bindings/step_result.cpp")
+    if BUILT == "cuda":
+        return {"packages": ["allspark_cuda"], "package_dir": {"allspark_cuda": "native/cuda/allspark_cuda"},
+                "ext_modules": [cuda]}
     extensions = [extension(NATIVE, SOURCE_DIRS)]
-    if find_nvcc() is not None:
-        extensions.append(extension(CUDA, CUDA_SOURCE_DIRS, "native/bindings/step_result.cpp"))
+    if os.environ.get("ALLSPARK_CUDA") == "1" or find_nvcc()[0] is not None:
+        extensions.append(cuda)
     resources = [f"allspark_launch.{name}" for name in ("systemd", "monitoring", "examples")]
     return {
-        "packages": [*find_packages(include=["allspark_client*", "allspark_server*"]), *find_packages("launch"),
-                     *resources],
+        "packages": [*find_packages(include=["allspark_server*", *(["allspark_client*"] if EDITABLE else [])]),
+                     *find_packages("launch"), *resources],
         "package_dir": {"allspark_launch": "launch/allspark_launch",
                         **{name: f"launch/{name.rpartition('.')[2]}" for name in resources}},
         "package_data": {
-            "allspark_client": ["py.typed", "_proto/*.pyi"],
             "allspark_server": ["py.typed", "assets/*", "assets/*/*", "http/*.html"],
             "allspark_launch": ["py.typed"],
             **{name: ["*"] for name in resources},
@@ -376,7 +522,7 @@ def options() -> dict:
 if __name__ == "__main__":  # tests read the lists above
     setup(
         version=VERSION,
-        distclass=ClientDistribution if CLIENT_ONLY else Distribution,
+        distclass=Distribution if BUILT == "server" else NamedDistribution,
         cmdclass={"build_ext": BuildExt, "build_py": BuildPy, "build_proto": BuildProto},
         **requirements(),
         **options(),

@@ -1,7 +1,6 @@
 """The server group that `ClientEngine()` starts for itself: `allspark serve` in a process of its own."""
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import json
 import logging
@@ -33,7 +32,9 @@ class SelfStartedGroup:
             raise AllSparkError(
                 AsStatus.ALLSPARK_INVALID_CALL_ERROR,
                 "no address was given, and the launcher is not installed here to start a server group: give an "
-                "address, set ALLSPARK_ADDRESS, or install the server (pip install without ALLSPARK_CLIENT_ONLY)")
+                "address, set ALLSPARK_ADDRESS, or install the server (pip install allspark-numa)")
+        import fcntl  # not on Windows, where the launcher is not either
+
         check_environment()
         self._owner = os.getpid()
         self._directory = _short_directory()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from allspark_client.errors import AllSparkError, AsStatus
+from allspark_client.version import __version__
 
 
 def native_library() -> ModuleType:
@@ -21,7 +22,7 @@ def native_library() -> ModuleType:
     except ModuleNotFoundError:
         raise ImportError("the native library allspark_server._native is not installed: this is a client-only "
                           "installation or a source tree that was not built. Run `pip install .` with a C++17 "
-                          "compiler, without ALLSPARK_CLIENT_ONLY") from None
+                          "compiler") from None
     except (ImportError, RuntimeError) as error:
         raise ImportError(f"the native library allspark_server._native cannot be loaded: {error}") from error
     if not module.isas():
@@ -51,17 +52,26 @@ def common_isa(ranks: Sequence[tuple[str, list[str]]]) -> str:
 
 
 def cuda_library() -> ModuleType:
-    """The module `allspark_server._cuda`, which only GPUs need.
+    """The CUDA backend, which only GPUs need: the server's own module `allspark_server._cuda`, or the one of the
+    distribution allspark-numa-cuda.
 
-    Raises AllSparkError, which says what to do, if the module is missing or cannot be loaded.
+    Raises AllSparkError, which says what to do, if there is none or if it cannot be loaded.
     """
-    native_library()  # _cuda shares its types
-    try:
-        return importlib.import_module("allspark_server._cuda")
-    except ModuleNotFoundError:
-        why = ("this installation has no CUDA backend: build it where nvcc is installed (CUDA's toolkit, or pip "
-               "install nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-runtime nvidia-cuda-cccl), with "
-               "ALLSPARK_CUDA=1 pip install --no-build-isolation .")
-    except ImportError as error:
-        why = f"the CUDA backend cannot be loaded: {error}"
+    native_library()  # the backend shares its types
+    why = ("this installation has no CUDA backend: run pip install 'allspark-numa[cuda]', or build it where nvcc is "
+           "installed, or with ALLSPARK_CUDA=1, which brings a compiler (pip install .)")
+    for name in ("allspark_server._cuda", "allspark_cuda._cuda"):
+        try:
+            if name.startswith("allspark_cuda"):
+                version = importlib.import_module("allspark_cuda").__version__
+                if version != __version__:
+                    why = (f"allspark-numa-cuda has version {version}, and the server has {__version__}: install "
+                           f"allspark-numa-cuda=={__version__}")
+                    break
+            return importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+        except ImportError as error:
+            why = f"the CUDA backend cannot be loaded: {error}"
+            break
     raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"compute_unit 'CUDA': {why}")

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from allspark_client import AllSparkError, AsModelConfig, AsStatus
+from allspark_client import AllSparkError, AsModelConfig, AsStatus, __version__
 from allspark_launch.group.background import shipped_model
 from allspark_server import Engine
 from allspark_server.runtime import device, native
@@ -30,13 +30,26 @@ def test_cpu_models_do_not_load_it():
 
 def test_an_installation_without_it_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "allspark_server._cuda", None)
-    with pytest.raises(AllSparkError, match="no CUDA backend: build it where nvcc is installed") as caught:
+    with pytest.raises(AllSparkError, match=r"no CUDA backend: run pip install 'allspark-numa\[cuda\]', or") as caught:
         native.cuda_library()
     assert caught.value.status is AsStatus.ALLSPARK_INVALID_CALL_ERROR
     engine = Engine()
     with pytest.raises(AllSparkError, match="no CUDA backend"):
         engine.install_model(config(compute_unit="CUDA:0"))
     engine.close()
+
+
+def test_the_backend_may_be_a_distribution_of_its_own(monkeypatch, tmp_path):
+    """If the server's own has none, it is taken from allspark-numa-cuda of the same version."""
+    monkeypatch.setitem(sys.modules, "allspark_server._cuda", None)
+    package = SimpleNamespace(__version__=__version__)
+    backend = SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "allspark_cuda", package)
+    monkeypatch.setitem(sys.modules, "allspark_cuda._cuda", backend)
+    assert native.cuda_library() is backend
+    package.__version__ = "0.0.9"
+    with pytest.raises(AllSparkError, match=f"allspark-numa-cuda has version 0.0.9, .*=={__version__}"):
+        native.cuda_library()
 
 
 def test_a_machine_without_a_gpu_is_reported():

@@ -46,9 +46,40 @@ def wheel_of(tree: Path, folder: Path, **environment: str) -> Path:
     return wheel
 
 
+def test_removing_the_server_leaves_the_client(unpacked, tmp_path):
+    """A clone has no index with the client: its server takes the tree's client. No file belongs to both."""
+    (unpacked / "PKG-INFO").rename(tmp_path / "PKG-INFO")       # as in a clone
+    try:
+        venv.create(tmp_path / "venv", with_pip=True)
+        python = tmp_path / "venv" / "bin" / "python"
+        settings = {**os.environ, "ALLSPARK_CUDA": "0", "ALLSPARK_ISAS": "avx2" if os.uname().machine == "x86_64"
+                    else "neon"}
+        done = subprocess.run([python, "-m", "pip", "install", unpacked], env=settings, cwd=tmp_path, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    finally:
+        (tmp_path / "PKG-INFO").rename(unpacked / "PKG-INFO")
+    assert done.returncode == 0, done.stdout[-4000:]
+    told = [line for line in done.stdout.splitlines() if line.startswith("allspark: ")]
+    assert re.match(r"allspark: built the CPU library for \w+; left out: the CUDA backend \(ALLSPARK_CUDA=0\)",
+                    told[-1])
+    assert len(told) > 1, "no progress"
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    run(python, "-m", "pip", "check", cwd=inside)
+    assert run(python.with_name("allspark"), "run", "--max-new-tokens", "2", "Hello", cwd=inside)
+    run(python, "-m", "pip", "uninstall", "-q", "-y", "allspark-numa", cwd=inside)
+    run(python, "-c", "import allspark_client._proto.allspark_pb2", cwd=inside)
+
+
 def names_in(wheel: Path) -> set[str]:
     with zipfile.ZipFile(wheel) as archive:
         return set(archive.namelist())
+
+
+def metadata_of(wheel: Path) -> str:
+    with zipfile.ZipFile(wheel) as archive:
+        (found,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        return archive.read(found).decode()
 
 
 def test_the_client_s_wheel_runs_with_the_oldest_versions_that_it_asks_for(unpacked, tmp_path):
@@ -57,8 +88,8 @@ def test_the_client_s_wheel_runs_with_the_oldest_versions_that_it_asks_for(unpac
     assert {"allspark_client/_proto/allspark_pb2.py", "allspark_client/py.typed"} <= names
     assert not any(name.startswith(("allspark_server", "allspark_launch")) for name in names)
     assert wheel.name.startswith("allspark_numa_client-")
-    with zipfile.ZipFile(wheel) as archive:
-        (metadata,) = (archive.read(name).decode() for name in names if name.endswith("/METADATA"))
+    assert not any(name.endswith("/setup.py") for name in names)
+    metadata = metadata_of(wheel)
     oldest = [f"{name}=={version}.*" for name, version in re.findall(r"^Requires-Dist: ([\w-]+)>=([\d.]+)$", metadata,
                                                                      re.M)]
     assert len(oldest) == 3, metadata
@@ -83,8 +114,9 @@ except a.AllSparkError as error:
 def test_the_server_s_wheel_has_every_instruction_set(unpacked, tmp_path):
     wheel = wheel_of(unpacked, tmp_path)
     names = names_in(wheel)
-    assert {"allspark_server/py.typed", "allspark_launch/systemd/pool.toml",
-            "allspark_client/_proto/asgraph_pb2.py"} <= names
+    assert {"allspark_server/py.typed", "allspark_launch/systemd/pool.toml"} <= names
+    assert not any(name.startswith("allspark_client") for name in names)
+    assert "Requires-Dist: allspark-numa-client==" in metadata_of(wheel)
     assert any(name.endswith("/LICENSE") for name in names)
     assert any(name.startswith("allspark_server/assets/") and name.endswith(".safetensors") for name in names)
     with zipfile.ZipFile(wheel) as archive:

@@ -216,14 +216,13 @@ def gpus_of(machine: Topology, root: str = "/") -> list[Finding]:
 
 def _cuda(usable: list[gpus.Gpu]) -> list[Finding]:
     """Findings about the CUDA backend, its driver, and peer access between GPUs."""
+    from allspark_client import AllSparkError
+    from allspark_server.runtime.native import cuda_library
+
     try:
-        from allspark_server import (
-            _cuda as cuda,
-            _native,  # noqa: F401  its types are the backend's
-        )
-    except ImportError as error:
-        return [Finding("note", "CUDA", f"this installation has no CUDA backend ({error})",
-                        "pip install '.[cuda]' and build with ALLSPARK_CUDA=1 if there is no CUDA toolkit")]
+        cuda = cuda_library()
+    except (ImportError, AllSparkError) as error:
+        return [Finding("note", "CUDA", f"GPUs cannot be used ({error})", "pip install 'allspark-numa[cuda]'")]
     os.environ |= gpus.ORDER
     built, driver = cuda.CUDA_VERSION // 1000, cuda.driver_version() // 1000
     if not driver:

@@ -26,6 +26,10 @@ std::string mib(size_t bytes) { return std::to_string(bytes >> 20) + " MiB"; }
 void check(cudaError_t result, const char* what) {
   if (result == cudaSuccess) return;
   cudaGetLastError();  // resets the error, which is reported here
+  if (result == cudaErrorNoKernelImageForDevice)
+    throw std::runtime_error(
+        "this build of the CUDA backend has kernels for compute capability " AS_CUDA_CHIPS
+        " alone, and the GPU is another one: build it on this machine, or with ALLSPARK_CUDA_CHIPS=all");
   throw std::runtime_error(std::string("CUDA: ") + what + ": " + cudaGetErrorString(result));
 }
 
