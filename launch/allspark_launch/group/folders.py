@@ -56,16 +56,33 @@ def _locked_folder(parent: str) -> tuple[str, int]:
     """A new folder, and the descriptor that holds its lock."""
     while True:
         folder = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
-        try:
-            lock = os.open(folder, _FLAGS)
-        except FileNotFoundError:
-            continue                                # removed as stale by another process before it was locked
-        with contextlib.suppress(OSError):          # a file system without locks: no process removes stale folders
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(lock), os.lstat(folder)):
-                return folder, lock
-        os.close(lock)
+        if (lock := _lock(folder)) is not None:
+            return folder, lock
+
+
+def make_again(folder: Path) -> int:
+    """Makes a private folder again that was removed while it was in use; returns the descriptor that holds its lock.
+    Raises OSError if that is not possible, or if somebody else has made it.
+    """
+    while True:
+        folder.mkdir(mode=0o700)
+        if (lock := _lock(folder)) is not None:
+            return lock
+
+
+def _lock(folder: str | Path) -> int | None:
+    """The descriptor that holds the lock of a new folder; None if another process has removed it as stale before."""
+    try:
+        lock = os.open(folder, _FLAGS)
+    except FileNotFoundError:
+        return None
+    with contextlib.suppress(OSError):              # a file system without locks: no process removes stale folders
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(lock), os.lstat(folder)):
+            return lock
+    os.close(lock)
+    return None
 
 
 def remove_stale(parent: str) -> None:

@@ -19,7 +19,7 @@ from allspark_server import access
 from allspark_server.certificates import Certificates
 from allspark_server.options import WorkerOptions, option, worker_words
 
-from .folders import private_folder, short_parent
+from .folders import make_again, private_folder, short_parent
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +152,7 @@ class HttpServer:
             options.address, access.mode_of(options.socket_mode, options.socket_group), options.socket_group)
         self._socket.set_inheritable(True)
         self._folder = folder
+        self._locks: list[int] = []
         self._environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(folder),
                              "ALLSPARK_HTTP_PARENT": str(os.getpid())}
         self._workers: list[_Worker] = []
@@ -216,6 +217,8 @@ class HttpServer:
             self.drain()
         self.wait(threading.TIMEOUT_MAX)
         self._socket.close()
+        while self._locks:
+            os.close(self._locks.pop())
         if access.is_unix(self.address):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.address.removeprefix("unix:"))
@@ -281,7 +284,8 @@ class HttpServer:
 
     def _start(self, worker: _Worker) -> None:
         try:
-            self._folder.mkdir(mode=0o700, exist_ok=True)       # logind may have removed it
+            if not self._folder.is_dir():       # logind may have removed it
+                self._locks.append(make_again(self._folder))
             worker.start(self._words, self._environment, self._socket.fileno())
         except OSError as error:        # no process or descriptor is left, for example
             self._note_failure(worker, f"cannot be started: {error}")

@@ -18,7 +18,7 @@ from allspark_server.signals import Signals
 
 from ..options import RELOADABLE, UNIT_KEY, GroupOptions
 from ..output import unblocked, write_whole
-from .folders import private_folder, remove_stale, short_parent, trusted
+from .folders import make_again, private_folder, remove_stale, short_parent, trusted
 from .http_server import HttpServer
 from .incarnation import Start
 from .mpi import clean_environment
@@ -76,7 +76,8 @@ def supervise(options: GroupOptions, *, ready_file: str = "", report_file: str =
             environment = {**clean_environment(str(runtime_dir)), **plan.environment,
                            "ALLSPARK_PLACEMENT": "\n".join(plan.describe())}
             # Folders are made anew if they were removed: logind does that when a user logs out (RemoveIPC).
-            runtime_dir.mkdir(mode=0o700, exist_ok=True)
+            if not runtime_dir.is_dir():
+                stack.callback(os.close, make_again(runtime_dir))
             if agents is not None:
                 agents.secret = new_secret()
                 write_whole(runtime_dir / SECRET_FILE, agents.secret, 0o600)
