@@ -237,10 +237,10 @@ def _run(executor: Any, lengths: tuple[int, ...], adapter: int = -1, groups: int
         prompt = [(7 * i + 13 * slot + 3) % VOCAB for i in range(length)]
         sampling = dataclasses.replace(SAMPLINGS[slot], prompt_len=length) if probes else SAMPLINGS[slot]
         new.append(NewSlot(slot, prompt, sampling.encode()))
-        table = list(range(spans, spans + needed))
-        work.append(WorkItem(slot, length, flags, spans=table, other_spans=[table] * (groups - 1), adapter=adapter,
+        tables = [list(range(spans + i * needed, spans + (i + 1) * needed)) for i in range(groups)]
+        work.append(WorkItem(slot, length, flags, spans=tables[0], other_spans=tables[1:], adapter=adapter,
                              outputs=min(length, probes) or -1))
-        spans += needed
+        spans += groups * needed
     plan = StepPlan(new=new, work=work, groups=groups)
     for _ in range(2):
         result = executor.step(plan.encode(), True)
@@ -332,8 +332,8 @@ def expert_digests() -> dict[str, str]:
 @functools.lru_cache(maxsize=1)
 def variant_digests() -> dict[str, str]:
     """Digests of what the other models and samplings do not use, by weight format."""
-    found = {f"variant {long} {weights}": _run_variant(_variant(weights, group, long=long))
-             for weights, group in WEIGHTS for long in (False, True)}
+    found = {f"variant {weights}": _run_variant(_variant(weights, group)) for weights, group in WEIGHTS}
+    found["variant long"] = _run_variant(_variant("float32", 0, long=True))
     return {**found, "samplings": _sampled(more_samplings())}
 
 
@@ -362,13 +362,12 @@ def gpu_digests(index: int) -> dict[str, str]:
         sums = empty().sum_ranks(parts, fixed_values((5, 200), 2), norm, dtype, True)
         found[f"sums over ranks {dtype}"] = hashlib.sha256(
             b"".join(np.ascontiguousarray(each).tobytes() for each in sums)).hexdigest()[:16]
-    for weights in UNQUANTIZED:
-        for long in (False, True):
-            try:
-                result = _run_variant(_variant(weights, 0, empty, long))
-            except ValueError as error:     # experts of 16 bits on a GPU with little shared memory
-                result = str(error)
-            found[f"variant {long} {weights}"] = result
+    for weights, long in (*((weights, False) for weights in UNQUANTIZED), ("float32", True)):
+        try:
+            result = _run_variant(_variant(weights, 0, empty, long))
+        except ValueError as error:     # experts of 16 bits on a GPU with little shared memory
+            result = str(error)
+        found[f"variant {long} {weights}"] = result
     return {**found, "vocabulary": _sample(), "samplings": _sampled(more_samplings()), "device": "CUDA"}
 
 
