@@ -26,7 +26,7 @@ LEASE_SECONDS = 30.0
 #: then: it is the default of their reconnect_timeout.
 _DOWN_SECONDS = 60.0
 #: time limit for a member that is ready to report itself healthy
-_HEALTHY_SECONDS = 60.0
+_HEALTHY_SECONDS = 300.0
 
 
 def _chosen(members: list[Target], names: list[str]) -> list[Target]:
