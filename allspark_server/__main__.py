@@ -244,6 +244,7 @@ class Rank:
         try:
             values = json.loads(path.read_text())
             vars(self.arguments).update(values)
+            logger.info("the configuration was read again: %s", values)
             logging.getLogger().setLevel(self.arguments.log_level.upper())
         except (OSError, ValueError, KeyError) as error:
             logger.error("nothing was reloaded: %s", error)

@@ -259,11 +259,11 @@ class HttpServer:
             self._versions = versions
             try:
                 if self._read_shown() != self._shown:
-                    logger.info("what is shown to groups has changed: the HTTP workers are replaced")
                     fresh = self._options
             except (OSError, ValueError) as error:
                 logger.error("the HTTP workers stay as they were: %s", error)
         if fresh is not None:
+            logger.info("the HTTP workers are replaced: their options, or what they show to groups, have changed")
             before = self._replaced
             self._take(fresh)
             self._replaced += before        # of a reload that has not ended yet
