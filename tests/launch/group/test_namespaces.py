@@ -18,7 +18,7 @@ import pytest
 
 from allspark_client import AsModelConfig, ClientEngine
 from allspark_launch.group.background import shipped_model
-from support.over_hosts import namespaces
+from support.over_hosts import namespaces, shell_server
 from support.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not())]
@@ -160,6 +160,35 @@ def test_nobody_on_the_network_reads_commands(tmp_path):
     seen = captured.read_bytes()
     assert len(seen) > 1 << 20                          # MPI's sums
     assert np.arange(20, 60, dtype=np.int32).tobytes() not in seen
+
+
+LISTENERS = """
+import psutil
+print(*(c.laddr.port for c in psutil.net_connections("inet") if c.status == "LISTEN"))
+"""
+GARBAGE = """
+import contextlib, os, socket, sys
+for where in sys.argv[1:]:
+    host, _, port = where.partition(":")
+    for data in (b"GET / HTTP/1.0\\r\\n\\r\\n", os.urandom(4096), bytes(4096), b"\\xff" * 4096, b""):
+        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), 2) as stranger:
+            stranger.settimeout(0.2)
+            stranger.sendall(data)
+            stranger.recv(100)
+"""
+
+
+def test_strangers_change_nothing(tmp_path):
+    """A host that is not of the group connects to every port of its hosts and sends what does not belong there."""
+    with namespaces.hosts(3, tmp_path) as hosts, Group(hosts, tmp_path, "--ranks", "2", names=["h0", "h1"]) as group, \
+            ClientEngine(group.address) as engine:
+        wanted, before = ask(engine), [ranks_on(hosts, name) for name in hosts.names]
+        where = [f"{hosts.address(name)}:{port}" for name in ("h0", "h1")
+                 for port in set(hosts.run(name, sys.executable, "-c", LISTENERS).split())
+                 if int(port) != shell_server.PORT]
+        assert len(where) > 2               # MPI's
+        hosts.run("h2", sys.executable, "-c", GARBAGE, *where)
+        assert ask(engine) == wanted and [ranks_on(hosts, name) for name in hosts.names] == before
 
 
 def cpu_seconds(pids: list[int]) -> float:
