@@ -122,7 +122,8 @@ class AsyncClientEngine:
 
     @staticmethod
     async def _start_at_once(engine: ClientEngine, request: LiveRequest) -> bool:
-        session = engine._send_at_once(request)
+        send = engine._send_at_once
+        session = await asyncio.to_thread(send, request) if request.spec.large else send(request)
         if session is None:
             return False
         try:

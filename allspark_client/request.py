@@ -79,6 +79,8 @@ class RequestSpec:
     opened: str = ""
     #: a traceparent: the parent of this request's spans
     trace: str = field(default_factory=current_trace)
+    #: whether its message takes long to make, so that event loops leave that to a thread
+    large: bool = False
 
     def set_prompt(self, ids: list[int]) -> None:
         """Replace the prompt by its ids. Text that another server renders or tokenizes again may give other ids."""

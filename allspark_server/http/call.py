@@ -9,7 +9,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from .bodies import BodyReader, ClientDisconnected, Receive
 from .choices import Choices
 from .errors import INTERNAL, ApiError
 from .metrics import Metrics
-from .pool import Answer, Pool
+from .pool import TURN_SECONDS, Answer, Pool
 from .wire import Body, parse
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 #: how long a client may stop reading, s, and how many tokens may wait for it meanwhile
 UNREAD_SECONDS, UNREAD_TOKENS = 60.0, 1 << 16
 _LOOK_SECONDS = 1.0
+#: bytes of a body whose request is large, and characters of a piece of an answer
+_LARGE, PIECE = 1 << 20, 1 << 16
 _SEND_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
                  (b"x-accel-buffering", b"no")]
 
@@ -91,6 +93,7 @@ class Call:
         #: what the requests to the pool have generated
         self.generated: list[Choices] = []
         self.task: asyncio.Future[None] | None = None
+        self.body_size = 0
         self.status = 0
         self.created = int(time.time())
         self.began = time.monotonic()
@@ -121,6 +124,7 @@ class Call:
         if self.worker.names_tenants:
             spec.tenant = self.tenant
         spec.trust_trace(dict(self._scope["headers"]).get(b"traceparent", b"").decode("latin-1"))
+        spec.large = self.body_size > _LARGE
         answer = self.pool.generate(spec)
         self._answers.append(answer)
         return answer
@@ -142,6 +146,27 @@ class Call:
         await self._start(status, [(b"content-type", kind), (b"content-length", str(len(data)).encode()),
                                    *(headers or ())])
         await self.write(data, False)
+
+    async def reply_in_pieces(self, pieces: Iterable[str]) -> None:
+        """Send JSON that may be long, made of `pieces` that are made meanwhile. They must not fail.
+
+        Other calls have their turns in between, and the whole is never in memory.
+        """
+        waiting: list[str] = []
+        size, since = 0, time.monotonic()
+        for piece in pieces:
+            waiting.append(piece)
+            size += len(piece)
+            if size > PIECE:
+                if not self.status:
+                    await self._start(200, [(b"content-type", b"application/json")])
+                await self.write("".join(waiting).encode(errors="replace"))
+                waiting, size = [], 0
+            if time.monotonic() - since > TURN_SECONDS:
+                await asyncio.sleep(0)
+                since = time.monotonic()
+        last = "".join(waiting).encode(errors="replace")
+        await (self.write(last, False) if self.status else self.reply(last))
 
     async def stream(self) -> None:
         """Begin an answer of server-sent events."""
@@ -208,7 +233,10 @@ class Endpoint:
             with worker.bodies.share(call.tenant) as share:
                 form = None
                 if self.form is not None:
-                    form = parse(self.form, await share.read(scope, receive))
+                    body = await share.read(scope, receive)
+                    call.body_size = len(body)
+                    form = parse(self.form, body)
+                    del body
                     await asyncio.sleep(0)      # other calls' turn: parsing may have taken long
                 await self._until_gone(call, form, receive)
         except ClientDisconnected:

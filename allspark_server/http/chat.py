@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Iterator
 from typing import Any
 
-from allspark_client.types import GeneratedElements, ModelInfo
+from allspark_client.types import ModelInfo
 from allspark_server.chat import Content, Event, Reasoning, ToolCallBegin
 
 from .call import Call, new_id
@@ -13,6 +15,7 @@ from .chat_wire import ChatRequest, plain_messages
 from .choices import DONE, fingerprint, quoted, token_bytes, usage
 from .errors import bad_value, not_available
 from .logprobs import chat_logprobs
+from .pieces import joined, json_list, json_object
 from .replies import ChatReplies, ChatReply, chat_spec, effort_kwargs
 from .sampling import check_room, check_stream_options, config_of, response_format
 
@@ -74,39 +77,40 @@ async def chat(call: Call, request: ChatRequest) -> None:
         if request.stream:
             await _Stream(call, request, info, replies).run()
         else:
-            await call.reply(await _whole(call, request, info, await replies.collect()))
+            await call.reply_in_pieces(await _whole(call, request, info, await replies.collect()))
 
 
-async def _whole(call: Call, request: ChatRequest, info: ModelInfo, replies: ChatReplies) -> dict[str, Any]:
-    choices = []
+async def _whole(call: Call, request: ChatRequest, info: ModelInfo, replies: ChatReplies) -> Iterator[str]:
+    usage_ = usage([replies.choices], reasoning=await replies.reasoning_tokens())
+    tokens = []
     for reply in replies.all:
-        message: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None, "annotations": []}
-        if reply.reasoning:
-            message["reasoning_content"] = reply.reasoning
-        if reply.calls:
-            message["content"] = reply.content or None
-            message["tool_calls"] = reply.calls
-        choices.append({
-            "index": reply.choice.index,
-            "message": message,
-            "logprobs": await _logprobs(call, request, info, reply.choice.elements) if request.logprobs else None,
-            "finish_reason": reply.finish_reason(replies.choices),
-        })
-    return {
+        tokens.append(await token_bytes(call.pool, info, reply.choice.elements))
+        await asyncio.sleep(0)      # others' turn: they are many
+    return json_object({
         "id": new_id("chatcmpl-"),
         "object": "chat.completion",
         "created": call.created,
         "model": request.model,
-        "choices": choices,
-        "usage": usage([replies.choices], reasoning=await replies.reasoning_tokens()),
+        "choices": joined(_choice(request, replies, *both) for both in zip(replies.all, tokens)),
+        "usage": usage_,
         "service_tier": "default",
         "system_fingerprint": fingerprint(info),
-    }
+    })
 
 
-async def _logprobs(call: Call, request: ChatRequest, info: ModelInfo, elements: GeneratedElements) -> dict[str, Any]:
-    tokens = await token_bytes(call.pool, info, elements)
-    return {"content": chat_logprobs(elements, tokens, request.top_logprobs or 0), "refusal": None}
+def _choice(request: ChatRequest, replies: ChatReplies, reply: ChatReply, tokens: dict[int, bytes]) -> Iterator[str]:
+    message: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None, "annotations": []}
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    if reply.calls:
+        message["content"] = reply.content or None
+        message["tool_calls"] = reply.calls
+    logprobs = None
+    if request.logprobs:
+        entries = chat_logprobs(reply.choice.elements, tokens, request.top_logprobs or 0)
+        logprobs = json_object({"content": json_list(entries, 16), "refusal": None})
+    return json_object({"index": reply.choice.index, "message": message, "logprobs": logprobs,
+                        "finish_reason": reply.finish_reason(replies.choices)})
 
 
 class _Stream:
@@ -130,7 +134,9 @@ class _Stream:
             reply, events = replies.take(elements)
             logprobs = "null"
             if self._request.logprobs:
-                logprobs = json.dumps(await _logprobs(call, self._request, self._info, elements))
+                tokens = await token_bytes(call.pool, self._info, elements)
+                entries = chat_logprobs(elements, tokens, self._request.top_logprobs or 0)
+                logprobs = json.dumps({"content": list(entries), "refusal": None})
                 events = events or [Content("")]    # the text is held back until more is known
             chunks = self._events(reply, events, logprobs)
             if elements.finish_reason is not None:

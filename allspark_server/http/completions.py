@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -17,7 +17,8 @@ from .bodies import MAX_VALUES
 from .call import Call, new_id
 from .choices import DONE, Choice, Choices, fingerprint, quoted, token_bytes, usage
 from .errors import ApiError, bad_value, not_available
-from .logprobs import CompletionLogprobs, joined
+from .logprobs import CompletionLogprobs, logprobs_in_pieces
+from .pieces import joined, json_object
 from .pool import Answer, Pool
 from .sampling import check_room, check_stream_options, config_of
 from .wire import INT32_MAX, Generation, Many
@@ -27,6 +28,8 @@ DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 2048
 #: results of several prompts that may wait to be written
 _WAITING = 64
+#: requests that are started at the same time
+_STARTED = 64
 
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Ids = Annotated[Many[TokenId], Field(min_length=1, max_length=MAX_VALUES)]
@@ -100,19 +103,23 @@ def prompts_of(given: Any, name: str) -> list[str | list[int]]:
 
 
 async def start_all(call: Call, stack: contextlib.AsyncExitStack, specs: list[RequestSpec], name: str) -> list[Answer]:
-    """Start requests at the same time; `stack` releases them.
+    """Start requests, many at the same time; `stack` releases them.
 
     Raises ApiError if one is rejected; `name` is the field that the error names.
     """
-    started = await asyncio.gather(*(stack.enter_async_context(call.generate(spec)) for spec in specs),
-                                   return_exceptions=True)
-    answers = [answer for answer in started if isinstance(answer, Answer)]
-    if len(answers) == len(specs):
-        return answers
-    error = next(error for error in started if isinstance(error, BaseException))
-    if isinstance(error, ApiError) and error.param == "prompt":
-        error.param = name
-    raise error
+    answers: list[Answer] = []
+    for first in range(0, len(specs), _STARTED):    # starting one holds the event loop for 0.1 ms
+        stack.push_async_callback(asyncio.sleep, 0)     # others' turn also while they are released
+        part = specs[first:first + _STARTED]
+        started = await asyncio.gather(*(stack.enter_async_context(call.generate(spec)) for spec in part),
+                                       return_exceptions=True)
+        for answer in started:
+            if isinstance(answer, BaseException):
+                if isinstance(answer, ApiError) and answer.param == "prompt":
+                    answer.param = name
+                raise answer
+            answers.append(answer)
+    return answers
 
 
 async def completions(call: Call, request: CompletionRequest) -> None:
@@ -153,8 +160,10 @@ class _Writer:
         if self._request.stream:
             await self._stream()
         else:
-            await asyncio.gather(*(part.collect() for part in self._parts))
-            await self._call.reply(await self._whole())
+            for part in self._parts:
+                await part.collect()
+                await asyncio.sleep(0)      # others' turn, if all is there
+            await self._call.reply_in_pieces(await self._whole())
 
     def _reason(self, part: _Part, choice: Choice) -> str:
         return part.choices.finish_reason(choice) if self._wanted else "length"
@@ -162,33 +171,37 @@ class _Writer:
     def _usage(self) -> dict[str, Any]:
         return usage([part.choices for part in self._parts], generated=bool(self._wanted))
 
-    async def _whole(self) -> dict[str, Any]:
+    async def _whole(self) -> Iterator[str]:
+        call, request = self._call, self._request
         choices = []
         for part in self._parts:
             for at, choice in enumerate(part.choices.all):
-                choices.append({
+                choices.append(json_object({
                     "text": part.echo + (choice.text if self._wanted else ""),
                     "index": choice.index,
                     "logprobs": await self._logprobs(part, at, choice),
                     "finish_reason": self._reason(part, choice),
-                })
-        return {
+                }))
+        return json_object({
             "id": self._id,
             "object": "text_completion",
-            "created": self._call.created,
-            "model": self._request.model,
-            "choices": choices,
+            "created": call.created,
+            "model": request.model,
+            "choices": joined(choices),
             "usage": self._usage(),
             "system_fingerprint": fingerprint(self._info),
-        }
+        })
 
-    async def _logprobs(self, part: _Part, at: int, choice: Choice) -> dict[str, Any] | None:
+    async def _logprobs(self, part: _Part, at: int, choice: Choice) -> Iterator[str] | None:
         if self._request.logprobs is None:
             return None
-        parts = [await part.of_prompt(self._call.pool)] if part.owes_prompt else []
-        if self._wanted or not parts:
-            parts.append(await part.of(self._call.pool, at, choice.elements))
-        return joined(parts)
+        prompt = [await part.of_prompt(self._call.pool)] if part.owes_prompt else []
+        elements = choice.elements
+        tokens = await token_bytes(self._call.pool, self._info, elements)
+        await asyncio.sleep(0)      # others' turn: they are many
+        if not self._wanted and prompt:
+            return json_object(prompt[0])
+        return logprobs_in_pieces(prompt, part.logprobs[at], elements, tokens)
 
     # --- as events ---
 

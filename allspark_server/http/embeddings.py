@@ -15,6 +15,7 @@ from allspark_client.request import RequestSpec
 from .call import Call
 from .completions import Prompt, prompts_of, start_all
 from .errors import ApiError, not_available
+from .pieces import json_list, json_object
 from .pool import Answer
 from .sampling import checked
 from .wire import INT32_MAX, Body, ModelName
@@ -43,17 +44,21 @@ async def embeddings(call: Call, request: EmbeddingRequest) -> None:
                          **({"text": one} if isinstance(one, str) else {"input_ids": one})) for one in inputs]
     async with contextlib.AsyncExitStack() as stack:
         answers = await start_all(call, stack, specs, "input")
-        vectors = await asyncio.gather(*map(_embedding, answers))
+        vectors = []
+        for answer in answers:
+            vectors.append(await _embedding(answer))
+            await asyncio.sleep(0)      # others' turn, if all is there
         if request.dimensions is not None and request.dimensions != len(vectors[0]):
             raise not_available("dimensions", f"this model's embeddings have {len(vectors[0])}")
         tokens = sum(len(answer.prompt_ids) for answer in answers)
-    await call.reply({
+    data = ({"object": "embedding", "index": i, "embedding": _written(vector, request.encoding_format)}
+            for i, vector in enumerate(vectors))
+    await call.reply_in_pieces(json_object({
         "object": "list",
-        "data": [{"object": "embedding", "index": i, "embedding": _written(vector, request.encoding_format)}
-                 for i, vector in enumerate(vectors)],
+        "data": json_list(data, 1),
         "model": request.model,
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-    })
+    }))
 
 
 async def _embedding(answer: Answer) -> np.ndarray[Any, Any]:

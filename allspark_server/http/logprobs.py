@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from allspark_client.types import GeneratedElements
+
+from .pieces import json_list
 
 #: what other servers write for -inf, which JSON does not have
 _LEAST = -9999.0
@@ -25,15 +28,13 @@ def token_text(data: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def chat_logprobs(elements: GeneratedElements, tokens: dict[int, bytes], top: int) -> list[dict[str, Any]]:
+def chat_logprobs(elements: GeneratedElements, tokens: dict[int, bytes], top: int) -> Iterator[dict[str, Any]]:
     """The field `content` of a chat's logprobs: an entry per token, with `top` alternatives."""
-    entries = []
     for i, logprob, pairs in zip(elements.ids_from_generate, elements.token_logprobs_list, elements.log_probs_list):
-        entries.append({
+        yield {
             **_chat_entry(tokens[i], logprob),
             "top_logprobs": [_chat_entry(tokens[other], value) for other, value in pairs[:top]],
-        })
-    return entries
+        }
 
 
 def _chat_entry(data: bytes, logprob: float) -> dict[str, Any]:
@@ -49,7 +50,7 @@ class ItemLogprobs:
         #: entries that are in no part yet, and the bytes of each that are left
         self._waiting: list[tuple[dict[str, Any], bytes]] = []
 
-    def add(self, entries: list[dict[str, Any]]) -> None:
+    def add(self, entries: Iterable[dict[str, Any]]) -> None:
         """Add entries of `chat_logprobs`, in their order."""
         for entry in entries:
             data = bytes(entry["bytes"])
@@ -111,9 +112,25 @@ class CompletionLogprobs:
         }
 
 
-def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The fields of consecutive tokens as one."""
-    if len(parts) == 1:
-        return parts[0]
-    return {key: None if parts[0][key] is None else [value for part in parts for value in part[key]]
-            for key in parts[0]}
+_AT_ONCE = 64    # tokens of a piece
+
+
+def logprobs_in_pieces(before: list[dict[str, Any]], maker: CompletionLogprobs, elements: GeneratedElements,
+                       tokens: dict[int, bytes]) -> Iterator[str]:
+    """The field for the tokens of `elements`, after the tokens of `before`, as JSON in pieces."""
+    parts = list(before)
+    ids, logprobs, tops = elements.ids_from_generate, elements.token_logprobs_list, elements.log_probs_list
+    for at in range(0, max(len(ids), 1), _AT_ONCE):
+        end = at + _AT_ONCE
+        parts.append(maker.of(ids[at:end], logprobs[at:end], tops[at:end], tokens))
+        yield ""    # others' turn
+    comma = "{"
+    for key in parts[0]:
+        yield f'{comma}"{key}": '
+        comma = ", "
+        values = [part[key] for part in parts]
+        if values[0] is None:
+            yield "null"
+        else:
+            yield from json_list(itertools.chain.from_iterable(values), _AT_ONCE)
+    yield "}"

@@ -35,6 +35,8 @@ RECONNECT_SECONDS = 20.0
 _RETRY_SECONDS = 0.5
 #: how long calls wait for the first attempt to connect, s
 _FIRST_SECONDS = 2.0
+#: how long a call may hold the event loop before others have their turn, s
+TURN_SECONDS = 0.01
 #: how old the states and the descriptions of models may be, s
 _MODELS_AGE, _INFO_AGE = 0.5, 5.0
 #: pause between two looks at the members, and how old what `health` reports may be, s. A look takes longer if members
@@ -254,10 +256,14 @@ class Answer:
         await self._generation.__aexit__()
 
     async def __aiter__(self) -> AsyncIterator[GeneratedElements]:
+        since = time.monotonic()
         try:
             async for elements in self._generation.queue:
                 self._taken += len(elements.ids_from_generate)
                 yield elements
+                if time.monotonic() - since > TURN_SECONDS:
+                    await asyncio.sleep(0)      # reading what has arrived does not wait
+                    since = time.monotonic()
         except AllSparkError as error:
             raise from_engine(error) from error
 

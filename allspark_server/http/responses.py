@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from allspark_client.types import GeneratedElements, ModelInfo
@@ -100,7 +101,9 @@ class _Writer:
         self._output: list[dict[str, Any]] = []
         self._item: dict[str, Any] | None = None
         self._parts: list[str] = []             # the text, reasoning or arguments of `_item`
-        self._logprobs: list[dict[str, Any]] = []     # of the text of `_item`
+        # Log probabilities are kept as JSON, which is small, and stand in items as keys of `_json`.
+        self._logprobs: list[tuple[str, str]] = []     # of the text of `_item`: as events and as items have them
+        self._written: dict[str, str] = {}
         self._tokens = replies.all[0].logprobs()
         self._events: list[bytes] = []          # to be sent
 
@@ -109,7 +112,8 @@ class _Writer:
         async for elements in self._replies.choices.answer:
             await self._take(elements)
         self._end()
-        await self._call.reply(await self._response(self._status()))
+        response = self._json(await self._response(self._status()))
+        await self._call.reply(response.encode())
 
     async def stream(self) -> None:
         """Write the response as events."""
@@ -138,7 +142,19 @@ class _Writer:
             return
         data = {"type": kind, "sequence_number": self._sequence, **fields}
         self._sequence += 1
-        self._events.append(f"event: {kind}\ndata: {json.dumps(data)}\n\n".encode())
+        self._events.append(f"event: {kind}\ndata: {self._json(data)}\n\n".encode())
+
+    def _json(self, data: dict[str, Any]) -> str:
+        text = json.dumps(data)
+        for key, written in self._written.items():
+            text = text.replace(f'"{key}"', written)
+        return text
+
+    def _as_key(self, logprobs: Iterable[str]) -> str:
+        """A key that stands for log probabilities in JSON."""
+        key = new_id("logprobs_")
+        self._written[key] = f"[{','.join(logprobs)}]"
+        return key
 
     # --- items ---
 
@@ -163,8 +179,9 @@ class _Writer:
                 self._open({"type": "message", "id": new_id("msg_"), "role": "assistant", "status": "in_progress",
                             "content": []})
                 self._part("added", _text_part(""))
-            self._delta("response.output_text.delta", event.text, content_index=0, logprobs=_plain(logprobs))
-            self._logprobs += logprobs
+            plain = _plain(logprobs)
+            self._delta("response.output_text.delta", event.text, content_index=0, logprobs=plain)
+            self._logprobs += [(json.dumps(one), json.dumps(other)) for one, other in zip(plain, logprobs)]
         elif isinstance(event, Reasoning):
             if self._item is None or self._item["type"] != "reasoning":
                 self._close()
@@ -202,9 +219,12 @@ class _Writer:
             self._emit("response.function_call_arguments.done", **at, name=item["name"], arguments=text)
         else:
             if item["type"] == "message":
-                part = _text_part(text, self._logprobs)
-                self._emit("response.output_text.done", **at, content_index=0, text=text,
-                           logprobs=_plain(self._logprobs))
+                logprobs: list[Any] | str = []
+                plain: list[Any] | str = []
+                if self._logprobs:
+                    plain, logprobs = (self._as_key(texts) for texts in zip(*self._logprobs))
+                part = _text_part(text, logprobs)
+                self._emit("response.output_text.done", **at, content_index=0, text=text, logprobs=plain)
             else:
                 part = {"type": "reasoning_text", "text": text}
                 self._emit("response.reasoning_text.done", **at, content_index=0, text=text)
@@ -282,5 +302,5 @@ def _plain(logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             for entry in logprobs]
 
 
-def _text_part(text: str, logprobs: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+def _text_part(text: str, logprobs: list[Any] | str = "") -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs or []}

@@ -14,6 +14,7 @@ from .call import Call
 from .chat_wire import Messages, plain_messages
 from .completions import TokenId
 from .logprobs import token_text
+from .pieces import json_list, json_object
 from .replies import chat_spec
 from .wire import Body, Many, ModelName
 
@@ -50,11 +51,12 @@ async def tokenize(call: Call, request: TokenizeRequest) -> None:
     elif request.prompt:
         bare = request.add_special_tokens is False
         ids = await call.pool.tokenize(RequestSpec(request.model, text=request.prompt), bare)
-    answer: dict[str, Any] = {"count": len(ids), "max_model_len": info.max_length, "tokens": ids, "token_strs": None}
+    answer: dict[str, Any] = {"count": len(ids), "max_model_len": info.max_length, "tokens": json_list(ids, 4096),
+                              "token_strs": None}
     if request.return_token_strs:
         known = await call.pool.token_bytes(info, set(ids))
-        answer["token_strs"] = [token_text(known[i]) for i in ids]
-    await call.reply(answer)
+        answer["token_strs"] = json_list(token_text(known[i]) for i in ids)
+    await call.reply_in_pieces(json_object(answer))
 
 
 async def detokenize(call: Call, request: DetokenizeRequest) -> None:

@@ -18,6 +18,7 @@ import traceback
 from pathlib import Path
 from random import Random
 
+from fuzz.bodies import Bodies
 from fuzz.target import Target
 from fuzz.targets import TARGETS
 
@@ -120,10 +121,12 @@ def main() -> int:
     parser.add_argument("--max-rss", type=float, default=4096.0, help="MiB that the process may take")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
-    os.environ.pop("LD_PRELOAD", None)  # a sanitizer's, with which the process that renders templates starts slowly
+    sanitizer = os.environ.pop("LD_PRELOAD", None)  # with it the process that renders templates starts slowly
     os.environ["RUST_BACKTRACE"] = "0"
     options.out.mkdir(parents=True, exist_ok=True)
     kinds = [kind for kind in TARGETS if not options.target or kind.name in options.target]
+    if sanitizer and not options.target:
+        kinds.remove(Bodies)  # its group is a process of its own, which the sanitizer is not in
     share = sum(kind.share for kind in kinds)
     findings, total = Findings(options.out), 0
     folder = Path(tempfile.mkdtemp(prefix="fuzz-", dir="/dev/shm"))

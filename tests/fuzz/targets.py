@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fuzz.bodies import Bodies
 from fuzz.files import Config, Index, Safetensors, Serialized
 from fuzz.plans import Plans
 from fuzz.target import Target
@@ -17,4 +18,5 @@ TARGETS: tuple[type[Target], ...] = (
     Serialized,
     Tokenizers,
     TokenizerConfigs,
+    Bodies,
 )

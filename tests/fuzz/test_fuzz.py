@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fuzz.__main__ import BLOCK, Findings, run
+from fuzz.bodies import Bodies
 from fuzz.targets import TARGETS
 
 BLOCKS = {
@@ -16,12 +17,15 @@ BLOCKS = {
     "graph": 3,
     "tokenizer": 2,
     "tokenizer_config": 1,
+    "http": 1,
 }
 
 
 @pytest.mark.parametrize("kind", TARGETS, ids=lambda kind: kind.name)
-def test_hostile_inputs(kind, tmp_path, capfd):
+def test_hostile_inputs(kind, tmp_path, capfd, request):
     findings = Findings(tmp_path)
+    if kind is Bodies:
+        kind = type("Bodies", (Bodies,), {"group": request.getfixturevalue("http_server").group})
     done, accepted = run(kind, 2026, range(BLOCKS[kind.name]), tmp_path, findings, max_rss=float("inf"))
     assert not findings.seen, capfd.readouterr()
     assert done == BLOCKS[kind.name] * BLOCK

@@ -1,0 +1,68 @@
+"""Answers that are written in pieces: the same JSON, and turns for other calls."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from allspark_client.types import GeneratedElements
+from allspark_server.access import Client, Role
+from allspark_server.http import call
+from allspark_server.http.logprobs import CompletionLogprobs, logprobs_in_pieces
+from allspark_server.http.pieces import joined, json_list, json_object
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, 5])
+def test_the_same_json(count):
+    values = [{"é": i, "x": [None, 1.5]} for i in range(count)]
+    assert "".join(json_list(iter(values), 2)) == json.dumps(values, ensure_ascii=False)
+    fields = {"a": 1, "list": json_list(values, 2), "none": None, "objects": joined(map(json_object, values))}
+    assert json.loads("".join(json_object(fields))) == {"a": 1, "list": values, "none": None, "objects": values}
+
+
+@pytest.mark.parametrize("top", [0, 2])
+def test_log_probabilities_in_pieces(top):
+    tokens = {i: f"t{i}".encode() for i in range(200)}
+    elements = GeneratedElements(list(range(200)), [[(i, -0.5), (i ^ 1, -1.0)] for i in range(200)], [-0.5] * 200)
+    given = elements.ids_from_generate, elements.token_logprobs_list, elements.log_probs_list
+    before = CompletionLogprobs(top).of([5], [None], [[]], tokens)
+    maker, other = CompletionLogprobs(top, 2), CompletionLogprobs(top, 2)
+    rest = other.of(*given, tokens)
+    whole = {key: None if rest[key] is None else before[key] + rest[key] for key in rest}
+    assert json.loads("".join(logprobs_in_pieces([before], maker, elements, tokens))) == whole
+
+
+def test_turns():
+    """Making a long answer leaves other calls their turns, and a short one has its length."""
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    def slow():
+        for _ in range(20):
+            time.sleep(0.01)
+            yield "x" * 5000
+
+    async def run():
+        turns = 0
+
+        async def other():
+            nonlocal turns
+            while True:
+                await asyncio.sleep(0)
+                turns += 1
+
+        task = asyncio.create_task(other())
+        await call.Call(SimpleNamespace(pool=None), {}, send, Client(Role.READ)).reply_in_pieces(slow())
+        task.cancel()
+        assert turns >= 10
+        await call.Call(SimpleNamespace(pool=None), {}, send, Client(Role.READ)).reply_in_pieces(iter(["{", "}"]))
+
+    asyncio.run(run())
+    assert (b"content-length", b"2") in sent[-2]["headers"] and sent[-1]["body"] == b"{}"
+    assert b"".join(message.get("body", b"") for message in sent[:-2]) == b"x" * 100_000
