@@ -37,6 +37,10 @@ class FakeSystemd:
         if action == "is-active":
             failed = "failed" if names[0] in self.failed else "inactive"
             output = "active" if names[0] in {*self.running, *self.lost} else failed
+        elif action == "start" and names[0].endswith(".target"):
+            members = sorted(self._config_dir.glob("*/*.json"))
+            for unit in (units.unit_name(path.parent.name, path.stem) for path in members):
+                self._start(unit, False)        # as with Wants=, it does not matter if one fails
         elif action in ("start", "restart"):
             code = max([self._start(unit, action == "restart") for unit in names])
         elif action == "disable" and "--now" in words:

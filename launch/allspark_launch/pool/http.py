@@ -71,7 +71,7 @@ def unit_values(pool: Pool, config_dir: Path) -> dict[str, str]:
     command = [sys.executable, "-m", "allspark_launch", "http", "--config", str(config_file(pool.name, config_dir)),
                "--report-file", str(report_file(pool.name))]
     files = [getattr(options, declared.name) for declared in options_of(HttpOptions) if declared.reads_file]
-    homes = units.any_in_homes([sys.prefix, sys.executable, *files, options.pool_token_file, options.pool_tls_ca])
+    homes = units.any_in_homes([*units.PYTHON, *files, options.pool_token_file, options.pool_tls_ca])
     port = options.address.rpartition(":")[2]
     low = not access.is_unix(options.address) and port.isdigit() and 0 < int(port) < _LOWEST_FREE_PORT
     capability = "CAP_NET_BIND_SERVICE" if low else ""

@@ -40,6 +40,10 @@ def install(options: argparse.Namespace) -> int:
             systemctl("enable", *(unit_name(pool.name, member) for member in pool.members),
                       *([http.unit_name(pool.name)] if pool.http is not None else []), target_name(pool.name))
             systemctl("start", target_name(pool.name), limit=JOB_SECONDS)
+            failed = [member for member in pool.members if not is_active(pool.name, member)]
+            if failed:      # a target starts although what it wants does not
+                raise RuntimeError(f"members {', '.join(failed)} have not started: see journalctl -u "
+                                   f"{unit_name(pool.name, failed[0])}")
         else:
             print("start the pool with:\n  systemctl daemon-reload && systemctl enable --now "
                   f"{target_name(pool.name)}")

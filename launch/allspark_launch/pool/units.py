@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import re
 import shlex
 import subprocess
@@ -34,6 +35,8 @@ _NO_DEVICES = "PrivateDevices=yes\nMemoryDenyWriteExecute=yes"
 #: the unit cannot write to home directories.
 _GPU_DEVICES = ("PrivateDevices=no\nDeviceAllow=char-nvidia* rw\n"
                 "Environment=CUDA_CACHE_PATH=/var/cache/allspark/cuda")
+#: where this Python is; that of a virtual environment is a link to another one, which may be in somebody's home
+PYTHON = (sys.prefix, sys.base_prefix, sys.executable, os.path.realpath(sys.executable))
 #: stands for a member's name in paths
 _MEMBER = "@MEMBER@"
 #: time limits of systemctl: for a question, and for units to start or stop; a start loads models, a stop drains
@@ -119,7 +122,7 @@ def _models(member: GroupOptions) -> Iterator[dict]:
 
 def _paths(member: GroupOptions) -> Iterator[str]:
     """Paths that a member reads."""
-    yield from (sys.prefix, sys.executable, *member.model_root)
+    yield from (*PYTHON, *member.model_root)
     yield from (getattr(member, declared.name) for declared in options_of(GroupOptions) if declared.reads_file)
     for model in _models(member):
         yield from (str(model.get(key, "")) for key in ("model_path", "weights_path", "draft_model"))

@@ -248,7 +248,8 @@ def test_install_and_uninstall(tmp_path, systemctl, capsys):
     assert main(words(tmp_path, "install")) == 0 and systemctl() == []
     assert main(words(tmp_path, "install", "--now")) == 0
     assert systemctl() == ["daemon-reload", "enable allspark-default@a.service allspark-default@b.service "
-                           "allspark-default.target", "start allspark-default.target"]
+                           "allspark-default.target", "start allspark-default.target",
+                           *(f"is-active allspark-default@{member}.service" for member in "ab")]
     write(tmp_path, [{"name": "b"}])    # the installed configuration counts, not the changed file
     assert main(words(tmp_path, "uninstall")) == 0
     assert systemctl() == ["disable --now allspark-default.target allspark-default@a.service "

@@ -14,6 +14,7 @@ from allspark_client import ClientEngine
 from allspark_launch.cli import main
 from allspark_launch.pool import install, layout, rolling, units
 from allspark_launch.pool.members import Member, Target
+from allspark_server.rpc import health
 from support.fake_service import expected, tokens, wait_until
 from support.pool_commands import words, write
 
@@ -88,6 +89,14 @@ def test_a_roll_that_failed_is_completed_by_the_next(tmp_path, systemd, capsys):
     capsys.readouterr()
     assert main(words(tmp_path, "apply")) == 0
     assert "a: unchanged\nb: unchanged\nc: unchanged" in capsys.readouterr().out
+
+
+def test_members_that_do_not_start_are_named_at_the_installation(tmp_path, systemd, capsys):
+    """systemd starts a target although what it wants fails."""
+    write(tmp_path, [{"name": name} for name in "ab"])
+    systemd.broken = {"b"}
+    assert main(words(tmp_path, "install", "--now")) == 1
+    assert "members b have not started: see journalctl -u allspark-default@b" in capsys.readouterr().err
 
 
 def test_a_changed_unit_or_environment_restarts_and_a_changed_limit_does_not(tmp_path, systemd, capsys):
@@ -179,6 +188,7 @@ def test_apply_survives_a_kill_at_each_step(tmp_path, systemd, monkeypatch):
 
 
 def test_the_drain_of_a_killed_command_lapses(tmp_path, systemd, monkeypatch):
+    monkeypatch.setattr(health, "_INTERVAL_SECONDS", 0.1)
     monkeypatch.setattr(rolling, "LEASE_SECONDS", 0.3)
     write(tmp_path, [{"name": "a"}])
     assert main(words(tmp_path, "apply")) == 0
