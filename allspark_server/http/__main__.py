@@ -86,7 +86,12 @@ def main() -> None:
         _limit_stop(config, RETIRED_SECONDS)
         server.should_exit = True
 
+    def announce(*_: Any) -> None:
+        """The server will stop soon."""
+        worker.draining = True
+
     signal.signal(signal.SIGUSR1, retire)
+    signal.signal(signal.SIGUSR2, announce)
     server.run([listener])
 
 

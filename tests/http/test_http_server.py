@@ -314,7 +314,8 @@ def test_the_command(http_server, tmp_path):
     """
     certificate = make_certificate(tmp_path)
     ready, keys, config = tmp_path / "ready", token_file(tmp_path), tmp_path / "http.json"
-    options = {"address": "127.0.0.1:0", "pool": [http_server.group], "workers": 2, "drain_limit": 60}
+    options = {"address": "127.0.0.1:0", "pool": [http_server.group], "workers": 2, "drain_limit": 60,
+               "drain_delay": 3}
     config.write_text(json.dumps(options))
     words = [sys.executable, "-m", "allspark_launch", "http", "--config", str(config)]
     refused = subprocess.run(words, capture_output=True, text=True, timeout=60)
@@ -350,7 +351,9 @@ def test_the_command(http_server, tmp_path):
                 process.terminate()
                 assert systemd.recv(100).startswith(b"RELOADING=1") and systemd.recv(100) == b"READY=1"
                 assert systemd.recv(100) == b"STOPPING=1"
-                wait_for(lambda: not connects(address), 10)
+                trusted = ssl.create_default_context(cafile=certificate["cert"])
+                wait_for(lambda: "server is draining" in httpx.get(f"https://{address}/health", verify=trusted).text, 3)
+                wait_for(lambda: not connects(address), 30)
                 assert process.poll() is None and list(lines)[-2:] == ["data: [DONE]", ""]
         log = process.communicate(timeout=20)[1]
         assert process.returncode == 0 and not ready.exists()

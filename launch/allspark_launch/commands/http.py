@@ -34,8 +34,9 @@ Clients need a key of the token file, sent as 'Authorization: Bearer KEY' or 'x-
 are those of allspark serve.
 
 A request to stop closes the socket, so that load balancers choose another server, and lets responses continue for
---drain-limit. With --config, SIGHUP reads the file again and replaces the workers: connections are not lost, and the
-responses of the old ones may end. The certificate, its key and the key file are read again when they change.
+--drain-limit. With --drain-delay, /health says so for a while before. With --config, SIGHUP reads the file again and
+replaces the workers: connections are not lost, and the responses of the old ones may end. The certificate, its key and
+the key file are read again when they change.
 
 examples:
   allspark http --address unix:/run/allspark/a --insecure

@@ -43,6 +43,9 @@ class HttpOptions(WorkerOptions):
 
     address: str = option(DEFAULT_ADDRESS, "the address to serve on", flag_name="http", metavar="HOST:PORT")
     workers: int = option(1, "the number of processes", metavar="N")
+    drain_delay: float = option(0.0, "how long connections are still accepted after a stop is requested, while /health "
+                                "and /health/ready answer 503, so that load balancers notice it", metavar="SECONDS",
+                                accepts=lambda value: 0 <= value < float("inf"), rule="a number of seconds, at least 0")
 
     def check(self) -> None:
         """Raises ValueError or OSError for options that no worker could serve with. Opens nothing."""
@@ -199,8 +202,8 @@ class HttpServer:
         self._changed.set()
 
     def drain(self) -> None:
-        """Begins to stop: the socket is closed, and responses in progress get `drain_limit` seconds. Returns at once;
-        `close` waits. A second call ends the responses.
+        """Begins to stop: after `drain_delay` the socket is closed, and responses in progress get `drain_limit` s.
+        Returns at once; `close` waits. A second call ends the responses.
         """
         self._hurry, self._ending = self._ending, True
         self._changed.set()
@@ -314,8 +317,13 @@ class HttpServer:
         worker.pause = min(2 * worker.pause, _LONGEST_PAUSE)
 
     def _stop_all(self) -> None:
-        self._socket.close()        # connections are refused from now on, and do not wait in its queue
         workers = [worker for worker in [*self._workers, *self._replaced] if worker.process is not None]
+        _signal_all([worker.process for worker in workers if worker.process is not None], signal.SIGUSR2)
+        until = time.monotonic() + self._options.drain_delay
+        while not self._hurry and (pause := until - time.monotonic()) > 0:
+            self._changed.wait(pause)
+            self._changed.clear()
+        self._socket.close()        # connections are refused from now on, and do not wait in its queue
         left = [*self._retired, *(worker.leave() for worker in workers)]
         _signal_all(left, signal.SIGTERM)
         deadline, hurried = time.monotonic() + self._options.drain_limit, False

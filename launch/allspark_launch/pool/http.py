@@ -79,7 +79,7 @@ def unit_values(pool: Pool, config_dir: Path) -> dict[str, str]:
     return {
         "http_command": shlex.join(command).replace("%", "%%").replace("$", "$$"),
         "http_stop_seconds": "infinity" if options.drain_limit == math.inf else
-        str(math.ceil(options.drain_limit) + STOP_SECONDS),
+        str(math.ceil(options.drain_limit + options.drain_delay) + STOP_SECONDS),
         "http_groups": f"SupplementaryGroups={options.socket_group}" if options.socket_group else "",
         "http_filter": "SystemCallFilter=@chown" if options.socket_group else "",
         "http_capabilities": f"CapabilityBoundingSet={capability}\nAmbientCapabilities={capability}",

@@ -120,7 +120,7 @@ def run_group(folder: Path, chance: random.Random, slowest: dict, counts: Counte
         service.wait_ready()
         address = service.options["address"]
         with load(address, 4) if moment != "idle" else contextlib.nullcontext(lambda: None) as vanish:
-            for _ in range(chance.randrange(8)):
+            for _ in range(chance.randrange(16)):
                 if chance.random() < 0.6:
                     note(slowest, counts, "reload", reload(service, chance), REACTION_SECONDS)
                 else:
@@ -162,6 +162,7 @@ def note(slowest: dict, counts: Counter, what: str, took: float, limit: float) -
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(4 * 3600)
 def test_stops_drains_and_reloads_at_random_moments(tmp_path_factory, capsys):
     chance, slowest, counts = random.Random(SEED), {}, Counter()
     while sum(counts.values()) < COUNT:
