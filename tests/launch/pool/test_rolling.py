@@ -92,7 +92,7 @@ def test_a_roll_that_failed_is_completed_by_the_next(tmp_path, systemd, capsys):
 
 
 def test_members_that_do_not_start_are_named_at_the_installation(tmp_path, systemd, capsys):
-    """systemd starts a target although what it wants fails."""
+    """A target starts although what it wants fails."""
     write(tmp_path, [{"name": name} for name in "ab"])
     systemd.broken = {"b"}
     assert main(words(tmp_path, "install", "--now")) == 1
