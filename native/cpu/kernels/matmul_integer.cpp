@@ -14,16 +14,11 @@
 // group's activations) + total, both fused. The result is total * the row's scale + bias. Nothing saturates:
 // kExactWords k of 16-bit products fit 32 bits, and longer groups add up such sums exactly in float64.
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <type_traits>
 #include <utility>
 
-#if defined(AS_ISA_ARM)
-#include "cpu/kernels/integers_arm.h"
-#else
-#include "cpu/kernels/integers_x86.h"
-#endif
+#include "cpu/kernels/integers.h"
 #include "cpu/kernels/kernels.h"
 #include "cpu/kernels/scales.h"
 #include "cpu/kernels/tables.h"
@@ -135,8 +130,9 @@ __attribute__((noinline)) void multiply_rows(const Packed& w, const ConvertedLay
     const char* weights = head + head_bytes;
     const GroupScales scales{reinterpret_cast<const uint16_t*>(head),
                              direct ? nullptr : own_scales + g % kLoadedGroups * 2 * NR, w.half_scales};
-    auto line = [&](int r)
-                    __attribute__((always_inline)) { return values + r / L * a.stride + r % L * at.plane_bytes; };
+    auto line = [&](int r) __attribute__((always_inline)) {
+      return values + r / L * a.stride + r % L * at.plane_bytes;
+    };
 #if defined(AS_WORDS)
     if (P == 2 && length > kExactWords) {
       alignas(64) double wide[R * NR] = {};
@@ -223,8 +219,9 @@ void many_rows(const Packed& w, const ConvertedLayout& at, const Activations& a,
         for (int g = g0, k0 = first; k0 < end; g++, k0 += w.group, scales += scale_step, converted += converted_step) {
           const char* values = rows.first + at.values_at + k0 * sizeof(typename F::Value);
           F::template multiply<R>(
-              block + (k0 - first) * NR, std::min(w.group, end - k0),
-              [&](int r) __attribute__((always_inline)) { return values + r * a.stride; }, sums, P == 1 && !begins);
+              block + (k0 - first) * NR,
+              std::min(w.group, end - k0), [&](int r) __attribute__((always_inline)) { return values + r * a.stride; },
+              sums, P == 1 && !begins);
           if (P == 2 && cut)
             for (int i = 0; i < R * NV; i++) add_doubles(wide_sums + i * W, sums[i]);
           if (!ends) return;
@@ -275,132 +272,12 @@ void matmul_format(const Packed& w, const Activations& a, const float* bias, flo
         });
 }
 
-// A row's scale and its inverse for values up to `most`: a = x / scale, rounded to nearest. A NaN or infinite x makes
-// the scale and the row's results NaN. A row of (nearly) zeros gets the inverse 0 and becomes zeros.
-struct RowScale {
-  float scale, inverse;
-};
-RowScale row_scale(const float* x, int k, float most) {
-  vf largest = vzero(), poison = vzero();
-  int i = 0;
-  for (; i + W <= k; i += W) {
-    const vf v = vload(x + i);
-    largest = vmax(largest, vmax(v, vsub(vzero(), v)));
-    poison = vfma(v, vzero(), poison);
-  }
-  float top = vhmax(largest), bad = vsum(poison);
-  for (; i < k; i++) {
-    top = std::max(top, std::fabs(x[i]));
-    bad += x[i] * 0.0f;
-  }
-  if (std::isnan(bad)) return {NAN, 0};
-  if (!(top > 1e-34f)) return {0, 0};
-  return {top / most, most / top};
-}
-
-// n <= W values of a row in the order of w's k, from k on.
-AS_INLINE const float* values_of(const Packed& w, const float* x, int k, int n, float (&gathered)[W]) {
-  if (!w.order) return x + k;
-  for (int i = 0; i < n; i++) gathered[i] = w.order[k + i] < 0 ? 0.0f : x[w.order[k + i]];
-  return gathered;
-}
-
-// Writes the values of a row and, for each of P planes, their sums within each group.
-template <typename F, int P>
-void quantize_planes(const Packed& w, const ConvertedLayout& at, const float* x, float inverse, char* out) {
-  using Value = typename F::Value;
-  constexpr bool kWhole = sizeof(Value) == 2;
-  char* values = out + at.values_at;
-  for (int g = 0, k0 = 0; g < w.groups(); k0 += w.group_k(g), g++) {
-    vi sums[2] = {iset(0), iset(0)};
-    for (int i = k0; i < k0 + w.group_k(g); i += W) {
-      const int n = std::min(W, k0 + w.group_k(g) - i);
-      float gathered[W];
-      const vi a = rounded(values_of(w, x, i, n, gathered), n, vset(inverse)),
-               high = P == 1 ? a : shift_right<8>(iadd(a, iset(128))), low = isub(a, shift_left<8>(high));
-      store_values<Value>(values + i * sizeof(Value), kWhole ? a : high, n);
-      if (P == 2 && !kWhole) store_values<Value>(values + at.plane_bytes + i, low, n);
-      sums[0] = iadd(sums[0], high);
-      sums[1] = iadd(sums[1], low);
-    }
-    for (int p = 0; p < P; p++) {
-      const int32_t sum = isum(sums[p]);
-      std::memcpy(out + ((size_t)p * w.groups() + g) * 4, &sum, 4);
-    }
-  }
-  const size_t used = kWhole ? ((size_t)w.k + 3) / 4 * 8 : w.k;
-  for (int p = 0; p < (kWhole ? 1 : P); p++) std::memset(values + p * at.plane_bytes + used, 0, at.plane_bytes - used);
-}
-
-// Calls work(kernels of w's format, number of planes as a constant).
-template <typename Work>
-AS_INLINE void with_format(const Packed& w, Work&& work) {
-  constexpr std::integral_constant<int, 1> one;
-  constexpr std::integral_constant<int, 2> two;
-  switch (w.format) {
-    case Format::int8:
-      return work(WideBytes(), two);
-    case Format::int4:
-      return work(WideNibbles(), two);
-    case Format::w8a8:
-      return work(Bytes(), one);
-    default:
-      return work(Nibbles(), one);
-  }
-}
-
-void quantize_row(const Packed& w, const float* x, char* out) {
-  const ConvertedLayout at = converted_layout(w);
-  const RowScale row = row_scale(x, w.inputs, w.planes == 1 ? 127.0f : 127.0f * 256 + 127);
-  std::memcpy(out + at.scale_at, &row.scale, 4);
-  if (row.inverse == 0) {
-    std::memset(out, 0, at.scale_at);
-    std::memset(out + at.values_at, 0, at.bytes - at.values_at);
-    return;
-  }
-  with_format(w,
-              [&](auto format, auto planes) { quantize_planes<decltype(format), planes>(w, at, x, row.inverse, out); });
-}
-
-#if defined(AS_ISA_AVX512_BF16)
-// Rounds a row to bfloat16: to nearest even, and denormals to zero as the products do. Pads with zeros to a whole unit.
-void round_to_pairs(const Packed& w, const float* x, char* out) {
-  for (int k = 0; k < w.k; k += 2 * W, out += 4 * W) {
-    const int n = std::min(2 * W, w.k - k);
-    const __mmask16 low = n >= W ? 0xffff : (__mmask16)((1 << n) - 1), high = n >= 2 * W ? 0xffff
-                                                                              : n > W ? (__mmask16)((1 << (n - W)) - 1)
-                                                                                      : 0;
-    const __m512bh rounded =
-        _mm512_cvtne2ps_pbh(_mm512_maskz_loadu_ps(high, x + k + W), _mm512_maskz_loadu_ps(low, x + k));
-    std::memcpy(out, &rounded, sizeof(rounded));
-  }
-}
-#endif
-
 }  // namespace
 
 void matmul_integer(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0,
                     int p1) {
   with_format(
       w, [&](auto format, auto planes) { matmul_format<decltype(format), planes>(w, a, bias, y, ldy, m, p0, p1); });
-}
-
-ConvertedLayout converted_layout(const Packed& w) {
-  int value_bytes = 1;
-  if (w.planes) with_format(w, [&](auto format, auto) { value_bytes = sizeof(typename decltype(format)::Value); });
-  ConvertedLayout at = converted_row_layout(w, value_bytes);
-#if defined(AS_ISA_AVX512_BF16)
-  // With an odd number of cache lines, a tile's rows do not map to the same set of the first-level cache.
-  if (w.pairs || w.planes) at.bytes = (at.bytes / 64 | 1) * 64;
-#endif
-  return at;
-}
-
-void convert_row(const Packed& w, const float* x, char* out) {
-  if (w.planes) return quantize_row(w, x, out);
-#if defined(AS_ISA_AVX512_BF16)
-  if (w.pairs) return round_to_pairs(w, x, out);
-#endif
 }
 
 }  // namespace AS_ISA
