@@ -209,14 +209,14 @@ def test_requests_that_do_not_end_stop_the_roll(tmp_path, systemd, capsys):
     write(tmp_path, [{"name": "a"}, {"name": "b"}])
     assert main(words(tmp_path, "apply")) == 0
     with ClientEngine(socket_of("a")) as client:
-        _, _, queue = client.start_request("m", {"input_ids": PROMPT}, {"max_new_tokens": 100})
+        _, _, queue = client.start_request("m", {"input_ids": PROMPT}, {"max_new_tokens": 60})
         queue.Get()
         assert main([*words(tmp_path, "restart")[:4], *words(tmp_path, "restart")[6:], "--config-dir",
                      str(tmp_path / "c"), "--rolling", "--limit", "0.2"]) == 1
         assert "member 'a' still has 1 requests after 0.2 s, and takes new ones again" in capsys.readouterr().err
         assert not any(call.startswith("restart") for call in systemd.calls)
         assert len(tokens(client.start_request("m", {"input_ids": PROMPT}, {"max_new_tokens": 3})[2])) == 3
-        assert len(tokens(queue)) >= 98
+        assert len(tokens(queue)) >= 58
 
 
 def test_what_an_operator_drained_stays_so_after_an_interrupted_roll(tmp_path, systemd, monkeypatch):
