@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 #: how long requests wait for a server that restarts, s
 RECONNECT_SECONDS = 20.0
-_RETRY_SECONDS = 0.5
+_RETRY_SECONDS, _CLOSE_SECONDS = 0.5, 1.0
 #: how long calls wait for the first attempt to connect, s
 _FIRST_SECONDS = 2.0
 #: how long a call may hold the event loop before others have their turn, s
@@ -77,7 +77,8 @@ class Pool:
         for task in (self._connecting, self._watching):
             if task is not None:
                 task.cancel()
-        await self._engine.close()
+        with contextlib.suppress(asyncio.TimeoutError):     # an attempt to connect takes seconds
+            await asyncio.wait_for(self._engine.close(), _CLOSE_SECONDS)
         self._executor.shutdown(wait=False)
 
     async def _connect(self) -> None:

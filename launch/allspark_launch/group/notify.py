@@ -10,6 +10,7 @@ from collections.abc import MutableMapping
 logger = logging.getLogger(__name__)
 
 STATUS_SECONDS = 1.0        # between two lines for `systemctl status`
+SEND_SECONDS = 1.0          # that a message may wait for room in systemd's queue
 
 
 class Notifier:
@@ -20,7 +21,8 @@ class Notifier:
     def __init__(self, path: str = "", watchdog: float = 0.0):
         self._address = "\0" + path[1:] if path.startswith("@") else path
         self._interval = watchdog / 3
-        self._next_sign = self._next_status = 0.0
+        self._next_sign = self._next_status = self._next_ready = 0.0
+        self._owed = ""             # a message that must arrive, and did not yet
         self._status = ""
 
     @classmethod
@@ -32,8 +34,8 @@ class Notifier:
         return cls(path, int(microseconds) / 1e6 if microseconds.isdigit() and for_us else 0.0)
 
     def ready(self) -> None:
-        """The service is ready, for the first time or after `reloading`."""
-        self._send("READY=1")
+        """The service is ready, for the first time or after `reloading`. `alive` repeats it until systemd has it."""
+        self._owed = "" if self._send("READY=1") else "READY=1"
 
     def reloading(self) -> None:
         """A reload has begun; `ready` ends it."""
@@ -41,6 +43,7 @@ class Notifier:
 
     def stopping(self) -> None:
         """The service begins to stop."""
+        self._owed = ""
         self._send("STOPPING=1")
 
     def status(self, text: str) -> None:
@@ -51,18 +54,23 @@ class Notifier:
             self._send("STATUS=" + text.replace("\n", " "))
 
     def alive(self) -> None:
-        """Notifies the watchdog, if that is due."""
+        """Notifies the watchdog, if that is due. To be called several times a second."""
         now = time.monotonic()
+        if self._owed and now >= self._next_ready:
+            self._next_ready = now + STATUS_SECONDS
+            self.ready()
         if self._interval and now >= self._next_sign:
             self._next_sign = now + self._interval
             self._send("WATCHDOG=1")
 
-    def _send(self, text: str) -> None:
+    def _send(self, text: str) -> bool:
         if not self._address:
-            return
+            return True
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as s:
-                s.settimeout(1.0)
+                s.settimeout(SEND_SECONDS)
                 s.sendto(text.encode(), self._address)
+                return True
         except OSError as error:        # a supervisor must not end because systemd does not read
             logger.warning("%r cannot be sent to systemd: %s", text.partition("\n")[0], error)
+            return False

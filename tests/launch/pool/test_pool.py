@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import contextlib
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from allspark_launch.cli import EXIT_CONFIG, main
+from allspark_launch.group import notify
 from allspark_launch.group.http_server import HttpOptions
 from allspark_launch.group.notify import Notifier
 from allspark_launch.machine.topology import read_topology
@@ -341,6 +343,35 @@ def test_an_unknown_member_is_reported(tmp_path, capsys):
 
 
 # --- what systemd is told ---
+
+
+def test_systemd_learns_that_a_service_is_ready_though_its_queue_was_full(tmp_path, monkeypatch):
+    monkeypatch.setattr(notify, "SEND_SECONDS", 0.01)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(str(tmp_path / "notify"))
+        listener.setblocking(False)
+        notifier = Notifier(str(tmp_path / "notify"))
+        with contextlib.ExitStack() as stack:
+            sent = 1
+            while sent:         # each sender is limited, too
+                other = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+                other.setblocking(False)
+                sent = 0
+                with contextlib.suppress(BlockingIOError):
+                    while True:
+                        other.sendto(b"STATUS=busy", str(tmp_path / "notify"))
+                        sent += 1
+        notifier.ready()
+        said = []
+        with pytest.raises(BlockingIOError):
+            while True:
+                said.append(listener.recv(100))
+        assert set(said) == {b"STATUS=busy"}
+        notifier.alive()
+        assert listener.recv(100) == b"READY=1"
+        notifier.alive()
+        with pytest.raises(BlockingIOError):
+            listener.recv(100)
 
 
 def test_systemd_is_notified(tmp_path):
