@@ -369,12 +369,14 @@ class BuildExt(build_ext):
 
     def write_compile_commands(self, jobs, include_dirs) -> None:
         """Writes build/compile_commands.json for clang-tidy and editors. Sources that are compiled for several
-        instruction sets are listed with the flags of the first.
+        instruction sets are listed with the flags of the lowest and of the highest one.
         """
-        first = dict(reversed(jobs))
+        commands: dict = {}
+        for source, command in jobs:
+            commands.setdefault(source, []).append(command)
         entries = [{"directory": str(ROOT), "file": str(source),
                     "arguments": [*command, *self.include_flags(include_dirs), "-c", str(source)]}
-                   for source, command in first.items()]
+                   for source, found in commands.items() for command in found[:1] + found[1:][-1:]]
         (ROOT / "build").mkdir(exist_ok=True)
         (ROOT / "build" / "compile_commands.json").write_text(json.dumps(entries, indent=1))
 
