@@ -130,9 +130,8 @@ __attribute__((noinline)) void multiply_rows(const Packed& w, const ConvertedLay
     const char* weights = head + head_bytes;
     const GroupScales scales{reinterpret_cast<const uint16_t*>(head),
                              direct ? nullptr : own_scales + g % kLoadedGroups * 2 * NR, w.half_scales};
-    auto line = [&](int r) __attribute__((always_inline)) {
-      return values + r / L * a.stride + r % L * at.plane_bytes;
-    };
+    auto line = [&](int r)
+                    __attribute__((always_inline)) { return values + r / L * a.stride + r % L * at.plane_bytes; };
 #if defined(AS_WORDS)
     if (P == 2 && length > kExactWords) {
       alignas(64) double wide[R * NR] = {};
@@ -219,9 +218,8 @@ void many_rows(const Packed& w, const ConvertedLayout& at, const Activations& a,
         for (int g = g0, k0 = first; k0 < end; g++, k0 += w.group, scales += scale_step, converted += converted_step) {
           const char* values = rows.first + at.values_at + k0 * sizeof(typename F::Value);
           F::template multiply<R>(
-              block + (k0 - first) * NR,
-              std::min(w.group, end - k0), [&](int r) __attribute__((always_inline)) { return values + r * a.stride; },
-              sums, P == 1 && !begins);
+              block + (k0 - first) * NR, std::min(w.group, end - k0),
+              [&](int r) __attribute__((always_inline)) { return values + r * a.stride; }, sums, P == 1 && !begins);
           if (P == 2 && cut)
             for (int i = 0; i < R * NV; i++) add_doubles(wide_sums + i * W, sums[i]);
           if (!ends) return;
