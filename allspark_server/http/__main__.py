@@ -18,7 +18,7 @@ from allspark_server import logs
 from allspark_server.access import Access, Role, pool_token
 from allspark_server.certificates import Certificates
 from allspark_server.options import WorkerOptions, add_arguments, options_of
-from allspark_server.runtime.binding import die_with_parent, raise_open_files
+from allspark_server.runtime.binding import die_with_parent, raise_open_files, return_large_memory
 
 from .app import Application
 from .bodies import BodyReader
@@ -38,7 +38,7 @@ BACKLOG = 2048
 #: file descriptors that are not used for connections
 _OTHER_FILES = 256
 _MOST_CONNECTIONS = 50_000
-_BODIES_ALL_TOGETHER = 256 << 20
+_BODIES_ALL_TOGETHER = 320 << 20
 
 
 def parser() -> argparse.ArgumentParser:
@@ -59,6 +59,7 @@ def main() -> None:
         die_with_parent(signal.SIGTERM)
         if os.getppid() != int(parent):     # the parent had ended before
             return
+    return_large_memory()
     a = parser().parse_args()
     logs.set_up("http", a.log_level, a.log_format)
     for name in ("uvicorn.error", "uvicorn.access"):    # they log errors that clients could cause at any rate

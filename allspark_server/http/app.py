@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from typing import Any
 
@@ -114,6 +115,8 @@ class Application:
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()     # lifespan.startup
+        gc.collect()
+        gc.freeze()     # collections skip what is loaded
         await self._worker.pool.open()
         watch = asyncio.create_task(self._worker.watch())
         await send({"type": "lifespan.startup.complete"})

@@ -16,9 +16,9 @@ CHUNK_SECONDS, WHOLE_SECONDS = 20.0, 300.0
 #: the most values in arrays, names in objects, and arrays and objects of a body. Parsing holds the event loop for about
 #: 0.1 µs a value, 0.3 µs a name and 3 µs an object
 MAX_VALUES, MAX_NAMES, MAX_CONTAINERS = 1 << 19, 1 << 16, 1 << 14
-#: the memory that a body takes until its request ends, in multiples of its length: if it is ASCII, and otherwise, when
-#: each character of a text may take 4 bytes
-_ASCII_COST, _WIDE_COST = 2, 6
+#: the memory that a body and what is made of it take, in multiples of its length: the body, its text, the message for
+#: the pool, and this as it is sent. Where not all of it is ASCII, each character of the text may take 4 bytes
+_ASCII_COST, _WIDE_COST = 5, 9
 #: the part of the memory for bodies that one client may take
 _CLIENT_PART = 0.75
 

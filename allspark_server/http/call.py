@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -243,7 +244,9 @@ class Endpoint:
             call.status = call.status or 499    # nginx' status for a client that has disconnected
         except Exception as error:
             await self._send_error(call, error)
+            _forget_frames(error)
         finally:
+            call.task = None
             worker.calls.discard(call)
             call.end(self.name)
 
@@ -287,6 +290,14 @@ class Endpoint:
                 await call.write(b"", False)
         except Exception as failure:    # the connection has failed
             logger.debug("an error could not be sent: %s", failure)
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Free what the frames of an error hold, such as the body: cycles would keep it until a garbage collection."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 async def reply_error(call: Call, error: ApiError, error_body: ErrorBody = ApiError.body) -> None:

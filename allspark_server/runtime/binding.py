@@ -17,6 +17,7 @@ pin_threads = True
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}.get(platform.machine())
 _MPOL_BIND = 2
 _PR_SET_PDEATHSIG = 1
+_M_MMAP_THRESHOLD = -3
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -63,6 +64,16 @@ def raise_open_files(wanted: int) -> int:
         return most
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     return most
+
+
+def return_large_memory() -> None:
+    """Make the C library give blocks of 1 MiB and more back to the system as soon as they are freed.
+
+    By default it keeps blocks of up to 32 MiB in arenas of its threads once one has been freed. Other C libraries than
+    glibc have no such setting.
+    """
+    if hasattr(_libc, "mallopt"):
+        _libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 def die_with_parent(signal_number: int) -> None:

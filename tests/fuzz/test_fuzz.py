@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import threading
+
+import httpx
+import psutil
 import pytest
 
 from fuzz.__main__ import BLOCK, Findings, run
-from fuzz.bodies import Bodies
+from fuzz.bodies import MODEL, RSS_LIMIT, Bodies, peak_mib
 from fuzz.targets import TARGETS
 
 BLOCKS = {
@@ -30,3 +36,32 @@ def test_hostile_inputs(kind, tmp_path, capfd, request):
     assert not findings.seen, capfd.readouterr()
     assert done == BLOCKS[kind.name] * BLOCK
     assert 0 < accepted < done  # the inputs are neither all invalid nor all valid
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["🙂" + "x" * (15 << 20), "x" * (15 << 20)], ids=["wide", "ascii"])
+def test_bursts_of_large_bodies(http_server, tmp_path, monkeypatch, text):
+    """Many large bodies at the same time: the worker stays small, and returns the memory."""
+    monkeypatch.setattr(Bodies, "group", http_server.group)
+    target = Bodies(tmp_path / "files")
+    statuses = []
+
+    def ask(path, body):
+        address = f"http://{target._host}:{target._port}{path}"
+        with contextlib.suppress(httpx.TransportError):     # refused while it was sent
+            headers = {"content-type": "application/json"}
+            statuses.append(httpx.post(address, content=body, headers=headers, timeout=120).status_code)
+
+    try:
+        for path in ("/v1/completions", "/tokenize"):
+            body = json.dumps({"model": MODEL, "prompt": text}, ensure_ascii=False).encode()
+            threads = [threading.Thread(target=ask, args=(path, body)) for _ in range(16)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert set(statuses) <= {400, 429, 503} and 400 in statuses
+        assert peak_mib(target.worker.pid) < RSS_LIMIT
+        assert psutil.Process(target.worker.pid).memory_info().rss < 300 << 20
+    finally:
+        target.finish()

@@ -1,10 +1,12 @@
-"""Answers that are written in pieces: the same JSON, and turns for other calls."""
+"""Answers that are written in pieces: the same JSON, and turns for other calls; and what refused calls leave."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +14,10 @@ import pytest
 from allspark_client.types import GeneratedElements
 from allspark_server.access import Client, Role
 from allspark_server.http import call
+from allspark_server.http.bodies import BodyReader
+from allspark_server.http.errors import ApiError
 from allspark_server.http.logprobs import CompletionLogprobs, logprobs_in_pieces
+from allspark_server.http.metrics import Metrics
 from allspark_server.http.pieces import joined, json_list, json_object
 
 
@@ -66,3 +71,35 @@ def test_turns():
     asyncio.run(run())
     assert (b"content-length", b"2") in sent[-2]["headers"] and sent[-1]["body"] == b"{}"
     assert b"".join(message.get("body", b"") for message in sent[:-2]) == b"x" * 100_000
+
+
+def test_refused_requests_leave_nothing():
+    """What the frames of an error hold is freed at once, not at a garbage collection."""
+    left = []
+
+    class Big:
+        pass
+
+    async def handler(called, _):
+        big = Big()
+        left.append(weakref.ref(big))
+        try:
+            raise ValueError("inner")
+        except ValueError as error:
+            raise ApiError(400, "no") from error
+
+    async def send(message):
+        sent.append(message)
+
+    async def receive():
+        await asyncio.sleep(10)
+
+    sent = []
+    worker = call.HttpWorker(None, None, BodyReader(1000, 1000), Metrics())
+    endpoint = call.Endpoint(worker, "test", handler, role=None)
+    gc.disable()
+    try:
+        asyncio.run(endpoint({"headers": []}, receive, send))
+        assert sent[0]["status"] == 400 and left[0]() is None
+    finally:
+        gc.enable()

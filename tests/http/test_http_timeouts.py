@@ -46,6 +46,7 @@ def test_slow_writers(monkeypatch):
 
 def test_bodies_all_together(monkeypatch):
     """The bodies of all requests together are bounded; their share is given back when they end."""
+    cheap(monkeypatch)
     reader = bodies.BodyReader(3000, 6000)
     monkeypatch.setattr(reader, "_most", 6000)
     held = asyncio.Event()
@@ -74,7 +75,14 @@ def test_bodies_all_together(monkeypatch):
     asyncio.run(run())
 
 
-def test_a_body_counts_until_its_request_ends():
+def cheap(monkeypatch):
+    """Smaller costs of bodies, which are easy to add up."""
+    monkeypatch.setattr(bodies, "_ASCII_COST", 2)
+    monkeypatch.setattr(bodies, "_WIDE_COST", 6)
+
+
+def test_a_body_counts_until_its_request_ends(monkeypatch):
+    cheap(monkeypatch)
     reader = bodies.BodyReader(1000, 12_000)
 
     async def text(body: bytes):
