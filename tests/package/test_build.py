@@ -72,6 +72,16 @@ def test_chips_are_those_of_the_machine(monkeypatch, tmp_path, wanted, gpus, chi
     assert found[0] == chips and why in found[1]
 
 
+def test_urls_are_those_of_the_release_s_repository(monkeypatch, tmp_path):
+    names = setup(monkeypatch, ALLSPARK_CUDA="0", GITHUB_REPOSITORY="a/b", GITHUB_SERVER_URL="https://c.example")
+    assert names["project_urls"]()["Source"] == "https://c.example/a/b"
+    monkeypatch.delenv("GITHUB_REPOSITORY")
+    assert names["project_urls"]() == {}
+    (tmp_path / "PKG-INFO").write_text("Name: x\nProject-URL: Source, https://c.example/a/b\n\nProject-URL\n")
+    set_global(names, ROOT=tmp_path, RELEASED=True)
+    assert names["project_urls"]() == {"Source": "https://c.example/a/b"}
+
+
 @pytest.mark.parametrize("wanted", ["7.5", "sm_90", "9.0;8.0", "90"])
 def test_wrong_chips_are_refused(monkeypatch, wanted):
     with pytest.raises(SystemExit, match=f"ALLSPARK_CUDA_CHIPS={wanted}: allowed are native, all, or"):

@@ -46,6 +46,26 @@ def wheel_of(tree: Path, folder: Path, **environment: str) -> Path:
     return wheel
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="the oldest NumPy is none of this Python's")
+def test_the_server_runs_with_the_oldest_versions_that_it_asks_for(tmp_path):
+    """Its Python files and this tree's native library, in an environment with the lowest versions of its ranges."""
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    required = [line for line in setup["requirements"]()["install_requires"] if "allspark" not in line]
+    setup["sibling"].__globals__["BUILT"] = "client"
+    required += setup["requirements"]()["install_requires"]
+    oldest = [f"{name}=={version}.*" for name, version in re.findall(r"^([\w-]+)>=([\d.]+)", "\n".join(required), re.M)
+              if name != "tomli"]
+    assert len(oldest) > 15
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    tests = ["tests/engine/test_engine.py", "tests/guided/test_guided.py", "tests/http/test_http_timeouts.py",
+             "tests/rpc/test_service.py", "tests/tokenizer/test_text.py"]
+    run(python, "-m", "pip", "install", "-q", "--only-binary", ":all:", *oldest, "pytest", "pytest-timeout", "httpx",
+        "jsonschema", "hypothesis")
+    run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'launch'}"})
+
+
 def test_removing_the_server_leaves_the_client(unpacked, tmp_path):
     """A clone has no index with the client: its server takes the tree's client. No file belongs to both."""
     (unpacked / "PKG-INFO").rename(tmp_path / "PKG-INFO")       # as in a clone
