@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -47,19 +47,24 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TORCH_SINGLE, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
-class Source(Protocol):
-    """Named tensors of a model."""
+class Source:
+    """Named tensors of a model. The defaults are those of files without quantized matrices and checksums."""
+
+    location: Path
 
     def names(self) -> Iterable[str]:
         """The names of all tensors, quantized matrices counted once."""
+        raise NotImplementedError
 
     def get(self, name: str) -> StoredTensor:
         """The tensor as a view. KeyError if there is none."""
+        raise NotImplementedError
 
     def form(self, name: str) -> WeightFormat | None:
         """The format of a quantized tensor that is an ordinary tensor in the graph; None if the tensor is not
         quantized.
         """
+        return None
 
     def quantized(self, name: str, form: WeightFormat, shape: tuple[int, int],
                   expert: int | None = None) -> QuantizedTensor:
@@ -67,18 +72,24 @@ class Source(Protocol):
 
         KeyError if there is none, AllSparkError if it has another shape or format.
         """
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                            f"{self.where()} is not an .asparam file, but the graph's weights are quantized")
 
     def verify(self, rank: int, world: int) -> None:
-        """Compares checksums if the format has any. The ranks of a group share the work."""
+        """Compares checksums if the format has any. The ranks of a group share the work. Of other formats, lengths were
+        compared when the files were opened.
+        """
 
     def where(self) -> str:
         """The name of the source in messages."""
+        return str(self.location)
 
     def checksum(self) -> str:
         """A digest of the checksums that verify() compares, and so of all tensors; "" if the format has none."""
+        return ""
 
 
-class SafetensorsSource:
+class SafetensorsSource(Source):
     """One or several safetensors files of a directory."""
 
     def __init__(self, location: Path, files: Mapping[str, SafetensorsFile]):
@@ -92,27 +103,6 @@ class SafetensorsSource:
     def get(self, name: str) -> StoredTensor:
         """See `Source.get`."""
         return self.files[name].get(name)
-
-    def form(self, name: str) -> None:
-        """See `Source.form`."""
-        return None
-
-    def quantized(self, name: str, form: WeightFormat, shape: tuple[int, int],
-                  expert: int | None = None) -> QuantizedTensor:
-        """See `Source.quantized`."""
-        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
-                            f"{self.where()} is not an .asparam file, but the graph's weights are quantized")
-
-    def verify(self, rank: int, world: int) -> None:
-        """Hugging Face checkpoints have no checksums; lengths were compared when the files were opened."""
-
-    def where(self) -> str:
-        """See `Source.where`."""
-        return str(self.location)
-
-    def checksum(self) -> str:
-        """See `Source.checksum`."""
-        return ""
 
 
 class ParamSource(SafetensorsSource):
@@ -202,7 +192,7 @@ class _UnitRows:
         return self[:].reshape(*shape)
 
 
-class Changed:
+class Changed(Source):
     """A view of another source: the base class of views that change one thing."""
 
     def __init__(self, source: Source):
@@ -325,8 +315,10 @@ class InterleavedExperts(Changed):
         return dataclasses.replace(tensor, name=name, shape=data.shape, data=data)
 
 
-class TorchSource:
-    """pytorch_model.bin files, read with torch's weights-only mode, which runs no code from the file."""
+class TorchSource(Source):
+    """pytorch_model.bin files, read with torch's weights-only mode, which runs no code from the file and checks its zip
+    container.
+    """
 
     def __init__(self, location: Path, files: list[Path]):
         try:
@@ -368,23 +360,6 @@ class TorchSource:
         if kind is not None:
             data = tensor.view(self.bits).numpy().view(np.uint16) if kind == "BF16" else tensor.numpy()
         return StoredTensor(name, kind or str(tensor.dtype), tuple(tensor.shape), data, path)
-
-    def form(self, name: str) -> None:
-        """See `Source.form`."""
-        return None
-
-    quantized = SafetensorsSource.quantized
-
-    def verify(self, rank: int, world: int) -> None:
-        """Does nothing: torch checks its zip container itself."""
-
-    def where(self) -> str:
-        """See `Source.where`."""
-        return str(self.location)
-
-    def checksum(self) -> str:
-        """See `Source.checksum`."""
-        return ""
 
 
 #: views of a checkpoint by the name that Architecture.stored_as has

@@ -13,6 +13,7 @@ import numpy as np
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.models.config import Fields, ModelConfig, RopeConfig, config_of
 from allspark_server.models.rotary import rotary_of
+from allspark_server.weights.checkpoint import Source
 from allspark_server.weights.common_form import converted
 from allspark_server.weights.formats import WeightFormat
 from allspark_server.weights.gguf.file import GgufFile, GgufTensor
@@ -198,11 +199,11 @@ def _as_written(value: float) -> float:
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
-class GgufSource:
+class GgufSource(Source):
     """A `Source` of a model's tensors, with the names of transformers' checkpoints."""
 
     def __init__(self, files: Sequence[GgufFile], config: ModelConfig):
-        self.path = files[0].path
+        self.location = files[0].path
         self.tensors = {name: file for file in files for name in file.names()}
         self.layers = config.num_layers
         interleaved = files[0].metadata.get("general.architecture") in _INTERLEAVED
@@ -284,14 +285,3 @@ class GgufSource:
 
         own = QuantizedTensor(tensor.name, tensor.file, rows, mapped=kind.rows is None and order is None)
         return converted(own, own_form, form, shape[1])
-
-    def verify(self, rank: int, world: int) -> None:
-        """Does nothing: GGUF has no checksums, and lengths were checked when the file was opened."""
-
-    def where(self) -> str:
-        """See `Source.where`."""
-        return str(self.path)
-
-    def checksum(self) -> str:
-        """See `Source.checksum`."""
-        return ""

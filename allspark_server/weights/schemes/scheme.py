@@ -10,7 +10,7 @@ import numpy as np
 
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.models.config import Fields
-from allspark_server.weights.checkpoint import Source
+from allspark_server.weights.checkpoint import Changed, Source
 from allspark_server.weights.common_form import converted
 from allspark_server.weights.formats import SCALE_TYPES, SMALLEST_GROUP, WeightFormat
 from allspark_server.weights.quantized import QuantizedTensor, checked_order
@@ -40,11 +40,12 @@ class Scheme(Protocol):
         """A module's matrix in the format that `form` returned. AllSparkError if a tensor has a wrong type or shape."""
 
 
-class QuantizedSource:
+class QuantizedSource(Changed):
     """The tensors of a quantized checkpoint; quantized modules have the names of the unquantized checkpoint."""
 
     def __init__(self, source: Source, scheme: Scheme):
-        self.source, self.scheme = source, scheme
+        super().__init__(source)
+        self.scheme = scheme
         self.modules = set(scheme.modules())
         # Cached: they are requested often, and some need a look at every scale.
         self._forms: dict[str, WeightFormat] = {}
@@ -54,10 +55,6 @@ class QuantizedSource:
         """See `Source.names`."""
         own = {name for module in self.modules for name in self.scheme.parts(module)}
         return (set(self.source.names()) - own) | {module + WEIGHT for module in self.modules}
-
-    def get(self, name: str) -> StoredTensor:
-        """See `Source.get`."""
-        return self.source.get(name)
 
     def form(self, name: str) -> WeightFormat | None:
         """See `Source.form`."""
@@ -79,18 +76,6 @@ class QuantizedSource:
             tensor = self.scheme.tensor(name.removesuffix(WEIGHT), own, shape)
             self._tensors[key] = converted(tensor, own, form, shape[1])
         return self._tensors[key]
-
-    def verify(self, rank: int, world: int) -> None:
-        """See `Source.verify`."""
-        self.source.verify(rank, world)
-
-    def where(self) -> str:
-        """See `Source.where`."""
-        return self.source.where()
-
-    def checksum(self) -> str:
-        """See `Source.checksum`."""
-        return self.source.checksum()
 
 
 # -- what schemes share ------------------------------------------------------------------------------------------------
