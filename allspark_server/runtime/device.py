@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from allspark_client.config import UNQUANTIZED, AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus, not_available
@@ -37,8 +37,8 @@ MOST_SAMPLING_THREADS = 16
 SHARED_GPUS = "ALLSPARK_TEST_SHARED_GPUS"
 
 
-class Device(Protocol):
-    """A device.
+class Device:
+    """A device. Numbers and formats default to those of CPUs.
 
     isa: the name of its kernels, for users. half: the type that float16 checkpoints are computed in. step_tokens:
     default number of rows in a step; most_rows: the largest number. cache_share: the part of the memory beside the
@@ -47,32 +47,40 @@ class Device(Protocol):
     """
 
     isa: str
-    half: str
-    step_tokens: int
-    most_rows: int
-    cache_share: float
-    largest_cache_share: float
-    host_memory: bool
+    half = "float32"
+    # Enough rows for GEMMs to be bound by arithmetic, few enough that a long prompt does not delay other requests'
+    # tokens.
+    step_tokens = 256
+    most_rows = 2**31 - 1
+    cache_share, largest_cache_share = 0.6, 0.9
+    host_memory = True
+    _library: Any  # the native library for the device
 
     def check(self, config: AsModelConfig, forms: set[WeightFormat], cache_dtype: str) -> None:
         """AllSparkError if the device does not support a format of a matrix (`forms`), the cache type or the config."""
+        raise NotImplementedError
 
     def available(self, world: int) -> int:
         """The bytes that this rank may use now."""
+        raise NotImplementedError
 
     def reserve(self, name: str, size: int) -> Reservation | None:
         """Announces to other processes that `size` bytes will be used soon; None if the device itself tells them."""
+        return None
 
     def executor(self, rank: int, world: int, shared_memory: Any) -> Any:
         """A native executor for a model. shared_memory: the ranks' shared memory, None for one rank."""
+        raise NotImplementedError
 
     def draft_executor(self, executor: Any) -> Any:
         """An executor for the draft model of `executor`."""
+        raise NotImplementedError
 
     def share(self, executor: Any, rows: int) -> str:
         """The address by which other ranks reach this rank's device in steps of up to `rows` rows; "" if they do not.
         Call it after the executor has its program; connect() and allocate() follow.
         """
+        return ""
 
     def connect(self, executor: Any, addresses: Sequence[str]) -> None:
         """Connects an executor to the devices of the other ranks. addresses: of share(), of every rank, in rank
@@ -86,46 +94,46 @@ class Device(Protocol):
         sizes: sequences, their maximum length, tokens of a span, spans. draft: the draft model's executor or None.
         adapters: the native library's arguments for LoRA adapters; {} for none.
         """
+        executor.allocate(rows, *sizes, cache_dtype, outputs, draft=draft, masks=masks, **adapters)
 
     def meter(self) -> RooflineMeter | GpuRooflineMeter:
         """A measurement of the device's peak rates."""
+        raise NotImplementedError
 
     def matrix_bytes(self, rows: int, part: ColumnSlice, experts: int) -> int:
         """Bytes of `experts` matrices with `rows` rows of these columns."""
+        return self._library.matrix_bytes(rows, part.inputs, experts=experts, **part.native())
 
     def span_bytes(self, span_size: int, head_dim: int, dtype: str) -> int:
         """Bytes of a span for one layer and KV head."""
+        return self._library.span_bytes(span_size, head_dim, dtype)
 
     def adapter_bytes(self, rank: int, inputs: int, columns: int, dtype: str) -> int:
         """Bytes of the two matrices of an adapter for one target."""
+        return self._library.adapter_bytes(rank, inputs, columns, dtype)
 
     def activation_bytes(self, model: RankModel, rows: int, outputs: int) -> int:
         """Bytes that steps of up to `rows` rows need, of which up to `outputs` have outputs."""
+        raise NotImplementedError
 
     def form_of(self, form: WeightFormat, experts: bool, firsts: Sequence[int]) -> WeightFormat:
         """The format on this device of a matrix that is stored in the format `form`. experts: it is a stack of experts.
         firsts: the columns at which ranks' slices begin.
         """
+        return form
 
     def unquantized_dtype(self, dtype: str) -> str:
         """The type of unquantized weights in a model with quantized ones. dtype: the type they would have otherwise."""
+        return dtype
 
 
-class Cpus:
-    """The CPUs of a rank."""
-
-    half = "float32"
-    # Enough rows for GEMMs to be bound by arithmetic, few enough that a long prompt does not delay other requests'
-    # tokens.
-    step_tokens = 256
-    most_rows = 2**31 - 1
-    cache_share, largest_cache_share = 0.6, 0.9
-    host_memory = True
+class Cpus(Device):
+    """The CPUs of a rank. They exchange through the ranks' shared memory alone."""
 
     def __init__(self, cpus: list[int], threads: int):
         """cpus: the CPUs to which threads are pinned, [] for none."""
-        self._cpus, self._threads, self._native = cpus, threads, native_library()
-        self.isa = self._native.isa()
+        self._cpus, self._threads, self._library = cpus, threads, native_library()
+        self.isa = self._library.isa()
 
     def check(self, config: AsModelConfig, forms: set[WeightFormat], cache_dtype: str) -> None:
         """See `Device.check`."""
@@ -134,14 +142,6 @@ class Cpus:
             if dtype in INSTEAD_ON_CPUS:
                 raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"{name}={dtype!r} is for GPUs (compute_unit="
                                     f"'CUDA:0'); on CPUs use {INSTEAD_ON_CPUS[dtype]}")
-
-    def form_of(self, form: WeightFormat, experts: bool, firsts: Sequence[int]) -> WeightFormat:
-        """See `Device.form_of`."""
-        return form
-
-    def unquantized_dtype(self, dtype: str) -> str:
-        """See `Device.unquantized_dtype`."""
-        return dtype
 
     def available(self, world: int) -> int:
         """See `Device.available`."""
@@ -153,24 +153,11 @@ class Cpus:
 
     def executor(self, rank: int, world: int, shared_memory: Any) -> Any:
         """See `Device.executor`."""
-        return self._native.Executor(rank, world, shared_memory, self._cpus, self._threads)
+        return self._library.Executor(rank, world, shared_memory, self._cpus, self._threads)
 
     def draft_executor(self, executor: Any) -> Any:
         """See `Device.draft_executor`."""
         return executor.beside()
-
-    def share(self, executor: Any, rows: int) -> str:
-        """See `Device.share`."""
-        return ""   # ranks exchange through their shared memory alone
-
-    def connect(self, executor: Any, addresses: Sequence[str]) -> None:
-        """See `Device.connect`."""
-        pass
-
-    def allocate(self, executor: Any, rows: int, sizes: tuple[int, int, int, int], cache_dtype: str, outputs: int,
-                 draft: Any, masks: int, adapters: dict[str, Any]) -> None:
-        """See `Device.allocate`."""
-        executor.allocate(rows, *sizes, cache_dtype, outputs, draft=draft, masks=masks, **adapters)
 
     def meter(self) -> RooflineMeter:
         """See `Device.meter`."""
@@ -178,19 +165,11 @@ class Cpus:
 
     def matrix_bytes(self, rows: int, part: ColumnSlice, experts: int) -> int:
         """See `Device.matrix_bytes`."""
-        return self._native.matrix_bytes(rows, part.inputs, experts=experts, gathered=part.gathered, **part.native())
-
-    def span_bytes(self, span_size: int, head_dim: int, dtype: str) -> int:
-        """See `Device.span_bytes`."""
-        return self._native.span_bytes(span_size, head_dim, dtype)
-
-    def adapter_bytes(self, rank: int, inputs: int, columns: int, dtype: str) -> int:
-        """See `Device.adapter_bytes`."""
-        return self._native.adapter_bytes(rank, inputs, columns, dtype)
+        return self._library.matrix_bytes(rows, part.inputs, experts=experts, gathered=part.gathered, **part.native())
 
     def activation_bytes(self, model: RankModel, rows: int, outputs: int) -> int:
         """See `Device.activation_bytes`."""
-        graph, native = model.graph, self._native
+        graph, native = model.graph, self._library
         attention = native.attention_bytes(self._threads, model.config.engine_max_length, graph.config.head_dim,
                                            model.cache_dtype)
         # Layers with different windows have work lists and partial results of their own.
@@ -211,7 +190,7 @@ class Cpus:
                 + lora)
 
 
-class Gpu:
+class Gpu(Device):
     """A rank's GPU."""
 
     half = "float16"
@@ -268,10 +247,6 @@ class Gpu:
         free, _ = self._library.memory_info(self._index)
         return max(0, free - GPU_RESERVE) // self._group.count(self._index)
 
-    def reserve(self, name: str, size: int) -> Reservation | None:
-        """See `Device.reserve`."""
-        return None  # the driver knows how much memory is used
-
     def executor(self, rank: int, world: int, shared_memory: Any) -> Any:
         """See `Device.executor`."""
         found, self._first = self._first, None
@@ -299,25 +274,13 @@ class Gpu:
     def allocate(self, executor: Any, rows: int, sizes: tuple[int, int, int, int], cache_dtype: str, outputs: int,
                  draft: Any, masks: int, adapters: dict[str, Any]) -> None:
         """See `Device.allocate`."""
-        executor.allocate(rows, *sizes, cache_dtype, outputs, masks, draft=draft, **adapters)
+        super().allocate(executor, rows, sizes, cache_dtype, outputs, draft, masks, adapters)
         for row in executor.kernels():
             logger.debug("kernel of %(op)s, %(shape)s, rows %(first)s to %(last)s: %(kernel)s", row)
 
     def meter(self) -> GpuRooflineMeter:
         """See `Device.meter`."""
         return GpuRooflineMeter(self._index)
-
-    def matrix_bytes(self, rows: int, part: ColumnSlice, experts: int) -> int:
-        """See `Device.matrix_bytes`."""
-        return self._library.matrix_bytes(rows, part.inputs, experts=experts, **part.native())
-
-    def span_bytes(self, span_size: int, head_dim: int, dtype: str) -> int:
-        """See `Device.span_bytes`."""
-        return self._library.span_bytes(span_size, head_dim, dtype)
-
-    def adapter_bytes(self, rank: int, inputs: int, columns: int, dtype: str) -> int:
-        """See `Device.adapter_bytes`."""
-        return self._library.adapter_bytes(rank, inputs, columns, dtype)
 
     def activation_bytes(self, model: RankModel, rows: int, outputs: int) -> int:
         """See `Device.activation_bytes`."""
