@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from allspark_client.types import TlsConfig
 
     from .rpc.service import Service
-    from .runtime.group import LocalGroup, SharedMemoryGroup
+    from .runtime.group import Group
 
 logger = logging.getLogger("allspark_server")
 
@@ -130,9 +130,9 @@ class Rank:
             raise ValueError(f"--cpus names {outside}, but this rank may only run on {sorted(os.sched_getaffinity(0))}")
         self._handle_signals()
         if self.expected == 1:
-            from .runtime.group import LocalGroup
+            from .runtime.group import Group
             logger.info("one rank on CPUs %s", a.cpus or "any")
-            self.lead(LocalGroup(self.cpus, self.fail))
+            self.lead(Group(self.cpus, self.fail))
             return
         from . import _native
         from .runtime.group import SharedMemoryGroup
@@ -182,7 +182,7 @@ class Rank:
             for number in wanted:
                 signal.signal(number, signal.SIG_IGN)
 
-    def lead(self, group: LocalGroup | SharedMemoryGroup) -> None:
+    def lead(self, group: Group) -> None:
         """Rank 0: runs engine and service until a signal."""
         from .engine.engine import Engine
         from .rpc.service import Service

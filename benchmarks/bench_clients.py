@@ -306,9 +306,9 @@ class Alone:
 def engine_alone(options: argparse.Namespace) -> None:
     """Executes its input line by line: "first", "rate SECONDS WARM"."""
     from allspark_server.engine.engine import Engine
-    from allspark_server.runtime.group import LocalGroup
+    from allspark_server.runtime.group import Group
     # pinned as the group's rank
-    with Engine(group=LocalGroup(sorted(os.sched_getaffinity(0))[:options.cpus])) as engine:
+    with Engine(group=Group(sorted(os.sched_getaffinity(0))[:options.cpus])) as engine:
         engine.install_model(AsModelConfig.from_dict(fields(options)).validate())
         engine.start_model("m")
         alone = Alone(engine)

@@ -26,7 +26,7 @@ from allspark_client.request import RequestSpec
 from allspark_client.types import AsEngineStat, AsFileInfo, Detokenized, GenerateRequestStatus, ModelInfo, ModelState
 from allspark_client.version import __version__
 
-from ..runtime.group import Group, LocalGroup
+from ..runtime.group import Group
 from ..scheduler import Sequence
 from ..weights.hub import with_local_paths
 from .adapters import check_lora
@@ -56,7 +56,7 @@ class Engine(AbstractEngine):
         engine that replaces this one can `restore` them.
         """
         check_environment()
-        self._group: Group = LocalGroup() if group is None else group
+        self._group: Group = Group() if group is None else group
         self._models: dict[str, ServedModel] = {}
         self._record = ModelRecord(state_file, self._models)
         self._requests: dict[int, tuple[ServedModel, Request]] = {}  # guarded by the thread's lock

@@ -1,6 +1,6 @@
 """Groups: the processes that compute a step together, as the engine on rank 0 sees them.
 
-`LocalGroup` is this process alone. `SharedMemoryGroup` is rank 0 of several processes: it publishes every call in
+`Group` is this process alone. `SharedMemoryGroup` is rank 0 of several processes: it publishes every call in
 shared memory, does its own part, and gathers the other ranks' answers. `RankModels` in rank_models.py executes a call
 on each rank; worker.py has the loop of the ranks other than 0.
 """
@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
@@ -30,90 +30,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Group(Protocol):
-    """Rank 0's view of a group. All calls come from the engine's thread.
+class Group:
+    """Rank 0's view of a group, here of one process without MPI. All calls come from the engine's thread.
 
     `collect` waits for a step. Other calls wait at most for the steps that were submitted before.
-    """
 
-    size: int
-
-    @property
-    def depth(self) -> int:
-        """The most steps that should be submitted and not collected.
-
-        It is 1 if the compute threads occupy all CPUs: the engine's thread and the output stage would then take CPU
-        time from them.
-        """
-
-    def start_load(self, config: AsModelConfig) -> None:
-        """Start to load a model on every rank while other models' steps run. One load at a time."""
-
-    def poll_load(self) -> ModelInfo | None:
-        """The loaded model; None while loading.
-
-        Raises a rank's exception (naming the rank). The caller then unloads the model, and the group continues without
-        it.
-        """
-
-    def masks(self, name: str) -> Any:
-        """Rank 0's native Masks of a loaded model; None if it has none. `DEPTH` steps use its rows in turn."""
-
-    def submit(self, name: str, plan: bytes) -> None:
-        """Queue a step plan. At most `depth` steps, of all models, may be submitted and not collected."""
-
-    def collect(self) -> Any:
-        """Rank 0's StepResult of the oldest submitted step.
-
-        Raises the step's exception. ValueError means that every rank rejected the plan and computed nothing.
-        """
-
-    def held_spans(self) -> dict[bytes, int]:
-        """Spans by key that the host cache of the last loaded model kept from an earlier process."""
-
-    def unload(self, name: str) -> None:
-        """Start to free a model on every rank. If it is still loading, the load is cancelled."""
-
-    def start_load_adapter(self, name: str, index: int, directory: str) -> None:
-        """Start to load a model's LoRA adapter on every rank while steps run.
-
-        Only one load, of a model or an adapter, runs at a time. No step may name the index before the adapter is
-        loaded.
-        """
-
-    def poll_load_adapter(self) -> str | None:
-        """The loaded adapter's digest; None while loading. Raises a rank's exception; the caller then unloads it."""
-
-    def unload_adapter(self, name: str, index: int) -> None:
-        """Free an adapter on every rank after the submitted steps. Does nothing if there is none of this index."""
-
-    def start_move_memory(self, name: str, loaded: bool) -> None:
-        """Start to release a model's device memory on every rank (loaded=False), or to allocate and fill it again.
-
-        It counts as a load, of which one runs at a time. No step of the model may be submitted before it is loaded.
-        """
-
-    def poll_move_memory(self) -> bool:
-        """Whether the move is finished. Raises a rank's exception."""
-
-    def measure_roofline(self, name: str) -> bool:
-        """Measure the roofline that profile() compares with, for a few milliseconds; returns whether it is complete."""
-
-    def profile(self, name: str) -> Profile:
-        """The cost of each op on rank 0; see runtime/profile.py."""
-
-    def fail(self, message: str) -> None:
-        """Report that the group has failed. A supervisor then ends this process; without one, the call returns."""
-
-    def close(self) -> None:
-        """Free every model and end the other ranks. Idempotent."""
-
-
-class LocalGroup:
-    """The group of one process, without MPI. cpus: CPUs to which compute threads are pinned; None: they are not pinned.
-
-    on_failure(message): called when a step has failed, because the cache may then differ from the scheduler's view. It
-    ends the process, which a supervisor restarts. Without it the engine continues without the model.
+    cpus: CPUs to which compute threads are pinned; None: they are not pinned. on_failure(message): called when a step
+    has failed, because the cache may then differ from the scheduler's view. It ends the process, which a supervisor
+    restarts. Without it the engine continues without the model.
     """
 
     size = 1
@@ -133,18 +57,25 @@ class LocalGroup:
 
     @property
     def depth(self) -> int:
-        """See `Group.depth`."""
+        """The most steps that should be submitted and not collected.
+
+        It is 1 if the compute threads occupy all CPUs: the engine's thread and the output stage would then take CPU
+        time from them.
+        """
         threads = max((runner.threads for runner in list(self.models.runners.values())), default=1)
         return DEPTH if threads < self._processors else 1
 
     def start_load(self, config: AsModelConfig) -> None:
-        """See `Group.start_load`."""
+        """Start to load a model on every rank while other models' steps run. One load at a time."""
         self._config, self._allocating = config, False
-        self._publish(Command.LOAD, json.dumps(config.to_dict()).encode())
-        self.models.start_load(config)
+        self._call("start_load", config=config.to_dict())
 
     def poll_load(self) -> ModelInfo | None:
-        """See `Group.poll_load`."""
+        """The loaded model; None while loading.
+
+        Raises a rank's exception (naming the rank). The caller then unloads the model, and the group continues without
+        it.
+        """
         answers = self._poll_answers()
         if answers is None:
             return None
@@ -156,10 +87,8 @@ class LocalGroup:
         self._compare_hosts(answers)
         name, spans = self._config.model_name, min(answer.value for answer in answers)
         host_spans, digests = min(answer.host_spans for answer in answers), [answer.digest for answer in answers]
-        request: dict[str, Any] = {"name": name, "num_spans": spans, "host_spans": host_spans, "digests": digests,
-                   "addresses": [answer.address for answer in answers]}
-        self._publish(Command.ALLOCATE, json.dumps(request).encode())
-        self.models.start_allocate(**request)
+        self._call("start_allocate", name=name, num_spans=spans, host_spans=host_spans, digests=digests,
+                   addresses=[answer.address for answer in answers])
         self._allocating = True
         return None
 
@@ -188,20 +117,23 @@ class LocalGroup:
         return replace(info, model_hash=both.hexdigest())
 
     def masks(self, name: str) -> Any:
-        """See `Group.masks`."""
+        """Rank 0's native Masks of a loaded model; None if it has none. `DEPTH` steps use its rows in turn."""
         return self.models.runners[name].masks
 
     def held_spans(self) -> dict[bytes, int]:
-        """See `Group.held_spans`."""
+        """Spans by key that the host cache of the last loaded model kept from an earlier process."""
         return self._held
 
     def submit(self, name: str, plan: bytes) -> None:
-        """See `Group.submit`."""
+        """Queue a step plan. At most `depth` steps, of all models, may be submitted and not collected."""
         self._steps.submit(self.models.runners[name], name, plan, in_background=self.depth > 1)
         self._submitted.append((name, time.monotonic()))
 
     def collect(self) -> Any:
-        """See `Group.collect`."""
+        """Rank 0's StepResult of the oldest submitted step.
+
+        Raises the step's exception. ValueError means that every rank rejected the plan and computed nothing.
+        """
         name, submitted = self._submitted.popleft() if self._submitted else ("", 0.0)
         try:
             result = self._steps.collect()
@@ -215,18 +147,19 @@ class LocalGroup:
         return result
 
     def unload(self, name: str) -> None:
-        """See `Group.unload`."""
-        self._publish(Command.UNLOAD, name.encode())
-        self.models.unload(name)
+        """Start to free a model on every rank. If it is still loading, the load is cancelled."""
+        self._call("unload", name=name)
 
     def start_load_adapter(self, name: str, index: int, directory: str) -> None:
-        """See `Group.start_load_adapter`."""
-        request: dict[str, Any] = {"name": name, "index": index, "directory": directory}
-        self._publish(Command.LOAD_ADAPTER, json.dumps(request).encode())
-        self.models.start_load_adapter(**request)
+        """Start to load a model's LoRA adapter on every rank while steps run.
+
+        Only one load, of a model or an adapter, runs at a time. No step may name the index before the adapter is
+        loaded.
+        """
+        self._call("start_load_adapter", name=name, index=index, directory=directory)
 
     def poll_load_adapter(self) -> str | None:
-        """See `Group.poll_load_adapter`."""
+        """The loaded adapter's digest; None while loading. Raises a rank's exception; the caller then unloads it."""
         answers = self._poll_answers()
         if answers is None:
             return None
@@ -236,42 +169,47 @@ class LocalGroup:
         return answers[0].digest
 
     def unload_adapter(self, name: str, index: int) -> None:
-        """See `Group.unload_adapter`."""
-        self._publish(Command.UNLOAD_ADAPTER, json.dumps({"name": name, "index": index}).encode())
-        self.models.unload_adapter(name, index)
+        """Free an adapter on every rank after the submitted steps. Does nothing if there is none of this index."""
+        self._call("unload_adapter", name=name, index=index)
 
     def start_move_memory(self, name: str, loaded: bool) -> None:
-        """See `Group.start_move_memory`."""
-        request: dict[str, Any] = {"name": name, "loaded": loaded}
-        self._publish(Command.MOVE_MEMORY, json.dumps(request).encode())
-        self.models.start_move_memory(**request)
+        """Start to release a model's device memory on every rank (loaded=False), or to allocate and fill it again.
+
+        It counts as a load, of which one runs at a time. No step of the model may be submitted before it is loaded.
+        """
+        self._call("start_move_memory", name=name, loaded=loaded)
 
     def poll_move_memory(self) -> bool:
-        """See `Group.poll_move_memory`."""
+        """Whether the move is finished. Raises a rank's exception."""
         return self._poll_answers() is not None
 
     def measure_roofline(self, name: str) -> bool:
-        """See `Group.measure_roofline`."""
+        """Measure the roofline that profile() compares with, for a few milliseconds; returns whether it is complete."""
         self._steps.drain()
         return self.models.runners[name].measure_roofline()
 
     def profile(self, name: str) -> Profile:
-        """See `Group.profile`."""
+        """The cost of each op on rank 0; see runtime/profile.py."""
         self._steps.drain()
         return self.models.runners[name].profile()
 
     def fail(self, message: str) -> None:
-        """See `Group.fail`."""
+        """Report that the group has failed. A supervisor then ends this process; without one, the call returns."""
         if self._on_failure is not None:
             self._on_failure(message)
 
     def close(self) -> None:
-        """See `Group.close`."""
+        """Free every model and end the other ranks. Idempotent."""
         self._steps.drain()
         self.models.close()
 
-    def _publish(self, command: Command, payload: bytes) -> None:
-        """Send a command other than STEP to the other ranks, after the submitted steps."""
+    def _call(self, method: str, **arguments: Any) -> None:
+        """Calls a method of every rank's RankModels after the submitted steps."""
+        self._publish(Command.CALL, json.dumps([method, arguments]).encode(), method)
+        getattr(self.models, method)(**arguments)
+
+    def _publish(self, command: Command, payload: bytes = b"", what: str = "") -> None:
+        """Send a command other than STEP to the other ranks, after the submitted steps. `what`: its name in errors."""
         self._steps.drain()
 
     def _gather(self, own: Answer) -> list[Answer]:
@@ -279,7 +217,7 @@ class LocalGroup:
         return [own]
 
 
-class SharedMemoryGroup(LocalGroup):
+class SharedMemoryGroup(Group):
     """Rank 0 of a group whose ranks share a native.SharedMemory, on one host or on several.
 
     on_failure(message): also called when another rank has failed. It ends the process, as the group cannot continue.
@@ -312,19 +250,19 @@ class SharedMemoryGroup(LocalGroup):
         if self._closed:
             return
         self._closed = True
-        self._publish(Command.CLOSE, b"")
+        self._publish(Command.CLOSE)
         super().close()
 
-    def _publish(self, command: Command, payload: bytes) -> None:
-        super()._publish(command, payload)
+    def _publish(self, command: Command, payload: bytes = b"", what: str = "") -> None:
+        super()._publish(command, payload, what)
         try:
             self._shared_memory.publish(int(command), payload)
         except RuntimeError as error:
-            self.fail(f"rank 0: {command.name.lower()}: {error}")
+            self.fail(f"rank 0: {what or command.name.lower()}: {error}")
             raise
 
     def _gather(self, own: Answer) -> list[Answer]:
-        self._publish(Command.POLL, b"")
+        self._publish(Command.POLL)
         try:
             return [Answer.decode(a) for a in self._shared_memory.gather(own.encode())]
         except RuntimeError as error:

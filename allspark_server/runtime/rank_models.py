@@ -33,15 +33,10 @@ CLOSE_SECONDS = 5.0     # that close() waits for a load; less than a supervisor 
 class Command(IntEnum):
     """Kinds of messages that rank 0 publishes."""
 
-    LOAD = 1        # JSON of the AsModelConfig
-    ALLOCATE = 2    # JSON {"name", "num_spans", "host_spans", "digests", "addresses"}
-    POLL = 3        # each rank replies with its Answer to the last command that loads or allocates
-    STEP = 4        # uint16 length of the name, name, plan
-    UNLOAD = 5      # name
-    CLOSE = 6
-    LOAD_ADAPTER = 7    # JSON {"name", "index", "directory"}; answered by POLL
-    UNLOAD_ADAPTER = 8  # JSON {"name", "index"}
-    MOVE_MEMORY = 9     # JSON {"name", "loaded"}; answered by POLL
+    CALL = 1        # JSON [method of RankModels, its arguments by name]
+    POLL = 2        # each rank replies with its Answer to the last call that loads or allocates
+    STEP = 3        # uint16 length of the name, name, plan
+    CLOSE = 4
 
 
 def pack_step(name: str, plan: bytes) -> bytes:
@@ -148,11 +143,15 @@ class RankModels:
         self.served = False         # whether a step was computed; on_served() is called after the first
         self.on_served: Callable[[], None] = lambda: None
 
-    def start_load(self, config: AsModelConfig) -> None:
-        """First phase of a load: weights. The answer has the number of spans that fit on this rank."""
-        self._loading, self._cancelled = config.model_name, threading.Event()
+    def start_load(self, config: dict[str, Any]) -> None:
+        """First phase of a load: weights. The answer has the number of spans that fit on this rank.
+
+        config: the fields of an AsModelConfig.
+        """
+        model = AsModelConfig.from_dict(config)
+        self._loading, self._cancelled = model.model_name, threading.Event()
         cancelled = self._cancelled
-        self._phase = self._in_background(lambda: self._load(config, cancelled))
+        self._phase = self._in_background(lambda: self._load(model, cancelled))
 
     def start_allocate(self, name: str, num_spans: int, host_spans: int, digests: list[str],
                        addresses: list[str]) -> None:

@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from allspark_client.config import AsModelConfig
-
 from .rank_models import Command, RankModels, unpack_step
 
 logger = logging.getLogger(__name__)
@@ -47,21 +45,11 @@ def serve(models: RankModels) -> None:
             except Exception as error:
                 shared_memory.abort(f"rank {models.rank}: {error}")
                 raise RuntimeError(f"rank {models.rank}: step of {name!r}: {error}") from error
-        elif kind == Command.LOAD:
-            models.start_load(AsModelConfig.from_dict(json.loads(payload)))
-        elif kind == Command.ALLOCATE:
-            request = json.loads(payload)
-            models.start_allocate(**request)
+        elif kind == Command.CALL:
+            method, arguments = json.loads(payload)
+            getattr(models, method)(**arguments)
         elif kind == Command.POLL:
             shared_memory.gather(models.answer().encode())
-        elif kind == Command.UNLOAD:
-            models.unload(payload.decode())
-        elif kind == Command.LOAD_ADAPTER:
-            models.start_load_adapter(**json.loads(payload))
-        elif kind == Command.UNLOAD_ADAPTER:
-            models.unload_adapter(**json.loads(payload))
-        elif kind == Command.MOVE_MEMORY:
-            models.start_move_memory(**json.loads(payload))
         elif kind == Command.CLOSE:
             models.close()
             return

@@ -170,10 +170,10 @@ def test_the_first_step_is_announced(monkeypatch):
     """The supervisor counts incarnations that served nothing."""
     from allspark_server import _native
     from allspark_server.runtime import runner
-    from allspark_server.runtime.group import LocalGroup
+    from allspark_server.runtime.group import Group
     monkeypatch.setattr(runner, "ModelRunner", FakeRunner)
     monkeypatch.setattr(_native, "Stepper", FakeStepper)
-    group, told = LocalGroup(), []
+    group, told = Group(), []
     group.models.on_served = lambda: told.append("served")
     load(group, "step0")
     with pytest.raises(MemoryError):
@@ -188,10 +188,10 @@ def test_the_first_step_is_announced(monkeypatch):
 def test_local_group(monkeypatch):
     from allspark_server import _native
     from allspark_server.runtime import runner
-    from allspark_server.runtime.group import LocalGroup
+    from allspark_server.runtime.group import Group
     monkeypatch.setattr(runner, "ModelRunner", FakeRunner)
     monkeypatch.setattr(_native, "Stepper", FakeStepper)
-    group = LocalGroup()
+    group = Group()
     with pytest.raises(AllSparkError, match="ALLSPARK_MEMORY_ERROR: no memory"):
         load(group, "load0")
     assert load(group, "m").num_spans == 100
@@ -201,11 +201,11 @@ def test_local_group(monkeypatch):
 def test_a_load_that_hangs_does_not_keep_the_group_from_closing(monkeypatch, caplog):
     from allspark_server import _native
     from allspark_server.runtime import rank_models, runner
-    from allspark_server.runtime.group import LocalGroup
+    from allspark_server.runtime.group import Group
     monkeypatch.setattr(runner, "ModelRunner", FakeRunner)
     monkeypatch.setattr(_native, "Stepper", FakeStepper)
     monkeypatch.setattr(rank_models, "CLOSE_SECONDS", 0.1)
-    group = LocalGroup()
+    group = Group()
     load(group, "m")
     group.start_load(AsModelConfig(model_name="hangs", model_path="x"))
     closing = threading.Thread(target=group.close, daemon=True)
