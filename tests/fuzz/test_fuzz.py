@@ -39,6 +39,16 @@ def test_hostile_inputs(kind, tmp_path, capfd, request):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_many_bodies(http_server, tmp_path, capfd):
+    """More of the inputs that `python -m fuzz` leaves out under a sanitizer."""
+    findings = Findings(tmp_path)
+    kind = type("Bodies", (Bodies,), {"group": http_server.group})
+    run(kind, 2027, range(20), tmp_path, findings, max_rss=float("inf"))
+    assert not findings.seen, capfd.readouterr()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["🙂" + "x" * (15 << 20), "x" * (15 << 20)], ids=["wide", "ascii"])
 def test_bursts_of_large_bodies(http_server, tmp_path, monkeypatch, text):
     """Many large bodies at the same time: the worker stays small, and returns the memory."""
