@@ -38,7 +38,7 @@ __global__ void fill_floats(float* x, size_t count) {
   const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
   if (i < count) x[i] = normal(i);
 }
-// Of a head of a span all values, or codes and scales.
+// Of a head of a span all values, or quantized values and scales.
 __global__ void fill_cache(LayerCache cache, size_t words) {
   const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
   if (i >= words) return;

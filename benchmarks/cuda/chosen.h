@@ -12,7 +12,7 @@ inline Chip chip_of(const Queue& queue) {
   int device = 0, sms = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-  return {queue.capability, sms, most_shared(), sms / 2};
+  return {queue.capability, sms, max_shared(), sms / 2};
 }
 
 inline AttentionChoice choice_of(const Attention& a, const Queue& queue) {

@@ -38,7 +38,7 @@ __device__ float noise(uint64_t i) {  // about normal
   i = (i + 1) * 0x9E3779B97F4A7C15ull, i ^= i >> 29, i *= 0xBF58476D1CE4E5B9ull, i ^= i >> 32;
   return ((int)(i & 0xffff) + (int)(i >> 16 & 0xffff) + (int)(i >> 32 & 0xffff) + (int)(i >> 48) - 131070) * 2.6e-5f;
 }
-// A matrix of codes; what is padding of columns has any.
+// A matrix of quantized values; padding columns have any values.
 __global__ void fill(Quants quants, size_t rows, int columns, uint64_t seed) {
   const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
   if (i >= rows * columns / 2) return;

@@ -65,7 +65,7 @@ __device__ inline uint64_t row_descriptor(uint32_t address) {
 template <class Part, int kThreads, int kKept_>
 class NormedRow {
  public:
-  static constexpr int kWarps = kThreads / 32, kKept = kKept_, kMaxColumns = kThreads * kKept * Part::kColumns;
+  static constexpr int kWarps = kThreads / 32, kKept = kKept_;
   struct Shared {
     float squares[kWarps * kKept];
   };

@@ -1,10 +1,10 @@
 // GEMM of quantized weights and 16-bit activations at Qwen2.5-7B's shapes: microseconds, the fraction of the time that
 // reading quantized values and scales takes, and bits against GEMM of the same values in bfloat16. norm: a kernel norms
 // the row first; norms: the GEMM kernel norms it.
-//   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/codes.cu
-//        native/cuda/kernel_choice.cpp -o codes
+//   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/quantized.cu
+//        native/cuda/kernel_choice.cpp -o quantized
 //        native/cuda/kernels/{gemm/{gemm_{quantized*,dtype16,split_k,stream_k,prefill,f32},gemv*},norm/rows}.cu
-//   codes [check] [by=stream|mma] [norm|norms] [rows=1,8,16,32] [forms=4:64,4:128,4:0,8:64]
+//   quantized [check] [by=stream|mma] [norm|norms] [rows=1,8,16,32] [forms=4:64,4:128,4:0,8:64]
 //   [shapes=qkv,o,gate_up,down,head]
 #include <cstdio>
 #include <cstdlib>
