@@ -314,8 +314,7 @@ def test_the_command(http_server, tmp_path):
     """
     certificate = make_certificate(tmp_path)
     ready, keys, config = tmp_path / "ready", token_file(tmp_path), tmp_path / "http.json"
-    options = {"address": "127.0.0.1:0", "pool": [http_server.group], "workers": 2, "drain_limit": 60,
-               "drain_delay": 3}
+    options = {"address": "127.0.0.1:0", "pool": [http_server.group], "workers": 2, "drain_limit": 60}
     config.write_text(json.dumps(options))
     words = [sys.executable, "-m", "allspark_launch", "http", "--config", str(config)]
     refused = subprocess.run(words, capture_output=True, text=True, timeout=60)
@@ -351,8 +350,6 @@ def test_the_command(http_server, tmp_path):
                 process.terminate()
                 assert systemd.recv(100).startswith(b"RELOADING=1") and systemd.recv(100) == b"READY=1"
                 assert systemd.recv(100) == b"STOPPING=1"
-                trusted = ssl.create_default_context(cafile=certificate["cert"])
-                wait_for(lambda: "server is draining" in httpx.get(f"https://{address}/health", verify=trusted).text, 3)
                 wait_for(lambda: not connects(address), 30)
                 assert process.poll() is None and list(lines)[-2:] == ["data: [DONE]", ""]
         log = process.communicate(timeout=20)[1]
@@ -375,21 +372,32 @@ def connects(address: str) -> bool:
 
 def test_an_http_server_survives_what_its_watcher_meets(tmp_path, monkeypatch):
     """A fork that fails, and an error that nobody expected."""
-    start = http_server_module._Worker.start
     failures = [BlockingIOError(11, "no process is left"), ValueError("a defect")]
 
-    def failing(*arguments):
+    def start(worker, *_):
         if failures:
             raise failures.pop(0)
-        start(*arguments)
+        worker.process, (worker.alive, unused) = subprocess.Popen(["sleep", "60"]), os.pipe2(os.O_NONBLOCK)
+        worker.heard = time.monotonic()
+        os.close(unused)
 
-    monkeypatch.setattr(http_server_module._Worker, "start", failing)
+    monkeypatch.setattr(http_server_module._Worker, "start", start)
     options = HttpOptions(address="127.0.0.1:0", pool=[f"unix:{tmp_path}/none"], insecure=True)
     with http_server_module.http_server(options) as server:
-        wait_for(lambda: server.serves, 30)
+        wait_for(lambda: server.pids, 30)
         assert server.watched and not failures
+
+
+@pytest.mark.slow
+def test_a_stop_is_announced(tmp_path):
+    options = HttpOptions(address="127.0.0.1:0", pool=[f"unix:{tmp_path}/none"], insecure=True, drain_delay=5)
+    with http_server_module.http_server(options) as server:
+        wait_for(lambda: server.serves, 30)
         with httpx.Client(base_url=f"http://{server.address}", timeout=30) as client:
-            assert client.get("/health").status_code == 503
+            assert "draining" not in client.get("/health").text
+            server.drain()
+            wait_for(lambda: "the server is draining" in client.get("/health").text, 5)
+        wait_for(lambda: not connects(server.address), 30)
 
 
 @pytest.mark.slow

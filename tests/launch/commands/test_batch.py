@@ -99,6 +99,7 @@ def test_a_full_queue_is_waited_out(group, tmp_path):
     assert time.monotonic() - start < 60
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_batch_which_then_goes_on(group, tmp_path, capsys):
     (tmp_path / "in").write_text("".join(line(f"r{i}") for i in range(20)))
     words = [sys.executable, "-m", "allspark_launch", "batch", "--address", group, "--concurrency", "4"]

@@ -215,6 +215,7 @@ a.LEASE_SECONDS = 1.0
 sys.exit(a.main())"""
 
 
+@pytest.mark.slow
 def test_an_agent_reports_processes_that_survive_sigkill():
     """It is heard meanwhile, and waits as long as memory is freed."""
     with Agent(command=STUBBORN) as agent:

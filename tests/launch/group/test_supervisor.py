@@ -46,7 +46,7 @@ if mode == "stuck":
                                              "numbers": {}}))
 if mode == "slow":
     signal.signal(signal.SIGHUP, lambda *_: open(f"{sys.argv[0]}.reloaded", "w").close())
-    time.sleep(1)
+    time.sleep(0.5)
 if rank == 0 and mode == "owing":
     heartbeat.add_details(lambda: {"requests": 1})
 if rank == 0 and mode == "drained":
@@ -434,7 +434,7 @@ def ranks_of(folder: Path) -> list[int]:
     return [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
 
 
-@pytest.mark.parametrize("plans, status", [(1, 1), (0, 78)])
+@pytest.mark.parametrize("plans, status", [(1, 1), pytest.param(0, 78, marks=pytest.mark.slow)])
 def test_the_exit_status_before_and_after_the_group_has_served(fake, plans, status):
     """The service manager does not start a misconfigured service again, so only a first start may end as one."""
     f = fake(driver=COMMAND.replace("PLANS", str(plans)))
@@ -460,6 +460,7 @@ def test_a_fork_that_fails_is_tried_again(tmp_path, monkeypatch):
     assert len(failed) == 2 == supervisor.restarts
 
 
+@pytest.mark.slow
 def test_removed_folders_are_made_anew(fake):
     """The login manager removes what a user has in /dev/shm and in its runtime folder when the user logs out."""
     f = fake(driver=SERVE)
@@ -479,13 +480,13 @@ def test_removed_folders_are_made_anew(fake):
 
 def test_a_reload_during_a_start_reaches_rank_0(tmp_path):
     with supervising(tmp_path, "slow") as (supervisor, ready, _):
-        time.sleep(0.3)
+        time.sleep(0.1)
         supervisor.request_reload()
         assert ready.wait(20)
         wait_for((tmp_path / "rank.py.reloaded").exists)
 
 
-@pytest.mark.parametrize("frees", [True, False])
+@pytest.mark.parametrize("frees", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_ranks_that_survive_sigkill_are_waited_for_while_memory_is_freed(tmp_path, monkeypatch, frees):
     """Stands for a rank in a call of a driver that does not end, or one whose terabyte takes a minute to be freed."""
     kill, began, free = Incarnation.kill_session, [], [1 << 30]
