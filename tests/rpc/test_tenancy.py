@@ -205,7 +205,7 @@ def test_a_vocabulary_is_taken_from_administrators_alone():
     with serving(access=Access(roles)) as (_, address):
         for token in TOKENS:
             with ClientEngine(address, token=token) as client:
-                with pytest.raises(AllSparkError, match="REQUEST_DENIED: vocab needs the role admin; .* uses the chec"):
+                with pytest.raises(AllSparkError, match="REQUEST_DENIED: vocab needs the role admin; .* uses the"):
                     client.start_request("m", {"input_ids": [1]}, config)
         with ClientEngine(address, token="rule") as client:
             with pytest.raises(AllSparkError, match="no tokenizer.json"):   # it came that far
