@@ -142,12 +142,19 @@ def from_validation(error: ValidationError, value: Any) -> ApiError:
         return ApiError(400, f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
     if kind == "extra_forbidden":
         return ApiError(400, f"Unknown parameter: '{param}'.", param, "unknown_parameter")
-    reasons = dict.fromkeys(p["msg"].removeprefix("Value error, ") for p in of_param)
+    reasons = dict.fromkeys(_reason(problem) for problem in of_param)
     why = " or ".join([*reasons][:1] + [reason.removeprefix("Input should be ") for reason in [*reasons][1:]])
     shown = _SHOWN.repr(of_param[0]["input"])
     shown = shown if len(shown) <= _MAX_VALUE else shown[:_MAX_VALUE] + "…"
     code = "invalid_type" if kind.endswith("_type") else "invalid_value"
     return ApiError(400, f"Invalid value for '{param}': {why}, but got {shown}", param, code)
+
+
+def _reason(problem: ErrorDetails) -> str:
+    """What is wrong, without the whole of a long tag of a union."""
+    reason = problem["msg"].removeprefix("Value error, ")
+    tag = (problem.get("ctx") or {}).get("tag", "")
+    return reason.replace(tag, tag[:_MAX_VALUE] + "…") if len(tag) > _MAX_VALUE else reason
 
 
 def _indices(problem: ErrorDetails) -> list[int]:

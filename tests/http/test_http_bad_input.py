@@ -307,6 +307,13 @@ def counted(value):
     return tuple(map(sum, zip((max(len(value) - 1, 0), len(value) if is_dict else 0, 1), *inner)))
 
 
+def test_errors_are_short():
+    body = {"model": MODEL, "messages": [{"role": ["x" * 1000] * 1000, "content": "x"}]}
+    with pytest.raises(ApiError, match="Input tag .* does not match any of the expected tags: 'system'") as found:
+        wire.parse(ChatRequest, json.dumps(body).encode())
+    assert len(found.value.message) < 500
+
+
 def test_unknown_fields_that_are_null(http_client):
     """They are ignored below the top level, where clients send answers back with all the fields of their types."""
     message = {"role": "user", "content": [{"type": "text", "text": "a", "more": None}], "other": None}
