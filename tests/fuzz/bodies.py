@@ -248,7 +248,7 @@ class Bodies(Target):
         self.worker = subprocess.Popen(
             [sys.executable, "-m", "support.probed_worker", str(self._stalls), *words, "--fd", str(listener.fileno())],
             pass_fds=[listener.fileno()], stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path})  # fmt: skip
+            env={**os.environ, "PYTHONPATH": path, "ALLSPARK_HTTP_PARENT": str(os.getpid())})  # fmt: skip
         listener.close()
         self._stack.callback(self._end)
         self._host, _, port = address.rpartition(":")
