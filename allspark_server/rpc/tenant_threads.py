@@ -34,13 +34,14 @@ class TenantThreads:
         return future
 
     def shutdown(self) -> None:
-        """End the threads after what runs; what waits is cancelled."""
+        """End the threads after what has begun; what waits for its tenant's turn is cancelled."""
         with self._lock:
             waiting, self._waiting = self._waiting, OrderedDict()
         for queue in waiting.values():
             for future, _ in queue:
                 future.cancel()
-        self._executor.shutdown(cancel_futures=True)
+        # What the executor holds has a free thread: cancelled there, its caller would wait for ever.
+        self._executor.shutdown()
 
     def _run_waiting(self) -> None:
         """Start as many calls as may run now. The caller holds the lock."""

@@ -172,7 +172,7 @@ CONFIG = {
 }
 
 
-@pytest.mark.parametrize("multi", [False, True])
+@pytest.mark.parametrize("multi", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_evaluation(tmp_path, tiny_model, multi):
     """With several devices the helper starts a group of ranks."""
     config = json.loads(json.dumps(CONFIG))

@@ -39,6 +39,7 @@ from support.driver import Driver, together
 from support.published import PUBLISHED
 
 FIRST = ("phi3-longrope", "glm4", "gemma2", "gemma3", "olmo2")  # one of each kind of network
+SECOND = ("seed-oss-plain", "granite-biases", "ernie-biases", "hunyuan-biases")
 slow = pytest.mark.slow
 
 
@@ -73,7 +74,7 @@ def test_graph_describes_the_model(name, world):
 
 
 # -- the native executor -----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=slow) if name in SECOND else name for name in DENSE])
 def test_logits(name):
     with Driver(checkpoint(name), 1) as driver:
         for length in (1, 33, 300):

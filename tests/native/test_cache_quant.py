@@ -248,6 +248,7 @@ def test_fingerprint_covers_the_cache():
     assert len({fingerprint(ModelInfo(cache_dtype=kind)) for kind in kinds}) == len(kinds)
 
 
+@pytest.mark.slow   # test_quantization.py's in the ordinary suite runs most of the same code
 @pytest.mark.skipif("ALLSPARK_ISA" in os.environ, reason="an instruction set is forced from outside")
 @pytest.mark.parametrize("isa", LOWER)
 def test_lower_instruction_sets_pass_the_same_tests(isa):
