@@ -107,7 +107,7 @@ def test_the_same_bits_alone_and_in_a_batch(name, form, group):
 
 # -- formats and files -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("form, group, tolerance", [
-    ("bfloat16", 0, 0.1), ("int8", 0, 0.15), ("int4", 32, 1.2), ("w8a8", 0, 0.3), ("w4a8", 32, 1.2)])
+    ("bfloat16", 0, 0.1), ("int8", 0, 0.15), ("int4", 32, 1.2), ("w8a8", 0, 0.35), ("w4a8", 32, 1.2)])
 @pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", *SIGMOID])
 def test_weight_formats(name, form, group, tolerance):
     """On 1 and several ranks; routers stay float32."""
