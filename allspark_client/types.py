@@ -255,6 +255,7 @@ class ModelInfo:
     host_cache_bytes: int = 0           #: of the host cache, on rank 0
     quantize_head: bool = True          #: whether embedding and head are stored in weight_dtype, too
     embeddings: bool = False            #: whether requests may set pooling
+    max_characters: int = 0             #: longer texts are certainly too long for max_length; 0: not known
     chat_format: str = ""               #: how answers spell tool calls and reasoning, see allspark_server.chat
     #: values of GenerateConfig that the checkpoint's generation_config.json recommends. The HTTP server applies them;
     #: engines do not

@@ -74,6 +74,7 @@ class ServedModel:
         chunk = min(config.engine_max_prefill_length or info.max_step_tokens, info.max_step_tokens)
         self._guide = guide if masks is not None else None
         self._masks = MaskWriter(masks, self._fail_constrained) if masks is not None else None
+        info.max_characters = (tokenizer and tokenizer.longest_text(info.max_length)) or 0
         self.input = InputStage(info, tokenizer, keys, self._guide)
         self._post = post
         limits = Limits(

@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import socket
+import sys
 from typing import TYPE_CHECKING, Any
 
 from allspark_client.types import TlsConfig
@@ -71,6 +72,8 @@ def main() -> None:
     pool = Pool(a.pool, token, TlsConfig(ca=a.pool_tls_ca) if a.pool_tls_ca else None)
     worker = HttpWorker(pool, access, BodyReader(a.max_body_mib << 20, _BODIES_ALL_TOGETHER), Metrics(), names_tenants,
                         certificates=certificates, alive_fd=a.alive_fd)
+    # One thread serves; the others, of the connections to the pool, must not make it wait long.
+    sys.setswitchinterval(0.001)
     listener = socket.socket(fileno=a.fd)
     Connection.limit = max(raise_open_files(_MOST_CONNECTIONS + _OTHER_FILES) - _OTHER_FILES, 64)
     config = uvicorn.Config(Application(worker), http=Connection, ws="none", lifespan="on", log_config=None,

@@ -8,14 +8,16 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from allspark_server.allowances import Allowances
+from allspark_server.json_structure import JsonStructure
+
 from .errors import ApiError
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 #: how long a client may send nothing of a body, and how long a whole body may take, s
 CHUNK_SECONDS, WHOLE_SECONDS = 20.0, 300.0
-#: the most values in arrays, names in objects, and arrays and objects of a body. Parsing holds the event loop for about
-#: 0.1 µs a value, 0.3 µs a name and 3 µs an object
-MAX_VALUES, MAX_NAMES, MAX_CONTAINERS = 1 << 19, 1 << 16, 1 << 14
+#: bytes of bodies that one client may send at once, and per second
+_BURST, _RATE = 16 << 20, 4 << 20
 #: the memory that a body and what is made of it take, in multiples of its length: the body, its text, the message for
 #: the pool, and this as it is sent. Where not all of it is ASCII, each character of the text may take 4 bytes
 _ASCII_COST, _WIDE_COST = 5, 9
@@ -32,6 +34,8 @@ class BodyReader:
 
     def __init__(self, limit: int, all_together: int):
         self.limit, self._most = limit, max(limit * _WIDE_COST, all_together)
+        #: how many bytes each client may send
+        self.allowances = Allowances(_BURST, _RATE)
         self._held = 0
         self._held_by: Counter[str] = Counter()
 
@@ -88,7 +92,7 @@ class Share:
             raise _too_large(f"is larger than the {limit} bytes")
         chunks: list[bytes] = []
         size = 0
-        structure = _Structure()
+        structure = JsonStructure()
         deadline = time.monotonic() + WHOLE_SECONDS
         try:
             while True:
@@ -99,38 +103,19 @@ class Share:
                 size += len(chunk)
                 if size > limit:
                     raise _too_large(f"is larger than the {limit} bytes")
+                pause = self._bodies.allowances.take(self._client, len(chunk))
                 self._take(len(chunk) * (_ASCII_COST if chunk.isascii() and b"\\u" not in chunk else _WIDE_COST))
-                structure.take(chunk)
+                try:
+                    structure.take(chunk)
+                except ValueError as error:
+                    raise _too_large(f"has {error}") from None
                 chunks.append(chunk)
                 if not message.get("more_body"):
-                    return b"".join(chunks)
+                    break
         except asyncio.TimeoutError:
             raise ApiError(408, "The body did not arrive in time") from None
-
-
-class _Structure:
-    """Counts the values, names and containers of a JSON text, piece by piece."""
-
-    def __init__(self) -> None:
-        self._values = self._names = self._containers = 0
-        self._in_string = False
-        self._escape = b""      # the begin of an escape at the end of the last piece
-
-    def take(self, piece: bytes) -> None:
-        """Counts those of a further piece. Raises ApiError if there are too many."""
-        piece = (self._escape + piece).replace(b"\\\\", b"")
-        self._escape = b"\\" if piece.endswith(b"\\") else b""
-        parts = piece.removesuffix(b"\\").replace(b'\\"', b"").split(b'"')
-        plain = b"".join(parts[self._in_string::2])
-        self._in_string ^= not len(parts) % 2
-        self._values += plain.count(b",")
-        self._names += plain.count(b":")
-        self._containers += plain.count(b"{") + plain.count(b"[")
-        for found, most, kind in ((self._values, MAX_VALUES, "values (long prompts may be sent as text)"),
-                                  (self._names, MAX_NAMES, "names"),
-                                  (self._containers, MAX_CONTAINERS, "arrays and objects")):
-            if found > most:
-                raise _too_large(f"has more than the {most} {kind}")
+        await asyncio.sleep(pause)
+        return b"".join(chunks)
 
 
 def _too_large(what: str) -> ApiError:

@@ -12,8 +12,8 @@ from pydantic import Field
 
 from allspark_client.request import RequestSpec
 from allspark_client.types import GeneratedElements, ModelInfo
+from allspark_server.json_structure import MAX_VALUES
 
-from .bodies import MAX_VALUES
 from .call import Call, new_id
 from .choices import DONE, Choice, Choices, fingerprint, quoted, token_bytes, usage
 from .errors import ApiError, bad_value, not_available
@@ -28,8 +28,8 @@ DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 2048
 #: results of several prompts that may wait to be written
 _WAITING = 64
-#: requests that are started at the same time
-_STARTED = 64
+#: prompts of one request that are started at the same time, so that other requests have their turn
+_STARTED = 4
 
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Ids = Annotated[Many[TokenId], Field(min_length=1, max_length=MAX_VALUES)]

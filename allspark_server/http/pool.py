@@ -24,6 +24,7 @@ from allspark_client.types import (
     RequestStatInfo,
     TlsConfig,
 )
+from allspark_server.prompt_length import check_characters
 
 from .errors import ApiError, from_engine
 
@@ -42,6 +43,14 @@ _MODELS_AGE, _INFO_AGE = 0.5, 5.0
 #: pause between two looks at the members, and how old what `health` reports may be, s. A look takes longer if members
 #: do not answer
 _LOOK_SECONDS, _HEALTH_AGE = 0.5, 60.0
+
+
+def _texts(content: Any) -> list[str]:
+    """The texts of a message's content."""
+    if isinstance(content, str):
+        return [content]
+    parts = content if isinstance(content, list) else []
+    return [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
 
 
 class Pool:
@@ -192,11 +201,22 @@ class Pool:
         """The load and the counters of a model over all members."""
         return await self._ask(self._engine.get_as_engine_stat, name)
 
+    def check_length(self, spec: RequestSpec) -> None:
+        """Raises ApiError for a prompt that is certainly too long for its model, as the model's server would."""
+        _, info = self._infos.get(spec.model, (0.0, None))
+        if info is not None:
+            chat = sum(len(part) for message in spec.messages or () for part in _texts(message.get("content")))
+            try:
+                check_characters(info, len(spec.text or ""), chat)
+            except AllSparkError as error:
+                raise from_engine(error) from error
+
     # --- text ----------------------------------------------------------------------------------------------------
 
     async def tokenize(self, spec: RequestSpec, bare: bool = False) -> list[int]:
         """The ids of a request's prompt. `bare`: without tokens that the tokenizer adds to text."""
         spec.model, _ = await self.resolve(spec.model)
+        self.check_length(spec)
         return await self._ask(self._engine._tokenize, spec, bare)
 
     async def detokenize(self, name: str, ids: list[int]) -> Detokenized:
@@ -245,6 +265,7 @@ class Answer:
     async def __aenter__(self) -> Answer:
         self.spec.model, self.spec.config.lora_name = await self._pool.resolve(self.spec.model)
         try:
+            self._pool.check_length(self.spec)
             await self._pool._ask(self._generation.__aenter__)
         except ApiError as error:
             if error.param == "prompt" and self.spec.messages is not None:

@@ -8,8 +8,8 @@ from pydantic import Field, model_validator
 
 from allspark_client.config import GenerateConfig
 from allspark_client.request import RequestSpec
+from allspark_server.json_structure import MAX_VALUES
 
-from .bodies import MAX_VALUES
 from .call import Call
 from .chat_wire import Messages, plain_messages
 from .completions import TokenId

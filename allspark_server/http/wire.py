@@ -12,7 +12,8 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator, model_validator
 
-from .bodies import MAX_CONTAINERS
+from allspark_server.json_structure import MAX_CONTAINERS
+
 from .errors import from_validation, invalid_json
 
 INT64_MAX = 2**63 - 1

@@ -24,11 +24,8 @@ EOF: Any = grpc.aio.EOF     # type: ignore[attr-defined]    # missing in grpc-st
 #: how long a session may take to send its first message, s; and other calls, whose message may be large
 HELLO_SECONDS, RECEIVE_SECONDS = 10.0, 60.0
 _TINY_MESSAGE = 2 << 10
-#: bytes that one tenant may send at once, and per second: a million tokens of text, more than any model reads
-BURST, RATE = 8 << 20, 4 << 20
 #: bytes of one tenant's requests that may wait to be read; a request takes some beside its message
 _MAX_INCOMING, _REQUEST_BYTES = 32 << 20, 4096
-_REMEMBERED = 1024          # tenants whose allowance is kept even if it is full
 _QUIET_SECONDS = 10.0       # between two log lines about wrong calls
 _CODES = {
     AsStatus.ALLSPARK_PARAM_ERROR: grpc.StatusCode.INVALID_ARGUMENT,
@@ -65,33 +62,6 @@ class RareLog:
         self._next = now + _QUIET_SECONDS
         logger.warning(self._text + "; %d more before", peer, self._more)
         self._more = 0
-
-
-class Allowances:
-    """How many bytes each tenant may send: `BURST` at once, `RATE` per second in the long run. Used on one event loop.
-
-    Messages are copied and decoded under the interpreter lock, which the threads of all other clients need, too.
-    """
-
-    def __init__(self) -> None:
-        #: of each tenant: the bytes left, below 0 if it has sent too much, at a time on the monotonic clock
-        self._left: dict[str, tuple[float, float]] = {}
-
-    def take(self, tenant: str, size: int) -> float:
-        """Count a message of `size` bytes; returns the seconds until the tenant has paid for it."""
-        left = self._now(tenant) - size
-        if len(self._left) > _REMEMBERED:
-            self._left = {name: entry for name, entry in self._left.items() if self._now(name) < BURST}
-        self._left[tenant] = left, time.monotonic()
-        return max(0.0, -left / RATE)
-
-    def debt(self, tenant: str) -> float:
-        """The seconds until the tenant has paid for what it has sent."""
-        return max(0.0, -self._now(tenant) / RATE)
-
-    def _now(self, tenant: str) -> float:
-        left, at = self._left.get(tenant, (BURST, 0.0))
-        return min(float(BURST), left + RATE * (time.monotonic() - at))
 
 
 class Incoming:

@@ -9,6 +9,7 @@ import asyncio
 import functools
 import logging
 import math
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,11 +25,13 @@ from allspark_client._proto import allspark_pb2 as pb
 from allspark_client.errors import AllSparkError, AsStatus
 
 from ..access import Access, Client, ModelRoots, Role
+from ..allowances import Allowances
 from ..weights.hub import with_local_paths
-from .calls import EOF, Allowances, ConcurrencyLimits, RareLog, Writer, abort, receive
+from .calls import EOF, ConcurrencyLimits, RareLog, Writer, abort, receive
 from .health import SERVICE_NAME, Health
 from .request_sizes import check_sizes
 from .tenant_threads import TenantThreads
+from .wire_format import check_items
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine
@@ -37,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 #: messages of at least this many bytes use a separate thread pool, so that short prompts do not wait for long ones
 LARGE_MESSAGE = 64 << 10
+#: bytes that one tenant may send at once, and per second: a million tokens of text, more than any model reads
+BURST, RATE = 8 << 20, 4 << 20
 #: calls of one client that are read, wait for a thread or run in one, at the same time: their messages take memory
 _AT_ONCE = 12
 _MAX_DETOKENIZED = 1 << 20  # ids of one call
@@ -44,6 +49,7 @@ EVERY_ROLE = frozenset(Role)
 REQUESTS = frozenset((Role.GENERATE, Role.DOOR, Role.ADMIN))
 ADMIN = frozenset((Role.ADMIN,))
 M = TypeVar("M", bound=Message)
+T = TypeVar("T")
 #: the body of a method: it is called with the context and the client, which has been allowed to call it
 Method = Callable[[grpc.aio.ServicerContext, Client], Awaitable[None]]
 _ANYONE = Client(Role.READ)     # the client of methods that ask for no token
@@ -56,8 +62,8 @@ class Workers:
 
     def __init__(self) -> None:
         self.control = ThreadPoolExecutor(4, thread_name_prefix="allspark-control")         # loads take minutes
-        self.parsing = ThreadPoolExecutor(1, thread_name_prefix="allspark-parsing")         # of large messages
-        self.input = TenantThreads(4, 3, "allspark-input")                                  # prompts of usual size
+        self.parsing = TenantThreads(2, 1, "allspark-parsing")                              # of large messages
+        self.input = TenantThreads(4, 2, "allspark-input")                                  # prompts of usual size
         self.large_input = TenantThreads(2, 1, "allspark-large-input")
         self.guided_input = TenantThreads(4, 2, "allspark-guided-input")                    # compiles grammars
         self.statistics = ThreadPoolExecutor(2, thread_name_prefix="allspark-statistics")
@@ -70,10 +76,9 @@ class Workers:
     def shutdown(self) -> None:
         """End the threads; loads that still run are not waited for."""
         self.control.shutdown(wait=False, cancel_futures=True)
-        for threads in (self.input, self.large_input, self.guided_input):
+        for threads in (self.parsing, self.input, self.large_input, self.guided_input):
             threads.shutdown()
-        for pool in (self.parsing, self.statistics):
-            pool.shutdown(cancel_futures=True)
+        self.statistics.shutdown(cancel_futures=True)
         self.ends.shutdown()
 
 
@@ -83,7 +88,7 @@ class Methods:
     def __init__(self, access: Access, workers: Workers):
         self._access, self._workers = access, workers
         self.concurrency = ConcurrencyLimits(_AT_ONCE)
-        self.allowances = Allowances()
+        self.allowances = Allowances(BURST, RATE)
         self._undecodable = RareLog("a message of %s cannot be decoded")
         self._refused = RareLog("a call of %s was refused: it shows no valid token")
 
@@ -115,13 +120,13 @@ class Methods:
                 async with self.concurrency.enter(tenant):
                     data = await receive(context)
                     await asyncio.sleep(self.allowances.take(tenant, len(data)))
-                    request = await self.parse_in_thread(request_type, data, context)
+                    request = await self.parse_in_thread(request_type, data, context, client, tenant)
                     if pool is not None:
-                        done = asyncio.get_running_loop().run_in_executor(pool, call, request)
+                        response = await asyncio.get_running_loop().run_in_executor(pool, call, request)
                     else:
                         threads = self._workers.of_size(len(data))
-                        done = asyncio.wrap_future(threads.submit(tenant, functools.partial(call, request)))
-                    response = await done
+                        del data
+                        response = await self.charged(tenant, threads, functools.partial(call, request))
             except Exception as error:
                 if not isinstance(error, (AllSparkError, ValueError, TypeError)):
                     logger.exception("%s failed", name)
@@ -130,13 +135,38 @@ class Methods:
 
         return method
 
-    async def parse_in_thread(self, message_type: type[M], data: bytes,
-                              context: grpc.aio.ServicerContext[Any, Any]) -> M:
-        """As `parse`; a large message is parsed in a thread."""
+    async def charged(self, tenant: str, threads: TenantThreads, call: Callable[[], T]) -> T:
+        """The result of `call` in a thread. If it refuses, its time counts against the tenant's allowance."""
+        seconds = 0.0
+
+        def timed() -> T:
+            nonlocal seconds
+            began = time.perf_counter()
+            try:
+                return call()
+            finally:
+                seconds = time.perf_counter() - began
+
+        try:
+            return await asyncio.wrap_future(threads.submit(tenant, timed))
+        except (AllSparkError, ValueError, TypeError):
+            self.allowances.charge(tenant, seconds)
+            raise
+
+    async def parse_in_thread(self, message_type: type[M], data: bytes, context: grpc.aio.ServicerContext[Any, Any],
+                              client: Client, tenant: str) -> M:
+        """As `parse`; a large message is parsed in a thread, and must not have too many items (TooManyItems), unless
+        an administrator sends it.
+        """
         if len(data) < LARGE_MESSAGE:
             return self.parse(message_type, data, context)
-        return await asyncio.get_running_loop().run_in_executor(
-            self._workers.parsing, self.parse, message_type, data, context)
+
+        def checked() -> M:
+            if client.role is not Role.ADMIN:
+                check_items(data, message_type)
+            return self.parse(message_type, data, context)
+
+        return await self.charged(tenant, self._workers.parsing, checked)
 
     def parse(self, message_type: type[M], data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> M:
         """The message that a client sent. Any thread may call this. Raises ValueError."""

@@ -12,10 +12,12 @@ from allspark_client.generate_checks import MAX_STOPS, MAX_WORD_IDS, MAX_WORDS
 from allspark_client.types import ModelInfo
 
 from ..access import Role
+from ..json_structure import JsonStructure
+from ..prompt_length import check_characters
 
 MAX_SAMPLES = 1024
-MAX_MESSAGES = 1 << 16
-#: bytes of a field of JSON; a chat's messages are limited by the model's length
+MAX_MESSAGES = 1 << 12
+#: characters of a field of JSON; a chat's messages are limited by the model's length
 MAX_JSON = 1 << 20
 
 
@@ -53,3 +55,20 @@ def check_sizes(request: pb.GenerateRequest, info: ModelInfo, role: Role) -> Non
     for name, size, most, unit in sizes:
         if size > most:
             raise ValueError(f"{name} has {size} {unit}; allowed: at most {most}")
+    check_characters(info, len(request.text),
+                     sum(len(message.content) + len(message.json) for message in request.chat.messages))
+    _check_json(request)
+
+
+def _check_json(request: pb.GenerateRequest) -> None:
+    """Raises ValueError if the fields of JSON, which are parsed later, hold too much. They count together."""
+    chat, structure = request.chat_options, JsonStructure()
+    fields = [("response_format", request.config.response_format_json),
+              *((name, getattr(chat, f"{name}_json")) for name in ("tools", "tool_choice", "chat_template_kwargs")),
+              *((f"messages[{i}]", message.json) for i, message in enumerate(request.chat.messages))]
+    for name, text in fields:
+        try:
+            structure.take(text.encode())
+            structure.end()
+        except ValueError as error:
+            raise ValueError(f"{name}: the fields of JSON have {error}") from None

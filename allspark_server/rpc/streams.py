@@ -25,12 +25,13 @@ from allspark_client.request import RequestSpec
 
 from ..access import Access, Client, Role
 from ..guided import CACHED_GRAMMARS
-from .calls import BURST, EOF, HELLO_SECONDS, RATE, Incoming, abort, grammar_of, is_tiny, known_error, receive
+from .calls import EOF, HELLO_SECONDS, Incoming, abort, grammar_of, is_tiny, known_error, receive
 from .client_limits import ClientLimits
 from .client_stream import Backlog, ClientStream, generate_response, overflow_error
 from .methods import REQUESTS, Methods, Workers, denied
 from .request_sizes import check_sizes
 from .tickets import Tickets
+from .wire_format import TooManyItems, find_number
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 #: seconds that a request of a tenant that has sent too much may wait before it is read
 _LONGEST_DELAY = 10.0
+#: the fields that lead to the id of a SessionRequest that starts a request
+_START_ID = (pb.SessionRequest.START_FIELD_NUMBER, pb.StartRequest.ID_FIELD_NUMBER)
 _NO_ROLE = Client(Role.READ)    # a client whose token has become invalid: its requests continue, new ones are rejected
 
 
@@ -161,14 +164,24 @@ class Streams:
         connection = f"session {next(self._sessions)}"
         changes, allowances = self._access.look(), self._methods.allowances
         while (data := await context.read()) is not EOF:
-            message, size = await self._methods.parse_in_thread(pb.SessionRequest, data, context), len(data)
+            own, size = client.tenant or connection, len(data)
+            try:
+                message = await self._methods.parse_in_thread(pb.SessionRequest, data, context, client, own)
+            except TooManyItems as error:   # of this request alone: a session may be an HTTP server's
+                if (request_id := find_number(data, *_START_ID)) is None:
+                    raise
+                stream.register(request_id)
+                stream.refuse(request_id, error)
+                del data
+                await asyncio.sleep(allowances.take(own, size))
+                continue
             del data    # which may be large
             action = message.WhichOneof("action")
-            own = client.tenant or connection
             if action == "start":
                 stream.register(message.start.id)
                 if changes != self._access.look():  # the client's token may have become invalid, or changed its role
                     changes, client = self._access.changes, self._access.client(context) or _NO_ROLE
+                    own = client.tenant or connection
                 self._accept(stream, message.start, size, client, own)
             elif action == "stop":
                 stream.stop(message.stop)
@@ -194,13 +207,15 @@ class Streams:
                 raise denied("a request", REQUESTS, client.role)
             tenant = client.tenant_of(message.request.tenant, own)
             if tenant != own:
-                delay = self._methods.allowances.debt(tenant)
+                allowances = self._methods.allowances
+                delay = allowances.debt(tenant)
                 if delay > _LONGEST_DELAY or self._incoming.full(tenant):
                     raise AllSparkError(
                         AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR,
-                        f"this client has sent more than {BURST >> 20} MiB at once, or {RATE >> 20} MiB a second, of "
-                        "requests that were not read yet; send them again later", retryable=True)
-                self._methods.allowances.take(tenant, size)
+                        f"this client has sent more than {allowances.burst >> 20} MiB at once, or "
+                        f"{allowances.rate >> 20} MiB a second, of requests that were not read yet or were refused; "
+                        "send them again later", retryable=True)
+                allowances.take(tenant, size)
         except AllSparkError as error:
             stream.refuse(message.id, error)
             return
@@ -219,15 +234,17 @@ class Streams:
             threads = self._workers.guided_input
 
         def run() -> None:
-            accepted = False
+            accepted, began = False, time.perf_counter()
             try:
                 accepted = self._start(stream, message, client, own)
             finally:
                 with contextlib.suppress(RuntimeError):     # the loop has ended
-                    loop.call_soon_threadsafe(read, accepted)
+                    loop.call_soon_threadsafe(read, accepted, time.perf_counter() - began)
 
-        def read(accepted: bool) -> None:
+        def read(accepted: bool, seconds: float) -> None:
             self._incoming.remove(tenant, size)
+            if not accepted:
+                self._methods.allowances.charge(tenant, seconds)
             if accepted and grammar is not None:
                 self._compiled[grammar] = None
                 while len(self._compiled) > CACHED_GRAMMARS:
@@ -258,12 +275,12 @@ class Streams:
                 async with self._methods.concurrency.enter(tenant):
                     data = await receive(context)
                     size = len(data)
-                    request = await self._methods.parse_in_thread(pb.GenerateRequest, data, context)
                     await asyncio.sleep(self._methods.allowances.take(tenant, size))
+                    request = await self._methods.parse_in_thread(pb.GenerateRequest, data, context, client, tenant)
                     guided = grammar_of(request) is not None
                     threads = self._workers.guided_input if guided else self._workers.of_size(size)
                     start = functools.partial(self._start_only, stream, request, client, context.peer())
-                    await asyncio.wrap_future(threads.submit(tenant, start))
+                    await self._methods.charged(tenant, threads, start)
                     del data, request, start
             except (ValueError, TypeError, AllSparkError) as error:
                 await abort(context, error)

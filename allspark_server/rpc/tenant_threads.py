@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
+
+#: how long a thread sleeps after each call, s. Waking, another thread gets the interpreter lock, which one that goes on
+#: to its next call would take again
+_PAUSE = 50e-6
 
 
 class TenantThreads:
@@ -77,3 +82,4 @@ class TenantThreads:
                     self._run_waiting()
                 except RuntimeError:    # the threads are ending; what waits is cancelled
                     pass
+            time.sleep(_PAUSE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -359,7 +360,7 @@ class ModelRunner:
         """The number of compute threads; 1 if a GPU computes: the thread that waits for it."""
         return 1 if self.config.on_gpus else self._host_threads
 
-    @property
+    @functools.cached_property      # it reads /sys
     def _host_threads(self) -> int:
         return self.config.num_threads or physical_cores(self.cpus)
 

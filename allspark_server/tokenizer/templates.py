@@ -31,6 +31,7 @@ import jinja2.sandbox
 # Limits of one rendering: CPU time (so that a busy machine does not shorten it), memory, and length of the text.
 SECONDS, MEMORY_BYTES, MAX_CHARACTERS = 2.0, 1 << 30, 1 << 26
 WAIT_SECONDS = 20.0  # wall-clock limit, for a process that gets no CPU time
+NICE = 5  # of the processes: steps go before
 PROCESSES = 4  # the most that run at a time: a chat that takes long does not keep others waiting
 KNOWN_TEMPLATES = 64  # that a process keeps; when there are more, it forgets all
 RUN = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
@@ -105,7 +106,7 @@ class Renderer:
     def render(self, template: str, variables: Mapping[str, Any]) -> str:
         """The text. `variables` must fit in JSON. On failure ValueError; its text continues "the chat template"."""
         try:
-            given = json.dumps(variables)
+            given = _dumped(variables)
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"takes what JSON can hold: {error}") from None
         if not self._room.acquire(timeout=WAIT_SECONDS):
@@ -150,6 +151,15 @@ class Renderer:
                     return process
                 process.close()
         return _Process()
+
+
+def _dumped(variables: Mapping[str, Any]) -> str:
+    """The variables as JSON, value by value: the interpreter lock is held for one at a time."""
+    parts = []
+    for name, value in variables.items():
+        one = f"[{', '.join(map(json.dumps, value))}]" if isinstance(value, list) else json.dumps(value)
+        parts.append(f"{json.dumps(name)}: {one}")
+    return "{" + ", ".join(parts) + "}"
 
 
 @functools.lru_cache(maxsize=64)
@@ -305,6 +315,7 @@ def main() -> None:
         used = int(file.read().split()[0]) * resource.getpagesize()  # do not count what libraries reserve
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.nice(NICE)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     sources: dict[str, str] = {}
     for line in sys.stdin.buffer:

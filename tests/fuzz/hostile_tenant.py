@@ -2,8 +2,9 @@
 
 With one key of the role `generate`, the hostile tenant sends whatever the wire and HTTP allow. A polite tenant's time
 to the first token and times between tokens are compared with those beside a well-behaved neighbour that keeps as many
-rows and prompt tokens in flight. The memory of all processes is watched. Clients run in processes of their own, at a
-low priority where they are not measured, and large requests are made once, so that their own work counts little.
+rows and prompt tokens in flight, half of them through HTTP. The memory of all processes is watched. Clients run in
+processes of their own, at the lowest priority where they are not measured, and large requests are made once, so that
+their own work counts little.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from allspark_client import AllSparkError, ClientEngine, convert
 from allspark_client._proto import allspark_pb2 as pb
 from support.paths import ROOT, TESTS
 
-MODEL, KEYS = "fable", {name: f"the-key-of-{name}-0123456789" for name in ("admin", "door", "polite", "other")}
+MODEL, KEYS = "fable", {name: f"the-key-of-{name}-0123456789" for name in ("admin", "door", "polite", "neighbour", "hostile")}
 TARGET_MS = 20.0
 STREAMS = 2             # of the polite tenant, through the wire and through HTTP each
 ROWS, PROMPT = 48, 300  # requests that the neighbour keeps in flight, and tokens of their prompts
@@ -93,20 +94,29 @@ def polite(wire: str, http: str) -> dict[str, list[float]]:
 
 
 def neighbour(wire: str, http: str) -> dict[str, int]:
-    """Keeps ROWS requests in flight."""
+    """Keeps ROWS requests in flight, half of them through HTTP."""
     done, until = itertools.count(), ready()
 
-    def work() -> None:
+    def by_wire(ids: list[int]) -> None:
+        config = {"max_new_tokens": 60, "early_stopping": False}
+        for _ in engine.start_request(MODEL, {"input_ids": ids}, config)[2]:
+            pass
+
+    def by_http(ids: list[int]) -> None:
+        body = {"model": MODEL, "prompt": ids, "stream": True, "max_tokens": 60, "ignore_eos": True}
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            for _ in answer.iter_raw():
+                pass
+
+    def work(way: Callable[[list[int]], None]) -> None:
         rng = random.Random(threading.get_ident())
         while time.time() < until:
-            ids = [rng.randrange(100, 1000) for _ in range(PROMPT)]
-            config = {"max_new_tokens": 60, "early_stopping": False}
-            for _ in engine.start_request(MODEL, {"input_ids": ids}, config)[2]:
-                pass
+            way([rng.randrange(100, 1000) for _ in range(PROMPT)])
             next(done)
 
-    with ClientEngine(wire, token=KEYS["other"]) as engine:
-        threads = [threading.Thread(target=work) for _ in range(ROWS)]
+    with ClientEngine(wire, token=KEYS["neighbour"]) as engine, httpx.Client(
+            base_url=http, timeout=120, headers={"authorization": f"Bearer {KEYS['neighbour']}"}) as client:
+        threads = [threading.Thread(target=work, args=(way,)) for way in (by_wire, by_http) for _ in range(ROWS // 2)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -120,7 +130,7 @@ class Attacks:
     def __init__(self, wire: str, http: str):
         self._wire, self.until = wire, 0.0
         self._rng = random.Random(7)
-        self._http = httpx.Client(base_url=http, timeout=60, headers={"authorization": f"Bearer {KEYS['other']}"},
+        self._http = httpx.Client(base_url=http, timeout=60, headers={"authorization": f"Bearer {KEYS['hostile']}"},
                                   limits=httpx.Limits(max_connections=200))
         self._address = http.removeprefix("http://")
         self._numbers = itertools.count()
@@ -182,7 +192,7 @@ class Attacks:
 
     @property
     def _key(self) -> tuple[tuple[str, str], ...]:
-        return (("authorization", f"Bearer {KEYS['other']}"),)
+        return (("authorization", f"Bearer {KEYS['hostile']}"),)
 
     def _channel(self) -> grpc.Channel:
         return grpc.insecure_channel(self._wire, [("grpc.use_local_subchannel_pool", 1),
@@ -297,7 +307,7 @@ class Attacks:
     def do_trickling_bodies(self) -> None:
         import socket
         host, _, port = self._address.rpartition(":")
-        head = (f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEYS['other']}\r\n"
+        head = (f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEYS['hostile']}\r\n"
                 "content-type: application/json\r\ncontent-length: 10000000\r\n\r\n")
         with contextlib.ExitStack() as stack:
             for _ in range(40):
@@ -383,7 +393,7 @@ def servers(folder: Path, *options: str) -> Iterator[tuple[str, str]]:
     from support.http_helpers import http_server_for
 
     tokens, pool_tokens = folder / "tokens", folder / "pool-tokens"
-    roles = {"polite": "generate", "other": "generate"}
+    roles = {name: "generate" for name in ("polite", "neighbour", "hostile")}
     tokens.write_text("".join(f"{roles.get(name, name)} {key}\n" for name, key in KEYS.items()))
     pool_tokens.write_text(f"door {KEYS['door']}\n")
     for file in (tokens, pool_tokens):
@@ -458,7 +468,7 @@ def main() -> None:
         print(json.dumps(measure(a.seconds, a.only, a.rounds), indent=1))
         return
     if a.role != "polite":
-        os.nice(5)
+        os.nice(19)
     more = {"only": a.only} if a.role == "hostile" else {}
     print(json.dumps(TENANTS[a.role](a.wire, a.http, **more)), flush=True)
     os._exit(0)     # threads may still wait for answers

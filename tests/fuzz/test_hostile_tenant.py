@@ -35,7 +35,7 @@ def test_timing_does_not_tell_what_another_tenant_asked(tmp_path, share):
     rng, trials, learned = random.Random(5), 200 if share else 1200, 100 if share else 200
     with hostile.servers(tmp_path, *(["--share-prefixes"] if share else [])) as (wire, _), \
             ClientEngine(wire, token=hostile.KEYS["polite"]) as victim, \
-            ClientEngine(wire, token=hostile.KEYS["other"]) as spy:
+            ClientEngine(wire, token=hostile.KEYS["hostile"]) as spy:
         def ask(engine: ClientEngine, ids: list[int]) -> tuple[float, int]:
             began = time.perf_counter()
             results = engine.start_request(hostile.MODEL, {"input_ids": ids}, {"max_new_tokens": 1})[2]

@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from allspark_server.http import bodies, wire
+from allspark_server.http import wire
 from allspark_server.http.chat_wire import ChatRequest
 from allspark_server.http.completions import CompletionRequest
 from allspark_server.http.embeddings import EmbeddingRequest
@@ -18,6 +18,7 @@ from allspark_server.http.errors import ApiError
 from allspark_server.http.messages_wire import MessagesRequest, Prompt
 from allspark_server.http.responses_wire import ResponsesRequest
 from allspark_server.http.tokenize import DetokenizeRequest, TokenizeRequest
+from allspark_server.json_structure import JsonStructure
 from support.http_helpers import MODEL, STORY, post, refusal
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -280,12 +281,13 @@ def test_a_structure_is_counted_in_pieces():
     for _ in range(300):
         value = any_json(rng, 4)
         text = json.dumps(value, ensure_ascii=rng.random() < 0.5).encode()
-        structure, at = bodies._Structure(), 0
+        structure, at = JsonStructure(), 0
         while at < len(text):
             size = rng.randrange(1, 9)
             structure.take(text[at:at + size])
             at += size
         assert (structure._values, structure._names, structure._containers) == counted(value), text
+        assert structure._backslashes == text.count(b"\\")
 
 
 def any_json(rng, depth):

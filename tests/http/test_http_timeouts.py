@@ -75,6 +75,33 @@ def test_bodies_all_together(monkeypatch):
     asyncio.run(run())
 
 
+def test_who_sends_much_waits(monkeypatch):
+    """After a burst, a client's bodies are read at a limited rate; others' are read at once."""
+    monkeypatch.setattr(bodies, "_BURST", 1000)
+    monkeypatch.setattr(bodies, "_RATE", 10_000)
+    reader = bodies.BodyReader(10_000, 1 << 20)
+
+    async def body():
+        return {"type": "http.request", "body": b" " * 4000, "more_body": False}
+
+    async def small():
+        return {"type": "http.request", "body": b" " * 900, "more_body": False}
+
+    async def run():
+        began = time.monotonic()
+        await read(reader, body, "greedy")
+        assert 0.2 < time.monotonic() - began < 1
+        began = time.monotonic()
+        slow = asyncio.ensure_future(read(reader, body, "greedy"))
+        await asyncio.sleep(0)
+        await read(reader, small, "polite")
+        assert not slow.done() and time.monotonic() - began < 0.2
+        await slow
+        assert time.monotonic() - began > 0.3
+
+    asyncio.run(run())
+
+
 def cheap(monkeypatch):
     """Smaller costs of bodies, which are easy to add up."""
     monkeypatch.setattr(bodies, "_ASCII_COST", 2)

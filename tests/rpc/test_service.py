@@ -25,7 +25,7 @@ from allspark_client import (
 from allspark_client._proto import allspark_pb2 as pb
 from allspark_client.version import __version__
 from allspark_server.access import Access, Role
-from allspark_server.rpc import calls
+from allspark_server.rpc import methods
 from allspark_server.rpc.calls import ConcurrencyLimits
 from allspark_server.rpc.client_stream import Backlog, ClientStream, _Pending, _RequestSink
 from allspark_server.rpc.service import Service
@@ -315,10 +315,14 @@ def test_models_and_information(client):
             call()
 
 
-def test_who_sends_much_is_read_slowly(served, client, monkeypatch):
+@pytest.fixture
+def small_allowance(monkeypatch):
+    monkeypatch.setattr(methods, "BURST", 100_000)
+    monkeypatch.setattr(methods, "RATE", 400_000)
+
+
+def test_who_sends_much_is_read_slowly(small_allowance, served, client):
     """After a burst, a tenant is read at a limited rate; others do not wait for it."""
-    monkeypatch.setattr(calls, "BURST", 100_000)
-    monkeypatch.setattr(calls, "RATE", 400_000)
     _, address = served
 
     def send(engine, size: int) -> float:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from allspark_client import AllSparkError, ClientEngine
+from allspark_client import AllSparkError, AsStatus, ClientEngine
 from allspark_client._proto import allspark_pb2 as pb
 from allspark_client.config import GenerateConfig
 from allspark_client.request import RequestSpec
@@ -15,12 +15,13 @@ from allspark_client.session import Unavailable
 from allspark_client.types import ModelInfo
 from allspark_server.access import Access, Role
 from allspark_server.cache import scope
-from allspark_server.rpc import calls, methods
+from allspark_server.rpc import methods
 from allspark_server.rpc.client_limits import ClientLimits
 from allspark_server.rpc.request_sizes import check_sizes
 from allspark_server.rpc.service import Service
 from allspark_server.rpc.tenant_threads import TenantThreads
 from allspark_server.rpc.tickets import Tickets
+from allspark_server.rpc.wire_format import MAX_NUMBERS
 from support.fake_engine import FakeEngine
 from support.fake_service import expected, serving, tokens, wait_until
 
@@ -34,7 +35,7 @@ class SlowInput:
 
     def __init__(self, core: FakeEngine):
         self.go, self.waiting, self._lock, self._tokenize = threading.Event(), 0, threading.Lock(), None
-        stage = core._models["m"].input
+        stage = self.stage = core._models["m"].input
         self._tokenize, stage.tokenize = stage.tokenize, self.tokenize
         core._tokenize = self.tokenize
 
@@ -82,7 +83,7 @@ def test_unary_calls_are_counted_until_they_are_answered(slow, monkeypatch):
         threads = [threading.Thread(target=client.tokenize, args=("m", {"text": "slow"})) for _ in range(40)]
         for thread in threads:
             thread.start()
-        wait_until(lambda: slow.waiting == 3, 5)
+        wait_until(lambda: slow.waiting == 2, 5)
         time.sleep(0.2)
         assert read.count("TokenizeRequest") == methods._AT_ONCE
         slow.go.set()
@@ -103,9 +104,9 @@ def test_starts_of_a_session_run_concurrently(slow):
             return request
 
         held = [start("greedy", "slow") for _ in range(6)]
-        wait_until(lambda: slow.waiting == 3, 5)
+        wait_until(lambda: slow.waiting == 2, 5)
         time.sleep(0.1)
-        assert slow.waiting == 3, "a tenant never has all threads"
+        assert slow.waiting == 2, "a tenant never has all threads"
         quick = start("other", "quick")
         assert quick.answered.wait(2) and not held[0].answered.is_set()
         assert tokens(quick.queue) == expected(list(b"quick"), 2)
@@ -113,10 +114,14 @@ def test_starts_of_a_session_run_concurrently(slow):
         assert all(tokens(request.queue) == expected(list(b"slow"), 2) for request in held)
 
 
-def test_the_allowance_of_bytes_is_the_tenants(monkeypatch, slow):
+@pytest.fixture
+def small_allowance(monkeypatch):
+    monkeypatch.setattr(methods, "BURST", 100_000)
+    monkeypatch.setattr(methods, "RATE", 200_000)
+
+
+def test_the_allowance_of_bytes_is_the_tenants(small_allowance, slow):
     """One that sends too much waits, then is refused; others of the same session do not wait."""
-    monkeypatch.setattr(calls, "BURST", 100_000)
-    monkeypatch.setattr(calls, "RATE", 100_000)
     _, address = slow
     with ClientEngine(address, token="gate") as client:
         def start(tenant: str, size: int):
@@ -134,9 +139,7 @@ def test_the_allowance_of_bytes_is_the_tenants(monkeypatch, slow):
             client._pool.members[0].session().release(request)
 
 
-def test_a_tenants_sessions_share_its_allowance(monkeypatch, slow):
-    monkeypatch.setattr(calls, "BURST", 100_000)
-    monkeypatch.setattr(calls, "RATE", 200_000)
+def test_a_tenants_sessions_share_its_allowance(small_allowance, slow):
     _, address = slow
     with ClientEngine(address, token="one") as first, ClientEngine(address, token="one") as second:
         def seconds(client: ClientEngine, size: int) -> float:
@@ -244,6 +247,74 @@ def test_lists_that_no_model_can_use_are_refused_by_their_length(fields, text):
     request = pb.GenerateRequest(model="m", **fields)
     with pytest.raises((ValueError, AllSparkError), match=text):
         check_sizes(request, ModelInfo("m", vocab_size=1000, max_length=2048), Role.GENERATE)
+
+
+def test_json_is_counted_over_all_fields():
+    """What is parsed later, under the interpreter lock. A text that ends within a string does not hide the next."""
+    message = pb.ChatMessage(json='{"role": "user", "content": [' + "[" * 100 + "]" * 100 + "]}")
+    info = ModelInfo("m", vocab_size=1000, max_length=2048)
+    for options in ({}, {"chat_options": pb.ChatOptions(tools_json='"')}):
+        request = pb.GenerateRequest(model="m", chat=pb.Chat(messages=[message] * 160), **options)
+        check_sizes(request, info, Role.GENERATE)
+        request.chat.messages.extend([message] * 10)
+        with pytest.raises(ValueError, match=r"messages\[16\d\]: the fields of JSON have more than the 16384 arrays and"):
+            check_sizes(request, info, Role.GENERATE)
+
+
+@pytest.mark.parametrize("fields, kind", [
+    ({"text": "x" * 101}, "a text of 101 characters: more than the 100"),
+    ({"chat": pb.Chat(messages=[pb.ChatMessage(role="user", content="x" * 201)] * 2)}, "a chat of 402 .* than the 400"),
+])
+def test_characters_are_counted_before_anything_is_made_of_them(fields, kind):
+    info = ModelInfo("m", vocab_size=1000, max_length=50, max_characters=100)
+    with pytest.raises(AllSparkError, match=f"{kind} that can make 50 tokens .engine_max_length of model 'm'"):
+        check_sizes(pb.GenerateRequest(model="m", **fields), info, Role.GENERATE)
+
+
+def test_a_rich_message_is_refused_alone():
+    """The session, which may carry other tenants' requests, continues. An administrator's message is parsed."""
+    with serving(access=Access({**TOKENS, "root": Role.ADMIN}), core=FakeEngine(0.001)) as (_, address):
+        def refused(client: ClientEngine, text: str) -> None:
+            request = client._register(RequestSpec("m", input_ids=[1], generated=[1] * (MAX_NUMBERS + 1)))
+            client._pool.members[0].session().send(request)
+            assert request.answered.wait(5) and text in str(request.refusal)
+
+        with ClientEngine(address, token="gate") as client:
+            live = client.start_request("m", {"input_ids": [1]}, {"max_new_tokens": 150, "early_stopping": False})[2]
+            refused(client, "more than 1048576 numbers (counted up to start.request.generated)")
+            assert len(tokens(live)) == 150
+        with ClientEngine(address, token="root") as client:
+            refused(client, "generated has 1048577 tokens; allowed: at most")
+
+
+def test_time_of_refused_requests_counts(slow):
+    """It costs the tenant who sends them, and no other; what is accepted costs its bytes alone."""
+    slow, address = slow
+    slow.go.set()
+    with ClientEngine(address, token="one") as one, ClientEngine(address, token="two") as two:
+        def refused(text: str) -> float:
+            began = time.monotonic()
+            with pytest.raises(AllSparkError, match="takes long"):
+                one.start_request("m", {"text": text}, {"max_new_tokens": 1})
+            return time.monotonic() - began
+
+        def tokenize(spec: RequestSpec, bare: bool = False) -> list[int]:
+            if spec.text.startswith("slow"):
+                time.sleep(0.3)
+            if spec.text.startswith("slow refused"):
+                raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, "it takes long")
+            return [1, 2]
+
+        slow.stage.tokenize = tokenize
+        for _ in range(3):      # 0.3 s each, which count as 19 MiB
+            one.start_request("m", {"text": "slow"}, {"max_new_tokens": 1})
+        refused("slow refused")
+        one.start_request("m", {"text": "quick"}, {"max_new_tokens": 1})    # is read at once, and then the session waits
+        began = time.monotonic()
+        two.start_request("m", {"text": "quick"}, {"max_new_tokens": 1})
+        assert time.monotonic() - began < 1
+        one.start_request("m", {"text": "quick"}, {"max_new_tokens": 1})
+        assert time.monotonic() - began > 1
 
 
 # --- what a tenant learns of others ---
