@@ -393,7 +393,7 @@ def servers(folder: Path, *options: str) -> Iterator[tuple[str, str]]:
     from support.http_helpers import http_server_for
 
     tokens, pool_tokens = folder / "tokens", folder / "pool-tokens"
-    roles = {name: "generate" for name in ("polite", "neighbour", "hostile")}
+    roles = dict.fromkeys(("polite", "neighbour", "hostile"), "generate")
     tokens.write_text("".join(f"{roles.get(name, name)} {key}\n" for name, key in KEYS.items()))
     pool_tokens.write_text(f"door {KEYS['door']}\n")
     for file in (tokens, pool_tokens):
