@@ -33,7 +33,8 @@ from allspark_client import AllSparkError, ClientEngine, convert
 from allspark_client._proto import allspark_pb2 as pb
 from support.paths import ROOT, TESTS
 
-MODEL, KEYS = "fable", {name: f"the-key-of-{name}-0123456789" for name in ("admin", "door", "polite", "neighbour", "hostile")}
+MODEL, TENANT_NAMES = "fable", ("polite", "neighbour", "hostile")
+KEYS = {name: f"the-key-of-{name}-0123456789" for name in ("admin", "door", *TENANT_NAMES)}
 TARGET_MS = 20.0
 STREAMS = 2             # of the polite tenant, through the wire and through HTTP each
 ROWS, PROMPT = 48, 300  # requests that the neighbour keeps in flight, and tokens of their prompts
@@ -393,7 +394,7 @@ def servers(folder: Path, *options: str) -> Iterator[tuple[str, str]]:
     from support.http_helpers import http_server_for
 
     tokens, pool_tokens = folder / "tokens", folder / "pool-tokens"
-    roles = dict.fromkeys(("polite", "neighbour", "hostile"), "generate")
+    roles = dict.fromkeys(TENANT_NAMES, "generate")
     tokens.write_text("".join(f"{roles.get(name, name)} {key}\n" for name, key in KEYS.items()))
     pool_tokens.write_text(f"door {KEYS['door']}\n")
     for file in (tokens, pool_tokens):

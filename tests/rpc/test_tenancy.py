@@ -257,7 +257,7 @@ def test_json_is_counted_over_all_fields():
         request = pb.GenerateRequest(model="m", chat=pb.Chat(messages=[message] * 160), **options)
         check_sizes(request, info, Role.GENERATE)
         request.chat.messages.extend([message] * 10)
-        with pytest.raises(ValueError, match=r"messages\[16\d\]: the fields of JSON have more than the 16384 arrays and"):
+        with pytest.raises(ValueError, match=r"messages\[16\d\]: the fields of JSON have more than the 16384 arr"):
             check_sizes(request, info, Role.GENERATE)
 
 
@@ -309,7 +309,7 @@ def test_time_of_refused_requests_counts(slow):
         for _ in range(3):      # 0.3 s each, which count as 19 MiB
             one.start_request("m", {"text": "slow"}, {"max_new_tokens": 1})
         refused("slow refused")
-        one.start_request("m", {"text": "quick"}, {"max_new_tokens": 1})    # is read at once, and then the session waits
+        one.start_request("m", {"text": "quick"}, {"max_new_tokens": 1})    # is read at once; then the session waits
         began = time.monotonic()
         two.start_request("m", {"text": "quick"}, {"max_new_tokens": 1})
         assert time.monotonic() - began < 1
