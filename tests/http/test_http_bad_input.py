@@ -18,7 +18,13 @@ from allspark_server.http.errors import ApiError
 from allspark_server.http.messages_wire import MessagesRequest, Prompt
 from allspark_server.http.responses_wire import ResponsesRequest
 from allspark_server.http.tokenize import DetokenizeRequest, TokenizeRequest
-from allspark_server.json_structure import JsonStructure
+from allspark_server.json_structure import (
+    MAX_BACKSLASHES,
+    MAX_CONTAINERS,
+    MAX_NAMES,
+    MAX_VALUES,
+    JsonStructure,
+)
 from support.http_helpers import MODEL, STORY, post, refusal
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -288,6 +294,17 @@ def test_a_structure_is_counted_in_pieces():
             at += size
         assert (structure._values, structure._names, structure._containers) == counted(value), text
         assert structure._backslashes == text.count(b"\\")
+
+
+@pytest.mark.parametrize("text, kind", [
+    (b'"' + b"\\n" * (MAX_BACKSLASHES + 1) + b'"', "4194304 backslashes"),
+    (b"[" + b"0," * (MAX_VALUES + 1), "524288 values"),
+    (b'{"":0,' * (MAX_NAMES + 1), "65536 names"),
+    (b"[" * (MAX_CONTAINERS + 1), "16384 arrays and objects"),
+])
+def test_a_structure_has_limits(text, kind):
+    with pytest.raises(ValueError, match=f"^more than the {kind}"):
+        JsonStructure().take(text)
 
 
 def any_json(rng, depth):
