@@ -208,6 +208,8 @@ class GenerateConfig(Checked):
     no_repeat_ngram_size: int = int_field(0, 0, INT32_MAX)
     #: fewest tokens of prompt and output together
     min_length: int = int_field(0, 0, INT32_MAX)
+    #: fewest tokens of the output
+    min_new_tokens: int = int_field(0, 0, INT32_MAX)
     #: most tokens of prompt and output together; None: engine_max_length
     max_length: int | None = int_field(None, 1, INT32_MAX)
     #: most tokens of the output; None: max_length alone counts
@@ -281,6 +283,8 @@ class GenerateConfig(Checked):
         """Check fields that depend on each other; returns self, or raises ValueError."""
         if self.max_length is not None and self.min_length > self.max_length:
             raise ValueError(f"min_length={self.min_length} exceeds max_length={self.max_length}")
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(f"min_new_tokens={self.min_new_tokens} exceeds max_new_tokens={self.max_new_tokens}")
         if self.pooling is not None:
             for name, neutral in (("n", 1), ("logprobs", False), ("prompt_logprobs", None), ("response_format", None)):
                 if getattr(self, name) != neutral:

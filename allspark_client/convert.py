@@ -94,7 +94,7 @@ _SAME = ("do_sample", "seed", "temperature", "top_k", "top_p", "repetition_penal
          "frequency_penalty", "suppress_repetition_in_generation", "no_repeat_ngram_size", "min_length", "max_length",
          "max_new_tokens", "early_stopping", "logprobs", "top_logprobs", "lora_name", "vocab_type", "uuid",
          "user_request_id", "priority", "cache_salt", "n", "min_p", "prompt_logprobs", "pooling",
-         "queue_timeout")
+         "queue_timeout", "min_new_tokens")
 
 
 def generate_config_to_pb(config: GenerateConfig) -> pb.GenerateConfig:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from allspark_client.chat import ChatOptions
 from allspark_client.config import GenerateConfig, check_available
 from allspark_client.errors import AllSparkError, AsStatus
+from allspark_client.generate_checks import INT32_MAX
 from allspark_client.request import RequestSpec
 from allspark_client.types import Detokenized, ModelInfo
 
@@ -362,12 +363,13 @@ def eos_ids(config: GenerateConfig, info: ModelInfo) -> tuple[int, ...]:
 
 def _sampling_params(config: GenerateConfig, index: int, prompt_len: int, eos: list[int]) -> SamplingParams:
     """What the ranks need to sample the tokens of sample `index`."""
+    fewest = min(prompt_len + config.min_new_tokens, INT32_MAX) if config.min_new_tokens else 0
     return SamplingParams(
         do_sample=config.do_sample and config.top_k != 1, logprobs=config.logprobs,
         suppress_repetition_in_generation=config.suppress_repetition_in_generation, temperature=config.temperature,
         top_k=config.top_k, top_p=config.top_p, repetition_penalty=config.repetition_penalty,
         presence_penalty=config.presence_penalty, frequency_penalty=config.frequency_penalty,
-        no_repeat_ngram_size=config.no_repeat_ngram_size, min_length=config.min_length,
+        no_repeat_ngram_size=config.no_repeat_ngram_size, min_length=max(config.min_length, fewest),
         top_logprobs=config.top_logprobs if config.logprobs else 0, seed=config.seed or 0, sample_index=index,
         prompt_len=prompt_len, eos=tuple(eos), bad_words=tuple(tuple(word) for word in config.bad_words_ids),
         min_p=config.min_p, logit_bias=tuple(sorted(config.logit_bias.items()))

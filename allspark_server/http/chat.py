@@ -12,13 +12,14 @@ from allspark_server.chat import Content, Event, Reasoning, ToolCallBegin
 
 from .call import Call, new_id
 from .chat_wire import ChatRequest, plain_messages
-from .choices import DONE, fingerprint, quoted, token_bytes, usage
+from .choices import DONE, fingerprint, ids_field, quoted, token_bytes, usage
 from .errors import bad_value, not_available
 from .logprobs import chat_logprobs
 from .pieces import joined, json_list, json_object
 from .replies import ChatReplies, ChatReply, chat_spec, effort_kwargs
 from .sampling import check_room, check_stream_options, config_of, response_format
 
+_END = "}\n\n"    # of a chunk
 _REFUSED = {
     "audio": "it generates text",
     "web_search_options": "it has no web search",
@@ -95,6 +96,7 @@ async def _whole(call: Call, request: ChatRequest, info: ModelInfo, replies: Cha
         "usage": usage_,
         "service_tier": "default",
         "system_fingerprint": fingerprint(info),
+        **({"prompt_token_ids": replies.choices.answer.prompt_ids} if request.return_token_ids else {}),
     })
 
 
@@ -109,8 +111,9 @@ def _choice(request: ChatRequest, replies: ChatReplies, reply: ChatReply, tokens
     if request.logprobs:
         entries = chat_logprobs(reply.choice.elements, tokens, request.top_logprobs or 0)
         logprobs = json_object({"content": json_list(entries, 16), "refusal": None})
+    more = {"token_ids": reply.choice.ids} if request.return_token_ids else {}
     return json_object({"index": reply.choice.index, "message": message, "logprobs": logprobs,
-                        "finish_reason": reply.finish_reason(replies.choices)})
+                        "finish_reason": reply.finish_reason(replies.choices), **more})
 
 
 class _Stream:
@@ -118,18 +121,23 @@ class _Stream:
 
     def __init__(self, call: Call, request: ChatRequest, info: ModelInfo, replies: ChatReplies):
         self._call, self._request, self._info, self._replies = call, request, info, replies
-        self._wants_usage = bool(request.stream_options and request.stream_options.include_usage)
+        options = request.stream_options
+        self._wants_usage = bool(options and options.include_usage)
+        self._usage_in_each = bool(self._wants_usage and options and options.continuous_usage_stats)
         self._head = (f'data: {{"id":"{new_id("chatcmpl-")}","object":"chat.completion.chunk","created":{call.created},'
                       f'"model":{quoted(request.model)},"service_tier":"default",'
                       f'"system_fingerprint":"{fingerprint(info)}","choices":[')
-        self._tail = ']' + (',"usage":null' if self._wants_usage else '') + '}\n\n'
+        self._tail = "]" + (',"usage":null' if self._wants_usage else "") + _END
 
     async def run(self) -> None:
         """Write the whole stream."""
         call, replies = self._call, self._replies
         await call.stream()
-        await call.write("".join(self._chunk(reply, '{"role":"assistant","content":"","refusal":null}')
-                                 for reply in replies.all).encode())
+        begin = "".join(self._chunk(reply, '{"role":"assistant","content":"","refusal":null}') for reply in replies.all)
+        if self._request.return_token_ids:
+            ids = ids_field("prompt_token_ids", replies.choices.answer.prompt_ids)
+            begin = f"{begin.removesuffix(_END)}{ids}{_END}"
+        await call.write(begin.encode())
         async for elements in replies.choices.answer:
             reply, events = replies.take(elements)
             logprobs = "null"
@@ -138,7 +146,13 @@ class _Stream:
                 entries = chat_logprobs(elements, tokens, self._request.top_logprobs or 0)
                 logprobs = json.dumps({"content": list(entries), "refusal": None})
                 events = events or [Content("")]    # the text is held back until more is known
-            chunks = self._events(reply, events, logprobs)
+            more = ""
+            if self._request.return_token_ids:
+                more = ids_field("token_ids", elements.ids_from_generate)
+                events = events or [Content("")]
+            if self._usage_in_each:
+                self._tail = f'],"usage":{json.dumps(usage([replies.choices]))}{_END}'
+            chunks = self._events(reply, events, logprobs, more)
             if elements.finish_reason is not None:
                 chunks += self._last(reply)
             if chunks:      # none for a part of a character, or a special token
@@ -146,24 +160,24 @@ class _Stream:
         last = [self._last(reply) for reply in replies.all if reply.choice.ended is None]
         if self._wants_usage:
             counts = usage([replies.choices], reasoning=await replies.reasoning_tokens())
-            last.append(f'{self._head}],"usage":{json.dumps(counts)}}}\n\n')
+            last.append(f'{self._head}],"usage":{json.dumps(counts)}{_END}')
         await call.write("".join(last).encode() + DONE, more=False)
 
     def _last(self, reply: ChatReply) -> str:
         reason = reply.finish_reason(self._replies.choices)
         return self._events(reply, reply.finish()) + self._chunk(reply, "{}", reason=f'"{reason}"')
 
-    def _events(self, reply: ChatReply, events: list[Event], logprobs: str = "null") -> str:
-        """One chunk per event; the first has the log probabilities."""
+    def _events(self, reply: ChatReply, events: list[Event], logprobs: str = "null", more: str = "") -> str:
+        """One chunk per event; the first has the log probabilities, and further fields."""
         chunks = []
         for event in events:
-            chunks.append(self._chunk(reply, _delta(event), logprobs))
-            logprobs = "null"
+            chunks.append(self._chunk(reply, _delta(event), logprobs, more=more))
+            logprobs, more = "null", ""
         return "".join(chunks)
 
-    def _chunk(self, reply: ChatReply, delta: str, logprobs: str = "null", reason: str = "null") -> str:
+    def _chunk(self, reply: ChatReply, delta: str, logprobs: str = "null", reason: str = "null", more: str = "") -> str:
         return (f'{self._head}{{"index":{reply.choice.index},"delta":{delta},"logprobs":{logprobs},'
-                f'"finish_reason":{reason}}}{self._tail}')
+                f'"finish_reason":{reason}{more}}}{self._tail}')
 
 
 def _delta(event: Event) -> str:

@@ -79,6 +79,11 @@ class Choices:
         return self.answer.stat.context_cached_length
 
 
+def ids_field(name: str, ids: list[int]) -> str:
+    """A further field of a chunk's JSON, with token ids."""
+    return f',"{name}":{json.dumps(ids)}'
+
+
 def usage(parts: list[Choices], generated: bool = True, reasoning: int = 0) -> dict[str, Any]:
     """OpenAI's `usage` of requests.
 

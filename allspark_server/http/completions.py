@@ -15,12 +15,13 @@ from allspark_client.types import GeneratedElements, ModelInfo
 from allspark_server.json_structure import MAX_VALUES
 
 from .call import Call, new_id
-from .choices import DONE, Choice, Choices, fingerprint, quoted, token_bytes, usage
+from .chat_wire import ResponseFormat
+from .choices import DONE, Choice, Choices, fingerprint, ids_field, quoted, token_bytes, usage
 from .errors import ApiError, bad_value, not_available
 from .logprobs import CompletionLogprobs, logprobs_in_pieces
 from .pieces import joined, json_object
 from .pool import Answer, Pool
-from .sampling import check_room, check_stream_options, config_of
+from .sampling import check_room, check_stream_options, config_of, response_format
 from .wire import INT32_MAX, Generation, Many
 
 #: OpenAI's default
@@ -45,6 +46,7 @@ class CompletionRequest(Generation):
     echo: bool | None = None
     best_of: Annotated[int | None, Field(ge=1, le=20)] = None
     suffix: str | None = None
+    response_format: ResponseFormat | None = None
 
 
 class _Part:
@@ -128,6 +130,8 @@ async def completions(call: Call, request: CompletionRequest) -> None:
     info = await call.model(request.model)
     wanted = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     config = config_of(request, info, max(wanted, 1))   # with max_tokens=0 one token is generated and dropped
+    if request.response_format is not None:
+        config.response_format = response_format(request.response_format)
     if request.logprobs is not None:
         config.logprobs, config.top_logprobs = True, request.logprobs
         config.prompt_logprobs = request.logprobs if request.echo else None
@@ -181,6 +185,7 @@ class _Writer:
                     "index": choice.index,
                     "logprobs": await self._logprobs(part, at, choice),
                     "finish_reason": self._reason(part, choice),
+                    **self._ids(part, choice),
                 }))
         return json_object({
             "id": self._id,
@@ -191,6 +196,12 @@ class _Writer:
             "usage": self._usage(),
             "system_fingerprint": fingerprint(self._info),
         })
+
+    def _ids(self, part: _Part, choice: Choice) -> dict[str, list[int]]:
+        """The fields of `return_token_ids`."""
+        if not self._request.return_token_ids:
+            return {}
+        return {"prompt_token_ids": part.choices.answer.prompt_ids, "token_ids": choice.ids if self._wanted else []}
 
     async def _logprobs(self, part: _Part, at: int, choice: Choice) -> Iterator[str] | None:
         if self._request.logprobs is None:
@@ -207,14 +218,17 @@ class _Writer:
 
     async def _stream(self) -> None:
         call, request = self._call, self._request
-        wants_usage = bool(request.stream_options and request.stream_options.include_usage)
+        options = request.stream_options
+        wants_usage = bool(options and options.include_usage)
+        usage_in_each = bool(wants_usage and options and options.continuous_usage_stats)
         head = (f'data: {{"id":"{self._id}","object":"text_completion","created":{call.created},'
                 f'"model":{quoted(request.model)},"system_fingerprint":"{fingerprint(self._info)}","choices":[')
         tail = ']' + (',"usage":null' if wants_usage else '') + '}\n\n'
 
-        def chunk(choice: Choice, text: str, logprobs: str = "null", reason: str = "null") -> bytes:
+        def chunk(choice: Choice, text: str, logprobs: str = "null", reason: str = "null", more: str = "") -> bytes:
+            end = f'],"usage":{json.dumps(self._usage())}}}\n\n' if usage_in_each else tail
             return (f'{head}{{"text":{quoted(text)},"index":{choice.index},"logprobs":{logprobs},'
-                    f'"finish_reason":{reason}}}{tail}').encode()
+                    f'"finish_reason":{reason}{more}}}{end}').encode()
 
         await call.stream()
         for part in self._parts:
@@ -230,9 +244,13 @@ class _Writer:
             logprobs = "null"
             if request.logprobs is not None:
                 logprobs = json.dumps(await part.of(call.pool, elements.sample_index, elements))
-            data = b""
-            if self._wanted and (elements.text or request.logprobs is not None):
-                data = chunk(choice, elements.text, logprobs)
+            data, more = b"", ""
+            if request.return_token_ids:
+                more = ids_field("token_ids", elements.ids_from_generate)
+                if len(choice.ids) == len(elements.ids_from_generate):      # the first chunk
+                    more = ids_field("prompt_token_ids", part.choices.answer.prompt_ids) + more
+            if self._wanted and (elements.text or more or request.logprobs is not None):
+                data = chunk(choice, elements.text, logprobs, more=more)
             if choice.ended is not None:
                 data += chunk(choice, "", reason=f'"{self._reason(part, choice)}"')
             if data:

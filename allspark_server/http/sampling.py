@@ -49,10 +49,19 @@ def config_of(request: SamplingFields, info: ModelInfo, max_tokens: int | None) 
         values["stop"] = [stop] if isinstance(stop, str) else stop
     if guided := _guided(request):
         values["response_format"] = guided
-    if getattr(request, "ignore_eos", None):
+    if ignore_eos := getattr(request, "ignore_eos", None):
         values["early_stopping"] = False
+    if ids := getattr(request, "stop_token_ids", None):
+        if ignore_eos:
+            values["stop_words_ids"] = [[i] for i in ids]
+        else:
+            values["eos_token_id"] = [*info.eos_token_ids, *ids]
     if max_tokens is not None:
         values["max_new_tokens"] = max_tokens
+    if fewest := getattr(request, "min_tokens", None):
+        if max_tokens is not None and fewest > max_tokens:
+            raise bad_value("min_tokens", f"it is {fewest}, and at most {max_tokens} tokens are generated")
+        values["min_new_tokens"] = fewest
     for name in _SAME:
         if (value := getattr(request, name, None)) is not None:
             values[name] = value
@@ -75,17 +84,38 @@ def checked(values: dict[str, Any]) -> GenerateConfig:
 
 
 def _guided(request: SamplingFields) -> dict[str, Any] | None:
-    """The response format by vLLM's fields guided_json, guided_regex, guided_choice and guided_grammar."""
-    given = [name for name in ("json", "regex", "choice", "grammar")
-             if getattr(request, f"guided_{name}", None) is not None]
+    """The response format by vLLM's fields guided_json, guided_regex, guided_choice, guided_grammar, and those of
+    structured_outputs.
+    """
+    structured = getattr(request, "structured_outputs", None)
+    kinds = ("json", "regex", "choice", "grammar")
+    given: dict[str, Any] = {f"guided_{kind}": getattr(request, f"guided_{kind}", None) for kind in kinds}
+    if structured is not None:
+        inner = {"json": structured.json_, **{kind: getattr(structured, kind) for kind in kinds[1:]},
+                 "json_object": structured.json_object or None}
+        given |= {f"structured_outputs.{kind}": value for kind, value in inner.items()}
+        if all(value is None for value in inner.values()):
+            raise bad_value("structured_outputs", f"one of {', '.join(inner)} must be given")
+    given = {field: value for field, value in given.items() if value is not None}
     if not given:
         return None
     if len(given) > 1 or getattr(request, "response_format", None) is not None:
-        raise bad_value(f"guided_{given[-1]}", "another field already constrains the answer")
-    name, value = given[0], getattr(request, f"guided_{given[0]}")
-    if name == "json":
-        return {"type": "json_schema", "json_schema": {"name": "answer", "schema": value}}
-    return {"type": name, name: value}
+        raise bad_value([*given][-1], "another field already constrains the answer")
+    (field, value), = given.items()
+    kind = field.removeprefix("guided_").removeprefix("structured_outputs.")
+    found = {"type": kind, kind: value}
+    if kind == "json":
+        schema = value if isinstance(value, str) else {"name": "answer", "schema": value}
+        found = {"type": "json_schema", "json_schema": schema}
+    elif kind == "json_object":
+        found = {"type": kind}
+    elif kind == "grammar" and "::=" in value:
+        found["syntax"] = "ebnf"
+    if structured is not None and structured.disable_any_whitespace:
+        if not kind.startswith("json"):
+            raise bad_value("structured_outputs.disable_any_whitespace", "it needs 'json' or 'json_object'")
+        found["disable_any_whitespace"] = True
+    return found
 
 
 def _biases(given: dict[str, float]) -> dict[int, float]:

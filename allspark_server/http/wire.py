@@ -95,6 +95,9 @@ class StreamOptions(Wire):
     """OpenAI's options of streams."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: Annotated[
+        bool | None, Field(description="With `include_usage`: each chunk has the usage so far")
+    ] = None
     #: OpenAI pads chunks to hide their lengths; this server does not
     include_obfuscation: bool | None = None
 
@@ -103,6 +106,18 @@ JsonObject = dict[str, Any]
 ModelName = Annotated[str, Field(min_length=1, max_length=1024)]
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 Metadata = Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16), FirstError]
+
+
+class StructuredOutputs(Wire):
+    """vLLM's field for constrained answers: one of its fields is given."""
+
+    json_: Annotated[JsonObject | Annotated[str, Field(min_length=1)] | None,
+                     Field(alias="json", description="A JSON schema")] = None
+    regex: Annotated[str | None, Field(min_length=1)] = None
+    choice: Annotated[Many[str], Field(min_length=1, max_length=4096)] | None = None
+    grammar: Annotated[str | None, Field(min_length=1, description="Lark, or EBNF")] = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
 
 
 class Generation(Body):
@@ -152,5 +167,16 @@ class Generation(Body):
     guided_regex: Annotated[str | None, Field(min_length=1)] = None
     guided_choice: Annotated[Many[str], Field(min_length=1, max_length=4096)] | None = None
     guided_grammar: Annotated[str | None, Field(min_length=1, description="Lark, or EBNF")] = None
+    structured_outputs: StructuredOutputs | None = None
+    min_tokens: Annotated[
+        int | None, Field(ge=0, le=INT32_MAX, description="Fewest tokens before one that ends the answer")
+    ] = None
+    stop_token_ids: Annotated[
+        Many[Annotated[int, Field(ge=0, le=INT32_MAX)]] | None,
+        Field(max_length=256, description="Token ids that end the answer, beside the model's own"),
+    ] = None
+    return_token_ids: Annotated[
+        bool | None, Field(description="Add `prompt_token_ids`, and to each choice `token_ids`")
+    ] = None
 
 

@@ -68,7 +68,8 @@ CONDITIONS: dict[tuple[str, str], str] = {
     ("ResponsesRequest", "stream_options"): "needs `stream`",
 }
 _OWN = ("top_k", "min_p", "repetition_penalty", "ignore_eos", "cache_salt", "priority", "guided_json", "guided_regex",
-        "guided_choice", "guided_grammar", "chat_template_kwargs", "pooling")
+        "guided_choice", "guided_grammar", "structured_outputs", "min_tokens", "stop_token_ids", "return_token_ids",
+        "chat_template_kwargs", "pooling")
 
 
 def forms() -> Iterator[tuple[str, type]]:

@@ -18,13 +18,7 @@ from allspark_server.http.errors import ApiError
 from allspark_server.http.messages_wire import MessagesRequest, Prompt
 from allspark_server.http.responses_wire import ResponsesRequest
 from allspark_server.http.tokenize import DetokenizeRequest, TokenizeRequest
-from allspark_server.json_structure import (
-    MAX_BACKSLASHES,
-    MAX_CONTAINERS,
-    MAX_NAMES,
-    MAX_VALUES,
-    JsonStructure,
-)
+from allspark_server.json_structure import MAX_BACKSLASHES, MAX_CONTAINERS, MAX_NAMES, MAX_VALUES, JsonStructure
 from support.http_helpers import MODEL, STORY, post, refusal
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -67,6 +61,12 @@ GENERATION = {
     "guided_regex": (1, "", []),
     "guided_choice": (1, "x", [], [1]),
     "guided_grammar": (1, "", []),
+    "structured_outputs": (1, {}, {"regex": ""}, {"regex": "a", "choice": ["a"]}, {"choice": []}, {"json": 1},
+                           {"regex": "a", "disable_any_whitespace": True}, {"structural_tag": "x"},
+                           {"json_object": False}),
+    "min_tokens": ("1", True, 1.5, -1, 2, 2**31),
+    "stop_token_ids": (1, "x", [-1], ["1"], [2**31], [1] * 300),
+    "return_token_ids": ("x", 1),
     "nonsense": (1, None),
 }
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
@@ -180,6 +180,7 @@ WRONG = {
         "echo": ("x", 1, []),
         "best_of": ("1", True, 1.5, 0, 21, 5),
         "suffix": (1, [], "x"),
+        "response_format": (1, "json", [], {}, {"type": "x"}, {"type": "json_schema"}, {"type": "regex"}),
     },
     "/v1/embeddings": {
         "model": GENERATION["model"],
