@@ -175,6 +175,12 @@ class WorkerOptions(ListenerOptions):
                                 "connections are accepted (inf: until they have ended); a second request to stop ends "
                                 "them at once", metavar="SECONDS", worker=True, accepts=lambda value: value >= 0,
                                 rule="a number of seconds, at least 0, or inf")
+    heartbeat: float = option(15.0, "a stream that was silent for so long gets a comment, which clients skip, so that "
+                              "proxies keep the connection (0: never)", metavar="SECONDS", worker=True,
+                              accepts=lambda value: 0 <= value < float("inf"), rule="a number of seconds, at least 0")
+    allow_origin: list[str] = option(list, "web pages of this origin, such as https://chat.example, may read answers "
+                                     "(CORS); repeatable; *: all pages", section="access", metavar="ORIGIN",
+                                     worker=True)
     max_body_mib: int = _limit(0, "the largest request body that is accepted", implied=16, worker=True)
     pool: list[str] = option(list, "the address of a group; repeatable (default: $ALLSPARK_ADDRESS, or the address "
                              "that a group without one serves on)", section="groups", flag_name="address",

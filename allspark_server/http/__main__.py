@@ -71,7 +71,8 @@ def main() -> None:
     token, names_tenants = pool_token(a.pool_token_file)
     pool = Pool(a.pool, token, TlsConfig(ca=a.pool_tls_ca) if a.pool_tls_ca else None)
     worker = HttpWorker(pool, access, BodyReader(a.max_body_mib << 20, _BODIES_ALL_TOGETHER), Metrics(), names_tenants,
-                        certificates=certificates, alive_fd=a.alive_fd)
+                        certificates=certificates, alive_fd=a.alive_fd, heartbeat=a.heartbeat,
+                        origins=frozenset(a.allow_origin))
     # One thread serves; the others, of the connections to the pool, must not make it wait long.
     sys.setswitchinterval(0.001)
     listener = socket.socket(fileno=a.fd)

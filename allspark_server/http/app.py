@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import re
 from typing import Any
 
 from allspark_server.access import Role
@@ -25,6 +26,9 @@ from .page import page, pool
 from .responses import responses
 from .responses_wire import ResponsesRequest
 from .tokenize import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
+
+
+_HEADER_NAMES = re.compile(rb"[A-Za-z0-9_, -]{1,1024}")
 
 
 async def _metrics(call: Call, _: None) -> None:
@@ -64,6 +68,30 @@ def _endpoints(worker: HttpWorker) -> list[tuple[str, str, Endpoint]]:
     ]
 
 
+def _with_origin(send: Send, origin: bytes) -> Send:
+    """Adds to an answer that a web page of this origin may read it (CORS)."""
+    async def sending(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [
+                *message["headers"], (b"access-control-allow-origin", origin), (b"vary", b"Origin"),
+                (b"access-control-expose-headers", b"x-request-id, retry-after")]}
+        await send(message)
+
+    return sending
+
+
+async def _preflight(scope: dict[str, Any], origin: bytes, send: Send) -> None:
+    """Answers a browser that asks what a web page of this origin may send."""
+    wanted = dict(scope["headers"]).get(b"access-control-request-headers", b"")
+    if not _HEADER_NAMES.fullmatch(wanted):
+        wanted = b"authorization, content-type"
+    await send({"type": "http.response.start", "status": 204, "headers": [
+        (b"access-control-allow-origin", origin), (b"vary", b"Origin"), (b"access-control-allow-methods", b"GET, POST"),
+        (b"access-control-allow-headers", wanted),
+        (b"access-control-max-age", b"600")]})
+    await send({"type": "http.response.body", "body": b""})
+
+
 class Application:
     """The ASGI application. It finds the endpoint of a path, and is connected to the pool while it runs."""
 
@@ -91,8 +119,14 @@ class Application:
         """Serve a request, or the application's start and end."""
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
-        else:
-            await self._find(scope)(scope, receive, send)
+            return
+        origin = dict(scope["headers"]).get(b"origin", b"")
+        if origin and self._worker.origins.intersection(("*", origin.decode("latin-1"))):
+            if scope["method"] == "OPTIONS":
+                await _preflight(scope, origin, send)
+                return
+            send = _with_origin(send, origin)
+        await self._find(scope)(scope, receive, send)
 
     def _find(self, scope: dict[str, Any]) -> Endpoint:
         path, method = scope["path"], scope["method"]

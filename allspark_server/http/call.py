@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import secrets
 import time
 import traceback
@@ -37,6 +38,7 @@ UNREAD_SECONDS, UNREAD_TOKENS = 60.0, 1 << 16
 _LOOK_SECONDS = 1.0
 #: bytes of a body whose request is large, and characters of a piece of an answer
 _LARGE, PIECE = 1 << 20, 1 << 16
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _SEND_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
                  (b"x-accel-buffering", b"no")]
 
@@ -56,9 +58,14 @@ class HttpWorker:
     certificates: Certificates | None = None
     #: a pipe that gets a byte a second while the event loop runs; -1: none
     alive_fd: int = -1
+    #: after how many seconds of silence a stream gets a comment, so that proxies keep it open; 0: never
+    heartbeat: float = 0.0
+    #: origins of web pages that may read answers (CORS); "*": all
+    origins: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         self.calls: set[Call] = set()
+        self._comments: set[asyncio.Future[None]] = set()
         self.started = int(time.time())
 
     async def watch(self) -> None:
@@ -73,6 +80,9 @@ class HttpWorker:
             await asyncio.sleep(_LOOK_SECONDS)
             now = time.monotonic()
             for call in list(self.calls):
+                if self.heartbeat and call.silent(now) >= self.heartbeat:
+                    self._comments.add(task := asyncio.ensure_future(call.comment()))
+                    task.add_done_callback(self._comments.discard)
                 if call.stuck(now):
                     logger.warning("%s does not read its answer; its request is cancelled", call.peer)
                     call.abort()
@@ -90,7 +100,11 @@ class Call:
         self.worker, self.pool, self.client = worker, worker.pool, client
         self._scope, self._send = scope, send
         self._sending_since = 0.0
+        self._streaming, self._written = False, 0.0
         self._answers: list[Answer] = []
+        given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+        #: the client's x-request-id, or a new one: in the answer, the group's logs and traces
+        self.request_id = given if _REQUEST_ID.fullmatch(given) else new_id("req_")
         #: what the requests to the pool have generated
         self.generated: list[Choices] = []
         self.task: asyncio.Future[None] | None = None
@@ -124,6 +138,7 @@ class Call:
         """A request to the pool, to be entered with `async with`."""
         if self.worker.names_tenants:
             spec.tenant = self.tenant
+        spec.config.user_request_id = self.request_id
         spec.trust_trace(dict(self._scope["headers"]).get(b"traceparent", b"").decode("latin-1"))
         spec.large = self.body_size > _LARGE
         answer = self.pool.generate(spec)
@@ -172,15 +187,29 @@ class Call:
     async def stream(self) -> None:
         """Begin an answer of server-sent events."""
         await self._start(200, _SEND_HEADERS)
+        self._streaming = True
 
     async def write(self, data: bytes, more: bool = True) -> None:
         """Send a part of the answer; waits while the client does not read."""
-        self._sending_since = time.monotonic()
+        self._sending_since = self._written = time.monotonic()
+        self._streaming = self._streaming and more
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
         self._sending_since = 0.0
 
+    def silent(self, now: float) -> float:
+        """For how many seconds a stream of events has sent nothing; 0.0 if it cannot."""
+        return now - self._written if self._streaming and not self._sending_since else 0.0
+
+    async def comment(self) -> None:
+        """Send a comment in a stream of events, which clients skip."""
+        if self._streaming:
+            with contextlib.suppress(Exception):    # the connection has failed, which the handler notices
+                await self.write(b": the request is still running\n\n")
+
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.status, self._sending_since = status, time.monotonic()
+        self._written = self._sending_since
+        headers = [*headers, (b"x-request-id", self.request_id.encode())]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         self._sending_since = 0.0
 
@@ -278,7 +307,7 @@ class Endpoint:
         """Answer with an error; if events have been sent already, with a last event that is the error."""
         known = error if isinstance(error, ApiError) else INTERNAL
         if known is INTERNAL:
-            logger.error("%s failed", self.name, exc_info=error)
+            logger.error("%s failed, request %s", self.name, call.request_id, exc_info=error)
         try:
             if not call.status:
                 await reply_error(call, known, self._error_body)

@@ -1,0 +1,88 @@
+"""Ids of requests, origins of web pages, and streams that are silent for long."""
+
+from __future__ import annotations
+
+import time
+
+import httpx
+import pytest
+
+from support.fake_engine import FakeEngine
+from support.fake_service import serving
+from support.http_helpers import http_server_for
+
+PAGE = "https://chat.example"
+
+
+@pytest.fixture(scope="module")
+def served():
+    """The engine, and a client of an HTTP server in front of it."""
+    engine = FakeEngine(0.001)
+    with serving(core=engine) as (_, group), \
+            http_server_for(group, insecure=True, heartbeat=1.0, allow_origin=[PAGE]) as address, \
+            httpx.Client(base_url=f"http://{address}", timeout=30) as client:
+        yield engine, client
+
+
+def ask(client: httpx.Client, **headers: str) -> httpx.Response:
+    return client.post("/v1/completions", json={"model": "m", "prompt": "x", "max_tokens": 2}, headers=headers)
+
+
+def test_ids_of_requests(served):
+    engine, client = served
+    answer = ask(client, **{"x-request-id": "shop-17"})
+    assert answer.status_code == 200 and answer.headers["x-request-id"] == "shop-17"
+    assert engine.submitted[-1].config.user_request_id == "shop-17"
+    own = [ask(client, **{"x-request-id": given}).headers["x-request-id"] for given in ("", "a b", "x" * 129)]
+    assert len(set(own)) == 3 and all(one.startswith("req_") for one in own)
+    assert engine.submitted[-1].config.user_request_id == own[-1]
+    for path, status in (("/nothing", 404), ("/health", 200)):
+        answer = client.get(path, headers={"x-request-id": "me"})
+        assert answer.status_code == status and answer.headers["x-request-id"] == "me"
+
+
+def test_pages_of_an_allowed_origin_may_read(served):
+    _, client = served
+    answer = ask(client, origin=PAGE)
+    assert answer.headers["access-control-allow-origin"] == PAGE and answer.headers["vary"] == "Origin"
+    assert "x-request-id" in answer.headers["access-control-expose-headers"]
+    for origin in ("https://other.example", "null"):
+        assert "access-control-allow-origin" not in ask(client, origin=origin).headers
+    assert "access-control-allow-origin" not in ask(client).headers
+
+
+def test_browsers_ask_first(served):
+    _, client = served
+
+    def preflight(origin: str, wanted: str) -> httpx.Response:
+        return client.options("/v1/chat/completions", headers={
+            "origin": origin, "access-control-request-method": "POST", "access-control-request-headers": wanted})
+
+    answer = preflight(PAGE, "authorization,content-type,x-stainless-os")
+    assert answer.status_code == 204 and answer.headers["access-control-allow-origin"] == PAGE
+    assert answer.headers["access-control-allow-headers"] == "authorization,content-type,x-stainless-os"
+    assert "POST" in answer.headers["access-control-allow-methods"]
+    assert preflight(PAGE, "a;b").headers["access-control-allow-headers"] == "authorization, content-type"
+    assert preflight("https://other.example", "authorization").status_code == 405
+
+
+def test_silent_streams_get_comments(served):
+    """Clients skip them; the events are the same."""
+    engine, client = served
+
+    def lines() -> list[str]:
+        body = {"model": "m", "prompt": "x", "max_tokens": 2, "stream": True}
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            return [line for line in answer.iter_lines() if line]
+
+    quick = lines()
+    engine.interval = 1.6
+    try:
+        began = time.monotonic()
+        slow = lines()
+    finally:
+        engine.interval = 0.001
+    comments = [line for line in slow if line.startswith(":")]
+    assert 1 <= len(comments) <= time.monotonic() - began
+    assert not any(line.startswith(":") for line in quick)
+    assert len(slow) - len(comments) == len(quick) and slow[-1] == "data: [DONE]"
