@@ -27,7 +27,6 @@ from .responses import responses
 from .responses_wire import ResponsesRequest
 from .tokenize import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 
-
 _HEADER_NAMES = re.compile(rb"[A-Za-z0-9_, -]{1,1024}")
 
 
