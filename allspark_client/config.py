@@ -38,7 +38,7 @@ INT64_MAX = 2**63 - 1
 FLOAT_MAX = 3.4e38      # the sampler computes in single precision, where larger numbers are infinite
 UNQUANTIZED = ("float32", "bfloat16", "float16")
 GROUPED = ("int8", "int4", "w8a8", "w4a8")      # quantized formats that can have groups
-WEIGHT_DTYPES = ("auto", *UNQUANTIZED, *GROUPED, "float8")
+WEIGHT_DTYPES = ("auto", *UNQUANTIZED, *GROUPED, "float8", "mxfp4")
 GROUP_SIZES = (0, 32, 64, 128, 256, 512)
 
 
@@ -93,7 +93,8 @@ class AsModelConfig(Checked):
     #: LoRA adapters that are loaded with the model, each as load_lora's argument
     lora_names: list[str] = custom_field(check_strings, factory=list)
     #: "auto": as stored. On GPUs only: "float16", where values beyond ±65504 are clamped, and "float8", e4m3 with a
-    #: scale for each output channel and each token
+    #: scale for each output channel and each token. Of checkpoints with matrices in MXFP4, such as gpt-oss', "mxfp4" is
+    #: what "auto" means, and "bfloat16" dequantizes these
     weight_dtype: str = choice_field("auto", WEIGHT_DTYPES)
     #: length along K of the groups of quantized weights that share a scale; 0: one scale per output channel
     weight_group_size: int = choice_field(0, GROUP_SIZES)

@@ -1,11 +1,13 @@
 """Measures steps of a real model's shape on a GPU, with random weights and without an engine: milliseconds, tokens/s
 and the fraction of the roofline.
 
-`python bench_cuda.py [7b|0.5b|30b-a3b] [ranks=2] [decode=1,8,32] [prefill=1x1024] [context=8000x1]
-[mixed=204+1702,0+1906] [format=int4:64] [cache=bfloat16] [threads=1]`
+`python bench_cuda.py [7b|0.5b|30b-a3b|gpt-oss-20b|gpt-oss-120b] [ranks=2] [decode=1,8,32] [prefill=1x1024]
+[context=8000x1] [mixed=204+1702,0+1906] [format=int4:64] [cache=bfloat16] [threads=1]`
 
 `mixed=D+P` measures a step of D decoding rows at a context of 640 with P rows of prompts of 512 tokens; with a single
 such cell it prints what each op took.
+
+`format=mxfp4` is for experts; all else is bfloat16 then. gpt-oss' sinks, windows and biases are left out.
 
 `ranks=N` uses GPUs 0 to N-1 of one host, with a process (or, with threads=1, a thread) for each. The roofline is then
 that of all of them together.
@@ -30,8 +32,11 @@ SHAPES = {  # hidden, layers, heads, KV heads, head_dim, inner, vocabulary
     "7b": (3584, 28, 28, 4, 128, 18944, 152064),
     "0.5b": (896, 24, 14, 2, 64, 4864, 151936),
     "30b-a3b": (2048, 48, 32, 4, 128, 768, 151936),
+    "gpt-oss-20b": (2880, 24, 64, 8, 64, 2880, 201088),
+    "gpt-oss-120b": (2880, 36, 64, 8, 64, 2880, 201088),
 }
-EXPERTS = {"30b-a3b": (128, 8)}  # how many, and how many a row goes to; these models norm heads, and have no biases
+# How many, and how many a row goes to; these models norm heads, and have no biases.
+EXPERTS = {"30b-a3b": (128, 8), "gpt-oss-20b": (32, 4), "gpt-oss-120b": (128, 4)}
 ROW_SETS = 4  # of entries of experts: layers share them
 MAPPED = []  # windows' memory stays as long as the process
 SPAN, BANDWIDTH, RATE = 32, 4.44e12, 792e12  # measured on an H200
@@ -72,9 +77,20 @@ class Model:
         noise = (rng.normal(size=(4096, max(hidden, inner, heads * dim))) * 0.02).astype(np.float32)
         noise = (noise.view(np.uint32) >> 16).astype(np.uint16)
 
-        dtype, _ = form = format_of(form)
+        dtype, _ = form = of_experts = format_of(form)
+        if dtype == "mxfp4":
+            dtype, _ = form = ("bfloat16", 0)
+            of_experts = ("mxfp4", 32)
+            values = rng.integers(0, 256, (4096, max(hidden, inner) // 2)).astype(np.uint8)
+            scales = rng.integers(118, 122, (4096, max(hidden, inner) // 32)).astype(np.uint8)
 
         def matrix(n: int, k: int, experts: int = 1, size: float = 0.035) -> int:
+            if experts > 1 and of_experts[0] == "mxfp4":
+                handle = e.add_matrix(experts * n, k, *of_experts, experts)
+                for first in range(0, experts * n, 4096):
+                    rows = min(4096, experts * n - first)
+                    e.fill_mx(handle, values[:rows, :k // 2], scales[:rows, :k // 32], first)
+                return handle
             handle = e.add_matrix(experts * n, k, *form, experts)
             if dtype in ("bfloat16", "float16") and k % 64 == 0:
                 e.fill_noise(handle, size)
@@ -147,7 +163,8 @@ class Model:
         def bytes_of(*shapes) -> float:
             return float(ranks * sum(_cuda.matrix_bytes(*shape, *form) for shape in shapes))
 
-        mlp = bytes_of((2 * inner, hidden), (hidden, inner))
+        mlp = float(ranks * sum(_cuda.matrix_bytes(*shape, *of_experts) for shape in ((2 * inner, hidden),
+                                                                                      (hidden, inner))))
         self.expert_bytes = mlp if self.experts else 0.0
         self.bytes = _cuda.matrix_bytes(whole, hidden, *form) + layers * (
             bytes_of(((heads + 2 * kv) * dim, hidden), (hidden, heads * dim)) + mlp - self.expert_bytes

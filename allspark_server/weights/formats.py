@@ -18,6 +18,7 @@ SMALLEST_GROUP = 8  # the smallest group along K that the kernels support
 # Suffixes of the tensors that belong to a quantized tensor, after its name.
 SCALE, OFFSET, SUPER_SCALE, SUPER_OFFSET, ORDER = ".scale", ".offset", ".super_scale", ".super_offset", ".order"
 
+MXFP4_BLOCK = 32  # columns that share a scale
 UNQUANTIZED_DTYPES = ("float32", "bfloat16")  # types of unquantized weights in a quantized model
 SMALL_FLOATS = ("e4m3", "nf4", "e2m1")  # formats of quantized checkpoints that weight_dtype cannot request
 STORED_DTYPES = ("int8", "int4", "w8a8", "w4a8", *SMALL_FLOATS)
@@ -60,6 +61,11 @@ class WeightFormat:
     def quantized(self) -> bool:
         """Whether the matrix is quantized."""
         return self.dtype not in UNQUANTIZED
+
+    @property
+    def is_mxfp4(self) -> bool:
+        """Whether a checkpoint's matrix is in MXFP4; on GPUs the format is called "mxfp4"."""
+        return (self.dtype, self.group_size, self.layout) == ("e2m1", MXFP4_BLOCK, ScaleLayout("bfloat16", "none"))
 
     @property
     def bits(self) -> int:
@@ -191,6 +197,9 @@ def wanted_formats(graph: Graph, config: AsModelConfig, unquantized: str) -> dic
     form, as it is stored. AllSparkError if the config requests another format than the stored one.
     """
     if graph.quantization is None:
+        if config.weight_dtype == "mxfp4":
+            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, "weight_dtype='mxfp4': the model is not stored in "
+                                                               "MXFP4; use weight_dtype='auto' or another format")
         dtype = unquantized if config.weight_dtype == "auto" else config.weight_dtype
         form = WeightFormat(dtype, config.weight_group_size)
         return Quantization(form, config.quantize_head).formats(graph, unquantized)
@@ -198,13 +207,15 @@ def wanted_formats(graph: Graph, config: AsModelConfig, unquantized: str) -> dic
     wanted, quantized = WeightFormat(config.weight_dtype, config.weight_group_size), activated(stored)
     foreign = graph.quantization.is_foreign  # then 8-bit activations may be requested as well
     by_bytes = foreign and wanted.dtype == quantized.dtype and wanted.group_size in (0, stored.group_size)
-    if config.weight_dtype != "auto" and not by_bytes and replace(stored, layout=ScaleLayout()) != wanted:
+    as_stored = config.weight_dtype == "auto" or (stored.is_mxfp4 and config.weight_dtype in ("mxfp4", "bfloat16"))
+    if not as_stored and not by_bytes and replace(stored, layout=ScaleLayout()) != wanted:
         raise AllSparkError(
             AsStatus.ALLSPARK_PARAM_ERROR,
             f"weight_dtype={config.weight_dtype!r} with weight_group_size={config.weight_group_size}: the model "
             + (f"is quantized, as {stored}; use weight_dtype='auto'" if foreign else
                f"was serialized as {stored}; use weight_dtype='auto', or serialize it again")
-            + (f" or {quantized.dtype!r}" if foreign and quantized != stored else ""),
+            + (f" or {quantized.dtype!r}" if foreign and quantized != stored else "")
+            + (" or 'bfloat16', which dequantizes it" if stored.is_mxfp4 else ""),
         )
     if graph.quantization.quantize_head and not config.quantize_head:
         raise AllSparkError(
@@ -217,6 +228,8 @@ def wanted_formats(graph: Graph, config: AsModelConfig, unquantized: str) -> dic
     def format_of(weight: Weight) -> WeightFormat:
         if weight.stored is None:
             return WeightFormat("float32" if weight.name in routing else unquantized)
+        if weight.stored.is_mxfp4 and config.weight_dtype == "bfloat16":
+            return WeightFormat("bfloat16")
         return activated(weight.stored) if by_bytes else weight.stored
 
     return {weight.name: format_of(weight) for weight in graph.weights.values() if weight.is_matrix}

@@ -2,9 +2,9 @@
 
 The backend has one layout of scales for integers, groups with a scale and an offset in bfloat16 (as InstantQuant), and
 e4m3 with a float32 scale for each row. 4-bit values and symmetric 8-bit values stay quantized; their scales are rounded
-to bfloat16, as in other servers that compute in bfloat16. Other formats (FP8 in blocks, FP4, NF4, permuted columns,
-8-bit zero points, whose offsets are too large for bfloat16) are dequantized as on CPUs, to the bit, and rounded to
-bfloat16.
+to bfloat16, as in other servers that compute in bfloat16. MXFP4 of experts stays as it is. Other formats (FP8 in
+blocks, other FP4, NF4, permuted columns, 8-bit zero points, whose offsets are too large for bfloat16) are dequantized
+as on CPUs, to the bit, and rounded to bfloat16.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from math import gcd
 import numpy as np
 
 from allspark_client.config import GROUPED, UNQUANTIZED
+from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.runtime.native import native_library
 from allspark_server.weights.asgraph import from_float32, to_float32
 from allspark_server.weights.common_form import plain_scales
-from allspark_server.weights.formats import SCALE_TYPES, WeightFormat
+from allspark_server.weights.formats import MXFP4_BLOCK, SCALE_TYPES, WeightFormat
 from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor, in_pieces
 
-GPU_FORMATS = (*UNQUANTIZED, *GROUPED, "float8")
+GPU_FORMATS = (*UNQUANTIZED, *GROUPED, "float8", "mxfp4")
 HOPPER = 90  # the compute capability with float8 kernels
 RECOVERED = "bfloat16"
 HALF_OF_5_BITS = 16
@@ -33,6 +34,8 @@ def on_gpu(form: WeightFormat) -> bool:
     """Whether the CUDA backend computes with matrices of this format."""
     if form.dtype == "float8":
         return not form.group_size
+    if form.dtype == "mxfp4":
+        return form.group_size == MXFP4_BLOCK
     size, small = form.group_size, () if form.dtype in ("w8a8", "w4a8") else (16, 32)
     return form.dtype in GPU_FORMATS and not form.layout.changed() and (size in small or size % 64 == 0)
 
@@ -47,6 +50,8 @@ def gpu_form(form: WeightFormat, experts: bool, capability: int, firsts: Sequenc
         return form
     if form.dtype == "e4m3" and not form.group_size and not experts and capability == HOPPER:
         return WeightFormat("float8")
+    if form.is_mxfp4 and experts and not any(first % MXFP4_BLOCK for first in firsts):
+        return WeightFormat("mxfp4", MXFP4_BLOCK)
     same = WeightFormat(form.dtype, form.group_size)
     size = form.group_size
     groups = {gcd(size, first) if size else 0 for first in (0, *firsts)}  # as in formats.group_of_slice
@@ -102,6 +107,20 @@ def recoded(tensor: QuantizedTensor, own: WeightFormat, form: WeightFormat, colu
         return as_floats(found) if form.dtype == "float8" else as_integers(found)
 
     return QuantizedTensor(tensor.name, tensor.file, rows)
+
+
+def mxfp4_rows(tensor: QuantizedTensor, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows [begin, end) of a matrix in MXFP4: values uint8 [n, columns / 2], scales uint8 [n, columns / 32], e8m0."""
+    if tensor.mxfp4 is not None:
+        return tensor.mxfp4(begin, end)
+    found = tensor.rows(begin, end)  # serialized with scales in bfloat16
+    scales = found.own_scales
+    exponents = (scales >> 7).astype(np.uint8)
+    bad = int((np.maximum(exponents.astype(np.uint16) << 7, 0x40) != scales).sum())
+    if bad:
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"tensor {tensor.name!r} in {tensor.file} is MXFP4, but "
+                                                           f"{bad} of its scales are not powers of two")
+    return found.quants, exponents
 
 
 def recovered(tensor: QuantizedTensor, own: WeightFormat, begin: int, end: int,

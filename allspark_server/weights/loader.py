@@ -19,7 +19,7 @@ from allspark_server.models.graph import Graph, Part, Weight
 from allspark_server.weights.asgraph import to_float32
 from allspark_server.weights.checkpoint import Source
 from allspark_server.weights.formats import WeightFormat, not_numbers
-from allspark_server.weights.gpu_forms import recoded, recovered
+from allspark_server.weights.gpu_forms import mxfp4_rows, recoded, recovered
 from allspark_server.weights.quantized import ColumnSlice, QuantizedTensor, slice_columns
 from allspark_server.weights.safetensors import NUMPY_TYPES, StoredTensor, aligned
 
@@ -172,6 +172,14 @@ class Loader:
         """Fills rows of a matrix from `offset` on with rows [begin, end) of a quantized tensor."""
         tensor = quantized_tensor(self.source, weight, part)
         form, gathered = weight.stored_format, columns.places is not None
+        if columns.form.dtype == "mxfp4":
+            bad = self.executor.fill_mx(identity, *mxfp4_rows(tensor, begin, end), row_offset=offset,
+                                        column=columns.first)
+            if bad:
+                raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                                    f"tensor {tensor.name!r} in {tensor.file} holds {bad} scales that are above 2 or "
+                                    "NaN, which MXFP4 on GPUs does not have; use weight_dtype='bfloat16'")
+            return
         if form.layout != columns.form.layout:  # the device has another layout
             tensor, form = recoded(tensor, form, columns.form, weight.columns), columns.form
 

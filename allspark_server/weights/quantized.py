@@ -101,6 +101,7 @@ class QuantizedTensor:
 
     name: of the tensor with the quantized values. rows(begin, end): some of its rows. order: the column of each place
     in a row, if columns are permuted. mapped: rows are views of the mapped file, so reading them costs nothing.
+    mxfp4: of MXFP4, views of the values of some rows and of their scales as bytes (e8m0), if the file has them so.
     """
 
     name: str
@@ -108,6 +109,7 @@ class QuantizedTensor:
     rows: Callable[[int, int], QuantizedRows]
     order: np.ndarray | None = None
     mapped: bool = False
+    mxfp4: Callable[[int, int], tuple[np.ndarray, np.ndarray]] | None = None
 
     def plain_rows(self, begin: int, end: int, form: WeightFormat, columns: int) -> QuantizedRows:
         """rows(begin, end) with the packing "rows". AllSparkError if the scale of a block is NaN or infinite."""

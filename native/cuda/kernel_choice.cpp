@@ -151,6 +151,7 @@ Gemm gemm_of(const GemmArgs& p) {
 }
 
 GemmChoice choose_gemm(const Chip& chip, const Gemm& g, int rows, GemmAlgo wanted) {
+  if (g.w.kind == Kind::mxfp4) throw std::invalid_argument("weights of type mxfp4 are for experts only");
   if (g.w.kind == Kind::f32) return {g.few_columns ? GemmAlgo::small_n : GemmAlgo::simt};
   if (wanted == GemmAlgo::any && rows == 1)
     if (const GemmAlgo algo = fused_algo(chip, g); algo != GemmAlgo::simt) return {algo, true};
@@ -161,12 +162,13 @@ GemmChoice choose_gemm(const Chip& chip, const Gemm& g, int rows, GemmAlgo wante
 
 ExpertChoice choose_expert_gemm(const Chip& chip, Kind kind, int entries, int experts, GemmAlgo wanted, int tile_rows) {
   if (kind == Kind::f32) return {GemmAlgo::simt, tile_rows ? tile_rows : kBlock};
-  const bool has_prefill = kind == Kind::dtype16 && is_hopper(chip);
+  const bool mx = kind == Kind::mxfp4, has_prefill = (kind == Kind::dtype16 || mx) && is_hopper(chip);
   if (!tile_rows) {  // small tiles, so that few experts have more than one
     const int each = entries / std::max(experts, 1);
     tile_rows = each > 48 && has_prefill ? 128 : each <= 4 ? 8 : each <= 10 ? 16 : each <= 22 ? 32 : 64;
   }
-  return {has_prefill && tile_rows >= 64 && wanted != GemmAlgo::mma ? GemmAlgo::prefill : GemmAlgo::mma, tile_rows};
+  return {has_prefill && (tile_rows >= 64 || mx) && wanted != GemmAlgo::mma ? GemmAlgo::prefill : GemmAlgo::mma,
+          tile_rows};
 }
 
 bool has_expert_gemv(const Chip& chip, const Matrix& up, const Matrix& down) {
@@ -266,6 +268,8 @@ std::string format_of(const Matrix& w) {
       return groups(w.quants.bits == 8 ? "w8a8" : "w4a8");
     case Kind::float8:
       return "float8";
+    case Kind::mxfp4:
+      return "mxfp4";
   }
   return "";
 }

@@ -67,6 +67,29 @@ int64_t fill_quantized(CudaExecutor& e, int id, const Bytes& q, const Words16& s
   return 0;
 }
 
+// Rows of views with any distance between rows.
+const uint8_t* byte_rows(const py::array& a, int64_t width, int64_t rows, const char* what) {
+  if (a.ndim() != 2 || a.itemsize() != 1 || a.shape(0) != rows || a.shape(1) != width || a.strides(1) != 1)
+    throw std::invalid_argument(std::string("fill_mx: ") + what + " must be [" + std::to_string(rows) + ", " +
+                                std::to_string(width) + "] of a byte each, those of a row adjacent");
+  return static_cast<const uint8_t*>(a.data());
+}
+
+int64_t fill_mx(CudaExecutor& e, int id, const py::array& values, const py::array& scales, int64_t row_offset,
+                int64_t column) {
+  const int64_t columns = values.ndim() == 2 ? values.shape(1) * 2 : 0,
+                count = values.ndim() == 2 ? values.shape(0) : 0;
+  const HostMxRows rows{byte_rows(values, columns / 2, count, "values"),
+                        byte_rows(scales, columns / kMxGroup, count, "scales"),
+                        count,
+                        columns,
+                        column,
+                        values.strides(0),
+                        scales.strides(0)};
+  py::gil_scoped_release release;
+  return e.weights().fill_mx(id, rows, row_offset);
+}
+
 // The group size of a matrix of quantized values. Refuses scale layouts other than the default.
 int group_of(const std::string& dtype, int group_size, const py::kwargs& layout) {
   if (layout.size())
@@ -214,6 +237,11 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
            py::arg("row_offset") = 0, py::arg("column") = 0,
            "As the CPU backend's, for rows that quantize_rows made. For float8, scales and zeros are the "
            "two halves of a float32 (cuda/weights/weights.h).")
+      .def("fill_mx", fill_mx, py::arg("id"), py::arg("values"), py::arg("scales"), py::arg("row_offset") = 0,
+           py::arg("column") = 0,
+           "Rows of MXFP4 for a matrix of type mxfp4: values uint8 [rows, columns / 2], the even column in the lower "
+           "half, and scales as e8m0, uint8 [rows, columns / 32]. The columns from `column` on are taken. Returns how "
+           "many scales are NaN or above 2.")
       .def(
           "read_row",
           [](const CudaExecutor& e, int id, int64_t row) {

@@ -17,12 +17,13 @@ from allspark_server import HuggingFaceModel
 from allspark_server.runtime.device import Cpus, Gpu
 from allspark_server.runtime.rank_model import RankModel
 from allspark_server.weights.formats import ScaleLayout, WeightFormat
-from allspark_server.weights.gpu_forms import gpu_form, recoded
+from allspark_server.weights.gpu_forms import gpu_form, mxfp4_rows, recoded
 from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor
 from support.checkpoints import checkpoint
 from support.driver import Driver
 from support.gguf_files import FILES
 from support.gpu_checkpoints import QUICK, check_weights, pair_of
+from support.mxfp4_checkpoint import mxfp4_pair
 from support.quantized_checkpoints import SCHEMES, recovered
 
 NAMES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in (*SCHEMES, *FILES)]
@@ -145,6 +146,9 @@ def test_what_is_counted_as_no_number(tmp_path, caplog):
     (WeightFormat("e4m3", 0, ScaleLayout("bfloat16", "none")), True, 90, WeightFormat("bfloat16")),
     (WeightFormat("e4m3", 0, ScaleLayout("bfloat16", "none")), False, 80, WeightFormat("bfloat16")),
     (WeightFormat("e4m3", 128, ScaleLayout("float32", "none")), False, 90, WeightFormat("bfloat16")),
+    (WeightFormat("e2m1", 32, ScaleLayout("bfloat16", "none")), True, 80, WeightFormat("mxfp4", 32)),
+    (WeightFormat("e2m1", 32, ScaleLayout("bfloat16", "none")), False, 80, WeightFormat("bfloat16")),
+    (WeightFormat("e2m1", 16, ScaleLayout("float32", "none")), True, 90, WeightFormat("bfloat16")),
 ])
 def test_forms(form, experts, capability, expected):
     """None: the form stays, and the backend refuses it."""
@@ -156,6 +160,42 @@ def test_slices_inside_groups():
     form = WeightFormat("int4", 128, ScaleLayout("float16", "points"))
     assert gpu_form(form, False, 90, [0, 9472]) == gpu_form(form, False, 90, [0, 32]) == WeightFormat("int4", 128)
     assert gpu_form(form, False, 90, [0, 72]) == WeightFormat("bfloat16")
+
+
+def test_slices_of_mxfp4():
+    """Whole blocks stay, others become bfloat16."""
+    form = WeightFormat("e2m1", 32, ScaleLayout("bfloat16", "none"))
+    assert gpu_form(form, True, 90, [0, 96, 192]) == WeightFormat("mxfp4", 32)
+    assert gpu_form(form, True, 90, [0, 80]) == WeightFormat("bfloat16")
+
+
+def test_mxfp4_of_a_file_and_serialized():
+    """A file's bytes are passed on; serialized scales are bfloat16 and must be powers of two."""
+    quants, scales = np.arange(64, dtype=np.uint8).reshape(2, 32), np.uint8([[0, 90], [127, 254]])
+    powers = np.uint16([[0x40, 90 << 7], [127 << 7, 254 << 7]])
+
+    def rows(begin: int, end: int) -> QuantizedRows:
+        return QuantizedRows(quants[begin:end], powers[begin:end])
+
+    serialized = QuantizedTensor("w", Path("f"), rows)
+    of_file = QuantizedTensor("w", Path("f"), rows, mxfp4=lambda begin, end: (quants[begin:end], scales[begin:end]))
+    for tensor in (serialized, of_file):
+        found = mxfp4_rows(tensor, 0, 2)
+        assert found[0].tolist() == quants.tolist() and found[1].tolist() == scales.tolist()
+    powers[1, 0] += 1
+    with pytest.raises(AllSparkError, match="'w' in f is MXFP4, but 1 of its scales are not powers of two"):
+        mxfp4_rows(serialized, 0, 2)
+
+
+def test_experts_in_mxfp4_as_requested(tmp_path):
+    quantized, _ = mxfp4_pair(tmp_path)
+    for dtype, expected in (("auto", "mxfp4"), ("mxfp4", "mxfp4"), ("bfloat16", "bfloat16")):
+        model = opened_on_gpu(quantized, weight_dtype=dtype)
+        assert {form.dtype for name, form in model.formats.items() if "experts" in name} == {expected}
+    with pytest.raises(AllSparkError, match="'int4'.*is quantized, as e2m1:32.*or 'bfloat16', which dequantizes it"):
+        opened_on_gpu(quantized, weight_dtype="int4")
+    with pytest.raises(AllSparkError, match="weight_dtype='mxfp4': the model is not stored in MXFP4"):
+        opened_on_gpu(checkpoint(OTHER), weight_dtype="mxfp4")
 
 
 def test_floats_keep_their_scales_and_are_numbers():

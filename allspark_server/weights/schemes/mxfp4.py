@@ -10,11 +10,10 @@ import numpy as np
 
 from allspark_server.models.config import Fields
 from allspark_server.weights.checkpoint import InterleavedExperts, Source
-from allspark_server.weights.formats import ScaleLayout, WeightFormat
+from allspark_server.weights.formats import MXFP4_BLOCK as BLOCK, ScaleLayout, WeightFormat
 from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor
 from allspark_server.weights.schemes.scheme import need, wrong
 
-BLOCK = 32
 _NAN = 255
 # The scale of each byte, 2^(byte - 127), as bits of bfloat16. The smallest is subnormal.
 _POWERS = np.maximum(np.arange(256, dtype=np.uint16) << 7, 0x40)
@@ -70,4 +69,7 @@ class Mxfp4:
         def rows(begin: int, end: int) -> QuantizedRows:
             return QuantizedRows(quants[begin:end], _POWERS[powers[begin:end]])
 
-        return QuantizedTensor(blocks.name, blocks.file, rows, mapped=True)
+        def stored_rows(begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+            return quants[begin:end], powers[begin:end]
+
+        return QuantizedTensor(blocks.name, blocks.file, rows, mapped=True, mxfp4=stored_rows)

@@ -56,11 +56,19 @@ Matrix matrix_of(int rows, int k, const std::string& format, int group, int expe
     return m;
   }
   const bool floats = format == "float8", integers = format == "w8a8" || format == "w4a8",
-             eight = format == "int8" || format == "w8a8" || floats;
-  if (!integers && !eight && format != "int4")
+             eight = format == "int8" || format == "w8a8" || floats, mx = format == "mxfp4";
+  if (!integers && !eight && !mx && format != "int4")
     throw std::invalid_argument(
         "weights of type " + format +
-        " are not available on CUDA yet: float32, bfloat16, float16, int8, int4, w8a8, w4a8 and float8 are");
+        " are not available on CUDA yet: float32, bfloat16, float16, int8, int4, w8a8, w4a8, float8 and mxfp4 are");
+  if (mx) {
+    if (group != kMxGroup || k % kMxGroup)
+      throw std::invalid_argument("weights of type mxfp4 have groups of 32 columns: got groups of " +
+                                  std::to_string(group) + " and rows of " + std::to_string(k) + " columns");
+    m.kind = Kind::mxfp4;
+    m.quants.bits = 4, m.quants.mx = true, m.quants.group = kMxGroup, m.quants.groups = k / kMxGroup;
+    return m;
+  }
   if (floats && group) throw std::invalid_argument("weights of type float8 have a scale for each row, and no groups");
   if (group < 0 || !has_group(group ? group : k, k) || (integers && group && group < k && group % kBlock))
     throw std::invalid_argument("weights of type " + format + " in groups of " + std::to_string(group) +
@@ -84,7 +92,7 @@ namespace {
 size_t one_bytes(const Matrix& m) {
   if (m.kind == Kind::f32) return (size_t)m.n * m.k * sizeof(float);
   if (m.kind == Kind::dtype16) return tiles_bytes(m.n, m.k);
-  return quants_bytes(m.n, m.k, m.quants.bits) + scales_bytes(m.n, m.quants.groups);
+  return quantized_bytes(m.quants, m.n, m.k);
 }
 
 template <typename T>
@@ -141,7 +149,7 @@ void Weights::place(Matrix& m, const Memory& memory) {
   else if (m.kind == Kind::dtype16) m.tiles = memory.as<uint16_t>();
   if (!m.quants.bits) return;
   m.quants.words = memory.as<uint32_t>();
-  m.quants.scales = m.quants.words + quants_bytes(m.n, m.k, m.quants.bits) / sizeof(uint32_t);
+  if (!m.quants.mx) m.quants.scales = m.quants.words + quants_bytes(m.n, m.k, m.quants.bits) / sizeof(uint32_t);
 }
 
 void Weights::check_rows(const Matrix& m, int64_t count, int64_t row_offset, int64_t column, int64_t columns,
@@ -163,6 +171,7 @@ void Weights::check_rows(const Matrix& m, int64_t count, int64_t row_offset, int
 std::vector<int64_t> Weights::fill_rows(int id, const std::vector<HostRows>& rows, int64_t row_offset,
                                         int64_t group_size) {
   const Matrix m = matrix(id);
+  if (m.quants.mx) throw std::invalid_argument("weights of type mxfp4 come from a checkpoint in MXFP4: see fill_mx()");
   device_.use();
   Memory counts(rows.size() * sizeof(unsigned long long), "counters");
   int turn = 0;
@@ -216,8 +225,56 @@ std::vector<int64_t> Weights::fill_rows(int id, const std::vector<HostRows>& row
   return {bad.begin(), bad.end()};
 }
 
+int64_t Weights::fill_mx(int id, const HostMxRows& r, int64_t row_offset) {
+  const Matrix m = matrix(id);
+  if (!m.quants.mx || r.column % kMxGroup)
+    throw std::invalid_argument("rows of MXFP4 from column " + std::to_string(r.column) + " on do not fit a matrix " +
+                                (m.quants.mx ? "in groups of 32" : "of another type"));
+  check_rows(m, r.count, row_offset, r.column, r.columns, kMxGroup);
+  device_.use();
+  // A turn's memory holds packed values, then scales. They stay packed on the host.
+  const int64_t value_bytes = m.k / 2, groups = m.quants.groups, row_bytes = value_bytes + groups;
+  const int64_t most = staging_.allocate(r.count * row_bytes) / row_bytes;
+  if (!most && r.count) throw std::invalid_argument("rows of " + std::to_string(m.k) + " columns are too long");
+  std::atomic<int64_t> bad{0};
+  for (int64_t done = 0, some; done < r.count; done += some) {
+    const int64_t first_row = (row_offset + done) % m.n;
+    some = std::min({most, r.count - done, m.n - first_row});
+    const Staging::Turn& own = staging_.turns[staging_.next ^= 1];
+    check(cudaEventSynchronize(own.packed), "loading weights");
+    uint8_t *values = own.host.as<uint8_t>(), *scales = values + some * value_bytes;
+    std::atomic<uint64_t> hash{0};
+    // An expert's rows are few: more threads than otherwise.
+    share_work(some, 3 * some * row_bytes, [&](int64_t begin, int64_t end) {
+      uint64_t own_hash = 0;
+      int64_t own_bad = 0;
+      for (int64_t row = begin; row < end; row++) {
+        const int64_t at = done + row;
+        uint8_t *to = values + row * value_bytes, *its = scales + row * groups;
+        std::memcpy(to, r.values + at * r.value_stride + r.column / 2, value_bytes);
+        const uint8_t* from = r.scales + at * r.scale_stride + r.column / kMxGroup;
+        for (int64_t g = 0; g < groups; g++) {
+          own_bad += from[g] > kMxMost;
+          its[g] = (uint8_t)(from[g] + kMxBias);
+        }
+        own_hash += row_hash(to, value_bytes, row_offset + at) + row_hash(its, groups, ~(row_offset + at));
+      }
+      hash += own_hash, bad += own_bad;
+    });
+    weights_[id].hash += hash;
+    check(cudaMemcpyAsync(own.device.as(), own.host.as(), some * row_bytes, cudaMemcpyHostToDevice, device_.stream()),
+          "loading weights");
+    const uint8_t* placed = own.device.as<uint8_t>();
+    place_mx_rows(placed, placed + some * value_bytes, (int)some, one_of(m, (int)((row_offset + done) / m.n)),
+                  (int)first_row, device_.queue());
+    check(cudaEventRecord(own.packed, device_.stream()), "loading weights");
+  }
+  return bad;
+}
+
 void Weights::fill_quantized(int id, const HostQuants& r, int64_t row_offset) {
   const Matrix m = matrix(id);
+  if (m.quants.mx) throw std::invalid_argument("a matrix of type mxfp4 is filled by fill_mx()");
   check_rows(m, r.count, row_offset, r.column, r.columns, r.group);
   if (m.quants.bits != r.bits)
     throw std::invalid_argument("values of " + std::to_string(r.bits) + " bits do not fit the matrix");
@@ -396,7 +453,7 @@ DType16 Weights::dtype() const {
   const bool f16 = are_dtype16[(int)DType16::f16];
   if (f16 && (are_dtype16[(int)DType16::bf16] || others))
     throw std::invalid_argument("weights of type float16 with others of type " +
-                                std::string(others ? "int8, int4, w8a8, w4a8 or float8" : "bfloat16") +
+                                std::string(others ? "int8, int4, w8a8, w4a8, float8 or mxfp4" : "bfloat16") +
                                 ": the CUDA backend allows only float32 beside float16");
   return f16 ? DType16::f16 : DType16::bf16;
 }

@@ -20,6 +20,14 @@ struct HostQuants {
   int64_t count, columns, column, group;
 };
 
+// Adjacent rows of MXFP4 in host memory: `columns` columns, two to a byte (the even one in the lower half), and a scale
+// for each 32, as e8m0. Rows of values and of scales are so many bytes apart. The matrix takes the columns from
+// `column` on.
+struct HostMxRows {
+  const uint8_t *values, *scales;
+  int64_t count, columns, column, value_stride, scale_stride;
+};
+
 // Rows of a checkpoint's tensor in host memory, with `columns` values each. Adjacent rows are `stride` values apart,
 // adjacent columns `step` (1 unless the tensor is stored transposed). The matrix takes the columns from `column` on.
 struct HostRows {
@@ -45,6 +53,9 @@ class Weights {
   std::vector<int64_t> fill_rows(int id, const std::vector<HostRows>& rows, int64_t row_offset, int64_t group);
   // The same for rows that InstantQuant has quantized.
   void fill_quantized(int id, const HostQuants& rows, int64_t row_offset);
+  // The same for MXFP4. Returns how many scales are NaN or above 2, which the format on GPUs does not hold. The copies
+  // may still be under way.
+  int64_t fill_mx(int id, const HostMxRows& rows, int64_t row_offset);
   // Fills a 16-bit matrix on the device with random values, uniform in [-size, size]. Its columns must be whole blocks.
   // For benchmarks of large models.
   void fill_noise(int id, float size);
@@ -83,11 +94,12 @@ class Weights {
       cudaEvent_t packed = nullptr;
     };
     Turn turns[2];
+    int next = 0;  // fill_mx(): the turn that was last used; other calls wait at their end, and begin with the first
 
     Staging() = default;
     ~Staging();
     Staging& operator=(Staging&& other) noexcept {
-      std::swap(turns, other.turns);
+      std::swap(turns, other.turns), std::swap(next, other.next);
       return *this;
     }
     // Allocates room for `bytes` bytes per turn, at most kStagingBytes. Returns the room.

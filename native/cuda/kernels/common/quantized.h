@@ -13,6 +13,11 @@
 //
 // Scales: 64 words for each block row and group, scale in the low half and offset in the high half, tile by tile, row r
 // + 8 beside row r. Padding rows have zeros, and so the value zero; padding columns may have any value.
+//
+// MXFP4: tiles and words as of 4 bits, with values in e2m1 and a power of two as the scale of each 32 columns, which
+// are a word. Behind its words a tile has the scales: four bytes for rows r and r + 8, of which each has those of its
+// two words. So a block is one copy. A scale is stored as the exponent of kMxLarger times smaller a bfloat16: see
+// MxQuants (quantize/quantized.cuh), which also says why bits are placed as mx_bits() does. All padding is zero.
 #pragma once
 #include "cuda/kernels/common/tiles.h"
 
@@ -29,9 +34,33 @@ struct Quants {
   int group = 0, groups = 0;  // columns of a group (the last may have fewer); groups of a row
   bool floats = false;        // values are e4m3; a row has one float32 scale and no offset
   bool in_rows = false;       // layout for 8-bit activations
+  bool mx = false;            // MXFP4, with scales among the words
   uint32_t* words = nullptr;
   uint32_t* scales = nullptr;
 };
+
+// MXFP4. kMxBias: the stored scale of 2^x is x + 127 + kMxBias; it fits a byte if the scale is at most 2.
+constexpr int kMxGroup = 32, kMxBias = 126, kMxMost = 128;
+constexpr int kMxTileBytes = kTileRows * kBlock / 2 + 2 * kTileRows, kMxBlockBytes = kBlock / kTileRows * kMxTileBytes;
+// Offset in bytes of the tile of a row and a column, and in that tile of the row's scale.
+AS_BOTH inline size_t mx_tile(int row, int column, int column_blocks) {
+  return ((size_t)(row / kBlock) * column_blocks + column / kBlock) * kMxBlockBytes +
+         row % kBlock / kTileRows * kMxTileBytes;
+}
+AS_BOTH constexpr int mx_scale(int row, int column) {
+  return kTileRows * kBlock / 2 + row % 8 * 4 + row % kTileRows / 8 * 2 + column % kBlock / kMxGroup;
+}
+// A word of e2m1 values: pair j = column % 32 / 8 has its even column in the lower half, the odd one in the upper half.
+// mx_sign(), mx_size(): the bit of a pair's sign, and the lowest of the other three. mx_bits() returns the bits of a
+// half, mx_value() is its inverse.
+AS_BOTH constexpr int mx_sign(int pair) { return pair == 0 ? 15 : pair == 1 ? 11 : pair == 2 ? 9 : 10; }
+AS_BOTH constexpr int mx_size(int pair) { return pair == 3 ? 12 : 6 - 3 * pair; }
+AS_BOTH constexpr uint32_t mx_bits(int pair, uint32_t value) {
+  return (value >> 3) << mx_sign(pair) | (value & 7) << mx_size(pair);
+}
+AS_BOTH constexpr uint32_t mx_value(int pair, uint32_t half) {
+  return (half >> mx_size(pair) & 7) | (half >> mx_sign(pair) & 1) << 3;
+}
 
 // The word of a value, and its lowest bit there. column_blocks: block columns of the matrix.
 AS_BOTH inline size_t word_of(int bits, int row, int column, int column_blocks) {
@@ -44,6 +73,9 @@ AS_BOTH inline size_t word_of(int bits, int row, int column, int column_blocks) 
 }
 AS_BOTH constexpr int byte_chunk(int row, int chunk) { return row * kBlock + (chunk ^ row % 8 / 2) * 16; }
 AS_BOTH inline size_t word_of(const Quants& c, int row, int column, int column_blocks) {
+  if (c.mx)
+    return mx_tile(row, column, column_blocks) / 4 + (row % 8 * 4 + column % 8 / 2) * 4 +
+           column % kBlock / kMxGroup * 2 + row % kTileRows / 8;
   if (!c.in_rows) return word_of(c.bits, row, column, column_blocks);
   const size_t block = (size_t)(row / kBlock) * column_blocks + column / kBlock;
   return block * quant_words(8) + byte_chunk(row % kBlock, column % kBlock / 16) / 4 + column % 8 / 2;
@@ -61,6 +93,12 @@ AS_BOTH inline size_t quants_bytes(int n, int k, int bits) {
   return (size_t)blocks_of(n) * blocks_of(k) * quant_bytes(bits);
 }
 AS_BOTH inline size_t scales_bytes(int n, int groups) { return (size_t)blocks_of(n) * groups * kScaleWords * 4; }
+
+// Bytes of a matrix with its scales.
+AS_BOTH inline size_t quantized_bytes(const Quants& c, int n, int k) {
+  if (c.mx) return (size_t)blocks_of(n) * blocks_of(k) * kMxBlockBytes;
+  return quants_bytes(n, k, c.bits) + scales_bytes(n, c.groups);
+}
 
 // Whether kernels support a group size: scales may change every 16 columns and at the beginning of a block.
 AS_BOTH constexpr bool has_group(int group, int k) {

@@ -29,7 +29,8 @@ struct Rows {
 };
 
 // A matrix [n, k]: float32 in row-major order, 16-bit tiles, or quantized values.
-enum class Kind { f32, dtype16, quantized, integers, float8 };  // the last two: quantized, with 8-bit activations
+// mxfp4: for experts only. integers, float8: with 8-bit activations.
+enum class Kind { f32, dtype16, quantized, integers, float8, mxfp4 };
 struct Matrix {
   int n = 0, k = 0;
   Kind kind = Kind::f32;
@@ -42,7 +43,7 @@ struct Matrix {
 
   bool takes_bytes() const { return kind == Kind::integers || kind == Kind::float8; }
   // takes_tiles(): activations must be in tiles. reads_tiles(): they may be, since they are rounded to 8 bits anyway.
-  bool takes_tiles() const { return kind == Kind::dtype16 || kind == Kind::quantized; }
+  bool takes_tiles() const { return kind == Kind::dtype16 || kind == Kind::quantized || kind == Kind::mxfp4; }
   bool reads_tiles() const { return takes_tiles() || takes_bytes(); }
 };
 

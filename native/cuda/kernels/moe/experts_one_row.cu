@@ -130,27 +130,24 @@ class Stream {
 
  private:
   static constexpr int kBytes = kStageBytes<S>;
-  static constexpr int kWeightBlock = kBlockValues * S::kBits / 8;  // bytes of 64 rows x 64 columns
 
   __device__ void begin_item() {
     const Item item = item_at_(item_);
     const Matrix& w = e_.gemm.w;
     const int expert = chosen_.experts[item.entry], lane = threadIdx.x % 32, row = e_.gathers ? 0 : item.entry;
     weights_ = reinterpret_cast<const char*>(S::kBits == 16 ? static_cast<const void*>(w.tiles) : w.quants.words) +
-               expert * expert_bytes_ + (size_t)(item.tile / 4) * blocks_ * kWeightBlock +
+               expert * expert_bytes_ + (size_t)(item.tile / 4) * blocks_ * S::kBlockBytes +
                item.tile % 4 * S::kTileBytes;
-    if constexpr (S::kBits != 16)
+    if constexpr (S::kSets)
       scales_ = w.quants.scales + expert * expert_bytes_ / 4 + (size_t)(item.tile / 4) * w.quants.groups * kScaleWords +
                 item.tile % 4 * kTileRows;
     row_ = reinterpret_cast<const char*>(e_.gemm.x.tiles) + chunk_offset(row, lane % 8);
   }
   __device__ void fetch_weights(int stage, int block) {
-    const int lane = threadIdx.x % 32;
     const uint32_t to = shared_address(ring_ + stage * kBytes);
-    const char* from = weights_ + (size_t)block * kWeightBlock;
-#pragma unroll
-    for (int i = 0; i < S::kTileBytes / 512; i++) copy_16(to + i * 512 + lane * 16, from + i * 512 + lane * 16);
-    if constexpr (S::kBits != 16) {
+    copy_by_warp<S::kTileBytes>(to, weights_ + (size_t)block * S::kBlockBytes);
+    if constexpr (S::kSets) {
+      const int lane = threadIdx.x % 32;
       const Matrix& w = e_.gemm.w;
       const int group = min(block * kBlock + (S::kFine ? lane / 4 * 16 : 0), w.k - 1) / w.quants.group;
       if (lane < S::kSets * 4)
@@ -186,8 +183,12 @@ class Stream {
   int stage_ = 0;  // the next stage to consume
 };
 
+// Warps of gate_row(): more if weights are narrow, of which a warp's part arrives sooner than it is multiplied.
+template <typename S>
+constexpr int kGateWarps = S::kMx ? 12 : kWarps;
+
 template <typename S, int kStages>
-__global__ void __launch_bounds__(32 * kWarps)
+__global__ void __launch_bounds__(32 * kGateWarps<S>)
     gate_row_kernel(const __grid_constant__ ExpertGemmArgs e, const __grid_constant__ ChosenRow row, int tiles,
                     size_t expert_bytes) {
   extern __shared__ __align__(128) char shared[];
@@ -195,8 +196,8 @@ __global__ void __launch_bounds__(32 * kWarps)
   const GemmArgs& p = e.gemm;
   await_previous();  // before the next kernel starts, so that it finds the logits, too
   choose(row, e.routing, reinterpret_cast<float*>(shared), chosen);
-  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * gridDim.x + blockIdx.x, step = gridDim.x * kWarps,
-            items = max(chosen.count * tiles - first + step - 1, 0) / step;
+  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * gridDim.x + blockIdx.x,
+            step = gridDim.x * kGateWarps<S>, items = max(chosen.count * tiles - first + step - 1, 0) / step;
   const auto item_at = [=](int i) { return Item{(first + i * step) / tiles, (first + i * step) % tiles}; };
   Stream<S, kStages, decltype(item_at)> stream(e, chosen, expert_bytes, shared, items, item_at);
   stream.begin();
@@ -261,20 +262,15 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
 }
 
-size_t bytes_of_expert(const Matrix& w) {
-  if (w.kind == Kind::dtype16) return tiles_bytes(w.n, w.k);
-  return quants_bytes(w.n, w.k, w.quants.bits) + scales_bytes(w.n, w.quants.groups);
-}
-
 template <typename S, int kStages>
 void start_gates(const ExpertGemmArgs& e, const ChosenRow& row, const Queue& queue) {
   const auto kernel = gate_row_kernel<S, kStages>;
   const int tiles = ceil_div(e.gemm.w.n, kTileRows);
-  constexpr size_t shared = kWarps * kStages * kStageBytes<S>;
+  constexpr size_t shared = kGateWarps<S> * kStages * kStageBytes<S>;
   static_assert(shared >= 2 * sizeof(float) * (kMaxExperts + 3));
   allow_shared(kernel, shared);
-  const int grid = std::min(ceil_div((size_t)tiles * e.routing.top, kWarps), sm_count());
-  start(queue, kernel, grid, 32 * kWarps, shared, e, row, tiles, bytes_of_expert(e.gemm.w));
+  const int grid = std::min(ceil_div((size_t)tiles * e.routing.top, S::kMx ? 1 : kWarps), sm_count());
+  start(queue, kernel, grid, 32 * kGateWarps<S>, shared, e, row, tiles, bytes_of_expert(e.gemm.w));
   launched("gate_row");
 }
 
@@ -296,19 +292,8 @@ constexpr int kGateStages = 5, kSumStages = 8, kMaxStages = 16;
 
 template <typename S>
 constexpr int stages_of(int plain) {
-  const int found = plain * kStageBytes<ColumnTiles<16, false, 1>> / kStageBytes<S>;
+  const int found = plain * kStageBytes<ColumnTiles<WeightType<16, Scales::none>, 1>> / kStageBytes<S>;
   return found < kMaxStages ? found : kMaxStages;
-}
-
-// Calls start() with the type of the weights.
-template <bool kAll = kAllFormats, typename Start>
-void by_type(const Matrix& w, Start start) {
-  if constexpr (kAll) {
-    const bool fine = w.quants.groups > 1 && w.quants.group < kBlock;
-    if (w.quants.bits == 4) return fine ? start(ColumnTiles<4, true, 1>()) : start(ColumnTiles<4, false, 1>());
-    if (w.quants.bits == 8) return fine ? start(ColumnTiles<8, true, 1>()) : start(ColumnTiles<8, false, 1>());
-  }
-  start(ColumnTiles<16, false, 1>());
 }
 
 }  // namespace
@@ -325,14 +310,14 @@ void norm_and_logits(const float* x, const Norm& norm, const Rows& normed, const
 
 void gate_row(const ExpertGemmArgs& e, const ChosenRow& row, const Queue& queue) {
   by_type(e.gemm.w, [&](auto type) {
-    using S = decltype(type);
-    start_gates<S, stages_of<S>(kGateStages)>(e, row, queue);
+    using S = ColumnTiles<decltype(type), 1>;
+    start_gates<S, stages_of<S>(kGateStages) * kWarps / kGateWarps<S>>(e, row, queue);
   });
 }
 
 void combine_row(const ExpertGemmArgs& e, const ChosenRow& row, const Combination& c, const Queue& queue) {
   by_type(e.gemm.w, [&](auto type) {
-    using S = decltype(type);
+    using S = ColumnTiles<decltype(type), 1>;
     start_sums<S, stages_of<S>(kSumStages)>(e, row, c, queue);
   });
 }

@@ -16,11 +16,10 @@ constexpr int kColumnTiles = 2;  // tiles of 16 columns of an item
 constexpr int kWarps = 4;
 constexpr int kRowTile = 8, kStageRows = kRowTile * kRowBytes;
 
-// kBits: bits of a weight, 16 for floats. kFine: scales of quantized values change within 64 columns of K. kTiles:
-// tiles of 8 entries. kDeep: few warps work, and each has many stages.
-template <int kBits, bool kFine, int kTiles, bool kDeep = false>
-struct Shape : ColumnTiles<kBits, kFine, kColumnTiles> {
-  static constexpr int kRowsAt = ColumnTiles<kBits, kFine, kColumnTiles>::kBytes;
+// Type: of the weights. kTiles: tiles of 8 entries. kDeep: few warps work, and each has many stages.
+template <typename Type, int kTiles, bool kDeep = false>
+struct Shape : ColumnTiles<Type, kColumnTiles> {
+  static constexpr int kRowsAt = ColumnTiles<Type, kColumnTiles>::kBytes;
   static constexpr int kStageBytes = kRowsAt + kTiles * kStageRows;
   static constexpr int kRings = (kDeep ? 204 : kTiles == 8 ? 150 : 104) << 10;  // bytes of all warps' stages
   static constexpr int kMost = kRings / kWarps / kStageBytes, kStages = kMost < (kDeep ? 16 : 8) ? kMost
@@ -38,14 +37,14 @@ struct Ahead {
   int rows[2 * kTiles];    // a lane's offsets into x; -1: there is no such row
 };
 
-template <int kBits, bool kFine, int kTiles, bool kDeep>
+template <typename Type, int kTiles, bool kDeep>
 __global__ void __launch_bounds__(32 * kWarps)
     gemm_experts_kernel(const __grid_constant__ ExpertGemmArgs e, int columns, int most, int blocks,
                         size_t expert_bytes) {
-  using S = Shape<kBits, kFine, kTiles, kDeep>;
+  using S = Shape<Type, kTiles, kDeep>;
+  constexpr int kBits = S::kBits;
   extern __shared__ __align__(128) char shared[];
   constexpr int kStages = S::kStages, kBytes = S::kStageBytes;
-  constexpr int kWeightBlock = kBlockValues * kBits / 8;  // bytes of 64 rows x 64 columns
   const GemmArgs& p = e.gemm;
   const Routing& r = e.routing;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, step = gridDim.x * kWarps;
@@ -64,9 +63,9 @@ __global__ void __launch_bounds__(32 * kWarps)
   Ahead<kTiles> ahead{first_item, 0, nullptr, nullptr, {}};
   const auto begin_weights = [&](const ExpertTile& tile) {
     const int column = ahead.item % columns;
-    ahead.weights =
-        matrices + tile.expert * expert_bytes + (size_t)(column / 2) * blocks * kWeightBlock + column % 2 * S::kWeights;
-    if constexpr (kBits != 16)
+    ahead.weights = matrices + tile.expert * expert_bytes + (size_t)(column / 2) * blocks * S::kBlockBytes +
+                    column % 2 * S::kWeights;
+    if constexpr (S::kSets)
       ahead.scales = p.w.quants.scales + tile.expert * expert_bytes / 4 +
                      (size_t)(column / 2) * p.w.quants.groups * kScaleWords + column % 2 * S::kColumns;
   };
@@ -76,11 +75,9 @@ __global__ void __launch_bounds__(32 * kWarps)
   };
   const auto fetch_weights = [&](int stage, int block) {
     const uint32_t to = ring + stage * kBytes;
-    const char* from = ahead.weights + (size_t)block * kWeightBlock;
-#pragma unroll
-    for (int i = 0; i < S::kWeights / 512; i++) copy_16(to + i * 512 + lane * 16, from + i * 512 + lane * 16);
-    if constexpr (kBits != 16) {
-      const int group = min(block * kBlock + (kFine ? lane / 8 * 16 : 0), p.w.k - 1) / p.w.quants.group;
+    copy_by_warp<S::kWeights>(to, ahead.weights + (size_t)block * S::kBlockBytes);
+    if constexpr (S::kSets) {
+      const int group = min(block * kBlock + (S::kFine ? lane / 8 * 16 : 0), p.w.k - 1) / p.w.quants.group;
       if (lane < S::kSets * 8)
         copy_16(to + S::kWeights + lane * 16, ahead.scales + (size_t)group * kScaleWords + lane % 8 * 4);
     }
@@ -173,37 +170,35 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
 }
 
-template <int kBits, bool kFine, int kTiles, bool kDeep>
+template <typename Type, int kTiles, bool kDeep>
 void start_tiles(const ExpertGemmArgs& e, int items, int columns, const Queue& queue) {
-  using S = Shape<kBits, kFine, kTiles, kDeep>;
+  using S = Shape<Type, kTiles, kDeep>;
   static_assert(S::kStages >= 3);
-  const auto kernel = gemm_experts_kernel<kBits, kFine, kTiles, kDeep>;
+  const auto kernel = gemm_experts_kernel<Type, kTiles, kDeep>;
   const Matrix& w = e.gemm.w;
   allow_shared(kernel, S::kShared);
   int merged = 1;
   if (!kDeep) cudaOccupancyMaxActiveBlocksPerMultiprocessor(&merged, kernel, 32 * kWarps, S::kShared);
   const int grid = std::min(items, std::max(merged, 1) * sm_count());
-  const size_t expert_bytes =
-      kBits == 16 ? tiles_bytes(w.n, w.k) : quants_bytes(w.n, w.k, kBits) + scales_bytes(w.n, w.quants.groups);
-  start(queue, kernel, grid, 32 * kWarps, S::kShared, e, columns, items, blocks_of(w.k), expert_bytes);
+  start(queue, kernel, grid, 32 * kWarps, S::kShared, e, columns, items, blocks_of(w.k), bytes_of_expert(w));
   launched("gemm_experts");
 }
 
-template <int kBits, bool kFine, int kTiles>
+template <typename Type, int kTiles>
 void start_tiles(const ExpertGemmArgs& e, int entries, const Queue& queue) {
   const int columns = ceil_div(e.gemm.w.n, kColumnTiles * kTileRows),
             items = max_items(e, entries, kTiles * kRowTile, columns);
   if (kTiles == 1 && queue.capability == 90 && items <= kWarps * sm_count())
-    return start_tiles<kBits, kFine, 1, true>(e, items, columns, queue);
-  start_tiles<kBits, kFine, kTiles, false>(e, items, columns, queue);
+    return start_tiles<Type, 1, true>(e, items, columns, queue);
+  start_tiles<Type, kTiles, false>(e, items, columns, queue);
 }
 
-template <int kBits, bool kFine>
+template <typename Type>
 void start_rows(const ExpertGemmArgs& e, int entries, int tile_rows, const Queue& queue) {
-  if (tile_rows <= 8) start_tiles<kBits, kFine, 1>(e, entries, queue);
-  else if (tile_rows <= 16) start_tiles<kBits, kFine, 2>(e, entries, queue);
-  else if (tile_rows <= 32) start_tiles<kBits, kFine, 4>(e, entries, queue);
-  else start_tiles<kBits, kFine, 8>(e, entries, queue);
+  if (tile_rows <= 8) start_tiles<Type, 1>(e, entries, queue);
+  else if (tile_rows <= 16) start_tiles<Type, 2>(e, entries, queue);
+  else if (tile_rows <= 32) start_tiles<Type, 4>(e, entries, queue);
+  else start_tiles<Type, 8>(e, entries, queue);
 }
 
 // The float32 kernel, which is like gemm_f32.cu.
@@ -257,21 +252,6 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-template <bool kAll = kAllFormats>
-static void start_format(const ExpertGemmArgs& p, int entries, int tile_rows, const Queue& queue) {
-  if constexpr (kAll) {
-    const Quants& quants = p.gemm.w.quants;
-    const bool fine = quants.groups > 1 && quants.group < kBlock;
-    if (quants.bits == 4)
-      return fine ? start_rows<4, true>(p, entries, tile_rows, queue)
-                  : start_rows<4, false>(p, entries, tile_rows, queue);
-    if (quants.bits == 8)
-      return fine ? start_rows<8, true>(p, entries, tile_rows, queue)
-                  : start_rows<8, false>(p, entries, tile_rows, queue);
-  }
-  start_rows<16, false>(p, entries, tile_rows, queue);
-}
-
 void gemm_experts(const ExpertGemmArgs& p, int entries, int tile_rows, const Queue& queue, GemmAlgo algo) {
   const Matrix& w = p.gemm.w;
   if (w.kind == Kind::f32) {
@@ -282,7 +262,7 @@ void gemm_experts(const ExpertGemmArgs& p, int entries, int tile_rows, const Que
     return;
   }
   if (algo == GemmAlgo::prefill) return gemm_experts_prefill(p, entries, tile_rows, queue);
-  start_format(p, entries, tile_rows, queue);
+  by_type(w, [&](auto type) { start_rows<decltype(type)>(p, entries, tile_rows, queue); });
 }
 
 }  // namespace AS_DTYPE16

@@ -8,7 +8,7 @@
 namespace as::cuda {
 namespace AS_DTYPE16 {
 
-// wgmma, capability 9.0; tile_rows: 64 or 128.
+// wgmma, capability 9.0; tile_rows: 64 or 128, of MXFP4 also 8, 16 and 32, then by mma.sync.
 void gemm_experts_prefill(const ExpertGemmArgs& p, int entries, int tile_rows, const Queue& queue);
 
 // Most work items that there can be, with `columns` items for each tile of entries.
@@ -36,16 +36,55 @@ __device__ inline const float* bias_of(const ExpertGemmArgs& e, int expert) {
   return p.bias ? p.bias + (size_t)expert * (p.gated ? 2 * p.y.width : p.y.width) : nullptr;
 }
 
-// The weights of kTiles tiles of 16 columns and a block of K, as they are copied: tiles, then sets of scales. kBits:
-// bits of a weight, 16 for floats. kFine: scales of quantized values change within 64 columns of K.
-template <int kBits_, bool kFine_, int kTiles>
-struct ColumnTiles {
-  static constexpr int kBits = kBits_, kCount = kTiles, kColumns = kTiles * kTileRows;
-  static constexpr bool kFine = kFine_;
-  static constexpr int kTileBytes = kTileRows * kBlock * kBits / 8, kWeights = kTiles * kTileBytes;
-  static constexpr int kSets = kBits == 16 ? 0 : kFine ? 4 : 1, kSetBytes = kColumns * 4;
+// Scales of weights: none for floats; of quantized values, those that change within 64 columns of K or only between
+// blocks; those of MXFP4, which lie in its tiles.
+enum class Scales { none, blocks, fine, mx };
+
+// Weights of kBits bits.
+template <int kBits_, Scales kScales_>
+struct WeightType {
+  static constexpr int kBits = kBits_;
+  static constexpr Scales kScales = kScales_;
+};
+
+// Calls start() with the type of the weights. kAll: not only 16-bit ones.
+template <bool kAll = kAllFormats, typename Start>
+void by_type(const Matrix& w, Start start) {
+  if constexpr (kAll) {
+    const bool fine = w.quants.groups > 1 && w.quants.group < kBlock;
+    if (w.kind == Kind::mxfp4) return start(WeightType<4, Scales::mx>());
+    if (w.quants.bits == 4) return fine ? start(WeightType<4, Scales::fine>()) : start(WeightType<4, Scales::blocks>());
+    if (w.quants.bits == 8) return fine ? start(WeightType<8, Scales::fine>()) : start(WeightType<8, Scales::blocks>());
+  }
+  start(WeightType<16, Scales::none>());
+}
+
+// Bytes of an expert's matrix.
+inline size_t bytes_of_expert(const Matrix& w) {
+  return w.kind == Kind::dtype16 ? tiles_bytes(w.n, w.k) : quantized_bytes(w.quants, w.n, w.k);
+}
+
+// The weights of kTiles tiles of 16 columns and a block of K, as they are copied: tiles, then sets of scales.
+template <typename Type, int kTiles>
+struct ColumnTiles : Type {
+  static constexpr int kCount = kTiles, kColumns = kTiles * kTileRows;
+  static constexpr Scales kScales = Type::kScales;
+  static constexpr bool kFine = kScales == Scales::fine, kMx = kScales == Scales::mx;
+  static constexpr int kTileBytes = kMx ? kMxTileBytes : kTileRows * kBlock * Type::kBits / 8;
+  static constexpr int kBlockBytes = kBlock / kTileRows * kTileBytes;  // bytes of 64 columns
+  static constexpr int kWeights = kTiles * kTileBytes;
+  static constexpr int kSets = kFine ? 4 : kScales == Scales::blocks ? 1 : 0, kSetBytes = kColumns * 4;
   static constexpr int kBytes = kWeights + kSets * kSetBytes;
 };
+
+// Copies kBytes bytes by a warp.
+template <int kBytes>
+__device__ __forceinline__ void copy_by_warp(uint32_t to, const char* from) {
+  const int at = threadIdx.x % 32 * 16;
+#pragma unroll
+  for (int i = 0; i < kBytes; i += 512)
+    if (i + 512 <= kBytes || i + at < kBytes) copy_16(to + i + at, from + i + at);
+}
 
 // Loads such weights as mma.sync's first operand. there: columns of K that exist from the block's first on.
 template <typename S>
@@ -53,7 +92,10 @@ class Fragments {
  public:
   __device__ Fragments(const char* stage, int there) : stage_(stage), there_(there) {
     const int lane = threadIdx.x % 32;
-    if constexpr (S::kBits != 16) {
+    if constexpr (S::kMx) {
+#pragma unroll
+      for (int m = 0; m < S::kCount; m++) mx_[m].load(stage + m * S::kTileBytes);
+    } else if constexpr (S::kBits != 16) {
 #pragma unroll
       for (int m = 0; m < S::kCount; m++) {
 #pragma unroll
@@ -67,6 +109,8 @@ class Fragments {
     const int lane = threadIdx.x % 32;
     if constexpr (S::kBits == 16) {
       load_cores(a, shared_address(stage_) + chunk_offset(m * kTileRows + lane % 16, 2 * step + lane / 16));
+    } else if constexpr (S::kMx) {
+      mx_[m].fragment(step, a);
     } else {
       if constexpr (S::kFine) set(m, step);
       quants_[m].fragment(step, rows_[m], a);
@@ -84,8 +128,9 @@ class Fragments {
 
   const char* stage_;
   const int there_;
-  LaneQuants<kQuantBits> quants_[S::kCount];
-  Affine rows_[S::kCount][2];
+  LaneQuants<kQuantBits> quants_[S::kMx ? 1 : S::kCount];
+  Affine rows_[S::kMx ? 1 : S::kCount][2];
+  MxQuants mx_[S::kMx ? S::kCount : 1];
 };
 
 }  // namespace AS_DTYPE16

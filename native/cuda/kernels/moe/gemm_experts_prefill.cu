@@ -1,30 +1,91 @@
-// 16-bit expert GEMMs by wgmma, for many entries of each expert.
+// Expert GEMMs on Hopper: of 16-bit weights for many entries of each expert, of MXFP4 for any number.
 //
 // A CTA computes a tile of an expert's entries and kGroups x 64 columns (rows of the weights) at a time. CTAs are
 // persistent and compute one tile after the other from the list in GPU memory. One warpgroup copies several stages
 // ahead and on into the next tile: weights in bulk, rows in 16-byte chunks, which gathers them. The other warpgroups
-// multiply, each 64 columns with all entries of the tile.
+// multiply, each 64 columns with all entries of the tile. MXFP4 becomes bfloat16 in registers: wgmma's first operand,
+// or for tiles of few entries mma.sync's, which gives the same bits in fewer instructions.
 #include <algorithm>
+#include <type_traits>
 
-#include "cuda/kernels/common/wgmma.cuh"
+#include "cuda/kernels/common/wgmma_registers.cuh"
 #include "cuda/kernels/moe/gemm_experts.cuh"
 
 namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace {
 
-// kRows: entries of a tile; kGroups: warpgroups that multiply.
-template <int kRows_, int kGroups_>
+// kRows: entries of a tile; kGroups: warpgroups that multiply. kMx: weights in MXFP4.
+template <int kRows_, int kGroups_, bool kMx_ = false>
 struct Shape {
   static constexpr int kRows = kRows_, kGroups = kGroups_, kCopiers = 128, kThreads = kCopiers + 128 * kGroups;
+  static constexpr bool kMx = kMx_, kFew = kMx && kRows <= 32;
+  // Blocks of K of a stage; bytes of the weights of a block and of a warpgroup's share of a stage.
+  static constexpr int kDepth = !kMx   ? 1
+                                : kFew ? 4
+                                       : 2,
+                       kWeightBlock = kMx ? kMxBlockBytes : kBlockBytes, kWeightBytes = kDepth * kWeightBlock;
   // Threads that copy a block of weights each, in different warps: one thread would start all copies too late.
   static constexpr int kAskers = kGroups;
   static_assert(kAskers <= kCopiers / 32);
-  static constexpr int kStageBytes = kGroups * kBlockBytes + kRows * kRowBytes;
+  static constexpr int kRowsAt = (kGroups * kWeightBytes + 1023) / 1024 * 1024, kRowsBytes = kRows * kRowBytes;
+  static constexpr int kStageBytes = kRowsAt + kDepth * kRowsBytes;
   static constexpr int kStages = (208 << 10) / kStageBytes, kShared = kStages * kStageBytes;
+  // Rows that the copying threads copy at once, a chunk of a block each; copies of a thread for a stage.
+  static constexpr int kAround = kCopiers / 8, kCopies = kDepth * kRows / kAround,
+                       kPlaces = kCopies > kDepth ? kRows / kAround : 1;
+  // Arrivals at an empty stage of a warpgroup: with MXFP4 each warp itself has read its weights.
+  static constexpr int kEnds = kMx ? 4 : 1;
   // Stages whose rows may still be in flight when those of another one are requested.
   static constexpr int kLag = 2;
   static_assert(kLag < kStages);
+};
+
+// Products of a warp's 16 columns in MXFP4 and few rows, from a stage. A sum is one chain of products.
+template <typename S>
+class FewRows {
+ public:
+  __device__ explicit FewRows(int group) {
+    const int lane = threadIdx.x % 32, tile = group * S::kWeightBytes + threadIdx.x % 128 / 32 * kMxTileBytes;
+    values_ = tile + MxQuants::values_at(), scales_ = tile + MxQuants::scales_at();
+    for (int i = 0; i < 2; i++) x_[i] = S::kRowsAt + chunk_offset(lane % 8, 4 * i + lane / 8);
+    // Keeps these in registers: the compiler would compute them again for every stage.
+    asm volatile("" : "+r"(values_), "+r"(scales_), "+r"(x_[0]), "+r"(x_[1]));
+  }
+  // d += the first `there` blocks of K of a stage at this address. A block's values are read before the products of the
+  // block before it.
+  __device__ __forceinline__ void multiply(uint32_t stage, int there, float (&d)[S::kRows / 2]) const {
+    MxQuants next = read(stage, 0);
+#pragma unroll
+    for (int j = 0; j < S::kDepth; j++) {
+      const MxQuants quants = next;
+      if (j + 1 < S::kDepth) next = read(stage, j + 1);
+      multiply(stage + j * S::kRowsBytes, quants, d);
+      if (j + 1 == there) break;
+    }
+  }
+
+ private:
+  __device__ __forceinline__ MxQuants read(uint32_t stage, int j) const {
+    return {load_16(stage + values_ + j * S::kWeightBlock), load_4(stage + scales_ + j * S::kWeightBlock)};
+  }
+  __device__ __forceinline__ void multiply(uint32_t rows, const MxQuants& quants, float (&d)[S::kRows / 2]) const {
+    uint32_t y[S::kRows / 8][4];
+#pragma unroll
+    for (int step = 0; step < 4; step++) {
+      if (step % 2 == 0) {
+#pragma unroll
+        for (int t = 0; t < S::kRows / 8; t++) load_cores(y[t], rows + x_[step / 2] + t * 8 * kRowBytes);
+      }
+      uint32_t a[4];
+      quants.fragment(step, a);
+#pragma unroll
+      for (int t = 0; t < S::kRows / 8; t++)
+        multiply_add(reinterpret_cast<float(&)[4]>(d[4 * t]), a, y[t][step % 2 * 2], y[t][step % 2 * 2 + 1]);
+    }
+  }
+
+  uint32_t values_, scales_, x_[2];  // a lane's offsets in a stage
 };
 
 template <typename S>
@@ -40,18 +101,24 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   if (threadIdx.x == 0) {
     // Arrivals at a full stage: one of each copying thread for its rows, one of each thread that copies weights.
     for (int i = 0; i < kStages; i++)
-      barrier_init(&full[i], S::kCopiers + S::kAskers), barrier_init(&empty[i], kGroups);
+      barrier_init(&full[i], S::kCopiers + S::kAskers), barrier_init(&empty[i], S::kEnds * kGroups);
     barriers_are_there();
   }
   __syncthreads();
-  await_previous();
+  // After such a GEMM the lists are there, and MXFP4, of which a step reads much, is copied before the rows are
+  // written.
+  const bool early = S::kMx && e.follows;
+  if (!early) await_previous();
   let_next_begin();  // only here, so that the next kernel finds the lists that this kernel waited for
   const int items = __ldcg(r.tile_count) * columns, column_blocks = blocks_of(p.w.n);
-  const int group = (int)threadIdx.x / 128 - 1, thread = threadIdx.x % 128;
+  const int group = (int)threadIdx.x / 128 - 1, thread = threadIdx.x % 128,
+            stages_of_k = (blocks + S::kDepth - 1) / S::kDepth;
   Pipeline<kStages> ring;
   if (group < 0) {
-    constexpr int kAround = S::kCopiers / 8;  // rows that the threads copy at once, a chunk of a block each
+    constexpr int kAround = S::kAround;
     const char* x = reinterpret_cast<const char*>(p.x.tiles);
+    const char* matrices =
+        S::kMx ? reinterpret_cast<const char*>(p.w.quants.words) : reinterpret_cast<const char*>(p.w.tiles);
     const int chunk = thread % 8;
     Pipeline<kStages> told;
     int untold = 0;
@@ -60,27 +127,42 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       barrier_arrive(&full[told.stage]);
       told.next();
     };
+    // Copies the weights of stage number b of an item to a stage.
+    const auto ask = [&](const ExpertTile& tile, int item, int b, int stage) {
+      const int i = thread / 32, block = item % columns * kGroups + i;
+      if (thread % 32 || i >= S::kAskers) return;
+      const int bytes = block < column_blocks ? min(S::kDepth, blocks - b * S::kDepth) * S::kWeightBlock : 0;
+      barrier_expect(&full[stage], bytes);
+      if (bytes)
+        copy_bulk(stages + stage * S::kStageBytes + i * S::kWeightBytes,
+                  matrices + (((size_t)tile.expert * column_blocks + block) * blocks + b * S::kDepth) * S::kWeightBlock,
+                  bytes, &full[stage]);
+    };
+    int asked = 0;  // stages whose weights are already on their way
+    if (early) {
+      if ((int)blockIdx.x < items) {
+        const ExpertTile tile = tile_at(r, blockIdx.x / columns);
+        for (; asked < min(kStages, stages_of_k); asked++) ask(tile, blockIdx.x, asked, asked);
+      }
+      await_previous();
+    }
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
       const ExpertTile tile = tile_at(r, item / columns);
-      const int first_block = item % columns * kGroups, groups = min(kGroups, column_blocks - first_block);
-      const char* weights = reinterpret_cast<const char*>(p.w.tiles) +
-                            ((size_t)tile.expert * column_blocks + first_block) * blocks * kBlockBytes;
-      int rows[kRows / kAround];  // offsets into x; -1: there is no such row
+      int rows[S::kPlaces];  // offsets into x; -1: there is no such row
 #pragma unroll
-      for (int i = 0; i < kRows / kAround; i++) rows[i] = row_offset(e, tile, thread / 8 + i * kAround, chunk, blocks);
-      for (int b = 0; b < blocks; b++, ring.next()) {
+      for (int i = 0; i < S::kPlaces; i++)
+        rows[i] = row_offset(e, tile, (thread / 8 + i * kAround) % kRows, chunk, blocks);
+      for (int b = 0; b < stages_of_k; b++, ring.next()) {
         barrier_wait(&empty[ring.stage], ring.parity ^ 1);
-        const uint32_t to = stages + ring.stage * S::kStageBytes;
-        if (const int i = thread / 32; thread % 32 == 0 && i < S::kAskers) {
-          barrier_expect(&full[ring.stage], i < groups ? kBlockBytes : 0);
-          if (i < groups)
-            copy_bulk(to + i * kBlockBytes, weights + ((size_t)i * blocks + b) * kBlockBytes, kBlockBytes,
-                      &full[ring.stage]);
-        }
+        const uint32_t to = stages + ring.stage * S::kStageBytes + S::kRowsAt;
+        if (asked > 0) asked--;
+        else ask(tile, item, b, ring.stage);
 #pragma unroll
-        for (int i = 0; i < kRows / kAround; i++)
-          copy_16(to + kGroups * kBlockBytes + chunk_offset(thread / 8 + i * kAround, chunk),
-                  x + max(rows[i], 0) + (size_t)b * kBlockBytes, rows[i] >= 0);
+        for (int i = 0; i < S::kCopies; i++) {
+          const int row = thread / 8 + i * kAround, block = b * S::kDepth + row / kRows, from = rows[i % S::kPlaces];
+          copy_16(to + row / kRows * S::kRowsBytes + chunk_offset(row % kRows, chunk),
+                  x + max(from, 0) + (size_t)min(block, blocks - 1) * kBlockBytes, from >= 0 && block < blocks);
+        }
         commit_copies();
         if (untold < S::kLag) {
           untold++;
@@ -94,26 +176,61 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     while (untold-- > 0) tell();
   } else {
     float d[kRows / 2];
+    const std::conditional_t<S::kFew, FewRows<S>, int> few(group);
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
       const ExpertTile tile = tile_at(r, item / columns);  // read early for the epilogue
       int last = 0;
-      for (int b = 0; b < blocks; b++, ring.next()) {
-        barrier_wait(&full[ring.stage], ring.parity);
-        const uint32_t stage = stages + ring.stage * S::kStageBytes, own = stage + group * kBlockBytes,
-                       theirs = stage + kGroups * kBlockBytes;
-        begin_wgmma();
+      const bool ends = thread % (128 / S::kEnds) == 0;
+      if constexpr (S::kFew) {
 #pragma unroll
-        for (int step = 0; step < 4; step++)
-          Tile<kRows>::multiply(d, descriptor(own + step * kStepBytes), descriptor(theirs + step * kStepBytes),
-                                step > 0 || b > 0);
-        commit_wgmma();
-        wait_wgmma<1>();
-        if (b > 0 && thread == 0) barrier_arrive(&empty[last]);
+        for (int i = 0; i < kRows / 2; i++) d[i] = 0;
+      }
+      for (int b = 0; b < stages_of_k; b++, ring.next()) {
+        barrier_wait(&full[ring.stage], ring.parity);
+        const uint32_t stage = stages + ring.stage * S::kStageBytes, own = stage + group * S::kWeightBytes,
+                       theirs = stage + S::kRowsAt;
+        if constexpr (S::kMx) {
+          if constexpr (S::kFew) {
+            few.multiply(stage, min(S::kDepth, blocks - b * S::kDepth), d);
+            __syncwarp();
+            if (ends) barrier_arrive(&empty[ring.stage]);
+          } else {
+            const char* tiles = shared + (own - stages) + thread / 32 * kMxTileBytes;
+#pragma unroll
+            for (int j = 0; j < S::kDepth; j++) {
+              MxQuants quants;
+              quants.load(tiles + j * S::kWeightBlock);
+              if (b * S::kDepth + j >= blocks) quants.scales = 0;  // the rows are zero there, too
+              wait_wgmma<0>();  // the previous product reads its weights from registers
+              if (j == 0 && b > 0 && ends) barrier_arrive(&empty[last]);
+              uint32_t a[4][4];
+#pragma unroll
+              for (int step = 0; step < 4; step++) quants.fragment(step, a[step]);
+              begin_wgmma();
+#pragma unroll
+              for (int step = 0; step < 4; step++)
+                RegisterTile<kRows>::multiply(d, a[step], descriptor(theirs + j * S::kRowsBytes + step * kStepBytes),
+                                              step > 0 || j > 0 || b > 0);
+              commit_wgmma();
+            }
+          }
+        } else {
+          begin_wgmma();
+#pragma unroll
+          for (int step = 0; step < 4; step++)
+            Tile<kRows>::multiply(d, descriptor(own + step * kStepBytes), descriptor(theirs + step * kStepBytes),
+                                  step > 0 || b > 0);
+          commit_wgmma();
+          wait_wgmma<1>();
+          if (b > 0 && ends) barrier_arrive(&empty[last]);
+        }
         last = ring.stage;
       }
-      wait_wgmma<0>();
-      settle(d);
-      if (thread == 0) barrier_arrive(&empty[last]);
+      if constexpr (!S::kFew) {
+        wait_wgmma<0>();
+        settle(d);
+        if (ends) barrier_arrive(&empty[last]);
+      }
       // Number i of a thread belongs to entry i / 4 * 8 + lane % 4 * 2 + i % 2; gate and up columns are interleaved.
       const int lane = thread % 32, warp = thread / 32, first = lane % 4 * 2, width = p.y.width;
       const int block = item % columns * kGroups + group;
@@ -161,11 +278,32 @@ void start_prefill(const ExpertGemmArgs& p, int entries, const Queue& queue) {
   launched("gemm_experts_prefill");
 }
 
+template <bool kAll = kAllFormats>
+void start_tile(const ExpertGemmArgs& p, int entries, int tile_rows, const Queue& queue) {
+  if constexpr (kAll) {
+    if (p.gemm.w.kind == Kind::mxfp4) {
+      // With few tiles, few columns each keep more SMs busy.
+      const auto fits = [&](int groups) {
+        return max_items(p, entries, 8, ceil_div(blocks_of(p.gemm.w.n), groups)) <= sm_count();
+      };
+      if (tile_rows <= 8 && fits(2)) start_prefill<Shape<8, 2, true>>(p, entries, queue);
+      else if (tile_rows <= 8 && fits(3)) start_prefill<Shape<8, 3, true>>(p, entries, queue);
+      else if (tile_rows <= 8) start_prefill<Shape<8, 4, true>>(p, entries, queue);
+      else if (tile_rows <= 16) start_prefill<Shape<16, 4, true>>(p, entries, queue);
+      else if (tile_rows <= 32) start_prefill<Shape<32, 4, true>>(p, entries, queue);
+      else if (tile_rows <= 64) start_prefill<Shape<64, 3, true>>(p, entries, queue);
+      else start_prefill<Shape<128, 3, true>>(p, entries, queue);
+      return;
+    }
+  }
+  if (tile_rows == 64) start_prefill<Shape<64, 4>>(p, entries, queue);
+  else start_prefill<Shape<128, 4>>(p, entries, queue);
+}
+
 }  // namespace
 
 void gemm_experts_prefill(const ExpertGemmArgs& p, int entries, int tile_rows, const Queue& queue) {
-  if (tile_rows == 64) start_prefill<Shape<64, 4>>(p, entries, queue);
-  else start_prefill<Shape<128, 4>>(p, entries, queue);
+  start_tile(p, entries, tile_rows, queue);
 }
 
 }  // namespace AS_DTYPE16

@@ -59,6 +59,12 @@ __global__ void pair_quants_kernel(Matrix from, Matrix to) {
   const int i = blockIdx.y * blockDim.x + threadIdx.x, row = blockIdx.x, group = i - words;
   const int half = from.n / 2, source = row / 16 * 8 + row % 8, other = source + (row % 16 < 8 ? 0 : half);
   if (group >= to.quants.groups || source >= half) return;
+  if (group >= 0 && to.quants.mx) {
+    const int column = group * kMxGroup;
+    reinterpret_cast<uint8_t*>(to.quants.words)[mx_tile(row, column, blocks) + mx_scale(row, column)] =
+        reinterpret_cast<const uint8_t*>(from.quants.words)[mx_tile(other, column, blocks) + mx_scale(other, column)];
+    return;
+  }
   if (group >= 0) {
     to.quants.scales[scale_of(row, group, to.quants.groups)] =
         from.quants.scales[scale_of(other, group, to.quants.groups)];

@@ -147,6 +147,29 @@ __global__ void place_kernel(const uint8_t* quants, const uint16_t* scales, cons
   m.quants.words[word_of(m.quants, first + row, begin, blocks_of(m.k))] = word;
 }
 
+// A thread for each word of a row, and further ones for each scale.
+__global__ void place_mx_kernel(const uint8_t* values, const uint8_t* scales, Matrix m, int first) {
+  after_previous();
+  const int blocks = blocks_of(m.k), words = blocks * 8, i = blockIdx.x * blockDim.x + threadIdx.x, group = i - words;
+  const int row = blockIdx.y, groups = m.quants.groups;
+  if (group >= groups) return;
+  if (group >= 0) {
+    const int column = group * kMxGroup;
+    reinterpret_cast<uint8_t*>(m.quants.words)[mx_tile(first + row, column, blocks) + mx_scale(first + row, column)] =
+        scales[(size_t)row * groups + group];
+    return;
+  }
+  const int begin = i / 4 * kMxGroup + i % 4 * 2;  // the first of the word's pairs, which are eight columns apart
+  uint32_t word = 0;
+#pragma unroll
+  for (int pair = 0; pair < 4; pair++)
+    if (const int own = begin + pair * 8; own < m.k) {
+      const uint32_t both = values[((size_t)row * m.k + own) / 2];
+      word |= mx_bits(pair, both & 15) | (own + 1 < m.k ? mx_bits(pair, both >> 4) << 16 : 0);
+    }
+  m.quants.words[word_of(m.quants, first + row, begin, blocks)] = word;
+}
+
 }  // namespace
 
 void quantize_rows(const void* rows, SourceType source, int64_t columns, int group, int64_t column, int count,
@@ -167,6 +190,16 @@ void place_rows(const uint8_t* quants, const uint16_t* scales, const uint16_t* o
           quants + (size_t)done * matrix.k, scales + (size_t)done * matrix.quants.groups,
           offsets + (size_t)done * matrix.quants.groups, matrix, first + done);
     launched("place_rows");
+  }
+}
+
+void place_mx_rows(const uint8_t* values, const uint8_t* scales, int count, const Matrix& matrix, int first,
+                   const Queue& queue) {
+  const int items = blocks_of(matrix.k) * 8 + matrix.quants.groups;
+  for (int done = 0; done < count; done += kMaxRows) {
+    start(queue, place_mx_kernel, dim3(ceil_div(items, 128), std::min(count - done, kMaxRows)), 128, 0,
+          values + (size_t)done * matrix.k / 2, scales + (size_t)done * matrix.quants.groups, matrix, first + done);
+    launched("place_mx_rows");
   }
 }
 

@@ -22,6 +22,11 @@ void quantize_rows(const void* rows, SourceType source, int64_t columns, int gro
 void place_rows(const uint8_t* quants, const uint16_t* scales, const uint16_t* offsets, int count, const Matrix& matrix,
                 int first, const Queue& queue);
 
+// The same for MXFP4: packed values [count, k / 2], the even column in the lower half, with stored scales (quantized.h)
+// [count, groups].
+void place_mx_rows(const uint8_t* values, const uint8_t* scales, int count, const Matrix& matrix, int first,
+                   const Queue& queue);
+
 struct GemmArgs;
 
 // 8-bit rows of activations (kernels/gemm/gemm_integer.h), sums of their segments, and a scale for each row.

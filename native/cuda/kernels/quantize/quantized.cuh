@@ -42,6 +42,14 @@ __device__ inline float recovered(uint32_t scales, int quant, int bits) {
   return __fadd_rn(__fmul_rn(scale, (float)(quant - (1 << (bits - 1)))), offset);
 }
 __device__ inline float value_of(const Quants& c, int row, int column, int k) {
+  if (c.mx) {
+    constexpr float kValues[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+    const uint32_t value = mx_value(column % 32 / 8, c.words[word_of(c, row, column, blocks_of(k))] >> column % 2 * 16);
+    const int scale =
+        reinterpret_cast<const uint8_t*>(c.words)[mx_tile(row, column, blocks_of(k)) + mx_scale(row, column)];
+    const float size = scalbnf(kValues[value & 7], scale - kMxBias - 127);
+    return value & 8 ? -size : size;
+  }
   const uint32_t word = c.words[word_of(c, row, column, blocks_of(k))];
   if (c.floats)
     return __fmul_rn(__uint_as_float(c.scales[scale_of(row, 0, 1)]), from_e4m3(word >> bit_of(8, column) & 0xff));
@@ -107,6 +115,39 @@ struct LaneQuants {
         a[below] = row.tiny(__byte_perm(words[below], 0, 0x4140), 64);
         a[2 + below] = row.tiny(__byte_perm(words[below], 0, 0x4342), 64);
       }
+    }
+  }
+};
+
+// A lane's MXFP4 values of a tile. An e2m1 value's three lower bits, as the lowest exponent bits and the highest
+// fraction bit of a bfloat16, are that value times 2^-126 (0.5 becomes a subnormal number, 0 stays 0), and the sign is
+// a bfloat16's. So one multiplication by 2^126 times the scale, in which nothing is rounded, makes the value. Bits are
+// placed so that most pairs of a word come from it by a shift and a mask, and shifts are to the left: those are
+// multiplications, which other units than those of logic compute.
+struct MxQuants {
+  uint4 loaded;
+  uint32_t scales;
+
+  // A lane's offsets in a tile.
+  static __device__ __forceinline__ int values_at() { return threadIdx.x % 32 * 16; }
+  static __device__ __forceinline__ int scales_at() { return kTileRows * kBlock / 2 + threadIdx.x % 32 / 4 * 4; }
+  __device__ __forceinline__ void load(const char* tile) {
+    loaded = *reinterpret_cast<const uint4*>(tile + values_at());
+    scales = *reinterpret_cast<const uint32_t*>(tile + scales_at());
+  }
+  // As LaneQuants::fragment().
+  __device__ __forceinline__ void fragment(int step, uint32_t (&a)[4]) const {
+    constexpr uint32_t kMask = 0x81c081c0u, kSize = 0x01c001c0u, kSign = 0x80008000u;
+    const uint32_t words[2] = {step / 2 ? loaded.z : loaded.x, step / 2 ? loaded.w : loaded.y};
+#pragma unroll
+    for (int below = 0; below < 2; below++) {
+      const uint32_t word = words[below];
+      // The byte becomes the exponent of a bfloat16, twice.
+      const __nv_bfloat162 scale = pair_of(__byte_perm(scales, 0, 0x4440 | (below * 2 + step / 2)) * 0x00800080u);
+      const uint32_t low = (step % 2 ? word << 6 : word) & kMask;
+      const uint32_t high =
+          step % 2 ? masked(word << 5, kSign, word >> 6 & kSize) : masked(word << 4, kSign, word << 3 & kSize);
+      a[below] = bits_of(__hmul2(pair_of(low), scale)), a[2 + below] = bits_of(__hmul2(pair_of(high), scale));
     }
   }
 };

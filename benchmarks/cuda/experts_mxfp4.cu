@@ -1,0 +1,160 @@
+// The expert GEMMs of a gpt-oss-20b layer in MXFP4 and in bfloat16: microseconds, and fractions of the time that the
+// weights' bytes or the operations take.
+//   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/experts_mxfp4.cu
+//        native/cuda/kernel_choice.cpp native/cuda/kernels/{moe/*,gemm/gemm_small_n,quantize/pack}.cu -o experts_mxfp4
+//   experts_mxfp4 [rows,rows...]
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+#include "chosen.h"
+#include "cuda/kernels/common/dtype16.h"
+
+using namespace as::cuda;
+
+static void check(cudaError_t result) {
+  if (result != cudaSuccess) std::printf("%s\n", cudaGetErrorString(result)), std::exit(1);
+}
+template <typename T>
+static T* memory(size_t bytes) {
+  void* data = nullptr;
+  check(cudaMalloc(&data, bytes));
+  check(cudaMemset(data, 0, bytes));
+  return static_cast<T*>(data);
+}
+
+constexpr int kHidden = 2880, kInner = 2880, kExperts = 32, kTop = 4, kCopies = 3;
+constexpr double kBandwidth = 4.44e6, kRate = 792e6;  // bytes, operations in a microsecond
+
+// Random matrices. Any values will do, but scales of MXFP4 must be small.
+static Matrix matrix(int n, int k, bool mx, uint64_t seed, const Queue& queue) {
+  Matrix m{n, k, mx ? Kind::mxfp4 : Kind::dtype16, kDType16};
+  m.experts = kExperts;
+  if (mx) m.quants.bits = 4, m.quants.mx = true, m.quants.group = kMxGroup, m.quants.groups = k / kMxGroup;
+  const size_t bytes = kExperts * (mx ? quantized_bytes(m.quants, n, k) : tiles_bytes(n, k));
+  uint16_t* data = memory<uint16_t>(bytes);
+  AS_DTYPE16::fill_noise(data, bytes, kDType16, 0.035f, seed, queue);
+  if (mx) {
+    m.quants.words = reinterpret_cast<uint32_t*>(data);
+    check(cudaDeviceSynchronize());
+    check(cudaMemset2D(reinterpret_cast<char*>(data) + kTileRows * kBlock / 2, kMxTileBytes, 120 + kMxBias - 1,
+                       2 * kTileRows, bytes / kMxTileBytes));
+  } else {
+    m.tiles = data;
+  }
+  return m;
+}
+
+int main(int argc, char** argv) {
+  setvbuf(stdout, nullptr, _IONBF, 0);
+  cudaStream_t stream;
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  const Queue queue{stream, 90, {}};
+  std::vector<int> all;
+  for (char* at = std::strtok(argc > 1 ? argv[1] : strdup("32"), ","); at; at = std::strtok(nullptr, ","))
+    all.push_back(std::atoi(at));
+  const bool only = argc > 2;  // MXFP4 only
+  int most = 1;
+  for (int rows : all) most = rows > most ? rows : most;
+  const size_t entries = (size_t)most * kTop;
+  const Rows x{nullptr, memory<uint16_t>(tiles_bytes(most, kHidden)), kHidden},
+      gated{nullptr, memory<uint16_t>(tiles_bytes((int)entries, kInner)), kInner},
+      made{memory<float>(entries * kHidden * 4), nullptr, kHidden},
+      sum{memory<float>((size_t)most * kHidden * 4), nullptr, kHidden};
+  AS_DTYPE16::fill_noise(x.tiles, tiles_bytes(most, kHidden), kDType16, 1, 77, queue);
+  float* logits = memory<float>((size_t)most * kExperts * 4);
+  std::vector<float> scores((size_t)most * kExperts);
+  for (float& v : scores) v = rand() / (float)RAND_MAX;
+  check(cudaMemcpy(logits, scores.data(), scores.size() * 4, cudaMemcpyHostToDevice));
+  Routing routing;
+  routing.top = kTop, routing.end = kExperts;
+  place_routing(memory<char>(routing_bytes(most, kTop, kExperts)), most, kExperts, routing);
+  Router router;
+  router.experts = kExperts, router.normalized = true;
+  cudaEvent_t begin, end;
+  check(cudaEventCreate(&begin)), check(cudaEventCreate(&end));
+  const auto time_of = [&](const std::function<void(int)>& launch) {
+    constexpr int kLaunches = 12;
+    cudaGraph_t graph;
+    cudaGraphExec_t replay;
+    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    for (int i = 0; i < kLaunches; i++) launch(i % kCopies);
+    check(cudaStreamEndCapture(stream, &graph));
+    check(cudaGraphInstantiate(&replay, graph, 0));
+    float best = 1e9;
+    for (int i = 0; i < 5; i++) {
+      float ms;
+      check(cudaEventRecord(begin, stream));
+      check(cudaGraphLaunch(replay, stream));
+      check(cudaEventRecord(end, stream));
+      check(cudaEventSynchronize(end));
+      check(cudaEventElapsedTime(&ms, begin, end));
+      best = ms < best ? ms : best;
+    }
+    cudaGraphExecDestroy(replay), cudaGraphDestroy(graph);
+    return 1e3 * best / kLaunches;
+  };
+  for (const bool mx : {true, false}) {
+    if (!mx && only) break;
+    std::vector<Matrix> up, down;
+    for (int i = 0; i < kCopies; i++)
+      up.push_back(matrix(2 * kInner, kHidden, mx, 2 * i, queue)),
+          down.push_back(matrix(kHidden, kInner, mx, 2 * i + 1, queue));
+    const auto args = [&](const Matrix& w, bool is_up) {
+      ExpertGemmArgs e;
+      e.gemm.w = w, e.gemm.x = is_up ? x : gated, e.gemm.y = is_up ? gated : made, e.gemm.gated = is_up;
+      e.routing = routing, e.gathers = is_up, e.follows = !is_up, e.gating = {1.702f, 7, 1};
+      return e;
+    };
+    const ChosenRow row{router, logits, nullptr};
+    const Combination c{made.values, routing, false, sum, {}, {}};
+    const double up_bytes =
+        (double)(mx ? quantized_bytes(up[0].quants, 2 * kInner, kHidden) : tiles_bytes(2 * kInner, kHidden));
+    for (int rows : all) {
+      route(logits, router, routing, nullptr, rows, 8, queue);
+      int tiles = 0;
+      check(cudaStreamSynchronize(stream));
+      check(cudaMemcpy(&tiles, routing.tile_count, 4, cudaMemcpyDeviceToHost));
+      std::vector<ExpertTile> list(tiles);
+      check(cudaMemcpy(list.data(), routing.tiles, tiles * sizeof(ExpertTile), cudaMemcpyDeviceToHost));
+      int touched = 0;
+      for (int i = 0; i < tiles; i++) touched += i == 0 || list[i].expert != list[i - 1].expert;
+      const auto show = [&](const char* name, int height, double first, double both) {
+        const double bytes = up_bytes * touched / kBandwidth, work = 4.0 * rows * kTop * kInner * kHidden / kRate;
+        std::printf(
+            "%s %d rows, %d experts, %s %d: gate_up %.1f us (%.2f of bytes, %.2f of products), with down %.1f\n",
+            mx ? "mxfp4" : "bf16", rows, touched, name, height, first, bytes / first, work / first, both);
+      };
+      if (rows == 1) {
+        const double first = time_of([&](int i) { AS_DTYPE16::gate_row(args(up[i], true), row, queue); });
+        show("row", 1, first, time_of([&](int i) {
+               AS_DTYPE16::gate_row(args(up[i], true), row, queue),
+                   AS_DTYPE16::combine_row(args(down[i], false), row, c, queue);
+             }));
+      }
+      const ExpertChoice usual = choose_expert_gemm(chip_of(queue), up[0].kind, rows * kTop, kExperts);
+      for (const int height : {8, 16, 32, 64, 128})
+        for (const GemmAlgo algo : {GemmAlgo::any, GemmAlgo::mma}) {
+          const ExpertChoice choice =
+              choose_expert_gemm(chip_of(queue), up[0].kind, rows * kTop, kExperts, algo, height);
+          if (height > 2 * usual.tile_rows || 2 * height < usual.tile_rows ||
+              (height == 128 && algo == GemmAlgo::mma) || (algo == GemmAlgo::any && choice.algo == GemmAlgo::mma))
+            continue;
+          route(logits, router, routing, nullptr, rows, height, queue);
+          check(cudaStreamSynchronize(stream));
+          const double first = time_of([&](int i) {
+            ExpertGemmArgs e = args(up[i], true);
+            AS_DTYPE16::gemm_experts(e, rows * kTop, height, queue, choice.algo);
+          });
+          show(name_of(choice.algo), height, first, time_of([&](int i) {
+                 AS_DTYPE16::gemm_experts(args(up[i], true), rows * kTop, height, queue, choice.algo);
+                 AS_DTYPE16::gemm_experts(args(down[i], false), rows * kTop, height, queue, choice.algo);
+               }));
+        }
+    }
+    for (const Matrix& m : up) cudaFree(mx ? (void*)m.quants.words : (void*)m.tiles);
+    for (const Matrix& m : down) cudaFree(mx ? (void*)m.quants.words : (void*)m.tiles);
+  }
+}
