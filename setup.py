@@ -531,7 +531,7 @@ def options() -> dict:
             **{name: ["*"] for name in resources},
         },
         "ext_modules": [*extensions, Extension(LOOPBACK, ["native/launcher/loopback.cpp"], language="c++")],
-        "entry_points": {"console_scripts": ["allspark = allspark_launch.cli:main"]},
+        "entry_points": {"console_scripts": ["allspark = allspark_launch.__main__:main"]},
     }
 
 

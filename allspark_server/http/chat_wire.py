@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from .wire import INT32_MAX, Generation, JsonObject, Many, Metadata, Wire
+from .wire import CUT, INT32_MAX, Expression, Generation, JsonObject, Many, Metadata, Wire
 
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]+$", min_length=1, max_length=128)]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]+$", min_length=1, max_length=128), CUT]
 
 
 # --- messages ----------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class JsonFormat(Wire):
 class JsonSchema(Wire):
     """A named JSON schema."""
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$"), CUT]
     description: str | None = None
     schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
     strict: bool | None = None
@@ -177,14 +177,14 @@ class RegexFormat(Wire):
     """Text that matches a regular expression."""
 
     type: Literal["regex"]
-    regex: Annotated[str, Field(min_length=1)]
+    regex: Expression
 
 
 class GrammarFormat(Wire):
     """Text that a grammar derives."""
 
     type: Literal["grammar"]
-    grammar: Annotated[str, Field(min_length=1)]
+    grammar: Expression
     syntax: Literal["lark", "ebnf"] | None = None
 
 

@@ -13,7 +13,7 @@ from pydantic import Field
 from .chat_wire import Effort, FunctionName
 from .errors import not_available
 from .replies import effort_kwargs, function_call, function_choice
-from .wire import INT32_MAX, Body, JsonObject, Many, ModelName, Stop, Wire
+from .wire import CUT, INT32_MAX, Body, JsonObject, Many, ModelName, Stop, Wire
 
 
 class CacheControl(Wire):
@@ -163,7 +163,7 @@ class OutputConfig(Wire):
 class MessagesMetadata(Wire):
     """Metadata, without effect."""
 
-    user_id: Annotated[str, Field(max_length=512)] | None = None
+    user_id: Annotated[str, Field(max_length=512), CUT] | None = None
 
 
 class Prompt(Body):

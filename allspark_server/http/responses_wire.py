@@ -12,7 +12,7 @@ from pydantic import Discriminator, Field, Tag
 from .chat_wire import Effort, FunctionName, JsonFormat, JsonSchema, TextFormat
 from .errors import not_available
 from .replies import function_call, function_choice
-from .wire import INT32_MAX, Body, JsonObject, Many, Metadata, ModelName, Wire
+from .wire import CUT, INT32_MAX, Body, JsonObject, Many, Metadata, ModelName, Wire
 
 # --- input -------------------------------------------------------------------------------------------------------
 
@@ -199,7 +199,7 @@ class ResponsesRequest(Body):
     top_k: Annotated[int | None, Field(ge=-1, le=INT32_MAX)] = None
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
     repetition_penalty: Annotated[float | None, Field(gt=0, le=100)] = None
-    cache_salt: Annotated[str | None, Field(max_length=1024)] = None
+    cache_salt: Annotated[str | None, Field(max_length=1024), CUT] = None
     priority: Annotated[int | None, Field(ge=-INT32_MAX, le=INT32_MAX)] = None
     chat_template_kwargs: JsonObject | None = None
 
