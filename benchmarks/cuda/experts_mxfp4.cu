@@ -127,12 +127,21 @@ int main(int argc, char** argv) {
             "%s %d rows, %d experts, %s %d: gate_up %.1f us (%.2f of bytes, %.2f of products), with down %.1f\n",
             mx ? "mxfp4" : "bf16", rows, touched, name, height, first, bytes / first, work / first, both);
       };
-      if (rows == 1) {
-        const double first = time_of([&](int i) { AS_DTYPE16::gate_row(args(up[i], true), row, queue); });
-        show("row", 1, first, time_of([&](int i) {
-               AS_DTYPE16::gate_row(args(up[i], true), row, queue),
-                   AS_DTYPE16::combine_row(args(down[i], false), row, c, queue);
-             }));
+      if (rows ==
+          1) {  // and choosing the experts and adding their results, with the kernels for one row and for several
+        const ExpertChoice choice = choose_expert_gemm(chip_of(queue), up[0].kind, kTop, kExperts);
+        if (!mx)
+          std::printf("bf16 a layer's experts by the kernels for one row: %.1f us\n", time_of([&](int i) {
+                        AS_DTYPE16::gate_row(args(up[i], true), row, queue);
+                        AS_DTYPE16::combine_row(args(down[i], false), row, c, queue);
+                      }));
+        std::printf("%s a layer's experts by the kernels for several: %.1f us\n", mx ? "mxfp4" : "bf16",
+                    time_of([&](int i) {
+                      route(logits, router, routing, nullptr, 1, 8, queue);
+                      AS_DTYPE16::gemm_experts(args(up[i], true), kTop, 8, queue, choice.algo);
+                      AS_DTYPE16::gemm_experts(args(down[i], false), kTop, 8, queue, choice.algo);
+                      AS_DTYPE16::combine_experts(c, 1, queue);
+                    }));
       }
       const ExpertChoice usual = choose_expert_gemm(chip_of(queue), up[0].kind, rows * kTop, kExperts);
       for (const int height : {8, 16, 32, 64, 128})

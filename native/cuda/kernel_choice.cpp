@@ -172,7 +172,9 @@ ExpertChoice choose_expert_gemm(const Chip& chip, Kind kind, int entries, int ex
 }
 
 bool has_expert_gemv(const Chip& chip, const Matrix& up, const Matrix& down) {
-  return is_hopper(chip) && up.takes_tiles() && down.takes_tiles();
+  // MXFP4 takes more instructions than those kernels' few warps issue while its few bytes arrive.
+  const auto fits = [](const Matrix& w) { return w.takes_tiles() && w.kind != Kind::mxfp4; };
+  return is_hopper(chip) && fits(up) && fits(down);
 }
 
 AttentionChoice choose_attention(const Chip& chip, CacheType type, int dim, int group, bool biased) {

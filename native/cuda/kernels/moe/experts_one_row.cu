@@ -183,12 +183,8 @@ class Stream {
   int stage_ = 0;  // the next stage to consume
 };
 
-// Warps of gate_row(): more if weights are narrow, of which a warp's part arrives sooner than it is multiplied.
-template <typename S>
-constexpr int kGateWarps = S::kMx ? 12 : kWarps;
-
 template <typename S, int kStages>
-__global__ void __launch_bounds__(32 * kGateWarps<S>)
+__global__ void __launch_bounds__(32 * kWarps)
     gate_row_kernel(const __grid_constant__ ExpertGemmArgs e, const __grid_constant__ ChosenRow row, int tiles,
                     size_t expert_bytes) {
   extern __shared__ __align__(128) char shared[];
@@ -196,8 +192,8 @@ __global__ void __launch_bounds__(32 * kGateWarps<S>)
   const GemmArgs& p = e.gemm;
   await_previous();  // before the next kernel starts, so that it finds the logits, too
   choose(row, e.routing, reinterpret_cast<float*>(shared), chosen);
-  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * gridDim.x + blockIdx.x,
-            step = gridDim.x * kGateWarps<S>, items = max(chosen.count * tiles - first + step - 1, 0) / step;
+  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * gridDim.x + blockIdx.x, step = gridDim.x * kWarps,
+            items = max(chosen.count * tiles - first + step - 1, 0) / step;
   const auto item_at = [=](int i) { return Item{(first + i * step) / tiles, (first + i * step) % tiles}; };
   Stream<S, kStages, decltype(item_at)> stream(e, chosen, expert_bytes, shared, items, item_at);
   stream.begin();
@@ -266,11 +262,11 @@ template <typename S, int kStages>
 void start_gates(const ExpertGemmArgs& e, const ChosenRow& row, const Queue& queue) {
   const auto kernel = gate_row_kernel<S, kStages>;
   const int tiles = ceil_div(e.gemm.w.n, kTileRows);
-  constexpr size_t shared = kGateWarps<S> * kStages * kStageBytes<S>;
+  constexpr size_t shared = kWarps * kStages * kStageBytes<S>;
   static_assert(shared >= 2 * sizeof(float) * (kMaxExperts + 3));
   allow_shared(kernel, shared);
-  const int grid = std::min(ceil_div((size_t)tiles * e.routing.top, S::kMx ? 1 : kWarps), sm_count());
-  start(queue, kernel, grid, 32 * kGateWarps<S>, shared, e, row, tiles, bytes_of_expert(e.gemm.w));
+  const int grid = std::min(ceil_div((size_t)tiles * e.routing.top, kWarps), sm_count());
+  start(queue, kernel, grid, 32 * kWarps, shared, e, row, tiles, bytes_of_expert(e.gemm.w));
   launched("gate_row");
 }
 
@@ -309,14 +305,14 @@ void norm_and_logits(const float* x, const Norm& norm, const Rows& normed, const
 }
 
 void gate_row(const ExpertGemmArgs& e, const ChosenRow& row, const Queue& queue) {
-  by_type(e.gemm.w, [&](auto type) {
+  by_type<false>(e.gemm.w, [&](auto type) {
     using S = ColumnTiles<decltype(type), 1>;
-    start_gates<S, stages_of<S>(kGateStages) * kWarps / kGateWarps<S>>(e, row, queue);
+    start_gates<S, stages_of<S>(kGateStages)>(e, row, queue);
   });
 }
 
 void combine_row(const ExpertGemmArgs& e, const ChosenRow& row, const Combination& c, const Queue& queue) {
-  by_type(e.gemm.w, [&](auto type) {
+  by_type<false>(e.gemm.w, [&](auto type) {
     using S = ColumnTiles<decltype(type), 1>;
     start_sums<S, stages_of<S>(kSumStages)>(e, row, c, queue);
   });

@@ -262,7 +262,7 @@ void gemm_experts(const ExpertGemmArgs& p, int entries, int tile_rows, const Que
     return;
   }
   if (algo == GemmAlgo::prefill) return gemm_experts_prefill(p, entries, tile_rows, queue);
-  by_type(w, [&](auto type) { start_rows<decltype(type)>(p, entries, tile_rows, queue); });
+  by_type<true>(w, [&](auto type) { start_rows<decltype(type)>(p, entries, tile_rows, queue); });
 }
 
 }  // namespace AS_DTYPE16

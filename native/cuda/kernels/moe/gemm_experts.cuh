@@ -47,12 +47,13 @@ struct WeightType {
   static constexpr Scales kScales = kScales_;
 };
 
-// Calls start() with the type of the weights. kAll: not only 16-bit ones.
-template <bool kAll = kAllFormats, typename Start>
+// Calls start() with the type of the weights. kAll: not only 16-bit ones; kHasMx: also MXFP4.
+template <bool kHasMx, bool kAll = kAllFormats, typename Start>
 void by_type(const Matrix& w, Start start) {
   if constexpr (kAll) {
     const bool fine = w.quants.groups > 1 && w.quants.group < kBlock;
-    if (w.kind == Kind::mxfp4) return start(WeightType<4, Scales::mx>());
+    if constexpr (kHasMx)
+      if (w.kind == Kind::mxfp4) return start(WeightType<4, Scales::mx>());
     if (w.quants.bits == 4) return fine ? start(WeightType<4, Scales::fine>()) : start(WeightType<4, Scales::blocks>());
     if (w.quants.bits == 8) return fine ? start(WeightType<8, Scales::fine>()) : start(WeightType<8, Scales::blocks>());
   }
