@@ -63,10 +63,10 @@ def test_turns():
                 turns += 1
 
         task = asyncio.create_task(other())
-        await call.Call(SimpleNamespace(pool=None), {}, send, Client(Role.READ)).reply_in_pieces(slow())
+        await call.Call(SimpleNamespace(pool=None), {"headers": []}, send, Client(Role.READ)).reply_in_pieces(slow())
         task.cancel()
         assert turns >= 10
-        await call.Call(SimpleNamespace(pool=None), {}, send, Client(Role.READ)).reply_in_pieces(iter(["{", "}"]))
+        await call.Call(SimpleNamespace(pool=None), {"headers": []}, send, Client(Role.READ)).reply_in_pieces(iter(["{", "}"]))
 
     asyncio.run(run())
     assert (b"content-length", b"2") in sent[-2]["headers"] and sent[-1]["body"] == b"{}"
