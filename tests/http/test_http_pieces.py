@@ -63,10 +63,11 @@ def test_turns():
                 turns += 1
 
         task = asyncio.create_task(other())
-        await call.Call(SimpleNamespace(pool=None), {"headers": []}, send, Client(Role.READ)).reply_in_pieces(slow())
+        pool, client = SimpleNamespace(pool=None), Client(Role.READ)
+        await call.Call(pool, {"headers": []}, send, client).reply_in_pieces(slow())
         task.cancel()
         assert turns >= 10
-        await call.Call(SimpleNamespace(pool=None), {"headers": []}, send, Client(Role.READ)).reply_in_pieces(iter(["{", "}"]))
+        await call.Call(pool, {"headers": []}, send, client).reply_in_pieces(iter(["{", "}"]))
 
     asyncio.run(run())
     assert (b"content-length", b"2") in sent[-2]["headers"] and sent[-1]["body"] == b"{}"
