@@ -30,7 +30,9 @@ from support.invariance import (
 from support.units import GPUS
 
 MODELS = ("qwen2-gqa-tied", "llama-dynamic", "qwen3-bf16-sharded")
-SLOW_MODELS = ("phi3-longrope", "glm4", "gemma2", "gemma3", "olmo2")
+FAMILIES = ("glm4-moe", "minimax-m2", "seed-oss", "granite", "ernie", "hunyuan-biases")
+SLOW_MODELS = ("phi3-longrope", "glm4", "gemma2", "gemma3", "olmo2", *FAMILIES)
+GROUP = f"client-{len(GPUS) or 2}"
 if GPUS:
     MODELS += ("llama-bf16-heads-of-64", "llama-fp16-heads-of-64")
 
@@ -46,7 +48,7 @@ def first_run(engine: AbstractEngine, model: str) -> list[dict]:
     return _first_runs[key]
 
 
-@pytest.fixture(scope="module", params=["engine", f"client-{len(GPUS) or 2}"])
+@pytest.fixture(scope="module", params=["engine", GROUP])
 def engine(request, engine_of):
     return engine_of(request.param)
 
@@ -163,3 +165,16 @@ def test_engine_and_group_of_one_rank(engine_of, model):
     assert first_run(client, model) == first_run(engine_of("engine"), model)
     with installed(client, model) as name:
         assert run_together(client, name, OTHERS) == first_run(engine_of("engine"), model)
+
+
+# By default, each of FAMILIES goes through one of the tests above; -m slow runs them all.
+@pytest.mark.parametrize("name, where, check, fields", [
+    ("glm4-moe", GROUP, test_everything_at_once, {}),
+    ("minimax-m2", "engine", test_preemption, {}),
+    ("seed-oss", GROUP, test_prefix_cache, {}),
+    ("granite", "engine", test_small_steps_shared_by_many, {}),
+    ("ernie", "engine", test_prompt_in_chunks, {"chunk": 7}),
+    ("hunyuan-biases", GROUP, test_in_a_batch_of_17_others, {}),
+])  # fmt: skip
+def test_one_property_of_each_family(engine_of, name, where, check, fields):
+    check(engine_of(where), name, **fields)

@@ -185,7 +185,7 @@ DENSE = {
                      | _rope("default", 1e7)),
     "seed-oss-plain": Spec("seed_oss", _sizes(72, 6, 6, 131, head_dim=18, attention_bias=False, mlp_bias=True,
                                               tie_word_embeddings=True, pad_token_id=0)),
-    "granite": Spec("granite", _sizes(112, 14, 2, 151, embedding_multiplier=2.5, attention_multiplier=0.2,
+    "granite": Spec("granite", _sizes(112, 14, 2, 151, embedding_multiplier=0.3, attention_multiplier=0.2,
                                       residual_multiplier=0.4, logits_scaling=3.0, tie_word_embeddings=True,
                                       pad_token_id=0) | _rope("default", 1e6)),
     "granite-biases": Spec("granite", _sizes(72, 6, 3, 131, attention_bias=True, mlp_bias=True, pad_token_id=0)
