@@ -337,6 +337,8 @@ PYBIND11_MODULE(_cuda, m) {
       py::arg("out_features"), py::arg("in_features"), py::arg("gated"), py::arg("rows"),
       "Bytes of scratch memory that GEMMs of a quantized matrix take for so many rows. gated: it has "
       "gate and up rows.");
+  m.def("padded_rows", padded_rows, py::arg("rows"), py::arg("most"),
+        "The rows that a decode step of `rows` rows is padded to, if no step has more than `most`.");
   m.def("span_bytes",
         [](int size, int dim, const std::string& dtype) { return span_bytes(size, dim, cache_type_of(dtype)); });
   m.def(

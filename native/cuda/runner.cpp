@@ -9,13 +9,6 @@
 namespace as::cuda {
 namespace {
 
-// Decode steps are padded to one of these numbers of rows; each has a CUDA graph.
-int padded_rows(int rows) {
-  if (rows <= 4) return rows;
-  for (int step = 2;; step *= 2)
-    if (rows <= 8 * step) return (rows + step - 1) / step * step;
-}
-
 // Whether the output needs only the argmax of its unprocessed logits.
 bool is_greedy(const SamplingParams& p, const Output& out) {
   return p.greedy() && !p.logprobs() && p.repetition_penalty == 1 && p.presence_penalty == 0 &&
@@ -99,11 +92,11 @@ void CudaRunner::begin(const Batch& batch, bool want_logits) {
                      std::any_of(batch.outputs.begin(), batch.outputs.end(),
                                  [](const Output& out) { return out.wanted != Wanted::nothing; });
   const bool graph = limits_.graphs && heads && decodes(batch);
-  const int padded = graph ? padded_rows((int)batch.rows.size()) : 0;
-  const bool fits = padded && padded <= std::min({limits_.max_rows, limits_.max_outputs, limits_.max_slots});
-  const Size size = workspace_.data->copy(batch, fits ? padded : 0, device_);
+  const int most = std::min({limits_.max_rows, limits_.max_outputs, limits_.max_slots});
+  const int padded = graph ? padded_rows((int)batch.rows.size(), most) : 0;
+  const Size size = workspace_.data->copy(batch, padded, device_);
   begun_ = {heads && !batch.outputs.empty(), want_logits, profiling_ && times_.due(), size.adapted, 1 - begun_.turn};
-  if (fits && !begun_.timed) replay(size);
+  if (padded && !begun_.timed) replay(size);
   else launch(size, heads, begun_.timed);
 }
 

@@ -216,6 +216,18 @@ def test_what_a_gpu_lacks_is_named():
     gpu.check(config(), {WeightFormat("float16"), WeightFormat("float32")}, "float16")
 
 
+@pytest.mark.parametrize("most", [1, 5, 33, 200, 256, 1000])
+def test_every_decode_step_has_the_size_of_a_graph(most):
+    """Also the largest ones of a batch size that is no multiple of the steps between sizes."""
+    cuda = pytest.importorskip("allspark_server._cuda")
+    sizes = [cuda.padded_rows(rows, most) for rows in range(1, most + 1)]
+    assert all(rows <= size <= most for rows, size in enumerate(sizes, 1)) and sizes == sorted(sizes)
+    assert len(set(sizes)) <= 10 + 4 * max(0, most.bit_length() - 4)  # few graphs
+    if most == 1000:
+        assert [cuda.padded_rows(rows, most) for rows in (1, 4, 5, 17, 33, 65, 129, 200, 257, 999)] == [
+            1, 4, 6, 20, 40, 80, 160, 224, 320, 1000]
+
+
 AMPERE = dict(capability=80, sms=108, shared_bytes=163 << 10, prefill_clusters=0)
 
 

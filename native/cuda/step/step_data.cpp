@@ -10,6 +10,12 @@ constexpr size_t kTileInts = sizeof(AttentionTile) / sizeof(int);
 
 }  // namespace
 
+int padded_rows(int rows, int most) {
+  int step = rows <= 4 ? 1 : 2;
+  while (step > 1 && rows > 8 * step) step *= 2;
+  return std::min((rows + step - 1) / step * step, most);
+}
+
 bool StepData::Size::operator<(const Size& other) const {
   return std::tie(rows, outputs, decode_tiles, prefill_tiles, kv_splits, adapted) <
          std::tie(other.rows, other.outputs, other.decode_tiles, other.prefill_tiles, other.kv_splits, other.adapted);

@@ -8,6 +8,10 @@
 
 namespace as::cuda {
 
+// The number of rows that a decode step of `rows` rows is padded to, so that few CUDA graphs serve all steps. most: of
+// any step.
+int padded_rows(int rows, int most);
+
 class StepData {
  public:
   // group: query heads per KV head. max_spans: per sequence. windows: of each cache group; 0: full attention. no_span:
