@@ -46,10 +46,11 @@ GemmAlgo fastest(const Chip& chip, const Matrix& w, int rows, bool pushed) {
   return rows <= 8 && (int64_t)w.n * w.k < (is_long ? kSmallAndLong : kSmall) ? GemmAlgo::mma : GemmAlgo::split_k;
 }
 
-// The kernel that norms or quantizes the single row of a step itself; simt: there is none.
+// The kernel that norms or quantizes the single row of a step itself; simt: there is none. These kernels do not push
+// partial sums, for which the other GPU would wait.
 GemmAlgo fused_algo(const Chip& chip, const Gemm& g) {
   const Matrix& w = g.w;
-  if (!g.fuses || !is_hopper(chip)) return GemmAlgo::simt;
+  if (!g.fuses || g.pushed || !is_hopper(chip)) return GemmAlgo::simt;
   if (w.takes_bytes())
     return has_gemv(chip, g, g.normed, false) ? GemmAlgo::gemv
            : g.normed && w.k <= kNormedBytes  ? GemmAlgo::stream_k

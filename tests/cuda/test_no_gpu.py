@@ -235,6 +235,8 @@ AMPERE = dict(capability=80, sms=108, shared_bytes=163 << 10, prefill_clusters=0
     ({}, (4608, 3584, "bfloat16"), {"normed": True}, [(1, "gemv, norms"), (128, "split_k"), (None, "prefill")]),
     ({}, (3584, 3584, "float16"), {}, [(1, "gemv"), (256, "split_k"), (None, "prefill")]),
     ({}, (3584, 18944, "bfloat16"), {"pushed": True}, [(256, "split_k"), (None, "prefill")]),
+    ({}, (4608, 3584, "bfloat16"), {"normed": True, "pushed": True}, [(256, "split_k"), (None, "prefill")]),
+    ({}, (4608, 3584, "bfloat16"), {"normed": True, "pushed": True}, [(256, "split_k"), (None, "prefill")]),
     ({}, (37888, 3584, "bfloat16"), {"gated": True, "normed": True}, [(128, "stream_k"), (None, "prefill")]),
     ({}, (70, 300, "bfloat16"), {}, [(8, "mma"), (None, "split_k")]),  # prefill writes 16 bytes at a time
     ({}, (3584, 3584, "int4", 64), {"normed": True}, [(1, "gemv, norms"), (256, "stream_k"), (None, "prefill")]),
