@@ -63,12 +63,13 @@ def gated_mlp(graph: Graph, x: Tensor, prefix: str, names: tuple[str, ...] = ("g
 
 def routed_experts(graph: Graph, x: Tensor, prefix: str,
                    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"), *, router: str = "gate",
-                   bias: bool = False, correction: str = "") -> Tensor:
+                   bias: bool = False, correction: str = "", correction_row: int | None = None) -> Tensor:
     """The weighted sum of the experts (gated MLPs) that the router chooses for each row.
 
     Each rank computes its experts, or its features of each expert: the caller must add up the ranks' results.
     names: of an expert's gate, up and down. router: its name. bias: the router and the experts have biases. correction:
-    the name of the vector that is added to scores for the choice of experts, "" if there is none.
+    the name of the vector that is added to scores for the choice of experts, "" if there is none. correction_row: the
+    checkpoint's tensor has two dimensions, and the vector is this row of it.
     """
     config, hidden = graph.experts, graph.config.hidden_size
     inner, whole, count = graph.expert_features, graph.whole_experts, config.count
@@ -93,8 +94,8 @@ def routed_experts(graph: Graph, x: Tensor, prefix: str,
     gate = f"{prefix}.{router}"
     logits = graph.linear(x, graph.matrix(f"{gate}.weight", count, hidden), added(gate, (Part(f"{gate}.bias", count),)),
                           out="router_logits")
-    corrected = graph.weight(Weight(f"{prefix}.{correction}", (Part(f"{prefix}.{correction}", count),))) \
-        if correction else None
+    corrected = graph.weight(Weight(f"{prefix}.{correction}", (Part(f"{prefix}.{correction}", count,
+                                                                   expert=correction_row),))) if correction else None
     chosen = {name: getattr(config, name) for name in ("scores", "scale", "groups", "top_groups")
               if getattr(config, name) != getattr(ExpertConfig, name)}
     scores = graph.router(logits, rows, corrected, normalized=int(config.normalized), **chosen)

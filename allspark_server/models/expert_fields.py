@@ -9,13 +9,13 @@ from allspark_server.models.network import ExpertConfig
 
 
 def routed(fields: Fields, *, intermediate: str, normalized: bool, shared: int = 0, dense: tuple[int, ...] = (),
-           number: str = "", **router: Any) -> ExpertConfig:
-    """`intermediate` and `number` name the fields with the intermediate size of an expert and the number of experts.
-    `router`: further fields of ExpertConfig.
+           number: str = "", per_token: str = "num_experts_per_tok", **router: Any) -> ExpertConfig:
+    """`intermediate`, `number` and `per_token` name the fields with the intermediate size of an expert, the number of
+    experts and how many of them compute a token. `router`: further fields of ExpertConfig.
     """
     number = number or ("num_experts" if fields.get("num_experts", int) is not None else "num_local_experts")
     count = fields.need_positive(number, most=MAX_EXPERTS)
-    return ExpertConfig(count, fields.need_positive("num_experts_per_tok", most=count),
+    return ExpertConfig(count, fields.need_positive(per_token, most=count),
                         fields.need_positive(intermediate), normalized, shared, dense, **router)
 
 

@@ -6,6 +6,7 @@ from allspark_server.models import (
     baichuan,
     chatglm,
     ernie,
+    ernie_moe,
     gemma,
     glm,
     glm4_moe,
@@ -29,7 +30,7 @@ from allspark_server.models.graph import Graph
 from allspark_server.models.network import ModelConfig
 
 FAMILIES = (qwen2, qwen3, llama, qwen2_moe, qwen3_moe, mixtral, gpt_oss, phi3, glm, glm4_moe, minimax, gemma, olmo2,
-            seed_oss, granite, ernie, hunyuan, qwen, chatglm, baichuan)
+            seed_oss, granite, ernie, ernie_moe, hunyuan, qwen, chatglm, baichuan)
 
 ARCHITECTURES: dict[str, Architecture] = {
     name: architecture for family in FAMILIES for name, architecture in family.ARCHITECTURES.items()

@@ -30,7 +30,7 @@ from support.invariance import (
 from support.units import GPUS
 
 MODELS = ("qwen2-gqa-tied", "llama-dynamic", "qwen3-bf16-sharded")
-FAMILIES = ("glm4-moe", "minimax-m2", "seed-oss", "granite", "ernie", "hunyuan-biases")
+FAMILIES = ("glm4-moe", "minimax-m2", "seed-oss", "granite", "ernie", "ernie-moe", "hunyuan-biases")
 SLOW_MODELS = ("phi3-longrope", "glm4", "gemma2", "gemma3", "olmo2", *FAMILIES)
 GROUP = f"client-{len(GPUS) or 2}"
 if GPUS:
@@ -175,6 +175,7 @@ def test_engine_and_group_of_one_rank(engine_of, model):
     ("granite", "engine", test_small_steps_shared_by_many, {}),
     ("ernie", "engine", test_prompt_in_chunks, {"chunk": 7}),
     ("hunyuan-biases", GROUP, test_in_a_batch_of_17_others, {}),
+    ("ernie-moe", GROUP, test_prompt_in_chunks, {"chunk": 64}),
 ])  # fmt: skip
 def test_one_property_of_each_family(engine_of, name, where, check, fields):
     check(engine_of(where), name, **fields)

@@ -1,4 +1,4 @@
-"""Models with experts (Qwen3-MoE, Qwen2-MoE, Mixtral) against transformers, and their properties: the same bits in
+"""Models with experts (Qwen3-MoE, Mixtral and others) against transformers, and their properties: the same bits in
 every batch, on ranks that divide experts' features or whole experts, in every weight format, and serialized.
 """
 
@@ -30,20 +30,21 @@ from support.checkpoints import (
 )
 from support.driver import Driver, together
 
-QUICK = [pytest.param(name, marks=pytest.mark.slow) if name in ("glm4-moe-plain", "minimax-m2-plain") else name
+slow = pytest.mark.slow
+QUICK = [pytest.param(name, marks=slow) if name in ("glm4-moe-plain", "minimax-m2-plain", "ernie-moe-plain") else name
          for name in EXPERTS]
 
 
 # -- against transformers ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=slow) if name == "ernie-moe" else name for name in QUICK])
 def test_graph_describes_the_model(name, world):
     prompt = prompt_of(33)
     check_logits(logits_after(model_runner(checkpoint(name), world), prompt),
                  reference_logits(checkpoint(name), prompt))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=slow)])
 @pytest.mark.parametrize("name", QUICK)
 def test_logits(name, world):
     with Driver(checkpoint(name), world) as driver:
@@ -55,7 +56,7 @@ def test_logits(name, world):
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", [name if name in ("qwen3-moe-mixed", "qwen2-moe") else
-                                  pytest.param(name, marks=pytest.mark.slow) for name in EXPERTS])
+                                  pytest.param(name, marks=slow) for name in EXPERTS])
 def test_greedy_output(name, world):
     """Prompts in chunks of 48 rows, then token by token."""
     with Driver(checkpoint(name), world) as driver:
@@ -83,7 +84,7 @@ def test_more_ranks_than_experts_are_refused():
         Driver(checkpoint("qwen2-moe-normalized"), 6)
 
 
-SIGMOID = [pytest.param(name, marks=pytest.mark.slow) for name in ("glm4-moe", "minimax-m2")]
+CORRECTED = [pytest.param(name, marks=slow) for name in ("glm4-moe", "minimax-m2", "ernie-moe")]
 
 
 # -- bits --------------------------------------------------------------------------------------------------------------
@@ -91,7 +92,7 @@ FORMATS = [("float32", 0), ("bfloat16", 0), ("int8", 0), ("int4", 32), ("w8a8", 
 
 
 @pytest.mark.parametrize("form, group", FORMATS)
-@pytest.mark.parametrize("name", ["qwen3-moe", "qwen2-moe", *SIGMOID])
+@pytest.mark.parametrize("name", ["qwen3-moe", "qwen2-moe", *CORRECTED])
 def test_the_same_bits_alone_and_in_a_batch(name, form, group):
     prompts = [prompt_of(n, seed=9) for n in (1, 3, 40, 111)]
     fields = {"weight_dtype": form, "weight_group_size": group, "engine_max_batch": 4}
@@ -108,7 +109,7 @@ def test_the_same_bits_alone_and_in_a_batch(name, form, group):
 # -- formats and files -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("form, group, tolerance", [
     ("bfloat16", 0, 0.1), ("int8", 0, 0.15), ("int4", 32, 1.2), ("w8a8", 0, 0.35), ("w4a8", 32, 1.2)])
-@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", *SIGMOID])
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", *CORRECTED])
 def test_weight_formats(name, form, group, tolerance):
     """On 1 and several ranks; routers stay float32."""
     prompt, group = prompt_of(64), group if name == "qwen3-moe" else 0  # others are cut inside groups
@@ -192,6 +193,12 @@ def test_spellings_of_config_json(tmp_path):
     ("glm4-moe", {"n_shared_experts": -1}, "'n_shared_experts'.* is -1: it must be from 0"),
     ("minimax-m2", {"scoring_func": "softmax"}, "'scoring_func'.* is 'softmax': only 'sigmoid' is served"),
     ("minimax-m2", {"attn_type_list": [1, 0, 1]}, "'attn_type_list'.* only full attention is served"),
+    ("ernie-moe", {"use_bias": True}, "'use_bias'.* is True: only False is served"),
+    ("ernie-moe", {"moe_norm_min": 1e-6}, "'moe_norm_min'.* is 1e-06: only 1e-12 is served"),
+    ("ernie-moe", {"moe_k": 11}, "'moe_k'.* is 11: it must be positive and at most 10"),
+    ("ernie-moe", {"moe_num_experts": None}, "'moe_num_experts'.* is missing"),
+    ("ernie-moe", {"moe_layer_interval": 0}, "'moe_layer_interval'.* is 0: it must be positive"),
+    ("ernie-moe", {"moe_num_shared_experts": -1}, "'moe_num_shared_experts'.* is -1: it must be from 0"),
     ("mixtral", {"num_local_experts": 1 << 20}, "'num_local_experts'.* must be positive and at most 16384"),
 ])  # fmt: skip
 def test_configs_that_are_refused(name, change, problem, tmp_path):
@@ -201,8 +208,9 @@ def test_configs_that_are_refused(name, change, problem, tmp_path):
 
 @pytest.mark.parametrize("form, group", [("auto", 0), ("int8", 0), ("int4", 32), ("w8a8", 0), ("w4a8", 32)])
 @pytest.mark.parametrize("name, layout", [("qwen2-moe", "each"), ("qwen3-moe", "stacked"), ("mixtral", "each"),
-                                          pytest.param("glm4-moe", "each", marks=pytest.mark.slow),
-                                          pytest.param("minimax-m2", "stacked", marks=pytest.mark.slow)])
+                                          pytest.param("glm4-moe", "each", marks=slow),
+                                          pytest.param("ernie-moe", "each", marks=slow),
+                                          pytest.param("minimax-m2", "stacked", marks=slow)])
 def test_serialized_and_reloaded(name, layout, form, group, tmp_path):
     """The same bits from a checkpoint as from its .asgraph and .asparam, on 1 and 2 ranks."""
     group = group if name == "qwen3-moe" else 0  # others are cut inside groups

@@ -121,6 +121,15 @@ EXPERTS = {
                                             rotary_dim=12) | _rope("default", 5e6, partial_rotary_factor=0.6)),
     "minimax-m2-plain": Spec("minimax_m2", _sizes(90, 6, 6, 41, head_dim=18, num_local_experts=5,
                                                   num_experts_per_tok=5, tie_word_embeddings=True)),
+    # A dense layer before and one after those with experts, shared experts of two parts; slices of 176 features.
+    "ernie-moe": Spec("ernie4_5_moe", _sizes(72, 14, 2, 151, 4, head_dim=20, moe_intermediate_size=176, pad_token_id=0,
+                                             moe_num_experts=10, moe_k=3, moe_layer_end_index=2)
+                      | _rope("default", 5e5)),
+    # Experts in every second layer, none shared; whole experts on several ranks.
+    "ernie-moe-plain": Spec("ernie4_5_moe", _sizes(96, 6, 3, 131, head_dim=16, moe_intermediate_size=37, moe_k=2,
+                                                   moe_num_experts=7, moe_num_shared_experts=0, pad_token_id=0,
+                                                   moe_layer_start_index=0, moe_layer_interval=2,
+                                                   tie_word_embeddings=False)),
 }
 """Models with experts, stored as float32."""
 
@@ -225,6 +234,7 @@ _CLASSES = {
     "hunyuan_v1_dense": (transformers.HunYuanDenseV1Config, transformers.HunYuanDenseV1ForCausalLM),
     "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
     "minimax_m2": (transformers.MiniMaxM2Config, transformers.MiniMaxM2ForCausalLM),
+    "ernie4_5_moe": (transformers.Ernie4_5_MoeConfig, transformers.Ernie4_5_MoeForCausalLM),
 }
 
 
@@ -257,6 +267,8 @@ def write_checkpoint(directory: Path, spec: Spec, seed: int = 0) -> Path:
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 normal(parameter, 0.2, 0.0 if gemma else 1.0)  # Gemma's are 1 + w
+            elif name.endswith("e_score_correction_bias"):  # of probabilities; other families have a buffer, see below
+                normal(parameter, 0.05)
             elif name.endswith("bias"):
                 normal(parameter, 0.3)
             elif name.endswith("sinks"):
@@ -283,7 +295,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 @functools.lru_cache(maxsize=4)
 def _model(directory: Path, dtype: torch.dtype):
     plain = {"attn_implementation": "eager"}
-    if "num_experts_per_tok" in json.loads((directory / "config.json").read_text()):
+    if {"num_experts_per_tok", "moe_k"} & set(json.loads((directory / "config.json").read_text())):
         plain["experts_implementation"] = "eager"  # others want aligned rows
     return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **plain).eval()
 
