@@ -47,8 +47,9 @@ class LiveRequest:
     deaths: int = 0                                         #: those of `losses` that count, see RequestSpec.deaths
     generated_at_start: int = 0                             #: tokens received when it was last sent
     begun: bool = False                                     #: a step has computed it, alone, since it was last sent
-    arrival: float = field(default_factory=time.time)       #: Unix time, s
-    first_token: float = 0.0                                #: Unix time of the first token, s; 0: none yet
+    wall_arrival: float = field(default_factory=time.time)  #: Unix time, s
+    arrival: float = field(default_factory=time.monotonic)  #: on the monotonic clock, s
+    first_token: float = 0.0                                #: on the monotonic clock, s; 0: none yet
     answered: Event = field(default_factory=Event)          #: the server has accepted or refused it
     refusal: Exception | None = None                        #: why it was refused, or Unavailable
 

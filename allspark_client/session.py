@@ -205,7 +205,7 @@ class Session:
             return
         for message in event.elements:
             elements = convert.elements_from_pb(message)
-            request.first_token = request.first_token or time.time()
+            request.first_token = request.first_token or time.monotonic()
             request.received[elements.sample_index].extend(elements.ids_from_generate)
             request.queue.put(elements)
         request.begun = request.begun or event.begun
@@ -237,10 +237,11 @@ class Session:
         stat = convert.stat_from_pb(message)
         if request.resumed:     # the server knows only what it generated itself
             stat["generated_token_length"] = request.queue.GeneratedLength()
-            stat["arrival_time"] = request.arrival
-            stat["finish_time"] = 1e3 * (time.time() - request.arrival)
-            stat["first_token_time"] = request.first_token
-            stat["time_to_first_token"] = 1e3 * (request.first_token - request.arrival)
+            stat["arrival_time"] = request.wall_arrival
+            stat["finish_time"] = 1e3 * (time.monotonic() - request.arrival)
+            if request.first_token:
+                stat["time_to_first_token"] = 1e3 * (request.first_token - request.arrival)
+                stat["first_token_time"] = request.wall_arrival + request.first_token - request.arrival
         return stat
 
 

@@ -134,6 +134,24 @@ def cgroup_available(root: str = "/") -> int:
     return max(0, least)
 
 
+def cgroup_limit(root: str = "/") -> int:
+    """Bytes that this process's memory cgroups allow in all; 0 without a limit."""
+    texts = [_read(folder / ("memory.max" if version == 2 else "memory.limit_in_bytes")).strip()
+             for version, folder in _cgroups("memory", root)]
+    return min((int(text) for text in texts if text.isdigit() and int(text) < _UNLIMITED), default=0)
+
+
+def out_of_memory_kills(root: str = "/") -> int:
+    """How many processes of this process's memory cgroup the kernel has killed because memory ran out there; version 2
+    counts those of cgroups below it too. 0 where the kernel does not count them.
+    """
+    for version, folder in _cgroups("memory", root):
+        events = _fields(_read(folder / ("memory.events" if version == 2 else "memory.oom_control")))
+        if "oom_kill" in events:
+            return events["oom_kill"]
+    return 0
+
+
 def cgroup_cpus(root: str = "/") -> float:
     """The CPU time that this process's cgroups allow, in CPUs, such as 2.5; 0.0 without a limit."""
     least = math.inf

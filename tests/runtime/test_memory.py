@@ -117,8 +117,11 @@ def test_cgroup_version_2(tmp_path):
         "proc/self/cgroup": "0::/a/b\n",
         "sys/fs/cgroup/a/b/memory.max": "max\n", "sys/fs/cgroup/a/b/memory.current": "5\n",
         "sys/fs/cgroup/a/memory.max": "1000\n", "sys/fs/cgroup/a/memory.current": "700\n",
-        "sys/fs/cgroup/a/memory.stat": "anon 400\ninactive_file 60\nactive_file 40\n"})
+        "sys/fs/cgroup/a/memory.stat": "anon 400\ninactive_file 60\nactive_file 40\n",
+        "sys/fs/cgroup/a/b/memory.events": "max 7\noom 3\noom_kill 2\noom_group_kill 0\n",
+        "sys/fs/cgroup/a/memory.events": "oom 9\noom_kill 9\n"})
     assert memory.cgroup_available(root) == 400
+    assert memory.cgroup_limit(root) == 1000 and memory.out_of_memory_kills(root) == 2
 
 
 def test_cgroup_version_1_in_a_container(tmp_path):
@@ -128,8 +131,11 @@ def test_cgroup_version_1_in_a_container(tmp_path):
         "sys/fs/cgroup/memory/memory.usage_in_bytes": "800\n",
         "sys/fs/cgroup/memory/memory.stat": "inactive_file 1\ntotal_inactive_file 30\ntotal_active_file 20\n"})
     assert memory.cgroup_available(root) == 150
-    write(tmp_path, {"sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n"})
+    assert memory.cgroup_limit(root) == 900 and memory.out_of_memory_kills(root) == 0
+    write(tmp_path, {"sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+                     "sys/fs/cgroup/memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n"})
     assert memory.cgroup_available(root) > 1 << 50
+    assert memory.cgroup_limit(root) == 0 and memory.out_of_memory_kills(root) == 1
 
 
 def test_ranks_share_nodes_and_limits(tmp_path, monkeypatch):

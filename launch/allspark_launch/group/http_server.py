@@ -20,6 +20,7 @@ from allspark_server.certificates import Certificates
 from allspark_server.options import WorkerOptions, option, worker_words
 
 from .folders import make_again, private_folder, short_parent
+from .processes import OutOfMemory
 
 logger = logging.getLogger(__name__)
 
@@ -160,6 +161,7 @@ class HttpServer:
                              "ALLSPARK_HTTP_PARENT": str(os.getpid())}
         self._workers: list[_Worker] = []
         self._retired: list[subprocess.Popen] = []
+        self._out_of_memory = OutOfMemory()
         #: what it runs with, or will after a reload that has begun
         self.options = options
         self._take(options)
@@ -309,7 +311,7 @@ class HttpServer:
             return
         if time.monotonic() - worker.started > _PROVEN_SECONDS:
             worker.pause = _FIRST_PAUSE
-        self._note_failure(worker, f"ended with status {status}")
+        self._note_failure(worker, f"ended with status {status}{self._out_of_memory.explain()}")
 
     def _note_failure(self, worker: _Worker, what: str) -> None:
         logger.warning("an HTTP worker %s; starting it again in %.1f s", what, worker.pause)

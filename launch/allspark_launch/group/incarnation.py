@@ -16,7 +16,7 @@ from typing import Any
 from allspark_server.runtime.binding import die_with_parent
 
 from .agents import Agent, Agents
-from .processes import is_stopped, neutral_for_oom, processes_of_session
+from .processes import OutOfMemory, is_stopped, neutral_for_oom, processes_of_session
 
 
 @dataclass
@@ -100,6 +100,7 @@ class Incarnation:
     fatal: bool = False         # starting the group again would fail too
     misconfigured: bool = False     # and so would starting the supervisor again
     tail: collections.deque[str] = field(default_factory=collections.deque)     # the last lines of all incarnations
+    out_of_memory: OutOfMemory = field(default_factory=OutOfMemory)
 
     @classmethod
     def begin(cls, start: Start, environment: dict[str, str], tail: collections.deque[str]) -> Incarnation:
@@ -159,7 +160,7 @@ class Incarnation:
         for number, rank in sorted(self.ranks.items()):
             which = f"rank {number} (process {rank.pid}{f' on {rank.agent.name}' if rank.agent else ''})"
             if rank.ended and self.process.poll() is None:
-                return f"{which} has ended, or was killed"
+                return f"{which} has ended, or was killed{self.out_of_memory.explain()}"
             rank.stopped_since = (rank.stopped_since or now) if rank.stopped else 0.0
             if rank.stopped_since and now - rank.stopped_since >= limits.stopped_timeout:
                 return f"{which} was stopped {now - rank.stopped_since:.0f} s ago"
@@ -210,7 +211,7 @@ class Incarnation:
         self.process.stdout.close()
         code = self.process.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
-        self.error = self.error or f"mpirun {how}"
+        self.error = self.error or f"mpirun {how}{self.out_of_memory.explain()}"
 
     def status(self, restarts: int) -> str:
         """One line for the service manager's status."""

@@ -8,6 +8,8 @@ import time
 
 import psutil
 
+from allspark_server.runtime import memory
+
 #: errors of pidfd_open without which a process can still be polled: no such call, or no descriptor is left
 _NO_PIDFD = (errno.ENOSYS, errno.EPERM, errno.EINVAL, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _FREED_BYTES, _LONGEST_FREEING = 64 << 20, 600.0
@@ -29,6 +31,24 @@ class Freeing:
         if free >= self._free + _FREED_BYTES:
             self._since, self._free = now, free
         return now - self._since > self._patience or now - self._began > _LONGEST_FREEING
+
+
+class OutOfMemory:
+    """Tells whether the kernel has killed processes of this process's cgroup because memory ran out."""
+
+    def __init__(self) -> None:
+        self._before = memory.out_of_memory_kills()
+
+    def explain(self) -> str:
+        """What the kernel has killed since the last call, in parentheses; "" if nothing."""
+        before, self._before = self._before, memory.out_of_memory_kills()
+        killed = self._before - before
+        if killed <= 0:
+            return ""
+        limit = memory.cgroup_limit()
+        what = f"the cgroup's memory limit of {limit / 2**30:.2f} GiB was reached" if limit else "memory ran out"
+        return (f" ({what} and the kernel killed {killed} process{'es' * (killed > 1)}; allow more memory, or lower "
+                "max_length, max_batch or the number of HTTP workers)")
 
 
 def processes_of_session(session: int) -> list[int]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from allspark_server.runtime.memory import cgroup_cpus, rank_nodes, unplugged_memory
+from allspark_server.runtime.memory import cgroup_cpus, cgroup_limit, rank_nodes, unplugged_memory
 
 from . import sysfs
 from .gpus import Gpu, read_gpus
@@ -163,25 +163,6 @@ def _status_list(root: Path, key: str) -> list[int] | None:
     return parse_list(match[1]) if match else None
 
 
-def _memory_limit(root: Path) -> int:
-    """The bytes that the cgroups of this process allow, of both cgroup versions; 0: no limit."""
-    base = root / "sys/fs/cgroup"
-    memory = 0
-    own = re.search(r"^0::(/.*)$", sysfs.text(root / "proc/self/cgroup"), re.M)
-    folder = base / own[1].strip("/") if own else base
-    while True:                                             # limits of parents apply too
-        limit = sysfs.number(folder / "memory.max", 0)
-        if limit:
-            memory = min(memory, limit) if memory else limit
-        if folder == base or base not in folder.parents:
-            break
-        folder = folder.parent
-    limit = sysfs.number(base / "memory/memory.limit_in_bytes", 0)
-    if 0 < limit < 1 << 60:                                 # version 1 says "no limit" with a huge number
-        memory = min(memory or limit, limit)
-    return memory
-
-
 def read_topology(root: str | os.PathLike = "/", affinity: list[int] | None = None) -> Topology:
     """Reads the machine below `root`.
 
@@ -221,8 +202,8 @@ def read_topology(root: str | os.PathLike = "/", affinity: list[int] | None = No
         node.memory_free += unplugged // len(sharers)
     for node in nodes:
         node.cores = _cores(cpu_dir, [c for c in node.cpus if c in set(allowed)])
-    return Topology(nodes, allowed, sorted(set(present) - set(online)), cgroup_cpus(str(root)), _memory_limit(root),
-                    _caches(cpu_dir, online),
+    return Topology(nodes, allowed, sorted(set(present) - set(online)), cgroup_cpus(str(root)),
+                    cgroup_limit(str(root)), _caches(cpu_dir, online),
                     read_gpus(root, os.environ.get("CUDA_VISIBLE_DEVICES") if root == Path("/") else None),
                     unplugged)
 

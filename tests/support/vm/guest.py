@@ -136,6 +136,16 @@ def prove_group(user: str) -> None:
     say("READY")
     wait(requests_run, 400)
 
+    before = ranks()
+    for hours in (1, -2, 1):
+        time.clock_settime(time.CLOCK_REALTIME, time.time() + 3600 * hours)
+        time.sleep(40)
+        wait(requests_run, 60)
+        assert ranks() == before and unit("NRestarts") == "0"
+        say(f"the clock went {hours:+d} h: all ranks are the same 40 s later, and requests run")
+    time.clock_settime(time.CLOCK_REALTIME, time.time() + 3601)     # what follows meets tickets that are too old
+    reach_memory_limit()
+
     victim = random.choice(sorted(ranks()))
     before = ranks()
     os.kill(before[victim], signal.SIGKILL)
@@ -160,6 +170,24 @@ def prove_group(user: str) -> None:
     say("HALT")
     time.sleep(5)       # the clients end
     uninstall()
+
+
+def reach_memory_limit() -> None:
+    """Lets the member reach the memory limit of its unit."""
+    cgroup = Path("/sys/fs/cgroup", unit("ControlGroup").lstrip("/"))
+    before, limit = ranks(), int((cgroup / "memory.current").read_text()) + (64 << 20)
+    shell("systemctl", "set-property", "--runtime", "allspark-p@a.service", f"MemoryMax={limit}")
+    file = Path("/dev/shm/of-the-proof")
+    with file.open("wb") as output, subprocess.Popen(
+            ["cat", "/dev/zero"], stdout=output, preexec_fn=lambda: (cgroup / "cgroup.procs").write_text("0")) as hog:
+        wait(lambda: "memory limit" in journal(), 120)
+        hog.kill()
+    file.unlink()
+    say(next(line for line in journal().splitlines() if "memory limit" in line))
+    wait(lambda: len(ranks()) == 2 and not set(ranks().values()) & set(before.values()), 60)
+    wait(requests_run, 400)
+    assert unit("NRestarts") == "0"
+    shell("systemctl", "set-property", "--runtime", "allspark-p@a.service", "MemoryMax=infinity")
 
 
 def prove_pool(user: str) -> None:
@@ -279,6 +307,10 @@ def uninstall() -> None:
     left += [Path("/proc", str(pid)) for pid in ranks().values()]
     assert not left, left
     say("nothing is left behind")
+
+
+def journal() -> str:
+    return shell("journalctl", "--all", "--no-pager", "-b", "-o", "cat", "-u", "allspark-p@a")
 
 
 def unit(key: str) -> str:

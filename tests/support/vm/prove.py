@@ -3,8 +3,9 @@
     prove.py build DIR             makes the machine's image, with what this environment has installed
     prove.py run DIR USER PART     boots it with the last commit, proves that it works as USER; writes DIR/USER-PART.log
 
-PART is group (a member with a rank on each node: placement, lost ranks, drain), pool (two members: a rolling restart, a
-wrong configuration) or hosts (a member over two hosts, one of them a namespace behind netem's delay and loss).
+PART is group (a member with a rank on each node: placement, a stepped clock, a memory limit, lost ranks, drain), pool
+(two members: a rolling restart, a wrong configuration) or hosts (a member over two hosts, one of them a namespace
+behind netem's delay and loss).
 
 Needs root, mmdebstrap, qemu-system-x86 and e2fsprogs (two-nodes.sh). A run takes up to ten minutes, and more on a busy
 machine: everything is emulated.
