@@ -1,4 +1,4 @@
-"""Prints the error of the gated delta rule in several arithmetics, relative to float64's root mean square.
+"""Prints the error of the gated delta rule with several kinds of arithmetic, relative to float64's root mean square.
 
     recurrent_accuracy.py [--rows N] [--heads N]
 
