@@ -222,6 +222,36 @@ def _variant(weights: str, group: int, empty: Callable = _on_cpu, long: bool = F
     return e
 
 
+def _recurrent(weights: str, group: int, empty: Callable = _on_cpu) -> Any:
+    """An executor with a model of two layers with a state: with a decay for each head, and for each channel."""
+    e = empty()
+    matrix, vector = _weights_of(e, weights, group, iter(range(201, 300)))
+    width = HEADS * HEAD_DIM
+    x, y, mixed, convolved, out, last, logits = (e.add_tensor(size, rows) for size, rows in (
+        (HIDDEN, False), (HIDDEN, False), (2 * KV_HEADS * HEAD_DIM + width, False),
+        (2 * KV_HEADS * HEAD_DIM + width, False), (width, False), (HIDDEN, True), (VOCAB, True)))
+    columns = 2 * KV_HEADS * HEAD_DIM + width
+    embedding = matrix(VOCAB, HIDDEN)
+    e.add_op("embedding", [], [x], [embedding], {"vocab_begin": 0})
+    for channels in (0, 1):
+        decays = HEADS * HEAD_DIM if channels else HEADS
+        gates = e.add_tensor(decays + HEADS)
+        e.add_op("linear", [x], [mixed], [matrix(columns, HIDDEN)], {})
+        e.add_op("linear", [x], [gates], [matrix(decays + HEADS, HIDDEN, dtype="float32")], {})
+        bias = [vector(columns)] if channels else []
+        e.add_op("causal_conv", [mixed], [convolved], [vector(4 * columns), *bias],
+                 {"taps": 4, "activated": 1 - channels})
+        e.add_op("gated_delta", [convolved, gates], [out], [vector(HEADS, -3), vector(decays)],
+                 {"key_dim": HEAD_DIM, "value_dim": HEAD_DIM, "channels": channels})
+        e.add_op("linear", [out], [y], [matrix(HIDDEN, width)], {})
+        e.add_op("add", [x, y], [x], [], {})
+    e.add_op("select_rows", [x], [last], [], {})
+    e.add_op("linear", [last], [logits], [embedding], {})
+    e.add_op("sample", [logits], [], [], {"vocab_begin": 0, "vocab_size": VOCAB})
+    e.allocate(512, len(SAMPLINGS), 512, SPAN, 64, "float32")
+    return e
+
+
 def _run(executor: Any, lengths: tuple[int, ...], adapter: int = -1, groups: int = 1, probes: int = 0) -> str:
     """Digest of logits and sampled tokens: a step with prompts of these lengths, then a step of single tokens.
 
@@ -337,6 +367,12 @@ def variant_digests() -> dict[str, str]:
     return {**found, "samplings": _sampled(more_samplings())}
 
 
+@functools.lru_cache(maxsize=1)
+def recurrent_digests() -> dict[str, str]:
+    """Digests of layers with a state, by weight format."""
+    return {f"recurrent {weights}": _run(_recurrent(weights, group), (3, 63, 130)) for weights, group in WEIGHTS[:2]}
+
+
 def _run_variant(executor: Any) -> str:
     return _run(executor, (3, 130, 290), groups=2, probes=8)
 
@@ -375,7 +411,8 @@ def results_digest(gpu: int | None = None) -> str:
     """One digest of all cases, of the CPU or (gpu: its index) of a GPU."""
     if gpu is None:
         foreign = {f"foreign {i}": _foreign(*form) for i, form in enumerate(FOREIGN)}
-        found = {**result_digests(), **expert_digests(), **adapter_digests(), **variant_digests(), **foreign}
+        found = {**result_digests(), **expert_digests(), **adapter_digests(), **variant_digests(), **foreign,
+                 **recurrent_digests()}
     else:
         found = gpu_digests(gpu)
     return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:32]

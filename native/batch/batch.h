@@ -16,6 +16,7 @@ struct Slot {
   std::vector<std::vector<int32_t>> spans;  // by cache group: the sequence's span table
   Lookup lookup;
   int begun = 0;    // length of the history when the sequence entered
+  int first = 0;    // positions that were in the cache when it entered
   int cached = 0;   // positions whose keys and values are in the cache
   int drafted = 0;  // positions in the draft model's cache, which may include drafts
 };

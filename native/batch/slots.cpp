@@ -126,7 +126,7 @@ void Slots::begin(const Plan& plan) {
     slot.spans.assign(groups(), {});
     slot.lookup.clear();
     slot.begun = (int)s.history.size();
-    slot.cached = slot.drafted = s.cached;
+    slot.first = slot.cached = slot.drafted = s.cached;
   }
   pending_.clear();
   for (const Work& w : plan.work) {

@@ -85,7 +85,8 @@ void CpuRunner::bind(Form& form, Masks* masks, const Adapters* adapters) {
   form.begin = steps_.size();
   for (size_t i = 0; i < form.ops.size(); i++) {
     const FusedOp& fused = form.ops[i];
-    Binding binding{core_, {}, limits_, cache_, scratch_, rotary_, attention_, routings_, output_, masks, adapters};
+    Binding binding{core_,      {},        limits_, cache_, scratch_, rotary_,
+                    attention_, routings_, output_, masks,  adapters, &slot_pages_};
     for (size_t p = 0; p < fused.parts.size(); p++) {
       const OpNode& op = program_.ops()[fused.parts[p]];
       Part part{op, weights_, {}, {}};

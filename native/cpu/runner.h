@@ -77,6 +77,7 @@ class CpuRunner : public Runner {
   Buffer activations_;
   Buffer attended_;  // attention's output in the format of the linear that reads it
   Scratch scratch_;
+  SlotPagesOf slot_pages_;
   std::vector<std::shared_ptr<RotaryTable>> rotary_;
   std::vector<std::shared_ptr<AttentionWork>> attention_;
   std::vector<std::shared_ptr<Routing>> routings_;

@@ -169,6 +169,29 @@ void check_span_attention(const Program& p, const OpNode& op) {
   for (int i = 0; i < vectors; i++) vector_is(p, op, i, q_heads);
 }
 
+void check_causal_conv(const Program& p, const OpNode& op) {
+  const long channels = p.in(op).width;
+  width_is(op, p.out(op), channels, "output");
+  if (p.in(op).rows != kAllRows) throw wrong(op, "its input must have a row for each token");
+  vector_is(p, op, 0, channels * op.integer("taps"));
+  if (op.weights.size() == 2) vector_is(p, op, 1, channels);
+}
+
+void check_gated_delta(const Program& p, const OpNode& op) {
+  const long key = op.integer("key_dim"), value = op.integer("value_dim"), heads = p.out(op).width / value,
+             keys = p.in(op).width - p.out(op).width, key_heads = keys / (2 * key);
+  if (heads * value != p.out(op).width || keys <= 0 || keys % (2 * key) || heads % key_heads)
+    throw wrong(op, "input of " + std::to_string(p.in(op).width) + " and output of " + std::to_string(p.out(op).width) +
+                        " columns are not key heads of " + std::to_string(key) +
+                        " and as many or a multiple of value heads of " + std::to_string(value));
+  const long decays = op.flag("channels") ? heads * key : heads;
+  width_is(op, p.in(op, 1), decays + heads, "second input");
+  if (p.in(op).rows != kAllRows || p.in(op, 1).rows != kAllRows)
+    throw wrong(op, "its inputs must have a row for each token");
+  vector_is(p, op, 0, heads);
+  vector_is(p, op, 1, decays);
+}
+
 void check_gated(const Program& p, const OpNode& op) { width_is(op, p.in(op), 2l * p.out(op).width, "input"); }
 
 void check_add(const Program& p, const OpNode& op) {
@@ -278,6 +301,18 @@ Cost cost_rope(const Program& p, const OpNode& op, const StepSize& size) {
 Cost cost_span_attention(const Program& p, const OpNode& op, const StepSize& size) {
   const double cache = (size.context + size.rows) * size.position_bytes * op.integer("kv_heads");  // read and written
   return {moved(p, op, size) + cache, size.seen * op.integer("q_heads") * 4 * op.integer("head_dim")};
+}
+
+Cost cost_causal_conv(const Program& p, const OpNode& op, const StepSize& size) {
+  return {moved(p, op, size), (2.0 * op.integer("taps") + 5) * values(p, p.out(op), size)};
+}
+
+Cost cost_gated_delta(const Program& p, const OpNode& op, const StepSize& size) {
+  const double key = op.integer("key_dim"), value = op.integer("value_dim"), heads = p.out(op).width / value;
+  const double sequences = size.outputs;  // an estimate: each reads its state once
+  // Products with the state for the key, for the query and to advance it, and with half of 64 rows.
+  return {moved(p, op, size) + 4 * sequences * heads * key * value,
+          size.rows * heads * (6 * key * value + 32 * 4 * (key + value))};
 }
 
 Cost cost_select_rows(const Program& p, const OpNode& op, const StepSize& size) {

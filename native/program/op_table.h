@@ -51,6 +51,16 @@ OP(span_attention, kOne, kOne, {0, 2}, false, RowRule::as_input,
     at_least_0(number_or("logn", 0)), of_rank("q_heads", RankRule::heads), of_rank("kv_heads", RankRule::heads, 1),
     optional(of_rank("q_head_begin", RankRule::head_begin)), optional(of_rank("kv_begin", RankRule::head_begin, 1))},
    check_span_attention, cost_span_attention)
+// Sums of each channel's last `taps` rows of the sequence times its weights [channels, taps], the last of which is the
+// row's own, plus a bias (optional second weight), then SiLU if activated.
+OP(causal_conv, kOne, kOne, {1, 2}, false, RowRule::as_input, {within(whole("taps"), 1, 64), flag("activated")},
+   check_causal_conv, cost_causal_conv)
+// The gated delta rule. Inputs: [queries | keys | values] and [a | b]; weights: A_log and dt_bias. For each value head,
+// g = -exp(A_log) log(1 + exp(a + dt_bias)), one for the head or for each of its key's channels; beta = sigmoid(b). With
+// keys and queries of length 1, and queries divided by sqrt(key_dim), a row does S = e^g S, then S += k (beta (v - S^T
+// k))^T, and outputs S^T q. A key head serves adjacent value heads.
+OP(gated_delta, kTwo, kOne, kTwo, false, RowRule::as_input,
+   {positive(whole("key_dim")), positive(whole("value_dim")), flag("channels")}, check_gated_delta, cost_gated_delta)
 // Activation of the first half of the columns, times the second half.
 OP(silu_mul, kOne, kOne, kNone, false, RowRule::as_input, {}, check_gated, each_value<5>)
 OP(gelu_tanh_mul, kOne, kOne, kNone, false, RowRule::as_input, {}, check_gated, each_value<9>)

@@ -54,6 +54,7 @@ class Rank:
             if kind not in ("full", "sliding"):
                 raise ValueError(f"the reference backend does not have cache groups of kind {kind}")
         self.adapters: list[Adapter] = []
+        self.states: dict[int, dict[int, list[np.ndarray]]] = {}  # of layers with a state: inputs by op and slot
         self._caches: dict[tuple[int, int], np.ndarray] = {}
         self._host: dict[int, tuple[tuple[int, ...], dict]] = {}  # the host cache: key and values by span
         self.values: dict[int, np.ndarray] = {}

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from reference import recurrent
+from reference.recurrent import sigmoid
+
 OPS = {}  # name -> function(Rank, the op's dict, input arrays, weight arrays) -> output array, or None
 
 
@@ -16,10 +19,6 @@ def rms(x, weight, eps, unit_offset=False):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * (weight + unit_offset)
 
 
-def sigmoid(x):
-    return np.exp(-np.logaddexp(0.0, -x))  # accurate on both sides
-
-
 def softmax(x):
     weights = np.exp(x - x.max(-1, keepdims=True))
     return weights / weights.sum(-1, keepdims=True)
@@ -27,6 +26,50 @@ def softmax(x):
 
 def gelu_tanh(x):
     return 0.5 * x * (1.0 + np.tanh(np.sqrt(2.0 / np.pi) * (x + 0.044715 * x**3)))
+
+
+# -- layers with a state -----------------------------------------------------------------------------------------------
+def _histories(rank, op, *inputs):
+    """For each item, its rows of the step, and all rows of its sequence up to them of each input: nothing but a list of
+    the inputs is kept.
+    """
+    kept = rank.states.setdefault(id(op), {})
+    for slot in dict.fromkeys(row.slot for row in rank.batch.rows):
+        rows = [i for i, row in enumerate(rank.batch.rows) if row.slot == slot]
+        begin = rank.batch.rows[rows[0]].position
+        before = kept.get(slot, [x[:0] for x in inputs]) if begin else [x[:0] for x in inputs]
+        kept[slot] = [np.concatenate([old[:begin], x[rows]]) for old, x in zip(before, inputs)]
+        assert len(kept[slot][0]) == begin + len(rows)
+        yield rows, kept[slot]
+
+
+@op
+def causal_conv(rank, op, x, w):
+    out, channels = np.empty_like(x[0]), x[0].shape[1]
+    for rows, (history,) in _histories(rank, op, x[0]):
+        bias = w[1] if len(w) > 1 else None
+        y, _ = recurrent.causal_convolution(history, w[0].reshape(channels, -1), bias,
+                                            activated=op["attributes"]["activated"])
+        out[rows] = y[len(y) - len(rows) :]
+    return out
+
+
+@op
+def gated_delta(rank, op, x, w):
+    attrs, heads = op["attributes"], len(w[0])
+    key, value = attrs["key_dim"], attrs["value_dim"]
+    out = np.empty((len(x[0]), heads * value))
+    for rows, (mixed, gates) in _histories(rank, op, *x):
+        count = len(mixed)
+        keys = (mixed.shape[1] - heads * value) // 2
+        q, k, v = np.split(mixed, [keys, 2 * keys], 1)
+        q, k = (recurrent.l2_normalized(part.reshape(count, -1, key)) for part in (q, k))
+        a, rate, bias = gates[:, :-heads].reshape(count, heads, -1), w[0][:, None], w[1].reshape(heads, -1)
+        decay = recurrent.softplus_decay(a, rate, bias)
+        y, _ = recurrent.delta_recurrent(q, k, v.reshape(count, heads, value),
+                                         decay if attrs["channels"] else decay[..., 0], sigmoid(gates[:, -heads:]))
+        out[rows] = y[count - len(rows) :].reshape(len(rows), -1)
+    return out
 
 
 # -- positions ---------------------------------------------------------------------------------------------------------

@@ -24,10 +24,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from reference.ops import sigmoid
-
 CHUNK = 64
 L2_EPS = 1e-6  # of the norm of query and key heads, added to the sum of squares
+
+
+def sigmoid(x):
+    return np.exp(-np.logaddexp(0.0, -x))  # accurate on both sides
 
 
 def silu(x):

@@ -264,6 +264,131 @@ def test_what_is_computed_together(inner):
     compare(own)
 
 
+# -- layers with a state -----------------------------------------------------------------------------------------------
+def with_conv(own, x, channels, taps, bias, activated):
+    weights = (own.vector(channels * taps), own.vector(channels)) if bias else (own.vector(channels * taps),)
+    return own.op("causal_conv", (x,), channels, weights, taps=taps, activated=activated)
+
+
+def with_delta(own, x, heads, key_heads, key, value, channels, rate=0.0):
+    """rate: the mean of A_log."""
+    decays = heads * key if channels else heads
+    mixed = own.op("linear", (x,), 2 * key_heads * key + heads * value,
+                   (own.matrix(2 * key_heads * key + heads * value, own.program.tensors[x][0]),))
+    gates = own.op("linear", (x,), decays + heads, (own.matrix(decays + heads, own.program.tensors[x][0]),))
+    return own.op("gated_delta", (mixed, gates), heads * value, (own.vector(rate + own.rng.normal(size=heads)),
+                                                                 own.vector(decays)),
+                  key_dim=key, value_dim=value, channels=channels)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("taps, bias, activated", [(1, False, True), (2, True, False), (4, False, True),
+                                                   (4, True, True), (7, False, False)])
+@pytest.mark.parametrize("channels", [1, 7, 64, 131])
+def test_causal_conv(channels, taps, bias, activated, threads):
+    own = toy()
+    own.finish(with_conv(own, embedded(own, channels), channels, taps, bias, activated))
+    compare(own, threads=threads)
+
+
+SHAPES = [(1, 1, 1, 1), (4, 2, 20, 12), (6, 6, 7, 33), (8, 2, 64, 64), (3, 1, 128, 128)]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("rate", [-3.0, 0.0, 4.0])
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gated_delta(shape, channels, rate, threads):
+    own = toy()
+    own.finish(with_delta(own, embedded(own, 31), *shape, channels, rate))
+    compare(own, threads=threads)
+
+
+def recurrent_model(seed: int, channels: bool):
+    """Two layers with states beside one of attention."""
+    own = Toy(seed)
+    x = embedded(own, 24)
+    for layer in range(2):
+        own.op("add", (x, with_conv(own, x, 24, 4, bool(layer), True)))
+        y = with_delta(own, x, 4, 2, 20, 12, channels, -1.0)
+        own.op("add", (x, own.op("linear", (y,), 24, (own.matrix(24, 48),))))
+    qkv = own.op("linear", (x,), 40, (own.matrix(40, 24),))
+    own.op("add", (x, own.op("linear", (own.attention(qkv, 3, 1, 8),), 24, (own.matrix(24, 24),))))
+    own.finish(own.op("linear", (x,), VOCAB, (own.matrix(VOCAB, 24),)))
+    return own
+
+
+LONG = 330
+
+
+@pytest.mark.parametrize("channels", [False, True])
+def test_bits_of_states_do_not_depend_on_chunks_batches_or_threads(channels):
+    """A prompt cut everywhere, alone and beside others, in slots that other sequences had before."""
+    prompt = np.random.default_rng(3).integers(0, VOCAB, LONG).tolist()
+    other = np.random.default_rng(4).integers(0, VOCAB, 100).tolist()
+
+    def logits(executor, chunks, slot, beside=False):
+        found, begin, new = None, 0, [start(slot, prompt)]
+        while begin < LONG:
+            count = min(next(chunks), LONG - begin)
+            work = [item(slot, count, SAMPLE if begin + count == LONG else 0,
+                         spans=list(range(100 * slot + -(-begin // 16), 100 * slot + -(-(begin + count) // 16))))]
+            if beside and begin == 0:
+                new, work = [start(slot + 1, other), *new], [
+                    item(slot + 1, 100, SAMPLE, spans=spans_for(100, 100 * slot + 50)), *work]
+            found = executor.step(plan(work, new), True).logits[-1:].tobytes()
+            begin, new = begin + count, []
+        executor.step(plan([], free=[slot, slot + 1] if beside else [slot]), False)
+        return found
+
+    def always(count):
+        while True:
+            yield count
+
+    def varying():
+        rng = np.random.default_rng(SEED)
+        while True:
+            yield int(rng.integers(1, 80))
+
+    executor = compiled(recurrent_model(7, channels), 1, long=True)
+    expected = logits(executor, always(LONG), 0)
+    for count in (1, 2, 7, 63, 64, 65, 131):
+        assert logits(executor, always(count), 0) == expected, count
+    for _ in range(5):
+        assert logits(executor, varying(), 1, beside=True) == expected
+    for threads in (2, 3):
+        assert logits(compiled(recurrent_model(7, channels), threads, long=True), varying(), 0, True) == expected
+    exact = recurrent_model(7, channels).runner(num_spans=(128,), max_length=2048, max_rows=2048).step(
+        plan([item(0, LONG, SAMPLE, spans=spans_for(LONG))], [start(0, prompt)])).logits[0]
+    assert np.abs(np.frombuffer(expected, np.float32) - exact).max() <= EXACT * np.sqrt(np.mean(exact**2))
+
+
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("length", [1, 40, 57, 61, 62, 63, 64, 65, 120, 127])
+def test_rejected_drafts_leave_no_trace_in_states(length, channels):
+    """Right, wrong and partly right drafts, also beyond a multiple of 64 positions."""
+    prompt = np.random.default_rng(length).integers(0, VOCAB, length).tolist()
+    executor = compiled(recurrent_model(9, channels), 2, long=True)
+    expected, result, _ = generate(CpuSteps(executor), prompt, 20)
+    for right in (0, 1, 3, 6):
+        def guess(tokens, right=right):
+            ahead = expected[len(tokens):len(tokens) + 6]
+            return [*ahead[:right], *((token + 1) % VOCAB for token in ahead[right:])]
+
+        found, drafted, steps = generate(CpuSteps(executor), prompt, 20, flags=GIVEN, guess=guess)
+        assert found == expected and (steps < 20) == (right > 0)
+        np.testing.assert_array_equal(drafted.logits[:20], result.logits[:20])
+
+
+def test_a_state_that_is_not_there_is_refused():
+    executor = compiled(recurrent_model(9, False))
+    prompt = prompts()[3]
+    executor.step(plan([item(0, 33, spans=spans_for(33))], [start(0, prompt)]), True)
+    executor.step(plan([], free=[0]), False)
+    with pytest.raises(ValueError, match="slot 0 has no recurrent state at position 16"):
+        executor.step(plan([item(0, 17, spans=spans_for(33))], [start(0, prompt, cached=16)]), True)
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 KNOWN = {
     "rotary_table": {"attention_factor", "dynamic", "base", "factor", "original_max", "rotary_dim", "table", "growth",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from reference.ops import sigmoid
 from reference.recurrent import (
     causal_convolution,
     delta_chunked,
@@ -18,6 +17,7 @@ from reference.recurrent import (
     gated_rms_norm,
     l2_normalized,
     output_gate,
+    sigmoid,
     silu,
     softplus_decay,
 )

@@ -48,6 +48,8 @@ MODELS = {
                 lambda e: digest._run(e, (3, 37, 1))),
     "adapters": (lambda empty: digest._executor("float32", 0, "float32", adapted=True, empty=empty),
                  lambda e: digest._run(e, (3, 37, 1), adapter=0)),
+    "recurrent": (lambda empty: digest._recurrent("float32", 0, empty=empty),
+                  lambda e: digest._run(e, (3, 63, 130))),
     **{f"variant {long}": (lambda empty, long=long: digest._variant("float32", 0, empty, long), digest._run_variant)
        for long in (False, True)},
 }
@@ -149,7 +151,8 @@ def test_another_process_finds_the_same():
 
 def test_the_digest_covers_each_of_its_cases(monkeypatch):
     before = digest.results_digest()
-    for name in ("result_digests", "expert_digests", "adapter_digests", "variant_digests"):
+    for name in ("result_digests", "expert_digests", "adapter_digests", "variant_digests",
+                 "recurrent_digests"):
         cases = getattr(digest, name)()
         assert len(set(cases.values())) == len(cases) and np.all([len(found) == 16 for found in cases.values()])
         for case, found in cases.items():

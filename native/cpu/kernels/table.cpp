@@ -39,6 +39,10 @@ const Kernels& kernels() {
     k.add = add;
     k.sum_partials = sum_partials;
     k.weighted_sum = weighted_sum;
+    k.dot = dot;
+    k.add_products = add_products;
+    k.decay = decay;
+    k.causal_conv = causal_conv;
     k.convert_queries = convert_queries;
     k.attend = attend;
     k.end_attention = end_attention;

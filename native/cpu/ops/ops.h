@@ -1,5 +1,6 @@
 // The interface between the op files and the runner: how ops of a program become ops that run.
 #pragma once
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -8,6 +9,7 @@
 #include "cpu/adapters.h"
 #include "cpu/cache.h"
 #include "cpu/core.h"
+#include "cpu/slot_pages.h"
 #include "cpu/weights.h"
 #include "program/program.h"
 
@@ -26,6 +28,8 @@ struct RotaryTable {
 struct RunnerLimits {
   int max_rows = 0, max_outputs = 0, max_slots = 0, max_length = 0;
 };
+
+using SlotPagesOf = std::map<const OpNode*, std::unique_ptr<SlotPages>>;
 
 // One of the ops that are fused.
 struct Part {
@@ -59,8 +63,15 @@ struct Binding {
   RunOutput& output;                                       // of the step
   Masks* masks;                                            // null: none
   const Adapters* adapters = nullptr;                      // null: rows have none
+  SlotPagesOf* slot_pages_of = nullptr;                    // those that forms of the program have bound
   bool feeds_sum = false;  // for add: the next op that reads its sum is a sum over ranks that adds to it
 
+  // Pages of `bytes` for each slot, which the op has in every form of the program.
+  SlotPages& slot_pages(size_t bytes) const {
+    std::unique_ptr<SlotPages>& pages = (*slot_pages_of)[&parts[0].op];
+    if (!pages) pages = std::make_unique<SlotPages>(limits.max_slots, bytes, "the state of recurrent layers");
+    return *pages;
+  }
   Routing& routing(int row_set) const { return *routings[row_set]; }
   // The first part of this kind, or null.
   const Part* part(Op kind) const {
