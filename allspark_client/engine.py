@@ -51,7 +51,9 @@ class AbstractEngine(ABC):
 
     @abstractmethod
     def start_model(self, model_name: str) -> AsStatus:
-        """Let an installed model take requests. A model that has failed is loaded again."""
+        """Let an installed model take requests. A model that has failed is loaded again; AllSparkError if this process
+        cannot, because it can no longer use its GPUs.
+        """
 
     @abstractmethod
     def stop_model(self, model_name: str) -> AsStatus:

@@ -100,6 +100,8 @@ class Engine(AbstractEngine):
         if model.failure is None:
             self._thread.call(lambda: self._start_model(model_name))
             self._record.save()
+        elif model.lost:
+            raise model.not_running()
         else:
             self._record.keep(model)
             self._thread.call(lambda: self._remove_model(model_name))

@@ -12,6 +12,7 @@ from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.types import GenerateRequestStatus
 
 from ..runtime.group import Group
+from ..runtime.native import DeviceLost
 from ..scheduler import Sequence, Step
 from .served_model import ServedModel
 from .threads import one_thread
@@ -126,7 +127,7 @@ class Pipeline:
     def _fail(self, model: ServedModel, error: Exception) -> None:
         """Fails a model after an internal error: its cache may differ from what the scheduler assumes."""
         logger.error("a step of model %r failed", model.name, exc_info=error)
-        model.failure = str(error) or type(error).__name__
+        model.failure, model.lost = str(error) or type(error).__name__, isinstance(error, DeviceLost)
         model.release_masks()
         message = f"a step of model {model.name!r} failed: {model.failure}"
         model.end_all(GenerateRequestStatus.InternalError, AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR, message))

@@ -37,8 +37,9 @@ class ServedModel:
     """Passes requests to the scheduler, plans steps, and takes their results; on the engine's thread unless said
     otherwise.
 
-    `running`: it accepts requests. `failure`: why it failed, until it is loaded again. `loaded`: its device memory is
-    loaded. `input`: its input stage. Tokens and ends of requests go to `output`.
+    `running`: it accepts requests. `failure`: why it failed, until it is loaded again. `lost`: this process cannot load
+    it again, because it has lost the device. `loaded`: its device memory is loaded. `input`: its input stage. Tokens
+    and ends of requests go to `output`.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class ServedModel:
         self.running = False
         self.loaded = True
         self.failure: str | None = None
+        self.lost = False
         self.live: set[Request] = set()
         self.throughput = Throughput()
         self.timings = Timings()
@@ -91,9 +93,9 @@ class ServedModel:
     def not_running(self) -> AllSparkError:
         """The error for requests to a model that does not run."""
         if self.failure is not None:
+            remedy = "" if self.lost else "; start_model loads it again"  # the failure says what to do
             return AllSparkError(
-                AsStatus.ALLSPARK_RUNTIME_ERROR,
-                f"model {self.name!r} has failed ({self.failure}); start_model loads it again",
+                AsStatus.ALLSPARK_RUNTIME_ERROR, f"model {self.name!r} has failed ({self.failure}){remedy}"
             )
         return AllSparkError(
             AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"model {self.name!r} is not running; call start_model first"

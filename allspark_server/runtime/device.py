@@ -14,7 +14,7 @@ from allspark_client.errors import AllSparkError, AsStatus, not_available
 from allspark_server.models.graph import OUTPUT_ROWS, Graph
 from allspark_server.runtime.binding import GROUP_GPUS
 from allspark_server.runtime.memory import available_memory, bound_nodes
-from allspark_server.runtime.native import cuda_library, native_library
+from allspark_server.runtime.native import DeviceLost, cuda_library, native_library
 from allspark_server.runtime.profile import GpuRooflineMeter, RooflineMeter
 from allspark_server.runtime.reservations import Reservation
 from allspark_server.weights.formats import WeightFormat
@@ -201,7 +201,8 @@ class Gpu(Device):
 
     def __init__(self, index: int, threads: int, group: Sequence[int] = (), shared_memory: Any = None):
         """threads: those that sample tokens on the host. group: the GPUs of all ranks if there are several, which then
-        share `shared_memory`. AllSparkError says what to do if there is no such GPU or it cannot reach the others.
+        share `shared_memory`. AllSparkError says what to do if there is no such GPU or it cannot reach the others;
+        DeviceLost if this process has lost it.
         """
         self._library, self._index, self._threads = cuda_library(), index, min(threads, MOST_SAMPLING_THREADS)
         self._group, self._shared_memory = list(group) or [index], shared_memory
@@ -212,6 +213,8 @@ class Gpu(Device):
             for other in self._group:
                 self._library.check_peer(index, other)
             self._first: Any = self._executor()  # finds out whether there is a GPU; the first model uses it
+        except DeviceLost:
+            raise
         except (ValueError, RuntimeError) as error:
             unit = ",".join(map(str, self._group))
             full = "cannot allocate" in str(error) or "out of memory" in str(error)

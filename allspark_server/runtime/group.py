@@ -36,8 +36,8 @@ class Group:
     `collect` waits for a step. Other calls wait at most for the steps that were submitted before.
 
     cpus: CPUs to which compute threads are pinned; None: they are not pinned. on_failure(message): called when a step
-    has failed, because the cache may then differ from the scheduler's view. It ends the process, which a supervisor
-    restarts. Without it the engine continues without the model.
+    has failed, because the cache may then differ from the scheduler's view, or when a rank has lost its device
+    (DeviceLost). It ends the process, which a supervisor restarts. Without it the engine continues without the model.
     """
 
     size = 1
@@ -98,6 +98,9 @@ class Group:
         answers = [own] if own.pending else self._gather(own)
         if any(answer.pending for answer in answers):
             return None
+        lost = [f"rank {rank}: {answer.message}" for rank, answer in enumerate(answers) if answer.lost]
+        if lost:    # every later step on these devices would fail, of other models, too
+            self.fail("; ".join(lost))
         raise_failures(answers)
         return answers
 

@@ -11,6 +11,12 @@ from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.version import __version__
 
 
+class DeviceLost(RuntimeError):
+    """This process can no longer use its GPUs, for example after an illegal address in a kernel: CUDA fails every later
+    call. The CUDA backend raises it.
+    """
+
+
 def native_library() -> ModuleType:
     """The module `allspark_server._native`.
 

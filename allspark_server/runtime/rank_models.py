@@ -21,6 +21,7 @@ from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
 
 from .host_cache import pack_held
+from .native import DeviceLost
 
 if TYPE_CHECKING:
     from .runner import ModelInfo, ModelRunner
@@ -56,7 +57,8 @@ class Answer:
     """One rank's report on the load or allocation that it started last.
 
     value, host_spans: numbers of spans. digest: of the loaded weights or adapter. address: of the rank's device, for
-    other ranks. held: after an allocation, the spans in the rank's host cache. pending: it is not finished.
+    other ranks. held: after an allocation, the spans in the rank's host cache. pending: it is not finished. lost: the
+    rank's process can no longer use its device (DeviceLost).
     """
 
     value: int = 0
@@ -71,6 +73,7 @@ class Answer:
     error: str = ""         # class name of the exception that is raised in rank 0
     status: int = 0
     message: str = ""
+    lost: bool = False
 
     @classmethod
     def of_exception(cls, error: BaseException) -> Answer:
@@ -85,7 +88,8 @@ class Answer:
             status = AsStatus.ALLSPARK_IO_ERROR
         else:
             status = AsStatus.ALLSPARK_RUNTIME_ERROR
-        return cls(error="AllSparkError", status=int(status), message=str(error) or type(error).__name__)
+        return cls(error="AllSparkError", status=int(status), message=str(error) or type(error).__name__,
+                   lost=isinstance(error, DeviceLost))
 
     def exception(self, message: str) -> Exception:
         """An exception of the reported class and status, with this message."""

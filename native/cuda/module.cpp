@@ -321,6 +321,16 @@ PYBIND11_MODULE(_cuda, m) {
   using namespace as::cuda;
   m.doc() = "The CUDA backend.";
   py::module_::import("allspark_server._native");
+  static PyObject* const device_lost =
+      py::object(py::module_::import("allspark_server.runtime.native").attr("DeviceLost")).release().ptr();
+  py::register_exception_translator([](std::exception_ptr error) {
+    try {
+      if (error) std::rethrow_exception(error);
+    } catch (const DeviceLost& lost) { PyErr_SetString(device_lost, lost.what()); }
+  });
+  m.def(
+      "check", [](int error) { check((cudaError_t)error, "a call"); }, py::arg("error"),
+      "Raises what a call raises that has failed with a CUDA error of this number: for tests.");
   m.def("device_count", device_count, "Number of GPUs. Raises ValueError that says what to do if none can be used.");
   m.def(
       "matrix_bytes",

@@ -216,6 +216,17 @@ def test_what_a_gpu_lacks_is_named():
     gpu.check(config(), {WeightFormat("float16"), WeightFormat("float32")}, "float16")
 
 
+def test_errors_after_which_a_gpu_cannot_be_used_have_a_type():
+    cuda = pytest.importorskip("allspark_server._cuda")
+    for error in (700, 702, 719):
+        with pytest.raises(native.DeviceLost, match="CUDA: a call: .*; this process .* must be started anew"):
+            cuda.check(error)
+    cuda.check(0)
+    with pytest.raises(RuntimeError, match="CUDA: a call: ") as caught:
+        cuda.check(2)  # there is no memory
+    assert not isinstance(caught.value, native.DeviceLost)
+
+
 @pytest.mark.parametrize("most", [1, 5, 33, 200, 256, 1000])
 def test_every_decode_step_has_the_size_of_a_graph(most):
     """Also the largest ones of a batch size that is no multiple of the steps between sizes."""
@@ -235,7 +246,6 @@ AMPERE = dict(capability=80, sms=108, shared_bytes=163 << 10, prefill_clusters=0
     ({}, (4608, 3584, "bfloat16"), {"normed": True}, [(1, "gemv, norms"), (128, "split_k"), (None, "prefill")]),
     ({}, (3584, 3584, "float16"), {}, [(1, "gemv"), (256, "split_k"), (None, "prefill")]),
     ({}, (3584, 18944, "bfloat16"), {"pushed": True}, [(256, "split_k"), (None, "prefill")]),
-    ({}, (4608, 3584, "bfloat16"), {"normed": True, "pushed": True}, [(256, "split_k"), (None, "prefill")]),
     ({}, (4608, 3584, "bfloat16"), {"normed": True, "pushed": True}, [(256, "split_k"), (None, "prefill")]),
     ({}, (37888, 3584, "bfloat16"), {"gated": True, "normed": True}, [(128, "stream_k"), (None, "prefill")]),
     ({}, (70, 300, "bfloat16"), {}, [(8, "mma"), (None, "split_k")]),  # prefill writes 16 bytes at a time

@@ -15,6 +15,7 @@ from allspark_client.config import GenerateConfig
 from allspark_client.queue import ResultQueue
 from allspark_client.request import RequestSpec
 from allspark_server.engine.results import QueueSink
+from allspark_server.runtime.native import DeviceLost
 from support.engine_helpers import Status, collect, config, refused, run
 from support.fake_group import expected_output
 
@@ -160,6 +161,21 @@ def test_a_lost_rank_fails_the_live_requests(make_engine):
     engine.start_model("m")
     engine._group.fail_at = -1
     assert run(engine, [1], max_new_tokens=2) == expected_output([1], 2)
+
+
+def test_a_lost_device_is_not_loaded_again(make_engine):
+    """The error says that the process must be started anew, instead of start_model."""
+    text = "CUDA: a step: an illegal address; this process can no longer use its GPUs and must be started anew"
+    engine = make_engine(fail_at=1, failure=DeviceLost(text))
+    loads = []
+    engine._group.start_load = loads.append
+    _, _, results = engine.start_request("m", {"input_ids": [1]}, {"eos_token_id": -1})
+    engine.sync_request("m")
+    assert results.GenerateStatus() is Status.InternalError
+    for call, arguments in ((engine.start_model, ()), (engine.start_request, ({"input_ids": [1]},))):
+        refused(AsStatus.ALLSPARK_RUNTIME_ERROR, call, "m", *arguments, match=r"must be started anew\)$")
+    assert not loads and not engine.list_models()[0].running
+    engine.release_model("m")
 
 
 def test_queue_limit(make_engine):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from allspark_client import AllSparkError, AsModelConfig
+from allspark_server.runtime.native import DeviceLost
 from support.waiting import wait_for
 
 
@@ -47,6 +48,8 @@ class FakeRunner:
     def _maybe_fail(self, where: str) -> None:
         if self.name in (f"{where}{self.rank}", f"{where}-all"):
             raise MemoryError(f"no memory for {self.name}")
+        if self.name == f"lost-in-{where}{self.rank}":
+            raise DeviceLost("the device is gone")
 
     threads, gpu, address = 0, None, ""
 
@@ -151,6 +154,18 @@ def test_a_load_that_fails_anywhere_fails_as_a_whole(threads, name, message):
         load(group, name)
     assert load(group, "m").num_spans == 98
     assert not failures
+
+
+@pytest.mark.parametrize("name", ["lost-in-load1", "lost-in-allocate0"])
+def test_a_load_that_loses_a_device_ends_the_group(threads, name):
+    """Other models have steps on that device."""
+    group, failures, errors = threads
+    load(group, "m")
+    group.start_load(AsModelConfig(model_name=name, model_path="x"))
+    with pytest.raises(AllSparkError, match=f"rank {name[-1]}: the device is gone"):
+        wait_for(group.poll_load)
+    assert failures == [f"rank {name[-1]}: the device is gone"]
+    wait_for(lambda: len(errors) == 2)
 
 
 def test_a_step_that_fails_ends_the_group(threads):

@@ -193,8 +193,8 @@ class FakeGroup:
     """A group of one process whose models are FakeExecutors. Steps run in a thread, in the order in which they are
     submitted.
 
-    `fail_at` is the step, counted from 0, in which a rank is lost; `delay` the seconds that a step takes; `loaded` an
-    event that loading waits for; `token` the function that continues a history.
+    `fail_at` is the step, counted from 0, in which a rank is lost with `failure`; `delay` the seconds that a step
+    takes; `loaded` an event that loading waits for; `token` the function that continues a history.
     """
 
     size = 1
@@ -209,7 +209,9 @@ class FakeGroup:
         loaded: threading.Event | None = None,
         token: Callable[[list[int]], int] = next_token,
         samples_differ: bool = False,
+        failure: Exception | None = None,
     ):
+        self.failure = failure or RuntimeError("rank 1 was lost")
         self.num_spans, self.fail_at, self.delay, self.loaded, self.token = num_spans, fail_at, delay, loaded, token
         self.samples_differ = samples_differ
         self._hurry = threading.Event()
@@ -278,7 +280,7 @@ class FakeGroup:
 
     def _step(self, name: str, plan: bytes) -> SimpleNamespace:
         if self.steps == self.fail_at:
-            raise RuntimeError("rank 1 was lost")
+            raise self.failure
         self.steps += 1
         if self.delay:
             self._hurry.wait(self.delay)

@@ -30,7 +30,7 @@ void check(cudaError_t result, const char* what) {
     throw std::runtime_error(
         "this build of the CUDA backend has kernels for compute capability " AS_CUDA_CHIPS
         " alone, and the GPU is another one: build it on this machine, or with ALLSPARK_CUDA_CHIPS=all");
-  throw std::runtime_error(std::string("CUDA: ") + what + ": " + cudaGetErrorString(result));
+  throw_error(result, what);
 }
 
 int device_count() {
@@ -49,6 +49,7 @@ int device_count() {
     throw std::invalid_argument(
         "the NVIDIA driver sees no GPU: look at nvidia-smi and at CUDA_VISIBLE_DEVICES, or use "
         "compute_unit='CPU:0'");
+  if (loses_device(result)) throw_error(result, "counting GPUs");
   if (result != cudaSuccess)
     throw std::invalid_argument(std::string("the NVIDIA driver does not answer: ") + cudaGetErrorString(result));
   return count;
@@ -168,6 +169,7 @@ CUdeviceptr address_of(const void* data) { return reinterpret_cast<CUdeviceptr>(
 
 void Memory::fail(cudaError_t result) const {
   cudaGetLastError();  // reported here
+  if (loses_device(result)) throw_error(result, std::string("allocating memory for ") + purpose_);
   size_t free = 0, total = 0;
   std::string text = "cannot allocate " + mib(bytes_) +
                      (where_ == Where::host ? " of pinned memory" : " of the GPU's memory") + " for " + purpose_ + ": ";

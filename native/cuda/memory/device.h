@@ -7,11 +7,12 @@
 #include <utility>
 
 #include "cuda/kernels/common/chip.h"
+#include "cuda/kernels/common/errors.h"
 #include "cuda/kernels/common/types.h"
 
 namespace as::cuda {
 
-// Throws std::runtime_error that says what failed.
+// Throws std::runtime_error that says what failed, or DeviceLost.
 void check(cudaError_t result, const char* what);
 
 // Memory of this thread's current GPU, or pinned memory of the host.

@@ -3,10 +3,10 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <stdexcept>
 #include <string>
 
 #include "cuda/kernels/common/dtype16.h"
+#include "cuda/kernels/common/errors.h"
 #include "cuda/kernels/common/shared_limit.h"
 
 #define AS_TEXT_OF(name) #name
@@ -16,11 +16,10 @@
 namespace as::cuda {
 namespace AS_DTYPE16 {
 
-// Throws std::runtime_error if the previous launch failed.
+// Throws DeviceLost or std::runtime_error if the previous launch failed.
 inline void launched(const char* kernel) {
-  const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess)
-    throw std::runtime_error(std::string("CUDA: launching ") + kernel + ": " + cudaGetErrorString(error));
+  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess)
+    throw_error(error, std::string("launching ") + kernel);
 }
 
 // Launches a kernel. On capability 9.0 it may start while the previous kernel of the stream still runs (programmatic

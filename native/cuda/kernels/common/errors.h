@@ -1,0 +1,31 @@
+// Errors of the CUDA runtime as exceptions.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <stdexcept>
+#include <string>
+
+namespace as::cuda {
+
+// After this error every call to the GPU fails, until the process is started anew.
+struct DeviceLost : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// Whether an error ends the use of the GPU by this process. By number, because older toolkits lack some of the names.
+inline bool loses_device(cudaError_t error) {
+  // Of the hardware: ECC, NVLink, contained. Of a kernel: address, time, context, assertion, stack, instruction,
+  // alignment, address space, program counter, any other, tensor memory. Ended by MPS. Of an external device.
+  for (int lost : {214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911})
+    if ((int)error == lost) return true;
+  return false;
+}
+
+// Throws DeviceLost or std::runtime_error. what: failed.
+[[noreturn]] inline void throw_error(cudaError_t error, const std::string& what) {
+  const std::string text = "CUDA: " + what + ": " + cudaGetErrorString(error);
+  if (!loses_device(error)) throw std::runtime_error(text);
+  throw DeviceLost(text + "; this process can no longer use its GPUs and must be started anew");
+}
+
+}  // namespace as::cuda
