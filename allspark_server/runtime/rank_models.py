@@ -294,10 +294,11 @@ class RankModels:
 
     def _allocate(self, name: str, num_spans: int, host_spans: int, digests: list[str], addresses: list[str],
                   cancelled: threading.Event) -> Answer:
+        runner = self.runners[name]
+        runner.connect(addresses)   # also if the load was cancelled, as other ranks do
         if cancelled.is_set():
             raise LoadCancelled(f"the load of model {name!r} was cancelled")
-        runner = self.runners[name]
-        self.info = runner.allocate_cache(num_spans, digests, host_spans, addresses)
+        self.info = runner.allocate_cache(num_spans, digests, host_spans)
         self.placement = runner.placement
         return Answer(value=num_spans, held=pack_held(runner.held))
 

@@ -81,7 +81,7 @@ class ModelRunner:
         self._adapter_memory: dict[int, Reservation | None] = {}  # by the adapter's index
         #: digest of the bytes that load has read on this rank
         self.digest = ""
-        #: the address of this rank's device for other ranks, known after load; allocate_cache needs every rank's
+        #: the address of this rank's device for other ranks, known after load; connect needs every rank's
         self.address = ""
         #: where this process's memory lies; see RankModels.numbers
         self.placement: dict = {}
@@ -133,19 +133,27 @@ class ModelRunner:
                     time.perf_counter() - began)
         return spans
 
-    def allocate_cache(self, num_spans: int, digests: Sequence[str] = (), host_spans: int | None = None,
-                       addresses: Sequence[str] = ()) -> ModelInfo:
-        """Allocates KV cache and activations, after which the model can run steps.
+    def connect(self, addresses: Sequence[str]) -> None:
+        """Connects this rank's device to those of the other ranks, after load(). addresses: every rank's, by rank.
+
+        Once one rank has the addresses all ranks call it, even if the load is given up: a device's memory is freed when
+        all ranks that have opened it have left it.
+        """
+        self._loaded()
+        self._device.connect(self._executor, addresses)
+
+    def allocate_cache(self, num_spans: int, digests: Sequence[str] = (), host_spans: int | None = None) -> ModelInfo:
+        """Allocates KV cache and activations, after which the model can run steps. With several ranks, connect() comes
+        first.
 
         num_spans, host_spans: the least numbers of spans that fit on all ranks; host_spans: by default this rank's.
-        digests, addresses: every rank's, by rank; by default only this rank's. Raises AllSparkError if memory is short.
+        digests: every rank's, by rank; by default only this rank's. Raises AllSparkError if memory is short.
         """
         config, model = self.config, self._loaded()
         if host_spans is None:
             host_spans = self.host_spans
         rows, outputs = self._rows_of_step(), self._outputs_of_step()
         sizes = config.engine_max_batch, config.engine_max_length, config.cache_span_size, num_spans
-        self._device.connect(self._executor, addresses)
         with memory_errors(f"allocating the cache of model {config.model_name!r} ({num_spans} spans)"):
             if self._draft is not None:     # one more row a sequence: its last draft, if all were accepted
                 self._draft_executor.allocate(rows + config.engine_max_batch, *sizes, self._draft.cache_dtype)

@@ -5,6 +5,7 @@ rank. Ranks that are threads of this process need a GPU each; processes share th
 from __future__ import annotations
 
 import os
+import threading
 import time
 
 import numpy as np
@@ -208,6 +209,35 @@ def test_addresses_are_checked():
         gpu.connect([address, address])
     with pytest.raises(ValueError, match="there is no GPU 99"):
         _cuda.check_peer(0, 99)
+
+
+@pytest.mark.parametrize("connected", [0, 1, 2])
+def test_memory_of_a_load_that_failed_is_freed(connected):
+    """Before ranks had the addresses; after one of two could not connect; after both have."""
+    from allspark_server import _cuda, _native
+
+    def load() -> None:
+        gpus = [_cuda.Executor(0, _native.HostSampler(1, shared_memory=each), each) for each in shared_memories(2)]
+        for gpu in gpus:
+            gpu.add_op("all_reduce", [gpu.add_tensor(1 << 14)], [], [], {})
+        addresses = [gpu.share(1 << 14) for gpu in gpus]  # 2 GiB each
+        for gpu in gpus[:connected]:
+            gpu.connect(addresses)
+        if connected == 1:
+            with pytest.raises(ValueError, match="incomplete"):
+                gpus[1].connect([b"x", addresses[1]])
+        ends = [threading.Thread(target=lambda: gpus.pop()) for _ in range(2)]
+        for end in ends:
+            end.start()
+        del gpu
+        for end in ends:
+            end.join()
+
+    load()
+    before = _cuda.memory_info(0)[0]
+    for _ in range(3):
+        load()
+    assert _cuda.memory_info(0)[0] > before - (4 << 30)
 
 
 @pytest.mark.parametrize("fields", [{"weight_dtype": "int4"}, {"weight_dtype": "int8"},

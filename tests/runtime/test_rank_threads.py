@@ -61,7 +61,10 @@ class FakeRunner:
             self.answers.wait(60)
         return 100 - self.rank
 
-    def allocate_cache(self, spans: int, digests: list[str], host_spans: int, addresses: list[str]):
+    def connect(self, addresses: list[str]) -> None:
+        self.connected = addresses
+
+    def allocate_cache(self, spans: int, digests: list[str], host_spans: int):
         self._maybe_fail("allocate")
         return SimpleNamespace(num_spans=spans, host_spans=host_spans)
 
@@ -198,6 +201,20 @@ def test_the_first_step_is_announced(monkeypatch):
     step(group, "m", b"")
     step(group, "m", b"")
     assert told == ["served"]
+
+
+def test_a_rank_connects_even_if_the_load_was_cancelled(monkeypatch):
+    """Other ranks may have opened its device's memory; it is freed once they have left it."""
+    from allspark_server.runtime import runner
+    from allspark_server.runtime.rank_models import RankModels
+    monkeypatch.setattr(runner, "ModelRunner", FakeRunner)
+    models = RankModels()
+    models.start_load({"model_name": "m", "model_path": "x"})
+    wait_for(lambda: not models.answer().pending)
+    models._cancelled.set()
+    models.start_allocate("m", 1, 0, ["digest"], ["address"])
+    wait_for(lambda: not models.answer().pending)
+    assert "cancelled" in models.answer().message and models.runners["m"].connected == ["address"]
 
 
 def test_local_group(monkeypatch):

@@ -48,7 +48,8 @@ class Driver:
                         for rank, shared_memory in enumerate(shared_memories(world))]
         spans = min(self._each(lambda runner: runner.load()))
         digests, addresses = [each.digest for each in self.runners], [each.address for each in self.runners]
-        self.infos = self._each(lambda runner: runner.allocate_cache(spans, digests, addresses=addresses))
+        self._each(lambda runner: runner.connect(addresses))
+        self.infos = self._each(lambda runner: runner.allocate_cache(spans, digests))
         self.info = self.infos[0]
 
     def _each(self, work):

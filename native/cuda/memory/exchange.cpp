@@ -1,5 +1,6 @@
 #include "cuda/memory/exchange.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <random>
@@ -9,8 +10,8 @@
 namespace as::cuda {
 namespace {
 
-constexpr size_t kHeader = 4096;      // bytes before the partial sums: flags, and marks of ranks that have left
-constexpr size_t kLeft = 2048;        // offset of the marks
+constexpr size_t kHeader = 4096;      // bytes before the partial sums: flags, and marks of the other ranks
+constexpr size_t kMarks = 2048;       // offset of the marks
 constexpr size_t kGranule = 2 << 20;  // smaller allocations may share their memory with other ones
 constexpr double kLeaveSeconds = 2;   // how long a rank waits for the others to leave
 
@@ -18,11 +19,12 @@ constexpr double kLeaveSeconds = 2;   // how long a rank waits for the others to
 struct Address {
   char magic[8];
   uint64_t process;
-  int32_t rank, world, device;
+  int32_t rank, world, device;  // device: as the rank's process counts GPUs
+  cudaUUID_t gpu;
   uint64_t base, buffer_bytes, pushed;
   cudaIpcMemHandle_t handle;
 };
-constexpr char kMagic[8] = {'A', 'S', 'P', 'E', 'E', 'R', '0', '2'};
+constexpr char kMagic[8] = {'A', 'S', 'P', 'E', 'E', 'R', '0', '3'};
 
 // Process ids may be equal in two containers; this number is not.
 uint64_t own_process() {
@@ -31,6 +33,20 @@ uint64_t own_process() {
 }
 
 size_t rounded(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
+
+cudaUUID_t uuid_of(int device) {
+  cudaDeviceProp properties;
+  check(cudaGetDeviceProperties(&properties, device), "asking what the GPU is");
+  return properties.uuid;
+}
+
+// The number that a GPU has in this process; -1: this process does not see it. Processes in different containers may
+// count GPUs in different ways.
+int index_of(const cudaUUID_t& gpu) {
+  for (int device = device_count() - 1; device >= 0; device--)
+    if (!std::memcmp(uuid_of(device).bytes, gpu.bytes, sizeof gpu.bytes)) return device;
+  return -1;
+}
 
 }  // namespace
 
@@ -63,7 +79,6 @@ Exchange::~Exchange() {
     leave();
   } catch (const std::runtime_error&) {}  // the device is no longer usable
   for (void* opened : opened_) cudaIpcCloseMemHandle(opened);
-  if (told_ && !connected_) memory_.forget();
 }
 
 std::string Exchange::address() {
@@ -71,49 +86,62 @@ std::string Exchange::address() {
   std::memcpy(own.magic, kMagic, sizeof kMagic);
   own.process = own_process(), own.rank = peers_.rank, own.world = peers_.world, own.device = device_.index();
   own.base = reinterpret_cast<uint64_t>(memory_.as()), own.buffer_bytes = peers_.buffer_bytes;
-  own.pushed = peers_.pushed_bytes;
+  own.pushed = peers_.pushed_bytes, own.gpu = uuid_of(device_.index());
   device_.use();
   check(cudaIpcGetMemHandle(&own.handle, memory_.as()), "sharing memory with other ranks");
-  told_ = true;
   return std::string(reinterpret_cast<const char*>(&own), sizeof own);
 }
 
 void Exchange::connect(const std::vector<std::string>& addresses) {
+  connects_ = true;
   if (connected_ || (int)addresses.size() != peers_.world)
     throw std::invalid_argument("ranks connect once, with an address of each");
   device_.use();
   for (int r = 0; r < peers_.world; r++) {
-    Address other;
-    if (addresses[r].size() != sizeof other) throw std::invalid_argument("the address of a rank is incomplete");
-    std::memcpy(&other, addresses[r].data(), sizeof other);
-    if (std::memcmp(other.magic, kMagic, sizeof kMagic) || other.rank != r || other.world != peers_.world ||
-        other.buffer_bytes != peers_.buffer_bytes || other.pushed != peers_.pushed_bytes)
-      throw std::invalid_argument("the address of rank " + std::to_string(r) + " is of another build, group or model");
-    char* base = memory_.as();
-    if (r != peers_.rank) {
-      check_peer(device_.index(), other.device);
-      if (other.process == own_process()) {
-        base = reinterpret_cast<char*>(other.base);
-        const cudaError_t enabled =
-            other.device == device_.index() ? cudaSuccess : cudaDeviceEnablePeerAccess(other.device, 0);
-        if (enabled != cudaErrorPeerAccessAlreadyEnabled) check(enabled, "reaching another GPU");
-        cudaGetLastError();
-      } else {
-        void* opened = nullptr;
-        const cudaError_t result = cudaIpcOpenMemHandle(&opened, other.handle, cudaIpcMemLazyEnablePeerAccess);
-        if (result != cudaSuccess)
-          throw std::invalid_argument("the memory of rank " + std::to_string(r) + "'s GPU " +
-                                      std::to_string(other.device) + " cannot be opened (" +
-                                      cudaGetErrorString(result) + "): all ranks must be in one container, or in " +
-                                      "several that share IPC and process ids");
-        opened_.push_back(opened);
-        base = static_cast<char*>(opened);
-      }
-    }
-    peers_.partials[r] = base + kHeader, peers_.flags[r] = reinterpret_cast<uint32_t*>(base);
-    peers_.pushed[r] = base + kHeader + 2 * peers_.buffer_bytes;
+    open(r, addresses[r]);
+    const char* base = r == peers_.rank ? memory_.as() : others_[r];
+    peers_.partials[r] = base + kHeader, peers_.flags[r] = reinterpret_cast<uint32_t*>(const_cast<char*>(base));
+    peers_.pushed[r] = const_cast<char*>(base) + kHeader + 2 * peers_.buffer_bytes;
   }
   connected_ = true;
+}
+
+// Checks the address of a rank, and opens the memory of another rank.
+void Exchange::open(int r, const std::string& address) {
+  Address other;
+  if (address.size() != sizeof other) throw std::invalid_argument("the address of a rank is incomplete");
+  std::memcpy(&other, address.data(), sizeof other);
+  if (std::memcmp(other.magic, kMagic, sizeof kMagic) || other.rank != r || other.world != peers_.world ||
+      other.buffer_bytes != peers_.buffer_bytes || other.pushed != peers_.pushed_bytes)
+    throw std::invalid_argument("the address of rank " + std::to_string(r) + " is of another build, group or model");
+  if (r == peers_.rank || others_[r]) return;
+  const int device = index_of(other.gpu);
+  if (device >= 0) check_peer(device_.index(), device);  // memory of a GPU that is not visible here can be opened, too
+  if (other.process == own_process()) {
+    const cudaError_t enabled = device == device_.index() ? cudaSuccess : cudaDeviceEnablePeerAccess(device, 0);
+    if (enabled != cudaErrorPeerAccessAlreadyEnabled) check(enabled, "reaching another GPU");
+    cudaGetLastError();
+    others_[r] = reinterpret_cast<char*>(other.base);
+  } else {
+    void* opened = nullptr;
+    const cudaError_t result = cudaIpcOpenMemHandle(&opened, other.handle, cudaIpcMemLazyEnablePeerAccess);
+    if (result != cudaSuccess) {
+      cudaGetLastError();  // reported here
+      throw std::invalid_argument("the memory of rank " + std::to_string(r) + "'s GPU " + std::to_string(other.device) +
+                                  " cannot be opened (" + cudaGetErrorString(result) +
+                                  "): all ranks must be in one container, or in several that share IPC and process "
+                                  "ids");
+    }
+    opened_.push_back(opened);
+    others_[r] = static_cast<char*>(opened);
+  }
+  tell(r, Mark::open);
+}
+
+void Exchange::tell(int r, Mark mark) const {
+  char* to = others_[r] + kMarks + peers_.rank * sizeof mark;
+  check(cudaMemcpy(to, &mark, sizeof mark, cudaMemcpyDefault), "telling another rank");
+  check(cudaStreamSynchronize(nullptr), "telling another rank");
 }
 
 Rows Exchange::partial(int call, int width, bool is_dtype16, DType16 dtype) const {
@@ -137,29 +165,24 @@ void Exchange::check_waits() const {
                            "group is given up");
 }
 
-// Memory that other ranks have open must not be freed. A rank's last write to another rank's memory marks it as gone.
+// Memory that other ranks have open must not be freed. A rank's last write to another rank's memory says that it has
+// left. A rank that could not open the memory says nothing; it is waited for all the same, in case it is late.
 void Exchange::leave() {
-  if (!connected_) return;
+  if (!connects_) return;
   device_.use();
   device_.wait();
-  const uint32_t one = 1;
-  const auto left_of = [](void* base) { return static_cast<char*>(base) + kLeft; };
   for (int r = 0; r < peers_.world; r++)
-    if (r != peers_.rank)
-      check(cudaMemcpy(left_of(peers_.flags[r]) + peers_.rank * sizeof one, &one, sizeof one, cudaMemcpyDefault),
-            "leaving other ranks");
-  check(cudaStreamSynchronize(nullptr), "leaving other ranks");
+    if (others_[r]) tell(r, Mark::left);
   for (void* opened : opened_) cudaIpcCloseMemHandle(opened);
   opened_.clear();
   const auto began = std::chrono::steady_clock::now();
   while (true) {
-    uint32_t left[kMaxRanks] = {};
-    check(cudaMemcpy(left, left_of(memory_.as()), sizeof left, cudaMemcpyDeviceToHost), "waiting for other ranks");
-    int others = 0;
-    for (int r = 0; r < peers_.world; r++) others += left[r];
-    if (others == peers_.world - 1) return;
+    Mark marks[kMaxRanks] = {};
+    check(cudaMemcpy(marks, memory_.as() + kMarks, sizeof marks, cudaMemcpyDeviceToHost), "waiting for other ranks");
+    const auto count = [&](Mark mark) { return std::count(marks, marks + peers_.world, mark); };
+    if (count(Mark::left) == peers_.world - 1) return;
     if (std::chrono::steady_clock::now() - began > std::chrono::duration<double>(kLeaveSeconds)) {
-      memory_.forget();
+      if (count(Mark::open)) memory_.forget();
       return;
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(1));

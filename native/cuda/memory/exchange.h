@@ -15,8 +15,8 @@ class Exchange {
   // buffer_bytes: size of the largest partial sum. pushed: size of the largest pushed one; 0: none. seconds: how long a
   // kernel waits for another rank.
   Exchange(const Device& device, int rank, int world, size_t buffer_bytes, size_t pushed, double seconds);
-  // Frees the memory once no other rank has it open. Leaks it if this rank has published its address but could not
-  // connect, because other ranks may then have it open.
+  // Frees the memory once no other rank has it open. Leaks it if a rank that has opened it does not leave it in time.
+  // If connect() was not called, no rank may call it with this rank's address afterwards.
   ~Exchange();
   Exchange(const Exchange&) = delete;
   Exchange& operator=(const Exchange&) = delete;
@@ -24,7 +24,8 @@ class Exchange {
   // The address by which other ranks open this rank's memory.
   std::string address();
   // Opens the memory of all ranks. addresses: every rank's, in rank order. Throws std::invalid_argument that says what
-  // to do if GPUs cannot reach each other.
+  // to do if GPUs cannot reach each other. Once one rank has the addresses all ranks call it, also if the load has
+  // failed.
   void connect(const std::vector<std::string>& addresses);
   bool connected() const { return connected_; }
   // The caller sets Peers::step.
@@ -37,14 +38,20 @@ class Exchange {
   void check_waits() const;
 
  private:
+  // What a rank does with the memory of another one, as it tells it there.
+  enum class Mark : uint32_t { none, open, left };
+
+  void open(int r, const std::string& address);
+  void tell(int r, Mark mark) const;
   void leave();
 
   const Device& device_;
   const double seconds_;
   Memory memory_, failed_;
   Peers peers_;
-  bool told_ = false, connected_ = false;
-  std::vector<void*> opened_;  // of other processes
+  bool connects_ = false, connected_ = false;
+  char* others_[kMaxRanks] = {};  // the memory of other ranks that is open here
+  std::vector<void*> opened_;     // of other processes
 };
 
 // Bytes of a partial sum.
