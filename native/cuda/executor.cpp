@@ -4,6 +4,7 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "cuda/kernels/common/stall.h"
 #include "cuda/ops/all_reduce.h"
 #include "cuda/ops/linear.h"
 #include "cuda/weights/dtype16.h"
@@ -173,6 +174,12 @@ void CudaExecutor::set_profiling(bool on) {
 }
 
 StepOutput CudaExecutor::finish() { return decoder_->finish(); }
+
+void CudaExecutor::stall() {
+  device_.use();
+  cuda::stall(device_.queue());
+  device_.wait();
+}
 
 std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* bias, int rows, GemmAlgo algo,
                                           bool rounded) {

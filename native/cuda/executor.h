@@ -64,6 +64,8 @@ class CudaExecutor : public Model {
   std::vector<std::pair<int, int>> expert_tiles(int row_set) const;
   size_t cache_bytes() const { return runner_ ? runner_->cache_bytes() : 0; }
 
+  // Throws DeviceLost, as if a kernel's CTAs had waited in vain for each other, for tests.
+  void stall();
   // y [rows, n] = x w^T (+ bias) with one matrix, for tests.
   // rounded: y is rounded to 16 bits, as partial sums of ranks are.
   std::vector<float> multiply(int id, const float* x, const float* bias, int rows, GemmAlgo algo, bool rounded = false);

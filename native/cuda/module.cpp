@@ -276,6 +276,8 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
           py::arg("rounded") = false,
           "x w^T (+ bias) with one matrix, for tests. algo: any, mma, split_k, stream_k or prefill. "
           "rounded: the result is rounded to the matrix' 16-bit type, as ranks' partial sums are.")
+      .def("stall", &CudaExecutor::stall, py::call_guard<py::gil_scoped_release>(),
+           "Raises DeviceLost, as if a kernel's CTAs had waited in vain for each other: for tests.")
       .def(
           "multiply_experts",
           [](CudaExecutor& e, int id, const Floats& x, const Integers& chosen, const std::string& algo, int tile_rows) {

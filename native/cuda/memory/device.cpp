@@ -78,6 +78,13 @@ void check_peer(int device, int other) {
         "do, or start a group for each");
 }
 
+// The place for waits that fail (errors.h). It is never freed, as an error may be read when all else has gone.
+static int* report() {
+  static const Memory* const place = new Memory(sizeof(int), "a report", Memory::Where::host);
+  given_up = place->as<int>();
+  return place->as<int>();
+}
+
 Device::Device(int index) : index_(index) {
   check_index(index);
   cudaDeviceProp properties;
@@ -99,6 +106,7 @@ Device::Device(int index) : index_(index) {
     arrivals_ = Memory(kScratchCounts * sizeof(int), "sums of products");
     scratch_ = {sums_.as<float>(), flags_.as<int>(), k_parts_.as<float>(), arrivals_.as<int>()};
   }
+  scratch_.given_up = report();
   check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream");
 }
 

@@ -17,7 +17,7 @@ int bind_span_attention(Binding& b, size_t i) {
   a.scale = (float)op.number("scale"), a.soft_cap = (float)op.number("soft_cap"), a.window = op.integer("window");
   a.qkv = b.in(op).values(), a.width = b.in(op).rows.width, a.out = b.out(op).rows;
   a.tables = ws.data->tables(op.integer("cache_group")), a.partials = ws.partials.as<float>();
-  a.max_splits = ws.max_splits, a.arrivals = ws.arrivals.as<int>();
+  a.max_splits = ws.max_splits, a.arrivals = ws.arrivals.as<int>(), a.given_up = b.queue.scratch.given_up;
   if (op.flag("sinks")) a.sinks = b.vector(op, 0);
   if (op.flag("alibi")) a.slopes = b.vector(op, op.flag("sinks"));
   const double logn = op.number("logn");

@@ -67,6 +67,7 @@ struct Attention {
   float* partials = nullptr;    // results of KV splits
   int max_splits = 0;           // KV splits of the longest sequence
   int* arrivals = nullptr;      // finished warps of each tile and KV head; zero between launches
+  int* given_up = nullptr;      // in host memory: for waits that fail (errors.h)
   Norm query_norm, key_norm;    // only store_and_attend(): norms of heads before RoPE; weight null: none
 };
 constexpr int kKvSplitTokens = 256;  // tokens of a KV split; splits are merged in ascending order

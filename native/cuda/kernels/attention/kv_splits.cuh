@@ -1,6 +1,7 @@
 // Distribution of the KV splits of decode tiles over persistent CTAs, KV head by KV head.
 #pragma once
 #include "cuda/kernels/attention/attention.cuh"
+#include "cuda/kernels/common/waits.cuh"
 
 namespace as::cuda {
 namespace AS_DTYPE16 {
@@ -181,13 +182,7 @@ struct Part {
 };
 
 constexpr int kMergers = kConsumers / 2;  // warps of a CTA that merge each end of its range
-constexpr int kMaxLooks = 1 << 26;        // polls until a wait fails; at least half a minute
 
-__device__ inline int arrived(const int* arrivals) {
-  int value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(arrivals) : "memory");
-  return value;
-}
 // Signals that a warp has written its part of a tile and KV head for the merge.
 __device__ inline void leave_part(const Attention& a, const KvSplits& splits) {
   __syncwarp();
@@ -215,9 +210,9 @@ __device__ inline void put_two(const Rows& out, int row, int column, float first
 }
 
 // In each CTA that shares a tile and KV head, kMergers computing warps merge some of the results. They wait for all of
-// these CTAs. This ends, as all CTAs of the grid run at once and none waits before it has written its own parts. If two
-// such kernels share the GPU and not all CTAs run, the step fails instead of hanging. memory: shared memory, `bytes`
-// for each warp. Loops are unrolled little because the SM must first fetch a kernel's instructions into its cache.
+// these CTAs. This ends, as all CTAs of the grid run at once and none waits before it has written its own parts.
+// memory: shared memory, `bytes` for each warp. Loops are unrolled little because the SM must first fetch a kernel's
+// instructions into its cache.
 template <int kDim>
 __device__ void merge_part(const Attention& a, const Part& part, Shared& shared, uint32_t memory, int bytes) {
   constexpr int kWide = kDim < 128 ? kDim : 128, kChunks = kDim / kWide, kLeaving = 1 << 16;  // features; of a pair
@@ -230,8 +225,7 @@ __device__ void merge_part(const Attention& a, const Part& part, Shared& shared,
   if (chunk >= chunks) return;
   memory += warp * bytes + lane * 16;
   float4* factors = reinterpret_cast<float4*>(shared.weights[warp]);
-  for (int looks = 0; (arrived(arrivals) & (kLeaving - 1)) != warps; looks++)
-    if (looks == kMaxLooks) __trap();
+  await_flag(arrivals, Waiter::attend_decode, a.given_up, [&](int count) { return (count & (kLeaving - 1)) == warps; });
   __syncwarp();
   const bool has = lane * 4 < kWide;
   for (; chunk < chunks; chunk += mergers) {

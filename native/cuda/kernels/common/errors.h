@@ -12,6 +12,16 @@ struct DeviceLost : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// Kernels whose CTAs wait for other CTAs of their launch (waits.cuh).
+enum class Waiter { none, attend_decode, gemm_prefill, gemm_8bit_prefill, gemm_stream_k, gemm_quantized_stream_k };
+inline const char* name_of(Waiter waiter) {
+  constexpr const char* kNames[] = {"none",          "attend_decode",          "gemm_prefill", "gemm_8bit_prefill",
+                                    "gemm_stream_k", "gemm_quantized_stream_k"};
+  return kNames[(int)waiter];
+}
+// In host memory, where kernels write it: the Waiter that has given up, or 0. Null if this process has used no GPU.
+inline const volatile int* given_up = nullptr;
+
 // Whether an error ends the use of the GPU by this process. By number, because older toolkits lack some of the names.
 inline bool loses_device(cudaError_t error) {
   // Of the hardware: ECC, NVLink, contained. Of a kernel: address, time, context, assertion, stack, instruction,
@@ -23,8 +33,13 @@ inline bool loses_device(cudaError_t error) {
 
 // Throws DeviceLost or std::runtime_error. what: failed.
 [[noreturn]] inline void throw_error(cudaError_t error, const std::string& what) {
-  const std::string text = "CUDA: " + what + ": " + cudaGetErrorString(error);
+  std::string text = "CUDA: " + what + ": " + cudaGetErrorString(error);
   if (!loses_device(error)) throw std::runtime_error(text);
+  if (given_up && *given_up)
+    text +=
+        std::string("; ") + name_of((Waiter)*given_up) +
+        " waited half a minute for a CTA of its own launch that did not run (another process may keep a part of the "
+        "GPU busy)";
   throw DeviceLost(text + "; this process can no longer use its GPUs and must be started anew");
 }
 

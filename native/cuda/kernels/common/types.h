@@ -57,6 +57,7 @@ struct Scratch {
   int* flags = nullptr;
   float* k_parts = nullptr;
   int* arrivals = nullptr;
+  int* given_up = nullptr;  // in host memory: for waits that fail (errors.h)
 };
 
 // Where kernels are launched: a stream, and the compute capability of its GPU (90 is 9.0).

@@ -1,6 +1,6 @@
 // Hopper instructions: wgmma with both operands in shared memory, bulk copies, and their barriers.
 #pragma once
-#include "cuda/kernels/common/device.cuh"
+#include "cuda/kernels/common/waits.cuh"
 
 namespace as::cuda {
 namespace AS_DTYPE16 {
@@ -38,15 +38,6 @@ __device__ inline void barrier_wait(uint32_t barrier, int parity) {
       : "memory");
 }
 __device__ inline void barrier_wait(uint64_t* barrier, int parity) { barrier_wait(shared_address(barrier), parity); }
-// Flags that publish a CTA's earlier writes to other CTAs.
-__device__ inline void set_flag(int* flag, int value) {
-  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
-}
-__device__ inline int get_flag(const int* flag) {
-  int value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
-  return value;
-}
 // Synchronizes all threads of a cluster, and makes their writes visible to one another.
 __device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }

@@ -76,7 +76,7 @@ __device__ void go_on_from(const Scratch& scratch, int block, int group, float (
   const int thread = threadIdx.x % 128;
   if (thread == 0) {
     int* flag = scratch.flags + block * kScratchFlags + group;
-    while (!get_flag(flag)) {}
+    await_flag(flag, Waiter::gemm_prefill, scratch.given_up);
     set_flag(flag, 0);
   }
   warps_meet(group);

@@ -87,9 +87,9 @@ struct StreamKShape {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 __device__ inline void leave(int* flag) { asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(flag) : "memory"); }
-__device__ inline void take(int* flag) {
-  int there = 0;
-  while (!there) asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(flag) : "memory");
+// Not inlined: with a bounded loop inlined, ptxas spills up to 300 bytes of a thread's sums.
+static __device__ __noinline__ void take(int* flag, int* given_up) {
+  await_flag(flag, Waiter::gemm_quantized_stream_k, given_up);
   asm volatile("st.relaxed.gpu.global.s32 [%0], 0;" ::"l"(flag) : "memory");
 }
 __device__ inline int arrive(int* count) {
@@ -422,7 +422,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       }
       if (part.begin > part.first) {
         int* flag = scratch.flags + (blockIdx.x - 1) * kScratchFlags + group;
-        if (own && thread == 0) take(flag);
+        if (own && thread == 0) take(flag, scratch.given_up);
         group_barrier(group);
         const float* from = left_by(blockIdx.x - 1);
 #pragma unroll

@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     const Part part = parts[number];
     if (part.begin) {
       if (threadIdx.x == 0) {
-        while (!get_flag(scratch.flags + blockIdx.x - 1)) {}
+        await_flag(scratch.flags + blockIdx.x - 1, Waiter::gemm_stream_k, scratch.given_up);
         set_flag(scratch.flags + blockIdx.x - 1, 0);
       }
       __syncthreads();

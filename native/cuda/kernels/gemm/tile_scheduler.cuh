@@ -65,7 +65,8 @@ class TileScheduler {
   int turns_, begin_, end_;  // begin_, end_: units of the shared tiles
 };
 
-// A warpgroup's sums that another CTA continues from, and the sums of another CTA to continue from. group: the
+// For gemm_8bit_prefill: a warpgroup's sums that another CTA continues from, and the sums of another CTA to continue
+// from. group: the
 // warpgroup's number in its CTA. barrier: a named barrier of its own. Values are copied one by one: with vectors the
 // compiler keeps sums in groups of four, which costs registers.
 template <typename Sums>
@@ -84,7 +85,7 @@ __device__ void go_on_from(const Scratch& scratch, int block, int group, int bar
   const int thread = threadIdx.x % 128;
   if (thread == 0) {
     int* flag = scratch.flags + block * kScratchFlags + group;
-    while (!get_flag(flag)) {}
+    await_flag(flag, Waiter::gemm_8bit_prefill, scratch.given_up);
     set_flag(flag, 0);
   }
   asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
