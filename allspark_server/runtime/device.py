@@ -288,8 +288,8 @@ class Gpu(Device):
     def activation_bytes(self, model: RankModel, rows: int, outputs: int) -> int:
         """See `Device.activation_bytes`."""
         config, net = model.config, model.graph.config
-        splits = -(-config.engine_max_length // self._library.KV_SPLIT_TOKENS)
-        partials = self._library.partial_bytes(net.head_dim) * net.num_kv_heads * splits * config.engine_max_batch
+        split = self._library.partial_bytes(net.head_dim) * net.num_kv_heads
+        partials = split * self._library.most_kv_splits(config.engine_max_batch, config.engine_max_length, split)
         widest = max(model.slice_of(weight).inputs for weight in model.graph.weights.values() if weight.is_matrix)
         rotary = rows * net.head_dim * 4
         dtype = model.weight_dtype if model.weight_dtype in UNQUANTIZED else RECOVERED

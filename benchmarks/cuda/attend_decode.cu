@@ -107,11 +107,12 @@ void check(int seed) {
   a.window = one_of({0, 0, 1, 100, 300, 700}), a.soft_cap = one_of({0, 0, 3});
   std::vector<AttentionTile> decode, prefill;
   std::vector<int> table, where;
-  int rows = 0, spans = 0, splits = 1;
+  int rows = 0, spans = 0, splits = 1, all_splits = 0;
   for (int s = 0; s < sequences; s++) {
     const int count = 1 + rand() % (kDecodePairs / group), start = rand() % longest,
               own = (start + count - 1) / span + 1;
-    decode.push_back({rows, count, start, (int)table.size(), 0}), prefill.push_back(decode.back());
+    prefill.push_back({rows, count, start, (int)table.size(), 0}), decode.push_back(prefill.back());
+    decode.back().first = all_splits, all_splits += (start + count - 1) / kKvSplitTokens + 1;
     for (int i = 0; i < own; i++) table.push_back(spans + (own - 1 - i));
     for (int i = start; i < start + count; i++)
       where.push_back(table[decode.back().table + i / span] * span + i % span);
@@ -232,7 +233,7 @@ int main(int argc, char** argv) {
     std::vector<AttentionTile> tiles;
     std::vector<int> table, places;
     for (int s = 0; s < sequences; s++) {
-      tiles.push_back({s, 1, at, s * spans, 0});
+      tiles.push_back({s, 1, at, s * spans, s * splits});
       for (int i = 0; i < spans; i++) table.push_back(s * spans + (i * 7 + 3) % spans);
       places.push_back(table[s * spans + at / kSpan] * kSpan + at % kSpan);
     }

@@ -356,7 +356,13 @@ PYBIND11_MODULE(_cuda, m) {
   m.def(
       "partial_bytes", [](int head_dim) { return partial_floats(head_dim) * sizeof(float); },
       "Bytes that attention takes for partial results of a sequence, KV head and KV split.");
-  m.attr("KV_SPLIT_TOKENS") = kKvSplitTokens;
+  m.def(
+      "most_kv_splits",
+      [](int sequences, int max_length, size_t split_bytes) {
+        return most_kv_splits(sequences, max_length, split_bytes);
+      },
+      py::arg("sequences"), py::arg("max_length"), py::arg("split_bytes"),
+      "The most KV splits of a step for whose partial results there is memory. split_bytes: of all KV heads.");
   m.attr("MOST_RANKS") = kMaxRanks;
   m.def(
       "measure_roofline",
@@ -435,21 +441,21 @@ PYBIND11_MODULE(_cuda, m) {
           "allocate",
           [](CudaExecutor& e, int max_rows, int max_slots, int max_length, int span_size, int num_spans,
              const std::string& dtype, int max_outputs, int masks, bool graphs, int adapters, int adapter_rank,
-             const std::string& adapter_dtype, std::shared_ptr<CudaExecutor> draft) {
+             const std::string& adapter_dtype, std::shared_ptr<CudaExecutor> draft, size_t partial_bytes) {
             py::gil_scoped_release release;
             e.allocate({max_rows, max_outputs ? max_outputs : max_slots, max_slots, max_length, span_size, num_spans,
-                        cache_type_of(dtype), dtype16_of(dtype), graphs},
+                        cache_type_of(dtype), dtype16_of(dtype), graphs, partial_bytes},
                        masks, {adapters, adapter_rank, is_dtype16(adapter_dtype), dtype16_of(adapter_dtype)},
                        std::move(draft));
           },
           py::arg("max_rows"), py::arg("max_slots"), py::arg("max_length"), py::arg("span_size"), py::arg("num_spans"),
           py::arg("cache_dtype"), py::arg("max_outputs") = 0, py::arg("masks") = 0, py::arg("graphs") = true,
           py::arg("adapters") = 0, py::arg("adapter_rank") = 0, py::arg("adapter_dtype") = "float32",
-          py::arg("draft") = nullptr,
+          py::arg("draft") = nullptr, py::arg("partial_bytes") = kPartialBytes,
           "Compiles the program; then steps can run. graphs: replay decode steps as CUDA graphs; the bits "
           "are the same. adapters, adapter_rank, adapter_dtype: number, largest rank and type of adapters, "
           "if the program has ops for them. draft: a draft model's executor, made by beside() and allocated with the "
-          "same spans.")
+          "same spans. partial_bytes: most memory for attention's partial results, smaller in tests.")
       .def(
           "allocate_host_cache",
           [](CudaExecutor& e, int spans) {

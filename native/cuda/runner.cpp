@@ -96,7 +96,7 @@ void CudaRunner::begin(const Batch& batch, bool want_logits) {
   const int padded = graph ? padded_rows((int)batch.rows.size(), most) : 0;
   const Size size = workspace_.data->copy(batch, padded, device_);
   begun_ = {heads && !batch.outputs.empty(), want_logits, profiling_ && times_.due(), size.adapted, 1 - begun_.turn};
-  if (padded && !begun_.timed) replay(size);
+  if (padded && !size.prefill_tiles && !begun_.timed) replay(size);
   else launch(size, heads, begun_.timed);
 }
 

@@ -56,7 +56,7 @@ Workspace::Workspace(const Device& device, const Program& program, const Weights
   allocate_scratch();
   allocate_cache();
   data.emplace(limits.max_rows, limits.max_outputs, limits.max_slots,
-               (limits.max_length + limits.span_size - 1) / limits.span_size, limits.span_size, group,
+               (limits.max_length + limits.span_size - 1) / limits.span_size, limits.span_size, group, max_kv_splits_,
                program.windows(), limits.num_spans);
   argmax = Memory((size_t)limits.max_outputs * kArgmaxParts * sizeof(Argmax), "argmaxes");
   allocate_expert_rows();
@@ -222,7 +222,8 @@ void Workspace::allocate_cache() {
     layers.push_back(layer);
   }
   const int few = std::min(limits.max_rows, limits.max_slots);  // decode tiles of a step: at most one per sequence
-  partials = Memory(partial * few * max_splits * sizeof(float), "partial results of attention", Memory::Where::lent);
+  max_kv_splits_ = most_kv_splits(few, limits.max_length, partial * sizeof(float), limits.partial_bytes);
+  partials = Memory(partial * max_kv_splits_ * sizeof(float), "partial results of attention", Memory::Where::lent);
   arrivals = Memory(few * max_heads * sizeof(int), "partial results of attention");
 }
 

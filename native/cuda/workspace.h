@@ -18,8 +18,9 @@ struct Limits {
   int max_rows = 0, max_outputs = 0, max_slots = 0, max_length = 0;
   int span_size = 0, num_spans = 0;
   CacheType cache_type = CacheType::f32;
-  DType16 cache_dtype = DType16::bf16;  // of a 16-bit cache
-  bool graphs = true;                   // replay decode steps as CUDA graphs; the bits are the same
+  DType16 cache_dtype = DType16::bf16;   // of a 16-bit cache
+  bool graphs = true;                    // replay decode steps as CUDA graphs; the bits are the same
+  size_t partial_bytes = kPartialBytes;  // most memory for attention's partial results
 };
 
 constexpr int kMaxLaunchRows = 65535;  // of kernels with one CTA per row
@@ -96,6 +97,7 @@ class Workspace {
   void allocate_cache();
   void allocate_expert_rows();
 
+  int max_kv_splits_ = 0;  // of all decode tiles of a step
   std::vector<Memory> routing_memory_;
   Memory* const lent_[4] = {&activations, &cache, &partials, &widened};
 };

@@ -291,6 +291,23 @@ def test_rows_attend_alike_in_chunks_of_any_size(group, dim, cache):
         assert found == expected
 
 
+@pytest.mark.parametrize("group, cache", [(7, "bfloat16"), (7, "int8"), (7, "float32"), (20, "bfloat16")])
+def test_steps_of_single_rows_that_decode_tiles_cannot_hold(group, cache):
+    """There are too many KV splits for the memory of partial results, or too many query heads to a KV head. Such rows
+    attend as those of prompts do, with the same bits; other rows of the step as ever.
+    """
+    own, rng, kv, dim = Toy(SEED), np.random.default_rng(SEED), 2, 64
+    x = embedded(own, (group + 2) * kv * dim)
+    own.rotary(dim)
+    own.op("rope", (x,), offset=0, heads=(group + 1) * kv, head_dim=dim)
+    own.finish(own.attention(x, group * kv, kv, dim))
+    prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1000, 990, 1003, 960)]  # 4 KV splits each, at most 12
+    expected = logits_of_rows(compiled(own, cache, long=True, outputs=2048, slots=4), prompts, lambda: 500)
+    for rows in (1, 2):
+        gpu = compiled(own, cache, long=True, outputs=2048, slots=4, partial_bytes=0)
+        assert logits_of_rows(gpu, prompts, lambda: rows) == expected
+
+
 @pytest.mark.parametrize("cache", ["bfloat16", "float16", "int8", "uint4", "float8"])
 @pytest.mark.parametrize("dim, longest", [(128, 12), (128, 300), (64, 12), (256, 12)])
 def test_many_requests_decode_as_their_prompts_are_read(dim, longest, cache):

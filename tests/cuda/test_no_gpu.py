@@ -227,6 +227,14 @@ def test_errors_after_which_a_gpu_cannot_be_used_have_a_type():
     assert not isinstance(caught.value, native.DeviceLost)
 
 
+def test_memory_for_partial_results_is_bounded():
+    cuda = pytest.importorskip("allspark_server._cuda")
+    split = 4 * cuda.partial_bytes(128)
+    assert cuda.most_kv_splits(256, 4096, split) == 256 * 16  # every sequence may have its full length
+    assert (1 << 30) - split < cuda.most_kv_splits(256, 131_072, split) * split <= 1 << 30  # it would take 4 GiB
+    assert cuda.most_kv_splits(4, 1 << 20, 1 << 30) == 4 + (1 << 12)  # one of full length, beside short ones
+
+
 @pytest.mark.parametrize("most", [1, 5, 33, 200, 256, 1000])
 def test_every_decode_step_has_the_size_of_a_graph(most):
     """Also the largest ones of a batch size that is no multiple of the steps between sizes."""

@@ -22,10 +22,11 @@ bool StepData::Size::operator<(const Size& other) const {
 }
 
 StepData::StepData(int max_rows, int max_outputs, int max_slots, int max_spans, int span_size, int group,
-                   std::vector<int> windows, int no_span)
+                   int max_splits, std::vector<int> windows, int no_span)
     : span_size_(span_size),
       group_(group),
       groups_((int)windows.size()),
+      max_splits_(max_splits),
       no_span_(no_span),
       windows_(std::move(windows)),
       pitch_(((size_t)max_rows + 3) / 4 * 4),
@@ -44,7 +45,7 @@ StepData::StepData(int max_rows, int max_outputs, int max_slots, int max_spans, 
 StepData::Size StepData::copy(const Batch& batch, int padded, const Device& device) {
   turn_ = 1 - turn_;
   Size size{(int)batch.rows.size(), (int)batch.outputs.size(), 0, 0, 1};
-  int used = 0;  // entries used of each group's table
+  int used = 0, kv_splits = 0;  // entries used of each group's table; of decode tiles
   *host(step_) = (int)steps_++;
   AttentionTile *decode = reinterpret_cast<AttentionTile*>(host(decode_tiles_)),
                 *prefill = reinterpret_cast<AttentionTile*>(host(prefill_tiles_));
@@ -59,9 +60,11 @@ StepData::Size StepData::copy(const Batch& batch, int padded, const Device& devi
     }
     size.adapted |= item.adapter >= 0;
     AttentionTile tile{item.row, item.count, item.start, used, 0};
-    if (pairs <= kDecodePairs) {
+    const int own_splits = (item.start + item.count + kKvSplitTokens - 1) / kKvSplitTokens;
+    if (pairs <= kDecodePairs && kv_splits + own_splits <= max_splits_) {
+      tile.first = kv_splits, kv_splits += own_splits;
       decode[size.decode_tiles++] = tile;
-      if (item.start + item.count > kKvSplitTokens) size.kv_splits = 2;
+      if (own_splits > 1) size.kv_splits = 2;
     } else {
       for (; tile.first < pairs; tile.first += kPrefillPairs) prefill[size.prefill_tiles++] = tile;
     }
@@ -80,9 +83,10 @@ StepData::Size StepData::copy(const Batch& batch, int padded, const Device& devi
     host(tokens_)[r] = host(positions_)[r] = 0, host(prompts_)[r] = 1;
     for (int g = 0; g < groups_; g++) host(where_)[g * pitch_ + r] = -1;
     host(adapters_)[r] = -1, host(chosen_)[r] = 0;
-    decode[r] = {0, 0, 0, 0, 0};
+    if (!size.prefill_tiles) decode[r] = {0, 0, 0, 0, 0};
   }
-  if (padded) size = {padded, padded, padded, 0, size.kv_splits, size.adapted};
+  if (padded) size.rows = size.outputs = padded;
+  if (padded && !size.prefill_tiles) size.decode_tiles = padded;
   send(size, used, device);
   return size;
 }

@@ -14,9 +14,10 @@ int padded_rows(int rows, int most);
 
 class StepData {
  public:
-  // group: query heads per KV head. max_spans: per sequence. windows: of each cache group; 0: full attention. no_span:
-  // replaces the spans that a sliding window has left. Other sequences may own those by now.
-  StepData(int max_rows, int max_outputs, int max_slots, int max_spans, int span_size, int group,
+  // group: query heads per KV head. max_spans: per sequence. max_splits: KV splits of all decode tiles. windows: of
+  // each cache group; 0: full attention. no_span: replaces the spans that a sliding window has left. Other sequences
+  // may own those by now.
+  StepData(int max_rows, int max_outputs, int max_slots, int max_spans, int span_size, int group, int max_splits,
            std::vector<int> windows, int no_span);
 
   // A step's counts, which set the sizes of launches. In a padded step kernels skip the padding rows.
@@ -26,7 +27,8 @@ class StepData {
     bool adapted = false;  // whether any row has an adapter
     bool operator<(const Size& other) const;
   };
-  // Queues the copy of a batch. padded: 0, or the number of rows to pad a decode batch to.
+  // Queues the copy of a batch. padded: 0, or the number of rows to pad a decode batch to. Such a batch has prefill
+  // tiles only if the number of query heads to a KV head or of KV splits is too large for decode tiles.
   Size copy(const Batch& batch, int padded, const Device& device);
 
   const int* step() const { return at(step_); }  // number of earlier steps
@@ -47,7 +49,7 @@ class StepData {
   size_t whole_pitches(size_t ints) const { return (ints + pitch_ - 1) / pitch_ * pitch_; }
   void send(const Size& size, int used, const Device& device) const;
 
-  const int span_size_, group_, groups_, no_span_;
+  const int span_size_, group_, groups_, max_splits_, no_span_;
   const std::vector<int> windows_;
   const size_t pitch_, table_;  // ints: arrays begin at multiples of pitch_; size of all sequences' span tables
   uint32_t steps_ = 0;          // may exceed 2^31

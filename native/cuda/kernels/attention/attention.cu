@@ -213,7 +213,10 @@ template <CacheType kType>
 __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const AttentionTile* tiles, bool decode) {
   after_previous();
   const int kv_head = blockIdx.y, lane = threadIdx.x % 32, dim = a.cache.head_dim;
-  const TileRows rows(a, tiles[blockIdx.x], decode ? kDecodePairs : kPrefillPairs);
+  AttentionTile tile = tiles[blockIdx.x];
+  const int before = tile.first;  // of a decode tile
+  if (decode) tile.first = 0;
+  const TileRows rows(a, tile, decode ? kDecodePairs : kPrefillPairs);
   const int* table = a.tables + rows.tile.table;
   for (int pair = threadIdx.x / 32; pair < rows.count; pair += kWarps) {
     if (!rows.has(pair, kv_head)) continue;
@@ -225,7 +228,7 @@ __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const 
     if (decode && rows.first_split < rows.last_split) {
       for (int split = rows.first_split + blockIdx.z; split <= rows.last_split; split += gridDim.z) {
         const Seen seen = see_split<kType>(a, table, kv_head, position, split, head, query);
-        float* to = partial_of(a, blockIdx.x, kv_head, split);
+        float* to = partial_of(a, before, kv_head, split);
         if (lane == 0) to[pair] = seen.most, to[kDecodePairs + pair] = seen.sum;
 #pragma unroll
         for (int i = 0; i < kFeatures; i++)
@@ -247,7 +250,10 @@ __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const 
 // Merges partial results into rows: one thread for each feature of a pair.
 __global__ void merge_kernel(Attention a, const AttentionTile* tiles) {
   after_previous();
-  const TileRows rows(a, tiles[blockIdx.x], kDecodePairs);
+  AttentionTile tile = tiles[blockIdx.x];
+  const int before = tile.first;
+  tile.first = 0;
+  const TileRows rows(a, tile, kDecodePairs);
   if (rows.first_split == rows.last_split) return;  // attend_kernel() wrote the result
   const int kv_head = blockIdx.y, dim = a.cache.head_dim, i = blockIdx.z * blockDim.x + threadIdx.x, pair = i / dim;
   if (pair >= rows.count || !rows.has(pair, kv_head)) return;
@@ -257,7 +263,7 @@ __global__ void merge_kernel(Attention a, const AttentionTile* tiles) {
     float its_most[kAtOnce], its_sum[kAtOnce], its_value[kAtOnce];
 #pragma unroll
     for (int j = 0; j < kAtOnce; j++) {
-      const float* from = partial_of(a, blockIdx.x, kv_head, min(first + j, rows.last_split));
+      const float* from = partial_of(a, before, kv_head, min(first + j, rows.last_split));
       its_most[j] = from[pair], its_sum[j] = from[kDecodePairs + pair], its_value[j] = from[2 * kDecodePairs + i];
     }
 #pragma unroll

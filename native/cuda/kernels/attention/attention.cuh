@@ -26,8 +26,8 @@ struct RowsOfTile {
   RowsOfTile() = default;
   __device__ RowsOfTile(const Attention& a, const AttentionTile& t, int most)
       : tile(t), group(a.group), first_head(a.first), heads(a.queries) {
-    count = max(0, min(most, t.count * a.group - t.first));
-    const int least = t.start + rows_before(t.first), greatest = t.start + rows_before(t.first + max(count, 1) - 1);
+    count = max(0, min(most, t.count * a.group - first()));
+    const int least = t.start + rows_before(first()), greatest = t.start + rows_before(first() + max(count, 1) - 1);
     first_split = a.window ? max(0, least - a.window + 1) / kKvSplitTokens : 0;
     last_split = greatest / kKvSplitTokens;
   }
@@ -37,14 +37,15 @@ struct RowsOfTile {
     for (; pair >= group; pair -= group) rows++;
     return rows;
   }
-  __device__ int row(int pair) const { return tile.row + rows_before(tile.first + pair); }
+  __device__ int first() const { return kDecode ? 0 : tile.first; }  // pair
+  __device__ int row(int pair) const { return tile.row + rows_before(first() + pair); }
   // Number among this rank's query heads; out of range if the pair belongs to another rank.
   __device__ int head(int pair, int kv_head) const {
-    pair += tile.first;
+    pair += first();
     return kv_head * group + pair - rows_before(pair) * group - first_head;
   }
   __device__ bool has(int pair, int kv_head) const { return (unsigned)head(pair, kv_head) < (unsigned)heads; }
-  __device__ int position(int pair) const { return tile.start + rows_before(tile.first + pair); }
+  __device__ int position(int pair) const { return tile.start + rows_before(first() + pair); }
 };
 using TileRows = RowsOfTile<false>;
 using DecodeRows = RowsOfTile<true>;
@@ -91,10 +92,11 @@ __device__ inline float with_sink(const Attention& a, int head, float sum, float
 __device__ inline float inverse_of(float sum) { return sum == 0 ? 0.0f : __frcp_rn(sum); }
 __device__ inline float share(float value, float sum) { return __fmul_rn(value, inverse_of(sum)); }
 
-// A KV split's partial result for a tile and KV head: maxima and sums of its pairs, then values [pair][head_dim].
-__device__ inline float* partial_of(const Attention& a, int tile, int kv_head, int split) {
+// A KV split's partial result for a KV head: maxima and sums of its pairs, then values [pair][head_dim]. before: KV
+// splits of the tiles before this one.
+__device__ inline float* partial_of(const Attention& a, int before, int kv_head, int split) {
   const size_t size = kDecodePairs * (2 + (size_t)a.cache.head_dim);
-  return a.partials + (((size_t)tile * a.cache.kv_heads + kv_head) * a.max_splits + split) * size;
+  return a.partials + ((size_t)(before + split) * a.cache.kv_heads + kv_head) * size;
 }
 
 }  // namespace AS_DTYPE16

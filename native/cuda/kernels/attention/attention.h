@@ -1,5 +1,7 @@
 // Attention and the KV cache.
 #pragma once
+#include <algorithm>
+
 #include "cuda/kernels/norm/norm.h"
 
 namespace as::cuda {
@@ -39,8 +41,9 @@ void copy_spans(const SpanPart* parts, int layers, size_t largest, const SpanPai
                 const Queue& queue);
 
 // Rows of one sequence that attend together: `count` adjacent rows of the step from `row` on, at positions from `start`
-// on, with the spans tables[table...]. A tile covers the (row, query head of a KV head's group) pairs from number
-// `first` on.
+// on, with the spans tables[table...]. A prefill tile covers the (row, query head of a KV head's group) pairs from
+// number `first` on. A decode tile covers all pairs; its `first` is the number of KV splits of the decode tiles before
+// it.
 struct AttentionTile {
   int row, count, start, table, first;
 };
@@ -64,7 +67,7 @@ struct Attention {
   int width = 0;
   Rows out;
   const int* tables = nullptr;  // of spans
-  float* partials = nullptr;    // results of KV splits
+  float* partials = nullptr;    // results of KV splits of decode tiles, tile by tile
   int max_splits = 0;           // KV splits of the longest sequence
   int* arrivals = nullptr;      // finished warps of each tile and KV head; zero between launches
   int* given_up = nullptr;      // in host memory: for waits that fail (errors.h)
@@ -76,6 +79,15 @@ constexpr int kPrefillPairs = 128;   // pairs of a prefill tile
 constexpr int kLargestHead = 256;
 // Floats of the partial result of one KV split, tile and KV head.
 inline size_t partial_floats(int head_dim) { return kDecodePairs * (2 + (size_t)head_dim); }
+// The most KV splits that decode tiles of a step have together. A step whose sequences have more, in which many share a
+// long prefix, computes some of them by prefill tiles. split_bytes: of a KV split's partial results, of all KV heads;
+// most_bytes: of all; at least each sequence may have one KV split, and one sequence all.
+constexpr size_t kPartialBytes = 1 << 30;
+inline int most_kv_splits(int sequences, int max_length, size_t split_bytes, size_t most_bytes = kPartialBytes) {
+  const size_t longest = ((size_t)max_length + kKvSplitTokens - 1) / kKvSplitTokens;
+  return (int)std::min(sequences * longest,
+                       std::max(most_bytes / std::max<size_t>(split_bytes, 1), sequences + longest));
+}
 
 // RoPE of all query and key heads.
 struct Rope {

@@ -423,7 +423,7 @@ class Attender {
   __device__ void leave(const KvSplits& splits, const Values& values, const float (&most)[2],
                         const float (&sum)[2]) const {
     const DecodeRows& rows = splits.rows();
-    float* to = partial_of(a_, splits.tile(), splits.kv_head(), splits.split());
+    float* to = partial_of(a_, rows.tile.first, splits.kv_head(), splits.split());
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int pair = lane_ / 4 + 8 * h;

@@ -230,7 +230,7 @@ __device__ void merge_part(const Attention& a, const Part& part, Shared& shared,
   const bool has = lane * 4 < kWide;
   for (; chunk < chunks; chunk += mergers) {
     const int pair = chunk / kChunks, feature = chunk % kChunks * kWide + (has ? lane * 4 : 0);
-    const auto place = [&](int split, int at) { return partial_of(a, part.tile, kv_head, split) + at; };
+    const auto place = [&](int split, int at) { return partial_of(a, rows.tile.first, kv_head, split) + at; };
     const int at = 2 * kDecodePairs + pair * kDim + feature;
     float most = __ldcg(place(part.merged, pair)), sum = __ldcg(place(part.merged, kDecodePairs + pair));
     float4 total = __ldcg(reinterpret_cast<const float4*>(place(part.merged, at)));
