@@ -223,14 +223,16 @@ def _variant(weights: str, group: int, empty: Callable = _on_cpu, long: bool = F
 
 
 def _recurrent(weights: str, group: int, empty: Callable = _on_cpu) -> Any:
-    """An executor with a model of two layers with a state: with a decay for each head, and for each channel."""
+    """An executor with a model of two layers with a state: with a decay for each head, and for each channel, and with
+    each kind of gates.
+    """
     e = empty()
     matrix, vector = _weights_of(e, weights, group, iter(range(201, 300)))
     width = HEADS * HEAD_DIM
-    x, y, mixed, convolved, out, last, logits = (e.add_tensor(size, rows) for size, rows in (
-        (HIDDEN, False), (HIDDEN, False), (2 * KV_HEADS * HEAD_DIM + width, False),
-        (2 * KV_HEADS * HEAD_DIM + width, False), (width, False), (HIDDEN, True), (VOCAB, True)))
     columns = 2 * KV_HEADS * HEAD_DIM + width
+    x, y, mixed, convolved, out, gate, last, logits = (e.add_tensor(size, rows) for size, rows in (
+        (HIDDEN, False), (HIDDEN, False), (columns, False), (columns, False), (width, False), (width, False),
+        (HIDDEN, True), (VOCAB, True)))
     embedding = matrix(VOCAB, HIDDEN)
     e.add_op("embedding", [], [x], [embedding], {"vocab_begin": 0})
     for channels in (0, 1):
@@ -243,6 +245,10 @@ def _recurrent(weights: str, group: int, empty: Callable = _on_cpu) -> Any:
                  {"taps": 4, "activated": 1 - channels})
         e.add_op("gated_delta", [convolved, gates], [out], [vector(HEADS, -3), vector(decays)],
                  {"key_dim": HEAD_DIM, "value_dim": HEAD_DIM, "channels": channels})
+        e.add_op("linear", [x], [gate], [matrix(width, HIDDEN)], {})
+        e.add_op("gated_rms_norm", [out, gate], [], [vector(HEAD_DIM, 1)],
+                 {"eps": 1e-4, "head_dim": HEAD_DIM, "gate": "sigmoid" if channels else "silu"})
+        e.add_op("sigmoid_gate", [out, gate], [], [], {})
         e.add_op("linear", [out], [y], [matrix(HIDDEN, width)], {})
         e.add_op("add", [x, y], [x], [], {})
     e.add_op("select_rows", [x], [last], [], {})

@@ -199,6 +199,14 @@ void check_add(const Program& p, const OpNode& op) {
   if (p.in(op).rows != p.in(op, 1).rows) throw wrong(op, "its inputs differ in rows");
 }
 
+void check_gated_rms_norm(const Program& p, const OpNode& op) {
+  check_add(p, op);
+  const int head_dim = op.integer("head_dim");
+  if (p.in(op).width % head_dim)
+    throw wrong(op, std::to_string(p.in(op).width) + " columns are not heads of " + std::to_string(head_dim));
+  vector_is(p, op, 0, head_dim);
+}
+
 void check_select_rows(const Program& p, const OpNode& op) { width_is(op, p.out(op), p.in(op).width, "output"); }
 
 void check_sample(const Program& p, const OpNode& op) {

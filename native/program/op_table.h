@@ -61,6 +61,12 @@ OP(causal_conv, kOne, kOne, {1, 2}, false, RowRule::as_input, {within(whole("tap
 // k))^T, and outputs S^T q. A key head serves adjacent value heads.
 OP(gated_delta, kTwo, kOne, kTwo, false, RowRule::as_input,
    {positive(whole("key_dim")), positive(whole("value_dim")), flag("channels")}, check_gated_delta, cost_gated_delta)
+// RMS norm of each head, times the activated gate (second input) of each value.
+OP(gated_rms_norm, kTwo, kOne, kOne, true, RowRule::as_input,
+   {number("eps"), positive(whole("head_dim")), choice("gate", {"silu", "sigmoid"})},
+   check_gated_rms_norm, each_value<9>)
+// x * sigmoid(gate), with a gate for each value.
+OP(sigmoid_gate, kTwo, kOne, kNone, true, RowRule::as_input, {}, check_add, each_value<5>)
 // Activation of the first half of the columns, times the second half.
 OP(silu_mul, kOne, kOne, kNone, false, RowRule::as_input, {}, check_gated, each_value<5>)
 OP(gelu_tanh_mul, kOne, kOne, kNone, false, RowRule::as_input, {}, check_gated, each_value<9>)

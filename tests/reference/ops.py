@@ -72,6 +72,19 @@ def gated_delta(rank, op, x, w):
     return out
 
 
+@op
+def gated_rms_norm(rank, op, x, w):
+    attrs = op["attributes"]
+    heads = [part.reshape(len(part), -1, attrs["head_dim"]) for part in x]
+    activation = {"silu": recurrent.silu, "sigmoid": sigmoid}[attrs["gate"]]
+    return recurrent.gated_rms_norm(*heads, w[0], attrs["eps"], activation).reshape(x[0].shape)
+
+
+@op
+def sigmoid_gate(rank, op, x, w):
+    return recurrent.output_gate(*x)
+
+
 # -- positions ---------------------------------------------------------------------------------------------------------
 def _grown(attrs, length):
     """Frequencies of a dynamic table for a length beyond original_max, in single precision as in transformers."""

@@ -304,6 +304,24 @@ def test_gated_delta(shape, channels, rate, threads):
     compare(own, threads=threads)
 
 
+@pytest.mark.parametrize("gate", ["silu", "sigmoid"])
+@pytest.mark.parametrize("heads, dim", [(1, 1), (3, 7), (2, 64), (5, 33)])
+def test_gated_rms_norm(heads, dim, gate):
+    own = toy()
+    x = own.embedding(VOCAB, heads * dim, 4 * own.rng.normal(size=(VOCAB, heads * dim)))
+    gates = own.op("linear", (x,), heads * dim, (own.matrix(heads * dim, heads * dim),))
+    own.finish(own.op("gated_rms_norm", (x, gates), None, (own.vector(dim),), eps=1e-3, head_dim=dim, gate=gate))
+    compare(own)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_sigmoid_gate(width):
+    own = toy()
+    x = own.embedding(VOCAB, width, 20 * own.rng.normal(size=(VOCAB, width)))
+    own.finish(own.op("sigmoid_gate", (x, own.op("linear", (x,), width, (own.matrix(width, width),)))))
+    compare(own)
+
+
 def recurrent_model(seed: int, channels: bool):
     """Two layers with states beside one of attention."""
     own = Toy(seed)

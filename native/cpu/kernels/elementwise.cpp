@@ -65,6 +65,10 @@ void clamped_silu_mul(const float* gate, const float* up, float* y, int n, float
         gate, up, y, n);
 }
 
+void sigmoid_mul(const float* gate, const float* x, float* y, int n) {
+  gated([](vf g, vf value) __attribute__((always_inline)) { return vgate_mul(value, g, vset(1.0f)); }, gate, x, y, n);
+}
+
 void multiply(float* x, const float* w, float factor, size_t n) {
   const vf f = vset(factor);
   size_t i = 0;

@@ -73,6 +73,7 @@ struct Kernels {
   void (*silu_mul)(const float* gate, const float* up, float* y, int n);
   void (*gelu_tanh_mul)(const float* gate, const float* up, float* y, int n);
   void (*clamped_silu_mul)(const float* gate, const float* up, float* y, int n, float alpha, float limit);
+  void (*sigmoid_mul)(const float* gate, const float* x, float* y, int n);  // y = x * sigmoid(gate)
   void (*scale)(float* x, float factor, size_t n);
   void (*soft_cap)(float* x, float factor, float cap, size_t n);  // x = cap * tanh(factor * x / cap)
   void (*add)(float* x, const float* y, size_t n);

@@ -34,6 +34,7 @@ const Kernels& kernels() {
     k.silu_mul = silu_mul;
     k.gelu_tanh_mul = gelu_tanh_mul;
     k.clamped_silu_mul = clamped_silu_mul;
+    k.sigmoid_mul = sigmoid_mul;
     k.scale = scale;
     k.soft_cap = soft_cap;
     k.add = add;

@@ -1,0 +1,57 @@
+// gated_rms_norm, sigmoid_gate: rows times activated gates, one for each value.
+#include <cstring>
+
+#include "cpu/ops/ops.h"
+
+namespace as {
+namespace {
+
+class GatedRmsNorm : public BoundOp {
+ public:
+  explicit GatedRmsNorm(const Binding& b)
+      : core_(b.core),
+        x_(b.parts[0].in()),
+        gate_(b.parts[0].in(1)),
+        weight_(b.parts[0].vector()),
+        head_dim_(b.parts[0].op.integer("head_dim")),
+        eps_((float)b.parts[0].op.number("eps")),
+        gated_(std::strcmp(b.parts[0].op.choice("gate"), "sigmoid") ? b.core.k.silu_mul : b.core.k.sigmoid_mul) {}
+
+  void run(const Batch& batch, int thread) override {
+    const auto [r0, r1] = my_rows(core_, x_, batch, thread);
+    for (int r = r0; r < r1; r++) {
+      float* x = x_.row(r);
+      for (int i = 0; i < x_.width; i += head_dim_) core_.k.rms_norm(x + i, weight_, x + i, head_dim_, eps_);
+      gated_(gate_.row(r), x, x, x_.width);
+    }
+  }
+
+ private:
+  const Core& core_;
+  const Tensor x_, gate_;
+  const float* weight_;
+  const int head_dim_;
+  const float eps_;
+  void (*gated_)(const float* gate, const float* x, float* y, int n);
+};
+
+class SigmoidGate : public BoundOp {
+ public:
+  explicit SigmoidGate(const Binding& b) : core_(b.core), x_(b.parts[0].in()), gate_(b.parts[0].in(1)) {}
+
+  void run(const Batch& batch, int thread) override {
+    const auto [r0, r1] = my_rows(core_, x_, batch, thread);
+    for (int r = r0; r < r1; r++) core_.k.sigmoid_mul(gate_.row(r), x_.row(r), x_.row(r), x_.width);
+  }
+
+ private:
+  const Core& core_;
+  const Tensor x_, gate_;
+};
+
+}  // namespace
+
+const RegisterCpuOp kGatedRmsNorm({{Op::gated_rms_norm}}, bind_op<GatedRmsNorm>);
+const RegisterCpuOp kSigmoidGate({{Op::sigmoid_gate}}, bind_op<SigmoidGate>);
+
+}  // namespace as
