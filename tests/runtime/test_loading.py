@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 import time
 
+import psutil
 import pytest
 
 from allspark_client import AllSparkError, AsModelConfig, ClientEngine, GenerateRequestStatus as Status
@@ -24,6 +25,7 @@ def group(request, monkeypatch, tmp_path):
     """A group of one or two ranks that misbehave (support/misbehaving/sitecustomize.py)."""
     monkeypatch.setenv("PYTHONPATH", str(MISBEHAVING), prepend=":")
     monkeypatch.setenv("FAIL_STEP", str(tmp_path / "fail"))
+    monkeypatch.setenv("FAIL_LOAD", str(tmp_path / "fail-load"))
     with background_group(["--ranks", request.param], timeout=60) as started:
         yield started
 
@@ -33,6 +35,11 @@ def engine(group, tiny_model):
     with ClientEngine(group.addresses[0]) as engine:
         install(engine, "m", tiny_model)
         yield engine
+
+
+def ranks_of(group) -> set[int]:
+    return {process.pid for process in psutil.Process(group.supervisor_pid).children(recursive=True)
+            if process.cmdline()[1:3] == ["-m", "allspark_server"]}
 
 
 def install(engine, name: str, path) -> None:
@@ -93,6 +100,20 @@ def test_a_failed_step_ends_the_group_and_requests_continue_on_the_next(engine, 
     write_whole(tmp_path / "fail", "RuntimeError")
     found += [i for e in queue for i in e.ids_from_generate]
     assert not (tmp_path / "fail").exists()
+    assert queue.GenerateStatus() is Status.GenerateFinished and found == undisturbed
+
+
+def test_a_load_that_loses_the_device_ends_the_group_alone(group, engine, tiny_model, tmp_path):
+    """Requests of other models continue on the next one."""
+    config = {"top_k": 1, "eos_token_id": -1, "max_new_tokens": 3500}
+    undisturbed = [i for e in engine.start_request("m", {"input_ids": [5, 6]}, config)[2] for i in e.ids_from_generate]
+    _, _, queue = engine.start_request("m", {"input_ids": [5, 6]}, config)
+    found = queue.Get().ids_from_generate
+    write_whole(tmp_path / "fail-load", "DeviceLost")
+    pids = ranks_of(group)
+    install(engine, "other", tiny_model)  # the client repeats the call
+    assert not (tmp_path / "fail-load").exists() and not pids & ranks_of(group)
+    found += [i for e in queue for i in e.ids_from_generate]
     assert queue.GenerateStatus() is Status.GenerateFinished and found == undisturbed
 
 
