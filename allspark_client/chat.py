@@ -27,6 +27,8 @@ class ChatOptions:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     #: a format of allspark_server.chat; empty: the model's (ModelInfo.chat_format)
     chat_format: str = ""
+    #: whether the answer continues the last message, which is the assistant's
+    continue_final_message: bool = False
 
     @property
     def forced(self) -> bool:
@@ -47,8 +49,9 @@ class ChatOptions:
         """Returns self, or raises ValueError or TypeError naming the wrong field."""
         _check_tools(self.tools)
         _check_choice(self.tool_choice, [tool["function"]["name"] for tool in self.tools])
-        if not isinstance(self.parallel_tool_calls, bool):
-            raise wrong_type("parallel_tool_calls", self.parallel_tool_calls, "a bool")
+        for name in ("parallel_tool_calls", "continue_final_message"):
+            if not isinstance(getattr(self, name), bool):
+                raise wrong_type(name, getattr(self, name), "a bool")
         if not isinstance(self.chat_format, str):
             raise wrong_type("chat_format", self.chat_format, "a str")
         kwargs = self.chat_template_kwargs
@@ -58,6 +61,9 @@ class ChatOptions:
             if name in kwargs:
                 raise ValueError(f"chat_template_kwargs must not hold {name!r}: it is a field of its own")
         _plain_json("chat_template_kwargs", kwargs)
+        if self.continue_final_message and kwargs.get("add_generation_prompt"):
+            raise ValueError("continue_final_message goes on with the last message: add_generation_prompt must not be "
+                             "true")
         return self
 
 

@@ -207,6 +207,8 @@ class GenerateConfig(Checked):
     suppress_repetition_in_generation: bool = bool_field(False)
     #: no sequence of this many tokens occurs twice; 0: off
     no_repeat_ngram_size: int = int_field(0, 0, INT32_MAX)
+    #: only so many tokens at the end of the prompt are used; None: all
+    truncate_prompt_tokens: int | None = int_field(None, 1, INT32_MAX)
     #: fewest tokens of prompt and output together
     min_length: int = int_field(0, 0, INT32_MAX)
     #: fewest tokens of the output
@@ -223,7 +225,14 @@ class GenerateConfig(Checked):
     #: up to 64 strings that end the output. Its text ends before the first of them that is complete; its ids end with
     #: the token that completes it, and count as generated. Special tokens have no text here, as in the output
     stop: list[str] = custom_field(check_stop, factory=list)
+    #: whether the text contains the stop string that has ended it, or with skip_special_tokens=False the
+    #: end-of-sequence token
+    include_stop_str_in_output: bool = bool_field(False)
+    #: False: special tokens have text in the output. The end-of-sequence token that ends it has none
+    skip_special_tokens: bool = bool_field(True)
     bad_words_ids: list[list[int]] = custom_field(check_words, factory=list)
+    #: up to 64 texts whose usual tokens are not generated in this order, with or without a blank before them
+    bad_words: list[str] = custom_field(check_stop, factory=list)
     #: what is added to the logits of up to 1,024 token ids, -100 to 100. Banned tokens stay banned
     logit_bias: dict[int, float] = custom_field(check_logit_bias, factory=dict)
     #: whether log probabilities come with the tokens

@@ -94,7 +94,8 @@ _SAME = ("do_sample", "seed", "temperature", "top_k", "top_p", "repetition_penal
          "frequency_penalty", "suppress_repetition_in_generation", "no_repeat_ngram_size", "min_length", "max_length",
          "max_new_tokens", "early_stopping", "logprobs", "top_logprobs", "lora_name", "vocab_type", "uuid",
          "user_request_id", "priority", "cache_salt", "n", "min_p", "prompt_logprobs", "pooling",
-         "queue_timeout", "min_new_tokens")
+         "queue_timeout", "min_new_tokens", "truncate_prompt_tokens", "skip_special_tokens",
+         "include_stop_str_in_output")
 
 
 def generate_config_to_pb(config: GenerateConfig) -> pb.GenerateConfig:
@@ -114,6 +115,7 @@ def generate_config_to_pb(config: GenerateConfig) -> pb.GenerateConfig:
         message.vocab.update(config.vocab)
     message.logit_bias.update(config.logit_bias)
     message.stop.extend(config.stop)
+    message.bad_words.extend(config.bad_words)
     return message
 
 
@@ -134,6 +136,7 @@ def generate_config_from_pb(message: pb.GenerateConfig) -> GenerateConfig:
         values["vocab"] = dict(message.vocab)
     values["logit_bias"] = dict(message.logit_bias)
     values["stop"] = list(message.stop)
+    values["bad_words"] = list(message.bad_words)
     return GenerateConfig.parse(values)
 
 
@@ -192,6 +195,7 @@ def request_to_pb(spec: RequestSpec) -> pb.GenerateRequest:
                 setattr(message.chat_options, f"{name}_json", json.dumps(getattr(options, name)))
         message.chat_options.chat_format = options.chat_format
         message.chat_options.parallel_tool_calls = options.parallel_tool_calls
+        message.chat_options.continue_final_message = options.continue_final_message
     return message
 
 
@@ -202,7 +206,7 @@ def _chat_message_to_pb(message: dict[str, Any]) -> pb.ChatMessage:
 
 
 def _chat_options_from_pb(message: pb.ChatOptions) -> ChatOptions:
-    options = ChatOptions(chat_format=message.chat_format)
+    options = ChatOptions(chat_format=message.chat_format, continue_final_message=message.continue_final_message)
     for name in ("tools", "tool_choice", "chat_template_kwargs"):
         if text := getattr(message, f"{name}_json"):
             setattr(options, name, _from_json(name, text))

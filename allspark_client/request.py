@@ -86,6 +86,11 @@ class RequestSpec:
         """Replace the prompt by its ids. Text that another server renders or tokenizes again may give other ids."""
         self.input_ids, self.text, self.messages = ids, None, None
 
+    def cut_prompt(self) -> None:
+        """Drop what config.truncate_prompt_tokens drops of a prompt of ids."""
+        if self.input_ids is not None and self.config.truncate_prompt_tokens is not None:
+            self.input_ids = self.input_ids[-self.config.truncate_prompt_tokens:]
+
     def check_tenant(self) -> None:
         """Raises ValueError if the tenant's name is too long or not valid Unicode."""
         size = len(valid_unicode("tenant", self.tenant).encode())

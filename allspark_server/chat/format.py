@@ -221,7 +221,17 @@ def render(templates: ChatTemplates, messages: Sequence[Message], options: ChatO
     for known in FORMATS.values():
         if known.adapted_templates and known.adapted_templates in source:
             shown, variables = known.adapt(shown, variables)
-    return templates.render(shown, tools=tools or None, **variables)
+    if not options.continue_final_message:
+        return templates.render(shown, tools=tools or None, **variables)
+    final = shown[-1].get("content")
+    if shown[-1]["role"] != "assistant" or not isinstance(final, str) or not final.strip():
+        raise ValueError("continue_final_message needs a last message of the assistant with text")
+    text = templates.render(shown, tools=tools or None, **{**variables, "add_generation_prompt": False})
+    at = text.rfind(final.strip())
+    if at < 0:
+        raise ValueError("continue_final_message: the chat template does not write the last message as it is")
+    whole = at + len(final.lstrip())     # with the blanks at its end, unless the template removes them
+    return text[:whole] if text[at:whole] == final.lstrip() else text[:at + len(final.strip())]
 
 
 def _shown(message: Message, takes_parts: bool) -> Message:

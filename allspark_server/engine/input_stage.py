@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from allspark_client.chat import ChatOptions
 from allspark_client.config import GenerateConfig, check_available
 from allspark_client.errors import AllSparkError, AsStatus
-from allspark_client.generate_checks import INT32_MAX
+from allspark_client.generate_checks import INT32_MAX, MAX_WORD_IDS
 from allspark_client.request import RequestSpec
 from allspark_client.types import Detokenized, ModelInfo
 
@@ -143,6 +143,8 @@ class InputStage:
         if not prompt:
             raise ValueError("the prompt is empty; it needs at least one token")
         spec.set_prompt(prompt)
+        spec.cut_prompt()
+        prompt = spec.input_ids or []
         tail = ""
         if form is not None and tokenizer is not None:
             tail = tokenizer.decode(prompt[-TAIL_IDS:], skip_special_tokens=False)
@@ -156,17 +158,19 @@ class InputStage:
                 f"{info.num_spans} spans of {info.span_size} tokens; give it more cache_memory",
             )
         prompt_outputs = _prompt_outputs(config, prompt, histories[0], info)
-        texts = self._output_texts(spec, () if form is None else form.markers)
+        eos = eos_ids(config, info)
+        texts = self._output_texts(spec, () if form is None else form.markers, eos)
 
         # Compile the grammar.
         if form is not None and is_chat:
             spec.opened = opened_in(tail)
-        eos = eos_ids(config, info)
         known_eos = [i for i in eos if i < info.vocab_size]
         guidances = self._guidances(spec, form, tail, known_eos, histories)
 
         # Encode the sampling parameters.
-        samplings = [_sampling_params(config, index, len(prompt), known_eos).encode() for index in range(config.n)]
+        banned = [*config.bad_words_ids, *self._words(config.bad_words)]
+        samplings = [_sampling_params(config, index, len(prompt), known_eos, banned).encode()
+                     for index in range(config.n)]
 
         # Make the sequences. A request in quarantine shares no spans with others.
         salt = scope(config.cache_salt if not spec.deaths else f"{config.cache_salt} alone {os.urandom(8).hex()}",
@@ -256,17 +260,33 @@ class InputStage:
                                      vocab=config.vocab, vocab_type=config.vocab_type, field=field,
                                      scope=spec.cache_scope, patience=_RESUMED_PATIENCE if spec.resumed else 1)
 
-    def _output_texts(self, spec: RequestSpec, markers: tuple[str, ...]) -> list[OutputText | None]:
+    def _words(self, words: list[str]) -> list[list[int]]:
+        """The ids of words, with and without a blank before them: tokenizers have other tokens for these."""
+        tokenizer = self._need_tokenizer() if words else None
+        found: list[list[int]] = []
+        for word in words:
+            for text in (word.lstrip(), f" {word.lstrip()}"):
+                ids = tokenizer.encode(text, add_special_tokens=False) if tokenizer is not None else []
+                if len(ids) > MAX_WORD_IDS:
+                    raise ValueError(f"bad_words: {word[:80]!r} has {len(ids)} tokens; allowed: at most {MAX_WORD_IDS}")
+                if ids and ids not in found:
+                    found.append(ids)
+        return found
+
+    def _output_texts(self, spec: RequestSpec, markers: tuple[str, ...], eos: tuple[int, ...]
+                      ) -> list[OutputText | None]:
         config = spec.config
         if not spec.want_text and not config.stop:
             return [None] * config.n
         from ..tokenizer.detokenizer import OutputText, StopStrings  # `tokenizers` is not needed to serve ids
 
         tokenizer = self._need_tokenizer()
-        stops = StopStrings(config.stop) if config.stop else None
+        stops = StopStrings(config.stop, config.include_stop_str_in_output) if config.stop else None
+        shown = config.skip_special_tokens or config.include_stop_str_in_output or not config.early_stopping
+        hidden = frozenset[int]() if shown else frozenset(eos)
         texts: list[OutputText | None] = []
         for index in range(config.n):
-            text = OutputText(tokenizer.detokenizer(keep=markers), stops, spec.want_text)
+            text = OutputText(tokenizer.detokenizer(markers, config.skip_special_tokens), stops, spec.want_text, hidden)
             texts.append(text)
             if generated := spec.generated_of(index):
                 text.push(generated)  # the client has this text, except for what was held back
@@ -361,8 +381,10 @@ def eos_ids(config: GenerateConfig, info: ModelInfo) -> tuple[int, ...]:
     return tuple(i for i in ids if i >= 0)
 
 
-def _sampling_params(config: GenerateConfig, index: int, prompt_len: int, eos: list[int]) -> SamplingParams:
-    """What the ranks need to sample the tokens of sample `index`."""
+def _sampling_params(
+    config: GenerateConfig, index: int, prompt_len: int, eos: list[int], banned: list[list[int]],
+) -> SamplingParams:
+    """What the ranks need to sample the tokens of sample `index`. `banned`: sequences of ids that do not occur."""
     fewest = min(prompt_len + config.min_new_tokens, INT32_MAX) if config.min_new_tokens else 0
     return SamplingParams(
         do_sample=config.do_sample and config.top_k != 1, logprobs=config.logprobs,
@@ -371,7 +393,7 @@ def _sampling_params(config: GenerateConfig, index: int, prompt_len: int, eos: l
         presence_penalty=config.presence_penalty, frequency_penalty=config.frequency_penalty,
         no_repeat_ngram_size=config.no_repeat_ngram_size, min_length=max(config.min_length, fewest),
         top_logprobs=config.top_logprobs if config.logprobs else 0, seed=config.seed or 0, sample_index=index,
-        prompt_len=prompt_len, eos=tuple(eos), bad_words=tuple(tuple(word) for word in config.bad_words_ids),
+        prompt_len=prompt_len, eos=tuple(eos), bad_words=tuple(map(tuple, banned)),
         min_p=config.min_p, logit_bias=tuple(sorted(config.logit_bias.items()))
     )
 

@@ -20,7 +20,7 @@ from .errors import ApiError
 from .messages import count_tokens, messages
 from .messages_wire import MessagesRequest, Prompt
 from .metrics import CONTENT_TYPE, of_members
-from .models import health, list_models, live, one_model
+from .models import health, list_models, live, one_model, version
 from .openapi import describe
 from .page import page, pool
 from .responses import responses
@@ -60,6 +60,7 @@ def _endpoints(worker: HttpWorker) -> list[tuple[str, str, Endpoint]]:
         ("POST", "/detokenize", Endpoint(worker, "detokenize", detokenize, form=DetokenizeRequest, role=generate)),
         ("GET", "/", Endpoint(worker, "page", page, role=None, kind="text/html")),
         ("GET", "/pool", Endpoint(worker, "pool", pool, role=read)),
+        ("GET", "/version", Endpoint(worker, "version", version, role=read)),
         ("GET", "/health", Endpoint(worker, "health", health, role=None)),
         ("GET", "/health/ready", Endpoint(worker, "ready", health, role=None)),
         ("GET", "/health/live", Endpoint(worker, "live", live, role=None)),

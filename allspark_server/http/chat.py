@@ -12,12 +12,12 @@ from allspark_server.chat import Content, Event, Reasoning, ToolCallBegin
 
 from .call import Call, new_id
 from .chat_wire import ChatRequest, plain_messages
-from .choices import DONE, fingerprint, ids_field, quoted, token_bytes, usage
+from .choices import DONE, fingerprint, ids_field, prompt_field, quoted, token_bytes, usage
 from .errors import bad_value, not_available
 from .logprobs import chat_logprobs
 from .pieces import joined, json_list, json_object
 from .replies import ChatReplies, ChatReply, chat_spec, effort_kwargs
-from .sampling import check_room, check_stream_options, config_of, response_format
+from .sampling import check_prompt_logprobs, check_room, check_stream_options, config_of, response_format
 
 _END = "}\n\n"    # of a chunk
 _REFUSED = {
@@ -47,12 +47,14 @@ def _check(request: ChatRequest) -> None:
         raise bad_value("max_tokens", "it cannot be set together with 'max_completion_tokens'")
     if request.max_tokens == 0:
         raise bad_value("max_tokens", "it must be at least 1")
+    check_prompt_logprobs(request)
     check_stream_options(request)
 
 
 def _template_kwargs(request: ChatRequest) -> dict[str, Any] | None:
     """Variables for the chat template; the reasoning effort by the names that templates use."""
-    return {**effort_kwargs(request.reasoning_effort), **(request.chat_template_kwargs or {})} or None
+    own = {} if request.add_generation_prompt is None else {"add_generation_prompt": request.add_generation_prompt}
+    return {**effort_kwargs(request.reasoning_effort), **own, **(request.chat_template_kwargs or {})} or None
 
 
 async def chat(call: Call, request: ChatRequest) -> None:
@@ -70,7 +72,8 @@ async def chat(call: Call, request: ChatRequest) -> None:
         request.model, plain_messages(request.messages), config,
         tools=[tool.model_dump(exclude_none=True) for tool in request.tools or ()] or None,
         tool_choice=choice if choice is None or isinstance(choice, str) else choice.model_dump(),
-        parallel_tool_calls=request.parallel_tool_calls, chat_template_kwargs=_template_kwargs(request))
+        parallel_tool_calls=request.parallel_tool_calls, chat_template_kwargs=_template_kwargs(request),
+        continue_final_message=request.continue_final_message)
     async with call.generate(spec) as answer:
         check_room(info, len(answer.prompt_ids), wanted,
                    "max_tokens" if request.max_tokens else "max_completion_tokens")
@@ -97,6 +100,7 @@ async def _whole(call: Call, request: ChatRequest, info: ModelInfo, replies: Cha
         "service_tier": "default",
         "system_fingerprint": fingerprint(info),
         **({"prompt_token_ids": replies.choices.answer.prompt_ids} if request.return_token_ids else {}),
+        **await prompt_field(call.pool, replies.choices, request.prompt_logprobs),
     })
 
 

@@ -220,6 +220,12 @@ class ChatRequest(Generation):
         JsonObject | None, Field(description="Variables for the checkpoint's chat template")
     ] = None
     reasoning_effort: Effort | None = None
+    add_generation_prompt: Annotated[
+        bool | None, Field(description="`false`: the prompt ends with the last message")
+    ] = None
+    continue_final_message: Annotated[
+        bool | None, Field(description="The answer continues the last message, which is the assistant's")
+    ] = None
     modalities: Many[Literal["text", "audio"]] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     # Rejected with any value.

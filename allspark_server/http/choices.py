@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from allspark_client.types import GeneratedElements, ModelInfo
 
+from .logprobs import prompt_logprobs
 from .pool import Answer, Pool
 
 _REASONS = {"stop": "stop", "stop_word": "stop", "length": "length", "tool_calls": "tool_calls"}
@@ -51,11 +53,14 @@ class Choices:
         self.answer, self.info = answer, info
         self._first_index, self._logprobs = first_index, config.logprobs
         self.all = [Choice(first_index + i) for i in range(config.n)]
+        #: GeneratedElements.prompt_logprobs_list
+        self.prompt_logprobs: list[list[tuple[int, float]]] = []
 
     def take(self, elements: GeneratedElements) -> Choice:
         """Add new tokens; returns the choice that they belong to."""
         choice = self.all[elements.sample_index]
         choice.take(elements, self._logprobs)
+        self.prompt_logprobs = self.prompt_logprobs or elements.prompt_logprobs_list
         return choice
 
     async def collect(self) -> Choices:
@@ -117,3 +122,11 @@ async def token_bytes(pool: Pool, info: ModelInfo, elements: GeneratedElements) 
     for pairs in elements.log_probs_list:
         ids.update(i for i, _ in pairs)
     return await pool.token_bytes(info, ids)
+
+
+async def prompt_field(pool: Pool, choices: Choices, top: int | None) -> dict[str, Iterator[str]]:
+    """The field `prompt_logprobs` of a request's answer; `top`: how many alternatives, None for no such field."""
+    if top is None:
+        return {}
+    known = await pool.token_bytes(choices.info, {i for pairs in choices.prompt_logprobs for i, _ in pairs})
+    return {"prompt_logprobs": prompt_logprobs(choices.prompt_logprobs, top, known)}

@@ -16,12 +16,12 @@ from allspark_server.json_structure import MAX_VALUES
 
 from .call import Call, new_id
 from .chat_wire import ResponseFormat
-from .choices import DONE, Choice, Choices, fingerprint, ids_field, quoted, token_bytes, usage
+from .choices import DONE, Choice, Choices, fingerprint, ids_field, prompt_field, quoted, token_bytes, usage
 from .errors import ApiError, bad_value, not_available
 from .logprobs import CompletionLogprobs, logprobs_in_pieces
 from .pieces import joined, json_object
 from .pool import Answer, Pool
-from .sampling import check_room, check_stream_options, config_of, response_format
+from .sampling import check_prompt_logprobs, check_room, check_stream_options, config_of, response_format
 from .wire import INT32_MAX, Generation, Many
 
 #: OpenAI's default
@@ -58,24 +58,19 @@ class _Part:
         #: whether the prompt's log probabilities must still be written
         self.owes_prompt = bool(echo) and logprobs is not None
         self.logprobs = [CompletionLogprobs(self.top, len(echo)) for _ in choices.all]
-        self.prompt_logprobs: list[list[tuple[int, float]]] = []
-
-    def take(self, elements: GeneratedElements) -> Choice:
-        """Add new tokens; returns the choice that they belong to."""
-        self.prompt_logprobs = self.prompt_logprobs or elements.prompt_logprobs_list
-        return self.choices.take(elements)
 
     async def collect(self) -> None:
         """Read all tokens until the request ends."""
         async for elements in self.choices.answer:
-            self.take(elements)
+            self.choices.take(elements)
 
     async def of_prompt(self, pool: Pool) -> dict[str, Any]:
         """The log probabilities of the prompt's tokens; None for the first, which has no context."""
-        ids, given = self.choices.answer.prompt_ids, self.prompt_logprobs
+        ids, given = self.choices.answer.prompt_ids, self.choices.prompt_logprobs
         known = await pool.token_bytes(self.choices.info, {*ids, *(i for pairs in given for i, _ in pairs)})
-        return CompletionLogprobs(self.top).of(
-            ids, [None, *(pairs[0][1] for pairs in given)], [[], *(pairs[1:] for pairs in given)], known, self.echo)
+        top = [pairs[1:1 + self.top] for pairs in given]
+        return CompletionLogprobs(self.top).of(ids, [None, *(pairs[0][1] for pairs in given)], [[], *top], known,
+                                               self.echo)
 
     async def of(self, pool: Pool, at: int, elements: GeneratedElements) -> dict[str, Any]:
         """The log probabilities of new tokens of the choice with index `at`."""
@@ -91,6 +86,7 @@ def _check(request: CompletionRequest) -> None:
         raise not_available("best_of", "it returns all that it generates; leave it out, or set it to n")
     if request.max_tokens == 0 and not request.echo:
         raise bad_value("max_tokens", "it must be at least 1, unless 'echo' is true")
+    check_prompt_logprobs(request)
     check_stream_options(request)
 
 
@@ -134,10 +130,13 @@ async def completions(call: Call, request: CompletionRequest) -> None:
         config.response_format = response_format(request.response_format)
     if request.logprobs is not None:
         config.logprobs, config.top_logprobs = True, request.logprobs
-        config.prompt_logprobs = request.logprobs if request.echo else None
+        if request.echo:
+            config.prompt_logprobs = max(request.logprobs, request.prompt_logprobs or 0)
     prompts = prompts_of(request.prompt, "prompt")
     specs = [RequestSpec(request.model, config=config, want_text=True,
                          **({"text": one} if isinstance(one, str) else {"input_ids": one})) for one in prompts]
+    for spec in specs:
+        spec.cut_prompt()
     async with contextlib.AsyncExitStack() as stack:
         answers = await start_all(call, stack, specs, "prompt")
         parts: list[_Part] = []
@@ -186,6 +185,7 @@ class _Writer:
                     "logprobs": await self._logprobs(part, at, choice),
                     "finish_reason": self._reason(part, choice),
                     **self._ids(part, choice),
+                    **await prompt_field(call.pool, part.choices, request.prompt_logprobs),
                 }))
         return json_object({
             "id": self._id,
@@ -235,7 +235,7 @@ class _Writer:
             for choice in part.choices.all if part.echo and not part.owes_prompt else ():
                 await call.write(chunk(choice, part.echo))
         async for part, elements in _merged(self._parts):
-            choice = part.take(elements)
+            choice = part.choices.take(elements)
             if part.owes_prompt:    # the prompt's log probabilities come with the first token
                 of_prompt = json.dumps(await part.of_prompt(call.pool))
                 for sample in part.choices.all:

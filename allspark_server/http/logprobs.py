@@ -41,6 +41,18 @@ def _chat_entry(data: bytes, logprob: float) -> dict[str, Any]:
     return {"token": data.decode(errors="replace"), "logprob": finite(logprob), "bytes": list(data)}
 
 
+def prompt_logprobs(given: Sequence[Sequence[tuple[int, float]]], top: int, tokens: dict[int, bytes]) -> Iterator[str]:
+    """The field `prompt_logprobs` in vLLM's form: null for the first token of the prompt, then for each token an object
+    by id, of itself and of the `top` most likely ones. `rank` is null for a token that is not among these.
+    """
+    def entry(pairs: Sequence[tuple[int, float]]) -> dict[str, Any]:
+        ranks = {i: rank for rank, (i, _) in enumerate(pairs[1:], 1)}
+        return {str(i): {"logprob": finite(value), "rank": ranks.get(i), "decoded_token": token_text(tokens[i])}
+                for i, value in pairs[:1 + top]}
+
+    return json_list(itertools.chain([None], map(entry, given)), 16)
+
+
 class ItemLogprobs:
     """Finds the log probabilities of an answer's parts, which its text is parsed into."""
 

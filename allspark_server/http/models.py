@@ -1,10 +1,12 @@
-"""/v1/models, /v1/models/{id}, /health, /health/ready and /health/live."""
+"""/v1/models, /v1/models/{id}, /version, /health, /health/ready and /health/live."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from allspark_client.types import ModelState
+from allspark_client.version import __version__
 
 from .call import Call
 from .errors import ApiError
@@ -21,9 +23,12 @@ def _cards(model: ModelState, created: int) -> list[dict[str, Any]]:
 
 
 async def list_models(call: Call, _: None) -> None:
-    """The models that take requests."""
-    running = [model for model in await call.pool.models() if model.running]
-    cards = [card for model in running for card in _cards(model, call.worker.started)]
+    """The models that take requests, each with the most tokens of prompt and output together."""
+    cards = []
+    for model in [model for model in await call.pool.models() if model.running]:
+        with contextlib.suppress(ApiError):     # it has just been released
+            length = (await call.model(model.name)).max_length
+            cards += [{**card, "max_model_len": length} for card in _cards(model, call.worker.started)]
     await call.reply({"object": "list", "data": cards})
 
 
@@ -38,6 +43,11 @@ async def one_model(call: Call, _: None) -> None:
             await call.reply({**card, "max_model_len": info.max_length})
             return
     raise ApiError(404, f"The model '{name}' does not exist", "model", "model_not_found")
+
+
+async def version(call: Call, _: None) -> None:
+    """The version of this server, in vLLM's form."""
+    await call.reply({"version": __version__})
 
 
 async def health(call: Call, _: None) -> None:

@@ -19,7 +19,8 @@ class SamplingFields(Protocol):
     top_k: int | None
 
 
-_SAME = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "cache_salt", "priority", "n")
+_SAME = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "cache_salt", "priority", "n",
+         "bad_words", "include_stop_str_in_output", "skip_special_tokens", "prompt_logprobs")
 
 
 def config_of(request: SamplingFields, info: ModelInfo, max_tokens: int | None) -> GenerateConfig:
@@ -62,6 +63,12 @@ def config_of(request: SamplingFields, info: ModelInfo, max_tokens: int | None) 
         if max_tokens is not None and fewest > max_tokens:
             raise bad_value("min_tokens", f"it is {fewest}, and at most {max_tokens} tokens are generated")
         values["min_new_tokens"] = fewest
+    if (kept := getattr(request, "truncate_prompt_tokens", None)) is not None:
+        if not kept:
+            raise bad_value("truncate_prompt_tokens", "it must be at least 1, or -1")
+        values["truncate_prompt_tokens"] = kept if kept > 0 else max(1, info.max_length - (max_tokens or 1))
+    if allowed := getattr(request, "allowed_token_ids", None):
+        _allow(allowed, info, values)
     for name in _SAME:
         if (value := getattr(request, name, None)) is not None:
             values[name] = value
@@ -118,6 +125,22 @@ def _guided(request: SamplingFields) -> dict[str, Any] | None:
     return found
 
 
+def _allow(ids: list[int], info: ModelInfo, values: dict[str, Any]) -> None:
+    """Allow only these tokens, by a grammar."""
+    if "response_format" in values:
+        raise bad_value("allowed_token_ids", "another field already constrains the answer")
+    if too_large := [i for i in ids if i >= info.vocab_size]:
+        raise bad_value("allowed_token_ids", f"the vocabulary has {info.vocab_size} ids; {too_large[0]} is not one")
+    ends = set(values.get("eos_token_id", info.eos_token_ids))
+    if ends & set(ids):
+        values["eos_token_id"] = sorted(ends & set(ids))    # a grammar allows all of these where it may end
+    else:
+        values["min_new_tokens"] = values.get("max_new_tokens", info.max_length)
+    plain = sorted(set(ids) - ends)
+    grammar = f"start: <[{','.join(map(str, plain))}]>*" if plain else 'start: ""'
+    values["response_format"] = {"type": "grammar", "grammar": grammar}
+
+
 def _biases(given: dict[str, float]) -> dict[int, float]:
     biases = {}
     for key, value in given.items():
@@ -138,6 +161,12 @@ def check_room(info: ModelInfo, prompt_tokens: int, max_tokens: int | None, para
             param,
             "context_length_exceeded",
         )
+
+
+def check_prompt_logprobs(request: Any) -> None:
+    """Raises ApiError if a stream should have the log probabilities of its prompt: as in vLLM, it cannot."""
+    if request.prompt_logprobs is not None and request.stream:
+        raise bad_value("prompt_logprobs", "it is not allowed when 'stream' is true")
 
 
 def check_stream_options(request: Any) -> None:

@@ -188,5 +188,25 @@ class Generation(Body):
     return_token_ids: Annotated[
         bool | None, Field(description="Add `prompt_token_ids`, and to each choice `token_ids`")
     ] = None
+    bad_words: Annotated[
+        Many[Stop] | None, Field(max_length=64, description="Words that are not generated")
+    ] = None
+    allowed_token_ids: Annotated[
+        Many[Annotated[int, Field(ge=0, le=INT32_MAX)]] | None,
+        Field(min_length=1, max_length=4096, description="Only these tokens are generated; an end only if it is one"),
+    ] = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: Annotated[
+        bool | None, Field(description="`false`: special tokens have text, but for the one that ends the answer")
+    ] = None
+    #: ignored
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[
+        int | None, Field(ge=-1, le=INT32_MAX,
+                          description="Only so many tokens at the end of the prompt are used; -1: as many as fit")
+    ] = None
+    prompt_logprobs: Annotated[
+        int | None, Field(ge=0, le=20, description="Log probabilities of the prompt's tokens, and of so many others")
+    ] = None
 
 

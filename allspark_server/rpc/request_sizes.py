@@ -46,6 +46,7 @@ def check_sizes(request: pb.GenerateRequest, info: ModelInfo, role: Role) -> Non
         *((f"{name}[{i}]", len(word.ids), MAX_WORD_IDS, "ids")
           for name in ("stop_words_ids", "bad_words_ids") for i, word in enumerate(getattr(config, name)[:MAX_WORDS])),
         ("stop", len(config.stop), MAX_STOPS, "strings"),
+        ("bad_words", len(config.bad_words), MAX_STOPS, "strings"),
         ("logit_bias", len(config.logit_bias), MAX_WORDS, "ids"),
         ("vocab", len(config.vocab), info.vocab_size, "tokens"),
         ("response_format", len(config.response_format_json), MAX_JSON, "bytes as JSON"),

@@ -368,9 +368,10 @@ class OutputText:
     sample's last one.
     """
 
-    def __init__(self, detokenizer: StreamDetokenizer, stops: StopStrings | None, wanted: bool):
-        """`wanted`: return the text; otherwise only look for stop strings in it."""
-        self._detokenizer = detokenizer
+    def __init__(self, detokenizer: StreamDetokenizer, stops: StopStrings | None, wanted: bool,
+                 hidden: frozenset[int] = frozenset()):
+        """`wanted`: return the text; otherwise only look for stop strings in it. `hidden`: ids without text."""
+        self._detokenizer, self._hidden = detokenizer, hidden
         self._matcher = None if stops is None else StopMatcher(stops)
         self._wanted = wanted
 
@@ -381,7 +382,7 @@ class OutputText:
 
     def push(self, ids: Iterable[int], last: bool = False) -> str | None:
         """Takes further ids; returns the text that is certain now, None unless it is wanted. `last`: no more follow."""
-        text = self._detokenizer.push(ids)
+        text = self._detokenizer.push([i for i in ids if i not in self._hidden] if self._hidden else ids)
         matcher = self._matcher
         if matcher is not None:
             text = matcher.push(text)

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 class StopStrings:
     """The stop strings of a request and the tables for finding them. The request's samples share them."""
 
-    def __init__(self, strings: Sequence[str]):
-        self.strings = tuple(dict.fromkeys(strings))
+    def __init__(self, strings: Sequence[str], included: bool = False):
+        """`included`: the text ends with the string that ends it."""
+        self.strings, self.included = tuple(dict.fromkeys(strings)), included
         self.borders = [_borders(string) for string in self.strings]
         self.first = re.compile("[" + "".join(sorted({re.escape(string[0]) for string in self.strings})) + "]")
 
@@ -19,9 +20,9 @@ class StopStrings:
 class StopMatcher:
     """Finds stop strings in a text that arrives in parts of any size.
 
-    The text ends at the character that first completes a stop string, and is returned without that string. If one
-    character completes several, the longest counts. Each string is searched by the algorithm of Knuth, Morris and
-    Pratt: constant time for each character.
+    The text ends at the character that first completes a stop string, and is returned without that string, unless it is
+    included. If one character completes several, the longest counts. Each string is searched by the algorithm of Knuth,
+    Morris and Pratt: constant time for each character.
     """
 
     def __init__(self, stops: StopStrings):
@@ -51,7 +52,7 @@ class StopMatcher:
             if found:
                 self.found = found
                 whole, self._held = self._held + text[: at + 1], ""
-                return whole[: len(whole) - len(found)]
+                return whole if self._stops.included else whole[: len(whole) - len(found)]
         whole, held = self._held + text, max(matched)
         self._held = whole[len(whole) - held :]
         return whole[: len(whole) - held]

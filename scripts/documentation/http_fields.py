@@ -28,8 +28,12 @@ IGNORED: dict[str, dict[str, str]] = {
         "prompt_cache_key": "the prefix cache needs no key; `cache_salt` separates tenants",
         "prompt_cache_retention": "`prefix_cache_ttl` of the model decides",
         "prompt_cache_options": "the prefix cache needs none",
+        "spaces_between_special_tokens": "no blanks are added between special tokens",
     },
-    "CompletionRequest": {"user": "OpenAI only records it"},
+    "CompletionRequest": {
+        "user": "OpenAI only records it",
+        "spaces_between_special_tokens": "no blanks are added between special tokens",
+    },
     "EmbeddingRequest": {"user": "OpenAI only records it"},
     "ResponsesRequest": {
         "prompt_cache_options": "the prefix cache needs none",
@@ -58,6 +62,8 @@ CONDITIONS: dict[tuple[str, str], str] = {
     ("ChatRequest", "max_tokens"): "not together with `max_completion_tokens`",
     ("ChatRequest", "stream_options"): "needs `stream`",
     ("CompletionRequest", "stream_options"): "needs `stream`",
+    ("ChatRequest", "prompt_logprobs"): "not together with `stream`",
+    ("CompletionRequest", "prompt_logprobs"): "not together with `stream`",
     ("CompletionRequest", "suffix"): "only empty: nothing is inserted before a suffix",
     ("CompletionRequest", "best_of"): "only equal to `n`",
     ("CompletionRequest", "max_tokens"): "default 16; 0 needs `echo`",
@@ -69,7 +75,9 @@ CONDITIONS: dict[tuple[str, str], str] = {
 }
 _OWN = ("top_k", "min_p", "repetition_penalty", "ignore_eos", "cache_salt", "priority", "guided_json", "guided_regex",
         "guided_choice", "guided_grammar", "structured_outputs", "min_tokens", "stop_token_ids", "return_token_ids",
-        "chat_template_kwargs", "pooling")
+        "bad_words", "allowed_token_ids", "include_stop_str_in_output", "skip_special_tokens",
+        "spaces_between_special_tokens", "truncate_prompt_tokens", "prompt_logprobs", "add_generation_prompt",
+        "continue_final_message", "chat_template_kwargs", "pooling")
 
 
 def forms() -> Iterator[tuple[str, type]]:

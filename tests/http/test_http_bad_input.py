@@ -67,6 +67,13 @@ GENERATION = {
     "min_tokens": ("1", True, 1.5, -1, 2, 2**31),
     "stop_token_ids": (1, "x", [-1], ["1"], [2**31], [1] * 300),
     "return_token_ids": ("x", 1),
+    "bad_words": (1, "x", [1], [""], ["x" * 2000], ["a"] * 65, ["x y " * 200]),
+    "allowed_token_ids": (1, [], [-1], ["1"], [2**31], [1] * 5000, [999_999_999]),
+    "include_stop_str_in_output": ("x", 1),
+    "skip_special_tokens": ("x", 1),
+    "spaces_between_special_tokens": ("x", 1),
+    "truncate_prompt_tokens": ("1", True, 1.5, -2, 0, 2**31),
+    "prompt_logprobs": ("1", True, 1.5, -1, 21),
     "nonsense": (1, None),
 }
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
@@ -165,6 +172,8 @@ WRONG = {
                             {"type": "json_object", "more": 1}),
         "chat_template_kwargs": (1, "x", [], {"messages": 1}),
         "reasoning_effort": (1, "much"),
+        "add_generation_prompt": (1, "x"),
+        "continue_final_message": (1, "x", True),
         "audio": (1, "x", {}),
         "function_call": ("auto", {}),
         "moderation": ({"model": "x"},),

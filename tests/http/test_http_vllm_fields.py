@@ -113,3 +113,140 @@ def test_usage_in_each_chunk(api):
                    api.chat.completions.create(messages=STORY, stream=True, stream_options=options, **GREEDY)):
         counts = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None]
         assert counts == sorted(counts) and counts[-1] == 24 and len(set(counts)) > 10
+
+
+def test_words_that_are_not_generated(api, http_server):
+    text = api.completions.create(prompt=PROMPT, **GREEDY).choices[0].text
+    words = [word for word in text.replace(",", " ").replace(".", " ").split() if len(word) > 2][:3]
+    assert words
+    other = api.completions.create(prompt=PROMPT, extra_body={"bad_words": words}, **GREEDY).choices[0].text
+    assert not [word for word in words if word in other.split()] and other != text
+    ids = ids_of(http_server, {"text": PROMPT}, max_new_tokens=24, bad_words=words)
+    assert http_server.engine.detokenize(MODEL, ids).text.startswith(other)
+    with pytest.raises(openai.BadRequestError) as wrong:
+        api.completions.create(prompt=PROMPT, extra_body={"bad_words": ["x" * 1020]}, **GREEDY)
+    assert wrong.value.param == "bad_words" and "at most 256" in wrong.value.message
+
+
+def test_tokens_that_alone_are_generated(api, http_server):
+    ids = http_server.engine.tokenize(MODEL, {"text": "the cat sat"})
+    ask = {**GREEDY, "prompt": PROMPT}
+    found = api.completions.create(extra_body={"allowed_token_ids": ids, "return_token_ids": True}, **ask).choices[0]
+    assert set(found.token_ids) <= set(ids) and len(found.token_ids) == 24 and found.finish_reason == "length"
+    end = http_server.engine.get_model_info(MODEL).eos_token_ids[0]
+    found = api.completions.create(extra_body={"allowed_token_ids": [end], "return_token_ids": True}, **ask).choices[0]
+    assert found.token_ids == [end] and found.finish_reason == "stop"
+    with pytest.raises(openai.BadRequestError, match="999999999 is not one") as wrong:
+        api.completions.create(extra_body={"allowed_token_ids": [5, 999999999]}, **ask)
+    assert wrong.value.param == "allowed_token_ids"
+    with pytest.raises(openai.BadRequestError, match="another field already constrains"):
+        api.completions.create(extra_body={"allowed_token_ids": ids, "guided_regex": "a"}, **ask)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_in_the_output(api, stream):
+    whole = api.completions.create(prompt=PROMPT, **GREEDY).choices[0].text
+    stop = whole[8:12]
+    end = whole.index(stop)
+
+    def text(**fields) -> str:
+        asked = api.completions.create(prompt=PROMPT, stop=[stop], stream=stream, extra_body=fields, **GREEDY)
+        parts = asked if stream else [asked]
+        return "".join(part.choices[0].text for part in parts)
+
+    assert text() == whole[:end]
+    assert text(include_stop_str_in_output=True) == whole[:end] + stop
+
+
+def test_special_tokens_in_the_output(api, http_server):
+    """The end has no text, unless it is asked for."""
+    info = http_server.engine.get_model_info(MODEL)
+    end = http_server.engine.detokenize(MODEL, info.eos_token_ids[:1]).text
+    assert end.startswith("<")
+    ask = {"model": MODEL, "messages": [{"role": "user", "content": "What is 2+3?"}], "temperature": 0,
+           "max_tokens": 60}
+
+    def text(**fields) -> str:
+        answer = api.chat.completions.create(extra_body=fields, **ask).choices[0]
+        assert answer.finish_reason == "stop"
+        return answer.message.content
+
+    plain = text()
+    assert end not in plain
+    assert text(skip_special_tokens=False) == plain
+    assert text(skip_special_tokens=False, include_stop_str_in_output=True) == plain + end
+    shown = api.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=3, temperature=0,
+        extra_body={"skip_special_tokens": False, "ignore_eos": True, "allowed_token_ids": info.eos_token_ids[:1]})
+    assert shown.choices[0].text == 3 * end
+
+
+def test_prompts_that_are_cut(api, http_server):
+    ids = http_server.engine.tokenize(MODEL, {"text": PROMPT})
+    ask = {**GREEDY, "extra_body": {"return_token_ids": True, "truncate_prompt_tokens": 2}}
+    cut = api.completions.create(prompt=PROMPT, **ask)
+    assert cut.choices[0].prompt_token_ids == ids[-2:] and cut.usage.prompt_tokens == 2
+    assert cut.choices[0].text == api.completions.create(prompt=ids[-2:], **GREEDY).choices[0].text
+    length = http_server.engine.get_model_info(MODEL).max_length
+    ask["extra_body"]["truncate_prompt_tokens"] = -1
+    cut = api.completions.create(prompt=[7] * (length + 5), **ask)
+    assert cut.usage.prompt_tokens == length - 24 and cut.usage.completion_tokens == 24
+    assert api.completions.create(prompt=PROMPT, **ask).choices[0].prompt_token_ids == ids
+    assert ids_of(http_server, {"input_ids": [7] * (2 * length)}, max_new_tokens=4, truncate_prompt_tokens=3) == \
+        ids_of(http_server, {"input_ids": [7] * 3}, max_new_tokens=4)
+    with pytest.raises(openai.BadRequestError, match="at least 1, or -1"):
+        api.completions.create(prompt=PROMPT, extra_body={"truncate_prompt_tokens": 0}, **GREEDY)
+
+
+def test_log_probabilities_of_prompts(api, http_server):
+    ids = http_server.engine.tokenize(MODEL, {"text": PROMPT})
+    echoed = api.completions.create(prompt=PROMPT, echo=True, logprobs=2, extra_body={"prompt_logprobs": 4}, **GREEDY)
+    found = echoed.choices[0].prompt_logprobs
+    assert len(found) == len(ids) and found[0] is None
+    assert [len(pairs) for pairs in echoed.choices[0].logprobs.top_logprobs[1:len(ids)]] == [2] * (len(ids) - 1)
+    for i, entries, logprob in zip(ids[1:], found[1:], echoed.choices[0].logprobs.token_logprobs[1:]):
+        assert entries[str(i)]["logprob"] == pytest.approx(logprob)
+        ranked = sorted((entry for entry in entries.values() if entry["rank"]), key=lambda entry: entry["rank"])
+        assert [entry["rank"] for entry in ranked] == [1, 2, 3, 4]
+        assert [entry["logprob"] for entry in ranked] == sorted((e["logprob"] for e in ranked), reverse=True)
+        assert len(entries) == 4 + (entries[str(i)]["rank"] is None)
+        assert entries[str(i)]["decoded_token"] == http_server.engine.detokenize(MODEL, [i]).text
+    alone = api.completions.create(prompt=PROMPT, extra_body={"prompt_logprobs": 0}, **GREEDY).choices[0]
+    assert [list(entries) for entries in alone.prompt_logprobs[1:]] == [[str(i)] for i in ids[1:]]
+    chat = api.chat.completions.create(messages=STORY, extra_body={"prompt_logprobs": 1}, **GREEDY)
+    assert len(chat.prompt_logprobs) == chat.usage.prompt_tokens
+    with pytest.raises(openai.BadRequestError, match="not allowed when 'stream' is true"):
+        api.completions.create(prompt=PROMPT, stream=True, extra_body={"prompt_logprobs": 1}, **GREEDY)
+
+
+def test_messages_that_are_continued(api, http_server):
+    """The answer is that to the rendered text, cut behind the message."""
+    begun = [*STORY, {"role": "assistant", "content": " Once upon a time there "}]
+    ask = {**GREEDY, "messages": begun, "extra_body": {"continue_final_message": True, "return_token_ids": True}}
+    answer = api.chat.completions.create(**ask)
+    prompt = http_server.engine.detokenize(MODEL, answer.prompt_token_ids).text
+    assert prompt.endswith("Once upon a time there ")
+    assert prompt.startswith(http_server.engine.detokenize(
+        MODEL, http_server.engine.tokenize(MODEL, {"messages": STORY})).text)
+    plain = api.completions.create(prompt=answer.prompt_token_ids, **GREEDY).choices[0].text
+    assert plain.startswith(answer.choices[0].message.content) and answer.choices[0].message.content
+
+    ask["extra_body"] = {"add_generation_prompt": False, "return_token_ids": True}
+    ids = api.chat.completions.create(**{**ask, "messages": STORY}).prompt_token_ids
+    opened = http_server.engine.tokenize(MODEL, {"messages": STORY})
+    assert opened[:len(ids)] == ids and len(ids) < len(opened)
+
+    for messages, fields, param in (
+            (STORY, {"continue_final_message": True}, "continue_final_message"),
+            (begun, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message")):
+        with pytest.raises(openai.BadRequestError) as wrong:
+            api.chat.completions.create(**{**ask, "messages": messages, "extra_body": fields})
+        assert wrong.value.param == param
+
+
+def test_lengths_of_models_and_the_version(api, http_server):
+    from allspark_client.version import __version__
+
+    length = http_server.engine.get_model_info(MODEL).max_length
+    assert {model.max_model_len for model in api.models.list().data} == {length}
+    assert api.get("/../version", cast_to=object) == {"version": __version__}

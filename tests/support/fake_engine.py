@@ -56,7 +56,7 @@ class _Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [byte + self._engine.text_offset for byte in text.encode()]
 
-    def detokenizer(self, keep=()) -> _Tokenizer:
+    def detokenizer(self, keep=(), skip_special_tokens=True) -> _Tokenizer:
         return self
 
     def push(self, ids: list[int]) -> str:

@@ -58,7 +58,7 @@ class _Tokenizer:
     def token_bytes(self, ids) -> list[bytes]:
         return [bytes([i]) if i < 256 else b"" for i in ids]
 
-    def detokenizer(self, keep=()) -> _Detokenizer:
+    def detokenizer(self, keep=(), skip_special_tokens=True) -> _Detokenizer:
         return _Detokenizer()
 
 
